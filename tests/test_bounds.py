@@ -177,7 +177,7 @@ def hugging_face(folder: Path, changes: dict[str, Any], files: dict[str, Any] | 
 def test_an_index_that_points_out_of_its_folder(name: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "secret.safetensors").write_bytes(b"secret")
     assert hugging_face(tmp_path / "model", {}, {"a": name}) == 2
-    assert capsys.readouterr().err.endswith("which is not a file of its folder\n")
+    assert capsys.readouterr().err.endswith("which is not a file in its folder\n")
 
 
 def test_a_billion_layers_of_hugging_face(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

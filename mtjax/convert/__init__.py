@@ -1,1 +1,1 @@
-"""Weights to and from Hugging Face's safetensors and Megatron-LM's checkpoints (docs/convert.md)."""
+"""Conversion of weights to and from Hugging Face's safetensors and Megatron-LM's checkpoints (docs/convert.md)."""

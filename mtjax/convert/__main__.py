@@ -12,7 +12,7 @@ import tyro
 
 from mtjax.cli import read, run_main
 from mtjax.config.field_metadata import HEADS, LAYERS, TOKENS, WIDTH, above_zero, at_least
-from mtjax.convert.places import ADAPTERS, parse_place
+from mtjax.convert.weights_path import ADAPTERS, parse_weights_path
 from mtjax.errors import UserError
 
 if TYPE_CHECKING:
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """Converts weights to and from Hugging Face's safetensors and Megatron-LM's checkpoints.
 
-A place is KIND:DIR. Kinds:
+Source and target are KIND:DIR. Kinds:
   hf        a folder with config.json and *.safetensors, as save_pretrained writes and from_pretrained reads
   mtjax     a run (its newest checkpoint), one of its checkpoints, or a converted folder; written: a converted folder
-  peft      written only: the adapters of a run of mtjax finetune --lora-rank, which all other kinds get merged
+  peft      written only: the LoRA adapters of a run of mtjax finetune --lora-rank; other kinds get them merged
   megatron  GPT, Llama, BERT: a folder with latest_checkpointed_iteration.txt, or one of its iterations, in Megatron's
             format torch (mp_rank_*/model_optim_rng.pt) or torch_dist (.metadata and *.distcp)
 
@@ -37,26 +37,27 @@ Examples:
   mtjax convert --from mtjax:runs/default-1 --to megatron:ckpt --ckpt-format torch_dist
   mtjax convert --from mtjax:runs/chat-1 --to peft:my-adapters
 
-Converting back returns every bit. Memory holds a few times the largest tensor, however large the model. DIR after --to
-must be new; it appears only when it is complete.
+A conversion and its reverse give bit-identical weights. Memory use is a few times the largest tensor, whatever the
+size of the model. DIR after --to must be new; it appears only when it is complete.
 """
 
 
 @dataclass(frozen=True)
 class Options:
-    """Where from, where to, and how."""
+    """The options of `mtjax convert`."""
 
     source: Annotated[str, tyro.conf.arg(name="from", metavar="KIND:DIR")]
     """What to read."""
     target: Annotated[str, tyro.conf.arg(name="to", metavar="KIND:DIR")]
     """What to write."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Type of the numbers written to an hf or megatron folder; when not given, the type of the weights' origin, float32
-    for a run. mtjax always keeps float32."""
+    """dtype of the weights in an hf or megatron folder that is written. Default: that of the source, float32 for a run.
+    An mtjax folder is always float32."""
     vocab_multiple: int | None = at_least(1, None, most=WIDTH)
-    """Pad mtjax's vocabulary to a multiple of this (divisible by the mesh's model ways); 1024 when not given."""
+    """Pad mtjax's vocabulary to a multiple of this (divisible by the mesh's tensor parallel degree).
+    Default: 1024."""
     vocab_size: int | None = at_least(1, None, most=TOKENS)
-    """Tokens of the vocabulary in a megatron folder, which may only know the padded number."""
+    """Size of the vocabulary of a megatron folder, which may contain only the padded size."""
     config: str | None = None
     """A config that describes the model in a megatron folder, if the folder does not."""
     ckpt_format: Literal["torch", "torch_dist"] = "torch"
@@ -67,18 +68,19 @@ class Options:
     pipeline: int = at_least(1, 1, most=LAYERS)
     """Pipeline stages of a megatron folder that is written."""
     expert: int = at_least(1, 1, most=HEADS)
-    """Expert-parallel ranks of a megatron folder that is written; each has its share of the experts, and the rest."""
+    """Expert-parallel ranks of a megatron folder that is written; each has its share of the
+    experts, and all other parameters."""
     grouped_experts: bool = False
-    """Write the experts of a rank as one module, for Megatron-LM's --moe-grouped-gemm with Transformer Engine; when not
-    given, each is a module of its own."""
+    """Write the experts of a rank as one module, for Megatron-LM's --moe-grouped-gemm with Transformer Engine. Default:
+    each expert is a separate module."""
     checkpoint_version: Literal[0, 1, 2, 3] = 3
     """Format version of a megatron folder that is written; older versions of Megatron-LM read 0 to 2."""
     transformer_impl: Literal["legacy", "local", "transformer_engine"] | None = None
     """Names of the tensors in a megatron folder that is written: local and transformer_engine are Megatron-Core's,
     which reads them with the same --transformer-impl and --ckpt-format torch; legacy is that of the code before it.
-    When not given, transformer_engine, or legacy for a BERT or an older --checkpoint-version."""
+    Default: transformer_engine, or legacy for a BERT or an older --checkpoint-version."""
     max_shard_gb: float = above_zero(5.0)
-    """Largest safetensors file, in 10^9 bytes; a larger model is written as several, with an index."""
+    """Largest safetensors file, in 10^9 bytes; a larger model is written as several files, with an index."""
 
 
 WITH_RANKS = {"tensor", "pipeline", "expert", "grouped_experts", "checkpoint_version"}
@@ -91,18 +93,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(options: Options) -> None:
-    """Converts.
+    """Converts weights.
 
     Raises:
-      UserError: a place is none, its weights don't fit, or the target exists.
+      UserError: source or target is not KIND:DIR, the weights can't be converted, or the target exists.
     """
-    from_kind, source_path = parse_place(options.source)
-    to_kind, target_path = parse_place(options.target, is_target=True)
+    from_kind, source_path = parse_weights_path(options.source)
+    to_kind, target_path = parse_weights_path(options.target, is_target=True)
     check_options(options, from_kind, to_kind)
     check_format(options)
-    import jax  # not before the options are right: it takes a second
+    import jax  # after the options are checked: the import takes a second
 
-    jax.config.update("jax_platforms", "cpu")  # no device computes here, and none should lose memory to it
+    jax.config.update("jax_platforms", "cpu")  # nothing is computed on a GPU: don't allocate memory there
     from mtjax.convert.peft import write_adapters
     from mtjax.convert.saved_model import Hints, open_source
     from mtjax.convert.stream import convert, new_folder, tokenizer_to_write
@@ -114,7 +116,7 @@ def run(options: Options) -> None:
         for note in source.origin.notes:
             print(note)
         if to_kind in ("mtjax", "megatron"):
-            # Refuses a tokenizer that can't be read before weights are written.
+            # A tokenizer that can't be read is an error before any weights are written.
             tokenizer_to_write(source.origin)
         if to_kind == ADAPTERS:
             numbers = write_adapters(source, folder)
@@ -130,7 +132,7 @@ def check_options(options: Options, from_kind: str, to_kind: str) -> None:
     """Checks that every given option has an effect with these kinds.
 
     Raises:
-      UserError: names one that has none.
+      UserError: an option has no effect.
     """
     idle = set() if to_kind == "megatron" else {*WITH_RANKS, "ckpt_format", "transformer_impl"}
     idle |= set() if from_kind == "megatron" else {"vocab_size", "config"}
@@ -140,7 +142,7 @@ def check_options(options: Options, from_kind: str, to_kind: str) -> None:
     for field in dataclasses.fields(Options):
         if field.name in idle and getattr(options, field.name) != field.default:
             name = field.name.replace("_", "-")
-            raise UserError(f"--{name} has no effect from {from_kind} to {to_kind}: remove it")
+            raise UserError(f"--{name} has no effect on a conversion from {from_kind} to {to_kind}: remove it")
 
 
 def check_format(options: Options) -> None:

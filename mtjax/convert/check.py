@@ -1,4 +1,4 @@
-"""Missing, unexpected and misshapen tensors of a folder of weights: all of them in one message."""
+"""Checks a folder of weights for missing, unexpected and misshapen tensors, and lists them in one message."""
 
 import re
 from collections import defaultdict
@@ -13,16 +13,16 @@ Shape = tuple[int, ...]
 def check_complete(
     selection: Selection, expected: Mapping[str, Shape], found: Mapping[str, Shape], source: str
 ) -> frozenset[str]:
-    """Checks that the tensors of a source are exactly those that the model has.
+    """Checks that the tensors of a source are exactly those of the model.
 
     Args:
       selection: the model's rows of the table.
-      expected: shape of every tensor of the model by its name.
-      found: the same of the source.
-      source: for the message.
+      expected: name -> shape of every tensor of the model.
+      found: name -> shape of every tensor of the source.
+      source: name of the source, for messages.
 
     Returns:
-      Names of our parameters that are missing and may be: they start fresh.
+      Names of mtjax's parameters that are missing and optional; they are initialized randomly.
 
     Raises:
       UserError: lists every missing, unexpected and misshapen tensor.
@@ -30,14 +30,14 @@ def check_complete(
     table = selection.table
     if not any(name in expected for name in found):
         example = f"but {len(found)} others, such as {next(iter(found))}" if found else "and no other"
-        raise UserError(f"{source} holds no tensor of {table.format}, {example}: is it of another family?")
+        raise UserError(f"{source} contains no tensor of {table.format}, {example}: is it a model of another family?")
     fresh = fresh_parameters(selection, found)
-    excused = {name_of(t, layer) for parameter, layer, t in selection.tensors() if parameter.name in fresh}
-    missing = [name for name in expected if name not in found and name not in excused]
+    may_be_missing = {name_of(t, layer) for parameter, layer, t in selection.tensors() if parameter.name in fresh}
+    missing = [name for name in expected if name not in found and name not in may_be_missing]
     known = (*table.ignored, *(re.escape(name) for name in table.copies))
     extra = [n for n in found if n not in expected and not any(re.fullmatch(pattern, n) for pattern in known)]
     misshapen = [
-        f"{name} is {_text(found[name])}, and should be {_text(expected[name])}"
+        f"{name} is {_text(found[name])}, but should be {_text(expected[name])}"
         for name in expected
         if name in found and found[name] != expected[name]
     ]
@@ -47,12 +47,12 @@ def check_complete(
         *_listed("of another shape", misshapen),
     ]
     if problems:
-        raise UserError(f"{source} does not hold {table.format} of this size:" + "".join(problems))
+        raise UserError(f"{source} does not match {table.format} with these settings:" + "".join(problems))
     return frozenset(fresh)
 
 
 def fresh_parameters(selection: Selection, found: Iterable[str]) -> set[str]:
-    """Parameters of optional modules of which the source has no tensor at all."""
+    """Returns the parameters of optional modules of which the source has no tensor."""
     names, fresh = set(found), set()
     for module in selection.table.optional:
         inside = {p.name for p, _ in selection.rows if p.name == module or p.name.startswith(f"{module}.")}
@@ -63,7 +63,7 @@ def fresh_parameters(selection: Selection, found: Iterable[str]) -> set[str]:
 
 
 def _listed(what: str, items: list[str]) -> list[str]:
-    """A heading and the items; those that differ in numbers of layers only are one line."""
+    """Formats a heading and items; items that differ only in the layer number share a line."""
     layers: dict[str, list[int]] = defaultdict(list)
     for item in items:
         number = re.search(r"\.(\d+)\.", item)
@@ -76,7 +76,7 @@ def _listed(what: str, items: list[str]) -> list[str]:
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """[0, 1, 2, 5] -> "{0-2,5}"; [3] -> "3"."""
+    """Formats numbers: [0, 1, 2, 5] -> "{0-2,5}"; [3] -> "3"."""
     runs: list[list[int]] = []
     for n in sorted(numbers):
         if runs and n == runs[-1][1] + 1:

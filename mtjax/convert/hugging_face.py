@@ -1,4 +1,4 @@
-"""Hugging Face's folders: config.json, safetensors files and a tokenizer; as a source and as a sink."""
+"""Hugging Face folders (config.json, safetensors files and a tokenizer) as a source and as a sink."""
 
 import json
 import re
@@ -22,7 +22,7 @@ from mtjax.errors import UserError, parse_json_object
 from mtjax.train.checkpoints.weights import special_ids
 
 _OLD_NAMES = ((r"\.gamma$", ".weight"), (r"\.beta$", ".bias"))
-"""Of layer norms in BERT's first checkpoints."""
+"""Endings of the names of layer norms in BERT's first checkpoints, and the current ones."""
 
 
 SPECIAL_TOKENS = {
@@ -32,36 +32,37 @@ SPECIAL_TOKENS = {
     "cls_token": "[CLS]",
     "mask_token": "[MASK]",
 }
-"""BERT's, by transformers' names of what they are for."""
+"""Keys of transformers' tokenizer_config.json -> BERT's special tokens."""
 
 
 class HuggingFaceSource:
-    """A folder that `save_pretrained` wrote, or that was downloaded."""
+    """Weights in a folder that `save_pretrained` wrote, or that was downloaded."""
 
     def __init__(self, folder: Path, vocab_multiple: int | None = None) -> None:
-        """Opens the files and compares every tensor's name and shape with what the config says.
+        """Opens the files and checks every tensor's name and shape against the config.
 
         Raises:
-          UserError: it is not such a folder, mtjax does not have its model, or tensors don't fit: lists all of them.
+          UserError: it is not such a folder, mtjax does not support the model, or tensors are missing, unexpected or of
+            another shape (lists all of them).
         """
         raw, family, tensors, config = describe(folder, vocab_multiple)
         self.parameters: Mapping[str, Parameter] = parameters_of(config)
         selection = family.table.select(self.parameters)
         self._weights = NamedWeights(selection, tensors, config, rows_of(config.model), str(folder))
         fresh = self._weights.fresh_modules
-        notes = (f"not in {folder}, and so begun afresh: {', '.join(fresh)}",) if fresh else ()
+        notes = (f"not in {folder}, and therefore randomly initialized: {', '.join(fresh)}",) if fresh else ()
         self.origin = Origin(config, tensors.dtype, folder, raw, notes, self._weights.fresh)
 
     def slices(self, parameter: Parameter) -> Iterator[np.ndarray]:
-        """One layer's slice after the other, in the files' type."""
+        """Yields the parameter layer by layer, in the files' dtype."""
         return self._weights.slices(parameter)
 
 
 def describe(folder: Path, vocab_multiple: int | None = None) -> tuple[dict[str, Any], Family, "_Renamed", Config]:
-    """The config.json of a folder, its family, its tensors, and the config of their model.
+    """Returns the config.json of a folder, its family, its tensors, and the config of the model.
 
     Raises:
-      UserError: it is not such a folder, or mtjax does not have its model.
+      UserError: it is not such a folder, or mtjax does not support the model.
     """
     raw, source = read_config(folder), str(folder / "config.json")
     family = family_of_config(raw, source)
@@ -78,7 +79,7 @@ def describe(folder: Path, vocab_multiple: int | None = None) -> tuple[dict[str,
 
 
 class _Renamed:
-    """A folder's tensors by the names in the tables: a bare model's get its prefix, old ones their new names."""
+    """A folder's tensors by the names in the tables: adds the prefix of a bare model, and replaces old names."""
 
     ranks = 1
 
@@ -89,7 +90,7 @@ class _Renamed:
         self.shapes: Mapping[str, tuple[int, ...]] = {new: reader.shapes[old] for new, old in self._names.items()}
 
     def shard(self, name: str, rank: int) -> np.ndarray:
-        """A tensor; there is one rank."""
+        """Reads a tensor; `rank` is 0."""
         return self._reader.read(self._names[name])
 
 
@@ -100,7 +101,7 @@ def _new_name(name: str) -> str:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The config.json of a folder.
+    """Reads the config.json of a folder.
 
     Raises:
       UserError: it is missing, or is not a JSON object.
@@ -113,7 +114,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 class HuggingFaceSink:
-    """A folder that `from_pretrained` loads."""
+    """Writes a folder that `from_pretrained` loads."""
 
     def __init__(
         self,
@@ -123,10 +124,10 @@ class HuggingFaceSink:
         dtype: str | None = None,
         largest_file: int = LARGEST_FILE,
     ) -> None:
-        """Makes the files, at their full size.
+        """Creates the files at their full size.
 
         Raises:
-          UserError: transformers has no family that holds this model.
+          UserError: no model of transformers that mtjax writes has this architecture.
         """
         self._folder, self._origin = folder, origin
         self._dtype = dtype or origin.dtype
@@ -136,10 +137,10 @@ class HuggingFaceSink:
         self._writer = SafetensorsWriter(folder, shapes, self._dtype, largest_file)
 
     def write(self, parameter: Parameter, layer: int | None, array: np.ndarray) -> None:
-        """Writes the tensors that one layer's slice becomes.
+        """Writes the tensors of one layer's slice of a parameter.
 
         Raises:
-          UserError: a number is too large for float16.
+          UserError: a value overflows float16.
         """
         for tensor in self._selection.tensors_of(parameter):
             name = name_of(tensor, layer)
@@ -154,60 +155,61 @@ class HuggingFaceSink:
             text = json.dumps(tokenizer_config(tokenizer), indent=2)
             (self._folder / "tokenizer_config.json").write_text(text + "\n")
         model = self._origin.config.model
-        theirs = self._origin.hugging_face
-        if theirs.get("model_type") != self._family.model_type:
-            # Of another type of model only the ids of tokens mean the same here.
-            theirs = special_ids(theirs) or self._own_ids(tokenizer)
-        config = {k: v for k, v in theirs.items() if k != "dtype"} | self._family.config_json(model)
+        original = self._origin.hugging_face
+        if original.get("model_type") != self._family.model_type:
+            # Of another type of model, only the ids of special tokens have the same meaning.
+            original = special_ids(original) or self._special_ids(tokenizer)
+        config = {k: v for k, v in original.items() if k != "dtype"} | self._family.config_json(model)
         config |= {"torch_dtype": self._dtype}
         if model.head != "language" and model.family in ("gpt", "llama"):
-            is_own = not self._origin.hugging_face
-            config["pad_token_id"] = pad_id(config.get("eos_token_id" if is_own else "pad_token_id"), tokenizer)
+            has_original = bool(self._origin.hugging_face)
+            config["pad_token_id"] = pad_id(config.get("pad_token_id" if has_original else "eos_token_id"), tokenizer)
         if labels := self._origin.config.finetuning.labels:
             config |= labels_json(labels)
         (self._folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
-    def _own_ids(self, tokenizer: Tokenizer | None) -> dict[str, Any]:
-        """The ids of special tokens where no config.json came with the weights: by the tokenizer and its own files."""
+    def _special_ids(self, tokenizer: Tokenizer | None) -> dict[str, Any]:
+        """Returns the ids of special tokens from the tokenizer and its files, for weights without a config.json."""
         ids = self._family.ids(tokenizer)
         if tokenizer is None or self._origin.config.model.family not in ("gpt", "llama"):
             return ids
-        # What ends a text is the token that training put there; the files say which begin and pad one.
+        # eos is the token that training appended to texts; bos and pad are those that the tokenizer's files name.
         named = {f"{kind}_id": named_token(tokenizer, self._folder, kind) for kind in ("bos_token", "pad_token")}
         return ids | {kind: index for kind, index in named.items() if index is not None}
 
 
 def pad_id(pad: int | None, tokenizer: Tokenizer | None) -> int | None:
-    """The `pad_token_id` of a decoder's classifier, by which transformers finds the last token of a row.
+    """Returns the `pad_token_id` of a decoder's classifier, by which transformers finds the last token of a row.
 
-    transformers reads the last token that is not this one. Where rows end with it, as those of a tokenizer that puts
-    `</s>` behind each text, that is one too early; with None it reads the last token of one row, and refuses several.
+    transformers classifies by the last token that is not padding. If rows end with this token, as with a tokenizer that
+    appends `</s>` to each text, that would be one token too early. With None, transformers uses the last token of a
+    single row, and refuses a batch of several.
 
     Args:
-      pad: the id for padding that the weights came with, if any; the end of a text where no config.json came with them.
-      tokenizer: with which rows are read.
+      pad: the padding id in the config.json of the original weights, if any; `eos_token_id` without a config.json.
+      tokenizer: the tokenizer of the rows.
     """
     ends = added_tokens(tokenizer).back[-1:] if tokenizer else []
     return None if pad in ends else pad
 
 
 def narrowed(array: np.ndarray, dtype: str, name: str) -> np.ndarray:
-    """The array in a type that may be narrower.
+    """Casts an array to a dtype that may be narrower.
 
     Raises:
-      UserError: a number is too large for it.
+      UserError: a value overflows float16.
     """
     with np.errstate(over="ignore"):
         cast = array.astype(DTYPES[dtype], copy=False)
     if dtype == "float16" and np.isinf(cast).any() and not np.isinf(array).any():
         raise UserError(
-            f"{name} has numbers up to {np.abs(array).max():g}, too large for float16: use --dtype bfloat16"
+            f"{name} has values up to {np.abs(array).max():g}, which overflow float16: use --dtype bfloat16"
         )
     return cast
 
 
 def tokenizer_config(tokenizer: Tokenizer) -> dict[str, str]:
-    """The tokenizer_config.json of a tokenizer that came without one: which tokens are special."""
+    """Returns a tokenizer_config.json, with the special tokens, for a tokenizer that came without one."""
     special = {kind: name for kind, name in SPECIAL_TOKENS.items() if tokenizer.special(name) is not None}
     begin, end = (tokenizer.token(index) for index in (begin_of_text(tokenizer), tokenizer.eod))
     return {"tokenizer_class": "PreTrainedTokenizerFast"} | (special or {"bos_token": begin, "eos_token": end})

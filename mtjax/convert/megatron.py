@@ -1,4 +1,4 @@
-"""Megatron-LM's checkpoints of GPT, Llama and BERT, as a source and as a sink."""
+"""Megatron-LM checkpoints of GPT, Llama and BERT as a source and as a sink."""
 
 import argparse
 from collections.abc import Iterator, Mapping
@@ -42,10 +42,10 @@ Checkpoint = MegatronCheckpoint | TorchDistCheckpoint
 def describe(
     folder: Path, vocab_size: int | None, vocab_multiple: int | None, model_config: str | None
 ) -> tuple[Checkpoint, Names, int, Config]:
-    """A checkpoint, the names of its tensors, its rows of the vocabulary, and the config of its model.
+    """Returns a checkpoint, the names of its tensors, its padded vocabulary size, and the config of its model.
 
     Raises:
-      UserError: it is not such a checkpoint, or mtjax does not have its model.
+      UserError: it is not such a checkpoint, or mtjax does not support the model.
     """
     folder = checkpoint_folder(folder)
     files = TorchDistCheckpoint(folder) if is_torch_dist(folder) else MegatronCheckpoint(folder)
@@ -57,17 +57,21 @@ def describe(
     else:
         settings = dict(vars(configs.load(model_config).model))
     known = vocab_size or settings.get("vocab_size") or files.arguments.get("vocab_size")
-    rows = rows or files.arguments.get("padded_vocab_size") or known or 1  # without a table: it will be missed
+    rows = (
+        rows or files.arguments.get("padded_vocab_size") or known or 1
+    )  # without an embedding: reported as missing later
     settings["vocab_size"] = known or rows
     if vocab_multiple:
         settings["vocab_multiple"] = vocab_multiple
     if settings["vocab_size"] > rows:
-        raise UserError(f"vocab_size {settings['vocab_size']} is above the {rows} rows of {files.folder}")
+        raise UserError(
+            f"vocab_size {settings['vocab_size']} is above the {rows} rows of the embedding in {files.folder}"
+        )
     return files, names, rows, config_of(settings, str(files.folder))
 
 
 class MegatronSource:
-    """A checkpoint that Megatron-LM wrote, of any tensor, pipeline and expert parallel degree."""
+    """A checkpoint that Megatron-LM wrote, with any tensor, pipeline and expert parallel degrees."""
 
     def __init__(
         self,
@@ -76,16 +80,17 @@ class MegatronSource:
         vocab_multiple: int | None = None,
         model_config: str | None = None,
     ) -> None:
-        """Opens every file and compares every tensor's name and shape with those of the model of the arguments.
+        """Opens every file and checks every tensor's name and shape against the saved arguments.
 
         Args:
-          folder: with the tracker file, with `mp_rank_*`, or with `.metadata`.
-          vocab_size: tokens of the vocabulary; checkpoints know their padded number of rows.
-          vocab_multiple: what our vocabulary is padded to.
-          model_config: a config that describes the model, for a checkpoint that does not.
+          folder: the folder with the tracker file, with `mp_rank_*`, or with `.metadata`.
+          vocab_size: size of the vocabulary without padding, which checkpoints may not contain.
+          vocab_multiple: mtjax's vocabulary is padded to a multiple of this.
+          model_config: a config that describes the model, for a checkpoint without arguments.
 
         Raises:
-          UserError: it is not such a checkpoint, mtjax does not have its model, or tensors don't fit: lists all.
+          UserError: it is not such a checkpoint, mtjax does not support the model, or tensors are missing, unexpected
+            or of another shape (lists all of them).
         """
         files, names, rows, config = describe(folder, vocab_size, vocab_multiple, model_config)
         self.parameters: Mapping[str, Parameter] = parameters_of(config)
@@ -95,46 +100,46 @@ class MegatronSource:
         self.origin = Origin(config, files.dtype, folder, notes=notes, fresh=self._weights.fresh)
 
     def slices(self, parameter: Parameter) -> Iterator[np.ndarray]:
-        """One layer's slice after the other, in the files' type."""
+        """Yields the parameter layer by layer, in the files' dtype."""
         return self._weights.slices(parameter)
 
     def _notes(self, files: Checkpoint, config: Config, rows: int) -> tuple[str, ...]:
         fresh = self._weights.fresh_modules
         notes = [files.summary]
-        notes += [f"not in {files.folder}, and so begun afresh: {', '.join(fresh)}"] if fresh else []
+        notes += [f"not in {files.folder}, and therefore randomly initialized: {', '.join(fresh)}"] if fresh else []
         if config.model.vocab_size == rows:
-            notes.append(f"the vocabulary is taken for {rows} tokens, all rows there are; --vocab-size says fewer")
+            notes.append(f"vocabulary: {rows} tokens, the padded size; if it has fewer, give --vocab-size")
         return tuple(notes)
 
 
 @dataclass(frozen=True)
 class Split:
-    """Over how many ranks a checkpoint is written, and how."""
+    """Parallel degrees and format of a checkpoint that is written."""
 
     tensor: int = 1
     pipeline: int = 1
     version: float = 3.0
     transformer_impl: str | None = None
-    """What the tensors are called; what Megatron-LM reads today when None."""
+    """The implementation by which the tensors are named; None for the default of the current Megatron-LM."""
     expert: int = 1
-    """Expert-parallel ranks, which have all of what is not an expert's."""
+    """Expert-parallel ranks; parameters other than those of experts are replicated on each."""
     grouped_experts: bool = False
     """Whether the experts of a rank are one module, Megatron's TEGroupedMLP."""
 
 
 class MegatronSink:
-    """A checkpoint that Megatron-LM loads: one file per tensor-parallel rank, pipeline stage and expert-parallel rank.
+    """Writes a checkpoint that Megatron-LM loads: one file per tensor-parallel rank, stage and expert-parallel rank.
 
-    A rank's tensors are collected in a file that is mapped into memory, for torch writes a checkpoint at once.
+    torch writes a checkpoint in one call, so a rank's tensors are first collected in a memory-mapped file.
     """
 
     def __init__(
         self, folder: Path, origin: Origin, parameters: Mapping[str, Parameter], split: Split, dtype: str | None
     ) -> None:
-        """Makes the collecting files, at their full size.
+        """Creates the memory-mapped files at their full size.
 
         Raises:
-          UserError: Megatron has no such model, or it does not divide over the ranks.
+          UserError: Megatron does not support the model, or the degrees do not divide it.
         """
         require("torch", "megatron")
         model = origin.config.model
@@ -158,10 +163,10 @@ class MegatronSink:
         }
 
     def write(self, parameter: Parameter, layer: int | None, array: np.ndarray) -> None:
-        """Puts every rank's part of one layer's slice where it belongs.
+        """Writes every rank's shard of one layer's slice of a parameter.
 
         Raises:
-          UserError: a number is too large for float16.
+          UserError: a value overflows float16.
         """
         if VOCAB in parameter.axes:
             array = with_vocab(array, parameter, self._rows)
@@ -169,14 +174,15 @@ class MegatronSink:
         for tensor in self._selection.tensors_of(parameter):
             name = name_of(tensor, layer)
             for rank in range(ranks):
-                own = tensor.extract(array, parameter, (rank, ranks))
-                part = own if name.endswith(BIAS) else narrowed(own, self._dtype, name)
-                files = [tensors for place, tensors in self._collected.items() if place[0] == rank]
-                for local in (name, *self._copies.get(name, ())):
+                shard = tensor.extract(array, parameter, (rank, ranks))
+                if not name.endswith(BIAS):  # routers' biases remain float32
+                    shard = narrowed(shard, self._dtype, name)
+                files = [tensors for ranks_of, tensors in self._collected.items() if ranks_of[0] == rank]
+                for written_name in (name, *self._copies.get(name, ())):
                     for tensors in files:
-                        if local in tensors:
-                            place = tensor.view(tensors[local], parameter)
-                            place[...] = part.reshape(place.shape)
+                        if written_name in tensors:
+                            view = tensor.view(tensors[written_name], parameter)
+                            view[...] = shard.reshape(view.shape)
 
     def close(self) -> None:
         """Writes the checkpoint, its tracker file and the tokenizer."""
@@ -200,12 +206,12 @@ class MegatronSink:
         carry_tokenizer(self._origin, self._folder)
 
     def _as_saved(self, tensors: Mapping[str, np.ndarray]) -> dict[str, Any]:
-        """A stage's model: nested, or with full names in Megatron-Core."""
+        """Returns the state dict of a stage: nested dicts for the legacy code, flat names for Megatron-Core."""
         local = {self._local(name): _as_torch(array) for name, array in tensors.items()}
         return nested(local) if self._names.is_legacy else local
 
     def _staged(self, shapes: Mapping[str, tuple[int, ...]]) -> list[dict[str, tuple[int, ...]]]:
-        """The tensors of each pipeline stage: the embeddings in the first, the heads in the last."""
+        """Assigns tensors to pipeline stages: the embeddings to the first, the heads to the last."""
         last = self._split.pipeline - 1
         stages: list[dict[str, tuple[int, ...]]] = [{} for _ in range(last + 1)]
         for name, shape in shapes.items():
@@ -221,83 +227,86 @@ class MegatronSink:
         return 0 if name.startswith(f"{self._names.embedding}.") else self._split.pipeline - 1
 
     def _local(self, name: str) -> str:
-        """The name with layers counted from the stage's first, and experts from the rank's."""
-        layer, each = _layer(name), self._origin.config.model.num_layers // self._split.pipeline
+        """Renumbers the layer from the stage's first layer, and the expert from the rank's first expert."""
+        layer, layers_per_stage = _layer(name), self._origin.config.model.num_layers // self._split.pipeline
         if (expert := number_of(name)) is not None:
             name = with_number(name, expert % self._experts)
-        return name if layer is None else name.replace(f".layers.{layer}.", f".layers.{layer % each}.")
+        return name if layer is None else name.replace(f".layers.{layer}.", f".layers.{layer % layers_per_stage}.")
 
     @property
     def _experts(self) -> int:
-        """Experts on one rank."""
+        """Number of experts on one rank."""
         return self._origin.config.model.num_experts // self._split.expert
 
     def _of_rank(self, shapes: Mapping[str, tuple[int, ...]], rank: int) -> dict[str, tuple[int, ...]]:
-        """What an expert-parallel rank has of a stage's tensors."""
+        """Selects the tensors of a stage that an expert-parallel rank has."""
         is_here = lambda expert: expert is None or expert // self._experts == rank  # noqa: E731
         return {name: shape for name, shape in shapes.items() if is_here(number_of(name))}
 
     def _collect(self, file: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
+        """Returns an array for each tensor, views of a memory-mapped file."""
         dtype = DTYPES[self._dtype]
         path = self._folder / f".collected-{file}"
         size = sum(map(prod, shapes.values()))
-        whole = np.memmap(path, dtype, "w+", shape=(size,))
+        buffer = np.memmap(path, dtype, "w+", shape=(size,))
         reserve(path)
-        parts, start = {}, 0
+        views, start = {}, 0
         for name, shape in shapes.items():
-            parts[name] = whole[start : start + prod(shape)].reshape(shape)
+            views[name] = buffer[start : start + prod(shape)].reshape(shape)
             start += prod(shape)
-            if name.endswith(BIAS):
-                parts[name] = np.empty(shape, np.float32)
-        return parts
+            if name.endswith(BIAS):  # float32, whatever the dtype of the file
+                views[name] = np.empty(shape, np.float32)
+        return views
 
 
 def check_split(model: Model, split: Split, names: Names) -> None:
-    """Checks that a model divides over the ranks that it is written for.
+    """Checks that the degrees divide the model, and that it has experts if options need them.
 
     Raises:
-      UserError: it does not, or has no experts to divide.
+      UserError: they do not, or it has none.
     """
     if model.num_layers % split.pipeline:
-        raise UserError(f"{model.num_layers} layers do not divide over {split.pipeline} pipeline stages")
+        raise UserError(f"--pipeline {split.pipeline} does not divide the model's {model.num_layers} layers")
     if (split.expert > 1 or split.grouped_experts) and not model.num_experts:
         raise UserError("the model has no experts: remove --expert and --grouped-experts")
     if model.num_experts % split.expert:
-        raise UserError(f"{model.num_experts} experts do not divide over {split.expert} expert-parallel ranks")
+        raise UserError(f"--expert {split.expert} does not divide the model's {model.num_experts} experts")
     if split.grouped_experts and names is not TRANSFORMER_ENGINE:
         raise UserError(
-            f"--grouped-experts requires --transformer-impl transformer_engine, and it is {names.transformer_impl}: "
+            f"--grouped-experts requires --transformer-impl transformer_engine, but it is {names.transformer_impl}: "
             "remove --grouped-experts"
         )
 
 
 def queries_per_group(model: Model) -> int:
-    """Query heads that share a key and a value head."""
+    """Returns the number of query heads that share a key head and a value head."""
     return model.num_heads // num_kv_heads(model)
 
 
 def written_names(model: Model, split: Split) -> Names:
-    """What the tensors of a model are called by the implementation that it is written for.
+    """Returns the names of tensors in the implementation that a model is written for.
 
     Raises:
-      UserError: that implementation has no such version of the format.
+      UserError: the implementation does not have this version of the format.
     """
     is_old = model.family == "bert" or split.version != Split.version
     names = WRITTEN[split.transformer_impl or (LEGACY if is_old else TRANSFORMER_ENGINE).transformer_impl]
     if names is not LEGACY and split.version != Split.version:
         raise UserError(
-            f"--checkpoint-version {split.version:g} requires --transformer-impl legacy, and it is "
+            f"--checkpoint-version {split.version:g} requires --transformer-impl legacy, but it is "
             f"{split.transformer_impl}: remove --checkpoint-version, or use --transformer-impl legacy"
         )
     return LEGACY_RMS if names is LEGACY and model.norm == "rmsnorm" else names
 
 
 def _layer(name: str) -> int | None:
+    """Returns the layer number in a tensor's name, if any."""
     _, separator, after = name.partition(".layers.")
     return int(after.partition(".")[0]) if separator else None
 
 
 def _as_torch(array: np.ndarray) -> Any:
+    """Returns a torch tensor that shares the array's memory; numpy has no bfloat16 that torch accepts."""
     torch = require("torch", "megatron")
     if array.dtype == ml_dtypes.bfloat16:
         return torch.from_numpy(np.asarray(array).view(np.uint16)).view(torch.bfloat16)
@@ -305,7 +314,7 @@ def _as_torch(array: np.ndarray) -> Any:
 
 
 def nested(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted names as Megatron nests them: by module down to the encoder, the pooler, each embedding and each head."""
+    """Nests dotted names as Megatron does: by module down to the encoder, the pooler, each embedding and each head."""
     tree: dict[str, Any] = {}
     for name, tensor in tensors.items():
         words = name.split(".")

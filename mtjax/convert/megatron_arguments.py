@@ -1,4 +1,4 @@
-"""Megatron-LM's arguments, saved in its checkpoints, and our settings: from either to the other."""
+"""Translation between the arguments in Megatron-LM's checkpoints and mtjax's model settings."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -15,24 +15,24 @@ if TYPE_CHECKING:
 SUPPORTED: Mapping[str, tuple[Any, ...]] = {
     name: values for name, values in supported().items() if not name.startswith(EXPERTS)
 }
-"""Arguments, and the values with which mtjax has the model."""
+"""Arguments -> the values that mtjax supports."""
 VOCAB_MULTIPLE: int = default_of("make_vocab_size_divisible_by")
-"""Megatron pads the vocabulary to a multiple of this times the tensor-parallel ranks."""
+"""Megatron pads the vocabulary to a multiple of this times the tensor parallel degree."""
 LLAMA3 = {"rope_low_frequency_factor": 1.0, "rope_high_frequency_factor": 4.0, "rope_original_length": 8192}
-"""What Megatron's scaled RoPE has no arguments for."""
+"""Constants of Megatron's scaled RoPE, which has no arguments for them."""
 LEGACY_ROPE_BASE = 10_000.0
-"""The legacy models' only one: they don't read `--rotary-base`, nor `--use-rope-scaling`."""
+"""RoPE base of the legacy models, which ignore `--rotary-base` and `--use-rope-scaling`."""
 
 
 def model_settings(arguments: Mapping[str, Any], names: frozenset[str], source: str) -> dict[str, Any]:
-    """Our settings of a model from Megatron's arguments and the names of its tensors.
+    """Returns mtjax's model settings from Megatron's arguments and the names of the tensors.
 
     Raises:
-      UserError: arguments are missing, or describe a model that is not supported: lists all of them.
+      UserError: arguments are missing, or describe a model that is not supported (lists all reasons).
     """
     wrong = unsupported(arguments, is_core=any(name.startswith("decoder.layers.") for name in names))
     if wrong:
-        raise UserError(f"{source} is a model that can't be converted: {', '.join(wrong)}")
+        raise UserError(f"{source}: the model can't be converted: {', '.join(wrong)}")
     needed = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
     missing = [name for name in needed if arguments.get(name) is None]
     if missing:
@@ -41,11 +41,11 @@ def model_settings(arguments: Mapping[str, Any], names: frozenset[str], source: 
 
 
 def unsupported(arguments: Mapping[str, Any], *, is_core: bool) -> list[str]:
-    """Returns what mtjax lacks for the model that arguments describe.
+    """Returns the arguments with which mtjax does not support a model, each with its value.
 
     Args:
       arguments: Megatron's.
-      is_core: whether the model is one of Megatron-Core, not of the legacy code.
+      is_core: whether the model is Megatron-Core's, not the legacy code's.
     """
     wrong = [
         f"{key} is {arguments[key]!r}"
@@ -55,9 +55,9 @@ def unsupported(arguments: Mapping[str, Any], *, is_core: bool) -> list[str]:
     if arguments.get("add_qkv_bias") and not arguments.get("add_bias_linear", True):
         wrong.append("add_qkv_bias is True without add_bias_linear")
     if _position(arguments) is None:
-        wrong.append("it has no positions")
+        wrong.append("no position embeddings")
     if arguments.get("qk_layernorm") and arguments.get("normalization") != "RMSNorm":
-        wrong.append("its norms of queries and keys are layer norms (qk_layernorm)")
+        wrong.append("qk_layernorm is True without normalization RMSNorm")
     if has_experts(arguments):
         wrong += (
             unread_experts(arguments) if is_core else [f"num_experts is {arguments['num_experts']} in the legacy code"]
@@ -66,7 +66,7 @@ def unsupported(arguments: Mapping[str, Any], *, is_core: bool) -> list[str]:
 
 
 def described(arguments: Mapping[str, Any], names: frozenset[str]) -> dict[str, Any]:
-    """Returns our settings of the model that arguments describe, of which `unsupported` says nothing."""
+    """Returns mtjax's model settings from arguments that `unsupported` has checked."""
     position = _position(arguments)
     is_bert = any(name.startswith(("lm_head.", "binary_head.")) or ".pooler." in name for name in names)
     groups = arguments.get("num_query_groups") if arguments.get("group_query_attention") else None
@@ -96,7 +96,7 @@ def described(arguments: Mapping[str, Any], names: frozenset[str]) -> dict[str, 
 
 
 def _position(arguments: Mapping[str, Any]) -> str | None:
-    """Ours; the first versions with RoPE say so by an argument of its own."""
+    """Returns mtjax's setting `position`; the first versions with RoPE have use_rotary_position_embeddings instead."""
     if arguments.get("position_embedding_type") == "rope" or arguments.get("use_rotary_position_embeddings"):
         return "rope"
     return "learned" if arguments.get("add_position_embedding", True) in (True, None) else None
@@ -108,9 +108,10 @@ def _is_llama(arguments: Mapping[str, Any]) -> bool:
 
 
 def _activation(arguments: Mapping[str, Any]) -> str:
+    """Returns mtjax's setting `activation`."""
     if arguments.get("swiglu"):
         return "swiglu"
-    # The fused GELU adds a bias too: a model without biases does not use it.
+    # Megatron's fused GELU is the tanh approximation; it includes a bias, so a model without biases does not use it.
     fused = arguments.get("bias_gelu_fusion", True) and arguments.get("add_bias_linear", True)
     return "gelu" if fused or arguments.get("openai_gelu", False) else "gelu_exact"
 
@@ -127,7 +128,7 @@ def _rope(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _number(arguments: Mapping[str, Any], name: str, older: str = "") -> float:
-    """Returns an argument, also by its older name, or Megatron's default where it is not there."""
+    """Returns an argument, also by its older name, or Megatron's default if it is missing."""
     given = [value for value in (arguments.get(name), arguments.get(older)) if value is not None]
     return float(given[0] if given else default_of(name))
 
@@ -141,22 +142,22 @@ def _bert_settings(names: frozenset[str]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> bool:
-    """Whether a value is what it was: objects of Megatron's own classes are not loaded."""
+    """Returns whether a value was loaded; objects of Megatron's classes are not."""
     return value is None or isinstance(value, bool | int | float | str | tuple | list)
 
 
 def arguments_of(
     model: Model, names: "Names", tensor: int, pipeline: int, dtype: str, vocab_rows: int
 ) -> dict[str, Any]:
-    """Megatron's arguments for a model of ours.
+    """Returns Megatron's arguments for an mtjax model.
 
     Raises:
-      UserError: Megatron's models can't be that one: lists why.
+      UserError: Megatron does not support the model (lists all reasons).
     """
     wrong = misfits(model, names)
     if wrong:
-        kind = "Megatron-LM's legacy models have" if names.is_legacy else "Megatron-Core's GPT has"
-        raise UserError(f"{kind} no place for {', '.join(wrong)}")
+        kind = "Megatron-LM's legacy code does" if names.is_legacy else "Megatron-Core's GPT does"
+        raise UserError(f"{kind} not support {', '.join(wrong)}")
     return {
         **_sizes(model, vocab_rows),
         **_kinds(model, names),
@@ -164,7 +165,7 @@ def arguments_of(
         "hidden_dropout": model.hidden_dropout,
         "attention_dropout": model.attention_dropout,
         "init_method_std": model.init_std,
-        "model_parallel_size": tensor,  # as versions before 3 call it
+        "model_parallel_size": tensor,  # the name in versions before 3
         "tensor_model_parallel_size": tensor,
         "pipeline_model_parallel_size": pipeline,
         "fp16": dtype == "float16",
@@ -176,25 +177,25 @@ def arguments_of(
 
 
 def misfits(model: Model, names: "Names") -> list[str]:
-    """What an implementation of Megatron lacks for a model of ours."""
+    """Returns the settings of an mtjax model that an implementation of Megatron does not support."""
     is_bert = model.family == "bert"
-    approximate = "activation gelu, the approximation, without biases"
+    approximate = "activation gelu (the tanh approximation) without biases"
     tanh_without_bias = model.activation == "gelu" and not model.bias
     wrong = {
         f"family {model.family}": model.family not in ("gpt", "llama", "bert"),
-        f"head for {model.head}": model.head != "language",
-        "BERT, which --transformer-impl legacy writes": is_bert and not names.is_legacy,
-        f"norm {model.norm} in a BERT": is_bert and model.norm != "layernorm",
+        f"head {model.head}": model.head != "language",
+        "family bert; use --transformer-impl legacy": is_bert and not names.is_legacy,
+        f"norm {model.norm} in a bert": is_bert and model.norm != "layernorm",
         f"position {model.position}": model.position not in (("learned",) if is_bert else ("learned", "rope")),
         **dict.fromkeys(expert_misfits(model, names.is_legacy), True),
-        "norms of queries and keys": model.qk_norm and (names.is_legacy or model.norm != "rmsnorm"),
+        "qk_norm": model.qk_norm and (names.is_legacy or model.norm != "rmsnorm"),
         f"activation {model.activation}": model.activation
         not in (("gelu", "gelu_exact") if is_bert else ("gelu", "gelu_exact", "swiglu")),
-        f"{approximate}, which --transformer-impl legacy writes": tanh_without_bias and not names.is_legacy,
-        f"{num_kv_heads(model)} key and value heads for {model.num_heads} queries in a BERT": (
+        f"{approximate}; use --transformer-impl legacy": tanh_without_bias and not names.is_legacy,
+        f"num_kv_heads {num_kv_heads(model)} with num_heads {model.num_heads} in a bert": (
             is_bert and num_kv_heads(model) != model.num_heads
         ),
-        "no biases in a BERT": is_bert and not model.bias,
+        "bias false in a bert": is_bert and not model.bias,
         f"norm_placement {model.norm_placement}": model.norm_placement != "pre",
         **(_rope_misfits(model, names) if model.position == "rope" else {}),
     }
@@ -204,14 +205,15 @@ def misfits(model: Model, names: "Names") -> list[str]:
 def _rope_misfits(model: Model, names: "Names") -> dict[str, bool]:
     scaled = model.rope_scaling == "llama3"
     other = {name: getattr(model, name) for name, value in LLAMA3.items() if getattr(model, name) != value}
-    advice = "; take --transformer-impl transformer_engine"
+    advice = "; use --transformer-impl transformer_engine"
     return {
-        f"rope_theta {model.rope_theta:g}, only {LEGACY_ROPE_BASE:g}{advice}": (
+        f"rope_theta {model.rope_theta:g} (only {LEGACY_ROPE_BASE:g}){advice}": (
             names.is_legacy and model.rope_theta != LEGACY_ROPE_BASE
         ),
         f"rope_scaling llama3{advice}": names.is_legacy and scaled,
         "rope_scaling yarn": model.rope_scaling == "yarn",
-        f"llama3's {', '.join(f'{name} {value:g}' for name, value in other.items())}": scaled and bool(other),
+        f"rope_scaling llama3 with {', '.join(f'{name} {value:g}' for name, value in other.items())}": scaled
+        and bool(other),
     }
 
 

@@ -1,4 +1,4 @@
-"""Megatron-Core's experts: its arguments and our settings of them, and the names of their matrices on a rank."""
+"""Megatron-Core's experts: translation of arguments and settings, and the names of their matrices on a rank."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -9,26 +9,27 @@ from mtjax.config.sizes import dense_layers, dense_settings, expert_size
 from mtjax.migrate.megatron import supported
 
 EXPERTS = "moe_"
-"""What the names of experts' arguments begin with."""
+"""Prefix of the names of experts' arguments."""
 ONLY: Mapping[str, tuple[Any, ...]] = supported(EXPERTS)
-"""Arguments of experts, and the values with which mtjax has the model."""
+"""Arguments of experts -> the values that mtjax supports."""
 BALANCE_TYPES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
-"""Load balancing by a loss of the same formula as ours, over other tokens each; the second as ours, over a sample."""
+"""Load balancing by mtjax's auxiliary loss, averaged over different sets of tokens; seq_aux_loss, over a sample, is
+mtjax's."""
 BIAS = ".mlp.router.expert_bias"
-"""What the names of routers' biases end with: float32 whatever the other tensors are."""
+"""Suffix of the names of routers' biases, which are float32 whatever the dtype of the other tensors."""
 _NUMBER = re.compile(r"(?<=\.mlp\.experts\.local_experts\.)\d+(?=\.)|(?<=\.mlp\.experts\.linear_fc[12]\.weight)\d+$")
 _OF_GROUP = re.compile(r"(.*\.mlp\.experts)\.linear_fc([12])\.weight(\d+)")
 _ALL_IN_ONE = re.compile(r"(.*\.mlp)\.experts\.weight([12])")
 
 
 def has_experts(arguments: Mapping[str, Any]) -> bool:
-    """Whether arguments are of a model with experts; old ones say that there is one where there is an MLP."""
+    """Returns whether the model has experts; old versions set num_experts to 1 for an MLP."""
     count = arguments.get("num_experts")
     return isinstance(count, int) and count > 1
 
 
 def unread_experts(arguments: Mapping[str, Any]) -> list[str]:
-    """What mtjax lacks for a model with experts that these arguments describe."""
+    """Returns the arguments with which mtjax does not support a model with experts."""
     wrong = [
         f"{key} is {arguments[key]!r}"
         for key, values in ONLY.items()
@@ -42,25 +43,32 @@ def unread_experts(arguments: Mapping[str, Any]) -> list[str]:
             "all after the first k, the last of every N"
         )
     if arguments.get("add_bias_linear", True):
-        wrong.append("its experts have biases (add_bias_linear)")
+        wrong.append("add_bias_linear is True with experts")
     if arguments.get("moe_router_enable_expert_bias") and arguments.get("moe_router_score_function") != "sigmoid":
-        wrong.append("moe_router_enable_expert_bias is without moe_router_score_function sigmoid")
+        wrong.append("moe_router_enable_expert_bias is True without moe_router_score_function sigmoid")
     tensor = arguments.get("tensor_model_parallel_size") or 1
-    if (of_experts := arguments.get("expert_tensor_parallel_size") or tensor) != tensor:
-        wrong.append(f"expert_tensor_parallel_size is {of_experts}, and tensor_model_parallel_size {tensor}")
-    groups, kept = _groups(arguments)
-    if kept < groups:
-        wrong += _misfit_groups(arguments.get("moe_router_topk") or 2, kept, _is_sigmoid(arguments))
+    if (expert_tensor := arguments.get("expert_tensor_parallel_size") or tensor) != tensor:
+        wrong.append(f"expert_tensor_parallel_size is {expert_tensor}, not tensor_model_parallel_size {tensor}")
+    groups, groups_top_k = _groups(arguments)
+    if groups_top_k < groups:
+        wrong += _misfit_groups(arguments.get("moe_router_topk") or 2, groups_top_k, _is_sigmoid(arguments))
     return wrong
 
 
-def _misfit_groups(chosen: int, kept: int, is_sigmoid: bool) -> list[str]:
-    """Why groups of experts are not chosen alike: Megatron's by their best `chosen // kept`."""
-    counted, best = chosen // kept, 2 if is_sigmoid else 1
-    if counted == best:
+def _misfit_groups(top_k: int, groups_top_k: int, is_sigmoid: bool) -> list[str]:
+    """Returns the difference, if any, in how groups of experts are scored.
+
+    Megatron scores a group by the sum of its `top_k // groups_top_k` highest scores; mtjax by the highest 2 with
+    sigmoid (DeepSeek-V3) and the highest with softmax (DeepSeek-V2).
+    """
+    theirs, ours = top_k // groups_top_k, 2 if is_sigmoid else 1
+    if theirs == ours:
         return []
     score = "sigmoid" if is_sigmoid else "softmax"
-    return [f"groups of experts by their best {counted} (mtjax's {score} routers take the best {best})"]
+    return [
+        f"groups of experts scored by their highest {theirs} scores (with router_score {score} mtjax uses the highest "
+        f"{ours})"
+    ]
 
 
 def _is_sigmoid(arguments: Mapping[str, Any]) -> bool:
@@ -68,13 +76,13 @@ def _is_sigmoid(arguments: Mapping[str, Any]) -> bool:
 
 
 def _groups(arguments: Mapping[str, Any]) -> tuple[int, int]:
-    """Groups of experts, and those that are kept."""
-    kept = arguments.get("moe_router_group_topk")
-    return (arguments.get("moe_router_num_groups") or 1, kept) if kept else (1, 1)
+    """Returns the number of groups of experts, and the number of groups that a token is routed to."""
+    groups_top_k = arguments.get("moe_router_group_topk")
+    return (arguments.get("moe_router_num_groups") or 1, groups_top_k) if groups_top_k else (1, 1)
 
 
 def _balance(arguments: Mapping[str, Any]) -> dict[str, float]:
-    """Kinds of load balancing, with the weight of each."""
+    """Returns the kinds of load balancing, with the weight of each."""
     kinds = arguments.get("moe_router_load_balancing_type") or "none"
     weights = arguments.get("moe_aux_loss_coeff") or 0.0
     if isinstance(kinds, list | tuple) and isinstance(weights, list | tuple):
@@ -83,33 +91,33 @@ def _balance(arguments: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _dense(arguments: Mapping[str, Any]) -> dict[str, int] | None:
-    """Our settings of which layers have no experts; None where others do not."""
-    every, layers = arguments.get("moe_layer_freq", 1) or 1, arguments.get("num_layers") or 1
-    if not isinstance(every, list | tuple):
-        every = [int(number % every == 0) for number in range(layers)]
-    dense = [number for number, is_one in enumerate(every) if not is_one]
-    alike = len(every) == layers > len(dense) and set(every) <= {0, 1}
-    return dense_settings(dense, layers) if alike else None
+    """Returns mtjax's settings of the dense layers; None if mtjax does not support their pattern."""
+    frequency, layers = arguments.get("moe_layer_freq", 1) or 1, arguments.get("num_layers") or 1
+    if not isinstance(frequency, list | tuple):
+        frequency = [int(number % frequency == 0) for number in range(layers)]
+    dense = [number for number, has_experts_there in enumerate(frequency) if not has_experts_there]
+    is_valid = len(frequency) == layers > len(dense) and set(frequency) <= {0, 1}
+    return dense_settings(dense, layers) if is_valid else None
 
 
 def expert_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Our settings of experts; the arguments are of a model that has some."""
-    chosen = arguments.get("moe_router_topk") or 2
-    groups, kept = _groups(arguments)
+    """Returns mtjax's settings of experts from the arguments of a model that has experts."""
+    top_k = arguments.get("moe_router_topk") or 2
+    groups, groups_top_k = _groups(arguments)
     is_sigmoid = _is_sigmoid(arguments)
     weights = [weight for kind, weight in _balance(arguments).items() if kind in BALANCE_TYPES]
     return {
         "num_experts": arguments["num_experts"],
         **(_dense(arguments) or {}),
-        "experts_top_k": chosen,
+        "experts_top_k": top_k,
         "expert_size": arguments.get("moe_ffn_hidden_size") or arguments.get("ffn_hidden_size"),
         "shared_expert_size": arguments.get("moe_shared_expert_intermediate_size") or 0,
         "router_score": "sigmoid" if is_sigmoid else "softmax",
-        # Of the chosen experts' logits, softmax is theirs over all, normalised.
-        "router_normalize": chosen > 1 if is_sigmoid else not arguments.get("moe_router_pre_softmax", False),
+        # Softmax over the top k logits (not pre_softmax) is softmax over all, normalized over the top k.
+        "router_normalize": top_k > 1 if is_sigmoid else not arguments.get("moe_router_pre_softmax", False),
         "router_scale": float(arguments.get("moe_router_topk_scaling_factor") or 1.0),
         "expert_groups": groups,
-        "expert_groups_top_k": kept,
+        "expert_groups_top_k": groups_top_k,
         "router_bias": bool(arguments.get("moe_router_enable_expert_bias", False)),
         "router_bias_update_rate": float(arguments.get("moe_router_bias_update_rate") or 0.001),
         "router_aux_loss": sum(weights),
@@ -119,34 +127,34 @@ def expert_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def expert_misfits(model: Model, is_legacy: bool) -> list[str]:
-    """What Megatron lacks for the experts of a model of ours."""
+    """Returns the settings of an mtjax model's experts that Megatron does not support."""
     if not model.num_experts:
         return []
-    is_sigmoid, chosen = model.router_score == "sigmoid", model.experts_top_k
+    is_sigmoid, top_k = model.router_score == "sigmoid", model.experts_top_k
     wrong = {
-        f"{model.num_experts} experts; take --transformer-impl transformer_engine or local": is_legacy,
-        "experts without biases, where bias is true": model.bias,
-        f"capacity_factor {model.capacity_factor}: it counts places for a microbatch, and mtjax for a sample": (
+        f"{model.num_experts} experts; use --transformer-impl transformer_engine or local": is_legacy,
+        "bias true with experts that have no biases": model.bias,
+        f"capacity_factor {model.capacity_factor}: its capacity is per microbatch, and mtjax's per sample": (
             model.capacity_factor is not None
         ),
         f"router_score {model.router_score} with router_bias": model.router_bias and not is_sigmoid,
-        "router_score sigmoid without router_normalize": is_sigmoid and chosen > 1 and not model.router_normalize,
-        "experts_top_k 1 with router_normalize": chosen == 1 and model.router_normalize,
+        "router_score sigmoid without router_normalize": is_sigmoid and top_k > 1 and not model.router_normalize,
+        "experts_top_k 1 with router_normalize": top_k == 1 and model.router_normalize,
     }
     misfits = [what for what, holds in wrong.items() if holds]
     if model.expert_groups_top_k < model.expert_groups:
-        misfits += _misfit_groups(chosen, model.expert_groups_top_k, is_sigmoid)
+        misfits += _misfit_groups(top_k, model.expert_groups_top_k, is_sigmoid)
     return misfits
 
 
 def expert_arguments(model: Model, tensor: int, ranks: int, is_grouped: bool) -> dict[str, Any]:
-    """Megatron's arguments for the experts of a model of ours, {} without any.
+    """Returns Megatron's arguments for the experts of an mtjax model, {} without experts.
 
     Args:
-      model: one of which `expert_misfits` says nothing.
-      tensor: tensor-parallel ranks.
-      ranks: expert-parallel ranks.
-      is_grouped: whether all experts of a rank are one module, `--moe-grouped-gemm`.
+      model: a model that `expert_misfits` has checked.
+      tensor: tensor parallel degree.
+      ranks: expert parallel degree.
+      is_grouped: whether all experts of a rank are one module (`--moe-grouped-gemm`).
     """
     if not model.num_experts:
         return {}
@@ -179,34 +187,34 @@ def expert_arguments(model: Model, tensor: int, ranks: int, is_grouped: bool) ->
 
 
 def number_of(name: str) -> int | None:
-    """Of which expert a tensor is; None for others."""
+    """Returns the number of the expert that a tensor belongs to; None if it is not an expert's."""
     match = _NUMBER.search(name)
     return int(match[0]) if match else None
 
 
 def with_number(name: str, number: int) -> str:
-    """The name of the same tensor of another expert."""
+    """Returns the name of the same tensor of another expert."""
     return _NUMBER.sub(str(number), name)
 
 
 def by_expert(tensors: Mapping[str, Any], rank: int, ranks: int) -> Iterator[tuple[str, Any]]:
-    """A rank's tensors, those of each of its experts apart and numbered in the model: as SequentialMLP has them.
+    """Yields a rank's tensors with the names of SequentialMLP: one per expert, with its number in the model.
 
-    TEGroupedMLP counts the weights of one module; GroupedMLP has all in one, each expert's transposed: [embed, mlp] and
-    [mlp, embed], one after the other in memory, whatever the shape.
+    TEGroupedMLP numbers the weights of one module. GroupedMLP has one tensor for all experts of a rank, each expert's
+    matrix transposed ([embed, mlp] and [mlp, embed]) and contiguous in memory, whatever the tensor's shape.
 
     Args:
-      tensors: torch's, by names; of one expert-parallel rank.
-      rank: that rank.
-      ranks: how many there are.
+      tensors: torch tensors of one expert-parallel rank, by name.
+      rank: the expert-parallel rank.
+      ranks: expert parallel degree.
     """
     for name, tensor in tensors.items():
         router = tensors.get(f"{match[1]}.router.weight") if (match := _ALL_IN_ONE.fullmatch(name)) else None
         if match and router is not None:
             count, hidden = router.shape[0] // ranks, router.shape[1]
             shape = (count, hidden, -1) if match[2] == "1" else (count, -1, hidden)
-            for i, each in enumerate(tensor.reshape(shape)):
-                yield f"{match[1]}.experts.local_experts.{rank * count + i}.linear_fc{match[2]}.weight", each.T
+            for i, matrix in enumerate(tensor.reshape(shape)):
+                yield f"{match[1]}.experts.local_experts.{rank * count + i}.linear_fc{match[2]}.weight", matrix.T
             continue
         name = _OF_GROUP.sub(r"\1.local_experts.\3.linear_fc\2.weight", name)
         number = number_of(name)
@@ -217,5 +225,5 @@ def by_expert(tensors: Mapping[str, Any], rank: int, ranks: int) -> Iterator[tup
 
 
 def _count(tensors: Mapping[str, Any]) -> int:
-    """Experts of a layer on one rank."""
+    """Returns the number of experts of a layer on one rank."""
     return 1 + max(number for name in tensors if (number := number_of(name)) is not None)

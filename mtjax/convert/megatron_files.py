@@ -1,9 +1,9 @@
-"""Megatron-LM's checkpoint files, `mp_rank_XX[_YYY][_ZZZ]/model_optim_rng.pt`: read without running what is pickled in
-them.
+"""Megatron-LM's checkpoint files, `mp_rank_XX[_YYY][_ZZZ]/model_optim_rng.pt`, read without executing pickled code.
 
-XX is the tensor-parallel rank, YYY the pipeline stage, ZZZ the expert-parallel rank, each of the latter where there is
-more than one: what is not an expert's, all of these ranks have. With interleaved stages a file has `model0`, `model1`,
-... instead of `model`: chunk c of stage p comes after chunk c of stage p - 1.
+XX is the tensor-parallel rank, YYY the pipeline stage and ZZZ the expert-parallel rank; the latter two are present if
+there is more than one. Parameters other than those of experts are replicated on all expert-parallel ranks. With the
+interleaved schedule, a file has `model0`, `model1`, ... instead of `model`: the layers of chunk c of stage p follow
+those of chunk c of stage p - 1.
 """
 
 import argparse
@@ -22,10 +22,10 @@ from mtjax.convert.stream import understood
 from mtjax.errors import UserError, require
 
 FILES = ("model_optim_rng.pt", "model_rng.pt")
-"""The second is that of runs with a distributed optimizer in some versions."""
+"""Names of the file in a rank's folder; some versions write the second with the distributed optimizer."""
 
 EXTRA_STATE = "_extra_state"
-"""What Transformer Engine keeps besides weights: scales of 8-bit numbers."""
+"""Suffix of Transformer Engine's entries that are not weights, such as FP8 scales."""
 
 RENAMED = (
     (r"^language_model\.transformer\.", "language_model.encoder."),
@@ -40,43 +40,43 @@ _LAYER = re.compile(r"(?<=\.layers\.)\d+(?=\.)")
 
 
 @dataclass(frozen=True)
-class _Part:
-    """The layers of one pipeline stage, or of one chunk of it, on every tensor-parallel rank."""
+class _StageChunk:
+    """The layers of one pipeline stage, or of one of its chunks, on every tensor-parallel rank."""
 
     tensors: list[dict[str, list[Any]]]
-    """By rank; torch tensors, mapped from the file, by their names in the tables, layers counted from the part's 0;
-    with what other expert-parallel ranks have of the same."""
+    """For each tensor-parallel rank: name in the tables (layers counted from 0) -> the torch tensors (memory-mapped) of
+    the expert-parallel ranks that have it."""
     num_layers: int
 
 
 class MegatronCheckpoint:
-    """A checkpoint of any tensor, pipeline and expert split, as one model's tensors in tensor-parallel shards."""
+    """A checkpoint with any parallel degrees, as the tensors of one model in tensor-parallel shards."""
 
     def __init__(self, folder: Path) -> None:
-        """Opens every rank's file; numbers are read when they are asked for.
+        """Opens every rank's file; the weights are read later, by `shard`.
 
         Raises:
-          UserError: files are missing or can't be read, or ranks don't fit each other.
+          UserError: files are missing or can't be read, or the ranks are inconsistent.
         """
         self.folder = checkpoint_folder(folder)
-        places = _places(self.folder)
-        some = places[min(places)]
-        first = load(some)
-        with understood(str(some)):
+        files_of = _rank_files(self.folder)
+        first_path = files_of[min(files_of)]
+        first = load(first_path)
+        with understood(str(first_path)):
             self.version = float(first.get("checkpoint_version") or 0)
             args = first.get("args") or {}
             self.arguments: Mapping[str, Any] = args if isinstance(args, Mapping) else vars(args)
-        grid = _grid(self.folder, places, (self.arguments.get("expert_model_parallel_size") or 1) > 1)
+        grid = _grid(self.folder, files_of, (self.arguments.get("expert_model_parallel_size") or 1) > 1)
         self.ranks, stages = len(grid), len(grid[0])
         loaded = [[[load(path) for path in paths] for paths in row] for row in grid]
         chunks = max(len(_models(one)) for row in loaded for files in row for one in files)
-        parts = [
-            _part([[_models(one)[chunk] for one in row[stage]] for row in loaded], grid[0][stage][0])
+        chunks_of_layers = [
+            _stage_chunk([[_models(one)[chunk] for one in row[stage]] for row in loaded], grid[0][stage][0])
             for chunk in range(chunks)
             for stage in range(stages)
         ]
-        self._tensors = _joined(parts)
-        self.num_layers = sum(part.num_layers for part in parts)
+        self._tensors = _joined(chunks_of_layers)
+        self.num_layers = sum(chunk.num_layers for chunk in chunks_of_layers)
         self.shapes: Mapping[str, tuple[int, ...]] = {n: tuple(by[0][0].shape) for n, by in self._tensors.items()}
         self.dtype = self._common_dtype()
 
@@ -86,15 +86,15 @@ class MegatronCheckpoint:
         return f"checkpoint_version {self.version:g}, {self.ranks} tensor-parallel ranks, {self.dtype}"
 
     def shard(self, name: str, rank: int) -> np.ndarray:
-        """A rank's part of a tensor; a tensor that is not split is replicated on every rank.
+        """Returns a tensor-parallel rank's shard of a tensor, or all of a tensor that is replicated.
 
         Raises:
-          UserError: expert-parallel ranks don't have the same of what they share.
+          UserError: replicas on expert-parallel ranks differ.
         """
         torch = require("torch", "megatron")
         tensor, *copies = (one.detach() for one in self._tensors[name][rank])
         if not all(torch.equal(tensor, copy) for copy in copies):
-            raise UserError(f"{self.folder}: {name} is not an expert's, and differs between expert-parallel ranks")
+            raise UserError(f"{self.folder}: {name} must be replicated on expert-parallel ranks, but they differ")
         if tensor.dtype == torch.bfloat16:
             return tensor.contiguous().view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
         return tensor.numpy()
@@ -105,12 +105,15 @@ class MegatronCheckpoint:
         }
         odd = kinds - {"float32", "float16", "bfloat16"}
         if odd:
-            raise UserError(f"{self.folder} holds {', '.join(sorted(odd))}; weights are converted from 16 or 32 bits")
+            raise UserError(
+                f"{self.folder} contains weights of type {', '.join(sorted(odd))}; supported types: float32, float16, "
+                "bfloat16"
+            )
         return kinds.pop() if len(kinds) == 1 else "float32"
 
 
-def _places(folder: Path) -> dict[tuple[int, ...], Path]:
-    """The files by the numbers in the names of their folders."""
+def _rank_files(folder: Path) -> dict[tuple[int, ...], Path]:
+    """Returns the ranks in the names of the folders mp_rank_* -> the file in each."""
     found = {}
     for path in folder.glob("mp_rank_*"):
         match = re.fullmatch(r"mp_rank_(\d+)((?:_\d+){0,2})", path.name)
@@ -120,14 +123,19 @@ def _places(folder: Path) -> dict[tuple[int, ...], Path]:
     return found
 
 
-def _grid(folder: Path, places: Mapping[tuple[int, ...], Path], has_expert_ranks: bool) -> list[list[list[Path]]]:
-    """The files by tensor-parallel rank, pipeline stage and expert-parallel rank: the last number, if any is."""
+def _grid(folder: Path, files_of: Mapping[tuple[int, ...], Path], has_expert_ranks: bool) -> list[list[list[Path]]]:
+    """Arranges the files by tensor-parallel rank, pipeline stage and expert-parallel rank.
+
+    Raises:
+      UserError: files are missing.
+    """
     files = {}
-    for numbers, path in places.items():
-        first, *others = numbers
-        expert = others.pop() if others and (has_expert_ranks or len(others) == 2) else 0
-        files[first, others[0] if others else 0, expert] = path
-    ranks, stages, experts = (max(place[i] for place in files) + 1 for i in range(3))
+    for numbers, path in files_of.items():
+        tensor, *optional = numbers
+        # mp_rank_XX_YYY: YYY is the expert-parallel rank of a run without pipeline stages, or the stage.
+        expert = optional.pop() if optional and (has_expert_ranks or len(optional) == 2) else 0
+        files[tensor, optional[0] if optional else 0, expert] = path
+    ranks, stages, experts = (max(numbers[i] for numbers in files) + 1 for i in range(3))
     every = [(r, s, e) for r in range(ranks) for s in range(stages) for e in range(experts)]
     missing = [
         "_".join((f"{r:02}", f"{s:03}", *([f"{e:03}"] * (experts > 1)))) for r, s, e in every if (r, s, e) not in files
@@ -136,7 +144,7 @@ def _grid(folder: Path, places: Mapping[tuple[int, ...], Path], has_expert_ranks
         sizes = f"{ranks} x {stages}" + (
             f" x {experts} (tensor x pipeline x expert)" if experts > 1 else " (tensor x pipeline)"
         )
-        raise UserError(f"{folder} lacks mp_rank_ {', '.join(missing)} of {sizes}")
+        raise UserError(f"{folder} is missing mp_rank_ {', '.join(missing)} of {sizes}")
     return [[[files[r, s, e] for e in range(experts)] for s in range(stages)] for r in range(ranks)]
 
 
@@ -144,14 +152,14 @@ def _file(folder: Path) -> Path:
     for name in FILES:
         if (folder / name).is_file():
             return folder / name
-    raise UserError(f"{folder} holds no {FILES[0]}")
+    raise UserError(f"{folder} contains no {FILES[0]}")
 
 
 def load(path: Path) -> dict[str, Any]:
-    """A file's contents, tensors mapped into memory.
+    """Loads a file, with its tensors memory-mapped.
 
-    Only tensors and plain containers are made, and `argparse.Namespace`. Any other class or function that the file
-    names becomes one that does nothing, so that neither Megatron nor trust in the file is needed.
+    Only tensors, plain containers and `argparse.Namespace` are constructed. Any other class or function that the file
+    names is replaced by one that does nothing, so that neither an installed Megatron nor trust in the file is needed.
 
     Raises:
       UserError: it is not such a file.
@@ -162,11 +170,13 @@ def load(path: Path) -> dict[str, Any]:
         named = serialization.get_unsafe_globals_in_checkpoint(str(path))
         with serialization.safe_globals([_harmless(name) for name in named]):
             contents = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except Exception as e:  # pickle, zipfile, torch: whatever a file may cause
-        reason = (str(e).strip() or repr(e)).splitlines()[0].split(". ")[0]  # torch's advice follows, not ours
+    except Exception as e:  # a corrupted file may raise any error of pickle, zipfile or torch
+        reason = (
+            (str(e).strip() or repr(e)).splitlines()[0].split(". ")[0]
+        )  # the rest of torch's message is advice that does not apply
         raise UserError(f"{path} can't be read as a torch checkpoint without running code from it: {reason}") from e
     if not isinstance(contents, dict) or not all(isinstance(m, Mapping) for m in _models(contents) or [None]):
-        raise UserError(f"{path} holds no model of Megatron-LM")
+        raise UserError(f"{path} contains no model of Megatron-LM")
     return contents
 
 
@@ -177,7 +187,7 @@ def _harmless(name: str) -> Any:
 
 
 class _Nothing:
-    """Stands for an object of a class that is not loaded."""
+    """Replaces objects of classes that are not loaded."""
 
     def __new__(cls, *_: object, **__: object) -> "_Nothing":
         return super().__new__(cls)
@@ -190,35 +200,40 @@ class _Nothing:
 
 
 def _models(contents: Mapping[str, Any]) -> list[Any]:
+    """Returns the state dict of each chunk in a file."""
     names = ["model"] if "model" in contents else sorted((k for k in contents if re.fullmatch(r"model\d+", k)), key=len)
     return [contents[name] for name in names]
 
 
-def _part(models: list[list[Any]], path: Path) -> _Part:
-    """One part from what each tensor-parallel rank, and of these each expert-parallel one, has of it.
+def _stage_chunk(models: list[list[Any]], path: Path) -> _StageChunk:
+    """Combines the state dicts of one chunk, by tensor-parallel and expert-parallel rank.
 
     Raises:
       UserError: the ranks have different tensors.
     """
-    tensors = [_rank(of_rank) for of_rank in models]
+    tensors = [_tensors_of_rank(of_rank) for of_rank in models]
     for rank, other in enumerate(tensors):
         differing = set(tensors[0]) ^ set(other)
         differing |= {n for n in set(tensors[0]) & set(other) if _shapes(tensors[0][n]) != _shapes(other[n])}
         if differing:
-            raise UserError(f"{path} and its like on rank {rank} differ in {', '.join(sorted(differing))}")
+            raise UserError(
+                f"{path} and the same file of tensor-parallel rank {rank} differ in {', '.join(sorted(differing))}"
+            )
     odd = sorted(name for name, copies in tensors[0].items() if len(set(_shapes(copies))) > 1)
     if odd:
-        raise UserError(f"{path} and its like on other expert-parallel ranks differ in the shapes of {', '.join(odd)}")
+        raise UserError(
+            f"{path} and the same file of other expert-parallel ranks differ in the shapes of {', '.join(odd)}"
+        )
     layers = {int(match[0]) for name in tensors[0] if (match := _LAYER.search(name))}
-    return _Part(tensors, max(layers, default=-1) + 1)
+    return _StageChunk(tensors, max(layers, default=-1) + 1)
 
 
 def _shapes(copies: list[Any]) -> list[tuple[int, ...]]:
     return [tuple(one.shape) for one in copies]
 
 
-def _rank(models: list[Any]) -> dict[str, list[Any]]:
-    """A tensor-parallel rank's tensors from what each expert-parallel rank has of them."""
+def _tensors_of_rank(models: list[Any]) -> dict[str, list[Any]]:
+    """Collects the tensors of a tensor-parallel rank from its expert-parallel ranks."""
     found: dict[str, list[Any]] = {}
     for rank, model in enumerate(models):
         for name, tensor in by_expert(dict(flattened(model)), rank, len(models)):
@@ -227,7 +242,7 @@ def _rank(models: list[Any]) -> dict[str, list[Any]]:
 
 
 def flattened(model: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The tensors of nested dicts by dotted names, those of the tables."""
+    """Yields the tensors of nested dicts with their dotted names in the tables."""
     for key, value in model.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping):
@@ -238,18 +253,18 @@ def flattened(model: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def _later(name: str, layers: int) -> str:
-    """The name with its layer counted from `layers`."""
+def _shifted(name: str, layers: int) -> str:
+    """Adds `layers` to the layer number in a name."""
     return _LAYER.sub(lambda match: str(int(match[0]) + layers), name)
 
 
-def _joined(parts: list[_Part]) -> dict[str, list[list[Any]]]:
-    """All parts' tensors by rank, with layers counted over all parts."""
+def _joined(chunks: list[_StageChunk]) -> dict[str, list[list[Any]]]:
+    """Merges the chunks, with layers numbered across all of them."""
     shards_by_name: dict[str, list[list[Any]]] = {}
     before = 0
-    for part in parts:
-        for name in part.tensors[0]:
-            shards = [tensors[name] for tensors in part.tensors]
-            shards_by_name[_later(name, before)] = shards
-        before += part.num_layers
+    for chunk in chunks:
+        for name in chunk.tensors[0]:
+            shards = [tensors[name] for tensors in chunk.tensors]
+            shards_by_name[_shifted(name, before)] = shards
+        before += chunk.num_layers
     return shards_by_name

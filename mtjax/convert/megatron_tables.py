@@ -1,4 +1,4 @@
-"""Megatron-LM's names of tensors, in its own format and in Megatron-Core's, and the order of their rows."""
+"""Names of tensors in Megatron-LM's legacy code and in Megatron-Core, and the order of their rows."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -13,18 +13,18 @@ LAYERS = "stack.layers"
 
 @dataclass(frozen=True)
 class Names:
-    """What one of Megatron's implementations calls the modules of a GPT."""
+    """Names of a GPT's modules in one of Megatron's implementations."""
 
     transformer_impl: str
     """Its `--transformer-impl`; "legacy" is the code before Megatron-Core."""
     embedding: str
     stack: str
-    """Of the layers."""
+    """The module that contains the layers."""
     output: str
     head_copy: str
-    """The last pipeline stage's copy of the embedding, for the output."""
+    """The last pipeline stage's copy of the embedding, which computes the logits."""
     attention_norm: str
-    """Of a layer, like all below; "weight" or "bias" follows."""
+    """Within a layer, like all fields below; "weight" or "bias" is appended."""
     mlp_norm: str
     query_key_value: str
     projection: str
@@ -34,17 +34,17 @@ class Names:
 
     @property
     def is_legacy(self) -> bool:
-        """Whether it is the code before Megatron-Core."""
+        """Whether the implementation is the code before Megatron-Core."""
         return self.transformer_impl == "legacy"
 
     @property
     def words(self) -> str:
-        """The embedding table."""
+        """The embedding."""
         return f"{self.embedding}.word_embeddings.weight"
 
     @property
     def layer(self) -> str:
-        """The beginning of what a layer's tensors are called."""
+        """Prefix of the names of a layer's tensors."""
         return f"{self.stack}.layers.{{layer}}"
 
 
@@ -60,52 +60,54 @@ _CORE_MODULES = {
     "up": "mlp.linear_fc1",
     "down": "mlp.linear_fc2",
 }
-_PLACES = {
+_LEGACY_STRUCTURE = {
     "embedding": "language_model.embedding",
     "stack": "language_model.encoder",
     "output": "language_model.output_layer.weight",
     "head_copy": "word_embeddings_for_head.weight",
 }
-_CORE_PLACES = {
+_CORE_STRUCTURE = {
     "embedding": "embedding",
     "stack": "decoder",
     "output": "output_layer.weight",
     "head_copy": "output_layer.weight",
 }
-LEGACY = Names("legacy", **_PLACES, **_MODULES, attention_norm="input_layernorm.", mlp_norm="post_attention_layernorm.")
-"""To these, names of all versions of that code are brought when they are read."""
+LEGACY = Names(
+    "legacy", **_LEGACY_STRUCTURE, **_MODULES, attention_norm="input_layernorm.", mlp_norm="post_attention_layernorm."
+)
+"""Names of the legacy code; names of its other versions are replaced by these when a checkpoint is read."""
 LEGACY_RMS = Names(
     "legacy",
-    **_PLACES,
+    **_LEGACY_STRUCTURE,
     **_MODULES,
     attention_norm="input_norm.",
     mlp_norm="post_attention_norm.",
     final_norm="final_norm.",
 )
-"""Those since there is RMS norm."""
+"""Names in the versions of the legacy code that have RMS norm."""
 LOCAL = Names(
-    "local", **_CORE_PLACES, **_CORE_MODULES, attention_norm="input_layernorm.", mlp_norm="pre_mlp_layernorm."
+    "local", **_CORE_STRUCTURE, **_CORE_MODULES, attention_norm="input_layernorm.", mlp_norm="pre_mlp_layernorm."
 )
 TRANSFORMER_ENGINE = Names(
     "transformer_engine",
-    **_CORE_PLACES,
+    **_CORE_STRUCTURE,
     **_CORE_MODULES,
     attention_norm="self_attention.linear_qkv.layer_norm_",
     mlp_norm="mlp.linear_fc1.layer_norm_",
 )
-"""Whose norms are part of the linear layers behind them."""
+"""Names in Transformer Engine layers, where a norm is fused into the linear layer that follows it."""
 WRITTEN: Mapping[str, Names] = {names.transformer_impl: names for names in (LEGACY, LOCAL, TRANSFORMER_ENGINE)}
 
 
 def names_in(tensors: Iterable[str], source: str) -> Names:
-    """The names in use in a checkpoint.
+    """Detects which names a checkpoint uses.
 
     Raises:
-      UserError: its layers are an encoder of Megatron-Core's.
+      UserError: the checkpoint is an encoder of Megatron-Core.
     """
     tensors = tuple(tensors)
     if any(name.startswith("encoder.layers.") for name in tensors):
-        raise UserError(f"{source} is a BERT or T5 of Megatron-Core, of which mtjax reads GPTs")
+        raise UserError(f"{source} is a BERT or T5 of Megatron-Core; only its GPT is supported")
     if not any(name.startswith("decoder.layers.") for name in tensors):
         return LEGACY
     fused = any(name.endswith("linear_qkv.layer_norm_weight") for name in tensors)
@@ -120,25 +122,25 @@ QKV_ORDERS: Mapping[float, str] = {
 }
 """checkpoint_version -> the order of the rows of query_key_value (`fix_query_key_value_ordering` in Megatron)."""
 GROUPED_SINCE = 2.0
-"""The first version that orders rows by heads, as those that know grouped queries do."""
+"""The first version that orders rows by heads, as grouped-query attention requires."""
 
 
 def table(version: float, names: Names = LEGACY, queries_per_group: int = 1, is_grouped: bool = False) -> Table:
-    """The tensors of GPT, Llama and BERT in a version of the format.
+    """Returns the table of the tensors of GPT, Llama and BERT in a version of the format.
 
     Args:
       version: `checkpoint_version`.
-      names: what the implementation calls them.
-      queries_per_group: query heads that share a key and a value head.
+      names: names in the implementation.
+      queries_per_group: number of query heads that share a key head and a value head.
       is_grouped: whether the experts of a rank are one module.
 
     Raises:
-      UserError: the version is unknown, or has no grouped queries.
+      UserError: the version is unknown, or does not support grouped-query attention.
     """
     if version not in QKV_ORDERS:
-        raise UserError(f"checkpoint_version is {version:g}, and the known ones are 0, 1, 2 and 3")
+        raise UserError(f"checkpoint_version is {version:g}; supported versions: 0, 1, 2, 3")
     if queries_per_group > 1 and version < GROUPED_SINCE:
-        raise UserError(f"checkpoint_version {version:g} has no grouped queries, which need version 2 or 3")
+        raise UserError(f"checkpoint_version {version:g} does not support grouped-query attention: use version 2 or 3")
     layer = _layer(names, QKV_ORDERS[version], queries_per_group)
     rows: tuple[Row, ...] = (
         row("embedding", names.words, "vocab embed"),
@@ -168,21 +170,21 @@ def _layer(names: Names, qkv_order: str, queries_per_group: int) -> tuple[Row, .
         *_grouped(f"{attention}.qkv", f"{qkv}.bias", "bias", "", queries_per_group),
         *(
             row(
-                f"{attention}.{ours}_norm.scale", f"{names.layer}.self_attention.{ours[0]}_layernorm.weight", "head_dim"
+                f"{attention}.{kind}_norm.scale", f"{names.layer}.self_attention.{kind[0]}_layernorm.weight", "head_dim"
             )
-            for ours in ("query", "key")
+            for kind in ("query", "key")
         ),
         *linear(f"{attention}.output", f"{names.layer}.{names.projection}", "heads*head_dim", "embed"),
         *_norm(f"{LAYERS}.mlp_norm", f"{names.layer}.{names.mlp_norm}"),
         *linear(f"{LAYERS}.mlp.up", f"{names.layer}.{names.up}", "embed", "mlp"),
-        # Of a rank, first all rows of its gate, then all of its other projection.
+        # A rank has all rows of its shard of the gate, then all of its shard of the up projection.
         *linear(f"{LAYERS}.mlp.up", f"{names.layer}.{names.up}", "embed", "gate*mlp"),
         *linear(f"{LAYERS}.mlp.down", f"{names.layer}.{names.down}", "mlp", "embed"),
     )
 
 
 def _experts(names: Names, is_grouped: bool) -> tuple[Row, ...]:
-    """A router and its experts; their norm is a module of its own, whatever the implementation."""
+    """Returns the rows of a router and its experts; their norm is a separate module in all implementations."""
     ours, theirs = f"{LAYERS}.experts", f"{names.layer}.mlp"
     up, down = (
         f"{theirs}.experts.{name}.weight{{expert}}"
@@ -204,7 +206,7 @@ def _experts(names: Names, is_grouped: bool) -> tuple[Row, ...]:
 
 
 def _grouped(ours: str, theirs: str, kind: str, inputs: str, queries: int) -> tuple[Row, Row]:
-    """Of a rank, group by group: the rows of the group's query heads, of its key head and of its value head."""
+    """Returns the rows of query, key and value; Megatron stacks them by group: query heads, key head, value head."""
     query = Tensor(theirs, dims(f"heads*head_dim{inputs}"), slots=Slots(0, queries, queries + 2))
     key_value = tuple(
         Tensor(theirs, dims(f"kv_heads*head_dim{inputs}"), ("kv", i), Slots(queries + i, 1, queries + 2))
@@ -218,7 +220,7 @@ def _norm(ours: str, theirs: str) -> tuple[Row, Row]:
 
 
 def _bert() -> tuple[Row, ...]:
-    """The rows of a BERT outside its layers."""
+    """Returns the rows of a BERT outside its layers."""
     return (
         row("token_types", "language_model.embedding.tokentype_embeddings.weight", "token_types embed"),
         *linear("head.dense", "lm_head.dense", "embed", "features"),

@@ -1,7 +1,7 @@
-"""Our own format: weights of a run or of an earlier conversion as a source, and a converted folder as a sink.
+"""mtjax's format: weights of a run or of an earlier conversion as a source, and a converted folder as a sink.
 
-A converted folder has `weights/` (see `mtjax.train.checkpoints.weights`), a `config.toml` that names the model, and
-the tokenizer's files. Every layer of a parameter is written, and can be read, on its own.
+A converted folder contains `weights/` (see `mtjax.train.checkpoints.weights`), a `config.toml` with the model's
+settings, and the tokenizer's files. Every layer of a parameter is written, and can be read, separately.
 """
 
 import json
@@ -28,29 +28,31 @@ from mtjax.train.checkpoints.corruption import metadata_checksum
 from mtjax.train.checkpoints.weights import CONVERTED, PREFIX, find_weights
 
 LARGEST_CHUNK = 64 << 20
-"""Bytes of an array that are read at once; a device that holds a part of it reads the chunks that touch the part."""
+"""Largest chunk of an array, in bytes; a device reads the chunks that overlap its shard."""
 
 
 class MtjaxSource:
-    """The weights of a run, a checkpoint or a converted folder; low-rank adapters are merged into them."""
+    """The weights of a run, a checkpoint or a converted folder, with LoRA adapters merged into them."""
 
     def __init__(self, folder: Path) -> None:
         """Opens the newest weights in `folder`.
 
         Raises:
-          UserError: there are none, or they are not those of the model that their config describes.
+          UserError: there are none, or their names do not match the model in their config.
         """
         self.weights = find_weights(folder)
-        page = self.weights.metadata
         saved = self.weights.config
         config = without_adapters(saved)
         self.parameters: Mapping[str, Parameter] = parameters_of(config)
-        every = self.parameters if config == saved else parameters_of(saved)
-        self.adapters = {name: parameter for name, parameter in every.items() if name not in self.parameters}
-        differing = set(every) ^ set(self.weights.names)
+        with_adapters = self.parameters if config == saved else parameters_of(saved)
+        self.adapters = {n: parameter for n, parameter in with_adapters.items() if n not in self.parameters}
+        differing = set(with_adapters) ^ set(self.weights.names)
         if differing:
-            raise UserError(f"{self.weights.folder} was saved by another version: {', '.join(sorted(differing))}")
-        origin = page.get("origin", {})
+            raise UserError(
+                f"{self.weights.folder} was saved by another version of mtjax: parameters that differ: "
+                f"{', '.join(sorted(differing))}"
+            )
+        origin = self.weights.metadata.get("origin", {})
         self.origin = Origin(
             config,
             origin.get("dtype", "float32"),
@@ -61,7 +63,7 @@ class MtjaxSource:
         )
 
     def slices(self, parameter: Parameter) -> Iterator[np.ndarray]:
-        """One layer's slice after the other, float32, merged with its adapter."""
+        """Yields the parameter layer by layer, float32, with its adapter merged."""
         module, _, kind = parameter.name.rpartition(".")
         names = [f"{module}.{ADAPTER}.{matrix}" for matrix in "ab"]
         if kind != "weight" or names[0] not in self.adapters:
@@ -70,12 +72,16 @@ class MtjaxSource:
         a, b = (self.adapters[name] for name in names)
         model = self.weights.config.model
         for weight, *factors in zip(self.saved(parameter), self.saved(a), self.saved(b), strict=True):
-            added = product_of(parameter, (a, b), factors) * (model.lora_alpha / model.lora_rank)
-            yield (weight + added).astype(np.float32)
+            # W + (alpha / rank) A B, as in LoRA (arXiv 2106.09685), section 4.1
+            update = product_of(parameter, (a, b), factors) * (model.lora_alpha / model.lora_rank)
+            yield (weight + update).astype(np.float32)
 
     def saved(self, parameter: Parameter) -> Iterator[np.ndarray]:
-        """One layer's slice after the other as it lies there, float32; in the end compares what was read with what was
-        saved."""
+        """Yields the parameter layer by layer as it was saved, float32, and verifies its fingerprint at the end.
+
+        Raises:
+          UserError: the parameter is corrupted.
+        """
         fingerprint, offset = 0, 0
         for block in self._blocks(parameter):
             fingerprint += fingerprint_of_slice(block, offset)
@@ -83,34 +89,36 @@ class MtjaxSource:
             for array in [block] if parameter.num_layers is None else block:
                 yield with_vocab(array, parameter, rows_of(self.origin.config.model))
         if fingerprint % 2**32 != self.weights.metadata["fingerprints"][f"{PREFIX}.{parameter.name}"]:
-            raise UserError(f"{self.weights.folder} is damaged: {parameter.name} is not what was saved")
+            raise UserError(f"{self.weights.folder} is corrupted: {parameter.name} differs from what was saved")
 
     def _blocks(self, parameter: Parameter) -> Iterator[np.ndarray]:
-        """As many layers at a time as stand together in the file."""
+        """Yields a stacked parameter in blocks of as many layers as a chunk of the file contains."""
         store = self.weights.open(parameter.name)
         if store.shape != parameter.stacked_shape:
-            raise UserError(f"{self.weights.folder}: {parameter.name} is {store.shape}, not {parameter.stacked_shape}")
+            raise UserError(
+                f"{self.weights.folder}: {parameter.name} has shape {store.shape}, not {parameter.stacked_shape}"
+            )
         try:
             if parameter.num_layers is None:
                 yield np.asarray(store.read().result(), np.float32)
                 return
             shape: Any = store.chunk_layout.read_chunk.shape
-            together = int(shape[0] or 1)  # where layers lie in another order, one by one
-            for first in range(0, parameter.num_layers, together):
-                yield np.asarray(store[first : first + together].read().result(), np.float32)
+            layers = int(shape[0] or 1)  # 1 if layers are stored in another order
+            for first in range(0, parameter.num_layers, layers):
+                yield np.asarray(store[first : first + layers].read().result(), np.float32)
         except ValueError as e:
-            raise UserError(f"{self.weights.folder} is damaged: {parameter.name} can't be read: {e}") from e
+            raise UserError(f"{self.weights.folder} is corrupted: {parameter.name} can't be read: {e}") from e
 
 
 def without_adapters(config: Config) -> Config:
-    """The config of the same weights with their adapters merged."""
+    """Returns the config of the same weights with their adapters merged."""
     plain = configs.Model()
     names = ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets")
     return configs.replace(config, **{name: getattr(plain, name) for name in names})
 
 
 def product_of(weight: Parameter, names: tuple[Parameter, Parameter], factors: Sequence[np.ndarray]) -> np.ndarray:
-    """A B of an adapter, with the dimensions of its weight in their order: one layer's slice, float64."""
+    """Returns A B of an adapter, with dimensions in the order of its weight: one layer's slice, float64."""
     letters: dict[str, str] = {}
     terms = [
         "".join(letters.setdefault(axis, string.ascii_letters[len(letters)]) for axis in parameter.axes)
@@ -120,10 +128,10 @@ def product_of(weight: Parameter, names: tuple[Parameter, Parameter], factors: S
 
 
 class MtjaxSink:
-    """A converted folder, written layer by layer."""
+    """Writes a converted folder, layer by layer."""
 
     def __init__(self, folder: Path, origin: Origin, final: Path) -> None:
-        """Begins to write to `folder`, which will be called `final`."""
+        """Starts to write to `folder`, which will be renamed to `final`."""
         self._folder, self._origin, self._final = folder, origin, final
         self._stores: dict[str, ts.TensorStore] = {}
         self._fingerprints: dict[str, int] = {}
@@ -141,16 +149,16 @@ class MtjaxSink:
         self._fingerprints[name] = (self._fingerprints.get(name, 0) + number) % 2**32
 
     def close(self) -> None:
-        """Writes the page, the config and the tokenizer."""
+        """Writes the metadata, the config and the tokenizer."""
         tables = configs.to_dict(self._origin.config)
-        kept = {"model": tables["model"]}
+        config = {"model": tables["model"]}
         if self._origin.config.finetuning.labels:
-            kept["finetuning"] = {"labels": tables["finetuning"]["labels"]}
-        page: dict[str, Any] = {
+            config["finetuning"] = {"labels": tables["finetuning"]["labels"]}
+        metadata: dict[str, Any] = {
             "version": 1,
             "step": 0,
             "consumed_samples": 0,
-            "config": kept,
+            "config": config,
             "fingerprints": self._fingerprints,
             "origin": {
                 "dtype": self._origin.dtype,
@@ -158,17 +166,18 @@ class MtjaxSink:
                 "is_run": self._origin.is_run,
             },
         }
-        page["checksum"] = metadata_checksum(page)
+        metadata["checksum"] = metadata_checksum(metadata)
         path = self._folder / CONVERTED / "page" / "metadata"
         path.parent.mkdir(parents=True)
-        path.write_text(json.dumps(page))
-        written: dict[str, Any] = dict(kept)
+        path.write_text(json.dumps(metadata))
+        settings: dict[str, Any] = dict(config)
         tokenizer = tokenizer_of(carry_tokenizer(self._origin, self._folder), self._final.resolve())
         if tokenizer:
-            written["data"] = {"tokenizer": tokenizer}
-        (self._folder / "config.toml").write_text(tomli_w.dumps(written))
+            settings["data"] = {"tokenizer": tokenizer}
+        (self._folder / "config.toml").write_text(tomli_w.dumps(settings))
 
     def _create(self, parameter: Parameter) -> ts.TensorStore:
+        """Creates the array of a parameter, in Orbax's format (zarr, compressed with zstd)."""
         path = self._folder.resolve() / CONVERTED / "state" / f"{PREFIX}.{parameter.name}"
         spec = {
             "driver": "zarr",
@@ -181,10 +190,10 @@ class MtjaxSink:
 
 
 def chunk_shape(parameter: Parameter) -> tuple[int, ...]:
-    """One layer or less, at most LARGEST_CHUNK; cut first where devices share it."""
+    """Returns the shape of chunks: one layer or less, at most LARGEST_CHUNK bytes; splits sharded dimensions first."""
     shape = list(parameter.shape)
     while 4 * prod(shape) > LARGEST_CHUNK:
-        shared = [i for i, axis in enumerate(parameter.axes) if axis in SPLIT and shape[i] > 8]
-        at = shared[0] if shared else shape.index(max(shape))
+        sharded = [i for i, axis in enumerate(parameter.axes) if axis in SPLIT and shape[i] > 8]
+        at = sharded[0] if sharded else shape.index(max(shape))
         shape[at] = -(-shape[at] // 2)
     return tuple(shape) if parameter.num_layers is None else (1, *shape)

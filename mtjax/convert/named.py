@@ -1,4 +1,4 @@
-"""Sources whose weights have another format's names: assembled by that format's table."""
+"""Weights of another format, assembled to mtjax's parameters by the format's table."""
 
 import zlib
 from collections.abc import Iterator, Mapping
@@ -17,25 +17,25 @@ from mtjax.models.mixers.experts import ROUTER_BIAS
 
 
 class Shards(Protocol):
-    """Tensors by name, each in as many parts as there are tensor-parallel ranks."""
+    """Tensors by name, each in as many shards as there are tensor-parallel ranks."""
 
     dtype: str
     ranks: int
     shapes: Mapping[str, tuple[int, ...]]
-    """Of one rank's part."""
+    """Shapes of one rank's shards."""
 
     def shard(self, name: str, rank: int) -> np.ndarray:
-        """A rank's part of a tensor; a tensor that is not split is replicated on every rank."""
+        """Returns a rank's shard of a tensor, or all of a tensor that is replicated."""
         ...
 
 
 class NamedWeights:
-    """Our parameters, read from another format's tensors.
+    """mtjax's parameters, read from another format's tensors.
 
-    Opening it compares the names and shapes of all tensors with the table.
+    The constructor checks the names and shapes of all tensors against the table.
 
     Raises:
-      UserError: some are missing, unexpected or misshapen: lists all of them.
+      UserError: tensors are missing, unexpected or of another shape (lists all of them).
     """
 
     def __init__(self, selection: Selection, shards: Shards, config: Config, vocab_rows: int, source: str) -> None:
@@ -47,12 +47,12 @@ class NamedWeights:
 
     @property
     def fresh_modules(self) -> list[str]:
-        """Our modules that the source lacks."""
+        """Modules of mtjax that the source does not have."""
         modules = self.selection.table.optional
         return [m for m in modules if any(name.startswith(f"{m}.") for name in self.fresh)]
 
     def slices(self, parameter: Parameter) -> Iterator[np.ndarray]:
-        """One layer's slice after the other, in the source's type; what the source lacks is drawn."""
+        """Yields the parameter layer by layer, in the source's dtype; initializes it if the source does not have it."""
         for layer in parameter.layers:
             if parameter.name in self.fresh:
                 yield fresh_slice(parameter, layer, self.config)
@@ -60,10 +60,11 @@ class NamedWeights:
                 yield self._slice(parameter, layer)
 
     def _slice(self, parameter: Parameter, layer: int | None) -> np.ndarray:
+        """Assembles one layer's slice of a parameter from the shards of its tensors."""
         sizes = parameter.sizes
         if VOCAB in sizes:
             sizes[VOCAB] = self.vocab_rows
-        # Biases add up small steps, and stay float32 beside weights of 16 bits.
+        # Routers' biases accumulate small updates, and are float32 even if the weights are 16-bit.
         dtype = np.float32 if parameter.name.endswith(ROUTER_BIAS) else DTYPES[self.shards.dtype]
         slice_ = np.empty(tuple(sizes.values()), dtype)
         for tensor in self.selection.tensors_of(parameter):
@@ -76,14 +77,18 @@ class NamedWeights:
             tensor.insert(first, into, parameter)
             for rank in range(1, self.shards.ranks):
                 if not np.array_equal(first, self.shards.shard(name, rank)):
-                    raise UserError(f"{self.source}: {name} is not split, and differs between ranks 0 and {rank}")
+                    raise UserError(f"{self.source}: {name} must be replicated, but ranks 0 and {rank} differ")
             return
         for rank in range(self.shards.ranks):
-            part = tensor.view(self.shards.shard(name, rank), parameter)
-            tensor.insert(part, into, parameter, (rank, self.shards.ranks))
+            shard = tensor.view(self.shards.shard(name, rank), parameter)
+            tensor.insert(shard, into, parameter, (rank, self.shards.ranks))
 
     def _check_copies(self) -> None:
-        """A tensor that repeats another must be equal to it: else the two are not tied."""
+        """Checks that tensors that are copies of others are equal to them.
+
+        Raises:
+          UserError: one differs, so the two are not tied.
+        """
         for copy, name in self.selection.table.copies.items():
             present = copy in self.shards.shapes and name in self.shards.shapes
             if not present or any(name_of(t, layer) == copy for _, layer, t in self.selection.tensors()):
@@ -91,29 +96,29 @@ class NamedWeights:
             for rank in range(self.shards.ranks):
                 if not np.array_equal(self.shards.shard(copy, rank), self.shards.shard(name, rank)):
                     raise UserError(
-                        f"{self.source}: {copy} differs from {name}, and the model ties them (tie_embeddings)"
+                        f"{self.source}: {copy} differs from {name}, but the model ties them (tie_embeddings)"
                     )
 
 
 def local_shapes(selection: Selection, vocab_rows: int, ranks: int) -> dict[str, tuple[int, ...]]:
-    """Shape of every tensor's part on one of `ranks` tensor-parallel ranks.
+    """Returns the name -> the shape of every tensor's shard on one of `ranks` tensor-parallel ranks.
 
     Raises:
-      UserError: a dimension does not divide over the ranks.
+      UserError: the degree does not divide a dimension.
     """
     shapes = {}
     for parameter, layer, tensor in selection.tensors():
         sizes = parameter.sizes | {VOCAB: vocab_rows}
         for axis in set(sizes) & {tensor.split}:
             if sizes[axis] % ranks:
-                raise UserError(f"{axis} {sizes[axis]} does not divide over {ranks} tensor-parallel ranks")
+                raise UserError(f"tensor parallel degree {ranks} does not divide {axis} {sizes[axis]}")
             sizes[axis] //= ranks
         shapes[name_of(tensor, layer)] = tensor.shape(sizes)
     return shapes
 
 
 def fresh_slice(parameter: Parameter, layer: int | None, config: Config) -> np.ndarray:
-    """Initial values of a slice that no source has: normal weights, scales of 1, biases of 0. Always the same."""
+    """Initializes a slice that the source does not have: normal weights, scales of 1, biases of 0; deterministic."""
     kind = parameter.name.rpartition(".")[2]
     sizes = parameter.sizes
     if VOCAB in sizes:

@@ -1,4 +1,4 @@
-"""A model's parameters as a converter sees them: named, in layers, with named dimensions."""
+"""A model's parameters for conversion: names, layers and named dimensions."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -17,18 +17,18 @@ from mtjax.theory.stages import layer_numbers
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter of the model; of all layers when it is stacked."""
+    """One parameter of the model, stacked over layers if it belongs to a layer."""
 
     name: str
-    """Dotted, say `stack.layers.mlp.up.weight`."""
+    """Dotted name, such as `stack.layers.mlp.up.weight`."""
     axes: tuple[str, ...]
-    """Names of the dimensions of one layer's slice; the second of two that are called alike is primed: `embed'`."""
+    """Names of the dimensions of one layer's slice; the second of two equal names is primed: `embed'`."""
     shape: tuple[int, ...]
-    """Of one layer's slice."""
+    """Shape of one layer's slice."""
     num_layers: int | None
-    """None when it is not stacked."""
+    """None if not stacked."""
     numbers: tuple[int, ...] = ()
-    """Of its layers in the model; empty when it is not stacked."""
+    """Its layers' numbers in the model; empty if not stacked."""
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -37,12 +37,12 @@ class Parameter:
 
     @property
     def stacked_shape(self) -> tuple[int, ...]:
-        """Of the entire array."""
+        """Shape of the entire array."""
         return self.shape if self.num_layers is None else (self.num_layers, *self.shape)
 
     @property
     def layers(self) -> Iterator[int | None]:
-        """The number of each slice, from 0 on; None alone when it is not stacked."""
+        """The index of each slice, from 0; a single None if not stacked."""
         return iter([None] if self.num_layers is None else range(self.num_layers))
 
     @property
@@ -52,13 +52,14 @@ class Parameter:
 
 
 def parameters_of(config: Config) -> dict[str, Parameter]:
-    """The parameters of a config's model on one device, however its run was spread: nothing is allocated.
+    """Returns the parameters of a config's model, without allocating them.
 
     Raises:
-      UserError: the config is not possible.
+      UserError: the config is invalid.
     """
-    alone = dataclasses.replace(config, parallel=Parallel())
-    placed = ShardedModel(alone, make_mesh(MeshShape(), jax.devices("cpu")))
+    # On one device, whatever the mesh of the run: names and shapes don't depend on it.
+    one_device = dataclasses.replace(config, parallel=Parallel())
+    placed = ShardedModel(one_device, make_mesh(MeshShape(), jax.devices("cpu")))
     return {record.name: _parameter(record, config.model) for record in jax.tree.leaves(placed.records)}
 
 

@@ -1,4 +1,4 @@
-"""Adapters of a run as a folder that `peft` loads beside the weights that the run began with."""
+"""Writes the LoRA adapters of a run to a folder that `peft` loads on top of the run's initial weights."""
 
 import json
 import re
@@ -16,27 +16,27 @@ from mtjax.errors import UserError, require
 from mtjax.theory.adapters import ADAPTER, PARTS
 
 PREFIX = "base_model.model."
-"""What peft's names begin with."""
+"""Prefix of peft's names of tensors."""
 
 
 def write_adapters(source: Source, folder: Path) -> int:
-    """Writes `adapter_config.json` and `adapter_model.safetensors`; returns how many numbers the adapters have.
+    """Writes `adapter_config.json` and `adapter_model.safetensors`; returns the number of weights in the adapters.
 
     Raises:
-      UserError: the weights have no adapters, or are not of a decoder that writes text.
+      UserError: the weights have no adapters, or the model is not a decoder with a language head.
     """
     if not isinstance(source, MtjaxSource) or not source.adapters:
         raise UserError(
-            "peft: takes the adapters of a run of mtjax finetune with --lora-rank, and these weights have none"
+            "peft: needs the adapters of a run of mtjax finetune with --lora-rank, but these weights have none"
         )
     model = source.weights.config.model
     if model.head != "language" or model.family not in ("gpt", "llama"):
         raise UserError(
-            "peft: takes adapters of a gpt or llama that writes text; --to hf: merges those of a task's model"
+            "peft: needs adapters of a gpt or llama with a language head; for a task's model use --to hf:DIR"
         )
     family = family_of_model(source.origin.config.model)
     selection = family.table.select(source.parameters)
-    is_transposed = family.model_type == "gpt2"  # transformers' Conv1D keeps [inputs, outputs]
+    is_transposed = family.model_type == "gpt2"  # transformers' Conv1D stores [inputs, outputs]
     tensors: dict[str, np.ndarray] = {}
     ranks: dict[str, int] = {}
     for weight, row in selection.rows:
@@ -45,9 +45,9 @@ def write_adapters(source: Source, folder: Path) -> int:
         if names[0] not in source.adapters:
             continue
         a, b = (source.adapters[name] for name in names)
-        for layer, own_a, own_b in zip(a.layers, source.saved(a), source.saved(b), strict=True):
+        for layer, layer_a, layer_b in zip(a.layers, source.saved(a), source.saved(b), strict=True):
             for tensor in row.tensors:
-                down, up = factors(tensor, (a, b), (own_a, own_b))
+                down, up = factors(tensor, (a, b), (layer_a, layer_b))
                 name = name_of(tensor, layer).removesuffix(".weight")
                 tensors |= {f"{PREFIX}{name}.lora_A.weight": down, f"{PREFIX}{name}.lora_B.weight": up}
                 ranks[name.rpartition(".")[2] if not is_transposed else re.sub(r".*\.\d+\.", "", name)] = len(down)
@@ -59,10 +59,10 @@ def write_adapters(source: Source, folder: Path) -> int:
 def factors(
     tensor: Tensor, names: tuple[Parameter, Parameter], layer: tuple[np.ndarray, np.ndarray]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """peft's A [rank, inputs] and B [outputs, rank] of one of transformers' matrices.
+    """Returns peft's A [rank, inputs] and B [outputs, rank] of one of transformers' matrices.
 
-    A matrix that holds several of ours, such as GPT-2's c_attn, has an adapter of their ranks together, whose B is 0
-    but for the blocks of each.
+    A matrix that stacks several of mtjax's, such as GPT-2's c_attn, gets one adapter with the sum of their ranks, whose
+    B is block-diagonal.
     """
     (a, b), (parameter, _) = layer, names
     part = next((axis for axis in parameter.axes if axis in PARTS), None)
@@ -73,20 +73,21 @@ def factors(
         return each[tensor.part[1]]
     blocks = [up for _, up in each]
     rows, columns = (sum(block.shape[i] for block in blocks) for i in (0, 1))
-    whole, at, beside = np.zeros((rows, columns), np.float32), 0, 0
+    block_diagonal, row, column = np.zeros((rows, columns), np.float32), 0, 0
     for block in blocks:
-        whole[at : at + block.shape[0], beside : beside + block.shape[1]] = block
-        at, beside = at + block.shape[0], beside + block.shape[1]
-    return np.concatenate([down for down, _ in each]), whole
+        block_diagonal[row : row + block.shape[0], column : column + block.shape[1]] = block
+        row, column = row + block.shape[0], column + block.shape[1]
+    return np.concatenate([down for down, _ in each]), block_diagonal
 
 
 def _matrices(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """[*inputs, rank] and [rank, *outputs] as two matrices, transposed as torch keeps them."""
+    """Reshapes [*inputs, rank] and [rank, *outputs] to matrices, transposed to torch's [outputs, inputs]."""
     down, up = a.reshape(-1, a.shape[-1]).T, b.reshape(len(b), -1).T
     return np.ascontiguousarray(down), np.ascontiguousarray(up)
 
 
 def _config(source: MtjaxSource, ranks: dict[str, int], is_transposed: bool) -> dict[str, Any]:
+    """Returns the adapter_config.json; `ranks` maps the names of modules to the ranks of their adapters."""
     config = source.weights.config
     rank, alpha = config.model.lora_rank, config.model.lora_alpha
     other = {name: count for name, count in ranks.items() if count != rank}

@@ -1,4 +1,4 @@
-"""Folders of safetensors files: read lazily, written tensor by tensor at places that are known beforehand."""
+"""Folders of safetensors files: read lazily, and written tensor by tensor at precomputed offsets."""
 
 import json
 import struct
@@ -21,7 +21,7 @@ DTYPES: Mapping[str, np.dtype] = {
     "float16": np.dtype(np.float16),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
 }
-"""Types that weights are kept in; all of them are exact in float32."""
+"""dtypes of weights; float32 represents the values of all of them exactly."""
 CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _ALIGNMENT = 8
 
@@ -30,24 +30,24 @@ class SafetensorsReader:
     """The tensors of a folder: `model.safetensors`, or the files that its index names. Use as a context manager."""
 
     def __init__(self, folder: Path) -> None:
-        """Opens the files; reads nothing but their headers.
+        """Opens the files and reads their headers.
 
         Raises:
-          UserError: there are none, one is missing, or one is damaged.
+          UserError: there are none, one is missing, or one is corrupted.
         """
         open_file = require("safetensors", "convert").safe_open
         self._stack, self._files = ExitStack(), {}
         for path in _files_of(folder):
             try:
                 opened = self._stack.enter_context(open_file(path, framework="np"))
-            except Exception as e:  # the library's own error has no public name
-                raise UserError(f"{path} can't be read as safetensors; perhaps it is only a part: {e}") from e
+            except Exception as e:  # the library's exception class is not public
+                raise UserError(f"{path} can't be read as safetensors; it may be incomplete: {e}") from e
             self._files |= dict.fromkeys(opened.keys(), opened)
         self.shapes = {name: tuple(file.get_slice(name).get_shape()) for name, file in self._files.items()}
         self.dtype = self._common_dtype(folder)
 
     def read(self, name: str) -> np.ndarray:
-        """One tensor."""
+        """Reads one tensor."""
         return self._files[name].get_tensor(name)
 
     def __enter__(self) -> "SafetensorsReader":
@@ -57,18 +57,23 @@ class SafetensorsReader:
         self._stack.close()
 
     def _common_dtype(self, folder: Path) -> str:
-        """The widest of the floating-point types in use."""
+        """Returns the dtype of the weights, float32 if they have several."""
         names = {code: name for name, code in CODES.items()}
         codes = {file.get_slice(name).get_dtype() for name, file in self._files.items()}
         used = {names[code] for code in codes if code in names}
         odd = {code for code in codes if code not in names and code.startswith(("F", "BF"))}
         if odd or not used:
-            kinds = ", ".join(sorted(odd)) or "integers alone"
-            raise UserError(f"{folder} holds {kinds}; weights are converted from {', '.join(CODES.values())}")
+            kinds = ", ".join(sorted(odd)) or "only integers"
+            raise UserError(f"{folder} contains {kinds}; supported types of weights: {', '.join(CODES.values())}")
         return used.pop() if len(used) == 1 else "float32"
 
 
 def _files_of(folder: Path) -> list[Path]:
+    """Returns the safetensors files of a folder.
+
+    Raises:
+      UserError: there are none, or files of the index are missing.
+    """
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder")
     if (folder / INDEX).is_file():
@@ -78,10 +83,10 @@ def _files_of(folder: Path) -> list[Path]:
             raise UserError(f"{folder / INDEX} is not an index of safetensors files: {first_line(e)}") from e
         for name in files:
             if not isinstance(name, str) or "\0" in name or PurePath(name).name != name or name == "..":
-                raise UserError(f"{folder / INDEX} names {name!r}, which is not a file of its folder")
+                raise UserError(f"{folder / INDEX} names {name!r}, which is not a file in its folder")
         missing = [name for name in files if not (folder / name).is_file()]
         if missing:
-            raise UserError(f"{folder} lacks {', '.join(missing)}, which its {INDEX} names")
+            raise UserError(f"{folder} is missing {', '.join(missing)}, which its {INDEX} names")
         return [folder / name for name in files]
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
@@ -90,11 +95,13 @@ def _files_of(folder: Path) -> list[Path]:
         hint = (
             ", only pickled weights: save them with transformers' model.save_pretrained(NEW), which writes safetensors"
         )
-    raise UserError(f"{folder} holds no {SINGLE} and no {INDEX}{hint}")
+    raise UserError(f"{folder} contains neither {SINGLE} nor {INDEX}{hint}")
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Location:
+    """Where a tensor is written."""
+
     path: Path
     offset: int
     shape: tuple[int, ...]
@@ -102,16 +109,16 @@ class _Place:
 
 
 class SafetensorsWriter:
-    """Writes tensors in any order, each straight to its place: none but the current one is in memory.
+    """Writes tensors in any order, each directly to its offset, so that only the current one is in memory.
 
-    The library writes a file from all of its tensors at once; the format is simple enough to write them one by one.
+    The safetensors library can only write a file from all of its tensors at once.
     """
 
     def __init__(
         self, folder: Path, shapes: Mapping[str, Sequence[int]], dtype: str, largest_file: int = LARGEST_FILE
     ) -> None:
-        """Makes the files, at their full size, and the index when there are several."""
-        self._places: dict[str, _Place] = {}
+        """Creates the files at their full size, and the index if there are several."""
+        self._locations: dict[str, _Location] = {}
         self._unwritten = set(shapes)
         width = DTYPES[dtype].itemsize
         groups = _grouped({name: width * prod(shape) for name, shape in shapes.items()}, largest_file)
@@ -120,17 +127,17 @@ class SafetensorsWriter:
             self._begin(folder / name, {tensor: tuple(shapes[tensor]) for tensor in group}, dtype)
         if len(groups) > 1:
             total = sum(width * prod(shape) for shape in shapes.values())
-            files = {tensor: place.path.name for tensor, place in self._places.items()}
+            files = {tensor: location.path.name for tensor, location in self._locations.items()}
             index = {"metadata": {"total_size": total}, "weight_map": files}
             (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
     def write(self, name: str, tensor: np.ndarray) -> None:
-        """Writes one tensor, in the files' type."""
-        place = self._places[name]
-        assert tensor.shape == place.shape, (name, tensor.shape, place.shape)
-        raw = np.ascontiguousarray(tensor, place.dtype).reshape(-1).view(np.uint8)
-        with place.path.open("r+b") as file:
-            file.seek(place.offset)
+        """Writes one tensor, in the files' dtype."""
+        location = self._locations[name]
+        assert tensor.shape == location.shape, (name, tensor.shape, location.shape)
+        raw = np.ascontiguousarray(tensor, location.dtype).reshape(-1).view(np.uint8)
+        with location.path.open("r+b") as file:
+            file.seek(location.offset)
             file.write(raw.data)
         self._unwritten.remove(name)
 
@@ -139,7 +146,8 @@ class SafetensorsWriter:
         assert not self._unwritten, f"not written: {sorted(self._unwritten)}"
 
     def _begin(self, path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: str) -> None:
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
+        """Writes the header of a file and extends it to its full size."""
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers requires it
         end = 0
         for name, shape in shapes.items():
             start, end = end, end + DTYPES[dtype].itemsize * prod(shape)
@@ -151,11 +159,11 @@ class SafetensorsWriter:
             data = file.tell()
             file.truncate(data + end)
         for name, shape in shapes.items():
-            self._places[name] = _Place(path, data + header[name]["data_offsets"][0], shape, DTYPES[dtype])
+            self._locations[name] = _Location(path, data + header[name]["data_offsets"][0], shape, DTYPES[dtype])
 
 
 def _grouped(sizes: Mapping[str, int], largest: int) -> list[list[str]]:
-    """Names in order, in groups of at most `largest` bytes, unless one alone is larger."""
+    """Groups names, in order, into files of at most `largest` bytes, unless a single tensor is larger."""
     groups, filled = [[]], 0
     for name, size in sizes.items():
         if groups[-1] and filled + size > largest:

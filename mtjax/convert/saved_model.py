@@ -1,4 +1,4 @@
-"""A model in one of the formats, on disk: opened by what `--from` says, and read onto any mesh."""
+"""Saved weights of any format: opened by an option such as `--from`, and read onto any mesh."""
 
 import dataclasses
 import hashlib
@@ -17,9 +17,9 @@ from mtjax.convert import hugging_face, megatron
 from mtjax.convert.hugging_face import HuggingFaceSource
 from mtjax.convert.megatron import MegatronSource
 from mtjax.convert.mtjax_folder import MtjaxSource, without_adapters
-from mtjax.convert.places import parse_weights
 from mtjax.convert.stream import Source, download_command, looks_like, may_be_on_hub
 from mtjax.convert.table import with_vocab
+from mtjax.convert.weights_path import parse_weights
 from mtjax.data.progress import ProgressLine
 from mtjax.data.tokens.tokenizer import Tokenizer, open_tokenizer
 from mtjax.errors import UserError
@@ -37,12 +37,12 @@ Tree = Any
 
 @dataclass(frozen=True)
 class Hints:
-    """What a folder may not say itself."""
+    """Information that a folder may not contain."""
 
     vocab_multiple: int | None = None
-    """Pad the vocabulary to a multiple of this; 1024 when None."""
+    """Pad the vocabulary to a multiple of this; 1024 if None."""
     vocab_size: int | None = None
-    """Tokens of the vocabulary in a megatron folder, which may only know the padded number."""
+    """Size of the vocabulary of a megatron folder, which may contain only the padded size."""
     config: str | None = None
     """A config that describes the model in a megatron folder."""
 
@@ -51,17 +51,17 @@ NO_HINTS = Hints()
 
 
 def vocab_multiple_for(shape: MeshShape) -> int:
-    """A vocabulary padded to a multiple of this divides over the mesh."""
+    """Returns a multiple to which a vocabulary is padded so that the mesh divides it."""
     return math.lcm(128, shape.degree(TENSOR.rules.vocab))
 
 
 def without_training(saved: Config, parallel: Parallel, **settings: Any) -> Config:
-    """The config of weights as tools run their model: on another mesh, without what only training has.
+    """Returns the config with which inference runs saved weights: another mesh, no dropout, no recompute.
 
     Args:
-      saved: of the run, or of converted weights.
+      saved: config of the run, or of converted weights.
       parallel: the mesh, and how processes find each other.
-      settings: others that change, such as the type of products and the size of a batch.
+      settings: other settings to replace, such as compute_dtype and global_batch_size.
     """
     plain = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "recompute": "none", "rampup_batch_size": None}
     plain |= {"unroll_layers": False, "reset_position_ids": False, "reset_attention_mask": False}
@@ -69,16 +69,19 @@ def without_training(saved: Config, parallel: Parallel, **settings: Any) -> Conf
 
 
 def for_rows(saved: Config, parallel: Parallel, rows: int, **settings: Any) -> Config:
-    """`without_training`, for so many rows that each data rank reads at once; on stages cut into microbatches.
+    """Returns `without_training` with a batch of `rows` rows per data-parallel rank, in microbatches with stages.
 
     Raises:
-      UserError: there are fewer rows than stages.
+      UserError: there are fewer rows than pipeline stages.
     """
     plan = Plan.of(saved, parse_mesh(parallel.mesh))
     stages = plan.stages
     if rows < stages:
-        raise UserError(f"--rows {rows} is below the {stages} stages, which work on different rows: take more")
-    largest = rows // (2 * stages) if stages > 1 else rows  # two turns a stage, or more
+        raise UserError(
+            f"--rows {rows} is below the {stages} pipeline stages, each of which needs a microbatch: raise --rows to "
+            f"{stages} or more"
+        )
+    largest = rows // (2 * stages) if stages > 1 else rows  # at least two microbatches per stage
     return without_training(
         saved,
         parallel,
@@ -89,7 +92,7 @@ def for_rows(saved: Config, parallel: Parallel, rows: int, **settings: Any) -> C
 
 
 def model_of(text: str, option: str, hints: Hints = NO_HINTS) -> Model:
-    """The model of the weights that an option names, by what they say of it: no device is touched, no weight is read.
+    """Returns the model of the weights that an option names, without using a device or reading weights.
 
     Raises:
       UserError: there are no such weights.
@@ -103,25 +106,25 @@ def model_of(text: str, option: str, hints: Hints = NO_HINTS) -> Model:
 
 
 def parse_named(text: str, option: str = "--from") -> tuple[str, Path]:
-    """The kind and the folder of the weights that an option names.
+    """Parses the kind and the folder of the weights that an option names.
 
     Raises:
-      UserError: there is no such kind, or the folder has weights of another.
+      UserError: the kind is unknown, or the folder has weights of another kind.
     """
     kind, folder = parse_weights(text)
-    said = looks_like(folder).partition("it looks like ")[2]
-    if text != f"{kind}:{folder}" and said and not said.startswith(f"{kind}:"):
-        raise UserError(f"{text} holds no mtjax weights: say {option} {said}")
+    suggestion = looks_like(folder).partition("it looks like ")[2]
+    if text != f"{kind}:{folder}" and suggestion and not suggestion.startswith(f"{kind}:"):
+        raise UserError(f"{text} contains no mtjax weights: use {option} {suggestion}")
     if kind == "mtjax" and not folder.exists() and may_be_on_hub(folder):
         hub = f"download it with {download_command(folder)}, then use {option} hf:{folder.name}"
         raise UserError(
-            f"{text} holds no mtjax weights: it does not exist; if it is a model of the Hugging Face hub, {hub}"
+            f"{text} contains no mtjax weights: it does not exist; if it is a model on the Hugging Face hub, {hub}"
         )
     return kind, folder
 
 
 def open_source(kind: str, folder: Path, hints: Hints = NO_HINTS) -> Source:
-    """Weights of any kind, to be read slice by slice.
+    """Opens weights of any kind, to be read slice by slice.
 
     Raises:
       UserError: they are not of this kind, or can't be read.
@@ -135,14 +138,14 @@ def open_source(kind: str, folder: Path, hints: Hints = NO_HINTS) -> Source:
 
 @dataclass(frozen=True)
 class SavedModel:
-    """Weights, and what came with them."""
+    """Saved weights with their config and tokenizer."""
 
     folder: Path
     source: Source
 
     @classmethod
     def open(cls, text: str, hints: Hints = NO_HINTS, option: str = "--from") -> "SavedModel":
-        """What an option names.
+        """Opens the weights that an option names.
 
         Raises:
           UserError: there are no such weights.
@@ -152,51 +155,57 @@ class SavedModel:
 
     @property
     def config(self) -> Config:
-        """Its model is theirs; of a run, the rest too."""
+        """The config of their model; for a run, all of its config."""
         return self.source.origin.config
 
     def tokenizer(self, named: str | None = None) -> tuple[str, Tokenizer]:
-        """The tokenizer that is named, else the one beside the weights, else their run's; and its name.
+        """Opens the named tokenizer, else the one next to the weights, else the one in the run's config.
+
+        Returns:
+          Its name, and the tokenizer.
 
         Raises:
-          UserError: there is none, it has more tokens than the model, or the one that is named differs from that which
-            came with the weights.
+          UserError: there is none, it has more tokens than the model, or the named one differs from the one that came
+            with the weights.
         """
         origin = self.source.origin
-        own = origin.tokenizer
-        name = named or own or origin.config.data.tokenizer
+        saved = origin.tokenizer
+        name = named or saved or origin.config.data.tokenizer
         if name is None:
-            raise UserError(f"{self.folder} came without a tokenizer: name one with --tokenizer KIND:PATH")
+            raise UserError(f"{self.folder} has no tokenizer: add --tokenizer KIND:PATH")
         tokenizer, size = open_tokenizer(name), origin.config.model.vocab_size
-        if named and own and (theirs := readable_tokenizer(own)):
-            check_weights(own, theirs, named, tokenizer)
+        if named and saved and (saved_tokenizer := readable_tokenizer(saved)):
+            check_weights(saved, saved_tokenizer, named, tokenizer)
         if size is not None and tokenizer.vocab_size > size:
             raise UserError(
-                f"the tokenizer {name} has {tokenizer.vocab_size} tokens, and the model {size}: it is another model's"
+                f"the tokenizer {name} has {tokenizer.vocab_size} tokens, more than the model's vocabulary of {size}: "
+                "use the model's tokenizer"
             )
         return name, tokenizer
 
     @property
     def identity(self) -> str:
-        """Changes with the weights: ours by the fingerprints of all arrays, others by name, size and time of files."""
+        """A digest that changes with the weights: of the arrays' fingerprints, or of files' names, sizes and times."""
         if isinstance(self.source, MtjaxSource):
             facts: list[Any] = sorted(self.source.weights.metadata["fingerprints"].items())
         else:
-            # Other files of Hugging Face's folders are none of the weights, such as an output that grows there.
-            own = ("config.json", "*.safetensors") if isinstance(self.source, HuggingFaceSource) else ("**/*",)
-            paths = sorted({path for pattern in own for path in self.folder.glob(pattern)})
+            # A Hugging Face folder may contain unrelated files that change, such as the output of this command.
+            is_hf = isinstance(self.source, HuggingFaceSource)
+            patterns = ("config.json", "*.safetensors") if is_hf else ("**/*",)
+            paths = sorted({path for pattern in patterns for path in self.folder.glob(pattern)})
             stats = {path: path.stat() for path in paths if path.is_file()}
             facts = [(str(p.relative_to(self.folder)), s.st_size, s.st_mtime_ns) for p, s in stats.items()]
         return hashlib.sha256(repr(facts).encode()).hexdigest()
 
     def parameters(self, placed: ShardedModel) -> Tree:
-        """The weights on a mesh, as `placed` keeps them: our own by each device's part, others parameter by parameter.
+        """Reads the weights onto a mesh with the shardings of `placed`.
 
         Raises:
-          UserError: they are damaged, can't be read, or are of another model.
+          UserError: they are corrupted, can't be read, or belong to another model.
         """
         target, orders = placed.restore_target, placed.layer_orders
         if isinstance(self.source, MtjaxSource) and not self.source.adapters:
+            # Each device reads only its shards; other formats are read parameter by parameter.
             check_same_weights(self.source.weights, target, placed.config, orders)
             return restore_weights(self.source.weights, target, orders)
         leaves, structure = jax.tree_util.tree_flatten_with_path(target)
@@ -204,10 +213,10 @@ class SavedModel:
         return jax.tree_util.tree_unflatten(structure, list(arrays.values()))
 
     def read(self, targets: Mapping[str, jax.ShapeDtypeStruct], placed: ShardedModel) -> dict[str, jax.Array]:
-        """Some of the parameters by their names here, each placed as its target says; of positions the first ones.
+        """Reads parameters by name, each with the sharding and dtype of its target; learned positions may be truncated.
 
         Raises:
-          UserError: they are damaged, or can't be read.
+          UserError: they are corrupted, or can't be read.
         """
         rows, done, arrays = padded_vocab_size(placed.config.model), 0, {}
         total = sum(leaf.size * leaf.dtype.itemsize for leaf in targets.values())
@@ -222,11 +231,11 @@ class SavedModel:
 
 
 POSITIONS = "positions"
-"""The table of learned positions."""
+"""Name of the parameter of learned position embeddings."""
 
 
 def _stacked(source: Source, name: str, rows: int, order: LayerOrder | None) -> np.ndarray:
-    """A parameter with its layers in their order and its vocabulary padded."""
+    """Returns a parameter with its layers stacked in `order` and its vocabulary padded to `rows`."""
     parameter = source.parameters[name]
     layers = [with_vocab(np.asarray(array), parameter, rows) for array in source.slices(parameter)]
     if parameter.num_layers is None:

@@ -1,4 +1,4 @@
-"""How every conversion runs: slice by slice from a source to a sink, one layer of one parameter at a time."""
+"""Streams weights from a source to a sink, one layer of one parameter at a time."""
 
 import os
 import re
@@ -22,26 +22,26 @@ from mtjax.errors import UserError
 
 @dataclass(frozen=True)
 class Origin:
-    """What is known about the weights besides their numbers."""
+    """Metadata of weights: their config, dtype and tokenizer."""
 
     config: Config
-    """Its model is theirs; of a run, the rest too."""
+    """The config of their model; for a run, all of its config."""
     dtype: str
-    """Type that holds every number exactly, say "bfloat16"."""
+    """The dtype that represents every weight exactly, such as "bfloat16"."""
     files: Path
-    """Folder with the tokenizer's files, if there are any."""
+    """Folder with the tokenizer's files, if it has any."""
     hugging_face: Mapping[str, Any] = field(default_factory=dict)
-    """The `config.json` that they came with."""
+    """The `config.json` of the original weights."""
     notes: tuple[str, ...] = ()
-    """What the user should know."""
+    """Notes that are printed for the user."""
     fresh: frozenset[str] = frozenset()
-    """Parameters that the files don't have, and that were begun afresh."""
+    """Parameters that the files don't have, and that are initialized randomly."""
     is_run: bool = False
-    """Whether the tokenizer's files are those of a run (`tokenizer_of_run`)."""
+    """Whether the tokenizer's files are in a run's folder (`tokenizer_of_run`)."""
 
     @property
     def tokenizer(self) -> str | None:
-        """How `--tokenizer` names the tokenizer beside the weights; None where there is none."""
+        """The tokenizer next to the weights, as `--tokenizer` names it; None if there is none."""
         find = tokenizer_of_run if self.is_run else tokenizer_of
         return find(tokenizer_files(self.files), self.files)
 
@@ -53,24 +53,24 @@ class Source(Protocol):
     parameters: Mapping[str, Parameter]
 
     def slices(self, parameter: Parameter) -> Iterator[np.ndarray]:
-        """The parameter layer by layer, shaped like `parameter.shape` but without padding of the vocabulary."""
+        """Yields the parameter layer by layer, shaped like `parameter.shape` but without padding of the vocabulary."""
         ...
 
 
 class Sink(Protocol):
-    """Where weights go."""
+    """Writer of weights in any format."""
 
     def write(self, parameter: Parameter, layer: int | None, array: np.ndarray) -> None:
-        """Takes what `Source.slices` gives."""
+        """Writes one of the arrays that `Source.slices` yields; `layer` is None if the parameter is not stacked."""
         ...
 
     def close(self) -> None:
-        """Writes everything besides the weights."""
+        """Writes everything except the weights."""
         ...
 
 
 def convert(source: Source, sink: Sink, task: str) -> int:
-    """Copies every parameter; returns how many numbers they are."""
+    """Copies every parameter; returns the number of weights."""
     parameters = list(source.parameters.values())
     total = sum(p.nbytes * (p.num_layers or 1) for p in parameters)
     done = numbers = 0
@@ -87,7 +87,7 @@ def convert(source: Source, sink: Sink, task: str) -> int:
 
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """A folder to write to, which becomes `target` in the end, or vanishes when something goes wrong.
+    """Yields a temporary folder, which is renamed to `target` at the end, or removed if an error occurs.
 
     Raises:
       UserError: `target` exists already.
@@ -117,9 +117,10 @@ def carry_files(source: Path, target: Path) -> list[str]:
 
 
 def carry_tokenizer(origin: Origin, target: Path) -> list[str]:
-    """Copies the tokenizer's files, and writes its tokenizer.json where it has none; returns their names.
+    """Copies the tokenizer's files, and writes a tokenizer.json if it has none; returns their names.
 
-    Of a Hugging Face folder without that file, `config.json` may decide how its tokenizer is read, and is not copied.
+    In a Hugging Face folder without a tokenizer.json, how the tokenizer is read may depend on `config.json`, which is
+    not copied.
 
     Raises:
       UserError: mtjax can't read the tokenizer.
@@ -132,7 +133,7 @@ def carry_tokenizer(origin: Origin, target: Path) -> list[str]:
 
 
 def tokenizer_to_write(origin: Origin) -> Tokenizer | None:
-    """Opens the tokenizer of a Hugging Face folder without a tokenizer.json; returns None for other folders.
+    """Opens the tokenizer of a Hugging Face folder without a tokenizer.json; returns None for any other folder.
 
     Raises:
       UserError: mtjax can't read it.
@@ -146,10 +147,10 @@ def check_folder(folder: Path, kind: str = "") -> None:
 
     Args:
       folder: the path.
-      kind: of the weights; that of Hugging Face's may have been meant as a name on the hub.
+      kind: kind of the weights; with "hf", the message says how to download a path that may be a name on the hub.
 
     Raises:
-      UserError: it is not.
+      UserError: it is not a folder.
     """
     if folder.is_dir():
         return
@@ -157,22 +158,22 @@ def check_folder(folder: Path, kind: str = "") -> None:
         raise UserError(f"{folder} is not a folder")
     advice = ""
     if kind == "hf" and may_be_on_hub(folder):
-        advice = f". hf: takes a local folder. Download it with {download_command(folder)}"
+        advice = f". hf: needs a local folder: download the model with {download_command(folder)}"
     raise UserError(f"{folder} does not exist{advice}")
 
 
 def may_be_on_hub(path: Path) -> bool:
-    """Whether a path is written as the hub's names are: `gpt2`, `openai-community/gpt2`."""
+    """Returns whether a path may be the name of a model on the hub: `gpt2`, `openai-community/gpt2`."""
     return re.fullmatch(r"([\w-][\w.-]*/)?[\w-][\w.-]*", str(path)) is not None
 
 
 def download_command(name: Path) -> str:
-    """Returns the command that downloads a model of the hub into a local folder."""
+    """Returns the command that downloads a model from the hub into a local folder."""
     return f"`hf download {name} --local-dir {name.name}`"
 
 
 def looks_like(folder: Path) -> str:
-    """What to say instead when a folder is of another kind, beginning with a semicolon; nothing when it is of none."""
+    """Returns the end of a message, "; it looks like KIND:DIR", for a folder of another kind; "" for an unknown one."""
     signs = {
         "hf": ("config.json",),
         "mtjax": ("weights/page", "checkpoints", "page"),
@@ -184,10 +185,13 @@ def looks_like(folder: Path) -> str:
 
 @contextmanager
 def understood(source: str) -> Iterator[None]:
-    """A context in which a file's description of its model is read, about which nothing is certain.
+    """Converts errors that a missing or malformed value in a model's description causes to a `UserError`.
+
+    Args:
+      source: name of the file, for the message.
 
     Raises:
-      UserError: instead of the errors that missing values, or values of the wrong type, cause.
+      UserError: a value is missing, or of the wrong type.
     """
     try:
         yield
@@ -199,10 +203,10 @@ def understood(source: str) -> Iterator[None]:
 
 
 def config_of(settings: Mapping[str, Any], source: str) -> Config:
-    """The config of a model with these settings; what follows from others is left to follow.
+    """Returns the config of a model; settings that equal the default derived from other settings are reset to None.
 
     Raises:
-      UserError: a setting is of the wrong type or has no value, or they don't fit each other; `source` names the file.
+      UserError: a setting is missing or of the wrong type, or settings are incompatible; `source` names the file.
     """
     default = vars(Model())
     missing = [name for name, value in settings.items() if value is None and default[name] is not None]
@@ -221,6 +225,6 @@ def config_of(settings: Mapping[str, Any], source: str) -> Config:
 
 
 def rows_of(model: Model) -> int:
-    """Rows of the vocabulary that stand for tokens."""
-    assert model.vocab_size is not None  # every source knows it
+    """Returns the size of the vocabulary without padding."""
+    assert model.vocab_size is not None  # every source sets it
     return model.vocab_size

@@ -1,9 +1,9 @@
-"""Two ways to write down the same weights, as a table: reading, writing and the check for completeness follow from it.
+"""Tables that map mtjax's parameters to the tensors of another format, for reading, writing and checking.
 
-A row says of a parameter of ours which tensors hold it elsewhere. A tensor is a part of the parameter - all of it, or
-one index of a dimension, like the query in a stacked query, key and value - with its dimensions in another order, some
-of them flattened into one; and it may be a part itself of a tensor that several parameters share. Nothing else happens
-to a number, which is why every conversion can be undone.
+A row maps one parameter to the tensors that contain it. A tensor contains all of the parameter, or one index of a
+dimension (such as the query in a stacked query, key and value), with its dimensions transposed and some of them
+flattened into one. It may in turn be a slice of a tensor that several parameters share. Values are only moved, never
+computed, so every conversion is reversible.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,128 +16,131 @@ from mtjax.convert.parameters import Parameter
 from mtjax.errors import UserError
 
 OUTPUT = "output"
-"""Our output table, where it is not the embedding."""
+"""Name of the output projection, if it is not tied to the embedding."""
 VOCAB = "vocab"
 EXPERT = "expert"
 SPLIT = (VOCAB, "heads", "kv_heads", "mlp")
-"""Dimensions that tensor-parallel ranks share; at most one in a tensor."""
+"""Dimensions that are sharded over tensor-parallel ranks; at most one in a tensor."""
 
 Dims = tuple[tuple[str, ...], ...]
 
 
 def dims(text: str) -> Dims:
-    """A tensor's dimensions, outermost first: "embed qkv*heads" -> (("embed",), ("qkv", "heads"))."""
+    """Parses a tensor's dimensions, outermost first: "embed qkv*heads" -> (("embed",), ("qkv", "heads"))."""
     return tuple(tuple(group.split("*")) for group in text.split())
 
 
 @dataclass(frozen=True)
 class Slots:
-    """A place in a tensor that holds several kinds of heads, group by group: Megatron's queries, key and value."""
+    """Position of heads in a tensor that stacks several kinds of heads by group, as Megatron's query, key and value."""
 
     first: int
-    """Of a group's heads."""
+    """Index of the first head within a group."""
     count: int
-    """Heads in every group."""
+    """Number of heads in every group."""
     of: int
-    """All heads of a group."""
+    """Number of heads of all kinds in a group."""
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """Where a part of a parameter stands in another format."""
+    """A tensor of another format that contains a parameter, or a slice of it."""
 
     name: str
-    """With `{layer}` where it is one of every layer, and `{expert}` where it is one of every expert."""
+    """Contains `{layer}` if there is one for every layer, and `{expert}` if there is one for every expert."""
     dims: Dims
-    """Its dimensions; each is one or more of the parameter's, flattened."""
+    """Its dimensions; each is one or more of the parameter's dimensions, flattened."""
     part: tuple[str, int] | None = None
-    """A dimension of the parameter and the index that this tensor holds; all of the parameter when None."""
+    """A dimension of the parameter, and the index of it that this tensor contains; None for all of the parameter."""
     slots: Slots | None = None
-    """Where it stands among the heads that the first dimension begins with; alone in its tensor when None."""
+    """Its position among the heads in the first dimension; None if the tensor contains no others."""
     each: bool = False
     """Whether there is one such tensor for every expert (`Tensor.of_expert`)."""
     expert: int | None = None
-    """The expert that this tensor is of, where there is one for each."""
+    """The number of the expert, if there is one tensor for each."""
     numbers: tuple[int, ...] = ()
-    """Of layers in the model, by which their names count, where there is one of each."""
+    """The layers' numbers in the model, which appear in the names, if there is one tensor for each layer."""
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """Shape of the tensor that it is or is a part of, from the sizes of the parameter's dimensions."""
-        own = self._own_shape(sizes)
-        return own if self.slots is None else (own[0] // self.slots.count * self.slots.of, *own[1:])
+        """Returns the shape of the tensor in the file, with other heads if any, from the sizes of dimensions."""
+        shape = self._shape_without_slots(sizes)
+        return shape if self.slots is None else (shape[0] // self.slots.count * self.slots.of, *shape[1:])
 
-    def view(self, whole: np.ndarray, parameter: Parameter) -> np.ndarray:
-        """What is this tensor's of the one with its name; a view of it if that is contiguous."""
+    def view(self, array: np.ndarray, parameter: Parameter) -> np.ndarray:
+        """Selects this tensor's heads from the tensor in the file; returns a view if `array` is contiguous."""
         if self.slots is None:
-            return whole
+            return array
         width = prod(parameter.sizes[axis] for axis in self.dims[0][1:])
-        groups = whole.reshape(-1, self.slots.of, width, *whole.shape[1:])
+        groups = array.reshape(-1, self.slots.of, width, *array.shape[1:])
         return groups[:, self.slots.first : self.slots.first + self.slots.count]
 
-    def _own_shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    def _shape_without_slots(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         return tuple(prod(sizes[axis] for axis in group) for group in self.dims)
 
     @property
     def axes(self) -> set[str]:
-        """The dimensions of the parameter that this tensor is a part of."""
-        return {axis for group in self.dims for axis in group} | {axis for axis, _ in self._parts}
+        """The names of the parameter's dimensions."""
+        return {axis for group in self.dims for axis in group} | {axis for axis, _ in self._indices}
 
     @property
-    def _parts(self) -> list[tuple[str, int]]:
-        """Dimensions of the parameter with the index that this tensor holds; experts' first where it stands for all."""
-        parts = [self.part] if self.part else []
-        return [*parts, (EXPERT, self.expert or 0)] if self.each else parts
+    def _indices(self) -> list[tuple[str, int]]:
+        """Dimensions of the parameter of which this tensor contains one index; expert 0 before `of_expert`."""
+        indices = [self.part] if self.part else []
+        return [*indices, (EXPERT, self.expert or 0)] if self.each else indices
 
     def of_expert(self, number: int) -> "Tensor":
-        """The tensor of one expert, where there is one for each."""
+        """Returns the tensor of one expert, if there is one for each."""
         return replace(self, name=self.name.replace("{expert}", str(number)), expert=number)
 
     def spread(self, parameter: Parameter) -> "Iterator[Tensor]":
-        """Itself, or one for each of a parameter's experts."""
+        """Yields itself, or one tensor for each of a parameter's experts."""
         yield from (self.of_expert(i) for i in range(parameter.sizes[EXPERT])) if self.each else (self,)
 
     @property
     def split(self) -> str | None:
-        """The dimension that tensor-parallel ranks share, if any."""
+        """The dimension that is sharded over tensor-parallel ranks, if any."""
         return next((axis for group in self.dims for axis in group if axis in SPLIT), None)
 
-    def _part_of(self, array: np.ndarray, axes: Sequence[str]) -> tuple[np.ndarray, list[str]]:
-        """The view of a parameter that this tensor holds, and the names of its dimensions."""
-        left = list(axes)
-        for axis, index in self._parts:
-            at = left.index(axis)
+    def _indexed(self, array: np.ndarray, axes: Sequence[str]) -> tuple[np.ndarray, list[str]]:
+        """Returns the view of a parameter that this tensor contains, and the names of its dimensions."""
+        remaining = list(axes)
+        for axis, index in self._indices:
+            at = remaining.index(axis)
             array = array[(slice(None),) * at + (index,)]
-            left.remove(axis)
-        return array, left
+            remaining.remove(axis)
+        return array, remaining
 
-    def extract(self, array: np.ndarray, parameter: Parameter, share: tuple[int, int] = (0, 1)) -> np.ndarray:
-        """The tensor, from one layer's slice of the parameter.
+    def extract(self, array: np.ndarray, parameter: Parameter, rank: tuple[int, int] = (0, 1)) -> np.ndarray:
+        """Returns the tensor, or a rank's shard, from one layer's slice of the parameter.
 
         Args:
           array: shaped like `parameter.shape`; the vocabulary may have any number of rows.
-          parameter: what `array` is a slice of.
-          share: rank and number of ranks, when the tensor is split over some.
+          parameter: the parameter of which `array` is a slice.
+          rank: tensor-parallel rank and degree.
         """
-        view, axes = self._part_of(array, parameter.axes)
-        view = view[_share(view.shape, axes, self.split, share)]
+        view, axes = self._indexed(array, parameter.axes)
+        view = view[_shard_slices(view.shape, axes, self.split, rank)]
         sizes = dict(zip(axes, view.shape, strict=True))
         order = [axes.index(axis) for group in self.dims for axis in group]
-        return view.transpose(order).reshape(self._own_shape(sizes))
+        return view.transpose(order).reshape(self._shape_without_slots(sizes))
 
     def insert(
-        self, tensor: np.ndarray, into: np.ndarray, parameter: Parameter, share: tuple[int, int] = (0, 1)
+        self, tensor: np.ndarray, into: np.ndarray, parameter: Parameter, rank: tuple[int, int] = (0, 1)
     ) -> None:
-        """Undoes `extract`: writes the tensor, or its `view` of one, to its place in one layer's slice."""
-        view, axes = self._part_of(into, parameter.axes)
-        view = view[_share(view.shape, axes, self.split, share)]
+        """Writes the tensor, or a `view` of one, into one layer's slice of the parameter: inverse of `extract`."""
+        view, axes = self._indexed(into, parameter.axes)
+        view = view[_shard_slices(view.shape, axes, self.split, rank)]
         sizes = dict(zip(axes, view.shape, strict=True))
         flat = [axis for group in self.dims for axis in group]
         ordered = tensor.reshape([sizes[axis] for axis in flat])
         view[...] = ordered.transpose([flat.index(axis) for axis in axes])
 
 
-def _share(shape: Sequence[int], axes: Sequence[str], split: str | None, share: tuple[int, int]) -> tuple[slice, ...]:
-    rank, ranks = share
+def _shard_slices(
+    shape: Sequence[int], axes: Sequence[str], split: str | None, rank_and_degree: tuple[int, int]
+) -> tuple[slice, ...]:
+    """Returns the slices of a tensor-parallel rank's shard; `split` is the sharded dimension."""
+    rank, ranks = rank_and_degree
     if split is None or ranks == 1:
         return (slice(None),) * len(shape)
     at = axes.index(split)
@@ -147,45 +150,45 @@ def _share(shape: Sequence[int], axes: Sequence[str], split: str | None, share: 
 
 @dataclass(frozen=True)
 class Row:
-    """A parameter of ours, and the tensors that hold it elsewhere."""
+    """A parameter of mtjax, and the tensors of another format that contain it."""
 
     ours: str
     tensors: tuple[Tensor, ...]
     untied: tuple[Tensor, ...] = ()
-    """The tensors instead, if any, in a model whose output is not tied to the embedding."""
+    """Replaces `tensors`, if not empty, in a model whose output is not tied to the embedding."""
 
     def numbered(self, numbers: tuple[int, ...]) -> "Row":
-        """Of layers with these numbers."""
-        number = lambda tensors: tuple(replace(tensor, numbers=numbers) for tensor in tensors)  # noqa: E731
-        return replace(self, tensors=number(self.tensors), untied=number(self.untied))
+        """Returns the row for layers with these numbers."""
+        with_numbers = lambda tensors: tuple(replace(tensor, numbers=numbers) for tensor in tensors)  # noqa: E731
+        return replace(self, tensors=with_numbers(self.tensors), untied=with_numbers(self.untied))
 
     def fits(self, parameter: Parameter) -> bool:
-        """Whether its tensors have the parameter's dimensions: a gated MLP's has one more, and is another row's."""
+        """Returns whether the tensors have the parameter's dimensions; a gated MLP has one more than a plain one."""
         return all(tensor.axes == set(parameter.axes) for tensor in self.tensors)
 
 
 @dataclass(frozen=True)
 class Table:
-    """Another format's names for a family's weights."""
+    """The table of a family's weights in another format."""
 
     format: str
-    """For messages, say "Hugging Face's gpt2"."""
+    """Name for messages, such as "Hugging Face's gpt2"."""
     rows: tuple[Row, ...]
-    """Of all models of the family; a model has those whose parameter it has."""
+    """Rows for all models of the family; a model uses those of its parameters."""
     prefix: str = ""
-    """Of tensors in a model with its head; the bare model's have none."""
+    """Prefix of tensors' names in a model with a head; a bare model has none."""
     ignored: tuple[str, ...] = ()
-    """Regular expressions of tensors that hold no weights, such as masks and positions that old versions saved."""
+    """Regular expressions of tensors that are not weights, such as masks and positions that old versions saved."""
     copies: Mapping[str, str] = field(default_factory=dict)
-    """Tensors that may repeat another when the two are tied."""
+    """Tensors that may be saved as copies of others that they are tied to."""
     optional: tuple[str, ...] = ()
-    """Our modules that may be missing altogether, such as a pretraining head, and then start fresh."""
+    """Modules of mtjax that may be missing, such as a pretraining head, and are then initialized randomly."""
 
     def select(self, parameters: Mapping[str, Parameter]) -> "Selection":
-        """The rows of one model.
+        """Selects the rows of one model.
 
         Raises:
-          UserError: a parameter of the model has no row: lists all such.
+          UserError: parameters of the model have no row (lists all of them).
         """
         rows = {
             row.ours: row.numbered(parameters[row.ours].numbers)
@@ -194,21 +197,21 @@ class Table:
         }
         if OUTPUT in parameters:
             rows = {name: Row(name, row.untied or row.tensors) for name, row in rows.items()}
-        homeless = [name for name in parameters if name not in rows]
-        if homeless:
-            raise UserError(f"{self.format} has no place for these parameters of the model: {', '.join(homeless)}")
+        without_row = [name for name in parameters if name not in rows]
+        if without_row:
+            raise UserError(f"{self.format} does not have these parameters of the model: {', '.join(without_row)}")
         return Selection(self, tuple((parameters[name], rows[name]) for name in parameters))
 
 
 @dataclass(frozen=True)
 class Selection:
-    """The rows of a table that a model has, in the order of its parameters."""
+    """The rows of a table for one model, in the order of its parameters."""
 
     table: Table
     rows: tuple[tuple[Parameter, Row], ...]
 
     def tensors(self) -> Iterator[tuple[Parameter, int | None, Tensor]]:
-        """Every tensor of every layer, in the order in which they are converted."""
+        """Yields every tensor of every layer, in the order in which they are converted."""
         for parameter, _ in self.rows:
             tensors = self.tensors_of(parameter)
             for layer in parameter.layers:
@@ -216,28 +219,28 @@ class Selection:
                     yield parameter, layer, tensor
 
     def tensors_of(self, parameter: Parameter) -> list[Tensor]:
-        """Those that hold a parameter, in one layer."""
+        """Returns the tensors that contain a parameter, in one layer."""
         return [one for tensor in self.of(parameter.name).tensors for one in tensor.spread(parameter)]
 
     def shapes(self, vocab_rows: int) -> dict[str, tuple[int, ...]]:
-        """Shape of every tensor by its full name, with `vocab_rows` rows of vocabulary."""
+        """Returns the full name -> the shape of every tensor, with `vocab_rows` rows of vocabulary."""
         return {
             name_of(tensor, layer): tensor.shape(parameter.sizes | {VOCAB: vocab_rows})
             for parameter, layer, tensor in self.tensors()
         }
 
     def of(self, name: str) -> Row:
-        """The row of a parameter."""
+        """Returns the row of a parameter."""
         return next(row for parameter, row in self.rows if parameter.name == name)
 
 
 def name_of(tensor: Tensor, layer: int | None) -> str:
-    """The full name of a tensor in one layer."""
+    """Returns the full name of a tensor in one layer."""
     return tensor.name if layer is None else tensor.name.format(layer=tensor.numbers[layer])
 
 
 def with_vocab(array: np.ndarray, parameter: Parameter, rows: int) -> np.ndarray:
-    """A parameter's slice with `rows` rows of vocabulary: padded with zeros, or cut."""
+    """Pads (with zeros) or truncates the vocabulary of a parameter's slice to `rows` rows."""
     if VOCAB not in parameter.axes:
         return array
     at = parameter.axes.index(VOCAB)

@@ -1,6 +1,6 @@
-"""A model that answers lm-eval: likelihoods by `Scorer`, texts by the engine of `mtjax generate`.
+"""The model for lm-eval: likelihoods by `Scorer`, generated texts by the engine of `mtjax generate`.
 
-Texts become ids as lm-eval's `hf` model has them, so that both find the same.
+Texts are encoded as by lm-eval's `hf` model, so that both get the same results.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from mtjax.data.tokens.special_tokens import added_tokens
 from mtjax.errors import UserError, require
 from mtjax.evaluate.answers import SavedAnswers
 from mtjax.evaluate.rows import Row, Scores, scores_of
-from mtjax.evaluate.run import kept_by_all, score_rows
+from mtjax.evaluate.run import score_rows, shared_answers
 from mtjax.evaluate.score import Scorer
 from mtjax.generate.completion import Completion
 from mtjax.generate.decoder import Decoder
@@ -29,24 +29,24 @@ Arguments = Mapping[str, Any]
 """A task's `generation_kwargs`."""
 
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-"""Names for the most tokens of a text; the first one that is given counts."""
+"""Names of the argument for the most tokens of a text; the first that is given is used."""
 MOST_TOKENS = 256
-"""Of a text whose task does not say."""
-DRAWING = ("top_p", "top_k", "min_p", "repetition_penalty")
+"""Default for the most tokens of a text."""
+SAMPLING = ("top_p", "top_k", "min_p", "repetition_penalty")
 
 
 class Answering:
-    """A model's answers, in the order of what is asked. In several processes all are asked the same.
+    """A model's answers to requests of lm-eval, in their order. All processes must get the same requests.
 
     Args:
-      scorer: the model, which reads at most `longest` tokens.
-      parameters: its weights.
+      scorer: the model, with at most `longest` tokens per row.
+      parameters: its parameters.
       tokenizer: its tokenizer.
-      prefix: id that stands before a text that nothing comes before.
+      prefix: id that is prepended to a text without context.
       stop_ids: ids that end a text.
-      sequences: texts that are written at a time.
-      out: beside which scores are kept until `forget`; None keeps none.
-      identity: of the model: scores of another are not taken over.
+      sequences: batch size of generation.
+      out: scores are saved next to this file until `forget`; None for not saving.
+      identity: identity of the model; saved scores with another are discarded.
     """
 
     def __init__(
@@ -64,18 +64,18 @@ class Answering:
         self._added = added_tokens(tokenizer)
         self._scorer, self._parameters = scorer, parameters
         self._stop_ids, self._sequences, self._out, self._identity = stop_ids, sequences, out, identity
-        self._kept: list[SavedAnswers] = []
+        self._saved: list[SavedAnswers] = []
         self._engine: Engine | None = None
 
     # --- ids
 
     def encode(self, text: str, add_special_tokens: bool | None = None) -> list[int]:
-        """Encodes a text as lm-eval's `hf` model does: names of special tokens in it stand for these.
+        """Encodes a text as lm-eval's `hf` model does; names of special tokens in it are encoded as these tokens.
 
         Args:
-          text: what to encode.
-          add_special_tokens: whether the ids that the tokenizer adds are added; when None, unless the text begins with
-            the name of `prefix`.
+          text: the text.
+          add_special_tokens: whether to add the ids that the tokenizer adds to texts; None for unless the text begins
+            with the name of `prefix`.
         """
         ids, begins = self.tokenizer.encode_marked(text), self.tokenizer.decode([self.prefix])
         if add_special_tokens is None:
@@ -85,16 +85,19 @@ class Answering:
     # --- likelihoods
 
     def continuations(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
-        """Log-probability of the second ids after the first, and whether each is the most likely one.
+        """Returns the log-probability of continuations, and whether each of their tokens is the most likely one.
+
+        Args:
+          pairs: ids of context and continuation.
 
         Raises:
-          UserError: there are more second ids than the model can read.
+          UserError: a continuation is longer than the model's sequence.
         """
         rows = []
         for before, after in pairs:
             if len(after) > self.longest:
                 raise UserError(
-                    f"an answer of {len(after)} tokens is longer than the {self.longest} that are read at once"
+                    f"an answer of {len(after)} tokens is longer than the sequence length of {self.longest}"
                 )
             ids = [*(before or [self.prefix]), *after][-(self.longest + 1) :]
             rows.append(Row(np.asarray(ids, np.int32), len(ids) - len(after)))
@@ -102,42 +105,43 @@ class Answering:
         return list(zip(scores.log_probability.tolist(), scores.all_best.tolist(), strict=True))
 
     def texts(self, texts: Sequence[str]) -> list[float]:
-        """Log-probability of whole texts.
+        """Returns the log-probability of texts.
 
-        Windows are lm-eval's: side by side, and the last one as long as the others, of which it counts its end.
+        Windows are lm-eval's: adjacent; the last one is as long as the others, but only its end is scored.
         """
         rows, counts = [], []
         for text in texts:
-            own = rolling_rows(self.encode(text), self.prefix, self.longest)
-            rows += own
-            counts.append(len(own))
+            text_rows = rolling_rows(self.encode(text), self.prefix, self.longest)
+            rows += text_rows
+            counts.append(len(text_rows))
         log_probability = self._scores("texts", rows).log_probability
-        return [float(part.sum()) for part in np.split(log_probability, np.cumsum(counts)[:-1])]
+        return [float(windows.sum()) for windows in np.split(log_probability, np.cumsum(counts)[:-1])]
 
-    def _scores(self, what: str, rows: Sequence[Row]) -> Scores:
+    def _scores(self, kind: str, rows: Sequence[Row]) -> Scores:
+        """Scores rows; saves answers next to `out`, in a file for each kind of request."""
         hashed = hashlib.sha256(self._identity.encode())
         for row in rows:
             hashed.update(row.tokens.tobytes() + row.first.to_bytes(8, "little"))
-        out = None if self._out is None else self._out.with_name(f"{self._out.name}.{what}")
-        with kept_by_all(out, hashed.hexdigest()) as kept:
-            self._kept.append(kept)
-            score_rows(rows, self._scorer, self._parameters, kept)
-        return scores_of(kept.answers)
+        out = None if self._out is None else self._out.with_name(f"{self._out.name}.{kind}")
+        with shared_answers(out, hashed.hexdigest()) as saved:
+            self._saved.append(saved)
+            score_rows(rows, self._scorer, self._parameters, saved)
+        return scores_of(saved.answers)
 
     def forget(self) -> None:
-        """Removes the scores that are kept: the results are written."""
-        for kept in self._kept:
-            kept.forget()
+        """Removes the saved scores, once the results are written."""
+        for saved in self._saved:
+            saved.forget()
 
     # --- texts
 
-    def written(self, prompts: Sequence[tuple[str, Arguments]]) -> list[str]:
-        """Texts that the model writes behind prompts, cut at the first stop string.
+    def generate(self, prompts: Sequence[tuple[str, Arguments]]) -> list[str]:
+        """Generates texts after prompts, up to the first stop string.
 
-        A prompt that leaves no room for the text loses its beginning.
+        A prompt that is too long for the requested text is truncated at its beginning.
 
         Raises:
-          UserError: a task asks for what the engine does not have, or for longer texts than the model can write.
+          UserError: a task's arguments are not supported, or its texts are longer than the model's sequence.
         """
         if self._engine is None:
             decoder = Decoder(self._scorer.placed, self._parameters)
@@ -150,16 +154,16 @@ class Answering:
             if this_process() == 0:
                 progress.update(done)
 
-        with ProgressLine("writing", len(prompts)) as progress:
+        with ProgressLine("generating", len(prompts)) as progress:
             for number, (prompt, arguments) in enumerate(prompts):
                 sampling, stops = sampling_of(arguments, number)
-                room = self.longest - sampling.max_tokens
-                if room < 1:
+                prompt_limit = self.longest - sampling.max_tokens
+                if prompt_limit < 1:
                     raise UserError(
-                        f"texts of {sampling.max_tokens} tokens leave no room for a prompt in the {self.longest} that "
-                        "the model reads: give the task smaller max_gen_toks"
+                        f"texts of {sampling.max_tokens} tokens leave no space for a prompt in the sequence length of "
+                        f"{self.longest}: lower the task's max_gen_toks"
                     )
-                ids = tuple((self.encode(prompt) or [self.prefix])[-room:])
+                ids = tuple((self.encode(prompt) or [self.prefix])[-prompt_limit:])
                 text = Completion(self.tokenizer, ids, sampling, self._stop_ids, stops, on_end=count)
                 self._engine.submit(text.request)
                 texts.append(text)
@@ -168,33 +172,33 @@ class Answering:
 
 
 def rolling_rows(ids: list[int], prefix: int, length: int) -> list[Row]:
-    """Windows of a text, each of which predicts `length` tokens at most; `prefix` stands before the first."""
-    whole, rows = np.asarray([prefix, *ids], np.int32), []
+    """Returns windows of a text, each of which predicts at most `length` tokens; prepends `prefix`."""
+    tokens, rows = np.asarray([prefix, *ids], np.int32), []
     for start in range(0, len(ids), length):
         stop = min(start + length, len(ids)) + 1
         first = max(0, stop - length - 1)
-        rows.append(Row(whole[first:stop], start + 1 - first))
+        rows.append(Row(tokens[first:stop], start + 1 - first))
     return rows
 
 
 def sampling_of(arguments: Arguments, number: int) -> tuple[Sampling, tuple[str, ...]]:
-    """How a text is drawn, and the strings that end it; drawn ones have the prompt's number as their seed.
+    """Returns the sampling parameters of a text, with the prompt's number as seed, and its stop strings.
 
     Raises:
-      UserError: the task's `generation_kwargs` have what the engine does not.
+      UserError: the task's `generation_kwargs` are not supported.
     """
-    known = (*LENGTHS, *DRAWING, "until", "do_sample", "temperature")
+    known = (*LENGTHS, *SAMPLING, "until", "do_sample", "temperature")
     unknown = next(
         (name for name in arguments if name not in known and (name, arguments[name]) != ("num_beams", 1)), None
     )
     if unknown is not None:
-        raise UserError(f"a task's generation_kwargs have {unknown}, and texts are drawn by {', '.join(known)} only")
-    draws = arguments.get("do_sample")
-    temperature = float(arguments.get("temperature", 1.0 if draws else 0.0))
-    settings = {name: arguments[name] for name in DRAWING if arguments.get(name) is not None}
+        raise UserError(f"a task's generation_kwargs have {unknown}; supported are {', '.join(known)}")
+    do_sample = arguments.get("do_sample")
+    temperature = float(arguments.get("temperature", 1.0 if do_sample else 0.0))
+    settings = {name: arguments[name] for name in SAMPLING if arguments.get(name) is not None}
     sampling = Sampling(
         max_tokens=int(next((arguments[name] for name in LENGTHS if name in arguments), MOST_TOKENS)),
-        temperature=0.0 if draws is False else temperature,
+        temperature=0.0 if do_sample is False else temperature,
         seed=number,
         **settings,
     )
@@ -204,7 +208,7 @@ def sampling_of(arguments: Arguments, number: int) -> tuple[Sampling, tuple[str,
 
 
 def as_lm(answering: Answering) -> Any:
-    """The model as lm-eval asks one: an `LM` of its own.
+    """Wraps a model in lm-eval's class `LM`.
 
     Raises:
       UserError: lm-eval is not installed.
@@ -212,7 +216,7 @@ def as_lm(answering: Answering) -> Any:
     base: Any = require("lm_eval.api.model", "evaluate").TemplateLM
 
     class Model(base):
-        """Of mtjax."""
+        """The model as an `LM`."""
 
         @property
         def eot_token_id(self) -> int:
@@ -231,6 +235,6 @@ def as_lm(answering: Answering) -> Any:
             return answering.texts([request.args[0] for request in requests])
 
         def generate_until(self, requests: Any, **_: Any) -> list[str]:
-            return answering.written([request.args for request in requests])
+            return answering.generate([request.args for request in requests])
 
     return Model()

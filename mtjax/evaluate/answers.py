@@ -1,4 +1,4 @@
-"""Scores that are kept while an evaluation runs, so that the same command goes on where it was ended."""
+"""Saves scores during an evaluation, so that the same command continues an interrupted one."""
 
 import contextlib
 import json
@@ -10,19 +10,19 @@ from mtjax.data.json_lines import read_lines
 from mtjax.errors import UserError, first_line
 
 Answers = dict[int, tuple[float, bool]]
-"""By a row's number: the log-probability of what counts, and whether it is the model's own choice."""
+"""Row number -> log-probability of its scored tokens, and whether they are the most likely ones."""
 
 
 class SavedAnswers:
-    """Answers, kept beside the results' file, a line for each batch; use as a context manager.
+    """Answers, saved next to the file of results, one line per batch. Use as a context manager.
 
     Attributes:
-      answers: what an earlier start has left, and what was added.
+      answers: the answers of an interrupted evaluation, and those that were added.
 
     Args:
-      path: of the results; None keeps them in memory only.
-      identity: of the questions and the model. Answers to others are dropped.
-      writes: whether this process writes the file; it is read by all.
+      path: file of the results; None keeps answers only in memory.
+      identity: identity of questions and model; saved answers with another identity are discarded.
+      writes: whether this process writes the file, which all processes read.
     """
 
     def __init__(self, path: Path | None, identity: str, *, writes: bool = True) -> None:
@@ -50,10 +50,10 @@ class SavedAnswers:
             self._file.close()
 
     def add(self, new: Answers) -> None:
-        """Keeps the answers of a batch.
+        """Saves the answers of a batch.
 
         Raises:
-          UserError: the disk refuses.
+          UserError: the file can't be written.
         """
         self.answers |= new
         if self._file is not None and new:
@@ -63,12 +63,12 @@ class SavedAnswers:
                 self._file.flush()
 
     def forget(self) -> None:
-        """Removes the file: the results are written."""
+        """Removes the file, once the results are written."""
         if self._writes and self.path is not None:
             self.path.unlink(missing_ok=True)
 
     def _read(self, path: Path) -> Answers:
-        """What is there of this identity; a last line that was cut off is left out."""
+        """Reads the answers with this identity; ignores an incomplete last line."""
         lines = read_lines(path) if path.is_file() else [""]
         answers: Answers = {}
         if lines[0] == self._identity:

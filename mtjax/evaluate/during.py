@@ -1,4 +1,4 @@
-"""Tasks of `mtjax evaluate` while a model learns: on the run's mesh, stages included, with the weights at hand."""
+"""Evaluates tasks of `mtjax evaluate` during training, on the run's mesh."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,76 +22,78 @@ from mtjax.train.observability.best import Goal
 from mtjax.train.step import TrainStep
 
 ROWS = 8
-"""Rows that each data rank reads at once; twice the stages where those are more."""
-WRITERS = ("gpt", "llama")
+"""Batch size per data-parallel rank, or twice the number of stages if that is larger."""
+DECODERS = ("gpt", "llama")
 
 
 def evaluations_of(config: Config) -> "RunEvaluations | None":
-    """What `evaluate` asks; None where it asks nothing.
+    """Returns the evaluations that the setting `evaluate` requests; None if it is empty.
 
     Raises:
       UserError: a task or a result is unknown, a file is missing, or the model does not predict the next token.
     """
-    asked = dict(parsed(entry) for entry in config.output.evaluate or ())
-    if len(asked) < len(config.output.evaluate or ()):
-        raise UserError(f"--evaluate {' '.join(config.output.evaluate or ())} names a task twice: one file for each")
-    if asked and (config.model.family not in WRITERS or config.model.head != "language"):
+    files = dict(parsed(entry) for entry in config.output.evaluate or ())
+    if len(files) < len(config.output.evaluate or ()):
         raise UserError(
-            f"--evaluate asks for next tokens, which a {config.model.family} does not predict: leave it out"
+            f"--evaluate {' '.join(config.output.evaluate or ())} names a task twice: give one file for each task"
         )
-    for task, path in asked.items():
+    if files and (config.model.family not in DECODERS or config.model.head != "language"):
+        raise UserError(
+            f"--evaluate requires a model that predicts next tokens, which a {config.model.family} does not: remove it"
+        )
+    for task, path in files.items():
         check_data(task, path, f"--evaluate {task}:")
-    check_goal(config, asked)
-    return RunEvaluations(config.output.keep_best, asked) if asked else None
+    check_goal(config, files)
+    return RunEvaluations(config.output.keep_best, files) if files else None
 
 
 def parsed(entry: str) -> tuple[str, Path]:
-    """TASK=FILE as the task and its file.
+    """Parses TASK=FILE.
 
     Raises:
-      UserError: it is not, or there is no such task.
+      UserError: it is malformed, or the task is unknown.
     """
     name, equals, path = entry.partition("=")
     if not equals or not path:
-        raise UserError(f"--evaluate {entry} is not TASK=FILE, say wikitext103=wiki.valid.tokens")
+        raise UserError(f"--evaluate {entry} is not TASK=FILE, such as wikitext103=wiki.valid.tokens")
     if name not in KINDS:
         raise UserError(
-            f"--evaluate {entry}: no task is called {name!r}{nearest(name, KINDS)}; there are {', '.join(KINDS)}"
+            f"--evaluate {entry}: unknown task {name!r}{nearest(name, KINDS)}; the tasks are {', '.join(KINDS)}"
         )
     return name, Path(path).expanduser()
 
 
-def check_goal(config: Config, asked: Mapping[str, Path]) -> None:
-    """Checks that the run measures what its best checkpoint is chosen by.
+def check_goal(config: Config, files: Mapping[str, Path]) -> None:
+    """Checks that the run computes the metric by which its best checkpoint is selected.
 
     Raises:
-      UserError: it doesn't.
+      UserError: it does not.
     """
     metric, output = config.output.keep_best, config.output
-    known = [f"{task}/{name}" for task in asked for name in KINDS[task].measures]
+    known = [f"{task}/{name}" for task in files for name in KINDS[task].measures]
     if metric is None or metric in known:
         return
     if metric != VALID_LOSS:
         known = [VALID_LOSS, *known]
-        hint = "" if asked else "; results of tasks need --evaluate"
+        hint = "" if files else "; results of tasks require --evaluate"
         raise UserError(f"--keep-best {metric} is not one of {', '.join(known)}{nearest(metric, known)}{hint}")
     if not output.valid_every:
-        raise UserError(f"--keep-best {VALID_LOSS} needs validations, and valid_every is 0: say how often they come")
+        raise UserError(f"--keep-best {VALID_LOSS} requires validation, but valid_every is 0: add --valid-every")
 
 
 @dataclass(frozen=True)
 class Opened:
-    """A task with its questions."""
+    """A task with its rows."""
 
     kind: Kind
     task: Task
 
 
 def first_tokens_in(text: RunData) -> list[int]:
-    """Returns the ids that stand before a text: the same as `mtjax evaluate` takes for the run's folder.
+    """Returns the ids that are prepended to a text, as `mtjax evaluate` does for the run's folder.
 
     Raises:
-      UserError: a file that the run keeps with its tokenizer is not a JSON object.
+      UserError: a file that is saved with the run's tokenizer is not a JSON object.
     """
     settings, legacy, ids = (
         parse_json_object(text.files[name], name) if name in text.files else {}
@@ -101,46 +103,46 @@ def first_tokens_in(text: RunData) -> list[int]:
 
 
 class RunEvaluations:
-    """Tasks that are asked of a model while it learns.
+    """Tasks that are evaluated during training.
 
     Args:
-      keep_best: the result by which the best checkpoint is chosen; that may be none of theirs.
-      asked: tasks and their files.
+      keep_best: the metric by which the best checkpoint is selected; may be another than the tasks' results.
+      files: tasks -> their files.
     """
 
-    def __init__(self, keep_best: str | None, asked: Mapping[str, Path]) -> None:
-        self._keep_best, self._asked = keep_best, asked
+    def __init__(self, keep_best: str | None, files: Mapping[str, Path]) -> None:
+        self._keep_best, self._files = keep_best, files
         self._opened: list[Opened] = []
         self._scorer: Scorer | None = None
 
     @property
     def goal(self) -> Goal | None:
-        """By which result the best checkpoint is chosen."""
+        """The result by which the best checkpoint is selected, if it is one of the tasks'."""
         task, _, name = (self._keep_best or "").partition("/")
-        return Goal(f"{task}/{name}", KINDS[task].measures[name]) if task in self._asked else None
+        return Goal(f"{task}/{name}", KINDS[task].measures[name]) if task in self._files else None
 
     def open(self, program: TrainStep, text: RunData) -> None:
         """Reads the tasks' files for the program's model.
 
-        Rows go through it as `mtjax evaluate` sends them, whatever batches the run has; parameters lie as the run's.
+        Batches are those of `mtjax evaluate`, not the run's; parameters have the run's shardings.
 
         Raises:
-          UserError: a file is not its task's.
+          UserError: a file is not in its task's format.
         """
         config = for_rows(program.config, program.config.parallel, max(ROWS, 2 * program.stages))
         self._scorer = Scorer(ShardedModel(config, program.mesh, trains=True))
         settings = Settings(self._scorer.longest, self._scorer.longest, tuple(first_tokens_in(text)))
-        for name, path in self._asked.items():
+        for name, path in self._files.items():
             self._opened.append(Opened(KINDS[name], KINDS[name].open(path, text.tokenizer, settings)))
 
-    def ask(self, parameters: Any) -> dict[str, float]:
-        """What the tasks measure, as `TASK/RESULT`: the same in all processes."""
-        assert self._scorer is not None  # it was opened
+    def evaluate(self, parameters: Any) -> dict[str, float]:
+        """Returns the tasks' results as `TASK/RESULT`; the same in all processes."""
+        assert self._scorer is not None  # set by open
         entries = {}
         for opened in self._opened:
-            kept = SavedAnswers(None, "")
-            for _ in score_all(self._scorer, parameters, opened.task.rows, kept):
+            answers = SavedAnswers(None, "")
+            for _ in score_all(self._scorer, parameters, opened.task.rows, answers):
                 pass
-            results = opened.task.results(scores_of(kept.answers))
+            results = opened.task.results(scores_of(answers.answers))
             entries |= {f"{opened.kind.name}/{name}": float(results[name]) for name in opened.kind.measures}
         return entries

@@ -1,7 +1,7 @@
-"""Tasks of EleutherAI's lm-eval, asked of a model in this process: read it from top to bottom.
+"""Evaluates tasks of EleutherAI's lm-eval in this process.
 
-lm-eval reads the tasks, writes their questions, and makes metrics of the answers; the model's answers are ours
-(`mtjax.evaluate.answering`).
+lm-eval reads the tasks, formats their questions, and computes metrics from the answers; `mtjax.evaluate.answering`
+provides the model's answers.
 """
 
 import os
@@ -14,7 +14,7 @@ from mtjax.data.tokens.special_tokens import named_token
 from mtjax.errors import UserError, first_line, nearest, require
 from mtjax.evaluate.answering import Answering, as_lm
 from mtjax.evaluate.options import Options
-from mtjax.evaluate.run import Subject, check_files, introduce, opened, shown, write
+from mtjax.evaluate.run import Subject, check_files, opened, print_header, shown, write
 from mtjax.evaluate.tasks.task import Results
 from mtjax.generate.first_tokens import first_tokens_of
 from mtjax.generate.weights import stop_ids_of
@@ -22,53 +22,58 @@ from mtjax.train.processes.coordination import this_process
 
 EXTRA = "evaluate"
 RESAMPLED = 1000
-"""Draws from which lm-eval finds the standard error of what is not a mean; its own 100,000 take minutes on one core."""
+"""Bootstrap iterations for the standard error of metrics that are not means; lm-eval's 100,000 take minutes."""
 Loaded = dict[str, dict[str, Any]]
-"""What lm-eval has of tasks: "tasks" and "groups" by their names."""
+"""lm-eval's loaded tasks: "tasks" and "groups" by name."""
 
 
 def evaluate_harness(options: Options) -> Mapping[str, Results]:
-    """Asks tasks of lm-eval and shows the results; in several processes, the first one does.
+    """Evaluates tasks of lm-eval and prints the results (in process 0).
 
     Raises:
-      UserError: lm-eval is not installed or lacks a task, or weights, tokenizer and mesh don't fit each other.
+      UserError: lm-eval is not installed or does not have a task, or weights, tokenizer and mesh are incompatible.
     """
     start = time.monotonic()
     check_files(options)
-    os.environ.setdefault("DISABLE_MULTIPROC", "1")  # lm-eval's, whose forks of a process with devices may hang
+    os.environ.setdefault(
+        "DISABLE_MULTIPROC", "1"
+    )  # disables lm-eval's forks, which may hang after devices are attached
     manager, loaded = load_tasks(options)
     with opened(options) as subject:
         counts = [f"{name} ({len(task.eval_docs):,} questions)" for name, task in loaded["tasks"].items()]
-        introduce(subject.placed, ", ".join(counts))
+        print_header(subject.placed, ", ".join(counts))
         answering = answering_of(options, subject)
-        found = ask(options, manager, loaded, as_lm(answering))
-        if found is None:  # of another process of a launcher
+        found = run_harness(options, manager, loaded, as_lm(answering))
+        if found is None:  # not the process that lm-eval evaluates in
             return {}
-        results = {name: measured(values) for name, values in found["results"].items()}
+        results = {name: numbers_of(values) for name, values in found["results"].items()}
         if this_process() == 0:
             print("\n" + table(results))
-            asked = {
+            task_facts = {
                 "harness": {"tasks": list(loaded["tasks"]), "lm_eval": require("lm_eval", EXTRA).__version__},
                 "versions": found["versions"],
                 "few_shot": found["n-shot"],
                 "limit": options.limit,
             }
-            write(options, subject, asked, results, time.monotonic() - start)
+            write(options, subject, task_facts, results, time.monotonic() - start)
             answering.forget()
     return results
 
 
 def load_tasks(options: Options) -> tuple[Any, Loaded]:
-    """lm-eval's tasks of these names, their data read, and what manages them.
+    """Loads lm-eval's tasks, with their data.
+
+    Returns:
+      lm-eval's task manager, and the tasks.
 
     Raises:
-      UserError: it is not installed, has no such task, or can't read one.
+      UserError: lm-eval is not installed, does not have a task, or can't load one.
     """
-    assert options.harness is not None  # who calls has looked
+    assert options.harness is not None  # checked by Options.check
     tasks = require("lm_eval.tasks", EXTRA)
     include = options.harness_include
     if include is not None and not include.is_dir():
-        raise UserError(f"--harness-include {include} is not a folder: name one with YAML files of tasks")
+        raise UserError(f"--harness-include {include} is not a folder: name a folder with YAML files of tasks")
     manager = tasks.TaskManager(include_path=None if include is None else str(include))
     names = []
     for name in (word.strip() for word in options.harness.split(",")):
@@ -78,19 +83,19 @@ def load_tasks(options: Options) -> tuple[Any, Loaded]:
         names += matched
     try:
         return manager, manager.load(names)
-    except Exception as e:  # of a dataset's own code, of the network, of YAML
+    except Exception as e:  # any error of a dataset's code, the network or YAML
         why = f"{type(e).__name__}: {first_line(e)}"
         raise UserError(f"lm-eval can't load {', '.join(names)}: {why}") from e
 
 
 def answering_of(options: Options, subject: Subject) -> Answering:
-    """What answers lm-eval: the tokenizer's beginning of a text and the weights' ends as transformers has them."""
+    """Returns the model for lm-eval, with the bos and eos tokens that transformers would use."""
     saved, tokenizer = subject.saved, subject.tokenizer
     files = saved.source.origin.files
     end = named_token(tokenizer, files, "eos_token")
     end = tokenizer.eod if end is None else end
     begin = named_token(tokenizer, files, "bos_token")
-    # As lm-eval's own: `bos_token` even where the tokenizer puts something else in front.
+    # As in lm-eval: bos_token, even if the tokenizer prepends another token.
     prefix = first_tokens_of(saved, tokenizer)[-1] if begin is None else begin
     return Answering(
         subject.scorer,
@@ -104,13 +109,13 @@ def answering_of(options: Options, subject: Subject) -> Answering:
     )
 
 
-def ask(options: Options, manager: Any, loaded: Loaded, lm: Any) -> Mapping[str, Any] | None:
-    """lm-eval's results.
+def run_harness(options: Options, manager: Any, loaded: Loaded, lm: Any) -> Mapping[str, Any] | None:
+    """Runs lm-eval and returns its results.
 
     Raises:
-      UserError: a task is of another kind of model, or its metrics can't be made.
+      UserError: a task requires another kind of model, or its metrics can't be computed.
     """
-    manager.load = lambda names: loaded  # their data are read
+    manager.load = lambda names: loaded  # already loaded, with their data
     try:
         return require("lm_eval.evaluator", EXTRA).simple_evaluate(
             model=lm,
@@ -122,17 +127,17 @@ def ask(options: Options, manager: Any, loaded: Loaded, lm: Any) -> Mapping[str,
             log_samples=False,
         )
     except (ValueError, AssertionError, NotImplementedError) as e:
-        raise UserError(f"lm-eval can't ask {', '.join(loaded['tasks'])}: {first_line(e)}") from e
+        raise UserError(f"lm-eval can't evaluate {', '.join(loaded['tasks'])}: {first_line(e)}") from e
 
 
-def measured(values: Mapping[str, Any]) -> Results:
-    """Numbers of a task, by names such as `acc`; that of a filter stands behind its name, as lm-eval has it."""
+def numbers_of(values: Mapping[str, Any]) -> Results:
+    """Returns the numeric results of a task by names such as `acc`, or `exact_match,strict-match` with a filter."""
     numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
     return {name.removesuffix(",none"): value for name, value in numbers.items() if name != "sample_len"}
 
 
 def table(results: Mapping[str, Results]) -> str:
-    """A line for each number, its standard error behind it."""
+    """Formats results, one per line with its standard error."""
     rows = []
     for task, values in results.items():
         for name, value in values.items():

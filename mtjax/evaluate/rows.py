@@ -1,4 +1,4 @@
-"""What a model is asked: rows of tokens, of which the last ones count."""
+"""Rows of tokens to score, and their scores."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -9,12 +9,12 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Row:
-    """Tokens that a model reads at once; each is predicted from those before it.
+    """A sequence of tokens of which the last ones are scored.
 
     Attributes:
-      tokens: ids, [at least 2].
-      first: place in `tokens` of the first that counts; all after it count too. At least 1, for nothing predicts the
-        first token.
+      tokens: ids, at least 2.
+      first: index in `tokens` of the first that is scored, with all after it; at least 1, as the first token has no
+        prediction.
     """
 
     tokens: np.ndarray
@@ -22,26 +22,26 @@ class Row:
 
     @property
     def counted(self) -> int:
-        """Tokens that count."""
+        """Number of scored tokens."""
         return len(self.tokens) - self.first
 
 
 @dataclass(frozen=True)
 class Scores:
-    """What a model says of rows, in their order."""
+    """A model's scores of rows, in their order."""
 
     log_probability: np.ndarray
-    """[rows], float64: of the counted tokens together, in nats."""
+    """[rows], float64: log-probability of all scored tokens, in nats."""
     all_best: np.ndarray
-    """[rows], bool: whether each counted token is the most likely one."""
+    """[rows], bool: whether every scored token is the most likely one."""
 
     def __getitem__(self, rows: slice) -> "Scores":
-        """Those of some rows."""
+        """Returns the scores of some rows."""
         return Scores(self.log_probability[rows], self.all_best[rows])
 
 
 class Window(NamedTuple):
-    """Tokens that are read at once, and where those that count begin."""
+    """A window of a text, from `start` to `stop`, and the first token that it scores."""
 
     start: int
     stop: int
@@ -49,21 +49,21 @@ class Window(NamedTuple):
 
     @property
     def counted(self) -> int:
-        """Tokens that count; 0 where an earlier window has counted the last."""
+        """Number of scored tokens; 0 if an earlier window has scored the last token."""
         return max(self.stop - self.first, 0)
 
 
 def windows(tokens: int, length: int, overlap: int) -> Iterator[Window]:
-    """The windows of a text as Megatron's zero-shot evaluation cuts them: every token but the first counts once.
+    """Yields the windows of a text as in Megatron's zero-shot evaluation: every token but the first is scored once.
 
-    A window predicts `length` tokens, and the next one starts `overlap` tokens later and counts its last `overlap`, so
-    that each of these is predicted from at least `length - overlap` others. Megatron goes on until the start of a
-    window, not its end, has passed the text: the last windows count nothing, and are given here as well.
+    A window predicts `length` tokens. The next one starts `overlap` tokens later and scores its last `overlap` tokens,
+    each of which is thus predicted from at least `length - overlap` tokens. Megatron continues until the start of a
+    window, not its end, is past the text; the last windows, which score nothing, are yielded as well.
 
     Args:
-      tokens: of the text.
-      length: most tokens that the model can read.
-      overlap: from 1 to `length`; `length` gives windows side by side.
+      tokens: number of tokens of the text.
+      length: most tokens that a window predicts.
+      overlap: from 1 to `length`; with `length`, windows are adjacent.
     """
     targets = tokens - 1
     more = -(-max(targets - overlap, 0) // overlap)
@@ -73,19 +73,19 @@ def windows(tokens: int, length: int, overlap: int) -> Iterator[Window]:
 
 
 def rows_of_text(ids: np.ndarray, length: int, overlap: int, given: int = 1) -> list[Row]:
-    """Cuts a text into the windows that count something.
+    """Returns the windows of a text that score tokens.
 
     Args:
-      ids: int32[tokens].
-      length: most tokens that the model can read.
-      overlap: tokens that each window but the first counts, as `windows` has it.
-      given: tokens at the beginning that are read and not predicted; at least 1.
+      ids: int32 [tokens].
+      length: most tokens that a window predicts.
+      overlap: tokens that each window but the first scores, as in `windows`.
+      given: number of tokens at the beginning that are not scored; at least 1.
     """
     found = (w._replace(first=max(w.first, given)) for w in windows(len(ids), length, overlap))
     return [Row(ids[w.start : w.stop], w.first - w.start) for w in found if w.counted]
 
 
 def scores_of(answers: Mapping[int, tuple[float, bool]]) -> Scores:
-    """The scores of all rows, from the answer to each by its number."""
+    """Returns the scores of all rows from the answer to each by its number."""
     in_order = [answers[number] for number in range(len(answers))]
     return Scores(np.array([a[0] for a in in_order]), np.array([a[1] for a in in_order], bool))

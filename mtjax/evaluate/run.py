@@ -1,4 +1,4 @@
-"""An evaluation from its options to its results: read it from top to bottom."""
+"""Runs an evaluation, from its options to its results."""
 
 import contextlib
 import hashlib
@@ -33,7 +33,7 @@ from mtjax.train.processes.peers import Peers
 
 @dataclass(frozen=True)
 class Subject:
-    """Weights on a mesh, ready to be asked."""
+    """Weights on a mesh, with their scorer and tokenizer."""
 
     saved: SavedModel
     placed: ShardedModel
@@ -43,51 +43,53 @@ class Subject:
 
     @property
     def length(self) -> int:
-        """Tokens that are read at once."""
+        """Most tokens per row."""
         return self.scorer.longest
 
 
 def evaluate(options: Options) -> Results:
-    """Evaluates the weights on a task and shows the results; in several processes, the first one does.
+    """Evaluates weights on a task and prints the results (in process 0).
 
     Raises:
-      UserError: weights, data, tokenizer and mesh don't fit each other, or can't be read.
+      UserError: weights, data, tokenizer and mesh are incompatible, or can't be read.
     """
     start = time.monotonic()
-    assert options.task is not None and options.data is not None  # Options.check has looked
+    assert options.task is not None and options.data is not None  # checked by Options.check
     check_files(options)
     with opened(options) as subject:
         first = tuple(first_tokens_of(subject.saved, subject.tokenizer))
         settings = Settings(subject.length, min(options.overlap or subject.length, subject.length), first)
         task = KINDS[options.task].open(options.data, subject.tokenizer, settings)
-        question = Question(options, settings, subject.tokenizer_name, digest(options.data), subject.saved.identity)
-        with kept_by_all(options.out, question.identity) as kept:
-            introduce(subject.placed, data_in_words(task, kept))
-            score_rows(task.rows, subject.scorer, subject.saved.parameters(subject.placed), kept)
-            results = task.results(scores_of(kept.answers))
+        identity = AnswersIdentity(
+            options, settings, subject.tokenizer_name, digest(options.data), subject.saved.identity
+        )
+        with shared_answers(options.out, identity.digest) as saved_answers:
+            print_header(subject.placed, data_summary(task, saved_answers))
+            score_rows(task.rows, subject.scorer, subject.saved.parameters(subject.placed), saved_answers)
+            results = task.results(scores_of(saved_answers.answers))
             if this_process() == 0:
                 width = max(map(len, results))
                 print("\n" + "\n".join(f"{name:{width}}  {shown(value)}" for name, value in results.items()))
-                asked = {
+                task_facts = {
                     "task": options.task,
-                    "data": {"file": str(options.data), "sha256": question.data},
+                    "data": {"file": str(options.data), "sha256": identity.data},
                     "overlap": settings.overlap,
                 }
-                write(options, subject, asked, results, time.monotonic() - start)
-                kept.forget()
+                write(options, subject, task_facts, results, time.monotonic() - start)
+                saved_answers.forget()
     return results
 
 
 @contextlib.contextmanager
 def opened(options: Options) -> Iterator[Subject]:
-    """The weights that options name, on their mesh.
+    """Opens the weights that options name, on their mesh.
 
     Raises:
-      UserError: weights, tokenizer and mesh don't fit each other, or can't be read.
+      UserError: weights, tokenizer and mesh are incompatible, or can't be read.
     """
     shape, parallel = parallel_of(options)
     with CompileCache(options.compile_cache), Peers(parallel) as peers:
-        peers.advice = "start the evaluation again: what is done is kept beside --out"
+        peers.advice = "start the evaluation again: finished rows are saved next to --out"
         mesh = attach_devices(shape, peers.count)
         saved = SavedModel.open(options.source, Hints(vocab_multiple_for(shape), config=options.config))
         placed = ShardedModel(config_of(options, saved.config, parallel), mesh)
@@ -95,33 +97,33 @@ def opened(options: Options) -> Iterator[Subject]:
         yield Subject(saved, placed, scorer, *saved.tokenizer(options.tokenizer))
 
 
-def kept_by_all(out: Path | None, identity: str) -> SavedAnswers:
-    """The answers that an earlier start has left, the same in all processes.
+def shared_answers(out: Path | None, identity: str) -> SavedAnswers:
+    """Opens the answers that an interrupted evaluation saved, and checks that all processes see the same.
 
     Raises:
-      UserError: the processes see different ones.
+      UserError: the processes see different files.
     """
-    kept = SavedAnswers(out, identity, writes=this_process() == 0)
-    if len(set(all_gather_text("the answers that are kept", str(len(kept.answers))))) > 1:
-        raise UserError(f"the processes see different files at {kept.path}: --out must be on a disk that all share")
-    return kept
+    saved = SavedAnswers(out, identity, writes=this_process() == 0)
+    if len(set(all_gather_text("the saved answers", str(len(saved.answers))))) > 1:
+        raise UserError(f"the processes see different files at {saved.path}: --out must be on a shared filesystem")
+    return saved
 
 
 @dataclass(frozen=True)
-class Question:
-    """What is asked of which weights: answers to another question are of no use."""
+class AnswersIdentity:
+    """Everything that answers depend on; saved answers with another identity are discarded."""
 
     options: Options
     settings: Settings
     tokenizer: str
     data: str
-    """Digest of the file."""
+    """Digest of the data file."""
     weights: str
     """Identity of the weights."""
 
     @property
-    def identity(self) -> str:
-        """Changes with everything that an answer depends on but rounding: not with the mesh."""
+    def digest(self) -> str:
+        """A digest of all facts but those that only affect rounding, such as the mesh."""
         facts = (
             *(self.options.task, self.data, self.settings, digest_of(self.tokenizer), self.weights),
             *(self.options.compute_dtype, self.options.attention, __version__),
@@ -130,10 +132,10 @@ class Question:
 
 
 def check_files(options: Options) -> None:
-    """Checks what needs no model.
+    """Checks the paths in options.
 
     Raises:
-      UserError: the data file is not there, or `--out` can't be a file.
+      UserError: the data file does not exist, or `--out` is a folder.
     """
     if options.task is not None and options.data is not None:
         check_data(options.task, options.data, "--data")
@@ -142,10 +144,10 @@ def check_files(options: Options) -> None:
 
 
 def parallel_of(options: Options) -> tuple[MeshShape, Parallel]:
-    """The mesh, and how processes find each other.
+    """Returns the mesh, and how processes find each other.
 
     Raises:
-      UserError: the mesh is none.
+      UserError: the mesh is invalid.
     """
     shape = parse_mesh(options.mesh)
     return shape, Parallel(
@@ -158,32 +160,32 @@ def parallel_of(options: Options) -> tuple[MeshShape, Parallel]:
 
 
 def config_of(options: Options, saved: Config, parallel: Parallel) -> Config:
-    """The weights' model as it is evaluated, without anything that only training has.
+    """Returns the config with which the weights' model is evaluated.
 
     Raises:
-      UserError: there are fewer rows than stages.
+      UserError: there are fewer rows than pipeline stages.
     """
     settings = {"attention": options.attention, "compute_dtype": options.compute_dtype}
     return for_rows(saved, parallel, options.rows, **settings)
 
 
 def length_of(options: Options, config: Config) -> int:
-    """Tokens that the model reads at once.
+    """Returns the most tokens per row.
 
     Raises:
-      UserError: they are more than it can, or the overlap is longer.
+      UserError: they exceed the model's sequence length, or the overlap exceeds them.
     """
     longest = config.model.sequence_length
     length = options.sequence_length or longest
     if length > longest:
-        raise UserError(f"--sequence-length {length} is above the {longest} tokens that the model was made for")
+        raise UserError(f"--sequence-length {length} is above the model's sequence length of {longest}")
     if options.overlap is not None and options.overlap > length:
         raise UserError(f"--overlap {options.overlap} is above the {length} tokens of a window")
     return length
 
 
-def introduce(placed: ShardedModel, data: str) -> None:
-    """Says what is about to happen."""
+def print_header(placed: ShardedModel, data: str) -> None:
+    """Prints model, mesh and data."""
     if this_process():
         return
     model = placed.config.model
@@ -196,25 +198,25 @@ def introduce(placed: ShardedModel, data: str) -> None:
     )
 
 
-def data_in_words(task: Task, kept: SavedAnswers) -> str:
-    """What a task asks, and how much of it is done."""
+def data_summary(task: Task, saved: SavedAnswers) -> str:
+    """Returns the number of rows and scored tokens, and of rows that are done already."""
     counted = sum(row.counted for row in task.rows)
-    done = f"; {len(kept.answers):,} rows are done already" if kept.answers else ""
-    return f"{len(task.rows):,} rows, {counted:,} tokens count{done}" + (f"\nnote    {task.note}" if task.note else "")
+    done = f"; {len(saved.answers):,} rows are done already" if saved.answers else ""
+    return f"{len(task.rows):,} rows, {counted:,} scored tokens{done}" + (f"\nnote    {task.note}" if task.note else "")
 
 
-def score_rows(rows: Sequence[Row], scorer: Scorer, parameters: Any, kept: SavedAnswers) -> None:
-    """Scores all rows that are not kept yet, with a bar."""
+def score_rows(rows: Sequence[Row], scorer: Scorer, parameters: Any, saved: SavedAnswers) -> None:
+    """Scores all rows that are not saved yet, with a progress bar."""
     with ProgressLine("evaluating", len(rows)) as progress:
-        for done in score_all(scorer, parameters, rows, kept):
+        for done in score_all(scorer, parameters, rows, saved):
             if this_process() == 0:
                 progress.update(done)
 
 
 def write(
-    options: Options, subject: Subject, asked: Mapping[str, Any], results: Mapping[str, Any], seconds: float
+    options: Options, subject: Subject, task_facts: Mapping[str, Any], results: Mapping[str, Any], seconds: float
 ) -> None:
-    """Writes results to `--out`, if there is one, with what they are of.
+    """Writes results, and facts about how they were obtained, to `--out` if it is given.
 
     Raises:
       UserError: the file can't be written.
@@ -222,7 +224,7 @@ def write(
     if options.out is None:
         return
     facts = {
-        **asked,
+        **task_facts,
         "weights": {"from": options.source, "identity": subject.saved.identity},
         "tokenizer": subject.tokenizer_name,
         "mesh": str(subject.placed.shape),
@@ -242,12 +244,12 @@ def write(
 
 
 def shown(value: float) -> str:
-    """A result for people."""
+    """Formats a result."""
     return f"{value:,}" if isinstance(value, int) else f"{value:,.4f}"
 
 
 def digest(path: Path) -> str:
-    """Of a file, or of both files of a corpus."""
+    """Returns the digest of a file, or of both files of a corpus."""
     names = [path, path.with_suffix(".bin"), path.with_suffix(".idx"), Path(f"{path}.bin"), Path(f"{path}.idx")]
     hashed = hashlib.sha256()
     for name in dict.fromkeys(name for name in names if name.is_file()):

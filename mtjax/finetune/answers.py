@@ -1,4 +1,4 @@
-"""Predictions for people and for files: answers as JSON lines, and a table of scores."""
+"""Output of predictions: answers as JSON lines, and scores as a table."""
 
 import json
 import sys
@@ -10,13 +10,13 @@ from mtjax.finetune.predictions import Predictions
 
 
 def check_out(out: Path | None, option: str = "--out") -> None:
-    """Checks that answers can be written to a file, before there are any.
+    """Checks that answers can be written to a file, before they are computed.
 
     Raises:
       UserError: it is a folder, or its folder does not exist.
     """
     if out is not None and out.is_dir():
-        raise UserError(f"{option} {out} is a folder: name a file for the answers")
+        raise UserError(f"{option} {out} is a folder: name a file")
     if out is not None and not out.parent.is_dir():
         raise UserError(f"{option} {out} can't be written: {out.parent} does not exist")
 
@@ -27,16 +27,16 @@ def report(
     official: Path | None = None,
     members: Mapping[str, Predictions] | None = None,
 ) -> None:
-    """Writes the answers to a file, or prints them; scores go to the terminal, those of an ensemble's members first.
+    """Writes the answers to a file, or prints them; prints scores to stderr, those of an ensemble's members first.
 
     Args:
       predictions: the answers.
       out: file of JSON lines; None prints them.
-      official: file of SQuAD's own form besides, a JSON object from ids to answers.
-      members: of an ensemble, by name.
+      official: additional file in SQuAD's official format, a JSON object from ids to answers.
+      members: predictions of an ensemble's members, by name.
 
     Raises:
-      UserError: a file can't be written, or the answers have no official form.
+      UserError: a file can't be written, or the answers are not SQuAD's.
     """
     text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in predictions.lines)
     if predictions.note:
@@ -49,13 +49,13 @@ def report(
     if official is not None:
         answers = {line["id"]: line["text"] for line in predictions.lines if "text" in line}
         if not answers:
-            raise UserError(f"--official {official} is for answers to SQuAD's questions, and this model gives others")
+            raise UserError(f"--official {official} requires a model that was finetuned on SQuAD: remove it")
         _write("--official", official, json.dumps(answers, ensure_ascii=False, indent=0) + "\n")
-    named = {**(members or {}), ("ensemble" if members else "scores"): predictions}
-    width = max(map(len, named))
-    for name, one in named.items():
-        if one.scores:
-            scores = "  ".join(f"{metric} {value:.4f}" for metric, value in one.scores.items())
+    by_name = {**(members or {}), ("ensemble" if members else "scores"): predictions}
+    width = max(map(len, by_name))
+    for name, member in by_name.items():
+        if member.scores:
+            scores = "  ".join(f"{metric} {value:.4f}" for metric, value in member.scores.items())
             print(f"{name:{width}}  {scores}", file=sys.stderr)
 
 

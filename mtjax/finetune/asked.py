@@ -11,39 +11,41 @@ from mtjax.errors import UserError
 from mtjax.train.folder.run_folder import writing
 
 RECORD = "settings.json"
-"""File next to the folders of the runs: the settings of each run as they were given, by the name of its folder."""
+"""Name of the file next to the runs' folders: folder name -> settings with which the run was started."""
 FREE = ("output", "parallel")
-"""Sections that may change: they do not affect the trained model."""
+"""Sections that may change, as they do not affect the trained model."""
 
 
 def record_settings(config: Config, folder: Path) -> None:
-    """Records the settings of a new run, or checks that those of an existing one are the same.
+    """Records the settings of a new run, or checks that those of an existing run are the same.
 
     Args:
-      config: of the run, as it was given.
-      folder: of the run.
+      config: config of the run, before steps and lengths are filled in.
+      folder: folder of the run.
 
     Raises:
-      UserError: the run began with other settings, or they are not recorded; the record can't be read or written.
+      UserError: the run was started with other settings, or they are not recorded; the record can't be read or written.
     """
     path = folder.parent / RECORD
     record = read_object(path)
-    now = settings_of(config)
+    settings = settings_of(config)
     if folder.exists():
-        begun = record.get(folder.name)
+        recorded = record.get(folder.name)
         command = f"mtjax finetune --config {folder}/config.toml --resume"
-        alone = f"name another --out, or go on with that run alone: {command}"
-        if not isinstance(begun, dict):
-            raise UserError(f"{folder} has a run, and {path} does not say with which settings: {alone}")
-        names = [name for name in {**begun, **now} if begun.get(name) != now.get(name)]
+        advice = f"name another --out, or resume only that run with {command}"
+        if not isinstance(recorded, dict):
+            raise UserError(f"{folder} has a run whose settings are not recorded in {path}: {advice}")
+        names = [name for name in {**recorded, **settings} if recorded.get(name) != settings.get(name)]
         if names:
-            was, asked = (", ".join(f"{name} {_in_words(each.get(name))}" for name in names) for each in (begun, now))
-            raise UserError(f"{folder} was begun with {was}, and this command has {asked}: {alone}")
+            old, new = (
+                ", ".join(f"{name} {_shown(values.get(name))}" for name in names) for values in (recorded, settings)
+            )
+            raise UserError(f"{folder} was started with {old}, but this command has {new}: {advice}")
         return
     with writing(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}.new")
-        temporary.write_text(json.dumps({**record, folder.name: now}, indent=2) + "\n", encoding="utf-8")
+        temporary.write_text(json.dumps({**record, folder.name: settings}, indent=2) + "\n", encoding="utf-8")
         temporary.replace(path)
 
 
@@ -53,5 +55,5 @@ def settings_of(config: Config) -> dict[str, Any]:
     return json.loads(json.dumps({name: value for table in tables for name, value in table.items()}))
 
 
-def _in_words(value: Any) -> str:
+def _shown(value: Any) -> str:
     return "not given" if value is None else json.dumps(value, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""Conversations from JSON lines: `messages`, or a `prompt` and its `completion`."""
+"""Reads conversations from JSON lines with `messages`, or with `prompt` and `completion`."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -17,36 +17,37 @@ KNOWN = ("messages", "prompt", "completion", "tools", "documents", "chat_templat
 """Fields of a row that have an effect."""
 REFUSED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     **dict.fromkeys(("images", "image", "videos", "video", "audios", "audio"), ("only text is trained on", ([],))),
-    **dict.fromkeys(("weight", "loss_weight"), ("rows have no weight: give one to messages", (1,))),
+    **dict.fromkeys(("weight", "loss_weight"), ("weights of rows are not supported: add a weight to messages", (1,))),
     **dict.fromkeys(
         ("input_ids", "labels", "loss_mask", "completion_mask", "assistant_masks"),
-        ("rows are text, whose tokens and labels follow from the chat template", ()),
+        ("rows must be text, which is encoded with the chat template", ()),
     ),
-    **dict.fromkeys(("functions", "function_call"), ("functions are given as tools", ([], "none", "auto"))),
+    **dict.fromkeys(("functions", "function_call"), ("functions must be given as tools", ([], "none", "auto"))),
     **dict.fromkeys(
         ("train_on_input", "train_on_inputs", "train_on_prompt"), ("only answers are trained on", (False,))
     ),
-    "system": ("it is given as a message whose role is system", ("",)),
-    "chat_template": ("all rows have the template of the tokenizer or of --chat-template", ()),
-    "continue_final_message": ("answers are trained on as wholes", (False,)),
+    "system": ("it must be a message with the role system", ("",)),
+    "chat_template": ("the template is that of the tokenizer or of --chat-template", ()),
+    "continue_final_message": ("answers are always trained on from their beginning", (False,)),
 }
-"""Fields of a row that would change what is trained on: why they can't be used, and the values that ask for nothing."""
+"""Unsupported fields of a row -> the reason, and values that have no effect and are therefore accepted."""
 REFUSED_OF_MESSAGES = ("train_detail", "training", "trainable", "loss", "loss_mask", "loss_weight", "mask", "masked")
-"""Keys of messages by which other trainers choose what is trained on."""
+"""Keys of messages with which other trainers select what is trained on."""
 CALLS = ("tool_calls", "function_call")
 
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation, or a text to be continued and its continuation.
+    """A conversation, or a prompt and its completion.
 
     Attributes:
-      messages: with an assistant's among them; empty where it is a text.
-      prompt: the text to be continued.
-      completion: its continuation.
-      untrained: places of the assistant's messages that are not trained on.
-      inputs: what the template reads besides the messages.
-      file: where it is from, and `line` from 1.
+      messages: the messages, including answers of the assistant; empty for a prompt and its completion.
+      prompt: text of the prompt.
+      completion: text of the completion.
+      untrained: indices of the assistant's messages that are not trained on.
+      inputs: inputs of the template other than the messages.
+      line: number of the line in `file`, from 1.
+      file: path of the file.
     """
 
     messages: tuple[Message, ...] = ()
@@ -59,9 +60,9 @@ class Chat:
 
     @property
     def trained(self) -> list[int]:
-        """Places of the messages that are trained on."""
-        answers = (place for place, message in enumerate(self.messages) if message["role"] == ASSISTANT)
-        return [place for place in answers if place not in self.untrained]
+        """Indices of the messages that are trained on."""
+        answers = (number for number, message in enumerate(self.messages) if message["role"] == ASSISTANT)
+        return [number for number in answers if number not in self.untrained]
 
 
 def read_chats(path: Path) -> Examples:
@@ -82,37 +83,37 @@ def read_chats(path: Path) -> Examples:
             chats.bad.append(f"line {number} {e}")
     if ignored:
         counted = ", ".join(f"{shortened(name)} ({count:,} rows)" for name, count in sorted(ignored.items())[:20])
-        chats.remarks.append(f"fields of {path} that are not used: {counted}")
+        chats.remarks.append(f"unused fields in {path}: {counted}")
     return chats.check()
 
 
 def chat_of(row: Mapping[str, Any], line: int = 0, file: str = "") -> Chat:
-    """Reads a row.
+    """Parses a row.
 
     Raises:
-      UserError: what is wrong with it, to follow the number of its line.
+      UserError: the row is invalid; the message is to be printed after the number of its line.
     """
     given = {name: value for name, value in row.items() if value is not None}
     for name, (why, without_effect) in REFUSED.items():
         if name in given and given[name] not in without_effect:
             raise UserError(f"has {name} {shortened(given[name], 30)}, but {why}")
     if isinstance(given.get("label"), bool):
-        raise UserError("has a label that is true or false, as in preference data, which are not trained on")
-    place: dict[str, Any] = {"line": line, "file": file}
+        raise UserError("has a boolean label, as in preference data, which is not supported")
+    source: dict[str, Any] = {"line": line, "file": file}
     prompt, completion = given.get("prompt"), given.get("completion")
     if "messages" in given:
         if completion is not None:
-            raise UserError("has both messages and a completion: leave one of them out")
-        return _conversation(given, given["messages"], 0, place)
+            raise UserError("has both messages and a completion: remove one of them")
+        return _conversation(given, given["messages"], 0, source)
     if isinstance(prompt, list) and isinstance(completion, list):
-        return _conversation(given, [*prompt, *completion], len(prompt), place)
+        return _conversation(given, [*prompt, *completion], len(prompt), source)
     if isinstance(prompt, str) and isinstance(completion, str):
         unused = [name for name in ("tools", "documents", "chat_template_kwargs") if given.get(name)]
         if unused:
-            raise UserError(f"has {unused[0]}, but prompts that are text are not written by the chat template")
+            raise UserError(f"has {unused[0]}, but a prompt that is text is not rendered with the chat template")
         if not completion.strip():
             raise UserError("has an empty completion")
-        return Chat(prompt=prompt, completion=completion, **place)
+        return Chat(prompt=prompt, completion=completion, **source)
     named = shortened(", ".join(row), 60)
     raise UserError(
         "has neither messages nor a prompt and its completion, both as text or both as lists of messages "
@@ -121,33 +122,37 @@ def chat_of(row: Mapping[str, Any], line: int = 0, file: str = "") -> Chat:
 
 
 def _ignored(row: Mapping[str, Any]) -> list[str]:
-    """Fields of a good row that have no effect."""
+    """Returns the fields of a valid row that have no effect."""
     used = {*KNOWN, *REFUSED} - ({"prompt"} if row.get("messages") is not None else set())
     return [name for name, value in row.items() if value is not None and name not in used]
 
 
-def _conversation(row: Mapping[str, Any], messages: Any, first: int, place: Mapping[str, Any]) -> Chat:
-    """A conversation whose answers from the message number `first` on are trained on."""
+def _conversation(row: Mapping[str, Any], messages: Any, first: int, source: Mapping[str, Any]) -> Chat:
+    """Parses a conversation; answers from message number `first` are trained on.
+
+    Raises:
+      UserError: it is invalid.
+    """
     if not isinstance(messages, list) or not messages:
         raise UserError("has messages that are not a list")
-    kept, untrained = [], set()
+    cleaned, untrained = [], set()
     for number, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise UserError(f"has a message without a role, number {number + 1}")
+            raise UserError(f"has no role in message {number + 1}")
         is_trained = _is_trained(message, number + 1)
         if not is_trained or number < first:
             untrained.add(number)
-        # The keys by which a message is chosen are for the trainer, and no part of the conversation.
-        kept.append({key: value for key, value in message.items() if key not in ("weight", "train")})
+        # These keys select what is trained on; the template must not see them.
+        cleaned.append({key: value for key, value in message.items() if key not in ("weight", "train")})
         _check_content(message, number + 1, is_answer=message["role"] == ASSISTANT and number not in untrained)
-    answers = frozenset(i for i, message in enumerate(kept) if message["role"] == ASSISTANT)
+    answers = frozenset(i for i, message in enumerate(cleaned) if message["role"] == ASSISTANT)
     if not any(number >= first for number in answers):
         raise UserError(f"has no message of the {ASSISTANT}" + (" in its completion" if first else ""))
     try:
         inputs = TemplateInputs.of(row)
     except UserError as e:
-        raise UserError(f"has a wrong field: {e}") from e
-    chat = Chat(tuple(kept), untrained=answers & untrained, inputs=inputs, **place)
+        raise UserError(f"has an invalid field: {e}") from e
+    chat = Chat(tuple(cleaned), untrained=answers & untrained, inputs=inputs, **source)
     if not chat.trained:
         raise UserError("has no message to train on: weight is 0, or train is false, in all of the assistant's")
     return chat
@@ -163,24 +168,29 @@ def _is_trained(message: Message, number: int) -> bool:
             )
     weight, train = message.get("weight"), message.get("train")
     if weight is not None and (isinstance(weight, bool) or weight not in (0, 1)):
-        raise UserError(f"has weight {shortened(weight, 20)} in message {number}, and it must be 0 or 1")
+        raise UserError(f"has weight {shortened(weight, 20)} in message {number}, but it must be 0 or 1")
     if train is not None and not isinstance(train, bool):
-        raise UserError(f"has train {shortened(train, 20)} in message {number}, and it must be true or false")
+        raise UserError(f"has train {shortened(train, 20)} in message {number}, but it must be true or false")
     if weight is not None and train is not None and bool(weight) != train:
-        raise UserError(f"has weight {weight} and train {str(train).lower()} in message {number}: leave one out")
+        raise UserError(f"has weight {weight} and train {str(train).lower()} in message {number}: remove one of them")
     if (weight or train) and message["role"] != ASSISTANT:
         name = "train true" if train else f"weight {weight}"
         raise UserError(
-            f"has {name} in message {number}, of the {message['role']}: only the {ASSISTANT}'s are trained on"
+            f"has {name} in message {number}, of the {message['role']}: only the {ASSISTANT}'s messages are trained on"
         )
     return weight != 0 and train is not False
 
 
 def _check_content(message: Message, number: int, *, is_answer: bool) -> None:
+    """Checks that a message has content; `is_answer` if it is trained on.
+
+    Raises:
+      UserError: it has none, or it is not text.
+    """
     content, calls = message.get("content"), any(message.get(key) for key in CALLS)
     if message["role"] == ASSISTANT and content is None and (calls or not is_answer):
         return
     if not isinstance(content, str):
-        raise UserError(f"has a message whose content is not text, number {number}")
+        raise UserError(f"has content that is not text in message {number}")
     if is_answer and not content.strip() and not calls and not any(message.get(key) for key in REASONING):
         raise UserError("has an empty answer")

@@ -1,4 +1,4 @@
-"""Conversations as samples of the trainer: several of them packed into each sequence."""
+"""Packs several conversations into each sequence."""
 
 import bisect
 from collections.abc import Sequence
@@ -11,56 +11,58 @@ from mtjax.finetune.chat_encoding import EncodedSample
 
 
 def truncation_notes(samples: Sequence[EncodedSample], length: int, unit: str) -> list[str]:
-    """Returns notes on samples that are cut to the length of a sequence, and on those without trained tokens.
+    """Returns notes on samples that are truncated to the sequence length, and on those without trained tokens.
 
     Args:
-      samples: as they are encoded.
-      length: of a sequence.
-      unit: what the samples are called.
+      samples: the encoded samples.
+      length: sequence length.
+      unit: plural noun for the samples.
     """
     longer = [sample for sample in samples if len(sample.ids) - 1 > length]
     lost = sum(bool(sample.trained[1:].any() and not sample.trained[1 : length + 1].any()) for sample in longer)
     empty = sum(not sample.trained[1:].any() for sample in samples)
     notes = []
     if longer:
-        dropped = f"; {lost:,} of these have nothing left to train on, and are dropped" if lost else ""
-        notes.append(f"{len(longer):,} of {len(samples):,} {unit} are longer than {length} tokens and are cut{dropped}")
+        dropped = f"; {lost:,} of these have no trained tokens left and are dropped" if lost else ""
+        notes.append(
+            f"{len(longer):,} of {len(samples):,} {unit} are longer than {length} tokens and are truncated{dropped}"
+        )
     if empty:
-        notes.append(f"{empty:,} of {len(samples):,} {unit} have nothing to train on, and are dropped")
+        notes.append(f"{empty:,} of {len(samples):,} {unit} have no trained tokens and are dropped")
     return notes
 
 
-def pack(lengths: Sequence[int], room: int) -> list[list[int]]:
-    """Numbers of the items that share a sequence, best fit, the longest first; none is divided.
+def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Packs items into sequences with best-fit decreasing, without splitting any; returns their indices.
 
     Args:
-      lengths: at most `room` each.
-      room: of a sequence.
+      lengths: lengths of the items, at most `capacity` each.
+      capacity: length of a sequence.
     """
     packs: list[list[int]] = []
-    free: list[tuple[int, int]] = []  # room that is left in a pack, and the pack; ascending
+    free: list[tuple[int, int]] = []  # (free tokens in a pack, the pack's index), ascending
     for item in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        place = bisect.bisect_left(free, (lengths[item], -1))
-        if place == len(free):
+        best = bisect.bisect_left(free, (lengths[item], -1))
+        if best == len(free):
             packs.append([])
-            left, number = room, len(packs) - 1
+            remaining, number = capacity, len(packs) - 1
         else:
-            left, number = free.pop(place)
+            remaining, number = free.pop(best)
         packs[number].append(item)
-        bisect.insort(free, (left - lengths[item], number))
+        bisect.insort(free, (remaining - lengths[item], number))
     return packs
 
 
 @dataclass(frozen=True)
 class PackedChats:
-    """Conversations in sequences of one length, as a `Dataset`; attention and positions are each one's own.
+    """Packed conversations as a `Dataset`; attention and positions do not cross conversations.
 
     Attributes:
-      chats: their tokens, at most `length + 1`.
-      packs: numbers of those that share a sequence.
-      length: of the sequences.
+      chats: the conversations, at most `length + 1` tokens each.
+      packs: indices of the conversations in each sequence.
+      length: sequence length.
       pad: id of padding.
-      group: sequences that stay together: each stands alone.
+      group: samples that stay adjacent when shuffled: 1, as each sequence is independent.
     """
 
     chats: Sequence[EncodedSample]
@@ -71,7 +73,7 @@ class PackedChats:
 
     @classmethod
     def of(cls, chats: Sequence[EncodedSample], length: int, pad: int) -> "PackedChats":
-        """Packs conversations; longer ones are cut at their end, and those are left out that have no answer then."""
+        """Packs conversations; truncates longer ones, and drops those that then have no trained tokens."""
         cut = [EncodedSample(chat.ids[: length + 1], chat.trained[: length + 1]) for chat in chats]
         cut = [chat for chat in cut if chat.trained[1:].any()]
         return cls(cut, pack([len(chat.ids) - 1 for chat in cut], length), length, pad)
@@ -93,10 +95,10 @@ class PackedChats:
         for segment, number in enumerate(packed):
             chat = self.chats[number]
             size = len(chat.ids) - 1  # the last token is only a label
-            place = slice(at, at + size)
-            arrays["tokens"][place], arrays["labels"][place] = chat.ids[:-1], chat.ids[1:]
-            arrays["position_ids"][place], arrays["segment_ids"][place] = np.arange(size), segment
-            arrays["padding_mask"][place] = 1
-            mask[place] = chat.trained[1:]
+            tokens = slice(at, at + size)
+            arrays["tokens"][tokens], arrays["labels"][tokens] = chat.ids[:-1], chat.ids[1:]
+            arrays["position_ids"][tokens], arrays["segment_ids"][tokens] = np.arange(size), segment
+            arrays["padding_mask"][tokens] = 1
+            mask[tokens] = chat.trained[1:]
             at += size
         return {**arrays, "loss_mask": mask}

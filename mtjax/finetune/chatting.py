@@ -1,4 +1,4 @@
-"""Supervised finetuning: a decoder learns the answers of conversations, as an objective of the trainer."""
+"""Supervised finetuning on the answers of conversations, as an objective of the trainer."""
 
 import json
 from collections import Counter
@@ -39,7 +39,7 @@ LABELLED = ("class_weights", "text_fields", "label_field", "labels")
 
 @dataclass(frozen=True)
 class ChatFiles:
-    """Where conversations are, as `read_task` asks it."""
+    """Names of the files of conversations, for `read_task`."""
 
     name: str = CHAT
     train: tuple[str, ...] = ("train",)
@@ -47,36 +47,38 @@ class ChatFiles:
     endings: tuple[str, ...] = (".jsonl", ".json")
 
     def examples(self, path: Path, config: Config) -> Examples:
-        """The conversations of a file."""
+        """Reads the conversations of a file."""
         return read_chats(path)
 
 
 class Chatting(OnPretrained):
-    """The answers of conversations, trained on token by token; prompts are only read."""
+    """The objective of supervised finetuning: next-token prediction on answers; prompts are masked."""
 
     def load_data(
         self, config: Config, folder: Path, past: Past | None = None, allowed: Collection[str] = ()
     ) -> tuple[Config, RunData]:
-        """The conversations, and the config with steps and length filled in.
+        """Reads the conversations, and fills steps and sequence length into the config.
 
         Raises:
-          UserError: rows, template or tokenizer can't be used.
+          UserError: rows, template or tokenizer are invalid.
         """
         given = [name for name in LABELLED if getattr(config.finetuning, name) is not None]
         if given:
-            raise UserError(f"--{given[0].replace('_', '-')} has no effect on the task {CHAT}: its rows have no labels")
+            raise UserError(
+                f"--{given[0].replace('_', '-')} has no effect on --task {CHAT}, whose rows have no labels: remove it"
+            )
         found = self.open_tokenizer(config, folder)
         tokenizer, template = found.tokenizer, _template_file(config.finetuning.chat_template, found)
         encoder = ChatEncoder(tokenizer, ChatTemplate.of(found.folder, template))
         rows = read_task(config, ChatFiles())
         notes, counts = list(rows.notes), Counter[str]()
-        parts = (rows.train, rows.held_out[0][1])
-        train, held_out = (self._written(part, encoder, notes, counts) for part in parts)
+        sets = (rows.train, rows.held_out[0][1])
+        train, held_out = (self._encoded(chats, encoder, notes, counts) for chats in sets)
         notes += [f"{count:,} conversations {remark}" for remark, count in sorted(counts.items())]
         limit = config.model.sequence_length
         packed = PackedChats.of(train, limit, tokenizer.eod)
         if not len(packed):
-            raise UserError(f"no answer of the training rows begins within {limit} tokens: raise --sequence-length")
+            raise UserError(f"no training row has an answer within the first {limit} tokens: raise --sequence-length")
         longest = max(sum(len(packed.chats[i].ids) - 1 for i in pack) for pack in packed.packs)
         longest = max([longest, *(len(chat.ids) - 1 for chat in held_out)])
         config = configs.replace(
@@ -86,21 +88,21 @@ class Chatting(OnPretrained):
         )
         config = self.teacher.checked(config, tokenizer) if self.teacher else config
         unit = "samples" if SEVERAL in counts else "conversations"
-        self._say(notes, [*train, *held_out], packed, limit, unit)
+        self._print_notes(notes, [*train, *held_out], packed, limit, unit)
         length = config.model.sequence_length
-        packed, validation = (PackedChats.of(part, length, tokenizer.eod) for part in (train, held_out))
+        packed, validation = (PackedChats.of(chats, length, tokenizer.eod) for chats in (train, held_out))
         if not len(validation):
-            raise UserError(f"no answer of the validation rows begins within {limit} tokens: raise --sequence-length")
+            raise UserError(f"no validation row has an answer within the first {limit} tokens: raise --sequence-length")
         lengths = [len(chat.ids) for chat in packed.chats] + [len(pack) for pack in packed.packs]
         ordered, position = self.in_order(config, packed, lengths, past, allowed)
-        files = self._kept(found, encoder, template)
+        files = self._tokenizer_files(found, encoder, template)
         return config, RunData(tokenizer, ordered, validation, position, files, found.is_kept)
 
     def validate(self, program: TrainStep, parameters: Any, held_out: Dataset) -> dict[str, float]:
-        """The mean loss of a token of the answers held out, all of them."""
+        """Returns the mean loss per trained token over all validation conversations."""
         size = program.config.training.global_batch_size
         mine, blank = process_rows(program.batch_sharding, size), held_out[0]
-        blank = blank | {"loss_mask": np.zeros_like(blank["loss_mask"])}  # fills the last batch
+        blank = blank | {"loss_mask": np.zeros_like(blank["loss_mask"])}  # pads the last batch
         total = tokens = 0.0
         for start in range(0, len(held_out), size):
             local = stack([held_out[int(k)] if k < len(held_out) else blank for k in start + mine])
@@ -111,79 +113,82 @@ class Chatting(OnPretrained):
         return {"valid_loss": total / tokens}
 
     def goal(self, config: Config) -> Goal:
-        """The least validation loss."""
+        """Returns the goal: the lowest validation loss."""
         return Goal("valid_loss", higher_is_better=False, patience=config.finetuning.patience)
 
     def next_commands(self, config: Config, out: str) -> list[str]:
-        """A conversation with it, or longer."""
+        """Returns commands that chat with the model, or train it longer."""
         return [f"mtjax generate --from {out} --interactive", *super().next_commands(config, out)]
 
-    def _written(
+    def _encoded(
         self, chats: Sequence[Chat], encoder: ChatEncoder, notes: list[str], counts: Counter[str]
     ) -> list[EncodedSample]:
-        """Encodes conversations; those that the template refuses are dropped, and noted.
+        """Encodes conversations; drops those that can't be encoded, with a note.
 
         Args:
-          chats: of one file.
-          encoder: of the tokenizer.
+          chats: conversations of one file.
+          encoder: the encoder.
           notes: notes are added to it.
-          counts: the numbers of conversations with each remark of the encoder are added to it.
+          counts: numbers of conversations with each remark of the encoder are added to it.
 
         Raises:
-          UserError: it refuses most of them.
+          UserError: most of them can't be encoded.
         """
-        written: list[EncodedSample] = []
-        refused: list[str] = []
+        encoded: list[EncodedSample] = []
+        errors: list[str] = []
         for chat in chats:
             try:
                 samples, remarks = encoder.samples(chat)
             except UserError as e:
-                refused.append(f"line {chat.line} of {chat.file}: {e}")
+                errors.append(f"line {chat.line} of {chat.file}: {e}")
                 continue
-            written += samples
+            encoded += samples
             counts.update(remarks)
-        if refused:
-            more = f"; and {len(refused) - SHOWN:,} more" if len(refused) > SHOWN else ""
-            note = f"{len(refused):,} of {len(chats):,} rows are left out: {'; '.join(refused[:SHOWN])}{more}"
-            if 2 * len(refused) > len(chats):
+        if errors:
+            more = f"; and {len(errors) - SHOWN:,} more" if len(errors) > SHOWN else ""
+            note = f"{len(errors):,} of {len(chats):,} rows are skipped: {'; '.join(errors[:SHOWN])}{more}"
+            if 2 * len(errors) > len(chats):
                 raise UserError(note)
             notes.append(note)
-        return written
+        return encoded
 
-    def _say(
+    def _print_notes(
         self, notes: list[str], samples: Sequence[EncodedSample], packed: PackedChats, limit: int, unit: str
     ) -> None:
+        """Prints notes on truncated samples and on the number of trained tokens."""
         notes += truncation_notes(samples, limit, unit)
         trained = sum(int(chat.trained[1:].sum()) for chat in packed.chats)
-        notes.append(f"{len(packed.chats):,} {unit} with {trained:,} tokens of answers in {len(packed):,} sequences")
+        notes.append(f"{len(packed.chats):,} {unit} with {trained:,} trained tokens in {len(packed):,} sequences")
         say_notes(notes)
 
-    def _kept(self, found: FinetuningTokenizer, encoder: ChatEncoder, template: Path | None) -> dict[str, bytes]:
-        """Returns the files by which `mtjax generate`, and transformers after an export, render conversations alike."""
+    def _tokenizer_files(
+        self, found: FinetuningTokenizer, encoder: ChatEncoder, template: Path | None
+    ) -> dict[str, bytes]:
+        """Returns the files with which `mtjax generate`, and transformers after an export, render the same prompts."""
         if found.is_kept:
             return {}
-        kept = read_files(found.folder, DESCRIPTIONS) | dict(found.files)
-        kept = {name: content for name, content in kept.items() if not name.endswith(".jinja")}
+        files = read_files(found.folder, DESCRIPTIONS) | dict(found.files)
+        files = {name: content for name, content in files.items() if not name.endswith(".jinja")}
         templates = {DEFAULT: template} if template else template_files(found.folder)
         for name, path in templates.items():
-            kept[TEMPLATE_FILE if name == DEFAULT else f"{TEMPLATE_FOLDER}/{name}.jinja"] = path.read_bytes()
+            files[TEMPLATE_FILE if name == DEFAULT else f"{TEMPLATE_FOLDER}/{name}.jinja"] = path.read_bytes()
         settings = read_object(found.folder / GENERATION_CONFIG) | {"eos_token_id": encoder.ends}
-        return kept | {GENERATION_CONFIG: (json.dumps(settings, indent=2) + "\n").encode()}
+        return files | {GENERATION_CONFIG: (json.dumps(settings, indent=2) + "\n").encode()}
 
 
 def _template_file(named: str | None, found: FinetuningTokenizer) -> Path | None:
-    """Returns the file that `--chat-template` names; None where the template in the tokenizer's folder is used.
+    """Returns the file that `--chat-template` names; None if the template in the tokenizer's folder is used.
 
     Raises:
       UserError: a resumed run has another template.
     """
     path = Path(named).expanduser() if named else None
-    own = found.folder / TEMPLATE_FILE
-    if not found.is_kept or path is None or not own.is_file():
+    saved = found.folder / TEMPLATE_FILE
+    if not found.is_kept or path is None or not saved.is_file():
         return path
-    if path.is_file() and path.read_bytes() != own.read_bytes():
+    if path.is_file() and path.read_bytes() != saved.read_bytes():
         raise UserError(
-            f"--chat-template {named} is not the template that the run was trained with, {own}: remove chat_template "
-            "from the command and the config to go on with the run's own, or start a new run in another --out"
+            f"--chat-template {named} is not the template that the run was trained with, {saved}: remove chat_template "
+            "from the command and the config to continue with the run's template, or start a new run in another --out"
         )
     return None

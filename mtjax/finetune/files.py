@@ -1,4 +1,4 @@
-"""Which files a task's rows are in: a folder, one file that is shared out, or one for training and one beside it."""
+"""Reads a task's rows from a folder, from one file that is split, or from separate training and validation files."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,36 +15,36 @@ from mtjax.finetune.tasks.task import DEV, HasFiles, HeldOut
 
 @dataclass(frozen=True)
 class TaskRows:
-    """Examples of a task."""
+    """Examples of a task for training and validation."""
 
     train: list[Any]
     held_out: list[tuple[HeldOut, list[Any]]]
     notes: list[str]
-    """Which rows were left out."""
+    """Notes on rows that were skipped."""
 
 
 def read_task(config: Config, task: HasFiles) -> TaskRows:
-    """The rows that `data`, or `train_data` and `valid_data`, name.
+    """Reads the rows in `data`, or in `train_data` and `valid_data`.
 
     Raises:
-      UserError: files are missing or are not the task's.
+      UserError: files are missing or are not in the task's format.
     """
-    named = config.data
-    if named.train_data or named.valid_data:
-        if named.data or not (named.train_data and named.valid_data):
+    data = config.data
+    if data.train_data or data.valid_data:
+        if data.data or not (data.train_data and data.valid_data):
             raise UserError("give either --data, or --train-data and --valid-data")
-        files = [task.examples(Path(name).expanduser(), config) for name in (named.train_data, named.valid_data)]
+        files = [task.examples(Path(name).expanduser(), config) for name in (data.train_data, data.valid_data)]
         return _rows(files[0], [(DEV, files[1])])
-    if not named.data:
-        raise UserError(f"--data is missing: the folder of {task.name}'s files, or one of rows")
-    place = Path(named.data).expanduser()
-    if not place.is_dir():
-        return _shared_out(task.examples(place, config), named.split)
-    train = task.examples(_file(place, task.train, task.endings), config)
-    sets = [(s, _find(place, s.stems, task.endings)) for s in task.held_out]
-    if not any(path for s, path in sets if s.is_needed):  # a folder of the task's rows in the plain way
+    if not data.data:
+        raise UserError(f"--data is missing: name the folder of {task.name}'s files, or one file")
+    folder = Path(data.data).expanduser()
+    if not folder.is_dir():
+        return _split(task.examples(folder, config), data.split)
+    train = task.examples(_file(folder, task.train, task.endings), config)
+    sets = [(s, _find(folder, s.stems, task.endings)) for s in task.held_out]
+    if not any(path for s, path in sets if s.is_needed):  # a folder with generic names such as dev.tsv
         stems = tuple(dict.fromkeys((*task.held_out[0].stems, *DEV.stems)))
-        sets = [(DEV, _file(place, stems, task.endings))]
+        sets = [(DEV, _file(folder, stems, task.endings))]
     return _rows(train, [(s, task.examples(path, config)) for s, path in sets if path])
 
 
@@ -53,18 +53,18 @@ def _rows(train: Examples, held_out: list[tuple[HeldOut, Examples]]) -> TaskRows
     return TaskRows(train.rows, [(s, e.rows) for s, e in held_out], notes)
 
 
-def _shared_out(examples: Examples, split: str) -> TaskRows:
-    """One file's rows, in an order that is always the same, by the first two shares of `split`.
+def _split(examples: Examples, split: str) -> TaskRows:
+    """Splits the rows of one file, in a fixed random order, by the first two shares of `split`.
 
     Raises:
-      UserError: one share is empty.
+      UserError: one of the two is empty.
     """
     order = np.random.default_rng(0).permutation(len(examples.rows))
     bounds = split_bounds(split, len(order))
     shares = [[examples.rows[i] for i in order[slice(*(bounds[name] or (0, 0)))]] for name in ("train", "valid")]
     if not all(shares):
         which = "training" if not shares[0] else "validation"
-        raise UserError(f"split {split} leaves none of the {len(order)} rows of {examples.path} for {which}")
+        raise UserError(f"--split {split} assigns none of the {len(order)} rows of {examples.path} to {which}")
     return TaskRows(shares[0], [(DEV, shares[1])], examples.notes)
 
 
@@ -78,6 +78,6 @@ def _file(folder: Path, stems: tuple[str, ...], endings: tuple[str, ...]) -> Pat
     if path is None:
         first, *others = endings
         names = " or ".join(f"{stem}{first}" for stem in stems)
-        same = f", nor the same with {others[0]}" if others else ""
-        raise UserError(f"{folder} has no {names}{same}: is it another task's folder?")
+        same = f" (or with {others[0]})" if others else ""
+        raise UserError(f"{folder} contains no {names}{same}: is it the folder of another task?")
     return path

@@ -1,4 +1,4 @@
-"""What a finetuning begins with: a pretrained trunk of any format, and a head, drawn where the weights have none."""
+"""Initial weights of finetuning: a pretrained trunk of any format, and a head, initialized if the weights have none."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -16,14 +16,14 @@ from mtjax.sharding.param_specs import dotted
 from mtjax.train.step import TrainStep
 
 HEAD = "head"
-"""The module of a head."""
+"""Name of a head's module."""
 POOLER = {f"{HEAD}.pooler.{kind}": f"order.pooler.{kind}" for kind in ("weight", "bias")}
-"""What a head takes over from BERT's pretraining."""
+"""Parameters of a head -> those of BERT's pretraining head from which they are initialized."""
 
 
 @dataclass(frozen=True)
 class PretrainedTrunk:
-    """Weights of a model with any head, of any format: opened once devices are there."""
+    """Pretrained weights of any format, and with any head; opened on first use, after devices are attached."""
 
     name: str
     hints: Hints
@@ -39,41 +39,41 @@ class PretrainedTrunk:
 
     @property
     def folder(self) -> Path:
-        """Where they are."""
+        """Their folder."""
         return self.saved.folder
 
     def check(self, program: TrainStep) -> None:
-        """Checks that a program's model is theirs, but for the head and fewer positions.
+        """Checks that a program's model is that of the weights, except for the head and a shorter sequence.
 
         Raises:
-          UserError: lists how it differs.
+          UserError: it differs (lists all differences).
         """
         theirs, ours = self.saved.config.model, program.config.model
         if ours.sequence_length > theirs.sequence_length and ours.position == "learned":
             raise UserError(
-                f"sequence_length {ours.sequence_length} is above the {theirs.sequence_length} positions of the "
-                f"weights in {self.folder}"
+                f"sequence_length {ours.sequence_length} is above the {theirs.sequence_length} learned positions of "
+                f"{self.folder}: lower --sequence-length"
             )
         names = ("head", "num_labels", "sequence_length", "sentence_order", "vocab_multiple", "tie_embeddings")
         names += ("lora_rank", "lora_alpha", "lora_targets")
         like_theirs = dataclasses.replace(ours, **{name: getattr(theirs, name) for name in names})
         if listed := "".join(f"\n  {difference}" for difference in differences(theirs, like_theirs)):
-            raise UserError(f"the weights in {self.folder} are of another model; use its settings:{listed}")
+            raise UserError(f"the weights in {self.folder} belong to another model; use its settings:{listed}")
 
     def read(self, program: TrainStep) -> Any:
-        """The parameters, placed as the program keeps them; what the weights lack of the head is drawn by the seed.
+        """Reads the parameters with the program's shardings; initializes parameters of the head that are missing.
 
         Raises:
-          UserError: they are damaged, or can't be read.
+          UserError: they are corrupted, or can't be read.
         """
         theirs = set(self.saved.source.parameters) - self.saved.source.origin.fresh
         leaves, structure = jax.tree_util.tree_flatten_with_path(program.restore_target)
         targets = {dotted(path): leaf for path, leaf in leaves}
         same_head = _head_of(self.saved.config.model) == _head_of(program.config.model)
         sources = {name: name if same_head or not name.startswith(f"{HEAD}.") else POOLER.get(name) for name in targets}
-        read = {there: targets[here] for here, there in sources.items() if there in theirs}
+        read = {source: targets[name] for name, source in sources.items() if source in theirs}
         arrays = self.saved.read({name: leaf for name, leaf in read.items() if name is not None}, program)
-        missing = {name for name, there in sources.items() if there not in arrays}
+        missing = {name for name, source in sources.items() if source not in arrays}
         fresh = program.initialize_named(program.config.training.seed, missing) if missing else {}
         parameters = [fresh[name] if name in missing else arrays[str(sources[name])] for name in targets]
         return jax.tree_util.tree_unflatten(structure, parameters)

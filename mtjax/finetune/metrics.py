@@ -1,4 +1,4 @@
-"""The metrics of tasks as GLUE computes them, from outputs and labels. F1, Pearson and Spearman are in [-1, 1]."""
+"""The metrics of tasks as GLUE defines them, from outputs and labels. Correlations are in [-1, 1]."""
 
 from collections.abc import Mapping
 
@@ -9,24 +9,24 @@ Scores = Mapping[str, float]
 
 
 def of_classes(outputs: np.ndarray, labels: np.ndarray) -> Scores:
-    """Accuracy, and F1 averaged over the classes that occur in labels or answers."""
+    """Returns accuracy and macro F1, over the classes that occur in labels or predictions."""
     chosen = outputs.argmax(1)
     occurring = np.union1d(chosen, labels)
     return accuracy(outputs, labels) | {"f1": float(np.mean([_f1(chosen == c, labels == c) for c in occurring]))}
 
 
 def accuracy(outputs: np.ndarray, labels: np.ndarray) -> dict[str, float]:
-    """Share of rows whose largest output is the label's."""
+    """Returns the fraction of rows whose largest output is the label's."""
     return {"accuracy": float(np.mean(outputs.argmax(1) == labels))}
 
 
 def accuracy_and_f1(outputs: np.ndarray, labels: np.ndarray) -> Scores:
-    """Accuracy, and F1 of the class 1, as for QQP."""
+    """Returns accuracy and F1 of class 1, as for QQP."""
     return accuracy(outputs, labels) | {"f1": _f1(outputs.argmax(1) == 1, labels == 1)}
 
 
 def correlations(outputs: np.ndarray, labels: np.ndarray) -> Scores:
-    """Pearson's and Spearman's correlation, as for STS-B, and the mean squared error; 0 where all are equal."""
+    """Returns Pearson and Spearman correlation, as for STS-B (0 if all values are equal), and mean squared error."""
     values = outputs[:, 0].astype(np.float64)
     return {
         "pearson": _correlation(values, labels),
@@ -36,7 +36,7 @@ def correlations(outputs: np.ndarray, labels: np.ndarray) -> Scores:
 
 
 def mean_loss(outputs: np.ndarray, labels: np.ndarray) -> float:
-    """Of the rows: cross-entropy of classes, squared error of numbers; in float64."""
+    """Returns the mean loss of rows: cross-entropy of classes or squared error; computed in float64."""
     outputs = outputs.astype(np.float64)
     if not np.issubdtype(labels.dtype, np.integer):
         return float(np.mean((outputs[:, 0] - labels) ** 2))
@@ -46,25 +46,26 @@ def mean_loss(outputs: np.ndarray, labels: np.ndarray) -> float:
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:
-    """Along the last dimension."""
+    """Applies softmax along the last dimension."""
     powers = np.exp(logits - logits.max(-1, keepdims=True))
     return powers / powers.sum(-1, keepdims=True)
 
 
 def _f1(chosen: np.ndarray, right: np.ndarray) -> float:
-    """2 TP / (2 TP + FP + FN); 0 where nothing is, or should be, chosen."""
+    """Returns F1 = 2 TP / (2 TP + FP + FN); 0 if there are no positives."""
     both = int((chosen & right).sum())
     return 2 * both / max(int(chosen.sum()) + int(right.sum()), 1)
 
 
 def _correlation(a: np.ndarray, b: np.ndarray) -> float:
+    """Returns the Pearson correlation; 0 if all values are equal."""
     a, b = a - a.mean(), b - b.mean()
     scale = float(np.sqrt((a @ a) * (b @ b)))
     return float(a @ b) / scale if scale else 0.0
 
 
 def _ranks(values: np.ndarray) -> np.ndarray:
-    """From 1; equal values share the mean of their ranks."""
-    _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
+    """Returns ranks from 1; ties get the mean of their ranks."""
+    _, index, counts = np.unique(values, return_inverse=True, return_counts=True)
     last = np.cumsum(counts)
-    return (last - (counts - 1) / 2)[place]
+    return (last - (counts - 1) / 2)[index]

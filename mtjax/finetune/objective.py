@@ -1,4 +1,4 @@
-"""A task as an objective of the trainer: its rows, its steps, its validation."""
+"""Finetuning for a task as an objective of the trainer: rows, steps and validation."""
 
 import dataclasses
 from collections.abc import Collection, Sequence
@@ -24,12 +24,12 @@ from mtjax.train.step import TrainStep
 
 
 class FineTuning(OnPretrained):
-    """A task, learnt by a head on pretrained weights.
+    """Finetuning of pretrained weights, with a head, for a task.
 
     Args:
-      task: what is learnt.
-      trunk: the weights; None for random ones.
-      teacher: a model to learn from, besides the data.
+      task: the task.
+      trunk: the pretrained weights; None for random initialization.
+      teacher: the teacher, for distillation.
     """
 
     def __init__(self, task: Task, trunk: PretrainedTrunk | None, teacher: Teacher | None = None) -> None:
@@ -41,15 +41,13 @@ class FineTuning(OnPretrained):
     def load_data(
         self, config: Config, folder: Path, past: Past | None = None, allowed: Collection[str] = ()
     ) -> tuple[Config, RunData]:
-        """The task's rows, and the config with steps, lengths and labels filled in.
+        """Reads the task's rows, and fills steps, sequence length and labels into the config.
 
         Raises:
-          UserError: rows, labels or tokenizer can't be used.
+          UserError: rows, labels or tokenizer are invalid.
         """
         if config.optimizer.label_smoothing or config.optimizer.z_loss:
-            raise UserError(
-                "label_smoothing and z_loss are of losses over a vocabulary: leave them out of a finetuning"
-            )
+            raise UserError("--label-smoothing and --z-loss apply only to losses over the vocabulary: remove them")
         found = self.open_tokenizer(config, folder)
         tokenizer = found.tokenizer
         rows = read_task(config, self.task)
@@ -63,14 +61,14 @@ class FineTuning(OnPretrained):
         training, *validation = [e.samples(config.model.sequence_length) for e in encoded]
         training = dataclasses.replace(training, weights=weights_of(config, training.labels))
         config = self.with_steps(config, len(training), folder, past)
-        self._warn([*rows.notes, *(e.note for e in encoded if e.note)], config, encoded)
+        self._print_notes([*rows.notes, *(e.note for e in encoded if e.note)], config, encoded)
         suffixes = [s.suffix for s, _ in rows.held_out]
         self._held_out = list(zip(suffixes, encoded[1:], validation, strict=True))
         train, position = self.in_order(config, training, encoded[0].lengths, past, allowed)
         return config, RunData(tokenizer, train, validation[0], position, found.files, found.is_kept)
 
     def validate(self, program: TrainStep, parameters: Any, held_out: Dataset) -> dict[str, float]:
-        """The task's metrics on all rows held out, and the mean loss."""
+        """Returns the task's metrics and the mean loss on all validation rows."""
         self._outputs = self._outputs or Outputs(program)
         entries: dict[str, float] = {}
         for suffix, encoded, samples in self._held_out:
@@ -80,12 +78,13 @@ class FineTuning(OnPretrained):
         return entries
 
     def goal(self, config: Config) -> Goal:
-        """The task's metric."""
+        """Returns the task's metric."""
         return Goal(f"valid_{self.task.goal}", patience=config.finetuning.patience)
 
-    def _warn(self, notes: list[str], config: Config, sets: Sequence[Encoded]) -> None:
+    def _print_notes(self, notes: list[str], config: Config, sets: Sequence[Encoded]) -> None:
+        """Prints notes, including one on rows that are truncated."""
         length = config.model.sequence_length
         lengths = [row for encoded in sets for row in encoded.lengths]
         if cut := sum(row > length for row in lengths):
-            notes.append(f"{cut:,} of {len(lengths):,} rows are longer than {length} tokens, and {self.task.when_long}")
+            notes.append(f"{cut:,} of {len(lengths):,} rows are longer than {length} tokens: {self.task.when_long}")
         say_notes(notes)

@@ -1,4 +1,4 @@
-"""What `mtjax finetune` says of itself, and the settings with which it begins."""
+"""The options, help and default settings of `mtjax finetune`."""
 
 from dataclasses import dataclass
 
@@ -8,21 +8,21 @@ from mtjax.train import options as train
 CHAT = "chat"
 """The task whose rows are conversations."""
 LONGEST_CHATS = 1024
-"""Tokens of its sequences where nothing is said, if the weights read so many."""
+"""Default sequence length of chat, unless the model's is shorter."""
 
-DESCRIPTION = """Trains pretrained weights for a task: a BERT, GPT or Llama with a head, or a GPT or Llama that answers.
+DESCRIPTION = """Finetunes pretrained weights: a BERT, GPT or Llama with a head for a task, or a GPT or Llama on chats.
 
 Tasks:
   mnli, qqp, rte  GLUE's, from its folders: train.tsv and dev.tsv (MNLI: dev_matched.tsv, dev_mismatched.tsv), or .jsonl
   race            RACE's questions with four answers, from its folders train and dev of *.txt
-  squad1, squad2  SQuAD 1.1 and 2.0: answers that are parts of a passage, from train-v2.0.json and dev-v2.0.json
-  classify        classes of a text or of two, from rows of your own: TSV with a header, or JSON lines
-  regress         numbers instead of classes
-  chat            answers of conversations, JSON lines of messages or of prompt and completion (supervised finetuning)
+  squad1, squad2  SQuAD 1.1 and 2.0: answers that are spans of a passage, from train-v2.0.json and dev-v2.0.json
+  classify        classification of a text or a pair of texts, from your own rows: TSV with a header, or JSON lines
+  regress         regression: numbers instead of classes
+  chat            supervised finetuning on conversations: JSON lines with messages, or with prompt and completion
 
---data is a folder with train.tsv and dev.tsv, or one file, which --split shares out (90,10,0). The best checkpoint by
-the task's metric is kept in OUT/best. Steps and warmup follow from --epochs and --warmup-fraction; validations and
-checkpoints, where --valid-every and --checkpoint-every are 0, come once in an epoch.
+--data is a folder with train.tsv and dev.tsv, or one file, which --split divides (90,10,0). The best checkpoint by the
+task's metric is saved in OUT/best. Steps and warmup follow from --epochs and --warmup-fraction; validation and
+checkpoints happen once per epoch if --valid-every and --checkpoint-every are 0.
 
 Examples:
   mtjax finetune --task rte --data glue/RTE --init-from hf:bert-base-uncased --learning-rate 2e-5
@@ -38,18 +38,18 @@ Examples:
 
 @dataclass(frozen=True)
 class Options(train.Options):
-    """For this start only."""
+    """Options that are not settings of a run."""
 
     seeds: int = at_least(1, 1, most=1000)
-    """Runs, each with another seed, into OUT/seed-SEED; their median and spread are said in the end."""
+    """Number of runs, each with another seed, in OUT/seed-SEED; prints their median and range at the end."""
 
     sweep: tuple[str, ...] | None = None
-    """Runs with several values of the batch size, the learning rate or both, global-batch-size=16,32
-    learning-rate=2e-5,5e-5, each into a folder of its own; without values 16, 32, 64 and 128 (questions) with 1e-5,
-    2e-5, 3e-5 and 5e-5. With --seeds their medians are compared."""
+    """Runs all combinations of batch sizes, learning rates or both, such as global-batch-size=16,32
+    learning-rate=2e-5,5e-5, each in a separate folder. Without values: 16, 32, 64 and 128 (questions) with 1e-5, 2e-5,
+    3e-5 and 5e-5. With --seeds, compares medians."""
 
     def of_training(self) -> train.Options:
-        """Those of each run."""
+        """Returns the options of each run."""
         return train.Options(**{name: value for name, value in vars(self).items() if name not in ("seeds", "sweep")})
 
 
@@ -64,7 +64,7 @@ DEFAULTS = {
     "checkpoint_every": 0,
     "keep_last": 1,
 }
-"""Settings in which a finetuning begins elsewhere than a pretraining."""
+"""Defaults of finetuning that differ from those of pretraining."""
 
 DECIDED = (
     *(
@@ -79,4 +79,4 @@ DECIDED = (
     ),
     *("evaluate", "evaluate-every", "keep-best"),
 )
-"""Options that other settings, the task and the rows decide."""
+"""Options that are determined by the task, the rows and other settings."""

@@ -1,4 +1,4 @@
-"""What a finetuned model gives for rows: logits or numbers, batch by batch over the mesh."""
+"""Runs a finetuned model on rows, batch by batch, and returns its logits or values."""
 
 from functools import cached_property
 from typing import Any, cast
@@ -16,21 +16,21 @@ from mtjax.sharding.placement import global_batch, process_rows, replicated
 
 
 class Outputs:
-    """Runs a model without dropout, a global batch of its config at a time."""
+    """Runs a model without dropout, one global batch at a time."""
 
     def __init__(self, placed: ShardedModel) -> None:
         self.placed, self.batch = placed, placed.config.training.global_batch_size
         self._mine = process_rows(placed.batch_sharding, self.batch)
 
     def of(self, parameters: Tree, samples: Dataset) -> np.ndarray:
-        """[rows, outputs] float32: logits, or the numbers of a regression; of spans [rows, sequence, 2]."""
-        names, parts = [name for name in self.placed.batch_names if name != "sample_index"], []
+        """Returns float32 logits or values [rows, outputs]; for spans [rows, sequence, 2]."""
+        names, batches = [name for name in self.placed.batch_names if name != "sample_index"], []
         for start in range(0, len(samples), self.batch):
-            numbers = np.minimum(start + self._mine, len(samples) - 1)  # the last batch repeats the last row
+            numbers = np.minimum(start + self._mine, len(samples) - 1)  # pads the last batch with the last row
             local = stack([samples[int(number)] for number in numbers])
             batch = global_batch(self.placed.batch_sharding, {name: local[name] for name in names}, self.batch)
-            parts.append(np.asarray(self.placed.on_mesh(self._compiled, parameters, batch)))
-        return np.concatenate(parts)[: len(samples)]
+            batches.append(np.asarray(self.placed.on_mesh(self._compiled, parameters, batch)))
+        return np.concatenate(batches)[: len(samples)]
 
     @cached_property
     def _compiled(self) -> Any:

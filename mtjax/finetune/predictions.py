@@ -1,4 +1,4 @@
-"""What finetuned models say of rows: probabilities of classes or numbers, of one model or of several on average."""
+"""Predictions of finetuned models for rows: probabilities of classes, or values; of one model or an ensemble."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,14 +23,14 @@ from mtjax.theory.mesh import parse_mesh
 
 @dataclass(frozen=True)
 class Predictions:
-    """Of rows, in their order.
+    """Predictions for rows, in their order.
 
     Attributes:
-      encoded: the rows as the model read them.
-      labels: names of its classes; None where it has none.
-      note: which rows were left out.
-      values: float64, of each row: probabilities of classes or choices, [rows, classes], a number, [rows, 1], or the
-        logits of each of its tokens, [rows, sequence, 2].
+      encoded: the encoded rows.
+      labels: names of classes, if any.
+      note: note on rows that were skipped.
+      values: float64: probabilities of classes or choices [rows, classes], values [rows, 1], or logits of the first and
+        last token of a span [rows, sequence, 2].
     """
 
     encoded: Encoded
@@ -40,34 +40,34 @@ class Predictions:
 
     @cached_property
     def lines(self) -> list[dict[str, Any]]:
-        """One row of JSON for each: its line in the file, and the answer."""
+        """One JSON object for each row: its line in the file, and the answer."""
         return self.encoded.lines(self.values)
 
     @cached_property
     def scores(self) -> Scores:
-        """The task's metrics, where the rows have answers; else nothing."""
+        """The task's metrics; empty if the rows have no labels."""
         return self.encoded.scores(self.values)
 
 
 def predict(source: str, data: Path, *, mesh: str = "1x1", rows: int = 32, dtype: str = "float32") -> Predictions:
-    """Runs the weights that `source` names over the rows of a file.
+    """Runs a finetuned model on the rows of a file.
 
     Args:
       source: a finetuned run (its best checkpoint), a converted folder, or hf:DIR.
-      data: TSV or JSON lines with the task's fields; labels may be there.
+      data: TSV or JSON lines with the task's fields; labels are optional.
       mesh: DATAxMODEL.
-      rows: that each data rank reads at once.
-      dtype: of products.
+      rows: batch size per data-parallel rank.
+      dtype: compute_dtype.
 
     Raises:
-      UserError: the weights have no head of a task, or the rows can't be read.
+      UserError: the weights have no head for a task, or the rows can't be read.
     """
     shape = parse_mesh(mesh)
     devices = attach_devices(shape)
     saved = SavedModel.open(source, Hints(vocab_multiple_for(shape)))
     config = saved.config
     if config.model.head == "language":
-        raise UserError(f"{source} has no head for a task: finetune it first, mtjax finetune --init-from {source}")
+        raise UserError(f"{source} has no head for a task: finetune it first with mtjax finetune --init-from {source}")
     task = task_of(config)
     examples = task.examples(data, config, labelled=False)
     placed = ShardedModel(for_rows(config, Parallel(mesh=mesh), rows, compute_dtype=dtype), devices)
@@ -78,16 +78,16 @@ def predict(source: str, data: Path, *, mesh: str = "1x1", rows: int = 32, dtype
 
 
 def mean(members: Sequence[Predictions]) -> Predictions:
-    """The ensemble: the mean of the members' probabilities, or numbers, as the paper's of five models.
+    """Averages the members' probabilities or values: the ensemble of the paper, there of five models.
 
     Raises:
-      UserError: they have different classes.
+      UserError: the members have different classes, or read rows of different lengths.
     """
     first = members[0]
     for other in members[1:]:
         if other.labels != first.labels:
-            raise UserError(f"one of the models has the classes {first.labels}, and another {other.labels}")
+            raise UserError(f"the models have different classes: {first.labels} and {other.labels}")
     if len({member.values.shape for member in members}) > 1:
-        raise UserError("the models read rows of different lengths: finetune them with the same --sequence-length")
+        raise UserError("the models have different sequence lengths: finetune them with the same --sequence-length")
     values = np.mean([member.values for member in members], axis=0)
     return Predictions(first.encoded, first.labels, first.note, values)

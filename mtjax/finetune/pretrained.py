@@ -1,4 +1,4 @@
-"""What every finetuning has in common: weights to begin with, their tokenizer, and steps that follow from passes."""
+"""Base class of finetuning objectives: initial weights, their tokenizer, and steps from epochs."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -30,7 +30,7 @@ from mtjax.train.schedule import Horizon, horizon_of
 from mtjax.train.step import TrainStep
 
 LENGTH_STEP = 64
-"""Sequences are as long as the longest row, rounded up to a multiple of this, and of what the mesh divides."""
+"""The sequence length is that of the longest row, rounded up to a multiple of this and of what the mesh divides."""
 
 
 @dataclass(frozen=True)
@@ -38,22 +38,22 @@ class FinetuningTokenizer:
     """The tokenizer of a finetuning."""
 
     name: str
-    """As `--tokenizer` names it."""
+    """Its name, as in `--tokenizer`."""
     tokenizer: Tokenizer
     folder: Path
-    """Where its chat template is."""
+    """The folder with its chat template."""
     files: Mapping[str, bytes]
-    """What the run's folder keeps with it."""
+    """Files that are saved with it in the run's folder."""
     is_kept: bool = False
-    """Whether the run's folder has all of it already."""
+    """Whether the run's folder already contains it."""
 
 
 class OnPretrained(Objective):
-    """An objective that begins with weights of any format.
+    """An objective that starts from pretrained weights of any format.
 
     Args:
-      trunk: the weights; None for random ones.
-      teacher: a model to learn from, besides the data.
+      trunk: the pretrained weights; None for random initialization.
+      teacher: the teacher, for distillation.
     """
 
     command = "mtjax finetune"
@@ -62,28 +62,28 @@ class OnPretrained(Objective):
         self.trunk, self.teacher = trunk, teacher
 
     def initial_weights(self, config: Config) -> PretrainedTrunk | None:
-        """Those that were given."""
+        """Returns the pretrained weights, if any."""
         return self.trunk
 
     def goal(self, config: Config) -> Goal:
-        """By what the best checkpoint is chosen: each finetuning says it."""
+        """Returns the metric by which the best checkpoint is selected."""
         raise NotImplementedError
 
     def teacher_targets(self, program: TrainStep) -> Lessons | None:
-        """Those of the teacher."""
+        """Loads the teacher, if any."""
         return self.teacher.on(program) if self.teacher else None
 
     def sample(self, program: TrainStep, parameters: Any, tokenizer: Tokenizer) -> str:
-        """Nothing: the metrics say it."""
+        """Returns "": metrics are printed instead of a sample."""
         return ""
 
     def next_commands(self, config: Config, out: str) -> list[str]:
-        """A longer run from the same weights: the learning rate of this one has decayed to its end."""
+        """Returns a command for a longer run from the same weights, as the learning rate of this one has decayed."""
         epochs = 2 * config.finetuning.epochs
         return [f"{self.command} --config {out}/config.toml --epochs {epochs:g} --out {out}-{epochs:g}-epochs"]
 
     def horizon(self, config: Config, past: Past | None) -> Horizon:
-        """Returns the steps of the run: its rates change over its epochs, even if these were changed."""
+        """Returns the steps over which schedules decay: those of all epochs, also if their number was changed."""
         return horizon_of(config.optimizer, config.training.steps)
 
     def in_order(
@@ -94,17 +94,17 @@ class OnPretrained(Objective):
         past: Past | None,
         allowed: Collection[str],
     ) -> tuple[Dataset, DataPosition]:
-        """The training rows pass by pass, numbered as the run consumes them, and what they are made from.
+        """Returns the training rows in the order of the run, epoch by epoch, and the data position to save.
 
         Args:
-          config: with the steps of the run.
+          config: the config, with the steps of the run.
           samples: the rows.
-          lengths: of all rows in tokens: rows that were added, removed or changed are noticed by them.
+          lengths: lengths of all rows in tokens, by which changes of the data are detected.
           past: the run that is resumed; None for a new one.
-          allowed: kinds of changes that may begin a new order.
+          allowed: kinds of changes that may start a new order.
 
         Raises:
-          UserError: the order of the run can't be continued.
+          UserError: the data changed, so that the order of the run can't be continued.
         """
         total = train_samples(config.training, *position_in(past))
         name = config.data.train_data or config.data.data or "the training rows"
@@ -114,25 +114,25 @@ class OnPretrained(Objective):
         return shifted(Epochs(samples, config.training.seed, order.counts[-1]), order), position
 
     def open_tokenizer(self, config: Config, out: Path) -> FinetuningTokenizer:
-        """The tokenizer: of a resumed run its own, else the one that is named, else the weights'.
+        """Opens the tokenizer: that of the resumed run, else `--tokenizer`, else that of the weights.
 
         Args:
-          config: the run.
-          out: its folder.
+          config: the config of the run.
+          out: the run's folder.
 
         Raises:
-          UserError: there is none, or the one that is named differs from the run's or the weights'.
+          UserError: there is none, or `--tokenizer` differs from that of the run or the weights.
         """
         found = self._find_tokenizer(config, out)
         return with_end(found, config.data.eod_token, found.name)
 
     def _find_tokenizer(self, config: Config, out: Path) -> FinetuningTokenizer:
-        own = owned_by_run(config, out) if config.output.resume else None
-        if own is not None:
-            note = check_resumed(own, config.data.tokenizer)
+        run_tokenizer = owned_by_run(config, out) if config.output.resume else None
+        if run_tokenizer is not None:
+            note = check_resumed(run_tokenizer, config.data.tokenizer)
             say_notes([note] if note else [])
-            name = config.data.tokenizer or own.shown
-            return FinetuningTokenizer(name, own.tokenizer, own.folder, {}, is_kept=True)
+            name = config.data.tokenizer or run_tokenizer.shown
+            return FinetuningTokenizer(name, run_tokenizer.tokenizer, run_tokenizer.folder, {}, is_kept=True)
         if self.trunk is not None:
             saved, origin = self.trunk.saved, self.trunk.saved.source.origin
             name, tokenizer = saved.tokenizer(config.data.tokenizer)
@@ -141,13 +141,13 @@ class OnPretrained(Objective):
             return FinetuningTokenizer(name, tokenizer, origin.files, files)
         name = config.data.tokenizer
         if name is None:
-            raise UserError("--tokenizer is missing, and there are no weights that came with one")
+            raise UserError("--tokenizer is missing: it is required without --init-from")
         return FinetuningTokenizer(
             name, open_tokenizer(name, config.data.eod_token), folder_of(name), files_beside(name)
         )
 
     def with_text(self, config: Config, longest: int, name: str, tokenizer: Tokenizer) -> Config:
-        """The config with what tokenizer and rows decide of the model."""
+        """Returns the config with the tokenizer's vocabulary size and the rows' sequence length."""
         mesh = parse_mesh(config.parallel.mesh)
         step = math.lcm(LENGTH_STEP, parts_of_samples(Plan.of(config, mesh).layout(config.model), mesh))
         return configs.replace(
@@ -158,16 +158,16 @@ class OnPretrained(Objective):
         )
 
     def with_steps(self, config: Config, count: int, folder: Path, past: Past | None = None) -> Config:
-        """The config with what the number of training rows decides, and the rows that the run has read so far."""
+        """Returns the config with steps, warmup and intervals for `count` training rows per epoch."""
         options, size = config.finetuning, config.training.global_batch_size
-        an_epoch = math.ceil(count / size)
+        steps_per_epoch = math.ceil(count / size)
         step, consumed = position_in(past)
         steps = step + max(0, math.ceil((options.epochs * count - consumed) / size))
         return configs.replace(
             config,
             steps=steps,
             warmup_steps=round(options.warmup_fraction * steps),
-            valid_every=config.output.valid_every or an_epoch,
-            checkpoint_every=config.output.checkpoint_every or an_epoch,
+            valid_every=config.output.valid_every or steps_per_epoch,
+            checkpoint_every=config.output.checkpoint_every or steps_per_epoch,
             out=folder,
         )

@@ -1,4 +1,4 @@
-"""Rows of a task's files, TSV with a header or JSON lines: texts and labels, and what is wrong with the others."""
+"""Reads rows with texts and labels from TSV with a header or JSON lines, and reports invalid rows."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -10,12 +10,12 @@ from mtjax.data.json_lines import read_lines, surrogate_in
 from mtjax.errors import UserError, shortened
 
 SHOWN = 3
-"""Bad rows of a file that are named; the others are counted."""
+"""Most invalid rows of a file that are listed; others are counted."""
 
 
 @dataclass(frozen=True)
 class Fields:
-    """Names of fields, several choices of each."""
+    """Names of the fields with texts and label; several alternatives of each."""
 
     texts: tuple[tuple[str, ...], ...]
     label: tuple[str, ...]
@@ -23,44 +23,44 @@ class Fields:
 
 @dataclass(frozen=True)
 class Example:
-    """One row: its texts, and the label as the file writes it; None where labels are not asked for."""
+    """One row: its texts, and the label as in the file, if any."""
 
     texts: tuple[str, ...]
     label: str | None
     line: int = field(default=0, compare=False)
-    """In its file, from 1."""
+    """Number of its line in the file, from 1."""
     name: str = field(default="", compare=False)
-    """Where lines have none of their own."""
+    """Its id, if it is not identified by its line."""
     part: str = ""
-    """Of its set that it belongs to, where metrics tell parts apart."""
+    """Its subset, for tasks with metrics by subset."""
 
     @property
     def key(self) -> dict[str, Any]:
-        """By what answers name it."""
+        """The id or line by which answers identify it."""
         return {"id": self.name} if self.name else {"line": self.line}
 
 
 @dataclass
 class Examples:
-    """The rows of one file, and which were left out."""
+    """The valid rows of one file, and the reasons why others were skipped."""
 
     path: Path
     rows: list[Any] = field(default_factory=list)
     bad: list[str] = field(default_factory=list)
-    """One reason each, with the line's number."""
+    """Reason for each skipped row, with its line number."""
     unit: str = "rows"
-    """What they are called."""
+    """Plural noun for the rows."""
     remarks: list[str] = field(default_factory=list)
     """Other notes about the rows."""
 
     @property
     def note(self) -> str:
-        """What to say of the rows that were left out; nothing where there are none."""
+        """Note on the rows that were skipped; empty if there are none."""
         if not self.bad:
             return ""
         total, more = len(self.rows) + len(self.bad), len(self.bad) - SHOWN
-        named = "; ".join(self.bad[:SHOWN]) + (f"; and {more:,} more" if more > 0 else "")
-        return f"{len(self.bad):,} of {total:,} {self.unit} of {self.path} are left out: {named}"
+        reasons = "; ".join(self.bad[:SHOWN]) + (f"; and {more:,} more" if more > 0 else "")
+        return f"{len(self.bad):,} of {total:,} {self.unit} of {self.path} are skipped: {reasons}"
 
     @property
     def notes(self) -> list[str]:
@@ -68,23 +68,23 @@ class Examples:
         return [*([self.note] if self.note else []), *self.remarks]
 
     def check(self) -> "Examples":
-        """Checks that most rows are good.
+        """Checks that most rows are valid.
 
         Raises:
-          UserError: there are none, or more bad ones than good ones.
+          UserError: there are no rows, or more invalid than valid ones.
         """
         if not self.rows and not self.bad:
             raise UserError(f"{self.path} has no {self.unit}")
         if len(self.bad) > len(self.rows):
-            raise UserError(f"{self.note}: is it another task's file?")
+            raise UserError(f"{self.note}: is it the file of another task?")
         return self
 
 
 def read_examples(path: Path, fields: Fields, *, labelled: bool = True) -> Examples:
-    """The rows of a file; if they need not be `labelled`, labels where they are.
+    """Reads the rows of a file; labels are optional if not `labelled`.
 
     Raises:
-      UserError: it can't be read, it has none of the fields, or most rows are bad.
+      UserError: the file can't be read or does not have the fields, or most rows are invalid.
     """
     lines = read_lines(path)
     examples = Examples(path)
@@ -114,7 +114,7 @@ def _is_json(path: Path, lines: Sequence[str]) -> bool:
 
 
 def _of_table(lines: Sequence[str]) -> Iterator[tuple[int, dict[str, str] | str]]:
-    """Rows by the names in the header; GLUE's tables have no quotes that mean anything."""
+    """Yields line numbers and rows of a TSV with a header, or errors; quotes are ordinary characters, as in GLUE."""
     header = lines[0].split("\t")
     for number, line in enumerate(lines[1:], start=2):
         cells = line.split("\t")
@@ -125,7 +125,7 @@ def _of_table(lines: Sequence[str]) -> Iterator[tuple[int, dict[str, str] | str]
 
 
 def _of_json(lines: Sequence[str]) -> Iterator[tuple[int, dict[str, str] | str]]:
-    """Rows whose values are text: those that are not, as JSON."""
+    """Yields line numbers and rows of JSON lines, or errors; values that are not strings are converted to JSON."""
     for number, row in json_objects(lines):
         if isinstance(row, str):
             yield number, row
@@ -134,7 +134,7 @@ def _of_json(lines: Sequence[str]) -> Iterator[tuple[int, dict[str, str] | str]]
 
 
 def json_objects(lines: Sequence[str]) -> Iterator[tuple[int, dict[str, Any] | str]]:
-    """The object of each line that is not empty, or what is wrong with it, by the line's number."""
+    """Yields the line number, and the JSON object or an error, of each line that is not empty."""
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -151,24 +151,25 @@ def json_objects(lines: Sequence[str]) -> Iterator[tuple[int, dict[str, Any] | s
 
 
 def _chosen(path: Path, row: dict[str, str], choices: Sequence[tuple[str, ...]], what: str) -> tuple[str, ...]:
-    """The first choice that a row has all names of.
+    """Returns the first alternative of which a row has all fields.
 
     Raises:
-      UserError: it has none.
+      UserError: there is none.
     """
     for names in choices:
         if all(name in row for name in names):
             return names
     wanted = " or ".join(" and ".join(names) for names in choices)
     named = shortened(", ".join(row), 200)
-    raise UserError(f"{path} has the fields {named}, and needs {wanted} for {what}: is it another task's file?")
+    raise UserError(f"{path} has the fields {named}, but needs {wanted} for {what}: is it the file of another task?")
 
 
 def _label(row: dict[str, str], names: Sequence[str]) -> str | None:
+    """Returns the first of the fields that is not empty, if any."""
     return next((row[name].strip() for name in names if row.get(name, "").strip()), None)
 
 
 def _wrong(row: dict[str, str], names: Sequence[str]) -> str:
-    """What is wrong with a row; nothing where it is good."""
+    """Returns what is wrong with a row; "" if it is valid."""
     missing = next((name for name in names if not row.get(name, "").strip()), None)
     return f"has no {missing}" if missing else ""

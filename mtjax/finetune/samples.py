@@ -1,4 +1,4 @@
-"""Rows as samples: tokens of one text or two, padded, with a label and its weight; and passes over them."""
+"""Samples of a task's rows: padded tokens of one or two texts, a label and its weight; shuffled epochs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,21 +12,21 @@ from mtjax.data.samples.sample import Dataset, Sample
 from mtjax.errors import UserError
 
 Ids = tuple[np.ndarray, ...]
-"""Of one text or two."""
+"""Token ids of one or two texts."""
 
 
 @dataclass(frozen=True)
 class RowFormat:
-    """How the tokens of one text or two stand in a row, as BERT or as a decoder reads them.
+    """The layout of one or two texts in a row, for BERT or for a decoder.
 
-    BERT: `[CLS] A [SEP]` or `[CLS] A [SEP] B [SEP]`, B of token type 1. Decoders: what their tokenizer puts before a
-    text, A, and with B the end-of-document token between the two.
+    BERT: `[CLS] A [SEP]` or `[CLS] A [SEP] B [SEP]`, with token type 1 for B. Decoders: the tokens that the tokenizer
+    prepends, A, and for two texts the end-of-document token and B.
 
     Attributes:
-      is_bert: which of the two.
+      is_bert: whether the layout is BERT's.
       pad: id of padding.
-      cls: of `[CLS]`; a decoder has none.
-      sep: of what ends a text.
+      cls: id of `[CLS]`; -1 for decoders.
+      sep: id of `[SEP]`, or of the end-of-document token.
     """
 
     is_bert: bool
@@ -36,10 +36,10 @@ class RowFormat:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, family: str) -> "RowFormat":
-        """That of a family.
+        """Returns the layout of a family.
 
         Raises:
-          UserError: a BERT's tokenizer lacks its special tokens.
+          UserError: a BERT's tokenizer does not have its special tokens.
         """
         pad = tokenizer.special("[PAD]")
         pad = tokenizer.eod if pad is None else pad
@@ -47,22 +47,24 @@ class RowFormat:
             return cls(False, pad, -1, tokenizer.eod)
         special = {name: tokenizer.special(name) for name in ("[CLS]", "[SEP]")}
         if None in special.values():
-            raise UserError(f"BERT's rows need {' and '.join(special)}, and the tokenizer lacks one: name BERT's")
+            raise UserError(
+                f"BERT requires a tokenizer with {' and '.join(special)}: add --tokenizer with BERT's tokenizer"
+            )
         return cls(True, pad, *(int(i or 0) for i in special.values()))
 
     def length(self, ids: Ids) -> int:
-        """Tokens of a row that is not truncated."""
+        """Returns the number of tokens of a row without truncation."""
         return sum(map(len, ids)) + self._added(ids)
 
     def _added(self, ids: Ids) -> int:
         return 1 + len(ids) if self.is_bert else len(ids) - 1
 
     def row(self, ids: Ids, length: int) -> tuple[list[int], int]:
-        """A row's tokens, and how many of them belong to the first text.
+        """Returns a row's tokens, and how many of them belong to the first text.
 
-        Where they are more than `length`, the longer text is cut at its end, as transformers' `longest_first` does.
+        If there are more than `length`, truncates the longer text at its end, as transformers' `longest_first` does.
         """
-        sizes = _cut([len(text) for text in ids], length - self._added(ids))
+        sizes = _truncated([len(text) for text in ids], length - self._added(ids))
         texts = [text[:size] for text, size in zip(ids, sizes, strict=True)]
         if not self.is_bert:
             first = len(texts[0]) + len(texts) - 1
@@ -72,17 +74,17 @@ class RowFormat:
 
 
 class Encoder:
-    """Makes tokens of texts for a family's rows.
+    """Encodes texts for a family's rows.
 
     Raises:
-      UserError: a BERT's tokenizer lacks its special tokens.
+      UserError: a BERT's tokenizer does not have its special tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer, family: str) -> None:
         self.tokenizer, self.format = tokenizer, RowFormat.of(tokenizer, family)
 
     def ids(self, rows: Sequence[tuple[str, ...]]) -> list[Ids]:
-        """Of each row's texts; a text that several rows have is one array."""
+        """Encodes each row's texts; a text that occurs in several rows is encoded once, to one array."""
         known = dict.fromkeys(text for row in rows for text in (row if self.format.is_bert else row[1:]))
         arrays = dict(zip(known, map(_array, self.tokenizer.encode_batch(list(known))), strict=True))
         if self.format.is_bert:
@@ -95,19 +97,19 @@ def _array(ids: list[int]) -> np.ndarray:
     return np.array(ids, np.int32)
 
 
-def _cut(sizes: list[int], room: int) -> list[int]:
-    """Sizes of at most `room` together: the longer is cut down to the shorter, and then both alike."""
-    if sum(sizes) <= room:
+def _truncated(sizes: list[int], limit: int) -> list[int]:
+    """Reduces sizes to a sum of at most `limit`: first the larger to the smaller, then both equally."""
+    if sum(sizes) <= limit:
         return sizes
     if len(sizes) == 1:
-        return [room]
-    small = min(*sizes, room // 2)
-    return [small, room - small] if sizes[0] <= sizes[1] else [room - small, small]
+        return [limit]
+    small = min(*sizes, limit // 2)
+    return [small, limit - small] if sizes[0] <= sizes[1] else [limit - small, small]
 
 
 @dataclass(frozen=True)
 class Joined(Sequence[tuple[list[int], int]]):
-    """Rows that are put together when they are read: their texts may be shared, and are kept once."""
+    """Rows that are assembled on access, so that texts in several rows are stored once."""
 
     ids: Sequence[Ids]
     format: RowFormat
@@ -122,15 +124,15 @@ class Joined(Sequence[tuple[list[int], int]]):
 
 @dataclass(frozen=True)
 class Samples:
-    """Rows, as a `Dataset`.
+    """Rows with labels as a `Dataset`.
 
     Attributes:
-      rows: tokens of each, and how many are of the first text.
-      labels: int32 or float32, [rows], or of spans [rows, 2].
-      weights: float32, [rows].
-      length: of the arrays.
+      rows: tokens of each row, and how many belong to the first text.
+      labels: int32 or float32 [rows]; for spans [rows, 2].
+      weights: float32 [rows].
+      length: sequence length.
       pad: id of padding.
-      group: rows side by side that stay together: a question's choices.
+      group: number of adjacent rows that stay together when shuffled: a question's choices.
     """
 
     rows: Sequence[tuple[list[int], int]]
@@ -145,47 +147,47 @@ class Samples:
 
     def __getitem__(self, index: int) -> Sample:
         ids, first = self.rows[index]
-        place = np.arange(self.length)
+        positions = np.arange(self.length)
         tokens = np.full(self.length, self.pad, np.int32)
         tokens[: len(ids)] = ids
         return {
             "tokens": tokens,
-            "token_types": ((place >= first) & (place < len(ids))).astype(np.int32),
-            "padding_mask": (place < len(ids)).astype(np.int32),
+            "token_types": ((positions >= first) & (positions < len(ids))).astype(np.int32),
+            "padding_mask": (positions < len(ids)).astype(np.int32),
             "label": self.labels[index],
             "weight": self.weights[index],
         }
 
 
 class Grouped(Dataset, Protocol):
-    """Samples of which some stay together."""
+    """A dataset of groups of adjacent samples that stay together when shuffled."""
 
     @property
     def group(self) -> int:
-        """Samples side by side that do; 1 where each stands alone."""
+        """Number of samples in a group; 1 if samples are independent."""
         ...
 
 
 @dataclass(frozen=True)
 class Epochs:
-    """Passes over samples, each in an order of its own: sample k of a run is a function of k and the seed alone."""
+    """Epochs over samples, each shuffled differently; sample k of a run depends only on k and the seed."""
 
     samples: Grouped
     seed: int
     count: int
-    """Samples of the run; the last batch reaches into a pass that is not completed."""
+    """Number of samples of the run, including an incomplete last epoch."""
 
     def __len__(self) -> int:
         return self.count
 
     def __getitem__(self, index: int) -> Sample:
-        epoch, place = divmod(index, len(self.samples))
-        group, row = divmod(place, self.samples.group)
+        epoch, index_in_epoch = divmod(index, len(self.samples))
+        group, row = divmod(index_in_epoch, self.samples.group)
         order = order_of_pass(self.seed, epoch, len(self.samples) // self.samples.group)
         return self.samples[int(order[group]) * self.samples.group + row]
 
 
 @lru_cache(maxsize=4)
 def order_of_pass(seed: int, epoch: int, count: int) -> np.ndarray:
-    """The order of `count` samples, or groups of them, in a pass."""
+    """Returns the order of `count` groups of samples in an epoch."""
     return np.random.default_rng([seed, epoch]).permutation(count)

@@ -1,4 +1,4 @@
-"""The same finetuning with several seeds: a run for each, and what they come to."""
+"""Finetuning with several seeds: a run for each, and their median and range."""
 
 import json
 import statistics
@@ -16,34 +16,33 @@ from mtjax.train.observability.best import Best, Goal
 from mtjax.train.observability.metrics import read_metrics
 
 RESULTS = "seeds.json"
-"""The file of the results."""
+"""Name of the file with the results."""
 
 
 def run_seeds(
     config: Config, name: str, count: int, goal: Goal, run: Callable[[Config], bool]
 ) -> dict[int, float] | None:
-    """Runs seeds `seed`, `seed + 1` ... into OUT/seed-SEED, and says each one's best, their median and their spread.
+    """Runs seeds `seed`, `seed + 1` ... in OUT/seed-SEED, and prints the best value of each, their median and range.
 
-    A single one is run into OUT itself, and nothing is said.
+    A single seed is run in OUT itself, and nothing is printed.
 
-    With `--resume` those that are done with the same settings are not done again.
+    With `--resume`, finished runs with the same settings are not repeated.
 
     Args:
-      config: of all, with the first seed.
-      name: what their folder is called where `--out` does not say.
-      count: of seeds.
-      goal: by what a run is judged.
-      run: runs one, and returns whether it was not stopped.
+      config: the config of all runs, with the first seed.
+      name: name of their folder without `--out`.
+      count: number of seeds.
+      goal: the metric.
+      run: trains one run; returns False if it was stopped.
 
     Returns:
-      The best validation of each seed; None where a run was stopped.
+      The best validation result of each seed; None if a run was stopped.
 
     Raises:
-      UserError: the folder can't be used, a run in it was begun with other settings, or the runs would have several
-        processes.
+      UserError: the folder can't be used, a run in it was started with other settings, or several processes would run.
     """
     if several_expected(config.parallel):
-        raise UserError("--seeds and --sweep start runs one by one: with several processes, start each by itself")
+        raise UserError("--seeds and --sweep are not supported with several processes: start each run separately")
     out = choose_folder(config.output, name)
     if count == 1:
         done = run(configs.replace(config, out=out))
@@ -53,11 +52,11 @@ def run_seeds(
     for seed in range(first, first + count):
         folder = out / f"seed-{seed}"
         if folder.exists() and not resume:
-            raise UserError(f"--out {out} has a run of seed {seed} already: add --resume, or name another folder")
+            raise UserError(f"--out {out} already has a run with seed {seed}: add --resume, or name another folder")
         record_settings(configs.replace(config, seed=seed), folder)
         print(f"\nseed {seed}, {len(results) + 1} of {count}", flush=True)
         if not run(configs.replace(config, seed=seed, out=folder)):
-            print(f"stopped within seed {seed}: the same command with --resume --out {out} goes on", flush=True)
+            print(f"stopped during seed {seed}: continue with the same command and --resume --out {out}", flush=True)
             return None
         results[seed] = best_of(folder, goal).value
     print(summary(results, goal, out), flush=True)
@@ -65,22 +64,22 @@ def run_seeds(
 
 
 def best_of(folder: Path, goal: Goal) -> Best:
-    """The best validation of a run that has ended."""
+    """Returns the best validation of a finished run."""
     return Best(goal, read_metrics(folder / "metrics.jsonl"))
 
 
 def spread(results: Mapping[int, float]) -> dict[str, Any]:
-    """Results of seeds, and what they come to."""
+    """Returns the results of seeds with their median and range."""
     values = list(results.values())
     each = {str(seed): value for seed, value in results.items()}
     return {"seeds": each, "median": statistics.median(values), "lowest": min(values), "highest": max(values)}
 
 
 def summary(results: dict[int, float], goal: Goal, out: Path) -> str:
-    """What is said in the end; writes the same numbers to a file.
+    """Returns a summary of the results, and writes them to a file.
 
     Raises:
-      UserError: it can't be written.
+      UserError: the file can't be written.
     """
     metric = goal.metric.removeprefix("valid_")
     facts = {"metric": metric, **spread(results)}

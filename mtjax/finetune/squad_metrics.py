@@ -1,4 +1,4 @@
-"""SQuAD's metrics by the official rules: texts without case, punctuation, articles and spaces that are too many."""
+"""SQuAD's official metrics: texts are compared without case, punctuation, articles and extra spaces."""
 
 import re
 import string
@@ -9,19 +9,19 @@ _ARTICLES = re.compile(r"\b(a|an|the)\b")
 
 
 def normalised(text: str) -> str:
-    """A text as answers are compared."""
+    """Normalizes a text for comparison."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
 def exact_match(text: str, right: str) -> float:
-    """1 where two answers are the same, else 0."""
+    """Returns 1 if two answers are equal, else 0."""
     return float(normalised(text) == normalised(right))
 
 
 def text_f1(text: str, right: str) -> float:
-    """F1 of the words of an answer; without words, 1 where both have none."""
-    words, others = normalised(text).split(), normalised(right).split()
-    if not words or not others:
-        return float(words == others)
-    common = sum((Counter(words) & Counter(others)).values())
-    return 2 * common / (len(words) + len(others))
+    """Returns F1 of the words of an answer; if one has no words, 1 if both have none, else 0."""
+    words, right_words = normalised(text).split(), normalised(right).split()
+    if not words or not right_words:
+        return float(words == right_words)
+    common = sum((Counter(words) & Counter(right_words)).values())
+    return 2 * common / (len(words) + len(right_words))

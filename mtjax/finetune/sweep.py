@@ -1,4 +1,4 @@
-"""The same finetuning with several batch sizes and learning rates: a run for each pair, and which is best."""
+"""Sweeps over batch sizes and learning rates: a finetuning run for each combination, and the best of them."""
 
 import itertools
 import json
@@ -16,24 +16,24 @@ from mtjax.train.folder.run_folder import choose_folder, writing
 from mtjax.train.observability.best import Goal
 
 RESULTS = "sweep.json"
-"""The file of the results."""
+"""Name of the file with the results."""
 SWEPT: Mapping[str, tuple[type, tuple[float, ...]]] = {
     "global-batch-size": (int, (16, 32, 64, 128)),
     "learning-rate": (float, (1e-5, 2e-5, 3e-5, 5e-5)),
 }
-"""What is swept, with the values that are tried where none are named: within those of the paper's appendix."""
+"""Options that can be swept -> their type and default values, which are within those of the paper's appendix."""
 
 
 def grid_of(words: Sequence[str], config: Config) -> list[dict[str, Any]]:
-    """The settings of each run.
+    """Returns the settings of each run.
 
     Args:
-      words: NAME=VALUE,VALUE... for some of `SWEPT`, of which the others stay as they are; none for all of them with
-        their own values, of batch sizes so many questions.
-      config: of all.
+      words: NAME=VALUE,VALUE... for options in `SWEPT`; empty for all of them with their default values, where batch
+        sizes count questions.
+      config: the config of all runs.
 
     Raises:
-      UserError: a name or a value is wrong.
+      UserError: a name or a value is invalid.
     """
     values: dict[str, list[Any]] = {}
     for word in words:
@@ -45,7 +45,7 @@ def grid_of(words: Sequence[str], config: Config) -> list[dict[str, Any]]:
             raise UserError(f"--sweep names {name} twice")
         values[name] = [_number(item, name) for item in text.split(",")]
         if len(set(values[name])) < len(values[name]):
-            raise UserError(f"--sweep {word!r} has a value twice")
+            raise UserError(f"--sweep {word!r} contains a value twice")
     if not words:
         values = {name: list(defaults) for name, (_, defaults) in SWEPT.items()}
         values["global-batch-size"] = [size * rows_of_question(config.model) for size in values["global-batch-size"]]
@@ -61,32 +61,31 @@ def run_sweep(
     goal: Goal,
     run: Callable[[Config], bool],
 ) -> None:
-    """Runs each of a grid's settings into a folder of its own, and says each one's median over seeds and the best.
+    """Runs each of a grid's settings in a separate folder, and prints the median over seeds of each and the best.
 
-    With `--resume` those that are done with the same settings are not done again.
+    With `--resume`, finished runs with the same settings are not repeated.
 
     Args:
-      config: of all, with the first seed.
-      name: what their folder is called where `--out` does not say.
-      grid: settings of each.
-      seeds: runs of each, with a seed of its own.
-      goal: by what a run is judged.
-      run: runs one, and returns whether it was not stopped.
+      config: the config of all runs, with the first seed.
+      name: name of their folder without `--out`.
+      grid: the settings of each run.
+      seeds: number of seeds for each.
+      goal: the metric.
+      run: trains one run; returns False if it was stopped.
 
     Raises:
-      UserError: the folder can't be used, a run in it was begun with other settings, or the runs would have several
-        processes.
+      UserError: the folder can't be used, a run in it was started with other settings, or several processes would run.
     """
     out = choose_folder(config.output, name)
     found: list[dict[str, Any]] = []
     for number, point in enumerate(grid, start=1):
         folder = out / folder_of(point)
-        if seeds == 1:  # of several, each run is recorded with its seed
+        if seeds == 1:  # with several seeds, run_seeds records each run
             record_settings(configs.replace(config, **point), folder)
         print(f"\n{folder.name}, {number} of {len(grid)}", flush=True)
         values = run_seeds(configs.replace(config, **point, out=folder), name, seeds, goal, run)
         if values is None:
-            print(f"stopped within {folder.name}: the same command with --resume --out {out} goes on", flush=True)
+            print(f"stopped during {folder.name}: continue with the same command and --resume --out {out}", flush=True)
             return
         found.append({**point, **spread(values), "folder": str(folder)})
         with writing(out):
@@ -96,18 +95,18 @@ def run_sweep(
 
 
 def folder_of(point: Mapping[str, Any]) -> str:
-    """The name of a run's folder: its settings."""
+    """Returns the name of a run's folder, from its settings."""
     return "-".join(f"{name.replace('_', '-')}-{value:g}" for name, value in point.items())
 
 
 def facts_of(found: Sequence[Mapping[str, Any]], goal: Goal) -> dict[str, Any]:
-    """What the file says: the results of each, and the best."""
+    """Returns the content of the file: the results of all runs, and the best."""
     best = max(found, key=lambda one: one["median"] if goal.higher_is_better else -one["median"])
     return {"metric": goal.metric.removeprefix("valid_"), "runs": list(found), "best": best}
 
 
 def table(found: Sequence[Mapping[str, Any]], goal: Goal, out: Path) -> str:
-    """What is said in the end: a row for each, and the best."""
+    """Returns a table of the results, and the best."""
     facts = facts_of(found, goal)
     settings = [name for name in found[0] if name not in {*spread({0: 0.0}), "folder"}]
     head = [name.replace("_", " ") for name in settings] + [f"median {facts['metric']}", "lowest", "highest"]
@@ -119,8 +118,8 @@ def table(found: Sequence[Mapping[str, Any]], goal: Goal, out: Path) -> str:
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in (head, *rows)]
     best = facts["best"]
     named = ", ".join(f"{name.replace('_', ' ')} {best[name]:g}" for name in settings)
-    said = f"best    {named}: {best['median']:.4f}, in {best['folder']}; all are in {out / RESULTS}"
-    return "\n".join(["", *lines, said])
+    summary = f"best    {named}: {best['median']:.4f}, in {best['folder']}; all results are in {out / RESULTS}"
+    return "\n".join(["", *lines, summary])
 
 
 def _number(text: str, name: str) -> float | int:
@@ -128,5 +127,5 @@ def _number(text: str, name: str) -> float | int:
     try:
         return kind(text)
     except ValueError:
-        words = "a whole number" if kind is int else "a number"
-        raise UserError(f"--sweep {name}: {text!r} is not {words}") from None
+        expected = "an integer" if kind is int else "a number"
+        raise UserError(f"--sweep {name}: {text!r} is not {expected}") from None

@@ -1,4 +1,4 @@
-"""The teacher of a distillation: a model of the same vocabulary and task, on the student's mesh, that never changes."""
+"""The teacher of knowledge distillation: a frozen model with the student's vocabulary and task, on the same mesh."""
 
 import dataclasses
 from functools import cached_property
@@ -26,11 +26,11 @@ DECODERS = ("gpt", "llama")
 
 
 class Teacher:
-    """Weights that know what a student learns.
+    """The weights of a teacher.
 
     Args:
-      name: as `--teacher` names them.
-      hints: how a vocabulary is padded for the mesh.
+      name: the value of `--teacher`.
+      hints: how the vocabulary is padded for the mesh.
     """
 
     def __init__(self, name: str, hints: Hints) -> None:
@@ -46,35 +46,35 @@ class Teacher:
         return SavedModel.open(self.name, self.hints, "--teacher")
 
     def checked(self, config: Config, tokenizer: Tokenizer) -> Config:
-        """The student's config, with what it must know of the teacher.
+        """Checks that a student can be distilled from the teacher, and returns its config with `teacher_width`.
 
         Raises:
-          UserError: it can't learn from this teacher.
+          UserError: it can't be.
         """
         self._check_models(self.saved.config.model, config)
-        if lacking := sorted(name for name in self.saved.source.origin.fresh if name.startswith("head.")):
-            self._refuse(f"has no {', '.join(lacking)}: finetune it on the same task first")
+        if missing := sorted(name for name in self.saved.source.origin.fresh if name.startswith("head.")):
+            self._refuse(f"has no weights for {', '.join(missing)}: finetune it on the same task first")
         self._check_labels(config)
         self._check_tokens(tokenizer)
         return _with_width(config, self.saved.config.model)
 
     def described(self, config: Config) -> tuple[Config, Model]:
-        """The same, and the teacher's model as it reads the student's batches, for those who plan without weights.
+        """Returns `checked` without reading weights, and the teacher's model for the student's batches; for plans.
 
         Raises:
-          UserError: there are no such weights, or the student can't learn from them.
+          UserError: there are no such weights, or the student can't be distilled from them.
         """
         self._check_models(self.model, config)
         return _with_width(config, self.model), self.beside(config)
 
     def beside(self, config: Config) -> Model:
-        """The teacher's model as it reads the batches of this student."""
+        """Returns the teacher's model with the student's sequence length and padding of the vocabulary."""
         sizes = {"sequence_length": config.model.sequence_length, "vocab_multiple": config.model.vocab_multiple}
         return dataclasses.replace(self.model, **sizes)
 
     @cached_property
     def model(self) -> Model:
-        """What the weights say of themselves.
+        """The teacher's model, from the metadata of its weights.
 
         Raises:
           UserError: there are none.
@@ -84,63 +84,65 @@ class Teacher:
     def _check_models(self, theirs: Model, config: Config) -> None:
         ours = config.model
         if config.optimizer.label_smoothing or config.optimizer.z_loss:
-            raise UserError("label_smoothing and z_loss cannot be combined with --teacher: remove them")
+            raise UserError("--label-smoothing and --z-loss cannot be combined with --teacher: remove them")
         if ours.head == "regression":
             raise UserError(
                 "--teacher cannot be combined with --task regress, which has no probabilities: remove --teacher"
             )
         if theirs.family != ours.family and {theirs.family, ours.family} - set(DECODERS):
             self._refuse(
-                f"is a {theirs.family}, and the student a {ours.family}: both must be decoders (gpt, llama), or of the "
-                "same family"
+                f"is a {theirs.family}, but the student is a {ours.family}: both must be decoders (gpt, llama), or of "
+                "the same family"
             )
         if theirs.head != ours.head:
-            done = {"language": "predicts tokens"}.get(theirs.head, f"has a head for {theirs.head}")
-            wanted = "the next token" if ours.head == "language" else config.finetuning.task
-            self._refuse(f"{done}, and the student learns {wanted}: finetune it on the same task first")
+            theirs_head, ours_head = (
+                "a language head" if head == "language" else f"a head for {head}" for head in (theirs.head, ours.head)
+            )
+            self._refuse(f"has {theirs_head}, but the student has {ours_head}: finetune it on the same task first")
         if theirs.vocab_size != ours.vocab_size:
             self._refuse(
-                f"has a vocabulary of {theirs.vocab_size}, and the student's has {ours.vocab_size}: they must be one"
+                f"has a vocabulary of {theirs.vocab_size}, but the student's has {ours.vocab_size}: they must be equal"
             )
         if theirs.position == "learned" and theirs.sequence_length < ours.sequence_length:
             self._refuse(
-                f"reads at most {theirs.sequence_length} tokens, and rows have {ours.sequence_length}: lower "
-                "--sequence-length"
+                f"has {theirs.sequence_length} learned positions, fewer than sequence_length {ours.sequence_length}: "
+                "lower --sequence-length"
             )
 
     def _check_labels(self, config: Config) -> None:
         theirs, ours = self.saved.config, config
         if theirs.model.head not in ("classification", "choices"):
             return
-        names, own = theirs.finetuning.labels, ours.finetuning.labels
+        their_labels, our_labels = theirs.finetuning.labels, ours.finetuning.labels
         if theirs.model.num_labels != ours.model.num_labels:
-            self._refuse(f"has {theirs.model.num_labels} labels, and the student has {ours.model.num_labels}")
-        if names and own and names != own:
+            self._refuse(f"has {theirs.model.num_labels} labels, but the student has {ours.model.num_labels}")
+        if their_labels and our_labels and their_labels != our_labels:
             self._refuse(
-                f"has the labels {', '.join(names)}, and the student has {', '.join(own)}: give --labels in its order"
+                f"has the labels {', '.join(their_labels)}, but the student has {', '.join(our_labels)}: add --labels "
+                "in the teacher's order"
             )
 
     def _check_tokens(self, tokenizer: Tokenizer) -> None:
-        """Weights without a tokenizer are believed."""
+        """Checks that the tokenizers have the same tokens; skipped for weights without a tokenizer."""
         try:
             _, theirs = self.saved.tokenizer()
         except UserError:
             return
         if theirs.vocab_size != tokenizer.vocab_size:
-            self._refuse(f"has a tokenizer of {theirs.vocab_size} tokens, and the student's has {tokenizer.vocab_size}")
+            self._refuse(f"has a tokenizer of {theirs.vocab_size} tokens, but the student's has {tokenizer.vocab_size}")
         for index in range(theirs.vocab_size):
             if theirs.token(index) != tokenizer.token(index):
-                both = f"{theirs.token(index)!r} there and {tokenizer.token(index)!r} here"
-                self._refuse(f"has another vocabulary: token {index} is {both}")
+                tokens = f"{theirs.token(index)!r}, and the student's {tokenizer.token(index)!r}"
+                self._refuse(f"has another vocabulary: its token {index} is {tokens}")
 
     def _refuse(self, why: str) -> None:
         raise UserError(f"the teacher {self.name} {why}")
 
     def on(self, program: TrainStep) -> "Lessons":
-        """The teacher on the mesh of a student.
+        """Loads the teacher onto the mesh of a student.
 
         Raises:
-          UserError: it does not divide over the mesh, is damaged, or can't be read.
+          UserError: the mesh does not divide it, or it is corrupted or can't be read.
         """
         ours, training = program.config, program.config.training
         sizes = {"sequence_length": ours.model.sequence_length, "vocab_multiple": ours.model.vocab_multiple}
@@ -149,15 +151,15 @@ class Teacher:
         try:
             placed = ShardedModel(without_training(self.saved.config, ours.parallel, **settings), program.mesh)
         except UserError as e:
-            raise UserError(f"the teacher {self.name} does not fit the run: {e}") from e
+            raise UserError(f"the teacher {self.name} can't be used in this run: {e}") from e
         return Lessons(program, placed, self.saved.parameters(placed))
 
 
 def taught(config: Config) -> tuple[Config, Model | None]:
-    """A config with what its teacher's weights say of themselves, and the teacher's model; None without one.
+    """Returns a config with `teacher_width`, and the teacher's model; None without a teacher.
 
     Raises:
-      UserError: there are no such weights, or the student can't learn from them.
+      UserError: there are no such weights, or the student can't be distilled from them.
     """
     if config.finetuning.teacher is None:
         return config, None
@@ -165,16 +167,17 @@ def taught(config: Config) -> tuple[Config, Model | None]:
 
 
 def _with_width(config: Config, theirs: Model) -> Config:
+    """Returns the config with the teacher's hidden size, if its targets are hidden states."""
     return configs.replace(config, teacher_width=theirs.hidden_size if config.model.head == "language" else None)
 
 
 class Lessons:
-    """What a teacher adds to batches of a student.
+    """Adds the teacher's targets to batches of a student.
 
     Args:
-      program: the student's.
+      program: the student's training step.
       placed: the teacher's model.
-      parameters: its own, float32, of which matrices are kept in the compute type.
+      parameters: the teacher's parameters, float32; matrices are cast to compute_dtype.
     """
 
     def __init__(self, program: TrainStep, placed: ShardedModel, parameters: Tree) -> None:
@@ -183,26 +186,28 @@ class Lessons:
         cast = lambda record, a: a.astype(dtype) if gathers_in_compute_dtype(record.axes) else a  # noqa: E731
         self.parameters = placed.on_mesh(jax.tree.map, cast, placed.records, parameters)
         added = program.abstract_step_batch()
-        self._place = added[TEACHER].sharding
+        self._sharding = added[TEACHER].sharding
         self._tables: dict[str, Array] = {}
         if TEACHER_TABLE in added:
             table = self.parameters.get("output", self.parameters["embedding"])
             self._tables[TEACHER_TABLE] = jax.device_put(table, added[TEACHER_TABLE].sharding)
 
     def __call__(self, batch: Batch) -> Batch:
-        """The batch, with what the teacher makes of it."""
+        """Returns the batch with the teacher's outputs (hidden states, or logits of a task's head) added."""
         read = {name: array for name, array in batch.items() if name != "sample_index"}
         return {**batch, TEACHER: self.placed.on_mesh(self._compiled, self.parameters, read), **self._tables}
 
     @cached_property
     def _compiled(self) -> Any:
-        return jax.jit(self._said, out_shardings=self._place)
+        return jax.jit(self._outputs, out_shardings=self._sharding)
 
-    def _said(self, parameters: Tree, batch: Batch) -> Array:
+    def _outputs(self, parameters: Tree, batch: Batch) -> Array:
+        """Runs the teacher: final hidden states [batch, seq, embed] with a language head, else the head's outputs."""
         count = num_microbatches(self.program.config, self.program.shape, batch["tokens"].shape[0])
         with use_rules(self.placed.layout.rules):
             model = self.placed.inference_model(parameters)
-            stream = self.placed.final_hidden_states(parameters, batch, count)
+            hidden_states = self.placed.final_hidden_states(parameters, batch, count)
             if isinstance(model, GPT):
-                return reshard(model.final_hidden(stream), spec("batch", "seq", "embed"))
-            return cast(GivesOutputs, model).outputs(HiddenStates(stream), batch)
+                # The student's loss computes the teacher's logits in chunks, from hidden states and the output table.
+                return reshard(model.final_hidden(hidden_states), spec("batch", "seq", "embed"))
+            return cast(GivesOutputs, model).outputs(HiddenStates(hidden_states), batch)

@@ -354,7 +354,7 @@ def validate_and_evaluate(run: Run, state: State, step: int, clock: StepClock) -
     if validate and run.data.held_out is not None:
         entries |= run.objective.validate(run.program, state.parameters, run.data.held_out)
     if evaluate and evaluations is not None:
-        entries |= evaluations.ask(state.parameters)
+        entries |= evaluations.evaluate(state.parameters)
     clock.restart(step)
     return entries
 

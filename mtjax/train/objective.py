@@ -111,7 +111,7 @@ class Evaluations(Protocol):
         """
         ...
 
-    def ask(self, parameters: Tree) -> dict[str, float]:
+    def evaluate(self, parameters: Tree) -> dict[str, float]:
         """Runs the tasks; returns their metrics, each `TASK/RESULT`."""
         ...
 

@@ -49,10 +49,10 @@ def test_the_preset_is_the_published_model():
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("n_shared_experts", None, "n_shared_experts is None, and a dots1 has one or more"),
-        ("max_window_layers", 40, "some layers attend within a sliding window"),
-        ("layer_types", ["full_attention", "sliding_attention"], "some layers attend within a sliding window"),
-        ("scoring_func", "softmax", "scoring_func is 'softmax', and can be 'sigmoid'"),
+        ("n_shared_experts", None, "n_shared_experts is None, but must be 1 or more"),
+        ("max_window_layers", 40, "some layers use sliding-window attention"),
+        ("layer_types", ["full_attention", "sliding_attention"], "some layers use sliding-window attention"),
+        ("scoring_func", "softmax", "scoring_func is 'softmax', but must be 'sigmoid'"),
     ],
 )
 def test_what_mtjax_does_not_have_is_one_sentence(key, value, message):
@@ -63,9 +63,9 @@ def test_what_mtjax_does_not_have_is_one_sentence(key, value, message):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"shared_expert_size": 0}, "dots1 has no shared_expert_size 0"),
-        ({"shared_expert_size": 2000}, "dots1 has no shared_expert_size 2000"),
-        ({"router_bias": False}, "dots1 has no router_bias False"),
+        ({"shared_expert_size": 0}, "dots1, does not support shared_expert_size 0"),
+        ({"shared_expert_size": 2000}, "dots1, does not support shared_expert_size 2000"),
+        ({"router_bias": False}, "dots1, does not support router_bias False"),
     ],
 )
 def test_models_that_are_not_quite_dots1_have_no_family(settings, message):

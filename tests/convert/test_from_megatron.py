@@ -110,7 +110,7 @@ def part(told: str, heading: str) -> list[str]:
 
 
 NONE, DEFAULT, UNREAD = (
-    "no equal in mtjax, and what changes",
+    "not supported by mtjax, and the effect",
     "on by default in mtjax, or not needed",
     "could not be read",
 )
@@ -159,7 +159,7 @@ def test_gpt3_175b(capsys: pytest.CaptureFixture[str]) -> None:
     }
     assert part(told, DEFAULT) == ["--tensorboard-dir"]
     assert NONE not in told
-    assert "--rampup-batch-size: mtjax's schedules count steps" in told
+    assert "--rampup-batch-size: learning rate schedules count steps in mtjax" in told
     assert "--vocab-multiple 1024" in told  # mtjax's own default: nothing to write
 
 
@@ -333,7 +333,7 @@ TOLD = {
     "--add-qkv-bias": (DEFAULT, "--add-qkv-bias"),
     "--disable-bias-linear --add-qkv-bias": (NONE, "--add-qkv-bias"),
     "--cp-comm-type a2a": (NONE, "--cp-comm-type"),
-    "--lr-made-up 3": ("not in the table of arguments, and left out", "--lr-made-up"),
+    "--lr-made-up 3": ("unknown arguments, which are ignored", "--lr-made-up"),
     "--bf16 stray": (UNREAD, "stray"),
 }
 
@@ -346,35 +346,35 @@ def test_what_does_not_carry_over_is_told(words: str, capsys: pytest.CaptureFixt
 
 def test_a_run_that_mtjax_refuses_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["from-megatron", "--gpus", "4", "--", *SMALL, "--global-batch-size", "10"]) == 0
-    assert "mtjax train refuses this run: global_batch_size 10" in capsys.readouterr().err
+    assert "mtjax train will reject this config: global_batch_size 10" in capsys.readouterr().err
 
 
 WRONG = {
     "": "nothing to translate: give a launch script",
     "missing.sh": "missing.sh can't be read: No such file or directory",
-    "-- --num-layers 3": "--hidden-size, --num-attention-heads, --seq-length missing",
-    "-- --num-layers three --hidden-size 8 --num-attention-heads 2 --seq-length 4": "three: must be a whole number",
-    "--gpus 3 SCRIPT": "starts 3 processes, and a replica of the model takes tensor 8 x pipeline 16 x context 1 = 128",
+    "-- --num-layers 3": "missing --hidden-size, --num-attention-heads, --seq-length",
+    "-- --num-layers three --hidden-size 8 --num-attention-heads 2 --seq-length 4": "three: must be an integer",
+    "--gpus 3 SCRIPT": "starts 3 processes, but a replica of the model needs tensor 8 x pipeline 16 x context 1 = 128",
     "--set X SCRIPT": "--set X is not NAME=VALUE",
-    "t5.sh": "starts pretrain_t5.py, and from-megatron translates pretrain_gpt.py and pretrain_bert.py",
-    "empty.sh": "has no command with arguments of Megatron-LM",
+    "t5.sh": "starts pretrain_t5.py, but only pretrain_gpt.py and pretrain_bert.py can be translated",
+    "empty.sh": "contains no command with arguments of Megatron-LM",
     "quote.sh": 'quote.sh, line 2: the quote " is not closed',
     "deep.sh": "nested more than 20 deep",
-    "body.sh": "body.sh, line 1: the body of this function is not in braces",
-    "function.sh": "function.sh, line 1: the body of this function is not in braces",
-    "case.sh": "case.sh, line 2: case has no word",
-    "backquote.sh": "has no command with arguments of Megatron-LM",
-    "grown.sh": "the variable X grows beyond",
+    "body.sh": "body.sh, line 1: the function's body must be in braces",
+    "function.sh": "function.sh, line 1: the function's body must be in braces",
+    "case.sh": "case.sh, line 2: case without a word",
+    "backquote.sh": "contains no command with arguments of Megatron-LM",
+    "grown.sh": "the variable X is longer than",
     "SMALL --hidden-dropout many": "--hidden-dropout many: must be a number",
     "SMALL --lr": "--lr: must be a number",
     "SMALL --rotary-seq-len-interpolation-factor x --position-embedding-type rope": "factor x: must be a number",
     "SMALL --end-weight-decay x": "--end-weight-decay x: must be a number",
     "SMALL --moe-aux-loss-coeff x": "--moe-aux-loss-coeff x: must be a number",
-    "SMALL --rampup-batch-size 16": "must be three whole numbers: START INCREMENT SAMPLES",
+    "SMALL --rampup-batch-size 16": "must be three integers: START INCREMENT SAMPLES",
     "SMALL --lr-warmup-fraction 3": "must be a number from 0 to 1",
     "SMALL --moe-layer-freq 1 --rotary-base x": "--rotary-base x: must be a number",
     "SMALL --lr-decay-style bogus": "decay_style = 'bogus' is not one of",
-    "SMALL --train-samples 5": "gives --train-iters and --train-samples",
+    "SMALL --train-samples 5": "has both --train-iters and --train-samples",
     "SMALL --lr-warmup-iters 200 --lr-decay-iters 100": "decay_steps 100 must be above warmup_steps 200",
     "SMALL --num-layers 7 --num-layers-per-virtual-pipeline-stage 2": "7 is not a multiple",
 }
@@ -451,4 +451,4 @@ def test_the_launcher_gives_the_number_of_gpus(text: str, tmp_path: Path, capsys
 def test_without_a_launcher_one_replica_is_taken_and_told(capsys: pytest.CaptureFixture[str]) -> None:
     tables, told = translated(capsys, "--", *SMALL, "--tensor-model-parallel-size", "2")
     assert tables["parallel"]["mesh"] == "1x2"
-    assert "the number of GPUs is not known" in told
+    assert "the number of GPUs is unknown" in told

@@ -214,7 +214,7 @@ def test_what_is_wrong_is_said(reference, tmp_path, capsys):
     def set_argument(name, value):
         return lambda folder: [edit(p, lambda c: setattr(c["args"], name, value)) for p in folder.iterdir()]
 
-    assert "lacks mp_rank_ 01_001 of 2 x 2" in said(lambda f: shutil.rmtree(f / "mp_rank_01_001"))
+    assert "is missing mp_rank_ 01_001 of 2 x 2" in said(lambda f: shutil.rmtree(f / "mp_rank_01_001"))
     assert "differ in language_model.encoder.layers.0" in said(lambda f: edit(f / "mp_rank_01_001", drop))
     listed = said(both_ranks(drop, 1))
     assert "missing:\n    language_model.encoder.layers.2.mlp.dense_4h_to_h.bias\n" in listed
@@ -223,7 +223,7 @@ def test_what_is_wrong_is_said(reference, tmp_path, capsys):
     unequal = said(
         lambda f: edit(f / "mp_rank_01_000", lambda c: c["model"]["language_model"]["encoder"][norm].add_(1))
     )
-    assert "layers.1.input_layernorm.weight is not split, and differs between ranks 0 and 1" in unequal
+    assert "layers.1.input_layernorm.weight must be replicated, but ranks 0 and 1 differ" in unequal
     head = said(
         lambda f: edit(f / "mp_rank_01_001", lambda c: c["model"]["word_embeddings_for_head"]["weight"].add_(1))
     )
@@ -242,6 +242,6 @@ def test_what_is_wrong_is_said(reference, tmp_path, capsys):
 def test_models_that_megatron_does_not_have_are_refused(reference, tmp_path, capsys):
     folder, _ = reference
     assert run(f"mtjax:{folder / 'ours'}", f"megatron:{tmp_path / 'a'}", "--pipeline", "3") == 2
-    assert "4 layers do not divide over 3 pipeline stages" in capsys.readouterr().err
+    assert "--pipeline 3 does not divide the model's 4 layers" in capsys.readouterr().err
     assert run(f"mtjax:{folder / 'ours'}", f"megatron:{tmp_path / 'a'}", "--tensor", "3") == 2
-    assert "heads 8 does not divide over 3 tensor-parallel ranks" in capsys.readouterr().err
+    assert "tensor parallel degree 3 does not divide heads 8" in capsys.readouterr().err

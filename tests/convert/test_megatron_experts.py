@@ -158,11 +158,11 @@ def test_ranks_that_do_not_fit_are_one_sentence(
         torch.save(content, target)
     place = f"megatron:{tmp_path / 'changed'}"
     assert run(place, f"mtjax:{tmp_path / 'never'}") == 2
-    assert "linear_proj.weight is not an expert's, and differs between expert-parallel ranks" in capsys.readouterr().err
+    assert "linear_proj.weight must be replicated on expert-parallel ranks, but they differ" in capsys.readouterr().err
     (tmp_path / "changed/mp_rank_01_001/model_optim_rng.pt").unlink()
     (tmp_path / "changed/mp_rank_01_001").rmdir()
     assert run(place, f"mtjax:{tmp_path / 'never'}") == 2
-    assert "lacks mp_rank_ 01_000_001 of 2 x 1 x 2 (tensor x pipeline x expert)" in capsys.readouterr().err
+    assert "is missing mp_rank_ 01_000_001 of 2 x 1 x 2 (tensor x pipeline x expert)" in capsys.readouterr().err
 
 
 def test_what_does_not_divide_is_said(
@@ -170,13 +170,13 @@ def test_what_does_not_divide_is_said(
 ):
     folder, _ = reference
     for options, said in {
-        ("--expert", "3"): "4 experts do not divide over 3 expert-parallel ranks",
+        ("--expert", "3"): "--expert 3 does not divide the model's 4 experts",
         (
             "--grouped-experts",
             "--transformer-impl",
             "local",
         ): "--grouped-experts requires --transformer-impl transformer_engine",
-        ("--transformer-impl", "legacy"): "no place for 4 experts; take --transformer-impl transformer_engine or local",
+        ("--transformer-impl", "legacy"): "not support 4 experts; use --transformer-impl transformer_engine or local",
     }.items():
         assert run(f"mtjax:{folder / 'ours'}", f"megatron:{tmp_path / 'never'}", *options) == 2
         assert said in capsys.readouterr().err
@@ -190,9 +190,9 @@ def test_what_does_not_divide_is_said(
         ({"moe_router_load_balancing_type": "sinkhorn"}, "moe_router_load_balancing_type is 'sinkhorn'"),
         ({"moe_shared_expert_gate": True}, "moe_shared_expert_gate is True"),
         ({"moe_layer_freq": [1, 0, 1, 1]}, "moe_layer_freq is [1, 0, 1, 1]"),
-        ({"add_bias_linear": True}, "its experts have biases"),
+        ({"add_bias_linear": True}, "add_bias_linear is True with experts"),
         ({"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1}, "expert_tensor_parallel_size is 1"),
-        ({"moe_router_num_groups": 4, "moe_router_group_topk": 2}, "groups of experts by their best 2"),
+        ({"moe_router_num_groups": 4, "moe_router_group_topk": 2}, "groups of experts scored by their highest 2"),
     ],
 )
 def test_what_mtjax_does_not_have_is_said(arguments: dict[str, Any], said: str):
@@ -204,12 +204,15 @@ def test_what_mtjax_does_not_have_is_said(arguments: dict[str, Any], said: str):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"bias": True}, "experts without biases, where bias is true"),
-        ({"capacity_factor": 1.5}, "capacity_factor 1.5: it counts places for a microbatch"),
+        ({"bias": True}, "bias true with experts that have no biases"),
+        ({"capacity_factor": 1.5}, "capacity_factor 1.5: its capacity is per microbatch"),
         ({"router_bias": True}, "router_score softmax with router_bias"),
         ({"router_score": "sigmoid", "router_normalize": False}, "router_score sigmoid without router_normalize"),
         ({"experts_top_k": 1}, "experts_top_k 1 with router_normalize"),
-        ({"expert_groups": 4, "expert_groups_top_k": 2, "experts_top_k": 4}, "groups of experts by their best 2"),
+        (
+            {"expert_groups": 4, "expert_groups_top_k": 2, "experts_top_k": 4},
+            "groups of experts scored by their highest 2",
+        ),
     ],
 )
 def test_what_megatron_does_not_have_is_said(settings: dict[str, Any], said: str):

@@ -145,7 +145,7 @@ def test_missing_extra_and_misshapen_tensors_are_listed_together(reference, tmp_
     assert "missing:\n    decoder.layers.{0-3}.mlp.linear_fc2.weight\n" in said
     assert "not part of this model:\n    decoder.final_layernorm.bias\n" in said
     assert (
-        "of another shape:\n    decoder.layers.{0-3}.self_attention.linear_qkv.weight is 42x32, and should be 48x32"
+        "of another shape:\n    decoder.layers.{0-3}.self_attention.linear_qkv.weight is 42x32, but should be 48x32"
         in said
     )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["megatron"], "nothing half-done is left"
@@ -193,17 +193,17 @@ def test_what_an_implementation_does_not_have_is_said(reference, tmp_path, capsy
         return capsys.readouterr().err
 
     old = said(f"hf:{tmp_path / 'llama3'}", "--transformer-impl", "legacy")
-    assert "rope_theta 500000, only 10000; take --transformer-impl transformer_engine" in old
-    assert "rope_scaling llama3; take --transformer-impl transformer_engine" in old
+    assert "rope_theta 500000 (only 10000); use --transformer-impl transformer_engine" in old
+    assert "rope_scaling llama3; use --transformer-impl transformer_engine" in old
     core = ["--transformer-impl", "local"]
-    assert "no place for llama3's rope_original_length 4096" in said(f"hf:{tmp_path / 'short'}", *core)
-    assert "kv_heads 4 does not divide over 8 tensor-parallel ranks" in said(
+    assert "not support rope_scaling llama3 with rope_original_length 4096" in said(f"hf:{tmp_path / 'short'}", *core)
+    assert "tensor parallel degree 8 does not divide kv_heads 4" in said(
         f"mtjax:{folder / 'ours'}", "--tensor", "8", *core
     )
     assert "--checkpoint-version 2 requires --transformer-impl legacy" in said(
         f"mtjax:{folder / 'ours'}", "--checkpoint-version", "2", *core
     )
-    assert "checkpoint_version 1 has no grouped queries" in said(
+    assert "checkpoint_version 1 does not support grouped-query attention" in said(
         f"mtjax:{folder / 'ours'}", "--checkpoint-version", "1"
     )
     assert run(f"hf:{tmp_path / 'llama3'}", f"megatron:{tmp_path / 'core'}", *core) == 0
@@ -240,8 +240,8 @@ def test_a_model_that_mtjax_does_not_have_is_refused(reference, tmp_path, capsys
         (lambda c: setattr(c["args"], "norm_epsilon", "small"), "does not describe a model that mtjax can read"),
         (lambda c: c.update(args={"num_layers": 4}), "is missing hidden_size, num_attention_heads"),
         (lambda c: c.update(args=[4]), "does not describe a model that mtjax can read"),
-        (lambda c: c.update(model=[1, 2]), "holds no model of Megatron-LM"),
-        (lambda c: c.update(model={}), "holds no tensor of a GPT or BERT of Megatron-LM"),
+        (lambda c: c.update(model=[1, 2]), "contains no model of Megatron-LM"),
+        (lambda c: c.update(model={}), "contains no tensor of a GPT or BERT of Megatron-LM"),
         (lambda c: c.update(checkpoint_version="three"), "does not describe a model that mtjax can read"),
     ],
 )
@@ -286,4 +286,4 @@ def test_formats_that_are_not_read_are_named(reference, tmp_path, capsys):
     content["model"] |= {n.replace("decoder.", "encoder."): t for n, t in content["model"].items()}
     torch.save(content, path)
     assert run(f"megatron:{tmp_path / 't5'}", f"mtjax:{tmp_path / 'never'}") == 2
-    assert "is a BERT or T5 of Megatron-Core, of which mtjax reads GPTs" in capsys.readouterr().err
+    assert "is a BERT or T5 of Megatron-Core; only its GPT is supported" in capsys.readouterr().err

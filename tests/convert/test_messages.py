@@ -28,7 +28,7 @@ def test_a_name_of_the_hub_is_answered_with_the_download(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert cli.main(["convert", "--from", "hf:gpt2", "--to", "mtjax:new"]) == 2
-    advice = "hf: takes a local folder. Download it with `hf download gpt2 --local-dir gpt2`"
+    advice = "hf: needs a local folder: download the model with `hf download gpt2 --local-dir gpt2`"
     assert capsys.readouterr().err == f"error: gpt2 does not exist. {advice}\n"
     with pytest.raises(UserError, match="--local-dir SmolLM2-135M`, then use --init-from hf:SmolLM2-135M"):
         parse_named("HuggingFaceTB/SmolLM2-135M", "--init-from")

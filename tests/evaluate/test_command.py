@@ -92,9 +92,9 @@ def test_answers_to_another_question_are_dropped(folder, tmp_path, monkeypatch) 
         ([], {"data": "none.txt"}, "none.txt does not exist"),
         ([], {"data": "hf"}, "hf is a folder: name a file"),
         ([], {"task": "lambda"}, " - did you mean 'lambada'?"),
-        ([], {"source": "hg:x"}, "no kind of weights is called 'hg'"),
+        ([], {"source": "hg:x"}, "unknown kind of weights 'hg'"),
         ([], {"source": "/nowhere"}, "/nowhere holds no mtjax weights: it does not exist"),
-        (["--sequence-length", "64"], {}, "--sequence-length 64 is above the 16 tokens"),
+        (["--sequence-length", "64"], {}, "--sequence-length 64 is above the model's sequence length of 16"),
         (["--overlap", "17"], {}, "--overlap 17 is above the 16 tokens of a window"),
         (
             ["--mesh", "data=1,context=2,model=1", "--sequence-length", "14"],
@@ -117,4 +117,4 @@ def test_wrong_input_is_one_sentence(folder, capsys, words, named, expected) -> 
 def test_weights_without_a_tokenizer(folder, tmp_path, capsys) -> None:
     hf = write_folder(tmp_path / "bare", random_tensors(gpt2_shapes()), GPT2_CONFIG)
     assert run(folder, source=f"hf:{hf}") == 2
-    assert "came without a tokenizer: name one with --tokenizer" in capsys.readouterr().err
+    assert "has no tokenizer: add --tokenizer" in capsys.readouterr().err

@@ -114,13 +114,13 @@ def test_a_text_begins_as_for_mtjax_evaluate_whatever_became_of_the_tokenizer_th
     ("words", "expected"),
     [
         (["--evaluate", "lambada"], "--evaluate lambada is not TASK=FILE"),
-        (["--evaluate", "lamda=x"], "no task is called 'lamda' - did you mean 'lambada'?"),
+        (["--evaluate", "lamda=x"], "unknown task 'lamda' - did you mean 'lambada'?"),
         (["--evaluate", "lambada=none.jsonl"], "--evaluate lambada: none.jsonl does not exist"),
         (["--evaluate", "lambada=a", "lambada=b"], "names a task twice"),
         (["--evaluate", "lambada=text.txt"], "text.txt, line 1 is not JSON"),
         (["--evaluate", "lambada=lambada.jsonl", "--family", "bert"], "which a bert does not predict"),
         (["--keep-best", "lambada/accuracy"], "--keep-best lambada/accuracy is not one of valid_loss"),
-        (["--keep-best", "valid_loss"], "needs validations, and valid_every is 0"),
+        (["--keep-best", "valid_loss"], "requires validation, but valid_every is 0"),
         (
             ["--evaluate", "lambada=lambada.jsonl", "--keep-best", "lambada/acuracy"],
             "lambada/perplexity - did you mean 'lambada/accuracy'?",

@@ -113,7 +113,7 @@ def test_likelihoods_of_windows_add_up(answering, tmp_path) -> None:
     text = answering.tokenizer.decode(list(range(2, 14)))
     whole = answering.encode(text)
     assert answering.texts([text, ""]) == [pytest.approx(answering.continuations([([], whole)])[0][0]), 0.0]
-    with pytest.raises(UserError, match="an answer of 17 tokens is longer than the 16 that are read at once"):
+    with pytest.raises(UserError, match="an answer of 17 tokens is longer than the sequence length of 16"):
         answering.continuations([([0], [1] * 17)])
 
 
@@ -139,21 +139,21 @@ def test_generation_kwargs() -> None:
 
 
 def test_texts_leave_room_for_a_prompt(answering) -> None:
-    with pytest.raises(UserError, match="texts of 16 tokens leave no room for a prompt in the 16"):
-        answering.written([("the cat", {"max_gen_toks": 16})])
+    with pytest.raises(UserError, match="texts of 16 tokens leave no space for a prompt in the sequence length of 16"):
+        answering.generate([("the cat", {"max_gen_toks": 16})])
     assert answering.tokenizer.vocab_size > VOCAB  # a model that is smaller than its tokenizer: the ids are refused
     with pytest.raises(UserError, match="the vocabulary has ids from 0 to 249"):
-        answering.written([(answering.tokenizer.decode([260, 270]), {"max_gen_toks": 2})])
+        answering.generate([(answering.tokenizer.decode([260, 270]), {"max_gen_toks": 2})])
 
 
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ([], "--task is missing: name a --task, or tasks of lm-eval with --harness"),
-        (["--task", "lambada", "--harness", "x"], "--task and --harness ask different things"),
+        ([], "--task is missing: name a task, or tasks of lm-eval with --harness"),
+        (["--task", "lambada", "--harness", "x"], "--task and --harness cannot be combined"),
         (["--task", "lambada"], "--data is missing: name the file of lambada"),
-        (["--harness", "x", "--overlap", "4"], "--overlap is of a --task, which is not given"),
-        (["--task", "lambada", "--data", "x", "--limit", "4"], "--limit is of --harness, which is not given"),
+        (["--harness", "x", "--overlap", "4"], "--overlap has no effect without --task"),
+        (["--task", "lambada", "--data", "x", "--limit", "4"], "--limit has no effect without --harness"),
     ],
 )
 def test_options_that_do_not_belong_together(capsys, words: list[str], expected: str) -> None:

@@ -73,7 +73,9 @@ def test_rows_go_in_few_shapes() -> None:
 
 
 def test_rows_that_ranks_can_not_share_are_refused() -> None:
-    with pytest.raises(UserError, match="on mesh data=2,context=4,model=1 a row is a multiple of 8 tokens, and 12 is"):
+    with pytest.raises(
+        UserError, match="--sequence-length 12 must be a multiple of 8 on the mesh data=2,context=4,model=1"
+    ):
         Scorer(program_of("data=2,context=4,model=1", **FIELDS), 12)
 
 

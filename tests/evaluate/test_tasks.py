@@ -200,8 +200,8 @@ def test_ids_of_a_corpus_are_checked_before_they_are_cast(tmp_path, tokenizer) -
         ("lambada", '{"text": "alone"}\n', "line 1 has 1 words"),
         ("lambada", "\n", "has no passages"),
         ("lambada", json.dumps({"text": f"a {'zq' * 40}"}), "the last word has"),
-        ("wikitext103", "", "has 0 tokens, and a perplexity needs 2"),
-        ("perplexity", "", "holds no text"),
+        ("wikitext103", "", "has 0 tokens, but must have at least 2"),
+        ("perplexity", "", "contains no text"),
     ],
 )
 def test_data_of_another_task(tmp_path, tokenizer, name: str, content: str, words: str) -> None:

@@ -165,7 +165,7 @@ def test_a_completion_goes_on_from_its_prompt():
 
 def test_a_question_that_changes_with_its_answer_is_refused():
     shuffled = "{{ messages | length }} {{ messages[-1].content }}!{% if add_generation_prompt %}?{% endif %}"
-    with pytest.raises(UserError, match="it can't be told where the answer begins"):
+    with pytest.raises(UserError, match="beginning of the answer can't be found"):
         encoded(shuffled, chats.SINGLE)
 
 
@@ -187,8 +187,8 @@ def test_what_is_cut_and_what_has_nothing_left_is_counted():
 
     samples = [sample(5, 2), sample(20, 4), sample(20, 9), sample(20, 15), sample(5, 5), sample(20, 20)]
     assert truncation_notes(samples, 8, "samples") == [
-        "4 of 6 samples are longer than 8 tokens and are cut; "
-        "2 of these have nothing left to train on, and are dropped",
-        "2 of 6 samples have nothing to train on, and are dropped",
+        "4 of 6 samples are longer than 8 tokens and are truncated; "
+        "2 of these have no trained tokens left and are dropped",
+        "2 of 6 samples have no trained tokens and are dropped",
     ]
     assert truncation_notes(samples[:1], 8, "samples") == []

@@ -31,11 +31,11 @@ def test_bad_rows_are_counted_and_named(tmp_path):
         "line 10 has neither messages nor a prompt and its completion, both as text or both as lists of messages",
         "line 11 has messages that are not a list",
         "line 12 has no message of the assistant",
-        "line 13 has a message whose content is not text, number 1",
+        "line 13 has content that is not text in message 1",
         "line 14 has an empty answer",
         "line 15 has an empty completion",
     ]
-    with pytest.raises(UserError, match="7 of 7 rows .* are left out.*another task's file"):
+    with pytest.raises(UserError, match="7 of 7 rows .* are skipped.*the file of another task"):
         read_chats(write(tmp_path / "chats.jsonl", bad))
 
 
@@ -43,7 +43,7 @@ def test_fields_that_are_not_used_are_listed_once(tmp_path):
     rows = [GOOD | {"id": 1, "source": "a"}, GOOD | {"id": 2, "prompt": "the cat?"}, GOOD | {"score": None}]
     chats = read_chats(write(tmp_path / "chats.jsonl", rows))
     assert chats.notes == [
-        f"fields of {tmp_path / 'chats.jsonl'} that are not used: id (2 rows), prompt (1 rows), source (1 rows)"
+        f"unused fields in {tmp_path / 'chats.jsonl'}: id (2 rows), prompt (1 rows), source (1 rows)"
     ]
     assert read_chats(write(tmp_path / "chats.jsonl", [GOOD | {"tools": [TOOL]}] * 2)).notes == []
 
@@ -82,11 +82,11 @@ def answered(**more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        (answered(weight=2), "has weight 2 in message 2, and it must be 0 or 1"),
+        (answered(weight=2), "has weight 2 in message 2, but it must be 0 or 1"),
         (answered(weight=0.5), "has weight 0.5 in message 2"),
         (answered(weight=True), "has weight True in message 2"),
-        (answered(train="yes"), "has train yes in message 2, and it must be true or false"),
-        (answered(weight=0, train=True), "has weight 0 and train true in message 2: leave one out"),
+        (answered(train="yes"), "has train yes in message 2, but it must be true or false"),
+        (answered(weight=0, train=True), "has weight 0 and train true in message 2: remove one of them"),
         (answered(weight=0), "has no message to train on"),
         (answered(train_detail=[]), "has train_detail in message 2, which is not supported"),
         (answered(loss=False), "has loss in message 2, which is not supported"),
@@ -95,18 +95,18 @@ def answered(**more: Any) -> dict[str, Any]:
             "has train true in message 1, of the user: only the",
         ),
         ({"messages": [user("a") | {"weight": 1}, assistant("b")]}, "has weight 1 in message 1, of the user: only the"),
-        (GOOD | {"tools": 3}, "has a wrong field: tools is 3, and must be a list of objects"),
+        (GOOD | {"tools": 3}, "has an invalid field: tools is 3, and must be a list of objects"),
         (GOOD | {"tools": "x"}, "tools is x, and must be a list of objects"),
         (GOOD | {"documents": ["x"]}, "documents is .*, and must be a list of objects"),
         (GOOD | {"chat_template_kwargs": []}, "chat_template_kwargs is .*, and must be an object"),
         (GOOD | {"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs has tools, which can't be set there"),
         (GOOD | {"completion": "b"}, "has both messages and a completion"),
         (GOOD | {"images": ["a.png"]}, r"has images \['a.png'\], but only text is trained on"),
-        (GOOD | {"system": "be kind"}, "has system be kind, but it is given as a message"),
-        (GOOD | {"functions": [TOOL]}, "has functions .*, but functions are given as tools"),
-        (GOOD | {"weight": 0.5}, "has weight 0.5, but rows have no weight"),
-        ({"prompt": "a", "completion": "b", "label": False}, "has a label that is true or false, as in preference"),
-        ({"prompt": "a", "completion": "b", "tools": [TOOL]}, "has tools, but prompts that are text are not written"),
+        (GOOD | {"system": "be kind"}, "has system be kind, but it must be a message"),
+        (GOOD | {"functions": [TOOL]}, "has functions .*, but functions must be given as tools"),
+        (GOOD | {"weight": 0.5}, "has weight 0.5, but weights of rows are not supported"),
+        ({"prompt": "a", "completion": "b", "label": False}, "has a boolean label, as in preference"),
+        ({"prompt": "a", "completion": "b", "tools": [TOOL]}, "has tools, but a prompt that is text is not rendered"),
         ({"prompt": [user("a")], "completion": "b"}, "has neither messages nor a prompt and its completion"),
         ({"prompt": SINGLE, "completion": [user("a")]}, "has no message of the assistant in its completion"),
     ],

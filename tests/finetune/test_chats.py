@@ -57,7 +57,7 @@ def test_a_prompt_and_its_completion_need_no_template():
     assert written.ids.tolist() == [*TOKENIZER.encode("the road and the end"), TOKENIZER.eod]
     assert TOKENIZER.decode(written.ids[written.trained]) == " and the end<|endoftext|>"
     assert encoder.ends == [TOKENIZER.eod]
-    with pytest.raises(UserError, match="has no chat_template to write messages out with: name a Jinja file"):
+    with pytest.raises(UserError, match="has no chat_template to render messages: add --chat-template"):
         encoder.samples(Chat(messages("a", "b")))
 
 
@@ -188,9 +188,12 @@ def test_the_validation_loss_is_a_mean_over_tokens_of_answers_whatever_the_batch
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--labels", "a", "b"], "--labels has no effect on the task chat"),
+        (["--labels", "a", "b"], "--labels has no effect on --task chat"),
         (["--chat-template", "nowhere"], "the chat template nowhere can't be read"),
-        (["--sequence-length", "1"], "no answer of the training rows begins within 1 tokens: raise --sequence-length"),
+        (
+            ["--sequence-length", "1"],
+            "no training row has an answer within the first 1 tokens: raise --sequence-length",
+        ),
         (["--data", "nowhere"], "nowhere can't be read"),
     ],
 )

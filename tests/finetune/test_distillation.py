@@ -48,9 +48,9 @@ def test_a_student_s_run_is_resumed_to_the_bit_and_both_losses_are_logged(folder
     ("teacher", "words", "message"),
     [
         ("nowhere", [], "does not exist"),
-        ("few", [], "has a vocabulary of 299, and the student's has 300"),
-        ("words", [], "has another vocabulary: token"),
-        ("other", ["--label-smoothing", "0.1"], "label_smoothing and z_loss cannot be combined with --teacher"),
+        ("few", [], "has a vocabulary of 299, but the student's has 300"),
+        ("words", [], "has another vocabulary: its token"),
+        ("other", ["--label-smoothing", "0.1"], "--label-smoothing and --z-loss cannot be combined with --teacher"),
         ("other", ["--teacher-weight", "0"], "teacher_weight is 0.0, and must be above 0 and at most 1"),
         ("other", ["--teacher-width", "8"], "--teacher-width has no effect"),
     ],
@@ -63,4 +63,4 @@ def test_a_teacher_of_tokens_that_does_not_fit_is_refused(teacher, words, messag
 
 def test_a_teacher_of_another_task_is_refused(rows_folder, teachers, tmp_path, capsys):
     assert finetune(rows_folder, tmp_path / "out", "--teacher", f"hf:{teachers / 'other'}") == 2
-    assert "predicts tokens, and the student learns classify" in capsys.readouterr().err
+    assert "has a language head, but the student has a head for classification" in capsys.readouterr().err

@@ -88,10 +88,10 @@ def test_bad_questions_are_counted_and_named(folder, tmp_path):
     assert "3 of 7 questions" in examples.note
     assert "line 2 question 1 has the answer 'E', not A, B, C or D; line 2 question 2 has no 4 options" in examples.note
     (tmp_path / "other.jsonl").write_text('{"text": "a", "label": "b"}\n')
-    with pytest.raises(UserError, match="line 1 has no article: is it another task's file"):
+    with pytest.raises(UserError, match="line 1 has no article: is it the file of another task"):
         RACE.examples(tmp_path / "other.jsonl", Config())
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match=r"empty has no \*.txt"):
+    with pytest.raises(UserError, match=r"empty contains no \*.txt"):
         RACE.examples(tmp_path / "empty", Config())
 
 

@@ -55,7 +55,7 @@ def test_bad_rows_of_qqp_are_counted_and_named(tmp_path):
     rows = task_rows(tmp_path, "qqp")
     assert len(rows.train) == 9
     (note,) = rows.notes
-    assert note.startswith(f"5 of 14 rows of {tmp_path}/train.tsv are left out: line 11 has 4 fields, not 6; line 12 ")
+    assert note.startswith(f"5 of 14 rows of {tmp_path}/train.tsv are skipped: line 11 has 4 fields, not 6; line 12 ")
     assert "line 12 has no question1; line 13 has 1 fields, not 6; and 2 more" in note
 
 
@@ -77,10 +77,15 @@ def test_json_lines_with_other_names_and_ends_of_lines_inside(tmp_path):
             {},
             "needs sentence1 and sentence2 or premise and hypothesis",
         ),
-        ("rte", {"train__tsv": [RTE, "1\ta\tb\tentailment"]}, {}, "has no dev.tsv or valid.tsv or validation.tsv"),
-        ("rte", {"test__tsv": [RTE]}, {}, "has no train.tsv"),
+        ("rte", {"train__tsv": [RTE, "1\ta\tb\tentailment"]}, {}, "contains no dev.tsv or valid.tsv or validation.tsv"),
+        ("rte", {"test__tsv": [RTE]}, {}, "contains no train.tsv"),
         ("rte", {"train__tsv": [RTE]}, {}, "train.tsv has no rows"),
-        ("rte", {"train__tsv": [RTE, "a", "b", "1\ta\tb\tx"]}, {}, "2 of 3 rows .* are left out.*another task's file"),
+        (
+            "rte",
+            {"train__tsv": [RTE, "a", "b", "1\ta\tb\tx"]},
+            {},
+            "2 of 3 rows .* are skipped.*the file of another task",
+        ),
         ("rte", {"train__tsv": [RTE, "1\ta\tb\tc"]}, {"label_field": "x"}, "fields and labels of rte are fixed"),
         ("classify", {"train__tsv": [RTE, "1\ta\tb\tc"]}, {"text_fields": "a,b,c"}, "names 3 fields"),
         ("classify", {"train__tsv": [RTE, "1\ta\tb\tc"]}, {"label_field": "x"}, "needs x for a label"),
@@ -108,16 +113,16 @@ def test_labels_become_numbers_and_others_are_left_out(tmp_path):
     assert labels == ("9", "10")
     good, numbers, note = label_numbers([*examples, Example(("t",), "x")], labels, "training")
     assert (len(good), numbers.tolist(), numbers.dtype) == (4, [1, 0, 1, 0], np.int32)
-    assert note == "1 of 5 training rows are left out: labels such as 'x' are not among 9, 10"
+    assert note == "1 of 5 training rows are skipped: labels such as 'x' are not among 9, 10"
     _, numbers, note = label_numbers([*examples, Example(("t",), "nan")], None, "training")
     assert (numbers.tolist(), numbers.dtype, note.endswith("'nan' are not numbers")) == (
         [10, 9, 10, 9],
         np.float32,
         True,
     )
-    with pytest.raises(UserError, match="is it another task's file"):
+    with pytest.raises(UserError, match="is it the file of another task"):
         label_numbers(examples, ("x", "y"), "dev")
-    with pytest.raises(UserError, match="4 different labels .*: not classes"):
+    with pytest.raises(UserError, match="4 different labels .*: these are not classes"):
         classes_of([Example(("t",), str(i)) for i in range(4)])
 
 
@@ -130,7 +135,7 @@ def test_weights_of_classes():
 
     assert weights("balanced") == pytest.approx([4 / 6] * 3 + [2.0])  # as scikit-learn's: n / (classes * count)
     assert weights("yes=3") == [1, 1, 1, 3]
-    for text, message in (("yess=3", "did you mean 'yes'"), ("yes=-1", "0 or more"), ("yes=0,no=0", "no row")):
+    for text, message in (("yess=3", "did you mean 'yes'"), ("yes=-1", "0 or more"), ("yes=0,no=0", "weight 0")):
         with pytest.raises(UserError, match=message):
             weights(text)
 

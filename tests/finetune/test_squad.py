@@ -144,8 +144,11 @@ def test_scores_are_the_official_script_s(folder):
     [
         ({"answers": [{"text": "", "answer_start": 0}]}, r"question 1 \(0a\) has an empty answer"),
         ({"answers": []}, r"\(0a\) has no answer"),
-        ({"answers": [{"text": "paris", "answer_start": 3}]}, r"has the answer 'paris', and ' old ' stands at 3"),
-        ({"answers": [{"text": "paris", "answer_start": -1}]}, r"has an answer that begins at -1"),
+        (
+            {"answers": [{"text": "paris", "answer_start": 3}]},
+            r"has the answer 'paris', but its passage has ' old ' at answer_start 3",
+        ),
+        ({"answers": [{"text": "paris", "answer_start": -1}]}, r"has an answer with answer_start -1"),
         ({"question": " "}, r"\(0a\) is empty"),
         ({"id": 5}, "question 1 has no id"),
     ],
@@ -162,15 +165,15 @@ def test_bad_questions_are_counted_and_named(change, message, folder, tmp_path):
 
 def test_what_is_wrong_with_files_and_lengths_is_said(folder, tmp_path):
     (tmp_path / "rows.json").write_text("sentence1\tlabel\n")
-    with pytest.raises(UserError, match="is not one JSON object, as SQuAD's files are: is it another task's file"):
+    with pytest.raises(UserError, match="is not one JSON object, as in SQuAD: is it the file of another task"):
         SQUAD1.examples(tmp_path / "rows.json", Config())
     (tmp_path / "list.json").write_text('{"article": "x"}')
     with pytest.raises(UserError, match='has no list "data"'):
         SQUAD1.examples(tmp_path / "list.json", Config())
-    with pytest.raises(UserError, match="3 questions that are impossible .*: use --task squad2"):
+    with pytest.raises(UserError, match="3 questions with is_impossible.*: use --task squad2"):
         SQUAD1.examples(folder / "long.json", Config())
     examples = SQUAD2.examples(folder / "long.json", Config()).rows
-    with pytest.raises(UserError, match="sequence_length 8 leaves no room for the passage behind the . tokens"):
+    with pytest.raises(UserError, match="sequence_length 8 is too short for the . tokens"):
         windows_of(folder, examples).samples(8)
 
 
@@ -198,4 +201,4 @@ def test_answers_are_learnt_written_and_carried_to_transformers_form(folder, tmp
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"text": "a cat"}\n')
     assert predict(["--from", str(run), "--data", str(rows)]) == 2
-    assert "is it another task's file" in capsys.readouterr().err
+    assert "is it the file of another task" in capsys.readouterr().err

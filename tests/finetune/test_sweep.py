@@ -44,7 +44,7 @@ def test_a_grid_is_of_the_values_that_are_named_or_the_paper_s():
         "learning-rate": "is not one of",
         "global-batch-size=1.5": "'1.5' is not a whole number",
         "learning-rate=1,,2": "'' is not a number",
-        "learning-rate=1,1.0": "has a value twice",
+        "learning-rate=1,1.0": "contains a value twice",
     }
     for word, message in wrong.items():
         with pytest.raises(UserError, match=message):
@@ -57,9 +57,11 @@ def test_results_are_listed_the_best_is_named_and_a_stopped_grid_goes_on(tmp_pat
     grid = grid_of(WORDS, config)
     run_sweep(config, "x", grid, 2, GOAL, Runs(stops_at=4))
     said = capsys.readouterr().out
-    assert "stopped within global-batch-size-16-learning-rate-3e-05: the same command with --resume" in said
+    assert (
+        "stopped during global-batch-size-16-learning-rate-3e-05: continue with the same command and --resume" in said
+    )
     assert len(json.loads((out / "sweep.json").read_text())["runs"]) == 1
-    with pytest.raises(UserError, match="has a run of seed 7 already: add --resume"):
+    with pytest.raises(UserError, match="already has a run with seed 7: add --resume"):
         run_sweep(config, "x", grid, 2, GOAL, Runs())
     runs = Runs()
     run_sweep(replace(config, resume=True), "x", grid, 2, GOAL, runs)
@@ -98,11 +100,11 @@ def test_results_of_other_settings_are_not_taken_over(tmp_path):
         with pytest.raises(UserError) as refused:
             sweep(runs, weight_decay=0.5, init_from=Path("other"))
         assert str(refused.value) == (
-            f"{out / run} was begun with weight_decay 0.01, init_from not given, and this command has weight_decay "
-            '0.5, init_from "other": name another --out, or go on with that run alone: mtjax finetune --config '
+            f"{out / run} was started with weight_decay 0.01, init_from not given, but this command has weight_decay "
+            '0.5, init_from "other": name another --out, or resume only that run with mtjax finetune --config '
             f"{out / run}/config.toml --resume"
         )
         assert not runs.begun and results == {path: path.read_bytes() for path in results}
         (out / "settings.json").unlink()
-        with pytest.raises(UserError, match="does not say with which settings"):
+        with pytest.raises(UserError, match="settings are not recorded in"):
             sweep(runs)

@@ -118,7 +118,7 @@ def test_encoders_are_transformers_own_there_and_back(family, tmp_path, capsys):
     network.save_pretrained(tmp_path / "hf")
     options = ["--vocab-multiple", "128"]
     assert main(["--from", f"hf:{tmp_path / 'hf'}", "--to", f"mtjax:{tmp_path / 'ours'}", *options]) == 0
-    assert ("begun afresh: head, order.classifier" in capsys.readouterr().out) == (family == "bert, no heads")
+    assert ("randomly initialized: head, order.classifier" in capsys.readouterr().out) == (family == "bert, no heads")
     assert main(["--from", f"mtjax:{tmp_path / 'ours'}", "--to", f"hf:{tmp_path / 'back'}"]) == 0
 
     batch = encoder_batch(network.config.vocab_size)

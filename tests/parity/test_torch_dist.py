@@ -57,7 +57,7 @@ def convert(source: str, target: str, *options: str) -> None:
 
 
 def fingerprints(folder: Path) -> dict[str, int]:
-    return find_weights(folder).page["fingerprints"]
+    return find_weights(folder).metadata["fingerprints"]
 
 
 @pytest.fixture(scope="module")

@@ -1,1 +1,1 @@
-"""Hugging Face's families: one file each, with the table of its tensors and the meaning of its config.json."""
+"""Hugging Face's model families: one file each, with the table of its tensors and the mapping of its config.json."""

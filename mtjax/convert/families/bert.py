@@ -1,4 +1,4 @@
-"""transformers' `bert`, the original with post-LN layers, and `megatron-bert`, the paper's with pre-LN layers."""
+"""transformers' `bert`, the original with post-LN layers, and `megatron-bert`, with the pre-LN layers of the paper."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ BIASES = tuple(Tensor(f"cls.predictions.{name}", dims("vocab")) for name in ("bi
 
 
 def _rows(attention_norm: str, mlp_norm: str) -> tuple[Row, ...]:
-    """All but the norms that one of the two has and the other not."""
+    """Returns the rows of both families: all but the embedding norm of the one and the final norm of the other."""
     return (
         row("embedding", "bert.embeddings.word_embeddings.weight", "vocab embed"),
         row("positions", "bert.embeddings.position_embeddings.weight", "positions embed"),
@@ -37,7 +37,7 @@ def _rows(attention_norm: str, mlp_norm: str) -> tuple[Row, ...]:
         *linear(f"{LAYERS}.mlp.down", f"{BLOCK}.output.dense", "mlp", "embed"),
         *linear("head.dense", "cls.predictions.transform.dense", "embed", "features"),
         *norm("head.norm", "cls.predictions.transform.LayerNorm"),
-        # Untied, their output layer has a bias of its own, which is read last, and the head's has no effect.
+        # If untied, transformers' output layer has a separate bias, read last; the head's bias has no effect.
         Row("head.bias", BIASES[:1], untied=BIASES),
         *linear("order.pooler", "bert.pooler.dense", "embed", "features"),
         *linear("order.classifier", "cls.seq_relationship", "embed", "classes"),
@@ -54,7 +54,7 @@ COPIES = {
 }
 IGNORED = (r"bert\.embeddings\.position_ids",)
 HEADS = ("head", "order.pooler", "order.classifier")
-"""Only pretraining needs them: encoders come without."""
+"""Modules of pretraining only, which may be missing."""
 
 POST_LN = Table(
     format="Hugging Face's bert",
@@ -98,7 +98,7 @@ ONLY = {
 
 
 def _ids(tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """What fills up; nothing begins or ends a text, in transformers' own config either."""
+    """Returns pad_token_id only: transformers' BertConfig has no bos_token_id and eos_token_id either."""
     pad = tokenizer.special("[PAD]") if tokenizer else None
     return {} if pad is None else {"pad_token_id": pad}
 

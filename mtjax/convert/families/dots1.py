@@ -1,4 +1,4 @@
-"""transformers' `dots1`: Qwen3's attention; behind the first layers DeepSeek-V3's experts (arXiv 2506.05767)."""
+"""transformers' `dots1`: Qwen3's attention, and DeepSeek-V3's experts after the first layers (arXiv 2506.05767)."""
 
 from dataclasses import replace
 from typing import Any
@@ -17,35 +17,40 @@ from mtjax.convert.families.llama import (
     table,
     write_decoder,
 )
-from mtjax.convert.families.qwen3 import EXPERTS, HEADS
+from mtjax.convert.families.qwen3 import EXPERTS, QK_NORMS
 from mtjax.convert.families.rows import linear, row, stacked
 from mtjax.errors import UserError
 
 SHARED = f"{BLOCK}.mlp.shared_experts"
-OF_ALL = (
+EXPERT_EXTRAS = (
     row(f"{LAYERS}.experts.router.bias", f"{BLOCK}.mlp.gate.e_score_correction_bias", "routes"),
     *stacked(f"{LAYERS}.experts.shared.up", "gate", (f"{SHARED}.gate_proj", f"{SHARED}.up_proj"), "embed", "mlp"),
     *linear(f"{LAYERS}.experts.shared.down", f"{SHARED}.down_proj", "mlp", "embed"),
 )
 DEFAULTS = {"num_layers": 62, "hidden_size": 4608, "vocab_size": 152_064}
-ALIKE = {"mlp_only_layers": ([], None), "moe_layer_freq": (1, None), "attention_bias": (False,)}
+FIXED = {"mlp_only_layers": ([], None), "moe_layer_freq": (1, None), "attention_bias": (False,)}
 ROUTER = {"scoring_func": ("sigmoid", None), "topk_method": ("noaux_tc", None)}
-"""Keys of the first versions' own code, which mean one thing in all published models."""
+"""Keys of the code of the first versions, which have the same values in all published models."""
 
 
 def _check_windows(config: Json) -> None:
+    """Checks that no layer has sliding-window attention.
+
+    Raises:
+      UserError: one has.
+    """
     layers = config.get("num_hidden_layers", DEFAULTS["num_layers"])
-    behind = config.get("sliding_window", 4096) is not None and config.get("max_window_layers", 62) < layers
-    kinds = config.get("layer_types") or (["sliding_attention"] if behind else [])
+    has_windows = config.get("sliding_window", 4096) is not None and config.get("max_window_layers", 62) < layers
+    kinds = config.get("layer_types") or (["sliding_attention"] if has_windows else [])
     if "sliding_attention" in kinds:
-        raise UserError("some layers attend within a sliding window, and mtjax's attend to all tokens before")
+        raise UserError("some layers use sliding-window attention, which mtjax does not support")
 
 
 def _read(config: Json, names: frozenset[str]) -> dict[str, Any]:
     _check_windows(config)
     size, shared = config.get("moe_intermediate_size", 1408), config.get("n_shared_experts")
     if not shared:
-        raise UserError(f"n_shared_experts is {shared}, and a dots1 has one or more")
+        raise UserError(f"n_shared_experts is {shared}, but must be 1 or more in a dots1")
     return {
         **read_decoder(config),
         "mlp_size": config.get("intermediate_size", 10_944),
@@ -73,7 +78,7 @@ def _write(model: Model) -> dict[str, Any]:
         "num_local_experts": model.num_experts,
         "num_experts_per_tok": model.experts_top_k,
         "moe_intermediate_size": size,
-        # Of a model without any, what is read back is another model, and so it is refused.
+        # At least 1, so that a model without shared experts fails the round trip in `Family.misfits`.
         "n_shared_experts": max(model.shared_expert_size // size, 1),
         "n_group": model.expert_groups,
         "topk_group": model.expert_groups_top_k,
@@ -87,7 +92,7 @@ def _write(model: Model) -> dict[str, Any]:
 DOTS1 = Family(
     model_type="dots1",
     architecture="Dots1ForCausalLM",
-    table=table("dots1", *ATTENTION, *HEADS, *EXPERTS, *OF_ALL, *first_layers(*ATTENTION, *HEADS, *MLP)),
+    table=table("dots1", *ATTENTION, *QK_NORMS, *EXPERTS, *EXPERT_EXTRAS, *first_layers(*ATTENTION, *QK_NORMS, *MLP)),
     fields=(
         *(replace(field, default=DEFAULTS.get(field.ours, field.default)) for field in FIELDS),
         Field("first_dense_layers", "first_k_dense_replace", 0),
@@ -95,5 +100,5 @@ DOTS1 = Family(
     ),
     read=_read,
     write=_write,
-    only={"hidden_act": ("silu", "swish"), **ALIKE, **ROUTER},
+    only={"hidden_act": ("silu", "swish"), **FIXED, **ROUTER},
 )

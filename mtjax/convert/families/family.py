@@ -1,4 +1,4 @@
-"""The description of a Hugging Face family, from which reading, writing and refusing follow."""
+"""Description of a Hugging Face model family, from which configs are read, written and checked."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from mtjax.errors import UserError
 Json = Mapping[str, Any]
 
 CHOICES = 4
-"""Of a question: config.json does not say how many, and RACE and SWAG have as many."""
+"""Number of choices of a question, which config.json does not contain: as in RACE and SWAG."""
 
 ACTIVATIONS: Mapping[str, str] = {
     "gelu": "gelu_exact",
@@ -24,78 +24,78 @@ ACTIVATIONS: Mapping[str, str] = {
     "gelu_fast": "gelu",
     "relu": "relu",
 }
-"""Their names of activations that are not gated, and ours."""
+"""transformers' names of activations that are not gated -> mtjax's."""
 
 
 @dataclass(frozen=True)
 class Field:
-    """A setting of ours and the key of config.json that means the same."""
+    """A setting of mtjax and the equivalent key of config.json."""
 
     ours: str
     theirs: str
     default: Any = None
-    """What transformers takes when config.json does not say."""
+    """transformers' default for a config.json without the key."""
 
 
 def end_of_text(tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Of models that read on: what the tokenizer puts before a text, else what stands between documents."""
+    """Returns bos_token_id and eos_token_id of decoders, from the tokenizer."""
     if tokenizer is None:
         return {}
     return {"bos_token_id": begin_of_text(tokenizer), "eos_token_id": tokenizer.eod}
 
 
 def begin_of_text(tokenizer: Tokenizer) -> int:
-    """The token that a tokenizer puts before a prompt, such as Llama's `<s>`, else the end of document."""
+    """Returns the token that a tokenizer prepends to a prompt, such as Llama's `<s>`, else the end of document."""
     front = added_tokens(tokenizer).front
     return front[0] if front else tokenizer.eod
 
 
 @dataclass(frozen=True)
 class Family:
-    """One of transformers' model types."""
+    """A model type of transformers."""
 
     model_type: str
     architecture: str
-    """The class that `from_pretrained` makes."""
+    """The class that `from_pretrained` constructs."""
     table: Table
     fields: tuple[Field, ...]
-    """Settings that only differ in name."""
+    """Settings that differ only in their names."""
     read: Callable[[Json, frozenset[str]], dict[str, Any]]
-    """Our other settings from a config.json and the names of the tensors."""
+    """Returns mtjax's other settings from a config.json and the names of the tensors."""
     write: Callable[[Model], dict[str, Any]]
-    """Their other keys from our settings."""
+    """Returns the other keys of config.json from mtjax's settings."""
     only: Mapping[str, tuple[Any, ...]]
-    """Keys that may have these values alone."""
+    """Keys of config.json -> the only values that are supported."""
     ids: Callable[[Tokenizer | None], dict[str, Any]] = end_of_text
-    """What config.json says of a tokenizer of our own, or without one, where no config.json came with the weights."""
+    """Returns ids of special tokens from the tokenizer, if any, for weights that came without a config.json."""
 
     def model_settings(self, config: Json, names: frozenset[str], source: str) -> dict[str, Any]:
-        """Our settings of a model, from its config.json and the names of its tensors.
+        """Returns mtjax's settings of a model from its config.json and the names of its tensors.
 
         Raises:
-          UserError: it has what our model can't do: lists all of it.
+          UserError: values are not supported (lists all of them).
         """
         wrong = [
-            f"{key} is {config[key]!r}, and can be {' or '.join(map(repr, values))}"
+            f"{key} is {config[key]!r}, but must be {' or '.join(map(repr, values))}"
             for key, values in self.only.items()
             if key in config and config[key] not in values
         ]
         if wrong:
-            raise UserError(f"{source} is a {self.model_type} that mtjax does not have: {'; '.join(wrong)}")
+            raise UserError(f"{source} is a {self.model_type} that mtjax does not support: {'; '.join(wrong)}")
         simple = {field.ours: config.get(field.theirs, field.default) for field in self.fields}
         return simple | self.read(config, names)
 
     def config_json(self, model: Model) -> dict[str, Any]:
-        """The config.json of a model of ours."""
+        """Returns the config.json of an mtjax model."""
         simple = {field.theirs: getattr(model, field.ours) for field in self.fields}
         head = {"architectures": [self.architecture], "model_type": self.model_type}
         return head | simple | self.write(model)
 
     def misfits(self, model: Model) -> list[str]:
-        """Settings of a model that this family has no place for."""
+        """Returns the settings of a model that this family can't represent: those that don't survive a round trip."""
         back = replace(Config(), **self.model_settings(self.config_json(model), frozenset(), "")).model
         converted = effective_settings(back)
-        ignored = ("vocab_multiple", "sentence_order")  # nothing of the weights' own; the tensors say
+        ignored = ("vocab_multiple", "sentence_order")  # only padding; determined by the names of tensors
         return [
             f"{name} {value}"
             for name, value in effective_settings(model).items()
@@ -105,15 +105,15 @@ class Family:
 
 CLASSIFIER = "ForSequenceClassification"
 ENDINGS: Mapping[str, str] = {"choices": "ForMultipleChoice", "spans": "ForQuestionAnswering"}
-"""What the names of transformers' classes end with that have one of finetuning's heads; the second are BERT's only."""
+"""Heads of finetuning -> suffix of transformers' classes with such a head; spans only with BERT."""
 
 
 def head_settings(config: Json, endings: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Our settings of the head that a config.json describes.
+    """Returns mtjax's settings of the head that a config.json describes.
 
     Args:
-      config: theirs.
-      endings: of the classes that a family has besides those that classify, by our names of heads.
+      config: the config.json.
+      endings: mtjax's names of heads -> suffixes of classes that the family has in addition to `CLASSIFIER`.
     """
     names = config.get("architectures") or ()
     for head, ending in (endings or {}).items():
@@ -128,13 +128,13 @@ def head_settings(config: Json, endings: Mapping[str, str] | None = None) -> dic
 
 
 def head_json(model: Model, name: str, architecture: str, endings: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Their keys of our head.
+    """Returns the keys of config.json for a model's head.
 
     Args:
-      model: with any head.
-      name: what the classes of its family begin with.
-      architecture: the class with the head of language.
-      endings: as above; without its own, a head becomes one that classifies, and is refused when that is read.
+      model: the model, with any head.
+      name: prefix of the classes of its family.
+      architecture: the class with the language head.
+      endings: as in `head_settings`; any other head is written as a classifier, which `Family.misfits` then rejects.
     """
     if model.head == "language":
         return {"architectures": [architecture]}
@@ -149,7 +149,7 @@ def head_json(model: Model, name: str, architecture: str, endings: Mapping[str, 
 
 
 def labels_json(labels: Sequence[str]) -> dict[str, Any]:
-    """Their keys of the names of classes."""
+    """Returns the keys of config.json for the names of classes."""
     return {
         "id2label": {str(number): label for number, label in enumerate(labels)},
         "label2id": {label: number for number, label in enumerate(labels)},
@@ -157,10 +157,10 @@ def labels_json(labels: Sequence[str]) -> dict[str, Any]:
 
 
 def activation_name(model: Model) -> str:
-    """Their name of our activation; one that they don't have comes back as another, and so is refused."""
+    """Returns transformers' name of a model's activation; "relu" for others, which `Family.misfits` then rejects."""
     return next((theirs for theirs, ours in ACTIVATIONS.items() if ours == model.activation), "relu")
 
 
 def tensors_without(names: Iterable[str], prefix: str) -> bool:
-    """Whether no tensor has the prefix of a model with its head: it is the bare model."""
+    """Returns whether no tensor has the prefix of a model with a head, so that it is a bare model."""
     return bool(prefix) and not any(name.startswith(prefix) for name in names)

@@ -11,6 +11,7 @@ LAYERS, BLOCK = "stack.layers", "transformer.h.{layer}"
 
 
 def _linear(ours: str, theirs: str, inputs: str, outputs: str) -> tuple[Row, Row]:
+    """Maps a linear layer to transformers' Conv1D, [inputs, outputs], and its bias."""
     weight = row(f"{ours}.weight", f"{theirs}.weight", f"{inputs} {outputs}")
     return weight, row(f"{ours}.bias", f"{theirs}.bias", outputs)
 

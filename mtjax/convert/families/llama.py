@@ -26,7 +26,7 @@ MLP = (
 
 
 def first_layers(*rows: Row) -> tuple[Row, ...]:
-    """The rows of layers without experts, in a model whose others have some."""
+    """Returns the rows of the first (dense) layers in a model with experts."""
     return tuple(replace(of, ours=of.ours.replace(LAYERS, f"{DENSE}.layers")) for of in rows)
 
 
@@ -34,7 +34,7 @@ FREQUENCIES = r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
 
 
 def table(name: str, *layer: Row) -> Table:
-    """Of a family whose models have these rows in a layer, and are Llamas besides."""
+    """Returns the table of a family with these rows in a layer, and otherwise Llama's structure."""
     return decoder(name, "model.", "embed_tokens.weight", layer, "norm", ignored=FREQUENCIES)
 
 
@@ -62,28 +62,28 @@ ROPE = {
     "rope_beta_slow": "beta_slow",
     "rope_attention_factor": "attention_factor",
 }
-"""Our settings of RoPE's scaling, and their keys."""
-OWN_DEFAULTS = ("rope_beta_fast", "rope_beta_slow", "rope_attention_factor")
-"""Settings that a config may leave out; the defaults of transformers are ours."""
+"""mtjax's settings of RoPE scaling -> keys of config.json."""
+OPTIONAL = ("rope_beta_fast", "rope_beta_slow", "rope_attention_factor")
+"""Settings that a config may omit; mtjax's defaults are transformers'."""
 SCALED_BY = {
     "none": (),
     "linear": ("rope_factor",),
-    "llama3": tuple(name for name in ROPE if name not in OWN_DEFAULTS),
-    "yarn": ("rope_factor", "rope_original_length", *OWN_DEFAULTS),
+    "llama3": tuple(name for name in ROPE if name not in OPTIONAL),
+    "yarn": ("rope_factor", "rope_original_length", *OPTIONAL),
 }
-"""The kinds of scaling, and the settings that each has."""
+"""Kinds of scaling -> the settings of each."""
 NOT_YARN = ("mscale", "mscale_all_dim", "truncate")
-"""Keys of YaRN's variants."""
+"""Keys of variants of YaRN that are not supported."""
 
 
 def _read(config: Json, names: frozenset[str]) -> dict[str, Any]:
     if config.get("mlp_bias", False) != config.get("attention_bias", False):
-        raise UserError("attention_bias and mlp_bias differ, and mtjax has one setting for both")
+        raise UserError("attention_bias and mlp_bias differ, but mtjax has one setting, bias, for both")
     return {"mlp_size": config.get("intermediate_size", 11008), **read_decoder(config), **head_settings(config)}
 
 
 def read_decoder(config: Json, theta: float = 10_000.0) -> dict[str, Any]:
-    """Our settings that Llama's and its relatives' configs say alike; `theta` is RoPE's where they don't."""
+    """Returns mtjax's settings that Llama and related families have in common; `theta` is the default RoPE base."""
     return {
         "family": "llama",
         "num_kv_heads": config.get("num_key_value_heads"),
@@ -94,16 +94,22 @@ def read_decoder(config: Json, theta: float = 10_000.0) -> dict[str, Any]:
 
 
 def _read_rope(config: Json, default: float) -> dict[str, Any]:
-    """From `rope_parameters` (transformers 5), or from `rope_theta` and `rope_scaling` (4)."""
+    """Reads `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (4).
+
+    Raises:
+      UserError: the kind of scaling, or one of its settings, is not supported.
+    """
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     kind = "none" if kind == "default" else kind
     if kind not in SCALED_BY:
-        raise UserError(f"RoPE is scaled by {kind!r}, and mtjax supports {', '.join(SCALED_BY)}")
+        raise UserError(
+            f"rope_type is {kind!r}, but must be one of default, {', '.join(k for k in SCALED_BY if k != 'none')}"
+        )
     theta = rope.get("rope_theta", config.get("rope_theta", default))
     if kind == "yarn" and (other := [key for key in NOT_YARN if rope.get(key) not in (None, key == "truncate")]):
-        raise UserError(f"RoPE's YaRN has {' and '.join(other)}, which mtjax does not support")
-    given = [name for name in SCALED_BY[kind] if name not in OWN_DEFAULTS or rope.get(ROPE[name]) is not None]
+        raise UserError(f"YaRN (rope_type yarn) has {' and '.join(other)}, which mtjax does not support")
+    given = [name for name in SCALED_BY[kind] if name not in OPTIONAL or rope.get(ROPE[name]) is not None]
     scaling = {ours: rope[ROPE[ours]] for ours in given}
     return {"rope_theta": float(theta), "rope_scaling": kind, **scaling}
 
@@ -113,17 +119,17 @@ def _write(model: Model) -> dict[str, Any]:
 
 
 def write_decoder(model: Model) -> dict[str, Any]:
-    """What configs of Llama and its relatives say alike."""
+    """Returns the keys of config.json that Llama and related families have in common."""
     kind = model.rope_scaling
-    said = {ROPE[ours]: getattr(model, ours) for ours in SCALED_BY[kind]}
-    rope = {key: value for key, value in said.items() if value is not None}
+    scaling = {ROPE[ours]: getattr(model, ours) for ours in SCALED_BY[kind]}
+    rope = {key: value for key, value in scaling.items() if value is not None}
     rope |= {"rope_type": "default" if kind == "none" else kind}
     return {
         "hidden_act": "silu",
         "num_key_value_heads": num_kv_heads(model),
         "head_dim": head_dim(model),
         "intermediate_size": mlp_size(model),
-        # As both versions of transformers write it.
+        # The keys of both transformers 4 and 5.
         "rope_theta": model.rope_theta,
         "rope_scaling": None if kind == "none" else rope,
         "rope_parameters": {"rope_theta": model.rope_theta, **rope},

@@ -1,4 +1,4 @@
-"""transformers' `mixtral`: Llama's attention, and experts in the place of the MLP (arXiv 2401.04088)."""
+"""transformers' `mixtral`: Llama's attention, and experts instead of the MLP (arXiv 2401.04088)."""
 
 from typing import Any
 

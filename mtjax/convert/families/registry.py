@@ -1,4 +1,4 @@
-"""The families that can be converted, by Hugging Face's name."""
+"""The supported families, by transformers' model_type."""
 
 from collections.abc import Mapping
 
@@ -19,16 +19,16 @@ FAMILIES: Mapping[str, Family] = {
 
 
 def family_of_config(config: Json, source: str) -> Family:
-    """The family that a config.json names.
+    """Returns the family that a config.json names.
 
     Raises:
-      UserError: it is none that mtjax has.
+      UserError: it is missing or not supported.
     """
     if "model_type" not in config:
         raise UserError(f"{source} is missing model_type")
     name = str(config["model_type"])
     if name not in FAMILIES:
-        # No nearest name: mistral and mixtral are spelled alike, and are other networks.
+        # No suggestion of a similar name: mistral and mixtral are spelled alike, but are different models.
         raise UserError(
             f"{source}: model_type {name!r} is not supported; supported are {', '.join(FAMILIES)} (docs/convert.md)"
         )
@@ -36,13 +36,16 @@ def family_of_config(config: Json, source: str) -> Family:
 
 
 def family_of_model(model: Model) -> Family:
-    """The family that holds a model of ours.
+    """Returns the family that can represent an mtjax model.
 
     Raises:
-      UserError: none does: says which settings of it the nearest has no place for.
+      UserError: there is none; lists the settings that the closest family can't represent.
     """
     misfits = {name: family.misfits(model) for name, family in FAMILIES.items()}
     name = min(misfits, key=lambda name: len(misfits[name]))
     if misfits[name]:
-        raise UserError(f"transformers has no model with this architecture: {name} has no {', '.join(misfits[name])}")
+        raise UserError(
+            f"transformers has no model with this architecture: the closest, {name}, does not support "
+            f"{', '.join(misfits[name])}"
+        )
     return FAMILIES[name]

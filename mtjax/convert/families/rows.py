@@ -1,4 +1,4 @@
-"""Rows that tables of several families share, and the form of a decoder's table."""
+"""Rows that several families have in common, and the table of a decoder."""
 
 import re
 
@@ -6,30 +6,30 @@ from mtjax.convert.table import Row, Table, Tensor, dims
 
 
 def row(ours: str, theirs: str, shape: str) -> Row:
-    """A parameter that is one tensor."""
+    """Maps a parameter to one tensor."""
     return Row(ours, (Tensor(theirs, dims(shape)),))
 
 
 def norm(ours: str, theirs: str) -> tuple[Row, Row]:
-    """A norm's weight, and its bias if it has one."""
+    """Maps a norm's weight, and its bias if it has one."""
     return row(f"{ours}.scale", f"{theirs}.weight", "embed"), row(f"{ours}.bias", f"{theirs}.bias", "embed")
 
 
 def linear(ours: str, theirs: str, inputs: str, outputs: str) -> tuple[Row, Row]:
-    """A linear layer as torch keeps it, [outputs, inputs], and its bias if it has one."""
+    """Maps a linear layer to torch's [outputs, inputs], and its bias if it has one."""
     weight = row(f"{ours}.weight", f"{theirs}.weight", f"{outputs} {inputs}")
     return weight, row(f"{ours}.bias", f"{theirs}.bias", outputs)
 
 
 def stacked(ours: str, axis: str, theirs: tuple[str, ...], inputs: str, outputs: str) -> tuple[Row, Row]:
-    """Several linear layers, each a tensor of its own, that are one parameter of ours, stacked along `axis`."""
+    """Maps a parameter that stacks several linear layers along `axis` to their separate tensors."""
     weights = tuple(Tensor(f"{t}.weight", dims(f"{outputs} {inputs}"), (axis, i)) for i, t in enumerate(theirs))
     biases = tuple(Tensor(f"{t}.bias", dims(outputs), (axis, i)) for i, t in enumerate(theirs))
     return Row(f"{ours}.weight", weights), Row(f"{ours}.bias", biases)
 
 
 def experts(ours: str, theirs: str, gate: str, up: str, down: str) -> tuple[Row, ...]:
-    """Gated experts, each with three tensors of its own: `{expert}` in `theirs` is its number."""
+    """Maps gated experts to three tensors per expert; `{expert}` in `theirs` is replaced by its number."""
     inputs = tuple(
         Tensor(f"{theirs}.{name}.weight", dims("mlp embed"), ("gate", i), each=True)
         for i, name in enumerate((gate, up))
@@ -39,7 +39,7 @@ def experts(ours: str, theirs: str, gate: str, up: str, down: str) -> tuple[Row,
 
 
 def attention(ours: str, query: str, key: str, value: str) -> tuple[Row, ...]:
-    """Query, key and value: one parameter of ours with as many heads of each, two with fewer key and value heads."""
+    """Maps query, key and value; mtjax has one parameter for all three, or query and key_value with grouped queries."""
     return (
         *stacked(f"{ours}.qkv", "qkv", (query, key, value), "embed", "heads*head_dim"),
         *linear(f"{ours}.qkv.query", query, "embed", "heads*head_dim"),
@@ -50,16 +50,16 @@ def attention(ours: str, query: str, key: str, value: str) -> tuple[Row, ...]:
 def decoder(
     name: str, prefix: str, words: str, layer: tuple[Row, ...], final_norm: str, *others: Row, ignored: str
 ) -> Table:
-    """The table of one stack of layers between two tables of words, which may be one.
+    """Returns the table of a decoder: embedding, layers, final norm and output, which may be tied to the embedding.
 
     Args:
-      name: transformers' of the family.
-      prefix: of all modules but the output.
-      words: the embedding's name behind the prefix.
-      layer: what a layer has.
-      final_norm: the last norm's name behind the prefix.
-      others: rows outside the stack and its tables.
-      ignored: regular expression, behind the prefix, of tensors that hold no weights.
+      name: transformers' name of the family.
+      prefix: prefix of all modules except the output.
+      words: the embedding's name, after the prefix.
+      layer: rows of a layer.
+      final_norm: the final norm's name, after the prefix.
+      others: rows outside the layers.
+      ignored: regular expression, after the prefix, of tensors that are not weights.
     """
     output = "lm_head.weight"
     return Table(

@@ -1,4 +1,4 @@
-"""transformers' `t5`: T5 and its version 1.1, whose output is untied and whose GELU is gated."""
+"""transformers' `t5`: T5, and T5 1.1 with an untied output and a gated GELU."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from mtjax.data.tokens.tokenizer import Tokenizer
 
 
 def _half(name: str, mlp: int) -> tuple[Row, ...]:
-    """What encoder and decoder share; the MLP is sublayer number `mlp`."""
+    """Returns the rows that encoder and decoder have in common; the MLP is sublayer number `mlp`."""
     layers, block = f"{name}.stack.layers", f"{name}.block.{{layer}}.layer"
     dense = f"{block}.{mlp}.DenseReluDense"
     bias = f"{name}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
@@ -30,6 +30,7 @@ def _half(name: str, mlp: int) -> tuple[Row, ...]:
 
 
 def _cross() -> tuple[Row, ...]:
+    """Returns the rows of cross-attention."""
     layers, block = "decoder.stack.layers", "decoder.block.{layer}.layer.1"
     query, key, value, output = (f"{block}.EncDecAttention.{x}" for x in "qkvo")
     return (
@@ -49,7 +50,7 @@ TABLE = Table(
         *_cross(),
         row("output", "lm_head.weight", "vocab embed"),
     ),
-    # The first T5s saved one that was never used.
+    # The first T5 checkpoints contain this one, which is unused.
     ignored=(r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",),
     copies=dict.fromkeys(("encoder.embed_tokens.weight", "decoder.embed_tokens.weight"), "shared.weight")
     | {"lm_head.weight": "shared.weight"},
@@ -77,7 +78,8 @@ FIELDS = (
 
 
 def _read(config: Json, names: frozenset[str]) -> dict[str, Any]:
-    # Before version 5, transformers said "not tied" and meant "not scaled" too; since then it says "not scaled" alone.
+    # An untied model has tie_word_embeddings false before version 5 of transformers (which also meant that outputs are
+    # not scaled), and only scale_decoder_outputs false since then.
     is_tied = config.get("tie_word_embeddings", True) and config.get("scale_decoder_outputs", True)
     return {
         "family": "t5",
@@ -104,7 +106,7 @@ def _write(model: Model) -> dict[str, Any]:
 
 
 def _ids(tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Of the first vocabulary; of our own, those that the samples have (`mtjax.data.samples.t5`)."""
+    """Returns the ids of special tokens: T5's original ones, or those in mtjax's samples (`mtjax.data.samples.t5`)."""
     if tokenizer is None:
         return {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1}
     ids = t5_ids(tokenizer)

@@ -1,1 +1,1 @@
-"""`mtjax from-megatron`: the settings of a run from Megatron-LM's launch script or arguments; no code is executed."""
+"""`mtjax from-megatron`: translates Megatron-LM's launch script or arguments to a config, without executing code."""

@@ -11,7 +11,7 @@ import tyro
 from mtjax.cli import read, run_main
 from mtjax.config.field_metadata import at_least
 from mtjax.convert.from_megatron.given import Given, from_file, from_words
-from mtjax.convert.from_megatron.report import config_of, told, toml_of
+from mtjax.convert.from_megatron.report import config_of, report, toml_of
 from mtjax.convert.from_megatron.translate import translate
 from mtjax.errors import UserError
 from mtjax.theory.divisibility import check_config
@@ -19,10 +19,10 @@ from mtjax.theory.mesh import MOST_DEVICES
 
 DESCRIPTION = """Translates a launch script or arguments of Megatron-LM into a config of mtjax.
 
-Prints the TOML, and on stderr what has no equal in mtjax, what needs none, and what could not be read. The script is
-read and not run: variables, arrays, conditions, functions and the scheduler's directives are followed. What comes from
-outside the script is given as its arguments, or with --set. A YAML file of arguments, and a file that has only
-arguments, are read too.
+Prints the TOML, and on stderr the arguments that mtjax does not support, that it does not need, and that could not be
+read. The script is parsed, not run: variables, arrays, conditions, functions and the scheduler's directives are
+evaluated. Values from outside the script are given as its arguments, or with --set. A YAML file of arguments, or a file
+that contains only arguments, can be given instead of a script.
 
 Examples:
   mtjax from-megatron train_gpt3_175b_distributed.sh CKPT LOGS vocab.json merges.txt corpus_text_document --gpus 1024
@@ -36,18 +36,18 @@ _Repeated = tyro.conf.UseAppendAction
 
 @dataclass(frozen=True)
 class Options:
-    """What to translate."""
+    """The options of `mtjax from-megatron`."""
 
     script: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="SCRIPT [ARGUMENT ...]")] = ()
-    """The script, and the arguments that it is started with ($1, $2, ...)."""
+    """The script, and its arguments ($1, $2, ...)."""
     variables: tyro.conf.UseAppendAction[
         Annotated[tuple[str, ...], tyro.conf.arg(name="set", metavar="NAME=VALUE")]
     ] = ()
-    """A variable of the script, which has this value whatever the script assigns. May be given several times."""
+    """A variable of the script, which overrides the value that the script assigns. May be given several times."""
     gpus: int | None = at_least(1, None, most=MOST_DEVICES)
-    """Number of GPUs; the number of processes that the script starts when not given."""
+    """Number of GPUs. Default: the number of processes that the script starts."""
     output: Path | None = None
-    """Where the TOML goes, instead of standard output."""
+    """File for the TOML, instead of standard output."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,20 +58,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(options: Options, words: Sequence[str]) -> None:
-    """Translates.
+    """Translates a script or arguments.
 
     Raises:
-      UserError: there is nothing to translate, it can't be read, or the run can't be translated.
+      UserError: neither is given, it can't be read, or the run can't be translated.
     """
     given = _given(options, words)
     given.gpus = options.gpus or given.gpus
     to, mesh = translate(given)
-    found = config_of(to)
-    refused = None
+    config = config_of(to)
+    config_error = None
     try:
-        check_config(found, mesh)
+        check_config(config, mesh)
     except UserError as e:
-        refused = str(e)
+        config_error = str(e)
     text = toml_of(to, mesh)
     if options.output is None:
         print(text, end="")
@@ -80,11 +80,16 @@ def run(options: Options, words: Sequence[str]) -> None:
             raise UserError(f"--output {options.output} exists already: name another file")
         options.output.write_text(text, encoding="utf-8")
         print(f"next    mtjax train --config {options.output}")
-    if said := told(to, refused):
-        print(said, file=sys.stderr)
+    if summary := report(to, config_error):
+        print(summary, file=sys.stderr)
 
 
 def _given(options: Options, words: Sequence[str]) -> Given:
+    """Reads the arguments from the script, if any, and from the command line after `--`.
+
+    Raises:
+      UserError: there are none, or they can't be read.
+    """
     if not options.script and not words:
         raise UserError("nothing to translate: give a launch script, or arguments of Megatron-LM after --")
     variables = {}

@@ -1,4 +1,4 @@
-"""Conditions of a bash script: `[ ... ]`, `[[ ... ]]`, as far as they can be decided without running anything."""
+"""Evaluates conditions of a bash script, `[ ... ]` and `[[ ... ]]`, without running commands."""
 
 import fnmatch
 from collections.abc import Callable, Mapping, Sequence
@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from mtjax.convert.from_megatron.expand import unknown_in
 
 Decided = bool | None
-"""None: it can't be decided."""
+"""None: unknown."""
 
 _NUMBERS: Mapping[str, Callable[[int, int], bool]] = {
     "-eq": lambda a, b: a == b,
@@ -20,10 +20,10 @@ _FILES = ("-e", "-f", "-d", "-s", "-r", "-w", "-x")
 
 
 def decide(words: Sequence[str]) -> Decided:
-    """Returns whether a condition holds; None where that takes the machine of the run, or a variable without a value.
+    """Returns whether a condition is true; None if it depends on a variable without a value, or is not supported.
 
     Args:
-      words: those between the brackets, with their variables put in; `&&` and `||` among them.
+      words: the words between the brackets, expanded, including `&&` and `||`.
     """
     for operator, old in (("||", "-o"), ("&&", "-a")):
         at = next((i for i, word in enumerate(words) if word in (operator, old)), None)
@@ -40,7 +40,7 @@ def decide(words: Sequence[str]) -> Decided:
 
 
 def both(left: Decided, operator: str, right: Decided) -> Decided:
-    """Returns what `left && right`, or `left || right`, is."""
+    """Returns `left && right` or `left || right` in three-valued logic."""
     decisive = operator == "||"
     if decisive in (left, right):
         return decisive
@@ -48,13 +48,15 @@ def both(left: Decided, operator: str, right: Decided) -> Decided:
 
 
 def _of_one(operator: str, word: str) -> Decided:
-    is_empty = not word or bool(unknown_in(word))  # what nobody has set is empty
+    """Evaluates `-z WORD`, `-n WORD` and tests of files."""
+    is_empty = not word or bool(unknown_in(word))  # an unset variable is empty
     if operator in ("-z", "-n"):
         return is_empty == (operator == "-z")
-    return True if operator in _FILES else None  # files of the run: a script ends where they are missing
+    return True if operator in _FILES else None  # files are assumed to exist: scripts exit if one is missing
 
 
 def _of_two(left: str, operator: str, right: str) -> Decided:
+    """Evaluates comparisons of strings and integers."""
     if unknown_in(left + right):
         return None
     if operator in ("=", "=="):

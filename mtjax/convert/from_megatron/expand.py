@@ -1,4 +1,4 @@
-"""Variables of a bash script: their values, and words with them put in."""
+"""Variables of a bash script, and the expansion of words."""
 
 import ast
 import operator
@@ -10,14 +10,14 @@ from mtjax.convert.from_megatron.lexer import Part, Token, bracket_end, tokens
 from mtjax.errors import UserError
 
 Value = str | list[str]
-"""A variable's: text, or an array."""
+"""Value of a variable: a string or an array."""
 OPEN, CLOSE = "\ue000", "\ue001"
-"""What stands around the name of a variable without a value, in a text that asks for it."""
+"""Markers around the name of a variable without a value, in an expanded text."""
 _BLANK = "\ue002"
-"""A blank in such a name, which is no place to split a word at."""
+"""Replaces a blank in such a name, so that the word is not split there."""
 _UNKNOWN = re.compile(f"{OPEN}(.*?){CLOSE}", re.DOTALL)
 _LONGEST = 2**20
-"""Characters of a value: a script that doubles a variable some dozen times is no launch script."""
+"""Most characters of a value; guards against scripts that repeatedly double a variable."""
 _LONGEST_LIST = 10_000
 _NAME = re.compile(r"(?:[A-Za-z_]\w*|[0-9]+|[@*#])")
 _BRACED = re.compile(r"(#?)([A-Za-z_]\w*|[0-9]+|[@*#])(?:\[([^]]*)\])?(.*)", re.DOTALL)
@@ -31,17 +31,17 @@ _OPERATIONS: dict[type, Callable[[Any, Any], Any]] = {
 
 
 def unknown(name: str) -> str:
-    """What stands in a text for a variable without a value."""
+    """Returns the placeholder for a variable without a value."""
     return OPEN + "".join(_BLANK if char.isspace() else char for char in name) + CLOSE
 
 
 def unknown_in(text: str) -> list[str]:
-    """Names of the variables without a value that a text asks for."""
+    """Returns the names of variables without a value that a text refers to."""
     return [name.replace(_BLANK, " ") for name in _UNKNOWN.findall(text)]
 
 
 def shown(text: str) -> str:
-    """A text with such variables as they are typed."""
+    """Replaces placeholders by the variables as typed."""
     text = _UNKNOWN.sub(lambda match: match[1] if match[1][0] in "$`" else f"${match[1]}", text)
     return text.replace(_BLANK, " ")
 
@@ -61,7 +61,7 @@ class Variables:
         """Sets a variable, or appends to it as `+=` does.
 
         Raises:
-          UserError: it grows beyond bounds.
+          UserError: it becomes too long.
         """
         if append:
             before = self.values.get(name, [] if isinstance(value, list) else "")
@@ -70,11 +70,11 @@ class Variables:
             else:
                 value = [before, *value] if isinstance(value, list) else before + value
         if sum(map(len, value)) > _LONGEST:
-            raise UserError(f"the variable {name} grows beyond {_LONGEST} characters")
+            raise UserError(f"the variable {name} is longer than {_LONGEST} characters")
         self.values[name] = value
 
     def fields(self, word: Token) -> list[str]:
-        """Returns what a word expands to: none, one or several words."""
+        """Expands a word to zero, one or several words."""
         found: list[str] = []
         now: str | None = None
 
@@ -102,7 +102,7 @@ class Variables:
         return found
 
     def text(self, parts: Sequence[Part]) -> str:
-        """Returns the parts of a word, expanded and not split, as in an assignment."""
+        """Expands the parts of a word without splitting it, as in an assignment."""
         texts = []
         for part in parts:
             if part.style == "literal":
@@ -112,7 +112,7 @@ class Variables:
         return "".join(texts)
 
     def number(self, expression: str) -> int | str:
-        """Returns the value of an arithmetic expression, or what stands for one that can't be computed."""
+        """Returns the value of an arithmetic expression, or a placeholder if it can't be computed."""
         text = self.text((Part(expression, "quoted"),))
         for name in dict.fromkeys(re.findall(r"[A-Za-z_]\w*", _UNKNOWN.sub("", text))):
             value = self.values.get(name)
@@ -127,7 +127,7 @@ class Variables:
             return unknown(f"$(({expression}))")
 
     def _joined(self, text: str) -> Iterator[tuple[str, bool]]:
-        """Yields the pieces of a text in quotes, those of an array separate and the rest joined."""
+        """Yields the pieces of a quoted text: elements of an array separately, all else joined."""
         now = ""
         for piece, is_separate in self._pieces(text):
             if is_separate:
@@ -178,20 +178,20 @@ class Variables:
         match = _BRACED.fullmatch(text)
         if not match:
             return [unknown(f"${{{text}}}")]
-        length, name, index, rest = match.groups()
+        length, name, index, suffix = match.groups()
         values = self._value(name, index)
         is_set = not any(map(unknown_in, values))
         is_filled = is_set and any(values)
         if length:
             counted = len(self._value(name, "@")) if index in ("@", "*") else len("".join(values))
             return [str(counted)] if is_set else [unknown(name)]
-        if not rest:
+        if not suffix:
             return values
-        operation = re.match(r":?[-=+?]", rest)
+        operation = re.match(r":?[-=+?]", suffix)
         if not operation:
             return [unknown(f"${{{text}}}")]
         holds = is_filled if operation[0][0] == ":" else is_set
-        kind, word = operation[0][-1], rest[operation.end() :]
+        kind, word = operation[0][-1], suffix[operation.end() :]
         if kind == "+":
             return self._inner(word) if holds else []
         if holds or kind == "?":
@@ -206,6 +206,7 @@ class Variables:
         return [field for token in tokens(text, "a default") for field in self.fields(token)] if text else [""]
 
     def _value(self, name: str, index: str | None) -> list[str]:
+        """Returns the values of a variable, a positional argument or `$#`; several only for `[@]` and `$@`."""
         if name == "*" or index == "*":
             return [" ".join(self._value("@" if name == "*" else name, "@"))]
         if name == "@":
@@ -213,8 +214,8 @@ class Variables:
         if name == "#":
             return [str(len(self._positional))] if self._positional else [unknown("#")]
         if name.isdigit():
-            place = int(name)
-            return [self._positional[place - 1]] if 0 < place <= len(self._positional) else [unknown(name)]
+            number = int(name)
+            return [self._positional[number - 1]] if 0 < number <= len(self._positional) else [unknown(name)]
         value = self.values.get(name)
         if value is None:
             return [unknown(name)]
@@ -222,16 +223,16 @@ class Variables:
             return [value]
         if index == "@":
             return value
-        place = int(index) if index and index.isdigit() else 0
-        return [value[place]] if place < len(value) else [""]
+        position = int(index) if index and index.isdigit() else 0
+        return [value[position]] if position < len(value) else [""]
 
 
 def evaluate(text: str) -> Any:
-    """Returns the value of sums and products of whole numbers and lists: `2*(3+4)`, `[0]*1+[1]*27`.
+    """Evaluates sums and products of integers and lists: `2*(3+4)`, `[0]*1+[1]*27`.
 
     Raises:
-      ValueError: it is something else.
-      SyntaxError: it is no expression.
+      ValueError: it is another expression, or makes a list that is too long.
+      SyntaxError: it is not an expression.
     """
 
     def value(node: ast.expr) -> Any:
@@ -247,6 +248,6 @@ def evaluate(text: str) -> Any:
             if len(counts) == 1 and (type(node.op) is not ast.Mult or counts[0] > _LONGEST_LIST):
                 raise ValueError(f"{text!r} makes a long list")
             return _OPERATIONS[type(node.op)](left, right)
-        raise ValueError(f"{text!r} is not a sum of products of whole numbers")
+        raise ValueError(f"{text!r} is not a sum of products of integers")
 
     return value(ast.parse(text.strip(), mode="eval").body)

@@ -1,4 +1,4 @@
-"""Megatron-LM's arguments as they were given: from words, from a launch script, or from a YAML file."""
+"""Reads Megatron-LM's arguments from a command line, a launch script or a YAML file."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,41 +12,41 @@ from mtjax.errors import UserError, require, shortened
 from mtjax.migrate.megatron import by_dest, by_name
 
 PROGRAMS = {"pretrain_gpt": "gpt", "pretrain_bert": "bert"}
-"""Megatron's programs whose runs mtjax has -> the family."""
+"""Megatron's programs that can be translated -> the family."""
 _OTHERS = re.compile(r"pretrain_(t5|ict|retro|vlm|mamba|vision\w*)|train_rl|finetune\w*")
 _LARGEST = 2**24
-"""Bytes of a script."""
+"""Most bytes of a script."""
 
 
 @dataclass
 class Given:
-    """Arguments, and what else a script says."""
+    """Arguments, and other information from a script."""
 
     source: str
-    """Where they are from, for messages."""
+    """Name of the script or file, for messages."""
     values: dict[str, Any] = field(default_factory=dict)
-    """Attribute of an argument -> its value, of those that could be read."""
+    """Attribute of an argument -> its value, for those that could be read."""
     typed: dict[str, str] = field(default_factory=dict)
     """The same attributes -> as typed: `--lr 1e-4`."""
     unread: list[tuple[str, str]] = field(default_factory=list)
-    """As typed, and why it can't be read."""
+    """Arguments that could not be read, as typed, and the reason."""
     unlisted: list[str] = field(default_factory=list)
-    """As typed: arguments that are not in the table."""
+    """Unknown arguments, as typed."""
     notes: list[str] = field(default_factory=list)
-    """What could not be decided in a script."""
+    """Notes on conditions and loops of the script that could not be evaluated."""
     family: str = "gpt"
     gpus: int | None = None
-    """Processes that the launcher starts, one a GPU; None where nothing says so."""
+    """Number of processes that the launcher starts, one per GPU; None if unknown."""
 
 
 def from_words(words: Sequence[str], given: Given) -> None:
-    """Puts the arguments of a command line into `given`; the last of several with one name counts."""
+    """Adds the arguments of a command line to `given`; a repeated argument overrides the earlier one."""
     at = 0
     while at < len(words):
         name, equals, value = words[at].partition("=")
         end = next((i for i in range(at + 1, len(words)) if _is_name(words[i])), len(words))
         if not _is_name(words[at]):
-            given.unread += [(shown(word), _why(word) or "belongs to no argument") for word in words[at:end]]
+            given.unread += [(shown(word), _reason(word) or "not the value of an argument") for word in words[at:end]]
         else:
             _put(name, [value] if equals else list(words[at + 1 : end]), given)
         at = end
@@ -57,9 +57,10 @@ def _is_name(word: str) -> bool:
 
 
 def _put(name: str, values: list[str], given: Given) -> None:
+    """Adds one argument with its values."""
     row = by_name().get(name.replace("_", "-"))
     typed = shortened(" ".join([name, *map(shown, values)]), 70)
-    missing = next((why for value in values if (why := _why(value))), "")
+    missing = next((reason for value in values if (reason := _reason(value))), "")
     if row is None:
         given.unlisted.append(typed)
         return
@@ -67,7 +68,7 @@ def _put(name: str, values: list[str], given: Given) -> None:
     if missing and not is_switch:
         given.unread.append((typed, missing))
         return
-    if values and is_switch:  # `--bf16 $MORE`: the switch holds, and what else there would be is not known
+    if values and is_switch:  # `--bf16 $MORE`: the switch is set, and $MORE is unknown
         given.unread.append((" ".join(map(shown, values)), missing or f"{name} takes no value"))
         typed, values = name, []
     read = tuple(_value(value) for value in values)
@@ -75,8 +76,8 @@ def _put(name: str, values: list[str], given: Given) -> None:
     given.typed[row.dest] = typed
 
 
-def _why(word: str) -> str:
-    """Returns why a word can't be read: the variables in it that have no value."""
+def _reason(word: str) -> str:
+    """Returns why a word can't be read (a variable in it has no value), or ""."""
     names = unknown_in(word)
     if not names:
         return ""
@@ -85,12 +86,12 @@ def _why(word: str) -> str:
         return f"${numbered[0]} is an argument of the script: give it after the script's name"
     commands = [name for name in names if name[0] in "$`"]
     if commands:
-        return f"{commands[0]} would have to be run"
+        return f"it depends on the output of {commands[0]}"
     return f"{names[0]} has no value: add --set {names[0]}=..."
 
 
 def _value(text: str) -> Any:
-    """A number, a list of numbers, or text."""
+    """Parses a number or a list of numbers; returns any other text unchanged."""
     text = text.strip("'\"") if text[:1] == text[-1:] and text[:1] in ("'", '"') else text
     for kind in (int, float):
         try:
@@ -106,17 +107,17 @@ def _value(text: str) -> Any:
 
 
 def from_file(path: Path, positional: Sequence[str], variables: Mapping[str, str]) -> Given:
-    """Returns the arguments in a launch script, in a file of arguments, or in a YAML file.
+    """Reads the arguments in a launch script, in a file of arguments, or in a YAML file.
 
     Raises:
-      UserError: it can't be read, or starts no run of Megatron-LM that mtjax has.
+      UserError: it can't be read, or does not start a program of Megatron-LM that can be translated.
     """
     try:
         if path.stat().st_size > _LARGEST:
-            raise UserError(f"{path} has {path.stat().st_size} bytes: that is no launch script")
+            raise UserError(f"{path} has {path.stat().st_size} bytes, too large for a launch script")
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
-        reason = e.strerror if isinstance(e, OSError) else "it is not text"
+        reason = e.strerror if isinstance(e, OSError) else "not a text file"
         raise UserError(f"{path} can't be read: {reason}") from e
     if path.suffix in (".yaml", ".yml"):
         return _from_yaml(text, path)
@@ -124,7 +125,7 @@ def from_file(path: Path, positional: Sequence[str], variables: Mapping[str, str
 
 
 def _from_yaml(text: str, path: Path) -> Given:
-    """Returns the arguments in a YAML file, whatever mappings they are in: `--num-layers: 12`, or `num_layers: 12`."""
+    """Reads the arguments in a YAML file, in any nesting: `--num-layers: 12`, or `num_layers: 12`."""
     yaml: Any = require("yaml", "dev")
     try:
         found = yaml.safe_load(text)
@@ -135,7 +136,7 @@ def _from_yaml(text: str, path: Path) -> Given:
         option = f"--{name.removeprefix('--').replace('_', '-')}"
         if isinstance(value, bool):
             row = by_name().get(option)
-            by_attribute = by_dest().get(name)  # `add_bias_linear: false` is what --disable-bias-linear stores
+            by_attribute = by_dest().get(name)  # add_bias_linear: false is the value that --disable-bias-linear stores
             if row is not None and value:
                 _put(option, [], given)
             elif row is None and by_attribute is not None:
@@ -148,6 +149,7 @@ def _from_yaml(text: str, path: Path) -> Given:
 
 
 def _flat(found: Any) -> Iterable[tuple[str, Any]]:
+    """Yields the names and values in nested mappings."""
     for name, value in found.items() if isinstance(found, dict) else ():
         if isinstance(value, dict):
             yield from _flat(value)
@@ -156,10 +158,10 @@ def _flat(found: Any) -> Iterable[tuple[str, Any]]:
 
 
 def from_script(text: str, source: str, positional: Sequence[str], variables: Mapping[str, str]) -> Given:
-    """Returns the arguments that a script starts Megatron-LM with.
+    """Reads the arguments with which a script starts Megatron-LM.
 
     Raises:
-      UserError: it starts no run of Megatron-LM that mtjax has.
+      UserError: it does not start a program of Megatron-LM that can be translated.
     """
     script = Script(text, source, positional, dict(variables))
     if script.lines and all(line.words[0].startswith("--") for line in script.lines):  # a file of arguments
@@ -167,12 +169,12 @@ def from_script(text: str, source: str, positional: Sequence[str], variables: Ma
     counted = [(sum(word.partition("=")[0] in by_name() for word in line.words), line) for line in script.lines]
     most = max((count for count, _ in counted), default=0)
     if most < 2:
-        raise UserError(f"{source} has no command with arguments of Megatron-LM, such as --num-layers")
+        raise UserError(f"{source} contains no command with arguments of Megatron-LM, such as --num-layers")
     started = [line for count, line in counted if count == most]
     chosen = started[-1]
     given = Given(source, notes=script.notes)
     if len(started) > 1:
-        given.notes.append(f"{len(started)} commands start Megatron-LM; the one in line {chosen.line} is translated")
+        given.notes.append(f"{len(started)} commands start Megatron-LM; translating the one in line {chosen.line}")
     at = next((i for i, word in enumerate(chosen.words) if word.endswith(".py")), None)
     first = next(i for i, word in enumerate(chosen.words) if word.partition("=")[0] in by_name())
     program = Path(chosen.words[at]).stem if at is not None else ""
@@ -186,12 +188,12 @@ def from_script(text: str, source: str, positional: Sequence[str], variables: Ma
 def _family(program: str, source: str) -> str:
     if _OTHERS.fullmatch(program):
         known = " and ".join(f"{name}.py" for name in PROGRAMS)
-        raise UserError(f"{source} starts {program}.py, and from-megatron translates {known}")
+        raise UserError(f"{source} starts {program}.py, but only {known} can be translated")
     return PROGRAMS.get(program, "gpt")
 
 
 def _processes(launcher: list[str], values: Mapping[str, Value], given: Given) -> int | None:
-    """Returns how many processes a launcher starts: torchrun, srun, mpirun, or what the script's variables say."""
+    """Returns how many processes torchrun, srun or mpirun start, else the number in variables such as WORLD_SIZE."""
     found: dict[str, str] = {}
     for word, following in zip(launcher, [*launcher[1:], ""], strict=False):
         name, equals, value = word.partition("=")
@@ -221,12 +223,12 @@ def _processes(launcher: list[str], values: Mapping[str, Value], given: Given) -
 
 
 def _product(given: Given, *numbers: str) -> int | None:
-    """The product of numbers; None, with a note, where one is not known."""
+    """Returns the product of numbers; None, with a note, if one is unknown."""
     product = 1
     for number in numbers:
         if not number.isdigit():
-            why = _why(number) or "it is no number"
-            given.unread.append((f"number of processes {shown(number)}", why))
+            reason = _reason(number) or "not a number"
+            given.unread.append((f"number of processes {shown(number)}", reason))
             return None
         product *= int(number)
     return product

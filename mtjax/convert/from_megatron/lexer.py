@@ -1,4 +1,4 @@
-"""Words and operators of a bash script, with quotes kept apart, since they decide what is expanded and split."""
+"""Tokenizes a bash script into words and operators; quotes determine how parts of a word are expanded and split."""
 
 import re
 from bisect import bisect_left
@@ -8,11 +8,11 @@ from typing import Literal, NamedTuple
 from mtjax.errors import UserError
 
 Style = Literal["literal", "quoted", "plain"]
-"""literal: as it stands. quoted: variables are expanded. plain: expanded, and split at blanks."""
+"""literal: not expanded. quoted: variables are expanded. plain: expanded, and split at blanks."""
 
 
 class Part(NamedTuple):
-    """A piece of a word that has one kind of quotes."""
+    """A part of a word with one kind of quotes."""
 
     text: str
     style: Style
@@ -33,7 +33,7 @@ class Token(NamedTuple):
 
     @property
     def bare(self) -> str:
-        """A word without any quotes, as keywords are; "" for others."""
+        """The word if it contains no quotes, so that it may be a keyword; else ""."""
         return self.raw if not self.operator and all(part.style == "plain" for part in self.parts) else ""
 
 
@@ -53,7 +53,7 @@ def tokens(text: str, source: str) -> list[Token]:
 
 
 def bracket_end(text: str, at: int) -> int | None:
-    """Returns the place after the bracket that closes the one at a place, outside of quotes; None if none does."""
+    """Returns the index after the bracket that closes the one at index `at`, outside quotes; None if there is none."""
     opened = text[at]
     closed = {"(": ")", "{": "}"}[opened]
     depth, quote = 0, ""
@@ -114,7 +114,7 @@ class _Lexer:
         return len(self._text) if end < 0 else end
 
     def _skip_redirect(self) -> bool:
-        """Skips `> FILE`, `2>&1`, `<<EOF` and the like."""
+        """Skips a redirection such as `> FILE`, `2>&1` or `<<EOF`."""
         if match := _HERE_STRING.match(self._text, self._at):
             self._at = match.end()
             list(self._word())
@@ -130,7 +130,7 @@ class _Lexer:
         return False
 
     def _skip_heredocs(self) -> None:
-        """Skips the texts that begin on the next line."""
+        """Skips the here-documents that begin on the next line."""
         for name in self._heredocs:
             end = re.compile(rf"^\s*{name}\s*$", re.MULTILINE).search(self._text, self._at)
             self._at = end.end() if end else len(self._text)
@@ -166,6 +166,7 @@ class _Lexer:
         yield Part(plain, "plain")
 
     def _double_quoted(self) -> Iterator[Part]:
+        """Yields the parts of a text in double quotes."""
         text, found = self._text, ""
         start, self._at = self._at, self._at + 1
         while self._at < len(text):
@@ -189,7 +190,7 @@ class _Lexer:
         raise UserError(f'{self._source}, line {self._line}: the quote " is not closed')
 
     def _expansion_end(self, at: int) -> int:
-        """Returns the end of `$(...)`, `${...}` or a command in backquotes at a place, or the next character."""
+        """Returns the index after `$(...)`, `${...}`, a command in backquotes or a single character at index `at`."""
         text = self._text
         if text.startswith(("$(", "${"), at):
             return self._bracket_end(at + 1)

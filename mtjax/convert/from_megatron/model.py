@@ -1,4 +1,4 @@
-"""The network of a Megatron-LM run as our settings."""
+"""Translates the model of a Megatron-LM run."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ _NAMES = {
     "gpt": frozenset({"decoder.layers."}),
     "bert": frozenset({"lm_head.", "binary_head.", "tokentype_embeddings"}),
 }
-"""Beginnings of the names that a family's tensors have in Megatron's checkpoints, by which `described` knows it."""
+"""Prefixes of tensors' names in Megatron's checkpoints of each family, by which `described` recognizes it."""
 _NEEDED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
 
 _DECIDED_BY = {
@@ -28,14 +28,14 @@ _DECIDED_BY = {
     "router_bias": "moe_router_enable_expert_bias",
     "rope_scaling": "use_rope_scaling",
 }
-"""Settings that have other values than the argument which decides about them."""
+"""Settings -> the argument that determines them, if the two have different values."""
 
 
 def translate_model(to: Translation) -> None:
-    """Puts the settings of the network into a translation.
+    """Adds the settings of the model to a translation.
 
     Raises:
-      UserError: an argument is missing without which there is no network.
+      UserError: a required argument is missing.
     """
     given = to.given
     if given.values.get("seq_length") is None and given.values.get("max_position_embeddings") is not None:
@@ -43,39 +43,39 @@ def translate_model(to: Translation) -> None:
     missing = [row.names[0] for row in TABLE if row.dest in _NEEDED and given.values.get(row.dest) is None]
     if missing:
         unread = [f"{typed} ({why})" for typed, why in given.unread if typed.split()[0] in missing]
-        raise UserError(f"{given.source}: {', '.join(missing)} missing{': ' if unread else ''}{'; '.join(unread)}")
+        raise UserError(f"{given.source}: missing {', '.join(missing)}{': ' if unread else ''}{'; '.join(unread)}")
     arguments = _arguments(to)
     names = _NAMES[given.family]
     if given.family == "bert" and not to.get("bert_binary_head"):
         names -= {"binary_head."}
-    for what in unsupported(arguments, is_core=True):
-        to.differs.append(f"a part of the network has no equal in mtjax: {what}")
+    for reason in unsupported(arguments, is_core=True):
+        to.differs.append(f"the model is not fully supported by mtjax: {reason}")
     settings = described(arguments, names)
     settings["sequence_length"] = to.get("seq_length")
     settings["position"] = settings["position"] or "learned"
     if to.get("moe_expert_capacity_factor") not in (None, -1, -1.0):
         settings["capacity_factor"] = float(to.get("moe_expert_capacity_factor"))
-        to.differs.append("--capacity-factor: counted per sample, and the last tokens of a sample are dropped")
+        to.differs.append("--capacity-factor: computed per sample, and the last tokens of a sample are dropped first")
     if settings.get("router_aux_loss"):
         to.differs.append(
-            "--router-aux-loss: computed per sample, as seq_aux_loss; Megatron's aux_loss is per microbatch"
+            "--router-aux-loss: computed per sample, as Megatron's seq_aux_loss; its aux_loss is per microbatch"
         )
     if has_experts(arguments) and arguments["add_bias_linear"]:
-        to.differs.append("experts have no biases: --disable-bias-linear is not given")
+        to.differs.append("experts have no biases in mtjax, but --disable-bias-linear is not given")
     _positions(to, settings)
     _vocabulary(to, settings)
     dests = {row.setting: row.dest for row in TABLE if row.setting and row.dest in OF_MODEL} | _DECIDED_BY
-    usual = replace(Config(), family=settings["family"]).model
+    defaults = replace(Config(), family=settings["family"]).model
     for name, value in settings.items():
         if value is None:
             continue
         to.set(dests.get(name, "num_layers"), {name: value})
-        if name not in dests and value == getattr(usual, name) and name != "family":
+        if name not in dests and value == getattr(defaults, name) and name != "family":
             to.implied.add(name)
 
 
 def _arguments(to: Translation) -> dict[str, Any]:
-    """Returns Megatron's arguments with its defaults, without those that mtjax has no equal of."""
+    """Returns Megatron's arguments with defaults filled in, and those that are not supported set to defaults."""
     defaults = {dest: default for dest in OF_MODEL if (default := default_of(dest)) is not None}
     arguments = defaults | to.given.values
     for dest, values in supported().items():
@@ -86,26 +86,27 @@ def _arguments(to: Translation) -> dict[str, Any]:
     arguments.setdefault("max_position_embeddings", arguments["seq_length"])
     if arguments.get("add_qkv_bias") and arguments["add_bias_linear"]:
         arguments["add_qkv_bias"] = False
-        to.needless["add_qkv_bias"] = "all linear layers have biases"
+        to.needless["add_qkv_bias"] = "all linear layers have biases already"
     elif arguments.get("add_qkv_bias"):
         arguments["add_qkv_bias"] = False
         to.drop("add_qkv_bias")
     if arguments.get("ffn_hidden_size") is None and arguments["swiglu"]:
-        # As Megatron computes it: two thirds of 4 x hidden size, in multiples of 64.
+        # Megatron's default with --swiglu: 2/3 of 4 x hidden size, rounded down to a multiple of 64.
         arguments["ffn_hidden_size"] = int(4 * arguments["hidden_size"] * 2 / 3 / 64) * 64
     return arguments
 
 
 def _positions(to: Translation, settings: dict[str, Any]) -> None:
+    """Notes if there are more learned positions than the sequence length."""
     longest, length = to.get("max_position_embeddings"), to.get("seq_length")
     if settings["position"] == "learned" and longest not in (None, length):
         to.differs.append(
-            f"--max-position-embeddings {longest}: there are {length} learned positions, --sequence-length"
+            f"--max-position-embeddings {longest}: mtjax has as many learned positions as --sequence-length, {length}"
         )
 
 
 def _vocabulary(to: Translation, settings: dict[str, Any]) -> None:
-    """Megatron pads to a multiple that depends on the tensor-parallel size, and counts the padding in its loss."""
+    """Sets vocab_size and vocab_multiple; Megatron pads to a multiple of a number times the tensor parallel degree."""
     tensor = to.get("tensor_model_parallel_size")
     multiple = to.get("make_vocab_size_divisible_by") * tensor
     to.set("make_vocab_size_divisible_by", {"vocab_multiple": multiple})
@@ -114,6 +115,6 @@ def _vocabulary(to: Translation, settings: dict[str, Any]) -> None:
         is_null = to.given.values.get("tokenizer_type") == "NullTokenizer"
         settings["vocab_size"] = size + is_null
     to.differs.append(
-        f"--vocab-multiple {multiple}: --make-vocab-size-divisible-by x {tensor} tensor-parallel ranks, as in Megatron,"
-        " whose loss includes the padding; mtjax's does not"
+        f"--vocab-multiple {multiple}: --make-vocab-size-divisible-by x tensor parallel degree {tensor}, as in"
+        " Megatron, whose softmax includes the padding; mtjax's does not"
     )

@@ -1,4 +1,4 @@
-"""Mesh, pipeline, checkpoints and logs of a Megatron-LM run as our settings."""
+"""Translates mesh, pipeline schedule, checkpoints and logging of a Megatron-LM run."""
 
 import math
 
@@ -6,34 +6,34 @@ from mtjax.convert.from_megatron.translated import Translation
 from mtjax.errors import UserError
 from mtjax.theory.mesh import MeshShape
 
-_SHARDED = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
+_ZERO_STAGES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 
 
 def translate_mesh(to: Translation) -> MeshShape:
-    """Puts the mesh into a translation, and the batch, which depends on it; returns it.
+    """Adds the mesh, and the batch size that depends on it, to a translation; returns the mesh.
 
     Raises:
-      UserError: the numbers of GPUs and of parallel ranks don't fit each other.
+      UserError: the number of GPUs is not a multiple of the parallel degrees.
     """
     tensor, stages, context, experts = (
         to.get(f"{kind}_parallel_size") for kind in ("tensor_model", "pipeline_model", "context", "expert_model")
     )
-    each = tensor * stages * context
+    gpus_per_replica = tensor * stages * context
     gpus = to.given.gpus
-    degrees = f"tensor {tensor} x pipeline {stages} x context {context} = {each} GPUs"
+    degrees = f"tensor {tensor} x pipeline {stages} x context {context} = {gpus_per_replica} GPUs"
     if gpus is None:
-        gpus = each * experts
-        to.differs.append(f"--mesh: the number of GPUs is not known: taking {gpus}, one replica; add --gpus N")
-    if gpus % each:
+        gpus = gpus_per_replica * experts
+        to.differs.append(f"--mesh: the number of GPUs is unknown; assuming {gpus}, the least possible: add --gpus N")
+    if gpus % gpus_per_replica:
         raise UserError(
-            f"{to.given.source} starts {gpus} processes, and a replica of the model takes {degrees}: add --gpus N with"
-            f" a multiple of {each}"
+            f"{to.given.source} starts {gpus} processes, but a replica of the model needs {degrees}: add --gpus N with"
+            f" a multiple of {gpus_per_replica}"
         )
-    replicas = gpus // each
+    replicas = gpus // gpus_per_replica
     if replicas % experts:
         raise UserError(
-            f"{to.given.source} has {replicas} data-parallel ranks, which do not divide by --expert-model-parallel-size"
-            f" {experts}: expert-parallel ranks are a part of them in mtjax"
+            f"{to.given.source} has {replicas} data-parallel ranks, not a multiple of --expert-model-parallel-size"
+            f" {experts}: in mtjax, expert-parallel ranks are a subset of the data-parallel ranks"
         )
     mesh = MeshShape(data=replicas // experts, stage=stages, context=context, expert=experts, model=tensor)
     to.settings["mesh"] = str(mesh)
@@ -45,19 +45,19 @@ def translate_mesh(to: Translation) -> MeshShape:
 
 
 def translate_layout(to: Translation, mesh: MeshShape) -> None:
-    """Puts pipeline schedule, ZeRO and methods of communication into a translation.
+    """Adds pipeline schedule, ZeRO stage and communication methods to a translation.
 
     Raises:
-      UserError: layers don't divide into the virtual stages.
+      UserError: the virtual stages do not divide the layers.
     """
     _pipeline(to, mesh)
     if to.has("sequence_parallel") and to.get("tensor_model_parallel_size") == 1:
         to.settings.pop("sequence_parallel")
-        to.needless["sequence_parallel"] = "Megatron ignores it without tensor parallelism, and it is left out here"
+        to.needless["sequence_parallel"] = "without tensor parallelism, Megatron ignores it, and it is not translated"
     if to.has("use_distributed_optimizer"):
         to.set("use_distributed_optimizer", {"zero": 1})
     if to.has("use_megatron_fsdp"):
-        to.set("use_megatron_fsdp", {"zero": _SHARDED.get(to.get("data_parallel_sharding_strategy"), 0)})
+        to.set("use_megatron_fsdp", {"zero": _ZERO_STAGES.get(to.get("data_parallel_sharding_strategy"), 0)})
     if to.has("use_torch_fsdp2"):
         to.set("use_torch_fsdp2", {"zero": 3})
     if to.get("context_parallel_size") > 1:
@@ -65,13 +65,13 @@ def translate_layout(to: Translation, mesh: MeshShape) -> None:
         is_gather = "allgather" in (kind if isinstance(kind, tuple) else (kind,))
         to.set("cp_comm_type", {"context_method": "all-gather" if is_gather else "ring"})
     if "capacity_factor" in to.settings:
-        to.needless["moe_token_dispatcher_type"] = "with --capacity-factor tokens are exchanged by all-to-all"
+        to.needless["moe_token_dispatcher_type"] = "with --capacity-factor, tokens are always dispatched by all-to-all"
     elif to.get("expert_model_parallel_size") > 1:
         kind = to.given.values.get("moe_token_dispatcher_type", "allgather")
         to.set("moe_token_dispatcher_type", {"expert_dispatch": "all-gather" if kind == "allgather" else "all-to-all"})
     size = to.given.values.get("expert_tensor_parallel_size")
     if size == to.get("tensor_model_parallel_size"):
-        to.needless["expert_tensor_parallel_size"] = "as in mtjax"
+        to.needless["expert_tensor_parallel_size"] = "the same in mtjax"
     if to.has("deterministic_mode"):
         to.set("deterministic_mode", {"deterministic": True})
     if to.has("check_weight_hash_across_dp_replicas_interval"):
@@ -80,6 +80,11 @@ def translate_layout(to: Translation, mesh: MeshShape) -> None:
 
 
 def _pipeline(to: Translation, mesh: MeshShape) -> None:
+    """Adds the schedule, and the layers of each stage if they are uneven.
+
+    Raises:
+      UserError: the stages do not divide the layers.
+    """
     stages, layers = to.get("pipeline_model_parallel_size"), to.get("num_layers")
     chunks = to.given.values.get("num_virtual_stages_per_pipeline_rank")
     if (per_chunk := to.given.values.get("num_layers_per_virtual_pipeline_stage")) is not None:
@@ -96,7 +101,7 @@ def _pipeline(to: Translation, mesh: MeshShape) -> None:
         inner = stages - sum(end is not None for end in ends)
         left = layers - sum(end or 0 for end in ends)
         if inner and left % inner:
-            raise UserError(f"{to.given.source}: {left} layers do not divide over the {inner} other pipeline stages")
+            raise UserError(f"{to.given.source}: the {inner} middle pipeline stages do not divide {left} layers")
         middle = [left // inner] * inner if inner else []
         first, last = ([] if end is None else [end] for end in ends)
         to.settings["layers_per_stage"] = [*first, *middle, *last]
@@ -104,11 +109,11 @@ def _pipeline(to: Translation, mesh: MeshShape) -> None:
         for setting in ("recompute_method", "recompute_num_layers"):
             value = to.settings.pop(setting, None)
             if value not in (None, "uniform", 1):
-                to.without[setting] = "with pipeline stages mtjax recomputes every layer by itself"
+                to.without[setting] = "with pipeline stages, mtjax recomputes every layer separately"
 
 
 def translate_output(to: Translation) -> None:
-    """Puts folders, checkpoints and logs into a translation, and options of the command line."""
+    """Adds checkpoint and logging settings to a translation, and options of the command line."""
     save, load = to.given.values.get("save"), to.given.values.get("load")
     if not to.has("save_interval"):
         to.settings["checkpoint_every"] = 0
@@ -119,8 +124,8 @@ def translate_output(to: Translation) -> None:
     if load is not None and load == save and not to.has("finetune"):
         to.settings["resume"] = True
         to.differs.append(
-            "--resume: continues from mtjax's own checkpoint in --out, if there is one; for a checkpoint of Megatron-LM"
-            f" see `mtjax convert --from megatron:{load} --to mtjax:DIR` and --init-from DIR"
+            "--resume: continues from a checkpoint of mtjax in --out, if there is one; for a checkpoint of Megatron-LM"
+            f" use `mtjax convert --from megatron:{load} --to mtjax:DIR` and --init-from DIR"
         )
     elif (weights := to.given.values.get("pretrained_checkpoint") or load) is not None:
         to.with_run.append(f"mtjax convert --from megatron:{weights} --to mtjax:weights, then --init-from weights")

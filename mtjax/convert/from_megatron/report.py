@@ -1,4 +1,4 @@
-"""A translation as TOML, and what is told about it."""
+"""Writes a translation as TOML, and a report of what it does not contain."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -15,15 +15,15 @@ from mtjax.theory.mesh import MeshShape
 
 
 def tables_of(to: Translation) -> dict[str, dict[str, Any]]:
-    """Returns the settings that were given, and those of Megatron's defaults that differ from ours, by section."""
-    usual = config.to_dict(config.replace(config.Config(), family=to.settings["family"]))
+    """Returns settings by section: those of arguments that were given, and Megatron's defaults if mtjax's differ."""
+    defaults = config.to_dict(config.replace(config.Config(), family=to.settings["family"]))
     sections = section_by_setting()
     order = [name for name in sections if name in to.settings]
-    found: dict[str, dict[str, Any]] = {section: {} for section in usual}
+    found: dict[str, dict[str, Any]] = {section: {} for section in defaults}
     for name in order:
         value = to.settings[name]
         value = list(value) if isinstance(value, tuple) else value
-        if name not in to.implied or value != usual[sections[name]].get(name):
+        if name not in to.implied or value != defaults[sections[name]].get(name):
             found[sections[name]][name] = value
     return {section: table for section, table in found.items() if table}
 
@@ -32,7 +32,7 @@ def config_of(to: Translation) -> config.Config:
     """Returns the translated run.
 
     Raises:
-      UserError: its settings don't fit each other.
+      UserError: the settings are incompatible.
     """
     try:
         run = config.from_dict(tables_of(to), source=to.given.source)
@@ -43,7 +43,7 @@ def config_of(to: Translation) -> config.Config:
 
 
 def toml_of(to: Translation, mesh: MeshShape) -> str:
-    """Returns the run as TOML, with a comment after what follows from Megatron's defaults."""
+    """Returns the run as TOML, with a comment on settings that follow from Megatron's defaults."""
     lines = [f"# Translated by `mtjax from-megatron` from {to.given.source}; {mesh.size:,} GPUs."]
     for section, table in tables_of(to).items():
         lines += ["", f"[{section}]"]
@@ -53,41 +53,43 @@ def toml_of(to: Translation, mesh: MeshShape) -> str:
 
 
 def _toml(value: Any) -> str:
-    """A value as TOML writes it, a list on one line."""
+    """Formats a value as TOML, a list on one line."""
     if isinstance(value, list):
         return f"[{', '.join(map(_toml, value))}]"
     return tomli_w.dumps({"value": value}).partition(" = ")[2].strip()
 
 
-def told(to: Translation, refused: str | None) -> str:
-    """Returns what did not carry over: by kind, one argument a line.
+def report(to: Translation, config_error: str | None) -> str:
+    """Returns a report of the arguments that were not translated exactly, one per line under a heading for each kind.
 
     Args:
       to: the translation.
-      refused: why mtjax would not start the run, None where it would.
+      config_error: why `mtjax train` would reject the config; None if it would not.
     """
     given = to.given
-    parts = [
-        *_part("no equal in mtjax, and what changes", _named(given, to.without)),
-        *_part("on by default in mtjax, or not needed", _named(given, to.needless)),
-        *_part("translated, with a difference", ((line, "") for line in to.differs)),
-        *_part("not in the table of arguments, and left out", ((typed, "") for typed in given.unlisted)),
-        *_part("could not be read", given.unread),
-        *_part("notes on the script", ((note, "") for note in given.notes)),
-        *_part("to type when the run is started", ((option, "") for option in to.with_run)),
+    lines = [
+        *_section("not supported by mtjax, and the effect", _named(given, to.without)),
+        *_section("on by default in mtjax, or not needed", _named(given, to.needless)),
+        *_section("translated, with a difference", ((line, "") for line in to.differs)),
+        *_section("unknown arguments, which are ignored", ((typed, "") for typed in given.unlisted)),
+        *_section("could not be read", given.unread),
+        *_section("notes on the script", ((note, "") for note in given.notes)),
+        *_section("options to add when starting the run", ((option, "") for option in to.with_run)),
     ]
-    if refused is not None:
-        parts += [f"mtjax train refuses this run: {refused}"]
-    return "\n".join(parts)
+    if config_error is not None:
+        lines += [f"mtjax train will reject this config: {config_error}"]
+    return "\n".join(lines)
 
 
 def _named(given: Given, found: dict[str, str]) -> Iterator[tuple[str, str]]:
+    """Yields arguments as typed, in the order in which they were given, each with its reason."""
     order = list(given.values)
     for dest, why in sorted(found.items(), key=lambda item: order.index(item[0]) if item[0] in order else 0):
         yield given.typed.get(dest, by_dest()[dest].names[0]), why
 
 
-def _part(heading: str, rows: Iterable[tuple[str, str]]) -> list[str]:
+def _section(heading: str, rows: Iterable[tuple[str, str]]) -> list[str]:
+    """Formats arguments and reasons in two columns; returns no lines if there are no rows."""
     listed = list(rows)
     width = min(max((len(typed) for typed, why in listed if why), default=0), 44)
     lines = [f"  {typed:{width}}  {why}".rstrip() if why else f"  {typed}" for typed, why in listed]

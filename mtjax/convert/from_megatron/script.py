@@ -1,4 +1,4 @@
-"""What a bash script would run, read without running it: variables, arrays, conditions, functions, loops."""
+"""Interprets a bash script without running it: variables, arrays, conditions, functions, loops."""
 
 import contextlib
 import fnmatch
@@ -19,7 +19,7 @@ _SEPARATORS = ("\n", ";", "&", "&&", "||", "|", ";;")
 _ENDS = {"if": "fi", "for": "done", "while": "done", "until": "done", "case": "esac", "{": "}"}
 _DEEPEST = 20
 _MOST = 100_000
-"""Commands that are read: a script that has more is no launch script."""
+"""Most commands of a script; a launch script has far fewer."""
 
 
 class Line(NamedTuple):
@@ -30,21 +30,21 @@ class Line(NamedTuple):
 
 
 class _Exit(Exception):
-    """The script ends itself."""
+    """The script runs `exit`."""
 
 
 class Script:
-    """Reads a script.
+    """Interprets a script.
 
     Args:
       text: the script.
       source: its name, for messages.
       positional: its arguments, `$1` first.
-      variables: values that the caller gives.
+      variables: values of variables, which override assignments in the script.
 
     Attributes:
       lines: commands in the order in which they would run.
-      notes: what could not be decided, in words.
+      notes: conditions and loops that could not be evaluated.
       variables: values after the last command.
     """
 
@@ -59,6 +59,7 @@ class Script:
             self._read(tokens(text, source), self.variables, 0)
 
     def _read(self, found: list[Token], variables: Variables, depth: int) -> None:
+        """Interprets a list of commands; `depth` counts nested functions and compound commands."""
         if depth > _DEEPEST:
             raise UserError(f"{self._source}: functions and conditions are nested more than {_DEEPEST} deep")
         at, status, joined = 0, True, "\n"
@@ -84,17 +85,17 @@ class Script:
             at = end
 
     def _define(self, found: list[Token], at: int) -> int:
-        """Remembers the function at a place, with its body; returns the place after it."""
+        """Records the function whose definition starts at index `at`; returns the index after its body."""
         named = at + (found[at].bare == "function")
         start = next((i for i in range(named + 1, len(found)) if found[i].operator not in ("(", ")", "\n")), named)
         if start >= len(found) or found[start].bare != "{":
-            raise UserError(f"{self._source}, line {found[at].line}: the body of this function is not in braces")
+            raise UserError(f"{self._source}, line {found[at].line}: the function's body must be in braces")
         end = _end_of(found, start)
         self._functions[found[named].raw] = found[start + 1 : end]
         return end + 1
 
     def _command(self, words: list[Token], variables: Variables, depth: int) -> Decided:
-        """Reads one command: assignments, a condition, a function, or one to remember. Returns its status."""
+        """Interprets one command and returns its exit status; records it in `lines` if it runs a program."""
         first = words[0].bare
         if first == "!":
             found = self._command(words[1:], variables, depth) if words[1:] else True
@@ -104,19 +105,19 @@ class Script:
             return decide([word.operator or variables.text(word.parts) for word in inner])
         if first in ("true", ":", "false"):
             return first != "false"
-        rest = words
+        remaining = words
         if first in _DECLARES:  # declare -a NAME=(...)
-            rest = list(itertools.dropwhile(lambda word: word.raw.startswith("-"), words[1:]))
-        rest = self._assign(rest, variables)
-        if first in _DECLARES or not rest:
+            remaining = list(itertools.dropwhile(lambda word: word.raw.startswith("-"), words[1:]))
+        remaining = self._assign(remaining, variables)
+        if first in _DECLARES or not remaining:
             return True
-        fields = [field for word in rest if not word.operator for field in variables.fields(word)]
+        fields = [field for word in remaining if not word.operator for field in variables.fields(word)]
         if not fields:
             return True
         if fields[0] == "exit":
             raise _Exit
         if fields[0] in ("source", "."):
-            self._note(words[0], f"{' '.join(map(shown, fields))}: that file is not read")
+            self._note(words[0], f"{' '.join(map(shown, fields))}: the file is not read")
         if fields[0] in self._functions:
             self._read(self._functions[fields[0]], variables.with_arguments(fields[1:]), depth + 1)
             return True
@@ -131,7 +132,7 @@ class Script:
         return True
 
     def _assign(self, words: list[Token], variables: Variables) -> list[Token]:
-        """Makes the assignments that a command begins with; returns its other words."""
+        """Interprets the assignments at the beginning of a command; returns its other words."""
         at = 0
         while at < len(words):
             match = _ASSIGNED.match(words[at].raw) if not words[at].operator else None
@@ -153,7 +154,7 @@ class Script:
         return words[at:]
 
     def _compound(self, found: list[Token], variables: Variables, depth: int) -> None:
-        """Reads `if`, `for`, `while`, `case` or `{`."""
+        """Interprets `if`, `for`, `while`, `case` or `{`."""
         kind, inner = found[0].bare, found[1:-1]
         if kind == "{":
             self._read(inner, variables, depth + 1)
@@ -162,40 +163,38 @@ class Script:
         elif kind == "case":
             self._case(inner, found[0], variables, depth)
         else:
-            head, _, body = _parted(inner, "do")
+            head, _, body = _split_at(inner, "do")
             words = [word for word in head if not word.operator]
             if kind != "for":
-                self._note(found[0], f"the body of a {kind} loop is not read")
+                self._note(found[0], f"{kind} loop: its body is ignored")
             elif words:
                 values = [field for word in words[2:] for field in variables.fields(word)]
                 if len(values) > 1:
-                    self._note(
-                        found[0], f"of the loop over {words[0].raw}, the first value is taken: {shown(values[0])}"
-                    )
+                    self._note(found[0], f"loop over {words[0].raw}: only the first value is used, {shown(values[0])}")
                 variables.assign(words[0].raw, values[0] if values else unknown(words[0].raw))
                 self._read(body, variables, depth + 1)
 
     def _if(self, inner: list[Token], first: Token, variables: Variables, depth: int) -> None:
-        condition, _, rest = _parted(inner, "then")
+        condition, _, remaining = _split_at(inner, "then")
         while True:
-            body, keyword, rest = _parted(rest, "elif", "else")
+            body, keyword, remaining = _split_at(remaining, "elif", "else")
             holds = self._holds(condition, variables, depth)
             if holds is None:
                 typed = [word.operator or shown(variables.text(word.parts)) for word in condition]
                 words = " ".join(word for word in typed if word not in ("\n", ";"))
-                self._note(first, f"whether {words} holds is not known: its branch is not read")
+                self._note(first, f"if {words}: unknown condition, the branch is ignored")
             if holds:
                 self._read(body, variables, depth + 1)
                 return
             if keyword == "else":
-                self._read(rest, variables, depth + 1)
+                self._read(remaining, variables, depth + 1)
                 return
             if keyword != "elif":
                 return
-            condition, _, rest = _parted(rest, "then")
+            condition, _, remaining = _split_at(remaining, "then")
 
     def _holds(self, condition: list[Token], variables: Variables, depth: int) -> Decided:
-        """Returns whether a list of commands, joined by && and ||, succeeds."""
+        """Returns whether a list of commands, joined by && and ||, succeeds; None if unknown."""
         at, holds, joined = 0, True, ""
         while at < len(condition):
             operator = condition[at].operator
@@ -214,34 +213,34 @@ class Script:
         return holds
 
     def _status(self, words: list[Token], variables: Variables, depth: int) -> Decided:
-        """Of a command in a condition: what only a machine can tell is not known."""
+        """Returns the exit status of a command in a condition; None (unknown) if it would run a program."""
         named = words[1].bare if words[0].bare == "!" and words[1:] else words[0].bare
         is_decided = named in ("[", "[[", "test", "true", "false", ":")
         return self._command(words, variables, depth) if is_decided else None
 
     def _case(self, inner: list[Token], first: Token, variables: Variables, depth: int) -> None:
         if not inner:
-            raise UserError(f"{self._source}, line {first.line}: case has no word")
+            raise UserError(f"{self._source}, line {first.line}: case without a word")
         value = variables.text(inner[0].parts)
         if unknown_in(value):
-            self._note(first, f"case {shown(value)} is not known: none of its branches is read")
+            self._note(first, f"case {shown(value)}: unknown value, all branches are ignored")
             return
-        rest = inner[2:]
-        while rest:
-            at = next((i for i, token in enumerate(rest) if token.operator == ")"), len(rest))
-            patterns = [variables.text(token.parts) for token in rest[:at] if not token.operator]
-            end = next((i for i in range(at, len(rest)) if rest[i].operator == ";;"), len(rest))
+        branches = inner[2:]
+        while branches:
+            at = next((i for i, token in enumerate(branches) if token.operator == ")"), len(branches))
+            patterns = [variables.text(token.parts) for token in branches[:at] if not token.operator]
+            end = next((i for i in range(at, len(branches)) if branches[i].operator == ";;"), len(branches))
             if any(fnmatch.fnmatchcase(value, pattern) for pattern in patterns):
-                self._read(rest[at + 1 : end], variables, depth + 1)
+                self._read(branches[at + 1 : end], variables, depth + 1)
                 return
-            rest = rest[end + 1 :]
+            branches = branches[end + 1 :]
 
     def _note(self, token: Token, text: str) -> None:
         self.notes.append(f"line {token.line}: {text}")
 
 
 def _scheduler(text: str) -> dict[str, str]:
-    """Returns Slurm's variables, from the directives of a script."""
+    """Returns Slurm's environment variables from the #SBATCH directives of a script."""
     found = dict(re.findall(r"^#SBATCH\s+--([\w-]+)[= ](\S+)", text, re.MULTILINE))
     found |= {
         {"N": "nodes", "n": "ntasks"}[k]: v for k, v in re.findall(r"^#SBATCH\s+-([Nn])\s*(\d+)", text, re.MULTILINE)
@@ -262,7 +261,7 @@ def _is_function(found: list[Token], at: int) -> bool:
 
 
 def _end_of_command(found: list[Token], at: int) -> int:
-    """Returns where a command ends; inside [[ ]] and an array's brackets nothing ends it."""
+    """Returns the index after a command; separators inside [[ ]] and an array's parentheses don't end it."""
     is_test = found[at].bare == "[["
     depth = 0
     for i in range(at, len(found)):
@@ -279,14 +278,14 @@ def _end_of_command(found: list[Token], at: int) -> int:
 
 
 def _starts(found: list[Token], at: int) -> bool:
-    """Whether a command begins at a token: keywords elsewhere are words."""
+    """Returns whether a command begins at a token; only there are keywords recognized."""
     return (
         not at or found[at - 1].operator != "" or found[at - 1].bare in ("then", "else", "elif", "do", "if", "{", "!")
     )
 
 
 def _end_of(found: list[Token], at: int) -> int:
-    """Returns the place of the keyword that ends the one at a place."""
+    """Returns the index of the keyword that closes the one at index `at`."""
     depth = 0
     for i in range(at, len(found)):
         word = found[i].bare
@@ -299,8 +298,8 @@ def _end_of(found: list[Token], at: int) -> int:
     return len(found) - 1
 
 
-def _parted(found: list[Token], *keywords: str) -> tuple[list[Token], str, list[Token]]:
-    """Returns what stands before the first of some keywords, that keyword, and what comes after it."""
+def _split_at(found: list[Token], *keywords: str) -> tuple[list[Token], str, list[Token]]:
+    """Splits tokens at the first of some keywords, outside nested commands: before, keyword, after."""
     depth = 0
     for i, token in enumerate(found):
         if not token.bare or not _starts(found, i):
@@ -313,7 +312,7 @@ def _parted(found: list[Token], *keywords: str) -> tuple[list[Token], str, list[
 
 
 def _inner_script(fields: list[str]) -> str | None:
-    """Returns the script in `bash -c SCRIPT` and `eval SCRIPT`, also behind a launcher."""
+    """Returns the script in `bash -c SCRIPT` and `eval SCRIPT`, also after a launcher; None for other commands."""
     if fields[0] == "eval":
         return " ".join(fields[1:])
     for i, word in enumerate(fields[:-2]):

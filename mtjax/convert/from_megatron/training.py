@@ -1,4 +1,4 @@
-"""Batches, schedules, precision and data of a Megatron-LM run as our settings."""
+"""Translates batches, schedules, precision and data of a Megatron-LM run."""
 
 from pathlib import Path
 from typing import Any
@@ -9,35 +9,35 @@ from mtjax.migrate.argument import option_of
 from mtjax.migrate.megatron import OF_MODEL, TABLE, by_dest
 
 _TEXTS = ("out", "cache_dir")
-"""Settings that are text even where it looks like a number."""
+"""Settings that are text even if the value looks like a number."""
 _SENTENCEPIECE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
 _KINDS = ("GPT2BPETokenizer", "HuggingFaceTokenizer", *_SENTENCEPIECE)
 
 
 def translate_plain(to: Translation) -> None:
-    """Copies what has the same value here, outside the network; a default only where the setting has one of its own."""
+    """Copies arguments outside the model that have the same value in mtjax."""
     for row in TABLE:
         value = to.get(row.dest)
         if row.setting and row.dest not in OF_MODEL and value is not None and value is not False:
             to.set(row.dest, {row.setting: str(value) if row.setting in _TEXTS else value})
-    if to.settings.get("valid_batches") == 0:  # Megatron's way to say: no validation
+    if to.settings.get("valid_batches") == 0:  # disables validation in Megatron
         to.set("eval_iters", {"valid_batches": 1, "valid_every": 0})
 
 
 def translate_schedule(to: Translation) -> None:
-    """Puts batches, steps, learning rates and weight decay into a translation.
+    """Adds batch sizes, steps, learning rates and weight decay to a translation.
 
     Raises:
       UserError: sizes of batches are missing, or both steps and samples are given.
     """
     batch = to.settings["global_batch_size"]
     if to.has("train_iters") and to.has("train_samples"):
-        raise UserError(f"{to.given.source} gives --train-iters and --train-samples: give one of them")
+        raise UserError(f"{to.given.source} has both --train-iters and --train-samples: remove one of them")
     if to.has("rampup_batch_size"):
         to.set("rampup_batch_size", {"rampup_batch_size": list(to.get("rampup_batch_size"))})
         to.differs.append(
-            "--rampup-batch-size: mtjax's schedules count steps, Megatron's samples: while batches are small, mtjax's"
-            " learning rate moves on faster for the same number of samples"
+            "--rampup-batch-size: learning rate schedules count steps in mtjax, and samples in Megatron: while batches"
+            " are small, mtjax's schedule advances faster per sample"
         )
     for dest, setting in (
         ("lr_decay_samples", "decay_steps"),
@@ -56,14 +56,14 @@ def translate_schedule(to: Translation) -> None:
         to.settings.pop("wsd_decay_style", None)
     if to.has("end_weight_decay"):
         to.set("end_weight_decay", {"weight_decay": to.get("end_weight_decay")})
-    for dest, what in (("lr", "learning rate"), ("train_iters", "number of steps")):
+    for dest, description in (("lr", "learning rate"), ("train_iters", "number of steps")):
         if not to.has(dest) and not (dest == "train_iters" and to.has("train_samples")):
             name = by_dest()[dest].names[0]
-            to.differs.append(f"{name} could not be read or is missing: the {what} is mtjax's default")
+            to.differs.append(f"{name} is missing or could not be read: using mtjax's default {description}")
 
 
 def translate_precision(to: Translation) -> None:
-    """Puts types, recompute and attention into a translation."""
+    """Adds dtypes, recompute and the attention kernel to a translation."""
     dtype = next(
         (to_dtype for dest, to_dtype in (("bf16", "bfloat16"), ("fp16", "float16")) if to.has(dest)), "float32"
     )
@@ -84,13 +84,13 @@ def translate_precision(to: Translation) -> None:
     for row in TABLE:
         if row.same is not None and row.dest not in OF_MODEL and row.dest in to.given.values:
             if to.get(row.dest) in row.same:
-                to.needless.setdefault(row.dest, "as in mtjax")
+                to.needless.setdefault(row.dest, "the same in mtjax")
             else:
                 to.drop(row.dest)
 
 
 def translate_data(to: Translation) -> None:
-    """Puts corpora and tokenizer into a translation."""
+    """Adds corpora and the tokenizer to a translation."""
     for dest, setting in (
         ("data_path", "data"),
         ("train_data_path", "train_data"),
@@ -114,7 +114,7 @@ def translate_data(to: Translation) -> None:
 
 
 def _tokenizer(to: Translation) -> str | None:
-    """Returns KIND:PATH; None, with the reason, where mtjax has no such tokenizer."""
+    """Returns KIND:PATH of the tokenizer; None, with a note, if it is not supported."""
     kind, model = to.given.values.get("tokenizer_type"), to.given.values.get("tokenizer_model")
     vocabulary = to.given.values.get("vocab_file")
     if kind == "GPT2BPETokenizer" or (kind is None and to.has("merge_file")):
@@ -124,27 +124,27 @@ def _tokenizer(to: Translation) -> str | None:
     if kind == "HuggingFaceTokenizer" and model is not None:
         path = str(model) if str(model).endswith(".json") else f"{model}/tokenizer.json"
         to.differs.append(
-            f"--tokenizer hf:{path}: a file on disk; download a name on the hub with `hf download {model}`"
+            f"--tokenizer hf:{path}: must be a local file; if {model} is a name on the hub, use `hf download {model}`"
         )
         return f"hf:{path}"
     if str(kind).startswith("BertWordPiece") and vocabulary is not None:
         return f"bert:{vocabulary}"
     if kind == "NullTokenizer":
-        to.drop("tokenizer_type", "text has a tokenizer, by default one trained on it")
+        to.drop("tokenizer_type", "mtjax always has a tokenizer, by default one trained on the text")
     elif kind is not None and kind not in _KINDS and not str(kind).startswith("BertWordPiece"):
-        to.drop("tokenizer_type", "give --tokenizer KIND:PATH; the kinds are gpt2, bert, hf and sentencepiece")
+        to.drop("tokenizer_type", "add --tokenizer KIND:PATH; the kinds are gpt2, bert, hf and sentencepiece")
     return None
 
 
 def _gpt2(to: Translation, vocabulary: Any) -> str | None:
-    """GPT-2's, of two files in one folder, which have names that mtjax knows."""
+    """Returns gpt2:FOLDER, which contains the two files of GPT-2's tokenizer, with a note if their names differ."""
     if vocabulary is None:
         return None
     folder = Path(str(vocabulary)).parent
     names = [Path(str(name)).name for name in (vocabulary, to.given.values.get("merge_file") or "merges.txt")]
     if names not in (["vocab.json", "merges.txt"], ["encoder.json", "vocab.bpe"]):
         to.differs.append(
-            f"--tokenizer gpt2:{folder}: the files there must be named vocab.json and merges.txt, not"
+            f"--tokenizer gpt2:{folder}: rename the files there to vocab.json and merges.txt, from"
             f" {' and '.join(names)}"
         )
     return f"gpt2:{folder}"

@@ -1,4 +1,4 @@
-"""From arguments of Megatron-LM to a run of mtjax."""
+"""Translates arguments of Megatron-LM to a run of mtjax."""
 
 from functools import cache
 
@@ -20,7 +20,7 @@ from mtjax.theory.mesh import MeshShape
 
 
 def translate(given: Given) -> tuple[Translation, MeshShape]:
-    """Returns the translation of a run, and its mesh.
+    """Translates a run; returns the translation and its mesh.
 
     Raises:
       UserError: arguments are missing, of the wrong type, or contradict each other.
@@ -43,7 +43,7 @@ def translate(given: Given) -> tuple[Translation, MeshShape]:
         if row.status == "default":
             to.needless[dest] = row.note
         elif row.status == "none" and is_default:
-            to.needless[dest] = "Megatron's default, and as in mtjax"
+            to.needless[dest] = "Megatron's default; the same in mtjax"
         elif row.status == "none":
             to.drop(dest)
     return to, mesh
@@ -61,33 +61,33 @@ _SIZES = frozenset(
         *("moe_ffn_hidden_size", "moe_router_topk"),
     }
 )
-"""Attributes of arguments that are whole numbers above 0."""
+"""Attributes of arguments that are integers above 0."""
 _COUNTS = frozenset({"lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samples"})
 _FRACTIONS = frozenset({"lr_warmup_fraction"})
 _NUMBERS = frozenset({"rotary_seq_len_interpolation_factor", "end_weight_decay"})
-"""Attributes of arguments that are numbers, where neither a default nor a setting of the same value shows it."""
+"""Attributes of arguments that are numbers, although neither their default nor an equal setting is."""
 
 
 def _check_types(given: Given) -> None:
-    """Checks that an argument which is a number is one.
+    """Checks the types of arguments that must be numbers.
 
     Raises:
-      UserError: one is not.
+      UserError: one has the wrong type.
     """
     for dest, value in given.values.items():
-        is_whole = type(value) is int
-        is_number = is_whole or type(value) is float
+        is_int = type(value) is int
+        is_number = is_int or type(value) is float
         row = by_dest()[dest]
         wanted = ""
         if dest in _SIZES:
-            wanted = "" if is_whole and value > 0 else "a whole number above 0"
+            wanted = "" if is_int and value > 0 else "an integer above 0"
         elif dest in _COUNTS:
-            wanted = "" if is_whole and value >= 0 else "a whole number"
+            wanted = "" if is_int and value >= 0 else "an integer, 0 or more"
         elif dest in _FRACTIONS:
             wanted = "" if is_number and 0 <= value <= 1 else "a number from 0 to 1"
         elif dest == "rampup_batch_size":
             is_ramp = isinstance(value, tuple) and len(value) == 3 and all(type(item) is int for item in value)
-            wanted = "" if is_ramp else "three whole numbers: START INCREMENT SAMPLES"
+            wanted = "" if is_ramp else "three integers: START INCREMENT SAMPLES"
         elif dest == "moe_aux_loss_coeff" and isinstance(value, tuple):
             wanted = "" if all(type(item) in (int, float) for item in value) else "numbers"
         elif (
@@ -102,5 +102,5 @@ def _check_types(given: Given) -> None:
 
 @cache
 def _numbers() -> frozenset[str]:
-    """Settings that are numbers."""
+    """Returns the names of settings that are numbers."""
     return frozenset(option.field for option in options_of(Config) if option.type in (int, float))

@@ -1,1 +1,1 @@
-"""The tasks of `mtjax evaluate`: what is asked of a model, and what its answers come to."""
+"""The tasks of `mtjax evaluate`: their rows, and results computed from scores."""

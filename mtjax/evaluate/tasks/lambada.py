@@ -1,8 +1,8 @@
-"""LAMBADA: does the model guess the last word of a passage (section 5.3 and appendix E of the paper).
+"""LAMBADA: accuracy of predicting the last word of a passage (section 5.3 and appendix E of the paper).
 
-Strict, as the paper counts: all tokens of the last word, after the passage without it, are the most likely ones.
-Lenient: the last token of the passage alone counts. In both the passage is encoded at once: a tokenizer that marks the
-beginning of a text encodes a word on its own as other tokens than the same word within a text.
+Strict, as in the paper: all tokens of the last word must be the most likely ones. Lenient: only the last token of the
+passage is scored. In both, the passage is encoded in one piece, because some tokenizers encode a separate word
+differently from the same word within a text.
 """
 
 from pathlib import Path
@@ -18,28 +18,30 @@ from mtjax.evaluate.tasks.text_file import json_lines
 
 
 def open_lambada(path: Path, tokenizer: Tokenizer, settings: Settings) -> Task:
-    """The dataset's JSON lines, a `text` in each.
+    """Reads the dataset's JSON lines, with a `text` in each.
 
     Raises:
-      UserError: a line has no text, or a text has no word before its last.
+      UserError: a line has no text, or a text has fewer than two words.
     """
     strict, lenient, cut = [], [], 0
     front = added_tokens(tokenizer).front
     for number, text in json_lines(path, "text"):
         words = text.split()
         if len(words) < 2:
-            raise UserError(f"{path}, line {number} has {len(words)} words, and guessing the last needs one before it")
+            raise UserError(f"{path}, line {number} has {len(words)} words, but must have at least two")
         passage = text.strip()
         ids = tokenizer.encode(passage)
         last = len(ids) - _shared(tokenizer.encode(passage[: passage.rindex(words[-1])].rstrip()), ids)
         if not 0 < last < settings.length:
-            raise UserError(f"{path}, line {number}: the last word has {last} tokens of {settings.length}")
+            raise UserError(
+                f"{path}, line {number}: the last word has {last} tokens, but must have from 1 to {settings.length - 1}"
+            )
         ids = front + ids
         cut += len(ids) > settings.length + 1
         strict.append(_row(ids, last, settings.length))
         lenient.append(_row(ids, 1, settings.length))
     if not strict:
-        raise UserError(f"{path} has no passages: name LAMBADA's JSON lines")
+        raise UserError(f"{path} contains no passages: name the file of LAMBADA's JSON lines")
 
     def results(scores: Scores) -> Results:
         words, tokens = scores[: len(strict)], scores[len(strict) :]
@@ -52,18 +54,19 @@ def open_lambada(path: Path, tokenizer: Tokenizer, settings: Settings) -> Task:
 
     notes = begins_with("each passage", tokenizer, front)
     if cut:
-        notes.append(f"{cut} passages are longer than {settings.length} tokens: their beginnings are left out")
+        notes.append(f"{cut} passages are longer than {settings.length} tokens: their beginnings are truncated")
     return Task([*strict, *lenient], results, "; ".join(notes))
 
 
 def _shared(context: list[int], ids: list[int]) -> int:
-    """Counts the first ids that a passage has in common with its context."""
+    """Returns the length of the common prefix of a passage's ids and its context's."""
     return next((i for i, (a, b) in enumerate(zip(context, ids, strict=False)) if a != b), min(len(context), len(ids)))
 
 
 def _row(ids: list[int], counted: int, length: int) -> Row:
-    kept = ids[-length - 1 :]
-    return Row(np.asarray(kept, np.int32), len(kept) - counted)
+    """Returns a row of the last ids that scores the last `counted` of them."""
+    last_ids = ids[-length - 1 :]
+    return Row(np.asarray(last_ids, np.int32), len(last_ids) - counted)
 
 
 MEASURES = {"accuracy": True, "accuracy_lenient": True, "perplexity": False}

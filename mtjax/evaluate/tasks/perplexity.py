@@ -1,6 +1,6 @@
 """Perplexity and bits per byte of any text: a file, JSON lines, or a tokenized corpus (`.bin` and `.idx`).
 
-Each document stands behind the token that a text begins with (`first_tokens`), so that all of its tokens count.
+Each document is preceded by the tokens with which a text begins (`first_tokens`), so that all of its tokens are scored.
 """
 
 import math
@@ -20,19 +20,19 @@ from mtjax.evaluate.tasks.text_file import json_lines
 
 
 def open_text(path: Path, tokenizer: Tokenizer, settings: Settings) -> Task:
-    """The documents of a file: plain text is one, JSON lines with `text` and corpora have several.
+    """Reads the documents of a file: plain text is one; JSON lines with `text`, and corpora, contain several.
 
     Raises:
-      UserError: it can't be read, or holds no text.
+      UserError: it can't be read, or contains no text.
     """
     rows, tokens, size, documents = [], 0, 0, 0
     first = list(settings.first_tokens)
     for ids, length in _documents(path, tokenizer, first):
-        whole = np.asarray([*first, *ids], np.int32)
-        rows += rows_of_text(whole, settings.length, settings.overlap, len(first))
+        document = np.asarray([*first, *ids], np.int32)
+        rows += rows_of_text(document, settings.length, settings.overlap, len(first))
         tokens, size, documents = tokens + len(ids), size + length, documents + 1
     if not tokens:
-        raise UserError(f"{path} holds no text")
+        raise UserError(f"{path} contains no text")
 
     def results(scores: Scores) -> Results:
         loss = -float(scores.log_probability.sum())
@@ -49,14 +49,14 @@ def open_text(path: Path, tokenizer: Tokenizer, settings: Settings) -> Task:
 
 
 def _documents(path: Path, tokenizer: Tokenizer, first: list[int]) -> Iterator[tuple[list[int], int]]:
-    """Yields the ids of each document and the bytes of its text, without the tokens that begin and end documents."""
+    """Yields the ids of each document, without tokens that begin and end documents, and the bytes of its text."""
     prefix = prefix_of(str(path))
     if is_indexed(prefix):
         dataset = IndexedDataset(prefix)
         for begin, end in zip(dataset.documents[:-1], dataset.documents[1:], strict=True):
-            parts = [dataset[number] for number in range(begin, end)]
-            ids = checked_ids(parts, tokenizer.vocab_size, Path(prefix)).tolist()
-            ids = ids[len(first) :] if ids[: len(first)] == first else ids  # written by a tokenizer that adds them
+            sequences = [dataset[number] for number in range(begin, end)]
+            ids = checked_ids(sequences, tokenizer.vocab_size, Path(prefix)).tolist()
+            ids = ids[len(first) :] if ids[: len(first)] == first else ids  # the corpus was tokenized with them
             ids = ids[:-1] if ids and ids[-1] == tokenizer.eod else ids
             yield ids, len(tokenizer.decode(ids).encode())
         return

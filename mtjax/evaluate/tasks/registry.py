@@ -13,10 +13,10 @@ KINDS: Mapping[str, Kind] = {kind.name: kind for kind in (WIKITEXT103, LAMBADA, 
 
 
 def check_data(task: str, path: Path, option: str) -> None:
-    """Checks that a task's file, which an option names, is there.
+    """Checks that a task's file exists.
 
     Raises:
-      UserError: it is not, or is a folder.
+      UserError: it does not exist, or is a folder; `option` names the option for the message.
     """
     is_corpus = path.with_suffix(".idx").is_file() or Path(f"{path}.idx").is_file()
     if not path.is_file() and not (task == PERPLEXITY.name and is_corpus):

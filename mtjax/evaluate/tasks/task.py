@@ -1,4 +1,4 @@
-"""What every task is."""
+"""The interface of tasks."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -9,47 +9,47 @@ from mtjax.data import Tokenizer
 from mtjax.evaluate.rows import Row, Scores
 
 Results = Mapping[str, float | int]
-"""By name, in the order in which they are shown."""
+"""Results by name, in the order in which they are printed."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How rows are cut."""
+    """Lengths and prefix of rows."""
 
     length: int
-    """Tokens that the model reads at once."""
+    """Most tokens that a row predicts."""
     overlap: int
-    """Tokens that each window but the first counts."""
+    """Tokens that each window but the first scores."""
     first_tokens: tuple[int, ...]
-    """Ids that stand before a text of which every token is predicted; at least one."""
+    """Ids that are prepended to a text so that all of its tokens are scored; at least one."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """The rows of a data file, and what scores of them come to."""
+    """The rows of a data file, and the results computed from their scores."""
 
     rows: Sequence[Row]
     results: Callable[[Scores], Results]
     note: str = ""
-    """What the user should know of the data."""
+    """Note on the data, for the user."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A task by its name."""
+    """A kind of task, by its name."""
 
     name: str
     measures: Mapping[str, bool]
-    """Results that a run can be judged by, the main one first, and whether more of it is better."""
+    """Results by which checkpoints can be compared, the main one first -> whether higher is better."""
     open: Callable[[Path, Tokenizer, Settings], Task]
-    """Reads a data file; raises `UserError` where it is another task's."""
+    """Reads a data file; raises `UserError` if it is not in the task's format."""
 
 
 def begins_with(what: str, tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
-    """Says which tokens stand in front of a text; nothing where there are none."""
+    """Returns a note on the tokens that are prepended to a text; [] if there are none."""
     return [f"{what} begins with {' '.join(map(tokenizer.token, ids))}"] if ids else []
 
 
 def perplexity_of(loss: float) -> float:
-    """`exp(loss)`; of losses above 700 as of 700, for a float has no room for more and JSON no infinity."""
+    """Returns `exp(loss)`; the loss is limited to 700, as exp would overflow float64, and JSON has no infinity."""
     return math.exp(min(loss, 700))

@@ -1,4 +1,4 @@
-"""A task's data file, read with one sentence for what is wrong with it."""
+"""Reads data files of tasks."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,10 +9,10 @@ from mtjax.errors import UserError, parse_json
 
 
 def json_lines(path: Path, field: str) -> Iterator[tuple[int, str]]:
-    """A text field of each line, with the line's number.
+    """Yields the line number and a text field of each line that is not empty.
 
     Raises:
-      UserError: a line is not a JSON object that has the field, as text.
+      UserError: a line is not a JSON object with the field, or the field is not a string.
     """
     for number, line in enumerate(read_lines(path), start=1):
         if not line.strip():
@@ -21,7 +21,8 @@ def json_lines(path: Path, field: str) -> Iterator[tuple[int, str]]:
         text = row.get(field) if isinstance(row, dict) else None
         if not isinstance(text, str):
             raise UserError(
-                f"{path}, line {number} has {_described(row)}, and needs {field!r}, a text: is it another task's data?"
+                f"{path}, line {number} has {_described(row)}, but needs {field!r} with a text: is it the data of "
+                "another task?"
             )
         if half := surrogate_in(text, field):
             raise UserError(f"{path}, line {number} has {half}: correct the line, or remove it")
@@ -29,7 +30,7 @@ def json_lines(path: Path, field: str) -> Iterator[tuple[int, str]]:
 
 
 def _described(row: Any) -> str:
-    """The fields of a line, or what it has instead."""
+    """Describes a line: its fields, or its type if it is not an object."""
     if not isinstance(row, dict):
         return f"a {type(row).__name__}"
     return f"the fields {', '.join(map(repr, row))}" if row else "no fields"

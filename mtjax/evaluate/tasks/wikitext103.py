@@ -1,7 +1,7 @@
-"""WikiText-103's perplexity of words, from the losses of tokens (section 5.3 and appendix E of the paper).
+"""WikiText-103's word-level perplexity from the losses of tokens (section 5.3 and appendix E of the paper).
 
-The dataset is cut into words and its punctuation set apart. A tokenizer of plain text reads it as it was before, so the
-text is put together again; the sum of the losses is then divided by the words of the original.
+The dataset is tokenized into words and punctuation, separated by spaces. For a subword tokenizer, the text is
+detokenized first; the sum of the losses is then divided by the number of words in the original.
 """
 
 import re
@@ -28,10 +28,10 @@ SPACED = {
     " ? ": "? ",
     " , ": ", ",
 }
-"""What stands apart in the dataset, and as it was written; in the order of Megatron's detokenizer."""
+"""Replacements of Megatron's detokenizer, in its order."""
 ENCLOSED = ("()", "[]", "{}", '""', "''")
-"""Brackets and quotes, with spaces inside."""
-THE_REST = {
+"""Brackets and quotes, inside which spaces are removed."""
+FURTHER_REPLACEMENTS = {
     "= = = =": "====",
     "= = =": "===",
     "= =": "==",
@@ -44,31 +44,32 @@ THE_REST = {
 
 
 def detokenized(text: str) -> str:
-    """The dataset's text as it was before it was cut into words: Megatron's rules, one after the other."""
-    for apart, together in SPACED.items():
-        text = text.replace(apart, together)
+    """Detokenizes the dataset's text, with Megatron's rules."""
+    for tokenized, original in SPACED.items():
+        text = text.replace(tokenized, original)
     for opening, closing in ENCLOSED:
         inside = rf"{re.escape(opening)}\s*([^{re.escape(closing)}]*?)\s*{re.escape(closing)}"
         text = re.sub(inside, rf"{opening}\1{closing}", text)
-    for apart, together in THE_REST.items():
-        text = text.replace(apart, together)
+    for tokenized, original in FURTHER_REPLACEMENTS.items():
+        text = text.replace(tokenized, original)
     return text
 
 
 def open_wikitext(path: Path, tokenizer: Tokenizer, settings: Settings) -> Task:
-    """The dataset's file of validation or test tokens.
+    """Reads the dataset's file of validation or test tokens.
 
     Raises:
-      UserError: it can't be read, or has no two tokens.
+      UserError: it can't be read, or has fewer than two tokens.
     """
     raw = read_text(path)
     words = len(raw.strip().split(" "))
     front, text = added_tokens(tokenizer).front, tokenizer.encode(detokenized(raw))
     if len(text) < 2 or words < 2:
-        has = f"{path} has {len(text)} tokens"
-        raise UserError(f"{has}, and a perplexity needs 2: name WikiText-103's wiki.test.tokens")
+        raise UserError(
+            f"{path} has {len(text)} tokens, but must have at least 2: name WikiText-103's wiki.test.tokens"
+        )
     ids = np.asarray([*front, *text], np.int32)
-    # The paper's protocol predicts T - 1 tokens: the first of the text is given, whatever stands in front of it.
+    # The paper's protocol predicts T - 1 tokens: not the first of the text, whatever the tokenizer prepends.
     rows = rows_of_text(ids, settings.length, settings.overlap, len(front) + 1)
     in_megatron = sum(1 for _ in windows(len(ids), settings.length, settings.overlap))
 
@@ -85,7 +86,7 @@ def open_wikitext(path: Path, tokenizer: Tokenizer, settings: Settings) -> Task:
 
     notes = begins_with("the text", tokenizer, front)
     if " @-@ " not in raw and " @,@ " not in raw:
-        notes.append(f"{path} has no ' @-@ ' or ' @,@ ': is it WikiText's own text?")
+        notes.append(f"{path} contains no ' @-@ ' or ' @,@ ': is it the original WikiText-103?")
     return Task(rows, results, "; ".join(notes))
 
 

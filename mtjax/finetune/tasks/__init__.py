@@ -1,1 +1,1 @@
-"""The tasks of `mtjax finetune`: in which files and fields their rows are, and by what they are judged."""
+"""The tasks of `mtjax finetune`: their files, fields, metrics and goals."""

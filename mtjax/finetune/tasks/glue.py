@@ -1,4 +1,4 @@
-"""Tasks of rows with labels: GLUE's (arXiv 1804.07461), in files with its fields, and the user's own."""
+"""Tasks with a label per row: GLUE's (arXiv 1804.07461) with its files and fields, and custom ones."""
 
 from mtjax.finetune.metrics import accuracy, accuracy_and_f1, correlations, of_classes
 from mtjax.finetune.tasks.labelled import Labelled
@@ -7,7 +7,7 @@ from mtjax.finetune.tasks.task import HeldOut
 SENTENCES, PREMISE = ("sentence1", "sentence2"), ("premise", "hypothesis")
 QUESTIONS = ("question1", "question2")
 ANY = (SENTENCES, PREMISE, QUESTIONS, ("text_a", "text_b"), ("text1", "text2"), ("text",), ("sentence",))
-"""Fields of the user's own rows, where they are not named."""
+"""Default fields of custom rows."""
 
 MATCHED = HeldOut("", ("dev_matched", "validation_matched"))
 MISMATCHED = HeldOut("_mismatched", ("dev_mismatched", "validation_mismatched"), is_needed=False)

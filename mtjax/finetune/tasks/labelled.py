@@ -1,4 +1,4 @@
-"""Tasks with a label for each row: classes or numbers of a text or of two."""
+"""Tasks with a label per row: classification or regression of one or two texts."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,74 +19,79 @@ from mtjax.finetune.tasks.task import DEV, TABLES, HeldOut, Scores
 
 @dataclass(frozen=True)
 class Labelled:
-    """A task whose rows have a label each: a `Task`."""
+    """A `Task` whose rows have a label each."""
 
     name: str
     head: Literal["classification", "regression"]
     texts: tuple[tuple[str, ...], ...]
-    """Names of the fields with the texts, one or two; the first that a file has are read."""
+    """Names of the one or two fields with texts; the first alternative that a file has is used."""
     label: tuple[str, ...]
-    """Names of the field with the label, likewise."""
+    """Names of the field with the label; the first that a file has is used."""
     metrics: Callable[[np.ndarray, np.ndarray], Scores]
-    """From outputs [rows, outputs] and labels [rows]: classes' numbers, or numbers."""
+    """Computes metrics from outputs [rows, outputs] and labels [rows] (class numbers or values)."""
     goal: str
-    """The metric that a run is judged by; more is better."""
+    """The metric by which checkpoints are compared; higher is better."""
     labels: tuple[str, ...] | None = None
-    """Classes in the order of the outputs; None where the rows decide."""
+    """Classes in the order of the outputs; None if determined by the rows."""
     held_out: tuple[HeldOut, ...] = (DEV,)
     train: tuple[str, ...] = ("train",)
     endings: tuple[str, ...] = TABLES
-    when_long: str = "are cut"
+    when_long: str = "they are truncated"
 
     def examples(self, path: Path, config: Config, *, labelled: bool = True) -> Examples:
-        """The rows of a table or of JSON lines."""
+        """Reads the rows of TSV or JSON lines."""
         return read_examples(path, self.fields(config), labelled=labelled)
 
     def fields(self, config: Config) -> Fields:
-        """The names of the fields: the user's, or the task's own.
+        """Returns the names of the fields: those in the options, else the task's.
 
         Raises:
-          UserError: the task's own can't be changed.
+          UserError: the task's fields can't be changed, or there are more than two texts.
         """
         options = config.finetuning
         check_own_fields(self.name, self.labels, config)
         texts = (tuple(options.text_fields.split(",")),) if options.text_fields else self.texts
         if len(texts[0]) > 2:
             raise UserError(
-                f"--text-fields {options.text_fields} names {len(texts[0])} fields, and may name one or two"
+                f"--text-fields {options.text_fields} names {len(texts[0])} fields, but must name one or two"
             )
         return Fields(texts, (options.label_field,) if options.label_field else self.label)
 
     def labels_of(self, config: Config, examples: Sequence[Example]) -> tuple[str, ...] | None:
-        """The task's, the user's, or those that occur."""
+        """Returns the task's labels, those in the options, or those that occur in the rows; None for a regression."""
         if self.head == "regression":
             return None
         return self.labels or config.finetuning.labels or classes_of(examples)
 
     def encoded(self, examples: Sequence[Example], encoder: Encoder, config: Config, which: str = "") -> "EncodedRows":
-        """A row for each."""
+        """Encodes each example as a row."""
         options, model = config.finetuning, config.model
         labels = None if self.head == "regression" else options.labels or tuple(map(str, range(model.num_labels)))
         return EncodedRows(self.metrics, *numbered(examples, labels, which), encoder)
 
 
 def check_own_fields(name: str, labels: tuple[str, ...] | None, config: Config) -> None:
-    """Checks that nobody names fields or labels of a task that has its own.
+    """Checks that options don't name fields or labels of a task for which they are fixed.
 
     Raises:
-      UserError: somebody does.
+      UserError: they do.
     """
     options = config.finetuning
     names_fields = bool(options.text_fields or options.label_field)
-    as_noted = not names_fields and options.labels == labels  # in the config of a run
-    if labels is not None and (names_fields or options.labels) and not as_noted:
+    # The config of a run contains the task's labels.
+    from_run = not names_fields and options.labels == labels
+    if labels is not None and (names_fields or options.labels) and not from_run:
         raise UserError(f"the fields and labels of {name} are fixed: use --task classify to name others")
 
 
 def numbered(
     examples: Sequence[Example], labels: tuple[str, ...] | None, which: str
 ) -> tuple[list[Example], tuple[str, ...] | None, str]:
-    """The examples of a set that have a label which is one - outside of a set, all - the labels, and a note."""
+    """Selects the examples with valid labels; for predictions (`which` is ""), all examples.
+
+    Returns:
+      The examples, the labels, and a note on skipped examples.
+    """
     if not which:
         return list(examples), labels, ""
     good, _, note = label_numbers(examples, labels, which)
@@ -94,14 +99,14 @@ def numbered(
 
 
 class EncodedRows:
-    """Rows with a label each: an `Encoded`.
+    """Encoded rows with a label each: an `Encoded`.
 
     Args:
-      metrics: from outputs and labels.
+      metrics: computes metrics from outputs and labels.
       examples: the rows.
-      labels: names of classes; None where labels are numbers.
-      note: which rows were left out.
-      encoder: makes tokens of them.
+      labels: names of classes; None for a regression.
+      note: note on rows that were skipped.
+      encoder: encodes the rows.
     """
 
     def __init__(
@@ -120,40 +125,42 @@ class EncodedRows:
 
     @property
     def lengths(self) -> Sequence[int]:
-        """Of each row that is not cut."""
+        """Length of each row without truncation."""
         return [self.format.length(ids) for ids in self.ids]
 
     def samples(self, length: int) -> Samples:
-        """Rows that are cut where they are longer; labels are 0 where they are not known."""
-        rows, each = Joined(self.ids, self.format, length), len(self.ids) // max(len(self.examples), 1)
-        kind = np.int32 if self.labels else np.float32
-        places, numbers = self._known
-        labels = np.zeros(len(self.examples), kind)
-        labels[places] = numbers
-        return Samples(rows, np.repeat(labels, each), np.ones(len(rows), np.float32), length, self.format.pad, each)
+        """Returns rows truncated to `length`; unknown labels are 0."""
+        rows = Joined(self.ids, self.format, length)
+        rows_per_example = len(self.ids) // max(len(self.examples), 1)
+        indices, numbers = self._known
+        labels = np.zeros(len(self.examples), np.int32 if self.labels else np.float32)
+        labels[indices] = numbers
+        weights = np.ones(len(rows), np.float32)
+        labels = np.repeat(labels, rows_per_example)
+        return Samples(rows, labels, weights, length, self.format.pad, rows_per_example)
 
     def read(self, outputs: np.ndarray) -> np.ndarray:
-        """As they are."""
+        """Returns the outputs unchanged."""
         return outputs
 
     def comparable(self, values: np.ndarray) -> np.ndarray:
-        """Probabilities of classes; numbers as they are."""
+        """Returns probabilities of classes; values of a regression unchanged."""
         return softmax(values) if self.labels else values
 
     def loss(self, values: np.ndarray) -> float:
-        """Cross-entropy of classes, squared error of numbers."""
-        places, numbers = self._known
-        return mean_loss(values[places], numbers)
+        """Returns the mean cross-entropy of classes, or the mean squared error."""
+        indices, numbers = self._known
+        return mean_loss(values[indices], numbers)
 
     def scores(self, values: np.ndarray) -> Scores:
-        """The task's metrics, where all rows have labels."""
+        """Returns the task's metrics; {} unless all rows have labels."""
         if any(example.label is None for example in self.examples):
             return {}
-        places, numbers = self._known
-        return self.metrics(values[places], numbers)
+        indices, numbers = self._known
+        return self.metrics(values[indices], numbers)
 
     def lines(self, values: np.ndarray) -> list[dict[str, Any]]:
-        """A row's line in its file or its name, the label and the probabilities, or the value."""
+        """Returns JSON for each row: its line in the file or its id, and label and probabilities, or the value."""
         rows = zip(self.examples, values.tolist(), strict=True)
         if self.labels is None:
             return [{"line": example.line, "value": value} for example, (value,) in rows]
@@ -165,8 +172,8 @@ class EncodedRows:
 
     @cached_property
     def _known(self) -> tuple[list[int], np.ndarray]:
-        """Places of the examples whose label is one, and these as numbers."""
+        """Indices of the examples with valid labels, and these labels as numbers."""
         labelled = [example for example in self.examples if example.label is not None]
         good, numbers, _ = label_numbers(labelled, self.labels, "given")
-        places = {id(example): place for place, example in enumerate(self.examples)}
-        return [places[id(example)] for example in good], numbers
+        indices = {id(example): index for index, example in enumerate(self.examples)}
+        return [indices[id(example)] for example in good], numbers

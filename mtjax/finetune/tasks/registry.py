@@ -14,5 +14,5 @@ OF_HEADS: Mapping[str, Task] = {"classification": CLASSIFY, "regression": REGRES
 
 
 def task_of(config: Config) -> Task:
-    """What a finetuned model has learnt; of converted heads, which don't say, what such a head is for."""
+    """Returns the task of a finetuned model; for converted weights without one, a task with the same head."""
     return TASKS.get(config.finetuning.task) or OF_HEADS[config.model.head]

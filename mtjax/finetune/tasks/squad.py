@@ -1,4 +1,4 @@
-"""SQuAD 1.1 (arXiv 1606.05250) and 2.0 (arXiv 1806.03822): answers that stand in a passage, or not.
+"""SQuAD 1.1 (arXiv 1606.05250) and 2.0 (arXiv 1806.03822): answers are spans of a passage; in 2.0 there may be none.
 
 The official files are one JSON object {version, data: [{title, paragraphs: [{context, qas: [{id, question, answers:
 [{text, answer_start}], is_impossible}]}]}]}.
@@ -25,11 +25,11 @@ class Question:
     """A question on a passage.
 
     Attributes:
-      id: of the file.
+      id: its id in the file.
       question: its text.
       context: the passage.
-      answers: texts that are right, and the characters with which they begin; empty where there is no answer; None
-        where it is not known.
+      answers: correct answers, each with the index of its first character in the passage; empty if the question has no
+        answer; None if unknown.
     """
 
     id: str
@@ -40,42 +40,44 @@ class Question:
 
 @dataclass(frozen=True)
 class Squad:
-    """A `Task`."""
+    """SQuAD as a `Task`."""
 
     name: str
     version: str
-    """Of the official files."""
+    """Version in the names of the official files."""
     has_unanswerable: bool
     head: Literal["spans"] = "spans"
     goal: str = "f1"
     labels: None = None
     endings: tuple[str, ...] = (".json",)
-    when_long: str = "are read in several windows, --doc-stride tokens apart"
+    when_long: str = "they are read in several windows, --doc-stride tokens apart"
 
     @property
     def train(self) -> tuple[str, ...]:
-        """As it is called officially, or plainly."""
+        """The official file name, and a generic one."""
         return (f"train-v{self.version}", "train")
 
     @property
     def held_out(self) -> tuple[HeldOut, ...]:
-        """As it is called officially, or plainly."""
+        """The official file name, and a generic one."""
         return (HeldOut("", (f"dev-v{self.version}", "dev", "valid", "validation")),)
 
     def examples(self, path: Path, config: Config, *, labelled: bool = True) -> Examples:
-        """The questions of a file.
+        """Reads the questions of a file.
 
         Raises:
-          UserError: it is not such a file, or most of its questions are bad.
+          UserError: it is not a file of SQuAD, or most of its questions are invalid.
         """
         if config.finetuning.text_fields or config.finetuning.label_field or config.finetuning.labels:
-            raise UserError(f"the fields of {self.name} are known, and it has no labels")
+            raise UserError(
+                f"--text-fields, --label-field and --labels have no effect on --task {self.name}: remove them"
+            )
         try:
             data = json.loads(read_text(path))
         except (ValueError, RecursionError) as e:
-            raise UserError(f"{path} is not one JSON object, as SQuAD's files are: is it another task's file?") from e
+            raise UserError(f"{path} is not one JSON object, as in SQuAD: is it the file of another task?") from e
         if not isinstance(data, dict) or not isinstance(data.get("data"), list):
-            raise UserError(f"{path} has no list \"data\", as SQuAD's files have: is it another task's file?")
+            raise UserError(f'{path} has no list "data", as in SQuAD: is it the file of another task?')
         examples, reads = Examples(path, unit="questions"), _Reading(labelled)
         for number, found in enumerate(reads.questions(data["data"]), start=1):
             if isinstance(found, str):
@@ -84,16 +86,15 @@ class Squad:
                 examples.rows.append(found)
         if reads.impossible and not self.has_unanswerable:
             raise UserError(
-                f"{path} has {reads.impossible:,} questions that are impossible to answer, as SQuAD 2.0 has: use "
-                "--task squad2"
+                f"{path} has {reads.impossible:,} questions with is_impossible, as in SQuAD 2.0: use --task squad2"
             )
         return examples.check()
 
     def labels_of(self, config: Config, examples: Sequence[Question]) -> None:
-        """None."""
+        """Returns None: answers are spans."""
 
     def encoded(self, examples: Sequence[Question], encoder: Encoder, config: Config, which: str = "") -> Windows:
-        """Windows on the passages.
+        """Encodes questions, and windows of their passages.
 
         Raises:
           UserError: the tokenizer has no character offsets.
@@ -101,8 +102,8 @@ class Squad:
         tokenizer = encoder.tokenizer
         if not isinstance(tokenizer, FastTokenizer):
             raise UserError(
-                f"{self.name} needs a tokenizer with character offsets (a tokenizer.json, or BERT's vocab.txt), and "
-                f"{config.data.tokenizer or 'this one'} has none"
+                f"--task {self.name} requires a tokenizer with character offsets (tokenizer.json, or BERT's vocab.txt)"
+                f", but {config.data.tokenizer or 'this one'} has none"
             )
         return Windows(examples, tokenizer, encoder.format, config.finetuning, self.has_unanswerable)
 
@@ -113,24 +114,25 @@ SQUAD2 = Squad("squad2", "2.0", has_unanswerable=True)
 
 @dataclass
 class _Reading:
-    """Reads questions; `impossible` counts those that are said to have no answer."""
+    """Parses questions; `impossible` counts those with is_impossible."""
 
     labelled: bool
     impossible: int = 0
 
     def questions(self, data: Sequence[Any]) -> Iterator[Question | str]:
-        """Of each question itself, or what is wrong with it."""
-        for entry in data:
-            for paragraph in _list(entry, "paragraphs"):
+        """Yields each question, or what is wrong with it."""
+        for article in data:
+            for paragraph in _list(article, "paragraphs"):
                 context = paragraph.get("context") if isinstance(paragraph, dict) else None
-                for asked in _list(paragraph, "qas"):
-                    yield self._question(asked, context)
+                for entry in _list(paragraph, "qas"):
+                    yield self._question(entry, context)
 
-    def _question(self, asked: Any, context: Any) -> Question | str:
-        if not isinstance(asked, dict):
+    def _question(self, entry: Any, context: Any) -> Question | str:
+        """Parses a question; returns what is wrong if it is invalid."""
+        if not isinstance(entry, dict):
             return "is not a JSON object"
-        name, question, answers = asked.get("id"), asked.get("question"), asked.get("answers")
-        if half := surrogate_in([asked, {"context": context}]):
+        name, question, answers = entry.get("id"), entry.get("question"), entry.get("answers")
+        if half := surrogate_in([entry, {"context": context}]):
             return f"has {half}"
         if not isinstance(name, str) or not name:
             return "has no id"
@@ -138,7 +140,7 @@ class _Reading:
             return f"({name}) is empty"
         if not isinstance(context, str) or not context.strip():
             return f"({name}) has no passage"
-        if asked.get("is_impossible"):
+        if entry.get("is_impossible"):
             self.impossible += 1
             return Question(name, question, context, ())
         if answers is None and not self.labelled:
@@ -157,11 +159,11 @@ def _list(of: Any, name: str) -> list[Any]:
 
 
 def _wrong(answer: Any, context: str) -> str:
-    """What is wrong with an answer; nothing where it stands where it says."""
+    """Returns what is wrong with an answer; "" if the passage contains it at its answer_start."""
     text, start = (answer.get("text"), answer.get("answer_start")) if isinstance(answer, dict) else (None, None)
     if not isinstance(text, str) or not text.strip():
         return "has an empty answer"
     if type(start) is not int or start < 0:
-        return f"has an answer that begins at {start!r}"
-    there = context[start : start + len(text)]
-    return "" if there == text else f"has the answer {text!r}, and {there!r} stands at {start}"
+        return f"has an answer with answer_start {start!r}"
+    found = context[start : start + len(text)]
+    return "" if found == text else f"has the answer {text!r}, but its passage has {found!r} at answer_start {start}"

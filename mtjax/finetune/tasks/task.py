@@ -1,4 +1,4 @@
-"""What every task is: where its examples are, what a model reads of them, and how its answers are judged."""
+"""The interface of tasks: reading examples, encoding them, and computing metrics."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,17 +13,17 @@ from mtjax.finetune.rows import Examples
 from mtjax.finetune.samples import Encoder, Samples
 
 TABLES = (".tsv", ".jsonl", ".json", ".txt")
-"""Endings of files of rows."""
+"""Suffixes of files with rows."""
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """A set that validation reads."""
+    """A validation set."""
 
     suffix: str
-    """Of the names of its metrics, with an underscore; empty for the set that a run is judged by."""
+    """Suffix of its metrics' names, with an underscore; empty for the set by which checkpoints are compared."""
     stems: tuple[str, ...]
-    """Names of its file, without folder and ending; the first that is there is read."""
+    """Names of its file, without folder and suffix; the first that exists is read."""
     is_needed: bool = True
 
 
@@ -31,124 +31,130 @@ DEV = HeldOut("", ("dev", "valid", "validation"))
 
 
 class Encoded(Protocol):
-    """Examples in tokens.
+    """Encoded examples.
 
-    Outputs are what a model gives for their rows, [rows, ...] float32. `read` makes values of them, [examples or rows,
-    ...]; several models' may be averaged once they are `comparable`.
+    A model's outputs for their rows are float32 [rows, ...]. `read` converts them to values [examples or rows, ...],
+    and `comparable` to values that can be averaged over several models.
     """
 
     note: str
-    """Which examples were left out; empty where none were."""
+    """Note on examples that were skipped; empty if there are none."""
 
     @property
     def lengths(self) -> Sequence[int]:
-        """Tokens of each row that is not cut."""
+        """Length of each row without truncation."""
         ...
 
     def samples(self, length: int) -> Samples:
-        """Rows of `length` tokens.
+        """Returns rows of `length` tokens.
 
         Raises:
-          UserError: they have no room.
+          UserError: `length` is too short.
         """
         ...
 
     def read(self, outputs: np.ndarray) -> np.ndarray:
-        """Outputs in the order of what is asked."""
+        """Converts outputs to values."""
         ...
 
     def comparable(self, values: np.ndarray) -> np.ndarray:
-        """Values that models agree on the meaning of: probabilities."""
+        """Converts values to ones that can be averaged over models, such as probabilities."""
         ...
 
     def loss(self, values: np.ndarray) -> float:
-        """The mean loss, in float64, of values that were just read."""
+        """Returns the mean loss of values from `read`, computed in float64."""
         ...
 
     def scores(self, values: np.ndarray) -> Scores:
-        """The metrics, of values read or compared; nothing where answers are not known."""
+        """Returns the metrics of values from `read` or `comparable`; {} if labels are unknown."""
         ...
 
     def lines(self, values: np.ndarray) -> list[dict[str, Any]]:
-        """One row of JSON for each example, of compared values."""
+        """Returns a JSON object for each example from values of `comparable`."""
         ...
 
 
 class HasFiles(Protocol):
-    """What of a task says where its rows are."""
+    """The part of a task that locates and reads its files."""
 
     @property
     def name(self) -> str:
-        """As `--task` names it."""
+        """Name, as in `--task`."""
         ...
 
     @property
     def train(self) -> tuple[str, ...]:
-        """Names of the file for training, without ending."""
+        """Names of the training file, without suffix."""
         ...
 
     @property
     def held_out(self) -> tuple[HeldOut, ...]:
-        """What validation reads."""
+        """The validation sets."""
         ...
 
     @property
     def endings(self) -> tuple[str, ...]:
-        """Of its files; empty for a folder."""
+        """Suffixes of its files; "" for a folder."""
         ...
 
     def examples(self, path: Path, config: Config) -> Examples:
-        """The examples of a file or folder.
+        """Reads the examples of a file or folder.
 
         Raises:
-          UserError: it is not the task's.
+          UserError: it is not in the task's format.
         """
         ...
 
 
 class Task(HasFiles, Protocol):
-    """A task by its name."""
+    """A finetuning task."""
 
     @property
     def head(self) -> Literal["classification", "regression", "choices", "spans"]:
-        """Of the model."""
+        """The kind of head."""
         ...
 
     @property
     def goal(self) -> str:
-        """The metric that a run is judged by; more is better."""
+        """The metric by which checkpoints are compared; higher is better."""
         ...
 
     @property
     def labels(self) -> tuple[str, ...] | None:
-        """Classes or choices in the order of the outputs; None where the rows decide, or there are none."""
+        """Classes or choices in the order of the outputs; None if determined by the rows, or if there are none."""
         ...
 
     @property
     def when_long(self) -> str:
-        """What becomes of rows that are too long."""
+        """What happens to rows that are longer than the sequence length, for messages."""
         ...
 
     def examples(self, path: Path, config: Config, *, labelled: bool = True) -> Examples:
-        """The examples of a file or folder; if they need not be `labelled`, answers where they are.
+        """Reads the examples of a file or folder; labels are optional if not `labelled`.
 
         Raises:
-          UserError: it is not the task's.
+          UserError: it is not in the task's format.
         """
         ...
 
     def labels_of(self, config: Config, examples: Sequence[Any]) -> tuple[str, ...] | None:
-        """The classes of a run that trains on examples; None where there are none.
+        """Returns the classes for training on these examples; None if the task has none.
 
         Raises:
-          UserError: they have no classes.
+          UserError: the examples' labels are not classes.
         """
         ...
 
     def encoded(self, examples: Sequence[Any], encoder: Encoder, config: Config, which: str = "") -> Encoded:
-        """Examples in tokens: of the set `which` with their answers, which are numbers then; of no set without.
+        """Encodes examples.
+
+        Args:
+          examples: the examples.
+          encoder: encodes their texts.
+          config: the run's config.
+          which: name of the set, whose labels must be valid; "" for predictions.
 
         Raises:
-          UserError: most answers are none.
+          UserError: most labels are invalid.
         """
         ...

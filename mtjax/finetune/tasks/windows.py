@@ -1,4 +1,4 @@
-"""Questions with windows on their passages, the logits of whose tokens become answers: an `Encoded` of spans."""
+"""Question answering with sliding windows over passages: an `Encoded` whose answers are spans."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from mtjax.finetune.tasks.squad import Question
 
 MOST_QUESTION = 64
-"""Tokens of a question that are read, as BERT's own script has it."""
+"""Most tokens of a question, as in BERT's run_squad.py."""
 
 
 class Window(NamedTuple):
-    """Tokens of a passage from `begin` to `end` that stand in a row, behind the question `question`."""
+    """A row with question number `question`, and tokens `begin` to `end` of its passage."""
 
     question: int
     begin: int
@@ -30,7 +30,7 @@ class Window(NamedTuple):
 
 
 class Span(NamedTuple):
-    """An answer: its text, the sum of its two logits, and the characters from which to which it stands."""
+    """An answer: its text, the sum of its start and end logits, and its characters from `start` to `end`."""
 
     text: str
     score: float
@@ -40,7 +40,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class _WindowIds(Sequence[Ids]):
-    """Of each window its question's tokens and its own, which share their passage's memory."""
+    """Token ids of each window's question and passage; views of the passage's array."""
 
     windows: list[Window]
     questions: list[np.ndarray]
@@ -55,14 +55,14 @@ class _WindowIds(Sequence[Ids]):
 
 
 class Windows:
-    """Questions in tokens, and windows on their passages as soon as the length of a row is known.
+    """Encoded questions, with windows over their passages once the length of a row is known.
 
     Args:
       examples: the questions.
-      tokenizer: says where its tokens stand.
-      row_format: how question and passage stand in a row.
-      options: how windows follow each other, and which answers count.
-      has_unanswerable: whether there may be no answer.
+      tokenizer: a tokenizer with character offsets.
+      row_format: the layout of question and passage in a row.
+      options: stride of the windows, and limits of answers.
+      has_unanswerable: whether a question may have no answer.
     """
 
     note = ""
@@ -89,14 +89,14 @@ class Windows:
 
     @property
     def lengths(self) -> Sequence[int]:
-        """Of rows with the entire passage."""
+        """Lengths of rows with the entire passage."""
         return [self.format.length(ids) for ids in zip(self.questions, self.contexts, strict=True)]
 
     def samples(self, length: int) -> Samples:
-        """A row for each window, `doc_stride` tokens or less behind the one before.
+        """Returns a row for each window; windows start every `doc_stride` tokens or less.
 
         Raises:
-          UserError: a question leaves no room for its passage.
+          UserError: `length` has no space for a passage after a question.
         """
         self.windows = [window for number in range(len(self.examples)) for window in self._windows_of(number, length)]
         self.starts = [1 + len(self.questions[number]) + 1 for number, _, _ in self.windows]
@@ -107,21 +107,21 @@ class Windows:
         return Samples(rows, np.array(labels, np.int32).reshape(-1, 2), weights, length, self.format.pad)
 
     def read(self, outputs: np.ndarray) -> np.ndarray:
-        """[windows, length, 2], as they are."""
+        """Returns the outputs [windows, length, 2] unchanged."""
         return outputs
 
     def comparable(self, values: np.ndarray) -> np.ndarray:
-        """Logits, of which an ensemble takes the mean."""
+        """Returns the logits, which an ensemble averages."""
         return values
 
     def loss(self, values: np.ndarray) -> float:
-        """The mean cross-entropy of first and last tokens, over windows."""
+        """Returns the mean cross-entropy of the first and last tokens of answers, over windows."""
         pairs = zip(self.windows, self.starts, strict=True)
         labels = np.array([self._label(window, start) for window, start in pairs])
         return float(np.mean([mean_loss(values[:, :, end], labels[:, end]) for end in (0, 1)]))
 
     def scores(self, values: np.ndarray) -> Scores:
-        """Exact matches and F1 by the official rules, and of questions with and without an answer."""
+        """Returns the official exact match and F1, also separately for questions with and without an answer."""
         known = [(e, line["text"]) for e, line in zip(self.examples, self.lines(values), strict=True)]
         if any(e.answers is None for e, _ in known):
             return {}
@@ -133,7 +133,7 @@ class Windows:
         return scores
 
     def lines(self, values: np.ndarray) -> list[dict[str, Any]]:
-        """Of each question its id, the answer, and the best ones with their scores and probabilities."""
+        """Returns for each question its id, the answer, and the n best with scores and probabilities."""
         rows: list[list[int]] = [[] for _ in self.examples]
         for row, window in enumerate(self.windows):
             rows[window.question].append(row)
@@ -144,54 +144,56 @@ class Windows:
         best: dict[str, Span] = {}
         for span in sorted(spans, key=lambda span: -span.score):
             best.setdefault(span.text, span)
-        kept = list(best.values())[: self.options.n_best]
-        line: dict[str, Any] = {"id": self.examples[number].id, "text": kept[0].text if kept else ""}
-        scores = [span.score for span in kept]
+        n_best = list(best.values())[: self.options.n_best]
+        line: dict[str, Any] = {"id": self.examples[number].id, "text": n_best[0].text if n_best else ""}
+        scores = [span.score for span in n_best]
         if self.has_unanswerable:
+            # [CLS] is the span of "no answer"; as in run_squad.py, the lowest score over windows.
             null = min(float(values[row][0].astype(np.float64).sum()) for row in rows)
-            is_null = not kept or null - kept[0].score > self.options.null_threshold
+            is_null = not n_best or null - n_best[0].score > self.options.null_threshold
             line |= {"text": ""} if is_null else {}
             line["null_score"] = null
             scores.append(null)
-        shares = softmax(np.array(scores)).tolist() if scores else []
+        probabilities = softmax(np.array(scores)).tolist() if scores else []
         line["n_best"] = [
             {"text": s.text, "score": s.score, "probability": p, "start": s.start, "end": s.end}
-            for s, p in zip(kept, shares, strict=False)
+            for s, p in zip(n_best, probabilities, strict=False)
         ]
         return line
 
     def _spans(self, logits: np.ndarray, row: int) -> list[Span]:
-        """The best answers of a window, from its best first and last tokens."""
+        """Returns the best answers in a window, from its best start and end tokens."""
         window, offset, options = self.windows[row], self.starts[row], self.options
         count = window.end - window.begin
-        context, places = self.examples[window.question].context, self.places[window.question]
+        context, characters = self.examples[window.question].context, self.places[window.question]
         inside = logits[offset : offset + count]
         first, last = (np.argsort(-inside[:, end], kind="stable")[: options.n_best] for end in (0, 1))
         spans = []
         for start in first.tolist():
             for end in last.tolist():
                 if start <= end < start + options.max_answer_length:
-                    begin, stop = int(places[window.begin + start][0]), int(places[window.begin + end][1])
+                    begin = int(characters[window.begin + start][0])
+                    stop = int(characters[window.begin + end][1])
                     spans.append(Span(context[begin:stop], float(inside[start, 0] + inside[end, 1]), begin, stop))
         return spans
 
     def _windows_of(self, number: int, length: int) -> list[Window]:
         question, tokens = len(self.questions[number]), len(self.contexts[number])
-        room = length - question - 3
-        if room < 1:
+        size = length - question - 3  # [CLS] question [SEP] passage [SEP]
+        if size < 1:
             raise UserError(
-                f"sequence_length {length} leaves no room for the passage behind the {question} tokens of question "
-                f"{self.examples[number].id}: use {question + 4} or more"
+                f"sequence_length {length} is too short for the {question} tokens of question "
+                f"{self.examples[number].id} and its passage: use {question + 4} or more"
             )
-        step, windows, begin = min(self.options.doc_stride, room), [], 0
+        step, windows, begin = min(self.options.doc_stride, size), [], 0
         while True:
-            windows.append(Window(number, begin, min(begin + room, tokens)))
-            if begin + room >= tokens:
+            windows.append(Window(number, begin, min(begin + size, tokens)))
+            if begin + size >= tokens:
                 return windows
             begin += step
 
     def _label(self, window: Window, offset: int) -> tuple[int, int]:
-        """Places of the answer's first and last token in a row; of `[CLS]` where the window does not have both."""
+        """Returns the positions of the answer's first and last token in a row; of `[CLS]` if one is outside."""
         first, last = self._answer_tokens[window.question]
         if first < window.begin or last >= window.end:
             return 0, 0
@@ -199,26 +201,26 @@ class Windows:
 
     @cached_property
     def _answer_tokens(self) -> list[tuple[int, int]]:
-        """Of each question the tokens in which its first answer begins and ends; -1 where there is none."""
+        """First and last token of each question's first answer; -1 if there is none."""
         found = []
-        for example, places in zip(self.examples, self.places, strict=True):
+        for example, characters in zip(self.examples, self.places, strict=True):
             if not example.answers:
                 found.append((-1, -1))
                 continue
             text, start = example.answers[0]
-            inside = np.flatnonzero((places[:, 1] > start) & (places[:, 0] < start + len(text)))
+            inside = np.flatnonzero((characters[:, 1] > start) & (characters[:, 0] < start + len(text)))
             found.append((int(inside[0]), int(inside[-1])) if len(inside) else (-1, -1))
         return found
 
 
 def _judged(text: str, right: Sequence[str]) -> tuple[float, float]:
-    """Exact match and F1, each with the best of the right answers that have words; without any, no answer is right."""
-    worded = [one for one in right if normalised(one)] or [""]
-    return max(exact_match(text, one) for one in worded), max(text_f1(text, one) for one in worded)
+    """Returns the best exact match and F1 over the correct answers that have words; without any, "" is correct."""
+    with_words = [answer for answer in right if normalised(answer)] or [""]
+    return max(exact_match(text, answer) for answer in with_words), max(text_f1(text, answer) for answer in with_words)
 
 
 def _means(found: Sequence[tuple[bool, float, float]], suffix: str) -> dict[str, float]:
     if not found:
         return {}
-    exact, f1 = (float(np.mean([one[place] for one in found])) for place in (1, 2))
+    exact, f1 = (float(np.mean([entry[i] for entry in found])) for i in (1, 2))
     return {f"exact{suffix}": exact, f"f1{suffix}": f1}
