@@ -86,7 +86,7 @@ def test_a_contract_of_ones_own_can_be_broken(capsys, compiled_once, tmp_path):
         (["--target", "h1000x8"], "h1000"),
         (["--target", "v100x16"], "compute capability 7.0"),
         (["--target", "attached"], "there are none"),
-        (["--mesh", "1x5", "--vocab-size", "100"], "num_heads 8 does not divide over 5"),
+        (["--mesh", "1x5", "--vocab-size", "100"], "num_heads 8 is not divisible by the tensor parallel degree 5"),
         (["--sweep", "8", "--vs", "1x8"], "give one of them"),
         (["--sweep", "0"], "sweep is 0, and must be at least 1"),
         (["--intra-bandwidth", "100"], "the target is cpu"),

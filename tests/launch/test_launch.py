@@ -20,7 +20,7 @@ from tests.tiny import tiny_config
         (["--processes", "3", "--", "--mesh", "2x4"], "mesh 2x4 has 8 devices, which don't divide over --processes 3"),
         (["--", "--mesh", "1024x1024", "--global-batch-size", "1024"], "which up to 64 processes .* can't share"),
         (["--processes", "1", "--", "--mesh", "128x4", "--global-batch-size", "128"], "take at least 2 processes"),
-        (["--", "--mesh", "2x3"], "does not divide over 3 model ways"),
+        (["--", "--mesh", "2x3"], "is not divisible by the tensor parallel degree 3"),
         (["--", "--coordinator", "h:1", "--num-processes", "2", "--process-id", "0"], "leave out --coordinator"),
         (["--", "--hiden-size", "64"], "no option is called --hiden-size - did you mean '--hidden-size'"),
     ],

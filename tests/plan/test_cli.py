@@ -122,7 +122,10 @@ def test_tokens_are_exchanged_where_that_is_faster_and_wait_for_the_rank_with_mo
         (("--config", "llama3-8b", "--expert-imbalance", "2"), "is for models with experts, and num_experts is 0"),
         (("--config", "mixtral-8x7b", "--expert-imbalance", "9"), "more than all tokens on one of 8 experts"),
         (("--config", "mixtral-8x7b", "--expert-imbalance", "0.5"), "must be 1 or more"),
-        (("--config", "mixtral-8x7b", "--mesh", "data=2,expert=16,model=1"), "does not divide over 16 expert ways"),
+        (
+            ("--config", "mixtral-8x7b", "--mesh", "data=2,expert=16,model=1"),
+            "is not divisible by the expert parallel degree 16",
+        ),
     ],
 )
 def test_loads_that_experts_can_not_have_are_refused(capsys, words, said):
@@ -200,7 +203,7 @@ def test_a_plan_that_does_not_fit_names_the_nearest_that_does(capsys):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--mesh", "64x7"], "num_heads 32 does not divide over 7 model ways"),
+        (["--mesh", "64x7"], "num_heads 32 is not divisible by the tensor parallel degree 7"),
         (["--mesh", "banana"], "mesh 'banana' is neither"),
         (["--target", "h1000x8"], "no GPU kind is called 'h1000'"),
         (["--gpus", "0"], "--gpus is 0, and must be above 0"),
@@ -215,8 +218,8 @@ def test_a_plan_that_does_not_fit_names_the_nearest_that_does(capsys):
         (["--plot", "x.txt"], "should end in one of"),
         (["--plot", "/nowhere/x.png"], "the folder /nowhere does not exist"),
         (["--verify", "--gpus", "8"], "--verify compiles one plan"),
-        (["--verify", "--mesh", "data=1,expert=2,model=1"], "num_experts is 0: leave expert out"),
-        (["--mesh", "2x5x8", "--microbatch-size", "1"], "num_layers 72 does not divide over 5 stages"),
+        (["--verify", "--mesh", "data=1,expert=2,model=1"], "num_experts is 0: remove expert from the mesh"),
+        (["--mesh", "2x5x8", "--microbatch-size", "1"], "num_layers 72 is not divisible by 5 stages"),
         (["--mesh", "8x8x8", "--recompute-num-layers", "2", "--microbatch-size", "1"], "recompute_num_layers 2"),
         (["--config", "gpt2-9b"], "no config file 'gpt2-9b'"),
     ],

@@ -72,7 +72,9 @@ def test_what_a_layer_keeps() -> None:
 def test_key_and_value_heads_must_fit_the_model_ways() -> None:
     model = dataclasses.replace(LLAMA3_70B.model, num_heads=48, num_kv_heads=12, head_dim=128)
     plan = Plan(MeshShape(model=8), 8, 1)
-    with pytest.raises(UserError, match="num_kv_heads 12 is neither a multiple nor a divisor of the 8 model ways"):
+    with pytest.raises(
+        UserError, match="num_kv_heads 12 is neither a multiple nor a divisor of the tensor parallel degree 8"
+    ):
         check(model, plan)
     meshes = list(search.meshes(anatomy_of(model), plan, 8, SERVERS["h100"], search.Space()))
     assert {w.model for w in meshes} == {1, 2, 4}
