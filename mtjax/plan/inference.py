@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from mtjax.config.sizes import padded_vocab_size
 from mtjax.theory.anatomy import Anatomy, Stack
-from mtjax.theory.counts import met_share, on_device, parameters
+from mtjax.theory.counts import active_share, on_device, parameters
 from mtjax.theory.hardware import Server
 from mtjax.theory.layout import LAYERS, Layout, is_matrix, layout_of
 from mtjax.theory.machine import Constants
@@ -43,7 +43,7 @@ def flops_per_token(anatomy: Anatomy, context: int = 0) -> float:
 def _layer_flops(anatomy: Anatomy, stack: Stack, context: int) -> float:
     weights = [w for part in stack.parts for w in part.weights if not w.name.startswith(READS_ENCODED)]
     scores = [part.scores for part in stack.parts if part.scores]
-    met = sum(w.size * met_share(anatomy.model, w) for w in weights)
+    met = sum(w.size * active_share(anatomy.model, w) for w in weights)
     return 2 * met + 4 * context * sum(s.heads * s.width for s in scores)
 
 

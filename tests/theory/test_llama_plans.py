@@ -46,7 +46,7 @@ def test_key_and_value_heads_are_split_or_whole() -> None:
 def test_shared_key_and_value_heads_send_their_gradients() -> None:
     def sent(ways: int) -> list[traffic.Transfer]:
         entries = traffic.transfers(LLAMA3_70B, Plan(MeshShape(data=2, model=ways), 4, 1))
-        return [e for e in entries if "several ranks" in e.purpose]
+        return [e for e in entries if "replicated key" in e.purpose]
 
     assert sent(8) == []
     (entry,) = sent(16)
