@@ -114,7 +114,7 @@ def repeated_flops(stack: Stack, model_ways: int) -> float:
 
 
 def frozen_outside_flops(anatomy: Anatomy) -> float:
-    """Returns the FLOPs of the output table's gradient that LoRA omits, for a sample; 0 with a (trained) task's head."""
+    """Returns the FLOPs of the output table's gradient that LoRA omits, for a sample; 0 with a task's head."""
     is_frozen = anatomy.model.lora_rank and anatomy.model.head == "language"
     return outside_flops(anatomy) if is_frozen else 0.0
 

@@ -18,7 +18,7 @@ from mtjax.theory.parts.sublayer import NORM_INPUTS
 from mtjax.theory.plan import Plan, Precision
 from mtjax.theory.schedules import megatron_in_flight, slots
 from mtjax.theory.stages import layers_in_chunk
-from mtjax.theory.teacher_cost import forward_bytes, said_bytes, table_bytes, weight_bytes
+from mtjax.theory.teacher_cost import forward_bytes, output_bytes, table_bytes, weight_bytes
 
 LAYER_INPUTS = "layer inputs"
 GRADIENTS_OUTSIDE = "gradients outside the layers, before the reduce-scatter"
@@ -140,7 +140,7 @@ def stage_memory(anatomy: Anatomy, plan: Plan, stage: int = 0) -> Memory:
         finishing=max(outside if plan.is_staged else 0.0, stacked),
         later=gradients * trainable.in_layers if comes_late else 0.0,
         comes_as_activations_go=plan.unrolled,
-        teacher=(weight_bytes(plan) or table_bytes(anatomy, plan)) + said_bytes(anatomy, plan),
+        teacher=(weight_bytes(plan) or table_bytes(anatomy, plan)) + output_bytes(anatomy, plan),
         teaching=forward_bytes(plan),
     )
 
@@ -148,7 +148,7 @@ def stage_memory(anatomy: Anatomy, plan: Plan, stage: int = 0) -> Memory:
 def _saved_of_teacher(anatomy: Anatomy, plan: Plan) -> dict[str, float]:
     """Returns the bytes of a teacher's arrays inside the step: a microbatch's hidden states, and with ZeRO-3 the
     gathered output table, of which a loop over microbatches holds a transposed copy too."""
-    hidden = said_bytes(anatomy, plan) / plan.microbatches if plan.microbatches > 1 else 0.0
+    hidden = output_bytes(anatomy, plan) / plan.microbatches if plan.microbatches > 1 else 0.0
     copies = 2 if plan.microbatches > 1 else 1
     saved = {TAUGHT: hidden, TABLE: copies * table_bytes(anatomy, plan, gathered=True)}
     return {name: size for name, size in saved.items() if size}
