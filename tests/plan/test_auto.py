@@ -49,6 +49,6 @@ def test_on_devices_that_nothing_is_known_of_data_ways_come_first(devices, mesh)
 
 def test_devices_that_no_mesh_divides_are_an_error():
     with pytest.raises(
-        UserError, match=r"no mesh of 3 devices divides this run \(3x1: global_batch_size 8 .*; 1x3: num_"
+        UserError, match=r"no mesh of 3 devices fits this run \(3x1: global_batch_size 8 .*; 1x3: num_"
     ):
         fastest_mesh(tiny_config(), 3, "cpu")

@@ -119,8 +119,8 @@ def test_tokens_are_exchanged_where_that_is_faster_and_wait_for_the_rank_with_mo
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--config", "llama3-8b", "--expert-imbalance", "2"), "is for models with experts, and num_experts is 0"),
-        (("--config", "mixtral-8x7b", "--expert-imbalance", "9"), "more than all tokens on one of 8 experts"),
+        (("--config", "llama3-8b", "--expert-imbalance", "2"), "needs a model with experts, and num_experts is 0"),
+        (("--config", "mixtral-8x7b", "--expert-imbalance", "9"), "is above num_experts 8"),
         (("--config", "mixtral-8x7b", "--expert-imbalance", "0.5"), "must be 1 or more"),
         (
             ("--config", "mixtral-8x7b", "--mesh", "data=2,expert=16,model=1"),
@@ -176,7 +176,7 @@ def test_the_command_repeats_what_was_asked_for(capsys, tmp_path):
 
 def test_days_find_gpus(capsys):
     out = run(capsys, "--config", "gpt2-1.2b", "--days", "7", "--tokens", "30e9", "--target", "h100x8")
-    assert re.search(r"\d+ GPUs read 3e\+10 tokens within 7 days", out)
+    assert re.search(r"\d+ GPUs train on 3e\+10 tokens within 7 days", out)
 
 
 def test_inference_figures(capsys):
@@ -207,7 +207,7 @@ def test_a_plan_that_does_not_fit_names_the_nearest_that_does(capsys):
         (["--mesh", "banana"], "mesh 'banana' is neither"),
         (["--target", "h1000x8"], "no GPU kind is called 'h1000'"),
         (["--gpus", "0"], "--gpus is 0, and must be above 0"),
-        (["--days", "3"], "--days needs to know how much"),
+        (["--days", "3"], "--days needs --tokens"),
         (["--days", "3", "--gpus", "8", "--tokens", "1e9"], "give one of them"),
         (["--tokens", "-5"], "--tokens is -5"),
         (["--tokens", "nan"], "--tokens is nan"),
