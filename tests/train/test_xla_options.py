@@ -164,5 +164,5 @@ def test_more_is_sent_behind_computing_with_them(layout, left):
     assert on.time.exposed < left * off.time.exposed
     sent = [sum(c.wire_bytes * c.count for c in r.collectives) for r in (off, on)]
     assert sent[0] == pytest.approx(sent[1], rel=1e-3)
-    assert "asked of XLA: xla_gpu_enable_latency_hiding_scheduler=true, " in heading(on)
-    assert "asked of XLA" not in heading(off)
+    assert "XLA options: xla_gpu_enable_latency_hiding_scheduler=true, " in heading(on)
+    assert "XLA options" not in heading(off)
