@@ -464,8 +464,8 @@ FAULTS = (
     ),
     Fault(
         "theory: a ring's all-reduce sends every byte once",
-        "return 2 * (ways - 1) / ways",
-        "return (ways - 1) / ways",
+        "return 2 * (ranks - 1) / ranks",
+        "return (ranks - 1) / ranks",
         "inspect",
         "test_ring_factors",
     ),

@@ -76,7 +76,7 @@ LINES = {
     "time": (["--loader-timeout", "1e300"], r"loader_timeout is 1e\+300, and must be from 1 to 604800 seconds"),
     "fraction": (["--learning-rate", "1e300"], r"learning_rate is 1e\+300, and must be at most 1e\+38"),
     "digits": (["--vocab-size", "9" * 5000], r"--vocab-size is '9+\.\.\.[9 ]+', and must be an integer"),
-    "devices": (["--mesh", "999999999999x1"], "has 999999999999 devices, and mtjax counts up to"),
+    "devices": (["--mesh", "999999999999x1"], "has 999999999999 devices; the maximum is"),
     "a long mesh": (["--mesh", "9" * 5000 + "x1"], "has 5002 characters"),
     "a long config": (["--config", "x" * 5000], "--config '.*' can't be read: File name too long"),
     "a long folder": (["--out", "x" * 5000], r"out has 5000 characters \(.*\), and the maximum is 4096"),

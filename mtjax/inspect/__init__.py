@@ -1,1 +1,1 @@
-"""What a compiled step sends, needs and takes: compile for a target, read the HLO, check it against theory, report."""
+"""Inspector of compiled steps: compile for a target, read the HLO, check it against the contract, report."""

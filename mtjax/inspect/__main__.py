@@ -1,4 +1,4 @@
-"""`python -m mtjax.inspect`: compile a run's step for a target, show what it sends, check it against its contract."""
+"""`python -m mtjax.inspect`: compile a run's step for a target and check its collectives against the contract."""
 
 import sys
 from collections.abc import Sequence
@@ -7,11 +7,11 @@ from mtjax import cli
 from mtjax.config import replace
 from mtjax.inspect.options import Options
 
-DESCRIPTION = """Compile the train step of a config for devices that you need not have, and show what it sends.
+DESCRIPTION = """Compile the train step of a config, without the target's devices, and check its communication.
 
-Every collective of the optimized program is listed with its mesh axis, how often it runs in a step, its shape and
-bytes, and whether computation hides it; then all are checked against the run's contract. Exit code 0: the contract
-holds, 1: it does not, 2: wrong usage.
+Every collective of the optimized program is listed with its mesh axis, number of executions in a step, shape and bytes,
+and whether computation overlaps with it; then all are checked against the run's contract. Exit code 0: the contract
+holds, 1: it is violated, 2: wrong usage.
 """
 
 
@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def body() -> int:
         command = cli.parse(argv, "mtjax inspect", DESCRIPTION, Options)
         command.options.check()
-        # These import jax, for seconds: not before the options are right.
+        # These import jax, which takes seconds: only after the options are checked.
         if command.options.generate:
             from mtjax.generate.inspected import run as run_generating
 
@@ -29,8 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         from mtjax.finetune.teacher import taught
         from mtjax.inspect.command import run
 
-        named = command.options.teacher
-        config = replace(command.config, teacher=named) if named else command.config
+        teacher = command.options.teacher
+        config = replace(command.config, teacher=teacher) if teacher else command.config
         return run(config, command.options, command.source, taught)
 
     return cli.run_main(body)

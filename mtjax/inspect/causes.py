@@ -1,7 +1,7 @@
-"""Where the memory-bound time of a step goes, by cause, read off its operations.
+"""Memory-bound time of a step by cause, read off its operations.
 
-A cause is what an operation is for, as far as the program tells: the phase that its scopes name, and what its kernel
-does - writes into a stack inside a loop, fills with zeros, changes a type, splits or joins, or computes.
+A cause is the purpose of an operation as far as the program shows it: the phase that its scopes name, and what its
+kernel does - write to a stack inside a loop, fill with zeros, cast, slice or concatenate, or compute.
 """
 
 from collections import defaultdict
@@ -26,7 +26,17 @@ ENDS = "embedding and loss"
 SMALL = "small operations, as long as a launch"
 REST = "other"
 CAUSES = (STACKS, ZEROS, SPLIT, CASTS, AGAIN, FORWARD, BACKWARD, SUMS, UPDATE, ENDS, SMALL, REST)
-"""All causes; the first that holds is an operation's, but `UPDATE` and `ENDS` come before all others."""
+"""All causes, keys of the JSON report; the first that applies is an operation's, `UPDATE` and `ENDS` before others."""
+LABELS: Mapping[str, str] = {
+    STACKS: "stacks of the layer loop: writes and slices",
+    ZEROS: "fills with zeros",
+    SPLIT: "slices and concatenations",
+    CASTS: "casts, copies, transposes",
+    AGAIN: "recompute",
+    SUMS: "gradients and parameters: adds, slices, concatenations",
+    SMALL: "small kernels (launch-bound)",
+}
+"""Cause -> its label in tables, where that is another."""
 
 Causes = Mapping[str, Mapping[str, float]]
 """Seconds by phase and cause."""
@@ -37,11 +47,11 @@ _MOVES = ("convert", "copy", "transpose", "reshape", "bitcast", "parameter", "tu
 
 
 def memory_bound_by_cause(roofline: Roofline) -> dict[str, dict[str, float]]:
-    """Seconds of a step's memory-bound operations, by phase and cause; together what `Roofline.run` finds."""
+    """Returns the seconds of a step's memory-bound operations, by phase and cause; they add up to `Roofline.run`'s."""
     found: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for computation, instruction, times, in_loop in _executed(roofline, roofline.module.entry, 1, in_loop=False):
-        seconds, by_products = roofline.seconds(computation, instruction)
-        if not by_products:
+        seconds, is_matmul = roofline.seconds(computation, instruction)
+        if not is_matmul:
             phase = locate(computation, instruction)[0]
             moving = roofline.machines[2].passes(bytes_moved(roofline.module, computation, instruction))
             cause = cause_of(roofline.module, instruction, phase, in_loop, is_small=moving < roofline.launch)
@@ -50,22 +60,22 @@ def memory_bound_by_cause(roofline: Roofline) -> dict[str, dict[str, float]]:
 
 
 def by_cause(causes: Causes) -> dict[str, dict[str, float]]:
-    """Seconds by cause and phase, most seconds first."""
-    turned: dict[str, dict[str, float]] = defaultdict(dict)
+    """Returns the seconds by cause and phase, most seconds first."""
+    transposed: dict[str, dict[str, float]] = defaultdict(dict)
     for phase, each in causes.items():
         for cause, seconds in each.items():
-            turned[cause][phase] = seconds
-    return dict(sorted(turned.items(), key=lambda row: -sum(row[1].values())))
+            transposed[cause][phase] = seconds
+    return dict(sorted(transposed.items(), key=lambda row: -sum(row[1].values())))
 
 
 def cause_of(module: Module, instruction: Instruction, phase: str, in_loop: bool, *, is_small: bool = False) -> str:
-    """The cause of an operation.
+    """Returns the cause of an operation.
 
     Args:
       module: the program.
       instruction: an operation that computes, no loop.
       phase: of the step.
-      in_loop: whether it stands in the body of a loop.
+      in_loop: whether it is in the body of a loop.
       is_small: whether it takes no longer than a launch.
     """
     if phase == OPTIMIZER:
@@ -91,7 +101,7 @@ def cause_of(module: Module, instruction: Instruction, phase: str, in_loop: bool
 
 
 def _kinds(module: Module, instruction: Instruction) -> Iterator[str]:
-    """The opcodes of what an operation does to arrays; arithmetic on indices is left out."""
+    """Yields the opcodes of an operation on arrays; index arithmetic on scalars is omitted."""
     callees = list(module.callees(instruction)) if instruction.opcode == "fusion" else []
     if not callees:
         yield instruction.opcode
@@ -106,7 +116,8 @@ def _kinds(module: Module, instruction: Instruction) -> Iterator[str]:
 def _executed(
     roofline: Roofline, computation: Computation, times: int, *, in_loop: bool, taken: Taken = NONE_TAKEN
 ) -> Iterator[tuple[Computation, Instruction, int, bool]]:
-    """Operations, how often they run, and whether in a loop; of branches, as the roofline, those of the longest."""
+    """Yields operations with their executions and whether they are in a loop; of branches, as the roofline does, those
+    of the longest."""
     for instruction in computation.instructions:
         if instruction.opcode in ("while", "call", "conditional"):
             inside = in_loop or instruction.opcode == "while"

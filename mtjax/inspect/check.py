@@ -1,4 +1,4 @@
-"""Compares a compiled program with its contract, and explains every difference."""
+"""Check of a compiled program against its contract, with a message for every difference."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,32 +28,32 @@ _AFTER_FORWARD = (LOSS_BACKWARD, LAYER_BACKWARD, EMBEDDING_BACKWARD, GRADIENTS, 
 
 
 def _in_order(named: list[str | None], made_in: Sequence[str | None]) -> list[str | None]:
-    """The phases of a combined operation's name, in the order of its arrays as far as what makes these tells."""
-    left = list(named)
+    """Returns the phases of a combined operation, in the order of its arrays as far as their producers show it."""
+    remaining = list(named)
     for phase in made_in:
-        if phase is not None and phase not in left:
+        if phase is not None and phase not in remaining:
             return named
         if phase is not None:
-            left.remove(phase)
-    return [left.pop(0) if phase is None else phase for phase in made_in] or named
+            remaining.remove(phase)
+    return [remaining.pop(0) if phase is None else phase for phase in made_in] or named
 
 
 @dataclass
 class Entry:
-    """One array of a collective, until a line of the contract claims it."""
+    """One array of a collective, with the executions that no line of the contract has claimed yet."""
 
     collective: Collective
     array: Array
     phase: str
-    """Of this array: a combined operation's may belong to several."""
+    """Phase of this array: those of a combined operation may differ."""
     left: int
     """Executions in a step that no line has claimed."""
     dtype: str
-    """In which it was asked to be sent: bf16 of a sum that XLA for CPUs has widened."""
+    """Dtype before XLA for CPUs: bf16 of a reduction that it converted to float32."""
 
     @classmethod
     def of(cls, collective: Collective) -> "list[Entry]":
-        """One entry for each array of a collective."""
+        """Returns one entry for each array of a collective."""
         paths = combined_paths(collective.op_name) if collective.has_own_name else []
         phases = [phase_of(path) for path in paths] if 1 < len(paths) == len(collective.arrays) else []
         unnamed = [] if collective.has_own_name else list(collective.made_in)
@@ -73,11 +73,11 @@ class Entry:
 
 @dataclass(frozen=True)
 class Line:
-    """A line of the contract, and what was compiled for it."""
+    """A line of the contract, and the collectives found for it."""
 
     required: Requirement
     found: int
-    """Arrays; of a pooled line, operations."""
+    """Arrays; in a pooled line, operations."""
     found_elements: int
     status: Status
     notes: tuple[str, ...] = ()
@@ -85,17 +85,17 @@ class Line:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether the program meets its contract, and if not, why."""
+    """Result of a check."""
 
     lines: tuple[Line, ...]
     violations: tuple[str, ...]
     """One sentence for each difference; empty when the contract holds."""
     tolerated: tuple[str, ...] = ()
-    """What is sent besides the contract, and why that is not a breach."""
+    """Collectives of scalars, which are in no line and no violation."""
 
     @property
     def holds(self) -> bool:
-        """Whether nothing is missing and nothing is extra."""
+        """Whether there is no violation."""
         return not self.violations
 
 
@@ -104,41 +104,41 @@ class Landmarks:
     """Sizes by which an unexpected array is recognised."""
 
     weights: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Name -> unsplit shape of each parameter."""
+    """Name -> unsharded shape of each parameter."""
     logits: int = 0
-    """Elements of a microbatch's logits, unsplit."""
+    """Elements of a microbatch's unsharded logits."""
     stacks: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Name -> shape on a device of each parameter that holds several layers, as products take it: not split by ZeRO."""
+    """Name -> shape on a device of each parameter that stacks several layers, gathered from ZeRO's shards."""
 
 
 def check(
     collectives: Sequence[Collective], requirements: Sequence[Requirement], landmarks: Landmarks, *, is_gpu: bool
 ) -> Verdict:
-    """Compares collectives with a contract.
+    """Checks collectives against a contract.
 
-    For GPUs operations, elements and types must be the contract's. Programs for CPUs widen bf16 and write a
-    reduce-scatter as all-reduce and slice: what was rewritten is noted. Of their types only those of sums are compared,
-    as they were before: a sum of bf16 is a breach where the contract says f32, and the other way round where gradients
-    are to travel in bf16.
+    In GPU programs operations, elements and dtypes must be the contract's. XLA for CPUs converts bf16 to float32, and
+    rewrites a reduce-scatter as all-reduce and slice: notes report both. In CPU programs only the dtypes of reductions
+    are compared, as they were before the conversion: a bf16 reduction is a violation where the contract has f32, and
+    an f32 one where the contract has bf16 gradients.
 
     Args:
       collectives: all of the program.
-      requirements: the contract, worked out for the run's sizes.
-      landmarks: what extra arrays are compared with, to name them.
+      requirements: the contract, evaluated for the run's sizes.
+      landmarks: sizes by which extra arrays are named.
       is_gpu: whether the program is for GPUs.
     """
     entries = [entry for c in collectives if c.group_size > 1 for entry in Entry.of(c)]
-    asked = sorted(_pools(requirements, is_gpu), key=_claiming_order)
-    lines = tuple(_claim(entries, required, landmarks, is_gpu) for required in asked)
+    ordered = sorted(_pools(requirements, is_gpu), key=_claiming_order)
+    lines = tuple(_claim(entries, required, landmarks, is_gpu) for required in ordered)
     violations = [note for line in lines if line.status != "holds" for note in line.notes]
-    left = [e for e in entries if e.left]
-    tolerated = _tolerate(left)
-    return Verdict(lines, (*violations, *_extra(left, landmarks), *_uncertain(collectives)), tolerated)
+    unclaimed = [e for e in entries if e.left]
+    tolerated = _tolerate(unclaimed)
+    return Verdict(lines, (*violations, *_extra(unclaimed, landmarks), *_uncertain(collectives)), tolerated)
 
 
 @dataclass(frozen=True)
 class _Pool(Requirement):
-    """Pooled lines that the program does not distinguish, as one."""
+    """Pooled lines merged into one, because the program does not distinguish them."""
 
     floor: int = 0
 
@@ -148,9 +148,9 @@ class _Pool(Requirement):
 
 
 def _pools(requirements: Sequence[Requirement], is_gpu: bool) -> list[Requirement]:
-    """`requirements` with pooled lines merged where they ask for the same kind, axis and phase.
+    """Merges pooled lines of the same kind, axis and phase.
 
-    For GPUs their types must be the same too; CPU programs widen the narrower, and reduce where they could scatter.
+    For GPUs also of the same dtype; CPU programs convert the narrower, and all-reduce instead of reduce-scatter.
     """
     merged: dict[tuple, Requirement] = {}
     for number, required in enumerate(requirements):
@@ -167,37 +167,40 @@ def _pools(requirements: Sequence[Requirement], is_gpu: bool) -> list[Requiremen
 
 
 def _product(line: Expectation) -> str:
+    """Returns the formula of a line's elements in a step."""
     return line.elements if line.count == "1" else f"{line.count}*({line.elements})"
 
 
 def _claiming_order(required: Requirement) -> tuple[bool, bool, int, int]:
-    """Exact lines first, hoisted ones last; large arrays before small ones, of which they may be multiples.
+    """Returns the sort key by which lines claim entries.
 
-    Of lines that ask for arrays of one size, the one with the smaller count comes first; the other claims the rest.
+    Exact lines first, hoisted ones last; large arrays before small ones, of which they may be multiples; of arrays of
+    the same size the smaller count first.
     """
     return required.line.pooled, required.line.hoisted, -required.elements, required.count
 
 
 def _claim(entries: list[Entry], required: Requirement, landmarks: Landmarks, is_gpu: bool) -> Line:
-    """Takes the entries that fulfil a line."""
+    """Claims the entries that meet a line."""
     kinds = {required.line.kind} | (set() if is_gpu else set(ON_CPUS.get(required.line.kind, ())[:1]))
     fitting = [
         e
         for e in entries
         if e.left
-        and _stands_right(e, required.line)
+        and _is_in_phase(e, required.line)
         and e.collective.axes == required.line.axes
         and e.collective.kind in kinds
-        and _is_whole(e.dtype) == _is_whole(required.dtype)
+        and _is_integer(e.dtype) == _is_integer(required.dtype)
     ]
-    has_types = is_gpu or required.line.kind in SUMS
-    if required.line.pooled and has_types:
-        alike = [e for e in fitting if e.dtype == required.dtype]
+    compares_dtypes = is_gpu or required.line.kind in SUMS
+    if required.line.pooled and compares_dtypes:
+        same_dtype = [e for e in fitting if e.dtype == required.dtype]
         others = any(e.array.bytes > SMALL_BYTES for e in fitting if e.dtype != required.dtype)
-        unsure = not is_gpu and required.dtype == NARROW  # not all that CPU programs have widened can be told
-        enough = not unsure or sum(e.array.elements * e.left for e in alike) >= required.min_elements
-        if enough and (not others or any(e.array.elements > 1 for e in alike)):
-            fitting = alike  # another line, or none, asks for the others
+        # XLA: not all conversions to float32 in CPU programs can be recognised.
+        unsure = not is_gpu and required.dtype == NARROW
+        enough = not unsure or sum(e.array.elements * e.left for e in same_dtype) >= required.min_elements
+        if enough and (not others or any(e.array.elements > 1 for e in same_dtype)):
+            fitting = same_dtype  # those of other dtypes are left for other lines
     claimed = _pool(fitting) if required.line.pooled else _match(fitting, required)
     found = sum(n for _, n in claimed)
     elements = sum(e.array.elements * e.collective.count for e, _ in claimed)
@@ -207,7 +210,7 @@ def _claim(entries: list[Entry], required: Requirement, landmarks: Landmarks, is
         if elements >= required.min_elements and extra_scalars <= SMALL_BYTES // 4:
             status, extra = "holds", [f"with {extra_scalars} extra scalars"] if extra_scalars else []
         else:
-            status, extra = "differs", [_total_note(required, elements, _whole_stacks(claimed, landmarks))]
+            status, extra = "differs", [_total_note(required, elements, _full_stacks(claimed, landmarks))]
         if wrong:
             return Line(required, found, elements, "differs", (*wrong, *(extra if status == "differs" else [])))
         return Line(required, found, elements, status, tuple(extra))
@@ -217,16 +220,18 @@ def _claim(entries: list[Entry], required: Requirement, landmarks: Landmarks, is
     return Line(required, found, found * required.elements, status, tuple(wrong or notes))
 
 
-def _is_whole(dtype: str) -> bool:
-    """Whether a type's numbers are whole: ids and counts never stand for activations."""
+def _is_integer(dtype: str) -> bool:
+    """Returns whether a dtype is an integer type: ids and counts are never taken for activations."""
     return dtype.startswith(("s", "u"))
 
 
-def _stands_right(entry: Entry, line: Expectation) -> bool:
+def _is_in_phase(entry: Entry, line: Expectation) -> bool:
+    """Returns whether an entry is in a phase that the line allows."""
     return entry.phase in (line.phase, line.also) or (line.hoisted and entry.phase in _AFTER_FORWARD)
 
 
 def _pool(fitting: list[Entry]) -> list[tuple[Entry, int]]:
+    """Claims all fitting entries, for a pooled line."""
     claimed = []
     for entry in fitting:
         claimed.append((entry, entry.left))
@@ -235,10 +240,10 @@ def _pool(fitting: list[Entry]) -> list[tuple[Entry, int]]:
 
 
 def _match(fitting: list[Entry], required: Requirement) -> list[tuple[Entry, int]]:
-    """Entries of the right size, those of the right type and the most frequent first; then those in which several of
-    that size are packed."""
-    by_packing = sorted(fitting, key=lambda e: (e.array.elements, e.dtype != required.dtype, -e.left))
-    sizes = [(e, e.array.elements // required.elements * e.left) for e in by_packing if _packs(e, required)]
+    """Claims entries of the required size, those of the required dtype and the most frequent first; then arrays that
+    pack several of that size."""
+    by_size = sorted(fitting, key=lambda e: (e.array.elements, e.dtype != required.dtype, -e.left))
+    sizes = [(e, e.array.elements // required.elements * e.left) for e in by_size if _packs(e, required)]
     claimed: list[tuple[Entry, int]] = []
     need = required.count
     for entry, number in sizes:
@@ -246,7 +251,7 @@ def _match(fitting: list[Entry], required: Requirement) -> list[tuple[Entry, int
             claimed.append((entry, number))
             need -= number
     if need:
-        # Other lines may have arrays of this size too, in loops of other lengths: perhaps others add up.
+        # Other lines may have arrays of this size too, in loops of other lengths: try all sums.
         claimed = _adding_up(sizes, required.count) or claimed
     for entry, _ in claimed:
         entry.left = 0
@@ -254,46 +259,49 @@ def _match(fitting: list[Entry], required: Requirement) -> list[tuple[Entry, int
 
 
 def _packs(entry: Entry, required: Requirement) -> bool:
-    packed, rest = divmod(entry.array.elements, required.elements)
-    return bool(packed) and not rest
+    """Returns whether an entry has the size of one or several required arrays."""
+    packed, remainder = divmod(entry.array.elements, required.elements)
+    return bool(packed) and not remainder
 
 
 def _adding_up(sizes: list[tuple[Entry, int]], need: int) -> list[tuple[Entry, int]] | None:
-    """Those of `sizes` that together make `need`, the first if there are several such; None where none do."""
-    ways: dict[int, tuple[int, ...]] = {0: ()}
-    for place, (_, number) in enumerate(sizes):
-        for total, places in list(ways.items()):
+    """Returns the first subset of `sizes` whose numbers add up to `need`; None if there is none."""
+    subsets: dict[int, tuple[int, ...]] = {0: ()}
+    for i, (_, number) in enumerate(sizes):
+        for total, indices in list(subsets.items()):
             if total + number <= need:
-                ways.setdefault(total + number, (*places, place))
-    return [sizes[place] for place in ways[need]] if need in ways else None
+                subsets.setdefault(total + number, (*indices, i))
+    return [sizes[i] for i in subsets[need]] if need in subsets else None
 
 
 def _type_notes(claimed: list[Entry], required: Requirement, is_gpu: bool) -> tuple[list[str], list[str]]:
-    """What is wrong with arrays of another type than the contract's, and what is to be said of others."""
+    """Returns messages about arrays of a wrong dtype, and notes on other rewritten arrays."""
     wrong, notes = [], []
-    for own, dtype in sorted({(e.dtype, e.array.dtype) for e in claimed}):
-        example = next(e for e in claimed if (e.dtype, e.array.dtype) == (own, dtype))
+    for original, dtype in sorted({(e.dtype, e.array.dtype) for e in claimed}):
+        example = next(e for e in claimed if (e.dtype, e.array.dtype) == (original, dtype))
         what = f"{example.array}, from {_origin(example.collective)}"
         if is_gpu and dtype != required.dtype:
             ratio = dtype_bits(dtype) / dtype_bits(required.dtype)
-            wrong.append(f"{_what(required)} carries {dtype} instead of {required.dtype}, {ratio:g}x the bytes: {what}")
-        elif not is_gpu and _is_wrong_sum(own, required):
-            wrong.append(f"{_what(required)} sums {own} instead of {required.dtype}: {what}")
+            wrong.append(f"{_what(required)} sends {dtype} instead of {required.dtype}, {ratio:g}x the bytes: {what}")
+        elif not is_gpu and _is_wrong_sum(original, required):
+            wrong.append(f"{_what(required)} reduces {original} instead of {required.dtype}: {what}")
         elif dtype != required.dtype:
-            notes.append(f"{dtype} for {required.dtype}: CPU programs widen it")
+            notes.append(f"{dtype} for {required.dtype}: converted by XLA for CPUs")
     if not is_gpu and any(e.collective.kind != required.line.kind for e in claimed):
         notes.append(ON_CPUS[required.line.kind][1])
     return wrong, notes
 
 
 def _is_wrong_sum(dtype: str, required: Requirement) -> bool:
-    """Whether what a CPU program sums has fewer bits than the contract's, or more where its type is a setting."""
+    """Returns whether a reduction in a CPU program has fewer bits than the contract's, or more where the contract's
+    dtype is set by the config (bf16 gradients)."""
     if required.line.kind not in SUMS or dtype == required.dtype:
         return False
     return dtype_bits(dtype) < dtype_bits(required.dtype) or required.line.dtype == "bfloat16"
 
 
 def _what(required: Requirement) -> str:
+    """Returns the subject of a message about a line."""
     line = required.line
     return f"{line.kind} over {line.axis} in {line.phase}"
 
@@ -307,29 +315,30 @@ def _missing_note(required: Requirement, found: int) -> str:
 
 
 def _total_note(required: Requirement, elements: int, at_once: list[str]) -> str:
-    carries = f"{elements:,} elements a step instead of {required.total:,}"
+    """Returns the message about a pooled line with a wrong total."""
+    total = f"{elements:,} elements per step instead of {required.total:,}"
     if at_once and required.line.kind == ALL_GATHER:
         return (
-            f"{_what(required)} gathers all layers at once, outside the loop in which each is to be gathered where it "
-            f"is used, of {' and '.join(at_once)}: {carries} ({required.line.elements})"
+            f"{_what(required)} gathers all layers at once, outside the loop that should gather each layer when it is "
+            f"used, of {' and '.join(at_once)}: {total} ({required.line.elements})"
         )
     difference = elements - required.total
     how = "many" if difference > 0 else "few"
-    return f"{_what(required)} carries {carries}: {abs(difference):,} too {how} ({required.line.elements})"
+    return f"{_what(required)} sends {total}: {abs(difference):,} too {how} ({required.line.elements})"
 
 
-def _whole_stacks(claimed: list[tuple[Entry, int]], landmarks: Landmarks) -> list[str]:
-    """The largest matrices of which arrays hold all layers, in any order of dimensions."""
+def _full_stacks(claimed: list[tuple[Entry, int]], landmarks: Landmarks) -> list[str]:
+    """Returns the largest matrices that arrays contain with all layers, in any order of dimensions."""
     found: dict[str, Array] = {}
     for entry, _ in claimed:
         dims = sorted(entry.array.dims)
         found |= {name: entry.array for name, shape in landmarks.stacks.items() if dims == sorted(shape)}
-    largest = sorted(found.items(), key=lambda named: -named[1].elements)[:3]
+    largest = sorted(found.items(), key=lambda item: -item[1].elements)[:3]
     return [f"{name} ({array})" for name, array in largest if array.elements == largest[0][1].elements]
 
 
 def _tolerate(left: list[Entry]) -> tuple[str, ...]:
-    """Allows scalars outside layers and sampling, which is all small numbers; says which."""
+    """Claims scalars outside layers and sampling (all of whose arrays are small), and returns notes on them."""
     scalars: dict[tuple[str, ...], int] = {}
     for entry in left:
         collective = entry.collective
@@ -342,7 +351,7 @@ def _tolerate(left: list[Entry]) -> tuple[str, ...]:
 
 
 def _extra(left: list[Entry], landmarks: Landmarks) -> list[str]:
-    """One sentence for each kind of array that no line asked for."""
+    """Returns one sentence for each kind of array that no line claimed."""
     groups: dict[tuple, list[Entry]] = {}
     for entry in left:
         if entry.left and entry.collective.is_known:
@@ -359,17 +368,17 @@ def _extra(left: list[Entry], landmarks: Landmarks) -> list[str]:
 
 
 def _recognise(array: Array, kind: str, phase: str, landmarks: Landmarks) -> str:
-    """What an array is, as far as its size and phase show."""
+    """Returns what an array is, as far as its size and phase show it."""
     if landmarks.logits == array.elements and phase in (LOSS_FORWARD, LOSS_BACKWARD, SAMPLING):
-        return " - the logits, unsplit"
+        return " - the logits, unsharded"
     weight = _weight(array, landmarks)
     if weight:
-        return f" - the weight {weight}, unsplit" if kind == ALL_GATHER else f" - the size of the weight {weight}"
+        return f" - the weight {weight}, unsharded" if kind == ALL_GATHER else f" - the size of the weight {weight}"
     return ""
 
 
 def _weight(array: Array, landmarks: Landmarks) -> str | None:
-    """The parameter with these dimensions in any order, or one layer of it."""
+    """Returns the parameter with these dimensions in any order, or whose layers have them."""
     dims = sorted(d for d in array.dims if d > 1)
     for name, shape in landmarks.weights.items():
         if len(dims) > 1 and dims in (sorted(shape), sorted(shape[1:])):
@@ -378,21 +387,22 @@ def _weight(array: Array, landmarks: Landmarks) -> str | None:
 
 
 def _origin(collective: Collective) -> str:
+    """Returns the op_name of a collective, or of its nearest neighbour, for messages."""
     if not collective.op_name:
         return f"{collective.name}, which has no op_name"
     return f"op_name {collective.op_name!r}" + ("" if collective.has_own_name else " (the nearest that has one)")
 
 
 def _uncertain(collectives: Iterable[Collective]) -> list[str]:
-    """One sentence for each collective that can't be attributed: none is skipped."""
+    """Returns one sentence for each collective whose kind, axes or count is not certain."""
     notes = []
     for c in collectives:
         if c.is_known:
             continue
         if c.kind not in KINDS:
-            why = "is an operation that this reader does not know"
+            why = "is of an unknown kind"
         elif c.axes is None:
-            why = f"spans groups of {c.group_size} that do not match any set of mesh axes"
+            why = f"spans groups of {c.group_size} that match no set of mesh axes"
         else:
             why = f"runs in a loop of unknown length or a branch, counted {c.count} times"
         shapes = ", ".join(map(str, c.arrays))

@@ -1,4 +1,4 @@
-"""What `mtjax inspect` does once its options have been read: compile, print, compare, write."""
+"""The command `mtjax inspect` after its options are parsed: compiles, prints, compares, writes."""
 
 import json
 import sys
@@ -22,81 +22,85 @@ from mtjax.inspect.report import Report, inspect
 from mtjax.inspect.schema import SCHEMA, to_json
 from mtjax.inspect.targets import Target, find_target
 from mtjax.inspect.write_files import dump, write
-from mtjax.plan.command import Taught
+from mtjax.plan.command import WithTeacher
 from mtjax.theory.contract import Contract
 from mtjax.theory.hardware import GB, Server
 
 
-def run(asked: Config, options: Options, source: str, taught: Taught) -> int:
-    """Compiles and prints.
+def run(given: Config, options: Options, source: str, with_teacher: WithTeacher) -> int:
+    """Compiles the programs that the options request, and prints and writes their reports.
 
     Args:
-      asked: the config as it was given.
-      options: those of the command.
+      given: the config as given by the user.
+      options: of the command.
       source: the config's name or path as typed, for the command of a faster plan.
-      taught: asked for the teacher.
+      with_teacher: reads the teacher's model.
 
     Returns:
-      The exit code: 1 where a program breaks its contract.
+      The exit code: 1 if a program violates its contract.
     """
     quiet = options.json == Path("-")
-    job = Job.of(options, console_for(sys.stderr if quiet else sys.stdout), taught)
-    config = job.with_vocabulary(asked)
-    trace = find_trace(options.measured) if options.measured is not None else None  # before seconds of compiling
+    job = Job.of(options, console_for(sys.stderr if quiet else sys.stdout), with_teacher)
+    config = job.with_vocabulary(given)
+    # A missing trace is an error before seconds of compiling.
+    trace = find_trace(options.measured) if options.measured is not None else None
     reports = job.sweep(config, options.sweep) if options.sweep is not None else job.compare(config, options.vs)
     measured = measure(reports[0], trace) if trace is not None else None
     if measured is not None and job.verbose:
         text.show_measured(measured, job.console)
     save(reports, options, measured)
     if options.html is not None:
-        decision = Decision.on(reports[0], asked, source, options.price)
+        decision = Decision.on(reports[0], given, source, options.price)
         write(options.html, page(reports[0], reports[1:], decision))
     return 0 if all(r.verdict.holds for r in reports) else 1
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is the same for all programs of a command."""
+    """Settings of all programs of a command."""
 
     target: Target
     time_on: Server | None
     contract: Contract | None
     console: Console
     verbose: bool
-    taught: Taught
+    with_teacher: WithTeacher
 
     @classmethod
-    def of(cls, options: Options, console: Console, taught: Taught) -> "Job":
-        """The job that the options describe."""
+    def of(cls, options: Options, console: Console, with_teacher: WithTeacher) -> "Job":
+        """Builds the job from the options."""
         links = (_bytes(options.intra_bandwidth), _bytes(options.inter_bandwidth))
         on_other = options.time_on is not None
         target = find_target(options.target, *((None, None) if on_other else links))
         if on_other and not target.is_gpu:
-            raise UserError(f"--time-on {options.time_on} needs a program for GPUs, and --target is {options.target}")
+            raise UserError(
+                f"--time-on {options.time_on} needs a GPU program, and --target is {options.target}: set --target to a "
+                "GPU, such as h100x8"
+            )
         time_on = find_target(options.time_on, *links).server if options.time_on else None
         contract = load_contract(options.contract) if options.contract else None
-        return cls(target, time_on, contract, console, options.json != Path("-"), taught)
+        return cls(target, time_on, contract, console, options.json != Path("-"), with_teacher)
 
     def with_vocabulary(self, run_config: Config) -> Config:
-        """GPT-2's vocabulary where the config has none."""
+        """Returns the config with GPT-2's vocabulary size where it has none."""
         return with_vocabulary(run_config, lambda text: self.console.print(text, highlight=False))
 
     def inspect(self, run_config: Config) -> Report:
-        """Compiles and reports."""
-        run_config, teacher = self.taught(run_config)
+        """Compiles a run's step and reports on it."""
+        run_config, teacher = self.with_teacher(run_config)
         report = inspect(run_config, self.target, self.contract, self.time_on, teacher)
         text.show_note(report.step.note, self.console)
         return report
 
     def compare(self, run_config: Config, words: Sequence[str]) -> list[Report]:
-        """One report, or two side by side."""
+        """Returns one report, or with `words` of --vs two, and prints them side by side."""
         configs = [
             run_config,
             *([self.with_vocabulary(compare.other_config(run_config, words))] if words else []),
         ]
         reports = []
-        for one in configs:
-            reports.append(self.inspect(one))
+        for compared in configs:
+            reports.append(self.inspect(compared))
             if self.verbose:
                 text.show(reports[-1], self.console)
         if words and self.verbose:
@@ -104,7 +108,7 @@ class Job:
         return reports
 
     def sweep(self, run_config: Config, devices: int) -> list[Report]:
-        """One report for every mesh that divides, the fastest that fits first."""
+        """Returns one report for every mesh that fits the model, the fastest that fits the memory first."""
         if devices < 1:
             raise UserError(f"--sweep {devices}: give the number of devices, 1 or more")
         tries = []
@@ -122,7 +126,7 @@ class Job:
                 self.console.print(note, highlight=False)
         reports = sorted((t.report for t in tries if t.report), key=compare.rank)
         if not reports:
-            raise UserError(f"no mesh of {devices} devices divides this model: {tries[0].why_not}")
+            raise UserError(f"no mesh of {devices} devices fits this model: {tries[0].why_not}")
         return reports
 
 
@@ -142,7 +146,7 @@ def save(reports: Sequence[Report], options: Options, measured: Measured | None 
 
 
 def console_for(stream: TextIO) -> Console:
-    """As wide as the terminal, or wide enough for the tables if there is none."""
+    """Builds a console as wide as the terminal, or wide enough for the tables if there is none."""
     return Console(file=stream, width=None if stream.isatty() else 180, soft_wrap=not stream.isatty())
 
 

@@ -1,4 +1,4 @@
-"""Reports side by side: `--vs` another config, mesh or setting, and `--sweep` over all meshes of a number of GPUs."""
+"""Comparisons of reports: `--vs` another config, mesh or setting, and `--sweep` over all meshes of a number of GPUs."""
 
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +20,7 @@ from mtjax.theory.mesh import MeshShape, parse_mesh
 
 
 def other_config(base: Config, words: Sequence[str]) -> Config:
-    """The run that `--vs` names: each word is a mesh ("8x8"), SETTING=VALUE, or a config file or shipped config.
+    """Returns the run of `--vs`: each word is a mesh ("8x8"), SETTING=VALUE, or a config file or shipped config.
 
     Raises:
       UserError: a word is not one of these.
@@ -48,7 +48,7 @@ def _is_mesh(word: str) -> bool:
 
 
 def _value(base: Config, name: str, value: str) -> object:
-    """A setting's value, of the type that TOML would give it."""
+    """Returns a setting's value, parsed as TOML."""
     field = name.strip("-").replace("-", "_")
     group = section_by_setting().get(field)
     if group is None:
@@ -63,7 +63,7 @@ def _value(base: Config, name: str, value: str) -> object:
 
 @dataclass(frozen=True)
 class Measure:
-    """A number that two reports are compared by."""
+    """A number by which two reports are compared."""
 
     name: str
     of: Callable[[Report], float | None]
@@ -71,24 +71,24 @@ class Measure:
 
 
 def measures(reports: Sequence[Report]) -> Iterator[Measure]:
-    """What is compared: bytes sent by axes and phase, memory, time."""
+    """Yields the numbers to compare: bytes sent by axes and phase, memory, time."""
     for axes, phase in sorted({(_axes(r), r.phase) for x in reports for r in x.rows}, key=lambda k: PHASES.index(k[1])):
         yield Measure(f"sent over {axes}, {phase}", lambda r, a=axes, p=phase: sent_bytes(r, a, p), size)
-    yield Measure("sent by a device, all", lambda r: sent_bytes(r), size)
+    yield Measure("sent per device, total", lambda r: sent_bytes(r), size)
     yield Measure("peak memory", lambda r: r.memory.peak, size)
     yield Measure("  parameters", lambda r: r.memory.parameters, size)
     yield Measure("  optimizer", lambda r: r.memory.optimizer, size)
     yield Measure("  temporaries", lambda r: r.memory.temporaries, size)
-    yield Measure("TFLOP of products, all devices", lambda r: r.flops.counted / 1e12, lambda x: f"{x:,.2f}")
+    yield Measure("TFLOP of matmuls, all devices", lambda r: r.flops.counted / 1e12, lambda x: f"{x:,.2f}")
     if all(r.time for r in reports):
         yield Measure("predicted step", lambda r: r.time and r.time.seconds, duration)
-        yield Measure("  waiting for collectives", lambda r: r.time and r.time.exposed, duration)
+        yield Measure("  exposed communication", lambda r: r.time and r.time.exposed, duration)
         yield Measure("model TFLOP/s per GPU", lambda r: r.time and r.time.tflops, lambda x: f"{x:.1f}")
         yield Measure("MFU", lambda r: r.time and r.time.mfu, lambda x: f"{x:.1%}")
 
 
 def sent_bytes(report: Report, axes: str | None = None, phase: str | None = None) -> float:
-    """Bytes that a device sends in a step; only over the given axes and in the given phase, if any."""
+    """Returns the bytes that a device sends in a step; only over the given axes and in the given phase, if any."""
     return sum(
         row.wire_bytes * row.count for row in report.rows if axes in (None, _axes(row)) and phase in (None, row.phase)
     )
@@ -99,8 +99,8 @@ def _axes(row: Row) -> str:
 
 
 def comparison_table(first: Report, second: Report) -> Table:
-    """Two columns and the difference."""
-    table = Table(title="Side by side", title_justify="left", title_style="bold")
+    """Builds the table of two reports and their difference."""
+    table = Table(title="Comparison", title_justify="left", title_style="bold")
     table.add_column("")
     for report in (first, second):
         table.add_column(_title(report), justify="right")
@@ -121,7 +121,7 @@ def _title(report: Report) -> str:
 
 
 def _holds(report: Report) -> str:
-    return "holds" if report.verdict.holds else "broken"
+    return "holds" if report.verdict.holds else "violated"
 
 
 def _fits(report: Report) -> str:
@@ -141,16 +141,16 @@ class Try:
 
 
 def sweep_configs(base: Config, devices: int) -> Iterator[tuple[MeshShape, Config | UserError]]:
-    """Every (data, model) mesh with that product, as a config or as the reason why it is not possible.
+    """Yields every (data, model) mesh of `devices` devices with its config, or with the error why it does not fit.
 
-    A microbatch too large for a mesh's share of the batch is reduced to the largest that divides it.
+    A microbatch too large for a data parallel rank's batch is reduced to the largest that divides it.
     """
     for model in divisors(devices):
         mesh = MeshShape(data=devices // model, model=model)
-        share, rest = divmod(base.training.global_batch_size, mesh.degree(TENSOR_RULES.batch))
-        wanted = min(base.training.microbatch_size or share, share)
-        micro = max((n for n in divisors(share) if n <= wanted), default=None) if share else None
-        run = config.replace(base, mesh=str(mesh), microbatch_size=None if rest else micro)
+        share, remainder = divmod(base.training.global_batch_size, mesh.degree(TENSOR_RULES.batch))
+        largest = min(base.training.microbatch_size or share, share)
+        micro = max((n for n in divisors(share) if n <= largest), default=None) if share else None
+        run = config.replace(base, mesh=str(mesh), microbatch_size=None if remainder else micro)
         try:
             check_config(run, mesh)
         except UserError as e:
@@ -160,12 +160,12 @@ def sweep_configs(base: Config, devices: int) -> Iterator[tuple[MeshShape, Confi
 
 
 def sweep_table(tries: Sequence[Try]) -> Table:
-    """Memory, communication and time of every mesh."""
+    """Builds the table of memory, communication and time of every mesh."""
     table = Table(title="Meshes (data x model)", title_justify="left", title_style="bold")
-    for name in ("mesh", "microbatches", "peak memory", "", "sent a step", "of it between servers"):
+    for name in ("mesh", "microbatches", "peak memory", "", "sent per step", "between servers"):
         table.add_column(name, justify="right")
     timed = any(t.report and t.report.time for t in tries)
-    for name in ("predicted step", "waiting", "TFLOP/s per GPU", "MFU") if timed else ():
+    for name in ("predicted step", "exposed", "TFLOP/s per GPU", "MFU") if timed else ():
         table.add_column(name, justify="right")
     table.add_column("contract")
     best = min((t.report for t in tries if t.report), key=rank, default=None)
@@ -176,15 +176,15 @@ def sweep_table(tries: Sequence[Try]) -> Table:
 
 
 def rank(report: Report) -> tuple[bool, float]:
-    """Order of preference: those that fit first, then by predicted time, or by peak memory where no time is known."""
+    """Returns the sort key of preference: fits first, then predicted time, or peak memory where no time is known."""
     return report.memory.fits is False, report.time.seconds if report.time else float(report.memory.peak)
 
 
 def sweep_notes(tries: Sequence[Try]) -> list[str]:
-    """Which mesh is the fastest that fits, and why others were not tried."""
+    """Returns notes on the fastest mesh that fits, and on those that were not compiled."""
     best = min((t.report for t in tries if t.report), key=rank, default=None)
     notes = [f"* fastest that fits: {best.step.mesh}"] if best and best.time and best.memory.fits else []
-    return notes + [f"{t.mesh} was not tried: {t.why_not}" for t in tries if t.report is None]
+    return notes + [f"{t.mesh} was not compiled: {t.why_not}" for t in tries if t.report is None]
 
 
 def _sweep_row(report: Report, is_best: bool) -> list[str]:

@@ -1,4 +1,4 @@
-"""For whoever decides whether to rent the GPUs: how long the run takes, what it costs, and which plan is faster."""
+"""Summary of the HTML page for the decision to rent GPUs: duration and cost of the run, and a faster plan."""
 
 import shlex
 import sys
@@ -24,42 +24,42 @@ from mtjax.theory.timing import step_time
 
 PACKAGES = ("mtjax", "jax", "jaxlib", "flax")
 POOR_MFU = 0.3
-"""Below it a figure is shown in red: published runs of the last years have 35 to 55%."""
+"""MFU below which it is shown in red: published runs of the last years have 35 to 55%."""
 POOR_WAIT = 0.25
-"""Share of a step waiting for collectives above which it is shown in red."""
+"""Exposed share of a step's communication above which it is shown in red."""
 WORTH = 0.97
-"""Share of the time below which another plan counts as faster."""
+"""Relative step time below which another plan counts as faster."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What the page says before any detail."""
+    """Contents of the summary."""
 
     report: Report
     price: float | None
     """Of one GPU for one hour."""
     faster: Candidate | None
-    """The planner's fastest plan for as many GPUs, where it beats the one compiled by the same formulas."""
+    """The planner's fastest plan for as many GPUs, if it is faster than the compiled one by the same formulas."""
     command: str | None
-    """Trains the faster plan; None without one."""
+    """Command that trains the faster plan; None without one."""
 
     @classmethod
-    def on(cls, report: Report, asked: Config, source: str, price: float | None = None) -> "Decision":
-        """Searches for a faster plan, by formula, where the hardware is known: seconds.
+    def on(cls, report: Report, given: Config, source: str, price: float | None = None) -> "Decision":
+        """Searches for a faster plan, by formula, where the hardware is known; takes seconds.
 
         Args:
           report: of the compiled plan.
-          asked: the config as it was given.
+          given: the config as given by the user.
           source: the config's name or path as typed.
           price: of one GPU for one hour.
         """
         server = report.time.server if report.time else None
         faster = faster_plan(report, server) if server else None
-        return cls(report, price, faster, train_command(faster.plan, asked, source) if faster else None)
+        return cls(report, price, faster, train_command(faster.plan, given, source) if faster else None)
 
 
 def faster_plan(report: Report, server: Server) -> Candidate | None:
-    """The fastest plan that fits, if it takes less than `WORTH` of the compiled one's time by formula."""
+    """Returns the fastest plan that fits, if it takes less than `WORTH` of the compiled one's time by formula."""
     anatomy, plan = report.step.anatomy, report.step.plan
     found = search(anatomy, plan, plan.mesh.size, server)
     now = step_time(anatomy, plan, server).total
@@ -67,7 +67,7 @@ def faster_plan(report: Report, server: Server) -> Candidate | None:
 
 
 def sections(decision: Decision) -> str:
-    """The page's part, as HTML: the run, its length and cost, the faster plan, and the config that it is of."""
+    """Returns the summary as HTML: the run, its duration and cost, a faster plan, and the config."""
     rows = [f"<tr><th>{name}</th><td>{text}</td></tr>" for name, text in (*_run(decision), *_about())]
     settings = BytesIO()
     tomli_w.dump(configs.to_dict(decision.report.config), settings)
@@ -78,7 +78,7 @@ def sections(decision: Decision) -> str:
 
 
 def _run(decision: Decision) -> Sequence[tuple[str, str]]:
-    """Rows on length, cost and the faster plan; none where the hardware is not known."""
+    """Returns rows on duration, cost and a faster plan; none where the hardware is not known."""
     report, time = decision.report, decision.report.time
     if time is None:
         return ()
@@ -93,9 +93,9 @@ def _run(decision: Decision) -> Sequence[tuple[str, str]]:
         between = " to ".join(f"{end:,.0f}" for end in accuracy.around(money))
         rows.append((f"cost at {decision.price:g} per GPU and hour", f"{money:,.0f} ({between})"))
     rows.append(("range", escape(accuracy.in_words)))
-    rows.append(("a faster plan", _faster(decision, time.by_plan)))
+    rows.append(("faster plan", _faster(decision, time.by_plan)))
     if decision.command is not None:
-        rows.append(("its command", f"<code>{escape(decision.command)}</code>"))
+        rows.append(("command of the faster plan", f"<code>{escape(decision.command)}</code>"))
     return rows
 
 
@@ -109,7 +109,7 @@ def _faster(decision: Decision, now: float) -> str:
 
 
 def _typed() -> list[str]:
-    """The command line of this process; `mtjax inspect` passes its own name on, `python -m mtjax.inspect` does not."""
+    """Returns the command line of this process; `sys.argv` has "inspect" unless run as `python -m mtjax.inspect`."""
     arguments = sys.argv[1:]
     return ["mtjax", "inspect", *(arguments[1:] if arguments[:1] == ["inspect"] else arguments)]
 

@@ -1,4 +1,4 @@
-"""A report as one self-contained HTML page: no network, no script."""
+"""Reports as one self-contained HTML page, without scripts or network access."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
@@ -57,7 +57,13 @@ svg .soft { fill: var(--soft) } svg .axis { stroke: var(--line) } svg .mark { st
 
 
 def page(report: Report, others: Sequence[Report] = (), decision: Decision | None = None) -> str:
-    """The page of a report; `others` are compared with it, and a `decision` stands before the details."""
+    """Returns the HTML page of a report.
+
+    Args:
+      report: shown in detail.
+      others: compared with it.
+      decision: summary before the details, if any.
+    """
     title = _title(report)
     sections = [_cards(report), *([decision_sections(decision)] if decision else []), _contract(report), _sent(report)]
     if report.stages:
@@ -77,7 +83,7 @@ def page(report: Report, others: Sequence[Report] = (), decision: Decision | Non
 
 
 def _title(report: Report) -> str:
-    """Model, devices and parallel degrees: "GPT, 8.3B parameters, on 512 x H100 (DP 64 x TP 8)"."""
+    """Returns model, devices and parallel degrees: "GPT, 8.3B parameters, on 512 x H100 (DP 64 x TP 8)"."""
     count, mesh = parameters(report.step.anatomy), report.step.plan.mesh
     scaled = f"{count / 1e9:,.1f}B" if count >= 1e9 else f"{count / 1e6:,.1f}M"
     family = report.config.model.family
@@ -88,12 +94,12 @@ def _title(report: Report) -> str:
 
 def _subtitle(report: Report) -> str:
     step, plan, model = report.step, report.step.plan, report.config.model
-    pieces = "microbatches" if plan.microbatches > 1 else "microbatch"
+    noun = "microbatches" if plan.microbatches > 1 else "microbatch"
     text = (
         f"{model.num_layers} layers, hidden size {model.hidden_size}, {model.num_heads} heads, "
         f"sequence {model.sequence_length}, vocabulary {padded_vocab_size(model):,}, "
         f"{describe_types(step.config)}, {describe_recompute(step.config.training)}; "
-        f"{plan.microbatches} {pieces} of {plan.microbatch_size} samples on each data rank of mesh {step.mesh}. "
+        f"{plan.microbatches} {noun} of {plan.microbatch_size} samples per data parallel rank of mesh {step.mesh}. "
         f"Compiled in {step.compile_seconds:.1f} s."
     )
     return f"<p>{escape(text)}</p>"
@@ -102,9 +108,9 @@ def _subtitle(report: Report) -> str:
 def _cards(report: Report) -> str:
     verdict, memory, t = report.verdict, report.memory, report.time
     good = sum(line.status == "holds" for line in verdict.lines)
-    passed = f"{'PASS' if verdict.holds else 'FAIL'} ({good}/{len(verdict.lines)})"
+    result = f"{'PASS' if verdict.holds else 'FAIL'} ({good}/{len(verdict.lines)})"
     cards = [
-        f'<b class="{"good" if verdict.holds else "bad"}">{passed}</b><span>communication check, contract '
+        f'<b class="{"good" if verdict.holds else "bad"}">{result}</b><span>communication check, contract '
         f'"{escape(report.contract.name)}"</span>'
     ]
     of = f" of {size(memory.capacity)}" if memory.capacity else ""
@@ -128,27 +134,27 @@ def _cards(report: Report) -> str:
 def _contract(report: Report) -> str:
     rows = []
     for line in report.verdict.lines:
-        asked, good = line.required.line, line.status == "holds"
-        compiled = f"{line.found_elements:,} in {line.found}" if asked.pooled else f"{line.found:,}"
+        expected, good = line.required.line, line.status == "holds"
+        compiled = f"{line.found_elements:,} in {line.found}" if expected.pooled else f"{line.found:,}"
         mark = f'<span class="{"good" if good else "bad"}">{"ok" if good else line.status}</span>'
         rows.append(
             [
-                escape(asked.phase),
-                f"{escape(asked.kind)} over {escape(asked.axis)}",
-                _equals(line.required.count, asked.count),
-                _equals(line.required.elements, asked.elements),
+                escape(expected.phase),
+                f"{escape(expected.kind)} over {escape(expected.axis)}",
+                _equals(line.required.count, expected.count),
+                _equals(line.required.elements, expected.elements),
                 compiled,
                 f"{mark} {escape('; '.join(line.notes))}",
             ]
         )
     heads = ["phase", "operation", "arrays", "elements each", "compiled", ""]
-    breaches = "".join(f'<li class="bad">{escape(v)}</li>' for v in report.verdict.violations)
-    also = "".join(f"<li>also sent: {escape(t)}</li>" for t in report.verdict.tolerated)
-    return f"<h2>Contract: expected and compiled collectives</h2>{_table(heads, rows)}<ul>{breaches}{also}</ul>"
+    violations = "".join(f'<li class="bad">{escape(v)}</li>' for v in report.verdict.violations)
+    tolerated = "".join(f"<li>tolerated: {escape(t)}</li>" for t in report.verdict.tolerated)
+    return f"<h2>Contract: expected and compiled collectives</h2>{_table(heads, rows)}<ul>{violations}{tolerated}</ul>"
 
 
 def _equals(value: int, formula: str) -> str:
-    """A number with the formula that it comes from, unless that is the number itself."""
+    """Returns a number and its formula, unless that is the number itself."""
     return f"{value:,}" if formula == str(value) else f"{value:,} = {escape(formula)}"
 
 
@@ -171,12 +177,12 @@ def _phase_parts(phases: Mapping[str, float]) -> list[Part]:
 
 def _stages(stages: StagesReport) -> str:
     sent = [[escape(cell) for cell in permutes_row(permutes, stages)] for permutes in stages.permutes]
-    held = [stage_row(stages, number) for number in range(len(stages.stages))]
+    memory = [stage_row(stages, number) for number in range(len(stages.stages))]
     return (
-        f"<h2>Stages: {escape(stages.schedule)}</h2><figure>{timetable(stages.table)}"
+        f"<h2>Pipeline: {escape(stages.schedule)}</h2><figure>{timetable(stages.table)}"
         f"<figcaption>{escape(bubble_text(stages))}.</figcaption></figure>"
-        f"{_table([*PERMUTE_HEADS], sent, numbers=(2, 3, 5, 6, 7))}<p>What stages send each other.</p>"
-        f"{_table([*STAGE_HEADS], held, numbers=range(7))}<p>What each stage holds, by formula.</p>"
+        f"{_table([*PERMUTE_HEADS], sent, numbers=(2, 3, 5, 6, 7))}<p>Stage-boundary permutes.</p>"
+        f"{_table([*STAGE_HEADS], memory, numbers=range(7))}<p>Memory of each stage, by formula.</p>"
     )
 
 
@@ -190,7 +196,7 @@ def _memory(report: Report) -> str:
         for name, values in (("compiled", compiled), ("formula", formula))
     ]
     chart = bars(rows, size, legend=kinds[:4], tones=kinds, mark=m.capacity, mark_label="capacity")
-    note = "Gradients are counted (one float32 copy), activations are the rest of the compiler's temporaries."
+    note = "Gradients are counted as one float32 copy; activations are the remaining temporaries of the compiler."
     return f"<h2>Memory per device</h2><figure>{chart}<figcaption>{note}</figcaption></figure>"
 
 
@@ -206,10 +212,10 @@ def _time(t: TimeReport) -> str:
         f"<h2>Timeline of a layer: {escape(name.removeprefix('layer '))}</h2><figure>{timeline(events)}</figure>"
         for name, events in t.layers.items()
     )
-    note = f"A roofline walk of the schedule on {escape(t.server.name)}: a prediction, not a measurement."
+    note = f"Roofline simulation of the schedule on {escape(t.server.name)}: a prediction, not a measurement."
     causes = _table([*CAUSE_HEADS], ([escape(cell) for cell in row] for row in cause_rows(t)), numbers=(1, 2))
     return (
-        f"<h2>Where a step's time goes</h2><figure>{chart}<figcaption>{note}</figcaption></figure>"
+        f"<h2>Step time by phase</h2><figure>{chart}<figcaption>{note}</figcaption></figure>"
         f"<h2>Memory-bound: {duration(t.memory_bound)}, by cause</h2>{causes}{layers}"
     )
 
@@ -222,7 +228,7 @@ def _collectives(report: Report) -> str:
         "count",
         "shape",
         "bytes each",
-        "sent a step",
+        "sent per step",
         "spans",
         "overlapped",
         "source",
@@ -246,12 +252,12 @@ def _collectives(report: Report) -> str:
 
 
 def _source(op_name: str) -> str:
-    """The operation in the program that a collective comes from, folded away: names are up to a page long."""
+    """Returns the `op_name` of a collective, collapsed because names are up to a page long."""
     return f"<details><summary>show</summary>{escape(op_name)}</details>" if op_name else ""
 
 
 def _others(reports: Sequence[Report]) -> str:
-    heads = ["mesh", "microbatches", "peak memory", "sent a step", "predicted step", "MFU", "contract"]
+    heads = ["mesh", "microbatches", "peak memory", "sent per step", "predicted step", "MFU", "contract"]
     rows = [
         [
             escape(str(r.step.mesh)),
@@ -264,16 +270,16 @@ def _others(reports: Sequence[Report]) -> str:
         ]
         for r in reports
     ]
-    return f"<h2>Compared</h2>{_table(heads, rows)}"
+    return f"<h2>Comparison</h2>{_table(heads, rows)}"
 
 
 def _table(
     heads: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[int] = (), paths: Sequence[int] = ()
 ) -> str:
-    """A table of cells that are HTML already."""
+    """Returns an HTML table of cells that are HTML already; `numbers` and `paths` are indices of columns."""
 
-    def kind(place: int) -> str:
-        return ' class="n"' if place in numbers else ' class="path"' if place in paths else ""
+    def kind(column: int) -> str:
+        return ' class="n"' if column in numbers else ' class="path"' if column in paths else ""
 
     head = "".join(f"<th{kind(i) if i in numbers else ''}>{h}</th>" for i, h in enumerate(heads))
     body = "".join("<tr>" + "".join(f"<td{kind(i)}>{c}</td>" for i, c in enumerate(row)) + "</tr>" for row in rows)

@@ -1,4 +1,4 @@
-"""Bytes per device: what the compiler planned, split as far as the program shows, and the formulas."""
+"""Memory per device: the compiler's allocation, divided by kind as far as the program shows it, and the formulas."""
 
 from dataclasses import dataclass, replace
 
@@ -20,35 +20,35 @@ class MemoryReport:
     temporaries: int
     peak: int
     parameters: int
-    """Part of the arguments."""
+    """Included in `arguments`."""
     optimizer: int
-    """Part of the arguments."""
+    """Included in `arguments`."""
     other_arguments: int
     """Batch, step counter, random key."""
     gradients: int
-    """Part of the temporaries: one float32 copy of what this device sums; by count, not read from the compiler."""
+    """Included in `temporaries`: one float32 copy of the device's gradients; by count, not read from the compiler."""
     activations: int
-    """The rest of the temporaries: activations and workspaces."""
+    """Remaining temporaries: activations and workspaces."""
     capacity: int | None
-    """Bytes that the target's device has; None when unknown."""
+    """Memory of the target's device; None when unknown."""
     formula: Memory
-    """What the formulas say about the same plan."""
+    """Memory of the same plan by formula."""
     beside: int = 0
-    """Weights of a teacher that lie there without being the step's, by formula."""
+    """A teacher's weights on the device that are not arguments of the step, by formula."""
 
     @property
     def fits(self) -> bool | None:
-        """Whether the peak, with what lies beside it, is within the capacity; None when that is unknown."""
+        """Whether the peak, with `beside`, is within the capacity; None when that is unknown."""
         return None if self.capacity is None else self.peak + self.beside <= self.capacity
 
 
 def memory_report(step: CompiledStep, capacity: int | None, teacher: Model | None = None) -> MemoryReport:
-    """The memory of a compiled step.
+    """Returns the memory of a compiled step.
 
     Args:
       step: any compiled step.
       capacity: bytes of the device that will run it, or None.
-      teacher: whose output table alone the step reads.
+      teacher: the teacher's model, of which the step reads the output table only.
     """
     stats = step.memory
     arguments = argument_arrays(step.module)
@@ -56,9 +56,9 @@ def memory_report(step: CompiledStep, capacity: int | None, teacher: Model | Non
     optimizer = sum(a.bytes for name, a in arguments if name.startswith("state.optimizer"))
     plan = step.plan
     moments = plan.precision.optimizer / plan.precision.gradients  # of a gradient's size
-    in_parts = plan.zero > 0 and plan.reduces_in_backward
-    whole = plan.precision.gradients * trainable_counts(step.anatomy, plan).all
-    gradients = min(int(optimizer / moments) if in_parts else whole, stats.temporaries)
+    are_sharded = plan.zero > 0 and plan.reduces_in_backward
+    full = plan.precision.gradients * trainable_counts(step.anatomy, plan).all
+    gradients = min(int(optimizer / moments) if are_sharded else full, stats.temporaries)
     return MemoryReport(
         arguments=stats.arguments,
         outputs=stats.outputs,
@@ -77,5 +77,5 @@ def memory_report(step: CompiledStep, capacity: int | None, teacher: Model | Non
 
 
 def argument_arrays(module: Module) -> list[tuple[str, Array]]:
-    """Name and local array of each of the program's arguments: "state.parameters['embedding']"."""
+    """Returns the name and local array of each of the program's arguments: "state.parameters['embedding']"."""
     return [(p.op_name, array) for p in module.entry.parameters for array in p.arrays]

@@ -1,7 +1,7 @@
-"""Where in the step an operation belongs, read from the scopes that jax leaves in `op_name`.
+"""Phase of the step of an operation, read from the scopes that jax writes to `op_name`.
 
-A path like `jit(step)/.../transpose(jvp(layers))/while/body/.../rematted_computation/mlp/dot_general` says: the
-backward pass (`transpose`) of the layer scan, computing the forward pass again (`rematted_computation`), in the MLP.
+A path like `jit(step)/.../transpose(jvp(layers))/while/body/.../rematted_computation/mlp/dot_general` is in the
+backward pass (`transpose`) of the layer scan, in the recompute (`rematted_computation`) of the MLP.
 """
 
 import re
@@ -23,13 +23,13 @@ _SCOPES = {
 }
 _SCOPE = re.compile(rf"(?<![\w.])({'|'.join(_SCOPES)})(?![\w.=])")
 _BRANCH = re.compile(r"(?:transpose\(|jvp\()*stages\)*/cond(?=/branch_)")
-"""A branch on the stage: what stands in it belongs to the phase around it."""
+"""A branch on the stage: operations in it have the phase around it."""
 _NEIGHBOURS = 60
-"""How many instructions are asked, nearest first, when one has lost its own name."""
+"""Most neighbours that are searched for the phase of an instruction without a name, nearest first."""
 
 
 def phase_of(op_name: str) -> str | None:
-    """The phase that a path of scopes names, by its innermost scope; None when it names none.
+    """Returns the phase that a path of scopes names, by its innermost scope; None when it names none.
 
     Where XLA combined operations of several phases, the phase of most of them.
     """
@@ -38,15 +38,15 @@ def phase_of(op_name: str) -> str | None:
 
 
 def combined_paths(op_name: str) -> list[str]:
-    """The paths of a combined operation: "jit(f)/(a/x:b/y)" is jit(f)/a/x and jit(f)/b/y."""
+    """Returns the paths of a combined operation: "jit(f)/(a/x:b/y)" is jit(f)/a/x and jit(f)/b/y."""
     colon = op_name.find(":")
     if colon < 0 or not op_name.endswith(")"):
         return [op_name]
     depth = 0
-    for place in range(colon, -1, -1):
-        depth += {")": 1, "(": -1}.get(op_name[place], 0)
+    for i in range(colon, -1, -1):
+        depth += {")": 1, "(": -1}.get(op_name[i], 0)
         if depth < 0:
-            return [op_name[:place] + path for path in op_name[place + 1 : -1].split(":")]
+            return [op_name[:i] + path for path in op_name[i + 1 : -1].split(":")]
     return [op_name]
 
 
@@ -63,10 +63,10 @@ def _phase_of_path(path: str) -> str | None:
 
 
 def locate(computation: Computation, instruction: Instruction) -> tuple[str, str, bool]:
-    """Phase and path of an instruction, and whether the path is its own.
+    """Returns the phase and path of an instruction, and whether the path is that of the instruction itself.
 
     XLA drops the names of operations that it combines or creates. Then the nearest producer or consumer that names a
-    phase decides, producers first: a sum belongs to what it sums.
+    phase decides, producers first: a reduction has the phase of its operands.
     """
     phase = phase_of(instruction.op_name)
     if phase or instruction.op_name:
@@ -79,8 +79,8 @@ def locate(computation: Computation, instruction: Instruction) -> tuple[str, str
 
 
 def _nearest(computation: Computation, start: Instruction) -> Iterator[Instruction]:
-    """Instructions around one, by distance. Ends at the computation's edges, and at loops: those that name a phase are
-    what XLA has moved a sum out of."""
+    """Yields the instructions around one, by distance, up to the computation's edges and loops."""
+    # XLA: hoists reductions out of loops, so that the phase of a loop next to one is the reduction's.
     queue, seen = deque([start]), {start.name}
     while queue and len(seen) < _NEIGHBOURS:
         current = queue.popleft()

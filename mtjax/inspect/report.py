@@ -1,4 +1,4 @@
-"""Everything that `inspect` knows about a compiled step, in one place: text, JSON and HTML show it."""
+"""Report on a compiled step, which text, JSON and HTML show."""
 
 import time
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ from mtjax.theory.parts.heads import Output
 
 @dataclass(frozen=True)
 class Row:
-    """Collectives that differ only in their place in the program: one line of the table."""
+    """Collectives that differ only in their position in the program: one row of the table."""
 
     kind: str
     axes: tuple[str, ...] | None
@@ -44,7 +44,7 @@ class Row:
     wire_bytes: float
     """Sent by a device in one execution."""
     hidden: int
-    """Executions in a step with computation between start and done."""
+    """Overlapped executions in a step: with computation between start and done."""
     op_name: str
     is_known: bool
     """Whether kind, axes and count are certain."""
@@ -55,23 +55,23 @@ class Flops:
     """FLOPs of a step, all devices together."""
 
     counted: int
-    """Of the products in the program."""
+    """Of the matmuls in the program."""
     formula: float
-    """By the formula, for the products that XLA keeps."""
+    """By formula, for the matmuls that XLA does not remove."""
 
     @property
     def difference(self) -> float:
-        """Counted over formula, minus 1."""
+        """Relative difference of `counted` from `formula`."""
         return self.counted / self.formula - 1
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a compiled step sends, needs and takes."""
+    """Communication, memory, FLOPs and time of a compiled step."""
 
     step: CompiledStep
     symbols: Symbols
-    """The words of the contract's formulas with their values, and the letters of earlier versions."""
+    """Symbols of the contract's formulas with their values, and the one-letter symbols of earlier versions."""
     contract: Contract
     collectives: tuple[Collective, ...]
     rows: tuple[Row, ...]
@@ -79,9 +79,9 @@ class Report:
     memory: MemoryReport
     flops: Flops
     time: TimeReport | None
-    """None for CPUs, whose speed is not in the table."""
+    """None for CPUs, whose speed is not known."""
     stages: StagesReport | None
-    """None on a mesh without stages."""
+    """None without pipeline parallelism."""
     analysis_seconds: float
 
     @property
@@ -91,7 +91,7 @@ class Report:
 
     @property
     def target(self) -> Target:
-        """What it is compiled for."""
+        """The devices that it is compiled for."""
         return self.step.target
 
 
@@ -105,15 +105,15 @@ def inspect(
     """Compiles the train step of a config and reports on it.
 
     Args:
-      config: the run; its mesh is the one compiled for.
+      config: the run, with its mesh.
       target: the devices.
-      contract: what the program should send; its layout's own when None.
-      time_on: servers on which time and memory are predicted, if not those compiled for (V100s, for which XLA no
+      contract: expected collectives; the run's contract when None.
+      time_on: servers for which time and memory are predicted, if not those compiled for (V100s, for which XLA no
         longer compiles).
-      teacher: the model of the config's teacher, whose weights lie beside the step.
+      teacher: the model of the config's teacher, whose weights are in memory during the step.
 
     Raises:
-      UserError: config, mesh and target don't fit, or the contract can't be worked out.
+      UserError: config, mesh and target don't fit, or the contract can't be evaluated.
     """
     return report(compile_step(config, target), contract, time_on, teacher)
 
@@ -124,18 +124,18 @@ def report(
     time_on: Server | None = None,
     teacher: Model | None = None,
 ) -> Report:
-    """The report on a step that is compiled already."""
+    """Reports on a compiled step; arguments as of `inspect`."""
     start = time.perf_counter()
     server = time_on or step.target.server
-    words = symbols_of(step.anatomy, step.plan)
-    symbols = {**words, **letters(step, words)}
+    named = symbols_of(step.anatomy, step.plan)
+    symbols = {**named, **letters(step, named)}
     contract = contract or contract_of(step.anatomy, step.plan)
     required = requirements(contract, symbols, step.mesh, step.config.training.compute_dtype)
-    neighbours, model = server.gpus if server else step.target.devices_per_server, step.config.model
+    per_server, model = server.gpus if server else step.target.devices_per_server, step.config.model
     ragged_share = exchanged_share(model, step.plan.expert_degree) if model.num_experts else 1.0
-    collectives = find_collectives(step.module, step.mesh_axes, neighbours, ragged_share)
+    collectives = find_collectives(step.module, step.mesh_axes, per_server, ragged_share)
     verdict = check(collectives, required, landmarks(step), is_gpu=step.target.is_gpu)
-    replicated = unsplit_parameters(step, contract)
+    replicated = replicated_parameters(step, contract)
     counted = count_flops(step.module)
     return Report(
         step=step,
@@ -153,12 +153,12 @@ def report(
 
 
 def formula_flops(step: CompiledStep) -> float:
-    """FLOPs that the formulas give for the products of a compiled step."""
+    """Returns the FLOPs of a compiled step's matmuls by formula."""
     return compiled_flops(step.anatomy, step.plan) * step.config.training.global_batch_size
 
 
 def table(collectives: Sequence[Collective]) -> list[Row]:
-    """Collectives grouped by what, over which axes, when and how large; in the order of a step."""
+    """Groups collectives by phase, kind, axes and arrays; in the order of a step."""
     groups: dict[tuple, list[Collective]] = {}
     for c in collectives:
         key = (PHASES.index(c.phase), c.kind, c.axes, c.arrays, c.servers, c.is_async, c.is_known)
@@ -166,8 +166,9 @@ def table(collectives: Sequence[Collective]) -> list[Row]:
     return [_row(groups[key]) for key in sorted(groups, key=lambda k: k[0])]
 
 
-def _row(alike: list[Collective]) -> Row:
-    first = alike[0]
+def _row(equal: list[Collective]) -> Row:
+    """Returns the row of equal collectives."""
+    first = equal[0]
     return Row(
         kind=first.kind,
         axes=first.axes,
@@ -175,17 +176,17 @@ def _row(alike: list[Collective]) -> Row:
         arrays=first.arrays,
         servers=first.servers,
         is_async=first.is_async,
-        count=sum(c.count for c in alike),
+        count=sum(c.count for c in equal),
         payload_bytes=first.payload_bytes,
         wire_bytes=first.wire_bytes,
-        hidden=sum(c.count for c in alike if c.hidden_behind),
+        hidden=sum(c.count for c in equal if c.hidden_behind),
         op_name=first.op_name,
         is_known=first.is_known,
     )
 
 
 def landmarks(step: CompiledStep) -> Landmarks:
-    """Sizes by which unexpected arrays of this step are recognised."""
+    """Returns the sizes by which unexpected arrays of this step are recognised."""
     outputs = (part for part in step.anatomy.head if isinstance(part, Output))
     logits = step.plan.microbatch_size * sum(part.tokens * part.rows for part in outputs)
     stacked = [record for record in jax.tree.leaves(step.program.records) if record.is_stacked]
@@ -194,14 +195,14 @@ def landmarks(step: CompiledStep) -> Landmarks:
 
 
 def parameter_shapes(step: CompiledStep) -> dict[str, tuple[int, ...]]:
-    """Dotted name -> unsplit shape of each parameter."""
+    """Returns the unsharded shape of each parameter by its dotted name."""
     leaves = jax.tree_util.tree_flatten_with_path(step.program.abstract_parameters)[0]
     return {dotted(path): leaf.shape for path, leaf in leaves}
 
 
-def unsplit_parameters(step: CompiledStep, contract: Contract) -> list[str]:
-    """Notes on parameters that the contract splits over `model` and that are replicated on every device."""
-    ways = step.mesh.degree(step.program.layout.rules.heads)
+def replicated_parameters(step: CompiledStep, contract: Contract) -> list[str]:
+    """Returns messages about parameters that are replicated though the contract shards them over `model`."""
+    degree = step.mesh.degree(step.program.layout.rules.heads)
     local = dict(argument_arrays(step.module))
     leaves, _ = jax.tree_util.tree_flatten_with_path(step.program.axes, is_leaf=lambda x: isinstance(x, tuple))
     shapes = parameter_shapes(step)
@@ -209,11 +210,11 @@ def unsplit_parameters(step: CompiledStep, contract: Contract) -> list[str]:
     for path, names in leaves:
         name = dotted(path)
         array = local.get("state.parameters" + jax.tree_util.keystr(path))
-        split = [axis for axis in names if axis in contract.split]
-        if array is None or not split or ways == 1 or array.dims != shapes[name]:
+        sharded = [axis for axis in names if axis in contract.split]
+        if array is None or not sharded or degree == 1 or array.dims != shapes[name]:
             continue
         notes.append(
-            f"the weight {name} is replicated on every device, {array}: "
-            f"the {contract.name} contract splits its {' and '.join(split)} {ways} ways"
+            f"the weight {name} is replicated on every device, {array}: the contract {contract.name} shards its "
+            f"{' and '.join(sharded)} over {degree} tensor parallel ranks"
         )
     return notes

@@ -1,4 +1,4 @@
-"""What the stages of a pipeline do, send and hold: the timetable beside the compiled program."""
+"""Pipeline stages of a compiled program: timetable, stage-boundary permutes and memory."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -22,12 +22,13 @@ from mtjax.theory.stages import stack_order
 from mtjax.theory.timetable import Timetable
 
 ONWARD, BACK, EITHER_WAY = "activations", "gradients", "either way"
-"""What permutes carry: to the next stage, to the one before, or - two stages in a ring - not to be told apart."""
+"""Contents of permutes: activations to the next stage, gradients to the previous one; of two stages in a ring the
+direction does not distinguish them."""
 
 
 @dataclass(frozen=True)
 class Permutes:
-    """Collective-permutes between stages that carry the same kind of thing."""
+    """Collective-permutes between stages with the same contents."""
 
     carries: str
     arrays: tuple[Array, ...]
@@ -37,40 +38,40 @@ class Permutes:
     payload_bytes: int
     """Of one execution."""
     hidden: int
-    """Executions in a step that layers' work hides: with a product of a layer between start and done."""
+    """Overlapped executions in a step: with a layer's matmul between start and done."""
     behind: Mapping[str, int]
-    """Phase of such products -> executions that travel behind them."""
+    """Phase of these matmuls -> overlapped executions."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """What a stage has."""
+    """Layers and memory of a stage."""
 
     layers: int
     in_flight: int
-    """Microbatches' chunks that it keeps at its fullest moment: slots that it uses, of those that all stages have."""
+    """Most chunks of microbatches in flight: used slots, of those that all stages have."""
     memory: Memory
     """By formula."""
 
 
 @dataclass(frozen=True)
 class StagesReport:
-    """A pipeline."""
+    """The pipeline of a compiled program."""
 
     schedule: str
     table: Timetable
-    """What the program runs."""
+    """The timetable that the program runs."""
     permutes: tuple[Permutes, ...]
     stages: tuple[Stage, ...]
 
     @property
     def bubble_formula(self) -> float:
-        """Megatron's; a schedule without chunks has one."""
+        """Megatron's bubble, by formula."""
         return megatron_bubble("interleaved", self.table.stages, self.table.microbatches, self.table.chunks)
 
 
 def stages_report(step: CompiledStep) -> StagesReport | None:
-    """The pipeline of a compiled step; None without one."""
+    """Returns the pipeline of a compiled step; None without one."""
     schedule = step.program.microbatch_schedule(step.plan.microbatches)
     if not isinstance(schedule, PipelineSchedule):
         return None
@@ -89,21 +90,21 @@ def stages_report(step: CompiledStep) -> StagesReport | None:
 
 
 def find_permutes(module: Module, mesh: Mapping[str, int], along: tuple[str, ...]) -> Iterator[Permutes]:
-    """The permutes between stages, by what they carry and their arrays, in the order of their first execution.
+    """Yields the permutes between stages, by contents and arrays, in the order of their first execution.
 
     Args:
       module: an optimized program.
-      mesh: ways of each mesh axis, outermost first.
-      along: the mesh axis along which stages follow each other.
+      mesh: mesh axis -> degree, outermost first.
+      along: the mesh axis of the stages.
     """
-    alike: dict[tuple[str, tuple[Array, ...]], list[Site]] = {}
+    groups: dict[tuple[str, tuple[Array, ...]], list[Site]] = {}
     for site in walk(module):
         if collective_kind(site.instruction) != "collective-permute":
             continue
         if carries := _carried(site, module.num_partitions, mesh, along):
             arrays = site.computation.operand_arrays(site.instruction)
-            alike.setdefault((carries, arrays), []).append(site)
-    for (carries, arrays), sites in alike.items():
+            groups.setdefault((carries, arrays), []).append(site)
+    for (carries, arrays), sites in groups.items():
         hidden, behind = 0, Counter[str]()
         for site in sites:
             phases = _hiding_phases(module, site)
@@ -115,7 +116,7 @@ def find_permutes(module: Module, mesh: Mapping[str, int], along: tuple[str, ...
 
 
 def _carried(site: Site, devices: int, mesh: Mapping[str, int], along: tuple[str, ...]) -> str | None:
-    """What a permute carries; None where it is not between stages."""
+    """Returns the contents of a permute; None where it is not between stages."""
     try:
         groups = parse_groups(site.instruction.attributes, devices)
     except UserError:
@@ -126,22 +127,22 @@ def _carried(site: Site, devices: int, mesh: Mapping[str, int], along: tuple[str
 
 
 def direction(groups: Groups, mesh: Mapping[str, int], axis: str) -> str:
-    """Where the pairs of a permute send along a mesh axis.
+    """Returns the direction in which a permute sends along a mesh axis.
 
     Args:
-      groups: the pairs, as places in the mesh.
-      mesh: ways of each mesh axis, outermost first.
-      axis: along which stages follow each other.
+      groups: the source-target pairs, as positions in the mesh.
+      mesh: mesh axis -> degree, outermost first.
+      axis: of the stages.
     """
-    place = list(mesh).index(axis)
+    dimension = list(mesh).index(axis)
     pairs = np.array(groups.members)
-    stage = np.stack([np.unravel_index(ids, tuple(mesh.values()))[place] for ids in pairs.T])
-    steps = {int(step) for step in stage[1] - stage[0]}  # where the last stage sends to the first, also 1 - ways
+    stage = np.stack([np.unravel_index(ids, tuple(mesh.values()))[dimension] for ids in pairs.T])
+    steps = {int(step) for step in stage[1] - stage[0]}  # in a ring, also 1 - degree
     return {(True, False): ONWARD, (False, True): BACK}.get((1 in steps, -1 in steps), EITHER_WAY)
 
 
 def _hiding_phases(module: Module, site: Site) -> list[str]:
-    """Phases of layers whose products are computed while a permute travels; less would hide nothing of it."""
+    """Returns the phases of layers whose matmuls overlap with a permute."""
     holder = starter(site)
     if not is_started(holder.instruction):
         return []
@@ -151,7 +152,7 @@ def _hiding_phases(module: Module, site: Site) -> list[str]:
 
 
 def _product_phases(module: Module, computation: Computation, instruction: Instruction) -> Iterator[str]:
-    """The phase of each product in an instruction, also in loops and branches that it runs."""
+    """Yields the phase of each matmul in an instruction, also in loops and branches that it runs."""
     if product_of(computation, instruction) is not None:
         yield locate(computation, instruction)[0]
     for callee in module.callees(instruction):

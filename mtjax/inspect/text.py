@@ -1,4 +1,4 @@
-"""A report for the terminal."""
+"""Reports as text for the terminal."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -9,7 +9,7 @@ from rich.table import Table
 
 from mtjax.config import Config
 from mtjax.config.sizes import describe_recompute, padded_vocab_size
-from mtjax.inspect.causes import STACKS, by_cause
+from mtjax.inspect.causes import LABELS, STACKS, by_cause
 from mtjax.inspect.check import Line, Verdict
 from mtjax.inspect.hlo import Array
 from mtjax.inspect.measured import Measured, in_order
@@ -41,7 +41,7 @@ def show(report: Report, console: Console) -> None:
 
 
 def heading(report: Report) -> str:
-    """What was compiled, for what, and how long that took."""
+    """Returns the heading: model, mesh, target, XLA options, and compile time."""
     step, plan, model = report.step, report.step.plan, report.config.model
     return (
         f"{model.num_layers} layers x {model.hidden_size}, {model.num_heads} heads, "
@@ -49,28 +49,28 @@ def heading(report: Report) -> str:
         f"{describe_types(step.config)}, {describe_recompute(step.config.training)}\n"
         f"mesh {step.mesh.description}, "
         f"{plan.microbatches} microbatch{'es' if plan.microbatches > 1 else ''} of {plan.microbatch_size} "
-        f"samples on each data rank; target {step.target.name}\n"
-        f"{asked_of_xla(step.program.xla)}"
+        f"samples per data parallel rank; target {step.target.name}\n"
+        f"{xla_options_line(step.program.xla)}"
         f"traced in {step.trace_seconds:.1f} s, compiled in {step.compile_seconds:.1f} s, "
-        f"read in {report.analysis_seconds:.1f} s"
+        f"analyzed in {report.analysis_seconds:.1f} s"
     )
 
 
 def describe_types(config: Config) -> str:
-    """The type in which a run computes, and that of gradients on the wire where it is not float32."""
-    wire = config.parallel.grad_reduce_dtype
-    return config.training.compute_dtype + (f", gradients sent in {wire}" if wire != "float32" else "")
+    """Returns the compute dtype, and the dtype of gradient reductions where it is not float32."""
+    dtype = config.parallel.grad_reduce_dtype
+    return config.training.compute_dtype + (f", gradients reduced in {dtype}" if dtype != "float32" else "")
 
 
-def asked_of_xla(chosen: Chosen) -> str:
-    """A line with the XLA options beyond its defaults; empty if there are none."""
-    asked = ", ".join(f"{name}={str(value).lower()}" for name, value in chosen.options.items())
-    unknown = f"; it does not know {', '.join(chosen.refused)}" if chosen.refused else ""
-    return f"asked of XLA: {asked or 'nothing'}{unknown}\n" if asked or unknown else ""
+def xla_options_line(chosen: Chosen) -> str:
+    """Returns a line with the XLA options that differ from its defaults; empty if there are none."""
+    options = ", ".join(f"{name}={str(value).lower()}" for name, value in chosen.options.items())
+    unknown = f"; unknown to this XLA: {', '.join(chosen.refused)}" if chosen.refused else ""
+    return f"XLA options: {options or 'none'}{unknown}\n" if options or unknown else ""
 
 
 def collectives_table(rows: Iterable[Row]) -> Table:
-    """Every collective of a step."""
+    """Builds the table of all collectives of a step."""
     table = Table(title="Collectives of a step", title_justify="left", title_style="bold")
     table.add_column("phase")
     table.add_column("operation")
@@ -78,9 +78,9 @@ def collectives_table(rows: Iterable[Row]) -> Table:
     table.add_column("count", justify="right")
     table.add_column("shape", overflow="fold")
     table.add_column("bytes each", justify="right")
-    table.add_column("sent a step", justify="right")
-    table.add_column("crosses")
-    table.add_column("behind compute", justify="right")
+    table.add_column("sent per step", justify="right")
+    table.add_column("spans")
+    table.add_column("overlapped", justify="right")
     for row in rows:
         table.add_row(
             row.phase,
@@ -101,17 +101,17 @@ class Checked(Protocol):
 
     @property
     def contract(self) -> Contract:
-        """What it should send."""
+        """The contract."""
         ...
 
     @property
     def verdict(self) -> Verdict:
-        """Whether it does."""
+        """The result of the check."""
         ...
 
 
 def contract_table(report: Checked) -> Table:
-    """Expected against compiled."""
+    """Builds the table of expected and compiled collectives."""
     table = Table(title=f"Contract: {report.contract.name}", title_justify="left", title_style="bold")
     table.add_column("phase")
     table.add_column("expected", overflow="fold")
@@ -119,17 +119,18 @@ def contract_table(report: Checked) -> Table:
     table.add_column("compiled", justify="right")
     table.add_column("")
     for line in report.verdict.lines:
-        asked = line.required.line
-        what = f"{line.required.count} {asked.kind} over {asked.axis} ({asked.count})"
-        table.add_row(asked.phase, what, f"{line.required.elements:,} ({asked.elements})", _compiled(line), _mark(line))
+        expected = line.required.line
+        what = f"{line.required.count} {expected.kind} over {expected.axis} ({expected.count})"
+        elements = f"{line.required.elements:,} ({expected.elements})"
+        table.add_row(expected.phase, what, elements, _compiled(line), _mark(line))
     return table
 
 
 def contract_notes(report: Checked) -> list[str]:
-    """The verdict, every difference explained, and what else is sent."""
-    holds = "[green]the contract holds[/]" if report.verdict.holds else "[red]the contract is broken[/]"
-    breaches = [f"[red]x[/] {_escape(v)}" for v in report.verdict.violations]
-    return [holds, *breaches, *(f"also sent: {_escape(t)}" for t in report.verdict.tolerated)]
+    """Returns the verdict, its violations, and the tolerated collectives."""
+    verdict = "[green]the contract holds[/]" if report.verdict.holds else "[red]the contract is violated[/]"
+    violations = [f"[red]x[/] {_escape(v)}" for v in report.verdict.violations]
+    return [verdict, *violations, *(f"tolerated: {_escape(t)}" for t in report.verdict.tolerated)]
 
 
 def _compiled(line: Line) -> str:
@@ -144,10 +145,10 @@ def _mark(line: Line) -> str:
 
 
 def show_stages(report: StagesReport, console: Console) -> None:
-    """Prints the timetable, what it costs, and what stages send and hold."""
+    """Prints the timetable and its bubble, the stage-boundary permutes, and the memory of stages."""
     table = report.table
-    chunks = f", {table.chunks} chunks of layers on each" if table.chunks > 1 else ""
-    console.print(f"[bold]Stages[/]  {report.schedule}, {table.stages} stages{chunks}", highlight=False)
+    chunks = f", {table.chunks} chunks of layers per stage" if table.chunks > 1 else ""
+    console.print(f"[bold]Pipeline[/]  {report.schedule}, {table.stages} stages{chunks}", highlight=False)
     for line in timeline.lines(table, console.width - 2):
         console.print("  ", line, sep="", highlight=False, no_wrap=True)
     console.print(f"  {timeline.legend(table)}\n  {bubble_text(report)}", highlight=False)
@@ -156,47 +157,47 @@ def show_stages(report: StagesReport, console: Console) -> None:
 
 
 def bubble_text(report: StagesReport) -> str:
-    """What idle halves cost, by the table and by the formula."""
+    """Returns the bubble of the timetable and by formula."""
     table = report.table
     return (
-        f"bubble {table.bubble:.1%} of the work, counted: {table.forward_ticks} forward and {table.backward_ticks} "
-        f"backward halves for {table.microbatches * table.chunks} of each with work; "
+        f"bubble {table.bubble:.1%} of the work: {table.forward_ticks} forward and {table.backward_ticks} backward "
+        f"ticks, {table.microbatches * table.chunks} of each with work on a stage; "
         f"(p-1)/(m v) = {table.stages - 1}/{table.microbatches * table.chunks} = {report.bubble_formula:.1%}"
     )
 
 
 PERMUTE_HEADS: dict[str, str] = {
     "permutes of": "left",
-    "to the stage": "left",
+    "to stage": "left",
     "count": "right",
-    "a tick": "right",
+    "per tick": "right",
     "shape": "left",
     "bytes each": "right",
-    "sent a step": "right",
-    "behind products": "right",
-    "behind": "left",
+    "sent per step": "right",
+    "overlapped": "right",
+    "overlapped with matmuls of": "left",
 }
 STAGE_HEADS: dict[str, str] = dict.fromkeys(
-    ("stage", "layers", "slots used", "states", "activations", "logits", "together"), "right"
+    ("stage", "layers", "slots used", "states", "activations", "logits", "total"), "right"
 )
-"""Heads of tables, and on which side their columns stand."""
+"""Column head -> alignment."""
 
 
 def permutes_table(report: StagesReport) -> Table:
-    """What stages send each other."""
-    table = _table("Between stages", PERMUTE_HEADS)
+    """Builds the table of stage-boundary permutes."""
+    table = _table("Stage boundaries", PERMUTE_HEADS)
     for permutes in report.permutes:
         table.add_row(*permutes_row(permutes, report))
     return table
 
 
 def permutes_row(permutes: Permutes, report: StagesReport) -> list[str]:
-    """Cells of a line of permutes; a tick is one with a half from which they leave."""
+    """Returns the cells of a row of permutes; only ticks with a half that sends them are counted."""
     halves = {ONWARD: report.table.forward_ticks, BACK: report.table.backward_ticks}
     ticks = halves.get(permutes.carries, sum(halves.values()))
     return [
         permutes.carries,
-        {ONWARD: "after", BACK: "before"}.get(permutes.carries, "other"),
+        {ONWARD: "next", BACK: "previous"}.get(permutes.carries, "both"),
         f"{permutes.count:,}",
         f"{permutes.count / ticks:.3g}",
         shapes_text(permutes.arrays),
@@ -208,8 +209,8 @@ def permutes_row(permutes: Permutes, report: StagesReport) -> list[str]:
 
 
 def stages_table(report: StagesReport) -> Table:
-    """What stages hold; a slot is what a chunk keeps of a microbatch, and all stages have as many."""
-    table = _table("On each stage, by formula", STAGE_HEADS)
+    """Builds the table of stages; a slot has a chunk's saved activations of a microbatch, all stages have as many."""
+    table = _table("Memory of each stage, by formula", STAGE_HEADS)
     for number in timeline.abridged(range(len(report.stages)), timeline.MOST_STAGES):
         cells = [timeline.LEFT_OUT] * len(STAGE_HEADS) if number is None else stage_row(report, number)
         table.add_row(*cells)
@@ -217,14 +218,15 @@ def stages_table(report: StagesReport) -> Table:
 
 
 def _table(title: str, heads: Mapping[str, str]) -> Table:
+    """Builds a table without rows from its column heads and their alignment."""
     table = Table(title=title, title_justify="left", title_style="bold")
-    for head, side in heads.items():
-        table.add_column(head, justify="right" if side == "right" else "left")
+    for head, alignment in heads.items():
+        table.add_column(head, justify="right" if alignment == "right" else "left")
     return table
 
 
 def stage_row(report: StagesReport, number: int) -> list[str]:
-    """Cells of a stage."""
+    """Returns the cells of a stage's row."""
     stage = report.stages[number]
     memory = stage.memory
     return [
@@ -236,62 +238,62 @@ def stage_row(report: StagesReport, number: int) -> list[str]:
 
 
 def memory_lines(report: Report) -> str:
-    """Bytes per device."""
+    """Returns the lines on memory per device."""
     m, f = report.memory, report.memory.formula
     verdict = ""
     if m.capacity is not None:
-        word = "[green]fits[/]" if m.fits else "[red]does not fit[/]"
-        verdict = f"  {word}: {size(m.peak + m.beside)} of {size(m.capacity)}"
+        fits = "[green]fits[/]" if m.fits else "[red]does not fit[/]"
+        verdict = f"  {fits}: {size(m.peak + m.beside)} of {size(m.capacity)}"
     return (
-        f"[bold]Memory of a device[/]{verdict}\n"
-        f"  compiled: arguments {size(m.arguments)}, outputs {size(m.outputs)} ({size(m.aliased)} of them in place of "
+        f"[bold]Memory per device[/]{verdict}\n"
+        f"  compiled: arguments {size(m.arguments)}, outputs {size(m.outputs)} ({size(m.aliased)} aliased to "
         f"arguments), temporaries {size(m.temporaries)}, peak {size(m.peak)}\n"
         f"  of which: parameters {size(m.parameters)}, optimizer {size(m.optimizer)}, "
-        f"gradients {size(m.gradients)} (counted), activations and workspace {size(m.activations)} (the rest)\n"
+        f"gradients {size(m.gradients)} (by count), activations and workspace {size(m.activations)} (remaining)\n"
         f"  formula:  parameters {size(f.weights)}, optimizer {size(f.optimizer)}, gradients {size(f.gradients)}, "
         f"activations {size(f.kept + f.working)}, logits {size(f.logits)}, "
-        + (f"of a teacher {size(f.teacher)}, " if f.teacher else "")
-        + f"together {size(f.total)}"
-        + (f"\n  beside it: {size(m.beside)} of a teacher's weights, by formula" if m.beside else "")
+        + (f"teacher {size(f.teacher)}, " if f.teacher else "")
+        + f"peak {size(f.total)}"
+        + (f"\n  outside the step: teacher's weights {size(m.beside)}, by formula" if m.beside else "")
     )
 
 
 def time_lines(report: Report) -> str:
-    """FLOPs, and where the hardware is known the predicted time."""
+    """Returns the lines on FLOPs, and where the hardware is known on the predicted time."""
     flops = report.flops
     lines = [
-        "[bold]Work of a step[/]",
-        f"  products {si(flops.counted, 'FLOP')} compiled, {si(flops.formula, 'FLOP')} by formula "
+        "[bold]FLOPs of a step[/]",
+        f"  matmuls {si(flops.counted, 'FLOP')} compiled, {si(flops.formula, 'FLOP')} by formula "
         f"({flops.difference:+.2%})"
-        + (": XLA computes some of them again to save memory" if flops.difference > 0.01 else "")
+        + (": XLA rematerializes some of them to save memory" if flops.difference > 0.01 else "")
         + (", with equal loads of all experts" if report.config.model.num_experts else ""),
     ]
     t = report.time
     if t is None:
         return "\n".join(lines)
-    waits = ", ".join(f"{axes} {duration(s)}" for axes, s in t.exposed_by_axes.items() if s >= 1e-6)
+    exposed = ", ".join(f"{axes} {duration(s)}" for axes, s in t.exposed_by_axes.items() if s >= 1e-6)
     lines += [
         f"[bold]Predicted time[/] on {t.server.name} (a model, not a measurement)",
-        f"  step {duration(t.seconds)}: products {duration(t.products)}, memory-bound {duration(t.memory_bound)}, "
-        f"waiting for collectives {duration(t.exposed)} = {t.exposed_share:.1%} ({waits or 'none'}); "
-        f"collectives behind compute {duration(t.hidden)}, which slow it down by {duration(t.contention)}",
+        f"  step {duration(t.seconds)}: matmuls {duration(t.products)}, memory-bound {duration(t.memory_bound)}, "
+        f"exposed communication {duration(t.exposed)} = {t.exposed_share:.1%} ({exposed or 'none'}); "
+        f"overlapped communication {duration(t.hidden)}, which slows computation down by {duration(t.contention)}",
         f"  between {duration(t.between[0])} and {duration(t.between[1])}: {accuracy_on(t.server).in_words}",
-        f"  the planner's formulas: {duration(t.by_plan)} ({t.by_plan / t.seconds - 1:+.0%}), "
-        f"{duration(t.copies_by_plan)} of them what loops over layers copy; "
-        "they know the kernels of the model, and not what else this program copies, nor its order",
-        f"  {t.tflops:.1f} TFLOP/s of the model per GPU, MFU {t.mfu:.1%}; "
+        f"  by the planner's formulas: {duration(t.by_plan)} ({t.by_plan / t.seconds - 1:+.0%}), "
+        f"of it {duration(t.copies_by_plan)} for copies in layer loops; "
+        "they include the model's kernels, but neither other copies of this program nor its schedule",
+        f"  {t.tflops:.1f} model TFLOP/s per GPU, MFU {t.mfu:.1%}; "
         f"with recompute {t.hardware_tflops:.1f}, HFU {t.hfu:.1%}",
     ]
     return "\n".join(lines)
 
 
 WORTH_UNROLLING = 0.03
-"""Share of a step that stacks take, from which on `unrolling_line` speaks."""
+"""Share of a step spent on stacks of layer loops above which `unrolling_line` is printed."""
 CAUSE_HEADS: dict[str, str] = {"cause": "left", "time": "right", "of the step": "right", "in": "left"}
 
 
 def causes_table(time: TimeReport) -> Table:
-    """Where the memory-bound time goes."""
+    """Builds the table of the memory-bound time by cause."""
     table = _table(f"Memory-bound: {duration(time.memory_bound)}, by cause", CAUSE_HEADS)
     for cells in cause_rows(time):
         table.add_row(*cells)
@@ -299,26 +301,26 @@ def causes_table(time: TimeReport) -> Table:
 
 
 def unrolling_line(report: Report) -> str:
-    """Whether layers without a loop would save a good part of this step; empty where not, or where they can't."""
+    """Returns the hint that --unroll-layers would save time; empty if it saves little or can't be used."""
     plan = report.step.plan
     if report.time is None or plan.unrolled or any(problems(report.step.config.model, replace(plan, unrolled=True))):
         return ""
     share = sum(by_cause(report.time.causes).get(STACKS, {}).values()) / report.time.seconds
     if share < WORTH_UNROLLING:
         return ""
-    stacks = f"{share:.0%} of the step are its stacks"
+    stacks = f"the loop's stacks take {share:.0%} of the step"
     return f"  --unroll-layers compiles layers without a loop: {stacks} (docs/notes/speed.md)\n"
 
 
 def cause_rows(time: TimeReport, least: float = 0.001) -> list[list[str]]:
-    """Cells of a row for every cause that takes at least this share of the step, and the phases in which it does."""
+    """Returns the cells of a row for each cause of at least the share `least` of the step, with its phases."""
     rows = []
     for cause, phases in by_cause(time.causes).items():
         seconds = sum(phases.values())
         where = sorted(((s, phase) for phase, s in phases.items() if s >= least * time.seconds), reverse=True)
         if seconds >= least * time.seconds:
             shown = ", ".join(f"{phase} {duration(s)}" for s, phase in where)
-            rows.append([cause, duration(seconds), f"{seconds / time.seconds:.1%}", shown])
+            rows.append([LABELS.get(cause, cause), duration(seconds), f"{seconds / time.seconds:.1%}", shown])
     return rows
 
 
@@ -329,20 +331,22 @@ SENT_HEADS: dict[str, str] = {
 
 
 def show_measured(measured: Measured, console: Console) -> None:
-    """Prints what a trace says of a step, beside what was predicted."""
+    """Prints the measured times of a trace next to the predicted ones."""
     console.print(
         f"[bold]Measured time[/] in {_escape(str(measured.trace))}: {measured.steps} steps on {measured.devices} "
-        f"devices, {duration(measured.seconds)} a step; collectives with their wait for the others",
+        f"devices, {duration(measured.seconds)} per step; collectives include the wait for other ranks",
         highlight=False,
         soft_wrap=True,
     )
-    phases = _table("By phase", {"phase": "left", **dict.fromkeys(("computing", "sending", "predicted"), "right")})
+    phases = _table(
+        "By phase", {"phase": "left", **dict.fromkeys(("computation", "communication", "predicted"), "right")}
+    )
     for phase, spent in in_order(measured):
         phases.add_row(phase, duration(spent.computing), duration(spent.sending), _or_unknown(spent.predicted))
     console.print(phases)
     causes = _table("By cause", {"cause": "left", **dict.fromkeys(("measured", "predicted"), "right")})
     for cause, each in measured.causes.items():
-        causes.add_row(cause, duration(each.measured), _or_unknown(each.predicted))
+        causes.add_row(LABELS.get(cause, cause), duration(each.measured), _or_unknown(each.predicted))
     console.print(causes)
     sent = _table("By collective", SENT_HEADS)
     for (phase, kind, axes), each in measured.collectives.items():
@@ -356,26 +360,26 @@ def _or_unknown(seconds: float | None) -> str:
 
 
 def axes_text(axes: tuple[str, ...] | None) -> str:
-    """ "model", "data+model", "nobody" for lone devices, "?" for groups that do not match any set of axes."""
+    """Returns "model", "data+model", "none" for groups of one device, "?" for groups that match no set of axes."""
     if axes is None:
         return "?"
-    return "+".join(axes) or "nobody"
+    return "+".join(axes) or "none"
 
 
 def show_note(note: str | None, console: Console) -> None:
-    """Prints how a program was compiled, where that was not with the run's own options."""
+    """Prints how a program was compiled, if not with the run's options."""
     if note:
         console.print(f"note    {note}", highlight=False)
 
 
 def shapes_text(arrays: tuple[Array, ...], most: int = 2) -> str:
-    """The first arrays, and how many more."""
+    """Returns the first arrays, and how many more there are."""
     shown = ", ".join(str(a) for a in arrays[:most])
     return shown + (f" and {len(arrays) - most} more" if len(arrays) > most else "")
 
 
 def size(number: float) -> str:
-    """Bytes in decimal units: 1.5 GB."""
+    """Formats bytes in decimal units: 1.5 GB."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if number >= 0.9995 * scale:
             return f"{_three_digits(number / scale)} {unit}"
@@ -383,7 +387,7 @@ def size(number: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds in a unit that fits: 1.5 ms."""
+    """Formats seconds in s, ms or us: 1.5 ms."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= 0.9995 * scale:
             return f"{_three_digits(seconds / scale)} {unit}"

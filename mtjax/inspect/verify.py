@@ -1,4 +1,4 @@
-"""Formulas against the compiled program: compiled as `mtjax inspect` does, with the error of each."""
+"""`mtjax plan --verify`: errors of the planner's formulas against the program that `mtjax inspect` compiles."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from mtjax.theory.timing import step_time
 
 @dataclass(frozen=True)
 class Check:
-    """A formula's figure and the program's."""
+    """A figure by formula and of the compiled program."""
 
     name: str
     formula: float
@@ -32,29 +32,30 @@ class Check:
 
     @property
     def error(self) -> float:
-        """Formula over program, minus 1; 0 when both are 0."""
+        """Relative error of the formula; 0 when both are 0."""
         return self.formula / self.program - 1 if self.program else 0.0 if not self.formula else float("inf")
 
 
 def counted_parameters(step: CompiledStep) -> int:
-    """Parameters of the model's abstract tree."""
+    """Returns the number of parameters in the model's abstract tree."""
     leaves = jax.tree.leaves(step.program.abstract_parameters)
     return sum(leaf.size for leaf in leaves)
 
 
 def compare(report: Report) -> list[Check]:
-    """Every formula that the compiled program can verify."""
+    """Compares every formula that has a counterpart in the compiled program."""
     step = report.step
     checks = [
-        Check("parameters, whole model", parameters(step.anatomy), counted_parameters(step), "", "counted"),
-        Check("FLOPs of a step", report.flops.formula, report.flops.counted, "FLOP", "products of the program"),
+        Check("parameters", parameters(step.anatomy), counted_parameters(step), "", "counted"),
+        Check("FLOPs of a step", report.flops.formula, report.flops.counted, "FLOP", "matmuls of the program"),
         *_memory(report),
         *_traffic(report),
     ]
     if report.time is not None:
         server = report.time.server
-        walk = step_time(step.anatomy, step.plan, server).total
-        checks.append(Check("step time", walk, report.time.seconds, "s", "a walk over the program: also a model"))
+        planned = step_time(step.anatomy, step.plan, server).total
+        note = "simulated from the program: a model too"
+        checks.append(Check("step time", planned, report.time.seconds, "s", note))
     return checks
 
 
@@ -72,12 +73,12 @@ def _traffic(report: Report) -> Iterator[Check]:
     by_axis = traffic.sent_by_axis(traffic.transfers(report.step.anatomy, report.step.plan))
     for axis, formula in by_axis.items():
         sent = sum(c.wire_bytes * c.count for c in report.collectives if c.axes == tuple(axis.split(JOINED)))
-        yield Check(f"sent over {traffic.axis_name(axis)}", formula, sent, "B", "per GPU and step")
+        yield Check(f"sent, {traffic.axis_name(axis)} parallel", formula, sent, "B", "per GPU and step")
 
 
 def verification_table(checks: list[Check]) -> Table:
-    """Formula, program, error."""
-    result = table("Verified against the compiled program", "", "model", "compiled", "error", "")
+    """Builds the table of figures by formula, compiled ones, and errors."""
+    result = table("Verified against the compiled program", "", "formula", "compiled", "error", "")
     for c in checks:
         error = "exact" if c.formula == c.program else f"{c.error:+.2%}"
         result.add_row(c.name, _amount(c.formula, c.unit), _amount(c.program, c.unit), error, c.note)
@@ -93,10 +94,10 @@ def _amount(value: float, unit: str) -> str:
 
 
 def print_verification(console: Console, run: Config, target: str) -> None:
-    """Compiles and prints the error of each formula.
+    """Compiles a run's step and prints the error of each formula.
 
     Raises:
-      UserError: the target can't be compiled for here, XLA can't compile it, or the mesh does not fit.
+      UserError: this machine can't compile for the target, XLA fails to compile the step, or the mesh does not fit.
     """
     console.print("\nCompiling ...", style="dim")
     report = inspect(run, find_target(target))

@@ -1,1 +1,1 @@
-"""What a model needs and on which mesh: reports from `mtjax.theory`'s formulas, and the mesh search."""
+"""Planner: reports on a model and a mesh from `mtjax.theory`'s formulas, and the mesh search."""

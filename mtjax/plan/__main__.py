@@ -1,4 +1,4 @@
-"""`python -m mtjax.plan`: what a model needs, on which mesh, for how long - without compiling."""
+"""`python -m mtjax.plan`: memory, time and cost of a model on a mesh, by formula."""
 
 import sys
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from mtjax.plan.options import Options
 
 DEFAULT = "gpt2-8.3b"
 
-DESCRIPTION = """Say what a model needs and on which mesh, by formula: parameters, FLOPs, memory, traffic, days, cost.
+DESCRIPTION = """Estimate parameters, FLOPs, memory, traffic, step time, days and cost of a model on a mesh, by formula.
 
 With --mesh it reports on one plan; with --gpus it searches for the fastest plan that fits, with --days for the fewest
 GPUs. --verify compiles the program and prints the error of each formula; --published compares with published runs.
@@ -24,25 +24,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     def body() -> None:
         command = cli.parse(argv, "mtjax plan", DESCRIPTION, Options, default=DEFAULT)
         command.options.check()
-        from mtjax.plan.command import run  # not before the options are right: tables and formulas take time to import
+        from mtjax.plan.command import run  # slow to import: only after the options are checked
 
-        named = command.options.teacher
-        config = replace(command.config, teacher=named) if named else command.config
-        run(config, command.options, command.source, _verify, _taught)
+        teacher = command.options.teacher
+        config = replace(command.config, teacher=teacher) if teacher else command.config
+        run(config, command.options, command.source, _verify, _with_teacher)
 
     return cli.run_main(body)
 
 
 def _verify(console: Console, config: Config, target: str) -> None:
-    from mtjax.inspect.verify import print_verification  # compiles: all else here needs no jax
+    from mtjax.inspect.verify import print_verification  # imports jax, which nothing else here needs
 
     print_verification(console, config, target)
 
 
-def _taught(config: Config) -> tuple[Config, Model | None]:
+def _with_teacher(config: Config) -> tuple[Config, Model | None]:
+    """Returns the config with the teacher's width, and the teacher's model; None without a teacher."""
     if config.finetuning.teacher is None:
         return config, None
-    from mtjax.finetune.teacher import taught  # reads what a teacher's weights say of themselves: needs jax
+    from mtjax.finetune.teacher import taught  # reads the metadata of the teacher's weights: imports jax
 
     return taught(config)
 

@@ -1,4 +1,4 @@
-"""`--mesh auto`: the fastest mesh of a run, by the scaling model, on the devices that it has."""
+"""`--mesh auto`: the fastest mesh of a run on its devices, by the planner's formulas."""
 
 from mtjax.config import Config, Model
 from mtjax.config.sizes import divisors
@@ -16,20 +16,21 @@ from mtjax.theory.timing import step_time
 
 
 def fastest_mesh(config: Config, devices: int, kind: str, teacher: Model | None = None) -> MeshShape:
-    """The mesh of all devices on which a step of the run, with its own recompute and ZeRO, takes the least time.
+    """Returns the mesh of all devices on which a step of the run, with its recompute and ZeRO stage, is fastest.
 
-    On devices that the planner does not know, like CPUs, it is the one with the most data ways, which sends the least.
+    On devices that the planner does not know, such as CPUs, it is the mesh with the largest data parallel degree, which
+    has the least communication.
 
     Args:
       config: the run; its `mesh` is not read.
       devices: of all processes.
-      kind: jax's name for such a device.
-      teacher: of the run, where it has one.
+      kind: jax's name of the devices.
+      teacher: the teacher's model, if any.
 
     Raises:
-      UserError: no mesh divides model and batch, or none fits the memory; says what each would take.
+      UserError: no mesh fits model and batch, or none fits the memory.
     """
-    anatomy = anatomy_of(with_vocabulary(config, lambda said: None).model)
+    anatomy = anatomy_of(with_vocabulary(config, lambda message: None).model)
     gpu = by_device_kind(kind)
     server = SERVERS.get(gpu.name) if gpu else None
     shapes = [MeshShape(data=devices // model, model=model) for model in divisors(devices)]
@@ -40,11 +41,14 @@ def fastest_mesh(config: Config, devices: int, kind: str, teacher: Model | None 
     possible = [plan for plan in plans if reasons[str(plan.mesh)] is None]
     if not possible:
         listed = "; ".join(f"{mesh}: {reason}" for mesh, reason in list(reasons.items())[:3])
-        raise UserError(f"no mesh of {devices} devices divides this run ({listed}): give --mesh, or change the batch")
+        raise UserError(
+            f"no mesh of {devices} devices fits this run ({listed}): give --mesh, or change global_batch_size"
+        )
     return _fastest(anatomy, possible, server).mesh if server else possible[0].mesh
 
 
 def _fastest(anatomy: Anatomy, plans: list[Plan], server: Server) -> Plan:
+    """Returns the fastest plan that fits the memory; tensor parallelism stays inside a server where possible."""
     limit = Space().usable * server.gpu.memory
     inside = [plan for plan in plans if plan.tensor_degree <= server.gpus] or plans
     needed = {plan: peak_stage_memory(anatomy, plan).total for plan in inside}
@@ -53,7 +57,8 @@ def _fastest(anatomy: Anatomy, plans: list[Plan], server: Server) -> Plan:
         least = min(inside, key=lambda plan: needed[plan])
         size, gib = least.mesh.size, needed[least] / 2**30
         raise UserError(
-            f"on {size} x {server.gpu.name} this run needs at least {gib:.1f} GiB on each, on the mesh {least.mesh}, "
-            f"and {limit / 2**30:.1f} are usable: raise --zero or --recompute, or ask mtjax plan --gpus {size}"
+            f"on {size} x {server.gpu.name} this run needs at least {gib:.1f} GiB per GPU (on mesh {least.mesh}), "
+            f"and {limit / 2**30:.1f} are usable: use a higher --zero or --recompute full, or search for a plan with "
+            f"mtjax plan --gpus {size}"
         )
     return min(fitting, key=lambda plan: step_time(anatomy, plan, server).total)

@@ -1,4 +1,4 @@
-"""What `mtjax plan` does once its options have been read: report on a plan, or search for one."""
+"""The command `mtjax plan` after its options are parsed: reports on a plan, or searches for one."""
 
 import math
 from collections.abc import Callable
@@ -27,33 +27,33 @@ from mtjax.theory.mesh import MeshShape, parse_mesh
 from mtjax.theory.plan import Plan
 
 SEARCHING = "Comparing plans ..."
-"""What a terminal shows meanwhile: of long samples and many GPUs there are thousands."""
+"""Status line of a search, which may compare thousands of plans."""
 Verify = Callable[[Console, config.Config, str], None]
 """Compiles a config for a target and prints the error of each formula."""
-Taught = Callable[[config.Config], tuple[config.Config, config.Model | None]]
-"""A config with what the weights of its teacher say of themselves, and the teacher's model; None without one."""
+WithTeacher = Callable[[config.Config], tuple[config.Config, config.Model | None]]
+"""Returns a config with the teacher's width, and the teacher's model; None without one."""
 
 
-def run(asked: config.Config, options: Options, source: str, verify: Verify, taught: Taught) -> None:
-    """Prints what the options ask for.
+def run(given: config.Config, options: Options, source: str, verify: Verify, with_teacher: WithTeacher) -> None:
+    """Prints the reports that the options request.
 
     Args:
-      asked: the config as it was given.
-      options: the planner's own.
+      given: the config as given by the user.
+      options: the planner's.
       source: the config's name or path as typed, for the command that a search prints.
       verify: called with --verify.
-      taught: asked for the teacher.
+      with_teacher: reads the teacher's model.
     """
     console = make_console()
     if options.published:
         print_published(console)
         return
-    run_config, teacher = taught(with_vocabulary(asked, console.print))
+    run_config, teacher = with_teacher(with_vocabulary(given, console.print))
     server = target.parse(options.target)
     anatomy = anatomy_of(run_config.model)
     _check_imbalance(anatomy, options)
     if options.gpus is not None or options.days is not None:
-        plan = _search(console, anatomy, run_config, teacher, server, options, asked, source)
+        plan = _search(console, anatomy, run_config, teacher, server, options, given, source)
     else:
         plan = _report(console, anatomy, run_config, _planned(run_config, teacher), server, options)
     if options.inference:
@@ -65,29 +65,32 @@ def run(asked: config.Config, options: Options, source: str, verify: Verify, tau
 
 
 def _check_imbalance(anatomy: Anatomy, options: Options) -> None:
-    """Checks that there are experts of which some may have more to do, and that a rank's share is possible.
+    """Checks --expert-imbalance against the number of experts.
 
     Raises:
-      UserError: it is not.
+      UserError: there are no experts, or fewer than the imbalance.
     """
-    asked, count = options.expert_imbalance, anatomy.model.num_experts
-    if asked != 1 and not count:
-        raise UserError(f"--expert-imbalance {asked:g} is for models with experts, and num_experts is 0: leave it out")
-    if count and asked > count:
-        raise UserError(f"--expert-imbalance {asked:g} is more than all tokens on one of {count} experts: take less")
+    imbalance, count = options.expert_imbalance, anatomy.model.num_experts
+    if imbalance != 1 and not count:
+        raise UserError(f"--expert-imbalance {imbalance:g} needs a model with experts, and num_experts is 0: remove it")
+    if count and imbalance > count:
+        raise UserError(
+            f"--expert-imbalance {imbalance:g} is above num_experts {count}, the imbalance with all tokens on one "
+            "expert: use a smaller number"
+        )
 
 
 def _imbalance(anatomy: Anatomy, options: Options) -> float:
-    """The load of the rank that has most, beside the mean: no expert takes more than its capacity."""
+    """Returns the load of the busiest rank over the mean, limited by the experts' capacity."""
     return min(options.expert_imbalance, max(anatomy.model.capacity_factor or math.inf, 1.0))
 
 
 def _report(
     console: Console, anatomy: Anatomy, run_config: config.Config, planned: Plan, server: Server, options: Options
 ) -> Plan:
-    """Reports on the config's mesh; one that does not fit is reported with the nearest that does."""
+    """Prints the report on the config's mesh; if it does not fit the memory, with the nearest plan that does."""
     plan = replace(planned, expert_imbalance=_imbalance(anatomy, options))
-    server.each_of(plan.mesh.size)  # refuses what would leave a server half empty
+    server.each_of(plan.mesh.size)  # raises where servers would not be full
     print_report(console, anatomy, plan, server, options)
     for hint in hints(anatomy, plan, server, run_config):
         console.print(f"\nHint:  {hint}", soft_wrap=True)
@@ -99,27 +102,27 @@ def _report(
         hint = (
             f"the nearest plan that does is {describe(near.plan)} ({near.plan.mesh.size} GPUs)"
             if near
-            else ("no number of these GPUs does")
+            else ("no number of these GPUs is enough")
         )
         console.print(f"\n[bold]This plan does not fit {options.target}[/]: {hint}.", soft_wrap=True)
     return plan
 
 
 def _planned(run_config: config.Config, teacher: config.Model | None) -> Plan:
-    """The config's plan, with its teacher.
+    """Returns the config's plan, with its teacher.
 
     Raises:
-      UserError: it does not divide, or asks for a recompute that times and traffic have no formula for.
+      UserError: model or batch do not fit the mesh, or there is no formula for the recompute.
     """
     mesh = parse_mesh(run_config.parallel.mesh)
     check_config(run_config, mesh)
     plan = Plan.of(run_config, mesh, teacher=teacher)
     check(run_config.model, plan)
-    asked = sizes.describe_recompute(run_config.training)
-    if asked not in ("no recompute", "selective recompute", "full recompute"):
+    recompute = sizes.describe_recompute(run_config.training)
+    if recompute not in ("no recompute", "selective recompute", "full recompute"):
         raise UserError(
-            "the planner's formulas know none, selective, and full of every layer on its own, and the config "
-            f"asks for {asked}; mtjax inspect compiles it"
+            f"the planner has formulas for recompute none, selective, and full of single layers, and the config has "
+            f"{recompute}: use mtjax inspect, which compiles it"
         )
     return plan
 
@@ -131,10 +134,10 @@ def _search(
     teacher: config.Model | None,
     server: Server,
     options: Options,
-    asked: config.Config,
+    given: config.Config,
     source: str,
 ) -> Plan:
-    """Searches for a number of GPUs or for a number of days; returns the winner."""
+    """Prints the best plans for a number of GPUs, or of days; returns the best."""
     settings = {
         "pipeline_schedule": "1f1b",
         "chunks": 1,
@@ -148,10 +151,10 @@ def _search(
         assert options.days is not None and options.tokens is not None
         with console.status(SEARCHING):
             gpus = gpus_within(anatomy, base, options.tokens, options.days, server).plan.mesh.size
-        console.print(f"[bold]{gpus} GPUs[/] read {options.tokens:.3g} tokens within {options.days:g} days.\n")
+        console.print(f"[bold]{gpus} GPUs[/] train on {options.tokens:.3g} tokens within {options.days:g} days.\n")
     with console.status(SEARCHING):
         found = best_plan(anatomy, base, gpus, server)
-    print_search(console, anatomy, found, server, options, asked, source)
+    print_search(console, anatomy, found, server, options, given, source)
     return found.best.plan
 
 
@@ -159,4 +162,4 @@ def _plot(console: Console, path: Path, anatomy: Anatomy, plan: Plan, server: Se
     from mtjax.plan.plots import draw  # matplotlib takes a second to import
 
     draw(path, anatomy, plan, server, options)
-    console.print(f"\nDrawn: {path}")
+    console.print(f"\nPlotted: {path}")

@@ -1,4 +1,4 @@
-"""Settings of a config that make its plan slower or larger than necessary, and what to change."""
+"""Hints on settings that make a plan slower or larger than necessary."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,16 +14,16 @@ from mtjax.theory.plan import Plan
 from mtjax.theory.timing import step_time
 
 WORTH_SAYING = 0.02
-"""Share of the step's time, or of a GPU's parameters, above which a hint is given."""
+"""Share of the step's time, or of a GPU's parameters, above which a hint is printed."""
 
 
 def hints(anatomy: Anatomy, plan: Plan, server: Server, run: Config) -> Iterator[str]:
-    """Hints on the plan of a config."""
+    """Yields hints on the plan of a config."""
     yield from filter(None, (flash_hint(anatomy, plan, server, run), zero_hint(anatomy, plan)))
 
 
 def flash_hint(anatomy: Anatomy, plan: Plan, server: Server, run: Config) -> str | None:
-    """A hint if only dropout on attention's probabilities rules out flash attention."""
+    """Returns a hint if only dropout on attention's probabilities prevents flash attention."""
     dropout = run.model.attention_dropout
     without = config.replace(run, attention_dropout=0.0)
     if plan.flash_attention or not dropout or choose_kernel(without, "gpu")[0] != "cudnn":
@@ -41,7 +41,7 @@ def flash_hint(anatomy: Anatomy, plan: Plan, server: Server, run: Config) -> str
 
 
 def zero_hint(anatomy: Anatomy, plan: Plan) -> str | None:
-    """A hint if ZeRO leaves parameters on every data rank because none of their dimensions is divisible."""
+    """Returns a hint if ZeRO leaves parameters replicated because none of their dimensions is divisible."""
     if not plan.zero or plan.zero_degree == 1:
         return None
     held = peak_stage_counts(anatomy, plan)
@@ -50,7 +50,7 @@ def zero_hint(anatomy: Anatomy, plan: Plan) -> str | None:
     states = held.replicated * (plan.precision.weights + plan.precision.gradients + plan.precision.optimizer)
     return (
         f"ZeRO-{plan.zero} shards none of {percent(held.replicated / held.all)} of a GPU's parameters, which have no "
-        f"dimension that is divisible by {plan.zero_degree} ranks: every GPU holds all of their weights, gradients and "
-        f"optimizer state, {gib(states)}; take a number of data ranks that divides hidden_size "
+        f"dimension divisible by the {plan.zero_degree} ranks: every GPU holds their full weights, gradients and "
+        f"optimizer state, {gib(states)}; use a data parallel degree that divides hidden_size "
         f"{anatomy.model.hidden_size}"
     )

@@ -1,4 +1,4 @@
-"""What generating text takes, by formula.
+"""Memory and time of text generation, by formula.
 
 Symbols as in `mtjax.theory.flops`; L tokens of context. Source: arXiv 2211.05102, section 2; memory-bound decoding.
 """
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from mtjax.config.sizes import padded_vocab_size
 from mtjax.theory.anatomy import Anatomy, Stack
-from mtjax.theory.counts import met_share, on_device, parameters
+from mtjax.theory.counts import active_share, on_device, parameters
 from mtjax.theory.hardware import Server
 from mtjax.theory.layout import LAYERS, Layout, is_matrix, layout_of
 from mtjax.theory.machine import Constants
@@ -20,19 +20,18 @@ WEIGHT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0, "int4": 0.5}
 """Bytes per parameter of stored weights, without scales."""
 
 READS_ENCODED = "cross.key_value"
-"""What a decoder's layer computes once a text, not once a token."""
+"""Prefix of the weights that a decoder's layer applies once per encoded text, not once per token."""
 
 
 SAMPLING_ARRAYS = 7
-"""Of 4 bytes, as long as a device's part of the vocabulary: counts of tokens, and what drawing works with - logits, as
-they are warped, over the temperature, in their order as integers, probabilities and noise."""
+"""Arrays of 4 bytes per entry of a device's vocabulary shard: counts of tokens, and of sampling the logits, warped,
+divided by the temperature, as order-preserving integers, probabilities and noise."""
 
 
 def flops_per_token(anatomy: Anatomy, context: int = 0) -> float:
-    """FLOPs to generate one token: 2 per parameter that it meets, and `4Lq` a layer for attention over the context.
+    """Returns the FLOPs to generate one token: 2 per active parameter, and `4Lq` per layer for attention.
 
-    It meets all layers but an encoder's, which has read its text before, and the output projection; of other tables
-    only a row is read.
+    Active are all layers but an encoder's, and the output projection; of other tables only a row is read.
     """
     tied = anatomy.model.tie_embeddings
     head = [w for part in (*anatomy.head, *(anatomy.embed[:1] if tied else ())) for w in part.weights]
@@ -43,17 +42,17 @@ def flops_per_token(anatomy: Anatomy, context: int = 0) -> float:
 def _layer_flops(anatomy: Anatomy, stack: Stack, context: int) -> float:
     weights = [w for part in stack.parts for w in part.weights if not w.name.startswith(READS_ENCODED)]
     scores = [part.scores for part in stack.parts if part.scores]
-    met = sum(w.size * met_share(anatomy.model, w) for w in weights)
-    return 2 * met + 4 * context * sum(s.heads * s.width for s in scores)
+    active = sum(w.size * active_share(anatomy.model, w) for w in weights)
+    return 2 * active + 4 * context * sum(s.heads * s.width for s in scores)
 
 
 def weight_bytes(anatomy: Anatomy, precision: str) -> float:
-    """Bytes of all weights."""
+    """Returns the bytes of all weights."""
     return parameters(anatomy) * WEIGHT_BYTES[precision]
 
 
 def cache_bytes(anatomy: Anatomy, batch: int, context: int, element_bytes: float = 2) -> float:
-    """Bytes of keys and values: `2 l k L` elements per sequence; of a decoder also those of the text it reads."""
+    """Returns the bytes of the KV cache: `2 l k L` elements per sequence, with cross-attention also the encoder's."""
     stacks = anatomy.decoder_stacks
     elements = sum(stack.layers * part.kv_elements(context) for stack in stacks for part in stack.parts)
     return elements * batch * element_bytes
@@ -61,40 +60,40 @@ def cache_bytes(anatomy: Anatomy, batch: int, context: int, element_bytes: float
 
 @dataclass(frozen=True)
 class DecodingMemory:
-    """Bytes on a device of `mtjax generate`, while it writes a token of every sequence."""
+    """Bytes on a device of `mtjax generate` in a decode step."""
 
     weights: float
-    """Matrices in the compute type or in 8 bits, vectors in float32."""
+    """Matrices in the compute dtype or in 8 bits, vectors in float32."""
     cache: float
-    """Keys and values of the device's own heads; where key heads are fewer than the model ways, of one."""
+    """KV cache of the device's heads: at least one key and one value head."""
     sampling: float
-    """Arrays as long as the device's part of the vocabulary (`SAMPLING_ARRAYS`)."""
+    """Arrays of the length of the device's vocabulary shard (`SAMPLING_ARRAYS`)."""
 
     @property
     def total(self) -> float:
-        """All of them."""
+        """Bytes of all."""
         return self.weights + self.cache + self.sampling
 
 
 def decoding_memory(
     anatomy: Anatomy, model_ways: int, sequences: int, context: int, element_bytes: float = 2, *, int8: bool = False
 ) -> DecodingMemory:
-    """Memory of a step of decoding; a T5's with its encoder, and as long a cache for what it reads.
+    """Returns the memory of a decode step; a T5's with its encoder, and a cross-attention cache of the same length.
 
     Args:
       anatomy: of the model.
-      model_ways: over which heads, MLP and vocabulary are split.
-      sequences: that are written at a time.
-      context: tokens of each for which the cache has room.
-      element_bytes: of the compute type.
-      int8: whether matrices are kept in 8 bits, as `--weights-dtype int8` says.
+      model_ways: tensor parallel degree.
+      sequences: decoded together.
+      context: length of the KV cache in tokens.
+      element_bytes: of the compute dtype.
+      int8: whether matrices have 8 bits (`--weights-dtype int8`).
     """
     mesh, model = MeshShape(model=model_ways), anatomy.model
     layout = layout_of(model, mesh)
     weights, narrow = 0.0, in_8_bits(anatomy) if int8 else frozenset()
     for weight in anatomy.weights:
         elements = on_device(weight, layout, mesh)
-        if "kv_heads" in weight.names:  # each rank has those that its queries need
+        if "kv_heads" in weight.names:  # each rank has the key heads of its query heads
             heads = weight.shape[weight.names.index("kv_heads")]
             elements = weight.size // heads * max(heads, model_ways) // model_ways
         if weight.name in narrow:
@@ -112,14 +111,14 @@ def decoding_memory(
 
 
 def in_8_bits(anatomy: Anatomy) -> frozenset[str]:
-    """Names of what `--weights-dtype int8` keeps so: matrices of the layers that write, and the table of the logits."""
+    """Returns the names of the weights that `--weights-dtype int8` quantizes: decoder matrices and the output table."""
     tables = [w for part in (*anatomy.embed, *anatomy.head) for w in part.weights if w.names == ("vocab", "embed")]
     layers = [w for stack in anatomy.decoder_stacks for w in stack.weights]
     return frozenset(w.name for w in (*layers, tables[-1]) if is_matrix(w.names))
 
 
 def _inputs(weight: Weight, layout: Layout, mesh: MeshShape) -> int:
-    """Elements of a matrix for each scale on a device: those over which its product sums there."""
+    """Returns the elements of a matrix per scale on a device: its contracted dimensions there."""
     outputs = weight.names[-1] == "embed" and weight.names[0] != "vocab"
     names = [n for n in weight.names if n != LAYERS and (n != "embed") == outputs]
     sizes = {
@@ -131,23 +130,23 @@ def _inputs(weight: Weight, layout: Layout, mesh: MeshShape) -> int:
 
 @dataclass(frozen=True)
 class Generation:
-    """Time of a batch on t model ways."""
+    """Estimated times of generation for a batch."""
 
     prefill_seconds: float
-    """To read the entire context once, at the sustained rate of products."""
+    """Prefill of the entire context, at the sustained rate of matmuls."""
     token_seconds: float
-    """Of each further token: the longer of reading weights and cache once, and computing."""
+    """Decode step of each further token: the longer of reading weights and cache, and computing."""
 
     @property
     def tokens_per_second(self) -> float:
-        """Of one sequence."""
+        """Decoded tokens per second of one sequence."""
         return 1 / self.token_seconds
 
 
 def generation(
     anatomy: Anatomy, server: Server, model_ways: int, batch: int, context: int, precision: str = "bfloat16"
 ) -> Generation:
-    """Bounds on prefill and decoding; communication between the model ways is left out."""
+    """Returns lower bounds on the times of prefill and decoding; tensor parallel communication is not counted."""
     gpu, constants = server.gpu, Constants()
     rate = model_ways * gpu.peak_flops("bfloat16" if "bfloat16" in gpu.peak else "float16") * gpu.sustained_products
     reading = (weight_bytes(anatomy, precision) + cache_bytes(anatomy, batch, context)) / (

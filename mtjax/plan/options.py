@@ -1,4 +1,4 @@
-"""The planner's own command-line options."""
+"""The planner's command-line options."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,49 +9,49 @@ from mtjax.theory.mesh import MOST_DEVICES
 
 PLOT_FORMATS = (".png", ".pdf", ".svg")
 MOST = {"tokens": 1e18, "gpus": MOST_DEVICES, "days": 1e6, "price": 1e6, "context": TOKENS}
-"""The largest values, far beyond what anyone plans for."""
+"""Largest values of options."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What to plan for, and what to print."""
+    """Options of `mtjax plan`."""
 
     target: str = "h100x8"
-    """Kind of GPU and how many share a server: h100x8, a100-40x8, v100x16, h200, b200 - or a TOML file of your own."""
+    """GPU and GPUs per server: h100x8, a100-40x8, v100x16, h200, b200 - or a TOML file that describes a server."""
     tokens: float | None = None
-    """Tokens to train on, say 300e9: prints steps and days."""
+    """Tokens to train on, such as 300e9: prints steps and days."""
     gpus: int | None = None
     """Search for the fastest plan on this many GPUs, instead of reporting on --mesh."""
     days: float | None = None
-    """Search for the fewest GPUs that read --tokens within this many days."""
+    """Search for the fewest GPUs that train on --tokens within this many days."""
     price: float | None = None
     """Price of one GPU for one hour: prints the cost."""
     usable: float = 0.9
     """Share of a GPU's memory that a plan may fill."""
     exposed_share: float = 0.05
-    """Communication that can't be hidden, as a share of the compute time it serves: sets the bandwidth demand."""
+    """Exposed communication, as a share of the compute time, for which the needed bandwidth is printed."""
     expert_imbalance: float = 1.0
-    """Load of the rank whose experts have most tokens, beside the mean: the others wait for it."""
+    """Load of the busiest expert parallel rank over the mean load; all ranks wait for it."""
     serial_share: float = 0.0005
-    """Share of the work that no GPU can share with another: sets Amdahl's bound."""
+    """Share of the work that is serial, for Amdahl's bound."""
     teacher: str | None = None
-    """Weights of a model that the run learns from, as mtjax finetune names them: what it takes counts too."""
+    """Teacher weights of a distillation, as mtjax finetune names them; their memory and compute are counted too."""
     verify: bool = False
     """Compile the step for the target, without GPUs, and print the error of each formula."""
     inference: bool = False
-    """Print memory and time of generating text."""
+    """Print memory and time of text generation."""
     context: int | None = None
     """Tokens of context for --inference; the model's sequence length when not given."""
     plot: Path | None = None
-    """Draw memory and scaling into this PNG, PDF or SVG."""
+    """Plot memory and scaling to this PNG, PDF or SVG."""
     published: bool = False
-    """Print what the scaling model predicts for published runs, with each gap."""
+    """Print predictions of published runs, with each gap."""
 
     def check(self) -> None:
-        """Refuses numbers that mean nothing.
+        """Checks values and combinations of the options.
 
         Raises:
-          UserError: the first of them.
+          UserError: the first that is invalid.
         """
         for name, most in MOST.items():
             value = getattr(self, name)
@@ -66,9 +66,12 @@ class Options:
         if not 1 <= self.expert_imbalance <= MOST_DEVICES:
             raise UserError(f"--expert-imbalance is {self.expert_imbalance:g}, and must be 1 or more: 1 is equal loads")
         if self.days is not None and self.tokens is None:
-            raise UserError("--days needs to know how much is read in them: give --tokens, say --tokens 300e9")
+            raise UserError("--days needs --tokens: add it, for example --tokens 300e9")
         if self.days is not None and self.gpus is not None:
-            raise UserError(f"--gpus {self.gpus} and --days {self.days:g} each search for the other: give one of them")
+            raise UserError(
+                f"--gpus {self.gpus} and --days {self.days:g} cannot be combined: each searches for the other; "
+                "give one of them"
+            )
         if self.plot is not None and self.plot.suffix.lower() not in PLOT_FORMATS:
             raise UserError(f"--plot {self.plot} should end in one of {', '.join(PLOT_FORMATS)}")
         if self.plot is not None and not self.plot.parent.is_dir():

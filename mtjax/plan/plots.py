@@ -1,4 +1,4 @@
-"""Memory against mesh, weak scaling with the paper's points, strong scaling with Amdahl's bound."""
+"""Plots: memory by mesh, weak scaling with the paper's points, strong scaling with Amdahl's bound."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +24,7 @@ from mtjax.theory.timing import step_time
 
 
 def draw(path: Path, anatomy: Anatomy, plan: Plan, server: Server, options: Options) -> None:
-    """Writes all three plots into one file, atomically; its ending says the format."""
+    """Writes all three plots to one file, atomically; its suffix determines the format."""
     figure = Figure(figsize=(17, 5.2), layout="constrained")
     left, middle, right = figure.subplots(1, 3)
     memory_by_mesh(left, anatomy, plan, server, options.usable)
@@ -39,21 +39,21 @@ def draw(path: Path, anatomy: Anatomy, plan: Plan, server: Server, options: Opti
 
 
 def memory_parts(memory: Memory) -> dict[str, float]:
-    """GiB by component."""
-    parts = {
+    """Returns GiB by component."""
+    components = {
         "weights": memory.weights,
         "gradients": memory.gradients,
         "optimizer": memory.optimizer,
-        "kept activations": memory.kept,
-        "layer at work": memory.working,
+        "saved activations": memory.kept,
+        "workspace of one layer": memory.working,
         "logits": memory.logits,
         **({"teacher": memory.teacher} if memory.teacher else {}),
     }
-    return {name: size / 2**30 for name, size in parts.items()}
+    return {name: size / 2**30 for name, size in components.items()}
 
 
 def mesh_choices(anatomy: Anatomy, plan: Plan, server: Server) -> list[Plan]:
-    """The plan on every mesh of as many GPUs that divides, by model ways; stages as planned."""
+    """Returns the plan on every mesh of as many GPUs that fits, by tensor parallel degree; stages as planned."""
     gpus = plan.mesh.size // plan.stages
     choices = []
     for model in divisors(gpus):
@@ -69,7 +69,7 @@ def mesh_choices(anatomy: Anatomy, plan: Plan, server: Server) -> list[Plan]:
 
 
 def memory_by_mesh(axes: Axes, anatomy: Anatomy, plan: Plan, server: Server, usable: float) -> None:
-    """Stacked components, one bar per mesh."""
+    """Plots the memory components, one stacked bar per mesh."""
     choices = mesh_choices(anatomy, plan, server)
     names = [f"{p.data_degree}x{p.stages}x{p.tensor_degree}" for p in choices]
     parts = [memory_parts(peak_stage_memory(anatomy, p)) for p in choices]
@@ -79,25 +79,26 @@ def memory_by_mesh(axes: Axes, anatomy: Anatomy, plan: Plan, server: Server, usa
         axes.bar(names, heights, bottom=bottom, label=name)
         bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
     axes.axhline(usable * server.gpu.memory / 2**30, color="black", linestyle="--", label=f"{usable:.0%} of the GPU")
-    axes.set(title=f"Memory per {server.gpu.name}, by formula", xlabel="data x stage x model ways", ylabel="GiB")
+    axes.set(title=f"Memory per {server.gpu.name}, by formula", xlabel="mesh (data x stage x model)", ylabel="GiB")
     axes.tick_params(axis="x", rotation=40 if len(names) > 4 else 0)
     axes.legend(fontsize=8)
 
 
 def weak_scaling(axes: Axes) -> None:
-    """Figure 5: the paper's points and the model's."""
+    """Plots Figure 5: the paper's points and the predictions."""
     points = published.figure_5()
-    for part, colour, name in ((points[:4], "tab:blue", "model ways"), (points[4:], "tab:orange", "model x data ways")):
-        gpus = [p.plan.mesh.size for p in part]
-        axes.plot(gpus, [100 * p.published for p in part], "o", color=colour, label=f"{name}: paper, measured")
-        axes.plot(gpus, [100 * p.predicted for p in part], "--", color=colour, label=f"{name}: model")
+    curves = ((points[:4], "tab:blue", "tensor parallel"), (points[4:], "tab:orange", "tensor x data parallel"))
+    for curve, colour, name in curves:
+        gpus = [p.plan.mesh.size for p in curve]
+        axes.plot(gpus, [100 * p.published for p in curve], "o", color=colour, label=f"{name}: paper, measured")
+        axes.plot(gpus, [100 * p.predicted for p in curve], "--", color=colour, label=f"{name}: predicted")
     axes.set_xscale("log", base=2)
     axes.set(title="Weak scaling, V100 (Figure 5)", xlabel="GPUs", ylabel="% of one GPU's speed", ylim=(0, 110))
     axes.legend(fontsize=8, loc="lower left")
 
 
 def strong_scaling(axes: Axes, anatomy: Anatomy, plan: Plan, server: Server, serial_share: float) -> None:
-    """Speed-up over the smallest data ways, the global batch fixed; with the ideal and Amdahl's bound."""
+    """Plots the speed-up over one replica at a fixed global batch size, with the ideal and Amdahl's bound."""
     counts = [d for d in divisors(plan.global_batch_size) if d <= max(64, plan.data_degree)]
     times = []
     for data in counts:
@@ -108,12 +109,12 @@ def strong_scaling(axes: Axes, anatomy: Anatomy, plan: Plan, server: Server, ser
         times.append(step_time(anatomy, option, server).total)
     each = plan.stages * plan.tensor_degree
     gpus = [d * each for d in counts]
-    axes.plot(gpus, [times[0] / t for t in times], "o-", label="model")
+    axes.plot(gpus, [times[0] / t for t in times], "o-", label="predicted")
     axes.plot(gpus, counts, ":", color="grey", label="ideal")
     bound = [amdahl_speedup(serial_share, d) for d in counts]
     axes.plot(gpus, bound, "--", color="tab:red", label=f"Amdahl, {100 * serial_share:g}% serial")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
-    title = f"Strong scaling, global batch {plan.global_batch_size}, {each} GPUs a replica"
+    title = f"Strong scaling, global batch {plan.global_batch_size}, {each} GPUs per replica"
     axes.set(title=title, xlabel="GPUs", ylabel="speed-up over one replica")
     axes.legend(fontsize=8)

@@ -1,4 +1,4 @@
-"""Results of the search: the best plans and why, those that fail and why, and the command that trains the winner."""
+"""Tables about a search: the best plans, those that do not fit, rejected meshes; and the winner's train command."""
 
 import shlex
 
@@ -8,7 +8,7 @@ from rich.table import Table
 from mtjax import config
 from mtjax.plan.hints import hints
 from mtjax.plan.options import Options
-from mtjax.plan.report import show, table, time_parts
+from mtjax.plan.report import MATMULS, show, table, time_parts
 from mtjax.plan.search import Candidate, Found, describe, rejections
 from mtjax.plan.units import days, gib, percent, seconds, si
 from mtjax.theory import flops
@@ -25,7 +25,7 @@ SHOWN = 10
 def print_search(
     console: Console, anatomy: Anatomy, found: Found, server: Server, options: Options, run: config.Config, source: str
 ) -> None:
-    """The best ten, the next that fail, and the winner's command."""
+    """Prints the best ten plans, faster ones that do not fit, rejected meshes, and the winner's command."""
     tables = [best_table(anatomy, found, server, options), failed_table(found)]
     tables.append(rejected_table(anatomy, found.best, server))
     show(console, *(t for t in tables if t.row_count))
@@ -36,7 +36,8 @@ def print_search(
 
 
 def of_different_kinds(fitting: list[Candidate]) -> list[Candidate]:
-    """The fastest plan of each mesh and recompute, fastest first: ten that differ in a microbatch would say little."""
+    """Returns the fastest plan of each mesh and recompute, fastest first, ten at most."""
+    # Ten plans that differ in the microbatch size alone would show little.
     kinds: dict[tuple[str, str], Candidate] = {}
     for candidate in fitting:
         kinds.setdefault((str(candidate.plan.mesh), candidate.plan.recompute), candidate)
@@ -44,14 +45,14 @@ def of_different_kinds(fitting: list[Candidate]) -> list[Candidate]:
 
 
 def best_table(anatomy: Anatomy, found: Found, server: Server, options: Options) -> Table:
-    """The ten fastest kinds of plans that fit."""
+    """Builds the table of the ten fastest kinds of plans that fit."""
     first, *_ = found.fitting
     title = f"Fastest of {len(found.fitting):,} plans that fit {first.plan.mesh.size} x {server.gpu.description}"
     lengths = ["days"] if options.tokens else []
     price, tokens = options.price, options.tokens or 1e9
     costs = [f"cost of {si(tokens, '')}tokens"] if price is not None else []
-    note = f"by formula, the fastest of each mesh and recompute; {accuracy_on(server).in_words}"
-    result = table(title, "plan", "step", "MFU", "memory", *lengths, *costs, "what takes most", note=note)
+    note = f"by formula; the fastest plan of each mesh and recompute; {accuracy_on(server).in_words}"
+    result = table(title, "plan", "step", "MFU", "memory", *lengths, *costs, "largest overheads", note=note)
     for candidate in of_different_kinds(found.fitting):
         row = [describe(candidate.plan), seconds(candidate.time.total), percent(mfu(anatomy, candidate, server))]
         row.append(gib(candidate.memory.total))
@@ -65,7 +66,7 @@ def best_table(anatomy: Anatomy, found: Found, server: Server, options: Options)
 
 
 def mfu(anatomy: Anatomy, candidate: Candidate, server: Server) -> float:
-    """Model FLOPs over the peak, attention in full."""
+    """Returns the MFU, with full attention."""
     plan = candidate.plan
     peak = Machine(server, plan.element_bytes).peak
     useful = flops.model_flops(anatomy) * plan.global_batch_size
@@ -73,21 +74,21 @@ def mfu(anatomy: Anatomy, candidate: Candidate, server: Server) -> float:
 
 
 def length(anatomy: Anatomy, candidate: Candidate, tokens: float) -> float:
-    """Days for `tokens`."""
+    """Returns the days of training on `tokens`."""
     steps = flops.steps_for_tokens(tokens, candidate.plan.global_batch_size, anatomy.model.sequence_length)
     return steps * candidate.time.total / SECONDS_PER_DAY
 
 
 def reasons(candidate: Candidate) -> str:
-    """The largest parts of the plan's time other than matmuls with weights."""
+    """Returns the three largest causes of the plan's time other than matmuls with weights."""
     time = candidate.time
-    losses = {k: v for k, v in time_parts(time).items() if k != "products"}
-    return ", ".join(f"{k} {percent(v / time.total)}" for k, v in list(losses.items())[:3])
+    overheads = {k: v for k, v in time_parts(time).items() if k != MATMULS}
+    return ", ".join(f"{k} {percent(v / time.total)}" for k, v in list(overheads.items())[:3])
 
 
 def failed_table(found: Found) -> Table:
-    """Plans that would be faster than the tenth best, and what keeps them from running."""
-    result = table("Would be as fast, but don't fit", "plan", "step", "memory", "too much by")
+    """Builds the table of plans that are as fast as those of `best_table` and need too much memory."""
+    result = table("As fast, but out of memory", "plan", "step", "memory", "over the limit by")
     slowest = of_different_kinds(found.fitting)[-1].time.total
     for candidate in of_different_kinds([c for c in found.too_large if c.time.total <= slowest])[:5]:
         size = candidate.memory.total
@@ -97,8 +98,8 @@ def failed_table(found: Found) -> Table:
 
 
 def rejected_table(anatomy: Anatomy, best: Candidate, server: Server) -> Table:
-    """Meshes without stages that were not tried, and why."""
-    result = table("Not possible", "mesh", "because")
+    """Builds the table of meshes without pipeline parallelism that were rejected."""
+    result = table("Rejected meshes", "mesh", "reason")
     plan = best.plan
     for mesh, reason in rejections(anatomy, plan, plan.mesh.size, server):
         result.add_row(str(mesh), reason)
@@ -106,7 +107,7 @@ def rejected_table(anatomy: Anatomy, best: Candidate, server: Server) -> Table:
 
 
 def train_command(plan: Plan, run: config.Config, source: str) -> str:
-    """The command that trains a plan.
+    """Returns the command that trains a plan.
 
     Args:
       plan: the winner.
@@ -124,22 +125,23 @@ def train_command(plan: Plan, run: config.Config, source: str) -> str:
         "chunks": plan.chunks,
         "layers_per_stage": plan.layers_per_stage,
     }
-    # Refused with any other recompute, which the plan may have.
+    # recompute_offload is an error with any other recompute, and the search may have chosen another.
     chosen |= {"recompute_offload": run.training.recompute_offload and plan.recompute == "full"}
-    asked = config.to_dict(config.replace(run, **chosen))
+    planned = config.to_dict(config.replace(run, **chosen))
     shipped = config.to_dict(config.load(source))
-    for group, fields in asked.items():
+    for group, fields in planned.items():
         for name, value in fields.items():
             if name in always or value != shipped[group].get(name):
                 words.append(_option(name, value))
         words += [_option(name, None) for name in shipped[group] if name not in fields]
-    if not is_finetuned:  # placeholders for the reader's own files
+    if not is_finetuned:  # placeholders for the user's files
         words += [] if run.data.data else ["--data CORPUS.jsonl"]
         words += [] if run.data.tokenizer else ["--tokenizer TOKENIZER"]
     return " ".join(words)
 
 
 def _option(name: str, value: object) -> str:
+    """Returns a setting as an option of the command line: "--num-layers 12", "--no-scaled-init"."""
     flag = name.replace("_", "-")
     if isinstance(value, bool):
         return f"--{flag}" if value else f"--no-{flag}"

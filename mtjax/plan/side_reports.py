@@ -1,4 +1,4 @@
-"""Tables besides the plan itself: generating text, and published runs against the scaling model."""
+"""Tables of --inference and --published: text generation, and published runs against the scaling model."""
 
 from rich.console import Console
 from rich.table import Table
@@ -16,32 +16,32 @@ BATCHES = (1, 8, 64)
 
 
 def print_inference(console: Console, anatomy: Anatomy, server: Server, model_ways: int, context: int) -> None:
-    """FLOPs, weights, caches and the time of a token."""
+    """Prints the tables of weights, and of KV cache, memory and speed."""
     show(console, weights_table(anatomy, server), cache_table(anatomy, server, model_ways, context))
 
 
 def weights_table(anatomy: Anatomy, server: Server) -> Table:
-    """Weights by precision."""
-    result = table("Inference: weights", "precision", "size", f"{server.gpu.name} GPUs to hold them")
+    """Builds the table of weights by precision."""
+    result = table("Inference: weights", "precision", "size", f"{server.gpu.name} GPUs needed")
     for precision in inference.WEIGHT_BYTES:
         size = inference.weight_bytes(anatomy, precision)
         result.add_row(precision, gib(size), f"{-(-size // server.gpu.memory):.0f}")
     flops = inference.flops_per_token(anatomy)
-    result.caption = f"{si(flops, 'FLOP')} per token = 2 per parameter of the products ({parameters(anatomy):,})"
+    result.caption = f"{si(flops, 'FLOP')} per token: 2 per matmul parameter (of {parameters(anatomy):,} in all)"
     return result
 
 
 def cache_table(anatomy: Anatomy, server: Server, model_ways: int, context: int) -> Table:
-    """Cache and speed by batch and length."""
+    """Builds the table of KV cache, memory and speed by batch and context length."""
     title = f"Inference: bfloat16 on {model_ways} x {server.gpu.description}"
     note = (
-        "times are predictions, not measurements: bounds by compute and memory, without what the GPUs send each other; "
-        "memory is that of a GPU while mtjax generate writes, weights, cache and sampling"
+        "times are predictions, not measurements: compute and memory bounds, without communication between GPUs; "
+        "memory per GPU: weights, KV cache and sampling of mtjax generate while it decodes"
     )
     heads = (
         "batch x context",
         "KV cache",
-        "memory of a GPU",
+        "memory per GPU",
         "with int8 weights",
         "prefill",
         "per token",
@@ -68,31 +68,30 @@ def cache_table(anatomy: Anatomy, server: Server, model_ways: int, context: int)
 
 
 def _with_capacity(needed: float, server: Server) -> str:
+    """Returns a size, with a note where it does not fit a GPU's memory."""
     return gib(needed) + ("" if needed <= server.gpu.memory else " - does not fit")
 
 
 def print_published(console: Console) -> None:
-    """Predictions of published runs, with each gap."""
+    """Prints published speeds, their predictions and the gaps."""
     base = published.figure_5_base()
-    parts = [
+    tables = [
         relative_table("Figure 5 of arXiv 1909.08053, V100: speed per GPU relative to one", published.figure_5()),
-        speed_table("One V100, 1.2B: TFLOP/s; the second never looked at before", [base, published.megatron_v1()]),
+        speed_table("One V100, 1.2B: TFLOP/s; the second is held out", [base, published.megatron_v1()]),
         speedup_table("Appendix D: 1.2B, 8 samples on several GPUs", published.figure_5_fixed_batch()),
         speed_table("Megatron-Core, H100: model TFLOP/s per GPU", published.h100_weak_scaling()),
+        speed_table("MosaicML's MPT, H100, FSDP: model TFLOP/s per GPU (held out)", published.composer_h100()),
         speed_table(
-            "MosaicML's MPT, H100, FSDP: model TFLOP/s per GPU - never looked at before", published.composer_h100()
-        ),
-        speed_table(
-            "Table 1 of arXiv 2104.04473, A100: TFLOP/s per GPU - one constant is set from these",
+            "Table 1 of arXiv 2104.04473, A100: TFLOP/s per GPU (one constant is fitted to these)",
             published.a100_weak_scaling(),
         ),
     ]
-    show(console, *parts)
+    show(console, *tables)
 
 
 def relative_table(title: str, points: list[Point]) -> Table:
-    """Shares of the first point's speed, gaps in percentage points."""
-    result = table(title, "", "published", "model", "gap")
+    """Builds a table of speeds relative to the first point's, with gaps in percentage points."""
+    result = table(title, "", "published", "predicted", "gap")
     for p in points:
         gap = f"{100 * p.gap:+.1f} points"
         result.add_row(f"{p.name} ({p.plan.mesh})", f"{p.published:.0%}", f"{p.predicted:.1%}", gap)
@@ -100,16 +99,16 @@ def relative_table(title: str, points: list[Point]) -> Table:
 
 
 def speedup_table(title: str, points: list[Point]) -> Table:
-    """Speed of all GPUs together, of that of one; gaps in percent."""
-    result = table(title, "", "published", "model", "gap")
+    """Builds a table of speedups over one GPU, with gaps in percent."""
+    result = table(title, "", "published", "predicted", "gap")
     for p in points:
         result.add_row(p.name, f"{p.published:.2f}", f"{p.predicted:.2f}", f"{p.predicted / p.published - 1:+.1%}")
     return result
 
 
 def speed_table(title: str, points: list[Point]) -> Table:
-    """Speeds, gaps in percent."""
-    result = table(title, "", "published", "model", "gap", "assumed")
+    """Builds a table of speeds, with gaps in percent."""
+    result = table(title, "", "published", "predicted", "gap", "assumed")
     for p in points:
         gap = f"{p.predicted / p.published - 1:+.1%}"
         result.add_row(p.name, f"{p.published:.0f}", f"{p.predicted:.0f}", gap, describe(p.plan))

@@ -1,7 +1,7 @@
-"""Timetables drawn in characters: a line for each stage, a column for each half tick that is run.
+"""Pipeline timetables as text: a line for each stage, a column for each half tick that is run.
 
-All stages are in the same half of the same tick at any time, so the heads of the columns say which are forward and
-which backward, and a cell needs only the microbatch and, where stages have several, the chunk:
+All stages are in the same half of the same tick at any time, so that column heads show whether it is forward or
+backward, and a cell shows the microbatch and, where stages have several, the chunk:
 
              F F B F B F B B
     stage 0  0 1 . 2 0 . 1 2
@@ -20,7 +20,7 @@ from mtjax.theory.timetable import Half, Timetable, Work
 IDLE = "\N{MIDDLE DOT}"
 LEFT_OUT = "\N{HORIZONTAL ELLIPSIS}"
 MOST_STAGES = 16
-"""Rows of a drawing; of more stages the middle ones are left out."""
+"""Most rows; of more stages the middle ones are omitted."""
 FORWARD_STYLES = ("blue", "bright_blue", "cyan", "bright_cyan")
 BACKWARD_STYLES = ("green", "bright_green", "yellow", "bright_yellow")
 """By chunk; beyond the last they repeat."""
@@ -29,7 +29,7 @@ Item = TypeVar("Item")
 
 
 class Column(NamedTuple):
-    """Half a tick in which some stage works."""
+    """Half a tick in which some stage has work."""
 
     tick: int
     is_backward: bool
@@ -37,14 +37,14 @@ class Column(NamedTuple):
 
 
 def columns(table: Timetable) -> list[Column]:
-    """The halves that are run, in the order of time."""
+    """Returns the halves that are run, in the order of time."""
     pairs = enumerate(zip(table.forward, table.backward, strict=True))
     both = (Column(tick, bool(i), half) for tick, pair in pairs for i, half in enumerate(pair))
     return [column for column in both if any(column.half)]
 
 
 def abridged(items: Sequence[Item], most: int) -> list[Item | None]:
-    """At most so many items, the first and the last; one None stands for those left out between them."""
+    """Returns at most `most` items, the first and the last ones, with one None in place of those omitted."""
     if len(items) <= most:
         return list(items)
     first = most // 2
@@ -53,25 +53,25 @@ def abridged(items: Sequence[Item], most: int) -> list[Item | None]:
 
 
 def describe(work: Work, chunks: int) -> str:
-    """ "3" for the fourth microbatch, or "3b" where a stage has several chunks."""
+    """Returns "3" for the fourth microbatch, or "3b" where a stage has several chunks."""
     return f"{work.microbatch}{chunk_name(work.chunk) if chunks > 1 else ''}"
 
 
 def chunk_name(chunk: int) -> str:
-    """a, b, ..., z, aa, ab, ..."""
+    """Returns the name of a chunk: a, b, ..., z, aa, ab, ..."""
     before, letter = divmod(chunk, 26)
     return (chunk_name(before - 1) if before else "") + chr(ord("a") + letter)
 
 
 def lines(table: Timetable, width: int) -> list[Text]:
-    """The drawing: heads, and a line for each stage.
+    """Returns the lines of the text: column heads, and a line for each stage.
 
     Args:
       table: of a training step or a forward pass.
-      width: characters in a line. What does not fit is left out in the middle, where a steady state repeats itself.
+      width: characters in a line; columns in the middle, where the steady state repeats itself, are omitted.
     """
-    work = [turn for half in (*table.forward, *table.backward) for turn in half if turn is not None]
-    cell = 1 + max(len(describe(turn, table.chunks)) for turn in work)
+    works = [work for half in (*table.forward, *table.backward) for work in half if work is not None]
+    cell = 1 + max(len(describe(work, table.chunks)) for work in works)
     label = len(f"stage {table.stages - 1} ")
     shown = abridged(columns(table), max((width - label) // cell, 3))
     heads = Text(" " * label)
@@ -90,7 +90,7 @@ def lines(table: Timetable, width: int) -> list[Text]:
 
 
 def _cell(column: Column | None, stage: int, chunks: int, width: int) -> tuple[str, str]:
-    """Text and style."""
+    """Returns the text and style of a cell."""
     if column is None:
         return LEFT_OUT.rjust(2).ljust(width), "dim"
     work = column.half[stage]
@@ -101,6 +101,6 @@ def _cell(column: Column | None, stage: int, chunks: int, width: int) -> tuple[s
 
 
 def legend(table: Timetable) -> str:
-    """What the characters of `lines` mean."""
-    chunks = f"; the letter is the chunk of its layers, of {table.chunks} on each stage" if table.chunks > 1 else ""
-    return f"F forward, B backward: a stage works on the microbatch of this number{chunks}; {IDLE} idle"
+    """Returns the legend of `lines`."""
+    chunks = f" and the letter of the chunk ({table.chunks} per stage)" if table.chunks > 1 else ""
+    return f"F forward, B backward; cells: number of the microbatch{chunks}; {IDLE} idle"

@@ -1,1 +1,1 @@
-"""What a run holds, computes, keeps and sends, by formula and stated once; imports only the config, and no jax."""
+"""Formulas of a run's parameters, FLOPs, memory, communication and time; imports no jax, of mtjax only the config."""

@@ -1,4 +1,4 @@
-"""How far predicted times were off for runs that others have published, and so how far they may be off here."""
+"""Error range of predicted times, from published runs."""
 
 from dataclasses import dataclass
 
@@ -12,15 +12,15 @@ class Accuracy:
     least: float
     most: float
     runs: str
-    """Which."""
+    """The published runs, for captions."""
 
     def around(self, seconds: float) -> tuple[float, float]:
-        """The shortest and the longest that a run may take which is predicted to take so long."""
+        """Returns the shortest and the longest time of a run that is predicted to take `seconds`."""
         return self.least * seconds, self.most * seconds
 
     @property
     def in_words(self) -> str:
-        """Where a range comes from, for a caption."""
+        """The source of a range, for captions."""
         return f"{self.runs} took {self.least:.2f} to {self.most:.2f} times the predicted time"
 
 
@@ -30,7 +30,7 @@ H100 = Accuracy(0.97, 1.29, "25 published runs on H100")
 
 
 def accuracy_on(server: Server) -> Accuracy:
-    """Of the generation of a server's GPUs; of the newest with published runs where there are none."""
+    """Returns the error range of the server's GPU generation; of the newest that has one where there is none."""
     if server.gpu.compute_capability < (8, 0):
         return V100
     return A100 if server.gpu.compute_capability < (9, 0) else H100

@@ -1,4 +1,4 @@
-"""The parts of a model: those before its stacks of layers, the stacks, and those after them."""
+"""Components of a model: those before its stacks of layers, the stacks, and those after them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from mtjax.theory.parts.part import Part, Weight
 
 @dataclass(frozen=True, eq=False)
 class Stack:
-    """Layers that are alike."""
+    """A stack of equal layers."""
 
     path: str
     """Dotted name of the stack's parameters."""
@@ -20,26 +20,26 @@ class Stack:
     hidden: int
     """Width of the residual stream."""
     parts: tuple[Part, ...]
-    """The parts of a layer, in the order in which they run."""
+    """Components of a layer, in the order in which they run."""
     side: str = ""
-    """Prefix of the words of its sizes in formulas."""
+    """Prefix of its symbols in formulas."""
     is_post_norm: bool = False
-    """A norm follows each residual add, and needs its input again in the backward pass."""
+    """Whether a norm follows each residual add, and needs its input in the backward pass."""
     numbers: tuple[int, ...] = ()
-    """Of its layers, among those of all stacks of its section; 0, 1, ... when empty."""
+    """Numbers of its layers in its section, which may interleave two stacks; 0, 1, ... when empty."""
     among: int | None = None
-    """Layers of all stacks of its section; its own when None."""
+    """Layers of all stacks of its section; None where it is the only one."""
     is_encoder: bool = False
-    """Whether it has read a text before another stack begins to write."""
+    """Whether it encodes a text that another stack reads."""
 
     @property
     def layer_numbers(self) -> tuple[int, ...]:
-        """Numbers of its layers in the model."""
+        """Numbers of its layers in its section."""
         return self.numbers or tuple(range(self.layers))
 
     @property
     def weights(self) -> list[Weight]:
-        """Stacked along `layers`, by their names in the model."""
+        """Its parameters, stacked along `layers`, with their names in the model."""
         return [
             Weight(f"{self.path}.layers.{w.name}", (LAYERS, *w.names), (self.layers, *w.shape))
             for part in self.parts
@@ -49,8 +49,8 @@ class Stack:
 
 @dataclass(frozen=True, eq=False)
 class Anatomy:
-    """The parts of a model. `mtjax.theory.families.registry.anatomy_of` makes only one for each model, which can so be
-    compared, and used as a key of caches, by identity."""
+    """Components of a model. `mtjax.theory.families.registry.anatomy_of` builds one for each model, which is compared,
+    and used as a key of caches, by identity."""
 
     model: Model
     embed: tuple[Part, ...]
@@ -59,18 +59,18 @@ class Anatomy:
 
     @property
     def outside(self) -> tuple[Part, ...]:
-        """The parts that are not in layers."""
+        """The components outside the layers."""
         return (*self.embed, *self.head)
 
     @property
     def sections(self) -> tuple[tuple[Stack, ...], ...]:
-        """The stacks of each section: sections run one after the other, the layers of one's stacks by their numbers."""
-        together = tuple(stack for stack in self.stacks if stack.among is not None)
-        return (together,) if together else tuple((stack,) for stack in self.stacks)
+        """The stacks of each section: sections run one after the other, the layers of a section by their numbers."""
+        interleaved = tuple(stack for stack in self.stacks if stack.among is not None)
+        return (interleaved,) if interleaved else tuple((stack,) for stack in self.stacks)
 
     @property
     def decoder_stacks(self) -> tuple[Stack, ...]:
-        """Those that read what is written."""
+        """The stacks of the decoder, which generation runs for every token."""
         return tuple(stack for stack in self.stacks if not stack.is_encoder)
 
     @property
@@ -80,5 +80,5 @@ class Anatomy:
         return [*(w for part in self.outside for w in part.weights), *stacked]
 
     def layer_parts(self) -> Iterator[tuple[Stack, Part]]:
-        """The parts of a layer of every stack."""
+        """Returns the components of a layer of every stack."""
         return ((stack, part) for stack in self.stacks for part in stack.parts)

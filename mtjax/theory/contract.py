@@ -1,7 +1,7 @@
 """The communication contract: the collectives that a program must compile to, and no others.
 
-A contract is a list of lines. Counts and sizes are formulas in words ("2*layers*microbatches"); what is printed is what
-is checked. `mtjax.theory.communication` says which lines a run has.
+A contract is a list of lines. Counts and sizes are formulas of symbols ("2*layers*microbatches"), printed as they are
+checked. `mtjax.theory.communication` has the lines of a run.
 """
 
 import ast
@@ -15,7 +15,7 @@ from mtjax.theory.mesh import AXES, MeshShape
 from mtjax.theory.rules import CONTEXT, EXPERT, MODEL, STAGE, Axes
 
 JOINED = "+"
-"""Between the axes of a line that crosses several."""
+"""Separator between the axes of a line that crosses several."""
 
 EMBEDDING_FORWARD = "embedding forward"
 EMBEDDING_BACKWARD = "embedding backward"
@@ -46,7 +46,7 @@ PHASES = (
     STAGES,
     OTHER,
 )
-"""Parts of a step, in the order in which it goes through them."""
+"""Phases of a step, in their order."""
 
 LAYER_PHASES = (LAYER_FORWARD, LAYER_RECOMPUTE, LAYER_BACKWARD)
 
@@ -56,7 +56,7 @@ SMALL_BYTES = 4096
 Kind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute"]
 Dtype = Literal["compute", "float32", "bfloat16", "int32"]
 Symbols = Mapping[str, int]
-"""Word of the formulas -> its value."""
+"""Symbol of the formulas -> its value."""
 
 
 @dataclass(frozen=True)
@@ -70,19 +70,20 @@ class Expectation:
     count: str
     """Formula: arrays sent in a step."""
     elements: str
-    """Formula: elements of each; of a gather its result, of a scatter its operand, of a ragged all-to-all the longer of
-    its two: what there is room for."""
+    """Formula: elements of each array; of an all-gather its result, of a reduce-scatter its operand, of a ragged
+    all-to-all the longer of the two: the allocated size."""
     dtype: Dtype = "compute"
     pooled: bool = False
-    """Only the total counts: the compiler packs these arrays as it likes."""
+    """Whether only the total is checked: XLA may combine these arrays in any way."""
     also: str = ""
-    """Another phase in which it may stand, for when the compiler finds two alike and keeps either."""
+    """Another phase in which it is allowed. XLA: of two equal collectives it keeps either (CSE)."""
     hoisted: bool = False
-    """For a pooled line: the compiler may move it out of loops, or drop it where nothing needs it. Any total from once
-    to `count` times the elements is right; a sum may stand in any phase after the forward pass."""
+    """In a pooled line: whether XLA may hoist it out of loops, or drop it where nothing reads it. Any total from once
+    to `count` times the elements is allowed; a reduction may be in any phase after the forward pass."""
     why: str = ""
+    """What is sent, for tables and messages."""
     sent: str = ""
-    """Formula: elements of each that are expected to be sent, where that is known at run time; all when empty."""
+    """Formula: elements of each array expected to be sent, where only run time decides; empty: all."""
 
     @property
     def axes(self) -> Axes:
@@ -90,23 +91,23 @@ class Expectation:
         return tuple(self.axis.split(JOINED))
 
     def on(self, mesh: MeshShape) -> "Expectation":
-        """This line without the axes of one way, as long as another is left."""
-        split = tuple(axis for axis in self.axes if mesh.degree((axis,)) > 1)
-        return self if split in ((), self.axes) else replace(self, axis=JOINED.join(split))
+        """Returns this line without axes of degree 1, as long as another axis is left."""
+        used = tuple(axis for axis in self.axes if mesh.degree((axis,)) > 1)
+        return self if used in ((), self.axes) else replace(self, axis=JOINED.join(used))
 
 
 @dataclass(frozen=True)
 class Contract:
-    """All that a program may send, besides scalars outside the layers."""
+    """All collectives that a program may have, in addition to those of scalars outside the layers."""
 
     name: str
     lines: tuple[Expectation, ...]
     split: tuple[str, ...] = ()
-    """Logical axes whose parameters must be split over `model`."""
+    """Logical axes whose parameters must be sharded over `model`."""
 
 
 def sum_expectations(lines: Iterable[Expectation]) -> tuple[Expectation, ...]:
-    """One line for all that ask for the same arrays in the same phase.
+    """Merges the lines of equal arrays in the same phase.
 
     Exact lines of equal arrays add their counts; pooled ones of equal counts add their elements.
     """
@@ -118,6 +119,7 @@ def sum_expectations(lines: Iterable[Expectation]) -> tuple[Expectation, ...]:
 
 
 def _added(lines: list[Expectation]) -> Expectation:
+    """Merges lines that differ in `why`, and in their counts or, if pooled, in their elements."""
     first, why = lines[0], "; ".join(dict.fromkeys(line.why for line in lines))
     if first.pooled:
         return replace(first, elements=_sum([line.elements for line in lines]), why=why)
@@ -125,7 +127,7 @@ def _added(lines: list[Expectation]) -> Expectation:
 
 
 def _sum(formulas: list[str]) -> str:
-    """The sum of formulas, equal ones counted: "2*layers*microbatches"."""
+    """Returns the sum of formulas, with equal ones counted: "2*layers*microbatches"."""
     times = {formula: formulas.count(formula) for formula in formulas}
     return " + ".join(
         formula if n == 1 else f"{n}*({formula})" if "+" in formula or "-" in formula else f"{n}*{formula}"
@@ -135,7 +137,7 @@ def _sum(formulas: list[str]) -> str:
 
 @dataclass(frozen=True)
 class Requirement:
-    """A line of a contract with its formulas worked out."""
+    """A line of a contract with its formulas evaluated."""
 
     line: Expectation
     count: int
@@ -143,7 +145,7 @@ class Requirement:
     dtype: str
     """As HLO spells it: bf16, f32."""
     sent: int | None = field(default=None, kw_only=True)
-    """Elements of each that are expected to be sent, where that is not all."""
+    """Elements of each array expected to be sent, where that is not all."""
 
     @property
     def total(self) -> int:
@@ -152,19 +154,19 @@ class Requirement:
 
     @property
     def min_elements(self) -> int:
-        """The fewest elements with which nothing is missing."""
+        """The fewest elements that meet the line."""
         return self.elements if self.line.hoisted else self.total
 
 
 def requirements(contract: Contract, symbols: Symbols, mesh: MeshShape, compute_dtype: str) -> list[Requirement]:
-    """What a contract asks of one step; lines over an axis of one way, or with count 0, ask nothing.
+    """Evaluates a contract for one step; lines over axes of degree 1, or with count 0, are omitted.
 
     Raises:
-      UserError: a formula can't be worked out, or comes out negative or broken.
+      UserError: a formula can't be evaluated, or its value is negative or not an integer.
     """
     types = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "int32": "s32"}
     types["compute"] = types[compute_dtype]
-    asked = []
+    required = []
     for line in contract.lines:
         for axis in line.axes:
             if axis not in AXES:
@@ -172,14 +174,14 @@ def requirements(contract: Contract, symbols: Symbols, mesh: MeshShape, compute_
         count, elements = evaluate(line.count, symbols), evaluate(line.elements, symbols)
         if count and mesh.degree(line.axes) > 1:
             sent = evaluate(line.sent, symbols) if line.sent else None
-            asked.append(Requirement(line.on(mesh), count, elements, types[line.dtype], sent=sent))
-    return asked
+            required.append(Requirement(line.on(mesh), count, elements, types[line.dtype], sent=sent))
+    return required
 
 
 def phase_over(kind: str, axes: tuple[str, ...] | None) -> str | None:
-    """The phase of a collective by its axes only: nothing but gradients and parameters crosses `data`, and nothing but
-    gradients and what goes from stage to stage crosses `stage`. All-reduces over `context` and `expert` are of
-    gradients, and so is all that crosses several of these axes."""
+    """Returns the phase of a collective if its kind and axes determine it, else None."""
+    # Only gradients and parameters cross `data`, only gradients and stage-boundary activations cross `stage`.
+    # All-reduces over `context` and `expert` are of gradients, and so is all that crosses several of these axes.
     if axes == (STAGE,):
         return STAGES if kind == "collective-permute" else GRADIENTS
     if not axes or MODEL in axes or (axes in ((CONTEXT,), (EXPERT,)) and kind != "all-reduce"):
@@ -191,49 +193,50 @@ def phase_over(kind: str, axes: tuple[str, ...] | None) -> str | None:
 
 
 def evaluate(formula: str, symbols: Symbols) -> int:
-    """A formula of +, -, *, exact / and the words of `symbols`: "2*layers*microbatches".
+    """Evaluates a formula of +, -, *, exact /, integers and symbols: "2*layers*microbatches".
 
     Raises:
-      UserError: it is not such a formula, or not a whole number of 0 or more.
+      UserError: it is not such a formula, or its value is negative or not an integer.
     """
-    words, work_out = _compiled(formula)
-    for word in words:
-        if word not in symbols:
-            raise UserError(f"{formula!r} uses {word!r}{nearest(word, symbols)}; the symbols are {', '.join(symbols)}")
+    names, function = _compiled(formula)
+    for name in names:
+        if name not in symbols:
+            raise UserError(f"{formula!r} uses {name!r}{nearest(name, symbols)}; the symbols are {', '.join(symbols)}")
     try:
-        result = work_out(symbols)
-    except _NotWhole as e:
-        raise UserError(f"{e} in {formula!r} is not a whole number for {dict(symbols)}") from e
+        result = function(symbols)
+    except _NotAnInteger as e:
+        raise UserError(f"{e} in {formula!r} is not an integer for {dict(symbols)}") from e
     if result < 0:
-        raise UserError(f"{formula!r} comes out at {result} for {dict(symbols)}; counts and sizes are 0 or more")
+        raise UserError(f"{formula!r} is {result} for {dict(symbols)}, and must be 0 or more")
     return result
 
 
-class _NotWhole(Exception):
+class _NotAnInteger(Exception):
     """A division leaves a remainder."""
 
 
 @cache
 def _compiled(formula: str) -> tuple[tuple[str, ...], Callable[[Symbols], int]]:
-    """The words of a formula, and a function of their values."""
+    """Returns the symbols of a formula, and a function from their values to the formula's."""
     try:
         tree = ast.parse(formula, mode="eval").body
     except SyntaxError as e:
         raise UserError(f"{formula!r} is not a formula: {e.msg}") from e
-    words: dict[str, None] = {}
-    work_out = _function(tree, formula, words)
-    return tuple(words), work_out
+    names: dict[str, None] = {}
+    function = _function(tree, formula, names)
+    return tuple(names), function
 
 
-def _function(node: ast.expr, formula: str, words: dict[str, None]) -> Callable[[Symbols], int]:
+def _function(node: ast.expr, formula: str, names: dict[str, None]) -> Callable[[Symbols], int]:
+    """Returns a function that evaluates a node of a formula, and adds its symbols to `names`."""
     match node:
         case ast.Constant(value=int() as number) if not isinstance(number, bool):
             return lambda symbols: number
         case ast.Name(id=name):
-            words[name] = None
+            names[name] = None
             return lambda symbols: symbols[name]
         case ast.BinOp(op=ast.Add() | ast.Sub() | ast.Mult() | ast.Div()):
-            left, right = _function(node.left, formula, words), _function(node.right, formula, words)
+            left, right = _function(node.left, formula, names), _function(node.right, formula, names)
             match node.op:
                 case ast.Add():
                     return lambda symbols: left(symbols) + right(symbols)
@@ -243,10 +246,10 @@ def _function(node: ast.expr, formula: str, words: dict[str, None]) -> Callable[
                     return lambda symbols: left(symbols) * right(symbols)
             text = ast.unparse(node)
             return lambda symbols: _quotient(left(symbols), right(symbols), text)
-    raise UserError(f"{formula!r} is not a formula of words, whole numbers and +, -, *, /")
+    raise UserError(f"{formula!r} is not a formula of symbols, integers and +, -, *, /")
 
 
 def _quotient(dividend: int, divisor: int, text: str) -> int:
     if not divisor or dividend % divisor:
-        raise _NotWhole(text)
+        raise _NotAnInteger(text)
     return dividend // divisor

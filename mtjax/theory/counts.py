@@ -1,4 +1,4 @@
-"""How many parameters a model has, and how many of each kind a device holds and sends."""
+"""Numbers of parameters: of a model, and by kind on a device."""
 
 import math
 from collections.abc import Iterable
@@ -29,24 +29,27 @@ EXPERT_NAME = "expert"
 
 
 def parameters(anatomy: Anatomy) -> int:
-    """All parameters: `12lh^2 (1 + 13/(12h) + (V+s)/(12lh)) + 2h` of GPT-2 (arXiv 2104.04473, equation 2)."""
+    """Returns all parameters: `12lh^2 (1 + 13/(12h) + (V+s)/(12lh)) + 2h` in GPT-2 (arXiv 2104.04473, equation 2)."""
     return sum(weight.size for weight in anatomy.weights)
 
 
 def active_parameters(anatomy: Anatomy) -> int:
-    """Parameters that a token meets: all, but of experts' matrices only those of the experts that it goes to."""
-    return round(sum(weight.size * met_share(anatomy.model, weight) for weight in anatomy.weights))
+    """Returns the parameters that are active per token: those of its top k experts, and all outside the experts."""
+    return round(sum(weight.size * active_share(anatomy.model, weight) for weight in anatomy.weights))
 
 
-def met_share(model: Model, weight: Weight, tokens: int = 1) -> float:
-    """The share of a parameter that so many tokens meet: of experts', if each token's are any of them by chance."""
+def active_share(model: Model, weight: Weight, tokens: int = 1) -> float:
+    """Returns the expected share of a parameter that `tokens` tokens use, if all choices of experts are equally likely.
+
+    Below 1 in experts' matrices only.
+    """
     if EXPERT_NAME not in weight.names:
         return 1.0
     return 1 - (1 - model.experts_top_k / model.num_experts) ** tokens
 
 
 def megatron_parameters(anatomy: Anatomy) -> int:
-    """Parameters as Megatron-LM's `theoretical_memory_usage` counts them: no linear biases, no position table."""
+    """Returns the parameters as Megatron-LM's `theoretical_memory_usage` counts them: no linear biases or positions."""
 
     def counts(weight: Weight) -> bool:
         return weight.name != "positions" and ("norm" in weight.name or is_matrix(weight.names))
@@ -55,19 +58,20 @@ def megatron_parameters(anatomy: Anatomy) -> int:
 
 
 def on_device(weight: Weight, layout: Layout, mesh: MeshShape) -> int:
-    """Elements of a parameter that one rank of a model-parallel group holds, before ZeRO splits any."""
+    """Returns the elements of a parameter on one device, before ZeRO shards it."""
     return weight.size // math.prod(mesh.degree(layout.rules.axes(name)) for name in weight.names)
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Elements on one model rank, before `data` splits any."""
+    """Elements of parameters on one device, before ZeRO shards them."""
 
     all: int = 0
     replicated: int = 0
-    """Those not divisible by the data ways, so that ZeRO leaves them unsplit."""
+    """Those that ZeRO does not shard: without a dimension that is divisible by its degree."""
     layer_matrices: int = 0
-    """Of those that ZeRO splits, matrices of the layers, which it gathers in the compute type; so the next three."""
+    """Of those that ZeRO shards, matrices of the layers, which it all-gathers in the compute dtype; the next three
+    fields are also of those that it shards."""
     layer_vectors: int = 0
     """Biases and norms of the layers."""
     outside_matrices: int = 0
@@ -77,20 +81,20 @@ class Counts:
     in_layers: int = 0
     """Of all, those of the layers."""
     replicated_in_layers: int = 0
-    """Of the unsplit ones, those of the layers."""
+    """Of `replicated`, those of the layers."""
     experts: int = 0
-    """Of all, experts' matrices, of which ranks over `expert` have their own."""
+    """Of all, experts' matrices, which `expert` shards."""
     replicated_experts: int = 0
-    """Of the unsplit ones, experts' matrices."""
+    """Of `replicated`, experts' matrices."""
     expert_matrices: int = 0
-    """Of those that ZeRO splits, experts' matrices; these are not among the layers' here."""
+    """Of those that ZeRO shards, experts' matrices; they are not in `layer_matrices`."""
     transposed: int = 0
-    """Of the parts that ZeRO-3 leaves, what XLA turns round before it is gathered: parameters that are split along
-    another dimension than the outermost of a layer."""
+    """Of ZeRO-3's shards, those that XLA transposes before the all-gather: of parameters that are sharded along another
+    dimension than the outermost of a layer."""
 
     @property
     def shared(self) -> "Counts":
-        """Without experts' matrices."""
+        """The counts without experts' matrices."""
         return replace(
             self,
             all=self.all - self.experts,
@@ -104,7 +108,7 @@ class Counts:
 
 
 def counts(weights: Iterable[Weight], layout: Layout, mesh: MeshShape) -> Counts:
-    """The elements of some parameters by what ZeRO does with them."""
+    """Counts the elements of parameters by kind and by whether ZeRO shards them."""
     return _counts(tuple(weights), layout, mesh)
 
 
@@ -122,37 +126,38 @@ def _counts(weights: tuple[Weight, ...], layout: Layout, mesh: MeshShape) -> Cou
             sums["replicated_in_layers"] += elements if stacked else 0
             sums["replicated_experts"] += elements if is_expert else 0
         elif layout.zero:
-            place = "expert" if is_expert else "layer" if stacked else "outside"
-            sums[f"{place}_{'matrices' if gathers_in_compute_dtype(weight.names) else 'vectors'}"] += elements
-            sums["transposed"] += _turned(weight, layout, mesh) if layout.zero == 3 else 0
+            owner = "expert" if is_expert else "layer" if stacked else "outside"
+            sums[f"{owner}_{'matrices' if gathers_in_compute_dtype(weight.names) else 'vectors'}"] += elements
+            sums["transposed"] += _transposed(weight, layout, mesh) if layout.zero == 3 else 0
     return Counts(**sums)
 
 
 def zero_axes(layout: Layout, names: tuple[str, ...]) -> Axes:
-    """The mesh axes over which ZeRO splits a parameter: those whose ranks would have the same."""
+    """Returns the mesh axes over which ZeRO shards a parameter: those over which it is replicated otherwise."""
     return tuple(axis for axis in layout.rules.replicas(names) if axis in ZERO_AXES)
 
 
 def zero_degree(weight: Weight, layout: Layout, mesh: MeshShape) -> int:
-    """Into how many parts ZeRO splits a parameter; 1 where it does not."""
-    ways = mesh.degree(zero_axes(layout, weight.names))
-    return 1 if sharded_dimension(weight.names, weight.shape, layout, ways) == NOT_SHARDED else ways
+    """Returns the number of shards into which ZeRO divides a parameter; 1 where it does not."""
+    degree = mesh.degree(zero_axes(layout, weight.names))
+    return 1 if sharded_dimension(weight.names, weight.shape, layout, degree) == NOT_SHARDED else degree
 
 
-def _turned(weight: Weight, layout: Layout, mesh: MeshShape) -> int:
-    """Elements of a rank's part of a parameter if dimensions of a layer come before the one that ZeRO splits."""
-    ways = mesh.degree(zero_axes(layout, weight.names))
-    dim = sharded_dimension(weight.names, weight.shape, layout, ways)
+def _transposed(weight: Weight, layout: Layout, mesh: MeshShape) -> int:
+    """Returns the elements of a rank's ZeRO shard if the sharded dimension is not the outermost of a layer, else 0."""
+    degree = mesh.degree(zero_axes(layout, weight.names))
+    dim = sharded_dimension(weight.names, weight.shape, layout, degree)
     sizes = [n // mesh.degree(layout.rules.axes(name)) for name, n in zip(weight.names, weight.shape, strict=True)]
     outer = sizes[weight.names[0] == LAYERS : dim]
-    return math.prod(sizes) // ways if math.prod(outer) > 1 else 0
+    return math.prod(sizes) // degree if math.prod(outer) > 1 else 0
 
 
 def stage_weights(anatomy: Anatomy, plan: Plan, stage: int = 0) -> list[Weight]:
-    """The parameters that a stage has a part of: its share of every stack, and what is outside them.
+    """Returns the parameters of which a pipeline stage holds a shard: its layers, and those outside the stacks.
 
-    In mtjax every stage holds all that is outside, and as many places for layers as the stage with most: one program
-    runs on all. In Megatron embeddings are on the first and heads on the last, and a tied table is on both ends.
+    In mtjax every stage holds all parameters outside the stacks, and as many layer slots as the stage with most layers,
+    because all run one program. In Megatron embeddings are on the first stage and heads on the last, a tied table on
+    both.
     """
     stages = plan.mesh.stage
     if stages == 1:
@@ -171,11 +176,10 @@ def stage_weights(anatomy: Anatomy, plan: Plan, stage: int = 0) -> list[Weight]:
 
 
 def stage_counts(anatomy: Anatomy, plan: Plan, stage: int = 0) -> Counts:
-    """The elements that a device of a stage holds."""
-    alike = Plan(
-        plan.mesh, 1, 1, chunks=plan.chunks, layers_per_stage=plan.layers_per_stage, residuals=plan.residuals
-    )  # all that weights depend on, so that plans which differ in the rest share an entry of the cache
-    return _stage_counts(anatomy, plan.layout(anatomy.model), alike, stage)
+    """Counts the elements of parameters on a device of a stage."""
+    # Only the settings that weights depend on, so that plans which differ in others share an entry of the cache.
+    key = Plan(plan.mesh, 1, 1, chunks=plan.chunks, layers_per_stage=plan.layers_per_stage, residuals=plan.residuals)
+    return _stage_counts(anatomy, plan.layout(anatomy.model), key, stage)
 
 
 @cache
@@ -184,7 +188,7 @@ def _stage_counts(anatomy: Anatomy, layout: Layout, plan: Plan, stage: int) -> C
 
 
 def trainable_counts(anatomy: Anatomy, plan: Plan, stage: int = 0) -> Counts:
-    """Those of them that are trained: all, or adapters and a task's head."""
+    """Counts the elements of trainable parameters on a device of a stage: all, or LoRA adapters and a task's head."""
     if not anatomy.model.lora_rank:
         return stage_counts(anatomy, plan, stage)
     weights = [w for w in stage_weights(anatomy, plan, stage) if is_trainable(anatomy.model, w.name)]
@@ -193,29 +197,29 @@ def trainable_counts(anatomy: Anatomy, plan: Plan, stage: int = 0) -> Counts:
 
 @cache
 def layer_counts(stack: Stack, layout: Layout, mesh: MeshShape) -> Counts:
-    """The elements that a device holds of one layer of a stack."""
+    """Counts the elements of one layer of a stack on a device."""
     return counts([weight for part in stack.parts for weight in part.weights], layout, mesh)
 
 
 def largest_part(anatomy: Anatomy, stack: Stack, layout: Layout, mesh: MeshShape) -> int:
-    """Elements that a device holds of what is trained of the part of a layer that has most."""
-    learnt = [[w for w in part.weights if is_trainable(anatomy.model, w.name)] for part in stack.parts]
-    return max(counts(weights, layout, mesh).all for weights in learnt)
+    """Returns the trainable elements on a device of the largest component of a layer."""
+    trainable = [[w for w in part.weights if is_trainable(anatomy.model, w.name)] for part in stack.parts]
+    return max(counts(weights, layout, mesh).all for weights in trainable)
 
 
 def largest_stack(anatomy: Anatomy, plan: Plan) -> int:
-    """Elements that a device holds of the trained parameter of the layers that has most, before ZeRO splits it."""
+    """Returns the elements on a device of the layers' largest stacked trainable parameter, before ZeRO shards it."""
     layout, weights = plan.layout(anatomy.model), stage_weights(anatomy, plan)
-    learnt = (w for w in weights if w.names[0] == LAYERS and is_trainable(anatomy.model, w.name))
-    return max(on_device(weight, layout, plan.mesh) for weight in learnt)
+    trainable = (w for w in weights if w.names[0] == LAYERS and is_trainable(anatomy.model, w.name))
+    return max(on_device(weight, layout, plan.mesh) for weight in trainable)
 
 
 def peak_stage_counts(anatomy: Anatomy, plan: Plan) -> Counts:
-    """Those of the stage that holds most."""
+    """Counts the elements of parameters on a device of the stage that holds most."""
     ends = {0} if plan.is_staged else {0, plan.mesh.stage - 1}
     return max((stage_counts(anatomy, plan, stage) for stage in ends), key=lambda c: c.all)
 
 
 def rank_parameters(anatomy: Anatomy, model_ways: int) -> int:
-    """Parameters that one rank of a tensor-parallel group holds, without stages (section 3 of arXiv 1909.08053)."""
+    """Returns the parameters of one tensor parallel rank, without stages (section 3 of arXiv 1909.08053)."""
     return stage_counts(anatomy, Plan(MeshShape(model=model_ways), 1, 1)).all

@@ -1,7 +1,7 @@
-"""FLOPs of a model by formula, as papers count them and as XLA compiles them; and what follows for days and cost.
+"""FLOPs of a model by formula, as papers count them and as XLA compiles them; utilisation, training days and cost.
 
-Symbols: l layers, h hidden size, V padded vocabulary rows, s sequence length, B global batch; closed forms are GPT-2's,
-with an MLP of 4h. A product [m,k] x [k,n] costs 2mkn.
+Symbols: l layers, h hidden size, V padded vocabulary rows, s sequence length, B global batch size; closed forms are
+GPT-2's, with an MLP of 4h. A matmul [m,k] x [k,n] costs 2mkn.
 """
 
 import math
@@ -22,119 +22,126 @@ SECONDS_PER_DAY = 86_400
 
 
 def products_flops(stack: Stack) -> float:
-    """Forward FLOPs of the products with weights of one layer, for a sample."""
+    """Returns the forward FLOPs of one layer's matmuls with weights, for a sample."""
     return sum(product.flops for part in stack.parts for product in part.products())
 
 
 def core_flops(stack: Stack, *, causal: bool = False) -> float:
-    """Forward FLOPs of attention's scores and their use of one layer, for a sample: `4sq` a token and attention."""
+    """Returns the forward FLOPs of one layer's attention core (scores and values), for a sample: `4sq` per token."""
     return sum(part.scores.flops(causal=causal) for part in stack.parts if part.scores)
 
 
 def once_more_flops(stack: Stack) -> float:
-    """Those of products that their own backward pass computes once more: experts' into their inner width."""
+    """Returns the FLOPs of one layer's matmuls that their backward pass recomputes, for a sample: experts' first."""
     return sum(product.flops for part in stack.parts for product in part.products() if product.again)
 
 
 def routing_again(stack: Stack, plan: Plan) -> float:
-    """FLOPs of one layer's routers, forward for a sample, that model ways compute alike: of whole sequences all."""
+    """Returns the forward FLOPs of one layer's routers that are duplicated over tensor parallel ranks, for a sample.
+
+    None with sequence parallelism, where each rank routes its tokens.
+    """
     if plan.sequence_parallel:
         return 0.0
     return (plan.mesh.model - 1) * sum(p.flops for part in stack.parts for p in part.products() if p.is_repeated)
 
 
 def layer_flops(stack: Stack, *, causal: bool = False) -> float:
-    """Forward FLOPs of one layer, for a sample: `s (24h^2 + 4sh)` in GPT-2 (arXiv 2104.04473)."""
+    """Returns the forward FLOPs of one layer, for a sample: `s (24h^2 + 4sh)` in GPT-2 (arXiv 2104.04473)."""
     return products_flops(stack) + core_flops(stack, causal=causal)
 
 
 def logit_flops(anatomy: Anatomy) -> float:
-    """Forward FLOPs of the output projection, for a sample: `2hV` for each token that has logits."""
+    """Returns the forward FLOPs of the output projection, for a sample: `2hV` per token that has logits."""
     return max((product.flops for part in anatomy.head for product in part.products()), default=0.0)
 
 
 def taught_flops(anatomy: Anatomy, plan: Plan) -> float:
-    """FLOPs of a teacher's logits, for a sample, which a step makes of its hidden states: where they come chunk by
-    chunk, forward and again backward; 0 without a teacher, or of a task."""
+    """Returns the FLOPs of a teacher's logits, for a sample, which a step computes from the teacher's hidden states.
+
+    With loss chunks they are recomputed in the backward pass; 0 without a teacher, or of a task.
+    """
     if not plan.teacher_width:
         return 0.0
-    once = logit_flops(anatomy) * plan.teacher_width / anatomy.model.hidden_size
-    return 2 * once if _is_in_chunks(anatomy, plan) else once
+    forward = logit_flops(anatomy) * plan.teacher_width / anatomy.model.hidden_size
+    return 2 * forward if _is_in_chunks(anatomy, plan) else forward
 
 
 def _is_in_chunks(anatomy: Anatomy, plan: Plan) -> bool:
+    """Returns whether a microbatch's loss is computed in several chunks."""
     return plan.local_tokens(max(stack.tokens for stack in anatomy.stacks)) > (plan.loss_chunk or math.inf)
 
 
 def outside_flops(anatomy: Anatomy) -> float:
-    """Forward FLOPs of everything outside the layers, for a sample."""
+    """Returns the forward FLOPs outside the layers, for a sample."""
     return sum(product.flops for part in anatomy.outside for product in part.products())
 
 
 def forward_flops(anatomy: Anatomy, *, causal: bool = False) -> float:
-    """FLOPs of a sample's forward pass: `s (24lh^2 + 4slh + 2hV)` in GPT-2."""
+    """Returns the FLOPs of a sample's forward pass: `s (24lh^2 + 4slh + 2hV)` in GPT-2."""
     layers = sum(stack.layers * layer_flops(stack, causal=causal) for stack in anatomy.stacks)
     return layers + outside_flops(anatomy)
 
 
 def model_flops(anatomy: Anatomy, *, causal: bool = False) -> float:
-    """FLOPs that training a sample asks for, recompute never counted: the numerator of MFU.
+    """Returns the FLOPs of training on a sample without recompute: the numerator of MFU.
 
     Forward once, backward twice: `72 s l h^2 (1 + s/(6h) + V/(12lh))`. With `causal=False` (the convention of the
-    Megatron papers) attention is counted in full; `causal=True` halves the `s/(6h)` term. Where only adapters are
-    trained, the other weights have no gradient: of their products the backward pass has one.
+    Megatron papers) attention is counted in full; `causal=True` halves the `s/(6h)` term. Frozen weights have no
+    gradient: the backward pass has one matmul for each of theirs, not two.
     """
-    unlearnt = sum(stack.layers * frozen_flops(anatomy, stack) for stack in anatomy.stacks)
-    return 3 * forward_flops(anatomy, causal=causal) - unlearnt - frozen_outside_flops(anatomy)
+    frozen = sum(stack.layers * frozen_flops(anatomy, stack) for stack in anatomy.stacks)
+    return 3 * forward_flops(anatomy, causal=causal) - frozen - frozen_outside_flops(anatomy)
 
 
 def frozen_flops(anatomy: Anatomy, stack: Stack) -> float:
-    """FLOPs of the weights' gradients of one layer, for a sample, that are left out where only adapters are trained."""
+    """Returns the FLOPs of weight gradients of one layer that LoRA omits, for a sample."""
     if not anatomy.model.lora_rank:
         return 0.0
     return sum(product.flops for part in stack.parts for product in part.products() if not product.is_adapter)
 
 
 def repeated_flops(stack: Stack, model_ways: int) -> float:
-    """FLOPs of the adapters of one layer, forward for a sample, that several model ways compute alike: those with A of
-    column-parallel products, and with B of row-parallel ones."""
+    """Returns the forward FLOPs of one layer's adapters that are duplicated over tensor parallel ranks, for a sample.
 
-    def of_adapters(ways: int) -> float:
-        return sum(p.flops for part in stack.parts for p in part.products(ways) if p.is_adapter)
+    Those of A in column-parallel adapters, and of B in row-parallel ones.
+    """
 
-    return model_ways * of_adapters(model_ways) - of_adapters(1)
+    def adapter_flops(degree: int) -> float:
+        return sum(p.flops for part in stack.parts for p in part.products(degree) if p.is_adapter)
+
+    return model_ways * adapter_flops(model_ways) - adapter_flops(1)
 
 
 def frozen_outside_flops(anatomy: Anatomy) -> float:
-    """Likewise of the output table; a task's head learns."""
+    """Returns the FLOPs of the output table's gradient that LoRA omits, for a sample; 0 with a task's head."""
     is_frozen = anatomy.model.lora_rank and anatomy.model.head == "language"
     return outside_flops(anatomy) if is_frozen else 0.0
 
 
 def hardware_flops(anatomy: Anatomy, recompute: Recompute = "full", *, causal: bool = False) -> float:
-    """FLOPs per trained sample as published, recompute included: the numerator of HFU.
+    """Returns the FLOPs per trained sample as published, recompute included: the numerator of HFU.
 
     Full: `96 s l h^2 (1 + s/(6h) + V/(16lh))` (arXiv 2104.04473, equation 3); selective: the attention core a fourth
     time (arXiv 2205.05198, section 5); none: `model_flops`.
     """
-    again = {"none": lambda *_, **__: 0.0, "selective": core_flops, "full": layer_flops}[recompute]
-    layers = sum(stack.layers * again(stack, causal=causal) for stack in anatomy.stacks)
+    recomputed = {"none": lambda *_, **__: 0.0, "selective": core_flops, "full": layer_flops}[recompute]
+    layers = sum(stack.layers * recomputed(stack, causal=causal) for stack in anatomy.stacks)
     return model_flops(anatomy, causal=causal) + layers
 
 
 def compiled_flops(anatomy: Anatomy, plan: Plan, *, causal: bool = False) -> float:
-    """FLOPs per trained sample that XLA keeps in the program of a plan.
+    """Returns the FLOPs per trained sample in the program that XLA compiles for a plan.
 
-    Like `hardware_flops`, but with full recompute the last product of a pre-LN layer is not computed again, for nobody
-    needs its result: `s (88lh^2 + 16slh + 8hV)` in GPT-2; where several layers share a group it is. Logits are computed
-    again, `8hV`, but by a microbatch of one chunk, which keeps them: `6hV`. Key and value heads that are fewer than the
-    model ways are computed on every rank. With flash attention the backward kernel computes the scores once more.
-    Context parallel ranks do so too, and compute c+1 of 2c blocks of the scores
-    (`mtjax.sharding.context.ring_attention`).
-    Experts' backward pass computes the first of their products once more, and full recompute leaves both out.
+    Like `hardware_flops`, but full recompute omits the last matmul of a pre-LN layer, whose result is not needed:
+    `s (88lh^2 + 16slh + 8hV)` in GPT-2; in a group of layers it is needed. With loss chunks logits are recomputed,
+    `8hV`, else saved, `6hV`. Key and value heads that are fewer than the tensor parallel degree are computed on every
+    rank. Flash attention's backward kernel recomputes the scores, and so do context parallel ranks, which compute c+1
+    of 2c blocks of the scores (`mtjax.sharding.context.ring_attention`). Experts' backward pass recomputes the first of
+    their matmuls, and full recompute omits both.
 
-    On stages, of what all of them do in all ticks, idle or not, as if each had the embedding and the losses, which are
-    counted once a microbatch.
+    With pipeline parallelism: the FLOPs of all stages in all ticks, bubbles included, as if each stage had the embedding
+    and the losses, which are computed once per microbatch.
     """
     if plan.is_staged:
         return _staged_flops(computed_over(anatomy, plan.mesh), plan, causal=causal)
@@ -143,26 +150,28 @@ def compiled_flops(anatomy: Anatomy, plan: Plan, *, causal: bool = False) -> flo
     if _is_in_chunks(anatomy, plan):
         flops += logit_flops(anatomy)
     for stack in anatomy.stacks:
-        again, grouped = plan.recomputed_layers(stack.layers), plan.grouped_layers(stack.layers)
-        whole, core = core_flops(stack, causal=causal), _computed_core_flops(stack, plan, causal=causal)
-        flops -= (3 * stack.layers + again) * (whole - core)
-        flops -= (again - grouped) * _scores_asked_for_twice(stack, plan, causal=causal)
-        if (
-            plan.flash_attention or plan.context_parallelism or plan.recompute == "selective"
-        ):  # the scores alone: the output is kept
-            flops += stack.layers * core / 2
-        needed = again if stack.is_post_norm else grouped
-        flops += (3 * stack.layers + again) * repeated_flops(stack, plan.mesh.model)
-        flops += (3 * stack.layers + again) * routing_again(stack, plan)
-        left_out = sum(product.flops for product in unrepeated(stack.parts[-1].products()))
-        flops += again * layer_flops(stack, causal=causal) - (again - needed) * left_out
+        recomputed, grouped = plan.recomputed_layers(stack.layers), plan.grouped_layers(stack.layers)
+        full_core, core = core_flops(stack, causal=causal), _computed_core_flops(stack, plan, causal=causal)
+        passes = 3 * stack.layers + recomputed  # forward, two matmuls backward for each forward one, and recompute
+        flops -= passes * (full_core - core)
+        flops -= (recomputed - grouped) * _deduplicated_score_flops(stack, plan, causal=causal)
+        if plan.flash_attention or plan.context_parallelism or plan.recompute == "selective":
+            flops += stack.layers * core / 2  # the scores only: attention's output is saved
+        needed = recomputed if stack.is_post_norm else grouped
+        flops += passes * repeated_flops(stack, plan.mesh.model)
+        flops += passes * routing_again(stack, plan)
+        omitted = sum(product.flops for product in unrepeated(stack.parts[-1].products()))
+        flops += recomputed * layer_flops(stack, causal=causal) - (recomputed - needed) * omitted
         flops += stack.layers * once_more_flops(stack)
     return flops
 
 
 def _staged_flops(anatomy: Anatomy, plan: Plan, *, causal: bool) -> float:
-    """Every tick runs a chunk of one section forward, and backward - full recompute: forward once more -, idle ticks
-    one of the first section; the losses are computed once a microbatch."""
+    """Returns the FLOPs per sample with pipeline parallelism.
+
+    Every tick runs a chunk of one section forward (with full recompute twice) and backward; ticks of the bubble run one
+    of the first section. The losses are computed once per microbatch.
+    """
     is_full, m = plan.recompute == "full", plan.microbatches
     total = m * (
         3 * outside_flops(anatomy)
@@ -171,51 +180,58 @@ def _staged_flops(anatomy: Anatomy, plan: Plan, *, causal: bool) -> float:
         + (logit_flops(anatomy) if _is_in_chunks(anatomy, plan) else 0)
     )
     idle = num_ticks(plan.stages, m, plan.chunks * len(anatomy.sections)) - m * plan.chunks * len(anatomy.sections)
+    recomputes_scores = plan.flash_attention or plan.context_parallelism or plan.recompute == "selective"
+    core_recompute = 0.5 if recomputes_scores else 0.0
     for number, section in enumerate(anatomy.sections):
         ticks = m * plan.chunks + (0 if number else idle)
         for stack in section:
-            whole, core = core_flops(stack, causal=causal), _computed_core_flops(stack, plan, causal=causal)
-            again = 0.5 if plan.flash_attention or plan.context_parallelism or plan.recompute == "selective" else 0.0
-            once = layer_flops(stack, causal=causal) - whole + core + repeated_flops(stack, plan.mesh.model)
-            once += routing_again(stack, plan)
-            each = (4 if is_full else 3) * once - frozen_flops(anatomy, stack) + once_more_flops(stack)
-            total += ticks * layers_in_chunk(stack, plan) * (each + again * core)
+            full_core, core = core_flops(stack, causal=causal), _computed_core_flops(stack, plan, causal=causal)
+            forward = layer_flops(stack, causal=causal) - full_core + core + repeated_flops(stack, plan.mesh.model)
+            forward += routing_again(stack, plan)
+            layer = (4 if is_full else 3) * forward - frozen_flops(anatomy, stack) + once_more_flops(stack)
+            total += ticks * layers_in_chunk(stack, plan) * (layer + core_recompute * core)
     return total * plan.stages / m
 
 
 def _computed_core_flops(stack: Stack, plan: Plan, *, causal: bool) -> float:
-    """`core_flops` of the blocks that ranks compute: of causal attention, where c of them share samples, c+1 of 2c."""
-    whole, is_causal = core_flops(stack, causal=causal), all(p.scores.is_causal for p in stack.parts if p.scores)
-    return whole if causal or not is_causal else whole * (plan.mesh.context + 1) / (2 * plan.mesh.context)
+    """Returns `core_flops` of the blocks that are computed: with context parallelism, c+1 of 2c of a causal model's."""
+    full, is_causal = core_flops(stack, causal=causal), all(p.scores.is_causal for p in stack.parts if p.scores)
+    return full if causal or not is_causal else full * (plan.mesh.context + 1) / (2 * plan.mesh.context)
 
 
-def _scores_asked_for_twice(stack: Stack, plan: Plan, *, causal: bool) -> float:
-    """FLOPs of scores, for a sample, that a layer that is computed again and its backward pass both ask for, and that
-    XLA computes once: where ranks share samples, those that no loop takes in parts. These are a rank's own, and of two
-    ranks the other's too."""
-    ways = plan.mesh.context
-    if not plan.context_parallelism or plan.flash_attention or stack.tokens > ways * QUERIES_AT_A_TIME:
+def _deduplicated_score_flops(stack: Stack, plan: Plan, *, causal: bool) -> float:
+    """Returns the FLOPs of scores, for a sample, that XLA computes once for both the recompute and the backward pass.
+
+    XLA: of context parallel attention, scores that no loop computes block by block (CSE): those of a rank's own keys,
+    and in a ring of two also those of the other rank's.
+    """
+    degree = plan.mesh.context
+    if not plan.context_parallelism or plan.flash_attention or stack.tokens > degree * QUERIES_AT_A_TIME:
         return 0.0
-    share = _computed_core_flops(stack, plan, causal=causal) if ways == 2 else core_flops(stack, causal=causal) / ways
-    return share / 2
+    if degree == 2:
+        return _computed_core_flops(stack, plan, causal=causal) / 2
+    return core_flops(stack, causal=causal) / degree / 2
 
 
 def computed_over(anatomy: Anatomy, mesh: MeshShape) -> Anatomy:
-    """What ranks compute together, some of it more than once: on each of the model ways key and value heads that are
-    fewer than these, on each of those that share a sample what only one of them may need."""
+    """Returns the model with the work of all ranks together, replicated work counted on each.
+
+    Tensor parallel ranks replicate key and value heads that are fewer than they, context parallel ranks the heads of
+    one token.
+    """
     if num_kv_heads(anatomy.model) < mesh.model:
         anatomy = anatomy_of(replace(anatomy.model, num_kv_heads=mesh.model))
     return _over_context(anatomy, mesh.context) if mesh.has_context_parallel else anatomy
 
 
 @cache
-def _over_context(anatomy: Anatomy, ways: int) -> Anatomy:
-    stacks = (replace(s, parts=tuple(part.over_context(ways) for part in s.parts)) for s in anatomy.stacks)
-    return replace(anatomy, stacks=tuple(stacks), head=tuple(part.over_context(ways) for part in anatomy.head))
+def _over_context(anatomy: Anatomy, degree: int) -> Anatomy:
+    stacks = (replace(s, parts=tuple(part.over_context(degree) for part in s.parts)) for s in anatomy.stacks)
+    return replace(anatomy, stacks=tuple(stacks), head=tuple(part.over_context(degree) for part in anatomy.head))
 
 
 def utilisation(flops: float, seconds: float, gpus: int, peak_flops: float) -> float:
-    """Share of the peak: MFU when `flops` are model FLOPs, HFU when they are hardware FLOPs."""
+    """Returns the share of the peak: MFU when `flops` are model FLOPs, HFU when they are hardware FLOPs."""
     return flops / (seconds * gpus * peak_flops)
 
 
@@ -229,20 +245,23 @@ def training_days(
     flops_per_second: float,
     flops_per_parameter_token: float = 6,
 ) -> float:
-    """Days by the rule of thumb: 6 FLOPs per parameter and token, 8 with full recompute; sustained FLOP/s per GPU."""
+    """Returns the days by the rule of thumb: 6 FLOPs per parameter and token, 8 with full recompute.
+
+    `flops_per_second` is the sustained rate per GPU.
+    """
     return flops_per_parameter_token * parameters * tokens / (gpus * flops_per_second) / SECONDS_PER_DAY
 
 
 def amdahl_speedup(serial_share: float, processors: float) -> float:
-    """Largest speed-up of n processors when a share x of the work stays serial: `1 / (x + (1-x)/n)`."""
+    """Returns the largest speed-up of n processors when a share x of the work is serial: `1 / (x + (1-x)/n)`."""
     return 1 / (serial_share + (1 - serial_share) / processors)
 
 
 def cost(gpus: int, days: float, price_per_gpu_hour: float) -> float:
-    """Price of holding `gpus` for `days`, in the currency of the hourly price."""
+    """Returns the price of `gpus` GPUs for `days`, in the currency of the hourly price."""
     return gpus * days * 24 * price_per_gpu_hour
 
 
 def steps_for_tokens(tokens: float, global_batch_size: int, sequence_length: int) -> int:
-    """Optimizer steps that read `tokens`, rounded up."""
+    """Returns the optimizer steps that read `tokens`, rounded up."""
     return math.ceil(tokens / (global_batch_size * sequence_length))

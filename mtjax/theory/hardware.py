@@ -1,4 +1,4 @@
-"""GPUs and the servers they sit in: public datasheet numbers, each with its source.
+"""GPUs and their servers: public datasheet numbers, each with its source.
 
 Peaks are dense (datasheets often print the doubled, sparse number). `float32` is the CUDA cores' rate,
 `tensorfloat32` the tensor cores'. Sustained shares: the table of maximum achievable matmul FLOPS in
@@ -21,9 +21,9 @@ class Gpu:
     """One kind of GPU; bytes, bytes per second, FLOP per second, GHz."""
 
     name: str
-    """What the command line calls it."""
+    """Its name on the command line."""
     description: str
-    """What the vendor calls it, as in jax's `device_kind`."""
+    """The vendor's name, as in jax's `device_kind`."""
     peak: Mapping[str, float] = field(hash=False)
     """Dense FLOP/s by type of the operands; accumulated in float32."""
     memory: int
@@ -38,19 +38,19 @@ class Gpu:
     shared_memory: int
     """Bytes per multiprocessor."""
     shared_memory_optin: int
-    """Bytes of it that one block may ask for at most."""
+    """Most bytes of it per block."""
     cores_per_multiprocessor: int
     """float32 lanes of a multiprocessor."""
     sustained_products: float
-    """Share of the peak that the best large matrix products reach under the power limit, as others have measured it."""
+    """Share of the peak that the best large matmuls sustain under the power limit, as measured by others."""
     source: str
     other_names: tuple[str, ...] = ()
-    """Further values of jax's `device_kind` for the same part."""
+    """Further values of jax's `device_kind` for the same GPU."""
 
     def peak_flops(self, dtype: str) -> float:
-        """Dense peak in FLOP/s for products of `dtype`.
+        """Returns the dense peak in FLOP/s for matmuls of `dtype`.
 
-        float32 is the TF32 rate where there is one: XLA's default precision lets float32 products use it.
+        float32 is the TF32 rate where there is one: XLA's default precision lets float32 matmuls use it.
 
         Raises:
           UserError: no peak is known for that type.
@@ -62,10 +62,10 @@ class Gpu:
         return self.peak[dtype]
 
     def target_description(self) -> str:
-        """The device facts that XLA compiles for (text form of its `GpuTargetConfigProto`).
+        """Returns the device description that XLA compiles for (text form of its `GpuTargetConfigProto`).
 
         Raises:
-          UserError: XLA's CUDA 13 plugin no longer compiles for this kind.
+          UserError: XLA's CUDA 13 plugin no longer compiles for this GPU.
         """
         if self.compute_capability < (7, 5):
             major, minor = self.compute_capability
@@ -78,16 +78,16 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Server:
-    """A box of GPUs with fast links inside and network adapters outside; per GPU and per direction."""
+    """A server of GPUs with NVLink inside and network adapters between servers; rates per GPU and per direction."""
 
     name: str
     gpu: Gpu
     gpus: int
     """GPUs in one server."""
     link: float
-    """Bytes per second of a GPU to the others in its server (NVLink through NVSwitch)."""
+    """Bytes per second of a GPU to other GPUs of its server (NVLink through NVSwitch)."""
     network: float
-    """Bytes per second between servers, over the GPUs that share the adapters."""
+    """Bytes per second between servers, of the adapters divided by the GPUs that share them."""
     link_latency: float
     """Seconds of one step of a collective inside a server."""
     network_latency: float
@@ -96,11 +96,11 @@ class Server:
 
     @property
     def target(self) -> str:
-        """What `--target` calls it."""
+        """The value of `--target` for it."""
         return f"{self.gpu.name}x{self.gpus}"
 
     def each_of(self, count: int) -> int:
-        """GPUs of each server that `count` GPUs fill: all in one, or servers that are full.
+        """Returns the GPUs used in each server: `count` in a single one, or all of full servers.
 
         Raises:
           UserError: the last server would not be full.
@@ -283,10 +283,10 @@ SERVERS: Mapping[str, Server] = MappingProxyType(
 
 
 def find_gpu(name: str) -> Gpu:
-    """The kind that the command line calls `name`, in any case.
+    """Finds a GPU by its name on the command line, in upper or lower case.
 
     Raises:
-      UserError: no such kind; names the nearest.
+      UserError: there is none; names the nearest.
     """
     gpu = GPUS.get({"a100": "a100-80"}.get(name.lower(), name.lower()))
     if gpu is None:
@@ -295,6 +295,6 @@ def find_gpu(name: str) -> Gpu:
 
 
 def by_device_kind(device_kind: str) -> Gpu | None:
-    """The GPU behind jax's `device.device_kind`, or None when its peak is not in the table (a CPU, a MIG slice)."""
+    """Finds a GPU by jax's `device.device_kind`; None where it is not in the table (a CPU, a MIG slice)."""
     kinds = {name: gpu for gpu in GPUS.values() for name in (gpu.description, *gpu.other_names)}
     return kinds.get(device_kind)

@@ -1,4 +1,4 @@
-"""What a layer's element-wise kernels move through memory, for code that fuses them and code that doesn't.
+"""Memory traffic of a layer's element-wise kernels, for software that fuses them and software that doesn't.
 
 Bytes per element of [batch, sequence, hidden], in terms of c, the bytes of an element: a kernel that reads one array
 and writes one moves 2c; a dropout mask has one byte.
@@ -15,16 +15,16 @@ class Traffic:
     """Bytes of one pass over a layer."""
 
     sublayer: PerElement
-    """Outside the tensor-parallel regions, of each sublayer: a norm, dropout, a residual add."""
+    """Of each sublayer outside the tensor-parallel region: a norm, dropout, a residual add."""
     inside: PerElement
-    """Inside attention, but for the scores."""
+    """Of attention, without the scores."""
     mlp: PerElement
-    """Per element of the MLP's inner width."""
+    """Of the MLP, per element of its inner width."""
 
 
 @dataclass(frozen=True)
 class ElementWise:
-    """How a code base runs its element-wise work."""
+    """Element-wise kernels of a code base."""
 
     name: str
     forward: Traffic
@@ -71,7 +71,7 @@ FUSED = ElementWise(
 
 @dataclass(frozen=True)
 class Core:
-    """Bytes per attention score when the probabilities are written out; `dropout` adds its kernels."""
+    """Bytes per attention score without flash attention; `dropout` adds its kernels."""
 
     forward: Callable[[int, bool], float]
     backward: Callable[[int, bool], float]

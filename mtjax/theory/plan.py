@@ -1,4 +1,4 @@
-"""A plan: the mesh, the microbatch, and what is recomputed, sharded and kept - of a run, or of one considered."""
+"""A plan: mesh, microbatch size, recompute, sharding and precision of a run, or of a run that the search considers."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -10,7 +10,7 @@ from mtjax.theory.mesh import MeshShape
 from mtjax.theory.timetable import ScheduleName
 
 Recompute = Literal["none", "selective", "full"]
-"""What the backward pass computes again: nothing, the attention core, or entire layers."""
+"""What the backward pass recomputes: nothing, the attention core, or entire layers."""
 Residuals = Literal["jax", "megatron"]
 ContextMethod = Literal["ring", "all-gather"]
 ExpertDispatch = Literal["all-gather", "all-to-all"]
@@ -18,13 +18,14 @@ ExpertDispatch = Literal["all-gather", "all-to-all"]
 
 @dataclass(frozen=True)
 class ContextParallelism:
-    """Attention across the ranks that share the tokens of a sample."""
+    """How attention is computed over context parallel ranks."""
 
     method: ContextMethod
     keeps_documents_apart: bool = False
+    """Whether attention is masked at document boundaries."""
     sends_rounded: bool = False
-    """Whether all gradients of keys that travel are as a kernel gave them, in the compute type: where a ring of two
-    passes on those of cuDNN's, of which XLA notices that widening them can wait."""
+    """Whether the ring sends gradients of keys in the compute dtype. XLA: in a ring of two with cuDNN's kernel it moves
+    the conversion to float32 behind the collective-permute."""
 
 
 @dataclass(frozen=True)
@@ -37,15 +38,15 @@ class Precision:
     optimizer: int
     """Moments, and master weights where the weights are 16-bit."""
     reduced: int
-    """Bytes per element of gradients on the wire."""
+    """Bytes per element of gradients in their reduction."""
     gathered: int | None = None
-    """Bytes per element of updated parameters on the wire; None: the compute type's for matrices, 4 for others."""
+    """Bytes per element in the all-gather of updated parameters; None: the compute dtype's for matrices, else 4."""
     are_masters: bool = False
-    """Whether weights are their own masters: then ZeRO splits them from stage 1 on, and gathers copies once a step."""
+    """Whether weights are the master weights: then ZeRO shards them from stage 1 on, and gathers copies once a step."""
 
 
 MTJAX = Precision("mtjax", weights=4, gradients=4, optimizer=8, reduced=4, are_masters=True)
-"""float32 parameters are their own master; products cast them."""
+"""float32 parameters are the master weights; matmuls cast them."""
 MTJAX_BF16_WIRE = replace(MTJAX, reduced=2)
 MEGATRON_BF16 = Precision("Megatron bf16", weights=2, gradients=4, optimizer=12, reduced=4, gathered=2)
 MEGATRON_FP16 = Precision("Megatron fp16", weights=2, gradients=2, optimizer=16, reduced=2, gathered=2)
@@ -55,7 +56,7 @@ FP32 = Precision("fp32", weights=4, gradients=4, optimizer=8, reduced=4, gathere
 
 @dataclass(frozen=True)
 class Plan:
-    """How a model is spread and trained, as far as communication, time and memory are concerned."""
+    """How a model is sharded and trained, as far as communication, time and memory depend on it."""
 
     mesh: MeshShape
     global_batch_size: int
@@ -63,8 +64,7 @@ class Plan:
     recompute: Recompute = "none"
     sequence_parallel: bool = False
     zero: int = 0
-    """ZeRO stage over the data ways: 1 shards the optimizer, and weights that are their own masters; 2 also gradients,
-    3 also parameters in use."""
+    """ZeRO stage: 1 shards the optimizer state and master weights; 2 also gradients, 3 also parameters in use."""
     pipeline_schedule: ScheduleName = "1f1b"
     chunks: int = 1
     """Chunks of layers per stage of the interleaved schedule."""
@@ -72,70 +72,71 @@ class Plan:
     """Layers of each stage; equal shares when None."""
     context_method: ContextMethod = "ring"
     keeps_documents_apart: bool = False
-    """Whether tokens see those of their own document only, or, which sends as much, none of the padding."""
+    """Whether attention is masked at document boundaries, or, with the same communication, at padding."""
     flash_attention: bool = False
     dropout: bool = True
     attention_dropout: bool | None = None
-    """Whether probabilities are dropped; as `dropout` says when None."""
+    """Whether attention probabilities have dropout; the value of `dropout` when None."""
     adapter_dropout: bool = False
-    """Whether what low-rank adapters read has masks of dropout."""
+    """Whether the inputs of LoRA adapters have dropout."""
     label_smoothing: bool = False
     teacher_width: int = 0
-    """Of a teacher's hidden states, whose probabilities of tokens are learnt; 0 without one."""
+    """Width of the teacher's hidden states in a distillation; 0 without a teacher."""
     teacher: Model | None = None
-    """The teacher itself, where its weights have been asked what they are: what it holds and computes beside the step
-    counts too (`mtjax.theory.teacher_cost`)."""
+    """The teacher's model, where known: then its memory, FLOPs and traffic outside the step are counted too
+    (`mtjax.theory.teacher_cost`)."""
     expert_dispatch: ExpertDispatch = "all-gather"
     expert_imbalance: float = 1.0
-    """Load of the rank whose experts have most, beside the mean; formulas of time know it alone."""
+    """Load of the busiest expert parallel rank over the mean load; only formulas of time use it."""
     loss_chunk: int | None = None
-    """Tokens whose logits are alive at a time; the microbatch's when None."""
+    """Tokens per chunk of the loss, whose logits are alive together; all of the microbatch's when None."""
     precision: Precision = MTJAX
     element_bytes: int = 2
     """Bytes of an activation."""
     recompute_group: int = 1
-    """Layers of full recompute that share one kept input; formulas of time ignore this and the next two fields."""
+    """Layers of full recompute that share one saved input; formulas of time ignore this and the next two fields."""
     recompute_first: int | None = None
     """Full recompute of this many layers and none of the others; of all when None."""
     recompute_offload: bool = False
-    """Layer inputs wait in the host's memory."""
+    """Whether saved layer inputs are offloaded to host memory."""
     unrolled: bool = False
     """Whether layers are compiled one after the other, without a loop."""
     residuals: Residuals = "jax"
-    """What waits for the backward pass: what JAX's autodiff keeps of mtjax's model, or what Megatron's kernels keep."""
+    """Whether the activations saved for the backward pass are those of JAX's autodiff of mtjax's model, or those of
+    Megatron's kernels."""
     drops_last_reduction: bool = True
-    """The recomputed forward pass leaves out its last product and that one's reduction, whose result nobody needs (XLA
-    does; PyTorch's checkpoint does not)."""
+    """Whether the recompute of a layer omits its last matmul with the reduction, whose result is not needed (XLA does;
+    PyTorch's checkpoint does not)."""
 
     @property
     def context_parallelism(self) -> ContextParallelism | None:
-        """How keys and values come to other ranks' queries; None where a rank has all tokens of its samples."""
-        ways = self.mesh.context
-        rounded = self.flash_attention and ways == 2
-        return ContextParallelism(self.context_method, self.keeps_documents_apart, rounded) if ways > 1 else None
+        """How attention is computed over context parallel ranks; None without context parallelism."""
+        degree = self.mesh.context
+        rounded = self.flash_attention and degree == 2
+        return ContextParallelism(self.context_method, self.keeps_documents_apart, rounded) if degree > 1 else None
 
     def local_tokens(self, tokens: float) -> float:
-        """Tokens of a microbatch on a rank, of samples with so many."""
+        """Returns the tokens of a microbatch on a context parallel rank, of samples with `tokens` tokens."""
         return self.microbatch_size * tokens / self.mesh.context
 
     @property
     def zero_degree(self) -> int:
-        """Ranks that hold the same parameters but for what ZeRO splits among them."""
+        """Ranks over which ZeRO shards what is replicated otherwise."""
         return self.mesh.degree(ZERO_AXES)
 
     @property
     def expert_zero_degree(self) -> int:
-        """Those of them that hold the same experts."""
+        """Ranks over which ZeRO shards experts' matrices."""
         return self.zero_degree // self.mesh.expert
 
     @property
     def data_degree(self) -> int:
-        """Ranks that share the batch."""
+        """Ranks over which the batch is sharded: the data times the expert parallel degree."""
         return self.mesh.batch_degree
 
     @property
     def expert_degree(self) -> int:
-        """Ranks that share the experts of each layer."""
+        """The expert parallel degree."""
         return self.mesh.expert
 
     @property
@@ -145,66 +146,66 @@ class Plan:
 
     @property
     def is_staged(self) -> bool:
-        """Whether stages work in lock step, by `mtjax.theory.timetable`: mtjax's do, Megatron's do not."""
+        """Whether stages run in lock step, by `mtjax.theory.timetable`: mtjax's do, Megatron's do not."""
         return self.mesh.has_pipeline and self.residuals == "jax"
 
     @property
     def tensor_degree(self) -> int:
-        """Ranks that share each layer."""
+        """The tensor parallel degree."""
         return self.mesh.model
 
     @property
     def microbatches(self) -> int:
-        """Microbatches that a data rank accumulates in a step."""
+        """Microbatches that a data parallel rank accumulates in a step."""
         return self.global_batch_size // (self.data_degree * self.microbatch_size)
 
     @property
     def has_attention_dropout(self) -> bool:
-        """Whether attention's probabilities have masks of dropout."""
+        """Whether attention probabilities have dropout."""
         return self.dropout if self.attention_dropout is None else self.attention_dropout
 
     @property
     def grad_reduce_dtype(self) -> Literal["float32", "bfloat16"]:
-        """Type in which gradients are summed over ranks."""
+        """Dtype in which gradients are reduced over ranks."""
         return "float32" if self.precision.reduced == 4 else "bfloat16"
 
     @property
     def reduces_in_backward(self) -> bool:
-        """Whether the backward pass sums gradients over data ranks: with ZeRO none then keeps the others' part."""
+        """Whether the backward pass reduces gradients over data parallel ranks, and with ZeRO keeps a shard only."""
         return self.zero >= 2 or (self.residuals == "jax" and self.microbatches == 1 and not self.is_staged)
 
     @property
     def gathers_per_step(self) -> bool:
-        """Whether parameters, of which ZeRO keeps parts between steps, are gathered once a step, not for each use."""
+        """Whether sharded parameters are all-gathered once a step (ZeRO-1 and 2), not for each use (ZeRO-3)."""
         return self.zero in (1, 2) and self.precision.are_masters and self.zero_degree > 1
 
     def prefetches(self, model: Model) -> bool:
-        """Whether what a layer's passes gather and sum travels while another layer computes: in loops over single
-        layers."""
-        alone = self.recompute_group == model.moe_every == 1 and self.recompute_first is None
-        alone = alone and not self.recompute_offload and not self.unrolled and not self.is_staged
-        return self.reduces_in_backward and self.residuals == "jax" and alone
+        """Returns whether a layer's all-gathers and gradient reductions overlap with the computation of another layer,
+        as `mtjax.sharding.prefetch` does in loops over single layers."""
+        single_layers = self.recompute_group == model.moe_every == 1 and self.recompute_first is None
+        single_layers = single_layers and not self.recompute_offload and not self.unrolled and not self.is_staged
+        return self.reduces_in_backward and self.residuals == "jax" and single_layers
 
     def layout(self, model: Model) -> Layout:
-        """Which mesh axes split which dimensions of a model."""
+        """Returns the mesh axes over which the dimensions of a model are sharded."""
         return layout_of(model, self.mesh, sequence_parallel=self.sequence_parallel, zero=self.zero)
 
     def recomputed_layers(self, count: int) -> int:
-        """How many of `count` layers the backward pass computes again from their input."""
+        """Returns how many of `count` layers are recomputed from their input."""
         if self.recompute != "full":
             return 0
         return count if self.recompute_first is None else min(self.recompute_first, count)
 
     def grouped_layers(self, count: int) -> int:
-        """How many of them it computes again in groups of several.
+        """Returns how many of `count` layers are recomputed in groups of several.
 
-        JAX computes a layer of a group twice again: with its group, up to the last product, and by itself.
+        JAX recomputes a layer of a group twice: with its group, up to the last matmul, and by itself.
         """
         return self.recomputed_layers(count) if self.recompute_group > 1 else 0
 
     @classmethod
     def of(cls, run: Config, mesh: MeshShape, **settings: object) -> "Plan":
-        """The plan of a config on this mesh; `settings` are fields of the plan that no config has, or over its own."""
+        """Returns the plan of a config on this mesh; `settings` are fields that override the config's."""
         training = run.training
         plan = cls(
             mesh,

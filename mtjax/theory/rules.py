@@ -1,7 +1,7 @@
-"""Logical names of dimensions, and the table that maps each to the mesh axes that split it.
+"""Logical names of dimensions, and the table that maps each to the mesh axes over which it is sharded.
 
-A model says what its dimensions are called, say ("batch", "act_seq", "embed"); `Rules` says which mesh axes split a
-dimension of that name. A new logical name is a field of `Rules`.
+A model names its dimensions, for example ("batch", "act_seq", "embed"); `Rules` has the mesh axes of each name. A new
+logical name is a field of `Rules`.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from mtjax.errors import nearest
 
 Axes = tuple[str, ...]
-"""Mesh axes, outermost first; of a dimension those that split it, () where none does."""
+"""Mesh axes, outermost first; of a dimension those over which it is sharded, () where it is replicated."""
 
 DATA = "data"
 STAGE = "stage"
@@ -19,58 +19,59 @@ EXPERT = "expert"
 MODEL = "model"
 
 MANUAL: Axes = (DATA, STAGE, CONTEXT, EXPERT)
-"""Every mesh axis but `model`: manual around the differentiated part of a step, where `model` is explicit."""
+"""Every mesh axis but `model`: manual axes of the shard_map around the differentiated part of a step, in which `model`
+is explicit."""
 
 
 @dataclass(frozen=True)
 class Rules:
-    """Logical name of a dimension -> mesh axes that split it."""
+    """Logical name of a dimension -> mesh axes over which it is sharded."""
 
     batch: Axes = ()
     seq: Axes = ()
-    """Tokens of a sample, where they are not in the residual stream."""
+    """The sequence, outside the residual stream."""
     key_seq: Axes = ()
     """The sequence of keys, in scores and masks."""
     act_seq: Axes = ()
-    """The sequence in the residual stream between blocks."""
+    """The sequence of the residual stream, between sublayers."""
     embed: Axes = ()
     heads: Axes = ()
     head_dim: Axes = ()
     qkv: Axes = ()
-    """Query, key and value, stacked so that they are one product."""
+    """Query, key and value, stacked for one matmul."""
     kv_heads: Axes = ()
-    """Key and value heads that groups of query heads share; replicated where there are fewer of them than ranks."""
+    """Key and value heads of grouped-query attention; replicated where there are fewer of them than ranks."""
     kv: Axes = ()
     """Key and value, stacked."""
     mlp: Axes = ()
     expert: Axes = ()
-    """Experts, each with matrices of its own."""
+    """Experts' matrices."""
     routes: Axes = ()
-    """Experts as a router scores them: on every rank."""
+    """Experts in a router's scores: replicated."""
     gate: Axes = ()
-    """Gate and up projection of a gated MLP, stacked so that they are one product."""
+    """Gate and up projection of a gated MLP, stacked for one matmul."""
     vocab: Axes = ()
     layers: Axes = ()
     positions: Axes = ()
-    """Learned vectors, one for each place in a sample."""
+    """Learned positions."""
     features: Axes = ()
-    """Width of a projection that is replicated on every rank: BERT's heads."""
+    """Width of a replicated projection: BERT's heads."""
     token_types: Axes = ()
     buckets: Axes = ()
     """Buckets of distances of relative positions."""
     classes: Axes = ()
-    """Answers of a classifier."""
+    """Classes of a classifier."""
     rank: Axes = ()
-    """Between the two matrices of a low-rank adapter."""
+    """Rank of a LoRA adapter."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
             axes = getattr(self, field.name)
             if not isinstance(axes, tuple):
-                raise TypeError(f"{field.name} is split by a tuple of mesh axes, such as ('data',), not by {axes!r}")
+                raise TypeError(f"{field.name} must be a tuple of mesh axes, such as ('data',), and is {axes!r}")
 
     def axes(self, name: str | None) -> Axes:
-        """The mesh axes that split a dimension called `name`; () for one without a name (None).
+        """Returns the mesh axes over which a dimension called `name` is sharded; () for one without a name (None).
 
         Raises:
           AttributeError: no dimension has this name.
@@ -83,27 +84,27 @@ class Rules:
         return getattr(self, name)
 
     def replicas(self, names: Sequence[str | None]) -> Axes:
-        """The manual mesh axes that do not split a parameter whose dimensions have these names.
+        """Returns the manual mesh axes over which a parameter with these dimensions is replicated.
 
-        Ranks along them hold the same parameter and see other data: its gradient is summed over these axes.
+        Ranks along them process different data, so that the parameter's gradient is all-reduced over these axes.
 
         Raises:
           AttributeError: no dimension has one of the names.
         """
-        splitting = {axis for name in names for axis in self.axes(name)}
-        return tuple(axis for axis in MANUAL if axis not in splitting)
+        sharding = {axis for name in names for axis in self.axes(name)}
+        return tuple(axis for axis in MANUAL if axis not in sharding)
 
     @property
     def shared_work(self) -> Axes:
-        """Mesh axes whose ranks see other samples, or other tokens of the same ones."""
+        """Mesh axes over which the tokens of a batch are sharded: by samples, or along the sequence."""
         return self.batch + self.seq
 
     @property
     def with_whole_samples(self) -> "Rules":
-        """These rules where every rank works on all tokens of all samples: a few that are not worth sharing."""
+        """These rules with replicated activations: for batches of a few samples that are not worth sharding."""
         return replace(self, batch=(), seq=(), act_seq=())
 
     def over(self, axes: Axes) -> "Rules":
-        """These rules on a mesh that has no other axes than `axes`."""
-        kept = {f.name: tuple(axis for axis in getattr(self, f.name) if axis in axes) for f in fields(self)}
-        return replace(self, **kept)
+        """Returns these rules on a mesh that has no other axes than `axes`."""
+        used = {f.name: tuple(axis for axis in getattr(self, f.name) if axis in axes) for f in fields(self)}
+        return replace(self, **used)

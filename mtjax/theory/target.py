@@ -1,4 +1,4 @@
-"""What `--target` means: "h100x8" (kind x GPUs per server), a kind alone, or a TOML file of your own servers."""
+"""Parser of `--target`: "h100x8" (GPU x GPUs per server), a GPU alone, or a TOML file that describes a server."""
 
 import dataclasses
 import re
@@ -11,14 +11,14 @@ from mtjax.theory.hardware import SERVERS, Gpu, Server, find_gpu
 
 
 def parse(target: str) -> Server:
-    """The servers that `target` names.
+    """Parses a target.
 
-    A kind alone ("h100") means its usual server; a file is TOML with `gpu = "h100"` (a known kind to start from),
-    `gpus`, and optionally `link`, `network` (bytes/s per GPU and direction), `link_latency`, `network_latency`
+    A GPU alone ("h100") means its usual server; a file is TOML with `gpu = "h100"` (a known GPU as the default of all
+    fields), `gpus`, and optionally `link`, `network` (bytes/s per GPU and direction), `link_latency`, `network_latency`
     (seconds), `name`, and under `[gpu_facts]` any field of `hardware.Gpu`.
 
     Raises:
-      UserError: an unknown kind, no GPUs, a missing file, or a key or value in it that is not possible.
+      UserError: an unknown GPU, no GPUs, a missing file, or an invalid key or value in it.
     """
     if target.endswith(".toml"):
         return _from_file(Path(target))
@@ -31,7 +31,7 @@ def parse(target: str) -> Server:
 
 
 def _split(match: re.Match[str]) -> tuple[str, int | None]:
-    """Kind and count; the kind's pattern is greedy, so "h100x8" may arrive in one piece."""
+    """Returns the GPU's name and the count; the name's pattern is greedy and may match all of "h100x8"."""
     kind, gpus = match["kind"], match["gpus"]
     if gpus is None and (inner := re.fullmatch(r"(.+\d)x(\d+)", kind)):
         kind, gpus = inner[1], inner[2]
@@ -39,6 +39,7 @@ def _split(match: re.Match[str]) -> tuple[str, int | None]:
 
 
 def _sized(server: Server, gpus: int, where: str) -> Server:
+    """Returns the server with another number of GPUs."""
     if not 1 <= gpus <= 1024:
         raise UserError(f"{where}: {gpus} GPUs in a server; give between 1 and 1024")
     name = server.name if gpus == server.gpus else f"{gpus} x {server.gpu.name} with the links of {server.name}"
@@ -50,21 +51,21 @@ def _from_file(path: Path) -> Server:
         raise UserError(f"no target file {str(path)!r}; a built-in target looks like h100x8")
     table = read_toml(path)
     if not isinstance(table.get("gpu"), str):
-        raise UserError(f'{path}: say which known kind to start from, such as gpu = "h100"')
+        raise UserError(f'{path} has no gpu: add a known GPU, such as gpu = "h100", whose numbers are the defaults')
     gpu = find_gpu(table.pop("gpu"))
     facts = table.pop("gpu_facts", {})
     if not isinstance(facts, dict):
-        raise UserError(f"{path}: gpu_facts is a table, not a value: write [gpu_facts] on a line of its own")
+        raise UserError(f"{path}: gpu_facts is a table, not a value: write [gpu_facts] on a separate line")
     server = dataclasses.replace(SERVERS[gpu.name], gpu=_replaced(gpu, facts, f"{path}: [gpu_facts]"))
     gpus = table.pop("gpus", server.gpus)
     if type(gpus) is not int:
-        raise UserError(f"{path}: gpus = {gpus!r} should be a whole number")
+        raise UserError(f"{path}: gpus = {gpus!r} should be an integer")
     server = _sized(server, gpus, str(path))
     return _replaced(server, table, str(path))
 
 
 def _replaced(what: Any, values: dict[str, Any], where: str) -> Any:
-    """`what` (a `Gpu` or `Server`) with `values` over its plain fields, each checked."""
+    """Returns `what` (a `Gpu` or `Server`) with checked `values` in place of its scalar fields."""
     known = {f.name for f in dataclasses.fields(what)} - {"gpu", "gpus"}
     for name, value in values.items():
         if name not in known:
@@ -82,7 +83,7 @@ def _replaced(what: Any, values: dict[str, Any], where: str) -> Any:
                 raise UserError(f"{where}: {name} = {value!r} should be a number above 0")
             value = type(old)(value)
         else:
-            raise UserError(f"{where}: {name} can't be changed here; start from another kind")
+            raise UserError(f"{where}: {name} can't be changed here; use another gpu")
         what = dataclasses.replace(what, **{name: value})
     return what
 

@@ -1,7 +1,8 @@
-"""A teacher on the mesh of its student, by formula: what it holds, and its forward pass of a batch before each step.
+"""Cost of a teacher on the mesh of its student, by formula: its memory, and its forward pass before each step.
 
-The teacher is split as a model of its shape is, with matrices in the compute type, and runs microbatch by microbatch.
-Of its final hidden states - or, of a task, its outputs - the step makes losses (docs/finetune.md, "Distillation").
+The teacher is sharded as a model of its shape is, with matrices in the compute dtype, and runs microbatch by
+microbatch. The student's step computes losses from its final hidden states, or, of a task, from its outputs
+(docs/finetune.md, "Distillation").
 """
 
 from dataclasses import replace
@@ -20,18 +21,18 @@ from mtjax.theory.plan import Plan
 
 
 class Teacher(NamedTuple):
-    """A teacher that a plan knows."""
+    """The teacher of a plan."""
 
     anatomy: Anatomy
     plan: Plan
-    """Its own: forward alone."""
+    """The teacher's plan, of forward passes only."""
 
 
 def teacher_of(plan: Plan) -> Teacher | None:
-    """The teacher of a plan; None without one, or where nobody has said which model it is."""
+    """Returns the teacher of a plan; None without one, or where its model is not known."""
     if plan.teacher is None:
         return None
-    own = replace(
+    forward_plan = replace(
         plan,
         teacher=None,
         teacher_width=0,
@@ -46,17 +47,19 @@ def teacher_of(plan: Plan) -> Teacher | None:
         attention_dropout=False,
         adapter_dropout=False,
     )
-    return Teacher(anatomy_of(plan.teacher), own)
+    return Teacher(anatomy_of(plan.teacher), forward_plan)
 
 
 def weight_bytes(plan: Plan) -> float:
-    """Bytes of the teacher's parameters on a GPU: matrices in the compute type, norms and biases in float32."""
+    """Returns the bytes of the teacher's parameters on a GPU: matrices in the compute dtype, norms and biases in
+    float32."""
     teacher = teacher_of(plan)
     if teacher is None:
         return 0.0
-    p = teacher.plan  # what weights depend on: plans that differ in the rest share an entry of the cache
-    alike = Plan(p.mesh, 1, 1, sequence_parallel=p.sequence_parallel, zero=p.zero, chunks=p.chunks)
-    return _weight_bytes(teacher.anatomy, replace(alike, element_bytes=p.element_bytes))
+    p = teacher.plan
+    # Only the settings that weights depend on, so that plans which differ in others share an entry of the cache.
+    key = Plan(p.mesh, 1, 1, sequence_parallel=p.sequence_parallel, zero=p.zero, chunks=p.chunks)
+    return _weight_bytes(teacher.anatomy, replace(key, element_bytes=p.element_bytes))
 
 
 @cache
@@ -65,28 +68,30 @@ def _weight_bytes(anatomy: Anatomy, plan: Plan) -> float:
 
 
 def _bytes(anatomy: Anatomy, weight: Weight, plan: Plan) -> float:
+    """Returns the bytes of a parameter on a GPU; ZeRO-3 shards it."""
     layout = plan.layout(anatomy.model)
     size = on_device(weight, layout, plan.mesh) * (plan.element_bytes if gathers_in_compute_dtype(weight.names) else 4)
     return size / zero_degree(weight, layout, plan.mesh) if plan.zero == 3 else size
 
 
 def table_bytes(anatomy: Anatomy, plan: Plan, *, gathered: bool = False) -> float:
-    """Bytes of the teacher's output table on a GPU, which the student's step reads; 0 where a task is learnt.
+    """Returns the bytes of the teacher's output table on a GPU, which the student's step reads; 0 for a task.
 
     Args:
       anatomy: the student's.
       plan: the student's.
-      gathered: of what ZeRO-3 gathers for the step, beside the GPU's own part.
+      gathered: count only the copy that ZeRO-3 all-gathers for the step, not the GPU's shard.
     """
     if not plan.teacher_width:
         return 0.0
     table = teacher_table(anatomy.model, plan.teacher_width)
-    own, whole = (_bytes(anatomy, table, replace(plan, zero=zero)) for zero in (plan.zero, 0))
-    return whole if gathered and own < whole else 0.0 if gathered else own
+    shard, full = (_bytes(anatomy, table, replace(plan, zero=zero)) for zero in (plan.zero, 0))
+    return full if gathered and shard < full else 0.0 if gathered else shard
 
 
-def said_bytes(anatomy: Anatomy, plan: Plan) -> float:
-    """Bytes on a GPU of what the teacher says of a batch: hidden states in the compute type, or outputs in float32."""
+def output_bytes(anatomy: Anatomy, plan: Plan) -> float:
+    """Returns the bytes on a GPU of the teacher's outputs for a batch: hidden states in the compute dtype, or of a task
+    float32 outputs."""
     model, samples = anatomy.model, plan.global_batch_size / plan.data_degree
     if plan.teacher_width:
         return plan.element_bytes * samples * model.sequence_length / plan.mesh.context * plan.teacher_width
@@ -96,31 +101,31 @@ def said_bytes(anatomy: Anatomy, plan: Plan) -> float:
 
 
 def forward_bytes(plan: Plan) -> float:
-    """Bytes on a GPU that the teacher's forward pass needs beside its weights and what it says.
+    """Returns the bytes on a GPU of the teacher's forward pass, without its weights and outputs.
 
-    The residual streams of all microbatches wait for the last norm, on stages twice and in float32. A layer at work has
-    its stream before and after it and what its norm reads, what its fuller half makes, and what ZeRO-3 gathers for it
-    and for the next.
+    The hidden states of all microbatches are held for the last norm, with pipeline parallelism twice and in float32.
+    The current layer has its input, its output and its norm's input, the activations of its larger sublayer, and with
+    ZeRO-3 its gathered weights and those prefetched for the next.
     """
     teacher = teacher_of(plan)
     if teacher is None:
         return 0.0
     (stack, *_), p = teacher.anatomy.stacks, teacher.plan
-    split = p.mesh.model if p.sequence_parallel else 1
+    shards = p.mesh.model if p.sequence_parallel else 1
     tokens = p.global_batch_size / p.data_degree * stack.tokens / p.mesh.context
-    streams = tokens * stack.hidden / split * (8 if p.is_staged else p.element_bytes)
-    at_work = 3 * p.element_bytes * p.local_tokens(stack.tokens) * stack.hidden
-    at_work += max(sum(part.saved_bytes(p).values()) for part in stack.parts)
+    hidden_states = tokens * stack.hidden / shards * (8 if p.is_staged else p.element_bytes)
+    workspace = 3 * p.element_bytes * p.local_tokens(stack.tokens) * stack.hidden
+    workspace += max(sum(part.saved_bytes(p).values()) for part in stack.parts)
     gathered = 0.0
     if p.zero == 3:
         layer = [weight for part in stack.parts for weight in part.weights]
         gathered = 2 * sum(_bytes(teacher.anatomy, weight, replace(p, zero=0)) for weight in layer)
-    return streams + at_work + gathered
+    return hidden_states + workspace + gathered
 
 
 def teacher_flops(plan: Plan) -> float:
-    """FLOPs of the teacher's forward pass, for a sample: where it predicts tokens, without logits, which are made in
-    the step."""
+    """Returns the FLOPs of the teacher's forward pass, for a sample; without logits of tokens, which the step
+    computes."""
     teacher = teacher_of(plan)
     if teacher is None:
         return 0.0

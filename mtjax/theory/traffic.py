@@ -1,4 +1,4 @@
-"""What a GPU sends in a step, by mesh axis and purpose: the contract's lines for a plan, and the stages."""
+"""Bytes that a GPU sends in a step, by mesh axis and purpose: the contract's lines, and Megatron's stage boundaries."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -15,36 +15,29 @@ from mtjax.theory.contract import (
     Expectation,
     requirements,
 )
+from mtjax.theory.mesh import PARALLELISM
 from mtjax.theory.plan import Plan
-from mtjax.theory.rules import CONTEXT, DATA, EXPERT, MODEL, STAGE
+from mtjax.theory.rules import EXPERT, STAGE
 from mtjax.theory.teacher_cost import teacher_of
-
-AXIS_NAMES = {
-    DATA: "data ways",
-    STAGE: "stages",
-    CONTEXT: "context ways",
-    EXPERT: "expert ways",
-    MODEL: "model ways",
-}
-"""How people call the ways of a mesh axis."""
 
 
 def axis_name(axis: str) -> str:
-    """How people call the ways of an axis, or of several that a collective crosses together."""
-    return " x ".join(AXIS_NAMES[one] for one in axis.split(JOINED))
+    """Returns the kind of parallelism of the axes that a collective crosses: "tensor", "data x expert"."""
+    return " x ".join(PARALLELISM[one] for one in axis.split(JOINED))
 
 
-def ring_factor(operation: str, ways: int) -> float:
-    """Bytes that a device sends per byte of the full array, by the ring algorithms.
+def ring_factor(operation: str, ranks: int) -> float:
+    """Returns the bytes that a device sends per byte of the full array, by the ring algorithms.
 
-    All-reduce 2(n-1)/n; gather, scatter and all-to-all (n-1)/n; point to point 1 (arXiv 2104.04473, section 3).
+    All-reduce 2(n-1)/n; all-gather, reduce-scatter and all-to-all (n-1)/n; point to point 1 (arXiv 2104.04473, section
+    3).
     """
-    if ways <= 1:
+    if ranks <= 1:
         return 0.0
     if operation == "all-reduce":
-        return 2 * (ways - 1) / ways
-    shared = ("all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all")
-    return (ways - 1) / ways if operation in shared else 1.0
+        return 2 * (ranks - 1) / ranks
+    single_pass = ("all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all")
+    return (ranks - 1) / ranks if operation in single_pass else 1.0
 
 
 @dataclass(frozen=True)
@@ -54,16 +47,17 @@ class Transfer:
     axis: str
     """The mesh axis that it crosses, or several, as a contract's line names them."""
     ways: int
+    """Ranks of a group."""
     operation: str
     """`send`, or a kind of collective."""
     purpose: str
     count: float
     """Per GPU and step."""
     elements: float
-    """Of the full array (the gathered side of gather and scatter); those that are expected to be sent."""
+    """Of the full array (the gathered side of all-gather and reduce-scatter) that are expected to be sent."""
     element_bytes: int
     phase: str = ""
-    """Of the contract."""
+    """Phase of the contract's line."""
 
     @property
     def size(self) -> float:
@@ -77,7 +71,7 @@ class Transfer:
 
 
 def transfers(anatomy: Anatomy, plan: Plan) -> list[Transfer]:
-    """Everything a GPU sends in a step; on stages, a GPU of the stage with the layers and both ends' extras."""
+    """Returns everything a GPU sends in a step; with pipeline parallelism it has the traffic of both end stages too."""
     sent = [
         Transfer(
             required.line.axis,
@@ -96,11 +90,11 @@ def transfers(anatomy: Anatomy, plan: Plan) -> list[Transfer]:
 
 
 def teacher_transfers(plan: Plan) -> list[Transfer]:
-    """What a GPU sends for the forward pass of a teacher that the plan knows: of a step's permutes and gathers of
-    ZeRO-3 half."""
+    """Returns what a GPU sends for the forward pass of the plan's teacher; empty without one."""
     teacher = teacher_of(plan)
     if teacher is None:
         return []
+    # Stage-boundary permutes and the all-gathers of ZeRO-3: the forward half of a step's.
     halves = {EMBEDDING_FORWARD: 1.0, LAYER_FORWARD: 1.0, STAGES: 0.5} | ({PARAMETERS: 0.5} if plan.zero == 3 else {})
     return [
         replace(entry, count=entry.count * halves[entry.phase], purpose=f"teacher, {entry.purpose}")
@@ -110,6 +104,7 @@ def teacher_transfers(plan: Plan) -> list[Transfer]:
 
 
 def _element_bytes(line: Expectation, plan: Plan) -> int:
+    """Returns bytes per element of a line: gradients and gathered parameters as the plan's precision sends them."""
     if line.axis != STAGE and line.phase == GRADIENTS:
         return plan.precision.reduced
     if line.phase == PARAMETERS and plan.zero < 3 and plan.precision.gathered is not None:
@@ -118,28 +113,28 @@ def _element_bytes(line: Expectation, plan: Plan) -> int:
 
 
 def _between_stages(anatomy: Anatomy, plan: Plan) -> Iterator[Transfer]:
-    """Megatron's activations forward and their gradients back, split over the model ways with the sequence."""
+    """Yields Megatron's stage-boundary activations and gradients; with sequence parallelism a tensor rank's shard."""
     stages = plan.mesh.stage
     if stages == 1:
         return
     hidden = plan.microbatch_size * sum(stack.tokens * stack.hidden for stack in anatomy.stacks)
-    split = plan.mesh.model if plan.sequence_parallel else 1
+    shards = plan.mesh.model if plan.sequence_parallel else 1
     count = 2 * plan.microbatches * plan.chunks
     purpose = "activations and their gradients"
-    yield Transfer(STAGE, stages, "send", purpose, count, hidden / split, plan.element_bytes)
+    yield Transfer(STAGE, stages, "send", purpose, count, hidden / shards, plan.element_bytes)
 
 
 def sent_by_axis(entries: list[Transfer]) -> dict[str, float]:
-    """Bytes that a GPU sends in a step over each mesh axis that is used."""
+    """Returns the bytes that a GPU sends in a step over each mesh axis that is used."""
     axes = dict.fromkeys(entry.axis for entry in entries)
     return {axis: sum(e.sent for e in entries if e.axis == axis) for axis in axes}
 
 
 def sent_to_experts(anatomy: Anatomy, plan: Plan) -> float:
-    """Bytes that a GPU sends in a step so that tokens meet the experts of other ranks."""
+    """Returns the bytes that a GPU sends in a step over the expert parallel ranks."""
     return sent_by_axis(transfers(anatomy, plan)).get(EXPERT, 0.0)
 
 
 def bandwidth_demand(sent: float, compute_seconds: float, exposed_share: float) -> float:
-    """Bytes per second that keep communication under `exposed_share` of the compute time it serves."""
+    """Returns the bytes per second that keep communication under `exposed_share` of the compute time."""
     return sent / (compute_seconds * exposed_share)

@@ -101,7 +101,7 @@ def test_answers_to_another_question_are_dropped(folder, tmp_path, monkeypatch) 
             {},
             "a multiple of 4 tokens, and 14 is not",
         ),
-        (["--mesh", "1x3"], {}, "num_heads 8 does not divide over 3 model ways"),
+        (["--mesh", "1x3"], {}, "num_heads 8 is not divisible by the tensor parallel degree 3"),
         (["--tokenizer", "hf:none.json"], {}, "none.json"),
         (["--out", "/proc/nothing/x.json"], {}, "can't be used"),
     ],

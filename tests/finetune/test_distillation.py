@@ -36,7 +36,7 @@ def test_a_student_s_run_is_resumed_to_the_bit_and_both_losses_are_logged(folder
     every = ["--checkpoint-every", "4", "--valid-every", "4", "--keep-last", "9", "--log-every", "1"]
     taught = ["--teacher", f"hf:{teachers / 'other'}", "--teacher-weight", "0.75", "--learning-rate", "1e-2"]
     assert chat(folder, run, *taught, "--epochs", "3", *every, "--inspect") == 0
-    assert re.search(r"beside it: \d.* of a teacher's weights, by formula", capsys.readouterr().out)
+    assert re.search(r"outside the step: teacher's weights \d.*, by formula", capsys.readouterr().out)
     entries = read_metrics(run / "metrics.jsonl")
     for entry in entries:
         assert entry["loss"] == pytest.approx(0.25 * entry["hard_loss"] + 0.75 * entry["soft_loss"], rel=1e-6)

@@ -226,7 +226,7 @@ def test_gathered_logits_break_the_contract(monkeypatch) -> None:
     monkeypatch.setattr(sampling, "_report_if_requested", gathered)
     config = tiny_config(sequence_length=64, mesh="1x2", num_layers=1)
     verdict = inspect_decoding(config, find_target("cpu"), 2, 16).verdict
-    assert "1 extra all-reduce over model in sampling: f32[2,256] - the logits, unsplit" in "; ".join(
+    assert "1 extra all-reduce over model in sampling: f32[2,256] - the logits, unsharded" in "; ".join(
         verdict.violations
     )
     assert any(note.startswith("1 of 1 all-reduce over model missing in sampling") for note in verdict.violations)

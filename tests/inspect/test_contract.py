@@ -70,7 +70,7 @@ def test_cpu_programs_keep_the_contract_in_elements(cpu_report):
     assert sent(cpu_report, "layer recompute") == {("all-reduce", BSH, "f32"): 6}
     assert sent(cpu_report, "layer backward") == {("all-reduce", BSH, "f32"): 12}
     notes = {note for line in cpu_report.verdict.lines for note in line.notes}
-    assert "f32 for bf16: CPU programs widen it" in notes
+    assert "f32 for bf16: converted by XLA for CPUs" in notes
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def assert_gradients_have_their_type(found: Report) -> None:
     wrong = report(replace(found.step, config=config.replace(found.config, grad_reduce_dtype=other)))
     short = {"float32": "f32", "bfloat16": "bf16"}
     breaches = [v for v in wrong.verdict.violations if "over data in gradients" in v]
-    verb = "carries" if found.target.is_gpu else "sums"
+    verb = "sends" if found.target.is_gpu else "reduces"
     assert any(f"{verb} {short[asked]} instead of {short[other]}" in v for v in breaches), wrong.verdict.violations
 
 

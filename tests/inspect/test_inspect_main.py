@@ -60,7 +60,7 @@ def test_json_to_stdout_is_nothing_but_json(capsys, compiled_once):
 def test_vs_reports_both(capsys, compiled_once, tmp_path):
     code, out, _ = run(capsys, "--vs", "1x8", "--json", str(tmp_path / "both.json"))
     assert code == 0
-    assert "Side by side" in out
+    assert "Comparison" in out
     assert len(json.loads((tmp_path / "both.json").read_text())["reports"]) == 2
 
 
@@ -68,7 +68,7 @@ def test_sweep_lists_every_mesh(capsys, compiled_once):
     code, out, _ = run(capsys, "--sweep", "8", "--num-heads", "4", "--hidden-size", "64")
     assert code == 0
     assert all(mesh in out for mesh in ("8x1", "4x2", "2x4", "1x8"))
-    assert "1x8 was not tried: num_heads 4 does not divide" in out
+    assert "1x8 was not compiled: num_heads 4 is not divisible" in out
 
 
 def test_a_contract_of_ones_own_can_be_broken(capsys, compiled_once, tmp_path):
@@ -76,7 +76,7 @@ def test_a_contract_of_ones_own_can_be_broken(capsys, compiled_once, tmp_path):
     file.write_text(CONTRACT)
     code, out, _ = run(capsys, "--contract", str(file))
     assert code == 1
-    assert "the contract is broken" in out
+    assert "the contract is violated" in out
     assert "12 extra all-reduce over model in layer backward: f32[2,64,64], from op_name" in out
 
 
@@ -86,12 +86,12 @@ def test_a_contract_of_ones_own_can_be_broken(capsys, compiled_once, tmp_path):
         (["--target", "h1000x8"], "h1000"),
         (["--target", "v100x16"], "compute capability 7.0"),
         (["--target", "attached"], "there are none"),
-        (["--mesh", "1x5", "--vocab-size", "100"], "num_heads 8 does not divide over 5"),
+        (["--mesh", "1x5", "--vocab-size", "100"], "num_heads 8 is not divisible by the tensor parallel degree 5"),
         (["--sweep", "8", "--vs", "1x8"], "give one of them"),
         (["--sweep", "0"], "sweep is 0, and must be at least 1"),
         (["--intra-bandwidth", "100"], "the target is cpu"),
         (["--target", "h100x8", "--inter-bandwidth", "-1"], "above 0"),
-        (["--time-on", "v100x16"], "needs a program for GPUs"),
+        (["--time-on", "v100x16"], "needs a GPU program"),
         (["--contract", "/nowhere.toml"], "no contract file"),
         (["--vs", "gpt2-tinny"], "did you mean"),
         (["--vs", "hiden_size=3"], "did you mean 'hidden_size'"),

@@ -176,7 +176,7 @@ def test_the_terminal_shows_the_table_and_the_verdict(cpu_report):
     shown = rendered(cpu_report)
     assert "layer backward    │ all-reduce │ model │    12 │ f32[2,64,64]" in shown
     assert "the contract holds" in shown
-    assert "f32 for bf16: CPU programs widen it" in shown
+    assert "f32 for bf16: converted by XLA for CPUs" in shown
 
 
 def test_side_by_side(cpu_report):

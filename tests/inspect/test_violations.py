@@ -69,7 +69,7 @@ def test_gathered_logits(monkeypatch):
 
     monkeypatch.setattr(GPT, "losses", naive)
     violations = inspect_tiny().verdict.violations
-    assert any("extra all-gather over model in loss forward" in v and "the logits, unsplit" in v for v in violations)
+    assert any("extra all-gather over model in loss forward" in v and "the logits, unsharded" in v for v in violations)
 
 
 # --- single lines, on collectives made by hand
@@ -114,11 +114,11 @@ def test_the_whole_program_holds():
     ("extra", "message"),
     [
         (collective(count=3), "3 extra all-reduce over model in layer forward: bf16[2,64,64], from op_name"),
-        (collective("layer backward", "all-gather", arrays=((64, 256),)), "the weight mlp.up, unsplit"),
+        (collective("layer backward", "all-gather", arrays=((64, 256),)), "the weight mlp.up, unsharded"),
         (collective("other", "all-to-all", arrays=((9, 999),)), "12 extra all-to-all over model in other"),
         (collective("layer forward", arrays=((),)), "extra all-reduce over model in layer forward: bf16[]"),
         (collective("gradients", axes=(DATA, MODEL), arrays=((4000,),)), "extra all-reduce over data+model"),
-        (collective("other", axes=None, count=1, arrays=((),)), "do not match any set of mesh axes"),
+        (collective("other", axes=None, count=1, arrays=((),)), "match no set of mesh axes"),
         (collective("other", "teleport", count=1, arrays=((),)), "does not know"),
     ],
 )
@@ -148,7 +148,7 @@ def test_loops_of_different_lengths_add_up_to_each_line():
 def test_wider_types_break_bytes_on_gpus_and_are_noted_on_cpus():
     wide = [collective(dtype="f32"), *whole_program()[1:]]
     (found,) = violations(wide)
-    assert "carries f32 instead of bf16, 2x the bytes" in found
+    assert "sends f32 instead of bf16, 2x the bytes" in found
     assert violations(wide, is_gpu=False) == ()
 
 
@@ -158,7 +158,7 @@ def test_gradients_summed_in_bf16_are_seen_in_programs_for_cpus_too():
     size = program[7].elements - 1
     all_narrow = collective("gradients", axes=(DATA,), count=1, arrays=((size,),), dtype="f32", narrow=(True,))
     (found,) = violations([*program[:7], all_narrow, *rest], is_gpu=False)
-    assert found.startswith("all-reduce over data in gradients sums bf16 instead of f32: f32[")
+    assert found.startswith("all-reduce over data in gradients reduces bf16 instead of f32: f32[")
     halves = ((size - 2000,), (2000,))
     one = collective("gradients", axes=(DATA,), count=1, arrays=halves, dtype="f32", narrow=(False, True))
     few, extra = violations([*program[:7], one, *rest], is_gpu=False)

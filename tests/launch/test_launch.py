@@ -23,7 +23,7 @@ from tests.tiny import tiny_config
         ),
         (["--", "--mesh", "1024x1024", "--global-batch-size", "1024"], "which up to 64 processes .* can't provide"),
         (["--processes", "1", "--", "--mesh", "128x4", "--global-batch-size", "128"], "use --processes 2 or more"),
-        (["--", "--mesh", "2x3"], "does not divide over 3 model ways"),
+        (["--", "--mesh", "2x3"], "is not divisible by the tensor parallel degree 3"),
         (
             ["--", "--coordinator", "h:1", "--num-processes", "2", "--process-id", "0"],
             "remove --coordinator, --num-processes",

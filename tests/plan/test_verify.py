@@ -53,9 +53,9 @@ def test_a_program_for_cpus_agrees_where_cpus_are_told(mesh):
     run = config.replace(config.load("gpt2-tiny"), num_layers=1, vocab_size=1024, mesh=mesh, hidden_dropout=0.0)
     run = config.replace(run, attention_dropout=0.0, compute_dtype="float32")  # CPUs send no other type
     checks = errors(inspect(run, find_target("cpu")))
-    sent = [check for name, check in checks.items() if name.startswith("sent over")]
+    sent = [check for name, check in checks.items() if name.startswith("sent, ")]
     assert len(sent) == 2 and all(0 < check.program - 64 <= check.formula <= check.program for check in sent)  # scalars
-    for name in ("parameters, whole model", "weights"):
+    for name in ("parameters", "weights"):
         assert checks[name].formula == checks[name].program
     assert checks["optimizer"].error == pytest.approx(0, abs=1e-3)
     assert "step time" not in checks
@@ -103,7 +103,7 @@ def test_compiled_memory_is_as_planned(mesh, changes):
     assert checks["peak"].error == pytest.approx(0, abs=0.06), checks
     planned = memory.stage_memory(report.step.anatomy, report.step.plan)
     assert planned.weights + planned.optimizer == pytest.approx(report.memory.arguments, rel=0.01)
-    for name in ("sent over model ways", "sent over data ways"):
+    for name in ("sent, tensor parallel", "sent, data parallel"):
         assert name not in checks or checks[name].error == pytest.approx(0, abs=0.01)
 
 
@@ -116,7 +116,7 @@ def test_compiled_memory_beside_a_teacher_is_as_planned():
     checks = errors(report)
     assert checks["FLOPs of a step"].error == pytest.approx(0, abs=1e-3)
     assert checks["peak"].error == pytest.approx(0, abs=0.05), checks
-    assert checks["sent over model ways"].error == pytest.approx(0, abs=0.01)
+    assert checks["sent, tensor parallel"].error == pytest.approx(0, abs=0.01)
     planned = report.memory.formula
     assert planned.weights + planned.optimizer + planned.teacher == pytest.approx(report.memory.arguments, rel=0.01)
 

@@ -42,9 +42,9 @@ def test_formulas(formula, value):
     [
         ("2*heads", "uses 'heads'"),
         ("2*hiden", "uses 'hiden' - did you mean 'hidden'"),
-        ("hidden/layers", "hidden / layers .* is not a whole number"),
-        ("hidden/(sequence-hidden)", "is not a whole number"),
-        ("hidden - 2*sequence", "comes out at -64"),
+        ("hidden/layers", "hidden / layers .* is not an integer"),
+        ("hidden/(sequence-hidden)", "is not an integer"),
+        ("hidden - 2*sequence", "is -64 for"),
         ("2*", "is not a formula"),
         ("__import__('os')", "is not a formula"),
         ("hidden**9", "is not a formula"),

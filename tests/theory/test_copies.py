@@ -47,7 +47,7 @@ def test_bytes_by_hand():
     """In turns of a layer and a microbatch, of which there are 12."""
     turns, all_gradients = 4 * LAYERS, MATRICES + VECTORS * H
     assert by_kind(PLAN) == {
-        theory.KEPT: turns * 4 * KEPT,
+        theory.SAVED: turns * 4 * KEPT,
         theory.ZEROS: turns * KEPT + LAYERS * 4 * all_gradients,
         theory.CASTS: turns * 2 * 6 * MATRICES,
         theory.SUMS: turns * (18 * MATRICES + 20 * VECTORS * H),
@@ -56,7 +56,7 @@ def test_bytes_by_hand():
 
 def test_full_recompute_keeps_the_stream_alone():
     found = by_kind(changed(recompute="full"))
-    assert found[theory.KEPT] == 4 * LAYERS * 4 * (2 * S * 2 * H)
+    assert found[theory.SAVED] == 4 * LAYERS * 4 * (2 * S * 2 * H)
     assert found[theory.SUMS] == by_kind(PLAN)[theory.SUMS]
 
 
@@ -86,12 +86,12 @@ def test_zero_copies_parts():
     assert none == by_kind(PLAN)
     gathered = LAYERS * ((6 / 2 + 4) * MATRICES + 8 * (VECTORS - 4) * H)
     stacked = {theory.ZEROS: none[theory.ZEROS] + LAYERS * 2 * MATRICES, theory.CASTS: turns * 2 * 4 * MATRICES}
-    assert first == none | stacked | {theory.PARTS: gathered + LAYERS * 16 * split}
+    assert first == none | stacked | {theory.SHARDS: gathered + LAYERS * 16 * split}
     assert second[theory.SUMS] == third[theory.SUMS] == turns * 20 * (split / 2 + whole)
     assert second[theory.SENT] == third[theory.SENT] == turns * 6 * MATRICES
-    assert second[theory.PARTS] == gathered
+    assert second[theory.SHARDS] == gathered
     assert 2 * third[theory.CASTS] == none[theory.CASTS] and second[theory.CASTS] == first[theory.CASTS]
-    assert theory.PARTS not in third
+    assert theory.SHARDS not in third
     assert theory.SENT not in by_kind(dataclasses.replace(plan, zero=2, precision=MTJAX_BF16_WIRE))
 
 
@@ -112,9 +112,9 @@ def test_stages_cast_once_more_or_copy_into_slots(recompute, casts, kept):
     plan = changed(mesh=parse_mesh("data=1,stage=3,model=1"), recompute=recompute)
     found, turns = by_kind(plan, gpt(2 * LAYERS, H, HEADS, S, 256)), 4 * 2
     assert found[theory.CASTS] == turns * casts * 6 * MATRICES
-    assert found[theory.KEPT] == turns * kept * KEPT
+    assert found[theory.SAVED] == turns * kept * KEPT
     assert found[theory.SUMS] == turns * (18 * MATRICES + 20 * VECTORS * H)
-    assert by_kind(plan).get(theory.KEPT, 0) == 4 * (kept - 4) * KEPT  # a chunk of one layer needs no stack
+    assert by_kind(plan).get(theory.SAVED, 0) == 4 * (kept - 4) * KEPT  # a chunk of one layer needs no stack
 
 
 def test_seconds_are_bytes_at_the_memorys_speed_and_launches():
@@ -138,7 +138,7 @@ def test_stacks_of_a_compiled_program():
     second = roofline.machines[2].passes(1)
     compiled = {c: sum(s.values()) / second for c, s in by_cause(memory_bound_by_cause(roofline)).items()}
     found = by_kind(report.step.plan, report.step.anatomy)
-    assert compiled[STACKS] == pytest.approx(found[theory.KEPT] + found[theory.SUMS], rel=0.02)
+    assert compiled[STACKS] == pytest.approx(found[theory.SAVED] + found[theory.SUMS], rel=0.02)
     # Of the two stacks of norms' inputs one is copied from the other's zeros.
     like_another = 2 * 2 * 4 * 8 * 1024 * 1536
     assert compiled[ZEROS] == pytest.approx(found[theory.ZEROS] - like_another, rel=0.02)

@@ -17,61 +17,69 @@ STAGED = [
     (
         {"microbatch_size": None},
         TWO,
-        "mesh data=1,stage=2,.* 2 stages, .* the 8 samples .* microbatch_size, say 4, .* 2$",
+        "mesh data=1,stage=2,.* 2 stages, .* the 8 samples .* microbatch_size, for example 4, for 2 microbatches$",
     ),
-    ({}, FOUR, "num_layers 2 leaves some of the 4 stages .*: take 2 stages or 4 layers"),
+    ({}, FOUR, "num_layers 2 leaves some of the 4 stages .*: use 2 stages or 4 layers"),
     (
         {"num_layers": 22},
         FOUR,
         "num_layers 22 .* 4 stages; .*: 20 and 24 layers, or 2 and 11 stages, or layers_per_stage 5,6,6,5",
     ),
-    ({"num_layers": 7, **CHUNKS}, TWO, "num_layers 7 does not divide over 2 stages x 2 chunks; .*: 4 and 8 layers$"),
+    ({"num_layers": 7, **CHUNKS}, TWO, "num_layers 7 is not divisible by 2 stages x 2 chunks; .*: 4 and 8 layers$"),
     ({"num_layers": 22, **CHUNKS}, FOUR, "num_layers 22 .* 4 stages x 2 chunks; .* or layers_per_stage 6,6,6,4"),
     (
         {"num_layers": 22, "layers_per_stage": (5, 6, 5)},
         FOUR,
-        "layers_per_stage 5,6,5 has 3 numbers, and mesh .* 4 stages: take 5,6,6,5",
+        "layers_per_stage 5,6,5 has 3 numbers, and mesh .* has 4 stages: use 5,6,6,5",
     ),
     (
         {"num_layers": 22, "layers_per_stage": (5, 6, 6, 6)},
         FOUR,
-        "layers_per_stage 5,6,6,6 adds up to 23, and num_layers is 22: take 5,6,6,5",
+        "layers_per_stage 5,6,6,6 adds up to 23, and num_layers is 22: use 5,6,6,5",
     ),
     (
         {"num_layers": 4, "layers_per_stage": (4, 0)},
         TWO,
-        "layers_per_stage 4,0 has 0, and each .* at least 1: take 2,2",
+        "layers_per_stage 4,0 contains 0, and each .* at least 1: use 2,2",
     ),
     (
         {"num_layers": 22, "layers_per_stage": (5, 6, 6, 5), **CHUNKS},
         FOUR,
-        "5,6,6,5 has 5, and each must be a multiple of chunks 2: take 6,6,6,4",
+        "5,6,6,5 contains 5, and each number must be a multiple of chunks 2: use 6,6,6,4",
     ),
     (
         {"family": "t5", "num_layers": 4, "num_decoder_layers": 6, "layers_per_stage": (2, 2)},
         TWO,
-        "layers_per_stage 2,2 is for both stacks, .* num_layers 4 and num_decoder_layers 6: make them equal",
+        "layers_per_stage 2,2 applies to both .*, and num_layers 4 and num_decoder_layers 6 differ: make",
     ),
     (
         {"family": "t5", "num_layers": 4, "num_decoder_layers": 5},
         TWO,
-        "num_decoder_layers 5 does not divide over 2 stages; .* 4 and 6 layers",
+        "num_decoder_layers 5 is not divisible by 2 stages; .* 4 and 6 layers",
     ),
     (
         {"num_layers": 12, "pipeline_schedule": "interleaved"},
         TWO,
-        "pipeline_schedule interleaved needs several chunks .* chunks is 1: take 1f1b, or chunks 2",
+        "pipeline_schedule interleaved needs several chunks .* chunks is 1: use 1f1b, or chunks 2",
     ),
     (
         {"chunks": 2},
         TWO,
-        "chunks 2 is for pipeline_schedule interleaved, and pipeline_schedule is 1f1b: take chunks 1",
+        "chunks 2 needs pipeline_schedule interleaved, and pipeline_schedule is 1f1b: set chunks to 1",
     ),
-    ({"chunks": 2}, ONE, "chunks 2 is for stages .*, and mesh 2x4 has 1: leave it out, .* data=2,stage=2,model=4"),
-    ({"pipeline_schedule": "gpipe"}, ONE, "pipeline_schedule gpipe is for stages .* mesh 2x4 has 1"),
-    ({"layers_per_stage": (1, 1, 1)}, ONE, "layers_per_stage 1,1,1 is for stages .* data=2,stage=3,model=4"),
+    (
+        {"chunks": 2},
+        ONE,
+        "chunks 2 needs pipeline parallelism, and mesh 2x4 has 1 stage: remove chunks, .* data=2,stage=2,model=4",
+    ),
+    ({"pipeline_schedule": "gpipe"}, ONE, "pipeline_schedule gpipe needs pipeline .* mesh 2x4 has 1"),
+    ({"layers_per_stage": (1, 1, 1)}, ONE, "layers_per_stage 1,1,1 needs pipeline .* data=2,stage=3,model=4"),
     *(
-        ({"recompute": "full", **fields}, TWO, f"{name} is for layers .* each of the 2 stages .*: leave it out")
+        (
+            {"recompute": "full", **fields},
+            TWO,
+            f"{name} does not support pipeline .* each of the 2 stages .*; remove it",
+        )
         for name, fields in {
             "recompute_num_layers 2": {"recompute_num_layers": 2},
             "recompute_method block": {"recompute_method": "block"},
@@ -79,62 +87,70 @@ STAGED = [
         }.items()
     ),
 ]
-"""Fields, mesh and what is said of them, of plans with stages."""
+"""Fields, mesh and message, of plans with pipeline parallelism."""
 
 CONTEXT = [
     (
         {"sequence_length": 20},
         "data=1,context=4,model=1",
-        "sequence_length 20 .* 2 chunks .* 4 context ways .* 16 and 24$",
+        "sequence_length 20 .* 2 chunks .* context parallel degree 4 .* 16 and 24$",
     ),
     (
         {"sequence_length": 24, "sequence_parallel": True},
         "data=1,context=4,model=4",
-        "sequence_length 24 .* 16 context x model ways .* 16 and 32$",
+        "sequence_length 24 .* context x tensor parallel degree 16 .* 16 and 32$",
     ),
     (
         {"family": "t5"},
         "data=1,context=2,model=1",
-        "context=2, .* for gpt, llama and bert, and family is t5: leave",
+        "context=2 .* gpt, llama and bert, and family is t5: remove",
     ),
     (
         {"head": "classification"},
         "data=1,context=2,model=1",
-        "context=2, .* losses of tokens, and head is classification: leave it out",
+        "context=2 .* a loss per token, and head is classification: remove context",
     ),
     (
         {"context_method": "all-gather"},
         "2x4",
-        "context_method all-gather .* mesh 2x4 has none: .* data=2,context=2,model=4",
+        "context_method all-gather needs .* mesh 2x4 has none: .* data=2,context=2,model=4",
     ),
     (
         {"num_experts": 4, "first_dense_layers": 1, "num_layers": 5, "microbatch_size": 1},
         "data=1,stage=2,expert=2,model=1",
-        "num_layers 5 does not divide over 2 stages; .* layers_per_stage",
+        "num_layers 5 is not divisible by 2 stages; .* layers_per_stage",
     ),
     (
         {"num_experts": 4, "moe_every": 2, "num_layers": 6, "microbatch_size": 1},
         "data=1,stage=2,expert=2,model=1",
-        "moe_every 2 does not divide the 3 layers that a stage has at a time: take num_layers or stages",
+        "moe_every 2 does not divide the 3 layers of a stage's chunk: choose num_layers, stages",
     ),
 ]
-"""The same of ranks that share the tokens of samples."""
+"""The same with context parallelism and experts."""
 
 
 @pytest.mark.parametrize(
     ("fields", "mesh", "numbers"),
     [
-        ({"num_heads": 8}, parse_mesh("1x3"), "num_heads 8 .* 3 model ways .* take model ways that divide 8: 2 and 4"),
+        (
+            {"num_heads": 8},
+            parse_mesh("1x3"),
+            "num_heads 8 .* tensor parallel degree 3 .* use a tensor parallel degree that divides 8: 2 and 4",
+        ),
         (
             {"num_heads": 8, "hidden_size": 48},
             parse_mesh("1x3"),
             "num_heads 8 .* 3 .* 6 or 12 heads, .*: 2 and 4",
         ),
-        ({"mlp_size": 100}, parse_mesh("1x8"), "mlp_size 100 .* 8 model ways .* 96 and 104"),
+        ({"mlp_size": 100}, parse_mesh("1x8"), "mlp_size 100 .* tensor parallel degree 8 .* 96 and 104"),
         ({"num_heads": 6, "hidden_size": 36, "mlp_size": 36}, parse_mesh("1x3"), "vocabulary 256 .* 255 and 258"),
-        ({"global_batch_size": 6}, parse_mesh("4x1"), "global_batch_size 6 .* 4 data ways .* 4 and 8"),
-        ({"num_heads": 12, "hidden_size": 48, "num_kv_heads": 6}, parse_mesh("1x4"), "num_kv_heads 6 .* 4 model ways"),
-        ({"microbatch_size": 3}, parse_mesh("2x1"), "global_batch_size 8 .* microbatch_size 3 x 2 .* 6; .* 6 and 12"),
+        ({"global_batch_size": 6}, parse_mesh("4x1"), "global_batch_size 6 .* data parallel degree 4; .* 4 and 8"),
+        (
+            {"num_heads": 12, "hidden_size": 48, "num_kv_heads": 6},
+            parse_mesh("1x4"),
+            "num_kv_heads 6 .* tensor parallel degree 4",
+        ),
+        ({"microbatch_size": 3}, parse_mesh("2x1"), "global_batch_size 8 .* microbatch_size 3 x .* 2 = 6; .* 6 and 12"),
         *(({"microbatch_size": 1} | fields, mesh, message) for fields, mesh, message in STAGED),
         *((fields, parse_mesh(mesh), message) for fields, mesh, message in CONTEXT),
     ],
@@ -230,7 +246,7 @@ def test_exactly_the_consistent_triples_are_accepted(batch, micro, ways):
         with pytest.raises(UserError) as refused:
             check_config(config, mesh)
         text = str(refused.value)
-        assert f"global_batch_size {batch}" in text and f"{ways} data ways" in text
+        assert f"global_batch_size {batch}" in text and f"data parallel degree {ways}" in text
         nearest = [int(n) for n in re.findall(r"\d+", text.partition("nearest that")[2])]
         assert nearest and all(n % ((micro or 1) * ways) == 0 for n in nearest)
     else:
@@ -246,5 +262,5 @@ def test_every_batch_of_a_ramp_is_whole_microbatches(start, increment, micro, wa
     if fits:
         check_ramp(tiny_config(**ramp), sizes, MeshShape(data=ways))
         return
-    with pytest.raises(UserError, match=f"rampup_batch_size {start} {increment} 100 passes .* = {micro * ways}; take"):
+    with pytest.raises(UserError, match=f"rampup_batch_size {start} {increment} 100 passes .* = {micro * ways}; use"):
         check_ramp(tiny_config(**ramp), sizes, MeshShape(data=ways))

@@ -90,10 +90,10 @@ def test_a_file_of_ones_own(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("gpus = 8", "say which known kind"),
+        ("gpus = 8", "has no gpu: add a known GPU"),
         ('gpu = "h100"\nlnik = 1', "unknown key 'lnik' - did you mean 'link'"),
         ('gpu = "h100"\nlink = -1', "link = -1 should be a number above 0"),
-        ('gpu = "h100"\ngpus = 2.5', "gpus = 2.5 should be a whole number"),
+        ('gpu = "h100"\ngpus = 2.5', "gpus = 2.5 should be an integer"),
         ("gpu = [", "is not valid TOML"),
         ('gpu = "h100"\ngpu_facts = 3', "gpu_facts is a table"),
     ],

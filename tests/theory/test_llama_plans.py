@@ -46,7 +46,7 @@ def test_key_and_value_heads_are_split_or_whole() -> None:
 def test_shared_key_and_value_heads_send_their_gradients() -> None:
     def sent(ways: int) -> list[traffic.Transfer]:
         entries = traffic.transfers(LLAMA3_70B, Plan(MeshShape(data=2, model=ways), 4, 1))
-        return [e for e in entries if "several ranks" in e.purpose]
+        return [e for e in entries if "replicated key" in e.purpose]
 
     assert sent(8) == []
     (entry,) = sent(16)
@@ -72,7 +72,9 @@ def test_what_a_layer_keeps() -> None:
 def test_key_and_value_heads_must_fit_the_model_ways() -> None:
     model = dataclasses.replace(LLAMA3_70B.model, num_heads=48, num_kv_heads=12, head_dim=128)
     plan = Plan(MeshShape(model=8), 8, 1)
-    with pytest.raises(UserError, match="num_kv_heads 12 is neither a multiple nor a divisor of the 8 model ways"):
+    with pytest.raises(
+        UserError, match="num_kv_heads 12 is neither a multiple nor a divisor of the tensor parallel degree 8"
+    ):
         check(model, plan)
     meshes = list(search.meshes(anatomy_of(model), plan, 8, SERVERS["h100"], search.Space()))
     assert {w.model for w in meshes} == {1, 2, 4}

@@ -176,8 +176,8 @@ def test_slots_of_stages_keep_inputs_or_residuals(settings, kept):
     inputs, outputs, residuals = kept
     (stack,) = GPT_8B.stacks
     found, stream = memory.stage_memory(GPT_8B, plan).activations, 2 * 1024 * 3072
-    assert found["inputs of stages"] == inputs * stream
-    assert found.get("outputs of stages", 0) == outputs * stream
+    assert found["stage inputs"] == inputs * stream
+    assert found.get("stage outputs", 0) == outputs * stream
     for name, size in memory.layer_activations(stack, plan).items():
         dropped = name == "attention probabilities" and plan.recompute == "selective"
         assert found.get(name, 0) == (0 if dropped else residuals * 18 * size)
@@ -188,7 +188,7 @@ def test_both_streams_of_t5_travel_and_wait_together():
     plan = Plan(parse_mesh("1x2x1"), 16, 4, recompute="full")
     found = memory.stage_memory(anatomy_of(model), plan).activations
     # Two chunks of each of two stages: 2 * 2 + 1 in flight, and a slot for what does not count.
-    assert found["inputs of stages"] == 6 * 2 * 4 * model.hidden_size * (512 + 128)
+    assert found["stage inputs"] == 6 * 2 * 4 * model.hidden_size * (512 + 128)
 
 
 @pytest.mark.parametrize("zero", [1, 2])
@@ -260,7 +260,7 @@ def test_zero_3_turns_what_it_splits_along_an_inner_dimension_and_scatters_the_o
     plan = Plan.of(run, parse_mesh("8x1"))
     kept = memory.stage_memory(anatomy_of(run.model), plan).activations
     table, layer = 128_256 * 4096, 4096 * (14_336 + 4096)
-    assert kept[memory.TURNED] == 4 * (32 * layer + 2 * table) / 8
+    assert kept[memory.TRANSPOSED] == 4 * (32 * layer + 2 * table) / 8
     assert kept[memory.GRADIENTS_OUTSIDE] == 4 * (table + 4096)  # and the last norm's
     without = memory.stage_memory(anatomy_of(run.model), dataclasses.replace(plan, zero=1)).activations
-    assert memory.TURNED not in without
+    assert memory.TRANSPOSED not in without

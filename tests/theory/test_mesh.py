@@ -48,7 +48,7 @@ def test_axes_left_out_have_one_way():
 
 @pytest.mark.parametrize("text", ["", "64x", "3y4", "-1x4", "2x4x2x2", "data=2;model=4", "data=two", "data=2,", "2 x4"])
 def test_nonsense_is_refused_with_both_forms(text):
-    with pytest.raises(UserError, match="neither DATAxMODEL, like 64x8, nor named, like data=8,stage=4,model=8"):
+    with pytest.raises(UserError, match="neither DATAxMODEL, such as 64x8, nor named, such as data=8,stage=4,model=8"):
         parse_mesh(text)
 
 
@@ -57,12 +57,12 @@ def test_nonsense_is_refused_with_both_forms(text):
     [
         ("data=2,modle=4", "no axis is called 'modle' - did you mean 'model'"),
         ("rows=4", r"'rows'; the axes are data \(dp\), stage \(pp\), context \(cp\), expert \(ep\), model \(tp\)"),
-        ("data=8,data=2", "gives data twice"),
-        ("dp=8,data=2", "gives data twice"),
-        ("tp=0", "gives model 0 ways"),
-        ("0", "gives data 0 ways"),
-        ("0x8", "gives data 0 ways; every axis needs at least 1"),
-        ("data=2,stage=0", "gives stage 0 ways; every axis needs at least 1"),
+        ("data=8,data=2", "sets data twice"),
+        ("dp=8,data=2", "sets data twice"),
+        ("tp=0", "sets model to 0"),
+        ("0", "sets data to 0"),
+        ("0x8", "sets data to 0; every axis needs at least 1"),
+        ("data=2,stage=0", "sets stage to 0; every axis needs at least 1"),
     ],
 )
 def test_wrong_meshes(text, message):
@@ -80,6 +80,6 @@ def test_axes_together_split_by_their_product():
 def test_what_trains_only_is_said_where_nothing_is_trained():
     check_no_context_parallel(parse_mesh("8x8"))
     with pytest.raises(
-        UserError, match="mesh data=1,context=2,model=4 .* context=2, which is for training and evaluation: leave"
+        UserError, match="mesh data=1,context=2,model=4 has context parallelism .* training and evaluation only: remove"
     ):
         check_no_context_parallel(parse_mesh("context=2,model=4"))

@@ -33,19 +33,22 @@ def test_the_plan_of_a_config():
     [
         (
             {"mesh": parse_mesh("1x1x3")},
-            "num_heads 32 does not divide over 3 model ways of the mesh; take 24 or 48 heads, .*: 2 and 4",
+            "num_heads 32 is not divisible by the tensor parallel degree 3 .*; use 24 or 48 heads, .*: 2 and 4",
         ),
         (
             {"mesh": parse_mesh("1x5x1")},
-            "num_layers 72 does not divide over 5 stages; .* 70 and 75 layers, or 4 and 6 stages",
+            "num_layers 72 is not divisible by 5 stages; .* 70 and 75 layers, or 4 and 6 stages",
         ),
-        ({"mesh": parse_mesh("7x1x1")}, "global_batch_size 512 does not divide over 7 data ways .* 511 and 518"),
+        (
+            {"mesh": parse_mesh("7x1x1")},
+            "global_batch_size 512 is not divisible by the data parallel degree 7; .* 511 and 518",
+        ),
         ({"zero": 4}, "ZeRO has stages 0 to 3, not 4"),
-        ({"chunks": 2}, "chunks 2 is for stages of a pipeline"),
+        ({"chunks": 2}, "chunks 2 needs pipeline parallelism"),
         (
             {"mesh": parse_mesh("1x3x1"), "pipeline_schedule": "interleaved", "chunks": 2, "global_batch_size": 4}
             | {"residuals": "megatron"},
-            "needs a multiple of 3 stages as microbatches, not 4; the nearest that are: 3 and 6",
+            "a multiple of 3 stages, and there are 4; the nearest that are: 3 and 6",
         ),
     ],
 )

@@ -27,7 +27,7 @@ def test_a_typo_names_the_nearest():
 
 
 def test_an_axis_that_is_not_in_a_tuple_is_refused():
-    with pytest.raises(TypeError, match=r"batch is split by a tuple of mesh axes, such as \('data',\), not by 'data'"):
+    with pytest.raises(TypeError, match=r"batch must be a tuple of mesh axes, such as \('data',\), and is 'data'"):
         Rules(batch="data")  # pyright: ignore[reportArgumentType]
 
 

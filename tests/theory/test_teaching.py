@@ -61,7 +61,7 @@ def test_a_teacher_lies_on_a_mesh_as_planned(mesh, fields):
     assert memory.total == pytest.approx(step.total + held - teaching.table_bytes(anatomy, plan))
     given = student.abstract_step_batch()
     said, table = (math.prod(given[n].sharding.shard_shape(given[n].shape)) * c for n in (TEACHER, TEACHER_TABLE))
-    assert (teaching.said_bytes(anatomy, plan), teaching.table_bytes(anatomy, plan)) == (said, table)
+    assert (teaching.output_bytes(anatomy, plan), teaching.table_bytes(anatomy, plan)) == (said, table)
 
 
 @pytest.mark.long

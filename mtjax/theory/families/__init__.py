@@ -1,1 +1,1 @@
-"""The parts of each family's models."""
+"""Components of each family's models."""

@@ -1,4 +1,4 @@
-"""BERT: a stack of layers that look both ways, the masked-LM head and the sentence-order head."""
+"""BERT: a stack of bidirectional layers, the masked-LM head and the sentence-order head."""
 
 from mtjax.config import Model
 from mtjax.config.sizes import most_masked, num_outputs, padded_vocab_size
@@ -10,7 +10,10 @@ from mtjax.theory.parts.part import Part
 
 
 def bert(model: Model) -> Anatomy:
-    """Post-LN models have a norm on the embeddings, pre-LN ones after the stack (Figure 7 of arXiv 1909.08053)."""
+    """Builds the anatomy of a BERT.
+
+    Post-LN models have a norm on the embeddings, pre-LN ones after the stack (Figure 7 of arXiv 1909.08053).
+    """
     rows, hidden, tokens = padded_vocab_size(model), model.hidden_size, model.sequence_length
     is_post = model.norm_placement == "post"
     norm = Norm("embedding_norm" if is_post else "final_norm", model.norm, hidden)
@@ -29,7 +32,7 @@ def bert(model: Model) -> Anatomy:
 
 
 def _pretraining(model: Model) -> tuple[Part, ...]:
-    """The two heads."""
+    """Returns the heads of pretraining: masked-LM and, where it is trained, sentence order."""
     masked = MaskedOutput(
         padded_vocab_size(model),
         model.hidden_size,

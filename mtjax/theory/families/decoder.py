@@ -1,4 +1,4 @@
-"""GPT and Llama: a stack of layers that look back."""
+"""GPT and Llama: a stack of causal layers."""
 
 from mtjax.config import Model
 from mtjax.config.sizes import (
@@ -24,7 +24,10 @@ from mtjax.theory.parts.part import Part
 
 
 def decoder(model: Model) -> Anatomy:
-    """Parameters count `V h + s h + l (12 h^2 + 13 h) + 2 h` in GPT-2 (arXiv 2104.04473, equation 2)."""
+    """Builds the anatomy of a GPT or Llama.
+
+    A GPT-2 has `V h + s h + l (12 h^2 + 13 h) + 2 h` parameters (arXiv 2104.04473, equation 2).
+    """
     rows, hidden, tokens = padded_vocab_size(model), model.hidden_size, model.sequence_length
     positions = (Positions(tokens, hidden),) if model.position == "learned" else ()
     final = Norm("final_norm", model.norm, hidden)
@@ -36,14 +39,13 @@ def decoder(model: Model) -> Anatomy:
 
 
 STACK = "stack"
-"""Path of the layers, and of those with experts where others have none."""
+"""Path of the stack of layers; in a model with dense and expert layers, of those with experts."""
 DENSE = "dense"
-"""Path of the stack of layers without experts, where others have experts; and, with an underscore, what the
-words of its sizes begin with in formulas."""
+"""Path of the stack of dense layers in a model with experts; with an underscore, the prefix of its symbols."""
 
 
 def _stacks(model: Model) -> tuple[Stack, ...]:
-    """One, or of models with experts two, if some layers have none."""
+    """Returns one stack, or two interleaved ones in a model with dense and expert layers."""
     tokens, dense = model.sequence_length, dense_layers(model)
     attention = self_attention(model, tokens, is_causal=True)
     sizes, others = (tokens, model.hidden_size), main_layers(model)
@@ -56,7 +58,7 @@ def _stacks(model: Model) -> tuple[Stack, ...]:
 
 
 def self_attention(model: Model, tokens: int, *, is_causal: bool) -> Attention:
-    """The attention of a model's layers."""
+    """Returns the attention of a model's layers."""
     return Attention(
         hidden=model.hidden_size,
         tokens=tokens,
@@ -72,7 +74,7 @@ def self_attention(model: Model, tokens: int, *, is_causal: bool) -> Attention:
 
 
 def feed_forward(model: Model, tokens: int) -> Part:
-    """The MLP of a decoder's layers, or the experts in its place."""
+    """Returns the MLP of a decoder's layers, or the experts in its place."""
     if not model.num_experts:
         return mlp(model, tokens)
     return Experts(
@@ -91,7 +93,7 @@ def feed_forward(model: Model, tokens: int) -> Part:
 
 
 def mlp(model: Model, tokens: int) -> MLP:
-    """The MLP of a model's layers."""
+    """Returns the MLP of a model's layers."""
     return MLP(
         hidden=model.hidden_size,
         tokens=tokens,

@@ -1,4 +1,4 @@
-"""Family -> the parts of its models."""
+"""Family -> components of its models."""
 
 from collections.abc import Callable
 from functools import cache
@@ -14,7 +14,7 @@ FAMILIES: dict[str, Callable[[Model], Anatomy]] = {"gpt": decoder, "llama": deco
 
 @cache
 def anatomy_of(model: Model) -> Anatomy:
-    """The parts of a model, by its family.
+    """Returns the components of a model, by its family.
 
     Raises:
       UserError: the vocabulary's size is not known yet.
@@ -23,7 +23,7 @@ def anatomy_of(model: Model) -> Anatomy:
 
 
 def gpt(layers: int, hidden: int, heads: int, sequence: int, vocab: int, *, tied_embeddings: bool = True) -> Anatomy:
-    """A GPT-2 of these sizes, as tables of published runs give them; `vocab` is the padded size."""
+    """Returns a GPT-2 of these sizes, as tables of published runs give them; `vocab` is the padded size."""
     return anatomy_of(
         Model(
             num_layers=layers,

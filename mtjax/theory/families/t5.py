@@ -1,4 +1,4 @@
-"""T5: an encoder and a decoder that share one table; the decoder's layers also read what the encoder made."""
+"""T5: an encoder and a decoder with one embedding table; the decoder has cross-attention over the encoder's output."""
 
 from mtjax.config import Model
 from mtjax.config.sizes import decoder_layers, decoder_length, head_dim, padded_vocab_size
@@ -10,11 +10,11 @@ from mtjax.theory.parts.heads import Output
 from mtjax.theory.parts.part import Part
 
 DECODER = "decoder_"
-"""What the words of the decoder's sizes begin with in formulas."""
+"""Prefix of the decoder's symbols in formulas."""
 
 
 def t5(model: Model) -> Anatomy:
-    """Both stacks have a norm after them, and relative positions of their own where positions are relative."""
+    """Builds the anatomy of a T5: each stack has a final norm, and with relative positions a separate table."""
     rows, hidden = padded_vocab_size(model), model.hidden_size
     read, written = model.sequence_length, decoder_length(model)
     cross = CrossAttention(

@@ -1,59 +1,58 @@
-"""What turns tokens into the residual stream."""
+"""Embeddings: token lookup, positions, token types, relative bias, and norms outside the layers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mtjax.theory.contract import EMBEDDING_BACKWARD, EMBEDDING_FORWARD, LOSS_FORWARD, Expectation
 from mtjax.theory.parts.part import NORM_VECTORS, Part, ResidualStream, Weight, norm, over_model, weight
-from mtjax.theory.parts.sublayer import own_token_sums
+from mtjax.theory.parts.sublayer import local_gradient_sums
 from mtjax.theory.plan import Plan
 
 
 @dataclass(frozen=True)
 class Lookup(Part):
-    """Rows of the vocabulary-parallel table, added up over the ranks that own them."""
+    """A lookup in the vocabulary-parallel table: each rank looks up its rows, and the results are all-reduced."""
 
     rows: int
     hidden: int
     side: str = ""
-    """Whose tokens: what the words of their number begin with."""
+    """Prefix of the symbol of its tokens: `decoder_` for `decoder_sequence`."""
     owns_table: bool = True
-    """False where another lookup's table is read."""
+    """False where it reads another lookup's table."""
     has_neighbour: bool = False
-    """Whether another lookup stands beside it in the program, so that the compiler may send the rows of both as one."""
+    """Whether another lookup is next to it in the program, so that XLA may combine the all-reduces of both."""
 
     @property
     def weights(self) -> list[Weight]:
         return [weight("embedding", {"vocab": self.rows, "embed": self.hidden})] if self.owns_table else []
 
     def collectives(self, stream: ResidualStream) -> list[Expectation]:
-        elements, why = f"batch*{self.side}sequence*hidden", "rows that other ranks own"
-        # Stages keep what the first stack reads, and make what another reads again.
-        forward = stream.embedding_turns if self.owns_table else stream.forward_turns
+        elements, why = f"batch*{self.side}sequence*hidden", "embeddings from the vocabulary shards"
+        # Pipeline stages save the first stack's embeddings, and recompute those of a second stack.
+        count = stream.embedding_turns if self.owns_table else stream.forward_turns
         if stream.split:
-            forwards = over_model(EMBEDDING_FORWARD, "reduce-scatter", forward, elements, why)
-            back = "gradient of what was scattered"
-            backwards = over_model(EMBEDDING_BACKWARD, "all-gather", stream.turns, elements, back)
-            return [forwards] if stream.is_frozen else [forwards, backwards]
+            forward = over_model(EMBEDDING_FORWARD, "reduce-scatter", count, elements, why)
+            backward = over_model(EMBEDDING_BACKWARD, "all-gather", stream.turns, elements, "gradient of embeddings")
+            return [forward] if stream.is_frozen else [forward, backward]
         packed = {"pooled": True, "also": LOSS_FORWARD} if self.has_neighbour else {}
-        return [over_model(EMBEDDING_FORWARD, "all-reduce", forward, elements, why, **packed)]
+        return [over_model(EMBEDDING_FORWARD, "all-reduce", count, elements, why, **packed)]
 
 
 @dataclass(frozen=True)
 class Positions(Part):
-    """A table of learned positions, which every rank holds."""
+    """A replicated table of learned positions."""
 
     tokens: int
     hidden: int
     sides: tuple[str, ...] = ("",)
-    """Of the streams that it is added to."""
+    """Prefixes of the residual streams that it is added to."""
 
     @property
     def weights(self) -> list[Weight]:
         return [weight("positions", {"positions": self.tokens, "embed": self.hidden})]
 
     def collectives(self, stream: ResidualStream) -> list[Expectation]:
-        why = "gradient of the positions"
+        why = "gradients of positions"
         gathers = [
             over_model(EMBEDDING_BACKWARD, "all-gather", stream.turns, f"{side}sequence*hidden", why)
             for side in self.sides
@@ -63,7 +62,7 @@ class Positions(Part):
 
 @dataclass(frozen=True)
 class TokenTypes(Part):
-    """A table of kinds of tokens, which every rank holds."""
+    """A replicated table of token types."""
 
     kinds: int
     hidden: int
@@ -74,17 +73,17 @@ class TokenTypes(Part):
 
     def collectives(self, stream: ResidualStream) -> list[Expectation]:
         has_sums = stream.split and self.kinds and not stream.is_frozen
-        return [own_token_sums(stream, f"{self.kinds}*hidden", "token types")] if has_sums else []
+        return [local_gradient_sums(stream, f"{self.kinds}*hidden", "token types")] if has_sums else []
 
 
 @dataclass(frozen=True)
 class RelativeBias(Part):
-    """A number per head and kind of distance, added to the scores of every layer of a stack (arXiv 1910.10683)."""
+    """A bias per head and bucket of distances, added to the scores of every layer of a stack (arXiv 1910.10683)."""
 
     buckets: int
     heads: int
     tokens: int
-    """Of a sample of that stack."""
+    """Of a sample in that stack."""
     owner: str
     """`encoder` or `decoder`."""
 
@@ -93,7 +92,8 @@ class RelativeBias(Part):
         return [weight(f"{self.owner}.relative.table", {"buckets": self.buckets, "heads": self.heads})]
 
     def saved_bytes(self, plan: Plan) -> Mapping[str, float]:
-        """float32 biases of all pairs of tokens, made once for all layers, and the sum of their gradients."""
+        """Returns the bytes of float32 biases of all pairs of tokens, computed once for all layers, and the sum of
+        their gradients."""
         return {"relative positions": 2 * 4 * self.heads * self.tokens**2 / plan.mesh.model}
 
 
@@ -113,4 +113,4 @@ class Norm(Part):
     def collectives(self, stream: ResidualStream) -> list[Expectation]:
         vectors = len(NORM_VECTORS[self.kind])
         has_sums = stream.split and not stream.is_frozen
-        return [own_token_sums(stream, f"{vectors}*hidden", f"the norm {self.path}")] if has_sums else []
+        return [local_gradient_sums(stream, f"{vectors}*hidden", f"the norm {self.path}")] if has_sums else []

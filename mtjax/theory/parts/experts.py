@@ -1,6 +1,6 @@
-"""Experts in the place of the MLP: a router sends each token to some of many (arXiv 1701.06538, 2006.16668).
+"""Mixture of experts in place of the MLP: a router sends each token to its top k (arXiv 1701.06538, 2006.16668).
 
-Symbols beside those of `mtjax.theory.parts.part`: E experts, k that a token goes to, f the inner width of one.
+Symbols in addition to those of `mtjax.theory.parts.part`: E experts, k experts per token, f the inner width of one.
 """
 
 import math
@@ -11,14 +11,19 @@ from mtjax.config import Model
 from mtjax.theory.contract import LAYER_BACKWARD, LAYER_FORWARD, LAYER_RECOMPUTE, Dtype, Expectation, Kind
 from mtjax.theory.parts.mlp import MLP
 from mtjax.theory.parts.part import Elementwise, Part, Product, ResidualStream, Weight, linear, norm, over_model, weight
-from mtjax.theory.parts.sublayer import own_token_sums, own_vector_sums, sublayer_keeps, sublayer_sends
+from mtjax.theory.parts.sublayer import (
+    local_gradient_sums,
+    sublayer_collectives,
+    sublayer_saved_bytes,
+    vector_gradient_sums,
+)
 from mtjax.theory.plan import Plan
 from mtjax.theory.rules import CONTEXT, EXPERT
 
 
 @dataclass(frozen=True)
 class Experts(Part):
-    """A norm, a router, experts - each an MLP without biases - and perhaps one more that every token goes to."""
+    """A norm, a router, experts - each an MLP without biases - and optionally a shared expert."""
 
     hidden: int
     tokens: int
@@ -26,19 +31,19 @@ class Experts(Part):
     count: int
     """E: experts."""
     top_k: int
-    """k: experts that a token goes to."""
+    """k: experts per token."""
     inner: int
     """f: inner width of an expert."""
     is_gated: bool
     norm: str
     router_bias: bool = False
-    """Whether a bias of each expert's own takes part in choosing."""
+    """Whether the top k are chosen by scores plus a bias per expert."""
     shared: int = 0
-    """Inner width of the expert that every token goes to; 0 without one."""
+    """Inner width of the shared expert, which processes every token; 0 without one."""
     capacity: int | None = None
-    """Tokens of a sample that an expert takes at most; None where it takes all that come."""
+    """Most tokens of a sample per expert; None drops no tokens."""
     balances: bool = True
-    """Whether there is a loss by the mean load of a sample."""
+    """Whether there is a load-balancing loss, by the mean load over a sample."""
 
     @property
     def inputs(self) -> int:
@@ -47,7 +52,7 @@ class Experts(Part):
 
     @property
     def shared_expert(self) -> MLP | None:
-        """The expert that every token goes to, as the MLP that it is; its norm is that of all experts."""
+        """The shared expert as an MLP; its norm is the experts'."""
         if not self.shared:
             return None
         return MLP(self.hidden, self.tokens, self.shared, self.is_gated, self.norm, bias=False)
@@ -56,27 +61,28 @@ class Experts(Part):
     def weights(self) -> list[Weight]:
         experts, embed, inner = {"expert": self.count}, {"embed": self.hidden}, {"mlp": self.inner}
         gate = {"gate": 2} if self.is_gated else {}
-        found = [
+        weights = [
             *norm("experts_norm", self.norm, self.hidden),
             weight("experts.router.weight", {**embed, "routes": self.count}),
             weight("experts.up.weight", {**experts, **embed, **gate, **inner}),
             weight("experts.down.weight", {**experts, **inner, **embed}),
         ]
         if self.router_bias:
-            found.append(weight("experts.router.bias", {"routes": self.count}))
+            weights.append(weight("experts.router.bias", {"routes": self.count}))
         if self.shared:
-            found += linear("experts.shared.up", embed, {**gate, "mlp": self.shared}, bias=False)
-            found += linear("experts.shared.down", {"mlp": self.shared}, embed, bias=False)
-        return found
+            weights += linear("experts.shared.up", embed, {**gate, "mlp": self.shared}, bias=False)
+            weights += linear("experts.shared.down", {"mlp": self.shared}, embed, bias=False)
+        return weights
 
     @property
     def elementwise(self) -> Elementwise:
-        """The experts' inner widths are gone over as often as a token has experts."""
+        """Elements of element-wise kernels: k inner widths per token, and the shared expert's."""
         shared = self.shared_expert.elementwise.mlp if self.shared_expert else 0
         return Elementwise(stream=self.tokens * self.hidden, mlp=self.tokens * self.top_k * self.inner + shared)
 
     def products(self, model_ways: int = 1) -> list[Product]:
-        """Experts' backward pass computes again what is f wide, and needs no other result."""
+        """Returns the matmuls of router, experts and shared expert."""
+        # The first of the experts' matmuls is recomputed in their backward pass, which reads no other result.
         inner, rows = self.inner / model_ways, self.tokens * self.top_k
         if self.capacity is not None:
             rows = min(rows, self.count * self.capacity)
@@ -88,69 +94,78 @@ class Experts(Part):
         ]
 
     def saved_bytes(self, plan: Plan) -> Mapping[str, float]:
-        """The router's logits, float32; nothing that is f wide, but of the shared expert."""
+        """Returns the bytes of the router's float32 logits and the shared expert's activations."""
         tokens = plan.local_tokens(self.tokens) / (plan.mesh.model if plan.sequence_parallel else 1)
         shared = {"MLP": self.shared_expert.saved_bytes(plan)["MLP"]} if self.shared_expert else {}
-        return {**sublayer_keeps(self.tokens, self.hidden, plan), "routers' logits": 4 * tokens * self.count, **shared}
+        return {
+            **sublayer_saved_bytes(self.tokens, self.hidden, plan),
+            "routers' logits": 4 * tokens * self.count,
+            **shared,
+        }
 
     def backward_peak_bytes(self, plan: Plan) -> float:
-        """What all ranks over which experts are spread read, the gradient of the result, and float32 sums of the
-        gradients of both the former and the experts here; in an exchange also what leaves, and its gradients."""
-        ways, own = plan.mesh.expert, plan.local_tokens(self.tokens) * self.hidden
-        everyone, leaving = ways * own, 0.0
+        """Returns the bytes of the tokens dispatched to a rank's experts, their output gradients, and float32 sums of
+        the gradients of tokens and matrices; with all-to-all also of the tokens sent, and their gradients."""
+        degree, local = plan.mesh.expert, plan.local_tokens(self.tokens) * self.hidden
+        received, sent = degree * local, 0.0
         if self.capacity is not None:
-            everyone = plan.microbatch_size * self.count * self._places(plan) * self.hidden
-        elif plan.expert_dispatch == "all-to-all" and ways > 1:
-            leaving = min(self.top_k, ways) * own
-        matrices = self.count / ways * (self.inputs + 1) * self.hidden * self.inner / plan.mesh.model
+            received = plan.microbatch_size * self.count * self._rank_capacity(plan) * self.hidden
+        elif plan.expert_dispatch == "all-to-all" and degree > 1:
+            sent = min(self.top_k, degree) * local
+        matrices = self.count / degree * (self.inputs + 1) * self.hidden * self.inner / plan.mesh.model
         shared = self.shared_expert.backward_peak_bytes(plan) if self.shared_expert else 0.0
-        return max((2 * plan.element_bytes + 4) * everyone + 2 * plan.element_bytes * leaving + 4 * matrices, shared)
+        return max((2 * plan.element_bytes + 4) * received + 2 * plan.element_bytes * sent + 4 * matrices, shared)
 
     def symbols(self, plan: Plan) -> Mapping[str, int]:
-        return {"top_k": self.top_k, "num_experts": self.count, "capacity": self._places(plan)}
+        return {"top_k": self.top_k, "num_experts": self.count, "capacity": self._rank_capacity(plan)}
 
     def over_context(self, ways: int) -> "Experts":
-        """Each of these ranks has as many places as an expert takes of a sample, or as it has tokens."""
+        """Returns the experts with the slots of all context parallel ranks: each has slots for an expert's capacity of
+        the entire sample, or for all its tokens."""
         if self.capacity is None:
             return self
-        return replace(self, capacity=ways * rank_places(self.capacity, self.tokens, ways))
+        return replace(self, capacity=ways * rank_capacity(self.capacity, self.tokens, ways))
 
-    def _places(self, plan: Plan) -> int:
-        return 0 if self.capacity is None else rank_places(self.capacity, self.tokens, plan.mesh.context)
+    def _rank_capacity(self, plan: Plan) -> int:
+        """Returns an expert's slots for a sample on a context parallel rank; 0 without a capacity."""
+        return 0 if self.capacity is None else rank_capacity(self.capacity, self.tokens, plan.mesh.context)
 
     def collectives(self, stream: ResidualStream) -> list[Expectation]:
-        """What a sublayer sends over the model ways, and what tokens and experts of other ranks have to say."""
-        lines = split_sends(stream) if stream.split else whole_sends(stream)
+        """Returns the collectives of the sublayer, of loads, and of the dispatch over `expert`."""
+        lines = sequence_parallel_collectives(stream) if stream.split else tensor_collectives(stream)
         lines += mean_loads(stream) if self.balances else []
         if stream.across and (self.balances or self.capacity is not None):
-            lines += shared_loads(stream, again=self.balances)
+            lines += context_loads(stream, recomputed=self.balances)
         if stream.split:
-            lines += sublayer_sends(stream, "the shared expert") if self.shared else []
-            lines += own_vector_sums(stream, self.norm, bias=False)
-            lines.append(own_token_sums(stream, f"{stream.side}layers*hidden*num_experts", "routers"))
+            lines += sublayer_collectives(stream, "the shared expert") if self.shared else []
+            lines += vector_gradient_sums(stream, self.norm, bias=False)
+            lines.append(local_gradient_sums(stream, f"{stream.side}layers*hidden*num_experts", "routers"))
         if self.capacity is not None:
-            return [*lines, *places(stream), *(loads_before(stream) if stream.across else [])]
-        return [*lines, *(exchanges(stream) if stream.expert_dispatch == "all-to-all" else gathers(stream))]
+            return [*lines, *capacity_dispatch(stream), *(chunk_loads(stream) if stream.across else [])]
+        is_exchanged = stream.expert_dispatch == "all-to-all"
+        return [*lines, *(all_to_all_dispatch(stream) if is_exchanged else all_gather_dispatch(stream))]
 
 
 ROUTES = "batch*sequence*top_k"
-"""Numbers of a microbatch's experts, and how much each counts."""
+"""Formula: elements of a microbatch's expert indices, and of their gates (weights of the experts' outputs)."""
 EVERY = "expert_ways*batch*sequence*hidden"
-"""Tokens of all ranks over which experts are spread."""
+"""Formula: elements of the tokens of all expert parallel ranks."""
 LOADS = "batch*num_experts"
-"""Of a microbatch's samples, a number for each expert."""
+"""Formula: elements of the loads of a microbatch's samples, a number per expert."""
 
 
-def whole_sends(stream: ResidualStream) -> list[Expectation]:
-    """As any sublayer - a shared expert's sums go with the others' - and what ranks' parts of experts say of routes."""
-    why = "gradients of how much tokens' experts count"
-    line = over_model(LAYER_BACKWARD, "all-reduce", stream.times, ROUTES, why, dtype="float32")
-    return [*sublayer_sends(stream, "the experts"), line]
+def tensor_collectives(stream: ResidualStream) -> list[Expectation]:
+    """Returns a sublayer's collectives without sequence parallelism, and the all-reduce of the gates' gradients."""
+    # XLA: adds a shared expert's output to the experts' before the all-reduce.
+    line = over_model(LAYER_BACKWARD, "all-reduce", stream.times, ROUTES, "gradients of gates", dtype="float32")
+    return [*sublayer_collectives(stream, "the experts"), line]
 
 
-def split_sends(stream: ResidualStream) -> list[Expectation]:
-    """Where sequences are split: as any sublayer, but that tokens are gathered by the backward pass itself; and with
-    them where they go. Routers know a sample's mean load."""
+def sequence_parallel_collectives(stream: ResidualStream) -> list[Expectation]:
+    """Returns a sublayer's collectives with sequence parallelism, and those of expert indices, gates and loads.
+
+    The experts' backward pass gathers tokens itself, so that there is no recompute of the all-gather.
+    """
     times = stream.times
     lines: list[Expectation] = []
 
@@ -160,50 +175,56 @@ def split_sends(stream: ResidualStream) -> list[Expectation]:
     for phase, count in ((LAYER_FORWARD, stream.forward_times), (LAYER_RECOMPUTE, _grouped(stream))):
         line(phase, "all-gather", count, stream.elements, "before the experts")
         line(phase, "reduce-scatter", count, stream.elements, "after the experts")
-    line(LAYER_BACKWARD, "all-gather", f"2*{times}", stream.elements, "before the experts, and gradients behind them")
-    line(LAYER_BACKWARD, "reduce-scatter", times, stream.elements, "gradient of what the experts gathered")
+    line(LAYER_BACKWARD, "all-gather", f"2*{times}", stream.elements, "before the experts, and their output gradient")
+    line(LAYER_BACKWARD, "reduce-scatter", times, stream.elements, "input gradient of the experts")
     for phase, count in (
         (LAYER_FORWARD, stream.forward_times),
         (LAYER_RECOMPUTE, _grouped(stream)),
         (LAYER_BACKWARD, times),
     ):
-        line(phase, "all-gather", count, ROUTES, "how much tokens' experts count", "float32")
-        line(phase, "all-gather", count, ROUTES, "which experts tokens go to", "int32")
-    line(LAYER_BACKWARD, "reduce-scatter", times, ROUTES, "gradients of how much tokens' experts count", "float32")
-    line(LAYER_FORWARD, "all-reduce", times, LOADS, "a sample's load", "float32")
+        line(phase, "all-gather", count, ROUTES, "gates of tokens", "float32")
+        line(phase, "all-gather", count, ROUTES, "expert indices of tokens", "int32")
+    line(LAYER_BACKWARD, "reduce-scatter", times, ROUTES, "gradients of gates", "float32")
+    line(LAYER_FORWARD, "all-reduce", times, LOADS, "expert loads of a sample", "float32")
     return lines
 
 
 def mean_loads(stream: ResidualStream) -> list[Expectation]:
-    """What the loss that balances loads adds up: the load of all tokens of a sample, and their scores."""
+    """Returns the all-reduces of the load-balancing loss with sequence parallelism: loads and scores of a sample."""
     if not stream.split:
         return []
-    why = "a sample's scores, and its load again"
+    why = "router scores of a sample, and its expert loads"
     return [
         over_model(phase, "all-reduce", stream.times, LOADS, why, dtype="float32")
         for phase in (LAYER_FORWARD, LAYER_RECOMPUTE)
     ]
 
 
-def shared_loads(stream: ResidualStream, *, again: bool) -> list[Expectation]:
-    """What the ranks that share a sample add up: what each expert is to take of it; `again` where a loss reads that."""
-    why = "a sample's load, of all ranks that share it"
+def context_loads(stream: ResidualStream, *, recomputed: bool) -> list[Expectation]:
+    """Returns the all-reduces of a sample's expert loads over context parallel ranks.
+
+    Args:
+      stream: that the router reads.
+      recomputed: whether the recompute of a layer needs them too: where a load-balancing loss reads them.
+    """
+    why = "expert loads of a sample, over context parallel ranks"
     return [
         Expectation(phase, "all-reduce", CONTEXT, stream.times, LOADS, "float32", why=why)
-        for phase in (LAYER_FORWARD, *([LAYER_RECOMPUTE] if again else []))
+        for phase in (LAYER_FORWARD, *([LAYER_RECOMPUTE] if recomputed else []))
     ]
 
 
 def _grouped(stream: ResidualStream) -> str:
-    """How often layers that are computed again in groups are so."""
+    """Returns the formula of how often layers are recomputed in groups."""
     return f"{stream.side}grouped_layers*{stream.turns}"
 
 
-def gathers(stream: ResidualStream) -> list[Expectation]:
-    """What goes over `expert`: every rank has all ranks' tokens from a gather, and scatters what its experts say.
+def all_gather_dispatch(stream: ResidualStream) -> list[Expectation]:
+    """Returns the collectives over `expert` of --expert-dispatch all-gather.
 
-    The backward pass gathers tokens and the gradients of results, and scatters the gradients of tokens; what a layer
-    that is computed again would send first, nobody needs, but in a group of layers.
+    Every rank all-gathers all ranks' tokens, and its experts' outputs are reduce-scattered. The backward pass
+    all-gathers tokens and output gradients, and reduce-scatters input gradients. The recompute of a layer needs none of
+    it, but in a group of layers.
     """
     lines: list[Expectation] = []
 
@@ -211,17 +232,19 @@ def gathers(stream: ResidualStream) -> list[Expectation]:
         lines.append(Expectation(phase, kind, EXPERT, count, EVERY, why=why))
 
     for phase, count in ((LAYER_FORWARD, stream.forward_times), (LAYER_RECOMPUTE, _grouped(stream))):
-        line(phase, "all-gather", count, "tokens for the experts of all ranks")
-        line(phase, "reduce-scatter", count, "what experts say of them")
-    line(LAYER_BACKWARD, "all-gather", f"2*{stream.times}", "tokens, and gradients of what experts said")
-    line(LAYER_BACKWARD, "reduce-scatter", stream.times, "gradients of tokens")
+        line(phase, "all-gather", count, "tokens to experts")
+        line(phase, "reduce-scatter", count, "outputs of experts")
+    line(LAYER_BACKWARD, "all-gather", f"2*{stream.times}", "tokens and output gradients to experts")
+    line(LAYER_BACKWARD, "reduce-scatter", stream.times, "input gradients of experts")
     return [*lines, *_gathered_routes(stream)]
 
 
-def exchanges(stream: ResidualStream) -> list[Expectation]:
-    """What goes over `expert` where tokens go to those ranks alone whose experts they need: there and back, in arrays
-    with room for all. Every rank knows of all tokens where they go. The backward pass sends tokens once more, and
-    gradients of results there and of tokens back."""
+def all_to_all_dispatch(stream: ResidualStream) -> list[Expectation]:
+    """Returns the collectives over `expert` of --expert-dispatch all-to-all without a capacity.
+
+    Ragged all-to-alls send tokens only to the ranks of their experts and outputs back, in arrays sized for the worst
+    case. The backward pass sends tokens again, output gradients to experts and input gradients back.
+    """
     lines: list[Expectation] = []
 
     def line(phase: str, count: str, why: str) -> None:
@@ -229,74 +252,80 @@ def exchanges(stream: ResidualStream) -> list[Expectation]:
         lines.append(Expectation(phase, "ragged-all-to-all", EXPERT, count, EVERY, sent=sent, why=why))
 
     for phase, count in ((LAYER_FORWARD, stream.forward_times), (LAYER_RECOMPUTE, _grouped(stream))):
-        line(phase, f"2*{count}", "tokens to their experts, and what these say back")
-    line(LAYER_BACKWARD, f"3*{stream.times}", "tokens, gradients of what experts said, of tokens")
+        line(phase, f"2*{count}", "tokens to experts, and outputs back")
+    line(LAYER_BACKWARD, f"3*{stream.times}", "tokens and output gradients to experts, input gradients back")
     return [*lines, *_gathered_routes(stream)]
 
 
 def _gathered_routes(stream: ResidualStream) -> list[Expectation]:
-    """All ranks' numbers of experts, and how much each counts; without which no rank knows what to do with a token."""
+    """Returns the all-gathers of all ranks' expert indices and gates, from which a rank dispatches tokens."""
     routes, lines = f"expert_ways*{ROUTES}", []
 
     def line(phase: str, kind: Kind, count: str, why: str, dtype: Dtype) -> None:
         lines.append(Expectation(phase, kind, EXPERT, count, routes, dtype, why=why))
 
     for phase, count in ((LAYER_FORWARD, stream.forward_times), (LAYER_RECOMPUTE, _grouped(stream))):
-        line(phase, "all-gather", count, "how much each of tokens' experts counts", "float32")
-        line(phase, "all-gather", count, "and which these are", "int32")
-    line(LAYER_BACKWARD, "all-gather", stream.times, "how much each counts, once more", "float32")
-    line(LAYER_BACKWARD, "all-gather", stream.times, "and which, once more", "int32")
-    line(LAYER_BACKWARD, "reduce-scatter", stream.times, "gradients of how much each counts", "float32")
+        line(phase, "all-gather", count, "gates of tokens", "float32")
+        line(phase, "all-gather", count, "expert indices of tokens", "int32")
+    line(LAYER_BACKWARD, "all-gather", stream.times, "gates of tokens", "float32")
+    line(LAYER_BACKWARD, "all-gather", stream.times, "expert indices of tokens", "int32")
+    line(LAYER_BACKWARD, "reduce-scatter", stream.times, "gradients of gates", "float32")
     return lines
 
 
-def exchanged_share(model: Model, ways: int) -> float:
-    """Of `ways` ranks with experts of their own, the share that a token goes to, if all choices are as likely.
+def exchanged_share(model: Model, degree: int) -> float:
+    """Returns the expected share of `degree` expert parallel ranks that a token is sent to, all choices equally likely.
 
-    It chooses k of the experts of the groups that are kept, and misses n of these N with a chance of C(N-n, k) /
-    C(N, k). A rank has one or several groups, or a part of one.
+    A token chooses k of the N experts in its top groups, and misses n of them with probability C(N-n, k) / C(N, k).
     """
-    count, chosen, groups, kept = model.num_experts, model.experts_top_k, model.expert_groups, model.expert_groups_top_k
-    own, pool = max(1, groups // ways), kept * count // groups
-    each, share = count // ways // own, 0.0
-    for n in range(max(0, kept + own - groups), min(own, kept) + 1):
-        have = math.comb(own, n) * math.comb(groups - own, kept - n) / math.comb(groups, kept)
-        share += have * (1 - math.comb(pool - n * each, chosen) / math.comb(pool, chosen))
+    count, top_k, groups = model.num_experts, model.experts_top_k, model.expert_groups
+    top_groups = model.expert_groups_top_k
+    # A rank has one or several groups, or a fraction of one.
+    rank_groups, pool = max(1, groups // degree), top_groups * count // groups
+    group_experts, share = count // degree // rank_groups, 0.0
+    for n in range(max(0, top_groups + rank_groups - groups), min(rank_groups, top_groups) + 1):
+        # Hypergeometric: n of the rank's groups are among the token's top groups.
+        chance = math.comb(rank_groups, n) * math.comb(groups - rank_groups, top_groups - n)
+        chance /= math.comb(groups, top_groups)
+        share += chance * (1 - math.comb(pool - n * group_experts, top_k) / math.comb(pool, top_k))
     return share
 
 
 def exchanged_tokens(model: Model, plan: Plan) -> int:
-    """Tokens of a microbatch that a rank is expected to send, as often as a token has ranks to go to, its own among
-    them."""
-    ways = plan.mesh.expert
-    return round(ways * exchanged_share(model, ways) * plan.local_tokens(model.sequence_length))
+    """Returns the expected number of tokens that a rank sends per microbatch, once for each receiving rank (itself
+    included)."""
+    degree = plan.mesh.expert
+    return round(degree * exchanged_share(model, degree) * plan.local_tokens(model.sequence_length))
 
 
-def rank_places(capacity: int, tokens: int, ways: int) -> int:
-    """Places for an expert on each of the ranks that share a sample of so many tokens: as many as an expert takes, or
-    as the rank has tokens, if these are fewer."""
-    return min(capacity, tokens // ways)
+def rank_capacity(capacity: int, tokens: int, degree: int) -> int:
+    """Returns an expert's slots for a sample of `tokens` on each of `degree` context parallel ranks: its capacity, or
+    the rank's tokens if these are fewer."""
+    return min(capacity, tokens // degree)
 
 
-def places(stream: ResidualStream) -> list[Expectation]:
-    """What goes over `expert` where every expert has so many places for each sample: places to the experts' ranks, and
-    back. The backward pass sends tokens once more, gradients of results there, and those of tokens back."""
-    room, lines = "batch*num_experts*capacity", []
+def capacity_dispatch(stream: ResidualStream) -> list[Expectation]:
+    """Returns the collectives over `expert` with a capacity: all-to-alls of each expert's slots, and back.
+
+    The backward pass sends tokens again, output gradients to experts and input gradients back.
+    """
+    slots, lines = "batch*num_experts*capacity", []
 
     def line(phase: str, count: str, elements: str, why: str, dtype: Dtype = "compute") -> None:
         lines.append(Expectation(phase, "all-to-all", EXPERT, count, elements, dtype, why=why))
 
     for phase, count in ((LAYER_FORWARD, stream.forward_times), (LAYER_RECOMPUTE, _grouped(stream))):
-        line(phase, f"2*{count}", f"{room}*hidden", "tokens to experts, and what these say back")
-        line(phase, count, room, "how much each counts", "float32")
-    line(LAYER_BACKWARD, f"3*{stream.times}", f"{room}*hidden", "tokens, gradients of what experts said, of tokens")
-    line(LAYER_BACKWARD, f"2*{stream.times}", room, "how much each counts, and its gradients", "float32")
+        line(phase, f"2*{count}", f"{slots}*hidden", "tokens to experts, and outputs back")
+        line(phase, count, slots, "gates of tokens", "float32")
+    why = "tokens and output gradients to experts, input gradients back"
+    line(LAYER_BACKWARD, f"3*{stream.times}", f"{slots}*hidden", why)
+    line(LAYER_BACKWARD, f"2*{stream.times}", slots, "gates of tokens, and their gradients", "float32")
     return lines
 
 
-def loads_before(stream: ResidualStream) -> list[Expectation]:
-    """What ranks that share a sample tell each other: how many tokens of each of their chunks want which expert."""
-    why, elements = "how many tokens of each chunk go to which expert", f"2*context_ways*{LOADS}"
+def chunk_loads(stream: ResidualStream) -> list[Expectation]:
+    """Returns the all-gathers of the expert loads of all context parallel chunks: earlier tokens fill slots first."""
+    why, elements = "expert loads of each chunk of a sample", f"2*context_ways*{LOADS}"
     counts = {LAYER_FORWARD: stream.forward_times, LAYER_RECOMPUTE: _grouped(stream), LAYER_BACKWARD: stream.times}
     return [
         Expectation(phase, "all-gather", CONTEXT, count, elements, "int32", why=why) for phase, count in counts.items()

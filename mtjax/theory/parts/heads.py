@@ -1,4 +1,4 @@
-"""What turns hidden states into losses."""
+"""Heads: the output projection with its loss, and those of BERT and of finetuning."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -7,21 +7,21 @@ from mtjax.config import Model
 from mtjax.config.sizes import padded_vocab_size
 from mtjax.theory.contract import LOSS_BACKWARD, LOSS_FORWARD, Expectation
 from mtjax.theory.parts.part import Part, Product, ResidualStream, Weight, linear, norm, over_model, weight
-from mtjax.theory.parts.sublayer import own_token_sums
+from mtjax.theory.parts.sublayer import local_gradient_sums
 from mtjax.theory.plan import Plan
 
 
 @dataclass(frozen=True)
 class Output(Part):
-    """The output projection with its vocabulary-parallel cross-entropy, of whole sequences."""
+    """The output projection with vocabulary-parallel cross-entropy, of gathered sequences."""
 
     rows: int
     """Of the padded vocabulary."""
     hidden: int
     tokens: int
-    """Of a sample, whose logits are computed."""
+    """Tokens of a sample whose logits are computed."""
     owns_table: bool
-    """False where the embedding's is read."""
+    """False where it reads the embedding's table (tied)."""
     side: str = ""
 
     @property
@@ -32,11 +32,9 @@ class Output(Part):
         return [Product(self.tokens, self.hidden, self.rows / model_ways)]
 
     def backward_peak_bytes(self, plan: Plan) -> float:
-        """float32 logits of the tokens that are alive at a time, with their gradients.
-
-        Megatron's are float32. JAX's gradients have the compute type and, of a single chunk, the logits' place; beside
-        them lies the table in the compute type, and as many logits of a teacher.
-        """
+        """Returns the bytes of the float32 logits of a loss chunk, with their gradients; with a teacher, its logits."""
+        # JAX: gradients have the compute dtype and, without chunks, reuse the logits' memory; the table in the compute
+        # dtype is alive too. Megatron: gradients are float32.
         rows = plan.local_tokens(self.tokens)
         tokens = min(rows, plan.loss_chunk or rows)
         columns = self.rows / plan.mesh.model
@@ -52,7 +50,7 @@ class Output(Part):
         why = "gradient of the hidden states"
         if not stream.split:
             return [*lines, over_model(LOSS_BACKWARD, "all-reduce", stream.turns, f"{tokens}*hidden", why)]
-        gathered = "hidden states of whole sequences"
+        gathered = "hidden states"
         return [
             *lines,
             over_model(LOSS_FORWARD, "all-gather", stream.turns, f"{tokens}*hidden", gathered, also=LOSS_BACKWARD),
@@ -61,22 +59,22 @@ class Output(Part):
 
 
 def teacher_table(model: Model, width: int) -> Weight:
-    """The output table of a teacher with hidden states of this width, which the loss of its student reads."""
+    """Returns the output table of a teacher with hidden states of this width, which the distillation loss reads."""
     return weight("teacher.teacher_table", {"vocab": padded_vocab_size(model), "embed": width})
 
 
 @dataclass(frozen=True)
 class MaskedOutput(Output):
-    """BERT's: dense, activation and norm, which every rank holds, then logits of the masked tokens alone.
+    """BERT's output: replicated dense layer, activation and norm, then logits of masked tokens only.
 
-    `tokens` is the most of a sample that are masked.
+    `tokens` is the most that are masked in a sample.
     """
 
     sequence: int = 0
     """Tokens of a sample."""
     norm: str = "layernorm"
     takes_first: bool = True
-    """Whether the first token's hidden state is taken too, for the sentence order."""
+    """Whether the head of the sentence order reads the first token's hidden state too."""
 
     @property
     def weights(self) -> list[Weight]:
@@ -88,7 +86,7 @@ class MaskedOutput(Output):
         return [Product(self.tokens, self.hidden, self.hidden), *super().products(model_ways)]
 
     def over_context(self, ways: int) -> "MaskedOutput":
-        """On each of these ranks as many as are ever masked in a sample: all of them may be tokens of one rank."""
+        """Returns the head with the slots of all context parallel ranks: all masked tokens may be on any of them."""
         return replace(self, tokens=min(self.tokens * ways, self.sequence))
 
     def symbols(self, plan: Plan) -> Mapping[str, int]:
@@ -100,25 +98,25 @@ class MaskedOutput(Output):
     def collectives(self, stream: ResidualStream) -> list[Expectation]:
         masked = "batch*masked_tokens"
         scalars = _scalars(masked, stream, "max, sum, target logit of the masked tokens")
-        taken, back = "hidden states of masked tokens", "gradient of the masked tokens' hidden states"
+        states, back = "hidden states of masked tokens", "gradient of the masked tokens' hidden states"
         if stream.split and self.takes_first:
-            # Only the sentence order waits for the first token's: the compiler may send it with the gradient.
+            # XLA: only the sentence order needs the first token's, so that it may be sent with the gradient.
             elements = "batch*(2*masked_tokens + 1)*hidden"
-            why = f"{taken} and of the first, from all parts of the sequence; {back}"
+            why = f"{states} and of the first, from all sequence shards; {back}"
             packed = {"pooled": True, "also": LOSS_BACKWARD}
             return [scalars, over_model(LOSS_FORWARD, "all-reduce", stream.turns, elements, why, **packed)]
         lines = [scalars, over_model(LOSS_BACKWARD, "all-reduce", stream.turns, f"{masked}*hidden", back)]
         if stream.split:
-            why = f"{taken}, from all parts of the sequence"
+            why = f"{states}, from all sequence shards"
             lines.append(over_model(LOSS_FORWARD, "all-reduce", stream.turns, f"{masked}*hidden", why, pooled=True))
         return lines
 
 
 @dataclass(frozen=True)
 class OneToken(Part):
-    """A head on the hidden state of one token, which every rank holds: a pooler, where it has one, and a linear layer.
+    """A replicated head on the hidden state of one token: an optional pooler, and a linear layer.
 
-    BERT's second head, and the heads of finetuning.
+    BERT's sentence-order head, and the heads of finetuning.
     """
 
     hidden: int
@@ -126,9 +124,9 @@ class OneToken(Part):
     name: str = "head"
     tokens: int = 1
     has_pooler: bool = True
-    """Where not, the linear layer has no bias either."""
+    """If not, the linear layer has no bias either."""
     stands_alone: bool = True
-    """False where another head, which the contract counts with it, takes hidden states too."""
+    """False where another head gathers the hidden state in its collective."""
 
     @property
     def weights(self) -> list[Weight]:
@@ -142,19 +140,19 @@ class OneToken(Part):
         return [*pooler, Product(self.tokens, self.hidden, self.outputs)]
 
     def over_context(self, ways: int) -> "OneToken":
-        """Each of these ranks computes it of its own first token, and one of them has the sample's."""
+        """Returns the head as every context parallel rank computes it, though only one has the sample's token."""
         return replace(self, tokens=ways)
 
     def collectives(self, stream: ResidualStream) -> list[Expectation]:
         if not stream.split or not self.stands_alone:
             return []
-        why = "hidden state of the one token, from all parts of the sequence"
+        why = "hidden state of the head's token, from all sequence shards"
         return [over_model(LOSS_FORWARD, "all-reduce", stream.turns, "batch*hidden", why)]
 
 
 @dataclass(frozen=True)
 class Spans(Part):
-    """A linear layer on every token, which every rank holds: the first and the last token of an answer."""
+    """A replicated linear layer on every token, which scores the first and the last token of an answer."""
 
     hidden: int
     tokens: int
@@ -171,13 +169,14 @@ class Spans(Part):
         if not stream.split:
             return []
         gathered = over_model(
-            LOSS_FORWARD, "all-gather", stream.turns, "batch*2*sequence", "logits of all parts of the sequence"
+            LOSS_FORWARD, "all-gather", stream.turns, "batch*2*sequence", "logits of all sequence shards"
         )
-        return [gathered, own_token_sums(stream, "2*(hidden + 1)", "the linear layer on every token")]
+        return [gathered, local_gradient_sums(stream, "2*(hidden + 1)", "the linear layer on every token")]
 
 
 def _scalars(tokens: str, stream: ResidualStream, why: str) -> Expectation:
-    """A float32 sum for each token: of the maximum, the exponentials, the target's logit, and with smoothing of all; a
-    teacher adds its maximum and exponentials, the student's by the temperature, and how far the two are apart."""
+    """Returns the float32 all-reduces of vocabulary-parallel cross-entropy, of a number per token."""
+    # 3: maximum, sum of exponentials, target logit. Label smoothing: and the sum of logits. Distillation: and the
+    # teacher's maximum and exponentials, the student's at the temperature, and the divergence.
     count = f"{7 if stream.distils else 4 if stream.label_smoothing else 3}*{stream.turns}"
     return over_model(LOSS_FORWARD, "all-reduce", count, tokens, why, dtype="float32")

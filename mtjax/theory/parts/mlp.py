@@ -6,19 +6,19 @@ from dataclasses import dataclass
 from mtjax.theory.contract import Expectation
 from mtjax.theory.parts.part import Elementwise, Part, Product, ResidualStream, Weight, adapter_products, linear, norm
 from mtjax.theory.parts.sublayer import (
-    adapters_keep,
-    adapters_send,
-    own_vector_sums,
+    adapter_collectives,
+    adapter_saved_bytes,
     stream_bytes,
-    sublayer_keeps,
-    sublayer_sends,
+    sublayer_collectives,
+    sublayer_saved_bytes,
+    vector_gradient_sums,
 )
 from mtjax.theory.plan import Plan
 
 
 @dataclass(frozen=True)
 class MLP(Part):
-    """A norm, a projection to the inner width, or two where it is gated, an activation, and a projection back."""
+    """A norm, a projection to the inner width (two in a gated MLP), an activation, and a projection back."""
 
     hidden: int
     tokens: int
@@ -29,7 +29,7 @@ class MLP(Part):
     norm: str
     bias: bool
     rank: int = 0
-    """Of adapters; 0 without any."""
+    """Of LoRA adapters; 0 without any."""
 
     @property
     def inputs(self) -> int:
@@ -60,41 +60,41 @@ class MLP(Part):
         ]
 
     def saved_bytes(self, plan: Plan) -> Mapping[str, float]:
-        """Of JAX the first product, of Megatron also the activation's result."""
+        """Returns the bytes of the first matmul's output, with Megatron's kernels also of the activation's output."""
         arrays = self.inputs + (plan.residuals == "megatron")
-        kept = sublayer_keeps(self.tokens, self.hidden, plan)
         return {
-            **kept,
+            **sublayer_saved_bytes(self.tokens, self.hidden, plan),
             "MLP": arrays * self._array(plan),
-            **adapters_keep(
+            **adapter_saved_bytes(
                 self.rank, self.inputs + 1, self.hidden + self.inner / plan.tensor_degree, self.tokens, plan
             ),
         }
 
     def backward_peak_bytes(self, plan: Plan) -> float:
-        """The activation's value and slope; where it is gated, what both are computed from, their gradients, and those
-        of what is computed. With them live the gradient of what the MLP reads and, where sequences are split, what it
-        reads, gathered again, and what attention reads, unless ranks share samples."""
+        """Returns the bytes of the activation's value and derivative and of gathered inputs, at the peak."""
+        # A gated MLP holds both projections, their gradients, and the gradient of their product, too.
         arrays, gathered = 7 if self.is_gated else 2, 0
-        if plan.sequence_parallel:
+        if plan.sequence_parallel:  # the MLP's gathered input, and attention's without context parallelism
             gathered = 1 if plan.context_parallelism else 2
+        # 1: the gradient of the MLP's input.
         return arrays * self._array(plan) + (1 + gathered) * stream_bytes(self.tokens, self.hidden, plan)
 
     def pending_bytes(self, plan: Plan) -> float:
-        """What it computed and the gradients of what it read, where XLA has something to send meanwhile; with split
-        sequences also what it gathered."""
+        """Returns the bytes of activations and input gradients that weight gradients need after the input gradient."""
+        # XLA: delays weight gradients only where there are collectives to overlap them with.
         if plan.mesh.size == 1:
             return 0.0
         gathered = stream_bytes(self.tokens, self.hidden, plan) if plan.sequence_parallel else 0.0
         return (1 + self.inputs) * self._array(plan) + gathered
 
     def _array(self, plan: Plan) -> float:
+        """Returns the bytes of an array [tokens, f] on a device."""
         return plan.element_bytes * plan.local_tokens(self.tokens) * self.inner / plan.mesh.model
 
     def collectives(self, stream: ResidualStream) -> list[Expectation]:
         learns = self.rank > 0 or not stream.is_frozen
         lines = [
-            *sublayer_sends(stream, "the MLP", learns=learns),
-            *adapters_send(stream, "the MLP", self.inputs, self.rank),
+            *sublayer_collectives(stream, "the MLP", learns=learns),
+            *adapter_collectives(stream, "the MLP", self.inputs, self.rank),
         ]
-        return [*lines, *own_vector_sums(stream, self.norm, self.bias)] if stream.split else lines
+        return [*lines, *vector_gradient_sums(stream, self.norm, self.bias)] if stream.split else lines

@@ -1,8 +1,8 @@
-"""What is said of a part of a model: the weights it holds, and what it computes, keeps and sends.
+"""Base class of the components of a model: their weights, FLOPs, saved activations and collectives.
 
-Symbols of the docstrings: b samples of a microbatch, s tokens of the stream, h hidden size, q and k the widths of all
-query and of all key heads together, f MLP width, g projections into the MLP (1, gated 2), a heads, V padded vocabulary
-rows, t model ways, c bytes of an element. A product [m,k] x [k,n] costs 2mkn FLOPs.
+Symbols of the docstrings: b samples of a microbatch, s sequence length, h hidden size, q and k the widths of all query
+and of all key heads together, f MLP width, g projections into the MLP (1, gated 2), a heads, V padded vocabulary rows,
+t tensor parallel degree, c bytes of an element. A product [m,k] x [k,n] costs 2mkn FLOPs.
 """
 
 import math
@@ -17,10 +17,10 @@ from mtjax.theory.rules import MODEL
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter; of a part of a layer, one layer of it."""
+    """A parameter; in a layer's component, that of one layer."""
 
     name: str
-    """Dotted, within the part."""
+    """Dotted, within the component."""
     names: tuple[str, ...]
     """Logical names of its dimensions."""
     shape: tuple[int, ...]
@@ -32,14 +32,14 @@ class Weight:
 
 
 def weight(name: str, sizes: Mapping[str, int]) -> Weight:
-    """A weight with these dimensions: logical name -> size."""
+    """Builds a weight with these dimensions: logical name -> size."""
     return Weight(name, tuple(sizes), tuple(sizes.values()))
 
 
 def linear(
     name: str, inputs: Mapping[str, int], outputs: Mapping[str, int], *, bias: bool = True, rank: int = 0
 ) -> list[Weight]:
-    """The weights of `mtjax.models.linear.Linear`: a matrix over named dimensions, a bias, an adapter of this rank."""
+    """Returns the weights of `mtjax.models.linear.Linear`: a matrix, a bias, a LoRA adapter of this rank."""
     matrix = [weight(f"{name}.weight", {**inputs, **outputs}), *([weight(f"{name}.bias", outputs)] if bias else [])]
     if not rank:
         return matrix
@@ -48,28 +48,28 @@ def linear(
 
 
 NORM_VECTORS = {"layernorm": ("scale", "bias"), "rmsnorm": ("scale",)}
-"""Norm -> vectors of h parameters that it has."""
+"""Norm -> its vectors of h parameters."""
 
 
 def norm(name: str, kind: str, width: int) -> list[Weight]:
-    """The vectors of a norm."""
+    """Returns the vectors of a norm."""
     return [weight(f"{name}.{vector}", {"embed": width}) for vector in NORM_VECTORS[kind]]
 
 
 @dataclass(frozen=True)
 class Product:
-    """A product of a sample's tokens with weights, on one device: [tokens, inner] x [inner, outer]."""
+    """A matmul of a sample's tokens with weights, on one device: [tokens, inner] x [inner, outer]."""
 
     tokens: float
     inner: float
     outer: float
     is_adapter: bool = False
     experts: int = 0
-    """Matrices of all experts, among which the tokens' rows are shared; 0 where one matrix is for all."""
+    """Experts whose matrices share the rows of tokens (a grouped matmul); 0 for a single matrix."""
     again: bool = False
-    """Whether its own backward pass computes it once more."""
+    """Whether its backward pass recomputes it."""
     is_repeated: bool = False
-    """Whether every model rank computes it for all tokens that it has."""
+    """Whether it is replicated: every tensor parallel rank computes it, for all its tokens."""
 
     @property
     def flops(self) -> float:
@@ -78,21 +78,21 @@ class Product:
 
 
 def unrepeated(products: Sequence[Product]) -> list[Product]:
-    """Those of a layer's products whose results no product of the layer's backward pass reads, so that a layer which is
-    computed again leaves them out: the last, and experts'."""
+    """Returns the matmuls that the recompute of a layer omits: the last one and experts', whose results its backward
+    pass does not read."""
     return [product for product in products if product.experts or product is products[-1]]
 
 
 def adapter_products(
     rank: int, tokens: float, columns: tuple[float, float, int], row: tuple[float, float]
 ) -> list[Product]:
-    """Products of the adapters of a sublayer; none without a rank.
+    """Returns the matmuls of a sublayer's LoRA adapters; none where `rank` is 0.
 
     Args:
-      rank: of all of them.
+      rank: of every adapter.
       tokens: of a sample.
-      columns: inner and outer width of the column-parallel products together, and their number.
-      row: inner and outer width of the row-parallel one.
+      columns: inner and outer width of the column-parallel matmuls together, and their number.
+      row: inner and outer width of the row-parallel matmul.
     """
     inner, outer, count = columns
     sizes = ((inner, count * rank), (rank, outer), (row[0], rank), (rank, row[1]))
@@ -101,7 +101,7 @@ def adapter_products(
 
 @dataclass(frozen=True)
 class Scores:
-    """Attention's scores and their use: queries x keys for every head of a sample."""
+    """Attention's scores and their product with the values: queries x keys for every head of a sample."""
 
     heads: int
     queries: int
@@ -118,13 +118,13 @@ class Scores:
         return self.heads * self.queries * self.keys
 
     def flops(self, *, causal: bool = False) -> float:
-        """Forward FLOPs of a sample: 4 s q for each query; where `causal`, of the half that a causal model needs."""
+        """Returns the forward FLOPs of a sample: 4 s q per query; with `causal`, half of them in a causal model."""
         return 4 * self.pairs * self.width * (0.5 if causal and self.is_causal else 1)
 
 
 @dataclass(frozen=True)
 class Elementwise:
-    """Elements of a sample that element-wise kernels go over, of one layer, before any split over the model ways."""
+    """Elements of a sample that one layer's element-wise kernels process, before tensor parallelism shards them."""
 
     stream: float = 0
     """Of the residual stream: a norm, a dropout and a residual add."""
@@ -136,73 +136,74 @@ class Elementwise:
 
 @dataclass(frozen=True)
 class ResidualStream:
-    """The residual stream that a part reads and writes."""
+    """The residual stream that a component reads and writes."""
 
     side: str = ""
-    """What the words of its sizes begin with in formulas: `decoder_` makes `decoder_sequence`."""
+    """Prefix of the stream's sizes in formulas: `decoder_` makes `decoder_sequence`."""
     split: bool = False
-    """Whether each model rank has its own part of every sequence."""
+    """Whether it is sharded along the sequence over the tensor parallel ranks (sequence parallelism)."""
     needed_again: bool = False
-    """Whether a layer that is computed again needs this part's output: all but the last one's of a pre-LN layer."""
+    """Whether the recompute of a layer needs this component's output: all but the last one's of a pre-LN layer."""
     shares_heads: bool = False
-    """Whether key and value heads are fewer than the model ways, so that several ranks share one."""
+    """Whether key and value heads are fewer than tensor parallel ranks, so that several ranks share one."""
     label_smoothing: bool = False
     distils: bool = False
-    """Whether a teacher's probabilities of tokens are learnt."""
+    """Whether a teacher's token probabilities are distilled."""
     is_frozen: bool = False
-    """Whether only adapters and a task's head are trained: other weights have no gradients, and no layer below the
-    first has one to give."""
+    """Whether only adapters and a task's head are trained: other weights have no gradients, and no gradient leaves the
+    first layer."""
     learns_before: bool = True
-    """Whether something before the part, in its own layer or below the layers, is trained: else nobody reads the
-    gradient of what the first layer's reads."""
+    """Whether a weight before the component, in its layer or below the layers, is trained: else nothing reads the first
+    layer's input gradient."""
     turns: str = "microbatches"
-    """Formula: how often a step goes through the part and back. Stages of a pipeline run layers in every tick, idle or
-    not, and what is outside the layers once a microbatch."""
+    """Formula: how often a step runs the component forward and backward. Pipeline stages run layers in every tick, also
+    in those of the bubble, and everything outside the layers once per microbatch."""
     embedding_turns: str = "microbatches"
-    """Formula: how often a step makes the input of the first layer: on stages also in the first stage's idle ticks."""
+    """Formula: how often a step computes the input of the first layer: in a pipeline, also in the first stage's idle
+    ticks."""
     forward_turns: str = "microbatches"
-    """Formula: how often it goes through the part forward, without what the backward pass computes again by itself."""
+    """Formula: how often it runs forward, without the recompute of a layer's backward pass."""
     across: ContextParallelism | None = None
-    """How attention reaches the tokens of other ranks; None where a rank has all tokens of its samples."""
+    """How attention reads the tokens of other context parallel ranks; None without context parallelism."""
     expert_dispatch: ExpertDispatch = "all-gather"
-    """How tokens come to the experts of other ranks."""
+    """The collective that brings tokens to the experts of other ranks."""
 
     @property
     def elements(self) -> str:
-        """Of a microbatch on a rank: where several share samples, `sequence` is the tokens of one."""
+        """Formula: elements of a microbatch on a rank; `sequence` is a context parallel rank's tokens."""
         return f"batch*{self.side}sequence*hidden"
 
     @property
     def times(self) -> str:
-        """Layers that the part stands in, as often as a step goes through them."""
+        """Formula: layers with the component x how often a step runs them."""
         return f"{self.side}layers*{self.turns}"
 
     @property
     def forward_times(self) -> str:
-        """The same, forward."""
+        """Formula: layers with the component x how often a step runs them forward."""
         return f"{self.side}layers*{self.forward_turns}"
 
     @property
     def input_gradients(self) -> str:
-        """How often a step makes the gradient of what the part reads. The compiler leaves it out where nobody reads it
-        and the first layer stands in no loop with others: `unread_gradients` times."""
+        """Formula: how often a step computes the component's input gradient."""
+        # XLA: drops it where nothing reads it and the first layer is in no loop with others, `unread_gradients` times.
         return self.times if self.learns_before else f"({self.times} - {self.side}unread_gradients)"
 
 
 def over_model(phase: str, kind: str, count: str, elements: str, why: str, **settings: object) -> Expectation:
-    """A line of a contract over the model ways."""
+    """Builds a line of a contract over the tensor parallel ranks."""
     return Expectation(phase, kind, MODEL, count, elements, why=why, **settings)  # pyright: ignore[reportArgumentType]
 
 
 class Part:
-    """A part of a model. Sizes are of the whole part; what a device has of it follows from mesh and rules.
+    """A component of a model. Sizes are unsharded; a device's shard follows from mesh and rules.
 
-    A part that has nothing of a kind inherits the answer from here.
+    Defaults are those of a component without any; subclasses override what they have.
     """
 
     @property
     def weights(self) -> list[Weight]:
-        """Its parameters; of a part of a layer, those of one layer."""
+        """Its parameters; of a layer's component, those of one layer."""
         return []
 
     @property
@@ -212,45 +213,45 @@ class Part:
 
     @property
     def elementwise(self) -> Elementwise:
-        """What its element-wise kernels go over."""
+        """Elements that its element-wise kernels process."""
         return Elementwise()
 
     def products(self, model_ways: int = 1) -> list[Product]:
-        """Forward products of one sample with its weights, on one of `model_ways` devices; the last one comes last."""
+        """Returns the forward matmuls of one sample with its weights, on one of `model_ways` devices, in order."""
         del model_ways
         return []
 
     def saved_bytes(self, plan: Plan) -> Mapping[str, float]:
-        """Bytes on a device that wait for the backward pass, of one layer and microbatch, by kind."""
+        """Returns the bytes on a device saved for the backward pass, of one layer and microbatch, by kind."""
         del plan
         return {}
 
     def backward_peak_bytes(self, plan: Plan) -> float:
-        """Bytes on a device at the fullest moment of its backward pass, beside what it keeps."""
+        """Returns the bytes on a device at the peak of its backward pass, in addition to `saved_bytes`."""
         del plan
         return 0.0
 
     def pending_bytes(self, plan: Plan) -> float:
-        """Bytes that wait for gradients of its weights while the sublayer before it is on its way back."""
+        """Returns the bytes held for its weight gradients while the backward pass of the sublayer before it runs."""
         del plan
         return 0.0
 
     def kv_elements(self, context: int) -> int:
-        """Elements of a sequence of `context` tokens that generating the next token reads: keys and values."""
+        """Returns the elements of the KV cache of a sequence of `context` tokens, of one layer."""
         del context
         return 0
 
     def over_context(self, ways: int) -> "Part":
-        """What ranks that share a sample compute of it together, where that is more than one of them would alone."""
+        """Returns the component with the work of `ways` context parallel ranks together, padding included."""
         del ways
         return self
 
     def symbols(self, plan: Plan) -> Mapping[str, int]:
-        """Words of its lines beside those that every stream has, with their values."""
+        """Returns the symbols of its formulas, other than those of every stream, with their values."""
         del plan
         return {}
 
     def collectives(self, stream: ResidualStream) -> list[Expectation]:
-        """What it sends over the model ways in a step."""
+        """Returns its collectives in a step over the tensor, context and expert parallel ranks."""
         del stream
         return []
