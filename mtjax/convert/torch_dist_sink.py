@@ -87,7 +87,7 @@ class TorchDistSink:
         for name in self._selection.shapes(self._rows):
             if match := _LINEAR.fullmatch(name):
                 self._write_extra_state(match[1])
-                if name.endswith(".linear_qkv.weight"):
+                if name.endswith(".linear_qkv.weight") and self._names is TRANSFORMER_ENGINE:
                     self._write_extra_state(name.replace("linear_qkv.weight", "core_attention"))
         self._writer.close()
         folder = self._folder / RELEASE

@@ -1,4 +1,4 @@
-"""`torch_dist` checkpoints: the real megatron-core's are read, and it loads ours strictly, in four processes on CPUs."""
+"""`torch_dist` checkpoints: those of the real megatron-core are read, and it loads ours strictly, in four processes."""
 
 import os
 import socket
