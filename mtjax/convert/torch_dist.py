@@ -18,6 +18,8 @@ from mtjax.convert.stream import understood
 from mtjax.convert.torch_dist_files import Archive, DistributedCheckpoint, StoredTensor
 from mtjax.errors import UserError
 
+VERSION = 3.0
+"""`checkpoint_version` of all distributed checkpoints."""
 COMMON_FILE = "common.pt"
 COMMON_STATE = "common_state/"
 """Since Megatron-Core 0.19 the common state is an object of this name among the chunks."""
@@ -51,7 +53,7 @@ class TorchDistCheckpoint:
         self._files = DistributedCheckpoint(self.folder)
         common = self._common()
         with understood(str(self.folder)):
-            self.version = float(common.get("checkpoint_version") or 0)
+            self.version = float(common.get("checkpoint_version") or VERSION)
             args = common.get("args") or {}
             self.arguments: Mapping[str, Any] = dict(args if isinstance(args, Mapping) else vars(args))
         # How experts were sharded does not matter for full tensors.
@@ -70,9 +72,11 @@ class TorchDistCheckpoint:
 
     @property
     def summary(self) -> str:
-        """What a note reports of it."""
+        """A description for a note."""
         chunks = sum(len(tensor.chunks) for tensor in self._tensors.values())
-        return f"torch_dist, {len(self._tensors)} tensors in {chunks} chunks, {self.dtype}"
+        has_optimizer = any(key.startswith(OPTIMIZER) for key in self._files.keys)
+        unread = "; the optimizer state is not converted" if has_optimizer else ""
+        return f"torch_dist, {len(self._tensors)} tensors in {chunks} chunks, {self.dtype}{unread}"
 
     def shard(self, name: str, rank: int) -> np.ndarray:
         """The tensor of one layer or expert; `rank` is 0.

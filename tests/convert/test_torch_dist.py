@@ -10,22 +10,29 @@ import pickle
 import shutil
 import subprocess
 import sys
+import tracemalloc
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
 
+from mtjax.config import Parallel
 from mtjax.convert.__main__ import main
+from mtjax.convert.saved_model import SavedModel, model_of, without_training
 from mtjax.convert.torch_dist import TorchDistCheckpoint
 from mtjax.convert.torch_dist_files import Archive, DistributedCheckpoint, overlapping
 from mtjax.convert.torch_dist_writer import Call, DistributedWriter
 from mtjax.errors import UserError
+from mtjax.models.sharded_model import ShardedModel
+from mtjax.sharding.param_specs import dotted
 from mtjax.train.checkpoints.weights import find_weights
+from tests.tiny import mesh_of
 
 DISTRIBUTED = ("--ckpt-format", "torch_dist")
 STORED = Path(__file__).with_name("torch_dist.zip")
@@ -33,6 +40,7 @@ STORED = Path(__file__).with_name("torch_dist.zip")
 ITERATION = "iter_0000010"
 WITHOUT_TORCH = """
 import sys
+import tracemalloc
 class Absent:
     @staticmethod
     def find_spec(name, *_):
@@ -40,6 +48,7 @@ class Absent:
             raise ModuleNotFoundError(name)
 sys.meta_path.insert(0, Absent)
 """
+NORM, TABLE = "decoder.final_layernorm.weight", "embedding.word_embeddings.weight"
 CHUNKS = list[tuple[tuple[int, ...], np.ndarray]]
 
 
@@ -97,11 +106,10 @@ def test_it_is_converted_without_torch_and_back_to_the_bit(saved: Path, tmp_path
     assert pages[0] == pages[1]
 
 
-def test_the_objects_that_megatron_asks_for_are_written(saved: Path, tmp_path: Path) -> None:
+def test_keys_and_formats_are_those_of_megatron(saved: Path, tmp_path: Path) -> None:
     assert convert(f"megatron:{saved}", f"mtjax:{tmp_path / 'ours'}") == 0
     assert convert(f"mtjax:{tmp_path / 'ours'}", f"megatron:{tmp_path / 'again'}", *DISTRIBUTED) == 0
     old, new = (DistributedCheckpoint(f) for f in (saved / ITERATION, tmp_path / "again/release"))
-    assert set(old.objects) < set(new.objects)  # Transformer Engine's attention has one too
     assert new.object("decoder.layers.mlp.linear_fc1._extra_state/shard_1_2") == [None]
     assert set(old.keys) == set(new.keys)
     assert json.loads((tmp_path / "again/release/metadata.json").read_text()) == json.loads(
@@ -116,11 +124,23 @@ def test_a_common_state_among_the_chunks_is_read(saved: Path, tmp_path: Path) ->
     assert TorchDistCheckpoint(tmp_path / "new").arguments["hidden_size"] == 8
 
 
-def test_tensors_of_an_optimizer_are_left_out(saved: Path, tmp_path: Path) -> None:
+def test_tensors_of_an_optimizer_are_left_out(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Even those that mtjax does not read, here for a gap between its chunks."""
     moment = "optimizer.state.exp_avg.decoder.final_layernorm.weight"
     rewritten(saved, tmp_path / "new", edit=lambda writer: writer.chunk(moment, (8,), (0,), np.zeros(4, np.float32)))
     assert convert(f"megatron:{tmp_path / 'new'}", f"mtjax:{tmp_path / 'ours'}") == 0
+    assert "float32; the optimizer state is not converted\n" in capsys.readouterr().out
+
+
+def test_commands_that_take_weights_of_any_kind_take_it(saved: Path) -> None:
+    """Such as `mtjax finetune --init-from` and `mtjax generate --from`."""
+    text = f"megatron:{saved}"
+    model = SavedModel.open(text)
+    assert model.config.model == model_of(text, "--init-from")
+    config = without_training(model.config, Parallel(mesh="1x2"))
+    arrays = model.parameters(ShardedModel(config, mesh_of("1x2")))
+    table = next(array for path, array in jax.tree_util.tree_leaves_with_path(arrays) if dotted(path) == "embedding")
+    np.testing.assert_array_equal(np.asarray(table)[:20], numbers(TABLE, (), (24, 8))[:20])
 
 
 def test_uneven_chunks_of_other_processes_are_the_same(saved: Path, tmp_path: Path) -> None:
@@ -261,9 +281,6 @@ def test_a_damaged_folder_is_one_sentence(name: str, saved: Path, capsys: pytest
     assert not (saved / ITERATION / "ran").exists()
 
 
-NORM, TABLE = "decoder.final_layernorm.weight", "embedding.word_embeddings.weight"
-
-
 def listed_as(writer: DistributedWriter, dtype: str) -> None:
     """Lists another type than the file's."""
     writer._tensors[NORM] = (dtype, *writer._tensors[NORM][1:])
@@ -354,6 +371,35 @@ def test_16_bits_are_kept(saved: Path, tmp_path: Path) -> None:
     assert new.dtype == "bfloat16"
     for name in old.shapes:
         np.testing.assert_array_equal(old.shard(name, 0)[:20], new.shard(name, 0)[:20])
+
+
+def test_transformer_engine_s_norms_have_objects_too(saved: Path, tmp_path: Path) -> None:
+    """Megatron-LM does not load a checkpoint that lacks one; those of `local` are what megatron-core saved."""
+    assert convert(f"megatron:{saved}", f"mtjax:{tmp_path / 'ours'}") == 0
+    local = ("--transformer-impl", "local")
+    assert convert(f"mtjax:{tmp_path / 'ours'}", f"megatron:{tmp_path / 'local'}", *DISTRIBUTED, *local) == 0
+    assert convert(f"mtjax:{tmp_path / 'ours'}", f"megatron:{tmp_path / 'te'}", *DISTRIBUTED) == 0
+    folders = (saved / ITERATION, tmp_path / "local/release", tmp_path / "te/release")
+    theirs, local_ones, te = (set(DistributedCheckpoint(folder).objects) for folder in folders)
+    assert local_ones == theirs
+    attention = {f"decoder.layers.self_attention.core_attention._extra_state/shard_{i}_2" for i in range(2)}
+    assert te == theirs | attention | {"decoder.final_layernorm._extra_state/shard_0_1"}
+
+
+def test_a_slice_of_a_large_tensor_takes_its_own_memory(tmp_path: Path) -> None:
+    """However the chunks are cut: here all layers are one."""
+    layers, size = 32, 128
+    writer = DistributedWriter(tmp_path / "folder")
+    for half in range(2):
+        part = np.ones((layers, size // 2, size), np.float32)
+        writer.chunk("x", (layers, size, size), (0, half * size // 2, 0), part)
+    writer.close()
+    tensor = DistributedCheckpoint(tmp_path / "folder").tensor("x")
+    tracemalloc.start()
+    assert tensor.read((5,)).sum() == size**2
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most < 3 * 4 * size**2 < 4 * layers * size**2
 
 
 def test_options_that_have_no_effect_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
