@@ -53,7 +53,7 @@ class TorchDistSink:
         if self._names.is_legacy:
             raise UserError(
                 "--ckpt-format torch_dist is Megatron-Core's, and "
-                + ("a BERT is written" if model.family == "bert" else "--transformer-impl is legacy")
+                + ("the model is a BERT" if model.family == "bert" else "--transformer-impl is legacy")
                 + ": use --ckpt-format torch"
             )
         self._rows = -(-rows_of(model) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
@@ -105,7 +105,7 @@ class TorchDistSink:
         carry_tokenizer(self._origin, self._folder)
 
     def _modules_with_state(self) -> Iterator[str]:
-        """The modules with an `_extra_state`, here an empty one: Megatron does not load a checkpoint that lacks one."""
+        """Yields the modules whose `_extra_state`, here an empty one, Megatron requires in a checkpoint."""
         for name in self._selection.shapes(self._rows):
             if match := _LINEAR.fullmatch(name):
                 yield match[1]
@@ -131,7 +131,7 @@ class TorchDistSink:
 def _boxes(
     tensor: Tensor, numbers: np.ndarray, shape: tuple[int, ...], sizes: Mapping[str, int]
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """The rows of the first dimension at which a tensor's numbers begin in the one that it is a part of."""
+    """Yields boxes of a tensor's numbers, and the row at which each begins in the tensor that it is a part of."""
     if tensor.slots is None:
         yield 0, numbers
         return

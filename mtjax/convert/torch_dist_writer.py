@@ -57,7 +57,7 @@ class Persistent:
 
 
 def pickled(value: Any) -> bytes:
-    """A pickle, protocol 2, of plain values and the classes above.
+    """Returns a pickle, protocol 2, of plain values and the classes above.
 
     Raises:
       TypeError: it holds something else.

@@ -386,6 +386,16 @@ def test_transformer_engine_s_norms_have_objects_too(saved: Path, tmp_path: Path
     assert te == theirs | attention | {"decoder.final_layernorm._extra_state/shard_0_1"}
 
 
+def test_the_code_before_megatron_core_is_refused(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert convert(f"megatron:{saved}", f"mtjax:{tmp_path / 'ours'}") == 0
+    legacy = ("--transformer-impl", "legacy")
+    assert convert(f"mtjax:{tmp_path / 'ours'}", f"megatron:{tmp_path / 'never'}", *DISTRIBUTED, *legacy) == 2
+    assert "is Megatron-Core's, and --transformer-impl is legacy: use --ckpt-format torch" in capsys.readouterr().err
+    assert not (tmp_path / "never").exists()
+
+
 def test_a_slice_of_a_large_tensor_takes_its_own_memory(tmp_path: Path) -> None:
     """However the chunks are cut: here all layers are one."""
     layers, size = 32, 128
