@@ -82,7 +82,7 @@ class MegatronCheckpoint:
 
     @property
     def summary(self) -> str:
-        """What a note reports of it."""
+        """Describes it for a note."""
         return f"checkpoint_version {self.version:g}, {self.ranks} tensor-parallel ranks, {self.dtype}"
 
     def shard(self, name: str, rank: int) -> np.ndarray:

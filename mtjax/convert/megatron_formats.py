@@ -17,7 +17,7 @@ _SAVE_AGAIN = "save it again with --ckpt-format torch_dist"
 
 
 def checkpoint_folder(folder: Path) -> Path:
-    """The folder with the files: itself, or the one that Megatron's tracker file names.
+    """Returns the folder with the files: itself, or the one that Megatron's tracker file names.
 
     Raises:
       UserError: there is none.
@@ -28,7 +28,7 @@ def checkpoint_folder(folder: Path) -> Path:
     tracker = folder / TRACKER
     if not tracker.is_file():
         raise UserError(
-            f"{folder} is not a checkpoint of Megatron-LM: it has neither mp_rank_*, {METADATA_FILE} nor {TRACKER}"
+            f"{folder} is not a checkpoint of Megatron-LM: it has none of mp_rank_*, {METADATA_FILE} and {TRACKER}"
             f"{looks_like(folder)}"
         )
     word = tracker.read_text().strip()
@@ -39,13 +39,13 @@ def checkpoint_folder(folder: Path) -> Path:
 
 
 def has_checkpoint(folder: Path) -> bool:
-    """Whether a folder holds the files of a checkpoint in any of Megatron's formats."""
+    """Returns whether a folder holds the files of a checkpoint in any of Megatron's formats."""
     signs = ("mp_rank_*", METADATA_FILE, BACKEND_FILE, "*.distcp")
     return any(any(folder.glob(sign)) for sign in signs)
 
 
 def is_torch_dist(folder: Path) -> bool:
-    """Whether a checkpoint's folder is in the format torch_dist; False where it is in the legacy one.
+    """Returns whether a checkpoint's folder is in the format torch_dist; False where it is in the format torch.
 
     Raises:
       UserError: it is in another format, or its save did not finish: says which.
@@ -65,7 +65,7 @@ def is_torch_dist(folder: Path) -> bool:
 
 
 def _without_backend(folder: Path) -> str:
-    """What a folder with `.metadata` and without `metadata.json` is, by the names of its tensors."""
+    """Returns why a folder without `metadata.json` is not read, by the names of its tensors."""
     keys = DistributedCheckpoint(folder).keys
     if any(key.startswith(("decoder.", "embedding.")) for key in keys):
         return (

@@ -18,6 +18,8 @@ from mtjax.convert.stream import understood
 from mtjax.convert.torch_dist_files import Archive, DistributedCheckpoint, StoredTensor
 from mtjax.errors import UserError
 
+VERSION = 3.0
+"""`checkpoint_version` of all distributed checkpoints."""
 COMMON_FILE = "common.pt"
 COMMON_STATE = "common_state/"
 """Since Megatron-Core 0.19 the common state is an object of this name among the chunks."""
@@ -51,7 +53,7 @@ class TorchDistCheckpoint:
         self._files = DistributedCheckpoint(self.folder)
         common = self._common()
         with understood(str(self.folder)):
-            self.version = float(common.get("checkpoint_version") or 0)
+            self.version = float(common.get("checkpoint_version") or VERSION)
             args = common.get("args") or {}
             self.arguments: Mapping[str, Any] = dict(args if isinstance(args, Mapping) else vars(args))
         # How experts were sharded does not matter for full tensors.
@@ -70,12 +72,14 @@ class TorchDistCheckpoint:
 
     @property
     def summary(self) -> str:
-        """What a note reports of it."""
+        """Describes it for a note."""
         chunks = sum(len(tensor.chunks) for tensor in self._tensors.values())
-        return f"torch_dist, {len(self._tensors)} tensors in {chunks} chunks, {self.dtype}"
+        has_optimizer = any(key.startswith(OPTIMIZER) for key in self._files.keys)
+        unread = "; the optimizer state is not converted" if has_optimizer else ""
+        return f"torch_dist, {len(self._tensors)} tensors in {chunks} chunks, {self.dtype}{unread}"
 
     def shard(self, name: str, rank: int) -> np.ndarray:
-        """The tensor of one layer or expert; `rank` is 0.
+        """Returns the tensor of one layer or expert; `rank` is 0.
 
         Raises:
           UserError: a file is corrupted, or of another save.
@@ -98,7 +102,7 @@ class TorchDistCheckpoint:
         return common
 
     def _named(self, key: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """The names of a key's tensors, and the index of each in the first dimensions."""
+        """Yields the names of a key's tensors, and the index of each in the first dimensions."""
         tensor = self._tensors[key]
         for name, index in self._of_layers(key, tensor):
             match = _EXPERTS.fullmatch(name)
@@ -109,6 +113,7 @@ class TorchDistCheckpoint:
                 yield f"{match[1]}.local_experts.{expert}.{match[2]}", (*index, expert)
 
     def _of_layers(self, key: str, tensor: StoredTensor) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yields the same of each layer, for all experts."""
         name = key
         start, _, kind = key.partition(MLP_NORM)
         if kind and f"{start}{_ROUTER}" in self._tensors:  # what the implementation `local` calls the experts' norm

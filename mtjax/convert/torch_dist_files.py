@@ -93,7 +93,7 @@ class Archive:
 
     @contextmanager
     def _opened(self) -> Iterator[tuple[zipfile.ZipFile, _Window, str]]:
-        """The zip, its bytes, and the folder in it that holds `data.pkl`.
+        """Yields the zip, its bytes, and the folder in it that holds `data.pkl`.
 
         Raises:
           UserError: it is not such an archive.
@@ -119,7 +119,7 @@ class Archive:
             raise UserError(f"{self.path} can't be read: {e.strerror or e}") from e
 
     def state(self) -> Any:
-        """Plain values, and records instead of all other objects.
+        """Returns plain values, and records instead of all other objects.
 
         Raises:
           UserError: it is damaged, or would run code.
@@ -128,7 +128,7 @@ class Archive:
             return unpickled(archive.read(f"{root}data.pkl"), StateUnpickler, str(self.path))
 
     def tensor(self) -> tuple[np.ndarray, str]:
-        """The tensor, mapped from the file, and its type.
+        """Returns the tensor, mapped from the file, and its type.
 
         Raises:
           UserError: it is damaged, or no tensor.
@@ -171,7 +171,7 @@ class StoredTensor:
         self._tallest = max((chunk.sizes[0] for chunk in chunks if shape), default=1)
 
     def read(self, index: Sequence[int] = ()) -> np.ndarray:
-        """The tensor, or what has this index in its first dimensions.
+        """Returns the tensor, or its slice at this index of the first dimensions.
 
         Raises:
           UserError: a chunk is missing, damaged, or not what `.metadata` says.
@@ -187,7 +187,7 @@ class StoredTensor:
         return out.reshape(self.shape[len(index) :])
 
     def _near(self, low: Sequence[int], high: Sequence[int]) -> Iterable[Chunk]:
-        """Those that may share a row of the first dimension with the box."""
+        """Returns the chunks that may share a row of the first dimension with a box."""
         if not self.shape or high[0] - low[0] + self._tallest > len(self._by_row):
             return self.chunks
         rows = range(low[0] - self._tallest + 1, high[0])
@@ -229,7 +229,7 @@ def _text(box: Box) -> str:
 
 
 def overlapping(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
-    """Two boxes that share a number, if any do.
+    """Returns two boxes that share a number, if any do.
 
     Boxes are separated along one dimension after the other, so that a grid of n boxes takes n log n comparisons.
     """
@@ -251,7 +251,7 @@ def overlapping(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
 
 
 def _separated(boxes: Sequence[Box], axis: int) -> list[list[Box]]:
-    """Groups of boxes between which there are planes across a dimension that no box crosses."""
+    """Returns groups of boxes whose ranges in a dimension do not overlap those of another group."""
     groups: list[list[Box]] = []
     edge = -1
     for box in sorted(boxes, key=lambda box: box[0][axis]):
@@ -289,10 +289,10 @@ class DistributedCheckpoint:
         self.objects = tuple(key for key in self._described if key not in set(self.keys))
 
     def tensor(self, key: str) -> StoredTensor:
-        """A tensor's chunks, all of whose files are there.
+        """Returns a tensor and its chunks.
 
         Raises:
-          UserError: chunks or files are missing, or overlap.
+          UserError: chunks are missing or overlap, or its type is not known.
         """
         try:
             value = self._described[key]
@@ -309,7 +309,7 @@ class DistributedCheckpoint:
         return StoredTensor(self.folder, key, dtype, shape, chunks)
 
     def object(self, key: str) -> Any:
-        """A pickled object: plain values, and records instead of all other objects.
+        """Returns a pickled object: plain values, and records instead of all other objects.
 
         Raises:
           UserError: it is missing, damaged, or would run code.
@@ -318,7 +318,7 @@ class DistributedCheckpoint:
         return Archive(self.folder / entry.file, entry.offset, entry.length).state()
 
     def missing_files(self, keys: Iterable[str]) -> list[str]:
-        """Files that hold chunks of these tensors, and are not in the folder."""
+        """Returns the files that hold chunks of these tensors and are not in the folder."""
         wanted = set(keys)
         files = sorted({entry.file for (key, _), entry in self._entries.items() if key in wanted})
         return [file for file in files if not (self.folder / file).is_file()]

@@ -105,7 +105,7 @@ class TensorEntry:
 
 
 def _rebuilt(storage: Any, first: Any, shape: Any, strides: Any, *more: Any) -> TensorEntry:
-    """Stands for `torch._utils._rebuild_tensor_v2` and `_v3`, which has the type after `requires_grad` and hooks."""
+    """Replaces `torch._utils._rebuild_tensor_v2` and `_v3`, which has the type after `requires_grad` and hooks."""
     dtype = more[2] if len(more) > 2 and isinstance(more[2], str) else storage[0]
     numbers = (first, *shape, *strides)
     if not all(isinstance(number, int) and number >= 0 for number in numbers) or len(shape) != len(strides):
@@ -119,7 +119,7 @@ class _Refusing(pickle.Unpickler):
     known: ClassVar[dict[tuple[str, str], Any]] = {}
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
-        """The harmless equal of a class or function.
+        """Returns the harmless equal of a class or function.
 
         Raises:
           UserError: it is not a known one.
@@ -160,7 +160,7 @@ class TensorUnpickler(_Refusing):
     }
 
     def persistent_load(self, pid: Any) -> tuple[str, str]:
-        """A storage's type and name in the archive, from ("storage", class, name, device, numbers)."""
+        """Returns a storage's type and name in the archive, from ("storage", class, name, device, numbers)."""
         return pid[1], pid[2]
 
 
@@ -177,7 +177,7 @@ class StateUnpickler(TensorUnpickler):
     }
 
     def unknown(self, module: str, name: str) -> Any:
-        """A record, unless the standard library has it."""
+        """Returns a class of records, or refuses what the standard library has."""
         module = {"__builtin__": "builtins", "copy_reg": "copyreg"}.get(module, module)
         if (module, name) in self.known:
             return self.known[module, name]
@@ -187,7 +187,7 @@ class StateUnpickler(TensorUnpickler):
 
 
 def unpickled(data: bytes, unpickler: Callable[[io.BytesIO], pickle.Unpickler], source: str) -> Any:
-    """What a pickle holds.
+    """Unpickles data.
 
     Raises:
       UserError: it is damaged, or names what `unpickler` refuses; `source` names the file.

@@ -13,20 +13,20 @@ from mtjax.convert.hugging_face import narrowed
 from mtjax.convert.megatron import Split, queries_per_group, written_names
 from mtjax.convert.megatron_arguments import VOCAB_MULTIPLE, arguments_of
 from mtjax.convert.megatron_experts import BIAS, expert_arguments
+from mtjax.convert.megatron_files import EXTRA_STATE
 from mtjax.convert.megatron_formats import BACKEND, BACKEND_FILE, RELEASE, TRACKER
 from mtjax.convert.megatron_tables import LOCAL, TRANSFORMER_ENGINE, table
 from mtjax.convert.parameters import Parameter
 from mtjax.convert.stream import Origin, carry_tokenizer, rows_of
 from mtjax.convert.table import VOCAB, Tensor, name_of, with_vocab
-from mtjax.convert.torch_dist import COMMON_FILE, EXPERTS_NORM, LAYERS, MLP_NORM
+from mtjax.convert.torch_dist import COMMON_FILE, EXPERTS_NORM, LAYERS, MLP_NORM, VERSION
 from mtjax.convert.torch_dist_writer import DistributedWriter, write_archive
 from mtjax.errors import UserError
 
-VERSION = 3.0
-"""`checkpoint_version` of all distributed checkpoints."""
 _LAYER = re.compile(rf"{re.escape(LAYERS)}(\d+)\.")
 _EXPERT = re.compile(r"\.mlp\.experts\.local_experts\.(\d+)\.")
-_LINEAR = re.compile(r"(.*\.(?:linear_qkv|linear_proj|linear_fc1|linear_fc2))\.weight")
+_LINEAR = re.compile(r"(.*\.linear_(?:qkv|proj|fc1|fc2))\.weight")
+_NORM = re.compile(r"(.*\.(?:[qk]_layernorm|pre_mlp_layernorm|final_layernorm))\.weight")
 
 
 class TorchDistSink:
@@ -53,7 +53,7 @@ class TorchDistSink:
         if self._names.is_legacy:
             raise UserError(
                 "--ckpt-format torch_dist is Megatron-Core's, and "
-                + ("a BERT is written" if model.family == "bert" else "--transformer-impl is legacy")
+                + ("the model is a BERT" if model.family == "bert" else "--transformer-impl is legacy")
                 + ": use --ckpt-format torch"
             )
         self._rows = -(-rows_of(model) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
@@ -84,11 +84,10 @@ class TorchDistSink:
 
     def close(self) -> None:
         """Writes the objects, the common state, the list of the chunks, the tracker file and the tokenizer."""
-        for name in self._selection.shapes(self._rows):
-            if match := _LINEAR.fullmatch(name):
-                self._write_extra_state(match[1])
-                if name.endswith(".linear_qkv.weight"):
-                    self._write_extra_state(name.replace("linear_qkv.weight", "core_attention"))
+        for module in self._modules_with_state():
+            key, index, above = self._key(f"{module}.")
+            part, of = (".".join(map(str, numbers)) for numbers in ((index, above) if index else ((0,), (1,))))
+            self._writer.object(f"{key}{EXTRA_STATE}/shard_{part}_{of}", [None])
         self._writer.close()
         folder = self._folder / RELEASE
         common = {
@@ -105,12 +104,16 @@ class TorchDistSink:
         (self._folder / TRACKER).write_text(RELEASE)
         carry_tokenizer(self._origin, self._folder)
 
-    def _write_extra_state(self, module: str) -> None:
-        """Writes the empty state of a module; Megatron does not load a checkpoint that lacks one."""
-        key, index, above = self._key(f"{module}.")
-        numbers = (index, above) if index else ((0,), (1,))
-        part, of = (".".join(map(str, sizes)) for sizes in numbers)
-        self._writer.object(f"{key}_extra_state/shard_{part}_{of}", [None])
+    def _modules_with_state(self) -> Iterator[str]:
+        """Yields the modules whose `_extra_state`, here an empty one, Megatron requires in a checkpoint."""
+        for name in self._selection.shapes(self._rows):
+            if match := _LINEAR.fullmatch(name):
+                yield match[1]
+            if self._names is TRANSFORMER_ENGINE:  # in which attention and separate norms have one too
+                if match := _NORM.fullmatch(name):
+                    yield match[1]
+                if name.endswith(".linear_qkv.weight"):
+                    yield name.replace("linear_qkv.weight", "core_attention")
 
     def _key(self, name: str) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
         """Returns the key of a tensor, the tensor's index in the first dimensions, and the sizes of these."""
@@ -128,7 +131,7 @@ class TorchDistSink:
 def _boxes(
     tensor: Tensor, numbers: np.ndarray, shape: tuple[int, ...], sizes: Mapping[str, int]
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """The rows of the first dimension at which a tensor's numbers begin in the one that it is a part of."""
+    """Yields boxes of a tensor's numbers, and the row at which each begins in the tensor that it is a part of."""
     if tensor.slots is None:
         yield 0, numbers
         return

@@ -57,7 +57,7 @@ class Persistent:
 
 
 def pickled(value: Any) -> bytes:
-    """A pickle, protocol 2, of plain values and the classes above.
+    """Returns a pickle, protocol 2, of plain values and the classes above.
 
     Raises:
       TypeError: it holds something else.
@@ -189,9 +189,7 @@ class DistributedWriter:
         self._tensors: dict[str, tuple[str, tuple[int, ...], list[Box]]] = {}
         self._objects: list[str] = []
         self._entries: dict[tuple[str, tuple[int, ...] | None], Entry] = {}
-        self._file: BinaryIO | None = None
-        self._name = ""
-        self._files = 0
+        self._number = 0
 
     def chunk(self, key: str, shape: Sequence[int], offsets: Sequence[int], array: np.ndarray) -> None:
         """Writes a box of a tensor of this shape."""
@@ -210,9 +208,7 @@ class DistributedWriter:
         self._append(key, None, value)
 
     def close(self) -> None:
-        """Ends the files and writes `.metadata`."""
-        if self._file is not None:
-            self._file.close()
+        """Writes `.metadata`."""
         described: Mapping[str, Any] = {
             **{key: _tensor_metadata(*tensor) for key, tensor in self._tensors.items()},
             **{key: Instance(f"{METADATA}.BytesStorageMetadata") for key in self._objects},
@@ -226,12 +222,11 @@ class DistributedWriter:
         (self._folder / METADATA_FILE).write_bytes(pickled(Instance(f"{METADATA}.Metadata", content)))
 
     def _append(self, key: str, offsets: tuple[int, ...] | None, value: Any, arrays: Sequence[np.ndarray] = ()) -> None:
-        if self._file is None or self._file.tell() > FILE_BYTES:
-            if self._file is not None:
-                self._file.close()
-            self._name = f"__0_{self._files}.distcp"
-            self._files += 1
-            self._file = (self._folder / self._name).open("wb")
-        start = self._file.tell()
-        write_archive(self._file, value, arrays)
-        self._entries[key, offsets] = Entry(self._name, start, self._file.tell() - start)
+        path = self._folder / f"__0_{self._number}.distcp"
+        if path.exists() and path.stat().st_size > FILE_BYTES:
+            self._number += 1
+            path = path.with_name(f"__0_{self._number}.distcp")
+        with path.open("r+b" if path.exists() else "w+b") as file:  # zip writes its headers last: not "a"
+            start = file.seek(0, io.SEEK_END)
+            write_archive(file, value, arrays)
+            self._entries[key, offsets] = Entry(path.name, start, file.tell() - start)

@@ -236,7 +236,7 @@ def test_what_is_wrong_is_said(reference, tmp_path, capsys):
     )
     assert "can't be read" in said(lambda f: (f / "mp_rank_00_000/model_optim_rng.pt").write_bytes(b"no zip"))
     assert run(f"megatron:{tmp_path}", f"mtjax:{tmp_path / 'never'}") == 2
-    assert "neither mp_rank_* nor latest_checkpointed_iteration.txt" in capsys.readouterr().err
+    assert "none of mp_rank_*, .metadata and latest_checkpointed_iteration.txt" in capsys.readouterr().err
 
 
 def test_models_that_megatron_does_not_have_are_refused(reference, tmp_path, capsys):

@@ -279,7 +279,7 @@ def test_formats_that_are_not_read_are_named(reference, tmp_path, capsys):
     shutil.rmtree(tmp_path / "megatron/iter_0000042/mp_rank_00")
     (tmp_path / "megatron/iter_0000042/__0_0.distcp").write_bytes(b"")
     assert run(f"megatron:{tmp_path / 'megatron'}", f"mtjax:{tmp_path / 'never'}") == 2
-    assert "torch_dist, which mtjax does not read: save it with --ckpt-format torch" in capsys.readouterr().err
+    assert "iter_0000042 lacks .metadata" in capsys.readouterr().err
     write_llama(tmp_path / "t5", tensors, LLAMA_CONFIG, "local")
     path = next((tmp_path / "t5").rglob("*.pt"))
     content = torch.load(path, weights_only=False)

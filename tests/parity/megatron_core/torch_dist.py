@@ -129,7 +129,8 @@ def main(mode: str, folder: Path) -> None:
             whole = sharded(build(TINY))
         for (key, index, half), part in whole.items():
             first = zlib.crc32(f"{key} {index} {half}".encode()) % 1000
-            part.data.copy_(torch.arange(first, first + part.data.numel()).reshape(part.data.shape) % 1000)
+            numbers = torch.arange(first, first + part.data.numel()) % 1000
+            part.data.detach().copy_(numbers.reshape(part.data.shape))
         save_sharded(folder, TINY, (2, 2, None, 1), whole)
     for name, saved, loaded in DISTRIBUTED if mode != "tiny" else ():
         if mode == "save":
