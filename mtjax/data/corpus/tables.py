@@ -15,6 +15,7 @@ from mtjax.data.corpus.documents import TextFields
 from mtjax.errors import UserError, first_line, require
 
 ROWS_AT_A_TIME = 256
+BYTES_AT_A_TIME = 1 << 22
 PARQUET_MAGIC = b"PAR1"
 ARROW_MAGIC = b"ARROW1"
 ARROW_STREAM_MAGIC = b"\xff\xff\xff\xff"
@@ -57,8 +58,10 @@ def columnar_rows(path: str, raw: IO[bytes], head: bytes, fields: TextFields, sk
     arrow = require("pyarrow", "parquet")
     try:
         for batch in read(path, raw, head, fields, skip):
-            for start in range(0, batch.num_rows, ROWS_AT_A_TIME):
-                for row in batch.slice(start, ROWS_AT_A_TIME).to_pylist():
+            # Rows become Python objects a few at a time: a batch may have books, of a megabyte each.
+            step = min(max(batch.num_rows * BYTES_AT_A_TIME // max(batch.nbytes, 1), 1), ROWS_AT_A_TIME)
+            for start in range(0, batch.num_rows, step):
+                for row in batch.slice(start, step).to_pylist():
                     yield Row(_line(row))
     except UnicodeDecodeError as e:
         raise UserError(f"{path} has a column of strings that are not UTF-8: {e}") from e
