@@ -36,7 +36,7 @@ def reserve(path: Path) -> None:
 
 
 def digest(parts: Mapping[str, Any]) -> str:
-    """20 hex digits of what `parts` (JSON values) say; equal for equal parts on any machine."""
+    """Returns a hash of `parts` (JSON values) as 20 hex digits, equal for equal parts on any machine."""
     text = json.dumps(parts, sort_keys=True, separators=(",", ":"), default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:20]
 
@@ -53,14 +53,14 @@ class Cache:
 
     @classmethod
     def of(cls, data: Data) -> "Cache":
-        """The cache of a run: its `cache_dir`, else `$XDG_CACHE_HOME/mtjax`, else `~/.cache/mtjax`."""
+        """Returns the cache of a run: its `cache_dir`, else `$XDG_CACHE_HOME/mtjax`, else `~/.cache/mtjax`."""
         if data.cache_dir is not None:
             return cls(data.cache_dir.expanduser().absolute())
         base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         return cls(Path(base).absolute() / "mtjax")
 
     def folder(self, kind: str, parts: Mapping[str, Any], build: Callable[[Path], None]) -> Path:
-        """The folder `root/kind-DIGEST`, made by `build(empty folder)` when it does not exist yet.
+        """Returns the folder `root/kind-DIGEST`, which `build(empty folder)` fills when it does not exist yet.
 
         Args:
           kind: a word that a person sees in a listing of the cache.
@@ -90,7 +90,7 @@ class Cache:
         return final
 
     def file_digest(self, path: Path) -> str:
-        """A file's SHA-256, remembered by path, size and time of change, so that a file is read only once."""
+        """Returns a file's SHA-256, cached by path, size and time of change, so that a file is read only once."""
         status = path.stat()
         known = [str(path.resolve()), status.st_size, status.st_mtime_ns, status.st_ino]
 
@@ -132,7 +132,7 @@ def cached_arrays(
     parts: Mapping[str, Any],
     build: Callable[[Path | None], Mapping[str, np.ndarray]],
 ) -> Mapping[str, np.ndarray]:
-    """The arrays that `build` makes: memory-mapped from the cache, or as they are without one.
+    """Returns the arrays that `build` computes: memory-mapped from the cache, or in memory without one.
 
     Args:
       cache: where they are kept; nowhere when None.
@@ -180,7 +180,7 @@ def _remove_leftovers(final: Path) -> None:
 
 
 def _host() -> str:
-    """This host's name: on a shared file system, a process number means nothing without it."""
+    """Returns this host's name: on a shared file system, a process number means nothing without it."""
     return socket.gethostname()
 
 

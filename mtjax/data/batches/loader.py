@@ -67,7 +67,7 @@ class StepBatches:
 
 
 def within(seconds: float, work: Callable[[], Sample], what: str) -> Sample:
-    """The result of `work`, which is abandoned when it takes too long.
+    """Returns the result of `work`, which is abandoned when it takes too long.
 
     A thread that waits for a dead disk can't be ended, and would keep the process from exiting if it were not a daemon.
 
@@ -122,7 +122,7 @@ class Loader(Iterator[Sample]):
         self._pump.start()
 
     def __next__(self) -> Sample:
-        """The next batch: `[rows, sequence_length]` arrays, and `sample_index` uint32[rows].
+        """Returns the next batch: `[rows, sequence_length]` arrays, and `sample_index` uint32[rows].
 
         Raises:
           StopIteration: the data end here.

@@ -151,7 +151,7 @@ def _write_drop(file: IO[str], path: str, drop: Drop, **more: Any) -> None:
 
 
 def _drop_duplicates(job: CleanJob, seen: _Seen, dropped: IO[str]) -> np.ndarray:
-    """bool[kept]: which rows go, each reported with what it is like."""
+    """Returns bool[kept]: which rows are dropped, each reported with the document that it resembles."""
     gone = np.zeros(seen.kept, bool)
     if job.jaccard >= 1:
         return gone
@@ -195,7 +195,7 @@ def _second_pass(job: CleanJob, seen: _Seen, gone: np.ndarray, tests: Sequence[T
 
 
 def _staying(seen: _Seen, gone: np.ndarray, out: IO[bytes]) -> Iterator[Chunk]:
-    """Chunks of the rows that stay, written on the way."""
+    """Yields chunks of the retained rows, and writes them."""
     number = 0
     for chunk in chunks([str(seen.rows)]):
         rows = [row for i, row in enumerate(chunk.documents, start=number) if not gone[i]]

@@ -57,7 +57,7 @@ class Encoder:
         self._split = sentence_splitter(options.language) if options.split_sentences else None
 
     def __call__(self, chunk: Chunk) -> Encoded:
-        """The ids of a chunk's documents, in order."""
+        """Encodes a chunk's documents, in order."""
         rows, errors = _texts(chunk, self._options.keys)
         arrays = {}
         for key in self._options.keys:
@@ -67,7 +67,7 @@ class Encoder:
         return Encoded(arrays, len(rows), chunk.end - chunk.start, errors)
 
     def _sequences(self, pieces: list[str]) -> list[str]:
-        """The texts of a document that become a sequence each: its pieces, or the sentences of each."""
+        """Returns the texts of a document that become a sequence each: its pieces, or the sentences of each."""
         return pieces if self._split is None else [sentence for piece in pieces for sentence in self._split(piece)]
 
 

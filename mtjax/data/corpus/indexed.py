@@ -34,22 +34,22 @@ CHUNK = 1 << 20
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The type that Megatron writes: uint16 while the vocabulary is below 65,500, else int32."""
+    """Returns the type that Megatron writes: uint16 while the vocabulary is below 65,500, else int32."""
     return np.dtype("<u2") if vocab_size < UINT16_VOCAB else np.dtype("<i4")
 
 
 def bin_path(prefix: str | Path) -> Path:
-    """Where the tokens of `prefix` are."""
+    """Returns the path of the tokens of `prefix`."""
     return Path(f"{prefix}.bin")
 
 
 def idx_path(prefix: str | Path) -> Path:
-    """Where the index of `prefix` is."""
+    """Returns the path of the index of `prefix`."""
     return Path(f"{prefix}.idx")
 
 
 def is_indexed(prefix: str | Path) -> bool:
-    """Whether `prefix` names an indexed dataset: both of its files exist."""
+    """Returns whether `prefix` names an indexed dataset: both of its files exist."""
     return bin_path(prefix).is_file() and idx_path(prefix).is_file()
 
 
@@ -233,7 +233,7 @@ def _check_documents(path: Path, documents: np.ndarray, sequences: int) -> None:
 
 
 def prefix_of(name: str) -> str:
-    """The prefix of a dataset that is named by it, or by one of its two files."""
+    """Returns the prefix of a dataset that is named by it, or by one of its two files."""
     return name.removesuffix(".idx").removesuffix(".bin")
 
 

@@ -46,12 +46,12 @@ class Meta(TokenizerRecord):
 
 
 def meta_path(prefix: str | Path) -> Path:
-    """Where the facts about `prefix` are."""
+    """Returns the path of the record of `prefix`."""
     return Path(f"{prefix}.meta.json")
 
 
 def read_meta(prefix: str | Path) -> Meta | None:
-    """The facts about a dataset; None when the file does not exist (Megatron does not write it).
+    """Reads the record of a dataset; None when the file does not exist (Megatron does not write it).
 
     Raises:
       UserError: the file exists, but is damaged.
@@ -75,7 +75,7 @@ def write_meta(path: Path, meta: Meta) -> None:
 
 
 def file_crc32(path: Path) -> int:
-    """Checksum of a file, read in pieces."""
+    """Returns the CRC-32 of a file, read in blocks."""
     value = 0
     with path.open("rb") as file:
         while data := file.read(CHUNK):

@@ -14,7 +14,7 @@ from mtjax.storage import attempt, blocks_of, files_below, filesystem, is_file, 
 
 
 def with_local_copies(data: Data, cache: Cache) -> Data:
-    """The data settings with a path in the cache in the place of each address in a store.
+    """Returns the data settings with a path in the cache instead of each address in a store.
 
     A copy is known by the store's own mark of its content (ETag), so what was changed there is copied again.
 

@@ -63,5 +63,5 @@ class FamilySamples:
     vocabulary_size: Callable[[Tokenizer], int] = _vocabulary
 
     def items(self, corpus: IndexedDataset) -> int:
-        """How many items a corpus has to split: documents where a sequence is a sentence, sequences otherwise."""
+        """Returns the number of items to split: documents where a sequence is a sentence, sequences otherwise."""
         return corpus.num_documents if self.encoding.split_sentences else len(corpus)

@@ -44,7 +44,7 @@ def plan_epochs(
     extra_token: bool = True,
     keep_partial: bool = False,
 ) -> EpochPlan:
-    """The fewest passes over `tokens_per_epoch` tokens that give `num_samples` samples; one pass when None.
+    """Returns the fewest passes over `tokens_per_epoch` tokens that give `num_samples` samples; one pass when None.
 
     With several passes, of which the last gives fewer than 80% of its samples, the last is shuffled apart, so that no
     document is seen an extra time before all others.
@@ -70,7 +70,7 @@ def plan_epochs(
 
 
 def _with_partial(tokens: int, sequence_length: int) -> int:
-    """Samples in `tokens`, one that is cut short among them.
+    """Returns the number of samples in `tokens`, including one that is cut short.
 
     In 32-bit floats, as Megatron divides: beyond 2^24 tokens it may count one more or less than there are.
     """
@@ -78,7 +78,7 @@ def _with_partial(tokens: int, sequence_length: int) -> int:
 
 
 def document_index(begin: int, end: int, plan: EpochPlan, random: np.random.RandomState) -> np.ndarray:
-    """int32[epochs x documents]: documents `begin`..`end` once per pass, shuffled over all passes together.
+    """Returns int32[epochs x documents]: documents `begin`..`end` once per pass, shuffled over all passes together.
 
     A last pass that is apart is shuffled on its own and comes last.
     """
@@ -100,7 +100,7 @@ def sample_index(
     *,
     extra_token: bool = True,
 ) -> np.ndarray:
-    """Where each sample starts, and where the last one ends.
+    """Returns where each sample starts, and where the last one ends.
 
     Sample k starts at token `k x sequence_length` of the concatenated documents. That is a binary search in the running
     sum of lengths, done in pieces so that memory stays bounded.
@@ -144,7 +144,7 @@ def sample_index(
 
 
 def shuffle_index(plan: EpochPlan, random: np.random.RandomState) -> np.ndarray:
-    """uint32[samples] (int64 beyond its range): the order of samples; a last pass that is apart stays last."""
+    """Returns the order of samples, uint32[samples] (else int64); a last pass shuffled separately stays last."""
     dtype: type[Any] = np.uint32 if plan.samples < np.iinfo(np.uint32).max - 1 else np.int64
     order = np.arange(plan.samples, dtype=dtype)
     random.shuffle(order[: plan.first_samples])

@@ -29,7 +29,7 @@ class SampleOrder:
     totals: tuple[int, ...]
 
     def extended(self, total: int) -> "SampleOrder":
-        """The same order for a run of `total` samples; a shorter run keeps the order as it is."""
+        """Returns the same order for a run of `total` samples; a shorter run leaves the order unchanged."""
         return self if total <= self.totals[-1] else SampleOrder(self.begins, (*self.totals, total))
 
     @property
@@ -57,7 +57,7 @@ class TrainingText:
     weight: float | None = None
 
     def is_same(self, other: "TrainingText") -> bool:
-        """Whether both have the same samples; the name, say a path, may differ."""
+        """Returns whether both have the same samples; the name, say a path, may differ."""
         ours, theirs = asdict(self), asdict(other)
         return ours | {"name": ""} == theirs | {"name": ""}
 
@@ -75,7 +75,7 @@ class DataPosition:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "DataPosition":
-        """The inverse of `to_dict`."""
+        """Builds an order from the output of `to_dict`."""
         order = SampleOrder(values["order"]["begins"], tuple(values["order"]["totals"]))
         return cls(order, tuple(TrainingText(**text) for text in values["texts"]))
 
@@ -114,10 +114,10 @@ class Concatenated:
 
 
 def shifted(dataset: Dataset, order: SampleOrder) -> Dataset:
-    """A dataset whose first sample is the first one of `order`."""
+    """Returns a dataset whose first sample is the first one of `order`."""
     return Shifted(dataset, order.begins) if order.begins else dataset
 
 
 def digest_of_lengths(lengths: np.ndarray) -> str:
-    """Digest of the lengths of all rows in tokens, in their order."""
+    """Returns a digest of the lengths of all rows in tokens, in their order."""
     return hashlib.blake2b(np.ascontiguousarray(lengths, np.int64).data, digest_size=16).hexdigest()

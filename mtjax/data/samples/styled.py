@@ -11,7 +11,7 @@ SPECIAL, MASKED, NO_LOSS, PLAIN, SECOND = "bold magenta", "bold yellow", "dim", 
 
 
 def styled(tokens: np.ndarray, styles: np.ndarray, tokenizer: Tokenizer) -> Text:
-    """Decoded tokens; a stretch of one style is decoded together, so that characters of several tokens stay intact."""
+    """Decodes tokens; a stretch of one style is decoded together, so that characters of several tokens stay intact."""
     text, at = Text(), 0
     for end in [*(np.flatnonzero(styles[1:] != styles[:-1]) + 1).tolist(), len(tokens)]:
         stretch = [int(t) for t in tokens[at:end]]
@@ -23,7 +23,7 @@ def styled(tokens: np.ndarray, styles: np.ndarray, tokenizer: Tokenizer) -> Text
 
 
 def decode(tokens: Sequence[int], tokenizer: Tokenizer) -> str:
-    """Text of `tokens`; ids beyond the vocabulary are T5's sentinels."""
+    """Decodes `tokens`; ids beyond the vocabulary are T5's sentinels."""
     size = tokenizer.vocab_size
     if all(token < size for token in tokens):
         return tokenizer.decode(tokens)

@@ -29,7 +29,7 @@ def content_digest(tokenizer: Tokenizer) -> str:
 
 
 def difference(theirs: Tokenizer, ours: Tokenizer, *, may_add: bool = False) -> str | None:
-    """Says in what two tokenizers differ, in the words "there" and "here"; None when they are the same.
+    """Returns how two tokenizers differ, called "there" and "here"; None when they are the same.
 
     Args:
       theirs: the one "there".
@@ -49,7 +49,7 @@ def difference(theirs: Tokenizer, ours: Tokenizer, *, may_add: bool = False) -> 
 
 
 def prompt_difference(theirs: Tokenizer, ours: Tokenizer) -> str | None:
-    """Says in what two tokenizers differ as `difference` does, or that they put different tokens around a prompt."""
+    """Returns how two tokenizers differ as `difference` does, or that they put different tokens around a prompt."""
     if why := difference(theirs, ours):
         return why
     same = theirs.encode_prompt(PROBES[0]) == ours.encode_prompt(PROBES[0])

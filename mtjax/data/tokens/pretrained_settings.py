@@ -180,7 +180,7 @@ class PretrainedSettings:
 
 
 def is_pretrained(folder: Path) -> bool:
-    """Whether a folder has files that say how transformers reads its tokenizer."""
+    """Returns whether a folder has files that determine how transformers reads its tokenizer."""
     return any((folder / name).is_file() for name in (CONFIG, SPECIAL, ADDED, MODEL))
 
 

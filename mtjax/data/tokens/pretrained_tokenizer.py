@@ -199,7 +199,7 @@ def _add_tokens(
 
 
 def _add_ends(tokenizer: Tokenizer, settings: PretrainedSettings, special: Mapping[str, Token]) -> None:
-    """Makes the tokenizer add the tokens that `add_bos_token` and `add_eos_token` ask for."""
+    """Makes the tokenizer add the tokens that `add_bos_token` and `add_eos_token` request."""
     first, last = (
         str(special[f"{name}_token"]) if settings.values.get(f"add_{name}_token") and f"{name}_token" in special else ""
         for name in ("bos", "eos")
