@@ -1,4 +1,4 @@
-"""Prepared data, kept by content: a folder per (kind, what it was made from), made once even when many processes start.
+"""Prepared data, cached by content: a folder per (kind, inputs), built once even when many processes start.
 
 A folder appears under its final name by one rename, complete or not at all. Processes of one host wait for whoever
 builds first (a lock file); hosts without a shared file system, or with one that has no locks, each build the same
@@ -64,7 +64,7 @@ class Cache:
 
         Args:
           kind: a word that a person sees in a listing of the cache.
-          parts: everything that the contents depend on, as JSON values; kept with the contents as `made_from.json`.
+          parts: everything that the contents depend on, as JSON values; saved with the contents as `made_from.json`.
           build: fills the folder; if it raises, nothing remains.
 
         Raises:
@@ -117,7 +117,7 @@ def check_room(cache: Cache | None, in_memory: int, on_disk: int, what: str) -> 
         raise UserError(f"{what} takes {in_memory / 1e9:,.0f} GB of memory, and this machine has {memory / 1e9:,.0f}")
     if cache is None:
         return
-    with contextlib.suppress(OSError):  # who writes there says what is wrong
+    with contextlib.suppress(OSError):  # the write itself reports what is wrong
         free = shutil.disk_usage(next(p for p in (cache.root, *cache.root.parents) if p.exists())).free
         if on_disk > free:
             raise UserError(
@@ -135,7 +135,7 @@ def cached_arrays(
     """Returns the arrays that `build` computes: memory-mapped from the cache, or in memory without one.
 
     Args:
-      cache: where they are kept; nowhere when None.
+      cache: where they are cached; nowhere when None.
       kind: see `Cache.folder`.
       parts: see `Cache.folder`.
       build: makes the arrays. It gets a folder, or None without a cache; an array that it writes to `NAME.npy` there

@@ -131,14 +131,14 @@ def _sources_of(data: Data, split: Split) -> tuple[list[Source], str | None]:
     Raises:
       UserError: both kinds of options are given, or none for this split.
     """
-    own = {"train": data.train_data, "valid": data.valid_data, "test": data.test_data}
-    if not any(own.values()):
+    by_split = {"train": data.train_data, "valid": data.valid_data, "test": data.test_data}
+    if not any(by_split.values()):
         return parse_sources(data.data or ""), data.split
     if data.data:
         raise UserError("give either --data, which is split, or --train-data, --valid-data and --test-data")
-    if not own[split]:
+    if not by_split[split]:
         raise UserError(f"there is no --{split}-data, and the run asks for {split} samples")
-    return parse_sources(own[split] or ""), None
+    return parse_sources(by_split[split] or ""), None
 
 
 def _bounds(source: Source, shares: str | None, split: Split, items: int) -> Bounds:

@@ -26,7 +26,7 @@ from mtjax.errors import UserError
 
 FORMAT = 1
 TRAINED = "the tokenizer trained on the text"
-"""What messages call a tokenizer that nobody named."""
+"""What messages call a tokenizer that was not named."""
 
 
 def load_tokenizer(config: Config) -> Tokenizer:
@@ -46,8 +46,8 @@ class RunText:
       tokenizer: the run's, where it has one already; else the settings decide.
 
     Attributes:
-      cache: where prepared data are kept.
-      data: the settings, with copies in the cache in the place of corpora in object stores.
+      cache: where prepared data are cached.
+      data: the settings, with copies in the cache instead of corpora in object stores.
       notes: what could not be compared when the tokenizer that the settings name was opened, for the user.
     """
 

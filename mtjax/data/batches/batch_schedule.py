@@ -63,7 +63,7 @@ class BatchSchedule:
         return bisect.bisect_right(self.starts, consumed) - 1
 
     def _steps_left(self, consumed: int) -> tuple[int, int | None]:
-        """Returns the batch size at `consumed`, and the number of steps that still have it: None for ever."""
+        """Returns the batch size at `consumed`, and how many steps it lasts: None when it never changes."""
         phase = self._phase(consumed)
         size = self.sizes[phase]
         if phase + 1 == len(self.sizes):
@@ -141,7 +141,7 @@ def train_samples(training: Training, step: int = 0, consumed: int = 0) -> int:
 
 
 def train_steps(training: Training, step: int = 0, consumed: int = 0) -> int:
-    """Steps of the run from its beginning to its end: whole global batches of `train_samples`, else `steps`.
+    """Returns the steps of the run from its beginning to its end: full global batches of `train_samples`, else `steps`.
 
     Args:
       training: its batch sizes from now on, and its end.

@@ -156,7 +156,7 @@ def _line(row: dict[str, Any]) -> bytes:
     """Returns a document as a line of JSON."""
     try:
         return json.dumps(row, ensure_ascii=False).encode() + b"\n"
-    except UnicodeEncodeError:  # half of a surrogate pair under a key that nobody reads: only escaped is it JSON
+    except UnicodeEncodeError:  # half of a surrogate pair under a key that nothing reads: it is JSON only as an escape
         return json.dumps(row).encode() + b"\n"
 
 

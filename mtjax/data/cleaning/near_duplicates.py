@@ -24,7 +24,7 @@ class Duplicate:
 
     Attributes:
       document: its number.
-      original: number of the document that is kept in its place.
+      original: number of the document that is kept in its stead.
       similarity: estimated Jaccard similarity of the two.
     """
 
@@ -45,7 +45,7 @@ def find_duplicates(
       signatures: uint32[documents, PERMUTATIONS], may be memory-mapped.
       threshold: Jaccard similarity above which the later document is dropped.
       protected: this many documents at the beginning are never dropped.
-      progress: is told how many bands are done.
+      progress: called with the number of bands done.
     """
     pairs, similarity = np.empty((0, 2), np.int64), np.empty(0)
     for band in range(BANDS):
@@ -80,10 +80,10 @@ def _candidates(hashes: np.ndarray) -> np.ndarray:
     ordered = hashes[order]
     new = np.concatenate([[True], ordered[1:] != ordered[:-1]]) if len(ordered) else np.empty(0, bool)
     start = np.maximum.accumulate(np.where(new, np.arange(len(order)), 0)) if len(order) else order
-    place = np.arange(len(order)) - start  # of a document within its bucket
+    rank = np.arange(len(order)) - start  # of a document within its bucket
     pairs = []
     for k in range(COMPARED_WITH):
-        later = np.flatnonzero(place > k)
+        later = np.flatnonzero(rank > k)
         if len(later) == 0:
             break
         pairs.append(np.stack([order[start[later] + k], order[later]], axis=1))
@@ -91,14 +91,14 @@ def _candidates(hashes: np.ndarray) -> np.ndarray:
 
 
 def _similar_pairs(signatures: np.ndarray, pairs: np.ndarray, threshold: float) -> tuple[np.ndarray, np.ndarray]:
-    kept, values = [np.empty((0, 2), np.int64)], [np.empty(0)]
+    similar, values = [np.empty((0, 2), np.int64)], [np.empty(0)]
     for at in range(0, len(pairs), PAIRS_AT_A_TIME):
         part = pairs[at : at + PAIRS_AT_A_TIME]
         similarity = (signatures[part[:, 0]] == signatures[part[:, 1]]).mean(axis=1)
         above = similarity > threshold
-        kept.append(part[above])
+        similar.append(part[above])
         values.append(similarity[above])
-    return np.concatenate(kept), np.concatenate(values)
+    return np.concatenate(similar), np.concatenate(values)
 
 
 def _resolve(pairs: np.ndarray, similarity: np.ndarray, protected: int) -> list[Duplicate]:

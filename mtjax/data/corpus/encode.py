@@ -18,7 +18,7 @@ class EncodeOptions:
     """What, besides the tokenizer, decides the ids.
 
     Attributes:
-      keys: JSON keys whose text is taken, each into a dataset of its own.
+      keys: JSON keys whose text is taken, each into a separate dataset.
       append_eod: put the end-of-document id after the last sentence of a document.
       split_sentences: one sequence per sentence, not per document.
       language: whose rules split sentences.

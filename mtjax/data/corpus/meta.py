@@ -54,7 +54,7 @@ def read_meta(prefix: str | Path) -> Meta | None:
     """Reads the record of a dataset; None when the file does not exist (Megatron does not write it).
 
     Raises:
-      UserError: the file exists, but is damaged.
+      UserError: the file exists, but is corrupted.
     """
     path = meta_path(prefix)
     if not path.is_file():
@@ -65,7 +65,7 @@ def read_meta(prefix: str | Path) -> Meta | None:
         if not all(isinstance(value, int) for value in (meta.idx_crc32, meta.bin_crc32)):
             raise TypeError("a checksum is not a number")
     except (OSError, ValueError, TypeError) as e:
-        raise UserError(f"{path} is damaged ({e}); delete it to use the dataset without its checksums") from e
+        raise UserError(f"{path} is corrupted ({e}); delete it to use the dataset without its checksums") from e
     return meta
 
 

@@ -68,7 +68,7 @@ def preprocess(job: Job) -> Counts:
     """Writes the indexed datasets of a job; returns the counts of what was processed.
 
     Raises:
-      UserError: a file is damaged, a document can't be used, or the output can't be written. What was done until then
+      UserError: a file is corrupted, a document can't be used, or the output can't be written. What was done until then
         is kept if the job can be continued, and deleted otherwise.
     """
     record = ResumeRecord(job.outputs, job.identity)

@@ -101,7 +101,7 @@ class IndexedWriter:
 def publish(prefix: Path) -> None:
     """Gives the sealed files of `prefix` their names, the index last; does nothing for those that have them already."""
     index = partial_path(prefix, "idx")
-    if index.is_file():  # an old index must never stand next to new tokens
+    if index.is_file():  # an old index must never be next to new tokens
         idx_path(prefix).unlink(missing_ok=True)
     for part, final in (("bin", bin_path(prefix)), ("meta", meta_path(prefix)), ("idx", idx_path(prefix))):
         if partial_path(prefix, part).is_file():

@@ -2,7 +2,7 @@
 model that does not learn the order of sentences.
 
 As Megatron's `BERTMaskedWordPieceDataset`, section 5 of arXiv 1909.08053 (sentence order instead of next sentence).
-Sample i draws from its own `seed + i`, so that any sample can be made alone.
+Sample i draws from `seed + i`, so that any sample can be made alone.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Blends: samples of several datasets, interleaved so that every prefix of the run holds the asked-for shares.
+"""Blends: samples of several datasets, interleaved so that every prefix of the run has the requested shares.
 
 As Megatron's `BlendedDataset`: sample i comes from the dataset that lags furthest behind its weight.
 """
@@ -86,7 +86,7 @@ class BlendedDataset:
           weights: shares; when None, the datasets' lengths, and there are no more samples than the datasets have
             together.
           size: samples.
-          cache: where the index is kept; in memory when None.
+          cache: where the index is cached; in memory when None.
 
         Raises:
           UserError: weights that can't be, or a dataset with fewer samples than its share.

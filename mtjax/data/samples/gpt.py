@@ -190,7 +190,7 @@ def open_gpt(config: Config, share: Share) -> Dataset:
 def extended_gpt(share: Share, options: GPTOptions) -> Dataset:
     """Opens the samples of a share: Megatron's for the first requested number, then further passes over its documents.
 
-    What earlier starts of the run have asked for keeps its order. Each appended part is shuffled with its own seed,
+    Samples that earlier starts of the run requested keep their order. Each appended part is shuffled with its own seed,
     and begins when all passes before it are complete.
 
     Raises:
@@ -202,8 +202,8 @@ def extended_gpt(share: Share, options: GPTOptions) -> Dataset:
         if parts and (total is None or total <= done):
             continue
         seed = appended_seed(options.seed, number) if parts else options.seed
-        asked = None if total is None else total - done
-        parts.append(GPTDataset(share.corpus, share.bounds, asked, replace(options, seed=seed), share.cache))
+        wanted = None if total is None else total - done
+        parts.append(GPTDataset(share.corpus, share.bounds, wanted, replace(options, seed=seed), share.cache))
     return parts[0] if len(parts) == 1 else Concatenated(parts)
 
 

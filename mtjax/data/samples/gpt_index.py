@@ -18,12 +18,12 @@ CHUNK = 1 << 22
 
 @dataclass(frozen=True)
 class EpochPlan:
-    """How many samples there are, and whether the last pass over the documents is shuffled apart.
+    """How many samples there are, and whether the last pass over the documents is shuffled separately.
 
     Attributes:
       epochs: passes over the documents.
-      samples: samples that all passes give; at least the number asked for.
-      first_samples: samples of all passes but the last, when that is shuffled apart; otherwise `samples`.
+      samples: samples that all passes give; at least the requested number.
+      first_samples: samples of all passes but the last, when that is shuffled separately; otherwise `samples`.
     """
 
     epochs: int
@@ -32,7 +32,7 @@ class EpochPlan:
 
     @property
     def separate(self) -> bool:
-        """Whether the last pass is shuffled apart, because only a small part of it is needed."""
+        """Whether the last pass is shuffled separately, because only a small part of it is needed."""
         return self.first_samples != self.samples
 
 
@@ -46,8 +46,8 @@ def plan_epochs(
 ) -> EpochPlan:
     """Returns the fewest passes over `tokens_per_epoch` tokens that give `num_samples` samples; one pass when None.
 
-    With several passes, of which the last gives fewer than 80% of its samples, the last is shuffled apart, so that no
-    document is seen an extra time before all others.
+    With several passes, of which the last gives fewer than 80% of its samples, the last is shuffled separately, so
+    that no document is seen an extra time before all others.
 
     Args:
       tokens_per_epoch: tokens in one pass, at least 1.
@@ -59,8 +59,8 @@ def plan_epochs(
     extra = int(extra_token)
     wanted = 1 if num_samples is None else num_samples * sequence_length + extra
     epochs = max(1, -(-wanted // tokens_per_epoch))
-    whole = (epochs * tokens_per_epoch - extra) // sequence_length
-    samples = _with_partial(epochs * tokens_per_epoch - extra, sequence_length) if keep_partial else whole
+    full = (epochs * tokens_per_epoch - extra) // sequence_length
+    samples = _with_partial(epochs * tokens_per_epoch - extra, sequence_length) if keep_partial else full
     if num_samples is None or epochs == 1:
         return EpochPlan(epochs, samples, samples)
     first = ((epochs - 1) * tokens_per_epoch - extra) // sequence_length
@@ -80,7 +80,7 @@ def _with_partial(tokens: int, sequence_length: int) -> int:
 def document_index(begin: int, end: int, plan: EpochPlan, random: np.random.RandomState) -> np.ndarray:
     """Returns int32[epochs x documents]: documents `begin`..`end` once per pass, shuffled over all passes together.
 
-    A last pass that is apart is shuffled on its own and comes last.
+    A last pass that is separate is shuffled by itself and comes last.
     """
     documents = np.arange(begin, end, dtype=np.int32)
     together = np.tile(documents, plan.epochs - plan.separate)

@@ -1,7 +1,7 @@
 """What a run has to remember of its data, so that it can be resumed with samples that it has not read yet.
 
-Megatron's order of samples depends on how many samples are asked for: an index for 640 samples does not begin with the
-index for 320. A run therefore keeps the numbers it has asked for. A longer run keeps its first index and gets further
+Megatron's order of samples depends on how many samples are requested: an index for 640 samples does not begin with the
+index for 320. A run therefore saves the numbers it has requested. A longer run keeps its first index and gets further
 passes over the text appended to it.
 """
 
@@ -21,7 +21,7 @@ class SampleOrder:
 
     Attributes:
       begins: samples that the run had consumed when this order began; 0 unless the order was changed in the middle.
-      totals: samples that the run asked for, counted from its beginning, ascending. The first number determines
+      totals: samples that the run requested, counted from its beginning, ascending. The first number determines
         the first index, and each later one the passes that were appended for it.
     """
 
@@ -44,7 +44,7 @@ class TrainingText:
 
     Attributes:
       name: what messages call it.
-      content: digest of its tokens and, where it is made from text files, of these.
+      content: digest of its tokens and, where it is computed from text files, of these.
       documents: how many of its documents are training data.
       first: the first of them.
       weight: its share in a blend; None when none is given.
@@ -64,7 +64,7 @@ class TrainingText:
 
 @dataclass(frozen=True)
 class DataPosition:
-    """The order of a run's samples, and what they are made from."""
+    """The order of a run's samples, and the texts they are built from."""
 
     order: SampleOrder
     texts: tuple[TrainingText, ...] = ()

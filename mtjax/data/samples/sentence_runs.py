@@ -117,7 +117,7 @@ class SentenceRuns:
           num_samples: samples that will be needed; there may be more. None goes through the text exactly once.
           vocab_size: ids of the text are below this.
           options: how the documents are cut.
-          seed: of the order of the runs; sample i draws from its own `seed + i`.
+          seed: of the order of the runs; sample i draws from `seed + i`.
 
         Raises:
           UserError: no document can be used.
@@ -137,7 +137,7 @@ class SentenceRuns:
         return len(self.runs)
 
     def run(self, index: int) -> tuple[np.ndarray, np.ndarray, int, np.random.RandomState]:
-        """Returns of sample `index` the text, the sentences' lengths, the target length and its random number generator.
+        """Returns the text of sample `index`, its sentences' lengths, its target length and its random generator.
 
         Raises:
           UserError: a token is not in the vocabulary.

@@ -16,8 +16,8 @@ def styled(tokens: np.ndarray, styles: np.ndarray, tokenizer: Tokenizer) -> Text
     for end in [*(np.flatnonzero(styles[1:] != styles[:-1]) + 1).tolist(), len(tokens)]:
         stretch = [int(t) for t in tokens[at:end]]
         part = decode(stretch, tokenizer)
-        apart = part.startswith(("[", "<"))  # special tokens decode without the spaces around them
-        text.append(f" {part} " if apart else part, str(styles[at]) if len(styles) else PLAIN)
+        is_special = part.startswith(("[", "<"))  # special tokens decode without the spaces around them
+        text.append(f" {part} " if is_special else part, str(styles[at]) if len(styles) else PLAIN)
         at = end
     return text
 

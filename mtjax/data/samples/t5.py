@@ -1,6 +1,6 @@
 """T5 samples: spans of text replaced by sentinels, to be written out by the decoder.
 
-As Megatron's `T5MaskedWordPieceDataset`. Sample i draws from its own `seed + i`, so that any sample can be made alone.
+As Megatron's `T5MaskedWordPieceDataset`. Sample i draws from `seed + i`, so that any sample can be made alone.
 """
 
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ class T5Ids:
       bos: starts the decoder.
       eos: ends the target.
       pad: fills up.
-      sentinels: stand for the first, second, ... span.
+      sentinels: replace the first, second, ... span.
       vocab_size: ids are below this, the sentinels' among them.
     """
 
@@ -52,8 +52,8 @@ def t5_ids(tokenizer: Tokenizer) -> T5Ids:
       UserError: it has nothing that starts, ends or fills a sequence.
     """
     bos, eos, pad = (_first_special(tokenizer, names) for names in (BOS_NAMES, EOS_NAMES, PAD_NAMES))
-    own = [tokenizer.special(f"<extra_id_{i}>") for i in range(SENTINELS)]
-    sentinels = tuple(index for index in own if index is not None)
+    found = [tokenizer.special(f"<extra_id_{i}>") for i in range(SENTINELS)]
+    sentinels = tuple(index for index in found if index is not None)
     size = tokenizer.vocab_size
     if not sentinels:
         sentinels, size = tuple(range(size, size + SENTINELS)), size + SENTINELS
@@ -121,7 +121,7 @@ class T5Dataset(SentenceRuns):
         return self._padded(encoder, spans)
 
     def corrupt(self, text: np.ndarray, random: np.random.RandomState) -> tuple[np.ndarray, np.ndarray]:
-        """Returns `text` with sentinels instead of its spans, and (sentinel, span), (sentinel, span), ... - both unpadded."""
+        """Returns `text` with sentinels for its spans, and (sentinel, span), (sentinel, span), ... - both unpadded."""
         special = np.zeros(len(text), bool)
         # The decoder also has to hold its start and a sentinel for each span: no more is masked than fits with them.
         room = (self.options.decoder_length - 1) // 2

@@ -37,7 +37,7 @@ class FastTokenizer:
     def __init__(self, tokenizer: HuggingFace, source: str, eos: str | None = None, eod: str | None = None) -> None:
         tokenizer.no_padding()
         tokenizer.no_truncation()
-        tokenizer.encode_special_tokens = True  # "<|endoftext|>" in a text is text: nobody ends a document from inside
+        tokenizer.encode_special_tokens = True  # "<|endoftext|>" in a text is text: no text ends its document
         self._tokenizer = tokenizer
         self._source, self._chosen_eod = source, eod
         if eod is None:

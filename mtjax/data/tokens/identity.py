@@ -1,7 +1,7 @@
 """Whether two tokenizers are the same: judged by their vocabulary and by what they make of text, not by their files.
 
 The same tokenizer has many files: GPT-2's `encoder.json` and `vocab.bpe` or a `tokenizer.json`, written by one version
-of a library or another. What matters for token ids, and for the rows of an embedding, is which token each id stands for
+of a library or another. What matters for token ids, and for the rows of an embedding, is which token each id is
 and how text is cut into tokens.
 """
 
@@ -18,7 +18,8 @@ PROBES = (
     "Z\u00fcrich, na\u00efve e\u0301 Stra\u00dfe \ufb01ne \u00a0\u2028 \u4e2d\u6587\u5b57 \U0001f600",
     "\u0440\u0443\u0441\u0441\u043a\u0438\u0439 \u65e5\u672c\u8a9e",
 )
-"""Texts whose ids tell normalisation, pre-tokenization and merges apart. Recorded digests depend on them: they stay."""
+"""Texts whose ids distinguish normalisation, pre-tokenization and merges. Never change them: recorded digests depend on
+them."""
 
 
 @lru_cache(maxsize=8)

@@ -96,7 +96,7 @@ class Tokenizer(Protocol):
         ...
 
     def save(self, folder: Path) -> None:
-        """Writes the tokenizer into `folder`, so that a run carries its own."""
+        """Writes the tokenizer into `folder`, so that a run has a copy."""
         ...
 
 
@@ -184,7 +184,7 @@ def _recognise(path: Path) -> str:
     kinds = {".json": "hf", ".txt": "bert", ".model": "sentencepiece"}
     if path.suffix not in kinds:
         known = ", ".join(f"{kind}:PATH" for kind in KINDS)
-        raise UserError(f"what kind of tokenizer {path} is can't be told by its name; say so: {known}")
+        raise UserError(f"the kind of the tokenizer {path} is not known from its name: name it as {known}")
     return kinds[path.suffix]
 
 

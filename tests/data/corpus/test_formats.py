@@ -458,6 +458,12 @@ def test_bytes_behind_the_end_of_gzip_are_read_over_with_a_note(tokenizer, expec
     assert "x.jsonl.gz has 9 bytes behind the end of its gzip data: ignored" in error
 
 
+def test_a_file_whose_name_alone_is_compressed_is_read_with_a_note(tokenizer, tmp_path, capsys):
+    (tmp_path / "x.jsonl.gz").write_bytes(lines())
+    assert run_preprocess(tmp_path / "x.jsonl.gz", tmp_path / "out", tokenizer) == 0
+    assert f"note    {tmp_path}/x.jsonl.gz is not compressed, and is read as it is\n" in capsys.readouterr().err
+
+
 def test_folders_of_several_splits_or_of_none(tokenizer, tmp_path, capsys):
     two_splits_saved(tmp_path)
     folder_of_parquet(tmp_path)
