@@ -34,7 +34,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """`Loader` and `open_loader` on first use: grain takes a second to import, which other commands needn't wait."""
+    """Imports `Loader` and `open_loader` on first use: importing grain takes a second, which only training needs."""
     if name in ("Loader", "open_loader"):
         from mtjax.data.batches import loader
 

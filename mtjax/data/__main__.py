@@ -17,7 +17,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """`mtjax data COMMAND ...`, also `python -m mtjax.data COMMAND ...`."""
+    """Runs `mtjax data COMMAND ...`, also `python -m mtjax.data COMMAND ...`."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if not argv or argv[0] in ("-h", "--help"):
         rows = "\n".join(f"  {name:12}{what}" for name, what in COMMANDS.items())

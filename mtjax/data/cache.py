@@ -1,4 +1,4 @@
-"""Prepared data, kept by content: a folder per (kind, what it was made from), made once even when many processes start.
+"""Prepared data, cached by content: a folder per (kind, inputs), built once even when many processes start.
 
 A folder appears under its final name by one rename, complete or not at all. Processes of one host wait for whoever
 builds first (a lock file); hosts without a shared file system, or with one that has no locks, each build the same
@@ -36,7 +36,7 @@ def reserve(path: Path) -> None:
 
 
 def digest(parts: Mapping[str, Any]) -> str:
-    """20 hex digits of what `parts` (JSON values) say; equal for equal parts on any machine."""
+    """Returns a hash of `parts` (JSON values) as 20 hex digits, equal for equal parts on any machine."""
     text = json.dumps(parts, sort_keys=True, separators=(",", ":"), default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:20]
 
@@ -53,18 +53,18 @@ class Cache:
 
     @classmethod
     def of(cls, data: Data) -> "Cache":
-        """The cache of a run: its `cache_dir`, else `$XDG_CACHE_HOME/mtjax`, else `~/.cache/mtjax`."""
+        """Returns the cache of a run: its `cache_dir`, else `$XDG_CACHE_HOME/mtjax`, else `~/.cache/mtjax`."""
         if data.cache_dir is not None:
             return cls(data.cache_dir.expanduser().absolute())
         base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         return cls(Path(base).absolute() / "mtjax")
 
     def folder(self, kind: str, parts: Mapping[str, Any], build: Callable[[Path], None]) -> Path:
-        """The folder `root/kind-DIGEST`, made by `build(empty folder)` when it does not exist yet.
+        """Returns the folder `root/kind-DIGEST`, which `build(empty folder)` fills when it does not exist yet.
 
         Args:
           kind: a word that a person sees in a listing of the cache.
-          parts: everything that the contents depend on, as JSON values; kept with the contents as `made_from.json`.
+          parts: everything that the contents depend on, as JSON values; saved with the contents as `made_from.json`.
           build: fills the folder; if it raises, nothing remains.
 
         Raises:
@@ -90,7 +90,7 @@ class Cache:
         return final
 
     def file_digest(self, path: Path) -> str:
-        """A file's SHA-256, remembered by path, size and time of change, so that a file is read only once."""
+        """Returns a file's SHA-256, cached by path, size and time of change, so that a file is read only once."""
         status = path.stat()
         known = [str(path.resolve()), status.st_size, status.st_mtime_ns, status.st_ino]
 
@@ -117,7 +117,7 @@ def check_room(cache: Cache | None, in_memory: int, on_disk: int, what: str) -> 
         raise UserError(f"{what} takes {in_memory / 1e9:,.0f} GB of memory, and this machine has {memory / 1e9:,.0f}")
     if cache is None:
         return
-    with contextlib.suppress(OSError):  # who writes there says what is wrong
+    with contextlib.suppress(OSError):  # the write itself reports what is wrong
         free = shutil.disk_usage(next(p for p in (cache.root, *cache.root.parents) if p.exists())).free
         if on_disk > free:
             raise UserError(
@@ -132,10 +132,10 @@ def cached_arrays(
     parts: Mapping[str, Any],
     build: Callable[[Path | None], Mapping[str, np.ndarray]],
 ) -> Mapping[str, np.ndarray]:
-    """The arrays that `build` makes: memory-mapped from the cache, or as they are without one.
+    """Returns the arrays that `build` computes: memory-mapped from the cache, or in memory without one.
 
     Args:
-      cache: where they are kept; nowhere when None.
+      cache: where they are cached; nowhere when None.
       kind: see `Cache.folder`.
       parts: see `Cache.folder`.
       build: makes the arrays. It gets a folder, or None without a cache; an array that it writes to `NAME.npy` there
@@ -180,7 +180,7 @@ def _remove_leftovers(final: Path) -> None:
 
 
 def _host() -> str:
-    """This host's name: on a shared file system, a process number means nothing without it."""
+    """Returns this host's name: on a shared file system, a process number means nothing without it."""
     return socket.gethostname()
 
 

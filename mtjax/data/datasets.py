@@ -18,7 +18,7 @@ from mtjax.errors import UserError
 
 
 def open_in_order(config: Config, order: SampleOrder, tokenizer: Tokenizer | None = None) -> Dataset:
-    """The training samples of a run in its order, numbered as the run consumes them.
+    """Opens the training samples of a run in its order, numbered as the run consumes them.
 
     Raises:
       UserError: like `open_dataset`.
@@ -30,7 +30,7 @@ def open_in_order(config: Config, order: SampleOrder, tokenizer: Tokenizer | Non
 
 
 def describe_texts(config: Config, tokenizer: Tokenizer | None = None) -> tuple[TrainingText, ...]:
-    """What the training samples of a run would be made from, without the samples.
+    """Describes the texts that the training samples of a run are built from, without building the samples.
 
     Raises:
       UserError: the data can't be read.
@@ -40,7 +40,7 @@ def describe_texts(config: Config, tokenizer: Tokenizer | None = None) -> tuple[
 
 
 def open_dataset(config: Config, split: Split, num_samples: int, tokenizer: Tokenizer | None = None) -> Dataset:
-    """The samples of one split of a run's data, as its family of models reads them, in Megatron's order.
+    """Opens the samples of one split of a run's data, as its family of models reads them, in Megatron's order.
 
     Args:
       config: says where the text is and what samples look like.
@@ -59,7 +59,7 @@ def open_dataset(config: Config, split: Split, num_samples: int, tokenizer: Toke
 
 
 def _open(opener: "_SplitOpener", num_samples: int, earlier: Sequence[int] = ()) -> Dataset:
-    """The samples of all sources, of which earlier starts of the run have asked for so many."""
+    """Opens the samples of all sources, of which earlier starts of the run requested `earlier` numbers."""
     given = [source.weight for source in opener.sources if source.weight is not None]
     # Like Megatron, which opens a lone dataset with a weight as a blend when it is split, and directly when it isn't.
     if len(opener.sources) == 1 and not (given and opener.shares):
@@ -76,12 +76,12 @@ def _open(opener: "_SplitOpener", num_samples: int, earlier: Sequence[int] = ())
 
 
 def vocabulary_size(config: Config, tokenizer: Tokenizer) -> int:
-    """Ids that a family's samples are made of, with what it adds to the tokenizer's: T5 may add sentinels."""
+    """Returns the number of ids in a family's samples, with those it adds to the tokenizer's: T5 may add sentinels."""
     return FAMILIES[config.model.family].vocabulary_size(tokenizer)
 
 
 def _unweighted(opener: "_SplitOpener", num_samples: int) -> BlendedDataset:
-    """The blend of all samples of one pass over each dataset, in proportion to their numbers.
+    """Blends all samples of one pass over each dataset, in proportion to their numbers.
 
     Raises:
       UserError: there are fewer than the run needs. Megatron's blend would end there, and its training with it.
@@ -108,14 +108,14 @@ class _SplitOpener:
         self._family: FamilySamples = FAMILIES[config.model.family]
 
     def open(self, source: Source, num_samples: int | None, earlier: Sequence[int] = ()) -> Dataset:
-        """The samples of one source, at least `num_samples` of them; those of one pass when None."""
+        """Opens the samples of one source, at least `num_samples` of them; those of one pass when None."""
         corpus = self.text.indexed(source, self._family.encoding)
         bounds = self._bounds(source, corpus)
         share = Share(corpus, bounds, self.split, num_samples, self.text.tokenizer, self.text.cache, tuple(earlier))
         return self._family.open(self._config, share)
 
     def describe(self, source: Source) -> TrainingText:
-        """What a source is made of, and which of its documents belong to this split."""
+        """Describes the content of a source, and which of its documents belong to this split."""
         corpus = self.text.indexed(source, self._family.encoding)
         begin, end = self._bounds(source, corpus)
         content = digest({"tokens": corpus.content(), "files": self.text.file_digests(source)})
@@ -126,19 +126,19 @@ class _SplitOpener:
 
 
 def _sources_of(data: Data, split: Split) -> tuple[list[Source], str | None]:
-    """The sources of a split, and the shares they are cut into; None when all of each belongs to the split.
+    """Returns the sources of a split, and the shares they are cut into; None when all of each belongs to the split.
 
     Raises:
       UserError: both kinds of options are given, or none for this split.
     """
-    own = {"train": data.train_data, "valid": data.valid_data, "test": data.test_data}
-    if not any(own.values()):
+    by_split = {"train": data.train_data, "valid": data.valid_data, "test": data.test_data}
+    if not any(by_split.values()):
         return parse_sources(data.data or ""), data.split
     if data.data:
         raise UserError("give either --data, which is split, or --train-data, --valid-data and --test-data")
-    if not own[split]:
+    if not by_split[split]:
         raise UserError(f"there is no --{split}-data, and the run asks for {split} samples")
-    return parse_sources(own[split] or ""), None
+    return parse_sources(by_split[split] or ""), None
 
 
 def _bounds(source: Source, shares: str | None, split: Split, items: int) -> Bounds:

@@ -1,6 +1,6 @@
 """JSON lines, read in one way by all commands: UTF-8, a byte order mark skipped, lines that end in \n or \r\n.
 
-Other ends of lines, which `str.splitlines` and text mode know (\r, U+0085, U+2028...), may stand inside of a line.
+Other ends of lines, which `str.splitlines` and text mode know (\r, U+0085, U+2028...), may occur within a line.
 """
 
 from pathlib import Path

@@ -32,7 +32,7 @@ class ProgressLine:
             self._bar.stop()
 
     def update(self, done: int, text_bytes: int = 0) -> None:
-        """Says that `done` of the total is done, and `text_bytes` of text went through it (for the MB/s)."""
+        """Reports that `done` of the total is done, and `text_bytes` of text were processed (for the MB/s)."""
         now = time.monotonic()
         seconds = now - self._start
         if seconds < QUIET_SECONDS:
@@ -58,5 +58,5 @@ class ProgressLine:
 
 
 def say(text: str) -> None:
-    """One line to the user on stderr, apart from what a command prints."""
+    """Prints one line to the user on stderr, separately from a command's output on stdout."""
     print(text, file=sys.stderr, flush=True)

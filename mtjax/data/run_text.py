@@ -26,11 +26,11 @@ from mtjax.errors import UserError
 
 FORMAT = 1
 TRAINED = "the tokenizer trained on the text"
-"""What messages call a tokenizer that nobody named."""
+"""What messages call a tokenizer that was not named."""
 
 
 def load_tokenizer(config: Config) -> Tokenizer:
-    """The tokenizer of a run; see `RunText.tokenizer`."""
+    """Opens the tokenizer of a run; see `RunText.tokenizer`."""
     text = RunText(config.data)
     tokenizer = text.tokenizer
     for note in text.notes:
@@ -46,8 +46,8 @@ class RunText:
       tokenizer: the run's, where it has one already; else the settings decide.
 
     Attributes:
-      cache: where prepared data are kept.
-      data: the settings, with copies in the cache in the place of corpora in object stores.
+      cache: where prepared data are cached.
+      data: the settings, with copies in the cache instead of corpora in object stores.
       notes: what could not be compared when the tokenizer that the settings name was opened, for the user.
     """
 
@@ -109,7 +109,7 @@ class RunText:
         return [note for note in notes if note]
 
     def indexed(self, source: Source, options: EncodeOptions) -> IndexedDataset:
-        """A source as an indexed dataset, which is made into the cache when the source is text.
+        """Opens a source as an indexed dataset, which is first written into the cache when the source is text.
 
         Raises:
           UserError: the text can't be read.
@@ -142,13 +142,13 @@ class RunText:
         return TextFields() if key is None else TextFields((key,), named=True)
 
     def _sources(self) -> list[Source]:
-        """All sources whatever their split; the default corpus when none is named."""
+        """Returns the sources of all splits; the default corpus when none is named."""
         data = self.data
         named = [text for text in (data.data, data.train_data, data.valid_data, data.test_data) if text]
         return [source for text in named or [""] for source in parse_sources(text)]
 
     def _tokenizer_of_indexed(self) -> str | None:
-        """The tokenizer that made the run's token ids, None when the run reads text.
+        """Returns the name of the tokenizer that made the run's token ids, None when the run reads text.
 
         Raises:
           UserError: the token ids don't say, or were made with different ones.
@@ -198,7 +198,7 @@ class RunText:
         return [self._file_digest(path) for path in expand(source.paths)]
 
     def _identity(self, source: Source) -> Any:
-        """What the text of a source is: file endings and content hashes; addresses of what is not local."""
+        """Returns file endings and content hashes of a source's text; addresses of files that are not local."""
         if not source.paths:
             return default_corpus.identity()
         return [[Path(path).suffixes, self._file_digest(path)] for path in expand(source.paths)]
@@ -212,7 +212,7 @@ def _is_indexed(source: Source) -> bool:
 
 
 def _text_files(source: Source, folder: Path) -> list[str]:
-    """The files of a source; the default corpus is first written as one."""
+    """Returns the files of a source; the default corpus is first written as one."""
     if source.paths:
         return expand(source.paths)
     path = folder / "corpus.jsonl"

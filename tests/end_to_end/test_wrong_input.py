@@ -14,7 +14,7 @@ CASES = {
     "empty data": (["--data", "empty.txt"], r"empty\.txt"),
     "broken line": (["--data", "broken.jsonl"], r"broken\.jsonl, line 2: Invalid control character"),
     "no text in line": (["--data", "other.jsonl"], r"other\.jsonl.*'text'"),
-    "damaged gzip": (["--data", "damaged.txt.gz"], r"damaged\.txt\.gz is damaged"),
+    "damaged gzip": (["--data", "damaged.txt.gz"], r"damaged\.txt\.gz is corrupted"),
     "mesh of nonsense": (["--mesh", "3y4"], "mesh '3y4' is neither DATAxMODEL, such as 64x8, nor named"),
     "mesh axis": (["--mesh", "data=2,modle=4"], "no axis is called 'modle' - did you mean 'model'"),
     "mesh axis without ways": (["--mesh", "0x8"], "mesh '0x8' sets data to 0; every axis needs at least 1"),
@@ -77,11 +77,11 @@ def folder(launcher: Launcher) -> Path:
         "broken.jsonl": '{"text": "good"}\n{"text": "bad\n',
         "other.jsonl": '{"words": "no text"}\n',
         "used/metrics.jsonl": json.dumps({"step": 1, "loss": 1.0}) + "\n",
-        "damaged.txt.gz": "no gzip",
+        "damaged.txt.gz": "\x1f\x8b and no more of gzip",
     }
     for name, content in files.items():
         (launcher.folder / name).parent.mkdir(exist_ok=True)
-        (launcher.folder / name).write_text(content)
+        (launcher.folder / name).write_bytes(content.encode("latin-1"))
     return launcher.folder
 
 

@@ -26,11 +26,11 @@ class BatchSchedule:
     sizes: tuple[int, ...]
 
     def batch_size(self, consumed: int) -> int:
-        """Global batch size of the step that begins after `consumed` samples."""
+        """Returns the global batch size of the step that begins after `consumed` samples."""
         return self.sizes[self._phase(consumed)]
 
     def advance(self, consumed: int, steps: int) -> int:
-        """Samples consumed after `steps` more steps."""
+        """Returns the samples consumed after `steps` more steps."""
         while steps:
             size, left = self._steps_left(consumed)
             taken = steps if left is None else min(steps, left)
@@ -38,7 +38,7 @@ class BatchSchedule:
         return consumed
 
     def steps_between(self, consumed: int, limit: int) -> int:
-        """Whole steps from `consumed` samples on that end at or before `limit`."""
+        """Returns the number of complete steps from `consumed` samples on that end at or before `limit`."""
         steps = 0
         while True:
             size, left = self._steps_left(consumed)
@@ -48,7 +48,7 @@ class BatchSchedule:
             consumed, steps = consumed + left * size, steps + left
 
     def consumed(self, step: int) -> int:
-        """Samples that the first `step` steps of a run take."""
+        """Returns the number of samples that the first `step` steps of a run consume."""
         return self.advance(0, step)
 
     def step(self, consumed: int) -> int:
@@ -56,14 +56,14 @@ class BatchSchedule:
         return self.steps_between(0, consumed)
 
     def batch_sizes(self) -> tuple[int, ...]:
-        """Every size that can occur, ascending: each is a shape to compile."""
+        """Returns every batch size that can occur, ascending: each is a shape to compile."""
         return self.sizes
 
     def _phase(self, consumed: int) -> int:
         return bisect.bisect_right(self.starts, consumed) - 1
 
     def _steps_left(self, consumed: int) -> tuple[int, int | None]:
-        """The size at `consumed`, and the steps that still have it: None when it stays."""
+        """Returns the batch size at `consumed`, and how many steps it lasts: None when it never changes."""
         phase = self._phase(consumed)
         size = self.sizes[phase]
         if phase + 1 == len(self.sizes):
@@ -72,12 +72,12 @@ class BatchSchedule:
 
 
 def constant(batch_size: int) -> BatchSchedule:
-    """The schedule of a run whose batch never changes."""
+    """Returns the schedule of a run whose batch size never changes."""
     return BatchSchedule((0,), (batch_size,))
 
 
 def batch_schedule(training: Training) -> BatchSchedule:
-    """The schedule that a config asks for.
+    """Returns the batch-size schedule that a config describes.
 
     With `rampup_batch_size` (START, INCREMENT, SAMPLES) the batch grows by INCREMENT every
     SAMPLES / ((global_batch_size - START) / INCREMENT) samples, and reaches `global_batch_size` after SAMPLES.
@@ -112,7 +112,7 @@ def batch_schedule(training: Training) -> BatchSchedule:
 
 
 def _reaches(increment: int, samples: int, increments: int) -> int:
-    """The fewest consumed samples at which `increment` increments have passed: floor(consumed / (samples/increments)).
+    """Returns the fewest consumed samples after `increment` increments: floor(consumed / (samples/increments)).
 
     In floating point, as Megatron divides, so that both change size at the same sample.
     """
@@ -129,7 +129,7 @@ def _reaches(increment: int, samples: int, increments: int) -> int:
 
 
 def train_samples(training: Training, step: int = 0, consumed: int = 0) -> int:
-    """Samples that the run consumes from its beginning to its end.
+    """Returns the number of samples that the run consumes from its beginning to its end.
 
     Args:
       training: its batch sizes from now on, and its end, by steps or by samples.
@@ -141,7 +141,7 @@ def train_samples(training: Training, step: int = 0, consumed: int = 0) -> int:
 
 
 def train_steps(training: Training, step: int = 0, consumed: int = 0) -> int:
-    """Steps of the run from its beginning to its end: whole global batches of `train_samples`, else `steps`.
+    """Returns the steps of the run from its beginning to its end: full global batches of `train_samples`, else `steps`.
 
     Args:
       training: its batch sizes from now on, and its end.

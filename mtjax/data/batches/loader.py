@@ -1,6 +1,6 @@
 """Batches for one process, ahead of time: grain reads them in threads or processes, and a stall or death is an error.
 
-The loader keeps no state of its own: batch k of a run is a function of the samples consumed before it, so a run
+The loader has no state: batch k of a run is a function of the samples consumed before it, so a run
 continues from that one number anywhere, on any number of processes.
 """
 
@@ -67,7 +67,7 @@ class StepBatches:
 
 
 def within(seconds: float, work: Callable[[], Sample], what: str) -> Sample:
-    """The result of `work`, which is abandoned when it takes too long.
+    """Returns the result of `work`, which is abandoned when it takes too long.
 
     A thread that waits for a dead disk can't be ended, and would keep the process from exiting if it were not a daemon.
 
@@ -95,7 +95,7 @@ def within(seconds: float, work: Callable[[], Sample], what: str) -> Sample:
 
 
 class Loader(Iterator[Sample]):
-    """Batches of this process, one per step, until the dataset has no whole global batch left.
+    """Batches of this process, one per step, until the dataset has no full global batch left.
 
     Use as a context manager, or call `close`.
     """
@@ -117,12 +117,12 @@ class Loader(Iterator[Sample]):
         self._ready: queue.Queue[Sample | Exception] = queue.Queue(maxsize=1)
         self._closed = threading.Event()
         self._over: Exception | None = None
-        # Waiting in a thread of its own, so that a batch that never comes can be given up.
+        # Waiting in a separate thread, so that a batch that never comes can be given up.
         self._pump = threading.Thread(target=self._fill, name="mtjax-loader", daemon=True)
         self._pump.start()
 
     def __next__(self) -> Sample:
-        """The next batch: `[rows, sequence_length]` arrays, and `sample_index` uint32[rows].
+        """Returns the next batch: `[rows, sequence_length]` arrays, and `sample_index` uint32[rows].
 
         Raises:
           StopIteration: the data end here.
@@ -198,7 +198,7 @@ def open_loader(config: Config, dataset: Dataset, *, rows: Rows, start_sample: i
 
     Returns:
       An iterator of the datasets' arrays, `[rows, ...]`, and `sample_index` uint32[rows], each sample's number in the
-      order of the run. It ends when the dataset has no whole global batch left.
+      order of the run. It ends when the dataset has no full global batch left.
     """
     # As a table: worker processes get no function, which may hold a mesh with its devices.
     by_size = {size: rows(size) if callable(rows) else rows for size in schedule.batch_sizes()}

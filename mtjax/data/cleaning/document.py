@@ -96,7 +96,7 @@ class Cleaner:
         self._minhash = MinHash()
 
     def __call__(self, chunk: Chunk) -> CleanedChunk:
-        """The documents of a chunk, in order."""
+        """Cleans the documents of a chunk, in order."""
         options = self._options
         kept: list[tuple[int, dict[str, Any], str]] = []
         drops, errors, repaired = [], [], 0
@@ -132,7 +132,7 @@ class Cleaner:
         return [len(ids) for ids in self._options.tokenizer.encode_batch(texts)]
 
     def sign(self, texts: Sequence[str]) -> np.ndarray:
-        """uint32[texts, PERMUTATIONS]."""
+        """Computes the MinHash signatures of texts: uint32[texts, PERMUTATIONS]."""
         signatures = np.empty((len(texts), PERMUTATIONS), np.uint32)
         for i, text in enumerate(texts):
             signatures[i] = self._minhash(self._shingles(text))
@@ -153,10 +153,10 @@ def parse(document: bytes, is_json: bool, key: str) -> tuple[dict[str, Any], str
 
 
 def _line(row: dict[str, Any]) -> bytes:
-    """A document as a line of JSON."""
+    """Returns a document as a line of JSON."""
     try:
         return json.dumps(row, ensure_ascii=False).encode() + b"\n"
-    except UnicodeEncodeError:  # half of a surrogate pair under a key that nobody reads: only escaped is it JSON
+    except UnicodeEncodeError:  # half of a surrogate pair under a key that nothing reads: it is JSON only as an escape
         return json.dumps(row).encode() + b"\n"
 
 
@@ -168,7 +168,7 @@ class OverlapFinder:
         self._shingles = Shingles(OVERLAP_WORDS)
 
     def __call__(self, chunk: Chunk) -> list[np.ndarray]:
-        """For each test set, the positions of its n-grams that occur in the chunk."""
+        """Returns for each test set the indices of its n-grams that occur in the chunk."""
         texts = [value_at(json.loads(document), self._key)[0] for document in chunk.documents]
         hashes = [long_grams(self._shingles, text) for text in texts]
         together = np.unique(np.concatenate([np.empty(0, np.uint64), *hashes]))

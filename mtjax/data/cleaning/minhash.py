@@ -22,7 +22,7 @@ class Shingles:
         self._known: dict[str, int] = {}
 
     def __call__(self, text: str) -> np.ndarray:
-        """uint64[count]: a hash of each n words in a row, lower-cased, repetitions too; of all words if fewer.
+        """Hashes each n words in a row, lower-cased, repetitions too; all words if fewer: uint64[count].
 
         Empty for a text without words.
         """
@@ -64,7 +64,7 @@ class MinHash:
         self._offset = (drawn[1, 0] << SHIFT) | drawn[1, 1]
 
     def __call__(self, shingles: np.ndarray) -> np.ndarray:
-        """uint32[PERMUTATIONS]: for each of as many hash functions, the least value over uint64[n] shingles, n > 0."""
+        """Returns for each hash function the least value over uint64[n] shingles, n > 0: uint32[PERMUTATIONS]."""
         least = np.full(PERMUTATIONS, np.iinfo(np.uint32).max, np.uint32)
         shingles = np.unique(shingles)
         with np.errstate(over="ignore"):

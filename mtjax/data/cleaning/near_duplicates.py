@@ -24,7 +24,7 @@ class Duplicate:
 
     Attributes:
       document: its number.
-      original: number of the document that is kept in its place.
+      original: number of the document that is kept in its stead.
       similarity: estimated Jaccard similarity of the two.
     """
 
@@ -36,7 +36,7 @@ class Duplicate:
 def find_duplicates(
     signatures: np.ndarray, threshold: float, protected: int = 0, progress: Callable[[int], None] = lambda _: None
 ) -> list[Duplicate]:
-    """Documents that are more similar than `threshold` to an earlier one that is kept.
+    """Finds documents that are more similar than `threshold` to an earlier one that is retained.
 
     With 25 bands of 5 rows a pair of similarity 0.7 is compared with a probability of 0.99, one of 0.8 with 0.9999.
     In a bucket, documents are compared with its first 32: that bounds the work a much repeated text can cause.
@@ -45,7 +45,7 @@ def find_duplicates(
       signatures: uint32[documents, PERMUTATIONS], may be memory-mapped.
       threshold: Jaccard similarity above which the later document is dropped.
       protected: this many documents at the beginning are never dropped.
-      progress: is told how many bands are done.
+      progress: called with the number of bands done.
     """
     pairs, similarity = np.empty((0, 2), np.int64), np.empty(0)
     for band in range(BANDS):
@@ -58,12 +58,12 @@ def find_duplicates(
 
 
 def _keys(pairs: np.ndarray) -> np.ndarray:
-    """A number for each pair of documents, of which there are fewer than 2^32."""
+    """Returns a number for each pair of documents, of which there are fewer than 2^32."""
     return pairs[:, 0] << 32 | pairs[:, 1]
 
 
 def _band_hashes(signatures: np.ndarray, band: int) -> np.ndarray:
-    """uint64[documents]: a hash of one band of each signature."""
+    """Hashes one band of each signature: uint64[documents]."""
     hashes = np.zeros(len(signatures), np.uint64)
     with np.errstate(over="ignore"):
         for at in range(0, len(signatures), DOCUMENTS_AT_A_TIME):
@@ -75,15 +75,15 @@ def _band_hashes(signatures: np.ndarray, band: int) -> np.ndarray:
 
 
 def _candidates(hashes: np.ndarray) -> np.ndarray:
-    """int64[pairs, 2]: (earlier, later) documents in one bucket, the earlier among the bucket's first."""
+    """Returns int64[pairs, 2]: (earlier, later) documents in one bucket, the earlier among the bucket's first."""
     order = np.argsort(hashes, kind="stable")
     ordered = hashes[order]
     new = np.concatenate([[True], ordered[1:] != ordered[:-1]]) if len(ordered) else np.empty(0, bool)
     start = np.maximum.accumulate(np.where(new, np.arange(len(order)), 0)) if len(order) else order
-    place = np.arange(len(order)) - start  # of a document within its bucket
+    rank = np.arange(len(order)) - start  # of a document within its bucket
     pairs = []
     for k in range(COMPARED_WITH):
-        later = np.flatnonzero(place > k)
+        later = np.flatnonzero(rank > k)
         if len(later) == 0:
             break
         pairs.append(np.stack([order[start[later] + k], order[later]], axis=1))
@@ -91,18 +91,18 @@ def _candidates(hashes: np.ndarray) -> np.ndarray:
 
 
 def _similar_pairs(signatures: np.ndarray, pairs: np.ndarray, threshold: float) -> tuple[np.ndarray, np.ndarray]:
-    kept, values = [np.empty((0, 2), np.int64)], [np.empty(0)]
+    similar, values = [np.empty((0, 2), np.int64)], [np.empty(0)]
     for at in range(0, len(pairs), PAIRS_AT_A_TIME):
         part = pairs[at : at + PAIRS_AT_A_TIME]
         similarity = (signatures[part[:, 0]] == signatures[part[:, 1]]).mean(axis=1)
         above = similarity > threshold
-        kept.append(part[above])
+        similar.append(part[above])
         values.append(similarity[above])
-    return np.concatenate(kept), np.concatenate(values)
+    return np.concatenate(similar), np.concatenate(values)
 
 
 def _resolve(pairs: np.ndarray, similarity: np.ndarray, protected: int) -> list[Duplicate]:
-    """In order of the corpus, drops documents similar to one that was kept; dropped ones are not compared with."""
+    """Drops, in order of the corpus, documents similar to a retained one; dropped ones are not compared with."""
     order = np.lexsort((pairs[:, 0], pairs[:, 1]))
     dropped: dict[int, Duplicate] = {}
     for (original, document), value in zip(pairs[order].tolist(), similarity[order].tolist(), strict=True):

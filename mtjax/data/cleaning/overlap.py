@@ -27,7 +27,7 @@ class TestGrams:
 
 
 def grams_of(name: str, texts: list[str]) -> TestGrams:
-    """The word 8-grams of a test set; texts with fewer words have none."""
+    """Returns the word 8-grams of a test set; texts with fewer words have none."""
     shingles = Shingles(OVERLAP_WORDS)
     parts = [hashes for text in texts if len(hashes := long_grams(shingles, text))]
     unique, counts = np.unique(np.concatenate([np.empty(0, np.uint64), *parts]), return_counts=True)
@@ -35,14 +35,14 @@ def grams_of(name: str, texts: list[str]) -> TestGrams:
 
 
 def long_grams(shingles: Shingles, text: str) -> np.ndarray:
-    """Hashes of the full n-grams in `text`."""
+    """Returns hashes of the full n-grams in `text`."""
     hashes = shingles(text)
     # A text of fewer than n words has one hash, of what there is, which is not an n-gram.
     return hashes if len(hashes) > 1 or len(WORD.findall(text)) >= shingles.n else hashes[:0]
 
 
 def found_in(grams: TestGrams, hashes: np.ndarray) -> np.ndarray:
-    """Positions in `grams.unique` of those that are among a document's hashes."""
+    """Returns the indices in `grams.unique` of those that are among a document's hashes."""
     if len(grams.unique) == 0 or len(hashes) == 0:
         return np.empty(0, np.int64)
     at = np.minimum(np.searchsorted(grams.unique, hashes), len(grams.unique) - 1)
@@ -50,6 +50,6 @@ def found_in(grams: TestGrams, hashes: np.ndarray) -> np.ndarray:
 
 
 def share(grams: TestGrams, found: np.ndarray) -> float:
-    """Share of the test set's 8-grams, repetitions counted, that were found: `found` is bool[u]."""
+    """Returns the share of the test set's 8-grams, repetitions counted, that were found: `found` is bool[u]."""
     total = int(grams.counts.sum())
     return float(grams.counts[found].sum() / total) if total else 0.0

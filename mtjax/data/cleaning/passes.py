@@ -70,9 +70,9 @@ class _Seen:
         """uint32[removed + kept, PERMUTATIONS], on disk."""
         return _mapped(self.folder / "signatures", np.dtype(np.uint32)).reshape(-1, PERMUTATIONS)
 
-    def places(self) -> np.ndarray:
+    def positions(self) -> np.ndarray:
         """int64[kept, 2]: file and line of each row, on disk."""
-        return _mapped(self.folder / "places", np.dtype(np.int64)).reshape(-1, 2)
+        return _mapped(self.folder / "positions", np.dtype(np.int64)).reshape(-1, 2)
 
 
 def clean(job: CleanJob, folder: Path) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def _first_pass(job: CleanJob, seen: _Seen, dropped: IO[str]) -> None:
     with ExitStack() as stack:
         rows = stack.enter_context(seen.rows.open("wb"))
         signatures = stack.enter_context((seen.folder / "signatures").open("wb"))
-        places = stack.enter_context((seen.folder / "places").open("wb"))
+        positions = stack.enter_context((seen.folder / "positions").open("wb"))
         for path in job.remove_like:
             signed = cleaner.sign([text for text in _texts_of(path, job) if text.strip()])
             signatures.write(signed.tobytes())
@@ -124,7 +124,7 @@ def _first_pass(job: CleanJob, seen: _Seen, dropped: IO[str]) -> None:
             rows.writelines(result.rows)
             signatures.write(result.signatures.tobytes())
             files = np.full(len(result.lines), chunk.file, np.int64)
-            places.write(np.stack([files, result.lines], axis=1).tobytes())
+            positions.write(np.stack([files, result.lines], axis=1).tobytes())
             _count(job, chunk, result, seen, dropped)
             text_bytes += chunk.end - chunk.start
             progress.update(int(before[chunk.file]) + chunk.read, text_bytes)
@@ -151,11 +151,11 @@ def _write_drop(file: IO[str], path: str, drop: Drop, **more: Any) -> None:
 
 
 def _drop_duplicates(job: CleanJob, seen: _Seen, dropped: IO[str]) -> np.ndarray:
-    """bool[kept]: which rows go, each reported with what it is like."""
+    """Returns bool[kept]: which rows are dropped, each reported with the document that it resembles."""
     gone = np.zeros(seen.kept, bool)
     if job.jaccard >= 1:
         return gone
-    signatures, places = seen.signatures(), seen.places()
+    signatures, positions = seen.signatures(), seen.positions()
     with ProgressLine("comparing", BANDS) as progress:
         duplicates = find_duplicates(signatures, job.jaccard, seen.removed, progress.update)
     for duplicate in sorted(duplicates, key=lambda d: d.document):
@@ -163,17 +163,17 @@ def _drop_duplicates(job: CleanJob, seen: _Seen, dropped: IO[str]) -> np.ndarray
         gone[row] = True
         reason = LIKE_REMOVED if duplicate.original < seen.removed else NEAR_DUPLICATE
         seen.reasons[reason] += 1
-        _report_duplicate(job, seen, places, duplicate, reason, dropped)
+        _report_duplicate(job, seen, positions, duplicate, reason, dropped)
     return gone
 
 
 def _report_duplicate(
-    job: CleanJob, seen: _Seen, places: np.ndarray, duplicate: Duplicate, reason: str, dropped: IO[str]
+    job: CleanJob, seen: _Seen, positions: np.ndarray, duplicate: Duplicate, reason: str, dropped: IO[str]
 ) -> None:
-    file, line = (int(n) for n in places[duplicate.document - seen.removed])
+    file, line = (int(n) for n in positions[duplicate.document - seen.removed])
     like: Any = duplicate.original  # its number in the removal lists
     if duplicate.original >= seen.removed:
-        other_file, other_line = (int(n) for n in places[duplicate.original - seen.removed])
+        other_file, other_line = (int(n) for n in positions[duplicate.original - seen.removed])
         like = {"file": job.paths[other_file], "line": other_line}
     _write_drop(dropped, job.paths[file], Drop(line, reason, ""), like=like, similarity=duplicate.similarity)
 
@@ -195,7 +195,7 @@ def _second_pass(job: CleanJob, seen: _Seen, gone: np.ndarray, tests: Sequence[T
 
 
 def _staying(seen: _Seen, gone: np.ndarray, out: IO[bytes]) -> Iterator[Chunk]:
-    """Chunks of the rows that stay, written on the way."""
+    """Yields chunks of the retained rows, and writes them."""
     number = 0
     for chunk in chunks([str(seen.rows)]):
         rows = [row for i, row in enumerate(chunk.documents, start=number) if not gone[i]]

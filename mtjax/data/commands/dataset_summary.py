@@ -16,7 +16,7 @@ WIDEST_BAR = 40
 
 
 def tokenizer_of(dataset: IndexedDataset, name: str | None) -> Tokenizer | None:
-    """The tokenizer `name`, else the one that the dataset says made it; None when it doesn't say.
+    """Opens the tokenizer `name`, else the one that the dataset's record names; None without a record.
 
     Raises:
       UserError: it can't be read, or is not the one that made the dataset.
@@ -40,7 +40,7 @@ def check_tokenizer(dataset: IndexedDataset, name: str, tokenizer: Tokenizer) ->
 
 
 def counts_table(dataset: IndexedDataset) -> Table:
-    """Counts and lengths."""
+    """Builds a table of counts and lengths."""
     table = Table(title=str(dataset.prefix), show_header=False, title_justify="left")
     table.add_column(style="bold")
     table.add_column(justify="right", overflow="fold")
@@ -64,7 +64,7 @@ def counts_table(dataset: IndexedDataset) -> Table:
 
 
 def histogram(values: np.ndarray, name: str, bins: int = 12) -> Text:
-    """A histogram over powers of two, one line per bin, of non-negative whole numbers."""
+    """Draws a histogram of non-negative integers over powers of two, one line per bin."""
     top = max(1, int(values.max(initial=1)).bit_length())
     edges = np.unique(np.concatenate([[0, 1], 2 ** np.arange(max(1, top - bins), top + 1)]))
     counts = np.histogram(values, np.append(edges, edges[-1] * 2))[0]
@@ -81,7 +81,7 @@ def histogram(values: np.ndarray, name: str, bins: int = 12) -> Text:
 
 
 def excerpt(tokens: Sequence[int] | np.ndarray, tokenizer: Tokenizer | None, length: int = 64) -> str:
-    """The first tokens of a sequence as text, or as numbers when no tokenizer is known."""
+    """Returns the first tokens of a sequence as text, or as numbers when no tokenizer is known."""
     shown = [int(t) for t in tokens[:length]]
     more = " ..." if len(tokens) > length else ""
     if tokenizer is None:

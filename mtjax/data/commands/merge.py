@@ -19,7 +19,7 @@ class Options:
     """
 
     input: tuple[str, ...]
-    """Prefixes (paths without .bin and .idx), or a folder, which stands for all datasets in it, by name."""
+    """Prefixes (paths without .bin and .idx), or a folder, for all datasets in it, by name."""
     output: Path
     """Prefix of the dataset that is written."""
     overwrite: bool = False
@@ -27,7 +27,7 @@ class Options:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command."""
+    """Runs the command."""
     return run_main(lambda: run(read(Options, argv, "mtjax data merge")))
 
 
@@ -35,7 +35,7 @@ def run(options: Options) -> None:
     """Merges as the options say.
 
     Raises:
-      UserError: an input is damaged, the inputs don't fit together, or the output can't be written.
+      UserError: an input is corrupted, the inputs don't fit together, or the output can't be written.
     """
     datasets = [IndexedDataset(prefix) for prefix in _prefixes(options.input)]
     if any(dataset.prefix.absolute() == options.output.absolute() for dataset in datasets):

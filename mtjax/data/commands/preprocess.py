@@ -68,7 +68,7 @@ class Options:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command."""
+    """Runs the command."""
     return run_main(lambda: run(read(Options, argv, "mtjax data preprocess")))
 
 
@@ -122,7 +122,7 @@ def run(options: Options) -> None:
 
 
 def _identity(options: Options, paths: Sequence[str]) -> dict[str, Any]:
-    """All that the output depends on: a run with another identity doesn't continue this one's partial files."""
+    """Returns all that the output depends on: a run with another identity does not continue these partial files."""
     statuses = [Path(path).stat() if "://" not in path else None for path in paths]
     files = [[p, s and s.st_size, s and s.st_mtime_ns] for p, s in zip(paths, statuses, strict=True)]
     chosen = [options.text_key, options.append_eod, options.split_sentences, options.language, options.on_error]

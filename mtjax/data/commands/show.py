@@ -44,7 +44,7 @@ class Options:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command."""
+    """Runs the command."""
     return run_main(lambda: run(read(Options, argv, "mtjax data show")))
 
 
@@ -52,7 +52,7 @@ def run(options: Options) -> None:
     """Prints the samples.
 
     Raises:
-      UserError: the dataset is damaged or has no such samples, or no tokenizer is known.
+      UserError: the dataset is corrupted or has no such samples, or no tokenizer is known.
     """
     if options.kind not in FAMILIES:
         raise UserError(f"no kind of samples is called {options.kind!r}{nearest(options.kind, FAMILIES)}")

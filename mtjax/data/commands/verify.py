@@ -25,7 +25,7 @@ class Options:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command."""
+    """Runs the command."""
     return run_main(lambda: run(read(Options, argv, "mtjax data verify")))
 
 

@@ -24,12 +24,12 @@ VERSION = 3
 
 
 def identity() -> dict[str, object]:
-    """What the corpus depends on: the key of everything that is made from it."""
+    """Returns what the corpus depends on: the key of everything that is computed from it."""
     return {"corpus": "python", "version": VERSION, "python": sys.version, "root": str(_library())}
 
 
 def documents() -> list[str]:
-    """All documents, about 2.7 MB of text, in a fixed order.
+    """Returns all documents, about 2.7 MB of text, in a fixed order.
 
     They are shuffled, because the split into training and validation text goes by position.
 
@@ -55,7 +55,7 @@ def _read(path: Path) -> str:
 
 
 def _docstrings(path: Path) -> str:
-    """The docstring of a module, and those of its functions and classes, each after its name and arguments."""
+    """Returns the docstring of a module, and those of its functions and classes, each after its name and arguments."""
     try:
         module = ast.parse(_read(path))
     except (SyntaxError, ValueError):  # what the library ships as an example of wrong source, or for another version
@@ -64,7 +64,7 @@ def _docstrings(path: Path) -> str:
 
 
 def _documented(parent: ast.AST, owner: str) -> Iterator[str]:
-    """What is documented inside a module or class: "name(arguments)", and the docstring below it."""
+    """Yields for each documented member of a module or class "name(arguments)", and the docstring below it."""
     for node in ast.iter_child_nodes(parent):
         if not isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             continue
@@ -86,7 +86,7 @@ def _reference() -> Iterator[str]:
 
 
 def _built_in_docstrings() -> Iterator[str]:
-    """One document per module written in C: its docstring and those of its functions and classes."""
+    """Yields a document per module written in C: its docstring and those of its functions and classes."""
     for name in sorted(sys.builtin_module_names):
         if name.startswith("_xx") or name == "__main__":
             continue

@@ -18,7 +18,7 @@ class EncodeOptions:
     """What, besides the tokenizer, decides the ids.
 
     Attributes:
-      keys: JSON keys whose text is taken, each into a dataset of its own.
+      keys: JSON keys whose text is taken, each into a separate dataset.
       append_eod: put the end-of-document id after the last sentence of a document.
       split_sentences: one sequence per sentence, not per document.
       language: whose rules split sentences.
@@ -57,7 +57,7 @@ class Encoder:
         self._split = sentence_splitter(options.language) if options.split_sentences else None
 
     def __call__(self, chunk: Chunk) -> Encoded:
-        """The ids of a chunk's documents, in order."""
+        """Encodes a chunk's documents, in order."""
         rows, errors = _texts(chunk, self._options.keys)
         arrays = {}
         for key in self._options.keys:
@@ -67,7 +67,7 @@ class Encoder:
         return Encoded(arrays, len(rows), chunk.end - chunk.start, errors)
 
     def _sequences(self, pieces: list[str]) -> list[str]:
-        """The texts of a document that become a sequence each: its pieces, or the sentences of each."""
+        """Returns the texts of a document that become a sequence each: its pieces, or the sentences of each."""
         return pieces if self._split is None else [sentence for piece in pieces for sentence in self._split(piece)]
 
 

@@ -34,22 +34,22 @@ CHUNK = 1 << 20
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The type that Megatron writes: uint16 while the vocabulary is below 65,500, else int32."""
+    """Returns the type that Megatron writes: uint16 while the vocabulary is below 65,500, else int32."""
     return np.dtype("<u2") if vocab_size < UINT16_VOCAB else np.dtype("<i4")
 
 
 def bin_path(prefix: str | Path) -> Path:
-    """Where the tokens of `prefix` are."""
+    """Returns the path of the tokens of `prefix`."""
     return Path(f"{prefix}.bin")
 
 
 def idx_path(prefix: str | Path) -> Path:
-    """Where the index of `prefix` is."""
+    """Returns the path of the index of `prefix`."""
     return Path(f"{prefix}.idx")
 
 
 def is_indexed(prefix: str | Path) -> bool:
-    """Whether `prefix` names an indexed dataset: both of its files exist."""
+    """Returns whether `prefix` names an indexed dataset: both of its files exist."""
     return bin_path(prefix).is_file() and idx_path(prefix).is_file()
 
 
@@ -88,8 +88,8 @@ class IndexedDataset:
         self.meta = read_meta(self.prefix)
         if self.meta is not None and self.meta.idx_crc32 != zlib.crc32(index):
             raise UserError(
-                f"{path} is damaged: its checksum is not the one in {meta_path(self.prefix)} (delete that file if the "
-                "dataset was rewritten by another program)"
+                f"{path} is corrupted: its checksum is not the one in {meta_path(self.prefix)} (delete that file if "
+                "the dataset was rewritten by another program)"
             )
 
     def __len__(self) -> int:
@@ -205,7 +205,7 @@ def check_index(
     for at in range(0, len(lengths), CHUNK):
         size = lengths[at : at + CHUNK].astype(np.int64)
         if size.min() < 0:
-            raise UserError(f"{path} is damaged: sequence {at + int(np.argmin(size))} has {size.min()} tokens")
+            raise UserError(f"{path} is corrupted: sequence {at + int(np.argmin(size))} has {size.min()} tokens")
         ends = total + np.cumsum(size * dtype.itemsize)
         wrong = offsets[at : at + CHUNK] != ends - size * dtype.itemsize
         if wrong.any():
@@ -213,7 +213,7 @@ def check_index(
             expected = ends[sequence - at] - size[sequence - at] * dtype.itemsize
             expected = ends[sequence - at] - size[sequence - at] * dtype.itemsize
             raise UserError(
-                f"{path} is damaged: sequence {sequence} starts at byte {offsets[sequence]}, and should at {expected}"
+                f"{path} is corrupted: sequence {sequence} starts at byte {offsets[sequence]}, and should at {expected}"
             )
         total = int(ends[-1])
     if total != token_bytes:
@@ -224,23 +224,23 @@ def check_index(
 def _check_documents(path: Path, documents: np.ndarray, sequences: int) -> None:
     if len(documents) == 0 or documents[0] != 0 or documents[-1] != sequences:
         ends = "there are none" if len(documents) == 0 else f"they run from {documents[0]} to {documents[-1]}"
-        raise UserError(f"{path} is damaged: its document starts should run from 0 to {sequences}; {ends}")
+        raise UserError(f"{path} is corrupted: its document starts should run from 0 to {sequences}; {ends}")
     for at in range(0, len(documents), CHUNK):
         falls = np.diff(documents[at : at + CHUNK + 1]) < 0
         if falls.any():
             document = at + int(np.argmax(falls)) + 1
-            raise UserError(f"{path} is damaged: document {document} starts before the one before it")
+            raise UserError(f"{path} is corrupted: document {document} starts before the one before it")
 
 
 def prefix_of(name: str) -> str:
-    """The prefix of a dataset that is named by it, or by one of its two files."""
+    """Returns the prefix of a dataset that is named by it, or by one of its two files."""
     return name.removesuffix(".idx").removesuffix(".bin")
 
 
 def checked_ids(parts: Sequence[np.ndarray], vocab_size: int, prefix: Path) -> np.ndarray:
     """Joins ids to int32[tokens] and refuses those that the vocabulary doesn't have.
 
-    A wrong tokenizer or a damaged file would train on garbage. Checks come before the cast, which would make another
+    A wrong tokenizer or a corrupted file would train on garbage. Checks come before the cast, which would make another
     token of 2^33 + 5 or of 2.5.
 
     Args:
@@ -258,6 +258,6 @@ def checked_ids(parts: Sequence[np.ndarray], vocab_size: int, prefix: Path) -> n
     if wrong.any():
         raise UserError(
             f"{prefix}.bin holds the token {ids[int(np.argmax(wrong))]}, and the vocabulary has {vocab_size}: it was "
-            "made with another tokenizer, or is damaged"
+            "made with another tokenizer, or is corrupted"
         )
     return ids.astype(np.int32, copy=False)

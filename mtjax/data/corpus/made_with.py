@@ -110,7 +110,7 @@ def _recorded_tokenizer(meta: Meta) -> Tokenizer | None:
 
 
 def _other(prefix: str | Path, meta: Meta, name: str, tokenizer: Tokenizer, why: str | None) -> UserError:
-    """The error of a corpus that another tokenizer made."""
+    """Builds the error of a corpus that was tokenized with another tokenizer."""
     ours = f"{tokenizer.vocab_size:,} tokens"
     because = f" ({why})" if why else ""
     if meta.tokenizer is not None and same_path(meta.tokenizer, name):

@@ -81,7 +81,7 @@ def _bytes(dataset: IndexedDataset) -> int:
 
 
 def _pieces(dataset: IndexedDataset) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]]:
-    """Whole documents at a time; one that is large comes as its sequences, and ends with the last of them."""
+    """Yields full documents; a large one comes as its sequences, and ends with the last of them."""
     documents, begin = dataset.documents, 0
     while begin < dataset.num_documents:
         end = min(begin + SEQUENCES_AT_A_TIME, dataset.num_documents)

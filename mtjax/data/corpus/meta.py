@@ -46,15 +46,15 @@ class Meta(TokenizerRecord):
 
 
 def meta_path(prefix: str | Path) -> Path:
-    """Where the facts about `prefix` are."""
+    """Returns the path of the record of `prefix`."""
     return Path(f"{prefix}.meta.json")
 
 
 def read_meta(prefix: str | Path) -> Meta | None:
-    """The facts about a dataset; None when the file does not exist (Megatron does not write it).
+    """Reads the record of a dataset; None when the file does not exist (Megatron does not write it).
 
     Raises:
-      UserError: the file exists, but is damaged.
+      UserError: the file exists, but is corrupted.
     """
     path = meta_path(prefix)
     if not path.is_file():
@@ -65,7 +65,7 @@ def read_meta(prefix: str | Path) -> Meta | None:
         if not all(isinstance(value, int) for value in (meta.idx_crc32, meta.bin_crc32)):
             raise TypeError("a checksum is not a number")
     except (OSError, ValueError, TypeError) as e:
-        raise UserError(f"{path} is damaged ({e}); delete it to use the dataset without its checksums") from e
+        raise UserError(f"{path} is corrupted ({e}); delete it to use the dataset without its checksums") from e
     return meta
 
 
@@ -75,7 +75,7 @@ def write_meta(path: Path, meta: Meta) -> None:
 
 
 def file_crc32(path: Path) -> int:
-    """Checksum of a file, read in pieces."""
+    """Returns the CRC-32 of a file, read in blocks."""
     value = 0
     with path.open("rb") as file:
         while data := file.read(CHUNK):

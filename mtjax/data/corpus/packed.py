@@ -103,6 +103,8 @@ def open_packed(path: str) -> Iterator[OpenFile]:
             content = _buffered(_Decompressed(path, content, compression))
         head = _peek(content)
         _refuse(path, head)
+        if content is raw and head and path.lower().endswith(SUFFIXES):
+            say(f"note    {path} is not compressed, and is read as it is")
         if encoding := next((name for mark, name in MARKS if head.startswith(mark)), None):
             content = _buffered(_Recoded(path, content, encoding))
             head = _peek(content)

@@ -19,7 +19,7 @@ IN_FLIGHT_PER_WORKER = 3
 def map_in_order(
     function: Callable[[Item], Result], source: Iterable[Item], workers: int
 ) -> Generator[tuple[Item, Result], None, None]:
-    """Every item with its result, in the order of `source`; only a few are in memory at any time.
+    """Yields every item with its result, in the order of `source`; only a few are in memory at any time.
 
     Args:
       function: is sent to each worker once; must be picklable, as must items and results.

@@ -59,16 +59,16 @@ class Job:
 
 
 def prefixes(output: Path, options: EncodeOptions) -> dict[str, Path]:
-    """Key -> the dataset's prefix: `{output}_{key}_{document|sentence}`, as Megatron names them."""
+    """Returns key -> the dataset's prefix: `{output}_{key}_{document|sentence}`, as Megatron names them."""
     level = "sentence" if options.split_sentences else "document"
     return {key: output.with_name(f"{output.name}_{key.replace('/', '_')}_{level}") for key in options.keys}
 
 
 def preprocess(job: Job) -> Counts:
-    """Makes the indexed datasets of a job; returns what went through.
+    """Writes the indexed datasets of a job; returns the counts of what was processed.
 
     Raises:
-      UserError: a file is damaged, a document can't be used, or the output can't be written. What was done until then
+      UserError: a file is corrupted, a document can't be used, or the output can't be written. What was done until then
         is kept if the job can be continued, and deleted otherwise.
     """
     record = ResumeRecord(job.outputs, job.identity)

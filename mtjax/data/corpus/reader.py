@@ -79,7 +79,7 @@ def _is_remote_folder(fs: Any, path: str) -> bool:
 
 
 def total_bytes(path: str) -> int:
-    """Returns the size of a file as it is stored; 0 for what is not local, which is not asked."""
+    """Returns the size of a file as it is stored; 0 for files that are not local, without a request."""
     return 0 if "://" in path else Path(path).stat().st_size
 
 

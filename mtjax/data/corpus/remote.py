@@ -14,9 +14,9 @@ from mtjax.storage import attempt, blocks_of, files_below, filesystem, is_file, 
 
 
 def with_local_copies(data: Data, cache: Cache) -> Data:
-    """The data settings with a path in the cache in the place of each address in a store.
+    """Returns the data settings with a path in the cache instead of each address in a store.
 
-    A copy is known by the store's own mark of its content (ETag), so what was changed there is copied again.
+    A copy is known by the store's mark of its content (ETag), so what was changed there is copied again.
 
     Raises:
       UserError: the store can't be reached, or has no such corpus; a library is missing.
@@ -39,8 +39,8 @@ def _copies(url: str, cache: Cache) -> list[str]:
     prefix = url.removesuffix(".bin").removesuffix(".idx")
     if is_file(f"{prefix}.idx") and is_file(f"{prefix}.bin"):
         meta = f"{prefix}.meta.json"
-        rest = [meta] if is_file(meta) else []
-        folder = _copy(fs, [f"{prefix}.idx", f"{prefix}.bin", *rest], cache)
+        record = [meta] if is_file(meta) else []
+        folder = _copy(fs, [f"{prefix}.idx", f"{prefix}.bin", *record], cache)
         return [str(folder / Path(prefix).name)]
     if any(c in url for c in "*?["):
         found = attempt(f"listing {url}", lambda: sorted(fs.glob(url)))

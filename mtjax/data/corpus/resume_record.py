@@ -46,7 +46,7 @@ class ResumeRecord:
     """The record of one run, and the lock that keeps a second run from the same output."""
 
     def __init__(self, outputs: Mapping[str, Path], identity: Mapping[str, Any] | None) -> None:
-        """A record for datasets `outputs` (key -> prefix); with no identity nothing is kept and nothing resumed."""
+        """Creates a record for datasets `outputs` (key -> prefix); without an identity nothing is saved nor resumed."""
         first = next(iter(outputs.values()))
         self._outputs = outputs
         self._path = partial_path(first, "progress")
@@ -81,7 +81,7 @@ class ResumeRecord:
                 self._lock.unlink(missing_ok=True)
 
     def read(self) -> State | None:
-        """Where an earlier run of the same job stopped; None when there is none, or none that can be continued."""
+        """Reads where an earlier run of the same job stopped; None without one, or if it can't be continued."""
         if self._identity is None or not self._path.is_file():
             return None
         try:
@@ -95,7 +95,7 @@ class ResumeRecord:
         return state if resumable else None
 
     def exists(self) -> bool:
-        """Whether any earlier run left something."""
+        """Returns whether an earlier run left a record."""
         return self._path.is_file()
 
     def write(self, state: State) -> None:

@@ -7,7 +7,7 @@ from mtjax.errors import require
 
 
 def sentence_splitter(language: str = "en") -> Callable[[str], list[str]]:
-    """A function from text to its sentences, which put together are the text.
+    """Returns a function from text to its sentences, whose concatenation is the text.
 
     Args:
       language: ISO 639 code; one that the library doesn't know is split like its nearest relative.

@@ -12,9 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, Any, NamedTuple
 
 from mtjax.data.corpus.documents import TextFields
-from mtjax.errors import UserError, first_line, require
+from mtjax.errors import UserError, first_line, require, shortened
 
 ROWS_AT_A_TIME = 256
+BYTES_AT_A_TIME = 1 << 22
+COLUMNS_SHOWN = 20
 PARQUET_MAGIC = b"PAR1"
 ARROW_MAGIC = b"ARROW1"
 ARROW_STREAM_MAGIC = b"\xff\xff\xff\xff"
@@ -57,8 +59,10 @@ def columnar_rows(path: str, raw: IO[bytes], head: bytes, fields: TextFields, sk
     arrow = require("pyarrow", "parquet")
     try:
         for batch in read(path, raw, head, fields, skip):
-            for start in range(0, batch.num_rows, ROWS_AT_A_TIME):
-                for row in batch.slice(start, ROWS_AT_A_TIME).to_pylist():
+            # Rows become Python objects a few at a time: a batch may have books, of a megabyte each.
+            step = min(max(batch.num_rows * BYTES_AT_A_TIME // max(batch.nbytes, 1), 1), ROWS_AT_A_TIME)
+            for start in range(0, batch.num_rows, step):
+                for row in batch.slice(start, step).to_pylist():
                     yield Row(_line(row))
     except UnicodeDecodeError as e:
         raise UserError(f"{path} has a column of strings that are not UTF-8: {e}") from e
@@ -102,7 +106,7 @@ def _columns(path: str, names: Sequence[str], fields: TextFields) -> list[str]:
     columns = {key: _column_of(key, names) for key in fields.keys}
     if missing := next((key for key, column in columns.items() if column is None), None):
         raise UserError(
-            f"{path} has no column {missing!r}; its columns are {', '.join(names)}: name the one with the text with "
+            f"{path} has no column {missing!r}; its columns are {_listed(names)}: name the one with the text with "
             "--text-key"
         )
     return list(names) if fields.others else sorted({column for column in columns.values() if column is not None})
@@ -112,6 +116,12 @@ def _column_of(key: str, names: Sequence[str]) -> str | None:
     """Returns the column of a key: of that name, else of the longest name that a dotted key begins with."""
     prefixes = [key, *(key[:at] for at in range(len(key) - 1, 0, -1) if key[at] == ".")]
     return next((prefix for prefix in prefixes if prefix in names), None)
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Returns names of columns for a message: a file that is not a table may have any line for a header."""
+    shown = [name if name.isprintable() else ascii(name) for name in map(shortened, names[:COLUMNS_SHOWN])]
+    return ", ".join(shown) + (f" and {len(names) - COLUMNS_SHOWN} more" if len(names) > COLUMNS_SHOWN else "")
 
 
 def _line(row: Mapping[str, Any]) -> bytes:
@@ -152,7 +162,7 @@ def delimited_rows(path: str, file: IO[bytes], delimiter: str, fields: TextField
         if not fields.named:
             raise UserError(
                 f"{path} is a {kind} file: name the column with the text with --text-key; its columns are "
-                f"{', '.join(names)}"
+                f"{_listed(names)}"
             )
         columns = set(_columns(path, names, fields))
         for number, row in enumerate(row for row in reader if row):

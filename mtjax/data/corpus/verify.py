@@ -27,7 +27,7 @@ def verify(dataset: IndexedDataset, vocab_size: int | None = None) -> str:
             progress.update(at + len(tokens), (at + len(tokens)) * dataset.dtype.itemsize)
     if dataset.meta is not None and crc != dataset.meta.bin_crc32:
         raise UserError(
-            f"{bin_path(dataset.prefix)} is damaged: its checksum is not the one in {meta_path(dataset.prefix)}"
+            f"{bin_path(dataset.prefix)} is corrupted: its checksum is not the one in {meta_path(dataset.prefix)}"
         )
     checks = ["structure", *(["checksums"] if dataset.meta else []), *(["vocabulary"] if vocab_size else [])]
     return f"{total:,} tokens are intact ({', '.join(checks)} checked)"

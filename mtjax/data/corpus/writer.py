@@ -72,7 +72,7 @@ class IndexedWriter:
             self._files["modes"].write(np.ascontiguousarray(modes, "i1").data)
 
     def position(self) -> dict[str, int]:
-        """How much is safely on disk, in bytes of each partial file: what `resume_at` takes."""
+        """Flushes the partial files, and returns the bytes of each that are on disk, for `resume_at`."""
         for file in self._files.values():
             file.flush()
             os.fsync(file.fileno())
@@ -101,7 +101,7 @@ class IndexedWriter:
 def publish(prefix: Path) -> None:
     """Gives the sealed files of `prefix` their names, the index last; does nothing for those that have them already."""
     index = partial_path(prefix, "idx")
-    if index.is_file():  # an old index must never stand next to new tokens
+    if index.is_file():  # an old index must never be next to new tokens
         idx_path(prefix).unlink(missing_ok=True)
     for part, final in (("bin", bin_path(prefix)), ("meta", meta_path(prefix)), ("idx", idx_path(prefix))):
         if partial_path(prefix, part).is_file():
@@ -116,13 +116,13 @@ def discard(prefix: Path) -> None:
 
 
 def partial_path(prefix: str | Path, part: str) -> Path:
-    """The file that holds a part of an unfinished dataset."""
+    """Returns the path of one of the files of an unfinished dataset."""
     prefix = Path(prefix)
     return prefix.with_name(f".{prefix.name}.{part}.partial")
 
 
 def can_resume(prefix: str | Path, position: Mapping[str, int]) -> bool:
-    """Whether the partial files hold at least what `position` says."""
+    """Returns whether the partial files are at least as long as `position` requires."""
     paths = {part: partial_path(prefix, part) for part in STREAMED}
     return all(path.is_file() and path.stat().st_size >= position.get(part, -1) for part, path in paths.items())
 

@@ -2,7 +2,7 @@
 model that does not learn the order of sentences.
 
 As Megatron's `BERTMaskedWordPieceDataset`, section 5 of arXiv 1909.08053 (sentence order instead of next sentence).
-Sample i draws from its own `seed + i`, so that any sample can be made alone.
+Sample i draws from `seed + i`, so that any sample can be made alone.
 """
 
 from dataclasses import dataclass
@@ -73,7 +73,7 @@ class BertDataset(SentenceRuns):
         super().__init__(sentences, bounds, num_samples, tokenizer.vocab_size, runs, options.seed)
 
     def __getitem__(self, index: int) -> Sample:
-        """One sample.
+        """Returns one sample.
 
         Returns:
           `tokens` int32[s] with masks, `labels` int32[s] (-1 where nothing is to guess), `loss_mask` float32[s],
@@ -130,7 +130,7 @@ def truncate_pair(
 def mask_tokens(
     tokens: np.ndarray, spans: list[Span], mask: int, vocab_size: int, random: np.random.RandomState
 ) -> tuple[np.ndarray, np.ndarray]:
-    """`tokens` with those in `spans` hidden (80% as the mask, 10% as any token, 10% left), and labels, -1 elsewhere."""
+    """Masks tokens in `spans` (80% mask, 10% any token, 10% unchanged); returns the tokens and labels, -1 elsewhere."""
     labels = np.full(len(tokens), IGNORED, np.int32)
     positions = np.concatenate([np.arange(a, b) for a, b in spans]) if spans else np.empty(0, np.int64)
     labels[positions] = tokens[positions]
@@ -142,7 +142,7 @@ def mask_tokens(
 
 
 def open_bert(config: Config, share: Share) -> BertDataset:
-    """The BERT samples that a config describes, of a share of a corpus.
+    """Opens the BERT samples that a config describes, of a share of a corpus.
 
     Raises:
       UserError: the vocabulary lacks BERT's special tokens, or no document can be used.
@@ -153,7 +153,7 @@ def open_bert(config: Config, share: Share) -> BertDataset:
 
 
 def render(sample: Sample, tokenizer: Tokenizer) -> Text:
-    """The tokens, hidden ones with what they hide, the two runs of sentences in different colours."""
+    """Renders the tokens, masked ones with their labels, the two runs of sentences in different colours."""
     specials = [i for name in ("[CLS]", "[SEP]", "[PAD]") if (i := tokenizer.special(name)) is not None]
     used = int(sample["padding_mask"].sum())
     is_swapped = "sentence_order" in sample and sample["sentence_order"]

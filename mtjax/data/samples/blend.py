@@ -1,4 +1,4 @@
-"""Blends: samples of several datasets, interleaved so that every prefix of the run holds the asked-for shares.
+"""Blends: samples of several datasets, interleaved so that every prefix of the run has the requested shares.
 
 As Megatron's `BlendedDataset`: sample i comes from the dataset that lags furthest behind its weight.
 """
@@ -31,12 +31,12 @@ def normalise(weights: Sequence[float]) -> list[float]:
 
 
 def samples_of_each(weights: Sequence[float], size: int) -> list[int]:
-    """Samples that each dataset of a blend of `size` is asked for: its share and 0.5% more."""
+    """Returns the samples that each dataset of a blend of `size` must have: its share and 0.5% more."""
     return [math.ceil(math.ceil(size * w) * SURPLUS) for w in weights]
 
 
 def blend_index(weights: Sequence[float], size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Which dataset each sample of a blend comes from, and which of its samples.
+    """Returns which dataset each sample of a blend comes from, and which of its samples.
 
     At sample i, the dataset with the largest `weight x max(i, 1) - taken`, the first one on ties.
 
@@ -59,7 +59,7 @@ def blend_index(weights: Sequence[float], size: int) -> tuple[np.ndarray, np.nda
 
 
 def _picks(weights: Sequence[float], counts: list[int], start: int, stop: int) -> list[int]:
-    """The datasets of samples `start` to `stop`; `counts` is brought up to date. Order of operations as upstream."""
+    """Returns the datasets of samples `start` to `stop`, and updates `counts`. Order of operations as upstream."""
     picks = []
     numbers = [d for d in range(len(weights)) if weights[d] > 0]
     for i in range(start, stop):
@@ -86,7 +86,7 @@ class BlendedDataset:
           weights: shares; when None, the datasets' lengths, and there are no more samples than the datasets have
             together.
           size: samples.
-          cache: where the index is kept; in memory when None.
+          cache: where the index is cached; in memory when None.
 
         Raises:
           UserError: weights that can't be, or a dataset with fewer samples than its share.

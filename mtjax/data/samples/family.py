@@ -19,7 +19,7 @@ SENTENCES = EncodeOptions(split_sentences=True)
 
 @dataclass(frozen=True)
 class Share:
-    """The part of a corpus that a split's samples are made from.
+    """The part of a corpus that a split's samples are built from.
 
     Attributes:
       corpus: token ids, encoded as the family asks.
@@ -27,8 +27,8 @@ class Share:
       split: which of the run's splits this is.
       num_samples: samples that will be needed, at least 1; None goes through the text exactly once.
       tokenizer: what made the token ids.
-      cache: where indices are kept; in memory when None.
-      earlier: numbers of samples that earlier starts of the same run asked for, ascending: their order is kept.
+      cache: where indices are cached; in memory when None.
+      earlier: numbers of samples that earlier starts of the same run requested, ascending: their order is unchanged.
     """
 
     corpus: IndexedDataset
@@ -63,5 +63,5 @@ class FamilySamples:
     vocabulary_size: Callable[[Tokenizer], int] = _vocabulary
 
     def items(self, corpus: IndexedDataset) -> int:
-        """How many items a corpus has to split: documents where a sequence is a sentence, sequences otherwise."""
+        """Returns the number of items to split: documents where a sequence is a sentence, sequences otherwise."""
         return corpus.num_documents if self.encoding.split_sentences else len(corpus)

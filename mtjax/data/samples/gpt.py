@@ -131,7 +131,7 @@ class GPTDataset:
         return gpt_sample(text, self.options)
 
     def text(self, index: int) -> np.ndarray:
-        """The tokens of sample `index` before shuffling, `FILL` where none are left: int32[sequence_length + extra]."""
+        """Returns the tokens of sample `index` before shuffling, padded with `FILL`: int32[sequence_length + extra]."""
         (first, offset), (last, end) = self.sample_index[index].tolist(), self.sample_index[index + 1].tolist()
         end += self.options.extra_token
         if first == last:
@@ -168,7 +168,7 @@ def gpt_sample(text: np.ndarray, options: GPTOptions) -> Sample:
 
 
 def open_gpt(config: Config, share: Share) -> Dataset:
-    """The GPT samples that a config describes, of a share of a corpus.
+    """Opens the GPT samples that a config describes, of a share of a corpus.
 
     Raises:
       UserError: the share has no text.
@@ -188,9 +188,9 @@ def open_gpt(config: Config, share: Share) -> Dataset:
 
 
 def extended_gpt(share: Share, options: GPTOptions) -> Dataset:
-    """The samples of a share: Megatron's for the first number asked for, then further passes over its documents.
+    """Opens the samples of a share: Megatron's for the first requested number, then further passes over its documents.
 
-    What earlier starts of the run have asked for keeps its order. Each appended part is shuffled with its own seed,
+    Samples that earlier starts of the run requested keep their order. Each appended part is shuffled with its own seed,
     and begins when all passes before it are complete.
 
     Raises:
@@ -202,18 +202,18 @@ def extended_gpt(share: Share, options: GPTOptions) -> Dataset:
         if parts and (total is None or total <= done):
             continue
         seed = appended_seed(options.seed, number) if parts else options.seed
-        asked = None if total is None else total - done
-        parts.append(GPTDataset(share.corpus, share.bounds, asked, replace(options, seed=seed), share.cache))
+        wanted = None if total is None else total - done
+        parts.append(GPTDataset(share.corpus, share.bounds, wanted, replace(options, seed=seed), share.cache))
     return parts[0] if len(parts) == 1 else Concatenated(parts)
 
 
 def appended_seed(seed: int, number: int) -> int:
-    """The seed of the passes that were appended to a run's order for its `number`-th number of samples."""
+    """Returns the seed of the passes that were appended to a run's order for its `number`-th number of samples."""
     return int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
 
 
 def render(sample: Sample, tokenizer: Tokenizer) -> Text:
-    """The text, with ends of documents and tokens without loss in colour."""
+    """Renders the text, with ends of documents and tokens without loss in colour."""
     special = sample["tokens"] == tokenizer.eod
     styles = np.where(sample["loss_mask"] == 0, NO_LOSS, np.where(special, SPECIAL, PLAIN))
     return styled(sample["tokens"], styles, tokenizer)

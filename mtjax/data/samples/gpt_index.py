@@ -18,12 +18,12 @@ CHUNK = 1 << 22
 
 @dataclass(frozen=True)
 class EpochPlan:
-    """How many samples there are, and whether the last pass over the documents is shuffled apart.
+    """How many samples there are, and whether the last pass over the documents is shuffled separately.
 
     Attributes:
       epochs: passes over the documents.
-      samples: samples that all passes give; at least the number asked for.
-      first_samples: samples of all passes but the last, when that is shuffled apart; otherwise `samples`.
+      samples: samples that all passes give; at least the requested number.
+      first_samples: samples of all passes but the last, when that is shuffled separately; otherwise `samples`.
     """
 
     epochs: int
@@ -32,7 +32,7 @@ class EpochPlan:
 
     @property
     def separate(self) -> bool:
-        """Whether the last pass is shuffled apart, because only a small part of it is needed."""
+        """Whether the last pass is shuffled separately, because only a small part of it is needed."""
         return self.first_samples != self.samples
 
 
@@ -44,10 +44,10 @@ def plan_epochs(
     extra_token: bool = True,
     keep_partial: bool = False,
 ) -> EpochPlan:
-    """The fewest passes over `tokens_per_epoch` tokens that give `num_samples` samples; one pass when None.
+    """Returns the fewest passes over `tokens_per_epoch` tokens that give `num_samples` samples; one pass when None.
 
-    With several passes, of which the last gives fewer than 80% of its samples, the last is shuffled apart, so that no
-    document is seen an extra time before all others.
+    With several passes, of which the last gives fewer than 80% of its samples, the last is shuffled separately, so
+    that no document is seen an extra time before all others.
 
     Args:
       tokens_per_epoch: tokens in one pass, at least 1.
@@ -59,8 +59,8 @@ def plan_epochs(
     extra = int(extra_token)
     wanted = 1 if num_samples is None else num_samples * sequence_length + extra
     epochs = max(1, -(-wanted // tokens_per_epoch))
-    whole = (epochs * tokens_per_epoch - extra) // sequence_length
-    samples = _with_partial(epochs * tokens_per_epoch - extra, sequence_length) if keep_partial else whole
+    full = (epochs * tokens_per_epoch - extra) // sequence_length
+    samples = _with_partial(epochs * tokens_per_epoch - extra, sequence_length) if keep_partial else full
     if num_samples is None or epochs == 1:
         return EpochPlan(epochs, samples, samples)
     first = ((epochs - 1) * tokens_per_epoch - extra) // sequence_length
@@ -70,7 +70,7 @@ def plan_epochs(
 
 
 def _with_partial(tokens: int, sequence_length: int) -> int:
-    """Samples in `tokens`, one that is cut short among them.
+    """Returns the number of samples in `tokens`, including one that is cut short.
 
     In 32-bit floats, as Megatron divides: beyond 2^24 tokens it may count one more or less than there are.
     """
@@ -78,9 +78,9 @@ def _with_partial(tokens: int, sequence_length: int) -> int:
 
 
 def document_index(begin: int, end: int, plan: EpochPlan, random: np.random.RandomState) -> np.ndarray:
-    """int32[epochs x documents]: documents `begin`..`end` once per pass, shuffled over all passes together.
+    """Returns int32[epochs x documents]: documents `begin`..`end` once per pass, shuffled over all passes together.
 
-    A last pass that is apart is shuffled on its own and comes last.
+    A last pass that is separate is shuffled by itself and comes last.
     """
     documents = np.arange(begin, end, dtype=np.int32)
     together = np.tile(documents, plan.epochs - plan.separate)
@@ -100,7 +100,7 @@ def sample_index(
     *,
     extra_token: bool = True,
 ) -> np.ndarray:
-    """Where each sample starts, and where the last one ends.
+    """Returns where each sample starts, and where the last one ends.
 
     Sample k starts at token `k x sequence_length` of the concatenated documents. That is a binary search in the running
     sum of lengths, done in pieces so that memory stays bounded.
@@ -144,7 +144,7 @@ def sample_index(
 
 
 def shuffle_index(plan: EpochPlan, random: np.random.RandomState) -> np.ndarray:
-    """uint32[samples] (int64 beyond its range): the order of samples; a last pass that is apart stays last."""
+    """Returns the order of samples, uint32[samples] (else int64); a last pass shuffled separately stays last."""
     dtype: type[Any] = np.uint32 if plan.samples < np.iinfo(np.uint32).max - 1 else np.int64
     order = np.arange(plan.samples, dtype=dtype)
     random.shuffle(order[: plan.first_samples])

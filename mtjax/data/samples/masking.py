@@ -12,7 +12,7 @@ DrawLength = Callable[[np.random.RandomState], int]
 
 
 def word_starts(tokenizer: Tokenizer) -> np.ndarray:
-    """bool[vocab]: whether a token begins a word, by the mark of its kind of vocabulary: `##`, `Ġ` or `▁`."""
+    """Returns bool[vocab]: whether a token begins a word, by the mark of its kind of vocabulary: `##`, `Ġ` or `▁`."""
     names = [tokenizer.token(index) for index in range(tokenizer.vocab_size)]
     if any(name.startswith("##") for name in names):
         return np.array([not name.startswith("##") for name in names])
@@ -21,7 +21,7 @@ def word_starts(tokenizer: Tokenizer) -> np.ndarray:
 
 
 def whole_words(tokens: np.ndarray, starts: np.ndarray, special: np.ndarray) -> list[Span]:
-    """The words in `tokens` as (first token, one past the last), special tokens left out.
+    """Returns the words in `tokens` as (first token, one past the last), without special tokens.
 
     Args:
       tokens: int[n].
@@ -37,7 +37,7 @@ def whole_words(tokens: np.ndarray, starts: np.ndarray, special: np.ndarray) -> 
 
 
 def choose_spans(words: list[Span], budget: int, draw: DrawLength, random: np.random.RandomState) -> list[Span]:
-    """Non-overlapping n-grams of words with at most `budget` tokens in all, in the order of the text.
+    """Draws non-overlapping n-grams of words with at most `budget` tokens in all, in the order of the text.
 
     Words are visited in random order; each visit draws n, and takes fewer words where n would break the budget. As in
     `megatron/core/datasets/masked_dataset.py`.
@@ -74,5 +74,5 @@ def harmonic(longest: int) -> DrawLength:
 
 
 def geometric(longest: int, p: float) -> DrawLength:
-    """Geometric lengths cut off at `longest`: T5's spans."""
+    """Returns the distribution of lengths of T5's spans: geometric, cut off at `longest`."""
     return lambda random: min(int(random.geometric(p)), longest)

@@ -1,7 +1,7 @@
 """What a run has to remember of its data, so that it can be resumed with samples that it has not read yet.
 
-Megatron's order of samples depends on how many samples are asked for: an index for 640 samples does not begin with the
-index for 320. A run therefore keeps the numbers it has asked for. A longer run keeps its first index and gets further
+Megatron's order of samples depends on how many samples are requested: an index for 640 samples does not begin with the
+index for 320. A run therefore saves the numbers it has requested. A longer run keeps its first index and gets further
 passes over the text appended to it.
 """
 
@@ -21,7 +21,7 @@ class SampleOrder:
 
     Attributes:
       begins: samples that the run had consumed when this order began; 0 unless the order was changed in the middle.
-      totals: samples that the run asked for, counted from its beginning, ascending. The first number determines
+      totals: samples that the run requested, counted from its beginning, ascending. The first number determines
         the first index, and each later one the passes that were appended for it.
     """
 
@@ -29,7 +29,7 @@ class SampleOrder:
     totals: tuple[int, ...]
 
     def extended(self, total: int) -> "SampleOrder":
-        """The same order for a run of `total` samples; a shorter run keeps the order as it is."""
+        """Returns the same order for a run of `total` samples; a shorter run leaves the order unchanged."""
         return self if total <= self.totals[-1] else SampleOrder(self.begins, (*self.totals, total))
 
     @property
@@ -44,7 +44,7 @@ class TrainingText:
 
     Attributes:
       name: what messages call it.
-      content: digest of its tokens and, where it is made from text files, of these.
+      content: digest of its tokens and, where it is computed from text files, of these.
       documents: how many of its documents are training data.
       first: the first of them.
       weight: its share in a blend; None when none is given.
@@ -57,14 +57,14 @@ class TrainingText:
     weight: float | None = None
 
     def is_same(self, other: "TrainingText") -> bool:
-        """Whether both have the same samples; the name, say a path, may differ."""
+        """Returns whether both have the same samples; the name, say a path, may differ."""
         ours, theirs = asdict(self), asdict(other)
         return ours | {"name": ""} == theirs | {"name": ""}
 
 
 @dataclass(frozen=True)
 class DataPosition:
-    """The order of a run's samples, and what they are made from."""
+    """The order of a run's samples, and the texts they are built from."""
 
     order: SampleOrder
     texts: tuple[TrainingText, ...] = ()
@@ -75,7 +75,7 @@ class DataPosition:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "DataPosition":
-        """The inverse of `to_dict`."""
+        """Builds an order from the output of `to_dict`."""
         order = SampleOrder(values["order"]["begins"], tuple(values["order"]["totals"]))
         return cls(order, tuple(TrainingText(**text) for text in values["texts"]))
 
@@ -114,10 +114,10 @@ class Concatenated:
 
 
 def shifted(dataset: Dataset, order: SampleOrder) -> Dataset:
-    """A dataset whose first sample is the first one of `order`."""
+    """Returns a dataset whose first sample is the first one of `order`."""
     return Shifted(dataset, order.begins) if order.begins else dataset
 
 
 def digest_of_lengths(lengths: np.ndarray) -> str:
-    """Digest of the lengths of all rows in tokens, in their order."""
+    """Returns a digest of the lengths of all rows in tokens, in their order."""
     return hashlib.blake2b(np.ascontiguousarray(lengths, np.int64).data, digest_size=16).hexdigest()

@@ -1,4 +1,4 @@
-"""Which samples each family of models reads: the one place where a new family adds its own."""
+"""Which samples each family of models reads: a new family adds a row."""
 
 from mtjax.data.samples import bert, gpt, t5
 from mtjax.data.samples.family import FamilySamples

@@ -18,5 +18,5 @@ class Dataset(Protocol):
 
 
 def stack(samples: Sequence[Sample]) -> Sample:
-    """Samples as one batch: each array gets a leading axis."""
+    """Stacks samples into one batch: each array gets a leading axis."""
     return {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}

@@ -33,7 +33,7 @@ class RunOptions:
 def cut_runs(
     lengths: np.ndarray, documents: np.ndarray, options: RunOptions, random: np.random.RandomState
 ) -> np.ndarray:
-    """One pass over the documents, all cut at the same time: the loop is as long as the longest document has runs.
+    """Cuts all documents into runs at the same time: the loop is as long as the longest document has runs.
 
     Args:
       lengths: int32[sentences], tokens of each.
@@ -73,7 +73,7 @@ def _targets(count: int, options: RunOptions, random: np.random.RandomState) -> 
 def sample_runs(
     lengths: np.ndarray, documents: np.ndarray, options: RunOptions, num_samples: int | None, seed: int
 ) -> np.ndarray:
-    """At least `num_samples` runs, each pass over the documents cut and shuffled anew: int64[runs, 3] like `cut_runs`.
+    """Returns at least `num_samples` runs, each pass over the documents cut and shuffled anew: int64[runs, 3].
 
     When `num_samples` is None, those of one pass.
 
@@ -117,7 +117,7 @@ class SentenceRuns:
           num_samples: samples that will be needed; there may be more. None goes through the text exactly once.
           vocab_size: ids of the text are below this.
           options: how the documents are cut.
-          seed: of the order of the runs; sample i draws from its own `seed + i`.
+          seed: of the order of the runs; sample i draws from `seed + i`.
 
         Raises:
           UserError: no document can be used.
@@ -137,7 +137,7 @@ class SentenceRuns:
         return len(self.runs)
 
     def run(self, index: int) -> tuple[np.ndarray, np.ndarray, int, np.random.RandomState]:
-        """What sample `index` is made of: its text, its sentences' lengths, its target length, its source of chance.
+        """Returns the text of sample `index`, its sentences' lengths, its target length and its random generator.
 
         Raises:
           UserError: a token is not in the vocabulary.

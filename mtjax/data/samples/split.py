@@ -10,7 +10,7 @@ SPLITS: tuple[Split, ...] = ("train", "valid", "test")
 
 
 def parse_split(text: str) -> tuple[float, float, float]:
-    """The shares that `969,30,1` says, normalised to a sum of 1.
+    """Parses shares such as `969,30,1`, normalised to a sum of 1.
 
     Raises:
       UserError: not a number, more than three, or all of them 0.
@@ -28,7 +28,7 @@ def parse_split(text: str) -> tuple[float, float, float]:
 
 
 def split_bounds(text: str, count: int) -> dict[Split, tuple[int, int] | None]:
-    """First and one past the last of `count` items for each split; None where the share is 0."""
+    """Returns the first and one past the last of `count` items for each split; None where the share is 0."""
     shares = parse_split(text)
     bounds: dict[Split, tuple[int, int] | None] = {}
     total = 0.0

@@ -11,19 +11,19 @@ SPECIAL, MASKED, NO_LOSS, PLAIN, SECOND = "bold magenta", "bold yellow", "dim", 
 
 
 def styled(tokens: np.ndarray, styles: np.ndarray, tokenizer: Tokenizer) -> Text:
-    """Decoded tokens; a stretch of one style is decoded together, so that characters of several tokens stay intact."""
+    """Decodes tokens; a stretch of one style is decoded together, so that characters of several tokens stay intact."""
     text, at = Text(), 0
     for end in [*(np.flatnonzero(styles[1:] != styles[:-1]) + 1).tolist(), len(tokens)]:
         stretch = [int(t) for t in tokens[at:end]]
         part = decode(stretch, tokenizer)
-        apart = part.startswith(("[", "<"))  # special tokens decode without the spaces around them
-        text.append(f" {part} " if apart else part, str(styles[at]) if len(styles) else PLAIN)
+        is_special = part.startswith(("[", "<"))  # special tokens decode without the spaces around them
+        text.append(f" {part} " if is_special else part, str(styles[at]) if len(styles) else PLAIN)
         at = end
     return text
 
 
 def decode(tokens: Sequence[int], tokenizer: Tokenizer) -> str:
-    """Text of `tokens`; ids beyond the vocabulary are T5's sentinels."""
+    """Decodes `tokens`; ids beyond the vocabulary are T5's sentinels."""
     size = tokenizer.vocab_size
     if all(token < size for token in tokens):
         return tokenizer.decode(tokens)

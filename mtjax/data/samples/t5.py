@@ -1,6 +1,6 @@
 """T5 samples: spans of text replaced by sentinels, to be written out by the decoder.
 
-As Megatron's `T5MaskedWordPieceDataset`. Sample i draws from its own `seed + i`, so that any sample can be made alone.
+As Megatron's `T5MaskedWordPieceDataset`. Sample i draws from `seed + i`, so that any sample can be made alone.
 """
 
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ class T5Ids:
       bos: starts the decoder.
       eos: ends the target.
       pad: fills up.
-      sentinels: stand for the first, second, ... span.
+      sentinels: replace the first, second, ... span.
       vocab_size: ids are below this, the sentinels' among them.
     """
 
@@ -46,14 +46,14 @@ class T5Ids:
 
 
 def t5_ids(tokenizer: Tokenizer) -> T5Ids:
-    """The special ids of a tokenizer; where it has no `<extra_id_0>`..., 100 sentinels are added after its vocabulary.
+    """Returns the special ids of a tokenizer; where it has no `<extra_id_0>`..., 100 sentinels follow its vocabulary.
 
     Raises:
       UserError: it has nothing that starts, ends or fills a sequence.
     """
     bos, eos, pad = (_first_special(tokenizer, names) for names in (BOS_NAMES, EOS_NAMES, PAD_NAMES))
-    own = [tokenizer.special(f"<extra_id_{i}>") for i in range(SENTINELS)]
-    sentinels = tuple(index for index in own if index is not None)
+    found = [tokenizer.special(f"<extra_id_{i}>") for i in range(SENTINELS)]
+    sentinels = tuple(index for index in found if index is not None)
     size = tokenizer.vocab_size
     if not sentinels:
         sentinels, size = tuple(range(size, size + SENTINELS)), size + SENTINELS
@@ -110,7 +110,7 @@ class T5Dataset(SentenceRuns):
         super().__init__(sentences, bounds, num_samples, tokenizer.vocab_size, runs, options.seed)
 
     def __getitem__(self, index: int) -> Sample:
-        """One sample, with e = encoder_length and d = decoder_length.
+        """Returns one sample, with e = encoder_length and d = decoder_length.
 
         Returns:
           `encoder_tokens` int32[e] with sentinels, `encoder_mask` int32[e] (1 on tokens), `decoder_tokens` int32[d],
@@ -121,7 +121,7 @@ class T5Dataset(SentenceRuns):
         return self._padded(encoder, spans)
 
     def corrupt(self, text: np.ndarray, random: np.random.RandomState) -> tuple[np.ndarray, np.ndarray]:
-        """`text` with its spans replaced by sentinels, and (sentinel, span), (sentinel, span), ... - both unpadded."""
+        """Returns `text` with sentinels for its spans, and (sentinel, span), (sentinel, span), ... - both unpadded."""
         special = np.zeros(len(text), bool)
         # The decoder also has to hold its start and a sentinel for each span: no more is masked than fits with them.
         room = (self.options.decoder_length - 1) // 2
@@ -151,7 +151,7 @@ class T5Dataset(SentenceRuns):
 
 
 def open_t5(config: Config, share: Share) -> T5Dataset:
-    """The T5 samples that a config describes, of a share of a corpus.
+    """Opens the T5 samples that a config describes, of a share of a corpus.
 
     Raises:
       UserError: the vocabulary lacks special tokens, or no document can be used.
@@ -162,7 +162,7 @@ def open_t5(config: Config, share: Share) -> T5Dataset:
 
 
 def render(sample: Sample, tokenizer: Tokenizer) -> Text:
-    """What the encoder reads, the decoder reads, and the decoder is to write."""
+    """Renders the encoder's tokens, the decoder's tokens, and its labels."""
     text = Text()
     for name, mask in (("encoder_tokens", "encoder_mask"), ("decoder_tokens", "loss_mask"), ("labels", "loss_mask")):
         tokens = sample[name][: int(sample[mask].sum())]

@@ -8,7 +8,7 @@ from mtjax.errors import UserError, lone_surrogate
 
 @contextmanager
 def whole_characters(*texts: str) -> Iterator[None]:
-    """A context in which texts are encoded.
+    """Encloses the encoding of texts.
 
     Raises:
       UserError: a text has half of a surrogate pair, which the libraries refuse with errors that don't say so.

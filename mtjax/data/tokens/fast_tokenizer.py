@@ -37,7 +37,7 @@ class FastTokenizer:
     def __init__(self, tokenizer: HuggingFace, source: str, eos: str | None = None, eod: str | None = None) -> None:
         tokenizer.no_padding()
         tokenizer.no_truncation()
-        tokenizer.encode_special_tokens = True  # "<|endoftext|>" in a text is text: nobody ends a document from inside
+        tokenizer.encode_special_tokens = True  # "<|endoftext|>" in a text is text: no text ends its document
         self._tokenizer = tokenizer
         self._source, self._chosen_eod = source, eod
         if eod is None:
@@ -59,21 +59,21 @@ class FastTokenizer:
         return self._eod
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text`, nothing added."""
+        """Encodes `text`, nothing added."""
         with whole_characters(text):
             return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Ids of `text`, with what the tokenizer's post-processor adds."""
+        """Encodes `text`, with the tokens that the tokenizer's post-processor adds."""
         with whole_characters(text):
             return self._tokenizer.encode(text).ids
 
     def encode_marked(self, text: str) -> list[int]:
-        """Ids of `text`, in which names of special tokens are these."""
+        """Encodes `text`, in which names of special tokens become these tokens."""
         return self._encode(text, marked=True).ids
 
     def encode_offsets(self, text: str, *, marked: bool) -> tuple[list[int], list[tuple[int, int]]]:
-        """Ids of `text`, and the characters that each of them stands for."""
+        """Encodes `text`; returns the ids, and the range of characters of each."""
         encoding = self._encode(text, marked=marked)
         return encoding.ids, encoding.offsets
 
@@ -86,7 +86,7 @@ class FastTokenizer:
             self._tokenizer.encode_special_tokens = True
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of each text: by looking words up where this process has few cores to itself, else over all cores."""
+        """Encodes each text: by looking words up where this process has few cores to itself, else over all cores."""
         with whole_characters(*texts):
             if self._cache is not None and _cores() <= CORES_LIKE_A_CACHE:
                 return self._cache.encode_batch(texts)
@@ -94,7 +94,7 @@ class FastTokenizer:
             return [encoding.ids for encoding in encodings]
 
     def encode_batch_marked(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of each text, in which names of special tokens are these, over all cores."""
+        """Encodes each text, in which names of special tokens become these tokens, over all cores."""
         self._tokenizer.encode_special_tokens = False
         try:
             with whole_characters(*texts):
@@ -104,21 +104,21 @@ class FastTokenizer:
             self._tokenizer.encode_special_tokens = True
 
     def encode_places(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
-        """Ids of each text, nothing added, and of each id the characters from which to which it stands for."""
+        """Encodes each text, nothing added; returns the ids, and the range of characters of each."""
         with whole_characters(*texts):
             encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
             return [(encoding.ids, encoding.offsets) for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of `ids`, special tokens included."""
+        """Decodes `ids`, special tokens included."""
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 
     def token(self, index: int) -> str:
-        """How the vocabulary writes one id."""
+        """Returns how the vocabulary writes one id."""
         return self._tokenizer.id_to_token(int(index)) or f"<{index}>"
 
     def special(self, name: str) -> int | None:
-        """Id of the special token `name`, or None."""
+        """Returns the id of the special token `name`, or None."""
         return self._tokenizer.token_to_id(name)
 
     def with_eod(self, token: str) -> "FastTokenizer":

@@ -35,7 +35,7 @@ def tokenizer_files(folder: Path) -> list[str]:
 
 
 def tokenizer_of(names: Collection[str], folder: Path) -> str | None:
-    """How `--tokenizer` names the tokenizer among these files of a folder."""
+    """Returns how `--tokenizer` names the tokenizer among these files of a folder."""
     if TOKENIZER_JSON in names:
         return str(folder / TOKENIZER_JSON)
     if {"encoder.json", "vocab.bpe"} <= set(names):
@@ -52,7 +52,7 @@ def tokenizer_of(names: Collection[str], folder: Path) -> str | None:
 
 
 def tokenizer_of_run(names: Collection[str], folder: Path) -> str | None:
-    """The same of a run's folder, into which mtjax has saved the tokenizer that was trained with.
+    """Returns the same for a run's folder, into which mtjax has saved the tokenizer that was trained with.
 
     A `tokenizer.model` alone was read by SentencePiece: settings beside it came with the file or with the weights, for
     chat templates and exports, and `tokenizer_of` would make another tokenizer of both.

@@ -1,7 +1,7 @@
 """Whether two tokenizers are the same: judged by their vocabulary and by what they make of text, not by their files.
 
 The same tokenizer has many files: GPT-2's `encoder.json` and `vocab.bpe` or a `tokenizer.json`, written by one version
-of a library or another. What matters for token ids, and for the rows of an embedding, is which token each id stands for
+of a library or another. What matters for token ids, and for the rows of an embedding, is which token each id is
 and how text is cut into tokens.
 """
 
@@ -18,7 +18,8 @@ PROBES = (
     "Z\u00fcrich, na\u00efve e\u0301 Stra\u00dfe \ufb01ne \u00a0\u2028 \u4e2d\u6587\u5b57 \U0001f600",
     "\u0440\u0443\u0441\u0441\u043a\u0438\u0439 \u65e5\u672c\u8a9e",
 )
-"""Texts whose ids tell normalisation, pre-tokenization and merges apart. Recorded digests depend on them: they stay."""
+"""Texts whose ids distinguish normalisation, pre-tokenization and merges. Never change them: recorded digests depend on
+them."""
 
 
 @lru_cache(maxsize=8)
@@ -29,7 +30,7 @@ def content_digest(tokenizer: Tokenizer) -> str:
 
 
 def difference(theirs: Tokenizer, ours: Tokenizer, *, may_add: bool = False) -> str | None:
-    """Says in what two tokenizers differ, in the words "there" and "here"; None when they are the same.
+    """Returns how two tokenizers differ, called "there" and "here"; None when they are the same.
 
     Args:
       theirs: the one "there".
@@ -49,7 +50,7 @@ def difference(theirs: Tokenizer, ours: Tokenizer, *, may_add: bool = False) -> 
 
 
 def prompt_difference(theirs: Tokenizer, ours: Tokenizer) -> str | None:
-    """Says in what two tokenizers differ as `difference` does, or that they put different tokens around a prompt."""
+    """Returns how two tokenizers differ as `difference` does, or that they put different tokens around a prompt."""
     if why := difference(theirs, ours):
         return why
     same = theirs.encode_prompt(PROBES[0]) == ours.encode_prompt(PROBES[0])

@@ -70,7 +70,7 @@ class PretrainedSettings:
       files: of the vocabulary.
       values: fields of `tokenizer_config.json`, with those of `special_tokens_map.json`.
       added: tokens that were added to the vocabulary, by id.
-      named: special tokens with names of their own, such as `image_token`.
+      named: special tokens with separate names, such as `image_token`.
     """
 
     folder: Path
@@ -112,8 +112,8 @@ class PretrainedSettings:
           UserError: one is not a token.
         """
         tokens = {name: self.token(name, defaults.get(name)) for name in ATTRIBUTES}
-        own = {k: v for k, v in self.values.items() if k.endswith("_token") and isinstance(v, AddedToken)}
-        tokens |= {name: token for name, token in own.items() if name not in ATTRIBUTES} | self.named
+        others = {k: v for k, v in self.values.items() if k.endswith("_token") and isinstance(v, AddedToken)}
+        tokens |= {name: token for name, token in others.items() if name not in ATTRIBUTES} | self.named
         for name, token in tokens.items():
             if not isinstance(token, str | AddedToken | None):
                 raise UserError(
@@ -125,7 +125,7 @@ class PretrainedSettings:
         """Returns the special tokens without a name.
 
         Args:
-          of_vocabulary: those that the vocabulary's own file declares, taken where the settings have none.
+          of_vocabulary: those that the vocabulary's file declares, taken where the settings have none.
 
         Raises:
           UserError: they are not a list of tokens.
@@ -143,8 +143,8 @@ class PretrainedSettings:
         values = self.values
         if "additional_special_tokens" in values and not values.get("extra_special_tokens"):
             values["extra_special_tokens"] = values.pop("additional_special_tokens")
-        own = [k for k, v in values.items() if k not in ATTRIBUTES and k.endswith("_token") and isinstance(v, str)]
-        self.named = {name: values.pop(name) for name in own}
+        named = [k for k, v in values.items() if k not in ATTRIBUTES and k.endswith("_token") and isinstance(v, str)]
+        self.named = {name: values.pop(name) for name in named}
         self._name_extra()
         if "added_tokens_decoder" in values:
             self.added = {int(i): _added(token) for i, token in values.pop("added_tokens_decoder").items()}
@@ -180,7 +180,7 @@ class PretrainedSettings:
 
 
 def is_pretrained(folder: Path) -> bool:
-    """Whether a folder has files that say how transformers reads its tokenizer."""
+    """Returns whether a folder has files that determine how transformers reads its tokenizer."""
     return any((folder / name).is_file() for name in (CONFIG, SPECIAL, ADDED, MODEL))
 
 
@@ -204,7 +204,7 @@ def class_of(folder: Path, config: Mapping[str, Any]) -> str:
     """
     model = read_object(folder / MODEL)
     model_type = model.get("model_type")
-    source = next((path for path, said in ((CONFIG, config), (MODEL, model)) if said.get("tokenizer_class")), None)
+    source = next((path for path, fields in ((CONFIG, config), (MODEL, model)) if fields.get("tokenizer_class")), None)
     named = str(config.get("tokenizer_class") or model.get("tokenizer_class") or "").removesuffix("Fast")
     named = BACKEND if named in {name.removesuffix("Fast") for name in NAMES_OF_BACKEND} else named
     if model_type and model_type not in CLASS_OF_MODEL:
@@ -294,7 +294,7 @@ def _merged(tokens: Sequence[Any], more: Sequence[Any]) -> list[Any]:
 
 
 def _converted(value: Any) -> Any:
-    """Returns a value of a JSON file with the objects that stand for tokens as tokens."""
+    """Returns a value of a JSON file with the objects that describe tokens as tokens."""
     if isinstance(value, dict) and value.get("__type") == "AddedToken":
         return AddedToken(**{name: field for name, field in value.items() if name != "__type"})
     if isinstance(value, list):

@@ -66,7 +66,7 @@ def _backend(settings: PretrainedSettings) -> tuple[Tokenizer, dict[str, Token]]
     trained, added = model.proto.trainer_spec, settings.added
     names = {index: token.content for index, token in added.items()}
     tokenizer = model.tokenizer(names, legacy=bool(settings.values.get("legacy", True)))
-    if model.proto.normalizer_spec.add_dummy_prefix:  # what stands between added tokens begins with a space
+    if model.proto.normalizer_spec.add_dummy_prefix:  # text between added tokens begins with a space
         added = {index: _unnormalized(token) for index, token in added.items()}
     ids = {"bos_token": trained.bos_id, "eos_token": trained.eos_id, "unk_token": trained.unk_id}
     pieces = {"bos_token": trained.bos_piece, "eos_token": trained.eos_piece, "unk_token": trained.unk_piece}
@@ -82,10 +82,10 @@ def _t5(settings: PretrainedSettings) -> tuple[Tokenizer, dict[str, Token]]:
     count = settings.values.get("extra_ids", 100)
     sentinels = [f"<extra_id_{index}>" for index in range(count)]
     declared: list[Token] = list(model.declared)
-    own = sum("<extra_id_" in str(token) for token in declared)
-    if own and count and own != count:
+    in_model = sum("<extra_id_" in str(token) for token in declared)
+    if in_model and count and in_model != count:
         raise UserError(
-            f"{settings.folder} has extra_ids {count}, and its {settings.files[0].name} has {own} sentinels: correct "
+            f"{settings.folder} has extra_ids {count}, and its {settings.files[0].name} has {in_model} sentinels: correct "
             "extra_ids in its tokenizer_config.json"
         )
     vocabulary = [*model.scores, *((name, 0.0) for name in reversed(sentinels))]
@@ -96,7 +96,7 @@ def _t5(settings: PretrainedSettings) -> tuple[Tokenizer, dict[str, Token]]:
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), spaces])
     tokenizer.decoder = decoders.Metaspace(replacement=SPACE, prepend_scheme="always", split=True)
     special = settings.special({"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"})
-    _add_tokens(tokenizer, settings.added, special, settings.extra(declared if own else [*declared, *sentinels]))
+    _add_tokens(tokenizer, settings.added, special, settings.extra(declared if in_model else [*declared, *sentinels]))
     end = _id(tokenizer, special, "eos_token")
     tokenizer.post_processor = processors.TemplateProcessing(
         single=["$A", "</s>"], pair=["$A", "</s>", "$B", "</s>"], special_tokens=[("</s>", end)]
@@ -199,7 +199,7 @@ def _add_tokens(
 
 
 def _add_ends(tokenizer: Tokenizer, settings: PretrainedSettings, special: Mapping[str, Token]) -> None:
-    """Makes the tokenizer add the tokens that `add_bos_token` and `add_eos_token` ask for."""
+    """Makes the tokenizer add the tokens that `add_bos_token` and `add_eos_token` request."""
     first, last = (
         str(special[f"{name}_token"]) if settings.values.get(f"add_{name}_token") and f"{name}_token" in special else ""
         for name in ("bos", "eos")

@@ -93,8 +93,8 @@ class SentencePieceModel:
         if proto.trainer_spec.model_type == UNIGRAM:
             pieces = [piece.piece for piece in proto.pieces]
         else:
-            kept = {piece for piece, index in self.ids.items() if index not in names}
-            renamed = {index: name for index, name in names.items() if name not in kept}
+            remaining = {piece for piece, index in self.ids.items() if index not in names}
+            renamed = {index: name for index, name in names.items() if name not in remaining}
             pieces = [renamed.get(index, str(piece.piece)) for index, piece in enumerate(proto.pieces)]
         defined = [piece for piece, entry in zip(pieces, proto.pieces, strict=True) if entry.type == USER_DEFINED]
         tokenizer = Tokenizer(self._model(pieces, has_defined=bool(defined)))
@@ -103,7 +103,7 @@ class SentencePieceModel:
         if normalizing.add_dummy_prefix:
             scheme = "always" if legacy else "first"
             before.append(pre_tokenizers.Metaspace(replacement=SPACE, prepend_scheme=scheme, split=False))
-        if defined:  # SentencePiece never merges them with what stands around them
+        if defined:  # SentencePiece never merges them with their neighbours
             pattern = "|".join(re.escape(piece) for piece in sorted(defined, key=len, reverse=True))
             before.append(pre_tokenizers.Split(Regex(pattern), behavior="isolated"))
         if before:

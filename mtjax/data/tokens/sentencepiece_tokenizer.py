@@ -38,20 +38,20 @@ class SentencePieceTokenizer:
         return self._eod
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text`, nothing added."""
+        """Encodes `text`, nothing added."""
         with whole_characters(text):
             return self._processor.encode(text)
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Ids of `text`; a SentencePiece model does not say what to add."""
+        """Encodes `text`; a SentencePiece model does not specify tokens to add."""
         return self.encode(text)
 
     def encode_marked(self, text: str) -> list[int]:
-        """Ids of `text`; a SentencePiece model knows no names of special tokens in it."""
+        """Encodes `text`; a SentencePiece model knows no names of special tokens in it."""
         return self.encode(text)
 
     def encode_offsets(self, text: str, *, marked: bool) -> tuple[list[int], list[tuple[int, int]]]:
-        """Ids of `text`, and the characters that each of them stands for; `marked` makes no difference here."""
+        """Encodes `text`; returns the ids, and the range of characters of each; `marked` makes no difference here."""
         with whole_characters(text):
             try:
                 pieces, is_bytes = self._processor.encode(text, return_type="proto").pieces, True
@@ -64,7 +64,7 @@ class SentencePieceTokenizer:
         return ids, offsets
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of each text, over all cores."""
+        """Encodes each text, over all cores."""
         with whole_characters(*texts):
             return self._processor.encode(list(texts), num_threads=-1)
 
@@ -76,15 +76,15 @@ class SentencePieceTokenizer:
         )
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of `ids`, special tokens included."""
+        """Decodes `ids`, special tokens included."""
         return self._processor.decode([int(i) for i in ids])
 
     def token(self, index: int) -> str:
-        """How the vocabulary writes one id."""
+        """Returns how the vocabulary writes one id."""
         return self._processor.id_to_piece(int(index)) if 0 <= index < self.vocab_size else f"<{index}>"
 
     def special(self, name: str) -> int | None:
-        """Id of the special token `name`, or None."""
+        """Returns the id of the special token `name`, or None."""
         index = self._processor.piece_to_id(name)
         return None if index == self._processor.unk_id() and name != self.token(index) else index
 

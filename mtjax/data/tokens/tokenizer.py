@@ -43,15 +43,15 @@ class Tokenizer(Protocol):
         ...
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text`, nothing added at either end; a special token's name in it is plain text."""
+        """Encodes `text`, nothing added at either end; a special token's name in it is plain text."""
         ...
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Ids of `text` as a model is given it, with what the tokenizer adds: Llama's `<s>`, T5's `</s>`."""
+        """Encodes `text` as the input of a model, with tokens that the tokenizer adds: Llama's `<s>`, T5's `</s>`."""
         ...
 
     def encode_marked(self, text: str) -> list[int]:
-        """Ids of `text` in which the names of special tokens stand for them; nothing added."""
+        """Encodes `text` in which the names of special tokens become these tokens; nothing added."""
         ...
 
     def encode_offsets(self, text: str, *, marked: bool) -> tuple[list[int], list[tuple[int, int]]]:
@@ -76,15 +76,15 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of `ids`, special tokens shown by their names."""
+        """Decodes `ids`, special tokens as their names."""
         ...
 
     def token(self, index: int) -> str:
-        """How the vocabulary writes one id."""
+        """Returns how the vocabulary writes one id."""
         ...
 
     def special(self, name: str) -> int | None:
-        """Id of a special token such as `[MASK]`, None when the vocabulary has none of that name."""
+        """Returns the id of a special token such as `[MASK]`, None when the vocabulary has none of that name."""
         ...
 
     def with_eod(self, token: str) -> "Tokenizer":
@@ -96,7 +96,7 @@ class Tokenizer(Protocol):
         ...
 
     def save(self, folder: Path) -> None:
-        """Writes the tokenizer into `folder`, so that a run carries its own."""
+        """Writes the tokenizer into `folder`, so that a run has a copy."""
         ...
 
 
@@ -131,7 +131,7 @@ def open_tokenizer(name: str, eod_token: str | None = None) -> Tokenizer:
 
 
 def files(name: str) -> list[Path]:
-    """The files that a tokenizer's name stands for: its identity is their content."""
+    """Returns the files of a tokenizer's name: its identity is their content."""
     kind, path = _resolve(name)
     if path.is_dir() and (path / TOKENIZER_JSON).is_file() and not (path / "encoder.json").is_file():
         return [path / TOKENIZER_JSON]
@@ -153,7 +153,7 @@ def folder_of(name: str) -> Path:
 
 
 def digest_of(name: str) -> str:
-    """Hash of the kind and the files of a tokenizer."""
+    """Returns a hash of the kind and the files of a tokenizer."""
     hashed = hashlib.sha256(_resolve(name)[0].encode())
     for path in files(name):
         hashed.update(path.read_bytes())
@@ -184,7 +184,7 @@ def _recognise(path: Path) -> str:
     kinds = {".json": "hf", ".txt": "bert", ".model": "sentencepiece"}
     if path.suffix not in kinds:
         known = ", ".join(f"{kind}:PATH" for kind in KINDS)
-        raise UserError(f"what kind of tokenizer {path} is can't be told by its name; say so: {known}")
+        raise UserError(f"the kind of the tokenizer {path} is not known from its name: name it as {known}")
     return kinds[path.suffix]
 
 
@@ -197,7 +197,7 @@ def _gpt2_files(folder: Path) -> tuple[Path, Path]:
 
 
 def byte_level(tokenizer: HuggingFace) -> HuggingFace:
-    """`tokenizer` with GPT-2's pre-tokenizer and decoder, so that any bytes have ids."""
+    """Returns `tokenizer` with GPT-2's pre-tokenizer and decoder, so that any bytes have ids."""
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
@@ -205,7 +205,7 @@ def byte_level(tokenizer: HuggingFace) -> HuggingFace:
 
 
 def _is_pretrained_gpt2(folder: Path) -> bool:
-    """Whether a folder's settings say how its vocab.json is read.
+    """Returns whether a folder's settings determine how its vocab.json is read.
 
     Raises:
       UserError: they say that it is not GPT-2's.

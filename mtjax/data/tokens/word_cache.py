@@ -25,7 +25,7 @@ MOST_TOKENS = 8_000_000
 
 
 def can_cache(tokenizer: HuggingFace) -> bool:
-    """Whether ids of a text are those of its words: GPT-2's kind of tokenizer, with nothing around it."""
+    """Returns whether ids of a text are those of its words: GPT-2's kind of tokenizer, without added tokens."""
     parts: dict[str, Any] = json.loads(tokenizer.to_str())
     model, before = parts["model"], parts["pre_tokenizer"] or {}
     return (
@@ -40,7 +40,7 @@ def can_cache(tokenizer: HuggingFace) -> bool:
 
 
 def word_cache(tokenizer: HuggingFace) -> "WordCache | None":
-    """A cache for a tokenizer that allows one; None otherwise, or without the library `regex` (extra `data`)."""
+    """Builds a cache for a tokenizer that allows one; None otherwise, or without the library `regex` (extra `data`)."""
     if find_spec("regex") is None or not can_cache(tokenizer):
         return None
     return WordCache(tokenizer)
@@ -62,7 +62,7 @@ class WordCache:
         self._lengths = np.empty(0, np.int64)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of each text; texts with rare characters go through the library."""
+        """Encodes each text; texts with rare characters go through the library."""
         settled = [SETTLED.fullmatch(text) is not None for text in texts]
         words = [self._words(text) if fast else [] for text, fast in zip(texts, settled, strict=True)]
         self._learn(set().union(*words))

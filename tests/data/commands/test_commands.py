@@ -38,7 +38,7 @@ def test_verify_finds_what_opening_cannot(sentences, capsys):
     tokens[100] ^= 1
     bin_path(sentences).write_bytes(tokens)
     assert data("verify", sentences) == 2
-    assert "x_text_sentence.bin is damaged: its checksum" in capsys.readouterr().err
+    assert "x_text_sentence.bin is corrupted: its checksum" in capsys.readouterr().err
     tokens[101] = 255
     bin_path(sentences).write_bytes(tokens)
     assert data("verify", sentences) == 2
@@ -51,7 +51,7 @@ def test_info_finds_a_wrong_checksum(sentences, capsys, path):
     damaged[-8] ^= 1  # a token; a document border
     path(sentences).write_bytes(damaged)
     assert data("info", sentences) == 2
-    assert re.search(rf"{path(sentences)} is damaged", capsys.readouterr().err)
+    assert re.search(rf"{path(sentences)} is corrupted", capsys.readouterr().err)
 
 
 def test_a_directory_is_not_a_dataset(tmp_path, capsys):

@@ -1,6 +1,7 @@
 """Whatever a corpus is packed in, all commands read the text of its JSON lines."""
 
 import bz2
+import contextlib
 import csv
 import gzip
 import io
@@ -8,10 +9,13 @@ import json
 import lzma
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from mtjax.config import Config, Data
 from mtjax.data.commands import clean, preprocess
@@ -454,6 +458,12 @@ def test_bytes_behind_the_end_of_gzip_are_read_over_with_a_note(tokenizer, expec
     assert "x.jsonl.gz has 9 bytes behind the end of its gzip data: ignored" in error
 
 
+def test_a_file_whose_name_alone_is_compressed_is_read_with_a_note(tokenizer, tmp_path, capsys):
+    (tmp_path / "x.jsonl.gz").write_bytes(lines())
+    assert run_preprocess(tmp_path / "x.jsonl.gz", tmp_path / "out", tokenizer) == 0
+    assert f"note    {tmp_path}/x.jsonl.gz is not compressed, and is read as it is\n" in capsys.readouterr().err
+
+
 def test_folders_of_several_splits_or_of_none(tokenizer, tmp_path, capsys):
     two_splits_saved(tmp_path)
     folder_of_parquet(tmp_path)
@@ -486,3 +496,83 @@ def test_a_missing_pyarrow_is_named_with_its_extra(tokenizer, tmp_path, capsys, 
 def test_config_has_the_settings():
     data = Config().data
     assert (data.text_key, data.eod_token, data.parse_special) == (None, None, False)
+
+
+WORDS = st.text(max_size=30) | st.sampled_from(["one, two", 'a "quote"', "a\tb\n", "\ufeff", "\u2028", "<|endoftext|>"])
+VALUES = WORDS | st.integers() | st.none() | st.lists(WORDS, max_size=2) | st.dictionaries(WORDS, WORDS, max_size=1)
+PACKINGS = [bytes, gzip.compress, bz2.compress, lzma.compress, zstd, lambda content: gzip.compress(content) * 2]
+ENCODINGS = ["utf-8", "utf-8", "utf-8-sig", "utf-16", "utf-32", "utf-16-le", "latin-1", "cp1252"]
+ENDINGS = [".jsonl", ".json", ".JSONL.GZ", ".csv", ".tsv.xz", ".txt", ".zst", "", ".parquet", ".arrow"]
+
+
+@st.composite
+def corpora(draw) -> tuple[str, bytes]:
+    """A file's name, and bytes that may be text of that kind, packed, cut off and changed."""
+    rows = draw(st.lists(st.dictionaries(st.sampled_from(["text", "id", "a.b"]), VALUES, max_size=3), max_size=5))
+    newline = draw(st.sampled_from(["\n", "\r\n", "\r", "", "\n\n", ","]))
+    kind = draw(st.sampled_from(["json", "json", "array", "csv", "tables", "bytes"]))
+    if kind == "csv":
+        file = io.StringIO(newline="")
+        csv.writer(file).writerows([["text", "id"], *([row.get("text"), row.get("id")] for row in rows)])
+        text = file.getvalue()
+    else:
+        indent = draw(st.sampled_from([None, None, 2]))
+        text = newline.join(json.dumps(row, ensure_ascii=draw(st.booleans()), indent=indent) for row in rows)
+        text = f"[{text}]" if kind == "array" else text
+    content = text.encode(draw(st.sampled_from(ENCODINGS)), errors="replace")
+    if kind == "bytes":
+        content = draw(st.binary(max_size=300))
+    if kind == "tables":
+        texts_of_rows = [{"text": draw(st.text(max_size=30)), "id": i} for i in range(len(rows) + 1)]
+        content = table_bytes(texts_of_rows, arrow=draw(st.booleans()))
+    content = draw(st.sampled_from(PACKINGS))(content)
+    damage = draw(st.sampled_from(["none", "none", "cut", "change", "more"]))
+    at = draw(st.integers(0, max(len(content) - 1, 0)))
+    if damage == "cut":
+        content = content[:at]
+    elif damage == "change":
+        content = content[:at] + draw(st.binary(min_size=1, max_size=3)) + content[at + 1 :]
+    elif damage == "more":
+        content += draw(st.binary(max_size=20))
+    return f"x{draw(st.sampled_from(ENDINGS))}", content
+
+
+def table_bytes(rows, arrow: bool) -> bytes:
+    import pyarrow
+    from pyarrow import parquet
+
+    sink = pyarrow.BufferOutputStream()
+    if arrow:
+        with pyarrow.ipc.new_stream(sink, table(rows).schema) as writer:
+            writer.write_table(table(rows))
+    else:
+        parquet.write_table(table(rows), sink)
+    return sink.getvalue().to_pybytes()
+
+
+def check_any_corpus(tokenizer, folder: Path, corpus: tuple[str, bytes], on_error: str) -> None:
+    name, content = corpus
+    fresh_folder, error, out = tempfile.TemporaryDirectory(dir=folder), io.StringIO(), io.StringIO()
+    with fresh_folder as fresh, contextlib.redirect_stderr(error), contextlib.redirect_stdout(out):
+        path = Path(fresh) / name
+        path.write_bytes(content)
+        code = run_preprocess(path, Path(fresh) / "out", tokenizer, "--on-error", on_error, "--text-key", "text")
+        left = sorted(p.name for p in Path(fresh).iterdir())
+    message = error.getvalue()
+    assert code in (0, 2) and message and "Traceback" not in message, message
+    if code == 2:
+        assert message.splitlines()[-1].startswith("error: ") and left == [name], message
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@given(corpus=corpora(), on_error=st.sampled_from(["fail", "skip"]))
+@settings(deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
+def test_no_corpus_ends_in_a_traceback_or_in_silence(tokenizer, tmp_path_factory, corpus, on_error):
+    check_any_corpus(tokenizer, tmp_path_factory.getbasetemp(), corpus, on_error)
+
+
+@pytest.mark.long
+@given(corpus=corpora(), on_error=st.sampled_from(["fail", "skip"]))
+@settings(deadline=None, max_examples=500, suppress_health_check=list(HealthCheck))
+def test_no_corpus_of_hundreds_does(tokenizer, tmp_path_factory, corpus, on_error):
+    check_any_corpus(tokenizer, tmp_path_factory.getbasetemp(), corpus, on_error)

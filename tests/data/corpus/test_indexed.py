@@ -111,11 +111,11 @@ DAMAGE = {
         tokens,
         index[:18] + struct.pack("<Q", 2**64 - 1) + index[26:],
     ),
-    "x.idx is damaged: sequence 1 has -5": lambda tokens, index: (
+    "x.idx is corrupted: sequence 1 has -5": lambda tokens, index: (
         tokens,
         index[:38] + struct.pack("<i", -5) + index[42:],
     ),
-    "x.idx is damaged: its document starts": lambda tokens, index: (tokens, index[:-8] + struct.pack("<q", 7)),
+    "x.idx is corrupted: its document starts": lambda tokens, index: (tokens, index[:-8] + struct.pack("<q", 7)),
 }
 
 

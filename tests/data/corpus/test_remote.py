@@ -9,6 +9,7 @@ from mtjax import storage
 from mtjax.config import Config, Data, replace, validate
 from mtjax.data.cache import Cache
 from mtjax.data.corpus.remote import with_local_copies
+from mtjax.data.corpus.source import parse_sources
 from mtjax.errors import UserError
 from mtjax.storage import attempt, filesystem, is_file, url_of, write_bytes
 from tests.end_to_end.runs import free_port
@@ -97,10 +98,17 @@ def test_text_and_indexed_corpora_are_copied_once(store: Store, tmp_path: Path, 
         return with_local_copies(Data(data=text), cache).data or ""
 
     assert [Path(p).read_bytes() for p in local(f"{url}/*.txt").split(",")] == [b"one", b"two"]
+    for name in ("b.parquet", "a.parquet"):
+        write_bytes(f"{url}/rows/{name}", name.encode())
+    assert [Path(p).read_bytes() for p in local(f"{url}/rows").split(",")] == [b"a.parquet", b"b.parquet"]
+    write_bytes(f"{url}/c,d.txt", b"three")
+    (source,) = parse_sources(local(f"'{url}/c,d.txt'"))
+    assert [Path(path).read_bytes() for path in source.paths] == [b"three"]
+    capsys.readouterr()
     weight, prefix, _, plain = local(f"0.3 {url}/c/x 0.7 /here.txt").split()
     assert (weight, plain) == ("0.3", "/here.txt")
     assert Path(f"{prefix}.idx").read_bytes() == b"index" and Path(f"{prefix}.bin").read_bytes() == big
-    assert capsys.readouterr().err.count(f"copying {url}/") == 3
+    assert capsys.readouterr().err.count(f"copying {url}/") == 1
     assert local(f"{url}/c/x.bin") == prefix
     assert capsys.readouterr().err == ""
     fs.pipe_file("bucket/corpora/a.txt", b"six")  # of the same size

@@ -118,7 +118,7 @@ WRONG = {
     "is not a tokenizer.json": "hf:{folder}/wrong.json",
     "is not a BERT vocabulary": "bert:{folder}/wrong.txt",
     "is not a SentencePiece model": "sentencepiece:{folder}/wrong.model",
-    "can't be told by its name": "{folder}/wrong.xyz",
+    "is not known from its name: name it as gpt2:PATH": "{folder}/wrong.xyz",
     "did you mean 'bert'": "brt:x",
     "can't be read": "bert:{folder}/binary.txt",
     "each line of merges.txt should be two tokens": "gpt2:{folder}/gpt2",
