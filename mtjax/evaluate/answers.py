@@ -62,7 +62,7 @@ class SavedAnswers:
                 self._file.write(json.dumps([[number, *answer] for number, answer in new.items()]) + "\n")
                 self._file.flush()
 
-    def forget(self) -> None:
+    def remove(self) -> None:
         """Removes the file, once the results are written."""
         if self._writes and self.path is not None:
             self.path.unlink(missing_ok=True)

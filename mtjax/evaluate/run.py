@@ -32,7 +32,7 @@ from mtjax.train.processes.peers import Peers
 
 
 @dataclass(frozen=True)
-class Subject:
+class LoadedWeights:
     """Weights on a mesh, with their scorer and tokenizer."""
 
     saved: SavedModel
@@ -56,16 +56,16 @@ def evaluate(options: Options) -> Results:
     start = time.monotonic()
     assert options.task is not None and options.data is not None  # checked by Options.check
     check_files(options)
-    with opened(options) as subject:
-        first = tuple(first_tokens_of(subject.saved, subject.tokenizer))
-        settings = Settings(subject.length, min(options.overlap or subject.length, subject.length), first)
-        task = KINDS[options.task].open(options.data, subject.tokenizer, settings)
+    with open_weights(options) as weights:
+        first = tuple(first_tokens_of(weights.saved, weights.tokenizer))
+        settings = Settings(weights.length, min(options.overlap or weights.length, weights.length), first)
+        task = KINDS[options.task].open(options.data, weights.tokenizer, settings)
         identity = AnswersIdentity(
-            options, settings, subject.tokenizer_name, digest(options.data), subject.saved.identity
+            options, settings, weights.tokenizer_name, digest(options.data), weights.saved.identity
         )
         with shared_answers(options.out, identity.digest) as saved_answers:
-            print_header(subject.placed, data_summary(task, saved_answers))
-            score_rows(task.rows, subject.scorer, subject.saved.parameters(subject.placed), saved_answers)
+            print_header(weights.placed, data_summary(task, saved_answers))
+            score_rows(task.rows, weights.scorer, weights.saved.parameters(weights.placed), saved_answers)
             results = task.results(scores_of(saved_answers.answers))
             if this_process() == 0:
                 width = max(map(len, results))
@@ -75,13 +75,13 @@ def evaluate(options: Options) -> Results:
                     "data": {"file": str(options.data), "sha256": identity.data},
                     "overlap": settings.overlap,
                 }
-                write(options, subject, task_facts, results, time.monotonic() - start)
-                saved_answers.forget()
+                write(options, weights, task_facts, results, time.monotonic() - start)
+                saved_answers.remove()
     return results
 
 
 @contextlib.contextmanager
-def opened(options: Options) -> Iterator[Subject]:
+def open_weights(options: Options) -> Iterator[LoadedWeights]:
     """Opens the weights that options name, on their mesh.
 
     Raises:
@@ -94,7 +94,7 @@ def opened(options: Options) -> Iterator[Subject]:
         saved = SavedModel.open(options.source, Hints(vocab_multiple_for(shape), config=options.config))
         placed = ShardedModel(config_of(options, saved.config, parallel), mesh)
         scorer = Scorer(placed, length_of(options, placed.config))
-        yield Subject(saved, placed, scorer, *saved.tokenizer(options.tokenizer))
+        yield LoadedWeights(saved, placed, scorer, *saved.tokenizer(options.tokenizer))
 
 
 def shared_answers(out: Path | None, identity: str) -> SavedAnswers:
@@ -214,7 +214,7 @@ def score_rows(rows: Sequence[Row], scorer: Scorer, parameters: Any, saved: Save
 
 
 def write(
-    options: Options, subject: Subject, task_facts: Mapping[str, Any], results: Mapping[str, Any], seconds: float
+    options: Options, weights: LoadedWeights, task_facts: Mapping[str, Any], results: Mapping[str, Any], seconds: float
 ) -> None:
     """Writes results, and facts about how they were obtained, to `--out` if it is given.
 
@@ -225,11 +225,11 @@ def write(
         return
     facts = {
         **task_facts,
-        "weights": {"from": options.source, "identity": subject.saved.identity},
-        "tokenizer": subject.tokenizer_name,
-        "mesh": str(subject.placed.shape),
+        "weights": {"from": options.source, "identity": weights.saved.identity},
+        "tokenizer": weights.tokenizer_name,
+        "mesh": str(weights.placed.shape),
         "compute_dtype": options.compute_dtype,
-        "sequence_length": subject.length,
+        "sequence_length": weights.length,
         "mtjax": __version__,
         "seconds": round(seconds, 1),
         "results": results,

@@ -22,7 +22,7 @@ class Outputs:
         self.placed, self.batch = placed, placed.config.training.global_batch_size
         self._mine = process_rows(placed.batch_sharding, self.batch)
 
-    def of(self, parameters: Tree, samples: Dataset) -> np.ndarray:
+    def compute(self, parameters: Tree, samples: Dataset) -> np.ndarray:
         """Returns float32 logits or values [rows, outputs]; for spans [rows, sequence, 2]."""
         names, batches = [name for name in self.placed.batch_names if name != "sample_index"], []
         for start in range(0, len(samples), self.batch):

@@ -72,7 +72,7 @@ def predict(source: str, data: Path, *, mesh: str = "1x1", rows: int = 32, dtype
     examples = task.examples(data, config, labelled=False)
     placed = ShardedModel(for_rows(config, Parallel(mesh=mesh), rows, compute_dtype=dtype), devices)
     encoded = task.encoded(examples.rows, Encoder(saved.tokenizer()[1], config.model.family), config)
-    outputs = Outputs(placed).of(saved.parameters(placed), encoded.samples(config.model.sequence_length))
+    outputs = Outputs(placed).compute(saved.parameters(placed), encoded.samples(config.model.sequence_length))
     values = encoded.comparable(encoded.read(outputs).astype(np.float64))
     return Predictions(encoded, task.labels or config.finetuning.labels, examples.note, values)
 

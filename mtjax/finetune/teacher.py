@@ -58,16 +58,16 @@ class Teacher:
         self._check_tokens(tokenizer)
         return _with_width(config, self.saved.config.model)
 
-    def described(self, config: Config) -> tuple[Config, Model]:
+    def checked_without_weights(self, config: Config) -> tuple[Config, Model]:
         """Returns `checked` without reading weights, and the teacher's model for the student's batches; for plans.
 
         Raises:
           UserError: there are no such weights, or the student can't be distilled from them.
         """
         self._check_models(self.model, config)
-        return _with_width(config, self.model), self.beside(config)
+        return _with_width(config, self.model), self.model_for(config)
 
-    def beside(self, config: Config) -> Model:
+    def model_for(self, config: Config) -> Model:
         """Returns the teacher's model with the student's sequence length and padding of the vocabulary."""
         sizes = {"sequence_length": config.model.sequence_length, "vocab_multiple": config.model.vocab_multiple}
         return dataclasses.replace(self.model, **sizes)
@@ -138,7 +138,7 @@ class Teacher:
     def _refuse(self, why: str) -> None:
         raise UserError(f"the teacher {self.name} {why}")
 
-    def on(self, program: TrainStep) -> "Lessons":
+    def load(self, program: TrainStep) -> "TeacherTargets":
         """Loads the teacher onto the mesh of a student.
 
         Raises:
@@ -152,10 +152,10 @@ class Teacher:
             placed = ShardedModel(without_training(self.saved.config, ours.parallel, **settings), program.mesh)
         except UserError as e:
             raise UserError(f"the teacher {self.name} can't be used in this run: {e}") from e
-        return Lessons(program, placed, self.saved.parameters(placed))
+        return TeacherTargets(program, placed, self.saved.parameters(placed))
 
 
-def taught(config: Config) -> tuple[Config, Model | None]:
+def with_teacher(config: Config) -> tuple[Config, Model | None]:
     """Returns a config with `teacher_width`, and the teacher's model; None without a teacher.
 
     Raises:
@@ -163,7 +163,7 @@ def taught(config: Config) -> tuple[Config, Model | None]:
     """
     if config.finetuning.teacher is None:
         return config, None
-    return Teacher(config.finetuning.teacher, NO_HINTS).described(config)
+    return Teacher(config.finetuning.teacher, NO_HINTS).checked_without_weights(config)
 
 
 def _with_width(config: Config, theirs: Model) -> Config:
@@ -171,7 +171,7 @@ def _with_width(config: Config, theirs: Model) -> Config:
     return configs.replace(config, teacher_width=theirs.hidden_size if config.model.head == "language" else None)
 
 
-class Lessons:
+class TeacherTargets:
     """Adds the teacher's targets to batches of a student.
 
     Args:

@@ -42,9 +42,9 @@ def _verify(console: Console, config: Config, target: str) -> None:
 def _taught(config: Config) -> tuple[Config, Model | None]:
     if config.finetuning.teacher is None:
         return config, None
-    from mtjax.finetune.teacher import taught  # reads what a teacher's weights say of themselves: needs jax
+    from mtjax.finetune.teacher import with_teacher  # reads what a teacher's weights say of themselves: needs jax
 
-    return taught(config)
+    return with_teacher(config)
 
 
 if __name__ == "__main__":

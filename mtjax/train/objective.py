@@ -111,7 +111,7 @@ class Evaluations(Protocol):
         """
         ...
 
-    def ask(self, parameters: Tree) -> dict[str, float]:
+    def evaluate(self, parameters: Tree) -> dict[str, float]:
         """The entries of the metrics that the tasks give, each `TASK/RESULT`."""
         ...
 

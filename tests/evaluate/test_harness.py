@@ -9,7 +9,7 @@ import pytest
 
 from mtjax.errors import UserError
 from mtjax.evaluate.__main__ import main
-from mtjax.evaluate.answering import Answering, rolling_rows, sampling_of
+from mtjax.evaluate.harness_model import HarnessModel, rolling_rows, sampling_of
 from mtjax.evaluate.score import Scorer
 from mtjax.generate.request import Sampling
 from tests.convert.hf_folders import (
@@ -92,14 +92,14 @@ def test_results_are_those_of_lm_evals_own_model(tasks, tmp_path, monkeypatch, f
 
 
 @pytest.fixture(scope="module")
-def answering(tmp_path_factory) -> Answering:
+def answering(tmp_path_factory) -> HarnessModel:
     from mtjax.data.tokens.tokenizer import open_tokenizer
 
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
     small_tokenizer().save(str(path))
     program = program_of("1x1", hidden_dropout=0.0, attention_dropout=0.0)
     parameters = initial_state(program).parameters
-    return Answering(Scorer(program), parameters, open_tokenizer(str(path)), 0, frozenset({0}), 4)
+    return HarnessModel(Scorer(program), parameters, open_tokenizer(str(path)), 0, frozenset({0}), 4)
 
 
 def test_likelihoods_of_windows_add_up(answering, tmp_path) -> None:

@@ -49,7 +49,7 @@ def test_a_folder_has_four_rows_for_each_question(folder):
     samples = RACE.encoded(rows.train, encoder, config_of(folder), "training").samples(64)
     assert (len(samples), samples.group) == (64, 4)
     for row, question in enumerate(first.texts[:4]):
-        pair = encoder.ids([(question, first.texts[4])])[0]
+        pair = encoder.encode([(question, first.texts[4])])[0]
         assert samples.rows[row] == encoder.format.row(pair, 64)
         assert samples[row]["label"] == 1
 

@@ -11,7 +11,7 @@ from mtjax.config import Finetuning
 from mtjax.data.tokens.tokenizer import FastTokenizer
 from mtjax.errors import UserError
 from mtjax.finetune.metrics import Scores, mean_loss, softmax
-from mtjax.finetune.samples import Ids, Joined, RowFormat, Samples
+from mtjax.finetune.samples import Ids, LazyRows, RowFormat, Samples
 from mtjax.finetune.squad_metrics import exact_match, normalised, text_f1
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class Windows:
         """
         self.windows = [window for number in range(len(self.examples)) for window in self._windows_of(number, length)]
         self.starts = [1 + len(self.questions[number]) + 1 for number, _, _ in self.windows]
-        rows = Joined(_WindowIds(self.windows, self.questions, self.contexts), self.format, length)
+        rows = LazyRows(_WindowIds(self.windows, self.questions, self.contexts), self.format, length)
         pairs = zip(self.windows, self.starts, strict=True)
         labels = [self._label(window, start) for window, start in pairs]
         weights = np.ones(len(rows), np.float32)

@@ -35,7 +35,7 @@ MOST_TOKENS = 256
 SAMPLING = ("top_p", "top_k", "min_p", "repetition_penalty")
 
 
-class Answering:
+class HarnessModel:
     """A model's answers to requests of lm-eval, in their order. All processes must get the same requests.
 
     Args:
@@ -104,7 +104,7 @@ class Answering:
         scores = self._scores("continuations", rows)
         return list(zip(scores.log_probability.tolist(), scores.all_best.tolist(), strict=True))
 
-    def texts(self, texts: Sequence[str]) -> list[float]:
+    def text_log_probabilities(self, texts: Sequence[str]) -> list[float]:
         """Returns the log-probability of texts.
 
         Windows are lm-eval's: adjacent; the last one is as long as the others, but only its end is scored.
@@ -128,10 +128,10 @@ class Answering:
             score_rows(rows, self._scorer, self._parameters, saved)
         return scores_of(saved.answers)
 
-    def forget(self) -> None:
+    def remove_saved(self) -> None:
         """Removes the saved scores, once the results are written."""
         for saved in self._saved:
-            saved.forget()
+            saved.remove()
 
     # --- texts
 
@@ -207,7 +207,7 @@ def sampling_of(arguments: Arguments, number: int) -> tuple[Sampling, tuple[str,
     return sampling, tuple(stop for stop in ([until] if isinstance(until, str) else until) if stop)
 
 
-def as_lm(answering: Answering) -> Any:
+def as_lm(model: HarnessModel) -> Any:
     """Wraps a model in lm-eval's class `LM`.
 
     Raises:
@@ -220,21 +220,21 @@ def as_lm(answering: Answering) -> Any:
 
         @property
         def eot_token_id(self) -> int:
-            return answering.prefix
+            return model.prefix
 
         def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-            return answering.encode(string, add_special_tokens)
+            return model.encode(string, add_special_tokens)
 
         def loglikelihood(self, requests: Any, disable_tqdm: bool = True) -> list[tuple[float, bool]]:
             return super().loglikelihood(requests, disable_tqdm)
 
         def _loglikelihood_tokens(self, requests: Any, **_: Any) -> list[tuple[float, bool]]:
-            return answering.continuations([(before, after) for _, before, after in requests])
+            return model.continuations([(before, after) for _, before, after in requests])
 
         def loglikelihood_rolling(self, requests: Any, **_: Any) -> list[float]:
-            return answering.texts([request.args[0] for request in requests])
+            return model.text_log_probabilities([request.args[0] for request in requests])
 
         def generate_until(self, requests: Any, **_: Any) -> list[str]:
-            return answering.generate([request.args for request in requests])
+            return model.generate([request.args for request in requests])
 
     return Model()
