@@ -137,6 +137,7 @@ def check_options(options: Options, from_kind: str, to_kind: str) -> None:
 
 
 def _open_sink(kind: str, folder: Path, final: Path, source: "Source", options: Options) -> "Sink":
+    """Opens the sink for a kind; `folder` is temporary, and will be renamed to `final`."""
     from mtjax.convert.hugging_face import HuggingFaceSink
     from mtjax.convert.megatron import MegatronSink, Split
     from mtjax.convert.mtjax_folder import MtjaxSink

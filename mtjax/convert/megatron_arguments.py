@@ -103,6 +103,7 @@ def _position(arguments: Mapping[str, Any]) -> str | None:
 
 
 def _is_llama(arguments: Mapping[str, Any]) -> bool:
+    # SwiGLU, RMS norm and RoPE: mtjax's family llama.
     is_gated, is_rms = arguments.get("swiglu"), arguments.get("normalization") == "RMSNorm"
     return bool(is_gated and is_rms and _position(arguments) == "rope")
 
@@ -117,6 +118,7 @@ def _activation(arguments: Mapping[str, Any]) -> str:
 
 
 def _rope(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns mtjax's settings of RoPE."""
     settings = {"rope_theta": float(arguments.get("rotary_base") or LEGACY_ROPE_BASE)}
     factor = arguments.get("rotary_seq_len_interpolation_factor")
     if arguments.get("use_rope_scaling"):
@@ -203,6 +205,7 @@ def misfits(model: Model, names: "Names") -> list[str]:
 
 
 def _rope_misfits(model: Model, names: "Names") -> dict[str, bool]:
+    """Returns descriptions of RoPE settings -> whether the model has them and Megatron does not support them."""
     scaled = model.rope_scaling == "llama3"
     other = {name: getattr(model, name) for name, value in LLAMA3.items() if getattr(model, name) != value}
     advice = "; use --transformer-impl transformer_engine"
@@ -218,6 +221,7 @@ def _rope_misfits(model: Model, names: "Names") -> dict[str, bool]:
 
 
 def _sizes(model: Model, vocab_rows: int) -> dict[str, Any]:
+    """Returns Megatron's arguments of sizes."""
     is_grouped = num_kv_heads(model) != model.num_heads
     return {
         "num_layers": model.num_layers,
@@ -238,6 +242,7 @@ def _sizes(model: Model, vocab_rows: int) -> dict[str, Any]:
 
 
 def _kinds(model: Model, names: "Names") -> dict[str, Any]:
+    """Returns Megatron's arguments of norms, activations, biases and heads."""
     tanh = model.activation == "gelu"
     return {
         "use_legacy_models": names.is_legacy,
@@ -257,6 +262,7 @@ def _kinds(model: Model, names: "Names") -> dict[str, Any]:
 
 
 def _positions(model: Model) -> dict[str, Any]:
+    """Returns Megatron's arguments of position embeddings."""
     if model.position == "learned":
         return {"add_position_embedding": True, "position_embedding_type": "learned_absolute"}
     return {

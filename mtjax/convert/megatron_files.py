@@ -95,6 +95,11 @@ class MegatronCheckpoint:
         return tensor.numpy()
 
     def _common_dtype(self) -> str:
+        """Returns the dtype of the weights, float32 if they have several.
+
+        Raises:
+          UserError: one is not supported.
+        """
         kinds = {
             str(by[0][0].dtype).removeprefix("torch.") for name, by in self._tensors.items() if not name.endswith(BIAS)
         }

@@ -162,6 +162,7 @@ def table(version: float, names: Names = LEGACY, queries_per_group: int = 1, is_
 
 
 def _layer(names: Names, qkv_order: str, queries_per_group: int) -> tuple[Row, ...]:
+    """Returns the rows of a layer: attention, MLP and norms."""
     attention, qkv = f"{LAYERS}.attention", f"{names.layer}.{names.query_key_value}"
     return (
         *_norm(f"{LAYERS}.attention_norm", f"{names.layer}.{names.attention_norm}"),

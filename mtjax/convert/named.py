@@ -72,6 +72,11 @@ class NamedWeights:
         return with_vocab(slice_, parameter, rows_of(self.config.model))
 
     def _read(self, tensor: Tensor, name: str, into: np.ndarray, parameter: Parameter) -> None:
+        """Reads all ranks' shards of a tensor into one layer's slice of a parameter.
+
+        Raises:
+          UserError: a replicated tensor differs between ranks.
+        """
         first = self.shards.shard(name, 0)
         if tensor.split is None:
             tensor.insert(first, into, parameter)

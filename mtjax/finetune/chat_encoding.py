@@ -250,8 +250,8 @@ def _inside(offsets: Spans, spans: Spans) -> list[bool]:
 
 
 def _common_prefix(*texts: str) -> str:
-    alike = takewhile(lambda characters: len(set(characters)) == 1, zip(*texts, strict=False))
-    return "".join(characters[0] for characters in alike)
+    common = takewhile(lambda characters: len(set(characters)) == 1, zip(*texts, strict=False))
+    return "".join(characters[0] for characters in common)
 
 
 def _common_suffix(one: str, other: str) -> str:

@@ -82,6 +82,11 @@ class Teacher:
         return model_of(self.name, "--teacher", self.hints)
 
     def _check_models(self, theirs: Model, config: Config) -> None:
+        """Checks that the teacher has the student's vocabulary and head, and reads its batches.
+
+        Raises:
+          UserError: it does not.
+        """
         ours = config.model
         if config.optimizer.label_smoothing or config.optimizer.z_loss:
             raise UserError("--label-smoothing and --z-loss cannot be combined with --teacher: remove them")
@@ -110,6 +115,11 @@ class Teacher:
             )
 
     def _check_labels(self, config: Config) -> None:
+        """Checks that the teacher has the student's classes.
+
+        Raises:
+          UserError: it does not.
+        """
         theirs, ours = self.saved.config, config
         if theirs.model.head not in ("classification", "choices"):
             return

@@ -175,6 +175,7 @@ class Script:
                 self._read(body, variables, depth + 1)
 
     def _if(self, inner: list[Token], first: Token, variables: Variables, depth: int) -> None:
+        """Interprets the branch of an `if` whose condition is true; ignores those with unknown conditions."""
         condition, _, remaining = _split_at(inner, "then")
         while True:
             body, keyword, remaining = _split_at(remaining, "elif", "else")
@@ -219,6 +220,11 @@ class Script:
         return self._command(words, variables, depth) if is_decided else None
 
     def _case(self, inner: list[Token], first: Token, variables: Variables, depth: int) -> None:
+        """Interprets the first branch of a `case` whose pattern matches.
+
+        Raises:
+          UserError: there is no word after `case`.
+        """
         if not inner:
             raise UserError(f"{self._source}, line {first.line}: case without a word")
         value = variables.text(inner[0].parts)

@@ -83,7 +83,7 @@ class Windows:
         found = zip(texts, tokenizer.encode_places(texts), strict=True)
         passages = {t: (np.array(i, np.int32), np.array(p, np.int32).reshape(-1, 2)) for t, (i, p) in found}
         self.contexts = [passages[example.context][0] for example in examples]
-        self.places = [passages[example.context][1] for example in examples]
+        self.characters = [passages[example.context][1] for example in examples]
         self.windows: list[Window] = []
         self.starts: list[int] = []
 
@@ -140,6 +140,7 @@ class Windows:
         return [self._answer(number, values, rows[number]) for number in range(len(self.examples))]
 
     def _answer(self, number: int, values: np.ndarray, rows: list[int]) -> dict[str, Any]:
+        """Returns the JSON answer of a question from the logits of its windows, which are `rows` of `values`."""
         spans = [span for row in rows for span in self._spans(values[row].astype(np.float64), row)]
         best: dict[str, Span] = {}
         for span in sorted(spans, key=lambda span: -span.score):
@@ -165,7 +166,7 @@ class Windows:
         """Returns the best answers in a window, from its best start and end tokens."""
         window, offset, options = self.windows[row], self.starts[row], self.options
         count = window.end - window.begin
-        context, characters = self.examples[window.question].context, self.places[window.question]
+        context, characters = self.examples[window.question].context, self.characters[window.question]
         inside = logits[offset : offset + count]
         first, last = (np.argsort(-inside[:, end], kind="stable")[: options.n_best] for end in (0, 1))
         spans = []
@@ -178,6 +179,11 @@ class Windows:
         return spans
 
     def _windows_of(self, number: int, length: int) -> list[Window]:
+        """Returns the windows over a question's passage, in rows of `length` tokens.
+
+        Raises:
+          UserError: `length` has no space for a passage.
+        """
         question, tokens = len(self.questions[number]), len(self.contexts[number])
         size = length - question - 3  # [CLS] question [SEP] passage [SEP]
         if size < 1:
@@ -203,7 +209,7 @@ class Windows:
     def _answer_tokens(self) -> list[tuple[int, int]]:
         """First and last token of each question's first answer; -1 if there is none."""
         found = []
-        for example, characters in zip(self.examples, self.places, strict=True):
+        for example, characters in zip(self.examples, self.characters, strict=True):
             if not example.answers:
                 found.append((-1, -1))
                 continue
