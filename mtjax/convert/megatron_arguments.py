@@ -52,6 +52,7 @@ def unsupported(arguments: Mapping[str, Any], *, is_core: bool) -> list[str]:
         for key, values in SUPPORTED.items()
         if key in arguments and _plain(arguments[key]) and arguments[key] not in values
     ]
+    # A bias only in query, key and value, as in Qwen2: mtjax has one setting for all linear layers.
     if arguments.get("add_qkv_bias") and not arguments.get("add_bias_linear", True):
         wrong.append("add_qkv_bias is True without add_bias_linear")
     if _position(arguments) is None:
@@ -69,6 +70,7 @@ def described(arguments: Mapping[str, Any], names: frozenset[str]) -> dict[str, 
     """Returns mtjax's model settings from arguments that `unsupported` has checked."""
     position = _position(arguments)
     is_bert = any(name.startswith(("lm_head.", "binary_head.")) or ".pooler." in name for name in names)
+    # num_query_groups has a default even without group_query_attention.
     groups = arguments.get("num_query_groups") if arguments.get("group_query_attention") else None
     settings = {
         "family": "bert" if is_bert else "llama" if _is_llama(arguments) else "gpt",

@@ -81,6 +81,7 @@ def for_rows(saved: Config, parallel: Parallel, rows: int, **settings: Any) -> C
             f"--rows {rows} is below the {stages} pipeline stages, each of which needs a microbatch: raise --rows to "
             f"{stages} or more"
         )
+    # The largest microbatch that divides the rows.
     largest = rows // (2 * stages) if stages > 1 else rows  # at least two microbatches per stage
     return without_training(
         saved,
@@ -223,6 +224,7 @@ class SavedModel:
         with ProgressLine("reading weights", total) as progress:
             for name, leaf in targets.items():
                 array = _stacked(self.source, name, rows, order_of(name, placed.layer_orders)).astype(leaf.dtype)
+                # A model may be run with a shorter sequence than it was trained with.
                 array = array[: leaf.shape[0]] if name == POSITIONS else array
                 arrays[name] = jax.make_array_from_callback(leaf.shape, leaf.sharding, array.__getitem__)
                 done += arrays[name].nbytes
@@ -241,5 +243,6 @@ def _stacked(source: Source, name: str, rows: int, order: LayerOrder | None) -> 
     if parameter.num_layers is None:
         return layers[0]
     if order is not None:
+        # Uneven pipeline stages are padded with layers of zeros.
         layers = [np.zeros_like(layers[0]) if number == PADDING else layers[number] for number in order.flat]
     return np.stack(layers)

@@ -130,6 +130,7 @@ class RunEvaluations:
           UserError: a file is not in its task's format.
         """
         config = for_rows(program.config, program.config.parallel, max(ROWS, 2 * program.stages))
+        # trains=True: parameters keep the shardings of training, so that they are not moved.
         self._scorer = Scorer(ShardedModel(config, program.mesh, trains=True))
         settings = Settings(self._scorer.longest, self._scorer.longest, tuple(first_tokens_in(text)))
         for name, path in self._files.items():

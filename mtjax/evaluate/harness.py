@@ -77,6 +77,7 @@ def load_tasks(options: Options) -> tuple[Any, Loaded]:
     manager = tasks.TaskManager(include_path=None if include is None else str(include))
     names = []
     for name in (word.strip() for word in options.harness.split(",")):
+        # A name may contain wildcards, or be the path of a YAML file.
         matched = manager.match_tasks([name]) or ([name] if Path(name).is_file() else [])
         if not matched:
             raise UserError(f"lm-eval has no task or group {name!r}{nearest(name, manager.all_tasks)}")

@@ -99,6 +99,7 @@ class HarnessModel:
                 raise UserError(
                     f"an answer of {len(after)} tokens is longer than the sequence length of {self.longest}"
                 )
+            # Long contexts are truncated at their beginning.
             ids = [*(before or [self.prefix]), *after][-(self.longest + 1) :]
             rows.append(Row(np.asarray(ids, np.int32), len(ids) - len(after)))
         scores = self._scores("continuations", rows)
@@ -176,6 +177,7 @@ def rolling_rows(ids: list[int], prefix: int, length: int) -> list[Row]:
     tokens, rows = np.asarray([prefix, *ids], np.int32), []
     for start in range(0, len(ids), length):
         stop = min(start + length, len(ids)) + 1
+        # The last window is extended to the left to `length` tokens.
         first = max(0, stop - length - 1)
         rows.append(Row(tokens[first:stop], start + 1 - first))
     return rows

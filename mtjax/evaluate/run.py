@@ -104,6 +104,7 @@ def shared_answers(out: Path | None, identity: str) -> SavedAnswers:
       UserError: the processes see different files.
     """
     saved = SavedAnswers(out, identity, writes=this_process() == 0)
+    # Otherwise processes would run different numbers of batches, and their collectives hang.
     if len(set(all_gather_text("the saved answers", str(len(saved.answers))))) > 1:
         raise UserError(f"the processes see different files at {saved.path}: --out must be on a shared filesystem")
     return saved
@@ -235,6 +236,7 @@ def write(
         "results": results,
     }
     try:
+        # Atomic: a reader sees the old results or the new ones.
         temporary = options.out.with_name(f".{options.out.name}.new")
         temporary.write_text(json.dumps(facts, indent=2) + "\n")
         temporary.replace(options.out)

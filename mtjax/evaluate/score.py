@@ -60,6 +60,7 @@ class Scorer:
 
     def batches(self, rows: Sequence[Row]) -> list[list[int]]:
         """Groups the indices of rows into batches of rows with the same shape."""
+        # Each row uses the shortest compiled shape that fits.
         shapes = np.searchsorted(self.lengths, [len(row.tokens) - 1 for row in rows])
         groups = [np.flatnonzero(shapes == shape) for shape in range(len(self.lengths))]
         return [group[i : i + self.batch].tolist() for group in groups for i in range(0, len(group), self.batch)]

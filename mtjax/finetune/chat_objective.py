@@ -79,6 +79,7 @@ class ChatFinetuning(FinetuningObjective):
         packed = PackedChats.of(train, limit, tokenizer.eod)
         if not len(packed):
             raise UserError(f"no training row has an answer within the first {limit} tokens: raise --sequence-length")
+        # Packed once with the maximum length; the sequence length is then reduced to what the packs need.
         longest = max(sum(len(packed.chats[i].ids) - 1 for i in pack) for pack in packed.packs)
         longest = max([longest, *(len(chat.ids) - 1 for chat in held_out)])
         config = configs.replace(

@@ -143,6 +143,7 @@ class FinetuningObjective(Objective):
     def with_text(self, config: Config, longest: int, name: str, tokenizer: Tokenizer) -> Config:
         """Returns the config with the tokenizer's vocabulary size and the rows' sequence length."""
         mesh = parse_mesh(config.parallel.mesh)
+        # Context and sequence parallelism divide the sequence.
         step = math.lcm(LENGTH_STEP, parts_of_samples(Plan.of(config, mesh).layout(config.model), mesh))
         return configs.replace(
             config,
@@ -156,6 +157,7 @@ class FinetuningObjective(Objective):
         options, size = config.finetuning, config.training.global_batch_size
         steps_per_epoch = math.ceil(count / size)
         step, consumed = position_in(past)
+        # A resumed run may have consumed rows with another batch size.
         steps = step + max(0, math.ceil((options.epochs * count - consumed) / size))
         return configs.replace(
             config,

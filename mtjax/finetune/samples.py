@@ -85,6 +85,7 @@ class Encoder:
 
     def encode(self, rows: Sequence[tuple[str, ...]]) -> list[Ids]:
         """Encodes each row's texts; a text that occurs in several rows is encoded once, to one array."""
+        # Of decoders, only the first text gets the tokens that the tokenizer prepends.
         known = dict.fromkeys(text for row in rows for text in (row if self.format.is_bert else row[1:]))
         arrays = dict(zip(known, map(_array, self.tokenizer.encode_batch(list(known))), strict=True))
         if self.format.is_bert:

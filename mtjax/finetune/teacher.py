@@ -140,6 +140,7 @@ class Teacher:
             return
         if theirs.vocab_size != tokenizer.vocab_size:
             self._refuse(f"has a tokenizer of {theirs.vocab_size} tokens, but the student's has {tokenizer.vocab_size}")
+        # Distillation compares logits of the same ids.
         for index in range(theirs.vocab_size):
             if theirs.token(index) != tokenizer.token(index):
                 tokens = f"{theirs.token(index)!r}, and the student's {tokenizer.token(index)!r}"
@@ -192,6 +193,7 @@ class TeacherTargets:
 
     def __init__(self, program: TrainStep, placed: ShardedModel, parameters: Tree) -> None:
         self.program, self.placed = program, placed
+        # Matrices are used in compute_dtype only; a copy in float32 would waste memory.
         dtype = placed.config.training.compute_dtype
         cast = lambda record, a: a.astype(dtype) if gathers_in_compute_dtype(record.axes) else a  # noqa: E731
         self.parameters = placed.on_mesh(jax.tree.map, cast, placed.records, parameters)

@@ -166,6 +166,7 @@ def from_script(text: str, source: str, positional: Sequence[str], variables: Ma
     script = Script(text, source, positional, dict(variables))
     if script.lines and all(line.words[0].startswith("--") for line in script.lines):  # a file of arguments
         script.lines = [Line([word for line in script.lines for word in line.words], 1)]
+    # The command with most known arguments starts Megatron-LM; others are launchers, echo or mkdir.
     counted = [(sum(word.partition("=")[0] in by_name() for word in line.words), line) for line in script.lines]
     most = max((count for count, _ in counted), default=0)
     if most < 2:
@@ -199,6 +200,7 @@ def _processes(launcher: list[str], values: Mapping[str, Value], given: GivenArg
         name, equals, value = word.partition("=")
         if name.startswith("-"):
             found[name.lstrip("-").replace("_", "-")] = value if equals else following
+    # torchrun defaults to 1 for a missing --nnodes or --nproc-per-node.
     is_torchrun = any(
         Path(word).name in ("torchrun", "torch.distributed.run", "torch.distributed.launch") for word in launcher
     )

@@ -80,6 +80,7 @@ def _arguments(to: Translation) -> dict[str, Any]:
     """Returns Megatron's arguments with defaults filled in, and those that are not supported set to defaults."""
     defaults = {dest: default for dest in OF_MODEL if (default := default_of(dest)) is not None}
     arguments = defaults | to.given.values
+    # Unsupported values are noted, and the model is translated with the default instead.
     for dest, values in supported().items():
         if dest in to.given.values and arguments[dest] not in values and dest != "moe_expert_capacity_factor":
             to.drop(dest)
@@ -114,6 +115,7 @@ def _vocabulary(to: Translation, settings: dict[str, Any]) -> None:
     to.set("make_vocab_size_divisible_by", {"vocab_multiple": multiple})
     size = to.given.values.get("vocab_size")
     if size is not None:
+        # NullTokenizer adds an end-of-document token to --vocab-size.
         is_null = to.given.values.get("tokenizer_type") == "NullTokenizer"
         settings["vocab_size"] = size + is_null
     to.differences.append(

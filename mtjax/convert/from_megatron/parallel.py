@@ -31,6 +31,7 @@ def translate_mesh(to: Translation) -> MeshShape:
             f"{to.given.source} starts {gpus} processes, but a replica of the model needs {degrees}: add --gpus N with"
             f" a multiple of {gpus_per_replica}"
         )
+    # Data-parallel ranks, which in mtjax include the expert-parallel ranks.
     replicas = gpus // gpus_per_replica
     if replicas % experts:
         raise UserError(
@@ -99,6 +100,7 @@ def _pipeline(to: Translation, mesh: MeshShape) -> None:
     if chunks is not None and chunks > 1:
         to.settings |= {"pipeline_schedule": "interleaved", "chunks": chunks}
     ends = [to.given.values.get(f"decoder_{end}_pipeline_num_layers") for end in ("first", "last")]
+    # The other stages share the remaining layers equally.
     if any(end is not None for end in ends) and stages > 1:
         inner = stages - sum(end is not None for end in ends)
         left = layers - sum(end or 0 for end in ends)

@@ -52,6 +52,7 @@ def translate_schedule(to: Translation) -> None:
     if to.has("lr_warmup_fraction"):
         steps = to.settings.get("decay_steps") or to.get("train_iters") or (to.get("train_samples") or 0) / batch
         to.set("lr_warmup_fraction", {"warmup_steps": round(to.get("lr_warmup_fraction") * steps)})
+    # It has no effect with other styles.
     if to.settings.get("decay_style") != "WSD":
         to.settings.pop("wsd_decay_style", None)
     if to.has("end_weight_decay"):

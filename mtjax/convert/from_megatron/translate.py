@@ -39,6 +39,7 @@ def translate(given: GivenArguments) -> tuple[Translation, MeshShape]:
         row = by_dest()[dest]
         if dest in to.unsupported or dest in to.unneeded:
             continue
+        # Arguments without a setting: an unsupported feature matters only if it is switched on.
         is_default = given.values[dest] == row.default or (row.same is not None and given.values[dest] in row.same)
         if row.status == "default":
             to.unneeded[dest] = row.note

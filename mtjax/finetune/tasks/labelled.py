@@ -66,6 +66,7 @@ class Labelled:
     def encoded(self, examples: Sequence[Example], encoder: Encoder, config: Config, which: str = "") -> "EncodedRows":
         """Encodes each example as a row."""
         options, model = config.finetuning, config.model
+        # Converted weights may have no label names: use numbers.
         labels = None if self.head == "regression" else options.labels or tuple(map(str, range(model.num_labels)))
         return EncodedRows(self.metrics, *numbered(examples, labels, which), encoder)
 

@@ -77,6 +77,7 @@ class Windows:
     ) -> None:
         self.examples, self.format, self.options = examples, row_format, options
         self.has_unanswerable = has_unanswerable
+        # Several questions share a passage, which is encoded once.
         ids = tokenizer.encode_batch([example.question for example in examples])
         self.questions = [np.array(i[:MOST_QUESTION], np.int32) for i in ids]
         texts = list(dict.fromkeys(example.context for example in examples))
@@ -143,6 +144,7 @@ class Windows:
         """Returns the JSON answer of a question from the logits of its windows, which are `rows` of `values`."""
         spans = [span for row in rows for span in self._spans(values[row].astype(np.float64), row)]
         best: dict[str, Span] = {}
+        # Overlapping windows find the same text several times: keep its best score.
         for span in sorted(spans, key=lambda span: -span.score):
             best.setdefault(span.text, span)
         n_best = list(best.values())[: self.options.n_best]
@@ -214,6 +216,7 @@ class Windows:
                 found.append((-1, -1))
                 continue
             text, start = example.answers[0]
+            # Tokens that overlap the answer's characters.
             inside = np.flatnonzero((characters[:, 1] > start) & (characters[:, 0] < start + len(text)))
             found.append((int(inside[0]), int(inside[-1])) if len(inside) else (-1, -1))
         return found
