@@ -112,7 +112,10 @@ def test_likelihoods_of_windows_add_up(answering, tmp_path) -> None:
     assert found[0] != found[2]
     text = answering.tokenizer.decode(list(range(2, 14)))
     whole = answering.encode(text)
-    assert answering.texts([text, ""]) == [pytest.approx(answering.continuations([([], whole)])[0][0]), 0.0]
+    assert answering.text_log_probabilities([text, ""]) == [
+        pytest.approx(answering.continuations([([], whole)])[0][0]),
+        0.0,
+    ]
     with pytest.raises(UserError, match="an answer of 17 tokens is longer than the sequence length of 16"):
         answering.continuations([([0], [1] * 17)])
 
