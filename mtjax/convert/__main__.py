@@ -45,9 +45,9 @@ class Options:
     """The options of `mtjax convert`."""
 
     source: Annotated[str, tyro.conf.arg(name="from", metavar="KIND:DIR")]
-    """What to read."""
+    """The weights to read."""
     target: Annotated[str, tyro.conf.arg(name="to", metavar="KIND:DIR")]
-    """What to write."""
+    """The folder to write."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """dtype of the weights in an hf or megatron folder that is written. Default: that of the source, float32 for a run.
     An mtjax folder is always float32."""

@@ -41,7 +41,7 @@ def evaluate_harness(options: Options) -> Mapping[str, Results]:
     manager, loaded = load_tasks(options)
     with open_weights(options) as weights:
         counts = [f"{name} ({len(task.eval_docs):,} questions)" for name, task in loaded["tasks"].items()]
-        print_header(weights.placed, ", ".join(counts))
+        print_header(weights.sharded_model, ", ".join(counts))
         model = harness_model_of(options, weights)
         found = run_harness(options, manager, loaded, as_lm(model))
         if found is None:  # not the process that lm-eval evaluates in
@@ -100,7 +100,7 @@ def harness_model_of(options: Options, weights: LoadedWeights) -> HarnessModel:
     prefix = first_tokens_of(saved, tokenizer)[-1] if begin is None else begin
     return HarnessModel(
         weights.scorer,
-        saved.parameters(weights.placed),
+        saved.parameters(weights.sharded_model),
         tokenizer,
         prefix,
         stop_ids_of(saved, tokenizer) | {end},

@@ -145,7 +145,7 @@ class HarnessModel:
           UserError: a task's arguments are not supported, or its texts are longer than the model's sequence.
         """
         if self._engine is None:
-            decoder = Decoder(self._scorer.placed, self._parameters)
+            decoder = Decoder(self._scorer.sharded_model, self._parameters)
             self._engine = Engine(decoder, self._sequences)
         done, texts = 0, []
 

@@ -36,7 +36,7 @@ class LoadedWeights:
     """Weights on a mesh, with their scorer and tokenizer."""
 
     saved: SavedModel
-    placed: ShardedModel
+    sharded_model: ShardedModel
     scorer: Scorer
     tokenizer_name: str
     tokenizer: Tokenizer
@@ -64,8 +64,8 @@ def evaluate(options: Options) -> Results:
             options, settings, weights.tokenizer_name, digest(options.data), weights.saved.identity
         )
         with shared_answers(options.out, identity.digest) as saved_answers:
-            print_header(weights.placed, data_summary(task, saved_answers))
-            score_rows(task.rows, weights.scorer, weights.saved.parameters(weights.placed), saved_answers)
+            print_header(weights.sharded_model, data_summary(task, saved_answers))
+            score_rows(task.rows, weights.scorer, weights.saved.parameters(weights.sharded_model), saved_answers)
             results = task.results(scores_of(saved_answers.answers))
             if this_process() == 0:
                 width = max(map(len, results))
@@ -92,9 +92,9 @@ def open_weights(options: Options) -> Iterator[LoadedWeights]:
         peers.advice = "start the evaluation again: finished rows are saved next to --out"
         mesh = attach_devices(shape, peers.count)
         saved = SavedModel.open(options.source, Hints(vocab_multiple_for(shape), config=options.config))
-        placed = ShardedModel(config_of(options, saved.config, parallel), mesh)
-        scorer = Scorer(placed, length_of(options, placed.config))
-        yield LoadedWeights(saved, placed, scorer, *saved.tokenizer(options.tokenizer))
+        sharded_model = ShardedModel(config_of(options, saved.config, parallel), mesh)
+        scorer = Scorer(sharded_model, length_of(options, sharded_model.config))
+        yield LoadedWeights(saved, sharded_model, scorer, *saved.tokenizer(options.tokenizer))
 
 
 def shared_answers(out: Path | None, identity: str) -> SavedAnswers:
@@ -185,15 +185,15 @@ def length_of(options: Options, config: Config) -> int:
     return length
 
 
-def print_header(placed: ShardedModel, data: str) -> None:
+def print_header(sharded_model: ShardedModel, data: str) -> None:
     """Prints model, mesh and data."""
     if this_process():
         return
-    model = placed.config.model
+    model = sharded_model.config.model
     print(
         f"model   {model.family}: {model.num_layers} layers, hidden {model.hidden_size}, sequence "
-        f"{model.sequence_length}, {placed.config.training.compute_dtype}\n"
-        f"mesh    {placed.shape.description}\n"
+        f"{model.sequence_length}, {sharded_model.config.training.compute_dtype}\n"
+        f"mesh    {sharded_model.shape.description}\n"
         f"data    {data}",
         flush=True,
     )
@@ -228,7 +228,7 @@ def write(
         **task_facts,
         "weights": {"from": options.source, "identity": weights.saved.identity},
         "tokenizer": weights.tokenizer_name,
-        "mesh": str(weights.placed.shape),
+        "mesh": str(weights.sharded_model.shape),
         "compute_dtype": options.compute_dtype,
         "sequence_length": weights.length,
         "mtjax": __version__,

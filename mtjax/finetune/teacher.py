@@ -160,10 +160,10 @@ class Teacher:
         sizes |= {"global_batch_size": training.global_batch_size, "microbatch_size": training.microbatch_size}
         settings = sizes | {"compute_dtype": training.compute_dtype, "layers_per_stage": None, "teacher": None}
         try:
-            placed = ShardedModel(without_training(self.saved.config, ours.parallel, **settings), program.mesh)
+            sharded_model = ShardedModel(without_training(self.saved.config, ours.parallel, **settings), program.mesh)
         except UserError as e:
             raise UserError(f"the teacher {self.name} can't be used in this run: {e}") from e
-        return TeacherTargets(program, placed, self.saved.parameters(placed))
+        return TeacherTargets(program, sharded_model, self.saved.parameters(sharded_model))
 
 
 def with_teacher(config: Config) -> tuple[Config, Model | None]:
@@ -187,16 +187,16 @@ class TeacherTargets:
 
     Args:
       program: the student's training step.
-      placed: the teacher's model.
+      sharded_model: the teacher's model.
       parameters: the teacher's parameters, float32; matrices are cast to compute_dtype.
     """
 
-    def __init__(self, program: TrainStep, placed: ShardedModel, parameters: Tree) -> None:
-        self.program, self.placed = program, placed
+    def __init__(self, program: TrainStep, sharded_model: ShardedModel, parameters: Tree) -> None:
+        self.program, self.sharded_model = program, sharded_model
         # Matrices are used in compute_dtype only; a copy in float32 would waste memory.
-        dtype = placed.config.training.compute_dtype
+        dtype = sharded_model.config.training.compute_dtype
         cast = lambda record, a: a.astype(dtype) if gathers_in_compute_dtype(record.axes) else a  # noqa: E731
-        self.parameters = placed.on_mesh(jax.tree.map, cast, placed.records, parameters)
+        self.parameters = sharded_model.on_mesh(jax.tree.map, cast, sharded_model.records, parameters)
         added = program.abstract_step_batch()
         self._sharding = added[TEACHER].sharding
         self._tables: dict[str, Array] = {}
@@ -207,7 +207,7 @@ class TeacherTargets:
     def __call__(self, batch: Batch) -> Batch:
         """Returns the batch with the teacher's outputs (hidden states, or logits of a task's head) added."""
         read = {name: array for name, array in batch.items() if name != "sample_index"}
-        return {**batch, TEACHER: self.placed.on_mesh(self._compiled, self.parameters, read), **self._tables}
+        return {**batch, TEACHER: self.sharded_model.on_mesh(self._compiled, self.parameters, read), **self._tables}
 
     @cached_property
     def _compiled(self) -> Any:
@@ -216,9 +216,9 @@ class TeacherTargets:
     def _outputs(self, parameters: Tree, batch: Batch) -> Array:
         """Runs the teacher: final hidden states [batch, seq, embed] with a language head, else the head's outputs."""
         count = num_microbatches(self.program.config, self.program.shape, batch["tokens"].shape[0])
-        with use_rules(self.placed.layout.rules):
-            model = self.placed.inference_model(parameters)
-            hidden_states = self.placed.final_hidden_states(parameters, batch, count)
+        with use_rules(self.sharded_model.layout.rules):
+            model = self.sharded_model.inference_model(parameters)
+            hidden_states = self.sharded_model.final_hidden_states(parameters, batch, count)
             if isinstance(model, GPT):
                 # The student's loss computes the teacher's logits in chunks, from hidden states and the output table.
                 return reshard(model.final_hidden(hidden_states), spec("batch", "seq", "embed"))
