@@ -204,9 +204,8 @@ def load(path: Path) -> dict[str, Any]:
         with serialization.safe_globals([_harmless(name) for name in named]):
             contents = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as e:  # a corrupted file may raise any error of pickle, zipfile or torch
-        reason = (
-            (str(e).strip() or repr(e)).splitlines()[0].split(". ")[0]
-        )  # the rest of torch's message is advice that does not apply
+        # Only the first sentence: torch continues with advice that does not apply here.
+        reason = (str(e).strip() or repr(e)).splitlines()[0].split(". ")[0]
         raise UserError(f"{path} can't be read as a torch checkpoint without running code from it: {reason}") from e
     if not isinstance(contents, dict) or not all(isinstance(m, Mapping) for m in _models(contents) or [None]):
         raise UserError(f"{path} contains no model of Megatron-LM")
