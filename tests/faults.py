@@ -742,7 +742,7 @@ FAULTS = (
     ),
     Fault(
         "finetune: results of a sweep with other settings are taken over",
-        "names = [name for name in {**begun, **now} if begun.get(name) != now.get(name)]",
+        "names = [name for name in {**recorded, **settings} if recorded.get(name) != settings.get(name)]",
         "names = []",
         "finetune",
         "test_results_of_other_settings_are_not_taken_over",
@@ -842,7 +842,7 @@ FAULTS = (
     ),
     Fault(
         "finetune: windows on a passage follow each other without overlap",
-        "step, windows, begin = min(self.options.doc_stride, room), [], 0",
+        "step, windows, begin = min(self.options.doc_stride, size), [], 0",
         "step, windows, begin = room, [], 0",
         "finetune",
         "test_windows_are_those_of_the_library",

@@ -47,9 +47,9 @@ class Options:
     """The options of `mtjax convert`."""
 
     source: Annotated[str, tyro.conf.arg(name="from", metavar="KIND:DIR")]
-    """What to read."""
+    """The weights to read."""
     target: Annotated[str, tyro.conf.arg(name="to", metavar="KIND:DIR")]
-    """What to write."""
+    """The folder to write."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """dtype of the weights in an hf or megatron folder that is written. Default: that of the source, float32 for a run.
     An mtjax folder is always float32."""
@@ -161,6 +161,7 @@ def check_format(options: Options) -> None:
 
 
 def _open_sink(kind: str, folder: Path, final: Path, source: "Source", options: Options) -> "Sink":
+    """Opens the sink for a kind; `folder` is temporary, and will be renamed to `final`."""
     from mtjax.convert.hugging_face import HuggingFaceSink
     from mtjax.convert.megatron import MegatronSink, Split
     from mtjax.convert.mtjax_folder import MtjaxSink

@@ -34,6 +34,7 @@ def check_complete(
     fresh = fresh_parameters(selection, found)
     may_be_missing = {name_of(t, layer) for parameter, layer, t in selection.tensors() if parameter.name in fresh}
     missing = [name for name in expected if name not in found and name not in may_be_missing]
+    # Tensors that may be present although the model does not need them.
     known = (*table.ignored, *(re.escape(name) for name in table.copies))
     extra = [n for n in found if n not in expected and not any(re.fullmatch(pattern, n) for pattern in known)]
     misshapen = [

@@ -159,6 +159,7 @@ class HuggingFaceSink:
         if original.get("model_type") != self._family.model_type:
             # Of another type of model, only the ids of special tokens have the same meaning.
             original = special_ids(original) or self._special_ids(tokenizer)
+        # transformers 5 writes dtype, 4 torch_dtype: keep only the latter, which both read.
         config = {k: v for k, v in original.items() if k != "dtype"} | self._family.config_json(model)
         config |= {"torch_dtype": self._dtype}
         if model.head != "language" and model.family in ("gpt", "llama"):
@@ -199,6 +200,7 @@ def narrowed(array: np.ndarray, dtype: str, name: str) -> np.ndarray:
     Raises:
       UserError: a value overflows float16.
     """
+    # An overflow gives infinity, which is reported below with the tensor's name.
     with np.errstate(over="ignore"):
         cast = array.astype(DTYPES[dtype], copy=False)
     if dtype == "float16" and np.isinf(cast).any() and not np.isinf(array).any():

@@ -50,12 +50,14 @@ def describe(
     folder = checkpoint_folder(folder)
     files = TorchDistCheckpoint(folder) if is_torch_dist(folder) else MegatronCheckpoint(folder)
     names = names_in(files.shapes, str(files.folder))
+    # The embedding is sharded over the vocabulary: its padded size is the sum over ranks.
     rows = files.ranks * files.shapes[names.words][0] if names.words in files.shapes else None
     if model_config is None:
         with understood(str(files.folder)):
             settings = model_settings(files.arguments, frozenset(files.shapes), str(files.folder))
     else:
         settings = dict(vars(configs.load(model_config).model))
+    # Order of precedence: --vocab-size, the config, the saved argument, the padded size.
     known = vocab_size or settings.get("vocab_size") or files.arguments.get("vocab_size")
     rows = (
         rows or files.arguments.get("padded_vocab_size") or known or 1
@@ -145,6 +147,7 @@ class MegatronSink:
         model = origin.config.model
         self._folder, self._origin, self._split = folder, origin, split
         self._dtype = dtype or origin.dtype
+        # Megatron pads the vocabulary to this multiple, so that every rank has the same number of rows.
         multiple = VOCAB_MULTIPLE * split.tensor
         self._rows = -(-rows_of(model) // multiple) * multiple
         self._names = written_names(model, split)
@@ -153,6 +156,7 @@ class MegatronSink:
         check_split(model, split, self._names)
         rows = table(split.version, self._names, queries_per_group(model), split.grouped_experts)
         self._selection = rows.select(parameters)
+        # With tied embeddings, the last stage has a copy of the embedding to compute logits.
         self._copies = {self._names.words: (self._names.head_copy,)} if model.tie_embeddings else {}
         stages = self._staged(local_shapes(self._selection, self._rows, split.tensor))
         self._collected = {
@@ -178,6 +182,7 @@ class MegatronSink:
                 if not name.endswith(BIAS):  # routers' biases remain float32
                     shard = narrowed(shard, self._dtype, name)
                 files = [tensors for ranks_of, tensors in self._collected.items() if ranks_of[0] == rank]
+                # Also to the copy of the embedding, in the files of all expert-parallel ranks that have the tensor.
                 for written_name in (name, *self._copies.get(name, ())):
                     for tensors in files:
                         if written_name in tensors:
@@ -216,6 +221,7 @@ class MegatronSink:
         stages: list[dict[str, tuple[int, ...]]] = [{} for _ in range(last + 1)]
         for name, shape in shapes.items():
             stages[self._stage(name)][name] = shape
+        # With one stage, the embedding itself computes the logits.
         if last and self._origin.config.model.tie_embeddings:
             stages[last][self._names.head_copy] = shapes[self._names.words]
         return stages
@@ -223,6 +229,7 @@ class MegatronSink:
     def _stage(self, name: str) -> int:
         layer = _layer(name)
         if layer is not None:
+            # Layers are divided equally over stages (check_split).
             return layer // (self._origin.config.model.num_layers // self._split.pipeline)
         return 0 if name.startswith(f"{self._names.embedding}.") else self._split.pipeline - 1
 
@@ -249,6 +256,7 @@ class MegatronSink:
         path = self._folder / f".collected-{file}"
         size = sum(map(prod, shapes.values()))
         buffer = np.memmap(path, dtype, "w+", shape=(size,))
+        # Allocates the file now: a full disk is an error here, not a SIGBUS when a page is written.
         reserve(path)
         views, start = {}, 0
         for name, shape in shapes.items():

@@ -52,6 +52,7 @@ def unsupported(arguments: Mapping[str, Any], *, is_core: bool) -> list[str]:
         for key, values in SUPPORTED.items()
         if key in arguments and _plain(arguments[key]) and arguments[key] not in values
     ]
+    # A bias only in query, key and value, as in Qwen2: mtjax has one setting for all linear layers.
     if arguments.get("add_qkv_bias") and not arguments.get("add_bias_linear", True):
         wrong.append("add_qkv_bias is True without add_bias_linear")
     if _position(arguments) is None:
@@ -69,6 +70,7 @@ def described(arguments: Mapping[str, Any], names: frozenset[str]) -> dict[str, 
     """Returns mtjax's model settings from arguments that `unsupported` has checked."""
     position = _position(arguments)
     is_bert = any(name.startswith(("lm_head.", "binary_head.")) or ".pooler." in name for name in names)
+    # num_query_groups has a default even without group_query_attention.
     groups = arguments.get("num_query_groups") if arguments.get("group_query_attention") else None
     settings = {
         "family": "bert" if is_bert else "llama" if _is_llama(arguments) else "gpt",
@@ -103,6 +105,7 @@ def _position(arguments: Mapping[str, Any]) -> str | None:
 
 
 def _is_llama(arguments: Mapping[str, Any]) -> bool:
+    # SwiGLU, RMS norm and RoPE: mtjax's family llama.
     is_gated, is_rms = arguments.get("swiglu"), arguments.get("normalization") == "RMSNorm"
     return bool(is_gated and is_rms and _position(arguments) == "rope")
 
@@ -117,6 +120,7 @@ def _activation(arguments: Mapping[str, Any]) -> str:
 
 
 def _rope(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns mtjax's settings of RoPE."""
     settings = {"rope_theta": float(arguments.get("rotary_base") or LEGACY_ROPE_BASE)}
     factor = arguments.get("rotary_seq_len_interpolation_factor")
     if arguments.get("use_rope_scaling"):
@@ -203,6 +207,7 @@ def misfits(model: Model, names: "Names") -> list[str]:
 
 
 def _rope_misfits(model: Model, names: "Names") -> dict[str, bool]:
+    """Returns descriptions of RoPE settings -> whether the model has them and Megatron does not support them."""
     scaled = model.rope_scaling == "llama3"
     other = {name: getattr(model, name) for name, value in LLAMA3.items() if getattr(model, name) != value}
     advice = "; use --transformer-impl transformer_engine"
@@ -218,6 +223,7 @@ def _rope_misfits(model: Model, names: "Names") -> dict[str, bool]:
 
 
 def _sizes(model: Model, vocab_rows: int) -> dict[str, Any]:
+    """Returns Megatron's arguments of sizes."""
     is_grouped = num_kv_heads(model) != model.num_heads
     return {
         "num_layers": model.num_layers,
@@ -238,6 +244,7 @@ def _sizes(model: Model, vocab_rows: int) -> dict[str, Any]:
 
 
 def _kinds(model: Model, names: "Names") -> dict[str, Any]:
+    """Returns Megatron's arguments of norms, activations, biases and heads."""
     tanh = model.activation == "gelu"
     return {
         "use_legacy_models": names.is_legacy,
@@ -257,6 +264,7 @@ def _kinds(model: Model, names: "Names") -> dict[str, Any]:
 
 
 def _positions(model: Model) -> dict[str, Any]:
+    """Returns Megatron's arguments of position embeddings."""
     if model.position == "learned":
         return {"add_position_embedding": True, "position_embedding_type": "learned_absolute"}
     return {

@@ -69,6 +69,7 @@ class MegatronCheckpoint:
         grid = _grid(self.folder, files_of, (self.arguments.get("expert_model_parallel_size") or 1) > 1)
         self.ranks, stages = len(grid), len(grid[0])
         loaded = [[[load(path) for path in paths] for paths in row] for row in grid]
+        # Interleaved schedule: all stages have the same number of chunks.
         chunks = max(len(_models(one)) for row in loaded for files in row for one in files)
         chunks_of_layers = [
             _stage_chunk([[_models(one)[chunk] for one in row[stage]] for row in loaded], grid[0][stage][0])
@@ -77,6 +78,7 @@ class MegatronCheckpoint:
         ]
         self._tensors = _joined(chunks_of_layers)
         self.num_layers = sum(chunk.num_layers for chunk in chunks_of_layers)
+        # Shapes are those of rank 0; _stage_chunk has checked that all ranks have the same.
         self.shapes: Mapping[str, tuple[int, ...]] = {n: tuple(by[0][0].shape) for n, by in self._tensors.items()}
         self.dtype = self._common_dtype()
 
@@ -95,11 +97,17 @@ class MegatronCheckpoint:
         tensor, *copies = (one.detach() for one in self._tensors[name][rank])
         if not all(torch.equal(tensor, copy) for copy in copies):
             raise UserError(f"{self.folder}: {name} must be replicated on expert-parallel ranks, but they differ")
+        # numpy has no bfloat16: reinterpret the bits.
         if tensor.dtype == torch.bfloat16:
             return tensor.contiguous().view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
         return tensor.numpy()
 
     def _common_dtype(self) -> str:
+        """Returns the dtype of the weights, float32 if they have several.
+
+        Raises:
+          UserError: one is not supported.
+        """
         kinds = {
             str(by[0][0].dtype).removeprefix("torch.") for name, by in self._tensors.items() if not name.endswith(BIAS)
         }
@@ -171,9 +179,8 @@ def load(path: Path) -> dict[str, Any]:
         with serialization.safe_globals([_harmless(name) for name in named]):
             contents = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as e:  # a corrupted file may raise any error of pickle, zipfile or torch
-        reason = (
-            (str(e).strip() or repr(e)).splitlines()[0].split(". ")[0]
-        )  # the rest of torch's message is advice that does not apply
+        # Only the first sentence: torch continues with advice that does not apply here.
+        reason = (str(e).strip() or repr(e)).splitlines()[0].split(". ")[0]
         raise UserError(f"{path} can't be read as a torch checkpoint without running code from it: {reason}") from e
     if not isinstance(contents, dict) or not all(isinstance(m, Mapping) for m in _models(contents) or [None]):
         raise UserError(f"{path} contains no model of Megatron-LM")
@@ -213,6 +220,7 @@ def _stage_chunk(models: list[list[Any]], path: Path) -> _StageChunk:
     """
     tensors = [_tensors_of_rank(of_rank) for of_rank in models]
     for rank, other in enumerate(tensors):
+        # Tensors of only one of the two ranks, and those of different shapes.
         differing = set(tensors[0]) ^ set(other)
         differing |= {n for n in set(tensors[0]) & set(other) if _shapes(tensors[0][n]) != _shapes(other[n])}
         if differing:
@@ -224,6 +232,7 @@ def _stage_chunk(models: list[list[Any]], path: Path) -> _StageChunk:
         raise UserError(
             f"{path} and the same file of other expert-parallel ranks differ in the shapes of {', '.join(odd)}"
         )
+    # Layers are numbered from 0 within the chunk.
     layers = {int(match[0]) for name in tensors[0] if (match := _LAYER.search(name))}
     return _StageChunk(tensors, max(layers, default=-1) + 1)
 

@@ -146,6 +146,7 @@ def table(version: float, names: Names = LEGACY, queries_per_group: int = 1, is_
         row("embedding", names.words, "vocab embed"),
         row("positions", f"{names.embedding}.position_embeddings.weight", "positions embed"),
         *layer,
+        # In a model with experts, the first dense layers are a separate stack.
         *(replace(of, ours=of.ours.replace(LAYERS, f"{DENSE}.layers")) for of in layer),
         *(() if names.is_legacy else _experts(names, is_grouped)),
         *_norm("final_norm", f"{names.stack}.{names.final_norm}"),
@@ -162,6 +163,7 @@ def table(version: float, names: Names = LEGACY, queries_per_group: int = 1, is_
 
 
 def _layer(names: Names, qkv_order: str, queries_per_group: int) -> tuple[Row, ...]:
+    """Returns the rows of a layer: attention, MLP and norms."""
     attention, qkv = f"{LAYERS}.attention", f"{names.layer}.{names.query_key_value}"
     return (
         *_norm(f"{LAYERS}.attention_norm", f"{names.layer}.{names.attention_norm}"),

@@ -124,6 +124,7 @@ def product_of(weight: Parameter, names: tuple[Parameter, Parameter], factors: S
         "".join(letters.setdefault(axis, string.ascii_letters[len(letters)]) for axis in parameter.axes)
         for parameter in (*names, weight)
     ]
+    # The rank is the only dimension in both factors and not in the weight, so einsum contracts it.
     return np.einsum(f"{terms[0]},{terms[1]}->{terms[2]}", *(factor.astype(np.float64) for factor in factors))
 
 
@@ -140,11 +141,13 @@ class MtjaxSink:
         """Writes one layer's slice, with the vocabulary padded."""
         rows = sizes.padded_vocab_size(self._origin.config.model)
         array = np.ascontiguousarray(with_vocab(array, parameter, rows), np.float32)
+        # Parameters are written one after the other, so one open array is enough.
         if parameter.name not in self._stores:
             self._stores = {parameter.name: self._create(parameter)}  # only the current one is open
         store = self._stores[parameter.name]
         (store if layer is None else store[layer]).write(array).result()
         name = f"{PREFIX}.{parameter.name}"
+        # Fingerprints add up over slices, modulo 2^32.
         number = fingerprint_of_slice(array, (layer or 0) * array.size)
         self._fingerprints[name] = (self._fingerprints.get(name, 0) + number) % 2**32
 

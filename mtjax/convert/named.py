@@ -72,6 +72,12 @@ class NamedWeights:
         return with_vocab(slice_, parameter, rows_of(self.config.model))
 
     def _read(self, tensor: Tensor, name: str, into: np.ndarray, parameter: Parameter) -> None:
+        """Reads all ranks' shards of a tensor into one layer's slice of a parameter.
+
+        Raises:
+          UserError: a replicated tensor differs between ranks.
+        """
+        # Replicated tensors must be equal on all ranks; sharded ones are read rank by rank.
         first = self.shards.shard(name, 0)
         if tensor.split is None:
             tensor.insert(first, into, parameter)
@@ -126,5 +132,6 @@ def fresh_slice(parameter: Parameter, layer: int | None, config: Config) -> np.n
     shape = tuple(sizes.values())
     if kind in ("bias", "scale"):
         return np.full(shape, float(kind == "scale"), np.float32)
+    # Seeded by name and layer, so that a repeated conversion gives the same weights.
     random = np.random.default_rng([zlib.crc32(parameter.name.encode()), layer or 0])
     return (config.model.init_std * random.standard_normal(shape)).astype(np.float32)

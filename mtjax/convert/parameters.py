@@ -59,8 +59,8 @@ def parameters_of(config: Config) -> dict[str, Parameter]:
     """
     # On one device, whatever the mesh of the run: names and shapes don't depend on it.
     one_device = dataclasses.replace(config, parallel=Parallel())
-    placed = ShardedModel(one_device, make_mesh(MeshShape(), jax.devices("cpu")))
-    return {record.name: _parameter(record, config.model) for record in jax.tree.leaves(placed.records)}
+    sharded_model = ShardedModel(one_device, make_mesh(MeshShape(), jax.devices("cpu")))
+    return {record.name: _parameter(record, config.model) for record in jax.tree.leaves(sharded_model.records)}
 
 
 def _parameter(record: ParamSpec, model: Model) -> Parameter:

@@ -68,6 +68,7 @@ def factors(
     part = next((axis for axis in parameter.axes if axis in PARTS), None)
     if part is None:
         return _matrices(a, b)
+    # One adapter for each of query, key and value (or gate and up), which are stacked in mtjax.
     each = [_matrices(np.take(a, i, axis=parameter.axes.index(part)), b[i]) for i in range(len(b))]
     if tensor.part is not None:
         return each[tensor.part[1]]

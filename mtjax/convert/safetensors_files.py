@@ -153,10 +153,12 @@ class SafetensorsWriter:
             start, end = end, end + DTYPES[dtype].itemsize * prod(shape)
             header[name] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [start, end]}
         text = json.dumps(header, separators=(",", ":")).encode()
+        # The format allows spaces after the header; aligned data can be memory-mapped as any dtype.
         text += b" " * (-len(text) % _ALIGNMENT)
         with path.open("wb") as file:
             file.write(struct.pack("<Q", len(text)) + text)
             data = file.tell()
+            # Creates a sparse file of the full size, into which write() seeks.
             file.truncate(data + end)
         for name, shape in shapes.items():
             self._locations[name] = _Location(path, data + header[name]["data_offsets"][0], shape, DTYPES[dtype])

@@ -81,6 +81,7 @@ def for_rows(saved: Config, parallel: Parallel, rows: int, **settings: Any) -> C
             f"--rows {rows} is below the {stages} pipeline stages, each of which needs a microbatch: raise --rows to "
             f"{stages} or more"
         )
+    # The largest microbatch that divides the rows.
     largest = rows // (2 * stages) if stages > 1 else rows  # at least two microbatches per stage
     return without_training(
         saved,
@@ -197,32 +198,33 @@ class SavedModel:
             facts = [(str(p.relative_to(self.folder)), s.st_size, s.st_mtime_ns) for p, s in stats.items()]
         return hashlib.sha256(repr(facts).encode()).hexdigest()
 
-    def parameters(self, placed: ShardedModel) -> Tree:
-        """Reads the weights onto a mesh with the shardings of `placed`.
+    def parameters(self, sharded_model: ShardedModel) -> Tree:
+        """Reads the weights onto a mesh with the shardings of `sharded_model`.
 
         Raises:
           UserError: they are corrupted, can't be read, or belong to another model.
         """
-        target, orders = placed.restore_target, placed.layer_orders
+        target, orders = sharded_model.restore_target, sharded_model.layer_orders
         if isinstance(self.source, MtjaxSource) and not self.source.adapters:
             # Each device reads only its shards; other formats are read parameter by parameter.
-            check_same_weights(self.source.weights, target, placed.config, orders)
+            check_same_weights(self.source.weights, target, sharded_model.config, orders)
             return restore_weights(self.source.weights, target, orders)
         leaves, structure = jax.tree_util.tree_flatten_with_path(target)
-        arrays = self.read({dotted(path): leaf for path, leaf in leaves}, placed)
+        arrays = self.read({dotted(path): leaf for path, leaf in leaves}, sharded_model)
         return jax.tree_util.tree_unflatten(structure, list(arrays.values()))
 
-    def read(self, targets: Mapping[str, jax.ShapeDtypeStruct], placed: ShardedModel) -> dict[str, jax.Array]:
+    def read(self, targets: Mapping[str, jax.ShapeDtypeStruct], sharded_model: ShardedModel) -> dict[str, jax.Array]:
         """Reads parameters by name, each with the sharding and dtype of its target; learned positions may be truncated.
 
         Raises:
           UserError: they are corrupted, or can't be read.
         """
-        rows, done, arrays = padded_vocab_size(placed.config.model), 0, {}
+        rows, done, arrays = padded_vocab_size(sharded_model.config.model), 0, {}
         total = sum(leaf.size * leaf.dtype.itemsize for leaf in targets.values())
         with ProgressLine("reading weights", total) as progress:
             for name, leaf in targets.items():
-                array = _stacked(self.source, name, rows, order_of(name, placed.layer_orders)).astype(leaf.dtype)
+                array = _stacked(self.source, name, rows, order_of(name, sharded_model.layer_orders)).astype(leaf.dtype)
+                # A model may be run with a shorter sequence than it was trained with.
                 array = array[: leaf.shape[0]] if name == POSITIONS else array
                 arrays[name] = jax.make_array_from_callback(leaf.shape, leaf.sharding, array.__getitem__)
                 done += arrays[name].nbytes
@@ -241,5 +243,6 @@ def _stacked(source: Source, name: str, rows: int, order: LayerOrder | None) -> 
     if parameter.num_layers is None:
         return layers[0]
     if order is not None:
+        # Uneven pipeline stages are padded with layers of zeros.
         layers = [np.zeros_like(layers[0]) if number == PADDING else layers[number] for number in order.flat]
     return np.stack(layers)

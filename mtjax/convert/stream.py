@@ -100,6 +100,7 @@ def new_folder(target: Path) -> Iterator[Path]:
         yield partial
         if target.exists():
             target.rmdir()
+        # Atomic: the target is either complete or does not exist.
         partial.rename(target)
     except OSError as e:
         raise UserError(f"{target} can't be written: {e.strerror or e}") from e
@@ -215,6 +216,7 @@ def config_of(settings: Mapping[str, Any], source: str) -> Config:
     config = from_dict({"model": {name: v for name, v in settings.items() if v is not None}}, source=source)
     validate(config)
     model = config.model
+    # Default values are dropped, so that a converted config equals that of a run.
     if model.head_dim and model.head_dim * model.num_heads == model.hidden_size:
         config = replace(config, head_dim=None)
     if model.num_kv_heads == model.num_heads:

@@ -70,6 +70,7 @@ class Tensor:
         """Selects this tensor's heads from the tensor in the file; returns a view if `array` is contiguous."""
         if self.slots is None:
             return array
+        # [groups * of * width, ...] -> [groups, of, width, ...]
         width = prod(parameter.sizes[axis] for axis in self.dims[0][1:])
         groups = array.reshape(-1, self.slots.of, width, *array.shape[1:])
         return groups[:, self.slots.first : self.slots.first + self.slots.count]
@@ -195,6 +196,7 @@ class Table:
             for row in self.rows
             if row.ours in parameters and row.fits(parameters[row.ours])
         }
+        # The model's output is not tied to the embedding.
         if OUTPUT in parameters:
             rows = {name: Row(name, row.untied or row.tensors) for name, row in rows.items()}
         without_row = [name for name in parameters if name not in rows]

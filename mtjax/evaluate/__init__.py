@@ -1,1 +1,1 @@
-"""Zero-shot evaluation: how likely a model finds given text, and whether it would have written the same."""
+"""Zero-shot evaluation: log-probabilities and greedy accuracy of given texts, and tasks of lm-eval."""

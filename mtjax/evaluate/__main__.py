@@ -13,7 +13,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def body() -> int:
         options = read(Options, argv, "mtjax evaluate", DESCRIPTION)
         options.check()
-        # These import jax, for seconds: not before the options are right.
+        # These import jax, which takes seconds: only after the options are checked.
         if options.harness is not None:
             from mtjax.evaluate.harness import evaluate_harness as evaluate
         else:

@@ -37,6 +37,7 @@ class SavedAnswers:
     def __enter__(self) -> "SavedAnswers":
         if self._writes:
             assert self.path is not None
+            # Rewrites the file, without an incomplete last line.
             before, self.answers = self.answers, {}
             with _writable(self.path):
                 self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -62,7 +63,7 @@ class SavedAnswers:
                 self._file.write(json.dumps([[number, *answer] for number, answer in new.items()]) + "\n")
                 self._file.flush()
 
-    def forget(self) -> None:
+    def remove(self) -> None:
         """Removes the file, once the results are written."""
         if self._writes and self.path is not None:
             self.path.unlink(missing_ok=True)
@@ -71,6 +72,7 @@ class SavedAnswers:
         """Reads the answers with this identity; ignores an incomplete last line."""
         lines = read_lines(path) if path.is_file() else [""]
         answers: Answers = {}
+        # The first line identifies questions and model; with another, all answers are discarded.
         if lines[0] == self._identity:
             for line in lines[1:]:
                 try:

@@ -1,6 +1,6 @@
 """Evaluates tasks of EleutherAI's lm-eval in this process.
 
-lm-eval reads the tasks, formats their questions, and computes metrics from the answers; `mtjax.evaluate.answering`
+lm-eval reads the tasks, formats their questions, and computes metrics from the answers; `mtjax.evaluate.harness_model`
 provides the model's answers.
 """
 
@@ -12,9 +12,9 @@ from typing import Any
 
 from mtjax.data.tokens.special_tokens import named_token
 from mtjax.errors import UserError, first_line, nearest, require
-from mtjax.evaluate.answering import Answering, as_lm
+from mtjax.evaluate.harness_model import HarnessModel, as_lm
 from mtjax.evaluate.options import Options
-from mtjax.evaluate.run import Subject, check_files, opened, print_header, shown, write
+from mtjax.evaluate.run import LoadedWeights, check_files, open_weights, print_header, shown, write
 from mtjax.evaluate.tasks.task import Results
 from mtjax.generate.first_tokens import first_tokens_of
 from mtjax.generate.weights import stop_ids_of
@@ -39,11 +39,11 @@ def evaluate_harness(options: Options) -> Mapping[str, Results]:
         "DISABLE_MULTIPROC", "1"
     )  # disables lm-eval's forks, which may hang after devices are attached
     manager, loaded = load_tasks(options)
-    with opened(options) as subject:
+    with open_weights(options) as weights:
         counts = [f"{name} ({len(task.eval_docs):,} questions)" for name, task in loaded["tasks"].items()]
-        print_header(subject.placed, ", ".join(counts))
-        answering = answering_of(options, subject)
-        found = run_harness(options, manager, loaded, as_lm(answering))
+        print_header(weights.sharded_model, ", ".join(counts))
+        model = harness_model_of(options, weights)
+        found = run_harness(options, manager, loaded, as_lm(model))
         if found is None:  # not the process that lm-eval evaluates in
             return {}
         results = {name: numbers_of(values) for name, values in found["results"].items()}
@@ -55,8 +55,8 @@ def evaluate_harness(options: Options) -> Mapping[str, Results]:
                 "few_shot": found["n-shot"],
                 "limit": options.limit,
             }
-            write(options, subject, task_facts, results, time.monotonic() - start)
-            answering.forget()
+            write(options, weights, task_facts, results, time.monotonic() - start)
+            model.remove_saved()
     return results
 
 
@@ -77,6 +77,7 @@ def load_tasks(options: Options) -> tuple[Any, Loaded]:
     manager = tasks.TaskManager(include_path=None if include is None else str(include))
     names = []
     for name in (word.strip() for word in options.harness.split(",")):
+        # A name may contain wildcards, or be the path of a YAML file.
         matched = manager.match_tasks([name]) or ([name] if Path(name).is_file() else [])
         if not matched:
             raise UserError(f"lm-eval has no task or group {name!r}{nearest(name, manager.all_tasks)}")
@@ -88,18 +89,18 @@ def load_tasks(options: Options) -> tuple[Any, Loaded]:
         raise UserError(f"lm-eval can't load {', '.join(names)}: {why}") from e
 
 
-def answering_of(options: Options, subject: Subject) -> Answering:
+def harness_model_of(options: Options, weights: LoadedWeights) -> HarnessModel:
     """Returns the model for lm-eval, with the bos and eos tokens that transformers would use."""
-    saved, tokenizer = subject.saved, subject.tokenizer
+    saved, tokenizer = weights.saved, weights.tokenizer
     files = saved.source.origin.files
     end = named_token(tokenizer, files, "eos_token")
     end = tokenizer.eod if end is None else end
     begin = named_token(tokenizer, files, "bos_token")
     # As in lm-eval: bos_token, even if the tokenizer prepends another token.
     prefix = first_tokens_of(saved, tokenizer)[-1] if begin is None else begin
-    return Answering(
-        subject.scorer,
-        saved.parameters(subject.placed),
+    return HarnessModel(
+        weights.scorer,
+        saved.parameters(weights.sharded_model),
         tokenizer,
         prefix,
         stop_ids_of(saved, tokenizer) | {end},

@@ -32,11 +32,11 @@ from mtjax.train.processes.peers import Peers
 
 
 @dataclass(frozen=True)
-class Subject:
+class LoadedWeights:
     """Weights on a mesh, with their scorer and tokenizer."""
 
     saved: SavedModel
-    placed: ShardedModel
+    sharded_model: ShardedModel
     scorer: Scorer
     tokenizer_name: str
     tokenizer: Tokenizer
@@ -56,16 +56,16 @@ def evaluate(options: Options) -> Results:
     start = time.monotonic()
     assert options.task is not None and options.data is not None  # checked by Options.check
     check_files(options)
-    with opened(options) as subject:
-        first = tuple(first_tokens_of(subject.saved, subject.tokenizer))
-        settings = Settings(subject.length, min(options.overlap or subject.length, subject.length), first)
-        task = KINDS[options.task].open(options.data, subject.tokenizer, settings)
+    with open_weights(options) as weights:
+        first = tuple(first_tokens_of(weights.saved, weights.tokenizer))
+        settings = Settings(weights.length, min(options.overlap or weights.length, weights.length), first)
+        task = KINDS[options.task].open(options.data, weights.tokenizer, settings)
         identity = AnswersIdentity(
-            options, settings, subject.tokenizer_name, digest(options.data), subject.saved.identity
+            options, settings, weights.tokenizer_name, digest(options.data), weights.saved.identity
         )
         with shared_answers(options.out, identity.digest) as saved_answers:
-            print_header(subject.placed, data_summary(task, saved_answers))
-            score_rows(task.rows, subject.scorer, subject.saved.parameters(subject.placed), saved_answers)
+            print_header(weights.sharded_model, data_summary(task, saved_answers))
+            score_rows(task.rows, weights.scorer, weights.saved.parameters(weights.sharded_model), saved_answers)
             results = task.results(scores_of(saved_answers.answers))
             if this_process() == 0:
                 width = max(map(len, results))
@@ -75,13 +75,13 @@ def evaluate(options: Options) -> Results:
                     "data": {"file": str(options.data), "sha256": identity.data},
                     "overlap": settings.overlap,
                 }
-                write(options, subject, task_facts, results, time.monotonic() - start)
-                saved_answers.forget()
+                write(options, weights, task_facts, results, time.monotonic() - start)
+                saved_answers.remove()
     return results
 
 
 @contextlib.contextmanager
-def opened(options: Options) -> Iterator[Subject]:
+def open_weights(options: Options) -> Iterator[LoadedWeights]:
     """Opens the weights that options name, on their mesh.
 
     Raises:
@@ -92,9 +92,9 @@ def opened(options: Options) -> Iterator[Subject]:
         peers.advice = "start the evaluation again: finished rows are saved next to --out"
         mesh = attach_devices(shape, peers.count)
         saved = SavedModel.open(options.source, Hints(vocab_multiple_for(shape), config=options.config))
-        placed = ShardedModel(config_of(options, saved.config, parallel), mesh)
-        scorer = Scorer(placed, length_of(options, placed.config))
-        yield Subject(saved, placed, scorer, *saved.tokenizer(options.tokenizer))
+        sharded_model = ShardedModel(config_of(options, saved.config, parallel), mesh)
+        scorer = Scorer(sharded_model, length_of(options, sharded_model.config))
+        yield LoadedWeights(saved, sharded_model, scorer, *saved.tokenizer(options.tokenizer))
 
 
 def shared_answers(out: Path | None, identity: str) -> SavedAnswers:
@@ -104,6 +104,7 @@ def shared_answers(out: Path | None, identity: str) -> SavedAnswers:
       UserError: the processes see different files.
     """
     saved = SavedAnswers(out, identity, writes=this_process() == 0)
+    # Otherwise processes would run different numbers of batches, and their collectives hang.
     if len(set(all_gather_text("the saved answers", str(len(saved.answers))))) > 1:
         raise UserError(f"the processes see different files at {saved.path}: --out must be on a shared filesystem")
     return saved
@@ -184,15 +185,15 @@ def length_of(options: Options, config: Config) -> int:
     return length
 
 
-def print_header(placed: ShardedModel, data: str) -> None:
+def print_header(sharded_model: ShardedModel, data: str) -> None:
     """Prints model, mesh and data."""
     if this_process():
         return
-    model = placed.config.model
+    model = sharded_model.config.model
     print(
         f"model   {model.family}: {model.num_layers} layers, hidden {model.hidden_size}, sequence "
-        f"{model.sequence_length}, {placed.config.training.compute_dtype}\n"
-        f"mesh    {placed.shape.description}\n"
+        f"{model.sequence_length}, {sharded_model.config.training.compute_dtype}\n"
+        f"mesh    {sharded_model.shape.description}\n"
         f"data    {data}",
         flush=True,
     )
@@ -214,7 +215,7 @@ def score_rows(rows: Sequence[Row], scorer: Scorer, parameters: Any, saved: Save
 
 
 def write(
-    options: Options, subject: Subject, task_facts: Mapping[str, Any], results: Mapping[str, Any], seconds: float
+    options: Options, weights: LoadedWeights, task_facts: Mapping[str, Any], results: Mapping[str, Any], seconds: float
 ) -> None:
     """Writes results, and facts about how they were obtained, to `--out` if it is given.
 
@@ -225,16 +226,17 @@ def write(
         return
     facts = {
         **task_facts,
-        "weights": {"from": options.source, "identity": subject.saved.identity},
-        "tokenizer": subject.tokenizer_name,
-        "mesh": str(subject.placed.shape),
+        "weights": {"from": options.source, "identity": weights.saved.identity},
+        "tokenizer": weights.tokenizer_name,
+        "mesh": str(weights.sharded_model.shape),
         "compute_dtype": options.compute_dtype,
-        "sequence_length": subject.length,
+        "sequence_length": weights.length,
         "mtjax": __version__,
         "seconds": round(seconds, 1),
         "results": results,
     }
     try:
+        # Atomic: a reader sees the old results or the new ones.
         temporary = options.out.with_name(f".{options.out.name}.new")
         temporary.write_text(json.dumps(facts, indent=2) + "\n")
         temporary.replace(options.out)

@@ -29,37 +29,38 @@ class Scorer:
     """Scores rows with data, tensor, context and pipeline parallelism.
 
     Args:
-      placed: a GPT or Llama; its global batch size is the number of rows per batch.
+      sharded_model: a GPT or Llama; its global batch size is the number of rows per batch.
       longest: most tokens of a row; None for the model's sequence length.
 
     Raises:
       UserError: the model does not predict the next token, or the mesh does not divide a row.
     """
 
-    def __init__(self, placed: ShardedModel, longest: int | None = None) -> None:
-        if not issubclass(placed.family, GPT):
+    def __init__(self, sharded_model: ShardedModel, longest: int | None = None) -> None:
+        if not issubclass(sharded_model.family, GPT):
             raise UserError(
-                f"{named(placed.config.model)} does not predict the next token: evaluate a gpt or llama model"
+                f"{named(sharded_model.config.model)} does not predict the next token: evaluate a gpt or llama model"
             )
-        self.placed = placed
-        self.longest = longest or placed.config.model.sequence_length
-        self.batch = placed.config.training.global_batch_size
-        multiple = placed.sample_length_multiple
+        self.sharded_model = sharded_model
+        self.longest = longest or sharded_model.config.model.sequence_length
+        self.batch = sharded_model.config.training.global_batch_size
+        multiple = sharded_model.sample_length_multiple
         if self.longest % multiple:
             raise UserError(
-                f"--sequence-length {self.longest} must be a multiple of {multiple} on the mesh {placed.shape}"
+                f"--sequence-length {self.longest} must be a multiple of {multiple} on the mesh {sharded_model.shape}"
             )
-        self._mine = process_rows(placed.batch_sharding, self.batch)
+        self._mine = process_rows(sharded_model.batch_sharding, self.batch)
 
     @cached_property
     def lengths(self) -> list[int]:
         """The row lengths for which programs are compiled."""
-        multiple = self.placed.sample_length_multiple
+        multiple = self.sharded_model.sample_length_multiple
         steps = (SHORTEST << i for i in range(self.longest.bit_length()))
         return [n for n in steps if n < self.longest and n % multiple == 0] + [self.longest]
 
     def batches(self, rows: Sequence[Row]) -> list[list[int]]:
         """Groups the indices of rows into batches of rows with the same shape."""
+        # Each row uses the shortest compiled shape that fits.
         shapes = np.searchsorted(self.lengths, [len(row.tokens) - 1 for row in rows])
         groups = [np.flatnonzero(shapes == shape) for shape in range(len(self.lengths))]
         return [group[i : i + self.batch].tolist() for group in groups for i in range(0, len(group), self.batch)]
@@ -76,34 +77,34 @@ class Scorer:
             is_read[i, :read] = True
         arrays = {"tokens": tokens, "labels": labels, PADDING_MASK: is_read.astype(np.int32)}
         local = {name: array[self._mine] for name, array in arrays.items()}
-        batch = global_batch(self.placed.batch_sharding, local, self.batch)
-        out = self.placed.on_mesh(self._compiled, parameters, batch)
+        batch = global_batch(self.sharded_model.batch_sharding, local, self.batch)
+        out = self.sharded_model.on_mesh(self._compiled, parameters, batch)
         log_probability, is_best = (np.asarray(array) for array in out)
         # Outputs are in the zigzag order of context parallelism.
-        is_scored = is_scored[:, token_order(context_degree(self.placed.batch_sharding), length)]
+        is_scored = is_scored[:, token_order(context_degree(self.sharded_model.batch_sharding), length)]
         total = np.where(is_scored, log_probability.astype(np.float64), 0.0).sum(1)
         return Scores(total[: len(rows)], np.all(is_best | ~is_scored, axis=1)[: len(rows)])
 
     def lower(self, length: int | None = None) -> jax.stages.Lowered:
         """Lowers the program for rows of a length, from abstract values."""
         shape = (self.batch, length or self.lengths[-1])
-        array = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self.placed.batch_sharding)
+        array = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self.sharded_model.batch_sharding)
         batch = dict.fromkeys(("tokens", "labels", PADDING_MASK), array)
-        return self.placed.on_mesh(self._compiled.lower, self.placed.restore_target, batch)
+        return self.sharded_model.on_mesh(self._compiled.lower, self.sharded_model.restore_target, batch)
 
     @cached_property
     def _compiled(self) -> Any:
-        return jax.jit(self._score, out_shardings=replicated(self.placed.mesh))
+        return jax.jit(self._score, out_shardings=replicated(self.sharded_model.mesh))
 
     def _score(self, parameters: Tree, batch: dict[str, Array]) -> tuple[Array, Array]:
         """Returns the log-probability of each label, and whether it is the most likely token; [batch, seq] both."""
-        placed = self.placed
-        with use_rules(placed.layout.rules):
-            model = placed.inference_model(parameters)
+        sharded_model = self.sharded_model
+        with use_rules(sharded_model.layout.rules):
+            model = sharded_model.inference_model(parameters)
             assert isinstance(model, GPT)  # checked in __init__
             read = {name: batch[name] for name in ("tokens", PADDING_MASK)}
-            hidden = model.final_norm(placed.final_hidden_states(parameters, read))
-            return vocab_parallel_scores(hidden, model.output_table[...], batch["labels"], placed.loss_options)
+            hidden = model.final_norm(sharded_model.final_hidden_states(parameters, read))
+            return vocab_parallel_scores(hidden, model.output_table[...], batch["labels"], sharded_model.loss_options)
 
 
 def score_all(scorer: Scorer, parameters: Tree, rows: Sequence[Row], saved: SavedAnswers) -> Iterator[int]:

@@ -1,1 +1,1 @@
-"""Pretrained weights learn a task: rows of a file, a head, the task's own metrics. `mtjax.train` runs the steps."""
+"""Finetuning of pretrained weights: tasks with a head and metrics, and chats. `mtjax.train` runs the training loop."""

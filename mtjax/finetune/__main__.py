@@ -19,7 +19,7 @@ from mtjax.train.observability.start_timer import StartTimer
 
 if TYPE_CHECKING:
     from mtjax.convert.saved_model import Hints
-    from mtjax.finetune.pretrained import OnPretrained
+    from mtjax.finetune.pretrained import FinetuningObjective
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def body() -> int:
         with CtrlC():
-            check_words(words)
+            check_options(words)
             command = parse(
                 words, "mtjax finetune", DESCRIPTION, Options, base=base_config, hidden=(), common=COMMON_FINETUNING
             )
@@ -46,9 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(command: Command[Options], words: Sequence[str], times: StartTimer) -> None:
     """Runs a finetuning; its name is that of the config or, without --config, that of the task."""
-    from mtjax.finetune.chatting import Chatting
-    from mtjax.finetune.initial import PretrainedTrunk
-    from mtjax.finetune.objective import FineTuning
+    from mtjax.finetune.chat_objective import ChatFinetuning
+    from mtjax.finetune.objective import TaskFinetuning
+    from mtjax.finetune.pretrained_trunk import PretrainedTrunk
     from mtjax.finetune.teacher import Teacher
     from mtjax.train.loop import train  # the import takes seconds: only after the options are checked
 
@@ -58,18 +58,18 @@ def run(command: Command[Options], words: Sequence[str], times: StartTimer) -> N
     if command.options.inspect:
         from mtjax.inspect.train_hook import show_program
 
-        teacher_model = teacher.beside if teacher else lambda _: None
+        teacher_model = teacher.model_for if teacher else lambda _: None
         show = lambda program, console: show_program(program, console, teacher_model(program.config))  # noqa: E731
     if config.parallel.mesh == AUTO:
         from mtjax.plan.auto import fastest_mesh
 
-        choose_mesh = partial(fastest_mesh, teacher=teacher.beside(config) if teacher else None)
+        choose_mesh = partial(fastest_mesh, teacher=teacher.model_for(config) if teacher else None)
     init_from, task = config.training.init_from, config.finetuning.task
     trunk = PretrainedTrunk(str(init_from), hints_of(config.parallel.mesh)) if init_from else None
     name = command.name if argument(words, "--config") else task
 
-    def new_objective() -> "OnPretrained":
-        return Chatting(trunk, teacher) if task == CHAT else FineTuning(TASKS[task], trunk, teacher)
+    def new_objective() -> "FinetuningObjective":
+        return ChatFinetuning(trunk, teacher) if task == CHAT else TaskFinetuning(TASKS[task], trunk, teacher)
 
     def run_once(config: Config, times: StartTimer) -> bool:
         objective = new_objective()
@@ -91,7 +91,7 @@ def run(command: Command[Options], words: Sequence[str], times: StartTimer) -> N
         run_sweep(config, name, grid, options.seeds, goal, lambda config: run_once(config, StartTimer()))
 
 
-def check_words(words: Sequence[str]) -> None:
+def check_options(words: Sequence[str]) -> None:
     """Checks that no option is given that the task determines.
 
     Raises:

@@ -98,6 +98,7 @@ class ChatEncoder:
         samples: list[EncodedSample] = []
         for number in chat.trained:
             sample = self._answer(self._template, chat, number, remarks)
+            # With most templates, each prompt begins with the previous one and its answer.
             if samples and samples[-1].begins(sample):
                 sample = samples.pop().merged_into(sample)
             samples.append(sample)
@@ -165,6 +166,7 @@ class ChatEncoder:
         generation_prompt = prompt.removeprefix(template.render(history, chat.inputs, to_be_answered=False))
         if generation_prompt.strip() and generation_prompt != prompt and generation_prompt in header:
             return header.rindex(generation_prompt) + len(generation_prompt), ""
+        # The header may end with white space that belongs to the answer: prefer the end that matches the prompt best.
         begin = max(
             range(len(header.rstrip()), len(header) + 1), key=lambda end: len(_common_suffix(prompt, header[:end]))
         )
@@ -250,8 +252,8 @@ def _inside(offsets: Spans, spans: Spans) -> list[bool]:
 
 
 def _common_prefix(*texts: str) -> str:
-    alike = takewhile(lambda characters: len(set(characters)) == 1, zip(*texts, strict=False))
-    return "".join(characters[0] for characters in alike)
+    common = takewhile(lambda characters: len(set(characters)) == 1, zip(*texts, strict=False))
+    return "".join(characters[0] for characters in common)
 
 
 def _common_suffix(one: str, other: str) -> str:

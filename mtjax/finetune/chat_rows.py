@@ -154,17 +154,21 @@ def _conversation(row: Mapping[str, Any], messages: Any, first: int, source: Map
         raise UserError(f"has an invalid field: {e}") from e
     chat = Chat(tuple(cleaned), untrained=answers & untrained, inputs=inputs, **source)
     if not chat.trained:
-        raise UserError("has no message to train on: weight is 0, or train is false, in all of the assistant's")
+        raise UserError(f"has no message to train on: all messages of the {ASSISTANT} have weight 0 or train false")
     return chat
 
 
 def _is_trained(message: Message, number: int) -> bool:
-    """Whether a message may be trained on, by its `weight` (OpenAI) or `train` (axolotl)."""
+    """Returns whether a message may be trained on, by its `weight` (OpenAI) or `train` (axolotl).
+
+    Raises:
+      UserError: a key is unsupported or invalid.
+    """
     for key in REFUSED_OF_MESSAGES:
         if message.get(key) is not None:
             raise UserError(
-                f"has {key} in message {number}, which is not supported: weight 0 or 1, or train true or false, "
-                "chooses the messages that are trained on"
+                f"has {key} in message {number}, which is not supported: use weight (0 or 1) or train (true or "
+                "false) to select the messages that are trained on"
             )
     weight, train = message.get("weight"), message.get("train")
     if weight is not None and (isinstance(weight, bool) or weight not in (0, 1)):

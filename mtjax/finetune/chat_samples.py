@@ -94,6 +94,7 @@ class PackedChats:
         mask, at = np.zeros(self.length, np.float32), 0
         for segment, number in enumerate(packed):
             chat = self.chats[number]
+            # Next-token prediction: tokens are ids[:-1], labels ids[1:].
             size = len(chat.ids) - 1  # the last token is only a label
             tokens = slice(at, at + size)
             arrays["tokens"][tokens], arrays["labels"][tokens] = chat.ids[:-1], chat.ids[1:]

@@ -76,8 +76,8 @@ def _find(folder: Path, stems: tuple[str, ...], endings: tuple[str, ...]) -> Pat
 def _file(folder: Path, stems: tuple[str, ...], endings: tuple[str, ...]) -> Path:
     path = _find(folder, stems, endings)
     if path is None:
-        first, *others = endings
+        first, *other_endings = endings
         names = " or ".join(f"{stem}{first}" for stem in stems)
-        same = f" (or with {others[0]})" if others else ""
+        same = f" (or with {other_endings[0]})" if other_endings else ""
         raise UserError(f"{folder} contains no {names}{same}: is it the folder of another task?")
     return path

@@ -18,6 +18,7 @@ def classes_of(examples: Sequence[Example]) -> tuple[str, ...]:
       UserError: there are fewer than two, or too many to be classes.
     """
     labels = {example.label or "" for example in examples}
+    # More than one class per two rows suggests texts or numbers instead of classes.
     if not 2 <= len(labels) <= min(HEADS, max(len(examples) // 2, 2)):
         named = shortened(", ".join(sorted(labels)), 100)
         raise UserError(

@@ -67,5 +67,6 @@ def _correlation(a: np.ndarray, b: np.ndarray) -> float:
 def _ranks(values: np.ndarray) -> np.ndarray:
     """Returns ranks from 1; ties get the mean of their ranks."""
     _, index, counts = np.unique(values, return_inverse=True, return_counts=True)
+    # Sorted distinct values with `counts` ties each occupy ranks last - counts + 1 to last.
     last = np.cumsum(counts)
     return (last - (counts - 1) / 2)[index]

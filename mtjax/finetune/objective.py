@@ -10,10 +10,10 @@ from mtjax.config import Config
 from mtjax.data import Dataset
 from mtjax.errors import UserError
 from mtjax.finetune.files import read_task
-from mtjax.finetune.initial import PretrainedTrunk
 from mtjax.finetune.labels import weights_of
 from mtjax.finetune.outputs import Outputs
-from mtjax.finetune.pretrained import OnPretrained
+from mtjax.finetune.pretrained import FinetuningObjective
+from mtjax.finetune.pretrained_trunk import PretrainedTrunk
 from mtjax.finetune.samples import Encoder, Samples
 from mtjax.finetune.tasks.task import Encoded, Task
 from mtjax.finetune.teacher import Teacher
@@ -23,7 +23,7 @@ from mtjax.train.observability.best import Goal
 from mtjax.train.step import TrainStep
 
 
-class FineTuning(OnPretrained):
+class TaskFinetuning(FinetuningObjective):
     """Finetuning of pretrained weights, with a head, for a task.
 
     Args:
@@ -72,7 +72,7 @@ class FineTuning(OnPretrained):
         self._outputs = self._outputs or Outputs(program)
         entries: dict[str, float] = {}
         for suffix, encoded, samples in self._held_out:
-            values = encoded.read(self._outputs.of(parameters, samples))
+            values = encoded.read(self._outputs.compute(parameters, samples))
             scores = {"loss": encoded.loss(values), **encoded.scores(values)}
             entries |= {f"valid_{name}{suffix}": value for name, value in scores.items()}
         return entries

@@ -18,25 +18,25 @@ from mtjax.sharding.placement import global_batch, process_rows, replicated
 class Outputs:
     """Runs a model without dropout, one global batch at a time."""
 
-    def __init__(self, placed: ShardedModel) -> None:
-        self.placed, self.batch = placed, placed.config.training.global_batch_size
-        self._mine = process_rows(placed.batch_sharding, self.batch)
+    def __init__(self, sharded_model: ShardedModel) -> None:
+        self.sharded_model, self.batch = sharded_model, sharded_model.config.training.global_batch_size
+        self._mine = process_rows(sharded_model.batch_sharding, self.batch)
 
-    def of(self, parameters: Tree, samples: Dataset) -> np.ndarray:
+    def compute(self, parameters: Tree, samples: Dataset) -> np.ndarray:
         """Returns float32 logits or values [rows, outputs]; for spans [rows, sequence, 2]."""
-        names, batches = [name for name in self.placed.batch_names if name != "sample_index"], []
+        names, batches = [name for name in self.sharded_model.batch_names if name != "sample_index"], []
         for start in range(0, len(samples), self.batch):
             numbers = np.minimum(start + self._mine, len(samples) - 1)  # pads the last batch with the last row
             local = stack([samples[int(number)] for number in numbers])
-            batch = global_batch(self.placed.batch_sharding, {name: local[name] for name in names}, self.batch)
-            batches.append(np.asarray(self.placed.on_mesh(self._compiled, parameters, batch)))
+            batch = global_batch(self.sharded_model.batch_sharding, {name: local[name] for name in names}, self.batch)
+            batches.append(np.asarray(self.sharded_model.on_mesh(self._compiled, parameters, batch)))
         return np.concatenate(batches)[: len(samples)]
 
     @cached_property
     def _compiled(self) -> Any:
-        return jax.jit(self._outputs, out_shardings=replicated(self.placed.mesh))
+        return jax.jit(self._outputs, out_shardings=replicated(self.sharded_model.mesh))
 
     def _outputs(self, parameters: Tree, batch: dict[str, Array]) -> Array:
-        with use_rules(self.placed.layout.rules):
-            model = cast(GivesOutputs, self.placed.inference_model(parameters))
-            return model.outputs(HiddenStates(self.placed.final_hidden_states(parameters, batch)), batch)
+        with use_rules(self.sharded_model.layout.rules):
+            model = cast(GivesOutputs, self.sharded_model.inference_model(parameters))
+            return model.outputs(HiddenStates(self.sharded_model.final_hidden_states(parameters, batch)), batch)

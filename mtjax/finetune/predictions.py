@@ -70,9 +70,11 @@ def predict(source: str, data: Path, *, mesh: str = "1x1", rows: int = 32, dtype
         raise UserError(f"{source} has no head for a task: finetune it first with mtjax finetune --init-from {source}")
     task = task_of(config)
     examples = task.examples(data, config, labelled=False)
-    placed = ShardedModel(for_rows(config, Parallel(mesh=mesh), rows, compute_dtype=dtype), devices)
+    sharded_model = ShardedModel(for_rows(config, Parallel(mesh=mesh), rows, compute_dtype=dtype), devices)
     encoded = task.encoded(examples.rows, Encoder(saved.tokenizer()[1], config.model.family), config)
-    outputs = Outputs(placed).of(saved.parameters(placed), encoded.samples(config.model.sequence_length))
+    outputs = Outputs(sharded_model).compute(
+        saved.parameters(sharded_model), encoded.samples(config.model.sequence_length)
+    )
     values = encoded.comparable(encoded.read(outputs).astype(np.float64))
     return Predictions(encoded, task.labels or config.finetuning.labels, examples.note, values)
 

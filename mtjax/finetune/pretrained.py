@@ -15,9 +15,9 @@ from mtjax.data.samples.order import digest_of_lengths, shifted
 from mtjax.data.tokens.identity import same_path
 from mtjax.data.tokens.tokenizer import folder_of, open_tokenizer
 from mtjax.errors import UserError
-from mtjax.finetune.initial import PretrainedTrunk
+from mtjax.finetune.pretrained_trunk import PretrainedTrunk
 from mtjax.finetune.samples import Epochs, Grouped
-from mtjax.finetune.teacher import Lessons, Teacher
+from mtjax.finetune.teacher import Teacher, TeacherTargets
 from mtjax.theory.divisibility import parts_of_samples
 from mtjax.theory.mesh import parse_mesh
 from mtjax.theory.plan import Plan
@@ -48,7 +48,7 @@ class FinetuningTokenizer:
     """Whether the run's folder already contains it."""
 
 
-class OnPretrained(Objective):
+class FinetuningObjective(Objective):
     """An objective that starts from pretrained weights of any format.
 
     Args:
@@ -69,9 +69,9 @@ class OnPretrained(Objective):
         """Returns the metric by which the best checkpoint is selected."""
         raise NotImplementedError
 
-    def teacher_targets(self, program: TrainStep) -> Lessons | None:
+    def teacher_targets(self, program: TrainStep) -> TeacherTargets | None:
         """Loads the teacher, if any."""
-        return self.teacher.on(program) if self.teacher else None
+        return self.teacher.load(program) if self.teacher else None
 
     def sample(self, program: TrainStep, parameters: Any, tokenizer: Tokenizer) -> str:
         """Returns "": metrics are printed instead of a sample."""
@@ -149,6 +149,7 @@ class OnPretrained(Objective):
     def with_text(self, config: Config, longest: int, name: str, tokenizer: Tokenizer) -> Config:
         """Returns the config with the tokenizer's vocabulary size and the rows' sequence length."""
         mesh = parse_mesh(config.parallel.mesh)
+        # Context and sequence parallelism divide the sequence.
         step = math.lcm(LENGTH_STEP, parts_of_samples(Plan.of(config, mesh).layout(config.model), mesh))
         return configs.replace(
             config,
@@ -162,6 +163,7 @@ class OnPretrained(Objective):
         options, size = config.finetuning, config.training.global_batch_size
         steps_per_epoch = math.ceil(count / size)
         step, consumed = position_in(past)
+        # A resumed run may have consumed rows with another batch size.
         steps = step + max(0, math.ceil((options.epochs * count - consumed) / size))
         return configs.replace(
             config,

@@ -83,8 +83,9 @@ class Encoder:
     def __init__(self, tokenizer: Tokenizer, family: str) -> None:
         self.tokenizer, self.format = tokenizer, RowFormat.of(tokenizer, family)
 
-    def ids(self, rows: Sequence[tuple[str, ...]]) -> list[Ids]:
+    def encode(self, rows: Sequence[tuple[str, ...]]) -> list[Ids]:
         """Encodes each row's texts; a text that occurs in several rows is encoded once, to one array."""
+        # Of decoders, only the first text gets the tokens that the tokenizer prepends.
         known = dict.fromkeys(text for row in rows for text in (row if self.format.is_bert else row[1:]))
         arrays = dict(zip(known, map(_array, self.tokenizer.encode_batch(list(known))), strict=True))
         if self.format.is_bert:
@@ -108,7 +109,7 @@ def _truncated(sizes: list[int], limit: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Joined(Sequence[tuple[list[int], int]]):
+class LazyRows(Sequence[tuple[list[int], int]]):
     """Rows that are assembled on access, so that texts in several rows are stored once."""
 
     ids: Sequence[Ids]

@@ -9,7 +9,7 @@ from typing import Any
 from mtjax import config as configs
 from mtjax.config import Config
 from mtjax.errors import UserError
-from mtjax.finetune.asked import record_settings
+from mtjax.finetune.settings_record import record_settings
 from mtjax.sharding.processes import several_expected
 from mtjax.train.folder.run_folder import choose_folder, writing
 from mtjax.train.observability.best import Best, Goal

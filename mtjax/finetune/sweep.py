@@ -10,8 +10,8 @@ from mtjax import config as configs
 from mtjax.config import Config
 from mtjax.config.sizes import rows_of_question
 from mtjax.errors import UserError, nearest
-from mtjax.finetune.asked import record_settings
 from mtjax.finetune.seeds import run_seeds, spread
+from mtjax.finetune.settings_record import record_settings
 from mtjax.train.folder.run_folder import choose_folder, writing
 from mtjax.train.observability.best import Goal
 

@@ -58,16 +58,16 @@ class Teacher:
         self._check_tokens(tokenizer)
         return _with_width(config, self.saved.config.model)
 
-    def described(self, config: Config) -> tuple[Config, Model]:
+    def checked_without_weights(self, config: Config) -> tuple[Config, Model]:
         """Returns `checked` without reading weights, and the teacher's model for the student's batches; for plans.
 
         Raises:
           UserError: there are no such weights, or the student can't be distilled from them.
         """
         self._check_models(self.model, config)
-        return _with_width(config, self.model), self.beside(config)
+        return _with_width(config, self.model), self.model_for(config)
 
-    def beside(self, config: Config) -> Model:
+    def model_for(self, config: Config) -> Model:
         """Returns the teacher's model with the student's sequence length and padding of the vocabulary."""
         sizes = {"sequence_length": config.model.sequence_length, "vocab_multiple": config.model.vocab_multiple}
         return dataclasses.replace(self.model, **sizes)
@@ -82,6 +82,11 @@ class Teacher:
         return model_of(self.name, "--teacher", self.hints)
 
     def _check_models(self, theirs: Model, config: Config) -> None:
+        """Checks that the teacher has the student's vocabulary and head, and reads its batches.
+
+        Raises:
+          UserError: it does not.
+        """
         ours = config.model
         if config.optimizer.label_smoothing or config.optimizer.z_loss:
             raise UserError("--label-smoothing and --z-loss cannot be combined with --teacher: remove them")
@@ -110,6 +115,11 @@ class Teacher:
             )
 
     def _check_labels(self, config: Config) -> None:
+        """Checks that the teacher has the student's classes.
+
+        Raises:
+          UserError: it does not.
+        """
         theirs, ours = self.saved.config, config
         if theirs.model.head not in ("classification", "choices"):
             return
@@ -130,6 +140,7 @@ class Teacher:
             return
         if theirs.vocab_size != tokenizer.vocab_size:
             self._refuse(f"has a tokenizer of {theirs.vocab_size} tokens, but the student's has {tokenizer.vocab_size}")
+        # Distillation compares logits of the same ids.
         for index in range(theirs.vocab_size):
             if theirs.token(index) != tokenizer.token(index):
                 tokens = f"{theirs.token(index)!r}, and the student's {tokenizer.token(index)!r}"
@@ -138,7 +149,7 @@ class Teacher:
     def _refuse(self, why: str) -> None:
         raise UserError(f"the teacher {self.name} {why}")
 
-    def on(self, program: TrainStep) -> "Lessons":
+    def load(self, program: TrainStep) -> "TeacherTargets":
         """Loads the teacher onto the mesh of a student.
 
         Raises:
@@ -149,13 +160,13 @@ class Teacher:
         sizes |= {"global_batch_size": training.global_batch_size, "microbatch_size": training.microbatch_size}
         settings = sizes | {"compute_dtype": training.compute_dtype, "layers_per_stage": None, "teacher": None}
         try:
-            placed = ShardedModel(without_training(self.saved.config, ours.parallel, **settings), program.mesh)
+            sharded_model = ShardedModel(without_training(self.saved.config, ours.parallel, **settings), program.mesh)
         except UserError as e:
             raise UserError(f"the teacher {self.name} can't be used in this run: {e}") from e
-        return Lessons(program, placed, self.saved.parameters(placed))
+        return TeacherTargets(program, sharded_model, self.saved.parameters(sharded_model))
 
 
-def taught(config: Config) -> tuple[Config, Model | None]:
+def with_teacher(config: Config) -> tuple[Config, Model | None]:
     """Returns a config with `teacher_width`, and the teacher's model; None without a teacher.
 
     Raises:
@@ -163,7 +174,7 @@ def taught(config: Config) -> tuple[Config, Model | None]:
     """
     if config.finetuning.teacher is None:
         return config, None
-    return Teacher(config.finetuning.teacher, NO_HINTS).described(config)
+    return Teacher(config.finetuning.teacher, NO_HINTS).checked_without_weights(config)
 
 
 def _with_width(config: Config, theirs: Model) -> Config:
@@ -171,20 +182,21 @@ def _with_width(config: Config, theirs: Model) -> Config:
     return configs.replace(config, teacher_width=theirs.hidden_size if config.model.head == "language" else None)
 
 
-class Lessons:
+class TeacherTargets:
     """Adds the teacher's targets to batches of a student.
 
     Args:
       program: the student's training step.
-      placed: the teacher's model.
+      sharded_model: the teacher's model.
       parameters: the teacher's parameters, float32; matrices are cast to compute_dtype.
     """
 
-    def __init__(self, program: TrainStep, placed: ShardedModel, parameters: Tree) -> None:
-        self.program, self.placed = program, placed
-        dtype = placed.config.training.compute_dtype
+    def __init__(self, program: TrainStep, sharded_model: ShardedModel, parameters: Tree) -> None:
+        self.program, self.sharded_model = program, sharded_model
+        # Matrices are used in compute_dtype only; a copy in float32 would waste memory.
+        dtype = sharded_model.config.training.compute_dtype
         cast = lambda record, a: a.astype(dtype) if gathers_in_compute_dtype(record.axes) else a  # noqa: E731
-        self.parameters = placed.on_mesh(jax.tree.map, cast, placed.records, parameters)
+        self.parameters = sharded_model.on_mesh(jax.tree.map, cast, sharded_model.records, parameters)
         added = program.abstract_step_batch()
         self._sharding = added[TEACHER].sharding
         self._tables: dict[str, Array] = {}
@@ -195,7 +207,7 @@ class Lessons:
     def __call__(self, batch: Batch) -> Batch:
         """Returns the batch with the teacher's outputs (hidden states, or logits of a task's head) added."""
         read = {name: array for name, array in batch.items() if name != "sample_index"}
-        return {**batch, TEACHER: self.placed.on_mesh(self._compiled, self.parameters, read), **self._tables}
+        return {**batch, TEACHER: self.sharded_model.on_mesh(self._compiled, self.parameters, read), **self._tables}
 
     @cached_property
     def _compiled(self) -> Any:
@@ -204,9 +216,9 @@ class Lessons:
     def _outputs(self, parameters: Tree, batch: Batch) -> Array:
         """Runs the teacher: final hidden states [batch, seq, embed] with a language head, else the head's outputs."""
         count = num_microbatches(self.program.config, self.program.shape, batch["tokens"].shape[0])
-        with use_rules(self.placed.layout.rules):
-            model = self.placed.inference_model(parameters)
-            hidden_states = self.placed.final_hidden_states(parameters, batch, count)
+        with use_rules(self.sharded_model.layout.rules):
+            model = self.sharded_model.inference_model(parameters)
+            hidden_states = self.sharded_model.final_hidden_states(parameters, batch, count)
             if isinstance(model, GPT):
                 # The student's loss computes the teacher's logits in chunks, from hidden states and the output table.
                 return reshard(model.final_hidden(hidden_states), spec("batch", "seq", "embed"))

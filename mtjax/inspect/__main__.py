@@ -26,12 +26,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             from mtjax.generate.inspected import run as run_generating
 
             return run_generating(command.config, command.options)
-        from mtjax.finetune.teacher import taught
+        from mtjax.finetune.teacher import with_teacher
         from mtjax.inspect.command import run
 
         teacher = command.options.teacher
         config = replace(command.config, teacher=teacher) if teacher else command.config
-        return run(config, command.options, command.source, taught)
+        return run(config, command.options, command.source, with_teacher)
 
     return cli.run_main(body)
 

@@ -43,9 +43,9 @@ def _with_teacher(config: Config) -> tuple[Config, Model | None]:
     """Returns the config with the teacher's width, and the teacher's model; None without a teacher."""
     if config.finetuning.teacher is None:
         return config, None
-    from mtjax.finetune.teacher import taught  # reads the metadata of the teacher's weights: imports jax
+    from mtjax.finetune.teacher import with_teacher  # reads the metadata of the teacher's weights: imports jax
 
-    return taught(config)
+    return with_teacher(config)
 
 
 if __name__ == "__main__":

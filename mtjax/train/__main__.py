@@ -45,7 +45,7 @@ def _train(command: Command[Options], times: StartTimer) -> int:
     choose_mesh = None
     if command.config.parallel.mesh == AUTO:
         from mtjax.plan.auto import fastest_mesh as choose_mesh
-    from mtjax.evaluate.during import evaluations_of
+    from mtjax.evaluate.during_training import evaluations_of
 
     joined = {"show": show, "choose_mesh": choose_mesh, "evaluations": evaluations_of(command.config)}
     train(command.config, command.name, command.options, objective=Pretraining(continue_text), times=times, **joined)

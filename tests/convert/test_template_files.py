@@ -6,7 +6,7 @@ from mtjax.convert.stream import carry_files
 from mtjax.data import DataPosition, SampleOrder
 from mtjax.data.tokens.tokenizer import FastTokenizer
 from mtjax.finetune.chat_encoding import ChatEncoder
-from mtjax.finetune.chatting import Chatting
+from mtjax.finetune.chat_objective import ChatFinetuning
 from mtjax.finetune.pretrained import FinetuningTokenizer
 from mtjax.generate.chat import ChatTemplate, TemplateInputs
 from mtjax.train.objective import RunData
@@ -24,7 +24,7 @@ def test_templates_with_names_are_carried_along(tmp_path):
     carry_files(source, copied)
     tokenizer = FastTokenizer(byte_level_tokenizer(), "a test")
     found = FinetuningTokenizer("hf:source", tokenizer, source, {})
-    kept = Chatting(None)._kept(found, ChatEncoder(tokenizer, ChatTemplate.of(source)), None)
+    kept = ChatFinetuning(None)._tokenizer_files(found, ChatEncoder(tokenizer, ChatTemplate.of(source)), None)
     RunData(tokenizer, [], None, DataPosition(SampleOrder(0, (1,))), kept).save(run)
     for folder in (copied, run):
         template = ChatTemplate.of(folder)
@@ -33,5 +33,5 @@ def test_templates_with_names_are_carried_along(tmp_path):
         assert template.render(SINGLE).startswith("<|im_start|>user")
     # A template that was named replaces all of them.
     (tmp_path / "own.jinja").write_text("own")
-    kept = Chatting(None)._kept(found, ChatEncoder(tokenizer, None), tmp_path / "own.jinja")
+    kept = ChatFinetuning(None)._tokenizer_files(found, ChatEncoder(tokenizer, None), tmp_path / "own.jinja")
     assert [name for name in kept if name.endswith(".jinja")] == ["chat_template.jinja"]

@@ -99,7 +99,7 @@ def test_answers_to_another_question_are_dropped(folder, tmp_path, monkeypatch) 
         (
             ["--mesh", "data=1,context=2,model=1", "--sequence-length", "14"],
             {},
-            "a multiple of 4 tokens, and 14 is not",
+            "--sequence-length 14 must be a multiple of 4",
         ),
         (["--mesh", "1x3"], {}, "num_heads 8 is not divisible by the tensor parallel degree 3"),
         (["--tokenizer", "hf:none.json"], {}, "none.json"),

@@ -9,7 +9,7 @@ import pytest
 
 from mtjax.errors import UserError
 from mtjax.evaluate.__main__ import main
-from mtjax.evaluate.answering import Answering, rolling_rows, sampling_of
+from mtjax.evaluate.harness_model import HarnessModel, rolling_rows, sampling_of
 from mtjax.evaluate.score import Scorer
 from mtjax.generate.request import Sampling
 from tests.convert.hf_folders import (
@@ -92,14 +92,14 @@ def test_results_are_those_of_lm_evals_own_model(tasks, tmp_path, monkeypatch, f
 
 
 @pytest.fixture(scope="module")
-def answering(tmp_path_factory) -> Answering:
+def answering(tmp_path_factory) -> HarnessModel:
     from mtjax.data.tokens.tokenizer import open_tokenizer
 
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
     small_tokenizer().save(str(path))
     program = program_of("1x1", hidden_dropout=0.0, attention_dropout=0.0)
     parameters = initial_state(program).parameters
-    return Answering(Scorer(program), parameters, open_tokenizer(str(path)), 0, frozenset({0}), 4)
+    return HarnessModel(Scorer(program), parameters, open_tokenizer(str(path)), 0, frozenset({0}), 4)
 
 
 def test_likelihoods_of_windows_add_up(answering, tmp_path) -> None:
@@ -112,7 +112,10 @@ def test_likelihoods_of_windows_add_up(answering, tmp_path) -> None:
     assert found[0] != found[2]
     text = answering.tokenizer.decode(list(range(2, 14)))
     whole = answering.encode(text)
-    assert answering.texts([text, ""]) == [pytest.approx(answering.continuations([([], whole)])[0][0]), 0.0]
+    assert answering.text_log_probabilities([text, ""]) == [
+        pytest.approx(answering.continuations([([], whole)])[0][0]),
+        0.0,
+    ]
     with pytest.raises(UserError, match="an answer of 17 tokens is longer than the sequence length of 16"):
         answering.continuations([([0], [1] * 17)])
 

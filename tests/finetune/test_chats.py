@@ -15,9 +15,9 @@ from mtjax.data.tokens.tokenizer import FastTokenizer
 from mtjax.errors import UserError
 from mtjax.finetune.__main__ import main
 from mtjax.finetune.chat_encoding import ChatEncoder, EncodedSample
+from mtjax.finetune.chat_objective import ChatFinetuning
 from mtjax.finetune.chat_rows import Chat
 from mtjax.finetune.chat_samples import PackedChats, pack
-from mtjax.finetune.chatting import Chatting
 from mtjax.generate.__main__ import main as generate
 from mtjax.generate.chat import ChatTemplate
 from mtjax.train.checkpoints.weights import find_weights
@@ -180,7 +180,7 @@ def test_the_validation_loss_is_a_mean_over_tokens_of_answers_whatever_the_batch
         program = program_of("2x1", reset_position_ids=True, reset_attention_mask=True, **fields)
         packed = PackedChats.of(chats, 16, 0)
         assert len(packed) == 3
-        losses.append(Chatting(None).validate(program, initial_state(program).parameters, packed)["valid_loss"])
+        losses.append(ChatFinetuning(None).validate(program, initial_state(program).parameters, packed)["valid_loss"])
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     assert 5 < losses[0] < 6  # about log 250
 

@@ -49,7 +49,7 @@ def test_a_folder_has_four_rows_for_each_question(folder):
     samples = RACE.encoded(rows.train, encoder, config_of(folder), "training").samples(64)
     assert (len(samples), samples.group) == (64, 4)
     for row, question in enumerate(first.texts[:4]):
-        pair = encoder.ids([(question, first.texts[4])])[0]
+        pair = encoder.encode([(question, first.texts[4])])[0]
         assert samples.rows[row] == encoder.format.row(pair, 64)
         assert samples[row]["label"] == 1
 
@@ -86,7 +86,10 @@ def test_bad_questions_are_counted_and_named(folder, tmp_path):
     examples = RACE.examples(tmp_path / "rows.jsonl", Config())
     assert len(examples.rows) == 4
     assert "3 of 7 questions" in examples.note
-    assert "line 2 question 1 has the answer 'E', not A, B, C or D; line 2 question 2 has no 4 options" in examples.note
+    assert (
+        "line 2 question 1 has the answer 'E', not A, B, C or D; line 2 question 2 does not have 4 options"
+        in examples.note
+    )
     (tmp_path / "other.jsonl").write_text('{"text": "a", "label": "b"}\n')
     with pytest.raises(UserError, match="line 1 has no article: is it the file of another task"):
         RACE.examples(tmp_path / "other.jsonl", Config())
@@ -116,7 +119,7 @@ def test_a_question_s_choices_are_not_parted(folder, tmp_path, capsys):
 
 def test_a_decoder_s_choices_have_no_class_in_transformers():
     gpt = replace(Config(), head="choices", num_labels=4, vocab_size=250).model
-    with pytest.raises(UserError, match="gpt2 has no head choices"):
+    with pytest.raises(UserError, match="gpt2, does not support head choices"):
         family_of_model(gpt)
 
 

@@ -33,7 +33,7 @@ TEXT = st.integers(1, 12).map(lambda n: " ".join(f"w{i}" for i in range(n)))
 @given(st.lists(TEXT, min_size=1, max_size=2), st.integers(6, 24))
 def test_bert_s_rows_are_the_library_s_pairs(texts, length):
     encoder = Encoder(OURS, "bert")
-    (ids,) = encoder.ids([tuple(texts)])
+    (ids,) = encoder.encode([tuple(texts)])
     LIBRARY.enable_truncation(length, strategy="longest_first")
     expected = LIBRARY.encode(*texts)
     row, first = encoder.format.row(ids, length)
@@ -47,7 +47,7 @@ def test_bert_s_rows_are_the_library_s_pairs(texts, length):
 
 def test_decoders_read_two_texts_with_the_end_of_a_document_between():
     encoder = Encoder(OURS, "gpt")
-    (ids,) = encoder.ids([("w1 w2", "w3")])
+    (ids,) = encoder.encode([("w1 w2", "w3")])
     assert encoder.format.row(ids, 24)[0] == [*LIBRARY.encode("w1 w2").ids, 2, VOCAB["w3"]]
     assert encoder.format.length(ids) == 6
 

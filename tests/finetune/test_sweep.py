@@ -42,7 +42,7 @@ def test_a_grid_is_of_the_values_that_are_named_or_the_paper_s():
     wrong = {
         "batch=4": "'batch=4' is not one of global-batch-size=VALUE,VALUE and learning-rate",
         "learning-rate": "is not one of",
-        "global-batch-size=1.5": "'1.5' is not a whole number",
+        "global-batch-size=1.5": "'1.5' is not an integer",
         "learning-rate=1,,2": "'' is not a number",
         "learning-rate=1,1.0": "contains a value twice",
     }

@@ -31,7 +31,7 @@ def mixed(logits: Any, teacher: Any, labels: Any) -> Any:
 def taught(program: TrainStep, folder: Any, host: dict[str, np.ndarray]) -> dict[str, jax.Array]:
     """A batch with what the teacher in a folder adds."""
     batch = global_batch(program.batch_sharding, {n: host[n] for n in program.batch_names}, BATCH)
-    return Teacher(f"hf:{folder}", Hints(256)).on(program)(batch)
+    return Teacher(f"hf:{folder}", Hints(256)).load(program)(batch)
 
 
 CHATS = [

@@ -13,7 +13,7 @@ from mtjax.convert.__main__ import main as convert
 from mtjax.convert.hugging_face import HuggingFaceSource
 from mtjax.convert.saved_model import Hints
 from mtjax.convert.table import name_of, with_vocab
-from mtjax.finetune.initial import PretrainedTrunk
+from mtjax.finetune.pretrained_trunk import PretrainedTrunk
 from mtjax.sharding.param_specs import dotted
 from mtjax.sharding.placement import global_batch
 from mtjax.train.step import State, TrainStep, make_train_step

@@ -46,7 +46,7 @@ def test_a_teacher_s_memory_work_and_traffic_are_counted(tmp_path, capsys):
     for row in ("teacher's forward pass, in addition", "teacher: weights", "teacher, layer forward: g"):
         assert row in taught
     assert main([*student, "--vocab-size", "999", "--teacher", f"hf:{tmp_path / 'teacher'}"]) == 2
-    assert f"has a vocabulary of {VOCAB}, and the student's has 999" in capsys.readouterr().err
+    assert f"has a vocabulary of {VOCAB}, but the student's has 999" in capsys.readouterr().err
 
 
 def test_where_figures_come_from_is_said_once(capsys):

@@ -8,7 +8,7 @@ import pytest
 
 from mtjax import config
 from mtjax.convert.saved_model import without_training
-from mtjax.finetune.teacher import Lessons
+from mtjax.finetune.teacher import TeacherTargets
 from mtjax.inspect.hlo import parse
 from mtjax.inspect.products import count_flops
 from mtjax.models.sharded_model import ShardedModel
@@ -69,7 +69,7 @@ def test_a_teacher_s_forward_pass_is_as_planned():
     student, placed = student_and_teacher("2x2")
     places = jax.tree.map(lambda leaf: leaf.sharding, placed.restore_target)
     drawn = placed.on_mesh(jax.jit(placed._drawn, out_shardings=places), jax.random.key(0))
-    lessons = Lessons(student, placed, drawn)
+    lessons = TeacherTargets(student, placed, drawn)
     batch = {name: array for name, array in student.abstract_batch().items() if name != "sample_index"}
     compiled = placed.on_mesh(lessons._compiled.lower, lessons.parameters, batch).compile()
     text, stats = compiled.as_text(), compiled.memory_analysis()

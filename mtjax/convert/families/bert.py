@@ -104,6 +104,8 @@ def _ids(tokenizer: Tokenizer | None) -> dict[str, Any]:
 
 
 def _family(model_type: str, model_class: str, placement: str, table: Table) -> Family:
+    """Returns a family of BERTs with norms before ("pre") or after ("post") each sublayer."""
+
     def read(config: Json, names: frozenset[str]) -> dict[str, Any]:
         return {
             "family": "bert",

@@ -47,6 +47,7 @@ def _check_windows(config: Json) -> None:
 
 
 def _read(config: Json, names: frozenset[str]) -> dict[str, Any]:
+    """Returns mtjax's settings; the router is DeepSeek-V3's (sigmoid scores with a bias)."""
     _check_windows(config)
     size, shared = config.get("moe_intermediate_size", 1408), config.get("n_shared_experts")
     if not shared:
@@ -69,6 +70,7 @@ def _read(config: Json, names: frozenset[str]) -> dict[str, Any]:
 
 
 def _write(model: Model) -> dict[str, Any]:
+    """Returns the keys of config.json."""
     size = expert_size(model)
     return {
         **write_decoder(model),

@@ -78,6 +78,7 @@ FIELDS = (
 
 
 def _read(config: Json, names: frozenset[str]) -> dict[str, Any]:
+    """Returns mtjax's settings from config.json."""
     # An untied model has tie_word_embeddings false before version 5 of transformers (which also meant that outputs are
     # not scaled), and only scale_decoder_outputs false since then.
     is_tied = config.get("tie_word_embeddings", True) and config.get("scale_decoder_outputs", True)
@@ -93,6 +94,7 @@ def _read(config: Json, names: frozenset[str]) -> dict[str, Any]:
 
 
 def _write(model: Model) -> dict[str, Any]:
+    """Returns the keys of config.json."""
     projection = next((theirs for theirs, ours in ACTIVATIONS.items() if ours == model.activation), "relu")
     return {
         "num_decoder_layers": decoder_layers(model),

@@ -10,7 +10,7 @@ import tyro
 
 from mtjax.cli import read, run_main
 from mtjax.config.field_metadata import at_least
-from mtjax.convert.from_megatron.given import Given, from_file, from_words
+from mtjax.convert.from_megatron.given import GivenArguments, from_file, from_words
 from mtjax.convert.from_megatron.report import config_of, report, toml_of
 from mtjax.convert.from_megatron.translate import translate
 from mtjax.errors import UserError
@@ -84,7 +84,7 @@ def run(options: Options, words: Sequence[str]) -> None:
         print(summary, file=sys.stderr)
 
 
-def _given(options: Options, words: Sequence[str]) -> Given:
+def _given(options: Options, words: Sequence[str]) -> GivenArguments:
     """Reads the arguments from the script, if any, and from the command line after `--`.
 
     Raises:
@@ -98,7 +98,7 @@ def _given(options: Options, words: Sequence[str]) -> Given:
         if not equals or not name.isidentifier():
             raise UserError(f"--set {item} is not NAME=VALUE")
         variables[name] = value
-    given = Given("the arguments")
+    given = GivenArguments("the arguments")
     if options.script:
         given = from_file(Path(options.script[0]), options.script[1:], variables)
     from_words(words, given)

@@ -19,7 +19,7 @@ _LARGEST = 2**24
 
 
 @dataclass
-class Given:
+class GivenArguments:
     """Arguments, and other information from a script."""
 
     source: str
@@ -39,7 +39,7 @@ class Given:
     """Number of processes that the launcher starts, one per GPU; None if unknown."""
 
 
-def from_words(words: Sequence[str], given: Given) -> None:
+def from_words(words: Sequence[str], given: GivenArguments) -> None:
     """Adds the arguments of a command line to `given`; a repeated argument overrides the earlier one."""
     at = 0
     while at < len(words):
@@ -56,7 +56,7 @@ def _is_name(word: str) -> bool:
     return bool(re.match(r"--[A-Za-z]", word))
 
 
-def _put(name: str, values: list[str], given: Given) -> None:
+def _put(name: str, values: list[str], given: GivenArguments) -> None:
     """Adds one argument with its values."""
     row = by_name().get(name.replace("_", "-"))
     typed = shortened(" ".join([name, *map(shown, values)]), 70)
@@ -106,7 +106,7 @@ def _value(text: str) -> Any:
     return text
 
 
-def from_file(path: Path, positional: Sequence[str], variables: Mapping[str, str]) -> Given:
+def from_file(path: Path, positional: Sequence[str], variables: Mapping[str, str]) -> GivenArguments:
     """Reads the arguments in a launch script, in a file of arguments, or in a YAML file.
 
     Raises:
@@ -124,14 +124,14 @@ def from_file(path: Path, positional: Sequence[str], variables: Mapping[str, str
     return from_script(text, str(path), positional, variables)
 
 
-def _from_yaml(text: str, path: Path) -> Given:
+def _from_yaml(text: str, path: Path) -> GivenArguments:
     """Reads the arguments in a YAML file, in any nesting: `--num-layers: 12`, or `num_layers: 12`."""
     yaml: Any = require("yaml", "dev")
     try:
         found = yaml.safe_load(text)
     except yaml.YAMLError as e:
         raise UserError(f"{path} is not YAML: {str(e).splitlines()[0]}") from e
-    given = Given(str(path))
+    given = GivenArguments(str(path))
     for name, value in _flat(found):
         option = f"--{name.removeprefix('--').replace('_', '-')}"
         if isinstance(value, bool):
@@ -157,7 +157,7 @@ def _flat(found: Any) -> Iterable[tuple[str, Any]]:
             yield str(name), value
 
 
-def from_script(text: str, source: str, positional: Sequence[str], variables: Mapping[str, str]) -> Given:
+def from_script(text: str, source: str, positional: Sequence[str], variables: Mapping[str, str]) -> GivenArguments:
     """Reads the arguments with which a script starts Megatron-LM.
 
     Raises:
@@ -166,13 +166,14 @@ def from_script(text: str, source: str, positional: Sequence[str], variables: Ma
     script = Script(text, source, positional, dict(variables))
     if script.lines and all(line.words[0].startswith("--") for line in script.lines):  # a file of arguments
         script.lines = [Line([word for line in script.lines for word in line.words], 1)]
+    # The command with most known arguments starts Megatron-LM; others are launchers, echo or mkdir.
     counted = [(sum(word.partition("=")[0] in by_name() for word in line.words), line) for line in script.lines]
     most = max((count for count, _ in counted), default=0)
     if most < 2:
         raise UserError(f"{source} contains no command with arguments of Megatron-LM, such as --num-layers")
     started = [line for count, line in counted if count == most]
     chosen = started[-1]
-    given = Given(source, notes=script.notes)
+    given = GivenArguments(source, notes=script.notes)
     if len(started) > 1:
         given.notes.append(f"{len(started)} commands start Megatron-LM; translating the one in line {chosen.line}")
     at = next((i for i, word in enumerate(chosen.words) if word.endswith(".py")), None)
@@ -192,13 +193,14 @@ def _family(program: str, source: str) -> str:
     return PROGRAMS.get(program, "gpt")
 
 
-def _processes(launcher: list[str], values: Mapping[str, Value], given: Given) -> int | None:
+def _processes(launcher: list[str], values: Mapping[str, Value], given: GivenArguments) -> int | None:
     """Returns how many processes torchrun, srun or mpirun start, else the number in variables such as WORLD_SIZE."""
     found: dict[str, str] = {}
     for word, following in zip(launcher, [*launcher[1:], ""], strict=False):
         name, equals, value = word.partition("=")
         if name.startswith("-"):
             found[name.lstrip("-").replace("_", "-")] = value if equals else following
+    # torchrun defaults to 1 for a missing --nnodes or --nproc-per-node.
     is_torchrun = any(
         Path(word).name in ("torchrun", "torch.distributed.run", "torch.distributed.launch") for word in launcher
     )
@@ -222,7 +224,7 @@ def _processes(launcher: list[str], values: Mapping[str, Value], given: Given) -
     return _product(given, str(values["SLURM_NTASKS"])) if "SLURM_NTASKS" in values else None
 
 
-def _product(given: Given, *numbers: str) -> int | None:
+def _product(given: GivenArguments, *numbers: str) -> int | None:
     """Returns the product of numbers; None, with a note, if one is unknown."""
     product = 1
     for number in numbers:

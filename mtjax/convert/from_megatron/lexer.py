@@ -83,6 +83,7 @@ class _Lexer:
         self._heredocs: list[str] = []
 
     def run(self) -> Iterator[Token]:
+        """Yields the tokens of the script."""
         text = self._text
         while self._at < len(text):
             char = text[self._at]

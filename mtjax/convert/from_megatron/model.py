@@ -49,19 +49,21 @@ def translate_model(to: Translation) -> None:
     if given.family == "bert" and not to.get("bert_binary_head"):
         names -= {"binary_head."}
     for reason in unsupported(arguments, is_core=True):
-        to.differs.append(f"the model is not fully supported by mtjax: {reason}")
+        to.differences.append(f"the model is not fully supported by mtjax: {reason}")
     settings = described(arguments, names)
     settings["sequence_length"] = to.get("seq_length")
     settings["position"] = settings["position"] or "learned"
     if to.get("moe_expert_capacity_factor") not in (None, -1, -1.0):
         settings["capacity_factor"] = float(to.get("moe_expert_capacity_factor"))
-        to.differs.append("--capacity-factor: computed per sample, and the last tokens of a sample are dropped first")
+        to.differences.append(
+            "--capacity-factor: computed per sample, and the last tokens of a sample are dropped first"
+        )
     if settings.get("router_aux_loss"):
-        to.differs.append(
+        to.differences.append(
             "--router-aux-loss: computed per sample, as Megatron's seq_aux_loss; its aux_loss is per microbatch"
         )
     if has_experts(arguments) and arguments["add_bias_linear"]:
-        to.differs.append("experts have no biases in mtjax, but --disable-bias-linear is not given")
+        to.differences.append("experts have no biases in mtjax, but --disable-bias-linear is not given")
     _positions(to, settings)
     _vocabulary(to, settings)
     dests = {row.setting: row.dest for row in TABLE if row.setting and row.dest in OF_MODEL} | _DECIDED_BY
@@ -78,15 +80,16 @@ def _arguments(to: Translation) -> dict[str, Any]:
     """Returns Megatron's arguments with defaults filled in, and those that are not supported set to defaults."""
     defaults = {dest: default for dest in OF_MODEL if (default := default_of(dest)) is not None}
     arguments = defaults | to.given.values
+    # Unsupported values are noted, and the model is translated with the default instead.
     for dest, values in supported().items():
         if dest in to.given.values and arguments[dest] not in values and dest != "moe_expert_capacity_factor":
             to.drop(dest)
-    for dest in [*to.without, "moe_expert_capacity_factor"]:
+    for dest in [*to.unsupported, "moe_expert_capacity_factor"]:
         arguments[dest] = defaults.get(dest)
     arguments.setdefault("max_position_embeddings", arguments["seq_length"])
     if arguments.get("add_qkv_bias") and arguments["add_bias_linear"]:
         arguments["add_qkv_bias"] = False
-        to.needless["add_qkv_bias"] = "all linear layers have biases already"
+        to.unneeded["add_qkv_bias"] = "all linear layers have biases already"
     elif arguments.get("add_qkv_bias"):
         arguments["add_qkv_bias"] = False
         to.drop("add_qkv_bias")
@@ -100,7 +103,7 @@ def _positions(to: Translation, settings: dict[str, Any]) -> None:
     """Notes if there are more learned positions than the sequence length."""
     longest, length = to.get("max_position_embeddings"), to.get("seq_length")
     if settings["position"] == "learned" and longest not in (None, length):
-        to.differs.append(
+        to.differences.append(
             f"--max-position-embeddings {longest}: mtjax has as many learned positions as --sequence-length, {length}"
         )
 
@@ -112,9 +115,10 @@ def _vocabulary(to: Translation, settings: dict[str, Any]) -> None:
     to.set("make_vocab_size_divisible_by", {"vocab_multiple": multiple})
     size = to.given.values.get("vocab_size")
     if size is not None:
+        # NullTokenizer adds an end-of-document token to --vocab-size.
         is_null = to.given.values.get("tokenizer_type") == "NullTokenizer"
         settings["vocab_size"] = size + is_null
-    to.differs.append(
+    to.differences.append(
         f"--vocab-multiple {multiple}: --make-vocab-size-divisible-by x tensor parallel degree {tensor}, as in"
         " Megatron, whose softmax includes the padding; mtjax's does not"
     )

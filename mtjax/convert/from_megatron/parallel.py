@@ -23,12 +23,15 @@ def translate_mesh(to: Translation) -> MeshShape:
     degrees = f"tensor {tensor} x pipeline {stages} x context {context} = {gpus_per_replica} GPUs"
     if gpus is None:
         gpus = gpus_per_replica * experts
-        to.differs.append(f"--mesh: the number of GPUs is unknown; assuming {gpus}, the least possible: add --gpus N")
+        to.differences.append(
+            f"--mesh: the number of GPUs is unknown; assuming {gpus}, the least possible: add --gpus N"
+        )
     if gpus % gpus_per_replica:
         raise UserError(
             f"{to.given.source} starts {gpus} processes, but a replica of the model needs {degrees}: add --gpus N with"
             f" a multiple of {gpus_per_replica}"
         )
+    # Data-parallel ranks, which in mtjax include the expert-parallel ranks.
     replicas = gpus // gpus_per_replica
     if replicas % experts:
         raise UserError(
@@ -53,7 +56,7 @@ def translate_layout(to: Translation, mesh: MeshShape) -> None:
     _pipeline(to, mesh)
     if to.has("sequence_parallel") and to.get("tensor_model_parallel_size") == 1:
         to.settings.pop("sequence_parallel")
-        to.needless["sequence_parallel"] = "without tensor parallelism, Megatron ignores it, and it is not translated"
+        to.unneeded["sequence_parallel"] = "without tensor parallelism, Megatron ignores it, and it is not translated"
     if to.has("use_distributed_optimizer"):
         to.set("use_distributed_optimizer", {"zero": 1})
     if to.has("use_megatron_fsdp"):
@@ -65,13 +68,13 @@ def translate_layout(to: Translation, mesh: MeshShape) -> None:
         is_gather = "allgather" in (kind if isinstance(kind, tuple) else (kind,))
         to.set("cp_comm_type", {"context_method": "all-gather" if is_gather else "ring"})
     if "capacity_factor" in to.settings:
-        to.needless["moe_token_dispatcher_type"] = "with --capacity-factor, tokens are always dispatched by all-to-all"
+        to.unneeded["moe_token_dispatcher_type"] = "with --capacity-factor, tokens are always dispatched by all-to-all"
     elif to.get("expert_model_parallel_size") > 1:
         kind = to.given.values.get("moe_token_dispatcher_type", "allgather")
         to.set("moe_token_dispatcher_type", {"expert_dispatch": "all-gather" if kind == "allgather" else "all-to-all"})
     size = to.given.values.get("expert_tensor_parallel_size")
     if size == to.get("tensor_model_parallel_size"):
-        to.needless["expert_tensor_parallel_size"] = "the same in mtjax"
+        to.unneeded["expert_tensor_parallel_size"] = "the same in mtjax"
     if to.has("deterministic_mode"):
         to.set("deterministic_mode", {"deterministic": True})
     if to.has("check_weight_hash_across_dp_replicas_interval"):
@@ -97,6 +100,7 @@ def _pipeline(to: Translation, mesh: MeshShape) -> None:
     if chunks is not None and chunks > 1:
         to.settings |= {"pipeline_schedule": "interleaved", "chunks": chunks}
     ends = [to.given.values.get(f"decoder_{end}_pipeline_num_layers") for end in ("first", "last")]
+    # The other stages share the remaining layers equally.
     if any(end is not None for end in ends) and stages > 1:
         inner = stages - sum(end is not None for end in ends)
         left = layers - sum(end or 0 for end in ends)
@@ -109,7 +113,7 @@ def _pipeline(to: Translation, mesh: MeshShape) -> None:
         for setting in ("recompute_method", "recompute_num_layers"):
             value = to.settings.pop(setting, None)
             if value not in (None, "uniform", 1):
-                to.without[setting] = "with pipeline stages, mtjax recomputes every layer separately"
+                to.unsupported[setting] = "with pipeline stages, mtjax recomputes every layer separately"
 
 
 def translate_output(to: Translation) -> None:
@@ -123,21 +127,21 @@ def translate_output(to: Translation) -> None:
         to.implied.add("keep_every")  # Megatron keeps every checkpoint
     if load is not None and load == save and not to.has("finetune"):
         to.settings["resume"] = True
-        to.differs.append(
+        to.differences.append(
             "--resume: continues from a checkpoint of mtjax in --out, if there is one; for a checkpoint of Megatron-LM"
             f" use `mtjax convert --from megatron:{load} --to mtjax:DIR` and --init-from DIR"
         )
     elif (weights := to.given.values.get("pretrained_checkpoint") or load) is not None:
-        to.with_run.append(f"mtjax convert --from megatron:{weights} --to mtjax:weights, then --init-from weights")
+        to.run_options.append(f"mtjax convert --from megatron:{weights} --to mtjax:weights, then --init-from weights")
     if to.has("non_persistent_save_interval"):
         folder = to.given.values.get("non_persistent_local_ckpt_dir") or "LOCAL-DIR"
         to.settings |= {"local_every": to.get("non_persistent_save_interval"), "local_checkpoints": str(folder)}
     if to.has("wandb_project"):
-        to.with_run.append("--track wandb")
+        to.run_options.append("--track wandb")
     if to.has("profile"):
-        to.with_run.append(f"--profile {to.get('profile_step_start')}:{to.get('profile_step_end')}")
+        to.run_options.append(f"--profile {to.get('profile_step_start')}:{to.get('profile_step_end')}")
     if to.has("distributed_timeout_minutes"):
         minutes = to.get("distributed_timeout_minutes")
-        to.needless["distributed_timeout_minutes"] = (
+        to.unneeded["distributed_timeout_minutes"] = (
             f"a step that hangs is reported after --step-timeout ({math.ceil(minutes * 60)} for the same limit)"
         )

@@ -7,7 +7,7 @@ import tomli_w
 
 from mtjax import config
 from mtjax.config.run import section_by_setting
-from mtjax.convert.from_megatron.given import Given
+from mtjax.convert.from_megatron.given import GivenArguments
 from mtjax.convert.from_megatron.translated import Translation
 from mtjax.errors import UserError
 from mtjax.migrate.megatron import by_dest
@@ -68,20 +68,20 @@ def report(to: Translation, config_error: str | None) -> str:
     """
     given = to.given
     lines = [
-        *_section("not supported by mtjax, and the effect", _named(given, to.without)),
-        *_section("on by default in mtjax, or not needed", _named(given, to.needless)),
-        *_section("translated, with a difference", ((line, "") for line in to.differs)),
+        *_section("not supported by mtjax, and the effect", _named(given, to.unsupported)),
+        *_section("on by default in mtjax, or not needed", _named(given, to.unneeded)),
+        *_section("translated, with a difference", ((line, "") for line in to.differences)),
         *_section("unknown arguments, which are ignored", ((typed, "") for typed in given.unlisted)),
         *_section("could not be read", given.unread),
         *_section("notes on the script", ((note, "") for note in given.notes)),
-        *_section("options to add when starting the run", ((option, "") for option in to.with_run)),
+        *_section("options to add when starting the run", ((option, "") for option in to.run_options)),
     ]
     if config_error is not None:
         lines += [f"mtjax train will reject this config: {config_error}"]
     return "\n".join(lines)
 
 
-def _named(given: Given, found: dict[str, str]) -> Iterator[tuple[str, str]]:
+def _named(given: GivenArguments, found: dict[str, str]) -> Iterator[tuple[str, str]]:
     """Yields arguments as typed, in the order in which they were given, each with its reason."""
     order = list(given.values)
     for dest, why in sorted(found.items(), key=lambda item: order.index(item[0]) if item[0] in order else 0):

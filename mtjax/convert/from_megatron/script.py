@@ -69,6 +69,7 @@ class Script:
                 joined = token.operator if token.operator in ("&&", "||") else "\n"
                 at += 1
                 continue
+            # After &&, a command with unknown status counts as failed; after ||, as succeeded.
             is_skipped = (joined == "&&" and status is not True) or (joined == "||" and status is not False)
             if token.bare in _ENDS:
                 end = _end_of(found, at)
@@ -121,6 +122,7 @@ class Script:
         if fields[0] in self._functions:
             self._read(self._functions[fields[0]], variables.with_arguments(fields[1:]), depth + 1)
             return True
+        # bash -c "...": the inner script is interpreted with the same variables.
         inner = _inner_script(fields)
         if inner is not None:
             read = [token._replace(line=words[0].line) for token in tokens(inner, self._source)]
@@ -148,6 +150,7 @@ class Script:
                 at = end
             else:
                 value = variables.text(parts)
+            # --set overrides assignments in the script.
             if name not in self._fixed:
                 variables.assign(name, value, append=is_added)
             at += 1
@@ -175,6 +178,7 @@ class Script:
                 self._read(body, variables, depth + 1)
 
     def _if(self, inner: list[Token], first: Token, variables: Variables, depth: int) -> None:
+        """Interprets the branch of an `if` whose condition is true; ignores those with unknown conditions."""
         condition, _, remaining = _split_at(inner, "then")
         while True:
             body, keyword, remaining = _split_at(remaining, "elif", "else")
@@ -215,10 +219,16 @@ class Script:
     def _status(self, words: list[Token], variables: Variables, depth: int) -> Decided:
         """Returns the exit status of a command in a condition; None (unknown) if it would run a program."""
         named = words[1].bare if words[0].bare == "!" and words[1:] else words[0].bare
+        # Only the status of builtins is known; programs are not run.
         is_decided = named in ("[", "[[", "test", "true", "false", ":")
         return self._command(words, variables, depth) if is_decided else None
 
     def _case(self, inner: list[Token], first: Token, variables: Variables, depth: int) -> None:
+        """Interprets the first branch of a `case` whose pattern matches.
+
+        Raises:
+          UserError: there is no word after `case`.
+        """
         if not inner:
             raise UserError(f"{self._source}, line {first.line}: case without a word")
         value = variables.text(inner[0].parts)

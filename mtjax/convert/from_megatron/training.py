@@ -35,7 +35,7 @@ def translate_schedule(to: Translation) -> None:
         raise UserError(f"{to.given.source} has both --train-iters and --train-samples: remove one of them")
     if to.has("rampup_batch_size"):
         to.set("rampup_batch_size", {"rampup_batch_size": list(to.get("rampup_batch_size"))})
-        to.differs.append(
+        to.differences.append(
             "--rampup-batch-size: learning rate schedules count steps in mtjax, and samples in Megatron: while batches"
             " are small, mtjax's schedule advances faster per sample"
         )
@@ -48,10 +48,11 @@ def translate_schedule(to: Translation) -> None:
             to.set(dest, {setting: max(1, round(to.get(dest) / batch))})
             if to.get(dest) % batch:
                 steps = to.settings[setting]
-                to.differs.append(f"{option_of(setting)} {steps}: {to.get(dest)} samples, rounded to steps")
+                to.differences.append(f"{option_of(setting)} {steps}: {to.get(dest)} samples, rounded to steps")
     if to.has("lr_warmup_fraction"):
         steps = to.settings.get("decay_steps") or to.get("train_iters") or (to.get("train_samples") or 0) / batch
         to.set("lr_warmup_fraction", {"warmup_steps": round(to.get("lr_warmup_fraction") * steps)})
+    # It has no effect with other styles.
     if to.settings.get("decay_style") != "WSD":
         to.settings.pop("wsd_decay_style", None)
     if to.has("end_weight_decay"):
@@ -59,7 +60,7 @@ def translate_schedule(to: Translation) -> None:
     for dest, description in (("lr", "learning rate"), ("train_iters", "number of steps")):
         if not to.has(dest) and not (dest == "train_iters" and to.has("train_samples")):
             name = by_dest()[dest].names[0]
-            to.differs.append(f"{name} is missing or could not be read: using mtjax's default {description}")
+            to.differences.append(f"{name} is missing or could not be read: using mtjax's default {description}")
 
 
 def translate_precision(to: Translation) -> None:
@@ -84,7 +85,7 @@ def translate_precision(to: Translation) -> None:
     for row in TABLE:
         if row.same is not None and row.dest not in OF_MODEL and row.dest in to.given.values:
             if to.get(row.dest) in row.same:
-                to.needless.setdefault(row.dest, "the same in mtjax")
+                to.unneeded.setdefault(row.dest, "the same in mtjax")
             else:
                 to.drop(row.dest)
 
@@ -123,7 +124,7 @@ def _tokenizer(to: Translation) -> str | None:
         return f"sentencepiece:{model}"
     if kind == "HuggingFaceTokenizer" and model is not None:
         path = str(model) if str(model).endswith(".json") else f"{model}/tokenizer.json"
-        to.differs.append(
+        to.differences.append(
             f"--tokenizer hf:{path}: must be a local file; if {model} is a name on the hub, use `hf download {model}`"
         )
         return f"hf:{path}"
@@ -143,7 +144,7 @@ def _gpt2(to: Translation, vocabulary: Any) -> str | None:
     folder = Path(str(vocabulary)).parent
     names = [Path(str(name)).name for name in (vocabulary, to.given.values.get("merge_file") or "merges.txt")]
     if names not in (["vocab.json", "merges.txt"], ["encoder.json", "vocab.bpe"]):
-        to.differs.append(
+        to.differences.append(
             f"--tokenizer gpt2:{folder}: rename the files there to vocab.json and merges.txt, from"
             f" {' and '.join(names)}"
         )

@@ -3,7 +3,7 @@
 from functools import cache
 
 from mtjax.config import Config
-from mtjax.convert.from_megatron.given import Given
+from mtjax.convert.from_megatron.given import GivenArguments
 from mtjax.convert.from_megatron.model import translate_model
 from mtjax.convert.from_megatron.parallel import translate_layout, translate_mesh, translate_output
 from mtjax.convert.from_megatron.training import (
@@ -19,7 +19,7 @@ from mtjax.migrate.megatron import by_dest
 from mtjax.theory.mesh import MeshShape
 
 
-def translate(given: Given) -> tuple[Translation, MeshShape]:
+def translate(given: GivenArguments) -> tuple[Translation, MeshShape]:
     """Translates a run; returns the translation and its mesh.
 
     Raises:
@@ -37,13 +37,14 @@ def translate(given: Given) -> tuple[Translation, MeshShape]:
     translate_output(to)
     for dest in given.values:
         row = by_dest()[dest]
-        if dest in to.without or dest in to.needless:
+        if dest in to.unsupported or dest in to.unneeded:
             continue
+        # Arguments without a setting: an unsupported feature matters only if it is switched on.
         is_default = given.values[dest] == row.default or (row.same is not None and given.values[dest] in row.same)
         if row.status == "default":
-            to.needless[dest] = row.note
+            to.unneeded[dest] = row.note
         elif row.status == "none" and is_default:
-            to.needless[dest] = "Megatron's default; the same in mtjax"
+            to.unneeded[dest] = "Megatron's default; the same in mtjax"
         elif row.status == "none":
             to.drop(dest)
     return to, mesh
@@ -68,7 +69,7 @@ _NUMBERS = frozenset({"rotary_seq_len_interpolation_factor", "end_weight_decay"}
 """Attributes of arguments that are numbers, although neither their default nor an equal setting is."""
 
 
-def _check_types(given: Given) -> None:
+def _check_types(given: GivenArguments) -> None:
     """Checks the types of arguments that must be numbers.
 
     Raises:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mtjax.convert.from_megatron.given import Given
+from mtjax.convert.from_megatron.given import GivenArguments
 from mtjax.migrate.megatron import by_dest
 
 
@@ -12,18 +12,18 @@ from mtjax.migrate.megatron import by_dest
 class Translation:
     """Settings, and notes for the report."""
 
-    given: Given
+    given: GivenArguments
     settings: dict[str, Any] = field(default_factory=dict)
     """mtjax's settings of the run."""
     implied: set[str] = field(default_factory=set)
     """Names of settings that follow from Megatron's defaults."""
-    without: dict[str, str] = field(default_factory=dict)
+    unsupported: dict[str, str] = field(default_factory=dict)
     """Attributes of arguments that are not supported -> the effect."""
-    needless: dict[str, str] = field(default_factory=dict)
+    unneeded: dict[str, str] = field(default_factory=dict)
     """Attributes of arguments for which mtjax needs no setting -> the reason."""
-    differs: list[str] = field(default_factory=list)
+    differences: list[str] = field(default_factory=list)
     """Notes on settings whose meaning differs from Megatron's."""
-    with_run: list[str] = field(default_factory=list)
+    run_options: list[str] = field(default_factory=list)
     """Options to add when the run is started."""
 
     def get(self, dest: str) -> Any:
@@ -44,4 +44,4 @@ class Translation:
     def drop(self, dest: str, why: str = "") -> None:
         """Records an argument as not supported, if it was given."""
         if dest in self.given.values:
-            self.without[dest] = why or by_dest()[dest].note
+            self.unsupported[dest] = why or by_dest()[dest].note

@@ -31,6 +31,7 @@ def open_lambada(path: Path, tokenizer: Tokenizer, settings: Settings) -> Task:
             raise UserError(f"{path}, line {number} has {len(words)} words, but must have at least two")
         passage = text.strip()
         ids = tokenizer.encode(passage)
+        # Tokens after the common prefix with the context belong to the last word.
         last = len(ids) - _shared(tokenizer.encode(passage[: passage.rindex(words[-1])].rstrip()), ids)
         if not 0 < last < settings.length:
             raise UserError(

@@ -21,7 +21,7 @@ def json_lines(path: Path, field: str) -> Iterator[tuple[int, str]]:
         text = row.get(field) if isinstance(row, dict) else None
         if not isinstance(text, str):
             raise UserError(
-                f"{path}, line {number} has {_described(row)}, but needs {field!r} with a text: is it the data of "
+                f"{path}, line {number} has {_described(row)}, but needs {field!r} (a string): is it the data of "
                 "another task?"
             )
         if half := surrogate_in(text, field):

@@ -12,9 +12,9 @@ from mtjax.cli import read, run_main
 from mtjax.config.field_metadata import WIDTH, at_least
 from mtjax.errors import UserError
 
-DESCRIPTION = """Labels rows with several finetuned models: the mean of their probabilities, or of their numbers.
+DESCRIPTION = """Predicts labels of rows with an ensemble of finetuned models: averages their probabilities or values.
 
-Where the rows have labels, it says how often each model and all together meet them: the paper's results of five models.
+If the rows have labels, prints the metrics of each model and of the ensemble, as the paper's results of five models.
 
 Examples:
   mtjax finetune --task rte --data glue/RTE --init-from hf:bert-base-uncased --seeds 5 --out runs/rte
@@ -24,22 +24,22 @@ Examples:
 
 @dataclass(frozen=True)
 class Options:
-    """What to label, with what, and where."""
+    """The options of `mtjax ensemble`."""
 
     runs: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN...")]
     """The models: finetuned runs (the best checkpoint of each), converted folders, or hf:DIR."""
     data: Path
-    """Rows as the models were trained on: TSV with a header, JSON lines, a folder of RACE's, a file of SQuAD's."""
+    """Rows in the format of the training data: TSV with a header, JSON lines, a folder of RACE or a file of SQuAD."""
     out: Path | None = None
-    """JSON lines of answers to write, one for each row; printed when not given."""
+    """File for the answers, as JSON lines, one for each row. Default: standard output."""
     official: Path | None = None
-    """SQuAD: another file, of the answers as the official script reads them: a JSON object from ids to texts."""
+    """SQuAD: additional file for the answers in the official script's format, a JSON object from ids to texts."""
     mesh: str = "1x1"
     """Devices as DATAxMODEL."""
     rows: int = at_least(1, 32, most=WIDTH)
-    """Rows that each data rank reads at once."""
+    """Batch size per data-parallel rank."""
     compute_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Type of products."""
+    """dtype of matrix multiplications."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,8 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     def body() -> int:
         options = read(Options, argv, "mtjax ensemble", DESCRIPTION)
         if len(options.runs) < 2:
-            raise UserError("an ensemble has two models or more: name their runs")
-        from mtjax.finetune.answers import check_out, report  # imports jax, for seconds
+            raise UserError("an ensemble requires two or more models: name their runs")
+        from mtjax.finetune.answers import check_out, report  # imports jax, which takes seconds
         from mtjax.finetune.predictions import mean, predict
 
         check_out(options.out)

@@ -11,7 +11,7 @@ import tyro
 from mtjax.cli import read, run_main
 from mtjax.config.field_metadata import WIDTH, at_least
 
-DESCRIPTION = """Labels rows with a finetuned model; where the rows have labels, says how often they are met.
+DESCRIPTION = """Predicts labels of rows with a finetuned model; if the rows have labels, prints the task's metrics.
 
 Examples:
   mtjax predict --from runs/rte-1 --data glue/RTE/test.tsv --out answers.jsonl
@@ -22,22 +22,22 @@ Examples:
 
 @dataclass(frozen=True)
 class Options:
-    """What to label, with what, and where."""
+    """The options of `mtjax predict`."""
 
     source: Annotated[str, tyro.conf.arg(name="from", metavar="WEIGHTS")]
     """The model: a finetuned run (its best checkpoint), a converted folder, or hf:DIR."""
     data: Path
-    """Rows as the model was trained on: TSV with a header, JSON lines, a folder of RACE's, a file of SQuAD's."""
+    """Rows in the format of the training data: TSV with a header, JSON lines, a folder of RACE or a file of SQuAD."""
     out: Path | None = None
-    """JSON lines of answers to write, one for each row; printed when not given."""
+    """File for the answers, as JSON lines, one for each row. Default: standard output."""
     official: Path | None = None
-    """SQuAD: another file, of the answers as the official script reads them: a JSON object from ids to texts."""
+    """SQuAD: additional file for the answers in the official script's format, a JSON object from ids to texts."""
     mesh: str = "1x1"
     """Devices as DATAxMODEL."""
     rows: int = at_least(1, 32, most=WIDTH)
-    """Rows that each data rank reads at once."""
+    """Batch size per data-parallel rank."""
     compute_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Type of products."""
+    """dtype of matrix multiplications."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def body() -> int:
         options = read(Options, argv, "mtjax predict", DESCRIPTION)
-        from mtjax.finetune.answers import check_out, report  # imports jax, for seconds
+        from mtjax.finetune.answers import check_out, report  # imports jax, which takes seconds
         from mtjax.finetune.predictions import predict
 
         check_out(options.out)

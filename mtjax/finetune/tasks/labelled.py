@@ -13,7 +13,7 @@ from mtjax.errors import UserError
 from mtjax.finetune.labels import classes_of, label_numbers
 from mtjax.finetune.metrics import mean_loss, softmax
 from mtjax.finetune.rows import Example, Examples, Fields, read_examples
-from mtjax.finetune.samples import Encoder, Ids, Joined, Samples
+from mtjax.finetune.samples import Encoder, Ids, LazyRows, Samples
 from mtjax.finetune.tasks.task import DEV, TABLES, HeldOut, Scores
 
 
@@ -66,6 +66,7 @@ class Labelled:
     def encoded(self, examples: Sequence[Example], encoder: Encoder, config: Config, which: str = "") -> "EncodedRows":
         """Encodes each example as a row."""
         options, model = config.finetuning, config.model
+        # Converted weights may have no label names: use numbers.
         labels = None if self.head == "regression" else options.labels or tuple(map(str, range(model.num_labels)))
         return EncodedRows(self.metrics, *numbered(examples, labels, which), encoder)
 
@@ -121,7 +122,7 @@ class EncodedRows:
         self.format, self.ids = encoder.format, self._ids(encoder)
 
     def _ids(self, encoder: Encoder) -> list[Ids]:
-        return encoder.ids([example.texts for example in self.examples])
+        return encoder.encode([example.texts for example in self.examples])
 
     @property
     def lengths(self) -> Sequence[int]:
@@ -130,7 +131,7 @@ class EncodedRows:
 
     def samples(self, length: int) -> Samples:
         """Returns rows truncated to `length`; unknown labels are 0."""
-        rows = Joined(self.ids, self.format, length)
+        rows = LazyRows(self.ids, self.format, length)
         rows_per_example = len(self.ids) // max(len(self.examples), 1)
         indices, numbers = self._known
         labels = np.zeros(len(self.examples), np.int32 if self.labels else np.float32)

@@ -137,7 +137,7 @@ class Choices(EncodedRows):
     """Encoded questions with a row for each of their choices."""
 
     def _ids(self, encoder: Encoder) -> list[Ids]:
-        texts = encoder.ids([example.texts for example in self.examples])
+        texts = encoder.encode([example.texts for example in self.examples])
         return [(choice[:MOST_TOKENS], article) for *choices, article in texts for choice in choices]
 
     def read(self, outputs: np.ndarray) -> np.ndarray:

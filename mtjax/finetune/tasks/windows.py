@@ -11,7 +11,7 @@ from mtjax.config import Finetuning
 from mtjax.data.tokens.tokenizer import FastTokenizer
 from mtjax.errors import UserError
 from mtjax.finetune.metrics import Scores, mean_loss, softmax
-from mtjax.finetune.samples import Ids, Joined, RowFormat, Samples
+from mtjax.finetune.samples import Ids, LazyRows, RowFormat, Samples
 from mtjax.finetune.squad_metrics import exact_match, normalised, text_f1
 
 if TYPE_CHECKING:
@@ -77,13 +77,14 @@ class Windows:
     ) -> None:
         self.examples, self.format, self.options = examples, row_format, options
         self.has_unanswerable = has_unanswerable
+        # Several questions share a passage, which is encoded once.
         ids = tokenizer.encode_batch([example.question for example in examples])
         self.questions = [np.array(i[:MOST_QUESTION], np.int32) for i in ids]
         texts = list(dict.fromkeys(example.context for example in examples))
         found = zip(texts, tokenizer.encode_places(texts), strict=True)
         passages = {t: (np.array(i, np.int32), np.array(p, np.int32).reshape(-1, 2)) for t, (i, p) in found}
         self.contexts = [passages[example.context][0] for example in examples]
-        self.places = [passages[example.context][1] for example in examples]
+        self.characters = [passages[example.context][1] for example in examples]
         self.windows: list[Window] = []
         self.starts: list[int] = []
 
@@ -100,7 +101,7 @@ class Windows:
         """
         self.windows = [window for number in range(len(self.examples)) for window in self._windows_of(number, length)]
         self.starts = [1 + len(self.questions[number]) + 1 for number, _, _ in self.windows]
-        rows = Joined(_WindowIds(self.windows, self.questions, self.contexts), self.format, length)
+        rows = LazyRows(_WindowIds(self.windows, self.questions, self.contexts), self.format, length)
         pairs = zip(self.windows, self.starts, strict=True)
         labels = [self._label(window, start) for window, start in pairs]
         weights = np.ones(len(rows), np.float32)
@@ -140,8 +141,10 @@ class Windows:
         return [self._answer(number, values, rows[number]) for number in range(len(self.examples))]
 
     def _answer(self, number: int, values: np.ndarray, rows: list[int]) -> dict[str, Any]:
+        """Returns the JSON answer of a question from the logits of its windows, which are `rows` of `values`."""
         spans = [span for row in rows for span in self._spans(values[row].astype(np.float64), row)]
         best: dict[str, Span] = {}
+        # Overlapping windows find the same text several times: keep its best score.
         for span in sorted(spans, key=lambda span: -span.score):
             best.setdefault(span.text, span)
         n_best = list(best.values())[: self.options.n_best]
@@ -165,7 +168,7 @@ class Windows:
         """Returns the best answers in a window, from its best start and end tokens."""
         window, offset, options = self.windows[row], self.starts[row], self.options
         count = window.end - window.begin
-        context, characters = self.examples[window.question].context, self.places[window.question]
+        context, characters = self.examples[window.question].context, self.characters[window.question]
         inside = logits[offset : offset + count]
         first, last = (np.argsort(-inside[:, end], kind="stable")[: options.n_best] for end in (0, 1))
         spans = []
@@ -178,6 +181,11 @@ class Windows:
         return spans
 
     def _windows_of(self, number: int, length: int) -> list[Window]:
+        """Returns the windows over a question's passage, in rows of `length` tokens.
+
+        Raises:
+          UserError: `length` has no space for a passage.
+        """
         question, tokens = len(self.questions[number]), len(self.contexts[number])
         size = length - question - 3  # [CLS] question [SEP] passage [SEP]
         if size < 1:
@@ -203,11 +211,12 @@ class Windows:
     def _answer_tokens(self) -> list[tuple[int, int]]:
         """First and last token of each question's first answer; -1 if there is none."""
         found = []
-        for example, characters in zip(self.examples, self.places, strict=True):
+        for example, characters in zip(self.examples, self.characters, strict=True):
             if not example.answers:
                 found.append((-1, -1))
                 continue
             text, start = example.answers[0]
+            # Tokens that overlap the answer's characters.
             inside = np.flatnonzero((characters[:, 1] > start) & (characters[:, 0] < start + len(text)))
             found.append((int(inside[0]), int(inside[-1])) if len(inside) else (-1, -1))
         return found

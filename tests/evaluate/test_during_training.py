@@ -9,7 +9,7 @@ import pytest
 
 from mtjax.config import Config, replace
 from mtjax.evaluate.__main__ import main as evaluate
-from mtjax.evaluate.during import evaluations_of, first_tokens_in
+from mtjax.evaluate.during_training import evaluations_of, first_tokens_in
 from mtjax.train.__main__ import main as train
 from mtjax.train.checkpoints.weights import Weights
 from mtjax.train.folder.tokenizer import find_tokenizer
@@ -118,7 +118,7 @@ def test_a_text_begins_as_for_mtjax_evaluate_whatever_became_of_the_tokenizer_th
         (["--evaluate", "lambada=none.jsonl"], "--evaluate lambada: none.jsonl does not exist"),
         (["--evaluate", "lambada=a", "lambada=b"], "names a task twice"),
         (["--evaluate", "lambada=text.txt"], "text.txt, line 1 is not JSON"),
-        (["--evaluate", "lambada=lambada.jsonl", "--family", "bert"], "which a bert does not predict"),
+        (["--evaluate", "lambada=lambada.jsonl", "--family", "bert"], "which a bert does not: remove it"),
         (["--keep-best", "lambada/accuracy"], "--keep-best lambada/accuracy is not one of valid_loss"),
         (["--keep-best", "valid_loss"], "requires validation, but valid_every is 0"),
         (

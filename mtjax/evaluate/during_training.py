@@ -82,7 +82,7 @@ def check_goal(config: Config, files: Mapping[str, Path]) -> None:
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenedTask:
     """A task with its rows."""
 
     kind: Kind
@@ -112,7 +112,7 @@ class RunEvaluations:
 
     def __init__(self, keep_best: str | None, files: Mapping[str, Path]) -> None:
         self._keep_best, self._files = keep_best, files
-        self._opened: list[Opened] = []
+        self._opened: list[OpenedTask] = []
         self._scorer: Scorer | None = None
 
     @property
@@ -130,10 +130,11 @@ class RunEvaluations:
           UserError: a file is not in its task's format.
         """
         config = for_rows(program.config, program.config.parallel, max(ROWS, 2 * program.stages))
+        # trains=True: parameters keep the shardings of training, so that they are not moved.
         self._scorer = Scorer(ShardedModel(config, program.mesh, trains=True))
         settings = Settings(self._scorer.longest, self._scorer.longest, tuple(first_tokens_in(text)))
         for name, path in self._files.items():
-            self._opened.append(Opened(KINDS[name], KINDS[name].open(path, text.tokenizer, settings)))
+            self._opened.append(OpenedTask(KINDS[name], KINDS[name].open(path, text.tokenizer, settings)))
 
     def evaluate(self, parameters: Any) -> dict[str, float]:
         """Returns the tasks' results as `TASK/RESULT`; the same in all processes."""

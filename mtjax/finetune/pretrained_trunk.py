@@ -69,6 +69,7 @@ class PretrainedTrunk:
         theirs = set(self.saved.source.parameters) - self.saved.source.origin.fresh
         leaves, structure = jax.tree_util.tree_flatten_with_path(program.restore_target)
         targets = {dotted(path): leaf for path, leaf in leaves}
+        # A head for the same task is loaded; else it is initialized, and its pooler taken from BERT's pretraining.
         same_head = _head_of(self.saved.config.model) == _head_of(program.config.model)
         sources = {name: name if same_head or not name.startswith(f"{HEAD}.") else POOLER.get(name) for name in targets}
         read = {source: targets[name] for name, source in sources.items() if source in theirs}

@@ -22,7 +22,7 @@ from mtjax.finetune.chat_rows import Chat, read_chats
 from mtjax.finetune.chat_samples import PackedChats, truncation_notes
 from mtjax.finetune.files import read_task
 from mtjax.finetune.options import CHAT
-from mtjax.finetune.pretrained import FinetuningTokenizer, OnPretrained
+from mtjax.finetune.pretrained import FinetuningObjective, FinetuningTokenizer
 from mtjax.finetune.rows import SHOWN, Examples
 from mtjax.finetune.tasks.task import DEV, HeldOut
 from mtjax.generate.chat import ChatTemplate
@@ -51,7 +51,7 @@ class ChatFiles:
         return read_chats(path)
 
 
-class Chatting(OnPretrained):
+class ChatFinetuning(FinetuningObjective):
     """The objective of supervised finetuning: next-token prediction on answers; prompts are masked."""
 
     def load_data(
@@ -79,6 +79,7 @@ class Chatting(OnPretrained):
         packed = PackedChats.of(train, limit, tokenizer.eod)
         if not len(packed):
             raise UserError(f"no training row has an answer within the first {limit} tokens: raise --sequence-length")
+        # Packed once with the maximum length; the sequence length is then reduced to what the packs need.
         longest = max(sum(len(packed.chats[i].ids) - 1 for i in pack) for pack in packed.packs)
         longest = max([longest, *(len(chat.ids) - 1 for chat in held_out)])
         config = configs.replace(

@@ -35,7 +35,7 @@ MOST_TOKENS = 256
 SAMPLING = ("top_p", "top_k", "min_p", "repetition_penalty")
 
 
-class Answering:
+class HarnessModel:
     """A model's answers to requests of lm-eval, in their order. All processes must get the same requests.
 
     Args:
@@ -99,12 +99,13 @@ class Answering:
                 raise UserError(
                     f"an answer of {len(after)} tokens is longer than the sequence length of {self.longest}"
                 )
+            # Long contexts are truncated at their beginning.
             ids = [*(before or [self.prefix]), *after][-(self.longest + 1) :]
             rows.append(Row(np.asarray(ids, np.int32), len(ids) - len(after)))
         scores = self._scores("continuations", rows)
         return list(zip(scores.log_probability.tolist(), scores.all_best.tolist(), strict=True))
 
-    def texts(self, texts: Sequence[str]) -> list[float]:
+    def text_log_probabilities(self, texts: Sequence[str]) -> list[float]:
         """Returns the log-probability of texts.
 
         Windows are lm-eval's: adjacent; the last one is as long as the others, but only its end is scored.
@@ -128,10 +129,10 @@ class Answering:
             score_rows(rows, self._scorer, self._parameters, saved)
         return scores_of(saved.answers)
 
-    def forget(self) -> None:
+    def remove_saved(self) -> None:
         """Removes the saved scores, once the results are written."""
         for saved in self._saved:
-            saved.forget()
+            saved.remove()
 
     # --- texts
 
@@ -144,7 +145,7 @@ class Answering:
           UserError: a task's arguments are not supported, or its texts are longer than the model's sequence.
         """
         if self._engine is None:
-            decoder = Decoder(self._scorer.placed, self._parameters)
+            decoder = Decoder(self._scorer.sharded_model, self._parameters)
             self._engine = Engine(decoder, self._sequences)
         done, texts = 0, []
 
@@ -176,6 +177,7 @@ def rolling_rows(ids: list[int], prefix: int, length: int) -> list[Row]:
     tokens, rows = np.asarray([prefix, *ids], np.int32), []
     for start in range(0, len(ids), length):
         stop = min(start + length, len(ids)) + 1
+        # The last window is extended to the left to `length` tokens.
         first = max(0, stop - length - 1)
         rows.append(Row(tokens[first:stop], start + 1 - first))
     return rows
@@ -207,7 +209,7 @@ def sampling_of(arguments: Arguments, number: int) -> tuple[Sampling, tuple[str,
     return sampling, tuple(stop for stop in ([until] if isinstance(until, str) else until) if stop)
 
 
-def as_lm(answering: Answering) -> Any:
+def as_lm(model: HarnessModel) -> Any:
     """Wraps a model in lm-eval's class `LM`.
 
     Raises:
@@ -220,21 +222,21 @@ def as_lm(answering: Answering) -> Any:
 
         @property
         def eot_token_id(self) -> int:
-            return answering.prefix
+            return model.prefix
 
         def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-            return answering.encode(string, add_special_tokens)
+            return model.encode(string, add_special_tokens)
 
         def loglikelihood(self, requests: Any, disable_tqdm: bool = True) -> list[tuple[float, bool]]:
             return super().loglikelihood(requests, disable_tqdm)
 
         def _loglikelihood_tokens(self, requests: Any, **_: Any) -> list[tuple[float, bool]]:
-            return answering.continuations([(before, after) for _, before, after in requests])
+            return model.continuations([(before, after) for _, before, after in requests])
 
         def loglikelihood_rolling(self, requests: Any, **_: Any) -> list[float]:
-            return answering.texts([request.args[0] for request in requests])
+            return model.text_log_probabilities([request.args[0] for request in requests])
 
         def generate_until(self, requests: Any, **_: Any) -> list[str]:
-            return answering.generate([request.args for request in requests])
+            return model.generate([request.args for request in requests])
 
     return Model()

@@ -29,6 +29,7 @@ def record_settings(config: Config, folder: Path) -> None:
     path = folder.parent / RECORD
     record = read_object(path)
     settings = settings_of(config)
+    # A run that exists is resumed only with the same settings: results of others are not comparable.
     if folder.exists():
         recorded = record.get(folder.name)
         command = f"mtjax finetune --config {folder}/config.toml --resume"
