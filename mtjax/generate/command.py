@@ -184,7 +184,7 @@ class Job:
         """Continues each prompt and prints the texts: a single text token by token, several when all are done."""
         options = self._options
         numbered = list(enumerate(prompts))
-        texts = [(place, prompt, number) for place, prompt in numbered for number in range(options.samples)]
+        texts = [(index, prompt, number) for index, prompt in numbered for number in range(options.samples)]
         sequences = min(options.batch, len(texts))
         engine = Engine(self._decoder, sequences)
         printer = TextPrinter(sys.stdout, options.show_logprobs)

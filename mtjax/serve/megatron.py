@@ -75,7 +75,7 @@ async def generate(service: Service, request: HttpRequest) -> Response:
     pending = service.pending_response()
     service.host.submit(pending, [text.request() for text in texts])
 
-    async def whole() -> Response:
+    async def full_response() -> Response:
         await pending.done()
         ids = [text.ids for text in texts]
         return json_response(
@@ -87,7 +87,7 @@ async def generate(service: Service, request: HttpRequest) -> Response:
         )
 
     try:
-        return await unless_disconnected(request.receive, whole())
+        return await unless_disconnected(request.receive, full_response())
     finally:
         service.host.cancel(pending)
 
@@ -113,7 +113,7 @@ async def respond_with_beams(
     pending = service.pending_response()
     found = host.search(pending, search, tuple(prompt), tokens)
 
-    async def whole() -> Response:
+    async def full_response() -> Response:
         await pending.done()
         texts = [beam.ids[: len(beam.ids) - beam.is_stopped] for beam in found]
         ids = [[*prompt, *text, *[tokenizer.decoder.eod] * (tokens - len(text))] for text in texts]
@@ -126,7 +126,7 @@ async def respond_with_beams(
         )
 
     try:
-        return await unless_disconnected(request.receive, whole())
+        return await unless_disconnected(request.receive, full_response())
     finally:
         host.cancel(pending)
 

@@ -163,14 +163,14 @@ async def unless_disconnected(receive: Receive, work: Awaitable[Response]) -> Re
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(disconnected())
+    response, disconnect = asyncio.ensure_future(work), asyncio.ensure_future(disconnected())
     try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else Response(status_code=CLIENT_CLOSED_REQUEST)
+        await asyncio.wait({response, disconnect}, return_when=asyncio.FIRST_COMPLETED)
+        return response.result() if response.done() else Response(status_code=CLIENT_CLOSED_REQUEST)
     finally:
-        for task in (working, leaving):
+        for task in (response, disconnect):
             task.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
+        await asyncio.gather(response, disconnect, return_exceptions=True)
 
 
 Handler = Callable[[Service, HttpRequest], Awaitable[Response]]
