@@ -1,4 +1,4 @@
-"""The command: prompts from everywhere, texts to everywhere, and one sentence when something is wrong."""
+"""The command `mtjax generate`: sources of prompts, outputs, and error messages."""
 
 import io
 import json
@@ -22,7 +22,7 @@ TEMPLATE = "{% for m in messages %}{{ m.role }} {{ m.content }}\n{% endfor %}{% 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A GPT-2 with random weights; no token ends its texts."""
+    """Builds a GPT-2 with random weights whose texts have no stop token."""
     assert len(jax.devices()) >= 4  # in use: their number is fixed
     shapes = gpt2_shapes() | {"transformer.wpe.weight": (CONTEXT, HIDDEN)}
     config = GPT2_CONFIG | {"n_positions": CONTEXT}
@@ -79,7 +79,7 @@ def test_prompts_from_arguments_input_and_files(folder, tmp_path, capsys, monkey
     assert again[0] == kept and sorted(again) == sorted(whole)
 
 
-def test_texts_of_other_weights_or_settings_are_not_kept(folder, tmp_path, capsys) -> None:
+def test_output_of_other_weights_or_settings_is_rejected(folder, tmp_path, capsys) -> None:
     source, target = tmp_path / "prompts.jsonl", tmp_path / "texts.jsonl"
     prompts = [{"prompt": "the cat"}, {"prompt": "the dog", "max_tokens": 2}]
 
@@ -141,7 +141,7 @@ def test_texts_of_other_weights_or_settings_are_not_kept(folder, tmp_path, capsy
     assert "--overwrite requires --output" in refused(capsys, "--from", "x", "--overwrite", "y")
 
 
-def test_every_prompt_draws_noise_of_its_own(folder, tmp_path, capsys, monkeypatch) -> None:
+def test_every_prompt_uses_its_own_seed(folder, tmp_path, capsys, monkeypatch) -> None:
     draws = ("--temperature", "1", "--seed", "5")
     step = 0x9E3779B97F4A7C15
     seeds = [[5 + prompt * step + sample for sample in range(2)] for prompt in range(3)]
@@ -165,7 +165,7 @@ def test_every_prompt_draws_noise_of_its_own(folder, tmp_path, capsys, monkeypat
     assert generate(capsys, folder, *draws, "--interactive") == f"{expected[0]}\n{expected[2]}\n"
 
 
-def test_beams_are_shown_and_written(folder, tmp_path, capsys) -> None:
+def test_beams_are_printed_and_written(folder, tmp_path, capsys) -> None:
     shown = generate(capsys, folder, "--beams", "3", "--samples", "2", "the cat").splitlines()
     assert [line.split("(")[0] for line in shown[::2]] == ["--- 'the cat' "] * 2
     scores = [float(line.split(", ")[1][:-1]) for line in shown[::2]]
@@ -191,7 +191,7 @@ def test_beams_are_shown_and_written(folder, tmp_path, capsys) -> None:
 
 
 @pytest.mark.long  # `mtjax evaluate` reads a converted folder in make test
-def test_weights_of_every_kind_write_the_same(folder, tmp_path, capsys) -> None:
+def test_all_weight_formats_generate_the_same_text(folder, tmp_path, capsys) -> None:
     places = {"mtjax": ["--vocab-multiple", "256"], "megatron": ["--tensor", "2"]}
     kinds = [kind for kind in places if kind != "megatron" or find_spec("torch")]
     for kind in kinds:
@@ -207,7 +207,7 @@ def test_weights_of_every_kind_write_the_same(folder, tmp_path, capsys) -> None:
             assert capsys.readouterr().out == expected
 
 
-def test_a_chat_by_the_template(folder, capsys, monkeypatch, tmp_path) -> None:
+def test_chat_with_template(folder, capsys, monkeypatch, tmp_path) -> None:
     settings = folder / "tokenizer_config.json"
     plain = settings.read_text()
     monkeypatch.setattr(sys, "stdin", io.StringIO("the cat\n\nthe dog\n"))
@@ -234,7 +234,7 @@ def test_what_is_wrong_is_said(folder, tmp_path, capsys) -> None:
 
 
 @pytest.mark.parametrize("text", ["not JSON", '{"prompt": 3}', '{"prompt": "a", "top_p": 7}', '{"prompt": ""}'])
-def test_a_wrong_line_is_named(folder, tmp_path, capsys, text: str) -> None:
+def test_error_names_the_invalid_line(folder, tmp_path, capsys, text: str) -> None:
     source = tmp_path / "prompts.jsonl"
     source.write_text(text + "\n")
     files = ("--input", str(source), "--output", str(tmp_path / "out.jsonl"))
@@ -242,5 +242,5 @@ def test_a_wrong_line_is_named(folder, tmp_path, capsys, text: str) -> None:
     assert f"{source}:1" in capsys.readouterr().err
 
 
-def test_colours_are_steps_of_probability() -> None:
+def test_colors_are_steps_of_probability() -> None:
     assert [color(np.log(p)) for p in (1e-9, 0.5, 1.0)] == [COLORS[0], COLORS[4], COLORS[-1]]

@@ -1,4 +1,4 @@
-"""Matrices in 8 bits beside the same weights, rounded to 8 bits by hand in the files that are read."""
+"""int8 weights, compared with the same weights rounded to int8 in the input files."""
 
 import jax
 import numpy as np
@@ -25,7 +25,7 @@ PROMPTS = [np.random.default_rng(n).integers(0, 290, n).tolist() for n in (1, 9)
 
 
 def rounded(matrix: np.ndarray, inputs: int) -> np.ndarray:
-    """Symmetric, 255 numbers for each output."""
+    """Rounds symmetrically to 255 values for each output channel."""
     scale = np.abs(matrix).max(inputs, keepdims=True) / 127
     return (np.rint(matrix / scale) * scale).astype(np.float32)
 
@@ -57,7 +57,7 @@ def told(folder, mesh: str, *, int8: bool) -> list[tuple[list[int], np.ndarray]]
 @pytest.mark.long
 @pytest.mark.parametrize(("family", "meshes"), [(gpt2, ("1x1", "1x4")), (llama, ("2x2", "1x8"))])
 def test_texts_are_those_of_rounded_weights(family, meshes: tuple[str, ...], tmp_path) -> None:
-    """Also where a table is split, shared with lookups, or key heads are fewer than model ways."""
+    """Also with a sharded or tied table, and with fewer key heads than the tensor parallel degree."""
     assert len(jax.devices()) >= 8  # in use: their number is fixed
     tensors, by_hand, config = family()
     for name, own in (("whole", tensors), ("rounded", tensors | by_hand)):
@@ -73,7 +73,7 @@ def test_texts_are_those_of_rounded_weights(family, meshes: tuple[str, ...], tmp
     )
 
 
-def test_a_matrix_in_8_bits() -> None:
+def test_int8_matrix() -> None:
     matrix = np.random.default_rng(0).standard_normal((5, 4, 3)).astype(np.float32)
     matrix[:, 1, 2] = 0
     found = to_int8(jax.numpy.asarray(matrix), (0,))

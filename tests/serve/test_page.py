@@ -1,4 +1,4 @@
-"""The page at `/`, in a real browser."""
+"""The web page at `/`, in a real browser."""
 
 import re
 
@@ -9,14 +9,14 @@ from tests.serve.browser import find_browser, open_page
 from tests.serve.conftest import KEY
 
 
-def test_the_page_needs_nothing_from_elsewhere(live) -> None:
+def test_page_loads_no_external_resources(live) -> None:
     status, text = ask(live, "GET", "/", headers={"Authorization": ""})
     assert status == 200 and not re.search(r"https?://|src=|@import", text)
 
 
 @pytest.mark.long
 @pytest.mark.skipif(find_browser() is None, reason="needs a browser: apt install chromium-headless-shell, or CHROMIUM")
-def test_texts_in_a_browser(live) -> None:
+def test_page_in_a_browser(live) -> None:
     browser = find_browser()
     assert browser is not None
     with open_page(browser) as page:

@@ -1,4 +1,4 @@
-"""A replica of other processes, here in threads: process 0 hears what an engine of its own would have told it."""
+"""Remote replicas, with threads in place of processes: listeners get the same events as from a local engine."""
 
 import threading
 from collections.abc import Callable
@@ -25,7 +25,7 @@ from tests.tiny import mesh_of, tiny_config
 
 
 class Service:
-    """jax's coordination service, as far as letters need it."""
+    """A fake of jax's coordination service."""
 
     def __init__(self) -> None:
         self.words: dict[str, str] = {}
@@ -50,7 +50,7 @@ class Service:
 
 @dataclass
 class Heard:
-    """What a client hears of a text."""
+    """The events of a request."""
 
     tokens: list[Token] = field(default_factory=list)
     prompt: list[Token] = field(default_factory=list)
@@ -66,7 +66,7 @@ class Heard:
 
 
 def ask(engine: Engine | RemoteReplica) -> list[Heard]:
-    """Five texts: drawn, with log-probabilities of all, ended by the listener, by a stop id, and by the client."""
+    """Submits five requests: sampled, with log-probabilities, ended by the listener, by a stop token, and cancelled."""
     told = [Heard() for _ in range(5)]
     drawn = Sampling(12, temperature=1.5, seed=3)
     never, third = (lambda count: False), (lambda count: count == 3)
@@ -80,7 +80,7 @@ def ask(engine: Engine | RemoteReplica) -> list[Heard]:
     return told
 
 
-def test_a_remote_replica_of_two_processes_tells_what_an_engine_tells(monkeypatch) -> None:
+def test_remote_replica_of_two_processes_equals_local_engine(monkeypatch) -> None:
     placed = ShardedModel(tiny_config(init_std=0.3, sequence_length=64), mesh_of("1x1"))
     decoder, service = Decoder(placed, placed.initialize_parameters(0)), Service()
     for module in (letters, together):
@@ -108,7 +108,7 @@ def test_a_remote_replica_of_two_processes_tells_what_an_engine_tells(monkeypatc
     assert second.load == (0, 0) and not [key for key in service.words if "plan" not in key]
 
 
-def test_a_process_has_whole_replicas_or_parts_of_one() -> None:
+def test_process_has_full_replicas_or_part_of_one() -> None:
     assert [replica.processes for replica in replicas_on(parse_mesh("1x1"), 1)] == [[0]]
     with pytest.raises(UserError, match="mesh 3x2 gives each of 2 processes 3 devices"):
         replicas_on(parse_mesh("3x2"), 2)

@@ -1,4 +1,4 @@
-"""A T5 that is served: prompts are read as it was trained to read them, and take no room from its texts."""
+"""Serving a T5: prompts are encoded as in training, and take no space from generated texts."""
 
 import pytest
 
@@ -20,7 +20,7 @@ PROMPT, NEW = "the cat and the dog went on to the end of the <extra_id_0> road",
 
 @pytest.mark.long
 @pytest.mark.torch
-def test_a_t5_answers_as_transformers_do(tmp_path) -> None:
+def test_served_t5_equals_transformers(tmp_path) -> None:
     torch.manual_seed(0)
     network = t5("relu", True).eval()
     network.save_pretrained(tmp_path)
