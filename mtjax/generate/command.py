@@ -173,6 +173,7 @@ class Job:
         search = BeamSearch(self._decoder, options.beams, options.length_penalty, self._stop_ids)
         prompt_ids, texts = self.model.prompt_ids(prompt), []
         for beam in search.search(prompt_ids, max_tokens)[: options.samples]:
+            # An encoder-decoder's text does not continue the prompt, whose tokens are then no context for decoding.
             writer = TextWriter(tokenizer, () if self._decoder.is_encoder_decoder else prompt_ids)
             for token in beam.ids[: len(beam.ids) - beam.is_stopped]:
                 writer.add(token)

@@ -119,6 +119,7 @@ class Fields:
           ApiError: the field has another value.
         """
         value = self.take(name)
+        # In Python 0 == False and 1 == True, so the types must be equal, too.
         if value is not None and not any(type(value) is type(other) and value == other for other in accepted):
             raise ApiError(400, f"{name} is {shortened(value)}, and {reason}: remove it", name)
 
@@ -134,6 +135,7 @@ class Fields:
 
     def _typed(self, name: str, kind: Any, expected: str) -> Any:
         value = self.take(name)
+        # bool is a subclass of int, but not a number in JSON.
         if value is not None and (not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)):
             raise invalid_value(name, json.dumps(value), expected)
         return value

@@ -69,6 +69,7 @@ async def generate(service: Service, request: HttpRequest) -> Response:
         return await respond_with_beams(service, request, parsed.beams, prompts[0], parsed.tokens)
     ends = await _ends(service, parsed)
     texts = [
+        # As in Megatron-LM, all texts end at the same position: shorter prompts get more tokens.
         Text(prompt, with_text_seed(parsed.sampling, i), longest - len(prompt) + parsed.tokens, parsed.logprobs, ends)
         for i, prompt in enumerate(prompts)
     ]
@@ -212,6 +213,7 @@ async def _ends(service: Service, parsed: MegatronRequest) -> Callable[[Sequence
         last = ids[-1]
         if last == eod or (parsed.stops_at_line and last == line):
             return True
+        # An empty line is one token "\n\n", or the token "\n" twice.
         return parsed.stops_at_empty_line and (last == empty or (last == line and ids[-2] == line))
 
     return ends

@@ -61,11 +61,11 @@ def written_alone(model: tuple[tuple[str, Any], ...]) -> str:
     decoder = Decoder(program, program.initialize(0).parameters, vocab_size=TOKENIZER.vocab_size)
     engine, ids = Engine(decoder, sequences=1), TOKENIZER.encode("hello")
 
-    def told(token: Any) -> bool:
+    def on_token(token: Any) -> bool:
         ids.append(token.id)
         return False
 
-    engine.submit(Request(tuple(ids), SAMPLING, frozenset({TOKENIZER.eod}), on_token=told))
+    engine.submit(Request(tuple(ids), SAMPLING, frozenset({TOKENIZER.eod}), on_token=on_token))
     engine.run()
     assert len(ids) > 8 and max(ids) < TOKENIZER.vocab_size
     return TOKENIZER.decode(ids)

@@ -52,16 +52,16 @@ def engine_of(family: str, mesh: str, sequences: int = 4, shortest: int = 64) ->
 
 
 def texts(engine: Engine, prompts: list[list[int]], sampling: Sampling, seeds=None, **options) -> list[list[Token]]:
-    told: list[list[Token]] = [[] for _ in prompts]
-    for i, (prompt, out) in enumerate(zip(prompts, told, strict=True)):
+    results: list[list[Token]] = [[] for _ in prompts]
+    for i, (prompt, out) in enumerate(zip(prompts, results, strict=True)):
         own = dataclasses.replace(sampling, seed=i if seeds is None else seeds[i])
         engine.submit(Request(tuple(prompt), own, on_token=lambda t, out=out: out.append(t), **options))
     engine.run()
-    return told
+    return results
 
 
-def ids(told: list[list[Token]]) -> list[list[int]]:
-    return [[token.id for token in out] for out in told]
+def ids(results: list[list[Token]]) -> list[list[int]]:
+    return [[token.id for token in out] for out in results]
 
 
 WARPED = Sampling(24, temperature=1.5, top_k=40, top_p=0.9, repetition_penalty=1.3, presence_penalty=0.2)
@@ -83,10 +83,10 @@ def test_decode_logprobs_equal_prefill_logprobs(family: str) -> None:
     engine = engine_of(family, "2x4")
     (out,) = texts(engine, [PROMPTS[2]], Sampling(30), logprobs=True)
     scores: list[Token] = []
-    whole = (*PROMPTS[2], *(token.id for token in out))
-    engine.submit(Request(whole, Sampling(1), logprobs=True, echo=True, on_prompt=scores.extend))
+    full_text = (*PROMPTS[2], *(token.id for token in out))
+    engine.submit(Request(full_text, Sampling(1), logprobs=True, echo=True, on_prompt=scores.extend))
     engine.run()
-    assert [token.id for token in scores] == list(whole) and scores[0].logprob is None
+    assert [token.id for token in scores] == list(full_text) and scores[0].logprob is None
     read = scores[len(PROMPTS[2]) :]
     np.testing.assert_allclose([t.logprob for t in out], [t.logprob for t in read], atol=2e-5)
     assert all(next(iter(token.top_logprobs)) == token.id for token in out)  # greedy
@@ -94,25 +94,25 @@ def test_decode_logprobs_equal_prefill_logprobs(family: str) -> None:
 
 
 def test_bfloat16_logprobs_are_close_to_float32() -> None:
-    told: list[list[Token]] = [[], []]
-    for dtype, out in zip(("float32", "bfloat16"), told, strict=True):
+    results: list[list[Token]] = [[], []]
+    for dtype, out in zip(("float32", "bfloat16"), results, strict=True):
         decoder = decoder_of("llama", "1x4", dtype)
         assert {a.dtype.name for a in jax.tree.leaves(decoder.empty(1, 16)[0])} == {dtype}
         engine = Engine(decoder, 1, chunks=(16,), min_cache_length=32)
         engine.submit(Request(tuple(PROMPTS[1][:16]), Sampling(1), logprobs=True, echo=True, on_prompt=out.extend))
         engine.run()
-    own, near = ([token.logprob for token in out[1:]] for out in told)
-    np.testing.assert_allclose(own, near, atol=0.6)
-    assert np.abs(np.subtract(own, near)).max() > 1e-3  # other numbers were computed with
+    float32, bfloat16 = ([token.logprob for token in out[1:]] for out in results)
+    np.testing.assert_allclose(float32, bfloat16, atol=0.6)
+    assert np.abs(np.subtract(float32, bfloat16)).max() > 1e-3  # the dtypes did differ
 
 
 def test_requests_join_and_leave() -> None:
     engine = engine_of("gpt", "1x1", 2, shortest=16)
-    told: dict[str, list[int]] = {}
+    results: dict[str, list[int]] = {}
     ends: list[tuple[str, str]] = []
 
     def ask(name: str, prompt: list[int], most: int, **options) -> Request:
-        out = told.setdefault(name, [])
+        out = results.setdefault(name, [])
         listener = {"on_token": lambda t: out.append(t.id), "on_end": lambda why: ends.append((name, why))}
         request = Request(tuple(prompt), Sampling(most), **(listener | options))
         engine.submit(request)
@@ -125,7 +125,7 @@ def test_requests_join_and_leave() -> None:
     assert engine.load == (1, 2)
     engine.cancel(third)
     leaving = ask("leaves", PROMPTS[3], 40)
-    while len(told["leaves"]) < 3:
+    while len(results["leaves"]) < 3:
         engine.step()
     engine.cancel(leaving)
     ask("stops itself", PROMPTS[4], 9, on_token=lambda token: True)
@@ -138,9 +138,9 @@ def test_requests_join_and_leave() -> None:
         "leaves": "cancelled",
         "stops itself": "stop",
     }
-    assert len(told["to the end of the context"]) == 64 - len(PROMPTS[1])
+    assert len(results["to the end of the context"]) == 64 - len(PROMPTS[1])
     expected = ids(texts(engine_of("gpt", "1x1", 1), [PROMPTS[0]], Sampling(40)))[0]
-    assert told["long"] == expected
+    assert results["long"] == expected
     stopped = ids(texts(engine, [PROMPTS[0]], Sampling(40), stop_ids=frozenset(expected[5:6])))[0]
     assert stopped == expected[: expected.index(expected[5])]
 

@@ -80,8 +80,8 @@ def test_what_is_wrong_is_said(folder, capsys) -> None:
         ("--temperature", "1", "[MASK]"): "does not support sampling parameters such as --temperature",
         ("[MASK]" * 40,): "has 42 tokens, and the model's maximum is 40",
     }
-    for words, why in wrong.items():
-        assert main(["generate", "--from", f"hf:{folder}", *words]) == 2
+    for arguments, why in wrong.items():
+        assert main(["generate", "--from", f"hf:{folder}", *arguments]) == 2
         assert why in capsys.readouterr().err
 
 

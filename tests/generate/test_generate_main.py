@@ -29,18 +29,18 @@ def folder(tmp_path_factory) -> Path:
     return write_folder(tmp_path_factory.mktemp("hf") / "gpt2", random_tensors(shapes), config, tokenizer=True)
 
 
-def generate(capsys, folder: Path, *words: str) -> str:
-    code = main(["generate", "--from", f"hf:{folder}", "--max-tokens", "6", "--ignore-eos", *words])
-    said = capsys.readouterr()
-    assert code == 0, said.err
-    return said.out
+def generate(capsys, folder: Path, *arguments: str) -> str:
+    code = main(["generate", "--from", f"hf:{folder}", "--max-tokens", "6", "--ignore-eos", *arguments])
+    output = capsys.readouterr()
+    assert code == 0, output.err
+    return output.out
 
 
-def refused(capsys, *words: str) -> str:
-    assert main(["generate", *words]) == 2
-    said = capsys.readouterr()
-    assert not said.out and said.err.startswith("error: ") and said.err.count("\n") == 1
-    return said.err
+def refused(capsys, *arguments: str) -> str:
+    assert main(["generate", *arguments]) == 2
+    output = capsys.readouterr()
+    assert not output.out and output.err.startswith("error: ") and output.err.count("\n") == 1
+    return output.err
 
 
 def test_prompts_from_arguments_input_and_files(folder, tmp_path, capsys, monkeypatch) -> None:
@@ -71,12 +71,12 @@ def test_prompts_from_arguments_input_and_files(folder, tmp_path, capsys, monkey
     assert [text["index"] for text in texts] == [0, 1, 2] and texts[0]["text"] == one[:-1]
     assert [len(text["logprobs"]) for text in texts] == [6, 2, 6]
     assert {text["finish_reason"] for text in texts} == {"length"}
-    # Cut off: what is whole stays as it is, and only the rest is written again.
-    kept, *_ = whole = target.read_bytes().splitlines(keepends=True)
-    target.write_bytes(kept + whole[1][:20])
+    # Truncated: complete lines are retained, and only the others are generated again.
+    first, *_ = lines = target.read_bytes().splitlines(keepends=True)
+    target.write_bytes(first + lines[1][:20])
     generate(capsys, folder, *files, "--logprobs")
     again = target.read_bytes().splitlines(keepends=True)
-    assert again[0] == kept and sorted(again) == sorted(whole)
+    assert again[0] == first and sorted(again) == sorted(lines)
 
 
 def test_output_of_other_weights_or_settings_is_rejected(folder, tmp_path, capsys) -> None:
@@ -97,36 +97,36 @@ def test_output_of_other_weights_or_settings_is_rejected(folder, tmp_path, capsy
     }
     assert json.loads(record.read_text())["max_tokens"] == 6
 
-    def refused_with(*words: str, source: Path = folder) -> str:
-        assert main(["generate", "--from", f"hf:{source}", *settings, *words]) == 2
-        said = capsys.readouterr().err.splitlines()[-1]
-        assert said.startswith("error: ") and "--overwrite" in said and target.read_bytes() == made
-        return said
+    def refused_with(*arguments: str, source: Path = folder) -> str:
+        assert main(["generate", "--from", f"hf:{source}", *settings, *arguments]) == 2
+        output = capsys.readouterr().err.splitlines()[-1]
+        assert output.startswith("error: ") and "--overwrite" in output and target.read_bytes() == made
+        return output
 
     (folder / "notes.jsonl").write_text("none of the weights\n")
     generate(capsys, folder, *files, "--mesh", "1x2", "--batch", "2")  # all is there
     assert target.read_bytes() == made
     (folder / "notes.jsonl").unlink()
-    said = refused_with("--temperature", "0.5", "--seed", "3", "--stop", "a", "--logprobs")
+    output = refused_with("--temperature", "0.5", "--seed", "3", "--stop", "a", "--logprobs")
     assert (
         "texts.jsonl was generated with stop none, logprobs false, temperature 0.0, seed 0, and this command has"
-        in said
+        in output
     )
-    assert 'stop ["a"], logprobs true, temperature 0.5, seed 3: name another --output' in said
+    assert 'stop ["a"], logprobs true, temperature 0.5, seed 3: name another --output' in output
     assert "max_tokens 6, and this command has max_tokens 7" in refused_with("--max-tokens", "7")
     assert "was generated with beams none, and this command has beams 2" in refused_with("--beams", "2")
     tensors = {name: 2 * tensor for name, tensor in random_tensors(gpt2_shapes()).items()}
     tensors |= {"transformer.wpe.weight": np.zeros((CONTEXT, HIDDEN), np.float32)}
     other = write_folder(tmp_path / "other", tensors, GPT2_CONFIG | {"n_positions": CONTEXT}, tokenizer=True)
-    said = refused_with(source=other)
-    assert f"was generated with weights hf:{folder} (" in said and f"this command has weights hf:{other} (" in said
-    for lines, words in (
+    output = refused_with(source=other)
+    assert f"was generated with weights hf:{folder} (" in output and f"this command has weights hf:{other} (" in output
+    for lines, message in (
         ([prompts[0], {"prompt": "the road"}], "a text for the prompt 'the dog', and"),
         ([prompts[0], {"prompt": "the dog"}], 'that was generated with {"max_tokens": 2}, and the line has {}'),
         (prompts[:1], f"a text for {source}:2, which has no prompt"),
     ):
         read(*lines)
-        assert words in refused_with()
+        assert message in refused_with()
     read(*prompts)
     generate(capsys, folder, *files, "--samples", "2")  # more texts of the same
     two, made = made, target.read_bytes()
@@ -202,8 +202,8 @@ def test_all_weight_formats_generate_the_same_text(folder, tmp_path, capsys) -> 
     tokenizer = ["--tokenizer", str(folder / "tokenizer.json")]
     for kind, place in (("mtjax", tmp_path / "mtjax"), ("megatron", f"megatron:{tmp_path / 'megatron'}")):
         if kind in kinds:
-            words = [] if kind == "mtjax" else tokenizer
-            assert main(["generate", "--from", str(place), "--mesh", "1x2", *words, *settings]) == 0
+            arguments = [] if kind == "mtjax" else tokenizer
+            assert main(["generate", "--from", str(place), "--mesh", "1x2", *arguments, *settings]) == 0
             assert capsys.readouterr().out == expected
 
 

@@ -43,7 +43,7 @@ def llama() -> tuple[dict, dict, dict]:
     return tensors, {name: rounded(a, 1) for name, a in matrices.items()}, LLAMA_CONFIG
 
 
-def told(folder, mesh: str, *, int8: bool) -> list[tuple[list[int], np.ndarray]]:
+def greedy_texts(folder, mesh: str, *, int8: bool) -> list[tuple[list[int], np.ndarray]]:
     loaded = load_model(f"hf:{folder}", mesh)
     engine = Engine(Decoder(loaded.placed, loaded.parameters, int8=int8), 2, chunks=(8, 16), min_cache_length=32)
     texts: list[list[Token]] = [[] for _ in PROMPTS]
@@ -62,14 +62,16 @@ def test_texts_are_those_of_rounded_weights(family, meshes: tuple[str, ...], tmp
     tensors, by_hand, config = family()
     for name, own in (("whole", tensors), ("rounded", tensors | by_hand)):
         write_folder(tmp_path / name, own, config, tokenizer=True)
-    expected = told(tmp_path / "rounded", "1x1", int8=False)
+    expected = greedy_texts(tmp_path / "rounded", "1x1", int8=False)
     for mesh in meshes:
-        for (ids, logprobs), (own, theirs) in zip(told(tmp_path / "whole", mesh, int8=True), expected, strict=True):
+        for (ids, logprobs), (own, theirs) in zip(
+            greedy_texts(tmp_path / "whole", mesh, int8=True), expected, strict=True
+        ):
             assert ids == own, mesh
             np.testing.assert_allclose(logprobs, theirs, atol=2e-5)
     assert any(
         np.abs(a - b).max() > 1e-3
-        for (_, a), (_, b) in zip(expected, told(tmp_path / "whole", "1x1", int8=False), strict=True)
+        for (_, a), (_, b) in zip(expected, greedy_texts(tmp_path / "whole", "1x1", int8=False), strict=True)
     )
 
 

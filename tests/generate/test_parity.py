@@ -102,12 +102,12 @@ def test_greedy_texts_and_logprobs_equal_transformers(family, tmp_path) -> None:
         loaded = load_model(f"hf:{tmp_path}", mesh)
         engine = Engine(Decoder(loaded.placed, loaded.parameters), 2, chunks=(8, 16), min_cache_length=32)
         for prompt, (ids, logprobs) in zip(PROMPTS, expected, strict=True):
-            told: list[Token] = []
-            listen = {"on_prompt": told.extend, "on_token": told.append, "logprobs": True, "echo": True}
+            received: list[Token] = []
+            listen = {"on_prompt": received.extend, "on_token": received.append, "logprobs": True, "echo": True}
             engine.submit(Request(tuple(prompt), Sampling(NEW), **listen))
             engine.run()
-            assert [token.id for token in told] == [*prompt, *ids], mesh
-            np.testing.assert_allclose([t.logprob for t in told[1:]], logprobs, atol=1e-5)
+            assert [token.id for token in received] == [*prompt, *ids], mesh
+            np.testing.assert_allclose([t.logprob for t in received[1:]], logprobs, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -138,11 +138,11 @@ def test_t5_texts_equal_transformers(feed_forward: str, is_tied: bool, meshes, t
         assert loaded.start_id == 0 and loaded.stop_ids == {300}
         decoder = Decoder(loaded.placed, loaded.parameters, loaded.start_id)
         engine = Engine(decoder, 2, chunks=(8, 16), min_cache_length=32)
-        told: list[list[Token]] = [[] for _ in PROMPTS]
-        for prompt, out in zip(PROMPTS, told, strict=True):
+        received: list[list[Token]] = [[] for _ in PROMPTS]
+        for prompt, out in zip(PROMPTS, received, strict=True):
             engine.submit(Request(tuple(prompt), Sampling(NEW, **LIVELY), logprobs=True, on_token=out.append))
         engine.run()
-        for out, (ids, logprobs) in zip(told, expected, strict=True):
+        for out, (ids, logprobs) in zip(received, expected, strict=True):
             assert [token.id for token in out] == ids, mesh
             np.testing.assert_allclose([t.logprob for t in out], logprobs, atol=1e-5)
     for request, why in (

@@ -35,9 +35,9 @@ def test_incomplete_character_at_the_end_is_emitted(tokenizer) -> None:
 
 def test_stop_sequences_are_held_back_and_removed(tokenizer) -> None:
     writer = TextWriter(tokenizer, (), ("\n\nQ:", "END"))
-    told = [writer.add(i) for i in tokenizer.encode("a\n\nb E\n\nQ: more")]
-    assert "".join(told) == "a\n\nb E" == writer.text and writer.is_stopped and writer.end() == ""
-    assert told[1:4] == ["", "", "\n\nb"]
+    emitted = [writer.add(i) for i in tokenizer.encode("a\n\nb E\n\nQ: more")]
+    assert "".join(emitted) == "a\n\nb E" == writer.text and writer.is_stopped and writer.end() == ""
+    assert emitted[1:4] == ["", "", "\n\nb"]
     unfinished = TextWriter(tokenizer, (), ("END",))
     assert "".join(unfinished.add(i) for i in tokenizer.encode("the EN")) == "the "
     assert unfinished.end() == "EN" and not unfinished.is_stopped
@@ -59,7 +59,7 @@ def test_tokens_keep_their_text_with_stop_sequences(tokenizer) -> None:
     text = "aaab é ENaé"
     ids = tokenizer.encode(text)
     alone = pieces_of(tokenizer, ids)
-    assert alone == [(letters, i) for letters, i in zip([*"aaab ", "", *"é ENa", "", "é"], ids, strict=True)]
+    assert alone == [(text, i) for text, i in zip([*"aaab ", "", *"é ENa", "", "é"], ids, strict=True)]
     assert pieces_of(tokenizer, ids, "aaaaa", "END", " é E!") == alone
     assert pieces_of(tokenizer, ids[:-1], "aé!") == [*alone[:-2], ("", ids[-2]), ("\ufffd", None)]
     # A stop string that comes is cut off, in the middle of a token as well.

@@ -92,10 +92,16 @@ def open_page(browser: str) -> Iterator[Page]:
     """Opens a page in a browser, which ends with the context."""
     to_browser, of_page = os.pipe(), os.pipe()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
-        words = ("--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe", f"--user-data-dir={profile}")
+        arguments = (
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--remote-debugging-pipe",
+            f"--user-data-dir={profile}",
+        )
         ours = to_browser[0], of_page[1]
         start, quiet = (sys.executable, "-c", PLACED, *map(str, ours), browser), subprocess.DEVNULL
-        with subprocess.Popen((*start, *words), pass_fds=ours, stdout=quiet, stderr=quiet) as process:
+        with subprocess.Popen((*start, *arguments), pass_fds=ours, stdout=quiet, stderr=quiet) as process:
             for end in ours:
                 os.close(end)
             try:

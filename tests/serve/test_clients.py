@@ -22,9 +22,11 @@ def client(live):
         yield client
 
 
-def generated(capsys, live, *words: str) -> str:
+def generated(capsys, live, *arguments: str) -> str:
     """Returns the output of `mtjax generate`."""
-    assert main(["generate", "--from", f"hf:{live.folder}", "--batch", str(SLOTS), "--max-tokens", "6", *words]) == 0
+    assert (
+        main(["generate", "--from", f"hf:{live.folder}", "--batch", str(SLOTS), "--max-tokens", "6", *arguments]) == 0
+    )
     return capsys.readouterr().out.removesuffix("\n")
 
 
@@ -71,12 +73,12 @@ def test_options_and_stops(live, client) -> None:
 def test_logprobs_of_a_prompt_as_lm_eval_requests(live, client) -> None:
     ids = live.service.tokens.decoder.encode("the cat and the dog went on")
     ask = {"model": "tiny", "prompt": [ids], "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234}
-    told = client.completions.create(**ask, echo=True).choices[0]
-    numbers = told.logprobs
+    choice = client.completions.create(**ask, echo=True).choices[0]
+    numbers = choice.logprobs
     assert len(numbers.tokens) == len(ids) + 1 and numbers.token_logprobs[0] is None  # exactly one token more
     assert numbers.top_logprobs[0] is None
     # "".join(tokens) is the text, and offsets count its characters.
-    assert "".join(numbers.tokens) == told.text
+    assert "".join(numbers.tokens) == choice.text
     assert numbers.text_offset == [len("".join(numbers.tokens[:i])) for i in range(len(numbers.tokens))]
     # What was written is the most likely token, by the very same number.
     assert max(numbers.top_logprobs[-1].values()) == numbers.token_logprobs[-1]
@@ -89,7 +91,7 @@ def test_logprobs_of_a_prompt_as_lm_eval_requests(live, client) -> None:
     pieces = [c.logprobs for event in events for c in event.choices if c.logprobs]
     assert [p for piece in pieces for p in piece.token_logprobs] == numbers.token_logprobs
     assert [o for piece in pieces for o in piece.text_offset] == numbers.text_offset
-    assert "".join(c.text for event in events for c in event.choices) == told.text
+    assert "".join(c.text for event in events for c in event.choices) == choice.text
 
 
 def test_chats(live, client) -> None:
@@ -109,8 +111,8 @@ def test_chats(live, client) -> None:
     assert events[0].choices[0].delta.role == "assistant" and events[-1].choices[0].finish_reason == "length"
     assert "".join(c.delta.content or "" for event in events for c in event.choices) == choice.message.content
     # Without a number of tokens: up to the end of the context, or of the text.
-    whole = client.chat.completions.create(model="tiny", messages=messages, temperature=0)
-    assert whole.usage.total_tokens == CONTEXT or whole.choices[0].finish_reason == "stop"
+    completion = client.chat.completions.create(model="tiny", messages=messages, temperature=0)
+    assert completion.usage.total_tokens == CONTEXT or completion.choices[0].finish_reason == "stop"
     assert live.service.tokens.settings["chat_template"] == TEMPLATE
 
 
@@ -203,5 +205,5 @@ def test_token_after_a_scored_prompt_is_returned_even_if_it_is_a_stop_token(live
             break
     (ended, *_) = ends
     assert not client.completions.create(**ask, seed=ended).choices[0].logprobs.tokens, first
-    told = client.completions.create(**ask, seed=ended, echo=True).choices[0].logprobs
-    assert told.tokens[2:] == ["<|endoftext|>"] and len(told.token_logprobs) == 3
+    logprobs = client.completions.create(**ask, seed=ended, echo=True).choices[0].logprobs
+    assert logprobs.tokens[2:] == ["<|endoftext|>"] and len(logprobs.token_logprobs) == 3

@@ -20,11 +20,11 @@ from tests.serve.asking import JSON, Answer, send
 DOCS = Path(__file__).parents[2] / "docs" / "serve.md"
 
 
-def refused(capsys, *words: str) -> str:
-    assert main(["serve", *words]) == 2
-    said = capsys.readouterr()
-    assert not said.out and said.err.startswith("error: ") and said.err.count("\n") == 1
-    return said.err
+def refused(capsys, *arguments: str) -> str:
+    assert main(["serve", *arguments]) == 2
+    output = capsys.readouterr()
+    assert not output.out and output.err.startswith("error: ") and output.err.count("\n") == 1
+    return output.err
 
 
 def test_what_is_wrong_is_said(folder, tmp_path, capsys, monkeypatch) -> None:

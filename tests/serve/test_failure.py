@@ -84,16 +84,16 @@ def test_request_timeout(live) -> None:
     """The error is a status or, in a stream, an event; the request is cancelled."""
     engine = Silent()
     with running(live, engine, seconds=0.3) as (address, _, server, _):
-        said = "the request timed out after 0.3 s: ask for fewer tokens"
+        message = "the request timed out after 0.3 s: ask for fewer tokens"
         for path, method, body in (
             ("/v1/completions", "POST", b'{"prompt": "the cat"}'),
             ("/v1/chat/completions", "POST", b'{"messages": [{"role": "user", "content": "the cat"}]}'),
             ("/api", "PUT", b'{"prompts": ["the cat"]}'),
         ):
             answer = send(address, method, path, body, HEADERS)
-            assert answer.status == 504 and said in answer.text, path
+            assert answer.status == 504 and message in answer.text, path
         answer = send(address, "POST", "/v1/completions", b'{"prompt": "the cat", "stream": true}', HEADERS)
-        assert answer.status == 200 and said in answer.text and '"code":504' in answer.text
+        assert answer.status == 200 and message in answer.text and '"code":504' in answer.text
         assert "data: [DONE]" not in answer.text
         for _ in range(1000):  # the engine may hear of it behind the client
             if len(engine.cancelled) == 4:

@@ -26,11 +26,11 @@ def tasks(tmp_path_factory) -> Path:
 
 def evaluate(tasks: Path, out: Path, model: str, arguments: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
     """Returns results by task, and the responses."""
-    words = [str(PYTHON), "-m", "lm_eval", "--model", model, "--tasks", ",".join(TASKS), "--include_path", str(tasks)]
-    words += ["--model_args", ",".join(f"{name}={value}" for name, value in arguments.items())]
-    words += ["--output_path", str(out), "--log_samples", "--batch_size", "4", "--device", "cpu"]
+    command = [str(PYTHON), "-m", "lm_eval", "--model", model, "--tasks", ",".join(TASKS), "--include_path", str(tasks)]
+    command += ["--model_args", ",".join(f"{name}={value}" for name, value in arguments.items())]
+    command += ["--output_path", str(out), "--log_samples", "--batch_size", "4", "--device", "cpu"]
     environment = {"OPENAI_API_KEY": KEY, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tasks), "TQDM_DISABLE": "1"}
-    ran = subprocess.run(words, env=os.environ | environment, capture_output=True, text=True, timeout=500)
+    ran = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=500)
     assert ran.returncode == 0, ran.stderr[-3000:]
     (results,) = out.rglob("results*.json")
     lines = [line for path in sorted(out.rglob("samples*.jsonl")) for line in path.read_text().splitlines()]

@@ -150,8 +150,8 @@ def test_invalid_bodies(live, monkeypatch) -> None:
             raw.sendall(sent.encode())
             assert expected in raw.recv(4096).split(b"\r\n")[0], sent[-60:]
     monkeypatch.setattr(server, "HEADER_SECONDS", 0.3)
-    whole = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
-    for first, slow in ((b"", b"GET /health HTTP/1.1\r\nHo"), (b"", b""), (whole, b"GET /he")):
+    complete = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+    for first, slow in ((b"", b"GET /health HTTP/1.1\r\nHo"), (b"", b""), (complete, b"GET /he")):
         with socket.create_connection((host.hostname, host.port), timeout=20) as raw:
             raw.sendall(first)
             answered = b""

@@ -59,10 +59,10 @@ def test_text_includes_the_token_that_ends_it(live) -> None:
     texts = put(live, **ask_for, stop_on_eol=True)["segments"]
     stopped = [text for text in texts if text[-1] == newline]
     assert stopped and all(newline not in text[:-1] for text in texts)
-    whole = put(live, **ask_for)["segments"]
-    longer = [text for text in whole if newline in text[:-1]]
-    most = max(map(len, whole))
-    assert longer and all(text[-1] == "<|endoftext|>" for text in whole if len(text) < most)
+    segments = put(live, **ask_for)["segments"]
+    longer = [text for text in segments if newline in text[:-1]]
+    most = max(map(len, segments))
+    assert longer and all(text[-1] == "<|endoftext|>" for text in segments if len(text) < most)
 
 
 @pytest.fixture(scope="module")
@@ -117,10 +117,10 @@ def test_beams_equal_megatron_search(live, log_probabilities, width: int, penalt
         answer = put(live, prompts=["the cat and the dog"], **fields)
         assert set(answer) == {"text", "segments", "scores"}
         assert answer["scores"] == pytest.approx([score for score, _ in expected], rel=1e-5)
-        whole = [[*ids, *[tokenizer.eod] * (len(prompt) + tokens - len(ids))] for _, ids in expected]
-        assert answer["text"] == [tokenizer.decode(ids) for ids in whole]
+        padded = [[*ids, *[tokenizer.eod] * (len(prompt) + tokens - len(ids))] for _, ids in expected]
+        assert answer["text"] == [tokenizer.decode(ids) for ids in padded]
         assert ["".join(segments) for segments in answer["segments"]] == answer["text"]
-        ended += any(ids[-1] == tokenizer.eod for ids in whole)
+        ended += any(ids[-1] == tokenizer.eod for ids in padded)
     assert ended
 
 
@@ -131,25 +131,25 @@ def test_beam_search_does_not_change_other_texts(live) -> None:
         put(live, prompts=["the"], random_seed=1),
     ]
     with ThreadPoolExecutor(6) as pool:
-        asked = [
+        requests = [
             {"prompts": ["the road"], "tokens_to_generate": 9, "beam_width": 2},
             {"prompts": ["the"], "random_seed": 1},
         ]
-        assert list(pool.map(lambda fields: put(live, **fields), asked * 3)) == alone * 3
+        assert list(pool.map(lambda fields: put(live, **fields), requests * 3)) == alone * 3
     assert ask(live, "GET", "/health", headers={}) == (200, "ok\n")
 
 
 def test_errors_are_sentences(live) -> None:
-    def said(**fields) -> str:
+    def error_of(**fields) -> str:
         status, answer = ask(live, "PUT", "/api", fields)
         assert status == 400
         return answer
 
-    assert said(prompts=["x"], top_k=2, top_p=0.5) == "top_k is 2 and top_p is 0.5: send one of them"
-    assert said(prompts=["x", "y"], beam_width=2) == "beam_width requires a single prompt, and there are 2"
-    assert said(prompts=["x"], beam_width=11) == "beam_width: beam search with 11 beams: the maximum is 10"
-    assert said(prompts=["x"], beam_width=2, length_penalty="1").startswith("length_penalty is")
-    assert said(prompts=["x"], sentences=["x"]) == "sentences is no longer supported: use prompts"
+    assert error_of(prompts=["x"], top_k=2, top_p=0.5) == "top_k is 2 and top_p is 0.5: send one of them"
+    assert error_of(prompts=["x", "y"], beam_width=2) == "beam_width requires a single prompt, and there are 2"
+    assert error_of(prompts=["x"], beam_width=11) == "beam_width: beam search with 11 beams: the maximum is 10"
+    assert error_of(prompts=["x"], beam_width=2, length_penalty="1").startswith("length_penalty is")
+    assert error_of(prompts=["x"], sentences=["x"]) == "sentences is no longer supported: use prompts"
     assert ask(live, "POST", "/api", {})[0] == 405
 
 

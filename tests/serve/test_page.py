@@ -30,11 +30,11 @@ def test_page_in_a_browser(live) -> None:
         page.type_into("tokens", "9")
         page.type_into("temperature", "0")
         page.click("send")
-        said = page.until("!document.getElementById('send').disabled && document.getElementById('state').textContent")
+        state = page.until("!document.getElementById('send').disabled && document.getElementById('state').textContent")
         body = {"prompt": "the cat", "max_tokens": 9, "temperature": 0}
         _, same = ask(live, "POST", "/v1/completions", body)
         assert page.value("document.getElementById('text').textContent") == same["choices"][0]["text"]
-        assert said.startswith("length: 9 tokens in ")
+        assert state.startswith("length: 9 tokens in ")
 
         page.click("chat")
         page.click("send")

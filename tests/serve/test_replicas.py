@@ -13,8 +13,8 @@ pytestmark = pytest.mark.long
 
 
 def text_of(live: Live, number: int) -> Any:
-    asked = {"prompt": f"the cat {number}", "max_tokens": 12, "seed": number, "temperature": number % 2}
-    status, answer = ask(live, "POST", "/v1/completions", asked)
+    fields = {"prompt": f"the cat {number}", "max_tokens": 12, "seed": number, "temperature": number % 2}
+    status, answer = ask(live, "POST", "/v1/completions", fields)
     assert status == 200
     return answer["choices"]
 

@@ -63,8 +63,8 @@ def check_same(live: Live, address: str) -> None:
     bodies = bodies_of(live)
     expected = [ask(live, "POST", "/v1/completions", body)[1] for body in bodies]
     with ThreadPoolExecutor(len(bodies)) as pool:
-        asked = [json.dumps(body).encode() for body in bodies]
-        answers = list(pool.map(lambda body: send(address, "POST", "/v1/completions", body, JSON).json, asked))
+        encoded = [json.dumps(body).encode() for body in bodies]
+        answers = list(pool.map(lambda body: send(address, "POST", "/v1/completions", body, JSON).json, encoded))
     for answer, same in zip(answers, expected, strict=True):
         texts, others = ([choice["text"] for choice in one["choices"]] for one in (answer, same))
         assert texts == others and answer["usage"] == same["usage"]
@@ -87,7 +87,7 @@ def test_replicas_in_two_processes_share_the_load_and_exit_if_one_is_lost(live) 
         written = re.findall(r'mtjax_replica_generated_tokens_total\{replica="\d"\} (\S+)', page)
         assert len(written) == 4 and all(float(count) > 0 for count in written)
         processes[1].send_signal(signal.SIGKILL)
-        _, said = processes[0].communicate(timeout=60)
+        _, output = processes[0].communicate(timeout=60)
         assert processes[0].returncode == LOST
-        error = next(line for line in said.splitlines() if line.startswith("error: "))
+        error = next(line for line in output.splitlines() if line.startswith("error: "))
         assert error.startswith("error: process 1 (") and error.endswith("start the server again")
