@@ -1,15 +1,15 @@
-"""BERT with pre-LN and post-LN layers, pretrained alike on real text: losses, masked-token accuracy, export.
+"""Pretrains BERT with pre-LN and post-LN layers on real text: losses, masked-token accuracy, export.
 
     python benchmarks/bert_pretraining.py --data TRAIN.jsonl.gz --valid-data VALID.jsonl.gz --tokenizer bert:vocab.txt
 
-The pair differs in `--norm-placement` alone (Figure 7 of arXiv 1909.08053): same text, seed, sample order, sizes and
-schedule, without dropout. Both are trained by `mtjax train`; then each guesses the masked tokens of held-out samples,
-next to always guessing the most frequent masked token of the training samples. Last, `mtjax convert` exports each
-and transformers computes the same logits (extra `parity`; left out without it).
+The two runs differ in `--norm-placement` only (Figure 7 of arXiv 1909.08053): same text, seed, sample order, sizes and
+schedule, without dropout. Both are trained by `mtjax train`; then each predicts the masked tokens of held-out samples,
+compared with the baseline of always predicting the most frequent masked token of training. Last, `mtjax convert`
+exports each, and transformers computes the same logits (needs the extra `parity`; skipped without it).
 
-A quarter of an hour on two idle cores, twice that on busy ones. A run that is there already is gone on with, or, when
-finished, only read. Losses, accuracies and facts of the machine go to benchmarks/results/bert_pretraining.json, curves
-of both to docs/bert-stability.png.
+It takes a quarter of an hour on two idle cores. Existing runs are resumed, or only evaluated if they are finished.
+Losses, accuracies and facts of the machine go to benchmarks/results/bert_pretraining.json, curves to
+docs/bert-stability.png.
 """
 
 import datetime
@@ -52,52 +52,52 @@ Batch = dict[str, np.ndarray]
 ROOT = Path(__file__).parents[1]
 PLOT = ROOT / "docs" / "bert-stability.png"
 LINES = 10
-"""Lines of a document. A sentence of more than 512 tokens costs its whole document, which should not be a novel."""
+"""Lines of a document. A sentence of more than 512 tokens excludes its document, so documents must be short."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What to train on, and how long."""
+    """Data, sizes and hyperparameters."""
 
     data: Path
-    """JSON lines with `text`, perhaps gzipped."""
+    """JSON lines with `text`, optionally gzipped."""
     valid_data: Path
-    """The same, of other books."""
+    """Held-out text in the same format, from other books."""
     tokenizer: str
     """BERT's vocabulary: bert:vocab.txt."""
     placements: tuple[Literal["pre", "post"], ...] = ("pre", "post")
-    """Which to train."""
+    """Norm placements to train."""
     results: Path = RESULTS / "bert_pretraining.json"
-    """Where the numbers go."""
+    """Results file."""
     out: Path = Path("runs/bert-pretraining")
-    """Folder of the cut text, both runs and their exports."""
+    """Folder for the sampled text, the runs and their exports."""
     steps: int = 700
-    """Of each run."""
+    """Steps of each run."""
     batch: int = 16
-    """Samples of a step."""
+    """Global batch size."""
     sequence: int = 64
-    """Tokens of a sample."""
+    """Sequence length."""
     layers: int = 6
-    """Of each model."""
+    """Layers of each model."""
     hidden: int = 128
-    """Width; heads are 64 wide."""
+    """Hidden size; the head dimension is 64."""
     learning_rate: float = 2e-3
-    """Peak, after a tenth of the steps; the cosine ends at a tenth of it."""
+    """Peak learning rate, after 10% of the steps as warm-up; the cosine schedule decays to 10% of it."""
     beta2: float = 0.98
-    """Adam's decay of the square: shorter than 0.999, as the runs are."""
+    """Adam's beta2: lower than 0.999, as the runs are short."""
     init_std: float = 0.06
-    """Of initial weights: with the width, what 0.02 is for a width of 1,024, by the square root."""
+    """Standard deviation of initial weights: 0.02 at hidden size 1,024, scaled by the square root of the width."""
     megabytes: float = 4.0
-    """Text to take, spread evenly over the file; an eighth of it from the held-out file."""
+    """Megabytes of text to sample evenly from the file; an eighth of it from the held-out file."""
     valid_batches: int = 64
-    """Batches of held-out samples whose masked tokens are guessed at the end."""
+    """Batches of held-out samples to evaluate at the end."""
 
 
 # --- Text
 
 
 def documents(path: Path) -> Iterator[str]:
-    """The texts of a file in pieces of a few lines, empty lines left out."""
+    """Yields the texts of a file in documents of `LINES` lines, without empty lines."""
     opener = gzip.open if path.suffix == ".gz" else open
     with opener(path, "rt", encoding="utf-8") as rows:
         for row in rows:
@@ -106,14 +106,14 @@ def documents(path: Path) -> Iterator[str]:
 
 
 def cut(source: Path, target: Path, megabytes: float) -> Path:
-    """Writes about so many megabytes of the pieces of `source`, evenly spread, unless they are there."""
+    """Writes about so many megabytes of evenly spaced documents of `source`, unless `target` exists."""
     if not target.exists():
         total = sum(len(piece) for piece in documents(source))
         every = max(1, round(total / (megabytes * 1e6)))
-        kept = (piece for number, piece in enumerate(documents(source)) if number % every == 0)
+        sampled = (piece for number, piece in enumerate(documents(source)) if number % every == 0)
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary = target.with_suffix(".tmp")
-        temporary.write_text("".join(json.dumps({"text": piece}) + "\n" for piece in kept), encoding="utf-8")
+        temporary.write_text("".join(json.dumps({"text": piece}) + "\n" for piece in sampled), encoding="utf-8")
         temporary.replace(target)
     return target
 
@@ -122,7 +122,7 @@ def cut(source: Path, target: Path, megabytes: float) -> Path:
 
 
 def train(placement: str, options: Options) -> Path:
-    """Trains one of the pair, or what is left of it; returns its folder."""
+    """Trains or resumes one of the runs; returns its folder."""
     train_data = cut(options.data, options.out / "train.jsonl", options.megabytes)
     valid_data = cut(options.valid_data, options.out / "valid.jsonl", options.megabytes / 8)
     folder = options.out / f"{placement}-ln"
@@ -155,14 +155,16 @@ def train(placement: str, options: Options) -> Path:
         "keep-last": 1,
         "out": folder,
     }
-    mtjax("train", *(word for name, value in settings.items() for word in (f"--{name}", str(value))), "--resume")
+    mtjax(
+        "train", *(argument for name, value in settings.items() for argument in (f"--{name}", str(value))), "--resume"
+    )
     return folder
 
 
-def mtjax(command: str, *words: str) -> None:
-    """Runs a command of this checkout in a process of its own."""
+def mtjax(command: str, *options: str) -> None:
+    """Runs a command of this checkout in a separate process."""
     python_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    arguments = [sys.executable, "-m", f"mtjax.{command}", *words]
+    arguments = [sys.executable, "-m", f"mtjax.{command}", *options]
     subprocess.run(arguments, check=True, env=os.environ | {"PYTHONPATH": python_path})
 
 
@@ -170,7 +172,7 @@ def mtjax(command: str, *words: str) -> None:
 
 
 class Trained:
-    """A finished run: its config, its parameters, and what they compute."""
+    """A finished run: its config, its parameters, and a function for logits."""
 
     def __init__(self, folder: Path) -> None:
         weights = find_weights(folder)
@@ -180,7 +182,7 @@ class Trained:
         self._logits = jax.jit(self._compute)
 
     def logits(self, batch: Batch) -> np.ndarray:
-        """float32[batch, sequence, vocabulary], padding of the vocabulary left out."""
+        """Computes logits, float32[batch, sequence, vocabulary], without the vocabulary's padding."""
         inputs = {name: batch[name] for name in ("tokens", "token_types", "padding_mask")}
         with jax.set_mesh(self.program.mesh):
             arrays = global_batch(self.program.batch_sharding, inputs, len(batch["tokens"]))
@@ -194,7 +196,7 @@ class Trained:
 
 
 def batches(config: Config, split: Split, count: int) -> Iterator[Batch]:
-    """The first global batches of a split."""
+    """Yields the first global batches of a split."""
     size = config.training.global_batch_size
     samples = data.open_dataset(config, split, count * size)
     for start in range(0, count * size, size):
@@ -203,7 +205,7 @@ def batches(config: Config, split: Split, count: int) -> Iterator[Batch]:
 
 
 def unigram(config: Config) -> np.ndarray:
-    """Shares of the tokens that had to be guessed in training, each counted 0.1 times more: float64[vocabulary]."""
+    """Computes frequencies of the masked tokens of training, with 0.1 added to each count: float64[vocabulary]."""
     counts = np.full(config.model.vocab_size or 0, 0.1)
     for batch in batches(config, "train", config.training.steps):
         labels = batch["labels"][batch["loss_mask"] > 0]
@@ -212,9 +214,9 @@ def unigram(config: Config) -> np.ndarray:
 
 
 def accuracy(run: Trained, baseline: np.ndarray, count: int, mask: int) -> dict[str, Any]:
-    """Shares of held-out masked tokens that are guessed right, and losses in nats, and the baseline's.
+    """Computes accuracies and losses (in nats) on held-out masked tokens, for the model and the baseline.
 
-    A tenth of the masked tokens is left as it is and can be copied, so those that `[MASK]` hides count on their own.
+    A tenth of the masked tokens is unchanged and can be copied, so those replaced by `[MASK]` also count separately.
     """
     right, hidden, likely, losses, labels = [], [], [], [], []
     for batch in batches(run.config, "valid", count):
@@ -241,7 +243,7 @@ def accuracy(run: Trained, baseline: np.ndarray, count: int, mask: int) -> dict[
 
 
 def export(run: Trained) -> dict[str, Any]:
-    """Converts a run and compares the logits of two held-out batches with those that transformers computes."""
+    """Converts a run and compares its logits of two held-out batches with those of transformers."""
     target = run.folder.with_name(f"{run.folder.name}-hf")
     shutil.rmtree(target, ignore_errors=True)
     mtjax("convert", "--from", f"mtjax:{run.folder}", "--to", f"hf:{target}")
@@ -277,7 +279,7 @@ def export(run: Trained) -> dict[str, Any]:
 
 
 def plot(curves: dict[str, list[dict[str, Any]]]) -> None:
-    """Masked-LM losses and gradient norms of both, over the steps."""
+    """Plots masked-LM losses and gradient norms of both runs."""
     figure = Figure(figsize=(9, 4), layout="constrained")
     losses, norms = figure.subplots(1, 2)
     for placement, entries in curves.items():
@@ -296,11 +298,11 @@ def plot(curves: dict[str, list[dict[str, Any]]]) -> None:
 
 
 def measured(run: Trained, baseline: np.ndarray, valid_batches: int) -> dict[str, Any]:
-    """All numbers of one run."""
+    """Computes all results of one run."""
     names = ("step", "masked_lm", "sentence_order", "grad_norm", "valid_masked_lm", "valid_sentence_order", "step_time")
     curve = [e for e in read_metrics(run.folder / "metrics.jsonl") if "valid_loss" in e or e["step"] == 1]
     mask = data.load_tokenizer(run.config).special("[MASK]")
-    assert mask is not None  # the samples could not have been made
+    assert mask is not None  # BERT samples require it
     return {
         "norm_placement": run.config.model.norm_placement,
         "held_out": accuracy(run, baseline, valid_batches, mask),

@@ -1,11 +1,11 @@
-"""How fast is the data road? Preprocessing, index building, loading, and what a training step waits for.
+"""Speed of the data pipeline: preprocessing, index building, loading, and the time that steps wait for data.
 
     python benchmarks/data.py                 # all parts
     python benchmarks/data.py preprocess      # one of: preprocess, index, loader, wait
 
-`preprocess` compares with Hugging Face `datasets.map` (`pip install datasets`; left out when it isn't there): the same
-text, the same tokenizer, the same number of processes, from JSON lines to token ids on disk. `index` compares with a
-plain Python loop that walks documents as the definition says. Results go to `benchmarks/results/data.json`.
+`preprocess` compares with Hugging Face's `datasets.map` (`pip install datasets`; skipped without it): the same text,
+tokenizer and number of processes, from JSON lines to token ids on disk. `index` compares with a plain Python loop over
+documents. Results go to `benchmarks/results/data.json`.
 """
 
 import argparse
@@ -32,20 +32,20 @@ RESULTS = Path(__file__).parent / "results" / "data.json"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measures the data road.")
+    parser = argparse.ArgumentParser(description="Measures the data pipeline.")
     parser.add_argument("parts", nargs="*", default=list(PARTS), help=f"any of {', '.join(PARTS)}")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--megabytes", type=int, default=40, help="text to preprocess")
     arguments = parser.parse_args()
     results = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
     for part in arguments.parts:
-        results[part] = PARTS[part](arguments) | {"measured": _circumstances()}
+        results[part] = PARTS[part](arguments) | {"measured": _environment()}
         print(f"{part}: {json.dumps(results[part], indent=1)}", flush=True)
         RESULTS.parent.mkdir(exist_ok=True)
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")
 
 
-def _circumstances() -> dict[str, Any]:
+def _environment() -> dict[str, Any]:
     names = ("mtjax", "numpy", "tokenizers", "grain", "jax", "datasets")
     versions = {}
     for name in names:
@@ -69,8 +69,8 @@ def _cpu_name() -> str:
     return platform.processor()
 
 
-def apart(function: Callable[..., Any], *arguments: Any) -> tuple[Any, float, float]:
-    """Runs `function` in a process of its own; returns its result, seconds, and peak MB beyond an idle one."""
+def in_process(function: Callable[..., Any], *arguments: Any) -> tuple[Any, float, float]:
+    """Runs `function` in a separate process; returns its result, seconds, and peak memory in MB above the baseline."""
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_measured, args=(sender, function, arguments))
@@ -112,7 +112,7 @@ def preprocessing(arguments: argparse.Namespace) -> dict[str, Any]:
                     file.write(json.dumps({"text": text}) + "\n")
         best: dict[str, float] = {}
         tokens = set()
-        for turn in range(2):  # in turns, so that a slow minute of the machine hits both
+        for turn in range(2):  # alternating, so that temporary load on the machine affects both sides
             for name, side in SIDES.items():
                 found = side(folder, tokenizer, arguments.workers, turn)
                 if found is not None:
@@ -129,7 +129,7 @@ def preprocessing(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _ours(folder: Path, tokenizer: Path, workers: int, turn: int) -> tuple[int, float]:
-    tokens, seconds, _ = apart(_mtjax_preprocess, folder, tokenizer, workers, turn)
+    tokens, seconds, _ = in_process(_mtjax_preprocess, folder, tokenizer, workers, turn)
     return tokens, seconds
 
 
@@ -147,8 +147,8 @@ def _theirs(folder: Path, tokenizer: Path, workers: int, turn: int) -> tuple[int
     if not importlib.util.find_spec("datasets"):
         return None
     script = Path(__file__).with_name("data_huggingface.py")
-    words = [sys.executable, script, folder / "text.jsonl", tokenizer, folder / f"hf{turn}", workers]
-    done = subprocess.run([str(word) for word in words], stdout=subprocess.PIPE, text=True, check=True)
+    command = [sys.executable, script, folder / "text.jsonl", tokenizer, folder / f"hf{turn}", workers]
+    done = subprocess.run([str(argument) for argument in command], stdout=subprocess.PIPE, text=True, check=True)
     found = json.loads(done.stdout.splitlines()[-1])
     return found["tokens"], found["seconds"]
 
@@ -166,18 +166,18 @@ def indices(arguments: argparse.Namespace) -> dict[str, Any]:
         ("plain Python", _plain_samples, 1_000_000),
         ("mtjax", _our_samples, 100_000_000),
     ):
-        seconds, _, megabytes = apart(_index, build, samples)
+        seconds, _, megabytes = in_process(_index, build, samples)
         rows[f"{name}, {samples:,} samples"] = {**seconds, "memory_mb": round(megabytes)}
     return rows
 
 
 def _corpus(samples: int) -> np.ndarray:
-    """Lengths of documents, 700 tokens on average, for one epoch of `samples` samples of 1,024."""
+    """Returns document lengths, 700 tokens on average, for one epoch of `samples` samples of 1,024 tokens."""
     return np.random.RandomState(0).randint(1, 1400, int(samples * 1024 / 700 * 1.01)).astype(np.int32)
 
 
 def _index(build: Callable[..., None], samples: int) -> dict[str, float]:
-    """Seconds for all three indices, of which `build` makes the samples'; wall clock, and of the processor."""
+    """Builds all three indices, the sample index with `build`; returns wall-clock and CPU seconds."""
     from mtjax.data.samples.gpt_index import document_index, plan_epochs, shuffle_index
 
     lengths = _corpus(samples)
@@ -205,10 +205,10 @@ def _plain_samples(lengths: np.ndarray, documents: np.ndarray, samples: int) -> 
     for _ in range(samples):
         needed = 1025
         while True:
-            there = int(lengths[documents[document]]) - offset
-            needed -= there
+            remaining = int(lengths[documents[document]]) - offset
+            needed -= remaining
             if needed <= 0:
-                offset += needed + there - 1
+                offset += needed + remaining - 1
                 break
             document, offset = document + 1, 0
         rows.append((document, offset))
@@ -243,7 +243,7 @@ def loading(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def waiting(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The share of the default run's steps that goes into waiting for the next batch, the first one left out."""
+    """Measures the fraction of the default run's step time that is spent waiting for the next batch."""
     from mtjax.data.batches.loader import Loader
     from mtjax.train import __main__ as train
 
@@ -261,7 +261,7 @@ def waiting(arguments: argparse.Namespace) -> dict[str, Any]:
         code = train.main(["--steps", "100", "--valid-every", "0", "--checkpoint-every", "0", "--out", f"{folder}/run"])
     Loader.__next__ = real
     assert not code, code
-    # From the third batch on: the second waits for no more than the first step's compilation.
+    # From the third batch on: while the first step compiles, the second batch is loaded.
     total = waits[-1][0] - waits[2][0]
     waited = sum(wait for _, wait in waits[2:-1])
     return {

@@ -1,6 +1,6 @@
 """The Hugging Face side of `benchmarks/data.py preprocess`: JSON lines to token ids with `datasets.map`.
 
-A script of its own, because `datasets` pickles everything around the function that it maps.
+A separate script, because `datasets` pickles everything around the function that it maps.
 """
 
 import json

@@ -1,9 +1,9 @@
-"""What dropout costs: our fused Threefry against `jax.random.bernoulli`, on the arrays of a GPT-2 layer.
+"""Cost of dropout: the fused Threefry generator against `jax.random.bernoulli`, on the arrays of a GPT-2 layer.
 
     python benchmarks/dropout.py
 
-CPU seconds rather than wall clock, so that a busy machine says the same. The result, with hardware, versions and date,
-goes to benchmarks/results/dropout-DEVICE.json.
+Measures CPU seconds rather than wall-clock time, which depends on other load on the machine. The result, with hardware,
+versions and date, goes to benchmarks/results/dropout-DEVICE.json.
 """
 
 import datetime
@@ -46,7 +46,7 @@ def theirs(x: Array, keys: Array, names: tuple[str, ...]) -> Array:
 
 
 def cpu_seconds(function: Callable[[], Array]) -> float:
-    """Median over repeats, after one that compiles."""
+    """Returns the median CPU seconds over repeats, after a warm-up call that compiles."""
     function().block_until_ready()
     taken = []
     for _ in range(REPEATS):

@@ -1,9 +1,9 @@
-"""An MLP beside eight experts that compute as much for a token: the picture and the table of docs/experts.md.
+"""Compares an MLP with eight experts of the same compute per token: the plot and the table of docs/experts.md.
 
     python benchmarks/experts.py --data NOVELS.jsonl [--steps 3000] [--runs FOLDER] [--out docs/experts.png]
 
-Trains the same model twice on the same batches, in float32 on a CPU, one run after the other; 25 minutes each on one
-core. Runs are kept in FOLDER, and those that are there already are only read: two cores may train one each.
+Trains both models on the same batches, in float32 on a CPU, one after the other; 25 minutes each on one core. Runs are
+stored in FOLDER, and existing ones are only read, so two processes can train one each.
 """
 
 import json
@@ -29,12 +29,12 @@ TRAINING = {"sequence_length": 128, "global_batch_size": 32, "compute_dtype": "f
 TRAINING |= {"warmup_steps": 50, "learning_rate": 5e-3, "min_learning_rate": 5e-4}
 TRAINING |= {"valid_every": 250, "valid_batches": 32}
 KINDS = {"mlp": {}, "experts": {"num_experts": 8, "expert_size": 176, "router_scale": 2}}
-"""A token goes to two of the experts, each half as wide as the MLP."""
+"""Each token is routed to two of the experts (top-2), each half as wide as the MLP."""
 NAMES = {"mlp": "MLP", "experts": "8 experts, top 2"}
 
 
 def logged(kind: str, data: Path, split: str, steps: int, runs: Path) -> list[dict]:
-    """The metrics of one run, which is trained if it is not there."""
+    """Returns the metrics of one run, which is trained if it does not exist."""
     out = runs / kind
     if not out.exists():
         settings = MODEL | TRAINING | KINDS[kind]
@@ -45,12 +45,12 @@ def logged(kind: str, data: Path, split: str, steps: int, runs: Path) -> list[di
 
 
 def validation(lines: list[dict]) -> dict[int, float]:
-    """Losses by step."""
+    """Returns validation losses by step."""
     return {line["step"]: line["valid_loss"] for line in lines if "valid_loss" in line}
 
 
 def draw(curves: dict[str, dict[int, float]], out: Path) -> None:
-    """Both curves, and below them their difference."""
+    """Plots both curves, and below them their difference."""
     figure = Figure(figsize=(8, 5), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     for (kind, curve), style in zip(curves.items(), ("o--", "o-"), strict=True):
@@ -73,7 +73,7 @@ def main(
     out: Path = Path("docs/experts.png"),
     results: Path = Path(__file__).parent / "results" / "experts-cpu.json",
 ) -> None:
-    """Trains what is not there yet, draws the validation losses, prints and writes them."""
+    """Trains the missing runs, plots the validation losses, prints and writes them."""
     found = {kind: logged(kind, data, split, steps, runs) for kind in KINDS}
     curves = {kind: validation(lines) for kind, lines in found.items()}
     draw(curves, out)

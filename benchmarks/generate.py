@@ -1,14 +1,12 @@
-"""How fast texts are written, compared with Hugging Face's `generate` and llama.cpp's server: the same GPT-2 small and
-prompts in one run. llama.cpp's side, with a cache in float16 as is its default, runs where it is installed:
-`pip install xllamacpp gguf`.
+"""Speed of generation, compared with Hugging Face's `generate` and llama.cpp's server on the same GPT-2 small.
 
     python benchmarks/generate.py --batches 1 8 32
 
-Weights are random, float32, and every text is written to the same length, greedily. Each side runs in a process of its
-own, in turn, on one core: two threads that wait for each other may spin, and on a machine that does other work only CPU
-seconds say something. `first` is the time until the first token of the first text, `all` that of entire texts with
-their prompts, `step` that of a token of every text once all prompts are read. Results go to
-benchmarks/results/generate-cpu.json.
+llama.cpp's side, with its default of a float16 KV cache, runs if it is installed: `pip install xllamacpp gguf`. Weights
+are random float32, and every text is generated greedily to the same length. Each side runs in a separate process,
+alternating, on one core: spin-waiting threads and other work on the machine would distort anything but CPU seconds.
+`first` is the time to the first token of the first text, `all` that of all texts including prefill, `step` that of a
+decode step (a token of every text) after prefill. Results go to benchmarks/results/generate-cpu.json.
 """
 
 import datetime
@@ -36,26 +34,26 @@ SIDES = {
     "huggingface": ("torch", "transformers"),
     "llamacpp": ("xllamacpp", "gguf"),
 }
-"""Packages of each."""
+"""Packages that each side needs."""
 VOCAB = 50257
 
 
 @dataclass(frozen=True)
 class Options:
-    """What to time."""
+    """Batches, lengths and sides to time."""
 
     batches: tuple[int, ...] = (1, 8, 32)
-    """Texts that are written at a time."""
+    """Batch sizes."""
     prompt: int = 128
-    """Tokens of each prompt."""
+    """Prompt tokens of each text."""
     tokens: int = 32
-    """Tokens that are written after each."""
+    """Generated tokens of each text."""
     repeats: int = 2
-    """Turns of each side; the least time counts."""
+    """Runs of each side; the fastest counts."""
     side: str = ""
-    """Time this side only, in this process: what the benchmark starts."""
+    """Internal: time this side only, in this process."""
     folder: str = ""
-    """Where such a process may write a file of weights."""
+    """Internal: folder for that process's weights."""
 
 
 def weights(shape: tuple[int, ...]) -> np.ndarray:
@@ -89,22 +87,26 @@ def mtjax_side(options: Options) -> Callable[[int], dict[str, float]]:
         engine, start = Engine(decoder, batch), time.process_time()
         times: list[list[float]] = [[] for _ in range(batch)]
 
-        def heard(own: list[float]) -> Callable[[Token], bool]:
-            return lambda token: bool(own.append(time.process_time() - start))
+        def listener(text_times: list[float]) -> Callable[[Token], bool]:
+            return lambda token: bool(text_times.append(time.process_time() - start))
 
-        for ids, own in zip(prompts(options, batch), times, strict=True):
-            engine.submit(Request(tuple(ids.tolist()), Sampling(options.tokens), on_token=heard(own)))
+        for ids, text_times in zip(prompts(options, batch), times, strict=True):
+            engine.submit(Request(tuple(ids.tolist()), Sampling(options.tokens), on_token=listener(text_times)))
         engine.run()
-        return heard_at(times, options)
+        return latencies(times, options)
 
     return write
 
 
-def heard_at(times: list[list[float]], options: Options) -> dict[str, float]:
-    """What is reported, of the times at which each text's tokens came."""
-    first = min(times, key=lambda own: own[0])
+def latencies(times: list[list[float]], options: Options) -> dict[str, float]:
+    """Summarizes the times at which the tokens of each text arrived."""
+    first = min(times, key=lambda text_times: text_times[0])
     late = first[options.tokens // 2 : options.tokens]
-    return {"first": first[0], "all": max(own[-1] for own in times), "step": (late[-1] - late[0]) / (len(late) - 1)}
+    return {
+        "first": first[0],
+        "all": max(text_times[-1] for text_times in times),
+        "step": (late[-1] - late[0]) / (len(late) - 1),
+    }
 
 
 def huggingface_side(options: Options) -> Callable[[int], dict[str, float]]:
@@ -112,7 +114,7 @@ def huggingface_side(options: Options) -> Callable[[int], dict[str, float]]:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.set_num_threads(1)
-    model: Any = GPT2LMHeadModel(GPT2Config()).eval()  # of types that checkers do not follow
+    model: Any = GPT2LMHeadModel(GPT2Config()).eval()  # its types depend on the version
 
     def seconds(batch: int, tokens: int) -> float:
         ids, start = torch.tensor(prompts(options, batch)), time.process_time()
@@ -128,14 +130,14 @@ def huggingface_side(options: Options) -> Callable[[int], dict[str, float]]:
         return time.process_time() - start
 
     def write(batch: int) -> dict[str, float]:
-        first, everything = seconds(batch, 1), seconds(batch, options.tokens)
-        return {"first": first, "all": everything, "step": (everything - first) / (options.tokens - 1)}
+        first, all_tokens = seconds(batch, 1), seconds(batch, options.tokens)
+        return {"first": first, "all": all_tokens, "step": (all_tokens - first) / (options.tokens - 1)}
 
     return write
 
 
 def write_gguf(path: Path) -> None:
-    """GPT-2 small as llama.cpp reads it, with made-up names of tokens."""
+    """Writes GPT-2 small in llama.cpp's format, with placeholder tokens."""
     import gguf
 
     layers, width, context = 12, 768, 1024
@@ -173,18 +175,18 @@ def llamacpp_side(options: Options) -> Callable[[int], dict[str, float]]:
     write_gguf(path)
 
     def write(batch: int) -> dict[str, float]:
-        asked = xllamacpp.CommonParams()
-        asked.model.path = str(path)
-        asked.n_parallel, asked.n_ctx = batch, batch * (options.prompt + options.tokens + 32)
-        asked.cpuparams.n_threads = asked.cpuparams_batch.n_threads = 1
-        asked.warmup, asked.verbosity = False, -1
-        server: Any = xllamacpp.Server(asked)
+        params = xllamacpp.CommonParams()
+        params.model.path = str(path)
+        params.n_parallel, params.n_ctx = batch, batch * (options.prompt + options.tokens + 32)
+        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
+        params.warmup, params.verbosity = False, -1
+        server: Any = xllamacpp.Server(params)
         times: list[list[float]] = [[] for _ in range(batch)]
 
-        def ask(ids: np.ndarray, own: list[float]) -> None:
-            words = {"prompt": ids.tolist(), "n_predict": options.tokens, "temperature": 0.0, "stream": True}
-            heard = lambda _: bool(own.append(time.process_time() - start))  # noqa: E731
-            server.handle_completions(words | {"ignore_eos": True, "cache_prompt": False}, heard)
+        def ask(ids: np.ndarray, text_times: list[float]) -> None:
+            request = {"prompt": ids.tolist(), "n_predict": options.tokens, "temperature": 0.0, "stream": True}
+            on_token = lambda _: bool(text_times.append(time.process_time() - start))  # noqa: E731
+            server.handle_completions(request | {"ignore_eos": True, "cache_prompt": False}, on_token)
 
         clients = [threading.Thread(target=ask, args=each) for each in zip(prompts(options, batch), times, strict=True)]
         start = time.process_time()
@@ -192,14 +194,14 @@ def llamacpp_side(options: Options) -> Callable[[int], dict[str, float]]:
             client.start()
         for client in clients:
             client.join()
-        assert all(len(own) >= options.tokens for own in times)
-        return heard_at(times, options)
+        assert all(len(text_times) >= options.tokens for text_times in times)
+        return latencies(times, options)
 
     return write
 
 
 def time_side(options: Options) -> None:
-    """Prints the times of this side as JSON; the first turn, which compiles, does not count."""
+    """Prints the times of one side as JSON; the first run of each batch size is a warm-up."""
     sides = {"mtjax": mtjax_side, "huggingface": huggingface_side, "llamacpp": llamacpp_side}
     write = sides[options.side](options)
     rows = {}
@@ -222,7 +224,7 @@ def main() -> None:
     best = {side: {} for side in sides}
     for _ in range(options.repeats):
         for side in sides:
-            for batch, row in turn(options, side).items():
+            for batch, row in run_side(options, side).items():
                 before = best[side].setdefault(batch, row)
                 best[side][batch] = {name: min(row[name], before[name]) for name in row}
     show(options, best)
@@ -232,7 +234,7 @@ def main() -> None:
     RESULT.write_text(json.dumps({**about, **settings, "seconds": best}, indent=2) + "\n")
 
 
-def turn(options: Options, side: str) -> dict[str, dict[str, float]]:
+def run_side(options: Options, side: str) -> dict[str, dict[str, float]]:
     """What a process of a side measures, by batch."""
     words = [f"--{name}={getattr(options, name)}" for name in ("prompt", "tokens")]
     words += ["--batches", *map(str, options.batches)]
@@ -244,7 +246,7 @@ def turn(options: Options, side: str) -> dict[str, dict[str, float]]:
 
 
 def show(options: Options, best: dict[str, dict[str, dict[str, float]]]) -> None:
-    """Prints a table of CPU seconds, and tokens/s of entire texts as multiples of the others'."""
+    """Prints a table of CPU seconds, and tokens/s relative to the other sides."""
     sides = list(best)
     print(f"CPU seconds on one core: {', '.join(sides)}")
     for batch in map(str, options.batches):

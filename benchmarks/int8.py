@@ -1,4 +1,4 @@
-"""What 8-bit weights cost: perplexity of a text by the engine, with matrices in float32, bfloat16 and 8 bits.
+"""Cost of int8 weights in quality: perplexity of a text, with matrices in float32, bfloat16 and int8.
 
 python benchmarks/int8.py --from hf:FOLDER --text wiki.valid.tokens --windows 8 --length 512
 """
@@ -20,12 +20,12 @@ def perplexity(source: str, text: str, windows: int, length: int, dtype: str, in
     model = load_model(source, "1x1", dtype)
     ids = model.tokenizer.encode(detokenized(text))
     engine = Engine(Decoder(model.placed, model.parameters, int8=int8), 1)
-    told: list[Token] = []
+    tokens_of_windows: list[Token] = []
     for start in range(0, windows * length, length):
         window = tuple(ids[start : start + length])
-        engine.submit(Request(window, Sampling(1), logprobs=True, echo=True, on_prompt=told.extend))
+        engine.submit(Request(window, Sampling(1), logprobs=True, echo=True, on_prompt=tokens_of_windows.extend))
     engine.run()
-    losses = [-token.logprob for token in told if token.logprob is not None]
+    losses = [-token.logprob for token in tokens_of_windows if token.logprob is not None]
     return math.exp(math.fsum(losses) / len(losses)), len(losses)
 
 
@@ -35,11 +35,11 @@ def main() -> None:
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--windows", type=int, default=8)
     parser.add_argument("--length", type=int, default=512)
-    given = parser.parse_args()
-    text = given.text.read_text(encoding="utf-8")
+    options = parser.parse_args()
+    text = options.text.read_text(encoding="utf-8")
     for name, (dtype, int8) in KINDS.items():
-        found, tokens = perplexity(given.source, text, given.windows, given.length, dtype, int8)
-        print(f"{name:9} perplexity {found:.4f} of {tokens} tokens", flush=True)
+        value, tokens = perplexity(options.source, text, options.windows, options.length, dtype, int8)
+        print(f"{name:9} perplexity {value:.4f} of {tokens} tokens", flush=True)
 
 
 if __name__ == "__main__":

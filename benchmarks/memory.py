@@ -1,14 +1,14 @@
-"""What fits: settings against bytes per GPU, compiled for H100, and the formula.
+"""Memory per GPU by settings: compiled for H100, and by formula.
 
 Compiles the 1.2B model on 64x1 and the 8.3B model on 64x8 of arXiv 1909.08053 (batch 512, microbatch 8, no attention
-dropout) with split sequences, ZeRO and recompute switched on one after the other, holds each program to its contract,
-and prints what a GPU holds and sends. Then what a layer keeps for its backward pass: the difference between programs
-of 2 and 4 layers, and `34 s b h / t` (arXiv 2205.05198).
+dropout), enabling sequence parallelism, ZeRO and recompute one after the other, checks each program's communication
+contract, and prints the memory per GPU and the bytes that a GPU sends. Then the saved activations of a layer: the
+difference between programs of 4 and 8 layers, and `34 s b h / t` (arXiv 2205.05198).
 
     python benchmarks/memory.py [--out FILE.json]
 
-No GPU is needed; the extra `aot-cudnn` is: the compiler, and cuDNN for flash attention.
-Half a minute a row on two cores.
+Needs no GPU, but the extra `aot-cudnn`: the compiler, and cuDNN for flash attention.
+It takes half a minute per row on two cores.
 """
 
 import json
@@ -43,7 +43,7 @@ SETTINGS: tuple[dict[str, Any], ...] = (
     {"recompute": "full", "sequence_parallel": True, "zero": 2, "microbatch_size": 2},
 )
 AIMS = {("gpt2-8.3b", 1): 9.5e9, ("gpt2-8.3b", 2): 6e9}
-"""Bytes per GPU that split sequences, full recompute and one microbatch should stay under, by ZeRO stage."""
+"""Target for bytes per GPU with sequence parallelism, full recompute and one microbatch, by ZeRO stage."""
 
 
 @dataclass(frozen=True)
@@ -59,14 +59,14 @@ class Result:
     peak: int
     formula: float
     sent_over_model: float
-    """Bytes that a GPU sends in a step, by ring algorithms."""
+    """Bytes that a GPU sends in a step, with ring algorithms."""
     sent_over_data: float
     collectives: dict[str, int]
-    """Kind and axes -> operations of a step."""
+    """Operations in a step, by kind and axes."""
 
 
 def compiled(model: str, mesh: str, **settings: Any) -> Report:
-    """The report on one program, which is asked to send nothing behind computing that costs memory."""
+    """Compiles a program without overlap, which would cost memory; returns the report."""
     run = config.replace(config.load(model), mesh=mesh, attention_dropout=0.0, overlap=False, **settings)
     return inspect(run, find_target(TARGET))
 
@@ -97,8 +97,8 @@ def measure(model: str, mesh: str, settings: dict[str, Any]) -> Result:
     )
 
 
-def kept_by_a_layer(recompute: str) -> tuple[float, float]:
-    """Bytes that a layer of the 8.3B model keeps with split sequences, and `34 s b h / t`."""
+def saved_by_a_layer(recompute: str) -> tuple[float, float]:
+    """Returns the bytes of saved activations of an 8.3B layer with sequence parallelism, and `34 s b h / t`."""
     short, long = (
         compiled("gpt2-8.3b", "64x8", recompute=recompute, sequence_parallel=True, zero=3, num_layers=n).memory
         for n in (4, 8)
@@ -141,13 +141,13 @@ def main(
     for model in models:
         for settings in SETTINGS:
             if MODELS[model].endswith("x1") and settings.get("sequence_parallel"):
-                continue  # nothing to split over
+                continue  # sequence parallelism needs a tensor parallel degree above 1
             with console.status(f"{model} {settings}"):
                 results.append(measure(model, MODELS[model], settings))
     show(results, console)
-    layers = {kind: kept_by_a_layer(kind) for kind in ("full", "selective", "none")}
+    layers = {kind: saved_by_a_layer(kind) for kind in ("full", "selective", "none")}
     for kind, (found, theory) in layers.items():
-        console.print(f"a layer keeps, recompute {kind}: {found / 1e6:.1f} MB; 34 s b h / t = {theory / 1e6:.1f} MB")
+        console.print(f"a layer saves, recompute {kind}: {found / 1e6:.1f} MB; 34 s b h / t = {theory / 1e6:.1f} MB")
     document = {
         "date": date.today().isoformat(),
         "jax": jax.__version__,

@@ -1,13 +1,13 @@
-"""What is sent behind computing: by XLA's own schedule, and by what mtjax asks of it.
+"""Overlap of communication with computation: XLA's default schedule, and with the XLA options that mtjax sets.
 
-Compiles for H100, runs nothing: the times are those of `mtjax inspect`, a walk over the scheduled program. `small` is
-4 layers of 1024 on 2x4 GPUs of one server, one microbatch of 8; the 8.3B is that of arXiv 1909.08053 at batch 512;
-Llama 2 7B has one sample of 4,096 tokens on each of 8 data ranks.
+Compiles for H100, and runs nothing: the times are predictions of `mtjax inspect`, a walk over the scheduled program.
+`small` is 4 layers of 1024 on 2x4 GPUs of one server, one microbatch of 8; the 8.3B is that of arXiv 1909.08053 at
+batch 512; Llama 2 7B has one sample of 4,096 tokens on each of 8 data parallel ranks.
 
     python benchmarks/overlap.py [--models small gpt2-8.3b llama2-7b] [--out FILE.json]
 
-No GPU is needed; the extra `aot-cudnn` is: the compiler, and cuDNN for flash attention.
-10 to 60 seconds a row on two cores.
+Needs no GPU, but the extra `aot-cudnn`: the compiler, and cuDNN for flash attention.
+It takes 10 to 60 seconds per row on two cores.
 """
 
 import json
@@ -65,20 +65,20 @@ class Result:
     options: str
     milliseconds: float
     exposed: float
-    """Milliseconds of a step in which computing waits for a collective."""
+    """Milliseconds of a step in which computation waits for a collective (exposed communication)."""
     hidden: float
-    """Milliseconds of collectives that computation hides."""
+    """Milliseconds of collectives that overlap with computation."""
     behind: int
-    """Collectives with something to compute between start and end, of `collectives`."""
+    """Number of the `collectives` with computation between start and end."""
     collectives: int
     peak: int
-    """Bytes of a GPU."""
+    """Peak memory of a GPU in bytes."""
     contract_holds: bool
     compile_seconds: float
 
 
 def config_of(model: str, layout: dict[str, Any]) -> Config:
-    """The run of a row."""
+    """Returns the config of a row."""
     base = config.replace(Config(), **SMALL) if model == "small" else config.load(model)
     settings = {
         "mesh": MESHES[model],
@@ -116,7 +116,9 @@ def measure(model: str, layout: dict[str, Any], options: str) -> Result:
 
 def show(results: list[Result], console: Console) -> None:
     """Prints the table."""
-    table = Table("model", "layout", "asked of XLA", "step ms", "waits", "hidden", "behind", "peak GB", "contract", "s")
+    table = Table(
+        "model", "layout", "XLA options", "step ms", "exposed", "hidden", "overlapped", "peak GB", "contract", "s"
+    )
     for r in results:
         table.add_row(
             f"{r.model} {r.mesh}",
@@ -133,7 +135,7 @@ def show(results: list[Result], console: Console) -> None:
 
 
 def main(out: Path = Path(__file__).parent / "results" / "overlap.json", models: tuple[str, ...] = tuple(ROWS)) -> None:
-    """Compiles every row, prints the table and writes it; rows of models that are not asked for stay in the file."""
+    """Compiles the rows of `models`, prints the table and updates the results file; other models' rows stay in it."""
     console = Console(width=160)
     before = json.loads(out.read_text())["results"] if out.exists() else []
     results = [Result(**row) for row in before if row["model"] not in models]

@@ -1,16 +1,17 @@
 """Table 1 and Figure 5 of arXiv 1909.08053, from compiled programs.
 
 Compiles the four GPT-2 models of the scaling study at their model-parallel meshes (batch 8) and at their
-model x data meshes (batch 512), for H100 in servers of 16, holds each to the communication contract, and predicts
-the weak-scaling efficiency on the paper's DGX-2H servers by a walk over the compiled program with V100 facts.
+model x data meshes (batch 512), for H100 in servers of 16, checks each program's communication contract, and predicts
+the weak-scaling efficiency on the paper's DGX-2H servers by a walk over the compiled program with V100 constants.
 
     python benchmarks/paper_scaling.py [--out FILE.json]
 
-No GPU is needed; the extra `aot` is. Two minutes or so on two cores.
+Needs no GPU, but the extra `aot`. It takes about two minutes on two cores.
 
-The constants: those of `mtjax.theory.machine.Constants` and `mtjax.theory.hardware.DGX_2H`, and one of the paper, the
-39 TFLOP/s that its code sustained for the 1.2B model on a single V100. How much slower the kernels of 2019 ran than
-the walk says for that one point slows the computation of all points alike; communication is not touched by it.
+The constants are those of `mtjax.theory.machine.Constants` and `mtjax.theory.hardware.DGX_2H`, and one of the paper:
+the 39 TFLOP/s that its code sustained for the 1.2B model on a single V100. The ratio of that measurement to the walk's
+prediction for this point, which is how much slower the kernels of 2019 ran, scales the computation time of all points;
+communication times are not scaled.
 """
 
 import json
@@ -35,18 +36,18 @@ from mtjax.theory.hardware import DGX_2H
 
 COMPILED_FOR = "h100x16"
 BASELINE_TFLOPS = 39.0
-"""What the 1.2B model sustained on one V100 (section 5.1)."""
+"""Sustained TFLOP/s of the 1.2B model on one V100 (section 5.1)."""
 
 
 EXPLANATION = (
-    "Our program's gaps: XLA hides backward all-reduces behind weight gradients and drops a layer's sixth all-reduce,",
-    "which raises the rows of several model ways; gradients, though in float32, travel while other layers compute.",
-    "What the last column leaves: 2, 4 and 8 model ways inside a server come out too fast. Likely causes: element-wise",
-    "work that every model rank repeats (norms, dropout, residual adds) was not fused in 2019, so it weighs more there",
-    "than in XLA's program; and all-reduces inside a server may have reached less than the 80% of NVLink assumed here.",
-    "128 GPUs stand out in Figure 5 itself: 12 points below 2 GPUs, where 64, 256 and 512 lose 3 to 4.",
+    "Gaps of our program: XLA overlaps backward all-reduces with weight gradients and removes a layer's sixth",
+    "all-reduce, which raises the rows with tensor parallelism; float32 gradient all-reduces overlap with layers.",
+    "Gaps of the last column: tensor parallel degrees 2, 4 and 8 are predicted too fast. Likely causes: element-wise",
+    "work that every tensor parallel rank repeats (norms, dropout, residual adds) was not fused in 2019, so it takes",
+    "longer than in XLA's program; and all-reduces in a server may have reached less than the assumed 80% of NVLink.",
+    "128 GPUs are an outlier in Figure 5 itself: 12 points below 2 GPUs, where 64, 256 and 512 lose 3 to 4.",
 )
-"""Of the gaps; no constant is changed to close them."""
+"""Explanation of the gaps; no constant is fitted to close them."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Point:
     mesh: str
     batch: int
     efficiency: float
-    """As published, of the linear."""
+    """Published fraction of linear scaling."""
 
 
 FIGURE_5 = (
@@ -74,33 +75,33 @@ FIGURE_5 = (
 
 @dataclass(frozen=True)
 class Result:
-    """A point, compiled and predicted."""
+    """The compiled program and prediction of a point."""
 
     preset: str
     mesh: str
     contract_holds: bool
     all_reduces_per_layer: float
-    """Over `model`, of b*s*h elements, in one microbatch: forward, recomputed and backward."""
+    """All-reduces over `model` of b*s*h elements in one microbatch: forward, recompute and backward."""
     layer_bytes: float
-    """Sent by a GPU for one layer and microbatch."""
+    """Bytes that a GPU sends for one layer and microbatch."""
     gradient_bytes: float
-    """Sent by a GPU for the gradients of a step."""
+    """Bytes that a GPU sends for the gradients of a step."""
     peak_bytes: int
     computing: float
-    """Seconds of a step by the walk, as if alone."""
+    """Predicted seconds of computation in a step, without waiting."""
     waiting_model: float
-    """Seconds that a GPU waits for collectives over `model`."""
+    """Seconds of exposed collectives over `model`."""
     hidden_model: float
-    """Seconds of collectives over `model` that the schedule puts behind computation."""
+    """Seconds of collectives over `model` that overlap with computation."""
     waiting_data: float
     hidden_data: float
     tflop: float
-    """Of a step on a GPU, by the published formula with recompute."""
+    """TFLOP of a step per GPU, by the published formula with recompute."""
     published: float
 
 
 def measure(point: Point) -> Result:
-    """Compiles one point and walks it."""
+    """Compiles one point and predicts its time."""
     run = config.replace(config.load(point.preset), mesh=point.mesh, global_batch_size=point.batch, microbatch_size=8)
     report = inspect(run, find_target(COMPILED_FOR), time_on=DGX_2H)
     assert report.time is not None
@@ -132,16 +133,16 @@ def _gradient_bytes(report: Report) -> float:
 
 
 def efficiency(result: Result, slowdown: float) -> float:
-    """TFLOP/s per GPU of our program over the baseline's; `slowdown` is that of computation against the walk."""
+    """Returns TFLOP/s per GPU relative to the baseline; `slowdown` scales the predicted computation time."""
     seconds = result.computing * slowdown + result.waiting_model + result.waiting_data
     return result.tflop / seconds / BASELINE_TFLOPS
 
 
 def efficiency_of_2019(result: Result, slowdown: float) -> float:
-    """The same with three facts of the paper's software, none of them fitted.
+    """Returns the efficiency with three properties of the paper's software, none of them fitted.
 
-    Its all-reduces block, so that nothing hides them; PyTorch's checkpoint recomputes a layer's sixth all-reduce too;
-    gradients travel in 16 bits (NVIDIA/Megatron-LM of September 2019: mpu/mappings.py, mpu/random.py, fp16).
+    Its all-reduces are blocking, so none overlaps; PyTorch's checkpoint also recomputes a layer's sixth all-reduce;
+    gradients are reduced in 16 bits (NVIDIA/Megatron-LM of September 2019: mpu/mappings.py, mpu/random.py, fp16).
     """
     model = (result.waiting_model + result.hidden_model) * 6 / 5
     data = (result.waiting_data + result.hidden_data) / 2
@@ -149,7 +150,7 @@ def efficiency_of_2019(result: Result, slowdown: float) -> float:
 
 
 def table(results: Sequence[Result], slowdown: float) -> Table:
-    """All points next to Figure 5's."""
+    """Builds the table of all points next to those of Figure 5."""
     shown = Table(title="Weak scaling on DGX-2H, predicted from compiled programs", title_justify="left")
     for name in ("model", "mesh", "contract", "all-reduces\nper layer", "sent for\na layer", "sent for\ngradients"):
         shown.add_column(name, justify="right")
@@ -194,7 +195,10 @@ def main(out: Path | None = None) -> int:
         console.print(f"{point.preset} on {point.mesh} compiled", highlight=False)
     slowdown = results[0].tflop / BASELINE_TFLOPS / results[0].computing
     console.print(table(results, slowdown))
-    for line in (f"Computation runs {slowdown:.2f}x as long as the walk says, by the first row alone.", *EXPLANATION):
+    for line in (
+        f"Computation takes {slowdown:.2f}x as long as predicted, calibrated on the first row only.",
+        *EXPLANATION,
+    ):
         console.print(line, highlight=False)
     if out is not None:
         facts = {"date": date.today().isoformat(), "jax": jax.__version__, "compiled_for": COMPILED_FOR}

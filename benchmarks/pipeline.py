@@ -1,22 +1,22 @@
-"""What a schedule costs on a pipeline of virtual CPU devices, against its timetable.
+"""Cost of pipeline schedules on virtual CPU devices, compared with their timetables.
 
     python benchmarks/pipeline.py [--turns 5] [--out FILE.json]
 
 Eight virtual CPU devices, mesh data=2,stage=4,model=1, 8 layers, full recompute; 1F1B, interleaved (two chunks on each
-stage) and GPipe with 4, 8 and 32 microbatches of one sample. Three things are
-compared with the timetables of `mtjax.theory.timetable`:
+stage) and GPipe with 4, 8 and 32 microbatches of one sample. Three things are compared with the timetables of
+`mtjax.theory.timetable`:
 
-- the trip counts of the compiled program's loops, and the permutes in them: both must be those of the table;
-- a step's time with that of 32 microbatches of the same schedule, and with that of 1F1B with as many microbatches:
-  ticks predict both ratios;
-- a step's time with what a line through those of 4 and 32 microbatches says of its ticks: a step also has work that
-  does not depend on them, the optimizer's above all, and it weighs more where there are few.
+- the trip counts of the compiled program's loops, and their permutes: both must equal those of the timetable;
+- a step's time relative to 32 microbatches of the same schedule, and relative to 1F1B with as many microbatches: the
+  numbers of ticks predict both ratios;
+- a step's time relative to a line through the times of 4 and 32 microbatches: a step also has work that does not depend
+  on the number of ticks, above all the optimizer's, which weighs more if there are few ticks.
 
-The devices share the machine's cores, so nothing is gained from having several, and a stage that is idle computes what
-nobody reads: a tick costs the same in the warm-up as in the steady state, which is what lock step costs on real devices
-too. An interleaved tick runs one layer where the others run two: in units of whole stages, ticks are divided by the
-chunks. Programs take turns, so that a slow minute of the machine hits all; CPU seconds are of all cores, and say the
-same on a busy machine. The results, with hardware, versions and date, go to benchmarks/results/pipeline-cpu.json.
+The devices share the machine's cores, so multiple devices give no speedup, and an idle stage computes results that
+nothing reads: a tick costs the same in the warm-up as in the steady state, as does lock step on real devices. An
+interleaved tick runs one layer where the other schedules run two: in units of full stages, ticks are divided by the
+number of chunks. Programs alternate, so that temporary load on the machine affects all; CPU seconds are of all cores,
+and do not depend on other load. Results, with hardware, versions and date, go to benchmarks/results/pipeline-cpu.json.
 """
 
 import datetime
@@ -62,7 +62,7 @@ MODEL: dict[str, Any] = {
     "recompute": "full",
 }
 SCHEDULES = {"1f1b": 1, "interleaved": 2, "gpipe": 1}
-"""And the chunks on each stage."""
+"""Number of chunks on each stage, by schedule."""
 MICROBATCHES = (4, 8, 32)
 
 
@@ -77,7 +77,7 @@ class Run:
     loops: list[int]
     """Trip counts of the compiled loops that permute."""
     permutes: int
-    """Executions in a step."""
+    """Permutes executed in a step."""
     seconds: list[float]
     cpu_seconds: list[float]
 
@@ -98,7 +98,7 @@ class Run:
         return statistics.median(self.cpu_seconds)
 
     def step(self) -> None:
-        """One step, timed."""
+        """Runs and times a step."""
         start, cpu_start = time.perf_counter(), time.process_time()
         self.state, metrics = self.program.step(self.state, self.batch)
         jax.block_until_ready((self.state, metrics))
@@ -107,9 +107,9 @@ class Run:
 
 
 def config_of(schedule: str, microbatches: int) -> Config:
-    """A run of the model."""
-    mine = {"pipeline_schedule": schedule, "chunks": SCHEDULES[schedule], "mesh": MESH}
-    return config.replace(config.Config(), **MODEL, **mine, global_batch_size=DATA * microbatches)
+    """Returns the config of a run."""
+    settings = {"pipeline_schedule": schedule, "chunks": SCHEDULES[schedule], "mesh": MESH}
+    return config.replace(config.Config(), **MODEL, **settings, global_batch_size=DATA * microbatches)
 
 
 def compile_run(schedule: str, microbatches: int) -> Run:
@@ -122,7 +122,7 @@ def compile_run(schedule: str, microbatches: int) -> Run:
 
 
 def compiled_ticks(text: str) -> tuple[list[int], int]:
-    """Trip counts of the innermost loops that permute, in order, and executions of permutes."""
+    """Returns trip counts of the innermost loops with permutes, in order, and the number of permutes executed."""
     loops: Counter[str] = Counter()
     permutes = 0
     for site in walk(hlo.parse(text)):
@@ -133,23 +133,23 @@ def compiled_ticks(text: str) -> tuple[list[int], int]:
 
 
 def ticks(table: Timetable) -> float:
-    """Forward and backward halves of a step, in pairs, in units of whole stages."""
+    """Returns the number of ticks (pairs of a forward and a backward half), in units of full stages."""
     return (table.forward_ticks + table.backward_ticks) / 2 / table.chunks
 
 
 def fixed_and_tick(shortest: Run, longest: Run) -> tuple[float, float]:
-    """CPU seconds of a step without ticks, and of a tick: the line through two runs."""
+    """Fits a line through two runs; returns the CPU seconds of a step without ticks, and of a tick."""
     tick = (longest.cpu - shortest.cpu) / (ticks(longest.table) - ticks(shortest.table))
     return longest.cpu - tick * ticks(longest.table), tick
 
 
 def row(run: Run, runs: list[Run]) -> dict[str, Any]:
-    """A run's numbers, beside those of other runs."""
+    """Returns a run's numbers, compared with other runs."""
     table, wall, cpu = run.table, min(run.seconds), run.cpu
-    alike = sorted((r for r in runs if r.schedule == run.schedule), key=lambda r: r.microbatches)
+    same_schedule = sorted((r for r in runs if r.schedule == run.schedule), key=lambda r: r.microbatches)
     (plain,) = (r for r in runs if r.schedule == "1f1b" and r.microbatches == run.microbatches)
-    longest = alike[-1]
-    fixed, tick = fixed_and_tick(alike[0], longest)
+    longest = same_schedule[-1]
+    fixed, tick = fixed_and_tick(same_schedule[0], longest)
     predicted = ticks(table) / ticks(longest.table)
     return {
         "schedule": run.schedule,
@@ -179,8 +179,8 @@ def row(run: Run, runs: list[Run]) -> dict[str, Any]:
 
 def show(rows: list[dict[str, Any]], console: Console) -> None:
     """Prints the table."""
-    heads = ("schedule", "m", "loops: table", "compiled", "permutes", "bubble", "s/step", "CPU s", "of a tick")
-    ratios = ("predicted", "wall", "CPU", "CPU / predicted", "CPU / line", "to 1F1B: predicted", "CPU")
+    heads = ("schedule", "m", "loops: table", "compiled", "permutes", "bubble", "s/step", "CPU s", "per tick")
+    ratios = ("predicted", "wall", "CPU", "CPU / predicted", "CPU / line", "vs 1F1B: predicted", "CPU")
     table = Table(*heads, *ratios)
     for r in rows:
         table.add_row(
@@ -195,7 +195,7 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
             *(f"{r[name]:.3f}" for name in ("measured_over_predicted", "measured_over_line")),
             *(f"{r[name]:.3f}" for name in ("predicted_over_1f1b", "measured_over_1f1b")),
         )
-    console.print("Steps; their time over that of 32 microbatches, and over 1F1B's: by ticks, and measured")
+    console.print("Steps; time relative to 32 microbatches, and to 1F1B: predicted from ticks, and measured")
     console.print(table)
 
 
@@ -211,12 +211,12 @@ def main(turns: int = 5, out: Path = Path(__file__).parent / "results" / "pipeli
                 runs[-1].seconds.clear()
                 runs[-1].cpu_seconds.clear()
     for turn in range(turns):
-        with console.status(f"turn {turn + 1} of {turns}"):
+        with console.status(f"round {turn + 1} of {turns}"):
             for run in runs:
                 run.step()
     rows = [row(run, runs) for run in runs]
     show(rows, console)
-    about = {
+    facts = {
         "date": datetime.date.today().isoformat(),
         "processor": processor(),
         "python": platform.python_version(),
@@ -225,7 +225,7 @@ def main(turns: int = 5, out: Path = Path(__file__).parent / "results" / "pipeli
         "model": MODEL,
         "turns": turns,
     }
-    out.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+    out.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
     console.print(f"written to {out}")
 
 

@@ -1,10 +1,10 @@
-"""What `--check-replicas` costs: CPU seconds of a check of a step, and of a state, against those of a step.
+"""Cost of `--check-replicas`: CPU seconds of a check of a step, and of a state, relative to those of a step.
 
     python benchmarks/replicas.py [--rounds 5]
 
-On the model and mesh of `save.py`, in turn: a step, a check of a step (which computes it twice, and compares), a check
-of the state, as before each save. CPU seconds of the whole process, as other programs may share the machine. With
-`--check-replicas N` a run takes 1 + RATIO / N times as long. The result goes to benchmarks/results/replicas-cpu.json.
+With the model and mesh of `save.py`, alternating: a step, a check of a step (which computes it twice, and compares), a
+check of the state, as before each save. Measures CPU seconds of the process, as other programs may share the machine.
+With `--check-replicas N` a run takes 1 + RATIO / N times as long. Results go to benchmarks/results/replicas-cpu.json.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from mtjax.train.step import make_train_step
 
 
 def cpu_seconds(do: Callable[[], object]) -> float:
-    """Of one call, until its results are there."""
+    """Returns the CPU seconds of a call, until its results are ready."""
     begun = time.process_time()
     jax.block_until_ready(do())
     return time.process_time() - begun
@@ -35,7 +35,7 @@ def cpu_seconds(do: Callable[[], object]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=5, help="of a step and both checks")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of a step and both checks")
     options = parser.parse_args()
     program = make_train_step(replace(model(), check_replicas=1), attach_devices(parse_mesh(MESH)))
     replicas, state = CorruptionChecks(program), program.initialize(0)

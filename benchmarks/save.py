@@ -1,11 +1,11 @@
-"""How long a step waits for a save: 500 MB of state on 8 virtual CPU devices, each tier in turn.
+"""Time that a step waits for a save: 500 MB of state on 8 virtual CPU devices, for each checkpoint tier.
 
     python benchmarks/save.py [--between 20] [--rounds 6]
 
-A save copies the arrays and returns; the rest is written while the steps go on. So there are two numbers: the seconds
-that `save` holds the steps up, after the devices have done what they had to do, and those that the following steps take
-longer than without a save, as writing shares the processor with them. Both are measured in one run, as shares of the
-time from one save to the next. The result goes to benchmarks/results/save-cpu.json.
+A save copies the arrays and returns; writing them overlaps with the following steps. So there are two numbers: the
+seconds that `save` blocks, after the devices have finished their work, and the seconds by which the following steps are
+slower than without a save, as writing shares the processor with them. Both are measured in one run, as fractions of the
+time between saves. The result goes to benchmarks/results/save-cpu.json.
 """
 
 import argparse
@@ -33,7 +33,7 @@ MESH = "2x4"
 
 
 def model() -> Config:
-    """42M parameters, so 0.5 GB of float32 parameters and moments."""
+    """Returns the config: 42M parameters, so 0.5 GB of float32 parameters and moments."""
     sizes = {"num_layers": 12, "hidden_size": 512, "num_heads": 8, "vocab_size": 8192, "sequence_length": 64}
     return replace(Config(), **sizes, global_batch_size=8, compute_dtype="float32", steps=100_000)
 
@@ -47,7 +47,7 @@ def batch_of(program: TrainStep, step: int) -> dict[str, jax.Array]:
 
 
 def timed_steps(program: TrainStep, state: State, count: int) -> tuple[State, list[float]]:
-    """Steps, each waited for, and their seconds."""
+    """Runs steps, waiting for each; returns the state and the seconds of each step."""
     seconds = []
     for step in range(count):
         batch = batch_of(program, step)
@@ -61,13 +61,13 @@ def timed_steps(program: TrainStep, state: State, count: int) -> tuple[State, li
 def measure(
     program: TrainStep, state: State, tier: Checkpoints | LocalCheckpoints, between: int, rounds: int
 ) -> tuple[State, dict[str, Any]]:
-    """Rounds of one save and `between` steps; the first save, which compiles, does not count."""
+    """Measures rounds of a save and `between` steps, without the first round, which compiles."""
     waited, worked, following, fingerprinted = [], [], [], []
     for number in range(rounds + 1):
-        begun, own = time.perf_counter(), time.thread_time()
+        begun, cpu_begun = time.perf_counter(), time.thread_time()
         tier.save(state, program.config, 0)
         waited.append(time.perf_counter() - begun)
-        worked.append(time.thread_time() - own)
+        worked.append(time.thread_time() - cpu_begun)
         state, seconds = timed_steps(program, state, between if number else 2)
         following.append(seconds)
         begun = time.perf_counter()

@@ -1,11 +1,11 @@
-"""What `mtjax serve` does under load: clients that ask for texts of random lengths, and some that leave before the end.
+"""Load test of `mtjax serve`: clients that request texts of random lengths, some of which disconnect early.
 
     python benchmarks/serve.py --from hf:FOLDER --clients 200 --seconds 120
 
-Starts a server with few places in its queue, so that some requests are refused, and asks it from one process. Every
-request must be answered whole, refused with 429, or be one that its client left; the same prompt and seed must give the
-same text each time; afterwards nothing may be under way; and the server's memory is written down each second. Results
-go to benchmarks/results/serve-load.json; the exit code is 1 when something was lost.
+Starts a server with a short queue, so that some requests are rejected, and sends requests from one process. Every
+request must get a complete response, be rejected with 429, or be one whose client disconnected; the same prompt and
+seed must give the same text each time; at the end nothing may be in flight; and the server's memory is sampled each
+second. Results go to benchmarks/results/serve-load.json; the exit code is 1 if a request was lost.
 """
 
 import asyncio
@@ -29,32 +29,32 @@ import tyro
 
 RESULT = Path(__file__).parent / "results" / "serve-load.json"
 CASES = 64
-"""Different prompts, each with its seed."""
+"""Number of different prompts, each with its seed."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """How much to ask."""
+    """The load."""
 
     source: Annotated[str, tyro.conf.arg(name="from")]
-    """Weights, as `mtjax serve` takes them."""
+    """Weights, named as for `mtjax serve`."""
     clients: int = 200
-    """That ask at a time."""
+    """Number of concurrent clients."""
     seconds: float = 120
-    """To go on for."""
+    """Duration of the load."""
     leaving: float = 0.15
-    """Share of requests that are left before their end."""
+    """Fraction of requests whose client disconnects early."""
     batch: int = 16
-    """Texts that the server writes at a time."""
+    """Sequences that the server generates at a time."""
     most_waiting: int = 128
-    """Texts that wait."""
+    """Maximum number of texts in the server's queue."""
     longest: int = 64
-    """Tokens of the longest text."""
+    """Maximum tokens of a text."""
 
 
 @dataclass
 class Load:
-    """What happened."""
+    """State and counts of the load."""
 
     options: Options
     port: int
@@ -66,20 +66,20 @@ class Load:
     lost: list[str] = field(default_factory=list)
 
     async def client(self, number: int, end: float) -> None:
-        """Asks again and again."""
-        own = random.Random(number)
+        """Sends requests until the end."""
+        rng = random.Random(number)
         while time.monotonic() < end:
-            case, tokens, stream = own.randrange(CASES), own.randint(1, self.options.longest), own.random() < 0.5
-            leaves = own.expovariate(4) if own.random() < self.options.leaving else None
+            case, tokens, stream = rng.randrange(CASES), rng.randint(1, self.options.longest), rng.random() < 0.5
+            leaves = rng.expovariate(4) if rng.random() < self.options.leaving else None
             code = await self.ask(case, tokens, stream, leaves)
             self.codes[code] += 1
             if code == "429":
-                await asyncio.sleep(own.uniform(0.5, 1.5))
+                await asyncio.sleep(rng.uniform(0.5, 1.5))
 
     async def ask(self, case: int, tokens: int, stream: bool, leaves: float | None) -> str:
-        """One request; its status, or `left`."""
-        own = random.Random(case)
-        prompt = [own.randrange(256) for _ in range(own.randint(1, 24))]
+        """Sends a request; returns its status, or "left"."""
+        rng = random.Random(case)
+        prompt = [rng.randrange(256) for _ in range(rng.randint(1, 24))]
         fields = {"prompt": prompt, "seed": case, "max_tokens": tokens, "stream": stream, "temperature": 1.0}
         start = time.monotonic()
         try:
@@ -98,27 +98,27 @@ class Load:
         return str(code)
 
     def check(self, case: int, tokens: int, body: str, stream: bool) -> None:
-        """An answer must be whole, and begin as others of its case."""
+        """Checks that a response is complete, and that its text agrees with other texts of its case."""
         if stream:
             *events, done = [line.removeprefix("data: ") for line in body.split("\n\n") if line]
             choices = [json.loads(event)["choices"][0] for event in events]
-            ended, is_whole = choices[-1]["finish_reason"], done == "[DONE]"
+            ended, is_complete = choices[-1]["finish_reason"], done == "[DONE]"
         else:
-            answer = json.loads(body)
-            choices = answer["choices"]
-            ended, count = choices[0]["finish_reason"], answer["usage"]["completion_tokens"]
-            is_whole = ended == "stop" or count == tokens
+            response = json.loads(body)
+            choices = response["choices"]
+            ended, count = choices[0]["finish_reason"], response["usage"]["completion_tokens"]
+            is_complete = ended == "stop" or count == tokens
             self.tokens += count
         text = "".join(choice["text"] for choice in choices)
         known = self.texts.setdefault(case, text)
         shorter, longer = sorted((text.rstrip("\ufffd"), known.rstrip("\ufffd")), key=len)
-        if not (is_whole and ended in ("length", "stop") and longer.startswith(shorter)):
+        if not (is_complete and ended in ("length", "stop") and longer.startswith(shorter)):
             self.lost.append(f"case {case}: {text!r} after {known!r}, {ended}")
         self.texts[case] = max(text, known, key=len)
 
 
 async def post(port: int, fields: dict[str, Any]) -> tuple[int, str]:
-    """Status and body of a completion; the connection is closed whatever comes."""
+    """Requests a completion over a new connection; returns status and body."""
     body = json.dumps(fields).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
     return await exchange(port, f"{head}\r\nConnection: close\r\n\r\n".encode() + body)
@@ -149,12 +149,12 @@ async def numbers(port: int) -> dict[str, float]:
     return {name: float(value) for name, value in lines}
 
 
-def under_way(counted: dict[str, float]) -> float:
+def in_flight(counted: dict[str, float]) -> float:
     return counted["mtjax_slots_in_use"] + counted["mtjax_texts_waiting"]
 
 
 def resident(process: int) -> float:
-    """Megabytes of a process in memory."""
+    """Returns the resident memory of a process in megabytes."""
     status = Path(f"/proc/{process}/status").read_text()
     return int(status.split("VmRSS:")[1].split()[0]) / 1024
 
@@ -166,8 +166,8 @@ async def sample(process: int, memory: list[float]) -> None:
 
 
 async def run(options: Options) -> int:
-    words = ["--batch", str(options.batch), "--most-waiting", str(options.most_waiting), "--port", "0"]
-    command = [sys.executable, "-m", "mtjax.serve", "--from", options.source, *words]
+    arguments = ["--batch", str(options.batch), "--most-waiting", str(options.most_waiting), "--port", "0"]
+    command = [sys.executable, "-m", "mtjax.serve", "--from", options.source, *arguments]
     server = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
     assert server.stderr is not None
     try:
@@ -183,8 +183,8 @@ async def run(options: Options) -> int:
         seconds = time.monotonic() - start
         sampling.cancel()
         after = await numbers(load.port)
-        for _ in range(100):  # those that were left last are still being noticed
-            if not under_way(after):
+        for _ in range(100):  # the server is still cancelling requests whose clients disconnected last
+            if not in_flight(after):
                 break
             await asyncio.sleep(0.1)
             after = await numbers(load.port)
@@ -197,14 +197,16 @@ async def run(options: Options) -> int:
     print(json.dumps(result, indent=2))
     print(*load.lost[:5], sep="\n")
     RESULT.write_text(json.dumps(result, indent=2) + "\n")
-    return int(bool(load.lost or under_way(after) or code))
+    return int(bool(load.lost or in_flight(after) or code))
 
 
 def report(
     load: Load, memory: list[float], before: dict[str, float], after: dict[str, float], seconds: float
 ) -> dict[str, Any]:
     gained = {name: after[name] - before.get(name, 0) for name in after}
-    ended = {why: gained.get(f'mtjax_texts_total{{ended="{why}"}}', 0.0) for why in ("length", "stop", "cancelled")}
+    ended = {
+        reason: gained.get(f'mtjax_texts_total{{ended="{reason}"}}', 0.0) for reason in ("length", "stop", "cancelled")
+    }
     third, waits = len(memory) // 3, sorted(load.waits)
     return {
         "date": f"{datetime.date.today()}",

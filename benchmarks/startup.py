@@ -1,12 +1,11 @@
-"""How long does a run take to start, the first and the second time? And `--help`?
+"""Start-up time of a run, with and without a compilation cache; and of `--help`.
 
     python benchmarks/startup.py              # first and second start of the default run, then each command's help
 
-Each start is `mtjax train --steps 1` in a process of its own, from the shell's prompt to its return, and to the line
-that says its first step to be done (and validated). The text is prepared before, so that what differs between the
-starts is the cache of compiled programs: `off`, `first` (an empty folder), `second` (the same folder again), and
-`after compile` (a folder that only `mtjax compile` has filled). Each takes the best of some tries, in turns. Results go
-to `benchmarks/results/startup-cpu.json`.
+Each start is `mtjax train --steps 1` in a separate process, timed until it returns, and until it reports its first step
+(and validation). The text is prepared before, so the starts differ only in the compilation cache: `off`, `first` (an
+empty folder), `second` (the same folder again), and `after compile` (a folder filled by `mtjax compile` only). Each
+time is the best of several interleaved tries. Results go to `benchmarks/results/startup-cpu.json`.
 """
 
 import argparse
@@ -31,7 +30,7 @@ RESULTS = Path(__file__).parent / "results" / "startup-cpu.json"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measures how long a run takes to start.")
-    parser.add_argument("--tries", type=int, default=3, help="of which the best counts")
+    parser.add_argument("--tries", type=int, default=3, help="number of tries, of which the best counts")
     tries = parser.parse_args().tries
     with tempfile.TemporaryDirectory() as folder:
         starts = best_of(tries, lambda: measure_starts(Path(folder)))
@@ -58,28 +57,28 @@ def fresh(folder: Path) -> str:
     return tempfile.mkdtemp(dir=folder, prefix="run-")
 
 
-def timed(*words: str) -> dict[str, Any]:
-    """Seconds of the clock and of the CPU that a command takes, when its first step was said, and its own account."""
+def timed(*arguments: str) -> dict[str, Any]:
+    """Runs a command; returns wall-clock and CPU seconds, the time of its first step, and its `time` line."""
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-    first_step, said = {}, {}
-    with subprocess.Popen([sys.executable, "-c", RUN, *words], stdout=subprocess.PIPE, text=True) as process:
+    first_step, time_line = {}, {}
+    with subprocess.Popen([sys.executable, "-c", RUN, *arguments], stdout=subprocess.PIPE, text=True) as process:
         for line in process.stdout or ():
             if line.startswith("step ") and not first_step:
                 first_step = {"first_step": round(time.perf_counter() - start, 2)}
-            if account := re.match(r"time +(.*)", line):
-                said = {"time": account[1]}
+            if match := re.match(r"time +(.*)", line):
+                time_line = {"time": match[1]}
     if process.returncode:
-        raise subprocess.CalledProcessError(process.returncode, words)
+        raise subprocess.CalledProcessError(process.returncode, arguments)
     seconds, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
     spent = sum(getattr(after, kind) - getattr(before, kind) for kind in ("ru_utime", "ru_stime"))
-    return {"seconds": round(seconds, 2), "cpu_seconds": round(spent, 2)} | first_step | said
+    return {"seconds": round(seconds, 2), "cpu_seconds": round(spent, 2)} | first_step | time_line
 
 
 RUN = "import sys; from mtjax.cli import main; sys.exit(main())"
 
 
 def best_of(tries: int, measure: Any) -> dict[str, dict[str, Any]]:
-    """Of each thing that is measured, the quickest try."""
+    """Returns the fastest try of each measurement."""
     all_tries = [measure() for _ in range(tries)]
     return {name: min((one[name] for one in all_tries), key=lambda m: m["seconds"]) for name in all_tries[0]}
 

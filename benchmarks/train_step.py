@@ -1,11 +1,11 @@
-"""How long a training step takes, compared with PyTorch: the same GPT-2 shapes, batch and optimizer in one run.
+"""Time of a training step, compared with PyTorch: the same GPT-2 shapes, batch and optimizer.
 
     python benchmarks/train_step.py gpt2-small --sequence-length 256 --global-batch-size 4 --compute-dtype float32
 
-Each side runs in a process of its own, in turn (ours, theirs, ours, theirs), so that neither holds the other's memory
-and a slow minute of the machine hits both. On a machine that does other work compare CPU seconds, on one core: two
-threads that wait for each other may spin. PyTorch runs Hugging Face's GPT-2, eager and compiled; without torch and
-transformers (`pip install '.[parity]'`) only ours runs. Results, with hardware, versions and date, go to
+Each side runs in a separate process, alternating (mtjax, torch, mtjax, torch), so that neither holds the other's memory
+and temporary load on the machine affects both. On a busy machine compare CPU seconds on one core: spin-waiting threads
+distort them otherwise. PyTorch runs Hugging Face's GPT-2, eager and compiled; without torch and transformers
+(`pip install '.[parity]'`) only mtjax runs. Results, with hardware, versions and date, go to
 benchmarks/results/train_step-DEVICE.json.
 """
 
@@ -44,34 +44,34 @@ SIDES = ("mtjax", "torch", "torch-compiled")
 
 @dataclass(frozen=True)
 class Options:
-    """What to time."""
+    """Presets, changes and sides to time."""
 
     presets: Annotated[tuple[str, ...], tyro.conf.Positional] = ("gpt2-small",)
-    """Shipped configs."""
+    """Names of shipped configs."""
     sequence_length: int | None = None
-    """Instead of the preset's."""
+    """Overrides the preset's value."""
     global_batch_size: int | None = None
-    """Instead of the preset's."""
+    """Overrides the preset's value."""
     compute_dtype: str | None = None
-    """Instead of the preset's."""
+    """Overrides the preset's value."""
     dropout: float | None = None
-    """Instead of the preset's, everywhere."""
+    """Overrides all dropout rates of the preset."""
     recompute: str = "none"
-    """PyTorch's side recomputes nothing, so neither does ours unless told."""
+    """Activation recomputation of mtjax; PyTorch recomputes nothing."""
     mesh: str = "1x1"
-    """Of ours; PyTorch runs on one device."""
+    """Mesh of mtjax; PyTorch runs on one device."""
     steps: int = 5
-    """Timed steps of each turn, after one or two that compile and warm up."""
+    """Timed steps of each run, after two warm-up steps that compile."""
     turns: int = 2
-    """How often each side runs."""
+    """Number of runs of each side."""
     sides: tuple[str, ...] = SIDES
-    """Which to run."""
+    """Sides to run."""
     child: str | None = None
     """Internal: the side that this process runs."""
 
 
 def config_of(preset: str, options: Options) -> Config:
-    """The preset with what the options change."""
+    """Returns the preset's config with the options' changes."""
     config = configs.load(preset)
     rate = config.model.hidden_dropout if options.dropout is None else options.dropout
     changes = {"sequence_length": options.sequence_length, "global_batch_size": options.global_batch_size}
@@ -82,14 +82,14 @@ def config_of(preset: str, options: Options) -> Config:
 
 
 def tokens_of(config: Config, step: int) -> np.ndarray:
-    """Random text, [batch, sequence + 1]."""
+    """Returns random tokens, int32[batch, sequence + 1]."""
     shape = (config.training.global_batch_size, config.model.sequence_length + 1)
     vocab = config.model.vocab_size or 50257
     return np.random.default_rng(step).integers(0, vocab, shape, dtype=np.int32)
 
 
 def timed(step: Callable[[int], None], steps: int) -> dict[str, list[float]]:
-    """Seconds of each step after two warm-up steps, and of all cores' work in it; `step` must wait for its result."""
+    """Times steps after two warm-up steps: wall-clock and CPU seconds; `step` must block until its result is ready."""
     for number in range(2):
         step(number)
     seconds, cpu_seconds = [], []
@@ -102,7 +102,7 @@ def timed(step: Callable[[int], None], steps: int) -> dict[str, list[float]]:
 
 
 def run_mtjax(config: Config, steps: int) -> dict[str, Any]:
-    """Our step: the program that `mtjax train` runs."""
+    """Times mtjax's step, the program that `mtjax train` runs."""
     import jax
 
     from mtjax.sharding.mesh import attach_devices
@@ -141,7 +141,7 @@ def run_mtjax(config: Config, steps: int) -> dict[str, Any]:
 
 
 def run_torch(config: Config, steps: int, *, compiled: bool) -> dict[str, Any]:
-    """Hugging Face's GPT-2 of the same shape, its vocabulary padded like ours, AdamW and clipping."""
+    """Times Hugging Face's GPT-2 of the same shape and padded vocabulary, with AdamW and gradient clipping."""
     import torch
     import transformers
 
@@ -196,7 +196,7 @@ def run_torch(config: Config, steps: int, *, compiled: bool) -> dict[str, Any]:
 
 
 def run_child(options: Options) -> None:
-    """Runs one side in this process and prints its numbers as the last line."""
+    """Runs one side in this process and prints its results as the last line, in JSON."""
     config = config_of(options.presets[0], options)
     if options.child == "mtjax":
         result = run_mtjax(config, options.steps)
@@ -206,20 +206,20 @@ def run_child(options: Options) -> None:
 
 
 def start_child(side: str, preset: str, options: Options) -> dict[str, Any]:
-    """One turn of one side, in a fresh process; an error is its last line."""
+    """Runs one side in a new process; if it fails, returns the last line of its output as error."""
     given = dataclasses.asdict(options) | {"presets": (preset,), "child": side}
-    words = [preset]
+    arguments = [preset]
     for name, value in given.items():
         if name not in ("presets", "sides") and value is not None:
-            words += [f"--{name.replace('_', '-')}", str(value)]
-    done = subprocess.run([sys.executable, __file__, *words], capture_output=True, text=True)
+            arguments += [f"--{name.replace('_', '-')}", str(value)]
+    done = subprocess.run([sys.executable, __file__, *arguments], capture_output=True, text=True)
     if done.returncode:
         return {"error": (done.stderr.strip() or "no message").splitlines()[-1]}
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 def compare(preset: str, options: Options, console: Console) -> list[dict[str, Any]]:
-    """All sides' numbers for one preset."""
+    """Times all sides for one preset."""
     config = config_of(preset, options)
     config = configs.replace(config, vocab_size=config.model.vocab_size or 50257)
     have_torch = all(importlib.util.find_spec(name) for name in ("torch", "transformers"))
@@ -230,14 +230,14 @@ def compare(preset: str, options: Options, console: Console) -> list[dict[str, A
     for turn in range(options.turns):
         for side in sides:
             if not any("error" in result for result in turns[side]):
-                with console.status(f"{preset}: {side}, turn {turn + 1} of {options.turns}"):
+                with console.status(f"{preset}: {side}, run {turn + 1} of {options.turns}"):
                     turns[side].append(start_child(side, preset, options))
     return [summary(preset, side, config, turns[side]) for side in sides]
 
 
 def summary(preset: str, side: str, config: Config, turns: list[dict[str, Any]]) -> dict[str, Any]:
-    """The median over all turns' steps, and what follows from it."""
-    about = {
+    """Computes the median over the steps of all runs, and rates derived from it."""
+    facts = {
         "preset": preset,
         "side": side,
         "batch": config.training.global_batch_size,
@@ -247,13 +247,13 @@ def summary(preset: str, side: str, config: Config, turns: list[dict[str, Any]])
     }
     errors = [turn["error"] for turn in turns if "error" in turn]
     if errors:
-        return about | {"error": errors[0]}
+        return facts | {"error": errors[0]}
     seconds = statistics.median(s for turn in turns for s in turn["seconds"])
     samples = config.training.global_batch_size / seconds
     tokens = samples * config.model.sequence_length
     flops = samples * model_flops(anatomy_of(config.model)) / turns[0]["devices"]
     gpu = by_device_kind(turns[0]["device"])
-    return about | {
+    return facts | {
         "seconds": seconds,
         "cpu_seconds": statistics.median(s for turn in turns for s in turn["cpu_seconds"]),
         "spread": [min(s for t in turns for s in t["seconds"]), max(s for t in turns for s in t["seconds"])],
@@ -265,7 +265,7 @@ def summary(preset: str, side: str, config: Config, turns: list[dict[str, Any]])
 
 
 def show(rows: list[dict[str, Any]], console: Console) -> None:
-    """A table, each side compared with PyTorch's eager time."""
+    """Prints a table in which each side is compared with eager PyTorch."""
     measures = ("s/step", "CPU s/step", "tokens/s", "TFLOP/s/device", "MFU", "peak GB", "time vs torch")
     table = Table("preset", "side", *measures)
     for row in rows:
@@ -304,7 +304,7 @@ def main() -> None:
 
 
 def surroundings() -> dict[str, Any]:
-    """What every file of results says first: the date, this machine, how busy it is, and Python's version."""
+    """Returns the date, this machine, its load and Python's version for a results file."""
     return {
         "date": datetime.date.today().isoformat(),
         "processor": processor(),
@@ -314,7 +314,7 @@ def surroundings() -> dict[str, Any]:
 
 
 def processor() -> str:
-    """The CPU's name and how many cores this process may use."""
+    """Returns the CPU's name and the number of cores that this process may use."""
     names = [line.partition(":")[2].strip() for line in _cpuinfo() if line.startswith("model name")]
     return f"{names[0] if names else platform.processor()}, {len(os.sched_getaffinity(0))} cores"
 

@@ -1,15 +1,15 @@
-"""What it costs to split the backward pass of a pipeline's chunk in two, as zero-bubble schedules do.
+"""Cost of splitting the backward pass of a pipeline chunk in two, as zero-bubble schedules do.
 
     python benchmarks/zero_bubble.py [--turns 9] [--out FILE.json]
 
-Zero-bubble schedules (arXiv 2401.10241) compute the gradient of a chunk's input first, which the stage before waits
-for, and that of its weights when nothing else is to do. Each is a program of its own then, and both need the cotangent
-of every layer's output. This compiles them for one CPU device, counts the FLOPs of their products, and times them,
-beside the joint program: for a chunk that is computed again from its input (full recompute), and for one whose
-residuals were kept. Last the products of the weights' gradients alone: what would be left for later if also all
-cotangents were kept. What that makes of a step is the formula of `schedules.lock_step`.
+Zero-bubble schedules (arXiv 2401.10241) compute the gradient of a chunk's input first, which the previous stage waits
+for, and that of its weights when the stage is idle. Each is then a separate program, and both need the cotangent of
+every layer's output. This compiles them for one CPU device, counts the FLOPs of their matrix products, and times them,
+next to the joint program: for a chunk that is recomputed from its input (full recompute), and for one with saved
+residuals. Last, only the products of the weight gradients: the deferred work if all cotangents were saved as well. The
+effect on a step follows from the formula of `schedules.lock_step`.
 
-Programs take turns; CPU seconds are medians. The results, with hardware, versions and date, go to
+Programs alternate; CPU seconds are medians. The results, with hardware, versions and date, go to
 benchmarks/results/zero_bubble-cpu.json.
 """
 
@@ -56,15 +56,15 @@ MODEL: dict[str, Any] = {
     "recompute": "none",
 }
 COMPARED = ((4, 8), (8, 32), (8, 128), (16, 64))
-"""Stages and microbatches."""
+"""Numbers of stages and microbatches."""
 
 Tree = Any
 Program = tuple[Any, tuple[Tree, ...]]
-"""A compiled program, and its arguments."""
+"""A compiled program and its arguments."""
 
 
 def programs() -> dict[str, Program]:
-    """Every program by name."""
+    """Compiles all programs, by name."""
     placed = ShardedModel(config.replace(config.Config(), **MODEL), attach_devices(parse_mesh("1x1")))
     ((section,),) = placed.sections
     parameters = placed.initialize_parameters(0)
@@ -77,27 +77,27 @@ def programs() -> dict[str, Program]:
         return jax.vjp(chunk, layers, x)[1](g)
 
     with jax.set_mesh(placed.mesh), use_rules(placed.layout.rules):
-        place = NamedSharding(placed.mesh, spec(*RESIDUAL))
-        x, g = (jax.device_put(jax.random.normal(key, (BATCH, SEQUENCE, HIDDEN)), place) for key in keys)
-        own = parameters[section]
-        pull = jax.jit(lambda layers, x: jax.vjp(chunk, layers, x)[1])(own, x)
-        pulled: Callable[[Any, jax.Array], Tree] = lambda pull, g: pull(g)  # noqa: E731
-        again, kept = (own, x, g), (pull, g)
-        wanted: dict[str, tuple[Callable[..., Tree], tuple[Tree, ...]]] = {
-            "forward": (chunk, (own, x)),
-            "recomputed: both": (both, again),
-            "recomputed: input": (lambda *a: both(*a)[1], again),
-            "recomputed: weights": (lambda *a: both(*a)[0], again),
-            "kept: both": (pulled, kept),
-            "kept: input": (lambda *a: pulled(*a)[1], kept),
-            "kept: weights": (lambda *a: pulled(*a)[0], kept),
+        sharding = NamedSharding(placed.mesh, spec(*RESIDUAL))
+        x, g = (jax.device_put(jax.random.normal(key, (BATCH, SEQUENCE, HIDDEN)), sharding) for key in keys)
+        layers_of_chunk = parameters[section]
+        vjp_function = jax.jit(lambda layers, x: jax.vjp(chunk, layers, x)[1])(layers_of_chunk, x)
+        apply_vjp: Callable[[Any, jax.Array], Tree] = lambda vjp_function, g: vjp_function(g)  # noqa: E731
+        recomputed, saved = (layers_of_chunk, x, g), (vjp_function, g)
+        functions: dict[str, tuple[Callable[..., Tree], tuple[Tree, ...]]] = {
+            "forward": (chunk, (layers_of_chunk, x)),
+            "recomputed: both": (both, recomputed),
+            "recomputed: input": (lambda *a: both(*a)[1], recomputed),
+            "recomputed: weights": (lambda *a: both(*a)[0], recomputed),
+            "kept: both": (apply_vjp, saved),
+            "kept: input": (lambda *a: apply_vjp(*a)[1], saved),
+            "kept: weights": (lambda *a: apply_vjp(*a)[0], saved),
             "cotangents kept: weights": (weight_products, product_operands(np.asarray(x))),
         }
-        return {name: (jax.jit(f).lower(*a).compile(), a) for name, (f, a) in wanted.items()}
+        return {name: (jax.jit(f).lower(*a).compile(), a) for name, (f, a) in functions.items()}
 
 
 def product_operands(x: np.ndarray) -> tuple[Tree, Tree]:
-    """Inputs and cotangents of outputs of a layer's four products, all layers'."""
+    """Returns inputs and output cotangents of the four matrix products of all layers."""
     widths = {"qkv": (1, 3), "projection": (1, 1), "up": (1, 4), "down": (4, 1)}
     inputs = {name: np.stack([np.tile(x, (1, 1, before))] * LAYERS) for name, (before, _) in widths.items()}
     cotangents = {name: np.stack([np.tile(x, (1, 1, behind))] * LAYERS) for name, (_, behind) in widths.items()}
@@ -105,12 +105,12 @@ def product_operands(x: np.ndarray) -> tuple[Tree, Tree]:
 
 
 def weight_products(inputs: Tree, cotangents: Tree) -> Tree:
-    """The gradients of all weights."""
+    """Computes all weight gradients."""
     return jax.tree.map(lambda a, g: jnp.einsum("lbsi,lbso->lio", a, g), inputs, cotangents)
 
 
 def measure(found: dict[str, Program], turns: int) -> dict[str, dict[str, float]]:
-    """FLOPs of products, CPU seconds, and bytes of arguments of each program."""
+    """Returns FLOPs of matrix products, CPU seconds, and bytes of arguments of each program."""
     taken: dict[str, list[float]] = {name: [] for name in found}
     for _ in range(turns + 1):
         for name, (program, arguments) in found.items():
@@ -128,7 +128,7 @@ def measure(found: dict[str, Program], turns: int) -> dict[str, dict[str, float]
 
 
 def costs_of(rows: dict[str, dict[str, float]], measure: str) -> dict[str, tuple[Costs, float]]:
-    """What is split -> its costs, in units of a forward pass, and the joint backward pass."""
+    """Returns, for each kind of split, its costs and the joint backward pass's, in units of a forward pass."""
     unit = {name: row[measure] / rows["forward"][measure] for name, row in rows.items()}
     splits = {
         "recomputed twice": ("recomputed: both", "recomputed: input", "recomputed: weights"),
@@ -169,7 +169,7 @@ def main(turns: int = 9, out: Path = Path(__file__).parent / "results" / "zero_b
                 row = {"split": split, "measure": key, "stages": stages, "microbatches": microbatches}
                 steps.append({**row, "change": change})
     show(rows, steps, console)
-    about = {
+    facts = {
         "date": datetime.date.today().isoformat(),
         "processor": processor(),
         "python": platform.python_version(),
@@ -177,7 +177,7 @@ def main(turns: int = 9, out: Path = Path(__file__).parent / "results" / "zero_b
         "model": MODEL,
         "turns": turns,
     }
-    out.write_text(json.dumps({**about, "programs": rows, "steps": steps}, indent=1) + "\n")
+    out.write_text(json.dumps({**facts, "programs": rows, "steps": steps}, indent=1) + "\n")
     console.print(f"written to {out}")
 
 

@@ -1,1 +1,1 @@
-"""What benchmarks/gpu.py runs: parts (parts.py), each in processes and a time of its own (runner.py)."""
+"""The implementation of benchmarks/gpu.py: parts (parts.py), each in its processes and time limit (runner.py)."""

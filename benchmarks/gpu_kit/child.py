@@ -1,4 +1,4 @@
-"""What a process of a part knows, and how it answers."""
+"""The processes of a part, and how they report results."""
 
 import json
 import time
@@ -13,27 +13,27 @@ from mtjax.config import Config
 
 @dataclass(frozen=True)
 class Child:
-    """One process: what it found goes to `FOLDER/NAME.json`, rewritten with every answer, so that none is lost."""
+    """A process of a part; its results are in `FOLDER/NAME.json`, which every update rewrites, so that none is lost."""
 
     name: str
     folder: Path
     rehearse: bool
 
     def answer(self, found: dict[str, Any]) -> None:
-        """Leaves what is known so far."""
+        """Writes the results so far."""
         path = self.folder / f"{self.name}.json"
         path.with_suffix(".new").write_text(json.dumps(found, indent=1))
         path.with_suffix(".new").replace(path)
 
     def wait_for_turn(self) -> None:
-        """Says that all is compiled, and waits until no other process uses the GPU."""
+        """Signals that compilation is done, and waits until no other process uses the GPU."""
         (self.folder / f"{self.name}.ready").touch()
         while not (self.folder / f"{self.name}.go").exists():
             time.sleep(0.05)
 
 
 def next_tokens(config: Config, step: int) -> dict[str, np.ndarray]:
-    """A batch of random tokens, as GPT and Llama read them."""
+    """Returns a batch of random tokens for GPT and Llama."""
     size, length = config.training.global_batch_size, config.model.sequence_length
     vocab = config.model.vocab_size or 50257
     text = np.random.default_rng(step).integers(0, vocab, (size, length + 1), dtype=np.int32)

@@ -1,4 +1,4 @@
-"""Seconds of what a GPU does: rounds of calls that are waited for together, the median over rounds."""
+"""Timing of GPU work: rounds of calls that are waited for together, and the median over rounds."""
 
 import math
 import statistics
@@ -6,16 +6,16 @@ import time
 from collections.abc import Callable
 
 ROUND = 1.2
-"""Seconds that a round should take."""
+"""Target duration of a round in seconds."""
 
 
 def seconds_of(do: Callable[[], object], wait: Callable[[], object], rounds: int = 3) -> dict[str, float]:
-    """Seconds of one call: median, fastest and slowest of the rounds, after two calls that compile and warm up.
+    """Times a call; returns the median, fastest and slowest round in seconds per call, after two warm-up calls.
 
     Args:
       do: starts the work; may return before it is done.
-      wait: returns when all of it is done.
-      rounds: how many.
+      wait: blocks until all work is done.
+      rounds: number of rounds.
     """
     do()
     wait()

@@ -1,4 +1,4 @@
-"""What the machine is, and the most that its GPU does: products and copies."""
+"""The machine, and the peak speed of its GPU: matrix products and copies."""
 
 import platform
 import subprocess
@@ -10,15 +10,15 @@ from gpu_kit.clock import seconds_of
 
 PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "nvidia-cudnn-cu13", "flax", "optax", "torch", "triton", "numpy")
 SIDES = (4096, 8192, 16384)
-"""Of square products."""
-_ASK = "name,driver_version,memory.total,clocks.max.sm,power.limit"
+"""Sizes of square matrix products."""
+_QUERY = "name,driver_version,memory.total,clocks.max.sm,power.limit"
 
 
 def run(child: Child) -> dict[str, Any]:
-    """Facts of the machine; TFLOP/s of the best product by type; GB/s of a copy.
+    """Returns facts of the machine, TFLOP/s of the fastest matrix product by dtype, and GB/s of a copy.
 
     Raises:
-      UserError: jax sees no GPU.
+      UserError: jax finds no GPU.
     """
     import jax
 
@@ -27,7 +27,7 @@ def run(child: Child) -> dict[str, Any]:
 
     device = jax.devices()[0]
     if device.platform == "cpu" and not child.rehearse:
-        raise UserError(f"jax {version('jax')} sees no GPU here: pip install 'jax[cuda13]=={version('jax')}'")
+        raise UserError(f"jax {version('jax')} finds no GPU: pip install 'jax[cuda13]=={version('jax')}'")
     gpu = by_device_kind(device.device_kind)
     stats = device.memory_stats() or {}
     found: dict[str, Any] = {
@@ -55,7 +55,7 @@ def run(child: Child) -> dict[str, Any]:
 
 
 def product_rate(side: int, dtype: str) -> float:
-    """TFLOP/s of a square product of random numbers, accumulated in float32; of float32 at jax's default precision."""
+    """Returns TFLOP/s of a square matrix product, accumulated in float32; for float32 with jax's default precision."""
     import jax
     import jax.numpy as jnp
 
@@ -65,7 +65,7 @@ def product_rate(side: int, dtype: str) -> float:
 
 
 def copy_rate(size: int) -> float:
-    """GB/s of a pass over `size` bytes: read and written."""
+    """Returns GB/s of reading and writing `size` bytes."""
     import jax
     import jax.numpy as jnp
 
@@ -83,10 +83,12 @@ def _seconds(function: Any, *arrays: Any) -> float:
 
 
 def ask_driver() -> list[str]:
-    """What nvidia-smi says of each GPU; nothing where there is none."""
+    """Returns nvidia-smi's line for each GPU; an empty list without nvidia-smi."""
     try:
-        asked = ["nvidia-smi", f"--query-gpu={_ASK}", "--format=csv,noheader"]
-        return subprocess.run(asked, capture_output=True, text=True, timeout=20, check=True).stdout.strip().splitlines()
+        command = ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader"]
+        return (
+            subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip().splitlines()
+        )
     except (OSError, subprocess.SubprocessError):
         return []
 

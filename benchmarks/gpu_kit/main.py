@@ -1,4 +1,4 @@
-"""From the command line to the last line."""
+"""The command line of benchmarks/gpu.py."""
 
 import json
 import os
@@ -24,7 +24,7 @@ from mtjax.sharding.mesh import has_gpu
 
 
 def main(description: str) -> None:
-    """Runs what the command line asks for; exit code 1 where a part failed or a number is wrong, 2 for a wrong use."""
+    """Runs the selected parts; exit code 1 if a part failed or a check does not hold, 2 for invalid options."""
     if sys.argv[1:2] == [CHILD]:
         run_child(Child(sys.argv[2], Path(sys.argv[3]), REHEARSE in sys.argv[4:]))
         return
@@ -32,47 +32,47 @@ def main(description: str) -> None:
     try:
         code = run(options)
     except UserError as e:
-        sys.exit(_refused(e))
+        sys.exit(_print_error(e))
     sys.exit(code)
 
 
-def _refused(error: UserError) -> int:
+def _print_error(error: UserError) -> int:
     print(f"error: {error}", file=sys.stderr)
     return 2
 
 
 def run(options: Options) -> int:
-    """All parts that are asked for.
+    """Runs the selected parts; returns the exit code.
 
     Raises:
       UserError: there is no GPU, or no such part.
     """
     parts = chosen(options.only, rehearse=options.rehearse)
     if not has_gpu() and not options.rehearse:
-        raise UserError("this machine shows no NVIDIA GPU: --rehearse runs all of it on the CPU, with tiny shapes")
+        raise UserError("this machine has no NVIDIA GPU: use --rehearse to run all parts with tiny shapes on the CPU")
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="gpu-kit-") as name:
         out = Path(name) / "results" if options.rehearse else options.out or RESULTS
         out.mkdir(parents=True, exist_ok=True)
 
-        def keep(found: Mapping[str, dict[str, Any]]) -> None:
+        def save(found: Mapping[str, dict[str, Any]]) -> None:
             write(out, found, time.monotonic() - start, rehearse=options.rehearse)
 
-        found = run_parts(parts, Path(name), 60 * options.minutes, keep, _say, rehearse=options.rehearse)
+        found = run_parts(parts, Path(name), 60 * options.minutes, save, _say, rehearse=options.rehearse)
         if options.rehearse:
-            _say(f"rehearsed in {time.monotonic() - start:.0f} s; no number is kept")
+            _say(f"rehearsed in {time.monotonic() - start:.0f} s; no results are written")
         else:
             _say(f"written to {out} after {time.monotonic() - start:.0f} s")
     return 0 if all(is_right(answer) for answer in found.values()) else 1
 
 
 def is_right(answer: Mapping[str, Any]) -> bool:
-    """Whether a part ended as it should; what was left out did."""
+    """Returns whether a part succeeded or was skipped."""
     return answer["state"] not in ("failed", "cut short") and answer.get("ok", True)
 
 
 def write(out: Path, found: Mapping[str, dict[str, Any]], seconds: float, *, rehearse: bool) -> None:
-    """The results so far, as JSON and as a page."""
+    """Writes the results so far, as JSON and as a Markdown page."""
     machine = found.get("machine", {})
     document = {
         "date": date.today().isoformat(),
@@ -90,18 +90,18 @@ def write(out: Path, found: Mapping[str, dict[str, Any]], seconds: float, *, reh
 
 
 def run_child(child: Child) -> None:
-    """One process of a part: its answer goes to the folder, its last word to the log."""
+    """Runs a process of a part: results go to its folder, an error to its log."""
     known = child.folder.parent / "machine.json"
     machine = json.loads(known.read_text()) if known.exists() else {}
-    _keep_compiled(child.folder.parent / "compiled")
+    _cache_compiled(child.folder.parent / "compiled")
     try:
         child.answer(work(child, machine))
     except UserError as e:
-        sys.exit(_refused(e))
+        sys.exit(_print_error(e))
 
 
-def _keep_compiled(folder: Path) -> None:
-    """jax keeps programs there, unless the user names a place: what is compiled to be read is not compiled to run."""
+def _cache_compiled(folder: Path) -> None:
+    """Enables jax's compilation cache: programs compiled for inspection are not compiled again to run."""
     import jax
 
     if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):

@@ -1,6 +1,6 @@
-"""Losses and gradients against float32 on the CPU, float16 with an overflow, and a step that repeats itself.
+"""Losses and gradients against float32 on the CPU, float16 with an overflow, and determinism of a step.
 
-What rounding to bfloat16 costs is measured, not assumed: the unit of most limits is the error of the same bfloat16
+The rounding error of bfloat16 is measured, not assumed: the unit of most limits is the error of the same bfloat16
 program on the CPU.
 """
 
@@ -22,23 +22,23 @@ from mtjax.train.step import TrainStep, make_train_step
 
 Tree = Any
 FULL_PRECISION = 1e-4
-"""Relative error of gradients in float32 whose products are float32 too."""
+"""Limit of the relative error of float32 gradients with full-precision matrix products."""
 TWICE = 2.0
-"""Times the error of bfloat16 on the CPU that bfloat16 on the GPU may have."""
+"""Limit of the error of bfloat16 on the GPU, relative to that of bfloat16 on the CPU."""
 OVERFLOWING = 2.0**45
 """A loss scale at which float16 gradients overflow."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One way to compute the gradients on the GPU."""
+    """A configuration to compute gradients on the GPU."""
 
     name: str
     fields: dict[str, Any]
     limit: float | None = None
-    """Of the relative error; None is twice that of bfloat16 on the CPU."""
+    """Limit of the relative error; None is twice the error of bfloat16 on the CPU."""
     highest: bool = False
-    """Products of float32 in float32, not in TF32."""
+    """Whether float32 matrix products are computed in float32 instead of TF32."""
     families: tuple[str, ...] = ("gpt", "llama")
 
 
@@ -58,7 +58,7 @@ _SMALLER = {"hidden_size": 64, "sequence_length": 32}
 
 
 def run(child: Child) -> dict[str, Any]:
-    """Each case's relative error with its limit, and the two other checks; `ok` where all hold."""
+    """Returns each case's relative error and limit, the two other checks, and `ok` if all hold."""
     smaller = _SMALLER if child.rehearse else {}
     found: dict[str, Any] = {"cases": []}
     families = {"gpt": FAMILIES["gpt"]} if child.rehearse else FAMILIES
@@ -76,36 +76,42 @@ def run(child: Child) -> dict[str, Any]:
 
 
 def config_of(fields: dict[str, Any]) -> Config:
-    """A small model without dropout, one device."""
-    own = {"mesh": "1x1", "global_batch_size": 4, "hidden_dropout": 0.0, "attention_dropout": 0.0, "warmup_steps": 1}
-    return configs.replace(Config(), **(own | fields))
+    """Returns the config of a small model without dropout on one device."""
+    settings = {
+        "mesh": "1x1",
+        "global_batch_size": 4,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "warmup_steps": 1,
+    }
+    return configs.replace(Config(), **(settings | fields))
 
 
 def program_on(device: Any, config: Config) -> TrainStep:
-    """The program of a config on one device."""
+    """Builds the program of a config on one device."""
     return make_train_step(config, make_mesh(parse_mesh("1x1"), [device]))
 
 
 def gradients(program: TrainStep, parameters: Tree, scale: float | None = None) -> tuple[float, Tree]:
-    """Loss and gradients of one batch, on the host."""
+    """Computes loss and gradients of a batch, and copies them to the host."""
     size = program.config.training.global_batch_size
     batch = global_batch(program.batch_sharding, next_tokens(program.config, 0), size)
-    there = jax.device_put(parameters, program.parameter_sharding)
+    on_device = jax.device_put(parameters, program.parameter_sharding)
     factor = None if scale is None else jnp.float32(scale)
-    loss, _, found = program.on_mesh(jax.jit(lambda p, b: program.gradients(p, b, None, factor)), there, batch)
+    loss, _, found = program.on_mesh(jax.jit(lambda p, b: program.gradients(p, b, None, factor)), on_device, batch)
     return float(loss), jax.device_get(found)
 
 
 def distance(ours: Tree, theirs: Tree) -> float:
-    """Norm of the difference over the norm of theirs, in float64; infinite where something is not finite."""
+    """Returns the norm of the difference over the norm of `theirs`, in float64; infinity if it is not finite."""
     pairs = list(zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True))
-    apart = sum(float(np.sum((np.float64(a) - np.float64(b)) ** 2)) for a, b in pairs)
-    whole = sum(float(np.sum(np.float64(b) ** 2)) for _, b in pairs)
-    return float(np.sqrt(apart / whole)) if np.isfinite(apart) else float("inf")
+    difference = sum(float(np.sum((np.float64(a) - np.float64(b)) ** 2)) for a, b in pairs)
+    reference = sum(float(np.sum(np.float64(b) ** 2)) for _, b in pairs)
+    return float(np.sqrt(difference / reference)) if np.isfinite(difference) else float("inf")
 
 
 def compare(family: str, fields: dict[str, Any]) -> list[dict[str, Any]]:
-    """All cases of a family against float32 on the CPU; and cuDNN's attention against XLA's."""
+    """Compares all cases of a family with float32 on the CPU, and cuDNN's attention with XLA's."""
     cpu, gpu = jax.devices("cpu")[0], jax.devices()[0]
     reference = program_on(cpu, config_of(fields | {"compute_dtype": "float32"}))
     parameters = jax.device_get(reference.initialize(0).parameters)
@@ -121,8 +127,8 @@ def compare(family: str, fields: dict[str, Any]) -> list[dict[str, Any]]:
         limit = TWICE * unit if case.limit is None else case.limit
         row = _row(family, case.name, distance(of[case.name], exact), limit)
         rows.append(row | {"loss": their_loss, "loss_on_the_cpu": loss, "attention": program.config.model.attention})
-    apart = distance(of[CASES[1].name], of[CASES[2].name])
-    rows.append(_row(family, "cuDNN's attention beside XLA's", apart, TWICE * unit))
+    difference = distance(of[CASES[1].name], of[CASES[2].name])
+    rows.append(_row(family, "cuDNN's attention beside XLA's", difference, TWICE * unit))
     return rows
 
 
@@ -131,7 +137,7 @@ def _row(family: str, name: str, error: float, limit: float) -> dict[str, Any]:
 
 
 def overflow(fields: dict[str, Any]) -> dict[str, Any]:
-    """float16 whose scale is too large: steps that overflow change nothing and halve it, then training goes on."""
+    """Trains float16 from a too large loss scale: overflowing steps must change nothing and halve it."""
     changes = {"compute_dtype": "float16", "initial_loss_scale": OVERFLOWING, "hysteresis": 1}
     program = program_on(jax.devices()[0], config_of(fields | changes))
     state = program.initialize(0)
@@ -155,7 +161,7 @@ def overflow(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def deterministic(fields: dict[str, Any]) -> dict[str, Any]:
-    """Two times three steps with dropout: the same bits with `deterministic`."""
+    """Runs three steps with dropout twice; with `deterministic`, the states must be bit-identical."""
     changes = {"deterministic": True, "hidden_dropout": 0.1, "attention_dropout": 0.1, "compute_dtype": "bfloat16"}
     program = program_on(jax.devices()[0], config_of(fields | changes))
     ends = []
@@ -169,6 +175,6 @@ def deterministic(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def same(a: Tree, b: Tree) -> bool:
-    """Whether two trees have the same bits."""
+    """Returns whether two trees are bit-identical."""
     pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
     return all(np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in pairs)

@@ -1,4 +1,4 @@
-"""The kit's command line."""
+"""Command-line options of benchmarks/gpu.py."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,13 +8,13 @@ RESULTS = Path(__file__).resolve().parents[1] / "results"
 
 @dataclass(frozen=True)
 class Options:
-    """What to run, and where the results go."""
+    """Parts, time limit and output."""
 
     only: tuple[str, ...] = ()
-    """Parts to run, by name; * stands for anything: --only machine "speed gpt2-*"."""
+    """Parts to run, by name; * is a wildcard: --only machine "speed gpt2-*"."""
     minutes: float = 7.5
-    """No part begins or goes on later than this."""
+    """Time limit in minutes for all parts."""
     out: Path | None = None
     """Folder for the results instead of benchmarks/results."""
     rehearse: bool = False
-    """Tiny shapes on the CPU, to the last line; no number is kept."""
+    """Run all parts with tiny shapes on the CPU; write no results."""

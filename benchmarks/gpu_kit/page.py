@@ -1,4 +1,4 @@
-"""The results as a page of Markdown."""
+"""The Markdown page of results."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -7,13 +7,13 @@ Answer = Mapping[str, Any]
 
 
 def page(document: Mapping[str, Any]) -> str:
-    """Hardware, versions and date first; then what each part found, and which parts did not end."""
+    """Formats hardware, versions and date, the results of each part, and the parts that did not finish."""
     parts: Mapping[str, Answer] = document["parts"]
     about = parts.get("machine", {})
     blocks = [
         f"# {about.get('device', 'unknown hardware')}, {document['date']}",
-        f"`{document['command']}`, {document['seconds']:.0f} s. Times are medians of three rounds that are waited for "
-        "together; *plan* and *inspect* are predictions, made before anything ran.",
+        f"`{document['command']}`, {document['seconds']:.0f} s. Times are medians of three rounds of back-to-back "
+        "calls; *plan* and *inspect* are predictions, computed before anything ran.",
         machine(about),
         speeds(parts),
         *(causes(name, answer) for name, answer in parts.items() if answer.get("causes")),
@@ -27,23 +27,27 @@ def page(document: Mapping[str, Any]) -> str:
 
 
 def table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """A table of Markdown; nothing where there are no rows."""
+    """Formats a Markdown table; "" without rows."""
     lines = [f"| {' | '.join(row)} |" for row in rows]
     heads = list(heads)
     return "\n".join([f"| {' | '.join(heads)} |", "|" + "---|" * len(heads), *lines]) if lines else ""
 
 
 def machine(about: Answer) -> str:
-    """Hardware, versions, best product and copy."""
+    """Formats hardware, versions, fastest matrix product and copy."""
     lines = [f"- {line}" for line in about.get("nvidia_smi", ())]
     lines += [f"- {about['devices']} x {about['device']}, {about['memory'] / 1e9:.1f} GB"] if "device" in about else []
     versions = about.get("versions", {})
     lines += ["- " + ", ".join(f"{name} {number}" for name, number in versions.items())] if versions else []
     lines += [f"- Python {about['python']}, {about['system']}"] if "python" in about else []
     for dtype, product in about.get("products", {}).items():
-        lines.append(f"- best product in {dtype}: {product['best']:.1f} TFLOP/s{_of_peak(about, dtype, product)}")
+        lines.append(
+            f"- fastest matrix product in {dtype}: {product['best']:.1f} TFLOP/s{_of_peak(about, dtype, product)}"
+        )
     if "copy_gb" in about:
-        lines.append(f"- a pass over memory: {about['copy_gb']:.0f} GB/s{_of(about['copy_gb'], about['bandwidth_gb'])}")
+        lines.append(
+            f"- memory bandwidth of a copy: {about['copy_gb']:.0f} GB/s{_of(about['copy_gb'], about['bandwidth_gb'])}"
+        )
     return "\n".join(lines)
 
 
@@ -54,22 +58,22 @@ def _of_peak(about: Answer, dtype: str, product: Answer) -> str:
     return f", {share:.1%} of the datasheet's peak (predictions assume {about['sustained_assumed']:.1%})"
 
 
-def _of(value: float, whole: float | None) -> str:
-    return f", {value / whole:.1%} of the datasheet's" if whole else ""
+def _of(value: float, datasheet: float | None) -> str:
+    return f", {value / datasheet:.1%} of the datasheet's" if datasheet else ""
 
 
 def speeds(parts: Mapping[str, Answer]) -> str:
-    """A row for each model that ran."""
+    """Formats a row for each model that ran."""
     best = parts.get("machine", {}).get("products", {}).get("bfloat16", {}).get("best")
     heads = (
         "model",
         "samples",
         "ms",
         "MFU",
-        "of best product",
+        "of fastest product",
         "GB",
         "PyTorch ms",
-        "times as fast",
+        "speedup",
         "GB",
         "plan",
         "inspect",
@@ -78,7 +82,7 @@ def speeds(parts: Mapping[str, Answer]) -> str:
     for name, answer in parts.items():
         if not name.startswith("speed ") or "seconds" not in answer:
             continue
-        theirs, said = answer.get("torch", {}), answer["predicted"]
+        torch, predictions = answer.get("torch", {}), answer["predicted"]
         rows.append(
             (
                 f"{name.removeprefix('speed ')} ({answer['parameters'] / 1e6:,.0f}M)",
@@ -87,17 +91,17 @@ def speeds(parts: Mapping[str, Answer]) -> str:
                 _percent(answer.get("mfu")),
                 _percent(answer["tflops"] / best if best else None),
                 _gigabytes(answer.get("peak_bytes")),
-                _ms(theirs.get("seconds")),
-                f"{theirs['seconds'] / answer['seconds']:.2f}" if "seconds" in theirs else "-",
-                _gigabytes(theirs.get("peak_bytes")),
-                *(_predicted(said[f"{by}_seconds"], answer["seconds"]) for by in ("plan", "inspect")),
+                _ms(torch.get("seconds")),
+                f"{torch['seconds'] / answer['seconds']:.2f}" if "seconds" in torch else "-",
+                _gigabytes(torch.get("peak_bytes")),
+                *(_predicted(predictions[f"{by}_seconds"], answer["seconds"]) for by in ("plan", "inspect")),
             )
         )
     return "## Speed\n\n" + table(heads, rows) if rows else ""
 
 
 def causes(name: str, answer: Answer) -> str:
-    """Where a model's step goes, beside the prediction."""
+    """Formats a model's step time by cause and phase, next to the prediction."""
     rows = [(cause, _ms(each["measured"]), _ms(each["predicted"])) for cause, each in answer["causes"].items()]
     rows += [("step as traced", _ms(answer["traced_seconds"]), _ms(answer["predicted"]["inspect_seconds"]))]
     rows += [(f"*{phase}*", _ms(each["measured"]), _ms(each["predicted"])) for phase, each in answer["phases"].items()]
@@ -105,7 +109,7 @@ def causes(name: str, answer: Answer) -> str:
 
 
 def numbers(answer: Answer) -> str:
-    """Errors with their limits, and the two checks."""
+    """Formats errors with their limits, and the two checks."""
     rows = [
         (case["family"], case["case"], f"{case['error']:.2e}", f"{case['limit']:.2e}", _verdict(case["ok"]))
         for case in answer.get("cases", ())
@@ -115,23 +119,22 @@ def numbers(answer: Answer) -> str:
     lines = ["Gradients: norm of the difference from float32 on the CPU, over its norm.", ""]
     lines += [table(("family", "", "error", "limit", ""), rows), ""]
     if over := answer.get("overflow"):
-        lines.append(
-            f"float16, loss scaled too high: {over['skipped']} steps skipped, then it trains: {_verdict(over['ok'])}."
-        )
+        verdict = _verdict(over["ok"])
+        lines.append(f"float16, loss scale too large: {over['skipped']} steps skipped, then it trains: {verdict}.")
     if twice := answer.get("deterministic"):
-        lines.append(f"`--deterministic`, three steps twice, to the bit: {_verdict(twice['ok'])}.")
+        lines.append(f"`--deterministic`, three steps twice, bit-identical: {_verdict(twice['ok'])}.")
     return "## Numbers\n\n" + "\n".join(lines)
 
 
 def resumed(answer: Answer) -> str:
-    """Whether a killed run ended like one that was not."""
+    """Formats whether a killed and resumed run equals an uninterrupted one."""
     if "ok" not in answer:
         return ""
-    return f"A run of {answer['steps']} steps that was killed and resumed, to the bit: {_verdict(answer['ok'])}."
+    return f"A run of {answer['steps']} steps that was killed and resumed, bit-identical: {_verdict(answer['ok'])}."
 
 
 def collectives(answer: Answer) -> str:
-    """NCCL's bandwidth by operation and size."""
+    """Formats NCCL bandwidth by operation and size."""
     rows = [
         (
             r["operation"],
@@ -147,14 +150,14 @@ def collectives(answer: Answer) -> str:
 
 
 def meshes(answer: Answer) -> str:
-    """One model on several meshes."""
+    """Formats the speed of one model on different meshes."""
     rows = []
     for r in answer.get("rows", ()):
         if "seconds" not in r:
             rows.append((r["mesh"], r["layout"], r.get("error", "-"), *["-"] * 6))
             continue
-        said = r["predicted"]
-        by = (_predicted(said[f"{name}_seconds"], r["seconds"]) for name in ("plan", "inspect"))
+        predictions = r["predicted"]
+        by = (_predicted(predictions[f"{name}_seconds"], r["seconds"]) for name in ("plan", "inspect"))
         of_one, peak = _percent(r.get("of_one")), _gigabytes(r["peak_bytes"])
         rows.append(
             (r["mesh"], r["layout"], _ms(r["seconds"]), f"{r['tflops']:.0f}", _percent(r.get("mfu")), of_one, peak, *by)
@@ -164,12 +167,14 @@ def meshes(answer: Answer) -> str:
 
 
 def states(parts: Mapping[str, Answer]) -> str:
-    """What did not end well, and why."""
+    """Formats the parts that were skipped or failed, and why."""
     lines = []
     for name, answer in parts.items():
         sides = [(name, answer), *([(f"{name}, PyTorch", answer["torch"])] if "torch" in answer else [])]
         lines += [
-            f"- {n}: {a['state']}: {a.get('error', 'its time was over')}" for n, a in sides if a["state"] != "done"
+            f"- {n}: {a['state']}: {a.get('error', 'its time limit was reached')}"
+            for n, a in sides
+            if a["state"] != "done"
         ]
         lines += [f"- {name}: the trace can't be read: {answer['trace_error']}"] if "trace_error" in answer else []
     return "## Not run, or not to the end\n\n" + "\n".join(lines) if lines else ""

@@ -1,4 +1,4 @@
-"""The parts, the most important first, and what a process of each does."""
+"""The parts of the benchmark in order of importance, and the work of each process."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ OURS, THEIRS = "mtjax", "torch"
 
 @dataclass(frozen=True)
 class Part:
-    """Work with a time limit of its own."""
+    """A part with its time limit."""
 
     name: str
     budget: float
-    """Seconds."""
+    """Time limit in seconds."""
     children: tuple[str, ...]
-    """Its processes, which begin together; those that use the GPU to themselves take turns in this order."""
+    """Its processes, which start together, and use the GPU exclusively one after the other in this order."""
     least_gpus: int = 1
 
 
@@ -43,21 +43,21 @@ PARTS = (
 
 
 def chosen(only: tuple[str, ...], *, rehearse: bool) -> list[Part]:
-    """The parts that are asked for, with `machine`, which the others build on.
+    """Returns the selected parts, and `machine`, which the others need.
 
     Raises:
-      UserError: a pattern matches none.
+      UserError: a pattern matches no part.
     """
     for pattern in only:
         if not any(fnmatch(part.name, pattern) for part in PARTS):
-            raise UserError(f"--only {pattern!r} matches no part; there are {', '.join(p.name for p in PARTS)}")
+            raise UserError(f"--only {pattern!r} matches no part: the parts are {', '.join(p.name for p in PARTS)}")
     unrehearsed = [f"speed {name}" for name in SHAPES if name not in REHEARSED] if rehearse else []
-    wanted = [p for p in PARTS if not only or p.name == "machine" or any(fnmatch(p.name, o) for o in only)]
-    return [p for p in wanted if p.name not in unrehearsed]
+    selected = [p for p in PARTS if not only or p.name == "machine" or any(fnmatch(p.name, o) for o in only)]
+    return [p for p in selected if p.name not in unrehearsed]
 
 
 def work(child: Child, machine: Mapping[str, Any]) -> dict[str, Any]:
-    """Does what the process is named after; imports what only it needs."""
+    """Runs the work that the process is named after, importing only the modules that it needs."""
     kind, _, model = child.name.partition(" ")
     memory = float(machine.get("memory", 0.0))
     if kind == "machine":

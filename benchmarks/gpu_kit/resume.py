@@ -1,4 +1,4 @@
-"""A run that is killed and resumed ends with the bits of one that never was."""
+"""A run that is killed and resumed ends bit-identical to one that was not."""
 
 import json
 import os
@@ -38,7 +38,7 @@ checkpoint_every = 10
 
 
 def run(child: Child) -> dict[str, Any]:
-    """Losses, gradient norms and fingerprints of both runs; `ok` where they are the same.
+    """Runs both; returns `ok` if losses, gradient norms and fingerprints are identical.
 
     Raises:
       UserError: a run failed.
@@ -49,9 +49,9 @@ def run(child: Child) -> dict[str, Any]:
     words = ["".join(chance.choices("abcdefghij", k=chance.randint(2, 7))) for _ in range(150)]
     (folder / "text.txt").write_text("\n\n".join(" ".join(chance.choices(words, k=60)) for _ in range(200)))
     (folder / "tiny.toml").write_text(MODEL)
-    whole = train(folder, "whole")
-    if whole.wait():
-        raise UserError(f"the run that nobody kills failed: {last_line(folder / 'whole.log')}")
+    uninterrupted = train(folder, "whole")
+    if uninterrupted.wait():
+        raise UserError(f"the uninterrupted run failed: {last_line(folder / 'whole.log')}")
     killed = train(folder, "killed")
     while killed.poll() is None and not (folder / f"killed/checkpoints/{KILLED_AFTER}").is_dir():
         time.sleep(0.02)
@@ -66,7 +66,7 @@ def run(child: Child) -> dict[str, Any]:
 
 
 def train(folder: Path, name: str, *options: str) -> "subprocess.Popen[bytes]":
-    """A run in a process of its own."""
+    """Starts a run in a separate process."""
     command = [sys.executable, "-m", "mtjax.train", "--config", "tiny.toml", "--data", "text.txt", "--out", name]
     command += ["--cache-dir", "cache", "--steps", str(STEPS), *options]
     with (folder / f"{name}.log").open("ab") as log:
@@ -75,14 +75,14 @@ def train(folder: Path, name: str, *options: str) -> "subprocess.Popen[bytes]":
 
 
 def outcome(out: Path) -> dict[str, Any]:
-    """What a run logged, and the fingerprints of its last checkpoint."""
+    """Returns the metrics that a run logged, and the fingerprints of its last checkpoint."""
     metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    page = json.loads((out / f"checkpoints/{STEPS}/page/metadata").read_text())
+    metadata = json.loads((out / f"checkpoints/{STEPS}/page/metadata").read_text())
     logged = {name: [entry[name] for entry in metrics] for name in ("step", "loss", "grad_norm")}
-    return {"losses": logged["loss"], "logged": logged, "fingerprints": page["fingerprints"]}
+    return {"losses": logged["loss"], "logged": logged, "fingerprints": metadata["fingerprints"]}
 
 
 def last_line(path: Path) -> str:
-    """What a process said last."""
+    """Returns the last line of a log."""
     lines = [line.strip() for line in path.read_text(errors="replace").splitlines() if line.strip()]
-    return lines[-1] if lines else "it said nothing"
+    return lines[-1] if lines else "no output"

@@ -1,4 +1,4 @@
-"""Runs parts in processes of their own: what one of them breaks or forgets, no other notices."""
+"""Runs parts in separate processes, so that a crash or leftover state of one does not affect the others."""
 
 import json
 import os
@@ -15,17 +15,17 @@ from gpu_kit.parts import THEIRS, Part
 
 ENTRY = Path(__file__).resolve().parents[1] / "gpu.py"
 CHILD, REHEARSE = "--child", "--rehearse"
-"""Words of the command line: of a process of a part, which says what it does and where it answers."""
+"""Internal options of a process of a part."""
 SLOW = 600.0
-"""Seconds of a rehearsed part, however busy the machine is."""
+"""Time limit in seconds of a rehearsed part: generous, as the machine may be busy."""
 LEAST = 15.0
-"""Seconds below which nothing is begun."""
+"""No part starts with less than this many seconds left."""
 DONE, FAILED, LATE, LEFT_OUT = "done", "failed", "cut short", "left out"
 
 
 @dataclass
 class Worker:
-    """A process and what it leaves in the part's folder."""
+    """A process of a part, and its files in the part's folder."""
 
     name: str
     folder: Path
@@ -33,7 +33,7 @@ class Worker:
 
     @classmethod
     def start(cls, name: str, folder: Path, *, rehearse: bool) -> "Worker":
-        """Starts one; its output goes to a file."""
+        """Starts a process, with its output in a log file."""
         command = [sys.executable, str(ENTRY), CHILD, name, str(folder)]
         with (folder / f"{name}.log").open("wb") as log:
             process = subprocess.Popen(
@@ -47,21 +47,21 @@ class Worker:
 
     @property
     def is_ready(self) -> bool:
-        """Whether it waits for its turn, or has ended."""
+        """Whether the process waits for the GPU, or has ended."""
         return (self.folder / f"{self.name}.ready").exists() or self.process.poll() is not None
 
     def go(self) -> None:
-        """Gives it its turn."""
+        """Lets the process use the GPU."""
         (self.folder / f"{self.name}.go").touch()
 
     def stop(self) -> None:
-        """Ends it and what it started."""
+        """Kills the process and its children."""
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
 
     def found(self) -> dict[str, Any]:
-        """Its answer with its state; of one that failed the last line."""
+        """Returns the results with the state, and the last line of the log if the process failed."""
         path = self.folder / f"{self.name}.json"
         answer = json.loads(path.read_text()) if path.exists() else {}
         code = self.process.poll()
@@ -72,24 +72,24 @@ class Worker:
         return {"state": FAILED, "error": self.last_line(), **answer}
 
     def last_line(self) -> str:
-        """What it said last."""
-        said = (self.folder / f"{self.name}.log").read_text(errors="replace").splitlines()
-        lines = [line.strip() for line in said if line.strip()]
-        return lines[-1][:400] if lines else "it said nothing"
+        """Returns the last line of the log."""
+        log = (self.folder / f"{self.name}.log").read_text(errors="replace").splitlines()
+        lines = [line.strip() for line in log if line.strip()]
+        return lines[-1][:400] if lines else "no output"
 
 
 def environment(*, rehearse: bool) -> dict[str, str]:
-    """Of every process: memory is taken as it is needed, for two share the GPU while they compile."""
-    given = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_CPP_MIN_LOG_LEVEL": "2", "PYTHONUNBUFFERED": "1"}
+    """Returns the environment of the processes, without GPU preallocation, as two share the GPU while they compile."""
+    variables = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_CPP_MIN_LOG_LEVEL": "2", "PYTHONUNBUFFERED": "1"}
     if rehearse:
-        given |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"}
-    return given | dict(os.environ)
+        variables |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"}
+    return variables | dict(os.environ)
 
 
 def run_part(part: Part, folder: Path, seconds: float, *, rehearse: bool) -> dict[str, Any]:
-    """All processes of a part, within its time; the answer of each, and the state of the part.
+    """Runs all processes of a part within its time limit; returns their results and the part's state.
 
-    They compile at the same time and use the GPU one after the other: what is timed has it to itself.
+    They compile at the same time, and then use the GPU exclusively one after the other.
     """
     folder.mkdir()
     start = time.monotonic()
@@ -111,7 +111,7 @@ def run_part(part: Part, folder: Path, seconds: float, *, rehearse: bool) -> dic
 
 
 def wait_until(done: Callable[[], bool], end: float) -> None:
-    """Waits for something until a time of the monotonic clock."""
+    """Waits until a condition holds, at most until `end` on the monotonic clock."""
     while not done() and time.monotonic() < end:
         time.sleep(0.05)
 
@@ -120,20 +120,20 @@ def run_parts(
     parts: list[Part],
     folder: Path,
     seconds: float,
-    keep: Callable[[Mapping[str, dict[str, Any]]], None],
+    save: Callable[[Mapping[str, dict[str, Any]]], None],
     say: Callable[[str], None],
     *,
     rehearse: bool,
 ) -> dict[str, dict[str, Any]]:
-    """Runs one part after the other, and hands on what is known after each.
+    """Runs one part after the other, and saves the results after each.
 
     Args:
-      parts: the most important first; `machine` is one of them and leads.
-      folder: for what they leave.
-      seconds: of all together; what does not fit is left out.
-      keep: called after every part with all answers so far.
-      say: told what goes on.
-      rehearse: tiny, on CPUs.
+      parts: parts in order of importance, `machine` first.
+      folder: folder for their files.
+      seconds: time limit of all parts; those that do not fit are skipped.
+      save: called after every part with all results so far.
+      say: prints a progress line.
+      rehearse: whether to use tiny shapes on CPUs.
     """
     end = time.monotonic() + seconds
     found: dict[str, dict[str, Any]] = {}
@@ -141,15 +141,15 @@ def run_parts(
         left = end - time.monotonic()
         gpus = found.get("machine", {}).get("devices", 1)
         if part.least_gpus > gpus:
-            found[part.name] = {"state": LEFT_OUT, "error": f"{part.least_gpus} GPUs are needed, and there is {gpus}"}
+            found[part.name] = {"state": LEFT_OUT, "error": f"needs {part.least_gpus} GPUs, and the machine has {gpus}"}
         elif left < LEAST and not rehearse:
-            found[part.name] = {"state": LEFT_OUT, "error": "there was no time left: run it with --only"}
+            found[part.name] = {"state": LEFT_OUT, "error": "no time was left: run it with --only"}
         else:
             say(f"{part.name} ...")
             budget = SLOW if rehearse else min(left, part.budget)
             found[part.name] = run_part(part, folder / f"{number}", budget, rehearse=rehearse)
         say(summary(part.name, found[part.name]))
-        keep(found)
+        save(found)
         if part.name == "machine":
             if found["machine"]["state"] != DONE:
                 break
@@ -158,7 +158,7 @@ def run_parts(
 
 
 def summary(name: str, answer: Mapping[str, Any]) -> str:
-    """A line on a part that has ended."""
+    """Formats a line about a finished part."""
     words = [f"{name}: {answer['state']}"]
     if "took" in answer:
         words.append(f"after {answer['took']:.0f} s")

@@ -1,4 +1,4 @@
-"""Several GPUs of one machine: what NCCL moves, and one model on the meshes that they form."""
+"""Multiple GPUs of one machine: NCCL bandwidth, and one model on different meshes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,25 +19,25 @@ from mtjax.theory.machine import Machine
 from mtjax.theory.traffic import Transfer, ring_factor
 
 SIZES = tuple(2**n for n in (16, 20, 24, 28, 30))
-"""Bytes: of the array that is summed, of the one that gathering makes, of what is sent."""
+"""Bytes of the array that is reduced or sent, or that an all-gather returns."""
 TINY_SIZES = (2**12, 2**16)
 AXIS = "i"
 
 
 def collectives(child: Child) -> dict[str, Any]:
-    """Seconds and bus bandwidth of each operation and size, as nccl-tests counts it, beside the prediction."""
-    ways = len(jax.devices())
-    mesh = jax.make_mesh((ways,), (AXIS,))
-    found: dict[str, Any] = {"ways": ways, "rows": []}
+    """Returns seconds and bus bandwidth (as defined by nccl-tests) of each operation and size, and the prediction."""
+    gpus = len(jax.devices())
+    mesh = jax.make_mesh((gpus,), (AXIS,))
+    found: dict[str, Any] = {"ways": gpus, "rows": []}
     machine = _machine()
     for name, operation in OPERATIONS.items():
         for size in TINY_SIZES if child.rehearse else SIZES:
             with jax.set_mesh(mesh):
-                seconds = _seconds(operation, mesh, ways, size, one_by_one=child.rehearse)
-            sent = size * ring_factor(name, ways)
+                seconds = _seconds(operation, mesh, gpus, size, one_by_one=child.rehearse)
+            sent = size * ring_factor(name, gpus)
             row = {"operation": name, "bytes": size, "seconds": seconds, "bus_gb": sent / seconds / 1e9}
             if machine:
-                row["predicted"] = machine.transfer(Transfer(AXIS, ways, name, "", 1, size, 1), inside=ways)
+                row["predicted"] = machine.transfer(Transfer(AXIS, gpus, name, "", 1, size, 1), inside=gpus)
             found["rows"].append(row)
             child.answer(found)
     return found
@@ -55,8 +55,8 @@ def _all_reduce(x: jax.Array) -> jax.Array:
 
 
 def _all_gather(x: jax.Array) -> jax.Array:
-    ways = lax.axis_size(AXIS)
-    return lax.all_gather(x[: x.size // ways], AXIS, tiled=True)
+    degree = lax.axis_size(AXIS)
+    return lax.all_gather(x[: x.size // degree], AXIS, tiled=True)
 
 
 def _reduce_scatter(x: jax.Array) -> jax.Array:
@@ -64,8 +64,8 @@ def _reduce_scatter(x: jax.Array) -> jax.Array:
 
 
 def _permute(x: jax.Array) -> jax.Array:
-    ways = lax.axis_size(AXIS)
-    return lax.ppermute(x, AXIS, [(i, (i + 1) % ways) for i in range(ways)])
+    degree = lax.axis_size(AXIS)
+    return lax.ppermute(x, AXIS, [(i, (i + 1) % degree) for i in range(degree)])
 
 
 OPERATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -77,15 +77,12 @@ OPERATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 def _seconds(
-    operation: Callable[[jax.Array], jax.Array], mesh: Any, ways: int, size: int, *, one_by_one: bool
+    operation: Callable[[jax.Array], jax.Array], mesh: Any, gpus: int, size: int, *, one_by_one: bool
 ) -> float:
-    """Of one operation in which each device has `size` bytes of bfloat16.
-
-    On CPUs collectives block threads, and several that are under way at once would wait for each other: there each is
-    waited for.
-    """
+    """Times an operation on `size` bytes of bfloat16 per device."""
+    # XLA: on CPUs collectives block threads, and concurrent ones can deadlock, so each is waited for (`one_by_one`).
     send = jax.jit(jax.shard_map(operation, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=False))
-    one = jnp.zeros((ways * size // 2,), jnp.bfloat16)
+    one = jnp.zeros((gpus * size // 2,), jnp.bfloat16)
     array = jax.device_put(one, NamedSharding(mesh, P(AXIS)))
     result: list[Any] = [None]
 
@@ -98,18 +95,18 @@ def _seconds(
 
 
 def meshes(child: Child, memory: float) -> dict[str, Any]:
-    """The 1.2B model on one GPU and on the meshes of all, as many samples for each data rank; efficiency of one."""
-    ways = len(jax.devices())
+    """Times the 1.2B model on one GPU and on meshes of all, with as many samples per data parallel rank."""
+    gpus = len(jax.devices())
     shape = SHAPES["gpt2-1.2b"]
     size = 2 if child.rehearse else shape.microbatch[0]
-    found: dict[str, Any] = {"ways": ways, "rows": []}
-    for mesh, fields in layouts(ways)[: 2 if child.rehearse else None]:
+    found: dict[str, Any] = {"ways": gpus, "rows": []}
+    for mesh, fields in layouts(gpus)[: 2 if child.rehearse else None]:
         data = int(mesh.partition("x")[0])
         config = config_of(
             shape, memory, rehearse=child.rehearse, mesh=mesh, global_batch_size=2 * size * data, **fields
         )
         try:
-            row = time_run(config, Unheard(child), waits=False)
+            row = time_run(config, SilentChild(child), waits=False)
         except UserError as e:
             row = {"mesh": mesh, "error": str(e)}
         found["rows"].append(row | {"layout": ", ".join(f"{k} {v}" for k, v in fields.items())})
@@ -121,25 +118,25 @@ def meshes(child: Child, memory: float) -> dict[str, Any]:
     return found
 
 
-def layouts(ways: int) -> list[tuple[str, dict[str, Any]]]:
-    """Meshes of one GPU and of all of them, the most used first."""
-    split = {"sequence_parallel": True, "zero": 1}
-    both = [(f"{ways // 2}x2", split)] if ways > 2 else []
+def layouts(gpus: int) -> list[tuple[str, dict[str, Any]]]:
+    """Returns meshes and settings for one GPU and for all, the most common first."""
+    settings = {"sequence_parallel": True, "zero": 1}
+    both = [(f"{gpus // 2}x2", settings)] if gpus > 2 else []
     return [
         ("1x1", {}),
-        (f"{ways}x1", {}),
-        (f"{ways}x1", {"zero": 1}),
-        (f"1x{ways}", {"sequence_parallel": True}),
+        (f"{gpus}x1", {}),
+        (f"{gpus}x1", {"zero": 1}),
+        (f"1x{gpus}", {"sequence_parallel": True}),
         *both,
-        (f"{ways}x1", {"zero": 3}),
+        (f"{gpus}x1", {"zero": 3}),
     ]
 
 
-class Unheard(Child):
-    """A child whose answers are kept by the one around it."""
+class SilentChild(Child):
+    """A child whose results the caller writes."""
 
     def __init__(self, child: Child) -> None:
         super().__init__(child.name, child.folder, child.rehearse)
 
     def answer(self, found: dict[str, Any]) -> None:
-        """Says nothing."""
+        """Writes nothing."""

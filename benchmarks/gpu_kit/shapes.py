@@ -1,4 +1,4 @@
-"""The models, and how much of them a step takes."""
+"""Models of the speed benchmarks, and their batch sizes."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -7,20 +7,20 @@ from mtjax import config as configs
 from mtjax.config import Config
 
 LARGE_MEMORY = 120e9
-"""Bytes of a GPU that count as the larger of the two sizes: 141 GB, not 80."""
+"""GPUs with at least this many bytes use the batch sizes for 141 GB, others those for 80 GB."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A model and the samples of its step."""
+    """A model and its batch size."""
 
     name: str
     preset: str
     microbatch: tuple[int, int]
-    """Samples that fit GPUs of 80 and of 141 GB, for PyTorch too."""
+    """Microbatch sizes that fit GPUs with 80 and with 141 GB, also in PyTorch."""
     microbatches: int = 1
     changes: dict[str, Any] = field(default_factory=dict)
-    """Of the preset."""
+    """Changes to the preset."""
 
 
 _LLAMA_1B = {"num_layers": 22, "hidden_size": 2048, "num_heads": 32, "num_kv_heads": 4, "mlp_size": 5632}
@@ -36,26 +36,26 @@ SHAPES = {
         Shape("gpt2-xl", "gpt2-xl", (8, 16)),
     )
 }
-"""The most important first."""
+"""Shapes in order of importance."""
 REHEARSED = ("gpt2-1.2b", "llama-1b")
-"""Models that a rehearsal runs: one of each family."""
+"""Models that `--rehearse` runs: one of each family."""
 _TINY = {"num_layers": 2, "hidden_size": 64, "num_heads": 4, "sequence_length": 64, "vocab_size": 500}
 _TINY_LLAMA = {"num_kv_heads": 2, "mlp_size": 128, "vocab_multiple": 128}
 
 
 def config_of(shape: Shape, memory: float, *, rehearse: bool, **fields: Any) -> Config:
-    """The run of a shape on one GPU: bfloat16, no dropout, no recompute.
+    """Returns the config of a shape on one GPU: bfloat16, no dropout, no recompute.
 
     Args:
-      shape: which.
+      shape: the model.
       memory: bytes of a GPU.
-      rehearse: tiny, for CPUs.
-      fields: further changes, say of the mesh.
+      rehearse: whether to use tiny sizes, for CPUs.
+      fields: further changes, for example of the mesh.
     """
     size = shape.microbatch[memory >= LARGE_MEMORY]
     changes = dict(shape.changes)
     if rehearse:
         size, changes = 2, changes | _TINY | (_TINY_LLAMA if shape.preset.startswith("llama") else {})
-    own = {"mesh": "1x1", "recompute": "none", "hidden_dropout": 0.0, "attention_dropout": 0.0}
-    own |= {"microbatch_size": size, "global_batch_size": size * shape.microbatches, "warmup_steps": 1}
-    return configs.replace(configs.load(shape.preset), **(changes | own | fields))
+    settings = {"mesh": "1x1", "recompute": "none", "hidden_dropout": 0.0, "attention_dropout": 0.0}
+    settings |= {"microbatch_size": size, "global_batch_size": size * shape.microbatches, "warmup_steps": 1}
+    return configs.replace(configs.load(shape.preset), **(changes | settings | fields))

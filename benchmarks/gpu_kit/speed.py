@@ -1,4 +1,4 @@
-"""A model's step: how long it takes, what it needs, and what was predicted, by cause."""
+"""A model's training step: time and memory, measured and predicted, by cause."""
 
 import tempfile
 from pathlib import Path
@@ -25,20 +25,20 @@ from mtjax.train.observability.metrics import device_memory
 from mtjax.train.step import make_train_step
 
 TRACED = 3
-"""Steps."""
+"""Number of traced steps."""
 
 
 def run(child: Child, name: str, memory: float) -> dict[str, Any]:
-    """The step of one of the shapes on one GPU."""
+    """Times the step of a shape on one GPU."""
     return time_run(config_of(SHAPES[name], memory, rehearse=child.rehearse), child)
 
 
 def time_run(config: Config, child: Child, *, waits: bool = True) -> dict[str, Any]:
-    """Compiles, waits for its turn, times, traces.
+    """Compiles a step, waits for exclusive use of the GPU, times the step and traces it.
 
     Args:
-      config: of the run.
-      child: told what is known before the trace, which may fail.
+      config: the run.
+      child: gets the results before the trace, which may fail.
       waits: whether another process may be using the GPU.
     """
     mesh = attach_devices(parse_mesh(config.parallel.mesh))
@@ -67,7 +67,7 @@ def time_run(config: Config, child: Child, *, waits: bool = True) -> dict[str, A
 
 
 def describe(config: Config, predicted: Report) -> dict[str, Any]:
-    """What runs, and what `plan` and `inspect` say of it; times are None where the hardware is not in the table."""
+    """Returns facts of the run, and predictions of `plan` and `inspect`; times are None for unknown hardware."""
     step, server = predicted.step, predicted.target.server
     by_plan = step_time(step.anatomy, step.plan, server) if server else None
     return {
@@ -89,7 +89,7 @@ def describe(config: Config, predicted: Report) -> dict[str, Any]:
 
 
 def trace(step: Any, wait: Any, predicted: Report) -> dict[str, Any]:
-    """Seconds of a step by cause and by phase, measured and predicted; what is wrong with the trace if it can't be."""
+    """Returns seconds of a step by cause and by phase, measured and predicted; an error if the trace can't be read."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
     with tempfile.TemporaryDirectory() as folder:

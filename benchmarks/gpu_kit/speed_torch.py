@@ -1,6 +1,6 @@
-"""PyTorch's side: models of the same shape, compiled as a whole, with flash attention and fused AdamW.
+"""PyTorch's side: models of the same shape, with torch.compile, flash attention and fused AdamW.
 
-Parameters in float32 and products in bfloat16 by autocast, as ours; gradients of microbatches added up, clipped.
+Parameters in float32, matrix products in bfloat16 by autocast, as in mtjax; accumulated gradients, clipping.
 """
 
 import math
@@ -21,13 +21,13 @@ from mtjax.theory.flops import model_flops
 
 
 def run(child: Child, name: str, memory: float) -> dict[str, Any]:
-    """The step of one of the shapes on one GPU.
+    """Times the step of a shape on one GPU.
 
     Raises:
-      UserError: this torch is built without CUDA, or sees no GPU.
+      UserError: torch is built without CUDA, or finds no GPU.
     """
     if not (torch.cuda.is_available() or child.rehearse):
-        raise UserError(f"torch {torch.__version__} sees no GPU, so PyTorch's side is left out")
+        raise UserError(f"torch {torch.__version__} finds no GPU: PyTorch's side is skipped")
     config = config_of(SHAPES[name], memory, rehearse=child.rehearse)
     torch.set_float32_matmul_precision("high")
     device = "cpu" if child.rehearse else "cuda"
@@ -44,7 +44,7 @@ def run(child: Child, name: str, memory: float) -> dict[str, Any]:
 
 
 class Step:
-    """One optimizer step: microbatches added up, clipped, AdamW."""
+    """An optimizer step: gradient accumulation, clipping, AdamW."""
 
     def __init__(self, config: Config, network: nn.Module, device: str) -> None:
         optimizer, size = config.optimizer, config.training.microbatch_size
@@ -55,27 +55,27 @@ class Step:
         self.forward = torch.compile(network)
         batch = next_tokens(config, 0)
         arrays = (torch.tensor(batch[key], dtype=torch.long, device=device) for key in ("tokens", "labels"))
-        self.pieces = list(zip(*(array.split(size or len(array)) for array in arrays), strict=True))
+        self.microbatches = list(zip(*(array.split(size or len(array)) for array in arrays), strict=True))
         self.loss = torch.zeros(())
 
     def __call__(self) -> None:
-        """Starts the step; the GPU may still be at it afterwards."""
-        for tokens, labels in self.pieces:
+        """Starts a step; returns before the GPU has finished it."""
+        for tokens, labels in self.microbatches:
             with torch.autocast(self.device, dtype=torch.bfloat16):
-                self.loss = self.forward(tokens, labels) / len(self.pieces)
+                self.loss = self.forward(tokens, labels) / len(self.microbatches)
             self.loss.backward()
         nn.utils.clip_grad_norm_(self.network.parameters(), self.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
     def wait(self) -> None:
-        """Returns when the GPU is done."""
+        """Blocks until the GPU has finished."""
         if self.device == "cuda":
             torch.cuda.synchronize()
 
 
 class Decoder(nn.Module):
-    """Embedding, layers, norm, output; returns the loss."""
+    """Embedding, layers, norm, output and loss."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -93,18 +93,18 @@ class Decoder(nn.Module):
             self.output.weight = self.tokens.weight
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        """The mean loss of [batch, sequence] tokens."""
-        stream = self.tokens(tokens)
+        """Computes the mean loss of tokens [batch, sequence]."""
+        hidden = self.tokens(tokens)
         if self.positions is not None:
-            stream = stream + self.positions.weight[: tokens.shape[1]]
+            hidden = hidden + self.positions.weight[: tokens.shape[1]]
         for block in self.blocks:
-            stream = block(stream)
-        logits = self.output(self.norm(stream))
+            hidden = block(hidden)
+        logits = self.output(self.norm(hidden))
         return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
 
 class GPTBlock(nn.Module):
-    """Attention and GELU, with biases and layer norms before them."""
+    """Pre-norm attention and GELU MLP, with biases."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -113,18 +113,18 @@ class GPTBlock(nn.Module):
         self.qkv, self.output = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
-    def forward(self, stream: Tensor) -> Tensor:
-        """The stream after the layer: [batch, sequence, width]."""
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Returns the hidden states after the layer, [batch, sequence, width]."""
         query, key, value = (
-            x.unflatten(-1, (self.heads, -1)).transpose(1, 2) for x in self.qkv(self.norm_1(stream)).chunk(3, dim=-1)
+            x.unflatten(-1, (self.heads, -1)).transpose(1, 2) for x in self.qkv(self.norm_1(hidden)).chunk(3, dim=-1)
         )
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        stream = stream + self.output(mixed.transpose(1, 2).flatten(2))
-        return stream + self.down(F.gelu(self.up(self.norm_2(stream)), approximate="tanh"))
+        hidden = hidden + self.output(mixed.transpose(1, 2).flatten(2))
+        return hidden + self.down(F.gelu(self.up(self.norm_2(hidden)), approximate="tanh"))
 
 
 class LlamaBlock(nn.Module):
-    """Grouped attention with rotary positions and SwiGLU, without biases, RMS norms before them."""
+    """Pre-norm grouped-query attention with rotary embeddings and SwiGLU MLP, without biases."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -143,20 +143,20 @@ class LlamaBlock(nn.Module):
         self.register_buffer("sines", angles.sin(), persistent=False)
 
     def rotate(self, x: Tensor) -> Tensor:
-        """Rotary positions: [batch, heads, sequence, head]."""
+        """Applies rotary embeddings to [batch, heads, sequence, head]."""
         cosines, sines = self.get_buffer("cosines"), self.get_buffer("sines")
         first, second = x.chunk(2, dim=-1)
-        turned = (first * cosines - second * sines, second * cosines + first * sines)
-        return torch.cat(turned, dim=-1).to(x.dtype)
+        rotated = (first * cosines - second * sines, second * cosines + first * sines)
+        return torch.cat(rotated, dim=-1).to(x.dtype)
 
-    def forward(self, stream: Tensor) -> Tensor:
-        """The stream after the layer: [batch, sequence, width]."""
-        normed = self.norm_1(stream)
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Returns the hidden states after the layer, [batch, sequence, width]."""
+        normed = self.norm_1(hidden)
         query = self.query(normed).unflatten(-1, (self.heads, -1)).transpose(1, 2)
         key, value = (f(normed).unflatten(-1, (self.groups, -1)).transpose(1, 2) for f in (self.key, self.value))
         mixed = F.scaled_dot_product_attention(
             self.rotate(query), self.rotate(key), value, is_causal=True, enable_gqa=self.groups < self.heads
         )
-        stream = stream + self.output(mixed.transpose(1, 2).flatten(2))
-        normed = self.norm_2(stream)
-        return stream + self.down(F.silu(self.gate(normed)) * self.up(normed))
+        hidden = hidden + self.output(mixed.transpose(1, 2).flatten(2))
+        normed = self.norm_2(hidden)
+        return hidden + self.down(F.silu(self.gate(normed)) * self.up(normed))

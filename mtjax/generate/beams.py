@@ -86,6 +86,7 @@ class BeamSearch:
         cache, state, drawn = self._prefill(tuple(prompt), start, *self.decoder.empty(self.beams, length))
         active = jnp.ones(self.beams, bool)
         while search.extend(drawn) and not is_cancelled():
+            # The candidates' source beams become the slots: beam i continues a copy of slot sources[i].
             cache, state = self.decoder.reorder(cache, state, search.sources, search.newest)
             cache, state, drawn = self.decoder.decode(cache, state, active)
         return search.finished
@@ -129,6 +130,7 @@ class _Search:
     def extend(self, drawn: SampledTokens) -> bool:
         """Extends each running beam by one token; returns whether the search continues."""
         options, beams = self._options, self._options.beams
+        # All candidates of a step have the same length, so their scores need no length penalty to be compared.
         found = self._best(np.asarray(drawn.top_ids), np.asarray(drawn.top_logprobs))
         length = len(self._running[0][0]) + 1
         is_last = length == self._most
@@ -136,6 +138,7 @@ class _Search:
         for (source, token, score), has_ended in list(zip(found, ends, strict=True))[:beams]:
             if has_ended:  # candidates after the first `beams` only replace ended ones as running beams
                 ids, is_stopped = (*self._running[source][0], token), token in options.stop_ids
+                # score = log p(text) / length ** length_penalty
                 self.finished.append(Beam(ids, score / length**options.length_penalty, is_stopped))
         self.finished = sorted(self.finished, key=lambda beam: -beam.score)[:beams]
         continuing = [each for each, has_ended in zip(found, ends, strict=True) if not has_ended][:beams]

@@ -98,7 +98,9 @@ class ChatTemplate:
         """
         files = {DEFAULT: named} if named else template_files(folder)
         texts: Any = {name: _read(path) for name, path in files.items()}
+        # A template file takes precedence over `tokenizer_config.json`, as in transformers.
         texts = texts or read_object(folder / CONFIG).get("chat_template")
+        # Older configs have a list of {name, template}.
         if isinstance(texts, list):
             texts = {entry.get("name"): entry.get("template") for entry in texts if isinstance(entry, dict)}
         if not texts:
@@ -200,6 +202,7 @@ class _Compiled:
 def _message(message: Message) -> dict[str, Any]:
     """Prepares a message as transformers does: drops nulls, and repeats the reasoning under both common names."""
     given = {key: value for key, value in message.items() if value is not None}
+    # Templates of different model families read different keys for the reasoning.
     reasoning = next((given[key] for key in REASONING if key in given), None)
     return given if reasoning is None else {"thinking": reasoning, **given, "reasoning_content": reasoning}
 

@@ -173,6 +173,7 @@ class Job:
         search = BeamSearch(self._decoder, options.beams, options.length_penalty, self._stop_ids)
         prompt_ids, texts = self.model.prompt_ids(prompt), []
         for beam in search.search(prompt_ids, max_tokens)[: options.samples]:
+            # An encoder-decoder's text does not continue the prompt, whose tokens are then no context for decoding.
             writer = TextWriter(tokenizer, () if self._decoder.is_encoder_decoder else prompt_ids)
             for token in beam.ids[: len(beam.ids) - beam.is_stopped]:
                 writer.add(token)
@@ -184,7 +185,7 @@ class Job:
         """Continues each prompt and prints the texts: a single text token by token, several when all are done."""
         options = self._options
         numbered = list(enumerate(prompts))
-        texts = [(place, prompt, number) for place, prompt in numbered for number in range(options.samples)]
+        texts = [(index, prompt, number) for index, prompt in numbered for number in range(options.samples)]
         sequences = min(options.batch, len(texts))
         engine = Engine(self._decoder, sequences)
         printer = TextPrinter(sys.stdout, options.show_logprobs)

@@ -143,6 +143,7 @@ class Decoder:
         self.is_encoder_decoder = issubclass(placed.family, T5)
         self.rules = placed.layout.rules.with_whole_samples
         self.dtype = jnp.dtype(self.config.training.compute_dtype)
+        # XLA: on CPUs, products of few rows are faster with transposed matrices (docs/generate.md).
         alone_on_cpu = placed.mesh.size == 1 and placed.mesh.devices.flat[0].platform == "cpu"
         self._weight_format = WeightFormat(self.dtype, int8, alone_on_cpu)
         size = vocab_size or self.config.model.vocab_size
@@ -288,6 +289,7 @@ class Decoder:
     def _empty(self, sequences: int, length: int) -> tuple[Cache, Sequences]:
         model = self.config.model
         kinds = {"attention": KVCache, "cross": CrossKVCache} if self.is_encoder_decoder else {"attention": KVCache}
+        # With fewer key-value heads than tensor parallel ranks, heads are repeated so that each rank has one.
         sizes = (max(num_kv_heads(model), num_shards("heads")), length, head_dim(model), self.dtype)
         cache = [
             {name: kind.empty(sequences, *sizes) for name, kind in kinds.items()} for _ in range(decoder_layers(model))

@@ -75,6 +75,7 @@ class Filler:
 
     def most_likely(self, ids: Sequence[int], masks: Sequence[int]) -> SampledTokens:
         """Returns the most likely tokens at some positions of a text, one row for each, followed by padding rows."""
+        # Lengths and numbers of masks are padded to powers of two, so that few programs are compiled.
         tokens = np.zeros((1, min(doubled(16, len(ids)), self._placed.config.model.sequence_length)), np.int32)
         tokens[0, : len(ids)] = ids
         positions = np.zeros(doubled(1, len(masks)), np.int32)

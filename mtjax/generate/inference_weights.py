@@ -36,6 +36,7 @@ class DecoderWeights:
 def prepare_weights(model: Any, stacks: Stacks, weight_format: WeightFormat, call: Call) -> DecoderWeights:
     """Converts a model without its layers, and the layers; must be called with mesh and rules in force."""
     take_layer = jax.jit(partial(_layer, weight_format))
+    # The index is a traced argument: one compiled program serves all layers of a stack.
     layers = [call(take_layer, stack, np.int32(index)) for stack, index in stacks]
     return DecoderWeights(call(jax.jit(partial(_outer_weights, weight_format)), model), layers)
 
@@ -51,6 +52,7 @@ def layer_locations(model: Any) -> tuple[Any, list[tuple[Any, int]]]:
     found = []
     for stack in model.decoder_stacks:
         found += [(number, index, stack.layers) for index, number in enumerate(stack.order.flat) if number != PADDING]
+        # `prepare_weights` converts the rest of the model separately.
         stack.layers = None
     return model, [(layers, index) for _, index, layers in sorted(found, key=lambda each: each[0])]
 

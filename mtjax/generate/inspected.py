@@ -95,6 +95,7 @@ def inspect_decoding(
     """
     shape = parse_mesh(config.parallel.mesh)
     check_no_context_parallel(shape)
+    # The config must be valid for this mesh although nothing is trained: one sample per device.
     batch = {"global_batch_size": shape.size, "microbatch_size": None, "compute_dtype": config.training.compute_dtype}
     config = without_training(config, Parallel(mesh=str(shape)), **batch)
     decoder = Decoder.abstract(ShardedModel(config, target.mesh(shape)), int8=int8)

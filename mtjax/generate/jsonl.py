@@ -187,6 +187,7 @@ def read_done(file: BufferedRandom, path: Path) -> tuple[dict[tuple[int, int], I
     done: dict[tuple[int, int], Identity] = {}
     end = 0
     for raw in file:
+        # A line without a newline was interrupted while it was written: it is truncated, and its text generated again.
         if not raw.endswith(b"\n"):
             break
         try:

@@ -33,6 +33,7 @@ class OutputRecord:
 
     def __init__(self, output: Path, facts: Facts) -> None:
         self.path = output.with_name(f"{output.name}{SUFFIX}")
+        # The JSON round trip turns tuples into lists, so that facts compare equal to those of a stored record.
         self._output, self._facts = output, json.loads(json.dumps(facts))
 
     @classmethod
@@ -70,6 +71,7 @@ class OutputRecord:
         Raises:
           UserError: the file can't be written.
         """
+        # Written to a temporary file and renamed: an interrupted command leaves no partial record.
         temporary = self.path.with_name(f".{self.path.name}.new")
         try:
             temporary.write_text(json.dumps(self._facts, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

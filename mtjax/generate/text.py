@@ -49,6 +49,7 @@ class TextWriter:
         now = self._tokenizer.decode(self._ids[self._start :])
         if len(now) <= len(before) or (now.endswith(BROKEN) and not is_end):
             return ""
+        # Only tokens of the last complete piece are decoded again: the cost per token does not grow with the text.
         self._start, self._decoded = self._decoded, len(self._ids)
         return now[len(before) :]
 

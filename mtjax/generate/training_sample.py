@@ -118,6 +118,7 @@ def reshard_for_generation(trained: ShardedModel, devices: list[Any]) -> Sharded
         config = without_training(trained.config, Parallel(mesh=str(shape)), **batch)
         try:
             check_config(config, shape)
+        # The degree does not divide the heads, the vocabulary or another dimension.
         except UserError:
             continue
         return ShardedModel(config, make_mesh(shape, devices))

@@ -97,6 +97,7 @@ def load_model(
     if missing := sorted(name for name in saved.source.origin.fresh if name.startswith("head.")):
         raise UserError(f"{source} is an encoder without the masked language model head: it lacks {', '.join(missing)}")
     dtype = dtype or ("float32" if devices.devices.flat[0].platform == "cpu" else "bfloat16")
+    # The config must be valid for this mesh although nothing is trained: one sample per device.
     batch = {"global_batch_size": shape.size, "microbatch_size": None}
     placed = ShardedModel(without_training(saved.config, Parallel(mesh=mesh), compute_dtype=dtype, **batch), devices)
     name, loaded_tokenizer = saved.tokenizer(tokenizer)

@@ -134,6 +134,7 @@ class Texts:
             self._service.host.cancel(self._pending)
 
     def _put_piece(self, index: int, text: Completion, piece: Piece) -> None:
+        # Pieces of an echoed prompt come before the first piece of the text.
         self._pending.put_event(TextEvent(index, piece, is_prompt=not text.pieces))
 
     async def _full_response(self, form: ResponseFormat) -> Response:
@@ -190,6 +191,7 @@ class EventStream(StreamingResponse):
     """A response of server-sent events; when it ends, for whatever reason, its texts are cancelled."""
 
     def __init__(self, events: AsyncIterator[bytes], service: Service, pending: PendingResponse) -> None:
+        # X-Accel-Buffering: nginx would otherwise buffer the events.
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(events, headers=headers, media_type="text/event-stream")
         self._service, self._pending = service, pending

@@ -139,6 +139,7 @@ async def metrics(service: Service, request: HttpRequest) -> Response:
 
 async def page(service: Service, request: HttpRequest) -> Response:
     """Returns a web page to try the model; it loads no external resources."""
+    # Only inline scripts and styles, and requests to this server.
     rules = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
     headers = {"Content-Security-Policy": f"{rules}; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"}
     return HTMLResponse(files("mtjax.serve").joinpath("page.html").read_text(encoding="utf-8"), headers=headers)

@@ -42,6 +42,7 @@ def run(options: Options) -> None:
                 signal.signal(number, signal.SIG_IGN)
             loaded = load(options, peers.count)
             return run_worker(loaded.local, loaded.engines, this_process())
+        # Bound before the weights are loaded, so that an unavailable address fails at once.
         with listen(options.host, options.port) as bound:
             loaded = load(options, peers.count)
             serve(options, keys, replica_engines(loaded.replicas, loaded.engines, options.batch), loaded.model, bound)

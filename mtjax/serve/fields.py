@@ -93,7 +93,7 @@ class Fields:
                 continue
             bound = BOUNDS[field.name]
             assert bound is not None
-            value = self._bounded(field.name, bound, whole=field.type is int)
+            value = self._bounded(field.name, bound, is_integer=field.type is int)
             if value is not None:
                 chosen[field.name] = value
         seed = self.integer("seed", -(2**63), 2**64 - 1)
@@ -101,11 +101,11 @@ class Fields:
             chosen["seed"] = seed % 2**64
         return Sampling(**chosen)
 
-    def _bounded(self, name: str, bound: Bound, *, whole: bool) -> float | None:
-        value = self._typed(name, int, "an integer") if whole else self._typed(name, int | float, "a number")
+    def _bounded(self, name: str, bound: Bound, *, is_integer: bool) -> float | None:
+        value = self._typed(name, int, "an integer") if is_integer else self._typed(name, int | float, "a number")
         if value is not None and (expected := bound.why_not(value)):
             raise invalid_value(name, value, expected)
-        return value if value is None or whole else float(value)
+        return value if value is None or is_integer else float(value)
 
     def reject_unsupported(self, name: str, reason: str, *accepted: Any) -> None:
         """Takes a field that the server does not support, and rejects values other than those in `accepted`.
@@ -119,6 +119,7 @@ class Fields:
           ApiError: the field has another value.
         """
         value = self.take(name)
+        # In Python 0 == False and 1 == True, so the types must be equal, too.
         if value is not None and not any(type(value) is type(other) and value == other for other in accepted):
             raise ApiError(400, f"{name} is {shortened(value)}, and {reason}: remove it", name)
 
@@ -134,6 +135,7 @@ class Fields:
 
     def _typed(self, name: str, kind: Any, expected: str) -> Any:
         value = self.take(name)
+        # bool is a subclass of int, but not a number in JSON.
         if value is not None and (not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)):
             raise invalid_value(name, json.dumps(value), expected)
         return value

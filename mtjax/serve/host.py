@@ -266,6 +266,7 @@ class Host:
         def on_token(token: Token) -> bool:
             nonlocal last
             now = time.perf_counter()
+            # `last` is still the object `start` when the first token arrives.
             (metrics.time_to_first_token if last is start else metrics.time_per_token).observe(now - last)
             last = now
             metrics.count_token(replica)

@@ -93,6 +93,7 @@ class LockstepLeader:
         for request in joining:
             self._numbers[request], self._count = self._count, self._count + 1
             self._engine_requests[request] = ending_once(request, self._forget, self.cancel)
+        # Requests may have ended in the engines since they were cancelled.
         ends = [request for request in ending if request in self._numbers]
         plan = {
             "join": [[self._numbers[request], request_to_json(request)] for request in joining],
@@ -110,6 +111,7 @@ class LockstepLeader:
 
     def _publish(self, plan: dict[str, Any]) -> None:
         service().key_value_set(f"{self._prefix}/{self._plans}", json.dumps(plan))
+        # Plans are deleted by age: followers report nothing to the leader.
         if self._plans >= RETAINED_PLANS:
             service().key_value_delete(f"{self._prefix}/{self._plans - RETAINED_PLANS}")
         self._plans += 1

@@ -69,13 +69,14 @@ async def generate(service: Service, request: HttpRequest) -> Response:
         return await respond_with_beams(service, request, parsed.beams, prompts[0], parsed.tokens)
     ends = await _ends(service, parsed)
     texts = [
+        # As in Megatron-LM, all texts end at the same position: shorter prompts get more tokens.
         Text(prompt, with_text_seed(parsed.sampling, i), longest - len(prompt) + parsed.tokens, parsed.logprobs, ends)
         for i, prompt in enumerate(prompts)
     ]
     pending = service.pending_response()
     service.host.submit(pending, [text.request() for text in texts])
 
-    async def whole() -> Response:
+    async def full_response() -> Response:
         await pending.done()
         ids = [text.ids for text in texts]
         return json_response(
@@ -87,7 +88,7 @@ async def generate(service: Service, request: HttpRequest) -> Response:
         )
 
     try:
-        return await unless_disconnected(request.receive, whole())
+        return await unless_disconnected(request.receive, full_response())
     finally:
         service.host.cancel(pending)
 
@@ -113,7 +114,7 @@ async def respond_with_beams(
     pending = service.pending_response()
     found = host.search(pending, search, tuple(prompt), tokens)
 
-    async def whole() -> Response:
+    async def full_response() -> Response:
         await pending.done()
         texts = [beam.ids[: len(beam.ids) - beam.is_stopped] for beam in found]
         ids = [[*prompt, *text, *[tokenizer.decoder.eod] * (tokens - len(text))] for text in texts]
@@ -126,7 +127,7 @@ async def respond_with_beams(
         )
 
     try:
-        return await unless_disconnected(request.receive, whole())
+        return await unless_disconnected(request.receive, full_response())
     finally:
         host.cancel(pending)
 
@@ -212,6 +213,7 @@ async def _ends(service: Service, parsed: MegatronRequest) -> Callable[[Sequence
         last = ids[-1]
         if last == eod or (parsed.stops_at_line and last == line):
             return True
+        # An empty line is one token "\n\n", or the token "\n" twice.
         return parsed.stops_at_empty_line and (last == empty or (last == line and ids[-2] == line))
 
     return ends

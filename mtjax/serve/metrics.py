@@ -88,6 +88,7 @@ class Rate:
         """Counts an event."""
         now = int(time.monotonic())
         with self._lock:
+            # One entry for each second, not for each token.
             if self._seconds and self._seconds[-1][0] == now:
                 self._seconds[-1] = now, self._seconds[-1][1] + 1
             else:

@@ -62,6 +62,7 @@ class RemoteReplica:
         Raises:
           UserError: the request is invalid.
         """
+        # Validated here, so that the caller gets the error; the replica has the same model.
         self._local_engine.check(request)
         with self._lock:
             number, self._count = self._count, self._count + 1

@@ -37,6 +37,7 @@ def replicas_on(shape: MeshShape, processes: int) -> list[Replica]:
     Raises:
       UserError: there are too few devices, or a process would have parts of multiple replicas.
     """
+    # local: devices of each process; each: devices of each replica.
     local, each = shape.size // processes, shape.replica_shape.size
     if not shape.size % processes and local % each and each % local:
         raise UserError(

@@ -35,6 +35,7 @@ def listen(host: str, port: int) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with contextlib.ExitStack() as closed:
             bound = closed.enter_context(socket.socket(family, kind, protocol))
+            # A restarted server can bind while connections of the previous one are in TIME_WAIT.
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             bound.bind(address)
             closed.pop_all()
@@ -62,6 +63,7 @@ class Protocol(H11Protocol):
     def data_received(self, data: bytes) -> None:
         """Passes data on; stops the timeout once the headers are complete."""
         super().data_received(data)
+        # IDLE: h11 has not received all headers of the next request.
         if self.conn.their_state is h11.IDLE:
             self._start_timer()
         else:

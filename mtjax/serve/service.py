@@ -54,6 +54,7 @@ class Keys:
             return
         scheme, _, key = authorization.partition(" ")
         given = _digest(key.strip())
+        # No early exit, and digests of equal length: the time reveals neither which key matches nor its length.
         known = [hmac.compare_digest(given, digest) for digest in self._digests]
         if scheme.lower() != "bearer" or not any(known):
             problem = "is invalid" if key else "is missing"
@@ -102,6 +103,7 @@ class Service:
         Raises:
           ApiError: the body is too large, takes too long, or is not a JSON object.
         """
+        # A browser can send application/json to another origin only after a CORS preflight, which this server rejects.
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise ApiError(415, f"the content type is {kind[:100]!r}: send the header Content-Type: application/json")
@@ -163,14 +165,14 @@ async def unless_disconnected(receive: Receive, work: Awaitable[Response]) -> Re
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(disconnected())
+    response, disconnect = asyncio.ensure_future(work), asyncio.ensure_future(disconnected())
     try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else Response(status_code=CLIENT_CLOSED_REQUEST)
+        await asyncio.wait({response, disconnect}, return_when=asyncio.FIRST_COMPLETED)
+        return response.result() if response.done() else Response(status_code=CLIENT_CLOSED_REQUEST)
     finally:
-        for task in (working, leaving):
+        for task in (response, disconnect):
             task.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
+        await asyncio.gather(response, disconnect, return_exceptions=True)
 
 
 Handler = Callable[[Service, HttpRequest], Awaitable[Response]]

@@ -37,12 +37,14 @@ class Tokens:
         first: list[int],
         prompt_ids: Callable[[str], list[int]] | None = None,
     ) -> None:
+        # A copy for decoding, which other threads may use while this one encodes.
         self.decoder: Tokenizer = pickle.loads(pickle.dumps(tokenizer))
         self.template = ChatTemplate.of(folder)
         self.settings: Mapping[str, Any] = read_object(folder / CONFIG)
         self.first = first
         self._tokenizer, self._prompt_ids = tokenizer, prompt_ids or tokenizer.encode_prompt
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="encoding")
+        # A token that precedes others in `text_of`.
         self._before = tokenizer.encode("a")[-1:]
         self._texts: dict[int, str] = {}
 

@@ -1,4 +1,4 @@
-"""benchmarks/gpu.py without a GPU: what it refuses, what it does with a part that fails, and all of it, rehearsed."""
+"""benchmarks/gpu.py without a GPU: invalid options, failing parts, and a rehearsal of all parts."""
 
 import json
 import subprocess
@@ -61,7 +61,7 @@ def test_without_a_gpu_it_says_so_in_one_sentence() -> None:
     done = run("--only", "machine")
     assert done.returncode == 2
     assert (
-        done.stderr.startswith("error: this machine shows no NVIDIA GPU: --rehearse") and "\n" not in done.stderr[:-1]
+        done.stderr.startswith("error: this machine has no NVIDIA GPU: use --rehearse") and "\n" not in done.stderr[:-1]
     )
 
 
@@ -75,7 +75,7 @@ def test_rehearsed_to_the_last_line() -> None:
     ended = [line.partition(":")[0] for line in lines if ": done after" in line]
     rehearsed = ["speed gpt2-1.2b", "resume", "collectives", "meshes", "speed llama-1b"]
     assert ended == ["machine", "numbers", *rehearsed]
-    assert lines[-1].startswith("rehearsed in") and lines[-1].endswith("no number is kept")
+    assert lines[-1].startswith("rehearsed in") and lines[-1].endswith("no results are written")
     assert {p: p.read_bytes() for p in RESULTS.iterdir()} == before
 
 

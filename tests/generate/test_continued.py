@@ -1,4 +1,4 @@
-"""The sample at the end of a run: what the engine writes with the same weights, whatever mesh has trained them."""
+"""The text sample at the end of a run equals the engine's text with the same weights, for any training mesh."""
 
 from functools import cache
 from typing import Any
@@ -40,7 +40,7 @@ CASES: list[Any] = [
 
 
 class Numbers:
-    """A tokenizer whose text is the ids."""
+    """A tokenizer that encodes characters as their code points."""
 
     eod, vocab_size = 0, VOCAB - 100
 
@@ -56,16 +56,16 @@ TOKENIZER: Any = Numbers()
 
 @cache
 def written_alone(model: tuple[tuple[str, Any], ...]) -> str:
-    """What the engine writes with the weights of one device."""
+    """Returns the engine's text with weights on one device."""
     program = program_of("1x1", **dict(model))
     decoder = Decoder(program, program.initialize(0).parameters, vocab_size=TOKENIZER.vocab_size)
     engine, ids = Engine(decoder, sequences=1), TOKENIZER.encode("hello")
 
-    def told(token: Any) -> bool:
+    def on_token(token: Any) -> bool:
         ids.append(token.id)
         return False
 
-    engine.submit(Request(tuple(ids), SAMPLING, frozenset({TOKENIZER.eod}), on_token=told))
+    engine.submit(Request(tuple(ids), SAMPLING, frozenset({TOKENIZER.eod}), on_token=on_token))
     engine.run()
     assert len(ids) > 8 and max(ids) < TOKENIZER.vocab_size
     return TOKENIZER.decode(ids)
@@ -73,7 +73,7 @@ def written_alone(model: tuple[tuple[str, Any], ...]) -> str:
 
 @pytest.mark.parametrize("devices", ["one writes", pytest.param("all write", marks=pytest.mark.long)])
 @pytest.mark.parametrize(("model", "mesh", "layout"), CASES)
-def test_it_is_that_of_one_device(model, mesh, layout, devices, monkeypatch):
+def test_sample_equals_that_of_one_device(model, mesh, layout, devices, monkeypatch):
     program = program_of(mesh, **model, **layout)
     if devices == "all write":
         monkeypatch.setattr(continued, "generation_model", everywhere)
@@ -82,13 +82,13 @@ def test_it_is_that_of_one_device(model, mesh, layout, devices, monkeypatch):
 
 
 def everywhere(trained: ShardedModel) -> ShardedModel:
-    """As on GPUs."""
+    """Reshards over all devices, as on GPUs."""
     writer = reshard_for_generation(trained, list(trained.mesh.devices.flat))
     assert writer.mesh.size == trained.mesh.size > 1
     return writer
 
 
-def test_of_a_long_prompt_the_end_is_read():
+def test_long_prompt_is_truncated_to_its_end():
     program = program_of("1x1", **LAYERS)
     parameters = program.initialize(0).parameters
     text = continue_text(program, parameters, TOKENIZER, "a long prompt, of which the second half is read: hello")
@@ -96,7 +96,7 @@ def test_of_a_long_prompt_the_end_is_read():
     assert len(text.split()) <= program.config.model.sequence_length
 
 
-def test_its_programs_are_lowered_without_weights():
-    """The same number of programs as are run; `mtjax compile` keeps them."""
+def test_programs_are_lowered_without_weights():
+    """`mtjax compile` lowers as many programs as are run."""
     names = [lowered.as_text()[:60] for lowered in lower_continuation(program_of("1x1", **LAYERS), TOKENIZER, "hello")]
     assert len(names) == 7, names

@@ -1,4 +1,4 @@
-"""Greedy and drawn texts: as transformers', whatever the mesh, the batch and the neighbours; and what a step sends."""
+"""Engine: texts do not depend on mesh, batch or other requests; collectives and memory of a decode step."""
 
 import dataclasses
 import math
@@ -39,7 +39,7 @@ PROMPTS = [np.random.default_rng(n).integers(0, VOCAB, n).tolist() for n in (3, 
 
 @cache
 def decoder_of(family: str, mesh: str, dtype: str = "float32") -> Decoder:
-    """Random weights, large enough for texts that vary."""
+    """Builds a decoder with random weights that are large enough for varied texts."""
     config = tiny_config(init_std=0.3, sequence_length=64, compute_dtype=dtype, **FAMILIES[family])
     placed = ShardedModel(config, mesh_of(mesh))
     return Decoder(placed, placed.initialize_parameters(0))
@@ -52,16 +52,16 @@ def engine_of(family: str, mesh: str, sequences: int = 4, shortest: int = 64) ->
 
 
 def texts(engine: Engine, prompts: list[list[int]], sampling: Sampling, seeds=None, **options) -> list[list[Token]]:
-    told: list[list[Token]] = [[] for _ in prompts]
-    for i, (prompt, out) in enumerate(zip(prompts, told, strict=True)):
+    results: list[list[Token]] = [[] for _ in prompts]
+    for i, (prompt, out) in enumerate(zip(prompts, results, strict=True)):
         own = dataclasses.replace(sampling, seed=i if seeds is None else seeds[i])
         engine.submit(Request(tuple(prompt), own, on_token=lambda t, out=out: out.append(t), **options))
     engine.run()
-    return told
+    return results
 
 
-def ids(told: list[list[Token]]) -> list[list[int]]:
-    return [[token.id for token in out] for out in told]
+def ids(results: list[list[Token]]) -> list[list[int]]:
+    return [[token.id for token in out] for out in results]
 
 
 WARPED = Sampling(24, temperature=1.5, top_k=40, top_p=0.9, repetition_penalty=1.3, presence_penalty=0.2)
@@ -78,41 +78,41 @@ def test_texts_depend_neither_on_the_mesh_nor_on_the_batch(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", [pytest.param("gpt", marks=pytest.mark.long), "llama"])
-def test_the_cache_changes_no_probability(family: str) -> None:
-    """Each token's, beside the same tokens read as one prompt in chunks of other lengths."""
+def test_decode_logprobs_equal_prefill_logprobs(family: str) -> None:
+    """Compares each token's log-probability with that of the same tokens as a prompt, in other chunks."""
     engine = engine_of(family, "2x4")
     (out,) = texts(engine, [PROMPTS[2]], Sampling(30), logprobs=True)
     scores: list[Token] = []
-    whole = (*PROMPTS[2], *(token.id for token in out))
-    engine.submit(Request(whole, Sampling(1), logprobs=True, echo=True, on_prompt=scores.extend))
+    full_text = (*PROMPTS[2], *(token.id for token in out))
+    engine.submit(Request(full_text, Sampling(1), logprobs=True, echo=True, on_prompt=scores.extend))
     engine.run()
-    assert [token.id for token in scores] == list(whole) and scores[0].logprob is None
+    assert [token.id for token in scores] == list(full_text) and scores[0].logprob is None
     read = scores[len(PROMPTS[2]) :]
     np.testing.assert_allclose([t.logprob for t in out], [t.logprob for t in read], atol=2e-5)
     assert all(next(iter(token.top_logprobs)) == token.id for token in out)  # greedy
     assert all(token.top_logprobs[token.id] == token.logprob for token in out)
 
 
-def test_sixteen_bits_are_near() -> None:
-    told: list[list[Token]] = [[], []]
-    for dtype, out in zip(("float32", "bfloat16"), told, strict=True):
+def test_bfloat16_logprobs_are_close_to_float32() -> None:
+    results: list[list[Token]] = [[], []]
+    for dtype, out in zip(("float32", "bfloat16"), results, strict=True):
         decoder = decoder_of("llama", "1x4", dtype)
         assert {a.dtype.name for a in jax.tree.leaves(decoder.empty(1, 16)[0])} == {dtype}
         engine = Engine(decoder, 1, chunks=(16,), min_cache_length=32)
         engine.submit(Request(tuple(PROMPTS[1][:16]), Sampling(1), logprobs=True, echo=True, on_prompt=out.extend))
         engine.run()
-    own, near = ([token.logprob for token in out[1:]] for out in told)
-    np.testing.assert_allclose(own, near, atol=0.6)
-    assert np.abs(np.subtract(own, near)).max() > 1e-3  # other numbers were computed with
+    float32, bfloat16 = ([token.logprob for token in out[1:]] for out in results)
+    np.testing.assert_allclose(float32, bfloat16, atol=0.6)
+    assert np.abs(np.subtract(float32, bfloat16)).max() > 1e-3  # the dtypes did differ
 
 
 def test_requests_join_and_leave() -> None:
     engine = engine_of("gpt", "1x1", 2, shortest=16)
-    told: dict[str, list[int]] = {}
+    results: dict[str, list[int]] = {}
     ends: list[tuple[str, str]] = []
 
     def ask(name: str, prompt: list[int], most: int, **options) -> Request:
-        out = told.setdefault(name, [])
+        out = results.setdefault(name, [])
         listener = {"on_token": lambda t: out.append(t.id), "on_end": lambda why: ends.append((name, why))}
         request = Request(tuple(prompt), Sampling(most), **(listener | options))
         engine.submit(request)
@@ -125,7 +125,7 @@ def test_requests_join_and_leave() -> None:
     assert engine.load == (1, 2)
     engine.cancel(third)
     leaving = ask("leaves", PROMPTS[3], 40)
-    while len(told["leaves"]) < 3:
+    while len(results["leaves"]) < 3:
         engine.step()
     engine.cancel(leaving)
     ask("stops itself", PROMPTS[4], 9, on_token=lambda token: True)
@@ -138,15 +138,15 @@ def test_requests_join_and_leave() -> None:
         "leaves": "cancelled",
         "stops itself": "stop",
     }
-    assert len(told["to the end of the context"]) == 64 - len(PROMPTS[1])
+    assert len(results["to the end of the context"]) == 64 - len(PROMPTS[1])
     expected = ids(texts(engine_of("gpt", "1x1", 1), [PROMPTS[0]], Sampling(40)))[0]
-    assert told["long"] == expected
+    assert results["long"] == expected
     stopped = ids(texts(engine, [PROMPTS[0]], Sampling(40), stop_ids=frozenset(expected[5:6])))[0]
     assert stopped == expected[: expected.index(expected[5])]
 
 
-def test_what_prompts_have_in_common_is_read_once() -> None:
-    """Chunks of 16: from a sequence that has ended, from one that is running, and from one that came along."""
+def test_prefix_cache() -> None:
+    """Reuses chunks of 16 tokens: from an ended, a running, and a simultaneously submitted sequence."""
     common = np.random.default_rng(9).integers(0, VOCAB, 35).tolist()
     prompts = [[*common, 1, 2], [*common, 3], common[:20], common[:16], [*common[:31], 5, 6], common[:4]]
     sampling = Sampling(12, temperature=1.5, presence_penalty=1.5)
@@ -162,7 +162,7 @@ def test_what_prompts_have_in_common_is_read_once() -> None:
     assert ids(texts(engine, prompts[:1], counted, [0])) == ids(expected) and engine.reused == 64
 
 
-def test_one_thread_works_for_others() -> None:
+def test_engine_thread_serves_other_threads() -> None:
     engine, stopped = engine_of("gpt", "1x1", 2), threading.Event()
     engine._most_waiting = 3
     worker = threading.Thread(target=engine.run, args=(stopped,))
@@ -183,14 +183,14 @@ def test_one_thread_works_for_others() -> None:
     assert not worker.is_alive()
 
 
-def test_wrong_prompts_are_refused() -> None:
+def test_invalid_prompts_are_rejected() -> None:
     engine = engine_of("gpt", "1x1", 2)
     for prompt, why in (((), "no tokens"), ((1,) * 64, "context length is 64"), ((3, VOCAB), "ids from 0 to 249")):
         with pytest.raises(UserError, match=why):
             engine.submit(Request(prompt))
 
 
-def test_a_step_keeps_its_contract_and_writes_its_cache_in_place() -> None:
+def test_decode_step_meets_its_contract_and_updates_the_cache_in_place() -> None:
     sequences, length = 4, 64
     config = tiny_config(sequence_length=64, mesh="1x4", **LLAMA)
     report = inspect_decoding(config, find_target("cpu"), sequences, length)
@@ -203,8 +203,8 @@ def test_a_step_keeps_its_contract_and_writes_its_cache_in_place() -> None:
         assert memory.aliased >= cache > memory.temporaries
 
 
-def test_a_step_for_one_text_copies_neither_its_cache_nor_a_matrix() -> None:
-    """Of a cache with one sequence XLA likes to make a copy, and products on CPUs like to turn matrices first."""
+def test_decode_step_copies_neither_cache_nor_matrices() -> None:
+    """XLA tends to copy a cache of one sequence, and to transpose matrices on CPUs."""
     config, compiled = tiny_config(), decoder_of("gpt", "1x1").lower_decode(1, 64).compile()
     copied = re.findall(r"= \w+\[([\d,]*)\]\S* (?:copy|transpose)\(", compiled.as_text())
     smallest_matrix = config.model.hidden_size**2
@@ -212,13 +212,13 @@ def test_a_step_for_one_text_copies_neither_its_cache_nor_a_matrix() -> None:
 
 
 @pytest.mark.aot
-def test_a_step_on_gpus_keeps_its_contract() -> None:
+def test_decode_step_on_gpus_meets_its_contract() -> None:
     config = tiny_config(sequence_length=64, mesh="1x8", hidden_size=64, compute_dtype="bfloat16", **LLAMA)
     report = inspect_decoding(config, find_target("h100x8"), 8, 64)
     assert report.verdict.holds, report.verdict.violations
 
 
-def test_gathered_logits_break_the_contract(monkeypatch) -> None:
+def test_gathered_logits_violate_the_contract(monkeypatch) -> None:
     def gathered(shards: Any, token: Any, with_logprobs: Any) -> SampledTokens:
         logits = shards.all_gather(shards.logits_BV)
         return SampledTokens(token, logits[:, 0], token[:, None], logits[:, :1])
@@ -233,7 +233,7 @@ def test_gathered_logits_break_the_contract(monkeypatch) -> None:
 
 
 def test_training_is_compiled_as_before() -> None:
-    """What generation adds to layers is not in a program that has no cache."""
+    """A decoder does not change the program of a train step."""
     program = program_of("1x1")
     before = program.lower_step().as_text()
     placed = ShardedModel(program.config, mesh_of("1x1"))

@@ -1,4 +1,4 @@
-"""BERT fills masks as transformers' pipeline does: the same tokens in the same order, as probable."""
+"""Mask filling equals transformers' pipeline: the same tokens in the same order with the same probabilities."""
 
 import json
 from pathlib import Path
@@ -49,7 +49,7 @@ def theirs(folder: Path, text: str, number: int) -> list[list[tuple[int, str, fl
 
 
 @pytest.mark.parametrize("mesh", ["1x1", pytest.param("2x2", marks=pytest.mark.long)])
-def test_masks_are_filled_as_transformers_fill_them(folder, mesh: str, tmp_path, capsys) -> None:
+def test_masks_are_filled_as_by_transformers(folder, mesh: str, tmp_path, capsys) -> None:
     assert len(jax.devices()) >= 4  # in use: their number is fixed
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in TEXTS))
@@ -80,13 +80,13 @@ def test_what_is_wrong_is_said(folder, capsys) -> None:
         ("--temperature", "1", "[MASK]"): "does not support sampling parameters such as --temperature",
         ("[MASK]" * 40,): "has 42 tokens, and the model's maximum is 40",
     }
-    for words, why in wrong.items():
-        assert main(["generate", "--from", f"hf:{folder}", *words]) == 2
+    for arguments, why in wrong.items():
+        assert main(["generate", "--from", f"hf:{folder}", *arguments]) == 2
         assert why in capsys.readouterr().err
 
 
-def test_an_encoder_without_its_head_is_refused(folder, tmp_path, capsys) -> None:
-    """Weights of an embedding model, say: drawn at random, a head would fill masks with anything."""
+def test_encoder_without_head_is_rejected(folder, tmp_path, capsys) -> None:
+    """Embedding models have no head; a randomly initialized one would fill masks with arbitrary tokens."""
     transformers.BertModel.from_pretrained(folder, add_pooling_layer=False).save_pretrained(tmp_path)
     transformers.BertTokenizerFast.from_pretrained(folder).save_pretrained(tmp_path)
     capsys.readouterr()

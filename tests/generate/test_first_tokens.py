@@ -1,4 +1,4 @@
-"""The tokens that stand in front of a text, by tokenizer, its settings, and the model's config."""
+"""The tokens before a text, by tokenizer, its settings, and the model's config."""
 
 import json
 from pathlib import Path
@@ -17,12 +17,12 @@ def opened(folder: Path, front: str, back: str = "") -> Tokenizer:
     return open_tokenizer(str(folder / "tokenizer.json"))
 
 
-def test_what_is_added_is_found_on_both_sides(tmp_path) -> None:
+def test_added_tokens_are_found_on_both_sides(tmp_path) -> None:
     for front, back, expected in (("", "", ([], [])), ("<s>", "", ([1], [])), ("<s> <s>", "</s>", ([1, 1], [2]))):
         assert added_tokens(opened(tmp_path, front, back)) == expected
 
 
-def test_a_text_begins_with_what_is_known_of_it(tmp_path) -> None:
+def test_first_tokens_by_tokenizer_settings_and_config(tmp_path) -> None:
     assert first_tokens(opened(tmp_path, "<s>", "</s>"), {}, {"bos_token_id": 2}) == [1]
     bare = opened(tmp_path, "", "</s>")
     assert (
@@ -52,7 +52,7 @@ def test_settings_in_two_files_are_read_as_transformers_reads_them(tmp_path, set
     assert named_token(ours, tmp_path, "bos_token") == theirs.bos_token_id
 
 
-def test_a_gpt_2_keeps_the_end_of_a_document(tmp_path) -> None:
+def test_gpt2_uses_the_end_of_document_token(tmp_path) -> None:
     small_tokenizer().save(str(tmp_path / "tokenizer.json"))
     tokenizer = open_tokenizer(str(tmp_path / "tokenizer.json"))
     assert added_tokens(tokenizer) == ([], [])

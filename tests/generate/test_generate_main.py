@@ -1,4 +1,4 @@
-"""The command: prompts from everywhere, texts to everywhere, and one sentence when something is wrong."""
+"""The command `mtjax generate`: sources of prompts, outputs, and error messages."""
 
 import io
 import json
@@ -22,25 +22,25 @@ TEMPLATE = "{% for m in messages %}{{ m.role }} {{ m.content }}\n{% endfor %}{% 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A GPT-2 with random weights; no token ends its texts."""
+    """Builds a GPT-2 with random weights whose texts have no stop token."""
     assert len(jax.devices()) >= 4  # in use: their number is fixed
     shapes = gpt2_shapes() | {"transformer.wpe.weight": (CONTEXT, HIDDEN)}
     config = GPT2_CONFIG | {"n_positions": CONTEXT}
     return write_folder(tmp_path_factory.mktemp("hf") / "gpt2", random_tensors(shapes), config, tokenizer=True)
 
 
-def generate(capsys, folder: Path, *words: str) -> str:
-    code = main(["generate", "--from", f"hf:{folder}", "--max-tokens", "6", "--ignore-eos", *words])
-    said = capsys.readouterr()
-    assert code == 0, said.err
-    return said.out
+def generate(capsys, folder: Path, *arguments: str) -> str:
+    code = main(["generate", "--from", f"hf:{folder}", "--max-tokens", "6", "--ignore-eos", *arguments])
+    output = capsys.readouterr()
+    assert code == 0, output.err
+    return output.out
 
 
-def refused(capsys, *words: str) -> str:
-    assert main(["generate", *words]) == 2
-    said = capsys.readouterr()
-    assert not said.out and said.err.startswith("error: ") and said.err.count("\n") == 1
-    return said.err
+def refused(capsys, *arguments: str) -> str:
+    assert main(["generate", *arguments]) == 2
+    output = capsys.readouterr()
+    assert not output.out and output.err.startswith("error: ") and output.err.count("\n") == 1
+    return output.err
 
 
 def test_prompts_from_arguments_input_and_files(folder, tmp_path, capsys, monkeypatch) -> None:
@@ -71,15 +71,15 @@ def test_prompts_from_arguments_input_and_files(folder, tmp_path, capsys, monkey
     assert [text["index"] for text in texts] == [0, 1, 2] and texts[0]["text"] == one[:-1]
     assert [len(text["logprobs"]) for text in texts] == [6, 2, 6]
     assert {text["finish_reason"] for text in texts} == {"length"}
-    # Cut off: what is whole stays as it is, and only the rest is written again.
-    kept, *_ = whole = target.read_bytes().splitlines(keepends=True)
-    target.write_bytes(kept + whole[1][:20])
+    # Truncated: complete lines are retained, and only the others are generated again.
+    first, *_ = lines = target.read_bytes().splitlines(keepends=True)
+    target.write_bytes(first + lines[1][:20])
     generate(capsys, folder, *files, "--logprobs")
     again = target.read_bytes().splitlines(keepends=True)
-    assert again[0] == kept and sorted(again) == sorted(whole)
+    assert again[0] == first and sorted(again) == sorted(lines)
 
 
-def test_texts_of_other_weights_or_settings_are_not_kept(folder, tmp_path, capsys) -> None:
+def test_output_of_other_weights_or_settings_is_rejected(folder, tmp_path, capsys) -> None:
     source, target = tmp_path / "prompts.jsonl", tmp_path / "texts.jsonl"
     prompts = [{"prompt": "the cat"}, {"prompt": "the dog", "max_tokens": 2}]
 
@@ -97,36 +97,36 @@ def test_texts_of_other_weights_or_settings_are_not_kept(folder, tmp_path, capsy
     }
     assert json.loads(record.read_text())["max_tokens"] == 6
 
-    def refused_with(*words: str, source: Path = folder) -> str:
-        assert main(["generate", "--from", f"hf:{source}", *settings, *words]) == 2
-        said = capsys.readouterr().err.splitlines()[-1]
-        assert said.startswith("error: ") and "--overwrite" in said and target.read_bytes() == made
-        return said
+    def refused_with(*arguments: str, source: Path = folder) -> str:
+        assert main(["generate", "--from", f"hf:{source}", *settings, *arguments]) == 2
+        output = capsys.readouterr().err.splitlines()[-1]
+        assert output.startswith("error: ") and "--overwrite" in output and target.read_bytes() == made
+        return output
 
     (folder / "notes.jsonl").write_text("none of the weights\n")
     generate(capsys, folder, *files, "--mesh", "1x2", "--batch", "2")  # all is there
     assert target.read_bytes() == made
     (folder / "notes.jsonl").unlink()
-    said = refused_with("--temperature", "0.5", "--seed", "3", "--stop", "a", "--logprobs")
+    output = refused_with("--temperature", "0.5", "--seed", "3", "--stop", "a", "--logprobs")
     assert (
         "texts.jsonl was generated with stop none, logprobs false, temperature 0.0, seed 0, and this command has"
-        in said
+        in output
     )
-    assert 'stop ["a"], logprobs true, temperature 0.5, seed 3: name another --output' in said
+    assert 'stop ["a"], logprobs true, temperature 0.5, seed 3: name another --output' in output
     assert "max_tokens 6, and this command has max_tokens 7" in refused_with("--max-tokens", "7")
     assert "was generated with beams none, and this command has beams 2" in refused_with("--beams", "2")
     tensors = {name: 2 * tensor for name, tensor in random_tensors(gpt2_shapes()).items()}
     tensors |= {"transformer.wpe.weight": np.zeros((CONTEXT, HIDDEN), np.float32)}
     other = write_folder(tmp_path / "other", tensors, GPT2_CONFIG | {"n_positions": CONTEXT}, tokenizer=True)
-    said = refused_with(source=other)
-    assert f"was generated with weights hf:{folder} (" in said and f"this command has weights hf:{other} (" in said
-    for lines, words in (
+    output = refused_with(source=other)
+    assert f"was generated with weights hf:{folder} (" in output and f"this command has weights hf:{other} (" in output
+    for lines, message in (
         ([prompts[0], {"prompt": "the road"}], "a text for the prompt 'the dog', and"),
         ([prompts[0], {"prompt": "the dog"}], 'that was generated with {"max_tokens": 2}, and the line has {}'),
         (prompts[:1], f"a text for {source}:2, which has no prompt"),
     ):
         read(*lines)
-        assert words in refused_with()
+        assert message in refused_with()
     read(*prompts)
     generate(capsys, folder, *files, "--samples", "2")  # more texts of the same
     two, made = made, target.read_bytes()
@@ -141,7 +141,7 @@ def test_texts_of_other_weights_or_settings_are_not_kept(folder, tmp_path, capsy
     assert "--overwrite requires --output" in refused(capsys, "--from", "x", "--overwrite", "y")
 
 
-def test_every_prompt_draws_noise_of_its_own(folder, tmp_path, capsys, monkeypatch) -> None:
+def test_every_prompt_uses_its_own_seed(folder, tmp_path, capsys, monkeypatch) -> None:
     draws = ("--temperature", "1", "--seed", "5")
     step = 0x9E3779B97F4A7C15
     seeds = [[5 + prompt * step + sample for sample in range(2)] for prompt in range(3)]
@@ -165,7 +165,7 @@ def test_every_prompt_draws_noise_of_its_own(folder, tmp_path, capsys, monkeypat
     assert generate(capsys, folder, *draws, "--interactive") == f"{expected[0]}\n{expected[2]}\n"
 
 
-def test_beams_are_shown_and_written(folder, tmp_path, capsys) -> None:
+def test_beams_are_printed_and_written(folder, tmp_path, capsys) -> None:
     shown = generate(capsys, folder, "--beams", "3", "--samples", "2", "the cat").splitlines()
     assert [line.split("(")[0] for line in shown[::2]] == ["--- 'the cat' "] * 2
     scores = [float(line.split(", ")[1][:-1]) for line in shown[::2]]
@@ -191,7 +191,7 @@ def test_beams_are_shown_and_written(folder, tmp_path, capsys) -> None:
 
 
 @pytest.mark.long  # `mtjax evaluate` reads a converted folder in make test
-def test_weights_of_every_kind_write_the_same(folder, tmp_path, capsys) -> None:
+def test_all_weight_formats_generate_the_same_text(folder, tmp_path, capsys) -> None:
     places = {"mtjax": ["--vocab-multiple", "256"], "megatron": ["--tensor", "2"]}
     kinds = [kind for kind in places if kind != "megatron" or find_spec("torch")]
     for kind in kinds:
@@ -202,12 +202,12 @@ def test_weights_of_every_kind_write_the_same(folder, tmp_path, capsys) -> None:
     tokenizer = ["--tokenizer", str(folder / "tokenizer.json")]
     for kind, place in (("mtjax", tmp_path / "mtjax"), ("megatron", f"megatron:{tmp_path / 'megatron'}")):
         if kind in kinds:
-            words = [] if kind == "mtjax" else tokenizer
-            assert main(["generate", "--from", str(place), "--mesh", "1x2", *words, *settings]) == 0
+            arguments = [] if kind == "mtjax" else tokenizer
+            assert main(["generate", "--from", str(place), "--mesh", "1x2", *arguments, *settings]) == 0
             assert capsys.readouterr().out == expected
 
 
-def test_a_chat_by_the_template(folder, capsys, monkeypatch, tmp_path) -> None:
+def test_chat_with_template(folder, capsys, monkeypatch, tmp_path) -> None:
     settings = folder / "tokenizer_config.json"
     plain = settings.read_text()
     monkeypatch.setattr(sys, "stdin", io.StringIO("the cat\n\nthe dog\n"))
@@ -234,7 +234,7 @@ def test_what_is_wrong_is_said(folder, tmp_path, capsys) -> None:
 
 
 @pytest.mark.parametrize("text", ["not JSON", '{"prompt": 3}', '{"prompt": "a", "top_p": 7}', '{"prompt": ""}'])
-def test_a_wrong_line_is_named(folder, tmp_path, capsys, text: str) -> None:
+def test_error_names_the_invalid_line(folder, tmp_path, capsys, text: str) -> None:
     source = tmp_path / "prompts.jsonl"
     source.write_text(text + "\n")
     files = ("--input", str(source), "--output", str(tmp_path / "out.jsonl"))
@@ -242,5 +242,5 @@ def test_a_wrong_line_is_named(folder, tmp_path, capsys, text: str) -> None:
     assert f"{source}:1" in capsys.readouterr().err
 
 
-def test_colours_are_steps_of_probability() -> None:
+def test_colors_are_steps_of_probability() -> None:
     assert [color(np.log(p)) for p in (1e-9, 0.5, 1.0)] == [COLORS[0], COLORS[4], COLORS[-1]]

@@ -1,4 +1,4 @@
-"""Matrices in 8 bits beside the same weights, rounded to 8 bits by hand in the files that are read."""
+"""int8 weights, compared with the same weights rounded to int8 in the input files."""
 
 import jax
 import numpy as np
@@ -25,7 +25,7 @@ PROMPTS = [np.random.default_rng(n).integers(0, 290, n).tolist() for n in (1, 9)
 
 
 def rounded(matrix: np.ndarray, inputs: int) -> np.ndarray:
-    """Symmetric, 255 numbers for each output."""
+    """Rounds symmetrically to 255 values for each output channel."""
     scale = np.abs(matrix).max(inputs, keepdims=True) / 127
     return (np.rint(matrix / scale) * scale).astype(np.float32)
 
@@ -43,7 +43,7 @@ def llama() -> tuple[dict, dict, dict]:
     return tensors, {name: rounded(a, 1) for name, a in matrices.items()}, LLAMA_CONFIG
 
 
-def told(folder, mesh: str, *, int8: bool) -> list[tuple[list[int], np.ndarray]]:
+def greedy_texts(folder, mesh: str, *, int8: bool) -> list[tuple[list[int], np.ndarray]]:
     loaded = load_model(f"hf:{folder}", mesh)
     engine = Engine(Decoder(loaded.placed, loaded.parameters, int8=int8), 2, chunks=(8, 16), min_cache_length=32)
     texts: list[list[Token]] = [[] for _ in PROMPTS]
@@ -57,23 +57,25 @@ def told(folder, mesh: str, *, int8: bool) -> list[tuple[list[int], np.ndarray]]
 @pytest.mark.long
 @pytest.mark.parametrize(("family", "meshes"), [(gpt2, ("1x1", "1x4")), (llama, ("2x2", "1x8"))])
 def test_texts_are_those_of_rounded_weights(family, meshes: tuple[str, ...], tmp_path) -> None:
-    """Also where a table is split, shared with lookups, or key heads are fewer than model ways."""
+    """Also with a sharded or tied table, and with fewer key heads than the tensor parallel degree."""
     assert len(jax.devices()) >= 8  # in use: their number is fixed
     tensors, by_hand, config = family()
     for name, own in (("whole", tensors), ("rounded", tensors | by_hand)):
         write_folder(tmp_path / name, own, config, tokenizer=True)
-    expected = told(tmp_path / "rounded", "1x1", int8=False)
+    expected = greedy_texts(tmp_path / "rounded", "1x1", int8=False)
     for mesh in meshes:
-        for (ids, logprobs), (own, theirs) in zip(told(tmp_path / "whole", mesh, int8=True), expected, strict=True):
+        for (ids, logprobs), (own, theirs) in zip(
+            greedy_texts(tmp_path / "whole", mesh, int8=True), expected, strict=True
+        ):
             assert ids == own, mesh
             np.testing.assert_allclose(logprobs, theirs, atol=2e-5)
     assert any(
         np.abs(a - b).max() > 1e-3
-        for (_, a), (_, b) in zip(expected, told(tmp_path / "whole", "1x1", int8=False), strict=True)
+        for (_, a), (_, b) in zip(expected, greedy_texts(tmp_path / "whole", "1x1", int8=False), strict=True)
     )
 
 
-def test_a_matrix_in_8_bits() -> None:
+def test_int8_matrix() -> None:
     matrix = np.random.default_rng(0).standard_normal((5, 4, 3)).astype(np.float32)
     matrix[:, 1, 2] = 0
     found = to_int8(jax.numpy.asarray(matrix), (0,))

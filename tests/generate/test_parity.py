@@ -1,4 +1,4 @@
-"""Beside transformers: the same tokens, and the same log-probabilities; from its folders, on several meshes."""
+"""Parity with transformers: the same tokens and log-probabilities from its folders, on different meshes."""
 
 import copy
 
@@ -72,7 +72,7 @@ PROMPTS = [np.random.default_rng(n).integers(0, 301, n).tolist() for n in (1, 7,
 
 
 def theirs(model, prompt: list[int]) -> tuple[list[int], np.ndarray]:
-    """Greedy tokens, and their log-probabilities by one pass over all of them."""
+    """Returns greedy tokens of transformers, and log-probabilities from one pass over all of them."""
     tokens = torch.tensor([prompt])
     with torch.no_grad():
         out = model.generate(tokens, max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0)
@@ -83,7 +83,7 @@ def theirs(model, prompt: list[int]) -> tuple[list[int], np.ndarray]:
 
 
 def layers_with_experts():
-    """Behind one without: caches of two stacks, one after the other."""
+    """Builds a model whose first layer has no experts: two stacks with caches."""
     heads = {"num_attention_heads": 8, "num_key_value_heads": 8}
     network = dots1(vocab_size=301, max_position_embeddings=80, initializer_range=0.15, **heads)
     network.set_experts_implementation("eager")  # others have no float64
@@ -91,7 +91,7 @@ def layers_with_experts():
 
 
 @pytest.mark.parametrize("family", [gpt2, llama, pytest.param(layers_with_experts, marks=pytest.mark.long)])
-def test_greedy_texts_and_log_probabilities_are_transformers(family, tmp_path) -> None:
+def test_greedy_texts_and_logprobs_equal_transformers(family, tmp_path) -> None:
     torch.manual_seed(0)
     model = family().eval()
     model.save_pretrained(tmp_path)
@@ -102,20 +102,20 @@ def test_greedy_texts_and_log_probabilities_are_transformers(family, tmp_path) -
         loaded = load_model(f"hf:{tmp_path}", mesh)
         engine = Engine(Decoder(loaded.placed, loaded.parameters), 2, chunks=(8, 16), min_cache_length=32)
         for prompt, (ids, logprobs) in zip(PROMPTS, expected, strict=True):
-            told: list[Token] = []
-            listen = {"on_prompt": told.extend, "on_token": told.append, "logprobs": True, "echo": True}
+            received: list[Token] = []
+            listen = {"on_prompt": received.extend, "on_token": received.append, "logprobs": True, "echo": True}
             engine.submit(Request(tuple(prompt), Sampling(NEW), **listen))
             engine.run()
-            assert [token.id for token in told] == [*prompt, *ids], mesh
-            np.testing.assert_allclose([t.logprob for t in told[1:]], logprobs, atol=1e-5)
+            assert [token.id for token in received] == [*prompt, *ids], mesh
+            np.testing.assert_allclose([t.logprob for t in received[1:]], logprobs, atol=1e-5)
 
 
 @pytest.mark.parametrize(
     ("feed_forward", "is_tied", "meshes"),
     [("relu", True, ("2x2",)), pytest.param("gated-gelu", False, ("1x1", "1x2"), marks=pytest.mark.long)],
 )
-def test_t5_writes_what_transformers_do(feed_forward: str, is_tied: bool, meshes, tmp_path) -> None:
-    """Answers to texts of several lengths, side by side in a batch: the encoder runs once for each."""
+def test_t5_texts_equal_transformers(feed_forward: str, is_tied: bool, meshes, tmp_path) -> None:
+    """Prompts of different lengths in one batch; the encoder runs once for each."""
     torch.manual_seed(0)
     model = t5(feed_forward, is_tied).eval()
     model.save_pretrained(tmp_path)
@@ -138,11 +138,11 @@ def test_t5_writes_what_transformers_do(feed_forward: str, is_tied: bool, meshes
         assert loaded.start_id == 0 and loaded.stop_ids == {300}
         decoder = Decoder(loaded.placed, loaded.parameters, loaded.start_id)
         engine = Engine(decoder, 2, chunks=(8, 16), min_cache_length=32)
-        told: list[list[Token]] = [[] for _ in PROMPTS]
-        for prompt, out in zip(PROMPTS, told, strict=True):
+        received: list[list[Token]] = [[] for _ in PROMPTS]
+        for prompt, out in zip(PROMPTS, received, strict=True):
             engine.submit(Request(tuple(prompt), Sampling(NEW, **LIVELY), logprobs=True, on_token=out.append))
         engine.run()
-        for out, (ids, logprobs) in zip(told, expected, strict=True):
+        for out, (ids, logprobs) in zip(received, expected, strict=True):
             assert [token.id for token in out] == ids, mesh
             np.testing.assert_allclose([t.logprob for t in out], logprobs, atol=1e-5)
     for request, why in (
@@ -157,8 +157,8 @@ def test_t5_writes_what_transformers_do(feed_forward: str, is_tied: bool, meshes
     "family", [llama, pytest.param(lambda: t5("gated-gelu", False), marks=pytest.mark.long, id="t5")]
 )
 @pytest.mark.parametrize("penalty", [1.0, -0.5])
-def test_beams_are_transformers(family, penalty: float, tmp_path) -> None:
-    """Beams that end at different lengths: two tokens of the texts are stop ids."""
+def test_beams_equal_transformers(family, penalty: float, tmp_path) -> None:
+    """Beams end at different lengths, as two tokens are stop tokens."""
     torch.manual_seed(0)
     model = family().eval()
     model.save_pretrained(tmp_path)

@@ -1,4 +1,4 @@
-"""Tokens are drawn as often as numpy's float64 probabilities say, after every kind of warping, on any mesh."""
+"""Token frequencies match probabilities that numpy computes in float64, with all logits processors, on any mesh."""
 
 import dataclasses
 
@@ -22,7 +22,7 @@ COUNTS[[2, 3, 5]] = IN_PROMPT, IN_PROMPT + 2, 1
 
 
 def probabilities(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, repetition=1.0, presence=0.0, frequency=0.0):
-    """What each setting means, one after the other, over the whole vocabulary."""
+    """Computes the probabilities with all logits processors, unsharded."""
     logits = (TABLE[:VOCAB].astype(np.float64) @ HIDDEN).copy()
     times = COUNTS[:VOCAB] & (IN_PROMPT - 1)
     known = COUNTS[:VOCAB] > 0
@@ -41,7 +41,7 @@ def probabilities(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, repetition=1.0
 
 
 def drawn(mesh: str, rows: int, **wanted: float) -> np.ndarray:
-    """One draw for each row: each row has a seed of its own."""
+    """Samples one token for each row, with different seeds."""
     settings = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition": 1.0}
     settings |= {"presence": 0.0, "frequency": 0.0} | wanted
     arrays = {
@@ -70,7 +70,7 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_tokens_are_as_frequent_as_they_should_be(settings) -> None:
+def test_token_frequencies_match_probabilities(settings) -> None:
     tokens = drawn("1x4", DRAWS, **settings)
     expected = probabilities(**settings) * DRAWS
     seen = np.bincount(tokens, minlength=VOCAB)
@@ -82,12 +82,12 @@ def test_tokens_are_as_frequent_as_they_should_be(settings) -> None:
     assert chi_squared < freedom + 4 * np.sqrt(2 * freedom)  # 4 standard deviations above the mean
 
 
-def test_draws_do_not_depend_on_the_mesh() -> None:
+def test_samples_do_not_depend_on_the_mesh() -> None:
     np.testing.assert_array_equal(drawn("1x4", 500, top_p=0.9), drawn("1x1", 500, top_p=0.9))
     assert (drawn("1x4", 500, temperature=0.0) == probabilities().argmax()).all()
 
 
-def test_log_probabilities_are_the_model_s_own() -> None:
+def test_logprobs_are_those_of_unprocessed_logits() -> None:
     tokens = np.arange(VOCAB, dtype=np.int32)
 
     @jax.jit

@@ -1,4 +1,4 @@
-"""A real model beside transformers; opt-in, see `tests.generate.smollm2`."""
+"""A real model compared with transformers; opt-in, see `tests.generate.smollm2`."""
 
 import os
 from pathlib import Path

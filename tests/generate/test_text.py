@@ -1,4 +1,4 @@
-"""Text as it comes: entire characters, and nothing beyond a stop string."""
+"""Incremental detokenization: complete characters, and nothing after a stop sequence."""
 
 import pytest
 from tokenizers import Tokenizer as HuggingFace
@@ -12,7 +12,7 @@ from mtjax.generate.text import TextWriter, overlap
 
 @pytest.fixture(scope="module")
 def tokenizer() -> FastTokenizer:
-    """A token for each byte, as GPT-2 writes them."""
+    """Builds a tokenizer with a token for each byte, as in GPT-2."""
     from tokenizers.pre_tokenizers import ByteLevel
 
     vocab = {letter: i for i, letter in enumerate(sorted(ByteLevel.alphabet()))}
@@ -20,31 +20,31 @@ def tokenizer() -> FastTokenizer:
 
 
 @pytest.mark.parametrize("text", ["plain", "naïve — 日本語 🙂", " spaces  "])
-def test_characters_come_whole(tokenizer, text: str) -> None:
+def test_only_complete_characters_are_emitted(tokenizer, text: str) -> None:
     writer = TextWriter(tokenizer, tokenizer.encode("before "))
     pieces = [writer.add(i) for i in tokenizer.encode(text)]
     assert "".join(pieces) + writer.end() == text == writer.text
     assert [piece for piece in pieces if piece] == list(text)
 
 
-def test_half_a_character_at_the_end_is_told(tokenizer) -> None:
+def test_incomplete_character_at_the_end_is_emitted(tokenizer) -> None:
     writer = TextWriter(tokenizer)
     assert [writer.add(i) for i in tokenizer.encode("é")[:1]] == [""]
     assert writer.end() == "\ufffd"
 
 
-def test_stop_strings_are_held_back_and_left_out(tokenizer) -> None:
+def test_stop_sequences_are_held_back_and_removed(tokenizer) -> None:
     writer = TextWriter(tokenizer, (), ("\n\nQ:", "END"))
-    told = [writer.add(i) for i in tokenizer.encode("a\n\nb E\n\nQ: more")]
-    assert "".join(told) == "a\n\nb E" == writer.text and writer.is_stopped and writer.end() == ""
-    assert told[1:4] == ["", "", "\n\nb"]
+    emitted = [writer.add(i) for i in tokenizer.encode("a\n\nb E\n\nQ: more")]
+    assert "".join(emitted) == "a\n\nb E" == writer.text and writer.is_stopped and writer.end() == ""
+    assert emitted[1:4] == ["", "", "\n\nb"]
     unfinished = TextWriter(tokenizer, (), ("END",))
     assert "".join(unfinished.add(i) for i in tokenizer.encode("the EN")) == "the "
     assert unfinished.end() == "EN" and not unfinished.is_stopped
 
 
 def pieces_of(tokenizer, ids: list[int], *stops: str) -> list[tuple[str, int | None]]:
-    """What a completion tells of these tokens, until it ends."""
+    """Returns the pieces that a completion emits for these tokens."""
     completion = Completion(tokenizer, (), stops=stops)
     for place, index in enumerate(ids):
         if completion.request.on_token(Token(index, float(place))):
@@ -54,12 +54,12 @@ def pieces_of(tokenizer, ids: list[int], *stops: str) -> list[tuple[str, int | N
     return [(piece.text, piece.token and piece.token.id) for piece in completion.pieces]
 
 
-def test_tokens_keep_their_own_text_beside_stop_strings(tokenizer) -> None:
-    """Stop strings that begin like the tokens, and do not come, change nothing."""
+def test_tokens_keep_their_text_with_stop_sequences(tokenizer) -> None:
+    """Stop sequences that share a prefix with the text, but do not occur, change nothing."""
     text = "aaab é ENaé"
     ids = tokenizer.encode(text)
     alone = pieces_of(tokenizer, ids)
-    assert alone == [(letters, i) for letters, i in zip([*"aaab ", "", *"é ENa", "", "é"], ids, strict=True)]
+    assert alone == [(text, i) for text, i in zip([*"aaab ", "", *"é ENa", "", "é"], ids, strict=True)]
     assert pieces_of(tokenizer, ids, "aaaaa", "END", " é E!") == alone
     assert pieces_of(tokenizer, ids[:-1], "aé!") == [*alone[:-2], ("", ids[-2]), ("\ufffd", None)]
     # A stop string that comes is cut off, in the middle of a token as well.

@@ -1,4 +1,4 @@
-"""Plain HTTP, as no client library would let one ask."""
+"""Raw HTTP requests, including invalid ones that client libraries prevent."""
 
 import http.client
 import json
@@ -28,7 +28,7 @@ class Answer:
 def send(
     address: str, method: str, path: str, body: bytes | None = None, headers: Mapping[str, str] = MappingProxyType({})
 ) -> Answer:
-    """One request over a connection of its own."""
+    """Sends a request over a new connection."""
     connection = http.client.HTTPConnection(urlsplit(address).netloc, timeout=120)
     try:
         connection.request(method, path, body, dict(headers))
@@ -39,7 +39,7 @@ def send(
 
 
 def ask(live: Live, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> tuple[int, Any]:
-    """Status and JSON (or text) of an answer; a body that is not bytes is sent as JSON."""
+    """Sends a request; returns status and JSON (or text). A body that is not bytes is sent as JSON."""
     sent = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
     answer = send(live.address, method, path, sent, live.headers | (JSON if headers is None else headers))
     is_json = (answer.headers["Content-Type"] or "").startswith("application/json")

@@ -23,17 +23,17 @@ assert min(read, write) > 4
 os.dup2(read, 3), os.dup2(write, 4)
 os.execv(sys.argv[3], sys.argv[3:])
 """
-"""Starts a browser with the pipes where it looks for them."""
+"""Program that starts a browser with pipes at the file descriptors that it expects."""
 
 
 def find_browser() -> str | None:
-    """Its path."""
+    """Returns the path of an installed browser."""
     named = os.environ.get("CHROMIUM")
     return named or next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
 class Page:
-    """One page. Asks with messages that end with a zero byte (Chrome DevTools Protocol)."""
+    """A page. Messages of the Chrome DevTools Protocol end with a zero byte."""
 
     def __init__(self, to: int, of: int) -> None:
         self._to, self._of, self._rest, self._count, self._session = to, of, b"", 0, {}
@@ -89,13 +89,19 @@ class Page:
 
 @contextmanager
 def open_page(browser: str) -> Iterator[Page]:
-    """A page of a browser that lasts as long."""
+    """Opens a page in a browser, which ends with the context."""
     to_browser, of_page = os.pipe(), os.pipe()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
-        words = ("--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe", f"--user-data-dir={profile}")
+        arguments = (
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--remote-debugging-pipe",
+            f"--user-data-dir={profile}",
+        )
         ours = to_browser[0], of_page[1]
         start, quiet = (sys.executable, "-c", PLACED, *map(str, ours), browser), subprocess.DEVNULL
-        with subprocess.Popen((*start, *words), pass_fds=ours, stdout=quiet, stderr=quiet) as process:
+        with subprocess.Popen((*start, *arguments), pass_fds=ours, stdout=quiet, stderr=quiet) as process:
             for end in ours:
                 os.close(end)
             try:

@@ -28,7 +28,7 @@ TEMPLATE = "{% for m in messages %}{{ m.role }} {{ m.content }}\n{% endfor %}{% 
 
 @dataclass(frozen=True)
 class Live:
-    """A server that runs."""
+    """A running server."""
 
     address: str
     service: Service
@@ -41,7 +41,7 @@ class Live:
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory) -> Path:
-    """A GPT-2 with random weights and a chat template."""
+    """Builds a GPT-2 with random weights and a chat template."""
     shapes = gpt2_shapes() | {"transformer.wpe.weight": (CONTEXT, HIDDEN)}
     config = GPT2_CONFIG | {"n_positions": CONTEXT}
     folder = write_folder(tmp_path_factory.mktemp("hf") / "tiny", random_tensors(shapes), config, tokenizer=True)
@@ -59,7 +59,7 @@ def live(folder) -> Iterator[Live]:
 
 @contextmanager
 def served(folder: Path, sequences: int, mesh: str = "1x1") -> Iterator[Live]:
-    """A server of these weights, in a thread."""
+    """Runs a server of these weights in a thread."""
     loaded = load(Options(f"hf:{folder}", mesh=mesh, batch=sequences), processes=1)
     host, model = Host(loaded.engines, sequences, WAITING), loaded.model
     limits = Limits(BODY, host.max_context, 60)

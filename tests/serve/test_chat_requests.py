@@ -1,4 +1,4 @@
-"""What of a chat request reaches the chat template, and what is refused instead of ignored."""
+"""Fields of chat requests that reach the chat template, and those that are rejected instead of ignored."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ CHAT = "/v1/chat/completions"
 
 @pytest.fixture
 def template(live, monkeypatch):
-    """Gives the server another template."""
+    """Replaces the server's template."""
 
     def use(name: str) -> ChatTemplate:
         template = ChatTemplate(TEMPLATES.get(name, name), {"bos_token": "", "eos_token": ""}, "a test")
@@ -26,14 +26,14 @@ def template(live, monkeypatch):
 
 
 def written(live: Any, **fields: Any) -> str:
-    """The prompt of a chat request, as the server encodes it."""
+    """Returns the prompt that the server encodes for a chat request."""
     status, answer = ask(live, "POST", "/tokenize", fields)
     assert status == 200, answer
     return live.service.tokens.decoder.decode(answer["tokens"])
 
 
 def refused(live: Any, **fields: Any) -> tuple[str, str]:
-    """Which field is wrong, and the sentence about it."""
+    """Returns the invalid field and the error message."""
     status, answer = ask(live, "POST", CHAT, {"messages": [user("the cat")], "max_tokens": 1} | fields)
     assert status == 400, answer
     return answer["error"]["param"], answer["error"]["message"]
@@ -48,8 +48,8 @@ def test_tools_documents_and_variables_reach_the_template(live, template) -> Non
     assert ask(live, "POST", CHAT, {"messages": [user("a")], "max_tokens": 1, "tool_choice": "auto"})[0] == 200
 
 
-def test_an_answer_is_asked_for_by_the_tokens_behind_which_it_was_trained_on(live, template) -> None:
-    """With a template that drops thoughts, and calls of tools in between."""
+def test_generation_prompt_equals_that_of_training(live, template) -> None:
+    """With a template that drops reasoning, and with tool calls in between."""
     qwen = template("qwen3")
     messages = [*TWO[:2], user("and"), assistant("b", reasoning_content="a"), *WITH_CALL]
     samples, _ = ChatEncoder(live.service.tokens.decoder, qwen).samples(
@@ -90,7 +90,7 @@ def test_keys_of_messages(live, template) -> None:
         assert status == 400 and answer["error"]["message"].startswith(why)
 
 
-def test_what_the_template_does_not_read_is_refused_by_name(live, template) -> None:
+def test_inputs_that_the_template_ignores_are_rejected(live, template) -> None:
     template(CHATML)
     assert refused(live, tools=[TOOL]) == ("tools", "the chat_template of a test does not use tools: remove it")
     assert refused(live, documents=[{"text": "x"}])[0] == "documents"

@@ -1,4 +1,4 @@
-"""Real clients against a live server: the openai package, and what it gets beside the engine's own texts."""
+"""The openai package against a live server, compared with the engine's texts."""
 
 import asyncio
 import threading
@@ -22,9 +22,11 @@ def client(live):
         yield client
 
 
-def generated(capsys, live, *words: str) -> str:
-    """What `mtjax generate` writes."""
-    assert main(["generate", "--from", f"hf:{live.folder}", "--batch", str(SLOTS), "--max-tokens", "6", *words]) == 0
+def generated(capsys, live, *arguments: str) -> str:
+    """Returns the output of `mtjax generate`."""
+    assert (
+        main(["generate", "--from", f"hf:{live.folder}", "--batch", str(SLOTS), "--max-tokens", "6", *arguments]) == 0
+    )
     return capsys.readouterr().out.removesuffix("\n")
 
 
@@ -68,15 +70,15 @@ def test_options_and_stops(live, client) -> None:
     assert echoed.choices[0].text.startswith("the cat") and greedy.startswith(echoed.choices[0].text[7:])
 
 
-def test_logprobs_of_a_prompt_as_lm_eval_asks(live, client) -> None:
+def test_logprobs_of_a_prompt_as_lm_eval_requests(live, client) -> None:
     ids = live.service.tokens.decoder.encode("the cat and the dog went on")
     ask = {"model": "tiny", "prompt": [ids], "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234}
-    told = client.completions.create(**ask, echo=True).choices[0]
-    numbers = told.logprobs
+    choice = client.completions.create(**ask, echo=True).choices[0]
+    numbers = choice.logprobs
     assert len(numbers.tokens) == len(ids) + 1 and numbers.token_logprobs[0] is None  # exactly one token more
     assert numbers.top_logprobs[0] is None
     # "".join(tokens) is the text, and offsets count its characters.
-    assert "".join(numbers.tokens) == told.text
+    assert "".join(numbers.tokens) == choice.text
     assert numbers.text_offset == [len("".join(numbers.tokens[:i])) for i in range(len(numbers.tokens))]
     # What was written is the most likely token, by the very same number.
     assert max(numbers.top_logprobs[-1].values()) == numbers.token_logprobs[-1]
@@ -89,7 +91,7 @@ def test_logprobs_of_a_prompt_as_lm_eval_asks(live, client) -> None:
     pieces = [c.logprobs for event in events for c in event.choices if c.logprobs]
     assert [p for piece in pieces for p in piece.token_logprobs] == numbers.token_logprobs
     assert [o for piece in pieces for o in piece.text_offset] == numbers.text_offset
-    assert "".join(c.text for event in events for c in event.choices) == told.text
+    assert "".join(c.text for event in events for c in event.choices) == choice.text
 
 
 def test_chats(live, client) -> None:
@@ -109,8 +111,8 @@ def test_chats(live, client) -> None:
     assert events[0].choices[0].delta.role == "assistant" and events[-1].choices[0].finish_reason == "length"
     assert "".join(c.delta.content or "" for event in events for c in event.choices) == choice.message.content
     # Without a number of tokens: up to the end of the context, or of the text.
-    whole = client.chat.completions.create(model="tiny", messages=messages, temperature=0)
-    assert whole.usage.total_tokens == CONTEXT or whole.choices[0].finish_reason == "stop"
+    completion = client.chat.completions.create(model="tiny", messages=messages, temperature=0)
+    assert completion.usage.total_tokens == CONTEXT or completion.choices[0].finish_reason == "stop"
     assert live.service.tokens.settings["chat_template"] == TEMPLATE
 
 
@@ -144,7 +146,7 @@ def test_models_and_errors(live, client) -> None:
         client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x"}], tools=[tool])
 
 
-def test_a_full_queue_is_a_429_and_clients_that_leave_make_room(live, client) -> None:
+def test_full_queue_is_a_429_and_disconnects_free_slots(live, client) -> None:
     ask = {"model": "tiny", "prompt": "the cat", "max_tokens": 80}
     most = SLOTS + WAITING
     with pytest.raises(openai.BadRequestError, match="maximum is"):
@@ -172,7 +174,7 @@ def test_a_full_queue_is_a_429_and_clients_that_leave_make_room(live, client) ->
 
 @contextmanager
 def engine_at_rest(live: Live) -> Iterator[None]:
-    """No text ends meanwhile, however fast the machine: the engine has a job that lasts."""
+    """Blocks the engine with a job, so that no text ends meanwhile."""
     engine, over = live.service.host._engine, threading.Event()
     assert isinstance(engine, Engine)
 
@@ -187,15 +189,15 @@ def engine_at_rest(live: Live) -> Iterator[None]:
 
 
 def until_idle(live: Live) -> None:
-    """A client's leaving is heard of a moment later."""
+    """Waits until the server has noticed that clients disconnected."""
     end = time.monotonic() + 30
     while not live.service.host.idle.is_set():
         assert time.monotonic() < end
         time.sleep(0.01)
 
 
-def test_the_token_behind_a_scored_prompt_is_told_even_if_it_ends_the_text(live, client) -> None:
-    """Harnesses take the last one away."""
+def test_token_after_a_scored_prompt_is_returned_even_if_it_is_a_stop_token(live, client) -> None:
+    """Evaluation harnesses remove the last token."""
     ask = {"model": "tiny", "max_tokens": 1, "temperature": 100, "logprobs": 1, "prompt": "the cat"}
     for first in range(0, 2000, 40):
         texts = client.completions.create(**ask, seed=first, n=40).choices
@@ -203,5 +205,5 @@ def test_the_token_behind_a_scored_prompt_is_told_even_if_it_ends_the_text(live,
             break
     (ended, *_) = ends
     assert not client.completions.create(**ask, seed=ended).choices[0].logprobs.tokens, first
-    told = client.completions.create(**ask, seed=ended, echo=True).choices[0].logprobs
-    assert told.tokens[2:] == ["<|endoftext|>"] and len(told.token_logprobs) == 3
+    logprobs = client.completions.create(**ask, seed=ended, echo=True).choices[0].logprobs
+    assert logprobs.tokens[2:] == ["<|endoftext|>"] and len(logprobs.token_logprobs) == 3

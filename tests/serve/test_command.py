@@ -1,4 +1,4 @@
-"""The command: what it says, the documented curl commands, and how SIGTERM ends it."""
+"""The command `mtjax serve`: error messages, the documented curl commands, and SIGTERM."""
 
 import json
 import re
@@ -20,11 +20,11 @@ from tests.serve.asking import JSON, Answer, send
 DOCS = Path(__file__).parents[2] / "docs" / "serve.md"
 
 
-def refused(capsys, *words: str) -> str:
-    assert main(["serve", *words]) == 2
-    said = capsys.readouterr()
-    assert not said.out and said.err.startswith("error: ") and said.err.count("\n") == 1
-    return said.err
+def refused(capsys, *arguments: str) -> str:
+    assert main(["serve", *arguments]) == 2
+    output = capsys.readouterr()
+    assert not output.out and output.err.startswith("error: ") and output.err.count("\n") == 1
+    return output.err
 
 
 def test_what_is_wrong_is_said(folder, tmp_path, capsys, monkeypatch) -> None:
@@ -42,7 +42,7 @@ def test_what_is_wrong_is_said(folder, tmp_path, capsys, monkeypatch) -> None:
 
 
 def curls(address: str) -> list[list[str]]:
-    """The commands of the docs, at an address."""
+    """Returns the curl commands of the docs, with this address."""
     text = DOCS.read_text().replace("\\\n", " ").replace("http://127.0.0.1:8000", address).replace("default-1", "tiny")
     return [shlex.split(line) for line in re.findall(r"^ {4}(curl .*)$", text, re.MULTILINE)]
 
@@ -85,7 +85,7 @@ def check_curl(address: str) -> None:
 
 
 def check_drain(address: str, process: subprocess.Popen[str]) -> None:
-    """Texts that are being written are finished, and new ones refused."""
+    """Checks that texts in flight are finished, and new requests rejected."""
     body = json.dumps({"prompt": "the cat", "max_tokens": 80, "n": 10}).encode()
     ask = partial(send, address, "POST", "/v1/completions", body, JSON)
     answers: list[Answer] = []

@@ -1,4 +1,4 @@
-"""A device that fails, and one that takes too long: clients hear of it."""
+"""Errors that clients get if the device fails or takes too long."""
 
 import asyncio
 import dataclasses
@@ -15,7 +15,7 @@ from tests.serve.conftest import KEY
 
 
 class Failing(Engine):
-    """Fails at the first request behind the one that warms it up."""
+    """Fails at the first request after the warm-up request."""
 
     def __init__(self) -> None:
         self.max_context, self._asked, self._count = 96, threading.Event(), 0
@@ -38,7 +38,7 @@ class Failing(Engine):
 
 
 class Silent(Failing):
-    """Never writes a token; says which requests were cancelled."""
+    """Never generates a token; records cancelled requests."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Silent(Failing):
 
 @contextmanager
 def running(live, engine: Engine, **limits: float) -> Iterator[tuple[str, Host, Server, threading.Thread]]:
-    """A server with an engine of a test's own."""
+    """Runs a server with a fake engine."""
     host = Host([engine], 4, 0)
     bound, ready = listen("127.0.0.1", 0), threading.Event()
     own = {"host": host, "limits": dataclasses.replace(live.service.limits, **limits)}
@@ -73,27 +73,27 @@ def running(live, engine: Engine, **limits: float) -> Iterator[tuple[str, Host, 
 HEADERS = JSON | {"Authorization": f"Bearer {KEY}"}
 
 
-def test_clients_hear_of_a_device_that_fails(live) -> None:
+def test_clients_get_an_error_if_the_device_fails(live) -> None:
     with running(live, Failing()) as (address, host, _, _):
         answer = send(address, "POST", "/v1/completions", b'{"prompt": "the cat"}', HEADERS)
         assert answer.status == 503 and "the engine has failed: out of memory" in answer.text
     assert isinstance(host.failure, RuntimeError)  # which the command raises
 
 
-def test_a_request_ends_when_its_time_is_over(live) -> None:
-    """With a status, or in a stream, for which that comes too late, with an event; the engine may forget it."""
+def test_request_timeout(live) -> None:
+    """The error is a status or, in a stream, an event; the request is cancelled."""
     engine = Silent()
     with running(live, engine, seconds=0.3) as (address, _, server, _):
-        said = "the request timed out after 0.3 s: ask for fewer tokens"
+        message = "the request timed out after 0.3 s: ask for fewer tokens"
         for path, method, body in (
             ("/v1/completions", "POST", b'{"prompt": "the cat"}'),
             ("/v1/chat/completions", "POST", b'{"messages": [{"role": "user", "content": "the cat"}]}'),
             ("/api", "PUT", b'{"prompts": ["the cat"]}'),
         ):
             answer = send(address, method, path, body, HEADERS)
-            assert answer.status == 504 and said in answer.text, path
+            assert answer.status == 504 and message in answer.text, path
         answer = send(address, "POST", "/v1/completions", b'{"prompt": "the cat", "stream": true}', HEADERS)
-        assert answer.status == 200 and said in answer.text and '"code":504' in answer.text
+        assert answer.status == 200 and message in answer.text and '"code":504' in answer.text
         assert "data: [DONE]" not in answer.text
         for _ in range(1000):  # the engine may hear of it behind the client
             if len(engine.cancelled) == 4:

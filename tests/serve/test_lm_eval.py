@@ -1,4 +1,4 @@
-"""lm-eval's harness against a live server, beside transformers in the same harness; opt-in.
+"""lm-eval against a live server, compared with lm-eval with transformers; opt-in.
 
 .venv/bin/python -m venv --system-site-packages LM && LM/bin/pip install 'lm-eval[api,hf]==0.4.13'
 LM_EVAL=LM/bin/python python -m pytest -m long tests/serve/test_lm_eval.py
@@ -25,12 +25,12 @@ def tasks(tmp_path_factory) -> Path:
 
 
 def evaluate(tasks: Path, out: Path, model: str, arguments: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
-    """Results by task, and what was answered."""
-    words = [str(PYTHON), "-m", "lm_eval", "--model", model, "--tasks", ",".join(TASKS), "--include_path", str(tasks)]
-    words += ["--model_args", ",".join(f"{name}={value}" for name, value in arguments.items())]
-    words += ["--output_path", str(out), "--log_samples", "--batch_size", "4", "--device", "cpu"]
+    """Returns results by task, and the responses."""
+    command = [str(PYTHON), "-m", "lm_eval", "--model", model, "--tasks", ",".join(TASKS), "--include_path", str(tasks)]
+    command += ["--model_args", ",".join(f"{name}={value}" for name, value in arguments.items())]
+    command += ["--output_path", str(out), "--log_samples", "--batch_size", "4", "--device", "cpu"]
     environment = {"OPENAI_API_KEY": KEY, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tasks), "TQDM_DISABLE": "1"}
-    ran = subprocess.run(words, env=os.environ | environment, capture_output=True, text=True, timeout=500)
+    ran = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=500)
     assert ran.returncode == 0, ran.stderr[-3000:]
     (results,) = out.rglob("results*.json")
     lines = [line for path in sorted(out.rglob("samples*.jsonl")) for line in path.read_text().splitlines()]
@@ -41,7 +41,7 @@ def evaluate(tasks: Path, out: Path, model: str, arguments: dict[str, Any]) -> t
 
 @pytest.mark.long
 @pytest.mark.skipif(PYTHON is None, reason="LM_EVAL names no Python that has lm-eval")
-def test_lm_eval_finds_what_it_finds_with_transformers(live, tasks, tmp_path) -> None:
+def test_lm_eval_equals_transformers(live, tasks, tmp_path) -> None:
     theirs = evaluate(tasks, tmp_path / "theirs", "hf", {"pretrained": live.folder, "dtype": "float32"})
     server = {"model": "tiny", "base_url": f"{live.address}/v1/completions", "tokenizer_backend": "remote"} | {
         "auth_token": KEY
@@ -57,7 +57,7 @@ def test_lm_eval_finds_what_it_finds_with_transformers(live, tasks, tmp_path) ->
 
 
 def as_number(word: str) -> object:
-    """Log-probabilities are written as strings, like texts and whether a token was the most likely."""
+    """Parses lm-eval's strings, which may be log-probabilities, texts or booleans."""
     try:
         return pytest.approx(float(word), rel=1e-5)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Requests that are wrong in every way: each gets a reason, none a 500, and the server goes on."""
+"""Invalid requests: each gets an error message, none a 500, and the server keeps running."""
 
 import json
 import math
@@ -106,7 +106,7 @@ def reason(path: str, answer: Any) -> str:
 
 @many
 @hypothesis.given(data=some.data(), case=some.sampled_from(CASES))
-def test_a_wrong_field_is_named(live, data, case) -> None:
+def test_error_names_the_invalid_field(live, data, case) -> None:
     path, field = case
     value = data.draw(WRONG[path][field])
     status, answer = ask(live, "PUT" if path == API else "POST", path, GOOD[path] | {field: value})
@@ -116,7 +116,7 @@ def test_a_wrong_field_is_named(live, data, case) -> None:
 
 @hypothesis.settings(many, max_examples=100)
 @hypothesis.given(path=some.sampled_from(list(GOOD)), data=some.data())
-def test_anything_at_all_is_answered(live, path, data) -> None:
+def test_arbitrary_bodies_get_a_response(live, path, data) -> None:
     names = some.sampled_from(sorted({name for _, name in CASES})) | some.text(max_size=5)
     fields = data.draw(some.dictionaries(names, values, max_size=3))
     body = data.draw(some.just(GOOD[path] | fields) | values | some.binary(max_size=30))
@@ -124,7 +124,7 @@ def test_anything_at_all_is_answered(live, path, data) -> None:
     assert status == 200 or (400 <= status < 500 and reason(path, answer)), answer
 
 
-def test_bodies_that_are_not_bodies(live, monkeypatch) -> None:
+def test_invalid_bodies(live, monkeypatch) -> None:
     def status(body: bytes, **headers: str) -> tuple[int, str]:
         code, answer = ask(live, "POST", COMPLETION, body, {"Content-Type": "application/json"} | headers)
         return code, answer["error"]["message"]
@@ -150,8 +150,8 @@ def test_bodies_that_are_not_bodies(live, monkeypatch) -> None:
             raw.sendall(sent.encode())
             assert expected in raw.recv(4096).split(b"\r\n")[0], sent[-60:]
     monkeypatch.setattr(server, "HEADER_SECONDS", 0.3)
-    whole = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
-    for first, slow in ((b"", b"GET /health HTTP/1.1\r\nHo"), (b"", b""), (whole, b"GET /he")):
+    complete = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+    for first, slow in ((b"", b"GET /health HTTP/1.1\r\nHo"), (b"", b""), (complete, b"GET /he")):
         with socket.create_connection((host.hostname, host.port), timeout=20) as raw:
             raw.sendall(first)
             answered = b""
@@ -165,7 +165,7 @@ def test_bodies_that_are_not_bodies(live, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/tokenizer_info", COMPLETION, CHAT, API, "/tokenize", "/detokenize"])
-def test_without_a_key_nothing_is_answered(live, path) -> None:
+def test_requests_without_a_key_are_rejected(live, path) -> None:
     method = "PUT" if path == API else "POST" if path in GOOD else "GET"
     for header in ("", "Bearer", "Bearer ", "Basic b3RoZXI=", "secret-key", "Bearer secret-key\xe9"):
         assert ask(live, method, path, GOOD.get(path), {"Authorization": header})[0] == 401

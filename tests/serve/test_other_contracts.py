@@ -1,4 +1,4 @@
-"""Megatron-LM's PUT /api, by its contract, and vLLM's tokenizer over HTTP."""
+"""Megatron-LM's PUT /api, and vLLM's tokenizer endpoints."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -50,8 +50,8 @@ def test_texts_segments_and_logprobs(live) -> None:
     assert all(segments[0] == "<|endoftext|>" for segments in with_bos["segments"])
 
 
-def test_what_ends_a_text_is_part_of_it(live) -> None:
-    """Drawn hot, of 300 tokens: in some text a line ends."""
+def test_text_includes_the_token_that_ends_it(live) -> None:
+    """At a high temperature, some of the texts contain a newline."""
     tokenizer = live.service.tokens.decoder
     (line,) = tokenizer.encode("\n")
     newline = tokenizer.decode([line])
@@ -59,15 +59,15 @@ def test_what_ends_a_text_is_part_of_it(live) -> None:
     texts = put(live, **ask_for, stop_on_eol=True)["segments"]
     stopped = [text for text in texts if text[-1] == newline]
     assert stopped and all(newline not in text[:-1] for text in texts)
-    whole = put(live, **ask_for)["segments"]
-    longer = [text for text in whole if newline in text[:-1]]
-    most = max(map(len, whole))
-    assert longer and all(text[-1] == "<|endoftext|>" for text in whole if len(text) < most)
+    segments = put(live, **ask_for)["segments"]
+    longer = [text for text in segments if newline in text[:-1]]
+    most = max(map(len, segments))
+    assert longer and all(text[-1] == "<|endoftext|>" for text in segments if len(text) < most)
 
 
 @pytest.fixture(scope="module")
 def log_probabilities(folder) -> Callable[[list[int]], np.ndarray]:
-    """Of each next token, float64, by a pass over all ids without a cache."""
+    """Returns a function for log-probabilities of the next token, float64, without a KV cache."""
     loaded = load_model(f"hf:{folder}")
     placed = loaded.placed
 
@@ -88,7 +88,7 @@ def log_probabilities(folder) -> Callable[[list[int]], np.ndarray]:
 
 
 def searched(log_probabilities, prompt: list[int], tokens: int, width: int, penalty: float, stop: int):
-    """Scores and ids as Megatron's beam search finds them, written out."""
+    """Reference implementation of Megatron-LM's beam search; returns scores and ids."""
     beams, finished, done = [(0.0, prompt)], [], False
     for at in range(1, tokens + 1):
         found = [(score + p, ids, i) for score, ids in beams for i, p in enumerate(log_probabilities(ids))]
@@ -106,7 +106,7 @@ def searched(log_probabilities, prompt: list[int], tokens: int, width: int, pena
 
 
 @pytest.mark.parametrize(("width", "penalty"), [(2, 2.0), (4, -2.0)])
-def test_beams_are_those_of_its_search(live, log_probabilities, width: int, penalty: float) -> None:
+def test_beams_equal_megatron_search(live, log_probabilities, width: int, penalty: float) -> None:
     tokenizer = live.service.tokens.decoder
     prompt, tokens = tokenizer.encode("the cat and the dog"), 6
     written = {i for _, ids in searched(log_probabilities, prompt, tokens, 4, 1.0, -1) for i in ids[len(prompt) :]}
@@ -117,39 +117,39 @@ def test_beams_are_those_of_its_search(live, log_probabilities, width: int, pena
         answer = put(live, prompts=["the cat and the dog"], **fields)
         assert set(answer) == {"text", "segments", "scores"}
         assert answer["scores"] == pytest.approx([score for score, _ in expected], rel=1e-5)
-        whole = [[*ids, *[tokenizer.eod] * (len(prompt) + tokens - len(ids))] for _, ids in expected]
-        assert answer["text"] == [tokenizer.decode(ids) for ids in whole]
+        padded = [[*ids, *[tokenizer.eod] * (len(prompt) + tokens - len(ids))] for _, ids in expected]
+        assert answer["text"] == [tokenizer.decode(ids) for ids in padded]
         assert ["".join(segments) for segments in answer["segments"]] == answer["text"]
-        ended += any(ids[-1] == tokenizer.eod for ids in whole)
+        ended += any(ids[-1] == tokenizer.eod for ids in padded)
     assert ended
 
 
-def test_beams_leave_others_whole(live) -> None:
-    """Beside texts under way: these and the searches are what they are alone."""
+def test_beam_search_does_not_change_other_texts(live) -> None:
+    """Texts in flight and concurrent searches have the same results as alone."""
     alone = [
         put(live, prompts=["the road"], tokens_to_generate=9, beam_width=2),
         put(live, prompts=["the"], random_seed=1),
     ]
     with ThreadPoolExecutor(6) as pool:
-        asked = [
+        requests = [
             {"prompts": ["the road"], "tokens_to_generate": 9, "beam_width": 2},
             {"prompts": ["the"], "random_seed": 1},
         ]
-        assert list(pool.map(lambda fields: put(live, **fields), asked * 3)) == alone * 3
+        assert list(pool.map(lambda fields: put(live, **fields), requests * 3)) == alone * 3
     assert ask(live, "GET", "/health", headers={}) == (200, "ok\n")
 
 
 def test_errors_are_sentences(live) -> None:
-    def said(**fields) -> str:
+    def error_of(**fields) -> str:
         status, answer = ask(live, "PUT", "/api", fields)
         assert status == 400
         return answer
 
-    assert said(prompts=["x"], top_k=2, top_p=0.5) == "top_k is 2 and top_p is 0.5: send one of them"
-    assert said(prompts=["x", "y"], beam_width=2) == "beam_width requires a single prompt, and there are 2"
-    assert said(prompts=["x"], beam_width=11) == "beam_width: beam search with 11 beams: the maximum is 10"
-    assert said(prompts=["x"], beam_width=2, length_penalty="1").startswith("length_penalty is")
-    assert said(prompts=["x"], sentences=["x"]) == "sentences is no longer supported: use prompts"
+    assert error_of(prompts=["x"], top_k=2, top_p=0.5) == "top_k is 2 and top_p is 0.5: send one of them"
+    assert error_of(prompts=["x", "y"], beam_width=2) == "beam_width requires a single prompt, and there are 2"
+    assert error_of(prompts=["x"], beam_width=11) == "beam_width: beam search with 11 beams: the maximum is 10"
+    assert error_of(prompts=["x"], beam_width=2, length_penalty="1").startswith("length_penalty is")
+    assert error_of(prompts=["x"], sentences=["x"]) == "sentences is no longer supported: use prompts"
     assert ask(live, "POST", "/api", {})[0] == 405
 
 
@@ -176,14 +176,14 @@ def logprobs_of(live, **more) -> dict:
 
 
 @pytest.mark.parametrize("echo", [False, True])
-def test_stop_strings_that_do_not_come_move_no_offset(live, echo: bool) -> None:
+def test_unmatched_stop_sequences_do_not_change_offsets(live, echo: bool) -> None:
     plain = logprobs_of(live, echo=echo)
     text = plain["text"].removeprefix("the cat" * echo)
     stops = [f"{text[:3]}\x00", f"{text[2:9]}\x00", f"{text[5]}\x00", f"{text[-4:]}\x00"]
     assert logprobs_of(live, echo=echo, stop=stops) == plain
 
 
-def test_prompts_of_a_request_draw_noise_of_their_own(live, monkeypatch) -> None:
+def test_prompts_of_a_request_use_different_seeds(live, monkeypatch) -> None:
     def texts(prompts: list[str], **more) -> list[str]:
         body = {"prompt": prompts, "max_tokens": 6, **more}
         return [choice["text"] for choice in ask(live, "POST", "/v1/completions", body)[1]["choices"]]
@@ -199,7 +199,7 @@ def test_prompts_of_a_request_draw_noise_of_their_own(live, monkeypatch) -> None
     assert alone[0][0] != alone[0][1]
 
 
-def test_add_bos_puts_the_tokenizers_own_token_in_front(live, tmp_path, monkeypatch) -> None:
+def test_add_bos_prepends_the_tokenizers_bos(live, tmp_path, monkeypatch) -> None:
     source = write_folder(tmp_path / "hf", random_tensors(gpt2_shapes()), GPT2_CONFIG | {"bos_token_id": 1})
     assert convert(["--from", f"hf:{source}", "--to", f"mtjax:{tmp_path / 'ours'}"]) == 0
     # Where the tokenizer adds nothing, the config of the weights names it, also after a conversion.

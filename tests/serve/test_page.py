@@ -1,4 +1,4 @@
-"""The page at `/`, in a real browser."""
+"""The web page at `/`, in a real browser."""
 
 import re
 
@@ -9,14 +9,14 @@ from tests.serve.browser import find_browser, open_page
 from tests.serve.conftest import KEY
 
 
-def test_the_page_needs_nothing_from_elsewhere(live) -> None:
+def test_page_loads_no_external_resources(live) -> None:
     status, text = ask(live, "GET", "/", headers={"Authorization": ""})
     assert status == 200 and not re.search(r"https?://|src=|@import", text)
 
 
 @pytest.mark.long
 @pytest.mark.skipif(find_browser() is None, reason="needs a browser: apt install chromium-headless-shell, or CHROMIUM")
-def test_texts_in_a_browser(live) -> None:
+def test_page_in_a_browser(live) -> None:
     browser = find_browser()
     assert browser is not None
     with open_page(browser) as page:
@@ -30,11 +30,11 @@ def test_texts_in_a_browser(live) -> None:
         page.type_into("tokens", "9")
         page.type_into("temperature", "0")
         page.click("send")
-        said = page.until("!document.getElementById('send').disabled && document.getElementById('state').textContent")
+        state = page.until("!document.getElementById('send').disabled && document.getElementById('state').textContent")
         body = {"prompt": "the cat", "max_tokens": 9, "temperature": 0}
         _, same = ask(live, "POST", "/v1/completions", body)
         assert page.value("document.getElementById('text').textContent") == same["choices"][0]["text"]
-        assert said.startswith("length: 9 tokens in ")
+        assert state.startswith("length: 9 tokens in ")
 
         page.click("chat")
         page.click("send")

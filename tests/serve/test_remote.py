@@ -1,4 +1,4 @@
-"""A replica of other processes, here in threads: process 0 hears what an engine of its own would have told it."""
+"""Remote replicas, with threads in place of processes: listeners get the same events as from a local engine."""
 
 import threading
 from collections.abc import Callable
@@ -15,8 +15,7 @@ from mtjax.generate.decoder import Decoder
 from mtjax.generate.engine import Engine
 from mtjax.generate.request import Request, Sampling, Token
 from mtjax.models.sharded_model import ShardedModel
-from mtjax.serve import kv_mailbox as letters
-from mtjax.serve import lockstep as together
+from mtjax.serve import kv_mailbox, lockstep
 from mtjax.serve.lockstep import LockstepLeader, follow
 from mtjax.serve.remote_replica import RemoteReplica, serve_replica
 from mtjax.serve.replicas import replicas_on
@@ -25,75 +24,75 @@ from tests.tiny import mesh_of, tiny_config
 
 
 class Service:
-    """jax's coordination service, as far as letters need it."""
+    """A fake of jax's coordination service."""
 
     def __init__(self) -> None:
-        self.words: dict[str, str] = {}
+        self.values: dict[str, str] = {}
         self._changed = threading.Condition()
 
-    def key_value_set(self, key: str, word: str) -> None:
+    def key_value_set(self, key: str, value: str) -> None:
         with self._changed:
-            assert key not in self.words
-            self.words[key] = word
+            assert key not in self.values
+            self.values[key] = value
             self._changed.notify_all()
 
     def key_value_delete(self, key: str) -> None:
         with self._changed:
-            del self.words[key]
+            del self.values[key]
 
-    def blocking_key_value_get(self, key: str, patience_ms: int) -> str:
+    def blocking_key_value_get(self, key: str, timeout_ms: int) -> str:
         with self._changed:
-            if not self._changed.wait_for(lambda: key in self.words, patience_ms / 1000):
+            if not self._changed.wait_for(lambda: key in self.values, timeout_ms / 1000):
                 raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED")
-            return self.words[key]
+            return self.values[key]
 
 
 @dataclass
-class Heard:
-    """What a client hears of a text."""
+class RecordedEvents:
+    """The events of a request."""
 
     tokens: list[Token] = field(default_factory=list)
     prompt: list[Token] = field(default_factory=list)
     ends: list[str] = field(default_factory=list)
 
-    def request(self, ids: tuple[int, ...], sampling: Sampling, last: Callable[[int], bool], **asked: Any) -> Request:
+    def request(self, ids: tuple[int, ...], sampling: Sampling, last: Callable[[int], bool], **options: Any) -> Request:
         def on_token(token: Token) -> bool:
             self.tokens.append(token)
             return last(len(self.tokens))
 
         listeners = {"on_token": on_token, "on_prompt": self.prompt.extend, "on_end": self.ends.append}
-        return Request(ids, sampling, **asked, **listeners)
+        return Request(ids, sampling, **options, **listeners)
 
 
-def ask(engine: Engine | RemoteReplica) -> list[Heard]:
-    """Five texts: drawn, with log-probabilities of all, ended by the listener, by a stop id, and by the client."""
-    told = [Heard() for _ in range(5)]
+def ask(engine: Engine | RemoteReplica) -> list[RecordedEvents]:
+    """Submits five requests: sampled, with log-probabilities, ended by the listener, by a stop token, and cancelled."""
+    recorded = [RecordedEvents() for _ in range(5)]
     drawn = Sampling(12, temperature=1.5, seed=3)
     never, third = (lambda count: False), (lambda count: count == 3)
-    engine.submit(told[0].request((5, 6, 7), drawn, never))
-    engine.submit(told[1].request((8, 9), Sampling(4), never, logprobs=True, echo=True))
-    engine.submit(told[2].request((5, 6), drawn, third))
-    engine.submit(told[3].request((7,), Sampling(40, 1.5, seed=1), never, stop_ids=frozenset(range(0, 250, 3))))
-    engine.submit(left := told[4].request((1, 2, 3), Sampling(60), never))
+    engine.submit(recorded[0].request((5, 6, 7), drawn, never))
+    engine.submit(recorded[1].request((8, 9), Sampling(4), never, logprobs=True, echo=True))
+    engine.submit(recorded[2].request((5, 6), drawn, third))
+    engine.submit(recorded[3].request((7,), Sampling(40, 1.5, seed=1), never, stop_ids=frozenset(range(0, 250, 3))))
+    engine.submit(left := recorded[4].request((1, 2, 3), Sampling(60), never))
     engine.cancel(left)
     engine.run()
-    return told
+    return recorded
 
 
-def test_a_remote_replica_of_two_processes_tells_what_an_engine_tells(monkeypatch) -> None:
+def test_remote_replica_of_two_processes_equals_local_engine(monkeypatch) -> None:
     placed = ShardedModel(tiny_config(init_std=0.3, sequence_length=64), mesh_of("1x1"))
     decoder, service = Decoder(placed, placed.initialize_parameters(0)), Service()
-    for module in (letters, together):
+    for module in (kv_mailbox, lockstep):
         monkeypatch.setattr(module, "service", lambda: service)
-    monkeypatch.setattr(letters, "POLL_MS", 200)
-    own, first, second = (Engine(decoder, 2, chunks=(8,), min_cache_length=64) for _ in range(3))
-    expected = ask(own)
-    assert [heard.ends for heard in expected] == [["length"], ["length"], ["stop"], ["stop"], ["cancelled"]]
-    led = threading.Thread(target=serve_replica, args=(LockstepLeader(first, 1), 1), daemon=True)
-    following = threading.Thread(target=follow, args=(second, 1), daemon=True)
-    for thread in (led, following):
+    monkeypatch.setattr(kv_mailbox, "POLL_MS", 200)
+    local, first, second = (Engine(decoder, 2, chunks=(8,), min_cache_length=64) for _ in range(3))
+    expected = ask(local)
+    assert [events.ends for events in expected] == [["length"], ["length"], ["stop"], ["stop"], ["cancelled"]]
+    leader = threading.Thread(target=serve_replica, args=(LockstepLeader(first, 1), 1), daemon=True)
+    follower = threading.Thread(target=follow, args=(second, 1), daemon=True)
+    for thread in (leader, follower):
         thread.start()
-    remote, stopped = RemoteReplica(1, own, 2), threading.Event()
+    remote, stopped = RemoteReplica(1, local, 2), threading.Event()
     for _ in range(2):
         assert ask(remote) == expected
         assert remote.load == first.load == (0, 0)
@@ -102,13 +101,13 @@ def test_a_remote_replica_of_two_processes_tells_what_an_engine_tells(monkeypatc
     stopped.set()
     remote.wake()
     remote.run(stopped)
-    for thread in (led, following):
+    for thread in (leader, follower):
         thread.join(30)
         assert not thread.is_alive()
-    assert second.load == (0, 0) and not [key for key in service.words if "plan" not in key]
+    assert second.load == (0, 0) and not [key for key in service.values if "plan" not in key]
 
 
-def test_a_process_has_whole_replicas_or_parts_of_one() -> None:
+def test_process_has_full_replicas_or_part_of_one() -> None:
     assert [replica.processes for replica in replicas_on(parse_mesh("1x1"), 1)] == [[0]]
     with pytest.raises(UserError, match="mesh 3x2 gives each of 2 processes 3 devices"):
         replicas_on(parse_mesh("3x2"), 2)

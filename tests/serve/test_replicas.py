@@ -1,4 +1,4 @@
-"""Data ways as replicas behind one address."""
+"""Data parallel replicas behind one address."""
 
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -13,13 +13,13 @@ pytestmark = pytest.mark.long
 
 
 def text_of(live: Live, number: int) -> Any:
-    asked = {"prompt": f"the cat {number}", "max_tokens": 12, "seed": number, "temperature": number % 2}
-    status, answer = ask(live, "POST", "/v1/completions", asked)
+    fields = {"prompt": f"the cat {number}", "max_tokens": 12, "seed": number, "temperature": number % 2}
+    status, answer = ask(live, "POST", "/v1/completions", fields)
     assert status == 200
     return answer["choices"]
 
 
-def test_two_replicas_write_the_texts_of_one_and_share_the_work(live, folder) -> None:
+def test_two_replicas_share_the_load_and_generate_the_same_texts(live, folder) -> None:
     alone = [text_of(live, number) for number in range(12)]
     with served(folder, 2, "2x2") as two:
         with ThreadPoolExecutor(12) as clients:

@@ -1,4 +1,4 @@
-"""A real model through the openai package, beside transformers; opt-in, see `tests.generate.smollm2`."""
+"""A real model with the openai package, compared with transformers; opt-in, see `tests.generate.smollm2`."""
 
 import os
 from pathlib import Path

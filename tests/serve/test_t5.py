@@ -1,4 +1,4 @@
-"""A T5 that is served: prompts are read as it was trained to read them, and take no room from its texts."""
+"""Serving a T5: prompts are encoded as in training, and take no space from generated texts."""
 
 import pytest
 
@@ -20,7 +20,7 @@ PROMPT, NEW = "the cat and the dog went on to the end of the <extra_id_0> road",
 
 @pytest.mark.long
 @pytest.mark.torch
-def test_a_t5_answers_as_transformers_do(tmp_path) -> None:
+def test_served_t5_equals_transformers(tmp_path) -> None:
     torch.manual_seed(0)
     network = t5("relu", True).eval()
     network.save_pretrained(tmp_path)
@@ -36,13 +36,13 @@ def test_a_t5_answers_as_transformers_do(tmp_path) -> None:
         )
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
     with served(tmp_path, 2) as live:
-        asked = {"prompt": PROMPT, "max_tokens": NEW, "temperature": 0}
-        status, answer = ask(live, "POST", "/v1/completions", asked)
+        fields = {"prompt": PROMPT, "max_tokens": NEW, "temperature": 0}
+        status, answer = ask(live, "POST", "/v1/completions", fields)
         assert status == 200, answer
         assert answer["usage"]["prompt_tokens"] == len(ids)
         assert answer["choices"][0]["text"] == tokenizer.decode(out[0].tolist()[1:], skip_special_tokens=False)
         most = live.service.host.max_context - 1
-        status, answer = ask(live, "POST", "/v1/completions", {**asked, "max_tokens": most})
+        status, answer = ask(live, "POST", "/v1/completions", {**fields, "max_tokens": most})
         assert status == 200, answer
         status, answer = ask(live, "PUT", "/api", {"prompts": [PROMPT]})
         assert status == 400 and "needs a decoder-only model" in answer

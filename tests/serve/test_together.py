@@ -1,4 +1,4 @@
-"""Two processes of four devices each behind one address."""
+"""Serving with two processes of four devices each."""
 
 import json
 import re
@@ -24,7 +24,7 @@ Process = subprocess.Popen[str]
 
 @contextmanager
 def two(folder: Path, mesh: str) -> Iterator[tuple[str, list[Process]]]:
-    """An address, and the processes behind it."""
+    """Starts two processes; yields the address and the processes."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         coordinator = f"localhost:{probe.getsockname()[1]}"
@@ -47,7 +47,7 @@ def two(folder: Path, mesh: str) -> Iterator[tuple[str, list[Process]]]:
 
 
 def bodies_of(live: Live) -> list[dict[str, Any]]:
-    """What is asked at the same time: texts that end by their length, by words and by the end of a prompt."""
+    """Returns request bodies for texts that end by length, by stop sequences and after scoring a prompt."""
     _, greedy = ask(live, "POST", "/v1/completions", {"prompt": "the cat", "max_tokens": 12, "temperature": 0})
     cut = greedy["choices"][0]["text"][3:5]
     return [
@@ -59,12 +59,12 @@ def bodies_of(live: Live) -> list[dict[str, Any]]:
 
 
 def check_same(live: Live, address: str) -> None:
-    """Checks that another server answers as the one of one process."""
+    """Checks that another server returns the same texts as the one of one process."""
     bodies = bodies_of(live)
     expected = [ask(live, "POST", "/v1/completions", body)[1] for body in bodies]
     with ThreadPoolExecutor(len(bodies)) as pool:
-        asked = [json.dumps(body).encode() for body in bodies]
-        answers = list(pool.map(lambda body: send(address, "POST", "/v1/completions", body, JSON).json, asked))
+        encoded = [json.dumps(body).encode() for body in bodies]
+        answers = list(pool.map(lambda body: send(address, "POST", "/v1/completions", body, JSON).json, encoded))
     for answer, same in zip(answers, expected, strict=True):
         texts, others = ([choice["text"] for choice in one["choices"]] for one in (answer, same))
         assert texts == others and answer["usage"] == same["usage"]
@@ -72,7 +72,7 @@ def check_same(live: Live, address: str) -> None:
     assert scores[1:] == pytest.approx(others[1:], abs=1e-4)
 
 
-def test_two_processes_write_what_one_does(live) -> None:
+def test_two_processes_generate_the_same_as_one(live) -> None:
     with two(live.folder, "1x8") as (address, processes):
         check_same(live, address)
         for process in processes:
@@ -80,14 +80,14 @@ def test_two_processes_write_what_one_does(live) -> None:
         assert [process.wait(60) for process in processes] == [0, 0]
 
 
-def test_replicas_of_two_processes_share_the_work_and_a_lost_one_ends_all_with_its_name(live) -> None:
+def test_replicas_in_two_processes_share_the_load_and_exit_if_one_is_lost(live) -> None:
     with two(live.folder, "4x2") as (address, processes):
         check_same(live, address)
         page = send(address, "GET", "/metrics").text
         written = re.findall(r'mtjax_replica_generated_tokens_total\{replica="\d"\} (\S+)', page)
         assert len(written) == 4 and all(float(count) > 0 for count in written)
         processes[1].send_signal(signal.SIGKILL)
-        _, said = processes[0].communicate(timeout=60)
+        _, output = processes[0].communicate(timeout=60)
         assert processes[0].returncode == LOST
-        error = next(line for line in said.splitlines() if line.startswith("error: "))
+        error = next(line for line in output.splitlines() if line.startswith("error: "))
         assert error.startswith("error: process 1 (") and error.endswith("start the server again")
