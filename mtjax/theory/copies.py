@@ -18,9 +18,9 @@ gradients, have 4.
 - Layers without a loop have no stacks: their matrices are cast (4 + c), and their gradients stacked (8), once a step.
 
 ZeRO-2 and 3 add up, and all stages cast, a rank's own part. A copy takes no less than a launch, which is what it takes
-for vectors. Left out: what is outside the layers, blocks of experts, wires between stages, transposes of what is
-gathered, and vectors where they only come out of their stack, mostly within another kernel. Full recompute in groups is
-taken for that of single layers, as in all formulas of time.
+for vectors. Left out: what is outside the layers, experts' blocks (`mtjax.theory.expert_blocks`), wires between stages,
+transposes of what is gathered, and vectors where they only come out of their stack, mostly within another kernel. Full
+recompute in groups is taken for that of single layers, as in all formulas of time.
 """
 
 from collections.abc import Iterator, Sequence
