@@ -169,7 +169,7 @@ def _lock_step_time(anatomy: Anatomy, plan: Plan, machine: Machine, software: So
         bubble=ticks * longest - work + (on_layers + to_experts + turns) * (1 - counts),
         data_axis=spent[DATA],
         optimizer=_optimizer(anatomy, plan, machine, software),
-        copies=copied + _copies([*copies_in_step(anatomy, plan), *_table_copies(anatomy, plan)], machine, software),
+        copies=copied + _copies([*copies_in_step(anatomy, plan), *table_copies(anatomy, plan)], machine, software),
         contention=machine.contention(spent[STAGE] - sent + spent[CONTEXT] - turns),
         context_axis=turns * counts,
         expert_axis=to_experts * counts,
@@ -324,7 +324,7 @@ def _all_copies(anatomy: Anatomy, plan: Plan) -> list[Copy]:
     return found
 
 
-def _table_copies(anatomy: Anatomy, plan: Plan) -> list[Copy]:
+def table_copies(anatomy: Anatomy, plan: Plan) -> list[Copy]:
     """Copies of the sums of gradients of tables outside the layers, in every tick's backward half.
 
     XLA: a branch that does not add to a sum copies it, and so does the tick around it where the embedding and the
