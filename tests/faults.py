@@ -429,10 +429,17 @@ FAULTS = (
     # --- inspect and plan
     Fault(
         "inspect: what a loop sends counts once",
-        "count * inner, exact and known",
-        "count, exact and known",
+        "if branch else count * inner",
+        "if branch else count",
         "inspect",
         "test_a_loop_multiplies",
+    ),
+    Fault(
+        "inspect: the losses of a pipeline count in every tick",
+        "times = branch.count(module.is_true_branch(instruction, callee)) if branch else count * inner",
+        "times = count * inner",
+        "inspect",
+        "test_branches_count_once_a_microbatch_and_the_embedding_in_idle_ticks_too",
     ),
     Fault(
         "inspect: between stages, activations are taken for gradients",
@@ -478,8 +485,8 @@ FAULTS = (
     ),
     Fault(
         "theory: with ZeRO-2 gradients are reduced once a step",
-        'times, scattered = (turns, f"turn_{of}" if staged else split) if zero >= 2 else ("1", split)',
-        'times, scattered = "1", split',
+        'scattered = [("microbatches" if zero >= 2 else "1", split)]',
+        'scattered = [("1", split)]',
         "theory",
         "test_zero_1_moves_what_an_all_reduce_moves",
     ),

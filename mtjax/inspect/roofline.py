@@ -137,7 +137,7 @@ class Roofline:
                 is_true = instruction.name in taken
                 callees = [c for c in callees if self.module.is_true_branch(instruction, c) == is_true]
             elif branch is not None:  # of a single tick, which is no loop: of what any stage takes
-                (stages,) = branch.by_tick
+                stages = branch.by_tick[0]
                 callees = [c for c in callees if self.module.is_true_branch(instruction, c) in stages]
             slowest = max(callees, key=lambda callee: self.walk(callee, taken).seconds)
             yield Run(slowest, taken, 1)

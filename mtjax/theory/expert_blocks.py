@@ -46,9 +46,21 @@ def expert_blocks(model: Model, plan: Plan) -> ExpertBlocks:
     if capacity is not None:
         each = min(each, ways * plan.local_tokens(capacity))
         places = model.num_experts * min(plan.microbatch_size * capacity, tokens) if ways > 1 else pairs
-    share = places // (model.num_experts * BLOCKS_OF_AN_EXPERT)
+    return blocks_of(places, model.num_experts, ways, each)
+
+
+def blocks_of(places: int, experts: int, ways: int, each: float | None = None) -> ExpertBlocks:
+    """Returns a rank's blocks of an equal load.
+
+    Args:
+      places: for pairs of a token and an expert that all ranks with the experts of a layer read.
+      experts: of a layer.
+      ways: ranks that share them.
+      each: pairs of an expert; its share of the places when None.
+    """
+    share = places // (experts * BLOCKS_OF_AN_EXPERT)
     rows = min(max(1 << max(share.bit_length() - 1, 0), SHORTEST), LONGEST)
-    return ExpertBlocks(rows, model.num_experts // ways * math.ceil(each / rows))
+    return ExpertBlocks(rows, experts // ways * math.ceil((places / experts if each is None else each) / rows))
 
 
 def block_copies(stack: Stack, model: Model, plan: Plan) -> list[Copy]:

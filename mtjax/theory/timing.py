@@ -16,7 +16,7 @@ from mtjax.theory.anatomy import Anatomy, Stack
 from mtjax.theory.contract import GRADIENTS, LOSS_FORWARD
 from mtjax.theory.copies import FLOAT32, SUMS, Copy, copies, copies_in_step, copies_in_turn
 from mtjax.theory.counts import on_device, peak_stage_counts, zero_degree
-from mtjax.theory.expert_blocks import block_copies
+from mtjax.theory.expert_blocks import block_copies, blocks_of
 from mtjax.theory.hardware import Server
 from mtjax.theory.kernels import CORE, ElementWise, Traffic
 from mtjax.theory.link_time import (
@@ -169,7 +169,7 @@ def _lock_step_time(anatomy: Anatomy, plan: Plan, machine: Machine, software: So
         bubble=ticks * longest - work + (on_layers + to_experts + turns) * (1 - counts),
         data_axis=spent[DATA],
         optimizer=_optimizer(anatomy, plan, machine, software),
-        copies=copied + _copies([*copies_in_step(anatomy, plan), *_table_copies(anatomy, plan)], machine, software),
+        copies=copied + _copies([*copies_in_step(anatomy, plan), *table_copies(anatomy, plan)], machine, software),
         contention=machine.contention(spent[STAGE] - sent + spent[CONTEXT] - turns),
         context_axis=turns * counts,
         expert_axis=to_experts * counts,
@@ -255,24 +255,24 @@ def _layer_cores(stack: Stack, plan: Plan, machine: Machine, software: Software)
 
 
 def _forward(product: Product, plan: Plan, machine: Machine) -> float:
-    rows, groups = _rows(product, plan)
-    return machine.product(rows, product.inner, product.outer, groups)
+    rows, times = _rows(product, plan)
+    return times * machine.product(rows, product.inner, product.outer)
 
 
 def _backward(product: Product, plan: Plan, machine: Machine) -> float:
     """The gradients of what it reads and of its weights."""
-    rows, groups = _rows(product, plan)
-    of_read = machine.product(rows, product.outer, product.inner, groups)
-    return of_read + machine.product(product.inner, rows, product.outer, groups)
+    rows, times = _rows(product, plan)
+    of_read = machine.product(rows, product.outer, product.inner)
+    return times * (of_read + machine.product(product.inner, rows, product.outer))
 
 
 def _rows(product: Product, plan: Plan) -> tuple[float, float]:
-    """Rows of a product with one matrix on the rank that has most, and its matrices: one, or those of its experts."""
+    """Rows of a product and how often it runs: once, or on the rank that has most for each block of experts' tokens."""
     rows = plan.local_tokens(product.tokens)
     if not product.experts:
         return rows, 1
-    groups = product.experts / plan.mesh.expert
-    return plan.expert_imbalance * rows / groups, groups
+    blocks = blocks_of(int(plan.mesh.expert * rows), product.experts, plan.mesh.expert)
+    return blocks.rows, plan.expert_imbalance * blocks.number
 
 
 def _bytes(traffic: Traffic, touched: list[Elementwise], plan: Plan) -> float:
@@ -324,7 +324,7 @@ def _all_copies(anatomy: Anatomy, plan: Plan) -> list[Copy]:
     return found
 
 
-def _table_copies(anatomy: Anatomy, plan: Plan) -> list[Copy]:
+def table_copies(anatomy: Anatomy, plan: Plan) -> list[Copy]:
     """Copies of the sums of gradients of tables outside the layers, in every tick's backward half.
 
     XLA: a branch that does not add to a sum copies it, and so does the tick around it where the embedding and the

@@ -85,29 +85,39 @@ def test_contracts_hold_on_h100s(settings: dict[str, Any], halves: int) -> None:
 def test_t5_on_stages_of_h100s_sends_both_streams_and_each_layer_its_own() -> None:
     """Operations and bytes by phase: two layers of each stack in a chunk, the decoder's sequences half as long.
 
-    A tick has a forward pass, and another one in its backward half. What cross-attention reads is gathered once in the
-    former, before the layers, and by each layer in the latter.
+    A tick has a forward pass of one stack, and another one in its backward half. What cross-attention reads is gathered
+    once in the former, before the layers, and by each layer in the latter.
     """
     t5 = {"family": "t5", "num_decoder_layers": 4, "decoder_sequence_length": 32}
     report = inspect(tiny(**ONE_BY_ONE, **SPLIT, **t5), find_target("h100x8"))
     assert report.verdict.violations == ()
-    ticks = num_ticks(stages=2, microbatches=8, chunks=2)
+    ticks, m = num_ticks(stages=2, microbatches=8, chunks=2), 8
+    encoding, decoding = ticks - m, m  # a tick runs one of the two, an idle one the encoder
     assert permutes(report) == {(HALF_STREAM, "bf16"): 2 * ticks, (HALF_STREAM // 2, "bf16"): 2 * ticks}
 
     def gathered_and_scattered(phase: str) -> dict[str, tuple[float, float]]:
-        """Side -> gathers and scatters of its stream, of a tick."""
-        found = {(kind, size): n / ticks for (kind, size, dtype), n in sent(report, phase).items() if dtype == "bf16"}
+        """Side -> gathers and scatters of its stream, of a step."""
+        found = {(kind, size): n for (kind, size, dtype), n in sent(report, phase).items() if dtype == "bf16"}
         kinds = ("all-gather", "reduce-scatter")
         sides = {"encoder": 64 * 64, "decoder": 32 * 64}
         return {side: tuple(found.pop((kind, size), 0) for kind in kinds) for side, size in sides.items()} | found
 
-    assert gathered_and_scattered("embedding forward") == {"encoder": (0, 1), "decoder": (0, 2)}
-    assert gathered_and_scattered("layer forward") == {"encoder": (2 * 2 * 2 + 2, 2 * 2 * 2), "decoder": (12, 12)}
-    assert gathered_and_scattered("other") == {"encoder": (1, 0), "decoder": (0, 0)}
-    assert gathered_and_scattered("layer recompute") == {"encoder": (2 * 2 + 2, 0), "decoder": (2 * 3, 0)}
-    assert gathered_and_scattered("layer backward") == {"encoder": (4, 4 + 2), "decoder": (2 * 3, 2 * 3)}
-    assert gathered_and_scattered("loss backward") == {"encoder": (0, 0), "decoder": (1, 1)}
-    assert gathered_and_scattered("embedding backward") == {"encoder": (1, 0), "decoder": (1, 0)}
+    assert gathered_and_scattered("embedding forward") == {"encoder": (0, encoding), "decoder": (0, 2 * m)}
+    assert gathered_and_scattered("layer forward") == {
+        "encoder": (2 * 2 * 2 * encoding + 2 * decoding, 2 * 2 * 2 * encoding),
+        "decoder": (12 * decoding, 12 * decoding),
+    }
+    assert gathered_and_scattered("other") == {"encoder": (decoding, 0), "decoder": (0, 0)}
+    assert gathered_and_scattered("layer recompute") == {
+        "encoder": (2 * 2 * encoding + 2 * decoding, 0),
+        "decoder": (2 * 3 * decoding, 0),
+    }
+    assert gathered_and_scattered("layer backward") == {
+        "encoder": (4 * encoding, 4 * encoding + 2 * decoding),
+        "decoder": (2 * 3 * decoding, 2 * 3 * decoding),
+    }
+    assert gathered_and_scattered("loss backward") == {"encoder": (0, 0), "decoder": (m, m)}
+    assert gathered_and_scattered("embedding backward") == {"encoder": (m, 0), "decoder": (m, 0)}
 
 
 @needs_aot
