@@ -170,16 +170,16 @@ def parse(
     Args:
       argv: arguments; those of the process when None.
       prog: the command as the user types it.
-      description: what `--help` says first.
-      options: a dataclass of the command's own options, besides the config.
+      description: first paragraph of `--help`.
+      options: a dataclass of the command's options in addition to the config.
       default: the shipped config that is used when `--config` is not given.
-      base: from that config, and the words of the command line, to the one whose settings are the options' defaults.
-      hidden: sections that have no options here.
+      base: maps that config and the command line to the config whose settings are the options' defaults.
+      hidden: sections that are not options of this command.
       common: headings of `--help`, and the settings below each; `--help-all` shows the others too.
 
     Raises:
-      UserError: the config file or an option is wrong, or values don't fit each other.
-      SystemExit: help was asked for (0).
+      UserError: the config file or an option is invalid, or settings are inconsistent.
+      SystemExit: help was requested (0).
     """
     argv, renamed = with_new_options(sys.argv[1:] if argv is None else argv)
     name = argument(argv, "--config") or default
@@ -220,10 +220,10 @@ def _with_what_was_not_typed(
       chosen: the config.
       typed: options of the command line.
       path: of the config file.
-      tables: what is in it.
+      tables: its contents.
 
     Raises:
-      UserError: the folder to resume is not certain, or two options set the end of the run.
+      UserError: the folder to resume is ambiguous, or two options set the end of the run.
     """
     if "--out" not in typed:
         chosen = in_own_folder(chosen, path, tables)
@@ -263,12 +263,12 @@ def read(
       options: the dataclass.
       argv: arguments; those of the process when None.
       prog: the command as the user types it.
-      description: what `--help` says first.
+      description: first paragraph of `--help`.
       common: headings of `--help`, and the options below each; None shows all.
 
     Raises:
-      UserError: one is wrong or missing.
-      SystemExit: help was asked for (0).
+      UserError: an option is invalid or missing.
+      SystemExit: help was requested (0).
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     listed = list(options_of(dataclass_of(options)))

@@ -90,8 +90,8 @@ def show_help(
 
     Args:
       prog: the command as typed.
-      description: what it does.
-      options: all of them.
+      description: its first paragraph.
+      options: all options.
       common: headings, and the fields of the options below each; all options by group when None.
         Options of the command itself, which belong to no section of the config, are always shown.
     """

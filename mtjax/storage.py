@@ -54,7 +54,7 @@ def filesystem(url: str) -> Any:
     """Returns fsspec's file system for an address.
 
     Raises:
-      UserError: its library is not installed; says which extra installs it.
+      UserError: its library is not installed; names the extra that installs it.
     """
     scheme = url.partition(":")[0]
     library, extra = LIBRARIES[scheme]
@@ -74,12 +74,12 @@ def attempt(what: str, action: Callable[[], T]) -> T:
     """Runs `action`, and retries it if the store can't be reached.
 
     Args:
-      what: it does, for the message: "reading s3://bucket/name".
-      action: may be done again.
+      what: description of the action for messages: "reading s3://bucket/name".
+      action: must be safe to repeat.
 
     Raises:
       FileNotFoundError, FileExistsError: from the action, at once.
-      UserError: no attempt within `PATIENCE` reached the store, or it refuses.
+      UserError: the store can't be reached within `PATIENCE`, or denies access.
     """
     begun = time.monotonic()
     for pause in (*PAUSES, None):

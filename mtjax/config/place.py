@@ -23,15 +23,15 @@ def in_own_folder(config: Config, file: Path, tables: Mapping[str, Any]) -> Conf
     """Returns the config with `out` set to the folder of the run that contains its file.
 
     The `out` in the file is the path as it was typed when the run began: a folder that was moved, copied, or is named
-    from another working directory would otherwise be trained anew elsewhere, or into the original.
+    from another working directory would otherwise start a new run elsewhere, or write into the original.
 
     Args:
-      config: with the `out` of the file, and not one that was typed.
-      file: from which it was read.
-      tables: what is in the file.
+      config: with the `out` of the file; no other was typed.
+      file: the config file.
+      tables: contents of the file.
 
     Raises:
-      UserError: with `resume`, a run wrote the file, and its folder has no run while `out` is another one.
+      UserError: with `resume`, if a run wrote the file, its folder contains no run, and `out` is another folder.
     """
     out, folder = config.output.out, file.parent
     if file.name != CONFIG or out is None or _is_same(out, folder):

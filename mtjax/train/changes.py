@@ -50,7 +50,7 @@ def parse_allowed(text: str | None) -> frozenset[str]:
     """Parses the kinds of changes in `--allow-changed`, separated by commas.
 
     Raises:
-      UserError: one is unknown.
+      UserError: a kind is unknown.
     """
     kinds = [kind.strip() for kind in (text or "").split(",") if kind.strip()]
     for kind in kinds:
@@ -72,9 +72,9 @@ def position_of(
 
     Args:
       past: the run that is resumed; None for a new one.
-      config: of the run from now on.
-      texts: what its training samples are made from now.
-      total: samples that it will have consumed in the end.
+      config: the config of the resumed run.
+      texts: the training text from now on.
+      total: number of samples at the end of the run.
       order_settings: names of the settings on which the order depends.
       allowed: kinds of changes that may begin a new order.
 
@@ -142,7 +142,7 @@ def check_learns(past: Past, config: Config, now: Config) -> None:
       now: the same config with its schedules (`scheduled`).
 
     Raises:
-      UserError: it is 0 in all of them, because it has decayed to 0 before.
+      UserError: the learning rate has decayed to 0 before.
     """
     steps, peak = config.training.steps, config.optimizer.learning_rate
     if past.step >= steps or peak == 0:
@@ -159,10 +159,10 @@ def find_changes(past: Past, config: Config, now: Config, position: DataPosition
     """Returns the rows of the table: differences to the run when its checkpoint was saved.
 
     Args:
-      past: that run.
-      config: of the run from now on.
+      past: the run when it was saved.
+      config: the config of the resumed run.
       now: the same config with its schedules (`scheduled`).
-      position: of its data from now on.
+      position: its order of samples from now on.
     """
     rows = [
         Change(name, _shown(then), _shown(here), _effect(section, name, past, config, position))

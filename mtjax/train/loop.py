@@ -118,7 +118,7 @@ def train(
 
     Args:
       config: the run.
-      name: what the run is called.
+      name: name of the run.
       options: of this start.
       objective: what the model is trained for.
       times: timer of this start.
@@ -127,7 +127,7 @@ def train(
       evaluations: the tasks of `--evaluate`.
 
     Raises:
-      UserError: the config, the machine, the data or a checkpoint does not allow it.
+      UserError: the config, the machine, the data or a checkpoint does not permit the run.
     """
     times = times or StartTimer()
     check_tracker(options.track)
@@ -314,7 +314,7 @@ def check_steps(run: Run, state: State) -> None:
     """Reports which steps since the last check were skipped, and why.
 
     Raises:
-      UserError: too many in a row.
+      UserError: too many steps in a row were skipped.
     """
     for skipped in run.nonfinite_steps.check():
         run.progress.say(f"step {skipped.step} skipped: {skipped}")

@@ -82,7 +82,7 @@ class InitialWeights(Protocol):
         """Checks that the weights fit the program's model.
 
         Raises:
-          UserError: lists how it differs.
+          UserError: lists the differences.
         """
         ...
 
@@ -90,7 +90,7 @@ class InitialWeights(Protocol):
         """Reads the parameters in the program's sharding.
 
         Raises:
-          UserError: they are damaged, or can't be read.
+          UserError: they are corrupted, or can't be read.
         """
         ...
 
@@ -107,7 +107,7 @@ class Evaluations(Protocol):
         """Reads the tasks' files, with the tokenizer of the run.
 
         Raises:
-          UserError: one is not its task's, or the model does not predict the next token.
+          UserError: a file is not valid for its task, or the model does not predict the next token.
         """
         ...
 
@@ -150,7 +150,7 @@ class Objective(Protocol):
         """Returns the steps over which learning rate and weight decay change.
 
         Raises:
-          UserError: the resumed run would learn nothing.
+          UserError: the learning rate of all remaining steps is 0.
         """
         ...
 
@@ -202,7 +202,7 @@ class SavedWeights:
         """Reads the parameters; each device reads only its shards.
 
         Raises:
-          UserError: they are damaged, or can't be read.
+          UserError: they are corrupted, or can't be read.
         """
         return restore_weights(self.weights, program.restore_target, program.layer_orders)
 
@@ -229,7 +229,7 @@ class Pretraining:
         """Opens the weights of a run or of `mtjax convert`.
 
         Raises:
-          UserError: there are none, or the model's head is not of language.
+          UserError: there are none, or the model needs `mtjax finetune`.
         """
         if config.model.head != "language":
             raise UserError(
@@ -273,7 +273,7 @@ class Pretraining:
         """Returns the steps over which learning rate and weight decay change; a resumed run keeps them.
 
         Raises:
-          UserError: the learning rate of all steps left is 0.
+          UserError: the learning rate of all remaining steps is 0.
         """
         horizon = horizon_of(config.optimizer, config.training.steps, past.horizon if past else None)
         if past is not None:

@@ -41,8 +41,8 @@ class Horizon:
     resumed.
 
     Attributes:
-      decay_steps: step at which the learning rate reaches its minimum; None where no step so far depends on it.
-      steps: over which the weight decay grows.
+      decay_steps: step at which the learning rate reaches its minimum; None if no step so far depends on it.
+      steps: number of steps over which the weight decay grows.
     """
 
     decay_steps: int | None
@@ -53,7 +53,7 @@ def horizon_of(options: Optimizer, steps: int, saved: Horizon | None = None) -> 
     """Returns the horizon of a run.
 
     Args:
-      options: `decay_steps` among them takes precedence.
+      options: of the optimizer; their `decay_steps` takes precedence.
       steps: of the run.
       saved: the horizon of the run that is resumed.
     """

@@ -75,7 +75,7 @@ class TrainStep(ShardedModel):
     `xla` holds the compiler options of the step, `trainable_records` the `ParamSpec`s of the trained parameters.
 
     Raises:
-      UserError: the model or its batch does not divide over the mesh.
+      UserError: the mesh does not divide the model or its batch.
     """
 
     def __init__(self, config: Config, mesh: Mesh, layout: Layout | None = None) -> None:
@@ -220,8 +220,8 @@ class TrainStep(ShardedModel):
         out of the results.
 
         Returns:
-          The loss, the sum of the family's and the routers' losses, each a mean over the global batch; each of them by
-          name, where there are several, with the load of each layer's experts; and the gradients.
+          The loss, the sum of the family's and the routers' losses, each a mean over the global batch; each loss by name
+          if there are several, with the load of each layer's experts; and the gradients.
         """
         weights = self.loss_weights(batch) | report_weights(self.config.model, batch["sample_index"].shape[0])
         if scale is not None:
@@ -286,7 +286,7 @@ def make_train_step(config: Config, mesh: Mesh) -> TrainStep:
     """Builds the train step of `config` on an attached or compile-only `mesh`, with distillation if a teacher is set.
 
     Raises:
-      UserError: the model or batch does not divide over the mesh.
+      UserError: the mesh does not divide the model or its batch.
     """
     if config.finetuning.teacher is not None:
         from mtjax.train.distilled import Distilled  # it imports TrainStep from here

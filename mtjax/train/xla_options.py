@@ -209,7 +209,7 @@ def choose(config: Config, mesh: Mesh) -> Chosen:
     """Returns the options of a run's programs on a mesh; on GPUs with `overlap = false`, none that overlap.
 
     Raises:
-      UserError: the run is to be deterministic, and the installed XLA has no options for it.
+      UserError: the run is deterministic, and the installed XLA does not support that.
     """
     device = mesh.local_devices[0]
     if device.platform == "cpu":
@@ -224,7 +224,7 @@ def deterministic(device: Any) -> Chosen:
     """Returns the options that make operations on a device deterministic.
 
     Raises:
-      UserError: the installed XLA knows none of the tables in full.
+      UserError: the installed XLA supports none of the tables in full.
     """
     tables = [accepted(table, device) for table in DETERMINISTIC]
     known = next((table for table in tables if not table.refused), None)

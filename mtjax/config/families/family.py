@@ -32,7 +32,7 @@ def without_head_norms(model: "Model") -> None:
     """Checks that qk_norm is off.
 
     Raises:
-      UserError: they have.
+      UserError: it is on.
     """
     if model.qk_norm:
         raise UserError(

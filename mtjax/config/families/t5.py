@@ -13,7 +13,7 @@ def check(model: "Model") -> None:
     """Checks for settings that T5 does not support.
 
     Raises:
-      UserError: heads share keys and values, or have norms.
+      UserError: num_kv_heads or qk_norm is set.
     """
     without_head_norms(model)
     if model.num_kv_heads not in (None, model.num_heads):

@@ -67,8 +67,8 @@ def open_array(state: Path, name: str, order: LayerOrder | None = None) -> ts.Te
 
     Args:
       state: the folder of the arrays.
-      name: dotted.
-      order: in which its layers were saved.
+      name: dotted name.
+      order: order in which its layers were stacked when saved.
     """
     store = ts.open(_spec(state, name), read=True).result()
     if order is None:
@@ -83,7 +83,7 @@ def place_array(store: ts.TensorStore, target: jax.ShapeDtypeStruct, order: Laye
     Args:
       store: the array, with its layers in the model's order.
       target: shape, type and sharding.
-      order: in which the layers shall lie; zeros where a stage has none.
+      order: order in which layers are to be stacked; zeros where a stage has no layer.
     """
     numbers = None if order is None else np.asarray(order.flat)
     view = store if numbers is None else store[np.maximum(numbers, 0).tolist()]

@@ -134,8 +134,7 @@ class Checkpoints:
         warning and quarantined (renamed), so that the run can save their steps again.
 
         Raises:
-          UserError: a checkpoint can't be read, or is of another model; or there are only damaged ones. Nothing has
-            been renamed then.
+          UserError: a checkpoint can't be read or is of another model, or all are corrupted. Nothing was renamed then.
         """
         steps, quarantined = self._list()
         corrupted: dict[int, str] = {}
@@ -298,7 +297,7 @@ def check_same_names(saved: Collection[str], tree: Any, source: str) -> None:
     """Checks that a checkpoint has exactly the arrays of a state, by dotted name.
 
     Raises:
-      UserError: names the first that only one of them has.
+      UserError: names the first array that only one of them has.
     """
     wanted = set(names_of(tree))
     for names, there, here in ((wanted - set(saved), "lacks", "has"), (set(saved) - wanted, "has", "lacks")):

@@ -32,12 +32,12 @@ def lock_folder(
 
     Args:
       folder: of the run.
-      say: called with what the user should know: whom it waits for, and from whom it took over.
+      say: called with notes: for which holder it waits, and from which it took over.
       lease: seconds, the same in all starts.
       heartbeat: seconds.
 
     Raises:
-      UserError: a process that lives holds it, or the folder can't be written to.
+      UserError: a process that is alive holds the lock, or the folder can't be written to.
     """
     path = folder / NAME
     lock = SoftFileLease(

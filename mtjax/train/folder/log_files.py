@@ -57,7 +57,7 @@ class Lines:
         """Closes the file.
 
         Raises:
-          UserError: lines still wait, and no other error is on its way.
+          UserError: lines could not be written, and no other exception is being handled.
         """
         if self._waiting:
             last = self._waiting.pop()

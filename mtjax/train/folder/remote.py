@@ -32,7 +32,7 @@ class RemoteFolder:
 
     Args:
       url: of the run.
-      cache: where runs in stores have their files on this machine.
+      cache: folder on this machine for the files of runs in object stores.
       lease: seconds, the same in all starts.
       heartbeat: seconds.
     """
@@ -50,7 +50,7 @@ class RemoteFolder:
         """Locks the folder, and downloads its small files.
 
         Raises:
-          UserError: a process that lives holds it, or the store can't be reached.
+          UserError: a process that is alive holds the lock, or the store can't be reached.
         """
         holder = self._acquire(say)
         if holder is not None:

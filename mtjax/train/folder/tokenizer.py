@@ -125,7 +125,7 @@ def check_resumed(owned: Owned, named: str | None) -> str | None:
       A note if the named one does not exist; the run's own is sufficient.
 
     Raises:
-      UserError: it is another one; names both.
+      UserError: it is another tokenizer; names both.
     """
     if named is None:
         return None
@@ -159,8 +159,8 @@ def files_of_weights(folder: Path, hugging_face: Mapping[str, object], *, vocabu
 
     Args:
       folder: of the weights.
-      hugging_face: their `config.json`, or what is known of it.
-      vocabulary: whether the tokenizer itself is taken over, or only what describes it.
+      hugging_face: their `config.json`, or the known entries of it.
+      vocabulary: whether to copy the tokenizer itself, or only the files that describe it.
 
     Raises:
       UserError: a file can't be read.
@@ -185,11 +185,11 @@ def check_weights(shown: str, theirs: Tokenizer, named: str, tokenizer: Tokenize
     Args:
       shown: name of the weights' tokenizer.
       theirs: the weights' tokenizer.
-      named: what the other is called.
-      tokenizer: the other.
+      named: name of the other tokenizer.
+      tokenizer: the other tokenizer.
 
     Raises:
-      UserError: an id stands for another token, or text is cut into others; names both.
+      UserError: an id stands for another token, or text is tokenized differently; names both.
     """
     if why := difference(theirs, tokenizer, may_add=True):
         raise UserError(

@@ -41,7 +41,7 @@ class CorruptionChecks:
         """Computes a step twice, and compares gradients, parameters and optimizer state.
 
         Raises:
-          UserError: something differs, between the two or between devices; or the state did before.
+          UserError: the two computations, or replicas, differ.
         """
         if not self.is_due(step):
             return
@@ -56,7 +56,7 @@ class CorruptionChecks:
         """Compares the replicas of a state.
 
         Raises:
-          UserError: something differs.
+          UserError: replicas differ.
         """
         if self._every:
             tree = state_arrays(state)

@@ -18,8 +18,8 @@ def load_entries(counts: np.ndarray, lost: np.ndarray | None, dense: Sequence[in
 
     Args:
       counts: tokens, [layers, experts].
-      lost: choices of each layer that were lost, [layers]; None where experts take all tokens.
-      dense: numbers of the layers without experts.
+      lost: expert choices of each layer that were dropped, [layers]; None without a capacity limit.
+      dense: indices of the dense layers.
     """
     load = counts / np.maximum(counts.mean(-1, keepdims=True), 1)
     dead = int((counts == 0).sum())

@@ -123,7 +123,7 @@ class TimeLog:
 
     Args:
       folder: of the run.
-      from_step: the step that this start goes on from.
+      from_step: the step from which this start resumes.
       times: of this start.
       now: the time of day, in seconds.
     """

@@ -34,7 +34,7 @@ class Rates:
 
     Attributes:
       flops_per_token: model FLOPs of training one token.
-      devices: how many share the work.
+      devices: number of devices.
       peak: dense FLOP/s of one device in the compute type, None when unknown.
     """
 

@@ -29,7 +29,7 @@ class StepClock:
     which includes compilation, is monitored only if a limit is set.
 
     Args:
-      step: the last one done.
+      step: the last step done.
       folder: of the run; stacks go to its `stacks`.
       limit: seconds that a step may take; `FACTOR` times the median when None.
       peers: informed where this process is.

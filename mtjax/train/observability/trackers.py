@@ -96,7 +96,7 @@ def check_tracker(name: str | None) -> None:
     """Checks that a tracker is installed.
 
     Raises:
-      UserError: it is not.
+      UserError: it is not installed.
     """
     if name is not None and importlib.util.find_spec(name) is None:
         raise UserError(f"--track {name} needs the package {name}: pip install {name}")

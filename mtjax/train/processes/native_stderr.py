@@ -33,7 +33,7 @@ class NativeStderr:
     """Replaces file descriptor 2; Python's own `sys.stderr` still goes to the original one.
 
     Args:
-      given_up: called when jax's client aborts the process, in the thread that does; the process ends when it returns.
+      given_up: called when jax's client aborts the process, in that thread; the process ends when it returns.
     """
 
     def __init__(self, given_up: Callable[[], object]) -> None:

@@ -71,7 +71,7 @@ class Roll:
     """When each process was last heard of. Used by process 0.
 
     Args:
-      who: of each process, host and process id.
+      who: host and process id of each process.
       silence: seconds after which a process is lost.
     """
 
@@ -104,14 +104,14 @@ class Peers:
     together.
 
     Args:
-      parallel: how the processes find each other, and the seconds within which all end when one is lost.
+      parallel: how the processes connect, and the timeout after which all end when one is lost.
 
     Attributes:
-      count: how many processes there are.
-      advice: what to type to go on.
-      at_end: called when this process leaves the others, however that comes.
-      on_overdue: called once for each step that takes too long, with the step and the names of those who have not come
-        to it.
+      count: number of processes.
+      advice: command that resumes the run.
+      at_end: called when this process leaves the others, for whatever reason.
+      on_overdue: called once for each step that takes too long, with the step and the names of the processes that have
+        not reached it.
     """
 
     def __init__(self, parallel: Parallel) -> None:
@@ -129,7 +129,7 @@ class Peers:
         """Connects to the other processes.
 
         Raises:
-          UserError: what says how they find each other is wrong.
+          UserError: the settings or environment variables for connecting are invalid.
         """
         if not several_expected(self._parallel):
             return self
