@@ -107,11 +107,11 @@ def run_main(body: Callable[[], int | None]) -> int:
         print("interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
     except OSError as e:
-        if isinstance(e, BrokenPipeError) and _reader_has_left():  # `mtjax ... | head`: it has seen enough
+        if isinstance(e, BrokenPipeError) and _reader_has_left():  # `mtjax ... | head`: the reader has closed the pipe
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
-        # Schedulers don't restart after code 2, so it is for what only the user can put right: a bug, or a connection
-        # that was lost inside a library, is not that.
+        # Schedulers don't restart after code 2, so it is only for errors that the user must fix, not for bugs or lost
+        # connections inside a library.
         if e.errno in _OF_A_PATH and e.filename is not None:
             return _report(first_line(e), 2)
         what = type(e).__name__
@@ -123,7 +123,7 @@ def _reader_has_left() -> bool:
     poll = select.poll()
     try:
         poll.register(sys.stdout.fileno(), 0)
-    except (OSError, ValueError):  # standard output is no file, or is closed
+    except (OSError, ValueError):  # standard output is not a file, or is closed
         return False
     return any(event & select.POLLERR for _, event in poll.poll(0))
 
@@ -303,7 +303,7 @@ def _one_sentence(box: str, argv: Sequence[str] = (), known: Collection[str] = (
     Messages of other kinds are only joined into one line.
     """
     rows = re.sub(r"\x1b\[[\d;]*m", "", box).splitlines()  # colours, on a terminal
-    rows = rows[2:] if box.isascii() else rows[1:-1]  # without title and frame, which in ASCII is a rule
+    rows = rows[2:] if box.isascii() else rows[1:-1]  # without the title and the frame, which is a rule in ASCII
     lines = [row.strip(" │") for row in rows]
     rule = next((i for i, line in enumerate(lines) if re.fullmatch(r"[─-]+", line)), len(lines))
     output = " ".join(" ".join(lines[:rule]).split())

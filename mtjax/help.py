@@ -170,7 +170,7 @@ def _docstrings(cls: type) -> dict[str, str]:
             continue
         try:
             node = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
-        except (OSError, TypeError):  # a class made at run time has no source
+        except (OSError, TypeError):  # a class created at run time has no source
             continue
         assert isinstance(node, ast.ClassDef)
         for field, below in zip(node.body, node.body[1:], strict=False):

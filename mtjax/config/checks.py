@@ -89,7 +89,7 @@ def _check_text(name: str, value: str | Path) -> None:
 def _is_unicode(text: str) -> bool:
     try:
         text.encode()
-    except UnicodeEncodeError:  # bytes of the command line that are not UTF-8
+    except UnicodeEncodeError:  # bytes on the command line that are not UTF-8
         return False
     return True
 

@@ -26,7 +26,7 @@ def with_min_learning_rate(
     """
     peak, lowest = config.optimizer.learning_rate, config.optimizer.min_learning_rate
     in_file = "min_learning_rate" in tables.get("optimizer", {})
-    # A rate that is no number at all is refused as such.
+    # NaN and infinity are rejected by `validate`.
     if lowest <= peak or not math.isfinite(peak) or (in_file and not typed):
         return config, None
     follows = peak * SHARE

@@ -38,7 +38,7 @@ def in_own_folder(config: Config, file: Path, tables: Mapping[str, Any]) -> Conf
         return config
     if holds_run(folder):
         return replace(config, out=folder)
-    # A file written by hand may name any folder; one that a run wrote has every section.
+    # A file written by hand may name any folder; one written by a run contains every section.
     if config.output.resume and tables.keys() >= get_type_hints(Config).keys():
         raise UserError(
             f"{shown(file)} is in {shown(folder)}, which has no checkpoints, and was written by a run in "

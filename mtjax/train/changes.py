@@ -25,9 +25,15 @@ COMPARED = ("model", "parallel", "data", "optimizer", "training", "finetuning")
 """Sections whose settings are compared."""
 NOT_COMPARED = frozenset(
     {
-        *("coordinator", "num_processes", "process_id", "peer_timeout", "step_timeout"),  # this start of the run
-        *("cache_dir", "num_workers", "loader_timeout", "check_replicas"),  # how, not what
-        *("init_from", "tokenizer", "vocab_size"),  # checked on their own
+        *(
+            "coordinator",
+            "num_processes",
+            "process_id",
+            "peer_timeout",
+            "step_timeout",
+        ),  # concern only this start of the run
+        *("cache_dir", "num_workers", "loader_timeout", "check_replicas"),  # do not affect results
+        *("init_from", "tokenizer", "vocab_size"),  # checked elsewhere
     }
 )
 

@@ -48,8 +48,8 @@ class RunData:
         """Writes the tokenizer and its files, unless the folder already has them."""
         if self.is_kept:
             return
-        # The tokenizer last: a run that was killed between the files is taken for one without a tokenizer. A
-        # tokenizer.model without tokenizer.json would be taken for the tokenizer (`tokenizer_of_run`): it comes last.
+        # The tokenizer is written last, so that a run that is killed in between counts as one without a tokenizer. A
+        # tokenizer.model without tokenizer.json would count as the tokenizer (`tokenizer_of_run`), so it comes last.
         tokenizer_files = [name for name in (TOKENIZER_JSON, SENTENCEPIECE_FILE) if name in self.files]
         for name in self.files.keys() - set(tokenizer_files):
             self._write(name, folder)
@@ -315,7 +315,7 @@ class Pretraining:
         longer = f"--steps {2 * training.steps}"
         if training.train_samples is not None:
             longer = f"--train-samples {2 * training.train_samples}"
-        if optimizer.min_learning_rate == 0 and optimizer.decay_style != "constant":  # has decayed to nothing
+        if optimizer.min_learning_rate == 0 and optimizer.decay_style != "constant":  # it has decayed to 0
             longer += f" --min-learning-rate {optimizer.learning_rate / 10:g}"
         return [f"{self.command} --config {file} --resume {longer}", f"mtjax inspect --config {file}"]
 

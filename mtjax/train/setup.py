@@ -258,7 +258,7 @@ def print_run_summary(config: Config, environment: RunEnvironment, program: Trai
 
 def nothing_to_do(objective: Objective, prepared: Prepared, environment: RunEnvironment) -> str:
     """Returns the message for a resumed run that has done all of its steps."""
-    assert prepared.past is not None  # only a resumed run has done any
+    assert prepared.past is not None  # only a resumed run can be done
     training, out, (step, consumed) = prepared.config.training, shown(environment.out), position_in(prepared.past)
     requested = f"--steps is {training.steps:,}"
     if training.train_samples is not None:

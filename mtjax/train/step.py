@@ -89,6 +89,7 @@ class TrainStep(ShardedModel):
     @cached_property
     def state_sharding(self) -> State:
         """The sharding of each array of the state."""
+        # Adam's moments are sharded like the stored parameters: with ZeRO over the data parallel ranks as well.
         moments = placement.shardings(partition_specs(self.trainable_records, "storage_spec"), self.mesh)
         everywhere, like = placement.replicated(self.mesh), select_trainable(self.records, self.abstract_parameters)
         optimizer = placement.optimizer_shardings(self.optimizer, like, moments, self.mesh)
@@ -132,7 +133,7 @@ class TrainStep(ShardedModel):
     def bad_parameter(self, parameters: Tree) -> Tensor | None:
         """Returns a trained parameter that is not finite; None if all are finite."""
 
-        def find(parameters: Tree) -> Array:  # finite values become 0: squares of large weights may overflow
+        def find(parameters: Tree) -> Array:  # finite values become 0, as squares may overflow
             bad = jax.tree.map(lambda a: jnp.where(jnp.isfinite(a), 0.0, a), select_trainable(self.records, parameters))
             return first_bad(jnp.zeros(()), bad, self.trainable_records, self.layer_numbers)
 
@@ -220,11 +221,11 @@ class TrainStep(ShardedModel):
         out of the results.
 
         Returns:
-          The loss, the sum of the family's and the routers' losses, each a mean over the global batch; each loss by name
-          if there are several, with the load of each layer's experts; and the gradients.
+          The loss, the sum of the family's and the routers' losses, each a mean over the global batch; each loss by
+          name if there are several, with the load of each layer's experts; and the gradients.
         """
         weights = self.loss_weights(batch) | report_weights(self.config.model, batch["sample_index"].shape[0])
-        if scale is not None:
+        if scale is not None:  # scaling the weights scales the loss and all cotangents
             weights = {name: w * scale for name, w in weights.items()}
         # One dropout key per sample, derived from its index in the run: the same masks on every mesh.
         keys = None if key is None else jax.vmap(lambda i: jax.random.fold_in(key, i))(batch["sample_index"])

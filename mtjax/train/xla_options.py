@@ -240,16 +240,16 @@ def _fast(config: Config, mesh: Mesh, device: Any) -> Chosen:
     """Returns the options for speed, by the parallelism of the run."""
     parallel, shape = config.parallel, MeshShape(**mesh.shape)
     staged = shape.has_pipeline
-    # Inside one server there is one kind of link. Devices only report their process, which usually means a server.
+    # Inside one server there is one kind of link. Devices only report their process, which usually is one server's.
     processes = len({device.process_index for device in mesh.devices.flat})
-    side_by_side = processes > 1 and shape.has_data_and_tensor and not staged
-    ahead = Plan.of(config, shape).prefetches(config.model)
+    concurrent = processes > 1 and shape.has_data_and_tensor and not staged
+    prefetches = Plan.of(config, shape).prefetches(config.model)
     tables = (
         (UNROLLED, config.training.unroll_layers),
         (OVERLAP, parallel.overlap),
-        (PIPELINED_ALL_REDUCE, parallel.overlap and not ahead and (parallel.sequence_parallel or side_by_side)),
-        (CONCURRENT, parallel.overlap and side_by_side),
-        (PREFETCH, parallel.overlap and processes > 1 and ahead),
+        (PIPELINED_ALL_REDUCE, parallel.overlap and not prefetches and (parallel.sequence_parallel or concurrent)),
+        (CONCURRENT, parallel.overlap and concurrent),
+        (PREFETCH, parallel.overlap and processes > 1 and prefetches),
         (STAGES, parallel.overlap and staged),
         (CONTEXT, parallel.overlap and shape.has_context_parallel),
         (SECTIONS, staged and len(anatomy_of(config.model).sections) > 1),

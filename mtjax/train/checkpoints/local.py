@@ -160,7 +160,7 @@ class LocalCheckpoints:
             return []
         return [int(path.name) for path in self.folder.iterdir() if path.name.isdigit()]
 
-    # --- restoring
+    # --- Restoring
 
     def newest(self, at_least: int, abstract: State, config: Config, say: Callable[[str], object]) -> Restored | None:
         """Restores the newest step not yet tried of which the processes together have all shards; returns None if there
@@ -213,6 +213,7 @@ class LocalCheckpoints:
             return None, f"{name} is not used: the processes have different states of it"
         if not have_all(jax.tree.leaves(state_arrays(abstract)), holders):
             return None, f"{name} is not used: {without}"
+        # A process without its copy has no metadata either: take those of the first holder.
         first = min(holders)
         text = json.dumps(found.metadata) if jax.process_index() == first else ""
         metadata = json.loads(all_gather_text(f"the metadata of step {step}", text)[first])
@@ -251,7 +252,7 @@ class LocalCheckpoints:
         """Chooses a complete copy of each array's shards."""
         here = [
             copy for copy in copies if copy.metadata == copies[0].metadata
-        ]  # copies with other metadata are left from before an earlier resume
+        ]  # copies with other metadata were saved before an earlier resume
         orders = layer_orders(config.model, config.parallel)
         if here and saved_orders(here[0].metadata["config"]) != orders:
             return _Found(failure={"kind": LACKING, "reason": "has its layers in another order"})

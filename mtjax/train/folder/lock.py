@@ -58,7 +58,7 @@ def _wait(lock: SoftFileLease, path: Path, say: Callable[[str], object]) -> str 
     begun, is_reported = time.monotonic(), False
     holder, renewed = _holder(lock), _last_heartbeat(path)
     while not _acquired(lock):
-        if (new := _holder(lock)) != holder:  # it changed hands, or was given back
+        if (new := _holder(lock)) != holder:  # another process has acquired or released it
             holder, renewed = new, _last_heartbeat(path)
         elif _last_heartbeat(path) != renewed:
             raise in_use(path.parent, holder)

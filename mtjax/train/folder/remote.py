@@ -101,7 +101,7 @@ class RemoteFolder:
         paths = (path for path in self.work.rglob("*") if path.is_file())
         return sorted(path for path in paths if path.suffix != ".tmp" and path.relative_to(self.work).parts[0] != NAME)
 
-    # --- the claim
+    # --- The lock
 
     def _acquire(self, say: Callable[[str], object]) -> str | None:
         """Waits until the lock is acquired; returns the holder from whom it was taken over."""

@@ -206,7 +206,9 @@ def _from_weights(theirs: Owned, weights: Weights, named: str | None) -> tuple[R
     elif named is not None and not same_path(named, theirs.name):
         tokenizer = open_tokenizer(named)
         check_weights(theirs.shown, theirs.tokenizer, named, tokenizer)
-        if prompt_difference(theirs.tokenizer, tokenizer):  # it has more tokens, or adds others to a prompt
+        if prompt_difference(
+            theirs.tokenizer, tokenizer
+        ):  # it has more tokens, or adds other special tokens to a prompt
             return RunTokenizer(tokenizer, _descriptions_of(weights)), named
     files = files_of_weights(theirs.folder, weights.hugging_face, vocabulary=True)
     return RunTokenizer(theirs.tokenizer, files, notes=notes), theirs.shown

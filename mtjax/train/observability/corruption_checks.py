@@ -96,6 +96,7 @@ class CorruptionChecks:
                 counts = Counter(numbers[devices].tolist()).most_common(2)
                 if len(counts) == 1:
                     continue
+                # Majority vote: the devices with another value than most replicas are the faulty ones.
                 (most, holding), (_, next_most) = counts
                 is_tie |= holding == next_most  # as with two replicas: it is unknown which one is wrong
                 differing += [(device, name) for device in devices if holding == next_most or numbers[device] != most]

@@ -21,6 +21,7 @@ def load_entries(counts: np.ndarray, lost: np.ndarray | None, dense: Sequence[in
       lost: expert choices of each layer that were dropped, [layers]; None without a capacity limit.
       dense: indices of the dense layers.
     """
+    # load[layer, expert] = tokens of the expert / mean tokens per expert of the layer
     load = counts / np.maximum(counts.mean(-1, keepdims=True), 1)
     dead = int((counts == 0).sum())
     rows, layers = iter(load.round(4).tolist()), len(load) + len(dense)

@@ -133,7 +133,7 @@ class TimeLog:
         self._start = round(now() - sum(times.seconds().values()), 3)
         earlier = read_lines(self._path)
         self.starts = 1 + len({line.start for line in earlier})
-        self._after_cut = self._path.exists()  # its last line may be
+        self._after_cut = self._path.exists()  # its last line may be cut off: start on a new line
         self._earlier = totals(spans(earlier, (self._start, from_step)))
         self.write(from_step)
 
@@ -145,7 +145,7 @@ class TimeLog:
             with self._path.open("a") as file:
                 file.write("\n" * self._after_cut + json.dumps(vars(line)) + "\n")
             self._after_cut = False
-        except OSError:  # a full disk: the next line says the same and more
+        except OSError:  # a full disk: the next line contains these times, too
             self._after_cut = True
 
     def totals(self) -> dict[str, float]:
@@ -196,7 +196,7 @@ COLOURS = {
 
 def plot(of: list[Span], image: Path) -> None:
     """Plots how a run's time was spent, over time and in total."""
-    from matplotlib.figure import Figure  # half a second to import: not before the last step
+    from matplotlib.figure import Figure  # takes half a second to import: only after the last step
 
     spent = totals(of)
     total = max(sum(spent.values()), 1e-9)

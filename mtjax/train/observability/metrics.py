@@ -163,7 +163,7 @@ def main_results(names: Iterable[str]) -> list[str]:
 def plot_losses(metrics: Path, image: Path) -> None:
     """Plots the losses of a `metrics.jsonl` by step, and below them the results of evaluation tasks, one panel per
     task."""
-    from matplotlib.figure import Figure  # half a second to import: not before the first step
+    from matplotlib.figure import Figure  # takes half a second to import: only after the last step
 
     entries = read_metrics(metrics)
     results = main_results(dict.fromkeys(name for entry in entries for name in entry))

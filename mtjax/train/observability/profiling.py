@@ -67,7 +67,7 @@ class Profile:
         if not self._running:
             jax.block_until_ready(results)
             options = jax.profiler.ProfileOptions()
-            options.python_tracer_level = 0  # Python's own calls would fill the trace
+            options.python_tracer_level = 0  # Python calls would fill the trace
             jax.profiler.start_trace(self._folder, profiler_options=options)
             self._running = True
         with jax.profiler.StepTraceAnnotation("train", step_num=step):

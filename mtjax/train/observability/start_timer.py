@@ -90,7 +90,9 @@ class StartTimer:
             return
         end = self._now()
         start, inner = max(end - duration_secs, self._since), 0.0
-        while self._compiling and self._compiling[-1][0] >= start:  # a function is traced while another one is
+        while (
+            self._compiling and self._compiling[-1][0] >= start
+        ):  # events can nest: a function is traced inside another
             first, last = self._compiling.pop()
             inner += last - first
         self._compiling.append((start, end))
