@@ -24,7 +24,7 @@ from mtjax.config.checks import check_bounds
 from mtjax.config.common import COMMON
 from mtjax.config.families import FAMILIES
 from mtjax.config.follow import with_min_learning_rate
-from mtjax.config.place import in_own_folder
+from mtjax.config.place import with_run_folder
 from mtjax.config.renamed import old_names_in, with_new_names, with_new_options
 from mtjax.errors import UserError, first_line, nearest, shortened
 from mtjax.help import HELP, HELP_ALL, dataclass_of, names_of, options_of, show_help
@@ -202,7 +202,7 @@ def parse(
     chosen = dataclasses.replace(start, **{group: getattr(parsed, group) for group in groups})
     check_bounds(parsed.command)
     typed = typed_options(argv)
-    chosen = _with_what_was_not_typed(chosen, typed, path, tables)
+    chosen = _with_derived_settings(chosen, typed, path, tables)
     try:
         config.validate(chosen)
     except UserError as e:
@@ -210,7 +210,7 @@ def parse(
     return Command(chosen, parsed.command, name)
 
 
-def _with_what_was_not_typed(
+def _with_derived_settings(
     chosen: config.Config, typed: Collection[str], path: Path, tables: Mapping[str, Any]
 ) -> config.Config:
     """Returns the config with settings filled in that were not typed and depend on the config file's location or on
@@ -226,7 +226,7 @@ def _with_what_was_not_typed(
       UserError: the folder to resume is ambiguous, or two options set the end of the run.
     """
     if "--out" not in typed:
-        chosen = in_own_folder(chosen, path, tables)
+        chosen = with_run_folder(chosen, path, tables)
     if "--min-learning-rate" not in typed:
         chosen, note = with_min_learning_rate(chosen, tables, str(path), typed="--learning-rate" in typed)
         if note is not None:

@@ -19,7 +19,7 @@ def holds_run(folder: Path) -> bool:
     return (folder / "metrics.jsonl").exists() or (folder / "checkpoints").exists()
 
 
-def in_own_folder(config: Config, file: Path, tables: Mapping[str, Any]) -> Config:
+def with_run_folder(config: Config, file: Path, tables: Mapping[str, Any]) -> Config:
     """Returns the config with `out` set to the folder of the run that contains its file.
 
     The `out` in the file is the path as it was typed when the run began: a folder that was moved, copied, or is named
@@ -47,9 +47,9 @@ def in_own_folder(config: Config, file: Path, tables: Mapping[str, Any]) -> Conf
     return config
 
 
-def was_copied(folder: Path, place: str | None) -> bool:
-    """Returns whether a run's folder is a copy of one that still exists at `place`; a moved folder is not a copy."""
-    return place is not None and Path(place) != folder.resolve() and holds_run(Path(place))
+def was_copied(folder: Path, recorded: str | None) -> bool:
+    """Returns whether a run's folder is a copy of one that still exists at `recorded`; a moved folder is not a copy."""
+    return recorded is not None and Path(recorded) != folder.resolve() and holds_run(Path(recorded))
 
 
 def _is_same(one: Path, other: Path) -> bool:

@@ -139,7 +139,7 @@ def scheduled(config: Config, horizon: Horizon) -> Config:
     return configs.replace(config, steps=horizon.steps, decay_steps=decay_steps)
 
 
-def check_learns(past: Past, config: Config, now: Config) -> None:
+def check_learning_rate(past: Past, config: Config, now: Config) -> None:
     """Checks that the remaining steps have a nonzero learning rate.
 
     Args:

@@ -14,7 +14,7 @@ from mtjax.data.progress import say
 from mtjax.data.tokens.tokenizer import SENTENCEPIECE_FILE, TOKENIZER_JSON
 from mtjax.errors import UserError
 from mtjax.models.sharded_model import Batch, ShardedModel
-from mtjax.train.changes import check_learns, position_of, scheduled
+from mtjax.train.changes import check_learning_rate, position_of, scheduled
 from mtjax.train.checkpoints.past import Past
 from mtjax.train.checkpoints.weights import Weights, check_same_weights, find_weights, restore_weights
 from mtjax.train.feed import next_batch, open_batches
@@ -41,12 +41,12 @@ class RunData:
     files: Mapping[str, bytes] = field(default_factory=dict)
     """Contents, by name, of the files that are saved in the run's folder with the tokenizer, such as a chat template; a
     `tokenizer.json` among them is the tokenizer itself."""
-    is_kept: bool = False
+    is_saved: bool = False
     """Whether the run's folder already has the tokenizer and these files, which never change."""
 
     def save(self, folder: Path) -> None:
         """Writes the tokenizer and its files, unless the folder already has them."""
-        if self.is_kept:
+        if self.is_saved:
             return
         # The tokenizer is written last, so that a run that is killed in between counts as one without a tokenizer. A
         # tokenizer.model without tokenizer.json would count as the tokenizer (`tokenizer_of_run`), so it comes last.
@@ -267,7 +267,7 @@ class Pretraining:
         train = data.open_in_order(config, position.order, tokenizer)
         count = config.output.valid_batches * config.training.global_batch_size
         held_out = data.open_dataset(config, "valid", count, tokenizer) if config.output.valid_every else None
-        return config, RunData(tokenizer, train, held_out, position, found.files, found.is_kept)
+        return config, RunData(tokenizer, train, held_out, position, found.files, found.is_saved)
 
     def horizon(self, config: Config, past: Past | None) -> Horizon:
         """Returns the steps over which learning rate and weight decay change; a resumed run keeps them.
@@ -277,7 +277,7 @@ class Pretraining:
         """
         horizon = horizon_of(config.optimizer, config.training.steps, past.horizon if past else None)
         if past is not None:
-            check_learns(past, config, scheduled(config, horizon))
+            check_learning_rate(past, config, scheduled(config, horizon))
         return horizon
 
     def teacher_targets(self, program: TrainStep) -> TeacherTargets | None:

@@ -37,7 +37,7 @@ class Option:
     """The first version of jax whose XLA is better without it, or no longer has it."""
 
     @property
-    def is_wanted(self) -> bool:
+    def is_needed(self) -> bool:
         """Whether the installed version needs it."""
         return self.since <= jax.__version_info__[:2] < self.until
 
@@ -261,7 +261,7 @@ def _fast(config: Config, mesh: Mesh, device: Any) -> Chosen:
 def accepted(table: tuple[Option, ...], device: Any) -> Chosen:
     """Returns the options of a table that the installed version needs and accepts, tested by compiling a tiny program
     with each of them for a device."""
-    table = tuple(option for option in table if option.is_wanted)
+    table = tuple(option for option in table if option.is_needed)
     refused = () if _compiles(table, device) else tuple(o.name for o in table if not _compiles((o,), device))
     return Chosen({o.name: o.value for o in table if o.name not in refused}, refused)
 

@@ -28,7 +28,7 @@ EXPERTS = frozenset(
 """Settings of experts, for families that support them."""
 
 
-def without_head_norms(model: "Model") -> None:
+def check_no_qk_norm(model: "Model") -> None:
     """Checks that qk_norm is off.
 
     Raises:

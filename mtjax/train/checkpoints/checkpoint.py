@@ -60,7 +60,7 @@ class Restored:
     step: int
     state: State
     consumed_samples: int
-    passed_over: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
     """Newer checkpoints that are corrupted, with the reasons."""
     folder: Path = Path()
     """The folder of the tier from which it was restored."""
@@ -150,8 +150,8 @@ class Checkpoints:
             for bad, reason in corrupted.items():
                 log.warning("checkpoint %s is corrupted and skipped (%s)", self.folder / str(bad), reason)
                 self._quarantine(bad)
-            passed_over = tuple(f"{self.folder / str(bad)}: {reason}" for bad, reason in corrupted.items())
-            return dataclasses.replace(found, passed_over=passed_over)
+            skipped = tuple(f"{self.folder / str(bad)}: {reason}" for bad, reason in corrupted.items())
+            return dataclasses.replace(found, skipped=skipped)
         if corrupted or quarantined:
             listed = "; ".join(f"{step}: {reason}" for step, reason in corrupted.items()) or ", ".join(quarantined)
             raise UserError(

@@ -40,7 +40,7 @@ class RunTokenizer:
     files: Mapping[str, bytes] = field(default_factory=dict)
     """Files by name that are saved in the run's folder with it; a `tokenizer.json` among them is the tokenizer
     itself."""
-    is_kept: bool = False
+    is_saved: bool = False
     """Whether the run's folder already has all of them."""
     notes: tuple[str, ...] = ()
     """Notes for the user."""
@@ -86,7 +86,7 @@ def find_tokenizer(config: Config, run_folder: Path | None, weights: Weights | N
 
 def _of_run(owned: Owned, note: str | None) -> RunTokenizer:
     files = read_files(owned.folder, (*DESCRIPTIONS, GENERATION_CONFIG, SPECIAL_IDS))
-    return RunTokenizer(owned.tokenizer, files, is_kept=True, notes=(note,) if note else ())
+    return RunTokenizer(owned.tokenizer, files, is_saved=True, notes=(note,) if note else ())
 
 
 def _named_or_trained(config: Config, run_folder: Path | None, weights: Weights | None) -> RunTokenizer:

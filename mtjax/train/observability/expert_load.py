@@ -33,7 +33,7 @@ def load_entries(counts: np.ndarray, lost: np.ndarray | None, dense: Sequence[in
     return found if lost is None else found | {"lost_share": float(lost.sum() / counts.sum())}
 
 
-def load_in_words(entry: dict[str, Any]) -> str | None:
+def describe_load(entry: dict[str, Any]) -> str | None:
     """Describes the load: "busiest expert 1.84x, no tokens for expert 3 of layer 0"; None without experts."""
     if "expert_load" not in entry:
         return None

@@ -90,16 +90,16 @@ def spans(lines: Iterable[Line], next_start: tuple[float, int] | None = None) ->
     for line in lines:
         is_first = before is None or line.start != before.start
         if is_first:
-            _lose(result, before, line.start, line.from_step)
+            _count_lost(result, before, line.start, line.from_step)
         known = {} if is_first or before is None else before.seconds
         result.append(Span(line.step, {name: s - known.get(name, 0.0) for name, s in line.seconds.items()}))
         before = line
     if next_start is not None:
-        _lose(result, before, *next_start)
+        _count_lost(result, before, *next_start)
     return result
 
 
-def _lose(result: list[Span], before: Line | None, start: float, from_step: int) -> None:
+def _count_lost(result: list[Span], before: Line | None, start: float, from_step: int) -> None:
     """Counts as lost the work that the following start repeats, and the time until it."""
     for span in (span for span in result if span.step > from_step):
         lost = sum(span.seconds.pop(name, 0.0) for name in WORK)
@@ -160,7 +160,7 @@ class TimeLog:
         named = {f"{TIME}{name.replace(' ', '_')}": round(seconds, 3) for name, seconds in spent.items()}
         return {"goodput": goodput(spent)} | named
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         """Describes the totals, largest first, and the phases of this start's start-up."""
         spent, parts = self.totals(), self._times.seconds()
         total = sum(spent.values())

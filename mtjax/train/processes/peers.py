@@ -24,7 +24,7 @@ from jax._src import distributed  # the coordinator's address has no public name
 from mtjax.config import Parallel
 from mtjax.errors import LOST, UserError, first_line
 from mtjax.sharding.processes import START_TIMEOUT, several_expected, start_processes
-from mtjax.train.processes.coordination import all_gather_text, num_processes, service, this_process, whereabouts
+from mtjax.train.processes.coordination import all_gather_text, describe_process, num_processes, service, this_process
 from mtjax.train.processes.native_stderr import NativeStderr
 
 PULSES, VERDICT = "mtjax/pulse/", "mtjax/verdict"
@@ -67,7 +67,7 @@ class Verdict:
     """Processes that have not reached that step."""
 
 
-class Roll:
+class HeartbeatMonitor:
     """When each process was last heard of. Used by process 0.
 
     Args:
@@ -143,8 +143,8 @@ class Peers:
         if self.count == 1:
             self._stderr.close()
         else:
-            self._who = all_gather_text("the start of the run", whereabouts())
-            self._roll, self._heard = Roll(self._who, SILENCE * self._timeout), time.monotonic()
+            self._who = all_gather_text("the start of the run", describe_process())
+            self._monitor, self._heard = HeartbeatMonitor(self._who, SILENCE * self._timeout), time.monotonic()
             for body in (self._beat, self._watch):
                 threading.Thread(target=body, name=f"peers {body.__name__}", daemon=True).start()
         return self
@@ -228,7 +228,7 @@ class Peers:
             int(key.removeprefix(PULSES)): Pulse(**json.loads(text))
             for key, text in service().key_value_dir_get(PULSES)
         }
-        verdict = self._roll.verdict(pulses, time.monotonic())
+        verdict = self._monitor.verdict(pulses, time.monotonic())
         service().key_value_set(VERDICT, json.dumps(asdict(verdict)), allow_overwrite=True)
 
     def _watch(self) -> None:
