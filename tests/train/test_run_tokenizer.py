@@ -159,9 +159,9 @@ def test_processes_with_different_tokenizers_do_not_train_together(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_tokenizer, "num_processes", lambda: 2)
-    monkeypatch.setattr(run_tokenizer, "exchange", lambda name, word: [word, word])
+    monkeypatch.setattr(run_tokenizer, "all_gather_text", lambda name, word: [word, word])
     find_tokenizer(config, None, None)
-    monkeypatch.setattr(run_tokenizer, "exchange", lambda name, word: ["another", word])
+    monkeypatch.setattr(run_tokenizer, "all_gather_text", lambda name, word: ["another", word])
     with pytest.raises(UserError, match="process 1 has another tokenizer than process 0"):
         find_tokenizer(config, None, None)
 
