@@ -24,7 +24,7 @@ from mtjax.config.checks import check_bounds
 from mtjax.config.common import COMMON
 from mtjax.config.families import FAMILIES
 from mtjax.config.follow import with_min_learning_rate
-from mtjax.config.place import in_own_folder
+from mtjax.config.place import with_run_folder
 from mtjax.config.renamed import old_names_in, with_new_names, with_new_options
 from mtjax.config.repeated import with_joined_data
 from mtjax.errors import UserError, first_line, nearest, shortened
@@ -108,11 +108,11 @@ def run_main(body: Callable[[], int | None]) -> int:
         print("interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
     except OSError as e:
-        if isinstance(e, BrokenPipeError) and _reader_has_left():  # `mtjax ... | head`: it has seen enough
+        if isinstance(e, BrokenPipeError) and _reader_has_left():  # `mtjax ... | head`: the reader has closed the pipe
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
-        # Schedulers don't restart after code 2, so it is for what only the user can put right: a bug, or a connection
-        # that was lost inside a library, is not that.
+        # Schedulers don't restart after code 2, so it is only for errors that the user must fix, not for bugs or lost
+        # connections inside a library.
         if e.errno in _OF_A_PATH and e.filename is not None:
             return _report(first_line(e), 2)
         what = type(e).__name__
@@ -124,7 +124,7 @@ def _reader_has_left() -> bool:
     poll = select.poll()
     try:
         poll.register(sys.stdout.fileno(), 0)
-    except (OSError, ValueError):  # standard output is no file, or is closed
+    except (OSError, ValueError):  # standard output is not a file, or is closed
         return False
     return any(event & select.POLLERR for _, event in poll.poll(0))
 
@@ -171,16 +171,16 @@ def parse(
     Args:
       argv: arguments; those of the process when None.
       prog: the command as the user types it.
-      description: what `--help` says first.
-      options: a dataclass of the command's own options, besides the config.
+      description: first paragraph of `--help`.
+      options: a dataclass of the command's options in addition to the config.
       default: the shipped config that is used when `--config` is not given.
-      base: from that config, and the words of the command line, to the one whose settings are the options' defaults.
-      hidden: sections that have no options here.
+      base: maps that config and the command line to the config whose settings are the options' defaults.
+      hidden: sections that are not options of this command.
       common: headings of `--help`, and the settings below each; `--help-all` shows the others too.
 
     Raises:
-      UserError: the config file or an option is wrong, or values don't fit each other.
-      SystemExit: help was asked for (0).
+      UserError: the config file or an option is invalid, or settings are inconsistent.
+      SystemExit: help was requested (0).
     """
     argv, renamed = with_new_options(with_joined_data(sys.argv[1:] if argv is None else argv))
     name = argument(argv, "--config") or default
@@ -203,7 +203,7 @@ def parse(
     chosen = dataclasses.replace(start, **{group: getattr(parsed, group) for group in groups})
     check_bounds(parsed.command)
     typed = typed_options(argv)
-    chosen = _with_what_was_not_typed(chosen, typed, path, tables)
+    chosen = _with_derived_settings(chosen, typed, path, tables)
     try:
         config.validate(chosen)
     except UserError as e:
@@ -211,7 +211,7 @@ def parse(
     return Command(chosen, parsed.command, name)
 
 
-def _with_what_was_not_typed(
+def _with_derived_settings(
     chosen: config.Config, typed: Collection[str], path: Path, tables: Mapping[str, Any]
 ) -> config.Config:
     """Returns the config with settings filled in that were not typed and depend on the config file's location or on
@@ -221,13 +221,13 @@ def _with_what_was_not_typed(
       chosen: the config.
       typed: options of the command line.
       path: of the config file.
-      tables: what is in it.
+      tables: its contents.
 
     Raises:
-      UserError: the folder to resume is not certain, or two options set the end of the run.
+      UserError: the folder to resume is ambiguous, or two options set the end of the run.
     """
     if "--out" not in typed:
-        chosen = in_own_folder(chosen, path, tables)
+        chosen = with_run_folder(chosen, path, tables)
     if "--min-learning-rate" not in typed:
         chosen, note = with_min_learning_rate(chosen, tables, str(path), typed="--learning-rate" in typed)
         if note is not None:
@@ -264,12 +264,12 @@ def read(
       options: the dataclass.
       argv: arguments; those of the process when None.
       prog: the command as the user types it.
-      description: what `--help` says first.
+      description: first paragraph of `--help`.
       common: headings of `--help`, and the options below each; None shows all.
 
     Raises:
-      UserError: one is wrong or missing.
-      SystemExit: help was asked for (0).
+      UserError: an option is invalid or missing.
+      SystemExit: help was requested (0).
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     listed = list(options_of(dataclass_of(options)))
@@ -304,7 +304,7 @@ def _one_sentence(box: str, argv: Sequence[str] = (), known: Collection[str] = (
     Messages of other kinds are only joined into one line.
     """
     rows = re.sub(r"\x1b\[[\d;]*m", "", box).splitlines()  # colours, on a terminal
-    rows = rows[2:] if box.isascii() else rows[1:-1]  # without title and frame, which in ASCII is a rule
+    rows = rows[2:] if box.isascii() else rows[1:-1]  # without the title and the frame, which is a rule in ASCII
     lines = [row.strip(" │") for row in rows]
     rule = next((i for i, line in enumerate(lines) if re.fullmatch(r"[─-]+", line)), len(lines))
     output = " ".join(" ".join(lines[:rule]).split())

@@ -97,7 +97,7 @@ def parse_json_object(text: str | bytes, source: object) -> dict[str, Any]:
     """Parses a JSON object.
 
     Raises:
-      UserError: it is not one.
+      UserError: it is not a JSON object.
     """
     value = parse_json(text, source)
     if not isinstance(value, dict):

@@ -90,8 +90,8 @@ def show_help(
 
     Args:
       prog: the command as typed.
-      description: what it does.
-      options: all of them.
+      description: its first paragraph.
+      options: all options.
       common: headings, and the fields of the options below each; all options by group when None.
         Options of the command itself, which belong to no section of the config, are always shown.
     """
@@ -170,7 +170,7 @@ def _docstrings(cls: type) -> dict[str, str]:
             continue
         try:
             node = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
-        except (OSError, TypeError):  # a class made at run time has no source
+        except (OSError, TypeError):  # a class created at run time has no source
             continue
         assert isinstance(node, ast.ClassDef)
         for field, below in zip(node.body, node.body[1:], strict=False):

@@ -35,7 +35,7 @@ class CtrlC:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         signal.set_wakeup_fd(self._wakeup)
-        os.close(self._write)  # the listener reads the end
+        os.close(self._write)  # the listener reads end of file
         self._thread.join()
         os.close(self._read)
         signal.signal(signal.SIGINT, self._before)
@@ -50,7 +50,7 @@ class CtrlC:
 
     def _end(self, number: int, frame: FrameType | None) -> None:
         if not self._ending.acquire(blocking=False):
-            return  # the other thread is at it
+            return  # the other thread is already ending the process
         show_cursor = "\x1b[?25h" if sys.stdout.isatty() else ""
         for stream, text in ((sys.stdout, show_cursor), (sys.stderr, "interrupted\n")):
             with contextlib.suppress(Exception):

@@ -54,7 +54,7 @@ def filesystem(url: str) -> Any:
     """Returns fsspec's file system for an address.
 
     Raises:
-      UserError: its library is not installed; says which extra installs it.
+      UserError: its library is not installed; names the extra that installs it.
     """
     scheme = url.partition(":")[0]
     library, extra = LIBRARIES[scheme]
@@ -64,9 +64,9 @@ def filesystem(url: str) -> Any:
         fs = require("fsspec", extra).filesystem("s3", use_listings_cache=False, config_kwargs=config)
         fs.retries = 2
         return fs
-    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # what it logs, with stacks, it raises in the end
+    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it also raises the errors that it logs with stacks
     timeout = require("aiohttp", extra).ClientTimeout(total=2 * SILENCE, sock_connect=SILENCE)
-    # The one that fsspec has registered asks another service, before each request, of which kind the bucket is.
+    # fsspec's registered class requests the kind of the bucket from another service before each request.
     return require("gcsfs.core", extra).GCSFileSystem(use_listings_cache=False, requests_timeout=timeout)
 
 
@@ -74,12 +74,12 @@ def attempt(what: str, action: Callable[[], T]) -> T:
     """Runs `action`, and retries it if the store can't be reached.
 
     Args:
-      what: it does, for the message: "reading s3://bucket/name".
-      action: may be done again.
+      what: description of the action for messages: "reading s3://bucket/name".
+      action: must be safe to repeat.
 
     Raises:
       FileNotFoundError, FileExistsError: from the action, at once.
-      UserError: no attempt within `PATIENCE` reached the store, or it refuses.
+      UserError: the store can't be reached within `PATIENCE`, or denies access.
     """
     begun = time.monotonic()
     for pause in (*PAUSES, None):
@@ -87,7 +87,7 @@ def attempt(what: str, action: Callable[[], T]) -> T:
             return action()
         except (FileNotFoundError, FileExistsError, UserError):
             raise
-        except Exception as e:  # each store's library has errors of its own for a lost connection
+        except Exception as e:  # each store's library has different exceptions for a lost connection
             if _refuses(e):
                 raise UserError(f"{what}: the store refuses it: {first_line(e)}") from e
             waited = time.monotonic() - begun
@@ -128,7 +128,7 @@ def is_file(path: str | Path) -> bool:
     if url is None:
         return Path(path).is_file()
     fs = filesystem(url)
-    try:  # fsspec's own `isfile` takes whatever is raised for a no
+    try:  # fsspec's `isfile` treats any exception as False
         return attempt(f"reading {url}", lambda: fs.info(url))["type"] == "file"
     except FileNotFoundError:
         return False
@@ -224,7 +224,7 @@ def key_value_store(path: str | Path) -> dict[str, Any]:
         return {"driver": "gcs", "bucket": bucket, "path": f"{name}/", "gcs_request_retries": retries}
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
     region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
-    # Named where they are: TensorStore looks everywhere else first, and complains about each place on stderr.
+    # Set explicitly: TensorStore tries all other sources of credentials first, and logs an error on stderr for each.
     keys = {"type": "environment"} if "AWS_ACCESS_KEY_ID" in os.environ else None
     optional = {"endpoint": endpoint, "aws_region": region if endpoint else None, "aws_credentials": keys}
     spec = {"driver": "s3", "bucket": bucket, "path": f"{name}/", "s3_request_retries": retries}

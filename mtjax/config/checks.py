@@ -28,7 +28,7 @@ def validate(config: Config) -> None:
     """Checks each setting, then the combinations of settings.
 
     Raises:
-      UserError: the first setting that is out of bounds, or pair of settings that don't fit.
+      UserError: a setting is out of bounds, or settings are inconsistent; names the first.
     """
     for section in vars(config).values():
         check_bounds(section)
@@ -49,7 +49,7 @@ def check_on_this_machine(config: Config) -> None:
     """Checks that folders with random-access writes are on this machine, not in an object store.
 
     Raises:
-      UserError: one is.
+      UserError: a folder is an address in an object store.
     """
     for name, path in (("cache_dir", config.data.cache_dir), ("local_checkpoints", config.output.local_checkpoints)):
         if path is not None and url_of(path):
@@ -63,7 +63,7 @@ def check_bounds(section: Any) -> None:
     """Checks each setting of a section against the bound in its field's metadata; None is always allowed.
 
     Raises:
-      UserError: the first that is out of bounds.
+      UserError: a setting is out of bounds; names the first.
     """
     for field in dataclasses.fields(section):
         bound, value = setting_of(field).bound, getattr(section, field.name)
@@ -89,7 +89,7 @@ def _check_text(name: str, value: str | Path) -> None:
 def _is_unicode(text: str) -> bool:
     try:
         text.encode()
-    except UnicodeEncodeError:  # bytes of the command line that are not UTF-8
+    except UnicodeEncodeError:  # bytes on the command line that are not UTF-8
         return False
     return True
 
@@ -132,7 +132,7 @@ def check_heads(model: Model) -> None:
     """Checks that num_heads divides hidden_size, and num_kv_heads divides num_heads.
 
     Raises:
-      UserError: they don't; names the nearest numbers that do.
+      UserError: they do not divide; names the nearest numbers that do.
     """
     if model.head_dim is None and model.hidden_size % model.num_heads:
         fits = nearest_divisors(model.hidden_size, model.num_heads)
@@ -152,7 +152,7 @@ def check_family(model: Model) -> None:
     """Checks that the family supports the chosen values.
 
     Raises:
-      UserError: it does not; names what it has.
+      UserError: the family does not support a value; names those that it supports.
     """
     family = FAMILIES[model.family]
     for name, choices in family.choices.items():
@@ -167,7 +167,7 @@ def check_positions(model: Model) -> None:
     """Checks that the settings of rotary and relative positions are consistent.
 
     Raises:
-      UserError: the first that don't.
+      UserError: they are inconsistent.
     """
     if model.relative_max_distance <= model.relative_buckets:
         distance, buckets = model.relative_max_distance, model.relative_buckets
@@ -190,7 +190,7 @@ def check_experts(config: Config) -> None:
     """Checks that the settings of experts are consistent, and not set in a dense model.
 
     Raises:
-      UserError: the first that don't.
+      UserError: they are inconsistent, or the model has no experts.
     """
     model, default = config.model, Model()
     count, chosen, method = model.num_experts, model.experts_top_k, config.parallel.expert_dispatch
@@ -247,7 +247,7 @@ def check_expert_groups(model: Model) -> None:
     """Checks that expert groups have equal sizes, and that the selected groups have enough experts.
 
     Raises:
-      UserError: they are not; says what would fit.
+      UserError: the settings don't fit; names values that do.
     """
     count, groups, selected = model.num_experts, model.expert_groups, model.expert_groups_top_k
     if count % groups:
@@ -276,7 +276,7 @@ def check_deterministic(config: Config) -> None:
     """Checks that `deterministic` is not combined with an operation that is never deterministic.
 
     Raises:
-      UserError: cuDNN's attention is.
+      UserError: it is combined with cuDNN's attention.
     """
     if config.training.deterministic and config.model.attention == "cudnn":
         raise UserError(
@@ -289,7 +289,7 @@ def check_adapters(model: Model) -> None:
     """Checks that LoRA settings are only used with adapters, in a family that supports them.
 
     Raises:
-      UserError: there are none for dropout, or the family has none.
+      UserError: lora_dropout is set without adapters, or the family does not support adapters.
     """
     if model.lora_dropout and not model.lora_rank:
         raise UserError(
@@ -303,7 +303,7 @@ def check_recompute(model: Model, training: Training) -> None:
     """Checks that recompute groups have equal sizes, and that there are enough layers to recompute.
 
     Raises:
-      UserError: they are not, or recompute_offload is set without full recompute.
+      UserError: they have not, or recompute_offload is set without full recompute.
     """
     number, layers = training.recompute_num_layers, model.num_layers
     if training.recompute_offload and training.recompute != "full":
@@ -341,7 +341,7 @@ def check_loss_scale(training: Training) -> None:
     """Checks that float16's loss scales are consistent with each other and with the type.
 
     Raises:
-      UserError: they don't, or a fixed scale is given for a type that needs none.
+      UserError: they are not, or a static scale is set for a type that needs none.
     """
     if training.initial_loss_scale < training.min_loss_scale:
         raise UserError(
@@ -359,7 +359,7 @@ def check_schedule(optimizer: Optimizer) -> None:
     others.
 
     Raises:
-      UserError: the first that is not.
+      UserError: a setting is out of order, missing or unused.
     """
     peak, initial, style = optimizer.learning_rate, optimizer.initial_learning_rate, optimizer.decay_style
     for name in ("min_learning_rate", "initial_learning_rate"):

@@ -37,7 +37,7 @@ class Bound:
     """The allowed values of a setting."""
 
     is_enough: Callable[[Any], bool]
-    words: str
+    expected: str
     """Text after "must be" in the error message."""
     most: float = math.inf
     """Maximum value."""
@@ -49,7 +49,7 @@ class Bound:
     def why_not(self, value: Any) -> str | None:
         """Returns the text after "must be" in the error message; None if the value is allowed."""
         if not self.is_enough(value):
-            return self.words
+            return self.expected
         return None if value <= self.most else f"at most {self.most:{'' if type(self.most) is int else 'g'}}"
 
 
@@ -98,7 +98,7 @@ class _Several(Bound):
     """The allowed values of a setting that is a tuple."""
 
     def why_not(self, value: Any) -> str | None:
-        return None if self.is_enough(value) else self.words
+        return None if self.is_enough(value) else self.expected
 
 
 def share(default: T, *, shapes: Condition | None = ALWAYS) -> T:

@@ -19,14 +19,14 @@ def with_min_learning_rate(
     becomes a tenth of the learning rate.
 
     Args:
-      config: of the run; its `min_learning_rate` was not typed.
-      tables: of the config file.
-      source: what messages call the file.
-      typed: whether `learning_rate` was typed, and so replaces that of the file.
+      config: the run's; its `min_learning_rate` was not typed.
+      tables: contents of the config file.
+      source: name of the file for messages.
+      typed: whether `learning_rate` was typed, and so overrides that of the file.
     """
     peak, lowest = config.optimizer.learning_rate, config.optimizer.min_learning_rate
     in_file = "min_learning_rate" in tables.get("optimizer", {})
-    # A rate that is no number at all is refused as such.
+    # NaN and infinity are rejected by `validate`.
     if lowest <= peak or not math.isfinite(peak) or (in_file and not typed):
         return config, None
     follows = peak * SHARE

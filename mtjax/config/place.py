@@ -19,26 +19,26 @@ def holds_run(folder: Path) -> bool:
     return (folder / "metrics.jsonl").exists() or (folder / "checkpoints").exists()
 
 
-def in_own_folder(config: Config, file: Path, tables: Mapping[str, Any]) -> Config:
+def with_run_folder(config: Config, file: Path, tables: Mapping[str, Any]) -> Config:
     """Returns the config with `out` set to the folder of the run that contains its file.
 
     The `out` in the file is the path as it was typed when the run began: a folder that was moved, copied, or is named
-    from another working directory would otherwise be trained anew elsewhere, or into the original.
+    from another working directory would otherwise start a new run elsewhere, or write into the original.
 
     Args:
-      config: with the `out` of the file, and not one that was typed.
-      file: from which it was read.
-      tables: what is in the file.
+      config: with the `out` of the file; no other was typed.
+      file: the config file.
+      tables: contents of the file.
 
     Raises:
-      UserError: with `resume`, a run wrote the file, and its folder has no run while `out` is another one.
+      UserError: with `resume`, if a run wrote the file, its folder contains no run, and `out` is another folder.
     """
     out, folder = config.output.out, file.parent
     if file.name != CONFIG or out is None or _is_same(out, folder):
         return config
     if holds_run(folder):
         return replace(config, out=folder)
-    # A file written by hand may name any folder; one that a run wrote has every section.
+    # A file written by hand may name any folder; one written by a run contains every section.
     if config.output.resume and tables.keys() >= get_type_hints(Config).keys():
         raise UserError(
             f"{shown(file)} is in {shown(folder)}, which has no checkpoints, and was written by a run in "
@@ -47,9 +47,9 @@ def in_own_folder(config: Config, file: Path, tables: Mapping[str, Any]) -> Conf
     return config
 
 
-def was_copied(folder: Path, place: str | None) -> bool:
-    """Returns whether a run's folder is a copy of one that still exists at `place`; a moved folder is not a copy."""
-    return place is not None and Path(place) != folder.resolve() and holds_run(Path(place))
+def was_copied(folder: Path, recorded: str | None) -> bool:
+    """Returns whether a run's folder is a copy of one that still exists at `recorded`; a moved folder is not a copy."""
+    return recorded is not None and Path(recorded) != folder.resolve() and holds_run(Path(recorded))
 
 
 def _is_same(one: Path, other: Path) -> bool:

@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UserError("the options of mtjax train go after `--`: mtjax launch --restarts 3 -- --config NAME")
         train = arguments[at + 1 :]
         command = cli.parse(train, "mtjax train", train_options.DESCRIPTION, train_options.Options)
-        from mtjax.launch.run import launch  # takes a second to import: not before the options are right
+        from mtjax.launch.run import launch  # takes a second to import: only for valid options
 
         return launch(train, command.config, command.name, options.processes, options.restarts, os.environ)
 

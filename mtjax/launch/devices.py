@@ -43,7 +43,7 @@ def mesh_within(config: Config, devices: int) -> MeshShape:
     divides the batch.
 
     Raises:
-      UserError: there is none.
+      UserError: no mesh fits.
     """
     wanted = parse_mesh(config.parallel.mesh)
     for data in range(wanted.data, 0, -1):

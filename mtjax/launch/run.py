@@ -35,18 +35,18 @@ def launch(
 
     Args:
       arguments: of `mtjax train`.
-      config: what they say.
+      config: the config of these arguments.
       name: of the config, for the run's folder.
-      processes: how many; None leaves it to the devices.
-      restarts: how many.
+      processes: number of processes; None derives it from the devices.
+      restarts: maximum number of restarts.
       environment: of this process.
-      gpus: the working GPUs of this machine; asked before each start.
+      gpus: returns the working GPUs of this machine; called before each start.
 
     Returns:
       The exit code.
 
     Raises:
-      UserError: the run can't be started like this; nothing has been.
+      UserError: the run can't be started with these options; nothing has been started.
     """
     if (found := find_launch(config.parallel, environment)) is not None:
         raise UserError(
@@ -97,7 +97,7 @@ def check_processes(mesh: str, size: int, count: int, gpus: Sequence[str] | None
     """Checks that this machine can run the processes of a mesh of `size` devices.
 
     Raises:
-      UserError: the devices don't divide over them, there are too many, or too few devices.
+      UserError: the devices are not divisible by the processes, there are too many processes, or too few devices.
     """
     if count > MAX_PROCESSES:
         raise UserError(f"{count} processes are too many for one machine: at most {MAX_PROCESSES} are allowed")

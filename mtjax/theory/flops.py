@@ -140,8 +140,8 @@ def compiled_flops(anatomy: Anatomy, plan: Plan, *, causal: bool = False) -> flo
     of 2c blocks of the scores (`mtjax.sharding.context.ring_attention`). Experts' backward pass recomputes the first of
     their matmuls, and full recompute omits both.
 
-    With pipeline parallelism: the FLOPs of all stages in all ticks, bubbles included, as if each stage had the embedding
-    and the losses, which are computed once per microbatch.
+    With pipeline parallelism: the FLOPs of all stages in all ticks, bubbles included, as if each stage had the
+    embedding and the losses, which are computed once per microbatch.
     """
     if plan.is_staged:
         return _staged_flops(computed_over(anatomy, plan.mesh), plan, causal=causal)

@@ -25,9 +25,15 @@ COMPARED = ("model", "parallel", "data", "optimizer", "training", "finetuning")
 """Sections whose settings are compared."""
 NOT_COMPARED = frozenset(
     {
-        *("coordinator", "num_processes", "process_id", "peer_timeout", "step_timeout"),  # this start of the run
-        *("cache_dir", "num_workers", "loader_timeout", "check_replicas"),  # how, not what
-        *("init_from", "tokenizer", "eod_token", "vocab_size"),  # checked on their own
+        *(
+            "coordinator",
+            "num_processes",
+            "process_id",
+            "peer_timeout",
+            "step_timeout",
+        ),  # concern only this start of the run
+        *("cache_dir", "num_workers", "loader_timeout", "check_replicas"),  # do not affect results
+        *("init_from", "tokenizer", "eod_token", "vocab_size"),  # checked elsewhere
     }
 )
 
@@ -50,7 +56,7 @@ def parse_allowed(text: str | None) -> frozenset[str]:
     """Parses the kinds of changes in `--allow-changed`, separated by commas.
 
     Raises:
-      UserError: one is unknown.
+      UserError: a kind is unknown.
     """
     kinds = [kind.strip() for kind in (text or "").split(",") if kind.strip()]
     for kind in kinds:
@@ -72,9 +78,9 @@ def position_of(
 
     Args:
       past: the run that is resumed; None for a new one.
-      config: of the run from now on.
-      texts: what its training samples are made from now.
-      total: samples that it will have consumed in the end.
+      config: the config of the resumed run.
+      texts: the training text from now on.
+      total: number of samples at the end of the run.
       order_settings: names of the settings on which the order depends.
       allowed: kinds of changes that may begin a new order.
 
@@ -133,7 +139,7 @@ def scheduled(config: Config, horizon: Horizon) -> Config:
     return configs.replace(config, steps=horizon.steps, decay_steps=decay_steps)
 
 
-def check_learns(past: Past, config: Config, now: Config) -> None:
+def check_learning_rate(past: Past, config: Config, now: Config) -> None:
     """Checks that the remaining steps have a nonzero learning rate.
 
     Args:
@@ -142,7 +148,7 @@ def check_learns(past: Past, config: Config, now: Config) -> None:
       now: the same config with its schedules (`scheduled`).
 
     Raises:
-      UserError: it is 0 in all of them, because it has decayed to 0 before.
+      UserError: the learning rate has decayed to 0 before.
     """
     steps, peak = config.training.steps, config.optimizer.learning_rate
     if past.step >= steps or peak == 0:
@@ -159,10 +165,10 @@ def find_changes(past: Past, config: Config, now: Config, position: DataPosition
     """Returns the rows of the table: differences to the run when its checkpoint was saved.
 
     Args:
-      past: that run.
-      config: of the run from now on.
+      past: the run when it was saved.
+      config: the config of the resumed run.
       now: the same config with its schedules (`scheduled`).
-      position: of its data from now on.
+      position: its order of samples from now on.
     """
     rows = [
         Change(name, _shown(then), _shown(here), _effect(section, name, past, config, position))

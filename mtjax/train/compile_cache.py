@@ -139,7 +139,7 @@ def user_folder(environment: Mapping[str, str]) -> Path:
     return Path(base).absolute() / "mtjax" / "programs"
 
 
-def programs_in_words(cache: CompileCache) -> str:
+def describe_programs(cache: CompileCache) -> str:
     """Describes how many programs a start needed, and how many of them were cached."""
     if cache.folder is None:
         return "compiled programs were not cached"

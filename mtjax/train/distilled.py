@@ -30,7 +30,7 @@ class Distilled(TrainStep):
     """The train step of a student on a mesh.
 
     Raises:
-      UserError: model or batch don't divide over the mesh, or the config does not say how wide the teacher is.
+      UserError: the mesh does not divide the model or the batch, or teacher_width is not set.
     """
 
     def __init__(self, config: Config, mesh: Mesh, layout: Layout | None = None) -> None:

@@ -19,7 +19,7 @@ from mtjax.train.changes import parse_allowed
 from mtjax.train.checkpoints.checkpoint import Checkpoints, Restored
 from mtjax.train.checkpoints.local import LocalCheckpoints, open_local
 from mtjax.train.checkpoints.saves import Saves
-from mtjax.train.compile_cache import CompileCache, programs_in_words
+from mtjax.train.compile_cache import CompileCache, describe_programs
 from mtjax.train.feed import next_batch, open_batches
 from mtjax.train.folder.run_folder import claim_folder, writing
 from mtjax.train.nonfinite_steps import NonfiniteSteps
@@ -118,7 +118,7 @@ def train(
 
     Args:
       config: the run.
-      name: what the run is called.
+      name: name of the run.
       options: of this start.
       objective: what the model is trained for.
       times: timer of this start.
@@ -127,7 +127,7 @@ def train(
       evaluations: the tasks of `--evaluate`.
 
     Raises:
-      UserError: the config, the machine, the data or a checkpoint does not allow it.
+      UserError: the config, the machine, the data or a checkpoint does not permit the run.
     """
     times = times or StartTimer()
     check_tracker(options.track)
@@ -230,8 +230,8 @@ def open_logs(
         data.save(folder)
         metrics = MetricsLog(folder, from_step=from_step, tracker=tracking)
         time_log = TimeLog(folder, from_step, this_start.times)
-    if metrics.kept_as:
-        say(f"note    the metrics of an earlier start were renamed to {metrics.kept_as}")
+    if metrics.renamed_to:
+        say(f"note    the metrics of an earlier start were renamed to {metrics.renamed_to}")
     return metrics, time_log
 
 
@@ -314,7 +314,7 @@ def check_steps(run: Run, state: State) -> None:
     """Reports which steps since the last check were skipped, and why.
 
     Raises:
-      UserError: too many in a row.
+      UserError: too many steps in a row were skipped.
     """
     for skipped in run.nonfinite_steps.check():
         run.progress.say(f"step {skipped.step} skipped: {skipped}")
@@ -382,7 +382,7 @@ def print_summary(run: Run, state: State) -> None:
     if run.metrics is not None and run.time_log is not None:
         with writing(run.environment.folder):
             plot_losses(run.metrics.path, run.environment.folder / "loss.png")
-        time = f"time    {run.time_log.in_words()}\n{' ' * 8}{programs_in_words(run.start.cache)}\n"
+        time = f"time    {run.time_log.describe()}\n{' ' * 8}{describe_programs(run.start.cache)}\n"
     run.progress.say(
         f"\ndone    {int(state.step)} steps{best}; metrics, loss.png, goodput.png, TensorBoard events and "
         f"checkpoints are in {out}\n"

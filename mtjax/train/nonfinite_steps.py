@@ -65,8 +65,8 @@ def first_bad(scalar: Array, values: Tree, records: Tree, numbers_of: Numbers = 
     A tensor counts as finite if the sum of squares / 4 of each device's shard is finite.
 
     Args:
-      scalar: has to be finite too. When only this is not, the answer is the number of tensors.
-      values: gradients or parameters, wherever they live.
+      scalar: has to be finite, too. If only this is not, the result is the number of tensors.
+      values: gradients or parameters, with any sharding.
       records: of every parameter.
       numbers_of: the numbers of the layers that an array stacks, by its name; () for 0, 1, 2 ...
 
@@ -142,8 +142,8 @@ class NonfiniteSteps:
     """Tracks the skipped steps of a run, and detects when there are too many in a row.
 
     Args:
-      training: says how many are too many, and how float16 is scaled.
-      named: the model's `tensors`.
+      training: limits the skipped steps in a row, and configures the loss scale.
+      tensors: the model's `tensors`.
     """
 
     def __init__(self, training: Training, tensors: Sequence[Tensor]) -> None:

@@ -14,7 +14,7 @@ from mtjax.data.progress import say
 from mtjax.data.tokens.end_file import SENTENCEPIECE_FILE, TOKENIZER_JSON
 from mtjax.errors import UserError
 from mtjax.models.sharded_model import Batch, ShardedModel
-from mtjax.train.changes import check_learns, position_of, scheduled
+from mtjax.train.changes import check_learning_rate, position_of, scheduled
 from mtjax.train.checkpoints.past import Past
 from mtjax.train.checkpoints.weights import Weights, check_same_weights, find_weights, restore_weights
 from mtjax.train.feed import next_batch, open_batches
@@ -41,15 +41,15 @@ class RunData:
     files: Mapping[str, bytes] = field(default_factory=dict)
     """Contents, by name, of the files that are saved in the run's folder with the tokenizer, such as a chat template; a
     `tokenizer.json` among them is the tokenizer itself."""
-    is_kept: bool = False
+    is_saved: bool = False
     """Whether the run's folder already has the tokenizer and these files, which never change."""
 
     def save(self, folder: Path) -> None:
         """Writes the tokenizer and its files, unless the folder already has them."""
-        if self.is_kept:
+        if self.is_saved:
             return
-        # The tokenizer last: a run that was killed between the files is taken for one without a tokenizer. A
-        # tokenizer.model without tokenizer.json would be taken for the tokenizer (`tokenizer_of_run`): it comes last.
+        # The tokenizer is written last, so that a run that is killed in between counts as one without a tokenizer. A
+        # tokenizer.model without tokenizer.json would count as the tokenizer (`tokenizer_of_run`), so it comes last.
         tokenizer_files = [name for name in (TOKENIZER_JSON, SENTENCEPIECE_FILE) if name in self.files]
         for name in self.files.keys() - set(tokenizer_files):
             self._write(name, folder)
@@ -82,7 +82,7 @@ class InitialWeights(Protocol):
         """Checks that the weights fit the program's model.
 
         Raises:
-          UserError: lists how it differs.
+          UserError: lists the differences.
         """
         ...
 
@@ -90,7 +90,7 @@ class InitialWeights(Protocol):
         """Reads the parameters in the program's sharding.
 
         Raises:
-          UserError: they are damaged, or can't be read.
+          UserError: they are corrupted, or can't be read.
         """
         ...
 
@@ -107,7 +107,7 @@ class Evaluations(Protocol):
         """Reads the tasks' files, with the tokenizer of the run.
 
         Raises:
-          UserError: one is not its task's, or the model does not predict the next token.
+          UserError: a file is not valid for its task, or the model does not predict the next token.
         """
         ...
 
@@ -150,7 +150,7 @@ class Objective(Protocol):
         """Returns the steps over which learning rate and weight decay change.
 
         Raises:
-          UserError: the resumed run would learn nothing.
+          UserError: the learning rate of all remaining steps is 0.
         """
         ...
 
@@ -202,7 +202,7 @@ class SavedWeights:
         """Reads the parameters; each device reads only its shards.
 
         Raises:
-          UserError: they are damaged, or can't be read.
+          UserError: they are corrupted, or can't be read.
         """
         return restore_weights(self.weights, program.restore_target, program.layer_orders)
 
@@ -229,7 +229,7 @@ class Pretraining:
         """Opens the weights of a run or of `mtjax convert`.
 
         Raises:
-          UserError: there are none, or the model's head is not of language.
+          UserError: there are none, or the model needs `mtjax finetune`.
         """
         if config.model.head != "language":
             raise UserError(
@@ -267,17 +267,17 @@ class Pretraining:
         train = data.open_in_order(config, position.order, tokenizer)
         count = config.output.valid_batches * config.training.global_batch_size
         held_out = data.open_dataset(config, "valid", count, tokenizer) if config.output.valid_every else None
-        return config, RunData(tokenizer, train, held_out, position, found.files, found.is_kept)
+        return config, RunData(tokenizer, train, held_out, position, found.files, found.is_saved)
 
     def horizon(self, config: Config, past: Past | None) -> Horizon:
         """Returns the steps over which learning rate and weight decay change; a resumed run keeps them.
 
         Raises:
-          UserError: the learning rate of all steps left is 0.
+          UserError: the learning rate of all remaining steps is 0.
         """
         horizon = horizon_of(config.optimizer, config.training.steps, past.horizon if past else None)
         if past is not None:
-            check_learns(past, config, scheduled(config, horizon))
+            check_learning_rate(past, config, scheduled(config, horizon))
         return horizon
 
     def teacher_targets(self, program: TrainStep) -> TeacherTargets | None:
@@ -315,7 +315,7 @@ class Pretraining:
         longer = f"--steps {2 * training.steps}"
         if training.train_samples is not None:
             longer = f"--train-samples {2 * training.train_samples}"
-        if optimizer.min_learning_rate == 0 and optimizer.decay_style != "constant":  # has decayed to nothing
+        if optimizer.min_learning_rate == 0 and optimizer.decay_style != "constant":  # it has decayed to 0
             longer += f" --min-learning-rate {optimizer.learning_rate / 10:g}"
         return [f"{self.command} --config {file} --resume {longer}", f"mtjax inspect --config {file}"]
 

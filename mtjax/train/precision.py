@@ -45,9 +45,11 @@ def update(state: LossScale, finite: Array, options: Training) -> LossScale:
     """Returns the scale after a step whose gradients were all `finite`, a bool scalar, or not; a static scale stays."""
     if options.loss_scale is not None:
         return state
-    left = state.hysteresis - 1
+    # Overflow: the scale is halved once `hysteresis` overflows have occurred, and the growth counter restarts.
+    remaining = state.hysteresis - 1
     smaller = jnp.maximum(state.scale * BACKOFF, options.min_loss_scale)
-    overflowed = LossScale(jnp.where(left <= 0, smaller, state.scale), jnp.zeros_like(state.growth), left)
+    overflowed = LossScale(jnp.where(remaining <= 0, smaller, state.scale), jnp.zeros_like(state.growth), remaining)
+    # No overflow: after `loss_scale_window` such steps in a row the scale doubles, and the hysteresis is reset.
     growth = state.growth + 1
     grows = growth == options.loss_scale_window
     good = LossScale(

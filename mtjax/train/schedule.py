@@ -41,8 +41,8 @@ class Horizon:
     resumed.
 
     Attributes:
-      decay_steps: step at which the learning rate reaches its minimum; None where no step so far depends on it.
-      steps: over which the weight decay grows.
+      decay_steps: step at which the learning rate reaches its minimum; None if no step so far depends on it.
+      steps: number of steps over which the weight decay grows.
     """
 
     decay_steps: int | None
@@ -53,14 +53,14 @@ def horizon_of(options: Optimizer, steps: int, saved: Horizon | None = None) -> 
     """Returns the horizon of a run.
 
     Args:
-      options: `decay_steps` among them takes precedence.
+      options: of the optimizer; their `decay_steps` takes precedence.
       steps: of the run.
       saved: the horizon of the run that is resumed.
     """
     growth, last = (steps, None) if saved is None else (saved.steps, saved.decay_steps)
     if options.decay_steps is not None:
         return Horizon(options.decay_steps, growth)
-    # The other styles do not depend on the horizon before it is reached, nor does the warmup.
+    # Constant and inverse-square-root rates do not depend on the horizon, nor does the warmup.
     if options.decay_style in ("constant", "inverse-square-root"):
         return Horizon(None, growth)
     last = steps if last is None else last
@@ -78,6 +78,7 @@ def make_schedule(options: Optimizer, steps: int) -> optax.Schedule:
     last = max(options.decay_steps or steps, warmup + 1)
     decayed = _decayed(options, last)
 
+    # Each phase is computed for every k and selected with `where`, since k is traced.
     def rate(step: jax.typing.ArrayLike) -> jax.Array:
         k = jnp.asarray(step, jnp.float32)
         ended = peak if options.decay_style == "constant" else options.min_learning_rate
@@ -91,7 +92,7 @@ def _decayed(options: Optimizer, last: int) -> Callable[[jax.Array], jax.Array]:
     """Builds the schedule between the end of the warmup and step `last`."""
     peak, floor, warmup = options.learning_rate, options.min_learning_rate, options.warmup_steps
     if options.decay_style == "inverse-square-root":
-        return lambda k: jnp.maximum(floor, peak * (warmup / jnp.maximum(k, 1)) ** 0.5)
+        return lambda k: jnp.maximum(floor, peak * (warmup / jnp.maximum(k, 1)) ** 0.5)  # peak x sqrt(warmup / k)
     first, shape = warmup, options.decay_style
     if options.decay_style == "WSD":
         assert options.wsd_decay_steps is not None  # the config is checked

@@ -109,7 +109,7 @@ def with_mesh(config: Config, choose: ChooseMesh | None) -> Config:
     device.
 
     Raises:
-      UserError: there is no such mesh.
+      UserError: no mesh fits the devices.
     """
     if config.parallel.mesh != AUTO or choose is None:
         return config
@@ -150,7 +150,7 @@ def find_past(output: Output, out: Path) -> Past | None:
     """Returns the run in `out` that `--resume` will most likely continue: its newest checkpoint with valid metadata.
 
     Raises:
-      UserError: a page can't be read, or has an unknown version.
+      UserError: metadata can't be read, or have an unknown format version.
     """
     return newest_past(out / CHECKPOINTS) if output.resume else None
 
@@ -187,7 +187,7 @@ def check_memory(program: TrainStep) -> None:
     """Checks that parameters and optimizer state fit the memory of this process's devices, before they are allocated.
 
     Raises:
-      UserError: they don't.
+      UserError: they do not fit.
     """
     devices = jax.local_devices()
     leaves = jax.tree.leaves(program.abstract_state)
@@ -208,7 +208,7 @@ def check_comparable(program: TrainStep) -> None:
     """Checks that steps are deterministic if the run is to compare them bit by bit.
 
     Raises:
-      UserError: it need not.
+      UserError: they are not deterministic.
     """
     training, platform = program.config.training, program.mesh.devices.flat[0].platform
     if training.check_replicas and platform != "cpu" and not training.deterministic:
@@ -258,7 +258,7 @@ def print_run_summary(config: Config, environment: RunEnvironment, program: Trai
 
 def nothing_to_do(objective: Objective, prepared: Prepared, environment: RunEnvironment) -> str:
     """Returns the message for a resumed run that has done all of its steps."""
-    assert prepared.past is not None  # only a resumed run has done any
+    assert prepared.past is not None  # only a resumed run can be done
     training, out, (step, consumed) = prepared.config.training, shown(environment.out), position_in(prepared.past)
     requested = f"--steps is {training.steps:,}"
     if training.train_samples is not None:

@@ -75,7 +75,7 @@ class TrainStep(ShardedModel):
     `xla` holds the compiler options of the step, `trainable_records` the `ParamSpec`s of the trained parameters.
 
     Raises:
-      UserError: the model or its batch does not divide over the mesh.
+      UserError: the mesh does not divide the model or its batch.
     """
 
     def __init__(self, config: Config, mesh: Mesh, layout: Layout | None = None) -> None:
@@ -89,6 +89,7 @@ class TrainStep(ShardedModel):
     @cached_property
     def state_sharding(self) -> State:
         """The sharding of each array of the state."""
+        # Adam's moments are sharded like the stored parameters: with ZeRO over the data parallel ranks as well.
         moments = placement.shardings(partition_specs(self.trainable_records, "storage_spec"), self.mesh)
         everywhere, like = placement.replicated(self.mesh), select_trainable(self.records, self.abstract_parameters)
         optimizer = placement.optimizer_shardings(self.optimizer, like, moments, self.mesh)
@@ -132,7 +133,7 @@ class TrainStep(ShardedModel):
     def bad_parameter(self, parameters: Tree) -> Tensor | None:
         """Returns a trained parameter that is not finite; None if all are finite."""
 
-        def find(parameters: Tree) -> Array:  # finite values become 0: squares of large weights may overflow
+        def find(parameters: Tree) -> Array:  # finite values become 0, as squares may overflow
             bad = jax.tree.map(lambda a: jnp.where(jnp.isfinite(a), 0.0, a), select_trainable(self.records, parameters))
             return first_bad(jnp.zeros(()), bad, self.trainable_records, self.layer_numbers)
 
@@ -220,11 +221,11 @@ class TrainStep(ShardedModel):
         out of the results.
 
         Returns:
-          The loss, the sum of the family's and the routers' losses, each a mean over the global batch; each of them by
-          name, where there are several, with the load of each layer's experts; and the gradients.
+          The loss, the sum of the family's and the routers' losses, each a mean over the global batch; each loss by
+          name if there are several, with the load of each layer's experts; and the gradients.
         """
         weights = self.loss_weights(batch) | report_weights(self.config.model, batch["sample_index"].shape[0])
-        if scale is not None:
+        if scale is not None:  # scaling the weights scales the loss and all cotangents
             weights = {name: w * scale for name, w in weights.items()}
         # One dropout key per sample, derived from its index in the run: the same masks on every mesh.
         keys = None if key is None else jax.vmap(lambda i: jax.random.fold_in(key, i))(batch["sample_index"])
@@ -286,7 +287,7 @@ def make_train_step(config: Config, mesh: Mesh) -> TrainStep:
     """Builds the train step of `config` on an attached or compile-only `mesh`, with distillation if a teacher is set.
 
     Raises:
-      UserError: the model or batch does not divide over the mesh.
+      UserError: the mesh does not divide the model or its batch.
     """
     if config.finetuning.teacher is not None:
         from mtjax.train.distilled import Distilled  # it imports TrainStep from here

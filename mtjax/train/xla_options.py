@@ -37,7 +37,7 @@ class Option:
     """The first version of jax whose XLA is better without it, or no longer has it."""
 
     @property
-    def is_wanted(self) -> bool:
+    def is_needed(self) -> bool:
         """Whether the installed version needs it."""
         return self.since <= jax.__version_info__[:2] < self.until
 
@@ -209,7 +209,7 @@ def choose(config: Config, mesh: Mesh) -> Chosen:
     """Returns the options of a run's programs on a mesh; on GPUs with `overlap = false`, none that overlap.
 
     Raises:
-      UserError: the run is to be deterministic, and the installed XLA has no options for it.
+      UserError: the run is deterministic, and the installed XLA does not support that.
     """
     device = mesh.local_devices[0]
     if device.platform == "cpu":
@@ -224,7 +224,7 @@ def deterministic(device: Any) -> Chosen:
     """Returns the options that make operations on a device deterministic.
 
     Raises:
-      UserError: the installed XLA knows none of the tables in full.
+      UserError: the installed XLA supports none of the tables in full.
     """
     tables = [accepted(table, device) for table in DETERMINISTIC]
     known = next((table for table in tables if not table.refused), None)
@@ -240,16 +240,16 @@ def _fast(config: Config, mesh: Mesh, device: Any) -> Chosen:
     """Returns the options for speed, by the parallelism of the run."""
     parallel, shape = config.parallel, MeshShape(**mesh.shape)
     staged = shape.has_pipeline
-    # Inside one server there is one kind of link. Devices only report their process, which usually means a server.
+    # Inside one server there is one kind of link. Devices only report their process, which usually is one server's.
     processes = len({device.process_index for device in mesh.devices.flat})
-    side_by_side = processes > 1 and shape.has_data_and_tensor and not staged
-    ahead = Plan.of(config, shape).prefetches(config.model)
+    concurrent = processes > 1 and shape.has_data_and_tensor and not staged
+    prefetches = Plan.of(config, shape).prefetches(config.model)
     tables = (
         (UNROLLED, config.training.unroll_layers),
         (OVERLAP, parallel.overlap),
-        (PIPELINED_ALL_REDUCE, parallel.overlap and not ahead and (parallel.sequence_parallel or side_by_side)),
-        (CONCURRENT, parallel.overlap and side_by_side),
-        (PREFETCH, parallel.overlap and processes > 1 and ahead),
+        (PIPELINED_ALL_REDUCE, parallel.overlap and not prefetches and (parallel.sequence_parallel or concurrent)),
+        (CONCURRENT, parallel.overlap and concurrent),
+        (PREFETCH, parallel.overlap and processes > 1 and prefetches),
         (STAGES, parallel.overlap and staged),
         (CONTEXT, parallel.overlap and shape.has_context_parallel),
         (SECTIONS, staged and len(anatomy_of(config.model).sections) > 1),
@@ -261,7 +261,7 @@ def _fast(config: Config, mesh: Mesh, device: Any) -> Chosen:
 def accepted(table: tuple[Option, ...], device: Any) -> Chosen:
     """Returns the options of a table that the installed version needs and accepts, tested by compiling a tiny program
     with each of them for a device."""
-    table = tuple(option for option in table if option.is_wanted)
+    table = tuple(option for option in table if option.is_needed)
     refused = () if _compiles(table, device) else tuple(o.name for o in table if not _compiles((o,), device))
     return Chosen({o.name: o.value for o in table if o.name not in refused}, refused)
 

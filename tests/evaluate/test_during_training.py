@@ -101,7 +101,7 @@ def test_a_text_begins_as_for_mtjax_evaluate_whatever_became_of_the_tokenizer_th
     shutil.rmtree(tmp_path / "named")
     for resumed in (config, replace(config, tokenizer=None)):
         found = find_tokenizer(resumed, run, None)
-        assert first_tokens_in(RunData(found.tokenizer, [], None, NO_POSITION, found.files, found.is_kept)) == [1]
+        assert first_tokens_in(RunData(found.tokenizer, [], None, NO_POSITION, found.files, found.is_saved)) == [1]
     # Weights whose config.json alone says with what a text begins.
     converted = _made(tmp_path / "converted")
     llama_tokenizer("", "</s>").save(str(converted / "tokenizer.json"))

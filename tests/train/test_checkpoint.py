@@ -86,7 +86,7 @@ def same(state, expected):
 @pytest.mark.parametrize("mesh", ["2x4", "4x2", "8x1", "1x1"])
 def test_any_mesh_restores_every_bit(saved, mesh):
     restored = restore(saved[0], mesh)
-    assert (restored.step, restored.consumed_samples, restored.passed_over) == (3, CONSUMED + 3, ())
+    assert (restored.step, restored.consumed_samples, restored.skipped) == (3, CONSUMED + 3, ())
     same(restored.state, saved[1][3])
     sharding = program_of(mesh).state_sharding.parameters["embedding"]
     assert restored.state.parameters["embedding"].sharding == sharding
@@ -182,7 +182,7 @@ def data_files(step_folder):
 
 def passed_over(folder, expected, caplog):
     restored = restore(folder)
-    assert restored.step == 2 and len(restored.passed_over) == 1
+    assert restored.step == 2 and len(restored.skipped) == 1
     assert f"{folder / '3'} is corrupted" in caplog.text
     same(restored.state, expected[2])
     assert not (folder / "3").exists() and (folder / "damaged-3").exists()

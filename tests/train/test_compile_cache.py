@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtjax.train.compile_cache import OFF, CompileCache, programs_in_words, remove_least_recent
+from mtjax.train.compile_cache import OFF, CompileCache, describe_programs, remove_least_recent
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def test_a_second_start_finds_what_the_first_compiled(tmp_path: Path, no_folder_
             assert compute() == RIGHT
         assert (cache.requested, cache.found) == (1, found)
         assert cache.folder == str(tmp_path / "mtjax" / "programs")
-        assert f"{found} of 1 programs" in programs_in_words(cache)
+        assert f"{found} of 1 programs" in describe_programs(cache)
     assert len(list((tmp_path / "mtjax" / "programs").glob("*-cache"))) == 1
     assert (tmp_path / "mtjax" / "programs").stat().st_mode & 0o077 == 0  # who writes there runs code here
     assert jax.config.jax_compilation_cache_dir is None
@@ -74,7 +74,7 @@ def test_a_damaged_program_is_compiled_again_and_replaced(tmp_path: Path, no_fol
     with CompileCache(str(tmp_path)) as cache:
         assert compute() == RIGHT  # and jax's warning would be an error here
     assert cache.found == 0
-    assert f"could not be read from or written to {tmp_path}" in programs_in_words(cache)
+    assert f"could not be read from or written to {tmp_path}" in describe_programs(cache)
     with CompileCache(str(tmp_path)) as cache:
         assert compute() == RIGHT
     assert (cache.found, cache.failures) == (1, "")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mtjax.models.mixers.experts import LOAD, LOST, ROUTER_AUX_LOSS, Z_LOSS
-from mtjax.train.observability.expert_load import load_entries, load_in_words
+from mtjax.train.observability.expert_load import describe_load, load_entries
 from tests.tiny import batch_of, host_batch, initial_state, program_of, tiny_config
 from tests.train.test_stages import PLAIN, by_name
 
@@ -275,8 +275,8 @@ def test_the_load_in_metrics_and_in_words():
     }
     behind_dense = load_entries(counts, None, [0])
     assert behind_dense["expert_load"] == [[], *entries["expert_load"]]
-    assert "expert 0 of layer 2" in (load_in_words(behind_dense) or "")
+    assert "expert 0 of layer 2" in (describe_load(behind_dense) or "")
     named = "no tokens for expert 0 of layer 1, expert 2 of layer 1, expert 3 of layer 1"
-    assert load_in_words(entries) == f"busiest expert 4.00x, {named}"
-    assert load_in_words(load_entries(counts[:1], np.array([4.0]))) == "busiest expert 1.50x, 5.0% lost"
-    assert load_in_words({}) is None
+    assert describe_load(entries) == f"busiest expert 4.00x, {named}"
+    assert describe_load(load_entries(counts[:1], np.array([4.0]))) == "busiest expert 1.50x, 5.0% lost"
+    assert describe_load({}) is None

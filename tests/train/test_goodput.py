@@ -129,7 +129,7 @@ def test_a_crash_costs_the_steps_behind_the_checkpoint_and_the_time_until_the_ne
     assert sum(whole.values()) == pytest.approx(clock.time - 1000.0)
     assert log.metrics()["goodput"] == goodput(whole) == pytest.approx(10.0 / 86.5)
     assert log.metrics()["time/done_again"] == 3.0
-    words = log.in_words()
+    words = log.describe()
     assert words.startswith("86 s in 2 starts: down 70%, start-up 12%, steps 12%, done again 3%")
     assert words.endswith("(start-up: imports 5.0 s)")
 

@@ -20,7 +20,7 @@ def log(folder, from_step, entry=None):
 
 def test_a_resumed_run_drops_what_it_will_do_again(tmp_path):
     write(tmp_path / "metrics.jsonl", range(1, 6))
-    assert log(tmp_path, from_step=3).kept_as is None
+    assert log(tmp_path, from_step=3).renamed_to is None
     assert [(e["step"], e["loss"]) for e in read_metrics(tmp_path / "metrics.jsonl")] == [
         (1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0),
     ]  # fmt: skip
@@ -30,11 +30,11 @@ def test_a_run_that_begins_anew_drops_nothing(tmp_path):
     """Such a start may be a mistake: what was measured stays, each time under a name of its own."""
     for number in (1, 2):
         write(tmp_path / "metrics.jsonl", range(1, 4 + number))
-        assert log(tmp_path, from_step=0).kept_as == tmp_path / f"metrics-{number}.jsonl"
+        assert log(tmp_path, from_step=0).renamed_to == tmp_path / f"metrics-{number}.jsonl"
     assert [len(read_metrics(tmp_path / f"metrics-{number}.jsonl")) for number in (1, 2)] == [4, 5]
     assert [entry["step"] for entry in read_metrics(tmp_path / "metrics.jsonl")] == [1]
     (tmp_path / "new").mkdir()
-    assert log(tmp_path / "new", from_step=0).kept_as is None
+    assert log(tmp_path / "new", from_step=0).renamed_to is None
 
 
 def test_lines_that_are_no_entries_are_left_out(tmp_path):

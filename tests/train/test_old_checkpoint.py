@@ -31,7 +31,7 @@ def test_it_resumes_on_another_mesh(tmp_path):
     checkpoints.close()
 
     assert restored is not None
-    assert (restored.step, restored.consumed_samples, restored.passed_over) == (3, 24, ())
+    assert (restored.step, restored.consumed_samples, restored.skipped) == (3, 24, ())
     leaves = jax.tree_util.tree_leaves_with_path(restored.state.parameters)
     names = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
     assert set(names) == set(saved.names)

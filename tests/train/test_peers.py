@@ -7,7 +7,7 @@ import pytest
 
 from mtjax.config import Parallel, validate
 from mtjax.errors import LOST, UserError
-from mtjax.train.processes.peers import Peers, Pulse, Roll
+from mtjax.train.processes.peers import HeartbeatMonitor, Peers, Pulse
 from tests.tiny import tiny_config
 
 WHO = ["a, pid 1", "b, pid 2", "c, pid 3"]
@@ -22,7 +22,7 @@ def heard(*steps, **of_last):
 
 
 def test_a_process_whose_pulse_stands_still_is_lost():
-    roll = Roll(WHO, silence=10)
+    roll = HeartbeatMonitor(WHO, silence=10)
     assert roll.verdict(heard(1, 1, 1), now=100).lost == ()
     assert roll.verdict(heard(2, 2, 1), now=110).lost == ()
     assert roll.verdict(heard(3, 3, 1), now=111).lost == ((2, "stopped responding at step 1", LOST),)
@@ -30,20 +30,20 @@ def test_a_process_whose_pulse_stands_still_is_lost():
 
 
 def test_a_process_that_never_left_a_pulse_is_lost_too():
-    roll = Roll(WHO, silence=10)
+    roll = HeartbeatMonitor(WHO, silence=10)
     roll.verdict(heard(1, 1), now=100)
     assert roll.verdict(heard(2, 2), now=111).lost == ((2, "stopped responding at the start", LOST),)
 
 
 def test_a_process_that_ended_says_why_and_comes_before_those_that_it_silenced():
-    roll = Roll(WHO, silence=10)
+    roll = HeartbeatMonitor(WHO, silence=10)
     roll.verdict(heard(1, 1, 1), now=100)
     verdict = roll.verdict(heard(2, 1, 1, ended="no file matches 'x'", code=2), now=111)
     assert verdict.lost == ((2, "ended: no file matches 'x'", 2),)
 
 
 def test_who_has_not_come_to_a_step_that_takes_too_long_is_late():
-    roll = Roll(WHO, silence=10)
+    roll = HeartbeatMonitor(WHO, silence=10)
     verdict = roll.verdict(heard(7, 6, 7, overdue=True), now=100)
     assert (verdict.overdue_step, verdict.late) == (7, (1,))
 

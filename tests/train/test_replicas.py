@@ -52,7 +52,7 @@ def test_of_two_replicas_both_are_named() -> None:
     _, replicas, state = checked("2x4")
     with pytest.raises(
         UserError,
-        match=f"should be the same differ between process 0, device 1: {MOMENT}; process 0, device 5: {MOMENT};",
+        match=f"replicas differ between process 0, device 1: {MOMENT}; process 0, device 5: {MOMENT};",
     ):
         replicas.check_state(1, flipped(state, MOMENT, 1))
 

@@ -68,8 +68,8 @@ def test_a_resumed_run_keeps_its_tokenizer_when_the_text_has_grown(config: Confi
     found = find_tokenizer(config, tmp_path / "run", None)
     expected = Tokenizer.from_str(before.decode())
     assert found.tokenizer.encode("wholly unlike zyx") == expected.encode("wholly unlike zyx").ids
-    assert found.is_kept and found.notes == ()
-    RunData(found.tokenizer, [], None, NO_POSITION, {"tokenizer.json": b"another"}, found.is_kept).save(
+    assert found.is_saved and found.notes == ()
+    RunData(found.tokenizer, [], None, NO_POSITION, {"tokenizer.json": b"another"}, found.is_saved).save(
         tmp_path / "run"
     )
     assert (tmp_path / "run/tokenizer.json").read_bytes() == before
@@ -114,7 +114,7 @@ def test_a_run_whose_tokenizer_is_gone_does_not_train_another(config: Config, tm
     (tmp_path / "run/tokenizer.json").unlink()
     with pytest.raises(UserError, match=r"holds a run without its tokenizer\.json"):
         find_tokenizer(config, tmp_path / "run", None)
-    assert not find_tokenizer(config, tmp_path / "not-begun", None).is_kept
+    assert not find_tokenizer(config, tmp_path / "not-begun", None).is_saved
 
 
 def test_a_run_in_a_store_keeps_its_tokenizer(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +123,7 @@ def test_a_run_in_a_store_keeps_its_tokenizer(config: Config, tmp_path: Path, mo
     monkeypatch.setattr(run_tokenizer, "names_in", lambda url: [path.name for path in (tmp_path / "run").iterdir()])
     monkeypatch.setattr(run_tokenizer, "read_bytes", lambda url: (tmp_path / "run" / Path(url).name).read_bytes())
     found = find_tokenizer(config, Path("s3:/bucket/run"), None)
-    assert found.is_kept
+    assert found.is_saved
     with pytest.raises(UserError, match=r"s3://bucket/run/tokenizer\.json, and --tokenizer .*b\.json is another one"):
         named = replace(config, tokenizer=str(trained(tmp_path / "b.json", 2)))
         find_tokenizer(named, Path("s3:/bucket/run"), None)

@@ -44,7 +44,7 @@ def names(options):
 
 def values(*tables):
     """Of the options in tables that are for the installed version."""
-    return {option.name: option.value for table in tables for option in table if option.is_wanted}
+    return {option.name: option.value for table in tables for option in table if option.is_needed}
 
 
 def test_cpu_programs_get_their_own_table_whatever_the_overlap():

@@ -28,11 +28,11 @@ EXPERTS = frozenset(
 """Settings of experts, for families that support them."""
 
 
-def without_head_norms(model: "Model") -> None:
+def check_no_qk_norm(model: "Model") -> None:
     """Checks that qk_norm is off.
 
     Raises:
-      UserError: they have.
+      UserError: it is on.
     """
     if model.qk_norm:
         raise UserError(

@@ -58,7 +58,7 @@ async def _write_to_the_end(*args: Any, **named: Any) -> Any:
     return await finishing(_write(*args, **named))
 
 
-# Writing is not a method to override. TensorStore's threads print an error for each write that outlives it.
+# Orbax: writing is not a method that can be overridden. TensorStore prints an error for each write that outlives it.
 jax_array_handlers._async_serialize_replica_slices = _write_to_the_end
 
 
@@ -67,8 +67,8 @@ def open_array(state: Path, name: str, order: LayerOrder | None = None) -> ts.Te
 
     Args:
       state: the folder of the arrays.
-      name: dotted.
-      order: in which its layers were saved.
+      name: dotted name.
+      order: order in which its layers were stacked when saved.
     """
     store = ts.open(_spec(state, name), read=True).result()
     if order is None:
@@ -83,11 +83,12 @@ def place_array(store: ts.TensorStore, target: jax.ShapeDtypeStruct, order: Laye
     Args:
       store: the array, with its layers in the model's order.
       target: shape, type and sharding.
-      order: in which the layers shall lie; zeros where a stage has none.
+      order: order in which layers are to be stacked; zeros where a stage has no layer.
     """
+    # Index the stored layers in the wanted order; a padding row (-1) reads layer 0, and is zeroed below.
     numbers = None if order is None else np.asarray(order.flat)
     view = store if numbers is None else store[np.maximum(numbers, 0).tolist()]
-    read: dict[str, np.ndarray] = {}  # devices that hold the same part read it once
+    read: dict[str, np.ndarray] = {}  # replicas on several devices are read once
 
     def read_shard(index: Any) -> np.ndarray:
         key = str(index)
@@ -112,7 +113,7 @@ def read_reordered(state: Path, abstract: Any, saved: Orders, wanted: Orders) ->
 
 
 def _spec(state: Path, name: str) -> dict[str, Any]:
-    if url_of(state):  # what `checkpoints.remote` writes
+    if url_of(state):  # the format of `checkpoints.remote`
         return {"driver": "zarr3", "kvstore": key_value_store(state / name)}
     metadata = state / "_METADATA"
     zarr3 = metadata.is_file() and json.loads(metadata.read_text()).get("use_zarr3", False)

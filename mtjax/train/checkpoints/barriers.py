@@ -30,8 +30,8 @@ class SaveBarriers:
         """Waits at a barrier for the other processes.
 
         Raises:
-          PeerFailed: one of them could not write its part.
-          UserError: one of them did not come in time.
+          PeerFailed: a process could not write its shards.
+          UserError: a process did not reach the barrier in time.
         """
         if num_processes() == 1:
             return
@@ -40,7 +40,7 @@ class SaveBarriers:
             self._remaining.remove(phase)
             reports = _barrier("", timeout_ms)
             if FAILED in reports:
-                raise PeerFailed(f"process {reports.index(FAILED)} could not write its part")
+                raise PeerFailed(f"process {reports.index(FAILED)} could not write its shards")
             return
         for _ in self._remaining or ():  # a save that failed before: skip to its last barrier
             _barrier(FAILED, timeout_ms)

@@ -60,7 +60,7 @@ class Restored:
     step: int
     state: State
     consumed_samples: int
-    passed_over: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
     """Newer checkpoints that are corrupted, with the reasons."""
     folder: Path = Path()
     """The folder of the tier from which it was restored."""
@@ -134,8 +134,7 @@ class Checkpoints:
         warning and quarantined (renamed), so that the run can save their steps again.
 
         Raises:
-          UserError: a checkpoint can't be read, or is of another model; or there are only damaged ones. Nothing has
-            been renamed then.
+          UserError: a checkpoint can't be read or is of another model, or all are corrupted. Nothing was renamed then.
         """
         steps, quarantined = self._list()
         corrupted: dict[int, str] = {}
@@ -151,8 +150,8 @@ class Checkpoints:
             for bad, reason in corrupted.items():
                 log.warning("checkpoint %s is corrupted and skipped (%s)", self.folder / str(bad), reason)
                 self._quarantine(bad)
-            passed_over = tuple(f"{self.folder / str(bad)}: {reason}" for bad, reason in corrupted.items())
-            return dataclasses.replace(found, passed_over=passed_over)
+            skipped = tuple(f"{self.folder / str(bad)}: {reason}" for bad, reason in corrupted.items())
+            return dataclasses.replace(found, skipped=skipped)
         if corrupted or quarantined:
             listed = "; ".join(f"{step}: {reason}" for step, reason in corrupted.items()) or ", ".join(quarantined)
             raise UserError(
@@ -298,7 +297,7 @@ def check_same_names(saved: Collection[str], tree: Any, source: str) -> None:
     """Checks that a checkpoint has exactly the arrays of a state, by dotted name.
 
     Raises:
-      UserError: names the first that only one of them has.
+      UserError: names the first array that only one of them has.
     """
     wanted = set(names_of(tree))
     for names, there, here in ((wanted - set(saved), "lacks", "has"), (set(saved) - wanted, "has", "lacks")):

@@ -36,7 +36,7 @@ def read_on_all_processes(name: str, folder: Path, read: Callable[[], T]) -> T:
     """Returns the result of `read`, if it succeeded in every process.
 
     Args:
-      name: of what is read, for messages.
+      name: name of the checkpoint or folder for messages.
       folder: the folder that `read` reads.
       read: may raise any error of a broken file, disk or network.
 

@@ -65,7 +65,7 @@ def open_local(output: Output, folder: Path) -> "LocalCheckpoints | None":
     """Opens the local tier of the run in `folder`; returns None without --local-checkpoints. All processes call it.
 
     Raises:
-      UserError: in all processes, when one can't write to its disk.
+      UserError: in all processes, if one can't write to its disk.
     """
     if output.local_checkpoints is None:
         return None
@@ -106,7 +106,7 @@ class LocalCheckpoints:
     Args:
       folder: of this run, on this machine.
       every: steps between checkpoints.
-      keep: how many of the newest stay.
+      keep: number of newest checkpoints to keep.
     """
 
     def __init__(self, folder: Path, *, every: int, keep: int) -> None:
@@ -160,7 +160,7 @@ class LocalCheckpoints:
             return []
         return [int(path.name) for path in self.folder.iterdir() if path.name.isdigit()]
 
-    # --- restoring
+    # --- Restoring
 
     def newest(self, at_least: int, abstract: State, config: Config, say: Callable[[str], object]) -> Restored | None:
         """Restores the newest step not yet tried of which the processes together have all shards; returns None if there
@@ -169,13 +169,13 @@ class LocalCheckpoints:
         All processes call it.
 
         Args:
-          at_least: the oldest step that is wanted.
-          abstract: where the state shall be.
+          at_least: the minimum step.
+          abstract: shapes and shardings of the state.
           config: of this run.
-          say: called with why a newer step is not taken, and with who gets its parts from others.
+          say: called with the reason why a newer step is not used, and which processes receive shards from others.
 
         Raises:
-          UserError: in all processes, when one has what it can't read, or what is of another model.
+          UserError: in all processes, if one can't read its copy, or has one of another model.
         """
         seen = read_on_all_processes("the list of local checkpoints", self.folder, self._steps)
         steps_of_processes = [json.loads(text) for text in all_gather_text("the local checkpoints", json.dumps(seen))]
@@ -213,6 +213,7 @@ class LocalCheckpoints:
             return None, f"{name} is not used: the processes have different states of it"
         if not have_all(jax.tree.leaves(state_arrays(abstract)), holders):
             return None, f"{name} is not used: {without}"
+        # A process without its copy has no metadata either: take those of the first holder.
         first = min(holders)
         text = json.dumps(found.metadata) if jax.process_index() == first else ""
         metadata = json.loads(all_gather_text(f"the metadata of step {step}", text)[first])
@@ -251,7 +252,7 @@ class LocalCheckpoints:
         """Chooses a complete copy of each array's shards."""
         here = [
             copy for copy in copies if copy.metadata == copies[0].metadata
-        ]  # copies with other metadata are left from before an earlier resume
+        ]  # copies with other metadata were saved before an earlier resume
         orders = layer_orders(config.model, config.parallel)
         if here and saved_orders(here[0].metadata["config"]) != orders:
             return _Found(failure={"kind": LACKING, "reason": "has its layers in another order"})
@@ -285,7 +286,7 @@ class LocalCheckpoints:
         """Returns the result of `read`, or None if the copy at `path` is corrupted, which two reads must confirm.
 
         Raises:
-          _Failed: whatever else is wrong.
+          _Failed: for any other failure.
         """
         for attempt in (1, 2):
             try:

@@ -62,7 +62,7 @@ class RemoteCheckpoints(Checkpoints):
         """Starts saving; the arrays may be donated as soon as it returns.
 
         Raises:
-          UserError: the save before failed.
+          UserError: the previous save failed.
         """
         self._finish()
         step, self._previous = int(state.step), self._latest
@@ -134,7 +134,7 @@ class RemoteCheckpoints(Checkpoints):
         """Waits until everything is written.
 
         Raises:
-          UserError: something was not.
+          UserError: the save failed.
         """
         self._finish()
 

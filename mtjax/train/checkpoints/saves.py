@@ -17,7 +17,7 @@ from mtjax.errors import UserError, disk_reason, first_line
 from mtjax.storage import shown, url_of
 from mtjax.train.checkpoints.barriers import PeerFailed
 from mtjax.train.checkpoints.checkpoint import Checkpoints, state_arrays
-from mtjax.train.processes.coordination import all_gather_text, num_processes, this_process, whereabouts
+from mtjax.train.processes.coordination import all_gather_text, describe_process, num_processes, this_process
 from mtjax.train.step import State
 
 
@@ -165,5 +165,5 @@ def _first_reason(name: str, why: str | None) -> str | None:
     """Returns, in all processes, the first failure that a process reports; with several processes, it names the
     process."""
     if why and num_processes() > 1:
-        why = f"process {this_process()} ({whereabouts()}): {why}"
+        why = f"process {this_process()} ({describe_process()}): {why}"
     return next((reason for reason in all_gather_text(name, why or "") if reason), None)

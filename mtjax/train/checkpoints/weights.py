@@ -110,8 +110,8 @@ def find_weights(folder: Path) -> Weights:
     newest), or one checkpoint.
 
     Raises:
-      UserError: there are none, they are in another format (says how to convert them), they can't be read, or their
-        page is damaged.
+      UserError: there are none, they are in another format (names the command that converts them), they can't be read,
+        or their metadata are corrupted.
     """
     try:
         path = next((path for path in _candidates(folder) if (path / "page" / "metadata").is_file()), None)
@@ -150,12 +150,12 @@ def restore_weights(weights: Weights, abstract: Tree, orders: Orders = PLAIN) ->
     """Restores the parameters in the sharding of `abstract`; each device reads only its shards.
 
     Args:
-      weights: what to read; `check_same_weights` has checked them.
+      weights: the weights to read, checked by `check_same_weights`.
       abstract: tree of `jax.ShapeDtypeStruct` with shardings.
-      orders: in which the layers shall lie.
+      orders: order in which layers are to be stacked.
 
     Raises:
-      UserError: they are damaged, or can't be read.
+      UserError: they are corrupted, or can't be read.
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(abstract)
     source = f"the weights in {weights.folder}"

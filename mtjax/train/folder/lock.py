@@ -32,12 +32,12 @@ def lock_folder(
 
     Args:
       folder: of the run.
-      say: called with what the user should know: whom it waits for, and from whom it took over.
+      say: called with notes: for which holder it waits, and from which it took over.
       lease: seconds, the same in all starts.
       heartbeat: seconds.
 
     Raises:
-      UserError: a process that lives holds it, or the folder can't be written to.
+      UserError: a process that is alive holds the lock, or the folder can't be written to.
     """
     path = folder / NAME
     lock = SoftFileLease(
@@ -58,7 +58,7 @@ def _wait(lock: SoftFileLease, path: Path, say: Callable[[str], object]) -> str 
     begun, is_reported = time.monotonic(), False
     holder, renewed = _holder(lock), _last_heartbeat(path)
     while not _acquired(lock):
-        if (new := _holder(lock)) != holder:  # it changed hands, or was given back
+        if (new := _holder(lock)) != holder:  # another process has acquired or released it
             holder, renewed = new, _last_heartbeat(path)
         elif _last_heartbeat(path) != renewed:
             raise in_use(path.parent, holder)

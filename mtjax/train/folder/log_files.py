@@ -36,7 +36,7 @@ class Lines:
         self._path = path
         self._file = FileIO(path, "ab")
         self._waiting: list[bytes] = []
-        self._told = False
+        self._is_reported = False
 
     def write(self, line: str) -> None:
         """Appends a line, after those that are still waiting."""
@@ -46,18 +46,18 @@ class Lines:
                 _append(self._file, self._waiting[0])
                 self._waiting.pop(0)
         except OSError as e:
-            if not self._told:
+            if not self._is_reported:
                 log.warning("%s can't be written (%s): its lines wait in memory", self._path, first_line(e))
-            self._told = True
+            self._is_reported = True
             self._why = first_line(e)
         else:
-            self._told = False
+            self._is_reported = False
 
     def close(self) -> None:
         """Closes the file.
 
         Raises:
-          UserError: lines still wait, and no other error is on its way.
+          UserError: lines could not be written, and no other exception is being handled.
         """
         if self._waiting:
             last = self._waiting.pop()

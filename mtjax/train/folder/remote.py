@@ -32,7 +32,7 @@ class RemoteFolder:
 
     Args:
       url: of the run.
-      cache: where runs in stores have their files on this machine.
+      cache: folder on this machine for the files of runs in object stores.
       lease: seconds, the same in all starts.
       heartbeat: seconds.
     """
@@ -50,7 +50,7 @@ class RemoteFolder:
         """Locks the folder, and downloads its small files.
 
         Raises:
-          UserError: a process that lives holds it, or the store can't be reached.
+          UserError: a process that is alive holds the lock, or the store can't be reached.
         """
         holder = self._acquire(say)
         if holder is not None:
@@ -101,7 +101,7 @@ class RemoteFolder:
         paths = (path for path in self.work.rglob("*") if path.is_file())
         return sorted(path for path in paths if path.suffix != ".tmp" and path.relative_to(self.work).parts[0] != NAME)
 
-    # --- the claim
+    # --- The lock
 
     def _acquire(self, say: Callable[[str], object]) -> str | None:
         """Waits until the lock is acquired; returns the holder from whom it was taken over."""

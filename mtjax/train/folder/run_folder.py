@@ -56,7 +56,7 @@ def claim_folder(
     For a `remote` folder, `folder` is its copy on this machine.
 
     Raises:
-      UserError: another run that lives has it, or began there since it was chosen; it can't be written to.
+      UserError: another run holds the lock or started there after the folder was chosen, or it can't be written to.
     """
 
     def claim() -> Callable[[], object]:
@@ -82,7 +82,7 @@ def writing(folder: Path) -> Iterator[None]:
     """Reports disk errors while a run's folder is written to.
 
     Raises:
-      UserError: the disk refuses.
+      UserError: the disk can't be written to.
     """
     try:
         yield

@@ -66,7 +66,7 @@ class RunTokenizer:
     files: Mapping[str, bytes] = field(default_factory=dict)
     """Files by name that are saved in the run's folder with it; a `tokenizer.json` among them is the tokenizer
     itself."""
-    is_kept: bool = False
+    is_saved: bool = False
     """Whether the run's folder already has all of them."""
     notes: tuple[str, ...] = ()
     """Notes for the user."""
@@ -132,7 +132,7 @@ def with_end(found: Found, token: str | None, name: str) -> Found:
 
 def _of_run(owned: Owned, note: str | None) -> RunTokenizer:
     files = read_files(owned.folder, (*DESCRIPTIONS, GENERATION_CONFIG, SPECIAL_IDS))
-    return RunTokenizer(owned.tokenizer, files, is_kept=True, notes=(note,) if note else ())
+    return RunTokenizer(owned.tokenizer, files, is_saved=True, notes=(note,) if note else ())
 
 
 def _named_or_trained(config: Config, run_folder: Path | None, weights: Weights | None) -> RunTokenizer:
@@ -171,7 +171,7 @@ def check_resumed(owned: Owned, named: str | None) -> str | None:
       A note if the named one does not exist; the run's own is sufficient.
 
     Raises:
-      UserError: it is another one; names both.
+      UserError: it is another tokenizer; names both.
     """
     if named is None:
         return None
@@ -211,8 +211,8 @@ def files_of_weights(folder: Path, hugging_face: Mapping[str, object], *, vocabu
 
     Args:
       folder: of the weights.
-      hugging_face: their `config.json`, or what is known of it.
-      vocabulary: whether the tokenizer itself is taken over, or only what describes it.
+      hugging_face: their `config.json`, or the known entries of it.
+      vocabulary: whether to copy the tokenizer itself, or only the files that describe it.
 
     Raises:
       UserError: a file can't be read.
@@ -237,11 +237,11 @@ def check_weights(shown: str, theirs: Tokenizer, named: str, tokenizer: Tokenize
     Args:
       shown: name of the weights' tokenizer.
       theirs: the weights' tokenizer.
-      named: what the other is called.
-      tokenizer: the other.
+      named: name of the other tokenizer.
+      tokenizer: the other tokenizer.
 
     Raises:
-      UserError: an id stands for another token, or text is cut into others; names both.
+      UserError: an id stands for another token, or text is tokenized differently; names both.
     """
     if why := difference(theirs, tokenizer, may_add=True):
         raise UserError(
@@ -258,7 +258,9 @@ def _from_weights(theirs: Owned, weights: Weights, named: str | None) -> tuple[R
     elif named is not None and not same_path(named, theirs.name):
         tokenizer = _open_named(named, theirs)
         check_weights(theirs.shown, theirs.tokenizer, named, tokenizer)
-        if prompt_difference(theirs.tokenizer, tokenizer):  # it has more tokens, or adds others to a prompt
+        if prompt_difference(
+            theirs.tokenizer, tokenizer
+        ):  # it has more tokens, or adds other special tokens to a prompt
             return RunTokenizer(tokenizer, _descriptions_of(weights)), named
     files = files_of_weights(theirs.folder, weights.hugging_face, vocabulary=True)
     return RunTokenizer(theirs.tokenizer, files, notes=notes), theirs.shown

@@ -23,9 +23,9 @@ class Best:
     It is not saved: a resumed run rebuilds it from the metrics of earlier steps.
 
     Attributes:
-      step: of the best validation; 0 before the first.
-      value: of its metric.
-      since: validations after it.
+      step: step of the best validation; 0 before the first.
+      value: value of its metric.
+      since: number of validations after it.
     """
 
     def __init__(self, goal: Goal, history: Iterable[Mapping[str, Any]] = ()) -> None:

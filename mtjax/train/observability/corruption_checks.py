@@ -41,7 +41,7 @@ class CorruptionChecks:
         """Computes a step twice, and compares gradients, parameters and optimizer state.
 
         Raises:
-          UserError: something differs, between the two or between devices; or the state did before.
+          UserError: the two computations, or replicas, differ.
         """
         if not self.is_due(step):
             return
@@ -50,13 +50,13 @@ class CorruptionChecks:
         differing = [(device, self._names_of_step[n]) for device, n in np.argwhere(first != second)]
         if differing:
             self._end(step, differing, "two computations of the step differ on {}")
-        self._compare(step, self._names_of_step, first, self._parts_of_step)
+        self._compare(step, self._names_of_step, first, self._replicas_of_step)
 
     def check_state(self, step: int, state: State) -> None:
         """Compares the replicas of a state.
 
         Raises:
-          UserError: something differs.
+          UserError: replicas differ.
         """
         if self._every:
             tree = state_arrays(state)
@@ -68,9 +68,11 @@ class CorruptionChecks:
 
     @cached_property
     def _compiled(self) -> Any:
-        return jax.jit(lambda *of: _fingerprints(self._made(*of)), compiler_options=self._program.xla.options or None)
+        return jax.jit(
+            lambda *of: _fingerprints(self._step_results(*of)), compiler_options=self._program.xla.options or None
+        )
 
-    def _made(self, state: State, batch: Batch) -> dict[str, Any]:
+    def _step_results(self, state: State, batch: Batch) -> dict[str, Any]:
         """Computes all results of a step; only fingerprints leave the program, so few of them are stored."""
         loss, parts, gradients = self._program.loss_and_grads(state, batch)
         following, _ = self._program.apply_gradients(state, batch, loss, parts, gradients)
@@ -79,14 +81,16 @@ class CorruptionChecks:
     @cached_property
     def _abstract(self) -> dict[str, Any]:
         program = self._program
-        return program.on_mesh(jax.eval_shape, self._made, program.abstract_state, program.abstract_step_batch())
+        return program.on_mesh(
+            jax.eval_shape, self._step_results, program.abstract_state, program.abstract_step_batch()
+        )
 
     @cached_property
     def _names_of_step(self) -> list[str]:
         return names_of(self._abstract)
 
     @cached_property
-    def _parts_of_step(self) -> list[list[list[int]]]:
+    def _replicas_of_step(self) -> list[list[list[int]]]:
         return [holders(_on(self._program.mesh, a)) for a in jax.tree.leaves(self._abstract)]
 
     def _compare(self, step: int, names: Sequence[str], rows: np.ndarray, parts: list[list[list[int]]]) -> None:
@@ -96,6 +100,7 @@ class CorruptionChecks:
                 counts = Counter(numbers[devices].tolist()).most_common(2)
                 if len(counts) == 1:
                     continue
+                # Majority vote: the devices with another value than most replicas are the faulty ones.
                 (most, holding), (_, next_most) = counts
                 is_tie |= holding == next_most  # as with two replicas: it is unknown which one is wrong
                 differing += [(device, name) for device in devices if holding == next_most or numbers[device] != most]

@@ -18,9 +18,10 @@ def load_entries(counts: np.ndarray, lost: np.ndarray | None, dense: Sequence[in
 
     Args:
       counts: tokens, [layers, experts].
-      lost: choices of each layer that were lost, [layers]; None where experts take all tokens.
-      dense: numbers of the layers without experts.
+      lost: expert choices of each layer that were dropped, [layers]; None without a capacity limit.
+      dense: indices of the dense layers.
     """
+    # load[layer, expert] = tokens of the expert / mean tokens per expert of the layer
     load = counts / np.maximum(counts.mean(-1, keepdims=True), 1)
     dead = int((counts == 0).sum())
     rows, layers = iter(load.round(4).tolist()), len(load) + len(dense)
@@ -32,7 +33,7 @@ def load_entries(counts: np.ndarray, lost: np.ndarray | None, dense: Sequence[in
     return found if lost is None else found | {"lost_share": float(lost.sum() / counts.sum())}
 
 
-def load_in_words(entry: dict[str, Any]) -> str | None:
+def describe_load(entry: dict[str, Any]) -> str | None:
     """Describes the load: "busiest expert 1.84x, no tokens for expert 3 of layer 0"; None without experts."""
     if "expert_load" not in entry:
         return None

@@ -90,16 +90,16 @@ def spans(lines: Iterable[Line], next_start: tuple[float, int] | None = None) ->
     for line in lines:
         is_first = before is None or line.start != before.start
         if is_first:
-            _lose(result, before, line.start, line.from_step)
+            _count_lost(result, before, line.start, line.from_step)
         known = {} if is_first or before is None else before.seconds
         result.append(Span(line.step, {name: s - known.get(name, 0.0) for name, s in line.seconds.items()}))
         before = line
     if next_start is not None:
-        _lose(result, before, *next_start)
+        _count_lost(result, before, *next_start)
     return result
 
 
-def _lose(result: list[Span], before: Line | None, start: float, from_step: int) -> None:
+def _count_lost(result: list[Span], before: Line | None, start: float, from_step: int) -> None:
     """Counts as lost the work that the following start repeats, and the time until it."""
     for span in (span for span in result if span.step > from_step):
         lost = sum(span.seconds.pop(name, 0.0) for name in WORK)
@@ -123,7 +123,7 @@ class TimeLog:
 
     Args:
       folder: of the run.
-      from_step: the step that this start goes on from.
+      from_step: the step from which this start resumes.
       times: of this start.
       now: the time of day, in seconds.
     """
@@ -133,7 +133,7 @@ class TimeLog:
         self._start = round(now() - sum(times.seconds().values()), 3)
         earlier = read_lines(self._path)
         self.starts = 1 + len({line.start for line in earlier})
-        self._after_cut = self._path.exists()  # its last line may be
+        self._after_cut = self._path.exists()  # its last line may be cut off: start on a new line
         self._earlier = totals(spans(earlier, (self._start, from_step)))
         self.write(from_step)
 
@@ -145,7 +145,7 @@ class TimeLog:
             with self._path.open("a") as file:
                 file.write("\n" * self._after_cut + json.dumps(vars(line)) + "\n")
             self._after_cut = False
-        except OSError:  # a full disk: the next line says the same and more
+        except OSError:  # a full disk: the next line contains these times, too
             self._after_cut = True
 
     def totals(self) -> dict[str, float]:
@@ -160,7 +160,7 @@ class TimeLog:
         named = {f"{TIME}{name.replace(' ', '_')}": round(seconds, 3) for name, seconds in spent.items()}
         return {"goodput": goodput(spent)} | named
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         """Describes the totals, largest first, and the phases of this start's start-up."""
         spent, parts = self.totals(), self._times.seconds()
         total = sum(spent.values())
@@ -196,7 +196,7 @@ COLOURS = {
 
 def plot(of: list[Span], image: Path) -> None:
     """Plots how a run's time was spent, over time and in total."""
-    from matplotlib.figure import Figure  # half a second to import: not before the last step
+    from matplotlib.figure import Figure  # takes half a second to import: only after the last step
 
     spent = totals(of)
     total = max(sum(spent.values()), 1e-9)

@@ -34,7 +34,7 @@ class Rates:
 
     Attributes:
       flops_per_token: model FLOPs of training one token.
-      devices: how many share the work.
+      devices: number of devices.
       peak: dense FLOP/s of one device in the compute type, None when unknown.
     """
 
@@ -78,10 +78,10 @@ class MetricsLog:
 
     def __init__(self, folder: Path, from_step: int, tracker: Tracking | None = None) -> None:
         self.path = folder / "metrics.jsonl"
-        self.kept_as: Path | None = None
+        self.renamed_to: Path | None = None
         """New path of an earlier start's file, if this one begins at step 0."""
         if from_step == 0:
-            self.kept_as = _keep(self.path)
+            self.renamed_to = _rename_existing(self.path)
         entries = [entry for entry in read_metrics(self.path) if entry["step"] <= from_step]
         temporary = self.path.with_suffix(".tmp")
         temporary.write_text("".join(_line(entry) for entry in entries))
@@ -125,7 +125,7 @@ def _line(entry: dict[str, Any]) -> str:
     return json.dumps({name: plain(value) for name, value in entry.items()}) + "\n"
 
 
-def _keep(path: Path) -> Path | None:
+def _rename_existing(path: Path) -> Path | None:
     """Renames a file that is not empty, with the first free number; returns its new path."""
     if not path.exists() or not path.stat().st_size:
         return None
@@ -163,7 +163,7 @@ def main_results(names: Iterable[str]) -> list[str]:
 def plot_losses(metrics: Path, image: Path) -> None:
     """Plots the losses of a `metrics.jsonl` by step, and below them the results of evaluation tasks, one panel per
     task."""
-    from matplotlib.figure import Figure  # half a second to import: not before the first step
+    from matplotlib.figure import Figure  # takes half a second to import: only after the last step
 
     entries = read_metrics(metrics)
     results = main_results(dict.fromkeys(name for entry in entries for name in entry))

@@ -18,7 +18,7 @@ def parse_steps(text: str | None) -> range:
     """Parses "10:13" as steps 10 to 13 inclusive, "10" as one step, None as none.
 
     Raises:
-      UserError: the text is something else.
+      UserError: the text has another format.
     """
     if text is None:
         return range(0)
@@ -34,9 +34,9 @@ class Profile:
     """Profiles steps of the first process into the run's folder; use as a context manager around the steps.
 
     Args:
-      steps: which; those that this start does not do are left out.
+      steps: steps to profile; those that this start does not run are ignored.
       folder: of the run.
-      say: called with a sentence when the trace is there.
+      say: called with a sentence when the profile is written.
     """
 
     def __init__(self, steps: range, folder: Path, say: Callable[[str], object]) -> None:
@@ -59,15 +59,15 @@ class Profile:
 
         Args:
           step: its number.
-          results: of the step before, which is waited for before tracing begins.
-          do: gives the step to the devices; returns the new state and the results.
+          results: results of the step before, for which profiling waits before it begins.
+          do: dispatches the step; returns the new state and the results.
         """
         if step not in self._steps or jax.process_index() != 0:
             return do()
         if not self._running:
             jax.block_until_ready(results)
             options = jax.profiler.ProfileOptions()
-            options.python_tracer_level = 0  # Python's own calls would fill the trace
+            options.python_tracer_level = 0  # Python calls would fill the trace
             jax.profiler.start_trace(self._folder, profiler_options=options)
             self._running = True
         with jax.profiler.StepTraceAnnotation("train", step_num=step):

@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 
-from mtjax.train.observability.expert_load import load_in_words
+from mtjax.train.observability.expert_load import describe_load
 from mtjax.train.observability.metrics import Rates, device_memory, main_results
 
 SCORES = ("accuracy", "f1", "pearson")
@@ -66,7 +66,7 @@ def _losses(entry: dict[str, Any]) -> str:
         parts.append(f"valid {entry['valid_loss']:.4f}")
     parts += [f"{name} {entry[f'valid_{name}']:.4f}" for name in SCORES if f"valid_{name}" in entry]
     parts += [f"{name.replace('/', ' ')} {entry[name]:.4f}" for name in main_results(entry)]
-    parts += [load] if (load := load_in_words(entry)) else []
+    parts += [load] if (load := describe_load(entry)) else []
     if entry["skipped"]:
         parts[0] += " (skipped)"
     if "loss_scale" in entry:

@@ -20,7 +20,7 @@ class StartTimer:
     """Measures the activities of a start; the first is imports.
 
     Args:
-      now: seconds, from any moment on.
+      now: returns monotonic time in seconds.
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
@@ -56,8 +56,8 @@ class StartTimer:
         """Measures the wait for a batch; time in which the devices were idle, too, counts as waiting for data.
 
         Args:
-          results: of the last step that the devices were given; None when there was none. If they are there before the
-            wait, the devices have nothing to do; if they come during it, half of the wait counts.
+          results: results of the last dispatched step; None if there was none. If they are ready before the wait, the
+            devices are idle; if they become ready during it, half of the wait counts.
         """
 
         def busy() -> bool:
@@ -90,7 +90,9 @@ class StartTimer:
             return
         end = self._now()
         start, inner = max(end - duration_secs, self._since), 0.0
-        while self._compiling and self._compiling[-1][0] >= start:  # a function is traced while another one is
+        while (
+            self._compiling and self._compiling[-1][0] >= start
+        ):  # events can nest: a function is traced inside another
             first, last = self._compiling.pop()
             inner += last - first
         self._compiling.append((start, end))

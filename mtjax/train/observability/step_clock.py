@@ -29,7 +29,7 @@ class StepClock:
     which includes compilation, is monitored only if a limit is set.
 
     Args:
-      step: the last one done.
+      step: the last step done.
       folder: of the run; stacks go to its `stacks`.
       limit: seconds that a step may take; `FACTOR` times the median when None.
       peers: informed where this process is.
@@ -49,7 +49,7 @@ class StepClock:
         self._folder, self._limit, self._peers, self._say = folder / "stacks", limit, peers, say
         self._times = times or StartTimer()
         self._laps: deque[float] = deque(maxlen=LAPS)
-        self._lap_step = self._step = self._told = step
+        self._lap_step = self._step = self._reported_step = step
         self._since = time.perf_counter()
         self._watched, self._compiled, self._closed = False, False, threading.Event()
 
@@ -104,12 +104,12 @@ class StepClock:
                 continue
             if self._peers.count > 1:
                 self._peers.at(f"step {step}", step, overdue=True)
-            elif step > self._told:
+            elif step > self._reported_step:
                 self.write_stacks(step, "")
 
     def write_stacks(self, step: int, late: str) -> None:
         """Writes the stack of each thread of this process; the first process reports which processes are late."""
-        self._told = step
+        self._reported_step = step
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f"step-{step}-process-{this_process()}.txt"
         with path.open("w") as file:

@@ -58,7 +58,7 @@ class Wandb:
             config=dict(settings),
         )
         self._run.define_metric("step")
-        self._run.define_metric("*", step_metric="step")  # its own steps can't go back, as a resumed run does
+        self._run.define_metric("*", step_metric="step")  # wandb's own step can't decrease, which happens on resume
         self.id: str = self._run.id
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -76,7 +76,7 @@ class Mlflow:
     def __init__(self, folder: Path, settings: Mapping[str, Any], known: str | None) -> None:
         self._mlflow = importlib.import_module("mlflow")
         self.id: str = self._mlflow.start_run(run_id=known, run_name=None if known else folder.name).info.run_id
-        if known is None:  # they can't be changed there
+        if known is None:  # MLflow does not allow parameters to change
             flat = {f"{section}.{name}": value for section, of in settings.items() for name, value in of.items()}
             self._mlflow.log_params({name: str(value)[:LONGEST] for name, value in flat.items()})
 
@@ -96,7 +96,7 @@ def check_tracker(name: str | None) -> None:
     """Checks that a tracker is installed.
 
     Raises:
-      UserError: it is not.
+      UserError: it is not installed.
     """
     if name is not None and importlib.util.find_spec(name) is None:
         raise UserError(f"--track {name} needs the package {name}: pip install {name}")
@@ -134,7 +134,7 @@ class Tracking:
             ids = json.loads((folder / FILE).read_text())
         except (OSError, ValueError):
             ids = {}
-        if not isinstance(ids, dict) or was_copied(folder, ids.get(PLACE)):  # a copy is a run of its own
+        if not isinstance(ids, dict) or was_copied(folder, ids.get(PLACE)):  # a copied folder is a separate run
             ids = {}
         tracker = TRACKERS[name](folder, configs.to_dict(config), ids.get(name))
         self._tracker = tracker

@@ -56,7 +56,7 @@ def gather_text_at(key: str, name: str, text: str, timeout: float) -> list[str]:
     return [texts[process] for process in range(num_processes())]
 
 
-def whereabouts() -> str:
+def describe_process() -> str:
     """Describes this process for messages, after its number: `gpu-7, pid 4711`."""
     return f"{socket.gethostname()}, pid {os.getpid()}"
 

@@ -29,7 +29,7 @@ def processes_needed(config: Config, environment: Mapping[str, str]) -> int:
     """Returns how many processes the run's virtual CPU devices need; 1 if this process suffices.
 
     Raises:
-      UserError: the mesh can't be read, takes too many, or mtjax can't train over one of its axes yet.
+      UserError: the mesh is invalid, needs too many processes, or has an axis that mtjax does not support yet.
     """
     if config.parallel.mesh == AUTO:
         return 1

@@ -33,7 +33,7 @@ class NativeStderr:
     """Replaces file descriptor 2; Python's own `sys.stderr` still goes to the original one.
 
     Args:
-      given_up: called when jax's client aborts the process, in the thread that does; the process ends when it returns.
+      given_up: called when jax's client aborts the process, in that thread; the process ends when it returns.
     """
 
     def __init__(self, given_up: Callable[[], object]) -> None:
@@ -45,7 +45,7 @@ class NativeStderr:
         self._python, self._ours = sys.stderr, os.fdopen(os.dup(2), "w", buffering=1, errors="replace")
         sys.stderr = self._ours
         os.dup2(self._file.fileno(), 2)
-        self._handler = _HANDLER(self._aborted)  # it must live as long as C may call it
+        self._handler = _HANDLER(self._aborted)  # keep a reference as long as C may call it
         _handle_abort(self._handler)
         self._passing = threading.Thread(target=self._pass_on, name="native stderr", daemon=True)
         self._passing.start()

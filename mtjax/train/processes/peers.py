@@ -24,7 +24,7 @@ from jax._src import distributed  # the coordinator's address has no public name
 from mtjax.config import Parallel
 from mtjax.errors import LOST, UserError, first_line
 from mtjax.sharding.processes import START_TIMEOUT, several_expected, start_processes
-from mtjax.train.processes.coordination import all_gather_text, num_processes, service, this_process, whereabouts
+from mtjax.train.processes.coordination import all_gather_text, describe_process, num_processes, service, this_process
 from mtjax.train.processes.native_stderr import NativeStderr
 
 PULSES, VERDICT = "mtjax/pulse/", "mtjax/verdict"
@@ -67,11 +67,11 @@ class Verdict:
     """Processes that have not reached that step."""
 
 
-class Roll:
+class HeartbeatMonitor:
     """When each process was last heard of. Used by process 0.
 
     Args:
-      who: of each process, host and process id.
+      who: host and process id of each process.
       silence: seconds after which a process is lost.
     """
 
@@ -104,14 +104,14 @@ class Peers:
     together.
 
     Args:
-      parallel: how the processes find each other, and the seconds within which all end when one is lost.
+      parallel: how the processes connect, and the timeout after which all end when one is lost.
 
     Attributes:
-      count: how many processes there are.
-      advice: what to type to go on.
-      at_end: called when this process leaves the others, however that comes.
-      on_overdue: called once for each step that takes too long, with the step and the names of those who have not come
-        to it.
+      count: number of processes.
+      advice: command that resumes the run.
+      at_end: called when this process leaves the others, for whatever reason.
+      on_overdue: called once for each step that takes too long, with the step and the names of the processes that have
+        not reached it.
     """
 
     def __init__(self, parallel: Parallel) -> None:
@@ -129,7 +129,7 @@ class Peers:
         """Connects to the other processes.
 
         Raises:
-          UserError: what says how they find each other is wrong.
+          UserError: the settings or environment variables for connecting are invalid.
         """
         if not several_expected(self._parallel):
             return self
@@ -143,8 +143,8 @@ class Peers:
         if self.count == 1:
             self._stderr.close()
         else:
-            self._who = all_gather_text("the start of the run", whereabouts())
-            self._roll, self._heard = Roll(self._who, SILENCE * self._timeout), time.monotonic()
+            self._who = all_gather_text("the start of the run", describe_process())
+            self._monitor, self._heard = HeartbeatMonitor(self._who, SILENCE * self._timeout), time.monotonic()
             for body in (self._beat, self._watch):
                 threading.Thread(target=body, name=f"peers {body.__name__}", daemon=True).start()
         return self
@@ -228,7 +228,7 @@ class Peers:
             int(key.removeprefix(PULSES)): Pulse(**json.loads(text))
             for key, text in service().key_value_dir_get(PULSES)
         }
-        verdict = self._roll.verdict(pulses, time.monotonic())
+        verdict = self._monitor.verdict(pulses, time.monotonic())
         service().key_value_set(VERDICT, json.dumps(asdict(verdict)), allow_overwrite=True)
 
     def _watch(self) -> None:
