@@ -40,7 +40,7 @@ CASES = {
         ["--coordinator", "localhost:1", "--num-processes", "2", "--process-id", "2"],
         "--process-id 2 is not one of --num-processes 2: it runs from 0 to 1",
     ),
-    "half a coordinator": (["--coordinator", "localhost:1"], "--num-processes N and --process-id I are required together"),
+    "half a coordinator": (["--coordinator", "localhost:1"], "--num-processes N and --process-id I are required"),
     "no tokenizer": (["--tokenizer", "nowhere.json"], r"tokenizer nowhere\.json does not exist"),
     "tokenizer kind": (["--tokenizer", "gtp2:folder"], "no kind of tokenizer is called 'gtp2' - did you mean 'gpt2'"),
     "learning rate": (["--learning-rate", "nan"], "learning_rate is nan, and must be a finite number"),
