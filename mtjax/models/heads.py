@@ -62,6 +62,7 @@ class MaskedPositions(NamedTuple):
         is_masked = loss_mask > 0
         number = jnp.cumsum(is_masked, axis=1) - 1
         length = loss_mask.shape[1]
+        # The same static number for every sample, so that the head has fixed shapes.
         most = min(most_masked(sample_length(length)), length)
         chosen = (number[:, None] == jnp.arange(most)[:, None]) & is_masked[:, None]
         return cls(chosen.astype(jnp.float32), is_masked & (number >= most))

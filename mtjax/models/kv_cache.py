@@ -118,6 +118,7 @@ class CrossKVCache:
 def _write(cache: Array, new: Array, cache_positions: CachePositions) -> Array:
     """Writes new tokens [batch, seq, groups, head_dim] into a cache [sequences, groups, length, head_dim]."""
     new = new.astype(cache.dtype)
+    # Prefill: consecutive positions of one sequence are a slice. Decode: one position of each sequence is a scatter.
     if cache_positions.sequence is not None:
         block = new.transpose(0, 2, 1, 3)
         return lax.dynamic_update_slice(cache, block, (cache_positions.sequence, 0, cache_positions.positions[0, 0], 0))

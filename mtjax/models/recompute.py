@@ -281,6 +281,7 @@ def _scan_accumulating(
 
 def _save_products(run: Any, kind: Literal["none", "selective"]) -> Any:
     """Wraps `run` to save its products with weights, and the attention core unless `kind` is selective."""
+    # `jax.checkpoint` saves the arrays with these names and recomputes all others in the backward pass.
     always = (PRODUCT, DROPOUT_MASK, ATTENTION_OUTPUT, ATTENTION_STATISTICS)
     names = [*always, *([ATTENTION_CORE] if kind == "none" else [])]
     policy = jax.checkpoint_policies.save_only_these_names(*names)

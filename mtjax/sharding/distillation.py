@@ -101,6 +101,7 @@ def _backward(
             log_z, log_soft, log_teacher, hard, soft = (a[:, None] for a in of_tokens)
             logits_CV, column_V = local_logits(specs, hidden_CH, cast_VH, None, options.vocab_size)
             teacher_CV, _ = local_logits(specs, teacher_CW, teacher_VW, None, options.vocab_size)
+            # `slope` is d loss / d logits, [C, V]: the formula above, term by term.
             slope = hard * (jnp.exp(logits_CV - log_z) - (column_V == labels_C[:, None]))
             difference = jnp.exp(logits_CV / temperature - log_soft) - jnp.exp(teacher_CV / temperature - log_teacher)
             slope = jnp.where(column_V < options.vocab_size, slope + soft * temperature * difference, 0)
@@ -165,6 +166,7 @@ def _summaries(
     pieces = chunks.split(hidden_BSH), chunks.split(teacher_BSW), chunks.split(labels_BS)
     _, summaries = lax.scan(reduce_chunk, None, pieces)
     highest, teacher_highest, *sums, target = (chunks.join(a, labels_BS.shape) for a in summaries)
+    # Sums relative to a rank's maximum become relative to the global one: a factor of exp(local maximum - global).
     local_tops = jnp.stack((highest, teacher_highest))
     tops = lax.pmax(local_tops, specs.rows)
     student, teacher = local_tops - tops

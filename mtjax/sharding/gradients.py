@@ -40,6 +40,7 @@ def distributed_gradients(
     records = region.records
 
     def local(parameters: Tree, batch: Tree) -> tuple[Sums, Tree]:
+        """Runs on each rank: its shards of the parameters and of the batch -> losses and reduced gradients."""
         batch = region.mark_stage_varying(batch)
         parameters = mark_varying(parameters, batch)
         bound = WithFrozen.of(model, records, parameters, schedule)

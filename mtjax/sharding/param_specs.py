@@ -129,13 +129,18 @@ def _record(
 ) -> ParamSpec:
     """Builds the record of one parameter."""
     rules = layout.rules
+    # Ranks along `replicas` hold the same parameter. Along those in `shared_work` they also process different samples
+    # or tokens: the gradient is reduced over these. Along the others, stages, it is reduced after the last microbatch.
     replicas = tuple(axis for axis in rules.replicas(axes) if mesh.degree((axis,)) > 1)
     deferred = tuple(axis for axis in replicas if axis not in rules.shared_work)
     replicas = tuple(axis for axis in replicas if axis not in deferred)
+    # ZeRO shards along one dimension that is divisible by its axes; where there is none, the parameter stays
+    # replicated.
     zero_axes = tuple(axis for axis in ZERO_AXES if axis in replicas)
     dim = sharded_dimension(axes, shape, layout, mesh.degree(zero_axes))
     zero_axes = () if dim == NOT_SHARDED else zero_axes
     compute_spec = partition_spec(rules, axes)
+    # A frozen parameter has no gradient and no moments to shard: ZeRO-1 and 2 leave it replicated.
     is_stored_sharded = bool(zero_axes) and (is_trainable or layout.zero == 3)
     gather_dtype = compute_dtype if gathers_in_compute_dtype(axes) else "float32"
     return ParamSpec(

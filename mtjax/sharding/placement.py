@@ -95,9 +95,11 @@ def global_batch(
 
     def assemble(array: np.ndarray) -> jax.Array:
         if degree > 1 and array.ndim > 1:
+            # A contiguous shard of the permuted columns is a rank's early and late chunk.
             array = array[:, token_order(degree, array.shape[1])]
 
         def shard(index: Any) -> np.ndarray:
+            """Cuts a device's shard out of this process' rows, which are some of the global batch's."""
             start, stop, _ = index[0].indices(global_batch_size)
             first = int(np.searchsorted(rows, start))
             return array[(slice(first, first + stop - start), *index[1:])]

@@ -2,7 +2,7 @@
 
 A `lax.scan` over layers copies each layer's residuals into stacked arrays, and out of them in the backward pass.
 Unrolled layers save no copies. Between steps parameters stay stacked: they are unstacked once per step, before the
-first microbatch, matrices in the compute type, so that no microbatch casts them again.
+first microbatch, matrices in the compute type, so that they are cast once per step.
 """
 
 from dataclasses import dataclass, replace
@@ -41,6 +41,7 @@ def unstack(record: ParamSpec, stack: Any, dtype: str) -> LayerList:
     def take(stack: Any, i: int) -> Array:
         layer = jax.tree.map(lambda array: jax.lax.index_in_dim(array, i, keepdims=False), stack)
         if isinstance(layer, GatherOnUse):
+            # ZeRO-1 and 2: gathered here, once per step. ZeRO-3's parameters are never unstacked.
             return materialize(layer)  # pyright: ignore[reportReturnType]
         return layer.astype(dtype) if record.is_matrix else layer
 

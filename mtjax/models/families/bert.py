@@ -45,6 +45,7 @@ class Encoder(nnx.Module):
         self.stack = Stack(
             model, dtype, kind="transformer", recompute=recompute, parallel=config.parallel, key=stack_key
         )
+        # Pre-LN has a norm after the last layer, post-LN one on the embeddings.
         self.embedding_norm = make_norm(model, dtype) if model.norm_placement == "post" else _unchanged
         self.final_norm = make_norm(model, dtype) if model.norm_placement == "pre" else _unchanged
         self.rate = model.hidden_dropout

@@ -56,6 +56,7 @@ class Decoder(nnx.Module):
         recompute = Recompute.of(config.training)
         kind = "transformer with experts" if model.num_experts else "transformer"
         stack = partial(Stack, model, dtype, recompute=recompute, parallel=config.parallel, key=stack_key)
+        # A stack has layers of one kind. Models with dense layers and layers with experts have two.
         dense = dense_layers(model)
         self.dense = stack(kind="transformer", layers=dense) if dense else None
         self.stack = stack(kind=kind, layers=main_layers(model))

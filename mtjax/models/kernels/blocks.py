@@ -39,6 +39,7 @@ def attend_across(
     """Computes self-attention to the tokens of all context parallel ranks; `rate` is that of dropout."""
     assert context.bias is None and context.positions is not None
     scale = query.shape[-1] ** -0.5 if context.scale is None else context.scale
+    # The same keys and element indices as in `xla.softmax_attention`, so that masks are equal on every mesh.
     dropout = None
     if rate and context.dropout_keys is not None:
         key_data = jax.vmap(lambda key: jax.random.key_data(jax.random.fold_in(key, 0)))(context.dropout_keys)

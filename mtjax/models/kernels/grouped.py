@@ -33,6 +33,7 @@ class Blocks(NamedTuple):
 
     def __call__(self, x: Array, gates: Array, experts: Array, up: Array, down: Array) -> Array:
         """See `ExpertCompute`."""
+        # Pairs of other ranks' experts get an index past the last expert: they are sorted last, and not counted.
         is_here = (experts >= 0) & (experts < up.shape[0])
         owners = jnp.where(is_here, experts, up.shape[0]).reshape(-1)
         run = _Run(ACTIVATIONS[self.activation], self.rows(owners.size), experts.shape[1])
@@ -105,6 +106,7 @@ class _Division(NamedTuple):
     def block(self, i: Array) -> _Block:
         """Returns the i-th block."""
         size = self.run.rows
+        # Blocks are ordered by expert: `ends` are the cumulative numbers of blocks.
         expert = jnp.searchsorted(self.ends, i, side="right")
         count = self.counts[expert]
         start = (i - self.ends[expert] + -(-count // size)) * size
@@ -140,6 +142,7 @@ def _blocked(
         out = jnp.dot(hidden, down[block.expert], preferred_element_type=jnp.float32)
         return _add(y, block.tokens, out * gates[block.pairs][:, None])
 
+    # A token's pairs may be in different blocks, so its output is accumulated, in float32.
     zeros = varying_like(jnp.zeros(x.shape, jnp.float32), x, up, gates)
     return lax.fori_loop(0, blocks.num_blocks, one, zeros).astype(
         x.dtype

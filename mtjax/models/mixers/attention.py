@@ -47,6 +47,7 @@ class SelfAttention(nnx.Module):
     def __init__(self, model: Model, *, output_std: float, key: Array) -> None:
         qkv_key, output_key = jax.random.split(key)
         heads, embed = {"heads": model.num_heads, "head_dim": head_dim(model)}, {"embed": model.hidden_size}
+        # Column-parallel query, key and value (sharded over heads), row-parallel output.
         is_grouped = num_kv_heads(model) != model.num_heads
         self.qkv = (GroupedQKV if is_grouped else FusedQKV)(model, key=qkv_key)
         self.low = adapters_of(model, "attention")
@@ -73,6 +74,7 @@ class SelfAttention(nnx.Module):
         query, key, value = self.qkv(*gather_sequence_shared(x, self.low, context, QKV_SITE))
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
+        # Cached keys are stored rotated, by their positions.
         query, key = rotate(query, context.rotation), rotate(key, context.rotation)
         if state is None:
             mixed = self.attend(query, key, value, context, self.rate)

@@ -42,6 +42,7 @@ def context_attention(
       dropout: of dropout on probabilities, with the indices of all heads; None turns it off.
       names: of the arrays saved for the backward pass: the output, and float32 log-sums [batch, seq, heads].
     """
+    # All that depends on the rules is read here: `_attend` is a custom_vjp, which jax may trace without them.
     (axis,) = context_axes()
     if dropout is not None:
         dropout = dropout._replace(heads=reshard(dropout.heads, spec("heads")))
@@ -109,6 +110,7 @@ def _attend(parallel: _ContextParallel, query: Array, key: Array, value: Array, 
 def _attend_forward(
     parallel: _ContextParallel, query: Array, key: Array, value: Array, metadata: Tree
 ) -> tuple[Array, Tree]:
+    # Named, so that recompute policies can save them: attention is then not recomputed in the backward pass.
     arrays = _forward(parallel, query, key, value, metadata)
     output, log_sums = (checkpoint_name(a, name) for a, name in zip(arrays, parallel.names, strict=True))
     return output, (query, key, value, metadata, output, log_sums)

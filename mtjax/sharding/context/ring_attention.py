@@ -50,6 +50,7 @@ class RingAttention:
 
     def forward(self, queries: QueryBlock, keys: KVBlock) -> tuple[Array, Array]:
         """Computes the output [batch, seq, heads, head_dim] and float32 log-sums [batch, seq, heads] of entire rows."""
+        # Step 0: this rank's keys. Its chunks are in the order of positions, so the causal mask is the usual one.
         mixed, log_sums = self.kernel.forward(queries, keys, self.dropout, self.is_causal)
 
         def step(state: Tree, keys: KVBlock, other: Array) -> Tree:
@@ -59,6 +60,7 @@ class RingAttention:
             pairs = _query_pairs(is_before, queries), _key_pairs(is_before, keys)
             return _merge_pairs(is_before, state, self.kernel.forward(*pairs, self.dropout, False))
 
+        # Outputs are merged in float32, and cast once.
         state = (mixed.astype(jnp.float32), log_sums)
         mixed, log_sums = self._run_steps(keys, state, step)
         return mixed.astype(queries.query.dtype), log_sums
@@ -152,12 +154,14 @@ class RingAttention:
 
         def ring_step(carry: tuple[T, Tree], r: Array) -> tuple[tuple[T, Tree], None]:
             state, keys = carry
+            # Does not depend on this step's computation, so both overlap.
             following = self._send(keys)
             return (one(between(state), keys, (rank - r) % degree), following), None
 
         keys = self._send(sent)
         if degree > 2:
             (state, keys), _ = lax.scan(ring_step, (state, keys), jnp.arange(1, degree - 1))
+        # The last step sends no keys: those of the next rank have arrived, after degree - 1 sends.
         return one(between(state), keys, (rank + 1) % degree)
 
     def _send(self, tree: T) -> T:
