@@ -40,6 +40,7 @@ class Layer(nnx.Module):
     """The mixers of a kind of layer, each with its norm, connected to the residual stream by `norm_placement`."""
 
     def __init__(self, model: Model, dtype: jax.typing.DTypeLike, *, kind: str, key: Array) -> None:
+        """Draws the parameters of a layer of a kind in `KINDS`."""
         self.mixers = KINDS[kind]
         # GPT-2: products before the residual stream are initialized smaller, by the number of additions to it.
         output_std = model.init_std / (2 * model.num_layers) ** 0.5 if model.scaled_init else model.init_std

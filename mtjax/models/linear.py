@@ -48,6 +48,7 @@ class Linear(nnx.Module):
         low: LoraConfig | None = None,
         key: Array,
     ) -> None:
+        """Draws the parameters: weight [*inputs, *outputs] from N(0, std), bias 0."""
         self.num_inputs = len(inputs)
         self.sequence = sequence
         self.weight = normal(key, {**inputs, **outputs}, std)

@@ -169,6 +169,7 @@ def scan_interleaved(
         return jax.tree.map(lambda a: a.reshape(held, -1, *a.shape[1:]), tree)
 
     def iteration(x: Array, stacks: Sequence[Layers], numbers: Array, _: None) -> tuple[Array, States]:
+        """Runs the next layers of every stack."""
         next_number, state = iter(numbers), None
         for layers in stacks:
             for i in range(len(jax.tree.leaves(layers)[0])):
@@ -263,6 +264,7 @@ def _scan_accumulating(
     def iteration(
         x: Array, carried: list[Array], index: Array, number: Array, state: Any
     ) -> tuple[tuple[Array, list[Array]], Any]:
+        """Runs the layer at `index`; `carried` is the stack, whose cotangents are the accumulators."""
         layer, carried = accumulate_grads_into(index_layer(fixed, index), carried, index)
         x, state = run(x, layer, number, state)
         return (x, carried), state

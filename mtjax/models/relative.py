@@ -16,6 +16,7 @@ class RelativeBias(nnx.Module):
     """A number per head and bucket of distances, added to the scores of every layer of a stack."""
 
     def __init__(self, model: Model, *, is_causal: bool, key: Array) -> None:
+        """Draws the table, [buckets, heads]."""
         sizes = {"buckets": model.relative_buckets, "heads": model.num_heads}
         self.table = normal(key, sizes, model.init_std)
         self.buckets = partial(

@@ -55,6 +55,7 @@ class ShardedModel:
     """
 
     def __init__(self, config: Config, mesh: Mesh, layout: Layout | None = None, *, trains: bool = False) -> None:
+        """Traces the model's shapes, and derives shardings."""
         kernel, self.attention_fallback = choose_kernel(config, mesh.devices.flat[0].platform)
         self.mesh, self.shape = mesh, MeshShape(**mesh.shape)
         self.config = replace(config, attention=kernel, mesh=str(self.shape))
@@ -223,6 +224,7 @@ class ShardedModel:
 
     def _evaluate(self, parameters: Tree, batch: Batch) -> dict[str, tuple[Array, Array]]:
         # Evaluation reports the plain cross-entropy, comparable between runs.
+        """Computes weighted sums of the losses, and sums of the weights."""
         plain = dataclasses.replace(self.loss_options, label_smoothing=0.0, z_loss=0.0)
         weights, batch = self.family.loss_weights(batch), with_text_lengths(self.config.model, batch)
         with use_rules(self.layout.rules):

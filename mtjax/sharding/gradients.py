@@ -59,6 +59,7 @@ def distributed_losses(
     """Computes losses of a global batch, float32 scalars by name, without gradients."""
 
     def local(parameters: Tree, batch: Tree) -> Sums:
+        """Runs on each rank."""
         batch = region.mark_stage_varying(batch)
         losses = schedule.losses(model, mark_varying(parameters, batch), batch, region.records)
         return jax.tree.map(psum_varying, losses)
@@ -77,6 +78,7 @@ def distributed_output(
     """Computes the last section's output for a global batch, [global_batch_size, ...] arrays sharded as `specs`."""
 
     def local(parameters: Tree, batch: Tree) -> Tree:
+        """Runs on each rank."""
         batch = region.mark_stage_varying(batch)
         output = schedule.final_boundary(model, mark_varying(parameters, batch), batch, region.records)
         return jax.tree.map(lambda a: broadcast_from_rank0(a, region.rules.shared_work), output)

@@ -238,6 +238,7 @@ def _tie_forward(shards: list[Array], stack: list[Array], index: Array) -> tuple
 
 
 def _tie_backward(index: Array, gradients: tuple[list[Array], list[Array]]) -> tuple[None, list[Array], None]:
+    """Adds the layer's gradients [...] to the accumulators [layers, ...] at `index`."""
     of_layer, sums = gradients
     return (
         None,
@@ -308,6 +309,7 @@ def reduce_gradient(gradient: Array, grad_spec: PartitionSpec, reduction: GradRe
     all_reduced = tuple(axis for axis in reduction.axes if axis not in reduction.shard_axes)
 
     def local(g: Array) -> Array:
+        """Reduces with all axes manual: [shard of the gradient] -> [shard of the sum]."""
         g = g.astype(reduction.comm_dtype)
         if reduction.dim == NOT_SHARDED or reduction.comm_dtype != "float32":
             # XLA: with sequence parallelism a norm's gradient has just been reduced over `model`; the barrier prevents

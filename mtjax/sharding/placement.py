@@ -94,6 +94,7 @@ def global_batch(
     rows, degree = process_rows(sharding, global_batch_size), context_degree(sharding)
 
     def assemble(array: np.ndarray) -> jax.Array:
+        """Assembles [global_batch_size, ...] from this process' rows."""
         if degree > 1 and array.ndim > 1:
             # A contiguous shard of the permuted columns is a rank's early and late chunk.
             array = array[:, token_order(degree, array.shape[1])]

@@ -132,6 +132,7 @@ def scan_with_prefetch(
     prefetched, resident = _partition(leaves, is_prefetched)
 
     def run_flat(x: Array, prefetched: list[Array], resident: list[Any], number: Array) -> tuple[Array, Tree]:
+        """Runs one layer, whose parameters are lists of arrays instead of a module."""
         prefetched_iter, resident_iter = iter(prefetched), iter(resident)
         layer = jax.tree.unflatten(tree, [next(prefetched_iter if flag else resident_iter) for flag in is_prefetched])
         return run(x, layer, number, None)
@@ -152,6 +153,7 @@ def scan_with_prefetch(
     accumulators = zeros_like_shards(stacks) if sums is None else _partition(sums, is_trainable)
 
     def iteration(carry: Tree, scanned: tuple[Array, Array]) -> tuple[Tree, Tree]:
+        """Runs the layer at `index` and gathers the next; carries its parameters, the stacks and the constants."""
         (x, slots, stack, resident_stack, shared), (index, number) = carry, scanned
         layer, resident_stack = accumulate_grads_into(index_layer(fixed, index), resident_stack, index)
         using, shared = _shared(constants, shared)
@@ -245,6 +247,7 @@ class _Loop:
         ]
 
         def one(accumulator: Array, gradient: Array, like: GatherOnUse | ReduceGradOnUse) -> Array:
+            """Reduces one parameter's gradient [...] into its accumulator [layers, ...]."""
             layer_spec = spec(*like.names) if isinstance(like, GatherOnUse) else like.spec
             # XLA: an all-reduce whose result is added to an array that a loop carries is moved behind the loop, and so
             # not overlapped. The first microbatch may overwrite the zeros instead.

@@ -185,6 +185,7 @@ def _await_name(host: str, coordinator: str, timeout: float) -> None:
 
 
 def _initialize(**options: object) -> None:
+    """Calls `jax.distributed.initialize`, and turns its errors into a sentence."""
     try:
         jax.distributed.initialize(
             initialization_timeout=START_TIMEOUT,

@@ -39,6 +39,7 @@ def unstack(record: ParamSpec, stack: Any, dtype: str) -> LayerList:
     """
 
     def take(stack: Any, i: int) -> Array:
+        """Takes layer i out of an array or a `GatherOnUse`, gathered or cast."""
         layer = jax.tree.map(lambda array: jax.lax.index_in_dim(array, i, keepdims=False), stack)
         if isinstance(layer, GatherOnUse):
             # ZeRO-1 and 2: gathered here, once per step. ZeRO-3's parameters are never unstacked.
@@ -46,6 +47,7 @@ def unstack(record: ParamSpec, stack: Any, dtype: str) -> LayerList:
         return layer.astype(dtype) if record.is_matrix else layer
 
     def layer(i: int) -> Any:
+        """Unstacks layer i, with its wrapper."""
         if isinstance(stack, NoGrad):
             return NoGrad(take(stack.parameter, i))
         if isinstance(stack, ReduceGradOnUse):

@@ -147,6 +147,7 @@ def _embedding_backward(specs: VocabSpecs, dtype: jnp.dtype, saved: Any, gradien
     """
 
     def local(table_VH: Array, tokens_BS: Array, gradient_BSH: Array) -> Array:
+        """Computes the gradient of this rank's rows, inside the map."""
         gradient_BSH = specs.gather_sequence(gradient_BSH)
         rows, width = table_VH.shape
         row, owned = local_rows(specs, tokens_BS, rows)
@@ -237,6 +238,7 @@ def _cross_entropy_forward(
     """Computes losses [batch, seq]; the residuals are the arguments and log Z, not logits."""
 
     def local(hidden_BSH: Array, table_VH: Array, bias_V: Array | None, labels_BS: Array) -> tuple[Array, Array]:
+        """Computes losses and log Z of this rank's tokens, inside the map."""
         top, scale, target, *logit_sum = _summaries(specs, options, hidden_BSH, table_VH, bias_V, labels_BS)
         log_z = jnp.log(scale) + top
         mean = logit_sum[0] / options.vocab_size if logit_sum else 0.0
@@ -271,11 +273,13 @@ def _cross_entropy_backward(
     def local(
         hidden_BSH: Array, table_VH: Array, bias_V: Array | None, labels_BS: Array, log_z_BS: Array, gradient_BS: Array
     ) -> tuple[Array, Array, Array | None]:
+        """Computes the gradients of this rank's hidden states, table rows and biases, inside the map."""
         hidden_BSH = specs.gather_sequence(hidden_BSH)  # recomputed: only the sharded one is saved
         chunks = Chunks.of(hidden_BSH, options.chunk)
         cast_VH = table_VH.astype(hidden_BSH.dtype)  # once, not per chunk
 
         def differentiate_chunk(sums: tuple[Array, Array | None], chunk: tuple[Array, ...]) -> tuple[Any, Array]:
+            """Adds a chunk to the gradients of table and bias; returns that of its hidden states [C, H]."""
             table_gradient_VH, bias_gradient_V = sums
             hidden_CH, labels_C, log_z_C, gradient_C = chunk
             logits_CV, column_V = local_logits(specs, hidden_CH, cast_VH, bias_V, options.vocab_size)
@@ -327,6 +331,7 @@ def _summaries(
     table_VH = table_VH.astype(hidden_BSH.dtype)
 
     def reduce_chunk(_: None, chunk: tuple[Array, Array]) -> tuple[None, tuple[Array, ...]]:
+        """Summarizes the logits of a chunk of tokens over this rank's rows."""
         hidden_CH, labels_C = chunk
         logits_CV, column_V = local_logits(specs, hidden_CH, table_VH, bias_V, options.vocab_size)
         # An online softmax over ranks: each has the maximum and the sum of exponentials of its columns.

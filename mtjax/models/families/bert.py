@@ -35,6 +35,7 @@ class Encoder(nnx.Module):
     """An encoder without its head: embedding and layers."""
 
     def __init__(self, config: Config, *, key: Array) -> None:
+        """Draws the parameters."""
         model, dtype = config.model, jnp.dtype(config.training.compute_dtype)
         table_key, position_key, type_key, stack_key = jax.random.split(key, KEYS)[:4]
         types = {"token_types": model.num_token_types, "embed": model.hidden_size}
@@ -76,6 +77,7 @@ class Encoder(nnx.Module):
         return {"stack": Section(self.stack, self._embed, self._context)}
 
     def _embed(self, batch: Batch, keys: Keys, before: HiddenStates | None) -> HiddenStates:
+        """Embeds tokens, positions and token types: [batch, act_seq, embed]."""
         tokens, types = batch["tokens"], batch["token_types"]
         with jax.named_scope("embedding"):
             positions = local_positions(tokens.shape[1])
@@ -101,6 +103,7 @@ class BERT(Encoder, WithVocabulary):
     """
 
     def __init__(self, config: Config, *, key: Array) -> None:
+        """Draws the parameters."""
         super().__init__(config, key=key)
         model, (head_key, order_key, output_key) = config.model, jax.random.split(key, KEYS)[4:]
         self.head = MaskedLMHead(model, self.dtype, key=head_key)

@@ -104,6 +104,7 @@ class FinetunedEncoder(_Finetuned, Encoder):
     """BERT with a pooler, dropout and a linear layer on the first token, or with a linear layer on every token."""
 
     def __init__(self, config: Config, *, key: Array) -> None:
+        """Draws the parameters."""
         super().__init__(config, key=key)
         model, head_key = config.model, jax.random.fold_in(key, 1)
         self.row_losses = row_losses_of(model)
@@ -122,6 +123,7 @@ class FinetunedDecoder(_Finetuned, Decoder):
     """GPT or Llama with a linear layer on the last token."""
 
     def __init__(self, config: Config, *, key: Array) -> None:
+        """Draws the parameters."""
         super().__init__(config, key=key)
         self.row_losses = row_losses_of(config.model)
         self.head = LastTokenHead(config.model, num_outputs(config.model), key=jax.random.fold_in(key, 1))

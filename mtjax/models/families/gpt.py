@@ -48,6 +48,7 @@ class Decoder(nnx.Module):
     """A decoder without its head: embedding and layers."""
 
     def __init__(self, config: Config, *, key: Array) -> None:
+        """Draws the parameters."""
         model, dtype = config.model, jnp.dtype(config.training.compute_dtype)
         table_key, position_key, stack_key = jax.random.split(key, 3)
         self.embedding = vocabulary_table(model, table_key)
@@ -94,12 +95,14 @@ class Decoder(nnx.Module):
         return {STACK: Section(stacks, self._embed, self._context, (DENSE,))}
 
     def _embed(self, batch: Batch, keys: Keys, before: HiddenStates | None) -> HiddenStates:
+        """Embeds tokens and positions: [batch, act_seq, embed]."""
         with jax.named_scope("embedding"):
             tokens, positions = batch["tokens"], local_positions(batch["tokens"].shape[1])
             x = embed_tokens(self.embedding, self.positions, tokens, self.dtype, batch.get("position_ids"), positions)
             return HiddenStates(dropout(x, self.rate, keys, EMBEDDING_SITE, RESIDUAL, positions=positions))
 
     def _context(self, batch: Batch, keys: Keys, hidden: HiddenStates) -> LayerContext:
+        """Collects segments, positions, rotation and padding of a batch for the layers."""
         length, ids = batch["tokens"].shape[1], batch.get("position_ids")
         positions = local_positions(length)
         context = LayerContext(
@@ -124,6 +127,7 @@ class GPT(Decoder, WithVocabulary):
     """
 
     def __init__(self, config: Config, *, key: Array) -> None:
+        """Draws the parameters."""
         super().__init__(config, key=key)
         model = config.model
         self.output = None if model.tie_embeddings else vocabulary_table(model, jax.random.fold_in(key, 1))

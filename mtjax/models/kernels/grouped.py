@@ -137,6 +137,7 @@ def _blocked(
     blocks = _Division.of(run, owners, up.shape[0])
 
     def one(i: Array, y: Array) -> Array:
+        """Adds the outputs of block i to y [tokens, embed]."""
         block = blocks.block(i)
         hidden = run.hidden(_take(x, block.tokens), up[block.expert])
         out = jnp.dot(hidden, down[block.expert], preferred_element_type=jnp.float32)
@@ -172,6 +173,7 @@ def _blocked_backward(run: _Run, saved: tuple[Array, ...], gradient: Array) -> t
     dot_float32 = partial(jnp.dot, preferred_element_type=jnp.float32)
 
     def one(i: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
+        """Adds the gradients of block i to the accumulators."""
         d_x, d_gates, d_up, d_down = sums
         block = blocks.block(i)
         expert, gate = block.expert, gates[block.pairs][:, None]

@@ -45,6 +45,7 @@ class SelfAttention(nnx.Module):
     dropout_site: ClassVar[int] = 1
 
     def __init__(self, model: Model, *, output_std: float, key: Array) -> None:
+        """Draws the parameters."""
         qkv_key, output_key = jax.random.split(key)
         heads, embed = {"heads": model.num_heads, "head_dim": head_dim(model)}, {"embed": model.hidden_size}
         # Column-parallel query, key and value (sharded over heads), row-parallel output.
@@ -89,6 +90,7 @@ class FusedQKV(nnx.Module):
     """One product for query, key and value, with the same number of heads each."""
 
     def __init__(self, model: Model, *, key: Array) -> None:
+        """Draws the weight, [embed, 3, heads, head_dim]."""
         outputs = {"qkv": 3, "heads": model.num_heads, "head_dim": head_dim(model)}
         self.weight = normal(key, {"embed": model.hidden_size, **outputs}, model.init_std)
         if (scale := initial_query_scale(model)) != 1:
@@ -117,6 +119,7 @@ class GroupedQKV(nnx.Module):
     """
 
     def __init__(self, model: Model, *, key: Array) -> None:
+        """Draws the weights, [embed, heads, head_dim] and [embed, 2, kv_heads, head_dim]."""
         query_key, kv_key = jax.random.split(key)
         embed, width = {"embed": model.hidden_size}, {"head_dim": head_dim(model)}
         settings = {"std": model.init_std, "bias": model.bias, "low": adapters_of(model, "attention")}

@@ -30,6 +30,7 @@ class CrossAttention(nnx.Module):
     dropout_site: ClassVar[int] = 4
 
     def __init__(self, model: Model, *, output_std: float, key: Array) -> None:
+        """Draws the parameters."""
         query_key, kv_key, output_key = jax.random.split(key, 3)
         embed, heads = {"embed": model.hidden_size}, {"heads": model.num_heads, "head_dim": head_dim(model)}
         query_std = model.init_std * initial_query_scale(model)

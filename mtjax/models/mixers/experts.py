@@ -55,6 +55,7 @@ class Router(nnx.Module):
     """Scores experts, and chooses those with the highest; in float32."""
 
     def __init__(self, model: Model, *, key: Array) -> None:
+        """Draws the weight, [embed, routes]; the bias is 0."""
         self.weight = normal(key, {"embed": model.hidden_size, "routes": model.num_experts}, model.init_std)
         self.bias = constant(0.0, {"routes": model.num_experts}) if model.router_bias else None
         self.model = model
@@ -194,6 +195,7 @@ class Experts(nnx.Module):
 
     def __init__(self, model: Model, *, output_std: float, key: Array) -> None:
         # Experts are stacked, [experts, embed, gate, mlp] and [experts, mlp, embed].
+        """Draws the parameters."""
         up, down, router, shared = jax.random.split(key, 4)
         of_each, embed, inner = {"expert": model.num_experts}, {"embed": model.hidden_size}, {"mlp": expert_size(model)}
         gate = {"gate": 2} if model.activation in GATED else {}

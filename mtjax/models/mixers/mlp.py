@@ -28,6 +28,7 @@ class MLP(nnx.Module):
     dropout_site: ClassVar[int] = 2
 
     def __init__(self, model: Model, *, output_std: float, key: Array) -> None:
+        """Draws the parameters."""
         up_key, down_key = jax.random.split(key)
         embed, inner = {"embed": model.hidden_size}, {"mlp": mlp_size(model)}
         # A gated activation has a fused product for gate and up: [embed, 2, mlp].

@@ -72,6 +72,7 @@ class _ContextParallel(NamedTuple):
             return {4: self.heads, 3: self.statistics}.get(a.ndim, PartitionSpec())
 
         def mapped(query: Array, key: Array, value: Array, metadata: Tree, *more: Array) -> Any:
+            """Derives the specs of the arguments from their ranks, and calls the map."""
             metadata_specs = jax.tree.map(lambda a: PartitionSpec(), metadata)
             if metadata_specs[-1] is not None:
                 metadata_specs = (*metadata_specs[:-1], metadata_specs[-1]._replace(heads=self.numbers))
@@ -111,6 +112,7 @@ def _attend_forward(
     parallel: _ContextParallel, query: Array, key: Array, value: Array, metadata: Tree
 ) -> tuple[Array, Tree]:
     # Named, so that recompute policies can save them: attention is then not recomputed in the backward pass.
+    """Computes the output; the residuals are the arguments, the output and the log-sums."""
     arrays = _forward(parallel, query, key, value, metadata)
     output, log_sums = (checkpoint_name(a, name) for a, name in zip(arrays, parallel.names, strict=True))
     return output, (query, key, value, metadata, output, log_sums)

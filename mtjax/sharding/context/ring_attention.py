@@ -54,6 +54,7 @@ class RingAttention:
         mixed, log_sums = self.kernel.forward(queries, keys, self.dropout, self.is_causal)
 
         def step(state: Tree, keys: KVBlock, other: Array) -> Tree:
+            """Merges the attention to another rank's keys into (output, log-sums)."""
             if not self.is_causal:
                 return _merge(state, *self.kernel.forward(queries, keys, self.dropout, False))
             is_before = other < self.rank
@@ -79,6 +80,7 @@ class RingAttention:
         gathers, rank = self.method == "all-gather", self.rank
 
         def step(state: Tree, keys: KVBlock, other: Array) -> Tree:
+            """Adds the contributions of another rank's keys to (query gradient, [key, value gradients])."""
             query_grad, kv_grads = state
             added, *added_kv = self._backward_step(queries, keys, other)
             if gathers:
@@ -136,6 +138,7 @@ class RingAttention:
         sent = local._replace(positions=None)  # they follow from the rank  # pyright: ignore[reportArgumentType]
 
         def one(state: T, keys: Tree, other: Array) -> T:
+            """Runs a step with the keys of rank `other`, after computing their positions."""
             length = local.positions.shape[1] * degree
             positions = jnp.broadcast_to(rank_positions(other, degree, length), local.positions.shape)
             return step(state, keys._replace(positions=positions), other)

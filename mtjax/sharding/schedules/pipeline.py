@@ -140,6 +140,7 @@ class _Run:
     def __init__(
         self, model: PipelineModel, records: Tree, wrapped: Tree, microbatches: Tree, table: Timetable, order: Order
     ) -> None:
+        """Binds a rank's parameters and microbatches to a timetable; traced inside the manual region."""
         self.model, self.records, self.wrapped, self.table, self.order = model, records, wrapped, table, order
         self.microbatches, self.stage = microbatches, lax.axis_index(STAGE)
         self.start_zero = order.zero(wrapped, microbatches)
