@@ -100,6 +100,7 @@ class CrossKVCache:
         count: Int[Array, ""],
     ) -> "CrossKVCache":
         """Replaces the text of a sequence by one of `count` tokens; later positions are padding."""
+        # Written like a prefill of the sequence from position 0.
         first = jnp.zeros((1, key.shape[1]), jnp.int32)
         return CrossKVCache(
             self.cache.append(key, value, CachePositions(first, sequence)), self.lengths.at[sequence].set(count)

@@ -20,6 +20,8 @@ from mtjax.theory.adapters import LoraConfig
 
 def normal(key: Array, sizes: Mapping[str, int], std: float) -> nnx.Param:
     """Draws a parameter from N(0, std), created as shards, with the same values on every mesh."""
+    # `out_sharding` makes each device draw its shard. The values depend on the key and the index alone
+    # (jax_threefry_partitionable), not on the mesh.
     names, shape = tuple(sizes), tuple(sizes.values())
     return nnx.Param(std * jax.random.normal(key, shape, out_sharding=spec(*names)), axes=names)
 

@@ -191,6 +191,8 @@ def _loops(count: int, recompute: Recompute) -> list[tuple[SavePolicy, int]]:
     Raises:
       UserError: the layers are not a multiple of the group.
     """
+    # `none`, `selective`: one loop. `full`: layers save their input, all of them (`uniform`, group by group) or the
+    # first `num_layers` (`block`), where the others save their products.
     if recompute.kind != "full":
         return [(partial(_save_products, kind=recompute.kind), count)]
     save_input = partial(_save_input, offload=recompute.offload)
@@ -269,6 +271,7 @@ def _scan_accumulating(
         x, state = run(x, layer, number, state)
         return (x, carried), state
 
+    # The loops run over consecutive layers [first, first + count) of the stack.
     carried, first = jax.tree.leaves(differentiable_shards(layers)), 0
     sums = zeros_like_shards(carried) if sums is None else sums
     states: list[States] = []
@@ -295,6 +298,8 @@ def _save_input(run: Any, offload: bool) -> Any:
     policies = jax.checkpoint_policies
     if not offload:
         return jax.checkpoint(run, policy=policies.nothing_saveable)
+    # XLA's host offloading copies the input to pinned host memory after the forward pass of a layer, and back before
+    # its backward pass.
     to_host = policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[],
         names_which_can_be_offloaded=[LAYER_INPUT],

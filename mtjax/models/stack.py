@@ -204,6 +204,7 @@ def _run_or_skip(
     layer_keys = None if keys is None else jax.vmap(lambda key: jax.random.fold_in(key, number))(keys)
 
     def one(x: Array) -> tuple[Array, State]:
+        # Here ZeRO-3 gathers the layer's parameters, and reductions of gradients are attached (`param_comm`).
         return materialize(layer)(x, dataclasses.replace(context, dropout_keys=layer_keys), state)
 
     if not is_padded:

@@ -41,10 +41,12 @@ def distributed_gradients(
 
     def local(parameters: Tree, batch: Tree) -> tuple[Sums, Tree]:
         """Runs on each rank: its shards of the parameters and of the batch -> losses and reduced gradients."""
+        # What varies over an axis has a gradient that is local to each rank along it.
         batch = region.mark_stage_varying(batch)
         parameters = mark_varying(parameters, batch)
         bound = WithFrozen.of(model, records, parameters, schedule)
         losses, gradients = schedule.gradients(bound, select_trainable(records, parameters), batch, reduction)
+        # Losses are sums with global weights: their all-reduce over all ranks is the global mean.
         with jax.named_scope("gradients"):
             return jax.tree.map(psum_varying, losses), reduction.finish(gradients)
 

@@ -56,12 +56,15 @@ def find_launch(parallel: Parallel, environment: Mapping[str, str] = os.environ)
     Raises:
       UserError: a source is incomplete, has an impossible value, or contradicts another.
     """
+    # A launcher inside another one, such as mpirun in a Slurm job, is listed first, and has to agree with the outer
+    # one.
     around = [found for found in (_open_mpi(environment), _slurm(environment), _mpi(environment)) if found]
     for outer in around[1:]:
         _check_agreement(around[0], outer, nested=True)
     launcher = around[0] if around else _kubernetes(environment)
     torch = _torchrun(environment, launcher)
     jax = _jax_variables(environment, torch or launcher)
+    # Each source must agree with those after it in the order of preference.
     options = _options(parallel)
     for i, inner in enumerate((options, jax, torch)):
         for outer in (jax, torch)[i:]:

@@ -28,6 +28,7 @@ may wait for a device without a thread."""
 def make_mesh(shape: MeshShape, devices: Sequence[Any]) -> Mesh:
     """Builds a mesh of the first `shape.size` devices, attached or compile-only, with all axes explicit."""
     axes = shape.axes
+    # Row-major over the axes' order, so devices with consecutive indices differ in the last axis, `model`.
     grid = np.array(devices[: shape.size], dtype=object).reshape([shape.degree((axis,)) for axis in axes])
     return Mesh(grid, axes, axis_types=(AxisType.Explicit,) * len(axes))
 

@@ -102,6 +102,7 @@ def _resolve(launch: Launch, devices: list[int] | None) -> tuple[str, int, int, 
     if launch.method is None:
         assert launch.coordinator is not None and launch.process is not None, "only a launcher can be queried"
         return launch.coordinator, launch.count, launch.process, devices
+    # jax's method for Kubernetes has no name; without one, jax detects it by its environment.
     method = None if launch.method == "kubernetes" else launch.method
     count = None if launch.count == -1 else launch.count
     try:
@@ -127,6 +128,7 @@ def _check_port(bind_address: str, coordinator: str) -> None:
       UserError: it can't.
     """
     host, port = parse_address(bind_address, BIND_ADDRESS)
+    # gRPC listens at [::], which on most machines is IPv6 and IPv4; on one without IPv6 it is IPv4 alone.
     for family in (socket.AF_INET6, socket.AF_INET):
         name = "0.0.0.0" if host == "::" and family == socket.AF_INET else host
         try:
@@ -210,6 +212,7 @@ def local_devices(environment: Mapping[str, str]) -> list[int] | None:
     launcher, of_host, of_process = present
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     count = len(visible.split(",")) if visible else len(list(Path("/dev").glob("nvidia[0-9]*")))
+    # Slurm's variable is a list by node, such as 8(x4): one process per host is "1" or "1(x4)".
     processes = environment[of_host]
     if processes == "1" or processes.startswith("1("):
         return list(range(count)) or None

@@ -53,6 +53,7 @@ def unstack(record: ParamSpec, stack: Any, dtype: str) -> LayerList:
         if isinstance(stack, ReduceGradOnUse):
             shard = jax.lax.index_in_dim(stack.shard, i, keepdims=False)
             return replace(stack, array=take(stack.array, i), shard=shard)
+        # The full array is read by the layer; the shard receives the reduce-scattered gradient.
         if isinstance(stack, GatherOnUse) and stack.keep_for_backward:
             taken = replace(stack, shard=jax.lax.index_in_dim(stack.shard, i, keepdims=False))
             return taken.with_gathered(take(stack, i))

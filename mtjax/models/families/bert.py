@@ -115,6 +115,7 @@ class BERT(Encoder, WithVocabulary):
         hidden = self.final_norm(trunk_output.x)
         with jax.named_scope("loss"):
             masked = MaskedPositions.of(batch["loss_mask"])
+            # The head runs on the masked tokens alone, about 15% of all, [batch, masked, embed].
             features, labels = self.head(masked.take(hidden)), masked.take_labels(batch["labels"])
             table, bias = self.output_table[...], self.head.bias[...]
             losses = vocab_parallel_cross_entropy(features, table, labels, options, bias, sequence="seq")

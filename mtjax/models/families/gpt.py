@@ -115,6 +115,7 @@ class Decoder(nnx.Module):
         )
         if self.rotary is None:
             return context
+        # Without position ids, all samples have the same positions: [1, seq], broadcast over the batch.
         if ids is None:
             ids = (jnp.arange(length) if positions is None else positions)[None]
         return dataclasses.replace(context, rotation=self.rotary(ids))
@@ -152,6 +153,7 @@ class GPT(Decoder, WithVocabulary):
 
     def losses(self, trunk_output: HiddenStates, batch: Batch, keys: Keys, options: LossOptions) -> dict[str, Array]:
         """Computes the cross-entropy of each next token, [batch, seq], and with a teacher also of its probabilities."""
+        # The logits are never gathered: the loss is fused with the product with the sharded output table.
         hidden = self.final_norm(trunk_output.x)
         if TEACHER in batch:
             targets = batch["labels"], batch[TEACHER], batch[TEACHER_TABLE]

@@ -46,6 +46,7 @@ class T5Stack(nnx.Module):
         self.stack = Stack(model, dtype, kind=kind, recompute=recompute, parallel=config.parallel, key=stack_key)
         self.final_norm = make_norm(model, dtype)
         self.rate = model.hidden_dropout
+        # T5 does not scale attention scores; its query weights are initialized smaller instead.
         self.scale = 1.0 if is_relative else None
         self.is_causal = is_causal
 
@@ -123,6 +124,8 @@ class T5(WithVocabulary):
     def _embed_answer(self, batch: Batch, keys: Keys, before: HiddenStates | None) -> HiddenStates:
         """Finishes the encoder's output, and embeds the decoder's input."""
         assert before is not None
+        # The encoder's final norm is part of the decoder's embedding, so that a boundary is the same behind every
+        # layer.
         encoded = self.encoder.finish(before.x, keys)
         return HiddenStates(self._embed(batch["decoder_tokens"], _decoder_keys(keys)), encoded)
 

@@ -94,6 +94,7 @@ class _Division(NamedTuple):
           experts: of this rank.
         """
         order = jnp.argsort(owners, stable=True).astype(jnp.int32)
+        # Each expert has ceil(count / rows) blocks, so that no block has pairs of two experts.
         counts = jnp.zeros(experts, jnp.int32).at[owners].add(1, mode="drop")
         padded = jnp.concatenate([order, jnp.zeros(run.rows, jnp.int32)])
         return cls(run, padded, counts, jnp.cumsum(-(-counts // run.rows)), owners.size // run.chosen)
@@ -109,6 +110,7 @@ class _Division(NamedTuple):
         # Blocks are ordered by expert: `ends` are the cumulative numbers of blocks.
         expert = jnp.searchsorted(self.ends, i, side="right")
         count = self.counts[expert]
+        # `start` is the block's offset within its expert's pairs, `first` that of the expert's pairs in `order`.
         start = (i - self.ends[expert] + -(-count // size)) * size
         first = jnp.cumsum(self.counts)[expert] - count
         pairs = lax.dynamic_slice_in_dim(self.order, first + start, size)
@@ -138,6 +140,7 @@ def _blocked(
 
     def one(i: Array, y: Array) -> Array:
         """Adds the outputs of block i to y [tokens, embed]."""
+        # The block's expert is known at run time only, so its matrices are gathered from the stack.
         block = blocks.block(i)
         hidden = run.hidden(_take(x, block.tokens), up[block.expert])
         out = jnp.dot(hidden, down[block.expert], preferred_element_type=jnp.float32)

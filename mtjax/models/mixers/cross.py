@@ -52,11 +52,13 @@ class CrossAttention(nnx.Module):
         Returns:
           The output, and `state`.
         """
+        # Column-parallel: heads are sharded, sequences are gathered.
         query = self.query(reshard_sequence(x, "seq"))
         if state is None:
             mixed = self._to_encoded(query, context)
         else:
             assert isinstance(state, CrossKVCache) and context.cache_positions is not None
+            # The encoder ran once, in prefill; only its keys and values are needed.
             keys, values, lengths = state.read_by(context.cache_positions)
             is_visible = (jnp.arange(state.length) < lengths[:, None])[:, None]
             mixed = attend_grouped(query, keys, values, is_visible, None, context.scale)

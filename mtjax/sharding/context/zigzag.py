@@ -28,6 +28,7 @@ def rank_positions(rank: Any, degree: int, length: int, xp: ModuleType = jnp) ->
       length: a multiple of 2 * degree.
       xp: `jax.numpy` or `numpy`, whose array is returned.
     """
+    # Chunk `rank`, then chunk 2 degree - 1 - rank.
     chunk = length // (2 * degree)
     offsets = xp.arange(chunk, dtype=np.int32)
     return xp.concatenate([offsets + rank * chunk, offsets + (2 * degree - 1 - rank) * chunk])

@@ -46,6 +46,7 @@ class Accumulate:
             gradients, losses = jax.grad(loss, has_aux=True)(shards, sums, microbatch)
             return add_gradients(records, sums, gradients, self._adds_up), losses
 
+        # One trace for all microbatches; the carry is updated in place.
         gradients, losses = lax.scan(accumulate, sums, microbatches)
         return jax.tree.map(lambda scalars: scalars.sum(0), losses), restack(gradients)
 
