@@ -64,7 +64,7 @@ class Linear(nnx.Module):
 
         Args:
           x: the input.
-          for_adapter: the adapter's input, x again, where their gradients are resharded separately.
+          for_adapter: the adapter's input: a copy of x whose gradient is resharded separately; x when None.
         """
         outputs = self.weight.get_metadata()["axes"][self.num_inputs :]
         bias = None if self.bias is None else self.bias[...]

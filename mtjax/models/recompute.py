@@ -180,7 +180,7 @@ def scan_interleaved(
     sums = [accumulator for _, accumulators in split for accumulator in accumulators or []]
     if not sums and first is None:
         return _scan(iteration, x, stack)
-    # `saved` wraps each layer already, so the iteration as a whole is not wrapped.
+    # `saved` wraps each layer already, so the iteration itself is not wrapped.
     loops = [(lambda run: run, iterations)]
     return _scan_accumulating(iteration, x, stack, loops, by_iteration(sums) or None, first)
 
@@ -192,7 +192,7 @@ def _loops(count: int, recompute: Recompute) -> list[tuple[SavePolicy, int]]:
       UserError: the layers are not a multiple of the group.
     """
     # `none`, `selective`: one loop. `full`: layers save their input, all of them (`uniform`, group by group) or the
-    # first `num_layers` (`block`), where the others save their products.
+    # first `num_layers` (`block`), where later layers save their products.
     if recompute.kind != "full":
         return [(partial(_save_products, kind=recompute.kind), count)]
     save_input = partial(_save_input, offload=recompute.offload)
@@ -286,7 +286,7 @@ def _scan_accumulating(
 
 def _save_products(run: Any, kind: Literal["none", "selective"]) -> Any:
     """Wraps `run` to save its products with weights, and the attention core unless `kind` is selective."""
-    # `jax.checkpoint` saves the arrays with these names and recomputes all others in the backward pass.
+    # `jax.checkpoint` saves the arrays with these names and recomputes all other arrays in the backward pass.
     always = (PRODUCT, DROPOUT_MASK, ATTENTION_OUTPUT, ATTENTION_STATISTICS)
     names = [*always, *([ATTENTION_CORE] if kind == "none" else [])]
     policy = jax.checkpoint_policies.save_only_these_names(*names)
@@ -306,7 +306,7 @@ def _save_input(run: Any, offload: bool) -> Any:
         offload_src="device",
         offload_dst="pinned_host",
     )
-    return jax.checkpoint(lambda x, *others: run(checkpoint_name(x, LAYER_INPUT), *others), policy=to_host)
+    return jax.checkpoint(lambda x, *inputs: run(checkpoint_name(x, LAYER_INPUT), *inputs), policy=to_host)
 
 
 def check_offload(recompute: Recompute, platform: str) -> None:

@@ -22,7 +22,7 @@ def random_bits(
 
     Args:
       key: a Threefry key.
-      shape: at least one dimension; the last one, and all others together, below 2^32.
+      shape: at least one dimension; the last one, and the product of all before it, below 2^32.
       sharding: of the result.
       rows: indices of the first dimension's elements, where these are some of a larger array; 0, 1, ... when None.
     """

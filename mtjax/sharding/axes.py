@@ -150,7 +150,7 @@ def shard_like_rows(x: jax.typing.ArrayLike, like: jax.Array) -> jax.Array:
 
 
 def cond_by_stage(holds: jax.Array, then: Callable[..., Any], otherwise: Callable[..., Any], *arguments: Any) -> Any:
-    """Runs `then(*arguments)` on the ranks where `holds`, and `otherwise(*arguments)` on the others.
+    """Runs `then(*arguments)` on ranks where `holds`, and `otherwise(*arguments)` elsewhere.
 
     Args:
       holds: a bool that is equal on all ranks of a pipeline stage.

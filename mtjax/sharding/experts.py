@@ -246,7 +246,7 @@ class _CapacitySlots(NamedTuple):
         hot = jax.nn.one_hot(each, count, dtype=jnp.int32)
         number = _numbers(hot)
         if context:
-            # A rank has two chunks of each sample (zig-zag). A pair's number counts those of all chunks before its own.
+            # A rank has two chunks of each sample (zig-zag). A pair's number counts the pairs of all chunks before it.
             chunks = hot.reshape(samples, 2, -1, count)
             before = jnp.moveaxis(sum_of_preceding_chunks(jnp.moveaxis(chunks.sum(2), 1, 0), context), 0, 1)
             is_dropped = (_numbers(chunks) + (before[:, :, None] * chunks).sum(-1)).reshape(each.shape) >= limit

@@ -208,7 +208,7 @@ def split_accumulators(layers: T) -> tuple[T, list[Array] | None]:
     Returns:
       The parameters, and the accumulators in their order; None where there are none.
     """
-    # `AccumulateInto` reaches the model as a parameter, and is taken apart here, before the loop over layers.
+    # `AccumulateInto` reaches the model as a parameter, and is unwrapped here, before the loop over layers.
     is_leaf = lambda x: isinstance(x, AccumulateInto)  # noqa: E731
     sums = [leaf.accumulator for leaf in jax.tree.leaves(layers, is_leaf=is_leaf) if is_leaf(leaf)]
     plain = jax.tree.map(lambda leaf: leaf.parameter if is_leaf(leaf) else leaf, layers, is_leaf=is_leaf)

@@ -45,7 +45,7 @@ class ParamSpec:
     """How its gradient is reduced, and which of its dimensions ZeRO shards."""
     deferred_axes: Axes
     """Mesh axes over which its gradient is reduced after the last microbatch, whatever the ZeRO stage: ranks along them
-    see the same samples, and only some of them have a gradient of it. Say `stage`, for an embedding."""
+    see the same samples, and only some of them have a gradient of it. For example `stage`, for an embedding."""
     gather_dtype: str | None
     """Type in which it is gathered, by ZeRO-3 for each use and by ZeRO-1 and 2 once per step; None where ZeRO does not
     shard it."""
@@ -130,7 +130,8 @@ def _record(
     """Builds the record of one parameter."""
     rules = layout.rules
     # Ranks along `replicas` hold the same parameter. Along those in `shared_work` they also process different samples
-    # or tokens: the gradient is reduced over these. Along the others, stages, it is reduced after the last microbatch.
+    # or tokens: the gradient is reduced over these. Along the remaining ones, stages, it is reduced after the last
+    # microbatch.
     replicas = tuple(axis for axis in rules.replicas(axes) if mesh.degree((axis,)) > 1)
     deferred = tuple(axis for axis in replicas if axis not in rules.shared_work)
     replicas = tuple(axis for axis in replicas if axis not in deferred)

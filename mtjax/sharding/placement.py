@@ -91,7 +91,7 @@ def global_batch(
       local: arrays [rows of this process, ...].
       global_batch_size: rows of the global arrays.
     """
-    # `make_array_from_callback` asks for the shards of this process' devices alone.
+    # `make_array_from_callback` calls `shard` for this process' devices alone.
     rows, degree = process_rows(sharding, global_batch_size), context_degree(sharding)
 
     def assemble(array: np.ndarray) -> jax.Array:

@@ -67,15 +67,15 @@ class _Slots(NamedTuple):
 
 
 class _IterationInputs(NamedTuple):
-    """The inputs of an iteration besides its carry."""
+    """The inputs of an iteration other than its carry."""
 
     resident: list[Any]
     """The layer's parameters without communication."""
     number: Array
     constants: list[Array]
     shards: list[Array]
-    """The stacked parameters with communication, [layers, ...]: this rank's shards of those that are gathered, and the
-    others in full."""
+    """The stacked parameters with communication, [layers, ...]: this rank's shards of those that are gathered, and
+    replicated ones in full."""
     layer_index: Array
     """Of the layer in the stack."""
 
@@ -222,7 +222,7 @@ class _Loop:
         return [next(gathered_iter) if isinstance(like, GatherOnUse) else array for like, array in pairs]
 
     def regathered(self, parameters: list[Array]) -> list[Array]:
-        """Selects the parameters that the backward pass gathers again, or reads from their stacks again."""
+        """Selects the parameters that the backward pass regathers, or reads once more from their stacks."""
         pairs = zip(self.communicated, parameters, strict=True)
         return [array for like, array in pairs if not (isinstance(like, GatherOnUse) and like.keep_for_backward)]
 
@@ -437,7 +437,7 @@ class _VjpWithoutParameters:
         return cls(saved, tree, tuple(indices))
 
     def of(self, parameters: list[Array]) -> Any:
-        """Rebuilds the vjp function with these parameters, which were gathered again."""
+        """Rebuilds the vjp function with these parameters, which were regathered."""
         saved = iter(self.saved)
         return jax.tree.unflatten(self.tree, [next(saved) if i is None else parameters[i] for i in self.indices])
 
@@ -468,6 +468,6 @@ def _zeros_like(arrays: list[Array]) -> list[Array]:
 
 
 def _partition(items: Sequence[Any], is_first: Sequence[bool]) -> tuple[list[Any], list[Any]]:
-    """Divides items into those of which `is_first` holds, and the others."""
+    """Divides items by a predicate: those of which `is_first` holds, and the remaining ones."""
     pairs = list(zip(items, is_first, strict=True))
     return [item for item, first in pairs if first], [item for item, first in pairs if not first]

@@ -217,7 +217,7 @@ def local_devices(environment: Mapping[str, str]) -> list[int] | None:
     if processes == "1" or processes.startswith("1("):
         return list(range(count)) or None
     if visible and count == 1:
-        return [0]  # the launcher shows each process its own GPU alone
+        return [0]  # the launcher makes one GPU visible to each process
     rank = environment.get(of_process, "")
     if count == 0 or not rank.isdecimal():
         return None

@@ -71,7 +71,7 @@ def take_rows(x: Array, rows: Int[Array, " n"], fill: int = 0) -> Array:
 
 def _set_indices(mask: Bool[Array, " n"], size: int) -> Int[Array, " size"]:
     """Returns the indices at which a mask is set, in order, padded with n: `jnp.nonzero` with a static size."""
-    # Each set index is scattered to its rank among the set ones; all others to `size`, where they are dropped.
+    # Each set index is scattered to its rank among the set ones; unset ones to `size`, where they are dropped.
     position = jnp.where(mask, jnp.cumsum(mask, dtype=jnp.int32) - 1, size)
     empty = varying_like(jnp.full(size, mask.size, jnp.int32), mask)
     return empty.at[position].set(jnp.arange(mask.size, dtype=jnp.int32), mode="drop", unique_indices=True)

@@ -111,7 +111,8 @@ class BERT(Encoder, WithVocabulary):
         self.output = None if model.tie_embeddings else vocabulary_table(model, output_key)
 
     def losses(self, trunk_output: HiddenStates, batch: Batch, keys: Keys, options: LossOptions) -> dict[str, Array]:
-        """Computes the cross-entropy of masked tokens, [batch, seq], 0 at others, and of sentence order, [batch]."""
+        """Computes the cross-entropy of masked tokens, [batch, seq], 0 at unmasked ones, and of sentence order,
+        [batch]."""
         hidden = self.final_norm(trunk_output.x)
         with jax.named_scope("loss"):
             masked = MaskedPositions.of(batch["loss_mask"])

@@ -68,7 +68,7 @@ class _ContextParallel(NamedTuple):
         """Maps `body` over the shards of (query, key, value, (positions, segments, drops), ...)."""
 
         def spec_of(a: Array) -> PartitionSpec:
-            """[batch, seq, heads, head_dim] or [batch, seq, heads]; others are replicated over `model`."""
+            """[batch, seq, heads, head_dim] or [batch, seq, heads]; other arrays are replicated over `model`."""
             return {4: self.heads, 3: self.statistics}.get(a.ndim, PartitionSpec())
 
         def mapped(query: Array, key: Array, value: Array, metadata: Tree, *more: Array) -> Any:

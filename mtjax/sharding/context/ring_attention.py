@@ -3,8 +3,8 @@
 In ring step r, a rank's queries attend to the keys of the rank r positions before it.
 
 Ring (arXiv 2310.01889): collective-permutes send keys and values to the next rank while a step computes; in the
-backward pass their gradients are sent along, and arrive at the keys' rank in the end. All-gather: each rank gathers all
-keys and values at once.
+backward pass their gradients are sent along, and reach the keys' rank after the last step. All-gather: each rank
+gathers all keys and values at once.
 
 Without a causal mask, each step computes all pairs of chunks. With one, samples are sharded in zig-zag order
 (`mtjax.sharding.context.zigzag`): each rank has an early and a late chunk. Of the four pairs of its chunks and another

@@ -57,7 +57,7 @@ class PipelineSchedule:
     keeps_inputs: bool
     """Whether stages save only the input of a chunk, and recompute the chunk in its backward half."""
     order: Order
-    """Of collectives: by data dependencies on platforms whose runtime keeps none (`mtjax.sharding.schedules.order`)."""
+    """Of collectives: by data dependencies on platforms whose runtime has none (`mtjax.sharding.schedules.order`)."""
 
     def gradients(self, model: PipelineModel, parameters: Tree, batch: Tree, reduction: Reduction) -> tuple[Sums, Tree]:
         """See `MicrobatchSchedule.gradients`."""
@@ -292,7 +292,7 @@ class _Run:
         can_skip = isinstance(policy, RecomputeChunk) and not context_axes()
         if can_skip and section == self.sections - 1:
             # The backward half recomputes the last chunk and its losses, and no stage receives its output: skip it. Not
-            # with context parallelism: a collective-permute needs all devices to take part, also the other stages'.
+            # with context parallelism: a collective-permute needs all devices, also those of other stages.
             chunk = lambda: self._run_chunk(section, shards, start, work)[0]  # noqa: E731
             return cond_by_stage(self._is_last_chunk(work), lambda: start, chunk), chunk_inputs, residuals
         linearize = self._linearize(sums, work, shards)
