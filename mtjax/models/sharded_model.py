@@ -223,8 +223,8 @@ class ShardedModel:
         return jax.jit(self._evaluate)
 
     def _evaluate(self, parameters: Tree, batch: Batch) -> dict[str, tuple[Array, Array]]:
-        # Evaluation reports the plain cross-entropy, comparable between runs.
         """Computes weighted sums of the losses, and sums of the weights."""
+        # Evaluation reports the plain cross-entropy, comparable between runs.
         plain = dataclasses.replace(self.loss_options, label_smoothing=0.0, z_loss=0.0)
         weights, batch = self.family.loss_weights(batch), with_text_lengths(self.config.model, batch)
         with use_rules(self.layout.rules):

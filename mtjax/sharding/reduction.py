@@ -59,8 +59,8 @@ class Reduction:
         """
 
         def one(record: ParamSpec, array: Array) -> Any:
-            # ZeRO-3.
             """Wraps one parameter."""
+            # ZeRO-3.
             if record.gather_dtype is not None and not record.is_gathered_per_step:
                 return gather_on_use(record, array)
             # ZeRO-1 and 2, one microbatch: the gather is overlapped with the layers before.

@@ -194,8 +194,8 @@ class Experts(nnx.Module):
     dropout_site: ClassVar[int] = 2
 
     def __init__(self, model: Model, *, output_std: float, key: Array) -> None:
-        # Experts are stacked, [experts, embed, gate, mlp] and [experts, mlp, embed].
         """Draws the parameters."""
+        # Experts are stacked, [experts, embed, gate, mlp] and [experts, mlp, embed].
         up, down, router, shared = jax.random.split(key, 4)
         of_each, embed, inner = {"expert": model.num_experts}, {"embed": model.hidden_size}, {"mlp": expert_size(model)}
         gate = {"gate": 2} if model.activation in GATED else {}

@@ -111,8 +111,8 @@ def _attend(parallel: _ContextParallel, query: Array, key: Array, value: Array, 
 def _attend_forward(
     parallel: _ContextParallel, query: Array, key: Array, value: Array, metadata: Tree
 ) -> tuple[Array, Tree]:
-    # Named, so that recompute policies can save them: attention is then not recomputed in the backward pass.
     """Computes the output; the residuals are the arguments, the output and the log-sums."""
+    # Named, so that recompute policies can save them: attention is then not recomputed in the backward pass.
     arrays = _forward(parallel, query, key, value, metadata)
     output, log_sums = (checkpoint_name(a, name) for a, name in zip(arrays, parallel.names, strict=True))
     return output, (query, key, value, metadata, output, log_sums)
