@@ -56,6 +56,7 @@ class KVCache:
 
     def read_by(self, cache_positions: CachePositions) -> tuple[Array, Array]:
         """Returns keys and values of the sequences with new tokens, [batch, groups, length, head_dim]."""
+        # In decode every sequence has a new token, so no keys are copied.
         if cache_positions.sequence is None:
             return self.keys, self.values
         keys, values = (

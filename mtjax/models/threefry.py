@@ -33,6 +33,7 @@ def random_bits(
             return lax.broadcast_in_dim(row_indices, shape, (0,), out_sharding=sharding)
         return lax.broadcasted_iota(jnp.uint32, shape, dimension, out_sharding=sharding)
 
+    # The counter of an element is (row-major index over all dimensions but the last, index in the last).
     row = jnp.uint32(0)
     for dimension, size in enumerate(shape[:-1]):
         row = row * jnp.uint32(size) + count(dimension)

@@ -166,6 +166,7 @@ def partition_specs(records: Tree, which: Literal["compute_spec", "storage_spec"
 
 def sharded_stacks(records: Iterable[ParamSpec]) -> list[list[int]]:
     """Returns the indices of the parameters that are sharded within layers, grouped by the length of their stack."""
+    # Stacks of the same length can be gathered in one loop.
     stacks: dict[int, list[int]] = {}
     for index, record in enumerate(records):
         if record.is_sharded_within_layers:

@@ -80,7 +80,7 @@ def parse_address(address: str, source: str) -> tuple[str, int]:
     """
     host, separator, port = address.rpartition(":")
     if not separator or not host or (":" in host and not (host.startswith("[") and host.endswith("]"))):
-        raise UserError(f"{source} gives the address {address!r}, which should be HOST:PORT, say {_example(address)}")
+        raise UserError(f"{source} gives the address {address!r}, which should be HOST:PORT: use {_example(address)}")
     if not port.isdecimal() or not 1 <= int(port) <= LAST_PORT:
         raise UserError(f"{source} gives the address {address!r}, whose port should be a number from 1 to {LAST_PORT}")
     return host.strip("[]"), int(port)

@@ -70,7 +70,7 @@ class Reduction:
                 and self.num_microbatches == self.stages == 1
             ):
                 return gather_and_keep(record, array)
-            # ZeRO-1 and 2 with several microbatches: gathered once for all of them. Without ZeRO: the parameter itself.
+            # Otherwise ZeRO-1 and 2 gather once per step, for all microbatches. Without ZeRO: the parameter itself.
             full = wrap_for_step(record, array) if record.is_gathered_per_step else array
             if self.is_reduced_in_backward(record):
                 # Autodiff gives a cotangent the shape of its primal. The reduced gradient has the shape of a shard, so
@@ -112,6 +112,7 @@ class Reduction:
         Returns:
           The reduced gradients, sharded as `storage_spec`.
         """
+        # Stacks sharded within layers are reduced layer by layer, all other gradients one by one.
         leaves, tree = jax.tree.flatten(gradients)
         table = jax.tree.leaves(self.records)
         stacks = [members for members in sharded_stacks(table) if not self.is_reduced_in_backward(table[members[0]])]

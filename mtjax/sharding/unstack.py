@@ -50,6 +50,7 @@ def unstack(record: ParamSpec, stack: Any, dtype: str) -> LayerList:
         """Unstacks layer i, with its wrapper."""
         if isinstance(stack, NoGrad):
             return NoGrad(take(stack.parameter, i))
+        # Each layer's gradient is reduced, or cast, as soon as its backward pass has computed it.
         if isinstance(stack, ReduceGradOnUse):
             shard = jax.lax.index_in_dim(stack.shard, i, keepdims=False)
             return replace(stack, array=take(stack.array, i), shard=shard)

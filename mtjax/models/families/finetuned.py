@@ -43,12 +43,14 @@ def squared_errors(loss: Any, outputs: Float[Array, "batch 1"], labels: Float[Ar
 
 def choice_losses(loss: Any, outputs: Float[Array, "batch 1"], labels: Array, choices: int) -> Float[Array, " batch"]:
     """Computes the loss over the choices of each question, which are consecutive rows, repeated for each of them."""
+    # Each row has the label of its question; a teacher has a logit per row, [batch, 1].
     of_question = labels.reshape(-1, choices) if labels.ndim > 1 else labels[::choices]
     return jnp.repeat(loss(outputs.reshape(-1, choices), of_question), choices)
 
 
 def span_losses(loss: Any, outputs: Float[Array, "batch seq 2"], labels: Array) -> Float[Array, " batch"]:
     """Computes the mean of the losses of each answer's first and last token."""
+    # Classes are the positions of a text: [batch, 2, seq]. Labels are [batch, 2], a teacher's outputs [batch, seq, 2].
     return loss(outputs.swapaxes(1, 2), labels.swapaxes(1, 2) if labels.ndim > 2 else labels).mean(-1)
 
 

@@ -202,6 +202,7 @@ class Experts(nnx.Module):
         self.router = Router(model, key=router)
         self.up = Matrices({**of_each, **embed, **gate, **inner}, model.init_std, up)
         self.down = Matrices({**of_each, **inner, **embed}, output_std, down)
+        # The shared expert is a dense MLP of another width.
         like_dense = dataclasses.replace(model, mlp_size=model.shared_expert_size, bias=False)
         self.shared = MLP(like_dense, output_std=output_std, key=shared) if model.shared_expert_size else None
         self.blocks = Blocks(model.activation, model.num_experts)
@@ -218,6 +219,7 @@ class Experts(nnx.Module):
         up, down = self.up.cast(x.dtype), self.down.cast(x.dtype)
         generates = context.cache_positions is not None
         model, length = self.router.model, sample_length(x.shape[1])
+        # In generation a token must not depend on which other tokens are in the batch: no capacity.
         capacity = None if generates else expert_capacity(model, length)
         limits = None if generates or context.padding is None else sample_capacity(model, length, context.padding)
         chosen = routes.experts, limits

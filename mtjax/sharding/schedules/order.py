@@ -32,6 +32,7 @@ class Order:
 
     def zero(self, *before: Tree) -> Array | int:
         """Returns a 0 that depends on the floating-point arrays of `before`."""
+        # Integers, such as tokens, are inputs that no collective computes.
         arrays = [a for a in jax.tree.leaves(before) if _is_float(a)]
         return ordering_token(arrays) if self.is_needed and arrays else 0
 
