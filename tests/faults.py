@@ -75,8 +75,8 @@ FAULTS = (
     # --- sharding
     Fault(
         "sharding: gradients that waited a layer are added to the layer at work",
-        "sums = loop.added(sums, slots.gradients, place + 1)",
-        "sums = loop.added(sums, slots.gradients, place)",
+        "accumulators = loop.reduce_into(accumulators, slots.gradients, index + 1)",
+        "accumulators = loop.reduce_into(accumulators, slots.gradients, index)",
         "sharding",
         "test_gradients_are_those_of_layers_that_gather_for_themselves",
     ),
@@ -89,15 +89,15 @@ FAULTS = (
     ),
     Fault(
         "sharding: tokens for other ranks' experts are put where this rank has its own",
-        "_starts(sizes)[me], arriving)",
-        "_starts(leaving), arriving)",
+        "_starts(sizes)[rank], received)",
+        "_starts(sent), received)",
         "sharding",
         "test_rows_arrive_by_ranks_and_come_home_added_up",
     ),
     Fault(
         "sharding: of a turn between ranks that share samples, a pair of chunks counts for the wrong queries",
-        "first = jnp.where(before, other_sums, NEVER)",
-        "first = jnp.where(before, NEVER, other_sums)",
+        "early_sums = jnp.where(is_before, other_sums, NEVER)",
+        "early_sums = jnp.where(is_before, NEVER, other_sums)",
         "train",
         "test_split_sequences_and_zero_change_nothing",
     ),
@@ -110,8 +110,8 @@ FAULTS = (
     ),
     Fault(
         "sharding: the sum over model ways is missing where embedded tokens enter the stream",
-        "x = lax.psum(x, rest) if rest else x",
-        "x = lax.pmean(x, rest) if rest else x",
+        "x = lax.psum(x, all_reduced) if all_reduced else x",
+        "x = lax.pmean(x, all_reduced) if all_reduced else x",
         "sharding",
         "test_embedding_is_a_lookup",
     ),
@@ -131,8 +131,8 @@ FAULTS = (
     ),
     Fault(
         "sharding: microbatches overwrite each other's gradients outside the layers",
-        "lambda total, own: total + own.astype(jnp.float32)",
-        "lambda total, own: own.astype(jnp.float32)",
+        "lambda total, g: total + g.astype(jnp.float32)",
+        "lambda total, g: g.astype(jnp.float32)",
         "train",
         "test_layouts_accumulation_and_recompute_change_nothing[1x1-full-1]",
     ),
@@ -188,8 +188,8 @@ FAULTS = (
     ),
     Fault(
         "models: a token keeps a group of experts fewer than it should",
-        "ahead = ((theirs > own) | ((theirs == own) & earlier)).sum(-1)",
-        "ahead = (theirs >= own).sum(-1)",
+        "num_better = ((other > this) | ((other == this) & is_earlier)).sum(-1)",
+        "num_better = (other >= this).sum(-1)",
         "models",
         "test_output_report_and_gradients_are_those_of_every_expert_on_every_token",
     ),
@@ -203,7 +203,7 @@ FAULTS = (
     # --- train
     Fault(
         "train: each who holds a part of a lost disk gives it, and they add up",
-        "if givers[str(index[1:])] != (index[0].start or 0):",
+        "if owners[str(index[1:])] != (index[0].start or 0):",
         "if False:",
         "train",
         "test_parts_come_from_who_holds_them",
@@ -457,7 +457,7 @@ FAULTS = (
     ),
     Fault(
         "sharding: the type of gradients on the wire is said and not done",
-        "g = g.astype(total.comm_dtype)",
+        "g = g.astype(reduction.comm_dtype)",
         "g = g.astype(jnp.float32)",
         "sharding",
         "test_a_sum_rounds_what_is_sent",
@@ -492,8 +492,8 @@ FAULTS = (
     ),
     Fault(
         "sharding: the last stage counts losses in its idle backward halves",
-        "last = order.when(self._leaves(turn) & turn.counts, out, own, pull)",
-        "last = order.when(self._leaves(turn), out, own, pull)",
+        "is_last = order.when(self._is_last_chunk(work) & work.counts, out, chunk_losses, vjp)",
+        "is_last = order.when(self._is_last_chunk(work), out, chunk_losses, vjp)",
         "train",
         "test_stages_change_nothing",
     ),
@@ -699,8 +699,8 @@ FAULTS = (
     ),
     Fault(
         "generate: numbers of 8 bits are cut off instead of rounded",
-        "jnp.round(wide / scales)",
-        "jnp.trunc(wide / scales)",
+        "jnp.round(matrix_float32 / scales)",
+        "jnp.trunc(matrix_float32 / scales)",
         "generate",
         "test_int8_matrix",
     ),

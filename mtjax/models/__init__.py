@@ -1,1 +1,1 @@
-"""Models, written once with logical axis names; where an array lives is decided in `mtjax.sharding`."""
+"""Models, written once with logical axis names; `mtjax.sharding` decides how arrays are sharded."""

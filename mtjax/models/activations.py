@@ -1,4 +1,4 @@
-"""Activation functions by name; gated ones take two projections."""
+"""Activation functions by name; gated ones have two projections as input."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -9,7 +9,7 @@ from jax import Array, lax
 
 
 def _gated(activation: Callable[[Array], Array]) -> Callable[[Array], Array]:
-    """[batch, seq, 2, mlp], the gate first -> [batch, seq, mlp] (arXiv 2002.05202)."""
+    """Gates an activation: [batch, seq, 2, mlp], the gate first -> [batch, seq, mlp] (GLU, arXiv 2002.05202)."""
     return lambda x: activation(x[:, :, 0]) * x[:, :, 1]
 
 
@@ -17,7 +17,7 @@ _SCALE, _CUBIC = math.sqrt(2 / math.pi), 0.044715
 
 
 def _gelu(x: Array) -> Array:
-    """GELU by tanh (arXiv 1606.08415)."""
+    """Computes the tanh approximation of GELU (arXiv 1606.08415)."""
     return 0.5 * x * (1 + jnp.tanh(_SCALE * (x + _CUBIC * x**3)))
 
 
@@ -28,7 +28,7 @@ def _gelu_slope(x: Array) -> Array:
 
 
 def _gelu_exact(x: Array) -> Array:
-    """GELU by the normal distribution (arXiv 1606.08415)."""
+    """Computes GELU by the normal distribution (arXiv 1606.08415)."""
     return 0.5 * x * lax.erfc(-math.sqrt(0.5) * x)
 
 

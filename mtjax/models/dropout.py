@@ -74,5 +74,5 @@ def _bits(x: Array, keys: Array, site: int, names: tuple[str, ...], positions: A
 
 
 def keep_threshold(rate: float) -> Array:
-    """Returns the least uint32 of random bits with which an element is kept."""
+    """Returns the threshold: elements whose random uint32 is at least this are not dropped."""
     return jnp.uint32(min(round(rate * 2**32), 2**32 - 1))

@@ -62,6 +62,7 @@ class MaskedPositions(NamedTuple):
         is_masked = loss_mask > 0
         number = jnp.cumsum(is_masked, axis=1) - 1
         length = loss_mask.shape[1]
+        # The same static number for every sample, so that the head has fixed shapes.
         most = min(most_masked(sample_length(length)), length)
         chosen = (number[:, None] == jnp.arange(most)[:, None]) & is_masked[:, None]
         return cls(chosen.astype(jnp.float32), is_masked & (number >= most))
@@ -90,6 +91,7 @@ class MaskedLMHead(nnx.Module):
     """
 
     def __init__(self, model: Model, dtype: jax.typing.DTypeLike, *, key: Array) -> None:
+        """Draws the parameters; the bias is 0."""
         width = model.hidden_size
         self.dense = Linear({"embed": width}, {"features": width}, std=model.init_std, key=key)
         self.norm = make_norm(model, dtype)
@@ -108,6 +110,7 @@ class PoolerHead(nnx.Module):
     """
 
     def __init__(self, model: Model, outputs: int, *, rate: float = 0.0, key: Array) -> None:
+        """Draws the parameters for `outputs` logits; `rate` is that of dropout."""
         pooler_key, classifier_key = jax.random.split(key)
         embed = {"embed": model.hidden_size}
         self.pooler = Linear(embed, {"features": model.hidden_size}, std=model.init_std, key=pooler_key)
@@ -135,6 +138,7 @@ class LastTokenHead(nnx.Module):
     """
 
     def __init__(self, model: Model, outputs: int, *, key: Array) -> None:
+        """Draws the parameters for `outputs` logits."""
         embed = {"embed": model.hidden_size}
         self.classifier = Linear(embed, {"classes": outputs}, std=model.init_std, bias=False, key=key)
 
@@ -156,6 +160,7 @@ class SpanHead(nnx.Module):
     """
 
     def __init__(self, model: Model, *, key: Array) -> None:
+        """Draws the parameters."""
         embed = {"embed": model.hidden_size}
         self.spans = Linear(embed, {"classes": 2}, std=model.init_std, sequence="act_seq", key=key)
 

@@ -56,6 +56,7 @@ class KVCache:
 
     def read_by(self, cache_positions: CachePositions) -> tuple[Array, Array]:
         """Returns keys and values of the sequences with new tokens, [batch, groups, length, head_dim]."""
+        # In decode every sequence has a new token, so no keys are copied.
         if cache_positions.sequence is None:
             return self.keys, self.values
         keys, values = (
@@ -100,6 +101,7 @@ class CrossKVCache:
         count: Int[Array, ""],
     ) -> "CrossKVCache":
         """Replaces the text of a sequence by one of `count` tokens; later positions are padding."""
+        # Written like a prefill of the sequence from position 0.
         first = jnp.zeros((1, key.shape[1]), jnp.int32)
         return CrossKVCache(
             self.cache.append(key, value, CachePositions(first, sequence)), self.lengths.at[sequence].set(count)
@@ -118,6 +120,7 @@ class CrossKVCache:
 def _write(cache: Array, new: Array, cache_positions: CachePositions) -> Array:
     """Writes new tokens [batch, seq, groups, head_dim] into a cache [sequences, groups, length, head_dim]."""
     new = new.astype(cache.dtype)
+    # Prefill: consecutive positions of one sequence are a slice. Decode: one position of each sequence is a scatter.
     if cache_positions.sequence is not None:
         block = new.transpose(0, 2, 1, 3)
         return lax.dynamic_update_slice(cache, block, (cache_positions.sequence, 0, cache_positions.positions[0, 0], 0))

@@ -40,11 +40,14 @@ class Layer(nnx.Module):
     """The mixers of a kind of layer, each with its norm, connected to the residual stream by `norm_placement`."""
 
     def __init__(self, model: Model, dtype: jax.typing.DTypeLike, *, kind: str, key: Array) -> None:
+        """Draws the parameters of a layer of a kind in `KINDS`."""
         self.mixers = KINDS[kind]
+        # GPT-2: products before the residual stream are initialized smaller, by the number of additions to it.
         output_std = model.init_std / (2 * model.num_layers) ** 0.5 if model.scaled_init else model.init_std
         for name in self.mixers:
             mixer = MIXERS[name]
             mixer_key = jax.random.fold_in(key, mixer.init_number)
+            # The attributes' names are the parameters' names: `attention`, `attention_norm`, `mlp`, `mlp_norm`.
             setattr(self, _norm_of(name), make_norm(model, dtype))
             setattr(self, name, mixer(model, output_std=output_std, key=mixer_key))
         self.connect = CONNECTIONS[model.norm_placement]

@@ -20,6 +20,8 @@ from mtjax.theory.adapters import LoraConfig
 
 def normal(key: Array, sizes: Mapping[str, int], std: float) -> nnx.Param:
     """Draws a parameter from N(0, std), created as shards, with the same values on every mesh."""
+    # `out_sharding` makes each device draw its shard. The values depend on the key and the index alone
+    # (jax_threefry_partitionable), not on the mesh.
     names, shape = tuple(sizes), tuple(sizes.values())
     return nnx.Param(std * jax.random.normal(key, shape, out_sharding=spec(*names)), axes=names)
 
@@ -48,6 +50,7 @@ class Linear(nnx.Module):
         low: LoraConfig | None = None,
         key: Array,
     ) -> None:
+        """Draws the parameters: weight [*inputs, *outputs] from N(0, std), bias 0."""
         self.num_inputs = len(inputs)
         self.sequence = sequence
         self.weight = normal(key, {**inputs, **outputs}, std)
@@ -61,7 +64,7 @@ class Linear(nnx.Module):
 
         Args:
           x: the input.
-          for_adapter: the adapter's input, x again, where their gradients are resharded separately.
+          for_adapter: the adapter's input: a copy of x whose gradient is resharded separately; x when None.
         """
         outputs = self.weight.get_metadata()["axes"][self.num_inputs :]
         bias = None if self.bias is None else self.bias[...]

@@ -35,6 +35,8 @@ class Adapter(nnx.Module):
         sequence: str = "seq",
         key: Array,
     ) -> None:
+        """Draws A and builds B, for a product of these inputs and outputs."""
+        # A [*inputs, rank] and B [rank, *outputs]; a fused product has a component dimension in front of the rank.
         into, out = adapter_sizes(inputs, outputs, low.rank)
         bound = prod(inputs.values()) ** -0.5
         drawn = jax.random.uniform(jax.random.fold_in(key, INIT), tuple(into.values()), out_sharding=spec(*into))

@@ -18,6 +18,7 @@ class LayerNorm(nnx.Module):
     """LayerNorm over `embed`, computed in float32; the result has type `dtype`."""
 
     def __init__(self, size: int, epsilon: float, dtype: jax.typing.DTypeLike) -> None:
+        """Builds scale 1 and bias 0."""
         self.scale = constant(1.0, {"embed": size})
         self.bias = constant(0.0, {"embed": size})
         self.epsilon = epsilon
@@ -84,6 +85,7 @@ class RMSNorm(nnx.Module):
     """RMSNorm over `embed` (arXiv 1910.07467), computed in float32; the result has type `dtype`."""
 
     def __init__(self, size: int, epsilon: float, dtype: jax.typing.DTypeLike) -> None:
+        """Builds scale 1."""
         self.scale = constant(1.0, {"embed": size})
         self.epsilon = epsilon
         self.dtype = jnp.dtype(dtype)
@@ -99,6 +101,7 @@ class HeadNorm(nnx.Module):
     """RMSNorm of each head, with one scale for all heads; the result has the type of the input."""
 
     def __init__(self, width: int, epsilon: float) -> None:
+        """Builds scale 1."""
         self.scale = constant(1.0, {"head_dim": width})
         self.epsilon = epsilon
 

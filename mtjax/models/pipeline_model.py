@@ -76,8 +76,10 @@ class TrunkPipeline:
         """
         batch, weights, keys = microbatch
         module, hidden = self._section(parameters, section), self._hidden_states(section, boundary)
+        # The context is recomputed on each stage from the batch, which all stages have, and not sent.
         layers = Chunk(stage, chunk)
         x, states = module.stack(hidden.x, module.context(batch, keys, hidden), chunk=layers)
+        # Routers' losses belong to the layers, so to this stage; all other losses belong to the head.
         router_weights = {name: weight for name, weight in weights.items() if name in REPORTED}
         sums = _weighted(router_reports([states]), router_weights)
         sums = {name: module.stack.scatter_counts(a, layers) if name in COUNTS else a for name, a in sums.items()}

@@ -42,6 +42,7 @@ def project(
     Returns:
       [batch, seq, *outputs].
     """
+    # einsum letters of the dimensions of tokens, inputs and outputs.
     letters = iter(string.ascii_lowercase)
     num_inputs = weight.ndim - len(outputs)
     row, inner, outer = (
@@ -56,6 +57,7 @@ def project(
     if isinstance(weight, TransposedWeight):
         product: Any = weight.product(x, num_inputs, sharding)
     else:
+        # `_product` is a custom_vjp, and its weight's gradient varies over mesh axes like x: so must the weight.
         matrix = weight.values if is_int8 else weight
         product = _product((row, inner, outer), sharding, x, varying_like(matrix.astype(x.dtype), x))
     # The name is given before or after the transpose back. XLA: it would transpose the stacks of saved products

@@ -169,6 +169,7 @@ def scan_interleaved(
         return jax.tree.map(lambda a: a.reshape(held, -1, *a.shape[1:]), tree)
 
     def iteration(x: Array, stacks: Sequence[Layers], numbers: Array, _: None) -> tuple[Array, States]:
+        """Runs the next layers of every stack."""
         next_number, state = iter(numbers), None
         for layers in stacks:
             for i in range(len(jax.tree.leaves(layers)[0])):
@@ -179,7 +180,7 @@ def scan_interleaved(
     sums = [accumulator for _, accumulators in split for accumulator in accumulators or []]
     if not sums and first is None:
         return _scan(iteration, x, stack)
-    # `saved` wraps each layer already, so the iteration as a whole is not wrapped.
+    # `saved` wraps each layer already, so the iteration itself is not wrapped.
     loops = [(lambda run: run, iterations)]
     return _scan_accumulating(iteration, x, stack, loops, by_iteration(sums) or None, first)
 
@@ -190,6 +191,8 @@ def _loops(count: int, recompute: Recompute) -> list[tuple[SavePolicy, int]]:
     Raises:
       UserError: the layers are not a multiple of the group.
     """
+    # `none`, `selective`: one loop. `full`: layers save their input, all of them (`uniform`, group by group) or the
+    # first `num_layers` (`block`), where later layers save their products.
     if recompute.kind != "full":
         return [(partial(_save_products, kind=recompute.kind), count)]
     save_input = partial(_save_input, offload=recompute.offload)
@@ -263,10 +266,12 @@ def _scan_accumulating(
     def iteration(
         x: Array, carried: list[Array], index: Array, number: Array, state: Any
     ) -> tuple[tuple[Array, list[Array]], Any]:
+        """Runs the layer at `index`; `carried` is the stack, whose cotangents are the accumulators."""
         layer, carried = accumulate_grads_into(index_layer(fixed, index), carried, index)
         x, state = run(x, layer, number, state)
         return (x, carried), state
 
+    # The loops run over consecutive layers [first, first + count) of the stack.
     carried, first = jax.tree.leaves(differentiable_shards(layers)), 0
     sums = zeros_like_shards(carried) if sums is None else sums
     states: list[States] = []
@@ -281,6 +286,7 @@ def _scan_accumulating(
 
 def _save_products(run: Any, kind: Literal["none", "selective"]) -> Any:
     """Wraps `run` to save its products with weights, and the attention core unless `kind` is selective."""
+    # `jax.checkpoint` saves the arrays with these names and recomputes all other arrays in the backward pass.
     always = (PRODUCT, DROPOUT_MASK, ATTENTION_OUTPUT, ATTENTION_STATISTICS)
     names = [*always, *([ATTENTION_CORE] if kind == "none" else [])]
     policy = jax.checkpoint_policies.save_only_these_names(*names)
@@ -292,13 +298,15 @@ def _save_input(run: Any, offload: bool) -> Any:
     policies = jax.checkpoint_policies
     if not offload:
         return jax.checkpoint(run, policy=policies.nothing_saveable)
+    # XLA's host offloading copies the input to pinned host memory after the forward pass of a layer, and back before
+    # its backward pass.
     to_host = policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[],
         names_which_can_be_offloaded=[LAYER_INPUT],
         offload_src="device",
         offload_dst="pinned_host",
     )
-    return jax.checkpoint(lambda x, *others: run(checkpoint_name(x, LAYER_INPUT), *others), policy=to_host)
+    return jax.checkpoint(lambda x, *inputs: run(checkpoint_name(x, LAYER_INPUT), *inputs), policy=to_host)
 
 
 def check_offload(recompute: Recompute, platform: str) -> None:

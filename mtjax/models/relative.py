@@ -16,6 +16,7 @@ class RelativeBias(nnx.Module):
     """A number per head and bucket of distances, added to the scores of every layer of a stack."""
 
     def __init__(self, model: Model, *, is_causal: bool, key: Array) -> None:
+        """Draws the table, [buckets, heads]."""
         sizes = {"buckets": model.relative_buckets, "heads": model.num_heads}
         self.table = normal(key, sizes, model.init_std)
         self.buckets = partial(
@@ -49,6 +50,7 @@ def relative_buckets(
     first = 0 if is_causal else jnp.where(back < 0, count, 0)
     distance = jnp.maximum(back, 0) if is_causal else jnp.abs(back)
     single = count // 2
+    # The bucket grows by `count - single` while the distance grows from `single` to `max_distance`.
     growth = jnp.log(jnp.maximum(distance, 1) / single) / jnp.log(max_distance / single)
     far = jnp.minimum(single + (growth * (count - single)).astype(jnp.int32), count - 1)
     return first + jnp.where(distance < single, distance, far)

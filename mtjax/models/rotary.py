@@ -45,6 +45,7 @@ def rotate(
     """
     if by is None:
         return x
+    # One rotation for all heads: [batch, seq, 1, head_dim / 2].
     cos, sin = by.cos[:, :, None], by.sin[:, :, None]
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
@@ -53,6 +54,7 @@ def rotate(
 
 def frequencies(model: Model) -> np.ndarray:
     """Computes the radians per position of each pair, float32 [head_dim / 2], with the model's scaling."""
+    # theta^(-2i / head_dim) of pair i.
     exponent = np.arange(0, head_dim(model), 2) / head_dim(model)
     return SCALINGS[model.rope_scaling](model, model.rope_theta**-exponent).astype(np.float32)
 
@@ -70,6 +72,7 @@ def _linear(model: Model, frequency: np.ndarray) -> np.ndarray:
 def _llama3(model: Model, frequency: np.ndarray) -> np.ndarray:
     """Divides low frequencies, keeps high ones, and interpolates between both (Llama 3.1's release)."""
     low, high = model.rope_low_frequency_factor, model.rope_high_frequency_factor
+    # Rotations of a pair within the original length: above `high` the frequency is kept, below `low` it is divided.
     rotations = model.rope_original_length * frequency / (2 * math.pi)
     unscaled = np.clip((rotations - low) / (high - low), 0, 1)
     return unscaled * frequency + (1 - unscaled) * frequency / model.rope_factor
@@ -84,7 +87,7 @@ def _yarn(model: Model, frequency: np.ndarray) -> np.ndarray:
     width = head_dim(model)
 
     def pair(rotations: float) -> float:
-        """The pair that rotates so often within the original length."""
+        """Returns the index of the pair that makes so many rotations within the original length."""
         return (
             width * math.log(model.rope_original_length / (rotations * 2 * math.pi)) / (2 * math.log(model.rope_theta))
         )

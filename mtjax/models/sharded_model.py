@@ -55,6 +55,7 @@ class ShardedModel:
     """
 
     def __init__(self, config: Config, mesh: Mesh, layout: Layout | None = None, *, trains: bool = False) -> None:
+        """Traces the model's shapes, and derives shardings."""
         kernel, self.attention_fallback = choose_kernel(config, mesh.devices.flat[0].platform)
         self.mesh, self.shape = mesh, MeshShape(**mesh.shape)
         self.config = replace(config, attention=kernel, mesh=str(self.shape))
@@ -62,9 +63,11 @@ class ShardedModel:
         layout = layout or Plan.of(config, self.shape).layout(config.model)
         self.layout = dataclasses.replace(layout, rules=layout.rules.over(self.shape.axes))
         self.family = model_class(config)
+        # Shapes alone: a model that fits on the mesh may not fit on one device.
         with jax.set_mesh(mesh):
             model = nnx.eval_shape(lambda: self._build(jax.random.key(0)))
         self.sections = tuple((name, *section.other_stacks) for name, section in model.sections.items())
+        # Parameters are pure dicts of arrays everywhere; `model` merges them with this graph.
         self._graph, self._template = nnx.split(model)
         self.axes = placement.logical_axes(self._template)
         self.abstract_parameters = nnx.to_pure_dict(self._template)
@@ -220,6 +223,8 @@ class ShardedModel:
         return jax.jit(self._evaluate)
 
     def _evaluate(self, parameters: Tree, batch: Batch) -> dict[str, tuple[Array, Array]]:
+        """Computes weighted sums of the losses, and sums of the weights."""
+        # Evaluation reports the plain cross-entropy, comparable between runs.
         plain = dataclasses.replace(self.loss_options, label_smoothing=0.0, z_loss=0.0)
         weights, batch = self.family.loss_weights(batch), with_text_lengths(self.config.model, batch)
         with use_rules(self.layout.rules):

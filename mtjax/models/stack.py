@@ -85,7 +85,7 @@ class Stack(nnx.Module):
 
         def layer(key: Array, number: Array) -> Layer:
             drawn = Layer(model, dtype, kind=kind, key=key)
-            # Padding, where a stage has fewer layers than others, is zeros: they stay zeros, and do not change a
+            # Padding, on stages with fewer layers than the maximum, is zeros: they stay zeros, and do not change a
             # checksum.
             return jax.tree.map(lambda a: jnp.where(number == PADDING, 0, a), drawn) if self.order.is_padded else drawn
 
@@ -134,7 +134,7 @@ class InterleavedStacks:
     dense: Stack
     stack: Stack
     is_interleaved: bool
-    """Whether each layer of `stack` follows the dense layers with lower numbers than its own, not all dense layers."""
+    """Whether each layer of `stack` follows the dense layers before it in the model, instead of all dense layers."""
 
     def __call__(
         self, x: Residual, context: LayerContext, states: State = None, chunk: Chunk | None = None
@@ -190,7 +190,7 @@ def run_layers(
 def _run_or_skip(
     context: LayerContext, is_padded: bool, x: Array, layer: Layer, number: Array, state: State
 ) -> tuple[Array, State]:
-    """Runs one layer, with its own dropout keys; skips a padding layer.
+    """Runs one layer, with its dropout keys; skips a padding layer.
 
     Args:
       context: of all layers.
@@ -204,6 +204,7 @@ def _run_or_skip(
     layer_keys = None if keys is None else jax.vmap(lambda key: jax.random.fold_in(key, number))(keys)
 
     def one(x: Array) -> tuple[Array, State]:
+        # Here ZeRO-3 gathers the layer's parameters, and reductions of gradients are attached (`param_comm`).
         return materialize(layer)(x, dataclasses.replace(context, dropout_keys=layer_keys), state)
 
     if not is_padded:

@@ -22,7 +22,7 @@ def random_bits(
 
     Args:
       key: a Threefry key.
-      shape: at least one dimension; the last one, and all others together, below 2^32.
+      shape: at least one dimension; the last one, and the product of all before it, below 2^32.
       sharding: of the result.
       rows: indices of the first dimension's elements, where these are some of a larger array; 0, 1, ... when None.
     """
@@ -33,6 +33,7 @@ def random_bits(
             return lax.broadcast_in_dim(row_indices, shape, (0,), out_sharding=sharding)
         return lax.broadcasted_iota(jnp.uint32, shape, dimension, out_sharding=sharding)
 
+    # The counter of an element is (row-major index over all dimensions but the last, index in the last).
     row = jnp.uint32(0)
     for dimension, size in enumerate(shape[:-1]):
         row = row * jnp.uint32(size) + count(dimension)

@@ -84,6 +84,8 @@ def run_sections(
     Returns:
       The output of the last section, and every section's states, None where its layers have none.
     """
+    # T5's decoder embeds its input and reads the encoder's output: `embed` gets the hidden states of the section
+    # before.
     hidden, after = None, {}
     for name, section in trunk.sections.items():
         hidden = section.embed(batch, keys, hidden)

@@ -1,1 +1,1 @@
-"""The only place above `theory` that names mesh axes: devices, placement, collectives, gradients over ranks."""
+"""Meshes, shardings, collectives and distributed gradients: the only package above `theory` that names mesh axes."""

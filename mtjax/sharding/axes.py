@@ -50,6 +50,7 @@ def spec(*names: str | None) -> PartitionSpec:
     """
     manual = jax.sharding.get_abstract_mesh().manual_axes
     rules = _in_force.get()
+    # A logical axis may map to several mesh axes, such as batch -> (data, expert).
     return PartitionSpec(*(_entry(tuple(a for a in rules.axes(name) if a not in manual)) for name in names))
 
 
@@ -149,7 +150,7 @@ def shard_like_rows(x: jax.typing.ArrayLike, like: jax.Array) -> jax.Array:
 
 
 def cond_by_stage(holds: jax.Array, then: Callable[..., Any], otherwise: Callable[..., Any], *arguments: Any) -> Any:
-    """Runs `then(*arguments)` on the ranks where `holds`, and `otherwise(*arguments)` on the others.
+    """Runs `then(*arguments)` on ranks where `holds`, and `otherwise(*arguments)` elsewhere.
 
     Args:
       holds: a bool that is equal on all ranks of a pipeline stage.
@@ -169,6 +170,7 @@ def broadcast_from_rank0(x: jax.Array, besides: Axes) -> jax.Array:
     axes = tuple(axis for axis in varying_axes(x) if axis not in besides)
     if not axes:
         return x
+    # A masked all-reduce, whose result `shard_map` types as equal on all ranks.
     is_first = sum(lax.axis_index(axis) for axis in axes) == 0
     return psum_shards(jnp.where(is_first, x, 0), axes)
 

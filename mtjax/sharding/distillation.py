@@ -58,6 +58,7 @@ def _forward(specs: VocabSpecs, options: LossOptions, *arguments: Array) -> tupl
     temperature = options.temperature
 
     def local(*arrays: Array) -> tuple[Array, ...]:
+        """Computes losses and log Z of this rank's tokens, inside the map."""
         (top, teacher_top), (scale, soft_scale, teacher_scale, difference, target) = _summaries(specs, options, *arrays)
         log_z = jnp.log(scale) + top
         log_soft = jnp.log(soft_scale) + top / temperature
@@ -91,16 +92,19 @@ def _backward(
     temperature = options.temperature
 
     def local(hidden_BSH: Array, table_VH: Array, *arrays: Array) -> tuple[Array, Array]:
+        """Computes the gradients of this rank's hidden states and table rows, inside the map."""
         labels_BS, teacher_BSW, teacher_VW, *tokenwise = arrays
         hidden_BSH = specs.gather_sequence(hidden_BSH)  # recomputed: only the sharded one is saved
         chunks = Chunks.of(hidden_BSH, options.chunk)
         cast_VH, teacher_VW = table_VH.astype(hidden_BSH.dtype), teacher_VW.astype(teacher_BSW.dtype)
 
         def differentiate_chunk(table_gradient_VH: Array, chunk: tuple[Array, ...]) -> tuple[Array, Array]:
+            """Adds a chunk to the table's gradient; returns the gradient of its hidden states [C, H]."""
             hidden_CH, teacher_CW, labels_C, *of_tokens = chunk
             log_z, log_soft, log_teacher, hard, soft = (a[:, None] for a in of_tokens)
             logits_CV, column_V = local_logits(specs, hidden_CH, cast_VH, None, options.vocab_size)
             teacher_CV, _ = local_logits(specs, teacher_CW, teacher_VW, None, options.vocab_size)
+            # `slope` is d loss / d logits, [C, V]: the formula above, term by term.
             slope = hard * (jnp.exp(logits_CV - log_z) - (column_V == labels_C[:, None]))
             difference = jnp.exp(logits_CV / temperature - log_soft) - jnp.exp(teacher_CV / temperature - log_teacher)
             slope = jnp.where(column_V < options.vocab_size, slope + soft * temperature * difference, 0)
@@ -150,6 +154,7 @@ def _summaries(
     table_VH, teacher_VW = table_VH.astype(hidden_BSH.dtype), teacher_VW.astype(teacher_BSW.dtype)
 
     def reduce_chunk(_: None, chunk: tuple[Array, ...]) -> tuple[None, tuple[Array, ...]]:
+        """Summarizes the logits of a chunk of tokens over this rank's rows."""
         hidden_CH, teacher_CW, labels_C = chunk
         logits_CV = local_logits(specs, hidden_CH, table_VH, None, options.vocab_size)[0]
         teacher_CV = local_logits(specs, teacher_CW, teacher_VW, None, options.vocab_size)[0]
@@ -165,6 +170,7 @@ def _summaries(
     pieces = chunks.split(hidden_BSH), chunks.split(teacher_BSW), chunks.split(labels_BS)
     _, summaries = lax.scan(reduce_chunk, None, pieces)
     highest, teacher_highest, *sums, target = (chunks.join(a, labels_BS.shape) for a in summaries)
+    # Sums relative to a rank's maximum become relative to the global one: a factor of exp(local maximum - global).
     local_tops = jnp.stack((highest, teacher_highest))
     tops = lax.pmax(local_tops, specs.rows)
     student, teacher = local_tops - tops

@@ -77,8 +77,10 @@ def apply_experts(
       capacity: maximum number of tokens of a sample per expert, the first ones; no limit when None.
       method: dispatcher without a capacity; with one, slots are dispatched.
     """
+    # All that depends on the rules is read here: `_apply` is a custom_vjp, which jax may trace without them.
     rules, tokens = current_rules(), spec("batch", "act_seq", None)
     matrices = tuple(explicit_only(spec(*names)) for _, names in (up, down))
+    # Experts may be sharded over axes along which ranks have the same tokens; then there is nothing to dispatch.
     is_shared = not set(rules.expert) <= set(rules.batch)
     sequence = tuple(axis for axis in rules.act_seq if axis in rules.mlp)
     context = context_axes()
@@ -156,6 +158,7 @@ class _ExpertParallel(NamedTuple):
                 y = self._dispatch_slots(x, gates, slots, up, down)
             else:
                 y = self._all_gather(x, gates, jnp.where(slots.is_dropped, count, experts), up, down)
+        # Row-parallel: each rank of `inner` has a partial sum over its shard of the experts' inner width.
         if self.sequence:
             return lax.psum_scatter(y, self.sequence, scatter_dimension=1, tiled=True)
         return lax.psum(y, self.inner) if self.inner else y
@@ -165,6 +168,7 @@ class _ExpertParallel(NamedTuple):
         if self.expert and not self.is_shared:
             x, gates, experts = (lax.all_gather(a, self.expert, tiled=True) for a in (x, gates, experts))
         first = lax.axis_index(self.expert) * up.shape[0] if self.expert else 0
+        # Indices outside [0, experts here) are other ranks' experts; they add nothing.
         y = self._compute_local(x, gates, experts - first, up, down)
         if self.is_shared:
             return lax.psum(y, self.expert)
@@ -242,7 +246,7 @@ class _CapacitySlots(NamedTuple):
         hot = jax.nn.one_hot(each, count, dtype=jnp.int32)
         number = _numbers(hot)
         if context:
-            # A rank has two chunks of each sample (zig-zag). A pair's number counts those of all chunks before its own.
+            # A rank has two chunks of each sample (zig-zag). A pair's number counts the pairs of all chunks before it.
             chunks = hot.reshape(samples, 2, -1, count)
             before = jnp.moveaxis(sum_of_preceding_chunks(jnp.moveaxis(chunks.sum(2), 1, 0), context), 0, 1)
             is_dropped = (_numbers(chunks) + (before[:, :, None] * chunks).sum(-1)).reshape(each.shape) >= limit

@@ -98,6 +98,7 @@ def _flash_backward(kernel: _Kernel, saved: Saved, gradient: Array) -> tuple[Arr
     def local(
         query: Array, key: Array, value: Array, out: Array, statistics: Array, gradient: Array
     ) -> tuple[Array, ...]:
+        """Runs on one rank's samples and heads, inside the map."""
         inputs = (query, key, value)
         # Traces the forward kernel once more for the structure of its vjp function and for empty residuals, whose
         # sharding no `out_specs` can express. The saved arrays replace its results, so it is not compiled.

@@ -40,10 +40,13 @@ def distributed_gradients(
     records = region.records
 
     def local(parameters: Tree, batch: Tree) -> tuple[Sums, Tree]:
+        """Runs on each rank: its shards of the parameters and of the batch -> losses and reduced gradients."""
+        # What varies over an axis has a gradient that is local to each rank along it.
         batch = region.mark_stage_varying(batch)
         parameters = mark_varying(parameters, batch)
         bound = WithFrozen.of(model, records, parameters, schedule)
         losses, gradients = schedule.gradients(bound, select_trainable(records, parameters), batch, reduction)
+        # Losses are sums with global weights: their all-reduce over all ranks is the global mean.
         with jax.named_scope("gradients"):
             return jax.tree.map(psum_varying, losses), reduction.finish(gradients)
 
@@ -58,6 +61,7 @@ def distributed_losses(
     """Computes losses of a global batch, float32 scalars by name, without gradients."""
 
     def local(parameters: Tree, batch: Tree) -> Sums:
+        """Runs on each rank."""
         batch = region.mark_stage_varying(batch)
         losses = schedule.losses(model, mark_varying(parameters, batch), batch, region.records)
         return jax.tree.map(psum_varying, losses)
@@ -76,6 +80,7 @@ def distributed_output(
     """Computes the last section's output for a global batch, [global_batch_size, ...] arrays sharded as `specs`."""
 
     def local(parameters: Tree, batch: Tree) -> Tree:
+        """Runs on each rank."""
         batch = region.mark_stage_varying(batch)
         output = schedule.final_boundary(model, mark_varying(parameters, batch), batch, region.records)
         return jax.tree.map(lambda a: broadcast_from_rank0(a, region.rules.shared_work), output)

@@ -44,5 +44,6 @@ def to_int8(matrix: Float[Array, "..."], inputs: Sequence[int]) -> Int8Matrix:
     """
     matrix_float32 = matrix.astype(jnp.float32)
     largest = jnp.max(jnp.abs(matrix_float32), axis=tuple(inputs), keepdims=True)
+    # An output whose weights are all 0 has scale 1, not 0 / 0.
     scales = jnp.where(largest > 0, largest / LARGEST, 1.0)
     return Int8Matrix(jnp.round(matrix_float32 / scales).astype(jnp.int8), scales.squeeze(tuple(inputs)))

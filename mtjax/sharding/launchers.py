@@ -56,12 +56,15 @@ def find_launch(parallel: Parallel, environment: Mapping[str, str] = os.environ)
     Raises:
       UserError: a source is incomplete, has an impossible value, or contradicts another.
     """
+    # A launcher inside another one, such as mpirun in a Slurm job, is listed first, and has to agree with the outer
+    # one.
     around = [found for found in (_open_mpi(environment), _slurm(environment), _mpi(environment)) if found]
     for outer in around[1:]:
         _check_agreement(around[0], outer, nested=True)
     launcher = around[0] if around else _kubernetes(environment)
     torch = _torchrun(environment, launcher)
     jax = _jax_variables(environment, torch or launcher)
+    # Each source must agree with those after it in the order of preference.
     options = _options(parallel)
     for i, inner in enumerate((options, jax, torch)):
         for outer in (jax, torch)[i:]:
@@ -120,6 +123,7 @@ def _jax_variables(environment: Mapping[str, str], launcher: Launch | None) -> L
     count, process = _number(environment, JAX_COUNT, 1), _number(environment, JAX_PROCESS, 0)
     if count == 1 or (coordinator is None and count is None and process is None):
         return None
+    # An address alone replaces the launcher's coordinator.
     if count is None and process is None and launcher is not None:
         return replace(launcher, coordinator=coordinator)
     source = f"JAX's environment ({JAX_COUNT}, {JAX_PROCESS})"
@@ -162,6 +166,7 @@ def _completed(found: Launch, values: Mapping[str, object], launcher: Launch | N
     missing = [name for name, value in values.items() if value is None]
     if missing and launcher is not None:
         count = launcher.count if found.count == -1 else found.count
+        # With another number of processes, such as several per Slurm task, the launcher's index is not this process'.
         process = launcher.process if found.process is None and launcher.count == count else found.process
         coordinator = found.coordinator or launcher.coordinator
         method = None if coordinator else launcher.method
@@ -185,6 +190,7 @@ def _open_mpi(environment: Mapping[str, str]) -> Launch | None:
     if count == 1:
         return None
     _need(environment, "Open MPI", OPEN_MPI_COUNT, OPEN_MPI_NEEDS)
+    # Open MPI 5 does not set the address of its first process: it is exchanged through mpi4py.
     method: Method = "ompi" if OPEN_MPI_URI in environment else "mpi4py"
     process = _number(environment, OPEN_MPI_PROCESS, 0)
     return Launch(f"Open MPI ({OPEN_MPI_COUNT})", count, process, method=method)

@@ -123,7 +123,7 @@ def _resolve(leaf: Any) -> Any:
         case GatherOnUse(shard, names, reduction, gather_dtype, dtype, _) if explicit_axes().issuperset(
             reduction.shard_axes
         ):
-            # Outside the manual region, where nothing is differentiated: XLA's partitioner inserts the all-gather.
+            # Outside the manual region, where nothing is differentiated: the partitioner inserts the all-gather.
             return reshard(shard.astype(gather_dtype), spec(*names)).astype(dtype)
         case GatherOnUse(shard, names, reduction, gather_dtype, dtype, _):
             return _gather(spec(*names), reduction, gather_dtype, dtype, shard)
@@ -208,6 +208,7 @@ def split_accumulators(layers: T) -> tuple[T, list[Array] | None]:
     Returns:
       The parameters, and the accumulators in their order; None where there are none.
     """
+    # `AccumulateInto` reaches the model as a parameter, and is unwrapped here, before the loop over layers.
     is_leaf = lambda x: isinstance(x, AccumulateInto)  # noqa: E731
     sums = [leaf.accumulator for leaf in jax.tree.leaves(layers, is_leaf=is_leaf) if is_leaf(leaf)]
     plain = jax.tree.map(lambda leaf: leaf.parameter if is_leaf(leaf) else leaf, layers, is_leaf=is_leaf)
@@ -222,6 +223,7 @@ def accumulate_grads_into(layer: T, stack: list[Array], index: Array) -> tuple[T
       stack: the `differentiable_shards` of all layers, each [layers, ...], in the same order.
       index: the layer's position in the stack.
     """
+    # The layer itself was indexed from a copy without gradient, so its gradient goes nowhere else.
     shards, tree = jax.tree.flatten(differentiable_shards(layer))
     shards, stack = _tie(shards, stack, index)
     return with_shards(layer, jax.tree.unflatten(tree, shards)), stack
@@ -238,6 +240,7 @@ def _tie_forward(shards: list[Array], stack: list[Array], index: Array) -> tuple
 
 
 def _tie_backward(index: Array, gradients: tuple[list[Array], list[Array]]) -> tuple[None, list[Array], None]:
+    """Adds the layer's gradients [...] to the accumulators [layers, ...] at `index`."""
     of_layer, sums = gradients
     return (
         None,
@@ -308,6 +311,7 @@ def reduce_gradient(gradient: Array, grad_spec: PartitionSpec, reduction: GradRe
     all_reduced = tuple(axis for axis in reduction.axes if axis not in reduction.shard_axes)
 
     def local(g: Array) -> Array:
+        """Reduces with all axes manual: [shard of the gradient] -> [shard of the sum]."""
         g = g.astype(reduction.comm_dtype)
         if reduction.dim == NOT_SHARDED or reduction.comm_dtype != "float32":
             # XLA: with sequence parallelism a norm's gradient has just been reduced over `model`; the barrier prevents

@@ -45,7 +45,7 @@ class ParamSpec:
     """How its gradient is reduced, and which of its dimensions ZeRO shards."""
     deferred_axes: Axes
     """Mesh axes over which its gradient is reduced after the last microbatch, whatever the ZeRO stage: ranks along them
-    see the same samples, and only some of them have a gradient of it. Say `stage`, for an embedding."""
+    see the same samples, and only some of them have a gradient of it. For example `stage`, for an embedding."""
     gather_dtype: str | None
     """Type in which it is gathered, by ZeRO-3 for each use and by ZeRO-1 and 2 once per step; None where ZeRO does not
     shard it."""
@@ -129,13 +129,19 @@ def _record(
 ) -> ParamSpec:
     """Builds the record of one parameter."""
     rules = layout.rules
+    # Ranks along `replicas` hold the same parameter. Along those in `shared_work` they also process different samples
+    # or tokens: the gradient is reduced over these. Along the remaining ones, stages, it is reduced after the last
+    # microbatch.
     replicas = tuple(axis for axis in rules.replicas(axes) if mesh.degree((axis,)) > 1)
     deferred = tuple(axis for axis in replicas if axis not in rules.shared_work)
     replicas = tuple(axis for axis in replicas if axis not in deferred)
+    # ZeRO shards along one dimension that is divisible by its axes; where there is none, the parameter stays
+    # replicated.
     zero_axes = tuple(axis for axis in ZERO_AXES if axis in replicas)
     dim = sharded_dimension(axes, shape, layout, mesh.degree(zero_axes))
     zero_axes = () if dim == NOT_SHARDED else zero_axes
     compute_spec = partition_spec(rules, axes)
+    # A frozen parameter has no gradient and no moments to shard: ZeRO-1 and 2 leave it replicated.
     is_stored_sharded = bool(zero_axes) and (is_trainable or layout.zero == 3)
     gather_dtype = compute_dtype if gathers_in_compute_dtype(axes) else "float32"
     return ParamSpec(
@@ -160,6 +166,7 @@ def partition_specs(records: Tree, which: Literal["compute_spec", "storage_spec"
 
 def sharded_stacks(records: Iterable[ParamSpec]) -> list[list[int]]:
     """Returns the indices of the parameters that are sharded within layers, grouped by the length of their stack."""
+    # Stacks of the same length can be gathered in one loop.
     stacks: dict[int, list[int]] = {}
     for index, record in enumerate(records):
         if record.is_sharded_within_layers:

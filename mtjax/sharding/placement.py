@@ -91,14 +91,19 @@ def global_batch(
       local: arrays [rows of this process, ...].
       global_batch_size: rows of the global arrays.
     """
+    # `make_array_from_callback` calls `shard` for this process' devices alone.
     rows, degree = process_rows(sharding, global_batch_size), context_degree(sharding)
 
     def assemble(array: np.ndarray) -> jax.Array:
+        """Assembles [global_batch_size, ...] from this process' rows."""
         if degree > 1 and array.ndim > 1:
+            # A contiguous shard of the permuted columns is a rank's early and late chunk.
             array = array[:, token_order(degree, array.shape[1])]
 
         def shard(index: Any) -> np.ndarray:
+            """Cuts a device's shard out of this process' rows, which are some of the global batch's."""
             start, stop, _ = index[0].indices(global_batch_size)
+            # A device's rows are consecutive, and `rows` is ascending, so they are consecutive here too.
             first = int(np.searchsorted(rows, start))
             return array[(slice(first, first + stop - start), *index[1:])]
 
@@ -137,6 +142,8 @@ def map_shards(function: Callable[[Tree], jax.Array], arrays: Tree) -> jax.Array
       equal: each reads its replica.
     """
     specs = jax.tree.map(lambda a: jax.typeof(a).sharding.spec, arrays)
+    # One row per device: [devices, numbers] is sharded over all mesh axes together. `check_vma` would reject results
+    # that are typed as equal on some ranks.
     every_axis = PartitionSpec(tuple(jax.sharding.get_abstract_mesh().axis_names))
     mapped = jax.shard_map(
         lambda shards: function(shards)[None], in_specs=(specs,), out_specs=every_axis, check_vma=False

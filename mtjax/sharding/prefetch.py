@@ -67,15 +67,15 @@ class _Slots(NamedTuple):
 
 
 class _IterationInputs(NamedTuple):
-    """The inputs of an iteration besides its carry."""
+    """The inputs of an iteration other than its carry."""
 
     resident: list[Any]
     """The layer's parameters without communication."""
     number: Array
     constants: list[Array]
     shards: list[Array]
-    """The stacked parameters with communication, [layers, ...]: this rank's shards of those that are gathered, and the
-    others in full."""
+    """The stacked parameters with communication, [layers, ...]: this rank's shards of those that are gathered, and
+    replicated ones in full."""
     layer_index: Array
     """Of the layer in the stack."""
 
@@ -132,6 +132,7 @@ def scan_with_prefetch(
     prefetched, resident = _partition(leaves, is_prefetched)
 
     def run_flat(x: Array, prefetched: list[Array], resident: list[Any], number: Array) -> tuple[Array, Tree]:
+        """Runs one layer, whose parameters are lists of arrays instead of a module."""
         prefetched_iter, resident_iter = iter(prefetched), iter(resident)
         layer = jax.tree.unflatten(tree, [next(prefetched_iter if flag else resident_iter) for flag in is_prefetched])
         return run(x, layer, number, None)
@@ -152,6 +153,7 @@ def scan_with_prefetch(
     accumulators = zeros_like_shards(stacks) if sums is None else _partition(sums, is_trainable)
 
     def iteration(carry: Tree, scanned: tuple[Array, Array]) -> tuple[Tree, Tree]:
+        """Runs the layer at `index` and gathers the next; carries its parameters, the stacks and the constants."""
         (x, slots, stack, resident_stack, shared), (index, number) = carry, scanned
         layer, resident_stack = accumulate_grads_into(index_layer(fixed, index), resident_stack, index)
         using, shared = _shared(constants, shared)
@@ -220,7 +222,7 @@ class _Loop:
         return [next(gathered_iter) if isinstance(like, GatherOnUse) else array for like, array in pairs]
 
     def regathered(self, parameters: list[Array]) -> list[Array]:
-        """Selects the parameters that the backward pass gathers again, or reads from their stacks again."""
+        """Selects the parameters that the backward pass regathers, or reads once more from their stacks."""
         pairs = zip(self.communicated, parameters, strict=True)
         return [array for like, array in pairs if not (isinstance(like, GatherOnUse) and like.keep_for_backward)]
 
@@ -245,6 +247,7 @@ class _Loop:
         ]
 
         def one(accumulator: Array, gradient: Array, like: GatherOnUse | ReduceGradOnUse) -> Array:
+            """Reduces one parameter's gradient [...] into its accumulator [layers, ...]."""
             layer_spec = spec(*like.names) if isinstance(like, GatherOnUse) else like.spec
             # XLA: an all-reduce whose result is added to an array that a loop carries is moved behind the loop, and so
             # not overlapped. The first microbatch may overwrite the zeros instead.
@@ -434,7 +437,7 @@ class _VjpWithoutParameters:
         return cls(saved, tree, tuple(indices))
 
     def of(self, parameters: list[Array]) -> Any:
-        """Rebuilds the vjp function with these parameters, which were gathered again."""
+        """Rebuilds the vjp function with these parameters, which were regathered."""
         saved = iter(self.saved)
         return jax.tree.unflatten(self.tree, [next(saved) if i is None else parameters[i] for i in self.indices])
 
@@ -465,6 +468,6 @@ def _zeros_like(arrays: list[Array]) -> list[Array]:
 
 
 def _partition(items: Sequence[Any], is_first: Sequence[bool]) -> tuple[list[Any], list[Any]]:
-    """Divides items into those of which `is_first` holds, and the others."""
+    """Divides items by a predicate: those of which `is_first` holds, and the remaining ones."""
     pairs = list(zip(items, is_first, strict=True))
     return [item for item, first in pairs if first], [item for item, first in pairs if not first]

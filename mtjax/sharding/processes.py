@@ -80,7 +80,7 @@ def parse_address(address: str, source: str) -> tuple[str, int]:
     """
     host, separator, port = address.rpartition(":")
     if not separator or not host or (":" in host and not (host.startswith("[") and host.endswith("]"))):
-        raise UserError(f"{source} gives the address {address!r}, which should be HOST:PORT, say {_example(address)}")
+        raise UserError(f"{source} gives the address {address!r}, which should be HOST:PORT: use {_example(address)}")
     if not port.isdecimal() or not 1 <= int(port) <= LAST_PORT:
         raise UserError(f"{source} gives the address {address!r}, whose port should be a number from 1 to {LAST_PORT}")
     return host.strip("[]"), int(port)
@@ -102,6 +102,7 @@ def _resolve(launch: Launch, devices: list[int] | None) -> tuple[str, int, int, 
     if launch.method is None:
         assert launch.coordinator is not None and launch.process is not None, "only a launcher can be queried"
         return launch.coordinator, launch.count, launch.process, devices
+    # jax's method for Kubernetes has no name; without one, jax detects it by its environment.
     method = None if launch.method == "kubernetes" else launch.method
     count = None if launch.count == -1 else launch.count
     try:
@@ -127,6 +128,7 @@ def _check_port(bind_address: str, coordinator: str) -> None:
       UserError: it can't.
     """
     host, port = parse_address(bind_address, BIND_ADDRESS)
+    # gRPC listens at [::], which on most machines is IPv6 and IPv4; on one without IPv6 it is IPv4 alone.
     for family in (socket.AF_INET6, socket.AF_INET):
         name = "0.0.0.0" if host == "::" and family == socket.AF_INET else host
         try:
@@ -185,6 +187,7 @@ def _await_name(host: str, coordinator: str, timeout: float) -> None:
 
 
 def _initialize(**options: object) -> None:
+    """Calls `jax.distributed.initialize`, and turns its errors into a sentence."""
     try:
         jax.distributed.initialize(
             initialization_timeout=START_TIMEOUT,
@@ -209,11 +212,12 @@ def local_devices(environment: Mapping[str, str]) -> list[int] | None:
     launcher, of_host, of_process = present
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     count = len(visible.split(",")) if visible else len(list(Path("/dev").glob("nvidia[0-9]*")))
+    # Slurm's variable is a list by node, such as 8(x4): one process per host is "1" or "1(x4)".
     processes = environment[of_host]
     if processes == "1" or processes.startswith("1("):
         return list(range(count)) or None
     if visible and count == 1:
-        return [0]  # the launcher shows each process its own GPU alone
+        return [0]  # the launcher makes one GPU visible to each process
     rank = environment.get(of_process, "")
     if count == 0 or not rank.isdecimal():
         return None

@@ -39,10 +39,12 @@ class RaggedRouting(NamedTuple):
           most: destinations of a row, at most.
           axes: mesh axes of the all-to-all.
         """
+        # Every rank has the entire table, so it knows the sizes of all messages without communication.
         ranks, rows, rank = is_sent.shape[0], is_sent.shape[1], lax.axis_index(axes)
         from_here = lax.dynamic_index_in_dim(is_sent, rank, 0, keepdims=False).T
         to_here = lax.dynamic_index_in_dim(is_sent, rank, 2, keepdims=False)
         sent = _set_indices(from_here.reshape(-1), rows * most)
+        # Indices into [destination, row]; the remainder is the row.
         sent = jnp.where(sent < ranks * rows, sent % rows, rows)
         sizes = is_sent.sum(1, dtype=jnp.int32)
         return cls(axes, sizes, sent, _set_indices(to_here.reshape(-1), ranks * rows), rows)
@@ -69,6 +71,7 @@ def take_rows(x: Array, rows: Int[Array, " n"], fill: int = 0) -> Array:
 
 def _set_indices(mask: Bool[Array, " n"], size: int) -> Int[Array, " size"]:
     """Returns the indices at which a mask is set, in order, padded with n: `jnp.nonzero` with a static size."""
+    # Each set index is scattered to its rank among the set ones; unset ones to `size`, where they are dropped.
     position = jnp.where(mask, jnp.cumsum(mask, dtype=jnp.int32) - 1, size)
     empty = varying_like(jnp.full(size, mask.size, jnp.int32), mask)
     return empty.at[position].set(jnp.arange(mask.size, dtype=jnp.int32), mode="drop", unique_indices=True)
@@ -107,8 +110,10 @@ def _send(route: _Route, rows: Float[Array, "sent width"], sizes: Int[Array, "ra
     sent, received = sizes[rank], sizes[:, rank]
     empty = varying_like(jnp.zeros((route.received, rows.shape[1]), rows.dtype), rows)
     if _has_ragged():
+        # Send offsets and sizes, then this rank's offsets in the destinations' outputs, and receive sizes.
         offsets_and_sizes = (_starts(sent), sent, _starts(sizes)[rank], received)
         return lax.ragged_all_to_all(rows, empty, *offsets_and_sizes, axis_name=route.axes)
+    # A plain all-to-all of [ranks, most, width], padded for each pair of ranks.
     number = jnp.arange(route.most)
 
     def indices_of(counts: Array, padding: int) -> Array:

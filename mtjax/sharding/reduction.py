@@ -59,14 +59,18 @@ class Reduction:
         """
 
         def one(record: ParamSpec, array: Array) -> Any:
+            """Wraps one parameter."""
+            # ZeRO-3.
             if record.gather_dtype is not None and not record.is_gathered_per_step:
                 return gather_on_use(record, array)
+            # ZeRO-1 and 2, one microbatch: the gather is overlapped with the layers before.
             if (
                 record.is_gathered_per_step
                 and record.is_sharded_within_layers
                 and self.num_microbatches == self.stages == 1
             ):
                 return gather_and_keep(record, array)
+            # Otherwise ZeRO-1 and 2 gather once per step, for all microbatches. Without ZeRO: the parameter itself.
             full = wrap_for_step(record, array) if record.is_gathered_per_step else array
             if self.is_reduced_in_backward(record):
                 # Autodiff gives a cotangent the shape of its primal. The reduced gradient has the shape of a shard, so
@@ -91,6 +95,8 @@ class Reduction:
 
     def is_reduced_in_backward(self, record: ParamSpec) -> bool:
         """Returns whether a gradient is reduced over ranks inside the backward pass of each microbatch."""
+        # ZeRO-2 and 3 accumulate shards, so each microbatch's gradients are reduce-scattered. Otherwise gradients are
+        # accumulated locally and reduced once, except where one microbatch allows to overlap the reduction.
         if self.zero >= 2:
             return record.is_zero_sharded
         inside = record.is_stacked and (not self.zero or record.is_sharded_within_layers)
@@ -106,6 +112,7 @@ class Reduction:
         Returns:
           The reduced gradients, sharded as `storage_spec`.
         """
+        # Stacks sharded within layers are reduced layer by layer, all other gradients one by one.
         leaves, tree = jax.tree.flatten(gradients)
         table = jax.tree.leaves(self.records)
         stacks = [members for members in sharded_stacks(table) if not self.is_reduced_in_backward(table[members[0]])]
@@ -119,6 +126,7 @@ class Reduction:
             reduced = scatter_layers([leaves[i] for i in members], reductions, specs)
             for i, leaf in zip(members, reduced, strict=True):
                 leaves[i] = leaf
+        # Parameters that several stages have, such as a tied embedding: each has a partial sum of the gradient.
         for i, record in enumerate(table):
             if record.deferred_axes:
                 deferred = GradReduction(record.deferred_axes, NOT_SHARDED, (), 1, record.grad_reduction.comm_dtype)

@@ -39,6 +39,7 @@ def gather_layer(like: GatherOnUse) -> Array:
     """
 
     def local(a: Array) -> Array:
+        """Gathers with all axes manual."""
         full = lax.all_gather(
             a.astype(like.gather_dtype), like.reduction.shard_axes, axis=like.reduction.dim, tiled=True
         )

@@ -66,6 +66,8 @@ class WithFrozen:
         frozen = select_frozen(records, records)
         if not frozen:
             return model
+        # Frozen parameters are not reduced or accumulated, so they are wrapped as for inference. Those of stacks are
+        # marked: loops over layers then have no gradients and accumulators of them.
         used = materialize_outside_stacks(frozen, wrap_for_inference(frozen, select_frozen(records, parameters)))
         mark = lambda record, leaf: NoGrad(leaf) if record.is_stacked else leaf  # noqa: E731
         return cls(model, schedule.unstack_parameters(frozen, jax.tree.map(mark, frozen, used)))

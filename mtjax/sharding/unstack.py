@@ -2,7 +2,7 @@
 
 A `lax.scan` over layers copies each layer's residuals into stacked arrays, and out of them in the backward pass.
 Unrolled layers save no copies. Between steps parameters stay stacked: they are unstacked once per step, before the
-first microbatch, matrices in the compute type, so that no microbatch casts them again.
+first microbatch, matrices in the compute type, so that they are cast once per step.
 """
 
 from dataclasses import dataclass, replace
@@ -39,17 +39,22 @@ def unstack(record: ParamSpec, stack: Any, dtype: str) -> LayerList:
     """
 
     def take(stack: Any, i: int) -> Array:
+        """Takes layer i out of an array or a `GatherOnUse`, gathered or cast."""
         layer = jax.tree.map(lambda array: jax.lax.index_in_dim(array, i, keepdims=False), stack)
         if isinstance(layer, GatherOnUse):
+            # ZeRO-1 and 2: gathered here, once per step. ZeRO-3's parameters are never unstacked.
             return materialize(layer)  # pyright: ignore[reportReturnType]
         return layer.astype(dtype) if record.is_matrix else layer
 
     def layer(i: int) -> Any:
+        """Unstacks layer i, with its wrapper."""
         if isinstance(stack, NoGrad):
             return NoGrad(take(stack.parameter, i))
+        # Each layer's gradient is reduced, or cast, as soon as its backward pass has computed it.
         if isinstance(stack, ReduceGradOnUse):
             shard = jax.lax.index_in_dim(stack.shard, i, keepdims=False)
             return replace(stack, array=take(stack.array, i), shard=shard)
+        # The full array is read by the layer; the shard receives the reduce-scattered gradient.
         if isinstance(stack, GatherOnUse) and stack.keep_for_backward:
             taken = replace(stack, shard=jax.lax.index_in_dim(stack.shard, i, keepdims=False))
             return taken.with_gathered(take(stack, i))

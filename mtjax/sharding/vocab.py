@@ -121,6 +121,7 @@ def _embedding(specs: VocabSpecs, dtype: jnp.dtype, table: Array, tokens: Array)
 
     def local(table_VH: Array, tokens_BS: Array) -> Array:
         row, owned = local_rows(specs, tokens_BS, table_VH.shape[0])
+        # Exactly one rank has a token's row, the others contribute zeros to the reduction.
         vectors = jnp.where(owned[..., None], table_VH[row].astype(dtype), 0)
         return specs.sum_into_residual(vectors)
 
@@ -146,6 +147,7 @@ def _embedding_backward(specs: VocabSpecs, dtype: jnp.dtype, saved: Any, gradien
     """
 
     def local(table_VH: Array, tokens_BS: Array, gradient_BSH: Array) -> Array:
+        """Computes the gradient of this rank's rows, inside the map."""
         gradient_BSH = specs.gather_sequence(gradient_BSH)
         rows, width = table_VH.shape
         row, owned = local_rows(specs, tokens_BS, rows)
@@ -236,6 +238,7 @@ def _cross_entropy_forward(
     """Computes losses [batch, seq]; the residuals are the arguments and log Z, not logits."""
 
     def local(hidden_BSH: Array, table_VH: Array, bias_V: Array | None, labels_BS: Array) -> tuple[Array, Array]:
+        """Computes losses and log Z of this rank's tokens, inside the map."""
         top, scale, target, *logit_sum = _summaries(specs, options, hidden_BSH, table_VH, bias_V, labels_BS)
         log_z = jnp.log(scale) + top
         mean = logit_sum[0] / options.vocab_size if logit_sum else 0.0
@@ -270,14 +273,17 @@ def _cross_entropy_backward(
     def local(
         hidden_BSH: Array, table_VH: Array, bias_V: Array | None, labels_BS: Array, log_z_BS: Array, gradient_BS: Array
     ) -> tuple[Array, Array, Array | None]:
+        """Computes the gradients of this rank's hidden states, table rows and biases, inside the map."""
         hidden_BSH = specs.gather_sequence(hidden_BSH)  # recomputed: only the sharded one is saved
         chunks = Chunks.of(hidden_BSH, options.chunk)
-        cast_VH = table_VH.astype(hidden_BSH.dtype)
+        cast_VH = table_VH.astype(hidden_BSH.dtype)  # once, not per chunk
 
         def differentiate_chunk(sums: tuple[Array, Array | None], chunk: tuple[Array, ...]) -> tuple[Any, Array]:
+            """Adds a chunk to the gradients of table and bias; returns that of its hidden states [C, H]."""
             table_gradient_VH, bias_gradient_V = sums
             hidden_CH, labels_C, log_z_C, gradient_C = chunk
             logits_CV, column_V = local_logits(specs, hidden_CH, cast_VH, bias_V, options.vocab_size)
+            # `slope` is d loss / d logits, [C, V]: the formula above, term by term.
             z_term = 1 + 2 * options.z_loss * log_z_C
             slope = jnp.exp(logits_CV - log_z_C[:, None]) * z_term[:, None]
             slope -= (column_V == labels_C[:, None]) * (1 - options.label_smoothing)
@@ -295,6 +301,7 @@ def _cross_entropy_backward(
         bias_zeros = None if bias_V is None else varying_like(jnp.zeros(bias_V.shape, jnp.float32), *like)
         pieces = tuple(chunks.split(a) for a in (hidden_BSH, labels_BS, log_z_BS, gradient_BS))
         (table_gradient, bias_gradient), hidden_gradient = lax.scan(differentiate_chunk, (zeros, bias_zeros), pieces)
+        # Each rank has the contribution of its columns to the gradient of hidden states: reduced over `rows`.
         hidden_gradient = specs.sum_into_residual(chunks.join(hidden_gradient, hidden_BSH.shape))
         bias_gradient = None if bias_gradient is None else psum_varying(bias_gradient, specs.samples)
         return hidden_gradient, psum_varying(table_gradient, specs.samples), bias_gradient
@@ -324,8 +331,10 @@ def _summaries(
     table_VH = table_VH.astype(hidden_BSH.dtype)
 
     def reduce_chunk(_: None, chunk: tuple[Array, Array]) -> tuple[None, tuple[Array, ...]]:
+        """Summarizes the logits of a chunk of tokens over this rank's rows."""
         hidden_CH, labels_C = chunk
         logits_CV, column_V = local_logits(specs, hidden_CH, table_VH, bias_V, options.vocab_size)
+        # An online softmax over ranks: each has the maximum and the sum of exponentials of its columns.
         highest = logits_CV.max(-1)
         scale = jnp.exp(logits_CV - highest[:, None]).sum(-1)
         row, owned = local_rows(specs, labels_C, table_VH.shape[0])
@@ -370,16 +379,26 @@ def local_logits(
     vocab_size: int,
     scales_V: Array | None = None,
 ) -> tuple[Array, Array]:
-    """float32 logits of this rank's columns, and which columns of the entire vocabulary they are.
+    """Computes the logits of this rank's vocabulary rows, inside the map.
 
-    Of a table in 8 bits, the numbers are given in the type of the hidden states, and the rows' scales.
+    Args:
+      specs: shardings.
+      hidden_CH: tokens of a chunk.
+      table_VH: this rank's rows in the type of `hidden_CH`.
+      bias_V: of the rows, if any.
+      vocab_size: tokens of the vocabulary; logits of later rows are `NEVER`.
+      scales_V: of an 8-bit table, whose values are in `table_VH`.
+
+    Returns:
+      float32 logits [C, V], and the index of each column in the entire vocabulary, [V].
     """
     logits = lax.dot_general(hidden_CH, table_VH, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
     logits = logits if scales_V is None else logits * scales_V
     logits = logits if bias_V is None else logits + bias_V
     rows = table_VH.shape[0]
     column = specs.first_row(rows) + jnp.arange(rows)
-    # Padding comes last: only columns that may be padding are overwritten, else XLA on CPUs writes all logits twice.
+    # Padding is at the end of the last rank's rows: only columns that may be padding are overwritten.
+    # XLA: on CPUs, a `where` over all columns would write all logits twice.
     start = max(0, vocab_size - (lax.axis_size(specs.rows) - 1) * rows)
     if start < rows:
         tail = jnp.where(column[start:] < vocab_size, logits[:, start:], NEVER)
@@ -388,7 +407,7 @@ def local_logits(
 
 
 def _sum_of_real(logits_CV: Array, column_V: Array, options: LossOptions) -> Array:
-    """Sum of the logits that are not padding: label smoothing's part of the forward pass."""
+    """Sums the logits that are not padding, for label smoothing: [C]."""
     if not options.label_smoothing:
         return varying_like(jnp.zeros(logits_CV.shape[:1]), logits_CV)
     return jnp.where(column_V < options.vocab_size, logits_CV, 0).sum(-1)

@@ -47,6 +47,7 @@ def gather_on_use(record: ParamSpec, shard: Array) -> GatherOnUse | Array:
       The wrapped parameter; the gathered array where ranks hold different layers, as each use would need all of them.
     """
     assert record.gather_dtype is not None
+    # Outside stacks (embeddings, final norm) consumers read float32, and cast themselves.
     dtype = record.gather_dtype if record.is_stacked else "float32"
     if record.is_stacked and not record.is_sharded_within_layers:
         return _gather_all_layers(record, shard)
@@ -71,6 +72,7 @@ def wrap_for_step(record: ParamSpec, shard: Array) -> GatherOnUse | Array:
 
     Layers' matrices stay wrapped: `gather_for_step` gathers them layer by layer, or `unstack` does.
     """
+    # Vectors (norms, biases) are small: one collective for all layers costs less than one per layer.
     if record.is_stacked and not record.is_matrix:
         return _gather_all_layers(record, shard)
     parameter = gather_on_use(record, shard)

@@ -22,7 +22,8 @@ accumulated gradients have 4.
 With ZeRO-2 and 3 accumulated gradients, and with pipeline parallelism cast matrices, are a rank's shards. A copy takes
 at least a kernel launch, which is the time of vectors. Not counted: parameters outside the layers, experts' blocks
 (`mtjax.theory.expert_blocks`), stage-boundary activations, transposes of gathered parameters, and vectors that are only
-read from their stack, mostly inside another kernel. Full recompute in groups is counted as that of single layers, as in all formulas of time.
+read from their stack, mostly inside another kernel. Full recompute in groups is counted as that of single layers, as
+in all formulas of time.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,1 +1,1 @@
-"""Families of models: each file has what a family does besides its layers."""
+"""Families of models, a file each: embedding, sections of layers, head and losses."""

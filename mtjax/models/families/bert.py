@@ -35,6 +35,7 @@ class Encoder(nnx.Module):
     """An encoder without its head: embedding and layers."""
 
     def __init__(self, config: Config, *, key: Array) -> None:
+        """Draws the parameters."""
         model, dtype = config.model, jnp.dtype(config.training.compute_dtype)
         table_key, position_key, type_key, stack_key = jax.random.split(key, KEYS)[:4]
         types = {"token_types": model.num_token_types, "embed": model.hidden_size}
@@ -45,6 +46,7 @@ class Encoder(nnx.Module):
         self.stack = Stack(
             model, dtype, kind="transformer", recompute=recompute, parallel=config.parallel, key=stack_key
         )
+        # Pre-LN has a norm after the last layer, post-LN one on the embeddings.
         self.embedding_norm = make_norm(model, dtype) if model.norm_placement == "post" else _unchanged
         self.final_norm = make_norm(model, dtype) if model.norm_placement == "pre" else _unchanged
         self.rate = model.hidden_dropout
@@ -75,6 +77,7 @@ class Encoder(nnx.Module):
         return {"stack": Section(self.stack, self._embed, self._context)}
 
     def _embed(self, batch: Batch, keys: Keys, before: HiddenStates | None) -> HiddenStates:
+        """Embeds tokens, positions and token types: [batch, act_seq, embed]."""
         tokens, types = batch["tokens"], batch["token_types"]
         with jax.named_scope("embedding"):
             positions = local_positions(tokens.shape[1])
@@ -100,6 +103,7 @@ class BERT(Encoder, WithVocabulary):
     """
 
     def __init__(self, config: Config, *, key: Array) -> None:
+        """Draws the parameters."""
         super().__init__(config, key=key)
         model, (head_key, order_key, output_key) = config.model, jax.random.split(key, KEYS)[4:]
         self.head = MaskedLMHead(model, self.dtype, key=head_key)
@@ -107,10 +111,12 @@ class BERT(Encoder, WithVocabulary):
         self.output = None if model.tie_embeddings else vocabulary_table(model, output_key)
 
     def losses(self, trunk_output: HiddenStates, batch: Batch, keys: Keys, options: LossOptions) -> dict[str, Array]:
-        """Computes the cross-entropy of masked tokens, [batch, seq], 0 at others, and of sentence order, [batch]."""
+        """Computes the cross-entropy of masked tokens, [batch, seq], 0 at unmasked ones, and of sentence order,
+        [batch]."""
         hidden = self.final_norm(trunk_output.x)
         with jax.named_scope("loss"):
             masked = MaskedPositions.of(batch["loss_mask"])
+            # The head runs on the masked tokens alone, about 15% of all, [batch, masked, embed].
             features, labels = self.head(masked.take(hidden)), masked.take_labels(batch["labels"])
             table, bias = self.output_table[...], self.head.bias[...]
             losses = vocab_parallel_cross_entropy(features, table, labels, options, bias, sequence="seq")

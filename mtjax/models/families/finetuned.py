@@ -43,12 +43,14 @@ def squared_errors(loss: Any, outputs: Float[Array, "batch 1"], labels: Float[Ar
 
 def choice_losses(loss: Any, outputs: Float[Array, "batch 1"], labels: Array, choices: int) -> Float[Array, " batch"]:
     """Computes the loss over the choices of each question, which are consecutive rows, repeated for each of them."""
+    # Each row has the label of its question; a teacher has a logit per row, [batch, 1].
     of_question = labels.reshape(-1, choices) if labels.ndim > 1 else labels[::choices]
     return jnp.repeat(loss(outputs.reshape(-1, choices), of_question), choices)
 
 
 def span_losses(loss: Any, outputs: Float[Array, "batch seq 2"], labels: Array) -> Float[Array, " batch"]:
     """Computes the mean of the losses of each answer's first and last token."""
+    # Classes are the positions of a text: [batch, 2, seq]. Labels are [batch, 2], a teacher's outputs [batch, seq, 2].
     return loss(outputs.swapaxes(1, 2), labels.swapaxes(1, 2) if labels.ndim > 2 else labels).mean(-1)
 
 
@@ -104,6 +106,7 @@ class FinetunedEncoder(_Finetuned, Encoder):
     """BERT with a pooler, dropout and a linear layer on the first token, or with a linear layer on every token."""
 
     def __init__(self, config: Config, *, key: Array) -> None:
+        """Draws the parameters."""
         super().__init__(config, key=key)
         model, head_key = config.model, jax.random.fold_in(key, 1)
         self.row_losses = row_losses_of(model)
@@ -122,6 +125,7 @@ class FinetunedDecoder(_Finetuned, Decoder):
     """GPT or Llama with a linear layer on the last token."""
 
     def __init__(self, config: Config, *, key: Array) -> None:
+        """Draws the parameters."""
         super().__init__(config, key=key)
         self.row_losses = row_losses_of(config.model)
         self.head = LastTokenHead(config.model, num_outputs(config.model), key=jax.random.fold_in(key, 1))

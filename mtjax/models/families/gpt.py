@@ -48,6 +48,7 @@ class Decoder(nnx.Module):
     """A decoder without its head: embedding and layers."""
 
     def __init__(self, config: Config, *, key: Array) -> None:
+        """Draws the parameters."""
         model, dtype = config.model, jnp.dtype(config.training.compute_dtype)
         table_key, position_key, stack_key = jax.random.split(key, 3)
         self.embedding = vocabulary_table(model, table_key)
@@ -56,6 +57,7 @@ class Decoder(nnx.Module):
         recompute = Recompute.of(config.training)
         kind = "transformer with experts" if model.num_experts else "transformer"
         stack = partial(Stack, model, dtype, recompute=recompute, parallel=config.parallel, key=stack_key)
+        # A stack has layers of one kind. Models with dense layers and layers with experts have two.
         dense = dense_layers(model)
         self.dense = stack(kind="transformer", layers=dense) if dense else None
         self.stack = stack(kind=kind, layers=main_layers(model))
@@ -93,12 +95,14 @@ class Decoder(nnx.Module):
         return {STACK: Section(stacks, self._embed, self._context, (DENSE,))}
 
     def _embed(self, batch: Batch, keys: Keys, before: HiddenStates | None) -> HiddenStates:
+        """Embeds tokens and positions: [batch, act_seq, embed]."""
         with jax.named_scope("embedding"):
             tokens, positions = batch["tokens"], local_positions(batch["tokens"].shape[1])
             x = embed_tokens(self.embedding, self.positions, tokens, self.dtype, batch.get("position_ids"), positions)
             return HiddenStates(dropout(x, self.rate, keys, EMBEDDING_SITE, RESIDUAL, positions=positions))
 
     def _context(self, batch: Batch, keys: Keys, hidden: HiddenStates) -> LayerContext:
+        """Collects segments, positions, rotation and padding of a batch for the layers."""
         length, ids = batch["tokens"].shape[1], batch.get("position_ids")
         positions = local_positions(length)
         context = LayerContext(
@@ -111,6 +115,7 @@ class Decoder(nnx.Module):
         )
         if self.rotary is None:
             return context
+        # Without position ids, all samples have the same positions: [1, seq], broadcast over the batch.
         if ids is None:
             ids = (jnp.arange(length) if positions is None else positions)[None]
         return dataclasses.replace(context, rotation=self.rotary(ids))
@@ -123,6 +128,7 @@ class GPT(Decoder, WithVocabulary):
     """
 
     def __init__(self, config: Config, *, key: Array) -> None:
+        """Draws the parameters."""
         super().__init__(config, key=key)
         model = config.model
         self.output = None if model.tie_embeddings else vocabulary_table(model, jax.random.fold_in(key, 1))
@@ -147,6 +153,7 @@ class GPT(Decoder, WithVocabulary):
 
     def losses(self, trunk_output: HiddenStates, batch: Batch, keys: Keys, options: LossOptions) -> dict[str, Array]:
         """Computes the cross-entropy of each next token, [batch, seq], and with a teacher also of its probabilities."""
+        # The logits are never gathered: the loss is fused with the product with the sharded output table.
         hidden = self.final_norm(trunk_output.x)
         if TEACHER in batch:
             targets = batch["labels"], batch[TEACHER], batch[TEACHER_TABLE]

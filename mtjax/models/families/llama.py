@@ -1,6 +1,6 @@
 """Llama (arXiv 2302.13971, 2307.09288, 2407.21783): RMS norm, rotary positions, SwiGLU, no biases, untied output.
 
-It is built from the same parts as GPT, chosen by the family's settings (`mtjax.config.families.llama`).
+It has GPT's modules, chosen by the family's settings (`mtjax.config.families.llama`).
 """
 
 from mtjax.models.families.gpt import GPT

@@ -38,6 +38,7 @@ class T5Stack(nnx.Module):
     """The encoder or the decoder: layers, their relative positions if any, and a norm and dropout at the end."""
 
     def __init__(self, config: Config, model: Model, kind: str, *, is_causal: bool, key: Array) -> None:
+        """Draws the parameters of a stack of layers of `kind`, with the sizes of `model`."""
         dtype, recompute = jnp.dtype(config.training.compute_dtype), Recompute.of(config.training)
         bias_key, stack_key = jax.random.split(key)
         is_relative = model.position == "relative"
@@ -45,6 +46,7 @@ class T5Stack(nnx.Module):
         self.stack = Stack(model, dtype, kind=kind, recompute=recompute, parallel=config.parallel, key=stack_key)
         self.final_norm = make_norm(model, dtype)
         self.rate = model.hidden_dropout
+        # T5 does not scale attention scores; its query weights are initialized smaller instead.
         self.scale = 1.0 if is_relative else None
         self.is_causal = is_causal
 
@@ -69,6 +71,7 @@ class T5(WithVocabulary):
     """An encoder-decoder that shares one embedding table."""
 
     def __init__(self, config: Config, *, key: Array) -> None:
+        """Draws the parameters."""
         model, dtype = config.model, jnp.dtype(config.training.compute_dtype)
         table_key, position_key, encoder_key, decoder_key, output_key = jax.random.split(key, 5)
         decoder = dataclasses.replace(model, num_layers=decoder_layers(model))
@@ -110,18 +113,24 @@ class T5(WithVocabulary):
         }
 
     def _embed_text(self, batch: Batch, keys: Keys, before: HiddenStates | None) -> HiddenStates:
+        """Embeds the encoder's input."""
         return HiddenStates(self._embed(batch["encoder_tokens"], keys, batch.get("position_ids")))
 
     def _text_context(self, batch: Batch, keys: Keys, hidden: HiddenStates) -> LayerContext:
+        """Collects the encoder layers' other inputs; padding is a separate segment."""
         context = self.encoder.context(batch["encoder_tokens"].shape[1], keys)
         return dataclasses.replace(context, segment_ids=batch["encoder_mask"])
 
     def _embed_answer(self, batch: Batch, keys: Keys, before: HiddenStates | None) -> HiddenStates:
+        """Finishes the encoder's output, and embeds the decoder's input."""
         assert before is not None
+        # The encoder's final norm is part of the decoder's embedding, so that a boundary is the same behind every
+        # layer.
         encoded = self.encoder.finish(before.x, keys)
         return HiddenStates(self._embed(batch["decoder_tokens"], _decoder_keys(keys)), encoded)
 
     def _answer_context(self, batch: Batch, keys: Keys, hidden: HiddenStates) -> LayerContext:
+        """Collects the decoder layers' other inputs, with the encoder's hidden states."""
         context = self.decoder.context(batch["decoder_tokens"].shape[1], _decoder_keys(keys))
         return dataclasses.replace(context, encoded=hidden.encoded, encoded_mask=batch["encoder_mask"])
 
@@ -152,6 +161,7 @@ class T5(WithVocabulary):
         return self._finish_decoder(HiddenStates(x), None)
 
     def _embed(self, tokens: Array, keys: Keys, position_ids: Array | None = None) -> Array:
+        """Embeds tokens [batch, seq] with the shared table: [batch, act_seq, embed]."""
         with jax.named_scope("embedding"):
             x = embed_tokens(self.embedding, self.positions, tokens, self.dtype, position_ids)
             return dropout(x, self.rate, keys, EMBEDDING_SITE, RESIDUAL)
@@ -162,6 +172,7 @@ class T5(WithVocabulary):
         return {"loss": vocab_parallel_cross_entropy(hidden, self.output_table[...], batch["labels"], options)}
 
     def _finish_decoder(self, trunk_output: HiddenStates, keys: Keys) -> Float[Array, "batch act_seq embed"]:
+        """Finishes the decoder's output, scaled for a tied output table."""
         return self.decoder.finish(trunk_output.x, _decoder_keys(keys)) * self.output_scale
 
     @staticmethod

@@ -39,6 +39,7 @@ def attend_across(
     """Computes self-attention to the tokens of all context parallel ranks; `rate` is that of dropout."""
     assert context.bias is None and context.positions is not None
     scale = query.shape[-1] ** -0.5 if context.scale is None else context.scale
+    # The same keys and element indices as in `xla.softmax_attention`, so that masks are equal on every mesh.
     dropout = None
     if rate and context.dropout_keys is not None:
         key_data = jax.vmap(lambda key: jax.random.key_data(jax.random.fold_in(key, 0)))(context.dropout_keys)
@@ -68,6 +69,7 @@ class XlaBlocks:
 
         # einsum letters: b batch, q queries, k keys, g groups (KV heads), m heads of a group, d head_dim
         def one(_: None, chunk: QueryBlock) -> tuple[None, tuple[Array, Array]]:
+            """Attends from a chunk of queries to all keys: the output and log-sums."""
             scores, factors = self._scores(chunk, keys, dropout, is_causal)
             log_sums = jax.nn.logsumexp(scores, axis=-1)
             probabilities = (jnp.exp(scores - log_sums[..., None]) * factors).astype(keys.value.dtype)
@@ -86,6 +88,7 @@ class XlaBlocks:
         # With S = Q K' scale, P = exp(S - log_sums), D dropout's factors, O = (P D) V and dO its gradient:
         # dP = (dO V') D, dS = P (dP - rowsum(dO O)), dQ = dS K scale, dK = dS' Q scale, dV = (P D)' dO.
         def one(sums: tuple[Array, Array], chunk: QueryBlock) -> tuple[tuple[Array, Array], Array]:
+            """Differentiates a chunk of queries; gradients of keys and values accumulate in the carry."""
             assert chunk.mixed is not None and chunk.log_sums is not None and chunk.gradient is not None
             scores, factors = self._scores(chunk, keys, dropout, is_causal)
             probabilities = jnp.exp(scores - grouped(chunk.log_sums).transpose(0, 2, 3, 1)[..., None])

@@ -42,6 +42,8 @@ def attend_grouped(
       bias: [#batch, heads, seq, length], added to the scores.
       scale: of the scores; head_dim^-0.5 when None.
     """
+    # In decode seq is 1: the product of one query with the keys would be a matrix-vector product per head. The queries
+    # of a group share their keys, so all of them are rows of one matrix product.
     batch, seq, heads, width = query.shape
     groups, length = keys.shape[1:3]
     grouped = spec("batch", "heads", None, "seq", None)
@@ -56,6 +58,7 @@ def attend_grouped(
     probabilities = probabilities.reshape(
         batch, groups, -1, length, out_sharding=spec("batch", "heads", None, "key_seq")
     )
+    # Rows of a group are (head, token); back to [batch, seq, heads, head_dim].
     mixed = jnp.einsum("bgqk,bgkd->bgqd", probabilities, values)
     mixed = mixed.reshape(batch, groups, heads // groups, seq, width, out_sharding=grouped).transpose(0, 3, 1, 2, 4)
     return mixed.reshape(batch, seq, heads, width, out_sharding=spec(*HEADS))

@@ -33,6 +33,7 @@ class Blocks(NamedTuple):
 
     def __call__(self, x: Array, gates: Array, experts: Array, up: Array, down: Array) -> Array:
         """See `ExpertCompute`."""
+        # Pairs of other ranks' experts get an index past the last expert: they are sorted last, and not counted.
         is_here = (experts >= 0) & (experts < up.shape[0])
         owners = jnp.where(is_here, experts, up.shape[0]).reshape(-1)
         run = _Run(ACTIVATIONS[self.activation], self.rows(owners.size), experts.shape[1])
@@ -93,6 +94,7 @@ class _Division(NamedTuple):
           experts: of this rank.
         """
         order = jnp.argsort(owners, stable=True).astype(jnp.int32)
+        # Each expert has ceil(count / rows) blocks, so that no block has pairs of two experts.
         counts = jnp.zeros(experts, jnp.int32).at[owners].add(1, mode="drop")
         padded = jnp.concatenate([order, jnp.zeros(run.rows, jnp.int32)])
         return cls(run, padded, counts, jnp.cumsum(-(-counts // run.rows)), owners.size // run.chosen)
@@ -105,8 +107,10 @@ class _Division(NamedTuple):
     def block(self, i: Array) -> _Block:
         """Returns the i-th block."""
         size = self.run.rows
+        # Blocks are ordered by expert: `ends` are the cumulative numbers of blocks.
         expert = jnp.searchsorted(self.ends, i, side="right")
         count = self.counts[expert]
+        # `start` is the block's offset within its expert's pairs, `first` that of the expert's pairs in `order`.
         start = (i - self.ends[expert] + -(-count // size)) * size
         first = jnp.cumsum(self.counts)[expert] - count
         pairs = lax.dynamic_slice_in_dim(self.order, first + start, size)
@@ -135,11 +139,14 @@ def _blocked(
     blocks = _Division.of(run, owners, up.shape[0])
 
     def one(i: Array, y: Array) -> Array:
+        """Adds the outputs of block i to y [tokens, embed]."""
+        # The block's expert is known at run time only, so its matrices are gathered from the stack.
         block = blocks.block(i)
         hidden = run.hidden(_take(x, block.tokens), up[block.expert])
         out = jnp.dot(hidden, down[block.expert], preferred_element_type=jnp.float32)
         return _add(y, block.tokens, out * gates[block.pairs][:, None])
 
+    # A token's pairs may be in different blocks, so its output is accumulated, in float32.
     zeros = varying_like(jnp.zeros(x.shape, jnp.float32), x, up, gates)
     return lax.fori_loop(0, blocks.num_blocks, one, zeros).astype(
         x.dtype
@@ -169,6 +176,7 @@ def _blocked_backward(run: _Run, saved: tuple[Array, ...], gradient: Array) -> t
     dot_float32 = partial(jnp.dot, preferred_element_type=jnp.float32)
 
     def one(i: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
+        """Adds the gradients of block i to the accumulators."""
         d_x, d_gates, d_up, d_down = sums
         block = blocks.block(i)
         expert, gate = block.expert, gates[block.pairs][:, None]

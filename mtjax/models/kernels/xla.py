@@ -61,6 +61,7 @@ def softmax_attention(
       site: of the dropout.
     """
     shape, output_spec = query.shape, spec(*HEADS)
+    # Cheaper than scaling the scores.
     query = query * (shape[-1] ** -0.5 if scale is None else scale)
     query = query.reshape(
         *shape[:2], key.shape[2], -1, shape[3], out_sharding=spec("batch", "seq", "heads", None, None)

@@ -45,8 +45,10 @@ class SelfAttention(nnx.Module):
     dropout_site: ClassVar[int] = 1
 
     def __init__(self, model: Model, *, output_std: float, key: Array) -> None:
+        """Draws the parameters."""
         qkv_key, output_key = jax.random.split(key)
         heads, embed = {"heads": model.num_heads, "head_dim": head_dim(model)}, {"embed": model.hidden_size}
+        # Column-parallel query, key and value (sharded over heads), row-parallel output.
         is_grouped = num_kv_heads(model) != model.num_heads
         self.qkv = (GroupedQKV if is_grouped else FusedQKV)(model, key=qkv_key)
         self.low = adapters_of(model, "attention")
@@ -71,9 +73,13 @@ class SelfAttention(nnx.Module):
           The output, and the new state.
         """
         query, key, value = self.qkv(*gather_sequence_shared(x, self.low, context, QKV_SITE))
+        # With sequence parallelism the product's input was all-gathered along the sequence; from here to the output
+        # projection each rank has its heads of all tokens.
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
+        # Cached keys are stored rotated, by their positions.
         query, key = rotate(query, context.rotation), rotate(key, context.rotation)
+        # Training and evaluation have no state; generation has a KV cache.
         if state is None:
             mixed = self.attend(query, key, value, context, self.rate)
         else:
@@ -87,9 +93,11 @@ class FusedQKV(nnx.Module):
     """One product for query, key and value, with the same number of heads each."""
 
     def __init__(self, model: Model, *, key: Array) -> None:
+        """Draws the weight, [embed, 3, heads, head_dim]."""
         outputs = {"qkv": 3, "heads": model.num_heads, "head_dim": head_dim(model)}
         self.weight = normal(key, {"embed": model.hidden_size, **outputs}, model.init_std)
         if (scale := initial_query_scale(model)) != 1:
+            # Of [embed, 3, heads, head_dim], the query's third alone.
             self.weight[...] = self.weight[...] * jnp.array([scale, 1.0, 1.0])[None, :, None, None]
         self.bias = constant(0.0, outputs) if model.bias else None
         low = adapters_of(model, "attention")
@@ -115,6 +123,7 @@ class GroupedQKV(nnx.Module):
     """
 
     def __init__(self, model: Model, *, key: Array) -> None:
+        """Draws the weights, [embed, heads, head_dim] and [embed, 2, kv_heads, head_dim]."""
         query_key, kv_key = jax.random.split(key)
         embed, width = {"embed": model.hidden_size}, {"head_dim": head_dim(model)}
         settings = {"std": model.init_std, "bias": model.bias, "low": adapters_of(model, "attention")}
@@ -134,6 +143,7 @@ class GroupedQKV(nnx.Module):
         lora = self.key_value.lora
         if self.query.lora is None or lora is None or for_adapter is None:
             return query, key, value
+        # The adapter's B has a column per KV head, like its matrix: ranks select theirs in the same way.
         added = lora(for_adapter, heads_in_use(lora.b[...]), ("heads", "head_dim"))
         return query + self.query.lora(for_adapter), key + added[:, :, 0], value + added[:, :, 1]
 
@@ -163,6 +173,7 @@ class AssembledQKV(nnx.Module):
 
 def _grouped_product(x: Array, weight: Array, bias: Array | None) -> tuple[Array, Array, Array]:
     """Computes query, key and value from x [batch, seq, embed] and assembled parameters."""
+    # [batch, seq, groups, heads / groups + 2, head_dim]: a group's queries, then its key, then its value.
     product = project(x, weight, bias, ("heads", None, "head_dim"), by_sample=True)
     query, key, value = product[..., :-2, :], product[..., -2, :], product[..., -1, :]
     heads = query.shape[2] * query.shape[3]

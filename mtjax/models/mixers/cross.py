@@ -30,6 +30,7 @@ class CrossAttention(nnx.Module):
     dropout_site: ClassVar[int] = 4
 
     def __init__(self, model: Model, *, output_std: float, key: Array) -> None:
+        """Draws the parameters."""
         query_key, kv_key, output_key = jax.random.split(key, 3)
         embed, heads = {"embed": model.hidden_size}, {"heads": model.num_heads, "head_dim": head_dim(model)}
         query_std = model.init_std * initial_query_scale(model)
@@ -51,11 +52,13 @@ class CrossAttention(nnx.Module):
         Returns:
           The output, and `state`.
         """
+        # Column-parallel: heads are sharded, sequences are gathered.
         query = self.query(reshard_sequence(x, "seq"))
         if state is None:
             mixed = self._to_encoded(query, context)
         else:
             assert isinstance(state, CrossKVCache) and context.cache_positions is not None
+            # The encoder ran once, in prefill; only its keys and values are needed.
             keys, values, lengths = state.read_by(context.cache_positions)
             is_visible = (jnp.arange(state.length) < lengths[:, None])[:, None]
             mixed = attend_grouped(query, keys, values, is_visible, None, context.scale)

@@ -55,6 +55,7 @@ class Router(nnx.Module):
     """Scores experts, and chooses those with the highest; in float32."""
 
     def __init__(self, model: Model, *, key: Array) -> None:
+        """Draws the weight, [embed, routes]; the bias is 0."""
         self.weight = normal(key, {"embed": model.hidden_size, "routes": model.num_experts}, model.init_std)
         self.bias = constant(0.0, {"routes": model.num_experts}) if model.router_bias else None
         self.model = model
@@ -64,10 +65,14 @@ class Router(nnx.Module):
 
         The losses are of a sample: E sum(f P), with f an expert's fraction of the choices and P its mean fraction of
         the scores (load balancing: arXiv 2101.03961, section 2.2), and the mean square of the logits' log-sum-exp
-        (z-loss: arXiv 2202.08906). Of ranks that share a sample each reports its own tokens' part of both, by the load
-        of all of them.
+        (z-loss: arXiv 2202.08906). With context parallelism each rank reports its tokens' contribution to both, with f
+        of the entire sample.
 
-        Padding counts in neither, nor in the load, and goes to no expert: its numbers are past the last expert.
+        Padding is neither counted nor sent to an expert: its indices are past the last expert.
+
+        Args:
+          x: tokens.
+          context: with dropout keys for the jitter, and padding.
         """
         model, sharding = self.model, spec("batch", "act_seq", None)
         x = jitter(x, model.router_jitter, context.dropout_keys, JITTER_SITE, RESIDUAL, context.positions)
@@ -76,8 +81,11 @@ class Router(nnx.Module):
         logits = jnp.einsum("bsh,he->bse", wide, weight, out_sharding=sharding, precision=lax.Precision.HIGHEST)
         logits = checkpoint_name(logits, PRODUCT)
         scores = jax.nn.sigmoid(logits) if model.router_score == "sigmoid" else jax.nn.softmax(logits, -1)
+        # The choice is not differentiable; gradients reach the router through the gates.
         ranked = lax.stop_gradient(scores)
         if self.bias is not None:
+            # Auxiliary-loss-free balancing (arXiv 2408.15664): the bias affects the choice alone, not the gates, and is
+            # updated from the load, not by gradients.
             ranked += varying_like(lax.stop_gradient(self.bias[...]), x)
         ranked = within_groups(ranked, model)
         # XLA: the partitioner would all-gather scores of some shapes for a top-k, so it is computed on each shard.
@@ -111,6 +119,8 @@ class Router(nnx.Module):
             shares, hot = jnp.where(is_text[..., None], shares, 0), jnp.where(is_text[..., None, None], hot, 0)
             squares, count = jnp.where(is_text, squares, 0), jnp.maximum(padding.length, 1).astype(jnp.float32)
         load = hot.sum((1, 2))
+        # f needs the load of all tokens of a sample, an all-reduce with context parallelism; P is linear in the tokens,
+        # so each rank adds its share.
         mean_share = shares.sum(1) / (count if padding is None else count[:, None])
         sample_load = varying_like(sum_over_context(load), load)
         balance = model.num_experts * (sample_load * mean_share).sum(-1) / (count * model.experts_top_k)
@@ -155,6 +165,7 @@ def within_groups(ranked: Float[Array, "batch seq routes"], model: Model) -> Flo
     grouped = ranked.reshape(*ranked.shape[:-1], groups, -1)
     best = grouped.max(-1)
     if model.router_score == "sigmoid":
+        # DeepSeek-V3 ranks groups by the sum of their two best experts; softmax scores (V2) by the best.
         is_best = grouped == best[..., None]
         second = jnp.where(is_best, -jnp.inf, grouped).max(-1)
         best += jnp.where(is_best.sum(-1) > 1, best, second)
@@ -183,12 +194,15 @@ class Experts(nnx.Module):
     dropout_site: ClassVar[int] = 2
 
     def __init__(self, model: Model, *, output_std: float, key: Array) -> None:
+        """Draws the parameters."""
+        # Experts are stacked, [experts, embed, gate, mlp] and [experts, mlp, embed].
         up, down, router, shared = jax.random.split(key, 4)
         of_each, embed, inner = {"expert": model.num_experts}, {"embed": model.hidden_size}, {"mlp": expert_size(model)}
         gate = {"gate": 2} if model.activation in GATED else {}
         self.router = Router(model, key=router)
         self.up = Matrices({**of_each, **embed, **gate, **inner}, model.init_std, up)
         self.down = Matrices({**of_each, **inner, **embed}, output_std, down)
+        # The shared expert is a dense MLP of another width.
         like_dense = dataclasses.replace(model, mlp_size=model.shared_expert_size, bias=False)
         self.shared = MLP(like_dense, output_std=output_std, key=shared) if model.shared_expert_size else None
         self.blocks = Blocks(model.activation, model.num_experts)
@@ -205,6 +219,7 @@ class Experts(nnx.Module):
         up, down = self.up.cast(x.dtype), self.down.cast(x.dtype)
         generates = context.cache_positions is not None
         model, length = self.router.model, sample_length(x.shape[1])
+        # In generation a token must not depend on which other tokens are in the batch: no capacity.
         capacity = None if generates else expert_capacity(model, length)
         limits = None if generates or context.padding is None else sample_capacity(model, length, context.padding)
         chosen = routes.experts, limits

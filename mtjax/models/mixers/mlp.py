@@ -28,8 +28,10 @@ class MLP(nnx.Module):
     dropout_site: ClassVar[int] = 2
 
     def __init__(self, model: Model, *, output_std: float, key: Array) -> None:
+        """Draws the parameters."""
         up_key, down_key = jax.random.split(key)
         embed, inner = {"embed": model.hidden_size}, {"mlp": mlp_size(model)}
+        # A gated activation has a fused product for gate and up: [embed, 2, mlp].
         gate = {"gate": 2} if model.activation in GATED else {}
         self.low = adapters_of(model, "mlp")
         settings = {"bias": model.bias, "low": self.low}

@@ -42,6 +42,7 @@ def context_attention(
       dropout: of dropout on probabilities, with the indices of all heads; None turns it off.
       names: of the arrays saved for the backward pass: the output, and float32 log-sums [batch, seq, heads].
     """
+    # All that depends on the rules is read here: `_attend` is a custom_vjp, which jax may trace without them.
     (axis,) = context_axes()
     if dropout is not None:
         dropout = dropout._replace(heads=reshard(dropout.heads, spec("heads")))
@@ -67,10 +68,11 @@ class _ContextParallel(NamedTuple):
         """Maps `body` over the shards of (query, key, value, (positions, segments, drops), ...)."""
 
         def spec_of(a: Array) -> PartitionSpec:
-            """[batch, seq, heads, head_dim] or [batch, seq, heads]; others are replicated over `model`."""
+            """[batch, seq, heads, head_dim] or [batch, seq, heads]; other arrays are replicated over `model`."""
             return {4: self.heads, 3: self.statistics}.get(a.ndim, PartitionSpec())
 
         def mapped(query: Array, key: Array, value: Array, metadata: Tree, *more: Array) -> Any:
+            """Derives the specs of the arguments from their ranks, and calls the map."""
             metadata_specs = jax.tree.map(lambda a: PartitionSpec(), metadata)
             if metadata_specs[-1] is not None:
                 metadata_specs = (*metadata_specs[:-1], metadata_specs[-1]._replace(heads=self.numbers))
@@ -109,6 +111,8 @@ def _attend(parallel: _ContextParallel, query: Array, key: Array, value: Array, 
 def _attend_forward(
     parallel: _ContextParallel, query: Array, key: Array, value: Array, metadata: Tree
 ) -> tuple[Array, Tree]:
+    """Computes the output; the residuals are the arguments, the output and the log-sums."""
+    # Named, so that recompute policies can save them: attention is then not recomputed in the backward pass.
     arrays = _forward(parallel, query, key, value, metadata)
     output, log_sums = (checkpoint_name(a, name) for a, name in zip(arrays, parallel.names, strict=True))
     return output, (query, key, value, metadata, output, log_sums)

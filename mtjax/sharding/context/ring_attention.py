@@ -3,8 +3,8 @@
 In ring step r, a rank's queries attend to the keys of the rank r positions before it.
 
 Ring (arXiv 2310.01889): collective-permutes send keys and values to the next rank while a step computes; in the
-backward pass their gradients are sent along, and arrive at the keys' rank in the end. All-gather: each rank gathers all
-keys and values at once.
+backward pass their gradients are sent along, and reach the keys' rank after the last step. All-gather: each rank
+gathers all keys and values at once.
 
 Without a causal mask, each step computes all pairs of chunks. With one, samples are sharded in zig-zag order
 (`mtjax.sharding.context.zigzag`): each rank has an early and a late chunk. Of the four pairs of its chunks and another
@@ -50,15 +50,18 @@ class RingAttention:
 
     def forward(self, queries: QueryBlock, keys: KVBlock) -> tuple[Array, Array]:
         """Computes the output [batch, seq, heads, head_dim] and float32 log-sums [batch, seq, heads] of entire rows."""
+        # Step 0: this rank's keys. Its chunks are in the order of positions, so the causal mask is the usual one.
         mixed, log_sums = self.kernel.forward(queries, keys, self.dropout, self.is_causal)
 
         def step(state: Tree, keys: KVBlock, other: Array) -> Tree:
+            """Merges the attention to another rank's keys into (output, log-sums)."""
             if not self.is_causal:
                 return _merge(state, *self.kernel.forward(queries, keys, self.dropout, False))
             is_before = other < self.rank
             pairs = _query_pairs(is_before, queries), _key_pairs(is_before, keys)
             return _merge_pairs(is_before, state, self.kernel.forward(*pairs, self.dropout, False))
 
+        # Outputs are merged in float32, and cast once.
         state = (mixed.astype(jnp.float32), log_sums)
         mixed, log_sums = self._run_steps(keys, state, step)
         return mixed.astype(queries.query.dtype), log_sums
@@ -77,6 +80,7 @@ class RingAttention:
         gathers, rank = self.method == "all-gather", self.rank
 
         def step(state: Tree, keys: KVBlock, other: Array) -> Tree:
+            """Adds the contributions of another rank's keys to (query gradient, [key, value gradients])."""
             query_grad, kv_grads = state
             added, *added_kv = self._backward_step(queries, keys, other)
             if gathers:
@@ -134,6 +138,7 @@ class RingAttention:
         sent = local._replace(positions=None)  # they follow from the rank  # pyright: ignore[reportArgumentType]
 
         def one(state: T, keys: Tree, other: Array) -> T:
+            """Runs a step with the keys of rank `other`, after computing their positions."""
             length = local.positions.shape[1] * degree
             positions = jnp.broadcast_to(rank_positions(other, degree, length), local.positions.shape)
             return step(state, keys._replace(positions=positions), other)
@@ -152,12 +157,14 @@ class RingAttention:
 
         def ring_step(carry: tuple[T, Tree], r: Array) -> tuple[tuple[T, Tree], None]:
             state, keys = carry
+            # Does not depend on this step's computation, so both overlap.
             following = self._send(keys)
             return (one(between(state), keys, (rank - r) % degree), following), None
 
         keys = self._send(sent)
         if degree > 2:
             (state, keys), _ = lax.scan(ring_step, (state, keys), jnp.arange(1, degree - 1))
+        # The last step sends no keys: those of the next rank have arrived, after degree - 1 sends.
         return one(between(state), keys, (rank + 1) % degree)
 
     def _send(self, tree: T) -> T:

@@ -1,7 +1,7 @@
 """Zig-zag sharding of samples over context parallel ranks, which balances causal attention.
 
 At a context parallel degree of c a sample is divided into 2c chunks, and rank i has chunks i and 2c-1-i: an early one,
-whose tokens attend to few others, and a late one, whose tokens attend to many (arXiv 2405.07719; Llama 3, arXiv
+whose tokens attend to few tokens, and a late one, whose tokens attend to many (arXiv 2405.07719; Llama 3, arXiv
 2407.21783).
 """
 
@@ -28,6 +28,7 @@ def rank_positions(rank: Any, degree: int, length: int, xp: ModuleType = jnp) ->
       length: a multiple of 2 * degree.
       xp: `jax.numpy` or `numpy`, whose array is returned.
     """
+    # Chunk `rank`, then chunk 2 degree - 1 - rank.
     chunk = length // (2 * degree)
     offsets = xp.arange(chunk, dtype=np.int32)
     return xp.concatenate([offsets + rank * chunk, offsets + (2 * degree - 1 - rank) * chunk])

@@ -1,1 +1,1 @@
-"""Schedules: the order in which ranks work through microbatches and parts of the model; one file each."""
+"""Schedules: the order in which ranks work through microbatches and pipeline chunks; one file each."""

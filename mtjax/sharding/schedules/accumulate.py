@@ -36,14 +36,17 @@ class Accumulate:
         microbatches = self._microbatches(batch)
 
         def loss(shards: Tree, sums: Tree, microbatch: Tree) -> tuple[Array, Sums]:
+            """Computes the total loss of a microbatch by the differentiable shards."""
             parameters = with_accumulators(records, with_shards(wrapped, shards), sums, self._adds_up)
             losses = model.loss_sums(materialize_outside_stacks(records, parameters), microbatch)
             return total_loss(losses), losses
 
         def accumulate(sums: Tree, microbatch: Tree) -> tuple[Tree, Sums]:
+            """Adds a microbatch's gradients to the accumulators; one iteration of the loop over microbatches."""
             gradients, losses = jax.grad(loss, has_aux=True)(shards, sums, microbatch)
             return add_gradients(records, sums, gradients, self._adds_up), losses
 
+        # One trace for all microbatches; the carry is updated in place.
         gradients, losses = lax.scan(accumulate, sums, microbatches)
         return jax.tree.map(lambda scalars: scalars.sum(0), losses), restack(gradients)
 

@@ -38,6 +38,7 @@ def add_gradients(records: Tree, sums: Tree, gradients: Tree, adds_up: AddsUp) -
     def one(record: ParamSpec, accumulator: Any, gradient: Any) -> Any:
         if adds_up(record):
             return gradient
+        # Unrolled layers: matrices have an accumulator per layer, vectors a stacked one (`Accumulate._zeros`).
         gradient = gradient if isinstance(accumulator, LayerList) else restack(gradient)
         return jax.tree.map(lambda total, g: total + g.astype(jnp.float32), accumulator, gradient)
 

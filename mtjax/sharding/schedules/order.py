@@ -1,4 +1,4 @@
-"""Orders a stage's collectives by data dependencies, on platforms whose runtime does not keep an order.
+"""Orders a stage's collectives by data dependencies, on platforms whose runtime has no order.
 
 XLA: for CPUs, it starts a collective as soon as those before it in the schedule have started, and counts a conditional
 as started before the collectives in its branch have; a program loaded from the compilation cache does not order the
@@ -28,10 +28,11 @@ class Order:
     """Adds data dependencies between parts of a program, where they are needed."""
 
     is_needed: bool
-    """Whether the runtime does not keep an order itself; if it does, no method changes the program."""
+    """Whether the runtime has no order of collectives; if it has one, no method changes the program."""
 
     def zero(self, *before: Tree) -> Array | int:
         """Returns a 0 that depends on the floating-point arrays of `before`."""
+        # Integers, such as tokens, are inputs that no collective computes.
         arrays = [a for a in jax.tree.leaves(before) if _is_float(a)]
         return ordering_token(arrays) if self.is_needed and arrays else 0
 

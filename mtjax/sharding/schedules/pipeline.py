@@ -57,7 +57,7 @@ class PipelineSchedule:
     keeps_inputs: bool
     """Whether stages save only the input of a chunk, and recompute the chunk in its backward half."""
     order: Order
-    """Of collectives: by data dependencies on platforms whose runtime keeps none (`mtjax.sharding.schedules.order`)."""
+    """Of collectives: by data dependencies on platforms whose runtime has none (`mtjax.sharding.schedules.order`)."""
 
     def gradients(self, model: PipelineModel, parameters: Tree, batch: Tree, reduction: Reduction) -> tuple[Sums, Tree]:
         """See `MicrobatchSchedule.gradients`."""
@@ -140,10 +140,12 @@ class _Run:
     def __init__(
         self, model: PipelineModel, records: Tree, wrapped: Tree, microbatches: Tree, table: Timetable, order: Order
     ) -> None:
+        """Binds a rank's parameters and microbatches to a timetable; traced inside the manual region."""
         self.model, self.records, self.wrapped, self.table, self.order = model, records, wrapped, table, order
         self.microbatches, self.stage = microbatches, lax.axis_index(STAGE)
         self.start_zero = order.zero(wrapped, microbatches)
         self.sections = len(model.sections)
+        # Chunks of a section on each stage; the timetable counts those of all sections.
         self.chunks = table.chunks // self.sections
         self.shards = differentiable_shards(wrapped)
         first = jax.tree.map(lambda a: a[0], microbatches)
@@ -156,6 +158,7 @@ class _Run:
         none = self._zero_losses()
 
         def tick(carry: tuple[Tree, Sums], row: Array) -> tuple[tuple[Tree, Sums], None]:
+            """Receives a boundary, runs a chunk, adds the losses, and sends the boundary behind the chunk."""
             (boundary, losses), work = carry, self._tick_work(row, carry)
             boundary, losses = self._forward_chunk(self._received(boundary, work), work, losses)
             with_head = lambda losses: _add_losses(losses, self._head_losses(boundary, work))  # noqa: E731
@@ -171,10 +174,11 @@ class _Run:
         count = jax.tree.leaves(self.microbatches)[0].shape[0]
 
         def tick(carry: tuple[Tree, Tree], row: Array) -> tuple[tuple[Tree, Tree], None]:
+            """Receives a boundary, runs a chunk, and stores the last chunk's output by microbatch."""
             (boundary, out), work = carry, self._tick_work(row, carry[0])
             boundary, _ = self._forward_chunk(self._received(boundary, work), work, {})
             is_last = self._is_last_chunk(work) & work.counts
-            # float32, because only the last stage has an output and `joined` adds it to the others' zeros.
+            # float32, because only the last stage has an output, and `joined` adds the zeros of all other stages.
             new = jax.tree.map(lambda a: a.astype(jnp.float32), boundary)
             slot = jnp.where(is_last, work.microbatch, count)
             return (self._send(packed(boundary), 1), put_in_slot(out, slot, new)), None
@@ -212,6 +216,7 @@ class _Run:
         forward, backward = self._rows(self.table.forward), self._rows(self.table.backward)
         policy: ResidualPolicy = RecomputeChunk()
         if not keeps_inputs:
+            # Traced once, for the shapes of residuals; the compiler removes this computation.
             linearize = self._linearize(sums, self._tick_work(forward[0]), self.shards)
             policy = SaveResiduals.of(self.sections, self.table.slots, self.boundary, linearize)
         empty = packed(self.boundary), packed(self.boundary)
@@ -222,6 +227,8 @@ class _Run:
         # Nothing reads the last gradient, so nothing may be ordered behind it: it would be computed for that alone.
         return self.order.behind((carry.losses, carry.sums), carry._replace(gradient=()))
 
+    # `phase` is static: consecutive ticks with the same halves are one `lax.scan`. A schedule has a warm-up of forward
+    # halves alone, a steady state with both, and a cool-down of backward halves alone.
     def _tick(
         self, policy: ResidualPolicy, phase: Phase, carry: _Carry, rows: tuple[Array, Array]
     ) -> tuple[_Carry, None]:
@@ -285,7 +292,7 @@ class _Run:
         can_skip = isinstance(policy, RecomputeChunk) and not context_axes()
         if can_skip and section == self.sections - 1:
             # The backward half recomputes the last chunk and its losses, and no stage receives its output: skip it. Not
-            # with context parallelism: a collective-permute needs all devices to take part, also the other stages'.
+            # with context parallelism: a collective-permute needs all devices, also those of other stages.
             chunk = lambda: self._run_chunk(section, shards, start, work)[0]  # noqa: E731
             return cond_by_stage(self._is_last_chunk(work), lambda: start, chunk), chunk_inputs, residuals
         linearize = self._linearize(sums, work, shards)
@@ -335,6 +342,8 @@ class _Run:
             gradient, sums, losses = cond_by_stage(is_last, head, unchanged, gradient, sums, losses)
             vjp = order.behind(vjp, gradient, sums, losses)
         gradients, gradient = vjp((gradient, _loss_cotangents(chunk_losses, work.counts)))
+        # Gradients of the section's stacks come out with `sums` added (`_linearize`); those of other parameters that
+        # its layers read are added here.
         sums = add_gradients(self.records, sums, gradients, self._is_of_section(section))
         embed = partial(self._embed_backward, section, boundary, work)
         # The gradient is no argument of `when`: the branch waits for it anyway where it reads it, and for a frozen

@@ -96,6 +96,8 @@ class SaveResiduals:
         def leaves(section: int, start: Tree) -> list[Array]:
             return jax.tree.leaves(linearize(section, start)[1])
 
+        # Residuals that do not depend on the chunk's input, such as cast weights, are equal for all microbatches of a
+        # chunk, or recomputed from the microbatch's keys, such as dropout masks.
         depends = [_depending(jax.make_jaxpr(lambda x, i=i: leaves(i, x))(start)) for i in range(sections)]
         like = []
         for section, is_saved in enumerate(depends):

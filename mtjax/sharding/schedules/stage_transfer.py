@@ -31,6 +31,7 @@ def send(boundary: Tree, by: int, *, wraps: bool) -> Tree:
       by: 1 for activations, -1 for gradients.
       wraps: whether the last stage sends to the first, and the first to the last; if not, they receive zeros.
     """
+    # With several chunks per stage, the last stage's boundary is the input of the first stage's next chunk.
     stages = lax.axis_size(STAGE)
     pairs = [(i, (i + by) % stages) for i in range(stages) if wraps or 0 <= i + by < stages]
 
