@@ -1,6 +1,6 @@
-"""Measured time of a step, from a trace of jax's profiler, beside what the compiled program predicts.
+"""Measured time of a step, from a trace of jax's profiler, compared with the prediction for the compiled program.
 
-A trace says for each operation that a device ran the name of its HLO instruction. The compiled program knows that
+A trace has the name of the HLO instruction of each operation that a device ran; the compiled program has that
 instruction's phase and, of a collective, its mesh axes. On GPUs the operations are the kernels on the streams of a
 device, on CPUs the thunks of the host's threads; both have the same names and are read the same way.
 """
@@ -33,14 +33,14 @@ HOLDS_OTHERS = ("while", "call", "conditional")
 """Operations whose time is that of the operations inside them."""
 PRODUCTS, ATTENTION, MEMORY = "products", "attention", "memory-bound"
 COLLECTIVES, NOTHING = "collectives", "nothing runs"
-"""What a device spends a step on: of attention the fused kernels; collectives whether or not computing hides them."""
+"""Causes of a step's time, keys of the JSON report: attention is fused kernels; collectives include overlapped ones."""
 UNKNOWN_SHARE = 0.02
-"""Share of the time that may belong to operations without a name in the program."""
+"""Most of the time that operations may have that are not in the program."""
 DECIDE = (
     *("pipeline_schedule", "chunks", "layers_per_stage", "sequence_parallel", "zero", "overlap", "grad_reduce_dtype"),
     *("global_batch_size", "microbatch_size", "recompute", "compute_dtype"),
 )
-"""Settings, besides the model's, without which a program is another one."""
+"""Settings, in addition to the model's, that determine the program."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Operation:
     """One run of an operation on a device."""
 
     name: str
-    """Of the HLO instruction."""
+    """Name of the HLO instruction."""
     device: str
     start: float
     """Seconds."""
@@ -57,17 +57,17 @@ class Operation:
 
 @dataclass
 class Sent:
-    """Seconds of a step that collectives of one kind over the same axes take in a phase."""
+    """Seconds per step of collectives of one kind over the same axes in a phase."""
 
     count: int = 0
     measured: float = 0.0
     predicted: float | None = None
-    """One after the other, whether or not computing hides them; None where the hardware is not known."""
+    """One after the other, overlapped or not; None where the hardware is not known."""
 
 
 @dataclass
 class InPhase:
-    """Seconds of a step in a phase."""
+    """Seconds per step in a phase."""
 
     computing: float = 0.0
     sending: float = 0.0
@@ -76,7 +76,7 @@ class InPhase:
 
 @dataclass
 class OfCause:
-    """Seconds of a step that a device spends on a cause."""
+    """Seconds per step of a cause."""
 
     measured: float = 0.0
     predicted: float | None = None
@@ -84,7 +84,7 @@ class OfCause:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a trace says of a step: means over steps and devices, in seconds."""
+    """Measured times of a step: means over steps and devices, in seconds."""
 
     trace: Path
     steps: int
@@ -95,15 +95,15 @@ class Measured:
     collectives: dict[tuple[str, str, tuple[str, ...] | None], Sent] = field(default_factory=dict)
     """By phase, kind and axes."""
     causes: dict[str, OfCause] = field(default_factory=dict)
-    """Products, attention, memory-bound, collectives, and the time in which a device runs nothing."""
+    """By cause: matmuls, attention, memory-bound, collectives, idle."""
 
 
 def measure(report: Report, path: Path) -> Measured:
-    """Sets a trace beside a report.
+    """Compares a trace with a report.
 
     Args:
       report: on the program that was traced.
-      path: of the trace, of the folder that `--profile` wrote, or of its run.
+      path: of the trace, of the folder that `--profile` wrote, or of the run's folder.
 
     Raises:
       UserError: there is no trace, it can't be read, or it is of another program.
@@ -119,7 +119,7 @@ def measure(report: Report, path: Path) -> Measured:
     if sum(o.seconds for o in operations if o.name in unknown) > UNKNOWN_SHARE * total:
         raise UserError(
             f"{trace} is of another program: {min(unknown)} and {len(unknown) - 1} more operations are not in the one "
-            "compiled here; inspect with the config.toml of the traced run, and for the devices that it had"
+            "compiled here; inspect with the config.toml and the devices of the traced run"
         )
     devices, steps = len({o.device for o in operations}), count_steps(report.step, operations)
     measured = Measured(trace, steps, devices, step_seconds(operations, steps))
