@@ -143,7 +143,7 @@ def measure(report: Report, path: Path) -> Measured:
 
 
 def by_cause(report: Report, operations: Iterable[Operation], steps: int, devices: int) -> dict[str, OfCause]:
-    """What the operations of a trace spend a step on, beside the prediction where the hardware is known."""
+    """Returns the measured time per step by cause, with the prediction where the hardware is known."""
     module, sent = report.step.module, {c.name for c in report.collectives}
     roofline = Roofline(module, list(report.collectives), report.time.server) if report.time else None
     causes = {name: OfCause(predicted=0.0 if roofline else None) for name in (PRODUCTS, ATTENTION, MEMORY)}
@@ -172,7 +172,7 @@ def by_cause(report: Report, operations: Iterable[Operation], steps: int, device
 
 
 def scheduled(module: Module) -> Iterator[Site]:
-    """What a device is told to run, one after the other: of a fusion the whole, of a loop its body."""
+    """Yields the operations that a device runs: a fusion as one operation, a loop as those of its body."""
     for site in walk(module):
         called = [c.instruction for c in site.callers]
         is_condition = called and (called[-1].attribute("condition") or "").lstrip("%") == site.computation.name
@@ -181,7 +181,7 @@ def scheduled(module: Module) -> Iterator[Site]:
 
 
 def kind_of_work(module: Module, computation: Computation, instruction: Instruction) -> str:
-    """Products, attention, or work that memory bounds; nothing for what holds other operations."""
+    """Returns the cause of an operation: matmuls, attention or memory-bound; none for loops, calls and branches."""
     if instruction.opcode in HOLDS_OTHERS:
         return NOTHING
     products = products_of(module, computation, instruction)
@@ -189,7 +189,7 @@ def kind_of_work(module: Module, computation: Computation, instruction: Instruct
 
 
 def gaps(spans: list[tuple[float, float]]) -> float:
-    """Seconds between the first start and the last end in which nothing runs."""
+    """Returns the idle seconds between the first start and the last end."""
     idle, until = 0.0, None
     for start, end in sorted(spans):
         idle += max(0.0, start - until) if until is not None else 0.0
@@ -198,7 +198,7 @@ def gaps(spans: list[tuple[float, float]]) -> float:
 
 
 def predict_sent(report: Report, measured: Measured) -> None:
-    """Enters all collectives of the program, with their predicted time."""
+    """Adds all collectives of the program, with their predicted time."""
     roofline = None
     if report.time is not None:
         roofline = Roofline(report.step.module, list(report.collectives), report.time.server)
@@ -210,7 +210,7 @@ def predict_sent(report: Report, measured: Measured) -> None:
 
 
 def find_trace(path: Path) -> Path:
-    """The newest `.xplane.pb` at or below a path.
+    """Finds the newest `.xplane.pb` at or below a path.
 
     Raises:
       UserError: there is none.
@@ -224,7 +224,7 @@ def find_trace(path: Path) -> Path:
 
 
 def check_same_run(trace: Path, config: Config) -> None:
-    """Checks that the config of the run in whose folder a trace lies, where it does, makes the same program.
+    """Checks that the config of the run in whose folder a trace is, if any, compiles to the same program.
 
     Raises:
       UserError: names the settings that differ.
@@ -247,7 +247,7 @@ def check_same_run(trace: Path, config: Config) -> None:
 
 
 def read_operations(trace: Path, module: str) -> Iterator[Operation]:
-    """The operations of a program that a trace has, of all devices.
+    """Reads the operations of a program from a trace, of all devices.
 
     Raises:
       UserError: the file is not a trace.
@@ -269,7 +269,7 @@ def read_operations(trace: Path, module: str) -> Iterator[Operation]:
 
 
 def instructions(step: CompiledStep) -> dict[str, tuple[str, str]]:
-    """Name of an instruction -> its phase and its operation."""
+    """Returns the phase and operation of each instruction by its name."""
     return {
         i.name: (locate(computation, i)[0], i.opcode)
         for computation in step.module.computations.values()
@@ -278,7 +278,7 @@ def instructions(step: CompiledStep) -> dict[str, tuple[str, str]]:
 
 
 def count_steps(step: CompiledStep, operations: Iterable[Operation]) -> int:
-    """How many steps were traced: as often as a device ran most of the operations that a step runs once."""
+    """Returns the number of traced steps: how often a device ran most of the operations that a step runs once."""
     once = {i.name for i in step.module.entry.instructions if i.opcode not in HOLDS_OTHERS}
     counts: dict[tuple[str, str], int] = defaultdict(int)
     for operation in operations:
@@ -288,7 +288,7 @@ def count_steps(step: CompiledStep, operations: Iterable[Operation]) -> int:
 
 
 def step_seconds(operations: Iterable[Operation], steps: int) -> float:
-    """Mean time of a step on the device that was busy longest."""
+    """Returns the mean time of a step on the device that was busy longest."""
     first: dict[str, float] = {}
     last: dict[str, float] = {}
     for o in operations:
@@ -298,6 +298,6 @@ def step_seconds(operations: Iterable[Operation], steps: int) -> float:
 
 
 def in_order(measured: Measured) -> list[tuple[str, InPhase]]:
-    """The phases as a step has them."""
+    """Returns the phases in the order of a step."""
     known = {phase: place for place, phase in enumerate(PHASES)}
     return sorted(measured.phases.items(), key=lambda item: known.get(item[0], len(known)))

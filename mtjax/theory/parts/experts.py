@@ -80,17 +80,17 @@ class Experts(Part):
         shared = self.shared_expert.elementwise.mlp if self.shared_expert else 0
         return Elementwise(stream=self.tokens * self.hidden, mlp=self.tokens * self.top_k * self.inner + shared)
 
-    def products(self, model_ways: int = 1) -> list[Product]:
+    def products(self, tensor_degree: int = 1) -> list[Product]:
         """Returns the matmuls of router, experts and shared expert."""
         # The first of the experts' matmuls is recomputed in their backward pass, which reads no other result.
-        inner, rows = self.inner / model_ways, self.tokens * self.top_k
+        inner, rows = self.inner / tensor_degree, self.tokens * self.top_k
         if self.capacity is not None:
             rows = min(rows, self.count * self.capacity)
         return [
             Product(self.tokens, self.hidden, self.count, is_repeated=True),
             Product(rows, self.hidden, self.inputs * inner, experts=self.count, again=True),
             Product(rows, inner, self.hidden, experts=self.count),
-            *(self.shared_expert.products(model_ways) if self.shared_expert else []),
+            *(self.shared_expert.products(tensor_degree) if self.shared_expert else []),
         ]
 
     def saved_bytes(self, plan: Plan) -> Mapping[str, float]:

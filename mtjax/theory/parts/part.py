@@ -213,9 +213,9 @@ class Part:
         """Elements that its element-wise kernels process."""
         return Elementwise()
 
-    def products(self, model_ways: int = 1) -> list[Product]:
-        """Returns the forward matmuls of one sample with its weights, on one of `model_ways` devices, in order."""
-        del model_ways
+    def products(self, tensor_degree: int = 1) -> list[Product]:
+        """Returns the forward matmuls of one sample with its weights, on one of `tensor_degree` devices, in order."""
+        del tensor_degree
         return []
 
     def saved_bytes(self, plan: Plan) -> Mapping[str, float]:
