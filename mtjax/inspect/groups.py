@@ -103,9 +103,9 @@ def axes_of(groups: Groups, mesh: Mapping[str, int]) -> tuple[str, ...] | None:
         return None
     coordinates = [np.stack(np.unravel_index(np.array(g), sizes)) for g in groups.members]
     varying = {axis for c in coordinates for axis in np.flatnonzero((c != c[:, :1]).any(1)).tolist()}
-    ways = math.prod(sizes[a] for a in varying)
+    group_size = math.prod(sizes[a] for a in varying)
     if not groups.is_pairs and any(
-        len(set(g)) != ways or _varying(c) != varying for g, c in zip(groups.members, coordinates, strict=True)
+        len(set(g)) != group_size or _varying(c) != varying for g, c in zip(groups.members, coordinates, strict=True)
     ):
         return None
     return tuple(name for axis, name in enumerate(mesh) if axis in varying)

@@ -119,12 +119,12 @@ class Experts(Part):
     def symbols(self, plan: Plan) -> Mapping[str, int]:
         return {"top_k": self.top_k, "num_experts": self.count, "capacity": self._rank_capacity(plan)}
 
-    def over_context(self, ways: int) -> "Experts":
+    def over_context(self, degree: int) -> "Experts":
         """Returns the experts with the slots of all context parallel ranks: each has slots for an expert's capacity of
         the entire sample, or for all its tokens."""
         if self.capacity is None:
             return self
-        return replace(self, capacity=ways * rank_capacity(self.capacity, self.tokens, ways))
+        return replace(self, capacity=degree * rank_capacity(self.capacity, self.tokens, degree))
 
     def _rank_capacity(self, plan: Plan) -> int:
         """Returns an expert's slots for a sample on a context parallel rank; 0 without a capacity."""

@@ -85,9 +85,9 @@ class MaskedOutput(Output):
     def products(self, tensor_degree: int = 1) -> list[Product]:
         return [Product(self.tokens, self.hidden, self.hidden), *super().products(tensor_degree)]
 
-    def over_context(self, ways: int) -> "MaskedOutput":
+    def over_context(self, degree: int) -> "MaskedOutput":
         """Returns the head with the slots of all context parallel ranks: all masked tokens may be on any of them."""
-        return replace(self, tokens=min(self.tokens * ways, self.sequence))
+        return replace(self, tokens=min(self.tokens * degree, self.sequence))
 
     def symbols(self, plan: Plan) -> Mapping[str, int]:
         return {"masked_tokens": self.over_context(plan.mesh.context).tokens // plan.mesh.context}
@@ -139,9 +139,9 @@ class OneToken(Part):
         pooler = [Product(self.tokens, self.hidden, self.hidden)] if self.has_pooler else []
         return [*pooler, Product(self.tokens, self.hidden, self.outputs)]
 
-    def over_context(self, ways: int) -> "OneToken":
+    def over_context(self, degree: int) -> "OneToken":
         """Returns the head as every context parallel rank computes it, though only one has the sample's token."""
-        return replace(self, tokens=ways)
+        return replace(self, tokens=degree)
 
     def collectives(self, stream: ResidualStream) -> list[Expectation]:
         if not stream.split or not self.stands_alone:

@@ -238,9 +238,9 @@ class Part:
         del context
         return 0
 
-    def over_context(self, ways: int) -> "Part":
-        """Returns the component with the work of `ways` context parallel ranks together, padding included."""
-        del ways
+    def over_context(self, degree: int) -> "Part":
+        """Returns the component with the work of `degree` context parallel ranks together, padding included."""
+        del degree
         return self
 
     def symbols(self, plan: Plan) -> Mapping[str, int]:
