@@ -156,7 +156,7 @@ def a100_weak_scaling(constants: Constants | None = None) -> list[Point]:
 
 
 def h100_weak_scaling(constants: Constants | None = None) -> list[Point]:
-    """Predicts Megatron-Core's weak scaling, TFLOP/s per GPU: sequence 4096, vocabulary 131,072, untied, full attention.
+    """Predicts Megatron-Core, TFLOP/s per GPU: sequence 4096, vocabulary 131,072, untied output, full attention.
 
     Microbatch size and chunks per stage were not published: we assume those that fit 90% of the memory and are fastest
     by this model. Also assumed: no recompute, no dropout, flash attention, sequence parallelism, ZeRO-1.
