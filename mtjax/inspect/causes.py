@@ -35,6 +35,8 @@ LABELS: Mapping[str, str] = {
     AGAIN: "recompute",
     SUMS: "gradients and parameters: adds, slices, concatenations",
     SMALL: "small kernels (launch-bound)",
+    "products": "matmuls",
+    "nothing runs": "idle",
 }
 """Cause -> its label in tables, where that is another."""
 

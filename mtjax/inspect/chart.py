@@ -1,4 +1,4 @@
-"""Bars and timelines as SVG text."""
+"""Bar charts and timelines as SVG text."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,13 +15,13 @@ LABELS = 150
 VALUES = 90
 ROW = 26
 MOST_COLUMNS = 240
-"""Halves of a timetable; of longer ones the middle is left out."""
+"""Most columns of a timetable; of longer ones the middle is omitted."""
 FORWARD_TONE, BACKWARD_TONE, IDLE_TONE = 0, 4, 10
 
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of a stacked bar."""
+    """A segment of a stacked bar."""
 
     name: str
     value: float
@@ -49,15 +49,15 @@ def bars(
     mark: float | None = None,
     mark_label: str = "",
 ) -> str:
-    """Horizontal stacked bars on one scale.
+    """Draws horizontal stacked bars on one scale.
 
     Args:
       rows: from top to bottom.
-      show: a value as text.
-      legend: names that the legend explains.
-      tones: all names of parts; a name's place is its colour.
+      show: formats a value.
+      legend: names in the legend.
+      tones: all names of segments; the index of a name is its colour.
       mark: a value at which a line is drawn, or None.
-      mark_label: what the line means.
+      mark_label: label of the line.
     """
     room = WIDTH - LABELS - VALUES
     scale = room / (max([bar.total for bar in rows] + [mark or 0.0]) or 1.0)
@@ -79,7 +79,7 @@ def bars(
 
 
 def timeline(events: Sequence[Event]) -> str:
-    """Two lanes, computation and communication, from left to right; grey where computation waits."""
+    """Draws a timeline with two lanes, computation and communication; grey where computation waits."""
     end = max((event.end for event in events), default=0.0) or 1.0
     scale = (WIDTH - LABELS - 20) / end
     lanes = {"compute": 0, "wait": 0, "send": ROW}
@@ -91,9 +91,9 @@ def timeline(events: Sequence[Event]) -> str:
         shapes.append(f'<text x="{LABELS - 8}" y="{lanes[stream] + 15}" text-anchor="end">{name}</text>')
     for event in events:
         tone = len(PHASES) if event.stream == "wait" else PHASES.index(event.phase)
-        what = f"{event.label} {event.name}, {event.phase}: {duration(event.end - event.start)}"
+        title = f"{event.label} {event.name}, {event.phase}: {duration(event.end - event.start)}"
         x, width = LABELS + event.start * scale, max((event.end - event.start) * scale - 0.5, 0.6)
-        shapes.append(_box(x, lanes[event.stream], width, ROW - 4, tone, what))
+        shapes.append(_box(x, lanes[event.stream], width, ROW - 4, tone, title))
     base = ROW * 2 + 2
     shapes.append(f'<line class="axis" x1="{LABELS}" x2="{LABELS + end * scale:.1f}" y1="{base}" y2="{base}"/>')
     for i in range(6):
@@ -105,7 +105,7 @@ def timeline(events: Sequence[Event]) -> str:
 
 
 def timetable(table: Timetable) -> str:
-    """Who works on what: a lane for each stage, a cell for each half of a tick; chunks of layers fade."""
+    """Draws a pipeline timetable: a lane for each stage, a cell for each half tick, paler for later chunks."""
     shown = abridged(columns(table), MOST_COLUMNS)
     lanes = abridged(range(table.stages), MOST_STAGES)
     width = (WIDTH - LABELS - 20) / len(shown)
@@ -114,9 +114,9 @@ def timetable(table: Timetable) -> str:
         y = ROW * row
         name = LEFT_OUT if stage is None else f"stage {stage}"
         shapes.append(f'<text x="{LABELS - 8}" y="{y + 15}" text-anchor="end">{name}</text>')
-        for place, column in enumerate(shown):
+        for i, column in enumerate(shown):
             if stage is not None and column is not None:
-                shapes += _turn(LABELS + place * width, y, width, column, stage, table)
+                shapes += _half(LABELS + i * width, y, width, column, stage, table)
     if None in shown:
         x = LABELS + (shown.index(None) + 0.5) * width
         shapes.append(f'<text x="{x:.1f}" y="{ROW * len(lanes) + 12}" text-anchor="middle">{LEFT_OUT}</text>')
@@ -126,16 +126,16 @@ def timetable(table: Timetable) -> str:
     return f'<div class="legend">{legend}</div>' + _svg(shapes, ROW * len(lanes) + 16)
 
 
-def _turn(x: float, y: float, width: float, column: Column, stage: int, table: Timetable) -> list[str]:
-    """A cell, with the microbatch in it where there is room."""
+def _half(x: float, y: float, width: float, column: Column, stage: int, table: Timetable) -> list[str]:
+    """Draws the cell of half a tick, with the number of the microbatch where it fits."""
     work, half = column.half[stage], "backward" if column.is_backward else "forward"
-    place = f"stage {stage}, tick {column.tick}, {half}"
+    position = f"stage {stage}, tick {column.tick}, {half}"
     cell = max(width - 0.8, 0.6)
     if work is None:
-        return [_box(x, y, cell, ROW - 6, IDLE_TONE, f"{place}: idle")]
+        return [_box(x, y, cell, ROW - 6, IDLE_TONE, f"{position}: idle")]
     fade = 1 - 0.6 * work.chunk / table.chunks
     chunk = f", chunk {work.chunk}" if table.chunks > 1 else ""
-    title = f"{place}: microbatch {work.microbatch}{chunk}, slot {work.slot}"
+    title = f"{position}: microbatch {work.microbatch}{chunk}, slot {work.slot}"
     tone = BACKWARD_TONE if column.is_backward else FORWARD_TONE
     shapes = [_box(x, y, cell, ROW - 6, tone, title, fade)]
     text = describe(work, table.chunks)
@@ -145,19 +145,20 @@ def _turn(x: float, y: float, width: float, column: Column, stage: int, table: T
 
 
 def _legend(names: Sequence[str], tones: Sequence[str]) -> str:
-    """What the colours mean, as HTML that wraps."""
+    """Returns the legend of colours as HTML that wraps."""
     swatches = (f'<i class="{_tone(tones.index(name))}"></i>{escape(name)}' for name in names)
     return '<div class="legend">' + "".join(f"<span>{s}</span>" for s in swatches) + "</div>"
 
 
 def _box(x: float, y: float, width: float, height: float, tone: int, title: str, opacity: float = 1) -> str:
-    place = f'x="{x:.1f}" y="{y}" width="{max(width, 0.5):.1f}" height="{height}"'
-    place += f' fill-opacity="{opacity:.2g}"' if opacity < 1 else ""
-    return f"<rect {place} class='{_tone(tone)}'><title>{escape(title)}</title></rect>"
+    attributes = f'x="{x:.1f}" y="{y}" width="{max(width, 0.5):.1f}" height="{height}"'
+    attributes += f' fill-opacity="{opacity:.2g}"' if opacity < 1 else ""
+    return f"<rect {attributes} class='{_tone(tone)}'><title>{escape(title)}</title></rect>"
 
 
-def _tone(place: int) -> str:
-    return f"t{place}" if place < 10 else "idle"
+def _tone(index: int) -> str:
+    """Returns the CSS class of a colour."""
+    return f"t{index}" if index < 10 else "idle"
 
 
 def _svg(shapes: Sequence[str], height: float) -> str:

@@ -1,4 +1,4 @@
-"""A step compiled for a target, and what the compiler says about it."""
+"""Compilation of a step for a target, and the compiler's statistics."""
 
 import math
 import time
@@ -25,27 +25,27 @@ from mtjax.theory.plan import Plan
 from mtjax.train.step import TrainStep, make_train_step
 
 NO_TILES = "Couldn't find output tile sizes"
-"""XLA's error where it finds no tile sizes for a matmul in its own kernels (Triton), with no GPU to measure on."""
+"""XLA's error where it finds no tile sizes for a matmul in Triton kernels, without a GPU for autotuning."""
 OWN_KERNELS = "xla_gpu_enable_triton_gemm"
-"""XLA's option for such kernels; without them, all matmuls are cuBLAS's."""
+"""XLA's option for Triton matmuls; without them, all matmuls are cuBLAS's."""
 
 EXPERTS_SCOPE = "experts"
-"""Named scope of what ranks do with tokens and experts of each other."""
+"""Named scope of dispatch and experts."""
 
 
 @dataclass(frozen=True)
 class MemoryStats:
-    """Bytes per device that the compiler has planned."""
+    """Bytes per device that the compiler allocates."""
 
     arguments: int
     outputs: int
     aliased: int
-    """Part of the outputs that reuses arguments: donated state."""
+    """Outputs that reuse arguments: the donated state."""
     temporaries: int
 
     @property
     def peak(self) -> int:
-        """Most that is alive at once, as planned; aliased outputs do not count twice."""
+        """Most bytes alive at once; aliased outputs are counted once."""
         return self.arguments + self.outputs - self.aliased + self.temporaries
 
 
@@ -63,26 +63,26 @@ class CompiledStep:
     trace_seconds: float
     compile_seconds: float
     note: str | None = None
-    """How it was compiled, if not with the run's own options."""
+    """How it was compiled, if not with the run's options."""
 
     @property
     def mesh(self) -> MeshShape:
-        """The mesh it is compiled for."""
+        """The mesh that it is compiled for."""
         return self.program.shape
 
     @property
     def anatomy(self) -> Anatomy:
-        """The parts of the model."""
+        """The components of the model."""
         return anatomy_of(self.config.model)
 
     @cached_property
     def plan(self) -> Plan:
-        """The plan by which formulas are worked out; with the attention kernel that was compiled."""
+        """The plan for formulas, with the compiled attention kernel."""
         return Plan.of(self.config, self.mesh, flash_attention="fmha" in self.text)
 
     @property
     def mesh_axes(self) -> Mapping[str, int]:
-        """Ways of each mesh axis, outermost first."""
+        """Mesh axis -> degree, outermost first."""
         return dict(self.program.mesh.shape)
 
 
@@ -90,7 +90,7 @@ def compile_step(config: Config, target: Target) -> CompiledStep:
     """Compiles the train step of `config` for `target`; no device runs it.
 
     Raises:
-      UserError: config and mesh don't fit, or the target can't be compiled for here.
+      UserError: config and mesh don't fit, or this machine can't compile for the target.
     """
     return compile_program(make_train_step(config, target.mesh(parse_mesh(config.parallel.mesh))), target)
 
@@ -99,7 +99,7 @@ def compile_program(program: TrainStep, target: Target) -> CompiledStep:
     """Compiles the train step of an existing program, as in `train --inspect`.
 
     Raises:
-      UserError: its attention kernel is cuDNN's, which is not installed, or XLA can't compile it.
+      UserError: its attention kernel is cuDNN's, which is not installed, or XLA fails to compile it.
     """
     start = time.perf_counter()
     lowered = _lower(program)
@@ -131,21 +131,21 @@ def compile_program(program: TrainStep, target: Target) -> CompiledStep:
 def compile_for(
     target: Target, lowered: jax.stages.Lowered, options: Mapping[str, Any] | None = None
 ) -> tuple[jax.stages.Compiled, str | None]:
-    """Compiles a program for a target, if necessary without XLA's own kernels for matmuls.
+    """Compiles a program for a target, if necessary without Triton matmuls.
 
     Args:
-      target: what it is lowered for.
+      target: the devices that it is lowered for.
       lowered: the program.
       options: the compiler options with which it was lowered.
 
     Returns:
-      The compiled program; and a note if it could not be compiled with these options alone, otherwise None.
+      The compiled program; and a note if it was compiled with other options, otherwise None.
 
     Raises:
-      UserError: XLA can't compile it.
+      UserError: XLA fails to compile it.
     """
     with warnings.catch_warnings():
-        # Programs for absent devices can't be loaded from jax's cache, and jax warns of it each time.
+        # Programs for absent devices can't be loaded from jax's compilation cache, and jax warns each time.
         warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache", UserWarning)
         try:
             return lowered.compile(), None
@@ -157,37 +157,39 @@ def compile_for(
         except jax.errors.JaxRuntimeError as e:
             raise _refused(target, e) from e
     return compiled, (
-        f"XLA finds no tiles for a product of this program in a kernel of its own; it was compiled with {OWN_KERNELS} "
-        "off, so that all products are cuBLAS's"
+        f"XLA finds no tile sizes for a Triton matmul of this program; it was compiled with {OWN_KERNELS} off, so that "
+        "all matmuls are cuBLAS's"
     )
 
 
 def _refused(target: Target, error: Exception) -> UserError:
+    """Returns the error about a program that XLA fails to compile."""
     return UserError(
         f"XLA could not compile the program for {target.name}: {first_line(error, 300)}; try another "
-        "--microbatch-size, --mesh or --attention, or another version of jax (MTJAX_DEBUG=1 shows all that XLA said)"
+        "--microbatch-size, --mesh or --attention, or another version of jax (MTJAX_DEBUG=1 shows XLA's full output)"
     )
 
 
 def expected_blocks(program: TrainStep) -> int:
-    """Of experts' products on a rank, whose loops are as long as there are tokens for: those of equal loads; 0 without
-    experts."""
+    """Returns the number of blocks in a rank's grouped matmuls of experts with equal loads, the length of their loop,
+    which depends on the tokens at run time; 0 without experts."""
     model, mesh = program.config.model, program.shape
     if not model.num_experts:
         return 0
     plan, length = Plan.of(program.config, mesh), model.sequence_length
-    samples, ways = plan.microbatch_size, plan.expert_degree
+    samples, degree = plan.microbatch_size, plan.expert_degree
     capacity, tokens = expert_capacity(model, length), int(plan.local_tokens(length))
-    pairs = ways * tokens * model.experts_top_k
-    each, places = pairs / model.num_experts, pairs
+    pairs = degree * tokens * model.experts_top_k
+    expert_rows, slots = pairs / model.num_experts, pairs
     if capacity is not None:
-        each = min(each, ways * plan.local_tokens(capacity))
-        places = model.num_experts * min(samples * capacity, tokens) if ways > 1 else pairs
-    rows = Blocks(model.activation, model.num_experts).rows(places)
-    return model.num_experts // ways * math.ceil(each / rows)
+        expert_rows = min(expert_rows, degree * plan.local_tokens(capacity))
+        slots = model.num_experts * min(samples * capacity, tokens) if degree > 1 else pairs
+    block_rows = Blocks(model.activation, model.num_experts).rows(slots)
+    return model.num_experts // degree * math.ceil(expert_rows / block_rows)
 
 
 def _lower(program: TrainStep) -> jax.stages.Lowered:
+    """Lowers a step; reports XLA's errors, and a missing cuDNN, as `UserError`."""
     try:
         return program.lower_step()
     except jax.errors.JaxRuntimeError as e:
@@ -196,13 +198,13 @@ def _lower(program: TrainStep) -> jax.stages.Lowered:
         if "cuDNN not found" not in str(e):
             raise
         raise UserError(
-            "flash attention needs cuDNN even to compile for GPUs that are not there: "
-            f"{install_extra('aot-cudnn')} (900 MB), or choose --attention xla"
+            "flash attention needs cuDNN even to compile for absent GPUs: "
+            f"{install_extra('aot-cudnn')} (900 MB), or use --attention xla"
         ) from e
 
 
 def memory_of(compiled: jax.stages.Compiled) -> MemoryStats:
-    """What the compiler has planned for any program."""
+    """Returns the compiler's memory statistics of a program."""
     stats = compiled.memory_analysis()
     assert stats is not None
     return MemoryStats(

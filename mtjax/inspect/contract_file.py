@@ -1,17 +1,17 @@
-"""A user's own contract, pinned in a TOML file: `--contract FILE`.
+"""Contracts in TOML files: `--contract FILE`.
 
 name = "my model"
-split = ["heads", "mlp", "vocab"]   # logical axes whose weights must be split over `model`
+split = ["heads", "mlp", "vocab"]   # logical axes whose weights must be sharded over `model`
 
 [[expect]]
 phase = "layer forward"
 kind = "all-reduce"
 axis = "model"         # or several together: "data+context"
-count = "2*layers*microbatches"      # arrays in a step: a number or a formula in the words of `sizes` (see --json)
+count = "2*layers*microbatches"      # arrays in a step: a number or a formula of the symbols in `sizes` (see --json)
 elements = "batch*sequence*hidden"
 dtype = "compute"      # or "float32", "bfloat16"
-pooled = false         # true: only the total counts
-also = "loss backward" # another phase in which it may stand
+pooled = false         # true: only the total is checked
+also = "loss backward" # another phase in which it is allowed
 hoisted = false        # true: any total from `elements` to `count` times that, in any phase after the forward pass
 """
 
@@ -31,7 +31,7 @@ def load_contract(path: Path) -> Contract:
     """Reads a contract.
 
     Raises:
-      UserError: the file can't be read, or has a key or value that contracts don't have.
+      UserError: the file can't be read, or has an unknown key or an invalid value.
     """
     if not path.exists():
         raise UserError(f"no contract file {str(path)!r}")
@@ -50,8 +50,9 @@ def load_contract(path: Path) -> Contract:
 
 
 def _expectation(line: dict[str, Any], where: str) -> Expectation:
+    """Returns one line of the contract, checked."""
     hints = get_type_hints(Expectation)
-    del hints["sent"]  # which no check reads
+    del hints["sent"]  # no check reads it
     _known(line, tuple(hints), where)
     for name in _REQUIRED:
         if name not in line:

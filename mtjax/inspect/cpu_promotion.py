@@ -1,8 +1,8 @@
-"""Sums of bf16 in programs for CPUs: XLA widens them to f32, and calls the reducer "..._promoted".
+"""bf16 reductions in CPU programs: XLA promotes them to f32, and calls the reducer "..._promoted".
 
-What is sent is then f32, but of values with bf16's eight bits: on a GPU bf16 would be sent. XLA combines sums after
-that, and the combined operation has the reducer of one of them. So of several arrays those count that come out of bf16
-and that all readers round to bf16 again; where XLA has dropped either rounding, the program does not show it.
+The program then sends f32, where a GPU would send bf16. XLA combines reductions after the promotion, and the combined
+operation has the reducer of one of them. Therefore, of several arrays, those are counted as promoted that are converted
+from bf16, and that all readers convert to bf16; where XLA has removed either conversion, the program does not show it.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ NARROW = "bf16"
 
 
 def widened_sums(module: Module, computation: Computation, instruction: Instruction) -> tuple[bool, ...]:
-    """Of each operand of an all-reduce or reduce-scatter, whether it is a sum of bf16 that was widened."""
+    """Returns for each operand of an all-reduce or reduce-scatter whether it is a promoted bf16 reduction."""
     if len(instruction.operands) == 1:
         return ((instruction.attribute("to_apply") or "").endswith(_PROMOTED),)
     results: dict[int, str] = {}
@@ -31,7 +31,7 @@ def widened_sums(module: Module, computation: Computation, instruction: Instruct
 
 
 def _comes_out_of_bf16(module: Module, computation: Computation, name: str) -> bool:
-    """Whether a value is one of bf16, converted."""
+    """Returns whether a value was converted from bf16."""
     made_by = _made_by(module, computation, name)
     return any(i.opcode == "convert" and _reads(inside, i) == NARROW for inside, i in made_by)
 
@@ -42,7 +42,7 @@ def _reads(computation: Computation, instruction: Instruction) -> str:
 
 
 def _made_by(module: Module, computation: Computation, name: str) -> Iterator[tuple[Computation, Instruction]]:
-    """The operation that makes a value, and those before it as long as they are views or conversions."""
+    """Yields the operation that computes a value, and those before it as long as they are views or conversions."""
     index = None
     while name in computation.by_name:
         instruction = computation.by_name[name]
@@ -62,7 +62,7 @@ def _made_by(module: Module, computation: Computation, name: str) -> Iterator[tu
 
 
 def _is_rounded_by_all(module: Module, computation: Computation, name: str) -> bool:
-    """Whether all that read a value convert it to bf16 first."""
+    """Returns whether all readers of a value convert it to bf16."""
     users = computation.users.get(name, ())
     return bool(users) and all(_rounds(module, computation, user, name) for user in users)
 

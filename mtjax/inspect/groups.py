@@ -1,9 +1,9 @@
-"""Which devices communicate: replica groups in every syntax that XLA prints, mapped back to mesh axes.
+"""Replica groups, parsed from every syntax that XLA prints and mapped to mesh axes.
 
-- lists: `replica_groups={{0,4},{1,5}}`; `{}` is everyone
-- iota: `replica_groups=[4,2]<=[2,4]T(1,0)`: count up, shape as the second list, transpose, reshape to groups x members
+- lists: `replica_groups={{0,4},{1,5}}`; `{}` is one group of all devices
+- iota: `replica_groups=[4,2]<=[2,4]T(1,0)`: iota, reshaped to the second list, transposed, reshaped to groups x members
 - mesh: `replica_groups=mesh['a'=2,'b'=4], device_ids=([2,4]T(1,0)) {'b'}`: the product of the named axes; `'b':(2)2` is
-  the part of `b` of size 2 that comes after a part of size 2
+  the sub-axis of `b` of size 2 after a sub-axis of size 2
 - pairs: `source_target_pairs={{0,1},{1,0}}` of a permute
 """
 
@@ -27,11 +27,11 @@ _MESH_PART = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
 
 @dataclass(frozen=True)
 class Groups:
-    """Groups of devices that communicate among themselves, as rows: [groups, members]."""
+    """Groups of devices that communicate with each other, as rows: [groups, members]."""
 
     members: tuple[tuple[int, ...], ...]
     is_pairs: bool = False
-    """Each row is (source, target) of a permute."""
+    """Whether each row is (source, target) of a permute."""
 
     @property
     def size(self) -> int:
@@ -40,10 +40,10 @@ class Groups:
 
 
 def parse_groups(attributes: str, num_devices: int) -> Groups | None:
-    """The groups in an instruction's attributes, or None when it has none.
+    """Parses the groups in an instruction's attributes; None when it has none.
 
     Raises:
-      UserError: the attribute has a syntax that this reader does not know; quotes it.
+      UserError: the attribute has an unknown syntax.
     """
     if match := _LISTS.search(attributes):
         rows = re.findall(r"\{([\d,\s]+)\}", match[1])
@@ -91,7 +91,7 @@ def _from_mesh(axes: str, source: str | None, transpose: str | None, over: str, 
 
 
 def axes_of(groups: Groups, mesh: Mapping[str, int]) -> tuple[str, ...] | None:
-    """Mesh axes that every group spans, outermost first; () when each device is alone; None when no set of axes fits.
+    """Returns the mesh axes that every group spans, outermost first; () for groups of one device; None if none match.
 
     Device numbers are places in the mesh, `mesh`'s last axis varying fastest.
     """
@@ -103,9 +103,9 @@ def axes_of(groups: Groups, mesh: Mapping[str, int]) -> tuple[str, ...] | None:
         return None
     coordinates = [np.stack(np.unravel_index(np.array(g), sizes)) for g in groups.members]
     varying = {axis for c in coordinates for axis in np.flatnonzero((c != c[:, :1]).any(1)).tolist()}
-    ways = math.prod(sizes[a] for a in varying)
+    group_size = math.prod(sizes[a] for a in varying)
     if not groups.is_pairs and any(
-        len(set(g)) != ways or _varying(c) != varying for g, c in zip(groups.members, coordinates, strict=True)
+        len(set(g)) != group_size or _varying(c) != varying for g, c in zip(groups.members, coordinates, strict=True)
     ):
         return None
     return tuple(name for axis, name in enumerate(mesh) if axis in varying)
@@ -116,5 +116,5 @@ def _varying(coordinates: np.ndarray) -> set[int]:
 
 
 def servers_spanned(groups: Groups, devices_per_server: int) -> int:
-    """Servers that the widest group touches; 1 means that nothing leaves a server."""
+    """Returns the most servers that a group spans; 1 if all traffic stays inside servers."""
     return max((len({i // devices_per_server for i in g}) for g in groups.members), default=1)

@@ -1,4 +1,4 @@
-"""Reads the text of an optimized XLA program: computations, instructions, shapes and attributes.
+"""Parser of the HLO text of an optimized XLA program: computations, instructions, shapes and attributes.
 
 The text is the only form that every backend and version of jax gives. Everything that depends on how XLA prints is in
 this file and in `groups.py`; unknown operations are kept as they are, so that readers can list what they don't know.
@@ -29,7 +29,7 @@ class Array:
 
     @property
     def bytes(self) -> int:
-        """Size in bytes; 4-bit types are packed, tokens are nothing."""
+        """Size in bytes; 4-bit types are packed, tokens have 0."""
         return -(-self.elements * dtype_bits(self.dtype) // 8)
 
     def __str__(self) -> str:
@@ -37,7 +37,7 @@ class Array:
 
 
 def dtype_bits(dtype: str) -> int:
-    """Bits of an element: the first number in the type's name (bf16, s32, f8e4m3fn, c64); a pred takes a byte."""
+    """Returns the bits of an element: the first number in the dtype's name (bf16, s32, f8e4m3fn, c64); 8 for pred."""
     if dtype == "pred":
         return 8
     digits = re.search(r"\d+", dtype)
@@ -60,7 +60,7 @@ class Instruction:
 
     @cached_property
     def op_name(self) -> str:
-        """The path of scopes that jax wrote into the metadata, or "" when XLA dropped it."""
+        """The path of scopes in jax's metadata, or "" when XLA dropped it."""
         match = _OP_NAME.search(self.attributes)
         return re.sub(r"\\(.)", r"\1", match[1]) if match else ""
 
@@ -80,18 +80,19 @@ class Instruction:
         return tuple(single + [n.strip().lstrip("%") for names in listed for n in names.split(",") if n.strip()])
 
     def attribute(self, name: str) -> str | None:
-        """The text of a simple attribute: a word, a number, a quoted string, or a list in braces without the braces."""
+        """Returns the text of a simple attribute: a name, number, quoted string, or a list in braces without the
+        braces."""
         match = re.search(rf"(?:^|[\s,]){name}=(?:\{{([^}}]*)\}}|\"([^\"]*)\"|([^\s,]+))", self.attributes)
         return next((g for g in match.groups() if g is not None), None) if match else None
 
     def dimensions(self, name: str) -> tuple[int, ...]:
-        """A list of dimensions, such as `lhs_contracting_dims`; empty when it is missing."""
+        """Returns a list of dimensions, such as `lhs_contracting_dims`; empty when it is missing."""
         text = self.attribute(name)
         return tuple(int(d) for d in text.split(",")) if text else ()
 
     @cached_property
     def trip_count(self) -> int | None:
-        """How often a `while` runs its body, where XLA knows, or we do (`with_trip_counts`)."""
+        """Iterations of a `while`, where XLA or `with_trip_counts` has set them."""
         match = re.search(r'"known_trip_count":\s*\{"n":\s*"?(\d+)', self.attributes)
         return int(match[1]) if match else None
 
@@ -110,7 +111,7 @@ class Computation:
 
     @cached_property
     def users(self) -> Mapping[str, tuple[Instruction, ...]]:
-        """Who uses the result of an instruction."""
+        """Name of an instruction -> instructions that read its result."""
         users: dict[str, list[Instruction]] = {}
         for instruction in self.instructions:
             for operand in instruction.operands:
@@ -119,7 +120,7 @@ class Computation:
 
     @property
     def root(self) -> Instruction:
-        """The instruction whose value the computation returns."""
+        """The instruction whose result the computation returns."""
         return next((i for i in self.instructions if i.is_root), self.instructions[-1])
 
     @property
@@ -129,7 +130,7 @@ class Computation:
         return sorted(parameters, key=lambda i: int(i.operands[0]))
 
     def operand_arrays(self, instruction: Instruction) -> tuple[Array, ...]:
-        """Types of an instruction's operands, tuples flattened."""
+        """Returns the types of an instruction's operands, tuples flattened."""
         operands = (self.by_name[name].arrays for name in instruction.operands if name in self.by_name)
         return tuple(array for arrays in operands for array in arrays)
 
@@ -167,14 +168,14 @@ class Module:
         return callee.name == (name.lstrip("%") if name else instruction.called[-1])
 
     def callees(self, instruction: Instruction) -> Iterator[Computation]:
-        """The computations that an instruction calls."""
+        """Yields the computations that an instruction calls."""
         for name in instruction.called:
             if name in self.computations:
                 yield self.computations[name]
 
 
 def with_trip_counts(module: Module, count: int, scope: str) -> Module:
-    """A module whose loops of unknown length below a scope are said to run `count` times.
+    """Returns the module with `count` as the trip count of loops of unknown length below a scope.
 
     Args:
       module: the program.
@@ -204,7 +205,7 @@ _OPCODE = re.compile(r"\s*([\w\-]+)\(")
 
 
 def parse(text: str) -> Module:
-    """Reads what `jax.stages.Compiled.as_text()` returns.
+    """Parses the text of `jax.stages.Compiled.as_text()`.
 
     Raises:
       UserError: the text is not an HLO module, or a line of it can't be read; names the line.
@@ -239,8 +240,8 @@ def parse(text: str) -> Module:
 
 
 def _in_one_piece(instructions: list[Instruction]) -> tuple[Instruction, ...]:
-    """Fusions with a start and a done - XLA of jax 0.12 lets some that only copy run beside others - as those without:
-    all of it where it starts."""
+    """Rewrites asynchronous fusions (start and done), which XLA of jax 0.12 uses for copies, as synchronous ones at
+    their start."""
     results = {i.operands[0]: i.arrays for i in instructions if i.opcode == "fusion-done"}
 
     def whole(instruction: Instruction) -> Instruction:
@@ -252,7 +253,7 @@ def _in_one_piece(instructions: list[Instruction]) -> tuple[Instruction, ...]:
 
 
 def _name_outputs(computation: Computation, computations: Mapping[str, Computation]) -> Computation:
-    """Gives every output of a fusion the name of what computes it: XLA prints the fusion's, which is one output's."""
+    """Gives every output of a fusion the op_name of the operation that computes it; XLA prints one for all."""
 
     def named(instruction: Instruction) -> Instruction:
         if instruction.opcode != "get-tuple-element":
@@ -290,7 +291,7 @@ def _instruction(line: str, number: int) -> Instruction:
 
 
 def parse_arrays(shape: str) -> tuple[Array, ...]:
-    """Leaves of a printed shape: "(f32[4,8]{1,0}, /*index=1*/bf16[])"; a bounded dimension counts as its bound."""
+    """Parses the leaves of a shape: "(f32[4,8]{1,0}, /*index=1*/bf16[])"; a bounded dimension counts as its bound."""
     return tuple(
         Array(dtype, tuple(int(d.strip().removeprefix("<=")) for d in dims.split(",") if d.strip()))
         for dtype, dims in _ARRAY.findall(shape)
@@ -298,7 +299,7 @@ def parse_arrays(shape: str) -> tuple[Array, ...]:
 
 
 def _operands(inside: str) -> tuple[str, ...]:
-    """Operand names: with or without "%", and with or without the operand's shape before it."""
+    """Parses operand names, with or without "%", and with or without the operand's shape before them."""
     names = re.findall(r"%([\w.\-]+)", inside)
     if names or not inside.strip():
         return tuple(names)
@@ -306,7 +307,7 @@ def _operands(inside: str) -> tuple[str, ...]:
 
 
 def _split(text: str) -> list[str]:
-    """Splits at commas outside of brackets."""
+    """Splits at commas outside brackets."""
     parts, depth, start = [], 0, 0
     for i, c in enumerate(text):
         depth += (c in "([{") - (c in ")]}")
@@ -320,7 +321,7 @@ _BRACKET = re.compile(r'[()]|"(?:[^"\\]|\\.)*"')
 
 
 def _skip(line: str, start: int) -> int:
-    """The place after the parenthesis that closes the one at `start`; quoted text does not count."""
+    """Returns the index after the parenthesis that closes the one at `start`, ignoring quoted text."""
     depth = 0
     for match in _BRACKET.finditer(line, start):
         depth += {"(": 1, ")": -1}.get(match[0], 0)

@@ -1,4 +1,4 @@
-"""The single letters that stood for sizes in earlier versions, for contract files and readers of the JSON."""
+"""One-letter symbols of sizes in earlier versions, for contract files and readers of the JSON."""
 
 from mtjax.config.sizes import (
     decoder_layers,
@@ -14,7 +14,7 @@ from mtjax.theory.contract import Symbols
 
 
 def letters(step: CompiledStep, words: Symbols) -> dict[str, int]:
-    """The letters of a step's sizes; `words` are those of its contract."""
+    """Returns the one-letter symbols of a step; `words` are the symbols of its contract."""
     model, plan = step.config.model, step.plan
     decoder = decoder_layers(model)
     return {

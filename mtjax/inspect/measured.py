@@ -1,6 +1,6 @@
-"""Measured time of a step, from a trace of jax's profiler, beside what the compiled program predicts.
+"""Measured time of a step, from a trace of jax's profiler, compared with the prediction for the compiled program.
 
-A trace says for each operation that a device ran the name of its HLO instruction. The compiled program knows that
+A trace has the name of the HLO instruction of each operation that a device ran; the compiled program has that
 instruction's phase and, of a collective, its mesh axes. On GPUs the operations are the kernels on the streams of a
 device, on CPUs the thunks of the host's threads; both have the same names and are read the same way.
 """
@@ -33,14 +33,14 @@ HOLDS_OTHERS = ("while", "call", "conditional")
 """Operations whose time is that of the operations inside them."""
 PRODUCTS, ATTENTION, MEMORY = "products", "attention", "memory-bound"
 COLLECTIVES, NOTHING = "collectives", "nothing runs"
-"""What a device spends a step on: of attention the fused kernels; collectives whether or not computing hides them."""
+"""Causes of a step's time, keys of the JSON report: attention is fused kernels; collectives include overlapped ones."""
 UNKNOWN_SHARE = 0.02
-"""Share of the time that may belong to operations without a name in the program."""
+"""Most of the time that operations may have that are not in the program."""
 DECIDE = (
     *("pipeline_schedule", "chunks", "layers_per_stage", "sequence_parallel", "zero", "overlap", "grad_reduce_dtype"),
     *("global_batch_size", "microbatch_size", "recompute", "compute_dtype"),
 )
-"""Settings, besides the model's, without which a program is another one."""
+"""Settings, in addition to the model's, that determine the program."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Operation:
     """One run of an operation on a device."""
 
     name: str
-    """Of the HLO instruction."""
+    """Name of the HLO instruction."""
     device: str
     start: float
     """Seconds."""
@@ -57,17 +57,17 @@ class Operation:
 
 @dataclass
 class Sent:
-    """Seconds of a step that collectives of one kind over the same axes take in a phase."""
+    """Seconds per step of collectives of one kind over the same axes in a phase."""
 
     count: int = 0
     measured: float = 0.0
     predicted: float | None = None
-    """One after the other, whether or not computing hides them; None where the hardware is not known."""
+    """One after the other, overlapped or not; None where the hardware is not known."""
 
 
 @dataclass
 class InPhase:
-    """Seconds of a step in a phase."""
+    """Seconds per step in a phase."""
 
     computing: float = 0.0
     sending: float = 0.0
@@ -76,7 +76,7 @@ class InPhase:
 
 @dataclass
 class OfCause:
-    """Seconds of a step that a device spends on a cause."""
+    """Seconds per step of a cause."""
 
     measured: float = 0.0
     predicted: float | None = None
@@ -84,7 +84,7 @@ class OfCause:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a trace says of a step: means over steps and devices, in seconds."""
+    """Measured times of a step: means over steps and devices, in seconds."""
 
     trace: Path
     steps: int
@@ -95,15 +95,15 @@ class Measured:
     collectives: dict[tuple[str, str, tuple[str, ...] | None], Sent] = field(default_factory=dict)
     """By phase, kind and axes."""
     causes: dict[str, OfCause] = field(default_factory=dict)
-    """Products, attention, memory-bound, collectives, and the time in which a device runs nothing."""
+    """By cause: matmuls, attention, memory-bound, collectives, idle."""
 
 
 def measure(report: Report, path: Path) -> Measured:
-    """Sets a trace beside a report.
+    """Compares a trace with a report.
 
     Args:
       report: on the program that was traced.
-      path: of the trace, of the folder that `--profile` wrote, or of its run.
+      path: of the trace, of the folder that `--profile` wrote, or of the run's folder.
 
     Raises:
       UserError: there is no trace, it can't be read, or it is of another program.
@@ -119,7 +119,7 @@ def measure(report: Report, path: Path) -> Measured:
     if sum(o.seconds for o in operations if o.name in unknown) > UNKNOWN_SHARE * total:
         raise UserError(
             f"{trace} is of another program: {min(unknown)} and {len(unknown) - 1} more operations are not in the one "
-            "compiled here; inspect with the config.toml of the traced run, and for the devices that it had"
+            "compiled here; inspect with the config.toml and the devices of the traced run"
         )
     devices, steps = len({o.device for o in operations}), count_steps(report.step, operations)
     measured = Measured(trace, steps, devices, step_seconds(operations, steps))
@@ -143,7 +143,7 @@ def measure(report: Report, path: Path) -> Measured:
 
 
 def by_cause(report: Report, operations: Iterable[Operation], steps: int, devices: int) -> dict[str, OfCause]:
-    """What the operations of a trace spend a step on, beside the prediction where the hardware is known."""
+    """Returns the measured time per step by cause, with the prediction where the hardware is known."""
     module, sent = report.step.module, {c.name for c in report.collectives}
     roofline = Roofline(module, list(report.collectives), report.time.server) if report.time else None
     causes = {name: OfCause(predicted=0.0 if roofline else None) for name in (PRODUCTS, ATTENTION, MEMORY)}
@@ -172,7 +172,7 @@ def by_cause(report: Report, operations: Iterable[Operation], steps: int, device
 
 
 def scheduled(module: Module) -> Iterator[Site]:
-    """What a device is told to run, one after the other: of a fusion the whole, of a loop its body."""
+    """Yields the operations that a device runs: a fusion as one operation, a loop as those of its body."""
     for site in walk(module):
         called = [c.instruction for c in site.callers]
         is_condition = called and (called[-1].attribute("condition") or "").lstrip("%") == site.computation.name
@@ -181,7 +181,7 @@ def scheduled(module: Module) -> Iterator[Site]:
 
 
 def kind_of_work(module: Module, computation: Computation, instruction: Instruction) -> str:
-    """Products, attention, or work that memory bounds; nothing for what holds other operations."""
+    """Returns the cause of an operation: matmuls, attention or memory-bound; none for loops, calls and branches."""
     if instruction.opcode in HOLDS_OTHERS:
         return NOTHING
     products = products_of(module, computation, instruction)
@@ -189,7 +189,7 @@ def kind_of_work(module: Module, computation: Computation, instruction: Instruct
 
 
 def gaps(spans: list[tuple[float, float]]) -> float:
-    """Seconds between the first start and the last end in which nothing runs."""
+    """Returns the idle seconds between the first start and the last end."""
     idle, until = 0.0, None
     for start, end in sorted(spans):
         idle += max(0.0, start - until) if until is not None else 0.0
@@ -198,7 +198,7 @@ def gaps(spans: list[tuple[float, float]]) -> float:
 
 
 def predict_sent(report: Report, measured: Measured) -> None:
-    """Enters all collectives of the program, with their predicted time."""
+    """Adds all collectives of the program, with their predicted time."""
     roofline = None
     if report.time is not None:
         roofline = Roofline(report.step.module, list(report.collectives), report.time.server)
@@ -210,7 +210,7 @@ def predict_sent(report: Report, measured: Measured) -> None:
 
 
 def find_trace(path: Path) -> Path:
-    """The newest `.xplane.pb` at or below a path.
+    """Finds the newest `.xplane.pb` at or below a path.
 
     Raises:
       UserError: there is none.
@@ -224,7 +224,7 @@ def find_trace(path: Path) -> Path:
 
 
 def check_same_run(trace: Path, config: Config) -> None:
-    """Checks that the config of the run in whose folder a trace lies, where it does, makes the same program.
+    """Checks that the config of the run in whose folder a trace is, if any, compiles to the same program.
 
     Raises:
       UserError: names the settings that differ.
@@ -247,7 +247,7 @@ def check_same_run(trace: Path, config: Config) -> None:
 
 
 def read_operations(trace: Path, module: str) -> Iterator[Operation]:
-    """The operations of a program that a trace has, of all devices.
+    """Reads the operations of a program from a trace, of all devices.
 
     Raises:
       UserError: the file is not a trace.
@@ -269,7 +269,7 @@ def read_operations(trace: Path, module: str) -> Iterator[Operation]:
 
 
 def instructions(step: CompiledStep) -> dict[str, tuple[str, str]]:
-    """Name of an instruction -> its phase and its operation."""
+    """Returns the phase and operation of each instruction by its name."""
     return {
         i.name: (locate(computation, i)[0], i.opcode)
         for computation in step.module.computations.values()
@@ -278,7 +278,7 @@ def instructions(step: CompiledStep) -> dict[str, tuple[str, str]]:
 
 
 def count_steps(step: CompiledStep, operations: Iterable[Operation]) -> int:
-    """How many steps were traced: as often as a device ran most of the operations that a step runs once."""
+    """Returns the number of traced steps: how often a device ran most of the operations that a step runs once."""
     once = {i.name for i in step.module.entry.instructions if i.opcode not in HOLDS_OTHERS}
     counts: dict[tuple[str, str], int] = defaultdict(int)
     for operation in operations:
@@ -288,7 +288,7 @@ def count_steps(step: CompiledStep, operations: Iterable[Operation]) -> int:
 
 
 def step_seconds(operations: Iterable[Operation], steps: int) -> float:
-    """Mean time of a step on the device that was busy longest."""
+    """Returns the mean time of a step on the device that was busy longest."""
     first: dict[str, float] = {}
     last: dict[str, float] = {}
     for o in operations:
@@ -298,6 +298,6 @@ def step_seconds(operations: Iterable[Operation], steps: int) -> float:
 
 
 def in_order(measured: Measured) -> list[tuple[str, InPhase]]:
-    """The phases as a step has them."""
+    """Returns the phases in the order of a step."""
     known = {phase: place for place, phase in enumerate(PHASES)}
     return sorted(measured.phases.items(), key=lambda item: known.get(item[0], len(known)))

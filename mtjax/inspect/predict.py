@@ -1,4 +1,4 @@
-"""The predicted time of a step, and how much of it is communication that nothing hides."""
+"""Predicted time of a step, with its exposed communication."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,15 +22,15 @@ class TimeReport:
     server: Server
     seconds: float
     products: float
-    """Seconds in operations that products bound."""
+    """Seconds of compute-bound operations: matmuls."""
     memory_bound: float
-    """Seconds in operations that memory bounds."""
+    """Seconds of memory-bound operations."""
     exposed: float
-    """Seconds in which a device waits for a collective."""
+    """Seconds of exposed communication: a device waits for a collective."""
     hidden: float
-    """Seconds of collectives that computation hides."""
+    """Seconds of communication that computation overlaps with."""
     contention: float
-    """Seconds that computation takes longer because collectives run beside it."""
+    """Seconds that overlapped collectives slow computation down."""
     exposed_by_axes: Mapping[str, float]
     hidden_by_axes: Mapping[str, float]
     phases: Mapping[str, Spent]
@@ -39,34 +39,34 @@ class TimeReport:
     tflops: float
     """Model FLOPs (recompute not counted) per device and second, in tera."""
     hardware_tflops: float
-    """FLOPs of the program's products per device and second, in tera."""
+    """FLOPs of the program's matmuls per device and second, in tera."""
     mfu: float
     """Model FLOPs over the peak; attention counted in full."""
     hfu: float
     """FLOPs of the program over the peak."""
     by_plan: float
-    """Seconds by the planner's formulas: the kernels of the model, and what loops over layers copy."""
+    """Seconds by the planner's formulas: kernels of the model, and copies in layer loops."""
     copies_by_plan: float
-    """Of them, those of the copies."""
+    """Seconds of the copies among them."""
     between: tuple[float, float]
-    """Seconds that runs took at least and at most for which as many were predicted."""
+    """Range of seconds by the errors on published runs."""
     layers: Mapping[str, tuple[Event, ...]]
-    """Timeline of one layer's forward and one layer's backward pass (with its recomputation)."""
+    """Timeline of one layer's forward and one layer's backward pass (with its recompute)."""
 
     @property
     def exposed_share(self) -> float:
-        """Share of the step in which a device waits for a collective."""
+        """Share of the step that is exposed communication."""
         return self.exposed / self.seconds
 
 
 def predict(step: CompiledStep, collectives: Sequence[Collective], flops: int, server: Server) -> TimeReport:
-    """Walks the compiled step on the GPUs of `server`.
+    """Simulates the compiled step on the GPUs of `server`.
 
     Args:
       step: a program for GPUs.
       collectives: all of its collectives.
-      flops: of its products, on one device.
-      server: the hardware; need not be that compiled for.
+      flops: of its matmuls, on one device.
+      server: the hardware; may differ from that compiled for.
     """
     side_by_side = bool(step.program.xla.options.get(MULTI_STREAMING))
     roofline = Roofline(step.module, list(collectives), server, side_by_side=side_by_side)
@@ -102,7 +102,7 @@ def predict(step: CompiledStep, collectives: Sequence[Collective], flops: int, s
 
 
 def layer_timelines(roofline: Roofline) -> dict[str, tuple[Event, ...]]:
-    """The events of the loop bodies that are a layer's forward and backward pass."""
+    """Returns the events of the loop bodies that are a layer's forward and backward pass."""
     slowest: dict[str, tuple[float, tuple[Event, ...]]] = {}
     for walked in roofline.walked.values():
         times = {phase: walked.phases[phase].total for phase in LAYER_PHASES if phase in walked.phases}

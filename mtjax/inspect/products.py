@@ -1,4 +1,4 @@
-"""Matrix products of a program: their sizes, found wherever XLA has put them, and their FLOPs."""
+"""Matmuls of a program, in any form that XLA gives them: their sizes and FLOPs."""
 
 import json
 import math
@@ -14,16 +14,16 @@ _FLASH = re.compile(r"__cudnn\$fmha\w*", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Product:
-    """`batch` products [m,k] x [k,n]."""
+    """`batch` matmuls [m,k] x [k,n]."""
 
     m: int
     k: int
     n: int
     batch: int
     dtype: str
-    """Type of the operands."""
+    """Dtype of the operands."""
     is_flash: bool = False
-    """All of an attention kernel's products, as one of the same FLOPs."""
+    """Whether it stands for all matmuls of a flash attention kernel, with their FLOPs."""
 
     @property
     def flops(self) -> int:
@@ -37,7 +37,7 @@ class Product:
 
 
 def product_of(computation: Computation, instruction: Instruction) -> Product | None:
-    """The product that an instruction computes itself, or None."""
+    """Returns the matmul that an instruction computes itself, or None."""
     if instruction.opcode == "dot":
         return _dot(
             computation,
@@ -74,7 +74,7 @@ def _dot(
 
 
 def _flash(computation: Computation, instruction: Instruction, target: str) -> Product:
-    """Scores and context forward, five products backward, attention counted in full: queries [b, s, heads, width]."""
+    """Returns a kernel's matmuls as one: two forward, five backward, full attention; queries [b, s, heads, width]."""
     query, key = computation.operand_arrays(instruction)[:2]
     batch, queries, heads, width = query.dims
     products = 5 if "backward" in target.lower() else 2
@@ -82,13 +82,13 @@ def _flash(computation: Computation, instruction: Instruction, target: str) -> P
 
 
 def products_of(module: Module, computation: Computation, instruction: Instruction) -> list[Product]:
-    """The products of an operation, with those of what it fuses or calls, each run once."""
-    own = product_of(computation, instruction)
+    """Returns the matmuls of an operation, with those of computations that it fuses or calls, each once."""
+    direct = product_of(computation, instruction)
     callees = ((callee, inner) for callee in module.callees(instruction) for inner in callee.instructions)
-    return [*([own] if own else []), *(p for place in callees for p in products_of(module, *place))]
+    return [*([direct] if direct else []), *(p for callee in callees for p in products_of(module, *callee))]
 
 
 def count_flops(module: Module) -> int:
-    """FLOPs of all products that one device computes in a step."""
+    """Returns the FLOPs of all matmuls that one device computes in a step."""
     products = ((product_of(site.computation, site.instruction), site.count) for site in walk(module))
     return sum(product.flops * count for product, count in products if product)

@@ -21,7 +21,7 @@ SCHEMA = "mtjax.inspect/1"
 
 
 def to_json(report: Report, measured: Measured | None = None) -> dict[str, Any]:
-    """The report as nested dicts of JSON values, with what a trace of it says."""
+    """Returns the report as nested dicts of JSON values, with the measured times of a trace, if any."""
     step = report.step
     return {
         "schema": SCHEMA,
@@ -63,7 +63,7 @@ def _measured(measured: Measured) -> dict[str, Any]:
 
 
 def target_json(target: Target) -> dict[str, Any]:
-    """What was compiled for."""
+    """Returns the target as JSON values."""
     server = target.server
     facts = None
     if server:
@@ -78,7 +78,7 @@ def target_json(target: Target) -> dict[str, Any]:
 
 
 def collective_json(c: Collective) -> dict[str, Any]:
-    """A collective of any program."""
+    """Returns a collective as JSON values."""
     return {
         "name": c.name,
         "kind": c.kind,
@@ -99,7 +99,7 @@ def collective_json(c: Collective) -> dict[str, Any]:
 
 
 def verdict_json(verdict: Verdict) -> dict[str, Any]:
-    """Whether a program keeps its contract, line by line."""
+    """Returns the result of a check as JSON values, line by line."""
     return {
         "holds": verdict.holds,
         "lines": [_line(line) for line in verdict.lines],

@@ -1,4 +1,4 @@
-"""What to compile for: virtual CPUs, the GPUs of this machine, or GPUs that it does not have (compile-only devices)."""
+"""Targets of compilation: virtual CPUs, the GPUs of this machine, or absent GPUs (compile-only devices)."""
 
 import dataclasses
 import importlib.util
@@ -24,25 +24,25 @@ PLUGIN = "jax_cuda13_plugin"
 
 @dataclass(frozen=True)
 class Target:
-    """A kind of device, and the servers it comes in."""
+    """Devices to compile for, and their servers."""
 
     name: str
-    """What the user called it."""
+    """As given by the user."""
     server: Server | None
     """None for CPUs and for GPUs that are not in the hardware table."""
     is_gpu: bool
-    """Whether the program is a GPU's: bf16 stays bf16, and a reduce-scatter stays one."""
+    """Whether programs are for GPUs: XLA for CPUs promotes bf16 reductions and rewrites reduce-scatters."""
 
     @property
     def devices_per_server(self) -> int:
-        """Neighbours in the mesh that share a server; all devices where there are no servers."""
+        """Consecutive devices of the mesh that share a server; all devices where there are no servers."""
         return self.server.gpus if self.server else 1 << 30
 
     def mesh(self, shape: MeshShape) -> Mesh:
-        """A mesh of this target's devices.
+        """Builds a mesh of this target's devices.
 
         Raises:
-          UserError: it can't be compiled for here, or not enough devices are attached.
+          UserError: this machine can't compile for them, or not enough devices are attached.
         """
         if self.name in (CPU, ATTACHED):
             if self.name == CPU and shape.size > MAX_CPU_DEVICES:
@@ -56,19 +56,19 @@ class Target:
 
 
 def find_target(name: str, link: float | None = None, network: float | None = None) -> Target:
-    """The target that `--target` names.
+    """Parses `--target`.
 
     Args:
-      name: "cpu", "attached", KINDxGPUS-PER-SERVER such as "h100x8", or a .toml file.
-      link: bytes/s of a GPU inside its server, instead of the server's own.
-      network: bytes/s of a GPU between servers, instead of the server's own.
+      name: "cpu", "attached", GPUxGPUS-PER-SERVER such as "h100x8", or a .toml file.
+      link: bytes/s of a GPU inside its server, instead of the server's.
+      network: bytes/s of a GPU between servers, instead of the server's.
 
     Raises:
-      UserError: there is no such target, or links are given for CPUs.
+      UserError: there is no such target, or bandwidths are given for CPUs.
     """
     if name == CPU:
         if link or network:
-            raise UserError("--intra-bandwidth and --inter-bandwidth describe servers of GPUs, and the target is cpu")
+            raise UserError("--intra-bandwidth and --inter-bandwidth need a GPU target, and the target is cpu")
         return Target(name, None, is_gpu=False)
     server = attached_server() if name == ATTACHED else server_files.parse(name)
     speeds = {"link": link, "network": network}
@@ -77,7 +77,7 @@ def find_target(name: str, link: float | None = None, network: float | None = No
 
 
 def running_target(mesh: Mesh) -> Target:
-    """The target that describes a mesh of real devices, whether or not the hardware table knows them."""
+    """Returns the target of a mesh of real devices, also of GPUs that are not in the hardware table."""
     device = mesh.devices.flat[0]
     gpu = by_device_kind(device.device_kind)
     if device.platform not in ("gpu", "cuda") or gpu is None:
@@ -87,14 +87,14 @@ def running_target(mesh: Mesh) -> Target:
 
 
 def attached_server() -> Server:
-    """The servers of the GPUs that this process sees.
+    """Returns the server of the GPUs that this process sees.
 
     Raises:
-      UserError: there is no GPU, or its kind is not in the table.
+      UserError: there is no GPU, or it is not in the hardware table.
     """
     if not has_gpu():
         raise UserError(
-            "--target attached inspects for the GPUs of this machine, and there are none; try h100x8 or cpu"
+            "--target attached compiles for the GPUs of this machine, and there are none; use h100x8 or cpu"
         )
     device = jax.devices()[0]
     gpu = by_device_kind(device.device_kind)
@@ -106,17 +106,17 @@ def attached_server() -> Server:
 
 
 def compile_only_devices(server: Server, count: int) -> Sequence[Any]:
-    """`count` compile-only GPUs, filling one server after the other.
+    """Returns `count` compile-only GPUs, in full servers.
 
     Raises:
-      UserError: the extra `aot` is missing, XLA does not compile for this kind, or the last server is not full.
+      UserError: the extra `aot` is missing, XLA does not compile for this GPU, or the last server is not full.
     """
     missing = [name for name in (PLUGIN, "nvidia") if importlib.util.find_spec(name) is None]
     if missing:
-        raise UserError(f"compiling for GPUs that are not there needs the extra aot: {install_extra('aot')}")
+        raise UserError(f"compiling for absent GPUs needs the extra aot: {install_extra('aot')}")
     each = server.each_of(count)
     if not has_gpu() and not os.environ.get("JAX_PLATFORMS"):
-        jax.config.update("jax_platforms", "cpu")  # else the plugin looks for a driver, and complains
+        jax.config.update("jax_platforms", "cpu")  # else the plugin logs an error about the missing driver
     topology = topologies.get_topology_desc(
         topology_name=server.target,
         platform="cuda",

@@ -1,4 +1,4 @@
-"""Bytes that an operation moves through a device's memory: operands and results, but of slices only the slice."""
+"""Memory traffic of an operation: bytes of operands and results, of slices only the slice."""
 
 from mtjax.inspect.hlo import Computation, Instruction, Module
 
@@ -6,11 +6,11 @@ _VIEWS = ("bitcast", "reshape", "copy", "convert")
 
 
 _ONE_SCATTER = 3
-"""Operands of a scatter into one array: the array, indices, and what is put there."""
+"""Operands of a scatter into one array: the array, indices, and updates."""
 
 
 def bytes_moved(module: Module, computation: Computation, instruction: Instruction) -> int:
-    """Bytes read and written by one execution of an operation."""
+    """Returns the bytes read and written by one execution of an operation."""
     if instruction.opcode == "fusion":
         fused = next(iter(module.callees(instruction)), None)
         if fused is not None:
@@ -25,12 +25,12 @@ def bytes_moved(module: Module, computation: Computation, instruction: Instructi
 
 
 def _fusion(fused: Computation) -> int:
-    """What a fused kernel reads of each parameter, and what it writes."""
+    """Returns the bytes that a fused kernel reads of its parameters, and writes."""
     return sum(_read(fused, p) for p in fused.parameters) + _written(fused, fused.root)
 
 
 def _read(fused: Computation, value: Instruction) -> int:
-    """Bytes read of a value: what its users slice out of it, when all of them do."""
+    """Returns the bytes read of a value: the slices, where all its users only slice it."""
     users = fused.users.get(value.name, ())
     if not users:
         return 0
@@ -41,7 +41,7 @@ def _read(fused: Computation, value: Instruction) -> int:
         elif user.opcode == "dynamic-update-slice" and user.operands[0] == value.name:
             continue  # written in place
         elif user.opcode == "scatter" and user.operands[0] == value.name and len(user.operands) == _ONE_SCATTER:
-            read += fused.by_name[user.operands[2]].bytes  # the rows that others are added to
+            read += fused.by_name[user.operands[2]].bytes  # the rows to which updates are added
         elif user.opcode in _VIEWS and user.arrays[0].elements == value.arrays[0].elements:
             read += _read(fused, user) if user.opcode == "bitcast" else min(_read(fused, user), value.bytes)
         else:
@@ -50,7 +50,7 @@ def _read(fused: Computation, value: Instruction) -> int:
 
 
 def _is_parameter(fused: Computation, name: str) -> bool:
-    """Whether a value is what the kernel was given, as another view or not, and so may be written in place."""
+    """Returns whether a value is a parameter of the kernel, or a view of one, and so may be written in place."""
     value = fused.by_name[name]
     while value.opcode in _VIEWS and value.operands[0] in fused.by_name:
         value = fused.by_name[value.operands[0]]
@@ -58,6 +58,7 @@ def _is_parameter(fused: Computation, name: str) -> bool:
 
 
 def _written(fused: Computation, root: Instruction) -> int:
+    """Returns the bytes that a fused kernel writes; updates in place count as the updated part."""
     if root.opcode == "tuple":
         return sum(_written(fused, fused.by_name[name]) for name in root.operands)
     if root.opcode == "dynamic-update-slice":

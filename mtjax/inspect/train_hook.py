@@ -1,4 +1,4 @@
-"""What `train --inspect` shows before the first step: the program that is about to run."""
+"""`mtjax train --inspect`: reports on the program before the first step."""
 
 from rich.console import Console
 
@@ -18,10 +18,10 @@ def show_program(program: TrainStep, console: Console, teacher: Model | None = N
     Args:
       program: of the run; its mesh holds real devices.
       console: where to print.
-      teacher: the model of the config's teacher, whose weights lie beside the step.
+      teacher: the model of the config's teacher, whose weights are in memory during the step.
 
     Returns:
-      The report; `report.verdict.holds` says whether the program keeps its contract.
+      The report; `report.verdict.holds` is whether the program meets its contract.
     """
     step = compile_program(program, running_target(program.mesh))
     text.show_note(step.note, console)

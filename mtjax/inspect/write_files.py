@@ -1,4 +1,4 @@
-"""Files that `inspect` leaves behind, each complete or not at all."""
+"""Atomic writes of the inspector's files."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from mtjax.inspect.compiled import CompiledStep
 
 
 def write(path: Path, content: str) -> None:
-    """Writes a text file by way of a temporary one.
+    """Writes a text file atomically, by renaming a temporary one.
 
     Raises:
       UserError: it can't be written there.
@@ -22,12 +22,12 @@ def write(path: Path, content: str) -> None:
 
 
 def dump(step: CompiledStep, folder: Path, number: int = 1) -> Path:
-    """Writes a program's HLO text, whose op_names lead back to the modules; returns the file.
+    """Writes a program's HLO text, whose op_names contain the modules' names; returns the file.
 
     Args:
       step: any compiled step.
       folder: created if it does not exist.
-      number: tells programs of the same mesh apart.
+      number: distinguishes programs of the same mesh.
     """
     name = f"step-{number}-{step.mesh}-{Path(step.target.name).stem}.hlo.txt"
     write(folder / name, step.text)

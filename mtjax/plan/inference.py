@@ -76,26 +76,26 @@ class DecodingMemory:
 
 
 def decoding_memory(
-    anatomy: Anatomy, model_ways: int, sequences: int, context: int, element_bytes: float = 2, *, int8: bool = False
+    anatomy: Anatomy, tensor_degree: int, sequences: int, context: int, element_bytes: float = 2, *, int8: bool = False
 ) -> DecodingMemory:
     """Returns the memory of a decode step; a T5's with its encoder, and a cross-attention cache of the same length.
 
     Args:
       anatomy: of the model.
-      model_ways: tensor parallel degree.
+      tensor_degree: tensor parallel degree.
       sequences: decoded together.
       context: length of the KV cache in tokens.
       element_bytes: of the compute dtype.
       int8: whether matrices have 8 bits (`--weights-dtype int8`).
     """
-    mesh, model = MeshShape(model=model_ways), anatomy.model
+    mesh, model = MeshShape(model=tensor_degree), anatomy.model
     layout = layout_of(model, mesh)
     weights, narrow = 0.0, in_8_bits(anatomy) if int8 else frozenset()
     for weight in anatomy.weights:
         elements = on_device(weight, layout, mesh)
         if "kv_heads" in weight.names:  # each rank has the key heads of its query heads
             heads = weight.shape[weight.names.index("kv_heads")]
-            elements = weight.size // heads * max(heads, model_ways) // model_ways
+            elements = weight.size // heads * max(heads, tensor_degree) // tensor_degree
         if weight.name in narrow:
             weights += elements + 4 * elements / _inputs(weight, layout, mesh)
         else:
@@ -105,9 +105,9 @@ def decoding_memory(
         for part in stack.parts:
             if isinstance(part, Attention | CrossAttention):
                 heads = part.kv_heads if isinstance(part, Attention) else part.heads
-                cached += stack.layers * 2 * max(heads, model_ways) // model_ways * part.head_dim
+                cached += stack.layers * 2 * max(heads, tensor_degree) // tensor_degree * part.head_dim
     cache = cached * sequences * context * element_bytes
-    return DecodingMemory(weights, cache, SAMPLING_ARRAYS * 4 * sequences * padded_vocab_size(model) / model_ways)
+    return DecodingMemory(weights, cache, SAMPLING_ARRAYS * 4 * sequences * padded_vocab_size(model) / tensor_degree)
 
 
 def in_8_bits(anatomy: Anatomy) -> frozenset[str]:
@@ -144,13 +144,13 @@ class Generation:
 
 
 def generation(
-    anatomy: Anatomy, server: Server, model_ways: int, batch: int, context: int, precision: str = "bfloat16"
+    anatomy: Anatomy, server: Server, tensor_degree: int, batch: int, context: int, precision: str = "bfloat16"
 ) -> Generation:
     """Returns lower bounds on the times of prefill and decoding; tensor parallel communication is not counted."""
     gpu, constants = server.gpu, Constants()
-    rate = model_ways * gpu.peak_flops("bfloat16" if "bfloat16" in gpu.peak else "float16") * gpu.sustained_products
+    rate = tensor_degree * gpu.peak_flops("bfloat16" if "bfloat16" in gpu.peak else "float16") * gpu.sustained_products
     reading = (weight_bytes(anatomy, precision) + cache_bytes(anatomy, batch, context)) / (
-        model_ways * gpu.bandwidth * constants.memory
+        tensor_degree * gpu.bandwidth * constants.memory
     )
     return Generation(
         prefill_seconds=batch * context * flops_per_token(anatomy, context // 2) / rate,

@@ -1,7 +1,7 @@
-"""Published runs, and what the planner predicts for them.
+"""Published runs, and the planner's predictions of them.
 
-The rule: no constant is chosen per point or after looking at a gap. What a source leaves open is assumed once, for all
-its points, and stated here.
+No constant is chosen per point or after looking at a gap. What a source does not state is assumed once, for all its
+points, and documented here.
 """
 
 from dataclasses import dataclass, replace
@@ -48,7 +48,8 @@ _WITH_DATA = (0.96, 0.83, 0.79, 0.74)
 
 
 def figure_5(constants: Constants | None = None) -> list[Point]:
-    """Weak scaling of Table 1, relative to one GPU on the 1.2B model: model ways alone, then with 64 data ways.
+    """Predicts the weak scaling of Table 1, relative to one GPU on the 1.2B model: tensor parallelism alone, then with
+    data parallel degree 64.
 
     As the paper: microbatch 8, full recompute, dropout, float16, gradients reduced once. Padded vocabulary 51,200.
     """
@@ -66,7 +67,7 @@ def figure_5(constants: Constants | None = None) -> list[Point]:
 
 
 def figure_5_base(constants: Constants | None = None) -> Point:
-    """TFLOP/s of one GPU on the 1.2B model, recompute counted."""
+    """Predicts the TFLOP/s of one GPU on the 1.2B model, recompute counted."""
     layers, h, a, _ = _TABLE_1[0]
     plan = Plan(MeshShape(), 8, 8, recompute="full", precision=MEGATRON_FP16, residuals="megatron")
     speed = _speed(gpt(layers, h, a, 1024, 51_200), plan, DGX_2H, MEGATRON_2019, constants)
@@ -74,23 +75,22 @@ def figure_5_base(constants: Constants | None = None) -> Point:
 
 
 def figure_5_fixed_batch(constants: Constants | None = None) -> list[Point]:
-    """The 1.2B model with 8 samples on more and more GPUs: speed of all together, of one (appendix D of 1909.08053)."""
+    """Predicts the speed-up over one GPU of the 1.2B model with 8 samples on several (appendix D of 1909.08053)."""
     layers, h, a, _ = _TABLE_1[0]
     anatomy = gpt(layers, h, a, 1024, 51_200)
     one = Plan(MeshShape(), 8, 8, recompute="full", precision=MEGATRON_FP16, residuals="megatron")
     base = _speed(anatomy, one, DGX_2H, MEGATRON_2019, constants)
     points = []
-    for ways, published in ((2, 1.64), (4, 2.34), (8, 2.98)):
-        plan = replace(one, mesh=MeshShape(model=ways))
-        speed = ways * _speed(anatomy, plan, DGX_2H, MEGATRON_2019, constants) / base
-        points.append(Point(f"8 samples on {ways} GPUs", plan, published, speed))
+    for gpus, published in ((2, 1.64), (4, 2.34), (8, 2.98)):
+        plan = replace(one, mesh=MeshShape(model=gpus))
+        speed = gpus * _speed(anatomy, plan, DGX_2H, MEGATRON_2019, constants) / base
+        points.append(Point(f"8 samples on {gpus} GPUs", plan, published, speed))
     return points
 
 
 def megatron_v1(constants: Constants | None = None) -> Point:
-    """TFLOP/s of one V100 on the 1.2B model by Megatron-LM 1.0 (nv-adlr.github.io/MegatronLMV1), with fused kernels.
-
-    Read only when all constants stood: no constant was set from it or changed after.
+    """Predicts the TFLOP/s of one V100 on the 1.2B model by Megatron-LM 1.0 (nv-adlr.github.io/MegatronLMV1), with
+    fused kernels. Held out: no constant was fitted to it or changed after it was read.
     """
     layers, h, a, _ = _TABLE_1[0]
     plan = Plan(MeshShape(), 8, 8, recompute="full", precision=MEGATRON_FP16, residuals="megatron")
@@ -113,7 +113,7 @@ class Run:
 
     @property
     def splits_layers(self) -> bool:
-        """Whether it has several model ways."""
+        """Whether it has tensor parallelism."""
         return self.mesh.degree(TENSOR_RULES.heads) > 1
 
 
@@ -130,7 +130,7 @@ _A100 = (
     Run("1008B", 128, 25600, 160, parse_mesh("6x64x8"), 3072, 163.0),
 )
 STAGED = tuple(run for run in _A100 if run.mesh.has_pipeline)
-"""The rows of Table 1 of arXiv 2104.04473 that have stages."""
+"""The rows of Table 1 of arXiv 2104.04473 with pipeline parallelism."""
 _H100 = (
     Run("1.7B", 24, 2048, 16, parse_mesh("48x1x1"), 192, 409.0),
     Run("7.1B", 30, 4096, 32, parse_mesh("48x1x2"), 192, 466.0),
@@ -141,7 +141,7 @@ _H100 = (
 
 
 def a100_weak_scaling(constants: Constants | None = None) -> list[Point]:
-    """Table 1 of arXiv 2104.04473, TFLOP/s per GPU, recompute counted: the set that `Constants.training` is set from.
+    """Predicts Table 1 of arXiv 2104.04473, TFLOP/s per GPU, recompute counted; `Constants.training` is fitted to it.
 
     Sequence 2048, padded vocabulary 51,200, full recompute, scores written out, float16. Microbatch size and chunks per
     stage are not in the table: we assume those that fit 90% of the memory and are fastest by this model.
@@ -156,7 +156,7 @@ def a100_weak_scaling(constants: Constants | None = None) -> list[Point]:
 
 
 def h100_weak_scaling(constants: Constants | None = None) -> list[Point]:
-    """Megatron-Core's weak scaling, TFLOP/s per GPU: sequence 4096, vocabulary 131,072, untied, attention in full.
+    """Predicts Megatron-Core, TFLOP/s per GPU: sequence 4096, vocabulary 131,072, untied output, full attention.
 
     Microbatch size and chunks per stage were not published: we assume those that fit 90% of the memory and are fastest
     by this model. Also assumed: no recompute, no dropout, flash attention, sequence parallelism, ZeRO-1.
@@ -211,10 +211,10 @@ _COMPOSER: tuple[tuple[str, int, int, int, Recompute, float], ...] = (
 
 
 def composer_h100(constants: Constants | None = None) -> list[Point]:
-    """MosaicML's benchmarks of MPT on H100, all rows of 2,048 tokens: model TFLOP/s per GPU, attention in full.
+    """Predicts MosaicML's benchmarks of MPT on H100, all rows of 2,048 tokens: model TFLOP/s per GPU, full attention.
 
-    Chosen by that rule, and read only when all constants stood: no constant was set from them or changed after. FSDP
-    is ZeRO-3; assumed are the network of a DGX H100, and kernels that are not fused. Padded vocabulary 50,368.
+    Held out: no constant was fitted to them or changed after they were read. FSDP is ZeRO-3; assumed are the network of
+    a DGX H100, and unfused kernels. Padded vocabulary 50,368.
     """
     points = []
     for name, gpus, microbatch, batch, recompute, tflops in _COMPOSER:
@@ -244,7 +244,7 @@ def _fastest(
     software: Software,
     constants: Constants | None,
 ) -> Plan:
-    """`plan` with the microbatch size and chunks that fit and take the least time."""
+    """Returns the plan with the fastest microbatch size and chunks that fit."""
     variants = [
         replace(plan, microbatch_size=b, chunks=v, pipeline_schedule="interleaved" if v > 1 else "1f1b")
         for b in microbatches
@@ -255,12 +255,13 @@ def _fastest(
 
 
 def _fits(anatomy: Anatomy, plan: Plan, server: Server) -> bool:
+    """Returns whether a plan is possible and fits the memory."""
     if any(problems(anatomy.model, plan)):
         return False
     return peak_stage_memory(anatomy, plan).total <= USABLE * server.gpu.memory
 
 
 def _speed(anatomy: Anatomy, plan: Plan, server: Server, software: Software, constants: Constants | None) -> float:
-    """TFLOP/s per GPU; the FLOPs of any recompute count, as in the sources."""
+    """Predicts the TFLOP/s per GPU, recompute counted, as in the sources."""
     flops = hardware_flops(anatomy, plan.recompute) * plan.global_batch_size
     return flops / step_time(anatomy, plan, server, software, constants).total / plan.mesh.size / 1e12

@@ -160,7 +160,7 @@ def traffic_table(anatomy: Anatomy, plan: Plan, server: Server) -> Table:
     machine = Machine(server, plan.element_bytes)
     for c in [*traffic.transfers(anatomy, plan), *traffic.teacher_transfers(plan)]:
         not_overlapped = transfer_time(c, anatomy, plan, machine)
-        axis = f"{traffic.axis_name(c.axis)} ({c.ways})"
+        axis = f"{traffic.axis_name(c.axis)} ({c.group_size})"
         count, array = f"{c.count:,.0f}", si(c.size, "B")
         result.add_row(axis, c.operation, c.purpose, count, array, si(c.sent, "B"), seconds(not_overlapped))
     if not result.row_count:

@@ -15,9 +15,9 @@ from mtjax.theory.hardware import Server
 BATCHES = (1, 8, 64)
 
 
-def print_inference(console: Console, anatomy: Anatomy, server: Server, model_ways: int, context: int) -> None:
+def print_inference(console: Console, anatomy: Anatomy, server: Server, tensor_degree: int, context: int) -> None:
     """Prints the tables of weights, and of KV cache, memory and speed."""
-    show(console, weights_table(anatomy, server), cache_table(anatomy, server, model_ways, context))
+    show(console, weights_table(anatomy, server), cache_table(anatomy, server, tensor_degree, context))
 
 
 def weights_table(anatomy: Anatomy, server: Server) -> Table:
@@ -31,9 +31,9 @@ def weights_table(anatomy: Anatomy, server: Server) -> Table:
     return result
 
 
-def cache_table(anatomy: Anatomy, server: Server, model_ways: int, context: int) -> Table:
+def cache_table(anatomy: Anatomy, server: Server, tensor_degree: int, context: int) -> Table:
     """Builds the table of KV cache, memory and speed by batch and context length."""
-    title = f"Inference: bfloat16 on {model_ways} x {server.gpu.description}"
+    title = f"Inference: bfloat16 on {tensor_degree} x {server.gpu.description}"
     note = (
         "times are predictions, not measurements: compute and memory bounds, without communication between GPUs; "
         "memory per GPU: weights, KV cache and sampling of mtjax generate while it decodes"
@@ -53,9 +53,10 @@ def cache_table(anatomy: Anatomy, server: Server, model_ways: int, context: int)
         for tokens in lengths:
             cache = inference.cache_bytes(anatomy, batch, tokens)
             memories = {
-                int8: inference.decoding_memory(anatomy, model_ways, batch, tokens, int8=int8) for int8 in (False, True)
+                int8: inference.decoding_memory(anatomy, tensor_degree, batch, tokens, int8=int8)
+                for int8 in (False, True)
             }
-            speed = inference.generation(anatomy, server, model_ways, batch, tokens)
+            speed = inference.generation(anatomy, server, tensor_degree, batch, tokens)
             result.add_row(
                 f"{batch} x {tokens}",
                 gib(cache),

@@ -220,6 +220,6 @@ def peak_stage_counts(anatomy: Anatomy, plan: Plan) -> Counts:
     return max((stage_counts(anatomy, plan, stage) for stage in ends), key=lambda c: c.all)
 
 
-def rank_parameters(anatomy: Anatomy, model_ways: int) -> int:
+def rank_parameters(anatomy: Anatomy, tensor_degree: int) -> int:
     """Returns the parameters of one tensor parallel rank, without stages (section 3 of arXiv 1909.08053)."""
-    return stage_counts(anatomy, Plan(MeshShape(model=model_ways), 1, 1)).all
+    return stage_counts(anatomy, Plan(MeshShape(model=tensor_degree), 1, 1)).all

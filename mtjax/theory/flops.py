@@ -101,7 +101,7 @@ def frozen_flops(anatomy: Anatomy, stack: Stack) -> float:
     return sum(product.flops for part in stack.parts for product in part.products() if not product.is_adapter)
 
 
-def repeated_flops(stack: Stack, model_ways: int) -> float:
+def repeated_flops(stack: Stack, tensor_degree: int) -> float:
     """Returns the forward FLOPs of one layer's adapters that are duplicated over tensor parallel ranks, for a sample.
 
     Those of A in column-parallel adapters, and of B in row-parallel ones.
@@ -110,7 +110,7 @@ def repeated_flops(stack: Stack, model_ways: int) -> float:
     def adapter_flops(degree: int) -> float:
         return sum(p.flops for part in stack.parts for p in part.products(degree) if p.is_adapter)
 
-    return model_ways * adapter_flops(model_ways) - adapter_flops(1)
+    return tensor_degree * adapter_flops(tensor_degree) - adapter_flops(1)
 
 
 def frozen_outside_flops(anatomy: Anatomy) -> float:

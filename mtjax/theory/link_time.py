@@ -40,7 +40,7 @@ def _fullest_load(entry: Transfer, anatomy: Anatomy, plan: Plan) -> float:
     has tokens to take, at most all of them."""
     if entry.operation != "ragged-all-to-all":
         return 1.0
-    return min(plan.expert_imbalance, 1 / exchanged_share(anatomy.model, entry.ways))
+    return min(plan.expert_imbalance, 1 / exchanged_share(anatomy.model, entry.group_size))
 
 
 def axis_of(entry: Transfer) -> str:

@@ -87,10 +87,10 @@ class Machine:
         Between servers the rings of a group use the network adapters of all its ranks in a server.
         """
         server, c = self.server, self.constants
-        crosses = entry.ways > inside
+        crosses = entry.group_size > inside
         bandwidth = server.link * c.link
         if crosses:
             bandwidth = min(bandwidth, inside * server.network * c.network)
         latencies = server.link_latency, server.network_latency
-        each = collective_seconds(entry.operation, entry.size, entry.ways, inside, bandwidth, *latencies)
+        each = collective_seconds(entry.operation, entry.size, entry.group_size, inside, bandwidth, *latencies)
         return entry.count * each

@@ -46,8 +46,8 @@ class Transfer:
 
     axis: str
     """The mesh axis that it crosses, or several, as a contract's line names them."""
-    ways: int
-    """Ranks of a group."""
+    group_size: int
+    """Ranks per group."""
     operation: str
     """`send`, or a kind of collective."""
     purpose: str
@@ -67,7 +67,7 @@ class Transfer:
     @property
     def sent(self) -> float:
         """Bytes that a GPU sends in a step, ring factor included."""
-        return self.count * self.size * ring_factor(self.operation, self.ways)
+        return self.count * self.size * ring_factor(self.operation, self.group_size)
 
 
 def transfers(anatomy: Anatomy, plan: Plan) -> list[Transfer]:

@@ -172,8 +172,8 @@ def test_decoding_is_inspected_too(capsys, tmp_path):
     code, _, err = run(capsys, "--generate", "--context", "100000", *words)
     assert code == 2 and "texts end at 64" in err
     for wrong, why in (
-        (("--generate", "--sweep", "8"), "--sweep is of train steps"),
-        (("--context", "8"), "with --generate only"),
+        (("--generate", "--sweep", "8"), "--sweep works for train steps only"),
+        (("--context", "8"), "needs --generate"),
     ):
         code, _, err = run(capsys, *wrong)
         assert code == 2 and why in err

@@ -53,8 +53,8 @@ def test_the_terminal_shows_the_timetable(staged):
     shown = rendered(staged)
     assert "stage 0  0 1 · 2 0 3 1 · 2 3" in shown
     assert "stage 1  · 0 0 1 1 2 2 3 3 ·" in shown
-    assert "5 forward and 5 backward halves for 4 of each with work; (p-1)/(m v) = 1/4 = 25.0%" in shown
-    assert re.search(r"activations │ after +│ +5 │ +1 │ f32\[1,32,64\] +│ +8.19 kB │ +41 kB │ +0 of 5 │ - ", shown)
+    assert "5 forward and 5 backward ticks, 4 of each with work on a stage; (p-1)/(m v) = 1/4 = 25.0%" in shown
+    assert re.search(r"activations │ next +│ +5 │ +1 │ f32\[1,32,64\] +│ +8.19 kB │ +41 kB │ +0 of 5 │ - ", shown)
     assert "(data x model)" not in shown
 
 

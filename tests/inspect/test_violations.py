@@ -119,7 +119,7 @@ def test_the_whole_program_holds():
         (collective("layer forward", arrays=((),)), "extra all-reduce over model in layer forward: bf16[]"),
         (collective("gradients", axes=(DATA, MODEL), arrays=((4000,),)), "extra all-reduce over data+model"),
         (collective("other", axes=None, count=1, arrays=((),)), "match no set of mesh axes"),
-        (collective("other", "teleport", count=1, arrays=((),)), "does not know"),
+        (collective("other", "teleport", count=1, arrays=((),)), "is of an unknown kind"),
     ],
 )
 def test_what_is_too_much(extra, message):

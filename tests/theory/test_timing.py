@@ -57,7 +57,7 @@ def test_small_collectives_take_the_protocol_that_starts_soonest():
     assert machine.transfer(gathered, inside=8) == pytest.approx(10e-6 + 7 * 1.9e-6, rel=1e-3)
     far = machine.transfer(tiny, inside=1)
     assert far == pytest.approx(4.4e-6 + 2 * 3 * 8.5e-6, rel=1e-3)  # a tree over 8 servers: three steps up and down
-    assert machine.transfer(dataclasses.replace(tiny, ways=1), inside=1) == 0
+    assert machine.transfer(dataclasses.replace(tiny, group_size=1), inside=1) == 0
 
 
 @pytest.mark.parametrize(

@@ -104,10 +104,10 @@ class Attention(_Heads):
     def scores(self) -> Scores:
         return Scores(self.heads, self.tokens, self.tokens, self.head_dim, self.is_causal, self.kv_heads)
 
-    def products(self, model_ways: int = 1) -> list[Product]:
+    def products(self, tensor_degree: int = 1) -> list[Product]:
         """Returns the matmuls; a rank computes one key and one value head where there are fewer than ranks."""
-        key_size = max(self.kv_heads, model_ways) * self.head_dim
-        qkv_width, query_width = (self.query_size + 2 * key_size) / model_ways, self.query_size / model_ways
+        key_size = max(self.kv_heads, tensor_degree) * self.head_dim
+        qkv_width, query_width = (self.query_size + 2 * key_size) / tensor_degree, self.query_size / tensor_degree
         return [
             *adapter_products(self.rank, self.tokens, (self.hidden, qkv_width, 3), (query_width, self.hidden)),
             Product(self.tokens, self.hidden, qkv_width),
@@ -182,8 +182,8 @@ class CrossAttention(_Heads):
     def scores(self) -> Scores:
         return Scores(self.heads, self.tokens, self.read, self.head_dim, is_causal=False, groups=self.heads)
 
-    def products(self, model_ways: int = 1) -> list[Product]:
-        width = self.query_size / model_ways
+    def products(self, tensor_degree: int = 1) -> list[Product]:
+        width = self.query_size / tensor_degree
         return [
             Product(self.tokens, self.hidden, width),
             Product(self.read, self.hidden, 2 * width),

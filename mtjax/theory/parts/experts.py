@@ -80,17 +80,17 @@ class Experts(Part):
         shared = self.shared_expert.elementwise.mlp if self.shared_expert else 0
         return Elementwise(stream=self.tokens * self.hidden, mlp=self.tokens * self.top_k * self.inner + shared)
 
-    def products(self, model_ways: int = 1) -> list[Product]:
+    def products(self, tensor_degree: int = 1) -> list[Product]:
         """Returns the matmuls of router, experts and shared expert."""
         # The first of the experts' matmuls is recomputed in their backward pass, which reads no other result.
-        inner, rows = self.inner / model_ways, self.tokens * self.top_k
+        inner, rows = self.inner / tensor_degree, self.tokens * self.top_k
         if self.capacity is not None:
             rows = min(rows, self.count * self.capacity)
         return [
             Product(self.tokens, self.hidden, self.count, is_repeated=True),
             Product(rows, self.hidden, self.inputs * inner, experts=self.count, again=True),
             Product(rows, inner, self.hidden, experts=self.count),
-            *(self.shared_expert.products(model_ways) if self.shared_expert else []),
+            *(self.shared_expert.products(tensor_degree) if self.shared_expert else []),
         ]
 
     def saved_bytes(self, plan: Plan) -> Mapping[str, float]:
@@ -119,12 +119,12 @@ class Experts(Part):
     def symbols(self, plan: Plan) -> Mapping[str, int]:
         return {"top_k": self.top_k, "num_experts": self.count, "capacity": self._rank_capacity(plan)}
 
-    def over_context(self, ways: int) -> "Experts":
+    def over_context(self, degree: int) -> "Experts":
         """Returns the experts with the slots of all context parallel ranks: each has slots for an expert's capacity of
         the entire sample, or for all its tokens."""
         if self.capacity is None:
             return self
-        return replace(self, capacity=ways * rank_capacity(self.capacity, self.tokens, ways))
+        return replace(self, capacity=degree * rank_capacity(self.capacity, self.tokens, degree))
 
     def _rank_capacity(self, plan: Plan) -> int:
         """Returns an expert's slots for a sample on a context parallel rank; 0 without a capacity."""

@@ -28,8 +28,8 @@ class Output(Part):
     def weights(self) -> list[Weight]:
         return [weight("output", {"vocab": self.rows, "embed": self.hidden})] if self.owns_table else []
 
-    def products(self, model_ways: int = 1) -> list[Product]:
-        return [Product(self.tokens, self.hidden, self.rows / model_ways)]
+    def products(self, tensor_degree: int = 1) -> list[Product]:
+        return [Product(self.tokens, self.hidden, self.rows / tensor_degree)]
 
     def backward_peak_bytes(self, plan: Plan) -> float:
         """Returns the bytes of the float32 logits of a loss chunk, with their gradients; with a teacher, its logits."""
@@ -82,12 +82,12 @@ class MaskedOutput(Output):
         bias = weight("head.bias", {"vocab": self.rows})
         return [*dense, *norm("head.norm", self.norm, self.hidden), bias, *super().weights]
 
-    def products(self, model_ways: int = 1) -> list[Product]:
-        return [Product(self.tokens, self.hidden, self.hidden), *super().products(model_ways)]
+    def products(self, tensor_degree: int = 1) -> list[Product]:
+        return [Product(self.tokens, self.hidden, self.hidden), *super().products(tensor_degree)]
 
-    def over_context(self, ways: int) -> "MaskedOutput":
+    def over_context(self, degree: int) -> "MaskedOutput":
         """Returns the head with the slots of all context parallel ranks: all masked tokens may be on any of them."""
-        return replace(self, tokens=min(self.tokens * ways, self.sequence))
+        return replace(self, tokens=min(self.tokens * degree, self.sequence))
 
     def symbols(self, plan: Plan) -> Mapping[str, int]:
         return {"masked_tokens": self.over_context(plan.mesh.context).tokens // plan.mesh.context}
@@ -135,13 +135,13 @@ class OneToken(Part):
         classes = {"classes": self.outputs}
         return [*pooler, *linear(f"{self.name}.classifier", embed, classes, bias=self.has_pooler)]
 
-    def products(self, model_ways: int = 1) -> list[Product]:
+    def products(self, tensor_degree: int = 1) -> list[Product]:
         pooler = [Product(self.tokens, self.hidden, self.hidden)] if self.has_pooler else []
         return [*pooler, Product(self.tokens, self.hidden, self.outputs)]
 
-    def over_context(self, ways: int) -> "OneToken":
+    def over_context(self, degree: int) -> "OneToken":
         """Returns the head as every context parallel rank computes it, though only one has the sample's token."""
-        return replace(self, tokens=ways)
+        return replace(self, tokens=degree)
 
     def collectives(self, stream: ResidualStream) -> list[Expectation]:
         if not stream.split or not self.stands_alone:
@@ -162,7 +162,7 @@ class Spans(Part):
     def weights(self) -> list[Weight]:
         return linear("head.spans", {"embed": self.hidden}, {"classes": 2})
 
-    def products(self, model_ways: int = 1) -> list[Product]:
+    def products(self, tensor_degree: int = 1) -> list[Product]:
         return [Product(self.tokens, self.hidden, 2)]
 
     def collectives(self, stream: ResidualStream) -> list[Expectation]:

@@ -50,8 +50,8 @@ class MLP(Part):
     def elementwise(self) -> Elementwise:
         return Elementwise(stream=self.tokens * self.hidden, mlp=self.tokens * self.inner)
 
-    def products(self, model_ways: int = 1) -> list[Product]:
-        inner = self.inner / model_ways
+    def products(self, tensor_degree: int = 1) -> list[Product]:
+        inner = self.inner / tensor_degree
         columns = (self.hidden, self.inputs * inner, self.inputs)
         return [
             *adapter_products(self.rank, self.tokens, columns, (inner, self.hidden)),

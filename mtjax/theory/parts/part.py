@@ -216,9 +216,9 @@ class Part:
         """Elements that its element-wise kernels process."""
         return Elementwise()
 
-    def products(self, model_ways: int = 1) -> list[Product]:
-        """Returns the forward matmuls of one sample with its weights, on one of `model_ways` devices, in order."""
-        del model_ways
+    def products(self, tensor_degree: int = 1) -> list[Product]:
+        """Returns the forward matmuls of one sample with its weights, on one of `tensor_degree` devices, in order."""
+        del tensor_degree
         return []
 
     def saved_bytes(self, plan: Plan) -> Mapping[str, float]:
@@ -241,9 +241,9 @@ class Part:
         del context
         return 0
 
-    def over_context(self, ways: int) -> "Part":
-        """Returns the component with the work of `ways` context parallel ranks together, padding included."""
-        del ways
+    def over_context(self, degree: int) -> "Part":
+        """Returns the component with the work of `degree` context parallel ranks together, padding included."""
+        del degree
         return self
 
     def symbols(self, plan: Plan) -> Mapping[str, int]:
