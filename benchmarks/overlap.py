@@ -27,9 +27,9 @@ from mtjax.inspect.compiled import compile_program
 from mtjax.inspect.report import report
 from mtjax.inspect.targets import find_target
 from mtjax.inspect.write_files import write
+from mtjax.runtime.xla_options import Chosen
 from mtjax.theory.mesh import parse_mesh
 from mtjax.train.step import make_train_step
-from mtjax.train.xla_options import Chosen
 
 TARGET = "h100x8"
 SMALL: dict[str, Any] = {

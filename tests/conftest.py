@@ -35,7 +35,14 @@ hypothesis.settings.register_profile("suite", deadline=None)  # of a busy machin
 hypothesis.settings.load_profile("suite")
 
 GROUPS = (
-    ("train", "sharding/test_zero.py", "models/test_gpt.py", "models/test_recompute.py", "convert/test_init_from.py"),
+    (
+        "train",
+        "runtime",
+        "sharding/test_zero.py",
+        "models/test_gpt.py",
+        "models/test_recompute.py",
+        "convert/test_init_from.py",
+    ),
     ("end_to_end",),
     ("models",),
     ("inspect", "plan/test_verify.py"),

@@ -34,8 +34,9 @@ ARROWS: dict[str, set[str]] = {
     },
     "data": BASE,
     "plan": BASE | {"theory"},
-    "train": BASE | {"theory", "sharding", "models", "data"},
-    "inspect": BASE | {"theory", "sharding", "models", "train", "plan"},
+    "runtime": BASE | {"theory", "sharding", "data"},
+    "train": BASE | {"theory", "sharding", "models", "data", "runtime"},
+    "inspect": BASE | {"theory", "sharding", "models", "runtime", "train", "plan"},
 }
 """Package -> what it may import beside itself. Tools, which stand on these, may import all of them."""
 TOOLS = {"evaluate", "finetune", "generate", "serve", "convert", "launch", "compile"}
@@ -56,7 +57,7 @@ IN_THEORY = (
     *("anatomy", "families"),
 )
 """Inside theory, too; what is not named here stands above them."""
-IN_TRAIN = ("processes", "checkpoints", "folder", "observability", "changes", "objective", "setup", "loop", "__main__")
+IN_TRAIN = ("folder", "observability", "changes", "objective", "setup", "loop", "__main__")
 """And in train; what is not named here stands below them."""
 
 

@@ -23,13 +23,13 @@ from mtjax.data.samples.sentence_runs import RunOptions, sample_runs
 from mtjax.errors import UserError
 from mtjax.inspect.contract_file import load_contract
 from mtjax.inspect.options import Options as InspectOptions
+from mtjax.runtime.checkpoints.corruption import CorruptedCheckpoint, metadata_checksum, read_metadata
+from mtjax.runtime.processes.local import processes_needed
 from mtjax.theory import target
 from mtjax.theory.divisibility import check_config, check_ramp
 from mtjax.theory.mesh import AUTO, parse_mesh
-from mtjax.train.checkpoints.corruption import CorruptedCheckpoint, metadata_checksum, read_metadata
 from mtjax.train.observability.metrics import plot_losses, read_metrics
 from mtjax.train.options import Options as TrainOptions
-from mtjax.train.processes.local import processes_needed
 from tests.convert.hf_folders import LLAMA_CONFIG
 
 PATIENCE = 60

@@ -11,13 +11,13 @@ from mtjax.data import Tokenizer
 from mtjax.errors import UserError
 from mtjax.generate.training_sample import lower_continuation
 from mtjax.plan.auto import fastest_mesh
+from mtjax.runtime.checkpoints.checkpoint import lower_fingerprints
+from mtjax.runtime.checkpoints.weights import find_weights
+from mtjax.runtime.compile_cache import OFF, CompileCache
+from mtjax.runtime.processes.peers import Peers
 from mtjax.train.changes import scheduled
-from mtjax.train.checkpoints.checkpoint import lower_fingerprints
-from mtjax.train.checkpoints.weights import find_weights
-from mtjax.train.compile_cache import OFF, CompileCache
 from mtjax.train.folder.tokenizer import find_tokenizer
 from mtjax.train.objective import PRETRAINING, continues_text, resolve
-from mtjax.train.processes.peers import Peers
 from mtjax.train.setup import find_devices, find_past, with_mesh
 from mtjax.train.step import TrainStep, make_train_step
 

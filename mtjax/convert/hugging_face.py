@@ -19,7 +19,7 @@ from mtjax.convert.table import name_of
 from mtjax.data.tokens.special_tokens import added_tokens, named_token
 from mtjax.data.tokens.tokenizer import Tokenizer, open_tokenizer
 from mtjax.errors import UserError, parse_json_object
-from mtjax.train.checkpoints.weights import special_ids
+from mtjax.runtime.checkpoints.weights import special_ids
 
 _OLD_NAMES = ((r"\.gamma$", ".weight"), (r"\.beta$", ".bias"))
 """Endings of the names of layer norms in BERT's first checkpoints, and the current ones."""

@@ -1,6 +1,6 @@
 """mtjax's format: weights of a run or of an earlier conversion as a source, and a converted folder as a sink.
 
-A converted folder contains `weights/` (see `mtjax.train.checkpoints.weights`), a `config.toml` with the model's
+A converted folder contains `weights/` (see `mtjax.runtime.checkpoints.weights`), a `config.toml` with the model's
 settings, and the tokenizer's files. Every layer of a parameter is written, and can be read, separately.
 """
 
@@ -22,10 +22,10 @@ from mtjax.convert.stream import Origin, carry_tokenizer, rows_of
 from mtjax.convert.table import SPLIT, with_vocab
 from mtjax.data.tokens.folder import tokenizer_of
 from mtjax.errors import UserError
+from mtjax.runtime.checkpoints.checkpoint import fingerprint_of_slice
+from mtjax.runtime.checkpoints.corruption import metadata_checksum
+from mtjax.runtime.checkpoints.weights import CONVERTED, PREFIX, find_weights
 from mtjax.theory.adapters import ADAPTER
-from mtjax.train.checkpoints.checkpoint import fingerprint_of_slice
-from mtjax.train.checkpoints.corruption import metadata_checksum
-from mtjax.train.checkpoints.weights import CONVERTED, PREFIX, find_weights
 
 LARGEST_CHUNK = 64 << 20
 """Largest chunk of an array, in bytes; a device reads the chunks that overlap its shard."""

@@ -24,12 +24,12 @@ from mtjax.data.progress import ProgressLine
 from mtjax.data.tokens.tokenizer import Tokenizer, open_tokenizer
 from mtjax.errors import UserError
 from mtjax.models.sharded_model import ShardedModel
+from mtjax.runtime.checkpoints.weights import check_same_weights, find_weights, restore_weights
 from mtjax.sharding.param_specs import dotted
 from mtjax.theory.layout import TENSOR
 from mtjax.theory.mesh import MeshShape, parse_mesh
 from mtjax.theory.plan import Plan
 from mtjax.theory.stages import PADDING, LayerOrder, order_of
-from mtjax.train.checkpoints.weights import check_same_weights, find_weights, restore_weights
 from mtjax.train.folder.tokenizer import check_weights, readable_tokenizer
 
 Tree = Any

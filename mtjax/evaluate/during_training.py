@@ -16,7 +16,7 @@ from mtjax.evaluate.tasks.registry import KINDS, check_data
 from mtjax.evaluate.tasks.task import Kind, Settings, Task
 from mtjax.generate.first_tokens import first_tokens
 from mtjax.models.sharded_model import ShardedModel
-from mtjax.train.checkpoints.weights import SPECIAL_IDS
+from mtjax.runtime.checkpoints.weights import SPECIAL_IDS
 from mtjax.train.objective import VALID_LOSS, RunData
 from mtjax.train.observability.best import Goal
 from mtjax.train.step import TrainStep

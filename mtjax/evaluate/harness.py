@@ -18,7 +18,7 @@ from mtjax.evaluate.run import LoadedWeights, check_files, open_weights, print_h
 from mtjax.evaluate.tasks.task import Results
 from mtjax.generate.first_tokens import first_tokens_of
 from mtjax.generate.weights import stop_ids_of
-from mtjax.train.processes.coordination import this_process
+from mtjax.runtime.processes.coordination import this_process
 
 EXTRA = "evaluate"
 RESAMPLED = 1000

@@ -23,7 +23,7 @@ from mtjax.generate.completion import Completion
 from mtjax.generate.decoder import Decoder
 from mtjax.generate.engine import Engine
 from mtjax.generate.request import Sampling
-from mtjax.train.processes.coordination import this_process
+from mtjax.runtime.processes.coordination import this_process
 
 Arguments = Mapping[str, Any]
 """A task's `generation_kwargs`."""

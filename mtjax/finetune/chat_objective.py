@@ -26,8 +26,8 @@ from mtjax.finetune.pretrained import FinetuningObjective, FinetuningTokenizer
 from mtjax.finetune.rows import SHOWN, Examples
 from mtjax.finetune.tasks.task import DEV, HeldOut
 from mtjax.generate.chat import ChatTemplate
+from mtjax.runtime.checkpoints.past import Past
 from mtjax.sharding.placement import global_batch, process_rows
-from mtjax.train.checkpoints.past import Past
 from mtjax.train.folder.tokenizer import read_files
 from mtjax.train.objective import RunData, say_notes
 from mtjax.train.observability.best import Goal

@@ -17,7 +17,7 @@ from mtjax.finetune.pretrained_trunk import PretrainedTrunk
 from mtjax.finetune.samples import Encoder, Samples
 from mtjax.finetune.tasks.task import Encoded, Task
 from mtjax.finetune.teacher import Teacher
-from mtjax.train.checkpoints.past import Past
+from mtjax.runtime.checkpoints.past import Past
 from mtjax.train.objective import RunData, say_notes
 from mtjax.train.observability.best import Goal
 from mtjax.train.step import TrainStep

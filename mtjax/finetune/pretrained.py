@@ -10,6 +10,7 @@ import numpy as np
 
 from mtjax import config as configs
 from mtjax.config import Config
+from mtjax.config.horizon import Horizon, horizon_of
 from mtjax.data import DataPosition, Dataset, Tokenizer, TrainingText, train_samples
 from mtjax.data.samples.order import digest_of_lengths, shifted
 from mtjax.data.tokens.identity import same_path
@@ -18,15 +19,14 @@ from mtjax.errors import UserError
 from mtjax.finetune.pretrained_trunk import PretrainedTrunk
 from mtjax.finetune.samples import Epochs, Grouped
 from mtjax.finetune.teacher import Teacher, TeacherTargets
+from mtjax.runtime.checkpoints.past import Past
 from mtjax.theory.divisibility import parts_of_samples
 from mtjax.theory.mesh import parse_mesh
 from mtjax.theory.plan import Plan
 from mtjax.train.changes import position_of
-from mtjax.train.checkpoints.past import Past
 from mtjax.train.folder.tokenizer import check_resumed, files_beside, files_of_weights, owned_by_run, with_end
 from mtjax.train.objective import Objective, position_in, say_notes
 from mtjax.train.observability.best import Goal
-from mtjax.train.schedule import Horizon, horizon_of
 from mtjax.train.step import TrainStep
 
 LENGTH_STEP = 64

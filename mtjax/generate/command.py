@@ -23,7 +23,7 @@ from mtjax.generate.request import Sampling, with_text_seed
 from mtjax.generate.show import TextPrinter
 from mtjax.generate.text import TextWriter
 from mtjax.generate.weights import LoadedModel, describe_config, load_model
-from mtjax.train.compile_cache import CompileCache
+from mtjax.runtime.compile_cache import CompileCache
 
 
 def run(options: Options) -> None:

@@ -17,7 +17,7 @@ from mtjax.inspect import hlo
 from mtjax.inspect.stage_branches import with_stage_branches
 from mtjax.inspect.targets import Target
 from mtjax.models.kernels.grouped import Blocks
-from mtjax.sharding.schedules.pipeline import PipelineSchedule
+from mtjax.sharding.pipeline.executor import PipelineSchedule
 from mtjax.theory.anatomy import Anatomy
 from mtjax.theory.families.registry import anatomy_of
 from mtjax.theory.mesh import MeshShape, parse_mesh

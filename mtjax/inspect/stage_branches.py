@@ -1,7 +1,7 @@
 """Which branches of a pipeline's tick loops each stage takes in each tick, from the timetable that the program runs.
 
 The program decides on a branch by the stage and by a row of the timetable, which XLA's text leaves out. So a branch is
-recognised by the phases of what it runs (`mtjax.sharding.schedules.pipeline`).
+recognised by the phases of what it runs (`mtjax.sharding.pipeline.executor`).
 """
 
 from collections.abc import Iterator, Sequence

@@ -14,7 +14,7 @@ from mtjax.inspect.hlo import Array, Computation, Instruction, Module
 from mtjax.inspect.hlo_walk import Site, walk
 from mtjax.inspect.phases import locate
 from mtjax.inspect.products import product_of
-from mtjax.sharding.schedules.pipeline import PipelineSchedule
+from mtjax.sharding.pipeline.executor import PipelineSchedule
 from mtjax.theory.contract import LAYER_PHASES
 from mtjax.theory.memory import Memory, stage_memory
 from mtjax.theory.schedules import megatron_bubble

@@ -18,10 +18,10 @@ from mtjax.inspect.report import Report, Row
 from mtjax.inspect.stages import BACK, ONWARD, Permutes, StagesReport
 from mtjax.plan import timeline
 from mtjax.plan.units import si
+from mtjax.runtime.xla_options import Chosen
 from mtjax.theory.accuracy import accuracy_on
 from mtjax.theory.contract import Contract
 from mtjax.theory.divisibility import problems
-from mtjax.train.xla_options import Chosen
 
 
 def show(report: Report, console: Console) -> None:

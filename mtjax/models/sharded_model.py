@@ -17,14 +17,14 @@ from mtjax.models.layer_context import RESIDUAL, with_text_lengths
 from mtjax.models.pipeline_model import TrunkPipeline
 from mtjax.models.trunk import HiddenStates, run_sections
 from mtjax.sharding import placement
+from mtjax.sharding.accumulate import Accumulate
 from mtjax.sharding.axes import current_rules, partition_spec, use_rules
 from mtjax.sharding.gradients import distributed_losses, distributed_output
 from mtjax.sharding.manual_region import ManualRegion
+from mtjax.sharding.microbatch_schedule import MicrobatchSchedule
 from mtjax.sharding.param_specs import dotted, param_specs, partition_specs, replicated_names
-from mtjax.sharding.schedules.accumulate import Accumulate
-from mtjax.sharding.schedules.microbatch_schedule import MicrobatchSchedule
-from mtjax.sharding.schedules.order import Order
-from mtjax.sharding.schedules.pipeline import PipelineSchedule
+from mtjax.sharding.pipeline.executor import PipelineSchedule
+from mtjax.sharding.pipeline.order import Order
 from mtjax.sharding.vocab import LossOptions
 from mtjax.sharding.zero import gather_for_inference
 from mtjax.theory.adapters import is_trainable

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from mtjax.train.processes.coordination import service
+from mtjax.runtime.processes.coordination import service
 
 POLL_MS = 5000
 """Timeout of one attempt to read a message, after which it is repeated."""

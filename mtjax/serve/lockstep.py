@@ -14,8 +14,8 @@ from typing import Any
 
 from mtjax.generate.engine import Engine
 from mtjax.generate.request import FinishReason, Request, Sampling, Token
+from mtjax.runtime.processes.coordination import service
 from mtjax.serve.kv_mailbox import receive
-from mtjax.train.processes.coordination import service
 
 RETAINED_PLANS = 64
 """Number of plans that are retained: as steps are collective, no process is further behind."""

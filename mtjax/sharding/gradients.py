@@ -7,9 +7,9 @@ from jax.sharding import PartitionSpec
 
 from mtjax.sharding.axes import broadcast_from_rank0, psum_varying
 from mtjax.sharding.manual_region import ManualRegion, mark_varying
+from mtjax.sharding.microbatch_schedule import MicrobatchSchedule, PipelineModel, Sums
 from mtjax.sharding.param_specs import partition_specs
 from mtjax.sharding.reduction import Reduction
-from mtjax.sharding.schedules.microbatch_schedule import MicrobatchSchedule, PipelineModel, Sums
 from mtjax.sharding.trainable import WithFrozen, select_trainable
 
 Tree = Any

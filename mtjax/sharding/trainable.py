@@ -10,9 +10,9 @@ from typing import Any
 import jax
 from jax import Array
 
+from mtjax.sharding.microbatch_schedule import MicrobatchSchedule, PipelineModel, Sums
 from mtjax.sharding.param_comm import NoGrad
 from mtjax.sharding.param_specs import ParamSpec
-from mtjax.sharding.schedules.microbatch_schedule import MicrobatchSchedule, PipelineModel, Sums
 from mtjax.sharding.zero import materialize_outside_stacks, wrap_for_inference
 
 Tree = Any

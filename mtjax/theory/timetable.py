@@ -5,7 +5,7 @@ is idle; then all stages send activations to the next chunk and gradients to the
 halves are one tick after those of the chunk before it, and its backward halves one tick after those of the chunk after
 it.
 
-The executor (`mtjax.sharding.schedules.pipeline`) runs a timetable; the contract, the planner and the plots count
+The executor (`mtjax.sharding.pipeline.executor`) runs a timetable; the contract, the planner and the plots count
 its ticks. Halves in which no stage has work are not run.
 
 Stage s of p has the chunks s, p + s, 2p + s, ... of the model's v p, as in section 2.2 of arXiv 2104.04473.

@@ -19,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def body() -> int:
         with CtrlC():
             command = parse(argv, "mtjax train", DESCRIPTION, Options)
-            from mtjax.train.processes.local import Member, member_arguments, processes_needed, run_members
+            from mtjax.runtime.processes.local import Member, member_arguments, processes_needed, run_members
 
             count = processes_needed(command.config, os.environ)
             if count == 1:

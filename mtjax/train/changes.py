@@ -10,12 +10,13 @@ import numpy as np
 from mtjax import config as configs
 from mtjax import data
 from mtjax.config import Config
+from mtjax.config.horizon import Horizon
 from mtjax.config.run import section_by_setting
 from mtjax.data import DataPosition, SampleOrder, TrainingText
 from mtjax.errors import UserError, shortened
+from mtjax.runtime.checkpoints.past import Past
 from mtjax.theory.mesh import parse_mesh
-from mtjax.train.checkpoints.past import Past
-from mtjax.train.schedule import Horizon, make_schedule
+from mtjax.train.schedule import make_schedule
 
 ORDER, DATA = "order", "data"
 KINDS = (ORDER, DATA)

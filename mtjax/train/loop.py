@@ -14,12 +14,15 @@ from mtjax.config import Config
 from mtjax.config.sizes import dense_layers
 from mtjax.errors import UserError
 from mtjax.models.mixers.experts import COUNTS, LOAD, LOST
+from mtjax.runtime.checkpoints.checkpoint import Checkpoints, Restored
+from mtjax.runtime.checkpoints.local import LocalCheckpoints, open_local
+from mtjax.runtime.checkpoints.saves import Saves
+from mtjax.runtime.compile_cache import CompileCache, describe_programs
+from mtjax.runtime.processes.peers import Peers
+from mtjax.runtime.processes.signals import StopRequest
+from mtjax.runtime.train_state import State
 from mtjax.storage import shown
 from mtjax.train.changes import parse_allowed
-from mtjax.train.checkpoints.checkpoint import Checkpoints, Restored
-from mtjax.train.checkpoints.local import LocalCheckpoints, open_local
-from mtjax.train.checkpoints.saves import Saves
-from mtjax.train.compile_cache import CompileCache, describe_programs
 from mtjax.train.feed import next_batch, open_batches
 from mtjax.train.folder.run_folder import claim_folder, writing
 from mtjax.train.nonfinite_steps import NonfiniteSteps
@@ -36,8 +39,6 @@ from mtjax.train.observability.start_timer import StartTimer
 from mtjax.train.observability.step_clock import StepClock
 from mtjax.train.observability.trackers import Tracking, check_tracker
 from mtjax.train.options import Options
-from mtjax.train.processes.peers import Peers
-from mtjax.train.processes.signals import StopRequest
 from mtjax.train.setup import (
     BestCheckpoint,
     ChooseMesh,
@@ -56,7 +57,7 @@ from mtjax.train.setup import (
     resume_command,
     with_mesh,
 )
-from mtjax.train.step import State, TrainStep
+from mtjax.train.step import TrainStep
 
 
 @dataclass

@@ -9,19 +9,19 @@ from typing import Any, Protocol
 from mtjax import config as configs
 from mtjax import data
 from mtjax.config import Config
+from mtjax.config.horizon import Horizon, horizon_of
 from mtjax.data import DataPosition, Dataset, Tokenizer
 from mtjax.data.progress import say
 from mtjax.data.tokens.end_file import SENTENCEPIECE_FILE, TOKENIZER_JSON
 from mtjax.errors import UserError
 from mtjax.models.sharded_model import Batch, ShardedModel
+from mtjax.runtime.checkpoints.past import Past
+from mtjax.runtime.checkpoints.weights import Weights, check_same_weights, find_weights, restore_weights
+from mtjax.runtime.processes.coordination import this_process
 from mtjax.train.changes import check_learning_rate, position_of, scheduled
-from mtjax.train.checkpoints.past import Past
-from mtjax.train.checkpoints.weights import Weights, check_same_weights, find_weights, restore_weights
 from mtjax.train.feed import next_batch, open_batches
 from mtjax.train.folder.tokenizer import find_tokenizer
 from mtjax.train.observability.best import Goal
-from mtjax.train.processes.coordination import this_process
-from mtjax.train.schedule import Horizon, horizon_of
 from mtjax.train.step import TrainStep
 
 Tree = Any

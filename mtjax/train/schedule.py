@@ -5,7 +5,6 @@ counted from 0, uses the value at k.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -33,38 +32,6 @@ SHAPES: Mapping[str, Callable[[Ratio], jax.Array]] = {
     "minus_sqrt": lambda ratio: 1.0 - jnp.sqrt(ratio),
 }
 """Shape of a decay from 1 to 0, as a function of the fraction of its steps that is over."""
-
-
-@dataclass(frozen=True)
-class Horizon:
-    """Steps over which learning rate and weight decay change. It is fixed when the run starts, however often it is
-    resumed.
-
-    Attributes:
-      decay_steps: step at which the learning rate reaches its minimum; None if no step so far depends on it.
-      steps: number of steps over which the weight decay grows.
-    """
-
-    decay_steps: int | None
-    steps: int
-
-
-def horizon_of(options: Optimizer, steps: int, saved: Horizon | None = None) -> Horizon:
-    """Returns the horizon of a run.
-
-    Args:
-      options: of the optimizer; their `decay_steps` takes precedence.
-      steps: of the run.
-      saved: the horizon of the run that is resumed.
-    """
-    growth, last = (steps, None) if saved is None else (saved.steps, saved.decay_steps)
-    if options.decay_steps is not None:
-        return Horizon(options.decay_steps, growth)
-    # Constant and inverse-square-root rates do not depend on the horizon, nor does the warmup.
-    if options.decay_style in ("constant", "inverse-square-root"):
-        return Horizon(None, growth)
-    last = steps if last is None else last
-    return Horizon(last if last > options.warmup_steps else None, growth)
 
 
 def make_schedule(options: Optimizer, steps: int) -> optax.Schedule:

@@ -14,9 +14,18 @@ from jax.sharding import Mesh
 from mtjax import config as configs
 from mtjax import data
 from mtjax.config import Config, Output
+from mtjax.config.horizon import Horizon
 from mtjax.data import BatchSchedule
 from mtjax.data.cache import Cache, machine_memory
 from mtjax.errors import UserError
+from mtjax.runtime.checkpoints.checkpoint import Checkpoints, Restored
+from mtjax.runtime.checkpoints.local import LocalCheckpoints
+from mtjax.runtime.checkpoints.past import Past, RunRecord, newest_past
+from mtjax.runtime.checkpoints.remote import RemoteCheckpoints
+from mtjax.runtime.checkpoints.saves import Saves
+from mtjax.runtime.checkpoints.weights import BEST, CHECKPOINTS
+from mtjax.runtime.processes.coordination import all_gather_text
+from mtjax.runtime.processes.peers import Peers
 from mtjax.sharding.mesh import attach_devices, use_cpu_devices
 from mtjax.storage import shown, url_of
 from mtjax.theory.counts import parameters
@@ -24,12 +33,6 @@ from mtjax.theory.divisibility import check_config, check_ramp
 from mtjax.theory.families.registry import anatomy_of
 from mtjax.theory.mesh import AUTO, MeshShape, parse_mesh
 from mtjax.train.changes import find_changes, rate_of, scheduled, table
-from mtjax.train.checkpoints.checkpoint import Checkpoints, Restored
-from mtjax.train.checkpoints.local import LocalCheckpoints
-from mtjax.train.checkpoints.past import Past, RunRecord, newest_past
-from mtjax.train.checkpoints.remote import RemoteCheckpoints
-from mtjax.train.checkpoints.saves import Saves
-from mtjax.train.checkpoints.weights import BEST, CHECKPOINTS
 from mtjax.train.folder.remote import RemoteFolder
 from mtjax.train.folder.run_folder import choose_folder
 from mtjax.train.objective import InitialWeights, Objective, RunData, position_in
@@ -37,9 +40,6 @@ from mtjax.train.observability.best import Best, Goal
 from mtjax.train.observability.metrics import CONVENTION, read_metrics
 from mtjax.train.observability.progress import ProgressLine
 from mtjax.train.observability.start_timer import MODEL, TEXT, StartTimer
-from mtjax.train.processes.coordination import all_gather_text
-from mtjax.train.processes.peers import Peers
-from mtjax.train.schedule import Horizon
 from mtjax.train.step import TrainStep, make_train_step
 
 ChooseMesh = Callable[[Config, int, str], MeshShape]

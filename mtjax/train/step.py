@@ -3,8 +3,7 @@
 `inspect` and the planner build the same `TrainStep` on compile-only devices.
 """
 
-from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
@@ -19,45 +18,26 @@ from mtjax.models.mixers.experts import LOAD, ROUTER_BIAS, report_weights
 from mtjax.models.pipeline_model import TrunkPipeline
 from mtjax.models.recompute import Recompute, check_offload
 from mtjax.models.sharded_model import Batch, ShardedModel
+from mtjax.runtime import xla_options
+from mtjax.runtime.train_state import State
 from mtjax.sharding import placement
 from mtjax.sharding.axes import use_rules
 from mtjax.sharding.gradients import distributed_gradients
 from mtjax.sharding.manual_region import ManualRegion
+from mtjax.sharding.microbatch_schedule import total_loss
 from mtjax.sharding.param_specs import ParamSpec, partition_specs
 from mtjax.sharding.reduction import Reduction
-from mtjax.sharding.schedules.microbatch_schedule import total_loss
 from mtjax.sharding.trainable import merge_trees, select_frozen, select_trainable
 from mtjax.theory.divisibility import num_microbatches
 from mtjax.theory.layout import Layout
 from mtjax.theory.stages import PADDING, LayerOrder, Orders, layer_numbers, order_of
-from mtjax.train import precision, xla_options
+from mtjax.train import precision
 from mtjax.train.nonfinite_steps import GOOD, Tensor, first_bad, tensors
 from mtjax.train.optimizer import make_optimizer
 from mtjax.train.precision import LossScale
 from mtjax.train.schedule import make_schedule
 
 Tree = Any
-
-
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["step", "random", "parameters", "optimizer", "loss_scale"],
-    meta_fields=[],
-)
-@dataclass(frozen=True)
-class State:
-    """All values that a step updates, and that a checkpoint must save."""
-
-    step: Any
-    """Number of steps done, int32."""
-    random: Any
-    """Key data from which dropout keys are derived."""
-    parameters: Tree
-    """Nested dicts of float32 arrays."""
-    optimizer: Tree
-    """optax state."""
-    loss_scale: LossScale | None = None
-    """Only for float16."""
 
 
 class LossInputs(NamedTuple):

@@ -9,7 +9,7 @@ import pytest
 
 from mtjax import config as configs
 from mtjax.convert.__main__ import main
-from mtjax.train.checkpoints.weights import find_weights
+from mtjax.runtime.checkpoints.weights import find_weights
 from tests.convert import hf_folders
 from tests.convert.hf_folders import GPT2_CONFIG, gpt2_shapes, random_tensors, tensors_in, write_folder
 

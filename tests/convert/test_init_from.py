@@ -10,8 +10,8 @@ import pytest
 from mtjax.config import replace
 from mtjax.convert.__main__ import main
 from mtjax.errors import UserError
-from mtjax.train.checkpoints.checkpoint import Checkpoints, fingerprint_of_slice, fingerprints
-from mtjax.train.checkpoints.weights import check_same_weights, find_weights, restore_weights
+from mtjax.runtime.checkpoints.checkpoint import Checkpoints, fingerprint_of_slice, fingerprints
+from mtjax.runtime.checkpoints.weights import check_same_weights, find_weights, restore_weights
 from mtjax.train.loop import train
 from mtjax.train.objective import SavedWeights
 from mtjax.train.setup import restore_or_initialize

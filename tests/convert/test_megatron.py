@@ -8,7 +8,7 @@ import pytest
 
 from mtjax.convert.__main__ import main
 from mtjax.convert.megatron_files import MegatronCheckpoint, load
-from mtjax.train.checkpoints.weights import find_weights
+from mtjax.runtime.checkpoints.weights import find_weights
 from tests.convert.hf_folders import GPT2_CONFIG, gpt2_shapes, random_tensors, tensors_in, write_folder
 from tests.convert.megatron_folders import write_gpt
 

@@ -10,7 +10,7 @@ import pytest
 from mtjax import config
 from mtjax.convert.__main__ import main
 from mtjax.convert.megatron_experts import expert_misfits, expert_settings, unread_experts
-from mtjax.train.checkpoints.weights import find_weights
+from mtjax.runtime.checkpoints.weights import find_weights
 from tests.convert.hf_folders import LLAMA_CONFIG, llama_shapes, random_tensors, write_folder
 
 torch = pytest.importorskip("torch", reason="needs the extra megatron: pip install '.[megatron]'")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mtjax.convert.__main__ import main
-from mtjax.train.checkpoints.weights import find_weights
+from mtjax.runtime.checkpoints.weights import find_weights
 from tests.convert.hf_folders import (
     GPT2_CONFIG,
     LLAMA_CONFIG,

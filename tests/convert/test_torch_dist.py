@@ -30,8 +30,8 @@ from mtjax.convert.torch_dist_files import Archive, DistributedCheckpoint, overl
 from mtjax.convert.torch_dist_writer import Call, DistributedWriter
 from mtjax.errors import UserError
 from mtjax.models.sharded_model import ShardedModel
+from mtjax.runtime.checkpoints.weights import find_weights
 from mtjax.sharding.param_specs import dotted
-from mtjax.train.checkpoints.weights import find_weights
 from tests.tiny import mesh_of
 
 DISTRIBUTED = ("--ckpt-format", "torch_dist")

@@ -11,8 +11,8 @@ import pytest
 from mtjax import config as configs
 from mtjax import data
 from mtjax.data import SampleOrder
-from mtjax.train.checkpoints.corruption import with_checksum
-from mtjax.train.checkpoints.past import newest_past
+from mtjax.runtime.checkpoints.corruption import with_checksum
+from mtjax.runtime.checkpoints.past import newest_past
 from tests.end_to_end.runs import Finished, Launcher
 
 SMALL = ["--mesh", "1x1", "--num-layers", "1", "--log-every", "1"]

@@ -40,7 +40,7 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
 
 
 UNFORESEEN = """from mtjax.train import __main__
-from mtjax.train.checkpoints import saves
+from mtjax.runtime.checkpoints import saves
 saves.obstacle = lambda *_: None
 exit(__main__.main())"""
 """As when a disk gets full while a checkpoint is written."""

@@ -107,7 +107,7 @@ ALONE = """
 import sys
 from mtjax.config import Parallel
 from mtjax.sharding import processes
-from mtjax.train.processes import coordination, peers
+from mtjax.runtime.processes import coordination, peers
 from mtjax.cli import run_main
 peers.START_TIMEOUT = processes.START_TIMEOUT = 5
 port, number, meets = sys.argv[1:]

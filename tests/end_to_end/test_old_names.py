@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from mtjax import config
-from mtjax.train.checkpoints.corruption import read_metadata
-from mtjax.train.checkpoints.past import Past
+from mtjax.runtime.checkpoints.corruption import read_metadata
+from mtjax.runtime.checkpoints.past import Past
 from tests.end_to_end.runs import Launcher
 
 SAVED = Path(__file__).parent / "run_of_2026_11.tar.gz"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mtjax.train.checkpoints.local import IDENTITY
+from mtjax.runtime.checkpoints.local import IDENTITY
 from tests.end_to_end.runs import Finished, Launcher, ended, finish, free_port
 
 pytestmark = pytest.mark.long

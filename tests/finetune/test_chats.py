@@ -20,7 +20,7 @@ from mtjax.finetune.chat_rows import Chat
 from mtjax.finetune.chat_samples import PackedChats, pack
 from mtjax.generate.__main__ import main as generate
 from mtjax.generate.chat import ChatTemplate
-from mtjax.train.checkpoints.weights import find_weights
+from mtjax.runtime.checkpoints.weights import find_weights
 from mtjax.train.observability.metrics import read_metrics
 from tests.convert.hf_folders import GPT2_CONFIG, gpt2_shapes, random_tensors, small_tokenizer, write_folder
 

@@ -17,7 +17,7 @@ from mtjax.finetune.samples import Encoder, Epochs
 from mtjax.finetune.tasks.race import RACE, filled
 from mtjax.models.families.finetuned import of_choices
 from mtjax.models.heads import class_losses
-from mtjax.train.checkpoints.weights import find_weights
+from mtjax.runtime.checkpoints.weights import find_weights
 from mtjax.train.observability.metrics import read_metrics
 from tests.finetune.tiny_bert import race_folder, write_config
 

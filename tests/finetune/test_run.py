@@ -11,7 +11,7 @@ import pytest
 from mtjax.finetune.__main__ import main
 from mtjax.finetune.ensemble.__main__ import main as ensemble
 from mtjax.finetune.predict.__main__ import main as predict
-from mtjax.train.checkpoints.weights import find_weights
+from mtjax.runtime.checkpoints.weights import find_weights
 from mtjax.train.observability.metrics import read_metrics
 from mtjax.train.optimizer import layer_factors
 from tests.convert.hf_folders import GPT2_CONFIG, gpt2_shapes, random_tensors, write_folder

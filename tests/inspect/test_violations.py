@@ -15,9 +15,9 @@ from mtjax.inspect.report import Report, report
 from mtjax.inspect.targets import find_target
 from mtjax.models.families.gpt import GPT
 from mtjax.models.mixers.mlp import MLP
+from mtjax.sharding import accumulate
 from mtjax.sharding.axes import spec
 from mtjax.sharding.param_comm import is_wrapped, materialize
-from mtjax.sharding.schedules import accumulate
 from mtjax.theory.contract import Contract, Expectation, Requirement
 from mtjax.theory.layout import TENSOR, Layout
 from mtjax.theory.mesh import parse_mesh

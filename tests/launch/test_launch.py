@@ -7,7 +7,7 @@ from mtjax.launch import devices, run
 from mtjax.launch.__main__ import main
 from mtjax.launch.devices import mesh_within, working_gpus
 from mtjax.launch.run import launch, reason
-from mtjax.train.processes.local import Ended
+from mtjax.runtime.processes.local import Ended
 from tests.tiny import tiny_config
 
 

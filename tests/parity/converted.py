@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from mtjax import config as configs
+from mtjax.runtime.checkpoints.weights import find_weights, restore_weights
 from mtjax.sharding.axes import use_rules
-from mtjax.train.checkpoints.weights import find_weights, restore_weights
 from mtjax.train.step import TrainStep, make_train_step
 from tests.parity.compare import relative
 from tests.tiny import mesh_of

@@ -9,8 +9,9 @@ import pytest
 
 from mtjax.convert.__main__ import main as convert
 from mtjax.finetune.__main__ import main as finetune
+from mtjax.runtime.train_state import State
 from mtjax.sharding.placement import global_batch
-from mtjax.train.step import State, TrainStep
+from mtjax.train.step import TrainStep
 from tests.convert.hf_folders import small_tokenizer
 from tests.parity.test_chats import BATCH, LENGTH, chats, mean_loss, network_of, packed_batch
 from tests.parity.test_finetune import GPT2, LLAMA, check_steps, program_of

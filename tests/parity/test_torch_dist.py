@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mtjax.convert.__main__ import main
-from mtjax.train.checkpoints.weights import find_weights
+from mtjax.runtime.checkpoints.weights import find_weights
 from tests.parity.compare import relative
 from tests.parity.converted import our_logits
 from tests.parity.megatron_core.cases import DISTRIBUTED, VOCAB

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mtjax.sharding import ragged_all_to_all as exchange
-from mtjax.sharding.ragged_all_to_all import RaggedRouting
+from mtjax.sharding.experts.ragged_all_to_all import RaggedRouting
 from tests.tiny import mesh_of
 
 RANKS, ROWS, WIDTH, MOST = 4, 6, 3, 2

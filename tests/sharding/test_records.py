@@ -8,13 +8,13 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from mtjax.sharding.accumulate import Accumulate
 from mtjax.sharding.axes import partition_spec, spec, use_rules
 from mtjax.sharding.gradients import distributed_gradients
 from mtjax.sharding.manual_region import ManualRegion
 from mtjax.sharding.param_comm import GradReduction
 from mtjax.sharding.param_specs import param_specs
 from mtjax.sharding.reduction import Reduction
-from mtjax.sharding.schedules.accumulate import Accumulate
 from mtjax.theory.layout import NOT_SHARDED, TENSOR_RULES, Layout
 from mtjax.theory.mesh import MeshShape, parse_mesh
 from mtjax.theory.rules import Axes, Rules

@@ -9,7 +9,7 @@ import pytest
 
 from mtjax.config import Training, validate
 from mtjax.errors import UserError
-from mtjax.train.checkpoints.checkpoint import Checkpoints
+from mtjax.runtime.checkpoints.checkpoint import Checkpoints
 from mtjax.train.precision import LossScale, update
 from tests.tiny import batch_of, initial_state, program_of, run_steps, tiny_config
 

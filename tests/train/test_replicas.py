@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from mtjax.errors import UserError
-from mtjax.train.checkpoints.checkpoint import names_of, state_arrays
+from mtjax.runtime.checkpoints.checkpoint import names_of, state_arrays
+from mtjax.runtime.train_state import State
 from mtjax.train.observability.corruption_checks import CorruptionChecks
-from mtjax.train.step import State, TrainStep
+from mtjax.train.step import TrainStep
 from tests.end_to_end.runs import Launcher
 from tests.tiny import batch_of, program_of
 

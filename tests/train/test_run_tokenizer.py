@@ -12,7 +12,7 @@ from mtjax.convert.stream import Origin, carry_tokenizer
 from mtjax.data import DataPosition, SampleOrder
 from mtjax.data.tokens.tokenizer import byte_level
 from mtjax.errors import UserError
-from mtjax.train.checkpoints.weights import SPECIAL_IDS, Weights
+from mtjax.runtime.checkpoints.weights import SPECIAL_IDS, Weights
 from mtjax.train.folder import tokenizer as run_tokenizer
 from mtjax.train.folder.tokenizer import find_tokenizer
 from mtjax.train.objective import RunData

@@ -3,9 +3,9 @@
 import time
 
 from mtjax.config import Parallel
+from mtjax.runtime.processes.peers import Peers
 from mtjax.train.observability import step_clock
 from mtjax.train.observability.step_clock import StepClock
-from mtjax.train.processes.peers import Peers
 
 
 def clock_of(folder, said, limit=None):

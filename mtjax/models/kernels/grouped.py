@@ -25,7 +25,7 @@ BLOCKS_OF_AN_EXPERT = 8
 
 
 class Blocks(NamedTuple):
-    """`mtjax.sharding.experts.ExpertCompute`, block by block."""
+    """`mtjax.sharding.experts.dispatch.ExpertCompute`, block by block."""
 
     activation: str
     num_experts: int

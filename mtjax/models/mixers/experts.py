@@ -23,7 +23,7 @@ from mtjax.models.mixers.mlp import MLP
 from mtjax.models.recompute import PRODUCT
 from mtjax.sharding.axes import fully_manual, spec, varying_like
 from mtjax.sharding.context.zigzag import from_first_context_rank, sample_length, sum_over_context
-from mtjax.sharding.experts import apply_experts
+from mtjax.sharding.experts.dispatch import apply_experts
 
 JITTER_SITE = 5
 EPSILON = 1e-20

@@ -10,11 +10,11 @@ import jax
 from mtjax.config import Output
 from mtjax.config.place import holds_run
 from mtjax.errors import UserError, disk_reason, first_line
+from mtjax.runtime.checkpoints.corruption import read_on_all_processes
+from mtjax.runtime.processes.coordination import all_gather_text
 from mtjax.storage import shown, url_of
-from mtjax.train.checkpoints.corruption import read_on_all_processes
 from mtjax.train.folder.lock import lock_folder
 from mtjax.train.folder.remote import RemoteFolder
-from mtjax.train.processes.coordination import all_gather_text
 
 RUNS = Path("runs")
 ADVICE = "add --resume to continue it, or name another folder"

@@ -28,10 +28,10 @@ from mtjax.data.tokens.identity import content_digest, difference, prompt_differ
 from mtjax.data.tokens.template_files import template_names
 from mtjax.data.tokens.tokenizer import Tokenizer, folder_of, open_tokenizer, path_of
 from mtjax.errors import UserError
+from mtjax.runtime.checkpoints.weights import SPECIAL_IDS, Weights, special_ids
+from mtjax.runtime.processes.coordination import all_gather_text, num_processes
 from mtjax.storage import names_in, read_bytes, shown, url_of
-from mtjax.train.checkpoints.weights import SPECIAL_IDS, Weights, special_ids
 from mtjax.train.folder.run_folder import holds_run
-from mtjax.train.processes.coordination import all_gather_text, num_processes
 
 
 class HasTokenizer(Protocol):

@@ -8,9 +8,9 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
+from mtjax.runtime.processes.coordination import this_process
+from mtjax.runtime.processes.peers import Peers
 from mtjax.train.observability.start_timer import STEPS, StartTimer
-from mtjax.train.processes.coordination import this_process
-from mtjax.train.processes.peers import Peers
 
 FACTOR = 10
 """A step takes too long if it takes this many times the median."""

@@ -1,0 +1,1 @@
+"""What training, serving and evaluation share: processes, checkpoints, compiled programs."""

@@ -1,0 +1,30 @@
+"""The state of training: what a step changes, and what a checkpoint holds."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+
+Tree = Any
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["step", "random", "parameters", "optimizer", "loss_scale"],
+    meta_fields=[],
+)
+@dataclass(frozen=True)
+class State:
+    """All values that a step updates, and that a checkpoint must save."""
+
+    step: Any
+    """Number of steps done, int32."""
+    random: Any
+    """Key data from which dropout keys are derived."""
+    parameters: Tree
+    """Nested dicts of float32 arrays."""
+    optimizer: Tree
+    """optax state."""
+    loss_scale: Any = None
+    """Only for float16."""

@@ -1,0 +1,1 @@
+"""Expert parallelism: how tokens reach experts on other ranks."""

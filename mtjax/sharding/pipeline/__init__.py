@@ -1,0 +1,1 @@
+"""Pipeline parallelism: the executor of a timetable, and what stages send each other."""

@@ -1,0 +1,501 @@
+"""Runs a pipeline schedule: each rank along `stage` has some of the layers, and works by a timetable.
+
+The loop over ticks takes derivatives explicitly, with `jax.vjp` inside a tick. Autodiff of the loop would run all
+forward passes before all backward passes, whatever the timetable (and does not lower on jax 0.10 to 0.12). For its
+backward half, a forward half saves either its input alone, from which the chunk is recomputed (full recompute), or the
+residuals of autodiff without the parameters.
+
+All stages run one program, and read their work off the timetable; in a half in which a stage is idle, it works on a
+microbatch that does not count. The embedding and the head are in branches that only the first or the last stage takes.
+"""
+
+import functools
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from mtjax.sharding.axes import cond_by_stage, varying_like
+from mtjax.sharding.context.zigzag import context_axes
+from mtjax.sharding.grad_accumulation import AddsUp, add_gradients, with_accumulators
+from mtjax.sharding.microbatch_schedule import PipelineModel, Sums
+from mtjax.sharding.param_comm import differentiable_shards, with_shards, zeros_like_shards
+from mtjax.sharding.pipeline.order import Order
+from mtjax.sharding.pipeline.residuals import (
+    Linearize,
+    RecomputeChunk,
+    ResidualPolicy,
+    SaveResiduals,
+    in_slots,
+    put_in_slot,
+    take_from_slot,
+)
+from mtjax.sharding.pipeline.stage_transfer import packed, send, sum_from_owner, unpacked
+from mtjax.sharding.reduction import Reduction
+from mtjax.sharding.zero import gather_for_step, materialize_outside_stacks, wrap_for_inference
+from mtjax.theory.rules import STAGE
+from mtjax.theory.timetable import Half, Phase, Timetable
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class PipelineSchedule:
+    """Computes gradients by a training timetable, and losses by a forward one."""
+
+    training: Timetable
+    evaluation: Callable[[int], Timetable]
+    """Of a number of microbatches."""
+    microbatch_size: int | None
+    """Samples per rank and microbatch in evaluation; a single microbatch when None, or where they don't divide."""
+    keeps_inputs: bool
+    """Whether stages save only the input of a chunk, and recompute the chunk in its backward half."""
+    order: Order
+    """Of collectives: by data dependencies on platforms whose runtime has none (`mtjax.sharding.pipeline.order`)."""
+
+    def gradients(self, model: PipelineModel, parameters: Tree, batch: Tree, reduction: Reduction) -> tuple[Sums, Tree]:
+        """See `MicrobatchSchedule.gradients`."""
+        wrapped = self.unstack_parameters(reduction.records, reduction.wrap(parameters))
+        microbatches = _microbatches(batch, self.training.microbatches)
+        run = _Run(model, reduction.records, wrapped, microbatches, self.training, self.order)
+        return run.gradients(keeps_inputs=self.keeps_inputs)
+
+    def unstack_parameters(self, records: Tree, wrapped: Tree) -> Tree:
+        """See `MicrobatchSchedule.unstack_parameters`: a chunk's layers are scanned, so stacks stay stacked."""
+        return gather_for_step(records, wrapped)
+
+    def losses(self, model: PipelineModel, parameters: Tree, batch: Tree, records: Tree) -> Sums:
+        """See `MicrobatchSchedule.losses`."""
+        return self._evaluation_run(model, parameters, batch, records).losses()
+
+    def final_boundary(self, model: PipelineModel, parameters: Tree, batch: Tree, records: Tree) -> Tree:
+        """See `MicrobatchSchedule.final_boundary`."""
+        return self._evaluation_run(model, parameters, batch, records).output()
+
+    def _evaluation_run(self, model: PipelineModel, parameters: Tree, batch: Tree, records: Tree) -> "_Run":
+        """Divides a batch, arrays [samples, ...], into microbatches, and gathers parameters for them."""
+        samples = jax.tree.leaves(batch)[0].shape[0]
+        size = self.microbatch_size or samples
+        count = samples // size if samples % size == 0 else 1
+        wrapped = gather_for_step(records, wrap_for_inference(records, parameters))
+        return _Run(model, records, wrapped, _microbatches(batch, count), self.evaluation(count), self.order)
+
+
+def _microbatches(batch: Tree, count: int) -> Tree:
+    """Reshapes arrays [samples, ...] to [count, samples / count, ...]."""
+    return jax.tree.map(lambda a: a.reshape(count, -1, *a.shape[1:]), batch)
+
+
+class _TickWork(NamedTuple):
+    """The work of this rank in half a tick: `Work`, traced, and the arrays of its microbatch."""
+
+    batch: Tree
+    """The microbatch, arrays [samples, ...]."""
+    microbatch: Array
+    """Its index."""
+    chunk: Array
+    slot: Array
+    """The last one, which nothing reads, where the work does not count."""
+    counts: Array
+    """Whether this stage has work in this half; an idle stage computes the same, and its results are dropped."""
+    zero: Array | int
+    """A 0 (`Order.zero`) that depends on everything before this half."""
+
+
+def _add_losses(losses: Sums, added: Sums, counts: Array | bool = True) -> Sums:
+    """Adds the losses of a part of the model to those with the same names, if they count."""
+    return losses | {name: losses[name] + jnp.where(counts, value, 0) for name, value in added.items()}
+
+
+def _loss_cotangents(losses: Sums, counts: Array) -> Sums:
+    """Returns the derivatives of the total loss by a chunk's losses: 1, or 0 for counters and for idle halves."""
+    return {name: jnp.where(counts & (not value.ndim), jnp.ones_like(value), 0) for name, value in losses.items()}
+
+
+class _Carry(NamedTuple):
+    """The carry of the loop over ticks. Boundaries are stage-boundary activations, [batch, seq, embed] each."""
+
+    boundary: Tree
+    """Received from the chunk before; packed."""
+    gradient: Tree
+    """Of the boundary that this rank's last backward half received; packed, and not sent yet."""
+    chunk_inputs: Tree
+    """By slot: each chunk's input; after the first section, the boundary from which it is computed."""
+    residuals: Tree
+    """By slot: what the `ResidualPolicy` saves."""
+    sums: Tree
+    """Gradient accumulators, float32."""
+    losses: Sums
+
+
+class _Run:
+    """A timetable applied to one rank's parameters and microbatches."""
+
+    def __init__(
+        self, model: PipelineModel, records: Tree, wrapped: Tree, microbatches: Tree, table: Timetable, order: Order
+    ) -> None:
+        """Binds a rank's parameters and microbatches to a timetable; traced inside the manual region."""
+        self.model, self.records, self.wrapped, self.table, self.order = model, records, wrapped, table, order
+        self.microbatches, self.stage = microbatches, lax.axis_index(STAGE)
+        self.start_zero = order.zero(wrapped, microbatches)
+        self.sections = len(model.sections)
+        # Chunks of a section on each stage; the timetable counts those of all sections.
+        self.chunks = table.chunks // self.sections
+        self.shards = differentiable_shards(wrapped)
+        first = jax.tree.map(lambda a: a[0], microbatches)
+        self.boundary = jax.tree.map(jnp.zeros_like, model.boundary(self._parameters(self.shards), first))
+
+    # --- losses alone
+
+    def losses(self) -> Sums:
+        """Computes the losses of all microbatches, forward only."""
+        none = self._zero_losses()
+
+        def tick(carry: tuple[Tree, Sums], row: Array) -> tuple[tuple[Tree, Sums], None]:
+            """Receives a boundary, runs a chunk, adds the losses, and sends the boundary behind the chunk."""
+            (boundary, losses), work = carry, self._tick_work(row, carry)
+            boundary, losses = self._forward_chunk(self._received(boundary, work), work, losses)
+            with_head = lambda losses: _add_losses(losses, self._head_losses(boundary, work))  # noqa: E731
+            is_last = self.order.when(self._is_last_chunk(work) & work.counts, boundary, losses)
+            losses = cond_by_stage(is_last, with_head, lambda losses: losses, losses)
+            return (self._send(packed(self.order.behind(boundary, losses)), 1), losses), None
+
+        (_, losses), _ = lax.scan(tick, (packed(self.boundary), none), self._rows(self.table.forward))
+        return losses
+
+    def output(self) -> Tree:
+        """Computes the last chunk's output of all microbatches: arrays [samples, ...], on every stage."""
+        count = jax.tree.leaves(self.microbatches)[0].shape[0]
+
+        def tick(carry: tuple[Tree, Tree], row: Array) -> tuple[tuple[Tree, Tree], None]:
+            """Receives a boundary, runs a chunk, and stores the last chunk's output by microbatch."""
+            (boundary, out), work = carry, self._tick_work(row, carry[0])
+            boundary, _ = self._forward_chunk(self._received(boundary, work), work, {})
+            is_last = self._is_last_chunk(work) & work.counts
+            # float32, because only the last stage has an output, and `joined` adds the zeros of all other stages.
+            new = jax.tree.map(lambda a: a.astype(jnp.float32), boundary)
+            slot = jnp.where(is_last, work.microbatch, count)
+            return (self._send(packed(boundary), 1), put_in_slot(out, slot, new)), None
+
+        def joined(slots: Array, like: Array) -> Array:
+            return sum_from_owner(slots[:count].reshape(-1, *like.shape[1:])).astype(like.dtype)
+
+        empty = jax.tree.map(lambda a: in_slots(a.astype(jnp.float32), count), self.boundary)
+        (_, out), _ = lax.scan(tick, (packed(self.boundary), empty), self._rows(self.table.forward))
+        return jax.tree.map(joined, out, self.boundary)
+
+    def _forward_chunk(self, boundary: Tree, work: _TickWork, losses: Sums) -> tuple[Tree, Sums]:
+        """Runs a chunk: the boundary behind it, and losses with those of its layers."""
+
+        def of_section(section: int, boundary: Tree, losses: Sums) -> tuple[Tree, Sums]:
+            start = self._chunk_input(section, boundary, work)
+            boundary, added = self._run_chunk(section, self.order.behind(self.shards, start), start, work)
+            return boundary, _add_losses(losses, added, work.counts)
+
+        return self._switch_section(work, of_section, boundary, losses)
+
+    # --- losses and gradients
+
+    def gradients(self, *, keeps_inputs: bool) -> tuple[Sums, Tree]:
+        """Computes losses and gradients of all microbatches.
+
+        Args:
+          keeps_inputs: whether stages save only the input of a chunk, and recompute the chunk.
+
+        Returns:
+          The losses, summed over microbatches, and float32 gradients, both of this rank's samples.
+        """
+        sums = zeros_like_shards(self.shards)
+        chunk_inputs = jax.tree.map(lambda a: in_slots(a, self.table.slots), self.boundary)
+        forward, backward = self._rows(self.table.forward), self._rows(self.table.backward)
+        policy: ResidualPolicy = RecomputeChunk()
+        if not keeps_inputs:
+            # Traced once, for the shapes of residuals; the compiler removes this computation.
+            linearize = self._linearize(sums, self._tick_work(forward[0]), self.shards)
+            policy = SaveResiduals.of(self.sections, self.table.slots, self.boundary, linearize)
+        empty = packed(self.boundary), packed(self.boundary)
+        carry = _Carry(*empty, chunk_inputs, policy.empty(), sums, self._zero_losses())
+        for phase in self.table.phases:
+            rows = (forward[phase.start : phase.stop], backward[phase.start : phase.stop])
+            carry, _ = lax.scan(partial(self._tick, policy, phase), carry, rows)
+        # Nothing reads the last gradient, so nothing may be ordered behind it: it would be computed for that alone.
+        return self.order.behind((carry.losses, carry.sums), carry._replace(gradient=()))
+
+    # `phase` is static: consecutive ticks with the same halves are one `lax.scan`. A schedule has a warm-up of forward
+    # halves alone, a steady state with both, and a cool-down of backward halves alone.
+    def _tick(
+        self, policy: ResidualPolicy, phase: Phase, carry: _Carry, rows: tuple[Array, Array]
+    ) -> tuple[_Carry, None]:
+        """Runs a forward and a backward half.
+
+        Gradients are sent at the start, overlapped with the forward half; activations are sent between the halves,
+        overlapped with the backward half.
+        """
+        if phase.backward:
+            gradient = self.order.behind(carry.gradient, carry.sums, carry.losses)
+            carry = carry._replace(gradient=self._send(gradient, -1))
+        if phase.forward:
+            work = self._tick_work(rows[0], (carry.boundary, carry.gradient))
+            forward, received = partial(self._forward, policy, work, carry.sums), self._received(carry.boundary, work)
+            boundary, chunk_inputs, residuals = self._switch_section(
+                work, forward, received, carry.chunk_inputs, carry.residuals
+            )
+            # Between the halves, the activations and the received gradients wait for each other. It costs nothing,
+            # because the backward half needs these gradients anyway.
+            # XLA: without the barrier it may compute the backward half first, have both permutes in flight at a time,
+            # or merge the all-gathers of the received arrays; then neither permute is overlapped.
+            out, gradient = lax.optimization_barrier((packed(boundary), carry.gradient))
+            carry = carry._replace(
+                gradient=gradient, boundary=self._send(out, 1), chunk_inputs=chunk_inputs, residuals=residuals
+            )
+        if phase.backward:
+            work = self._tick_work(rows[1], (carry.boundary, carry.gradient))
+            backward = partial(self._backward, policy, work, carry.chunk_inputs, carry.residuals)
+            received = self._received(carry.gradient, work)
+            gradient, sums, losses = self._switch_section(work, backward, received, carry.sums, carry.losses)
+            carry = carry._replace(gradient=packed(gradient), sums=sums, losses=losses)
+        return carry, None
+
+    def _forward(
+        self,
+        policy: ResidualPolicy,
+        work: _TickWork,
+        sums: Tree,
+        section: int,
+        boundary: Tree,
+        chunk_inputs: Tree,
+        residuals: Tree,
+    ) -> tuple[Tree, Tree, Tree]:
+        """Runs the forward half of a chunk.
+
+        Args:
+          policy: saves residuals.
+          work: of this half.
+          sums: gradient accumulators; only their shapes matter here.
+          section: of the chunk.
+          boundary: received from the chunk before, [batch, seq, embed] arrays.
+          chunk_inputs: by slot.
+          residuals: by slot.
+
+        Returns:
+          The boundary behind the chunk, and `chunk_inputs` and `residuals` with this microbatch's in `work.slot`.
+        """
+        start = self._chunk_input(section, boundary, work)
+        shards = self.order.behind(self.shards, start)
+        chunk_inputs = put_in_slot(chunk_inputs, work.slot, start if section == 0 else boundary)
+        can_skip = isinstance(policy, RecomputeChunk) and not context_axes()
+        if can_skip and section == self.sections - 1:
+            # The backward half recomputes the last chunk and its losses, and no stage receives its output: skip it. Not
+            # with context parallelism: a collective-permute needs all devices, also those of other stages.
+            chunk = lambda: self._run_chunk(section, shards, start, work)[0]  # noqa: E731
+            return cond_by_stage(self._is_last_chunk(work), lambda: start, chunk), chunk_inputs, residuals
+        linearize = self._linearize(sums, work, shards)
+        (out, _), residuals = policy.put(section, residuals, work.slot, start, linearize)
+        return out, chunk_inputs, residuals
+
+    def _backward(
+        self,
+        policy: ResidualPolicy,
+        work: _TickWork,
+        chunk_inputs: Tree,
+        residuals: Tree,
+        section: int,
+        gradient: Tree,
+        sums: Tree,
+        losses: Sums,
+    ) -> tuple[Tree, Tree, Sums]:
+        """Runs the backward half of a chunk: head (last chunk only), layers, embedding (first chunk only).
+
+        Args:
+          policy: restores residuals.
+          work: of this half.
+          chunk_inputs: by slot.
+          residuals: by slot.
+          section: of the chunk.
+          gradient: of the boundary behind the chunk, [batch, seq, embed] arrays, received from the chunk after.
+          sums: gradient accumulators, float32, like `self.shards`.
+          losses: of earlier microbatches.
+
+        Returns:
+          The gradient of the boundary before the chunk, `sums` with the chunk's gradients, and `losses` with its own.
+        """
+        boundary = take_from_slot(chunk_inputs, work.slot)
+        start = boundary if section == 0 else self._chunk_input(section, boundary, work)
+        order = self.order
+        shards = order.behind(self.shards, start, gradient)
+        linearize = self._linearize(sums, work, shards)
+        (out, chunk_losses), vjp = policy.take(section, residuals, work.slot, start, linearize)
+        losses = _add_losses(losses, chunk_losses, work.counts)
+        # An idle half runs like any other, with a gradient of 0: it adds 0 to the accumulators.
+        gradient = jax.tree.map(lambda g: jnp.where(work.counts, g, 0), gradient)
+        if section == self.sections - 1:
+            # Only the last chunk of the model has the head; its gradient replaces the received one.
+            head = partial(self._head_backward, out, work)
+            unchanged = lambda *values: values  # noqa: E731
+            is_last = order.when(self._is_last_chunk(work) & work.counts, out, chunk_losses, vjp)
+            gradient, sums, losses = cond_by_stage(is_last, head, unchanged, gradient, sums, losses)
+            vjp = order.behind(vjp, gradient, sums, losses)
+        gradients, gradient = vjp((gradient, _loss_cotangents(chunk_losses, work.counts)))
+        # Gradients of the section's stacks come out with `sums` added (`_linearize`); those of other parameters that
+        # its layers read are added here.
+        sums = add_gradients(self.records, sums, gradients, self._is_of_section(section))
+        embed = partial(self._embed_backward, section, boundary, work)
+        # The gradient is no argument of `when`: the branch waits for it anyway where it reads it, and for a frozen
+        # embedding, whose branch does not read it, the gradient would be computed for nothing.
+        is_first = order.when(self._is_first_chunk(section, work) & work.counts, sums)
+        gradient, sums = cond_by_stage(is_first, embed, lambda *values: values, gradient, sums)
+        return gradient, sums, losses
+
+    def _head_backward(
+        self, boundary: Tree, work: _TickWork, _: Tree, sums: Tree, losses: Sums
+    ) -> tuple[Tree, Tree, Sums]:
+        """Computes the head's losses and their gradients.
+
+        Args:
+          boundary: behind the last chunk.
+          work: of this half.
+          _: the received gradient, which is meaningless on the last stage.
+          sums: gradient accumulators.
+          losses: of earlier microbatches.
+
+        Returns:
+          The gradient of `boundary`, and `sums` and `losses` with the head's.
+        """
+        head = lambda shards, boundary: self._head_losses(boundary, work, shards)  # noqa: E731
+        head_losses, vjp = jax.vjp(head, self.shards, boundary)
+        gradients, gradient = vjp(jax.tree.map(jnp.ones_like, head_losses))
+        return gradient, self._add_outside_stacks(sums, gradients), _add_losses(losses, head_losses)
+
+    def _embed_backward(
+        self, section: int, boundary: Tree, work: _TickWork, gradient: Tree, sums: Tree
+    ) -> tuple[Tree, Tree]:
+        """Differentiates the embedding of a section's input.
+
+        Args:
+          section: its index.
+          boundary: behind the section before.
+          work: of this half.
+          gradient: of the section's input.
+          sums: gradient accumulators.
+
+        Returns:
+          The gradient of `boundary`, and `sums` with the embedding's.
+        """
+        embed = lambda shards, boundary: self.model.embed(  # noqa: E731
+            section, self._parameters(shards), boundary, work.batch
+        )
+        _, vjp = jax.vjp(embed, self.shards, boundary)
+        gradients, gradient = vjp(gradient)
+        return gradient, self._add_outside_stacks(sums, gradients)
+
+    # --- parts of the model
+
+    def _chunk_input(self, section: int, boundary: Tree, work: _TickWork) -> Tree:
+        """Returns the input of a chunk: `embed`'s result for a section's first chunk, else the received boundary."""
+        embed = lambda boundary: self.model.embed(  # noqa: E731
+            section, self._parameters(self.shards), boundary, work.batch
+        )
+        return cond_by_stage(self._is_first_chunk(section, work), embed, lambda boundary: boundary, boundary)
+
+    def _run_chunk(
+        self, section: int, shards: Tree, start: Tree, work: _TickWork, sums: Tree = None
+    ) -> tuple[Tree, Sums]:
+        """Runs a chunk's layers: the boundary behind them, and the losses of their routers."""
+        chunk = work.chunk - section * self.chunks
+        return self.model.forward_layers(
+            section, self._parameters(shards, sums, section), start, work.batch, self.stage, chunk
+        )
+
+    def _head_losses(self, boundary: Tree, work: _TickWork, shards: Tree = None) -> Sums:
+        parameters = self._parameters(self.shards if shards is None else shards)
+        return self.model.head_losses(parameters, boundary, work.batch)
+
+    def _linearize(self, sums: Tree, work: _TickWork, shards: Tree) -> Linearize:
+        """Returns `jax.vjp` of chunks with these parameters; gradients of stacks come out added to `sums`."""
+        chunk = self._run_chunk
+        return lambda section, start: jax.vjp(
+            lambda shards, start: chunk(section, shards, start, work, sums), shards, start
+        )
+
+    def _parameters(self, shards: Tree, sums: Tree = None, section: int = 0) -> Tree:
+        """Returns parameters for the model.
+
+        Args:
+          shards: the arrays to differentiate by.
+          sums: accumulators, to which the gradients of the section's layers are added in place; None for none.
+          section: its index.
+        """
+        wrapped = with_shards(self.wrapped, shards)
+        if sums is not None:
+            wrapped = with_accumulators(self.records, wrapped, sums, self._is_of_section(section))
+        return materialize_outside_stacks(self.records, wrapped)
+
+    def _is_of_section(self, section: int) -> AddsUp:
+        """Returns a predicate: whether a parameter is one of a section's layers."""
+        names = tuple(f"{name}." for name in self.model.sections[section])
+        return lambda record: record.is_stacked and record.name.startswith(names)
+
+    def _add_outside_stacks(self, sums: Tree, gradients: Tree) -> Tree:
+        """Adds the gradients of parameters outside the stacks to their accumulators."""
+        add = lambda record, total, g: total if record.is_stacked else total + g.astype(jnp.float32)  # noqa: E731
+        return jax.tree.map(add, self.records, sums, gradients)
+
+    def _zero_losses(self) -> Sums:
+        """Builds float32 zeros with the names and shapes of all losses and counters."""
+        batch, like = jax.tree.map(lambda a: a[0], self.microbatches), jax.tree.leaves(self.boundary)[0]
+        zero = jnp.zeros((), jnp.int32)
+        first = _TickWork(batch, zero, zero, zero, zero > 0, 0)
+
+        def losses() -> Sums:
+            of_layers = [self._run_chunk(i, self.shards, self.boundary, first)[1] for i in range(self.sections)]
+            return functools.reduce(operator.or_, of_layers, self._head_losses(self.boundary, first))
+
+        zeros = lambda a: varying_like(jnp.zeros(a.shape, jnp.float32), like)  # noqa: E731
+        return jax.tree.map(zeros, jax.eval_shape(losses))
+
+    # --- half ticks
+
+    def _rows(self, halves: tuple[Half, ...]) -> Array:
+        """Encodes halves of a timetable as int32 [ticks, stages, 4]: microbatch, chunk, slot, whether it counts."""
+        idle = (0, 0, self.table.slots, 0)
+        rows = [[idle if work is None else (*work, 1) for work in half] for half in halves]
+        return jnp.asarray(np.asarray(rows, np.int32))
+
+    def _tick_work(self, row: Array, after: Tree = None) -> _TickWork:
+        """Reads this stage's work off a row [stages, 4]; where an order is needed, it depends on the arrays `after`."""
+        zero = self.start_zero + self.order.zero(after)
+        microbatch, chunk, slot, counts = row[self.stage] + zero
+        pick = lambda a: lax.dynamic_index_in_dim(a, microbatch, keepdims=False)  # noqa: E731
+        return _TickWork(jax.tree.map(pick, self.microbatches), microbatch, chunk, slot, counts > 0, zero)
+
+    def _is_first_chunk(self, section: int, work: _TickWork) -> Array:
+        """Returns whether the chunk is the first of a section."""
+        return (self.stage == 0) & (work.chunk == section * self.chunks)
+
+    def _is_last_chunk(self, work: _TickWork) -> Array:
+        """Returns whether the chunk is the last of the model."""
+        return (self.stage == self.table.stages - 1) & (work.chunk == self.table.chunks - 1)
+
+    def _switch_section(self, work: _TickWork, run: Callable[..., tuple[Any, ...]], *state: Any) -> tuple[Any, ...]:
+        """Runs `run(section, *state)`, which returns the new state, for the section to which the chunk belongs."""
+        if self.sections == 1:
+            return run(0, *state)
+        # XLA: of one `lax.switch` over all sections, it copies arrays that an earlier branch updates and a later one
+        # passes on, such as the gradients of an entire stack. So each section has a conditional, one after the other.
+        for section in range(self.sections):
+            is_other = work.chunk // self.chunks != section
+            state = cond_by_stage(is_other, lambda *unchanged: unchanged, partial(run, section), *state)
+        return state
+
+    def _received(self, boundary: Tree, work: _TickWork) -> Tree:
+        """Unpacks a received boundary for a half tick."""
+        return unpacked(self.order.waiting(boundary, work.zero), self.boundary)
+
+    def _send(self, boundary: Tree, by: int) -> Tree:
+        return send(boundary, by, wraps=self.table.chunks > 1)
