@@ -133,11 +133,11 @@ class Roofline:
         callees = list(self.module.callees(instruction))
         if instruction.opcode == "conditional":
             branch = self.module.stage_branches.get(instruction.name)
-            if branch is not None and len(branch.by_tick) > 1:
+            if branch is not None and len(branch.by_tick) != 1:
                 is_true = instruction.name in taken
                 callees = [c for c in callees if self.module.is_true_branch(instruction, c) == is_true]
             elif branch is not None:  # of a single tick, which is no loop: of what any stage takes
-                stages = branch.by_tick[0]
+                (stages,) = branch.by_tick
                 callees = [c for c in callees if self.module.is_true_branch(instruction, c) in stages]
             slowest = max(callees, key=lambda callee: self.walk(callee, taken).seconds)
             yield Run(slowest, taken, 1)
