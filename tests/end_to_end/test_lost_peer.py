@@ -107,14 +107,14 @@ ALONE = """
 import sys
 from mtjax.config import Parallel
 from mtjax.sharding import processes
-from mtjax.train.processes import coordination as exchange, peers
+from mtjax.train.processes import coordination, peers
 from mtjax.cli import run_main
 peers.START_TIMEOUT = processes.START_TIMEOUT = 5
 port, number, meets = sys.argv[1:]
 def body():
     with peers.Peers(Parallel(coordinator=f"localhost:{port}", num_processes=2, process_id=int(number))):
         if meets == "yes":
-            exchange.exchange("the tea", "milk", timeout=2)
+            coordination.all_gather_text("the tea", "milk", timeout=2)
         else:
             import time; time.sleep(5)
 sys.exit(run_main(body))
