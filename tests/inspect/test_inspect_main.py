@@ -170,7 +170,7 @@ def test_decoding_is_inspected_too(capsys, tmp_path):
     assert document["program"] == "decoding" and document["contract"]["holds"]
     assert {c["phase"] for c in document["collectives"]} == {"embedding forward", "layer forward", "sampling"}
     code, _, err = run(capsys, "--generate", "--context", "100000", *words)
-    assert code == 2 and "texts end at 64" in err
+    assert code == 2 and "context length is 64" in err
     for wrong, why in (
         (("--generate", "--sweep", "8"), "--sweep works for train steps only"),
         (("--context", "8"), "needs --generate"),
