@@ -85,8 +85,8 @@ def _t5(settings: PretrainedSettings) -> tuple[Tokenizer, dict[str, Token]]:
     in_model = sum("<extra_id_" in str(token) for token in declared)
     if in_model and count and in_model != count:
         raise UserError(
-            f"{settings.folder} has extra_ids {count}, and its {settings.files[0].name} has {in_model} sentinels: correct "
-            "extra_ids in its tokenizer_config.json"
+            f"{settings.folder} has extra_ids {count}, and its {settings.files[0].name} has {in_model} sentinels: "
+            "correct extra_ids in its tokenizer_config.json"
         )
     vocabulary = [*model.scores, *((name, 0.0) for name in reversed(sentinels))]
     tokenizer = Tokenizer(models.Unigram(vocabulary, unk_id=2, byte_fallback=False))
