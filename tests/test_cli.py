@@ -101,15 +101,6 @@ def test_underscores_are_typed_options_too(capsys: pytest.CaptureFixture[str], t
         assert "from" not in str(caught.value)
 
 
-def test_data_given_more_than_once_are_several_datasets(tmp_path: Path) -> None:
-    (tmp_path / "a, b.txt").touch()
-    assert parse("--data", "x.txt", "--steps", "3", "--data=0.5 y").config.data.data == "x.txt 0.5 y"
-    assert parse("--data", f"{tmp_path}/a, b.txt", "--data", "c").config.data.data == f"'{tmp_path}/a, b.txt' c"
-    assert parse("--valid_data", "a b", "--data", "c d").config.data.valid_data == "a b"
-    with pytest.raises(UserError, match="--data needs a value"):
-        parse("--data", "x", "--data")
-
-
 def test_a_config_in_the_folder_of_a_run_means_that_folder(tmp_path: Path) -> None:
     (tmp_path / "new" / "checkpoints").mkdir(parents=True)
     path = tmp_path / "new" / "config.toml"
