@@ -97,7 +97,7 @@ class ChatFinetuning(FinetuningObjective):
         lengths = [len(chat.ids) for chat in packed.chats] + [len(pack) for pack in packed.packs]
         ordered, position = self.in_order(config, packed, lengths, past, allowed)
         files = self._tokenizer_files(found, encoder, template)
-        return config, RunData(tokenizer, ordered, validation, position, files, found.is_kept)
+        return config, RunData(tokenizer, ordered, validation, position, files, found.is_saved)
 
     def validate(self, program: TrainStep, parameters: Any, held_out: Dataset) -> dict[str, float]:
         """Returns the mean loss per trained token over all validation conversations."""
@@ -166,7 +166,7 @@ class ChatFinetuning(FinetuningObjective):
         self, found: FinetuningTokenizer, encoder: ChatEncoder, template: Path | None
     ) -> dict[str, bytes]:
         """Returns the files with which `mtjax generate`, and transformers after an export, render the same prompts."""
-        if found.is_kept:
+        if found.is_saved:
             return {}
         files = read_files(found.folder, DESCRIPTIONS) | dict(found.files)
         files = {name: content for name, content in files.items() if not name.endswith(".jinja")}
@@ -185,7 +185,7 @@ def _template_file(named: str | None, found: FinetuningTokenizer) -> Path | None
     """
     path = Path(named).expanduser() if named else None
     saved = found.folder / TEMPLATE_FILE
-    if not found.is_kept or path is None or not saved.is_file():
+    if not found.is_saved or path is None or not saved.is_file():
         return path
     if path.is_file() and path.read_bytes() != saved.read_bytes():
         raise UserError(

@@ -44,7 +44,7 @@ class FinetuningTokenizer:
     """The folder with its chat template."""
     files: Mapping[str, bytes]
     """Files that are saved with it in the run's folder."""
-    is_kept: bool = False
+    is_saved: bool = False
     """Whether the run's folder already contains it."""
 
 
@@ -132,7 +132,7 @@ class FinetuningObjective(Objective):
             note = check_resumed(run_tokenizer, config.data.tokenizer)
             say_notes([note] if note else [])
             name = config.data.tokenizer or run_tokenizer.shown
-            return FinetuningTokenizer(name, run_tokenizer.tokenizer, run_tokenizer.folder, {}, is_kept=True)
+            return FinetuningTokenizer(name, run_tokenizer.tokenizer, run_tokenizer.folder, {}, is_saved=True)
         if self.trunk is not None:
             saved, origin = self.trunk.saved, self.trunk.saved.source.origin
             name, tokenizer = saved.tokenizer(config.data.tokenizer)

@@ -63,8 +63,8 @@ class Collective:
     is_exact: bool
     """False in a loop of unknown length or a branch."""
     arrays: tuple[Array, ...]
-    """The full arrays that it works on: the operand of a reduction, the result of a gather, the longer of what a ragged
-    all-to-all has room for before and after."""
+    """The full arrays that it works on: the operand of a reduction, the result of a gather, the larger buffer of
+    a ragged all-to-all."""
     is_async: bool
     """Whether other work may run between its start and its end."""
     hidden_behind: tuple[str, ...]
@@ -114,7 +114,7 @@ def find_collectives(
       module: an optimized program.
       mesh: ways of each mesh axis, outermost first; places of the mesh are the program's partitions.
       devices_per_server: neighbours in the mesh that share a server.
-      ragged_share: of what a ragged all-to-all has room for, what is expected to be sent.
+      ragged_share: expected share of a ragged all-to-all's buffer that is sent.
     """
     candidates = (_collective(site, module, mesh, devices_per_server) for site in walk(module))
     found = [c for c in candidates if c is not None]

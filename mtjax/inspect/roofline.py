@@ -6,7 +6,7 @@ it runs in parallel with whatever the schedule puts before its done. One collect
 servers and one between them, in a program that has streams for both. Speeds and latencies are those of
 `theory.machine.Constants` and `theory.hardware`, each with its source; one of them, `training`, is fitted to ten
 published runs on A100 (docs/plan.md), none to a program that is walked here. Caches are not modelled: every
-operand comes from memory. What is computed while a collective is under way takes longer, for they share the device.
+operand comes from memory. Computation during a collective takes longer, because they share the device.
 
 Stages of a pipeline wait for each other in every tick, so a tick takes what the slowest stage takes for the branches
 that are its in that tick.

@@ -33,7 +33,7 @@ class Space:
     chunks: tuple[int, ...] | None = None
     """Chunks of a stage's layers; all numbers that divide them when None."""
     uneven: float = 1.25
-    """Layers of the fullest stage over the mean, at most: stages in lock step wait for the fullest one."""
+    """Maximum number of layers of a stage relative to the mean: all stages wait for the one with the most layers."""
     usable: float = 0.9
     """Share of a GPU's memory that a plan may fill."""
 
@@ -80,7 +80,7 @@ class Found:
 
 
 def meshes(anatomy: Anatomy, base: Plan, gpus: int, server: Server, space: Space) -> Iterator[MeshShape]:
-    """Meshes of exactly `gpus` that divide the model and the batch; model ways stay inside a server."""
+    """Yields the meshes of `gpus` GPUs that divide the model and the batch, with tensor parallelism inside a server."""
     for model in divisors(gpus):
         if model > server.gpus:
             continue
@@ -94,7 +94,7 @@ def meshes(anatomy: Anatomy, base: Plan, gpus: int, server: Server, space: Space
 
 
 def _obstacle(anatomy: Anatomy, base: Plan, mesh: MeshShape) -> str | None:
-    """Why no plan is possible on a mesh, whatever the microbatch; None where one is."""
+    """Returns why no plan is possible on a mesh, whatever the microbatch; None if one is."""
     plainest = replace(base, mesh=mesh, microbatch_size=1, sequence_parallel=False, pipeline_schedule="1f1b", chunks=1)
     shares = chunk_shares(anatomy, plainest.stages, math.inf).get(1)
     plainest = replace(plainest, layers_per_stage=shares)
@@ -102,7 +102,10 @@ def _obstacle(anatomy: Anatomy, base: Plan, mesh: MeshShape) -> str | None:
 
 
 def rejections(anatomy: Anatomy, base: Plan, gpus: int, server: Server) -> list[tuple[MeshShape, str]]:
-    """Meshes of two axes that the search leaves out, each with the reason; model ways up to twice a server's GPUs."""
+    """Returns the meshes of two axes that the search skips, each with the reason.
+
+    The tensor parallel degree is at most twice a server's GPUs.
+    """
     rejected = []
     for model in divisors(gpus):
         mesh = MeshShape(data=gpus // model, model=model)
@@ -110,7 +113,7 @@ def rejections(anatomy: Anatomy, base: Plan, gpus: int, server: Server) -> list[
             break
         reason = _obstacle(anatomy, base, mesh)
         if reason is None and model > server.gpus:
-            reason = f"{model} model ways would leave a server of {server.gpus} GPUs"
+            reason = f"tensor parallel degree {model} exceeds the {server.gpus} GPUs of a server"
         if reason is not None:
             rejected.append((mesh, reason))
     return rejected
@@ -172,7 +175,7 @@ def chunk_shares(anatomy: Anatomy, stages: int, uneven: float) -> dict[int, tupl
     Args:
       anatomy: the model.
       stages: of the pipeline.
-      uneven: layers of the fullest stage over the mean, at most.
+      uneven: maximum number of layers of a stage relative to the mean.
     """
     counts = {sum(stack.layers for stack in section) for section in anatomy.sections}
     if all(count % stages == 0 for count in counts):
@@ -228,7 +231,7 @@ def best_plan(
     if not found.excessive:
         raise UserError(
             f"{gpus} GPUs form no mesh that divides {anatomy.model.num_heads} heads, {anatomy.model.num_layers} layers "
-            f"and global batch {base.global_batch_size} with at most {server.gpus} model ways; {hint}"
+            f"and global batch {base.global_batch_size} with a tensor parallel degree of at most {server.gpus}; {hint}"
         )
     least = min(found.excessive, key=lambda c: c.memory.total)
     raise UserError(

@@ -142,7 +142,7 @@ def _summaries(
     teacher_BSW: Array,
     teacher_VW: Array,
 ) -> tuple[Array, Array]:
-    """Summarizes each token's logits, inside the map; one maximum and one all-reduce over the ranks that share rows.
+    """Summarizes each token's logits, inside the map; one maximum and one all-reduce over the ranks with the same rows.
 
     Returns:
       [2, B, S]: the maxima of the student's logits z and the teacher's t. [5, B, S]: with z and t relative to their

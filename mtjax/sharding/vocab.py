@@ -320,7 +320,7 @@ def _summaries(
 ) -> tuple[Array, ...]:
     """Summarizes each token's logits, inside the map.
 
-    Communication: a maximum, and one all-reduce of two or three numbers per token, over the ranks that share the rows.
+    Communication: a maximum, and one all-reduce of two or three numbers per token, over the ranks with the same rows.
 
     Returns:
       float32 [B, S] each: the maximum, the sum of exp(logit - maximum), the label's logit, and with label smoothing the

@@ -1,8 +1,8 @@
-"""What a run sends: the sum of what its parts send over the model ways, and what crosses `data`.
+"""The contract of a run: the collectives of its components over `model`, and those over `data` and the other axes.
 
-Per pre-LN layer and microbatch the tensor layout sends what Figure 4 of the paper (arXiv 1909.08053) shows: two
-all-reduces forward, two backward, and one more when the layer is computed again, as the second one's result is not
-needed then. With the sequence split each all-reduce becomes a reduce-scatter and an all-gather of the same bytes.
+Per pre-LN layer and microbatch, tensor parallelism has the collectives of Figure 4 of the paper (arXiv 1909.08053): two
+all-reduces forward, two backward, and one more when the layer is recomputed, since the result of the second one is not
+needed then. With sequence parallelism each all-reduce becomes a reduce-scatter and an all-gather of the same bytes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,7 +38,7 @@ from mtjax.theory.timetable import num_ticks, timetable
 
 
 def contract_of(anatomy: Anatomy, plan: Plan) -> Contract:
-    """The contract of a model on a plan's layout."""
+    """Returns the contract of a model on a plan's layout."""
     pipeline = "" if not plan.is_staged else "recomputed" if plan.recompute == "full" else "kept"
     scattered = plan.mesh.model > 1 and all(
         stack.tokens // plan.mesh.context % plan.mesh.model == 0 for stack in anatomy.stacks
@@ -211,7 +211,7 @@ def over_ranks_lines(
         gathers.append(line(PARAMETERS, "all-gather", "1", "split_vectors", "biases and norms, once a step", "float32"))
         return [whole, *scatters, *gathers]
     times = f"parameter_gathers*{turns}"
-    often = "forward and again backward; layers of a group also when their group is computed again"
+    often = "forward and backward; in groups of recomputed layers also in the recompute"
     vectors, small = "layer_vectors + outside_vectors", "biases and norms, as often as they are needed"
     outside = "outside_matrices + parameters_used_again" if staged else "outside_matrices"
     of_layers = {f"parameter_gathers*{each}": f"{side}layer_matrices" for each, side in ticks.items()}
@@ -237,13 +237,13 @@ def over_ranks_lines(
 
 
 def teacher_lines(ranks: str) -> list[Expectation]:
-    """What ZeRO-3 sends of a teacher: of its parameters a step reads the output table alone, which never changes."""
+    """Returns what ZeRO-3 gathers of a teacher: a step reads only its output table, which never changes."""
     why = "a teacher's output table, for all microbatches"
     return [Expectation(PARAMETERS, "all-gather", ranks, "1", "teacher_table", "compute", pooled=True, why=why)]
 
 
 def symbols_of(anatomy: Anatomy, plan: Plan) -> Symbols:
-    """The words of the formulas, for a plan; on stages those of the stage that holds most."""
+    """Returns the values of the formulas' symbols for a plan; in a pipeline, of the stage with the most parameters."""
     model, every = anatomy.model, peak_stage_counts(anatomy, plan)
     held = every.shared
     adapters, in_turn = trainable_counts(anatomy, plan), plan.chunks if plan.is_staged else 1
@@ -264,31 +264,7 @@ def symbols_of(anatomy: Anatomy, plan: Plan) -> Symbols:
         symbols["teacher_table"] = counts([table], plan.layout(model), plan.mesh).outside_matrices
     staged, chunks = plan.is_staged, plan.chunks * len(anatomy.sections)
     if staged:
-        ticks, working = num_ticks(plan.mesh.stage, plan.microbatches, chunks), plan.microbatches * plan.chunks
-        symbols |= {
-            "ticks": ticks,
-            # A stage that is idle works on the first chunk, so the first stage makes that one's input then too.
-            "embedding_ticks": ticks - working * len(anatomy.sections) + plan.microbatches,
-            "model_ways": plan.mesh.model,
-            "shared_parameters": _shared_parameters(anatomy, plan),
-            "parameters_used_again": _used_again(anatomy, plan),
-            "outside_parameters": held.all - held.in_layers,
-            "unsplit_outside_parameters": held.replicated - held.replicated_in_layers,
-            "outside_adapters": adapters.all - adapters.in_layers,
-            "unsplit_outside_adapters": adapters.replicated - adapters.replicated_in_layers,
-            "parameter_gathers": 3 if plan.recompute == "full" else 2,
-        }
-        for number, section in enumerate(anatomy.sections):
-            side, split = section[-1].side, _section_counts(anatomy, plan, section)
-            of_section = split if model.lora_rank == 0 else _section_counts(anatomy, plan, section, trained=True)
-            symbols |= {
-                f"{side}turn_parameters": (split.all - split.replicated) // plan.chunks,
-                f"{side}turn_adapters": (of_section.all - of_section.replicated) // plan.chunks,
-                f"{side}layer_matrices": split.layer_matrices // plan.chunks,
-            }
-            if len(anatomy.sections) > 1:
-                later = working * (len(anatomy.sections) - 1)
-                symbols[section_ticks(anatomy, section[-1])] = working if number else ticks - later
+        symbols |= _pipeline_symbols(anatomy, plan, held, adapters)
     if plan.context_parallelism:
         keys = max(num_kv_heads(model), plan.mesh.model) // plan.mesh.model
         symbols |= {"context_ways": plan.mesh.context, "rank_key_width": keys * head_dim(model)}
@@ -317,10 +293,44 @@ def symbols_of(anatomy: Anatomy, plan: Plan) -> Symbols:
     return symbols
 
 
+def _pipeline_symbols(anatomy: Anatomy, plan: Plan, held: Counts, adapters: Counts) -> dict[str, int]:
+    """Returns the symbols that only pipelines have: ticks, and the parameters that each of them gathers."""
+    sections = len(anatomy.sections)
+    ticks = num_ticks(plan.mesh.stage, plan.microbatches, plan.chunks * sections)
+    working = plan.microbatches * plan.chunks
+    symbols = {
+        "ticks": ticks,
+        # An idle stage runs the first chunk, so the first stage computes its input then too.
+        "embedding_ticks": ticks - working * sections + plan.microbatches,
+        "model_ways": plan.mesh.model,
+        "shared_parameters": _shared_parameters(anatomy, plan),
+        "parameters_used_again": _used_again(anatomy, plan),
+        "outside_parameters": held.all - held.in_layers,
+        "unsplit_outside_parameters": held.replicated - held.replicated_in_layers,
+        "outside_adapters": adapters.all - adapters.in_layers,
+        "unsplit_outside_adapters": adapters.replicated - adapters.replicated_in_layers,
+        "parameter_gathers": 3 if plan.recompute == "full" else 2,
+    }
+    for number, section in enumerate(anatomy.sections):
+        side, sharded = section[-1].side, _section_counts(anatomy, plan, section)
+        trained = sharded if anatomy.model.lora_rank == 0 else _section_counts(anatomy, plan, section, trained=True)
+        symbols |= {
+            f"{side}turn_parameters": (sharded.all - sharded.replicated) // plan.chunks,
+            f"{side}turn_adapters": (trained.all - trained.replicated) // plan.chunks,
+            f"{side}layer_matrices": sharded.layer_matrices // plan.chunks,
+        }
+        if sections > 1:
+            later = working * (sections - 1)
+            symbols[section_ticks(anatomy, section[-1])] = working if number else ticks - later
+    return symbols
+
+
 def _unread_gradients(plan: Plan, layers: int, chunks: int) -> int:
-    """Turns in which a compiler sees that nobody reads the gradient of what the first of `layers` layers reads, where
-    nothing below it is trained: a layer that is in no loop with others; on stages, whose backward halves send this
-    gradient on, in the last tick, if that is in no loop with others either."""
+    """Returns how often the compiler drops the gradient of the first layer's input, if nothing below it is trained.
+
+    It can if the layer is not in a loop with others; in a pipeline, whose backward halves send this gradient on, only
+    in the last tick, if that is not in a loop with others either.
+    """
     if layers > 1 and not plan.unrolled:
         return 0
     if not plan.is_staged:
@@ -329,11 +339,11 @@ def _unread_gradients(plan: Plan, layers: int, chunks: int) -> int:
     return int(last.stop - last.start == 1)
 
 
-def _gathered(held: Counts, learnt: Counts, in_turn: int) -> dict[str, int]:
-    """Elements that ZeRO gathers: of what is `learnt` once a step, or of all in each turn."""
+def _gathered(held: Counts, trained: Counts, in_turn: int) -> dict[str, int]:
+    """Returns the elements that ZeRO gathers: of `trained` parameters once a step, or of all in each tick."""
     return {
-        "split_matrices": learnt.layer_matrices + learnt.outside_matrices,
-        "split_vectors": learnt.layer_vectors + learnt.outside_vectors,
+        "split_matrices": trained.layer_matrices + trained.outside_matrices,
+        "split_vectors": trained.layer_vectors + trained.outside_vectors,
         "layer_matrices": held.layer_matrices // in_turn,
         "layer_vectors": held.layer_vectors // in_turn,
         "outside_matrices": held.outside_matrices,

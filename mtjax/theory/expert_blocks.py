@@ -55,7 +55,7 @@ def blocks_of(places: int, experts: int, ways: int, each: float | None = None) -
     Args:
       places: for pairs of a token and an expert that all ranks with the experts of a layer read.
       experts: of a layer.
-      ways: ranks that share them.
+      ways: expert parallel degree.
       each: pairs of an expert; its share of the places when None.
     """
     share = places // (experts * BLOCKS_OF_AN_EXPERT)

@@ -126,8 +126,11 @@ def exposed_ahead(anatomy: Anatomy, plan: Plan, machine: Machine, compute: float
 
 
 def exposed_turns(spent: float, plan: Plan, attention: float) -> float:
-    """Seconds of what ranks that share samples send each other that attention does not hide: a ring computes while it
-    sends, but for the last send of each backward pass; a gather comes before it computes."""
+    """Returns the seconds of context parallel communication that attention does not hide.
+
+    A ring overlaps its sends with computation, except the last send of each backward pass; an all-gather precedes the
+    computation.
+    """
     if plan.context_method == "all-gather":
         return spent
     last = spent / (3 * plan.mesh.context)

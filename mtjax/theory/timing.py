@@ -128,12 +128,12 @@ def step_time(
 
 
 def _lock_step_time(anatomy: Anatomy, plan: Plan, machine: Machine, software: Software) -> StepTime:
-    """Seconds of a step on stages that go through a timetable tick by tick, idle or not.
+    """Returns the seconds of a step of a pipeline, whose stages run a timetable in lockstep, idle or not.
 
-    A tick lasts as long as the chunk of the stage with most work, and the bubble is what all ticks take beyond the
-    work that counts. The losses stand in the ticks in which the last stage works on its last chunk. With full recompute
-    it leaves out that chunk's forward half, in the same tick but in GPipe: the losses add what they take beyond it.
-    Where ranks share samples it leaves out nothing.
+    A tick takes as long as the slowest stage's chunk, and the bubble is the time of all ticks beyond the useful work.
+    The losses are computed in the ticks in which the last stage runs its last chunk. With full recompute it skips that
+    chunk's forward half, in the same tick except in GPipe: the losses add what they take beyond it. With context
+    parallelism it skips nothing.
     """
     sections, m, alike = len(anatomy.sections), plan.microbatches, _alike(plan)
     ticks = num_ticks(plan.mesh.stage, m, plan.chunks * sections)

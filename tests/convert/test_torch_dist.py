@@ -102,7 +102,7 @@ def test_it_is_converted_without_torch_and_back_to_the_bit(saved: Path, tmp_path
         rows = 20 if old.shapes[name] == (24, 8) else None  # those that pad the vocabulary are zeros in ours
         np.testing.assert_array_equal(old.shard(name, 0)[:rows], new.shard(name, 0)[:rows], err_msg=name)
     assert convert(f"megatron:{tmp_path / 'again'}", f"mtjax:{tmp_path / 'ours again'}") == 0
-    pages = [find_weights(tmp_path / name).page["fingerprints"] for name in ("ours", "ours again")]
+    pages = [find_weights(tmp_path / name).metadata["fingerprints"] for name in ("ours", "ours again")]
     assert pages[0] == pages[1]
 
 

@@ -15,7 +15,7 @@ from mtjax.finetune.files import read_task
 from mtjax.finetune.predict.__main__ import main as predict
 from mtjax.finetune.samples import Encoder, Epochs
 from mtjax.finetune.tasks.race import RACE, filled
-from mtjax.models.families.finetuned import of_choices
+from mtjax.models.families.finetuned import choice_losses
 from mtjax.models.heads import class_losses
 from mtjax.runtime.checkpoints.weights import find_weights
 from mtjax.train.observability.metrics import read_metrics
@@ -103,7 +103,7 @@ def test_the_loss_is_over_the_choices_of_each_question():
     outputs, right = random.normal(size=(12, 1)), np.array([2, 0, 3])
     logits = outputs.reshape(3, 4)
     expected = np.log(np.exp(logits).sum(1)) - logits[np.arange(3), right]
-    found = np.asarray(of_choices(class_losses, outputs, np.repeat(right, 4), 4))
+    found = np.asarray(choice_losses(class_losses, outputs, np.repeat(right, 4), 4))
     np.testing.assert_allclose(found, np.repeat(expected, 4), rtol=1e-6)
 
 

@@ -106,7 +106,7 @@ def test_the_best_answer_is_that_of_all_spans_of_all_windows(longest, folder):
             ids, first = samples.rows[row]
             for start in range(first, len(ids) - 1):
                 for end in range(start, min(start + longest, len(ids) - 1)):
-                    places = encoded.places[number][window.begin + np.array([start, end]) - first]
+                    places = encoded.characters[number][window.begin + np.array([start, end]) - first]
                     score = float(logits[row, start, 0]) + float(logits[row, end, 1])
                     best = max(best, (score, example.context[places[0][0] : places[1][1]]))
         assert line["n_best"][0]["score"] == pytest.approx(best[0])

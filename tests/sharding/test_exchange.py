@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mtjax.sharding import ragged_all_to_all as exchange
+from mtjax.sharding.experts import ragged_all_to_all as exchange
 from mtjax.sharding.experts.ragged_all_to_all import RaggedRouting
 from tests.tiny import mesh_of
 

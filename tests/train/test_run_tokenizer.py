@@ -100,7 +100,7 @@ def test_a_run_keeps_the_end_of_documents_that_was_chosen(config: Config, weight
     kept(chosen, tmp_path / "run")
     for again in (config, named, chosen):
         found = find_tokenizer(again, tmp_path / "run", None)
-        assert found.is_kept and found.tokenizer.eod == 0
+        assert found.is_saved and found.tokenizer.eod == 0
     with pytest.raises(UserError, match=r"the documents of the run end with <s> \(.*run/tokenizer\.json\), and --eod-"):
         find_tokenizer(replace(config, eod_token="</s>"), tmp_path / "run", None)
     found = find_tokenizer(replace(config, eod_token="<s>"), None, weights)

@@ -24,7 +24,7 @@ class SaveBarriers:
 
     def __init__(self) -> None:
         self._remaining: list[str] | None = None
-        """Meetings that the save under way still has before its end; None between saves."""
+        """Barriers that the current save has not yet passed; None between saves."""
 
     def __call__(self, *, key: str, timeout_ms: int) -> None:
         """Waits at a barrier for the other processes.

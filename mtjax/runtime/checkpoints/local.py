@@ -1,7 +1,7 @@
 """The tier of frequent checkpoints: each process writes what its devices hold to its machine's own disk.
 
 A restart takes the newest step of which the processes have all parts between them: who lost its disk gets its parts
-over the network from processes that hold the same ones. Nobody reads another machine's disk; they tell each other.
+over the network from processes that hold the same ones. No process reads the disk of another machine.
 """
 
 import contextlib

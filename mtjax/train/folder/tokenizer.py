@@ -50,7 +50,7 @@ class HasTokenizer(Protocol):
         ...
 
     @property
-    def is_kept(self) -> bool:
+    def is_saved(self) -> bool:
         """Whether the run's folder has all of it already."""
         ...
 
@@ -120,9 +120,9 @@ def with_end(found: Found, token: str | None, name: str) -> Found:
     if token is None:
         return found
     tokenizer, end = found.tokenizer.with_eod(token), found.tokenizer.token(found.tokenizer.eod)
-    if found.is_kept and end == token:
+    if found.is_saved and end == token:
         return found
-    if found.is_kept:
+    if found.is_saved:
         raise UserError(
             f"the documents of the run end with {end} ({name}), and --eod-token is {token}: remove it, or start a new "
             "run in another --out"
