@@ -5,7 +5,7 @@ memory's speed. A collective takes latency plus bytes over the bandwidth of the 
 it runs in parallel with whatever the schedule puts before its done. One collective is sent at a time - or one inside
 servers and one between them, in a program that has streams for both. Speeds and latencies are those of
 `theory.machine.Constants` and `theory.hardware`, each with its source; one of them, `training`, is fitted to ten
-published runs on A100 (docs/plan.md), none to a program that is walked here. Caches are not modelled: every
+published runs on A100 (docs/notes/plan.md), none to a program that is walked here. Caches are not modelled: every
 operand comes from memory. Computation during a collective takes longer, because they share the device.
 
 Stages of a pipeline wait for each other in every tick, so a tick takes what the slowest stage takes for the branches

@@ -86,7 +86,7 @@ def test_the_tokenizer_s_own_file_says_what_begins_and_pads(tmp_path):
     said = {"bos_token": {"content": "</s>"}, "eos_token": "</s>", "pad_token": "<pad>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(said))
     begin, pad = (tokenizer.token_to_id(name) for name in ("</s>", "<pad>"))
-    expected = {"bos_token_id": begin, "eos_token_id": 0, "pad_token_id": pad}
+    expected = {"bos_token_id": begin, "eos_token_id": begin, "pad_token_id": pad}
     assert exported(tmp_path, tokenizer, family="llama") == expected
     assert json.loads((tmp_path / "hf/tokenizer_config.json").read_text()) == said
 

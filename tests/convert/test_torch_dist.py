@@ -416,7 +416,7 @@ def test_options_that_have_no_effect_are_refused(capsys: pytest.CaptureFixture[s
     assert convert("mtjax:a", "megatron:b", "--ckpt-format", "torch_dist", "--tensor", "2") == 2
     assert "--tensor has no effect with --ckpt-format torch_dist" in capsys.readouterr().err
     assert convert("mtjax:a", "hf:b", "--ckpt-format", "torch_dist") == 2
-    assert "--ckpt-format has no effect from mtjax to hf: remove it" in capsys.readouterr().err
+    assert "--ckpt-format has no effect on a conversion from mtjax to hf: remove it" in capsys.readouterr().err
 
 
 def test_the_kind_is_recognised_where_it_was_not_named(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:

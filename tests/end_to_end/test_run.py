@@ -147,7 +147,7 @@ def test_compile_makes_the_very_programs_that_a_run_looks_up(run: Finished, laun
 
 
 @pytest.mark.parametrize(
-    ("choice", "why"), [("off", "compiled to be kept"), ("text.txt/programs", "Not a directory: ")]
+    ("choice", "why"), [("off", "compiled programs would be lost"), ("text.txt/programs", "Not a directory: ")]
 )
 def test_programs_that_cant_be_kept_are_not_compiled(
     launcher: Launcher, choice: str, why: str, capsys: pytest.CaptureFixture[str]

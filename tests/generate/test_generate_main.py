@@ -228,7 +228,7 @@ def test_what_is_wrong_is_said(folder, tmp_path, capsys) -> None:
     assert "top_p is 0.0" in refused(capsys, "--from", str(folder), "--top-p", "0", "x")
     assert "require each other" in refused(capsys, "--from", str(folder), "--input", str(source))
     assert "mutually exclusive" in refused(capsys, "--from", str(folder), *files, "x")
-    assert f"say --from hf:{folder}" in refused(capsys, "--from", str(folder), "x")
+    assert f"use --from hf:{folder}" in refused(capsys, "--from", str(folder), "x")
     assert "does not exist" in refused(capsys, "--from", str(tmp_path / "none"), "x")
     assert "no effect" in refused(capsys, "--from", f"hf:{folder}", "--interactive", "--echo")
 

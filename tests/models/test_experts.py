@@ -237,7 +237,7 @@ def test_blocks_are_as_long_as_an_experts_share_lets_them_be():
         ({"expert_dispatch": "all-to-all"}, "expert_dispatch is all-to-all, and num_experts is 0"),
         (
             {"num_experts": 4, "expert_dispatch": "all-to-all", "capacity_factor": 1.5},
-            "expert_dispatch is all-to-all, and capacity_factor 1.5 already limits what is sent",
+            "expert_dispatch is all-to-all, and capacity_factor 1.5 already limits the tokens of each expert",
         ),
         ({"router_aux_loss": 0.5}, "router_aux_loss is 0.5, and num_experts is 0"),
     ],

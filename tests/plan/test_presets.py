@@ -126,6 +126,6 @@ def test_the_predictions_of_stages_stand_in_header_and_docs(path):
     a100, h100 = (step_time(anatomy, plan, SERVERS[kind]).total for kind in ("a100-80", "h100"))
     speeds = f"{a100:.1f} s, {done / a100:.0f} | {h100:.1f} s, {done / h100:.0f}"
     name = f"{path.stem} | {run.parallel.mesh} | {plan.microbatch_size} x {plan.microbatches} | {plan.chunks}"
-    docs = (path.parents[1] / "docs" / "plan.md").read_text()
+    docs = (path.parents[1] / "docs" / "notes" / "plan.md").read_text()
     assert f"| {name} | {ticks} | {idle:.1%} | {plain:.1%} | {size:.1f} | {speeds} |" in docs
     assert f"{a100:.1f} s on A100, {done / a100:.0f} TFLOP/s" in path.read_text()

@@ -16,7 +16,7 @@ from mtjax.theory.mesh import parse_mesh
 from mtjax.theory.plan import MEGATRON_FP16, Plan
 from mtjax.theory.software import MEGATRON_2021
 
-DOCS = Path(__file__).parents[2] / "docs" / "plan.md"
+DOCS = Path(__file__).parents[2] / "docs" / "notes" / "plan.md"
 
 
 def test_the_one_fitted_constant_comes_from_the_a100_runs_alone():
@@ -92,4 +92,4 @@ def test_every_gap_stands_in_the_docs(scale):
         predicted = f"{p.predicted:.1%}" if is_share else f"{p.predicted:.0f}"
         gap = f"{100 * p.gap:+.1f}" if is_share else f"{p.predicted / p.published - 1:+.1%}"
         row = rf"\| {re.escape(p.name)}[^|]*\|[^|]*\| {re.escape(predicted)} \| {re.escape(gap)}"
-        assert re.search(row, text), f"docs/plan.md lacks {p.name}: {predicted}, {gap}"
+        assert re.search(row, text), f"docs/notes/plan.md lacks {p.name}: {predicted}, {gap}"

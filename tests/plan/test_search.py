@@ -148,7 +148,7 @@ def test_rejected_meshes_say_why():
     reasons = {str(w): why for w, why in search.rejections(SHAPE, BASE, 48, DGX_H100)}
     assert "global_batch_size 24 is not divisible by the data parallel degree 48" in reasons["48x1"]
     assert "num_heads 12 is not divisible by the tensor parallel degree 8" in reasons["6x8"]
-    assert "would leave a server of 8" in reasons["4x12"] or "divide" in reasons["4x12"]
+    assert "exceeds the 8 GPUs of a server" in reasons["4x12"] or "divisible" in reasons["4x12"]
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective"])

@@ -106,7 +106,7 @@ def test_a_deterministic_run_asks_for_one_of_two_tables_in_full(monkeypatch):
     monkeypatch.setattr(xla_options, "DETERMINISTIC", (STRANGE, other))
     assert deterministic(device).options == {"xla_gpu_exclude_nondeterministic_ops": True, "xla_gpu_autotune_level": 0}
     monkeypatch.setattr(xla_options, "DETERMINISTIC", (STRANGE, (*best, *STRANGE)))
-    with pytest.raises(UserError, match="knows neither xla_gpu_no_such_thing nor xla_gpu_deterministic_ops"):
+    with pytest.raises(UserError, match="supports neither xla_gpu_no_such_thing nor xla_gpu_deterministic_ops"):
         deterministic(device)
 
 

@@ -1,19 +1,9 @@
-"""What tests of processes and signals share, and what the products of layouts do."""
-
-import signal
+"""Tests of the full product of layouts release their programs."""
 
 import jax
 import pytest
 
 from tests.tiny import forget_programs
-
-
-@pytest.fixture
-def hangup():
-    """SIGHUP as a terminal's programs have it, also where the suite runs under `nohup`."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.fixture(autouse=True)
