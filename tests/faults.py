@@ -488,7 +488,7 @@ FAULTS = (
         'scattered = [("microbatches" if zero >= 2 else "1", split)]',
         'scattered = [("1", split)]',
         "theory",
-        "test_zero_1_moves_what_an_all_reduce_moves",
+        "test_zero_1_moves_less_than_an_all_reduce",
     ),
     Fault(
         "sharding: the last stage counts losses in its idle backward halves",
