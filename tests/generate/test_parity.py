@@ -146,8 +146,8 @@ def test_t5_texts_equal_transformers(feed_forward: str, is_tied: bool, meshes, t
             assert [token.id for token in out] == ids, mesh
             np.testing.assert_allclose([t.logprob for t in out], logprobs, atol=1e-5)
     for request, why in (
-        (Request((5,), echo=True), "no log-probabilities to echo"),
-        (Request((5,) * 81), "at most 80"),
+        (Request((5,), echo=True), "prompt tokens have no log-probabilities"),
+        (Request((5,) * 81), "the encoder.s maximum is 80"),
     ):
         with pytest.raises(UserError, match=why):
             engine.submit(request)

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mtjax.convert.stream import carry_tokenizer
+from mtjax.config import Config
+from mtjax.convert.stream import Origin, carry_tokenizer
 from mtjax.data.tokens.pretrained_settings import BACKEND, CLASS_OF_MODEL, OVERRULED
 from mtjax.data.tokens.tokenizer import Tokenizer, open_tokenizer
 from mtjax.generate.chat import ChatTemplate
@@ -73,7 +74,7 @@ def test_what_is_carried_into_another_folder_is_read_alike(pair, tmp_path):
     theirs, _ = pair
     source = Path(theirs.name_or_path)
     (tmp_path / "copy").mkdir()
-    assert "tokenizer.json" in carry_tokenizer(source, tmp_path / "copy")
+    assert "tokenizer.json" in carry_tokenizer(Origin(Config(), "float32", source), tmp_path / "copy")
     if (source / "config.json").is_file():
         shutil.copyfile(source / "config.json", tmp_path / "copy/config.json")
     again = transformers.AutoTokenizer.from_pretrained(str(tmp_path / "copy"))
