@@ -6,6 +6,8 @@ import pytest
 
 from mtjax import config
 from mtjax.inspect.compiled import expected_blocks
+from mtjax.models.kernels import grouped
+from mtjax.theory import expert_blocks as analysis
 from mtjax.theory.copies import Copy
 from mtjax.theory.expert_blocks import block_copies, expert_blocks
 from mtjax.theory.families.registry import anatomy_of
@@ -56,3 +58,9 @@ def test_blocks_are_a_third_of_a_mixtral_step():
         time = step_time(anatomy_of(one.model), plan, DGX_H100)
         assert time.total == pytest.approx(compiled, rel=0.15)
         assert time.total - time.copies < 0.75 * compiled
+
+
+def test_blocks_are_those_of_the_kernel() -> None:
+    """The analysis imports no jax, and so has the kernel's constants a second time."""
+    ours = (analysis.LONGEST, analysis.SHORTEST, analysis.BLOCKS_OF_AN_EXPERT)
+    assert ours == (grouped.LONGEST, grouped.SHORTEST, grouped.BLOCKS_OF_AN_EXPERT)
