@@ -13,7 +13,7 @@ stage) and GPipe with 4, 8 and 32 microbatches of one sample. Three things are c
   on the number of ticks, above all the optimizer's, which weighs more if there are few ticks.
 
 The devices share the machine's cores, so multiple devices give no speedup, and an idle stage computes results that
-nothing reads: a tick costs the same in the warm-up as in the steady state, as does lock step on real devices. An
+nothing reads: a tick costs the same in the warm-up as in the steady state, as does lockstep on real devices. An
 interleaved tick runs one layer where the other schedules run two: in units of full stages, ticks are divided by the
 number of chunks. Programs alternate, so that temporary load on the machine affects all; CPU seconds are of all cores,
 and do not depend on other load. Results, with hardware, versions and date, go to benchmarks/results/pipeline-cpu.json.

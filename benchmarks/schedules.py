@@ -5,7 +5,7 @@
 Plots the timetables of 1F1B, interleaved and GPipe from `mtjax.theory.timetable`, and prints their costs. Then analyzes
 the zero-bubble schedule ZB-H1 (arXiv 2401.10241), which mtjax does not implement: its backward pass is split into the
 gradient of a chunk's input, which the previous stage waits for, and that of its weights, which no stage waits for. Two
-timetables of it: in lock step, where a half of a tick takes its full time if any stage has work in it; and as
+timetables of it: in lockstep, where a half of a tick takes its full time if any stage has work in it; and as
 published, where every stage continues as soon as its inputs are available. Needs no device; takes a second.
 """
 
@@ -116,11 +116,11 @@ RECOMPUTED = Costs(recompute=1, weights_alone=3)
 
 
 def lock_step(stages: int, microbatches: int, costs: Costs) -> float:
-    """Returns the time of a step of ZB-H1 in lock step.
+    """Returns the time of a step of ZB-H1 in lockstep.
 
     Forward passes and input gradients traverse the stages in successive ticks, and so take (p-1) ticks more than
     microbatches; only weight gradients, which no stage waits for, can be computed by all stages at the same time.
-    Lock step thus saves (p-1) weight gradients of a bubble of (p-1) of all three.
+    Lockstep thus saves (p-1) weight gradients of a bubble of (p-1) of all three.
     """
     ticks = microbatches + stages - 1
     return ticks * (costs.forward + costs.recompute + costs.input_gradient) + microbatches * costs.weights_alone
@@ -152,7 +152,7 @@ def published_order(stage: int, stages: int, microbatches: int) -> list[tuple[st
 
 
 def as_published(stages: int, microbatches: int) -> list[Cell]:
-    """Simulates ZB-H1 without lock step: a stage continues once its input is ready; F, B and W take equal time."""
+    """Simulates ZB-H1 without lockstep: a stage continues once its input is ready; F, B and W take equal time."""
     pending = [published_order(s, stages, microbatches) for s in range(stages)]
     ready: dict[tuple[str, int, int], float] = {}
     cells, clock = [], [0.0] * stages
@@ -173,8 +173,8 @@ def as_published(stages: int, microbatches: int) -> list[Cell]:
 
 def zero_bubble_table() -> Table:
     """Builds the table of ZB-H1 against 1F1B and interleaved, with and without recompute."""
-    heads = ("stages", "microbatches", "1F1B", "in lock step", "as published", "interleaved x2", "x4")
-    rows_table = Table(*heads, "1F1B, recomputed", "in lock step, recomputed", title="Time of a step, F = B = W = 1")
+    heads = ("stages", "microbatches", "1F1B", "in lockstep", "as published", "interleaved x2", "x4")
+    rows_table = Table(*heads, "1F1B, recomputed", "in lockstep, recomputed", title="Time of a step, F = B = W = 1")
     for stages, microbatches in COMPARED:
         plain = timetable("1f1b", stages, microbatches)
         base, recomputed = (step_cost(plain, costs.forward, costs.backward) for costs in (SAVED, RECOMPUTED))
@@ -227,7 +227,7 @@ def picture() -> Figure:
         name: list(cells_of(timetable(schedule, STAGES, MICROBATCHES, chunks), {"F": 1, "B": 2}))
         for name, (schedule, chunks) in DRAWN.items()
     }
-    panels["zero bubble (ZB-H1) in lock step, not in mtjax"] = list(lock_step_cells(STAGES, MICROBATCHES))
+    panels["zero bubble (ZB-H1) in lockstep, not in mtjax"] = list(lock_step_cells(STAGES, MICROBATCHES))
     panels["zero bubble (ZB-H1) as published, not in mtjax"] = as_published(STAGES, MICROBATCHES)
     figure = Figure(figsize=(11, 8.5), layout="constrained")
     rows = figure.subplots(len(panels), 1, sharex=True)

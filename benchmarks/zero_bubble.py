@@ -149,7 +149,7 @@ def show(rows: dict[str, dict[str, float]], steps: list[dict[str, Any]], console
         shares = [f"{row[key] / forward[key]:.2f}" for key in ("flops", "cpu_seconds")]
         table.add_row(name, *shares, f"{row['argument_bytes'] / 1e6:.1f}")
     console.print(table)
-    table = Table("split", "counted in", "stages", "microbatches", "ZB-H1 in lock step against 1F1B")
+    table = Table("split", "counted in", "stages", "microbatches", "ZB-H1 in lockstep against 1F1B")
     for step in steps:
         what = (step["split"], step["measure"], str(step["stages"]), str(step["microbatches"]))
         table.add_row(*what, f"{step['change']:+.1%}")

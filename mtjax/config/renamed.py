@@ -31,14 +31,13 @@ def with_new_names(tables: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _renamed(table: Mapping[str, Any]) -> dict[str, Any]:
-    named = {NAMES.get(name, name): (name, value) for name, value in table.items()}
-    named |= {name: (name, value) for name, value in table.items() if name in named}
-    return {name: _new_value(name, value) for name, (_, value) in named.items()}
+    named = {NAMES.get(name, name): value for name, value in table.items()}
+    named |= {name: value for name, value in table.items() if name not in NAMES}
+    return {name: _new_value(name, value) for name, value in named.items()}
 
 
 def _new_value(name: str, value: Any) -> Any:
-    known = VALUES.get(name, {})
-    return known.get(value, value) if isinstance(value, str) else value
+    return VALUES.get(name, {}).get(value, value) if isinstance(value, str) else value
 
 
 def old_names_in(tables: Mapping[str, Any]) -> list[str]:

@@ -196,5 +196,5 @@ def unpickled(data: bytes, unpickler: Callable[[io.BytesIO], pickle.Unpickler], 
         return unpickler(io.BytesIO(data)).load()
     except UserError as e:
         raise UserError(f"{source} can't be read without running code from it: {e}") from e
-    except Exception as e:  # whatever bytes that are no pickle may cause
+    except Exception as e:  # bytes that are not a pickle may cause any exception
         raise UserError(f"{source} is corrupted: it is not a complete pickle ({str(e) or type(e).__name__})") from e

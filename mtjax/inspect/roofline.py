@@ -136,7 +136,7 @@ class Roofline:
             if branch is not None and len(branch.by_tick) != 1:
                 is_true = instruction.name in taken
                 callees = [c for c in callees if self.module.is_true_branch(instruction, c) == is_true]
-            elif branch is not None:  # of a single tick, which is no loop: of what any stage takes
+            elif branch is not None:  # a single tick, which is not a loop: what any stage takes
                 (stages,) = branch.by_tick
                 callees = [c for c in callees if self.module.is_true_branch(instruction, c) in stages]
             slowest = max(callees, key=lambda callee: self.walk(callee, taken).seconds)

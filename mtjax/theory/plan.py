@@ -146,7 +146,7 @@ class Plan:
 
     @property
     def is_staged(self) -> bool:
-        """Whether stages run in lock step, by `mtjax.theory.timetable`: mtjax's do, Megatron's do not."""
+        """Whether stages run in lockstep, by `mtjax.theory.timetable`: mtjax's do, Megatron's do not."""
         return self.mesh.has_pipeline and self.residuals == "jax"
 
     @property

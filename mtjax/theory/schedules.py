@@ -1,6 +1,6 @@
 """Pipeline schedules by formula: bubbles and microbatches in flight.
 
-mtjax's stages run in lock step, by a timetable (`mtjax.theory.timetable`); Megatron's wait for each other only, and
+mtjax's stages run in lockstep, by a timetable (`mtjax.theory.timetable`); Megatron's wait for each other only, and
 have fewer warm-up microbatches. The formulas for mtjax count ticks and slots of timetables without building them.
 
 Symbols: p stages, m microbatches of a step, v chunks of layers per stage (interleaving), i a stage from 0.
@@ -8,7 +8,7 @@ Symbols: p stages, m microbatches of a step, v chunks of layers per stage (inter
 
 from mtjax.theory.timetable import ScheduleName, num_ticks
 
-# --- mtjax's, in lock step
+# --- mtjax's, in lockstep
 
 
 def bubble(stages: int, microbatches: int, chunks: int = 1) -> float:

@@ -346,7 +346,7 @@ class _Run:
         # its layers read are added here.
         sums = add_gradients(self.records, sums, gradients, self._is_of_section(section))
         embed = partial(self._embed_backward, section, boundary, work)
-        # The gradient is no argument of `when`: the branch waits for it anyway where it reads it, and for a frozen
+        # The gradient is not an argument of `when`: the branch waits for it anyway where it reads it, and for a frozen
         # embedding, whose branch does not read it, the gradient would be computed for nothing.
         is_first = order.when(self._is_first_chunk(section, work) & work.counts, sums)
         gradient, sums = cond_by_stage(is_first, embed, lambda *values: values, gradient, sums)
