@@ -122,6 +122,12 @@ def divisors(n: int) -> list[int]:
     return sorted({*small, *(n // d for d in small)})
 
 
+def nearest_multiples(size: int, of: int) -> str:
+    """Returns the multiples of `of` just below and above `size`, as text; 0 is none."""
+    below, above = size // of * of, -(-size // of) * of
+    return " and ".join(str(n) for n in (below, above) if n > 0)
+
+
 def nearest_divisors(total: int, wanted: int) -> str:
     """Returns the divisors of `total` next to `wanted`, as text: "8 and 12"."""
     found = divisors(total)

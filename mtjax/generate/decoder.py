@@ -30,11 +30,11 @@ from mtjax.errors import UserError
 from mtjax.generate.inference_weights import Call, DecoderWeights, prepare_weights, stacks_of
 from mtjax.generate.resharding import LayerwiseTransfer
 from mtjax.generate.sampling import (
-    LogitsParams,
     SampledTokens,
     SamplingBatch,
     count_prompt,
     count_sampled,
+    greedy_batch,
     sample_tokens,
     score_tokens,
 )
@@ -398,10 +398,3 @@ def cache_length(cache: Cache) -> int:
 
 def _call(function: Any, *arguments: Any) -> Any:
     return function(*arguments)
-
-
-def greedy_batch(rows: int) -> SamplingBatch:
-    """Builds sampling parameters for greedy decoding without log-probabilities."""
-    zeros, ones, none = jnp.zeros(rows), jnp.ones(rows), jnp.zeros(rows, jnp.int32)
-    warping = LogitsParams(zeros, none, ones, zeros, ones, zeros, zeros)
-    return SamplingBatch(warping, jnp.zeros((rows, 2), jnp.uint32), none, jnp.zeros(rows, bool))

@@ -326,3 +326,10 @@ def _report(shards: _VocabShards, token_B: Array) -> SampledTokens:
     mass, chosen = lax.psum(jnp.stack((jnp.exp(logits_BV - top[:, None]).sum(-1), chosen)), shards.specs.rows)
     log_z = top + jnp.log(mass)
     return SampledTokens(token_B, chosen - log_z, column_BN, value_BN - log_z[:, None])
+
+
+def greedy_batch(rows: int) -> SamplingBatch:
+    """Builds sampling parameters for greedy decoding without log-probabilities."""
+    zeros, ones, none = jnp.zeros(rows), jnp.ones(rows), jnp.zeros(rows, jnp.int32)
+    warping = LogitsParams(zeros, none, ones, zeros, ones, zeros, zeros)
+    return SamplingBatch(warping, jnp.zeros((rows, 2), jnp.uint32), none, jnp.zeros(rows, bool))

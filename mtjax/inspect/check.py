@@ -1,10 +1,11 @@
 """Check of a compiled program against its contract, with a message for every difference."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from mtjax.inspect.collectives import ALL_GATHER, ALL_REDUCE, KINDS, ON_CPUS, REDUCE_SCATTER, SUMS, Collective
+from mtjax.inspect.check_notes import origin_text, uncertain_notes
+from mtjax.inspect.collectives import ALL_GATHER, ALL_REDUCE, ON_CPUS, REDUCE_SCATTER, SUMS, Collective
 from mtjax.inspect.cpu_promotion import NARROW
 from mtjax.inspect.hlo import Array, dtype_bits
 from mtjax.inspect.phases import combined_paths, phase_of
@@ -133,7 +134,7 @@ def check(
     violations = [note for line in lines if line.status != "holds" for note in line.notes]
     unclaimed = [e for e in entries if e.left]
     tolerated = _tolerate(unclaimed)
-    return Verdict(lines, (*violations, *_extra(unclaimed, landmarks), *_uncertain(collectives)), tolerated)
+    return Verdict(lines, (*violations, *_extra(unclaimed, landmarks), *uncertain_notes(collectives)), tolerated)
 
 
 @dataclass(frozen=True)
@@ -279,7 +280,7 @@ def _type_notes(claimed: list[Entry], required: Requirement, is_gpu: bool) -> tu
     wrong, notes = [], []
     for original, dtype in sorted({(e.dtype, e.array.dtype) for e in claimed}):
         example = next(e for e in claimed if (e.dtype, e.array.dtype) == (original, dtype))
-        what = f"{example.array}, from {_origin(example.collective)}"
+        what = f"{example.array}, from {origin_text(example.collective)}"
         if is_gpu and dtype != required.dtype:
             ratio = dtype_bits(dtype) / dtype_bits(required.dtype)
             wrong.append(f"{_what(required)} sends {dtype} instead of {required.dtype}, {ratio:g}x the bytes: {what}")
@@ -362,7 +363,7 @@ def _extra(left: list[Entry], landmarks: Landmarks) -> list[str]:
         number = sum(e.left for e in entries)
         over = "+".join(axes) if axes is not None else "no known axes"
         name = _recognise(array, kind, phase, landmarks)
-        origin = " and ".join(dict.fromkeys(_origin(e.collective) for e in entries))
+        origin = " and ".join(dict.fromkeys(origin_text(e.collective) for e in entries))
         notes.append(f"{number} extra {kind} over {over} in {phase}: {array}{name}, from {origin}")
     return notes
 
@@ -384,27 +385,3 @@ def _weight(array: Array, landmarks: Landmarks) -> str | None:
         if len(dims) > 1 and dims in (sorted(shape), sorted(shape[1:])):
             return name
     return None
-
-
-def _origin(collective: Collective) -> str:
-    """Returns the op_name of a collective, or of its nearest neighbour, for messages."""
-    if not collective.op_name:
-        return f"{collective.name}, which has no op_name"
-    return f"op_name {collective.op_name!r}" + ("" if collective.has_own_name else " (the nearest that has one)")
-
-
-def _uncertain(collectives: Iterable[Collective]) -> list[str]:
-    """Returns one sentence for each collective whose kind, axes or count is not certain."""
-    notes = []
-    for c in collectives:
-        if c.is_known:
-            continue
-        if c.kind not in KINDS:
-            why = "is of an unknown kind"
-        elif c.axes is None:
-            why = f"spans groups of {c.group_size} that match no set of mesh axes"
-        else:
-            why = f"runs in a loop of unknown length or a branch, counted {c.count} times"
-        shapes = ", ".join(map(str, c.arrays))
-        notes.append(f"{c.kind} {c.name} in {c.phase} {why}: {shapes}, from {_origin(c)}")
-    return notes

@@ -361,9 +361,7 @@ def _or_unknown(seconds: float | None) -> str:
 
 def axes_text(axes: tuple[str, ...] | None) -> str:
     """Returns "model", "data+model", "none" for groups of one device, "?" for groups that match no set of axes."""
-    if axes is None:
-        return "?"
-    return "+".join(axes) or "none"
+    return "?" if axes is None else "+".join(axes) or "none"
 
 
 def show_note(note: str | None, console: Console) -> None:

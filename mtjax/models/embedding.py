@@ -12,7 +12,7 @@ from mtjax.config.sizes import padded_vocab_size
 from mtjax.models.layer_context import RESIDUAL
 from mtjax.models.linear import normal
 from mtjax.sharding.axes import spec
-from mtjax.sharding.vocab import vocab_parallel_embedding
+from mtjax.sharding.vocab_embedding import vocab_parallel_embedding
 
 EMBEDDING_SITE = 2**31 - 1
 """Dropout site of the embeddings, distinct from every layer's number."""

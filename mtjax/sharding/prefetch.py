@@ -32,27 +32,22 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from mtjax.sharding.axes import explicit_axes, spec, varying_like
+from mtjax.sharding.axes import explicit_axes, varying_like
 from mtjax.sharding.param_comm import (
     GatherOnUse,
     NoGrad,
     ReduceGradOnUse,
     accumulate_grads_into,
-    add_to_layer,
     differentiable_shards,
     index_layer,
     is_wrapped,
-    materialize,
-    reduce_gradient,
     seed_cotangents,
-    set_layer,
     zeros_like_shards,
 )
-from mtjax.sharding.stacked_collectives import gather_layer, gather_layers
-from mtjax.theory.layout import NOT_SHARDED
+from mtjax.sharding.prefetch_loop import PrefetchLoop, Run, communicated
+from mtjax.sharding.stacked_collectives import gather_layers
 
 Tree = Any
-Run = Callable[..., tuple[Array, Tree]]
 
 
 class _Slots(NamedTuple):
@@ -82,12 +77,10 @@ class _IterationInputs(NamedTuple):
 
 def can_prefetch(layers: Tree) -> bool:
     """Returns whether a stack has communication to overlap, and enough layers for a loop: at least four."""
-    communicated = [
-        leaf for leaf in map(_communicated, jax.tree.leaves(layers, is_leaf=is_wrapped)) if leaf is not None
-    ]
-    is_manual = bool(communicated) and not explicit_axes().issuperset(communicated[0].reduction.axes)
+    found = [leaf for leaf in map(communicated, jax.tree.leaves(layers, is_leaf=is_wrapped)) if leaf is not None]
+    is_manual = bool(found) and not explicit_axes().issuperset(found[0].reduction.axes)
     # The last layer is outside the loop. XLA: on CPUs, loops of two iterations or fewer are unrolled.
-    return is_manual and len(_stack(communicated[0])) > 3
+    return is_manual and len(_stack(found[0])) > 3
 
 
 def gather_upfront(layers: Tree) -> Tree:
@@ -121,14 +114,13 @@ def scan_with_prefetch(
       x: input of the first layer, [batch, act_seq, embed].
       layers: their parameters, [layers, ...]; some are `GatherOnUse`, or `ReduceGradOnUse` over ranks.
       numbers: the layers' numbers, int32 [layers].
-      sums: accumulators to which their gradients are added, in the order of their `differentiable_shards`; zeros when
-        None.
+      sums: accumulators of their gradients, in the order of their `differentiable_shards`; zeros when None.
 
     Returns:
       The output of the last layer, and each layer's state, [layers, ...].
     """
     leaves, tree = jax.tree.flatten(layers, is_leaf=is_wrapped)
-    is_prefetched = [_communicated(leaf) is not None for leaf in leaves]
+    is_prefetched = [communicated(leaf) is not None for leaf in leaves]
     prefetched, resident = _partition(leaves, is_prefetched)
 
     def run_flat(x: Array, prefetched: list[Array], resident: list[Any], number: Array) -> tuple[Array, Tree]:
@@ -137,17 +129,16 @@ def scan_with_prefetch(
         layer = jax.tree.unflatten(tree, [next(prefetched_iter if flag else resident_iter) for flag in is_prefetched])
         return run(x, layer, number, None)
 
-    shards = [lax.stop_gradient(_stack(leaf)) for leaf in map(_communicated, prefetched) if leaf is not None]
+    shards = [lax.stop_gradient(_stack(leaf)) for leaf in map(communicated, prefetched) if leaf is not None]
     fixed, last = jax.tree.map(lax.stop_gradient, resident), len(numbers) - 1
-    loop = _Loop.of(prefetched, run_flat, saving, sums is not None)
-    # `_step` is a custom_vjp, which may not close over tracers: what `run` closes over, such as attention's mask or
-    # the dropout keys, becomes an argument.
+    loop = PrefetchLoop.of(prefetched, run_flat, saving, sums is not None)
+    # `_step`, a custom_vjp, may not close over tracers such as attention's mask: those of `run` become arguments.
     example = (x, loop.of_layer(loop.gather(shards, 0), shards, 0), index_layer(fixed, 0), numbers[0])
     closed, constants = cast(Any, jax.closure_convert(run_flat, *example))
     loop = replace(loop, run=closed)
 
-    # Loops carry the differentiable stacks unchanged, because their cotangents are the gradient accumulators: `sums` at
-    # the end of the forward pass (`seed_cotangents`), the result at its beginning.
+    # Loops carry the differentiable stacks unchanged: their cotangents are the accumulators, `sums` (`seed_cotangents`)
+    # at the end of the forward pass, the result at its beginning.
     stacks = (jax.tree.leaves(differentiable_shards(prefetched)), jax.tree.leaves(differentiable_shards(resident)))
     is_trainable = [flag for leaf, flag in zip(leaves, is_prefetched, strict=True) if not isinstance(leaf, NoGrad)]
     accumulators = zeros_like_shards(stacks) if sums is None else _partition(sums, is_trainable)
@@ -172,89 +163,6 @@ def scan_with_prefetch(
     x, state = saving(closed)(x, _finish(loop, slots, shards), layer, numbers[-1], *using)
     states = jax.tree.map(lambda before, final: jnp.concatenate([before, final[None]]), states, state)
     return seed_cotangents(accumulators, x, (stack, resident_stack)), states
-
-
-@dataclass(frozen=True, eq=False)
-class _Loop:
-    """The static description of the loop; it holds no arrays."""
-
-    communicated: Sequence[GatherOnUse | ReduceGradOnUse]
-    """The prefetched parameters, without their arrays."""
-    is_trainable: Sequence[bool]
-    run: Run
-    """(hidden states, prefetched parameters, other parameters, number, constants ...) -> (hidden states, state)."""
-    saving: Callable[[Run], Run]
-    adds_up: bool
-    """Whether there are gradients of earlier microbatches."""
-
-    @classmethod
-    def of(cls, prefetched: Sequence[Any], run: Run, saving: Callable[[Run], Run], adds_up: bool) -> "_Loop":
-        """Describes the loop over a stack with these prefetched parameters."""
-        communicated = [_without_arrays(leaf) for leaf in map(_communicated, prefetched) if leaf is not None]
-        return cls(communicated, [not isinstance(leaf, NoGrad) for leaf in prefetched], run, saving, adds_up)
-
-    @property
-    def saves_gathered(self) -> bool:
-        """Whether the backward pass reads what the forward pass gathered."""
-        return any(isinstance(like, GatherOnUse) and like.keep_for_backward for like in self.communicated)
-
-    def gather(self, shards: list[Array], index: Any) -> list[Array]:
-        """All-gathers the sharded parameters of a layer.
-
-        Args:
-          shards: [layers, ...] of each prefetched parameter.
-          index: of the layer.
-
-        Returns:
-          [...] of each prefetched parameter that is a `GatherOnUse`, in full.
-        """
-        of_layer = zip(self.communicated, index_layer(shards, index), strict=True)
-        wrapped = [replace(like, shard=shard) for like, shard in of_layer if isinstance(like, GatherOnUse)]
-        if not self.saves_gathered:
-            return materialize(cast(Any, wrapped))
-        with jax.named_scope("parameters"):
-            return [gather_layer(each) for each in wrapped]
-
-    def of_layer(self, gathered: list[Array], shards: list[Array], index: Any) -> list[Array]:
-        """Returns all prefetched parameters of a layer: `gathered` ones, and the replicated ones from their stacks."""
-        arrays, gathered_iter = index_layer(shards, index), iter(gathered)
-        pairs = zip(self.communicated, arrays, strict=True)
-        return [next(gathered_iter) if isinstance(like, GatherOnUse) else array for like, array in pairs]
-
-    def regathered(self, parameters: list[Array]) -> list[Array]:
-        """Selects the parameters that the backward pass regathers, or reads once more from their stacks."""
-        pairs = zip(self.communicated, parameters, strict=True)
-        return [array for like, array in pairs if not (isinstance(like, GatherOnUse) and like.keep_for_backward)]
-
-    def unreduced(self, gradients: list[Array]) -> list[Array]:
-        """Casts a layer's local gradients to their communication dtype, and leaves out frozen parameters."""
-        of_layer = zip(self.communicated, gradients, self.is_trainable, strict=True)
-        return [gradient.astype(like.reduction.comm_dtype) for like, gradient, is_trainable in of_layer if is_trainable]
-
-    def reduce_into(self, sums: list[Array], gradients: list[Array], index: Any) -> list[Array]:
-        """Reduces (-scatters) the gradients of a layer over ranks, and writes them to their accumulators.
-
-        Args:
-          sums: accumulators of the trainable prefetched parameters, float32 [layers, ...], this rank's shards.
-          gradients: `unreduced` ones of one layer.
-          index: of the layer.
-
-        Returns:
-          The accumulators.
-        """
-        trainable = [
-            like for like, is_trainable in zip(self.communicated, self.is_trainable, strict=True) if is_trainable
-        ]
-
-        def one(accumulator: Array, gradient: Array, like: GatherOnUse | ReduceGradOnUse) -> Array:
-            """Reduces one parameter's gradient [...] into its accumulator [layers, ...]."""
-            layer_spec = spec(*like.names) if isinstance(like, GatherOnUse) else like.spec
-            # XLA: an all-reduce whose result is added to an array that a loop carries is moved behind the loop, and so
-            # not overlapped. The first microbatch may overwrite the zeros instead.
-            put = set_layer if like.reduction.dim == NOT_SHARDED and not self.adds_up else add_to_layer
-            return put(accumulator, reduce_gradient(gradient, layer_spec, like.reduction), index)
-
-        return [one(*each) for each in zip(sums, gradients, trainable, strict=True)]
 
 
 # --- constants of the loop: arrays that every layer reads
@@ -296,7 +204,7 @@ _add_to.defvjp(_add_to_forward, _add_to_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _begin(loop: _Loop, stack: list[Array], shards: list[Array]) -> tuple[_Slots, list[Array]]:
+def _begin(loop: PrefetchLoop, stack: list[Array], shards: list[Array]) -> tuple[_Slots, list[Array]]:
     """Gathers the first layer.
 
     Args:
@@ -312,11 +220,11 @@ def _begin(loop: _Loop, stack: list[Array], shards: list[Array]) -> tuple[_Slots
     return _Slots(gathered, zeros), stack
 
 
-def _begin_forward(loop: _Loop, stack: list[Array], shards: list[Array]) -> tuple[Any, None]:
+def _begin_forward(loop: PrefetchLoop, stack: list[Array], shards: list[Array]) -> tuple[Any, None]:
     return _begin(loop, stack, shards), None
 
 
-def _begin_backward(loop: _Loop, _: None, cotangents: tuple[_Slots, list[Array]]) -> tuple[list[Array], None]:
+def _begin_backward(loop: PrefetchLoop, _: None, cotangents: tuple[_Slots, list[Array]]) -> tuple[list[Array], None]:
     """Reduces the gradients of the first layer: the last that are still in a slot."""
     slots, accumulators = cotangents
     return loop.reduce_into(accumulators, slots.gradients, 0), None
@@ -330,7 +238,7 @@ _begin.defvjp(_begin_forward, _begin_backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _step(
-    loop: _Loop, x: Array, slots: _Slots, stack: list[Array], inputs: _IterationInputs
+    loop: PrefetchLoop, x: Array, slots: _Slots, stack: list[Array], inputs: _IterationInputs
 ) -> tuple[tuple[Array, _Slots, list[Array]], Tree]:
     """Runs layer i, and gathers layer i + 1.
 
@@ -350,7 +258,7 @@ def _step(
 
 
 def _step_forward(
-    loop: _Loop, x: Array, slots: _Slots, stack: list[Array], inputs: _IterationInputs
+    loop: PrefetchLoop, x: Array, slots: _Slots, stack: list[Array], inputs: _IterationInputs
 ) -> tuple[Any, Any]:
     """Does what `_step` does; the residuals are the layer's vjp function without its gathered parameters.
 
@@ -366,7 +274,7 @@ def _step_forward(
     )
 
 
-def _step_backward(loop: _Loop, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
+def _step_backward(loop: PrefetchLoop, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
     """Runs the backward pass of layer i, overlapped with the communication of its neighbours.
 
     Args:
@@ -399,16 +307,16 @@ _step.defvjp(_step_forward, _step_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _finish(loop: _Loop, slots: _Slots, shards: list[Array]) -> list[Array]:
+def _finish(loop: PrefetchLoop, slots: _Slots, shards: list[Array]) -> list[Array]:
     """Returns the prefetched parameters of the last layer."""
     return loop.of_layer(slots.parameters, shards, len(shards[0]) - 1)
 
 
-def _finish_forward(loop: _Loop, slots: _Slots, shards: list[Array]) -> tuple[list[Array], Any]:
+def _finish_forward(loop: PrefetchLoop, slots: _Slots, shards: list[Array]) -> tuple[list[Array], Any]:
     return _finish(loop, slots, shards), (slots.parameters if loop.saves_gathered else None, shards)
 
 
-def _finish_backward(loop: _Loop, residuals: Any, gradients: list[Array]) -> tuple[_Slots, None]:
+def _finish_backward(loop: PrefetchLoop, residuals: Any, gradients: list[Array]) -> tuple[_Slots, None]:
     """Begins the backward pass: puts the last layer's local gradients, and the parameters below it, into slots."""
     gathered, shards = residuals
     below = _zeros_like(gathered) if loop.saves_gathered else loop.gather(shards, len(shards[0]) - 2)
@@ -442,19 +350,8 @@ class _VjpWithoutParameters:
         return jax.tree.unflatten(self.tree, [next(saved) if i is None else parameters[i] for i in self.indices])
 
 
-def _communicated(leaf: Any) -> GatherOnUse | ReduceGradOnUse | None:
-    """Returns the wrapper of a parameter that is gathered or whose gradient is reduced over ranks; else None."""
-    leaf = leaf.parameter if isinstance(leaf, NoGrad) else leaf
-    is_communicated = isinstance(leaf, GatherOnUse) or (isinstance(leaf, ReduceGradOnUse) and bool(leaf.reduction.axes))
-    return leaf if is_communicated else None
-
-
 def _stack(leaf: GatherOnUse | ReduceGradOnUse) -> Array:
     return leaf.shard if isinstance(leaf, GatherOnUse) else leaf.array
-
-
-def _without_arrays(leaf: GatherOnUse | ReduceGradOnUse) -> GatherOnUse | ReduceGradOnUse:
-    return replace(leaf, shard=None) if isinstance(leaf, GatherOnUse) else replace(leaf, array=None, shard=None)
 
 
 def _zeros_like(arrays: list[Array]) -> list[Array]:

@@ -175,11 +175,9 @@ def section_ticks(anatomy: Anatomy, stack: Stack) -> str:
 def over_ranks_lines(
     zero: int, ticks: Mapping[str, str], wire: Dtype, ranks: str, adapts: bool = False
 ) -> list[Expectation]:
-    """Gradients, in the type `wire`, and, with ZeRO, parameters: everything that may cross `data`; and so the axes of
-    `ranks`, which hold the same parameters and see other samples or tokens.
+    """Returns the gradients (of dtype `wire`) and ZeRO parameters that cross `data` and the other axes of `ranks`.
 
-    On stages `ticks` has the word for each section's ticks, and the side of its last stack. Where a model `adapts`
-    itself, only adapters, and a task's head, have gradients.
+    `ticks`: a section's symbol -> its last stack's side; `adapts` (LoRA): only adapters and a head are trained.
     """
     staged = bool(ticks)
     of = "adapters" if adapts else "parameters"

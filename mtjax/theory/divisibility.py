@@ -10,6 +10,7 @@ from mtjax.config.sizes import (
     expert_size,
     mlp_size,
     nearest_divisors,
+    nearest_multiples,
     num_kv_heads,
     padded_vocab_size,
     rows_of_question,
@@ -31,8 +32,7 @@ def check(model: Model, plan: Plan) -> None:
     Raises:
       UserError: the first dimension that is not divisible, with both numbers and the nearest sizes that fit.
     """
-    reason = next(problems(model, plan), None)
-    if reason is not None:
+    if reason := next(problems(model, plan), None):
         raise UserError(reason)
 
 
@@ -47,8 +47,7 @@ def check_config(config: Config, mesh: MeshShape) -> None:
     Raises:
       UserError: names the dimension, both numbers and the nearest sizes that fit.
     """
-    reason = next(_problems(config.model, Plan.of(config, mesh), config.training.microbatch_size), None)
-    if reason is not None:
+    if reason := next(_problems(config.model, Plan.of(config, mesh), config.training.microbatch_size), None):
         raise UserError(reason)
 
 
@@ -139,7 +138,7 @@ def _context_problems(model: Model, plan: Plan) -> Iterator[str]:
     if length % chunks:
         yield (
             f"sequence_length {length} is not divisible by {chunks}, 2 chunks for each rank of the "
-            f"{mesh.degree_text((CONTEXT,))}; the nearest that are: {_nearest_multiples(length, chunks)}"
+            f"{mesh.degree_text((CONTEXT,))}; the nearest that are: {nearest_multiples(length, chunks)}"
         )
 
 
@@ -167,7 +166,7 @@ def _batch_problems(batch: int, microbatch: int | None, data_degree: int) -> Ite
     unit = data_degree * (microbatch or 1)
     if batch % unit == 0:
         return
-    near = _nearest_multiples(batch, unit)
+    near = nearest_multiples(batch, unit)
     if microbatch in (None, 1):
         yield (
             f"global_batch_size {batch} is not divisible by the data parallel degree {data_degree}; "
@@ -238,7 +237,7 @@ def _schedule_problems(model: Model, plan: Plan) -> Iterator[str]:
     if plan.residuals == "megatron" and chunks > 1 and plan.microbatches % stages:
         yield (
             f"Megatron's interleaved schedule needs a number of microbatches that is a multiple of {stages} stages, "
-            f"and there are {plan.microbatches}; the nearest that are: {_nearest_multiples(plan.microbatches, stages)}"
+            f"and there are {plan.microbatches}; the nearest that are: {nearest_multiples(plan.microbatches, stages)}"
         )
 
 
@@ -282,7 +281,7 @@ def _cut_groups(model: Model, plan: Plan) -> Iterator[str]:
 def _unequal_shares(name: str, count: int, stages: int, chunks: int) -> str:
     """Returns the message about layers that are not divisible by stages x chunks, with what would fit."""
     divisor, over = stages * chunks, f"{stages} stages" + (f" x {chunks} chunks" if chunks > 1 else "")
-    fits = [f"{_nearest_multiples(count, divisor)} layers"]
+    fits = [f"{nearest_multiples(count, divisor)} layers"]
     if count % chunks == 0:
         fits.append(f"{nearest_divisors(count // chunks, stages)} stages")
     if shares := balanced_layers(count, stages, chunks):
@@ -294,7 +293,7 @@ def _layers_per_stage_problems(name: str, count: int, plan: Plan, per_stage: tup
     """Yields why `layers_per_stage` does not fit a stack."""
     stages, chunks = plan.mesh.stage, plan.chunks
     setting, shares = f"layers_per_stage {_listed(per_stage)}", balanced_layers(count, stages, chunks)
-    advice = f"use {_listed(shares)}" if shares else f"use {name} {_nearest_multiples(count, chunks)}"
+    advice = f"use {_listed(shares)}" if shares else f"use {name} {nearest_multiples(count, chunks)}"
     odd = next((n for n in per_stage if n < 1 or n % chunks), None)
     if len(per_stage) != stages:
         yield f"{setting} has {len(per_stage)} numbers, and mesh {plan.mesh} has {stages} stages: {advice}"
@@ -387,12 +386,6 @@ def num_microbatches(config: Config, mesh: MeshShape, global_batch_size: int | N
     return batch // (micro * mesh.batch_degree)
 
 
-def _nearest_multiples(size: int, of: int) -> str:
-    """Returns the multiples of `of` just below and above `size`, as text; 0 is none."""
-    below, above = size // of * of, -(-size // of) * of
-    return " and ".join(str(n) for n in (below, above) if n > 0)
-
-
 def _nearest_fit(axis: str, size: int, degree: int, hidden_size: int) -> str:
     """Returns the advice on a size that is not divisible by the degree over which its axis is sharded."""
     if axis == "heads":
@@ -403,4 +396,4 @@ def _nearest_fit(axis: str, size: int, degree: int, hidden_size: int) -> str:
         choices.append(f"a tensor parallel degree that divides {size}: {nearest_divisors(size, degree)}")
         return f"use {', or '.join(choices)}"
     advice = " (set vocab_multiple to a multiple of the tensor parallel degree)" if axis == "vocab" else ""
-    return f"the nearest that are: {_nearest_multiples(size, degree)}{advice}"
+    return f"the nearest that are: {nearest_multiples(size, degree)}{advice}"

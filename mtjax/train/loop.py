@@ -387,8 +387,7 @@ def print_summary(run: Run, state: State) -> None:
     run.progress.say(
         f"\ndone    {int(state.step)} steps{best}; metrics, loss.png, goodput.png, TensorBoard events and "
         f"checkpoints are in {out}\n"
-        f"{sample}"
-        f"{time}"
+        f"{sample}{time}"
         f"next    {next_commands}"
     )
 

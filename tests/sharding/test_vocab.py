@@ -8,7 +8,8 @@ import pytest
 from jax.sharding import NamedSharding
 
 from mtjax.sharding.axes import partition_spec, use_rules
-from mtjax.sharding.vocab import LossOptions, vocab_parallel_cross_entropy, vocab_parallel_embedding
+from mtjax.sharding.vocab import LossOptions, vocab_parallel_cross_entropy
+from mtjax.sharding.vocab_embedding import vocab_parallel_embedding
 from mtjax.theory.layout import TENSOR
 from tests.tiny import gradients_like, mesh_of
 

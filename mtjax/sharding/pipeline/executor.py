@@ -9,8 +9,6 @@ All stages run one program, and read their work off the timetable; in a half in 
 microbatch that does not count. The embedding and the head are in branches that only the first or the last stage takes.
 """
 
-import functools
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -18,17 +16,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 
-from mtjax.sharding.axes import cond_by_stage, varying_like
+from mtjax.sharding.axes import cond_by_stage
 from mtjax.sharding.context.zigzag import context_axes
-from mtjax.sharding.grad_accumulation import AddsUp, add_gradients, with_accumulators
+from mtjax.sharding.grad_accumulation import add_gradients
 from mtjax.sharding.microbatch_schedule import PipelineModel, Sums
-from mtjax.sharding.param_comm import differentiable_shards, with_shards, zeros_like_shards
+from mtjax.sharding.param_comm import zeros_like_shards
 from mtjax.sharding.pipeline.order import Order
 from mtjax.sharding.pipeline.residuals import (
-    Linearize,
     RecomputeChunk,
     ResidualPolicy,
     SaveResiduals,
@@ -36,11 +32,11 @@ from mtjax.sharding.pipeline.residuals import (
     put_in_slot,
     take_from_slot,
 )
-from mtjax.sharding.pipeline.stage_transfer import packed, send, sum_from_owner, unpacked
+from mtjax.sharding.pipeline.stage_transfer import packed, sum_from_owner
+from mtjax.sharding.pipeline.stage_work import StageWork, TickWork
 from mtjax.sharding.reduction import Reduction
-from mtjax.sharding.zero import gather_for_step, materialize_outside_stacks, wrap_for_inference
-from mtjax.theory.rules import STAGE
-from mtjax.theory.timetable import Half, Phase, Timetable
+from mtjax.sharding.zero import gather_for_step, wrap_for_inference
+from mtjax.theory.timetable import Phase, Timetable
 
 Tree = Any
 
@@ -92,22 +88,6 @@ def _microbatches(batch: Tree, count: int) -> Tree:
     return jax.tree.map(lambda a: a.reshape(count, -1, *a.shape[1:]), batch)
 
 
-class _TickWork(NamedTuple):
-    """The work of this rank in half a tick: `Work`, traced, and the arrays of its microbatch."""
-
-    batch: Tree
-    """The microbatch, arrays [samples, ...]."""
-    microbatch: Array
-    """Its index."""
-    chunk: Array
-    slot: Array
-    """The last one, which nothing reads, where the work does not count."""
-    counts: Array
-    """Whether this stage has work in this half; an idle stage computes the same, and its results are dropped."""
-    zero: Array | int
-    """A 0 (`Order.zero`) that depends on everything before this half."""
-
-
 def _add_losses(losses: Sums, added: Sums, counts: Array | bool = True) -> Sums:
     """Adds the losses of a part of the model to those with the same names, if they count."""
     return losses | {name: losses[name] + jnp.where(counts, value, 0) for name, value in added.items()}
@@ -134,22 +114,8 @@ class _Carry(NamedTuple):
     losses: Sums
 
 
-class _Run:
+class _Run(StageWork):
     """A timetable applied to one rank's parameters and microbatches."""
-
-    def __init__(
-        self, model: PipelineModel, records: Tree, wrapped: Tree, microbatches: Tree, table: Timetable, order: Order
-    ) -> None:
-        """Binds a rank's parameters and microbatches to a timetable; traced inside the manual region."""
-        self.model, self.records, self.wrapped, self.table, self.order = model, records, wrapped, table, order
-        self.microbatches, self.stage = microbatches, lax.axis_index(STAGE)
-        self.start_zero = order.zero(wrapped, microbatches)
-        self.sections = len(model.sections)
-        # Chunks of a section on each stage; the timetable counts those of all sections.
-        self.chunks = table.chunks // self.sections
-        self.shards = differentiable_shards(wrapped)
-        first = jax.tree.map(lambda a: a[0], microbatches)
-        self.boundary = jax.tree.map(jnp.zeros_like, model.boundary(self._parameters(self.shards), first))
 
     # --- losses alone
 
@@ -190,7 +156,7 @@ class _Run:
         (_, out), _ = lax.scan(tick, (packed(self.boundary), empty), self._rows(self.table.forward))
         return jax.tree.map(joined, out, self.boundary)
 
-    def _forward_chunk(self, boundary: Tree, work: _TickWork, losses: Sums) -> tuple[Tree, Sums]:
+    def _forward_chunk(self, boundary: Tree, work: TickWork, losses: Sums) -> tuple[Tree, Sums]:
         """Runs a chunk: the boundary behind it, and losses with those of its layers."""
 
         def of_section(section: int, boundary: Tree, losses: Sums) -> tuple[Tree, Sums]:
@@ -265,7 +231,7 @@ class _Run:
     def _forward(
         self,
         policy: ResidualPolicy,
-        work: _TickWork,
+        work: TickWork,
         sums: Tree,
         section: int,
         boundary: Tree,
@@ -302,7 +268,7 @@ class _Run:
     def _backward(
         self,
         policy: ResidualPolicy,
-        work: _TickWork,
+        work: TickWork,
         chunk_inputs: Tree,
         residuals: Tree,
         section: int,
@@ -353,7 +319,7 @@ class _Run:
         return gradient, sums, losses
 
     def _head_backward(
-        self, boundary: Tree, work: _TickWork, _: Tree, sums: Tree, losses: Sums
+        self, boundary: Tree, work: TickWork, _: Tree, sums: Tree, losses: Sums
     ) -> tuple[Tree, Tree, Sums]:
         """Computes the head's losses and their gradients.
 
@@ -373,7 +339,7 @@ class _Run:
         return gradient, self._add_outside_stacks(sums, gradients), _add_losses(losses, head_losses)
 
     def _embed_backward(
-        self, section: int, boundary: Tree, work: _TickWork, gradient: Tree, sums: Tree
+        self, section: int, boundary: Tree, work: TickWork, gradient: Tree, sums: Tree
     ) -> tuple[Tree, Tree]:
         """Differentiates the embedding of a section's input.
 
@@ -393,109 +359,3 @@ class _Run:
         _, vjp = jax.vjp(embed, self.shards, boundary)
         gradients, gradient = vjp(gradient)
         return gradient, self._add_outside_stacks(sums, gradients)
-
-    # --- parts of the model
-
-    def _chunk_input(self, section: int, boundary: Tree, work: _TickWork) -> Tree:
-        """Returns the input of a chunk: `embed`'s result for a section's first chunk, else the received boundary."""
-        embed = lambda boundary: self.model.embed(  # noqa: E731
-            section, self._parameters(self.shards), boundary, work.batch
-        )
-        return cond_by_stage(self._is_first_chunk(section, work), embed, lambda boundary: boundary, boundary)
-
-    def _run_chunk(
-        self, section: int, shards: Tree, start: Tree, work: _TickWork, sums: Tree = None
-    ) -> tuple[Tree, Sums]:
-        """Runs a chunk's layers: the boundary behind them, and the losses of their routers."""
-        chunk = work.chunk - section * self.chunks
-        return self.model.forward_layers(
-            section, self._parameters(shards, sums, section), start, work.batch, self.stage, chunk
-        )
-
-    def _head_losses(self, boundary: Tree, work: _TickWork, shards: Tree = None) -> Sums:
-        parameters = self._parameters(self.shards if shards is None else shards)
-        return self.model.head_losses(parameters, boundary, work.batch)
-
-    def _linearize(self, sums: Tree, work: _TickWork, shards: Tree) -> Linearize:
-        """Returns `jax.vjp` of chunks with these parameters; gradients of stacks come out added to `sums`."""
-        chunk = self._run_chunk
-        return lambda section, start: jax.vjp(
-            lambda shards, start: chunk(section, shards, start, work, sums), shards, start
-        )
-
-    def _parameters(self, shards: Tree, sums: Tree = None, section: int = 0) -> Tree:
-        """Returns parameters for the model.
-
-        Args:
-          shards: the arrays to differentiate by.
-          sums: accumulators, to which the gradients of the section's layers are added in place; None for none.
-          section: its index.
-        """
-        wrapped = with_shards(self.wrapped, shards)
-        if sums is not None:
-            wrapped = with_accumulators(self.records, wrapped, sums, self._is_of_section(section))
-        return materialize_outside_stacks(self.records, wrapped)
-
-    def _is_of_section(self, section: int) -> AddsUp:
-        """Returns a predicate: whether a parameter is one of a section's layers."""
-        names = tuple(f"{name}." for name in self.model.sections[section])
-        return lambda record: record.is_stacked and record.name.startswith(names)
-
-    def _add_outside_stacks(self, sums: Tree, gradients: Tree) -> Tree:
-        """Adds the gradients of parameters outside the stacks to their accumulators."""
-        add = lambda record, total, g: total if record.is_stacked else total + g.astype(jnp.float32)  # noqa: E731
-        return jax.tree.map(add, self.records, sums, gradients)
-
-    def _zero_losses(self) -> Sums:
-        """Builds float32 zeros with the names and shapes of all losses and counters."""
-        batch, like = jax.tree.map(lambda a: a[0], self.microbatches), jax.tree.leaves(self.boundary)[0]
-        zero = jnp.zeros((), jnp.int32)
-        first = _TickWork(batch, zero, zero, zero, zero > 0, 0)
-
-        def losses() -> Sums:
-            of_layers = [self._run_chunk(i, self.shards, self.boundary, first)[1] for i in range(self.sections)]
-            return functools.reduce(operator.or_, of_layers, self._head_losses(self.boundary, first))
-
-        zeros = lambda a: varying_like(jnp.zeros(a.shape, jnp.float32), like)  # noqa: E731
-        return jax.tree.map(zeros, jax.eval_shape(losses))
-
-    # --- half ticks
-
-    def _rows(self, halves: tuple[Half, ...]) -> Array:
-        """Encodes halves of a timetable as int32 [ticks, stages, 4]: microbatch, chunk, slot, whether it counts."""
-        idle = (0, 0, self.table.slots, 0)
-        rows = [[idle if work is None else (*work, 1) for work in half] for half in halves]
-        return jnp.asarray(np.asarray(rows, np.int32))
-
-    def _tick_work(self, row: Array, after: Tree = None) -> _TickWork:
-        """Reads this stage's work off a row [stages, 4]; where an order is needed, it depends on the arrays `after`."""
-        zero = self.start_zero + self.order.zero(after)
-        microbatch, chunk, slot, counts = row[self.stage] + zero
-        pick = lambda a: lax.dynamic_index_in_dim(a, microbatch, keepdims=False)  # noqa: E731
-        return _TickWork(jax.tree.map(pick, self.microbatches), microbatch, chunk, slot, counts > 0, zero)
-
-    def _is_first_chunk(self, section: int, work: _TickWork) -> Array:
-        """Returns whether the chunk is the first of a section."""
-        return (self.stage == 0) & (work.chunk == section * self.chunks)
-
-    def _is_last_chunk(self, work: _TickWork) -> Array:
-        """Returns whether the chunk is the last of the model."""
-        return (self.stage == self.table.stages - 1) & (work.chunk == self.table.chunks - 1)
-
-    def _switch_section(self, work: _TickWork, run: Callable[..., tuple[Any, ...]], *state: Any) -> tuple[Any, ...]:
-        """Runs `run(section, *state)`, which returns the new state, for the section to which the chunk belongs."""
-        if self.sections == 1:
-            return run(0, *state)
-        # XLA: of one `lax.switch` over all sections, it copies arrays that an earlier branch updates and a later one
-        # passes on, such as the gradients of an entire stack. So each section has a conditional, one after the other.
-        for section in range(self.sections):
-            is_other = work.chunk // self.chunks != section
-            state = cond_by_stage(is_other, lambda *unchanged: unchanged, partial(run, section), *state)
-        return state
-
-    def _received(self, boundary: Tree, work: _TickWork) -> Tree:
-        """Unpacks a received boundary for a half tick."""
-        return unpacked(self.order.waiting(boundary, work.zero), self.boundary)
-
-    def _send(self, boundary: Tree, by: int) -> Tree:
-        return send(boundary, by, wraps=self.table.chunks > 1)

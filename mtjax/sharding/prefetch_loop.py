@@ -1,0 +1,119 @@
+"""The layers of a scan with prefetch: which of their parameters are gathered, and how their gradients are reduced."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import jax
+from jax import Array
+
+from mtjax.sharding.axes import spec
+from mtjax.sharding.param_comm import (
+    GatherOnUse,
+    NoGrad,
+    ReduceGradOnUse,
+    add_to_layer,
+    index_layer,
+    materialize,
+    reduce_gradient,
+    set_layer,
+)
+from mtjax.sharding.stacked_collectives import gather_layer
+from mtjax.theory.layout import NOT_SHARDED
+
+Tree = Any
+Run = Callable[..., tuple[Array, Tree]]
+
+
+@dataclass(frozen=True, eq=False)
+class PrefetchLoop:
+    """The static description of the loop; it holds no arrays."""
+
+    communicated: Sequence[GatherOnUse | ReduceGradOnUse]
+    """The prefetched parameters, without their arrays."""
+    is_trainable: Sequence[bool]
+    run: Run
+    """(hidden states, prefetched parameters, other parameters, number, constants ...) -> (hidden states, state)."""
+    saving: Callable[[Run], Run]
+    adds_up: bool
+    """Whether there are gradients of earlier microbatches."""
+
+    @classmethod
+    def of(cls, prefetched: Sequence[Any], run: Run, saving: Callable[[Run], Run], adds_up: bool) -> "PrefetchLoop":
+        """Describes the loop over a stack with these prefetched parameters."""
+        leaves = [_without_arrays(leaf) for leaf in map(communicated, prefetched) if leaf is not None]
+        return cls(leaves, [not isinstance(leaf, NoGrad) for leaf in prefetched], run, saving, adds_up)
+
+    @property
+    def saves_gathered(self) -> bool:
+        """Whether the backward pass reads what the forward pass gathered."""
+        return any(isinstance(like, GatherOnUse) and like.keep_for_backward for like in self.communicated)
+
+    def gather(self, shards: list[Array], index: Any) -> list[Array]:
+        """All-gathers the sharded parameters of a layer.
+
+        Args:
+          shards: [layers, ...] of each prefetched parameter.
+          index: of the layer.
+
+        Returns:
+          [...] of each prefetched parameter that is a `GatherOnUse`, in full.
+        """
+        of_layer = zip(self.communicated, index_layer(shards, index), strict=True)
+        wrapped = [replace(like, shard=shard) for like, shard in of_layer if isinstance(like, GatherOnUse)]
+        if not self.saves_gathered:
+            return materialize(cast(Any, wrapped))
+        with jax.named_scope("parameters"):
+            return [gather_layer(each) for each in wrapped]
+
+    def of_layer(self, gathered: list[Array], shards: list[Array], index: Any) -> list[Array]:
+        """Returns all prefetched parameters of a layer: `gathered` ones, and the replicated ones from their stacks."""
+        arrays, gathered_iter = index_layer(shards, index), iter(gathered)
+        pairs = zip(self.communicated, arrays, strict=True)
+        return [next(gathered_iter) if isinstance(like, GatherOnUse) else array for like, array in pairs]
+
+    def regathered(self, parameters: list[Array]) -> list[Array]:
+        """Selects the parameters that the backward pass regathers, or reads once more from their stacks."""
+        pairs = zip(self.communicated, parameters, strict=True)
+        return [array for like, array in pairs if not (isinstance(like, GatherOnUse) and like.keep_for_backward)]
+
+    def unreduced(self, gradients: list[Array]) -> list[Array]:
+        """Casts a layer's local gradients to their communication dtype, and leaves out frozen parameters."""
+        of_layer = zip(self.communicated, gradients, self.is_trainable, strict=True)
+        return [gradient.astype(like.reduction.comm_dtype) for like, gradient, is_trainable in of_layer if is_trainable]
+
+    def reduce_into(self, sums: list[Array], gradients: list[Array], index: Any) -> list[Array]:
+        """Reduces (-scatters) the gradients of a layer over ranks, and writes them to their accumulators.
+
+        Args:
+          sums: accumulators of the trainable prefetched parameters, float32 [layers, ...], this rank's shards.
+          gradients: `unreduced` ones of one layer.
+          index: of the layer.
+
+        Returns:
+          The accumulators.
+        """
+        trainable = [
+            like for like, is_trainable in zip(self.communicated, self.is_trainable, strict=True) if is_trainable
+        ]
+
+        def one(accumulator: Array, gradient: Array, like: GatherOnUse | ReduceGradOnUse) -> Array:
+            """Reduces one parameter's gradient [...] into its accumulator [layers, ...]."""
+            layer_spec = spec(*like.names) if isinstance(like, GatherOnUse) else like.spec
+            # XLA: an all-reduce whose result is added to an array that a loop carries is moved behind the loop, and so
+            # not overlapped. The first microbatch may overwrite the zeros instead.
+            put = set_layer if like.reduction.dim == NOT_SHARDED and not self.adds_up else add_to_layer
+            return put(accumulator, reduce_gradient(gradient, layer_spec, like.reduction), index)
+
+        return [one(*each) for each in zip(sums, gradients, trainable, strict=True)]
+
+
+def communicated(leaf: Any) -> GatherOnUse | ReduceGradOnUse | None:
+    """Returns the wrapper of a parameter that is gathered or whose gradient is reduced over ranks; else None."""
+    leaf = leaf.parameter if isinstance(leaf, NoGrad) else leaf
+    is_communicated = isinstance(leaf, GatherOnUse) or (isinstance(leaf, ReduceGradOnUse) and bool(leaf.reduction.axes))
+    return leaf if is_communicated else None
+
+
+def _without_arrays(leaf: GatherOnUse | ReduceGradOnUse) -> GatherOnUse | ReduceGradOnUse:
+    return replace(leaf, shard=None) if isinstance(leaf, GatherOnUse) else replace(leaf, array=None, shard=None)
