@@ -323,7 +323,7 @@ def test_model_settings_that_do_not_fit(fields: dict[str, Any], message: str) ->
         config.validate(config.replace(Config(), **fields))
 
 
-PLACES = {"learned": "gpt", "rope": "llama", "relative": "t5"}
+PLACES = {"learned": "gpt", "rope": "llama", "relative": "t5", "alibi": "gpt"}
 """Kind of positions -> a family that has it."""
 
 
@@ -355,6 +355,8 @@ def test_every_setting_shapes_the_model_unless_its_field_says_otherwise(field: d
             "mlp_size",
             "expert_size",
             "num_kv_heads",
+            "attention_bias",
+            "mlp_bias",
             "num_decoder_layers",
             "decoder_sequence_length",
         }

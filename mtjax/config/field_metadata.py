@@ -94,8 +94,23 @@ def numbers(minimum: int, default: T, *, most: int, length: int) -> T:
     return setting(default, bound=_Several(fits, f"up to {length} numbers from {minimum} to {most}"))
 
 
+def factors(default: T, *, shapes: Condition | None = ALWAYS) -> T:
+    """Builds a field for a tuple of finite numbers above 0."""
+
+    def fits(values: Any) -> bool:
+        return isinstance(values, tuple) and all(math.isfinite(value) and value > 0 for value in values)
+
+    return setting(default, bound=_Several(fits, "finite numbers above 0"), shapes=shapes)
+
+
+def pattern(letters: str) -> Bound:
+    """Returns the bound of a pattern of layers: text of one or more of these letters."""
+    expected = f"a text of the letters {' and '.join(letters)}, such as {letters}"
+    return _Several(lambda value: isinstance(value, str) and bool(value) and set(value) <= set(letters), expected)
+
+
 class _Several(Bound):
-    """The allowed values of a setting that is a tuple."""
+    """The allowed values of a setting that is a tuple or a text."""
 
     def why_not(self, value: Any) -> str | None:
         return None if self.is_enough(value) else self.expected

@@ -11,10 +11,13 @@ from mtjax.config.field_metadata import (
     NEVER,
     TOKENS,
     WIDTH,
+    Bound,
     above_zero,
     amount,
     at_least,
+    factors,
     multiple_of,
+    pattern,
     setting,
     share,
     when,
@@ -28,12 +31,17 @@ else:
 POSITIONS_COUNT = when(position="learned")
 """Learned positions are parameters, one per token of the sequence; the other kinds fit any length."""
 ROPE = when(position="rope")
-SCALED_ROPE = when(position="rope", rope_scaling=("linear", "llama3", "yarn"))
+SCALED_ROPE = when(position="rope", rope_scaling=("linear", "dynamic", "llama3", "yarn", "longrope"))
+LONG_ROPE = when(position="rope", rope_scaling="longrope")
 LLAMA3_ROPE = when(position="rope", rope_scaling="llama3")
 YARN_ROPE = when(position="rope", rope_scaling="yarn")
-ORIGINAL_ROPE = when(position="rope", rope_scaling=("llama3", "yarn"))
+FACTOR_ROPE = when(position="rope", rope_scaling=("yarn", "longrope"))
+ORIGINAL_ROPE = when(position="rope", rope_scaling=("dynamic", "llama3", "yarn", "longrope"))
 WITH_EXPERTS = (("num_experts", range(1, HEADS + 1)),)
 RELATIVE = when(position="relative")
+WITH_QK_NORM = (("qk_norm", (True,)),)
+WITH_WINDOW = (("attention_window", range(1, TOKENS + 1)),)
+LATENT = (("kv_lora_rank", range(1, WIDTH + 1)),)
 
 
 @dataclass(frozen=True)
@@ -93,6 +101,13 @@ class Model:
     router_bias: bool = setting(False, shapes=WITH_EXPERTS)
     """Add a bias to each expert's score when experts are selected; the biases are updated from the experts' load,
     without a loss (auxiliary-loss-free balancing, arXiv 2408.15664; Megatron's --moe-router-enable-expert-bias)."""
+    router_linear_bias: bool = setting(False, shapes=WITH_EXPERTS)
+    """Add a trained bias to the router's logits (gpt-oss)."""
+    expert_bias: bool = setting(False, shapes=WITH_EXPERTS)
+    """Add biases to the linear layers of the experts (gpt-oss)."""
+    shared_expert_gate: bool = setting(False, shapes=WITH_EXPERTS)
+    """Multiply the shared expert's output by the sigmoid of a linear layer with one output (Megatron's
+    --moe-shared-expert-gate; Qwen2-MoE)."""
     router_bias_update_rate: float = amount(0.001, shapes=NEVER)
     """Amount by which a step raises the bias of experts below the mean load, and lowers it above (Megatron's
     --moe-router-bias-update-rate)."""
@@ -114,20 +129,49 @@ class Model:
     mesh."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     """Normalization layer: layernorm, or rmsnorm, which neither subtracts the mean nor adds a bias."""
-    norm_placement: Literal["pre", "post"] = "pre"
+    norm_bias: bool = setting(True, shapes=when(norm="layernorm"))
+    """layernorm: add a bias."""
+    norm_weight: Literal["scale", "offset", "none"] = "scale"
+    """Weight of the norms: scale multiplies by it, offset by 1 + weight (Megatron's --apply-layernorm-1p; Gemma), none
+    has neither weight nor bias (OLMo)."""
+    norm_placement: Literal["pre", "post", "output", "sandwich"] = "pre"
     """pre normalizes the input of each sublayer (pre-LN); post normalizes the residual stream after each sublayer
-    (post-LN), as the original BERT does (Figure 7 of the paper)."""
+    (post-LN), as the original BERT does (Figure 7 of the paper); output normalizes the output of each sublayer before
+    it is added (OLMo 2); sandwich both its input and its output (Gemma 2)."""
+    parallel_residual: Literal["no", "one_norm", "two_norms"] = "no"
+    """Run attention and the MLP side by side on the same hidden states, and add both outputs at once: with one norm for
+    both (GPT-J, Falcon 7B), or one each (GPT-NeoX)."""
+    residual_scale: float = above_zero(1.0)
+    """Factor of each sublayer's output before it is added (Granite)."""
     norm_epsilon: float = amount(1e-5)
     """Epsilon of the norms, added to the variance (layernorm) or the mean square (rmsnorm)."""
-    position: Literal["learned", "rope", "relative"] = "learned"
-    """Position embeddings: learned absolute ones; rope, rotary embeddings of queries and keys (arXiv 2104.09864); or
-    relative, T5's bias per head and distance, with unscaled attention scores and scaled outputs of tied embeddings."""
+    position: Literal["learned", "rope", "relative", "alibi", "none"] = "learned"
+    """Position embeddings: learned absolute ones; rope, rotary embeddings of queries and keys (arXiv 2104.09864);
+    relative, T5's bias per head and distance, with unscaled attention scores and scaled outputs of tied embeddings;
+    alibi, a bias proportional to the distance, with a slope per head (arXiv 2108.12409); or none."""
+    alibi_scaled: bool = setting(False, shapes=when(position="alibi"))
+    """Add ALiBi's bias before the scores are multiplied by attention_scale instead of after (Falcon-RW)."""
     rope_theta: float = above_zero(10_000.0, shapes=ROPE)
     """Base of RoPE's frequencies (Megatron's --rotary-base)."""
-    rope_scaling: Literal["none", "linear", "llama3", "yarn"] = setting("none", shapes=ROPE)
+    rope_fraction: float = setting(1.0, bound=Bound(lambda x: 0 < x <= 1, "above 0, at most 1"), shapes=ROPE)
+    """Fraction of each head that RoPE rotates, from its first dimension on (Megatron's --rotary-percent)."""
+    rope_layers: str = setting("R", bound=pattern("RN"), shapes=ROPE)
+    """Which layers have RoPE: a pattern that repeats over the layers, R with and N without. RRRN: every fourth layer
+    has none (SmolLM3; Megatron's --no-rope-freq)."""
+    rope_local_theta: float | None = above_zero(None, shapes=ROPE)
+    """Base of RoPE's frequencies in layers with a window, which are then not scaled (Gemma 3); rope_theta and
+    rope_scaling when not given."""
+    rope_scaling: Literal["none", "linear", "dynamic", "llama3", "yarn", "longrope"] = setting("none", shapes=ROPE)
     """Scaling of RoPE's frequencies for sequences longer than in pretraining: linear divides all frequencies by
-    rope_factor; llama3 (Llama 3.1) and yarn (arXiv 2309.00071) only those with wavelengths long compared with
-    rope_original_length. yarn also scales queries and keys."""
+    rope_factor; dynamic raises the base for sequences longer than rope_original_length; llama3 (Llama 3.1) and yarn
+    (arXiv 2309.00071) divide only frequencies with wavelengths long compared with rope_original_length; longrope
+    (arXiv 2402.13753) divides each by its own factor. yarn and longrope also scale queries and keys."""
+    rope_short_factors: tuple[float, ...] | None = factors(None, shapes=LONG_ROPE)
+    """longrope: divisors of the frequencies, one per rotated pair, for sequences up to rope_original_length."""
+    rope_long_factors: tuple[float, ...] | None = factors(None, shapes=LONG_ROPE)
+    """longrope: divisors of the frequencies, one per rotated pair, for longer sequences."""
+    rope_truncate: bool = setting(True, shapes=YARN_ROPE)
+    """yarn: round the bounds of the interpolation to integers, as YaRN's code does (gpt-oss does not)."""
     rope_factor: float = above_zero(8.0, shapes=SCALED_ROPE)
     """Factor by which rope_scaling divides frequencies."""
     rope_low_frequency_factor: float = above_zero(1.0, shapes=LLAMA3_ROPE)
@@ -139,18 +183,75 @@ class Model:
     rope_beta_slow: float = above_zero(1.0, shapes=YARN_ROPE)
     """yarn: dimensions that rotate at most this many times within rope_original_length tokens are scaled by the full
     rope_factor."""
-    rope_attention_factor: float | None = above_zero(None, shapes=YARN_ROPE)
-    """yarn: factor by which queries and keys are multiplied; 0.1 ln(rope_factor) + 1 when not given."""
+    rope_attention_factor: float | None = above_zero(None, shapes=FACTOR_ROPE)
+    """yarn, longrope: factor by which queries and keys are multiplied. When not given, yarn has 0.1 ln(rope_factor) + 1
+    and longrope sqrt(1 + ln(rope_factor) / ln(rope_original_length))."""
     rope_original_length: int = at_least(1, 8192, shapes=ORIGINAL_ROPE)
-    """llama3, yarn: sequence length in pretraining, before scaling."""
-    activation: Literal["gelu", "gelu_exact", "relu", "swiglu", "geglu"] = "gelu"
-    """Activation function of the MLP: gelu is the tanh approximation, gelu_exact the exact one; swiglu and geglu are
+    """dynamic, llama3, yarn, longrope: sequence length in pretraining, before scaling."""
+    activation: Literal["gelu", "gelu_exact", "relu", "relu2", "swiglu", "swiglu_clamped", "geglu", "geglu_exact"] = (
+        "gelu"
+    )
+    """Activation function of the MLP: gelu is the tanh approximation, gelu_exact the exact one, relu2 the square of
+    relu; swiglu, swiglu_clamped (gpt-oss: clamped at 7, with 1 added to the ungated half), geglu and geglu_exact are
     gated."""
     bias: bool = True
     """Add biases to the linear layers of attention and the MLP (Megatron's --disable-bias-linear turns them off)."""
+    attention_bias: Literal["auto", "none", "qkv", "all"] = "auto"
+    """Biases of attention alone: none, of query, key and value (Megatron's --add-qkv-bias; Qwen2), or all; auto is as
+    `bias`."""
+    mlp_bias: bool | None = None
+    """Biases of the MLP alone; as `bias` when not given."""
     qk_norm: bool = False
-    """gpt, llama: apply RMS norm to each head of queries and keys, before RoPE (Megatron's --qk-layernorm; Qwen3, arXiv
+    """gpt, llama: apply a norm to queries and keys, before RoPE (Megatron's --qk-layernorm; Qwen3, arXiv
     2505.09388)."""
+    qk_norm_scope: Literal["head", "each_head", "width"] = setting("head", shapes=WITH_QK_NORM)
+    """What qk_norm normalizes: each head with one weight for all heads (Qwen3), each head with its own weight (Cohere),
+    or the full width of all heads together (OLMo 2), which is one more reduction with tensor parallelism."""
+    qk_norm_kind: Literal["rmsnorm", "layernorm"] = setting("rmsnorm", shapes=WITH_QK_NORM)
+    """Norm of queries and keys; layernorm has no bias unless qk_norm_bias is true."""
+    qk_norm_bias: bool = setting(False, shapes=WITH_QK_NORM)
+    """qk_norm_kind layernorm: add a bias (Phi)."""
+    qk_norm_after_rope: bool = setting(False, shapes=WITH_QK_NORM)
+    """Normalize queries and keys after RoPE instead of before (Hunyuan)."""
+    qkv_clip: float | None = above_zero(None)
+    """Clip queries, keys and values to this absolute value, after qk_norm and before RoPE (OLMo, MPT)."""
+    attention_scale: float | None = above_zero(None)
+    """Factor of the attention scores (Megatron's --softmax-scale); head_dim^-0.5 when not given."""
+    attention_scale_beta: float = amount(0.0)
+    """Multiply queries by 1 + attention_scale_beta ln(1 + floor(position / rope_original_length)) (Ministral 3)."""
+    attention_softcap: float | None = above_zero(None)
+    """Replace each score s by c tanh(s / c) before the mask (Gemma 2: 50)."""
+    attention_sinks: bool = False
+    """Add a trained logit per head to the softmax's denominator (gpt-oss; Megatron's --softmax-type learnable)."""
+    attention_window: int | None = at_least(1, None, most=TOKENS)
+    """Sliding window: a token attends to itself and the attention_window - 1 tokens before it, in the layers of
+    window_layers (Mistral; Megatron's --window-size counts the tokens before it)."""
+    window_layers: str = setting("S", bound=pattern("SF"), shapes=WITH_WINDOW)
+    """Which layers have the window: a pattern that repeats over the layers, S with the sliding window and F with full
+    attention. SF: every other layer, from the first on (Gemma 2); SSSSSF: all but every sixth (Gemma 3; compare
+    Megatron's --window-attn-skip-freq)."""
+    kv_lora_rank: int = at_least(0, 0, most=WIDTH)
+    """Multi-head latent attention (MLA; DeepSeek-V2, arXiv 2405.04434): width of the latent from which keys and values
+    are computed; 0 for ordinary attention (Megatron's --kv-lora-rank)."""
+    q_lora_rank: int = at_least(0, 0, most=WIDTH, shapes=LATENT)
+    """MLA: width of the latent from which queries are computed; 0 for a direct projection."""
+    qk_nope_head_dim: int = at_least(1, 128, most=WIDTH, shapes=LATENT)
+    """MLA: dimensions of a query and key head that are not rotated (Megatron's --qk-head-dim)."""
+    qk_rope_head_dim: int = at_least(2, 64, most=WIDTH, shapes=LATENT)
+    """MLA: dimensions of a query head that are rotated, with one key for all heads (Megatron's
+    --qk-pos-emb-head-dim)."""
+    v_head_dim: int = at_least(1, 128, most=WIDTH, shapes=LATENT)
+    """MLA: width of a value head (Megatron's --v-head-dim)."""
+    embedding_scale: float = above_zero(1.0)
+    """Factor of the token embeddings (Gemma: sqrt(hidden_size))."""
+    embedding_norm: bool = False
+    """Normalize the embeddings (BLOOM, ModernBERT)."""
+    output_scale: float = above_zero(1.0)
+    """Factor of the logits (Cohere's logit_scale; Granite's 1 / logits_scaling)."""
+    output_softcap: float | None = above_zero(None)
+    """Replace each logit l by c tanh(l / c) (Gemma 2: 30)."""
+    output_bias: bool = False
+    """Add a bias to the logits (Phi, GPT-J)."""
     tie_embeddings: bool = True
     """Share the embedding table with the output projection (Megatron's --untie-embeddings-and-output-weights turns it
     off)."""

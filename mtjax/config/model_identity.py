@@ -21,6 +21,8 @@ def effective_settings(model: Model) -> dict[str, Any]:
         "expert_size": sizes.expert_size(model),
         "head_dim": sizes.head_dim(model),
         "num_kv_heads": sizes.num_kv_heads(model),
+        "attention_bias": sizes.attention_bias(model),
+        "mlp_bias": sizes.mlp_bias(model),
         "num_decoder_layers": sizes.decoder_layers(model),
         "decoder_sequence_length": sizes.decoder_length(model),
     }

@@ -10,7 +10,7 @@ from mtjax.errors import UserError
 MASKED_SHARE = 0.15
 """Fraction of a sample's tokens that BERT masks and predicts."""
 
-GATED = ("swiglu", "geglu")
+GATED = ("swiglu", "swiglu_clamped", "geglu", "geglu_exact")
 """Activations with a gate: the product of two projections."""
 
 
@@ -62,6 +62,34 @@ def head_dim(model: Model) -> int:
 def num_kv_heads(model: Model) -> int:
     """Returns the number of key and value heads."""
     return model.num_kv_heads or model.num_heads
+
+
+def attention_biases(model: Model) -> tuple[bool, bool]:
+    """Returns whether query, key and value have biases, and whether attention's output projection has one."""
+    kind = attention_bias(model)
+    return kind != "none", kind == "all"
+
+
+def attention_bias(model: Model) -> str:
+    """Returns which linear layers of attention have biases: none, qkv or all."""
+    return model.attention_bias if model.attention_bias != "auto" else "all" if model.bias else "none"
+
+
+def mlp_bias(model: Model) -> bool:
+    """Returns whether the linear layers of the MLP have biases."""
+    return model.bias if model.mlp_bias is None else model.mlp_bias
+
+
+def windowed_layers(model: Model) -> tuple[bool, ...]:
+    """Returns of each layer whether its attention has the sliding window."""
+    pattern = model.window_layers if model.attention_window else "F"
+    return tuple(pattern[number % len(pattern)] == "S" for number in range(model.num_layers))
+
+
+def rotated_layers(model: Model) -> tuple[bool, ...]:
+    """Returns of each layer whether it has RoPE."""
+    pattern = model.rope_layers if model.position == "rope" else "N"
+    return tuple(pattern[number % len(pattern)] == "R" for number in range(model.num_layers))
 
 
 def decoder_layers(model: Model) -> int:

@@ -74,8 +74,11 @@ def _typed(hint: Any, value: Any, where: str) -> Any:
             return float(value)
         if kind is Path and isinstance(value, str):
             return Path(value)
-        if get_origin(kind) is tuple and isinstance(value, list) and [type(v) for v in value] == _members(kind, value):
-            return tuple(value)
+        if get_origin(kind) is tuple and isinstance(value, list):
+            members = _members(kind, value)
+            value = [float(v) if t is float and type(v) is int else v for t, v in zip(members, value, strict=False)]
+            if [type(v) for v in value] == members:
+                return tuple(value)
         if type(value) is kind:
             return value
     raise UserError(f"{where} = {value!r} should be {' or '.join(map(_type_name, kinds))}")
