@@ -11,7 +11,7 @@ from jax import Array
 from jaxtyping import Float
 
 from mtjax.config import Model
-from mtjax.config.sizes import head_dim, num_kv_heads
+from mtjax.config.sizes import attention_biases, head_dim, num_kv_heads
 from mtjax.models.kernels import cudnn, xla
 from mtjax.models.kernels.cached import attend_cached
 from mtjax.models.kernels.options import AttentionOptions
@@ -53,7 +53,7 @@ class SelfAttention(nnx.Module):
         is_grouped = num_kv_heads(model) != model.num_heads
         self.qkv = (GroupedQKV if is_grouped else FusedQKV)(model, key=qkv_key)
         self.low = adapters_of(model, "attention")
-        bias = model.bias
+        bias = attention_biases(model)[1]
         self.output = Linear(heads, embed, std=output_std, bias=bias, sequence="act_seq", low=self.low, key=output_key)
         self.query_norm = HeadNorm(head_dim(model), model.norm_epsilon) if model.qk_norm else None
         self.key_norm = HeadNorm(head_dim(model), model.norm_epsilon) if model.qk_norm else None
@@ -100,7 +100,7 @@ class FusedQKV(nnx.Module):
         if (scale := initial_query_scale(model)) != 1:
             # Of [embed, 3, heads, head_dim], the query's third alone.
             self.weight[...] = self.weight[...] * jnp.array([scale, 1.0, 1.0])[None, :, None, None]
-        self.bias = constant(0.0, outputs) if model.bias else None
+        self.bias = constant(0.0, outputs) if attention_biases(model)[0] else None
         low = adapters_of(model, "attention")
         self.lora = Adapter({"embed": model.hidden_size}, outputs, low, key=key) if low else None
 
@@ -127,7 +127,8 @@ class GroupedQKV(nnx.Module):
         """Draws the weights, [embed, heads, head_dim] and [embed, 2, kv_heads, head_dim]."""
         query_key, kv_key = jax.random.split(key)
         embed, width = {"embed": model.hidden_size}, {"head_dim": head_dim(model)}
-        settings = {"std": model.init_std, "bias": model.bias, "low": adapters_of(model, "attention")}
+        bias, low = attention_biases(model)[0], adapters_of(model, "attention")
+        settings = {"std": model.init_std, "bias": bias, "low": low}
         self.query = Linear(embed, {"heads": model.num_heads, **width}, **settings, key=query_key)
         shared = {"kv": 2, "kv_heads": num_kv_heads(model), **width}
         self.key_value = Linear(embed, shared, **settings, key=kv_key)
