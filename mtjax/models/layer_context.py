@@ -56,6 +56,8 @@ class LayerContext:
     """When given, tokens attend within their segment only; padding is a separate segment."""
     rotation: Rotation | None = None
     """When given, queries and keys are rotated by it."""
+    query_scale: Float[Array, "#batch seq"] | None = None
+    """When given, factors of the queries, by position."""
     is_causal: bool = True
     """Whether tokens attend only to themselves and those before them."""
     bias: Float[Array, "#batch heads seq key_seq"] | None = None

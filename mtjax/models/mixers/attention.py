@@ -1,6 +1,7 @@
 """Multi-head self-attention, sharded by heads: no communication between its two projections (Figure 3b of the
 paper)."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import ClassVar
 
@@ -12,6 +13,7 @@ from jaxtyping import Float
 
 from mtjax.config import Model
 from mtjax.config.sizes import attention_biases, head_dim, num_kv_heads
+from mtjax.models.head_norm import HeadNorm
 from mtjax.models.kernels import cudnn, xla
 from mtjax.models.kernels.cached import attend_cached
 from mtjax.models.kernels.options import AttentionOptions
@@ -21,7 +23,6 @@ from mtjax.models.layer_context import LayerContext
 from mtjax.models.linear import Linear, constant, normal
 from mtjax.models.lora import Adapter, gather_sequence_shared, lora_input_dropout
 from mtjax.models.mixers.mixer import State
-from mtjax.models.norms import HeadNorm
 from mtjax.models.project import project
 from mtjax.models.rotary import rotate
 from mtjax.sharding.axes import spec
@@ -55,8 +56,11 @@ class SelfAttention(nnx.Module):
         self.low = adapters_of(model, "attention")
         bias = attention_biases(model)[1]
         self.output = Linear(heads, embed, std=output_std, bias=bias, sequence="act_seq", low=self.low, key=output_key)
-        self.query_norm = HeadNorm(head_dim(model), model.norm_epsilon) if model.qk_norm else None
-        self.key_norm = HeadNorm(head_dim(model), model.norm_epsilon) if model.qk_norm else None
+        self.query_norm = HeadNorm(model, "heads", model.num_heads) if model.qk_norm else None
+        self.key_norm = HeadNorm(model, "kv_heads", num_kv_heads(model)) if model.qk_norm else None
+        self.norms_after_rope = model.qk_norm_after_rope
+        self.clip = model.qkv_clip
+        self.sinks = constant(0.0, {"heads": model.num_heads}) if model.attention_sinks else None
         self.options = attention_options(model)
         self.attend = KERNELS[model.attention]
 
@@ -76,18 +80,37 @@ class SelfAttention(nnx.Module):
         query, key, value = self.qkv(*gather_sequence_shared(x, self.low, context, QKV_SITE))
         # With sequence parallelism the product's input was all-gathered along the sequence; from here to the output
         # projection each rank has its heads of all tokens.
-        if self.query_norm is not None and self.key_norm is not None:
-            query, key = self.query_norm(query), self.key_norm(key)
-        # Cached keys are stored rotated, by their positions.
-        query, key = rotate(query, context.rotation), rotate(key, context.rotation)
+        query, key, value = self._prepared(query, key, value, context)
         # Training and evaluation have no state; generation has a KV cache.
+        options = self.options
+        if self.sinks is not None:
+            options = dataclasses.replace(options, sinks=self.sinks[...])
         if state is None:
-            mixed = self.attend(query, key, value, context, self.options)
+            mixed = self.attend(query, key, value, context, options)
         else:
             assert isinstance(state, KVCache) and context.cache_positions is not None
             state = state.append(key, value, context.cache_positions)
-            mixed = attend_cached(query, state, context.cache_positions, self.options, context.bias)
+            mixed = attend_cached(query, state, context.cache_positions, options, context.bias)
         return self.output(mixed, lora_input_dropout(mixed, self.low, context, OUTPUT_SITE, "heads", "head_dim")), state
+
+    def _prepared(self, query: Array, key: Array, value: Array, context: LayerContext) -> tuple[Array, Array, Array]:
+        """Normalizes, clips, rotates and scales query, key and value, [batch, seq, heads, head_dim] each."""
+        norms = (self.query_norm, self.key_norm)
+        if not self.norms_after_rope:
+            query, key = _normalized(query, key, *norms)
+        if self.clip is not None:
+            query, key, value = (jnp.clip(a, -self.clip, self.clip) for a in (query, key, value))
+        # Cached keys are stored rotated, by their positions.
+        query, key = rotate(query, context.rotation), rotate(key, context.rotation)
+        if self.norms_after_rope:
+            query, key = _normalized(query, key, *norms)
+        if context.query_scale is not None:
+            query = (query * context.query_scale[:, :, None, None]).astype(query.dtype)
+        return query, key, value
+
+
+def _normalized(query: Array, key: Array, query_norm: HeadNorm | None, key_norm: HeadNorm | None) -> tuple[Array, ...]:
+    return query if query_norm is None else query_norm(query), key if key_norm is None else key_norm(key)
 
 
 class FusedQKV(nnx.Module):
@@ -194,9 +217,10 @@ def _by_groups(query: Array, key_value: Array) -> Array:
 
 def attention_options(model: Model) -> AttentionOptions:
     """Returns the options of a model's attention."""
-    # T5 does not scale attention scores; its query weights are initialized smaller instead.
-    scale = 1.0 if model.position == "relative" else None
-    return AttentionOptions(rate=model.attention_dropout, scale=scale)
+    scale = model.attention_scale
+    if scale is None and model.position == "relative":
+        scale = 1.0  # T5 does not scale attention scores; its query weights are initialized smaller instead.
+    return AttentionOptions(model.attention_dropout, scale, model.attention_softcap)
 
 
 def initial_query_scale(model: Model) -> float:
