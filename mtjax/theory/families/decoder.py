@@ -71,7 +71,10 @@ def self_attention(model: Model, tokens: int, *, is_causal: bool) -> Attention:
         biases=attention_biases(model),
         is_causal=is_causal,
         rank=low.rank if (low := adapters_of(model, "attention")) else 0,
-        norms_heads=model.qk_norm,
+        qk_norm=("scale", "bias")[: 1 + model.qk_norm_bias] if model.qk_norm else (),
+        qk_norm_scope=model.qk_norm_scope,
+        has_sinks=model.attention_sinks,
+        is_capped=model.attention_softcap is not None,
     )
 
 
