@@ -227,6 +227,9 @@ class Experts(nnx.Module):
         """
         with jax.named_scope("router"):
             routes = self.router(x, context)
+            # XLA: here, because gradients of x are added in reverse order, and only those of the experts and of the
+            # shared expert, if nothing is between them, are added before one all-reduce.
+            factor = self._shared_factor(x)
         weights = [_named(self.up.weight, x.dtype), _named(self.down.weight, x.dtype)]
         if self.up.bias is not None:
             weights.append(_named(self.up.bias, jnp.float32))
@@ -238,7 +241,7 @@ class Experts(nnx.Module):
         chosen = routes.experts, limits
         out = apply_experts(self.blocks, x, routes.gates, chosen, weights, capacity, context.expert_dispatch)
         if self.shared is not None:
-            out = out + self.shared(x, context, None, self._shared_factor(x))[0]
+            out = out + self.shared(x, context, None, factor)[0]
         if self.down.bias is not None:
             # XLA: last, or it would not add the shared expert's output before the all-reduce.
             out = (out.astype(jnp.float32) + self._down_biases(routes)).astype(x.dtype)
