@@ -91,7 +91,10 @@ def feed_forward(model: Model, tokens: int) -> Part:
         is_gated=model.activation in GATED,
         norm=model.norm,
         router_bias=model.router_bias,
+        router_linear_bias=model.router_linear_bias,
+        bias=model.expert_bias,
         shared=model.shared_expert_size,
+        shared_gate=model.shared_expert_gate,
         capacity=expert_capacity(model, tokens),
         balances=model.router_aux_loss > 0,
     )
