@@ -80,6 +80,12 @@ def mlp_bias(model: Model) -> bool:
     return model.bias if model.mlp_bias is None else model.mlp_bias
 
 
+def norm_vectors(model: Model) -> tuple[str, ...]:
+    """Returns the names of a norm's parameters, each of hidden_size numbers."""
+    has_bias = model.norm == "layernorm" and model.norm_bias
+    return () if model.norm_weight == "none" else ("scale", "bias") if has_bias else ("scale",)
+
+
 def windowed_layers(model: Model) -> tuple[bool, ...]:
     """Returns of each layer whether its attention has the sliding window."""
     pattern = model.window_layers if model.attention_window else "F"

@@ -9,6 +9,7 @@ from mtjax.config.sizes import (
     head_dim,
     main_layers,
     mlp_size,
+    norm_vectors,
     num_kv_heads,
     num_outputs,
     padded_vocab_size,
@@ -20,7 +21,7 @@ from mtjax.theory.parts.embedding import Lookup, Norm, Positions
 from mtjax.theory.parts.experts import Experts
 from mtjax.theory.parts.heads import OneToken, Output
 from mtjax.theory.parts.mlp import MLP
-from mtjax.theory.parts.part import Part
+from mtjax.theory.parts.part import Norms, Part
 
 
 def decoder(model: Model) -> Anatomy:
@@ -30,7 +31,7 @@ def decoder(model: Model) -> Anatomy:
     """
     rows, hidden, tokens = padded_vocab_size(model), model.hidden_size, model.sequence_length
     positions = (Positions(tokens, hidden),) if model.position == "learned" else ()
-    final = Norm("final_norm", model.norm, hidden)
+    final = Norm("final_norm", norm_vectors(model), hidden)
     if model.head == "language":
         head: Part = Output(rows, hidden, tokens, owns_table=not model.tie_embeddings)
     else:
@@ -65,7 +66,7 @@ def self_attention(model: Model, tokens: int, *, is_causal: bool) -> Attention:
         heads=model.num_heads,
         kv_heads=num_kv_heads(model),
         head_dim=head_dim(model),
-        norm=model.norm,
+        norm=Norms.of(model),
         bias=model.bias,
         is_causal=is_causal,
         rank=low.rank if (low := adapters_of(model, "attention")) else 0,
@@ -84,7 +85,7 @@ def feed_forward(model: Model, tokens: int) -> Part:
         top_k=model.experts_top_k,
         inner=expert_size(model),
         is_gated=model.activation in GATED,
-        norm=model.norm,
+        norm=Norms.of(model),
         router_bias=model.router_bias,
         shared=model.shared_expert_size,
         capacity=expert_capacity(model, tokens),
@@ -99,7 +100,7 @@ def mlp(model: Model, tokens: int) -> MLP:
         tokens=tokens,
         inner=mlp_size(model),
         is_gated=model.activation in GATED,
-        norm=model.norm,
+        norm=Norms.of(model),
         bias=model.bias,
         rank=low.rank if (low := adapters_of(model, "mlp")) else 0,
     )

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from mtjax.theory.contract import LAYER_BACKWARD, LAYER_FORWARD, LAYER_RECOMPUTE, OTHER, Expectation, Kind
 from mtjax.theory.parts.part import (
     Elementwise,
+    Norms,
     Part,
     Product,
     ResidualStream,
@@ -13,7 +14,6 @@ from mtjax.theory.parts.part import (
     Weight,
     adapter_products,
     linear,
-    norm,
     over_model,
     weight,
 )
@@ -40,7 +40,7 @@ class _Heads(Part):
     heads: int
     """Query heads."""
     head_dim: int
-    norm: str
+    norm: Norms
     bias: bool
 
     @property
@@ -98,7 +98,7 @@ class Attention(_Heads):
         output = linear("attention.output", heads, embed, bias=bias, rank=rank)
         head_norms = ("query_norm", "key_norm") if self.norms_heads else ()
         norms = [weight(f"attention.{name}.scale", {"head_dim": self.head_dim}) for name in head_norms]
-        return [*norm("attention_norm", self.norm, self.hidden), *inputs, *output, *norms]
+        return [*self.norm.weights("attention", self.hidden), *inputs, *output, *norms]
 
     @property
     def scores(self) -> Scores:
@@ -172,7 +172,7 @@ class CrossAttention(_Heads):
     def weights(self) -> list[Weight]:
         embed, heads = {"embed": self.hidden}, {"heads": self.heads, "head_dim": self.head_dim}
         return [
-            *norm("cross_norm", self.norm, self.hidden),
+            *self.norm.weights("cross", self.hidden),
             *linear("cross.query", embed, heads, bias=self.bias),
             *linear("cross.key_value", embed, {"kv": 2, **heads}, bias=self.bias),
             *linear("cross.output", heads, embed, bias=self.bias),

@@ -72,7 +72,7 @@ class MaskedOutput(Output):
 
     sequence: int = 0
     """Tokens of a sample."""
-    norm: str = "layernorm"
+    norm: tuple[str, ...] = ("scale", "bias")
     takes_first: bool = True
     """Whether the head of the sentence order reads the first token's hidden state too."""
 

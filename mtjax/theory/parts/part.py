@@ -9,6 +9,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from mtjax.config import Model
+from mtjax.config.sizes import norm_vectors
 from mtjax.theory.adapters import ADAPTER, adapter_sizes
 from mtjax.theory.contract import Expectation
 from mtjax.theory.plan import ContextParallelism, ExpertDispatch, Plan
@@ -47,13 +49,37 @@ def linear(
     return [*matrix, weight(f"{name}.{ADAPTER}.a", a), weight(f"{name}.{ADAPTER}.b", b)]
 
 
-NORM_VECTORS = {"layernorm": ("scale", "bias"), "rmsnorm": ("scale",)}
-"""Norm -> its vectors of h parameters."""
+def norm(name: str, vectors: Sequence[str], width: int) -> list[Weight]:
+    """Returns the vectors of a norm, whose names are `mtjax.config.sizes.norm_vectors`."""
+    return [weight(f"{name}.{vector}", {"embed": width}) for vector in vectors]
 
 
-def norm(name: str, kind: str, width: int) -> list[Weight]:
-    """Returns the vectors of a norm."""
-    return [weight(f"{name}.{vector}", {"embed": width}) for vector in NORM_VECTORS[kind]]
+@dataclass(frozen=True)
+class Norms:
+    """The norms of a sublayer."""
+
+    vectors: tuple[str, ...]
+    """Names of the parameters of each."""
+    of_input: bool = True
+    """Whether there is one before the sublayer, or behind the residual add (post-LN)."""
+    of_output: bool = False
+    """Whether there is one behind the sublayer, before the residual add."""
+
+    @classmethod
+    def of(cls, model: Model) -> "Norms":
+        """Returns the norms of a model's sublayers."""
+        placement = model.norm_placement
+        return cls(norm_vectors(model), placement != "output", placement in ("output", "sandwich"))
+
+    @property
+    def count(self) -> int:
+        """Vectors of h parameters."""
+        return (self.of_input + self.of_output) * len(self.vectors)
+
+    def weights(self, sublayer: str, width: int) -> list[Weight]:
+        """Returns the parameters of the norms of a sublayer with this name."""
+        names = [f"{sublayer}_norm"] * self.of_input + [f"{sublayer}_output_norm"] * self.of_output
+        return [vector for name in names for vector in norm(name, self.vectors, width)]
 
 
 @dataclass(frozen=True)
