@@ -86,6 +86,13 @@ def norm_vectors(model: Model) -> tuple[str, ...]:
     return () if model.norm_weight == "none" else ("scale", "bias") if has_bias else ("scale",)
 
 
+def sublayer_norms(model: Model, *, is_first: bool) -> tuple[str, ...]:
+    """Returns the kinds of norms of a layer's first sublayer, or of another: norm, output_norm or both."""
+    if model.parallel_residual == "one_norm" and not is_first:
+        return ()
+    return {"output": ("output_norm",), "sandwich": ("norm", "output_norm")}.get(model.norm_placement, ("norm",))
+
+
 def windowed_layers(model: Model) -> tuple[bool, ...]:
     """Returns of each layer whether its attention has the sliding window."""
     pattern = model.window_layers if model.attention_window else "F"

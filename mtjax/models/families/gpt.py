@@ -62,8 +62,9 @@ class Decoder(nnx.Module):
         self.dense = stack(kind="transformer", layers=dense) if dense else None
         self.stack = stack(kind=kind, layers=main_layers(model))
         self.is_interleaved = model.moe_every > 1
+        self.embedding_norm = make_norm(model, dtype) if model.embedding_norm else None
         self.final_norm = make_norm(model, dtype)
-        self.rate = model.hidden_dropout
+        self.rate, self.scale = model.hidden_dropout, model.embedding_scale
         self.method: Method = config.parallel.context_method
         self.expert_dispatch: ExpertDispatch = config.parallel.expert_dispatch
         self.dtype = dtype
@@ -98,7 +99,10 @@ class Decoder(nnx.Module):
         """Embeds tokens and positions: [batch, act_seq, embed]."""
         with jax.named_scope("embedding"):
             tokens, positions = batch["tokens"], local_positions(batch["tokens"].shape[1])
-            x = embed_tokens(self.embedding, self.positions, tokens, self.dtype, batch.get("position_ids"), positions)
+            x = embed_tokens(
+                self.embedding, self.positions, tokens, self.dtype, batch.get("position_ids"), positions, self.scale
+            )
+            x = x if self.embedding_norm is None else self.embedding_norm(x)
             return HiddenStates(dropout(x, self.rate, keys, EMBEDDING_SITE, RESIDUAL, positions=positions))
 
     def _context(self, batch: Batch, keys: Keys, hidden: HiddenStates) -> LayerContext:

@@ -26,7 +26,7 @@ def bert(model: Model) -> Anatomy:
     return Anatomy(
         model,
         embed=(*embed, norm) if is_post else embed,
-        stacks=(Stack("stack", model.num_layers, tokens, hidden, parts, is_post_norm=is_post),),
+        stacks=(Stack("stack", model.num_layers, tokens, hidden, parts, norms_outputs=is_post),),
         head=head if is_post else (norm, *head),
     )
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mtjax.config import Model
-from mtjax.config.sizes import norm_vectors
+from mtjax.config.sizes import norm_vectors, sublayer_norms
 from mtjax.theory.adapters import ADAPTER, adapter_sizes
 from mtjax.theory.contract import Expectation
 from mtjax.theory.plan import ContextParallelism, ExpertDispatch, Plan
@@ -60,26 +60,22 @@ class Norms:
 
     vectors: tuple[str, ...]
     """Names of the parameters of each."""
-    of_input: bool = True
-    """Whether there is one before the sublayer, or behind the residual add (post-LN)."""
-    of_output: bool = False
-    """Whether there is one behind the sublayer, before the residual add."""
+    kinds: tuple[str, ...] = ("norm",)
+    """Kinds: `mtjax.config.sizes.sublayer_norms`."""
 
     @classmethod
-    def of(cls, model: Model) -> "Norms":
-        """Returns the norms of a model's sublayers."""
-        placement = model.norm_placement
-        return cls(norm_vectors(model), placement != "output", placement in ("output", "sandwich"))
+    def of(cls, model: Model, *, is_first: bool = False) -> "Norms":
+        """Returns the norms of a layer's first sublayer, or of another."""
+        return cls(norm_vectors(model), sublayer_norms(model, is_first=is_first))
 
     @property
     def count(self) -> int:
         """Vectors of h parameters."""
-        return (self.of_input + self.of_output) * len(self.vectors)
+        return len(self.kinds) * len(self.vectors)
 
     def weights(self, sublayer: str, width: int) -> list[Weight]:
         """Returns the parameters of the norms of a sublayer with this name."""
-        names = [f"{sublayer}_norm"] * self.of_input + [f"{sublayer}_output_norm"] * self.of_output
-        return [vector for name in names for vector in norm(name, self.vectors, width)]
+        return [vector for kind in self.kinds for vector in norm(f"{sublayer}_{kind}", self.vectors, width)]
 
 
 @dataclass(frozen=True)
