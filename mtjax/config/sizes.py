@@ -93,6 +93,11 @@ def sublayer_norms(model: Model, *, is_first: bool) -> tuple[str, ...]:
     return {"output": ("output_norm",), "sandwich": ("norm", "output_norm")}.get(model.norm_placement, ("norm",))
 
 
+def output_shape(model: Model) -> dict[str, float | None]:
+    """Returns the factor and the soft cap of a model's logits, by the names in `mtjax.sharding.vocab.OutputOptions`."""
+    return {"scale": model.output_scale, "softcap": model.output_softcap}
+
+
 def windowed_layers(model: Model) -> tuple[bool, ...]:
     """Returns of each layer whether its attention has the sliding window."""
     pattern = model.window_layers if model.attention_window else "F"

@@ -35,7 +35,7 @@ def decoder(model: Model) -> Anatomy:
     positions: tuple[Part, ...] = (Positions(tokens, hidden),) if model.position == "learned" else ()
     final = Norm("final_norm", norm_vectors(model), hidden)
     if model.head == "language":
-        head: Part = Output(rows, hidden, tokens, owns_table=not model.tie_embeddings)
+        head: Part = Output(rows, hidden, tokens, owns_table=not model.tie_embeddings, bias=model.output_bias)
     else:
         head = OneToken(hidden, num_outputs(model), has_pooler=False)
     if model.embedding_norm:
