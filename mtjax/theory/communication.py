@@ -159,7 +159,9 @@ def over_ranks_lines_of_experts(
     times, prefix, often = "1", "all_", "once a step"
     if zero == 3:
         times, prefix, often = f"parameter_gathers*{turns}", "", "forward and again backward"
-    matrices = line(PARAMETERS, "all-gather", times, f"{prefix}expert_matrices", f"experts' matrices, {often}", "compute")
+    matrices = line(
+        PARAMETERS, "all-gather", times, f"{prefix}expert_matrices", f"experts' matrices, {often}", "compute"
+    )
     if not has_biases:
         return [*lines, matrices]
     why = f"experts' biases, {often}"

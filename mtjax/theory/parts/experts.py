@@ -161,7 +161,6 @@ class Experts(Part):
         is_exchanged = stream.expert_dispatch == "all-to-all"
         return [*lines, *(all_to_all_dispatch(stream) if is_exchanged else all_gather_dispatch(stream))]
 
-
     def _router_gradient_sums(self, stream: ResidualStream) -> list[Expectation]:
         """Returns the all-reduces of the gradients of routers and of what else reads or adds to a rank's tokens."""
         sums = {
@@ -221,7 +220,9 @@ def shared_gate_collectives(stream: ResidualStream) -> list[Expectation]:
     matmul, so that the sum of both outputs is still reduced at once."""
     elements, why = "batch*sequence", "gates of the shared expert"
     if not stream.split:
-        return [over_model(LAYER_BACKWARD, "all-reduce", stream.times, elements, f"gradients of {why}", dtype="float32")]
+        return [
+            over_model(LAYER_BACKWARD, "all-reduce", stream.times, elements, f"gradients of {why}", dtype="float32")
+        ]
     again = f"({stream.side}layers + {stream.side}grouped_layers)*{stream.turns}"
     return [
         over_model(LAYER_FORWARD, "all-gather", stream.forward_times, elements, why, dtype="float32"),
