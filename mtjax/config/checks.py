@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from mtjax.config.attention import check_attention
 from mtjax.config.families import FAMILIES
 from mtjax.config.families.family import EXPERTS
 from mtjax.config.field_metadata import SAMPLES, setting_of
@@ -36,6 +37,7 @@ def validate(config: Config) -> None:
     check_heads(config.model)
     check_family(config.model)
     check_positions(config.model)
+    check_attention(config.model)
     check_experts(config)
     check_recompute(config.model, config.training)
     check_adapters(config.model)

@@ -113,6 +113,7 @@ class Scores:
     is_causal: bool
     groups: int = 0
     """Heads of keys and of values."""
+    is_capped: bool = False
 
     @property
     def pairs(self) -> int:
