@@ -84,7 +84,7 @@ def describe(folder: Path, vocab_multiple: int | None = None) -> Described:
         settings = family.model_settings(raw, frozenset(tensors.shapes), source)
     if vocab_multiple:
         settings["vocab_multiple"] = vocab_multiple
-    untied = settings.get("tie_embeddings") and tensors.other_copy(family.table)
+    untied = family.unties and settings.get("tie_embeddings") and tensors.other_copy(family.table)
     notes = (f"{folder} has {untied}, which the config.json ties but is another tensor: not tied",) if untied else ()
     if untied:
         settings["tie_embeddings"] = False

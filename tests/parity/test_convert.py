@@ -168,13 +168,16 @@ def test_logits_are_transformers_own_there_and_back(family, tmp_path):
     assert tokenizer.decode(tokenizer("the cat")["input_ids"]) == "the cat"
 
 
-def t5(*, is_tied: bool = True, **settings: Any) -> Any:
+def t5(kind: str = "T5", *, is_tied: bool = True, **settings: Any) -> Any:
     sizes = {"vocab_size": 300, "d_model": 48, "d_kv": 8, "d_ff": 80, "num_layers": 2, "num_heads": 6}
-    config = transformers.T5Config(**(sizes | settings), decoder_start_token_id=0, tie_word_embeddings=is_tied)
+    network_of = getattr(transformers, f"{kind}ForConditionalGeneration")
+    config = getattr(transformers, f"{kind}Config")(
+        **(sizes | settings), decoder_start_token_id=0, tie_word_embeddings=is_tied
+    )
     if is_tied:
-        return transformers.T5ForConditionalGeneration(config)
+        return network_of(config)
     config.tie_word_embeddings = False  # its constructor says True whatever it is given
-    network = transformers.T5ForConditionalGeneration(config)
+    network = network_of(config)
     # Version 1.1 has one input table and another for the output; this class ties all four or none.
     network.encoder.embed_tokens = network.decoder.embed_tokens = network.shared
     return network
@@ -184,6 +187,9 @@ TEXT_TO_TEXT = {
     "t5": t5,
     "t5 1.1": lambda: t5(is_tied=False, feed_forward_proj="gated-gelu", num_decoder_layers=3, d_kv=12),
     "t5, other distances": lambda: t5(relative_attention_num_buckets=8, relative_attention_max_distance=12),
+    "mt5": lambda: t5("MT5", is_tied=False),
+    "umt5": lambda: t5("UMT5", is_tied=False, num_decoder_layers=3, relative_attention_num_buckets=8),
+    "umt5, tied": lambda: t5("UMT5"),
 }
 
 
@@ -195,6 +201,7 @@ def test_text_to_text_models_are_transformers_own_there_and_back(family, tmp_pat
     assert main(["--from", f"hf:{tmp_path / 'hf'}", "--to", f"mtjax:{tmp_path / 'ours'}", *options]) == 0
     assert main(["--from", f"mtjax:{tmp_path / 'ours'}", "--to", f"hf:{tmp_path / 'back'}"]) == 0
     back, info = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "back", output_loading_info=True)
+    assert type(back) is type(network)
     assert not info["missing_keys"] and not info["mismatched_keys"]
     expected = network.state_dict()
     for name, tensor in back.state_dict().items():

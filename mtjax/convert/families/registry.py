@@ -12,24 +12,15 @@ from mtjax.convert.families.llama import LLAMA
 from mtjax.convert.families.mixtral import MIXTRAL
 from mtjax.convert.families.qwen3 import QWEN3, QWEN3_MOE
 from mtjax.convert.families.roberta import ROBERTA, XLM_ROBERTA
-from mtjax.convert.families.t5 import T5
+from mtjax.convert.families.t5 import MT5, T5, UMT5
 from mtjax.errors import UserError
 
 FAMILIES: Mapping[str, Family] = {
     family.model_type: family
     for family in (
-        GPT2,
-        LLAMA,
-        MIXTRAL,
-        QWEN3,
-        QWEN3_MOE,
-        DOTS1,
-        BERT,
-        MEGATRON_BERT,
-        ROBERTA,
-        XLM_ROBERTA,
-        DISTILBERT,
-        T5,
+        *(GPT2, LLAMA, MIXTRAL, QWEN3, QWEN3_MOE, DOTS1),
+        *(BERT, MEGATRON_BERT, ROBERTA, XLM_ROBERTA, DISTILBERT),
+        *(T5, MT5, UMT5),
     )
 }
 

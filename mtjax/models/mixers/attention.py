@@ -1,6 +1,7 @@
 """Multi-head self-attention, sharded by heads: no communication between its two projections (Figure 3b of the
 paper)."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import ClassVar
 
@@ -22,6 +23,7 @@ from mtjax.models.lora import Adapter, gather_sequence_shared, lora_input_dropou
 from mtjax.models.mixers.mixer import State
 from mtjax.models.norms import HeadNorm
 from mtjax.models.project import project
+from mtjax.models.relative import RelativeBias
 from mtjax.models.rotary import rotate
 from mtjax.sharding.axes import spec
 from mtjax.sharding.kv_heads import heads_in_use
@@ -56,6 +58,8 @@ class SelfAttention(nnx.Module):
         self.output = Linear(heads, embed, std=output_std, bias=bias, sequence="act_seq", low=self.low, key=output_key)
         self.query_norm = HeadNorm(head_dim(model), model.norm_epsilon) if model.qk_norm else None
         self.key_norm = HeadNorm(head_dim(model), model.norm_epsilon) if model.qk_norm else None
+        has_table = model.position == "relative" and model.relative_bias_layers == "all"
+        self.relative = RelativeBias(model, key=jax.random.fold_in(key, 2)) if has_table else None
         self.rate = model.attention_dropout
         self.attend = KERNELS[model.attention]
 
@@ -81,11 +85,17 @@ class SelfAttention(nnx.Module):
         query, key = rotate(query, context.rotation), rotate(key, context.rotation)
         # Training and evaluation have no state; generation has a KV cache.
         if state is None:
+            if self.relative is not None:
+                bias = self.relative(query.shape[1], is_causal=context.is_causal)
+                context = dataclasses.replace(context, bias=bias)
             mixed = self.attend(query, key, value, context, self.rate)
         else:
             assert isinstance(state, KVCache) and context.cache_positions is not None
             state = state.append(key, value, context.cache_positions)
-            mixed = attend_cached(query, state, context.cache_positions, context.bias, context.scale)
+            bias = context.bias
+            if self.relative is not None:
+                bias = self.relative.at(context.cache_positions.positions, state.length)
+            mixed = attend_cached(query, state, context.cache_positions, bias, context.scale)
         return self.output(mixed, lora_input_dropout(mixed, self.low, context, OUTPUT_SITE, "heads", "head_dim")), state
 
 

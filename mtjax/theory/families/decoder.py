@@ -59,6 +59,7 @@ def _stacks(model: Model) -> tuple[Stack, ...]:
 
 def self_attention(model: Model, tokens: int, *, is_causal: bool) -> Attention:
     """Returns the attention of a model's layers."""
+    has_table = model.position == "relative" and model.relative_bias_layers == "all"
     return Attention(
         hidden=model.hidden_size,
         tokens=tokens,
@@ -70,6 +71,7 @@ def self_attention(model: Model, tokens: int, *, is_causal: bool) -> Attention:
         is_causal=is_causal,
         rank=low.rank if (low := adapters_of(model, "attention")) else 0,
         norms_heads=model.qk_norm,
+        buckets=model.relative_buckets if has_table else 0,
     )
 
 

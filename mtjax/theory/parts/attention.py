@@ -79,6 +79,8 @@ class Attention(_Heads):
     """Of LoRA adapters; 0 without any."""
     norms_heads: bool = False
     """Whether queries and keys are normalised per head (QK norm)."""
+    buckets: int = 0
+    """Of the layer's own relative position bias; 0 without one."""
 
     @property
     def kv_size(self) -> int:
@@ -98,7 +100,9 @@ class Attention(_Heads):
         output = linear("attention.output", heads, embed, bias=bias, rank=rank)
         head_norms = ("query_norm", "key_norm") if self.norms_heads else ()
         norms = [weight(f"attention.{name}.scale", {"head_dim": self.head_dim}) for name in head_norms]
-        return [*norm("attention_norm", self.norm, self.hidden), *inputs, *output, *norms]
+        table = {"buckets": self.buckets, "heads": self.heads}
+        tables = [weight("attention.relative.table", table)] if self.buckets else []
+        return [*norm("attention_norm", self.norm, self.hidden), *inputs, *output, *norms, *tables]
 
     @property
     def scores(self) -> Scores:
@@ -125,6 +129,11 @@ class Attention(_Heads):
             STATISTICS: 4 * tokens * self.heads if has_statistics else 0.0,
             **adapter_saved_bytes(self.rank, 4, self.hidden + self.query_size / plan.tensor_degree, self.tokens, plan),
         }
+
+    def backward_peak_bytes(self, plan: Plan) -> float:
+        """Returns those of any attention, and the float32 biases of all pairs of tokens with their gradients."""
+        biases = 2 * 4 * self.scores.pairs / plan.mesh.model if self.buckets else 0.0
+        return super().backward_peak_bytes(plan) + biases
 
     def kv_elements(self, context: int) -> int:
         return 2 * self.kv_size * context
