@@ -14,7 +14,7 @@ DECODER = "decoder_"
 
 
 def t5(model: Model) -> Anatomy:
-    """Builds the anatomy of a T5: each stack has a final norm; relative positions have a table per stack or per layer."""
+    """Builds the anatomy of a T5: each stack has a final norm; relative positions have tables per stack or layer."""
     rows, hidden = padded_vocab_size(model), model.hidden_size
     read, written = model.sequence_length, decoder_length(model)
     cross = CrossAttention(
