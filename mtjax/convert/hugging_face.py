@@ -249,6 +249,7 @@ def narrowed(array: np.ndarray, dtype: str, name: str) -> np.ndarray:
 
 def tokenizer_config(tokenizer: Tokenizer) -> dict[str, str]:
     """Returns a tokenizer_config.json, with the special tokens, for a tokenizer that came without one."""
-    special = {kind: name for kind, name in SPECIAL_TOKENS.items() if tokenizer.special(name) is not None}
+    ids = {kind: tokenizer.special(name) for kind, name in SPECIAL_TOKENS.items()}
+    special = {kind: tokenizer.token(index) for kind, index in ids.items() if index is not None}
     begin, end = (tokenizer.token(index) for index in (begin_of_text(tokenizer), tokenizer.eod))
     return {"tokenizer_class": "PreTrainedTokenizerFast"} | (special or {"bos_token": begin, "eos_token": end})
