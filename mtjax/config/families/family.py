@@ -30,6 +30,14 @@ EXPERTS = frozenset(
 )
 """Settings of experts, for families that support them."""
 
+DECODER = frozenset(
+    {
+        *("embedding_scale", "embedding_norm", "parallel_residual", "residual_scale"),
+        *("output_scale", "output_softcap", "output_bias"),
+    }
+)
+"""Settings of decoders, in which the families differ that people train; `check_family` refuses them elsewhere."""
+
 
 def check_no_qk_norm(model: "Model") -> None:
     """Checks that qk_norm is off.

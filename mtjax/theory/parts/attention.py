@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from mtjax.theory.contract import LAYER_BACKWARD, LAYER_FORWARD, LAYER_RECOMPUTE, OTHER, Expectation, Kind
 from mtjax.theory.parts.part import (
     Elementwise,
+    Norms,
     Part,
     Product,
     ResidualStream,
@@ -13,7 +14,6 @@ from mtjax.theory.parts.part import (
     Weight,
     adapter_products,
     linear,
-    norm,
     over_model,
     weight,
 )
@@ -40,7 +40,7 @@ class _Heads(Part):
     heads: int
     """Query heads."""
     head_dim: int
-    norm: str
+    norm: Norms
     biases: tuple[bool, bool]
     """Of query, key and value; of the output projection."""
 
@@ -107,7 +107,7 @@ class Attention(_Heads):
         sinks = [weight("attention.sinks", {"heads": self.heads})] if self.has_sinks else []
         if self.buckets:
             output += [weight("attention.relative.table", {"buckets": self.buckets, "heads": self.heads})]
-        return [*norm("attention_norm", self.norm, self.hidden), *inputs, *output, *self._head_norms(), *sinks]
+        return [*self.norm.weights("attention", self.hidden), *inputs, *output, *self._head_norms(), *sinks]
 
     def _head_norms(self) -> list[Weight]:
         """Returns the vectors of QK norm: one for all heads, or one for each."""
@@ -207,7 +207,7 @@ class CrossAttention(_Heads):
         embed, heads = {"embed": self.hidden}, {"heads": self.heads, "head_dim": self.head_dim}
         bias, output_bias = self.biases
         return [
-            *norm("cross_norm", self.norm, self.hidden),
+            *self.norm.weights("cross", self.hidden),
             *linear("cross.query", embed, heads, bias=bias),
             *linear("cross.key_value", embed, {"kv": 2, **heads}, bias=bias),
             *linear("cross.output", heads, embed, bias=output_bias),
