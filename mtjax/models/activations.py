@@ -13,6 +13,15 @@ def _gated(activation: Callable[[Array], Array]) -> Callable[[Array], Array]:
     return lambda x: activation(x[:, :, 0]) * x[:, :, 1]
 
 
+def _swiglu_clamped(x: Array) -> Array:
+    """Computes gpt-oss's gated activation: the gate is clamped above, the other half on both sides, and 1 is added to
+    it."""
+    wide = x.astype(jnp.float32)
+    gate, up = jnp.minimum(wide[:, :, 0], _LIMIT), jnp.clip(wide[:, :, 1], -_LIMIT, _LIMIT)
+    return ((up + 1) * gate * jax.nn.sigmoid(_STEEPNESS * gate)).astype(x.dtype)
+
+
+_LIMIT, _STEEPNESS = 7.0, 1.702
 _SCALE, _CUBIC = math.sqrt(2 / math.pi), 0.044715
 
 
@@ -63,23 +72,13 @@ def _with_slope(value: Callable[[Array], Array], slope: Callable[[Array], Array]
 _gelu_with_slope = _with_slope(_gelu, _gelu_slope)
 _gelu_exact_with_slope = _with_slope(_gelu_exact, _gelu_exact_slope)
 
-CLAMP, SHARPNESS = 7.0, 1.702
-"""Of gpt-oss: bound of both projections, and factor of the gate inside the sigmoid."""
-
-
-def _clamped_swiglu(x: Array) -> Array:
-    """Computes gpt-oss's gated activation: [batch, seq, 2, mlp], the gate first -> [batch, seq, mlp]."""
-    gate, up = jnp.minimum(x[:, :, 0], CLAMP), jnp.clip(x[:, :, 1], -CLAMP, CLAMP)
-    return (up + 1) * gate * jax.nn.sigmoid(SHARPNESS * gate)
-
-
 ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {
     "gelu": _gelu_with_slope,
     "gelu_exact": _gelu_exact_with_slope,
     "relu": jax.nn.relu,
     "relu2": lambda x: jnp.square(jax.nn.relu(x)),
     "swiglu": _gated(jax.nn.silu),
-    "swiglu_clamped": _clamped_swiglu,
+    "swiglu_clamped": _swiglu_clamped,
     "geglu": _gated(_gelu_with_slope),
     "geglu_exact": _gated(_gelu_exact_with_slope),
 }
