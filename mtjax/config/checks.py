@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from mtjax.config.attention import check_attention
-from mtjax.config.families import FAMILIES
-from mtjax.config.families.family import DECODER, EXPERTS
+from mtjax.config.families import FAMILIES, check_decoder_settings
+from mtjax.config.families.family import EXPERTS
 from mtjax.config.field_metadata import SAMPLES, setting_of
 from mtjax.config.model import Model
 from mtjax.config.optimizer import Optimizer
@@ -162,10 +162,7 @@ def check_family(model: Model) -> None:
         if value not in choices:
             known = " or ".join(choices) + (" only" if len(choices) == 1 else "")
             raise UserError(f"{name} is {value!r}, and the family {model.family} supports {known}")
-    for name in sorted(DECODER - family.own):
-        if getattr(model, name) != getattr(Model(), name):
-            known = " and ".join(other for other, their in FAMILIES.items() if name in their.own)
-            raise UserError(f"{name} only works with the families {known}, and family is {model.family}: remove {name}")
+    check_decoder_settings(model)
     family.check(model)
 
 

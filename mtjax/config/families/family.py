@@ -51,6 +51,22 @@ def check_no_qk_norm(model: "Model") -> None:
         )
 
 
+def check_parallel_residual(model: "Model") -> None:
+    """Checks that parallel_residual is combined with input norms and dense MLPs only.
+
+    Raises:
+      UserError: it is combined with others.
+    """
+    if model.parallel_residual == "no":
+        return
+    for name, default in (("norm_placement", "pre"), ("num_experts", 0), ("lora_rank", 0)):
+        if (value := getattr(model, name)) != default:
+            raise UserError(
+                f"parallel_residual is {model.parallel_residual}, and only works with {name} {default}, not {value}: "
+                f"remove {name} or parallel_residual"
+            )
+
+
 def _nothing_more(model: "Model") -> None:
     """Checks nothing, for a family that allows all combinations of settings."""
 
