@@ -354,8 +354,8 @@ class Decoder:
         x, context = weights.model.embed_new(tokens, positions, cache_length(cache))
         updated = []
         with jax.named_scope("layers"):
-            for layer, states in zip(weights.layers, cache, strict=True):
-                x, states = layer(x, context, states)
+            for number, (layer, states) in enumerate(zip(weights.layers, cache, strict=True)):
+                x, states = layer(x, dataclasses.replace(context, layer=number), states)
                 updated.append(states)
         return weights.model.final_hidden(x), updated
 

@@ -25,6 +25,8 @@ class QueryBlock(NamedTuple):
     """Of the tokens in their samples."""
     segments: Int[Array, "batch seq"] | None = None
     """When given, tokens attend within their segment only."""
+    first: Int[Array, "batch seq"] | None = None
+    """When given, each token attends only to the tokens from this position on: the start of its sliding window."""
     mixed: Float[Array, "batch seq heads head_dim"] | None = None
     """Output of attention: the values weighted by probabilities."""
     log_sums: Float[Array, "batch seq heads"] | None = None
