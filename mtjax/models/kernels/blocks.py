@@ -12,6 +12,7 @@ from jax import Array, lax
 from jaxtyping import Float
 
 from mtjax.models.dropout import keep_threshold
+from mtjax.models.kernels.options import AttentionOptions
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.recompute import ATTENTION_OUTPUT, ATTENTION_STATISTICS
 from mtjax.models.threefry import threefry
@@ -34,18 +35,18 @@ def attend_across(
     key: Float[Array, "batch seq groups head_dim"],
     value: Float[Array, "batch seq groups head_dim"],
     context: LayerContext,
-    rate: float,
+    options: AttentionOptions,
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """Computes self-attention to the tokens of all context parallel ranks; `rate` is that of dropout."""
+    """Computes self-attention to the tokens of all context parallel ranks."""
     assert context.bias is None and context.positions is not None
-    scale = query.shape[-1] ** -0.5 if context.scale is None else context.scale
+    scale = query.shape[-1] ** -0.5 if options.scale is None else options.scale
     # The same keys and element indices as in `xla.softmax_attention`, so that masks are equal on every mesh.
     dropout = None
-    if rate and context.dropout_keys is not None:
+    if options.rate and context.dropout_keys is not None:
         key_data = jax.vmap(lambda key: jax.random.key_data(jax.random.fold_in(key, 0)))(context.dropout_keys)
         dropout = DropoutState(key_data, jnp.arange(query.shape[2]))
     length = query.shape[1] * num_shards("seq")
-    blocks: BlockKernel = XlaBlocks(scale, rate, length) if kernel == "xla" else CudnnBlocks(scale)
+    blocks: BlockKernel = XlaBlocks(scale, options.rate, length) if kernel == "xla" else CudnnBlocks(scale)
     names = (ATTENTION_OUTPUT, ATTENTION_STATISTICS)
     queries = QueryBlock(query, context.positions, context.segment_ids)
     return context_attention(blocks, context.context_method, context.is_causal, queries, key, value, dropout, names)

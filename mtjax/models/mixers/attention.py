@@ -14,6 +14,7 @@ from mtjax.config import Model
 from mtjax.config.sizes import head_dim, num_kv_heads
 from mtjax.models.kernels import cudnn, xla
 from mtjax.models.kernels.cached import attend_cached
+from mtjax.models.kernels.options import AttentionOptions
 from mtjax.models.kernels.xla import HEADS
 from mtjax.models.kv_cache import KVCache
 from mtjax.models.layer_context import LayerContext
@@ -27,8 +28,8 @@ from mtjax.sharding.axes import spec
 from mtjax.sharding.kv_heads import heads_in_use
 from mtjax.theory.adapters import adapters_of
 
-Kernel = Callable[[Array, Array, Array, LayerContext, float], Array]
-"""(query, key, value, context, dropout rate of probabilities) -> output."""
+Kernel = Callable[[Array, Array, Array, LayerContext, AttentionOptions], Array]
+"""(query, key, value, context, options) -> output."""
 
 KERNELS: Mapping[str, Kernel] = {"auto": xla.attend, "xla": xla.attend, "cudnn": cudnn.attend}
 """By the setting `attention`. Where devices are known, `mtjax.theory.attention` has replaced auto; xla runs on all."""
@@ -56,7 +57,7 @@ class SelfAttention(nnx.Module):
         self.output = Linear(heads, embed, std=output_std, bias=bias, sequence="act_seq", low=self.low, key=output_key)
         self.query_norm = HeadNorm(head_dim(model), model.norm_epsilon) if model.qk_norm else None
         self.key_norm = HeadNorm(head_dim(model), model.norm_epsilon) if model.qk_norm else None
-        self.rate = model.attention_dropout
+        self.options = attention_options(model)
         self.attend = KERNELS[model.attention]
 
     def __call__(
@@ -81,11 +82,11 @@ class SelfAttention(nnx.Module):
         query, key = rotate(query, context.rotation), rotate(key, context.rotation)
         # Training and evaluation have no state; generation has a KV cache.
         if state is None:
-            mixed = self.attend(query, key, value, context, self.rate)
+            mixed = self.attend(query, key, value, context, self.options)
         else:
             assert isinstance(state, KVCache) and context.cache_positions is not None
             state = state.append(key, value, context.cache_positions)
-            mixed = attend_cached(query, state, context.cache_positions, context.bias, context.scale)
+            mixed = attend_cached(query, state, context.cache_positions, self.options, context.bias)
         return self.output(mixed, lora_input_dropout(mixed, self.low, context, OUTPUT_SITE, "heads", "head_dim")), state
 
 
@@ -188,6 +189,13 @@ def _by_groups(query: Array, key_value: Array) -> Array:
     sharding = spec(*(None,) * (query.ndim - 2), "heads", None, None)
     grouped = query.reshape(*query.shape[:-2], groups, -1, width, out_sharding=sharding)
     return jnp.concatenate([grouped, used], axis=-2)
+
+
+def attention_options(model: Model) -> AttentionOptions:
+    """Returns the options of a model's attention."""
+    # T5 does not scale attention scores; its query weights are initialized smaller instead.
+    scale = 1.0 if model.position == "relative" else None
+    return AttentionOptions(rate=model.attention_dropout, scale=scale)
 
 
 def initial_query_scale(model: Model) -> float:

@@ -15,7 +15,7 @@ from mtjax.models.kernels.xla import softmax_attention
 from mtjax.models.kv_cache import CrossKVCache
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.linear import Linear
-from mtjax.models.mixers.attention import initial_query_scale
+from mtjax.models.mixers.attention import attention_options, initial_query_scale
 from mtjax.models.mixers.mixer import State
 from mtjax.models.project import reshard_sequence
 
@@ -37,7 +37,7 @@ class CrossAttention(nnx.Module):
         self.query = Linear(embed, heads, std=query_std, bias=model.bias, key=query_key)
         self.key_value = Linear(embed, {"kv": 2, **heads}, std=model.init_std, bias=model.bias, key=kv_key)
         self.output = Linear(heads, embed, std=output_std, bias=model.bias, sequence="act_seq", key=output_key)
-        self.rate = model.attention_dropout
+        self.options = attention_options(model)
 
     def __call__(
         self, x: Float[Array, "batch act_seq embed"], context: LayerContext, state: State
@@ -61,7 +61,7 @@ class CrossAttention(nnx.Module):
             # The encoder ran once, in prefill; only its keys and values are needed.
             keys, values, lengths = state.read_by(context.cache_positions)
             is_visible = (jnp.arange(state.length) < lengths[:, None])[:, None]
-            mixed = attend_grouped(query, keys, values, is_visible, None, context.scale)
+            mixed = attend_grouped(query, keys, values, is_visible, self.options)
         return self.output(mixed), state
 
     def keys_and_values(self, encoded: Float[Array, "batch act_seq embed"]) -> tuple[Array, Array]:
@@ -77,5 +77,4 @@ class CrossAttention(nnx.Module):
         mask = jnp.ones((1, 1, 1, key.shape[1]), bool)
         if context.encoded_mask is not None:
             mask = context.encoded_mask[:, None, None, :] > 0
-        keys, scale = context.dropout_keys, context.scale
-        return softmax_attention(query, key, value, mask, self.rate, keys, scale=scale, site=PROBABILITIES_SITE)
+        return softmax_attention(query, key, value, mask, self.options, context.dropout_keys, site=PROBABILITIES_SITE)

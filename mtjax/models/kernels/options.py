@@ -1,0 +1,20 @@
+"""What a layer's attention does with its scores, for every kernel."""
+
+from dataclasses import dataclass
+
+from jax import Array
+from jaxtyping import Float
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """Settings of a layer's attention; by default, that of GPT-2 without dropout."""
+
+    rate: float = 0.0
+    """Of the dropout on probabilities."""
+    scale: float | None = None
+    """Of the scores; head_dim^-0.5 when None."""
+    softcap: float | None = None
+    """When given, a score s is replaced by softcap * tanh(s / softcap), before bias and mask."""
+    sinks: Float[Array, " heads"] | None = None
+    """When given, a logit per head that is added to the softmax's denominator."""
