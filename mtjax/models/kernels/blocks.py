@@ -48,7 +48,8 @@ def attend_across(
     length = query.shape[1] * num_shards("seq")
     blocks: BlockKernel = XlaBlocks(scale, options.rate, length) if kernel == "xla" else CudnnBlocks(scale)
     names = (ATTENTION_OUTPUT, ATTENTION_STATISTICS)
-    queries = QueryBlock(query, context.positions, context.segment_ids)
+    first = None if options.window is None else context.positions - (options.window - 1)
+    queries = QueryBlock(query, context.positions, context.segment_ids, first)
     return context_attention(blocks, context.context_method, context.is_causal, queries, key, value, dropout, names)
 
 
@@ -121,6 +122,9 @@ class XlaBlocks:
         if queries.segments is not None and keys.segments is not None:
             same = queries.segments[:, :, None] == keys.segments[:, None, :]
             seen = same if seen is None else seen & same
+        if queries.first is not None:
+            near = keys.positions[:, None, :] >= queries.first[:, :, None]
+            seen = near if seen is None else seen & near
         if seen is not None:
             scores = jnp.where(seen[:, None, None], scores, NEVER)
         if dropout is None:

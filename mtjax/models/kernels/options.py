@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from jax import Array
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 
 @dataclass(frozen=True)
@@ -18,3 +18,5 @@ class AttentionOptions:
     """When given, a score s is replaced by softcap * tanh(s / softcap), before bias and mask."""
     sinks: Float[Array, " heads"] | None = None
     """When given, a logit per head that is added to the softmax's denominator."""
+    window: int | Int[Array, ""] | None = None
+    """When given, a token attends to itself and the window - 1 tokens before it."""
