@@ -79,8 +79,8 @@ def rotate(
     by: Rotation | Rotations | None,
     layer: Int[Array, ""] | int | None = None,
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """Rotates each pair (i, i + n/2) of the first n dimensions of a head in float32, all of them unless rope_fraction is
-    below 1; returns the type of x, or x itself without a rotation.
+    """Rotates each pair (i, i + n/2) of a head's first n dimensions, of all without rope_fraction, in float32; returns
+    the type of x, or x itself without a rotation.
 
     The pairing is that of GPT-NeoX and transformers; Meta's checkpoints pair neighbors, with permuted weights. `layer`
     is the layer's number, where layers differ.

@@ -24,6 +24,9 @@ def attend_cached(
     is_visible = at <= positions
     if options.window is not None:
         is_visible &= positions - at < options.window
+    if options.alibi is not None:
+        distances = options.alibi.of_distances(cache_positions.positions, at)
+        bias = distances if bias is None else bias + distances
     return attend_grouped(query, keys, values, is_visible, options, bias)
 
 

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from jax import Array
 from jaxtyping import Float, Int
 
+from mtjax.models.alibi import Alibi
+
 
 @dataclass(frozen=True)
 class AttentionOptions:
@@ -20,3 +22,5 @@ class AttentionOptions:
     """When given, a logit per head that is added to the softmax's denominator."""
     window: int | Int[Array, ""] | None = None
     """When given, a token attends to itself and the window - 1 tokens before it."""
+    alibi: Alibi | None = None
+    """When given, its biases are added to the scores."""

@@ -8,12 +8,13 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Bool, Float, Int, Key
 
+from mtjax.models.alibi import Alibi
 from mtjax.models.dropout import dropout
 from mtjax.models.kernels.blocks import attend_across
 from mtjax.models.kernels.options import AttentionOptions
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.recompute import ATTENTION_CORE, ATTENTION_OUTPUT
-from mtjax.models.unhoisted import plus, where
+from mtjax.models.unhoisted import plus, plus_difference, where
 from mtjax.sharding.axes import spec
 from mtjax.sharding.context.block_attention import NEVER
 from mtjax.sharding.no_hoist import no_hoist
@@ -35,6 +36,13 @@ def attend(
         return attend_across("xla", query, key, value, context, options)
     mask = attention_mask(query.shape[1], context, options.window)
     return softmax_attention(query, key, value, mask, options, context.dropout_keys, bias=context.bias)
+
+
+def _tilted(scores: Float[Array, "batch heads seq key_seq"], alibi: Alibi) -> Float[Array, "batch heads seq key_seq"]:
+    """Adds ALiBi's biases."""
+    # XLA: computed with the scores in one fusion; all pairs of positions would be hoisted out of the scan over layers.
+    of_keys = alibi.at(jnp.arange(scores.shape[-1]), alibi.by_head()[:, None])
+    return plus_difference(scores, of_keys[None, :, None, :], of_keys[None, :, :, None])
 
 
 def softmax_attention(
@@ -70,6 +78,8 @@ def softmax_attention(
     # would add a transpose of an array of seq x key_seq.
     scores = _scores(query.transpose(0, 2, 3, 1, 4), key)
     scores = scores.reshape(shape[0], shape[2], *scores.shape[3:], out_sharding=spec(*SCORES))
+    if options.alibi is not None:
+        scores = _tilted(scores, options.alibi)
     probabilities = _softmax(where(mask, scores if bias is None else plus(scores, bias), HIDDEN_SCORE))
     probabilities = dropout(
         probabilities.astype(query.dtype), options.rate, dropout_keys, site, SCORES, saved_as=ATTENTION_CORE

@@ -13,6 +13,7 @@ from jaxtyping import Float
 
 from mtjax.config import Model
 from mtjax.config.sizes import attention_windows, head_dim, num_kv_heads
+from mtjax.models.alibi import Alibi
 from mtjax.models.kernels import cudnn, xla
 from mtjax.models.kernels.cached import attend_cached
 from mtjax.models.kernels.options import AttentionOptions
@@ -205,7 +206,7 @@ def attention_options(model: Model) -> AttentionOptions:
     """Returns the options of a model's attention."""
     # T5 does not scale attention scores; its query weights are initialized smaller instead.
     scale = 1.0 if model.position == "relative" else None
-    return AttentionOptions(rate=model.attention_dropout, scale=scale)
+    return AttentionOptions(rate=model.attention_dropout, scale=scale, alibi=Alibi.of(model))
 
 
 def initial_query_scale(model: Model) -> float:

@@ -36,7 +36,7 @@ def context_attention(
       kernel: for a block of queries and a block of keys.
       method: how keys and values are sent to the queries.
       is_causal: whether tokens attend only to themselves and those before them.
-      queries: this rank's; positions and the starts of windows are [seq], equal in all samples.
+      queries: this rank's; positions and the starts of windows are [seq], equal in all samples, and slopes [heads].
       key: this rank's; heads / groups consecutive query heads share a key and a value head.
       value: this rank's, likewise.
       dropout: of dropout on probabilities, with the indices of all heads; None turns it off.
@@ -48,7 +48,7 @@ def context_attention(
         dropout = dropout._replace(heads=reshard(dropout.heads, spec("heads")))
     heads, statistics = spec("batch", "seq", "heads", "head_dim"), spec("batch", "seq", "heads")
     parallel = _ContextParallel(kernel, method, is_causal, axis, heads, statistics, spec("heads"), names)
-    metadata = _Metadata(queries.positions, queries.segments, queries.first, dropout)
+    metadata = _Metadata(queries.positions, queries.segments, queries.first, queries.slopes, dropout)
     return _attend(parallel, queries.query, key, value, metadata)
 
 
@@ -58,6 +58,7 @@ class _Metadata(NamedTuple):
     positions: Array
     segments: Array | None
     first: Array | None
+    slopes: Array | None
     dropout: DropoutState | None
 
 
@@ -84,6 +85,8 @@ class _ContextParallel(NamedTuple):
         def mapped(query: Array, key: Array, value: Array, metadata: _Metadata, *more: Array) -> Any:
             """Derives the specs of the arguments from their ranks, and calls the map."""
             metadata_specs = jax.tree.map(lambda a: PartitionSpec(), metadata)
+            if metadata_specs.slopes is not None:
+                metadata_specs = metadata_specs._replace(slopes=self.numbers)
             if metadata_specs.dropout is not None:
                 metadata_specs = metadata_specs._replace(dropout=metadata_specs.dropout._replace(heads=self.numbers))
             specs = (*map(spec_of, (query, key, value)), metadata_specs, *map(spec_of, more))
@@ -97,14 +100,20 @@ class _ContextParallel(NamedTuple):
         self, query: Array, key: Array, value: Array, metadata: _Metadata
     ) -> tuple[RingAttention, QueryBlock, KVBlock]:
         """Builds a rank's ring attention, queries and keys, inside the map."""
-        positions, segments, first, dropout = metadata
+        positions, segments, first, slopes, dropout = metadata
         # The index of its first chunk; `lax.axis_index` would be hoisted out of the scan over layers.
         rank = positions[0] // (len(positions) // 2)
         batch_positions = jnp.broadcast_to(positions, query.shape[:2])
         if first is not None:
             first = jnp.broadcast_to(first, query.shape[:2])
+        if slopes is not None:
+            slopes = jnp.broadcast_to(slopes, query.shape[:3])
         ring = RingAttention(self.kernel, self.method, self.is_causal, self.axis, rank, dropout)
-        return ring, QueryBlock(query, batch_positions, segments, first), KVBlock(key, value, batch_positions, segments)
+        return (
+            ring,
+            QueryBlock(query, batch_positions, segments, first, slopes),
+            KVBlock(key, value, batch_positions, segments),
+        )
 
 
 def _forward(
