@@ -100,7 +100,7 @@ def model_of(text: str, option: str, hints: Hints = NO_HINTS) -> Model:
     """
     kind, folder = parse_named(text, option)
     if kind == "hf":
-        return hugging_face.describe(folder, hints.vocab_multiple)[-1].model
+        return hugging_face.describe(folder, hints.vocab_multiple).config.model
     if kind == "megatron":
         return megatron.describe(folder, hints.vocab_size, hints.vocab_multiple, hints.config)[-1].model
     return without_adapters(find_weights(folder).config).model
