@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from mtjax.config.attention import check_attention
 from mtjax.config.families import FAMILIES
 from mtjax.config.families.family import EXPERTS
 from mtjax.config.field_metadata import SAMPLES, setting_of
@@ -36,6 +37,7 @@ def validate(config: Config) -> None:
     check_heads(config.model)
     check_family(config.model)
     check_positions(config.model)
+    check_attention(config.model)
     check_experts(config)
     check_recompute(config.model, config.training)
     check_adapters(config.model)
@@ -235,6 +237,16 @@ def check_experts(config: Config) -> None:
             "with experts: remove one of the two"
         )
     check_expert_groups(model)
+    if model.shared_expert_gate and not model.shared_expert_size:
+        raise UserError(
+            "shared_expert_gate is True, and shared_expert_size is 0: set shared_expert_size, or remove "
+            "shared_expert_gate"
+        )
+    if model.expert_bias and model.capacity_factor is not None:
+        raise UserError(
+            f"expert_bias is True, and capacity_factor {model.capacity_factor:g} drops tokens only where experts are, "
+            "after their biases are added: remove one of the two"
+        )
     if model.lora_rank:
         raise UserError(f"lora_rank is {model.lora_rank}, and experts have no adapters: remove lora_rank")
     if not model.router_bias and model.router_bias_update_rate != default.router_bias_update_rate:

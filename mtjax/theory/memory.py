@@ -195,7 +195,7 @@ def _copied_once(counts: Counts, trainable: Counts, plan: Plan) -> float:
     the layers' matrices in the compute dtype; of unrolled layers all matrices in the compute dtype."""
     gathered = trainable if plan.gathers_per_step else Counts()
     matrices = gathered.layer_matrices + gathered.expert_matrices
-    others = gathered.layer_vectors + gathered.outside_matrices + gathered.outside_vectors
+    others = gathered.layer_vectors + gathered.expert_vectors + gathered.outside_matrices + gathered.outside_vectors
     cast = counts.in_layers - gathered.layer_vectors if plan.unrolled else matrices
     return plan.element_bytes * cast + plan.precision.weights * others
 

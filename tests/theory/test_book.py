@@ -20,6 +20,10 @@ MODELS = {
     "llama": {"family": "llama", "num_kv_heads": 4, "qk_norm": True},
     "llama, experts": {"family": "llama", "num_experts": 4, "expert_size": 24, "shared_expert_size": 16},
     "gpt, experts, biases of routers": {"num_experts": 4, "router_score": "sigmoid", "router_bias": True},
+    "gpt, experts with biases and a gate": {
+        **{"num_experts": 4, "expert_bias": True, "router_linear_bias": True, "activation": "swiglu_clamped"},
+        **{"shared_expert_size": 16, "shared_expert_gate": True},
+    },
     "llama, experts but in the first layer": {"family": "llama", "num_experts": 4, "first_dense_layers": 1},
     "llama, experts in every third layer": {"family": "llama", "num_experts": 4, "moe_every": 3, "num_layers": 6},
     "bert": {"family": "bert"},

@@ -3,11 +3,13 @@
 from mtjax.config import Model
 from mtjax.config.sizes import (
     GATED,
+    attention_biases,
     dense_layers,
     expert_capacity,
     expert_size,
     head_dim,
     main_layers,
+    mlp_bias,
     mlp_size,
     num_kv_heads,
     num_outputs,
@@ -66,10 +68,13 @@ def self_attention(model: Model, tokens: int, *, is_causal: bool) -> Attention:
         kv_heads=num_kv_heads(model),
         head_dim=head_dim(model),
         norm=model.norm,
-        bias=model.bias,
+        biases=attention_biases(model),
         is_causal=is_causal,
         rank=low.rank if (low := adapters_of(model, "attention")) else 0,
-        norms_heads=model.qk_norm,
+        qk_norm=("scale", "bias")[: 1 + model.qk_norm_bias] if model.qk_norm else (),
+        qk_norm_scope=model.qk_norm_scope,
+        has_sinks=model.attention_sinks,
+        is_capped=model.attention_softcap is not None,
     )
 
 
@@ -86,7 +91,10 @@ def feed_forward(model: Model, tokens: int) -> Part:
         is_gated=model.activation in GATED,
         norm=model.norm,
         router_bias=model.router_bias,
+        router_linear_bias=model.router_linear_bias,
+        bias=model.expert_bias,
         shared=model.shared_expert_size,
+        shared_gate=model.shared_expert_gate,
         capacity=expert_capacity(model, tokens),
         balances=model.router_aux_loss > 0,
     )
@@ -100,6 +108,6 @@ def mlp(model: Model, tokens: int) -> MLP:
         inner=mlp_size(model),
         is_gated=model.activation in GATED,
         norm=model.norm,
-        bias=model.bias,
+        bias=mlp_bias(model),
         rank=low.rank if (low := adapters_of(model, "mlp")) else 0,
     )

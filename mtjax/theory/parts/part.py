@@ -70,6 +70,8 @@ class Product:
     """Whether its backward pass recomputes it."""
     is_repeated: bool = False
     """Whether it is replicated: every tensor parallel rank computes it, for all its tokens."""
+    is_output: bool = False
+    """Whether its result is only added to the residual stream, though it is not the last of the matmuls."""
 
     @property
     def flops(self) -> float:
@@ -78,9 +80,9 @@ class Product:
 
 
 def unrepeated(products: Sequence[Product]) -> list[Product]:
-    """Returns the matmuls that the recompute of a layer omits: the last one and experts', whose results its backward
-    pass does not read."""
-    return [product for product in products if product.experts or product is products[-1]]
+    """Returns the matmuls that the recompute of a layer omits: the last one, experts', and those of their biases, whose
+    results its backward pass does not read."""
+    return [product for product in products if product.experts or product.is_output or product is products[-1]]
 
 
 def adapter_products(
@@ -111,6 +113,7 @@ class Scores:
     is_causal: bool
     groups: int = 0
     """Heads of keys and of values."""
+    is_capped: bool = False
 
     @property
     def pairs(self) -> int:
