@@ -7,7 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-from mtjax.config import replace
+from mtjax.config import Config, replace
+from mtjax.config.model_identity import effective_settings
 from mtjax.convert.families.registry import FAMILIES
 from mtjax.convert.hugging_face import HuggingFaceSink, HuggingFaceSource
 from mtjax.convert.saved_model import SavedModel
@@ -108,8 +109,11 @@ def test_missing_keys_have_transformers_defaults_and_all_keys_are_known(model_ty
     needed = {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2} if "dots" in model_type else {}
     needed |= {"head_dim": 128} if model_type in ("ministral", "hunyuan_v1_dense") else {}
     full = transformers.AutoConfig.for_model(model_type, **needed).to_dict()
-    known = family.model_settings(full, frozenset(), "full")
-    assert family.model_settings({"model_type": model_type, **needed}, frozenset(), "empty") == known
+    known, found = (
+        effective_settings(replace(Config(), **family.model_settings(config, frozenset(), "")).model)
+        for config in (full, {"model_type": model_type, **needed})
+    )
+    assert found == known
     assert set(full) - family.keys <= HARMLESS
 
 

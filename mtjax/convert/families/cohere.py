@@ -3,7 +3,7 @@
 from mtjax.convert.families.decoder import ROPE, ROTARY, SIZES, SWIGLU, decoder, layer_norm, sizes
 from mtjax.convert.families.decoder_rows import Names
 from mtjax.convert.families.family import Json
-from mtjax.convert.families.parts import Part, Settings, always, biases, every, fields, shortest, sliding, windows
+from mtjax.convert.families.parts import Part, Settings, always, biases, every, fields, shortest, sliding, unused, windows
 
 PARTS = (
     SIZES,
@@ -52,6 +52,7 @@ COHERE2 = decoder(
     *PARTS,
     windows(every(PATTERN), PATTERN),
     Part((), _read_rotated, lambda model: {}),
+    unused("head_dim"),  # always hidden_size / num_attention_heads
     names=Names(interleaved=True),
     classifies=False,
 )

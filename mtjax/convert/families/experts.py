@@ -14,7 +14,7 @@ from mtjax.convert.families.decoder_rows import (
     outside_rows,
 )
 from mtjax.convert.families.family import Json
-from mtjax.convert.families.parts import Part, Settings, always, biases, fields, window, windows
+from mtjax.convert.families.parts import Part, Settings, always, biases, fields, unused, window, windows
 from mtjax.convert.families.rows import experts, linear, norm, row, stacked
 from mtjax.convert.table import Row
 from mtjax.errors import UserError
@@ -118,6 +118,8 @@ QWEN_EXPERTS = (
     fields(experts_top_k="num_experts_per_tok", expert_size="moe_intermediate_size", router_normalize="norm_topk_prob"),
 )
 NO_WINDOW = {"use_sliding_window": (False,)}
+"""With a window, versions of transformers differ in the layers that have it."""
+UNUSED = unused("sliding_window", "max_window_layers", "layer_types")
 STEPS = {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": False}
 
 
@@ -142,6 +144,7 @@ QWEN3_MOE = decoder(
     # transformers 5 renamed num_experts.
     _counted("num_local_experts", "num_experts", default=128),
     *QWEN_EXPERTS,
+    UNUSED,
     rows=QWEN_ROWS,
     only=NO_WINDOW,
 )
@@ -158,6 +161,7 @@ QWEN2_MOE = decoder(
     always(shared_expert_gate=True),
     fields(num_experts="num_experts", shared_expert_size="shared_expert_intermediate_size"),
     *QWEN_EXPERTS,
+    UNUSED,
     rows=QWEN_ROWS,
     only=NO_WINDOW,
 )

@@ -59,7 +59,7 @@ GEMMA3_TEXT = decoder(
     *GEMMA2_PARTS,
     rope_by_layer("rope_local_base_freq", 10_000.0),
     always(qk_norm=True),
-    windows(every(PATTERN), PATTERN),
+    windows(every(PATTERN), PATTERN, f"_{PATTERN}"),
     names=SANDWICH,
     only={"attn_logit_softcapping": (None,)},
     classifies=False,

@@ -73,7 +73,7 @@ GPTJ = decoder(
         hidden_dropout="resid_pdrop",
         attention_dropout="attn_pdrop",
     ),
-    activation("activation_function", gate=False),
+    activation("activation_function", gate=False, usual="gelu_new"),
     ROTARY,
     Part(("rotary_dim",), _read_rotary_dim, lambda model: {"rotary_dim": round(model.rope_fraction * head_dim(model))}),
     biases(with_mlp=True),

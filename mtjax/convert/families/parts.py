@@ -31,7 +31,12 @@ def always(**settings: Any) -> Part:
 
 def given(**keys: Any) -> Part:
     """Returns a part of keys that have these values in all supported models, for other readers of the config."""
-    return Part((), lambda values: {}, lambda model: keys)
+    return Part(tuple(keys), lambda values: {}, lambda model: keys)
+
+
+def unused(*keys: str) -> Part:
+    """Returns a part of keys that have no effect in supported models, and that an export does not write."""
+    return Part(keys, lambda values: {}, lambda model: {})
 
 
 _EFFECTIVE: Mapping[str, Callable[[Model], Any]] = {
@@ -104,12 +109,14 @@ GATES: Mapping[str, str] = {
 """The same in an MLP with a gate."""
 
 
-def activation(key: str = "hidden_act", *, gate: bool = True) -> Part:
-    """Returns the part of the MLP's activation.
+def activation(key: str = "hidden_act", *, gate: bool = True, usual: str = "gelu_pytorch_tanh") -> Part:
+    """Returns the part of the MLP's activation, written by its `usual` name if it has several.
 
     The part raises a `UserError` when reading an activation that mtjax does not have.
     """
     names = GATES if gate else ACTIVATIONS
+    # Of several names of an activation: they differ in rounding.
+    ordered = sorted(names, key=lambda name: name != usual)
 
     def read(values: Json) -> Settings:
         if values[key] not in names:
@@ -117,7 +124,7 @@ def activation(key: str = "hidden_act", *, gate: bool = True) -> Part:
         return {"activation": names[values[key]]}
 
     def write(model: Model) -> Json:
-        return {key: next((theirs for theirs, ours in names.items() if ours == model.activation), next(iter(names)))}
+        return {key: next((name for name in ordered if names[name] == model.activation), ordered[0])}
 
     return Part((key,), read, write)
 

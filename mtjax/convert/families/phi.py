@@ -57,7 +57,7 @@ PHI = decoder(
     | {"resid_pdrop": 0.0},
     SIZES,
     layer_norm(),
-    activation(gate=False),
+    activation(gate=False, usual="gelu_new"),
     ROTARY,
     FRACTION,
     biases(always="all", with_mlp=True),
