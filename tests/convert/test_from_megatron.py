@@ -314,6 +314,7 @@ SETTINGS = {
         "clip_grad_norm": 0.5,
         "epsilon": 1e-5,
     },
+    "--position-embedding-type rope --rotary-percent 0.5": {"rope_fraction": 0.5},
     "--reset-position-ids --eod-mask-loss": {"reset_position_ids": True, "eod_mask_loss": True},
 }
 
@@ -328,7 +329,6 @@ TOLD = {
     "--qk-l2-norm": (NONE, "--qk-l2-norm"),
     "--window-size 128,0": (NONE, "--window-size"),
     "--optimizer sgd": (NONE, "--optimizer"),
-    "--rotary-percent 0.5": (NONE, "--rotary-percent"),
     "--rotary-percent 1.0": (DEFAULT, "--rotary-percent"),
     "--optimizer adam": (DEFAULT, "--optimizer"),
     "--add-qkv-bias": (DEFAULT, "--add-qkv-bias"),

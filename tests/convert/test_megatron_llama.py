@@ -215,7 +215,7 @@ def test_what_an_implementation_does_not_have_is_said(reference, tmp_path, capsy
 @pytest.mark.parametrize(
     ("argument", "value"),
     [
-        ("rotary_percent", 0.5),
+        ("no_rope_freq", 4),
         ("rotary_interleaved", True),
         ("qk_l2_norm", True),
         ("window_size", (128, 0)),
