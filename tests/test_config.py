@@ -316,6 +316,16 @@ def test_a_file_may_name_its_family_last(tmp_path: Path) -> None:
             "rope_beta_slow 32.0 must be below rope_beta_fast 32.0",
         ),
         ({"position": "rope", "rope_original_length": 0}, "rope_original_length is 0"),
+        ({"qk_norm_scope": "width"}, "qk_norm_scope is width, and qk_norm is off"),
+        ({"qk_norm": True, "qk_norm_bias": True}, "qk_norm_bias needs qk_norm_kind layernorm, and it is rmsnorm"),
+        (
+            {"qk_norm": True, "qk_norm_scope": "width", "qk_norm_kind": "layernorm"},
+            "qk_norm_scope width needs qk_norm_kind rmsnorm, and it is layernorm",
+        ),
+        ({"qk_norm": True, "qk_norm_after_rope": True}, "needs position rope, and position is learned"),
+        ({"qk_norm": True, "norm_weight": "none"}, "qk_norm needs weights, and norm_weight is none"),
+        ({"family": "bert", "attention_sinks": True}, "attention_sinks only works with the families gpt and llama"),
+        ({"family": "t5", "qk_norm": True}, "qk_norm only works with the families gpt and llama"),
     ],
 )
 def test_model_settings_that_do_not_fit(fields: dict[str, Any], message: str) -> None:

@@ -4,8 +4,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from mtjax.errors import UserError
-
 if TYPE_CHECKING:
     from mtjax.config.model import Model
 
@@ -34,21 +32,11 @@ DECODER = frozenset(
     {
         *("embedding_scale", "embedding_norm", "parallel_residual", "residual_scale"),
         *("output_scale", "output_softcap", "output_bias"),
+        *("qk_norm", "qk_norm_scope", "qk_norm_kind", "qk_norm_bias", "qk_norm_after_rope", "qkv_clip"),
+        *("attention_scale", "attention_scale_beta", "attention_softcap", "attention_sinks"),
     }
 )
 """Settings of decoders, in which the families differ that people train; `check_family` refuses them elsewhere."""
-
-
-def check_no_qk_norm(model: "Model") -> None:
-    """Checks that qk_norm is off.
-
-    Raises:
-      UserError: it is on.
-    """
-    if model.qk_norm:
-        raise UserError(
-            f"qk_norm only works with the families gpt and llama, and family is {model.family}: remove qk_norm"
-        )
 
 
 def _nothing_more(model: "Model") -> None:

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from mtjax.config.families.family import Family, check_no_qk_norm
+from mtjax.config.families.family import Family
 from mtjax.errors import UserError
 
 if TYPE_CHECKING:
@@ -13,9 +13,8 @@ def check(model: "Model") -> None:
     """Checks for settings that T5 does not support.
 
     Raises:
-      UserError: num_kv_heads or qk_norm is set.
+      UserError: num_kv_heads is set.
     """
-    check_no_qk_norm(model)
     if model.num_kv_heads not in (None, model.num_heads):
         raise UserError(
             f"num_kv_heads is {model.num_kv_heads}, and the family t5 needs as many as num_heads ({model.num_heads})"
