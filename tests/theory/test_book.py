@@ -52,6 +52,7 @@ MODELS = {
     "t5": {"family": "t5", "decoder_sequence_length": 8, "num_decoder_layers": 3},
     "t5, Megatron's": {"family": "t5", "position": "learned", "norm": "layernorm", "bias": True},
     "t5 1.1": {"family": "t5", "activation": "geglu", "tie_embeddings": False, "head_dim": 8},
+    "umt5": {"family": "t5", "relative_bias_layers": "all", "num_decoder_layers": 3},
 }
 
 

@@ -14,5 +14,5 @@ BERT = Family(
         "attention_dropout": 0.1,
     },
     choices={"position": ("learned",), "norm_placement": ("pre", "post")},
-    own=frozenset({"num_token_types", "sentence_order"}),
+    own=frozenset({"num_token_types", "sentence_order", "pooler_activation"}),
 )
