@@ -330,9 +330,11 @@ def width_norm_collectives(stream: ResidualStream, *, learns: bool) -> list[Expe
     recomputed = f"{stream.side}recomputed_layers*{stream.turns}"
     back = stream.times if learns else stream.input_gradients
     why = "of queries and of keys, for their norms over all heads"
+    # In programs for CPUs they are not told from adapters' sums, which may be in either phase.
+    again, either = (LAYER_BACKWARD, {"also": LAYER_RECOMPUTE}) if stream.is_frozen else (LAYER_RECOMPUTE, {})
     return [
         over_model(LAYER_FORWARD, "all-reduce", stream.forward_times, sums, f"squares {why}", **settings),
-        over_model(LAYER_RECOMPUTE, "all-reduce", recomputed, sums, f"squares {why}, again", **settings),
+        over_model(again, "all-reduce", recomputed, sums, f"squares {why}, again", **settings, **either),
         over_model(LAYER_BACKWARD, "all-reduce", back, sums, f"gradients {why}", **settings),
     ]
 
