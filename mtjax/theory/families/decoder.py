@@ -70,6 +70,7 @@ def _stacks(model: Model) -> tuple[Stack, ...]:
 
 def self_attention(model: Model, tokens: int, *, is_causal: bool) -> Attention:
     """Returns the attention of a model's layers."""
+    has_table = model.position == "relative" and model.relative_bias_layers == "all"
     return Attention(
         hidden=model.hidden_size,
         tokens=tokens,
@@ -84,6 +85,7 @@ def self_attention(model: Model, tokens: int, *, is_causal: bool) -> Attention:
         qk_norm_scope=model.qk_norm_scope,
         has_sinks=model.attention_sinks,
         is_capped=model.attention_softcap is not None,
+        buckets=model.relative_buckets if has_table else 0,
     )
 
 
