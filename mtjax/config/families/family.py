@@ -51,7 +51,7 @@ def check_parallel_residual(model: "Model") -> None:
     """
     if model.parallel_residual == "no":
         return
-    for name, default in (("norm_placement", "pre"), ("num_experts", 0), ("lora_rank", 0)):
+    for name, default in (("norm_placement", "pre"), ("num_experts", 0)):
         if (value := getattr(model, name)) != default:
             raise UserError(
                 f"parallel_residual is {model.parallel_residual}, and only works with {name} {default}, not {value}: "
