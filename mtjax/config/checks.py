@@ -6,10 +6,11 @@ from typing import Any
 
 from mtjax.config.attention import check_attention
 from mtjax.config.experts import check_experts
-from mtjax.config.families import FAMILIES
+from mtjax.config.families import FAMILIES, check_decoder_settings
 from mtjax.config.field_metadata import SAMPLES, setting_of
 from mtjax.config.model import Model
 from mtjax.config.optimizer import Optimizer
+from mtjax.config.positions import check_positions
 from mtjax.config.run import Config
 from mtjax.config.sizes import (
     decoder_layers,
@@ -154,7 +155,7 @@ def check_family(model: Model) -> None:
     """Checks that the family supports the chosen values.
 
     Raises:
-      UserError: the family does not support a value; names those that it supports.
+      UserError: the family does not support a value, or a setting; names the values or families that it works with.
     """
     family = FAMILIES[model.family]
     for name, choices in family.choices.items():
@@ -162,30 +163,8 @@ def check_family(model: Model) -> None:
         if value not in choices:
             known = " or ".join(choices) + (" only" if len(choices) == 1 else "")
             raise UserError(f"{name} is {value!r}, and the family {model.family} supports {known}")
+    check_decoder_settings(model)
     family.check(model)
-
-
-def check_positions(model: Model) -> None:
-    """Checks that the settings of rotary and relative positions are consistent.
-
-    Raises:
-      UserError: they are inconsistent.
-    """
-    if model.relative_max_distance <= model.relative_buckets:
-        distance, buckets = model.relative_max_distance, model.relative_buckets
-        raise UserError(f"relative_max_distance {distance} must be above relative_buckets {buckets}")
-    if model.position != "rope":
-        return
-    if head_dim(model) % 2:
-        raise UserError(
-            f"position rope rotates pairs of dimensions, and head_dim is {head_dim(model)}: use an even head_dim"
-        )
-    low, high = model.rope_low_frequency_factor, model.rope_high_frequency_factor
-    if model.rope_scaling == "llama3" and low >= high:
-        raise UserError(f"rope_low_frequency_factor {low} must be below rope_high_frequency_factor {high}")
-    slow, fast = model.rope_beta_slow, model.rope_beta_fast
-    if model.rope_scaling == "yarn" and slow >= fast:
-        raise UserError(f"rope_beta_slow {slow} must be below rope_beta_fast {fast}")
 
 
 def check_deterministic(config: Config) -> None:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 
+from mtjax.config.field_metadata import TOKENS
 from mtjax.config.model import Model
 from mtjax.config.training import Training
 from mtjax.errors import UserError
@@ -80,16 +81,54 @@ def mlp_bias(model: Model) -> bool:
     return model.bias if model.mlp_bias is None else model.mlp_bias
 
 
+def norm_vectors(model: Model) -> tuple[str, ...]:
+    """Returns the names of a norm's parameters, each of hidden_size numbers."""
+    has_bias = model.norm == "layernorm" and model.norm_bias
+    return () if model.norm_weight == "none" else ("scale", "bias") if has_bias else ("scale",)
+
+
+def sublayer_norms(model: Model, *, is_first: bool) -> tuple[str, ...]:
+    """Returns the kinds of norms of a layer's first sublayer, or of another: norm, output_norm or both."""
+    if model.parallel_residual == "one_norm" and not is_first:
+        return ()
+    return {"output": ("output_norm",), "sandwich": ("norm", "output_norm")}.get(model.norm_placement, ("norm",))
+
+
+def output_shape(model: Model) -> dict[str, float | None]:
+    """Returns the factor and the soft cap of a model's logits, by the names in `mtjax.sharding.vocab.OutputOptions`."""
+    return {"scale": model.output_scale, "softcap": model.output_softcap}
+
+
 def windowed_layers(model: Model) -> tuple[bool, ...]:
     """Returns of each layer whether its attention has the sliding window."""
     pattern = model.window_layers if model.attention_window else "F"
     return tuple(pattern[number % len(pattern)] == "S" for number in range(model.num_layers))
 
 
+def attention_windows(model: Model) -> tuple[int, ...] | None:
+    """Returns of each layer how many tokens a token attends to at most; None where all layers have full attention."""
+    windowed = windowed_layers(model)
+    # A layer with full attention among others has a window longer than any sequence.
+    return tuple(model.attention_window or TOKENS if on else TOKENS for on in windowed) if any(windowed) else None
+
+
 def rotated_layers(model: Model) -> tuple[bool, ...]:
     """Returns of each layer whether it has RoPE."""
     pattern = model.rope_layers if model.position == "rope" else "N"
     return tuple(pattern[number % len(pattern)] == "R" for number in range(model.num_layers))
+
+
+def longest_text(model: Model) -> int:
+    """Returns the maximum number of tokens of a sequence in generation, an encoder-decoder's encoder not counted."""
+    if model.position == "rope" and model.rope_scaling in ("dynamic", "longrope"):
+        # Longer sequences rotate all their keys by other angles, and a cache holds keys that are rotated already.
+        return min(model.sequence_length, model.rope_original_length)
+    return model.sequence_length
+
+
+def rotated_dim(model: Model) -> int:
+    """Returns the number of dimensions of a head that RoPE rotates, from its first on."""
+    return int(head_dim(model) * model.rope_fraction)
 
 
 def decoder_layers(model: Model) -> int:

@@ -151,6 +151,12 @@ class SafetensorsWriter:
             file.write(raw.data)
         self._unwritten.remove(name)
 
+    def map(self, name: str) -> np.ndarray:
+        """Returns a tensor, memory-mapped, so that several parameters can write their parts of it; zeros at first."""
+        location = self._locations[name]
+        self._unwritten.discard(name)
+        return np.memmap(location.path, location.dtype, "r+", location.offset, location.shape)
+
     def close(self) -> None:
         """Checks that every tensor was written."""
         assert not self._unwritten, f"not written: {sorted(self._unwritten)}"

@@ -10,7 +10,17 @@ from dataclasses import dataclass, replace
 from mtjax.config import Model
 from mtjax.theory.contract import LAYER_BACKWARD, LAYER_FORWARD, LAYER_RECOMPUTE, Dtype, Expectation, Kind
 from mtjax.theory.parts.mlp import MLP
-from mtjax.theory.parts.part import Elementwise, Part, Product, ResidualStream, Weight, linear, norm, over_model, weight
+from mtjax.theory.parts.part import (
+    Elementwise,
+    Norms,
+    Part,
+    Product,
+    ResidualStream,
+    Weight,
+    linear,
+    over_model,
+    weight,
+)
 from mtjax.theory.parts.sublayer import (
     local_gradient_sums,
     sublayer_collectives,
@@ -35,7 +45,7 @@ class Experts(Part):
     inner: int
     """f: inner width of an expert."""
     is_gated: bool
-    norm: str
+    norm: Norms
     router_bias: bool = False
     """Whether the top k are chosen by scores plus a bias per expert."""
     router_linear_bias: bool = False
@@ -68,7 +78,7 @@ class Experts(Part):
         experts, embed, inner = {"expert": self.count}, {"embed": self.hidden}, {"mlp": self.inner}
         gate = {"gate": 2} if self.is_gated else {}
         weights = [
-            *norm("experts_norm", self.norm, self.hidden),
+            *self.norm.weights("experts", self.hidden),
             weight("experts.router.weight", {**embed, "routes": self.count}),
             weight("experts.up.weight", {**experts, **embed, **gate, **inner}),
             weight("experts.down.weight", {**experts, **inner, **embed}),
