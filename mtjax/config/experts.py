@@ -41,6 +41,19 @@ def check_experts(config: Config) -> None:
         raise UserError(
             f"experts_top_k {chosen} is above num_experts {count}: a token is sent to each expert at most once"
         )
+    check_expert_layers(model)
+    check_expert_groups(model)
+    if model.lora_rank:
+        raise UserError(f"lora_rank is {model.lora_rank}, and experts have no adapters: remove lora_rank")
+    check_expert_parameters(model)
+
+
+def check_expert_layers(model: Model) -> None:
+    """Checks that first_dense_layers or moe_every select the layers with experts, and that there are some.
+
+    Raises:
+      UserError: they select none, or both are set.
+    """
     if model.first_dense_layers >= model.num_layers:
         raise UserError(
             f"first_dense_layers {model.first_dense_layers} leaves none of num_layers {model.num_layers} with experts: "
@@ -56,10 +69,6 @@ def check_experts(config: Config) -> None:
             f"moe_every {model.moe_every} and first_dense_layers {model.first_dense_layers} both select the layers "
             "with experts: remove one of the two"
         )
-    check_expert_groups(model)
-    if model.lora_rank:
-        raise UserError(f"lora_rank is {model.lora_rank}, and experts have no adapters: remove lora_rank")
-    check_expert_parameters(model)
 
 
 def check_expert_parameters(model: Model) -> None:
