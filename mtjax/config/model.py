@@ -67,7 +67,7 @@ class Model:
     """Hidden size of the MLP (Megatron's --ffn-hidden-size); 4 x hidden_size when not given."""
     num_experts: int = at_least(0, 0, most=HEADS)
     """gpt, llama: number of experts that replace the MLP of a layer (mixture of experts); 0 for a dense model. Experts
-    have no biases."""
+    have no biases unless expert_bias is true."""
     first_dense_layers: int = at_least(0, 0, most=LAYERS, shapes=WITH_EXPERTS)
     """Number of layers at the start that have a dense MLP instead of experts."""
     moe_every: int = at_least(1, 1, most=LAYERS, shapes=WITH_EXPERTS)
@@ -105,7 +105,7 @@ class Model:
     router_linear_bias: bool = setting(False, shapes=WITH_EXPERTS)
     """Add a trained bias to the router's logits (gpt-oss)."""
     expert_bias: bool = setting(False, shapes=WITH_EXPERTS)
-    """Add biases to the linear layers of the experts (gpt-oss)."""
+    """Add biases to the linear layers of the experts (gpt-oss); the shared expert has none."""
     shared_expert_gate: bool = setting(False, shapes=WITH_EXPERTS)
     """Multiply the shared expert's output by the sigmoid of a linear layer with one output (Megatron's
     --moe-shared-expert-gate; Qwen2-MoE)."""

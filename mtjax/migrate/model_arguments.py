@@ -123,6 +123,7 @@ _EXPERTS = (
     same("--moe-router-topk", "experts_top_k", default=2),
     same("--moe-ffn-hidden-size", "expert_size", note="--ffn-hidden-size when not given, in both"),
     same("--moe-shared-expert-intermediate-size", "shared_expert_size"),
+    same("--moe-shared-expert-gate", "shared_expert_gate", default=False),
     equal(
         "--moe-layer-freq",
         "--first-dense-layers N or --moe-every N",
@@ -183,7 +184,6 @@ _EXPERTS = (
     ),
     none("--moe-enable-deepep", "tokens are exchanged by XLA's collectives", default=False),
     none("--moe-router-topk-limited-devices", "experts of all ranks may be chosen; see --expert-groups", same=(None,)),
-    none("--moe-shared-expert-gate", "the shared expert has no gate", same=(False, None)),
     none("--moe-apply-probs-on-input", "experts' outputs are weighted, not their inputs", same=(False, None)),
     none("--moe-latent-size", "experts read the hidden states themselves", same=(None,)),
     none("--moe-extended-tp", "experts have the tensor parallelism of the other layers", same=(False, None)),
