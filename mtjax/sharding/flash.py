@@ -1,8 +1,9 @@
-"""cuDNN's flash attention under explicit sharding: every rank runs the kernel on its samples and heads."""
+"""Flash attention under explicit sharding: every rank runs the kernel on its samples and heads."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 from jax import Array
@@ -17,8 +18,8 @@ Attend = Callable[[Array, Array, Array], Array]
 
 Its residuals are these four arrays, one array [batch, heads, seq], and perhaps empty arrays.
 """
-Saved = tuple[Array, Array, Array, Array, Array]
-"""Query, key, value, output, and the kernel's statistics."""
+Saved = tuple[Array, Array, Array, Any, Array, Array]
+"""Query, key, value, more inputs, output, and the kernel's statistics."""
 
 
 def cudnn(query: Array, key: Array, value: Array, *, scale: float | None = None) -> Array:
@@ -26,88 +27,140 @@ def cudnn(query: Array, key: Array, value: Array, *, scale: float | None = None)
     return jax.nn.dot_product_attention(query, key, value, scale=scale, is_causal=True, implementation="cudnn")
 
 
+class FlashKernel(Protocol):
+    """Attention of one rank's samples and heads, which does not materialize the probabilities.
+
+    `more` is a tree of inputs without gradients: [batch, seq] of the tokens, or scalars.
+    """
+
+    def __call__(self, query: Array, key: Array, value: Array, more: Any) -> Array:
+        """Computes the output."""
+        ...
+
+    def forward(self, query: Array, key: Array, value: Array, more: Any) -> tuple[Array, Array]:
+        """Computes the output, and statistics [rows, heads, seq] in float32 that `backward` reads."""
+        ...
+
+    def backward(
+        self,
+        inputs: tuple[Array, Array, Array],
+        more: Any,
+        out: Array,
+        statistics: Array,
+        gradient: Array,
+    ) -> tuple[Array, Array, Array]:
+        """Computes the gradients of `inputs`: query, key and value."""
+        ...
+
+
+@dataclass(frozen=True)
+class Differentiable:
+    """A kernel that JAX can differentiate."""
+
+    attend: Attend
+
+    def __call__(self, query: Array, key: Array, value: Array, more: Any) -> Array:
+        """See `FlashKernel`."""
+        del more
+        return self.attend(query, key, value)
+
+    def forward(self, query: Array, key: Array, value: Array, more: Any) -> tuple[Array, Array]:
+        """See `FlashKernel`; the statistics are a residual of the kernel."""
+        del more
+        inputs = (query, key, value)
+        out, vjp = jax.vjp(self.attend, *inputs)
+        residuals = jax.tree.leaves(vjp)
+        return out, residuals[residual_index(residuals, (*inputs, out))]
+
+    def backward(
+        self,
+        inputs: tuple[Array, Array, Array],
+        more: Any,
+        out: Array,
+        statistics: Array,
+        gradient: Array,
+    ) -> tuple[Array, Array, Array]:
+        """See `FlashKernel`."""
+        del more
+        # Traces the forward kernel once more for the structure of its vjp function and for empty residuals, whose
+        # sharding no `out_specs` can express. The saved arrays replace its results, so it is not compiled.
+        recomputed, vjp = jax.vjp(self.attend, *inputs)
+        leaves, tree = jax.tree.flatten(vjp)
+        leaves[residual_index(leaves, (*inputs, recomputed))] = statistics
+        return jax.tree.unflatten(tree, [out if leaf is recomputed else leaf for leaf in leaves])(gradient)
+
+
 def flash_attention(
     query: Float[Array, "batch seq heads head_dim"],
     key: Float[Array, "batch seq groups head_dim"],
-    value: Float[Array, "batch seq groups head_dim"],
+    value: Float[Array, "batch seq groups value_dim"],
     names: tuple[str, str],
-    attend: Attend = cudnn,
-) -> Float[Array, "batch seq heads head_dim"]:
-    """Computes causal softmax attention without materializing the probabilities.
+    kernel: FlashKernel,
+    more: Any = None,
+) -> Float[Array, "batch seq heads value_dim"]:
+    """Computes softmax attention without materializing the probabilities.
 
     Args:
       query: 16 bits for cuDNN; heads / groups consecutive query heads share a key and a value head.
       key: keys.
       value: values.
-      names: of the arrays saved for the backward pass: the output, and float32 statistics [batch, heads, seq].
-      attend: the kernel.
+      names: of the arrays saved for the backward pass: the output, and float32 statistics [rows, heads, seq].
+      kernel: of one rank.
+      more: a tree of what else the kernel reads, without gradients: arrays [batch, seq], or scalars.
     """
-    kernel = _Kernel(attend, spec("batch", "seq", "heads", "head_dim"), spec("batch", "heads", "seq"), names)
-    return _flash(kernel, query, key, value)
+    specs = {4: spec("batch", "seq", "heads", "head_dim"), 3: spec("batch", "heads", "seq"), 2: spec("batch", "seq")}
+    return _flash(_OnRanks(kernel, tuple(specs.items()), names), query, key, value, more)
 
 
-class _Kernel(NamedTuple):
+class _OnRanks(NamedTuple):
     """Static arguments of `_flash`: the kernel and shardings."""
 
-    attend: Attend
-    heads: PartitionSpec
-    statistics: PartitionSpec
+    kernel: FlashKernel
+    specs: tuple[tuple[int, PartitionSpec], ...]
+    """By the number of dimensions; scalars are replicated."""
     names: tuple[str, str]
 
-    def map(self, body: Callable[..., Any], outputs: Any) -> Callable[..., Any]:
-        """Maps `body` over the shards of its arguments; those of three dimensions are statistics."""
+    def map(self, body: Callable[..., Any], *dimensions: int) -> Callable[..., Any]:
+        """Maps `body` over the shards of its arguments; its results have these numbers of dimensions."""
+        of = {0: PartitionSpec(), **dict(self.specs)}
+        outputs = tuple(of[n] for n in dimensions)
 
-        def mapped(*inputs: Array) -> Any:
-            specs = tuple(self.heads if a.ndim == 4 else self.statistics for a in inputs)
-            return jax.shard_map(body, axis_names=set(explicit_axes()), in_specs=specs, out_specs=outputs)(*inputs)
+        def mapped(*inputs: Any) -> Any:
+            specs = jax.tree.map(lambda a: of[a.ndim], inputs)
+            out_specs = outputs if len(outputs) > 1 else outputs[0]
+            return jax.shard_map(body, axis_names=set(explicit_axes()), in_specs=specs, out_specs=out_specs)(*inputs)
 
         return mapped
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _flash(kernel: _Kernel, query: Array, key: Array, value: Array) -> Array:
-    return kernel.map(kernel.attend, kernel.heads)(query, key, value)
+def _flash(ranks: _OnRanks, query: Array, key: Array, value: Array, more: Any) -> Array:
+    return ranks.map(ranks.kernel, 4)(query, key, value, more)
 
 
-def _flash_forward(kernel: _Kernel, query: Array, key: Array, value: Array) -> tuple[Array, Saved]:
+def _flash_forward(ranks: _OnRanks, query: Array, key: Array, value: Array, more: Any) -> tuple[Array, Saved]:
     """Runs the kernel; its residuals leave the map as outputs."""
-
     # Autodiff of a `shard_map` inside the manual region does not lower, so the maps are inside the `custom_vjp`.
-    def local(*inputs: Array) -> tuple[Array, Array]:
-        out, vjp = jax.vjp(kernel.attend, *inputs)
-        residuals = jax.tree.leaves(vjp)
-        return out, residuals[residual_index(residuals, (*inputs, out))]
-
-    arrays = kernel.map(local, (kernel.heads, kernel.statistics))(query, key, value)
-    out, statistics = (checkpoint_name(a, name) for a, name in zip(arrays, kernel.names, strict=True))
-    return out, (query, key, value, out, statistics)
+    arrays = ranks.map(ranks.kernel.forward, 4, 3)(query, key, value, more)
+    out, statistics = (checkpoint_name(a, name) for a, name in zip(arrays, ranks.names, strict=True))
+    return out, (query, key, value, more, out, statistics)
 
 
-def _flash_backward(kernel: _Kernel, saved: Saved, gradient: Array) -> tuple[Array, Array, Array]:
+def _flash_backward(ranks: _OnRanks, saved: Saved, gradient: Array) -> tuple[Array, Array, Array, None]:
     """Runs the kernel's backward pass with the saved output and statistics.
 
     Args:
-      kernel: static arguments.
-      saved: query, key, value and output [batch, seq, heads, head_dim], and statistics [batch, heads, seq].
+      ranks: static arguments.
+      saved: query, key and value, more inputs, output [batch, seq, heads, value_dim], and statistics.
       gradient: of the output.
 
     Returns:
       Gradients of query, key and value.
     """
+    query, key, value, more, out, statistics = saved
 
-    def local(
-        query: Array, key: Array, value: Array, out: Array, statistics: Array, gradient: Array
-    ) -> tuple[Array, ...]:
-        """Runs on one rank's samples and heads, inside the map."""
-        inputs = (query, key, value)
-        # Traces the forward kernel once more for the structure of its vjp function and for empty residuals, whose
-        # sharding no `out_specs` can express. The saved arrays replace its results, so it is not compiled.
-        recomputed, vjp = jax.vjp(kernel.attend, *inputs)
-        leaves, tree = jax.tree.flatten(vjp)
-        leaves[residual_index(leaves, (*inputs, recomputed))] = statistics
-        return jax.tree.unflatten(tree, [out if leaf is recomputed else leaf for leaf in leaves])(gradient)
-
-    return kernel.map(local, kernel.heads)(*saved, gradient)
+    inputs = (query, key, value)
+    return *ranks.map(ranks.kernel.backward, 4, 4, 4)(inputs, more, out, statistics, gradient), None
 
 
 _flash.defvjp(_flash_forward, _flash_backward)

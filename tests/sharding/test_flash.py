@@ -8,15 +8,18 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
+from mtjax.models.kernels import in_blocks
 from mtjax.models.kernels.options import AttentionOptions
 from mtjax.models.kernels.xla import causal_mask, softmax_attention
+from mtjax.models.layer_context import LayerContext
 from mtjax.sharding.axes import partition_spec, use_rules
-from mtjax.sharding.flash import flash_attention
+from mtjax.sharding.flash import Differentiable, flash_attention
 from mtjax.theory.attention import choose_kernel
 from mtjax.theory.layout import TENSOR
 from tests.tiny import gradients_like, mesh_of, tiny_config
 
 HEADS = partition_spec(TENSOR.rules, ("batch", "seq", "heads", "head_dim"))
+TOKENS = partition_spec(TENSOR.rules, ("batch", "seq"))
 SCALE = partition_spec(TENSOR.rules, ("heads", "head_dim"))
 
 
@@ -66,29 +69,40 @@ def stand_in_backward(how, saved, gradient):
 stand_in.defvjp(stand_in_forward, stand_in_backward)
 
 
-def flash(query, key, value):
-    return flash_attention(query, key, value, ("output", "statistics"), stand_in_for)
+def flash(query, key, value, documents):
+    del documents
+    return flash_attention(query, key, value, ("output", "statistics"), Differentiable(stand_in_for))
 
 
-def plain(query, key, value):
-    return softmax_attention(query, key, value, causal_mask(query.shape[1], None), AttentionOptions(), None)
+def plain(query, key, value, documents):
+    return softmax_attention(query, key, value, causal_mask(query.shape[1], documents), AttentionOptions(), None)
+
+
+def in_blocks_of_4(query, key, value, documents):
+    return in_blocks.attend(query, key, value, LayerContext(segment_ids=documents), AttentionOptions())
 
 
 @pytest.mark.parametrize(
-    ("mesh", "groups"),
+    ("attend", "mesh", "groups"),
     [
-        ("1x8", 8),
-        ("8x1", 8),
-        ("1x1", 2),
-        ("2x4", 4),
-        pytest.param("1x1", 8, marks=pytest.mark.long),
-        pytest.param("2x4", 8, marks=pytest.mark.long),
+        (flash, "1x8", 8),
+        (flash, "8x1", 8),
+        (flash, "1x1", 2),
+        (flash, "2x4", 4),
+        (in_blocks_of_4, "2x4", 4),
+        pytest.param(in_blocks_of_4, "1x1", 2, marks=pytest.mark.long),
+        pytest.param(flash, "1x1", 8, marks=pytest.mark.long),
+        pytest.param(flash, "2x4", 8, marks=pytest.mark.long),
     ],
 )
-def test_flash_equals_plain_attention_and_its_gradients(mesh, groups):
+def test_flash_equals_plain_attention_and_its_gradients(attend, mesh, groups, monkeypatch):
+    monkeypatch.setattr(in_blocks, "queries_at_a_time", lambda rows, keys: 4)
     place, random = mesh_of(mesh), np.random.default_rng(0)
     arrays = [random.normal(size=(8, 32, n, 16)).astype(np.float32) for n in (8, groups, groups)]
     batch = [jax.device_put(a, NamedSharding(place, HEADS)) for a in arrays]
+    if attend is in_blocks_of_4:
+        documents = np.cumsum(random.random((8, 32)) < 0.2, axis=1, dtype=np.int32)
+        batch.append(jax.device_put(documents, NamedSharding(place, TOKENS)))
     scales = {
         name: jax.device_put(random.normal(size=(n, 16)).astype(np.float32), NamedSharding(place, SCALE))
         for name, n in (("a", 8), ("b", groups), ("c", groups))
@@ -97,12 +111,13 @@ def test_flash_equals_plain_attention_and_its_gradients(mesh, groups):
     def gradients(attend):
         def loss_sum(scales, batch):
             with use_rules(TENSOR.rules):
-                return (attend(*(a * scale for a, scale in zip(batch, scales.values(), strict=True))) ** 2).sum()
+                scaled = [a * scale for a, scale in zip(batch, scales.values(), strict=False)]
+                return (attend(*scaled, batch[3] if len(batch) > 3 else None) ** 2).sum()
 
         return gradients_like(loss_sum, dict.fromkeys(scales, ("heads", "head_dim")), scales, batch, mesh)
 
     with jax.set_mesh(place):
-        (losses, slopes), (theirs, expected) = (jax.jit(lambda f=f: gradients(f))() for f in (flash, plain))
+        (losses, slopes), (theirs, expected) = (jax.jit(lambda f=f: gradients(f))() for f in (attend, plain))
     np.testing.assert_allclose(losses["loss"], theirs["loss"], rtol=1e-5)
     for slope, known in zip(slopes.values(), expected.values(), strict=True):
         np.testing.assert_allclose(slope, known, atol=1e-5 * np.abs(known).max())

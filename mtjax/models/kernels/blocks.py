@@ -1,4 +1,5 @@
-"""Kernels of context parallel attention, for a block of queries and a block of keys: XLA's and cuDNN's."""
+"""Kernels of attention for a block of queries and a block of keys, XLA's and cuDNN's, and context parallel attention by
+them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -62,6 +63,8 @@ class XlaBlocks:
     """Of the dropout on probabilities."""
     length: int = 0
     """Tokens of a sample, from which the indices of dropout's random bits are computed."""
+    at_a_time: int | None = None
+    """Queries whose scores are alive together; `QUERIES_AT_A_TIME` when None."""
 
     def forward(
         self, queries: QueryBlock, keys: KVBlock, dropout: DropoutState | None, is_causal: bool
@@ -74,10 +77,11 @@ class XlaBlocks:
             scores, factors = self._scores(chunk, keys, dropout, is_causal)
             log_sums = jax.nn.logsumexp(scores, axis=-1)
             probabilities = (jnp.exp(scores - log_sums[..., None]) * factors).astype(keys.value.dtype)
-            mixed = jnp.einsum("bgmqk,bkgd->bqgmd", probabilities, keys.value).reshape(chunk.query.shape)
+            mixed = jnp.einsum("bgmqk,bkgd->bqgmd", probabilities, keys.value)
+            mixed = mixed.reshape(*chunk.query.shape[:3], -1)
             return None, (mixed, log_sums.reshape(log_sums.shape[0], -1, log_sums.shape[-1]).swapaxes(1, 2))
 
-        return _scan_queries(one, None, queries)[1]
+        return _scan_queries(one, None, queries, self.at_a_time)[1]
 
     def backward(
         self, queries: QueryBlock, keys: KVBlock, dropout: DropoutState | None, is_causal: bool
@@ -103,8 +107,9 @@ class XlaBlocks:
             d_query = jnp.einsum("bgmqk,bkgd->bqgmd", d_scores, keys.key).reshape(chunk.query.shape)
             return (sums[0] + d_key, sums[1] + d_value), d_query
 
-        zeros = varying_like(jnp.zeros(keys.key.shape, jnp.float32), *jax.tree.leaves((queries, keys, dropout)))
-        (d_key, d_value), d_query = _scan_queries(one, (zeros, zeros), queries)
+        arrays = jax.tree.leaves((queries, keys, dropout))
+        zeros = [varying_like(jnp.zeros(a.shape, jnp.float32), *arrays) for a in (keys.key, keys.value)]
+        (d_key, d_value), d_query = _scan_queries(one, tuple(zeros), queries, self.at_a_time)
         return d_query, d_key, d_value
 
     def _scores(
@@ -150,7 +155,7 @@ def _grouped(a: Array, groups: int) -> Array:
 
 
 def _scan_queries(
-    one: Callable[[Any, QueryBlock], tuple[Any, Any]], carry: Any, queries: QueryBlock
+    one: Callable[[Any, QueryBlock], tuple[Any, Any]], carry: Any, queries: QueryBlock, at_a_time: int | None = None
 ) -> tuple[Any, Any]:
     """Scans over chunks of queries, so that scores of one chunk are alive at a time.
 
@@ -158,12 +163,13 @@ def _scan_queries(
       one: (carry, chunk) -> (carry, arrays [batch, chunk, ...]).
       carry: of the first chunk.
       queries: [batch, seq, ...].
+      at_a_time: the most queries of a chunk; `QUERIES_AT_A_TIME` when None.
 
     Returns:
       The carry, and the arrays concatenated, [batch, seq, ...].
     """
     length = queries.query.shape[1]
-    count = next(n for n in range(-(-length // QUERIES_AT_A_TIME), length + 1) if length % n == 0)
+    count = next(n for n in range(-(-length // (at_a_time or QUERIES_AT_A_TIME)), length + 1) if length % n == 0)
     if count == 1:
         return one(carry, queries)
     chunks = jax.tree.map(lambda a: a.reshape(a.shape[0], count, -1, *a.shape[2:]).swapaxes(0, 1), queries)

@@ -28,4 +28,5 @@ def attend(
     if context.positions is not None:
         return attend_across("cudnn", query, key, value, context, options)
     kernel = flash.cudnn if options.scale is None else partial(flash.cudnn, scale=options.scale)
-    return flash.flash_attention(query, key, value, (ATTENTION_OUTPUT, ATTENTION_STATISTICS), kernel)
+    names = (ATTENTION_OUTPUT, ATTENTION_STATISTICS)
+    return flash.flash_attention(query, key, value, names, flash.Differentiable(kernel))

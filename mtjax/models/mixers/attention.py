@@ -12,7 +12,7 @@ from jaxtyping import Float
 
 from mtjax.config import Model
 from mtjax.config.sizes import head_dim, num_kv_heads
-from mtjax.models.kernels import cudnn, xla
+from mtjax.models.kernels import cudnn, in_blocks, xla
 from mtjax.models.kernels.cached import attend_cached
 from mtjax.models.kernels.options import AttentionOptions
 from mtjax.models.kernels.xla import HEADS
@@ -31,7 +31,12 @@ from mtjax.theory.adapters import adapters_of
 Kernel = Callable[[Array, Array, Array, LayerContext, AttentionOptions], Array]
 """(query, key, value, context, options) -> output."""
 
-KERNELS: Mapping[str, Kernel] = {"auto": xla.attend, "xla": xla.attend, "cudnn": cudnn.attend}
+KERNELS: Mapping[str, Kernel] = {
+    "auto": xla.attend,
+    "xla": xla.attend,
+    "blocks": in_blocks.attend,
+    "cudnn": cudnn.attend,
+}
 """By the setting `attention`. Where devices are known, `mtjax.theory.attention` has replaced auto; xla runs on all."""
 
 QKV_SITE, OUTPUT_SITE = 5, 6
