@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Float
 
 from mtjax.sharding.axes import explicit_axes, spec
+from mtjax.sharding.no_hoist import no_hoist
 
 Attend = Callable[[Array, Array, Array], Array]
 """(query, key, value) -> output, each [batch, seq, heads, head_dim]: differentiable, on one device.
@@ -120,14 +121,13 @@ class _OnRanks(NamedTuple):
     """By the number of dimensions; scalars are replicated."""
     names: tuple[str, str]
 
-    def map(self, body: Callable[..., Any], *dimensions: int) -> Callable[..., Any]:
-        """Maps `body` over the shards of its arguments; its results have these numbers of dimensions."""
+    def map(self, body: Callable[..., Any], dimensions: Any) -> Callable[..., Any]:
+        """Maps `body` over the shards of its arguments; `dimensions` are the numbers of its results' dimensions."""
         of = {0: PartitionSpec(), **dict(self.specs)}
-        outputs = tuple(of[n] for n in dimensions)
+        out_specs = jax.tree.map(of.__getitem__, dimensions)
 
         def mapped(*inputs: Any) -> Any:
             specs = jax.tree.map(lambda a: of[a.ndim], inputs)
-            out_specs = outputs if len(outputs) > 1 else outputs[0]
             return jax.shard_map(body, axis_names=set(explicit_axes()), in_specs=specs, out_specs=out_specs)(*inputs)
 
         return mapped
@@ -135,13 +135,13 @@ class _OnRanks(NamedTuple):
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _flash(ranks: _OnRanks, query: Array, key: Array, value: Array, more: Any) -> Array:
-    return ranks.map(ranks.kernel, 4)(query, key, value, more)
+    return no_hoist(ranks.map(ranks.kernel, 4), query, key, value, more)
 
 
 def _flash_forward(ranks: _OnRanks, query: Array, key: Array, value: Array, more: Any) -> tuple[Array, Saved]:
     """Runs the kernel; its residuals leave the map as outputs."""
     # Autodiff of a `shard_map` inside the manual region does not lower, so the maps are inside the `custom_vjp`.
-    arrays = ranks.map(ranks.kernel.forward, 4, 3)(query, key, value, more)
+    arrays = no_hoist(ranks.map(ranks.kernel.forward, (4, 3)), query, key, value, more)
     out, statistics = (checkpoint_name(a, name) for a, name in zip(arrays, ranks.names, strict=True))
     return out, (query, key, value, more, out, statistics)
 
@@ -160,7 +160,7 @@ def _flash_backward(ranks: _OnRanks, saved: Saved, gradient: Array) -> tuple[Arr
     query, key, value, more, out, statistics = saved
 
     inputs = (query, key, value)
-    return *ranks.map(ranks.kernel.backward, 4, 4, 4)(inputs, more, out, statistics, gradient), None
+    return *ranks.map(ranks.kernel.backward, (4, 4, 4))(inputs, more, out, statistics, gradient), None
 
 
 _flash.defvjp(_flash_forward, _flash_backward)

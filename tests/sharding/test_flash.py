@@ -124,7 +124,7 @@ def test_flash_equals_plain_attention_and_its_gradients(attend, mesh, groups, mo
 
 
 @pytest.mark.parametrize(
-    ("fields", "platform", "kernel", "reason"),
+    ("fields", "device", "kernel", "reason"),
     [
         ({}, "gpu", "cudnn", None),
         ({"attention": "cudnn"}, "gpu", "cudnn", None),
@@ -134,12 +134,17 @@ def test_flash_equals_plain_attention_and_its_gradients(attend, mesh, groups, mo
         ({"attention_dropout": 0.1}, "gpu", "xla", None),
         ({"attention": "cudnn", "attention_dropout": 0.1}, "gpu", "xla", "attention_dropout is 0.1"),
         ({"attention": "cudnn", "compute_dtype": "float32"}, "gpu", "xla", "compute_dtype is float32"),
-        ({"attention": "cudnn", "hidden_size": 96}, "gpu", "xla", "this one is 12"),
-        ({"attention": "cudnn", "reset_attention_mask": True}, "gpu", "xla", "reset_attention_mask"),
+        ({"attention": "cudnn", "hidden_size": 96}, "gpu", "blocks", "this one is 12"),
+        ({"head_dim": 256}, "gpu", "cudnn", None),
+        ({"attention": "cudnn", "head_dim": 256}, "a100", "blocks", "up to 128"),
+        ({"attention": "cudnn", "reset_attention_mask": True}, "a100", "blocks", "reset_attention_mask"),
+        ({"attention": "blocks"}, "cpu", "blocks", None),
+        ({"attention": "blocks", "attention_dropout": 0.1}, "gpu", "xla", "attention_dropout is 0.1"),
     ],
 )
-def test_kernel_is_cudnn_where_it_can_be(fields, platform, kernel, reason):
+def test_kernel_is_cudnn_where_it_can_be(fields, device, kernel, reason):
     config = tiny_config(**{"hidden_size": 64, "attention_dropout": 0.0, "compute_dtype": "bfloat16"} | fields)
-    chosen, why = choose_kernel(config, platform)
+    platform, capability = ("gpu", (8, 0)) if device == "a100" else (device, (9, 0))
+    chosen, why = choose_kernel(config, platform, capability)
     assert chosen == kernel
     assert (why is None) if reason is None else (reason in why)
