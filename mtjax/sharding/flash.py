@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import jax
-from jax import Array
+from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jaxtyping import Float
@@ -23,15 +23,26 @@ Saved = tuple[Array, Array, Array, Any, Array, Array]
 """Query, key, value, more inputs, output, and the kernel's statistics."""
 
 
-def cudnn(query: Array, key: Array, value: Array, *, scale: float | None = None) -> Array:
-    """Runs cuDNN's causal attention, in 16 bits, on one GPU; `scale` of the scores is head_dim^-0.5 when None."""
-    return jax.nn.dot_product_attention(query, key, value, scale=scale, is_causal=True, implementation="cudnn")
+def cudnn(query: Array, key: Array, value: Array, *, scale: float | None = None, window: int | None = None) -> Array:
+    """Runs cuDNN's causal attention, in 16 bits, on one GPU.
+
+    Args:
+      query: queries.
+      key: keys.
+      value: values.
+      scale: of the scores; head_dim^-0.5 when None.
+      window: when given, tokens attend to themselves and the window - 1 tokens before them.
+    """
+    near = None if window is None else (window - 1, 0)
+    return jax.nn.dot_product_attention(
+        query, key, value, scale=scale, is_causal=True, local_window_size=near, implementation="cudnn"
+    )
 
 
 class FlashKernel(Protocol):
     """Attention of one rank's samples and heads, which does not materialize the probabilities.
 
-    `more` is a tree of inputs without gradients: [batch, seq] of the tokens, or scalars.
+    `more` is a tree of inputs without gradients: [batch, seq] of the tokens, [heads], or scalars.
     """
 
     def __call__(self, query: Array, key: Array, value: Array, more: Any) -> Array:
@@ -91,6 +102,35 @@ class Differentiable:
         return jax.tree.unflatten(tree, [out if leaf is recomputed else leaf for leaf in leaves])(gradient)
 
 
+@dataclass(frozen=True)
+class Either:
+    """One of two kernels, by `more`: a bool, equal on all ranks."""
+
+    first: FlashKernel
+    """If it is true."""
+    second: FlashKernel
+
+    def __call__(self, query: Array, key: Array, value: Array, more: Array) -> Array:
+        """See `FlashKernel`."""
+        run = (partial(kernel, more=None) for kernel in (self.first, self.second))
+        return lax.cond(more, *run, query, key, value)
+
+    def forward(self, query: Array, key: Array, value: Array, more: Array) -> tuple[Array, Array]:
+        """See `FlashKernel`."""
+        run = (partial(kernel.forward, more=None) for kernel in (self.first, self.second))
+        return lax.cond(more, *run, query, key, value)
+
+    def backward(
+        self, inputs: tuple[Array, Array, Array], more: Array, out: Array, statistics: Array, gradient: Array
+    ) -> tuple[Array, Array, Array]:
+        """See `FlashKernel`."""
+
+        def run(kernel: FlashKernel) -> Callable[..., Any]:
+            return lambda inputs, out, statistics, gradient: kernel.backward(inputs, None, out, statistics, gradient)
+
+        return lax.cond(more, run(self.first), run(self.second), inputs, out, statistics, gradient)
+
+
 def flash_attention(
     query: Float[Array, "batch seq heads head_dim"],
     key: Float[Array, "batch seq groups head_dim"],
@@ -107,27 +147,27 @@ def flash_attention(
       value: values.
       names: of the arrays saved for the backward pass: the output, and float32 statistics [rows, heads, seq].
       kernel: of one rank.
-      more: a tree of what else the kernel reads, without gradients: arrays [batch, seq], or scalars.
+      more: a tree of what else the kernel reads, without gradients: arrays [batch, seq], [heads], or scalars.
     """
-    specs = {4: spec("batch", "seq", "heads", "head_dim"), 3: spec("batch", "heads", "seq"), 2: spec("batch", "seq")}
-    return _flash(_OnRanks(kernel, tuple(specs.items()), names), query, key, value, more)
+    heads, statistics = spec("batch", "seq", "heads", "head_dim"), spec("batch", "heads", "seq")
+    specs = (PartitionSpec(), spec("heads"), spec("batch", "seq"), statistics, heads)
+    return _flash(_OnRanks(kernel, specs, names), query, key, value, more)
 
 
 class _OnRanks(NamedTuple):
     """Static arguments of `_flash`: the kernel and shardings."""
 
     kernel: FlashKernel
-    specs: tuple[tuple[int, PartitionSpec], ...]
-    """By the number of dimensions; scalars are replicated."""
+    specs: tuple[PartitionSpec, ...]
+    """By the number of dimensions: scalars, [heads], [batch, seq], [batch, heads, seq], [batch, seq, heads, width]."""
     names: tuple[str, str]
 
     def map(self, body: Callable[..., Any], dimensions: Any) -> Callable[..., Any]:
         """Maps `body` over the shards of its arguments; `dimensions` are the numbers of its results' dimensions."""
-        of = {0: PartitionSpec(), **dict(self.specs)}
-        out_specs = jax.tree.map(of.__getitem__, dimensions)
+        out_specs = jax.tree.map(self.specs.__getitem__, dimensions)
 
         def mapped(*inputs: Any) -> Any:
-            specs = jax.tree.map(lambda a: of[a.ndim], inputs)
+            specs = jax.tree.map(lambda a: self.specs[a.ndim], inputs)
             return jax.shard_map(body, axis_names=set(explicit_axes()), in_specs=specs, out_specs=out_specs)(*inputs)
 
         return mapped

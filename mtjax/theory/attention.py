@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from mtjax.config import Config
-from mtjax.config.sizes import head_dim
+from mtjax.config.sizes import head_dim, windowed_layers
 
 Kernel = Literal["cudnn", "blocks", "xla"]
 """cuDNN's flash attention; XLA's, with the scores of a few queries at a time; XLA's, with all scores."""
@@ -74,3 +74,11 @@ def _not_cudnn(config: Config, capability: Capability, context: int) -> Iterator
         yield f"it needs head sizes up to {widest} that are multiples of 8, and this one is {width}"
     if config.data.reset_attention_mask:
         yield "it has no mask at document boundaries (reset_attention_mask)"
+    if any(windowed_layers(config.model)) and context > 1:
+        yield "it has no sliding window with context parallelism (attention_window)"
+    if config.model.position == "alibi":
+        yield "it adds no bias to the scores, and position is alibi"
+    if config.model.attention_softcap is not None:
+        yield f"it does not cap scores, and attention_softcap is {config.model.attention_softcap}"
+    if config.model.attention_sinks:
+        yield "it has no sinks (attention_sinks)"

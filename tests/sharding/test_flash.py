@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from mtjax.models.kernels import in_blocks
+from mtjax.models.kernels import cudnn, in_blocks
 from mtjax.models.kernels.options import AttentionOptions
 from mtjax.models.kernels.xla import causal_mask, softmax_attention
 from mtjax.models.layer_context import LayerContext
@@ -23,9 +23,9 @@ TOKENS = partition_spec(TENSOR.rules, ("batch", "seq"))
 SCALE = partition_spec(TENSOR.rules, ("heads", "head_dim"))
 
 
-def stand_in_for(query, key, value, *, scale=None, is_causal=True):
+def stand_in_for(query, key, value, *, scale=None, is_causal=True, window=None):
     """Attention that saves what cuDNN's does: the logarithm of every softmax's denominator, and an empty array."""
-    return stand_in((query.shape[-1] ** -0.5 if scale is None else scale, is_causal), query, key, value)
+    return stand_in((query.shape[-1] ** -0.5 if scale is None else scale, is_causal, window), query, key, value)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -34,10 +34,10 @@ def stand_in(how, query, key, value):
 
 
 def scores_of(how, query, key):
-    scale, is_causal = how
+    scale, is_causal, window = how
     key = jnp.repeat(key, query.shape[2] // key.shape[2], axis=2)
     scores = jnp.einsum("bqnd,bknd->bnqk", query, key) * scale
-    return jnp.where(causal_mask(query.shape[1], None), scores, -1e30) if is_causal else scores
+    return jnp.where(causal_mask(query.shape[1], None, window), scores, -1e30) if is_causal else scores
 
 
 def stand_in_forward(how, query, key, value):
@@ -74,12 +74,31 @@ def flash(query, key, value, documents):
     return flash_attention(query, key, value, ("output", "statistics"), Differentiable(stand_in_for))
 
 
-def plain(query, key, value, documents):
-    return softmax_attention(query, key, value, causal_mask(query.shape[1], documents), AttentionOptions(), None)
+def with_a_window(query, key, value, documents):
+    """Of two lengths of windows, the layer's is selected at run time, as in a scan over layers."""
+    kernel, more = cudnn.with_window(stand_in_for, query.shape[1], options_of(5))
+    return flash_attention(query, key, value, ("output", "statistics"), kernel, more)
+
+
+def without_a_window(query, key, value, documents):
+    kernel, more = cudnn.with_window(stand_in_for, query.shape[1], options_of(100))
+    return flash_attention(query, key, value, ("output", "statistics"), kernel, more)
+
+
+def options_of(window):
+    return AttentionOptions(window=jnp.asarray(window), windows=(5, 100))
+
+
+def plain(query, key, value, documents, window=None):
+    mask = causal_mask(query.shape[1], documents, window)
+    return softmax_attention(query, key, value, mask, AttentionOptions(), None)
 
 
 def in_blocks_of_4(query, key, value, documents):
-    return in_blocks.attend(query, key, value, LayerContext(segment_ids=documents), AttentionOptions())
+    return in_blocks.attend(query, key, value, LayerContext(segment_ids=documents), options_of(5))
+
+
+WINDOWS = {in_blocks_of_4: 5, with_a_window: 5}
 
 
 @pytest.mark.parametrize(
@@ -89,7 +108,9 @@ def in_blocks_of_4(query, key, value, documents):
         (flash, "8x1", 8),
         (flash, "1x1", 2),
         (flash, "2x4", 4),
+        (with_a_window, "2x4", 4),
         (in_blocks_of_4, "2x4", 4),
+        pytest.param(without_a_window, "1x1", 2, marks=pytest.mark.long),
         pytest.param(in_blocks_of_4, "1x1", 2, marks=pytest.mark.long),
         pytest.param(flash, "1x1", 8, marks=pytest.mark.long),
         pytest.param(flash, "2x4", 8, marks=pytest.mark.long),
@@ -116,8 +137,9 @@ def test_flash_equals_plain_attention_and_its_gradients(attend, mesh, groups, mo
 
         return gradients_like(loss_sum, dict.fromkeys(scales, ("heads", "head_dim")), scales, batch, mesh)
 
+    known = partial(plain, window=WINDOWS.get(attend))
     with jax.set_mesh(place):
-        (losses, slopes), (theirs, expected) = (jax.jit(lambda f=f: gradients(f))() for f in (attend, plain))
+        (losses, slopes), (theirs, expected) = (jax.jit(lambda f=f: gradients(f))() for f in (attend, known))
     np.testing.assert_allclose(losses["loss"], theirs["loss"], rtol=1e-5)
     for slope, known in zip(slopes.values(), expected.values(), strict=True):
         np.testing.assert_allclose(slope, known, atol=1e-5 * np.abs(known).max())
@@ -138,6 +160,8 @@ def test_flash_equals_plain_attention_and_its_gradients(attend, mesh, groups, mo
         ({"head_dim": 256}, "gpu", "cudnn", None),
         ({"attention": "cudnn", "head_dim": 256}, "a100", "blocks", "up to 128"),
         ({"attention": "cudnn", "reset_attention_mask": True}, "a100", "blocks", "reset_attention_mask"),
+        ({"attention_window": 16}, "gpu", "cudnn", None),
+        ({"attention": "cudnn", "attention_softcap": 5.0}, "gpu", "blocks", "attention_softcap is 5.0"),
         ({"attention": "blocks"}, "cpu", "blocks", None),
         ({"attention": "blocks", "attention_dropout": 0.1}, "gpu", "xla", "attention_dropout is 0.1"),
     ],

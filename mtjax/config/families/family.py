@@ -26,6 +26,13 @@ EXPERTS = frozenset(
     }
 )
 """Settings of experts, for families that support them."""
+DECODER = frozenset(
+    {
+        *("attention_window", "window_layers", "alibi_scaled", "rope_fraction", "rope_layers", "rope_local_theta"),
+        *("rope_short_factors", "rope_long_factors", "rope_truncate"),
+    }
+)
+"""Settings of decoders; families that do not support them refuse any value but the default."""
 
 
 def check_no_qk_norm(model: "Model") -> None:

@@ -1,6 +1,6 @@
 """GPT-2 (arXiv 1909.08053, section 3): a decoder with learned positions, layer norm and biases."""
 
-from mtjax.config.families.family import EXPERTS, Family
+from mtjax.config.families.family import DECODER, EXPERTS, Family
 
 GPT = Family(
     defaults={
@@ -14,9 +14,9 @@ GPT = Family(
         "attention_dropout": 0.1,
     },
     choices={
-        "position": ("learned", "rope"),
+        "position": ("learned", "rope", "alibi", "none"),
         "norm_placement": ("pre",),
         "head": ("language", "classification", "regression", "choices"),
     },
-    own=EXPERTS,
+    own=EXPERTS | DECODER,
 )

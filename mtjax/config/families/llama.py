@@ -1,6 +1,6 @@
 """Llama (arXiv 2302.13971): GPT's decoder with rotary positions, RMS norm, a gated MLP and no biases."""
 
-from mtjax.config.families.family import EXPERTS, Family
+from mtjax.config.families.family import DECODER, EXPERTS, Family
 
 LLAMA = Family(
     defaults={
@@ -14,10 +14,10 @@ LLAMA = Family(
         "attention_dropout": 0.0,
     },
     choices={
-        "position": ("learned", "rope"),
+        "position": ("learned", "rope", "alibi", "none"),
         "norm_placement": ("pre",),
         "head": ("language", "classification", "regression", "choices"),
     },
-    own=EXPERTS,
+    own=EXPERTS | DECODER,
     network="gpt",
 )

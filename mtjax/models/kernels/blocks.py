@@ -12,6 +12,7 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float
 
+from mtjax.models.alibi import Alibi
 from mtjax.models.dropout import keep_threshold
 from mtjax.models.kernels.options import AttentionOptions
 from mtjax.models.layer_context import LayerContext
@@ -47,9 +48,14 @@ def attend_across(
         key_data = jax.vmap(lambda key: jax.random.key_data(jax.random.fold_in(key, 0)))(context.dropout_keys)
         dropout = DropoutState(key_data, jnp.arange(query.shape[2]))
     length = query.shape[1] * num_shards("seq")
-    blocks: BlockKernel = XlaBlocks(scale, options.rate, length) if kernel == "xla" else CudnnBlocks(scale)
+    blocks: BlockKernel = (
+        XlaBlocks(scale, options.rate, length, options.alibi) if kernel == "xla" else CudnnBlocks(scale)
+    )
     names = (ATTENTION_OUTPUT, ATTENTION_STATISTICS)
-    queries = QueryBlock(query, context.positions, context.segment_ids)
+    first = None if options.window is None else context.positions - (options.window - 1)
+    queries = QueryBlock(query, context.positions, context.segment_ids, first)
+    if options.alibi is not None:
+        queries = queries._replace(slopes=options.alibi.by_head())
     return context_attention(blocks, context.context_method, context.is_causal, queries, key, value, dropout, names)
 
 
@@ -63,6 +69,8 @@ class XlaBlocks:
     """Of the dropout on probabilities."""
     length: int = 0
     """Tokens of a sample, from which the indices of dropout's random bits are computed."""
+    alibi: Alibi | None = None
+    """When given, biases are added to the scores, with the slopes of the queries' heads."""
     at_a_time: int | None = None
     """Queries whose scores are alive together; `QUERIES_AT_A_TIME` when None."""
 
@@ -122,10 +130,17 @@ class XlaBlocks:
         """
         query = _grouped(queries.query * self.scale, keys.key.shape[2])
         scores = jnp.einsum("bqgmd,bkgd->bgmqk", query, keys.key, preferred_element_type=jnp.float32)
+        if self.alibi is not None and queries.slopes is not None:
+            slopes = _grouped(queries.slopes, keys.key.shape[2]).transpose(0, 2, 3, 1)[..., None]
+            of_queries = self.alibi.at(queries.positions[:, None, None, :, None], slopes)
+            scores += self.alibi.at(keys.positions[:, None, None, None, :], slopes) - of_queries
         seen = queries.positions[:, :, None] >= keys.positions[:, None, :] if is_causal else None
         if queries.segments is not None and keys.segments is not None:
             same = queries.segments[:, :, None] == keys.segments[:, None, :]
             seen = same if seen is None else seen & same
+        if queries.first is not None:
+            near = keys.positions[:, None, :] >= queries.first[:, :, None]
+            seen = near if seen is None else seen & near
         if seen is not None:
             scores = jnp.where(seen[:, None, None], scores, NEVER)
         if dropout is None:

@@ -1,13 +1,13 @@
 """XLA's attention with the scores of a few queries at a time: memory is linear in the sequence, on any device."""
 
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
+from mtjax.models.alibi import Alibi
 from mtjax.models.kernels.blocks import XlaBlocks, attend_across
 from mtjax.models.kernels.options import AttentionOptions
 from mtjax.models.layer_context import LayerContext
@@ -30,15 +30,19 @@ def attend(
     if context.positions is not None:
         return attend_across("xla", query, key, value, context, options)
     scale = query.shape[-1] ** -0.5 if options.scale is None else options.scale
-    kernel = _InBlocks(scale, context.is_causal)
-    names = (ATTENTION_OUTPUT, ATTENTION_STATISTICS)
-    return flash_attention(query, key, value, names, kernel, _Mask(context.segment_ids))
+    kernel = _InBlocks(scale, context.is_causal, options.alibi)
+    window = None if options.window is None else jnp.asarray(options.window)
+    slopes = None if options.alibi is None else options.alibi.by_head()
+    inputs = _Inputs(context.segment_ids, window, slopes)
+    return flash_attention(query, key, value, (ATTENTION_OUTPUT, ATTENTION_STATISTICS), kernel, inputs)
 
 
-class _Mask(NamedTuple):
-    """What else hides keys from queries."""
+class _Inputs(NamedTuple):
+    """What else scores depend on."""
 
-    segments: Int[Array, "batch seq"] | None = None
+    segments: Int[Array, "batch seq"] | None
+    window: Int[Array, ""] | None
+    slopes: Float[Array, " heads"] | None
 
 
 @dataclass(frozen=True)
@@ -47,19 +51,20 @@ class _InBlocks:
 
     scale: float
     is_causal: bool
+    alibi: Alibi | None
 
-    def __call__(self, query: Array, key: Array, value: Array, more: _Mask) -> Array:
+    def __call__(self, query: Array, key: Array, value: Array, more: _Inputs) -> Array:
         """See `FlashKernel`."""
         return self.forward(query, key, value, more)[0]
 
-    def forward(self, query: Array, key: Array, value: Array, more: _Mask) -> tuple[Array, Array]:
+    def forward(self, query: Array, key: Array, value: Array, more: _Inputs) -> tuple[Array, Array]:
         """See `FlashKernel`."""
         queries, keys = _blocks(query, key, value, more)
         mixed, log_sums = self._kernel(query, key).forward(queries, keys, None, self.is_causal)
         return mixed, log_sums.swapaxes(1, 2)
 
     def backward(
-        self, inputs: tuple[Array, Array, Array], more: _Mask, out: Array, statistics: Array, gradient: Array
+        self, inputs: tuple[Array, Array, Array], more: _Inputs, out: Array, statistics: Array, gradient: Array
     ) -> tuple[Array, Array, Array]:
         """See `FlashKernel`."""
         query, key, value = inputs
@@ -71,10 +76,13 @@ class _InBlocks:
 
     def _kernel(self, query: Array, key: Array) -> XlaBlocks:
         rows = query.shape[0] * query.shape[2]
-        return XlaBlocks(self.scale, at_a_time=queries_at_a_time(rows, key.shape[1]))
+        return XlaBlocks(self.scale, alibi=self.alibi, at_a_time=queries_at_a_time(rows, key.shape[1]))
 
 
-def _blocks(query: Array, key: Array, value: Array, mask: _Mask) -> tuple[QueryBlock, KVBlock]:
+def _blocks(query: Array, key: Array, value: Array, more: _Inputs) -> tuple[QueryBlock, KVBlock]:
     """Returns the queries and keys of entire samples."""
-    positions = partial(jnp.broadcast_to, jnp.arange(query.shape[1]))(query.shape[:2])
-    return QueryBlock(query, positions, mask.segments), KVBlock(key, value, positions, mask.segments)
+    positions = jnp.broadcast_to(jnp.arange(query.shape[1]), query.shape[:2])
+    first = None if more.window is None else positions - (more.window - 1)
+    slopes = None if more.slopes is None else jnp.broadcast_to(more.slopes, query.shape[:3])
+    queries = QueryBlock(query, positions, more.segments, first, slopes)
+    return queries, KVBlock(key, value, positions, more.segments)

@@ -3,7 +3,9 @@
 from dataclasses import dataclass
 
 from jax import Array
-from jaxtyping import Float
+from jaxtyping import Float, Int
+
+from mtjax.models.alibi import Alibi
 
 
 @dataclass(frozen=True)
@@ -18,3 +20,9 @@ class AttentionOptions:
     """When given, a score s is replaced by softcap * tanh(s / softcap), before bias and mask."""
     sinks: Float[Array, " heads"] | None = None
     """When given, a logit per head that is added to the softmax's denominator."""
+    window: int | Int[Array, ""] | None = None
+    """When given, a token attends to itself and the window - 1 tokens before it."""
+    windows: tuple[int, ...] = ()
+    """Where the layer's number selects the window, those of all layers: one length, and others longer than a sample."""
+    alibi: Alibi | None = None
+    """When given, its biases are added to the scores."""

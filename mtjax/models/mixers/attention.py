@@ -1,6 +1,7 @@
 """Multi-head self-attention, sharded by heads: no communication between its two projections (Figure 3b of the
 paper)."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import ClassVar
 
@@ -11,7 +12,8 @@ from jax import Array
 from jaxtyping import Float
 
 from mtjax.config import Model
-from mtjax.config.sizes import head_dim, num_kv_heads
+from mtjax.config.sizes import attention_windows, head_dim, num_kv_heads
+from mtjax.models.alibi import Alibi
 from mtjax.models.kernels import cudnn, in_blocks, xla
 from mtjax.models.kernels.cached import attend_cached
 from mtjax.models.kernels.options import AttentionOptions
@@ -22,6 +24,7 @@ from mtjax.models.linear import Linear, constant, normal
 from mtjax.models.lora import Adapter, gather_sequence_shared, lora_input_dropout
 from mtjax.models.mixers.mixer import State
 from mtjax.models.norms import HeadNorm
+from mtjax.models.of_layer import of_layer
 from mtjax.models.project import project
 from mtjax.models.rotary import rotate
 from mtjax.sharding.axes import spec
@@ -63,6 +66,7 @@ class SelfAttention(nnx.Module):
         self.query_norm = HeadNorm(head_dim(model), model.norm_epsilon) if model.qk_norm else None
         self.key_norm = HeadNorm(head_dim(model), model.norm_epsilon) if model.qk_norm else None
         self.options = attention_options(model)
+        self.windows = attention_windows(model)
         self.attend = KERNELS[model.attention]
 
     def __call__(
@@ -84,15 +88,23 @@ class SelfAttention(nnx.Module):
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
         # Cached keys are stored rotated, by their positions.
-        query, key = rotate(query, context.rotation), rotate(key, context.rotation)
+        query, key = (rotate(a, context.rotation, context.layer) for a in (query, key))
+        options = self._options(context)
         # Training and evaluation have no state; generation has a KV cache.
         if state is None:
-            mixed = self.attend(query, key, value, context, self.options)
+            mixed = self.attend(query, key, value, context, options)
         else:
             assert isinstance(state, KVCache) and context.cache_positions is not None
             state = state.append(key, value, context.cache_positions)
-            mixed = attend_cached(query, state, context.cache_positions, self.options, context.bias)
+            mixed = attend_cached(query, state, context.cache_positions, options, context.bias)
         return self.output(mixed, lora_input_dropout(mixed, self.low, context, OUTPUT_SITE, "heads", "head_dim")), state
+
+    def _options(self, context: LayerContext) -> AttentionOptions:
+        """Returns the options of the layer."""
+        if self.windows is None:
+            return self.options
+        window = of_layer(self.windows, context.layer)
+        return dataclasses.replace(self.options, window=window, windows=self.windows)
 
 
 class FusedQKV(nnx.Module):
@@ -200,7 +212,7 @@ def attention_options(model: Model) -> AttentionOptions:
     """Returns the options of a model's attention."""
     # T5 does not scale attention scores; its query weights are initialized smaller instead.
     scale = 1.0 if model.position == "relative" else None
-    return AttentionOptions(rate=model.attention_dropout, scale=scale)
+    return AttentionOptions(rate=model.attention_dropout, scale=scale, alibi=Alibi.of(model))
 
 
 def initial_query_scale(model: Model) -> float:

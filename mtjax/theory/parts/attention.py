@@ -265,7 +265,7 @@ def gradient_bytes(scores: Scores, plan: Plan) -> float:
 QUERIES_AT_A_TIME = 512
 """Queries whose scores XLA's kernel holds at a time with context parallelism."""
 SCORES_AT_A_TIME, LEAST_QUERIES_AT_A_TIME = 2**25, 64
-"""Scores of a rank that the kernel `blocks` holds at a time; but it holds those of at least so many queries of each head."""
+"""Scores of a rank that the kernel `blocks` holds at a time, if these are of at least so many queries per head."""
 
 
 def queries_at_a_time(rows: float, keys: float) -> int:
