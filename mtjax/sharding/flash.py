@@ -13,6 +13,7 @@ from jaxtyping import Float
 
 from mtjax.sharding.axes import explicit_axes, spec
 from mtjax.sharding.no_hoist import no_hoist
+from mtjax.theory.contract import EITHER
 
 Attend = Callable[[Array, Array, Array], Array]
 """(query, key, value) -> output, each [batch, seq, heads, head_dim]: differentiable, on one device.
@@ -113,12 +114,12 @@ class Either:
     def __call__(self, query: Array, key: Array, value: Array, more: Array) -> Array:
         """See `FlashKernel`."""
         run = (partial(kernel, more=None) for kernel in (self.first, self.second))
-        return lax.cond(more, *run, query, key, value)
+        return _either(more, *run, query, key, value)
 
     def forward(self, query: Array, key: Array, value: Array, more: Array) -> tuple[Array, Array]:
         """See `FlashKernel`."""
         run = (partial(kernel.forward, more=None) for kernel in (self.first, self.second))
-        return lax.cond(more, *run, query, key, value)
+        return _either(more, *run, query, key, value)
 
     def backward(
         self, inputs: tuple[Array, Array, Array], more: Array, out: Array, statistics: Array, gradient: Array
@@ -128,7 +129,12 @@ class Either:
         def run(kernel: FlashKernel) -> Callable[..., Any]:
             return lambda inputs, out, statistics, gradient: kernel.backward(inputs, None, out, statistics, gradient)
 
-        return lax.cond(more, run(self.first), run(self.second), inputs, out, statistics, gradient)
+        return _either(more, run(self.first), run(self.second), inputs, out, statistics, gradient)
+
+
+def _either(is_first: Array, *arguments: Any) -> Any:
+    with jax.named_scope(EITHER):
+        return lax.cond(is_first, *arguments)
 
 
 def flash_attention(
