@@ -100,6 +100,14 @@ def rotated_layers(model: Model) -> tuple[bool, ...]:
     return tuple(pattern[number % len(pattern)] == "R" for number in range(model.num_layers))
 
 
+def longest_text(model: Model) -> int:
+    """Returns the maximum number of tokens of a sequence in generation, an encoder-decoder's encoder not counted."""
+    if model.position == "rope" and model.rope_scaling in ("dynamic", "longrope"):
+        # Longer sequences rotate all their keys by other angles, and a cache holds keys that are rotated already.
+        return min(model.sequence_length, model.rope_original_length)
+    return model.sequence_length
+
+
 def rotated_dim(model: Model) -> int:
     """Returns the number of dimensions of a head that RoPE rotates, from its first on."""
     return int(head_dim(model) * model.rope_fraction)

@@ -58,6 +58,8 @@ class LayerContext:
     """The layer's number in the model, by which settings that differ between layers are selected."""
     rotation: Rotation | Rotations | None = None
     """When given, queries and keys are rotated by it, or by that of the layer."""
+    query_scale: Float[Array, "#batch seq"] | None = None
+    """When given, factors of the queries, by position."""
     is_causal: bool = True
     """Whether tokens attend only to themselves and those before them."""
     bias: Float[Array, "#batch heads seq key_seq"] | None = None

@@ -97,21 +97,6 @@ class RMSNorm(nnx.Module):
         return (normal * self.scale[...]).astype(self.dtype)
 
 
-class HeadNorm(nnx.Module):
-    """RMSNorm of each head, with one scale for all heads; the result has the type of the input."""
-
-    def __init__(self, width: int, epsilon: float) -> None:
-        """Builds scale 1."""
-        self.scale = constant(1.0, {"head_dim": width})
-        self.epsilon = epsilon
-
-    def __call__(self, heads: Float[Array, "batch seq heads head_dim"]) -> Float[Array, "batch seq heads head_dim"]:
-        """Applies to the last dimension."""
-        x = heads.astype(jnp.float32)
-        normal = x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + self.epsilon)
-        return (normal * self.scale[...]).astype(heads.dtype)
-
-
 Norm = LayerNorm | RMSNorm
 
 NORMS: Mapping[str, type[Norm]] = {"layernorm": LayerNorm, "rmsnorm": RMSNorm}

@@ -11,8 +11,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jaxtyping import Float
 
-from mtjax.sharding.axes import explicit_axes, spec
+from mtjax.sharding.axes import explicit_axes, spec, varying_like
 from mtjax.sharding.no_hoist import no_hoist
+from mtjax.sharding.sinks import gradient_of_sinks, with_sinks
 from mtjax.theory.contract import EITHER
 
 Attend = Callable[[Array, Array, Array], Array]
@@ -20,8 +21,8 @@ Attend = Callable[[Array, Array, Array], Array]
 
 Its residuals are these four arrays, one array [batch, heads, seq], and perhaps empty arrays.
 """
-Saved = tuple[Array, Array, Array, Any, Array, Array]
-"""Query, key, value, more inputs, output, and the kernel's statistics."""
+Saved = tuple[tuple[Array, Array, Array], Array | None, Any, Array, Array]
+"""Query, key and value, sinks, more inputs, output, and the kernel's statistics."""
 
 
 def cudnn(query: Array, key: Array, value: Array, *, scale: float | None = None, window: int | None = None) -> Array:
@@ -144,6 +145,7 @@ def flash_attention(
     names: tuple[str, str],
     kernel: FlashKernel,
     more: Any = None,
+    sinks: Float[Array, " heads"] | None = None,
 ) -> Float[Array, "batch seq heads value_dim"]:
     """Computes softmax attention without materializing the probabilities.
 
@@ -154,10 +156,12 @@ def flash_attention(
       names: of the arrays saved for the backward pass: the output, and float32 statistics [rows, heads, seq].
       kernel: of one rank.
       more: a tree of what else the kernel reads, without gradients: arrays [batch, seq], [heads], or scalars.
+      sinks: of each head, a logit added to the softmax's denominator; the kernel's statistics are log-sums then.
     """
+    sinks = None if sinks is None else varying_like(sinks, query)
     heads, statistics = spec("batch", "seq", "heads", "head_dim"), spec("batch", "heads", "seq")
     specs = (PartitionSpec(), spec("heads"), spec("batch", "seq"), statistics, heads)
-    return _flash(_OnRanks(kernel, specs, names), query, key, value, more)
+    return _flash(_OnRanks(kernel, specs, names), query, key, value, sinks, more)
 
 
 class _OnRanks(NamedTuple):
@@ -180,33 +184,41 @@ class _OnRanks(NamedTuple):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _flash(ranks: _OnRanks, query: Array, key: Array, value: Array, more: Any) -> Array:
+def _flash(ranks: _OnRanks, query: Array, key: Array, value: Array, sinks: Array | None, more: Any) -> Array:
+    if sinks is not None:
+        return _flash_forward(ranks, query, key, value, sinks, more)[0]
     return no_hoist(ranks.map(ranks.kernel, 4), query, key, value, more)
 
 
-def _flash_forward(ranks: _OnRanks, query: Array, key: Array, value: Array, more: Any) -> tuple[Array, Saved]:
+def _flash_forward(
+    ranks: _OnRanks, query: Array, key: Array, value: Array, sinks: Array | None, more: Any
+) -> tuple[Array, Saved]:
     """Runs the kernel; its residuals leave the map as outputs."""
     # Autodiff of a `shard_map` inside the manual region does not lower, so the maps are inside the `custom_vjp`.
     arrays = no_hoist(ranks.map(ranks.kernel.forward, (4, 3)), query, key, value, more)
+    if sinks is not None:
+        out, log_sums = with_sinks(arrays[0], arrays[1].swapaxes(1, 2), sinks)
+        arrays = (out, log_sums.swapaxes(1, 2))
     out, statistics = (checkpoint_name(a, name) for a, name in zip(arrays, ranks.names, strict=True))
-    return out, (query, key, value, more, out, statistics)
+    return out, ((query, key, value), sinks, more, out, statistics)
 
 
-def _flash_backward(ranks: _OnRanks, saved: Saved, gradient: Array) -> tuple[Array, Array, Array, None]:
+def _flash_backward(ranks: _OnRanks, saved: Saved, gradient: Array) -> tuple[Array, Array, Array, Array | None, None]:
     """Runs the kernel's backward pass with the saved output and statistics.
 
     Args:
       ranks: static arguments.
-      saved: query, key and value, more inputs, output [batch, seq, heads, value_dim], and statistics.
+      saved: query, key and value, sinks, more inputs, output [batch, seq, heads, value_dim], and statistics.
       gradient: of the output.
 
     Returns:
-      Gradients of query, key and value.
+      Gradients of query, key, value and sinks.
     """
-    query, key, value, more, out, statistics = saved
-
-    inputs = (query, key, value)
-    return *ranks.map(ranks.kernel.backward, (4, 4, 4))(inputs, more, out, statistics, gradient), None
+    inputs, sinks, more, out, statistics = saved
+    gradients = ranks.map(ranks.kernel.backward, (4, 4, 4))(inputs, more, out, statistics, gradient)
+    if sinks is None:
+        return *gradients, None, None
+    return *gradients, gradient_of_sinks(out, statistics.swapaxes(1, 2), sinks, gradient), None
 
 
 _flash.defvjp(_flash_forward, _flash_backward)

@@ -79,6 +79,6 @@ def _not_cudnn(config: Config, capability: Capability, context: int) -> Iterator
     if config.model.position == "alibi":
         yield "it adds no bias to the scores, and position is alibi"
     if config.model.attention_softcap is not None:
-        yield f"it does not cap scores, and attention_softcap is {config.model.attention_softcap}"
-    if config.model.attention_sinks:
-        yield "it has no sinks (attention_sinks)"
+        yield f"it has no cap of scores, and attention_softcap is {config.model.attention_softcap}"
+    if config.model.attention_sinks and context > 1:
+        yield "it has no sinks with context parallelism (attention_sinks)"

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
+from mtjax.models.alibi import Alibi, slopes
 from mtjax.models.kernels import cudnn, in_blocks
 from mtjax.models.kernels.options import AttentionOptions
 from mtjax.models.kernels.xla import causal_mask, softmax_attention
@@ -85,20 +86,42 @@ def without_a_window(query, key, value, documents):
     return flash_attention(query, key, value, ("output", "statistics"), kernel, more)
 
 
+def with_sinks(query, key, value, documents):
+    kernel = Differentiable(stand_in_for)
+    return flash_attention(query, key, value, ("output", "statistics"), kernel, sinks=sinks_of(query))
+
+
 def options_of(window):
     return AttentionOptions(window=jnp.asarray(window), windows=(5, 100))
 
 
-def plain(query, key, value, documents, window=None):
+def sinks_of(query):
+    """Logits that depend on the queries, so that their gradients are compared too."""
+    return query[..., 0].sum((0, 1)) / 100
+
+
+def plain(query, key, value, documents, window=None, **settings):
     mask = causal_mask(query.shape[1], documents, window)
-    return softmax_attention(query, key, value, mask, AttentionOptions(), None)
+    settings = {"sinks": sinks_of(query)} | settings if settings.pop("with_sinks", False) else settings
+    return softmax_attention(query, key, value, mask, AttentionOptions(**settings), None)
 
 
 def in_blocks_of_4(query, key, value, documents):
     return in_blocks.attend(query, key, value, LayerContext(segment_ids=documents), options_of(5))
 
 
-WINDOWS = {in_blocks_of_4: 5, with_a_window: 5}
+def in_blocks_with_all(query, key, value, documents):
+    options = AttentionOptions(scale=0.3, softcap=2.0, sinks=sinks_of(query), alibi=SLOPES)
+    return in_blocks.attend(query, key, value, LayerContext(segment_ids=documents), options)
+
+
+SLOPES = Alibi(slopes(8))
+SETTINGS = {
+    in_blocks_of_4: {"window": 5},
+    in_blocks_with_all: {"scale": 0.3, "softcap": 2.0, "alibi": SLOPES, "with_sinks": True},
+    with_a_window: {"window": 5},
+    with_sinks: {"with_sinks": True},
+}
 
 
 @pytest.mark.parametrize(
@@ -109,7 +132,9 @@ WINDOWS = {in_blocks_of_4: 5, with_a_window: 5}
         (flash, "1x1", 2),
         (flash, "2x4", 4),
         (with_a_window, "2x4", 4),
+        (with_sinks, "2x4", 4),
         (in_blocks_of_4, "2x4", 4),
+        (in_blocks_with_all, "2x4", 4),
         pytest.param(without_a_window, "1x1", 2, marks=pytest.mark.long),
         pytest.param(in_blocks_of_4, "1x1", 2, marks=pytest.mark.long),
         pytest.param(flash, "1x1", 8, marks=pytest.mark.long),
@@ -121,7 +146,7 @@ def test_flash_equals_plain_attention_and_its_gradients(attend, mesh, groups, mo
     place, random = mesh_of(mesh), np.random.default_rng(0)
     arrays = [random.normal(size=(8, 32, n, 16)).astype(np.float32) for n in (8, groups, groups)]
     batch = [jax.device_put(a, NamedSharding(place, HEADS)) for a in arrays]
-    if attend is in_blocks_of_4:
+    if attend in (in_blocks_of_4, in_blocks_with_all):
         documents = np.cumsum(random.random((8, 32)) < 0.2, axis=1, dtype=np.int32)
         batch.append(jax.device_put(documents, NamedSharding(place, TOKENS)))
     scales = {
@@ -137,11 +162,11 @@ def test_flash_equals_plain_attention_and_its_gradients(attend, mesh, groups, mo
 
         return gradients_like(loss_sum, dict.fromkeys(scales, ("heads", "head_dim")), scales, batch, mesh)
 
-    known = partial(plain, window=WINDOWS.get(attend))
+    known = partial(plain, **SETTINGS.get(attend, {}))
     with jax.set_mesh(place):
-        (losses, slopes), (theirs, expected) = (jax.jit(lambda f=f: gradients(f))() for f in (attend, known))
+        (losses, found), (theirs, expected) = (jax.jit(lambda f=f: gradients(f))() for f in (attend, known))
     np.testing.assert_allclose(losses["loss"], theirs["loss"], rtol=1e-5)
-    for slope, known in zip(slopes.values(), expected.values(), strict=True):
+    for slope, known in zip(found.values(), expected.values(), strict=True):
         np.testing.assert_allclose(slope, known, atol=1e-5 * np.abs(known).max())
 
 

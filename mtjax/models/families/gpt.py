@@ -23,7 +23,7 @@ from mtjax.models.kv_cache import CachePositions
 from mtjax.models.layer_context import PADDING_MASK, RESIDUAL, LayerContext, Padding
 from mtjax.models.norms import make_norm
 from mtjax.models.recompute import Recompute
-from mtjax.models.rotary import Rotary
+from mtjax.models.rotary import QueryScale, Rotary
 from mtjax.models.stack import InterleavedStacks, Stack
 from mtjax.models.trunk import (
     HARD,
@@ -55,6 +55,7 @@ class Decoder(nnx.Module):
         self.embedding = vocabulary_table(model, table_key)
         self.positions = position_table(model, model.sequence_length, position_key)
         self.rotary = Rotary(model) if model.position == "rope" else None
+        self.query_scale = QueryScale(model) if model.attention_scale_beta else None
         recompute = Recompute.of(config.training)
         kind = "transformer with experts" if model.num_experts else "transformer"
         stack = partial(Stack, model, dtype, recompute=recompute, parallel=config.parallel, key=stack_key)
@@ -114,12 +115,14 @@ class Decoder(nnx.Module):
             expert_dispatch=self.expert_dispatch,
             padding=Padding.of(batch),
         )
-        if self.rotary is None:
+        if self.rotary is None and self.query_scale is None:
             return context
         # Without position ids, all samples have the same positions: [1, seq], broadcast over the batch.
         if ids is None:
             ids = (jnp.arange(length) if positions is None else positions)[None]
-        return dataclasses.replace(context, rotation=self.rotary(ids, length * num_shards("seq")))
+        rotation = None if self.rotary is None else self.rotary(ids, length * num_shards("seq"))
+        scale = None if self.query_scale is None else self.query_scale(ids)
+        return dataclasses.replace(context, rotation=rotation, query_scale=scale)
 
 
 class GPT(Decoder, WithVocabulary):

@@ -49,14 +49,17 @@ def attend_across(
         dropout = DropoutState(key_data, jnp.arange(query.shape[2]))
     length = query.shape[1] * num_shards("seq")
     blocks: BlockKernel = (
-        XlaBlocks(scale, options.rate, length, options.alibi) if kernel == "xla" else CudnnBlocks(scale)
+        XlaBlocks(scale, options.rate, length, options.softcap, options.alibi)
+        if kernel == "xla"
+        else CudnnBlocks(scale)
     )
     names = (ATTENTION_OUTPUT, ATTENTION_STATISTICS)
     first = None if options.window is None else context.positions - (options.window - 1)
     queries = QueryBlock(query, context.positions, context.segment_ids, first)
     if options.alibi is not None:
         queries = queries._replace(slopes=options.alibi.by_head())
-    return context_attention(blocks, context.context_method, context.is_causal, queries, key, value, dropout, names)
+    method, is_causal = context.context_method, context.is_causal
+    return context_attention(blocks, method, is_causal, queries, key, value, dropout, names, options.sinks)
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,8 @@ class XlaBlocks:
     """Of the dropout on probabilities."""
     length: int = 0
     """Tokens of a sample, from which the indices of dropout's random bits are computed."""
+    softcap: float | None = None
+    """When given, the cap of scores."""
     alibi: Alibi | None = None
     """When given, biases are added to the scores, with the slopes of the queries' heads."""
     at_a_time: int | None = None
@@ -82,7 +87,7 @@ class XlaBlocks:
         # einsum letters: b batch, q queries, k keys, g groups (KV heads), m heads of a group, d head_dim
         def one(_: None, chunk: QueryBlock) -> tuple[None, tuple[Array, Array]]:
             """Attends from a chunk of queries to all keys: the output and log-sums."""
-            scores, factors = self._scores(chunk, keys, dropout, is_causal)
+            scores, _, factors = self._scores(chunk, keys, dropout, is_causal)
             log_sums = jax.nn.logsumexp(scores, axis=-1)
             probabilities = (jnp.exp(scores - log_sums[..., None]) * factors).astype(keys.value.dtype)
             mixed = jnp.einsum("bgmqk,bkgd->bqgmd", probabilities, keys.value)
@@ -103,13 +108,13 @@ class XlaBlocks:
         def one(sums: tuple[Array, Array], chunk: QueryBlock) -> tuple[tuple[Array, Array], Array]:
             """Differentiates a chunk of queries; gradients of keys and values accumulate in the carry."""
             assert chunk.mixed is not None and chunk.log_sums is not None and chunk.gradient is not None
-            scores, factors = self._scores(chunk, keys, dropout, is_causal)
+            scores, derivative, factors = self._scores(chunk, keys, dropout, is_causal)
             probabilities = jnp.exp(scores - grouped(chunk.log_sums).transpose(0, 2, 3, 1)[..., None])
             gradient = grouped(chunk.gradient)
             row_sums = (grouped(chunk.mixed).astype(jnp.float32) * gradient.astype(jnp.float32)).sum(-1)
             d_probabilities = einsum_float32("bqgmd,bkgd->bgmqk", gradient, keys.value) * factors
             d_scores = probabilities * (d_probabilities - row_sums.transpose(0, 2, 3, 1)[..., None]) * self.scale
-            d_scores = d_scores.astype(keys.key.dtype)
+            d_scores = (d_scores * derivative).astype(keys.key.dtype)
             d_key = einsum_float32("bgmqk,bqgmd->bkgd", d_scores, grouped(chunk.query))
             d_value = einsum_float32("bgmqk,bqgmd->bkgd", (probabilities * factors).astype(gradient.dtype), gradient)
             d_query = jnp.einsum("bgmqk,bkgd->bqgmd", d_scores, keys.key).reshape(chunk.query.shape)
@@ -122,14 +127,19 @@ class XlaBlocks:
 
     def _scores(
         self, queries: QueryBlock, keys: KVBlock, dropout: DropoutState | None, is_causal: bool
-    ) -> tuple[Array, Any]:
-        """Computes masked scores, and the factors 0 or 1 / (1 - rate) by which dropout multiplies probabilities.
+    ) -> tuple[Array, Any, Any]:
+        """Computes masked scores, the derivative of their cap, and the factors 0 or 1 / (1 - rate) by which dropout
+        multiplies probabilities.
 
         Returns:
-          float32 [batch, groups, heads / groups, seq, key_seq] each; the factors are 1.0 without dropout.
+          float32 [batch, groups, heads / groups, seq, key_seq] each; 1.0 without a cap, and without dropout.
         """
         query = _grouped(queries.query * self.scale, keys.key.shape[2])
         scores = jnp.einsum("bqgmd,bkgd->bgmqk", query, keys.key, preferred_element_type=jnp.float32)
+        derivative = 1.0
+        if self.softcap is not None:
+            tanh = jnp.tanh(scores / self.softcap)
+            scores, derivative = self.softcap * tanh, 1 - jnp.square(tanh)
         if self.alibi is not None and queries.slopes is not None:
             slopes = _grouped(queries.slopes, keys.key.shape[2]).transpose(0, 2, 3, 1)[..., None]
             of_queries = self.alibi.at(queries.positions[:, None, None, :, None], slopes)
@@ -144,8 +154,8 @@ class XlaBlocks:
         if seen is not None:
             scores = jnp.where(seen[:, None, None], scores, NEVER)
         if dropout is None:
-            return scores, 1.0
-        return scores, self._dropout_factors(queries, keys, dropout).reshape(scores.shape)
+            return scores, derivative, 1.0
+        return scores, derivative, self._dropout_factors(queries, keys, dropout).reshape(scores.shape)
 
     def _dropout_factors(self, queries: QueryBlock, keys: KVBlock, dropout: DropoutState) -> Array:
         """Computes the factors, float32 [batch, heads, seq, key_seq], by the positions of queries and keys."""

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float
 
-from mtjax.models.kernels.options import AttentionOptions
+from mtjax.models.kernels.options import AttentionOptions, softmax_with_sinks
 from mtjax.models.kernels.xla import HEADS, HIDDEN_SCORE
 from mtjax.models.kv_cache import CachePositions, KVCache
 from mtjax.sharding.axes import spec
@@ -58,9 +58,16 @@ def attend_grouped(
     query = query.reshape(batch, groups, -1, width, out_sharding=spec("batch", "heads", None, "head_dim"))
     scores = jnp.einsum("bgqd,bgkd->bgqk", query, keys, preferred_element_type=jnp.float32)
     scores = scores.reshape(batch, groups, heads // groups, seq, length, out_sharding=grouped)
+    if options.softcap is not None:
+        scores = options.softcap * jnp.tanh(scores / options.softcap)
     if bias is not None:
         scores += bias.reshape(bias.shape[0], groups, -1, *bias.shape[2:], out_sharding=grouped)
-    probabilities = jax.nn.softmax(jnp.where(is_visible[:, None, None], scores, HIDDEN_SCORE), axis=-1)
+    scores = jnp.where(is_visible[:, None, None], scores, HIDDEN_SCORE)
+    if options.sinks is None:
+        probabilities = jax.nn.softmax(scores, axis=-1)
+    else:
+        sinks = options.sinks.reshape(groups, -1, 1, 1, out_sharding=spec("heads", None, None, None))
+        probabilities = softmax_with_sinks(scores, sinks)
     probabilities = probabilities.astype(values.dtype)
     probabilities = probabilities.reshape(
         batch, groups, -1, length, out_sharding=spec("batch", "heads", None, "key_seq")

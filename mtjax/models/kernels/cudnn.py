@@ -22,14 +22,16 @@ def attend(
 ) -> Float[Array, "batch seq heads head_dim"]:
     """Computes causal self-attention.
 
-    It has no documents, bias, dropout, cap or sinks: `mtjax.theory.attention` chooses it only for models without these.
+    It has no documents, bias, dropout or cap: `mtjax.theory.attention` chooses it only for models without these.
     """
     assert context.is_causal and context.segment_ids is None and context.bias is None and options.alibi is None
-    assert options.rate == 0 and options.softcap is None and options.sinks is None
+    assert options.rate == 0 and options.softcap is None
     if context.positions is not None:
         return attend_across("cudnn", query, key, value, context, options)
     kernel, more = with_window(flash.cudnn, query.shape[1], options)
-    return flash.flash_attention(query, key, value, (ATTENTION_OUTPUT, ATTENTION_STATISTICS), kernel, more)
+    return flash.flash_attention(
+        query, key, value, (ATTENTION_OUTPUT, ATTENTION_STATISTICS), kernel, more, options.sinks
+    )
 
 
 def with_window(

@@ -30,11 +30,12 @@ def attend(
     if context.positions is not None:
         return attend_across("xla", query, key, value, context, options)
     scale = query.shape[-1] ** -0.5 if options.scale is None else options.scale
-    kernel = _InBlocks(scale, context.is_causal, options.alibi)
+    kernel = _InBlocks(scale, context.is_causal, options.softcap, options.alibi)
     window = None if options.window is None else jnp.asarray(options.window)
     slopes = None if options.alibi is None else options.alibi.by_head()
     inputs = _Inputs(context.segment_ids, window, slopes)
-    return flash_attention(query, key, value, (ATTENTION_OUTPUT, ATTENTION_STATISTICS), kernel, inputs)
+    names = (ATTENTION_OUTPUT, ATTENTION_STATISTICS)
+    return flash_attention(query, key, value, names, kernel, inputs, options.sinks)
 
 
 class _Inputs(NamedTuple):
@@ -51,6 +52,7 @@ class _InBlocks:
 
     scale: float
     is_causal: bool
+    softcap: float | None
     alibi: Alibi | None
 
     def __call__(self, query: Array, key: Array, value: Array, more: _Inputs) -> Array:
@@ -76,7 +78,9 @@ class _InBlocks:
 
     def _kernel(self, query: Array, key: Array) -> XlaBlocks:
         rows = query.shape[0] * query.shape[2]
-        return XlaBlocks(self.scale, alibi=self.alibi, at_a_time=queries_at_a_time(rows, key.shape[1]))
+        return XlaBlocks(
+            self.scale, softcap=self.softcap, alibi=self.alibi, at_a_time=queries_at_a_time(rows, key.shape[1])
+        )
 
 
 def _blocks(query: Array, key: Array, value: Array, more: _Inputs) -> tuple[QueryBlock, KVBlock]:

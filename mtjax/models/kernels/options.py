@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
@@ -26,3 +27,10 @@ class AttentionOptions:
     """Where the layer's number selects the window, those of all layers: one length, and others longer than a sample."""
     alibi: Alibi | None = None
     """When given, its biases are added to the scores."""
+
+
+def softmax_with_sinks(scores: Float[Array, "... key_seq"], sinks: Float[Array, "..."]) -> Float[Array, "... key_seq"]:
+    """Computes softmax over keys whose denominator has one more logit, `sinks`, [..., 1]."""
+    highest = jnp.maximum(scores.max(-1, keepdims=True), sinks)
+    weights = jnp.exp(scores - highest)
+    return weights / (weights.sum(-1, keepdims=True) + jnp.exp(sinks - highest))

@@ -12,8 +12,9 @@ from jax import Array
 from jaxtyping import Float
 
 from mtjax.config import Model
-from mtjax.config.sizes import attention_windows, head_dim, num_kv_heads
+from mtjax.config.sizes import attention_biases, attention_windows, head_dim, num_kv_heads
 from mtjax.models.alibi import Alibi
+from mtjax.models.head_norm import HeadNorm
 from mtjax.models.kernels import cudnn, in_blocks, xla
 from mtjax.models.kernels.cached import attend_cached
 from mtjax.models.kernels.options import AttentionOptions
@@ -23,7 +24,6 @@ from mtjax.models.layer_context import LayerContext
 from mtjax.models.linear import Linear, constant, normal
 from mtjax.models.lora import Adapter, gather_sequence_shared, lora_input_dropout
 from mtjax.models.mixers.mixer import State
-from mtjax.models.norms import HeadNorm
 from mtjax.models.of_layer import of_layer
 from mtjax.models.project import project
 from mtjax.models.rotary import rotate
@@ -61,10 +61,13 @@ class SelfAttention(nnx.Module):
         is_grouped = num_kv_heads(model) != model.num_heads
         self.qkv = (GroupedQKV if is_grouped else FusedQKV)(model, key=qkv_key)
         self.low = adapters_of(model, "attention")
-        bias = model.bias
+        bias = attention_biases(model)[1]
         self.output = Linear(heads, embed, std=output_std, bias=bias, sequence="act_seq", low=self.low, key=output_key)
-        self.query_norm = HeadNorm(head_dim(model), model.norm_epsilon) if model.qk_norm else None
-        self.key_norm = HeadNorm(head_dim(model), model.norm_epsilon) if model.qk_norm else None
+        self.query_norm = HeadNorm(model, "heads", model.num_heads) if model.qk_norm else None
+        self.key_norm = HeadNorm(model, "kv_heads", num_kv_heads(model)) if model.qk_norm else None
+        self.norms_after_rope = model.qk_norm_after_rope
+        self.clip = model.qkv_clip
+        self.sinks = constant(0.0, {"heads": model.num_heads}) if model.attention_sinks else None
         self.options = attention_options(model)
         self.windows = attention_windows(model)
         self.attend = KERNELS[model.attention]
@@ -85,10 +88,7 @@ class SelfAttention(nnx.Module):
         query, key, value = self.qkv(*gather_sequence_shared(x, self.low, context, QKV_SITE))
         # With sequence parallelism the product's input was all-gathered along the sequence; from here to the output
         # projection each rank has its heads of all tokens.
-        if self.query_norm is not None and self.key_norm is not None:
-            query, key = self.query_norm(query), self.key_norm(key)
-        # Cached keys are stored rotated, by their positions.
-        query, key = (rotate(a, context.rotation, context.layer) for a in (query, key))
+        query, key, value = self._prepared(query, key, value, context)
         options = self._options(context)
         # Training and evaluation have no state; generation has a KV cache.
         if state is None:
@@ -100,11 +100,31 @@ class SelfAttention(nnx.Module):
         return self.output(mixed, lora_input_dropout(mixed, self.low, context, OUTPUT_SITE, "heads", "head_dim")), state
 
     def _options(self, context: LayerContext) -> AttentionOptions:
-        """Returns the options of the layer."""
-        if self.windows is None:
-            return self.options
-        window = of_layer(self.windows, context.layer)
-        return dataclasses.replace(self.options, window=window, windows=self.windows)
+        """Returns the layer's options, with its window and sinks."""
+        options = self.options
+        if self.windows is not None:
+            window = of_layer(self.windows, context.layer)
+            options = dataclasses.replace(options, window=window, windows=self.windows)
+        return options if self.sinks is None else dataclasses.replace(options, sinks=self.sinks[...])
+
+    def _prepared(self, query: Array, key: Array, value: Array, context: LayerContext) -> tuple[Array, Array, Array]:
+        """Normalizes, clips, rotates and scales query, key and value, [batch, seq, heads, head_dim] each."""
+        norms = (self.query_norm, self.key_norm)
+        if not self.norms_after_rope:
+            query, key = _normalized(query, key, *norms)
+        if self.clip is not None:
+            query, key, value = (jnp.clip(a, -self.clip, self.clip) for a in (query, key, value))
+        # Cached keys are stored rotated, by their positions.
+        query, key = (rotate(a, context.rotation, context.layer) for a in (query, key))
+        if self.norms_after_rope:
+            query, key = _normalized(query, key, *norms)
+        if context.query_scale is not None:
+            query = (query * context.query_scale[:, :, None, None]).astype(query.dtype)
+        return query, key, value
+
+
+def _normalized(query: Array, key: Array, query_norm: HeadNorm | None, key_norm: HeadNorm | None) -> tuple[Array, ...]:
+    return query if query_norm is None else query_norm(query), key if key_norm is None else key_norm(key)
 
 
 class FusedQKV(nnx.Module):
@@ -117,7 +137,7 @@ class FusedQKV(nnx.Module):
         if (scale := initial_query_scale(model)) != 1:
             # Of [embed, 3, heads, head_dim], the query's third alone.
             self.weight[...] = self.weight[...] * jnp.array([scale, 1.0, 1.0])[None, :, None, None]
-        self.bias = constant(0.0, outputs) if model.bias else None
+        self.bias = constant(0.0, outputs) if attention_biases(model)[0] else None
         low = adapters_of(model, "attention")
         self.lora = Adapter({"embed": model.hidden_size}, outputs, low, key=key) if low else None
 
@@ -144,7 +164,8 @@ class GroupedQKV(nnx.Module):
         """Draws the weights, [embed, heads, head_dim] and [embed, 2, kv_heads, head_dim]."""
         query_key, kv_key = jax.random.split(key)
         embed, width = {"embed": model.hidden_size}, {"head_dim": head_dim(model)}
-        settings = {"std": model.init_std, "bias": model.bias, "low": adapters_of(model, "attention")}
+        bias, low = attention_biases(model)[0], adapters_of(model, "attention")
+        settings = {"std": model.init_std, "bias": bias, "low": low}
         self.query = Linear(embed, {"heads": model.num_heads, **width}, **settings, key=query_key)
         shared = {"kv": 2, "kv_heads": num_kv_heads(model), **width}
         self.key_value = Linear(embed, shared, **settings, key=kv_key)
@@ -210,9 +231,10 @@ def _by_groups(query: Array, key_value: Array) -> Array:
 
 def attention_options(model: Model) -> AttentionOptions:
     """Returns the options of a model's attention."""
-    # T5 does not scale attention scores; its query weights are initialized smaller instead.
-    scale = 1.0 if model.position == "relative" else None
-    return AttentionOptions(rate=model.attention_dropout, scale=scale, alibi=Alibi.of(model))
+    scale = model.attention_scale
+    if scale is None and model.position == "relative":
+        scale = 1.0  # T5 does not scale attention scores; its query weights are initialized smaller instead.
+    return AttentionOptions(model.attention_dropout, scale, model.attention_softcap, alibi=Alibi.of(model))
 
 
 def initial_query_scale(model: Model) -> float:

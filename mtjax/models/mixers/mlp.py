@@ -8,7 +8,7 @@ from jax import Array
 from jaxtyping import Float
 
 from mtjax.config import Model
-from mtjax.config.sizes import GATED, mlp_size
+from mtjax.config.sizes import GATED, mlp_bias, mlp_size
 from mtjax.models.activations import ACTIVATIONS
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.linear import Linear
@@ -34,7 +34,7 @@ class MLP(nnx.Module):
         # A gated activation has a fused product for gate and up: [embed, 2, mlp].
         gate = {"gate": 2} if model.activation in GATED else {}
         self.low = adapters_of(model, "mlp")
-        settings = {"bias": model.bias, "low": self.low}
+        settings = {"bias": mlp_bias(model), "low": self.low}
         self.up = Linear(embed, {**gate, **inner}, std=model.init_std, **settings, key=up_key)
         self.down = Linear(inner, embed, std=output_std, **settings, sequence="act_seq", key=down_key)
         self.activation = ACTIVATIONS[model.activation]

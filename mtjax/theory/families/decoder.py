@@ -3,11 +3,13 @@
 from mtjax.config import Model
 from mtjax.config.sizes import (
     GATED,
+    attention_biases,
     dense_layers,
     expert_capacity,
     expert_size,
     head_dim,
     main_layers,
+    mlp_bias,
     mlp_size,
     num_kv_heads,
     num_outputs,
@@ -66,7 +68,7 @@ def self_attention(model: Model, tokens: int, *, is_causal: bool) -> Attention:
         kv_heads=num_kv_heads(model),
         head_dim=head_dim(model),
         norm=model.norm,
-        bias=model.bias,
+        biases=attention_biases(model),
         is_causal=is_causal,
         rank=low.rank if (low := adapters_of(model, "attention")) else 0,
         norms_heads=model.qk_norm,
@@ -100,6 +102,6 @@ def mlp(model: Model, tokens: int) -> MLP:
         inner=mlp_size(model),
         is_gated=model.activation in GATED,
         norm=model.norm,
-        bias=model.bias,
+        bias=mlp_bias(model),
         rank=low.rank if (low := adapters_of(model, "mlp")) else 0,
     )

@@ -1,7 +1,7 @@
 """T5: an encoder and a decoder with one embedding table; the decoder has cross-attention over the encoder's output."""
 
 from mtjax.config import Model
-from mtjax.config.sizes import decoder_layers, decoder_length, head_dim, padded_vocab_size
+from mtjax.config.sizes import attention_biases, decoder_layers, decoder_length, head_dim, padded_vocab_size
 from mtjax.theory.anatomy import Anatomy, Stack
 from mtjax.theory.families.decoder import mlp, self_attention
 from mtjax.theory.parts.attention import CrossAttention
@@ -24,7 +24,7 @@ def t5(model: Model) -> Anatomy:
         heads=model.num_heads,
         head_dim=head_dim(model),
         norm=model.norm,
-        bias=model.bias,
+        biases=attention_biases(model),
     )
     encoder = (self_attention(model, read, is_causal=False), mlp(model, read))
     decoder = (self_attention(model, written, is_causal=True), cross, mlp(model, written))

@@ -41,7 +41,8 @@ class _Heads(Part):
     """Query heads."""
     head_dim: int
     norm: str
-    bias: bool
+    biases: tuple[bool, bool]
+    """Of query, key and value; of the output projection."""
 
     @property
     def query_size(self) -> int:
@@ -87,14 +88,14 @@ class Attention(_Heads):
     @property
     def weights(self) -> list[Weight]:
         embed, heads = {"embed": self.hidden}, {"heads": self.heads, "head_dim": self.head_dim}
-        bias, rank = self.bias, self.rank
+        (bias, output_bias), rank = self.biases, self.rank
         if self.kv_heads == self.heads:
             inputs = linear("attention.qkv", embed, {"qkv": 3, **heads}, bias=bias, rank=rank)
         else:
             kv_heads = {"kv": 2, "kv_heads": self.kv_heads, "head_dim": self.head_dim}
             inputs = linear("attention.qkv.query", embed, heads, bias=bias, rank=rank)
             inputs += linear("attention.qkv.key_value", embed, kv_heads, bias=bias, rank=rank)
-        output = linear("attention.output", heads, embed, bias=bias, rank=rank)
+        output = linear("attention.output", heads, embed, bias=output_bias, rank=rank)
         head_norms = ("query_norm", "key_norm") if self.norms_heads else ()
         norms = [weight(f"attention.{name}.scale", {"head_dim": self.head_dim}) for name in head_norms]
         return [*norm("attention_norm", self.norm, self.hidden), *inputs, *output, *norms]
@@ -136,7 +137,7 @@ class Attention(_Heads):
         learns = self.rank > 0 or not stream.is_frozen
         lines = [*sublayer_collectives(stream, "attention", learns=learns), *context_collectives(stream)]
         # Fewer key heads than ranks: ranks that share one all-reduce its gradient.
-        kv_gradients = f"2*key_width*{'(hidden + 1)' if self.bias else 'hidden'}"
+        kv_gradients = f"2*key_width*{'(hidden + 1)' if self.biases[0] else 'hidden'}"
         if stream.is_frozen:
             if self.rank and stream.shares_heads:
                 why = "gradient of B of replicated key and value heads"
@@ -148,7 +149,7 @@ class Attention(_Heads):
         if self.norms_heads:
             lines.append(local_gradient_sums(stream, f"{stream.side}layers*2*head_width", "gradients of QK norms"))
         if stream.split:
-            lines += vector_gradient_sums(stream, self.norm, self.bias)
+            lines += vector_gradient_sums(stream, self.norm, self.biases[1])
             if stream.shares_heads:
                 lines.append(
                     local_gradient_sums(stream, f"{stream.side}layers*{kv_gradients}", "replicated key and value heads")
@@ -170,11 +171,12 @@ class CrossAttention(_Heads):
     @property
     def weights(self) -> list[Weight]:
         embed, heads = {"embed": self.hidden}, {"heads": self.heads, "head_dim": self.head_dim}
+        bias, output_bias = self.biases
         return [
             *norm("cross_norm", self.norm, self.hidden),
-            *linear("cross.query", embed, heads, bias=self.bias),
-            *linear("cross.key_value", embed, {"kv": 2, **heads}, bias=self.bias),
-            *linear("cross.output", heads, embed, bias=self.bias),
+            *linear("cross.query", embed, heads, bias=bias),
+            *linear("cross.key_value", embed, {"kv": 2, **heads}, bias=bias),
+            *linear("cross.output", heads, embed, bias=output_bias),
         ]
 
     @property
@@ -225,7 +227,7 @@ class CrossAttention(_Heads):
             over_model(
                 LAYER_RECOMPUTE, "all-gather", f"2*{grouped}", every, f"{what}, twice a layer or once a group", **merged
             ),
-            *vector_gradient_sums(stream, self.norm, self.bias),
+            *vector_gradient_sums(stream, self.norm, self.biases[1]),
         ]
 
 
