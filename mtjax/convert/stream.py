@@ -159,7 +159,8 @@ def check_folder(folder: Path, kind: str = "") -> None:
         raise UserError(f"{folder} is not a folder")
     advice = ""
     if kind == "hf" and may_be_on_hub(folder):
-        advice = f". hf: needs a local folder: download the model with {download_command(folder)}"
+        advice = ". hf: needs a folder, or OWNER/NAME on the Hugging Face hub: download the model with "
+        advice += download_command(folder)
     raise UserError(f"{folder} does not exist{advice}")
 
 
@@ -213,7 +214,8 @@ def config_of(settings: Mapping[str, Any], source: str) -> Config:
     missing = [name for name, value in settings.items() if value is None and default[name] is not None]
     if missing:
         raise UserError(f"{source} is missing {', '.join(missing)}")
-    config = from_dict({"model": {name: v for name, v in settings.items() if v is not None}}, source=source)
+    given = {name: list(v) if isinstance(v, tuple) else v for name, v in settings.items() if v is not None}
+    config = from_dict({"model": given}, source=source)
     validate(config)
     model = config.model
     # Default values are dropped, so that a converted config equals that of a run.

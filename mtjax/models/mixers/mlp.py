@@ -3,6 +3,7 @@
 from typing import ClassVar
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from jaxtyping import Float
@@ -40,8 +41,16 @@ class MLP(nnx.Module):
         self.activation = ACTIVATIONS[model.activation]
 
     def __call__(
-        self, x: Float[Array, "batch act_seq embed"], context: LayerContext, state: State
+        self,
+        x: Float[Array, "batch act_seq embed"],
+        context: LayerContext,
+        state: State,
+        factor: Float[Array, "batch seq 1"] | None = None,
     ) -> tuple[Float[Array, "batch act_seq embed"], State]:
-        """Applies to each token; there is no state."""
+        """Applies to each token, and multiplies the output by `factor`, if any; there is no state."""
         inner = self.activation(self.up(*gather_sequence_shared(x, self.low, context, UP_SITE)))
+        if factor is not None:
+            # Before the row-parallel product, whose output is then reduced together with what is added to it; in
+            # float32, so that the factor's gradient is reduced in float32.
+            inner = (inner.astype(jnp.float32) * factor).astype(inner.dtype)
         return self.down(inner, lora_input_dropout(inner, self.low, context, DOWN_SITE, "mlp")), state
