@@ -90,8 +90,7 @@ class XlaBlocks:
             scores, _, factors = self._scores(chunk, keys, dropout, is_causal)
             log_sums = jax.nn.logsumexp(scores, axis=-1)
             probabilities = (jnp.exp(scores - log_sums[..., None]) * factors).astype(keys.value.dtype)
-            mixed = jnp.einsum("bgmqk,bkgd->bqgmd", probabilities, keys.value)
-            mixed = mixed.reshape(*chunk.query.shape[:3], -1)
+            mixed = _by_token(jnp.einsum("bgmqk,bkgd->bgmqd", probabilities, keys.value))
             return None, (mixed, log_sums.reshape(log_sums.shape[0], -1, log_sums.shape[-1]).swapaxes(1, 2))
 
         return _scan_queries(one, None, queries, self.at_a_time)[1]
@@ -110,14 +109,14 @@ class XlaBlocks:
             assert chunk.mixed is not None and chunk.log_sums is not None and chunk.gradient is not None
             scores, derivative, factors = self._scores(chunk, keys, dropout, is_causal)
             probabilities = jnp.exp(scores - grouped(chunk.log_sums).transpose(0, 2, 3, 1)[..., None])
-            gradient = grouped(chunk.gradient)
-            row_sums = (grouped(chunk.mixed).astype(jnp.float32) * gradient.astype(jnp.float32)).sum(-1)
-            d_probabilities = einsum_float32("bqgmd,bkgd->bgmqk", gradient, keys.value) * factors
-            d_scores = probabilities * (d_probabilities - row_sums.transpose(0, 2, 3, 1)[..., None]) * self.scale
+            mixed, gradient, query = (_by_head(grouped(a)) for a in (chunk.mixed, chunk.gradient, chunk.query))
+            row_sums = (mixed.astype(jnp.float32) * gradient.astype(jnp.float32)).sum(-1)
+            d_probabilities = einsum_float32("bgmqd,bkgd->bgmqk", gradient, keys.value) * factors
+            d_scores = probabilities * (d_probabilities - row_sums[..., None]) * self.scale
             d_scores = (d_scores * derivative).astype(keys.key.dtype)
-            d_key = einsum_float32("bgmqk,bqgmd->bkgd", d_scores, grouped(chunk.query))
-            d_value = einsum_float32("bgmqk,bqgmd->bkgd", (probabilities * factors).astype(gradient.dtype), gradient)
-            d_query = jnp.einsum("bgmqk,bkgd->bqgmd", d_scores, keys.key).reshape(chunk.query.shape)
+            d_key = einsum_float32("bgmqk,bgmqd->bkgd", d_scores, query)
+            d_value = einsum_float32("bgmqk,bgmqd->bkgd", (probabilities * factors).astype(gradient.dtype), gradient)
+            d_query = _by_token(jnp.einsum("bgmqk,bkgd->bgmqd", d_scores, keys.key))
             return (sums[0] + d_key, sums[1] + d_value), d_query
 
         arrays = jax.tree.leaves((queries, keys, dropout))
@@ -134,8 +133,9 @@ class XlaBlocks:
         Returns:
           float32 [batch, groups, heads / groups, seq, key_seq] each; 1.0 without a cap, and without dropout.
         """
-        query = _grouped(queries.query * self.scale, keys.key.shape[2])
-        scores = jnp.einsum("bqgmd,bkgd->bgmqk", query, keys.key, preferred_element_type=jnp.float32)
+        # XLA: products have einsum's natural order of dimensions: any other would transpose an array of scores.
+        query = _by_head(_grouped(queries.query * self.scale, keys.key.shape[2]))
+        scores = jnp.einsum("bgmqd,bkgd->bgmqk", query, keys.key, preferred_element_type=jnp.float32)
         derivative = 1.0
         if self.softcap is not None:
             tanh = jnp.tanh(scores / self.softcap)
@@ -177,6 +177,16 @@ class XlaBlocks:
 def _grouped(a: Array, groups: int) -> Array:
     """Groups heads that share a key: [batch, seq, heads, ...] -> [batch, seq, groups, heads / groups, ...]."""
     return a.reshape(*a.shape[:2], groups, -1, *a.shape[3:])
+
+
+def _by_head(a: Array) -> Array:
+    """[batch, seq, groups, heads / groups, width] -> [batch, groups, heads / groups, seq, width]."""
+    return a.transpose(0, 2, 3, 1, 4)
+
+
+def _by_token(a: Array) -> Array:
+    """[batch, groups, heads / groups, seq, width] -> [batch, seq, heads, width]."""
+    return a.transpose(0, 3, 1, 2, 4).reshape(a.shape[0], a.shape[3], -1, a.shape[4])
 
 
 def _scan_queries(
