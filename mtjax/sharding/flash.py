@@ -106,34 +106,40 @@ class Differentiable:
 
 @dataclass(frozen=True)
 class Either:
-    """One of two kernels, by `more`: a bool, equal on all ranks."""
+    """One of two kernels. `more` is a bool that is equal on all ranks, and what both kernels read."""
 
     first: FlashKernel
     """If it is true."""
     second: FlashKernel
 
-    def __call__(self, query: Array, key: Array, value: Array, more: Array) -> Array:
+    def __call__(self, query: Array, key: Array, value: Array, more: tuple[Array, Any]) -> Array:
         """See `FlashKernel`."""
-        run = (partial(kernel, more=None) for kernel in (self.first, self.second))
-        return _either(more, *run, query, key, value)
+        run = (partial(kernel, more=more[1]) for kernel in (self.first, self.second))
+        return either(more[0], *run, query, key, value)
 
-    def forward(self, query: Array, key: Array, value: Array, more: Array) -> tuple[Array, Array]:
+    def forward(self, query: Array, key: Array, value: Array, more: tuple[Array, Any]) -> tuple[Array, Array]:
         """See `FlashKernel`."""
-        run = (partial(kernel.forward, more=None) for kernel in (self.first, self.second))
-        return _either(more, *run, query, key, value)
+        run = (partial(kernel.forward, more=more[1]) for kernel in (self.first, self.second))
+        return either(more[0], *run, query, key, value)
 
     def backward(
-        self, inputs: tuple[Array, Array, Array], more: Array, out: Array, statistics: Array, gradient: Array
+        self,
+        inputs: tuple[Array, Array, Array],
+        more: tuple[Array, Any],
+        out: Array,
+        statistics: Array,
+        gradient: Array,
     ) -> tuple[Array, Array, Array]:
         """See `FlashKernel`."""
 
         def run(kernel: FlashKernel) -> Callable[..., Any]:
-            return lambda inputs, out, statistics, gradient: kernel.backward(inputs, None, out, statistics, gradient)
+            return lambda inputs, out, statistics, gradient: kernel.backward(inputs, more[1], out, statistics, gradient)
 
-        return _either(more, run(self.first), run(self.second), inputs, out, statistics, gradient)
+        return either(more[0], run(self.first), run(self.second), inputs, out, statistics, gradient)
 
 
-def _either(is_first: Array, *arguments: Any) -> Any:
+def either(is_first: Array, *arguments: Any) -> Any:
+    """Calls the first of two functions if `is_first`, else the second: (is_first, first, second, *their arguments)."""
     with jax.named_scope(EITHER):
         return lax.cond(is_first, *arguments)
 

@@ -14,6 +14,11 @@ Capability = tuple[int, int]
 HOPPER: Capability = (9, 0)
 """cuDNN's limits are wider from here on; assumed where the GPUs are not known."""
 
+NO_PACKED: Capability = (11, 0)
+"""From here on cuDNN's kernels of packed documents are not known to have a backward pass."""
+LONGEST_WHOLE = 8192
+"""Tokens up to which all scores at once are faster than blocks of them, where they fit (docs/notes/speed.md)."""
+
 
 def choose_kernel(
     config: Config, platform: str, capability: Capability = HOPPER, *, context: int = 1
@@ -40,7 +45,8 @@ def choose_kernel(
     here = never or next(_not_cudnn(config, capability, context), None)
     if here is None:
         return "cudnn", None
-    return "xla" if never else "blocks", here if requested == "cudnn" else None
+    is_whole = never is not None or config.model.sequence_length <= LONGEST_WHOLE
+    return "xla" if is_whole else "blocks", here if requested == "cudnn" else None
 
 
 def _without_flash(config: Config, context: int) -> Iterator[str]:
@@ -72,8 +78,13 @@ def _not_cudnn(config: Config, capability: Capability, context: int) -> Iterator
     width, widest = head_dim(config.model), 256 if capability >= HOPPER else 128
     if width % 8 or width > widest:
         yield f"it needs head sizes up to {widest} that are multiples of 8, and this one is {width}"
-    if config.data.reset_attention_mask:
-        yield "it has no mask at document boundaries (reset_attention_mask)"
+    if config.data.reset_attention_mask and context > 1:
+        yield "it has no mask at document boundaries with context parallelism (reset_attention_mask)"
+    if config.data.reset_attention_mask and not HOPPER <= capability < NO_PACKED:
+        yield "it has a mask at document boundaries on GPUs of compute capability 9 and 10 only (reset_attention_mask)"
+    # Compiled and tested with a stand-in, but not compared with others on a GPU yet (benchmarks/gpu_kit).
+    if config.data.reset_attention_mask and config.model.attention != "cudnn":
+        yield "its mask at document boundaries must be asked for"
     if any(windowed_layers(config.model)) and context > 1:
         yield "it has no sliding window with context parallelism (attention_window)"
     if config.model.position == "alibi":

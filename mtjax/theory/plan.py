@@ -122,6 +122,11 @@ class Plan:
         """Whether all scores of a sample are alive at once, and their probabilities are saved."""
         return not (self.flash_attention or self.attention_in_blocks or self.context_parallelism)
 
+    @property
+    def packs_documents(self) -> bool:
+        """Whether cuDNN's attention is within documents."""
+        return self.flash_attention and self.keeps_documents_apart and not self.context_parallelism
+
     def local_tokens(self, tokens: float) -> float:
         """Returns the tokens of a microbatch on a context parallel rank, of samples with `tokens` tokens."""
         return self.microbatch_size * tokens / self.mesh.context

@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 from mtjax.models.alibi import Alibi, slopes
 from mtjax.models.kernels import cudnn, in_blocks
 from mtjax.models.kernels.options import AttentionOptions
+from mtjax.models.kernels.packed import Packed
 from mtjax.models.kernels.xla import causal_mask, softmax_attention
 from mtjax.models.layer_context import LayerContext
 from mtjax.sharding.axes import partition_spec, use_rules
@@ -70,6 +71,45 @@ def stand_in_backward(how, saved, gradient):
 stand_in.defvjp(stand_in_forward, stand_in_backward)
 
 
+def packed_stand_in_for(query, key, value, lengths, starts, *, scale, window):
+    """Attention within documents, with statistics of each, as cuDNN's: here all of a sample's are in its first row."""
+    return packed_stand_in((scale, window), query, key, value, lengths, starts)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def packed_stand_in(how, *inputs):
+    return packed_forward(how, *inputs)[0]
+
+
+def packed_scores(how, query, key, lengths, starts):
+    tokens, (scale, window) = jnp.arange(query.shape[1])[:, None], how
+    is_inside = (tokens >= starts[:, None, :-1]) & (tokens < (starts[:, :-1] + lengths)[:, None])
+    ids = (is_inside * jnp.arange(1, lengths.shape[1] + 1)).sum(-1)
+    scores = jnp.einsum("bqnd,bknd->bnqk", query, key) * scale
+    return jnp.where(causal_mask(query.shape[1], ids, window), scores, -1e30)
+
+
+def packed_forward(how, query, key, value, lengths, starts):
+    scores = packed_scores(how, query, key, lengths, starts)
+    sums = jax.nn.logsumexp(scores, axis=-1)
+    out = jnp.einsum("bnqk,bknd->bqnd", jnp.exp(scores - sums[..., None]), value)
+    statistics = jnp.pad(sums, ((0, len(sums) * (lengths.shape[1] - 1)), (0, 0), (0, 0)))
+    return out, (query, key, value, lengths, starts, statistics, out)
+
+
+def packed_backward(how, saved, gradient):
+    query, key, value, lengths, starts, statistics, out = saved
+    sums = statistics[: len(query)]
+    probabilities = jnp.exp(packed_scores(how, query, key, lengths, starts) - sums[..., None])
+    own = (gradient * out).sum(-1).transpose(0, 2, 1)[..., None]
+    slope = probabilities * (jnp.einsum("bqnd,bknd->bnqk", gradient, value) - own) * how[0]
+    of_query, of_key = jnp.einsum("bnqk,bknd->bqnd", slope, key), jnp.einsum("bnqk,bqnd->bknd", slope, query)
+    return of_query, of_key, jnp.einsum("bnqk,bqnd->bknd", probabilities, gradient), None, None
+
+
+packed_stand_in.defvjp(packed_forward, packed_backward)
+
+
 def flash(query, key, value, documents):
     del documents
     return flash_attention(query, key, value, ("output", "statistics"), Differentiable(stand_in_for))
@@ -77,18 +117,32 @@ def flash(query, key, value, documents):
 
 def with_a_window(query, key, value, documents):
     """Of two lengths of windows, the layer's is selected at run time, as in a scan over layers."""
-    kernel, more = cudnn.with_window(stand_in_for, query.shape[1], options_of(5))
+    kernel, more = cudnn.kernel_of(query, None, options_of(5), stand_in_for)
     return flash_attention(query, key, value, ("output", "statistics"), kernel, more)
 
 
 def without_a_window(query, key, value, documents):
-    kernel, more = cudnn.with_window(stand_in_for, query.shape[1], options_of(100))
+    kernel, more = cudnn.kernel_of(query, None, options_of(100), stand_in_for)
     return flash_attention(query, key, value, ("output", "statistics"), kernel, more)
 
 
 def with_sinks(query, key, value, documents):
     kernel = Differentiable(stand_in_for)
     return flash_attention(query, key, value, ("output", "statistics"), kernel, sinks=sinks_of(query))
+
+
+def packed_samples(most, query, key, value, documents):
+    """Samples on some ranks have more documents than the kernel has room for, or none has."""
+    kernel = Packed(16**-0.5, None, most, packed_stand_in_for)
+    return flash_attention(query, key, value, ("output", "statistics"), kernel, documents)
+
+
+with_room, with_little_room = partial(packed_samples, 32), partial(packed_samples, 7)
+
+
+def packed_with_a_window(query, key, value, documents):
+    kernel, more = cudnn.kernel_of(query, documents, options_of(5), None, packed_stand_in_for)
+    return flash_attention(query, key, value, ("output", "statistics"), kernel, more)
 
 
 def options_of(window):
@@ -120,6 +174,7 @@ SETTINGS = {
     in_blocks_of_4: {"window": 5},
     in_blocks_with_all: {"scale": 0.3, "softcap": 2.0, "alibi": SLOPES, "with_sinks": True},
     with_a_window: {"window": 5},
+    packed_with_a_window: {"window": 5},
     with_sinks: {"with_sinks": True},
 }
 
@@ -135,6 +190,9 @@ SETTINGS = {
         (with_sinks, "2x4", 4),
         (in_blocks_of_4, "2x4", 4),
         (in_blocks_with_all, "2x4", 4),
+        (with_room, "2x4", 4),
+        (with_little_room, "8x1", 2),
+        pytest.param(packed_with_a_window, "2x4", 4, marks=pytest.mark.long),
         pytest.param(without_a_window, "1x1", 2, marks=pytest.mark.long),
         pytest.param(in_blocks_of_4, "1x1", 2, marks=pytest.mark.long),
         pytest.param(flash, "1x1", 8, marks=pytest.mark.long),
@@ -143,10 +201,11 @@ SETTINGS = {
 )
 def test_flash_equals_plain_attention_and_its_gradients(attend, mesh, groups, monkeypatch):
     monkeypatch.setattr(in_blocks, "queries_at_a_time", lambda rows, keys: 4)
+    monkeypatch.setattr(cudnn, "documents_at_most", lambda tokens: 32)
     place, random = mesh_of(mesh), np.random.default_rng(0)
     arrays = [random.normal(size=(8, 32, n, 16)).astype(np.float32) for n in (8, groups, groups)]
     batch = [jax.device_put(a, NamedSharding(place, HEADS)) for a in arrays]
-    if attend in (in_blocks_of_4, in_blocks_with_all):
+    if attend in (in_blocks_of_4, in_blocks_with_all, with_room, with_little_room, packed_with_a_window):
         documents = np.cumsum(random.random((8, 32)) < 0.2, axis=1, dtype=np.int32)
         batch.append(jax.device_put(documents, NamedSharding(place, TOKENS)))
     scales = {
@@ -181,12 +240,15 @@ def test_flash_equals_plain_attention_and_its_gradients(attend, mesh, groups, mo
         ({"attention_dropout": 0.1}, "gpu", "xla", None),
         ({"attention": "cudnn", "attention_dropout": 0.1}, "gpu", "xla", "attention_dropout is 0.1"),
         ({"attention": "cudnn", "compute_dtype": "float32"}, "gpu", "xla", "compute_dtype is float32"),
-        ({"attention": "cudnn", "hidden_size": 96}, "gpu", "blocks", "this one is 12"),
+        ({"attention": "cudnn", "hidden_size": 96}, "gpu", "xla", "this one is 12"),
+        ({"attention": "cudnn", "hidden_size": 96, "sequence_length": 16384}, "gpu", "blocks", "this one is 12"),
         ({"head_dim": 256}, "gpu", "cudnn", None),
-        ({"attention": "cudnn", "head_dim": 256}, "a100", "blocks", "up to 128"),
-        ({"attention": "cudnn", "reset_attention_mask": True}, "a100", "blocks", "reset_attention_mask"),
+        ({"attention": "cudnn", "head_dim": 256}, "a100", "xla", "up to 128"),
+        ({"attention": "cudnn", "reset_attention_mask": True}, "gpu", "cudnn", None),
+        ({"attention": "cudnn", "reset_attention_mask": True}, "a100", "xla", "reset_attention_mask"),
+        ({"reset_attention_mask": True, "sequence_length": 16384}, "gpu", "blocks", None),
         ({"attention_window": 16}, "gpu", "cudnn", None),
-        ({"attention": "cudnn", "attention_softcap": 5.0}, "gpu", "blocks", "attention_softcap is 5.0"),
+        ({"attention": "cudnn", "attention_softcap": 5.0}, "gpu", "xla", "attention_softcap is 5.0"),
         ({"attention": "blocks"}, "cpu", "blocks", None),
         ({"attention": "blocks", "attention_dropout": 0.1}, "gpu", "xla", "attention_dropout is 0.1"),
     ],

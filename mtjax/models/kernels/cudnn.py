@@ -2,15 +2,18 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from jax import Array
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
+from mtjax.models.kernels import packed
 from mtjax.models.kernels.blocks import attend_across
 from mtjax.models.kernels.options import AttentionOptions
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.recompute import ATTENTION_OUTPUT, ATTENTION_STATISTICS
 from mtjax.sharding import flash
+from mtjax.theory.parts.attention import documents_at_most
 
 
 def attend(
@@ -22,37 +25,48 @@ def attend(
 ) -> Float[Array, "batch seq heads head_dim"]:
     """Computes causal self-attention.
 
-    It has no documents, bias, dropout or cap: `mtjax.theory.attention` chooses it only for models without these.
+    It has no bias, dropout or cap: `mtjax.theory.attention` chooses it only for models without these.
     """
-    assert context.is_causal and context.segment_ids is None and context.bias is None and options.alibi is None
+    assert context.is_causal and context.bias is None and options.alibi is None
     assert options.rate == 0 and options.softcap is None
     if context.positions is not None:
         return attend_across("cudnn", query, key, value, context, options)
-    kernel, more = with_window(flash.cudnn, query.shape[1], options)
+    kernel, more = kernel_of(query, context.segment_ids, options)
     return flash.flash_attention(
         query, key, value, (ATTENTION_OUTPUT, ATTENTION_STATISTICS), kernel, more, options.sinks
     )
 
 
-def with_window(
-    attend: Callable[..., Array], length: int, options: AttentionOptions
-) -> tuple[flash.FlashKernel, Array | None]:
+def kernel_of(
+    query: Float[Array, "batch seq heads head_dim"],
+    segments: Int[Array, "batch seq"] | None,
+    options: AttentionOptions,
+    attend: Callable[..., Array] = flash.cudnn,
+    attend_packed: packed.Attend = packed.cudnn,
+) -> tuple[flash.FlashKernel, Any]:
     """Returns the kernel of a layer, and what else it reads.
 
     Args:
-      attend: (query, key, value, scale=, window=) -> output, with a static window.
-      length: tokens of a sample.
+      query: its queries.
+      segments: ids of documents, where these are kept apart.
       options: if the layer's number selects the window, the kernel has it, or none, as the selected one says.
+      attend: (query, key, value, scale=, window=) -> output, with a static window.
+      attend_packed: the same within documents.
     """
+    length = query.shape[1]
+    scale = query.shape[-1] ** -0.5 if options.scale is None else options.scale
 
     # The length of a window is a constant of cuDNN's kernel.
-    def of(window: int | None) -> flash.Differentiable:
-        settings = {"scale": options.scale, "window": window if window and window < length else None}
+    def of(window: int | None) -> flash.FlashKernel:
+        window = window if window and window < length else None
+        if segments is not None:
+            return packed.Packed(scale, window, documents_at_most(length), attend_packed)
+        settings = {"scale": options.scale, "window": window}
         settings = {name: value for name, value in settings.items() if value is not None}
         return flash.Differentiable(partial(attend, **settings) if settings else attend)
 
     if options.window is None or isinstance(options.window, int):
-        return of(options.window), None
+        return of(options.window), segments
     if (least := min(options.windows)) >= length:
-        return of(None), None
-    return flash.Either(of(least), of(None)), options.window < length
+        return of(None), segments
+    return flash.Either(of(least), of(None)), (options.window < length, segments)

@@ -30,15 +30,15 @@ def attend(
     if context.positions is not None:
         return attend_across("xla", query, key, value, context, options)
     scale = query.shape[-1] ** -0.5 if options.scale is None else options.scale
-    kernel = _InBlocks(scale, context.is_causal, options.softcap, options.alibi)
+    kernel = InBlocks(scale, context.is_causal, options.softcap, options.alibi)
     window = None if options.window is None else jnp.asarray(options.window)
     slopes = None if options.alibi is None else options.alibi.by_head()
-    inputs = _Inputs(context.segment_ids, window, slopes)
+    inputs = Inputs(context.segment_ids, window, slopes)
     names = (ATTENTION_OUTPUT, ATTENTION_STATISTICS)
     return flash_attention(query, key, value, names, kernel, inputs, options.sinks)
 
 
-class _Inputs(NamedTuple):
+class Inputs(NamedTuple):
     """What else scores depend on."""
 
     segments: Int[Array, "batch seq"] | None
@@ -47,7 +47,7 @@ class _Inputs(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _InBlocks:
+class InBlocks:
     """`XlaBlocks` of a few queries and all keys; a `FlashKernel` whose statistics are log-sums."""
 
     scale: float
@@ -55,18 +55,18 @@ class _InBlocks:
     softcap: float | None
     alibi: Alibi | None
 
-    def __call__(self, query: Array, key: Array, value: Array, more: _Inputs) -> Array:
+    def __call__(self, query: Array, key: Array, value: Array, more: Inputs) -> Array:
         """See `FlashKernel`."""
         return self.forward(query, key, value, more)[0]
 
-    def forward(self, query: Array, key: Array, value: Array, more: _Inputs) -> tuple[Array, Array]:
+    def forward(self, query: Array, key: Array, value: Array, more: Inputs) -> tuple[Array, Array]:
         """See `FlashKernel`."""
         queries, keys = _blocks(query, key, value, more)
         mixed, log_sums = self._kernel(query, key).forward(queries, keys, None, self.is_causal)
         return mixed, log_sums.swapaxes(1, 2)
 
     def backward(
-        self, inputs: tuple[Array, Array, Array], more: _Inputs, out: Array, statistics: Array, gradient: Array
+        self, inputs: tuple[Array, Array, Array], more: Inputs, out: Array, statistics: Array, gradient: Array
     ) -> tuple[Array, Array, Array]:
         """See `FlashKernel`."""
         query, key, value = inputs
@@ -83,7 +83,7 @@ class _InBlocks:
         )
 
 
-def _blocks(query: Array, key: Array, value: Array, more: _Inputs) -> tuple[QueryBlock, KVBlock]:
+def _blocks(query: Array, key: Array, value: Array, more: Inputs) -> tuple[QueryBlock, KVBlock]:
     """Returns the queries and keys of entire samples."""
     positions = jnp.broadcast_to(jnp.arange(query.shape[1]), query.shape[:2])
     first = None if more.window is None else positions - (more.window - 1)

@@ -139,13 +139,12 @@ class Attention(_Heads):
 
     def saved_bytes(self, plan: Plan) -> Mapping[str, float]:
         tokens = plan.local_tokens(self.tokens) / plan.mesh.model
-        has_statistics = plan.residuals == "jax" and not plan.keeps_scores
         return {
             **sublayer_saved_bytes(self.tokens, self.hidden, plan),
             QUERY_KEY_VALUE: plan.element_bytes * tokens * (self.query_size + 2 * self.kv_size),
             ATTENTION_OUTPUT: plan.element_bytes * tokens * self.query_size,
             PROBABILITIES: probability_bytes(self.scores, plan),
-            STATISTICS: 4 * tokens * self.heads if has_statistics else 0.0,
+            STATISTICS: statistics_bytes(self.scores, plan),
             **({WIDTH_STATISTICS: 2 * 4 * plan.local_tokens(self.tokens)} if self.normalizes_width else {}),
             **adapter_saved_bytes(self.rank, 4, self.hidden + self.query_size / plan.tensor_degree, self.tokens, plan),
         }
@@ -285,6 +284,14 @@ def probability_bytes(scores: Scores, plan: Plan) -> float:
     return each * scores.pairs * plan.microbatch_size / plan.mesh.model
 
 
+def statistics_bytes(scores: Scores, plan: Plan) -> float:
+    """Returns the saved bytes of the softmax's statistics; cuDNN's kernel has them of each document it has room for."""
+    if plan.residuals != "jax" or plan.keeps_scores:
+        return 0.0
+    rows = documents_at_most(scores.keys) if plan.packs_documents else 1
+    return 4 * rows * plan.local_tokens(scores.queries) * scores.heads / plan.mesh.model
+
+
 def gradient_bytes(scores: Scores, plan: Plan) -> float:
     """Returns the bytes of gradients in attention's backward pass, with the probabilities saved or recomputed.
 
@@ -293,6 +300,9 @@ def gradient_bytes(scores: Scores, plan: Plan) -> float:
     """
     if plan.context_parallelism:
         return ring_step_bytes(scores, plan)
+    if plan.packs_documents:  # the larger of both branches: keys and values, and their gradients, of all query heads
+        heads = 4 * plan.element_bytes * plan.microbatch_size * scores.heads * scores.width * scores.keys
+        return max(heads / plan.mesh.model, block_bytes(scores, plan))
     if plan.flash_attention:
         return 0.0
     if plan.attention_in_blocks:
@@ -317,6 +327,12 @@ def queries_at_a_time(rows: float, keys: float) -> int:
     while queries > LEAST_QUERIES_AT_A_TIME and queries * rows * keys > SCORES_AT_A_TIME:
         queries //= 2
     return queries
+
+
+def documents_at_most(tokens: int) -> int:
+    """Returns the documents of a sample for which cuDNN's kernel has statistics; samples with more are attended to in
+    blocks by XLA's."""
+    return max(tokens // 256, 2)
 
 
 def block_queries(scores: Scores, plan: Plan) -> int:
