@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 from jax import Array, lax
+from jax._src.cudnn import fused_attention_stablehlo as fused  # values narrower than keys have no public name
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jaxtyping import Float
@@ -31,10 +32,15 @@ def cudnn(query: Array, key: Array, value: Array, *, scale: float | None = None,
     Args:
       query: queries.
       key: keys.
-      value: values.
+      value: values; narrower than keys on Hopper and newer only.
       scale: of the scores; head_dim^-0.5 when None.
       window: when given, tokens attend to themselves and the window - 1 tokens before them.
     """
+    if value.shape[-1] != key.shape[-1]:
+        scale, causal = float(query.shape[-1] ** -0.5 if scale is None else scale), fused.MaskType.CAUSAL
+        return fused.dot_product_attention(  # pyright: ignore[reportReturnType]
+            query, key, value, scale=scale, mask_type=causal, sliding_window_length=window
+        )
     near = None if window is None else (window - 1, 0)
     return jax.nn.dot_product_attention(
         query, key, value, scale=scale, is_causal=True, local_window_size=near, implementation="cudnn"

@@ -78,6 +78,11 @@ def _not_cudnn(config: Config, capability: Capability, context: int) -> Iterator
     width, widest = head_dim(config.model), 256 if capability >= HOPPER else 128
     if width % 8 or width > widest:
         yield f"it needs head sizes up to {widest} that are multiples of 8, and this one is {width}"
+    if config.model.kv_lora_rank and (capability < HOPPER or context > 1 or config.data.reset_attention_mask):
+        yield (
+            "it has values narrower than keys on Hopper and newer only, without context parallelism and without "
+            "reset_attention_mask (kv_lora_rank)"
+        )
     if config.data.reset_attention_mask and context > 1:
         yield "it has no mask at document boundaries with context parallelism (reset_attention_mask)"
     if config.data.reset_attention_mask and not HOPPER <= capability < NO_PACKED:
