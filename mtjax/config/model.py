@@ -298,6 +298,6 @@ class Model:
     """Standard deviation of the initial weights (Megatron's --init-method-std)."""
     scaled_init: bool = setting(True, shapes=NEVER)
     """Divide the standard deviation of weights before a residual addition by sqrt(2 x num_layers), as Megatron does."""
-    attention: Literal["auto", "xla", "cudnn"] = setting("auto", shapes=NEVER)
+    attention: Literal["auto", "xla", "blocks", "cudnn"] = setting("auto", shapes=NEVER)
     """Attention kernel: cudnn is cuDNN's flash attention (GPUs only, attention_dropout 0); auto uses it where it
     supports the model, otherwise XLA's attention."""
