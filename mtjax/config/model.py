@@ -166,7 +166,9 @@ class Model:
     """Scaling of RoPE's frequencies for sequences longer than in pretraining: linear divides all frequencies by
     rope_factor; dynamic raises the base for sequences longer than rope_original_length; llama3 (Llama 3.1) and yarn
     (arXiv 2309.00071) divide only frequencies with wavelengths long compared with rope_original_length; longrope
-    (arXiv 2402.13753) divides each by its own factor. yarn and longrope also scale queries and keys."""
+    (arXiv 2402.13753) divides each by its own factor. yarn and longrope also scale queries and keys. dynamic and
+    longrope go by the length of a sample in training, which is the same for all; generation ends at
+    rope_original_length, as the keys in its cache are rotated for sequences up to there."""
     rope_short_factors: tuple[float, ...] | None = factors(None, shapes=LONG_ROPE)
     """longrope: divisors of the frequencies, one per rotated pair, for sequences up to rope_original_length."""
     rope_long_factors: tuple[float, ...] | None = factors(None, shapes=LONG_ROPE)

@@ -32,7 +32,7 @@ _LAYOUT = (
     equal("--use-rotary-position-embeddings", "--position rope", default=False),
     off(always("--no-position-embedding", "follows from --position rope"), "add_position_embedding"),
     same("--rotary-base", "rope_theta", default=10_000),
-    none("--rotary-percent", "RoPE rotates all of each head", default=1.0, same=(1.0, 1, None)),
+    same("--rotary-percent", "rope_fraction", default=1.0),
     none("--rotary-interleaved", "RoPE rotates the two halves of a head", default=False, same=(False, None)),
     equal("--rotary-seq-len-interpolation-factor", "--rope-scaling linear --rope-factor N"),
     equal(
@@ -42,10 +42,21 @@ _LAYOUT = (
         default=False,
     ),
     same("--rope-scaling-factor", "rope_factor", default=8.0, note="only with --use-rope-scaling"),
-    none("--no-rope-freq", "every layer has RoPE", same=(None,)),
+    equal(
+        "--no-rope-freq",
+        "--rope-layers RN",
+        "a pattern that repeats over the layers: 4 is RRRN; checkpoints that have it can't be converted",
+        same=(None,),
+    ),
     none("--mrope-section", "only of multimodal models"),
-    none("--window-size", "attention sees the entire sequence", same=(None,)),
-    none("--window-attn-skip-freq", "attention sees the entire sequence in every layer"),
+    equal(
+        "--window-size",
+        "--attention-window N",
+        "N counts the token itself: it is one more than the first of both numbers; checkpoints that have it can't be"
+        " converted",
+        same=(None,),
+    ),
+    equal("--window-attn-skip-freq", "--window-layers SF", "a pattern that repeats over the layers: 4 is SSSF"),
     none("--softmax-type", "attention uses the usual softmax", default="vanilla", same=("vanilla", None)),
 )
 _KINDS = (

@@ -84,6 +84,8 @@ class Attention(_Heads):
     has_sinks: bool = False
     is_capped: bool = False
     """Whether scores have a cap, whose backward pass reads their hyperbolic tangents."""
+    visible: float = 0.5
+    """Share of the scores that a causal model needs, in the mean of its layers."""
     buckets: int = 0
     """Of the layer's own relative position bias; 0 without one."""
 
@@ -123,9 +125,8 @@ class Attention(_Heads):
 
     @property
     def scores(self) -> Scores:
-        return Scores(
-            self.heads, self.tokens, self.tokens, self.head_dim, self.is_causal, self.kv_heads, self.is_capped
-        )
+        sizes = (self.heads, self.tokens, self.tokens, self.head_dim)
+        return Scores(*sizes, self.is_causal, self.kv_heads, self.is_capped, self.visible)
 
     def products(self, tensor_degree: int = 1) -> list[Product]:
         """Returns the matmuls; a rank computes one key and one value head where there are fewer than ranks."""
