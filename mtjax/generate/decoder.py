@@ -25,7 +25,7 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
-from mtjax.config.sizes import decoder_layers, decoder_length, head_dim, named, num_kv_heads, padded_vocab_size
+from mtjax.config.sizes import decoder_layers, decoder_length, head_dim, latent_width, named, num_kv_heads, padded_vocab_size
 from mtjax.errors import UserError
 from mtjax.generate.inference_weights import Call, DecoderWeights, prepare_weights, stacks_of
 from mtjax.generate.resharding import LayerwiseTransfer
@@ -41,7 +41,7 @@ from mtjax.generate.sampling import (
 from mtjax.generate.weight_format import WeightFormat
 from mtjax.models.families.registry import WRITERS
 from mtjax.models.families.t5 import T5
-from mtjax.models.kv_cache import CachePositions, CrossKVCache, KVCache
+from mtjax.models.kv_cache import CachePositions, CrossKVCache, KVCache, LatentCache
 from mtjax.models.sharded_model import ShardedModel
 from mtjax.sharding.axes import num_shards, spec, use_rules
 from mtjax.theory.mesh import check_no_context_parallel
@@ -291,9 +291,11 @@ class Decoder:
         kinds = {"attention": KVCache, "cross": CrossKVCache} if self.is_encoder_decoder else {"attention": KVCache}
         # With fewer key-value heads than tensor parallel ranks, heads are repeated so that each rank has one.
         sizes = (max(num_kv_heads(model), num_shards("heads")), length, head_dim(model), self.dtype)
-        cache = [
+        cache: Cache = [
             {name: kind.empty(sequences, *sizes) for name, kind in kinds.items()} for _ in range(decoder_layers(model))
         ]
+        if width := latent_width(model):
+            cache = [{"attention": LatentCache.empty(sequences, length, width, self.dtype)} for _ in cache]
         counts = jnp.zeros((sequences, padded_vocab_size(model)), jnp.int32, out_sharding=spec("batch", "vocab"))
         zeros = jnp.zeros(sequences, jnp.int32)
         return cache, Sequences(zeros, zeros, greedy_batch(sequences), counts)

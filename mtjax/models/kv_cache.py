@@ -117,6 +117,40 @@ class CrossKVCache:
         return CrossKVCache(self.cache.resized(length), self.lengths)
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LatentCache:
+    """A layer's latents and rotated keys of each sequence (multi-head latent attention), the same on every rank."""
+
+    latents: Float[Array, "sequences 1 length width"]
+    """The normalized latent of each token, then its rotated key; the dimension of 1 is where `KVCache` has heads."""
+
+    @classmethod
+    def empty(cls, sequences: int, length: int, width: int, dtype: jax.typing.DTypeLike) -> "LatentCache":
+        """Builds a cache for `length` tokens of each of `sequences`."""
+        sharding = spec("batch", None, "key_seq", None)
+        return cls(jnp.zeros((sequences, 1, length, width), dtype, out_sharding=sharding))
+
+    @property
+    def length(self) -> int:
+        """Capacity of each sequence in tokens."""
+        return self.latents.shape[2]
+
+    def append(self, new: Float[Array, "batch seq width"], cache_positions: CachePositions) -> "LatentCache":
+        """Writes the latents of new tokens; in place where the cache was donated."""
+        return LatentCache(_write(self.latents, new[:, :, None], cache_positions))
+
+    def read_by(self, cache_positions: CachePositions) -> Float[Array, "batch length width"]:
+        """Returns the latents of the sequences with new tokens."""
+        if cache_positions.sequence is None:
+            return self.latents[:, 0]
+        return lax.dynamic_index_in_dim(self.latents[:, 0], cache_positions.sequence, keepdims=True)
+
+    def resized(self, length: int) -> "LatentCache":
+        """Resizes the cache to `length` tokens per sequence; later tokens are dropped."""
+        return LatentCache(_resize(self.latents, length))
+
+
 def _write(cache: Array, new: Array, cache_positions: CachePositions) -> Array:
     """Writes new tokens [batch, seq, groups, head_dim] into a cache [sequences, groups, length, head_dim]."""
     new = new.astype(cache.dtype)

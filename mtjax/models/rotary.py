@@ -12,7 +12,7 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from mtjax.config import Model
-from mtjax.config.sizes import head_dim
+from mtjax.config.sizes import rotated_dim
 
 
 class Rotation(NamedTuple):
@@ -53,9 +53,9 @@ def rotate(
 
 
 def frequencies(model: Model) -> np.ndarray:
-    """Computes the radians per position of each pair, float32 [head_dim / 2], with the model's scaling."""
-    # theta^(-2i / head_dim) of pair i.
-    exponent = np.arange(0, head_dim(model), 2) / head_dim(model)
+    """Computes the radians per position of each pair, float32 [rotated_dim / 2], with the model's scaling."""
+    # theta^(-2i / rotated_dim) of pair i.
+    exponent = np.arange(0, rotated_dim(model), 2) / rotated_dim(model)
     return SCALINGS[model.rope_scaling](model, model.rope_theta**-exponent).astype(np.float32)
 
 
@@ -84,7 +84,7 @@ def _yarn(model: Model, frequency: np.ndarray) -> np.ndarray:
 
     The bounds are integers, as in YaRN's code and in transformers.
     """
-    width = head_dim(model)
+    width = rotated_dim(model)
 
     def pair(rotations: float) -> float:
         """Returns the index of the pair that makes so many rotations within the original length."""

@@ -6,7 +6,7 @@ from jax import Array
 from jaxtyping import Bool, Float
 
 from mtjax.models.kernels.xla import HEADS, HIDDEN_SCORE
-from mtjax.models.kv_cache import CachePositions, KVCache
+from mtjax.models.kv_cache import CachePositions, KVCache, LatentCache
 from mtjax.sharding.axes import spec
 
 
@@ -62,3 +62,33 @@ def attend_grouped(
     mixed = jnp.einsum("bgqk,bgkd->bgqd", probabilities, values)
     mixed = mixed.reshape(batch, groups, heads // groups, seq, width, out_sharding=grouped).transpose(0, 3, 1, 2, 4)
     return mixed.reshape(batch, seq, heads, width, out_sharding=spec(*HEADS))
+
+
+def attend_latent(
+    query: Float[Array, "batch seq heads width"],
+    cache: LatentCache,
+    latent: int,
+    cache_positions: CachePositions,
+    bias: Float[Array, "#batch heads seq key_seq"] | None,
+    scale: float,
+) -> Float[Array, "batch seq heads latent"]:
+    """Computes softmax attention from new tokens to the cached latents up to each of them, normalized in float32.
+
+    Args:
+      query: of the cache's width.
+      cache: with the latents of the new tokens; all heads attend to the same.
+      latent: leading elements of a cached vector that are mixed; the others only have scores.
+      cache_positions: of the new tokens.
+      bias: added to the scores.
+      scale: of the scores.
+    """
+    keys = cache.read_by(cache_positions)
+    is_visible = jnp.arange(cache.length) <= cache_positions.positions[:, :, None]
+    scores = jnp.einsum(
+        *("bqhc,bkc->bhqk", query * scale, keys),
+        preferred_element_type=jnp.float32,
+        out_sharding=spec("batch", "heads", "seq", "key_seq"),
+    )
+    scores = scores if bias is None else scores + bias
+    probabilities = jax.nn.softmax(jnp.where(is_visible[:, None], scores, HIDDEN_SCORE), axis=-1).astype(keys.dtype)
+    return jnp.einsum("bhqk,bkc->bqhc", probabilities, keys[..., :latent], out_sharding=spec(*HEADS))
