@@ -7,6 +7,7 @@ from typing import Any
 from mtjax.config.families import FAMILIES
 from mtjax.config.families.family import EXPERTS
 from mtjax.config.field_metadata import SAMPLES, setting_of
+from mtjax.config.latent_checks import check_latent_attention
 from mtjax.config.model import Model
 from mtjax.config.optimizer import Optimizer
 from mtjax.config.run import Config
@@ -33,6 +34,7 @@ def validate(config: Config) -> None:
     for section in vars(config).values():
         check_bounds(section)
     check_sizes(config)
+    check_latent_attention(config.model)
     check_heads(config.model)
     check_family(config.model)
     check_positions(config.model)
@@ -134,7 +136,7 @@ def check_heads(model: Model) -> None:
     Raises:
       UserError: they do not divide; names the nearest numbers that do.
     """
-    if model.head_dim is None and model.hidden_size % model.num_heads:
+    if model.head_dim is None and not model.kv_lora_rank and model.hidden_size % model.num_heads:
         fits = nearest_divisors(model.hidden_size, model.num_heads)
         raise UserError(
             f"hidden_size {model.hidden_size} is not divisible by num_heads {model.num_heads}; "
@@ -174,7 +176,7 @@ def check_positions(model: Model) -> None:
         raise UserError(f"relative_max_distance {distance} must be above relative_buckets {buckets}")
     if model.position != "rope":
         return
-    if head_dim(model) % 2:
+    if not model.kv_lora_rank and head_dim(model) % 2:
         raise UserError(
             f"position rope rotates pairs of dimensions, and head_dim is {head_dim(model)}: use an even head_dim"
         )

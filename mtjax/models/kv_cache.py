@@ -7,7 +7,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int
 
-from mtjax.sharding.axes import spec
+from mtjax.config import Model
+from mtjax.config.sizes import head_dim, latent_width, num_kv_heads
+from mtjax.sharding.axes import num_shards, spec
 
 CACHE = ("batch", "heads", "key_seq", "head_dim")
 """Logical names of a cache's dimensions: sequences, KV heads, positions, width. Positions are next to the width, so
@@ -149,6 +151,17 @@ class LatentCache:
     def resized(self, length: int) -> "LatentCache":
         """Resizes the cache to `length` tokens per sequence; later tokens are dropped."""
         return LatentCache(_resize(self.latents, length))
+
+
+def empty_caches(
+    model: Model, sequences: int, length: int, dtype: jax.typing.DTypeLike, *, reads_encoder: bool = False
+) -> dict[str, KVCache | CrossKVCache | LatentCache]:
+    """Builds the caches of a layer's mixers, by their names: "attention", and "cross" with `reads_encoder`."""
+    if width := latent_width(model):
+        return {"attention": LatentCache.empty(sequences, length, width, dtype)}
+    # With fewer key-value heads than tensor parallel ranks, heads are repeated so that each rank has one.
+    sizes = (sequences, max(num_kv_heads(model), num_shards("heads")), length, head_dim(model), dtype)
+    return {"attention": KVCache.empty(*sizes)} | ({"cross": CrossKVCache.empty(*sizes)} if reads_encoder else {})
 
 
 def _write(cache: Array, new: Array, cache_positions: CachePositions) -> Array:

@@ -26,6 +26,8 @@ EXPERTS = frozenset(
     }
 )
 """Settings of experts, for families that support them."""
+LATENT = frozenset({"kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"})
+"""Settings of multi-head latent attention, for families that support it."""
 
 
 def check_no_qk_norm(model: "Model") -> None:

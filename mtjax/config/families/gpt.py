@@ -1,6 +1,6 @@
 """GPT-2 (arXiv 1909.08053, section 3): a decoder with learned positions, layer norm and biases."""
 
-from mtjax.config.families.family import EXPERTS, Family
+from mtjax.config.families.family import EXPERTS, LATENT, Family
 
 GPT = Family(
     defaults={
@@ -18,5 +18,5 @@ GPT = Family(
         "norm_placement": ("pre",),
         "head": ("language", "classification", "regression", "choices"),
     },
-    own=EXPERTS,
+    own=EXPERTS | LATENT,
 )

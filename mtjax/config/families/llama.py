@@ -1,6 +1,6 @@
 """Llama (arXiv 2302.13971): GPT's decoder with rotary positions, RMS norm, a gated MLP and no biases."""
 
-from mtjax.config.families.family import EXPERTS, Family
+from mtjax.config.families.family import EXPERTS, LATENT, Family
 
 LLAMA = Family(
     defaults={
@@ -18,6 +18,6 @@ LLAMA = Family(
         "norm_placement": ("pre",),
         "head": ("language", "classification", "regression", "choices"),
     },
-    own=EXPERTS,
+    own=EXPERTS | LATENT,
     network="gpt",
 )

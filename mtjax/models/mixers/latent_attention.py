@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
+from jax.sharding import reshard
 from jaxtyping import Float
 
 from mtjax.config import Model
@@ -36,9 +37,9 @@ from mtjax.models.layer_context import LayerContext
 from mtjax.models.linear import Linear, constant, normal
 from mtjax.models.mixers.attention import KERNELS
 from mtjax.models.mixers.mixer import State
-from mtjax.models.project import project, reshard_sequence
-from mtjax.models.rotary import rotate
-from mtjax.sharding.axes import spec
+from mtjax.models.project import project, reshard_sequence, seq_major
+from mtjax.models.rotary import Rotation, rotate
+from mtjax.sharding.axes import sequence_is_sharded, spec
 
 EPSILON = 1e-6
 """Of the latents' norms, whatever norm_epsilon is, as in DeepSeek's and transformers' code."""
@@ -92,7 +93,9 @@ class LatentAttention(nnx.Module):
             self.query = Up(embed, heads, head_dim(model), std, keys[1])
         self.key_value_down = Linear(embed, {"latent": latent + model.qk_rope_head_dim}, **low, key=keys[2])
         self.key_value_norm = LatentNorm(latent)
-        self.key_value_up = Up({"latent": latent}, heads, model.qk_nope_head_dim + model.v_head_dim, std, keys[3])
+        self.key_value_up: Up | AbsorbedUp = Up(
+            {"latent": latent}, heads, model.qk_nope_head_dim + model.v_head_dim, std, keys[3]
+        )
         mixed = {"heads": heads, "head_dim": model.v_head_dim}
         self.output = Linear(mixed, embed, std=output_std, bias=False, sequence="act_seq", key=keys[4])
         self.model = model
@@ -118,21 +121,19 @@ class LatentAttention(nnx.Module):
         query = jnp.concatenate([query[..., :still], rotate(query[..., still:], context.rotation)], axis=-1)
         down = self.key_value_down(x)
         latent = self.key_value_norm(down[..., : model.kv_lora_rank])
-        rotated = reshard_sequence(down[..., model.kv_lora_rank :], "seq")[:, :, None]
-        rotated = rotate(rotated, context.rotation)
+        # Rotated before it is gathered, so that its gradient is reduced and split along the sequence at once.
+        rotated = rotate(down[..., None, model.kv_lora_rank :], _split(context.rotation))[:, :, 0]
         if state is not None:
             mixed, state = self._attend_cached(query, latent, rotated, context, state)
             return self.output(mixed), state
+        assert isinstance(self.key_value_up, Up)
         key_value = self.key_value_up(latent)
-        # The rotated key is repeated, so that the kernels of ordinary attention serve; its gradient is summed over heads.
-        rotated = jnp.broadcast_to(
-            rotated, (*query.shape[:3], model.qk_rope_head_dim), out_sharding=spec(*HEADS)
-        )
-        key = jnp.concatenate([key_value[..., :still], rotated], axis=-1)
+        key = jnp.concatenate([key_value[..., :still], _for_each_head(rotated, model.num_heads)], axis=-1)
         return self.output(self.attend(query, key, key_value[..., still:], context, model.attention_dropout)), None
 
     def absorbed(self) -> "AbsorbedUp":
         """Splits `key_value_up` into the matrices of keys and of values, for generation."""
+        assert isinstance(self.key_value_up, Up)
         return AbsorbedUp(self.key_value_up.weight[...], self.model.qk_nope_head_dim)
 
     def _attend_cached(
@@ -143,13 +144,13 @@ class LatentAttention(nnx.Module):
         Args:
           query: [batch, seq, heads, head_dim].
           latent: of the new tokens, [batch, seq, latent].
-          rotated: keys, [batch, seq, 1, rope].
+          rotated: keys, [batch, seq, rope].
           context: with cache positions.
           state: the cache.
         """
         assert isinstance(state, LatentCache) and context.cache_positions is not None
         assert isinstance(self.key_value_up, AbsorbedUp)
-        state = state.append(jnp.concatenate([latent, rotated[:, :, 0]], -1), context.cache_positions)
+        state = state.append(jnp.concatenate([latent, rotated], -1), context.cache_positions)
         query = self.key_value_up.query(query, self.model.qk_nope_head_dim)
         scale = head_dim(self.model) ** -0.5 if context.scale is None else context.scale
         mixed = attend_latent(query, state, self.model.kv_lora_rank, context.cache_positions, context.bias, scale)
@@ -163,9 +164,7 @@ class AbsorbedUp(nnx.Module):
     def __init__(self, weight: Float[Array, "latent heads head_dim"], still: int) -> None:
         # The latent has no name here, so that these are not converted like matrices of ordinary products.
         names = (None, "heads", "head_dim")
-        self.keys, self.values = (
-            nnx.Param(part, axes=names) for part in (weight[..., :still], weight[..., still:])
-        )
+        self.keys, self.values = (nnx.Param(part, axes=names) for part in (weight[..., :still], weight[..., still:]))
 
     def query(self, query: Array, still: int) -> Float[Array, "batch seq heads latent"]:
         """Computes queries of cached latents and rotated keys."""
@@ -177,3 +176,23 @@ class AbsorbedUp(nnx.Module):
         """Computes values from mixtures of latents."""
         values = self.values[...].astype(mixed.dtype)
         return jnp.einsum("bshc,chd->bshd", mixed, values, out_sharding=spec(*HEADS))
+
+
+def _split(rotation: Rotation | None) -> Rotation | None:
+    """Shards a rotation [#batch, seq, half] like hidden states, along the sequence with sequence parallelism."""
+    if rotation is None or not sequence_is_sharded():
+        return rotation
+    sharding = spec("batch" if rotation.cos.shape[0] > 1 else None, "act_seq", None)
+    return Rotation(*(reshard(array, sharding) for array in rotation))
+
+
+def _for_each_head(key: Float[Array, "batch act_seq width"], heads: int) -> Float[Array, "batch seq heads width"]:
+    """Repeats a key for each head, so that the kernels of ordinary attention serve; its gradient is summed over
+    heads."""
+    # With sequence parallelism seq-major, as in `mtjax.models.project`.
+    names = ("seq", "batch") if sequence_is_sharded() else ("batch", "seq")
+    key = seq_major(key) if sequence_is_sharded() else key
+    key = reshard(key, spec(*names, None))[:, :, None]
+    shape = (*key.shape[:2], heads, key.shape[-1])
+    repeated = jnp.broadcast_to(key, shape, out_sharding=spec(*names, "heads", "head_dim"))
+    return seq_major(repeated) if sequence_is_sharded() else repeated

@@ -1,7 +1,7 @@
 """Multi-head latent attention (MLA; arXiv 2405.04434, section 2.1), sharded by heads.
 
-Symbols in addition to those of `mtjax.theory.parts.part`: c and r the widths of the latent and of the rotated key, d the
-width of the queries' latent.
+Symbols in addition to those of `mtjax.theory.parts.part`: c and r the widths of the latent and of the rotated key, d
+the width of the queries' latent.
 """
 
 from collections.abc import Mapping
@@ -12,8 +12,11 @@ from mtjax.theory.parts.attention import (
     ATTENTION_OUTPUT,
     PROBABILITIES,
     QUERY_KEY_VALUE,
+    STATISTICS,
+    context_collectives,
     gradient_bytes,
     probability_bytes,
+    statistics_bytes,
 )
 from mtjax.theory.parts.part import (
     Elementwise,
@@ -38,6 +41,12 @@ from mtjax.theory.plan import Plan
 
 LATENTS = "latents"
 """The kind of saved activations: products of hidden states with the matrices to the latents."""
+
+OF_INPUT = {
+    *((LAYER_FORWARD, "all-gather"), (LAYER_RECOMPUTE, "all-gather")),
+    *((LAYER_BACKWARD, "all-reduce"), (LAYER_BACKWARD, "reduce-scatter")),
+}
+"""Collectives of a sublayer's input, where a column-parallel matmul reads it."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +138,7 @@ class LatentAttention(Part):
             LATENTS: c * tokens * latents / (plan.mesh.model if plan.sequence_parallel else 1),
             ATTENTION_OUTPUT: c * tokens * self.value_size / plan.mesh.model,
             PROBABILITIES: probability_bytes(self.scores, plan),
+            STATISTICS: statistics_bytes(self.scores, plan),
         }
 
     def backward_peak_bytes(self, plan: Plan) -> float:
@@ -154,7 +164,11 @@ class LatentAttention(Part):
         read = [("latent", "latents of keys and values"), ("rotated_width", "rotated keys")]
         if self.query_latent:
             read.append(("query_latent", "latents of queries"))
-        lines = sublayer_collectives(stream, "attention", reads_latents=self.query_latent > 0)
+        lines = sublayer_collectives(stream, "attention")
+        if self.query_latent:
+            lines = [line for line in lines if (line.phase, line.kind) not in OF_INPUT]
+        is_narrow = self.value != self.still + self.rotated
+        lines += context_collectives(stream, has_narrow_values=is_narrow)
         layers = f"{stream.side}layers"
         again = f"({layers} + {stream.side}grouped_layers)*{stream.turns}"
         for width, what in read:
@@ -172,5 +186,7 @@ class LatentAttention(Part):
             norms = "latent" + (" + query_latent" if self.query_latent else "")
             lines += vector_gradient_sums(stream, self.norm, bias=False)
             lines.append(local_gradient_sums(stream, f"{layers}*({norms})", "norms of latents"))
-            lines.append(local_gradient_sums(stream, f"{layers}*hidden*({widths})", "matrices to the latents"))
+            # In the compute dtype, as the matmul that computes them.
+            elements, why = f"hidden*({widths})", "gradients of the matrices to the latents, from a rank's tokens"
+            lines.append(over_model(LAYER_BACKWARD, "all-reduce", stream.times, elements, why, pooled=True))
         return lines

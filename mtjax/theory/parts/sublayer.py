@@ -23,9 +23,7 @@ def stream_bytes(tokens: int, hidden: int, plan: Plan) -> float:
     return plan.element_bytes * plan.local_tokens(tokens) * hidden
 
 
-def sublayer_collectives(
-    stream: ResidualStream, name: str, *, learns: bool = True, reads_latents: bool = False
-) -> list[Expectation]:
+def sublayer_collectives(stream: ResidualStream, name: str, *, learns: bool = True) -> list[Expectation]:
     """Returns every sublayer's collectives: Figure 4 of arXiv 1909.08053, or, with sequence parallelism, Figure 5 of
     arXiv 2205.05198.
 
@@ -35,35 +33,32 @@ def sublayer_collectives(
       stream: that the sublayer reads.
       name: of the sublayer, for the reasons of the lines.
       learns: whether it has trainable weights.
-      reads_latents: whether no column-parallel matmul reads the stream itself: `f` and the all-gathers are then those
-        of latents, and not among the lines.
     """
     # Full recompute repeats g where its result is needed, and in every layer of a group.
     recomputed = f"{stream.side}{'recomputed' if stream.needed_again else 'grouped'}_layers*{stream.turns}"
     if not stream.split:
-        lines = [
+        return [
             over_model(LAYER_FORWARD, "all-reduce", stream.forward_times, stream.elements, f"g after {name}"),
             over_model(LAYER_RECOMPUTE, "all-reduce", recomputed, stream.elements, f"g after {name}, recomputed"),
+            over_model(LAYER_BACKWARD, "all-reduce", stream.input_gradients, stream.elements, f"f before {name}"),
         ]
-        before = over_model(LAYER_BACKWARD, "all-reduce", stream.input_gradients, stream.elements, f"f before {name}")
-        return lines if reads_latents else [*lines, before]
     # The gathered input is not saved: weight gradients need it a second time, a frozen sublayer only the recompute.
     gathering_layers = f"{stream.side}{'layers' if learns else 'recomputed_layers'}"
     gathered_again = f"({gathering_layers} + {stream.side}grouped_layers)*{stream.turns}"
     output_gradients = stream.times if learns else stream.input_gradients
-    lines = [
-        over_model(LAYER_FORWARD, "reduce-scatter", stream.forward_times, stream.elements, f"after {name}"),
-        over_model(LAYER_RECOMPUTE, "reduce-scatter", recomputed, stream.elements, f"after {name}, recomputed"),
-        over_model(LAYER_BACKWARD, "all-gather", output_gradients, stream.elements, f"output gradient of {name}"),
-    ]
-    if reads_latents:
-        return lines
-    what, gradients = f"input gradient of {name}", stream.input_gradients
     return [
         over_model(LAYER_FORWARD, "all-gather", stream.forward_times, stream.elements, f"before {name}"),
+        over_model(LAYER_FORWARD, "reduce-scatter", stream.forward_times, stream.elements, f"after {name}"),
         over_model(LAYER_RECOMPUTE, "all-gather", gathered_again, stream.elements, f"before {name}, again"),
-        *lines,
-        over_model(LAYER_BACKWARD, "reduce-scatter", gradients, stream.elements, what),
+        over_model(LAYER_RECOMPUTE, "reduce-scatter", recomputed, stream.elements, f"after {name}, recomputed"),
+        over_model(LAYER_BACKWARD, "all-gather", output_gradients, stream.elements, f"output gradient of {name}"),
+        over_model(
+            LAYER_BACKWARD,
+            "reduce-scatter",
+            stream.input_gradients,
+            stream.elements,
+            f"input gradient of {name}",
+        ),
     ]
 
 
