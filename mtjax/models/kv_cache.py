@@ -1,6 +1,7 @@
 """KV caches of attention layers for generation: keys and values of each token are computed once."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -155,13 +156,13 @@ class LatentCache:
 
 def empty_caches(
     model: Model, sequences: int, length: int, dtype: jax.typing.DTypeLike, *, reads_encoder: bool = False
-) -> dict[str, KVCache | CrossKVCache | LatentCache]:
+) -> dict[str, Any]:
     """Builds the caches of a layer's mixers, by their names: "attention", and "cross" with `reads_encoder`."""
     if width := latent_width(model):
         return {"attention": LatentCache.empty(sequences, length, width, dtype)}
     # With fewer key-value heads than tensor parallel ranks, heads are repeated so that each rank has one.
     sizes = (sequences, max(num_kv_heads(model), num_shards("heads")), length, head_dim(model), dtype)
-    return {"attention": KVCache.empty(*sizes)} | ({"cross": CrossKVCache.empty(*sizes)} if reads_encoder else {})
+    return {"attention": KVCache.empty(*sizes), **({"cross": CrossKVCache.empty(*sizes)} if reads_encoder else {})}
 
 
 def _write(cache: Array, new: Array, cache_positions: CachePositions) -> Array:
