@@ -38,7 +38,7 @@ from mtjax.models.linear import Linear, constant, normal
 from mtjax.models.mixers.attention import KERNELS
 from mtjax.models.mixers.mixer import State
 from mtjax.models.project import project, reshard_sequence, seq_major
-from mtjax.models.rotary import Rotation, rotate
+from mtjax.models.rotary import rotate
 from mtjax.sharding.axes import sequence_is_sharded, spec
 
 EPSILON = 1e-6
@@ -121,14 +121,15 @@ class LatentAttention(nnx.Module):
         query = jnp.concatenate([query[..., :still], rotate(query[..., still:], context.rotation)], axis=-1)
         down = self.key_value_down(x)
         latent = self.key_value_norm(down[..., : model.kv_lora_rank])
-        # Rotated before it is gathered, so that its gradient is reduced and split along the sequence at once.
-        rotated = rotate(down[..., None, model.kv_lora_rank :], _split(context.rotation))[:, :, 0]
+        turned = down[..., model.kv_lora_rank :]
         if state is not None:
-            mixed, state = self._attend_cached(query, latent, rotated, context, state)
+            mixed, state = self._attend_cached(query, latent, turned, context, state)
             return self.output(mixed), state
         assert isinstance(self.key_value_up, Up)
         key_value = self.key_value_up(latent)
-        key = jnp.concatenate([key_value[..., :still], _for_each_head(rotated, model.num_heads)], axis=-1)
+        # Repeated before it is rotated: a head's gradient is rotated, and the sum over heads is then sent as it is.
+        turned = rotate(_for_each_head(turned, model.num_heads), context.rotation)
+        key = jnp.concatenate([key_value[..., :still], turned], axis=-1)
         return self.output(self.attend(query, key, key_value[..., still:], context, model.attention_dropout)), None
 
     def absorbed(self) -> "AbsorbedUp":
@@ -137,20 +138,21 @@ class LatentAttention(nnx.Module):
         return AbsorbedUp(self.key_value_up.weight[...], self.model.qk_nope_head_dim)
 
     def _attend_cached(
-        self, query: Array, latent: Array, rotated: Array, context: LayerContext, state: State
+        self, query: Array, latent: Array, turned: Array, context: LayerContext, state: State
     ) -> tuple[Array, LatentCache]:
         """Attends to the cached latents, to which those of the new tokens are appended.
 
         Args:
           query: [batch, seq, heads, head_dim].
           latent: of the new tokens, [batch, seq, latent].
-          rotated: keys, [batch, seq, rope].
+          turned: the part of their keys to rotate, [batch, seq, rope].
           context: with cache positions.
           state: the cache.
         """
         assert isinstance(state, LatentCache) and context.cache_positions is not None
         assert isinstance(self.key_value_up, AbsorbedUp)
-        state = state.append(jnp.concatenate([latent, rotated], -1), context.cache_positions)
+        turned = rotate(turned[:, :, None], context.rotation)[:, :, 0]
+        state = state.append(jnp.concatenate([latent, turned], -1), context.cache_positions)
         query = self.key_value_up.query(query, self.model.qk_nope_head_dim)
         scale = head_dim(self.model) ** -0.5 if context.scale is None else context.scale
         mixed = attend_latent(query, state, self.model.kv_lora_rank, context.cache_positions, context.bias, scale)
@@ -176,14 +178,6 @@ class AbsorbedUp(nnx.Module):
         """Computes values from mixtures of latents."""
         values = self.values[...].astype(mixed.dtype)
         return jnp.einsum("bshc,chd->bshd", mixed, values, out_sharding=spec(*HEADS))
-
-
-def _split(rotation: Rotation | None) -> Rotation | None:
-    """Shards a rotation [#batch, seq, half] like hidden states, along the sequence with sequence parallelism."""
-    if rotation is None or not sequence_is_sharded():
-        return rotation
-    sharding = spec("batch" if rotation.cos.shape[0] > 1 else None, "act_seq", None)
-    return Rotation(*(reshard(array, sharding) for array in rotation))
 
 
 def _for_each_head(key: Float[Array, "batch act_seq width"], heads: int) -> Float[Array, "batch seq heads width"]:
