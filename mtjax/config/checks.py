@@ -4,8 +4,9 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from mtjax.config.attention import check_attention
 from mtjax.config.families import FAMILIES
-from mtjax.config.families.family import EXPERTS
+from mtjax.config.families.family import DECODER, EXPERTS
 from mtjax.config.field_metadata import SAMPLES, setting_of
 from mtjax.config.latent_checks import check_latent_attention
 from mtjax.config.model import Model
@@ -38,6 +39,7 @@ def validate(config: Config) -> None:
     check_heads(config.model)
     check_family(config.model)
     check_positions(config.model)
+    check_attention(config.model)
     check_experts(config)
     check_recompute(config.model, config.training)
     check_adapters(config.model)
@@ -154,7 +156,7 @@ def check_family(model: Model) -> None:
     """Checks that the family supports the chosen values.
 
     Raises:
-      UserError: the family does not support a value; names those that it supports.
+      UserError: the family does not support a value, or a setting; names the values or families that it works with.
     """
     family = FAMILIES[model.family]
     for name, choices in family.choices.items():
@@ -162,6 +164,10 @@ def check_family(model: Model) -> None:
         if value not in choices:
             known = " or ".join(choices) + (" only" if len(choices) == 1 else "")
             raise UserError(f"{name} is {value!r}, and the family {model.family} supports {known}")
+    for name in sorted(DECODER - family.own):
+        if getattr(model, name) != getattr(Model(), name):
+            known = " and ".join(other for other, their in FAMILIES.items() if name in their.own)
+            raise UserError(f"{name} only works with the families {known}, and family is {model.family}: remove {name}")
     family.check(model)
 
 
@@ -237,6 +243,16 @@ def check_experts(config: Config) -> None:
             "with experts: remove one of the two"
         )
     check_expert_groups(model)
+    if model.shared_expert_gate and not model.shared_expert_size:
+        raise UserError(
+            "shared_expert_gate is True, and shared_expert_size is 0: set shared_expert_size, or remove "
+            "shared_expert_gate"
+        )
+    if model.expert_bias and model.capacity_factor is not None:
+        raise UserError(
+            f"expert_bias is True, and capacity_factor {model.capacity_factor:g} drops tokens only where experts are, "
+            "after their biases are added: remove one of the two"
+        )
     if model.lora_rank:
         raise UserError(f"lora_rank is {model.lora_rank}, and experts have no adapters: remove lora_rank")
     if not model.router_bias and model.router_bias_update_rate != default.router_bias_update_rate:

@@ -105,6 +105,7 @@ def run(options: Options) -> None:
     import jax  # after the options are checked: the import takes a second
 
     jax.config.update("jax_platforms", "cpu")  # nothing is computed on a GPU: don't allocate memory there
+    from mtjax.convert.mtjax_folder import describe_continued_training
     from mtjax.convert.peft import write_adapters
     from mtjax.convert.saved_model import Hints, open_source
     from mtjax.convert.stream import convert, new_folder, tokenizer_to_write
@@ -125,6 +126,7 @@ def run(options: Options) -> None:
             numbers = convert(source, sink, f"converting {source_path.name}")
     print(f"{numbers / 1e6:,.1f}M parameters in {target_path} ({time.monotonic() - start:.0f} s)")
     if to_kind == "mtjax":
+        print(f"note    {describe_continued_training(source.origin.config.model)}")
         print(f"next    mtjax train --config {target_path / 'config.toml'} --init-from {target_path} --data TEXT")
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from mtjax.config import Model
-from mtjax.config.sizes import head_dim, mlp_size, num_kv_heads
+from mtjax.config.sizes import attention_bias, head_dim, mlp_bias, mlp_size, num_kv_heads
 from mtjax.convert.megatron_experts import EXPERTS, expert_misfits, expert_settings, has_experts, unread_experts
 from mtjax.errors import UserError
 from mtjax.migrate.megatron import default_of, supported
@@ -52,9 +52,6 @@ def unsupported(arguments: Mapping[str, Any], *, is_core: bool) -> list[str]:
         for key, values in SUPPORTED.items()
         if key in arguments and _plain(arguments[key]) and arguments[key] not in values
     ]
-    # A bias only in query, key and value, as in Qwen2: mtjax has one setting for all linear layers.
-    if arguments.get("add_qkv_bias") and not arguments.get("add_bias_linear", True):
-        wrong.append("add_qkv_bias is True without add_bias_linear")
     if _position(arguments) is None:
         wrong.append("no position embeddings")
     if arguments.get("qk_layernorm") and arguments.get("normalization") != "RMSNorm":
@@ -85,6 +82,7 @@ def described(arguments: Mapping[str, Any], names: frozenset[str]) -> dict[str, 
         "norm_epsilon": _number(arguments, "norm_epsilon", "layernorm_epsilon"),
         "activation": _activation(arguments),
         "bias": bool(arguments.get("add_bias_linear", True)),
+        "attention_bias": "qkv" if _has_qkv_bias_alone(arguments) else "auto",
         "qk_norm": bool(arguments.get("qk_layernorm", False)),
         "tie_embeddings": not arguments.get("untie_embeddings_and_output_weights", False),
         "hidden_dropout": _number(arguments, "hidden_dropout"),
@@ -108,6 +106,10 @@ def _is_llama(arguments: Mapping[str, Any]) -> bool:
     # SwiGLU, RMS norm and RoPE: mtjax's family llama.
     is_gated, is_rms = arguments.get("swiglu"), arguments.get("normalization") == "RMSNorm"
     return bool(is_gated and is_rms and _position(arguments) == "rope")
+
+
+def _has_qkv_bias_alone(arguments: Mapping[str, Any]) -> bool:
+    return bool(arguments.get("add_qkv_bias")) and not arguments.get("add_bias_linear", True)
 
 
 def _activation(arguments: Mapping[str, Any]) -> str:
@@ -184,7 +186,8 @@ def misfits(model: Model, names: "Names") -> list[str]:
     """Returns the settings of an mtjax model that an implementation of Megatron does not support."""
     is_bert = model.family == "bert"
     approximate = "activation gelu (the tanh approximation) without biases"
-    tanh_without_bias = model.activation == "gelu" and not model.bias
+    tanh_without_bias = model.activation == "gelu" and not mlp_bias(model)
+    biases = attention_bias(model), mlp_bias(model)
     wrong = {
         f"family {model.family}": model.family not in ("gpt", "llama", "bert"),
         f"head {model.head}": model.head != "language",
@@ -194,17 +197,26 @@ def misfits(model: Model, names: "Names") -> list[str]:
         **dict.fromkeys(expert_misfits(model, names.is_legacy), True),
         f"kv_lora_rank {model.kv_lora_rank}": model.kv_lora_rank > 0,
         "qk_norm": model.qk_norm and (names.is_legacy or model.norm != "rmsnorm"),
+        f"attention_bias {biases[0]} with mlp_bias {biases[1]}": (biases[0] == "all") != biases[1],
+        **_attention_misfits(model),
         f"activation {model.activation}": model.activation
         not in (("gelu", "gelu_exact") if is_bert else ("gelu", "gelu_exact", "swiglu")),
         f"{approximate}; use --transformer-impl legacy": tanh_without_bias and not names.is_legacy,
         f"num_kv_heads {num_kv_heads(model)} with num_heads {model.num_heads} in a bert": (
             is_bert and num_kv_heads(model) != model.num_heads
         ),
-        "bias false in a bert": is_bert and not model.bias,
+        "bias false in a bert": is_bert and biases != ("all", True),
         f"norm_placement {model.norm_placement}": model.norm_placement != "pre",
         **(_rope_misfits(model, names) if model.position == "rope" else {}),
     }
     return [what for what, holds in wrong.items() if holds]
+
+
+def _attention_misfits(model: Model) -> dict[str, bool]:
+    """Returns descriptions of attention's settings that are not converted -> whether the model has them."""
+    names = ("qkv_clip", "attention_scale", "attention_scale_beta", "attention_softcap", "attention_sinks")
+    names += ("qk_norm_scope", "qk_norm_kind", "qk_norm_bias", "qk_norm_after_rope")
+    return {f"{name} {getattr(model, name)}": getattr(model, name) != getattr(Model(), name) for name in names}
 
 
 def _rope_misfits(model: Model, names: "Names") -> dict[str, bool]:
@@ -246,18 +258,18 @@ def _sizes(model: Model, vocab_rows: int) -> dict[str, Any]:
 
 def _kinds(model: Model, names: "Names") -> dict[str, Any]:
     """Returns Megatron's arguments of norms, activations, biases and heads."""
-    tanh = model.activation == "gelu"
+    tanh, has_bias = model.activation == "gelu", attention_bias(model) == "all"
     return {
         "use_legacy_models": names.is_legacy,
         "transformer_impl": "local" if names.is_legacy else names.transformer_impl,
         "layernorm_epsilon": model.norm_epsilon,
         "norm_epsilon": model.norm_epsilon,
         "normalization": "RMSNorm" if model.norm == "rmsnorm" else "LayerNorm",
-        "bias_gelu_fusion": tanh and model.bias,
-        "openai_gelu": tanh and not model.bias,
+        "bias_gelu_fusion": tanh and has_bias,
+        "openai_gelu": tanh and not has_bias,
         "swiglu": model.activation == "swiglu",
-        "add_bias_linear": model.bias,
-        "add_qkv_bias": False,
+        "add_bias_linear": has_bias,
+        "add_qkv_bias": attention_bias(model) == "qkv",
         "qk_layernorm": model.qk_norm,
         "untie_embeddings_and_output_weights": not model.tie_embeddings,
         "bert_binary_head": model.family == "bert" and model.sentence_order,

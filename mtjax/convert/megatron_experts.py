@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mtjax.config import Model
-from mtjax.config.sizes import dense_layers, dense_settings, expert_size
+from mtjax.config.sizes import attention_bias, dense_layers, dense_settings, expert_size
 from mtjax.migrate.megatron import supported
 
 EXPERTS = "moe_"
@@ -133,7 +133,7 @@ def expert_misfits(model: Model, is_legacy: bool) -> list[str]:
     is_sigmoid, top_k = model.router_score == "sigmoid", model.experts_top_k
     wrong = {
         f"{model.num_experts} experts; use --transformer-impl transformer_engine or local": is_legacy,
-        "bias true with experts that have no biases": model.bias,
+        "bias true with experts that have no biases": attention_bias(model) == "all",
         f"capacity_factor {model.capacity_factor}: its capacity is per microbatch, and mtjax's per sample": (
             model.capacity_factor is not None
         ),

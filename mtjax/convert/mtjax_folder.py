@@ -16,7 +16,7 @@ import tensorstore as ts
 import tomli_w
 
 from mtjax import config as configs
-from mtjax.config import Config, sizes
+from mtjax.config import Config, Model, sizes
 from mtjax.convert.parameters import Parameter, parameters_of
 from mtjax.convert.stream import Origin, carry_tokenizer, rows_of
 from mtjax.convert.table import SPLIT, with_vocab
@@ -27,6 +27,10 @@ from mtjax.runtime.checkpoints.corruption import metadata_checksum
 from mtjax.runtime.checkpoints.weights import CONVERTED, PREFIX, find_weights
 from mtjax.theory.adapters import ADAPTER
 
+CONTINUED_BATCH = 32
+"""Global batch size of continued training, in samples."""
+TOKENS_OF_MICROBATCH = 4096
+"""Tokens of a microbatch of continued training, unless one sample has more."""
 LARGEST_CHUNK = 64 << 20
 """Largest chunk of an array, in bytes; a device reads the chunks that overlap its shard."""
 
@@ -173,7 +177,7 @@ class MtjaxSink:
         path = self._folder / CONVERTED / "page" / "metadata"
         path.parent.mkdir(parents=True)
         path.write_text(json.dumps(metadata))
-        settings: dict[str, Any] = dict(config)
+        settings: dict[str, Any] = dict(config) | continued_training(self._origin.config.model)
         tokenizer = tokenizer_of(carry_tokenizer(self._origin, self._folder), self._final.resolve())
         if tokenizer:
             settings["data"] = {"tokenizer": tokenizer}
@@ -190,6 +194,35 @@ class MtjaxSink:
         chunks = ts.ChunkLayout(chunk_shape=chunk_shape(parameter))
         shape = parameter.stacked_shape
         return ts.open(spec, create=True, dtype=ts.float32, shape=shape, chunk_layout=chunks).result()
+
+
+def continued_training(model: Model) -> dict[str, dict[str, Any]]:
+    """Returns the settings with which `config.toml` continues the training of converted weights.
+
+    mtjax's defaults are those of pretraining from random weights: 300,000 steps of 512 samples in one microbatch.
+    """
+    size = max(1, min(TOKENS_OF_MICROBATCH // model.sequence_length, CONTINUED_BATCH))
+    size = 2 ** (size.bit_length() - 1)  # a power of two divides the samples of most data parallel degrees
+    return {
+        "optimizer": {"learning_rate": 2e-5, "min_learning_rate": 2e-6, "warmup_steps": 50},
+        "training": {
+            "steps": 1000,
+            "global_batch_size": CONTINUED_BATCH,
+            "microbatch_size": size,
+            "recompute": "selective",
+        },
+    }
+
+
+def describe_continued_training(model: Model) -> str:
+    """Describes the settings of `continued_training` in a line."""
+    tables = continued_training(model)
+    optimizer, training = tables["optimizer"], tables["training"]
+    return (
+        f"config.toml continues training for {training['steps']:,} steps of {training['global_batch_size']} samples, "
+        f"{training['microbatch_size']} at a time, at a learning rate of {optimizer['learning_rate']:g} after "
+        f"{optimizer['warmup_steps']} steps of warmup: edit it for your data"
+    )
 
 
 def chunk_shape(parameter: Parameter) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ from mtjax.generate.weights import LoadedModel, special_id
 from mtjax.models.families.bert import BERT
 from mtjax.models.trunk import run_sections
 from mtjax.sharding.axes import use_rules
+from mtjax.sharding.vocab import OutputOptions
 
 MASK = "[MASK]"
 
@@ -95,4 +96,5 @@ class Filler:
             hidden = model.final_norm(run_sections(model, batch, None)[0].x)[:, positions]
             size, none = self._model.placed.config.model.vocab_size, jnp.zeros(len(positions), jnp.int32)
             assert size is not None  # the embedding table has rows
-            return score_tokens(model.head(hidden)[0], model.output_table[...], none, size, model.head.bias[...])
+            bias = model.head.bias[...]
+            return score_tokens(model.head(hidden)[0], model.output_table[...], none, OutputOptions(size), bias)

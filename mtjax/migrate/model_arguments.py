@@ -87,7 +87,7 @@ _KINDS = (
         equal("--disable-bias-linear", "--no-bias", "also no biases of query, key and value"),
         "add_bias_linear",
     ),
-    none("--add-qkv-bias", "no biases of query, key and value alone (Qwen2)", default=False),
+    equal("--add-qkv-bias", "--attention-bias qkv", "with --disable-bias-linear (Qwen2)", default=False),
     equal("--untie-embeddings-and-output-weights", "--no-tie-embeddings", default=False),
     equal("--qk-layernorm", "--qk-norm", "RMS norm only, so with --normalization RMSNorm", default=False),
     none("--qk-l2-norm", "no L2 norm of queries and keys", default=False, same=(False, None)),

@@ -56,12 +56,12 @@ class LayerContext:
     """When given, tokens attend within their segment only; padding is a separate segment."""
     rotation: Rotation | None = None
     """When given, queries and keys are rotated by it."""
+    query_scale: Float[Array, "#batch seq"] | None = None
+    """When given, factors of the queries, by position."""
     is_causal: bool = True
     """Whether tokens attend only to themselves and those before them."""
     bias: Float[Array, "#batch heads seq key_seq"] | None = None
     """When given, added to the scores of self-attention."""
-    scale: float | None = None
-    """Of the scores; head_dim^-0.5 when None."""
     encoded: Float[Array, "batch act_seq embed"] | None = None
     """The encoder's hidden states, which cross-attention reads."""
     encoded_mask: Int[Array, "batch key_seq"] | None = None

@@ -2,9 +2,10 @@
 
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import Array
+from jax import Array, lax
 from jaxtyping import Float, Int
 
 from mtjax.config import Model
@@ -28,14 +29,28 @@ class RelativeBias(nnx.Module):
 
     def __call__(self, length: int) -> Float[Array, "1 heads seq key_seq"]:
         """Computes float32 biases; each rank has those of its heads."""
-        positions = jnp.arange(length)
-        biases = self.table[...].at[self.buckets(positions[:, None] - positions[None, :])]
-        return biases.get(out_sharding=spec("seq", "key_seq", "heads")).transpose(2, 0, 1)[None]
+        # A lookup for every pair of tokens has a gradient that adds all of them to the few numbers of the table, by
+        # atomic operations. All pairs at a distance have the same bias: it is computed once per distance, by a product.
+        size = max(length, 2)
+        back = jnp.arange(size - 1, -size, -1)
+        chosen = jax.nn.one_hot(self.buckets(back), len(self.table[...]))
+        by_distance = jnp.einsum("db,bh->hd", chosen, self.table[...], precision=lax.Precision.HIGHEST)
+        return _by_pairs(by_distance, size)[None, :, :length, :length]
 
     def at(self, positions: Int[Array, "batch seq"], length: int) -> Float[Array, "batch heads seq key_seq"]:
         """Computes float32 biases of queries at these positions, to keys at 0, 1, ... `length` - 1."""
         biases = self.table[...].at[self.buckets(positions[:, :, None] - jnp.arange(length))]
         return biases.get(out_sharding=spec("batch", "seq", "key_seq", "heads")).transpose(0, 3, 1, 2)
+
+
+def _by_pairs(by_distance: Float[Array, "heads distances"], length: int) -> Float[Array, "heads seq key_seq"]:
+    """Expands the values of distances length - 1, ..., 1 - length from query to key to all pairs of tokens."""
+    # Repeated rows of 2 length - 1 distances, read again in rows of 2 length - 2, move by one distance per row: row q
+    # begins at distance q. The gradient is a sum over rows.
+    heads, distances = by_distance.shape
+    rows = jnp.broadcast_to(by_distance[:, None], (heads, length, distances), out_sharding=spec("heads", None, None))
+    flat = rows.reshape(heads, -1, out_sharding=spec("heads", None))[:, length - 1 :][:, : length * (distances - 1)]
+    return flat.reshape(heads, length, -1, out_sharding=spec("heads", "seq", "key_seq"))[:, :, :length]
 
 
 def relative_buckets(

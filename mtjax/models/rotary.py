@@ -35,6 +35,18 @@ class Rotary:
         return Rotation(cos, sin) if factor == 1 else Rotation(cos * factor, sin * factor)
 
 
+@dataclass(frozen=True)
+class QueryScale:
+    """A model's factors of queries by position (Ministral 3)."""
+
+    model: Model
+
+    def __call__(self, position_ids: Int[Array, "#batch seq"]) -> Float[Array, "#batch seq"]:
+        """Computes `1 + attention_scale_beta ln(1 + floor(position / rope_original_length))`, in float32."""
+        lengths = (position_ids // self.model.rope_original_length).astype(jnp.float32)
+        return 1 + self.model.attention_scale_beta * jnp.log1p(lengths)
+
+
 def rotate(
     x: Float[Array, "batch seq heads head_dim"], by: Rotation | None
 ) -> Float[Array, "batch seq heads head_dim"]:

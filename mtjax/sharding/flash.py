@@ -21,9 +21,9 @@ Saved = tuple[Array, Array, Array, Array, Array]
 """Query, key, value, output, and the kernel's statistics."""
 
 
-def cudnn(query: Array, key: Array, value: Array) -> Array:
-    """Runs cuDNN's causal attention, in 16 bits, on one GPU."""
-    return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="cudnn")
+def cudnn(query: Array, key: Array, value: Array, *, scale: float | None = None) -> Array:
+    """Runs cuDNN's causal attention, in 16 bits, on one GPU; `scale` of the scores is head_dim^-0.5 when None."""
+    return jax.nn.dot_product_attention(query, key, value, scale=scale, is_causal=True, implementation="cudnn")
 
 
 def flash_attention(

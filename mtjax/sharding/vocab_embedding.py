@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Float, Int
 
 from mtjax.sharding.axes import psum_varying, varying_like
@@ -91,7 +92,11 @@ def _embedding_backward(specs: VocabSpecs, dtype: jnp.dtype, saved: Any, gradien
         # XLA: constant zeros would be allocated at the beginning of the step. These depend on the gradient.
         late_zero = 0 * jnp.abs(flat[0, 0])
         zeros = varying_like(jnp.full((rows, width), late_zero), table_VH, gradient_BSH, tokens_BS)
-        return psum_varying(zeros.at[row.reshape(-1)].add(flat, mode="drop"), specs.samples)
+        # XLA: where the gradient is then reduce-scattered along the width (ZeRO), layout assignment would transpose it,
+        # and every element of a token's vector would be added to another row, by a compare-and-swap loop. In this
+        # layout a token's vector is contiguous; transposing the sum once costs its bytes.
+        added = with_layout_constraint(zeros.at[row.reshape(-1)].add(flat, mode="drop"), Layout((0, 1)))
+        return psum_varying(added, specs.samples)
 
     with jax.named_scope("embedding"):
         table, tokens = saved

@@ -27,6 +27,10 @@ def choose_kernel(config: Config, platform: str) -> tuple[Kernel, str | None]:
         f"it needs head sizes up to 128 that are multiples of 8, and this one is {width}": (
             width % 8 != 0 or width > 128
         ),
+        f"it has no cap of scores, and attention_softcap is {model.attention_softcap}": (
+            model.attention_softcap is not None
+        ),
+        "it has no sinks (attention_sinks)": model.attention_sinks,
         "its backward pass is not reproducible, and deterministic is true": config.training.deterministic,
         "it has no mask at document boundaries (reset_attention_mask)": config.data.reset_attention_mask,
         f"it is causal and does not mask padding, and family is {model.family}": model.family in ("bert", "t5"),

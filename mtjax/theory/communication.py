@@ -84,7 +84,7 @@ def _contract(
     )
     lines = [line for part in anatomy.outside for line in part.collectives(ends)]
     for stack, part in anatomy.layer_parts():
-        needed = part is not stack.parts[-1] or stack.is_post_norm or not drops_last
+        needed = part not in stack.unread or not drops_last
         before = stack.parts[: stack.parts.index(part)]
         learns = _learns_below(anatomy) or any(is_trainable(anatomy.model, w.name) for p in before for w in p.weights)
         turns = section_ticks(anatomy, stack) if pipeline else "microbatches"
@@ -100,7 +100,8 @@ def _contract(
         lines.append(load_line([axis for axis in (DATA, STAGE, CONTEXT, EXPERT) if axis in (*sharing, *staged)]))
         same = [axis for axis in sharing if axis not in layout.rules.expert]
         turns = "ticks" if pipeline else "microbatches"
-        lines += over_ranks_lines_of_experts(layout.zero, wire, JOINED.join(same), turns)
+        biases = anatomy.model.expert_bias
+        lines += over_ranks_lines_of_experts(layout.zero, wire, JOINED.join(same), turns, has_biases=biases)
     lines += over_stage_lines(anatomy, layout, scattered, wire) if pipeline else []
     family = anatomy.model.family
     name = layout.name if family in ("gpt", "llama") else f"{family}, {layout.name}"
@@ -140,9 +141,11 @@ def _learns_below(anatomy: Anatomy) -> bool:
     return any(is_trainable(anatomy.model, weight.name) for part in anatomy.embed for weight in part.weights)
 
 
-def over_ranks_lines_of_experts(zero: int, wire: Dtype, ranks: str, turns: str) -> list[Expectation]:
-    """The same of experts' matrices, which the axes of `ranks` hold alike and `expert` splits; `turns`: how often a
-    step goes through the layers."""
+def over_ranks_lines_of_experts(
+    zero: int, wire: Dtype, ranks: str, turns: str, *, has_biases: bool
+) -> list[Expectation]:
+    """The same of experts' matrices and biases, which the axes of `ranks` hold alike and `expert` splits; `turns`: how
+    often a step goes through the layers."""
 
     def line(phase: str, kind: Kind, count: str, elements: str, why: str, dtype: Dtype = wire) -> Expectation:
         return Expectation(phase, kind, ranks, count, elements, dtype, pooled=True, why=why)
@@ -153,11 +156,16 @@ def over_ranks_lines_of_experts(zero: int, wire: Dtype, ranks: str, turns: str) 
     split = "expert_parameters - unsplit_expert_parameters"
     times, part = (turns, "turn_experts") if zero >= 2 else ("1", split)
     lines = [whole, line(GRADIENTS, "reduce-scatter", times, part, "each rank sums its part of experts' gradients")]
-    if zero < 3:
-        why = "experts' matrices, once a step"
-        return [*lines, line(PARAMETERS, "all-gather", "1", "all_expert_matrices", why, "compute")]
-    times, why = f"parameter_gathers*{turns}", "experts' matrices, forward and again backward"
-    return [*lines, line(PARAMETERS, "all-gather", times, "expert_matrices", why, "compute")]
+    times, prefix, often = "1", "all_", "once a step"
+    if zero == 3:
+        times, prefix, often = f"parameter_gathers*{turns}", "", "forward and again backward"
+    matrices = line(
+        PARAMETERS, "all-gather", times, f"{prefix}expert_matrices", f"experts' matrices, {often}", "compute"
+    )
+    if not has_biases:
+        return [*lines, matrices]
+    why = f"experts' biases, {often}"
+    return [*lines, matrices, line(PARAMETERS, "all-gather", times, f"{prefix}expert_vectors", why, "float32")]
 
 
 def load_line(axes: list[str]) -> Expectation:
@@ -277,6 +285,8 @@ def symbols_of(anatomy: Anatomy, plan: Plan) -> Symbols:
             "turn_experts": (every.experts - every.replicated_experts) // in_turn,
             "all_expert_matrices": every.expert_matrices,
             "expert_matrices": every.expert_matrices // in_turn,
+            "all_expert_vectors": every.expert_vectors,
+            "expert_vectors": every.expert_vectors // in_turn,
         }
     for stack in anatomy.stacks:
         layers = layers_in_chunk(stack, plan)

@@ -41,7 +41,7 @@ def active_parameters(anatomy: Anatomy) -> int:
 def active_share(model: Model, weight: Weight, tokens: int = 1) -> float:
     """Returns the expected share of a parameter that `tokens` tokens use, if all choices of experts are equally likely.
 
-    Below 1 in experts' matrices only.
+    Below 1 in experts' parameters only.
     """
     if EXPERT_NAME not in weight.names:
         return 1.0
@@ -83,18 +83,20 @@ class Counts:
     replicated_in_layers: int = 0
     """Of `replicated`, those of the layers."""
     experts: int = 0
-    """Of all, experts' matrices, which `expert` shards."""
+    """Of all, experts' matrices and biases that `expert` shards."""
     replicated_experts: int = 0
-    """Of `replicated`, experts' matrices."""
+    """Of `replicated`, those that `expert` shards."""
     expert_matrices: int = 0
     """Of those that ZeRO shards, experts' matrices; they are not in `layer_matrices`."""
+    expert_vectors: int = 0
+    """Of those that ZeRO shards, experts' biases that `expert` shards; they are not in `layer_vectors`."""
     transposed: int = 0
     """Of ZeRO-3's shards, those that XLA transposes before the all-gather: of parameters that are sharded along another
     dimension than the outermost of a layer."""
 
     @property
     def shared(self) -> "Counts":
-        """The counts without experts' matrices."""
+        """The counts without experts' parameters."""
         return replace(
             self,
             all=self.all - self.experts,
@@ -104,6 +106,7 @@ class Counts:
             experts=0,
             replicated_experts=0,
             expert_matrices=0,
+            expert_vectors=0,
         )
 
 

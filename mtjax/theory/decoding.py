@@ -22,10 +22,17 @@ THRESHOLD_BITS = 32
 def decoding_contract(anatomy: Anatomy) -> Contract:
     """Returns the contract of a decode step with all features of sampling: top-k, top-p and log-probabilities."""
     (sublayers,) = {len(stack.parts) for stack in anatomy.decoder_stacks}
-    stream = "sequences*hidden"
+    stream, model = "sequences*hidden", anatomy.model
+    sums = "sums of squares for the norms of queries and of keys over all heads"
+    width_norms = (
+        (over_model(LAYER_FORWARD, "all-reduce", "2*layers", "sequences", sums, dtype="float32"),)
+        if model.qk_norm and model.qk_norm_scope == "width"
+        else ()
+    )
     lines = (
         over_model(EMBEDDING_FORWARD, "all-reduce", "1", stream, "embeddings of the newest tokens"),
         over_model(LAYER_FORWARD, "all-reduce", f"{sublayers}*layers", stream, "g after each sublayer"),
+        *width_norms,
         *_sampling(),
     )
     return Contract("decoding", lines)

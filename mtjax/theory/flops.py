@@ -5,6 +5,7 @@ GPT-2's, with an MLP of 4h. A matmul [m,k] x [k,n] costs 2mkn.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -13,7 +14,7 @@ from mtjax.theory.anatomy import Anatomy, Stack
 from mtjax.theory.families.registry import anatomy_of
 from mtjax.theory.mesh import MeshShape
 from mtjax.theory.parts.attention import QUERIES_AT_A_TIME
-from mtjax.theory.parts.part import unrepeated
+from mtjax.theory.parts.part import Product, unrepeated
 from mtjax.theory.plan import Plan, Recompute
 from mtjax.theory.stages import layers_in_chunk
 from mtjax.theory.timetable import num_ticks
@@ -41,9 +42,12 @@ def routing_again(stack: Stack, plan: Plan) -> float:
 
     None with sequence parallelism, where each rank routes its tokens.
     """
-    if plan.sequence_parallel:
-        return 0.0
-    return (plan.mesh.model - 1) * sum(p.flops for part in stack.parts for p in part.products() if p.is_repeated)
+    return sum(_again(part.products(), plan) for part in stack.parts)
+
+
+def _again(products: Sequence[Product], plan: Plan) -> float:
+    """Returns the FLOPs of matmuls that are duplicated over tensor parallel ranks."""
+    return 0.0 if plan.sequence_parallel else (plan.mesh.model - 1) * sum(p.flops for p in products if p.is_repeated)
 
 
 def layer_flops(stack: Stack, *, causal: bool = False) -> float:
@@ -157,11 +161,11 @@ def compiled_flops(anatomy: Anatomy, plan: Plan, *, causal: bool = False) -> flo
         flops -= (recomputed - grouped) * _deduplicated_score_flops(stack, plan, causal=causal)
         if plan.flash_attention or plan.context_parallelism or plan.recompute == "selective":
             flops += stack.layers * core / 2  # the scores only: attention's output is saved
-        needed = recomputed if stack.is_post_norm else grouped
         flops += passes * repeated_flops(stack, plan.mesh.model)
         flops += passes * routing_again(stack, plan)
-        omitted = sum(product.flops for product in unrepeated(stack.parts[-1].products()))
-        flops += recomputed * layer_flops(stack, causal=causal) - (recomputed - needed) * omitted
+        last = [product for part in stack.unread for product in unrepeated(part.products())]
+        omitted = sum(product.flops for product in last) + _again(last, plan)
+        flops += recomputed * layer_flops(stack, causal=causal) - (recomputed - grouped) * omitted
         flops += stack.layers * once_more_flops(stack)
     return flops
 

@@ -84,7 +84,9 @@ def is_matrix(names: tuple[str, ...]) -> bool:
     # Not by the number of dimensions: a stacked norm is [layers, embed], and a bias may be per head.
     if "latent" in names:
         return len(set(names) - {LAYERS}) > 1
-    return bool({"embed", "rank"} & set(names)) and any(name not in ("embed", LAYERS) for name in names)
+    # `every_expert` counts vectors: the biases of experts.
+    vectors = ("embed", LAYERS, "every_expert")
+    return bool({"embed", "rank"} & set(names)) and any(name not in vectors for name in names)
 
 
 def is_decayed(names: tuple[str, ...]) -> bool:

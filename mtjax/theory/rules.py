@@ -48,6 +48,8 @@ class Rules:
     """Experts' matrices."""
     routes: Axes = ()
     """Experts in a router's scores: replicated."""
+    every_expert: Axes = ()
+    """Experts' biases of the residual stream's width: replicated."""
     gate: Axes = ()
     """Gate and up projection of a gated MLP, stacked for one matmul."""
     vocab: Axes = ()

@@ -307,6 +307,7 @@ SETTINGS = {
     "--train-data-path a --valid-data-path b": {"train_data": "a", "valid_data": "b"},
     "--tokenizer-type Llama2Tokenizer --tokenizer-model t.model": {"tokenizer": "sentencepiece:t.model"},
     "--save a --save-interval 10 --save-retain-interval 50": {"checkpoint_every": 10, "keep_every": 50, "out": "a"},
+    "--disable-bias-linear --add-qkv-bias": {"bias": False, "attention_bias": "qkv"},
     "--seed 42 --deterministic-mode": {"seed": 42, "deterministic": True},
     "--norm-epsilon 1e-6 --clip-grad 0.5 --adam-eps 1e-5": {
         "norm_epsilon": 1e-6,
@@ -331,7 +332,6 @@ TOLD = {
     "--rotary-percent 1.0": (DEFAULT, "--rotary-percent"),
     "--optimizer adam": (DEFAULT, "--optimizer"),
     "--add-qkv-bias": (DEFAULT, "--add-qkv-bias"),
-    "--disable-bias-linear --add-qkv-bias": (NONE, "--add-qkv-bias"),
     "--cp-comm-type a2a": (NONE, "--cp-comm-type"),
     "--lr-made-up 3": ("unknown arguments, which are ignored", "--lr-made-up"),
     "--bf16 stray": (UNREAD, "stray"),

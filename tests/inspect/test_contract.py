@@ -133,6 +133,16 @@ def assert_gradients_have_their_type(found: Report) -> None:
     assert any(f"{verb} {short[asked]} instead of {short[other]}" in v for v in breaches), wrong.verdict.violations
 
 
+def assert_scatters_add_rows(found: Report) -> None:
+    """Every scatter adds to rows that are contiguous in memory: of the embedding's gradient, and of no bias."""
+    scatters = re.findall(
+        r"f32\[[\d,]+\]\{([\d,]+)\} scatter\(.*scatter_dims_to_operand_dims=\{(\d+)\}", found.step.text
+    )
+    assert scatters
+    for layout, dimension in scatters:
+        assert layout.split(",")[-1] == dimension, "the scattered dimension is the outermost"
+
+
 @needs_aot
 @pytest.mark.parametrize(
     "settings",
@@ -159,6 +169,7 @@ def test_split_sequences_and_zero_keep_their_contract_on_h100(settings):
     report = inspect(tiny(**({"num_layers": 2} | settings)), find_target("h100x8"))
     assert report.verdict.violations == ()
     assert_gradients_have_their_type(report)
+    assert_scatters_add_rows(report)
     kinds = {c.kind for c in report.collectives}
     assert "all-to-all" not in kinds and "collective-permute" not in kinds
     if settings.get("sequence_parallel"):

@@ -39,6 +39,14 @@ GROUPS: dict[str, Any] = DEEPSEEK | {
     "experts_top_k": 4,
 }
 """4 of the 6 experts of 2 groups of 3: often not the best 4 of all, nor those of the groups with the best expert."""
+BIASED: dict[str, Any] = SOFTMAX | {
+    "router_linear_bias": True,
+    "expert_bias": True,
+    "shared_expert_size": 16,
+    "shared_expert_gate": True,
+    "activation": "swiglu_clamped",
+}
+"""gpt-oss's biases and activation, and Qwen2-MoE's gate of the shared expert."""
 CAPACITY: dict[str, Any] = {"num_experts": 4, "capacity_factor": 0.75}
 PLAIN: dict[str, Any] = {"num_experts": 4, "experts_top_k": 1, "router_normalize": False}
 
@@ -50,6 +58,11 @@ def mixer_of(settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     mixer = Experts(config.model, output_std=0.4, key=jax.random.key(1))
     if mixer.router.bias is not None:
         mixer.router.bias[...] = jnp.linspace(-0.3, 0.3, config.model.num_experts)
+    for number, layer in enumerate((mixer.up, mixer.down)):
+        if layer.bias is not None:
+            layer.bias[...] = 3 * jax.random.normal(jax.random.key(number), layer.bias.shape)
+    if mixer.router.linear_bias is not None:
+        mixer.router.linear_bias[...] = jnp.linspace(-1, 1, config.model.num_experts)
     graph, state = nnx.split(mixer)
     return (config.model, graph, state), nnx.to_pure_dict(state)
 
@@ -65,11 +78,14 @@ def dense(model: Any, p: Any, x: Any, xp: Any) -> tuple[Any, Any]:
     """Every expert on every token, weighted by gates that are 0 for those not chosen; by numpy or by jax."""
 
     def act(hidden: Any) -> Any:
+        if model.activation == "swiglu_clamped":
+            gate, up = xp.minimum(hidden[..., 0, :], 7), xp.clip(hidden[..., 1, :], -7, 7)
+            return (up + 1) * gate / (1 + xp.exp(-1.702 * gate))
         if model.activation == "swiglu":
             return hidden[..., 0, :] / (1 + xp.exp(-hidden[..., 0, :])) * hidden[..., 1, :]
         return 0.5 * hidden * (1 + xp.tanh(np.sqrt(2 / np.pi) * (hidden + 0.044715 * hidden**3)))
 
-    logits = x @ p["router"]["weight"]
+    logits = x @ p["router"]["weight"] + p["router"].get("linear_bias", 0)
     exps = xp.exp(logits)
     scores = exps / exps.sum(-1, keepdims=True) if model.router_score == "softmax" else 1 / (1 + xp.exp(-logits))
     ranked = scores + p["router"].get("bias", 0)
@@ -89,10 +105,13 @@ def dense(model: Any, p: Any, x: Any, xp: Any) -> tuple[Any, Any]:
         gates, report = gates * is_taken, {LOST: (hot * ~is_taken).sum((1, 2))}
     out = 0
     for e in range(model.num_experts):
-        hidden = act(xp.tensordot(x, p["up"]["weight"][e], 1))
-        out += model.router_scale * gates[..., e : e + 1] * (hidden @ p["down"]["weight"][e])
+        bias = p["up"]["bias"][e] if "bias" in p["up"] else 0
+        hidden = act(xp.tensordot(x, p["up"]["weight"][e], 1) + bias)
+        bias = p["down"]["bias"][e] if "bias" in p["down"] else 0
+        out += model.router_scale * gates[..., e : e + 1] * (hidden @ p["down"]["weight"][e] + bias)
     if "shared" in p:
-        out += act(xp.tensordot(x, p["shared"]["up"]["weight"], 1)) @ p["shared"]["down"]["weight"]
+        shared = act(xp.tensordot(x, p["shared"]["up"]["weight"], 1)) @ p["shared"]["down"]["weight"]
+        out += shared / (1 + xp.exp(-(x @ p["shared_gate"]["weight"]))) if "shared_gate" in p else shared
     share = (scores / scores.sum(-1, keepdims=True)).mean(1)
     balance = model.num_experts * (hot.mean(1) / model.experts_top_k * share).sum(-1)
     return out, {ROUTER_AUX_LOSS: balance, Z_LOSS: (xp.log(exps.sum(-1)) ** 2).mean(1), LOAD: load, **report}
@@ -103,11 +122,12 @@ def dense(model: Any, p: Any, x: Any, xp: Any) -> tuple[Any, Any]:
     [
         SOFTMAX,
         GROUPS,
+        BIASED,
         pytest.param(DEEPSEEK, marks=pytest.mark.long),
         pytest.param(PLAIN, marks=pytest.mark.long),
         pytest.param(CAPACITY, marks=pytest.mark.long),
     ],
-    ids=["softmax", "groups", "deepseek", "switch", "capacity"],
+    ids=["softmax", "groups", "biases", "deepseek", "switch", "capacity"],
 )
 def test_output_report_and_gradients_are_those_of_every_expert_on_every_token(settings, monkeypatch):
     monkeypatch.setattr(grouped, "SHORTEST", 4)  # several blocks of an expert, the last not full
@@ -233,6 +253,9 @@ def test_blocks_are_as_long_as_an_experts_share_lets_them_be():
             "moe_every is 2, .* remove recompute_method uniform and recompute_num_layers 2",
         ),
         ({"moe_every": 2}, "moe_every is 2, and num_experts is 0"),
+        ({"expert_bias": True}, "expert_bias is True, and num_experts is 0"),
+        ({"num_experts": 4, "shared_expert_gate": True}, "shared_expert_gate is True, and shared_expert_size is 0"),
+        ({"num_experts": 4, "expert_bias": True, "capacity_factor": 1.5}, "expert_bias is True, and capacity_factor"),
         ({"expert_groups": 2}, "expert_groups is 2, and num_experts is 0"),
         ({"expert_dispatch": "all-to-all"}, "expert_dispatch is all-to-all, and num_experts is 0"),
         (

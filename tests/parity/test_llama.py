@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mtjax.config import Config
-from mtjax.config.sizes import head_dim, mlp_size, num_kv_heads
+from mtjax.config.sizes import attention_biases, head_dim, mlp_bias, mlp_size, num_kv_heads
 from mtjax.models.rotary import attention_factor, frequencies
 from tests.parity.compare import Named, assert_next_token_parity, padded, relative, shaken
 from tests.tiny import tiny_config
@@ -30,7 +30,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "as many key heads": {},
     "2 key heads, fewer than 4 ways": {"num_kv_heads": 2},
     "Qwen3: norms of heads": {"num_kv_heads": 2, "qk_norm": True},
-    "4 key heads, llama3 scaling, biases": {"num_kv_heads": 4, "hidden_size": 64, "bias": True, **LLAMA3},
+    "Qwen2: biases of query, key and value": {"num_kv_heads": 2, "attention_bias": "qkv"},
+    "4 key heads, llama3 scaling, biases": {
+        "num_kv_heads": 4,
+        "hidden_size": 64,
+        "attention_bias": "all",
+        "mlp_bias": True,
+        **LLAMA3,
+    },
     "odd sizes, linear scaling, tied": {
         "num_layers": 3,
         "hidden_size": 36,
@@ -76,7 +83,7 @@ def rope_parameters(config: Config) -> dict[str, Any]:
 def llama_of(config: Config) -> Any:
     model = config.model
     kind = {(False, 0): "Llama", (True, 0): "Qwen3", (False, 4): "Mixtral", (True, 4): "Qwen3Moe"}
-    kind = kind[model.qk_norm, model.num_experts]
+    kind = "Qwen2" if attention_biases(model) == (True, False) else kind[model.qk_norm, model.num_experts]
     theirs = getattr(transformers, f"{kind}Config")(
         vocab_size=model.vocab_size,
         hidden_size=model.hidden_size,
@@ -84,13 +91,13 @@ def llama_of(config: Config) -> Any:
         num_hidden_layers=model.num_layers,
         num_attention_heads=model.num_heads,
         num_key_value_heads=num_kv_heads(model),
-        head_dim=head_dim(model),
+        **({"head_dim": head_dim(model)} if kind != "Qwen2" else {}),
         max_position_embeddings=model.sequence_length,
         rms_norm_eps=model.norm_epsilon,
         rope_parameters=rope_parameters(config),
         tie_word_embeddings=model.tie_embeddings,
         attn_implementation="eager",
-        **({"attention_bias": model.bias, "mlp_bias": model.bias} if kind == "Llama" else {}),
+        **({"attention_bias": attention_biases(model)[1], "mlp_bias": mlp_bias(model)} if kind == "Llama" else {}),
         **({"num_local_experts": 4, "num_experts_per_tok": model.experts_top_k} if model.num_experts else {}),
         **({"norm_topk_prob": model.router_normalize} if kind == "Qwen3Moe" else {}),
         **({"moe_intermediate_size": mlp_size(model)} if kind == "Qwen3Moe" else {}),
@@ -109,12 +116,13 @@ def as_llama(named: Named, config: Config) -> dict[str, Any]:
 
     def part(name: str, outputs: tuple[int, ...], inputs: tuple[int, ...]) -> dict[str, np.ndarray]:
         weight = np.moveaxis(stacked(f"{name}.weight"), 1, 2).reshape(-1, *inputs, *outputs)
-        bias = {"bias": stacked(f"{name}.bias").reshape(-1, *outputs)} if model.bias else {}
+        has_bias = f"model.layers.0.{name}.bias" in named
+        bias = {"bias": stacked(f"{name}.bias").reshape(-1, *outputs)} if has_bias else {}
         return {"weight": weight, **bias}
 
     def joined(parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
         return {"weight": np.stack([p["weight"] for p in parts], 2)} | (
-            {"bias": np.stack([p["bias"] for p in parts], 1)} if model.bias else {}
+            {"bias": np.stack([p["bias"] for p in parts], 1)} if "bias" in parts[0] else {}
         )
 
     query, key, value = (part(f"self_attn.{n}_proj", o, (hidden,)) for n, o in (("q", q), ("k", k), ("v", k)))

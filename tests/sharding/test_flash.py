@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
+from mtjax.models.kernels.options import AttentionOptions
 from mtjax.models.kernels.xla import causal_mask, softmax_attention
 from mtjax.sharding.axes import partition_spec, use_rules
 from mtjax.sharding.flash import flash_attention
@@ -70,7 +71,7 @@ def flash(query, key, value):
 
 
 def plain(query, key, value):
-    return softmax_attention(query, key, value, causal_mask(query.shape[1], None), 0.0, None)
+    return softmax_attention(query, key, value, causal_mask(query.shape[1], None), AttentionOptions(), None)
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,15 @@ DEEPSEEK: dict[str, Any] = {
 """Biases that learn from the load, groups of which two are kept, numbers that the router's input is multiplied by, and
 a shared expert."""
 
+BIASED: dict[str, Any] = {
+    "router_linear_bias": True,
+    "expert_bias": True,
+    "shared_expert_size": 16,
+    "shared_expert_gate": True,
+    "activation": "swiglu_clamped",
+}
+"""Biases of routers and experts, and a gate of the shared expert."""
+
 CAPACITY: dict[str, Any] = {"capacity_factor": 0.75}
 """Some tokens of each sample are lost."""
 
@@ -78,6 +87,19 @@ CASES: list[Any] = [
         CAPACITY,
         {"sequence_parallel": True, "zero": 1, "microbatch_size": 1, "recompute": "full"},
         marks=pytest.mark.long,
+    ),
+    pytest.param("data=2,expert=2,model=2", BIASED, EXCHANGE),
+    pytest.param(
+        "data=1,stage=2,expert=2,model=2", BIASED, {"zero": 1, "recompute": "full"}, marks=pytest.mark.exhaustive
+    ),
+    pytest.param(
+        "data=2,expert=2,model=2", BIASED | DENSE, {"zero": 2, "recompute": "full"}, marks=pytest.mark.exhaustive
+    ),
+    pytest.param(
+        "data=1,context=2,expert=2,model=2",
+        BIASED,
+        {"sequence_parallel": True, "zero": 1, "recompute": "none"},
+        marks=pytest.mark.exhaustive,
     ),
     pytest.param("data=1,expert=4,model=1", {}, {"zero": 1, "recompute": "full"}, marks=pytest.mark.exhaustive),
     pytest.param(

@@ -13,7 +13,7 @@ BERT = Family(
         "hidden_dropout": 0.1,
         "attention_dropout": 0.1,
     },
-    choices={"position": ("learned",)},
+    choices={"position": ("learned",), "norm_placement": ("pre", "post")},
     own=frozenset({"num_token_types", "sentence_order"}),
     check=check_no_qk_norm,
 )

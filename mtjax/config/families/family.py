@@ -20,6 +20,9 @@ EXPERTS = frozenset(
             "router_scale",
             "router_bias",
             "router_bias_update_rate",
+            "router_linear_bias",
+            "expert_bias",
+            "shared_expert_gate",
             "router_jitter",
         ),
         *("router_aux_loss", "router_z_loss"),
@@ -28,6 +31,14 @@ EXPERTS = frozenset(
 """Settings of experts, for families that support them."""
 LATENT = frozenset({"kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"})
 """Settings of multi-head latent attention, for families that support it."""
+
+DECODER = frozenset(
+    {
+        *("embedding_scale", "embedding_norm", "parallel_residual", "residual_scale"),
+        *("output_scale", "output_softcap", "output_bias"),
+    }
+)
+"""Settings of decoders, in which the families differ that people train; `check_family` refuses them elsewhere."""
 
 
 def check_no_qk_norm(model: "Model") -> None:

@@ -1,6 +1,6 @@
 """GPT-2 (arXiv 1909.08053, section 3): a decoder with learned positions, layer norm and biases."""
 
-from mtjax.config.families.family import EXPERTS, LATENT, Family
+from mtjax.config.families.family import DECODER, EXPERTS, LATENT, Family
 
 GPT = Family(
     defaults={
@@ -15,8 +15,8 @@ GPT = Family(
     },
     choices={
         "position": ("learned", "rope"),
-        "norm_placement": ("pre",),
+        "norm_placement": ("pre", "output", "sandwich"),
         "head": ("language", "classification", "regression", "choices"),
     },
-    own=EXPERTS | LATENT,
+    own=DECODER | EXPERTS | LATENT,
 )

@@ -20,6 +20,7 @@ _DECIDED_BY = {
     "norm": "normalization",
     "activation": "swiglu",
     "bias": "add_bias_linear",
+    "attention_bias": "add_qkv_bias",
     "position": "position_embedding_type",
     "tie_embeddings": "untie_embeddings_and_output_weights",
     "qk_norm": "qk_layernorm",
@@ -90,9 +91,6 @@ def _arguments(to: Translation) -> dict[str, Any]:
     if arguments.get("add_qkv_bias") and arguments["add_bias_linear"]:
         arguments["add_qkv_bias"] = False
         to.unneeded["add_qkv_bias"] = "all linear layers have biases already"
-    elif arguments.get("add_qkv_bias"):
-        arguments["add_qkv_bias"] = False
-        to.drop("add_qkv_bias")
     if arguments.get("ffn_hidden_size") is None and arguments["swiglu"]:
         # Megatron's default with --swiglu: 2/3 of 4 x hidden size, rounded down to a multiple of 64.
         arguments["ffn_hidden_size"] = int(4 * arguments["hidden_size"] * 2 / 3 / 64) * 64

@@ -46,21 +46,19 @@ class T5Stack(nnx.Module):
         self.stack = Stack(model, dtype, kind=kind, recompute=recompute, parallel=config.parallel, key=stack_key)
         self.final_norm = make_norm(model, dtype)
         self.rate = model.hidden_dropout
-        # T5 does not scale attention scores; its query weights are initialized smaller instead.
-        self.scale = 1.0 if is_relative else None
         self.is_causal = is_causal
 
     def context(self, length: int, keys: Keys) -> LayerContext:
         """Computes the other inputs of all layers, for sequences of this length."""
         with jax.named_scope("embedding"):
             bias = None if self.relative is None else self.relative(length)
-        return LayerContext(keys, bias=bias, scale=self.scale, is_causal=self.is_causal)
+        return LayerContext(keys, bias=bias, is_causal=self.is_causal)
 
     def decode_context(self, cache_positions: CachePositions, length: int) -> LayerContext:
         """Computes the same for new tokens of sequences in KV caches of `length` tokens."""
         with jax.named_scope("embedding"):
             bias = None if self.relative is None else self.relative.at(cache_positions.positions, length)
-        return LayerContext(bias=bias, scale=self.scale, cache_positions=cache_positions)
+        return LayerContext(bias=bias, cache_positions=cache_positions)
 
     def finish(self, x: Float[Array, "batch act_seq embed"], keys: Keys) -> Float[Array, "batch act_seq embed"]:
         """Applies the final norm and dropout to the hidden states behind the last layer."""

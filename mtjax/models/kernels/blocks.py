@@ -12,6 +12,7 @@ from jax import Array, lax
 from jaxtyping import Float
 
 from mtjax.models.dropout import keep_threshold
+from mtjax.models.kernels.options import AttentionOptions
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.recompute import ATTENTION_OUTPUT, ATTENTION_STATISTICS
 from mtjax.models.threefry import threefry
@@ -34,21 +35,24 @@ def attend_across(
     key: Float[Array, "batch seq groups head_dim"],
     value: Float[Array, "batch seq groups head_dim"],
     context: LayerContext,
-    rate: float,
+    options: AttentionOptions,
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """Computes self-attention to the tokens of all context parallel ranks; `rate` is that of dropout."""
+    """Computes self-attention to the tokens of all context parallel ranks."""
     assert context.bias is None and context.positions is not None
-    scale = query.shape[-1] ** -0.5 if context.scale is None else context.scale
+    scale = query.shape[-1] ** -0.5 if options.scale is None else options.scale
     # The same keys and element indices as in `xla.softmax_attention`, so that masks are equal on every mesh.
     dropout = None
-    if rate and context.dropout_keys is not None:
+    if options.rate and context.dropout_keys is not None:
         key_data = jax.vmap(lambda key: jax.random.key_data(jax.random.fold_in(key, 0)))(context.dropout_keys)
         dropout = DropoutState(key_data, jnp.arange(query.shape[2]))
     length = query.shape[1] * num_shards("seq")
-    blocks: BlockKernel = XlaBlocks(scale, rate, length) if kernel == "xla" else CudnnBlocks(scale)
+    blocks: BlockKernel = (
+        XlaBlocks(scale, options.rate, length, options.softcap) if kernel == "xla" else CudnnBlocks(scale)
+    )
     names = (ATTENTION_OUTPUT, ATTENTION_STATISTICS)
     queries = QueryBlock(query, context.positions, context.segment_ids)
-    return context_attention(blocks, context.context_method, context.is_causal, queries, key, value, dropout, names)
+    method, is_causal = context.context_method, context.is_causal
+    return context_attention(blocks, method, is_causal, queries, key, value, dropout, names, options.sinks)
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,8 @@ class XlaBlocks:
     """Of the dropout on probabilities."""
     length: int = 0
     """Tokens of a sample, from which the indices of dropout's random bits are computed."""
+    softcap: float | None = None
+    """When given, the cap of scores."""
 
     def forward(
         self, queries: QueryBlock, keys: KVBlock, dropout: DropoutState | None, is_causal: bool
@@ -70,7 +76,7 @@ class XlaBlocks:
         # einsum letters: b batch, q queries, k keys, g groups (KV heads), m heads of a group, d head_dim
         def one(_: None, chunk: QueryBlock) -> tuple[None, tuple[Array, Array]]:
             """Attends from a chunk of queries to all keys: the output and log-sums."""
-            scores, factors = self._scores(chunk, keys, dropout, is_causal)
+            scores, _, factors = self._scores(chunk, keys, dropout, is_causal)
             log_sums = jax.nn.logsumexp(scores, axis=-1)
             probabilities = (jnp.exp(scores - log_sums[..., None]) * factors).astype(keys.value.dtype)
             mixed = jnp.einsum("bgmqk,bkgd->bqgmd", probabilities, keys.value)
@@ -91,13 +97,13 @@ class XlaBlocks:
         def one(sums: tuple[Array, Array], chunk: QueryBlock) -> tuple[tuple[Array, Array], Array]:
             """Differentiates a chunk of queries; gradients of keys and values accumulate in the carry."""
             assert chunk.mixed is not None and chunk.log_sums is not None and chunk.gradient is not None
-            scores, factors = self._scores(chunk, keys, dropout, is_causal)
+            scores, slopes, factors = self._scores(chunk, keys, dropout, is_causal)
             probabilities = jnp.exp(scores - grouped(chunk.log_sums).transpose(0, 2, 3, 1)[..., None])
             gradient = grouped(chunk.gradient)
             row_sums = (grouped(chunk.mixed).astype(jnp.float32) * gradient.astype(jnp.float32)).sum(-1)
             d_probabilities = einsum_float32("bqgmd,bkgd->bgmqk", gradient, keys.value) * factors
             d_scores = probabilities * (d_probabilities - row_sums.transpose(0, 2, 3, 1)[..., None]) * self.scale
-            d_scores = d_scores.astype(keys.key.dtype)
+            d_scores = (d_scores * slopes).astype(keys.key.dtype)
             d_key = einsum_float32("bgmqk,bqgmd->bkgd", d_scores, grouped(chunk.query))
             d_value = einsum_float32("bgmqk,bqgmd->bkgd", (probabilities * factors).astype(gradient.dtype), gradient)
             d_query = jnp.einsum("bgmqk,bkgd->bqgmd", d_scores, keys.key).reshape(chunk.query.shape)
@@ -110,14 +116,19 @@ class XlaBlocks:
 
     def _scores(
         self, queries: QueryBlock, keys: KVBlock, dropout: DropoutState | None, is_causal: bool
-    ) -> tuple[Array, Any]:
-        """Computes masked scores, and the factors 0 or 1 / (1 - rate) by which dropout multiplies probabilities.
+    ) -> tuple[Array, Any, Any]:
+        """Computes masked scores, the derivative of their cap, and the factors 0 or 1 / (1 - rate) by which dropout
+        multiplies probabilities.
 
         Returns:
-          float32 [batch, groups, heads / groups, seq, key_seq] each; the factors are 1.0 without dropout.
+          float32 [batch, groups, heads / groups, seq, key_seq] each; 1.0 without a cap, and without dropout.
         """
         query = _grouped(queries.query * self.scale, keys.key.shape[2])
         scores = jnp.einsum("bqgmd,bkgd->bgmqk", query, keys.key, preferred_element_type=jnp.float32)
+        slopes = 1.0
+        if self.softcap is not None:
+            tanh = jnp.tanh(scores / self.softcap)
+            scores, slopes = self.softcap * tanh, 1 - jnp.square(tanh)
         seen = queries.positions[:, :, None] >= keys.positions[:, None, :] if is_causal else None
         if queries.segments is not None and keys.segments is not None:
             same = queries.segments[:, :, None] == keys.segments[:, None, :]
@@ -125,8 +136,8 @@ class XlaBlocks:
         if seen is not None:
             scores = jnp.where(seen[:, None, None], scores, NEVER)
         if dropout is None:
-            return scores, 1.0
-        return scores, self._dropout_factors(queries, keys, dropout).reshape(scores.shape)
+            return scores, slopes, 1.0
+        return scores, slopes, self._dropout_factors(queries, keys, dropout).reshape(scores.shape)
 
     def _dropout_factors(self, queries: QueryBlock, keys: KVBlock, dropout: DropoutState) -> Array:
         """Computes the factors, float32 [batch, heads, seq, key_seq], by the positions of queries and keys."""

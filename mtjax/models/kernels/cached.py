@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float
 
+from mtjax.models.kernels.options import AttentionOptions, softmax_with_sinks
 from mtjax.models.kernels.xla import HEADS, HIDDEN_SCORE
 from mtjax.models.kv_cache import CachePositions, KVCache, LatentCache
 from mtjax.sharding.axes import spec
@@ -14,13 +15,13 @@ def attend_cached(
     query: Float[Array, "batch seq heads head_dim"],
     cache: KVCache,
     cache_positions: CachePositions,
+    options: AttentionOptions,
     bias: Float[Array, "#batch heads seq key_seq"] | None = None,
-    scale: float | None = None,
 ) -> Float[Array, "batch seq heads head_dim"]:
     """Computes softmax attention from new tokens to the cached tokens up to each of them, normalized in float32."""
     keys, values = cache.read_by(cache_positions)
     is_visible = jnp.arange(cache.length) <= cache_positions.positions[:, :, None]
-    return attend_grouped(query, keys, values, is_visible, bias, scale)
+    return attend_grouped(query, keys, values, is_visible, options, bias)
 
 
 def attend_grouped(
@@ -28,8 +29,8 @@ def attend_grouped(
     keys: Float[Array, "batch groups length head_dim"],
     values: Float[Array, "batch groups length head_dim"],
     is_visible: Bool[Array, "#batch #seq length"],
-    bias: Float[Array, "#batch heads seq length"] | None,
-    scale: float | None,
+    options: AttentionOptions,
+    bias: Float[Array, "#batch heads seq length"] | None = None,
 ) -> Float[Array, "batch seq heads head_dim"]:
     """Computes attention to keys in the layout of a cache. All queries of a group are rows of one product with its
     keys.
@@ -39,21 +40,28 @@ def attend_grouped(
       keys: keys.
       values: values.
       is_visible: [#batch, #seq, length], True where a query attends to a key.
+      options: what is done with the scores; there is no dropout.
       bias: [#batch, heads, seq, length], added to the scores.
-      scale: of the scores; head_dim^-0.5 when None.
     """
     # In decode seq is 1: the product of one query with the keys would be a matrix-vector product per head. The queries
     # of a group share their keys, so all of them are rows of one matrix product.
     batch, seq, heads, width = query.shape
     groups, length = keys.shape[1:3]
     grouped = spec("batch", "heads", None, "seq", None)
-    query = (query * (width**-0.5 if scale is None else scale)).transpose(0, 2, 1, 3)
+    query = (query * (width**-0.5 if options.scale is None else options.scale)).transpose(0, 2, 1, 3)
     query = query.reshape(batch, groups, -1, width, out_sharding=spec("batch", "heads", None, "head_dim"))
     scores = jnp.einsum("bgqd,bgkd->bgqk", query, keys, preferred_element_type=jnp.float32)
     scores = scores.reshape(batch, groups, heads // groups, seq, length, out_sharding=grouped)
+    if options.softcap is not None:
+        scores = options.softcap * jnp.tanh(scores / options.softcap)
     if bias is not None:
         scores += bias.reshape(bias.shape[0], groups, -1, *bias.shape[2:], out_sharding=grouped)
-    probabilities = jax.nn.softmax(jnp.where(is_visible[:, None, None], scores, HIDDEN_SCORE), axis=-1)
+    scores = jnp.where(is_visible[:, None, None], scores, HIDDEN_SCORE)
+    if options.sinks is None:
+        probabilities = jax.nn.softmax(scores, axis=-1)
+    else:
+        sinks = options.sinks.reshape(groups, -1, 1, 1, out_sharding=spec("heads", None, None, None))
+        probabilities = softmax_with_sinks(scores, sinks)
     probabilities = probabilities.astype(values.dtype)
     probabilities = probabilities.reshape(
         batch, groups, -1, length, out_sharding=spec("batch", "heads", None, "key_seq")
@@ -69,8 +77,8 @@ def attend_latent(
     cache: LatentCache,
     latent: int,
     cache_positions: CachePositions,
-    bias: Float[Array, "#batch heads seq key_seq"] | None,
-    scale: float,
+    options: AttentionOptions,
+    bias: Float[Array, "#batch heads seq key_seq"] | None = None,
 ) -> Float[Array, "batch seq heads latent"]:
     """Computes softmax attention from new tokens to the cached latents up to each of them, normalized in float32.
 
@@ -79,16 +87,19 @@ def attend_latent(
       cache: with the latents of the new tokens; all heads attend to the same.
       latent: leading elements of a cached vector that are mixed; the others only have scores.
       cache_positions: of the new tokens.
+      options: with the scale; there are neither dropout nor sinks.
       bias: added to the scores.
-      scale: of the scores.
     """
+    assert options.scale is not None and options.sinks is None
     keys = cache.read_by(cache_positions)
     is_visible = jnp.arange(cache.length) <= cache_positions.positions[:, :, None]
     scores = jnp.einsum(
-        *("bqhc,bkc->bhqk", query * scale, keys),
+        *("bqhc,bkc->bhqk", query * options.scale, keys),
         preferred_element_type=jnp.float32,
         out_sharding=spec("batch", "heads", "seq", "key_seq"),
     )
+    if options.softcap is not None:
+        scores = options.softcap * jnp.tanh(scores / options.softcap)
     scores = scores if bias is None else scores + bias
     probabilities = jax.nn.softmax(jnp.where(is_visible[:, None], scores, HIDDEN_SCORE), axis=-1).astype(keys.dtype)
     return jnp.einsum("bhqk,bkc->bqhc", probabilities, keys[..., :latent], out_sharding=spec(*HEADS))

@@ -31,13 +31,13 @@ class Blocks(NamedTuple):
     num_experts: int
     """Of the model, for the mean load."""
 
-    def __call__(self, x: Array, gates: Array, experts: Array, up: Array, down: Array) -> Array:
+    def __call__(self, x: Array, gates: Array, experts: Array, up: Array, down: Array, *biases: Array) -> Array:
         """See `ExpertCompute`."""
         # Pairs of other ranks' experts get an index past the last expert: they are sorted last, and not counted.
         is_here = (experts >= 0) & (experts < up.shape[0])
         owners = jnp.where(is_here, experts, up.shape[0]).reshape(-1)
         run = _Run(ACTIVATIONS[self.activation], self.rows(owners.size), experts.shape[1])
-        return _blocked(run, x, gates.reshape(-1), owners, up, down)
+        return _blocked(run, x, gates.reshape(-1), owners, up, down, *biases)
 
     def rows(self, pairs: int) -> int:
         """Returns the rows of a block, a power of two."""
@@ -54,9 +54,12 @@ class _Run(NamedTuple):
     chosen: int
     """Pairs of a token, which are consecutive."""
 
-    def hidden(self, x: Array, up: Array) -> Array:
-        """Applies one expert's first layer: [rows, embed], [embed, ...] -> [rows, mlp]."""
-        return self.activation(jnp.tensordot(x, up, 1)[None])[0]
+    def hidden(self, x: Array, up: Array, *biases: Array) -> Array:
+        """Applies one expert's first layer: [rows, embed], [embed, ...], float32 [...] -> [rows, mlp]."""
+        product = jnp.tensordot(x, up, 1)
+        for bias in biases:  # one or none
+            product = (product.astype(jnp.float32) + bias).astype(x.dtype)
+        return self.activation(product[None])[0]
 
 
 class _Block(NamedTuple):
@@ -134,6 +137,7 @@ def _blocked(
     owners: Int[Array, " pairs"],
     up: Array,
     down: Array,
+    *biases: Array,
 ) -> Float[Array, "tokens embed"]:
     """Computes each token's sum over its pairs of gate times expert output, accumulated in float32."""
     blocks = _Division.of(run, owners, up.shape[0])
@@ -142,7 +146,7 @@ def _blocked(
         """Adds the outputs of block i to y [tokens, embed]."""
         # The block's expert is known at run time only, so its matrices are gathered from the stack.
         block = blocks.block(i)
-        hidden = run.hidden(_take(x, block.tokens), up[block.expert])
+        hidden = run.hidden(_take(x, block.tokens), up[block.expert], *(bias[block.expert] for bias in biases))
         out = jnp.dot(hidden, down[block.expert], preferred_element_type=jnp.float32)
         return _add(y, block.tokens, out * gates[block.pairs][:, None])
 
@@ -165,26 +169,27 @@ def _blocked_backward(run: _Run, saved: tuple[Array, ...], gradient: Array) -> t
 
     Args:
       run: static arguments.
-      saved: x [tokens, embed], gates and owners [pairs], up [experts, embed, ...] and down [experts, mlp, embed].
+      saved: x [tokens, embed], gates and owners [pairs], up [experts, embed, ...], down [experts, mlp, embed], and
+        perhaps the biases of up [experts, ...].
       gradient: [tokens, embed].
 
     Returns:
-      Gradients of x, gates, up and down, in their shapes and types; None for owners.
+      Gradients of x, gates, up, down and biases, in their shapes and types; None for owners.
     """
-    x, gates, owners, up, down = saved
+    x, gates, owners, up, down, *biases = saved
     blocks = _Division.of(run, owners, up.shape[0])
     dot_float32 = partial(jnp.dot, preferred_element_type=jnp.float32)
 
     def one(i: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
         """Adds the gradients of block i to the accumulators."""
-        d_x, d_gates, d_up, d_down = sums
+        d_x, d_gates, d_up, d_down, *d_biases = sums
         block = blocks.block(i)
         expert, gate = block.expert, gates[block.pairs][:, None]
         rows, d_out = _take(x, block.tokens), _take(gradient, block.tokens)
-        hidden, vjp = jax.vjp(run.hidden, rows, up[expert])
+        hidden, vjp = jax.vjp(run.hidden, rows, up[expert], *(bias[expert] for bias in biases))
         d_hidden = dot_float32(d_out, down[expert].T)  # without the gate
         d_gate = (hidden.astype(jnp.float32) * d_hidden).sum(-1)
-        d_rows, block_d_up = vjp((d_hidden * gate).astype(x.dtype))
+        d_rows, block_d_up, *block_d_biases = vjp((d_hidden * gate).astype(x.dtype))
         block_d_down = dot_float32(hidden.T, (d_out * gate).astype(x.dtype))
         pairs = jnp.where(block.is_pair, block.pairs, len(gates))
         return (
@@ -192,12 +197,14 @@ def _blocked_backward(run: _Run, saved: tuple[Array, ...], gradient: Array) -> t
             d_gates.at[pairs].set(d_gate, mode="drop", unique_indices=True),
             d_up.at[expert].add(block_d_up.astype(jnp.float32)),
             d_down.at[expert].add(block_d_down),
+            *(total.at[expert].add(part) for total, part in zip(d_biases, block_d_biases, strict=True)),
         )
 
-    zeros = tuple(varying_like(jnp.zeros(a.shape, jnp.float32), x, up, gradient) for a in (x, gates, up, down))
+    learned = (x, gates, up, down, *biases)
+    zeros = tuple(varying_like(jnp.zeros(a.shape, jnp.float32), x, up, gradient) for a in learned)
     sums = lax.fori_loop(0, blocks.num_blocks, one, zeros)
-    d_x, d_gates, d_up, d_down = (a.astype(b.dtype) for a, b in zip(sums, (x, gates, up, down), strict=True))
-    return d_x, d_gates, None, d_up, d_down
+    d_x, d_gates, *d_weights = (a.astype(b.dtype) for a, b in zip(sums, learned, strict=True))
+    return d_x, d_gates, None, *d_weights
 
 
 _blocked.defvjp(_blocked_forward, _blocked_backward)

@@ -1,5 +1,7 @@
 """Softmax attention with materialized probabilities: on any device, with dropout, masks and biases."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
@@ -8,6 +10,7 @@ from jaxtyping import Bool, Float, Int, Key
 
 from mtjax.models.dropout import dropout
 from mtjax.models.kernels.blocks import attend_across
+from mtjax.models.kernels.options import AttentionOptions, softmax_with_sinks
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.recompute import ATTENTION_CORE, ATTENTION_OUTPUT
 from mtjax.models.unhoisted import plus, where
@@ -24,15 +27,13 @@ def attend(
     key: Float[Array, "batch seq groups head_dim"],
     value: Float[Array, "batch seq groups head_dim"],
     context: LayerContext,
-    rate: float,
+    options: AttentionOptions,
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """Computes self-attention with the mask, bias and scale of a context; `rate` is that of dropout on
-    probabilities."""
+    """Computes self-attention with the mask and bias of a context."""
     if context.positions is not None:
-        return attend_across("xla", query, key, value, context, rate)
+        return attend_across("xla", query, key, value, context, options)
     mask = attention_mask(query.shape[1], context)
-    keys, bias, scale = context.dropout_keys, context.bias, context.scale
-    return softmax_attention(query, key, value, mask, rate, keys, bias=bias, scale=scale)
+    return softmax_attention(query, key, value, mask, options, context.dropout_keys, bias=context.bias)
 
 
 def softmax_attention(
@@ -40,11 +41,10 @@ def softmax_attention(
     key: Float[Array, "batch key_seq groups head_dim"],
     value: Float[Array, "batch key_seq groups head_dim"],
     mask: Bool[Array, "#batch 1 #seq key_seq"],
-    rate: float,
+    options: AttentionOptions,
     dropout_keys: Key[Array, " batch"] | None,
     *,
     bias: Float[Array, "1 heads seq key_seq"] | None = None,
-    scale: float | None = None,
     site: int = 0,
 ) -> Float[Array, "batch seq heads head_dim"]:
     """Computes attention from each query to the keys of its mask, normalized in float32.
@@ -54,15 +54,14 @@ def softmax_attention(
       key: keys.
       value: values.
       mask: True where a query attends to a key.
-      rate: of the dropout on probabilities.
+      options: what is done with the scores.
       dropout_keys: one per sample; None turns dropout off.
       bias: added to the scores.
-      scale: of the scores; head_dim^-0.5 when None.
       site: of the dropout.
     """
     shape, output_spec = query.shape, spec(*HEADS)
     # Cheaper than scaling the scores.
-    query = query * (shape[-1] ** -0.5 if scale is None else scale)
+    query = query * (shape[-1] ** -0.5 if options.scale is None else options.scale)
     query = query.reshape(
         *shape[:2], key.shape[2], -1, shape[3], out_sharding=spec("batch", "seq", "heads", None, None)
     )
@@ -70,9 +69,12 @@ def softmax_attention(
     # would add a transpose of an array of seq x key_seq.
     scores = _scores(query.transpose(0, 2, 3, 1, 4), key)
     scores = scores.reshape(shape[0], shape[2], *scores.shape[3:], out_sharding=spec(*SCORES))
-    probabilities = _softmax(where(mask, scores if bias is None else plus(scores, bias), HIDDEN_SCORE))
+    if options.softcap is not None:
+        scores = _capped(options.softcap, scores)
+    scores = where(mask, scores if bias is None else plus(scores, bias), HIDDEN_SCORE)
+    probabilities = _softmax(scores) if options.sinks is None else _softmax_with_sinks(scores, options.sinks)
     probabilities = dropout(
-        probabilities.astype(query.dtype), rate, dropout_keys, site, SCORES, saved_as=ATTENTION_CORE
+        probabilities.astype(query.dtype), options.rate, dropout_keys, site, SCORES, saved_as=ATTENTION_CORE
     )
     grouped = spec("batch", "heads", None, "seq", "key_seq")
     probabilities = probabilities.reshape(shape[0], key.shape[2], -1, *probabilities.shape[2:], out_sharding=grouped)
@@ -163,6 +165,39 @@ def _softmax(scores: Float[Array, "batch heads seq key_seq"]) -> Float[Array, "b
 
 def _named_softmax(scores: Array) -> Array:
     return checkpoint_name(jax.nn.softmax(scores, axis=-1), ATTENTION_CORE)
+
+
+@jax.custom_jvp
+def _softmax_with_sinks(
+    scores: Float[Array, "batch heads seq key_seq"], sinks: Float[Array, " heads"]
+) -> Float[Array, "batch heads seq key_seq"]:
+    """Computes softmax over keys and a head's sink; its named result is what the backward pass reads."""
+    return checkpoint_name(softmax_with_sinks(scores, sinks[:, None, None]), ATTENTION_CORE)
+
+
+@_softmax_with_sinks.defjvp
+def _softmax_with_sinks_derivative(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+    probabilities = checkpoint_name(softmax_with_sinks(primals[0], primals[1][:, None, None]), ATTENTION_CORE)
+    slope = probabilities * tangents[0]
+    # The sink has the rest of the probability, and no value.
+    rest = (1 - probabilities.sum(-1, keepdims=True)) * tangents[1][:, None, None]
+    return probabilities, slope - probabilities * (slope.sum(-1, keepdims=True) + rest)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _capped(softcap: float, scores: Array) -> Array:
+    """Computes `softcap * tanh(scores / softcap)`; its named tanh is what the backward pass reads."""
+    return softcap * _named_tanh(softcap, scores)
+
+
+def _named_tanh(softcap: float, scores: Array) -> Array:
+    return checkpoint_name(jnp.tanh(scores / softcap), ATTENTION_CORE)
+
+
+@_capped.defjvp
+def _capped_derivative(softcap: float, primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    tanh = _named_tanh(softcap, *primals)
+    return softcap * tanh, (1 - jnp.square(tanh)) * tangents[0]
 
 
 @_softmax.defjvp

@@ -1,6 +1,7 @@
 """Multi-head self-attention, sharded by heads: no communication between its two projections (Figure 3b of the
 paper)."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import ClassVar
 
@@ -11,24 +12,25 @@ from jax import Array
 from jaxtyping import Float
 
 from mtjax.config import Model
-from mtjax.config.sizes import head_dim, num_kv_heads
+from mtjax.config.sizes import attention_biases, head_dim, num_kv_heads
+from mtjax.models.head_norm import HeadNorm
 from mtjax.models.kernels import cudnn, xla
 from mtjax.models.kernels.cached import attend_cached
+from mtjax.models.kernels.options import AttentionOptions
 from mtjax.models.kernels.xla import HEADS
 from mtjax.models.kv_cache import KVCache
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.linear import Linear, constant, normal
 from mtjax.models.lora import Adapter, gather_sequence_shared, lora_input_dropout
 from mtjax.models.mixers.mixer import State
-from mtjax.models.norms import HeadNorm
 from mtjax.models.project import project
 from mtjax.models.rotary import rotate
 from mtjax.sharding.axes import spec
 from mtjax.sharding.kv_heads import heads_in_use
 from mtjax.theory.adapters import adapters_of
 
-Kernel = Callable[[Array, Array, Array, LayerContext, float], Array]
-"""(query, key, value, context, dropout rate of probabilities) -> output."""
+Kernel = Callable[[Array, Array, Array, LayerContext, AttentionOptions], Array]
+"""(query, key, value, context, options) -> output."""
 
 KERNELS: Mapping[str, Kernel] = {"auto": xla.attend, "xla": xla.attend, "cudnn": cudnn.attend}
 """By the setting `attention`. Where devices are known, `mtjax.theory.attention` has replaced auto; xla runs on all."""
@@ -52,11 +54,14 @@ class SelfAttention(nnx.Module):
         is_grouped = num_kv_heads(model) != model.num_heads
         self.qkv = (GroupedQKV if is_grouped else FusedQKV)(model, key=qkv_key)
         self.low = adapters_of(model, "attention")
-        bias = model.bias
+        bias = attention_biases(model)[1]
         self.output = Linear(heads, embed, std=output_std, bias=bias, sequence="act_seq", low=self.low, key=output_key)
-        self.query_norm = HeadNorm(head_dim(model), model.norm_epsilon) if model.qk_norm else None
-        self.key_norm = HeadNorm(head_dim(model), model.norm_epsilon) if model.qk_norm else None
-        self.rate = model.attention_dropout
+        self.query_norm = HeadNorm(model, "heads", model.num_heads) if model.qk_norm else None
+        self.key_norm = HeadNorm(model, "kv_heads", num_kv_heads(model)) if model.qk_norm else None
+        self.norms_after_rope = model.qk_norm_after_rope
+        self.clip = model.qkv_clip
+        self.sinks = constant(0.0, {"heads": model.num_heads}) if model.attention_sinks else None
+        self.options = attention_options(model)
         self.attend = KERNELS[model.attention]
 
     def __call__(
@@ -75,18 +80,37 @@ class SelfAttention(nnx.Module):
         query, key, value = self.qkv(*gather_sequence_shared(x, self.low, context, QKV_SITE))
         # With sequence parallelism the product's input was all-gathered along the sequence; from here to the output
         # projection each rank has its heads of all tokens.
-        if self.query_norm is not None and self.key_norm is not None:
-            query, key = self.query_norm(query), self.key_norm(key)
-        # Cached keys are stored rotated, by their positions.
-        query, key = rotate(query, context.rotation), rotate(key, context.rotation)
+        query, key, value = self._prepared(query, key, value, context)
         # Training and evaluation have no state; generation has a KV cache.
+        options = self.options
+        if self.sinks is not None:
+            options = dataclasses.replace(options, sinks=self.sinks[...])
         if state is None:
-            mixed = self.attend(query, key, value, context, self.rate)
+            mixed = self.attend(query, key, value, context, options)
         else:
             assert isinstance(state, KVCache) and context.cache_positions is not None
             state = state.append(key, value, context.cache_positions)
-            mixed = attend_cached(query, state, context.cache_positions, context.bias, context.scale)
+            mixed = attend_cached(query, state, context.cache_positions, options, context.bias)
         return self.output(mixed, lora_input_dropout(mixed, self.low, context, OUTPUT_SITE, "heads", "head_dim")), state
+
+    def _prepared(self, query: Array, key: Array, value: Array, context: LayerContext) -> tuple[Array, Array, Array]:
+        """Normalizes, clips, rotates and scales query, key and value, [batch, seq, heads, head_dim] each."""
+        norms = (self.query_norm, self.key_norm)
+        if not self.norms_after_rope:
+            query, key = _normalized(query, key, *norms)
+        if self.clip is not None:
+            query, key, value = (jnp.clip(a, -self.clip, self.clip) for a in (query, key, value))
+        # Cached keys are stored rotated, by their positions.
+        query, key = rotate(query, context.rotation), rotate(key, context.rotation)
+        if self.norms_after_rope:
+            query, key = _normalized(query, key, *norms)
+        if context.query_scale is not None:
+            query = (query * context.query_scale[:, :, None, None]).astype(query.dtype)
+        return query, key, value
+
+
+def _normalized(query: Array, key: Array, query_norm: HeadNorm | None, key_norm: HeadNorm | None) -> tuple[Array, ...]:
+    return query if query_norm is None else query_norm(query), key if key_norm is None else key_norm(key)
 
 
 class FusedQKV(nnx.Module):
@@ -99,7 +123,7 @@ class FusedQKV(nnx.Module):
         if (scale := initial_query_scale(model)) != 1:
             # Of [embed, 3, heads, head_dim], the query's third alone.
             self.weight[...] = self.weight[...] * jnp.array([scale, 1.0, 1.0])[None, :, None, None]
-        self.bias = constant(0.0, outputs) if model.bias else None
+        self.bias = constant(0.0, outputs) if attention_biases(model)[0] else None
         low = adapters_of(model, "attention")
         self.lora = Adapter({"embed": model.hidden_size}, outputs, low, key=key) if low else None
 
@@ -126,7 +150,8 @@ class GroupedQKV(nnx.Module):
         """Draws the weights, [embed, heads, head_dim] and [embed, 2, kv_heads, head_dim]."""
         query_key, kv_key = jax.random.split(key)
         embed, width = {"embed": model.hidden_size}, {"head_dim": head_dim(model)}
-        settings = {"std": model.init_std, "bias": model.bias, "low": adapters_of(model, "attention")}
+        bias, low = attention_biases(model)[0], adapters_of(model, "attention")
+        settings = {"std": model.init_std, "bias": bias, "low": low}
         self.query = Linear(embed, {"heads": model.num_heads, **width}, **settings, key=query_key)
         shared = {"kv": 2, "kv_heads": num_kv_heads(model), **width}
         self.key_value = Linear(embed, shared, **settings, key=kv_key)
@@ -188,6 +213,14 @@ def _by_groups(query: Array, key_value: Array) -> Array:
     sharding = spec(*(None,) * (query.ndim - 2), "heads", None, None)
     grouped = query.reshape(*query.shape[:-2], groups, -1, width, out_sharding=sharding)
     return jnp.concatenate([grouped, used], axis=-2)
+
+
+def attention_options(model: Model) -> AttentionOptions:
+    """Returns the options of a model's attention."""
+    scale = model.attention_scale
+    if scale is None and model.position == "relative":
+        scale = 1.0  # T5 does not scale attention scores; its query weights are initialized smaller instead.
+    return AttentionOptions(model.attention_dropout, scale, model.attention_softcap)
 
 
 def initial_query_scale(model: Model) -> float:

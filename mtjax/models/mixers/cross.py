@@ -9,13 +9,13 @@ from jax import Array
 from jaxtyping import Float
 
 from mtjax.config import Model
-from mtjax.config.sizes import head_dim
+from mtjax.config.sizes import attention_biases, head_dim
 from mtjax.models.kernels.cached import attend_grouped
 from mtjax.models.kernels.xla import softmax_attention
 from mtjax.models.kv_cache import CrossKVCache
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.linear import Linear
-from mtjax.models.mixers.attention import initial_query_scale
+from mtjax.models.mixers.attention import attention_options, initial_query_scale
 from mtjax.models.mixers.mixer import State
 from mtjax.models.project import reshard_sequence
 
@@ -34,10 +34,11 @@ class CrossAttention(nnx.Module):
         query_key, kv_key, output_key = jax.random.split(key, 3)
         embed, heads = {"embed": model.hidden_size}, {"heads": model.num_heads, "head_dim": head_dim(model)}
         query_std = model.init_std * initial_query_scale(model)
-        self.query = Linear(embed, heads, std=query_std, bias=model.bias, key=query_key)
-        self.key_value = Linear(embed, {"kv": 2, **heads}, std=model.init_std, bias=model.bias, key=kv_key)
-        self.output = Linear(heads, embed, std=output_std, bias=model.bias, sequence="act_seq", key=output_key)
-        self.rate = model.attention_dropout
+        bias, output_bias = attention_biases(model)
+        self.query = Linear(embed, heads, std=query_std, bias=bias, key=query_key)
+        self.key_value = Linear(embed, {"kv": 2, **heads}, std=model.init_std, bias=bias, key=kv_key)
+        self.output = Linear(heads, embed, std=output_std, bias=output_bias, sequence="act_seq", key=output_key)
+        self.options = attention_options(model)
 
     def __call__(
         self, x: Float[Array, "batch act_seq embed"], context: LayerContext, state: State
@@ -61,7 +62,7 @@ class CrossAttention(nnx.Module):
             # The encoder ran once, in prefill; only its keys and values are needed.
             keys, values, lengths = state.read_by(context.cache_positions)
             is_visible = (jnp.arange(state.length) < lengths[:, None])[:, None]
-            mixed = attend_grouped(query, keys, values, is_visible, None, context.scale)
+            mixed = attend_grouped(query, keys, values, is_visible, self.options)
         return self.output(mixed), state
 
     def keys_and_values(self, encoded: Float[Array, "batch act_seq embed"]) -> tuple[Array, Array]:
@@ -77,5 +78,4 @@ class CrossAttention(nnx.Module):
         mask = jnp.ones((1, 1, 1, key.shape[1]), bool)
         if context.encoded_mask is not None:
             mask = context.encoded_mask[:, None, None, :] > 0
-        keys, scale = context.dropout_keys, context.scale
-        return softmax_attention(query, key, value, mask, self.rate, keys, scale=scale, site=PROBABILITIES_SITE)
+        return softmax_attention(query, key, value, mask, self.options, context.dropout_keys, site=PROBABILITIES_SITE)

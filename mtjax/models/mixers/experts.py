@@ -55,9 +55,11 @@ class Router(nnx.Module):
     """Scores experts, and chooses those with the highest; in float32."""
 
     def __init__(self, model: Model, *, key: Array) -> None:
-        """Draws the weight, [embed, routes]; the bias is 0."""
-        self.weight = normal(key, {"embed": model.hidden_size, "routes": model.num_experts}, model.init_std)
-        self.bias = constant(0.0, {"routes": model.num_experts}) if model.router_bias else None
+        """Draws the weight, [embed, routes]; biases, [routes], are 0."""
+        routes = {"routes": model.num_experts}
+        self.weight = normal(key, {"embed": model.hidden_size, **routes}, model.init_std)
+        self.bias = constant(0.0, routes) if model.router_bias else None
+        self.linear_bias = constant(0.0, routes) if model.router_linear_bias else None
         self.model = model
 
     def __call__(self, x: Float[Array, "batch act_seq embed"], context: LayerContext) -> Routes:
@@ -79,6 +81,8 @@ class Router(nnx.Module):
         weight = varying_like(self.weight[...], x)
         wide = x.astype(jnp.float32)
         logits = jnp.einsum("bsh,he->bse", wide, weight, out_sharding=sharding, precision=lax.Precision.HIGHEST)
+        if self.linear_bias is not None:
+            logits += varying_like(self.linear_bias[...], x)
         logits = checkpoint_name(logits, PRODUCT)
         scores = jax.nn.sigmoid(logits) if model.router_score == "sigmoid" else jax.nn.softmax(logits, -1)
         # The choice is not differentiable; gradients reach the router through the gates.
@@ -176,18 +180,20 @@ def within_groups(ranked: Float[Array, "batch seq routes"], model: Model) -> Flo
 
 
 class Matrices(nnx.Module):
-    """One matrix of every expert."""
+    """One matrix of every expert, and perhaps one bias."""
 
-    def __init__(self, sizes: dict[str, int], std: float, key: Array) -> None:
+    def __init__(self, sizes: dict[str, int], std: float, key: Array, bias: dict[str, int] | None = None) -> None:
         self.weight = normal(key, sizes, std)
+        self.bias = constant(0.0, bias) if bias else None
 
-    def cast(self, dtype: Any) -> tuple[Array, tuple[str, ...]]:
-        """Casts the matrices; returns them with the logical names of their dimensions."""
-        return self.weight[...].astype(dtype), self.weight.get_metadata()["axes"]
+
+def _named(parameter: nnx.Param, dtype: Any) -> tuple[Array, tuple[str, ...]]:
+    """Casts a parameter; returns it with the logical names of its dimensions."""
+    return parameter[...].astype(dtype), parameter.get_metadata()["axes"]
 
 
 class Experts(nnx.Module):
-    """A router, experts, and perhaps a shared expert for all tokens; no biases."""
+    """A router, experts, and perhaps a shared expert for all tokens, which has no biases."""
 
     scope: ClassVar[str] = "mlp"
     init_number: ClassVar[int] = 1
@@ -200,11 +206,16 @@ class Experts(nnx.Module):
         of_each, embed, inner = {"expert": model.num_experts}, {"embed": model.hidden_size}, {"mlp": expert_size(model)}
         gate = {"gate": 2} if model.activation in GATED else {}
         self.router = Router(model, key=router)
-        self.up = Matrices({**of_each, **embed, **gate, **inner}, model.init_std, up)
-        self.down = Matrices({**of_each, **inner, **embed}, output_std, down)
+        up_bias, down_bias = {**of_each, **gate, **inner}, {"every_expert": model.num_experts, **embed}
+        if not model.expert_bias:
+            up_bias, down_bias = {}, {}
+        self.up = Matrices({**of_each, **embed, **gate, **inner}, model.init_std, up, up_bias)
+        self.down = Matrices({**of_each, **inner, **embed}, output_std, down, down_bias)
         # The shared expert is a dense MLP of another width.
-        like_dense = dataclasses.replace(model, mlp_size=model.shared_expert_size, bias=False)
+        like_dense = dataclasses.replace(model, mlp_size=model.shared_expert_size, bias=False, mlp_bias=False)
         self.shared = MLP(like_dense, output_std=output_std, key=shared) if model.shared_expert_size else None
+        key = jax.random.fold_in(shared, 1)
+        self.shared_gate = Matrices({**embed, "routes": 1}, model.init_std, key) if model.shared_expert_gate else None
         self.blocks = Blocks(model.activation, model.num_experts)
 
     def __call__(
@@ -216,17 +227,44 @@ class Experts(nnx.Module):
         """
         with jax.named_scope("router"):
             routes = self.router(x, context)
-        up, down = self.up.cast(x.dtype), self.down.cast(x.dtype)
+            # XLA: here, because gradients of x are added in reverse order, and only those of the experts and of the
+            # shared expert, if nothing is between them, are added before one all-reduce.
+            factor = self._shared_factor(x)
+        weights = [_named(self.up.weight, x.dtype), _named(self.down.weight, x.dtype)]
+        if self.up.bias is not None:
+            weights.append(_named(self.up.bias, jnp.float32))
         generates = context.cache_positions is not None
         model, length = self.router.model, sample_length(x.shape[1])
         # In generation a token must not depend on which other tokens are in the batch: no capacity.
         capacity = None if generates else expert_capacity(model, length)
         limits = None if generates or context.padding is None else sample_capacity(model, length, context.padding)
         chosen = routes.experts, limits
-        out = apply_experts(self.blocks, x, routes.gates, chosen, up, down, capacity, context.expert_dispatch)
+        out = apply_experts(self.blocks, x, routes.gates, chosen, weights, capacity, context.expert_dispatch)
         if self.shared is not None:
-            out = out + self.shared(x, context, None)[0]
+            out = out + self.shared(x, context, None, factor)[0]
+        if self.down.bias is not None:
+            # XLA: last, or it would not add the shared expert's output before the all-reduce.
+            out = (out.astype(jnp.float32) + self._down_biases(routes)).astype(x.dtype)
         return out, None if generates else routes.report
+
+    def _shared_factor(self, x: Float[Array, "batch act_seq embed"]) -> Float[Array, "batch seq 1"] | None:
+        """Computes the factor of the shared expert's output, float32; None where it is 1."""
+        if self.shared_gate is None:
+            return None
+        # Not a matmul: with one output it would be a kernel of its own.
+        weight = varying_like(self.shared_gate.weight[...], x)[:, 0]
+        logits = checkpoint_name((x.astype(jnp.float32) * weight).sum(-1, keepdims=True), PRODUCT)
+        return reshard(jax.nn.sigmoid(logits), spec("batch", "seq", None))
+
+    def _down_biases(self, routes: Routes) -> Float[Array, "batch act_seq embed"]:
+        """Computes each token's sum over its experts of gate times bias, in float32.
+
+        Not where the experts are: every rank has the biases of all of them, and adds those of its own tokens, once.
+        """
+        bias = varying_like(self.down.bias[...], routes.gates)
+        hot = jax.nn.one_hot(routes.experts, self.router.model.num_experts, dtype=jnp.float32)
+        gates = (hot * routes.gates[..., None]).sum(2)
+        return jnp.einsum("bse,eh->bsh", gates, bias, out_sharding=spec("batch", "act_seq", "embed"))
 
 
 def router_reports(states: list[Any]) -> dict[str, Array]:

@@ -35,7 +35,7 @@ from mtjax.models.kernels.xla import HEADS
 from mtjax.models.kv_cache import LatentCache
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.linear import Linear, constant, normal
-from mtjax.models.mixers.attention import KERNELS
+from mtjax.models.mixers.attention import KERNELS, attention_options
 from mtjax.models.mixers.mixer import State
 from mtjax.models.project import project, reshard_sequence, seq_major
 from mtjax.models.rotary import rotate
@@ -99,6 +99,9 @@ class LatentAttention(nnx.Module):
         mixed = {"heads": heads, "head_dim": model.v_head_dim}
         self.output = Linear(mixed, embed, std=output_std, bias=False, sequence="act_seq", key=keys[4])
         self.model = model
+        # The default scale is that of queries in training, not of the wider queries of cached latents.
+        options = attention_options(model)
+        self.options = replace(options, scale=head_dim(model) ** -0.5 if options.scale is None else options.scale)
         self.attend = KERNELS[model.attention]
 
     def __call__(
@@ -115,10 +118,10 @@ class LatentAttention(nnx.Module):
           The output, and the new state.
         """
         model, still = self.model, self.model.qk_nope_head_dim
-        if model.attention_scale is not None:
-            context = replace(context, scale=model.attention_scale)
         query = self.query_up(self.query_norm(self.query_down(x))) if model.q_lora_rank else self.query(x)
         query = jnp.concatenate([query[..., :still], rotate(query[..., still:], context.rotation)], axis=-1)
+        if context.query_scale is not None:
+            query = (query * context.query_scale[:, :, None, None]).astype(query.dtype)
         down = self.key_value_down(x)
         latent = self.key_value_norm(down[..., : model.kv_lora_rank])
         turned = down[..., model.kv_lora_rank :]
@@ -130,7 +133,7 @@ class LatentAttention(nnx.Module):
         # Repeated before it is rotated: a head's gradient is rotated, and the sum over heads is then sent as it is.
         turned = rotate(_for_each_head(turned, model.num_heads), context.rotation)
         key = jnp.concatenate([key_value[..., :still], turned], axis=-1)
-        return self.output(self.attend(query, key, key_value[..., still:], context, model.attention_dropout)), None
+        return self.output(self.attend(query, key, key_value[..., still:], context, self.options)), None
 
     def absorbed(self) -> "AbsorbedUp":
         """Splits `key_value_up` into the matrices of keys and of values, for generation."""
@@ -154,8 +157,9 @@ class LatentAttention(nnx.Module):
         turned = rotate(turned[:, :, None], context.rotation)[:, :, 0]
         state = state.append(jnp.concatenate([latent, turned], -1), context.cache_positions)
         query = self.key_value_up.query(query, self.model.qk_nope_head_dim)
-        scale = head_dim(self.model) ** -0.5 if context.scale is None else context.scale
-        mixed = attend_latent(query, state, self.model.kv_lora_rank, context.cache_positions, context.bias, scale)
+        mixed = attend_latent(
+            query, state, self.model.kv_lora_rank, context.cache_positions, self.options, context.bias
+        )
         return self.key_value_up.value(mixed), state
 
 

@@ -3,12 +3,13 @@
 from typing import ClassVar
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from jaxtyping import Float
 
 from mtjax.config import Model
-from mtjax.config.sizes import GATED, mlp_size
+from mtjax.config.sizes import GATED, mlp_bias, mlp_size
 from mtjax.models.activations import ACTIVATIONS
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.linear import Linear
@@ -34,14 +35,22 @@ class MLP(nnx.Module):
         # A gated activation has a fused product for gate and up: [embed, 2, mlp].
         gate = {"gate": 2} if model.activation in GATED else {}
         self.low = adapters_of(model, "mlp")
-        settings = {"bias": model.bias, "low": self.low}
+        settings = {"bias": mlp_bias(model), "low": self.low}
         self.up = Linear(embed, {**gate, **inner}, std=model.init_std, **settings, key=up_key)
         self.down = Linear(inner, embed, std=output_std, **settings, sequence="act_seq", key=down_key)
         self.activation = ACTIVATIONS[model.activation]
 
     def __call__(
-        self, x: Float[Array, "batch act_seq embed"], context: LayerContext, state: State
+        self,
+        x: Float[Array, "batch act_seq embed"],
+        context: LayerContext,
+        state: State,
+        factor: Float[Array, "batch seq 1"] | None = None,
     ) -> tuple[Float[Array, "batch act_seq embed"], State]:
-        """Applies to each token; there is no state."""
+        """Applies to each token, and multiplies the output by `factor`, if any; there is no state."""
         inner = self.activation(self.up(*gather_sequence_shared(x, self.low, context, UP_SITE)))
+        if factor is not None:
+            # Before the row-parallel product, whose output is then reduced together with what is added to it; in
+            # float32, so that the factor's gradient is reduced in float32.
+            inner = (inner.astype(jnp.float32) * factor).astype(inner.dtype)
         return self.down(inner, lora_input_dropout(inner, self.low, context, DOWN_SITE, "mlp")), state

@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec, reshard
 from jaxtyping import Float
 
-from mtjax.sharding.axes import explicit_axes, spec
+from mtjax.sharding.axes import explicit_axes, spec, varying_like
 from mtjax.sharding.context.block_attention import BlockKernel, DropoutState, KVBlock, QueryBlock
 from mtjax.sharding.context.ring_attention import Method, RingAttention
 from mtjax.sharding.context.zigzag import context_axes
@@ -29,6 +29,7 @@ def context_attention(
     value: Float[Array, "batch seq groups head_dim"],
     dropout: DropoutState | None,
     names: tuple[str, str],
+    sinks: Float[Array, " heads"] | None = None,
 ) -> Float[Array, "batch seq heads head_dim"]:
     """Computes softmax attention to the tokens of all context parallel ranks.
 
@@ -41,6 +42,7 @@ def context_attention(
       value: this rank's, likewise.
       dropout: of dropout on probabilities, with the indices of all heads; None turns it off.
       names: of the arrays saved for the backward pass: the output, and float32 log-sums [batch, seq, heads].
+      sinks: of each head, a logit added to the softmax's denominator.
     """
     # All that depends on the rules is read here: `_attend` is a custom_vjp, which jax may trace without them.
     (axis,) = context_axes()
@@ -48,7 +50,8 @@ def context_attention(
         dropout = dropout._replace(heads=reshard(dropout.heads, spec("heads")))
     heads, statistics = spec("batch", "seq", "heads", "head_dim"), spec("batch", "seq", "heads")
     parallel = _ContextParallel(kernel, method, is_causal, axis, heads, statistics, spec("heads"), names)
-    return _attend(parallel, queries.query, key, value, (queries.positions, queries.segments, dropout))
+    sinks = None if sinks is None else varying_like(sinks, queries.query)
+    return _attend(parallel, queries.query, key, value, sinks, (queries.positions, queries.segments, dropout))
 
 
 class _ContextParallel(NamedTuple):
@@ -93,49 +96,69 @@ class _ContextParallel(NamedTuple):
         return ring, QueryBlock(query, batch_positions, segments), KVBlock(key, value, batch_positions, segments)
 
 
-def _forward(parallel: _ContextParallel, query: Array, key: Array, value: Array, metadata: Tree) -> tuple[Array, Array]:
+def _forward(
+    parallel: _ContextParallel, query: Array, key: Array, value: Array, sinks: Array | None, metadata: Tree
+) -> tuple[Array, Array]:
     """Computes the output [batch, seq, heads, head_dim] and float32 log-sums [batch, seq, heads]."""
 
     def local(*arrays: Any) -> tuple[Array, Array]:
         ring, queries, keys = parallel.ring(*arrays)
         return ring.forward(queries, keys)
 
-    return no_hoist(parallel.map(local, (parallel.heads, parallel.statistics)), query, key, value, metadata)
+    mapped = parallel.map(local, (parallel.heads, parallel.statistics))
+    output, log_sums = no_hoist(mapped, query, key, value, metadata)
+    return (output, log_sums) if sinks is None else _with_sinks(output, log_sums, sinks)
+
+
+def _with_sinks(output: Array, log_sums: Array, sinks: Array) -> tuple[Array, Array]:
+    """Adds a logit per head to the denominators: that scales the output, and nothing else in a row."""
+    with_sinks = jnp.logaddexp(log_sums, sinks)
+    return (output * jnp.exp(log_sums - with_sinks)[..., None]).astype(output.dtype), with_sinks
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(parallel: _ContextParallel, query: Array, key: Array, value: Array, metadata: Tree) -> Array:
-    return _forward(parallel, query, key, value, metadata)[0]
+def _attend(
+    parallel: _ContextParallel, query: Array, key: Array, value: Array, sinks: Array | None, metadata: Tree
+) -> Array:
+    return _forward(parallel, query, key, value, sinks, metadata)[0]
 
 
 def _attend_forward(
-    parallel: _ContextParallel, query: Array, key: Array, value: Array, metadata: Tree
+    parallel: _ContextParallel, query: Array, key: Array, value: Array, sinks: Array | None, metadata: Tree
 ) -> tuple[Array, Tree]:
     """Computes the output; the residuals are the arguments, the output and the log-sums."""
     # Named, so that recompute policies can save them: attention is then not recomputed in the backward pass.
-    arrays = _forward(parallel, query, key, value, metadata)
+    arrays = _forward(parallel, query, key, value, sinks, metadata)
     output, log_sums = (checkpoint_name(a, name) for a, name in zip(arrays, parallel.names, strict=True))
-    return output, (query, key, value, metadata, output, log_sums)
+    return output, (query, key, value, sinks, metadata, output, log_sums)
 
 
-def _attend_backward(parallel: _ContextParallel, saved: Tree, gradient: Array) -> tuple[Array, Array, Array, None]:
+def _attend_backward(
+    parallel: _ContextParallel, saved: Tree, gradient: Array
+) -> tuple[Array, Array, Array, Array | None, None]:
     """Runs the ring once more, for the gradients of query, key and value.
 
     Args:
       parallel: static arguments.
-      saved: query, key, value, (positions, segments, drops), output and log-sums.
+      saved: query, key, value, sinks, (positions, segments, drops), output and log-sums.
       gradient: of the output, [batch, seq, heads, head_dim].
 
     Returns:
-      Gradients of query, key and value, in their shapes.
+      Gradients of query, key, value and sinks, in their shapes.
     """
+    *inputs, sinks, metadata, output, log_sums = saved
 
     def local(*arrays: Any) -> tuple[Array, Array, Array]:
         *inputs, output, log_sums, gradient = arrays
         ring, queries, keys = parallel.ring(*inputs)
         return ring.backward(queries._replace(mixed=output, log_sums=log_sums, gradient=gradient), keys)
 
-    return *parallel.map(local, (parallel.heads,) * 3)(*saved, gradient), None
+    gradients = parallel.map(local, (parallel.heads,) * 3)(*inputs, metadata, output, log_sums, gradient)
+    if sinks is None:
+        return *gradients, None, None
+    # A sink is a key without a value: of the derivative P (dP - rowsum(dO O)) of its score only the sum is left.
+    row_sums = (output.astype(jnp.float32) * gradient.astype(jnp.float32)).sum(-1)
+    return *gradients, -(jnp.exp(sinks - log_sums) * row_sums).sum((0, 1)), None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)

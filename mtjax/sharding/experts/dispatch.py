@@ -15,7 +15,7 @@ many slots for every expert and sample; an all-to-all sends the slots to the exp
 their outputs. With context parallelism, ranks exchange how many tokens of a sample chose which expert.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -46,10 +46,12 @@ class ExpertCompute(Protocol):
         experts: Int[Array, "tokens chosen"],
         up: Float[Array, "expert embed ..."],
         down: Float[Array, "expert mlp embed"],
+        up_bias: Float[Array, "expert ..."] | None = None,
     ) -> Float[Array, "tokens embed"]:
         """Computes the sum over each token's experts of gate times output, accumulated in float32; differentiable.
 
-        `experts` are indices into `up` and `down`; other numbers mean experts of other ranks, and add nothing.
+        `experts` are indices into `up`, `down` and `up_bias`, which is added before the activation, in float32; other
+        numbers mean experts of other ranks, and add nothing.
         """
         ...
 
@@ -59,8 +61,7 @@ def apply_experts(
     x: Float[Array, "batch act_seq embed"],
     gates: Float[Array, "batch act_seq chosen"],
     experts: Chosen,
-    up: tuple[Array, tuple[str, ...]],
-    down: tuple[Array, tuple[str, ...]],
+    weights: Sequence[tuple[Array, tuple[str, ...]]],
     capacity: int | None = None,
     method: ExpertDispatch = "all-gather",
 ) -> Float[Array, "batch act_seq embed"]:
@@ -72,23 +73,23 @@ def apply_experts(
       gates: float32 weights of the experts' outputs.
       experts: indices of each token's experts, among all experts, where an index past the last expert means no expert;
         and, where samples differ, the capacity of each sample, int32 [batch], none above `capacity`.
-      up: matrices of all experts in the type of x, with the logical names of their dimensions, "expert" the first.
-      down: the same, back to the width of hidden states.
+      weights: up and down, matrices of all experts in the type of x, and perhaps the biases of up, float32; each with
+        the logical names of its dimensions, "expert" the first.
       capacity: maximum number of tokens of a sample per expert, the first ones; no limit when None.
       method: dispatcher without a capacity; with one, slots are dispatched.
     """
     # All that depends on the rules is read here: `_apply` is a custom_vjp, which jax may trace without them.
     rules, tokens = current_rules(), spec("batch", "act_seq", None)
-    matrices = tuple(explicit_only(spec(*names)) for _, names in (up, down))
+    shards = tuple(explicit_only(spec(*names)) for _, names in weights)
     # Experts may be sharded over axes along which ranks have the same tokens; then there is nothing to dispatch.
     is_shared = not set(rules.expert) <= set(rules.batch)
     sequence = tuple(axis for axis in rules.act_seq if axis in rules.mlp)
     context = context_axes()
     samples = spec("batch")
     dispatch = _ExpertParallel(
-        compute, rules.expert, is_shared, rules.mlp, sequence, context, tokens, samples, matrices, capacity, method
+        compute, rules.expert, is_shared, rules.mlp, sequence, context, tokens, samples, shards, capacity, method
     )
-    return _apply(dispatch, x, gates, experts, varying_like(up[0], x), varying_like(down[0], x))
+    return _apply(dispatch, x, gates, experts, *(varying_like(values, x) for values, _ in weights))
 
 
 class _ExpertParallel(NamedTuple):
@@ -109,13 +110,14 @@ class _ExpertParallel(NamedTuple):
     """Of x, gates and indices of experts."""
     samples: PartitionSpec
     """Of capacities."""
-    matrices: tuple[PartitionSpec, ...]
+    weights: tuple[PartitionSpec, ...]
+    """Of the matrices and biases."""
     capacity: int | None
     method: ExpertDispatch
 
     def map(self, body: Callable[..., Any], outputs: Any) -> Callable[..., Any]:
-        """Maps `body` over the shards of (x, gates, chosen, up, down) or also of a gradient of x's shape."""
-        specs = (self.tokens, self.tokens, (self.tokens, self.samples), *self.matrices)
+        """Maps `body` over the shards of (x, gates, chosen, *weights) or also of a gradient of x's shape."""
+        specs = (self.tokens, self.tokens, (self.tokens, self.samples), *self.weights)
 
         def mapped(*arrays: Any) -> Any:
             in_specs = (*specs, self.tokens)[: len(arrays)]
@@ -125,15 +127,15 @@ class _ExpertParallel(NamedTuple):
 
         return mapped
 
-    def local(self, x: Array, gates: Array, chosen: Chosen, up: Array, down: Array) -> Array:
+    def local(self, x: Array, gates: Array, chosen: Chosen, *weights: Array) -> Array:
         """Runs on one rank, inside the map, with all axes manual.
 
         Args:
           x: this rank's tokens, [batch, act_seq, embed].
           gates: float32 [batch, act_seq, chosen].
           chosen: indices of experts [batch, act_seq, chosen], and capacities [batch] or None.
-          up: this rank's shards of its experts, [experts here, embed, ...].
-          down: [experts here, mlp, embed].
+          weights: this rank's shards of its experts: up [experts here, embed, ...], down [experts here, mlp, embed],
+            and perhaps biases [experts here, ...].
 
         Returns:
           [batch, act_seq, embed].
@@ -144,39 +146,39 @@ class _ExpertParallel(NamedTuple):
         else:
             # The transpose of this cast is an all-reduce of gradients over `model`. Here, before the dispatch, it
             # reduces gradients of this rank's tokens, not of all that it received.
-            x, gates = varying_like(x, up), varying_like(gates, up)
-        up, down = varying_like(up, x), varying_like(down, x)
+            x, gates = varying_like(x, weights[0]), varying_like(gates, weights[0])
+        weights = tuple(varying_like(weight, x) for weight in weights)
         is_dispatched = bool(self.expert) and not self.is_shared
         if self.capacity is None and self.method == "all-to-all" and is_dispatched:
-            y = self._all_to_all(x, gates, experts, up, down)
+            y = self._all_to_all(x, gates, experts, *weights)
         elif self.capacity is None:
-            y = self._all_gather(x, gates, experts, up, down)
+            y = self._all_gather(x, gates, experts, *weights)
         else:
-            count = up.shape[0] * (lax.axis_size(self.expert) if self.expert else 1)
+            count = weights[0].shape[0] * (lax.axis_size(self.expert) if self.expert else 1)
             slots = _CapacitySlots.of(experts, count, self.capacity, limits, self.context)
             if is_dispatched:
-                y = self._dispatch_slots(x, gates, slots, up, down)
+                y = self._dispatch_slots(x, gates, slots, *weights)
             else:
-                y = self._all_gather(x, gates, jnp.where(slots.is_dropped, count, experts), up, down)
+                y = self._all_gather(x, gates, jnp.where(slots.is_dropped, count, experts), *weights)
         # Row-parallel: each rank of `inner` has a partial sum over its shard of the experts' inner width.
         if self.sequence:
             return lax.psum_scatter(y, self.sequence, scatter_dimension=1, tiled=True)
         return lax.psum(y, self.inner) if self.inner else y
 
-    def _all_gather(self, x: Array, gates: Array, experts: Array, up: Array, down: Array) -> Array:
+    def _all_gather(self, x: Array, gates: Array, experts: Array, *weights: Array) -> Array:
         """Dispatches by an all-gather: [batch, seq, embed] -> [batch, seq, embed], partial sums over `inner`."""
         if self.expert and not self.is_shared:
             x, gates, experts = (lax.all_gather(a, self.expert, tiled=True) for a in (x, gates, experts))
-        first = lax.axis_index(self.expert) * up.shape[0] if self.expert else 0
+        first = lax.axis_index(self.expert) * weights[0].shape[0] if self.expert else 0
         # Indices outside [0, experts here) are other ranks' experts; they add nothing.
-        y = self._compute_local(x, gates, experts - first, up, down)
+        y = self._compute_local(x, gates, experts - first, *weights)
         if self.is_shared:
             return lax.psum(y, self.expert)
         return lax.psum_scatter(y, self.expert, scatter_dimension=0, tiled=True) if self.expert else y
 
-    def _all_to_all(self, x: Array, gates: Array, experts: Array, up: Array, down: Array) -> Array:
+    def _all_to_all(self, x: Array, gates: Array, experts: Array, *weights: Array) -> Array:
         """Dispatches by a ragged all-to-all: [batch, seq, embed] -> [batch, seq, embed], partial sums over `inner`."""
-        here, ranks, (width, chosen) = up.shape[0], lax.axis_size(self.expert), (x.shape[-1], gates.shape[-1])
+        here, ranks, (width, chosen) = weights[0].shape[0], lax.axis_size(self.expert), (x.shape[-1], gates.shape[-1])
         # The routing of all ranks' tokens is small, and every rank needs it to know how many rows it receives.
         gates, experts = (lax.all_gather(a, self.expert, tiled=True).reshape(-1, chosen) for a in (gates, experts))
         owners = (experts // here).reshape(ranks, -1, 1, chosen)
@@ -185,12 +187,12 @@ class _ExpertParallel(NamedTuple):
         first = lax.axis_index(self.expert) * here
         local_experts = take_rows(experts - first, routing.received, -1)
         tokens, received_gates = routing.dispatch(x.reshape(-1, width)), take_rows(gates, routing.received)
-        y = self._compute_local(tokens, received_gates, local_experts, up, down)
+        y = self._compute_local(tokens, received_gates, local_experts, *weights)
         return routing.combine(y).astype(x.dtype).reshape(x.shape)
 
-    def _dispatch_slots(self, x: Array, gates: Array, slots: "_CapacitySlots", up: Array, down: Array) -> Array:
+    def _dispatch_slots(self, x: Array, gates: Array, slots: "_CapacitySlots", *weights: Array) -> Array:
         """Dispatches capacity slots by an all-to-all: [batch, seq, embed] -> [batch, seq, embed]."""
-        here, ranks, width = up.shape[0], lax.axis_size(self.expert), x.shape[-1]
+        here, ranks, width = weights[0].shape[0], lax.axis_size(self.expert), x.shape[-1]
 
         def to_experts(a: Array) -> Array:
             """[slots, n], zeros in empty slots -> [ranks, experts here, slots of each rank, n]."""
@@ -200,15 +202,15 @@ class _ExpertParallel(NamedTuple):
         received, received_gates = to_experts(tokens), to_experts(slots.take(gates.reshape(-1, 1), 1))
         # An empty slot has gate 0, and the index of no expert: nothing is computed for it.
         owners = jnp.where(received_gates > 0, jnp.arange(here)[:, None, None], here)
-        y = self._compute_local(received, received_gates, owners, up, down)
+        y = self._compute_local(received, received_gates, owners, *weights)
         returned = lax.all_to_all(y, self.expert, 0, 0).reshape(-1, width)
         return slots.combine(returned, gates.shape[-1], x)
 
-    def _compute_local(self, x: Array, gates: Array, experts: Array, up: Array, down: Array) -> Array:
+    def _compute_local(self, x: Array, gates: Array, experts: Array, *weights: Array) -> Array:
         """Applies this rank's experts to tokens [..., embed]."""
         rows = lambda a: a.reshape(-1, a.shape[-1])  # noqa: E731
-        x, gates = varying_like(x, up), varying_like(gates, up)
-        return self.compute(rows(x), rows(gates), rows(experts), up, down).reshape(x.shape)
+        x, gates = varying_like(x, weights[0]), varying_like(gates, weights[0])
+        return self.compute(rows(x), rows(gates), rows(experts), *weights).reshape(x.shape)
 
 
 class _CapacitySlots(NamedTuple):
@@ -277,9 +279,9 @@ def _numbers(hot: Int[Array, "*batch pairs experts"]) -> Int[Array, "*batch pair
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _apply(dispatch: _ExpertParallel, x: Array, gates: Array, experts: Chosen, up: Array, down: Array) -> Array:
+def _apply(dispatch: _ExpertParallel, x: Array, gates: Array, experts: Chosen, *weights: Array) -> Array:
     # One primitive: the scan over layers would hoist constants, such as ranks' indices, even out of the map.
-    return no_hoist(dispatch.map(dispatch.local, dispatch.tokens), x, gates, experts, up, down)
+    return no_hoist(dispatch.map(dispatch.local, dispatch.tokens), x, gates, experts, *weights)
 
 
 def _apply_forward(dispatch: _ExpertParallel, *arrays: Any) -> tuple[Array, tuple[Any, ...]]:
@@ -295,16 +297,17 @@ def _apply_backward(dispatch: _ExpertParallel, saved: tuple[Any, ...], gradient:
       gradient: [batch, act_seq, embed].
 
     Returns:
-      Gradients of x, gates, up and down, in their shapes; None for the experts' indices.
+      Gradients of x, gates and weights, in their shapes; None for the experts' indices.
     """
 
-    def body(x: Array, gates: Array, experts: Chosen, up: Array, down: Array, gradient: Array) -> tuple[Array, ...]:
-        run = lambda x, gates, up, down: dispatch.local(x, gates, experts, up, down)  # noqa: E731
-        return jax.vjp(run, x, gates, up, down)[1](gradient)
+    def body(x: Array, gates: Array, experts: Chosen, *rest: Array) -> tuple[Array, ...]:
+        *weights, gradient = rest
+        run = lambda x, gates, *weights: dispatch.local(x, gates, experts, *weights)  # noqa: E731
+        return jax.vjp(run, x, gates, *weights)[1](gradient)
 
-    mapped = dispatch.map(body, (dispatch.tokens, dispatch.tokens, *dispatch.matrices))
-    x, gates, up, down = mapped(*saved, gradient)
-    return x, gates, None, up, down
+    mapped = dispatch.map(body, (dispatch.tokens, dispatch.tokens, *dispatch.weights))
+    x, gates, *weights = mapped(*saved, gradient)
+    return x, gates, None, *weights
 
 
 _apply.defvjp(_apply_forward, _apply_backward)

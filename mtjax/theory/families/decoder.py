@@ -1,14 +1,19 @@
 """GPT and Llama: a stack of causal layers."""
 
+from typing import Any
+
 from mtjax.config import Model
 from mtjax.config.sizes import (
     GATED,
+    attention_biases,
     dense_layers,
     expert_capacity,
     expert_size,
     head_dim,
     main_layers,
+    mlp_bias,
     mlp_size,
+    norm_vectors,
     num_kv_heads,
     num_outputs,
     padded_vocab_size,
@@ -21,7 +26,7 @@ from mtjax.theory.parts.experts import Experts
 from mtjax.theory.parts.heads import OneToken, Output
 from mtjax.theory.parts.latent_attention import LatentAttention
 from mtjax.theory.parts.mlp import MLP
-from mtjax.theory.parts.part import Part
+from mtjax.theory.parts.part import Norms, Part
 
 
 def decoder(model: Model) -> Anatomy:
@@ -30,12 +35,14 @@ def decoder(model: Model) -> Anatomy:
     A GPT-2 has `V h + s h + l (12 h^2 + 13 h) + 2 h` parameters (arXiv 2104.04473, equation 2).
     """
     rows, hidden, tokens = padded_vocab_size(model), model.hidden_size, model.sequence_length
-    positions = (Positions(tokens, hidden),) if model.position == "learned" else ()
-    final = Norm("final_norm", model.norm, hidden)
+    positions: tuple[Part, ...] = (Positions(tokens, hidden),) if model.position == "learned" else ()
+    final = Norm("final_norm", norm_vectors(model), hidden)
     if model.head == "language":
-        head: Part = Output(rows, hidden, tokens, owns_table=not model.tie_embeddings)
+        head: Part = Output(rows, hidden, tokens, owns_table=not model.tie_embeddings, bias=model.output_bias)
     else:
         head = OneToken(hidden, num_outputs(model), has_pooler=False)
+    if model.embedding_norm:
+        positions = (*positions, Norm("embedding_norm", norm_vectors(model), hidden))
     return Anatomy(model, embed=(Lookup(rows, hidden), *positions), stacks=_stacks(model), head=(final, head))
 
 
@@ -50,12 +57,16 @@ def _stacks(model: Model) -> tuple[Stack, ...]:
     tokens, dense = model.sequence_length, dense_layers(model)
     attention = self_attention(model, tokens, is_causal=True)
     sizes, others = (tokens, model.hidden_size), main_layers(model)
-    among = model.num_layers if dense else None
-    last = Stack(STACK, len(others), *sizes, (attention, feed_forward(model, tokens)), numbers=others, among=among)
+    settings: dict[str, Any] = {
+        "among": model.num_layers if dense else None,
+        "norms_outputs": model.norm_placement in ("output", "sandwich"),
+        "parallel": model.parallel_residual,
+    }
+    last = Stack(STACK, len(others), *sizes, (attention, feed_forward(model, tokens)), numbers=others, **settings)
     if not dense:
         return (last,)
     parts = (attention, mlp(model, tokens))
-    return (Stack(DENSE, len(dense), *sizes, parts, side=f"{DENSE}_", numbers=dense, among=among), last)
+    return (Stack(DENSE, len(dense), *sizes, parts, side=f"{DENSE}_", numbers=dense, **settings), last)
 
 
 def self_attention(model: Model, tokens: int, *, is_causal: bool) -> Part:
@@ -70,8 +81,9 @@ def self_attention(model: Model, tokens: int, *, is_causal: bool) -> Part:
             still=model.qk_nope_head_dim,
             rotated=model.qk_rope_head_dim,
             value=model.v_head_dim,
-            norm=model.norm,
+            norm=Norms.of(model, is_first=True),
             is_causal=is_causal,
+            is_capped=model.attention_softcap is not None,
         )
     return Attention(
         hidden=model.hidden_size,
@@ -79,11 +91,14 @@ def self_attention(model: Model, tokens: int, *, is_causal: bool) -> Part:
         heads=model.num_heads,
         kv_heads=num_kv_heads(model),
         head_dim=head_dim(model),
-        norm=model.norm,
-        bias=model.bias,
+        norm=Norms.of(model, is_first=True),
+        biases=attention_biases(model),
         is_causal=is_causal,
         rank=low.rank if (low := adapters_of(model, "attention")) else 0,
-        norms_heads=model.qk_norm,
+        qk_norm=("scale", "bias")[: 1 + model.qk_norm_bias] if model.qk_norm else (),
+        qk_norm_scope=model.qk_norm_scope,
+        has_sinks=model.attention_sinks,
+        is_capped=model.attention_softcap is not None,
     )
 
 
@@ -98,9 +113,12 @@ def feed_forward(model: Model, tokens: int) -> Part:
         top_k=model.experts_top_k,
         inner=expert_size(model),
         is_gated=model.activation in GATED,
-        norm=model.norm,
+        norm=Norms.of(model),
         router_bias=model.router_bias,
+        router_linear_bias=model.router_linear_bias,
+        bias=model.expert_bias,
         shared=model.shared_expert_size,
+        shared_gate=model.shared_expert_gate,
         capacity=expert_capacity(model, tokens),
         balances=model.router_aux_loss > 0,
     )
@@ -113,7 +131,7 @@ def mlp(model: Model, tokens: int) -> MLP:
         tokens=tokens,
         inner=mlp_size(model),
         is_gated=model.activation in GATED,
-        norm=model.norm,
-        bias=model.bias,
+        norm=Norms.of(model),
+        bias=mlp_bias(model),
         rank=low.rank if (low := adapters_of(model, "mlp")) else 0,
     )

@@ -1,13 +1,20 @@
 """T5: an encoder and a decoder with one embedding table; the decoder has cross-attention over the encoder's output."""
 
 from mtjax.config import Model
-from mtjax.config.sizes import decoder_layers, decoder_length, head_dim, padded_vocab_size
+from mtjax.config.sizes import (
+    attention_biases,
+    decoder_layers,
+    decoder_length,
+    head_dim,
+    norm_vectors,
+    padded_vocab_size,
+)
 from mtjax.theory.anatomy import Anatomy, Stack
 from mtjax.theory.families.decoder import mlp, self_attention
 from mtjax.theory.parts.attention import CrossAttention
 from mtjax.theory.parts.embedding import Lookup, Norm, Positions, RelativeBias
 from mtjax.theory.parts.heads import Output
-from mtjax.theory.parts.part import Part
+from mtjax.theory.parts.part import Norms, Part
 
 DECODER = "decoder_"
 """Prefix of the decoder's symbols in formulas."""
@@ -23,8 +30,8 @@ def t5(model: Model) -> Anatomy:
         read=read,
         heads=model.num_heads,
         head_dim=head_dim(model),
-        norm=model.norm,
-        bias=model.bias,
+        norm=Norms.of(model),
+        biases=attention_biases(model),
     )
     encoder = (self_attention(model, read, is_causal=False), mlp(model, read))
     decoder = (self_attention(model, written, is_causal=True), cross, mlp(model, written))
@@ -40,8 +47,8 @@ def t5(model: Model) -> Anatomy:
             Stack("decoder.stack", decoder_layers(model), written, hidden, decoder, side=DECODER),
         ),
         head=(
-            Norm("encoder.final_norm", model.norm, hidden),
-            Norm("decoder.final_norm", model.norm, hidden),
+            Norm("encoder.final_norm", norm_vectors(model), hidden),
+            Norm("decoder.final_norm", norm_vectors(model), hidden),
             Output(rows, hidden, written, owns_table=not model.tie_embeddings, side=DECODER),
         ),
     )

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from mtjax.theory.contract import LAYER_BACKWARD, LAYER_FORWARD, LAYER_RECOMPUTE, OTHER, Expectation, Kind
 from mtjax.theory.parts.part import (
     Elementwise,
+    Norms,
     Part,
     Product,
     ResidualStream,
@@ -13,7 +14,6 @@ from mtjax.theory.parts.part import (
     Weight,
     adapter_products,
     linear,
-    norm,
     over_model,
     weight,
 )
@@ -40,8 +40,9 @@ class _Heads(Part):
     heads: int
     """Query heads."""
     head_dim: int
-    norm: str
-    bias: bool
+    norm: Norms
+    biases: tuple[bool, bool]
+    """Of query, key and value; of the output projection."""
 
     @property
     def query_size(self) -> int:
@@ -77,8 +78,13 @@ class Attention(_Heads):
     is_causal: bool
     rank: int = 0
     """Of LoRA adapters; 0 without any."""
-    norms_heads: bool = False
-    """Whether queries and keys are normalised per head (QK norm)."""
+    qk_norm: tuple[str, ...] = ()
+    """Vectors of the norm of queries, and of that of keys; none without QK norm."""
+    qk_norm_scope: str = "head"
+    """What QK norm normalizes: `head`, `each_head` or `width`."""
+    has_sinks: bool = False
+    is_capped: bool = False
+    """Whether scores have a cap, whose backward pass reads their hyperbolic tangents."""
 
     @property
     def kv_size(self) -> int:
@@ -88,21 +94,35 @@ class Attention(_Heads):
     @property
     def weights(self) -> list[Weight]:
         embed, heads = {"embed": self.hidden}, {"heads": self.heads, "head_dim": self.head_dim}
-        bias, rank = self.bias, self.rank
+        (bias, output_bias), rank = self.biases, self.rank
         if self.kv_heads == self.heads:
             inputs = linear("attention.qkv", embed, {"qkv": 3, **heads}, bias=bias, rank=rank)
         else:
             kv_heads = {"kv": 2, "kv_heads": self.kv_heads, "head_dim": self.head_dim}
             inputs = linear("attention.qkv.query", embed, heads, bias=bias, rank=rank)
             inputs += linear("attention.qkv.key_value", embed, kv_heads, bias=bias, rank=rank)
-        output = linear("attention.output", heads, embed, bias=bias, rank=rank)
-        head_norms = ("query_norm", "key_norm") if self.norms_heads else ()
-        norms = [weight(f"attention.{name}.scale", {"head_dim": self.head_dim}) for name in head_norms]
-        return [*norm("attention_norm", self.norm, self.hidden), *inputs, *output, *norms]
+        output = linear("attention.output", heads, embed, bias=output_bias, rank=rank)
+        sinks = [weight("attention.sinks", {"heads": self.heads})] if self.has_sinks else []
+        return [*self.norm.weights("attention", self.hidden), *inputs, *output, *self._head_norms(), *sinks]
+
+    def _head_norms(self) -> list[Weight]:
+        """Returns the vectors of QK norm: one for all heads, or one for each."""
+        found, is_shared = [], self.qk_norm_scope == "head"
+        for name, heads in (("query_norm", {"heads": self.heads}), ("key_norm", {"kv_heads": self.kv_heads})):
+            sizes = {**({} if is_shared else heads), "head_dim": self.head_dim}
+            found += [weight(f"attention.{name}.{vector}", sizes) for vector in self.qk_norm]
+        return found
+
+    @property
+    def normalizes_width(self) -> bool:
+        """Whether QK norm is over all heads together, which tensor parallel ranks share."""
+        return bool(self.qk_norm) and self.qk_norm_scope == "width"
 
     @property
     def scores(self) -> Scores:
-        return Scores(self.heads, self.tokens, self.tokens, self.head_dim, self.is_causal, self.kv_heads)
+        return Scores(
+            self.heads, self.tokens, self.tokens, self.head_dim, self.is_causal, self.kv_heads, self.is_capped
+        )
 
     def products(self, tensor_degree: int = 1) -> list[Product]:
         """Returns the matmuls; a rank computes one key and one value head where there are fewer than ranks."""
@@ -122,6 +142,7 @@ class Attention(_Heads):
             ATTENTION_OUTPUT: plan.element_bytes * tokens * self.query_size,
             PROBABILITIES: probability_bytes(self.scores, plan),
             STATISTICS: statistics_bytes(self.scores, plan),
+            **({WIDTH_STATISTICS: 2 * 4 * plan.local_tokens(self.tokens)} if self.normalizes_width else {}),
             **adapter_saved_bytes(self.rank, 4, self.hidden + self.query_size / plan.tensor_degree, self.tokens, plan),
         }
 
@@ -135,8 +156,11 @@ class Attention(_Heads):
     def collectives(self, stream: ResidualStream) -> list[Expectation]:
         learns = self.rank > 0 or not stream.is_frozen
         lines = [*sublayer_collectives(stream, "attention", learns=learns), *context_collectives(stream)]
+        lines += width_norm_collectives(stream, learns=learns) if self.normalizes_width else []
         # Fewer key heads than ranks: ranks that share one all-reduce its gradient.
-        kv_gradients = f"2*key_width*{'(hidden + 1)' if self.bias else 'hidden'}"
+        per_head = 0 if self.qk_norm_scope == "head" else len(self.qk_norm)
+        inputs = "(hidden + 1)" if self.biases[0] else "hidden"
+        kv_gradients = f"(2*{inputs} + {per_head})*key_width" if per_head else f"2*key_width*{inputs}"
         if stream.is_frozen:
             if self.rank and stream.shares_heads:
                 why = "gradient of B of replicated key and value heads"
@@ -145,10 +169,11 @@ class Attention(_Heads):
                     over_model(LAYER_BACKWARD, "all-reduce", stream.times, "2*key_width*rank", why, **settings)
                 )
             return [*lines, *adapter_collectives(stream, "attention", 3, self.rank)]
-        if self.norms_heads:
-            lines.append(local_gradient_sums(stream, f"{stream.side}layers*2*head_width", "gradients of QK norms"))
+        if self.qk_norm and self.qk_norm_scope == "head":
+            vectors = f"{stream.side}layers*{2 * len(self.qk_norm)}*head_width"
+            lines.append(local_gradient_sums(stream, vectors, "gradients of QK norms"))
         if stream.split:
-            lines += vector_gradient_sums(stream, self.norm, self.bias)
+            lines += vector_gradient_sums(stream, self.norm, self.biases[1])
             if stream.shares_heads:
                 lines.append(
                     local_gradient_sums(stream, f"{stream.side}layers*{kv_gradients}", "replicated key and value heads")
@@ -170,11 +195,12 @@ class CrossAttention(_Heads):
     @property
     def weights(self) -> list[Weight]:
         embed, heads = {"embed": self.hidden}, {"heads": self.heads, "head_dim": self.head_dim}
+        bias, output_bias = self.biases
         return [
-            *norm("cross_norm", self.norm, self.hidden),
-            *linear("cross.query", embed, heads, bias=self.bias),
-            *linear("cross.key_value", embed, {"kv": 2, **heads}, bias=self.bias),
-            *linear("cross.output", heads, embed, bias=self.bias),
+            *self.norm.weights("cross", self.hidden),
+            *linear("cross.query", embed, heads, bias=bias),
+            *linear("cross.key_value", embed, {"kv": 2, **heads}, bias=bias),
+            *linear("cross.output", heads, embed, bias=output_bias),
         ]
 
     @property
@@ -225,7 +251,7 @@ class CrossAttention(_Heads):
             over_model(
                 LAYER_RECOMPUTE, "all-gather", f"2*{grouped}", every, f"{what}, twice a layer or once a group", **merged
             ),
-            *vector_gradient_sums(stream, self.norm, self.bias),
+            *vector_gradient_sums(stream, self.norm, self.biases[1]),
         ]
 
 
@@ -233,17 +259,20 @@ QUERY_KEY_VALUE = "query, key, value"
 ATTENTION_OUTPUT = "attention output"
 STATISTICS = "attention statistics"
 """Of flash attention's softmax (logsumexp): a float32 per query and head."""
+WIDTH_STATISTICS = "QK norm statistics"
+"""Of QK norm over all heads: a float32 per token of the queries, and of the keys."""
 PROBABILITIES = "attention probabilities"
 """The kind of activations that selective recompute does not save."""
 
 
 def probability_bytes(scores: Scores, plan: Plan) -> float:
-    """Returns the saved bytes of float32 probabilities and their dropout mask; with Megatron's kernels, of the outputs
-    of softmax and dropout in the compute dtype and the mask."""
+    """Returns the saved bytes of float32 probabilities, of the tangents of capped scores and of the dropout mask; with
+    Megatron's kernels, of the outputs of softmax and dropout in the compute dtype and the mask."""
     if plan.flash_attention or plan.context_parallelism:
         return 0.0
     masks, c = int(plan.has_attention_dropout), plan.element_bytes
     each = 4 + masks if plan.residuals == "jax" else 2 * c + masks if masks else c
+    each += 4 if scores.is_capped else 0
     return each * scores.pairs * plan.microbatch_size / plan.mesh.model
 
 
@@ -286,6 +315,23 @@ def ring_step_bytes(scores: Scores, plan: Plan) -> float:
         return held
     pairs = min(QUERIES_AT_A_TIME * plan.microbatch_size, tokens) * scores.keys / plan.mesh.context
     return held + (3 * 4 + 2 * c) * scores.heads / degree * pairs
+
+
+def width_norm_collectives(stream: ResidualStream, *, learns: bool) -> list[Expectation]:
+    """Returns the all-reduces of a QK norm over all heads: of each token the sum of squares, and in the backward pass
+    the sum of its gradient's products, for queries and for keys.
+
+    The sums are saved, so that only full recompute repeats those of the forward pass.
+    """
+    sums, settings = "2*batch*sequence", {"dtype": "float32", "pooled": True}
+    recomputed = f"{stream.side}recomputed_layers*{stream.turns}"
+    back = stream.times if learns else stream.input_gradients
+    why = "of queries and of keys, for their norms over all heads"
+    return [
+        over_model(LAYER_FORWARD, "all-reduce", stream.forward_times, sums, f"squares {why}", **settings),
+        over_model(LAYER_RECOMPUTE, "all-reduce", recomputed, sums, f"squares {why}, again", **settings),
+        over_model(LAYER_BACKWARD, "all-reduce", back, sums, f"gradients {why}", **settings),
+    ]
 
 
 def context_collectives(stream: ResidualStream, *, has_narrow_values: bool = False) -> list[Expectation]:

@@ -10,7 +10,17 @@ from dataclasses import dataclass, replace
 from mtjax.config import Model
 from mtjax.theory.contract import LAYER_BACKWARD, LAYER_FORWARD, LAYER_RECOMPUTE, Dtype, Expectation, Kind
 from mtjax.theory.parts.mlp import MLP
-from mtjax.theory.parts.part import Elementwise, Part, Product, ResidualStream, Weight, linear, norm, over_model, weight
+from mtjax.theory.parts.part import (
+    Elementwise,
+    Norms,
+    Part,
+    Product,
+    ResidualStream,
+    Weight,
+    linear,
+    over_model,
+    weight,
+)
 from mtjax.theory.parts.sublayer import (
     local_gradient_sums,
     sublayer_collectives,
@@ -23,7 +33,7 @@ from mtjax.theory.rules import CONTEXT, EXPERT
 
 @dataclass(frozen=True)
 class Experts(Part):
-    """A norm, a router, experts - each an MLP without biases - and optionally a shared expert."""
+    """A norm, a router, experts - each an MLP - and optionally a shared expert."""
 
     hidden: int
     tokens: int
@@ -35,11 +45,17 @@ class Experts(Part):
     inner: int
     """f: inner width of an expert."""
     is_gated: bool
-    norm: str
+    norm: Norms
     router_bias: bool = False
     """Whether the top k are chosen by scores plus a bias per expert."""
+    router_linear_bias: bool = False
+    """Whether the router's logits have a trained bias."""
+    bias: bool = False
+    """Whether the experts' linear layers have biases."""
     shared: int = 0
     """Inner width of the shared expert, which processes every token; 0 without one."""
+    shared_gate: bool = False
+    """Whether the shared expert's output is multiplied by a gate, a number per token."""
     capacity: int | None = None
     """Most tokens of a sample per expert; None drops no tokens."""
     balances: bool = True
@@ -62,13 +78,20 @@ class Experts(Part):
         experts, embed, inner = {"expert": self.count}, {"embed": self.hidden}, {"mlp": self.inner}
         gate = {"gate": 2} if self.is_gated else {}
         weights = [
-            *norm("experts_norm", self.norm, self.hidden),
+            *self.norm.weights("experts", self.hidden),
             weight("experts.router.weight", {**embed, "routes": self.count}),
             weight("experts.up.weight", {**experts, **embed, **gate, **inner}),
             weight("experts.down.weight", {**experts, **inner, **embed}),
         ]
         if self.router_bias:
             weights.append(weight("experts.router.bias", {"routes": self.count}))
+        if self.router_linear_bias:
+            weights.append(weight("experts.router.linear_bias", {"routes": self.count}))
+        if self.bias:
+            weights.append(weight("experts.up.bias", {**experts, **gate, **inner}))
+            weights.append(weight("experts.down.bias", {"every_expert": self.count, **embed}))
+        if self.shared_gate:
+            weights.append(weight("experts.shared_gate.weight", {**embed, "routes": 1}))
         if self.shared:
             weights += linear("experts.shared.up", embed, {**gate, "mlp": self.shared}, bias=False)
             weights += linear("experts.shared.down", {"mlp": self.shared}, embed, bias=False)
@@ -90,6 +113,7 @@ class Experts(Part):
             Product(self.tokens, self.hidden, self.count, is_repeated=True),
             Product(rows, self.hidden, self.inputs * inner, experts=self.count, again=True),
             Product(rows, inner, self.hidden, experts=self.count),
+            *([Product(self.tokens, self.count, self.hidden, is_repeated=True, is_output=True)] if self.bias else []),
             *(self.shared_expert.products(tensor_degree) if self.shared_expert else []),
         ]
 
@@ -99,7 +123,7 @@ class Experts(Part):
         shared = {"MLP": self.shared_expert.saved_bytes(plan)["MLP"]} if self.shared_expert else {}
         return {
             **sublayer_saved_bytes(self.tokens, self.hidden, plan),
-            "routers' logits": 4 * tokens * self.count,
+            "routers' logits": 4 * tokens * (self.count + self.shared_gate),
             **shared,
         }
 
@@ -139,11 +163,23 @@ class Experts(Part):
         if stream.split:
             lines += sublayer_collectives(stream, "the shared expert") if self.shared else []
             lines += vector_gradient_sums(stream, self.norm, bias=False)
-            lines.append(local_gradient_sums(stream, f"{stream.side}layers*hidden*num_experts", "routers"))
+            lines += self._router_gradient_sums(stream)
+        if self.shared_gate:
+            lines += shared_gate_collectives(stream)
         if self.capacity is not None:
             return [*lines, *capacity_dispatch(stream), *(chunk_loads(stream) if stream.across else [])]
         is_exchanged = stream.expert_dispatch == "all-to-all"
         return [*lines, *(all_to_all_dispatch(stream) if is_exchanged else all_gather_dispatch(stream))]
+
+    def _router_gradient_sums(self, stream: ResidualStream) -> list[Expectation]:
+        """Returns the all-reduces of the gradients of routers and of what else reads or adds to a rank's tokens."""
+        sums = {
+            "hidden*num_experts": "routers",
+            "num_experts": "routers' trained biases" if self.router_linear_bias else "",
+            "num_experts*hidden": "experts' biases" if self.bias else "",
+            "hidden": "gates of shared experts" if self.shared_gate else "",
+        }
+        return [local_gradient_sums(stream, f"{stream.side}layers*{size}", why) for size, why in sums.items() if why]
 
 
 ROUTES = "batch*sequence*top_k"
@@ -187,6 +223,22 @@ def sequence_parallel_collectives(stream: ResidualStream) -> list[Expectation]:
     line(LAYER_BACKWARD, "reduce-scatter", times, ROUTES, "gradients of gates", "float32")
     line(LAYER_FORWARD, "all-reduce", times, LOADS, "expert loads of a sample", "float32")
     return lines
+
+
+def shared_gate_collectives(stream: ResidualStream) -> list[Expectation]:
+    """Returns the collectives of the shared expert's gate, which multiplies its inner layer: before the row-parallel
+    matmul, so that the sum of both outputs is still reduced at once."""
+    elements, why = "batch*sequence", "gates of the shared expert"
+    if not stream.split:
+        return [
+            over_model(LAYER_BACKWARD, "all-reduce", stream.times, elements, f"gradients of {why}", dtype="float32")
+        ]
+    again = f"({stream.side}layers + {stream.side}grouped_layers)*{stream.turns}"
+    return [
+        over_model(LAYER_FORWARD, "all-gather", stream.forward_times, elements, why, dtype="float32"),
+        over_model(LAYER_RECOMPUTE, "all-gather", again, elements, why, dtype="float32"),
+        over_model(LAYER_BACKWARD, "reduce-scatter", stream.times, elements, f"gradients of {why}", dtype="float32"),
+    ]
 
 
 def mean_loads(stream: ResidualStream) -> list[Expectation]:

@@ -20,13 +20,13 @@ from mtjax.theory.parts.attention import (
 )
 from mtjax.theory.parts.part import (
     Elementwise,
+    Norms,
     Part,
     Product,
     ResidualStream,
     Scores,
     Weight,
     linear,
-    norm,
     over_model,
     weight,
 )
@@ -67,8 +67,10 @@ class LatentAttention(Part):
     """r: width of the part that is rotated, with one key for all heads."""
     value: int
     """Width of a value head."""
-    norm: str
+    norm: Norms
     is_causal: bool
+    is_capped: bool = False
+    """Whether scores have a cap."""
 
     @property
     def query_size(self) -> int:
@@ -88,7 +90,7 @@ class LatentAttention(Part):
     @property
     def weights(self) -> list[Weight]:
         embed, query = {"embed": self.hidden}, {"heads": self.heads, "head_dim": self.still + self.rotated}
-        weights = [*norm("attention_norm", self.norm, self.hidden)]
+        weights = [*self.norm.weights("attention", self.hidden)]
         if self.query_latent:
             latent = {"latent": self.query_latent}
             weights += linear("attention.query_down", embed, latent, bias=False)
@@ -105,7 +107,8 @@ class LatentAttention(Part):
     @property
     def scores(self) -> Scores:
         width = self.still + self.rotated
-        return Scores(self.heads, self.tokens, self.tokens, width, self.is_causal, self.heads, width - self.value)
+        sizes = (self.heads, self.tokens, self.tokens, width)
+        return Scores(*sizes, self.is_causal, self.heads, self.is_capped, width - self.value)
 
     @property
     def elementwise(self) -> Elementwise:

@@ -1,0 +1,57 @@
+"""Norms of queries and of keys (QK norm)."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Float
+
+from mtjax.config import Model
+from mtjax.config.sizes import head_dim
+from mtjax.models.linear import constant
+from mtjax.models.recompute import ATTENTION_STATISTICS
+from mtjax.sharding.kv_heads import heads_in_use
+
+
+class HeadNorm(nnx.Module):
+    """Norm of each head or of all heads together, by `qk_norm_scope`; the result has the type of the input."""
+
+    def __init__(self, model: Model, name: str, count: int) -> None:
+        """Builds the weight and perhaps the bias: of all heads one [head_dim], or [count, head_dim].
+
+        Args:
+          model: settings.
+          name: logical name of the heads: those of queries or of keys.
+          count: heads.
+        """
+        self.is_full_width = model.qk_norm_scope == "width"
+        self.subtracts_mean = model.qk_norm_kind == "layernorm"
+        self.epsilon = model.norm_epsilon
+        self.is_shared = model.qk_norm_scope == "head"
+        self.is_replicated = name == "kv_heads"
+        sizes = {"head_dim": head_dim(model)} if self.is_shared else {name: count, "head_dim": head_dim(model)}
+        self.offset = 1.0 if model.norm_weight == "offset" else 0.0
+        self.scale = constant(1.0 - self.offset, sizes)
+        self.bias = constant(0.0, sizes) if model.qk_norm_bias else None
+
+    def __call__(self, heads: Float[Array, "batch seq heads head_dim"]) -> Float[Array, "batch seq heads head_dim"]:
+        """Applies to the last dimension, or to the last two."""
+        x = heads.astype(jnp.float32)
+        if self.subtracts_mean:
+            x = x - x.mean(-1, keepdims=True)
+        if self.is_full_width:
+            # Of a key head that several ranks share each copy counts alike, so that the mean is that of the heads.
+            # Saved, so that the backward pass repeats no reduction over the ranks.
+            square = checkpoint_name(jnp.square(x).mean((-2, -1), keepdims=True), ATTENTION_STATISTICS)
+        else:
+            square = jnp.square(x).mean(-1, keepdims=True)
+        normal = x * jax.lax.rsqrt(square + self.epsilon)
+        scale = self._of_heads(self.scale)
+        normal = normal * (scale + self.offset if self.offset else scale)
+        return (normal if self.bias is None else normal + self._of_heads(self.bias)).astype(heads.dtype)
+
+    def _of_heads(self, vector: nnx.Param) -> Array:
+        """Returns a parameter for the heads that a rank has."""
+        value = vector[...]
+        return heads_in_use(value) if self.is_replicated and not self.is_shared else value

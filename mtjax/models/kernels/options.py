@@ -1,0 +1,28 @@
+"""What a layer's attention does with its scores, for every kernel."""
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """Settings of a layer's attention; by default, that of GPT-2 without dropout."""
+
+    rate: float = 0.0
+    """Of the dropout on probabilities."""
+    scale: float | None = None
+    """Of the scores; head_dim^-0.5 when None."""
+    softcap: float | None = None
+    """When given, a score s is replaced by softcap * tanh(s / softcap), before bias and mask."""
+    sinks: Float[Array, " heads"] | None = None
+    """When given, a logit per head that is added to the softmax's denominator."""
+
+
+def softmax_with_sinks(scores: Float[Array, "... key_seq"], sinks: Float[Array, "..."]) -> Float[Array, "... key_seq"]:
+    """Computes softmax over keys whose denominator has one more logit, `sinks`, [..., 1]."""
+    highest = jnp.maximum(scores.max(-1, keepdims=True), sinks)
+    weights = jnp.exp(scores - highest)
+    return weights / (weights.sum(-1, keepdims=True) + jnp.exp(sinks - highest))
