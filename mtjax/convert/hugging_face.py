@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from mtjax.convert.named import NamedWeights
 from mtjax.convert.parameters import Parameter, parameters_of
 from mtjax.convert.safetensors_files import DTYPES, LARGEST_FILE, SafetensorsReader, SafetensorsWriter
 from mtjax.convert.stream import Origin, carry_files, check_folder, config_of, looks_like, rows_of, understood
-from mtjax.convert.table import name_of
+from mtjax.convert.table import Table, name_of
 from mtjax.data.tokens.special_tokens import added_tokens, named_token
 from mtjax.data.tokens.tokenizer import Tokenizer, open_tokenizer
 from mtjax.errors import UserError, parse_json_object
@@ -45,12 +45,13 @@ class HuggingFaceSource:
           UserError: it is not such a folder, mtjax does not support the model, or tensors are missing, unexpected or of
             another shape (lists all of them).
         """
-        raw, family, tensors, config = describe(folder, vocab_multiple)
+        raw, family, tensors, config, notes = describe(folder, vocab_multiple)
         self.parameters: Mapping[str, Parameter] = parameters_of(config)
-        selection = family.table.select(self.parameters)
+        selection = family.table_of(config.model).select(self.parameters)
         self._weights = NamedWeights(selection, tensors, config, rows_of(config.model), str(folder))
         fresh = self._weights.fresh_modules
-        notes = (f"not in {folder}, and therefore randomly initialized: {', '.join(fresh)}",) if fresh else ()
+        if fresh:
+            notes += (f"not in {folder}, and therefore randomly initialized: {', '.join(fresh)}",)
         self.origin = Origin(config, tensors.dtype, folder, raw, notes, self._weights.fresh)
 
     def slices(self, parameter: Parameter) -> Iterator[np.ndarray]:
@@ -58,24 +59,40 @@ class HuggingFaceSource:
         return self._weights.slices(parameter)
 
 
-def describe(folder: Path, vocab_multiple: int | None = None) -> tuple[dict[str, Any], Family, "_Renamed", Config]:
-    """Returns the config.json of a folder, its family, its tensors, and the config of the model.
+class Described(NamedTuple):
+    """A folder of Hugging Face's weights."""
+
+    raw: dict[str, Any]
+    """Its config.json."""
+    family: Family
+    tensors: "_Renamed"
+    config: Config
+    notes: tuple[str, ...]
+    """Notes for the user."""
+
+
+def describe(folder: Path, vocab_multiple: int | None = None) -> Described:
+    """Reads the config.json of a folder, and the names and shapes of its tensors.
 
     Raises:
       UserError: it is not such a folder, or mtjax does not support the model.
     """
     raw, source = read_config(folder), str(folder / "config.json")
     family = family_of_config(raw, source)
-    tensors = _Renamed(SafetensorsReader(folder), family.table.prefix)
+    tensors = _Renamed(SafetensorsReader(folder), family.table)
     with understood(source):
         settings = family.model_settings(raw, frozenset(tensors.shapes), source)
     if vocab_multiple:
         settings["vocab_multiple"] = vocab_multiple
+    untied = family.unties and settings.get("tie_embeddings") and tensors.other_copy(family.table)
+    notes = (f"{folder} has {untied}, which the config.json ties but is another tensor: not tied",) if untied else ()
+    if untied:
+        settings["tie_embeddings"] = False
     config = config_of(settings, source)
     names = raw.get("id2label")
     if config.model.head == "classification" and isinstance(names, dict):
         config = replace(config, labels=tuple(str(names[key]) for key in sorted(names, key=int)))
-    return raw, family, tensors, config
+    return Described(raw, family, tensors, config, notes)
 
 
 class _Renamed:
@@ -83,15 +100,28 @@ class _Renamed:
 
     ranks = 1
 
-    def __init__(self, reader: SafetensorsReader, prefix: str) -> None:
+    def __init__(self, reader: SafetensorsReader, table: Table) -> None:
         self._reader, self.dtype = reader, reader.dtype
-        added = prefix if tensors_without(reader.shapes, prefix) else ""
-        self._names = {added + _new_name(name): name for name in reader.shapes}
+        added = table.prefix if tensors_without(reader.shapes, table.prefix) else ""
+        # The output has no prefix.
+        self._names = {("" if name in table.copies else added) + _new_name(name): name for name in reader.shapes}
+        for copy, name in table.copies.items():
+            # A tied table may be saved under the other name alone.
+            if copy in self._names and name not in self._names:
+                self._names[name] = self._names.pop(copy)
         self.shapes: Mapping[str, tuple[int, ...]] = {new: reader.shapes[old] for new, old in self._names.items()}
 
     def shard(self, name: str, rank: int) -> np.ndarray:
         """Reads a tensor; `rank` is 0."""
         return self._reader.read(self._names[name])
+
+    def other_copy(self, table: Table) -> str | None:
+        """Returns a tensor that may be saved as a copy of the embedding, but differs from it; None if there is none."""
+        for copy, name in table.copies.items():
+            both = copy in self._names and name in self._names
+            if both and not np.array_equal(self.shard(copy, 0), self.shard(name, 0)):
+                return copy
+        return None
 
 
 def _new_name(name: str) -> str:
@@ -131,8 +161,9 @@ class HuggingFaceSink:
         """
         self._folder, self._origin = folder, origin
         self._dtype = dtype or origin.dtype
-        self._family = family_of_model(origin.config.model)
-        self._selection = self._family.table.select(parameters)
+        model, original = origin.config.model, origin.hugging_face.get("model_type")
+        self._family = family_of_model(model, original)
+        self._selection = self._family.table_of(model).select(parameters)
         shapes = self._selection.shapes(rows_of(origin.config.model))
         self._writer = SafetensorsWriter(folder, shapes, self._dtype, largest_file)
 
@@ -144,7 +175,12 @@ class HuggingFaceSink:
         """
         for tensor in self._selection.tensors_of(parameter):
             name = name_of(tensor, layer)
-            self._writer.write(name, narrowed(tensor.extract(array, parameter), self._dtype, name))
+            values = narrowed(tensor.extract(array, parameter), self._dtype, name)
+            if tensor.is_part:
+                into = tensor.view(self._writer.map(name), parameter)
+                into[...] = values.reshape(into.shape)
+            else:
+                self._writer.write(name, values)
 
     def close(self) -> None:
         """Writes config.json and the tokenizer."""
@@ -160,7 +196,8 @@ class HuggingFaceSink:
             # Of another type of model, only the ids of special tokens have the same meaning.
             original = special_ids(original) or self._special_ids(tokenizer)
         # transformers 5 writes dtype, 4 torch_dtype: keep only the latter, which both read.
-        config = {k: v for k, v in original.items() if k != "dtype"} | self._family.config_json(model)
+        dropped = {"dtype", *self._family.keys}
+        config = {k: v for k, v in original.items() if k not in dropped} | self._family.config_json(model)
         config |= {"torch_dtype": self._dtype}
         if model.head != "language" and model.family in ("gpt", "llama"):
             has_original = bool(self._origin.hugging_face)
@@ -212,6 +249,7 @@ def narrowed(array: np.ndarray, dtype: str, name: str) -> np.ndarray:
 
 def tokenizer_config(tokenizer: Tokenizer) -> dict[str, str]:
     """Returns a tokenizer_config.json, with the special tokens, for a tokenizer that came without one."""
-    special = {kind: name for kind, name in SPECIAL_TOKENS.items() if tokenizer.special(name) is not None}
+    ids = {kind: tokenizer.special(name) for kind, name in SPECIAL_TOKENS.items()}
+    special = {kind: tokenizer.token(index) for kind, index in ids.items() if index is not None}
     begin, end = (tokenizer.token(index) for index in (begin_of_text(tokenizer), tokenizer.eod))
     return {"tokenizer_class": "PreTrainedTokenizerFast"} | (special or {"bos_token": begin, "eos_token": end})

@@ -80,7 +80,7 @@ class NamedWeights:
         # Replicated tensors must be equal on all ranks; sharded ones are read rank by rank.
         first = self.shards.shard(name, 0)
         if tensor.split is None:
-            tensor.insert(first, into, parameter)
+            tensor.insert(tensor.view(first, parameter), into, parameter)
             for rank in range(1, self.shards.ranks):
                 if not np.array_equal(first, self.shards.shard(name, rank)):
                     raise UserError(f"{self.source}: {name} must be replicated, but ranks 0 and {rank} differ")

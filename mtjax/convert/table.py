@@ -2,8 +2,8 @@
 
 A row maps one parameter to the tensors that contain it. A tensor contains all of the parameter, or one index of a
 dimension (such as the query in a stacked query, key and value), with its dimensions transposed and some of them
-flattened into one. It may in turn be a slice of a tensor that several parameters share. Values are only moved, never
-computed, so every conversion is reversible.
+flattened into one, and the indices of one in another order. It may in turn be a slice of a tensor that several
+parameters share. Values are only moved, never computed, so every conversion is reversible.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -54,6 +54,10 @@ class Tensor:
     """A dimension of the parameter, and the index of it that this tensor contains; None for all of the parameter."""
     slots: Slots | None = None
     """Its position among the heads in the first dimension; None if the tensor contains no others."""
+    skip: int = 0
+    """Rows before the parameter's in the first dimension, which have no effect: written as zeros."""
+    order: tuple[str, tuple[int, ...]] | None = None
+    """A dimension that the tensor has in another order, and of each index of the parameter, its index there."""
     each: bool = False
     """Whether there is one such tensor for every expert (`Tensor.of_expert`)."""
     expert: int | None = None
@@ -64,12 +68,19 @@ class Tensor:
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Returns the shape of the tensor in the file, with other heads if any, from the sizes of dimensions."""
         shape = self._shape_without_slots(sizes)
-        return shape if self.slots is None else (shape[0] // self.slots.count * self.slots.of, *shape[1:])
+        if self.slots is not None:
+            return (shape[0] // self.slots.count * self.slots.of, *shape[1:])
+        return (shape[0] + self.skip, *shape[1:]) if self.skip else shape
+
+    @property
+    def is_part(self) -> bool:
+        """Whether the tensor in the file contains more than this tensor."""
+        return self.slots is not None or self.skip > 0
 
     def view(self, array: np.ndarray, parameter: Parameter) -> np.ndarray:
-        """Selects this tensor's heads from the tensor in the file; returns a view if `array` is contiguous."""
+        """Selects this tensor's rows from the tensor in the file; returns a view if `array` is contiguous."""
         if self.slots is None:
-            return array
+            return array[self.skip :] if self.skip else array
         # [groups * of * width, ...] -> [groups, of, width, ...]
         width = prod(parameter.sizes[axis] for axis in self.dims[0][1:])
         groups = array.reshape(-1, self.slots.of, width, *array.shape[1:])
@@ -122,6 +133,9 @@ class Tensor:
         view, axes = self._indexed(array, parameter.axes)
         view = view[_shard_slices(view.shape, axes, self.split, rank)]
         sizes = dict(zip(axes, view.shape, strict=True))
+        if self.order is not None:
+            axis, order = self.order
+            view = view.take(np.argsort(order), axes.index(axis))
         order = [axes.index(axis) for group in self.dims for axis in group]
         return view.transpose(order).reshape(self._shape_without_slots(sizes))
 
@@ -134,6 +148,9 @@ class Tensor:
         sizes = dict(zip(axes, view.shape, strict=True))
         flat = [axis for group in self.dims for axis in group]
         ordered = tensor.reshape([sizes[axis] for axis in flat])
+        if self.order is not None:
+            axis, order = self.order
+            ordered = ordered.take(order, flat.index(axis))
         view[...] = ordered.transpose([flat.index(axis) for axis in axes])
 
 

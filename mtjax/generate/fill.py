@@ -61,7 +61,8 @@ class Filler:
         ids, longest = self._model.prompt_ids(prompt), self._placed.config.model.sequence_length
         masks = [position for position, token in enumerate(ids) if token == self._mask]
         if not masks:
-            raise UserError(f"the prompt has no {MASK}: write one at each position that the bert should fill")
+            mask = self._model.tokenizer.token(self._mask)
+            raise UserError(f"the prompt has no {mask}: write one at each position that the bert should fill")
         if len(ids) > longest:
             raise UserError(f"the prompt has {len(ids)} tokens, and the model's maximum is {longest}: shorten it")
         found = self.most_likely(ids, masks)

@@ -117,18 +117,19 @@ class MaskedLMHead(nnx.Module):
 
 
 class PoolerHead(nnx.Module):
-    """A pooler (dense and tanh on the first token) and a linear layer: BERT's sentence order, and its finetuning.
+    """A pooler (dense and tanh, or ReLU, on the first token) and a linear layer: BERT's sentence order, and finetuning.
 
     It is replicated over `model`.
     """
 
-    def __init__(self, model: Model, outputs: int, *, rate: float = 0.0, key: Array) -> None:
-        """Draws the parameters for `outputs` logits; `rate` is that of dropout."""
+    def __init__(self, model: Model, outputs: int, *, rate: float = 0.0, activation: str = "tanh", key: Array) -> None:
+        """Draws the parameters for `outputs` logits; `rate` is that of dropout, `activation` tanh or relu."""
         pooler_key, classifier_key = jax.random.split(key)
         embed = {"embed": model.hidden_size}
         self.pooler = Linear(embed, {"features": model.hidden_size}, std=model.init_std, key=pooler_key)
         self.classifier = Linear(embed, {"classes": outputs}, std=model.init_std, key=classifier_key)
         self.rate = rate
+        self.activation = {"tanh": jnp.tanh, "relu": jax.nn.relu}[activation]
 
     def __call__(
         self, hidden: Float[Array, "batch act_seq embed"], keys: Key[Array, " batch"] | None = None
@@ -139,7 +140,7 @@ class PoolerHead(nnx.Module):
         first = jax.nn.one_hot(jnp.zeros(1, jnp.int32), hidden.shape[1], dtype=hidden.dtype)
         first = reshard(first, spec(None, "act_seq"))
         sharding = spec("batch", None, "embed")
-        pooled = jnp.tanh(self.pooler(jnp.einsum("bsh,qs->bqh", hidden, first, out_sharding=sharding)))
+        pooled = self.activation(self.pooler(jnp.einsum("bsh,qs->bqh", hidden, first, out_sharding=sharding)))
         pooled = dropout(pooled, self.rate, keys, HEAD_SITE, ("batch", "seq", "embed"))
         return self.classifier(pooled)[:, 0].astype(jnp.float32)
 

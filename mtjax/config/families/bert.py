@@ -14,6 +14,6 @@ BERT = Family(
         "attention_dropout": 0.1,
     },
     choices={"position": ("learned",), "norm_placement": ("pre", "post")},
-    own=frozenset({"num_token_types", "sentence_order"}),
+    own=frozenset({"num_token_types", "sentence_order", "pooler_activation"}),
     check=check_no_qk_norm,
 )

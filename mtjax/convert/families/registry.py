@@ -4,17 +4,24 @@ from collections.abc import Mapping
 
 from mtjax.config import Model
 from mtjax.convert.families.bert import BERT, MEGATRON_BERT
+from mtjax.convert.families.distilbert import DISTILBERT
 from mtjax.convert.families.dots1 import DOTS1
 from mtjax.convert.families.family import Family, Json
 from mtjax.convert.families.gpt2 import GPT2
 from mtjax.convert.families.llama import LLAMA
 from mtjax.convert.families.mixtral import MIXTRAL
 from mtjax.convert.families.qwen3 import QWEN3, QWEN3_MOE
-from mtjax.convert.families.t5 import T5
+from mtjax.convert.families.roberta import ROBERTA, XLM_ROBERTA
+from mtjax.convert.families.t5 import MT5, T5, UMT5
 from mtjax.errors import UserError
 
 FAMILIES: Mapping[str, Family] = {
-    family.model_type: family for family in (GPT2, LLAMA, MIXTRAL, QWEN3, QWEN3_MOE, DOTS1, BERT, MEGATRON_BERT, T5)
+    family.model_type: family
+    for family in (
+        *(GPT2, LLAMA, MIXTRAL, QWEN3, QWEN3_MOE, DOTS1),
+        *(BERT, MEGATRON_BERT, ROBERTA, XLM_ROBERTA, DISTILBERT),
+        *(T5, MT5, UMT5),
+    )
 }
 
 
@@ -35,12 +42,19 @@ def family_of_config(config: Json, source: str) -> Family:
     return FAMILIES[name]
 
 
-def family_of_model(model: Model) -> Family:
+def family_of_model(model: Model, original: str | None = None) -> Family:
     """Returns the family that can represent an mtjax model.
+
+    Args:
+      model: the model.
+      original: `model_type` of the weights that it was converted from, which is preferred: a model without a window is
+        both a `mistral` and a `llama`.
 
     Raises:
       UserError: there is none; lists the settings that the closest family can't represent.
     """
+    if original in FAMILIES and not FAMILIES[original].misfits(model):
+        return FAMILIES[original]
     misfits = {name: family.misfits(model) for name, family in FAMILIES.items()}
     name = min(misfits, key=lambda name: len(misfits[name]))
     if misfits[name]:

@@ -85,6 +85,7 @@ def self_attention(model: Model, tokens: int, *, is_causal: bool) -> Part:
             is_causal=is_causal,
             is_capped=model.attention_softcap is not None,
         )
+    has_table = model.position == "relative" and model.relative_bias_layers == "all"
     return Attention(
         hidden=model.hidden_size,
         tokens=tokens,
@@ -99,6 +100,7 @@ def self_attention(model: Model, tokens: int, *, is_causal: bool) -> Part:
         qk_norm_scope=model.qk_norm_scope,
         has_sinks=model.attention_sinks,
         is_capped=model.attention_softcap is not None,
+        buckets=model.relative_buckets if has_table else 0,
     )
 
 

@@ -21,7 +21,7 @@ DECODER = "decoder_"
 
 
 def t5(model: Model) -> Anatomy:
-    """Builds the anatomy of a T5: each stack has a final norm, and with relative positions a separate table."""
+    """Builds the anatomy of a T5: each stack has a final norm; relative positions have tables per stack or layer."""
     rows, hidden = padded_vocab_size(model), model.hidden_size
     read, written = model.sequence_length, decoder_length(model)
     cross = CrossAttention(
@@ -56,6 +56,8 @@ def t5(model: Model) -> Anatomy:
 
 def _positions(model: Model) -> tuple[Part, ...]:
     if model.position == "relative":
+        if model.relative_bias_layers == "all":
+            return ()  # in `self_attention`
         lengths = {"encoder": model.sequence_length, "decoder": decoder_length(model)}
         return tuple(RelativeBias(model.relative_buckets, model.num_heads, n, owner) for owner, n in lengths.items())
     longest = max(model.sequence_length, decoder_length(model))

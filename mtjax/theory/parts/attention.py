@@ -85,6 +85,8 @@ class Attention(_Heads):
     has_sinks: bool = False
     is_capped: bool = False
     """Whether scores have a cap, whose backward pass reads their hyperbolic tangents."""
+    buckets: int = 0
+    """Of the layer's own relative position bias; 0 without one."""
 
     @property
     def kv_size(self) -> int:
@@ -103,6 +105,8 @@ class Attention(_Heads):
             inputs += linear("attention.qkv.key_value", embed, kv_heads, bias=bias, rank=rank)
         output = linear("attention.output", heads, embed, bias=output_bias, rank=rank)
         sinks = [weight("attention.sinks", {"heads": self.heads})] if self.has_sinks else []
+        if self.buckets:
+            output += [weight("attention.relative.table", {"buckets": self.buckets, "heads": self.heads})]
         return [*self.norm.weights("attention", self.hidden), *inputs, *output, *self._head_norms(), *sinks]
 
     def _head_norms(self) -> list[Weight]:
@@ -145,6 +149,11 @@ class Attention(_Heads):
             **({WIDTH_STATISTICS: 2 * 4 * plan.local_tokens(self.tokens)} if self.normalizes_width else {}),
             **adapter_saved_bytes(self.rank, 4, self.hidden + self.query_size / plan.tensor_degree, self.tokens, plan),
         }
+
+    def backward_peak_bytes(self, plan: Plan) -> float:
+        """Returns those of any attention, and the float32 biases of all pairs of tokens with their gradients."""
+        biases = 2 * 4 * self.scores.pairs / plan.mesh.model if self.buckets else 0.0
+        return super().backward_peak_bytes(plan) + biases
 
     def kv_elements(self, context: int) -> int:
         return 2 * self.kv_size * context
