@@ -1,6 +1,5 @@
 """Checks of the settings of multi-head latent attention."""
 
-from mtjax.config.families import FAMILIES
 from mtjax.config.families.family import LATENT
 from mtjax.config.model import Model
 from mtjax.config.sizes import attention_bias
@@ -19,11 +18,6 @@ def check_latent_attention(model: Model) -> None:
             if (value := getattr(model, name)) != getattr(default, name):
                 raise UserError(f"{name} is {value}, and kv_lora_rank is 0: set kv_lora_rank, or remove {name}")
         return
-    if "kv_lora_rank" not in FAMILIES[model.family].own:
-        known = " and ".join(name for name, family in FAMILIES.items() if "kv_lora_rank" in family.own)
-        raise UserError(
-            f"kv_lora_rank only works with the families {known}, and family is {model.family}: remove kv_lora_rank"
-        )
     if (bias := attention_bias(model)) != "none":
         raise UserError(
             f"kv_lora_rank is {rank}, latent attention has no biases, and attention_bias is {bias}: set attention_bias "

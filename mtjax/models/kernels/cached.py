@@ -20,8 +20,22 @@ def attend_cached(
 ) -> Float[Array, "batch seq heads head_dim"]:
     """Computes softmax attention from new tokens to the cached tokens up to each of them, normalized in float32."""
     keys, values = cache.read_by(cache_positions)
-    is_visible = jnp.arange(cache.length) <= cache_positions.positions[:, :, None]
-    return attend_grouped(query, keys, values, is_visible, options, bias)
+    return attend_grouped(query, keys, values, *_visible(cache.length, cache_positions, options, bias))
+
+
+def _visible(
+    length: int, cache_positions: CachePositions, options: AttentionOptions, bias: Array | None
+) -> tuple[Array, AttentionOptions, Array | None]:
+    """Returns the mask from new tokens to a cache of `length` tokens, [batch, seq, length], the options, and the bias
+    of the scores."""
+    at, positions = jnp.arange(length), cache_positions.positions[:, :, None]
+    is_visible = at <= positions
+    if options.window is not None:
+        is_visible &= positions - at < options.window
+    if options.alibi is not None:
+        distances = options.alibi.of_distances(cache_positions.positions, at)
+        bias = distances if bias is None else bias + distances
+    return is_visible, options, bias
 
 
 def attend_grouped(
@@ -92,7 +106,7 @@ def attend_latent(
     """
     assert options.scale is not None and options.sinks is None
     keys = cache.read_by(cache_positions)
-    is_visible = jnp.arange(cache.length) <= cache_positions.positions[:, :, None]
+    is_visible, _, bias = _visible(cache.length, cache_positions, options, bias)
     scores = jnp.einsum(
         *("bqhc,bkc->bhqk", query * options.scale, keys),
         preferred_element_type=jnp.float32,

@@ -29,14 +29,16 @@ from jax.sharding import reshard
 from jaxtyping import Float
 
 from mtjax.config import Model
-from mtjax.config.sizes import head_dim
+from mtjax.config.sizes import attention_windows, head_dim
 from mtjax.models.kernels.cached import attend_latent
+from mtjax.models.kernels.options import AttentionOptions
 from mtjax.models.kernels.xla import HEADS
 from mtjax.models.kv_cache import LatentCache
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.linear import Linear, constant, normal
 from mtjax.models.mixers.attention import KERNELS, attention_options
 from mtjax.models.mixers.mixer import State
+from mtjax.models.of_layer import of_layer
 from mtjax.models.project import project, reshard_sequence, seq_major
 from mtjax.models.rotary import rotate
 from mtjax.sharding.axes import sequence_is_sharded, spec
@@ -102,6 +104,7 @@ class LatentAttention(nnx.Module):
         # The default scale is that of queries in training, not of the wider queries of cached latents.
         options = attention_options(model)
         self.options = replace(options, scale=head_dim(model) ** -0.5 if options.scale is None else options.scale)
+        self.windows = attention_windows(model)
         self.attend = KERNELS[model.attention]
 
     def __call__(
@@ -119,7 +122,9 @@ class LatentAttention(nnx.Module):
         """
         model, still = self.model, self.model.qk_nope_head_dim
         query = self.query_up(self.query_norm(self.query_down(x))) if model.q_lora_rank else self.query(x)
-        query = jnp.concatenate([query[..., :still], rotate(query[..., still:], context.rotation)], axis=-1)
+        query = jnp.concatenate(
+            [query[..., :still], rotate(query[..., still:], context.rotation, context.layer)], axis=-1
+        )
         if context.query_scale is not None:
             query = (query * context.query_scale[:, :, None, None]).astype(query.dtype)
         down = self.key_value_down(x)
@@ -131,9 +136,16 @@ class LatentAttention(nnx.Module):
         assert isinstance(self.key_value_up, Up)
         key_value = self.key_value_up(latent)
         # Repeated before it is rotated: a head's gradient is rotated, and the sum over heads is then sent as it is.
-        turned = rotate(_for_each_head(turned, model.num_heads), context.rotation)
+        turned = rotate(_for_each_head(turned, model.num_heads), context.rotation, context.layer)
         key = jnp.concatenate([key_value[..., :still], turned], axis=-1)
-        return self.output(self.attend(query, key, key_value[..., still:], context, self.options)), None
+        options = self._options(context)
+        return self.output(self.attend(query, key, key_value[..., still:], context, options)), None
+
+    def _options(self, context: LayerContext) -> AttentionOptions:
+        """Returns the layer's options, with its window."""
+        if self.windows is None:
+            return self.options
+        return replace(self.options, window=of_layer(self.windows, context.layer))
 
     def absorbed(self) -> "AbsorbedUp":
         """Splits `key_value_up` into the matrices of keys and of values, for generation."""
@@ -154,11 +166,11 @@ class LatentAttention(nnx.Module):
         """
         assert isinstance(state, LatentCache) and context.cache_positions is not None
         assert isinstance(self.key_value_up, AbsorbedUp)
-        turned = rotate(turned[:, :, None], context.rotation)[:, :, 0]
+        turned = rotate(turned[:, :, None], context.rotation, context.layer)[:, :, 0]
         state = state.append(jnp.concatenate([latent, turned], -1), context.cache_positions)
         query = self.key_value_up.query(query, self.model.qk_nope_head_dim)
         mixed = attend_latent(
-            query, state, self.model.kv_lora_rank, context.cache_positions, self.options, context.bias
+            query, state, self.model.kv_lora_rank, context.cache_positions, self._options(context), context.bias
         )
         return self.key_value_up.value(mixed), state
 

@@ -348,11 +348,8 @@ def context_collectives(stream: ResidualStream, *, has_narrow_values: bool = Fal
 
     A ring permutes keys and values c-1 times, and in the backward pass the float32 sums of their gradients, which one
     more hop returns to their rank in the compute dtype. Otherwise keys and values are all-gathered, and the gradients
-    reduce-scattered. The backward pass needs keys and values again.
-
-    Args:
-      stream: that attention reads.
-      has_narrow_values: whether values are narrower than keys.
+    reduce-scattered. The backward pass needs keys and values again. `has_narrow_values`: whether these are narrower
+    than keys.
     """
     if stream.across is None:
         return []
