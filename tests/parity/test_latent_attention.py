@@ -8,7 +8,7 @@ import pytest
 
 from mtjax.config import Config
 from tests.parity.compare import Named, assert_next_token_parity, padded, shaken
-from tests.tiny import tiny_config
+from tests.tiny import LATENT, tiny_config
 
 torch = pytest.importorskip("torch", reason="needs the extra parity: pip install '.[parity]'")
 transformers = pytest.importorskip(
@@ -16,8 +16,6 @@ transformers = pytest.importorskip(
 )
 
 TOLERANCE = 2e-5
-SIZES = {"kv_lora_rank": 20, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 12}
-"""No two widths of a head are equal, nor is any a divisor of hidden_size."""
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "DeepseekV3": {
@@ -34,7 +32,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def latent_config(**fields: Any) -> Config:
-    return tiny_config(**{"family": "llama", "sequence_length": 24, "norm_epsilon": 1e-6, **SIZES, **fields})
+    return tiny_config(**{"family": "llama", "sequence_length": 24, "norm_epsilon": 1e-6, **LATENT, **fields})
 
 
 def deepseek(kind: str, config: Config) -> Any:
@@ -57,7 +55,7 @@ def deepseek(kind: str, config: Config) -> Any:
         q_lora_rank=model.q_lora_rank or None,
         tie_word_embeddings=False,
         attn_implementation="eager",
-        **SIZES,
+        **LATENT,
     )
     return shaken(lambda: getattr(transformers, f"{kind}ForCausalLM")(theirs))
 
