@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from mtjax.config.attention import check_attention
-from mtjax.config.families import FAMILIES
+from mtjax.config.families import FAMILIES, check_decoder_settings
 from mtjax.config.families.family import EXPERTS
 from mtjax.config.field_metadata import SAMPLES, setting_of
 from mtjax.config.model import Model
@@ -154,7 +154,7 @@ def check_family(model: Model) -> None:
     """Checks that the family supports the chosen values.
 
     Raises:
-      UserError: the family does not support a value; names those that it supports.
+      UserError: the family does not support a value, or a setting; names the values or families that it works with.
     """
     family = FAMILIES[model.family]
     for name, choices in family.choices.items():
@@ -162,6 +162,7 @@ def check_family(model: Model) -> None:
         if value not in choices:
             known = " or ".join(choices) + (" only" if len(choices) == 1 else "")
             raise UserError(f"{name} is {value!r}, and the family {model.family} supports {known}")
+    check_decoder_settings(model)
     family.check(model)
 
 

@@ -39,6 +39,7 @@ FACTOR_ROPE = when(position="rope", rope_scaling=("yarn", "longrope"))
 ORIGINAL_ROPE = when(position="rope", rope_scaling=("dynamic", "llama3", "yarn", "longrope"))
 WITH_EXPERTS = (("num_experts", range(1, HEADS + 1)),)
 RELATIVE = when(position="relative")
+POOLED = when(head=("classification", "regression", "choices"))
 WITH_QK_NORM = (("qk_norm", (True,)),)
 WITH_WINDOW = (("attention_window", range(1, TOKENS + 1)),)
 LATENT = (("kv_lora_rank", range(1, WIDTH + 1)),)
@@ -263,6 +264,9 @@ class Model:
     """t5: number of buckets of the relative position bias (Megatron's --relative-attention-num-buckets)."""
     relative_max_distance: int = at_least(1, 128, shapes=RELATIVE)
     """t5: distance from which on all positions share the last bucket (Megatron's --relative-attention-max-distance)."""
+    relative_bias_layers: Literal["first", "all"] = setting("first", shapes=RELATIVE)
+    """t5: layers with a table of the relative position bias: first, one table in each stack that all of its layers
+    share; all, one in every layer (umT5)."""
     num_token_types: int = at_least(0, 2, most=HEADS)
     """bert: number of token types (segments), each with an embedding; 0 for no token type embeddings."""
     sentence_order: bool = True
@@ -275,6 +279,8 @@ class Model:
     num_labels: int = at_least(2, 2, most=HEADS, shapes=when(head="classification"))
     """head classification: number of classes. head choices: number of choices of a question, which are consecutive rows
     of a batch."""
+    pooler_activation: Literal["tanh", "relu"] = setting("tanh", shapes=POOLED)
+    """bert: activation of the pooler, the linear layer before the logits of a text: tanh, or relu (DistilBERT)."""
     lora_rank: int = at_least(0, 0, most=WIDTH)
     """mtjax finetune: rank of the low-rank adapters (LoRA, arXiv 2106.09685); only these and the task's head are
     trained. 0 trains all weights."""

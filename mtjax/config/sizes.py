@@ -80,6 +80,24 @@ def mlp_bias(model: Model) -> bool:
     return model.bias if model.mlp_bias is None else model.mlp_bias
 
 
+def norm_vectors(model: Model) -> tuple[str, ...]:
+    """Returns the names of a norm's parameters, each of hidden_size numbers."""
+    has_bias = model.norm == "layernorm" and model.norm_bias
+    return () if model.norm_weight == "none" else ("scale", "bias") if has_bias else ("scale",)
+
+
+def sublayer_norms(model: Model, *, is_first: bool) -> tuple[str, ...]:
+    """Returns the kinds of norms of a layer's first sublayer, or of another: norm, output_norm or both."""
+    if model.parallel_residual == "one_norm" and not is_first:
+        return ()
+    return {"output": ("output_norm",), "sandwich": ("norm", "output_norm")}.get(model.norm_placement, ("norm",))
+
+
+def output_shape(model: Model) -> dict[str, float | None]:
+    """Returns the factor and the soft cap of a model's logits, by the names in `mtjax.sharding.vocab.OutputOptions`."""
+    return {"scale": model.output_scale, "softcap": model.output_softcap}
+
+
 def windowed_layers(model: Model) -> tuple[bool, ...]:
     """Returns of each layer whether its attention has the sliding window."""
     pattern = model.window_layers if model.attention_window else "F"

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 DESCRIPTION = """Converts weights to and from Hugging Face's safetensors and Megatron-LM's checkpoints.
 
 Source and target are KIND:DIR. Kinds:
-  hf        a folder with config.json and *.safetensors, as save_pretrained writes and from_pretrained reads
+  hf        a folder with config.json and *.safetensors, as save_pretrained writes and from_pretrained reads; read
+            also: a model on the Hugging Face hub, OWNER/NAME or OWNER/NAME@REVISION, which is downloaded
   mtjax     a run (its newest checkpoint), one of its checkpoints, or a converted folder; written: a converted folder
   peft      written only: the LoRA adapters of a run of mtjax finetune --lora-rank; other kinds get them merged
   megatron  GPT, Llama, BERT: a folder with latest_checkpointed_iteration.txt, or one of its iterations, in Megatron's
@@ -29,6 +30,7 @@ Source and target are KIND:DIR. Kinds:
 
 Examples:
   mtjax convert --from hf:gpt2 --to mtjax:gpt2-weights
+  mtjax convert --from hf:HuggingFaceTB/SmolLM2-135M --to mtjax:smollm2
   mtjax train --config gpt2-weights/config.toml --init-from gpt2-weights --data book.txt
   mtjax convert --from mtjax:runs/default-1 --to hf:my-model --dtype bfloat16
   mtjax convert --from megatron:ckpt --to hf:my-model --vocab-size 50257
@@ -123,7 +125,7 @@ def run(options: Options) -> None:
             numbers = write_adapters(source, folder)
         else:
             sink = _open_sink(to_kind, folder, target_path, source, options)
-            numbers = convert(source, sink, f"converting {source_path.name}")
+            numbers = convert(source, sink, f"converting {Path(options.source.partition(':')[2]).name}")
     print(f"{numbers / 1e6:,.1f}M parameters in {target_path} ({time.monotonic() - start:.0f} s)")
     if to_kind == "mtjax":
         print(f"note    {describe_continued_training(source.origin.config.model)}")

@@ -84,7 +84,7 @@ def describe(folder: Path, vocab_multiple: int | None = None) -> Described:
         settings = family.model_settings(raw, frozenset(tensors.shapes), source)
     if vocab_multiple:
         settings["vocab_multiple"] = vocab_multiple
-    untied = settings.get("tie_embeddings") and tensors.other_copy(family.table)
+    untied = family.unties and settings.get("tie_embeddings") and tensors.other_copy(family.table)
     notes = (f"{folder} has {untied}, which the config.json ties but is another tensor: not tied",) if untied else ()
     if untied:
         settings["tie_embeddings"] = False
@@ -249,6 +249,7 @@ def narrowed(array: np.ndarray, dtype: str, name: str) -> np.ndarray:
 
 def tokenizer_config(tokenizer: Tokenizer) -> dict[str, str]:
     """Returns a tokenizer_config.json, with the special tokens, for a tokenizer that came without one."""
-    special = {kind: name for kind, name in SPECIAL_TOKENS.items() if tokenizer.special(name) is not None}
+    ids = {kind: tokenizer.special(name) for kind, name in SPECIAL_TOKENS.items()}
+    special = {kind: tokenizer.token(index) for kind, index in ids.items() if index is not None}
     begin, end = (tokenizer.token(index) for index in (begin_of_text(tokenizer), tokenizer.eod))
     return {"tokenizer_class": "PreTrainedTokenizerFast"} | (special or {"bos_token": begin, "eos_token": end})

@@ -204,6 +204,7 @@ def misfits(model: Model, names: "Names") -> list[str]:
         f"num_kv_heads {num_kv_heads(model)} with num_heads {model.num_heads} in a bert": (
             is_bert and num_kv_heads(model) != model.num_heads
         ),
+        f"num_token_types {model.num_token_types}": is_bert and model.num_token_types not in (0, 2),
         "bias false in a bert": is_bert and biases != ("all", True),
         f"norm_placement {model.norm_placement}": model.norm_placement != "pre",
         **(_rope_misfits(model, names) if model.position == "rope" else {}),

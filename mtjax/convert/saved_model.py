@@ -117,7 +117,12 @@ def parse_named(text: str, option: str = "--from") -> tuple[str, Path]:
     if text != f"{kind}:{folder}" and suggestion and not suggestion.startswith(f"{kind}:"):
         raise UserError(f"{text} contains no mtjax weights: use {option} {suggestion}")
     if kind == "mtjax" and not folder.exists() and may_be_on_hub(folder):
-        hub = f"download it with {download_command(folder)}, then use {option} hf:{folder.name}"
+        is_id = len(folder.parts) > 1  # other names can't be told from a folder's, and are not downloaded
+        hub = (
+            f"use {option} hf:{folder}"
+            if is_id
+            else f"download it with {download_command(folder)}, then use {option} hf:{folder}"
+        )
         raise UserError(
             f"{text} contains no mtjax weights: it does not exist; if it is a model on the Hugging Face hub, {hub}"
         )

@@ -159,7 +159,8 @@ def check_folder(folder: Path, kind: str = "") -> None:
         raise UserError(f"{folder} is not a folder")
     advice = ""
     if kind == "hf" and may_be_on_hub(folder):
-        advice = f". hf: needs a local folder: download the model with {download_command(folder)}"
+        advice = ". hf: needs a folder, or OWNER/NAME on the Hugging Face hub: download the model with "
+        advice += download_command(folder)
     raise UserError(f"{folder} does not exist{advice}")
 
 

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from mtjax.convert.hub import local_folder
 from mtjax.errors import UserError, nearest
 
 KINDS = ("hf", "mtjax", "megatron")
@@ -12,8 +13,10 @@ ADAPTERS = "peft"
 def parse_weights_path(text: str, *, is_target: bool = False) -> tuple[str, Path]:
     """Parses "hf:DIR" to ("hf", Path("DIR")); a target may also be "peft:DIR".
 
+    The DIR of a source of kind hf may be a model on the hub, `owner/name[@revision]`, which is downloaded.
+
     Raises:
-      UserError: the text is not KIND:DIR, or the kind is unknown.
+      UserError: the text is not KIND:DIR, the kind is unknown, or the model can't be downloaded.
     """
     kind, colon, folder = text.partition(":")
     if not colon or not folder:
@@ -22,14 +25,15 @@ def parse_weights_path(text: str, *, is_target: bool = False) -> tuple[str, Path
         return kind, Path(folder).expanduser()
     if kind not in KINDS:
         raise UserError(f"unknown kind of weights {kind!r}{nearest(kind, KINDS)}; the kinds are {', '.join(KINDS)}")
-    return kind, Path(folder).expanduser()
+    path = Path(folder).expanduser()
+    return kind, local_folder(path) if kind == "hf" and not is_target else path
 
 
 def parse_weights(text: str) -> tuple[str, Path]:
     """Parses KIND:DIR, or a path without a kind, which is of kind mtjax: a run, a checkpoint or a converted folder.
 
     Raises:
-      UserError: the kind is unknown.
+      UserError: the kind is unknown, or a model can't be downloaded.
     """
     has_kind = ":" in text and not Path(text).expanduser().exists()
     return parse_weights_path(text if has_kind else f"mtjax:{text}")

@@ -104,7 +104,8 @@ class Scorer:
             assert isinstance(model, GPT)  # checked in __init__
             read = {name: batch[name] for name in ("tokens", PADDING_MASK)}
             hidden = model.final_norm(sharded_model.final_hidden_states(parameters, read))
-            return vocab_parallel_scores(hidden, model.output_table[...], batch["labels"], sharded_model.loss_options)
+            table, bias, _ = model.output_head()
+            return vocab_parallel_scores(hidden, table, batch["labels"], sharded_model.loss_options, bias)
 
 
 def score_all(scorer: Scorer, parameters: Tree, rows: Sequence[Row], saved: SavedAnswers) -> Iterator[int]:

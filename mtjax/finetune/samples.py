@@ -9,6 +9,7 @@ import numpy as np
 
 from mtjax.data import Tokenizer
 from mtjax.data.samples.sample import Dataset, Sample
+from mtjax.data.tokens.fast_tokenizer import ROBERTA_NAMES
 from mtjax.errors import UserError
 
 Ids = tuple[np.ndarray, ...]
@@ -19,7 +20,8 @@ Ids = tuple[np.ndarray, ...]
 class RowFormat:
     """The layout of one or two texts in a row, for BERT or for a decoder.
 
-    BERT: `[CLS] A [SEP]` or `[CLS] A [SEP] B [SEP]`, with token type 1 for B. Decoders: the tokens that the tokenizer
+    BERT: `[CLS] A [SEP]` or `[CLS] A [SEP] B [SEP]`, with token type 1 for B; RoBERTa has two separators between A and
+    B, and its own names of the special tokens. Decoders: the tokens that the tokenizer
     prepends, A, and for two texts the end-of-document token and B.
 
     Attributes:
@@ -27,12 +29,14 @@ class RowFormat:
       pad: id of padding.
       cls: id of `[CLS]`; -1 for decoders.
       sep: id of `[SEP]`, or of the end-of-document token.
+      between: number of separators between two texts.
     """
 
     is_bert: bool
     pad: int
     cls: int
     sep: int
+    between: int = 1
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, family: str) -> "RowFormat":
@@ -50,14 +54,16 @@ class RowFormat:
             raise UserError(
                 f"BERT requires a tokenizer with {' and '.join(special)}: add --tokenizer with BERT's tokenizer"
             )
-        return cls(True, pad, *(int(i or 0) for i in special.values()))
+        start, sep = (int(i or 0) for i in special.values())
+        return cls(True, pad, start, sep, between=2 if tokenizer.token(start) == ROBERTA_NAMES["[CLS]"] else 1)
 
     def length(self, ids: Ids) -> int:
         """Returns the number of tokens of a row without truncation."""
         return sum(map(len, ids)) + self._added(ids)
 
     def _added(self, ids: Ids) -> int:
-        return 1 + len(ids) if self.is_bert else len(ids) - 1
+        inside = self.between * (len(ids) - 1)
+        return 2 + inside if self.is_bert else inside
 
     def row(self, ids: Ids, length: int) -> tuple[list[int], int]:
         """Returns a row's tokens, and how many of them belong to the first text.
@@ -70,7 +76,8 @@ class RowFormat:
             first = len(texts[0]) + len(texts) - 1
             return [*texts[0], *(i for text in texts[1:] for i in (self.sep, *text))], first
         first = [self.cls, *texts[0], self.sep]
-        return [*first, *(i for text in texts[1:] for i in (*text, self.sep))], len(first)
+        begin = [self.sep] * (self.between - 1)
+        return [*first, *(i for text in texts[1:] for i in (*begin, *text, self.sep))], len(first)
 
 
 class Encoder:

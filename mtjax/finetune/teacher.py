@@ -10,6 +10,7 @@ from jax.sharding import reshard
 
 from mtjax import config as configs
 from mtjax.config import Config, Model
+from mtjax.config.sizes import output_shape
 from mtjax.convert.saved_model import NO_HINTS, Hints, SavedModel, model_of, without_training
 from mtjax.data import Tokenizer
 from mtjax.errors import UserError
@@ -108,6 +109,11 @@ class Teacher:
             self._refuse(
                 f"has a vocabulary of {theirs.vocab_size}, but the student's has {ours.vocab_size}: they must be equal"
             )
+        if ours.head == "language" and theirs.output_bias:
+            self._refuse("has output_bias, and distillation reads no bias of a teacher's logits: use another teacher")
+        for name, our in output_shape(ours).items():
+            if ours.head == "language" and (their := output_shape(theirs)[name]) != our:
+                self._refuse(f"has output_{name} {their}, but the student has {our}: they must be equal")
         if theirs.position == "learned" and theirs.sequence_length < ours.sequence_length:
             self._refuse(
                 f"has {theirs.sequence_length} learned positions, fewer than sequence_length {ours.sequence_length}: "

@@ -303,8 +303,8 @@ class Decoder:
         # An inactive sequence gets a position behind the end of the cache, where the scatter drops its keys and values.
         positions = jnp.where(active, state.positions, cache_length(cache))
         hidden, cache = self._hidden(weights, cache, state.tokens[:, None], CachePositions(positions[:, None]))
-        table = weights.model.output_table[...]
-        drawn = sample_tokens(hidden[:, 0], table, state.counts, state.draws, self.vocab_size)
+        table, bias, output = weights.model.output_head(self.vocab_size)
+        drawn = sample_tokens(hidden[:, 0], table, state.counts, state.draws, output, bias)
         draws = dataclasses.replace(state.draws, draw_index=state.draws.draw_index + active)
         tokens = jnp.where(active, drawn.token, state.tokens)
         counts = count_sampled(state.counts, jnp.where(active, drawn.token, -1))
@@ -319,12 +319,12 @@ class Decoder:
         hidden, cache = self._hidden(weights, cache, chunk.tokens[None], positions)
         prompt = jnp.where(offsets < chunk.count, chunk.tokens, -1)
         counts = count_prompt(state.counts, slot, prompt, chunk.is_first)
-        table, size = weights.model.output_table[...], self.vocab_size
+        table, bias, output = weights.model.output_head(self.vocab_size)
         # The token after the chunk. If the prompt goes on, the result is ignored and overwritten by the next chunk.
         last = lax.dynamic_index_in_dim(hidden[0], chunk.count - 1, keepdims=True)
         slot_counts = lax.dynamic_index_in_dim(counts, slot, keepdims=True)
-        drawn = sample_tokens(last, table, slot_counts, chunk.draws, size)
-        scores = score_tokens(hidden[0], table, jnp.maximum(chunk.targets, 0), size) if scored else None
+        drawn = sample_tokens(last, table, slot_counts, chunk.draws, output, bias)
+        scores = score_tokens(hidden[0], table, jnp.maximum(chunk.targets, 0), output, bias) if scored else None
         is_last_chunk = chunk.targets[chunk.count - 1] < 0
         is_counted = (jnp.arange(len(state.tokens)) == slot) & is_last_chunk
         counts = count_sampled(counts, jnp.where(is_counted, drawn.token[0], -1))

@@ -17,6 +17,7 @@ from mtjax.generate.weights import LoadedModel, special_id
 from mtjax.models.families.bert import BERT
 from mtjax.models.trunk import run_sections
 from mtjax.sharding.axes import use_rules
+from mtjax.sharding.vocab import OutputOptions
 
 MASK = "[MASK]"
 
@@ -60,7 +61,8 @@ class Filler:
         ids, longest = self._model.prompt_ids(prompt), self._placed.config.model.sequence_length
         masks = [position for position, token in enumerate(ids) if token == self._mask]
         if not masks:
-            raise UserError(f"the prompt has no {MASK}: write one at each position that the bert should fill")
+            mask = self._model.tokenizer.token(self._mask)
+            raise UserError(f"the prompt has no {mask}: write one at each position that the bert should fill")
         if len(ids) > longest:
             raise UserError(f"the prompt has {len(ids)} tokens, and the model's maximum is {longest}: shorten it")
         found = self.most_likely(ids, masks)
@@ -95,4 +97,5 @@ class Filler:
             hidden = model.final_norm(run_sections(model, batch, None)[0].x)[:, positions]
             size, none = self._model.placed.config.model.vocab_size, jnp.zeros(len(positions), jnp.int32)
             assert size is not None  # the embedding table has rows
-            return score_tokens(model.head(hidden)[0], model.output_table[...], none, size, model.head.bias[...])
+            bias = model.head.bias[...]
+            return score_tokens(model.head(hidden)[0], model.output_table[...], none, OutputOptions(size), bias)

@@ -21,7 +21,7 @@ from jaxtyping import Bool, Float, Int, UInt32
 from mtjax.models.threefry import threefry
 from mtjax.sharding.axes import REPLICATED, spec, varying_like
 from mtjax.sharding.int8 import Int8Matrix
-from mtjax.sharding.vocab import VocabSpecs, local_logits, local_rows, map_ranks
+from mtjax.sharding.vocab import OutputOptions, VocabSpecs, local_logits, local_rows, map_ranks
 from mtjax.theory.decoding import REPORTED
 
 Table = Array | Int8Matrix
@@ -83,7 +83,8 @@ def sample_tokens(
     table: Float[Array, "vocab embed"] | Int8Matrix,
     counts: Int[Array, "rows vocab"],
     draws: SamplingBatch,
-    vocab_size: int,
+    output: OutputOptions,
+    bias: Float[Array, " vocab"] | None = None,
 ) -> SampledTokens:
     """Samples a token for each row from softmax(hidden @ table.T), with the row's logits processors.
 
@@ -92,12 +93,15 @@ def sample_tokens(
       table: output embedding, rows sharded over `model`.
       counts: occurrences of each token in the row so far (see `IN_PROMPT`), sharded like the table's rows.
       draws: sampling parameters of each row.
-      vocab_size: rows of the table from here on are padding, and never sampled.
+      output: how logits are computed; rows of the table from its vocab_size on are padding, and never sampled.
+      bias: added to the logits, if any; sharded like the table's rows.
     """
     specs = VocabSpecs.in_force()
 
-    def local(hidden_BH: Array, table_VH: Table, counts_BV: Array, draws: SamplingBatch) -> SampledTokens:
-        logits_BV, column_V = _logits(specs, hidden_BH, table_VH, None, vocab_size)
+    def local(
+        hidden_BH: Array, table_VH: Table, bias_V: Array | None, counts_BV: Array, draws: SamplingBatch
+    ) -> SampledTokens:
+        logits_BV, column_V = _logits(specs, hidden_BH, table_VH, bias_V, output)
         shards = _VocabShards(specs, logits_BV, column_V)
         warping = draws.warping
         # Each lax.cond skips work that no row of the batch needs: most batches have neither penalties nor sampling.
@@ -108,46 +112,43 @@ def sample_tokens(
         greedy = shards.argmax(warped_BV)[1]
 
         def sample() -> Array:
-            return jnp.where(warping.temperature > 0, _sample(shards, warped_BV, draws, vocab_size), greedy)
+            return jnp.where(warping.temperature > 0, _sample(shards, warped_BV, draws, output.vocab_size), greedy)
 
         token = lax.cond((warping.temperature > 0).any(), sample, lambda: greedy)
         return _report_if_requested(shards, token, draws.with_logprobs)
 
     with jax.named_scope("sampling"):
-        mapped = map_ranks(
-            local, (REPLICATED, _table_spec(specs, table), spec("batch", "vocab"), REPLICATED), REPLICATED
-        )
-        return mapped(hidden, table, counts, draws)
+        in_specs = (REPLICATED, _table_spec(specs, table), specs.bias, spec("batch", "vocab"), REPLICATED)
+        return map_ranks(local, in_specs, REPLICATED)(hidden, table, bias, counts, draws)
 
 
 def score_tokens(
     hidden: Float[Array, "rows embed"],
     table: Float[Array, "vocab embed"] | Int8Matrix,
     tokens: Int[Array, " rows"],
-    vocab_size: int,
+    output: OutputOptions,
     bias: Float[Array, " vocab"] | None = None,
 ) -> SampledTokens:
     """Returns given tokens with log-probabilities, as if they had been sampled; `bias` is added to the logits."""
     specs = VocabSpecs.in_force()
 
-    def local(hidden_BH: Array, table_VH: Table, tokens_B: Array, *bias_V: Array) -> SampledTokens:
-        logits_BV, column_V = _logits(specs, hidden_BH, table_VH, bias_V[0] if bias_V else None, vocab_size)
+    def local(hidden_BH: Array, table_VH: Table, bias_V: Array | None, tokens_B: Array) -> SampledTokens:
+        logits_BV, column_V = _logits(specs, hidden_BH, table_VH, bias_V, output)
         return _report(_VocabShards(specs, logits_BV, column_V), tokens_B)
 
-    biases, bias_specs = ((), ()) if bias is None else ((bias,), (specs.bias,))
     with jax.named_scope("sampling"):
-        mapped = map_ranks(local, (REPLICATED, _table_spec(specs, table), REPLICATED, *bias_specs), REPLICATED)
-        return mapped(hidden, table, tokens, *biases)
+        mapped = map_ranks(local, (REPLICATED, _table_spec(specs, table), specs.bias, REPLICATED), REPLICATED)
+        return mapped(hidden, table, bias, tokens)
 
 
 def _logits(
-    specs: VocabSpecs, hidden_BH: Array, table_VH: Table, bias_V: Array | None, vocab_size: int
+    specs: VocabSpecs, hidden_BH: Array, table_VH: Table, bias_V: Array | None, output: OutputOptions
 ) -> tuple[Array, Array]:
     """Computes the local logits [B, V] and the global column of each, [V]."""
     dtype = hidden_BH.dtype
     if isinstance(table_VH, Int8Matrix):
-        return local_logits(specs, hidden_BH, table_VH.values.astype(dtype), bias_V, vocab_size, table_VH.scales)
-    return local_logits(specs, hidden_BH, table_VH.astype(dtype), bias_V, vocab_size)
+        return local_logits(specs, hidden_BH, table_VH.values.astype(dtype), bias_V, output, table_VH.scales)
+    return local_logits(specs, hidden_BH, table_VH.astype(dtype), bias_V, output)
 
 
 def _table_spec(specs: VocabSpecs, table: Table) -> Any:

@@ -70,12 +70,15 @@ def _with_slope(value: Callable[[Array], Array], slope: Callable[[Array], Array]
 
 
 _gelu_with_slope = _with_slope(_gelu, _gelu_slope)
+_gelu_exact_with_slope = _with_slope(_gelu_exact, _gelu_exact_slope)
 
 ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {
     "gelu": _gelu_with_slope,
-    "gelu_exact": _with_slope(_gelu_exact, _gelu_exact_slope),
+    "gelu_exact": _gelu_exact_with_slope,
     "relu": jax.nn.relu,
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
     "swiglu": _gated(jax.nn.silu),
     "swiglu_clamped": _swiglu_clamped,
     "geglu": _gated(_gelu_with_slope),
+    "geglu_exact": _gated(_gelu_exact_with_slope),
 }

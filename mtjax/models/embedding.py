@@ -38,8 +38,10 @@ def embed_tokens(
     dtype: jax.typing.DTypeLike,
     position_ids: Int[Array, "batch seq"] | None = None,
     local_positions: Int[Array, " seq"] | None = None,
+    scale: float = 1.0,
 ) -> Float[Array, "batch act_seq embed"]:
-    """Looks up the tokens' rows of the vocabulary's table, and adds the vectors of their positions if learned.
+    """Looks up the tokens' rows of the vocabulary's table, scales them, and adds the vectors of their positions if
+    learned.
 
     Args:
       table: [vocab, embed], float32.
@@ -48,8 +50,10 @@ def embed_tokens(
       dtype: of the result.
       position_ids: of each token; its position in the sample when None.
       local_positions: of this rank's tokens in their samples; 0, 1, ... when None.
+      scale: factor of the rows, rounded to `dtype`, as Gemma's is.
     """
     x = vocab_parallel_embedding(table[...], tokens, dtype)
+    x = x if scale == 1 else x * jnp.asarray(scale, dtype)
     if positions is None:
         return x
     vectors = positions[...].astype(dtype)

@@ -1,6 +1,7 @@
 """Heads, from hidden states to logits and losses: the output table, BERT's two heads, and those of finetuning."""
 
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from mtjax.models.norms import make_norm
 from mtjax.models.project import reshard_sequence
 from mtjax.sharding.axes import spec
 from mtjax.sharding.context.zigzag import sample_length
+from mtjax.sharding.vocab import OutputOptions
 
 PADDING_LOGIT = -1e30
 HEAD_SITE = 2**31 - 4
@@ -30,11 +32,20 @@ class WithVocabulary(nnx.Module):
     embedding: nnx.Param
     output: nnx.Param | None
     """None where it is tied to the embedding table."""
+    output_bias: nnx.Param | None = None
+    """[vocab]: of the logits, if any."""
+    output_options = OutputOptions(0)
+    """Factor and soft cap of the logits."""
 
     @property
     def output_table(self) -> nnx.Param:
         """[vocab, embed]"""
         return self.embedding if self.output is None else self.output
+
+    def output_head(self, vocab_size: int = 0) -> tuple[Any, Array | None, OutputOptions]:
+        """Returns the output table, the bias of the logits, if any, and how logits of this many tokens are computed."""
+        bias = None if self.output_bias is None else self.output_bias[...]
+        return self.output_table[...], bias, replace(self.output_options, vocab_size=vocab_size)
 
     def logits(self, hidden: Float[Array, "batch act_seq embed"]) -> Float[Array, "batch seq vocab"]:
         """Computes float32 logits over the padded vocabulary, which is sharded, from final hidden states.
@@ -42,8 +53,10 @@ class WithVocabulary(nnx.Module):
         Training does not call it: its loss never gathers logits (`mtjax.sharding.vocab`).
         """
         x, sharding = reshard_sequence(hidden, "seq"), spec("batch", "seq", "vocab")
-        weight = self.output_table[...].astype(hidden.dtype)
-        return jnp.einsum("bsh,vh->bsv", x, weight, preferred_element_type=jnp.float32, out_sharding=sharding)
+        table, bias, options = self.output_head()
+        weight = table.astype(hidden.dtype)
+        products = jnp.einsum("bsh,vh->bsv", x, weight, preferred_element_type=jnp.float32, out_sharding=sharding)
+        return options.logits(products, bias)
 
 
 class MaskedPositions(NamedTuple):
@@ -104,18 +117,19 @@ class MaskedLMHead(nnx.Module):
 
 
 class PoolerHead(nnx.Module):
-    """A pooler (dense and tanh on the first token) and a linear layer: BERT's sentence order, and its finetuning.
+    """A pooler (dense and tanh, or ReLU, on the first token) and a linear layer: BERT's sentence order, and finetuning.
 
     It is replicated over `model`.
     """
 
-    def __init__(self, model: Model, outputs: int, *, rate: float = 0.0, key: Array) -> None:
-        """Draws the parameters for `outputs` logits; `rate` is that of dropout."""
+    def __init__(self, model: Model, outputs: int, *, rate: float = 0.0, activation: str = "tanh", key: Array) -> None:
+        """Draws the parameters for `outputs` logits; `rate` is that of dropout, `activation` tanh or relu."""
         pooler_key, classifier_key = jax.random.split(key)
         embed = {"embed": model.hidden_size}
         self.pooler = Linear(embed, {"features": model.hidden_size}, std=model.init_std, key=pooler_key)
         self.classifier = Linear(embed, {"classes": outputs}, std=model.init_std, key=classifier_key)
         self.rate = rate
+        self.activation = {"tanh": jnp.tanh, "relu": jax.nn.relu}[activation]
 
     def __call__(
         self, hidden: Float[Array, "batch act_seq embed"], keys: Key[Array, " batch"] | None = None
@@ -126,7 +140,7 @@ class PoolerHead(nnx.Module):
         first = jax.nn.one_hot(jnp.zeros(1, jnp.int32), hidden.shape[1], dtype=hidden.dtype)
         first = reshard(first, spec(None, "act_seq"))
         sharding = spec("batch", None, "embed")
-        pooled = jnp.tanh(self.pooler(jnp.einsum("bsh,qs->bqh", hidden, first, out_sharding=sharding)))
+        pooled = self.activation(self.pooler(jnp.einsum("bsh,qs->bqh", hidden, first, out_sharding=sharding)))
         pooled = dropout(pooled, self.rate, keys, HEAD_SITE, ("batch", "seq", "embed"))
         return self.classifier(pooled)[:, 0].astype(jnp.float32)
 

@@ -1,7 +1,7 @@
-"""One layer: mixers (attention, MLP, experts) that run one after the other, each connected to the residual stream."""
+"""One layer: mixers (attention, MLP, experts), each connected to the residual stream: one after the other, or side by
+side."""
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -10,34 +10,20 @@ from jax import Array
 from jaxtyping import Float
 
 from mtjax.config import Model
+from mtjax.config.sizes import sublayer_norms
 from mtjax.models.dropout import dropout
 from mtjax.models.layer_context import RESIDUAL, LayerContext
 from mtjax.models.mixers.mixer import State
 from mtjax.models.mixers.registry import KINDS, MIXERS
 from mtjax.models.norms import make_norm
 
-Pointwise = Callable[[Array], Array]
-Mix = Callable[[Array], tuple[Array, State]]
-
-
-def pre_norm(x: Array, norm: Pointwise, mix: Mix, drop: Pointwise) -> tuple[Array, State]:
-    """Computes `x + mix(norm(x))`: pre-LN (Figure 7b of the paper)."""
-    mixed, state = mix(norm(x))
-    return x + drop(mixed), state
-
-
-def post_norm(x: Array, norm: Pointwise, mix: Mix, drop: Pointwise) -> tuple[Array, State]:
-    """Computes `norm(x + mix(x))`: post-LN, the original BERT (Figure 7a of the paper)."""
-    mixed, state = mix(x)
-    return norm(x + drop(mixed)), state
-
-
-Connection = Callable[[Array, Pointwise, Mix, Pointwise], tuple[Array, State]]
-CONNECTIONS: Mapping[str, Connection] = {"pre": pre_norm, "post": post_norm}
-
 
 class Layer(nnx.Module):
-    """The mixers of a kind of layer, each with its norm, connected to the residual stream by `norm_placement`."""
+    """The mixers of a kind of layer, each with its norms, connected to the residual stream.
+
+    With m a mixer and n a norm, norm_placement pre computes `x + m(n(x))` (Figure 7b of the paper), post, the original
+    BERT's, `n(x + m(x))` (Figure 7a), output `x + n(m(x))`, and sandwich `x + n'(m(n(x)))`.
+    """
 
     def __init__(self, model: Model, dtype: jax.typing.DTypeLike, *, kind: str, key: Array) -> None:
         """Draws the parameters of a layer of a kind in `KINDS`."""
@@ -47,16 +33,19 @@ class Layer(nnx.Module):
         for name in self.mixers:
             mixer = MIXERS[name]
             mixer_key = jax.random.fold_in(key, mixer.init_number)
-            # The attributes' names are the parameters' names: `attention`, `attention_norm`, `mlp`, `mlp_norm`.
-            setattr(self, _norm_of(name), make_norm(model, dtype))
+            # The attributes' names are the parameters' names: `attention`, `attention_norm`, `mlp`, `mlp_norm`; norms
+            # of outputs are `attention_output_norm` and `mlp_output_norm`.
+            for norm in sublayer_norms(model, is_first=name == self.mixers[0]):
+                setattr(self, f"{name}_{norm}", make_norm(model, dtype))
             setattr(self, name, mixer(model, output_std=output_std, key=mixer_key))
-        self.connect = CONNECTIONS[model.norm_placement]
-        self.rate = model.hidden_dropout
+        self.is_post, self.is_parallel = model.norm_placement == "post", model.parallel_residual != "no"
+        self.rate, self.scale = model.hidden_dropout, model.residual_scale
 
     def __call__(
         self, x: Float[Array, "batch act_seq embed"], context: LayerContext, states: Mapping[str, State] | None
     ) -> tuple[Float[Array, "batch act_seq embed"], dict[str, State] | None]:
-        """Runs the mixers one after the other, each adding its output to the residual stream.
+        """Runs the mixers, which add their outputs to the residual stream: each in its turn, or in a parallel layer,
+        where all read the same hidden states, all at once.
 
         Args:
           x: hidden states.
@@ -67,20 +56,33 @@ class Layer(nnx.Module):
           The hidden states, and the new states of the mixers that have one; None if none has.
         """
         after: dict[str, Any] = {}
+        normed, outputs = x, []
         for name in self.mixers:
             mixer = getattr(self, name)
             with jax.named_scope(mixer.scope):
-                mix = partial(mixer, context=context, state=(states or {}).get(name))
-                x, state = self.connect(x, getattr(self, _norm_of(name)), mix, self._dropout(mixer, context))
+                # A parallel layer with one norm has it at its first mixer.
+                if not (self.is_parallel and outputs) or hasattr(self, f"{name}_norm"):
+                    normed = x if self.is_post else self._normalize(f"{name}_norm", x)
+                mixed, state = mixer(normed, context, (states or {}).get(name))
+                mixed = self._normalize(f"{name}_output_norm", mixed)
+                if self.is_parallel:
+                    outputs.append(mixed)
+                else:
+                    x = self._add(x, mixed, mixer, context)
+                x = self._normalize(f"{name}_norm", x) if self.is_post else x
             if state is not None:
                 after[name] = state
+        if self.is_parallel:
+            # One dropout mask for all.
+            x = self._add(x, sum(outputs[1:], outputs[0]), getattr(self, self.mixers[-1]), context)
         return x, after or None
 
-    def _dropout(self, mixer: Any, context: LayerContext) -> Pointwise:
-        """Returns the dropout of a mixer's output, before it is added to the residual stream."""
+    def _normalize(self, norm: str, x: Array) -> Array:
+        """Applies the norm of this name, if the layer has it."""
+        return getattr(self, norm)(x) if hasattr(self, norm) else x
+
+    def _add(self, x: Array, output: Array, mixer: Any, context: LayerContext) -> Array:
+        """Adds a mixer's output to the residual stream, with its dropout and scale."""
         keys, positions = context.dropout_keys, context.positions
-        return lambda x: dropout(x, self.rate, keys, mixer.dropout_site, RESIDUAL, positions=positions)
-
-
-def _norm_of(mixer: str) -> str:
-    return f"{mixer}_norm"
+        output = dropout(output, self.rate, keys, mixer.dropout_site, RESIDUAL, positions=positions)
+        return x + (output if self.scale == 1 else output * self.scale)

@@ -10,24 +10,48 @@ from jax import Array
 from jaxtyping import Float
 
 from mtjax.config import Model
+from mtjax.config.sizes import norm_vectors
 from mtjax.models.linear import constant
 from mtjax.sharding.axes import varying_like
+
+
+def norm_scale(weight: str, sizes: Mapping[str, int]) -> nnx.Param | None:
+    """Builds the weight of a norm, for a value of the setting norm_weight, so that the norm multiplies by 1 at first;
+    None for none."""
+    return None if weight == "none" else constant(0.0 if weight == "offset" else 1.0, sizes)
+
+
+def norm_factor(weight: str, scale: nnx.Param | None) -> Array | float:
+    """Returns the factor of the normalized values, float32: the weight of `norm_scale`, 1 + weight, or 1."""
+    if scale is None:
+        return 1.0
+    return 1 + scale[...] if weight == "offset" else scale[...]
 
 
 class LayerNorm(nnx.Module):
     """LayerNorm over `embed`, computed in float32; the result has type `dtype`."""
 
-    def __init__(self, size: int, epsilon: float, dtype: jax.typing.DTypeLike) -> None:
-        """Builds scale 1 and bias 0."""
-        self.scale = constant(1.0, {"embed": size})
-        self.bias = constant(0.0, {"embed": size})
+    def __init__(
+        self,
+        size: int,
+        epsilon: float,
+        dtype: jax.typing.DTypeLike,
+        *,
+        weight: str = "scale",
+        bias: bool = True,
+    ) -> None:
+        """Builds a factor of 1 and bias 0; `weight` is a value of the setting norm_weight."""
+        self.weight_kind = weight
+        self.scale = norm_scale(weight, {"embed": size})
+        self.bias = constant(0.0, {"embed": size}) if bias else None
         self.epsilon = epsilon
         self.dtype = jnp.dtype(dtype)
 
     def __call__(self, x: Float[Array, "batch act_seq embed"]) -> Float[Array, "batch act_seq embed"]:
         """Applies to the last dimension."""
-        normalized = _layer_norm(self.epsilon, x, varying_like(self.scale[...], x))
-        return (normalized + self.bias[...]).astype(self.dtype)
+        factor = jnp.broadcast_to(norm_factor(self.weight_kind, self.scale), x.shape[-1:])
+        normalized = _layer_norm(self.epsilon, x, varying_like(factor, x))
+        return (normalized if self.bias is None else normalized + self.bias[...]).astype(self.dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -84,9 +108,10 @@ def _normal(x: Array, mean: Array, variance: Array) -> tuple[Array, Array]:
 class RMSNorm(nnx.Module):
     """RMSNorm over `embed` (arXiv 1910.07467), computed in float32; the result has type `dtype`."""
 
-    def __init__(self, size: int, epsilon: float, dtype: jax.typing.DTypeLike) -> None:
-        """Builds scale 1."""
-        self.scale = constant(1.0, {"embed": size})
+    def __init__(self, size: int, epsilon: float, dtype: jax.typing.DTypeLike, *, weight: str = "scale") -> None:
+        """Builds a factor of 1; `weight` is a value of the setting norm_weight."""
+        self.weight_kind = weight
+        self.scale = norm_scale(weight, {"embed": size})
         self.epsilon = epsilon
         self.dtype = jnp.dtype(dtype)
 
@@ -94,14 +119,15 @@ class RMSNorm(nnx.Module):
         """Applies to the last dimension."""
         x = x.astype(jnp.float32)
         normal = x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + self.epsilon)
-        return (normal * self.scale[...]).astype(self.dtype)
+        return (normal * norm_factor(self.weight_kind, self.scale)).astype(self.dtype)
 
 
 Norm = LayerNorm | RMSNorm
 
-NORMS: Mapping[str, type[Norm]] = {"layernorm": LayerNorm, "rmsnorm": RMSNorm}
-
 
 def make_norm(model: Model, dtype: jax.typing.DTypeLike) -> Norm:
     """Builds the norm of a model's settings."""
-    return NORMS[model.norm](model.hidden_size, model.norm_epsilon, dtype)
+    size, epsilon, weight = model.hidden_size, model.norm_epsilon, model.norm_weight
+    if model.norm == "rmsnorm":
+        return RMSNorm(size, epsilon, dtype, weight=weight)
+    return LayerNorm(size, epsilon, dtype, weight=weight, bias="bias" in norm_vectors(model))

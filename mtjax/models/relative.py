@@ -1,7 +1,5 @@
 """T5's relative positions (section 2.1 of arXiv 1910.10683)."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -14,33 +12,32 @@ from mtjax.sharding.axes import spec
 
 
 class RelativeBias(nnx.Module):
-    """A number per head and bucket of distances, added to the scores of every layer of a stack."""
+    """A number per head and bucket of distances, added to the scores: of every layer of a stack, or of one."""
 
-    def __init__(self, model: Model, *, is_causal: bool, key: Array) -> None:
+    def __init__(self, model: Model, *, key: Array) -> None:
         """Draws the table, [buckets, heads]."""
         sizes = {"buckets": model.relative_buckets, "heads": model.num_heads}
         self.table = normal(key, sizes, model.init_std)
-        self.buckets = partial(
-            relative_buckets,
-            is_causal=is_causal,
-            num_buckets=model.relative_buckets,
-            max_distance=model.relative_max_distance,
-        )
+        self.max_distance = model.relative_max_distance
 
-    def __call__(self, length: int) -> Float[Array, "1 heads seq key_seq"]:
+    def __call__(self, length: int, *, is_causal: bool) -> Float[Array, "1 heads seq key_seq"]:
         """Computes float32 biases; each rank has those of its heads."""
         # A lookup for every pair of tokens has a gradient that adds all of them to the few numbers of the table, by
         # atomic operations. All pairs at a distance have the same bias: it is computed once per distance, by a product.
         size = max(length, 2)
         back = jnp.arange(size - 1, -size, -1)
-        chosen = jax.nn.one_hot(self.buckets(back), len(self.table[...]))
+        chosen = jax.nn.one_hot(self._buckets(back, is_causal=is_causal), len(self.table[...]))
         by_distance = jnp.einsum("db,bh->hd", chosen, self.table[...], precision=lax.Precision.HIGHEST)
         return _by_pairs(by_distance, size)[None, :, :length, :length]
 
     def at(self, positions: Int[Array, "batch seq"], length: int) -> Float[Array, "batch heads seq key_seq"]:
-        """Computes float32 biases of queries at these positions, to keys at 0, 1, ... `length` - 1."""
-        biases = self.table[...].at[self.buckets(positions[:, :, None] - jnp.arange(length))]
+        """Computes float32 biases of a decoder's queries at these positions, to keys at 0, 1, ... `length` - 1."""
+        biases = self.table[...].at[self._buckets(positions[:, :, None] - jnp.arange(length), is_causal=True)]
         return biases.get(out_sharding=spec("batch", "seq", "key_seq", "heads")).transpose(0, 3, 1, 2)
+
+    def _buckets(self, back: Int[Array, "..."], *, is_causal: bool) -> Int[Array, "..."]:
+        count = self.table.shape[0]
+        return relative_buckets(back, is_causal=is_causal, num_buckets=count, max_distance=self.max_distance)
 
 
 def _by_pairs(by_distance: Float[Array, "heads distances"], length: int) -> Float[Array, "heads seq key_seq"]:

@@ -12,6 +12,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding
 
 from mtjax.config import Config, replace
+from mtjax.config.sizes import output_shape
 from mtjax.models.families.registry import LanguageModel, model_class
 from mtjax.models.layer_context import RESIDUAL, with_text_lengths
 from mtjax.models.pipeline_model import TrunkPipeline
@@ -208,7 +209,8 @@ class ShardedModel:
         """Options of the training losses, from the config."""
         options, vocab_size = self.config.optimizer, self.config.model.vocab_size
         assert vocab_size is not None  # check_config requires it
-        return LossOptions(vocab_size, self.config.training.loss_chunk, options.label_smoothing, options.z_loss)
+        smoothing, shape = (options.label_smoothing, options.z_loss), output_shape(self.config.model)
+        return LossOptions(vocab_size, self.config.training.loss_chunk, *smoothing, **shape)
 
     def on_mesh(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Calls a function with the mesh in force."""

@@ -25,11 +25,13 @@ def vocab_parallel_distillation(
     teacher_hidden: Float[Array, "batch seq width"],
     teacher_table: Float[Array, "vocab width"],
     options: LossOptions,
+    bias: Float[Array, " vocab"] | None = None,
 ) -> tuple[Float[Array, "batch seq"], Float[Array, "batch seq"]]:
     """Computes each token's losses by its label and by a teacher's probabilities, without gathering logits.
 
-    With T = options.temperature, z the student's logits `hidden @ table.T` and t the teacher's: the cross-entropy of
-    softmax(z) against the label, and T^2 KL(softmax(t / T) || softmax(z / T)), whose gradients don't shrink with T.
+    With T = options.temperature, z the student's logits `hidden @ table.T + bias` and t the teacher's: the
+    cross-entropy of softmax(z) against the label, and T^2 KL(softmax(t / T) || softmax(z / T)), whose gradients don't
+    shrink with T.
 
     Args:
       hidden: [batch, act_seq, embed] in the compute type; products accumulate in float32.
@@ -37,20 +39,22 @@ def vocab_parallel_distillation(
       labels: ids in [0, vocab_size).
       teacher_hidden: [batch, seq, width], replicated over `model`; it has no gradient.
       teacher_table: [vocab, width], its rows sharded like the student's; it has no gradient.
-      options: vocabulary size, chunk length and temperature; smoothing and z-loss are not used.
+      options: vocabulary size, chunk length and temperature, and the factor and soft cap of both models' logits;
+        smoothing and z-loss are not used.
+      bias: [vocab], float32, of the student's logits, if any.
 
     Returns:
       Both losses, float32 [batch, seq], to be weighted and summed; a token of weight 0 has no gradient.
     """
-    return _losses(VocabSpecs.in_force(), options, hidden, table, labels, teacher_hidden, teacher_table)
+    return _losses(VocabSpecs.in_force(), options, hidden, table, bias, labels, teacher_hidden, teacher_table)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _losses(specs: VocabSpecs, options: LossOptions, *arguments: Array) -> tuple[Array, Array]:
+def _losses(specs: VocabSpecs, options: LossOptions, *arguments: Array | None) -> tuple[Array, Array]:
     return _forward(specs, options, *arguments)[0]
 
 
-def _forward(specs: VocabSpecs, options: LossOptions, *arguments: Array) -> tuple[tuple[Array, Array], Any]:
+def _forward(specs: VocabSpecs, options: LossOptions, *arguments: Array | None) -> tuple[tuple[Array, Array], Any]:
     """Computes both losses, [batch, seq]; the residuals are the arguments and three log Z, [batch, seq] each.
 
     With q = softmax(t / T): `KL = sum q (t - z) / T - log Z(t / T) + log Z(z / T)`.
@@ -72,7 +76,7 @@ def _forward(specs: VocabSpecs, options: LossOptions, *arguments: Array) -> tupl
 
 
 def _backward(
-    specs: VocabSpecs, options: LossOptions, saved: tuple[Array, ...], gradients: tuple[Array, Array]
+    specs: VocabSpecs, options: LossOptions, saved: Any, gradients: tuple[Array, Array]
 ) -> tuple[Array | None, ...]:
     """Recomputes logits chunk by chunk, and from them the gradients of hidden states and table.
 
@@ -82,55 +86,62 @@ def _backward(
     Args:
       specs: shardings.
       options: of the losses.
-      saved: hidden [batch, act_seq, embed], table [vocab, embed], labels [batch, seq], teacher's hidden states
-        [batch, seq, width] and table [vocab, width], and three log Z [batch, seq].
+      saved: hidden [batch, act_seq, embed], table [vocab, embed], bias [vocab] or None, labels [batch, seq], teacher's
+        hidden states [batch, seq, width] and table [vocab, width], and three log Z [batch, seq].
       gradients: of both losses, float32 [batch, seq].
 
     Returns:
-      Gradients of hidden and table; None for the other arguments.
+      Gradients of hidden, table and bias; None for the other arguments.
     """
     temperature = options.temperature
 
-    def local(hidden_BSH: Array, table_VH: Array, *arrays: Array) -> tuple[Array, Array]:
-        """Computes the gradients of this rank's hidden states and table rows, inside the map."""
+    def local(
+        hidden_BSH: Array, table_VH: Array, bias_V: Array | None, *arrays: Array
+    ) -> tuple[Array, Array, Array | None]:
+        """Computes the gradients of this rank's hidden states, table rows and biases, inside the map."""
         labels_BS, teacher_BSW, teacher_VW, *tokenwise = arrays
         hidden_BSH = specs.gather_sequence(hidden_BSH)  # recomputed: only the sharded one is saved
         chunks = Chunks.of(hidden_BSH, options.chunk)
         cast_VH, teacher_VW = table_VH.astype(hidden_BSH.dtype), teacher_VW.astype(teacher_BSW.dtype)
 
-        def differentiate_chunk(table_gradient_VH: Array, chunk: tuple[Array, ...]) -> tuple[Array, Array]:
-            """Adds a chunk to the table's gradient; returns the gradient of its hidden states [C, H]."""
+        def differentiate_chunk(sums: tuple[Array, Array | None], chunk: tuple[Array, ...]) -> tuple[Any, Array]:
+            """Adds a chunk to the gradients of table and bias; returns that of its hidden states [C, H]."""
+            table_gradient_VH, bias_gradient_V = sums
             hidden_CH, teacher_CW, labels_C, *of_tokens = chunk
             log_z, log_soft, log_teacher, hard, soft = (a[:, None] for a in of_tokens)
-            logits_CV, column_V = local_logits(specs, hidden_CH, cast_VH, None, options.vocab_size)
-            teacher_CV, _ = local_logits(specs, teacher_CW, teacher_VW, None, options.vocab_size)
+            logits_CV, column_V = local_logits(specs, hidden_CH, cast_VH, bias_V, options)
+            teacher_CV, _ = local_logits(specs, teacher_CW, teacher_VW, None, options)
             # `slope` is d loss / d logits, [C, V]: the formula above, term by term.
             slope = hard * (jnp.exp(logits_CV - log_z) - (column_V == labels_C[:, None]))
             difference = jnp.exp(logits_CV / temperature - log_soft) - jnp.exp(teacher_CV / temperature - log_teacher)
-            slope = jnp.where(column_V < options.vocab_size, slope + soft * temperature * difference, 0)
+            slope = options.gradient(slope + soft * temperature * difference, logits_CV)
+            slope = jnp.where(column_V < options.vocab_size, slope, 0)
+            bias_gradient_V = None if bias_gradient_V is None else bias_gradient_V + slope.sum(0)
             slope = slope.astype(hidden_CH.dtype)
             table_gradient_VH += lax.dot_general(
                 slope, hidden_CH, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32
             )
-            return table_gradient_VH, slope @ cast_VH
+            return (table_gradient_VH, bias_gradient_V), slope @ cast_VH
 
-        zeros = varying_like(jnp.zeros(table_VH.shape, jnp.float32), hidden_BSH, table_VH, *arrays)
+        like, zeros = (hidden_BSH, table_VH, *arrays), partial(jnp.zeros, dtype=jnp.float32)
+        sums = jax.tree.map(lambda a: varying_like(zeros(a.shape), *like), (table_VH, bias_V))
         pieces = tuple(chunks.split(a) for a in (hidden_BSH, teacher_BSW, labels_BS, *tokenwise))
-        table_gradient, hidden_gradient = lax.scan(differentiate_chunk, zeros, pieces)
+        (table_gradient, bias_gradient), hidden_gradient = lax.scan(differentiate_chunk, sums, pieces)
         hidden_gradient = specs.sum_into_residual(chunks.join(hidden_gradient, hidden_BSH.shape))
-        return hidden_gradient, psum_varying(table_gradient, specs.samples)
+        bias_gradient = None if bias_gradient is None else psum_varying(bias_gradient, specs.samples)
+        return hidden_gradient, psum_varying(table_gradient, specs.samples), bias_gradient
 
     with jax.named_scope("loss"):
         in_specs = (*_specs(specs), *(specs.tokens,) * 5)
-        hidden, table = map_ranks(local, in_specs, (specs.hidden, specs.table))(*saved, *gradients)
-        return hidden, table, None, None, None
+        parameters = (specs.hidden, specs.table, specs.bias)
+        return *map_ranks(local, in_specs, parameters)(*saved, *gradients), None, None, None
 
 
 _losses.defvjp(_forward, _backward)
 
 
 def _specs(specs: VocabSpecs) -> tuple[PartitionSpec, ...]:
-    return specs.hidden, specs.table, specs.tokens, PartitionSpec(*specs.tokens, None), specs.table
+    return specs.hidden, specs.table, specs.bias, specs.tokens, PartitionSpec(*specs.tokens, None), specs.table
 
 
 def _summaries(
@@ -138,6 +149,7 @@ def _summaries(
     options: LossOptions,
     hidden_BSH: Array,
     table_VH: Array,
+    bias_V: Array | None,
     labels_BS: Array,
     teacher_BSW: Array,
     teacher_VW: Array,
@@ -156,8 +168,8 @@ def _summaries(
     def reduce_chunk(_: None, chunk: tuple[Array, ...]) -> tuple[None, tuple[Array, ...]]:
         """Summarizes the logits of a chunk of tokens over this rank's rows."""
         hidden_CH, teacher_CW, labels_C = chunk
-        logits_CV = local_logits(specs, hidden_CH, table_VH, None, options.vocab_size)[0]
-        teacher_CV = local_logits(specs, teacher_CW, teacher_VW, None, options.vocab_size)[0]
+        logits_CV = local_logits(specs, hidden_CH, table_VH, bias_V, options)[0]
+        teacher_CV = local_logits(specs, teacher_CW, teacher_VW, None, options)[0]
         highest, teacher_highest = logits_CV.max(-1), teacher_CV.max(-1)
         below = logits_CV - highest[:, None]
         teacher_exp = jnp.exp((teacher_CV - teacher_highest[:, None]) / options.temperature)

@@ -8,7 +8,7 @@ Shape suffixes: B batch, S sequence, H hidden, V this rank's vocabulary rows, C 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -95,11 +95,32 @@ def local_rows(specs: VocabSpecs, tokens: Array, rows: int) -> tuple[Array, Arra
 
 
 @dataclass(frozen=True)
-class LossOptions:
-    """Options of the cross-entropy."""
+class OutputOptions:
+    """How logits follow from products with the output table."""
 
     vocab_size: int
     """Tokens of the vocabulary; later rows of the table are padding, with probability 0."""
+    scale: float = field(default=1.0, kw_only=True)
+    """Factor of the logits."""
+    softcap: float | None = field(default=None, kw_only=True)
+    """c: logits are c tanh(l / c) of the scaled ones l, where given."""
+
+    def logits(self, products: Array, bias: Array | None) -> Array:
+        """Computes logits from products with the output table."""
+        logits = products if bias is None else products + bias
+        logits = logits if self.scale == 1 else logits * self.scale
+        return logits if self.softcap is None else self.softcap * jnp.tanh(logits / self.softcap)
+
+    def gradient(self, slope: Array, logits: Array) -> Array:
+        """Computes the gradient of the products from that of the logits."""
+        slope = slope if self.scale == 1 else slope * self.scale
+        return slope if self.softcap is None else slope * (1 - jnp.square(logits / self.softcap))
+
+
+@dataclass(frozen=True)
+class LossOptions(OutputOptions):
+    """Options of the cross-entropy."""
+
     chunk: int = 1024
     """Tokens whose logits are alive at a time."""
     label_smoothing: float = 0.0
@@ -120,8 +141,8 @@ def vocab_parallel_cross_entropy(
 ) -> Float[Array, "batch seq"]:
     """Computes the cross-entropy of `hidden @ table.T + bias` with `labels`, per token, without gathering logits.
 
-    With e = label_smoothing and Z = sum(exp(logits)):
-    `log Z - (1 - e) logits[label] - e mean(logits) + z_loss (log Z)^2`.
+    Logits are these products, scaled and soft-capped as the options say. With e = label_smoothing and
+    Z = sum(exp(logits)): `log Z - (1 - e) logits[label] - e mean(logits) + z_loss (log Z)^2`.
 
     Args:
       hidden: [batch, act_seq, embed] in the compute type; products accumulate in float32.
@@ -171,7 +192,8 @@ def _cross_entropy_backward(
     """Recomputes logits chunk by chunk, and from them the gradients of hidden states, table and bias.
 
     With e = label_smoothing, p = softmax(logits), g the gradient of a token's loss:
-    `d loss / d logits = g (p (1 + 2 z_loss log Z) - (1 - e) onehot(label) - e / vocab_size)`.
+    `d loss / d logits = g (p (1 + 2 z_loss log Z) - (1 - e) onehot(label) - e / vocab_size)`, from which
+    `OutputOptions.gradient` follows.
 
     Args:
       specs: shardings.
@@ -195,13 +217,14 @@ def _cross_entropy_backward(
             """Adds a chunk to the gradients of table and bias; returns that of its hidden states [C, H]."""
             table_gradient_VH, bias_gradient_V = sums
             hidden_CH, labels_C, log_z_C, gradient_C = chunk
-            logits_CV, column_V = local_logits(specs, hidden_CH, cast_VH, bias_V, options.vocab_size)
+            logits_CV, column_V = local_logits(specs, hidden_CH, cast_VH, bias_V, options)
             # `slope` is d loss / d logits, [C, V]: the formula above, term by term.
             z_term = 1 + 2 * options.z_loss * log_z_C
             slope = jnp.exp(logits_CV - log_z_C[:, None]) * z_term[:, None]
             slope -= (column_V == labels_C[:, None]) * (1 - options.label_smoothing)
             slope -= options.label_smoothing / options.vocab_size
-            slope = jnp.where(column_V < options.vocab_size, slope * gradient_C[:, None], 0)
+            slope = options.gradient(slope * gradient_C[:, None], logits_CV)
+            slope = jnp.where(column_V < options.vocab_size, slope, 0)
             bias_gradient_V = None if bias_gradient_V is None else bias_gradient_V + slope.sum(0)
             slope = slope.astype(hidden_CH.dtype)
             table_gradient_VH += lax.dot_general(
@@ -246,7 +269,7 @@ def _summaries(
     def reduce_chunk(_: None, chunk: tuple[Array, Array]) -> tuple[None, tuple[Array, ...]]:
         """Summarizes the logits of a chunk of tokens over this rank's rows."""
         hidden_CH, labels_C = chunk
-        logits_CV, column_V = local_logits(specs, hidden_CH, table_VH, bias_V, options.vocab_size)
+        logits_CV, column_V = local_logits(specs, hidden_CH, table_VH, bias_V, options)
         # An online softmax over ranks: each has the maximum and the sum of exponentials of its columns.
         highest = logits_CV.max(-1)
         scale = jnp.exp(logits_CV - highest[:, None]).sum(-1)
@@ -268,6 +291,7 @@ def vocab_parallel_scores(
     table: Float[Array, "vocab embed"],
     labels: Int[Array, "batch seq"],
     options: LossOptions,
+    bias: Float[Array, " vocab"] | None = None,
 ) -> tuple[Float[Array, "batch seq"], Bool[Array, "batch seq"]]:
     """Computes the log-probability of each label, float32, and whether no token is more likely.
 
@@ -275,13 +299,13 @@ def vocab_parallel_scores(
     """
     specs, plain = VocabSpecs.in_force(), replace(options, label_smoothing=0.0)
 
-    def local(hidden_BSH: Array, table_VH: Array, labels_BS: Array) -> tuple[Array, Array]:
-        top, scale, target = _summaries(specs, plain, hidden_BSH, table_VH, None, labels_BS)
+    def local(hidden_BSH: Array, table_VH: Array, bias_V: Array | None, labels_BS: Array) -> tuple[Array, Array]:
+        top, scale, target = _summaries(specs, plain, hidden_BSH, table_VH, bias_V, labels_BS)
         return target - top - jnp.log(scale), target == top
 
     with jax.named_scope("loss"):
-        arguments = (specs.hidden, specs.table, specs.tokens)
-        return map_ranks(local, arguments, (specs.tokens, specs.tokens))(hidden, table, labels)
+        arguments = (specs.hidden, specs.table, specs.bias, specs.tokens)
+        return map_ranks(local, arguments, (specs.tokens, specs.tokens))(hidden, table, bias, labels)
 
 
 def local_logits(
@@ -289,7 +313,7 @@ def local_logits(
     hidden_CH: Array,
     table_VH: Array,
     bias_V: Array | None,
-    vocab_size: int,
+    options: OutputOptions,
     scales_V: Array | None = None,
 ) -> tuple[Array, Array]:
     """Computes the logits of this rank's vocabulary rows, inside the map.
@@ -299,7 +323,7 @@ def local_logits(
       hidden_CH: tokens of a chunk.
       table_VH: this rank's rows in the type of `hidden_CH`.
       bias_V: of the rows, if any.
-      vocab_size: tokens of the vocabulary; logits of later rows are `NEVER`.
+      options: vocabulary size, factor and soft cap; logits of rows behind the vocabulary are `NEVER`.
       scales_V: of an 8-bit table, whose values are in `table_VH`.
 
     Returns:
@@ -307,7 +331,7 @@ def local_logits(
     """
     logits = lax.dot_general(hidden_CH, table_VH, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
     logits = logits if scales_V is None else logits * scales_V
-    logits = logits if bias_V is None else logits + bias_V
+    logits, vocab_size = options.logits(logits, bias_V), options.vocab_size
     rows = table_VH.shape[0]
     column = specs.first_row(rows) + jnp.arange(rows)
     # Padding is at the end of the last rank's rows: only columns that may be padding are overwritten.

@@ -23,8 +23,10 @@ class Stack:
     """Components of a layer, in the order in which they run."""
     side: str = ""
     """Prefix of its symbols in formulas."""
-    is_post_norm: bool = False
-    """Whether a norm follows each residual add, and needs its input in the backward pass."""
+    norms_outputs: bool = False
+    """Whether a norm follows each sublayer, or each residual add, and needs its input in the backward pass."""
+    parallel: str = "no"
+    """The setting parallel_residual: whether the components read the same hidden states."""
     numbers: tuple[int, ...] = ()
     """Numbers of its layers in its section, which may interleave two stacks; 0, 1, ... when empty."""
     among: int | None = None
@@ -36,6 +38,13 @@ class Stack:
     def layer_numbers(self) -> tuple[int, ...]:
         """Numbers of its layers in its section."""
         return self.numbers or tuple(range(self.layers))
+
+    @property
+    def unread(self) -> tuple[Part, ...]:
+        """The components of a layer whose outputs its backward pass does not need."""
+        if self.norms_outputs:
+            return ()
+        return self.parts[-1:] if self.parallel == "no" else self.parts
 
     @property
     def weights(self) -> list[Weight]:

@@ -84,7 +84,7 @@ def _contract(
     )
     lines = [line for part in anatomy.outside for line in part.collectives(ends)]
     for stack, part in anatomy.layer_parts():
-        needed = part is not stack.parts[-1] or stack.is_post_norm or not drops_last
+        needed = part not in stack.unread or not drops_last
         before = stack.parts[: stack.parts.index(part)]
         learns = _learns_below(anatomy) or any(is_trainable(anatomy.model, w.name) for p in before for w in p.weights)
         turns = section_ticks(anatomy, stack) if pipeline else "microbatches"
@@ -159,7 +159,9 @@ def over_ranks_lines_of_experts(
     times, prefix, often = "1", "all_", "once a step"
     if zero == 3:
         times, prefix, often = f"parameter_gathers*{turns}", "", "forward and again backward"
-    matrices = line(PARAMETERS, "all-gather", times, f"{prefix}expert_matrices", f"experts' matrices, {often}", "compute")
+    matrices = line(
+        PARAMETERS, "all-gather", times, f"{prefix}expert_matrices", f"experts' matrices, {often}", "compute"
+    )
     if not has_biases:
         return [*lines, matrices]
     why = f"experts' biases, {often}"

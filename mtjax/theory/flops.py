@@ -161,12 +161,11 @@ def compiled_flops(anatomy: Anatomy, plan: Plan, *, causal: bool = False) -> flo
         flops -= (recomputed - grouped) * _deduplicated_score_flops(stack, plan, causal=causal)
         if plan.flash_attention or plan.context_parallelism or plan.recompute == "selective":
             flops += stack.layers * core / 2  # the scores only: attention's output is saved
-        needed = recomputed if stack.is_post_norm else grouped
         flops += passes * repeated_flops(stack, plan.mesh.model)
         flops += passes * routing_again(stack, plan)
-        last = unrepeated(stack.parts[-1].products())
+        last = [product for part in stack.unread for product in unrepeated(part.products())]
         omitted = sum(product.flops for product in last) + _again(last, plan)
-        flops += recomputed * layer_flops(stack, causal=causal) - (recomputed - needed) * omitted
+        flops += recomputed * layer_flops(stack, causal=causal) - (recomputed - grouped) * omitted
         flops += stack.layers * once_more_flops(stack)
     return flops
 

@@ -223,9 +223,9 @@ def _layer(stack: Stack, plan: Plan, machine: Machine, software: Software) -> tu
     backward = once_more + sum(_backward(product, plan, machine) for product in products)
     again = 0.0
     if plan.recompute == "full":
-        # What comes out of a layer is not needed again, but by a post-norm, or where the next one of a chunk reads it.
-        drops_last = software.drops_last_reduction and not stack.is_post_norm and not plan.is_staged
-        left_out = unrepeated(products) if drops_last else []
+        # What comes out of a layer is not needed again, but by a norm, or where the next one of a chunk reads it.
+        unread = stack.unread if software.drops_last_reduction and not plan.is_staged else ()
+        left_out = [product for part in unread for product in unrepeated(part.products(plan.mesh.model))]
         again = sum(forward[product] for product in products) - sum(forward[product] for product in left_out)
     cores = _layer_cores(stack, plan, machine, software)
     times = 1 if plan.recompute == "none" else 2

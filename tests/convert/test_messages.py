@@ -28,9 +28,10 @@ def test_a_name_of_the_hub_is_answered_with_the_download(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert cli.main(["convert", "--from", "hf:gpt2", "--to", "mtjax:new"]) == 2
-    advice = "hf: needs a local folder: download the model with `hf download gpt2 --local-dir gpt2`"
+    advice = "hf: needs a folder, or OWNER/NAME on the Hugging Face hub: download the model with `hf download gpt2 "
+    advice += "--local-dir gpt2`"
     assert capsys.readouterr().err == f"error: gpt2 does not exist. {advice}\n"
-    with pytest.raises(UserError, match="--local-dir SmolLM2-135M`, then use --init-from hf:SmolLM2-135M"):
+    with pytest.raises(UserError, match="on the Hugging Face hub, use --init-from hf:HuggingFaceTB/SmolLM2-135M"):
         parse_named("HuggingFaceTB/SmolLM2-135M", "--init-from")
     for path in ("a/b/c", "/nowhere", "../a"):
         with pytest.raises(UserError, match=f"{Path(path)} does not exist$"):

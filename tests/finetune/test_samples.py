@@ -25,6 +25,16 @@ def library() -> Tokenizer:
     return tokenizer
 
 
+def roberta_library() -> Tokenizer:
+    """With RoBERTa's names of special tokens, and two separators between texts."""
+    names = dict(zip(("[PAD]", "[CLS]", "[SEP]", "[UNK]"), ("<pad>", "<s>", "</s>", "<mask>"), strict=True))
+    vocab = {names.get(word, word): number for word, number in VOCAB.items()}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<mask>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 1))
+    return tokenizer
+
+
 OURS, LIBRARY = FastTokenizer(library(), "a test"), library()
 TEXT = st.integers(1, 12).map(lambda n: " ".join(f"w{i}" for i in range(n)))
 
@@ -43,6 +53,16 @@ def test_bert_s_rows_are_the_library_s_pairs(texts, length):
     assert sample["token_types"][: len(row)].tolist() == expected.type_ids
     assert sample["padding_mask"].sum() == len(row)
     assert not sample["tokens"][len(row) :].any()
+
+
+@settings(max_examples=60)
+@given(st.lists(TEXT, min_size=1, max_size=2), st.integers(8, 24))
+def test_roberta_s_rows_are_the_library_s_pairs(texts, length):
+    encoder, theirs = Encoder(FastTokenizer(roberta_library(), "a test"), "bert"), roberta_library()
+    (ids,) = encoder.encode([tuple(texts)])
+    assert encoder.format.length(ids) == len(theirs.encode(*texts).ids)
+    theirs.enable_truncation(length, strategy="longest_first")
+    assert encoder.format.row(ids, length)[0] == theirs.encode(*texts).ids
 
 
 def test_decoders_read_two_texts_with_the_end_of_a_document_between():

@@ -46,8 +46,8 @@ def llama():
     return transformers.LlamaForCausalLM(config)
 
 
-def t5(feed_forward: str, is_tied: bool):
-    config = transformers.T5Config(
+def t5(feed_forward: str, is_tied: bool, kind: str = "T5"):
+    config = getattr(transformers, f"{kind}Config")(
         vocab_size=301,
         d_model=40,
         d_kv=6,
@@ -63,7 +63,7 @@ def t5(feed_forward: str, is_tied: bool):
         eos_token_id=300,
     )
     config.tie_word_embeddings = config.scale_decoder_outputs = is_tied
-    model = transformers.T5ForConditionalGeneration(config)
+    model = getattr(transformers, f"{kind}ForConditionalGeneration")(config)
     model.encoder.embed_tokens = model.decoder.embed_tokens = model.shared  # this class ties all four tables or none
     return model
 
@@ -111,13 +111,17 @@ def test_greedy_texts_and_logprobs_equal_transformers(family, tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("feed_forward", "is_tied", "meshes"),
-    [("relu", True, ("2x2",)), pytest.param("gated-gelu", False, ("1x1", "1x2"), marks=pytest.mark.long)],
+    ("kind", "feed_forward", "is_tied", "meshes"),
+    [
+        ("T5", "relu", True, ("2x2",)),
+        pytest.param("T5", "gated-gelu", False, ("1x1", "1x2"), marks=pytest.mark.long),
+        pytest.param("UMT5", "gated-gelu", False, ("1x2",), marks=pytest.mark.long),
+    ],
 )
-def test_t5_texts_equal_transformers(feed_forward: str, is_tied: bool, meshes, tmp_path) -> None:
+def test_t5_texts_equal_transformers(kind: str, feed_forward: str, is_tied: bool, meshes, tmp_path) -> None:
     """Prompts of different lengths in one batch; the encoder runs once for each."""
     torch.manual_seed(0)
-    model = t5(feed_forward, is_tied).eval()
+    model = t5(feed_forward, is_tied, kind).eval()
     model.save_pretrained(tmp_path)
     small_tokenizer().save(str(tmp_path / "tokenizer.json"))
     expected = []

@@ -9,6 +9,7 @@ import pytest
 
 from mtjax.generate.sampling import IN_PROMPT, LogitsParams, SamplingBatch, sample_tokens, score_tokens
 from mtjax.sharding.axes import spec, use_rules
+from mtjax.sharding.vocab import OutputOptions
 from mtjax.theory.layout import TENSOR_RULES
 from tests.tiny import mesh_of
 
@@ -57,7 +58,7 @@ def drawn(mesh: str, rows: int, **wanted: float) -> np.ndarray:
 def _compiled(hidden, table, counts, draws):
     place = lambda a, *names: jax.sharding.reshard(jnp.asarray(a), spec(*names))  # noqa: E731
     table, counts = place(table, "vocab", "embed"), place(counts, None, "vocab")
-    return sample_tokens(hidden, table, counts, draws, VOCAB).token
+    return sample_tokens(hidden, table, counts, draws, OutputOptions(VOCAB)).token
 
 
 SETTINGS = [
@@ -92,7 +93,7 @@ def test_logprobs_are_those_of_unprocessed_logits() -> None:
 
     @jax.jit
     def score(hidden, table):
-        return score_tokens(hidden, jax.sharding.reshard(table, spec("vocab", "embed")), tokens, VOCAB)
+        return score_tokens(hidden, jax.sharding.reshard(table, spec("vocab", "embed")), tokens, OutputOptions(VOCAB))
 
     with jax.set_mesh(mesh_of("1x4")), use_rules(RULES):
         scores = score(np.tile(HIDDEN, (VOCAB, 1)), TABLE)

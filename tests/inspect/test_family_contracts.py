@@ -99,6 +99,8 @@ def test_logits_are_recognised_by_the_tokens_that_have_any():
         T5 | {"zero": 3, "sequence_parallel": True},
         T5 | {"position": "learned", "norm": "layernorm", "bias": True, "sequence_parallel": True},
         T5 | {"recompute": "none", "microbatch_size": 4},
+        T5 | {"relative_bias_layers": "all", "zero": 3, "sequence_parallel": True},
+        T5 | {"relative_bias_layers": "all", "recompute": "none"},
         T5 | GROUPS,
         T5 | BLOCK,
         T5 | GROUPS | {"sequence_parallel": True, "zero": 3},

@@ -166,7 +166,7 @@ def test_flash_attention_is_refused_with_its_reason():
     ("fields", "message"),
     [
         ({"family": "bert", "position": "rope"}, "position is 'rope', and the family bert supports learned"),
-        ({"norm_placement": "post"}, "norm_placement is 'post', and the family gpt supports pre only"),
+        ({"norm_placement": "post"}, "norm_placement is 'post', and the family gpt supports pre or output or sandwich"),
         ({"family": "bert", "num_token_types": -1}, "num_token_types is -1"),
     ],
 )

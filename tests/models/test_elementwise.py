@@ -1,4 +1,4 @@
-"""GELU and the norms, whose gradients are written by hand, beside numpy in float64."""
+"""Activations and norms, some with gradients written by hand, beside numpy in float64."""
 
 import math
 
@@ -7,12 +7,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mtjax.config import Model
 from mtjax.models.activations import ACTIVATIONS
-from mtjax.models.norms import HeadNorm, LayerNorm, RMSNorm
+from mtjax.models.head_norm import HeadNorm
+from mtjax.models.norms import LayerNorm, RMSNorm
 from mtjax.sharding.axes import use_rules
 from mtjax.theory.layout import TENSOR
 from tests.tiny import mesh_of
 
+KNOWN = {
+    "gelu": lambda x: 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))),
+    "gelu_exact": lambda x: 0.5 * x * np.array([math.erfc(-one / math.sqrt(2)) for one in x]),
+    "relu2": lambda x: np.maximum(x, 0) ** 2,
+    "geglu_exact": lambda gate, up: KNOWN["gelu_exact"](gate) * up,
+    "swiglu_clamped": lambda gate, up: (
+        (np.clip(up, -7, 7) + 1) * np.minimum(gate, 7) / (1 + np.exp(-1.702 * np.minimum(gate, 7)))
+    ),
+}
 STEP = 1e-5
 """Of the differences that stand for derivatives."""
 
@@ -24,13 +35,9 @@ def close(found: jax.Array, known: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["gelu", "gelu_exact"])
-def test_gelu_and_its_slope(name, dtype):
-    def known(x: np.ndarray) -> np.ndarray:
-        if name == "gelu_exact":
-            return 0.5 * x * np.array([math.erfc(-one / math.sqrt(2)) for one in x])
-        return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
-
+@pytest.mark.parametrize("name", ["gelu", "gelu_exact", "relu2"])
+def test_activations_and_their_slopes(name, dtype):
+    known = KNOWN[name]
     x = jnp.linspace(-8, 8, 4001).astype(dtype)
     value, pull = jax.vjp(ACTIVATIONS[name], x)
     (slope,) = pull(jnp.ones_like(x))
@@ -40,9 +47,27 @@ def test_gelu_and_its_slope(name, dtype):
     assert value.dtype == slope.dtype == x.dtype
 
 
+@pytest.mark.parametrize("name", ["geglu_exact", "swiglu_clamped"])
+def test_gated_activations(name):
+    """Numbers beyond what gpt-oss clamps."""
+    gate, up = np.random.default_rng(0).normal(0, 6, (2, 500))
+    given = jnp.asarray(np.stack([gate, up])[None, None], jnp.float32)
+    close(ACTIVATIONS[name](given)[0, 0], KNOWN[name](gate, up))
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm", "HeadNorm"])
-def test_norms_and_their_gradients(kind, dtype):
+@pytest.mark.parametrize(
+    ("kind", "weight", "has_bias"),
+    [
+        ("LayerNorm", "scale", True),
+        ("LayerNorm", "offset", False),
+        ("LayerNorm", "none", False),
+        ("RMSNorm", "scale", False),
+        ("RMSNorm", "offset", False),
+        ("HeadNorm", "scale", False),
+    ],
+)
+def test_norms_and_their_gradients(kind, weight, has_bias, dtype):
     random, size = np.random.default_rng(0), 24
     x, weights = random.normal(1, 3, (4, 5, size)), random.normal(size=(4, 5, size))
     scale, bias = random.normal(size=size), random.normal(size=size)
@@ -50,8 +75,9 @@ def test_norms_and_their_gradients(kind, dtype):
 
     def exact(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
         centred = x - x.mean(-1, keepdims=True) if is_centred else x
-        normal = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-5) * scale
-        return normal + bias if is_centred else normal
+        normal = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-5)
+        normal = normal * {"scale": scale, "offset": 1 + scale, "none": 1.0}[weight]
+        return normal + bias if has_bias else normal
 
     def slope(at: np.ndarray, of: str) -> np.ndarray:
         """Of the weighted sum, number by number."""
@@ -64,10 +90,18 @@ def test_norms_and_their_gradients(kind, dtype):
         return found
 
     def run(x: jax.Array, scale: jax.Array) -> jax.Array:
-        made = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
-        norm = HeadNorm(size, 1e-5) if kind == "HeadNorm" else made[kind](size, 1e-5, dtype)
+        if kind == "HeadNorm":
+            norm = HeadNorm(Model(head_dim=size), "heads", 1)
+        elif kind == "RMSNorm":
+            norm = RMSNorm(size, 1e-5, dtype, weight=weight)
+        else:
+            norm = LayerNorm(size, 1e-5, dtype, weight=weight, bias=has_bias)
+            assert (norm.bias is not None) == has_bias
+        if norm.scale is None:
+            return norm(x) + 0 * scale.sum().astype(dtype)
+        assert (norm.scale[...] == (weight == "scale")).all()
         norm.scale.set_value(scale)
-        if isinstance(norm, LayerNorm):
+        if has_bias:
             norm.bias.set_value(jnp.asarray(bias, jnp.float32))
         return norm(x)
 

@@ -68,6 +68,24 @@ def bert(kind: str, head: str, **settings: Any) -> Any:
     return getattr(transformers, f"{kind}{head}")(config)
 
 
+def roberta(kind: str, head: str, **settings: Any) -> Any:
+    """A RoBERTa with 16 positions."""
+    return bert(kind, head, **{"max_position_embeddings": 18, "type_vocab_size": 1, **settings})
+
+
+def without_unused_positions(network: Any) -> Any:
+    """Zeros RoBERTa's first two rows of positions, which no token has, as mtjax writes them."""
+    if hasattr(network, "roberta"):
+        network.roberta.embeddings.position_embeddings.weight.data[:2] = 0
+    return network
+
+
+def distilbert(head: str, **settings: Any) -> Any:
+    sizes = {"vocab_size": 300, "dim": 48, "hidden_dim": 80, "n_layers": 3, "n_heads": 6}
+    config = transformers.DistilBertConfig(**sizes, max_position_embeddings=16, **settings)
+    return getattr(transformers, f"DistilBert{head}")(config)
+
+
 def program_of(folder: Path, mesh: str) -> tuple[TrainStep, Any]:
     """The float32 program of converted weights, and the weights on its mesh."""
     weights = find_weights(folder)
@@ -90,13 +108,14 @@ def our_logits(folder: Path, tokens: np.ndarray, mesh: str = "1x1") -> np.ndarra
         return np.asarray(jax.jit(run)(parameters, placed))[..., : program.config.model.vocab_size]
 
 
-def encoder_batch(size: int, length: int = 16) -> dict[str, np.ndarray]:
-    """Two samples of two sentences, the second padded."""
+def encoder_batch(size: int, length: int = 16, pad: int = 0) -> dict[str, np.ndarray]:
+    """Two samples of two sentences, the second padded, with ids from 2 on."""
     random = np.random.default_rng(0)
     mask = np.ones((2, length), np.int32)
     mask[1, length - 5 :] = 0
     types = (np.arange(length) >= length // 2).astype(np.int32) * np.ones((2, 1), np.int32)
-    return {"tokens": random.integers(0, size, (2, length)).astype(np.int32), "types": types, "mask": mask}
+    tokens = np.where(mask, random.integers(2, size, (2, length)), pad)
+    return {"tokens": tokens.astype(np.int32), "types": types, "mask": mask}
 
 
 def our_encoder(folder: Path, batch: dict[str, np.ndarray], mesh: str = "1x1") -> dict[str, np.ndarray]:
@@ -120,11 +139,14 @@ def assert_same_encoder(found: dict[str, np.ndarray], network: Any, batch: dict[
     """Compares what transformers' model gives, on all tokens that are not padding."""
     with torch.no_grad():
         long = {name: torch.tensor(array).long() for name, array in batch.items()}
-        asked = {"token_type_ids": long["types"], "attention_mask": long["mask"], "output_hidden_states": True}
+        asked = {"attention_mask": long["mask"], "output_hidden_states": True}
+        asked |= {"token_type_ids": long["types"]} if getattr(network.config, "type_vocab_size", 0) > 1 else {}
         out = network(long["tokens"], **asked)
     real = batch["mask"].astype(bool)
     last = out.last_hidden_state if "last_hidden_state" in out else None
-    if last is None and not hasattr(network.bert.encoder, "ln"):  # pre-LN's are taken before the final norm
+    if last is None and not isinstance(
+        network, transformers.MegatronBertPreTrainedModel
+    ):  # pre-LN's are taken before the final norm
         last = out.hidden_states[-1]
     if last is not None:
         assert relative(found["hidden"][real], last.numpy()[real]) < limit

@@ -18,6 +18,7 @@ from mtjax.sharding.param_specs import dotted
 from mtjax.sharding.placement import global_batch
 from mtjax.train.step import State, TrainStep, make_train_step
 from tests.parity.compare import relative, shaken
+from tests.parity.converted import without_unused_positions
 from tests.tiny import mesh_of, tiny_config
 
 torch = pytest.importorskip("torch", reason="needs the extra parity: pip install '.[parity]'")
@@ -27,6 +28,10 @@ WORDS, LENGTH, BATCH, TOLERANCE = 250, 16, 8, 1e-5
 BERT = {"vocab_size": WORDS, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 BERT |= {"num_attention_heads": 4, "max_position_embeddings": LENGTH, "pad_token_id": 0}
 BERT |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "attn_implementation": "eager"}
+ROBERTA = BERT | {"max_position_embeddings": LENGTH + 2, "pad_token_id": 1, "type_vocab_size": 1}
+DISTILBERT = {"vocab_size": WORDS, "dim": 32, "hidden_dim": 64, "n_layers": 2, "n_heads": 4}
+DISTILBERT |= {"max_position_embeddings": LENGTH, "attn_implementation": "eager"}
+DISTILBERT |= dict.fromkeys(("dropout", "attention_dropout", "qa_dropout", "seq_classif_dropout"), 0.0)
 GPT2 = {"vocab_size": WORDS, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": LENGTH, "pad_token_id": 0}
 GPT2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "attn_implementation": "eager"}
 LLAMA = {"vocab_size": WORDS, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "pad_token_id": 0}
@@ -39,6 +44,11 @@ CASES = {
     "gpt2, split sequences": ("GPT2", GPT2, 2, "2x4", {"sequence_parallel": True}),
     "llama, stages": ("Llama", LLAMA, 1, "data=2,stage=2,model=2", {"microbatch_size": 2}),
     "bert, choices": ("Bert", BERT, CHOICE, "2x2", {"microbatch_size": 4, "sequence_parallel": True}),
+    "roberta, split sequences": ("Roberta", ROBERTA, 3, "2x4", {"sequence_parallel": True}),
+    "roberta, choices": ("Roberta", ROBERTA, CHOICE, "1x1", {}),
+    "roberta, spans": ("Roberta", ROBERTA, ANSWERING, "1x1", {}),
+    "distilbert, split sequences": ("DistilBert", DISTILBERT, 3, "2x4", {"sequence_parallel": True}),
+    "distilbert, spans": ("DistilBert", DISTILBERT, ANSWERING, "1x1", {}),
     "bert, spans": ("Bert", BERT, ANSWERING, "1x1", {}),
     "bert, spans of split sequences": ("Bert", BERT, ANSWERING, "2x4", {"sequence_parallel": True}),
 }
@@ -63,13 +73,13 @@ def labels_of(labels: int | str, random: np.random.Generator) -> np.ndarray:
     return np.repeat(random.integers(0, most, BATCH // each), each).astype(np.int32)
 
 
-def rows(labels: int | str) -> dict[str, np.ndarray]:
-    """Rows of different lengths."""
+def rows(labels: int | str, pad: int) -> dict[str, np.ndarray]:
+    """Rows of different lengths, with ids from 2 on."""
     random = np.random.default_rng(0)
     place, lengths = np.arange(LENGTH), random.integers(3, LENGTH + 1, (BATCH, 1))
     mask = (place < lengths).astype(np.int32)
     return {
-        "tokens": (random.integers(1, WORDS, (BATCH, LENGTH)) * mask).astype(np.int32),
+        "tokens": np.where(mask, random.integers(2, WORDS, (BATCH, LENGTH)), pad).astype(np.int32),
         "token_types": ((place >= lengths // 2) * mask).astype(np.int32),
         "padding_mask": mask,
         "label": labels_of(labels, random),
@@ -84,14 +94,14 @@ def their_loss(network: Any, batch: dict[str, np.ndarray]) -> Any:
     given = {theirs: torch.tensor(batch[ours]).long() for theirs, ours in names.items()}
     labels = torch.tensor(batch["label"])
     labels = labels.long() if labels.dtype == torch.int32 else labels
-    if isinstance(network, transformers.BertForQuestionAnswering):
+    if type(network).__name__.endswith(ANSWERING):
         found = network(**given)  # their own loss gives padding a probability, so that it depends on its length
         logits = torch.stack([found.start_logits, found.end_logits], 1)
         is_padding = (given["attention_mask"] == 0)[:, None]
         return torch.nn.functional.cross_entropy(
             logits.masked_fill(is_padding, -torch.inf).flatten(0, 1), labels.flatten()
         )
-    if isinstance(network, transformers.BertForMultipleChoice):
+    if type(network).__name__.endswith(CHOICE):
         given = {name: array.reshape(-1, 4, LENGTH) for name, array in given.items()}
         labels = labels[::4]
     return network(**given, labels=labels).loss
@@ -103,7 +113,8 @@ def as_theirs(folder: Path, tree: Any) -> dict[str, np.ndarray]:
     found = {}
     for parameter, layer, tensor in HuggingFaceSource(folder)._weights.selection.tensors():
         array = named[parameter.name] if layer is None else named[parameter.name][layer]
-        found[name_of(tensor, layer)] = tensor.extract(with_vocab(array, parameter, WORDS), parameter)
+        array = tensor.extract(with_vocab(array, parameter, WORDS), parameter)
+        found[name_of(tensor, layer)] = np.pad(array, [(tensor.skip, 0)] + [(0, 0)] * (array.ndim - 1))
     return found
 
 
@@ -157,7 +168,7 @@ def test_losses_and_gradients_are_those_of_transformers_own_head(case, tmp_path)
     network.save_pretrained(tmp_path)
     program, trunk = program_of(tmp_path, mesh, fields)
     trunk.check(program)
-    state, host = program.initialize(0, trunk.read(program)), rows(labels)
+    state, host = program.initialize(0, trunk.read(program)), rows(labels, network.config.pad_token_id)
     batch = global_batch(program.batch_sharding, {n: host[n] for n in program.batch_names}, BATCH)
 
     found = check_five_steps(program, state, batch, network, lambda: their_loss(network, host), tmp_path)
@@ -188,10 +199,14 @@ def test_a_base_model_lends_its_trunk_and_pooler_and_the_head_comes_from_the_see
 
 @pytest.mark.parametrize(
     ("kind", "settings", "labels"),
-    [("Bert", BERT, 3), ("GPT2", GPT2, 1), ("Llama", LLAMA, 4), ("Bert", BERT, CHOICE), ("Bert", BERT, ANSWERING)],
+    [
+        *(("Bert", BERT, 3), ("GPT2", GPT2, 1), ("Llama", LLAMA, 4), ("Bert", BERT, CHOICE), ("Bert", BERT, ANSWERING)),
+        *(("Roberta", ROBERTA, 3), ("XLMRoberta", ROBERTA, CHOICE), ("DistilBert", DISTILBERT, 1)),
+    ],
 )
 def test_heads_travel_to_transformers_and_back(kind, settings, labels, tmp_path):
     network = network_of(kind, settings, labels)
+    without_unused_positions(network)
     if isinstance(labels, int):
         network.config.id2label = {i: f"name {i}" for i in range(labels)}
     network.save_pretrained(tmp_path / "theirs")

@@ -29,10 +29,14 @@ V1_1 = {"activation": "geglu", "tie_embeddings": False, "decoder_sequence_length
 V1_1 |= {"num_layers": 1, "head_dim": 6, "mlp_size": 80, "vocab_size": 256, "relative_max_distance": 40}
 
 
+UMT5 = V1_0 | {"relative_bias_layers": "all", "activation": "geglu", "tie_embeddings": False}
+
+
 def reference_model(config) -> Any:
     """transformers' model of a config, without dropout."""
     model = config.model
-    theirs = transformers.T5Config(
+    kind = "UMT5" if model.relative_bias_layers == "all" else "T5"
+    theirs = getattr(transformers, f"{kind}Config")(
         vocab_size=model.vocab_size,
         d_model=model.hidden_size,
         d_kv=head_dim(model),
@@ -52,7 +56,7 @@ def reference_model(config) -> Any:
     theirs.tie_word_embeddings = model.tie_embeddings  # its constructor says True whatever it is given
 
     def make() -> Any:
-        network = transformers.T5ForConditionalGeneration(theirs)
+        network = getattr(transformers, f"{kind}ForConditionalGeneration")(theirs)
         # Version 1.1 has one input table and another for the output; this class ties all four or none.
         network.encoder.embed_tokens = network.decoder.embed_tokens = network.shared
         return network
@@ -67,6 +71,11 @@ def as_ours(named: Named, config) -> dict[str, Any]:
 
     def weight(name: str, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> np.ndarray:
         return named[f"{name}.weight"].T.reshape(*inputs, *outputs)
+
+    in_layers = model.relative_bias_layers == "all"
+
+    def table(name: str) -> dict[str, Any]:
+        return {"relative": {"table": named[f"{name}.layer.0.SelfAttention.relative_attention_bias.weight"]}}
 
     def attention(name: str) -> tuple[list[np.ndarray], dict[str, np.ndarray]]:
         return [weight(f"{name}.{part}", hidden, split) for part in "qkv"], {
@@ -87,7 +96,11 @@ def as_ours(named: Named, config) -> dict[str, Any]:
         last = f"{name}.layer.{2 if is_decoder else 1}"
         found = {
             "attention_norm": norm(f"{name}.layer.0"),
-            "attention": {"qkv": {"weight": np.stack(parts, 1)}, "output": output},
+            "attention": {
+                "qkv": {"weight": np.stack(parts, 1)},
+                "output": output,
+                **(table(name) if in_layers else {}),
+            },
             "mlp_norm": norm(last),
             "mlp": mlp(last),
         }
@@ -100,7 +113,7 @@ def as_ours(named: Named, config) -> dict[str, Any]:
     def half(name: str, num_layers: int) -> dict[str, Any]:
         layers = [layer(f"{name}.block.{i}", name == "decoder") for i in range(num_layers)]
         return {
-            "relative": {"table": named[f"{name}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"]},
+            **({} if in_layers else table(f"{name}.block.0")),
             "stack": {"layers": jax.tree.map(lambda *each: np.stack(each), *layers)},
             "final_norm": {"scale": named[f"{name}.final_layer_norm.weight"]},
         }
@@ -113,7 +126,7 @@ def as_ours(named: Named, config) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("settings", [V1_0, V1_1], ids=["1.0", "1.1"])
+@pytest.mark.parametrize("settings", [V1_0, V1_1, UMT5], ids=["1.0", "1.1", "umt5"])
 @pytest.mark.parametrize("mesh", ["1x1", "2x4"])
 def test_logits_loss_and_gradients_equal_transformers(settings, mesh):
     config = tiny_config(family="t5", hidden_dropout=0.0, attention_dropout=0.0, **settings)

@@ -18,11 +18,25 @@ MODELS = {
     "gpt": {},
     "gpt, grouped": {"num_kv_heads": 2, "position": "rope", "activation": "geglu"},
     "llama": {"family": "llama", "num_kv_heads": 4, "qk_norm": True},
+    "llama, norms of each head, sinks": {
+        "family": "llama",
+        "num_kv_heads": 4,
+        "qk_norm": True,
+        "qk_norm_scope": "each_head",
+        "qk_norm_kind": "layernorm",
+        "qk_norm_bias": True,
+        "attention_sinks": True,
+        "attention_bias": "qkv",
+    },
     "llama, experts": {"family": "llama", "num_experts": 4, "expert_size": 24, "shared_expert_size": 16},
     "gpt, experts, biases of routers": {"num_experts": 4, "router_score": "sigmoid", "router_bias": True},
     "gpt, experts with biases and a gate": {
-        **{"num_experts": 4, "expert_bias": True, "router_linear_bias": True, "activation": "swiglu_clamped"},
-        **{"shared_expert_size": 16, "shared_expert_gate": True},
+        "num_experts": 4,
+        "expert_bias": True,
+        "router_linear_bias": True,
+        "activation": "swiglu_clamped",
+        "shared_expert_size": 16,
+        "shared_expert_gate": True,
     },
     "llama, experts but in the first layer": {"family": "llama", "num_experts": 4, "first_dense_layers": 1},
     "llama, experts in every third layer": {"family": "llama", "num_experts": 4, "moe_every": 3, "num_layers": 6},
@@ -38,6 +52,7 @@ MODELS = {
     "t5": {"family": "t5", "decoder_sequence_length": 8, "num_decoder_layers": 3},
     "t5, Megatron's": {"family": "t5", "position": "learned", "norm": "layernorm", "bias": True},
     "t5 1.1": {"family": "t5", "activation": "geglu", "tie_embeddings": False, "head_dim": 8},
+    "umt5": {"family": "t5", "relative_bias_layers": "all", "num_decoder_layers": 3},
 }
 
 

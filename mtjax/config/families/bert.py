@@ -13,7 +13,7 @@ BERT = Family(
         "hidden_dropout": 0.1,
         "attention_dropout": 0.1,
     },
-    choices={"position": ("learned",)},
-    own=frozenset({"num_token_types", "sentence_order"}),
+    choices={"position": ("learned",), "norm_placement": ("pre", "post")},
+    own=frozenset({"num_token_types", "sentence_order", "pooler_activation"}),
     check=check_no_qk_norm,
 )

@@ -1,6 +1,6 @@
 """GPT-2 (arXiv 1909.08053, section 3): a decoder with learned positions, layer norm and biases."""
 
-from mtjax.config.families.family import EXPERTS, Family
+from mtjax.config.families.family import DECODER, EXPERTS, Family, check_parallel_residual
 
 GPT = Family(
     defaults={
@@ -15,8 +15,9 @@ GPT = Family(
     },
     choices={
         "position": ("learned", "rope"),
-        "norm_placement": ("pre",),
+        "norm_placement": ("pre", "output", "sandwich"),
         "head": ("language", "classification", "regression", "choices"),
     },
-    own=EXPERTS,
+    own=DECODER | EXPERTS,
+    check=check_parallel_residual,
 )

@@ -1,6 +1,6 @@
 """Llama (arXiv 2302.13971): GPT's decoder with rotary positions, RMS norm, a gated MLP and no biases."""
 
-from mtjax.config.families.family import EXPERTS, Family
+from mtjax.config.families.family import DECODER, EXPERTS, Family, check_parallel_residual
 
 LLAMA = Family(
     defaults={
@@ -15,9 +15,10 @@ LLAMA = Family(
     },
     choices={
         "position": ("learned", "rope"),
-        "norm_placement": ("pre",),
+        "norm_placement": ("pre", "output", "sandwich"),
         "head": ("language", "classification", "regression", "choices"),
     },
-    own=EXPERTS,
+    own=DECODER | EXPERTS,
+    check=check_parallel_residual,
     network="gpt",
 )

@@ -18,7 +18,34 @@ from mtjax.convert.families.rows import attention, linear, norm, row
 from mtjax.convert.table import Row, Table, Tensor, dims
 from mtjax.data.tokens.tokenizer import Tokenizer
 
-LAYERS, BLOCK = "stack.layers", "bert.encoder.layer.{layer}"
+LAYERS = "stack.layers"
+
+POST_NORMS = "attention.output.LayerNorm", "output.LayerNorm"
+"""Names of the norms of attention and of the MLP in post-LN layers."""
+
+
+def encoder_rows(prefix: str, attention_norm: str, mlp_norm: str, skip: int = 0) -> tuple[Row, ...]:
+    """Returns the rows of embeddings and layers, except for the embeddings' norm.
+
+    Args:
+      prefix: of the encoder's modules.
+      attention_norm: name of the norm of attention in a layer.
+      mlp_norm: name of the norm of the MLP.
+      skip: rows of the table of positions before the first position.
+    """
+    block, embeddings = f"{prefix}.encoder.layer.{{layer}}", f"{prefix}.embeddings"
+    return (
+        row("embedding", f"{embeddings}.word_embeddings.weight", "vocab embed"),
+        Row("positions", (Tensor(f"{embeddings}.position_embeddings.weight", dims("positions embed"), skip=skip),)),
+        row("token_types", f"{embeddings}.token_type_embeddings.weight", "token_types embed"),
+        *norm(f"{LAYERS}.attention_norm", f"{block}.{attention_norm}"),
+        *attention(f"{LAYERS}.attention", *(f"{block}.attention.self.{x}" for x in ("query", "key", "value"))),
+        *linear(f"{LAYERS}.attention.output", f"{block}.attention.output.dense", "heads*head_dim", "embed"),
+        *norm(f"{LAYERS}.mlp_norm", f"{block}.{mlp_norm}"),
+        *linear(f"{LAYERS}.mlp.up", f"{block}.intermediate.dense", "embed", "mlp"),
+        *linear(f"{LAYERS}.mlp.down", f"{block}.output.dense", "mlp", "embed"),
+    )
+
 
 BIASES = tuple(Tensor(f"cls.predictions.{name}", dims("vocab")) for name in ("bias", "decoder.bias"))
 
@@ -26,15 +53,7 @@ BIASES = tuple(Tensor(f"cls.predictions.{name}", dims("vocab")) for name in ("bi
 def _rows(attention_norm: str, mlp_norm: str) -> tuple[Row, ...]:
     """Returns the rows of both families: all but the embedding norm of the one and the final norm of the other."""
     return (
-        row("embedding", "bert.embeddings.word_embeddings.weight", "vocab embed"),
-        row("positions", "bert.embeddings.position_embeddings.weight", "positions embed"),
-        row("token_types", "bert.embeddings.token_type_embeddings.weight", "token_types embed"),
-        *norm(f"{LAYERS}.attention_norm", f"{BLOCK}.{attention_norm}"),
-        *attention(f"{LAYERS}.attention", *(f"{BLOCK}.attention.self.{x}" for x in ("query", "key", "value"))),
-        *linear(f"{LAYERS}.attention.output", f"{BLOCK}.attention.output.dense", "heads*head_dim", "embed"),
-        *norm(f"{LAYERS}.mlp_norm", f"{BLOCK}.{mlp_norm}"),
-        *linear(f"{LAYERS}.mlp.up", f"{BLOCK}.intermediate.dense", "embed", "mlp"),
-        *linear(f"{LAYERS}.mlp.down", f"{BLOCK}.output.dense", "mlp", "embed"),
+        *encoder_rows("bert", attention_norm, mlp_norm),
         *linear("head.dense", "cls.predictions.transform.dense", "embed", "features"),
         *norm("head.norm", "cls.predictions.transform.LayerNorm"),
         # If untied, transformers' output layer has a separate bias, read last; the head's bias has no effect.
@@ -61,7 +80,7 @@ POST_LN = Table(
     prefix="bert.",
     rows=(
         *norm("embedding_norm", "bert.embeddings.LayerNorm"),
-        *_rows("attention.output.LayerNorm", "output.LayerNorm"),
+        *_rows(*POST_NORMS),
     ),
     ignored=IGNORED,
     copies=COPIES,
@@ -82,7 +101,6 @@ FIELDS = (
     Field("num_heads", "num_attention_heads", 12),
     Field("sequence_length", "max_position_embeddings", 512),
     Field("vocab_size", "vocab_size", 30522),
-    Field("num_token_types", "type_vocab_size", 2),
     Field("norm_epsilon", "layer_norm_eps", 1e-12),
     Field("init_std", "initializer_range", 0.02),
     Field("hidden_dropout", "hidden_dropout_prob", 0.1),
@@ -110,6 +128,8 @@ def _family(model_type: str, model_class: str, placement: str, table: Table) -> 
         return {
             "family": "bert",
             "norm_placement": placement,
+            # transformers looks up a type for each token, so there is at least one.
+            "num_token_types": max(config.get("type_vocab_size", 2), 1),
             "mlp_size": config.get("intermediate_size", 3072),
             "activation": ACTIVATIONS[config.get("hidden_act", "gelu")],
             "sentence_order": any("pooler" in name or "seq_relationship" in name for name in names),
@@ -120,6 +140,7 @@ def _family(model_type: str, model_class: str, placement: str, table: Table) -> 
         head = "ForPreTraining" if model.sentence_order else "ForMaskedLM"
         return {
             **head_json(model, model_class, f"{model_class}{head}", ENDINGS),
+            "type_vocab_size": model.num_token_types,
             "intermediate_size": mlp_size(model),
             "hidden_act": activation_name(model),
             "is_decoder": False,

@@ -3,7 +3,18 @@
 from mtjax.convert.families.decoder import ROPE, ROTARY, SIZES, SWIGLU, decoder, layer_norm, sizes
 from mtjax.convert.families.decoder_rows import Names
 from mtjax.convert.families.family import Json
-from mtjax.convert.families.parts import Part, Settings, always, biases, every, fields, shortest, sliding, unused, windows
+from mtjax.convert.families.parts import (
+    Part,
+    Settings,
+    always,
+    biases,
+    every,
+    fields,
+    shortest,
+    sliding,
+    unused,
+    windows,
+)
 
 PARTS = (
     SIZES,

@@ -75,6 +75,10 @@ class Family:
     """All keys of config.json that `read` uses or `only` lists, of which an export keeps none that it does not write;
     empty for a family that keeps them."""
 
+    unties: bool = True
+    """Whether a model whose config.json ties the output is read as untied if the output differs from the embedding; not
+    where tied outputs are also scaled."""
+
     def table_of(self, model: Model) -> Table:
         """Returns the table of a model's tensors."""
         return replace_fields(self.table, rows=(*self.table.rows, *self.rows(model)))

@@ -6,6 +6,7 @@ from mtjax.config import Model
 from mtjax.convert.families.bert import BERT, MEGATRON_BERT
 from mtjax.convert.families.bloom import BLOOM, FALCON, MPT, OPT
 from mtjax.convert.families.cohere import COHERE, COHERE2
+from mtjax.convert.families.distilbert import DISTILBERT
 from mtjax.convert.families.experts import DOTS1, MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
 from mtjax.convert.families.family import Family, Json
 from mtjax.convert.families.gemma import GEMMA, GEMMA2, GEMMA3_TEXT
@@ -24,7 +25,8 @@ from mtjax.convert.families.neox import GLM4, GPT_NEOX, GPTJ, NEMOTRON, STABLELM
 from mtjax.convert.families.olmo import EXAONE4, OLMO, OLMO2, OLMO3
 from mtjax.convert.families.phi import PHI, PHI3
 from mtjax.convert.families.qwen import QWEN2, QWEN3
-from mtjax.convert.families.t5 import T5
+from mtjax.convert.families.roberta import ROBERTA, XLM_ROBERTA
+from mtjax.convert.families.t5 import MT5, T5, UMT5
 from mtjax.errors import UserError
 
 _ALL = (
@@ -32,7 +34,7 @@ _ALL = (
     *(STARCODER2, GPT_NEOX, GPTJ, OPT, BLOOM, FALCON, MPT, COHERE, COHERE2, STABLELM, SMOLLM3, GLM4, EXAONE4),
     *(ERNIE4_5, HUNYUAN_V1_DENSE, NEMOTRON, MINISTRAL, MINISTRAL3),
     *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, DOTS1),
-    *(BERT, MEGATRON_BERT, T5),
+    *(BERT, MEGATRON_BERT, ROBERTA, XLM_ROBERTA, DISTILBERT, T5, MT5, UMT5),
 )
 FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _ALL}
 """In the order in which an export prefers types that can represent a model equally well."""

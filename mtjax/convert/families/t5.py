@@ -1,4 +1,4 @@
-"""transformers' `t5`: T5, and T5 1.1 with an untied output and a gated GELU."""
+"""transformers' `t5` (T5; T5 1.1 and Flan-T5 with an untied output and a gated GELU), `mt5` and `umt5`."""
 
 from typing import Any
 
@@ -9,15 +9,17 @@ from mtjax.convert.families.rows import attention, linear, norm, row, stacked
 from mtjax.convert.table import Row, Table
 from mtjax.data.samples.t5 import t5_ids
 from mtjax.data.tokens.tokenizer import Tokenizer
+from mtjax.errors import UserError
 
 
 def _half(name: str, mlp: int) -> tuple[Row, ...]:
     """Returns the rows that encoder and decoder have in common; the MLP is sublayer number `mlp`."""
     layers, block = f"{name}.stack.layers", f"{name}.block.{{layer}}.layer"
     dense = f"{block}.{mlp}.DenseReluDense"
-    bias = f"{name}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+    bias = "layer.0.SelfAttention.relative_attention_bias.weight"
     return (
-        row(f"{name}.relative.table", bias, "buckets heads"),
+        row(f"{name}.relative.table", f"{name}.block.0.{bias}", "buckets heads"),
+        row(f"{layers}.attention.relative.table", f"{name}.block.{{layer}}.{bias}", "buckets heads"),
         *norm(f"{layers}.attention_norm", f"{block}.0.layer_norm"),
         *attention(f"{layers}.attention", *(f"{block}.0.SelfAttention.{x}" for x in "qkv")),
         *linear(f"{layers}.attention.output", f"{block}.0.SelfAttention.o", "heads*head_dim", "embed"),
@@ -65,10 +67,7 @@ ACTIVATIONS = {
     "gated-silu": "swiglu",
 }
 FIELDS = (
-    Field("num_layers", "num_layers", 6),
     Field("hidden_size", "d_model", 512),
-    Field("num_heads", "num_heads", 8),
-    Field("vocab_size", "vocab_size", 32128),
     Field("sequence_length", "n_positions", 512),
     Field("norm_epsilon", "layer_norm_epsilon", 1e-6),
     Field("hidden_dropout", "dropout_rate", 0.1),
@@ -77,34 +76,15 @@ FIELDS = (
 )
 
 
-def _read(config: Json, names: frozenset[str]) -> dict[str, Any]:
-    """Returns mtjax's settings from config.json."""
-    # An untied model has tie_word_embeddings false before version 5 of transformers (which also meant that outputs are
-    # not scaled), and only scale_decoder_outputs false since then.
-    is_tied = config.get("tie_word_embeddings", True) and config.get("scale_decoder_outputs", True)
-    return {
-        "family": "t5",
-        "num_decoder_layers": config.get("num_decoder_layers"),
-        "head_dim": config.get("d_kv", 64),
-        "mlp_size": config.get("d_ff", 2048),
-        "activation": ACTIVATIONS[config.get("feed_forward_proj", "relu")],
-        "attention_dropout": config.get("dropout_rate", 0.1),
-        "tie_embeddings": is_tied,
-    }
+def is_scaled(config: Json, model_type: str) -> bool:
+    """Returns whether the decoder's outputs are multiplied by d_model^-0.5 before the output table.
 
-
-def _write(model: Model) -> dict[str, Any]:
-    """Returns the keys of config.json."""
-    projection = next((theirs for theirs, ours in ACTIVATIONS.items() if ours == model.activation), "relu")
-    return {
-        "num_decoder_layers": decoder_layers(model),
-        "d_kv": head_dim(model),
-        "d_ff": mlp_size(model),
-        "feed_forward_proj": projection,
-        "tie_word_embeddings": model.tie_embeddings,
-        "scale_decoder_outputs": model.tie_embeddings,
-        "is_encoder_decoder": True,
-    }
+    transformers 5 writes `scale_decoder_outputs`, and `tie_word_embeddings` true whatever is tied; before, outputs were
+    scaled if `tie_word_embeddings` was not false. An mT5 is never scaled, except for a tied one before version 5.
+    """
+    if model_type == "mt5":
+        return False
+    return config.get("scale_decoder_outputs", config.get("tie_word_embeddings") is not False) is not False
 
 
 def _ids(tokenizer: Tokenizer | None) -> dict[str, Any]:
@@ -115,13 +95,56 @@ def _ids(tokenizer: Tokenizer | None) -> dict[str, Any]:
     return {"decoder_start_token_id": ids.bos, "pad_token_id": ids.pad, "eos_token_id": ids.eos}
 
 
-T5 = Family(
-    model_type="t5",
-    architecture="T5ForConditionalGeneration",
-    table=TABLE,
-    fields=FIELDS,
-    read=_read,
-    write=_write,
-    only={"feed_forward_proj": tuple(ACTIVATIONS)},
-    ids=_ids,
-)
+def _family(model_type: str, model_class: str, layers: int, heads: int, vocab: int, inner: int) -> Family:
+    """Returns one of the families, which differ in defaults, scaled outputs and tables of positions."""
+    projection = "relu" if model_type == "t5" else "gated-gelu"
+    tables = "all" if model_type == "umt5" else "first"
+
+    def read(config: Json, names: frozenset[str]) -> dict[str, Any]:
+        scaled = is_scaled(config, model_type)
+        if names and not scaled and "lm_head.weight" not in names:
+            raise UserError(
+                f"this {model_type} has no lm_head.weight, and its outputs are not scaled (scale_decoder_outputs); "
+                "with tie_embeddings, mtjax scales the outputs of a t5 by hidden_size^-0.5"
+            )
+        return {
+            "family": "t5",
+            "num_decoder_layers": config.get("num_decoder_layers"),
+            "head_dim": config.get("d_kv", 64),
+            "mlp_size": config.get("d_ff", inner),
+            "activation": ACTIVATIONS[config.get("feed_forward_proj", projection)],
+            "attention_dropout": config.get("dropout_rate", 0.1),
+            "tie_embeddings": scaled,
+            "relative_bias_layers": tables,
+        }
+
+    def write(model: Model) -> dict[str, Any]:
+        names = (theirs for theirs, ours in ACTIVATIONS.items() if ours == model.activation)
+        return {
+            "num_decoder_layers": decoder_layers(model),
+            "d_kv": head_dim(model),
+            "d_ff": mlp_size(model),
+            "feed_forward_proj": next(names, "relu"),
+            # Versions before 5 read the first, later ones the second.
+            "tie_word_embeddings": model.tie_embeddings,
+            "scale_decoder_outputs": model.tie_embeddings,
+            "is_encoder_decoder": True,
+        }
+
+    sizes = (Field("num_layers", "num_layers", layers), Field("num_heads", "num_heads", heads))
+    return Family(
+        model_type=model_type,
+        architecture=f"{model_class}ForConditionalGeneration",
+        table=TABLE,
+        fields=(*sizes, Field("vocab_size", "vocab_size", vocab), *FIELDS),
+        read=read,
+        write=write,
+        only={"feed_forward_proj": tuple(ACTIVATIONS)},
+        ids=_ids,
+        unties=False,
+    )
+
+
+T5 = _family("t5", "T5", layers=6, heads=8, vocab=32128, inner=2048)
+MT5 = _family("mt5", "MT5", layers=8, heads=6, vocab=250112, inner=1024)
+UMT5 = _family("umt5", "UMT5", layers=8, heads=6, vocab=250112, inner=1024)

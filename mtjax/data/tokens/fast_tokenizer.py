@@ -19,6 +19,8 @@ END_NAMES = (
     "<\uff5cend\u2581of\u2581sentence\uff5c>",  # DeepSeek's
 )
 """Tokens that end documents, in order of preference where the settings of a tokenizer name none of them."""
+ROBERTA_NAMES = {"[CLS]": "<s>", "[SEP]": "</s>", "[PAD]": "<pad>", "[MASK]": "<mask>"}
+"""BERT's names of special tokens -> RoBERTa's; a vocabulary with `<mask>` has these."""
 
 
 class FastTokenizer:
@@ -118,8 +120,11 @@ class FastTokenizer:
         return self._tokenizer.id_to_token(int(index)) or f"<{index}>"
 
     def special(self, name: str) -> int | None:
-        """Returns the id of the special token `name`, or None."""
-        return self._tokenizer.token_to_id(name)
+        """Returns the id of the special token `name`, or None; of BERT's names also in a vocabulary with RoBERTa's."""
+        index = self._tokenizer.token_to_id(name)
+        if index is None and name in ROBERTA_NAMES and self._tokenizer.token_to_id(ROBERTA_NAMES["[MASK]"]) is not None:
+            return self._tokenizer.token_to_id(ROBERTA_NAMES[name])
+        return index
 
     def with_eod(self, token: str) -> "FastTokenizer":
         """Returns this tokenizer with another token at the end of documents."""

@@ -100,7 +100,7 @@ class Windows:
           UserError: `length` has no space for a passage after a question.
         """
         self.windows = [window for number in range(len(self.examples)) for window in self._windows_of(number, length)]
-        self.starts = [1 + len(self.questions[number]) + 1 for number, _, _ in self.windows]
+        self.starts = [1 + len(self.questions[number]) + self.format.between for number, _, _ in self.windows]
         rows = LazyRows(_WindowIds(self.windows, self.questions, self.contexts), self.format, length)
         pairs = zip(self.windows, self.starts, strict=True)
         labels = [self._label(window, start) for window, start in pairs]
@@ -187,11 +187,12 @@ class Windows:
           UserError: `length` has no space for a passage.
         """
         question, tokens = len(self.questions[number]), len(self.contexts[number])
-        size = length - question - 3  # [CLS] question [SEP] passage [SEP]
+        added = 2 + self.format.between  # [CLS] question [SEP] passage [SEP]
+        size = length - question - added
         if size < 1:
             raise UserError(
                 f"sequence_length {length} is too short for the {question} tokens of question "
-                f"{self.examples[number].id} and its passage: use {question + 4} or more"
+                f"{self.examples[number].id} and its passage: use {question + added + 1} or more"
             )
         step, windows, begin = min(self.options.doc_stride, size), [], 0
         while True:

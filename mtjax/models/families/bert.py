@@ -83,7 +83,10 @@ class Encoder(nnx.Module):
             positions = local_positions(tokens.shape[1])
             x = embed_tokens(self.embedding, self.positions, tokens, self.dtype, local_positions=positions)
             if self.token_types is not None:
-                x = x + embed_types(self.token_types, jnp.zeros_like(tokens) if types is None else types, self.dtype)
+                # With a single type, as in RoBERTa, all tokens have it, also those of a second text.
+                has_one = self.token_types.shape[0] == 1
+                types = jnp.zeros_like(tokens) if types is None or has_one else types
+                x = x + embed_types(self.token_types, types, self.dtype)
             return HiddenStates(
                 dropout(self.embedding_norm(x), self.rate, keys, EMBEDDING_SITE, RESIDUAL, positions=positions)
             )

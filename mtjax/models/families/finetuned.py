@@ -113,7 +113,8 @@ class FinetunedEncoder(_Finetuned, Encoder):
         if model.head == "spans":
             self.head = SpanHead(model, key=head_key)
         else:
-            self.head = PoolerHead(model, num_outputs(model), rate=model.hidden_dropout, key=head_key)
+            settings = {"rate": model.hidden_dropout, "activation": model.pooler_activation}
+            self.head = PoolerHead(model, num_outputs(model), **settings, key=head_key)
 
     def outputs(self, trunk_output: HiddenStates, batch: Batch, keys: Keys = None) -> Float[Array, "batch ..."]:
         """See `GivesOutputs.outputs`."""

@@ -15,12 +15,13 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from mtjax.config import Config
-from mtjax.config.sizes import dense_layers, main_layers
+from mtjax.config.sizes import dense_layers, main_layers, output_shape, padded_vocab_size
 from mtjax.models.dropout import dropout
 from mtjax.models.embedding import EMBEDDING_SITE, embed_tokens, in_table, position_table, vocabulary_table
 from mtjax.models.heads import WithVocabulary
 from mtjax.models.kv_cache import CachePositions
 from mtjax.models.layer_context import PADDING_MASK, RESIDUAL, LayerContext, Padding
+from mtjax.models.linear import constant
 from mtjax.models.norms import make_norm
 from mtjax.models.recompute import Recompute
 from mtjax.models.rotary import QueryScale, Rotary
@@ -39,7 +40,7 @@ from mtjax.models.trunk import (
 from mtjax.sharding.context.ring_attention import Method
 from mtjax.sharding.context.zigzag import local_positions
 from mtjax.sharding.distillation import vocab_parallel_distillation
-from mtjax.sharding.vocab import LossOptions, vocab_parallel_cross_entropy
+from mtjax.sharding.vocab import LossOptions, OutputOptions, vocab_parallel_cross_entropy
 from mtjax.theory.families.decoder import DENSE, STACK
 from mtjax.theory.plan import ExpertDispatch
 
@@ -63,8 +64,9 @@ class Decoder(nnx.Module):
         self.dense = stack(kind="transformer", layers=dense) if dense else None
         self.stack = stack(kind=kind, layers=main_layers(model))
         self.is_interleaved = model.moe_every > 1
+        self.embedding_norm = make_norm(model, dtype) if model.embedding_norm else None
         self.final_norm = make_norm(model, dtype)
-        self.rate = model.hidden_dropout
+        self.rate, self.scale = model.hidden_dropout, model.embedding_scale
         self.method: Method = config.parallel.context_method
         self.expert_dispatch: ExpertDispatch = config.parallel.expert_dispatch
         self.dtype = dtype
@@ -99,7 +101,10 @@ class Decoder(nnx.Module):
         """Embeds tokens and positions: [batch, act_seq, embed]."""
         with jax.named_scope("embedding"):
             tokens, positions = batch["tokens"], local_positions(batch["tokens"].shape[1])
-            x = embed_tokens(self.embedding, self.positions, tokens, self.dtype, batch.get("position_ids"), positions)
+            x = embed_tokens(
+                self.embedding, self.positions, tokens, self.dtype, batch.get("position_ids"), positions, self.scale
+            )
+            x = x if self.embedding_norm is None else self.embedding_norm(x)
             return HiddenStates(dropout(x, self.rate, keys, EMBEDDING_SITE, RESIDUAL, positions=positions))
 
     def _context(self, batch: Batch, keys: Keys, hidden: HiddenStates) -> LayerContext:
@@ -135,6 +140,9 @@ class GPT(Decoder, WithVocabulary):
         super().__init__(config, key=key)
         model = config.model
         self.output = None if model.tie_embeddings else vocabulary_table(model, jax.random.fold_in(key, 1))
+        rows = padded_vocab_size(model)
+        self.output_bias = constant(0.0, {"vocab": rows}) if model.output_bias else None
+        self.output_options = OutputOptions(rows, **output_shape(model))
 
     @property
     def decoder_stacks(self) -> tuple[Stack, ...]:
@@ -157,12 +165,12 @@ class GPT(Decoder, WithVocabulary):
     def losses(self, trunk_output: HiddenStates, batch: Batch, keys: Keys, options: LossOptions) -> dict[str, Array]:
         """Computes the cross-entropy of each next token, [batch, seq], and with a teacher also of its probabilities."""
         # The logits are never gathered: the loss is fused with the product with the sharded output table.
-        hidden = self.final_norm(trunk_output.x)
+        hidden, (table, bias, _) = self.final_norm(trunk_output.x), self.output_head()
         if TEACHER in batch:
             targets = batch["labels"], batch[TEACHER], batch[TEACHER_TABLE]
-            hard, soft = vocab_parallel_distillation(hidden, self.output_table[...], *targets, options)
+            hard, soft = vocab_parallel_distillation(hidden, table, *targets, options, bias)
             return {HARD: hard, SOFT: soft}
-        return {"loss": vocab_parallel_cross_entropy(hidden, self.output_table[...], batch["labels"], options)}
+        return {"loss": vocab_parallel_cross_entropy(hidden, table, batch["labels"], options, bias)}
 
     @staticmethod
     def batch_arrays(config: Config) -> dict[str, jax.ShapeDtypeStruct]:

@@ -1,7 +1,7 @@
 """Families of models by name, and the interface that a train step requires of each."""
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 from flax import nnx
@@ -17,6 +17,7 @@ from mtjax.models.kv_cache import CachePositions
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.stack import Stack
 from mtjax.models.trunk import Batch, Trunk
+from mtjax.sharding.vocab import OutputOptions
 
 
 class LanguageModel(Trunk, Protocol):
@@ -56,6 +57,10 @@ class Writer(LanguageModel, Protocol):
     @property
     def output_table(self) -> nnx.Param:
         """[vocab, embed]"""
+        ...
+
+    def output_head(self, vocab_size: int) -> tuple[Any, Array | None, OutputOptions]:
+        """Returns the output table, the bias of the logits, if any, and how logits of this many tokens are computed."""
         ...
 
     def embed_new(self, tokens: Array, cache_positions: CachePositions, length: int) -> tuple[Array, LayerContext]:

@@ -42,7 +42,8 @@ class T5Stack(nnx.Module):
         dtype, recompute = jnp.dtype(config.training.compute_dtype), Recompute.of(config.training)
         bias_key, stack_key = jax.random.split(key)
         is_relative = model.position == "relative"
-        self.relative = RelativeBias(model, is_causal=is_causal, key=bias_key) if is_relative else None
+        has_table = is_relative and model.relative_bias_layers == "first"  # else every layer has one
+        self.relative = RelativeBias(model, key=bias_key) if has_table else None
         self.stack = Stack(model, dtype, kind=kind, recompute=recompute, parallel=config.parallel, key=stack_key)
         self.final_norm = make_norm(model, dtype)
         self.rate = model.hidden_dropout
@@ -51,7 +52,7 @@ class T5Stack(nnx.Module):
     def context(self, length: int, keys: Keys) -> LayerContext:
         """Computes the other inputs of all layers, for sequences of this length."""
         with jax.named_scope("embedding"):
-            bias = None if self.relative is None else self.relative(length)
+            bias = None if self.relative is None else self.relative(length, is_causal=self.is_causal)
         return LayerContext(keys, bias=bias, is_causal=self.is_causal)
 
     def decode_context(self, cache_positions: CachePositions, length: int) -> LayerContext:

@@ -24,6 +24,7 @@ from mtjax.models.linear import Linear, constant, normal
 from mtjax.models.lora import Adapter, gather_sequence_shared, lora_input_dropout
 from mtjax.models.mixers.mixer import State
 from mtjax.models.project import project
+from mtjax.models.relative import RelativeBias
 from mtjax.models.rotary import rotate
 from mtjax.sharding.axes import spec
 from mtjax.sharding.kv_heads import heads_in_use
@@ -61,6 +62,8 @@ class SelfAttention(nnx.Module):
         self.norms_after_rope = model.qk_norm_after_rope
         self.clip = model.qkv_clip
         self.sinks = constant(0.0, {"heads": model.num_heads}) if model.attention_sinks else None
+        has_table = model.position == "relative" and model.relative_bias_layers == "all"
+        self.relative = RelativeBias(model, key=jax.random.fold_in(key, 2)) if has_table else None
         self.options = attention_options(model)
         self.attend = KERNELS[model.attention]
 
@@ -86,11 +89,17 @@ class SelfAttention(nnx.Module):
         if self.sinks is not None:
             options = dataclasses.replace(options, sinks=self.sinks[...])
         if state is None:
+            if self.relative is not None:
+                bias = self.relative(query.shape[1], is_causal=context.is_causal)
+                context = dataclasses.replace(context, bias=bias)
             mixed = self.attend(query, key, value, context, options)
         else:
             assert isinstance(state, KVCache) and context.cache_positions is not None
             state = state.append(key, value, context.cache_positions)
-            mixed = attend_cached(query, state, context.cache_positions, options, context.bias)
+            bias = context.bias
+            if self.relative is not None:
+                bias = self.relative.at(context.cache_positions.positions, state.length)
+            mixed = attend_cached(query, state, context.cache_positions, options, bias)
         return self.output(mixed, lora_input_dropout(mixed, self.low, context, OUTPUT_SITE, "heads", "head_dim")), state
 
     def _prepared(self, query: Array, key: Array, value: Array, context: LayerContext) -> tuple[Array, Array, Array]:

@@ -1,7 +1,7 @@
 """BERT: a stack of bidirectional layers, the masked-LM head and the sentence-order head."""
 
 from mtjax.config import Model
-from mtjax.config.sizes import most_masked, num_outputs, padded_vocab_size
+from mtjax.config.sizes import most_masked, norm_vectors, num_outputs, padded_vocab_size
 from mtjax.theory.anatomy import Anatomy, Stack
 from mtjax.theory.families.decoder import mlp, self_attention
 from mtjax.theory.parts.embedding import Lookup, Norm, Positions, TokenTypes
@@ -16,7 +16,7 @@ def bert(model: Model) -> Anatomy:
     """
     rows, hidden, tokens = padded_vocab_size(model), model.hidden_size, model.sequence_length
     is_post = model.norm_placement == "post"
-    norm = Norm("embedding_norm" if is_post else "final_norm", model.norm, hidden)
+    norm = Norm("embedding_norm" if is_post else "final_norm", norm_vectors(model), hidden)
     parts = (self_attention(model, tokens, is_causal=False), mlp(model, tokens))
     embed = (Lookup(rows, hidden), Positions(tokens, hidden), TokenTypes(model.num_token_types, hidden))
     if model.head == "language":
@@ -26,7 +26,7 @@ def bert(model: Model) -> Anatomy:
     return Anatomy(
         model,
         embed=(*embed, norm) if is_post else embed,
-        stacks=(Stack("stack", model.num_layers, tokens, hidden, parts, is_post_norm=is_post),),
+        stacks=(Stack("stack", model.num_layers, tokens, hidden, parts, norms_outputs=is_post),),
         head=head if is_post else (norm, *head),
     )
 
@@ -39,7 +39,7 @@ def _pretraining(model: Model) -> tuple[Part, ...]:
         most_masked(model.sequence_length),
         sequence=model.sequence_length,
         owns_table=not model.tie_embeddings,
-        norm=model.norm,
+        norm=norm_vectors(model),
         takes_first=model.sentence_order,
     )
     order = OneToken(model.hidden_size, 2, "order", stands_alone=False)

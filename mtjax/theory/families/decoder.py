@@ -1,5 +1,7 @@
 """GPT and Llama: a stack of causal layers."""
 
+from typing import Any
+
 from mtjax.config import Model
 from mtjax.config.sizes import (
     GATED,
@@ -11,6 +13,7 @@ from mtjax.config.sizes import (
     main_layers,
     mlp_bias,
     mlp_size,
+    norm_vectors,
     num_kv_heads,
     num_outputs,
     padded_vocab_size,
@@ -22,7 +25,7 @@ from mtjax.theory.parts.embedding import Lookup, Norm, Positions
 from mtjax.theory.parts.experts import Experts
 from mtjax.theory.parts.heads import OneToken, Output
 from mtjax.theory.parts.mlp import MLP
-from mtjax.theory.parts.part import Part
+from mtjax.theory.parts.part import Norms, Part
 
 
 def decoder(model: Model) -> Anatomy:
@@ -31,12 +34,14 @@ def decoder(model: Model) -> Anatomy:
     A GPT-2 has `V h + s h + l (12 h^2 + 13 h) + 2 h` parameters (arXiv 2104.04473, equation 2).
     """
     rows, hidden, tokens = padded_vocab_size(model), model.hidden_size, model.sequence_length
-    positions = (Positions(tokens, hidden),) if model.position == "learned" else ()
-    final = Norm("final_norm", model.norm, hidden)
+    positions: tuple[Part, ...] = (Positions(tokens, hidden),) if model.position == "learned" else ()
+    final = Norm("final_norm", norm_vectors(model), hidden)
     if model.head == "language":
-        head: Part = Output(rows, hidden, tokens, owns_table=not model.tie_embeddings)
+        head: Part = Output(rows, hidden, tokens, owns_table=not model.tie_embeddings, bias=model.output_bias)
     else:
         head = OneToken(hidden, num_outputs(model), has_pooler=False)
+    if model.embedding_norm:
+        positions = (*positions, Norm("embedding_norm", norm_vectors(model), hidden))
     return Anatomy(model, embed=(Lookup(rows, hidden), *positions), stacks=_stacks(model), head=(final, head))
 
 
@@ -51,23 +56,28 @@ def _stacks(model: Model) -> tuple[Stack, ...]:
     tokens, dense = model.sequence_length, dense_layers(model)
     attention = self_attention(model, tokens, is_causal=True)
     sizes, others = (tokens, model.hidden_size), main_layers(model)
-    among = model.num_layers if dense else None
-    last = Stack(STACK, len(others), *sizes, (attention, feed_forward(model, tokens)), numbers=others, among=among)
+    settings: dict[str, Any] = {
+        "among": model.num_layers if dense else None,
+        "norms_outputs": model.norm_placement in ("output", "sandwich"),
+        "parallel": model.parallel_residual,
+    }
+    last = Stack(STACK, len(others), *sizes, (attention, feed_forward(model, tokens)), numbers=others, **settings)
     if not dense:
         return (last,)
     parts = (attention, mlp(model, tokens))
-    return (Stack(DENSE, len(dense), *sizes, parts, side=f"{DENSE}_", numbers=dense, among=among), last)
+    return (Stack(DENSE, len(dense), *sizes, parts, side=f"{DENSE}_", numbers=dense, **settings), last)
 
 
 def self_attention(model: Model, tokens: int, *, is_causal: bool) -> Attention:
     """Returns the attention of a model's layers."""
+    has_table = model.position == "relative" and model.relative_bias_layers == "all"
     return Attention(
         hidden=model.hidden_size,
         tokens=tokens,
         heads=model.num_heads,
         kv_heads=num_kv_heads(model),
         head_dim=head_dim(model),
-        norm=model.norm,
+        norm=Norms.of(model, is_first=True),
         biases=attention_biases(model),
         is_causal=is_causal,
         rank=low.rank if (low := adapters_of(model, "attention")) else 0,
@@ -75,6 +85,7 @@ def self_attention(model: Model, tokens: int, *, is_causal: bool) -> Attention:
         qk_norm_scope=model.qk_norm_scope,
         has_sinks=model.attention_sinks,
         is_capped=model.attention_softcap is not None,
+        buckets=model.relative_buckets if has_table else 0,
     )
 
 
@@ -89,7 +100,7 @@ def feed_forward(model: Model, tokens: int) -> Part:
         top_k=model.experts_top_k,
         inner=expert_size(model),
         is_gated=model.activation in GATED,
-        norm=model.norm,
+        norm=Norms.of(model),
         router_bias=model.router_bias,
         router_linear_bias=model.router_linear_bias,
         bias=model.expert_bias,
@@ -107,7 +118,7 @@ def mlp(model: Model, tokens: int) -> MLP:
         tokens=tokens,
         inner=mlp_size(model),
         is_gated=model.activation in GATED,
-        norm=model.norm,
+        norm=Norms.of(model),
         bias=mlp_bias(model),
         rank=low.rank if (low := adapters_of(model, "mlp")) else 0,
     )

@@ -1,20 +1,27 @@
 """T5: an encoder and a decoder with one embedding table; the decoder has cross-attention over the encoder's output."""
 
 from mtjax.config import Model
-from mtjax.config.sizes import attention_biases, decoder_layers, decoder_length, head_dim, padded_vocab_size
+from mtjax.config.sizes import (
+    attention_biases,
+    decoder_layers,
+    decoder_length,
+    head_dim,
+    norm_vectors,
+    padded_vocab_size,
+)
 from mtjax.theory.anatomy import Anatomy, Stack
 from mtjax.theory.families.decoder import mlp, self_attention
 from mtjax.theory.parts.attention import CrossAttention
 from mtjax.theory.parts.embedding import Lookup, Norm, Positions, RelativeBias
 from mtjax.theory.parts.heads import Output
-from mtjax.theory.parts.part import Part
+from mtjax.theory.parts.part import Norms, Part
 
 DECODER = "decoder_"
 """Prefix of the decoder's symbols in formulas."""
 
 
 def t5(model: Model) -> Anatomy:
-    """Builds the anatomy of a T5: each stack has a final norm, and with relative positions a separate table."""
+    """Builds the anatomy of a T5: each stack has a final norm; relative positions have tables per stack or layer."""
     rows, hidden = padded_vocab_size(model), model.hidden_size
     read, written = model.sequence_length, decoder_length(model)
     cross = CrossAttention(
@@ -23,7 +30,7 @@ def t5(model: Model) -> Anatomy:
         read=read,
         heads=model.num_heads,
         head_dim=head_dim(model),
-        norm=model.norm,
+        norm=Norms.of(model),
         biases=attention_biases(model),
     )
     encoder = (self_attention(model, read, is_causal=False), mlp(model, read))
@@ -40,8 +47,8 @@ def t5(model: Model) -> Anatomy:
             Stack("decoder.stack", decoder_layers(model), written, hidden, decoder, side=DECODER),
         ),
         head=(
-            Norm("encoder.final_norm", model.norm, hidden),
-            Norm("decoder.final_norm", model.norm, hidden),
+            Norm("encoder.final_norm", norm_vectors(model), hidden),
+            Norm("decoder.final_norm", norm_vectors(model), hidden),
             Output(rows, hidden, written, owns_table=not model.tie_embeddings, side=DECODER),
         ),
     )
@@ -49,6 +56,8 @@ def t5(model: Model) -> Anatomy:
 
 def _positions(model: Model) -> tuple[Part, ...]:
     if model.position == "relative":
+        if model.relative_bias_layers == "all":
+            return ()  # in `self_attention`
         lengths = {"encoder": model.sequence_length, "decoder": decoder_length(model)}
         return tuple(RelativeBias(model.relative_buckets, model.num_heads, n, owner) for owner, n in lengths.items())
     longest = max(model.sequence_length, decoder_length(model))

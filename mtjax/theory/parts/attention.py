@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from mtjax.theory.contract import LAYER_BACKWARD, LAYER_FORWARD, LAYER_RECOMPUTE, OTHER, Expectation, Kind
 from mtjax.theory.parts.part import (
     Elementwise,
+    Norms,
     Part,
     Product,
     ResidualStream,
@@ -13,7 +14,6 @@ from mtjax.theory.parts.part import (
     Weight,
     adapter_products,
     linear,
-    norm,
     over_model,
     weight,
 )
@@ -40,7 +40,7 @@ class _Heads(Part):
     heads: int
     """Query heads."""
     head_dim: int
-    norm: str
+    norm: Norms
     biases: tuple[bool, bool]
     """Of query, key and value; of the output projection."""
 
@@ -85,6 +85,8 @@ class Attention(_Heads):
     has_sinks: bool = False
     is_capped: bool = False
     """Whether scores have a cap, whose backward pass reads their hyperbolic tangents."""
+    buckets: int = 0
+    """Of the layer's own relative position bias; 0 without one."""
 
     @property
     def kv_size(self) -> int:
@@ -103,7 +105,9 @@ class Attention(_Heads):
             inputs += linear("attention.qkv.key_value", embed, kv_heads, bias=bias, rank=rank)
         output = linear("attention.output", heads, embed, bias=output_bias, rank=rank)
         sinks = [weight("attention.sinks", {"heads": self.heads})] if self.has_sinks else []
-        return [*norm("attention_norm", self.norm, self.hidden), *inputs, *output, *self._head_norms(), *sinks]
+        if self.buckets:
+            output += [weight("attention.relative.table", {"buckets": self.buckets, "heads": self.heads})]
+        return [*self.norm.weights("attention", self.hidden), *inputs, *output, *self._head_norms(), *sinks]
 
     def _head_norms(self) -> list[Weight]:
         """Returns the vectors of QK norm: one for all heads, or one for each."""
@@ -146,6 +150,11 @@ class Attention(_Heads):
             **({WIDTH_STATISTICS: 2 * 4 * plan.local_tokens(self.tokens)} if self.normalizes_width else {}),
             **adapter_saved_bytes(self.rank, 4, self.hidden + self.query_size / plan.tensor_degree, self.tokens, plan),
         }
+
+    def backward_peak_bytes(self, plan: Plan) -> float:
+        """Returns those of any attention, and the float32 biases of all pairs of tokens with their gradients."""
+        biases = 2 * 4 * self.scores.pairs / plan.mesh.model if self.buckets else 0.0
+        return super().backward_peak_bytes(plan) + biases
 
     def kv_elements(self, context: int) -> int:
         return 2 * self.kv_size * context
@@ -198,7 +207,7 @@ class CrossAttention(_Heads):
         embed, heads = {"embed": self.hidden}, {"heads": self.heads, "head_dim": self.head_dim}
         bias, output_bias = self.biases
         return [
-            *norm("cross_norm", self.norm, self.hidden),
+            *self.norm.weights("cross", self.hidden),
             *linear("cross.query", embed, heads, bias=bias),
             *linear("cross.key_value", embed, {"kv": 2, **heads}, bias=bias),
             *linear("cross.output", heads, embed, bias=output_bias),

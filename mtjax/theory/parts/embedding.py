@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mtjax.theory.contract import EMBEDDING_BACKWARD, EMBEDDING_FORWARD, LOSS_FORWARD, Expectation
-from mtjax.theory.parts.part import NORM_VECTORS, Part, ResidualStream, Weight, norm, over_model, weight
+from mtjax.theory.parts.part import Part, ResidualStream, Weight, norm, over_model, weight
 from mtjax.theory.parts.sublayer import local_gradient_sums
 from mtjax.theory.plan import Plan
 
@@ -103,14 +103,14 @@ class Norm(Part):
 
     path: str
     """Its dotted name."""
-    kind: str
+    vectors: tuple[str, ...]
     hidden: int
 
     @property
     def weights(self) -> list[Weight]:
-        return norm(self.path, self.kind, self.hidden)
+        return norm(self.path, self.vectors, self.hidden)
 
     def collectives(self, stream: ResidualStream) -> list[Expectation]:
-        vectors = len(NORM_VECTORS[self.kind])
-        has_sums = stream.split and not stream.is_frozen
+        vectors = len(self.vectors)
+        has_sums = stream.split and vectors and not stream.is_frozen
         return [local_gradient_sums(stream, f"{vectors}*hidden", f"the norm {self.path}")] if has_sums else []

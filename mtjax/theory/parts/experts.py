@@ -10,7 +10,17 @@ from dataclasses import dataclass, replace
 from mtjax.config import Model
 from mtjax.theory.contract import LAYER_BACKWARD, LAYER_FORWARD, LAYER_RECOMPUTE, Dtype, Expectation, Kind
 from mtjax.theory.parts.mlp import MLP
-from mtjax.theory.parts.part import Elementwise, Part, Product, ResidualStream, Weight, linear, norm, over_model, weight
+from mtjax.theory.parts.part import (
+    Elementwise,
+    Norms,
+    Part,
+    Product,
+    ResidualStream,
+    Weight,
+    linear,
+    over_model,
+    weight,
+)
 from mtjax.theory.parts.sublayer import (
     local_gradient_sums,
     sublayer_collectives,
@@ -35,7 +45,7 @@ class Experts(Part):
     inner: int
     """f: inner width of an expert."""
     is_gated: bool
-    norm: str
+    norm: Norms
     router_bias: bool = False
     """Whether the top k are chosen by scores plus a bias per expert."""
     router_linear_bias: bool = False
@@ -68,7 +78,7 @@ class Experts(Part):
         experts, embed, inner = {"expert": self.count}, {"embed": self.hidden}, {"mlp": self.inner}
         gate = {"gate": 2} if self.is_gated else {}
         weights = [
-            *norm("experts_norm", self.norm, self.hidden),
+            *self.norm.weights("experts", self.hidden),
             weight("experts.router.weight", {**embed, "routes": self.count}),
             weight("experts.up.weight", {**experts, **embed, **gate, **inner}),
             weight("experts.down.weight", {**experts, **inner, **embed}),
@@ -161,7 +171,6 @@ class Experts(Part):
         is_exchanged = stream.expert_dispatch == "all-to-all"
         return [*lines, *(all_to_all_dispatch(stream) if is_exchanged else all_gather_dispatch(stream))]
 
-
     def _router_gradient_sums(self, stream: ResidualStream) -> list[Expectation]:
         """Returns the all-reduces of the gradients of routers and of what else reads or adds to a rank's tokens."""
         sums = {
@@ -221,7 +230,9 @@ def shared_gate_collectives(stream: ResidualStream) -> list[Expectation]:
     matmul, so that the sum of both outputs is still reduced at once."""
     elements, why = "batch*sequence", "gates of the shared expert"
     if not stream.split:
-        return [over_model(LAYER_BACKWARD, "all-reduce", stream.times, elements, f"gradients of {why}", dtype="float32")]
+        return [
+            over_model(LAYER_BACKWARD, "all-reduce", stream.times, elements, f"gradients of {why}", dtype="float32")
+        ]
     again = f"({stream.side}layers + {stream.side}grouped_layers)*{stream.turns}"
     return [
         over_model(LAYER_FORWARD, "all-gather", stream.forward_times, elements, why, dtype="float32"),

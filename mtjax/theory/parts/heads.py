@@ -23,10 +23,13 @@ class Output(Part):
     owns_table: bool
     """False where it reads the embedding's table (tied)."""
     side: str = ""
+    bias: bool = False
+    """Whether there is a bias per row."""
 
     @property
     def weights(self) -> list[Weight]:
-        return [weight("output", {"vocab": self.rows, "embed": self.hidden})] if self.owns_table else []
+        table = [weight("output", {"vocab": self.rows, "embed": self.hidden})] if self.owns_table else []
+        return [*table, *([weight("output_bias", {"vocab": self.rows})] if self.bias else [])]
 
     def products(self, tensor_degree: int = 1) -> list[Product]:
         return [Product(self.tokens, self.hidden, self.rows / tensor_degree)]
@@ -72,7 +75,7 @@ class MaskedOutput(Output):
 
     sequence: int = 0
     """Tokens of a sample."""
-    norm: str = "layernorm"
+    norm: tuple[str, ...] = ("scale", "bias")
     takes_first: bool = True
     """Whether the head of the sentence order reads the first token's hidden state too."""
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mtjax.theory.contract import Expectation
-from mtjax.theory.parts.part import Elementwise, Part, Product, ResidualStream, Weight, adapter_products, linear, norm
+from mtjax.theory.parts.part import Elementwise, Norms, Part, Product, ResidualStream, Weight, adapter_products, linear
 from mtjax.theory.parts.sublayer import (
     adapter_collectives,
     adapter_saved_bytes,
@@ -26,7 +26,7 @@ class MLP(Part):
     inner: int
     """f: the inner width."""
     is_gated: bool
-    norm: str
+    norm: Norms
     bias: bool
     rank: int = 0
     """Of LoRA adapters; 0 without any."""
@@ -41,7 +41,7 @@ class MLP(Part):
         embed, inner = {"embed": self.hidden}, {"mlp": self.inner}
         gate = {"gate": 2} if self.is_gated else {}
         return [
-            *norm("mlp_norm", self.norm, self.hidden),
+            *self.norm.weights("mlp", self.hidden),
             *linear("mlp.up", embed, {**gate, **inner}, bias=self.bias, rank=self.rank),
             *linear("mlp.down", inner, embed, bias=self.bias, rank=self.rank),
         ]

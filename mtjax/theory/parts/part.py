@@ -9,6 +9,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from mtjax.config import Model
+from mtjax.config.sizes import norm_vectors, sublayer_norms
 from mtjax.theory.adapters import ADAPTER, adapter_sizes
 from mtjax.theory.contract import Expectation
 from mtjax.theory.plan import ContextParallelism, ExpertDispatch, Plan
@@ -47,13 +49,33 @@ def linear(
     return [*matrix, weight(f"{name}.{ADAPTER}.a", a), weight(f"{name}.{ADAPTER}.b", b)]
 
 
-NORM_VECTORS = {"layernorm": ("scale", "bias"), "rmsnorm": ("scale",)}
-"""Norm -> its vectors of h parameters."""
+def norm(name: str, vectors: Sequence[str], width: int) -> list[Weight]:
+    """Returns the vectors of a norm, whose names are `mtjax.config.sizes.norm_vectors`."""
+    return [weight(f"{name}.{vector}", {"embed": width}) for vector in vectors]
 
 
-def norm(name: str, kind: str, width: int) -> list[Weight]:
-    """Returns the vectors of a norm."""
-    return [weight(f"{name}.{vector}", {"embed": width}) for vector in NORM_VECTORS[kind]]
+@dataclass(frozen=True)
+class Norms:
+    """The norms of a sublayer."""
+
+    vectors: tuple[str, ...]
+    """Names of the parameters of each."""
+    kinds: tuple[str, ...] = ("norm",)
+    """Kinds: `mtjax.config.sizes.sublayer_norms`."""
+
+    @classmethod
+    def of(cls, model: Model, *, is_first: bool = False) -> "Norms":
+        """Returns the norms of a layer's first sublayer, or of another."""
+        return cls(norm_vectors(model), sublayer_norms(model, is_first=is_first))
+
+    @property
+    def count(self) -> int:
+        """Vectors of h parameters."""
+        return len(self.kinds) * len(self.vectors)
+
+    def weights(self, sublayer: str, width: int) -> list[Weight]:
+        """Returns the parameters of the norms of a sublayer with this name."""
+        return [vector for kind in self.kinds for vector in norm(f"{sublayer}_{kind}", self.vectors, width)]
 
 
 @dataclass(frozen=True)

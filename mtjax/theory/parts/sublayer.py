@@ -1,7 +1,7 @@
 """Formulas common to all sublayers: a norm, a tensor-parallel block, a residual add."""
 
 from mtjax.theory.contract import LAYER_BACKWARD, LAYER_FORWARD, LAYER_RECOMPUTE, Expectation
-from mtjax.theory.parts.part import NORM_VECTORS, ResidualStream, over_model
+from mtjax.theory.parts.part import Norms, ResidualStream, over_model
 from mtjax.theory.plan import Plan
 
 NORM_INPUTS = "norm inputs"
@@ -69,11 +69,11 @@ def local_gradient_sums(stream: ResidualStream, elements: str, why: str) -> Expe
     )
 
 
-def vector_gradient_sums(stream: ResidualStream, norm: str, bias: bool) -> list[Expectation]:
+def vector_gradient_sums(stream: ResidualStream, norms: Norms, bias: bool) -> list[Expectation]:
     """Returns the all-reduce of the gradients of a sublayer's norm and row-parallel bias; none if they are frozen."""
-    if stream.is_frozen:
+    vectors = norms.count + bias
+    if stream.is_frozen or not vectors:
         return []
-    vectors = len(NORM_VECTORS[norm]) + bias
     return [local_gradient_sums(stream, f"{stream.side}layers*{vectors}*hidden", "norms and row-parallel biases")]
 
 
