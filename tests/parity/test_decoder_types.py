@@ -106,7 +106,11 @@ def test_logits_are_transformers_own_there_and_back(name: str, tmp_path: Path) -
 @pytest.mark.parametrize("model_type", sorted({case.model_type for case in CASES.values()}))
 def test_missing_keys_have_transformers_defaults_and_all_keys_are_known(model_type: str) -> None:
     family = FAMILIES[model_type]
-    needed = {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2} if "dots" in model_type else {}
+    needed = (
+        {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2}
+        if model_type in ("dots1", "deepseek_v2")
+        else {}
+    )
     needed |= {"head_dim": 128} if model_type in ("ministral", "hunyuan_v1_dense") else {}
     full = transformers.AutoConfig.for_model(model_type, **needed).to_dict()
     known, found = (
