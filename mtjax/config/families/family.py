@@ -29,14 +29,17 @@ EXPERTS = frozenset(
     }
 )
 """Settings of experts, for families that support them."""
-
 DECODER = frozenset(
     {
         *("embedding_scale", "embedding_norm", "parallel_residual", "residual_scale"),
         *("output_scale", "output_softcap", "output_bias"),
+        *("attention_window", "window_layers", "alibi_scaled", "rope_fraction", "rope_layers", "rope_local_theta"),
+        *("rope_short_factors", "rope_long_factors", "rope_truncate"),
+        *("attention_scale", "attention_scale_beta", "attention_softcap", "attention_sinks", "qkv_clip"),
     }
 )
-"""Settings of decoders, in which the families differ that people train; `check_family` refuses them elsewhere."""
+"""Settings of decoders, in which the models differ that people train; families that do not have them refuse any value
+but the default."""
 
 
 def check_no_qk_norm(model: "Model") -> None:

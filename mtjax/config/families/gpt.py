@@ -14,7 +14,7 @@ GPT = Family(
         "attention_dropout": 0.1,
     },
     choices={
-        "position": ("learned", "rope"),
+        "position": ("learned", "rope", "alibi", "none"),
         "norm_placement": ("pre", "output", "sandwich"),
         "head": ("language", "classification", "regression", "choices"),
     },

@@ -14,7 +14,7 @@ LLAMA = Family(
         "attention_dropout": 0.0,
     },
     choices={
-        "position": ("learned", "rope"),
+        "position": ("learned", "rope", "alibi", "none"),
         "norm_placement": ("pre", "output", "sandwich"),
         "head": ("language", "classification", "regression", "choices"),
     },
