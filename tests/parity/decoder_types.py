@@ -46,6 +46,8 @@ class Case:
     base: dict[str, Any] = field(default_factory=lambda: SIZES)
     length: int = 24
     """Tokens of a sequence."""
+    attention: str = "eager"
+    """transformers' implementation; its eager one adds Falcon-RW's bias twice."""
 
     @property
     def config(self) -> dict[str, Any]:
@@ -158,6 +160,7 @@ CASES = {
         "falcon",
         {"alibi": True, "bias": True, "multi_query": False, "parallel_attn": False}
         | without("intermediate_size", "num_key_value_heads"),
+        attention="sdpa",
     ),
     "mpt": Case(
         "mpt",

@@ -35,7 +35,7 @@ def network_of(case: Case) -> Any:
     """transformers' network with random weights, norms, biases and buffers of routers."""
     config = transformers.AutoConfig.for_model(case.model_type, **case.config)
     torch.manual_seed(0)
-    network = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    network = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=case.attention).eval()
     with torch.no_grad():
         for parameter in network.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
@@ -98,7 +98,7 @@ def test_logits_are_transformers_own_there_and_back(name: str, tmp_path: Path) -
 
     config = transformers.AutoConfig.from_pretrained(tmp_path / "back")
     assert config.model_type == case.model_type
-    again = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    again = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=case.attention).eval()
     again.load_state_dict(network.state_dict())
     np.testing.assert_array_equal(logits_of(again, tokens), expected)
 

@@ -79,12 +79,11 @@ class Experts:
         if not self.up_tensor:
             return experts(ours, f"{theirs}.experts.{{expert}}", self.gate, self.up, self.down)
         up, down = f"{theirs}.{self.up_tensor}", f"{theirs}.{self.down}"
-        # Of a bias, the tensor has the dimensions of the weight without the input.
         return (
             row(f"{ours}.up.weight", up, self.up_shape),
             row(f"{ours}.up.bias", f"{up}_bias", self.up_shape.replace(" embed", "")),
             row(f"{ours}.down.weight", down, self.down_shape),
-            row(f"{ours}.down.bias", f"{down}_bias", self.down_shape.replace(" mlp", "")),
+            row(f"{ours}.down.bias", f"{down}_bias", "every_expert embed"),
         )
 
 
