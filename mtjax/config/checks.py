@@ -8,6 +8,7 @@ from mtjax.config.attention import check_attention
 from mtjax.config.families import FAMILIES, check_decoder_settings
 from mtjax.config.families.family import EXPERTS
 from mtjax.config.field_metadata import SAMPLES, setting_of
+from mtjax.config.latent_checks import check_latent_attention
 from mtjax.config.model import Model
 from mtjax.config.optimizer import Optimizer
 from mtjax.config.positions import check_positions
@@ -35,6 +36,7 @@ def validate(config: Config) -> None:
     for section in vars(config).values():
         check_bounds(section)
     check_sizes(config)
+    check_latent_attention(config.model)
     check_heads(config.model)
     check_family(config.model)
     check_positions(config.model)
@@ -137,7 +139,7 @@ def check_heads(model: Model) -> None:
     Raises:
       UserError: they do not divide; names the nearest numbers that do.
     """
-    if model.head_dim is None and model.hidden_size % model.num_heads:
+    if model.head_dim is None and not model.kv_lora_rank and model.hidden_size % model.num_heads:
         fits = nearest_divisors(model.hidden_size, model.num_heads)
         raise UserError(
             f"hidden_size {model.hidden_size} is not divisible by num_heads {model.num_heads}; "

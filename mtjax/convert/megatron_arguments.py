@@ -195,6 +195,7 @@ def misfits(model: Model, names: "Names") -> list[str]:
         f"norm {model.norm} in a bert": is_bert and model.norm != "layernorm",
         f"position {model.position}": model.position not in (("learned",) if is_bert else ("learned", "rope")),
         **dict.fromkeys(expert_misfits(model, names.is_legacy), True),
+        f"kv_lora_rank {model.kv_lora_rank}": model.kv_lora_rank > 0,
         "qk_norm": model.qk_norm and (names.is_legacy or model.norm != "rmsnorm"),
         f"attention_bias {biases[0]} with mlp_bias {biases[1]}": (biases[0] == "all") != biases[1],
         **_attention_misfits(model),

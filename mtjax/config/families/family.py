@@ -29,6 +29,9 @@ EXPERTS = frozenset(
     }
 )
 """Settings of experts, for families that support them."""
+LATENT = frozenset({"kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"})
+"""Settings of multi-head latent attention, for families that support it."""
+
 DECODER = frozenset(
     {
         *("embedding_scale", "embedding_norm", "parallel_residual", "residual_scale"),
@@ -36,6 +39,7 @@ DECODER = frozenset(
         *("attention_window", "window_layers", "alibi_scaled", "rope_fraction", "rope_layers", "rope_local_theta"),
         *("rope_short_factors", "rope_long_factors", "rope_truncate"),
         *("attention_scale", "attention_scale_beta", "attention_softcap", "attention_sinks", "qkv_clip"),
+        *LATENT,
     }
 )
 """Settings of decoders, in which the models differ that people train; families that do not have them refuse any value

@@ -87,7 +87,8 @@ class XlaBlocks:
             scores, _, factors = self._scores(chunk, keys, dropout, is_causal)
             log_sums = jax.nn.logsumexp(scores, axis=-1)
             probabilities = (jnp.exp(scores - log_sums[..., None]) * factors).astype(keys.value.dtype)
-            mixed = jnp.einsum("bgmqk,bkgd->bqgmd", probabilities, keys.value).reshape(chunk.query.shape)
+            mixed = jnp.einsum("bgmqk,bkgd->bqgmd", probabilities, keys.value)
+            mixed = mixed.reshape(*chunk.query.shape[:3], -1)
             return None, (mixed, log_sums.reshape(log_sums.shape[0], -1, log_sums.shape[-1]).swapaxes(1, 2))
 
         return _scan_queries(one, None, queries)[1]
@@ -116,8 +117,9 @@ class XlaBlocks:
             d_query = jnp.einsum("bgmqk,bkgd->bqgmd", d_scores, keys.key).reshape(chunk.query.shape)
             return (sums[0] + d_key, sums[1] + d_value), d_query
 
-        zeros = varying_like(jnp.zeros(keys.key.shape, jnp.float32), *jax.tree.leaves((queries, keys, dropout)))
-        (d_key, d_value), d_query = _scan_queries(one, (zeros, zeros), queries)
+        inputs = jax.tree.leaves((queries, keys, dropout))
+        zeros = [varying_like(jnp.zeros(a.shape, jnp.float32), *inputs) for a in (keys.key, keys.value)]
+        (d_key, d_value), d_query = _scan_queries(one, tuple(zeros), queries)
         return d_query, d_key, d_value
 
     def _scores(

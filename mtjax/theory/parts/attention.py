@@ -140,13 +140,12 @@ class Attention(_Heads):
 
     def saved_bytes(self, plan: Plan) -> Mapping[str, float]:
         tokens = plan.local_tokens(self.tokens) / plan.mesh.model
-        has_statistics = plan.residuals == "jax" and (plan.flash_attention or plan.context_parallelism is not None)
         return {
             **sublayer_saved_bytes(self.tokens, self.hidden, plan),
             QUERY_KEY_VALUE: plan.element_bytes * tokens * (self.query_size + 2 * self.kv_size),
             ATTENTION_OUTPUT: plan.element_bytes * tokens * self.query_size,
             PROBABILITIES: probability_bytes(self.scores, plan),
-            STATISTICS: 4 * tokens * self.heads if has_statistics else 0.0,
+            STATISTICS: statistics_bytes(self.scores, plan),
             **({WIDTH_STATISTICS: 2 * 4 * plan.local_tokens(self.tokens)} if self.normalizes_width else {}),
             **adapter_saved_bytes(self.rank, 4, self.hidden + self.query_size / plan.tensor_degree, self.tokens, plan),
         }
@@ -286,6 +285,13 @@ def probability_bytes(scores: Scores, plan: Plan) -> float:
     return each * scores.pairs * plan.microbatch_size / plan.mesh.model
 
 
+def statistics_bytes(scores: Scores, plan: Plan) -> float:
+    """Returns the saved bytes of the statistics of flash attention, and of context parallel attention."""
+    if plan.residuals != "jax" or not (plan.flash_attention or plan.context_parallelism):
+        return 0.0
+    return 4 * plan.local_tokens(scores.queries) * scores.heads / plan.mesh.model
+
+
 def gradient_bytes(scores: Scores, plan: Plan) -> float:
     """Returns the bytes of gradients in attention's backward pass, with the probabilities saved or recomputed.
 
@@ -311,9 +317,9 @@ def ring_step_bytes(scores: Scores, plan: Plan) -> float:
     gradients of both in float32 and twice in the compute dtype.
     """
     c, tokens, degree = plan.element_bytes, plan.local_tokens(scores.queries), plan.mesh.model
-    keys = max(scores.groups / degree, 1) * scores.width * tokens
+    keys = max(scores.groups / degree, 1) * scores.widths / 2 * tokens
     gathered = (plan.mesh.context - 1) * keys * (2 * c + 2 * 4) if plan.context_method == "all-gather" else 0
-    held = gathered + keys * (4 * c + 4 * 4) + scores.heads / degree * scores.width * tokens * (4 * c + 4)
+    held = gathered + keys * (4 * c + 4 * 4) + scores.heads / degree * scores.widths / 2 * tokens * (4 * c + 4)
     if plan.flash_attention:
         return held
     pairs = min(QUERIES_AT_A_TIME * plan.microbatch_size, tokens) * scores.keys / plan.mesh.context
@@ -337,32 +343,34 @@ def width_norm_collectives(stream: ResidualStream, *, learns: bool) -> list[Expe
     ]
 
 
-def context_collectives(stream: ResidualStream) -> list[Expectation]:
+def context_collectives(stream: ResidualStream, *, has_narrow_values: bool = False) -> list[Expectation]:
     """Returns the collectives of context parallel self-attention, in every layer.
 
     A ring permutes keys and values c-1 times, and in the backward pass the float32 sums of their gradients, which one
     more hop returns to their rank in the compute dtype. Otherwise keys and values are all-gathered, and the gradients
-    reduce-scattered. The backward pass needs keys and values again.
+    reduce-scattered. The backward pass needs keys and values again. `has_narrow_values`: whether these are narrower
+    than keys.
     """
     if stream.across is None:
         return []
     recomputed, hops = f"recomputed_layers*{stream.turns}", "(context_ways - 1)"
     # XLA: the backward pass's first transfer is the recompute's last, but for layers in groups.
     sent_before = "(recomputed_layers - grouped_layers)"
-    local = "batch*sequence*rank_key_width"
+    both = [(1, "rank_key_width"), (1, "rank_value_width")] if has_narrow_values else [(2, "rank_key_width")]
     lines: list[Expectation] = []
 
     def line(phase: str, kind: Kind, count: str, elements: str, why: str, **settings: object) -> None:
         lines.append(Expectation(phase, kind, CONTEXT, count, elements, why=why, **settings))  # pyright: ignore[reportArgumentType]
 
     if stream.across.method == "ring":
-        sent = [(2, local, "keys and values", {})]
+        sent: list[tuple[int, str, str, dict[str, object]]]
+        sent = [(arrays, f"batch*sequence*{width}", "keys and values", {}) for arrays, width in both]
         if stream.across.keeps_documents_apart:
             sent.append((1, "batch*sequence", "document ids of keys", {"dtype": "int32"}))
         for arrays, elements, what, settings in sent:
             permutes = f"{arrays}*{hops}" if arrays > 1 else hops
             forward, forward_permutes = stream.forward_times, permutes
-            if arrays == 1:  # XLA: ids are the same in all layers, so that their first hop may be sent once
+            if settings:  # XLA: ids are the same in all layers, so that their first hop may be sent once
                 forward_permutes, first = "(context_ways - 2)", {"pooled": True, "hoisted": True, **settings}
                 line(LAYER_FORWARD, "collective-permute", forward, elements, f"{what}, first ring step", **first)
             count = f"{forward_permutes}*{forward}"
@@ -372,17 +380,20 @@ def context_collectives(stream: ResidualStream) -> list[Expectation]:
             count = f"{arrays}*({hops}*layers - {sent_before})*{stream.turns}"
             line(LAYER_BACKWARD, "collective-permute", count, elements, f"{what}, ring steps", **settings)
         why, dtype = "gradients of keys and values", "compute" if stream.across.sends_rounded else "float32"
-        line(LAYER_BACKWARD, "collective-permute", f"2*{hops}*{stream.times}", local, f"{why}, ring steps", dtype=dtype)
-        line(LAYER_BACKWARD, "collective-permute", f"2*{stream.times}", local, f"{why}, back to their rank")
+        for arrays, width in both:
+            local, count = f"batch*sequence*{width}", f"{arrays}*{hops}*{stream.times}"
+            line(LAYER_BACKWARD, "collective-permute", count, local, f"{why}, ring steps", dtype=dtype)
+            line(LAYER_BACKWARD, "collective-permute", f"{arrays}*{stream.times}", local, f"{why}, back to their rank")
         return lines
-    every, count = f"context_ways*{local}", f"(layers - {sent_before})*{stream.turns}"
-    line(LAYER_FORWARD, "all-gather", f"2*{stream.forward_times}", every, "keys and values")
-    line(LAYER_RECOMPUTE, "all-gather", f"2*{recomputed}", every, "keys and values")
-    line(LAYER_BACKWARD, "all-gather", f"2*{count}", every, "keys and values")
+    why, count = "gradients of keys and values", f"(layers - {sent_before})*{stream.turns}"
+    for arrays, width in both:
+        every = f"context_ways*batch*sequence*{width}"
+        line(LAYER_FORWARD, "all-gather", f"{arrays}*{stream.forward_times}", every, "keys and values")
+        line(LAYER_RECOMPUTE, "all-gather", f"{arrays}*{recomputed}", every, "keys and values")
+        line(LAYER_BACKWARD, "all-gather", f"{arrays}*{count}", every, "keys and values")
+        line(LAYER_BACKWARD, "reduce-scatter", f"{arrays}*{stream.times}", every, why, dtype="float32")
     if stream.across.keeps_documents_apart:
         elements, why = "context_ways*batch*sequence", "document ids of keys, the same for all layers"
-        settings: dict[str, object] = {"dtype": "int32", "pooled": True, "hoisted": True, "also": LAYER_RECOMPUTE}
+        settings = {"dtype": "int32", "pooled": True, "hoisted": True, "also": LAYER_RECOMPUTE}
         line(LAYER_FORWARD, "all-gather", f"3*{stream.times}", elements, why, **settings)
-    why = "gradients of keys and values"
-    line(LAYER_BACKWARD, "reduce-scatter", f"2*{stream.times}", every, why, dtype="float32")
     return lines
