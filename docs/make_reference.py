@@ -1,4 +1,4 @@
-"""Writes docs/reference/: every setting of a run, from the dataclasses of `mtjax.config`.
+"""Writes docs/reference/: every setting of a run, from the dataclasses of `mtjax.config`, and which features combine.
 
 python docs/make_reference.py           # write the pages
 python docs/make_reference.py --check   # exit with status 1 if they are not what it would write
@@ -9,6 +9,8 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
+
+import compatibility
 
 from mtjax.config import Config
 from mtjax.help import Option, options_of
@@ -26,7 +28,7 @@ defaults below. `mtjax train --help` shows the same text.
 
 def main() -> int:
     """Writes or checks the pages; returns the exit status."""
-    pages = {FOLDER / "settings.md": settings_page()}
+    pages = {FOLDER / "settings.md": settings_page(), FOLDER / "compatibility.md": compatibility.page()}
     if "--check" in sys.argv[1:]:
         stale = [str(path) for path, text in pages.items() if not path.exists() or path.read_text() != text]
         if stale:

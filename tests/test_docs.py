@@ -21,3 +21,9 @@ def test_every_page_is_on_the_site_and_every_link_of_the_readme_has_a_file():
     assert pages == found
     for link in re.findall(r"\]\(([^)#:]+)\)", (ROOT / "README.md").read_text()):
         assert (ROOT / link).exists(), link
+
+
+def test_the_tests_that_the_compatibility_page_names_exist():
+    text = (ROOT / "docs/reference/compatibility.md").read_text()
+    named = re.findall(r"`(tests/\S+\.py)`", text)
+    assert len(named) > 20 and all((ROOT / path).exists() for path in named)

@@ -5,11 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from mtjax.config.attention import check_attention
-from mtjax.config.families import FAMILIES
-from mtjax.config.families.family import DECODER, EXPERTS
+from mtjax.config.families import FAMILIES, check_decoder_settings
+from mtjax.config.families.family import EXPERTS
 from mtjax.config.field_metadata import SAMPLES, setting_of
 from mtjax.config.model import Model
 from mtjax.config.optimizer import Optimizer
+from mtjax.config.positions import check_positions
 from mtjax.config.run import Config
 from mtjax.config.sizes import (
     decoder_layers,
@@ -162,34 +163,8 @@ def check_family(model: Model) -> None:
         if value not in choices:
             known = " or ".join(choices) + (" only" if len(choices) == 1 else "")
             raise UserError(f"{name} is {value!r}, and the family {model.family} supports {known}")
-    for name in sorted(DECODER - family.own):
-        if getattr(model, name) != getattr(Model(), name):
-            known = " and ".join(other for other, their in FAMILIES.items() if name in their.own)
-            raise UserError(f"{name} only works with the families {known}, and family is {model.family}: remove {name}")
+    check_decoder_settings(model)
     family.check(model)
-
-
-def check_positions(model: Model) -> None:
-    """Checks that the settings of rotary and relative positions are consistent.
-
-    Raises:
-      UserError: they are inconsistent.
-    """
-    if model.relative_max_distance <= model.relative_buckets:
-        distance, buckets = model.relative_max_distance, model.relative_buckets
-        raise UserError(f"relative_max_distance {distance} must be above relative_buckets {buckets}")
-    if model.position != "rope":
-        return
-    if head_dim(model) % 2:
-        raise UserError(
-            f"position rope rotates pairs of dimensions, and head_dim is {head_dim(model)}: use an even head_dim"
-        )
-    low, high = model.rope_low_frequency_factor, model.rope_high_frequency_factor
-    if model.rope_scaling == "llama3" and low >= high:
-        raise UserError(f"rope_low_frequency_factor {low} must be below rope_high_frequency_factor {high}")
-    slow, fast = model.rope_beta_slow, model.rope_beta_fast
-    if model.rope_scaling == "yarn" and slow >= fast:
-        raise UserError(f"rope_beta_slow {slow} must be below rope_beta_fast {fast}")
 
 
 def check_experts(config: Config) -> None:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 
+from mtjax.config.field_metadata import TOKENS
 from mtjax.config.model import Model
 from mtjax.config.training import Training
 from mtjax.errors import UserError
@@ -104,10 +105,30 @@ def windowed_layers(model: Model) -> tuple[bool, ...]:
     return tuple(pattern[number % len(pattern)] == "S" for number in range(model.num_layers))
 
 
+def attention_windows(model: Model) -> tuple[int, ...] | None:
+    """Returns of each layer how many tokens a token attends to at most; None where all layers have full attention."""
+    windowed = windowed_layers(model)
+    # A layer with full attention among others has a window longer than any sequence.
+    return tuple(model.attention_window or TOKENS if on else TOKENS for on in windowed) if any(windowed) else None
+
+
 def rotated_layers(model: Model) -> tuple[bool, ...]:
     """Returns of each layer whether it has RoPE."""
     pattern = model.rope_layers if model.position == "rope" else "N"
     return tuple(pattern[number % len(pattern)] == "R" for number in range(model.num_layers))
+
+
+def longest_text(model: Model) -> int:
+    """Returns the maximum number of tokens of a sequence in generation, an encoder-decoder's encoder not counted."""
+    if model.position == "rope" and model.rope_scaling in ("dynamic", "longrope"):
+        # Longer sequences rotate all their keys by other angles, and a cache holds keys that are rotated already.
+        return min(model.sequence_length, model.rope_original_length)
+    return model.sequence_length
+
+
+def rotated_dim(model: Model) -> int:
+    """Returns the number of dimensions of a head that RoPE rotates, from its first on."""
+    return int(head_dim(model) * model.rope_fraction)
 
 
 def decoder_layers(model: Model) -> int:

@@ -138,6 +138,7 @@ def expert_misfits(model: Model, is_legacy: bool) -> list[str]:
             model.capacity_factor is not None
         ),
         f"router_score {model.router_score} with router_bias": model.router_bias and not is_sigmoid,
+        **{name: getattr(model, name) for name in ("router_linear_bias", "expert_bias", "shared_expert_gate")},
         "router_score sigmoid without router_normalize": is_sigmoid and top_k > 1 and not model.router_normalize,
         "experts_top_k 1 with router_normalize": top_k == 1 and model.router_normalize,
     }

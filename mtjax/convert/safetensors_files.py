@@ -12,6 +12,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from mtjax.convert.mxfp4 import BLOCKS, SCALES, packed_shapes, unpacked
 from mtjax.errors import UserError, first_line, require
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -27,7 +28,10 @@ _ALIGNMENT = 8
 
 
 class SafetensorsReader:
-    """The tensors of a folder: `model.safetensors`, or the files that its index names. Use as a context manager."""
+    """The tensors of a folder: `model.safetensors`, or the files that its index names. Use as a context manager.
+
+    A tensor that is packed as MXFP4 has its own name and shape, without the suffixes of its parts.
+    """
 
     def __init__(self, folder: Path) -> None:
         """Opens the files and reads their headers.
@@ -43,12 +47,18 @@ class SafetensorsReader:
             except Exception as e:  # the library's exception class is not public
                 raise UserError(f"{path} can't be read as safetensors; it may be incomplete: {e}") from e
             self._files |= dict.fromkeys(opened.keys(), opened)
-        self.shapes = {name: tuple(file.get_slice(name).get_shape()) for name, file in self._files.items()}
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name, file in self._files.items()}
+        self._packed = packed_shapes(shapes)
+        parts = {name + part for name in self._packed for part in (BLOCKS, SCALES)}
+        self.shapes = {name: shape for name, shape in shapes.items() if name not in parts} | self._packed
         self.dtype = self._common_dtype(folder)
 
     def read(self, name: str) -> np.ndarray:
-        """Reads one tensor."""
-        return self._files[name].get_tensor(name)
+        """Reads one tensor; a packed one in `dtype`."""
+        if name not in self._packed:
+            return self._files[name].get_tensor(name)
+        blocks, scales = (self._files[name + part].get_tensor(name + part) for part in (BLOCKS, SCALES))
+        return unpacked(blocks, scales, DTYPES[self.dtype])
 
     def __enter__(self) -> "SafetensorsReader":
         return self

@@ -25,7 +25,15 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
-from mtjax.config.sizes import decoder_layers, decoder_length, head_dim, named, num_kv_heads, padded_vocab_size
+from mtjax.config.sizes import (
+    decoder_layers,
+    decoder_length,
+    head_dim,
+    longest_text,
+    named,
+    num_kv_heads,
+    padded_vocab_size,
+)
 from mtjax.errors import UserError
 from mtjax.generate.inference_weights import Call, DecoderWeights, prepare_weights, stacks_of
 from mtjax.generate.resharding import LayerwiseTransfer
@@ -179,7 +187,7 @@ class Decoder:
     def max_sequence_length(self) -> int:
         """Maximum number of tokens of a sequence; for a T5, the larger maximum of encoder and decoder."""
         model = self.config.model
-        return max(model.sequence_length, decoder_length(model)) if self.is_encoder_decoder else model.sequence_length
+        return max(model.sequence_length, decoder_length(model)) if self.is_encoder_decoder else longest_text(model)
 
     def empty(self, sequences: int, length: int) -> tuple[Cache, Sequences]:
         """Allocates a cache for `length` tokens of each sequence, and the decode state of inactive sequences."""
@@ -354,8 +362,8 @@ class Decoder:
         x, context = weights.model.embed_new(tokens, positions, cache_length(cache))
         updated = []
         with jax.named_scope("layers"):
-            for layer, states in zip(weights.layers, cache, strict=True):
-                x, states = layer(x, context, states)
+            for number, (layer, states) in enumerate(zip(weights.layers, cache, strict=True)):
+                x, states = layer(x, dataclasses.replace(context, layer=number), states)
                 updated.append(states)
         return weights.model.final_hidden(x), updated
 

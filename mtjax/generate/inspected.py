@@ -11,6 +11,7 @@ import jax
 from rich.console import Console
 
 from mtjax.config import Config, Parallel
+from mtjax.config.sizes import longest_text
 from mtjax.config.vocabulary import with_vocabulary
 from mtjax.convert.saved_model import without_training
 from mtjax.errors import UserError
@@ -65,7 +66,7 @@ def run(config: Config, options: Options) -> int:
     quiet = options.json == Path("-")
     console = console_for(sys.stderr if quiet else sys.stdout)
     config = with_vocabulary(config, lambda text: console.print(text, highlight=False))
-    length = options.context or config.model.sequence_length
+    length = options.context or longest_text(config.model)
     int8 = options.weights_dtype == "int8"
     report = inspect_decoding(config, find_target(options.target), options.sequences, length, int8=int8)
     if not quiet:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from mtjax.config import Parallel
-from mtjax.config.sizes import divisors
+from mtjax.config.sizes import divisors, longest_text
 from mtjax.convert.saved_model import without_training
 from mtjax.data import Tokenizer
 from mtjax.errors import UserError
@@ -78,7 +78,7 @@ class PromptTokens:
     @classmethod
     def of(cls, trained: ShardedModel, tokenizer: Tokenizer, prompt: str) -> "PromptTokens":
         """Encodes a text, truncated to its last tokens if it is longer than half of the context."""
-        most = trained.config.model.sequence_length
+        most = longest_text(trained.config.model)
         ids = tokenizer.encode(prompt.rstrip(" "))[-most // 2 :] or [tokenizer.eod]
         return cls(tuple(ids), len(ids) < most)
 

@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int, Key
 
 from mtjax.config import Model
 from mtjax.models.kv_cache import CachePositions
-from mtjax.models.rotary import Rotation
+from mtjax.models.rotary import Rotation, Rotations
 from mtjax.sharding.context.ring_attention import Method
 from mtjax.theory.plan import ExpertDispatch
 
@@ -54,8 +54,10 @@ class LayerContext:
     number."""
     segment_ids: Int[Array, "batch seq"] | None = None
     """When given, tokens attend within their segment only; padding is a separate segment."""
-    rotation: Rotation | None = None
-    """When given, queries and keys are rotated by it."""
+    layer: Int[Array, ""] | int | None = None
+    """The layer's number in the model, by which settings that differ between layers are selected."""
+    rotation: Rotation | Rotations | None = None
+    """When given, queries and keys are rotated by it, or by that of the layer."""
     query_scale: Float[Array, "#batch seq"] | None = None
     """When given, factors of the queries, by position."""
     is_causal: bool = True

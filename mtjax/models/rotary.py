@@ -8,18 +8,36 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 from jaxtyping import Float, Int
 
 from mtjax.config import Model
-from mtjax.config.sizes import head_dim
+from mtjax.config.sizes import rotated_dim, rotated_layers, windowed_layers
+from mtjax.models.of_layer import of_layer
 
 
 class Rotation(NamedTuple):
-    """Cosines and sines of the angles by which queries and keys are rotated."""
+    """Cosines and sines of the angles by which pairs of dimensions of queries and keys are rotated."""
 
-    cos: Float[Array, "#batch seq half_head"]
-    sin: Float[Array, "#batch seq half_head"]
+    cos: Float[Array, "#batch seq pairs"]
+    sin: Float[Array, "#batch seq pairs"]
+
+
+class Rotations(NamedTuple):
+    """Rotations of a model whose layers differ."""
+
+    distinct: tuple[Rotation, ...]
+    """Those that differ."""
+    of_layers: tuple[int, ...]
+    """Index of each layer's in `distinct`."""
+
+    def of(self, layer: Int[Array, ""] | int | None) -> Rotation:
+        """Selects the rotation of a layer by its number."""
+        index = of_layer(self.of_layers, layer)
+        if isinstance(index, int):
+            return self.distinct[index]
+        cos, sin = (lax.select_n(index, *each) for each in zip(*self.distinct, strict=True))
+        return Rotation(cos, sin)
 
 
 @dataclass(frozen=True)
@@ -28,11 +46,32 @@ class Rotary:
 
     model: Model
 
-    def __call__(self, position_ids: Int[Array, "#batch seq"]) -> Rotation:
-        """Computes the rotation of each position, in float32."""
-        angles = position_ids[..., None].astype(jnp.float32) * jnp.asarray(frequencies(self.model))
-        cos, sin, factor = jnp.cos(angles), jnp.sin(angles), attention_factor(self.model)
-        return Rotation(cos, sin) if factor == 1 else Rotation(cos * factor, sin * factor)
+    def __call__(self, position_ids: Int[Array, "#batch seq"], length: int) -> Rotation | Rotations:
+        """Computes the rotation of each position in samples of `length` tokens, in float32; one for all layers, or
+        those that differ."""
+        kinds = rotation_kinds(self.model)
+        distinct = tuple(dict.fromkeys(kinds))
+        rotations = tuple(self._rotation(kind, position_ids, length) for kind in distinct)
+        return rotations[0] if len(distinct) == 1 else Rotations(rotations, tuple(map(distinct.index, kinds)))
+
+    def _rotation(self, kind: str, position_ids: Array, length: int) -> Rotation:
+        is_local, factor = kind == "local", attention_factor(self.model)
+        angles = position_ids[..., None].astype(jnp.float32)
+        angles = angles * jnp.asarray(frequencies(self.model, length, is_local=is_local))
+        # In float32 a factor of 1 and an addition of 0 leave every element of queries and keys as it is.
+        if kind == "none":
+            return Rotation(jnp.ones_like(angles), jnp.zeros_like(angles))
+        cos, sin = jnp.cos(angles), jnp.sin(angles)
+        return Rotation(cos, sin) if is_local or factor == 1 else Rotation(cos * factor, sin * factor)
+
+
+def rotation_kinds(model: Model) -> tuple[str, ...]:
+    """Returns of each layer which rotation it has: global, local (rope_local_theta) or none."""
+    has_local = model.rope_local_theta is not None
+    return tuple(
+        "none" if not rotated else "local" if has_local and windowed else "global"
+        for rotated, windowed in zip(rotated_layers(model), windowed_layers(model), strict=True)
+    )
 
 
 @dataclass(frozen=True)
@@ -48,41 +87,56 @@ class QueryScale:
 
 
 def rotate(
-    x: Float[Array, "batch seq heads head_dim"], by: Rotation | None
+    x: Float[Array, "batch seq heads head_dim"],
+    by: Rotation | Rotations | None,
+    layer: Int[Array, ""] | int | None = None,
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """Rotates each pair (i, i + head_dim/2) of a head in float32; returns the type of x, or x itself without a
-    rotation.
+    """Rotates each pair (i, i + n/2) of a head's first n dimensions, of all without rope_fraction, in float32; returns
+    the type of x, or x itself without a rotation.
 
-    The pairing is that of GPT-NeoX and transformers; Meta's checkpoints pair neighbors, with permuted weights.
+    The pairing is that of GPT-NeoX and transformers; Meta's checkpoints pair neighbors, with permuted weights. `layer`
+    is the layer's number, where layers differ.
     """
     if by is None:
         return x
-    # One rotation for all heads: [batch, seq, 1, head_dim / 2].
-    cos, sin = by.cos[:, :, None], by.sin[:, :, None]
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return rotated.astype(x.dtype)
+    if isinstance(by, Rotations):
+        by = by.of(layer)
+    # One rotation for all heads: [batch, seq, 1, pairs].
+    cos, sin, width = by.cos[:, :, None], by.sin[:, :, None], 2 * by.cos.shape[-1]
+    first, second = jnp.split(x[..., :width].astype(jnp.float32), 2, axis=-1)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    return rotated if width == x.shape[-1] else jnp.concatenate([rotated, x[..., width:]], axis=-1)
 
 
-def frequencies(model: Model) -> np.ndarray:
-    """Computes the radians per position of each pair, float32 [head_dim / 2], with the model's scaling."""
-    # theta^(-2i / head_dim) of pair i.
-    exponent = np.arange(0, head_dim(model), 2) / head_dim(model)
-    return SCALINGS[model.rope_scaling](model, model.rope_theta**-exponent).astype(np.float32)
+def frequencies(model: Model, length: int = 0, *, is_local: bool = False) -> np.ndarray:
+    """Computes the radians per position of each rotated pair, float32 [pairs].
+
+    Args:
+      model: with the scaling.
+      length: tokens of a sample, by which longrope and dynamic scale.
+      is_local: whether for layers with a window, where rope_local_theta is given: these are not scaled.
+    """
+    # theta^(-2i / width) of pair i.
+    exponent = np.arange(0, rotated_dim(model), 2) / rotated_dim(model)
+    if is_local and model.rope_local_theta is not None:
+        return (model.rope_local_theta**-exponent).astype(np.float32)
+    return SCALINGS[model.rope_scaling](model, model.rope_theta**-exponent, length).astype(np.float32)
 
 
-def _unscaled(model: Model, frequency: np.ndarray) -> np.ndarray:
-    del model
+def _unscaled(model: Model, frequency: np.ndarray, length: int) -> np.ndarray:
+    del model, length
     return frequency
 
 
-def _linear(model: Model, frequency: np.ndarray) -> np.ndarray:
+def _linear(model: Model, frequency: np.ndarray, length: int) -> np.ndarray:
     """Interpolates positions (arXiv 2306.15595): divides all frequencies."""
+    del length
     return frequency / model.rope_factor
 
 
-def _llama3(model: Model, frequency: np.ndarray) -> np.ndarray:
+def _llama3(model: Model, frequency: np.ndarray, length: int) -> np.ndarray:
     """Divides low frequencies, keeps high ones, and interpolates between both (Llama 3.1's release)."""
+    del length
     low, high = model.rope_low_frequency_factor, model.rope_high_frequency_factor
     # Rotations of a pair within the original length: above `high` the frequency is kept, below `low` it is divided.
     rotations = model.rope_original_length * frequency / (2 * math.pi)
@@ -90,13 +144,14 @@ def _llama3(model: Model, frequency: np.ndarray) -> np.ndarray:
     return unscaled * frequency + (1 - unscaled) * frequency / model.rope_factor
 
 
-def _yarn(model: Model, frequency: np.ndarray) -> np.ndarray:
+def _yarn(model: Model, frequency: np.ndarray, length: int) -> np.ndarray:
     """Divides low frequencies, keeps high ones, and interpolates by the index of the pair (YaRN, arXiv 2309.00071,
     3.2).
 
-    The bounds are integers, as in YaRN's code and in transformers.
+    The bounds are integers, as in YaRN's code and in transformers, unless rope_truncate is false.
     """
-    width = head_dim(model)
+    del length
+    width = rotated_dim(model)
 
     def pair(rotations: float) -> float:
         """Returns the index of the pair that makes so many rotations within the original length."""
@@ -104,24 +159,49 @@ def _yarn(model: Model, frequency: np.ndarray) -> np.ndarray:
             width * math.log(model.rope_original_length / (rotations * 2 * math.pi)) / (2 * math.log(model.rope_theta))
         )
 
-    first = max(math.floor(pair(model.rope_beta_fast)), 0)
-    last = min(math.ceil(pair(model.rope_beta_slow)), width - 1)
+    first, last = pair(model.rope_beta_fast), pair(model.rope_beta_slow)
+    if model.rope_truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, width - 1)
     scaled = np.clip((np.arange(width // 2) - first) / max(last - first, 0.001), 0, 1)
     return scaled * frequency / model.rope_factor + (1 - scaled) * frequency
 
 
+def _dynamic(model: Model, frequency: np.ndarray, length: int) -> np.ndarray:
+    """Raises the base for samples longer than the original length, the more so the longer they are."""
+    width, original, factor = rotated_dim(model), model.rope_original_length, model.rope_factor
+    longer = max(length, original) / original
+    # The base is multiplied by g^(width / (width - 2)), so that the last pair's frequency is divided by g.
+    growth = factor * longer - (factor - 1)
+    return frequency * growth ** -(np.arange(0, width, 2) / (width - 2))
+
+
+def _longrope(model: Model, frequency: np.ndarray, length: int) -> np.ndarray:
+    """Divides each frequency by its own factor (arXiv 2402.13753); one set for samples up to the original length,
+    another for longer ones."""
+    is_long = length > model.rope_original_length
+    return frequency / np.asarray(model.rope_long_factors if is_long else model.rope_short_factors, np.float64)
+
+
 def attention_factor(model: Model) -> float:
-    """Returns the factor by which YaRN multiplies queries and keys (its section 3.3); 1 for other scalings."""
-    if model.rope_scaling != "yarn":
+    """Returns the factor by which queries and keys are multiplied: YaRN's (its section 3.3), longrope's; 1 for other
+    scalings."""
+    if model.rope_scaling not in ("yarn", "longrope"):
         return 1.0
     if model.rope_attention_factor is not None:
         return model.rope_attention_factor
-    return 0.1 * math.log(model.rope_factor) + 1 if model.rope_factor > 1 else 1.0
+    if model.rope_factor <= 1:
+        return 1.0
+    if model.rope_scaling == "yarn":
+        return 0.1 * math.log(model.rope_factor) + 1
+    return math.sqrt(1 + math.log(model.rope_factor) / math.log(model.rope_original_length))
 
 
-SCALINGS: Mapping[str, Callable[[Model, np.ndarray], np.ndarray]] = {
+SCALINGS: Mapping[str, Callable[[Model, np.ndarray, int], np.ndarray]] = {
     "none": _unscaled,
     "linear": _linear,
+    "dynamic": _dynamic,
     "llama3": _llama3,
     "yarn": _yarn,
+    "longrope": _longrope,
 }

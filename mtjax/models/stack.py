@@ -190,7 +190,7 @@ def run_layers(
 def _run_or_skip(
     context: LayerContext, is_padded: bool, x: Array, layer: Layer, number: Array, state: State
 ) -> tuple[Array, State]:
-    """Runs one layer, with its dropout keys; skips a padding layer.
+    """Runs one layer, with its number and its dropout keys; skips a padding layer.
 
     Args:
       context: of all layers.
@@ -205,7 +205,7 @@ def _run_or_skip(
 
     def one(x: Array) -> tuple[Array, State]:
         # Here ZeRO-3 gathers the layer's parameters, and reductions of gradients are attached (`param_comm`).
-        return materialize(layer)(x, dataclasses.replace(context, dropout_keys=layer_keys), state)
+        return materialize(layer)(x, dataclasses.replace(context, dropout_keys=layer_keys, layer=number), state)
 
     if not is_padded:
         return one(x)

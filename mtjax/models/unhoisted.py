@@ -43,6 +43,17 @@ def plus(x: Float[Array, "batch ..."], bias: Float[Array, "1 ..."]) -> Float[Arr
 
 
 @jax.custom_vjp
+def plus_difference(x: Float[Array, "..."], bias: Float[Array, "..."], minus: Float[Array, "..."]) -> Array:
+    """Adds `bias - minus`, constants which may have dimensions of 1."""
+    return no_hoist(lambda x, bias, minus: x + (bias - minus), x, bias, minus)
+
+
+plus_difference.defvjp(
+    lambda x, bias, minus: (plus_difference(x, bias, minus), None), lambda _, gradient: (gradient, None, None)
+)
+
+
+@jax.custom_vjp
 def _plus(x: Array, bias: Array) -> Array:
     return no_hoist(lambda x, bias: x + bias, x, bias)
 

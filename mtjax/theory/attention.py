@@ -3,7 +3,7 @@
 from typing import Literal
 
 from mtjax.config import Config
-from mtjax.config.sizes import head_dim
+from mtjax.config.sizes import head_dim, windowed_layers
 
 Kernel = Literal["cudnn", "xla"]
 
@@ -33,6 +33,8 @@ def choose_kernel(config: Config, platform: str) -> tuple[Kernel, str | None]:
         "it has no sinks (attention_sinks)": model.attention_sinks,
         "its backward pass is not reproducible, and deterministic is true": config.training.deterministic,
         "it has no mask at document boundaries (reset_attention_mask)": config.data.reset_attention_mask,
+        "it has no sliding window here (attention_window)": any(windowed_layers(model)),
+        f"it adds no bias to the scores, and position is {model.position}": model.position == "alibi",
         f"it is causal and does not mask padding, and family is {model.family}": model.family in ("bert", "t5"),
     }
     reason = next((reason for reason, holds in obstacles.items() if holds), None)

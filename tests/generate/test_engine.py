@@ -21,6 +21,7 @@ from mtjax.generate.sampling import MOST_LIKELY, SampledTokens
 from mtjax.inspect.compiled import memory_of
 from mtjax.inspect.targets import find_target
 from mtjax.models.sharded_model import ShardedModel
+from mtjax.sharding.axes import use_rules
 from tests.tiny import VOCAB, initial_state, mesh_of, program_of, tiny_config
 
 LLAMA = {
@@ -33,7 +34,18 @@ LLAMA = {
     "tie_embeddings": False,
     "scaled_init": False,
 }
-FAMILIES = {"gpt": {}, "llama": LLAMA}
+ATTENTION = LLAMA | {
+    "attention_bias": "qkv",
+    "attention_scale": 0.7,
+    "attention_softcap": 1.5,
+    "attention_sinks": True,
+    "qk_norm": True,
+    "qk_norm_scope": "width",
+    "qkv_clip": 1.2,
+    "attention_scale_beta": 0.5,
+    "rope_original_length": 3,
+}
+FAMILIES = {"gpt": {}, "llama": LLAMA, "attention": ATTENTION}
 PROMPTS = [np.random.default_rng(n).integers(0, VOCAB, n).tolist() for n in (3, 21, 5, 1, 9)]
 
 
@@ -91,6 +103,20 @@ def test_decode_logprobs_equal_prefill_logprobs(family: str) -> None:
     np.testing.assert_allclose([t.logprob for t in out], [t.logprob for t in read], atol=2e-5)
     assert all(next(iter(token.top_logprobs)) == token.id for token in out)  # greedy
     assert all(token.top_logprobs[token.id] == token.logprob for token in out)
+
+
+def test_attention_to_a_cache_is_that_of_training() -> None:
+    """With everything that attention may do to queries, keys and scores."""
+    (out,) = texts(engine_of("attention", "2x4"), [PROMPTS[1]], Sampling(12), logprobs=True)
+    placed = decoder_of("attention", "1x1").placed
+    tokens = np.array([[*PROMPTS[1], *(token.id for token in out)]])
+    with jax.set_mesh(placed.mesh), use_rules(placed.layout.rules.with_whole_samples):
+        model = placed.inference_model(placed.initialize_parameters(0))
+        logits = jax.jit(lambda tokens: model.logits(model(tokens)))(tokens)[0, :, :VOCAB]
+    known = np.asarray(jax.nn.log_softmax(np.asarray(logits)))[
+        np.arange(len(PROMPTS[1]) - 1, tokens.size - 1), tokens[0, len(PROMPTS[1]) :]
+    ]
+    np.testing.assert_allclose([token.logprob for token in out], known, atol=1e-4)
 
 
 def test_bfloat16_logprobs_are_close_to_float32() -> None:

@@ -14,6 +14,14 @@ from tests.inspect.test_contract import sent
 LLAMA: dict[str, Any] = {"family": "llama", "num_kv_heads": 2, "mlp_size": 176}
 """2 key and value heads on 4 ways; l = 3, h = 64, k = 32, microbatches of 2 x 64 tokens."""
 BSH = 2 * 64 * 64
+ATTENTION: dict[str, Any] = {
+    "attention_bias": "qkv",
+    "qk_norm": True,
+    "qk_norm_scope": "width",
+    "attention_sinks": True,
+    "attention_softcap": 5.0,
+}
+"""Of each token two sums of squares cross the ranks, and two of their gradients."""
 SHARED = 2 * 64 * 32
 """Elements of a layer's key and value weights."""
 
@@ -37,14 +45,27 @@ def test_a_layer_sends_figure_4_and_the_shared_heads_on_h100() -> None:
     assert abs(report.flops.difference) < 0.01
 
 
+@needs_aot
+@pytest.mark.long
+@pytest.mark.parametrize("settings", [{}, {"sequence_parallel": True, "zero": 3}], ids=["whole", "split, ZeRO-3"])
+def test_norms_of_the_width_add_two_numbers_per_token_on_h100(settings: dict[str, Any]) -> None:
+    report = inspect(tiny(num_layers=2, attention="xla", **LLAMA, **ATTENTION, **settings), find_target("h100x8"))
+    assert report.verdict.violations == ()
+    for phase in ("forward", "recompute", "backward"):
+        found = sent(report, f"layer {phase}")
+        assert sum(n for (_, elements, dtype), n in found.items() if (elements, dtype) == (2 * 64, "f32")) == 2 * 2 * 4
+    assert abs(report.flops.difference) < 0.01
+
+
 @pytest.mark.parametrize(
     ("settings", "shared"),
     [
         ({**LLAMA, "num_kv_heads": 4, "num_heads": 8}, 0),
         ({**LLAMA, "sequence_parallel": True, "zero": 3, "qk_norm": True}, SHARED),
         ({"num_kv_heads": 2, "position": "rope", "activation": "geglu"}, SHARED),
+        ({**LLAMA, **ATTENTION, "recompute": "none"}, SHARED),
     ],
-    ids=["as many as ways", "split sequence, ZeRO-3, norms of heads", "GPT with biases"],
+    ids=["as many as ways", "split sequence, ZeRO-3, norms of heads", "GPT with biases", "norms of the width"],
 )
 def test_contracts_hold_on_cpus(settings: dict[str, Any], shared: int) -> None:
     report = inspect(tiny(num_layers=2, **settings), find_target("cpu"))

@@ -7,8 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mtjax.config import Model
 from mtjax.models.activations import ACTIVATIONS
-from mtjax.models.norms import HeadNorm, LayerNorm, RMSNorm
+from mtjax.models.head_norm import HeadNorm
+from mtjax.models.norms import LayerNorm, RMSNorm
 from mtjax.sharding.axes import use_rules
 from mtjax.theory.layout import TENSOR
 from tests.tiny import mesh_of
@@ -89,7 +91,7 @@ def test_norms_and_their_gradients(kind, weight, has_bias, dtype):
 
     def run(x: jax.Array, scale: jax.Array) -> jax.Array:
         if kind == "HeadNorm":
-            norm = HeadNorm(size, 1e-5)
+            norm = HeadNorm(Model(head_dim=size), "heads", 1)
         elif kind == "RMSNorm":
             norm = RMSNorm(size, 1e-5, dtype, weight=weight)
         else:

@@ -101,7 +101,8 @@ def assert_same_gradients(found: Any, expected: Any, tolerance: float) -> None:
 
 
 def assert_next_token_parity(network: Any, config: Config, mesh: str, as_ours: AsOurs, tolerance: float) -> None:
-    """Logits, masked loss and every gradient of a decoder, relative to the largest number of each."""
+    """Logits, masked loss and every gradient of a decoder, relative to the largest number of each; no logits where
+    ranks share samples, which only the loss computes."""
     import torch
 
     batch = host_batch(config, 0)
@@ -111,7 +112,9 @@ def assert_next_token_parity(network: Any, config: Config, mesh: str, as_ours: A
     loss.backward()
 
     weights = as_ours(weights_of(network))
-    found = computed(config, mesh, weights, lambda model, batch: model.logits(model(batch["tokens"])))
-    assert relative(found.outputs[..., : config.model.vocab_size], logits.detach().numpy()) < tolerance
+    entire = "context" not in mesh
+    found = computed(config, mesh, weights, lambda model, batch: model.logits(model(batch["tokens"])) if entire else 0)
+    if entire:
+        assert relative(found.outputs[..., : config.model.vocab_size], logits.detach().numpy()) < tolerance
     assert abs(found.loss / loss.item() - 1) < tolerance
     assert_same_gradients(found.gradients, as_ours(gradients_of(network)), tolerance)

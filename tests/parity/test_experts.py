@@ -1,4 +1,4 @@
-"""Experts beside those of transformers: Mixtral's block - output, balance loss, the gradients of both - and DeepSeek's
+"""Experts beside those of transformers: the block of each model type, Mixtral's balance loss and gradients, DeepSeek's
 routers."""
 
 import importlib
@@ -19,6 +19,117 @@ torch = pytest.importorskip("torch", reason="needs the extra parity: pip install
 transformers = pytest.importorskip(
     "transformers", minversion="5", reason="needs the extra parity: pip install '.[parity]'"
 )
+
+BLOCKS = {
+    "mixtral": ("MixtralSparseMoeBlock", {"intermediate_size": 20}, {}),
+    "qwen2_moe": (
+        "Qwen2MoeSparseMoeBlock",
+        {"moe_intermediate_size": 20, "shared_expert_intermediate_size": 12, "norm_topk_prob": False},
+        {"router_normalize": False, "shared_expert_size": 12, "shared_expert_gate": True},
+    ),
+    "qwen3_moe": ("Qwen3MoeSparseMoeBlock", {"moe_intermediate_size": 20, "norm_topk_prob": True}, {}),
+    "olmoe": (
+        "OlmoeSparseMoeBlock",
+        {"intermediate_size": 20, "norm_topk_prob": False},
+        {"router_normalize": False},
+    ),
+    "granitemoe": ("GraniteMoeMoE", {"intermediate_size": 20}, {}),
+    "deepseek_v2": (
+        "DeepseekV2Moe",
+        {"moe_intermediate_size": 20, "n_shared_experts": 2, "topk_method": "greedy", "routed_scaling_factor": 1.5},
+        {"router_normalize": False, "router_scale": 1.5, "shared_expert_size": 40},
+    ),
+    "deepseek_v3": (
+        "DeepseekV3MoE",
+        {
+            "moe_intermediate_size": 20,
+            "n_shared_experts": 1,
+            "n_group": 4,
+            "topk_group": 2,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 2.5,
+        },
+        {
+            "router_score": "sigmoid",
+            "router_bias": True,
+            "router_normalize": False,
+            "router_scale": 2.5,
+            "shared_expert_size": 20,
+            "expert_groups": 4,
+            "expert_groups_top_k": 2,
+        },
+    ),
+    "gpt_oss": (
+        "GptOssMLP",
+        {"intermediate_size": 20},
+        {"router_linear_bias": True, "expert_bias": True, "activation": "swiglu_clamped"},
+    ),
+}
+"""Model type -> its block of experts, and settings of theirs and of ours besides sizes: 8 experts, 3 of each token."""
+
+
+def parameters_of_block(theirs):
+    """Our parameters with a block's values."""
+    alternates = "experts.gate_up_proj_bias" in theirs  # gpt-oss: gate and up in turn, and matrices [in, out]
+
+    def up(matrix):
+        """[..., 2 inner, ...] -> [..., 2, inner], gate first."""
+        parts = matrix.reshape(*matrix.shape[:-1], -1, 2).swapaxes(-1, -2)
+        return parts if alternates else matrix.reshape(*matrix.shape[:-1], 2, -1)
+
+    def turned(name):
+        return theirs[name] if alternates else theirs[name].swapaxes(-1, -2)
+
+    gate, shared = "router" if "router.weight" in theirs else "gate", "shared_experts"
+    shared = shared if f"{shared}.up_proj.weight" in theirs else "shared_expert"
+    found = {
+        "router": {"weight": theirs[f"{gate}.weight"].T},
+        "up": {"weight": up(turned("experts.gate_up_proj"))},
+        "down": {"weight": turned("experts.down_proj")},
+    }
+    if alternates:
+        found["router"]["linear_bias"] = theirs["router.bias"]
+        found["up"]["bias"], found["down"]["bias"] = (
+            up(theirs["experts.gate_up_proj_bias"]),
+            theirs["experts.down_proj_bias"],
+        )
+    if "gate.e_score_correction_bias" in theirs:
+        found["router"]["bias"] = theirs["gate.e_score_correction_bias"]
+    if f"{shared}.up_proj.weight" in theirs:
+        both = [theirs[f"{shared}.{name}_proj.weight"].T for name in ("gate", "up")]
+        found["shared"] = {
+            "up": {"weight": np.stack(both, 1)},
+            "down": {"weight": theirs[f"{shared}.down_proj.weight"].T},
+        }
+    if "shared_expert_gate.weight" in theirs:
+        found["shared_gate"] = {"weight": theirs["shared_expert_gate.weight"].T}
+    return found
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_blocks_of_experts_are_those_of_transformers(kind):
+    name, settings, ours = BLOCKS[kind]
+    modeling = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
+    count = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 8)
+    count = {key: value for key, value in count.items() if key != "num_experts" or kind in ("qwen2_moe", "olmoe")}
+    sizes = {"hidden_size": 16, "num_attention_heads": 4, "num_experts_per_tok": 3, **count}
+    config = transformers.AutoConfig.for_model(kind, **sizes, **settings)
+    block, random = getattr(modeling, name)(config).eval(), np.random.default_rng(5)
+    weights = {key: random.normal(size=value.shape).astype(np.float32) for key, value in block.state_dict().items()}
+    assert all(8 in value.shape for key, value in weights.items() if "experts." in key and "shared" not in key)
+    block.load_state_dict({key: torch.tensor(value) for key, value in weights.items()})
+    x = random.normal(size=(2, 24, 16)).astype(np.float32)
+    with torch.no_grad():
+        known = block(torch.tensor(x))
+    with jax.set_mesh(mesh_of("1x1")), use_rules(RULES):
+        static, parameters = mixer_of({"num_experts": 8, "experts_top_k": 3, "expert_size": 20, **ours})
+        loaded = parameters_of_block(weights)
+        assert jax.tree.map(np.shape, loaded) == jax.tree.map(np.shape, parameters)
+        placed = jax.tree.map(lambda value, like: jax.device_put(value, like.sharding), loaded, parameters)
+        out, _ = jax.jit(lambda p, x: apply(static, p, x))(placed, x)
+    known = (known[0] if isinstance(known, tuple) else known).numpy()
+    np.testing.assert_allclose(out, known, atol=2e-5 * np.abs(known).max())
+
 
 CHOSEN = 2
 """Experts of a token, by which transformers does not divide its balance loss."""

@@ -74,9 +74,18 @@ def rope_parameters(config: Config) -> dict[str, Any]:
             "beta_fast": model.rope_beta_fast,
             "beta_slow": model.rope_beta_slow,
             "original_max_position_embeddings": model.rope_original_length,
+            "truncate": model.rope_truncate,
         }
-        if model.rope_attention_factor is not None:
-            found["attention_factor"] = model.rope_attention_factor
+    if model.rope_scaling == "longrope":
+        found |= {
+            "short_factor": list(model.rope_short_factors or ()),
+            "long_factor": list(model.rope_long_factors or ()),
+            "original_max_position_embeddings": model.rope_original_length,
+        }
+    if model.rope_attention_factor is not None:
+        found["attention_factor"] = model.rope_attention_factor
+    if model.rope_fraction != 1:
+        found["partial_rotary_factor"] = model.rope_fraction
     return found
 
 
@@ -261,8 +270,9 @@ def test_gpt_with_rotary_positions_and_an_untied_output_is_neox() -> None:
             "rope_beta_slow": 2.0,
             "rope_attention_factor": 1.3,
         },
+        {"rope_scaling": "yarn", "rope_factor": 32.0, "rope_original_length": 4096, "rope_truncate": False},
     ],
-    ids=["Llama 3.1", "Llama 3.2", "linear", "Llama 2", "YaRN", "YaRN, all settings"],
+    ids=["Llama 3.1", "Llama 3.2", "linear", "Llama 2", "YaRN", "YaRN, all settings", "YaRN, not rounded"],
 )
 def test_frequencies_at_full_size_are_those_of_transformers(fields: dict[str, Any]) -> None:
     config = llama_config(**{"hidden_size": 4096, "num_heads": 32, **fields})

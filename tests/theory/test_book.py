@@ -18,6 +18,16 @@ MODELS = {
     "gpt": {},
     "gpt, grouped": {"num_kv_heads": 2, "position": "rope", "activation": "geglu"},
     "llama": {"family": "llama", "num_kv_heads": 4, "qk_norm": True},
+    "llama, norms of each head, sinks": {
+        "family": "llama",
+        "num_kv_heads": 4,
+        "qk_norm": True,
+        "qk_norm_scope": "each_head",
+        "qk_norm_kind": "layernorm",
+        "qk_norm_bias": True,
+        "attention_sinks": True,
+        "attention_bias": "qkv",
+    },
     "llama, experts": {"family": "llama", "num_experts": 4, "expert_size": 24, "shared_expert_size": 16},
     "gpt, experts, biases of routers": {"num_experts": 4, "router_score": "sigmoid", "router_bias": True},
     "gpt, experts with biases and a gate": {

@@ -16,6 +16,17 @@ from tests.tiny import batch_of, initial_state, program_of, run_steps
 
 LLAMA: dict[str, Any] = {"family": "llama", "num_kv_heads": 1, "hidden_dropout": 0.1, "attention_dropout": 0.1}
 """Rotary positions, and a key head that all queries share, with both dropouts."""
+ATTENTION: dict[str, Any] = {
+    "attention_bias": "qkv",
+    "attention_scale": 0.7,
+    "attention_softcap": 1.5,
+    "attention_sinks": True,
+    "qk_norm": True,
+    "qk_norm_scope": "width",
+    "qkv_clip": 1.2,
+    "attention_scale_beta": 0.5,
+    "rope_original_length": 3,
+}
 DOCUMENTS: dict[str, Any] = {"reset_attention_mask": True, "reset_position_ids": True}
 BERT: dict[str, Any] = {"family": "bert"}
 """Padded samples; tokens attend to all others, and one head reads the first token, another masked ones."""
@@ -36,7 +47,7 @@ CASES: list[Any] = [
     ),
     pytest.param(
         "data=2,context=2,model=2",
-        LLAMA | DOCUMENTS,
+        LLAMA | DOCUMENTS | ATTENTION,
         {"context_method": "all-gather", "zero": 2, "microbatch_size": 2},
         marks=pytest.mark.long,
     ),

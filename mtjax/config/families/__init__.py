@@ -1,15 +1,32 @@
 """Model families: one file each, and the registry. To add a family, add a file here and an entry in `FAMILIES`."""
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from mtjax.config.families.bert import BERT
-from mtjax.config.families.family import Family
+from mtjax.config.families.family import DECODER, Family
 from mtjax.config.families.gpt import GPT
 from mtjax.config.families.llama import LLAMA
 from mtjax.config.families.t5 import T5
+from mtjax.errors import UserError
+
+if TYPE_CHECKING:
+    from mtjax.config.model import Model
 
 FAMILIES: Mapping[str, Family] = {"gpt": GPT, "llama": LLAMA, "bert": BERT, "t5": T5}
 """Name -> the family's defaults and checks. `Model.family` takes its choices from here."""
+
+
+def check_decoder_settings(model: "Model") -> None:
+    """Checks that settings of decoders alone have their defaults in other families.
+
+    Raises:
+      UserError: one has another value; names it.
+    """
+    for name in sorted(DECODER - FAMILIES[model.family].own):
+        if getattr(model, name) != getattr(type(model)(), name):
+            known = " and ".join(family for family, row in FAMILIES.items() if name in row.own)
+            raise UserError(f"{name} only works with the families {known}, and family is {model.family}: remove {name}")
 
 
 def settings_of_others(name: str) -> frozenset[str]:

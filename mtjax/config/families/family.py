@@ -29,14 +29,17 @@ EXPERTS = frozenset(
     }
 )
 """Settings of experts, for families that support them."""
-
 DECODER = frozenset(
     {
         *("embedding_scale", "embedding_norm", "parallel_residual", "residual_scale"),
         *("output_scale", "output_softcap", "output_bias"),
+        *("attention_window", "window_layers", "alibi_scaled", "rope_fraction", "rope_layers", "rope_local_theta"),
+        *("rope_short_factors", "rope_long_factors", "rope_truncate"),
+        *("attention_scale", "attention_scale_beta", "attention_softcap", "attention_sinks", "qkv_clip"),
     }
 )
-"""Settings of decoders, in which the families differ that people train; `check_family` refuses them elsewhere."""
+"""Settings of decoders, in which the models differ that people train; families that do not have them refuse any value
+but the default."""
 
 
 def check_no_qk_norm(model: "Model") -> None:
@@ -49,6 +52,22 @@ def check_no_qk_norm(model: "Model") -> None:
         raise UserError(
             f"qk_norm only works with the families gpt and llama, and family is {model.family}: remove qk_norm"
         )
+
+
+def check_parallel_residual(model: "Model") -> None:
+    """Checks that parallel_residual is combined with input norms and dense MLPs only.
+
+    Raises:
+      UserError: it is combined with others.
+    """
+    if model.parallel_residual == "no":
+        return
+    for name, default in (("norm_placement", "pre"), ("num_experts", 0), ("lora_rank", 0)):
+        if (value := getattr(model, name)) != default:
+            raise UserError(
+                f"parallel_residual is {model.parallel_residual}, and only works with {name} {default}, not {value}: "
+                f"remove {name} or parallel_residual"
+            )
 
 
 def _nothing_more(model: "Model") -> None:

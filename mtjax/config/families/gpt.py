@@ -1,6 +1,6 @@
 """GPT-2 (arXiv 1909.08053, section 3): a decoder with learned positions, layer norm and biases."""
 
-from mtjax.config.families.family import DECODER, EXPERTS, Family
+from mtjax.config.families.family import DECODER, EXPERTS, Family, check_parallel_residual
 
 GPT = Family(
     defaults={
@@ -14,9 +14,10 @@ GPT = Family(
         "attention_dropout": 0.1,
     },
     choices={
-        "position": ("learned", "rope"),
+        "position": ("learned", "rope", "alibi", "none"),
         "norm_placement": ("pre", "output", "sandwich"),
         "head": ("language", "classification", "regression", "choices"),
     },
     own=DECODER | EXPERTS,
+    check=check_parallel_residual,
 )

@@ -1,6 +1,6 @@
 """Llama (arXiv 2302.13971): GPT's decoder with rotary positions, RMS norm, a gated MLP and no biases."""
 
-from mtjax.config.families.family import DECODER, EXPERTS, Family
+from mtjax.config.families.family import DECODER, EXPERTS, Family, check_parallel_residual
 
 LLAMA = Family(
     defaults={
@@ -14,10 +14,11 @@ LLAMA = Family(
         "attention_dropout": 0.0,
     },
     choices={
-        "position": ("learned", "rope"),
+        "position": ("learned", "rope", "alibi", "none"),
         "norm_placement": ("pre", "output", "sandwich"),
         "head": ("language", "classification", "regression", "choices"),
     },
     own=DECODER | EXPERTS,
+    check=check_parallel_residual,
     network="gpt",
 )

@@ -37,6 +37,7 @@ from mtjax.models.trunk import (
     Section,
     run_sections,
 )
+from mtjax.sharding.axes import num_shards
 from mtjax.sharding.context.ring_attention import Method
 from mtjax.sharding.context.zigzag import local_positions
 from mtjax.sharding.distillation import vocab_parallel_distillation
@@ -124,7 +125,7 @@ class Decoder(nnx.Module):
         # Without position ids, all samples have the same positions: [1, seq], broadcast over the batch.
         if ids is None:
             ids = (jnp.arange(length) if positions is None else positions)[None]
-        rotation = None if self.rotary is None else self.rotary(ids)
+        rotation = None if self.rotary is None else self.rotary(ids, length * num_shards("seq"))
         scale = None if self.query_scale is None else self.query_scale(ids)
         return dataclasses.replace(context, rotation=rotation, query_scale=scale)
 

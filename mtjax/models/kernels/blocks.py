@@ -11,6 +11,7 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float
 
+from mtjax.models.alibi import Alibi
 from mtjax.models.dropout import keep_threshold
 from mtjax.models.kernels.options import AttentionOptions
 from mtjax.models.layer_context import LayerContext
@@ -47,10 +48,15 @@ def attend_across(
         dropout = DropoutState(key_data, jnp.arange(query.shape[2]))
     length = query.shape[1] * num_shards("seq")
     blocks: BlockKernel = (
-        XlaBlocks(scale, options.rate, length, options.softcap) if kernel == "xla" else CudnnBlocks(scale)
+        XlaBlocks(scale, options.rate, length, options.softcap, options.alibi)
+        if kernel == "xla"
+        else CudnnBlocks(scale)
     )
     names = (ATTENTION_OUTPUT, ATTENTION_STATISTICS)
-    queries = QueryBlock(query, context.positions, context.segment_ids)
+    first = None if options.window is None else context.positions - (options.window - 1)
+    queries = QueryBlock(query, context.positions, context.segment_ids, first)
+    if options.alibi is not None:
+        queries = queries._replace(slopes=options.alibi.by_head())
     method, is_causal = context.context_method, context.is_causal
     return context_attention(blocks, method, is_causal, queries, key, value, dropout, names, options.sinks)
 
@@ -67,6 +73,8 @@ class XlaBlocks:
     """Tokens of a sample, from which the indices of dropout's random bits are computed."""
     softcap: float | None = None
     """When given, the cap of scores."""
+    alibi: Alibi | None = None
+    """When given, biases are added to the scores, with the slopes of the queries' heads."""
 
     def forward(
         self, queries: QueryBlock, keys: KVBlock, dropout: DropoutState | None, is_causal: bool
@@ -96,13 +104,13 @@ class XlaBlocks:
         def one(sums: tuple[Array, Array], chunk: QueryBlock) -> tuple[tuple[Array, Array], Array]:
             """Differentiates a chunk of queries; gradients of keys and values accumulate in the carry."""
             assert chunk.mixed is not None and chunk.log_sums is not None and chunk.gradient is not None
-            scores, slopes, factors = self._scores(chunk, keys, dropout, is_causal)
+            scores, derivative, factors = self._scores(chunk, keys, dropout, is_causal)
             probabilities = jnp.exp(scores - grouped(chunk.log_sums).transpose(0, 2, 3, 1)[..., None])
             gradient = grouped(chunk.gradient)
             row_sums = (grouped(chunk.mixed).astype(jnp.float32) * gradient.astype(jnp.float32)).sum(-1)
             d_probabilities = einsum_float32("bqgmd,bkgd->bgmqk", gradient, keys.value) * factors
             d_scores = probabilities * (d_probabilities - row_sums.transpose(0, 2, 3, 1)[..., None]) * self.scale
-            d_scores = (d_scores * slopes).astype(keys.key.dtype)
+            d_scores = (d_scores * derivative).astype(keys.key.dtype)
             d_key = einsum_float32("bgmqk,bqgmd->bkgd", d_scores, grouped(chunk.query))
             d_value = einsum_float32("bgmqk,bqgmd->bkgd", (probabilities * factors).astype(gradient.dtype), gradient)
             d_query = jnp.einsum("bgmqk,bkgd->bqgmd", d_scores, keys.key).reshape(chunk.query.shape)
@@ -123,19 +131,26 @@ class XlaBlocks:
         """
         query = _grouped(queries.query * self.scale, keys.key.shape[2])
         scores = jnp.einsum("bqgmd,bkgd->bgmqk", query, keys.key, preferred_element_type=jnp.float32)
-        slopes = 1.0
+        derivative = 1.0
         if self.softcap is not None:
             tanh = jnp.tanh(scores / self.softcap)
-            scores, slopes = self.softcap * tanh, 1 - jnp.square(tanh)
+            scores, derivative = self.softcap * tanh, 1 - jnp.square(tanh)
+        if self.alibi is not None and queries.slopes is not None:
+            slopes = _grouped(queries.slopes, keys.key.shape[2]).transpose(0, 2, 3, 1)[..., None]
+            of_queries = self.alibi.at(queries.positions[:, None, None, :, None], slopes)
+            scores += self.alibi.at(keys.positions[:, None, None, None, :], slopes) - of_queries
         seen = queries.positions[:, :, None] >= keys.positions[:, None, :] if is_causal else None
         if queries.segments is not None and keys.segments is not None:
             same = queries.segments[:, :, None] == keys.segments[:, None, :]
             seen = same if seen is None else seen & same
+        if queries.first is not None:
+            near = keys.positions[:, None, :] >= queries.first[:, :, None]
+            seen = near if seen is None else seen & near
         if seen is not None:
             scores = jnp.where(seen[:, None, None], scores, NEVER)
         if dropout is None:
-            return scores, slopes, 1.0
-        return scores, slopes, self._dropout_factors(queries, keys, dropout).reshape(scores.shape)
+            return scores, derivative, 1.0
+        return scores, derivative, self._dropout_factors(queries, keys, dropout).reshape(scores.shape)
 
     def _dropout_factors(self, queries: QueryBlock, keys: KVBlock, dropout: DropoutState) -> Array:
         """Computes the factors, float32 [batch, heads, seq, key_seq], by the positions of queries and keys."""

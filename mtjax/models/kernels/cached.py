@@ -20,7 +20,13 @@ def attend_cached(
 ) -> Float[Array, "batch seq heads head_dim"]:
     """Computes softmax attention from new tokens to the cached tokens up to each of them, normalized in float32."""
     keys, values = cache.read_by(cache_positions)
-    is_visible = jnp.arange(cache.length) <= cache_positions.positions[:, :, None]
+    at, positions = jnp.arange(cache.length), cache_positions.positions[:, :, None]
+    is_visible = at <= positions
+    if options.window is not None:
+        is_visible &= positions - at < options.window
+    if options.alibi is not None:
+        distances = options.alibi.of_distances(cache_positions.positions, at)
+        bias = distances if bias is None else bias + distances
     return attend_grouped(query, keys, values, is_visible, options, bias)
 
 

@@ -4,7 +4,9 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float
+from jaxtyping import Float, Int
+
+from mtjax.models.alibi import Alibi
 
 
 @dataclass(frozen=True)
@@ -19,6 +21,10 @@ class AttentionOptions:
     """When given, a score s is replaced by softcap * tanh(s / softcap), before bias and mask."""
     sinks: Float[Array, " heads"] | None = None
     """When given, a logit per head that is added to the softmax's denominator."""
+    window: int | Int[Array, ""] | None = None
+    """When given, a token attends to itself and the window - 1 tokens before it."""
+    alibi: Alibi | None = None
+    """When given, its biases are added to the scores."""
 
 
 def softmax_with_sinks(scores: Float[Array, "... key_seq"], sinks: Float[Array, "..."]) -> Float[Array, "... key_seq"]:

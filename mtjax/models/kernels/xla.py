@@ -8,14 +8,16 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Bool, Float, Int, Key
 
+from mtjax.models.alibi import Alibi
 from mtjax.models.dropout import dropout
 from mtjax.models.kernels.blocks import attend_across
 from mtjax.models.kernels.options import AttentionOptions, softmax_with_sinks
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.recompute import ATTENTION_CORE, ATTENTION_OUTPUT
-from mtjax.models.unhoisted import plus, where
+from mtjax.models.unhoisted import plus, plus_difference, where
 from mtjax.sharding.axes import spec
 from mtjax.sharding.context.block_attention import NEVER
+from mtjax.sharding.no_hoist import no_hoist
 
 HEADS = ("batch", "seq", "heads", "head_dim")
 SCORES = ("batch", "heads", "seq", "key_seq")
@@ -32,8 +34,15 @@ def attend(
     """Computes self-attention with the mask and bias of a context."""
     if context.positions is not None:
         return attend_across("xla", query, key, value, context, options)
-    mask = attention_mask(query.shape[1], context)
+    mask = attention_mask(query.shape[1], context, options.window)
     return softmax_attention(query, key, value, mask, options, context.dropout_keys, bias=context.bias)
+
+
+def _tilted(scores: Float[Array, "batch heads seq key_seq"], alibi: Alibi) -> Float[Array, "batch heads seq key_seq"]:
+    """Adds ALiBi's biases."""
+    # XLA: computed with the scores in one fusion; all pairs of positions would be hoisted out of the scan over layers.
+    of_keys = alibi.at(jnp.arange(scores.shape[-1]), alibi.by_head()[:, None])
+    return plus_difference(scores, of_keys[None, :, None, :], of_keys[None, :, :, None])
 
 
 def softmax_attention(
@@ -71,6 +80,8 @@ def softmax_attention(
     scores = scores.reshape(shape[0], shape[2], *scores.shape[3:], out_sharding=spec(*SCORES))
     if options.softcap is not None:
         scores = _capped(options.softcap, scores)
+    if options.alibi is not None:
+        scores = _tilted(scores, options.alibi)
     scores = where(mask, scores if bias is None else plus(scores, bias), HIDDEN_SCORE)
     probabilities = _softmax(scores) if options.sinks is None else _softmax_with_sinks(scores, options.sinks)
     probabilities = dropout(
@@ -82,22 +93,40 @@ def softmax_attention(
     return checkpoint_name(mixed.transpose(0, 3, 1, 2, 4).reshape(shape, out_sharding=output_spec), ATTENTION_OUTPUT)
 
 
-def attention_mask(length: int, context: LayerContext) -> Bool[Array, "#batch 1 seq key_seq"]:
+def attention_mask(
+    length: int, context: LayerContext, window: int | Int[Array, ""] | None = None
+) -> Bool[Array, "#batch 1 seq key_seq"]:
     """Returns the mask of self-attention over `length` tokens: True where a query (dimension 2) attends to a key
     (3)."""
     if context.is_causal:
-        return causal_mask(length, context.segment_ids)
+        return causal_mask(length, context.segment_ids, window)
     if context.segment_ids is None:
         return jnp.ones((1, 1, length, length), bool)
     return _same_segment(context.segment_ids)
 
 
-def causal_mask(length: int, segment_ids: Int[Array, "batch seq"] | None) -> Bool[Array, "#batch 1 seq key_seq"]:
-    """Returns the causal mask: True where a query (dimension 2) attends to a key (3), itself or one before it."""
+def causal_mask(
+    length: int, segment_ids: Int[Array, "batch seq"] | None, window: int | Int[Array, ""] | None = None
+) -> Bool[Array, "#batch 1 seq key_seq"]:
+    """Returns the causal mask: True where a query (dimension 2) attends to a key (3), itself or one before it.
+
+    With a window, only the window - 1 tokens before it; one selected by the layer's number makes the layer's own mask.
+    """
     causal = jnp.tril(jnp.ones((length, length), bool))[None, None]
+    if isinstance(window, int):
+        causal = jnp.triu(causal, 1 - window)
+    elif window is not None:
+        # XLA: the distances alone would be hoisted out of the scan over layers, in 32 bits.
+        causal = no_hoist(partial(_near, length), window)[None, None]
     if segment_ids is None:
         return causal
     return causal & _same_segment(segment_ids)
+
+
+def _near(length: int, window: Array) -> Bool[Array, "seq key_seq"]:
+    """Returns the causal mask with a window."""
+    back = lax.broadcasted_iota(jnp.int32, (length, length), 0) - lax.broadcasted_iota(jnp.int32, (length, length), 1)
+    return (back >= 0) & (back < window)
 
 
 def _same_segment(segment_ids: Int[Array, "batch seq"]) -> Bool[Array, "batch 1 seq key_seq"]:

@@ -12,7 +12,8 @@ from jax import Array
 from jaxtyping import Float
 
 from mtjax.config import Model
-from mtjax.config.sizes import attention_biases, head_dim, num_kv_heads
+from mtjax.config.sizes import attention_biases, attention_windows, head_dim, num_kv_heads
+from mtjax.models.alibi import Alibi
 from mtjax.models.head_norm import HeadNorm
 from mtjax.models.kernels import cudnn, xla
 from mtjax.models.kernels.cached import attend_cached
@@ -23,6 +24,7 @@ from mtjax.models.layer_context import LayerContext
 from mtjax.models.linear import Linear, constant, normal
 from mtjax.models.lora import Adapter, gather_sequence_shared, lora_input_dropout
 from mtjax.models.mixers.mixer import State
+from mtjax.models.of_layer import of_layer
 from mtjax.models.project import project
 from mtjax.models.relative import RelativeBias
 from mtjax.models.rotary import rotate
@@ -65,6 +67,7 @@ class SelfAttention(nnx.Module):
         has_table = model.position == "relative" and model.relative_bias_layers == "all"
         self.relative = RelativeBias(model, key=jax.random.fold_in(key, 2)) if has_table else None
         self.options = attention_options(model)
+        self.windows = attention_windows(model)
         self.attend = KERNELS[model.attention]
 
     def __call__(
@@ -84,10 +87,8 @@ class SelfAttention(nnx.Module):
         # With sequence parallelism the product's input was all-gathered along the sequence; from here to the output
         # projection each rank has its heads of all tokens.
         query, key, value = self._prepared(query, key, value, context)
+        options = self._options(context)
         # Training and evaluation have no state; generation has a KV cache.
-        options = self.options
-        if self.sinks is not None:
-            options = dataclasses.replace(options, sinks=self.sinks[...])
         if state is None:
             if self.relative is not None:
                 bias = self.relative(query.shape[1], is_causal=context.is_causal)
@@ -102,6 +103,13 @@ class SelfAttention(nnx.Module):
             mixed = attend_cached(query, state, context.cache_positions, options, bias)
         return self.output(mixed, lora_input_dropout(mixed, self.low, context, OUTPUT_SITE, "heads", "head_dim")), state
 
+    def _options(self, context: LayerContext) -> AttentionOptions:
+        """Returns the layer's options, with its window and sinks."""
+        options = self.options
+        if self.windows is not None:
+            options = dataclasses.replace(options, window=of_layer(self.windows, context.layer))
+        return options if self.sinks is None else dataclasses.replace(options, sinks=self.sinks[...])
+
     def _prepared(self, query: Array, key: Array, value: Array, context: LayerContext) -> tuple[Array, Array, Array]:
         """Normalizes, clips, rotates and scales query, key and value, [batch, seq, heads, head_dim] each."""
         norms = (self.query_norm, self.key_norm)
@@ -110,7 +118,7 @@ class SelfAttention(nnx.Module):
         if self.clip is not None:
             query, key, value = (jnp.clip(a, -self.clip, self.clip) for a in (query, key, value))
         # Cached keys are stored rotated, by their positions.
-        query, key = rotate(query, context.rotation), rotate(key, context.rotation)
+        query, key = (rotate(a, context.rotation, context.layer) for a in (query, key))
         if self.norms_after_rope:
             query, key = _normalized(query, key, *norms)
         if context.query_scale is not None:
@@ -229,7 +237,7 @@ def attention_options(model: Model) -> AttentionOptions:
     scale = model.attention_scale
     if scale is None and model.position == "relative":
         scale = 1.0  # T5 does not scale attention scores; its query weights are initialized smaller instead.
-    return AttentionOptions(model.attention_dropout, scale, model.attention_softcap)
+    return AttentionOptions(model.attention_dropout, scale, model.attention_softcap, alibi=Alibi.of(model))
 
 
 def initial_query_scale(model: Model) -> float:

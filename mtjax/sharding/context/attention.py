@@ -37,7 +37,7 @@ def context_attention(
       kernel: for a block of queries and a block of keys.
       method: how keys and values are sent to the queries.
       is_causal: whether tokens attend only to themselves and those before them.
-      queries: this rank's; positions are [seq], equal in all samples.
+      queries: this rank's; positions and the starts of windows are [seq], equal in all samples, and slopes [heads].
       key: this rank's; heads / groups consecutive query heads share a key and a value head.
       value: this rank's, likewise.
       dropout: of dropout on probabilities, with the indices of all heads; None turns it off.
@@ -51,7 +51,18 @@ def context_attention(
     heads, statistics = spec("batch", "seq", "heads", "head_dim"), spec("batch", "seq", "heads")
     parallel = _ContextParallel(kernel, method, is_causal, axis, heads, statistics, spec("heads"), names)
     sinks = None if sinks is None else varying_like(sinks, queries.query)
-    return _attend(parallel, queries.query, key, value, sinks, (queries.positions, queries.segments, dropout))
+    metadata = _Metadata(queries.positions, queries.segments, queries.first, queries.slopes, dropout)
+    return _attend(parallel, queries.query, key, value, sinks, metadata)
+
+
+class _Metadata(NamedTuple):
+    """Arguments of `_attend` without gradients."""
+
+    positions: Array
+    segments: Array | None
+    first: Array | None
+    slopes: Array | None
+    dropout: DropoutState | None
 
 
 class _ContextParallel(NamedTuple):
@@ -68,17 +79,19 @@ class _ContextParallel(NamedTuple):
     names: tuple[str, str]
 
     def map(self, body: Callable[..., Any], outputs: Any) -> Callable[..., Any]:
-        """Maps `body` over the shards of (query, key, value, (positions, segments, drops), ...)."""
+        """Maps `body` over the shards of (query, key, value, metadata, ...)."""
 
         def spec_of(a: Array) -> PartitionSpec:
             """[batch, seq, heads, head_dim] or [batch, seq, heads]; other arrays are replicated over `model`."""
             return {4: self.heads, 3: self.statistics}.get(a.ndim, PartitionSpec())
 
-        def mapped(query: Array, key: Array, value: Array, metadata: Tree, *more: Array) -> Any:
+        def mapped(query: Array, key: Array, value: Array, metadata: _Metadata, *more: Array) -> Any:
             """Derives the specs of the arguments from their ranks, and calls the map."""
             metadata_specs = jax.tree.map(lambda a: PartitionSpec(), metadata)
-            if metadata_specs[-1] is not None:
-                metadata_specs = (*metadata_specs[:-1], metadata_specs[-1]._replace(heads=self.numbers))
+            if metadata_specs.slopes is not None:
+                metadata_specs = metadata_specs._replace(slopes=self.numbers)
+            if metadata_specs.dropout is not None:
+                metadata_specs = metadata_specs._replace(dropout=metadata_specs.dropout._replace(heads=self.numbers))
             specs = (*map(spec_of, (query, key, value)), metadata_specs, *map(spec_of, more))
             local = jax.shard_map(body, axis_names=set(explicit_axes()), in_specs=specs, out_specs=outputs)
             with jax.named_scope("context"):
@@ -86,18 +99,28 @@ class _ContextParallel(NamedTuple):
 
         return mapped
 
-    def ring(self, query: Array, key: Array, value: Array, metadata: Tree) -> tuple[RingAttention, QueryBlock, KVBlock]:
+    def ring(
+        self, query: Array, key: Array, value: Array, metadata: _Metadata
+    ) -> tuple[RingAttention, QueryBlock, KVBlock]:
         """Builds a rank's ring attention, queries and keys, inside the map."""
-        positions, segments, dropout = metadata
+        positions, segments, first, slopes, dropout = metadata
         # The index of its first chunk; `lax.axis_index` would be hoisted out of the scan over layers.
         rank = positions[0] // (len(positions) // 2)
         batch_positions = jnp.broadcast_to(positions, query.shape[:2])
+        if first is not None:
+            first = jnp.broadcast_to(first, query.shape[:2])
+        if slopes is not None:
+            slopes = jnp.broadcast_to(slopes, query.shape[:3])
         ring = RingAttention(self.kernel, self.method, self.is_causal, self.axis, rank, dropout)
-        return ring, QueryBlock(query, batch_positions, segments), KVBlock(key, value, batch_positions, segments)
+        return (
+            ring,
+            QueryBlock(query, batch_positions, segments, first, slopes),
+            KVBlock(key, value, batch_positions, segments),
+        )
 
 
 def _forward(
-    parallel: _ContextParallel, query: Array, key: Array, value: Array, sinks: Array | None, metadata: Tree
+    parallel: _ContextParallel, query: Array, key: Array, value: Array, sinks: Array | None, metadata: _Metadata
 ) -> tuple[Array, Array]:
     """Computes the output [batch, seq, heads, head_dim] and float32 log-sums [batch, seq, heads]."""
 
@@ -118,13 +141,13 @@ def _with_sinks(output: Array, log_sums: Array, sinks: Array) -> tuple[Array, Ar
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(
-    parallel: _ContextParallel, query: Array, key: Array, value: Array, sinks: Array | None, metadata: Tree
+    parallel: _ContextParallel, query: Array, key: Array, value: Array, sinks: Array | None, metadata: _Metadata
 ) -> Array:
     return _forward(parallel, query, key, value, sinks, metadata)[0]
 
 
 def _attend_forward(
-    parallel: _ContextParallel, query: Array, key: Array, value: Array, sinks: Array | None, metadata: Tree
+    parallel: _ContextParallel, query: Array, key: Array, value: Array, sinks: Array | None, metadata: _Metadata
 ) -> tuple[Array, Tree]:
     """Computes the output; the residuals are the arguments, the output and the log-sums."""
     # Named, so that recompute policies can save them: attention is then not recomputed in the backward pass.
@@ -140,7 +163,7 @@ def _attend_backward(
 
     Args:
       parallel: static arguments.
-      saved: query, key, value, sinks, (positions, segments, drops), output and log-sums.
+      saved: query, key, value, sinks, metadata, output and log-sums.
       gradient: of the output, [batch, seq, heads, head_dim].
 
     Returns:

@@ -25,6 +25,10 @@ class QueryBlock(NamedTuple):
     """Of the tokens in their samples."""
     segments: Int[Array, "batch seq"] | None = None
     """When given, tokens attend within their segment only."""
+    first: Int[Array, "batch seq"] | None = None
+    """When given, each token attends only to the tokens from this position on: the start of its sliding window."""
+    slopes: Float[Array, "batch seq heads"] | None = None
+    """When given, of ALiBi's biases, float32: those of the heads, equal in all tokens."""
     mixed: Float[Array, "batch seq heads head_dim"] | None = None
     """Output of attention: the values weighted by probabilities."""
     log_sums: Float[Array, "batch seq heads"] | None = None
