@@ -35,7 +35,7 @@ def write_adapters(source: Source, folder: Path) -> int:
             "peft: needs adapters of a gpt or llama with a language head; for a task's model use --to hf:DIR"
         )
     family = family_of_model(source.origin.config.model)
-    selection = family.table.select(source.parameters)
+    selection = family.table_of(model).select(source.parameters)
     is_transposed = family.model_type == "gpt2"  # transformers' Conv1D stores [inputs, outputs]
     tensors: dict[str, np.ndarray] = {}
     ranks: dict[str, int] = {}
@@ -47,6 +47,7 @@ def write_adapters(source: Source, folder: Path) -> int:
         a, b = (source.adapters[name] for name in names)
         for layer, layer_a, layer_b in zip(a.layers, source.saved(a), source.saved(b), strict=True):
             for tensor in row.tensors:
+                _check_order(tensor, family.model_type)
                 down, up = factors(tensor, (a, b), (layer_a, layer_b))
                 name = name_of(tensor, layer).removesuffix(".weight")
                 tensors |= {f"{PREFIX}{name}.lora_A.weight": down, f"{PREFIX}{name}.lora_B.weight": up}
@@ -54,6 +55,20 @@ def write_adapters(source: Source, folder: Path) -> int:
     (folder / "adapter_config.json").write_text(json.dumps(_config(source, ranks, is_transposed), indent=2) + "\n")
     require("safetensors.numpy", "convert").save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
     return sum(array.size for array in tensors.values())
+
+
+def _check_order(tensor: Tensor, model_type: str) -> None:
+    """Checks that the rows of a matrix are in mtjax's order, part by part.
+
+    Raises:
+      UserError: transformers has one matrix for several of mtjax's, or another order of rows.
+    """
+    inner = {axis for group in tensor.dims for axis in group[1:]}
+    if tensor.is_part or tensor.order is not None or inner & set(PARTS):
+        raise UserError(
+            f"peft: adapters of a {model_type} are not supported, since {tensor.name} has another order of rows; use "
+            "--to hf:DIR, which merges them"
+        )
 
 
 def factors(

@@ -214,7 +214,8 @@ def config_of(settings: Mapping[str, Any], source: str) -> Config:
     missing = [name for name, value in settings.items() if value is None and default[name] is not None]
     if missing:
         raise UserError(f"{source} is missing {', '.join(missing)}")
-    config = from_dict({"model": {name: v for name, v in settings.items() if v is not None}}, source=source)
+    given = {name: list(v) if isinstance(v, tuple) else v for name, v in settings.items() if v is not None}
+    config = from_dict({"model": given}, source=source)
     validate(config)
     model = config.model
     # Default values are dropped, so that a converted config equals that of a run.

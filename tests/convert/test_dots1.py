@@ -6,7 +6,7 @@ import pytest
 
 from mtjax import config
 from mtjax.config.model_identity import differences
-from mtjax.convert.families.dots1 import DOTS1
+from mtjax.convert.families.experts import DOTS1
 from mtjax.convert.families.registry import family_of_model
 from mtjax.convert.stream import config_of
 from mtjax.errors import UserError

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from mtjax.convert.families.qwen3 import QWEN3_MOE
+from mtjax.convert.families.experts import QWEN3_MOE
 from mtjax.convert.stream import config_of
 from mtjax.errors import UserError
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from mtjax.config import Config, Model, replace
 from mtjax.config.model_identity import effective_settings
-from mtjax.config.sizes import num_outputs
+from mtjax.config.sizes import num_outputs, rotated_layers, windowed_layers
 from mtjax.convert.table import Row, Table
 from mtjax.data.tokens.special_tokens import added_tokens
 from mtjax.data.tokens.tokenizer import Tokenizer
@@ -107,14 +107,27 @@ class Family:
 
     def misfits(self, model: Model) -> list[str]:
         """Returns the settings of a model that this family can't represent: those that don't survive a round trip."""
-        back = replace(Config(), **self.model_settings(self.config_json(model), frozenset(), "")).model
-        converted = effective_settings(back)
-        ignored = ("vocab_multiple", "sentence_order")  # only padding; determined by the names of tensors
+        try:
+            settings = self.model_settings(self.config_json(model), frozenset(), self.model_type)
+        except UserError as e:  # such as an activation that the type lacks
+            return [str(e)]
+        back = replace(Config(), **settings).model
+        # Only padding; determined by the names of tensors; given by the biases of attention and the MLP.
+        ignored = ("vocab_multiple", "sentence_order", "bias")
+        converted, ours = _comparable(back), _comparable(model)
         return [
-            f"{name} {value}"
-            for name, value in effective_settings(model).items()
-            if name not in ignored and converted.get(name) != value
+            f"{name} {value}" for name, value in ours.items() if name not in ignored and converted.get(name) != value
         ]
+
+
+PATTERNS = {"window_layers": windowed_layers, "rope_layers": rotated_layers}
+"""Patterns of layers, of which several are the same for a number of layers."""
+
+
+def _comparable(model: Model) -> dict[str, Any]:
+    """Returns the effective settings, with patterns of layers as what they say of each layer."""
+    settings = effective_settings(model)
+    return settings | {name: of(model) for name, of in PATTERNS.items() if name in settings}
 
 
 CLASSIFIER = "ForSequenceClassification"

@@ -4,25 +4,41 @@ from collections.abc import Mapping
 
 from mtjax.config import Model
 from mtjax.convert.families.bert import BERT, MEGATRON_BERT
+from mtjax.convert.families.bloom import BLOOM, FALCON, MPT, OPT
+from mtjax.convert.families.cohere import COHERE, COHERE2
 from mtjax.convert.families.distilbert import DISTILBERT
-from mtjax.convert.families.dots1 import DOTS1
+from mtjax.convert.families.experts import DOTS1, MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
 from mtjax.convert.families.family import Family, Json
+from mtjax.convert.families.gemma import GEMMA, GEMMA2, GEMMA3_TEXT
 from mtjax.convert.families.gpt2 import GPT2
-from mtjax.convert.families.llama import LLAMA
-from mtjax.convert.families.mixtral import MIXTRAL
-from mtjax.convert.families.qwen3 import QWEN3, QWEN3_MOE
+from mtjax.convert.families.llama import (
+    ERNIE4_5,
+    GRANITE,
+    HUNYUAN_V1_DENSE,
+    LLAMA,
+    MINISTRAL,
+    MINISTRAL3,
+    MISTRAL,
+    SMOLLM3,
+)
+from mtjax.convert.families.neox import GLM4, GPT_NEOX, GPTJ, NEMOTRON, STABLELM, STARCODER2
+from mtjax.convert.families.olmo import EXAONE4, OLMO, OLMO2, OLMO3
+from mtjax.convert.families.phi import PHI, PHI3
+from mtjax.convert.families.qwen import QWEN2, QWEN3
 from mtjax.convert.families.roberta import ROBERTA, XLM_ROBERTA
 from mtjax.convert.families.t5 import MT5, T5, UMT5
 from mtjax.errors import UserError
 
-FAMILIES: Mapping[str, Family] = {
-    family.model_type: family
-    for family in (
-        *(GPT2, LLAMA, MIXTRAL, QWEN3, QWEN3_MOE, DOTS1),
-        *(BERT, MEGATRON_BERT, ROBERTA, XLM_ROBERTA, DISTILBERT),
-        *(T5, MT5, UMT5),
-    )
-}
+_ALL = (
+    *(GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3_TEXT, PHI, PHI3, OLMO, OLMO2, OLMO3, GRANITE),
+    *(STARCODER2, GPT_NEOX, GPTJ, OPT, BLOOM, FALCON, MPT, COHERE, COHERE2, STABLELM, SMOLLM3, GLM4, EXAONE4),
+    *(ERNIE4_5, HUNYUAN_V1_DENSE, NEMOTRON, MINISTRAL, MINISTRAL3),
+    *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, DOTS1),
+    *(BERT, MEGATRON_BERT, ROBERTA, XLM_ROBERTA, DISTILBERT),
+    *(T5, MT5, UMT5),
+)
+FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _ALL}
+"""In the order in which an export prefers types that can represent a model equally well."""
 
 
 def family_of_config(config: Json, source: str) -> Family:

@@ -1,0 +1,149 @@
+"""A decoder type of transformers: its defaults, the parts of its config.json, and the names of its tensors."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from mtjax.config import Model
+from mtjax.convert.families.decoder_rows import Names, decoder_rows
+from mtjax.convert.families.family import Family, Json, head_json, head_settings
+from mtjax.convert.families.parts import Part, activation, always, fields, no_biases
+from mtjax.convert.families.rope import rope
+from mtjax.convert.table import Row
+
+Only = Mapping[str, tuple[Any, ...]]
+
+UNSUPPORTED: Only = {
+    "is_encoder_decoder": (False, None),
+    "add_cross_attention": (False, None),
+    "quantization_config": (None,),
+    "use_bidirectional_attention": (False, None),
+}
+"""Keys of any type that would change the network."""
+
+
+def sizes(
+    hidden: int, inner: int | None, layers: int, heads: int, kv_heads: int | None, vocabulary: int, positions: int
+) -> dict[str, Any]:
+    """Returns the defaults of a type's sizes, by Llama's keys, and those of other keys that most types share."""
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": positions,
+        "initializer_range": 0.02,
+        "attention_dropout": 0.0,
+        "tie_word_embeddings": False,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10_000.0,
+        "head_dim": None,
+        "attention_bias": False,
+        "mlp_bias": False,
+    }
+
+
+SIZE_KEYS = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "mlp_size": "intermediate_size",
+    "sequence_length": "max_position_embeddings",
+    "vocab_size": "vocab_size",
+    "init_std": "initializer_range",
+    "attention_dropout": "attention_dropout",
+    "tie_embeddings": "tie_word_embeddings",
+}
+"""Settings of sizes -> Llama's keys."""
+
+
+def size_fields(**keys: str) -> Part:
+    """Returns the part of sizes; `keys` replaces some of Llama's, "" by none."""
+    return fields(**{ours: theirs for ours, theirs in (SIZE_KEYS | keys).items() if theirs})
+
+
+SIZES = size_fields()
+HEAD_DIM = fields(head_dim="head_dim")
+RMS_NORM = Part(
+    ("rms_norm_eps",),
+    lambda values: {
+        "family": "llama",
+        "norm": "rmsnorm",
+        "hidden_dropout": 0.0,
+        "norm_epsilon": values["rms_norm_eps"],
+    },
+    lambda model: {"rms_norm_eps": model.norm_epsilon},
+)
+ROPE = rope()
+SWIGLU = activation()
+NO_BIASES = no_biases()
+ROTARY = always(position="rope")
+
+LIKE_LLAMA = (SIZES, RMS_NORM, SWIGLU, ROTARY)
+
+
+def layer_norm(key: str = "layer_norm_eps") -> Part:
+    """Returns the part of a type with layer norm; `key` is its epsilon's."""
+    return Part(
+        (key,),
+        lambda values: {"family": "gpt", "norm": "layernorm", "hidden_dropout": 0.0, "norm_epsilon": values[key]},
+        lambda model: {key: model.norm_epsilon},
+    )
+
+
+def decoder(
+    model_type: str,
+    name: str,
+    defaults: Json,
+    *parts: Part,
+    names: Names | None = None,
+    rows: Callable[[Names, Model], tuple[Row, ...]] = decoder_rows,
+    only: Only | None = None,
+    architecture: str = "ForCausalLM",
+    classifies: bool = True,
+) -> Family:
+    """Describes a decoder type.
+
+    Args:
+      model_type: transformers' name of the type.
+      name: prefix of its classes.
+      defaults: key of config.json -> transformers' default for a missing one.
+      parts: what is read and written; of two that read or write the same, the later wins.
+      names: transformers' names of its modules; Llama's when None.
+      rows: returns the rows of its table.
+      only: keys -> the only values that are supported; a missing key is.
+      architecture: ending of the class with a language head.
+      classifies: whether transformers has a class for sequence classification.
+    """
+    names = names or Names()
+    language = f"{name}{architecture}"
+    supported = {**UNSUPPORTED, **(only or {})}
+
+    def read(config: Json, tensors: frozenset[str]) -> dict[str, Any]:
+        values = {**defaults, **config}
+        settings: dict[str, Any] = {}
+        for part in parts:
+            settings |= part.read(values)
+        return settings | head_settings(config)
+
+    def write(model: Model) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for part in parts:
+            found |= part.write(model)
+        # A head that transformers lacks is not written, which `Family.misfits` then rejects.
+        return found | (head_json(model, name, language) if classifies else {})
+
+    return Family(
+        model_type=model_type,
+        architecture=language,
+        table=names.table(model_type),
+        fields=(),
+        read=read,
+        write=write,
+        only=supported,
+        rows=lambda model: rows(names, model),
+        keys=frozenset(key for part in parts for key in part.keys) | frozenset(supported),
+    )

@@ -1,0 +1,262 @@
+"""Parts of the description of a type: keys of config.json, and the settings that are read from and written to them."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mtjax.config import Model
+from mtjax.config.sizes import GATED, attention_bias, head_dim, mlp_bias, mlp_size, num_kv_heads
+from mtjax.convert.families.family import Json
+from mtjax.errors import UserError
+
+Settings = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Keys of config.json that belong together."""
+
+    keys: tuple[str, ...]
+    """All keys that `read` uses."""
+    read: Callable[[Json], Settings]
+    """Returns mtjax's settings from the values of all keys, those of missing keys being the type's defaults."""
+    write: Callable[[Model], Json]
+    """Returns keys of config.json from mtjax's settings."""
+
+
+def always(**settings: Any) -> Part:
+    """Returns a part without keys: settings that all models of the type have."""
+    return Part((), lambda values: settings, lambda model: {})
+
+
+def given(**keys: Any) -> Part:
+    """Returns a part of keys that have these values in all supported models, for other readers of the config."""
+    return Part(tuple(keys), lambda values: {}, lambda model: keys)
+
+
+def unused(*keys: str) -> Part:
+    """Returns a part of keys that have no effect in supported models, and that an export does not write."""
+    return Part(keys, lambda values: {}, lambda model: {})
+
+
+_EFFECTIVE: Mapping[str, Callable[[Model], Any]] = {
+    "num_kv_heads": num_kv_heads,
+    "head_dim": head_dim,
+    "mlp_size": mlp_size,
+}
+"""Settings with a default that depends on others -> their values."""
+
+
+def value_of(model: Model, setting: str) -> Any:
+    """Returns the value of a setting, with default sizes filled in."""
+    return _EFFECTIVE[setting](model) if setting in _EFFECTIVE else getattr(model, setting)
+
+
+def fields(**settings: str) -> Part:
+    """Returns a part of settings that differ from their keys only in the name: `setting="key"`."""
+    return Part(
+        tuple(settings.values()),
+        lambda values: {ours: values[theirs] for ours, theirs in settings.items()},
+        lambda model: {theirs: value_of(model, ours) for ours, theirs in settings.items()},
+    )
+
+
+def scaled(
+    setting: str, key: str, read: Callable[[Any], float], write: Callable[[float], float], kind: type = float
+) -> Part:
+    """Returns a part of a setting that is computed from its key; None stays None.
+
+    Args:
+      setting: name of the setting.
+      key: of config.json.
+      read: computes the setting.
+      write: computes the key, exactly or up to rounding.
+      kind: type of the key's value, if it is a whole number.
+    """
+
+    def back(value: float | None) -> float | None:
+        if value is None:
+            return None
+        # Of neighbours up to rounding, the one that reads as the same number; of these the shortest.
+        near = [round(write(value), digits) for digits in range(16)]
+        found = next((n for n in near if n and read(n) == value), write(value))
+        return kind(found) if found == int(found) else found
+
+    return Part(
+        (key,),
+        lambda values: {setting: None if values[key] is None else read(values[key])},
+        lambda model: {key: back(getattr(model, setting))},
+    )
+
+
+ACTIVATIONS: Mapping[str, str] = {
+    "gelu": "gelu_exact",
+    "gelu_new": "gelu",
+    "gelu_pytorch_tanh": "gelu",
+    "gelu_fast": "gelu",
+    "relu": "relu",
+    "relu2": "relu2",
+}
+"""transformers' names of activations -> mtjax's, in an MLP without a gate."""
+GATES: Mapping[str, str] = {
+    "silu": "swiglu",
+    "swish": "swiglu",
+    "gelu": "geglu_exact",
+    "gelu_pytorch_tanh": "geglu",
+    "gelu_new": "geglu",
+    "gelu_fast": "geglu",
+}
+"""The same in an MLP with a gate."""
+
+
+def activation(key: str = "hidden_act", *, gate: bool = True, usual: str = "gelu_pytorch_tanh") -> Part:
+    """Returns the part of the MLP's activation, written by its `usual` name if it has several.
+
+    The part raises a `UserError` when reading an activation that mtjax does not have.
+    """
+    names = GATES if gate else ACTIVATIONS
+    # Of several names of an activation: they differ in rounding.
+    ordered = sorted(names, key=lambda name: name != usual)
+
+    def read(values: Json) -> Settings:
+        if values[key] not in names:
+            raise UserError(f"{key} is {values[key]!r}, but must be {' or '.join(map(repr, names))}")
+        return {"activation": names[values[key]]}
+
+    def write(model: Model) -> Json:
+        return {key: next((name for name in ordered if names[name] == model.activation), ordered[0])}
+
+    return Part((key,), read, write)
+
+
+def _biases(attention: str, mlp: bool) -> Settings:
+    """Returns the settings of biases; the MLP's are those of `bias`."""
+    return {"bias": mlp, "attention_bias": "auto" if attention == ("all" if mlp else "none") else attention}
+
+
+def biases(
+    attention: str = "", mlp: str = "", *, with_attention: str = "all", with_mlp: bool = False, always: str = "none"
+) -> Part:
+    """Returns the part of biases.
+
+    Args:
+      attention: key that turns on attention's biases; "" for none.
+      mlp: key that turns on the MLP's; "" for none.
+      with_attention: what `attention` turns on: qkv or all.
+      with_mlp: whether the MLP has biases, without `mlp`.
+      always: the biases of attention, without `attention`: none, qkv or all.
+    """
+    keys = tuple(dict.fromkeys(key for key in (attention, mlp) if key))
+
+    def read(values: Json) -> Settings:
+        of_attention = always if not attention else with_attention if values[attention] else "none"
+        return _biases(of_attention, bool(values[mlp]) if mlp else with_mlp)
+
+    def write(model: Model) -> Json:
+        found = {mlp: mlp_bias(model)} if mlp else {}
+        return {**found, attention: attention_bias(model) != "none"} if attention else found
+
+    return Part(keys, read, write)
+
+
+def no_biases() -> Part:
+    """Returns the part of a type without biases."""
+    return biases()
+
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""transformers' kinds of layers."""
+
+
+def shortest(letters: Sequence[str]) -> str:
+    """Returns the shortest pattern that gives these letters when it repeats over the layers."""
+    text = "".join(letters)
+    sizes = range(1, len(text) + 1)
+    return next(text[:size] for size in sizes if (text[:size] * len(text))[: len(text)] == text)
+
+
+def repeated(pattern: str, count: int) -> str:
+    """Returns the letters of `count` layers."""
+    return (pattern * count)[:count]
+
+
+def window(key: str = "sliding_window") -> Part:
+    """Returns the part of a window in all layers; null is none."""
+    return Part(
+        (key,),
+        lambda values: {"attention_window": values[key] or None, "window_layers": "S"},
+        lambda model: {key: model.attention_window},
+    )
+
+
+def windows(rule: Callable[[Json, int], bool], *keys: str, write: Callable[[Model], Json] = lambda model: {}) -> Part:
+    """Returns the part of a window in the layers that `layer_types` names.
+
+    Args:
+      rule: returns from the values and a layer's number whether it has the window, where layer_types is not given.
+      keys: keys of config.json that the rule reads.
+      write: returns these keys.
+    """
+
+    def read(values: Json) -> Settings:
+        letters = sliding(values, rule)
+        if "S" not in letters:
+            return {"attention_window": None}
+        return {"attention_window": values["sliding_window"], "window_layers": shortest(letters)}
+
+    def write_all(model: Model) -> Json:
+        kinds = {"S": SLIDING, "F": FULL}
+        return {
+            "sliding_window": model.attention_window,
+            "layer_types": [kinds[letter] for letter in window_letters(model)],
+            **write(model),
+        }
+
+    return Part(("sliding_window", "layer_types", *keys), read, write_all)
+
+
+def used_windows(
+    rule: Callable[[Json, int], bool], *keys: str, write: Callable[[Model], Json] = lambda model: {}
+) -> Part:
+    """Returns the part of a window as `windows` does, which use_sliding_window turns on."""
+    part = windows(rule, *keys, write=write)
+
+    def read(values: Json) -> Settings:
+        return part.read(values if values["use_sliding_window"] else {**values, "sliding_window": None})
+
+    def write_all(model: Model) -> Json:
+        return {**part.write(model), "use_sliding_window": model.attention_window is not None}
+
+    return Part((*part.keys, "use_sliding_window"), read, write_all)
+
+
+def sliding(values: Json, rule: Callable[[Json, int], bool]) -> str:
+    """Returns a letter for each layer: S if it has the window, F if not.
+
+    Raises:
+      UserError: a layer is of another kind.
+    """
+    layers = values["num_hidden_layers"]
+    if values["sliding_window"] is None:
+        return "F" * layers
+    kinds = values.get("layer_types") or [SLIDING if rule(values, i) else FULL for i in range(layers)]
+    if other := sorted({str(kind) for kind in kinds} - {FULL, SLIDING}):
+        raise UserError(f"layer_types has {', '.join(other)}, but must have {FULL} or {SLIDING}")
+    if len(kinds) != layers:
+        raise UserError(f"layer_types has {len(kinds)} layers, but num_hidden_layers is {layers}")
+    return "".join("S" if kind == SLIDING else "F" for kind in kinds)
+
+
+def window_letters(model: Model) -> str:
+    """Returns a letter for each layer of a model: S if it has a window, F if not."""
+    return repeated(model.window_layers if model.attention_window else "F", model.num_layers)
+
+
+def every(count_key: str) -> Callable[[Json, int], bool]:
+    """Returns the rule that every N-th layer has full attention, N being the value of a key."""
+    return lambda values, layer: (layer + 1) % values[count_key] != 0
+
+
+def is_gated(model: Model) -> bool:
+    """Returns whether the MLP has a gate."""
+    return model.activation in GATED

@@ -1,0 +1,205 @@
+"""A tiny network of each decoder type of transformers: odd sizes, and at least one layer more than its pattern has."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 90,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+WIDE = {"head_dim": 6}
+"""Heads that together are wider than the hidden states."""
+WINDOW = {"sliding_window": 5}
+OF_GPT2 = {"vocab_size": 90, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 4.0, "beta_slow": 0.5}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 20}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A type of transformers, and the settings of its tiny config."""
+
+    model_type: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    base: dict[str, Any] = field(default_factory=lambda: SIZES)
+    length: int = 24
+    """Tokens of a sequence."""
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The keyword arguments of the config."""
+        return {key: value for key, value in (self.base | self.settings).items() if value != "absent"}
+
+
+def without(*names: str) -> dict[str, Any]:
+    """Settings that take names from the sizes."""
+    return dict.fromkeys(names, "absent")
+
+
+def longrope(width: int) -> dict[str, Any]:
+    """RoPE with factors for each of the rotated channels of a head."""
+    short, long = ([start + 0.25 * i for i in range(width // 2)] for start in (1.0, 1.5))
+    return {"rope_type": "longrope", "short_factor": short, "long_factor": long}
+
+
+CASES = {
+    "llama, biases of attention": Case("llama", {**WIDE, "attention_bias": True}),
+    "llama, biases of the MLP, tied, llama3": Case(
+        "llama", {"mlp_bias": True, "tie_word_embeddings": True, "rope_parameters": LLAMA3 | {"rope_theta": 5e5}}
+    ),
+    "llama, yarn's mscale": Case("llama", {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.2}}),
+    "llama, dynamic": Case(
+        "llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 3.0}, "max_position_embeddings": 16}
+    ),
+    "mistral": Case("mistral", {**WIDE, **WINDOW}),
+    "mistral without a window": Case("mistral", {"sliding_window": None}),
+    "qwen2": Case("qwen2"),
+    "qwen2, windows": Case(
+        "qwen2", {**WINDOW, "use_sliding_window": True, "max_window_layers": 1, "num_hidden_layers": 3}
+    ),
+    "qwen3, windows, biases": Case(
+        "qwen3",
+        {**WIDE, **WINDOW, "use_sliding_window": True, "max_window_layers": 1, "attention_bias": True},
+    ),
+    "gemma": Case("gemma", WIDE),
+    "gemma2": Case(
+        "gemma2",
+        {**WIDE, **WINDOW, "num_hidden_layers": 3, "query_pre_attn_scalar": 7, "attn_logit_softcapping": 2.0}
+        | {"final_logit_softcapping": 3.0},
+    ),
+    "gemma3_text": Case(
+        "gemma3_text",
+        {**WIDE, **WINDOW, "num_hidden_layers": 4, "sliding_window_pattern": 3, "query_pre_attn_scalar": 7},
+    ),
+    "gemma3_text, scaled": Case(
+        "gemma3_text",
+        {**WIDE, **WINDOW, "layer_types": ["full_attention", "sliding_attention"]}
+        | {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            }
+        },
+    ),
+    "phi": Case("phi", {"hidden_size": 48}),
+    "phi, norms of heads": Case("phi", {"hidden_size": 48, "qk_layernorm": True}),
+    "phi3": Case("phi3", WINDOW),
+    "phi3, long": Case(
+        "phi3",
+        {"hidden_size": 96, "partial_rotary_factor": 0.75, "rope_parameters": longrope(12)}
+        | {"original_max_position_embeddings": 16},
+    ),
+    "phi3, short": Case(
+        "phi3",
+        {"rope_parameters": longrope(4), "original_max_position_embeddings": 32},
+    ),
+    "olmo": Case("olmo", {"clip_qkv": 0.3}),
+    "olmo2": Case("olmo2"),
+    "olmo3": Case(
+        "olmo3",
+        {**WINDOW, "num_hidden_layers": 5}
+        | {
+            "rope_parameters": {
+                "full_attention": YARN | {"rope_theta": 5e5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+            }
+        },
+    ),
+    "granite": Case(
+        "granite",
+        {"embedding_multiplier": 3.0, "residual_multiplier": 0.3, "attention_multiplier": 0.7, "logits_scaling": 7.0}
+        | {"attention_bias": True},
+    ),
+    "starcoder2": Case("starcoder2", WINDOW),
+    "gpt_neox": Case("gpt_neox", {"hidden_size": 48, **without("num_key_value_heads")}),
+    "gpt_neox, one after the other": Case(
+        "gpt_neox",
+        {"use_parallel_residual": False, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 1.0}}
+        | {"attention_bias": False, **without("num_key_value_heads")},
+    ),
+    "gptj": Case("gptj", {"n_embd": 24, "n_head": 3, "n_layer": 2, "n_positions": 32, "rotary_dim": 4}, OF_GPT2),
+    "opt": Case(
+        "opt", {"ffn_dim": 40, "word_embed_proj_dim": 24, **without("intermediate_size", "num_key_value_heads")}
+    ),
+    "bloom": Case("bloom", {"hidden_size": 24, "n_head": 3, "n_layer": 2}, OF_GPT2),
+    "falcon 7B": Case("falcon", without("intermediate_size", "num_key_value_heads")),
+    "falcon 40B": Case(
+        "falcon",
+        {"new_decoder_architecture": True, "num_kv_heads": 2, **without("intermediate_size", "num_key_value_heads")},
+    ),
+    "falcon 11B": Case(
+        "falcon",
+        {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1, "ffn_hidden_size": 40}
+        | {"tie_word_embeddings": False, **without("intermediate_size", "num_key_value_heads")},
+    ),
+    "falcon rw": Case(
+        "falcon",
+        {"alibi": True, "bias": True, "multi_query": False, "parallel_attn": False}
+        | without("intermediate_size", "num_key_value_heads"),
+    ),
+    "mpt": Case(
+        "mpt",
+        {"d_model": 24, "n_heads": 3, "n_layers": 2, "max_seq_len": 32}
+        | {"attn_config": {"clip_qkv": 0.3, "softmax_scale": 0.6}},
+        OF_GPT2,
+    ),
+    "cohere": Case("cohere", {"use_qk_norm": True, "logit_scale": 0.3}),
+    "cohere2": Case("cohere2", {**WINDOW, "num_hidden_layers": 5}),
+    "stablelm": Case("stablelm", {"hidden_size": 48, "partial_rotary_factor": 0.5}),
+    "stablelm, parallel": Case(
+        "stablelm",
+        {"hidden_size": 48, "partial_rotary_factor": 0.5, "use_qkv_bias": True, "qk_layernorm": True}
+        | {"use_parallel_residual": True},
+    ),
+    "smollm3": Case("smollm3", {"num_hidden_layers": 5}),
+    "glm4": Case("glm4", {"head_dim": 12}),
+    "exaone4": Case("exaone4", {**WINDOW, "num_hidden_layers": 5}),
+    "exaone4 without windows": Case("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
+    "ernie4_5": Case("ernie4_5", {**WIDE, "use_bias": True}),
+    "hunyuan_v1_dense": Case(
+        "hunyuan_v1_dense", {**WIDE, "rope_parameters": {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0}}
+    ),
+    "nemotron": Case("nemotron", {"head_dim": 8}),
+    "ministral": Case(
+        "ministral",
+        {**WIDE, **WINDOW, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+        | {"num_hidden_layers": 3},
+    ),
+    "ministral3": Case(
+        "ministral3",
+        {**WIDE, "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}},
+    ),
+    "mixtral": Case("mixtral", {**WINDOW, "num_local_experts": 3}),
+    "qwen2_moe": Case(
+        "qwen2_moe",
+        {
+            **MOE,
+            "num_experts": 3,
+            "shared_expert_intermediate_size": 28,
+            "mlp_only_layers": [0],
+            "num_hidden_layers": 3,
+        },
+    ),
+    "qwen3_moe": Case("qwen3_moe", {**MOE, **WIDE, "num_experts": 3, "norm_topk_prob": True}),
+    "olmoe": Case("olmoe", {"num_experts": 3, "num_experts_per_tok": 2, "clip_qkv": 0.3}),
+    "dots1": Case(
+        "dots1",
+        {**MOE, **WINDOW, "max_window_layers": 2, "num_hidden_layers": 3, "n_routed_experts": 4, "n_shared_experts": 2}
+        | {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "norm_topk_prob": True},
+    ),
+}

@@ -1,0 +1,126 @@
+"""Every decoder type of transformers gives its own logits here, and comes back to the bit."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from mtjax.config import Config, replace
+from mtjax.config.model_identity import effective_settings
+from mtjax.convert.families.registry import FAMILIES
+from mtjax.convert.hugging_face import HuggingFaceSink, HuggingFaceSource
+from mtjax.convert.saved_model import SavedModel
+from mtjax.convert.stream import Source
+from mtjax.models.sharded_model import ShardedModel
+from mtjax.sharding.axes import use_rules
+from mtjax.sharding.mesh import make_mesh
+from mtjax.theory.mesh import MeshShape
+from tests.convert.hf_folders import tensors_in
+from tests.parity.compare import relative
+from tests.parity.decoder_types import CASES, Case
+
+torch = pytest.importorskip("torch", reason="needs the extra parity: pip install '.[parity]'")
+transformers = pytest.importorskip(
+    "transformers", minversion="5", reason="needs the extra parity: pip install '.[parity]'"
+)
+pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")]
+
+TOLERANCE = 1e-5
+LESS_COMPILING = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+
+def network_of(case: Case) -> Any:
+    """transformers' network with random weights, norms, biases and buffers of routers."""
+    config = transformers.AutoConfig.for_model(case.model_type, **case.config)
+    torch.manual_seed(0)
+    network = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+        for name, buffer in network.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.linspace(-0.3, 0.3, len(buffer)))
+    return network
+
+
+def tokens_of(case: Case) -> np.ndarray:
+    return np.random.default_rng(0).integers(3, case.config["vocab_size"], (2, case.length)).astype(np.int32)
+
+
+def logits_of(network: Any, tokens: np.ndarray) -> np.ndarray:
+    with torch.no_grad():
+        return network(torch.tensor(tokens).long(), use_cache=False).logits.numpy()
+
+
+def our_logits(source: Source, tokens: np.ndarray) -> np.ndarray:
+    """Logits of weights as they are read, in float32."""
+    config = replace(source.origin.config, compute_dtype="float32", attention="xla", vocab_multiple=1)
+    config = replace(config, hidden_dropout=0.0, attention_dropout=0.0)
+    sharded = ShardedModel(config, make_mesh(MeshShape(), jax.devices("cpu")))
+    arrays = SavedModel(Path(), source).parameters(sharded)
+
+    def run(parameters: Any, tokens: Any) -> Any:
+        with use_rules(sharded.layout.rules):
+            model: Any = sharded.model(parameters)
+            return model.logits(model(tokens))
+
+    with jax.set_mesh(sharded.mesh):
+        placed = jax.device_put(tokens, sharded.batch_sharding)
+        compiled = jax.jit(run).lower(arrays, placed).compile(compiler_options=LESS_COMPILING)
+        return np.asarray(compiled(arrays, placed))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_are_transformers_own_there_and_back(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    network, tokens = network_of(case), tokens_of(case)
+    network.save_pretrained(tmp_path / "hf")
+    expected = logits_of(network, tokens)
+    source = HuggingFaceSource(tmp_path / "hf", 1)
+    error = relative(our_logits(source, tokens), expected)
+    print(f"{name}: {error:.1e}")
+    assert error < TOLERANCE
+
+    (tmp_path / "back").mkdir()
+    sink = HuggingFaceSink(tmp_path / "back", source.origin, source.parameters)
+    for parameter in source.parameters.values():
+        for layer, array in zip(parameter.layers, source.slices(parameter), strict=True):
+            sink.write(parameter, layer, array)
+    sink.close()
+    theirs, ours = (tensors_in(tmp_path / folder) for folder in ("hf", "back"))
+    assert theirs.keys() == ours.keys()
+    for tensor, array in theirs.items():
+        if "embed_positions" in tensor:  # rows that no token reads
+            array[:2] = 0
+        np.testing.assert_array_equal(ours[tensor], array, err_msg=tensor)
+
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "back")
+    assert config.model_type == case.model_type
+    again = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    again.load_state_dict(network.state_dict())
+    np.testing.assert_array_equal(logits_of(again, tokens), expected)
+
+
+@pytest.mark.parametrize("model_type", sorted({case.model_type for case in CASES.values()}))
+def test_missing_keys_have_transformers_defaults_and_all_keys_are_known(model_type: str) -> None:
+    family = FAMILIES[model_type]
+    needed = {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2} if "dots" in model_type else {}
+    needed |= {"head_dim": 128} if model_type in ("ministral", "hunyuan_v1_dense") else {}
+    full = transformers.AutoConfig.for_model(model_type, **needed).to_dict()
+    known, found = (
+        effective_settings(replace(Config(), **family.model_settings(config, frozenset(), "")).model)
+        for config in (full, {"model_type": model_type, **needed})
+    )
+    assert found == known
+    assert set(full) - family.keys <= HARMLESS
+
+
+HARMLESS = {
+    *transformers.PreTrainedConfig().to_dict(),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "eod_token_id", "use_cache", "pretraining_tp"),
+    *("embd_pdrop", "emb_pdrop", "embedding_dropout", "classifier_dropout", "layerdrop", "is_decoder"),
+    *("init_device", "slow_but_exact", "output_router_logits", "router_aux_loss_coef", "router_jitter_noise"),
+}
+"""Keys that do not change logits: of training, of generation and of other classes."""
