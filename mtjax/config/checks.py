@@ -200,21 +200,7 @@ def check_experts(config: Config) -> None:
         raise UserError(
             f"experts_top_k {chosen} is above num_experts {count}: a token is sent to each expert at most once"
         )
-    if model.first_dense_layers >= model.num_layers:
-        raise UserError(
-            f"first_dense_layers {model.first_dense_layers} leaves none of num_layers {model.num_layers} with experts: "
-            "use fewer, or num_experts 0"
-        )
-    if model.num_layers % model.moe_every:
-        raise UserError(
-            f"num_layers {model.num_layers} is not a multiple of moe_every {model.moe_every}; the nearest that divide "
-            f"it are {nearest_divisors(model.num_layers, model.moe_every)}"
-        )
-    if model.moe_every > 1 and model.first_dense_layers:
-        raise UserError(
-            f"moe_every {model.moe_every} and first_dense_layers {model.first_dense_layers} both select the layers "
-            "with experts: remove one of the two"
-        )
+    check_expert_layers(model)
     check_expert_groups(model)
     if model.shared_expert_gate and not model.shared_expert_size:
         raise UserError(
@@ -231,6 +217,29 @@ def check_experts(config: Config) -> None:
     if not model.router_bias and model.router_bias_update_rate != default.router_bias_update_rate:
         raise UserError(
             f"router_bias_update_rate is {model.router_bias_update_rate:g}, and there are no biases: set router_bias"
+        )
+
+
+def check_expert_layers(model: Model) -> None:
+    """Checks that first_dense_layers or moe_every select the layers with experts, and that there are some.
+
+    Raises:
+      UserError: they select none, or both are set.
+    """
+    if model.first_dense_layers >= model.num_layers:
+        raise UserError(
+            f"first_dense_layers {model.first_dense_layers} leaves none of num_layers {model.num_layers} with experts: "
+            "use fewer, or num_experts 0"
+        )
+    if model.num_layers % model.moe_every:
+        raise UserError(
+            f"num_layers {model.num_layers} is not a multiple of moe_every {model.moe_every}; the nearest that divide "
+            f"it are {nearest_divisors(model.num_layers, model.moe_every)}"
+        )
+    if model.moe_every > 1 and model.first_dense_layers:
+        raise UserError(
+            f"moe_every {model.moe_every} and first_dense_layers {model.first_dense_layers} both select the layers "
+            "with experts: remove one of the two"
         )
 
 
