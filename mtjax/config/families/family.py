@@ -45,6 +45,8 @@ DECODER = frozenset(
 )
 """Settings of decoders, in which the models differ that people train; families that do not have them refuse any value
 but the default."""
+ENCODER = frozenset({"pooler_activation", "relative_bias_layers"})
+"""Settings of one of the families with an encoder, which others refuse likewise."""
 
 
 def check_parallel_residual(model: "Model") -> None:
