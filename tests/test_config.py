@@ -326,6 +326,19 @@ def test_a_file_may_name_its_family_last(tmp_path: Path) -> None:
         ({"qk_norm": True, "norm_weight": "none"}, "qk_norm needs weights, and norm_weight is none"),
         ({"family": "bert", "attention_sinks": True}, "attention_sinks only works with the families gpt and llama"),
         ({"family": "t5", "qk_norm": True}, "qk_norm only works with the families gpt and llama"),
+        ({"attention_window": 4, "family": "bert"}, "attention_window only works with the families gpt and llama"),
+        ({"window_layers": "SF"}, "there is no window: set attention_window"),
+        ({"attention_window": 4, "window_layers": "FF"}, "gives no layer a window"),
+        ({"attention_window": 4, "window_layers": "SSF", "num_layers": 2}, "is for 3 layers, and num_layers is 2"),
+        ({"position": "rope", "rope_layers": "N"}, "rotates in no layer: use position none"),
+        ({"position": "rope", "rope_fraction": 0.25, "head_dim": 20}, "rotates 5 of the 20 dimensions"),
+        ({"position": "rope", "rope_local_theta": 10.0}, "is for layers with a window"),
+        ({"position": "rope", "rope_scaling": "longrope"}, "needs rope_short_factors, 32 numbers"),
+        (
+            {"position": "rope", "rope_scaling": "longrope", "rope_short_factors": (1.0,)},
+            "rope_short_factors has 1 numbers, and rope_scaling longrope needs 32",
+        ),
+        ({"position": "rope", "rope_scaling": "dynamic", "head_dim": 2}, "needs a rope_factor of at least 1"),
     ],
 )
 def test_model_settings_that_do_not_fit(fields: dict[str, Any], message: str) -> None:

@@ -35,7 +35,7 @@ def network_of(case: Case) -> Any:
     """transformers' network with random weights, norms, biases and buffers of routers."""
     config = transformers.AutoConfig.for_model(case.model_type, **case.config)
     torch.manual_seed(0)
-    network = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    network = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=case.attention).eval()
     with torch.no_grad():
         for parameter in network.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
@@ -98,7 +98,7 @@ def test_logits_are_transformers_own_there_and_back(name: str, tmp_path: Path) -
 
     config = transformers.AutoConfig.from_pretrained(tmp_path / "back")
     assert config.model_type == case.model_type
-    again = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    again = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=case.attention).eval()
     again.load_state_dict(network.state_dict())
     np.testing.assert_array_equal(logits_of(again, tokens), expected)
 
@@ -106,7 +106,11 @@ def test_logits_are_transformers_own_there_and_back(name: str, tmp_path: Path) -
 @pytest.mark.parametrize("model_type", sorted({case.model_type for case in CASES.values()}))
 def test_missing_keys_have_transformers_defaults_and_all_keys_are_known(model_type: str) -> None:
     family = FAMILIES[model_type]
-    needed = {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2} if "dots" in model_type else {}
+    needed = (
+        {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2}
+        if model_type in ("dots1", "deepseek_v2")
+        else {}
+    )
     needed |= {"head_dim": 128} if model_type in ("ministral", "hunyuan_v1_dense") else {}
     full = transformers.AutoConfig.for_model(model_type, **needed).to_dict()
     known, found = (
