@@ -131,7 +131,10 @@ def rotated_layers(model: Model) -> tuple[bool, ...]:
 
 
 def longest_text(model: Model) -> int:
-    """Returns the maximum number of tokens of a sequence in generation, an encoder-decoder's encoder not counted."""
+    """Returns the maximum number of tokens of a sequence in generation; for a T5, the larger maximum of encoder and
+    decoder."""
+    if model.family == "t5":
+        return max(model.sequence_length, decoder_length(model))
     if model.position == "rope" and model.rope_scaling in ("dynamic", "longrope"):
         # Longer sequences rotate all their keys by other angles, and a cache holds keys that are rotated already.
         return min(model.sequence_length, model.rope_original_length)

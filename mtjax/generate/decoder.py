@@ -25,7 +25,7 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
-from mtjax.config.sizes import decoder_layers, decoder_length, longest_text, named, padded_vocab_size
+from mtjax.config.sizes import decoder_layers, longest_text, named, padded_vocab_size
 from mtjax.errors import UserError
 from mtjax.generate.inference_weights import Call, DecoderWeights, prepare_weights, stacks_of
 from mtjax.generate.resharding import LayerwiseTransfer
@@ -179,8 +179,7 @@ class Decoder:
     @property
     def max_sequence_length(self) -> int:
         """Maximum number of tokens of a sequence; for a T5, the larger maximum of encoder and decoder."""
-        model = self.config.model
-        return max(model.sequence_length, decoder_length(model)) if self.is_encoder_decoder else longest_text(model)
+        return longest_text(self.config.model)
 
     def empty(self, sequences: int, length: int) -> tuple[Cache, Sequences]:
         """Allocates a cache for `length` tokens of each sequence, and the decode state of inactive sequences."""

@@ -55,27 +55,40 @@ class Layer(nnx.Module):
         Returns:
           The hidden states, and the new states of the mixers that have one; None if none has.
         """
+        if self.is_parallel:
+            return self._side_by_side(x, context, states)
         after: dict[str, Any] = {}
-        normed, outputs = x, []
         for name in self.mixers:
             mixer = getattr(self, name)
             with jax.named_scope(mixer.scope):
-                # A parallel layer with one norm has it at its first mixer.
-                if not (self.is_parallel and outputs) or hasattr(self, f"{name}_norm"):
-                    normed = x if self.is_post else self._normalize(f"{name}_norm", x)
+                normed = x if self.is_post else self._normalize(f"{name}_norm", x)
                 mixed, state = mixer(normed, context, (states or {}).get(name))
-                mixed = self._normalize(f"{name}_output_norm", mixed)
-                if self.is_parallel:
-                    outputs.append(mixed)
-                else:
-                    x = self._add(x, mixed, mixer, context)
+                x = self._add(x, self._normalize(f"{name}_output_norm", mixed), mixer, context)
                 x = self._normalize(f"{name}_norm", x) if self.is_post else x
             if state is not None:
                 after[name] = state
-        if self.is_parallel:
-            # One dropout mask for all.
-            x = self._add(x, sum(outputs[1:], outputs[0]), getattr(self, self.mixers[-1]), context)
         return x, after or None
+
+    def _side_by_side(
+        self, x: Array, context: LayerContext, states: Mapping[str, State] | None
+    ) -> tuple[Array, dict[str, State] | None]:
+        """Runs the mixers on the same hidden states, and adds all outputs at once, with one dropout mask."""
+        outputs, after = [], {}
+        normed = [self._normalize(f"{name}_norm", x) for name in self.mixers]
+        if not hasattr(self, f"{self.mixers[-1]}_norm"):
+            # XLA: on GPUs, it would sum two arrays before it reduces them over the ranks, where nothing is between
+            # them, forward and backward; on CPUs it would not. With barriers the collectives are those of two sublayers
+            # everywhere.
+            normed = jax.lax.optimization_barrier([normed[0]] * len(self.mixers))
+        for name, of_mixer in zip(self.mixers, normed, strict=True):
+            mixer = getattr(self, name)
+            with jax.named_scope(mixer.scope):
+                mixed, state = mixer(of_mixer, context, (states or {}).get(name))
+            outputs.append(mixed)
+            if state is not None:
+                after[name] = state
+        first, *others = jax.lax.optimization_barrier(outputs)
+        return self._add(x, sum(others, first), getattr(self, self.mixers[-1]), context), after or None
 
     def _normalize(self, norm: str, x: Array) -> Array:
         """Applies the norm of this name, if the layer has it."""

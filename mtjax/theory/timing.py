@@ -295,10 +295,11 @@ def _core(scores: Scores, plan: Plan, machine: Machine, kernels: ElementWise) ->
     both = machine.product(queries, width, keys, heads) + machine.product(queries, keys, width - scores.narrower, heads)
     core = CORE[kernels.name]
     element = plan.element_bytes
-    return (
-        both + machine.passes(pairs * core.forward(element, plan.has_attention_dropout)),
-        2 * both + machine.passes(pairs * core.backward(element, plan.has_attention_dropout)),
-    )
+    forward = both + machine.passes(pairs * core.forward(element, plan.has_attention_dropout))
+    backward = 2 * both + machine.passes(pairs * core.backward(element, plan.has_attention_dropout))
+    if plan.attention_in_blocks and not plan.context_parallelism:  # the scores and probabilities are computed again
+        backward += forward - machine.product(queries, keys, width, heads)
+    return forward, backward
 
 
 @cache

@@ -231,7 +231,7 @@ def test_invalid_prompts_are_rejected() -> None:
 
 def test_decode_step_meets_its_contract_and_updates_the_cache_in_place() -> None:
     sequences, length = 4, 64
-    config = tiny_config(sequence_length=64, mesh="1x4", **LLAMA)
+    config = tiny_config(sequence_length=64, mesh="1x4", **ATTENTION)
     report = inspect_decoding(config, find_target("cpu"), sequences, length)
     assert report.verdict.holds and not report.verdict.tolerated, report.verdict.violations
     assert {collective.kind for collective in report.collectives} == {"all-reduce"}

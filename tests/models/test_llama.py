@@ -28,17 +28,28 @@ MIXED: dict[str, Any] = {
 LATENTS: dict[str, Any] = {"family": "llama", "q_lora_rank": 28, "attention_dropout": 0.1, **LATENT}
 
 
+DIFFERENT = GROUPED | {"num_layers": 4, "attention_window": 5, "window_layers": "SSF", "rope_layers": "RN"}
+"""Layers of four kinds, with dropout."""
+
+
 @pytest.mark.parametrize(
     ("fields", "mesh", "layout"),
     [
         (GROUPED, "2x4", {"sequence_parallel": True, "zero": 3}),
         (LATENTS, "2x2", {"sequence_parallel": True, "zero": 3}),
         pytest.param(MIXED, "1x8", {}, marks=pytest.mark.long),
+        pytest.param(
+            DIFFERENT,
+            "data=1,stage=2,context=2,model=2",
+            {"pipeline_schedule": "interleaved", "chunks": 2, "zero": 1},
+            marks=pytest.mark.long,
+        ),
     ],
     ids=[
         "Llama, 2 key heads on 4 ways, split sequence, ZeRO-3",
         "latent attention, split sequence, ZeRO-3",
         "GPT, 4 key heads on 8 ways",
+        "layers that differ, stages with two chunks, shared samples",
     ],
 )
 def test_losses_agree_on_every_mesh(fields: dict[str, Any], mesh: str, layout: dict[str, Any]) -> None:

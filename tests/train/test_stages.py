@@ -24,6 +24,8 @@ MODEL = (
     "tie_embeddings",
     "global_batch_size",
     "norm_placement",
+    *("norm_weight", "norm_bias", "embedding_scale", "embedding_norm", "parallel_residual", "residual_scale"),
+    *("output_scale", "output_softcap", "output_bias"),
     "hidden_dropout",
     "attention_dropout",
     *LATENT,
@@ -54,9 +56,13 @@ COVERING: list[tuple[str, dict[str, Any]]] = [
     ),
     ("1x2x2", {"recompute": "full", "family": "t5", "num_layers": 2, "num_decoder_layers": 2, **PLAIN}),
 ]
+STRUCTURE = {"norm_bias": False, "embedding_scale": 3.0, "embedding_norm": True, "residual_scale": 0.5}
+STRUCTURE |= {"output_scale": 0.5, "output_softcap": 2.0, "output_bias": True}
+COVERING.append(("2x2x2", {"recompute": "full", "norm_placement": "sandwich", "zero": 3, **STRUCTURE}))
 LONG: list[tuple[str, dict[str, Any]]] = [
     ("1x2x2", {"recompute": "selective", "pipeline_schedule": "interleaved", "chunks": 2, "sequence_parallel": True}),
     ("2x2x2", {"recompute": "none", "family": "bert", "sequence_parallel": True, "norm_placement": "post"}),
+    ("2x2x2", {"recompute": "none", "parallel_residual": "one_norm", "sequence_parallel": True, **STRUCTURE}),
     ("1x2x2", {"recompute": "none", "family": "t5", "sequence_parallel": True, "zero": 0, **PLAIN}),
     (
         "2x2x2",

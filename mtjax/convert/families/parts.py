@@ -71,7 +71,7 @@ def scaled(
       key: of config.json.
       read: computes the setting.
       write: computes the key, exactly or up to rounding.
-      kind: type of the key's value, if it is a whole number.
+      kind: type of the key's value, int if it is an integer.
     """
 
     def back(value: float | None) -> float | None:

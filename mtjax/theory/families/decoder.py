@@ -6,6 +6,7 @@ from mtjax.config import Model
 from mtjax.config.sizes import (
     GATED,
     attention_biases,
+    attention_windows,
     dense_layers,
     expert_capacity,
     expert_size,
@@ -100,8 +101,17 @@ def self_attention(model: Model, tokens: int, *, is_causal: bool) -> Part:
         qk_norm_scope=model.qk_norm_scope,
         has_sinks=model.attention_sinks,
         is_capped=model.attention_softcap is not None,
+        visible=_visible_share(model, tokens),
         buckets=model.relative_buckets if has_table else 0,
     )
+
+
+def _visible_share(model: Model, tokens: int) -> float:
+    """Returns the share of scores that a causal layer needs, in the mean of all layers: half, or less with windows."""
+    # Of s tokens with a window of w, all but the first w see w: w s - w^2 / 2 of s^2 pairs.
+    windows = attention_windows(model) or (tokens,)
+    shares = [min(window / tokens, 1.0) for window in windows]
+    return sum(share - share * share / 2 for share in shares) / len(shares)
 
 
 def feed_forward(model: Model, tokens: int) -> Part:

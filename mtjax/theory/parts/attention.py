@@ -62,9 +62,8 @@ class _Heads(Part):
         of the gathered input and, without context parallelism, its gradient before the reduce-scatter."""
         c, samples = plan.element_bytes, plan.microbatch_size
         inputs = self.query_size * self.scores.queries + 2 * self.scores.groups * self.head_dim * self.scores.keys
-        input_gradients = (
-            c * samples * inputs / plan.mesh.model if plan.flash_attention and not plan.context_parallelism else 0.0
-        )
+        has_all = not plan.keeps_scores and not plan.context_parallelism
+        input_gradients = c * samples * inputs / plan.mesh.model if has_all else 0.0
         gathered = stream_bytes(self.tokens, self.hidden, plan) if plan.sequence_parallel else 0.0
         copies = 1 if plan.context_parallelism else 2
         return input_gradients + copies * gathered + gradient_bytes(self.scores, plan)
@@ -85,6 +84,8 @@ class Attention(_Heads):
     has_sinks: bool = False
     is_capped: bool = False
     """Whether scores have a cap, whose backward pass reads their hyperbolic tangents."""
+    visible: float = 0.5
+    """Share of the scores that a causal model needs, in the mean of its layers."""
     buckets: int = 0
     """Of the layer's own relative position bias; 0 without one."""
 
@@ -124,9 +125,8 @@ class Attention(_Heads):
 
     @property
     def scores(self) -> Scores:
-        return Scores(
-            self.heads, self.tokens, self.tokens, self.head_dim, self.is_causal, self.kv_heads, self.is_capped
-        )
+        sizes = (self.heads, self.tokens, self.tokens, self.head_dim)
+        return Scores(*sizes, self.is_causal, self.kv_heads, self.is_capped, self.visible)
 
     def products(self, tensor_degree: int = 1) -> list[Product]:
         """Returns the matmuls; a rank computes one key and one value head where there are fewer than ranks."""
@@ -277,7 +277,7 @@ PROBABILITIES = "attention probabilities"
 def probability_bytes(scores: Scores, plan: Plan) -> float:
     """Returns the saved bytes of float32 probabilities, of the tangents of capped scores and of the dropout mask; with
     Megatron's kernels, of the outputs of softmax and dropout in the compute dtype and the mask."""
-    if plan.flash_attention or plan.context_parallelism:
+    if not plan.keeps_scores:
         return 0.0
     masks, c = int(plan.has_attention_dropout), plan.element_bytes
     each = 4 + masks if plan.residuals == "jax" else 2 * c + masks if masks else c
@@ -286,10 +286,11 @@ def probability_bytes(scores: Scores, plan: Plan) -> float:
 
 
 def statistics_bytes(scores: Scores, plan: Plan) -> float:
-    """Returns the saved bytes of the statistics of flash attention, and of context parallel attention."""
-    if plan.residuals != "jax" or not (plan.flash_attention or plan.context_parallelism):
+    """Returns the saved bytes of the softmax's statistics; cuDNN's kernel has them of each document it has room for."""
+    if plan.residuals != "jax" or plan.keeps_scores:
         return 0.0
-    return 4 * plan.local_tokens(scores.queries) * scores.heads / plan.mesh.model
+    rows = documents_at_most(scores.keys) if plan.packs_documents else 1
+    return 4 * rows * plan.local_tokens(scores.queries) * scores.heads / plan.mesh.model
 
 
 def gradient_bytes(scores: Scores, plan: Plan) -> float:
@@ -300,12 +301,58 @@ def gradient_bytes(scores: Scores, plan: Plan) -> float:
     """
     if plan.context_parallelism:
         return ring_step_bytes(scores, plan)
-    each = 0 if plan.flash_attention else 2 * plan.element_bytes
-    return each * scores.pairs * plan.microbatch_size / plan.mesh.model
+    if plan.packs_documents:  # the larger of both branches: keys and values, and their gradients, of all query heads
+        heads = 4 * plan.element_bytes * plan.microbatch_size * scores.heads * scores.width * scores.keys
+        return max(heads / plan.mesh.model, block_bytes(scores, plan))
+    if plan.flash_attention:
+        return 0.0
+    if plan.attention_in_blocks:
+        return block_bytes(scores, plan)
+    return 2 * plan.element_bytes * scores.pairs * plan.microbatch_size / plan.mesh.model
 
 
 QUERIES_AT_A_TIME = 512
 """Queries whose scores XLA's kernel holds at a time with context parallelism."""
+SCORES_AT_A_TIME, LEAST_QUERIES_AT_A_TIME = 2**25, 64
+"""Scores of a rank that the kernel `blocks` holds at a time, if these are of at least so many queries per head."""
+
+
+def queries_at_a_time(rows: float, keys: float) -> int:
+    """Returns the queries of a sample whose scores the kernel `blocks` holds at a time: a power of two.
+
+    Args:
+      rows: samples times heads of a rank.
+      keys: of a sample.
+    """
+    queries = QUERIES_AT_A_TIME
+    while queries > LEAST_QUERIES_AT_A_TIME and queries * rows * keys > SCORES_AT_A_TIME:
+        queries //= 2
+    return queries
+
+
+def documents_at_most(tokens: int) -> int:
+    """Returns the documents of a sample for which cuDNN's kernel has statistics; samples with more are attended to in
+    blocks by XLA's."""
+    return max(tokens // 256, 2)
+
+
+def block_queries(scores: Scores, plan: Plan) -> int:
+    """Returns the queries of a sample whose scores the kernel `blocks` holds at a time on a rank."""
+    return queries_at_a_time(plan.microbatch_size * scores.heads / plan.mesh.model, scores.keys)
+
+
+def block_bytes(scores: Scores, plan: Plan) -> float:
+    """Returns the bytes alive in a step of the backward pass of the kernel `blocks`: float32 sums of the gradients of
+    keys and values, and of a few queries what `score_bytes` says."""
+    keys = max(scores.groups / plan.mesh.model, 1) * scores.width * scores.keys * plan.microbatch_size
+    pairs = min(block_queries(scores, plan), scores.queries) * scores.keys * plan.microbatch_size
+    return 2 * 4 * keys + score_bytes(plan) * scores.heads / plan.mesh.model * pairs
+
+
+def score_bytes(plan: Plan) -> int:
+    """Returns the bytes per score of XLA's kernel in blocks: scores, their exponentials and the gradients of both in
+    float32 and twice in the compute dtype."""
+    return 3 * 4 + 2 * plan.element_bytes
 
 
 def ring_step_bytes(scores: Scores, plan: Plan) -> float:
@@ -313,8 +360,7 @@ def ring_step_bytes(scores: Scores, plan: Plan) -> float:
 
     Of keys and values those in flight and those in use, and likewise the float32 sums of their gradients; with
     all-gather those of all ranks. Of queries, output and its gradient the two chunks of the step, and the float32 sum
-    of the queries' gradients. XLA's kernel has the scores of `QUERIES_AT_A_TIME` queries, their exponentials and the
-    gradients of both in float32 and twice in the compute dtype.
+    of the queries' gradients. XLA's kernel has those of `score_bytes`, of `QUERIES_AT_A_TIME` queries.
     """
     c, tokens, degree = plan.element_bytes, plan.local_tokens(scores.queries), plan.mesh.model
     keys = max(scores.groups / degree, 1) * scores.widths / 2 * tokens
@@ -323,7 +369,7 @@ def ring_step_bytes(scores: Scores, plan: Plan) -> float:
     if plan.flash_attention:
         return held
     pairs = min(QUERIES_AT_A_TIME * plan.microbatch_size, tokens) * scores.keys / plan.mesh.context
-    return held + (3 * 4 + 2 * c) * scores.heads / degree * pairs
+    return held + score_bytes(plan) * scores.heads / degree * pairs
 
 
 def width_norm_collectives(stream: ResidualStream, *, learns: bool) -> list[Expectation]:

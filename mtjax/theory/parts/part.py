@@ -136,6 +136,8 @@ class Scores:
     groups: int = 0
     """Heads of keys and of values."""
     is_capped: bool = False
+    visible: float = 0.5
+    """Share of the scores that a causal model needs, in the mean of its layers: half without windows."""
     narrower: int = 0
     """By how much a head's value is narrower than its key."""
 
@@ -150,8 +152,9 @@ class Scores:
         return 2 * self.width - self.narrower
 
     def flops(self, *, causal: bool = False) -> float:
-        """Returns the forward FLOPs of a sample: 4 s q per query; with `causal`, half of them in a causal model."""
-        return 2 * self.pairs * self.widths * (0.5 if causal and self.is_causal else 1)
+        """Returns the forward FLOPs of a sample: 4 s q per query; with `causal`, of a causal model only those of scores
+        that it needs."""
+        return 2 * self.pairs * self.widths * (self.visible if causal and self.is_causal else 1)
 
 
 @dataclass(frozen=True)
