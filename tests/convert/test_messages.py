@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from mtjax import cli
-from mtjax.convert.families.registry import family_of_config
+from mtjax.convert.families.registry import FAMILIES, family_of_config
 from mtjax.convert.saved_model import parse_named
 from mtjax.convert.stream import check_folder, understood
 from mtjax.errors import UserError
