@@ -127,7 +127,12 @@ _KINDS = (
         "the same numbers, without the protection of fp16 from overflow",
         default=False,
     ),
-    none("--multi-latent-attention", "no multi-latent attention (DeepSeek-V2)", default=False, same=(False, None)),
+    none(
+        "--multi-latent-attention",
+        "mtjax's is --kv-lora-rank; Megatron's defaults of it, with YaRN, are not translated",
+        default=False,
+        same=(False, None),
+    ),
     none("--mtp-num-layers", "no multi-token prediction", same=(None, 0)),
     none("--mtp-loss-scaling-factor", "no multi-token prediction", default=0.1),
     none("--heterogeneous-layers-config-path", "all layers are alike", same=(None,)),

@@ -13,11 +13,11 @@ from mtjax.theory.parts.attention import (
     PROBABILITIES,
     QUERY_KEY_VALUE,
     STATISTICS,
-    context_collectives,
     gradient_bytes,
     probability_bytes,
     statistics_bytes,
 )
+from mtjax.theory.parts.attention_collectives import context_collectives
 from mtjax.theory.parts.part import (
     Elementwise,
     Norms,
