@@ -286,7 +286,7 @@ def probability_bytes(scores: Scores, plan: Plan) -> float:
 
 
 def statistics_bytes(scores: Scores, plan: Plan) -> float:
-    """Returns the saved bytes of the softmax's statistics; cuDNN's kernel has them of each document it has room for."""
+    """Returns the saved bytes of the softmax's statistics; cuDNN's kernel saves them for each document of its bound."""
     if plan.residuals != "jax" or plan.keeps_scores:
         return 0.0
     rows = documents_at_most(scores.keys) if plan.packs_documents else 1
