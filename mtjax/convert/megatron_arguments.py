@@ -197,9 +197,10 @@ def misfits(model: Model, names: "Names") -> list[str]:
         f"norm {model.norm} in a bert": is_bert and model.norm != "layernorm",
         f"position {model.position}": model.position not in (("learned",) if is_bert else ("learned", "rope")),
         **dict.fromkeys(expert_misfits(model, names.is_legacy), True),
+        f"kv_lora_rank {model.kv_lora_rank}": model.kv_lora_rank > 0,
         "qk_norm": model.qk_norm and (names.is_legacy or model.norm != "rmsnorm"),
         f"attention_bias {biases[0]} with mlp_bias {biases[1]}": (biases[0] == "all") != biases[1],
-        **_attention_misfits(model),
+        **_decoder_misfits(model),
         f"activation {model.activation}": model.activation
         not in (("gelu", "gelu_exact") if is_bert else ("gelu", "gelu_exact", "swiglu")),
         f"{approximate}; use --transformer-impl legacy": tanh_without_bias and not names.is_legacy,
@@ -214,10 +215,13 @@ def misfits(model: Model, names: "Names") -> list[str]:
     return [what for what, holds in wrong.items() if holds]
 
 
-def _attention_misfits(model: Model) -> dict[str, bool]:
-    """Returns descriptions of attention's settings that are not converted -> whether the model has them."""
+def _decoder_misfits(model: Model) -> dict[str, bool]:
+    """Returns descriptions of settings of attention and of layers that are not converted -> whether the model has
+    them."""
     names = ("qkv_clip", "attention_scale", "attention_scale_beta", "attention_softcap", "attention_sinks")
     names += ("qk_norm_scope", "qk_norm_kind", "qk_norm_bias", "qk_norm_after_rope")
+    names += ("norm_bias", "norm_weight", "parallel_residual", "residual_scale", "embedding_scale", "embedding_norm")
+    names += ("output_scale", "output_softcap", "output_bias")
     names += ("attention_window", "window_layers", "rope_layers", "rope_local_theta")
     return {f"{name} {getattr(model, name)}": getattr(model, name) != getattr(Model(), name) for name in names}
 

@@ -25,6 +25,7 @@ from mtjax.theory.parts.attention import Attention
 from mtjax.theory.parts.embedding import Lookup, Norm, Positions
 from mtjax.theory.parts.experts import Experts
 from mtjax.theory.parts.heads import OneToken, Output
+from mtjax.theory.parts.latent_attention import LatentAttention
 from mtjax.theory.parts.mlp import MLP
 from mtjax.theory.parts.part import Norms, Part
 
@@ -69,8 +70,22 @@ def _stacks(model: Model) -> tuple[Stack, ...]:
     return (Stack(DENSE, len(dense), *sizes, parts, side=f"{DENSE}_", numbers=dense, **settings), last)
 
 
-def self_attention(model: Model, tokens: int, *, is_causal: bool) -> Attention:
+def self_attention(model: Model, tokens: int, *, is_causal: bool) -> Part:
     """Returns the attention of a model's layers."""
+    if model.kv_lora_rank:
+        return LatentAttention(
+            hidden=model.hidden_size,
+            tokens=tokens,
+            heads=model.num_heads,
+            latent=model.kv_lora_rank,
+            query_latent=model.q_lora_rank,
+            still=model.qk_nope_head_dim,
+            rotated=model.qk_rope_head_dim,
+            value=model.v_head_dim,
+            norm=Norms.of(model, is_first=True),
+            is_causal=is_causal,
+            is_capped=model.attention_softcap is not None,
+        )
     has_table = model.position == "relative" and model.relative_bias_layers == "all"
     return Attention(
         hidden=model.hidden_size,
