@@ -46,7 +46,7 @@ def test_cached_logprobs_are_those_of_the_model_without_a_cache(fields: dict[str
 
     def forward(parameters: Any, tokens: Any) -> Any:
         with use_rules(program.layout.rules):
-            model = program.model(parameters)
+            model: Any = program.model(parameters)
             return model.logits(model(jax.sharding.reshard(tokens, spec("batch", None))))
 
     with jax.set_mesh(program.mesh):
@@ -54,7 +54,7 @@ def test_cached_logprobs_are_those_of_the_model_without_a_cache(fields: dict[str
     logprobs = np.asarray(jax.nn.log_softmax(logits[0, :, :VOCAB]))
     expected = [logprobs[i, token] for i, token in enumerate(tokens[0, 1:])]
     found = [token.logprob for token in [*read[1:], *out]]
-    np.testing.assert_allclose(found, expected, atol=5e-5)
+    np.testing.assert_allclose(np.array(found, float), expected, atol=5e-5)
 
 
 def test_longrope_generates_up_to_the_original_length() -> None:
