@@ -114,7 +114,7 @@ def _rotates(values: Json) -> list[bool]:
 
 NO_ROPE = Part(
     ("no_rope_layers", "no_rope_layer_interval"),
-    lambda values: {"rope_layers": shortest("R" if one else "N" for one in _rotates(values))},
+    lambda values: {"rope_layers": shortest(["R" if one else "N" for one in _rotates(values)])},
     lambda model: {"no_rope_layers": [int(one) for one in rotated_layers(model)]},
 )
 SMOLLM3 = decoder(

@@ -74,7 +74,7 @@ def family_of_model(model: Model, original: str | None = None) -> Family:
     Raises:
       UserError: there is none; lists the settings that the closest family can't represent.
     """
-    if original in FAMILIES and not FAMILIES[original].misfits(model):
+    if original is not None and original in FAMILIES and not FAMILIES[original].misfits(model):
         return FAMILIES[original]
     misfits = {name: family.misfits(model) for name, family in FAMILIES.items()}
     name = min(misfits, key=lambda name: len(misfits[name]))

@@ -162,7 +162,7 @@ def rope_by_layer(local_key: str = "", local_theta: float | None = None) -> Part
     def read(values: Json) -> Settings:
         nested = {kind: dict((values.get("rope_parameters") or {}).get(kind) or {}) for kind in (FULL, SLIDING)}
         nested[FULL] |= values.get("rope_scaling") or {}
-        default = local_theta if local_key else values[THETA]
+        default = values[THETA] if local_theta is None else local_theta
         full = read_rope(values, nested[FULL], values[THETA])
         local = read_rope(values, nested[SLIDING], values.get(local_key, default) if local_key else default)
         if local == full:
