@@ -75,10 +75,11 @@ def _dot(
 
 def _flash(computation: Computation, instruction: Instruction, target: str) -> Product:
     """Returns a kernel's matmuls as one: two forward, five backward, full attention; queries [b, s, heads, width]."""
-    query, key = computation.operand_arrays(instruction)[:2]
+    query, key, value = computation.operand_arrays(instruction)[:3]
     batch, queries, heads, width = query.dims
-    products = 5 if "backward" in target.lower() else 2
-    return Product(queries, width * products, key.dims[1], batch * heads, query.dtype, is_flash=True)
+    # Scores, output; and backward scores, the gradients of probabilities, values, queries and keys.
+    widths = 3 * width + 2 * value.dims[3] if "backward" in target.lower() else width + value.dims[3]
+    return Product(queries, widths, key.dims[1], batch * heads, query.dtype, is_flash=True)
 
 
 def products_of(module: Module, computation: Computation, instruction: Instruction) -> list[Product]:

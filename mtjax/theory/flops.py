@@ -13,8 +13,8 @@ from mtjax.config.sizes import num_kv_heads
 from mtjax.theory.anatomy import Anatomy, Stack
 from mtjax.theory.families.registry import anatomy_of
 from mtjax.theory.mesh import MeshShape
-from mtjax.theory.parts.attention import QUERIES_AT_A_TIME, block_queries
 from mtjax.theory.parts.part import Product, unrepeated
+from mtjax.theory.parts.score_blocks import QUERIES_AT_A_TIME, block_queries
 from mtjax.theory.plan import Plan, Recompute
 from mtjax.theory.stages import layers_in_chunk
 from mtjax.theory.timetable import num_ticks

@@ -132,7 +132,7 @@ def with_sinks(query, key, value, documents):
 
 
 def packed_samples(most, query, key, value, documents):
-    """Samples on some ranks have more documents than the kernel has room for, or none has."""
+    """Samples on some ranks have more documents than the kernel holds, or none has."""
     kernel = Packed(16**-0.5, None, most, packed_stand_in_for)
     return flash_attention(query, key, value, ("output", "statistics"), kernel, documents)
 

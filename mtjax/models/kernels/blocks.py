@@ -22,7 +22,7 @@ from mtjax.sharding.axes import num_shards, varying_like
 from mtjax.sharding.context.attention import context_attention
 from mtjax.sharding.context.block_attention import NEVER, BlockKernel, DropoutState, KVBlock, QueryBlock
 from mtjax.sharding.flash import residual_index
-from mtjax.theory.parts.attention import QUERIES_AT_A_TIME
+from mtjax.theory.parts.score_blocks import QUERIES_AT_A_TIME
 
 Attend = Callable[..., Array]
 """(query, key, value, scale=, is_causal=) -> output."""

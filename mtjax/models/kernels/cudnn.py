@@ -13,7 +13,7 @@ from mtjax.models.kernels.options import AttentionOptions
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.recompute import ATTENTION_OUTPUT, ATTENTION_STATISTICS
 from mtjax.sharding import flash
-from mtjax.theory.parts.attention import documents_at_most
+from mtjax.theory.parts.score_blocks import documents_at_most
 
 
 def attend(

@@ -14,7 +14,7 @@ from mtjax.models.layer_context import LayerContext
 from mtjax.models.recompute import ATTENTION_OUTPUT, ATTENTION_STATISTICS
 from mtjax.sharding.context.block_attention import KVBlock, QueryBlock
 from mtjax.sharding.flash import flash_attention
-from mtjax.theory.parts.attention import queries_at_a_time
+from mtjax.theory.parts.score_blocks import queries_at_a_time
 
 
 def attend(
