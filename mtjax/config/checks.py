@@ -36,9 +36,9 @@ def validate(config: Config) -> None:
     for section in vars(config).values():
         check_bounds(section)
     check_sizes(config)
-    check_latent_attention(config.model)
     check_heads(config.model)
     check_family(config.model)
+    check_latent_attention(config.model)
     check_positions(config.model)
     check_attention(config.model)
     check_experts(config)

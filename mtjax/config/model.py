@@ -141,7 +141,8 @@ class Model:
     it is added (OLMo 2); sandwich both its input and its output (Gemma 2)."""
     parallel_residual: Literal["no", "one_norm", "two_norms"] = "no"
     """Run attention and the MLP side by side on the same hidden states, and add both outputs at once: with one norm for
-    both (GPT-J, Falcon 7B), or one each (GPT-NeoX)."""
+    both (GPT-J, Falcon 7B), or one each (GPT-NeoX). The sum has one dropout mask. Needs norm_placement pre and
+    num_experts 0."""
     residual_scale: float = above_zero(1.0)
     """Factor of each sublayer's output before it is added (Granite)."""
     norm_epsilon: float = amount(1e-5)
@@ -250,7 +251,8 @@ class Model:
     embedding_norm: bool = False
     """Normalize the embeddings (BLOOM, ModernBERT)."""
     output_scale: float = above_zero(1.0)
-    """Factor of the logits (Cohere's logit_scale; Granite's 1 / logits_scaling)."""
+    """Factor of the logits, before output_softcap and after output_bias (Cohere's logit_scale; Granite's
+    1 / logits_scaling)."""
     output_softcap: float | None = above_zero(None)
     """Replace each logit l by c tanh(l / c) (Gemma 2: 30)."""
     output_bias: bool = False

@@ -124,7 +124,8 @@ def _activation(arguments: Mapping[str, Any]) -> str:
 def _rope(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Returns mtjax's settings of RoPE."""
     settings: dict[str, Any] = {"rope_theta": float(arguments.get("rotary_base") or LEGACY_ROPE_BASE)}
-    settings |= {"rope_fraction": float(arguments.get("rotary_percent") or 1.0)}
+    if (fraction := float(arguments.get("rotary_percent") or 1.0)) != 1:
+        settings["rope_fraction"] = fraction
     factor = arguments.get("rotary_seq_len_interpolation_factor")
     if arguments.get("use_rope_scaling"):
         scaled = _number(arguments, "rope_scaling_factor")

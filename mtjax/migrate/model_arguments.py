@@ -32,7 +32,7 @@ _LAYOUT = (
     equal("--use-rotary-position-embeddings", "--position rope", default=False),
     off(always("--no-position-embedding", "follows from --position rope"), "add_position_embedding"),
     same("--rotary-base", "rope_theta", default=10_000),
-    same("--rotary-percent", "rope_fraction", default=1.0),
+    equal("--rotary-percent", "--rope-fraction N", default=1.0),
     none("--rotary-interleaved", "RoPE rotates the two halves of a head", default=False, same=(False, None)),
     equal("--rotary-seq-len-interpolation-factor", "--rope-scaling linear --rope-factor N"),
     equal(
@@ -56,7 +56,12 @@ _LAYOUT = (
         " converted",
         same=(None,),
     ),
-    equal("--window-attn-skip-freq", "--window-layers SF", "a pattern that repeats over the layers: 4 is SSSF"),
+    equal(
+        "--window-attn-skip-freq",
+        "--window-layers SF",
+        "a pattern that repeats over the layers: 4 is SSSF",
+        same=(None,),
+    ),
     none("--softmax-type", "attention uses the usual softmax", default="vanilla", same=("vanilla", None)),
 )
 _KINDS = (
@@ -122,7 +127,12 @@ _KINDS = (
         "the same numbers, without the protection of fp16 from overflow",
         default=False,
     ),
-    none("--multi-latent-attention", "no multi-latent attention (DeepSeek-V2)", default=False, same=(False, None)),
+    none(
+        "--multi-latent-attention",
+        "mtjax's is --kv-lora-rank; Megatron's defaults of it, with YaRN, are not translated",
+        default=False,
+        same=(False, None),
+    ),
     none("--mtp-num-layers", "no multi-token prediction", same=(None, 0)),
     none("--mtp-loss-scaling-factor", "no multi-token prediction", default=0.1),
     none("--heterogeneous-layers-config-path", "all layers are alike", same=(None,)),

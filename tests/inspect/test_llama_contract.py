@@ -23,6 +23,15 @@ ATTENTION: dict[str, Any] = {
     "attention_softcap": 5.0,
 }
 """Of each token two sums of squares cross the ranks, and two of their gradients."""
+DIFFERENT: dict[str, Any] = {
+    "attention_window": 9,
+    "window_layers": "SF",
+    "rope_layers": "NR",
+    "rope_fraction": 0.5,
+    "rope_local_theta": 10.0,
+    "attention": "xla",
+}
+"""Of layers that differ; nothing is sent for that."""
 SHARED = 2 * 64 * 32
 """Elements of a layer's key and value weights."""
 
@@ -79,7 +88,7 @@ def test_split_latents_are_gathered_in_place_of_hidden_states_on_h100() -> None:
 @pytest.mark.parametrize(
     ("settings", "shared"),
     [
-        ({**LLAMA, "num_kv_heads": 4, "num_heads": 8}, 0),
+        ({**LLAMA, "num_kv_heads": 4, "num_heads": 8, **DIFFERENT}, 0),
         ({**LLAMA, "sequence_parallel": True, "zero": 3, "qk_norm": True}, SHARED),
         ({"num_kv_heads": 2, "position": "rope", "activation": "geglu"}, SHARED),
         ({**LLAMA, **ATTENTION, "recompute": "none"}, SHARED),

@@ -40,6 +40,9 @@ _ALL = (
 FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _ALL}
 """In the order in which an export prefers types that can represent a model equally well."""
 
+MISSING = {"modernbert": "its first layer has no norm before attention, unlike the others"}
+"""Types that are not supported -> the reason."""
+
 
 def family_of_config(config: Json, source: str) -> Family:
     """Returns the family that a config.json names.
@@ -52,8 +55,10 @@ def family_of_config(config: Json, source: str) -> Family:
     name = str(config["model_type"])
     if name not in FAMILIES:
         # No suggestion of a similar name: mistral and mixtral are spelled alike, but are different models.
+        why = MISSING.get(name, "")
         raise UserError(
-            f"{source}: model_type {name!r} is not supported; supported are {', '.join(FAMILIES)} (docs/convert.md)"
+            f"{source}: model_type {name!r} is not supported{': ' if why else ''}{why}; supported are "
+            f"{', '.join(FAMILIES)} (docs/convert.md)"
         )
     return FAMILIES[name]
 

@@ -13,11 +13,11 @@ from mtjax.theory.parts.attention import (
     PROBABILITIES,
     QUERY_KEY_VALUE,
     STATISTICS,
-    context_collectives,
     gradient_bytes,
     probability_bytes,
     statistics_bytes,
 )
+from mtjax.theory.parts.attention_collectives import context_collectives
 from mtjax.theory.parts.part import (
     Elementwise,
     Norms,
@@ -145,8 +145,12 @@ class LatentAttention(Part):
         }
 
     def backward_peak_bytes(self, plan: Plan) -> float:
-        """Returns the bytes of the keys of all heads and their gradient, and those of ordinary attention."""
-        keys = 2 * plan.element_bytes * plan.local_tokens(self.tokens) * self.query_size / plan.mesh.model
+        """Returns the bytes of the keys of all heads and their gradient, and those of ordinary attention: gradients of
+        scores, or of queries and values where these are not materialized, and gathered latents with their gradient."""
+        widths = 2 * self.query_size
+        if not plan.keeps_scores and not plan.context_parallelism:
+            widths += self.query_size + self.value_size
+        keys = plan.element_bytes * plan.local_tokens(self.tokens) * widths / plan.mesh.model
         gathered = stream_bytes(self.tokens, self.latents, plan) if plan.sequence_parallel else 0.0
         return keys + 2 * gathered + gradient_bytes(self.scores, plan)
 
