@@ -227,7 +227,7 @@ def shared_experts(key: str, least: int = 1) -> Part:
         count = values[key] or 0
         if count < least:
             raise UserError(f"{key} is {values[key]}, but must be {least} or more")
-        return {"shared_expert_size": count * values["moe_intermediate_size"]}
+        return {"shared_expert_size": count * (values["moe_intermediate_size"] or 0)}
 
     def write(model: Model) -> Json:
         # At least `least`, so that a model without shared experts fails the round trip in `Family.misfits`.
