@@ -67,7 +67,7 @@ class Model:
     """Hidden size of the MLP (Megatron's --ffn-hidden-size); 4 x hidden_size when not given."""
     num_experts: int = at_least(0, 0, most=HEADS)
     """gpt, llama: number of experts that replace the MLP of a layer (mixture of experts); 0 for a dense model. Experts
-    have no biases."""
+    have no biases unless expert_bias is true."""
     first_dense_layers: int = at_least(0, 0, most=LAYERS, shapes=WITH_EXPERTS)
     """Number of layers at the start that have a dense MLP instead of experts."""
     moe_every: int = at_least(1, 1, most=LAYERS, shapes=WITH_EXPERTS)
@@ -105,7 +105,7 @@ class Model:
     router_linear_bias: bool = setting(False, shapes=WITH_EXPERTS)
     """Add a trained bias to the router's logits (gpt-oss)."""
     expert_bias: bool = setting(False, shapes=WITH_EXPERTS)
-    """Add biases to the linear layers of the experts (gpt-oss)."""
+    """Add biases to the linear layers of the experts (gpt-oss); the shared expert has none."""
     shared_expert_gate: bool = setting(False, shapes=WITH_EXPERTS)
     """Multiply the shared expert's output by the sigmoid of a linear layer with one output (Megatron's
     --moe-shared-expert-gate; Qwen2-MoE)."""
@@ -167,7 +167,9 @@ class Model:
     """Scaling of RoPE's frequencies for sequences longer than in pretraining: linear divides all frequencies by
     rope_factor; dynamic raises the base for sequences longer than rope_original_length; llama3 (Llama 3.1) and yarn
     (arXiv 2309.00071) divide only frequencies with wavelengths long compared with rope_original_length; longrope
-    (arXiv 2402.13753) divides each by its own factor. yarn and longrope also scale queries and keys."""
+    (arXiv 2402.13753) divides each by its own factor. yarn and longrope also scale queries and keys. dynamic and
+    longrope go by the length of a sample in training, which is the same for all; generation ends at
+    rope_original_length, as the keys in its cache are rotated for sequences up to there."""
     rope_short_factors: tuple[float, ...] | None = factors(None, shapes=LONG_ROPE)
     """longrope: divisors of the frequencies, one per rotated pair, for sequences up to rope_original_length."""
     rope_long_factors: tuple[float, ...] | None = factors(None, shapes=LONG_ROPE)
@@ -300,6 +302,6 @@ class Model:
     """Standard deviation of the initial weights (Megatron's --init-method-std)."""
     scaled_init: bool = setting(True, shapes=NEVER)
     """Divide the standard deviation of weights before a residual addition by sqrt(2 x num_layers), as Megatron does."""
-    attention: Literal["auto", "xla", "cudnn"] = setting("auto", shapes=NEVER)
+    attention: Literal["auto", "xla", "blocks", "cudnn"] = setting("auto", shapes=NEVER)
     """Attention kernel: cudnn is cuDNN's flash attention (GPUs only, attention_dropout 0); auto uses it where it
     supports the model, otherwise XLA's attention."""

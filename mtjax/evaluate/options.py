@@ -57,7 +57,7 @@ class Options:
     """Batch size (windows or passages) per data-parallel rank."""
     compute_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """dtype of matrix multiplications."""
-    attention: Literal["auto", "xla", "cudnn"] = "auto"
+    attention: Literal["auto", "xla", "blocks", "cudnn"] = "auto"
     """Attention kernel."""
     sequence_parallel: bool = False
     """Sequence parallelism: shard activations over `model` between matrix multiplications, for less memory."""

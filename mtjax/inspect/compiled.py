@@ -15,7 +15,7 @@ from mtjax.config.sizes import expert_capacity
 from mtjax.errors import UserError, first_line, install_extra
 from mtjax.inspect import hlo
 from mtjax.inspect.stage_branches import with_stage_branches
-from mtjax.inspect.targets import Target
+from mtjax.inspect.targets import Target, judged_by
 from mtjax.models.kernels.grouped import Blocks
 from mtjax.sharding.pipeline.executor import PipelineSchedule
 from mtjax.theory.anatomy import Anatomy
@@ -191,7 +191,8 @@ def expected_blocks(program: TrainStep) -> int:
 def _lower(program: TrainStep) -> jax.stages.Lowered:
     """Lowers a step; reports XLA's errors, and a missing cuDNN, as `UserError`."""
     try:
-        return program.lower_step()
+        with judged_by(program.mesh.devices.flat[0]):
+            return program.lower_step()
     except jax.errors.JaxRuntimeError as e:
         raise UserError(f"XLA could not lower the program: {first_line(e, 300)}") from e
     except RuntimeError as e:

@@ -1,7 +1,7 @@
 """Every instruction that a step executes, and how often: loops multiplied, fusions, calls and branches entered.
 
 A branch on the stage of a pipeline counts as often as the stage that runs it takes it: embedding and losses once a
-microbatch, not once a tick.
+microbatch, not once a tick. Of a branch between two attention kernels the first counts, the usual one.
 """
 
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from mtjax.inspect.hlo import Computation, Instruction, Module
 from mtjax.inspect.phases import phase_of
-from mtjax.theory.contract import SAMPLING, STAGES
+from mtjax.theory.contract import EITHER, SAMPLING, STAGES
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,14 @@ def _visit(
         branch = module.stage_branches.get(instruction.name)
         for callee in module.callees(instruction):
             times = branch.count(module.is_true_branch(instruction, callee)) if branch else count * inner
+            if is_choice(instruction) and not module.is_true_branch(instruction, callee):
+                times = 0
             yield from _visit(module, callee, times, exact and known, (*callers, site))
+
+
+def is_choice(instruction: Instruction) -> bool:
+    """Returns whether an instruction runs one of two attention kernels."""
+    return instruction.opcode == "conditional" and EITHER in instruction.op_name.split("/")
 
 
 def executions(instruction: Instruction) -> tuple[int, bool]:

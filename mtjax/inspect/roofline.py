@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from mtjax.inspect.collectives import KINDS, Collective, computes, is_started
 from mtjax.inspect.hlo import Computation, Instruction, Module
-from mtjax.inspect.hlo_walk import executions
+from mtjax.inspect.hlo_walk import executions, is_choice
 from mtjax.inspect.phases import OTHER, locate
 from mtjax.inspect.products import Product, products_of
 from mtjax.inspect.traffic import bytes_moved
@@ -128,7 +128,7 @@ class Roofline:
         """Yields what a loop, a call or a conditional runs.
 
         Loops run their body as often as XLA says, a loop over ticks with the branches of the slowest stage in each
-        tick; of branches that do not depend on the stage the longest counts.
+        tick; of two attention kernels the first, and of other branches that do not depend on the stage the longest.
         """
         callees = list(self.module.callees(instruction))
         if instruction.opcode == "conditional":
@@ -139,6 +139,8 @@ class Roofline:
             elif branch is not None:  # a single tick, which is not a loop: what any stage takes
                 (stages,) = branch.by_tick
                 callees = [c for c in callees if self.module.is_true_branch(instruction, c) in stages]
+            elif is_choice(instruction):
+                callees = [c for c in callees if self.module.is_true_branch(instruction, c)]
             slowest = max(callees, key=lambda callee: self.walk(callee, taken).seconds)
             yield Run(slowest, taken, 1)
             return

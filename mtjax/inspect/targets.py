@@ -3,11 +3,13 @@
 import dataclasses
 import importlib.util
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax._src.cudnn import fused_attention_stablehlo  # what cuDNN supports, judged by the attached GPU
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
@@ -103,6 +105,28 @@ def attached_server() -> Server:
             f"the attached {device.device_kind!r} is not in the hardware table; describe it in a .toml file"
         )
     return dataclasses.replace(SERVERS[gpu.name], gpus=jax.local_device_count())
+
+
+@contextmanager
+def judged_by(device: Any) -> Iterator[None]:
+    """Lets jax judge what cuDNN's attention supports by the compute capability of this device.
+
+    It asks the attached GPU, and there is none, or another, where programs are compiled for absent ones.
+    """
+    capability = getattr(device, "compute_capability", None)
+    if capability is None:
+        yield
+        return
+    asked = fused_attention_stablehlo.check_compute_capability
+    fused_attention_stablehlo.check_compute_capability = lambda least: _version(capability) >= _version(least)
+    try:
+        yield
+    finally:
+        fused_attention_stablehlo.check_compute_capability = asked
+
+
+def _version(capability: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in capability.split("."))
 
 
 def compile_only_devices(server: Server, count: int) -> Sequence[Any]:

@@ -29,7 +29,7 @@ from mtjax.sharding.pipeline.order import Order
 from mtjax.sharding.vocab import LossOptions
 from mtjax.sharding.zero import gather_for_inference
 from mtjax.theory.adapters import is_trainable
-from mtjax.theory.attention import choose_kernel
+from mtjax.theory.attention import Kernel, choose_kernel
 from mtjax.theory.divisibility import check_config, parts_of_samples
 from mtjax.theory.layout import Layout
 from mtjax.theory.mesh import MeshShape
@@ -47,8 +47,8 @@ class ShardedModel:
     """A config's model on a mesh: abstract until a method is called.
 
     `records` has the `ParamSpec` of each parameter, `axes` its logical names and `abstract_parameters` its shape and
-    type, all in trees like the parameters'. `attention_fallback` is the reason why cuDNN's attention is not used
-    although the config requests it; None otherwise. `sections` names the stacks of layers in their order. With
+    type, all in trees like the parameters'. `attention_fallback` is the reason why the attention kernel is not the
+    requested one; None otherwise. `sections` names the stacks of layers in their order. With
     `trains`, parameters are sharded as in a training step, from ZeRO-1 on; without it, only ZeRO-3 shards them.
 
     Raises:
@@ -57,8 +57,8 @@ class ShardedModel:
 
     def __init__(self, config: Config, mesh: Mesh, layout: Layout | None = None, *, trains: bool = False) -> None:
         """Traces the model's shapes, and derives shardings."""
-        kernel, self.attention_fallback = choose_kernel(config, mesh.devices.flat[0].platform)
         self.mesh, self.shape = mesh, MeshShape(**mesh.shape)
+        kernel, self.attention_fallback = self._choose_kernel(config)
         self.config = replace(config, attention=kernel, mesh=str(self.shape))
         check_config(config, self.shape)
         layout = layout or Plan.of(config, self.shape).layout(config.model)
@@ -76,6 +76,12 @@ class ShardedModel:
         known = (self.axes, self.abstract_parameters, self.layout, self.shape, *types)
         self.records = param_specs(*known, lambda name: trains and is_trainable(config.model, name))
         self.region = ManualRegion(self.shape, self.layout.rules, self.records)
+
+    def _choose_kernel(self, config: Config) -> tuple[Kernel, str | None]:
+        """Chooses the attention kernel for the mesh's devices."""
+        device = self.mesh.devices.flat[0]
+        major, minor = (int(part) for part in getattr(device, "compute_capability", "0.0").split("."))
+        return choose_kernel(config, device.platform, (major, minor), context_degree=self.shape.context)
 
     # --- parameters
 

@@ -6,6 +6,7 @@ from mtjax.config.vocabulary import with_vocabulary
 from mtjax.errors import UserError
 from mtjax.plan.search import Space
 from mtjax.theory.anatomy import Anatomy
+from mtjax.theory.attention import HOPPER
 from mtjax.theory.divisibility import problems
 from mtjax.theory.families.registry import anatomy_of
 from mtjax.theory.hardware import SERVERS, Server, by_device_kind
@@ -36,7 +37,8 @@ def fastest_mesh(config: Config, devices: int, kind: str, teacher: Model | None 
     shapes = [MeshShape(data=devices // model, model=model) for model in divisors(devices)]
     experts, tokens = anatomy.model.num_experts, anatomy.model.sequence_length
     meshes = [mesh for shape in shapes for mesh in meshes_within(shape, experts, tokens)]
-    plans = [Plan.of(config, mesh, teacher=teacher) for mesh in meshes]
+    capability = gpu.compute_capability if gpu else HOPPER
+    plans = [Plan.of(config, mesh, capability, teacher=teacher) for mesh in meshes]
     reasons = {str(plan.mesh): next(problems(anatomy.model, plan), None) for plan in plans}
     possible = [plan for plan in plans if reasons[str(plan.mesh)] is None]
     if not possible:

@@ -19,6 +19,7 @@ from mtjax.plan.search_report import print_search
 from mtjax.plan.side_reports import print_inference, print_published
 from mtjax.theory import target
 from mtjax.theory.anatomy import Anatomy
+from mtjax.theory.attention import Capability
 from mtjax.theory.divisibility import check, check_config
 from mtjax.theory.families.registry import anatomy_of
 from mtjax.theory.hardware import Server
@@ -55,7 +56,9 @@ def run(given: config.Config, options: Options, source: str, verify: Verify, wit
     if options.gpus is not None or options.days is not None:
         plan = _search(console, anatomy, run_config, teacher, server, options, given, source)
     else:
-        plan = _report(console, anatomy, run_config, _planned(run_config, teacher), server, options)
+        plan = _report(
+            console, anatomy, run_config, _planned(run_config, teacher, server.gpu.compute_capability), server, options
+        )
     if options.inference:
         print_inference(console, anatomy, server, plan.tensor_degree, options.context or anatomy.model.sequence_length)
     if options.plot is not None:
@@ -108,15 +111,15 @@ def _report(
     return plan
 
 
-def _planned(run_config: config.Config, teacher: config.Model | None) -> Plan:
-    """Returns the config's plan, with its teacher.
+def _planned(run_config: config.Config, teacher: config.Model | None, capability: Capability) -> Plan:
+    """Returns the config's plan on GPUs of this compute capability, with its teacher.
 
     Raises:
       UserError: model or batch do not fit the mesh, or there is no formula for the recompute.
     """
     mesh = parse_mesh(run_config.parallel.mesh)
     check_config(run_config, mesh)
-    plan = Plan.of(run_config, mesh, teacher=teacher)
+    plan = Plan.of(run_config, mesh, capability, teacher=teacher)
     check(run_config.model, plan)
     recompute = sizes.describe_recompute(run_config.training)
     if recompute not in ("no recompute", "selective recompute", "full recompute"):
@@ -145,7 +148,7 @@ def _search(
         "expert_imbalance": _imbalance(anatomy, options),
         "teacher": teacher,
     }
-    base = Plan.of(run_config, MeshShape(), **settings)
+    base = Plan.of(run_config, MeshShape(), server.gpu.compute_capability, **settings)
     gpus = options.gpus
     if gpus is None:
         assert options.days is not None and options.tokens is not None

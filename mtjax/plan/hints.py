@@ -26,7 +26,7 @@ def flash_hint(anatomy: Anatomy, plan: Plan, server: Server, run: Config) -> str
     """Returns a hint if only dropout on attention's probabilities prevents flash attention."""
     dropout = run.model.attention_dropout
     without = config.replace(run, attention_dropout=0.0)
-    if plan.flash_attention or not dropout or choose_kernel(without, "gpu")[0] != "cudnn":
+    if plan.flash_attention or not dropout or _kernel(without, plan, server) != "cudnn":
         return None
     now = step_time(anatomy, plan, server).total
     fused = replace(plan, flash_attention=True, attention_dropout=False)
@@ -38,6 +38,10 @@ def flash_hint(anatomy: Anatomy, plan: Plan, server: Server, run: Config) -> str
         f"attention_dropout {dropout:g} rules out flash attention, which has no dropout on probabilities: with "
         f"--attention-dropout 0 a step takes {seconds(then)} instead of {seconds(now)}"
     )
+
+
+def _kernel(run: Config, plan: Plan, server: Server) -> str:
+    return choose_kernel(run, "gpu", server.gpu.compute_capability, context_degree=plan.mesh.context)[0]
 
 
 def zero_hint(anatomy: Anatomy, plan: Plan) -> str | None:

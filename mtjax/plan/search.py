@@ -132,7 +132,7 @@ def variants(anatomy: Anatomy, base: Plan, mesh: MeshShape, space: Space) -> Ite
         if microbatch & (microbatch - 1) and microbatch != per_rank:
             continue
         for recompute in space.recomputes:
-            if recompute == "selective" and base.flash_attention:
+            if recompute == "selective" and (base.flash_attention or base.attention_in_blocks):
                 continue  # there are no stored scores to leave out
             for sequence in space.sequence if base.tensor_degree > 1 else (False,):
                 for zero in space.zeros if base.zero_degree > 1 else (0,):

@@ -1,113 +1,236 @@
-"""cuDNN's flash attention under explicit sharding: every rank runs the kernel on its samples and heads."""
+"""Flash attention under explicit sharding: every rank runs the kernel on its samples and heads."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
-from jax import Array
+from jax import Array, lax
+from jax._src.cudnn import fused_attention_stablehlo as fused  # values narrower than keys have no public name
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jaxtyping import Float
 
-from mtjax.sharding.axes import explicit_axes, spec
+from mtjax.sharding.axes import explicit_axes, spec, varying_like
+from mtjax.sharding.no_hoist import no_hoist
+from mtjax.sharding.sinks import gradient_of_sinks, with_sinks
+from mtjax.theory.contract import EITHER
 
 Attend = Callable[[Array, Array, Array], Array]
 """(query, key, value) -> output, each [batch, seq, heads, head_dim]: differentiable, on one device.
 
 Its residuals are these four arrays, one array [batch, heads, seq], and perhaps empty arrays.
 """
-Saved = tuple[Array, Array, Array, Array, Array]
-"""Query, key, value, output, and the kernel's statistics."""
+Saved = tuple[tuple[Array, Array, Array], Array | None, Any, Array, Array]
+"""Query, key and value, sinks, more inputs, output, and the kernel's statistics."""
 
 
-def cudnn(query: Array, key: Array, value: Array, *, scale: float | None = None) -> Array:
-    """Runs cuDNN's causal attention, in 16 bits, on one GPU; `scale` of the scores is head_dim^-0.5 when None."""
-    return jax.nn.dot_product_attention(query, key, value, scale=scale, is_causal=True, implementation="cudnn")
+def cudnn(query: Array, key: Array, value: Array, *, scale: float | None = None, window: int | None = None) -> Array:
+    """Runs cuDNN's causal attention, in 16 bits, on one GPU.
+
+    Args:
+      query: queries.
+      key: keys.
+      value: values; narrower than keys on Hopper and newer only.
+      scale: of the scores; head_dim^-0.5 when None.
+      window: when given, tokens attend to themselves and the window - 1 tokens before them.
+    """
+    if value.shape[-1] != key.shape[-1]:
+        scale, causal = float(query.shape[-1] ** -0.5 if scale is None else scale), fused.MaskType.CAUSAL
+        return fused.dot_product_attention(  # pyright: ignore[reportReturnType]
+            query, key, value, scale=scale, mask_type=causal, sliding_window_length=window
+        )
+    near = None if window is None else (window - 1, 0)
+    return jax.nn.dot_product_attention(
+        query, key, value, scale=scale, is_causal=True, local_window_size=near, implementation="cudnn"
+    )
+
+
+class FlashKernel(Protocol):
+    """Attention of one rank's samples and heads, which does not materialize the probabilities.
+
+    `more` is a tree of inputs without gradients: [batch, seq] of the tokens, [heads], or scalars.
+    """
+
+    def __call__(self, query: Array, key: Array, value: Array, more: Any) -> Array:
+        """Computes the output."""
+        ...
+
+    def forward(self, query: Array, key: Array, value: Array, more: Any) -> tuple[Array, Array]:
+        """Computes the output, and statistics [rows, heads, seq] in float32 that `backward` reads."""
+        ...
+
+    def backward(
+        self,
+        inputs: tuple[Array, Array, Array],
+        more: Any,
+        out: Array,
+        statistics: Array,
+        gradient: Array,
+    ) -> tuple[Array, Array, Array]:
+        """Computes the gradients of `inputs`: query, key and value."""
+        ...
+
+
+@dataclass(frozen=True)
+class Differentiable:
+    """A kernel that JAX can differentiate."""
+
+    attend: Attend
+
+    def __call__(self, query: Array, key: Array, value: Array, more: Any) -> Array:
+        """See `FlashKernel`."""
+        del more
+        return self.attend(query, key, value)
+
+    def forward(self, query: Array, key: Array, value: Array, more: Any) -> tuple[Array, Array]:
+        """See `FlashKernel`; the statistics are a residual of the kernel."""
+        del more
+        inputs = (query, key, value)
+        out, vjp = jax.vjp(self.attend, *inputs)
+        residuals = jax.tree.leaves(vjp)
+        return out, residuals[residual_index(residuals, (*inputs, out))]
+
+    def backward(
+        self,
+        inputs: tuple[Array, Array, Array],
+        more: Any,
+        out: Array,
+        statistics: Array,
+        gradient: Array,
+    ) -> tuple[Array, Array, Array]:
+        """See `FlashKernel`."""
+        del more
+        # Traces the forward kernel once more for the structure of its vjp function and for empty residuals, whose
+        # sharding no `out_specs` can express. The saved arrays replace its results, so it is not compiled.
+        recomputed, vjp = jax.vjp(self.attend, *inputs)
+        leaves, tree = jax.tree.flatten(vjp)
+        leaves[residual_index(leaves, (*inputs, recomputed))] = statistics
+        return jax.tree.unflatten(tree, [out if leaf is recomputed else leaf for leaf in leaves])(gradient)
+
+
+@dataclass(frozen=True)
+class Either:
+    """One of two kernels. `more` is a bool that is equal on all ranks, and what both kernels read."""
+
+    first: FlashKernel
+    """If it is true."""
+    second: FlashKernel
+
+    def __call__(self, query: Array, key: Array, value: Array, more: tuple[Array, Any]) -> Array:
+        """See `FlashKernel`."""
+        run = (partial(kernel, more=more[1]) for kernel in (self.first, self.second))
+        return either(more[0], *run, query, key, value)
+
+    def forward(self, query: Array, key: Array, value: Array, more: tuple[Array, Any]) -> tuple[Array, Array]:
+        """See `FlashKernel`."""
+        run = (partial(kernel.forward, more=more[1]) for kernel in (self.first, self.second))
+        return either(more[0], *run, query, key, value)
+
+    def backward(
+        self,
+        inputs: tuple[Array, Array, Array],
+        more: tuple[Array, Any],
+        out: Array,
+        statistics: Array,
+        gradient: Array,
+    ) -> tuple[Array, Array, Array]:
+        """See `FlashKernel`."""
+
+        def run(kernel: FlashKernel) -> Callable[..., Any]:
+            return lambda inputs, out, statistics, gradient: kernel.backward(inputs, more[1], out, statistics, gradient)
+
+        return either(more[0], run(self.first), run(self.second), inputs, out, statistics, gradient)
+
+
+def either(is_first: Array, *arguments: Any) -> Any:
+    """Calls the first of two functions if `is_first`, else the second: (is_first, first, second, *their arguments)."""
+    with jax.named_scope(EITHER):
+        return lax.cond(is_first, *arguments)
 
 
 def flash_attention(
     query: Float[Array, "batch seq heads head_dim"],
     key: Float[Array, "batch seq groups head_dim"],
-    value: Float[Array, "batch seq groups head_dim"],
+    value: Float[Array, "batch seq groups value_dim"],
     names: tuple[str, str],
-    attend: Attend = cudnn,
-) -> Float[Array, "batch seq heads head_dim"]:
-    """Computes causal softmax attention without materializing the probabilities.
+    kernel: FlashKernel,
+    more: Any = None,
+    sinks: Float[Array, " heads"] | None = None,
+) -> Float[Array, "batch seq heads value_dim"]:
+    """Computes softmax attention without materializing the probabilities.
 
     Args:
       query: 16 bits for cuDNN; heads / groups consecutive query heads share a key and a value head.
       key: keys.
       value: values.
-      names: of the arrays saved for the backward pass: the output, and float32 statistics [batch, heads, seq].
-      attend: the kernel.
+      names: of the arrays saved for the backward pass: the output, and float32 statistics [rows, heads, seq].
+      kernel: of one rank.
+      more: a tree of what else the kernel reads, without gradients: arrays [batch, seq], [heads], or scalars.
+      sinks: of each head, a logit added to the softmax's denominator; the kernel's statistics are log-sums then.
     """
-    kernel = _Kernel(attend, spec("batch", "seq", "heads", "head_dim"), spec("batch", "heads", "seq"), names)
-    return _flash(kernel, query, key, value)
+    sinks = None if sinks is None else varying_like(sinks, query)
+    heads, statistics = spec("batch", "seq", "heads", "head_dim"), spec("batch", "heads", "seq")
+    specs = (PartitionSpec(), spec("heads"), spec("batch", "seq"), statistics, heads)
+    return _flash(_OnRanks(kernel, specs, names), query, key, value, sinks, more)
 
 
-class _Kernel(NamedTuple):
+class _OnRanks(NamedTuple):
     """Static arguments of `_flash`: the kernel and shardings."""
 
-    attend: Attend
-    heads: PartitionSpec
-    statistics: PartitionSpec
+    kernel: FlashKernel
+    specs: tuple[PartitionSpec, ...]
+    """By the number of dimensions: scalars, [heads], [batch, seq], [batch, heads, seq], [batch, seq, heads, width]."""
     names: tuple[str, str]
 
-    def map(self, body: Callable[..., Any], outputs: Any) -> Callable[..., Any]:
-        """Maps `body` over the shards of its arguments; those of three dimensions are statistics."""
+    def map(self, body: Callable[..., Any], dimensions: Any) -> Callable[..., Any]:
+        """Maps `body` over the shards of its arguments; `dimensions` are the numbers of its results' dimensions."""
+        out_specs = jax.tree.map(self.specs.__getitem__, dimensions)
 
-        def mapped(*inputs: Array) -> Any:
-            specs = tuple(self.heads if a.ndim == 4 else self.statistics for a in inputs)
-            return jax.shard_map(body, axis_names=set(explicit_axes()), in_specs=specs, out_specs=outputs)(*inputs)
+        def mapped(*inputs: Any) -> Any:
+            specs = jax.tree.map(lambda a: self.specs[a.ndim], inputs)
+            return jax.shard_map(body, axis_names=set(explicit_axes()), in_specs=specs, out_specs=out_specs)(*inputs)
 
         return mapped
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _flash(kernel: _Kernel, query: Array, key: Array, value: Array) -> Array:
-    return kernel.map(kernel.attend, kernel.heads)(query, key, value)
+def _flash(ranks: _OnRanks, query: Array, key: Array, value: Array, sinks: Array | None, more: Any) -> Array:
+    if sinks is not None:
+        return _flash_forward(ranks, query, key, value, sinks, more)[0]
+    return no_hoist(ranks.map(ranks.kernel, 4), query, key, value, more)
 
 
-def _flash_forward(kernel: _Kernel, query: Array, key: Array, value: Array) -> tuple[Array, Saved]:
+def _flash_forward(
+    ranks: _OnRanks, query: Array, key: Array, value: Array, sinks: Array | None, more: Any
+) -> tuple[Array, Saved]:
     """Runs the kernel; its residuals leave the map as outputs."""
-
     # Autodiff of a `shard_map` inside the manual region does not lower, so the maps are inside the `custom_vjp`.
-    def local(*inputs: Array) -> tuple[Array, Array]:
-        out, vjp = jax.vjp(kernel.attend, *inputs)
-        residuals = jax.tree.leaves(vjp)
-        return out, residuals[residual_index(residuals, (*inputs, out))]
-
-    arrays = kernel.map(local, (kernel.heads, kernel.statistics))(query, key, value)
-    out, statistics = (checkpoint_name(a, name) for a, name in zip(arrays, kernel.names, strict=True))
-    return out, (query, key, value, out, statistics)
+    arrays = no_hoist(ranks.map(ranks.kernel.forward, (4, 3)), query, key, value, more)
+    if sinks is not None:
+        out, log_sums = with_sinks(arrays[0], arrays[1].swapaxes(1, 2), sinks)
+        arrays = (out, log_sums.swapaxes(1, 2))
+    out, statistics = (checkpoint_name(a, name) for a, name in zip(arrays, ranks.names, strict=True))
+    return out, ((query, key, value), sinks, more, out, statistics)
 
 
-def _flash_backward(kernel: _Kernel, saved: Saved, gradient: Array) -> tuple[Array, Array, Array]:
+def _flash_backward(ranks: _OnRanks, saved: Saved, gradient: Array) -> tuple[Array, Array, Array, Array | None, None]:
     """Runs the kernel's backward pass with the saved output and statistics.
 
     Args:
-      kernel: static arguments.
-      saved: query, key, value and output [batch, seq, heads, head_dim], and statistics [batch, heads, seq].
+      ranks: static arguments.
+      saved: query, key and value, sinks, more inputs, output [batch, seq, heads, value_dim], and statistics.
       gradient: of the output.
 
     Returns:
-      Gradients of query, key and value.
+      Gradients of query, key, value and sinks.
     """
-
-    def local(
-        query: Array, key: Array, value: Array, out: Array, statistics: Array, gradient: Array
-    ) -> tuple[Array, ...]:
-        """Runs on one rank's samples and heads, inside the map."""
-        inputs = (query, key, value)
-        # Traces the forward kernel once more for the structure of its vjp function and for empty residuals, whose
-        # sharding no `out_specs` can express. The saved arrays replace its results, so it is not compiled.
-        recomputed, vjp = jax.vjp(kernel.attend, *inputs)
-        leaves, tree = jax.tree.flatten(vjp)
-        leaves[residual_index(leaves, (*inputs, recomputed))] = statistics
-        return jax.tree.unflatten(tree, [out if leaf is recomputed else leaf for leaf in leaves])(gradient)
-
-    return kernel.map(local, kernel.heads)(*saved, gradient)
+    inputs, sinks, more, out, statistics = saved
+    gradients = ranks.map(ranks.kernel.backward, (4, 4, 4))(inputs, more, out, statistics, gradient)
+    if sinks is None:
+        return *gradients, None, None
+    return *gradients, gradient_of_sinks(out, statistics.swapaxes(1, 2), sinks, gradient), None
 
 
 _flash.defvjp(_flash_forward, _flash_backward)

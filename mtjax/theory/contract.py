@@ -29,6 +29,8 @@ OPTIMIZER = "optimizer"
 PARAMETERS = "parameters"
 SAMPLING = "sampling"
 STAGES = "stages"
+EITHER = "either"
+"""Scope of a branch between two attention kernels."""
 OTHER = "other"
 
 PHASES = (

@@ -13,7 +13,7 @@ from mtjax.config.sizes import num_kv_heads
 from mtjax.theory.anatomy import Anatomy, Stack
 from mtjax.theory.families.registry import anatomy_of
 from mtjax.theory.mesh import MeshShape
-from mtjax.theory.parts.attention import QUERIES_AT_A_TIME
+from mtjax.theory.parts.attention import QUERIES_AT_A_TIME, block_queries
 from mtjax.theory.parts.part import Product, unrepeated
 from mtjax.theory.plan import Plan, Recompute
 from mtjax.theory.stages import layers_in_chunk
@@ -159,7 +159,7 @@ def compiled_flops(anatomy: Anatomy, plan: Plan, *, causal: bool = False) -> flo
         passes = 3 * stack.layers + recomputed  # forward, two matmuls backward for each forward one, and recompute
         flops -= passes * (full_core - core)
         flops -= (recomputed - grouped) * _deduplicated_score_flops(stack, plan, causal=causal)
-        if plan.flash_attention or plan.context_parallelism or plan.recompute == "selective":
+        if not plan.keeps_scores or plan.recompute == "selective":
             flops += stack.layers * core / 2  # the scores only: attention's output is saved
         flops += passes * repeated_flops(stack, plan.mesh.model)
         flops += passes * routing_again(stack, plan)
@@ -184,7 +184,7 @@ def _staged_flops(anatomy: Anatomy, plan: Plan, *, causal: bool) -> float:
         + (logit_flops(anatomy) if _is_in_chunks(anatomy, plan) else 0)
     )
     idle = num_ticks(plan.stages, m, plan.chunks * len(anatomy.sections)) - m * plan.chunks * len(anatomy.sections)
-    recomputes_scores = plan.flash_attention or plan.context_parallelism or plan.recompute == "selective"
+    recomputes_scores = not plan.keeps_scores or plan.recompute == "selective"
     core_recompute = 0.5 if recomputes_scores else 0.0
     for number, section in enumerate(anatomy.sections):
         ticks = m * plan.chunks + (0 if number else idle)
@@ -206,11 +206,16 @@ def _computed_core_flops(stack: Stack, plan: Plan, *, causal: bool) -> float:
 def _deduplicated_score_flops(stack: Stack, plan: Plan, *, causal: bool) -> float:
     """Returns the FLOPs of scores, for a sample, that XLA computes once for both the recompute and the backward pass.
 
-    XLA: of context parallel attention, scores that no loop computes block by block (CSE): those of a rank's own keys,
-    and in a ring of two also those of the other rank's.
+    XLA: of attention in blocks, scores that no loop computes block by block (CSE): those of a rank's own keys, and in a
+    ring of two also those of the other rank's.
     """
     degree = plan.mesh.context
-    if not plan.context_parallelism or plan.flash_attention or stack.tokens > degree * QUERIES_AT_A_TIME:
+    if plan.keeps_scores or plan.flash_attention:
+        return 0.0
+    if not plan.context_parallelism:
+        is_one = all(p.scores.queries <= block_queries(p.scores, plan) for p in stack.parts if p.scores)
+        return core_flops(stack, causal=causal) / 2 if is_one else 0.0
+    if stack.tokens > degree * QUERIES_AT_A_TIME:
         return 0.0
     if degree == 2:
         return _computed_core_flops(stack, plan, causal=causal) / 2

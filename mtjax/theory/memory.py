@@ -357,11 +357,7 @@ def _jax_workspace(stack: Stack, plan: Plan, kinds: Mapping[str, float]) -> floa
     last layer's output and its gradient.
     """
     c = plan.element_bytes
-    pairs = (
-        0
-        if plan.flash_attention or plan.context_parallelism
-        else sum(part.scores.pairs for part in stack.parts if part.scores)
-    )
+    pairs = sum(part.scores.pairs for part in stack.parts if part.scores) if plan.keeps_scores else 0
     scores = pairs * plan.microbatch_size / plan.mesh.model
     copied = sum(kinds.get(name, 0) for name in (QUERY_KEY_VALUE, ATTENTION_OUTPUT, PROBABILITIES))
     copied += (2 if plan.recompute == "full" else 1) * kinds.get(NORM_INPUTS, 0)

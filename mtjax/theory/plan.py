@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from mtjax.config import Config, Model
-from mtjax.theory.attention import choose_kernel
+from mtjax.theory.attention import HOPPER, Capability, choose_kernel
 from mtjax.theory.layout import ZERO_AXES, Layout, layout_of
 from mtjax.theory.mesh import MeshShape
 from mtjax.theory.timetable import ScheduleName
@@ -74,6 +74,8 @@ class Plan:
     keeps_documents_apart: bool = False
     """Whether attention is masked at document boundaries, or, with the same communication, at padding."""
     flash_attention: bool = False
+    attention_in_blocks: bool = False
+    """Whether XLA's kernel holds the scores of a few queries at a time also without context parallelism."""
     dropout: bool = True
     attention_dropout: bool | None = None
     """Whether attention probabilities have dropout; the value of `dropout` when None."""
@@ -114,6 +116,16 @@ class Plan:
         degree = self.mesh.context
         rounded = self.flash_attention and degree == 2
         return ContextParallelism(self.context_method, self.keeps_documents_apart, rounded) if degree > 1 else None
+
+    @property
+    def keeps_scores(self) -> bool:
+        """Whether all scores of a sample are alive at once, and their probabilities are saved."""
+        return not (self.flash_attention or self.attention_in_blocks or self.context_parallelism)
+
+    @property
+    def packs_documents(self) -> bool:
+        """Whether cuDNN's attention is within documents."""
+        return self.flash_attention and self.keeps_documents_apart and not self.context_parallelism
 
     def local_tokens(self, tokens: float) -> float:
         """Returns the tokens of a microbatch on a context parallel rank, of samples with `tokens` tokens."""
@@ -204,9 +216,10 @@ class Plan:
         return self.recomputed_layers(count) if self.recompute_group > 1 else 0
 
     @classmethod
-    def of(cls, run: Config, mesh: MeshShape, **settings: object) -> "Plan":
-        """Returns the plan of a config on this mesh; `settings` are fields that override the config's."""
+    def of(cls, run: Config, mesh: MeshShape, capability: Capability = HOPPER, **settings: object) -> "Plan":
+        """Returns the plan of a config on this mesh of GPUs; `settings` are fields that override the config's."""
         training = run.training
+        kernel, _ = choose_kernel(run, "gpu", capability, context_degree=mesh.context)
         plan = cls(
             mesh,
             training.global_batch_size,
@@ -224,7 +237,8 @@ class Plan:
             context_method=run.parallel.context_method,
             expert_dispatch=run.parallel.expert_dispatch,
             keeps_documents_apart=run.data.reset_attention_mask or run.model.family == "bert",
-            flash_attention=choose_kernel(run, "gpu")[0] == "cudnn",
+            flash_attention=kernel == "cudnn",
+            attention_in_blocks=kernel == "blocks",
             dropout=run.model.hidden_dropout > 0,
             attention_dropout=run.model.attention_dropout > 0,
             adapter_dropout=run.model.lora_dropout > 0,

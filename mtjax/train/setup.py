@@ -241,7 +241,8 @@ def print_run_summary(config: Config, environment: RunEnvironment, program: Trai
         f"out     {shown(environment.out)} (TFLOP/s and MFU count {CONVENTION})"
     )
     if program.attention_fallback:
-        progress.say(f"note    attention is XLA's, not cuDNN's: {program.attention_fallback}")
+        used = program.config.model.attention
+        progress.say(f"note    attention is {used}, not {config.model.attention}: {program.attention_fallback}")
     if program.xla.refused:
         names = ", ".join(program.xla.refused)
         progress.say(f"note    steps may be slower: this XLA does not support {names}")

@@ -14,7 +14,7 @@ from mtjax.runtime.checkpoints.checkpoint import Checkpoints, fingerprints
 from mtjax.runtime.checkpoints.weights import check_same_weights, find_weights, restore_weights
 from mtjax.theory.stages import order_of
 from mtjax.train.step import TrainStep
-from tests.tiny import batch_of, program_of, run_steps
+from tests.tiny import LATENT, batch_of, program_of, run_steps
 
 MODEL = (
     "family",
@@ -28,6 +28,7 @@ MODEL = (
     *("output_scale", "output_softcap", "output_bias"),
     "hidden_dropout",
     "attention_dropout",
+    *LATENT,
 )
 """Settings that the model on one device has too; the rest is how it is spread."""
 
@@ -68,6 +69,7 @@ LONG: list[tuple[str, dict[str, Any]]] = [
         {"recompute": "full", "family": "t5", "pipeline_schedule": "interleaved", "chunks": 2, "zero": 3, **PLAIN},
     ),
     ("2x2x2", {"recompute": "full", "family": "llama", "sequence_parallel": True, "zero": 2, "num_kv_heads": 2}),
+    ("2x2x2", {"recompute": "full", "family": "llama", "sequence_parallel": True, "zero": 1, **LATENT}),
     ("1x4x2", {"recompute": "none", "num_layers": 9, "layers_per_stage": (2, 3, 3, 1), "global_batch_size": 5}),
     ("data=1,stage=2,context=2,model=2", {"recompute": "full", "sequence_parallel": True, "zero": 1}),
 ]

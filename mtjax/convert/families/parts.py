@@ -71,22 +71,24 @@ def scaled(
       key: of config.json.
       read: computes the setting.
       write: computes the key, exactly or up to rounding.
-      kind: type of the key's value, if it is a whole number.
+      kind: type of the key's value, int if it is an integer.
     """
 
     def back(value: float | None) -> float | None:
-        if value is None:
-            return None
-        # Of neighbours up to rounding, the one that reads as the same number; of these the shortest.
-        near = [round(write(value), digits) for digits in range(16)]
-        found = next((n for n in near if n and read(n) == value), write(value))
-        return kind(found) if found == int(found) else found
+        found = None if value is None else inverse(read, value, write(value))
+        return kind(found) if found is not None and found == int(found) else found
 
     return Part(
         (key,),
         lambda values: {setting: None if values[key] is None else read(values[key])},
         lambda model: {key: back(getattr(model, setting))},
     )
+
+
+def inverse(read: Callable[[float], float], value: float, near: float) -> float:
+    """Returns the shortest number at `near` of which `read` gives exactly `value`; `near` if there is none."""
+    rounded = [round(near, digits) for digits in range(16)]
+    return next((number for number in rounded if number and read(number) == value), near)
 
 
 ACTIVATIONS: Mapping[str, str] = {

@@ -1,4 +1,5 @@
-"""Kernels of context parallel attention, for a block of queries and a block of keys: XLA's and cuDNN's."""
+"""Kernels of attention for a block of queries and a block of keys, XLA's and cuDNN's, and context parallel attention by
+them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -75,6 +76,8 @@ class XlaBlocks:
     """When given, the cap of scores."""
     alibi: Alibi | None = None
     """When given, biases are added to the scores, with the slopes of the queries' heads."""
+    at_a_time: int | None = None
+    """Queries whose scores are alive together; `QUERIES_AT_A_TIME` when None."""
 
     def forward(
         self, queries: QueryBlock, keys: KVBlock, dropout: DropoutState | None, is_causal: bool
@@ -87,10 +90,10 @@ class XlaBlocks:
             scores, _, factors = self._scores(chunk, keys, dropout, is_causal)
             log_sums = jax.nn.logsumexp(scores, axis=-1)
             probabilities = (jnp.exp(scores - log_sums[..., None]) * factors).astype(keys.value.dtype)
-            mixed = jnp.einsum("bgmqk,bkgd->bqgmd", probabilities, keys.value).reshape(chunk.query.shape)
+            mixed = _by_token(jnp.einsum("bgmqk,bkgd->bgmqd", probabilities, keys.value))
             return None, (mixed, log_sums.reshape(log_sums.shape[0], -1, log_sums.shape[-1]).swapaxes(1, 2))
 
-        return _scan_queries(one, None, queries)[1]
+        return _scan_queries(one, None, queries, self.at_a_time)[1]
 
     def backward(
         self, queries: QueryBlock, keys: KVBlock, dropout: DropoutState | None, is_causal: bool
@@ -106,18 +109,19 @@ class XlaBlocks:
             assert chunk.mixed is not None and chunk.log_sums is not None and chunk.gradient is not None
             scores, derivative, factors = self._scores(chunk, keys, dropout, is_causal)
             probabilities = jnp.exp(scores - grouped(chunk.log_sums).transpose(0, 2, 3, 1)[..., None])
-            gradient = grouped(chunk.gradient)
-            row_sums = (grouped(chunk.mixed).astype(jnp.float32) * gradient.astype(jnp.float32)).sum(-1)
-            d_probabilities = einsum_float32("bqgmd,bkgd->bgmqk", gradient, keys.value) * factors
-            d_scores = probabilities * (d_probabilities - row_sums.transpose(0, 2, 3, 1)[..., None]) * self.scale
+            mixed, gradient, query = (_by_head(grouped(a)) for a in (chunk.mixed, chunk.gradient, chunk.query))
+            row_sums = (mixed.astype(jnp.float32) * gradient.astype(jnp.float32)).sum(-1)
+            d_probabilities = einsum_float32("bgmqd,bkgd->bgmqk", gradient, keys.value) * factors
+            d_scores = probabilities * (d_probabilities - row_sums[..., None]) * self.scale
             d_scores = (d_scores * derivative).astype(keys.key.dtype)
-            d_key = einsum_float32("bgmqk,bqgmd->bkgd", d_scores, grouped(chunk.query))
-            d_value = einsum_float32("bgmqk,bqgmd->bkgd", (probabilities * factors).astype(gradient.dtype), gradient)
-            d_query = jnp.einsum("bgmqk,bkgd->bqgmd", d_scores, keys.key).reshape(chunk.query.shape)
+            d_key = einsum_float32("bgmqk,bgmqd->bkgd", d_scores, query)
+            d_value = einsum_float32("bgmqk,bgmqd->bkgd", (probabilities * factors).astype(gradient.dtype), gradient)
+            d_query = _by_token(jnp.einsum("bgmqk,bkgd->bgmqd", d_scores, keys.key))
             return (sums[0] + d_key, sums[1] + d_value), d_query
 
-        zeros = varying_like(jnp.zeros(keys.key.shape, jnp.float32), *jax.tree.leaves((queries, keys, dropout)))
-        (d_key, d_value), d_query = _scan_queries(one, (zeros, zeros), queries)
+        arrays = jax.tree.leaves((queries, keys, dropout))
+        zeros = [varying_like(jnp.zeros(a.shape, jnp.float32), *arrays) for a in (keys.key, keys.value)]
+        (d_key, d_value), d_query = _scan_queries(one, tuple(zeros), queries, self.at_a_time)
         return d_query, d_key, d_value
 
     def _scores(
@@ -129,8 +133,9 @@ class XlaBlocks:
         Returns:
           float32 [batch, groups, heads / groups, seq, key_seq] each; 1.0 without a cap, and without dropout.
         """
-        query = _grouped(queries.query * self.scale, keys.key.shape[2])
-        scores = jnp.einsum("bqgmd,bkgd->bgmqk", query, keys.key, preferred_element_type=jnp.float32)
+        # XLA: products have einsum's natural order of dimensions: any other would transpose an array of scores.
+        query = _by_head(_grouped(queries.query * self.scale, keys.key.shape[2]))
+        scores = jnp.einsum("bgmqd,bkgd->bgmqk", query, keys.key, preferred_element_type=jnp.float32)
         derivative = 1.0
         if self.softcap is not None:
             tanh = jnp.tanh(scores / self.softcap)
@@ -174,8 +179,18 @@ def _grouped(a: Array, groups: int) -> Array:
     return a.reshape(*a.shape[:2], groups, -1, *a.shape[3:])
 
 
+def _by_head(a: Array) -> Array:
+    """[batch, seq, groups, heads / groups, width] -> [batch, groups, heads / groups, seq, width]."""
+    return a.transpose(0, 2, 3, 1, 4)
+
+
+def _by_token(a: Array) -> Array:
+    """[batch, groups, heads / groups, seq, width] -> [batch, seq, heads, width]."""
+    return a.transpose(0, 3, 1, 2, 4).reshape(a.shape[0], a.shape[3], -1, a.shape[4])
+
+
 def _scan_queries(
-    one: Callable[[Any, QueryBlock], tuple[Any, Any]], carry: Any, queries: QueryBlock
+    one: Callable[[Any, QueryBlock], tuple[Any, Any]], carry: Any, queries: QueryBlock, at_a_time: int | None = None
 ) -> tuple[Any, Any]:
     """Scans over chunks of queries, so that scores of one chunk are alive at a time.
 
@@ -183,12 +198,13 @@ def _scan_queries(
       one: (carry, chunk) -> (carry, arrays [batch, chunk, ...]).
       carry: of the first chunk.
       queries: [batch, seq, ...].
+      at_a_time: the most queries of a chunk; `QUERIES_AT_A_TIME` when None.
 
     Returns:
       The carry, and the arrays concatenated, [batch, seq, ...].
     """
     length = queries.query.shape[1]
-    count = next(n for n in range(-(-length // QUERIES_AT_A_TIME), length + 1) if length % n == 0)
+    count = next(n for n in range(-(-length // (at_a_time or QUERIES_AT_A_TIME)), length + 1) if length % n == 0)
     if count == 1:
         return one(carry, queries)
     chunks = jax.tree.map(lambda a: a.reshape(a.shape[0], count, -1, *a.shape[2:]).swapaxes(0, 1), queries)

@@ -1,15 +1,19 @@
 """cuDNN's flash attention: causal, in 16 bits, on GPUs; probabilities are not materialized."""
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from jax import Array
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
+from mtjax.models.kernels import packed
 from mtjax.models.kernels.blocks import attend_across
 from mtjax.models.kernels.options import AttentionOptions
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.recompute import ATTENTION_OUTPUT, ATTENTION_STATISTICS
 from mtjax.sharding import flash
+from mtjax.theory.parts.attention import documents_at_most
 
 
 def attend(
@@ -21,11 +25,48 @@ def attend(
 ) -> Float[Array, "batch seq heads head_dim"]:
     """Computes causal self-attention.
 
-    It has no mask, bias, dropout, cap or sinks: `mtjax.theory.attention` chooses it only for models without these.
+    It has no bias, dropout or cap: `mtjax.theory.attention` chooses it only for models without these.
     """
-    assert context.is_causal and context.segment_ids is None and context.bias is None
-    assert options.rate == 0 and options.softcap is None and options.sinks is None
+    assert context.is_causal and context.bias is None and options.alibi is None
+    assert options.rate == 0 and options.softcap is None
     if context.positions is not None:
         return attend_across("cudnn", query, key, value, context, options)
-    kernel = flash.cudnn if options.scale is None else partial(flash.cudnn, scale=options.scale)
-    return flash.flash_attention(query, key, value, (ATTENTION_OUTPUT, ATTENTION_STATISTICS), kernel)
+    kernel, more = kernel_of(query, context.segment_ids, options)
+    return flash.flash_attention(
+        query, key, value, (ATTENTION_OUTPUT, ATTENTION_STATISTICS), kernel, more, options.sinks
+    )
+
+
+def kernel_of(
+    query: Float[Array, "batch seq heads head_dim"],
+    segments: Int[Array, "batch seq"] | None,
+    options: AttentionOptions,
+    attend: Callable[..., Array] = flash.cudnn,
+    attend_packed: packed.Attend = packed.cudnn,
+) -> tuple[flash.FlashKernel, Any]:
+    """Returns the kernel of a layer, and what else it reads.
+
+    Args:
+      query: its queries.
+      segments: ids of documents, where these are kept apart.
+      options: if the layer's number selects the window, the kernel has it, or none, as the selected one says.
+      attend: (query, key, value, scale=, window=) -> output, with a static window.
+      attend_packed: the same within documents.
+    """
+    length = query.shape[1]
+    scale = query.shape[-1] ** -0.5 if options.scale is None else options.scale
+
+    # The length of a window is a constant of cuDNN's kernel.
+    def of(window: int | None) -> flash.FlashKernel:
+        window = window if window and window < length else None
+        if segments is not None:
+            return packed.Packed(scale, window, documents_at_most(length), attend_packed)
+        settings = {"scale": options.scale, "window": window}
+        settings = {name: value for name, value in settings.items() if value is not None}
+        return flash.Differentiable(partial(attend, **settings) if settings else attend)
+
+    if options.window is None or isinstance(options.window, int):
+        return of(options.window), segments
+    if (least := min(options.windows)) >= length:
+        return of(None), segments
+    return flash.Either(of(least), of(None)), (options.window < length, segments)

@@ -15,7 +15,7 @@ from mtjax.config import Model
 from mtjax.config.sizes import attention_biases, attention_windows, head_dim, num_kv_heads
 from mtjax.models.alibi import Alibi
 from mtjax.models.head_norm import HeadNorm
-from mtjax.models.kernels import cudnn, xla
+from mtjax.models.kernels import cudnn, in_blocks, xla
 from mtjax.models.kernels.cached import attend_cached
 from mtjax.models.kernels.options import AttentionOptions
 from mtjax.models.kernels.xla import HEADS
@@ -35,7 +35,12 @@ from mtjax.theory.adapters import adapters_of
 Kernel = Callable[[Array, Array, Array, LayerContext, AttentionOptions], Array]
 """(query, key, value, context, options) -> output."""
 
-KERNELS: Mapping[str, Kernel] = {"auto": xla.attend, "xla": xla.attend, "cudnn": cudnn.attend}
+KERNELS: Mapping[str, Kernel] = {
+    "auto": xla.attend,
+    "xla": xla.attend,
+    "blocks": in_blocks.attend,
+    "cudnn": cudnn.attend,
+}
 """By the setting `attention`. Where devices are known, `mtjax.theory.attention` has replaced auto; xla runs on all."""
 
 QKV_SITE, OUTPUT_SITE = 5, 6
@@ -107,7 +112,8 @@ class SelfAttention(nnx.Module):
         """Returns the layer's options, with its window and sinks."""
         options = self.options
         if self.windows is not None:
-            options = dataclasses.replace(options, window=of_layer(self.windows, context.layer))
+            window = of_layer(self.windows, context.layer)
+            options = dataclasses.replace(options, window=window, windows=self.windows)
         return options if self.sinks is None else dataclasses.replace(options, sinks=self.sinks[...])
 
     def _prepared(self, query: Array, key: Array, value: Array, context: LayerContext) -> tuple[Array, Array, Array]:

@@ -16,6 +16,7 @@ from mtjax.sharding.context.block_attention import BlockKernel, DropoutState, KV
 from mtjax.sharding.context.ring_attention import Method, RingAttention
 from mtjax.sharding.context.zigzag import context_axes
 from mtjax.sharding.no_hoist import no_hoist
+from mtjax.sharding.sinks import gradient_of_sinks, with_sinks
 
 Tree = Any
 
@@ -130,13 +131,7 @@ def _forward(
 
     mapped = parallel.map(local, (parallel.heads, parallel.statistics))
     output, log_sums = no_hoist(mapped, query, key, value, metadata)
-    return (output, log_sums) if sinks is None else _with_sinks(output, log_sums, sinks)
-
-
-def _with_sinks(output: Array, log_sums: Array, sinks: Array) -> tuple[Array, Array]:
-    """Adds a logit per head to the denominators: that scales the output, and nothing else in a row."""
-    with_sinks = jnp.logaddexp(log_sums, sinks)
-    return (output * jnp.exp(log_sums - with_sinks)[..., None]).astype(output.dtype), with_sinks
+    return (output, log_sums) if sinks is None else with_sinks(output, log_sums, sinks)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -179,9 +174,7 @@ def _attend_backward(
     gradients = parallel.map(local, (parallel.heads,) * 3)(*inputs, metadata, output, log_sums, gradient)
     if sinks is None:
         return *gradients, None, None
-    # A sink is a key without a value: of the derivative P (dP - rowsum(dO O)) of its score only the sum is left.
-    row_sums = (output.astype(jnp.float32) * gradient.astype(jnp.float32)).sum(-1)
-    return *gradients, -(jnp.exp(sinks - log_sums) * row_sums).sum((0, 1)), None
+    return *gradients, gradient_of_sinks(output, log_sums, sinks, gradient), None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)

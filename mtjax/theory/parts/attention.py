@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mtjax.theory.contract import LAYER_BACKWARD, LAYER_FORWARD, LAYER_RECOMPUTE, OTHER, Expectation, Kind
+from mtjax.theory.contract import LAYER_BACKWARD, LAYER_FORWARD, LAYER_RECOMPUTE, OTHER, Expectation
+from mtjax.theory.parts.attention_collectives import context_collectives, width_norm_collectives
 from mtjax.theory.parts.part import (
     Elementwise,
     Norms,
@@ -27,7 +28,6 @@ from mtjax.theory.parts.sublayer import (
     vector_gradient_sums,
 )
 from mtjax.theory.plan import Plan
-from mtjax.theory.rules import CONTEXT
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,8 @@ class _Heads(Part):
         of the gathered input and, without context parallelism, its gradient before the reduce-scatter."""
         c, samples = plan.element_bytes, plan.microbatch_size
         inputs = self.query_size * self.scores.queries + 2 * self.scores.groups * self.head_dim * self.scores.keys
-        input_gradients = (
-            c * samples * inputs / plan.mesh.model if plan.flash_attention and not plan.context_parallelism else 0.0
-        )
+        has_all = not plan.keeps_scores and not plan.context_parallelism
+        input_gradients = c * samples * inputs / plan.mesh.model if has_all else 0.0
         gathered = stream_bytes(self.tokens, self.hidden, plan) if plan.sequence_parallel else 0.0
         copies = 1 if plan.context_parallelism else 2
         return input_gradients + copies * gathered + gradient_bytes(self.scores, plan)
@@ -85,6 +84,8 @@ class Attention(_Heads):
     has_sinks: bool = False
     is_capped: bool = False
     """Whether scores have a cap, whose backward pass reads their hyperbolic tangents."""
+    visible: float = 0.5
+    """Share of the scores that a causal model needs, in the mean of its layers."""
     buckets: int = 0
     """Of the layer's own relative position bias; 0 without one."""
 
@@ -124,9 +125,8 @@ class Attention(_Heads):
 
     @property
     def scores(self) -> Scores:
-        return Scores(
-            self.heads, self.tokens, self.tokens, self.head_dim, self.is_causal, self.kv_heads, self.is_capped
-        )
+        sizes = (self.heads, self.tokens, self.tokens, self.head_dim)
+        return Scores(*sizes, self.is_causal, self.kv_heads, self.is_capped, self.visible)
 
     def products(self, tensor_degree: int = 1) -> list[Product]:
         """Returns the matmuls; a rank computes one key and one value head where there are fewer than ranks."""
@@ -140,13 +140,12 @@ class Attention(_Heads):
 
     def saved_bytes(self, plan: Plan) -> Mapping[str, float]:
         tokens = plan.local_tokens(self.tokens) / plan.mesh.model
-        has_statistics = plan.residuals == "jax" and (plan.flash_attention or plan.context_parallelism is not None)
         return {
             **sublayer_saved_bytes(self.tokens, self.hidden, plan),
             QUERY_KEY_VALUE: plan.element_bytes * tokens * (self.query_size + 2 * self.kv_size),
             ATTENTION_OUTPUT: plan.element_bytes * tokens * self.query_size,
             PROBABILITIES: probability_bytes(self.scores, plan),
-            STATISTICS: 4 * tokens * self.heads if has_statistics else 0.0,
+            STATISTICS: statistics_bytes(self.scores, plan),
             **({WIDTH_STATISTICS: 2 * 4 * plan.local_tokens(self.tokens)} if self.normalizes_width else {}),
             **adapter_saved_bytes(self.rank, 4, self.hidden + self.query_size / plan.tensor_degree, self.tokens, plan),
         }
@@ -278,12 +277,20 @@ PROBABILITIES = "attention probabilities"
 def probability_bytes(scores: Scores, plan: Plan) -> float:
     """Returns the saved bytes of float32 probabilities, of the tangents of capped scores and of the dropout mask; with
     Megatron's kernels, of the outputs of softmax and dropout in the compute dtype and the mask."""
-    if plan.flash_attention or plan.context_parallelism:
+    if not plan.keeps_scores:
         return 0.0
     masks, c = int(plan.has_attention_dropout), plan.element_bytes
     each = 4 + masks if plan.residuals == "jax" else 2 * c + masks if masks else c
     each += 4 if scores.is_capped else 0
     return each * scores.pairs * plan.microbatch_size / plan.mesh.model
+
+
+def statistics_bytes(scores: Scores, plan: Plan) -> float:
+    """Returns the saved bytes of the softmax's statistics; cuDNN's kernel saves them for each document of its bound."""
+    if plan.residuals != "jax" or plan.keeps_scores:
+        return 0.0
+    rows = documents_at_most(scores.keys) if plan.packs_documents else 1
+    return 4 * rows * plan.local_tokens(scores.queries) * scores.heads / plan.mesh.model
 
 
 def gradient_bytes(scores: Scores, plan: Plan) -> float:
@@ -294,12 +301,58 @@ def gradient_bytes(scores: Scores, plan: Plan) -> float:
     """
     if plan.context_parallelism:
         return ring_step_bytes(scores, plan)
-    each = 0 if plan.flash_attention else 2 * plan.element_bytes
-    return each * scores.pairs * plan.microbatch_size / plan.mesh.model
+    if plan.packs_documents:  # the larger of both branches: keys and values, and their gradients, of all query heads
+        heads = 4 * plan.element_bytes * plan.microbatch_size * scores.heads * scores.width * scores.keys
+        return max(heads / plan.mesh.model, block_bytes(scores, plan))
+    if plan.flash_attention:
+        return 0.0
+    if plan.attention_in_blocks:
+        return block_bytes(scores, plan)
+    return 2 * plan.element_bytes * scores.pairs * plan.microbatch_size / plan.mesh.model
 
 
 QUERIES_AT_A_TIME = 512
 """Queries whose scores XLA's kernel holds at a time with context parallelism."""
+SCORES_AT_A_TIME, LEAST_QUERIES_AT_A_TIME = 2**25, 64
+"""Scores of a rank that the kernel `blocks` holds at a time, if these are of at least so many queries per head."""
+
+
+def queries_at_a_time(rows: float, keys: float) -> int:
+    """Returns the queries of a sample whose scores the kernel `blocks` holds at a time: a power of two.
+
+    Args:
+      rows: samples times heads of a rank.
+      keys: of a sample.
+    """
+    queries = QUERIES_AT_A_TIME
+    while queries > LEAST_QUERIES_AT_A_TIME and queries * rows * keys > SCORES_AT_A_TIME:
+        queries //= 2
+    return queries
+
+
+def documents_at_most(tokens: int) -> int:
+    """Returns the documents of a sample for which cuDNN's kernel has statistics; samples with more are attended to in
+    blocks by XLA's."""
+    return max(tokens // 256, 2)
+
+
+def block_queries(scores: Scores, plan: Plan) -> int:
+    """Returns the queries of a sample whose scores the kernel `blocks` holds at a time on a rank."""
+    return queries_at_a_time(plan.microbatch_size * scores.heads / plan.mesh.model, scores.keys)
+
+
+def block_bytes(scores: Scores, plan: Plan) -> float:
+    """Returns the bytes alive in a step of the backward pass of the kernel `blocks`: float32 sums of the gradients of
+    keys and values, and of a few queries what `score_bytes` says."""
+    keys = max(scores.groups / plan.mesh.model, 1) * scores.width * scores.keys * plan.microbatch_size
+    pairs = min(block_queries(scores, plan), scores.queries) * scores.keys * plan.microbatch_size
+    return 2 * 4 * keys + score_bytes(plan) * scores.heads / plan.mesh.model * pairs
+
+
+def score_bytes(plan: Plan) -> int:
+    """Returns the bytes per score of XLA's kernel in blocks: scores, their exponentials and the gradients of both in
+    float32 and twice in the compute dtype."""
+    return 3 * 4 + 2 * plan.element_bytes
 
 
 def ring_step_bytes(scores: Scores, plan: Plan) -> float:
@@ -307,82 +360,13 @@ def ring_step_bytes(scores: Scores, plan: Plan) -> float:
 
     Of keys and values those in flight and those in use, and likewise the float32 sums of their gradients; with
     all-gather those of all ranks. Of queries, output and its gradient the two chunks of the step, and the float32 sum
-    of the queries' gradients. XLA's kernel has the scores of `QUERIES_AT_A_TIME` queries, their exponentials and the
-    gradients of both in float32 and twice in the compute dtype.
+    of the queries' gradients. XLA's kernel has those of `score_bytes`, of `QUERIES_AT_A_TIME` queries.
     """
     c, tokens, degree = plan.element_bytes, plan.local_tokens(scores.queries), plan.mesh.model
-    keys = max(scores.groups / degree, 1) * scores.width * tokens
+    keys = max(scores.groups / degree, 1) * scores.widths / 2 * tokens
     gathered = (plan.mesh.context - 1) * keys * (2 * c + 2 * 4) if plan.context_method == "all-gather" else 0
-    held = gathered + keys * (4 * c + 4 * 4) + scores.heads / degree * scores.width * tokens * (4 * c + 4)
+    held = gathered + keys * (4 * c + 4 * 4) + scores.heads / degree * scores.widths / 2 * tokens * (4 * c + 4)
     if plan.flash_attention:
         return held
     pairs = min(QUERIES_AT_A_TIME * plan.microbatch_size, tokens) * scores.keys / plan.mesh.context
-    return held + (3 * 4 + 2 * c) * scores.heads / degree * pairs
-
-
-def width_norm_collectives(stream: ResidualStream, *, learns: bool) -> list[Expectation]:
-    """Returns the all-reduces of a QK norm over all heads: of each token the sum of squares, and in the backward pass
-    the sum of its gradient's products, for queries and for keys.
-
-    The sums are saved, so that only full recompute repeats those of the forward pass.
-    """
-    sums, settings = "2*batch*sequence", {"dtype": "float32", "pooled": True}
-    recomputed = f"{stream.side}recomputed_layers*{stream.turns}"
-    back = stream.times if learns else stream.input_gradients
-    why = "of queries and of keys, for their norms over all heads"
-    return [
-        over_model(LAYER_FORWARD, "all-reduce", stream.forward_times, sums, f"squares {why}", **settings),
-        over_model(LAYER_RECOMPUTE, "all-reduce", recomputed, sums, f"squares {why}, again", **settings),
-        over_model(LAYER_BACKWARD, "all-reduce", back, sums, f"gradients {why}", **settings),
-    ]
-
-
-def context_collectives(stream: ResidualStream) -> list[Expectation]:
-    """Returns the collectives of context parallel self-attention, in every layer.
-
-    A ring permutes keys and values c-1 times, and in the backward pass the float32 sums of their gradients, which one
-    more hop returns to their rank in the compute dtype. Otherwise keys and values are all-gathered, and the gradients
-    reduce-scattered. The backward pass needs keys and values again.
-    """
-    if stream.across is None:
-        return []
-    recomputed, hops = f"recomputed_layers*{stream.turns}", "(context_ways - 1)"
-    # XLA: the backward pass's first transfer is the recompute's last, but for layers in groups.
-    sent_before = "(recomputed_layers - grouped_layers)"
-    local = "batch*sequence*rank_key_width"
-    lines: list[Expectation] = []
-
-    def line(phase: str, kind: Kind, count: str, elements: str, why: str, **settings: object) -> None:
-        lines.append(Expectation(phase, kind, CONTEXT, count, elements, why=why, **settings))  # pyright: ignore[reportArgumentType]
-
-    if stream.across.method == "ring":
-        sent = [(2, local, "keys and values", {})]
-        if stream.across.keeps_documents_apart:
-            sent.append((1, "batch*sequence", "document ids of keys", {"dtype": "int32"}))
-        for arrays, elements, what, settings in sent:
-            permutes = f"{arrays}*{hops}" if arrays > 1 else hops
-            forward, forward_permutes = stream.forward_times, permutes
-            if arrays == 1:  # XLA: ids are the same in all layers, so that their first hop may be sent once
-                forward_permutes, first = "(context_ways - 2)", {"pooled": True, "hoisted": True, **settings}
-                line(LAYER_FORWARD, "collective-permute", forward, elements, f"{what}, first ring step", **first)
-            count = f"{forward_permutes}*{forward}"
-            line(LAYER_FORWARD, "collective-permute", count, elements, f"{what}, ring steps", **settings)
-            count = f"{permutes}*{recomputed}"
-            line(LAYER_RECOMPUTE, "collective-permute", count, elements, f"{what}, ring steps", **settings)
-            count = f"{arrays}*({hops}*layers - {sent_before})*{stream.turns}"
-            line(LAYER_BACKWARD, "collective-permute", count, elements, f"{what}, ring steps", **settings)
-        why, dtype = "gradients of keys and values", "compute" if stream.across.sends_rounded else "float32"
-        line(LAYER_BACKWARD, "collective-permute", f"2*{hops}*{stream.times}", local, f"{why}, ring steps", dtype=dtype)
-        line(LAYER_BACKWARD, "collective-permute", f"2*{stream.times}", local, f"{why}, back to their rank")
-        return lines
-    every, count = f"context_ways*{local}", f"(layers - {sent_before})*{stream.turns}"
-    line(LAYER_FORWARD, "all-gather", f"2*{stream.forward_times}", every, "keys and values")
-    line(LAYER_RECOMPUTE, "all-gather", f"2*{recomputed}", every, "keys and values")
-    line(LAYER_BACKWARD, "all-gather", f"2*{count}", every, "keys and values")
-    if stream.across.keeps_documents_apart:
-        elements, why = "context_ways*batch*sequence", "document ids of keys, the same for all layers"
-        settings: dict[str, object] = {"dtype": "int32", "pooled": True, "hoisted": True, "also": LAYER_RECOMPUTE}
-        line(LAYER_FORWARD, "all-gather", f"3*{stream.times}", elements, why, **settings)
-    why = "gradients of keys and values"
-    line(LAYER_BACKWARD, "reduce-scatter", f"2*{stream.times}", every, why, dtype="float32")
-    return lines
+    return held + score_bytes(plan) * scores.heads / degree * pairs

@@ -1,0 +1,92 @@
+"""XLA's attention with the scores of a few queries at a time: memory is linear in the sequence, on any device."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Int
+
+from mtjax.models.alibi import Alibi
+from mtjax.models.kernels.blocks import XlaBlocks, attend_across
+from mtjax.models.kernels.options import AttentionOptions
+from mtjax.models.layer_context import LayerContext
+from mtjax.models.recompute import ATTENTION_OUTPUT, ATTENTION_STATISTICS
+from mtjax.sharding.context.block_attention import KVBlock, QueryBlock
+from mtjax.sharding.flash import flash_attention
+from mtjax.theory.parts.attention import queries_at_a_time
+
+
+def attend(
+    query: Float[Array, "batch seq heads head_dim"],
+    key: Float[Array, "batch seq groups head_dim"],
+    value: Float[Array, "batch seq groups value_dim"],
+    context: LayerContext,
+    options: AttentionOptions,
+) -> Float[Array, "batch seq heads value_dim"]:
+    """Computes self-attention, without dropout on probabilities and without a bias: `mtjax.theory.attention` chooses
+    it only for models without these."""
+    assert context.bias is None and options.rate == 0
+    if context.positions is not None:
+        return attend_across("xla", query, key, value, context, options)
+    scale = query.shape[-1] ** -0.5 if options.scale is None else options.scale
+    kernel = InBlocks(scale, context.is_causal, options.softcap, options.alibi)
+    window = None if options.window is None else jnp.asarray(options.window)
+    slopes = None if options.alibi is None else options.alibi.by_head()
+    inputs = Inputs(context.segment_ids, window, slopes)
+    names = (ATTENTION_OUTPUT, ATTENTION_STATISTICS)
+    return flash_attention(query, key, value, names, kernel, inputs, options.sinks)
+
+
+class Inputs(NamedTuple):
+    """What else scores depend on."""
+
+    segments: Int[Array, "batch seq"] | None
+    window: Int[Array, ""] | None
+    slopes: Float[Array, " heads"] | None
+
+
+@dataclass(frozen=True)
+class InBlocks:
+    """`XlaBlocks` of a few queries and all keys; a `FlashKernel` whose statistics are log-sums."""
+
+    scale: float
+    is_causal: bool
+    softcap: float | None
+    alibi: Alibi | None
+
+    def __call__(self, query: Array, key: Array, value: Array, more: Inputs) -> Array:
+        """See `FlashKernel`."""
+        return self.forward(query, key, value, more)[0]
+
+    def forward(self, query: Array, key: Array, value: Array, more: Inputs) -> tuple[Array, Array]:
+        """See `FlashKernel`."""
+        queries, keys = _blocks(query, key, value, more)
+        mixed, log_sums = self._kernel(query, key).forward(queries, keys, None, self.is_causal)
+        return mixed, log_sums.swapaxes(1, 2)
+
+    def backward(
+        self, inputs: tuple[Array, Array, Array], more: Inputs, out: Array, statistics: Array, gradient: Array
+    ) -> tuple[Array, Array, Array]:
+        """See `FlashKernel`."""
+        query, key, value = inputs
+        queries, keys = _blocks(query, key, value, more)
+        rows = queries._replace(mixed=out, log_sums=statistics.swapaxes(1, 2), gradient=gradient)
+        gradients = self._kernel(query, key).backward(rows, keys, None, self.is_causal)
+        d_query, d_key, d_value = (a.astype(b.dtype) for a, b in zip(gradients, inputs, strict=True))
+        return d_query, d_key, d_value
+
+    def _kernel(self, query: Array, key: Array) -> XlaBlocks:
+        rows = query.shape[0] * query.shape[2]
+        return XlaBlocks(
+            self.scale, softcap=self.softcap, alibi=self.alibi, at_a_time=queries_at_a_time(rows, key.shape[1])
+        )
+
+
+def _blocks(query: Array, key: Array, value: Array, more: Inputs) -> tuple[QueryBlock, KVBlock]:
+    """Returns the queries and keys of entire samples."""
+    positions = jnp.broadcast_to(jnp.arange(query.shape[1]), query.shape[:2])
+    first = None if more.window is None else positions - (more.window - 1)
+    slopes = None if more.slopes is None else jnp.broadcast_to(more.slopes, query.shape[:3])
+    queries = QueryBlock(query, positions, more.segments, first, slopes)
+    return queries, KVBlock(key, value, positions, more.segments)
