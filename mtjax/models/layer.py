@@ -87,8 +87,10 @@ class Layer(nnx.Module):
             outputs.append(mixed)
             if state is not None:
                 after[name] = state
-        first, *others = jax.lax.optimization_barrier(outputs)
-        return self._add(x, sum(others, first), getattr(self, self.mixers[-1]), context), after or None
+        total, *others = jax.lax.optimization_barrier(outputs)
+        for output in others:
+            total = total + output
+        return self._add(x, total, getattr(self, self.mixers[-1]), context), after or None
 
     def _normalize(self, norm: str, x: Array) -> Array:
         """Applies the norm of this name, if the layer has it."""

@@ -50,8 +50,10 @@ class LayerNorm(nnx.Module):
     def __call__(self, x: Float[Array, "batch act_seq embed"]) -> Float[Array, "batch act_seq embed"]:
         """Applies to the last dimension."""
         factor = jnp.broadcast_to(norm_factor(self.weight_kind, self.scale), x.shape[-1:])
-        normalized = _layer_norm(self.epsilon, x, varying_like(factor, x))
-        return (normalized if self.bias is None else normalized + self.bias[...]).astype(self.dtype)
+        normalized: Array = _layer_norm(self.epsilon, x, varying_like(factor, x))
+        if self.bias is not None:
+            normalized = normalized + self.bias[...]
+        return normalized.astype(self.dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
