@@ -85,6 +85,7 @@ def self_attention(model: Model, tokens: int, *, is_causal: bool) -> Part:
             norm=Norms.of(model, is_first=True),
             is_causal=is_causal,
             is_capped=model.attention_softcap is not None,
+            visible=_visible_share(model, tokens),
         )
     has_table = model.position == "relative" and model.relative_bias_layers == "all"
     return Attention(

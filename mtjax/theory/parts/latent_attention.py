@@ -71,6 +71,8 @@ class LatentAttention(Part):
     is_causal: bool
     is_capped: bool = False
     """Whether scores have a cap."""
+    visible: float = 0.5
+    """Share of the scores that a causal model needs, in the mean of its layers."""
 
     @property
     def query_size(self) -> int:
@@ -107,8 +109,17 @@ class LatentAttention(Part):
     @property
     def scores(self) -> Scores:
         width = self.still + self.rotated
-        sizes = (self.heads, self.tokens, self.tokens, width)
-        return Scores(*sizes, self.is_causal, self.heads, self.is_capped, width - self.value)
+        return Scores(
+            heads=self.heads,
+            queries=self.tokens,
+            keys=self.tokens,
+            width=width,
+            is_causal=self.is_causal,
+            groups=self.heads,
+            is_capped=self.is_capped,
+            visible=self.visible,
+            narrower=width - self.value,
+        )
 
     @property
     def elementwise(self) -> Elementwise:
