@@ -57,6 +57,20 @@ FAULTS = (
         "finetune",
         "test_tools_and_variables_of_a_row_reach_the_template",
     ),
+    Fault(
+        "finetune: RoBERTa's two texts have a single separator",
+        "between=2 if",
+        "between=1 if",
+        "finetune",
+        "test_roberta_s_rows_are_the_library_s_pairs",
+    ),
+    Fault(
+        "convert: every process of a run downloads the model",
+        "float(when) >= asked",
+        "float(when) < 0",
+        "convert",
+        "test_waiting_processes_use_the_first_one_s_download",
+    ),
     # --- learning from a teacher, adapters
     Fault(
         "finetune: a teacher whose tokens have other names is believed",

@@ -25,6 +25,8 @@ from mtjax.theory.mesh import parse_mesh
 from mtjax.train.step import State, TrainStep, make_train_step
 
 VOCAB = 250
+LATENT: dict[str, Any] = {"kv_lora_rank": 20, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 12}
+"""Latent attention in which no two widths are equal."""
 
 
 def tiny_config(**fields: Any) -> Config:

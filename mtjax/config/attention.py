@@ -26,6 +26,8 @@ def check_attention(model: Model) -> None:
         raise UserError(
             f"qk_norm_scope width needs qk_norm_kind rmsnorm, and it is {model.qk_norm_kind}: remove one of the two"
         )
+    if model.norm_weight == "none":
+        raise UserError("qk_norm needs weights, and norm_weight is none: remove one of the two")
     if model.qk_norm_after_rope and model.position != "rope":
         raise UserError(
             f"qk_norm_after_rope needs position rope, and position is {model.position}: remove qk_norm_after_rope"

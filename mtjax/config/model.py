@@ -67,7 +67,7 @@ class Model:
     """Hidden size of the MLP (Megatron's --ffn-hidden-size); 4 x hidden_size when not given."""
     num_experts: int = at_least(0, 0, most=HEADS)
     """gpt, llama: number of experts that replace the MLP of a layer (mixture of experts); 0 for a dense model. Experts
-    have no biases."""
+    have no biases unless expert_bias is true."""
     first_dense_layers: int = at_least(0, 0, most=LAYERS, shapes=WITH_EXPERTS)
     """Number of layers at the start that have a dense MLP instead of experts."""
     moe_every: int = at_least(1, 1, most=LAYERS, shapes=WITH_EXPERTS)
@@ -105,7 +105,7 @@ class Model:
     router_linear_bias: bool = setting(False, shapes=WITH_EXPERTS)
     """Add a trained bias to the router's logits (gpt-oss)."""
     expert_bias: bool = setting(False, shapes=WITH_EXPERTS)
-    """Add biases to the linear layers of the experts (gpt-oss)."""
+    """Add biases to the linear layers of the experts (gpt-oss); the shared expert has none."""
     shared_expert_gate: bool = setting(False, shapes=WITH_EXPERTS)
     """Multiply the shared expert's output by the sigmoid of a linear layer with one output (Megatron's
     --moe-shared-expert-gate; Qwen2-MoE)."""
@@ -141,7 +141,8 @@ class Model:
     it is added (OLMo 2); sandwich both its input and its output (Gemma 2)."""
     parallel_residual: Literal["no", "one_norm", "two_norms"] = "no"
     """Run attention and the MLP side by side on the same hidden states, and add both outputs at once: with one norm for
-    both (GPT-J, Falcon 7B), or one each (GPT-NeoX)."""
+    both (GPT-J, Falcon 7B), or one each (GPT-NeoX). The sum has one dropout mask. Needs norm_placement pre and
+    num_experts 0."""
     residual_scale: float = above_zero(1.0)
     """Factor of each sublayer's output before it is added (Granite)."""
     norm_epsilon: float = amount(1e-5)
@@ -166,7 +167,9 @@ class Model:
     """Scaling of RoPE's frequencies for sequences longer than in pretraining: linear divides all frequencies by
     rope_factor; dynamic raises the base for sequences longer than rope_original_length; llama3 (Llama 3.1) and yarn
     (arXiv 2309.00071) divide only frequencies with wavelengths long compared with rope_original_length; longrope
-    (arXiv 2402.13753) divides each by its own factor. yarn and longrope also scale queries and keys."""
+    (arXiv 2402.13753) divides each by its own factor. yarn and longrope also scale queries and keys. dynamic and
+    longrope go by the length of a sample in training, which is the same for all; generation ends at
+    rope_original_length, as the keys in its cache are rotated for sequences up to there."""
     rope_short_factors: tuple[float, ...] | None = factors(None, shapes=LONG_ROPE)
     """longrope: divisors of the frequencies, one per rotated pair, for sequences up to rope_original_length."""
     rope_long_factors: tuple[float, ...] | None = factors(None, shapes=LONG_ROPE)
@@ -248,7 +251,8 @@ class Model:
     embedding_norm: bool = False
     """Normalize the embeddings (BLOOM, ModernBERT)."""
     output_scale: float = above_zero(1.0)
-    """Factor of the logits (Cohere's logit_scale; Granite's 1 / logits_scaling)."""
+    """Factor of the logits, before output_softcap and after output_bias (Cohere's logit_scale; Granite's
+    1 / logits_scaling)."""
     output_softcap: float | None = above_zero(None)
     """Replace each logit l by c tanh(l / c) (Gemma 2: 30)."""
     output_bias: bool = False

@@ -36,7 +36,9 @@ def effective_settings(model: Model) -> dict[str, Any]:
 
 def _shapes(field: dataclasses.Field[Any], model: Model) -> bool:
     condition = setting_of(field).shapes
-    return condition is not None and all(getattr(model, name) in values for name, values in condition)
+    # None is checked first: Python looks for it in a range number by number, of which some have millions.
+    values = [(getattr(model, name), allowed) for name, allowed in condition or ()]
+    return condition is not None and all(value is not None and value in allowed for value, allowed in values)
 
 
 def differences(theirs: Model, ours: Model) -> list[str]:

@@ -47,7 +47,7 @@ def _check_pattern(model: Model, name: str, pattern: str) -> None:
 
 def _check_rotation(model: Model) -> None:
     """Checks which dimensions and layers are rotated."""
-    if head_dim(model) % 2:
+    if head_dim(model) % 2 and not model.kv_lora_rank:
         raise UserError(
             f"position rope rotates pairs of dimensions, and head_dim is {head_dim(model)}: use an even head_dim"
         )

@@ -56,8 +56,20 @@ def dense_settings(dense: Sequence[int], num_layers: int) -> dict[str, int] | No
 
 
 def head_dim(model: Model) -> int:
-    """Returns the width of an attention head."""
+    """Returns the width of an attention head; of its query and key with latent attention."""
+    if model.kv_lora_rank:
+        return model.qk_nope_head_dim + model.qk_rope_head_dim
     return model.head_dim or model.hidden_size // model.num_heads
+
+
+def value_head_dim(model: Model) -> int:
+    """Returns the width of a head's value."""
+    return model.v_head_dim if model.kv_lora_rank else head_dim(model)
+
+
+def latent_width(model: Model) -> int:
+    """Returns the width of what latent attention caches of a token: the latent and the rotated key; 0 without it."""
+    return model.kv_lora_rank and model.kv_lora_rank + model.qk_rope_head_dim
 
 
 def num_kv_heads(model: Model) -> int:
@@ -119,7 +131,10 @@ def rotated_layers(model: Model) -> tuple[bool, ...]:
 
 
 def longest_text(model: Model) -> int:
-    """Returns the maximum number of tokens of a sequence in generation, an encoder-decoder's encoder not counted."""
+    """Returns the maximum number of tokens of a sequence in generation; for a T5, the larger maximum of encoder and
+    decoder."""
+    if model.family == "t5":
+        return max(model.sequence_length, decoder_length(model))
     if model.position == "rope" and model.rope_scaling in ("dynamic", "longrope"):
         # Longer sequences rotate all their keys by other angles, and a cache holds keys that are rotated already.
         return min(model.sequence_length, model.rope_original_length)
@@ -127,8 +142,9 @@ def longest_text(model: Model) -> int:
 
 
 def rotated_dim(model: Model) -> int:
-    """Returns the number of dimensions of a head that RoPE rotates, from its first on."""
-    return int(head_dim(model) * model.rope_fraction)
+    """Returns the number of dimensions of a head that RoPE rotates: from its first on, or the last with latent
+    attention."""
+    return model.qk_rope_head_dim if model.kv_lora_rank else int(head_dim(model) * model.rope_fraction)
 
 
 def decoder_layers(model: Model) -> int:

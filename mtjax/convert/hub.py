@@ -42,13 +42,13 @@ def _downloaded(name: str, revision: str | None) -> Path:
     command = f"`hf download {name}{version} --local-dir {name.rpartition('/')[2]}`"
     advice = f"run {command} where the hub can be reached, and name that folder instead"
     try:
-        hub = import_module("huggingface_hub")
+        hub, constants = import_module("huggingface_hub"), import_module("huggingface_hub.constants")
     except ImportError as e:
         raise UserError(
             f"{name} does not exist here, and downloading it needs the library huggingface_hub: `pip install "
             f"huggingface_hub`, or {advice}"
         ) from e
-    lock = Path(hub.constants.HF_HUB_CACHE) / f".mtjax.{name.replace('/', '--')}.lock"
+    lock = Path(constants.HF_HUB_CACHE) / f".mtjax.{name.replace('/', '--')}.lock"
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
         with lock.open("a+") as file:

@@ -123,7 +123,9 @@ def _activation(arguments: Mapping[str, Any]) -> str:
 
 def _rope(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Returns mtjax's settings of RoPE."""
-    settings = {"rope_theta": float(arguments.get("rotary_base") or LEGACY_ROPE_BASE)}
+    settings: dict[str, Any] = {"rope_theta": float(arguments.get("rotary_base") or LEGACY_ROPE_BASE)}
+    if (fraction := float(arguments.get("rotary_percent") or 1.0)) != 1:
+        settings["rope_fraction"] = fraction
     factor = arguments.get("rotary_seq_len_interpolation_factor")
     if arguments.get("use_rope_scaling"):
         scaled = _number(arguments, "rope_scaling_factor")
@@ -195,9 +197,10 @@ def misfits(model: Model, names: "Names") -> list[str]:
         f"norm {model.norm} in a bert": is_bert and model.norm != "layernorm",
         f"position {model.position}": model.position not in (("learned",) if is_bert else ("learned", "rope")),
         **dict.fromkeys(expert_misfits(model, names.is_legacy), True),
+        f"kv_lora_rank {model.kv_lora_rank}": model.kv_lora_rank > 0,
         "qk_norm": model.qk_norm and (names.is_legacy or model.norm != "rmsnorm"),
         f"attention_bias {biases[0]} with mlp_bias {biases[1]}": (biases[0] == "all") != biases[1],
-        **_attention_misfits(model),
+        **_decoder_misfits(model),
         f"activation {model.activation}": model.activation
         not in (("gelu", "gelu_exact") if is_bert else ("gelu", "gelu_exact", "swiglu")),
         f"{approximate}; use --transformer-impl legacy": tanh_without_bias and not names.is_legacy,
@@ -212,10 +215,14 @@ def misfits(model: Model, names: "Names") -> list[str]:
     return [what for what, holds in wrong.items() if holds]
 
 
-def _attention_misfits(model: Model) -> dict[str, bool]:
-    """Returns descriptions of attention's settings that are not converted -> whether the model has them."""
+def _decoder_misfits(model: Model) -> dict[str, bool]:
+    """Returns descriptions of settings of attention and of layers that are not converted -> whether the model has
+    them."""
     names = ("qkv_clip", "attention_scale", "attention_scale_beta", "attention_softcap", "attention_sinks")
     names += ("qk_norm_scope", "qk_norm_kind", "qk_norm_bias", "qk_norm_after_rope")
+    names += ("norm_bias", "norm_weight", "parallel_residual", "residual_scale", "embedding_scale", "embedding_norm")
+    names += ("output_scale", "output_softcap", "output_bias")
+    names += ("attention_window", "window_layers", "rope_layers", "rope_local_theta")
     return {f"{name} {getattr(model, name)}": getattr(model, name) != getattr(Model(), name) for name in names}
 
 
@@ -229,7 +236,7 @@ def _rope_misfits(model: Model, names: "Names") -> dict[str, bool]:
             names.is_legacy and model.rope_theta != LEGACY_ROPE_BASE
         ),
         f"rope_scaling llama3{advice}": names.is_legacy and scaled,
-        "rope_scaling yarn": model.rope_scaling == "yarn",
+        f"rope_scaling {model.rope_scaling}": model.rope_scaling not in ("none", "linear", "llama3"),
         f"rope_scaling llama3 with {', '.join(f'{name} {value:g}' for name, value in other.items())}": scaled
         and bool(other),
     }
@@ -285,7 +292,7 @@ def _positions(model: Model) -> dict[str, Any]:
         "position_embedding_type": "rope",
         "use_rotary_position_embeddings": True,
         "rotary_base": int(model.rope_theta) if float(model.rope_theta).is_integer() else model.rope_theta,
-        "rotary_percent": 1.0,
+        "rotary_percent": model.rope_fraction,
         "rotary_interleaved": False,
         "rotary_seq_len_interpolation_factor": model.rope_factor if model.rope_scaling == "linear" else None,
         "use_rope_scaling": model.rope_scaling == "llama3",

@@ -112,6 +112,7 @@ def expert_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
         "experts_top_k": top_k,
         "expert_size": arguments.get("moe_ffn_hidden_size") or arguments.get("ffn_hidden_size"),
         "shared_expert_size": arguments.get("moe_shared_expert_intermediate_size") or 0,
+        "shared_expert_gate": bool(arguments.get("moe_shared_expert_gate", False)),
         "router_score": "sigmoid" if is_sigmoid else "softmax",
         # Softmax over the top k logits (not pre_softmax) is softmax over all, normalized over the top k.
         "router_normalize": top_k > 1 if is_sigmoid else not arguments.get("moe_router_pre_softmax", False),
@@ -138,7 +139,7 @@ def expert_misfits(model: Model, is_legacy: bool) -> list[str]:
             model.capacity_factor is not None
         ),
         f"router_score {model.router_score} with router_bias": model.router_bias and not is_sigmoid,
-        **{name: getattr(model, name) for name in ("router_linear_bias", "expert_bias", "shared_expert_gate")},
+        **{name: getattr(model, name) for name in ("router_linear_bias", "expert_bias")},
         "router_score sigmoid without router_normalize": is_sigmoid and top_k > 1 and not model.router_normalize,
         "experts_top_k 1 with router_normalize": top_k == 1 and model.router_normalize,
     }
@@ -167,7 +168,7 @@ def expert_arguments(model: Model, tensor: int, ranks: int, is_grouped: bool) ->
         "moe_router_topk": model.experts_top_k,
         "moe_ffn_hidden_size": expert_size(model),
         "moe_shared_expert_intermediate_size": model.shared_expert_size or None,
-        "moe_shared_expert_gate": False,
+        "moe_shared_expert_gate": model.shared_expert_gate,
         "moe_router_score_function": model.router_score,
         "moe_router_pre_softmax": is_softmax and not model.router_normalize,
         "moe_router_topk_scaling_factor": None if model.router_scale == 1 else model.router_scale,

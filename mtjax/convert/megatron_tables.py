@@ -204,6 +204,7 @@ def _experts(names: Names, is_grouped: bool) -> tuple[Row, ...]:
         row(f"{ours}.shared.up.weight", f"{theirs}.shared_experts.linear_fc1.weight", "mlp embed"),
         row(f"{ours}.shared.up.weight", f"{theirs}.shared_experts.linear_fc1.weight", "gate*mlp embed"),
         row(f"{ours}.shared.down.weight", f"{theirs}.shared_experts.linear_fc2.weight", "embed mlp"),
+        row(f"{ours}.shared_gate.weight", f"{theirs}.shared_experts.gate_weight", "routes embed"),
     )
 
 

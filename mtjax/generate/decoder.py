@@ -25,15 +25,7 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
-from mtjax.config.sizes import (
-    decoder_layers,
-    decoder_length,
-    head_dim,
-    longest_text,
-    named,
-    num_kv_heads,
-    padded_vocab_size,
-)
+from mtjax.config.sizes import decoder_layers, longest_text, named, padded_vocab_size
 from mtjax.errors import UserError
 from mtjax.generate.inference_weights import Call, DecoderWeights, prepare_weights, stacks_of
 from mtjax.generate.resharding import LayerwiseTransfer
@@ -49,14 +41,14 @@ from mtjax.generate.sampling import (
 from mtjax.generate.weight_format import WeightFormat
 from mtjax.models.families.registry import WRITERS
 from mtjax.models.families.t5 import T5
-from mtjax.models.kv_cache import CachePositions, CrossKVCache, KVCache
+from mtjax.models.kv_cache import CachePositions, empty_caches
 from mtjax.models.sharded_model import ShardedModel
-from mtjax.sharding.axes import num_shards, spec, use_rules
+from mtjax.sharding.axes import spec, use_rules
 from mtjax.theory.mesh import check_no_context_parallel
 
 Tree = Any
 Cache = list[dict[str, Any]]
-"""For each layer, the caches of its mixers by name: "attention" is a `KVCache`, "cross" a `CrossKVCache`."""
+"""For each layer, the caches of its mixers by name (`empty_caches`)."""
 
 
 @jax.tree_util.register_dataclass
@@ -136,17 +128,18 @@ class Decoder:
 
         Raises:
           UserError: the model family can't generate text, the mesh has pipeline or context parallelism, or int8 is set
-            for a model with experts.
+            for a model with experts or latent attention.
         """
         if not issubclass(placed.family, WRITERS):
             raise UserError(f"a {named(placed.config.model)} can't generate text: use a gpt, llama or t5")
         if placed.stages > 1:
             raise UserError(f"generation needs a mesh without pipeline parallelism, and the mesh is {placed.shape}")
         check_no_context_parallel(placed.shape)
-        if int8 and (count := placed.config.model.num_experts):
-            raise UserError(
-                f"weights_dtype int8 needs a model without experts, and num_experts is {count}: remove the option"
-            )
+        for what, name in (("experts", "num_experts"), ("latent attention", "kv_lora_rank")):
+            if int8 and (size := getattr(placed.config.model, name)):
+                raise UserError(
+                    f"weights_dtype int8 needs a model without {what}, and {name} is {size}: remove the option"
+                )
         self.placed, self.config, self.start_id, self.int8 = placed, placed.config, start_id, int8
         self.is_encoder_decoder = issubclass(placed.family, T5)
         self.rules = placed.layout.rules.with_whole_samples
@@ -186,8 +179,7 @@ class Decoder:
     @property
     def max_sequence_length(self) -> int:
         """Maximum number of tokens of a sequence; for a T5, the larger maximum of encoder and decoder."""
-        model = self.config.model
-        return max(model.sequence_length, decoder_length(model)) if self.is_encoder_decoder else longest_text(model)
+        return longest_text(self.config.model)
 
     def empty(self, sequences: int, length: int) -> tuple[Cache, Sequences]:
         """Allocates a cache for `length` tokens of each sequence, and the decode state of inactive sequences."""
@@ -296,12 +288,8 @@ class Decoder:
 
     def _empty(self, sequences: int, length: int) -> tuple[Cache, Sequences]:
         model = self.config.model
-        kinds = {"attention": KVCache, "cross": CrossKVCache} if self.is_encoder_decoder else {"attention": KVCache}
-        # With fewer key-value heads than tensor parallel ranks, heads are repeated so that each rank has one.
-        sizes = (max(num_kv_heads(model), num_shards("heads")), length, head_dim(model), self.dtype)
-        cache = [
-            {name: kind.empty(sequences, *sizes) for name, kind in kinds.items()} for _ in range(decoder_layers(model))
-        ]
+        caches = partial(empty_caches, model, sequences, length, self.dtype, reads_encoder=self.is_encoder_decoder)
+        cache = [caches() for _ in range(decoder_layers(model))]
         counts = jnp.zeros((sequences, padded_vocab_size(model)), jnp.int32, out_sharding=spec("batch", "vocab"))
         zeros = jnp.zeros(sequences, jnp.int32)
         return cache, Sequences(zeros, zeros, greedy_batch(sequences), counts)

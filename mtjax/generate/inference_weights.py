@@ -12,6 +12,7 @@ from jax import Array, lax
 from mtjax.generate.weight_format import WeightFormat, with_matrices
 from mtjax.models.layer import Layer
 from mtjax.models.mixers.attention import GroupedQKV
+from mtjax.models.mixers.latent_attention import LatentAttention
 from mtjax.models.sharded_model import ShardedModel
 from mtjax.sharding.int8 import to_int8
 from mtjax.theory.stages import PADDING
@@ -64,6 +65,8 @@ def _layer(weight_format: WeightFormat, stack: Layer, number: Array) -> Layer:
         # Training stores the projections of query groups separately; one matrix product is faster for a single token.
         if isinstance(getattr(mixer, "qkv", None), GroupedQKV):
             mixer.qkv = mixer.qkv.assembled()
+        if isinstance(mixer, LatentAttention):
+            mixer.key_value_up = mixer.absorbed()
     return with_matrices(layer, weight_format)
 
 

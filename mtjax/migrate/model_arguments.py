@@ -32,7 +32,7 @@ _LAYOUT = (
     equal("--use-rotary-position-embeddings", "--position rope", default=False),
     off(always("--no-position-embedding", "follows from --position rope"), "add_position_embedding"),
     same("--rotary-base", "rope_theta", default=10_000),
-    none("--rotary-percent", "RoPE rotates all of each head", default=1.0, same=(1.0, 1, None)),
+    equal("--rotary-percent", "--rope-fraction N", default=1.0),
     none("--rotary-interleaved", "RoPE rotates the two halves of a head", default=False, same=(False, None)),
     equal("--rotary-seq-len-interpolation-factor", "--rope-scaling linear --rope-factor N"),
     equal(
@@ -42,10 +42,26 @@ _LAYOUT = (
         default=False,
     ),
     same("--rope-scaling-factor", "rope_factor", default=8.0, note="only with --use-rope-scaling"),
-    none("--no-rope-freq", "every layer has RoPE", same=(None,)),
+    equal(
+        "--no-rope-freq",
+        "--rope-layers RN",
+        "a pattern that repeats over the layers: 4 is RRRN; checkpoints that have it can't be converted",
+        same=(None,),
+    ),
     none("--mrope-section", "only of multimodal models"),
-    none("--window-size", "attention sees the entire sequence", same=(None,)),
-    none("--window-attn-skip-freq", "attention sees the entire sequence in every layer"),
+    equal(
+        "--window-size",
+        "--attention-window N",
+        "N counts the token itself: it is one more than the first of both numbers; checkpoints that have it can't be"
+        " converted",
+        same=(None,),
+    ),
+    equal(
+        "--window-attn-skip-freq",
+        "--window-layers SF",
+        "a pattern that repeats over the layers: 4 is SSSF",
+        same=(None,),
+    ),
     none("--softmax-type", "attention uses the usual softmax", default="vanilla", same=("vanilla", None)),
 )
 _KINDS = (
@@ -111,7 +127,12 @@ _KINDS = (
         "the same numbers, without the protection of fp16 from overflow",
         default=False,
     ),
-    none("--multi-latent-attention", "no multi-latent attention (DeepSeek-V2)", default=False, same=(False, None)),
+    none(
+        "--multi-latent-attention",
+        "mtjax's is --kv-lora-rank; Megatron's defaults of it, with YaRN, are not translated",
+        default=False,
+        same=(False, None),
+    ),
     none("--mtp-num-layers", "no multi-token prediction", same=(None, 0)),
     none("--mtp-loss-scaling-factor", "no multi-token prediction", default=0.1),
     none("--heterogeneous-layers-config-path", "all layers are alike", same=(None,)),
@@ -123,6 +144,7 @@ _EXPERTS = (
     same("--moe-router-topk", "experts_top_k", default=2),
     same("--moe-ffn-hidden-size", "expert_size", note="--ffn-hidden-size when not given, in both"),
     same("--moe-shared-expert-intermediate-size", "shared_expert_size"),
+    same("--moe-shared-expert-gate", "shared_expert_gate", default=False),
     equal(
         "--moe-layer-freq",
         "--first-dense-layers N or --moe-every N",
@@ -183,7 +205,6 @@ _EXPERTS = (
     ),
     none("--moe-enable-deepep", "tokens are exchanged by XLA's collectives", default=False),
     none("--moe-router-topk-limited-devices", "experts of all ranks may be chosen; see --expert-groups", same=(None,)),
-    none("--moe-shared-expert-gate", "the shared expert has no gate", same=(False, None)),
     none("--moe-apply-probs-on-input", "experts' outputs are weighted, not their inputs", same=(False, None)),
     none("--moe-latent-size", "experts read the hidden states themselves", same=(None,)),
     none("--moe-extended-tp", "experts have the tensor parallelism of the other layers", same=(False, None)),

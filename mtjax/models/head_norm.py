@@ -31,8 +31,8 @@ class HeadNorm(nnx.Module):
         self.is_shared = model.qk_norm_scope == "head"
         self.is_replicated = name == "kv_heads"
         sizes = {"head_dim": head_dim(model)} if self.is_shared else {name: count, "head_dim": head_dim(model)}
-        self.offset = 1.0 if model.norm_weight == "offset" else 0.0
-        self.scale = constant(1.0 - self.offset, sizes)
+        self.is_offset = model.norm_weight == "offset"
+        self.scale = constant(0.0 if self.is_offset else 1.0, sizes)
         self.bias = constant(0.0, sizes) if model.qk_norm_bias else None
 
     def __call__(self, heads: Float[Array, "batch seq heads head_dim"]) -> Float[Array, "batch seq heads head_dim"]:
@@ -48,7 +48,7 @@ class HeadNorm(nnx.Module):
             square = jnp.square(x).mean(-1, keepdims=True)
         normal = x * jax.lax.rsqrt(square + self.epsilon)
         scale = self._of_heads(self.scale)
-        normal = normal * (scale + self.offset if self.offset else scale)
+        normal = normal * (1 + scale if self.is_offset else scale)
         return (normal if self.bias is None else normal + self._of_heads(self.bias)).astype(heads.dtype)
 
     def _of_heads(self, vector: nnx.Param) -> Array:

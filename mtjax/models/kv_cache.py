@@ -1,13 +1,16 @@
 """KV caches of attention layers for generation: keys and values of each token are computed once."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int
 
-from mtjax.sharding.axes import spec
+from mtjax.config import Model
+from mtjax.config.sizes import head_dim, latent_width, num_kv_heads
+from mtjax.sharding.axes import num_shards, spec
 
 CACHE = ("batch", "heads", "key_seq", "head_dim")
 """Logical names of a cache's dimensions: sequences, KV heads, positions, width. Positions are next to the width, so
@@ -115,6 +118,51 @@ class CrossKVCache:
     def resized(self, length: int) -> "CrossKVCache":
         """Resizes the cache to `length` tokens per text; later tokens are dropped."""
         return CrossKVCache(self.cache.resized(length), self.lengths)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LatentCache:
+    """A layer's latents and rotated keys of each sequence (multi-head latent attention), the same on every rank."""
+
+    latents: Float[Array, "sequences 1 length width"]
+    """The normalized latent of each token, then its rotated key; the dimension of 1 is where `KVCache` has heads."""
+
+    @classmethod
+    def empty(cls, sequences: int, length: int, width: int, dtype: jax.typing.DTypeLike) -> "LatentCache":
+        """Builds a cache for `length` tokens of each of `sequences`."""
+        sharding = spec("batch", None, "key_seq", None)
+        return cls(jnp.zeros((sequences, 1, length, width), dtype, out_sharding=sharding))
+
+    @property
+    def length(self) -> int:
+        """Capacity of each sequence in tokens."""
+        return self.latents.shape[2]
+
+    def append(self, new: Float[Array, "batch seq width"], cache_positions: CachePositions) -> "LatentCache":
+        """Writes the latents of new tokens; in place where the cache was donated."""
+        return LatentCache(_write(self.latents, new[:, :, None], cache_positions))
+
+    def read_by(self, cache_positions: CachePositions) -> Float[Array, "batch length width"]:
+        """Returns the latents of the sequences with new tokens."""
+        if cache_positions.sequence is None:
+            return self.latents[:, 0]
+        return lax.dynamic_index_in_dim(self.latents[:, 0], cache_positions.sequence, keepdims=True)
+
+    def resized(self, length: int) -> "LatentCache":
+        """Resizes the cache to `length` tokens per sequence; later tokens are dropped."""
+        return LatentCache(_resize(self.latents, length))
+
+
+def empty_caches(
+    model: Model, sequences: int, length: int, dtype: jax.typing.DTypeLike, *, reads_encoder: bool = False
+) -> dict[str, Any]:
+    """Builds the caches of a layer's mixers, by their names: "attention", and "cross" with `reads_encoder`."""
+    if width := latent_width(model):
+        return {"attention": LatentCache.empty(sequences, length, width, dtype)}
+    # With fewer key-value heads than tensor parallel ranks, heads are repeated so that each rank has one.
+    sizes = (sequences, max(num_kv_heads(model), num_shards("heads")), length, head_dim(model), dtype)
+    return {"attention": KVCache.empty(*sizes), **({"cross": CrossKVCache.empty(*sizes)} if reads_encoder else {})}
 
 
 def _write(cache: Array, new: Array, cache_positions: CachePositions) -> Array:

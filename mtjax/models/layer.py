@@ -14,7 +14,7 @@ from mtjax.config.sizes import sublayer_norms
 from mtjax.models.dropout import dropout
 from mtjax.models.layer_context import RESIDUAL, LayerContext
 from mtjax.models.mixers.mixer import State
-from mtjax.models.mixers.registry import KINDS, MIXERS
+from mtjax.models.mixers.registry import KINDS, mixer_of
 from mtjax.models.norms import make_norm
 
 
@@ -31,7 +31,7 @@ class Layer(nnx.Module):
         # GPT-2: products before the residual stream are initialized smaller, by the number of additions to it.
         output_std = model.init_std / (2 * model.num_layers) ** 0.5 if model.scaled_init else model.init_std
         for name in self.mixers:
-            mixer = MIXERS[name]
+            mixer = mixer_of(name, model)
             mixer_key = jax.random.fold_in(key, mixer.init_number)
             # The attributes' names are the parameters' names: `attention`, `attention_norm`, `mlp`, `mlp_norm`; norms
             # of outputs are `attention_output_norm` and `mlp_output_norm`.
@@ -55,27 +55,40 @@ class Layer(nnx.Module):
         Returns:
           The hidden states, and the new states of the mixers that have one; None if none has.
         """
+        if self.is_parallel:
+            return self._side_by_side(x, context, states)
         after: dict[str, Any] = {}
-        normed, outputs = x, []
         for name in self.mixers:
             mixer = getattr(self, name)
             with jax.named_scope(mixer.scope):
-                # A parallel layer with one norm has it at its first mixer.
-                if not (self.is_parallel and outputs) or hasattr(self, f"{name}_norm"):
-                    normed = x if self.is_post else self._normalize(f"{name}_norm", x)
+                normed = x if self.is_post else self._normalize(f"{name}_norm", x)
                 mixed, state = mixer(normed, context, (states or {}).get(name))
-                mixed = self._normalize(f"{name}_output_norm", mixed)
-                if self.is_parallel:
-                    outputs.append(mixed)
-                else:
-                    x = self._add(x, mixed, mixer, context)
+                x = self._add(x, self._normalize(f"{name}_output_norm", mixed), mixer, context)
                 x = self._normalize(f"{name}_norm", x) if self.is_post else x
             if state is not None:
                 after[name] = state
-        if self.is_parallel:
-            # One dropout mask for all.
-            x = self._add(x, sum(outputs[1:], outputs[0]), getattr(self, self.mixers[-1]), context)
         return x, after or None
+
+    def _side_by_side(
+        self, x: Array, context: LayerContext, states: Mapping[str, State] | None
+    ) -> tuple[Array, dict[str, State] | None]:
+        """Runs the mixers on the same hidden states, and adds all outputs at once, with one dropout mask."""
+        outputs, after = [], {}
+        normed = [self._normalize(f"{name}_norm", x) for name in self.mixers]
+        if not hasattr(self, f"{self.mixers[-1]}_norm"):
+            # XLA: on GPUs, it would sum two arrays before it reduces them over the ranks, where nothing is between
+            # them, forward and backward; on CPUs it would not. With barriers the collectives are those of two sublayers
+            # everywhere.
+            normed = jax.lax.optimization_barrier([normed[0]] * len(self.mixers))
+        for name, of_mixer in zip(self.mixers, normed, strict=True):
+            mixer = getattr(self, name)
+            with jax.named_scope(mixer.scope):
+                mixed, state = mixer(of_mixer, context, (states or {}).get(name))
+            outputs.append(mixed)
+            if state is not None:
+                after[name] = state
+        first, *others = jax.lax.optimization_barrier(outputs)
+        return self._add(x, sum(others, first), getattr(self, self.mixers[-1]), context), after or None
 
     def _normalize(self, norm: str, x: Array) -> Array:
         """Applies the norm of this name, if the layer has it."""

@@ -6,7 +6,7 @@ Symbols as in `mtjax.theory.flops`; L tokens of context. Source: arXiv 2211.0510
 import math
 from dataclasses import dataclass
 
-from mtjax.config.sizes import padded_vocab_size
+from mtjax.config.sizes import latent_width, padded_vocab_size
 from mtjax.theory.anatomy import Anatomy, Stack
 from mtjax.theory.counts import active_share, on_device, parameters
 from mtjax.theory.hardware import Server
@@ -14,6 +14,7 @@ from mtjax.theory.layout import LAYERS, Layout, is_matrix, layout_of
 from mtjax.theory.machine import Constants
 from mtjax.theory.mesh import MeshShape
 from mtjax.theory.parts.attention import Attention, CrossAttention
+from mtjax.theory.parts.latent_attention import LatentAttention
 from mtjax.theory.parts.part import Weight
 
 WEIGHT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0, "int4": 0.5}
@@ -43,7 +44,9 @@ def _layer_flops(anatomy: Anatomy, stack: Stack, context: int) -> float:
     weights = [w for part in stack.parts for w in part.weights if not w.name.startswith(READS_ENCODED)]
     scores = [part.scores for part in stack.parts if part.scores]
     active = sum(w.size * active_share(anatomy.model, w) for w in weights)
-    return 2 * active + 4 * context * sum(s.heads * s.width for s in scores)
+    # Latent attention scores and mixes cached latents (`mtjax.models.mixers.latent_attention.AbsorbedUp`).
+    latent = latent_width(anatomy.model) + anatomy.model.kv_lora_rank
+    return 2 * active + 2 * context * sum(s.heads * (latent or s.widths) for s in scores)
 
 
 def weight_bytes(anatomy: Anatomy, precision: str) -> float:
@@ -106,6 +109,8 @@ def decoding_memory(
             if isinstance(part, Attention | CrossAttention):
                 heads = part.kv_heads if isinstance(part, Attention) else part.heads
                 cached += stack.layers * 2 * max(heads, tensor_degree) // tensor_degree * part.head_dim
+            elif isinstance(part, LatentAttention):
+                cached += stack.layers * part.kv_elements(1)
     cache = cached * sequences * context * element_bytes
     return DecodingMemory(weights, cache, SAMPLING_ARRAYS * 4 * sequences * padded_vocab_size(model) / tensor_degree)
 

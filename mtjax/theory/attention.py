@@ -5,7 +5,6 @@ from typing import Literal
 
 from mtjax.config import Config
 from mtjax.config.sizes import head_dim, windowed_layers
-from mtjax.theory.mesh import MeshShape
 
 Kernel = Literal["cudnn", "blocks", "xla"]
 """cuDNN's flash attention; XLA's, with the scores of a few queries at a time; XLA's, with all scores."""
@@ -22,7 +21,7 @@ LONGEST_WHOLE = 8192
 
 
 def choose_kernel(
-    config: Config, platform: str, capability: Capability = HOPPER, mesh: MeshShape | None = None
+    config: Config, platform: str, capability: Capability = HOPPER, *, context_degree: int = 1
 ) -> tuple[Kernel, str | None]:
     """Chooses the attention kernel of a run.
 
@@ -30,30 +29,30 @@ def choose_kernel(
       config: the run.
       platform: of its devices.
       capability: of its GPUs.
-      mesh: where known; without context parallelism when None.
+      context_degree: the context parallel degree.
 
     Returns:
       The kernel, and if it is not the requested one, the reason.
     """
-    requested, context = config.model.attention, 1 if mesh is None else mesh.context
+    requested = config.model.attention
     if requested == "xla":
         return "xla", None
-    reason = next(_without_flash(config, context), None)
+    reason = next(_without_flash(config, context_degree), None)
     if requested == "blocks":
         return ("xla", reason) if reason else ("blocks", None)
     # Where neither kernel can be, the scores are materialized; otherwise what rules out cuDNN's alone leaves blocks.
     never = next(_never_cudnn(config, platform), None) or reason
-    here = never or next(_not_cudnn(config, capability, context), None)
+    here = never or next(_not_cudnn(config, capability, context_degree), None)
     if here is None:
         return "cudnn", None
     is_whole = never is not None or config.model.sequence_length <= LONGEST_WHOLE
     return "xla" if is_whole else "blocks", here if requested == "cudnn" else None
 
 
-def _without_flash(config: Config, context: int) -> Iterator[str]:
+def _without_flash(config: Config, context_degree: int) -> Iterator[str]:
     """Yields what no kernel does that keeps only some of the scores."""
     model = config.model
-    if model.attention_dropout > 0 and context == 1:
+    if model.attention_dropout > 0 and context_degree == 1:
         yield f"it has no dropout on probabilities, and attention_dropout is {model.attention_dropout}"
     if model.family == "t5":
         yield "it adds no bias to the scores, and family is t5"
@@ -74,28 +73,28 @@ def _never_cudnn(config: Config, platform: str) -> Iterator[str]:
         yield f"it is causal and does not mask padding, and family is {model.family}"
 
 
-def _not_cudnn(config: Config, capability: Capability, context: int) -> Iterator[str]:
+def _not_cudnn(config: Config, capability: Capability, context_degree: int) -> Iterator[str]:
     """Yields what rules out cuDNN's kernel on these GPUs."""
     width, widest = head_dim(config.model), 256 if capability >= HOPPER else 128
     if width % 8 or width > widest:
         yield f"it needs head sizes up to {widest} that are multiples of 8, and this one is {width}"
-    if config.model.kv_lora_rank and (capability < HOPPER or context > 1 or config.data.reset_attention_mask):
+    if config.model.kv_lora_rank and (capability < HOPPER or context_degree > 1 or config.data.reset_attention_mask):
         yield (
             "it has values narrower than keys on Hopper and newer only, without context parallelism and without "
             "reset_attention_mask (kv_lora_rank)"
         )
-    if config.data.reset_attention_mask and context > 1:
+    if config.data.reset_attention_mask and context_degree > 1:
         yield "it has no mask at document boundaries with context parallelism (reset_attention_mask)"
     if config.data.reset_attention_mask and not HOPPER <= capability < NO_PACKED:
         yield "it has a mask at document boundaries on GPUs of compute capability 9 and 10 only (reset_attention_mask)"
     # Compiled and tested with a stand-in, but not compared with others on a GPU yet (benchmarks/gpu_kit).
     if config.data.reset_attention_mask and config.model.attention != "cudnn":
         yield "its mask at document boundaries must be asked for"
-    if any(windowed_layers(config.model)) and context > 1:
+    if any(windowed_layers(config.model)) and context_degree > 1:
         yield "it has no sliding window with context parallelism (attention_window)"
     if config.model.position == "alibi":
         yield "it adds no bias to the scores, and position is alibi"
     if config.model.attention_softcap is not None:
         yield f"it has no cap of scores, and attention_softcap is {config.model.attention_softcap}"
-    if config.model.attention_sinks and context > 1:
+    if config.model.attention_sinks and context_degree > 1:
         yield "it has no sinks with context parallelism (attention_sinks)"

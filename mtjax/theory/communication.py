@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from mtjax.config.sizes import head_dim, main_layers, num_kv_heads, output_is_tied
+from mtjax.config.sizes import head_dim, main_layers, num_kv_heads, output_is_tied, value_head_dim
 from mtjax.theory.adapters import is_trainable
 from mtjax.theory.anatomy import Anatomy, Stack
 from mtjax.theory.contract import (
@@ -274,6 +274,7 @@ def symbols_of(anatomy: Anatomy, plan: Plan) -> Symbols:
     if plan.context_parallelism:
         keys = max(num_kv_heads(model), plan.mesh.model) // plan.mesh.model
         symbols |= {"context_ways": plan.mesh.context, "rank_key_width": keys * head_dim(model)}
+        symbols["rank_value_width"] = keys * value_head_dim(model)
     if model.num_experts:
         symbols |= {
             "expert_ways": plan.mesh.expert,

@@ -79,8 +79,11 @@ def _layout(sequence_parallel: bool, replicates_kv_heads: bool, zero: int, axes:
 
 
 def is_matrix(names: tuple[str, ...]) -> bool:
-    """Returns whether a parameter is a matrix: maps the residual stream or an adapter's rank from or to an axis."""
+    """Returns whether a parameter is a matrix: maps the residual stream, an adapter's rank or a latent from or to an
+    axis."""
     # Not by the number of dimensions: a stacked norm is [layers, embed], and a bias may be per head.
+    if "latent" in names:
+        return len(set(names) - {LAYERS}) > 1
     # `every_expert` counts vectors: the biases of experts.
     vectors = ("embed", LAYERS, "every_expert")
     return bool({"embed", "rank"} & set(names)) and any(name not in vectors for name in names)

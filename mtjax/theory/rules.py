@@ -58,6 +58,8 @@ class Rules:
     """Learned positions."""
     features: Axes = ()
     """Width of a replicated projection: BERT's heads."""
+    latent: Axes = ()
+    """Width of a latent of multi-head latent attention: replicated."""
     token_types: Axes = ()
     buckets: Axes = ()
     """Buckets of distances of relative positions."""

@@ -292,7 +292,7 @@ def _core(scores: Scores, plan: Plan, machine: Machine, kernels: ElementWise) ->
         causal_half = 2 * queries * keys * width * heads
         return machine.flash(causal_half), machine.flash(2.5 * causal_half)
     pairs = heads * queries * keys
-    both = machine.product(queries, width, keys, heads) + machine.product(queries, keys, width, heads)
+    both = machine.product(queries, width, keys, heads) + machine.product(queries, keys, width - scores.narrower, heads)
     core = CORE[kernels.name]
     element = plan.element_bytes
     forward = both + machine.passes(pairs * core.forward(element, plan.has_attention_dropout))

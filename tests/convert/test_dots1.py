@@ -50,8 +50,10 @@ def test_the_preset_is_the_published_model():
     ("key", "value", "message"),
     [
         ("n_shared_experts", None, "n_shared_experts is None, but must be 1 or more"),
-        ("max_window_layers", 40, "some layers use sliding-window attention"),
-        ("layer_types", ["full_attention", "sliding_attention"], "some layers use sliding-window attention"),
+        ("layer_types", ["full_attention", "chunked_attention"], "layer_types has chunked_attention, but must have"),
+        ("layer_types", ["full_attention"] * 3, "layer_types has 3 layers, but num_hidden_layers is 62"),
+        ("rope_scaling", {"type": "linear", "factor": 2.0, "base": 3}, "has base, which mtjax does not support"),
+        ("quantization_config", {"quant_method": "fp8"}, "quantization_config is {'quant_method': 'fp8'}"),
         ("scoring_func", "softmax", "scoring_func is 'softmax', but must be 'sigmoid'"),
     ],
 )

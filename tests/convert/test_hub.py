@@ -17,7 +17,6 @@ class FakeHub:
     """`huggingface_hub` with one model, `someone/tiny`."""
 
     def __init__(self, folder: Path) -> None:
-        self.constants = SimpleNamespace(HF_HUB_CACHE=str(folder / "cache"))
         self.folder = write_folder(folder / "downloaded", random_tensors(gpt2_shapes()), GPT2_CONFIG, tokenizer=True)
         self.asked: list[tuple[str, str | None]] = []
 
@@ -34,7 +33,9 @@ class FakeHub:
 @pytest.fixture
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeHub:
     made = FakeHub(tmp_path)
-    monkeypatch.setitem(sys.modules, "huggingface_hub", made)  # pyright: ignore[reportArgumentType]
+    constants = SimpleNamespace(HF_HUB_CACHE=str(tmp_path / "cache"))
+    for name, module in (("", made), (".constants", constants)):
+        monkeypatch.setitem(sys.modules, f"huggingface_hub{name}", module)  # pyright: ignore[reportArgumentType]
     monkeypatch.chdir(tmp_path)
     hub._downloaded.cache_clear()
     return made
@@ -92,6 +93,27 @@ def test_what_can_not_be_downloaded_is_one_sentence_with_the_command(
         "huggingface_hub`, or run `hf download no/other --local-dir other` where the hub can be reached, and name that "
         "folder instead\n"
     )
+
+
+def test_the_real_library_without_a_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    hub._downloaded.cache_clear()
+    assert cli.main(["convert", "--from", "hf:someone/tiny@v2", "--to", "mtjax:ours"]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 2  # that it is downloaded, and why not
+    assert said[1].startswith("error: someone/tiny@v2 does not exist here, and can't be downloaded")
+    # A complete download is found without a network.
+    snapshot = tmp_path / "cache/models--someone--tiny/snapshots/0123"
+    write_folder(snapshot, random_tensors(gpt2_shapes()), GPT2_CONFIG)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs/main").write_text("0123")
+    assert cli.main(["convert", "--from", "hf:someone/tiny", "--to", "mtjax:ours"]) == 0
 
 
 def test_patterns_leave_copies_out() -> None:

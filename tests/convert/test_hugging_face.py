@@ -114,15 +114,23 @@ def test_missing_extra_and_misshapen_tensors_are_listed_together(hf, tmp_path, c
     assert list(tmp_path.iterdir()) == [tmp_path / "wrong"], "nothing half-done is left"
 
 
-def test_an_output_that_is_tied_must_be_the_embedding(hf, tmp_path, capsys):
+def test_an_output_that_differs_from_the_embedding_is_not_tied(hf, tmp_path, capsys):
     tensors = tensors_in(hf)
     tensors["lm_head.weight"] = tensors["transformer.wte.weight"].copy()
     write_folder(tmp_path / "same", tensors, GPT2_CONFIG)
     assert run(f"hf:{tmp_path / 'same'}", f"mtjax:{tmp_path / 'ours'}") == 0
+    assert configs.load(tmp_path / "ours/config.toml").model.tie_embeddings
     tensors["lm_head.weight"] += 1
     write_folder(tmp_path / "other", tensors, GPT2_CONFIG)
-    assert run(f"hf:{tmp_path / 'other'}", f"mtjax:{tmp_path / 'never'}") == 2
-    assert "lm_head.weight differs from transformer.wte.weight" in capsys.readouterr().err
+    assert run(f"hf:{tmp_path / 'other'}", f"mtjax:{tmp_path / 'untied'}") == 0
+    assert "has lm_head.weight, which the config.json ties but is another tensor: not tied" in capsys.readouterr().out
+    assert not configs.load(tmp_path / "untied/config.toml").model.tie_embeddings
+    # A tied table may be saved under the name of the output alone.
+    tensors["lm_head.weight"] = tensors.pop("transformer.wte.weight")
+    write_folder(tmp_path / "renamed", tensors, GPT2_CONFIG)
+    assert run(f"hf:{tmp_path / 'renamed'}", f"mtjax:{tmp_path / 'tied'}") == 0
+    found, same = (find_weights(tmp_path / name).metadata["fingerprints"] for name in ("tied", "ours"))
+    assert found == same
 
 
 @pytest.mark.parametrize(

@@ -188,7 +188,6 @@ def test_what_does_not_divide_is_said(
         ({"moe_router_score_function": "sqrtsoftplus"}, "moe_router_score_function is 'sqrtsoftplus'"),
         ({"moe_expert_capacity_factor": 1.5}, "moe_expert_capacity_factor is 1.5"),
         ({"moe_router_load_balancing_type": "sinkhorn"}, "moe_router_load_balancing_type is 'sinkhorn'"),
-        ({"moe_shared_expert_gate": True}, "moe_shared_expert_gate is True"),
         ({"moe_layer_freq": [1, 0, 1, 1]}, "moe_layer_freq is [1, 0, 1, 1]"),
         ({"add_bias_linear": True}, "add_bias_linear is True with experts"),
         ({"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1}, "expert_tensor_parallel_size is 1"),
@@ -207,6 +206,7 @@ def test_what_mtjax_does_not_have_is_said(arguments: dict[str, Any], said: str):
         ({"bias": True}, "bias true with experts that have no biases"),
         ({"capacity_factor": 1.5}, "capacity_factor 1.5: its capacity is per microbatch"),
         ({"router_bias": True}, "router_score softmax with router_bias"),
+        ({"expert_bias": True}, "expert_bias"),
         ({"router_score": "sigmoid", "router_normalize": False}, "router_score sigmoid without router_normalize"),
         ({"experts_top_k": 1}, "experts_top_k 1 with router_normalize"),
         (

@@ -89,8 +89,22 @@ def assert_alike(found, expected, where: str) -> None:
 @pytest.mark.parametrize("impl", NAMES)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_every_bit_comes_back(tmp_path, impl, tied):
-    config = LLAMA_CONFIG | {"tie_word_embeddings": tied, "num_key_value_heads": 2}
-    tensors = random_tensors(llama_shapes(config), "bfloat16")
+    assert_every_bit_comes_back(LLAMA_CONFIG | {"tie_word_embeddings": tied, "num_key_value_heads": 2}, impl, tmp_path)
+
+
+@pytest.mark.parametrize("impl", NAMES)
+def test_biases_of_query_key_and_value_alone_come_back(tmp_path, impl):
+    """Qwen2's: --add-qkv-bias with --disable-bias-linear."""
+    config = LLAMA_CONFIG | {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "head_dim": 4}
+    shapes = llama_shapes(config)
+    for name, (rows, *_) in list(shapes.items()):
+        if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
+            shapes[name.replace(".weight", ".bias")] = (rows,)
+    assert_every_bit_comes_back(config, impl, tmp_path, shapes)
+
+
+def assert_every_bit_comes_back(config, impl, tmp_path, shapes=None):
+    tensors = random_tensors(shapes or llama_shapes(config), "bfloat16")
     write_folder(tmp_path / "hf", tensors, config)
     split = ["--tensor", "2", "--pipeline", "2", "--transformer-impl", impl]
     assert run(f"hf:{tmp_path / 'hf'}", f"megatron:{tmp_path / 'megatron'}", *split) == 0

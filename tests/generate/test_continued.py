@@ -20,6 +20,10 @@ EXPERTS = {
     "num_experts": 4,
     "moe_every": 2,
     "first_dense_layers": 1,
+    "router_linear_bias": True,
+    "expert_bias": True,
+    "shared_expert_size": 16,
+    "shared_expert_gate": True,
     "hidden_dropout": 0.0,
     "attention_dropout": 0.0,
 }

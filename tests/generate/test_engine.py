@@ -22,7 +22,7 @@ from mtjax.inspect.compiled import memory_of
 from mtjax.inspect.targets import find_target
 from mtjax.models.sharded_model import ShardedModel
 from mtjax.sharding.axes import use_rules
-from tests.tiny import VOCAB, initial_state, mesh_of, program_of, tiny_config
+from tests.tiny import LATENT, VOCAB, initial_state, mesh_of, program_of, tiny_config
 
 LLAMA = {
     "family": "llama",
@@ -45,7 +45,19 @@ ATTENTION = LLAMA | {
     "attention_scale_beta": 0.5,
     "rope_original_length": 3,
 }
-FAMILIES = {"gpt": {}, "llama": LLAMA, "attention": ATTENTION}
+LATENTS = {
+    "family": "llama",
+    "scaled_init": False,
+    "q_lora_rank": 28,
+    **LATENT,
+    "attention_softcap": 1.5,
+    "attention_scale_beta": 0.5,
+    "rope_original_length": 3,
+    "attention_window": 9,
+    "window_layers": "SF",
+    "rope_layers": "RN",
+}
+FAMILIES = {"gpt": {}, "llama": LLAMA, "attention": ATTENTION, "latents": LATENTS}
 PROMPTS = [np.random.default_rng(n).integers(0, VOCAB, n).tolist() for n in (3, 21, 5, 1, 9)]
 
 
@@ -105,10 +117,11 @@ def test_decode_logprobs_equal_prefill_logprobs(family: str) -> None:
     assert all(token.top_logprobs[token.id] == token.logprob for token in out)
 
 
-def test_attention_to_a_cache_is_that_of_training() -> None:
+@pytest.mark.parametrize("kind", ["attention", "latents"])
+def test_attention_to_a_cache_is_that_of_training(kind: str) -> None:
     """With everything that attention may do to queries, keys and scores."""
-    (out,) = texts(engine_of("attention", "2x4"), [PROMPTS[1]], Sampling(12), logprobs=True)
-    placed = decoder_of("attention", "1x1").placed
+    (out,) = texts(engine_of(kind, "2x4"), [PROMPTS[1]], Sampling(12), logprobs=True)
+    placed = decoder_of(kind, "1x1").placed
     tokens = np.array([[*PROMPTS[1], *(token.id for token in out)]])
     with jax.set_mesh(placed.mesh), use_rules(placed.layout.rules.with_whole_samples):
         model = placed.inference_model(placed.initialize_parameters(0))
@@ -218,7 +231,7 @@ def test_invalid_prompts_are_rejected() -> None:
 
 def test_decode_step_meets_its_contract_and_updates_the_cache_in_place() -> None:
     sequences, length = 4, 64
-    config = tiny_config(sequence_length=64, mesh="1x4", **LLAMA)
+    config = tiny_config(sequence_length=64, mesh="1x4", **ATTENTION)
     report = inspect_decoding(config, find_target("cpu"), sequences, length)
     assert report.verdict.holds and not report.verdict.tolerated, report.verdict.violations
     assert {collective.kind for collective in report.collectives} == {"all-reduce"}

@@ -12,6 +12,7 @@ from mtjax.inspect.report import inspect
 from mtjax.inspect.targets import find_target
 from mtjax.theory.contract import LAYER_BACKWARD, LAYER_FORWARD, LAYER_RECOMPUTE
 from tests.inspect.steps import crossing_in_layers, has_cudnn, needs_aot, tiny
+from tests.tiny import LATENT
 
 RING: dict[str, Any] = {"mesh": "data=1,context=4,model=2", "attention": "xla"}
 """3 layers, 4 microbatches of 2 samples; of 64 tokens a rank has 16, and 2 of 4 heads of 16."""
@@ -46,8 +47,13 @@ STAGES: dict[str, Any] = {
         pytest.param(RING | DOCUMENTS | {"context_method": "all-gather"}, marks=pytest.mark.long),
         pytest.param(GROUPED | {"zero": 3, "recompute": "none"}, marks=pytest.mark.long),
         pytest.param(BERT, marks=pytest.mark.long),
+        pytest.param(RING | {"family": "llama", **LATENT}, marks=pytest.mark.long),
+        pytest.param(RING | {"family": "llama", "context_method": "all-gather", **LATENT}, marks=pytest.mark.long),
     ],
-    ids=["ring", "all-gather, documents", "shared keys, split sequences, ZeRO-3", "bert"],
+    ids=[
+        *("ring", "all-gather, documents", "shared keys, split sequences, ZeRO-3", "bert"),
+        *("latents, ring", "latents, all-gather"),
+    ],
 )
 def test_contracts_hold_on_cpus(settings):
     assert inspect(tiny(**settings), find_target("cpu")).verdict.violations == ()

@@ -23,6 +23,14 @@ INTERLEAVED = EXPERTS | {"mesh": "data=2,stage=2,expert=2,model=1", "num_layers"
 INTERLEAVED |= {"pipeline_schedule": "interleaved", "chunks": 2, "recompute": "selective", "zero": 3}
 SHARED = EXPERTS | {"mesh": "data=1,context=2,expert=2,model=2", "sequence_parallel": True, "zero": 1}
 """Ranks that share samples."""
+BIASED: dict[str, Any] = {
+    "router_linear_bias": True,
+    "expert_bias": True,
+    "activation": "swiglu_clamped",
+    "shared_expert_size": 64,
+    "shared_expert_gate": True,
+}
+"""Biases of routers and experts, and a gate of the shared expert."""
 MANY: dict[str, Any] = {"num_experts": 160, "expert_size": 16}
 """Of 8 layers, so many that their load is not a small number."""
 
@@ -31,7 +39,7 @@ MANY: dict[str, Any] = {"num_experts": 160, "expert_size": 16}
     "settings",
     [
         GATHER | {"first_dense_layers": 1},
-        pytest.param(SPLIT | {"zero": 3, "qk_norm": True, "expert_groups": 2}, marks=pytest.mark.long),
+        pytest.param(SPLIT | BIASED | {"zero": 3, "qk_norm": True, "expert_groups": 2}, marks=pytest.mark.long),
         pytest.param(CAPACITY, marks=pytest.mark.long),
         pytest.param(EXCHANGE | {"first_dense_layers": 1}, marks=pytest.mark.long),
         pytest.param(INTERLEAVED | MANY | {"router_bias": True}, marks=pytest.mark.long),
@@ -107,7 +115,8 @@ def test_h100s_send_tokens_to_those_ranks_alone_that_have_their_experts() -> Non
             SPLIT | {"zero": 3, "expert_dispatch": "all-to-all", "experts_top_k": 3, "recompute": "full"},
             marks=pytest.mark.exhaustive,
         ),
-        SPLIT | {"zero": 3, "first_dense_layers": 1, "router_bias": True},
+        SPLIT | BIASED | {"zero": 3, "first_dense_layers": 1, "router_bias": True},
+        pytest.param(GATHER | BIASED | {"recompute": "full"}, marks=pytest.mark.exhaustive),
         SPLIT | {"zero": 2, "moe_every": 3, "num_layers": 6, "recompute": "selective", "microbatch_size": 1},
         pytest.param(
             EXPERTS
@@ -129,6 +138,7 @@ def test_h100s_send_tokens_to_those_ranks_alone_that_have_their_experts() -> Non
     ids=[
         "exchange, split sequences, ZeRO-3",
         "split sequences, ZeRO-3, biases, a layer without",
+        "gather, biases",
         "every third layer, a sample at a time, ZeRO-2",
         "shared expert, ZeRO-1",
         "capacity",

@@ -10,6 +10,7 @@ from mtjax.theory.counts import rank_parameters
 from mtjax.theory.families.registry import anatomy_of
 from tests.inspect.steps import needs_aot, tiny
 from tests.inspect.test_contract import sent
+from tests.tiny import LATENT
 
 LLAMA: dict[str, Any] = {"family": "llama", "num_kv_heads": 2, "mlp_size": 176}
 """2 key and value heads on 4 ways; l = 3, h = 64, k = 32, microbatches of 2 x 64 tokens."""
@@ -22,12 +23,25 @@ ATTENTION: dict[str, Any] = {
     "attention_softcap": 5.0,
 }
 """Of each token two sums of squares cross the ranks, and two of their gradients."""
+DIFFERENT: dict[str, Any] = {
+    "attention_window": 9,
+    "window_layers": "SF",
+    "rope_layers": "NR",
+    "rope_fraction": 0.5,
+    "rope_local_theta": 10.0,
+    "attention": "xla",
+}
+"""Of layers that differ; nothing is sent for that."""
 SHARED = 2 * 64 * 32
 """Elements of a layer's key and value weights."""
 
 
 def of_layers(report: Report) -> dict[str, dict[tuple[str, int, str], int]]:
     return {phase: sent(report, f"layer {phase}") for phase in ("forward", "recompute", "backward")}
+
+
+SUMS = ("all-reduce", "bf16")
+LATENTS: dict[str, Any] = {"family": "llama", "q_lora_rank": 40, **LATENT}
 
 
 @needs_aot
@@ -53,19 +67,38 @@ def test_norms_of_the_width_add_two_numbers_per_token_on_h100(settings: dict[str
     assert report.verdict.violations == ()
     for phase in ("forward", "recompute", "backward"):
         found = sent(report, f"layer {phase}")
-        assert sum(n for (_, elements, dtype), n in found.items() if (elements, dtype) == (2 * 64, "f32")) == 2 * 2 * 4
+        assert sum(n for (_, elements, dtype), n in found.items() if (elements, dtype) == (2 * 64, "f32")) == 2 * 2 * 2
+    assert abs(report.flops.difference) < 0.01
+
+
+@needs_aot
+def test_split_latents_are_gathered_in_place_of_hidden_states_on_h100() -> None:
+    """A layer's latents of 20 and 40 and its key of 6, for 2 x 64 tokens; their matrices' gradients are added up."""
+    report = inspect(tiny(**LATENTS, sequence_parallel=True, attention="xla", num_layers=2), find_target("h100x8"))
+    assert report.verdict.violations == ()
+    found, latents = of_layers(report), {2 * 64 * width: 4 for width in (20, 40, 6)}
+    for phase, kind in (("forward", "all-gather"), ("recompute", "all-gather"), ("backward", "reduce-scatter")):
+        own = {size: n for (what, size, _), n in found[phase].items() if what == kind and size in latents}
+        assert own == latents
+    matrices = sum(size * n for (kind, size, dtype), n in found["backward"].items() if (kind, dtype) == SUMS)
+    assert matrices == 4 * 64 * (26 + 40)
     assert abs(report.flops.difference) < 0.01
 
 
 @pytest.mark.parametrize(
     ("settings", "shared"),
     [
-        ({**LLAMA, "num_kv_heads": 4, "num_heads": 8}, 0),
+        ({**LLAMA, "num_kv_heads": 4, "num_heads": 8, **DIFFERENT}, 0),
         ({**LLAMA, "sequence_parallel": True, "zero": 3, "qk_norm": True}, SHARED),
         ({"num_kv_heads": 2, "position": "rope", "activation": "geglu"}, SHARED),
         ({**LLAMA, **ATTENTION, "recompute": "none"}, SHARED),
+        ({**LATENTS, "q_lora_rank": 0, "recompute": "none"}, 0),
+        ({**LATENTS, "sequence_parallel": True, "zero": 1}, 0),
     ],
-    ids=["as many as ways", "split sequence, ZeRO-3, norms of heads", "GPT with biases", "norms of the width"],
+    ids=[
+        *("as many as ways", "split sequence, ZeRO-3, norms of heads", "GPT with biases", "norms of the width"),
+        *("latent attention, queries from hidden states", "latent attention, split sequence, ZeRO-1"),
+    ],
 )
 def test_contracts_hold_on_cpus(settings: dict[str, Any], shared: int) -> None:
     report = inspect(tiny(num_layers=2, **settings), find_target("cpu"))

@@ -255,7 +255,10 @@ def test_blocks_are_as_long_as_an_experts_share_lets_them_be():
         ({"moe_every": 2}, "moe_every is 2, and num_experts is 0"),
         ({"expert_bias": True}, "expert_bias is True, and num_experts is 0"),
         ({"num_experts": 4, "shared_expert_gate": True}, "shared_expert_gate is True, and shared_expert_size is 0"),
-        ({"num_experts": 4, "expert_bias": True, "capacity_factor": 1.5}, "expert_bias is True, and capacity_factor"),
+        (
+            {"num_experts": 4, "expert_bias": True, "capacity_factor": 1.5},
+            "expert_bias is True, and capacity_factor is 1.5",
+        ),
         ({"expert_groups": 2}, "expert_groups is 2, and num_experts is 0"),
         ({"expert_dispatch": "all-to-all"}, "expert_dispatch is all-to-all, and num_experts is 0"),
         (

@@ -14,7 +14,7 @@ from mtjax.sharding.axes import use_rules
 from mtjax.theory.counts import parameters, rank_parameters
 from mtjax.theory.families.registry import anatomy_of
 from mtjax.theory.layout import TENSOR
-from tests.tiny import mesh_of, program_of, run_steps, tiny_config
+from tests.tiny import LATENT, mesh_of, program_of, run_steps, tiny_config
 
 GROUPED: dict[str, Any] = {"family": "llama", "num_kv_heads": 2, "hidden_dropout": 0.1, "attention_dropout": 0.1}
 MIXED: dict[str, Any] = {
@@ -25,12 +25,32 @@ MIXED: dict[str, Any] = {
     "hidden_dropout": 0.0,
     "attention_dropout": 0.0,
 }
+LATENTS: dict[str, Any] = {"family": "llama", "q_lora_rank": 28, "attention_dropout": 0.1, **LATENT}
+
+
+DIFFERENT = GROUPED | {"num_layers": 4, "attention_window": 5, "window_layers": "SSF", "rope_layers": "RN"}
+"""Layers of four kinds, with dropout."""
 
 
 @pytest.mark.parametrize(
     ("fields", "mesh", "layout"),
-    [(GROUPED, "2x4", {"sequence_parallel": True, "zero": 3}), pytest.param(MIXED, "1x8", {}, marks=pytest.mark.long)],
-    ids=["Llama, 2 key heads on 4 ways, split sequence, ZeRO-3", "GPT, 4 key heads on 8 ways"],
+    [
+        (GROUPED, "2x4", {"sequence_parallel": True, "zero": 3}),
+        (LATENTS, "2x2", {"sequence_parallel": True, "zero": 3}),
+        pytest.param(MIXED, "1x8", {}, marks=pytest.mark.long),
+        pytest.param(
+            DIFFERENT,
+            "data=1,stage=2,context=2,model=2",
+            {"pipeline_schedule": "interleaved", "chunks": 2, "zero": 1},
+            marks=pytest.mark.long,
+        ),
+    ],
+    ids=[
+        "Llama, 2 key heads on 4 ways, split sequence, ZeRO-3",
+        "latent attention, split sequence, ZeRO-3",
+        "GPT, 4 key heads on 8 ways",
+        "layers that differ, stages with two chunks, shared samples",
+    ],
 )
 def test_losses_agree_on_every_mesh(fields: dict[str, Any], mesh: str, layout: dict[str, Any]) -> None:
     expected = run_steps(program_of("1x1", **fields), 4)[1]
@@ -40,7 +60,7 @@ def test_losses_agree_on_every_mesh(fields: dict[str, Any], mesh: str, layout: d
     assert len({m["loss"] for m in expected}) == 4
 
 
-@pytest.mark.parametrize("fields", [GROUPED, MIXED | {"head_dim": 6}], ids=["Llama", "GPT"])
+@pytest.mark.parametrize("fields", [GROUPED, MIXED | {"head_dim": 6}, LATENTS], ids=["Llama", "GPT", "latents"])
 def test_parameters_count_what_the_formulas_say(fields: dict[str, Any]) -> None:
     program = program_of("2x4", recompute="full", microbatch_size=2, **fields)
     leaves = jax.tree.leaves(program.abstract_state.parameters)

@@ -101,6 +101,9 @@ def test_it_learns_one_batch():
         ({"family": "t5", "num_kv_heads": 4}, "needs as many as num_heads"),
         ({"family": "t5", "relative_buckets": 6}, "multiple of 4"),
         ({"family": "t5", "relative_max_distance": 32}, "must be above relative_buckets 32"),
+        ({"relative_bias_layers": "all"}, "relative_bias_layers only works with the family t5, and family is gpt"),
+        ({"family": "t5", "position": "learned", "relative_bias_layers": "all"}, "all and position learned"),
+        ({"family": "t5", "pooler_activation": "relu"}, "pooler_activation only works with the family bert"),
         ({"family": "t5", "decoder_sequence_length": 0}, "decoder_sequence_length is 0"),
     ],
 )

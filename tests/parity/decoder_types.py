@@ -28,6 +28,13 @@ LLAMA3 = {
     "original_max_position_embeddings": 16,
 }
 MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 20}
+LATENT = {
+    "num_key_value_heads": 6,
+    "kv_lora_rank": 10,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+}
 
 
 @dataclass(frozen=True)
@@ -39,6 +46,8 @@ class Case:
     base: dict[str, Any] = field(default_factory=lambda: SIZES)
     length: int = 24
     """Tokens of a sequence."""
+    attention: str = "eager"
+    """transformers' implementation; its eager one adds Falcon-RW's bias twice."""
 
     @property
     def config(self) -> dict[str, Any]:
@@ -151,6 +160,7 @@ CASES = {
         "falcon",
         {"alibi": True, "bias": True, "multi_query": False, "parallel_attn": False}
         | without("intermediate_size", "num_key_value_heads"),
+        attention="sdpa",
     ),
     "mpt": Case(
         "mpt",
@@ -201,5 +211,22 @@ CASES = {
         "dots1",
         {**MOE, **WINDOW, "max_window_layers": 2, "num_hidden_layers": 3, "n_routed_experts": 4, "n_shared_experts": 2}
         | {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "norm_topk_prob": True},
+    ),
+    "granitemoe": Case("granitemoe", {"num_local_experts": 3, "logits_scaling": 7.0, "attention_multiplier": 0.7}),
+    "deepseek_v2": Case(
+        "deepseek_v2",
+        {**MOE, **LATENT, "q_lora_rank": None, "n_routed_experts": 4, "n_shared_experts": 2, "first_k_dense_replace": 1}
+        | {"topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1, "routed_scaling_factor": 2.0}
+        | {"rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}},
+    ),
+    "deepseek_v3": Case(
+        "deepseek_v3",
+        {**MOE, **LATENT, "q_lora_rank": 14, "n_routed_experts": 4, "n_group": 2, "topk_group": 1}
+        | {"first_k_dense_replace": 1, "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
+    ),
+    "gpt_oss": Case(
+        "gpt_oss",
+        {**WIDE, **WINDOW, "num_hidden_layers": 3, "num_local_experts": 3, "num_experts_per_tok": 2}
+        | {"rope_parameters": YARN | {"truncate": False}},
     ),
 }

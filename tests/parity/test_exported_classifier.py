@@ -79,6 +79,55 @@ def test_probabilities_are_those_of_transformers(tmp_path: Path, pad: str | None
         assert (tmp_path / "hf" / name).read_bytes() == (tmp_path / "base" / name).read_bytes()
 
 
+def write_roberta(folder: Path) -> None:
+    """A RoBERTa of transformers, with a tokenizer that has its special tokens at its ids."""
+    names = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+    described = json.loads(small_tokenizer().to_str())
+    vocab = described["model"]["vocab"]
+    described["model"]["vocab"] = {
+        **{name: index for index, name in enumerate(names)},
+        **{token: index + len(names) for token, index in vocab.items()},
+    }
+    described["added_tokens"] = []
+    tokenizer = Tokenizer.from_str(json.dumps(described))
+    tokenizer.add_special_tokens(names)
+    tokenizer.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 0), add_prefix_space=False)
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    shape |= {"vocab_size": tokenizer.get_vocab_size(), "max_position_embeddings": 66, "type_vocab_size": 1}
+    shaken(lambda: transformers.RobertaForMaskedLM(transformers.RobertaConfig(**shape))).save_pretrained(folder)
+    special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "cls_token": "<s>", "sep_token": "</s>"}
+    wrapped = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special, mask_token="<mask>")
+    wrapped.save_pretrained(folder)
+
+
+@pytest.mark.torch
+@pytest.mark.long
+def test_a_roberta_is_finetuned_on_pairs_of_texts_and_remains_one(tmp_path: Path) -> None:
+    jax.devices()
+    write_roberta(tmp_path / "base")
+    rows = [{"text1": WORDS[i % 4], "text2": WORDS[i % 3], "label": "ab"[i % 2]} for i in range(24)]
+    for name, some in (("train", rows), ("dev", rows[:12])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
+    begin = ["--task", "classify", "--data", str(tmp_path), "--init-from", f"hf:{tmp_path / 'base'}", "--mesh", "1x1"]
+    shape = ["--global-batch-size", "8", "--compute-dtype", "float32", "--learning-rate", "1e-3", "--epochs", "1"]
+    assert finetune([*begin, *shape, "--out", str(tmp_path / "run")]) == 0
+    assert convert(["--from", f"mtjax:{tmp_path / 'run'}", "--to", f"hf:{tmp_path / 'hf'}"]) == 0
+    data, out = str(tmp_path / "dev.jsonl"), tmp_path / "answers.jsonl"
+    assert predict(["--from", str(tmp_path / "run"), "--data", data, "--out", str(out), "--mesh", "1x1"]) == 0
+    found = [json.loads(line)["probabilities"] for line in out.read_text().splitlines()]
+    ours = np.array([[answer["a"], answer["b"]] for answer in found])
+
+    network = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "hf").eval()
+    assert type(network) is transformers.RobertaForSequenceClassification
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    pairs = tokenizer(*([row[name] for row in rows[:12]] for name in ("text1", "text2")), padding=True)
+    with torch.no_grad():
+        logits = network(*(torch.tensor(pairs[name]) for name in ("input_ids", "attention_mask"))).logits
+    theirs = torch.softmax(logits.double(), -1).numpy()
+    assert np.ptp(theirs[:, 0]) > 1e-3, "rows that are alike would show nothing"
+    np.testing.assert_allclose(ours, theirs, atol=1e-6, rtol=0)
+
+
 @pytest.mark.torch
 def test_what_the_base_says_of_tokens_outlives_trainings(tmp_path: Path) -> None:
     """Hugging Face's weights, a run from them, a run from that run: transformers reads the same ids and template."""

@@ -66,6 +66,17 @@ def test_causal_attention_halves_the_attention_term_only():
     assert whole - flops.model_flops(GPT_345M, causal=True) == pytest.approx(6 * s * s * l * h)
 
 
+def test_windows_leave_the_pairs_within_them():
+    """Of 12 of 24 layers: counted one by one, of scores and of what they weight, forward and twice that backward."""
+    fields = dataclasses.replace(GPT_345M.model, attention_window=256, window_layers="SF")
+    windowed, s = anatomy_of(fields), 1024
+    pairs = [sum(min(i + 1, most) for i in range(s)) for most in (256, s)]
+    removed = 12 * 3 * 4 * 1024 * (pairs[1] - pairs[0])
+    found = flops.model_flops(GPT_345M, causal=True) - flops.model_flops(windowed, causal=True)
+    assert found == pytest.approx(removed, rel=2e-3)
+    assert flops.model_flops(windowed) == flops.model_flops(GPT_345M)
+
+
 def test_attention_that_looks_both_ways_has_no_causal_half():
     bert = anatomy_of(config.load("bert-base").model)
     assert flops.model_flops(bert, causal=True) == flops.model_flops(bert)

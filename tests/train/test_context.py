@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from mtjax.models.kernels import blocks
-from tests.tiny import batch_of, initial_state, program_of, run_steps
+from tests.tiny import LATENT, batch_of, initial_state, program_of, run_steps
 
 LLAMA: dict[str, Any] = {"family": "llama", "num_kv_heads": 1, "hidden_dropout": 0.1, "attention_dropout": 0.1}
 """Rotary positions, and a key head that all queries share, with both dropouts."""
@@ -52,6 +52,12 @@ CASES: list[Any] = [
         marks=pytest.mark.long,
     ),
     pytest.param("data=1,context=2,model=1", {}, {"recompute": "full", "zero": 1}, marks=pytest.mark.long),
+    pytest.param(
+        "data=1,context=2,model=2",
+        {"family": "llama", "q_lora_rank": 28, **LATENT},
+        {"recompute": "full", "sequence_parallel": True, "zero": 3},
+        marks=pytest.mark.long,
+    ),
     pytest.param(
         "data=1,context=4,model=2",
         BERT,

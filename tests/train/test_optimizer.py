@@ -35,7 +35,8 @@ def test_only_matrices_decay():
     "settings",
     [
         {"family": "llama", "num_kv_heads": 4, "num_experts": 4, "shared_expert_size": 16, "router_score": "sigmoid"}
-        | {"router_bias": True, "qk_norm": True, "mlp_size": 48},
+        | {"router_bias": True, "qk_norm": True, "mlp_size": 48}
+        | {"router_linear_bias": True, "expert_bias": True, "shared_expert_gate": True},
         {"family": "bert"},
         {"family": "t5", "decoder_sequence_length": 8},
         {"family": "gpt", "lora_rank": 2},

@@ -14,7 +14,7 @@ from mtjax.runtime.checkpoints.checkpoint import Checkpoints, fingerprints
 from mtjax.runtime.checkpoints.weights import check_same_weights, find_weights, restore_weights
 from mtjax.theory.stages import order_of
 from mtjax.train.step import TrainStep
-from tests.tiny import batch_of, program_of, run_steps
+from tests.tiny import LATENT, batch_of, program_of, run_steps
 
 MODEL = (
     "family",
@@ -24,8 +24,11 @@ MODEL = (
     "tie_embeddings",
     "global_batch_size",
     "norm_placement",
+    *("norm_weight", "norm_bias", "embedding_scale", "embedding_norm", "parallel_residual", "residual_scale"),
+    *("output_scale", "output_softcap", "output_bias"),
     "hidden_dropout",
     "attention_dropout",
+    *LATENT,
 )
 """Settings that the model on one device has too; the rest is how it is spread."""
 
@@ -53,15 +56,20 @@ COVERING: list[tuple[str, dict[str, Any]]] = [
     ),
     ("1x2x2", {"recompute": "full", "family": "t5", "num_layers": 2, "num_decoder_layers": 2, **PLAIN}),
 ]
+STRUCTURE = {"norm_bias": False, "embedding_scale": 3.0, "embedding_norm": True, "residual_scale": 0.5}
+STRUCTURE |= {"output_scale": 0.5, "output_softcap": 2.0, "output_bias": True}
+COVERING.append(("2x2x2", {"recompute": "full", "norm_placement": "sandwich", "zero": 3, **STRUCTURE}))
 LONG: list[tuple[str, dict[str, Any]]] = [
     ("1x2x2", {"recompute": "selective", "pipeline_schedule": "interleaved", "chunks": 2, "sequence_parallel": True}),
     ("2x2x2", {"recompute": "none", "family": "bert", "sequence_parallel": True, "norm_placement": "post"}),
+    ("2x2x2", {"recompute": "none", "parallel_residual": "one_norm", "sequence_parallel": True, **STRUCTURE}),
     ("1x2x2", {"recompute": "none", "family": "t5", "sequence_parallel": True, "zero": 0, **PLAIN}),
     (
         "2x2x2",
         {"recompute": "full", "family": "t5", "pipeline_schedule": "interleaved", "chunks": 2, "zero": 3, **PLAIN},
     ),
     ("2x2x2", {"recompute": "full", "family": "llama", "sequence_parallel": True, "zero": 2, "num_kv_heads": 2}),
+    ("2x2x2", {"recompute": "full", "family": "llama", "sequence_parallel": True, "zero": 1, **LATENT}),
     ("1x4x2", {"recompute": "none", "num_layers": 9, "layers_per_stage": (2, 3, 3, 1), "global_batch_size": 5}),
     ("data=1,stage=2,context=2,model=2", {"recompute": "full", "sequence_parallel": True, "zero": 1}),
 ]

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from mtjax.config.families.bert import BERT
-from mtjax.config.families.family import DECODER, Family
+from mtjax.config.families.family import DECODER, ENCODER, Family
 from mtjax.config.families.gpt import GPT
 from mtjax.config.families.llama import LLAMA
 from mtjax.config.families.t5 import T5
@@ -18,15 +18,16 @@ FAMILIES: Mapping[str, Family] = {"gpt": GPT, "llama": LLAMA, "bert": BERT, "t5"
 
 
 def check_decoder_settings(model: "Model") -> None:
-    """Checks that settings of decoders alone have their defaults in other families.
+    """Checks that settings of decoders alone, and of an encoder alone, have their defaults in other families.
 
     Raises:
       UserError: one has another value; names it.
     """
-    for name in sorted(DECODER - FAMILIES[model.family].own):
+    for name in sorted((DECODER | ENCODER) - FAMILIES[model.family].own):
         if getattr(model, name) != getattr(type(model)(), name):
-            known = " and ".join(family for family, row in FAMILIES.items() if name in row.own)
-            raise UserError(f"{name} only works with the families {known}, and family is {model.family}: remove {name}")
+            known = [family for family, row in FAMILIES.items() if name in row.own]
+            works = f"the famil{'ies' if known[1:] else 'y'} {' and '.join(known)}"
+            raise UserError(f"{name} only works with {works}, and family is {model.family}: remove {name}")
 
 
 def settings_of_others(name: str) -> frozenset[str]:

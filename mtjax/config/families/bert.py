@@ -1,6 +1,6 @@
 """BERT (arXiv 1810.04805, and section 5.3 of arXiv 1909.08053): an encoder that guesses masked tokens."""
 
-from mtjax.config.families.family import Family, check_no_qk_norm
+from mtjax.config.families.family import Family
 
 BERT = Family(
     defaults={
@@ -15,5 +15,4 @@ BERT = Family(
     },
     choices={"position": ("learned",), "norm_placement": ("pre", "post")},
     own=frozenset({"num_token_types", "sentence_order", "pooler_activation"}),
-    check=check_no_qk_norm,
 )

@@ -29,29 +29,24 @@ EXPERTS = frozenset(
     }
 )
 """Settings of experts, for families that support them."""
+LATENT = frozenset({"kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"})
+"""Settings of multi-head latent attention, for families that support it."""
+
 DECODER = frozenset(
     {
         *("embedding_scale", "embedding_norm", "parallel_residual", "residual_scale"),
         *("output_scale", "output_softcap", "output_bias"),
+        *("qk_norm", "qk_norm_scope", "qk_norm_kind", "qk_norm_bias", "qk_norm_after_rope", "qkv_clip"),
         *("attention_window", "window_layers", "alibi_scaled", "rope_fraction", "rope_layers", "rope_local_theta"),
         *("rope_short_factors", "rope_long_factors", "rope_truncate"),
-        *("attention_scale", "attention_scale_beta", "attention_softcap", "attention_sinks", "qkv_clip"),
+        *("attention_scale", "attention_scale_beta", "attention_softcap", "attention_sinks"),
+        *LATENT,
     }
 )
 """Settings of decoders, in which the models differ that people train; families that do not have them refuse any value
 but the default."""
-
-
-def check_no_qk_norm(model: "Model") -> None:
-    """Checks that qk_norm is off.
-
-    Raises:
-      UserError: it is on.
-    """
-    if model.qk_norm:
-        raise UserError(
-            f"qk_norm only works with the families gpt and llama, and family is {model.family}: remove qk_norm"
-        )
+ENCODER = frozenset({"pooler_activation", "relative_bias_layers"})
+"""Settings of one of the families with an encoder, which others refuse likewise."""
 
 
 def check_parallel_residual(model: "Model") -> None:
@@ -62,7 +57,7 @@ def check_parallel_residual(model: "Model") -> None:
     """
     if model.parallel_residual == "no":
         return
-    for name, default in (("norm_placement", "pre"), ("num_experts", 0), ("lora_rank", 0)):
+    for name, default in (("norm_placement", "pre"), ("num_experts", 0)):
         if (value := getattr(model, name)) != default:
             raise UserError(
                 f"parallel_residual is {model.parallel_residual}, and only works with {name} {default}, not {value}: "

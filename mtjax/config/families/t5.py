@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from mtjax.config.families.family import Family, check_no_qk_norm
+from mtjax.config.families.family import Family
 from mtjax.errors import UserError
 
 if TYPE_CHECKING:
@@ -13,12 +13,16 @@ def check(model: "Model") -> None:
     """Checks for settings that T5 does not support.
 
     Raises:
-      UserError: num_kv_heads or qk_norm is set.
+      UserError: num_kv_heads is set, or relative_bias_layers without relative positions.
     """
-    check_no_qk_norm(model)
     if model.num_kv_heads not in (None, model.num_heads):
         raise UserError(
             f"num_kv_heads is {model.num_kv_heads}, and the family t5 needs as many as num_heads ({model.num_heads})"
+        )
+    if model.relative_bias_layers != "first" and model.position != "relative":
+        raise UserError(
+            f"relative_bias_layers is {model.relative_bias_layers} and position {model.position}: use --position "
+            "relative or remove relative_bias_layers"
         )
 
 

@@ -85,9 +85,9 @@ def _read_attention(values: Json) -> Settings:
 
 
 def _write_attention(model: Model) -> Json:
-    scale, clip = model.attention_scale, model.qkv_clip
+    scale, clip, rate = model.attention_scale, model.qkv_clip, model.attention_dropout
     keys = {"attn_type": "multihead_attention", "alibi": True, "alibi_bias_max": 8, "qk_ln": False, "prefix_lm": False}
-    return {"attn_config": {**keys, "clip_qkv": clip, "softmax_scale": scale, "attn_pdrop": model.attention_dropout}}
+    return {"attn_config": {**keys, "clip_qkv": clip, "softmax_scale": scale, "attn_pdrop": rate or 0}}
 
 
 MPT = decoder(

@@ -1,6 +1,7 @@
 """A decoder type of transformers: its defaults, the parts of its config.json, and the names of its tensors."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from mtjax.config import Model
@@ -15,10 +16,10 @@ Only = Mapping[str, tuple[Any, ...]]
 UNSUPPORTED: Only = {
     "is_encoder_decoder": (False, None),
     "add_cross_attention": (False, None),
-    "quantization_config": (None,),
     "use_bidirectional_attention": (False, None),
 }
 """Keys of any type that would change the network."""
+UNPACKED: Only = {"quantization_config": (None,)}
 
 
 def sizes(
@@ -101,9 +102,11 @@ def decoder(
     *parts: Part,
     names: Names | None = None,
     rows: Callable[[Names, Model], tuple[Row, ...]] = decoder_rows,
+    ignored: Callable[[Model], tuple[str, ...]] = lambda model: (),
     only: Only | None = None,
     architecture: str = "ForCausalLM",
     classifies: bool = True,
+    packed: bool = False,
 ) -> Family:
     """Describes a decoder type.
 
@@ -114,13 +117,15 @@ def decoder(
       parts: what is read and written; of two that read or write the same, the later wins.
       names: transformers' names of its modules; Llama's when None.
       rows: returns the rows of its table.
+      ignored: returns regular expressions of further tensors that are not read.
       only: keys -> the only values that are supported; a missing key is.
       architecture: ending of the class with a language head.
+      packed: whether quantized weights are supported, which the parts then check.
       classifies: whether transformers has a class for sequence classification.
     """
     names = names or Names()
     language = f"{name}{architecture}"
-    supported = {**UNSUPPORTED, **(only or {})}
+    supported = {**UNSUPPORTED, **({} if packed else UNPACKED), **(only or {})}
 
     def read(config: Json, tensors: frozenset[str]) -> dict[str, Any]:
         values = {**defaults, **config}
@@ -144,6 +149,6 @@ def decoder(
         read=read,
         write=write,
         only=supported,
-        rows=lambda model: rows(names, model),
+        fit=lambda table, model: replace(table, rows=rows(names, model), ignored=(*table.ignored, *ignored(model))),
         keys=frozenset(key for part in parts for key in part.keys) | frozenset(supported),
     )

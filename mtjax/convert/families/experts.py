@@ -4,7 +4,17 @@ from dataclasses import dataclass
 
 from mtjax.config import Model
 from mtjax.config.sizes import dense_layers, dense_settings, expert_size
-from mtjax.convert.families.decoder import HEAD_DIM, LIKE_LLAMA, NO_BIASES, ROPE, decoder, sizes
+from mtjax.convert.families.decoder import (
+    HEAD_DIM,
+    LIKE_LLAMA,
+    NO_BIASES,
+    RMS_NORM,
+    ROPE,
+    ROTARY,
+    SIZES,
+    decoder,
+    sizes,
+)
 from mtjax.convert.families.decoder_rows import (
     LAYERS,
     Names,
@@ -14,7 +24,9 @@ from mtjax.convert.families.decoder_rows import (
     outside_rows,
 )
 from mtjax.convert.families.family import Json
-from mtjax.convert.families.parts import Part, Settings, always, biases, fields, unused, window, windows
+from mtjax.convert.families.llama import GRANITE_SIZES, MULTIPLIERS
+from mtjax.convert.families.parts import Part, Settings, always, biases, fields, given, unused, window, windows
+from mtjax.convert.families.rope import ORIGINAL
 from mtjax.convert.families.rows import experts, linear, norm, row, stacked
 from mtjax.convert.table import Row
 from mtjax.errors import UserError
@@ -30,6 +42,11 @@ class Experts:
     up: str = "up_proj"
     down: str = "down_proj"
     shared: str = "shared_experts"
+    up_tensor: str = ""
+    """One tensor of the gates and up projections of all experts, instead of one tensor for each."""
+    up_shape: str = ""
+    """Its dimensions; those of the tensor of all down projections are `down_shape`."""
+    down_shape: str = ""
     selection_bias: str = "gate.e_score_correction_bias"
 
     def rows(self, names: Names, model: Model) -> tuple[Row, ...]:
@@ -38,11 +55,12 @@ class Experts:
         return (
             *outside_rows(names),
             *attention,
-            *self._mixture(names),
+            *self.mixture_rows(names),
             *in_dense_layers((*attention, *mlp_rows(names))),
         )
 
-    def _mixture(self, names: Names) -> tuple[Row, ...]:
+    def mixture_rows(self, names: Names) -> tuple[Row, ...]:
+        """Returns the rows of a router and its experts, with their norms."""
         ours, theirs = f"{LAYERS}.experts", f"{names.block}{self.mixture}"
         shared = f"{theirs}.{self.shared}"
         return (
@@ -51,15 +69,26 @@ class Experts:
             row(f"{ours}.router.weight", f"{theirs}.{self.router}.weight", "routes embed"),
             row(f"{ours}.router.linear_bias", f"{theirs}.{self.router}.bias", "routes"),
             row(f"{ours}.router.bias", f"{theirs}.{self.selection_bias}", "routes"),
-            *experts(ours, f"{theirs}.experts.{{expert}}", self.gate, self.up, self.down),
+            *self._expert_rows(ours, theirs),
             *stacked(f"{ours}.shared.up", "gate", (f"{shared}.{self.gate}", f"{shared}.{self.up}"), "embed", "mlp"),
             *linear(f"{ours}.shared.down", f"{shared}.{self.down}", "mlp", "embed"),
             row(f"{ours}.shared_gate.weight", f"{theirs}.{self.shared}_gate.weight", "routes embed"),
         )
 
+    def _expert_rows(self, ours: str, theirs: str) -> tuple[Row, ...]:
+        if not self.up_tensor:
+            return experts(ours, f"{theirs}.experts.{{expert}}", self.gate, self.up, self.down)
+        up, down = f"{theirs}.{self.up_tensor}", f"{theirs}.{self.down}"
+        return (
+            row(f"{ours}.up.weight", up, self.up_shape),
+            row(f"{ours}.up.bias", f"{up}_bias", self.up_shape.replace(" embed", "")),
+            row(f"{ours}.down.weight", down, self.down_shape),
+            row(f"{ours}.down.bias", f"{down}_bias", "every_expert embed"),
+        )
+
 
 QWEN_ROWS = Experts(shared="shared_expert").rows
-DEEPSEEK_ROWS = Experts().rows
+DEEPSEEK = Experts()
 SPARSE = "block_sparse_moe"
 
 
@@ -225,7 +254,7 @@ AFTER_FIRST = fields(
 )
 NORMALIZED = fields(router_normalize="norm_topk_prob")
 FIXED = {"mlp_only_layers": ([], None), "moe_layer_freq": (1, None)}
-ROUTER = {"scoring_func": ("sigmoid", None), "topk_method": ("noaux_tc", None)}
+SIGMOID_KEYS = {"scoring_func": ("sigmoid", None), "topk_method": ("noaux_tc", None)}
 """Keys of the code of the first versions, which have the same values in all published models."""
 
 DOTS1 = decoder(
@@ -247,7 +276,76 @@ DOTS1 = decoder(
     SIGMOID,
     AFTER_FIRST,
     NORMALIZED,
-    rows=DEEPSEEK_ROWS,
-    only={**FIXED, **ROUTER},
+    rows=DEEPSEEK.rows,
+    only={**FIXED, **SIGMOID_KEYS},
     classifies=False,
+)
+
+GRANITEMOE = decoder(
+    "granitemoe",
+    "GraniteMoe",
+    GRANITE_SIZES | {"num_local_experts": 8, "num_experts_per_tok": 2},
+    *LIKE_LLAMA,
+    ROPE,
+    biases("attention_bias"),
+    *MULTIPLIERS,
+    TOP_K,
+    SAME_SIZE,
+    rows=Experts(
+        SPARSE,
+        router="router.layer",
+        up_tensor="input_linear.weight",
+        up_shape="expert gate*mlp embed",
+        down="output_linear.weight",
+        down_shape="expert embed mlp",
+    ).rows,
+    classifies=False,
+)
+
+
+def _read_packed(values: Json) -> Settings:
+    """Checks that quantized weights are those that are read."""
+    packed = values.get("quantization_config")
+    if packed and packed.get("quant_method") != "mxfp4":
+        raise UserError(f"quant_method of quantization_config is {packed.get('quant_method')!r}, but must be 'mxfp4'")
+    return {}
+
+
+GPT_OSS = decoder(
+    "gpt_oss",
+    "GptOss",
+    sizes(2880, 2880, 36, 64, 8, 201_088, 131_072)
+    | {"rms_norm_eps": 1e-5, "rope_theta": 150_000.0, "head_dim": 64, "attention_bias": True, "sliding_window": 128}
+    | {"num_local_experts": 128, "num_experts_per_tok": 4}
+    | {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            ORIGINAL: 4096,
+        }
+    },
+    SIZES,
+    RMS_NORM,
+    ROTARY,
+    given(hidden_act="silu"),
+    HEAD_DIM,
+    ROPE,
+    biases("attention_bias"),
+    always(activation="swiglu_clamped", attention_sinks=True, expert_bias=True, router_linear_bias=True),
+    windows(lambda values, layer: layer % 2 == 0),
+    TOP_K,
+    SAME_SIZE,
+    Part(("quantization_config",), _read_packed, lambda model: {}),
+    rows=Experts(
+        router="router",
+        up_tensor="experts.gate_up_proj",
+        up_shape="expert embed mlp*gate",
+        down="experts.down_proj",
+        down_shape="expert mlp embed",
+    ).rows,
+    only={"swiglu_alpha": (1.702,), "swiglu_limit": (7.0,), "hidden_act": ("silu",)},
+    packed=True,
 )

@@ -2,13 +2,12 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from dataclasses import replace as replace_fields
 from typing import Any
 
 from mtjax.config import Config, Model, replace
 from mtjax.config.model_identity import effective_settings
 from mtjax.config.sizes import num_outputs, rotated_layers, windowed_layers
-from mtjax.convert.table import Row, Table
+from mtjax.convert.table import Table
 from mtjax.data.tokens.special_tokens import added_tokens
 from mtjax.data.tokens.tokenizer import Tokenizer
 from mtjax.errors import UserError
@@ -69,19 +68,18 @@ class Family:
     """Keys of config.json -> the only values that are supported."""
     ids: Callable[[Tokenizer | None], dict[str, Any]] = end_of_text
     """Returns ids of special tokens from the tokenizer, if any, for weights that came without a config.json."""
-    rows: Callable[[Model], tuple[Row, ...]] = lambda model: ()
-    """Returns the rows of the table that depend on the model."""
+    fit: Callable[[Table, Model], Table] = lambda table, model: table
+    """Returns the table of a model, whose rows may depend on its settings."""
     keys: frozenset[str] = frozenset()
     """All keys of config.json that `read` uses or `only` lists, of which an export keeps none that it does not write;
     empty for a family that keeps them."""
-
     unties: bool = True
     """Whether a model whose config.json ties the output is read as untied if the output differs from the embedding; not
     where tied outputs are also scaled."""
 
     def table_of(self, model: Model) -> Table:
         """Returns the table of a model's tensors."""
-        return replace_fields(self.table, rows=(*self.table.rows, *self.rows(model)))
+        return self.fit(self.table, model)
 
     def model_settings(self, config: Json, names: frozenset[str], source: str) -> dict[str, Any]:
         """Returns mtjax's settings of a model from its config.json and the names of its tensors.

@@ -75,18 +75,20 @@ def scaled(
     """
 
     def back(value: float | None) -> float | None:
-        if value is None:
-            return None
-        # Of neighbours up to rounding, the one that reads as the same number; of these the shortest.
-        near = [round(write(value), digits) for digits in range(16)]
-        found = next((n for n in near if n and read(n) == value), write(value))
-        return kind(found) if found == int(found) else found
+        found = None if value is None else inverse(read, value, write(value))
+        return kind(found) if found is not None and found == int(found) else found
 
     return Part(
         (key,),
         lambda values: {setting: None if values[key] is None else read(values[key])},
         lambda model: {key: back(getattr(model, setting))},
     )
+
+
+def inverse(read: Callable[[float], float], value: float, near: float) -> float:
+    """Returns the shortest number at `near` of which `read` gives exactly `value`; `near` if there is none."""
+    rounded = [round(near, digits) for digits in range(16)]
+    return next((number for number in rounded if number and read(number) == value), near)
 
 
 ACTIVATIONS: Mapping[str, str] = {

@@ -6,8 +6,9 @@ from mtjax.config import Model
 from mtjax.convert.families.bert import BERT, MEGATRON_BERT
 from mtjax.convert.families.bloom import BLOOM, FALCON, MPT, OPT
 from mtjax.convert.families.cohere import COHERE, COHERE2
+from mtjax.convert.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from mtjax.convert.families.distilbert import DISTILBERT
-from mtjax.convert.families.experts import DOTS1, MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
+from mtjax.convert.families.experts import DOTS1, GPT_OSS, GRANITEMOE, MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
 from mtjax.convert.families.family import Family, Json
 from mtjax.convert.families.gemma import GEMMA, GEMMA2, GEMMA3_TEXT
 from mtjax.convert.families.gpt2 import GPT2
@@ -33,12 +34,14 @@ _ALL = (
     *(GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3_TEXT, PHI, PHI3, OLMO, OLMO2, OLMO3, GRANITE),
     *(STARCODER2, GPT_NEOX, GPTJ, OPT, BLOOM, FALCON, MPT, COHERE, COHERE2, STABLELM, SMOLLM3, GLM4, EXAONE4),
     *(ERNIE4_5, HUNYUAN_V1_DENSE, NEMOTRON, MINISTRAL, MINISTRAL3),
-    *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, DOTS1),
-    *(BERT, MEGATRON_BERT, ROBERTA, XLM_ROBERTA, DISTILBERT),
-    *(T5, MT5, UMT5),
+    *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GRANITEMOE, DOTS1, DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS),
+    *(BERT, MEGATRON_BERT, ROBERTA, XLM_ROBERTA, DISTILBERT, T5, MT5, UMT5),
 )
 FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _ALL}
 """In the order in which an export prefers types that can represent a model equally well."""
+
+MISSING = {"modernbert": "its first layer has no norm before attention, unlike the others"}
+"""Types that are not supported -> the reason."""
 
 
 def family_of_config(config: Json, source: str) -> Family:
@@ -52,8 +55,10 @@ def family_of_config(config: Json, source: str) -> Family:
     name = str(config["model_type"])
     if name not in FAMILIES:
         # No suggestion of a similar name: mistral and mixtral are spelled alike, but are different models.
+        why = MISSING.get(name, "")
         raise UserError(
-            f"{source}: model_type {name!r} is not supported; supported are {', '.join(FAMILIES)} (docs/convert.md)"
+            f"{source}: model_type {name!r} is not supported{': ' if why else ''}{why}; supported are "
+            f"{', '.join(FAMILIES)} (docs/convert.md)"
         )
     return FAMILIES[name]
 

@@ -1,5 +1,6 @@
 """transformers' `roberta` and `xlm-roberta`: a post-LN BERT whose positions start at 2, without sentence order."""
 
+from dataclasses import replace
 from typing import Any
 
 from mtjax.config import Model
@@ -40,15 +41,16 @@ TABLE = Table(
 )
 
 
-def _rows(model: Model) -> tuple[Row, ...]:
-    """Returns the rows of a text's head: that of choices has other names."""
-    pooler, output = ("roberta.pooler.dense", "classifier")
-    if model.head != "choices":
-        pooler, output = ("classifier.dense", "classifier.out_proj")
-    return (
+def _fit(table: Table, model: Model) -> Table:
+    """Returns the table with the rows of a text's head: that of choices has other names."""
+    pooler, output = "classifier.dense", "classifier.out_proj"
+    if model.head == "choices":
+        pooler, output = "roberta.pooler.dense", "classifier"
+    head = (
         *linear("head.pooler", pooler, "embed", "features"),
         *linear("head.classifier", output, "embed", "classes"),
     )
+    return replace(table, rows=(*table.rows, *head))
 
 
 def _read(config: Json, names: frozenset[str]) -> dict[str, Any]:
@@ -93,7 +95,7 @@ def _family(model_type: str, model_class: str) -> Family:
     )
     # The language head computes the exact GELU, whatever the layers do.
     only = ONLY | {"hidden_act": ("gelu",), "pad_token_id": (PAD,)}
-    return Family(model_type, model_class, TABLE, fields, _read, write, only, _ids, _rows)
+    return Family(model_type, model_class, TABLE, fields, _read, write, only, _ids, _fit)
 
 
 ROBERTA = _family("roberta", "Roberta")

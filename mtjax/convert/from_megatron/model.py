@@ -28,6 +28,7 @@ _DECIDED_BY = {
     "router_normalize": "moe_router_pre_softmax",
     "router_bias": "moe_router_enable_expert_bias",
     "rope_scaling": "use_rope_scaling",
+    "rope_fraction": "rotary_percent",
 }
 """Settings -> the argument that determines them, if the two have different values."""
 
@@ -98,7 +99,9 @@ def _arguments(to: Translation) -> dict[str, Any]:
 
 
 def _positions(to: Translation, settings: dict[str, Any]) -> None:
-    """Notes if there are more learned positions than the sequence length."""
+    """Notes if there are more learned positions than the sequence length, and if RoPE rotates all of a head."""
+    if to.given.values.get("rotary_percent") == 1:
+        to.unneeded["rotary_percent"] = "Megatron's default; the same in mtjax"
     longest, length = to.get("max_position_embeddings"), to.get("seq_length")
     if settings["position"] == "learned" and longest not in (None, length):
         to.differences.append(

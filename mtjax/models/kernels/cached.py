@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float
 
 from mtjax.models.kernels.options import AttentionOptions, softmax_with_sinks
 from mtjax.models.kernels.xla import HEADS, HIDDEN_SCORE
-from mtjax.models.kv_cache import CachePositions, KVCache
+from mtjax.models.kv_cache import CachePositions, KVCache, LatentCache
 from mtjax.sharding.axes import spec
 
 
@@ -20,14 +20,22 @@ def attend_cached(
 ) -> Float[Array, "batch seq heads head_dim"]:
     """Computes softmax attention from new tokens to the cached tokens up to each of them, normalized in float32."""
     keys, values = cache.read_by(cache_positions)
-    at, positions = jnp.arange(cache.length), cache_positions.positions[:, :, None]
+    return attend_grouped(query, keys, values, *_visible(cache.length, cache_positions, options, bias))
+
+
+def _visible(
+    length: int, cache_positions: CachePositions, options: AttentionOptions, bias: Array | None
+) -> tuple[Array, AttentionOptions, Array | None]:
+    """Returns the mask from new tokens to a cache of `length` tokens, [batch, seq, length], the options, and the bias
+    of the scores."""
+    at, positions = jnp.arange(length), cache_positions.positions[:, :, None]
     is_visible = at <= positions
     if options.window is not None:
         is_visible &= positions - at < options.window
     if options.alibi is not None:
         distances = options.alibi.of_distances(cache_positions.positions, at)
         bias = distances if bias is None else bias + distances
-    return attend_grouped(query, keys, values, is_visible, options, bias)
+    return is_visible, options, bias
 
 
 def attend_grouped(
@@ -76,3 +84,36 @@ def attend_grouped(
     mixed = jnp.einsum("bgqk,bgkd->bgqd", probabilities, values)
     mixed = mixed.reshape(batch, groups, heads // groups, seq, width, out_sharding=grouped).transpose(0, 3, 1, 2, 4)
     return mixed.reshape(batch, seq, heads, width, out_sharding=spec(*HEADS))
+
+
+def attend_latent(
+    query: Float[Array, "batch seq heads width"],
+    cache: LatentCache,
+    latent: int,
+    cache_positions: CachePositions,
+    options: AttentionOptions,
+    bias: Float[Array, "#batch heads seq key_seq"] | None = None,
+) -> Float[Array, "batch seq heads latent"]:
+    """Computes softmax attention from new tokens to the cached latents up to each of them, normalized in float32.
+
+    Args:
+      query: of the cache's width.
+      cache: with the latents of the new tokens; all heads attend to the same.
+      latent: leading elements of a cached vector that are mixed; the others only have scores.
+      cache_positions: of the new tokens.
+      options: with the scale; there are neither dropout nor sinks.
+      bias: added to the scores.
+    """
+    assert options.scale is not None and options.sinks is None
+    keys = cache.read_by(cache_positions)
+    is_visible, _, bias = _visible(cache.length, cache_positions, options, bias)
+    scores = jnp.einsum(
+        *("bqhc,bkc->bhqk", query * options.scale, keys),
+        preferred_element_type=jnp.float32,
+        out_sharding=spec("batch", "heads", "seq", "key_seq"),
+    )
+    if options.softcap is not None:
+        scores = options.softcap * jnp.tanh(scores / options.softcap)
+    scores = scores if bias is None else scores + bias
+    probabilities = jax.nn.softmax(jnp.where(is_visible[:, None], scores, HIDDEN_SCORE), axis=-1).astype(keys.dtype)
+    return jnp.einsum("bhqk,bkc->bqhc", probabilities, keys[..., :latent], out_sharding=spec(*HEADS))

@@ -90,6 +90,7 @@ def softmax_attention(
     grouped = spec("batch", "heads", None, "seq", "key_seq")
     probabilities = probabilities.reshape(shape[0], key.shape[2], -1, *probabilities.shape[2:], out_sharding=grouped)
     mixed = _mixed(probabilities, value)
+    shape = (*shape[:3], value.shape[-1])
     return checkpoint_name(mixed.transpose(0, 3, 1, 2, 4).reshape(shape, out_sharding=output_spec), ATTENTION_OUTPUT)
 
 

@@ -244,7 +244,7 @@ class Experts(nnx.Module):
             out = out + self.shared(x, context, None, factor)[0]
         if self.down.bias is not None:
             # XLA: last, or it would not add the shared expert's output before the all-reduce.
-            out = (out.astype(jnp.float32) + self._down_biases(routes)).astype(x.dtype)
+            out = (out.astype(jnp.float32) + self._weighted(self.down.bias[...], routes)).astype(x.dtype)
         return out, None if generates else routes.report
 
     def _shared_factor(self, x: Float[Array, "batch act_seq embed"]) -> Float[Array, "batch seq 1"] | None:
@@ -256,12 +256,14 @@ class Experts(nnx.Module):
         logits = checkpoint_name((x.astype(jnp.float32) * weight).sum(-1, keepdims=True), PRODUCT)
         return reshard(jax.nn.sigmoid(logits), spec("batch", "seq", None))
 
-    def _down_biases(self, routes: Routes) -> Float[Array, "batch act_seq embed"]:
+    def _weighted(
+        self, bias: Float[Array, "every_expert embed"], routes: Routes
+    ) -> Float[Array, "batch act_seq embed"]:
         """Computes each token's sum over its experts of gate times bias, in float32.
 
         Not where the experts are: every rank has the biases of all of them, and adds those of its own tokens, once.
         """
-        bias = varying_like(self.down.bias[...], routes.gates)
+        bias = varying_like(bias, routes.gates)
         hot = jax.nn.one_hot(routes.experts, self.router.model.num_experts, dtype=jnp.float32)
         gates = (hot * routes.gates[..., None]).sum(2)
         return jnp.einsum("bse,eh->bsh", gates, bias, out_sharding=spec("batch", "act_seq", "embed"))

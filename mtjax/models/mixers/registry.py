@@ -2,9 +2,11 @@
 
 from collections.abc import Mapping
 
+from mtjax.config import Model
 from mtjax.models.mixers.attention import SelfAttention
 from mtjax.models.mixers.cross import CrossAttention
 from mtjax.models.mixers.experts import Experts
+from mtjax.models.mixers.latent_attention import LatentAttention
 from mtjax.models.mixers.mixer import Mixer
 from mtjax.models.mixers.mlp import MLP
 
@@ -21,3 +23,8 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "transformer with cross-attention": ("attention", "cross", "mlp"),
 }
 """Kind of layer -> its mixers, in the order in which they run."""
+
+
+def mixer_of(name: str, model: Model) -> type[Mixer]:
+    """Returns the mixer of this name in a kind of layer; with latent attention, that in place of self-attention."""
+    return LatentAttention if name == "attention" and model.kv_lora_rank else MIXERS[name]

@@ -46,12 +46,12 @@ class ExpertCompute(Protocol):
         experts: Int[Array, "tokens chosen"],
         up: Float[Array, "expert embed ..."],
         down: Float[Array, "expert mlp embed"],
-        up_bias: Float[Array, "expert ..."] | None = None,
+        *biases: Float[Array, "expert ..."],
     ) -> Float[Array, "tokens embed"]:
         """Computes the sum over each token's experts of gate times output, accumulated in float32; differentiable.
 
-        `experts` are indices into `up`, `down` and `up_bias`, which is added before the activation, in float32; other
-        numbers mean experts of other ranks, and add nothing.
+        `experts` are indices into all weights; other numbers mean experts of other ranks, and add nothing. `biases`,
+        one or none, are added before the activation, in float32.
         """
         ...
 

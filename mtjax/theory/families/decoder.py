@@ -6,6 +6,7 @@ from mtjax.config import Model
 from mtjax.config.sizes import (
     GATED,
     attention_biases,
+    attention_windows,
     dense_layers,
     expert_capacity,
     expert_size,
@@ -24,6 +25,7 @@ from mtjax.theory.parts.attention import Attention
 from mtjax.theory.parts.embedding import Lookup, Norm, Positions
 from mtjax.theory.parts.experts import Experts
 from mtjax.theory.parts.heads import OneToken, Output
+from mtjax.theory.parts.latent_attention import LatentAttention
 from mtjax.theory.parts.mlp import MLP
 from mtjax.theory.parts.part import Norms, Part
 
@@ -68,8 +70,22 @@ def _stacks(model: Model) -> tuple[Stack, ...]:
     return (Stack(DENSE, len(dense), *sizes, parts, side=f"{DENSE}_", numbers=dense, **settings), last)
 
 
-def self_attention(model: Model, tokens: int, *, is_causal: bool) -> Attention:
+def self_attention(model: Model, tokens: int, *, is_causal: bool) -> Part:
     """Returns the attention of a model's layers."""
+    if model.kv_lora_rank:
+        return LatentAttention(
+            hidden=model.hidden_size,
+            tokens=tokens,
+            heads=model.num_heads,
+            latent=model.kv_lora_rank,
+            query_latent=model.q_lora_rank,
+            still=model.qk_nope_head_dim,
+            rotated=model.qk_rope_head_dim,
+            value=model.v_head_dim,
+            norm=Norms.of(model, is_first=True),
+            is_causal=is_causal,
+            is_capped=model.attention_softcap is not None,
+        )
     has_table = model.position == "relative" and model.relative_bias_layers == "all"
     return Attention(
         hidden=model.hidden_size,
@@ -85,8 +101,17 @@ def self_attention(model: Model, tokens: int, *, is_causal: bool) -> Attention:
         qk_norm_scope=model.qk_norm_scope,
         has_sinks=model.attention_sinks,
         is_capped=model.attention_softcap is not None,
+        visible=_visible_share(model, tokens),
         buckets=model.relative_buckets if has_table else 0,
     )
+
+
+def _visible_share(model: Model, tokens: int) -> float:
+    """Returns the share of scores that a causal layer needs, in the mean of all layers: half, or less with windows."""
+    # Of s tokens with a window of w, all but the first w see w: w s - w^2 / 2 of s^2 pairs.
+    windows = attention_windows(model) or (tokens,)
+    shares = [min(window / tokens, 1.0) for window in windows]
+    return sum(share - share * share / 2 for share in shares) / len(shares)
 
 
 def feed_forward(model: Model, tokens: int) -> Part:

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mtjax.theory.contract import LAYER_BACKWARD, LAYER_FORWARD, LAYER_RECOMPUTE, OTHER, Expectation, Kind
+from mtjax.theory.contract import LAYER_BACKWARD, LAYER_FORWARD, LAYER_RECOMPUTE, OTHER, Expectation
+from mtjax.theory.parts.attention_collectives import context_collectives, width_norm_collectives
 from mtjax.theory.parts.part import (
     Elementwise,
     Norms,
@@ -28,7 +29,6 @@ from mtjax.theory.parts.sublayer import (
     vector_gradient_sums,
 )
 from mtjax.theory.plan import Plan
-from mtjax.theory.rules import CONTEXT
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,8 @@ class Attention(_Heads):
     has_sinks: bool = False
     is_capped: bool = False
     """Whether scores have a cap, whose backward pass reads their hyperbolic tangents."""
+    visible: float = 0.5
+    """Share of the scores that a causal model needs, in the mean of its layers."""
     buckets: int = 0
     """Of the layer's own relative position bias; 0 without one."""
 
@@ -124,9 +126,8 @@ class Attention(_Heads):
 
     @property
     def scores(self) -> Scores:
-        return Scores(
-            self.heads, self.tokens, self.tokens, self.head_dim, self.is_causal, self.kv_heads, self.is_capped
-        )
+        sizes = (self.heads, self.tokens, self.tokens, self.head_dim)
+        return Scores(*sizes, self.is_causal, self.kv_heads, self.is_capped, self.visible)
 
     def products(self, tensor_degree: int = 1) -> list[Product]:
         """Returns the matmuls; a rank computes one key and one value head where there are fewer than ranks."""
@@ -286,7 +287,7 @@ def probability_bytes(scores: Scores, plan: Plan) -> float:
 
 
 def statistics_bytes(scores: Scores, plan: Plan) -> float:
-    """Returns the saved bytes of the softmax's statistics; cuDNN's within documents has them of each."""
+    """Returns the saved bytes of the softmax's statistics; cuDNN's kernel saves them for each document of its bound."""
     if plan.residuals != "jax" or plan.keeps_scores:
         return 0.0
     rows = documents_at_most(scores.keys) if plan.packs_documents else 1
@@ -319,78 +320,10 @@ def ring_step_bytes(scores: Scores, plan: Plan) -> float:
     of the queries' gradients. XLA's kernel has those of `score_bytes`, of `QUERIES_AT_A_TIME` queries.
     """
     c, tokens, degree = plan.element_bytes, plan.local_tokens(scores.queries), plan.mesh.model
-    keys = max(scores.groups / degree, 1) * scores.width * tokens
+    keys = max(scores.groups / degree, 1) * scores.widths / 2 * tokens
     gathered = (plan.mesh.context - 1) * keys * (2 * c + 2 * 4) if plan.context_method == "all-gather" else 0
-    held = gathered + keys * (4 * c + 4 * 4) + scores.heads / degree * scores.width * tokens * (4 * c + 4)
+    held = gathered + keys * (4 * c + 4 * 4) + scores.heads / degree * scores.widths / 2 * tokens * (4 * c + 4)
     if plan.flash_attention:
         return held
     pairs = min(QUERIES_AT_A_TIME * plan.microbatch_size, tokens) * scores.keys / plan.mesh.context
     return held + score_bytes(plan) * scores.heads / degree * pairs
-
-
-def width_norm_collectives(stream: ResidualStream, *, learns: bool) -> list[Expectation]:
-    """Returns the all-reduces of a QK norm over all heads: of each token the sum of squares, and in the backward pass
-    the sum of its gradient's products, for queries and for keys.
-
-    The sums are saved, so that only full recompute repeats those of the forward pass.
-    """
-    sums, settings = "2*batch*sequence", {"dtype": "float32", "pooled": True}
-    recomputed = f"{stream.side}recomputed_layers*{stream.turns}"
-    back = stream.times if learns else stream.input_gradients
-    why = "of queries and of keys, for their norms over all heads"
-    return [
-        over_model(LAYER_FORWARD, "all-reduce", stream.forward_times, sums, f"squares {why}", **settings),
-        over_model(LAYER_RECOMPUTE, "all-reduce", recomputed, sums, f"squares {why}, again", **settings),
-        over_model(LAYER_BACKWARD, "all-reduce", back, sums, f"gradients {why}", **settings),
-    ]
-
-
-def context_collectives(stream: ResidualStream) -> list[Expectation]:
-    """Returns the collectives of context parallel self-attention, in every layer.
-
-    A ring permutes keys and values c-1 times, and in the backward pass the float32 sums of their gradients, which one
-    more hop returns to their rank in the compute dtype. Otherwise keys and values are all-gathered, and the gradients
-    reduce-scattered. The backward pass needs keys and values again.
-    """
-    if stream.across is None:
-        return []
-    recomputed, hops = f"recomputed_layers*{stream.turns}", "(context_ways - 1)"
-    # XLA: the backward pass's first transfer is the recompute's last, but for layers in groups.
-    sent_before = "(recomputed_layers - grouped_layers)"
-    local = "batch*sequence*rank_key_width"
-    lines: list[Expectation] = []
-
-    def line(phase: str, kind: Kind, count: str, elements: str, why: str, **settings: object) -> None:
-        lines.append(Expectation(phase, kind, CONTEXT, count, elements, why=why, **settings))  # pyright: ignore[reportArgumentType]
-
-    if stream.across.method == "ring":
-        sent = [(2, local, "keys and values", {})]
-        if stream.across.keeps_documents_apart:
-            sent.append((1, "batch*sequence", "document ids of keys", {"dtype": "int32"}))
-        for arrays, elements, what, settings in sent:
-            permutes = f"{arrays}*{hops}" if arrays > 1 else hops
-            forward, forward_permutes = stream.forward_times, permutes
-            if arrays == 1:  # XLA: ids are the same in all layers, so that their first hop may be sent once
-                forward_permutes, first = "(context_ways - 2)", {"pooled": True, "hoisted": True, **settings}
-                line(LAYER_FORWARD, "collective-permute", forward, elements, f"{what}, first ring step", **first)
-            count = f"{forward_permutes}*{forward}"
-            line(LAYER_FORWARD, "collective-permute", count, elements, f"{what}, ring steps", **settings)
-            count = f"{permutes}*{recomputed}"
-            line(LAYER_RECOMPUTE, "collective-permute", count, elements, f"{what}, ring steps", **settings)
-            count = f"{arrays}*({hops}*layers - {sent_before})*{stream.turns}"
-            line(LAYER_BACKWARD, "collective-permute", count, elements, f"{what}, ring steps", **settings)
-        why, dtype = "gradients of keys and values", "compute" if stream.across.sends_rounded else "float32"
-        line(LAYER_BACKWARD, "collective-permute", f"2*{hops}*{stream.times}", local, f"{why}, ring steps", dtype=dtype)
-        line(LAYER_BACKWARD, "collective-permute", f"2*{stream.times}", local, f"{why}, back to their rank")
-        return lines
-    every, count = f"context_ways*{local}", f"(layers - {sent_before})*{stream.turns}"
-    line(LAYER_FORWARD, "all-gather", f"2*{stream.forward_times}", every, "keys and values")
-    line(LAYER_RECOMPUTE, "all-gather", f"2*{recomputed}", every, "keys and values")
-    line(LAYER_BACKWARD, "all-gather", f"2*{count}", every, "keys and values")
-    if stream.across.keeps_documents_apart:
-        elements, why = "context_ways*batch*sequence", "document ids of keys, the same for all layers"
-        settings: dict[str, object] = {"dtype": "int32", "pooled": True, "hoisted": True, "also": LAYER_RECOMPUTE}
-        line(LAYER_FORWARD, "all-gather", f"3*{stream.times}", elements, why, **settings)
-    why = "gradients of keys and values"
-    line(LAYER_BACKWARD, "reduce-scatter", f"2*{stream.times}", every, why, dtype="float32")
-    return lines

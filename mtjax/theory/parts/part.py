@@ -131,20 +131,30 @@ class Scores:
     queries: int
     keys: int
     width: int
-    """Of a head."""
+    """Of a head's query and key."""
     is_causal: bool
     groups: int = 0
     """Heads of keys and of values."""
     is_capped: bool = False
+    visible: float = 0.5
+    """Share of the scores that a causal model needs, in the mean of its layers: half without windows."""
+    narrower: int = 0
+    """By how much a head's value is narrower than its key."""
 
     @property
     def pairs(self) -> int:
         """Scores of a sample."""
         return self.heads * self.queries * self.keys
 
+    @property
+    def widths(self) -> int:
+        """Widths of a head's key and of its value together."""
+        return 2 * self.width - self.narrower
+
     def flops(self, *, causal: bool = False) -> float:
-        """Returns the forward FLOPs of a sample: 4 s q per query; with `causal`, half of them in a causal model."""
-        return 4 * self.pairs * self.width * (0.5 if causal and self.is_causal else 1)
+        """Returns the forward FLOPs of a sample: 4 s q per query; with `causal`, of a causal model only those of scores
+        that it needs."""
+        return 2 * self.pairs * self.widths * (self.visible if causal and self.is_causal else 1)
 
 
 @dataclass(frozen=True)

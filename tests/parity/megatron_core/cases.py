@@ -56,6 +56,7 @@ EXPERTS = LLAMA | {
     "moe_router_topk": 2,
     "moe_ffn_hidden_size": 48,
     "moe_shared_expert_intermediate_size": None,
+    "moe_shared_expert_gate": False,
     "moe_router_score_function": "softmax",
     "moe_router_pre_softmax": False,
     "moe_router_topk_scaling_factor": None,
@@ -70,6 +71,7 @@ WITH_EXPERTS: dict[str, dict[str, Any]] = {
     "experts": EXPERTS
     | {
         "moe_shared_expert_intermediate_size": 32,
+        "moe_shared_expert_gate": True,
         "moe_router_load_balancing_type": "seq_aux_loss",
         "moe_aux_loss_coeff": 0.02,
     },

@@ -25,6 +25,7 @@ EXPERTS = (
     *("moe_layer_freq", "moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"),
     *("moe_router_score_function", "moe_router_pre_softmax", "moe_router_topk_scaling_factor"),
     *("moe_router_num_groups", "moe_router_group_topk", "moe_router_enable_expert_bias"),
+    "moe_shared_expert_gate",
 )
 """Arguments that its config has under the same names."""
 

@@ -1,0 +1,182 @@
+"""transformers' `deepseek_v2` and `deepseek_v3`: latent attention and experts (arXiv 2405.04434, 2412.19437)."""
+
+from mtjax.config import Model
+from mtjax.convert.families.decoder import LIKE_LLAMA, NO_BIASES, ROPE, Only, decoder, sizes
+from mtjax.convert.families.decoder_rows import LAYERS, Names, in_dense_layers, mlp_rows, outside_rows
+from mtjax.convert.families.experts import (
+    AFTER_FIRST,
+    DEEPSEEK,
+    FIXED,
+    NORMALIZED,
+    SIGMOID,
+    SIGMOID_KEYS,
+    groups,
+    shared_experts,
+)
+from mtjax.convert.families.family import Json
+from mtjax.convert.families.parts import Part, Settings, always, fields, inverse, unused
+from mtjax.convert.families.rope import rope_object, yarn_scale
+from mtjax.convert.families.rows import linear, norm, row
+from mtjax.convert.table import Row, Tensor, dims
+
+LATENT = fields(
+    q_lora_rank="q_lora_rank",
+    kv_lora_rank="kv_lora_rank",
+    qk_nope_head_dim="qk_nope_head_dim",
+    qk_rope_head_dim="qk_rope_head_dim",
+    v_head_dim="v_head_dim",
+)
+MSCALE, MSCALE_ALL = "mscale", "mscale_all_dim"
+
+
+def _read_scale(values: Json) -> Settings:
+    """Reads RoPE, and the factor of the scores, which is larger with YaRN."""
+    found, given = ROPE.read(values), rope_object(values)
+    weight = given.get(MSCALE_ALL)
+    if found["rope_scaling"] == "none" or not weight:
+        return found
+    return {**found, "attention_scale": _scale(values, found["rope_factor"], weight)}
+
+
+def _scale(values: Json, factor: float, weight: float) -> float:
+    return (values["qk_nope_head_dim"] + values["qk_rope_head_dim"]) ** -0.5 * yarn_scale(factor, weight) ** 2
+
+
+def _write_scale(model: Model) -> Json:
+    found = dict(ROPE.write(model))
+    scale, factor = model.attention_scale, model.rope_factor
+    if scale is None or model.rope_scaling == "none" or factor <= 1:
+        return found
+    widths = {name: getattr(model, name) for name in ("qk_nope_head_dim", "qk_rope_head_dim")}
+    per_weight = yarn_scale(factor) - 1
+    near = ((scale / _scale(widths, factor, 0.0)) ** 0.5 - 1) / per_weight
+    keys = {MSCALE_ALL: inverse(lambda weight: _scale(widths, factor, weight), scale, near)}
+    # YaRN's factor of queries and keys is 1 in all published models, which transformers computes from two equal keys.
+    is_one = model.rope_attention_factor == 1
+    keys |= {MSCALE: keys[MSCALE_ALL]} if is_one else {}
+    dropped = {"attention_factor"} if is_one else set()
+    written = {
+        name: {key: value for key, value in found[name].items() if key not in dropped} | keys
+        for name in ("rope_parameters", "rope_scaling")
+    }
+    return found | written
+
+
+def _rows(names: Names, model: Model) -> tuple[Row, ...]:
+    """Returns the rows of a decoder with latent attention."""
+    attention = _attention(names, model)
+    return (
+        *outside_rows(names),
+        *attention,
+        *DEEPSEEK.mixture_rows(names),
+        *in_dense_layers((*attention, *mlp_rows(names))),
+    )
+
+
+def _attention(names: Names, model: Model) -> tuple[Row, ...]:
+    ours = f"{LAYERS}.attention"
+    rotated = model.qk_rope_head_dim
+
+    def order(axis: str, still: int) -> tuple[str, tuple[int, ...]]:
+        """Returns the order of channels of which the last rotate, as neighbours."""
+        pairs = (*range(0, rotated, 2), *range(1, rotated, 2))
+        return axis, (*range(still), *(still + i for i in pairs))
+
+    def matrix(parameter: str, theirs: str, shape: str, order: tuple[str, tuple[int, ...]] | None = None) -> Row:
+        name = f"{names.in_attention(theirs)}.weight"
+        return Row(f"{ours}.{parameter}.weight", (Tensor(name, dims(shape), order=order),))
+
+    of_query = order("head_dim", model.qk_nope_head_dim)
+    return (
+        *norm(f"{LAYERS}.attention_norm", names.block + names.attention_norm),
+        matrix("query", "q_proj", "heads*head_dim embed", of_query),
+        matrix("query_down", "q_a_proj", "latent embed"),
+        row(f"{ours}.query_norm.scale", f"{names.in_attention('q_a_layernorm')}.weight", "latent"),
+        matrix("query_up", "q_b_proj", "heads*head_dim latent", of_query),
+        matrix("key_value_down", "kv_a_proj_with_mqa", "latent embed", order("latent", model.kv_lora_rank)),
+        row(f"{ours}.key_value_norm.scale", f"{names.in_attention('kv_a_layernorm')}.weight", "latent"),
+        matrix("key_value_up", "kv_b_proj", "heads*head_dim latent"),
+        *linear(f"{ours}.output", names.in_attention("o_proj"), "heads*head_dim", "embed"),
+    )
+
+
+def _read_ranks(values: Json) -> Settings:
+    return {**LATENT.read(values), "q_lora_rank": values["q_lora_rank"] or 0}
+
+
+def _write_ranks(model: Model) -> Json:
+    return {
+        **LATENT.write(model),
+        "q_lora_rank": model.q_lora_rank or None,
+        "head_dim": model.qk_rope_head_dim,
+        "qk_head_dim": model.qk_nope_head_dim + model.qk_rope_head_dim,
+    }
+
+
+COMMON = (
+    *LIKE_LLAMA,
+    NO_BIASES,
+    unused("head_dim", "qk_head_dim", "num_key_value_heads"),
+    always(num_kv_heads=None),
+    Part(LATENT.keys, _read_ranks, _write_ranks),
+    Part(ROPE.keys, _read_scale, _write_scale),
+    fields(num_experts="n_routed_experts"),
+    AFTER_FIRST,
+)
+WIDTHS = {
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+ONLY: Only = {"attention_bias": (False,), **FIXED}
+
+
+def _read_method(values: Json) -> Settings:
+    """Reads the groups of experts, which only one method of choice has; weights are never normalized."""
+    is_grouped = values["topk_method"] == "group_limited_greedy"
+    found = groups().read(values) if is_grouped else {"expert_groups": 1, "expert_groups_top_k": 1}
+    return {**found, "router_score": "softmax", "router_normalize": False}
+
+
+DEEPSEEK_V2 = decoder(
+    "deepseek_v2",
+    "DeepseekV2",
+    sizes(4096, 11_008, 32, 32, None, 102_400, 2048)
+    | WIDTHS
+    | {"first_k_dense_replace": 0, "n_group": None, "topk_group": None, "topk_method": "greedy"}
+    | {"n_routed_experts": 64, "n_shared_experts": 2, "moe_intermediate_size": 1407, "routed_scaling_factor": 1.0},
+    *COMMON,
+    shared_experts("n_shared_experts", least=0),
+    Part(
+        ("n_group", "topk_group", "topk_method", "norm_topk_prob"),
+        _read_method,
+        lambda model: {
+            **groups().write(model),
+            "topk_method": "greedy" if model.expert_groups == 1 else "group_limited_greedy",
+            "norm_topk_prob": model.router_normalize,
+        },
+    ),
+    rows=_rows,
+    only={**ONLY, "mlp_bias": (False,), "topk_method": ("greedy", "group_limited_greedy")},
+)
+DEEPSEEK_V3 = decoder(
+    "deepseek_v3",
+    "DeepseekV3",
+    sizes(7168, 18_432, 61, 128, 128, 129_280, 4096)
+    | WIDTHS
+    | {"first_k_dense_replace": 3, "n_group": 8, "topk_group": 4, "norm_topk_prob": True}
+    | {"n_routed_experts": 256, "n_shared_experts": 1, "moe_intermediate_size": 2048, "routed_scaling_factor": 2.5}
+    | {"num_experts_per_tok": 8},
+    *COMMON,
+    shared_experts("n_shared_experts", least=0),
+    groups(),
+    SIGMOID,
+    NORMALIZED,
+    Part(("num_nextn_predict_layers",), lambda values: {}, lambda model: {"num_nextn_predict_layers": 0}),
+    rows=_rows,
+    # Layers of multi-token prediction follow the others.
+    ignored=lambda model: (rf"model\.layers\.{model.num_layers}\..*",),
+    only={**ONLY, **SIGMOID_KEYS, "rope_interleave": (True,)},
+)

@@ -1,0 +1,208 @@
+"""Multi-head latent attention (MLA; DeepSeek-V2, arXiv 2405.04434, section 2.1), sharded by heads.
+
+Keys and values of all heads are computed from one latent per token, queries from another one or from the hidden states.
+A part of each query and key is rotated (RoPE); the rotated part of the key is the same for all heads.
+
+Parameters, with the columns of matrices in this order:
+
+- `query_down.weight` [embed, latent], `query_norm.scale` [latent], `query_up.weight` [latent, heads, head_dim]; where
+  q_lora_rank is 0, `query.weight` [embed, heads, head_dim] instead. Of head_dim the first qk_nope_head_dim are not
+  rotated, the other qk_rope_head_dim are.
+- `key_value_down.weight` [embed, latent]: kv_lora_rank columns of the latent, then qk_rope_head_dim of the rotated key.
+- `key_value_norm.scale` [latent]: of the kv_lora_rank columns.
+- `key_value_up.weight` [latent, heads, head_dim]: of each head the qk_nope_head_dim of the key, then v_head_dim of the
+  value.
+- `output.weight` [heads, head_dim, embed], with v_head_dim.
+
+RoPE rotates pairs (i, i + qk_rope_head_dim / 2). DeepSeek's files pair neighbors: the columns of the rotated parts are
+permuted when they are read.
+"""
+
+from dataclasses import replace
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array, lax
+from jax.sharding import reshard
+from jaxtyping import Float
+
+from mtjax.config import Model
+from mtjax.config.sizes import attention_windows, head_dim
+from mtjax.models.kernels.cached import attend_latent
+from mtjax.models.kernels.options import AttentionOptions
+from mtjax.models.kernels.xla import HEADS
+from mtjax.models.kv_cache import LatentCache
+from mtjax.models.layer_context import LayerContext
+from mtjax.models.linear import Linear, constant, normal
+from mtjax.models.mixers.attention import KERNELS, attention_options
+from mtjax.models.mixers.mixer import State
+from mtjax.models.of_layer import of_layer
+from mtjax.models.project import project, reshard_sequence, seq_major
+from mtjax.models.rotary import rotate
+from mtjax.sharding.axes import sequence_is_sharded, spec
+
+EPSILON = 1e-6
+"""Of the latents' norms, whatever norm_epsilon is, as in DeepSeek's and transformers' code."""
+
+
+class LatentNorm(nnx.Module):
+    """RMSNorm of a latent; the result has the type of the input."""
+
+    def __init__(self, width: int) -> None:
+        """Builds scale 1."""
+        self.scale = constant(1.0, {"latent": width})
+
+    def __call__(self, x: Float[Array, "batch act_seq latent"]) -> Float[Array, "batch act_seq latent"]:
+        """Applies to the last dimension."""
+        wide = x.astype(jnp.float32)
+        normal = wide * lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + EPSILON)
+        return (normal * self.scale[...]).astype(x.dtype)
+
+
+class Up(nnx.Module):
+    """The product of a latent, or of hidden states, with a matrix of columns per head."""
+
+    def __init__(self, inputs: dict[str, int], heads: int, width: int, std: float, key: Array) -> None:
+        """Draws the weight, [*inputs, heads, head_dim]."""
+        self.weight = normal(key, {**inputs, "heads": heads, "head_dim": width}, std)
+
+    def __call__(self, x: Float[Array, "batch act_seq width"]) -> Float[Array, "batch seq heads head_dim"]:
+        """Computes the heads of all tokens of a sequence."""
+        # Column-parallel. With sequence parallelism the latent is all-gathered, not the wider hidden states.
+        return project(reshard_sequence(x, "seq"), self.weight[...], None, ("heads", "head_dim"), by_sample=True)
+
+
+class LatentAttention(nnx.Module):
+    """Self-attention whose keys and values are computed from a latent."""
+
+    scope: ClassVar[str] = "attention"
+    init_number: ClassVar[int] = 0
+    dropout_site: ClassVar[int] = 1
+
+    def __init__(self, model: Model, *, output_std: float, key: Array) -> None:
+        """Draws the parameters."""
+        keys, std, heads = jax.random.split(key, 5), model.init_std, model.num_heads
+        embed, latent, query_latent = {"embed": model.hidden_size}, model.kv_lora_rank, model.q_lora_rank
+        # Matrices to the latents are replicated over tensor parallel ranks, as all heads read the entire latent.
+        low = {"std": std, "bias": False, "sequence": "act_seq"}
+        if query_latent:
+            self.query_down = Linear(embed, {"latent": query_latent}, **low, key=keys[0])
+            self.query_norm = LatentNorm(query_latent)
+            self.query_up = Up({"latent": query_latent}, heads, head_dim(model), std, keys[1])
+        else:
+            self.query = Up(embed, heads, head_dim(model), std, keys[1])
+        self.key_value_down = Linear(embed, {"latent": latent + model.qk_rope_head_dim}, **low, key=keys[2])
+        self.key_value_norm = LatentNorm(latent)
+        self.key_value_up: Up | AbsorbedUp = Up(
+            {"latent": latent}, heads, model.qk_nope_head_dim + model.v_head_dim, std, keys[3]
+        )
+        mixed = {"heads": heads, "head_dim": model.v_head_dim}
+        self.output = Linear(mixed, embed, std=output_std, bias=False, sequence="act_seq", key=keys[4])
+        self.model = model
+        # The default scale is that of queries in training, not of the wider queries of cached latents.
+        options = attention_options(model)
+        self.options = replace(options, scale=head_dim(model) ** -0.5 if options.scale is None else options.scale)
+        self.windows = attention_windows(model)
+        self.attend = KERNELS[model.attention]
+
+    def __call__(
+        self, x: Float[Array, "batch act_seq embed"], context: LayerContext, state: State
+    ) -> tuple[Float[Array, "batch act_seq embed"], State]:
+        """Attends from each token to the tokens of the context's mask, or to the cached tokens up to it.
+
+        Args:
+          x: the input.
+          context: mask, rotation, dropout keys, cache positions.
+          state: None, or a `LatentCache`, to which the tokens are appended.
+
+        Returns:
+          The output, and the new state.
+        """
+        model, still = self.model, self.model.qk_nope_head_dim
+        query = self.query_up(self.query_norm(self.query_down(x))) if model.q_lora_rank else self.query(x)
+        query = jnp.concatenate(
+            [query[..., :still], rotate(query[..., still:], context.rotation, context.layer)], axis=-1
+        )
+        if context.query_scale is not None:
+            query = (query * context.query_scale[:, :, None, None]).astype(query.dtype)
+        down = self.key_value_down(x)
+        latent = self.key_value_norm(down[..., : model.kv_lora_rank])
+        turned = down[..., model.kv_lora_rank :]
+        if state is not None:
+            mixed, state = self._attend_cached(query, latent, turned, context, state)
+            return self.output(mixed), state
+        assert isinstance(self.key_value_up, Up)
+        key_value = self.key_value_up(latent)
+        # Repeated before it is rotated: a head's gradient is rotated, and the sum over heads is then sent as it is.
+        turned = rotate(_for_each_head(turned, model.num_heads), context.rotation, context.layer)
+        key = jnp.concatenate([key_value[..., :still], turned], axis=-1)
+        options = self._options(context)
+        return self.output(self.attend(query, key, key_value[..., still:], context, options)), None
+
+    def _options(self, context: LayerContext) -> AttentionOptions:
+        """Returns the layer's options, with its window."""
+        if self.windows is None:
+            return self.options
+        return replace(self.options, window=of_layer(self.windows, context.layer))
+
+    def absorbed(self) -> "AbsorbedUp":
+        """Splits `key_value_up` into the matrices of keys and of values, for generation."""
+        assert isinstance(self.key_value_up, Up)
+        return AbsorbedUp(self.key_value_up.weight[...], self.model.qk_nope_head_dim)
+
+    def _attend_cached(
+        self, query: Array, latent: Array, turned: Array, context: LayerContext, state: State
+    ) -> tuple[Array, LatentCache]:
+        """Attends to the cached latents, to which those of the new tokens are appended.
+
+        Args:
+          query: [batch, seq, heads, head_dim].
+          latent: of the new tokens, [batch, seq, latent].
+          turned: the part of their keys to rotate, [batch, seq, rope].
+          context: with cache positions.
+          state: the cache.
+        """
+        assert isinstance(state, LatentCache) and context.cache_positions is not None
+        assert isinstance(self.key_value_up, AbsorbedUp)
+        turned = rotate(turned[:, :, None], context.rotation, context.layer)[:, :, 0]
+        state = state.append(jnp.concatenate([latent, turned], -1), context.cache_positions)
+        query = self.key_value_up.query(query, self.model.qk_nope_head_dim)
+        mixed = attend_latent(
+            query, state, self.model.kv_lora_rank, context.cache_positions, self._options(context), context.bias
+        )
+        return self.key_value_up.value(mixed), state
+
+
+class AbsorbedUp(nnx.Module):
+    """`key_value_up` for generation: queries are multiplied by the matrix of keys, and attention's outputs by that of
+    values, so that no keys and values are computed from the cached latents (section 2.1.2); not for training."""
+
+    def __init__(self, weight: Float[Array, "latent heads head_dim"], still: int) -> None:
+        # The latent has no name here, so that these are not converted like matrices of ordinary products.
+        names = (None, "heads", "head_dim")
+        self.keys, self.values = (nnx.Param(part, axes=names) for part in (weight[..., :still], weight[..., still:]))
+
+    def query(self, query: Array, still: int) -> Float[Array, "batch seq heads latent"]:
+        """Computes queries of cached latents and rotated keys."""
+        keys = self.keys[...].astype(query.dtype)
+        latent = jnp.einsum("bshd,chd->bshc", query[..., :still], keys, out_sharding=spec(*HEADS))
+        return jnp.concatenate([latent, query[..., still:]], -1)
+
+    def value(self, mixed: Float[Array, "batch seq heads latent"]) -> Float[Array, "batch seq heads head_dim"]:
+        """Computes values from mixtures of latents."""
+        values = self.values[...].astype(mixed.dtype)
+        return jnp.einsum("bshc,chd->bshd", mixed, values, out_sharding=spec(*HEADS))
+
+
+def _for_each_head(key: Float[Array, "batch act_seq width"], heads: int) -> Float[Array, "batch seq heads width"]:
+    """Repeats a key for each head, so that the kernels of ordinary attention serve; its gradient is summed over
+    heads."""
+    # With sequence parallelism seq-major, as in `mtjax.models.project`.
+    names = ("seq", "batch") if sequence_is_sharded() else ("batch", "seq")
+    key = seq_major(key) if sequence_is_sharded() else key
+    key = reshard(key, spec(*names, None))[:, :, None]
+    shape = (*key.shape[:2], heads, key.shape[-1])
+    repeated = jnp.broadcast_to(key, shape, out_sharding=spec(*names, "heads", "head_dim"))
+    return seq_major(repeated) if sequence_is_sharded() else repeated
