@@ -81,7 +81,7 @@ class ShardedModel:
         """Chooses the attention kernel for the mesh's devices."""
         device = self.mesh.devices.flat[0]
         major, minor = (int(part) for part in getattr(device, "compute_capability", "0.0").split("."))
-        return choose_kernel(config, device.platform, (major, minor), context_degree=self.shape.context)
+        return choose_kernel(config, device.platform, (major, minor), self.shape)
 
     # --- parameters
 

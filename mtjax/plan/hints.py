@@ -41,7 +41,7 @@ def flash_hint(anatomy: Anatomy, plan: Plan, server: Server, run: Config) -> str
 
 
 def _kernel(run: Config, plan: Plan, server: Server) -> str:
-    return choose_kernel(run, "gpu", server.gpu.compute_capability, context_degree=plan.mesh.context)[0]
+    return choose_kernel(run, "gpu", server.gpu.compute_capability, plan.mesh)[0]
 
 
 def zero_hint(anatomy: Anatomy, plan: Plan) -> str | None:

@@ -5,6 +5,7 @@ from typing import Literal
 
 from mtjax.config import Config
 from mtjax.config.sizes import head_dim, windowed_layers
+from mtjax.theory.mesh import MeshShape
 
 Kernel = Literal["cudnn", "blocks", "xla"]
 """cuDNN's flash attention; XLA's, with the scores of a few queries at a time; XLA's, with all scores."""
@@ -21,7 +22,7 @@ LONGEST_WHOLE = 8192
 
 
 def choose_kernel(
-    config: Config, platform: str, capability: Capability = HOPPER, *, context_degree: int = 1
+    config: Config, platform: str, capability: Capability = HOPPER, mesh: MeshShape | None = None
 ) -> tuple[Kernel, str | None]:
     """Chooses the attention kernel of a run.
 
@@ -29,12 +30,12 @@ def choose_kernel(
       config: the run.
       platform: of its devices.
       capability: of its GPUs.
-      context_degree: the context parallel degree.
+      mesh: where known; without context parallelism when None.
 
     Returns:
       The kernel, and if it is not the requested one, the reason.
     """
-    requested = config.model.attention
+    requested, context_degree = config.model.attention, 1 if mesh is None else mesh.context
     if requested == "xla":
         return "xla", None
     reason = next(_without_flash(config, context_degree), None)

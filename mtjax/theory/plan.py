@@ -219,7 +219,7 @@ class Plan:
     def of(cls, run: Config, mesh: MeshShape, capability: Capability = HOPPER, **settings: object) -> "Plan":
         """Returns the plan of a config on this mesh of GPUs; `settings` are fields that override the config's."""
         training = run.training
-        kernel, _ = choose_kernel(run, "gpu", capability, context_degree=mesh.context)
+        kernel, _ = choose_kernel(run, "gpu", capability, mesh)
         plan = cls(
             mesh,
             training.global_batch_size,
