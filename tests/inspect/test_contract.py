@@ -7,11 +7,13 @@ import pytest
 from jax import lax
 
 from mtjax import config
+from mtjax.inspect.products import count_flops
 from mtjax.inspect.report import Report, inspect, report
 from mtjax.inspect.targets import find_target
 from mtjax.sharding import param_comm as parameters
 from mtjax.theory.counts import rank_parameters
 from mtjax.theory.families.registry import anatomy_of
+from mtjax.theory.flops import compiled_flops
 from mtjax.theory.layout import NOT_SHARDED
 from mtjax.theory.rules import DATA
 from tests.inspect.steps import has_cudnn, needs_aot, required_of, tiny
@@ -205,6 +207,28 @@ def test_float16_keeps_the_contract_and_the_memory_of_bfloat16_on_h100(attention
         }
         assert kinds
     assert found.memory.peak == pytest.approx(expected.memory.peak, rel=1e-2)
+
+
+needs_cudnn = pytest.mark.skipif(not has_cudnn, reason="needs nvidia-cudnn-cu13")
+
+
+@needs_aot
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("fields", "kernel"),
+    [
+        pytest.param({"attention": "cudnn", "reset_attention_mask": True}, "cudnn", marks=needs_cudnn),
+        pytest.param({"attention": "cudnn", "attention_window": 16, "window_layers": "SF"}, "cudnn", marks=needs_cudnn),
+        pytest.param({"attention": "cudnn", "head_dim": 256}, "cudnn", marks=needs_cudnn),
+        ({"attention": "blocks", "reset_attention_mask": True, "attention_window": 16}, "blocks"),
+    ],
+)
+def test_kernels_keep_the_contract_and_the_flops_of_theory_on_h100(fields, kernel):
+    """Of a branch between two kernels, by the layer's window or by how many documents there are, one counts."""
+    step = (report := inspect(tiny(**fields), find_target("h100x8"))).step
+    assert report.verdict.violations == () and step.config.model.attention == kernel
+    formula = compiled_flops(step.anatomy, step.plan) * step.config.training.global_batch_size / step.mesh.size
+    assert count_flops(step.module) == pytest.approx(formula, rel=1e-9)
 
 
 def test_a_gradient_reduced_whole_breaks_the_contract_of_zero(monkeypatch):
