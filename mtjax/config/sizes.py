@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import TypedDict
 
 from mtjax.config.field_metadata import TOKENS
 from mtjax.config.model import Model
@@ -106,7 +107,14 @@ def sublayer_norms(model: Model, *, is_first: bool) -> tuple[str, ...]:
     return {"output": ("output_norm",), "sandwich": ("norm", "output_norm")}.get(model.norm_placement, ("norm",))
 
 
-def output_shape(model: Model) -> dict[str, float | None]:
+class OutputShape(TypedDict):
+    """Settings of a model's logits."""
+
+    scale: float
+    softcap: float | None
+
+
+def output_shape(model: Model) -> OutputShape:
     """Returns the factor and the soft cap of a model's logits, by the names in `mtjax.sharding.vocab.OutputOptions`."""
     return {"scale": model.output_scale, "softcap": model.output_softcap}
 
