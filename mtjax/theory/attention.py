@@ -35,7 +35,7 @@ def choose_kernel(
     Returns:
       The kernel, and if it is not the requested one, the reason.
     """
-    requested, context_degree = config.model.attention, 1 if mesh is None else mesh.context
+    requested, context = config.model.attention, 1 if mesh is None else mesh.context
     if requested == "xla":
         return "xla", None
     reason = next(_without_flash(config, context), None)
