@@ -174,8 +174,8 @@ FAULTS = (
     ),
     Fault(
         "models: attention's scores are not scaled",
-        "query = query * (shape[-1] ** -0.5 if scale is None else scale)",
-        "query = query * (1.0 if scale is None else scale)",
+        "query = query * (shape[-1] ** -0.5 if options.scale is None else options.scale)",
+        "query = query * (1.0 if options.scale is None else options.scale)",
         "sharding",
         "test_flash_equals_plain_attention_and_its_gradients",
     ),
@@ -492,8 +492,8 @@ FAULTS = (
     ),
     Fault(
         "theory: attention is counted without its second product",
-        "return 4 * self.pairs * self.width",
-        "return 2 * self.pairs * self.width",
+        "return 2 * self.pairs * self.widths",
+        "return self.pairs * self.widths",
         "theory",
         "test_closed_forms_of_the_flops",
     ),

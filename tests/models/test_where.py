@@ -8,6 +8,7 @@ from jax import lax
 from jax.sharding import reshard
 
 from mtjax.models.dropout import dropout
+from mtjax.models.kernels.options import AttentionOptions
 from mtjax.models.kernels.xla import attend
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.recompute import ATTENTION_CORE
@@ -40,7 +41,7 @@ def test_layers_read_no_constants_as_large_as_the_stream():
 
     def layer(x, number):
         own = jax.vmap(jax.random.fold_in, (0, None))(keys, number)
-        x = dropout(attend(x, x, x, LayerContext(own, bias=bias), 0.1), 0.1, own, 1, NAMES)
+        x = dropout(attend(x, x, x, LayerContext(own, bias=bias), AttentionOptions(0.1)), 0.1, own, 1, NAMES)
         return x, None
 
     @jax.grad
