@@ -88,6 +88,8 @@ def describe(folder: Path, vocab_multiple: int | None = None) -> Described:
     notes = (f"{folder} has {untied}, which the config.json ties but is another tensor: not tied",) if untied else ()
     if untied:
         settings["tie_embeddings"] = False
+    if count := raw.get("num_nextn_predict_layers"):
+        notes += (f"{folder} has {count} layers of multi-token prediction (DeepSeek-V3), which are not read",)
     config = config_of(settings, source)
     names = raw.get("id2label")
     if config.model.head == "classification" and isinstance(names, dict):
