@@ -34,6 +34,16 @@ REPRESENTATIVES = (
     "t5-base",
     "t5-1.1-base",
     "t5-220m",
+    "mistral-7b",
+    "qwen2.5-7b",
+    "qwen3-30b-a3b",
+    "gemma2-9b",
+    "gemma3-4b",
+    "olmo2-7b",
+    "pythia-6.9b",
+    "deepseek-v2-lite",
+    "deepseek-v3",
+    "gpt-oss-20b",
 )
 """One preset of each structure."""
 
@@ -44,6 +54,8 @@ def structure(name: str) -> tuple[object, ...]:
     model, training = preset.model, preset.training
     ways, groups = parse_mesh(preset.parallel.mesh).model, num_kv_heads(model)
     layer = (model.norm, model.norm_placement, model.position, model.activation, model.bias, model.tie_embeddings)
+    layer += (model.norm_weight, model.parallel_residual, model.attention_bias, model.qk_norm and model.qk_norm_scope)
+    layer += (model.attention_window is None, model.attention_sinks, model.kv_lora_rank > 0, model.q_lora_rank > 0)
     heads = (groups == model.num_heads, groups % ways == 0)
     experts = (model.num_experts > 0, model.first_dense_layers > 0)
     return model.family, layer, heads, experts, ways > 1, training.recompute, training.compute_dtype
@@ -54,11 +66,11 @@ def narrow(name: str, *, zero: int, split: bool, one_sample: bool) -> Config:
     preset = config.load(name)
     heads, several = preset.model.num_heads, preset.training.microbatch_size or 1
     decoder = {"decoder_sequence_length": 64} if preset.model.family == "t5" else {}
+    heads_of = {"head_dim": 8} if not preset.model.kv_lora_rank else {}
     return config.replace(
         preset,
         num_layers=2,
         hidden_size=8 * heads,
-        head_dim=8,
         mlp_size=24 * heads,
         sequence_length=128,
         vocab_size=2000,
@@ -67,6 +79,7 @@ def narrow(name: str, *, zero: int, split: bool, one_sample: bool) -> Config:
         sequence_parallel=split,
         microbatch_size=1 if one_sample else max(2, several),
         **decoder,
+        **heads_of,
     )
 
 
