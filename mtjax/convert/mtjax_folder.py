@@ -201,8 +201,9 @@ def continued_training(model: Model) -> dict[str, dict[str, Any]]:
 
     mtjax's defaults are those of pretraining from random weights: 300,000 steps of 512 samples in one microbatch.
     """
-    size = max(1, min(TOKENS_OF_MICROBATCH // model.sequence_length, CONTINUED_BATCH))
-    size = 2 ** (size.bit_length() - 1)  # a power of two divides the samples of most data parallel degrees
+    # A small power of two divides the samples of most data parallel degrees, also of a smaller global batch.
+    fitting = max(1, min(TOKENS_OF_MICROBATCH // model.sequence_length, 4))
+    size = 4 if fitting >= 4 else 2 if fitting >= 2 else 1
     return {
         "optimizer": {"learning_rate": 2e-5, "min_learning_rate": 2e-6, "warmup_steps": 50},
         "training": {
