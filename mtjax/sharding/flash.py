@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import jax
+import numpy as np
 from jax import Array, lax
 from jax._src.cudnn import fused_attention_stablehlo as fused  # values narrower than keys have no public name
 from jax.ad_checkpoint import checkpoint_name
@@ -189,7 +190,7 @@ class _OnRanks(NamedTuple):
         out_specs = jax.tree.map(self.specs.__getitem__, dimensions)
 
         def mapped(*inputs: Any) -> Any:
-            specs = jax.tree.map(lambda a: self.specs[a.ndim], inputs)
+            specs = jax.tree.map(lambda a: self.specs[np.ndim(a)], inputs)
             return jax.shard_map(body, axis_names=set(explicit_axes()), in_specs=specs, out_specs=out_specs)(*inputs)
 
         return mapped

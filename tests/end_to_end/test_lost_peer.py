@@ -146,7 +146,9 @@ def test_who_does_not_come_to_a_meeting_is_named(tmp_path: Path) -> None:
     assert "error: process 0 did not reach the barrier 'the tea' within 2 s: " in the_error(finished[1].stderr)
 
 
-@pytest.mark.parametrize("victim", [0, 1])  # the first process makes a checkpoint of what all have written
+@pytest.mark.parametrize(
+    "victim", [pytest.param(0, marks=pytest.mark.exhaustive), 1]
+)  # the first process makes a checkpoint of what all have written
 def test_a_save_that_fails_in_one_process_is_counted_in_all(victim: int, launcher: Launcher) -> None:
     """The system lets a process write no file longer than a kilobyte, for one save, and then for good."""
     name = f"part-{victim}"

@@ -134,7 +134,9 @@ def test_a_second_start_beside_a_running_one_changes_nothing(launcher: Launcher)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("delay", [0.7, 1.5, 2.5, 4.0, 6.0, 9.0])
+@pytest.mark.parametrize(
+    "delay", [0.7, 2.5, *(pytest.param(d, marks=pytest.mark.exhaustive) for d in (1.5, 4.0, 6.0, 9.0))]
+)
 def test_ctrl_c_ends_a_run_that_is_starting_within_three_seconds(delay: float, launcher: Launcher) -> None:
     """While it imports, looks for devices, prepares text, makes the model or compiles."""
     with ended(
