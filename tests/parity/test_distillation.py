@@ -69,7 +69,7 @@ def test_a_student_of_labels_learns_as_torch_says(labels, tmp_path):
     student, teacher = (classifier_of("Bert", BERT | more, labels) for more in ({}, WIDER))
     for name, network in (("student", student), ("teacher", teacher)):
         network.save_pretrained(tmp_path / name)
-    host = rows(labels)
+    host = rows(labels, pad=0)
     program, trunk = program_of(tmp_path / "student", "2x2", {"sequence_parallel": True, "microbatch_size": 4} | TAUGHT)
     state, batch = program.initialize(0, trunk.read(program)), taught(program, tmp_path / "teacher", host)
     names = {"input_ids": "tokens", "attention_mask": "padding_mask", "token_type_ids": "token_types"}
