@@ -174,7 +174,7 @@ FAULTS = (
     ),
     Fault(
         "models: attention's scores are not scaled",
-        "query = query * (shape[-1] ** -0.5 if options.scale is None else options.scale)",
+        "query = query * options.scale_of(shape[-1])",
         "query = query * (1.0 if options.scale is None else options.scale)",
         "sharding",
         "test_flash_equals_plain_attention_and_its_gradients",

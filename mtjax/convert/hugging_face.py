@@ -89,7 +89,7 @@ def describe(folder: Path, vocab_multiple: int | None = None) -> Described:
     if untied:
         settings["tie_embeddings"] = False
     if count := raw.get("num_nextn_predict_layers"):
-        notes += (f"{folder} has {count} layers of multi-token prediction (DeepSeek-V3), which are not read",)
+        notes += (f"num_nextn_predict_layers is {count}: layers of multi-token prediction are not read",)
     config = config_of(settings, source)
     names = raw.get("id2label")
     if config.model.head == "classification" and isinstance(names, dict):

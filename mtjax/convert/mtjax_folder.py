@@ -202,8 +202,7 @@ def continued_training(model: Model) -> dict[str, dict[str, Any]]:
     mtjax's defaults are those of pretraining from random weights: 300,000 steps of 512 samples in one microbatch.
     """
     # A small power of two divides the samples of most data parallel degrees, also of a smaller global batch.
-    fitting = max(1, min(TOKENS_OF_MICROBATCH // model.sequence_length, 4))
-    size = 4 if fitting >= 4 else 2 if fitting >= 2 else 1
+    size = next(size for size in (4, 2, 1) if size == 1 or size * model.sequence_length <= TOKENS_OF_MICROBATCH)
     return {
         "optimizer": {"learning_rate": 2e-5, "min_learning_rate": 2e-6, "warmup_steps": 50},
         "training": {

@@ -56,7 +56,7 @@ def layer_activations(stack: Stack, plan: Plan) -> dict[str, float]:
         kinds.update(part.saved_bytes(plan))  # pyright: ignore[reportArgumentType] - a Counter adds any numbers
     # A sublayer's input is the layer's input plus the outputs before: the last output is saved where a norm reads it,
     # and a parallel layer saves its input alone, with one dropout mask.
-    arrays = {"no": int(stack.norms_outputs)}.get(stack.parallel, 1 - len(stack.parts))
+    arrays = int(stack.norms_outputs) if stack.parallel == "no" else 1 - len(stack.parts)
     kinds[NORM_INPUTS] += arrays * _stream_bytes(stack, plan)  # pyright: ignore[reportArgumentType]
     if stack.parallel != "no":
         kinds["dropout masks"] /= len(stack.parts)  # pyright: ignore[reportArgumentType]

@@ -41,7 +41,7 @@ def attend_across(
 ) -> Float[Array, "batch seq heads head_dim"]:
     """Computes self-attention to the tokens of all context parallel ranks."""
     assert context.bias is None and context.positions is not None
-    scale = query.shape[-1] ** -0.5 if options.scale is None else options.scale
+    scale = options.scale_of(query.shape[-1])
     # The same keys and element indices as in `xla.softmax_attention`, so that masks are equal on every mesh.
     dropout = None
     if options.rate and context.dropout_keys is not None:

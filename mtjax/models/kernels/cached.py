@@ -62,12 +62,11 @@ def attend_grouped(
     batch, seq, heads, width = query.shape
     groups, length = keys.shape[1:3]
     grouped = spec("batch", "heads", None, "seq", None)
-    query = (query * (width**-0.5 if options.scale is None else options.scale)).transpose(0, 2, 1, 3)
+    query = (query * options.scale_of(width)).transpose(0, 2, 1, 3)
     query = query.reshape(batch, groups, -1, width, out_sharding=spec("batch", "heads", None, "head_dim"))
     scores = jnp.einsum("bgqd,bgkd->bgqk", query, keys, preferred_element_type=jnp.float32)
     scores = scores.reshape(batch, groups, heads // groups, seq, length, out_sharding=grouped)
-    if options.softcap is not None:
-        scores = options.softcap * jnp.tanh(scores / options.softcap)
+    scores = options.cap(scores)
     if bias is not None:
         scores += bias.reshape(bias.shape[0], groups, -1, *bias.shape[2:], out_sharding=grouped)
     scores = jnp.where(is_visible[:, None, None], scores, HIDDEN_SCORE)
@@ -112,8 +111,7 @@ def attend_latent(
         preferred_element_type=jnp.float32,
         out_sharding=spec("batch", "heads", "seq", "key_seq"),
     )
-    if options.softcap is not None:
-        scores = options.softcap * jnp.tanh(scores / options.softcap)
+    scores = options.cap(scores)
     scores = scores if bias is None else scores + bias
     probabilities = jax.nn.softmax(jnp.where(is_visible[:, None], scores, HIDDEN_SCORE), axis=-1).astype(keys.dtype)
     return jnp.einsum("bhqk,bkc->bqhc", probabilities, keys[..., :latent], out_sharding=spec(*HEADS))

@@ -54,7 +54,7 @@ def kernel_of(
       attend_packed: the same within documents.
     """
     length = query.shape[1]
-    scale = query.shape[-1] ** -0.5 if options.scale is None else options.scale
+    scale = options.scale_of(query.shape[-1])
 
     # The length of a window is a constant of cuDNN's kernel.
     def of(window: int | None) -> flash.FlashKernel:

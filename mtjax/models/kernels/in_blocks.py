@@ -29,7 +29,7 @@ def attend(
     assert context.bias is None and options.rate == 0
     if context.positions is not None:
         return attend_across("xla", query, key, value, context, options)
-    scale = query.shape[-1] ** -0.5 if options.scale is None else options.scale
+    scale = options.scale_of(query.shape[-1])
     kernel = InBlocks(scale, context.is_causal, options.softcap, options.alibi)
     window = None if options.window is None else jnp.asarray(options.window)
     slopes = None if options.alibi is None else options.alibi.by_head()

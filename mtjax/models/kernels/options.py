@@ -1,12 +1,13 @@
 """What a layer's attention does with its scores, for every kernel."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
 from mtjax.models.alibi import Alibi
+from mtjax.models.of_layer import of_layer
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,18 @@ class AttentionOptions:
     """Where the layer's number selects the window, those of all layers: one length, and others longer than a sample."""
     alibi: Alibi | None = None
     """When given, its biases are added to the scores."""
+
+    def scale_of(self, width: int) -> float:
+        """Returns the factor of the scores of heads of this width."""
+        return width**-0.5 if self.scale is None else self.scale
+
+    def cap(self, scores: Float[Array, "..."]) -> Float[Array, "..."]:
+        """Caps scores, where there is a cap."""
+        return scores if self.softcap is None else self.softcap * jnp.tanh(scores / self.softcap)
+
+    def in_layer(self, windows: tuple[int, ...] | None, layer: Int[Array, ""] | int | None) -> "AttentionOptions":
+        """Returns the options of a layer, by its number, where `windows` are those of all layers; None for none."""
+        return self if windows is None else replace(self, window=of_layer(windows, layer), windows=windows)
 
 
 def softmax_with_sinks(scores: Float[Array, "... key_seq"], sinks: Float[Array, "..."]) -> Float[Array, "... key_seq"]:

@@ -70,7 +70,7 @@ def softmax_attention(
     """
     shape, output_spec = query.shape, spec(*HEADS)
     # Cheaper than scaling the scores.
-    query = query * (shape[-1] ** -0.5 if options.scale is None else options.scale)
+    query = query * options.scale_of(shape[-1])
     query = query.reshape(
         *shape[:2], key.shape[2], -1, shape[3], out_sharding=spec("batch", "seq", "heads", None, None)
     )

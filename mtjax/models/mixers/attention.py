@@ -24,7 +24,6 @@ from mtjax.models.layer_context import LayerContext
 from mtjax.models.linear import Linear, constant, normal
 from mtjax.models.lora import Adapter, gather_sequence_shared, lora_input_dropout
 from mtjax.models.mixers.mixer import State
-from mtjax.models.of_layer import of_layer
 from mtjax.models.project import project
 from mtjax.models.relative import RelativeBias
 from mtjax.models.rotary import rotate
@@ -110,10 +109,7 @@ class SelfAttention(nnx.Module):
 
     def _options(self, context: LayerContext) -> AttentionOptions:
         """Returns the layer's options, with its window and sinks."""
-        options = self.options
-        if self.windows is not None:
-            window = of_layer(self.windows, context.layer)
-            options = dataclasses.replace(options, window=window, windows=self.windows)
+        options = self.options.in_layer(self.windows, context.layer)
         return options if self.sinks is None else dataclasses.replace(options, sinks=self.sinks[...])
 
     def _prepared(self, query: Array, key: Array, value: Array, context: LayerContext) -> tuple[Array, Array, Array]:
@@ -127,9 +123,14 @@ class SelfAttention(nnx.Module):
         query, key = (rotate(a, context.rotation, context.layer) for a in (query, key))
         if self.norms_after_rope:
             query, key = _normalized(query, key, *norms)
-        if context.query_scale is not None:
-            query = (query * context.query_scale[:, :, None, None]).astype(query.dtype)
-        return query, key, value
+        return scaled_by_position(query, context), key, value
+
+
+def scaled_by_position(query: Float[Array, "batch seq heads head_dim"], context: LayerContext) -> Array:
+    """Multiplies queries by the factors of their positions, where there are any."""
+    if context.query_scale is None:
+        return query
+    return (query * context.query_scale[:, :, None, None]).astype(query.dtype)
 
 
 def _normalized(query: Array, key: Array, query_norm: HeadNorm | None, key_norm: HeadNorm | None) -> tuple[Array, ...]:

@@ -31,14 +31,12 @@ from jaxtyping import Float
 from mtjax.config import Model
 from mtjax.config.sizes import attention_windows, head_dim
 from mtjax.models.kernels.cached import attend_latent
-from mtjax.models.kernels.options import AttentionOptions
 from mtjax.models.kernels.xla import HEADS
 from mtjax.models.kv_cache import LatentCache
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.linear import Linear, constant, normal
-from mtjax.models.mixers.attention import KERNELS, attention_options
+from mtjax.models.mixers.attention import KERNELS, attention_options, scaled_by_position
 from mtjax.models.mixers.mixer import State
-from mtjax.models.of_layer import of_layer
 from mtjax.models.project import project, reshard_sequence, seq_major
 from mtjax.models.rotary import rotate
 from mtjax.sharding.axes import sequence_is_sharded, spec
@@ -103,7 +101,7 @@ class LatentAttention(nnx.Module):
         self.model = model
         # The default scale is that of queries in training, not of the wider queries of cached latents.
         options = attention_options(model)
-        self.options = replace(options, scale=head_dim(model) ** -0.5 if options.scale is None else options.scale)
+        self.options = replace(options, scale=options.scale_of(head_dim(model)))
         self.windows = attention_windows(model)
         self.attend = KERNELS[model.attention]
 
@@ -125,8 +123,7 @@ class LatentAttention(nnx.Module):
         query = jnp.concatenate(
             [query[..., :still], rotate(query[..., still:], context.rotation, context.layer)], axis=-1
         )
-        if context.query_scale is not None:
-            query = (query * context.query_scale[:, :, None, None]).astype(query.dtype)
+        query = scaled_by_position(query, context)
         down = self.key_value_down(x)
         latent = self.key_value_norm(down[..., : model.kv_lora_rank])
         turned = down[..., model.kv_lora_rank :]
@@ -138,14 +135,8 @@ class LatentAttention(nnx.Module):
         # Repeated before it is rotated: a head's gradient is rotated, and the sum over heads is then sent as it is.
         turned = rotate(_for_each_head(turned, model.num_heads), context.rotation, context.layer)
         key = jnp.concatenate([key_value[..., :still], turned], axis=-1)
-        options = self._options(context)
+        options = self.options.in_layer(self.windows, context.layer)
         return self.output(self.attend(query, key, key_value[..., still:], context, options)), None
-
-    def _options(self, context: LayerContext) -> AttentionOptions:
-        """Returns the layer's options, with its window."""
-        if self.windows is None:
-            return self.options
-        return replace(self.options, window=of_layer(self.windows, context.layer))
 
     def absorbed(self) -> "AbsorbedUp":
         """Splits `key_value_up` into the matrices of keys and of values, for generation."""
@@ -169,9 +160,8 @@ class LatentAttention(nnx.Module):
         turned = rotate(turned[:, :, None], context.rotation, context.layer)[:, :, 0]
         state = state.append(jnp.concatenate([latent, turned], -1), context.cache_positions)
         query = self.key_value_up.query(query, self.model.qk_nope_head_dim)
-        mixed = attend_latent(
-            query, state, self.model.kv_lora_rank, context.cache_positions, self._options(context), context.bias
-        )
+        options = self.options.in_layer(self.windows, context.layer)
+        mixed = attend_latent(query, state, self.model.kv_lora_rank, context.cache_positions, options, context.bias)
         return self.key_value_up.value(mixed), state
 
 
