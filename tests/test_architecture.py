@@ -29,8 +29,8 @@ ARROWS: dict[str, set[str]] = {
     | {
         f"sharding.{part}"
         for part in (
-            *("axes", "context", "experts", "vocab", "vocab_embedding", "distillation"),
-            *("prefetch", "flash", "int8", "kv_heads", "no_hoist", "param_comm", "unstack"),
+            *("axes", "context", "experts", "vocab", "vocab_embedding", "distillation", "trainable"),
+            *("prefetch", "flash", "kv_heads", "stored_weight", "no_hoist", "param_comm", "unstack"),
         )
     },
     "data": BASE,
