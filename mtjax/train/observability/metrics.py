@@ -36,11 +36,13 @@ class Rates:
       flops_per_token: model FLOPs of training one token.
       devices: number of devices.
       peak: dense FLOP/s of one device in the compute type, None when unknown.
+      are_shown: whether TFLOP/s are of interest; on virtual CPU devices, which share cores, they are not.
     """
 
     flops_per_token: float
     devices: int
     peak: float | None
+    are_shown: bool = True
 
     @classmethod
     def of(cls, config: Config, devices: list[Any]) -> "Rates":
@@ -48,7 +50,7 @@ class Rates:
         gpu = by_device_kind(devices[0].device_kind)
         peak = gpu.peak_flops(config.training.compute_dtype) if gpu else None
         flops = model_flops(anatomy_of(config.model)) / config.model.sequence_length
-        return cls(flops, len(devices), peak)
+        return cls(flops, len(devices), peak, devices[0].platform != "cpu")
 
     def tflops(self, tokens_per_second: float) -> float:
         """Returns the model TFLOP/s per device."""
