@@ -14,6 +14,8 @@ SECONDS_BETWEEN_LINES = 30.0
 """Seconds after which an activity that continues is named again, with its duration."""
 IMPORTS = "loading libraries"
 """Name of the import of jax and others, which takes seconds."""
+QUIET = "MTJAX_QUIET"
+"""Environment variable: 1 turns these lines off."""
 _RANKS = ("JAX_PROCESS_ID", "RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "JOB_COMPLETION_INDEX")
 
 
@@ -40,7 +42,7 @@ class Waiting:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if what is not None and is_first():
+        if what is not None and os.environ.get(QUIET) != "1" and is_first():
             self._speak_after(QUIET_SECONDS, what, time.monotonic())
 
     def _speak_after(self, seconds: float, what: str, since: float) -> None:
@@ -58,7 +60,7 @@ class Waiting:
 
 @contextlib.contextmanager
 def waiting(what: str) -> Iterator[Waiting]:
-    """Names `what` on stderr if this context takes longer than `QUIET_SECONDS`, or until the yielded object begins another."""
+    """Names `what` on stderr if this context takes longer than `QUIET_SECONDS`; `begin(None)` ends it earlier."""
     current = Waiting()
     current.begin(what)
     try:

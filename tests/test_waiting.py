@@ -9,6 +9,7 @@ from mtjax.waiting import Waiting, is_first
 
 
 def test_an_activity_is_named_again_while_it_lasts_and_not_after_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(waiting.QUIET, "0")
     monkeypatch.setattr(waiting, "QUIET_SECONDS", 0.0)
     monkeypatch.setattr(waiting, "SECONDS_BETWEEN_LINES", 0.0)
     said, twice = list[str](), threading.Event()
@@ -26,7 +27,8 @@ def test_an_activity_is_named_again_while_it_lasts_and_not_after_it_ends(monkeyp
     assert [line.startswith("compiling ...") for line in said] == [True, True]
 
 
-def test_an_activity_that_is_over_is_not_named() -> None:
+def test_an_activity_that_is_over_is_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(waiting.QUIET, "0")
     said = list[str]()
     current = Waiting(said.append)
     current.begin("restoring")

@@ -96,9 +96,9 @@ def _report(
     plan = replace(planned, expert_imbalance=_imbalance(anatomy, options))
     server.each_of(plan.mesh.size)  # raises where servers would not be full
     print_report(console, anatomy, plan, server, options)
-    for hint in hints(anatomy, plan, server, run_config):
-        console.print(f"\nHint:  {hint}", soft_wrap=True)
     limit = options.usable * server.gpu.memory
+    for hint in hints(anatomy, plan, server, run_config, limit):
+        console.print(f"\nHint:  {hint}", soft_wrap=True)
     if peak_stage_memory(anatomy, plan).total > limit:
         with waiting(SEARCHING):
             found = search(anatomy, plan, plan.mesh.size, server)

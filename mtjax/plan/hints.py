@@ -7,6 +7,7 @@ from mtjax import config
 from mtjax.analysis.anatomy import Anatomy
 from mtjax.analysis.counts import peak_stage_counts
 from mtjax.analysis.hardware import Server
+from mtjax.analysis.memory import peak_stage_memory
 from mtjax.analysis.timing import step_time
 from mtjax.config import Config
 from mtjax.layout.attention_kernel import choose_kernel
@@ -17,9 +18,25 @@ WORTH_SAYING = 0.02
 """Share of the step's time, or of a GPU's parameters, above which a hint is printed."""
 
 
-def hints(anatomy: Anatomy, plan: Plan, server: Server, run: Config) -> Iterator[str]:
-    """Yields hints on the plan of a config."""
-    yield from filter(None, (flash_hint(anatomy, plan, server, run), zero_hint(anatomy, plan)))
+def hints(anatomy: Anatomy, plan: Plan, server: Server, run: Config, limit: float) -> Iterator[str]:
+    """Yields hints on the plan of a config; `limit` is a GPU's usable memory in bytes."""
+    found = (flash_hint(anatomy, plan, server, run), recompute_hint(anatomy, plan, server, limit))
+    yield from filter(None, (*found, zero_hint(anatomy, plan)))
+
+
+def recompute_hint(anatomy: Anatomy, plan: Plan, server: Server, limit: float) -> str | None:
+    """Returns a hint if the plan recomputes activations that fit the memory."""
+    if plan.recompute == "none":
+        return None
+    kept = replace(plan, recompute="none")
+    memory = peak_stage_memory(anatomy, kept).total
+    now, then = (step_time(anatomy, each, server).total for each in (plan, kept))
+    if memory > limit or now - then < WORTH_SAYING * now:
+        return None
+    return (
+        f"recompute {plan.recompute} is not needed: with --recompute none a step takes {seconds(then)} instead of "
+        f"{seconds(now)}, and {gib(memory)} per GPU, which fit"
+    )
 
 
 def flash_hint(anatomy: Anatomy, plan: Plan, server: Server, run: Config) -> str | None:
