@@ -203,7 +203,7 @@ def _title(config: Config) -> str:
 
 
 def _cut_off_the_start(axes: Any, curve: tuple[list[float], list[float]], others: list[float]) -> None:
-    """Limits a loss axis to the losses after the first twentieth of the steps, as those before it would squeeze them."""
+    """Limits a loss axis to the losses after the first twentieth of the steps; those before would squeeze them."""
     steps, losses = curve
     if len(losses) < FEW_POINTS:
         return
