@@ -38,6 +38,8 @@ Examples:
   mtjax convert --from hf:llama --to megatron:ckpt --tensor 8 --transformer-impl local
   mtjax convert --from mtjax:runs/default-1 --to megatron:ckpt --ckpt-format torch_dist
   mtjax convert --from mtjax:runs/chat-1 --to peft:my-adapters
+  mtjax convert --from megatron:ckpt --to mtjax:runs/continued --with-optimizer
+  mtjax convert --from mtjax:runs/continued --to megatron:ckpt-2 --ckpt-format torch_dist --with-optimizer
 
 A conversion and its reverse give bit-identical weights. Memory use is a few times the largest tensor, whatever the
 size of the model. DIR after --to must be new; it appears only when it is complete.
@@ -81,10 +83,18 @@ class Options:
     """Names of the tensors in a megatron folder that is written: local and transformer_engine are Megatron-Core's,
     which reads them with the same --transformer-impl and --ckpt-format torch; legacy is that of the code before it.
     Default: transformer_engine, or legacy for a BERT or an older --checkpoint-version."""
+    with_optimizer: bool = False
+    """Between megatron and mtjax, convert also the optimizer's state, the schedules and the position in the data: the
+    run goes on where it stopped. An mtjax folder is then a run's, for mtjax train --resume."""
     max_shard_gb: float = above_zero(5.0)
     """Largest safetensors file, in 10^9 bytes; a larger model is written as several files, with an index."""
 
 
+_NEXT = {
+    "mtjax": "mtjax train --config {0}/config.toml --resume",
+    "megatron": "start Megatron-LM with --load {0} --use-distributed-optimizer --no-load-rng",
+}
+"""The command that goes on with a run that was converted with its optimizer."""
 WITH_RANKS = {"tensor", "pipeline", "expert", "grouped_experts", "checkpoint_version"}
 """Options of a megatron folder in the format torch, which has a file for each rank."""
 
@@ -111,10 +121,13 @@ def run(options: Options) -> None:
     from mtjax.convert.peft import write_adapters
     from mtjax.convert.saved_model import Hints, open_source
     from mtjax.convert.stream import convert, new_folder, tokenizer_to_write
+    from mtjax.convert.to_megatron import newest_checkpoint
 
     start = time.monotonic()
     with new_folder(target_path) as folder:
         hints = Hints(options.vocab_multiple, options.vocab_size, options.config)
+        if options.with_optimizer and from_kind == "mtjax":
+            source_path = newest_checkpoint(source_path)
         source = open_source(from_kind, source_path, hints)
         for note in source.origin.notes:
             print(note)
@@ -123,11 +136,15 @@ def run(options: Options) -> None:
             tokenizer_to_write(source.origin)
         if to_kind == ADAPTERS:
             numbers = write_adapters(source, folder)
+        elif options.with_optimizer:
+            numbers = _continue_elsewhere(to_kind, folder, target_path, source, options)
         else:
             sink = _open_sink(to_kind, folder, target_path, source, options)
             numbers = convert(source, sink, f"converting {Path(options.source.partition(':')[2]).name}")
     print(f"{numbers / 1e6:,.1f}M parameters in {target_path} ({time.monotonic() - start:.0f} s)")
-    if to_kind == "mtjax":
+    if options.with_optimizer:
+        print(f"next    {_NEXT[to_kind].format(target_path)}")
+    elif to_kind == "mtjax":
         print(f"note    {describe_continued_training(source.origin.config.model)}")
         print(f"next    mtjax train --config {target_path / 'config.toml'} --init-from {target_path} --data TEXT")
 
@@ -142,6 +159,7 @@ def check_options(options: Options, from_kind: str, to_kind: str) -> None:
     idle |= set() if from_kind == "megatron" else {"vocab_size", "config"}
     idle |= {"dtype"} if to_kind in ("mtjax", ADAPTERS) else set()
     idle |= set() if to_kind == "hf" else {"max_shard_gb"}
+    idle |= set() if {from_kind, to_kind} == {"mtjax", "megatron"} else {"with_optimizer"}
     idle |= set() if to_kind == "mtjax" and from_kind != "mtjax" else {"vocab_multiple"}
     for field in dataclasses.fields(Options):
         if field.name in idle and getattr(options, field.name) != field.default:
@@ -155,6 +173,8 @@ def check_format(options: Options) -> None:
     Raises:
       UserError: names one.
     """
+    if options.with_optimizer and options.target.startswith("megatron:") and options.ckpt_format != "torch_dist":
+        raise UserError("--with-optimizer writes only --ckpt-format torch_dist: add it")
     given = [field for field in dataclasses.fields(Options) if getattr(options, field.name) != field.default]
     for field in given:
         if options.ckpt_format != "torch" and field.name in WITH_RANKS:
@@ -184,6 +204,31 @@ def _open_sink(kind: str, folder: Path, final: Path, source: "Source", options: 
         ),
     }
     return openers[options.ckpt_format if options.ckpt_format == "torch_dist" else kind]()
+
+
+def _continue_elsewhere(kind: str, folder: Path, final: Path, source: "Source", options: Options) -> int:
+    """Converts a run with the state of its optimizer; returns the number of weights."""
+    from mtjax.convert.continued import MegatronRun
+    from mtjax.convert.megatron import MegatronSource
+    from mtjax.convert.mtjax_folder import MtjaxSource
+    from mtjax.convert.run_folder import RunSink
+    from mtjax.convert.to_megatron import MtjaxRun
+    from mtjax.convert.torch_dist_sink import TorchDistSink
+
+    task = f"converting {Path(options.source.partition(':')[2]).name}"
+    if kind == "megatron":
+        assert isinstance(source, MtjaxSource)
+        ours = MtjaxRun(source)
+        given = options.transformer_impl, options.dtype or ours.dtype
+        return ours.write(TorchDistSink(folder, source.origin, source.parameters, *given, ours.step), task)
+    assert isinstance(source, MegatronSource)
+    theirs = MegatronRun(source, final)
+    for note in theirs.notes:
+        print(f"note    {note}")
+    numbers = theirs.write(RunSink(folder, source.origin, final, theirs.config, theirs.counters), task)
+    if theirs.report:
+        print(theirs.report, file=sys.stderr)
+    return numbers
 
 
 if __name__ == "__main__":

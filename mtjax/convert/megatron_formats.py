@@ -32,10 +32,15 @@ def checkpoint_folder(folder: Path) -> Path:
             f"{looks_like(folder)}"
         )
     word = tracker.read_text().strip()
-    checkpoint = folder / (word if word == RELEASE else f"iter_{int(word) if word.isdigit() else 0:07}")
+    checkpoint = folder / iteration_folder(word)
     if not has_checkpoint(checkpoint):
         raise UserError(f"{tracker} names {word!r}, and {checkpoint} holds neither mp_rank_* nor {METADATA_FILE}")
     return checkpoint
+
+
+def iteration_folder(word: str) -> str:
+    """Returns the name of the folder that Megatron's tracker file refers to."""
+    return word if word == RELEASE else f"iter_{int(word) if word.isdigit() else 0:07}"
 
 
 def has_checkpoint(folder: Path) -> bool:

@@ -1,0 +1,191 @@
+"""Runs of megatron-core with its distributed optimizer, in four processes by gloo: saved, gone on with, and resumed.
+
+`python -O -m tests.parity.megatron_core.resumed MODE FOLDER`, once for each rank. `train` trains every case of
+`RESUMED` for `SAVED` steps at TP2 x DP2, saves it with each of its layouts of the optimizer, and goes on to the end:
+`NAME.npz` has the losses. `resume` loads what mtjax wrote, `FOLDER/written/NAME`, and goes on from there.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from tests.parity.megatron_core.world import on_cuda_types, without_cuda
+
+without_cuda()
+on_cuda_types()
+
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from tests.parity.megatron_core.cases import MODELS, RESUMED, RUN, SAVED, run_arguments
+from tests.parity.megatron_core.datasets import TOKENIZER
+from tests.parity.megatron_core.models import build, fill, logits_of, shaken, sharded
+from tests.parity.megatron_core.torch_dist import groups
+
+
+class Trained:
+    """A model with its optimizer, schedule and data, on one rank."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        case = RESUMED[name]
+        self.arguments = MODELS[case["model"]] | run_arguments(folder)
+        a, dtype = self.arguments, torch.bfloat16 if case["bf16"] else torch.float32
+        with groups(), torch.no_grad():
+            whole = sharded(shaken(a))
+        tensor, pipeline = case["degrees"]
+        self._groups = groups(tensor, pipeline)
+        self._groups.__enter__()
+        inner = build(a, tensor, pipeline)
+        with torch.no_grad():
+            fill(inner, whole)
+        inner = inner.to(dtype)
+        ddp = DistributedDataParallelConfig(
+            use_distributed_optimizer=case["distributed"],
+            grad_reduce_in_fp32=True,
+            overlap_grad_reduce=case["bucket"] is not None,
+            bucket_size=case["bucket"],
+        )
+        self.model = DistributedDataParallel(inner.config, ddp, inner)
+        settings = OptimizerConfig(
+            optimizer="adam",
+            lr=RUN["max_lr"],
+            min_lr=RUN["min_lr"],
+            weight_decay=RUN["end_wd"],
+            adam_beta2=RUN["beta2"],
+            adam_eps=RUN["epsilon"],
+            clip_grad=RUN["clip_grad"],
+            bf16=case["bf16"],
+            params_dtype=dtype,
+            use_distributed_optimizer=case["distributed"],
+        )
+        self.optimizer = get_megatron_optimizer(settings, [self.model])
+        size = RUN["batch"]
+        self.scheduler = OptimizerParamScheduler(
+            self.optimizer,
+            init_lr=0.0,
+            max_lr=RUN["max_lr"],
+            min_lr=RUN["min_lr"],
+            lr_warmup_steps=RUN["warmup"] * size,
+            lr_decay_steps=RUN["steps"] * size,
+            lr_decay_style="cosine",
+            start_wd=RUN["start_wd"],
+            end_wd=RUN["end_wd"],
+            wd_incr_steps=RUN["steps"] * size,
+            wd_incr_style="linear",
+        )
+        data = GPTDatasetConfig(
+            random_seed=a["seed"],
+            sequence_length=a["seq_length"],
+            blend=([a["data_path"][0]], None),
+            split=a["split"],
+            path_to_cache=str(folder / "cache"),
+            tokenizer=TOKENIZER,  # pyright: ignore[reportArgumentType]
+            reset_position_ids=False,
+            reset_attention_mask=False,
+            eod_mask_loss=False,
+        )
+        counts = [RUN["steps"] * size, 4, 4]
+        self.data = BlendedMegatronDatasetBuilder(GPTDataset, counts, lambda: True, data).build()[0]
+
+    def close(self) -> None:
+        self._groups.__exit__(None, None, None)
+
+    def step(self, number: int) -> float:
+        """The global batch's loss at one step, counted from 0."""
+        rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+        each = RUN["batch"] // ranks
+        samples = [self.data[number * RUN["batch"] + rank * each + i] for i in range(each)]
+        tokens, labels = (torch.stack([s[kind] for s in samples]) for kind in ("tokens", "labels"))
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        loss = logits_of(self.model, tokens.numpy(), labels=labels.long()).float().mean()
+        loss.backward()
+        self.model.finish_grad_sync()
+        self.optimizer.step()
+        self.scheduler.step(increment=RUN["batch"])
+        total = loss.detach().clone()
+        dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
+        return total.item() / ranks
+
+    def state(self, layout: str, *, is_loading: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What Megatron-LM's `generate_state_dict` makes of it, and the content's description."""
+        content = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+        content |= {"distrib_optim_sharding_type": layout} if layout else {}
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        model = self.model.module.sharded_state_dict(metadata=content | {"dp_cp_group": group})
+        optimizer = self.optimizer.sharded_state_dict(model, is_loading, metadata=content | {"dp_cp_group": group})
+        common = {"opt_param_scheduler": self.scheduler.state_dict()}
+        return {"model": model, "optimizer": optimizer} | common, content
+
+    def save(self, folder: Path, layout: str, degrees: tuple[int, int], dtype: torch.dtype) -> None:
+        """As Megatron-LM saves it."""
+        args = argparse.Namespace(
+            **self.arguments,
+            tensor_model_parallel_size=degrees[0],
+            pipeline_model_parallel_size=degrees[1],
+            params_dtype=dtype,
+            bf16=dtype == torch.bfloat16,
+            layernorm_epsilon=self.arguments["norm_epsilon"],
+            world_size=dist.get_world_size(),
+            consumed_train_samples=SAVED * RUN["batch"],
+        )
+        target = folder / f"iter_{SAVED:07}"
+        if dist.get_rank() == 0:
+            target.mkdir(parents=True)
+            (folder / "latest_checkpointed_iteration.txt").write_text(str(SAVED))
+        dist.barrier()
+        state, content = self.state(layout)
+        common = {"args": args, "checkpoint_version": 3.0, "iteration": SAVED, "content_metadata": content}
+        dist_checkpointing.save(state | common, str(target), content_metadata=content)
+
+    def load(self, folder: Path) -> int:
+        """Loads what mtjax wrote, strictly; returns its iteration."""
+        target = folder / f"iter_{int((folder / 'latest_checkpointed_iteration.txt').read_text()):07}"
+        state, _ = self.state("fully_reshardable", is_loading=True)
+        state |= {"iteration": 0}
+        loaded, missing, unexpected = dist_checkpointing.load(state, str(target), strict="return_all")
+        unexpected = {key for key in unexpected if "rng_state" not in key}
+        assert not missing and not unexpected, (missing, unexpected)
+        if missing or unexpected:
+            raise ValueError(f"{missing} {unexpected}")
+        self.model.module.load_state_dict(loaded["model"])
+        self.optimizer.load_state_dict(loaded["optimizer"])
+        self.scheduler.load_state_dict(loaded["opt_param_scheduler"])
+        return loaded["iteration"]
+
+
+def main(mode: str, folder: Path) -> None:
+    """All cases."""
+    dist.init_process_group("gloo")
+    for name, case in RESUMED.items():
+        run, first = Trained(folder, name), 0
+        if mode == "resume":
+            if not (folder / "written" / name).exists():
+                run.close()
+                continue
+            first = run.load(folder / "written" / name)
+        losses = []
+        for step in range(first, RUN["steps"]):
+            if mode == "train" and step == SAVED:
+                dtype = torch.bfloat16 if case["bf16"] else torch.float32
+                for layout in case["layouts"]:
+                    run.save(folder / "saved" / name / (layout or "plain"), layout, case["degrees"], dtype)
+            losses.append(run.step(step))
+        if dist.get_rank() == 0:
+            np.savez(folder / f"{name}-{mode}.npz", loss=np.array(losses), first=first)
+        run.close()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":  # megatron-core spawns processes that write, which import this module
+    main(sys.argv[1], Path(sys.argv[2]))
