@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,6 +68,9 @@ class RunSink(MtjaxSink):
         if differing := set(self._abstract) ^ set(self._fingerprints):
             raise UserError(f"a run of mtjax has other arrays than were converted: {', '.join(sorted(differing))}")
         (self._checkpoint / "state" / "_METADATA").write_text(json.dumps({"use_zarr3": False}))
+        now = time.time_ns()
+        times = {"init_timestamp_nsecs": now, "commit_timestamp_nsecs": now}
+        (self._checkpoint / "_CHECKPOINT_METADATA").write_text(json.dumps({"item_handlers": None, **times}))
         saved = (
             self._config if layer_orders(self._config.model, self._config.parallel) == PLAIN else _plain(self._config)
         )

@@ -115,6 +115,7 @@ class MtjaxRun:
             "lr_mult": 1.0,
             "is_expert_parallel": False,
             "is_decoupled_lr": False,
+            "default_config": True,
             "max_lr": options.learning_rate,
             "min_lr": options.min_learning_rate,
             "lr": options.learning_rate,

@@ -24,12 +24,26 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from tests.parity.megatron_core.cases import MODELS, RESUMED, RUN, SAVED, run_arguments
 from tests.parity.megatron_core.datasets import TOKENIZER
 from tests.parity.megatron_core.models import build, fill, logits_of, shaken, sharded
 from tests.parity.megatron_core.torch_dist import groups
+
+
+_set = DistributedOptimizer._set_main_param_and_optimizer_states
+
+
+def _with_step(self: Any, parameter: Any, tensors: dict[str, Any]) -> None:
+    """Adds the step that torch's Adam has for each parameter: it is loaded before, with the groups."""
+    group, order = self.model_param_group_index_map[parameter]
+    state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
+    _set(self, parameter, {"step": state["step"], **tensors})
+
+
+DistributedOptimizer._set_main_param_and_optimizer_states = _with_step
 
 
 class Trained:
@@ -150,6 +164,8 @@ class Trained:
     def load(self, folder: Path) -> int:
         """Loads what mtjax wrote, strictly; returns its iteration."""
         target = folder / f"iter_{int((folder / 'latest_checkpointed_iteration.txt').read_text()):07}"
+        for optimizer in self.optimizer.chained_optimizers:
+            optimizer._init_optimizer_states_with_dummy_values()
         state, _ = self.state("fully_reshardable", is_loading=True)
         state |= {"iteration": 0}
         loaded, missing, unexpected = dist_checkpointing.load(state, str(target), strict="return_all")
@@ -159,6 +175,9 @@ class Trained:
             raise ValueError(f"{missing} {unexpected}")
         self.model.module.load_state_dict(loaded["model"])
         self.optimizer.load_state_dict(loaded["optimizer"])
+        for optimizer in self.optimizer.chained_optimizers:
+            for one in optimizer.optimizer.state.values():
+                one["step"] = one["step"].clone()  # one tensor for all parameters, which each of them would count up
         self.scheduler.load_state_dict(loaded["opt_param_scheduler"])
         return loaded["iteration"]
 
