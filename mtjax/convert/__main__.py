@@ -130,7 +130,7 @@ def run(options: Options) -> None:
             source_path = newest_checkpoint(source_path)
         source = open_source(from_kind, source_path, hints)
         for note in source.origin.notes:
-            print(note)
+            print(note.partition("; --with-optimizer")[0] if options.with_optimizer else note)
         if to_kind in ("mtjax", "megatron"):
             # A tokenizer that can't be read is an error before any weights are written.
             tokenizer_to_write(source.origin)

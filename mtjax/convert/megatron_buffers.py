@@ -34,9 +34,9 @@ _UNEVEN = (
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
 _ATTENTION_NORM = "self_attention.linear_qkv.layer_norm_"
 _MODULES = (
-    *("self_attention.linear_proj.", _ATTENTION_NORM, "self_attention.linear_qkv."),
+    *("input_layernorm.", "self_attention.linear_proj.", _ATTENTION_NORM, "self_attention.linear_qkv."),
     *("self_attention.q_layernorm.", "self_attention.k_layernorm.", "pre_mlp_layernorm.", "mlp.router."),
-    *("mlp.experts.", "mlp.shared_experts.linear_fc1.", "mlp.shared_experts.linear_fc2.", "mlp.shared_experts."),
+    *("mlp.experts.", "mlp.shared_experts.gate_weight", "mlp.shared_experts.linear_fc1.", "mlp.shared_experts."),
     *("mlp.linear_fc1.layer_norm_", "mlp.linear_fc1.", "mlp.linear_fc2."),
 )
 """Modules of a layer in the order in which Transformer Engine's create their tensors."""

@@ -31,6 +31,10 @@ WEIGHTS, MOMENTS = "param", ("exp_avg", "exp_avg_sq")
 RESHARDABLE = "--dist-ckpt-optim-fully-reshardable"
 SAVE_AGAIN = f"save it again with {RESHARDABLE} (torch_dist), or convert without --with-optimizer"
 LEGACY_FILE = "distrib_optim.pt"
+_SHIFTED = (
+    "the files are of different saves, or megatron-core has shifted them, as it does in fully_reshardable where a "
+    "buffer has several buckets: save it again without --overlap-grad-reduce"
+)
 _OF_PARAMETER = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(param|fp32_param|exp_avg|exp_avg_sq)\.(.+)")
 _OF_BUCKET = re.compile(
     r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.dtype_\(.*\)\.bucket_idx_(\d+)"
@@ -324,7 +328,7 @@ def open_optimizer(
             kinds = {match[1] for key in files.files.keys if (match := _OF_PARAMETER.fullmatch(key))}
             has_weights = bool(kinds & {WEIGHTS, "fp32_param"})
             states: States = lambda kind: FullStates(files, kind) if kind != WEIGHTS or has_weights else None  # noqa: E731
-            return MegatronOptimizer(named or "of tensors", progress, states, "the files are of different saves")
+            return MegatronOptimizer(named or "of tensors", progress, states, _SHIFTED)
         arguments = _raw_arguments(files)
         buckets: _Buckets | _LegacyBuckets = _Buckets(files)
         layout = "dp_reshardable"

@@ -75,7 +75,7 @@ class TorchDistCheckpoint:
         """Describes it for a note."""
         chunks = sum(len(tensor.chunks) for tensor in self.tensors.values())
         has_optimizer = any(key.startswith(OPTIMIZER) for key in self.files.keys)
-        unread = "; without its optimizer state (--with-optimizer)" if has_optimizer else ""
+        unread = "; --with-optimizer converts the optimizer's state, too" if has_optimizer else ""
         return f"torch_dist, {len(self.tensors)} tensors in {chunks} chunks, {self.dtype}{unread}"
 
     def shard(self, name: str, rank: int) -> np.ndarray:

@@ -237,16 +237,38 @@ TINY = LLAMA | {
 SAVED = 10
 """Steps after which the runs of `RESUMED` are saved."""
 RESUMED: dict[str, dict[str, Any]] = {
-    "float32": {
-        "model": "llama",
-        "degrees": (2, 1),
-        "bf16": False,
-        "distributed": True,
-        "bucket": None,
-        "layouts": ("fully_reshardable", "dp_reshardable"),
+    "llama": {"layouts": ("fully_reshardable", "dp_reshardable", "torch")},
+    "gpt in bfloat16, small buckets": {
+        "model": "gpt",
+        "bf16": True,
+        "bucket": 20_000,
+        "layouts": ("dp_reshardable", "torch", "fully_reshardable"),
     },
+    "llama without the distributed optimizer": {"distributed": False, "layouts": ("",)},
+    "llama, interleaved stages": {"degrees": (2, 2, 2, 1), "bf16": True, "trained": False},
+    "gpt, a copy of the embedding": {
+        "model": "gpt",
+        "degrees": (2, 2, None, 1),
+        "bucket": 20_000,
+        "layouts": ("dp_reshardable", "torch"),
+        "trained": False,
+    },
+    "experts": {"model": "experts", "degrees": (1, 2, None, 2), "bf16": True, "trained": False},
+    "experts on every rank": {"model": "experts", "degrees": (2, 1, None, 1), "trained": False},
 }
-"""Runs that are saved and resumed; `bucket` is the least size of a bucket, and `layouts` those of the optimizer."""
+"""Runs that are saved and resumed, with what differs from `RESUMED_AS`."""
+RESUMED_AS: dict[str, Any] = {
+    "model": "llama",
+    "degrees": (2, 1, None, 1),
+    "bf16": False,
+    "distributed": True,
+    "bucket": None,
+    "layouts": ("fully_reshardable", "dp_reshardable"),
+    "trained": True,
+}
+"""`bucket` is the least size of a bucket, `layouts` those of the optimizer; states of a run that is not trained are
+random."""
+RESUMED = {name: RESUMED_AS | case for name, case in RESUMED.items()}
 
 
 def run_arguments(folder: Path) -> dict[str, Any]:

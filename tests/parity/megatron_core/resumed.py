@@ -7,6 +7,7 @@
 
 import argparse
 import sys
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,10 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from tests.parity.megatron_core.cases import MODELS, RESUMED, RUN, SAVED, run_arguments
 from tests.parity.megatron_core.datasets import TOKENIZER
-from tests.parity.megatron_core.models import build, fill, logits_of, shaken, sharded
-from tests.parity.megatron_core.torch_dist import groups
+from tests.parity.megatron_core.models import fill, logits_of, shaken, sharded
+from tests.parity.megatron_core.torch_dist import groups, models_of
 
-
+MOMENTS = ("exp_avg", "exp_avg_sq")
 _set = DistributedOptimizer._set_main_param_and_optimizer_states
 
 
@@ -55,20 +56,24 @@ class Trained:
         a, dtype = self.arguments, torch.bfloat16 if case["bf16"] else torch.float32
         with groups(), torch.no_grad():
             whole = sharded(shaken(a))
-        tensor, pipeline = case["degrees"]
-        self._groups = groups(tensor, pipeline)
+        self.case, self.dtype = case, dtype
+        self._groups = groups(*case["degrees"])
         self._groups.__enter__()
-        inner = build(a, tensor, pipeline)
+        inner = models_of(a, case["degrees"])
         with torch.no_grad():
-            fill(inner, whole)
-        inner = inner.to(dtype)
+            for model in inner:
+                fill(model, whole)
+                model.to(dtype)
         ddp = DistributedDataParallelConfig(
             use_distributed_optimizer=case["distributed"],
             grad_reduce_in_fp32=True,
             overlap_grad_reduce=case["bucket"] is not None,
             bucket_size=case["bucket"],
         )
-        self.model = DistributedDataParallel(inner.config, ddp, inner)
+        self.models = [
+            DistributedDataParallel(model.config, ddp, model, disable_bucketing=i > 0) for i, model in enumerate(inner)
+        ]
+        self.model = self.models[0]
         settings = OptimizerConfig(
             optimizer="adam",
             lr=RUN["max_lr"],
@@ -81,7 +86,7 @@ class Trained:
             params_dtype=dtype,
             use_distributed_optimizer=case["distributed"],
         )
-        self.optimizer = get_megatron_optimizer(settings, [self.model])
+        self.optimizer = get_megatron_optimizer(settings, self.models)
         size = RUN["batch"]
         self.scheduler = OptimizerParamScheduler(
             self.optimizer,
@@ -135,30 +140,71 @@ class Trained:
         content = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
         content |= {"distrib_optim_sharding_type": layout} if layout else {}
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        model = self.model.module.sharded_state_dict(metadata=content | {"dp_cp_group": group})
-        optimizer = self.optimizer.sharded_state_dict(model, is_loading, metadata=content | {"dp_cp_group": group})
-        common = {"opt_param_scheduler": self.scheduler.state_dict()}
-        return {"model": model, "optimizer": optimizer} | common, content
+        metadata = content | {"dp_cp_group": group}
+        names = [f"model{i}" for i in range(len(self.models))] if len(self.models) > 1 else ["model"]
+        model = {
+            name: one.module.sharded_state_dict(metadata=metadata) for name, one in zip(names, self.models, strict=True)
+        }
+        optimizer = self.optimizer.sharded_state_dict(model, is_loading, metadata=metadata)
+        return model | {"optimizer": optimizer, "opt_param_scheduler": self.scheduler.state_dict()}, content
 
-    def save(self, folder: Path, layout: str, degrees: tuple[int, int], dtype: torch.dtype) -> None:
+    @torch.no_grad()
+    def fill_states(self) -> None:
+        """Random moments and weights that round to the model's, the same on ranks that repeat a tensor."""
+        rank = parallel_state.get_tensor_model_parallel_rank()
+        for one in self.optimizer.chained_optimizers:
+            one._init_optimizer_states_with_dummy_values()
+            for ranges in one.gbuf_ranges:
+                for buckets in ranges.values():
+                    for bucket in buckets:
+                        for parameter, places in bucket["param_map"].items():
+                            whole = parameter.detach().float().flatten()
+                            part = rank if getattr(parameter, "tensor_model_parallel", False) else 0
+                            random = np.random.default_rng([part, zlib.crc32(whole.numpy().tobytes())])
+                            at = slice(places["param"].start, places["param"].end)
+                            near = whole * torch.from_numpy(1 + 1e-4 * random.random(len(whole))).float()
+                            values = {"param": near if self.case["bf16"] else whole}
+                            values |= {n: torch.from_numpy(random.random(len(whole))).float() for n in MOMENTS}
+                            tensors = {name: value[at] for name, value in values.items()}
+                            one._set_main_param_and_optimizer_states(parameter, tensors)
+            for state in one.optimizer.state.values():
+                state["step"] = torch.tensor(float(SAVED))
+        self.scheduler.step(SAVED * RUN["batch"])
+
+    def save(self, folder: Path, layout: str) -> None:
         """As Megatron-LM saves it."""
+        tensor, pipeline, chunks, expert = self.case["degrees"]
         args = argparse.Namespace(
             **self.arguments,
-            tensor_model_parallel_size=degrees[0],
-            pipeline_model_parallel_size=degrees[1],
-            params_dtype=dtype,
-            bf16=dtype == torch.bfloat16,
+            tensor_model_parallel_size=tensor,
+            pipeline_model_parallel_size=pipeline,
+            virtual_pipeline_model_parallel_size=chunks,
+            expert_model_parallel_size=expert,
+            params_dtype=self.dtype,
+            bf16=self.case["bf16"],
             layernorm_epsilon=self.arguments["norm_epsilon"],
             world_size=dist.get_world_size(),
             consumed_train_samples=SAVED * RUN["batch"],
         )
+        common = {"args": args, "checkpoint_version": 3.0, "iteration": SAVED}
         target = folder / f"iter_{SAVED:07}"
         if dist.get_rank() == 0:
             target.mkdir(parents=True)
             (folder / "latest_checkpointed_iteration.txt").write_text(str(SAVED))
         dist.barrier()
+        if layout == "torch":
+            rank = f"{parallel_state.get_tensor_model_parallel_rank():02}"
+            rank += f"_{parallel_state.get_pipeline_model_parallel_rank():03}" if pipeline > 1 else ""
+            path = target / f"mp_rank_{rank}"
+            common |= {"optimizer": self.optimizer.state_dict(), "opt_param_scheduler": self.scheduler.state_dict()}
+            if parallel_state.get_data_parallel_rank() == 0:
+                path.mkdir()
+                model = self.model.module.state_dict_for_save_checkpoint()
+                torch.save(common | {"model": model}, path / "model_optim_rng.pt")
+            self.optimizer.save_parameter_state(str(path / "distrib_optim.pt"))
+            return
         state, content = self.state(layout)
-        common = {"args": args, "checkpoint_version": 3.0, "iteration": SAVED, "content_metadata": content}
+        common["content_metadata"] = content
         dist_checkpointing.save(state | common, str(target), content_metadata=content)
 
     def load(self, folder: Path) -> int:
@@ -193,11 +239,16 @@ def main(mode: str, folder: Path) -> None:
                 continue
             first = run.load(folder / "written" / name)
         losses = []
+        if mode == "train" and not case["trained"]:
+            run.fill_states()
+            for layout in case["layouts"]:
+                run.save(folder / "saved" / name / layout, layout)
+            run.close()
+            continue
         for step in range(first, RUN["steps"]):
             if mode == "train" and step == SAVED:
-                dtype = torch.bfloat16 if case["bf16"] else torch.float32
                 for layout in case["layouts"]:
-                    run.save(folder / "saved" / name / (layout or "plain"), layout, case["degrees"], dtype)
+                    run.save(folder / "saved" / name / (layout or "plain"), layout)
             losses.append(run.step(step))
         if dist.get_rank() == 0:
             np.savez(folder / f"{name}-{mode}.npz", loss=np.array(losses), first=first)
