@@ -27,6 +27,7 @@ Source and target are KIND:DIR. Kinds:
   peft      written only: the LoRA adapters of a run of mtjax finetune --lora-rank; other kinds get them merged
   megatron  GPT, Llama, BERT: a folder with latest_checkpointed_iteration.txt, or one of its iterations, in Megatron's
             format torch (mp_rank_*/model_optim_rng.pt) or torch_dist (.metadata and *.distcp)
+  torchtitan  read only: Llama, a folder with step-N, or one of these; needs --config, which describes the model
 
 Examples:
   mtjax convert --from hf:gpt2 --to mtjax:gpt2-weights
@@ -50,10 +51,12 @@ size of the model. DIR after --to must be new; it appears only when it is comple
 class Options:
     """The options of `mtjax convert`."""
 
-    source: Annotated[str, tyro.conf.arg(name="from", metavar="KIND:DIR")]
-    """The weights to read."""
-    target: Annotated[str, tyro.conf.arg(name="to", metavar="KIND:DIR")]
+    source: Annotated[str | None, tyro.conf.arg(name="from", metavar="[KIND:]DIR")] = None
+    """The weights to read; without KIND, what the folder holds decides."""
+    target: Annotated[str | None, tyro.conf.arg(name="to", metavar="KIND:DIR")] = None
     """The folder to write."""
+    show: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
+    """Convert nothing: print what a folder holds, with the name, type, shape and shards of every array."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """dtype of the weights in an hf or megatron folder that is written. Default: that of the source, float32 for a run.
     An mtjax folder is always float32."""
@@ -63,7 +66,7 @@ class Options:
     vocab_size: int | None = at_least(1, None, most=TOKENS)
     """Size of the vocabulary of a megatron folder, which may contain only the padded size."""
     config: str | None = None
-    """A config that describes the model in a megatron folder, if the folder does not."""
+    """A config that describes the model in a megatron folder, if the folder does not, or in a torchtitan folder."""
     ckpt_format: Literal["torch", "torch_dist"] = "torch"
     """Format of a megatron folder that is written: torch has a file for each rank of --tensor, --pipeline and --expert;
     torch_dist, Megatron-LM's default, is loaded with any degrees."""
@@ -105,15 +108,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(options: Options) -> None:
-    """Converts weights.
+    """Converts weights, or shows a folder.
 
     Raises:
       UserError: source or target is not KIND:DIR, the weights can't be converted, or the target exists.
     """
-    from_kind, source_path = parse_weights_path(options.source)
+    if options.show is not None:
+        _show(options)
+        return
+    from mtjax.convert.recognized import source_of  # imports jax, for a second
+
+    if options.source is None or options.target is None:
+        raise UserError("give --from [KIND:]DIR and --to KIND:DIR, or --show DIR")
+    from_kind, source_path = source_of(options.source)
     to_kind, target_path = parse_weights_path(options.target, is_target=True)
     check_options(options, from_kind, to_kind)
-    check_format(options)
+    check_format(options, to_kind)
     import jax  # after the options are checked: the import takes a second
 
     jax.config.update("jax_platforms", "cpu")  # nothing is computed on a GPU: don't allocate memory there
@@ -140,7 +150,7 @@ def run(options: Options) -> None:
             numbers = _continue_elsewhere(to_kind, folder, target_path, source, options)
         else:
             sink = _open_sink(to_kind, folder, target_path, source, options)
-            numbers = convert(source, sink, f"converting {Path(options.source.partition(':')[2]).name}")
+            numbers = convert(source, sink, f"converting {source_path.name}")
     print(f"{numbers / 1e6:,.1f}M parameters in {target_path} ({time.monotonic() - start:.0f} s)")
     if options.with_optimizer:
         print(f"next    {_NEXT[to_kind].format(target_path)}")
@@ -156,7 +166,8 @@ def check_options(options: Options, from_kind: str, to_kind: str) -> None:
       UserError: an option has no effect.
     """
     idle = set() if to_kind == "megatron" else {*WITH_RANKS, "ckpt_format", "transformer_impl"}
-    idle |= set() if from_kind == "megatron" else {"vocab_size", "config"}
+    idle |= set() if from_kind == "megatron" else {"vocab_size"}
+    idle |= set() if from_kind in ("megatron", "torchtitan") else {"config"}
     idle |= {"dtype"} if to_kind in ("mtjax", ADAPTERS) else set()
     idle |= set() if to_kind == "hf" else {"max_shard_gb"}
     idle |= set() if {from_kind, to_kind} == {"mtjax", "megatron"} else {"with_optimizer"}
@@ -167,13 +178,31 @@ def check_options(options: Options, from_kind: str, to_kind: str) -> None:
             raise UserError(f"--{name} has no effect on a conversion from {from_kind} to {to_kind}: remove it")
 
 
-def check_format(options: Options) -> None:
+def _show(options: Options) -> None:
+    """Prints the arrays of a folder.
+
+    Raises:
+      UserError: its content is not known, or other options are given.
+    """
+    from mtjax.convert.recognized import named_folder
+    from mtjax.convert.shown_arrays import show
+
+    assert options.show is not None
+    given = [f for f in dataclasses.fields(Options) if getattr(options, f.name) != f.default and f.name != "show"]
+    if given:
+        name = {"source": "from", "target": "to"}.get(given[0].name, given[0].name.replace("_", "-"))
+        raise UserError(f"--{name} has no effect with --show: remove it")
+    for line in show(named_folder(options.show)):
+        print(line)
+
+
+def check_format(options: Options, to_kind: str) -> None:
     """Checks that no option of the format torch is given with torch_dist.
 
     Raises:
       UserError: names one.
     """
-    if options.with_optimizer and options.target.startswith("megatron:") and options.ckpt_format != "torch_dist":
+    if options.with_optimizer and to_kind == "megatron" and options.ckpt_format != "torch_dist":
         raise UserError("--with-optimizer writes only --ckpt-format torch_dist: add it")
     given = [field for field in dataclasses.fields(Options) if getattr(options, field.name) != field.default]
     for field in given:
@@ -215,7 +244,7 @@ def _continue_elsewhere(kind: str, folder: Path, final: Path, source: "Source", 
     from mtjax.convert.to_megatron import MtjaxRun
     from mtjax.convert.torch_dist_sink import TorchDistSink
 
-    task = f"converting {Path(options.source.partition(':')[2]).name}"
+    task = f"converting {str(options.source).rpartition(':')[2]}"
     if kind == "megatron":
         assert isinstance(source, MtjaxSource)
         ours = MtjaxRun(source)

@@ -57,16 +57,25 @@ def is_torch_dist(folder: Path) -> bool:
     """
     if any(folder.glob("mp_rank_*")):
         return False
-    path = folder / BACKEND_FILE
-    if not path.is_file():
+    if not (folder / BACKEND_FILE).is_file():
         raise UserError(_without_backend(folder))
-    try:
-        backend = json.loads(path.read_text())["sharded_backend"]
-    except (OSError, ValueError, KeyError, TypeError) as e:
-        raise UserError(f"{path} is corrupted: it does not name the format of a checkpoint") from e
+    backend = sharded_backend(folder)
     if backend != BACKEND:
         raise UserError(f"{folder} is in Megatron's format {backend}, which mtjax does not read: {_SAVE_AGAIN}")
     return True
+
+
+def sharded_backend(folder: Path) -> str:
+    """Returns what `metadata.json` calls the format of the tensors.
+
+    Raises:
+      UserError: it does not say.
+    """
+    path = folder / BACKEND_FILE
+    try:
+        return str(json.loads(path.read_text())["sharded_backend"])
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise UserError(f"{path} is corrupted: it does not name the format of a checkpoint") from e
 
 
 def _without_backend(folder: Path) -> str:
@@ -78,7 +87,7 @@ def _without_backend(folder: Path) -> str:
             "complete; use another iteration"
         )
     if any(key.endswith("tok_embeddings.weight") for key in keys):
-        return f"{folder} is a checkpoint of torchtitan, which mtjax does not read: export it to Hugging Face's format"
+        return f"{folder} is a checkpoint of torchtitan: use torchtitan:{folder}"
     example = f", with tensors such as {keys[0]}" if keys else ""
     return (
         f"{folder} is in a format of torch.distributed.checkpoint that mtjax does not read, such as Megatron's "

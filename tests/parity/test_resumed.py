@@ -23,6 +23,7 @@ from tests.parity.processes import run_ranks
 
 NEEDED = [name for name in ("torch", "megatron") if find_spec(name) is None]
 pytestmark = [
+    pytest.mark.long,
     pytest.mark.skipif(bool(NEEDED), reason=f"needs the extra parity, which has {', '.join(NEEDED)}"),
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning"),
 ]

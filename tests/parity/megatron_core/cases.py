@@ -268,6 +268,8 @@ RESUMED_AS: dict[str, Any] = {
 }
 """`bucket` is the least size of a bucket, `layouts` those of the optimizer; states of a run that is not trained are
 random."""
+TINY_RUN = {"tiny": RESUMED_AS | {"model": "tiny", "degrees": (2, 2, None, 1), "bf16": True, "trained": False}}
+"""The run in `tests/convert/resumed.zip`."""
 RESUMED = {name: RESUMED_AS | case for name, case in RESUMED.items()}
 
 

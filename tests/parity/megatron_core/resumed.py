@@ -2,7 +2,7 @@
 
 `python -O -m tests.parity.megatron_core.resumed MODE FOLDER`, once for each rank. `train` trains every case of
 `RESUMED` for `SAVED` steps at TP2 x DP2, saves it with each of its layouts of the optimizer, and goes on to the end:
-`NAME.npz` has the losses. `resume` loads what mtjax wrote, `FOLDER/written/NAME`, and goes on from there.
+`NAME.npz` has the losses. `resume` loads what mtjax wrote, `FOLDER/written/NAME`, and goes on from there. `tiny` writes what `tests/convert/resumed.zip` holds.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from tests.parity.megatron_core.cases import MODELS, RESUMED, RUN, SAVED, run_arguments
+from tests.parity.megatron_core.cases import MODELS, RESUMED, RUN, SAVED, TINY, TINY_RUN, run_arguments
 from tests.parity.megatron_core.datasets import TOKENIZER
 from tests.parity.megatron_core.models import fill, logits_of, shaken, sharded
 from tests.parity.megatron_core.torch_dist import groups, models_of
@@ -51,8 +51,9 @@ class Trained:
     """A model with its optimizer, schedule and data, on one rank."""
 
     def __init__(self, folder: Path, name: str) -> None:
-        case = RESUMED[name]
-        self.arguments = MODELS[case["model"]] | run_arguments(folder)
+        case = (RESUMED | TINY_RUN)[name]
+        self.arguments = (MODELS | {"tiny": TINY})[case["model"]]
+        self.arguments |= run_arguments(folder if name in RESUMED else Path("/data"))
         a, dtype = self.arguments, torch.bfloat16 if case["bf16"] else torch.float32
         with groups(), torch.no_grad():
             whole = sharded(shaken(a))
@@ -101,6 +102,8 @@ class Trained:
             wd_incr_steps=RUN["steps"] * size,
             wd_incr_style="linear",
         )
+        if not case["trained"]:
+            return
         data = GPTDatasetConfig(
             random_seed=a["seed"],
             sequence_length=a["seq_length"],
@@ -231,7 +234,7 @@ class Trained:
 def main(mode: str, folder: Path) -> None:
     """All cases."""
     dist.init_process_group("gloo")
-    for name, case in RESUMED.items():
+    for name, case in (TINY_RUN if mode == "tiny" else RESUMED).items():
         run, first = Trained(folder, name), 0
         if mode == "resume":
             if not (folder / "written" / name).exists():
@@ -239,7 +242,7 @@ def main(mode: str, folder: Path) -> None:
                 continue
             first = run.load(folder / "written" / name)
         losses = []
-        if mode == "train" and not case["trained"]:
+        if mode != "resume" and not case["trained"]:
             run.fill_states()
             for layout in case["layouts"]:
                 run.save(folder / "saved" / name / layout, layout)
