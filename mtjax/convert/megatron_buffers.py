@@ -23,6 +23,7 @@ ALIGNMENT = 64
 BUCKET_ALIGNMENT = 128
 DEFAULT_BUCKET, DEFAULT_BUCKET_OF_RANK = 40_000_000, 1_000_000
 """Elements that a bucket has at least, in all and for each data-parallel rank, by default."""
+SAVE_AGAIN = "save it again with --dist-ckpt-optim-fully-reshardable (torch_dist), or convert without --with-optimizer"
 DENSE, EXPERT = 0, 1
 """The optimizer of most parameters, and with expert parallelism that of the experts."""
 _UNEVEN = (
@@ -234,7 +235,7 @@ def placed(tensors: Mapping[str, int], sizes: Sequence[int], where: str) -> dict
     if len(found) < len(tensors) or bucket != len(sizes) - 1 or at != sizes[bucket]:
         raise UserError(
             f"the optimizer's buffers of {where} have {', '.join(map(str, sizes))} numbers, and its "
-            f"{len(tensors)} tensors do not fit these"
+            f"{len(tensors)} tensors do not fit these: {SAVE_AGAIN}"
         )
     return found
 

@@ -13,6 +13,7 @@ from mtjax.convert.megatron_buffers import (
     COPY,
     DEFAULT_BUCKET,
     DEFAULT_BUCKET_OF_RANK,
+    SAVE_AGAIN,
     BufferStates,
     Degrees,
     Rank,
@@ -28,8 +29,6 @@ from mtjax.errors import UserError
 
 WEIGHTS, MOMENTS = "param", ("exp_avg", "exp_avg_sq")
 """The float32 weights, and the moving averages of gradients and of their squares."""
-RESHARDABLE = "--dist-ckpt-optim-fully-reshardable"
-SAVE_AGAIN = f"save it again with {RESHARDABLE} (torch_dist), or convert without --with-optimizer"
 LEGACY_FILE = "distrib_optim.pt"
 _SHIFTED = (
     "the files are of different saves, or megatron-core has shifted them, as it does in fully_reshardable where a "
