@@ -1,13 +1,39 @@
 """Reads Megatron-LM's arguments from a checkpoint, which has all of them: those that were given and the defaults."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from mtjax.convert.from_megatron.given import GivenArguments
-from mtjax.errors import shortened
+from mtjax.convert.megatron_files import MegatronCheckpoint
+from mtjax.convert.megatron_formats import checkpoint_folder, is_torch_dist
+from mtjax.convert.torch_dist import TorchDistCheckpoint
+from mtjax.errors import UserError, shortened
 from mtjax.migrate.megatron import TABLE
 
 _PLAIN = (bool, int, float, str, list, tuple)
+
+
+def from_checkpoint(folder: Path) -> GivenArguments:
+    """Returns the arguments of a checkpoint of Megatron-LM that differ from its defaults.
+
+    Raises:
+      UserError: it is not such a checkpoint, or has no arguments.
+    """
+    files = checkpoint_folder(folder)
+    found = TorchDistCheckpoint(files) if is_torch_dist(files) else MegatronCheckpoint(files)
+    if not found.arguments:
+        raise UserError(f"{files} has no args: translate the launch script of its run")
+    is_bert = any(name.startswith(("lm_head.", "binary_head.")) for name in found.shapes)
+    given = from_arguments(found.arguments, str(files), "bert" if is_bert else "gpt")
+    for dest in ("save", "load"):  # a run of mtjax has a folder of its own
+        given.values.pop(dest, None)
+    unknown = len(set(found.arguments) - {row.dest for row in TABLE})
+    given.notes.append(f"{unknown} other arguments of the checkpoint follow from these, or are not known to mtjax")
+    given.notes.append(
+        f"to go on where it stopped: mtjax convert --from megatron:{folder} --to mtjax:DIR --with-optimizer"
+    )
+    return given
 
 
 def from_arguments(arguments: Mapping[str, Any], source: str, family: str = "gpt") -> GivenArguments:

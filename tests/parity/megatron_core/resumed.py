@@ -1,8 +1,8 @@
 """Runs of megatron-core with its distributed optimizer, in four processes by gloo: saved, gone on with, and resumed.
 
-`python -m tests.parity.megatron_core.resumed MODE FOLDER`, once for each rank. `train` trains the cases of `RESUMED` for
-`SAVED` steps, saves each with several layouts of the optimizer, and goes on to the end: `NAME-train.npz` has the losses.
-`resume` loads what mtjax wrote, `FOLDER/written/NAME`, and goes on from there. `tiny` writes what
+`python -m tests.parity.megatron_core.resumed MODE FOLDER`, once for each rank. `train` trains the cases of `RESUMED`
+for `SAVED` steps, saves each with several layouts of the optimizer, and goes on to the end: `NAME-train.npz` has the
+losses. `resume` loads what mtjax wrote, `FOLDER/written/NAME`, and goes on from there. `tiny` writes what
 `tests/convert/resumed.zip` holds.
 """
 
