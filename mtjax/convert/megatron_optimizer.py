@@ -29,6 +29,7 @@ from mtjax.errors import UserError
 
 WEIGHTS, MOMENTS = "param", ("exp_avg", "exp_avg_sq")
 """The float32 weights, and the moving averages of gradients and of their squares."""
+_IN_TENSORS, _IN_BUCKETS = "tensors of the model's shapes", "dp_reshardable"
 LEGACY_FILE = "distrib_optim.pt"
 _SHIFTED = (
     "the files are of different saves, or megatron-core has shifted them, as it does in fully_reshardable where a "
@@ -314,23 +315,12 @@ def open_optimizer(
     copy = next(iter(selection.table.copies.values())) if model.tie_embeddings and stages > 1 else None
     shared = () if copy is None else (copy, COPY)
     if isinstance(files, TorchDistCheckpoint):
-        names = set(filter(None, map(_layout, (*files.files.keys, *files.files.objects))))
-        named = (files.common.get("content_metadata") or {}).get("distrib_optim_sharding_type")
-        if len(names) != 1:
-            what = f"{named}, which mtjax does not read" if named and names else "no optimizer's state"
-            raise UserError(f"{files.folder} holds {what}: {SAVE_AGAIN}")
-        layout = names.pop()
-        if layout == "dp_zero_gather_scatter":
-            raise UserError(f"{files.folder} holds the optimizer as {layout}, which mtjax does not read: {SAVE_AGAIN}")
+        layout = _layout_of(files)
         progress = progress_of(files.common, _states_of(files), str(files.folder))
-        if layout == "full":
-            kinds = {match[1] for key in files.files.keys if (match := _OF_PARAMETER.fullmatch(key))}
-            has_weights = bool(kinds & {WEIGHTS, "fp32_param"})
-            states: States = lambda kind: FullStates(files, kind) if kind != WEIGHTS or has_weights else None  # noqa: E731
-            return MegatronOptimizer(named or "of tensors", progress, states, _SHIFTED)
+        if layout != _IN_BUCKETS:
+            return MegatronOptimizer(layout, progress, _full_states(files), _SHIFTED)
         arguments = _raw_arguments(files)
         buckets: _Buckets | _LegacyBuckets = _Buckets(files)
-        layout = "dp_reshardable"
     else:
         contents = load(files.grid[0][0][0])
         arguments = files.arguments
@@ -358,11 +348,41 @@ def open_optimizer(
     return MegatronOptimizer(layout, progress, in_buffers, f"their layout in the buffers is not known: {SAVE_AGAIN}")
 
 
+def _layout_of(files: TorchDistCheckpoint) -> str:
+    """Returns how the optimizer's state is laid out, by its keys.
+
+    Raises:
+      UserError: it is not there, or in a layout that is not read.
+    """
+    found = set(filter(None, map(_layout, (*files.files.keys, *files.files.objects))))
+    named = (files.common.get("content_metadata") or {}).get("distrib_optim_sharding_type")
+    if len(found) != 1:
+        what = f"{named}, which mtjax does not read" if named and found else "no optimizer's state"
+        raise UserError(f"{files.folder} holds {what}: {SAVE_AGAIN}")
+    layout = found.pop()
+    if layout == "dp_zero_gather_scatter":
+        raise UserError(f"{files.folder} holds the optimizer as {layout}, which mtjax does not read: {SAVE_AGAIN}")
+    return layout if layout == _IN_BUCKETS else str(named or _IN_TENSORS)
+
+
+def _full_states(files: TorchDistCheckpoint) -> States:
+    """Returns the states in tensors that are shaped like the model's.
+
+    Raises:
+      UserError: a model in 16 bits has no float32 weights.
+    """
+    kinds = {match[1] for key in files.files.keys if (match := _OF_PARAMETER.fullmatch(key))}
+    has_weights = bool(kinds & {WEIGHTS, "fp32_param"})
+    if not has_weights and files.dtype != "float32":
+        raise UserError(f"{files.folder} holds weights in {files.dtype}, and no float32 weights of its optimizer")
+    return lambda kind: FullStates(files, kind) if kind != WEIGHTS or has_weights else None
+
+
 def _layout(key: str) -> str | None:
     if _OF_PARAMETER.fullmatch(key):
-        return "full"
+        return _IN_TENSORS
     if _OF_BUCKET.fullmatch(key):
-        return "dp_reshardable"
+        return _IN_BUCKETS
     match = _OBJECT.fullmatch(key)
     return "dp_zero_gather_scatter" if match and match[1] == "param_state" else None
 

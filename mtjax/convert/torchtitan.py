@@ -56,7 +56,7 @@ class _Tensors:
         if missing := self._files.missing_files(keys):
             raise UserError(f"{folder} lacks {len(missing)} of its files: {', '.join(missing[:5])}")
         self._tensors = {key.removeprefix(PREFIX): self._files.tensor(key) for key in keys}
-        self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
+        self.shapes: Mapping[str, tuple[int, ...]] = {name: tensor.shape for name, tensor in self._tensors.items()}
         kinds = {tensor.dtype for tensor in self._tensors.values()}
         if odd := kinds - {"float32", "float16", "bfloat16"}:
             raise UserError(f"{folder} holds {', '.join(sorted(odd))}; weights are converted from 16 or 32 bits")
@@ -115,7 +115,7 @@ class TorchtitanSource:
         self._weights = NamedWeights(table.select(self.parameters), tensors, config, rows, str(files))
         model = config.model
         notes = (
-            f"torchtitan, {len(tensors.shapes)} tensors of {files.name}, {tensors.dtype}; without its optimizer's state",
+            f"torchtitan, {len(tensors.shapes)} tensors of {files.name}, {tensors.dtype}, without the optimizer",
             # The order of a head's rows depends on the size of heads, which no shape shows.
             f"{model.num_heads} heads of {head_dim(model)} and rope_theta {model.rope_theta:g} are those of --config",
         )

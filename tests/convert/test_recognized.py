@@ -146,7 +146,7 @@ def convert(source: Path | str, target: Path, *options: str) -> None:
 SHOWN: dict[str, tuple[str, str, str]] = {
     "hf": ("hf is a model of Hugging Face, model_type llama", "model.norm.weight", "float32  [16]      model.safet"),
     "mtjax": (
-        "mtjax is a folder that mtjax convert wrote (in weights)",
+        "mtjax is a folder that mtjax convert wrote",
         "parameters.final_norm.scale",
         "float32  [16]",
     ),
