@@ -19,14 +19,19 @@ import pytest
 from mtjax import config as configs
 from mtjax.convert.__main__ import main
 from mtjax.convert.from_megatron.__main__ import main as from_megatron
+from mtjax.convert.initial_weights import open_foreign
 from mtjax.convert.megatron_buffers import bucket_sizes, placed
 from mtjax.convert.torch_dist_files import Archive, DistributedCheckpoint
 from mtjax.convert.torch_dist_pickle import Record
 from mtjax.convert.torch_dist_writer import DistributedWriter, write_archive
 from mtjax.errors import UserError
 from mtjax.runtime.checkpoints.arrays import open_array
+from mtjax.runtime.checkpoints.checkpoint import fingerprints
 from mtjax.runtime.checkpoints.weights import find_weights
+from mtjax.train.objective import Pretraining
+from mtjax.train.step import make_train_step
 from tests.convert.test_torch_dist import Evil, cut
+from tests.tiny import mesh_of
 
 STORED = Path(__file__).with_name("resumed.zip")
 ITERATION = "iter_0000010"
@@ -359,6 +364,25 @@ def test_the_arguments_of_a_checkpoint_are_translated(
     assert "fp8" not in said
     assert "muon" not in said
     assert "other arguments of the checkpoint follow from these, or are not known to mtjax" in said
+
+
+def test_a_run_starts_from_a_checkpoint_of_megatron(stored: Path, run: Path, tmp_path: Path) -> None:
+    """`mtjax train --init-from megatron:DIR`, with another padding of the vocabulary than a conversion has."""
+    assert main(["--from", str(stored / BUCKETS), "--to", f"mtjax:{tmp_path / 'ours'}", "--vocab-multiple", "64"]) == 0
+    config = configs.load(str(run / "config.toml"))
+    given = {"vocab_multiple": 64, "mesh": "1x2", "init_from": Path(f"megatron:{stored / BUCKETS}")}
+    config = configs.replace(config, **given)
+    program = make_train_step(config, mesh_of("1x2"))
+    weights = Pretraining(open_foreign=open_foreign).initial_weights(config)
+    assert weights is not None
+    weights.check(program)
+    state = program.initialize(0, weights.read(program))
+    saved = arrays_of(tmp_path / "ours")
+    assert {name: number for name, number in fingerprints(state).items() if name in saved} == saved
+    other = make_train_step(configs.replace(config, mlp_size=16), mesh_of("1x2"))
+    with pytest.raises(UserError, match="are of another model; use its settings:\n  mlp_size is 12 there and 16 here"):
+        weights.check(other)
+    assert open_foreign(str(tmp_path / "ours")) is None
 
 
 def test_what_holds_no_arguments_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
