@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mtjax.cli import read, run_main
+from mtjax.data.commands.inputs import with_all
 from mtjax.data.corpus.indexed import IndexedDataset, bin_path, prefix_of
 from mtjax.data.corpus.merge import merge
 from mtjax.data.corpus.parts import in_order, part_datasets
@@ -33,7 +34,7 @@ class Options:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command."""
-    return run_main(lambda: run(read(Options, argv, "mtjax data merge")))
+    return run_main(lambda: run(read(Options, with_all(argv, "--input"), "mtjax data merge")))
 
 
 def run(options: Options) -> None:

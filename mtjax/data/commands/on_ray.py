@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from mtjax.data.commands import merge
+from mtjax.data.commands.inputs import input_files
 from mtjax.data.commands.parts import summary
-from mtjax.data.commands.preprocess import Options, job_of, made_already, run_job
+from mtjax.data.commands.preprocess import Options, absolute_tokenizer, job_of, made_already, run_job
 from mtjax.data.corpus.indexed import bin_path, idx_path
 from mtjax.data.corpus.meta import meta_path
 from mtjax.data.corpus.parts import MOST, Part, part_datasets, stored_sizes
-from mtjax.data.corpus.reader import expand
 from mtjax.data.corpus.resume_record import refuse_existing
 from mtjax.data.progress import say
 from mtjax.errors import UserError, first_line, require
@@ -36,9 +36,13 @@ def run_on_ray(options: Options) -> None:
     ray = require("ray", "ray")
     if options.part is not None:
         raise UserError("--part and --ray exclude each other: --ray runs all parts")
-    of = options.parts or _default_parts(expand(options.input))
+    paths = input_files(options.input)
+    of = options.parts or _default_parts(paths)
     options = replace(
-        options, output=options.output.expanduser().absolute(), input=tuple(map(_absolute, options.input))
+        options,
+        input=tuple(map(_absolute, paths)),
+        output=options.output.expanduser().absolute(),
+        tokenizer=absolute_tokenizer(options.tokenizer),
     )
     outputs = list(job_of(options).outputs.values())  # all that can be wrong in the options is said here, once
     if not options.overwrite and options.merge:

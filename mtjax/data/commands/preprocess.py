@@ -16,11 +16,12 @@ import tyro
 
 from mtjax.cli import read, run_main
 from mtjax.config.field_metadata import amount, at_least
+from mtjax.data.commands.inputs import input_files, with_all
+from mtjax.data.commands.megatron_names import with_own_names
 from mtjax.data.corpus.encode import EncodeOptions
 from mtjax.data.corpus.indexed import IndexedDataset, bin_path
 from mtjax.data.corpus.parts import MOST, complete_parts, is_made, parse_part, record_of
 from mtjax.data.corpus.preprocessing import Job, prefixes, preprocess
-from mtjax.data.corpus.reader import expand
 from mtjax.data.corpus.resume_record import ResumeRecord, refuse_existing
 from mtjax.data.progress import say
 from mtjax.data.tokens.tokenizer import digest_of, end_note, open_tokenizer
@@ -36,12 +37,14 @@ class Options:
 
     input: tuple[str, ...]
     """Files, folders, globs or URLs: JSON lines (.jsonl, .json), CSV and TSV, Parquet, datasets that Hugging Face's
-    `datasets` saved, or plain text (anything else); also compressed with gzip, zstd, bz2 or xz."""
-    output: Path
-    """Prefix of what is written: PREFIX_KEY_document.bin and .idx, or PREFIX_KEY_sentence with --split-sentences."""
+    `datasets` saved, or plain text (anything else); also compressed with gzip, zstd, bz2 or xz. Several have
+    spaces or commas between them."""
+    output: Annotated[Path, tyro.conf.arg(aliases=["--output-prefix"])]
+    """Prefix of what is written: PREFIX_KEY_document.bin and .idx, or PREFIX_KEY_sentence with --split-sentences. Also
+    --output-prefix, as in Megatron."""
     tokenizer: str
     """hf:tokenizer.json, hf:DIR (a Hugging Face folder), gpt2:DIR (encoder.json + vocab.bpe), bert:vocab.txt or
-    sentencepiece:FILE."""
+    sentencepiece:FILE. Megatron's --tokenizer-type, --tokenizer-model, --vocab-file and --merge-file work instead."""
     text_key: Annotated[tuple[str, ...], tyro.conf.arg(aliases=["--json-keys"])] = ()
     """Keys of the JSON objects, or columns of the tables, whose text is taken; each makes a dataset. a.b is the key b
     inside a. When not given, text; CSV and TSV files need it. Also --json-keys, as in Megatron."""
@@ -81,7 +84,15 @@ class Options:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command."""
-    return run_main(lambda: run(read(Options, argv, "mtjax data preprocess")))
+
+    def body() -> None:
+        words, note = with_own_names(with_all(argv, "--input"))
+        options = read(Options, words, "mtjax data preprocess")
+        if note:
+            say(f"note    {note}")
+        run(options)
+
+    return run_main(body)
 
 
 def run(options: Options) -> None:
@@ -114,7 +125,7 @@ def job_of(options: Options) -> Job:
     if len(set(options.text_key)) != len(options.text_key):
         raise UserError(f"--text-key {' '.join(options.text_key)} names a key twice")
     part = None if options.part is None else parse_part(options.part)
-    paths = expand(options.input)
+    paths = input_files(options.input)
     tokenizer = open_tokenizer(options.tokenizer, options.eod_token)
     if note := end_note(tokenizer):
         say(f"note    {note}")
@@ -133,7 +144,7 @@ def job_of(options: Options) -> Job:
         workers=workers,
         on_error=options.on_error,
         identity=_identity(options, paths) | ({} if part is None else {"part": [*part]}),
-        tokenizer_name=_absolute(options.tokenizer),
+        tokenizer_name=absolute_tokenizer(options.tokenizer),
         keys_named=bool(options.text_key),
         task="preprocessing" if part is None else str(part),
         part=part,
@@ -180,6 +191,7 @@ def _identity(options: Options, paths: Sequence[str]) -> dict[str, Any]:
     return {"files": files, "tokenizer": digest_of(options.tokenizer), "options": chosen}
 
 
-def _absolute(tokenizer: str) -> str:
+def absolute_tokenizer(tokenizer: str) -> str:
+    """Returns the name of a tokenizer with the absolute path of its file."""
     kind, colon, path = tokenizer.rpartition(":")
     return f"{kind}{colon}{Path(path).expanduser().absolute()}"
