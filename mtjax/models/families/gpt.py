@@ -16,6 +16,8 @@ from jaxtyping import Float, Int
 
 from mtjax.config import Config
 from mtjax.config.sizes import dense_layers, main_layers, output_shape, padded_vocab_size
+from mtjax.layout.plan import ExpertDispatch
+from mtjax.layout.stacks import DENSE, STACK
 from mtjax.models.dropout import dropout
 from mtjax.models.embedding import EMBEDDING_SITE, embed_tokens, in_table, position_table, vocabulary_table
 from mtjax.models.heads import WithVocabulary
@@ -42,8 +44,6 @@ from mtjax.sharding.context.ring_attention import Method
 from mtjax.sharding.context.zigzag import local_positions
 from mtjax.sharding.distillation import vocab_parallel_distillation
 from mtjax.sharding.vocab import LossOptions, OutputOptions, vocab_parallel_cross_entropy
-from mtjax.theory.families.decoder import DENSE, STACK
-from mtjax.theory.plan import ExpertDispatch
 
 
 class Decoder(nnx.Module):
