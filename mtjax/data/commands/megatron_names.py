@@ -6,7 +6,7 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from mtjax.data.tokens.tokenizer import gpt2_files, is_cased
+from mtjax.data.tokens.tokenizer import GPT2_PAIRS, gpt2_files, is_cased
 from mtjax.errors import UserError, nearest
 
 TOKENIZER = ("--tokenizer-type", "--tokenizer-model", "--vocab-file", "--merge-file")
@@ -20,11 +20,11 @@ LANGUAGES = (
 )
 """NLTK's names of languages, for Megatron's `--lang`, and those of ISO 639."""
 NO_EQUAL = {
-    "--partitions": "leave it out: all cores work on one dataset; --part 1/N makes one of N parts on any machine",
-    "--keep-sequential-samples": "leave it out: documents always keep their order",
-    "--keep-newlines": "leave it out: --split-sentences keeps all characters of a text",
-    "--log-interval": "leave it out: the progress is shown by time",
-    "--vocab-size": "leave it out: the tokenizer's files say it",
+    "--partitions": "omit it: all cores work on one dataset; --part 1/N makes one of N parts on any machine",
+    "--keep-sequential-samples": "omit it: documents always keep their order",
+    "--keep-newlines": "omit it: --split-sentences keeps all characters of a text",
+    "--log-interval": "omit it: the progress is shown by time",
+    "--vocab-size": "omit it: the tokenizer's files say it",
     "--tiktoken-pattern": "convert the tokenizer to a tokenizer.json, and give --tokenizer hf:tokenizer.json",
 }
 """Arguments without an equal -> what to do."""
@@ -114,16 +114,17 @@ def _gpt2(vocabulary: str, merges: str) -> Path:
     Raises:
       UserError: they are not in one folder, or have other names.
     """
-    files = (Path(vocabulary), Path(merges))
+    files = (Path(vocabulary).absolute(), Path(merges).absolute())
     if missing := next((path for path in files if not path.is_file()), None):
         raise UserError(f"{missing} does not exist")
     folder = files[0].parent
-    if files[1].parent != folder or gpt2_files(folder) != files:
+    is_known = any((folder / one, folder / other) == files for one, other in GPT2_PAIRS)
+    if not is_known or gpt2_files(folder) != files:
         raise UserError(
             f"--vocab-file {vocabulary} and --merge-file {merges} must be encoder.json and vocab.bpe, vocab.json and "
             "merges.txt, or gpt2-vocab.json and gpt2-merges.txt, in a folder without others of these: copy them there"
         )
-    return folder
+    return Path(vocabulary).parent
 
 
 def _language(name: str) -> str:

@@ -122,7 +122,7 @@ def test_megatrons_command_is_understood(name, files, tokenizer, capsys):
 
 
 NO_EQUAL = {
-    "--partitions is Megatron-LM's: leave it out: all cores work": "--partitions 4",
+    "--partitions is Megatron-LM's: omit it: all cores work": "--partitions 4",
     "--tokenizer-type NullTokenizer has no equal": "--tokenizer-type NullTokenizer",
     "--tokenizer-type GPT2BPETokenizers has no equal - did you mean 'GPT2BPETokenizer'?": "--tokenizer-type "
     "GPT2BPETokenizers",
