@@ -1,6 +1,7 @@
 """`mtjax data preprocess --ray ADDRESS`: the parts of a corpus on the machines of a Ray cluster, then merged."""
 
 import os
+import socket
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,6 +23,7 @@ BYTES_PER_PART = 1 << 30
 RETRIES = 3
 """Times that a part is run again after its process or machine was lost."""
 SECONDS_BETWEEN_LINES = 10.0
+CONNECT_SECONDS = 10.0
 
 
 def run_on_ray(options: Options) -> None:
@@ -33,6 +35,9 @@ def run_on_ray(options: Options) -> None:
     Raises:
       UserError: Ray is not installed or not there, a part can't be made, or the output exists.
     """
+    require(
+        "ray.util", "ray"
+    )  # Ray's own folder /tmp/ray is a package without contents for a command that runs in /tmp
     ray = require("ray", "ray")
     if options.part is not None:
         raise UserError("--part and --ray exclude each other: --ray runs all parts")
@@ -71,6 +76,9 @@ def _absolute(name: str) -> str:
 
 def _connect(ray: Any, address: str) -> None:
     try:
+        host, _, port = address.removeprefix("ray://").rpartition(":")
+        if host and port.isdigit():  # Ray itself would try for minutes
+            socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
         ray.init(address=address, log_to_driver=False, logging_level="error")
     except Exception as e:  # Ray has several, and those of the network
         raise UserError(
