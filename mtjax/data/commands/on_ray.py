@@ -17,7 +17,7 @@ from mtjax.data.corpus.meta import meta_path
 from mtjax.data.corpus.parts import MOST, Part, part_datasets, stored_sizes
 from mtjax.data.corpus.resume_record import refuse_existing
 from mtjax.data.progress import say
-from mtjax.errors import UserError, first_line, require
+from mtjax.errors import UserError, first_line, install_extra, require
 
 BYTES_PER_PART = 1 << 30
 RETRIES = 3
@@ -35,10 +35,9 @@ def run_on_ray(options: Options) -> None:
     Raises:
       UserError: Ray is not installed or not there, a part can't be made, or the output exists.
     """
-    require(
-        "ray.util", "ray"
-    )  # Ray's own folder /tmp/ray is a package without contents for a command that runs in /tmp
     ray = require("ray", "ray")
+    if not hasattr(ray, "init"):  # a folder of that name where the command runs, such as Ray's own in /tmp
+        raise UserError(f"this needs the library ray: {install_extra('ray')}")
     if options.part is not None:
         raise UserError("--part and --ray exclude each other: --ray runs all parts")
     paths = input_files(options.input)
