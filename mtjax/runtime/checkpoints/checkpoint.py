@@ -237,7 +237,8 @@ class Checkpoints:
         state = self.folder / str(step) / "state"
         if not (state / "_METADATA").is_file():
             raise CorruptedCheckpoint("its state lacks _METADATA")
-        if saved != orders:
+        # `mtjax convert` writes arrays in folders of their own, without Orbax's list of them.
+        if saved != orders or not (state / "manifest.ocdbt").is_file():
             return State(**read_reordered(state, tree, saved, orders))
         placed = ocp.checkpoint_utils.construct_restore_args(tree)
         arguments = ocp.args.Composite(state=ocp.args.PyTreeRestore(tree, restore_args=placed))
