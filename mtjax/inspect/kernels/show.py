@@ -3,7 +3,7 @@
 from typing import Any
 
 from mtjax.inspect.kernels.audit import SLOW, SWAPS, KernelReport, Row
-from mtjax.inspect.units import duration, size
+from mtjax.inspect.units import duration
 
 KERNEL_HEADS: dict[str, str] = {
     "kernel": "left",

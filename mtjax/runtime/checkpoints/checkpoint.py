@@ -42,6 +42,7 @@ from mtjax.runtime.train_state import State
 from mtjax.sharding.axes import REPLICATED
 from mtjax.sharding.param_specs import dotted
 from mtjax.storage import shown
+from mtjax.theory.dropout import DROPOUT_BITS
 from mtjax.theory.stages import PLAIN, LayerOrder, Orders, layer_orders, order_of
 
 TIMEOUT = 600
@@ -259,6 +260,7 @@ class Checkpoints:
 def checkpoint_metadata(step: int, config: Config, consumed_samples: int, record: RunRecord | None) -> dict[str, Any]:
     """Builds a checkpoint's metadata, without fingerprints and checksum."""
     base = {"version": VERSION, "step": step, "consumed_samples": consumed_samples, "config": configs.to_dict(config)}
+    base |= {"dropout_bits": DROPOUT_BITS}
     return base | {"run": record.to_dict()} if record is not None else base
 
 
