@@ -27,6 +27,7 @@ from mtjax import config as configs
 from mtjax.config import Config
 from mtjax.config.model_identity import differences
 from mtjax.errors import UserError, first_line
+from mtjax.layout.dropout import DROPOUT_BITS
 from mtjax.layout.stages import PLAIN, LayerOrder, Orders, layer_orders, order_of
 from mtjax.runtime.checkpoints.arrays import array_handler, read_reordered
 from mtjax.runtime.checkpoints.barriers import SaveBarriers
@@ -260,6 +261,7 @@ class Checkpoints:
 def checkpoint_metadata(step: int, config: Config, consumed_samples: int, record: RunRecord | None) -> dict[str, Any]:
     """Builds a checkpoint's metadata, without fingerprints and checksum."""
     base = {"version": VERSION, "step": step, "consumed_samples": consumed_samples, "config": configs.to_dict(config)}
+    base |= {"dropout_bits": DROPOUT_BITS}
     return base | {"run": record.to_dict()} if record is not None else base
 
 
