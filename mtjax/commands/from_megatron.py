@@ -101,14 +101,15 @@ def _given(options: Options, words: Sequence[str]) -> GivenArguments:
             raise UserError(f"--set {item} is not NAME=VALUE")
         variables[name] = value
     given = GivenArguments("the arguments")
-    if options.script and Path(options.script[0]).is_dir():
-        if len(options.script) > 1 or options.variables:
-            raise UserError(f"{options.script[0]} is a checkpoint's folder: it takes no arguments and no --set")
+    script = list(options.script)
+    if script and Path(script[0]).is_dir():
+        if len(script) > 1 or options.variables:
+            raise UserError(f"{script[0]} is a checkpoint's folder: it takes no arguments and no --set")
         from mtjax.convert.from_megatron.checkpoint import from_checkpoint  # imports jax, for a second
 
-        given = from_checkpoint(Path(options.script[0]))
-    elif options.script:
-        given = from_file(Path(options.script[0]), options.script[1:], variables)
+        given = from_checkpoint(Path(script[0]))
+    elif script:
+        given = from_file(Path(script[0]), script[1:], variables)
     from_words(words, given)
     return given
 

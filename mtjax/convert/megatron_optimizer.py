@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from mtjax.convert.megatron_buffers import (
 )
 from mtjax.convert.megatron_experts import BIAS
 from mtjax.convert.megatron_files import MegatronCheckpoint, load, loaded
+from mtjax.convert.megatron_progress import Progress, optimizers_in, progress_of
 from mtjax.convert.named import Shards, local_shapes
 from mtjax.convert.table import Selection
 from mtjax.convert.torch_dist import TorchDistCheckpoint
@@ -29,6 +30,7 @@ from mtjax.errors import UserError
 
 WEIGHTS, MOMENTS = "param", ("exp_avg", "exp_avg_sq")
 """The float32 weights, and the moving averages of gradients and of their squares."""
+_IN_TENSORS, _IN_BUCKETS = "tensors of the model's shapes", "dp_reshardable"
 LEGACY_FILE = "distrib_optim.pt"
 _SHIFTED = (
     "the files are of different saves, or megatron-core has shifted them, as it does in fully_reshardable where a "
@@ -42,74 +44,6 @@ _OF_BUCKET = re.compile(
 _OBJECT = re.compile(
     r"(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\.(optimizer|grad_scaler|param_state)(?:/.*)?"
 )
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far a run of Megatron-LM had come, and what its optimizer's settings were."""
-
-    iteration: int
-    consumed_samples: int
-    updates: int
-    """Steps of Adam."""
-    schedule: Mapping[str, Any]
-    """The state of Megatron's `OptimizerParamScheduler`, which counts samples."""
-    groups: Sequence[Mapping[str, Any]]
-    """Adam's settings for groups of parameters."""
-    scaler: Mapping[str, Any] | None
-    """The loss scale of float16."""
-
-
-def progress_of(contents: Mapping[str, Any], optimizers: Sequence[Any], source: str) -> Progress:
-    """Reads the parts of a checkpoint that are not tensors.
-
-    Args:
-      contents: iteration, args and opt_param_scheduler.
-      optimizers: the state of each of the optimizers without tensors.
-      source: for messages.
-
-    Raises:
-      UserError: something is missing, or contradicts itself.
-    """
-    arguments = contents.get("args")
-    arguments = arguments if isinstance(arguments, Mapping) else vars(arguments) if arguments else {}
-    groups = [group for state in optimizers for group in state.get("param_groups", ())]
-    steps = {group["step"] for group in groups if group.get("step") is not None}
-    for state in optimizers:
-        inner = state.get("state")
-        steps |= {inner["common_step"]} if isinstance(inner, Mapping) and "common_step" in inner else set()
-    found = {
-        "iteration": contents.get("iteration"),
-        "consumed_train_samples": arguments.get("consumed_train_samples"),
-        "Adam's step": next(iter(steps), None),
-        "opt_param_scheduler": contents.get("opt_param_scheduler"),
-    }
-    if missing := [name for name, value in found.items() if value is None]:
-        raise UserError(f"{source} has no {', '.join(missing)}, which --with-optimizer needs: {SAVE_AGAIN}")
-    if len(steps) > 1:
-        raise UserError(f"{source} has several steps of Adam, {', '.join(map(str, sorted(steps)))}: mtjax has one")
-    scalers = [state["grad_scaler"] for state in optimizers if state.get("grad_scaler")]
-    return Progress(
-        int(found["iteration"]),
-        int(found["consumed_train_samples"]),
-        int(next(iter(steps))),
-        found["opt_param_scheduler"],
-        groups,
-        scalers[0] if scalers else None,
-    )
-
-
-def _optimizers(value: Any) -> Iterator[Mapping[str, Any]]:
-    """Yields the state of each optimizer: with expert parallelism the experts have their own."""
-    if isinstance(value, list):
-        for one in value:
-            yield from _optimizers(one)
-    elif isinstance(value, Mapping) and value and all(isinstance(key, int) for key in value):
-        for one in value.values():
-            yield from _optimizers(one)
-    elif isinstance(value, Mapping):
-        inner = value.get("optimizer")
-        yield {**inner, "grad_scaler": value.get("grad_scaler")} if isinstance(inner, Mapping) else value
 
 
 class FullStates:
@@ -314,23 +248,12 @@ def open_optimizer(
     copy = next(iter(selection.table.copies.values())) if model.tie_embeddings and stages > 1 else None
     shared = () if copy is None else (copy, COPY)
     if isinstance(files, TorchDistCheckpoint):
-        names = set(filter(None, map(_layout, (*files.files.keys, *files.files.objects))))
-        named = (files.common.get("content_metadata") or {}).get("distrib_optim_sharding_type")
-        if len(names) != 1:
-            what = f"{named}, which mtjax does not read" if named and names else "no optimizer's state"
-            raise UserError(f"{files.folder} holds {what}: {SAVE_AGAIN}")
-        layout = names.pop()
-        if layout == "dp_zero_gather_scatter":
-            raise UserError(f"{files.folder} holds the optimizer as {layout}, which mtjax does not read: {SAVE_AGAIN}")
+        layout = _layout_of(files)
         progress = progress_of(files.common, _states_of(files), str(files.folder))
-        if layout == "full":
-            kinds = {match[1] for key in files.files.keys if (match := _OF_PARAMETER.fullmatch(key))}
-            has_weights = bool(kinds & {WEIGHTS, "fp32_param"})
-            states: States = lambda kind: FullStates(files, kind) if kind != WEIGHTS or has_weights else None  # noqa: E731
-            return MegatronOptimizer(named or "of tensors", progress, states, _SHIFTED)
+        if layout != _IN_BUCKETS:
+            return MegatronOptimizer(layout, progress, _full_states(files), _SHIFTED)
         arguments = _raw_arguments(files)
         buckets: _Buckets | _LegacyBuckets = _Buckets(files)
-        layout = "dp_reshardable"
     else:
         contents = load(files.grid[0][0][0])
         arguments = files.arguments
@@ -341,7 +264,7 @@ def open_optimizer(
             )
         if (arguments.get("expert_model_parallel_size") or 1) > 1:
             raise UserError(f"{files.folder}: {LEGACY_FILE} is not read with expert parallelism: {SAVE_AGAIN}")
-        progress = progress_of(contents, list(_optimizers(contents.get("optimizer"))), str(files.folder))
+        progress = progress_of(contents, list(optimizers_in(contents.get("optimizer"))), str(files.folder))
         buckets, layout = _LegacyBuckets(files, frozenset(shared)), LEGACY_FILE
     if any(name.startswith("language_model.") for name in files.shapes):
         raise UserError(
@@ -358,11 +281,41 @@ def open_optimizer(
     return MegatronOptimizer(layout, progress, in_buffers, f"their layout in the buffers is not known: {SAVE_AGAIN}")
 
 
+def _layout_of(files: TorchDistCheckpoint) -> str:
+    """Returns how the optimizer's state is laid out, by its keys.
+
+    Raises:
+      UserError: it is not there, or in a layout that is not read.
+    """
+    found = set(filter(None, map(_layout, (*files.files.keys, *files.files.objects))))
+    named = (files.common.get("content_metadata") or {}).get("distrib_optim_sharding_type")
+    if len(found) != 1:
+        what = f"{named}, which mtjax does not read" if named and found else "no optimizer's state"
+        raise UserError(f"{files.folder} holds {what}: {SAVE_AGAIN}")
+    layout = found.pop()
+    if layout == "dp_zero_gather_scatter":
+        raise UserError(f"{files.folder} holds the optimizer as {layout}, which mtjax does not read: {SAVE_AGAIN}")
+    return layout if layout == _IN_BUCKETS else str(named or _IN_TENSORS)
+
+
+def _full_states(files: TorchDistCheckpoint) -> States:
+    """Returns the states in tensors that are shaped like the model's.
+
+    Raises:
+      UserError: a model in 16 bits has no float32 weights.
+    """
+    kinds = {match[1] for key in files.files.keys if (match := _OF_PARAMETER.fullmatch(key))}
+    has_weights = bool(kinds & {WEIGHTS, "fp32_param"})
+    if not has_weights and files.dtype != "float32":
+        raise UserError(f"{files.folder} holds weights in {files.dtype}, and no float32 weights of its optimizer")
+    return lambda kind: FullStates(files, kind) if kind != WEIGHTS or has_weights else None
+
+
 def _layout(key: str) -> str | None:
     if _OF_PARAMETER.fullmatch(key):
-        return "full"
+        return _IN_TENSORS
     if _OF_BUCKET.fullmatch(key):
-        return "dp_reshardable"
+        return _IN_BUCKETS
     match = _OBJECT.fullmatch(key)
     return "dp_zero_gather_scatter" if match and match[1] == "param_state" else None
 
@@ -376,7 +329,7 @@ def _states_of(files: TorchDistCheckpoint) -> list[Mapping[str, Any]]:
             value = files.files.object(key)
             value = value[0] if isinstance(value, list) and len(value) == 1 else value
             found.append({"grad_scaler": value} if match[1] == "grad_scaler" else value)
-    return found or list(_optimizers(files.common.get("optimizer")))
+    return found or list(optimizers_in(files.common.get("optimizer")))
 
 
 def _raw_arguments(files: TorchDistCheckpoint | MegatronCheckpoint) -> Mapping[str, Any]:

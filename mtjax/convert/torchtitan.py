@@ -8,6 +8,7 @@ import numpy as np
 
 from mtjax import config as configs
 from mtjax.config import Config
+from mtjax.config.sizes import head_dim
 from mtjax.convert.families.decoder_rows import Names, decoder_rows
 from mtjax.convert.named import NamedWeights
 from mtjax.convert.parameters import Parameter, parameters_of
@@ -55,7 +56,7 @@ class _Tensors:
         if missing := self._files.missing_files(keys):
             raise UserError(f"{folder} lacks {len(missing)} of its files: {', '.join(missing[:5])}")
         self._tensors = {key.removeprefix(PREFIX): self._files.tensor(key) for key in keys}
-        self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
+        self.shapes: Mapping[str, tuple[int, ...]] = {name: tensor.shape for name, tensor in self._tensors.items()}
         kinds = {tensor.dtype for tensor in self._tensors.values()}
         if odd := kinds - {"float32", "float16", "bfloat16"}:
             raise UserError(f"{folder} holds {', '.join(sorted(odd))}; weights are converted from 16 or 32 bits")
@@ -112,8 +113,13 @@ class TorchtitanSource:
         table = Table("torchtitan's Llama", decoder_rows(names, config.model), copies=copies)
         rows = tensors.shapes[EMBEDDING][0]
         self._weights = NamedWeights(table.select(self.parameters), tensors, config, rows, str(files))
-        note = f"torchtitan, {len(tensors.shapes)} tensors of {files.name}, {tensors.dtype}"
-        self.origin = Origin(config, tensors.dtype, folder, notes=(note,))
+        model = config.model
+        notes = (
+            f"torchtitan, {len(tensors.shapes)} tensors of {files.name}, {tensors.dtype}, without the optimizer",
+            # The order of a head's rows depends on the size of heads, which no shape shows.
+            f"{model.num_heads} heads of {head_dim(model)} and rope_theta {model.rope_theta:g} are those of --config",
+        )
+        self.origin = Origin(config, tensors.dtype, folder, notes=notes)
 
     def slices(self, parameter: Parameter) -> Iterator[np.ndarray]:
         """Yields the parameter layer by layer, in the files' dtype."""

@@ -348,7 +348,7 @@ def test_a_tensor_that_would_run_code_is_refused(
 
 
 OTHERS = {
-    "torchtitan": ("tok_embeddings.weight", "is a checkpoint of torchtitan, which mtjax does not read"),
+    "torchtitan": ("tok_embeddings.weight", "is a checkpoint of torchtitan: use torchtitan:"),
     "fsdp_dtensor": ("model.module.decoder.final_layernorm.weight", "such as Megatron's fsdp_dtensor or torch_dcp"),
 }
 

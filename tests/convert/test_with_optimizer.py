@@ -18,6 +18,7 @@ import pytest
 
 from mtjax import config as configs
 from mtjax.commands.convert import main
+from mtjax.commands.from_megatron import main as from_megatron
 from mtjax.convert.megatron_buffers import bucket_sizes, placed
 from mtjax.convert.torch_dist_files import Archive, DistributedCheckpoint
 from mtjax.convert.torch_dist_pickle import Record
@@ -326,3 +327,42 @@ def test_buckets_are_megatrons() -> None:
     assert placed(tensors, [256, 100], "rank 0")["embedding"] == (1, 0)
     with pytest.raises(UserError, match=re.escape("have 300 numbers, and its 4 tensors do not fit")):
         placed(tensors, [300], "rank 0")
+
+
+def test_the_arguments_of_a_checkpoint_are_translated(
+    stored: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As those of its script: what follows from others or is Megatron's default is not listed."""
+    shutil.copytree(stored / BUCKETS, tmp_path / "saved")
+    more = {"fp8": None, "fp8_recipe": "delayed", "muon_momentum": 0.95, "decoupled_lr": 1e-4, "start_up": 1}
+    more |= {"lr_decay_iters": None, "attention_backend": None, "lr_wsd_decay_style": "exponential", "kv_channels": 4}
+    edited(tmp_path / "saved", lambda state: vars(state["args"]).update(more))
+    assert from_megatron([str(tmp_path / "saved"), "--output", str(tmp_path / "run.toml")]) == 0
+    found = configs.load(str(tmp_path / "run.toml"))
+    script = ["--num-layers", "2", "--hidden-size", "8", "--num-attention-heads", "4", "--group-query-attention"]
+    script += ["--num-query-groups", "2", "--kv-channels", "4", "--ffn-hidden-size", "12", "--seq-length", "96"]
+    script += ["--max-position-embeddings", "16", "--vocab-size", "20", "--make-vocab-size-divisible-by", "12"]
+    script += ["--swiglu", "--normalization", "RMSNorm", "--position-embedding-type", "rope", "--disable-bias-linear"]
+    script += ["--norm-epsilon", "1e-6", "--untie-embeddings-and-output-weights", "--hidden-dropout", "0"]
+    script += ["--attention-dropout", "0", "--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
+    script += ["--micro-batch-size", "2", "--global-batch-size", "4", "--train-iters", "20", "--lr", "0.005"]
+    script += ["--min-lr", "0.0005", "--lr-decay-style", "cosine", "--lr-warmup-iters", "5", "--weight-decay", "0.3"]
+    script += ["--start-weight-decay", "0.02", "--end-weight-decay", "0.3", "--weight-decay-incr-style", "linear"]
+    script += ["--clip-grad", "2.0", "--adam-beta2", "0.95", "--bf16", "--use-distributed-optimizer"]
+    script += ["--data-path", "/data/corpus", "--split", "100,0,0", "--tokenizer-type", "HuggingFaceTokenizer"]
+    script += ["--tokenizer-model", "/data/tokenizer.json", "--eval-iters", "0", "--log-interval", "1"]
+    script += ["--save-interval", "10"]
+    said = capsys.readouterr().err
+    assert from_megatron(["--gpus", "4", "--output", str(tmp_path / "script.toml"), "--", *script]) == 0
+    assert found == configs.load(str(tmp_path / "script.toml"))
+    assert "--decoupled-lr 0.0001  embeddings and output layer have the learning rate of all other weights" in said
+    assert "fp8" not in said
+    assert "muon" not in said
+    assert "other arguments of the checkpoint follow from these, or are not known to mtjax" in said
+
+
+def test_what_holds_no_arguments_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert from_megatron([str(tmp_path)]) == 2
+    assert "is not a checkpoint of Megatron-LM" in capsys.readouterr().err
+    assert from_megatron([str(tmp_path), "argument"]) == 2
+    assert "is a checkpoint's folder: it takes no arguments and no --set" in capsys.readouterr().err

@@ -11,6 +11,15 @@ from mtjax.convert.torch_dist import TorchDistCheckpoint
 from mtjax.errors import UserError, shortened
 from mtjax.migrate.megatron import TABLE
 
+_SAVED_AS = {
+    "fp8_format": "fp8",
+    "fp4_format": "fp4",
+    "apply_layernorm_1p": "layernorm_zero_centered_gamma",
+    "microbatch_group_size_per_virtual_pipeline_stage": "microbatch_group_size_per_vp_stage",
+}
+"""Arguments that some versions save under another name."""
+_OF_FEATURE = {"fp8_": ("fp8", "fp8_format"), "fp4_": ("fp4", "fp4_format"), "timing_log_": ("timing_log_level",)}
+"""Prefixes of arguments that have defaults, and matter only with a feature, and the arguments that switch it on."""
 _PLAIN = (bool, int, float, str, list, tuple)
 
 
@@ -46,7 +55,9 @@ def from_arguments(arguments: Mapping[str, Any], source: str, family: str = "gpt
     """
     given = GivenArguments(source, family=family)
     for row in TABLE:
-        value = _plain(arguments.get(row.dest))
+        value = _plain(arguments.get(row.dest, arguments.get(_SAVED_AS.get(row.dest, ""))))
+        if row.status == "default" and row.default is None:
+            continue  # mtjax needs no such setting, whatever the value
         if value is None or value == row.default or (row.default is None and value in (False, (), "")):
             continue
         given.values[row.dest] = value
@@ -67,6 +78,11 @@ def from_arguments(arguments: Mapping[str, Any], source: str, family: str = "gpt
 def _following(arguments: Mapping[str, Any]) -> set[str]:
     """Returns the arguments that Megatron has filled in because of others."""
     found = {"padded_vocab_size"} | ({"num_query_groups"} if not arguments.get("group_query_attention") else set())
+    for prefix, switches in _OF_FEATURE.items():
+        if not any(arguments.get(switch) for switch in switches):
+            found |= {row.dest for row in TABLE if row.dest.startswith(prefix)}
+    if arguments.get("optimizer") in (None, "adam"):
+        found |= {"muon_momentum", "sgd_momentum"}
     if arguments.get("train_samples"):
         found.add("train_iters")
     if (arguments.get("weight_decay_incr_style") or "constant") == "constant":
