@@ -6,7 +6,6 @@ of their own, and tests with the fixture `assembled`, use the real one.
 """
 
 import hashlib
-import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -45,7 +44,7 @@ def _tools(real: Path, cache: Path) -> Path:
         (made / "bin" / "ptxas").write_text(script)
         (made / "bin" / "ptxas").chmod(0o755)
         try:
-            os.rename(made, folder)
+            made.rename(folder)
         except OSError:  # another process was faster
             shutil.rmtree(made)
     return folder
