@@ -41,9 +41,11 @@ def unstack(record: ParamSpec, stack: Any, dtype: str) -> LayerList:
     def take(stack: Any, i: int) -> Array:
         """Takes layer i out of an array or a `GatherOnUse`, gathered or cast."""
         layer = jax.tree.map(lambda array: jax.lax.index_in_dim(array, i, keepdims=False), stack)
-        if isinstance(layer, GatherOnUse):
-            # ZeRO-1 and 2: gathered here, once per step. ZeRO-3's parameters are never unstacked.
+        if isinstance(layer, GatherOnUse) and record.is_gathered_per_step:
+            # ZeRO-1 and 2: gathered here, once per step. ZeRO-3's are gathered by each pass of a layer.
             return materialize(layer)  # pyright: ignore[reportReturnType]
+        if isinstance(layer, GatherOnUse):
+            return layer
         return layer.astype(dtype) if record.is_matrix else layer
 
     def layer(i: int) -> Any:
