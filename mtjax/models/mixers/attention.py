@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float
 
 from mtjax.config import Model
@@ -26,10 +27,12 @@ from mtjax.models.linear import Linear, constant, normal
 from mtjax.models.lora import Adapter, gather_sequence_shared, lora_input_dropout
 from mtjax.models.mixers.mixer import State
 from mtjax.models.project import project
+from mtjax.models.recompute import PRODUCT
 from mtjax.models.relative import RelativeBias
 from mtjax.models.rotary import rotate
 from mtjax.sharding.axes import spec
 from mtjax.sharding.kv_heads import heads_in_use
+from mtjax.sharding.unstack import computes_apart, is_unrolled
 
 Kernel = Callable[[Array, Array, Array, LayerContext, AttentionOptions], Array]
 """(query, key, value, context, options) -> output."""
@@ -88,10 +91,17 @@ class SelfAttention(nnx.Module):
         Returns:
           The output, and the new state.
         """
-        query, key, value = self.qkv(*gather_sequence_shared(x, self.low, context, QKV_SITE))
+        # Where attention's inputs are linear in the products, unrolled layers save these inputs, which the backward pass
+        # reads, instead of the products from which it would rotate them again.
+        is_linear = self.query_norm is None and self.key_norm is None and self.clip is None
+        saves_inputs = is_unrolled() and is_linear and self.low is None and isinstance(self.qkv, FusedQKV | GroupedQKV)
+        save = {"save_for_backward": False} if saves_inputs else {}
+        query, key, value = self.qkv(*gather_sequence_shared(x, self.low, context, QKV_SITE), **save)
         # With sequence parallelism the product's input was all-gathered along the sequence; from here to the output
         # projection each rank has its heads of all tokens.
         query, key, value = self._prepared(query, key, value, context)
+        if saves_inputs:
+            query, key, value = (checkpoint_name(a, PRODUCT) for a in (query, key, value))
         options = self._options(context)
         # Training and evaluation have no state; generation has a KV cache.
         if state is None:
@@ -153,11 +163,13 @@ class FusedQKV(nnx.Module):
         self.lora = Adapter({"embed": model.hidden_size}, outputs, low, key=key) if low else None
 
     def __call__(
-        self, x: Float[Array, "batch seq embed"], for_adapter: Array | None = None
+        self, x: Float[Array, "batch seq embed"], for_adapter: Array | None = None, *, save_for_backward: bool = True
     ) -> tuple[Array, Array, Array]:
         """Computes query, key and value, each [batch, seq, heads, head_dim]; `for_adapter` is the adapter's input."""
-        bias = None if self.bias is None else self.bias[...]
-        product = project(x, self.weight[...], bias, ("qkv", "heads", "head_dim"), by_sample=True)
+        bias, names = None if self.bias is None else self.bias[...], ("qkv", "heads", "head_dim")
+        product = project(
+            x, self.weight[...], bias, names, save_for_backward=save_for_backward, by_sample=save_for_backward
+        )
         if self.lora is not None and for_adapter is not None:
             product = product + self.lora(for_adapter)
         query, key, value = (a.squeeze(2) for a in jnp.split(product, 3, axis=2))
@@ -182,20 +194,34 @@ class GroupedQKV(nnx.Module):
         self.key_value = Linear(embed, shared, **settings, key=kv_key)
 
     def __call__(
-        self, x: Float[Array, "batch seq embed"], for_adapter: Array | None = None
+        self, x: Float[Array, "batch seq embed"], for_adapter: Array | None = None, *, save_for_backward: bool = True
     ) -> tuple[Array, Array, Array]:
         """Computes query [batch, seq, heads, head_dim], key and value [batch, seq, groups, head_dim].
 
         The number of groups is that of KV heads, or the tensor parallel degree if that is larger. `for_adapter` is the
         adapters' input.
         """
-        query, key, value = _grouped_product(x, *self._assembled())
+        if is_unrolled() and computes_apart(("kv", "heads")):
+            query, key, value = self._apart(x, save_for_backward)
+        else:
+            query, key, value = _grouped_product(x, *self._assembled(), save_for_backward=save_for_backward)
         lora = self.key_value.lora
         if self.query.lora is None or lora is None or for_adapter is None:
             return query, key, value
         # The adapter's B has a column per KV head, like its matrix: ranks select theirs in the same way.
         added = lora(for_adapter, heads_in_use(lora.b[...]), ("heads", "head_dim"))
         return query + self.query.lora(for_adapter), key + added[:, :, 0], value + added[:, :, 1]
+
+    def _apart(self, x: Array, save_for_backward: bool) -> tuple[Array, Array, Array]:
+        """Computes query, key and value in a product each, where no rank shares their input's gradient."""
+        saved = {"save_for_backward": save_for_backward, "by_sample": save_for_backward}
+        weights, biases = (self.query.weight, self.key_value.weight), (self.query.bias, self.key_value.bias)
+        query, pair = (
+            project(x, weight[...], None if bias is None else bias[...], names, **saved)
+            for weight, bias, names in zip(weights, biases, (HEADS[2:], ("kv", "kv_heads", "head_dim")), strict=True)
+        )
+        key, value = (a.squeeze(2) for a in jnp.split(pair, 2, axis=2))
+        return query, key, value
 
     def assembled(self) -> "AssembledQKV":
         """Assembles the parameters once, for many products with few tokens (generation)."""
@@ -221,10 +247,13 @@ class AssembledQKV(nnx.Module):
         return _grouped_product(x, self.weight[...], None if self.bias is None else self.bias[...])
 
 
-def _grouped_product(x: Array, weight: Array, bias: Array | None) -> tuple[Array, Array, Array]:
+def _grouped_product(
+    x: Array, weight: Array, bias: Array | None, *, save_for_backward: bool = True
+) -> tuple[Array, Array, Array]:
     """Computes query, key and value from x [batch, seq, embed] and assembled parameters."""
     # [batch, seq, groups, heads / groups + 2, head_dim]: a group's queries, then its key, then its value.
-    product = project(x, weight, bias, ("heads", None, "head_dim"), by_sample=True)
+    names, saved = ("heads", None, "head_dim"), {"save_for_backward": save_for_backward, "by_sample": save_for_backward}
+    product = project(x, weight, bias, names, **saved)
     query, key, value = product[..., :-2, :], product[..., -2, :], product[..., -1, :]
     heads = query.shape[2] * query.shape[3]
     return query.reshape(*query.shape[:2], heads, -1, out_sharding=spec(*HEADS)), key, value
