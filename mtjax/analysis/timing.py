@@ -101,7 +101,7 @@ def step_time(
         spent[axis_of(entry)] += transfer_time(entry, anatomy, plan, machine)
     exposed = exposed_by_axis(spent, plan, software, products, products + attention + element_wise)
     exposed[CONTEXT] = exposed_turns(spent[CONTEXT], plan, attention)
-    if plan.prefetches(anatomy.model):
+    if plan.overlaps_data(anatomy.model):
         beside = exposed[MODEL] if plan.mesh.size > server.gpus else 0.0  # on other links, and as good as computing
         exposed[DATA] = exposed_ahead(anatomy, plan, machine, products + attention + element_wise + beside)
     hidden = {axis: spent[axis] - exposed[axis] for axis in spent}

@@ -217,6 +217,12 @@ class Plan:
         single_layers = single_layers and not self.recompute_offload and not self.unrolled and not self.is_staged
         return self.reduces_in_backward and self.residuals == "jax" and single_layers
 
+    def overlaps_data(self, model: Model) -> bool:
+        """Returns whether other layers compute while a layer's parameters are gathered and its gradients reduced: where
+        loops prefetch, and without a loop, whose collectives XLA schedules."""
+        unrolled = self.unrolled and self.reduces_in_backward and self.residuals == "jax"
+        return unrolled or self.prefetches(model)
+
     def layout(self, model: Model) -> Layout:
         """Returns the mesh axes over which the dimensions of a model are sharded."""
         return layout_of(model, self.mesh, sequence_parallel=self.sequence_parallel, zero=self.zero)

@@ -13,7 +13,6 @@ from mtjax.sharding.unstack import is_unrolled
 def _gated(activation: Callable[[Array], Array]) -> Callable[[Array], Array]:
     """Gates an activation: [batch, seq, 2, mlp], the gate first -> [batch, seq, mlp] (GLU, arXiv 2002.05202)."""
 
-
     def gated(x: Array) -> Array:
         gate, up = _halves(x)
         return activation(gate) * up

@@ -5,7 +5,6 @@ gathered for each use is a `GatherOnUse`, one whose gradient is reduced in the b
 (`mtjax.sharding.reduction` decides which), and `materialize` is where the collectives are inserted.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -78,8 +77,8 @@ class GatherOnUse:
     second copy is saved."""
     keep_for_backward: bool = False
     """Whether it is gathered once for both passes."""
-    cast: Any = None
-    """The shard in `gather_dtype`, where it is cast once per step instead of by each gather."""
+    cast: tuple[Any, ...] = ()
+    """The shard in `gather_dtype`, where it is cast once per step instead of by each gather; with `parts`, each part."""
     parts: int | None = None
     """Dimension whose elements are gathered, and their gradients reduced, one by one: a product of each reads one."""
 
@@ -174,40 +173,37 @@ class _Gathering:
     dtype: str
     parts: int | None
 
-    def each(self, run: Callable[[Array], Array], array: Array) -> Array:
-        """Applies `run` to the entire array, or to each of its parts."""
-        if self.parts is None:
-            return run(array)
-        # XLA: a product that reads one part of the concatenation reads that part's own array.
-        parts = jnp.split(array, array.shape[self.parts], axis=self.parts)
-        return jnp.concatenate([run(part) for part in parts], axis=self.parts)
-
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gather(how: _Gathering, shard: Array, cast: Array | None) -> Array:
+def _gather(how: _Gathering, shard: Array, cast: tuple[Array, ...]) -> Array:
     """All-gathers a shard along `reduction.dim`; backward, reduce-scatters the gradient along the same dimension.
 
     Args:
       how: static arguments.
       shard: float32, 1 / `reduction.num_shards` of the parameter.
-      cast: the same in `gather_dtype`, if it exists already.
+      cast: the same in `gather_dtype`, if it exists already, in parts.
     """
     axes, dim = how.reduction.shard_axes, how.reduction.dim
 
     def local(a: Array) -> Array:
-        a = a.astype(how.gather_dtype)
-        return how.each(lambda part: lax.all_gather(part, axes, axis=dim, tiled=True).astype(how.dtype), a)
+        return lax.all_gather(a.astype(how.gather_dtype), axes, axis=dim, tiled=True).astype(how.dtype)
 
     with jax.named_scope("parameters"):
-        return fully_manual(local, how.spec)(shard if cast is None else cast)
+        full = [fully_manual(local, how.spec)(a) for a in cast or (shard,)]
+        # XLA: a product that reads one part of the concatenation reads that part's own array.
+        return full[0] if how.parts is None else jnp.concatenate(full, axis=how.parts)
 
 
-def _gather_forward(how: _Gathering, shard: Array, cast: Array | None) -> tuple[Array, None]:
-    return _gather(how, shard, cast), None
+def _gather_forward(how: _Gathering, shard: Array, cast: tuple[Array, ...]) -> tuple[Array, int]:
+    return _gather(how, shard, cast), len(cast)
 
 
-def _gather_backward(how: _Gathering, _: None, gradient: Array) -> tuple[Array, None]:
-    return how.each(lambda part: reduce_gradient(part, how.spec, how.reduction), gradient), None
+def _gather_backward(how: _Gathering, casts: int, gradient: Array) -> tuple[Array, tuple[None, ...]]:
+    none = (None,) * casts
+    if how.parts is None:
+        return reduce_gradient(gradient, how.spec, how.reduction), none
+    parts = jnp.split(gradient, gradient.shape[how.parts], axis=how.parts)
+    return jnp.concatenate([reduce_gradient(part, how.spec, how.reduction) for part in parts], axis=how.parts), none
 
 
 _gather.defvjp(_gather_forward, _gather_backward)
