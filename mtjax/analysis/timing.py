@@ -311,7 +311,9 @@ def _head(anatomy: Anatomy, plan: Plan, machine: Machine, software: Software) ->
     logits = max(sizes, key=lambda product: product.flops)
     made = [logits, *([replace(logits, inner=plan.teacher_width)] if plan.teacher_width else [])]
     seconds += sum(_forward(product, plan, machine) for product in made[1:])
-    again = sum(_forward(product, plan, machine) for product in made) if software.recomputes_logits else 0
+    again = sum(_forward(product, plan, machine) for product in made)
+    if not software.recomputes_logits or plan.sums_loss_at_once(anatomy.model):
+        again = 0.0
     columns = len(made) * plan.local_tokens(logits.tokens) * logits.outer
     return seconds + again + machine.passes(columns * software.kernels.logits)
 

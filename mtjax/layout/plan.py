@@ -223,6 +223,12 @@ class Plan:
         unrolled = self.unrolled and self.reduces_in_backward and self.residuals == "jax"
         return unrolled or self.prefetches(model)
 
+    def sums_loss_at_once(self, model: Model) -> bool:
+        """Returns whether the gradients of the loss are computed with it, so that no logits are recomputed: in unrolled
+        steps, where a rank has a token's logits of the entire vocabulary."""
+        is_decoder = model.family not in ("bert", "t5") and not self.teacher_width
+        return self.unrolled and is_decoder and self.mesh.model == 1 and not self.is_staged
+
     def layout(self, model: Model) -> Layout:
         """Returns the mesh axes over which the dimensions of a model are sharded."""
         return layout_of(model, self.mesh, sequence_parallel=self.sequence_parallel, zero=self.zero)

@@ -24,6 +24,8 @@ Keys = Key[Array, " batch"] | None
 TEACHER, TEACHER_TABLE = "teacher", "teacher_table"
 """Arrays that a teacher adds to a batch (distillation): its final hidden states and its output table; in finetuning,
 its outputs alone."""
+LOSS_WEIGHTS = "loss_weights"
+"""Weights of a batch's losses, with which a decoder sums them at once."""
 HARD, SOFT = "hard_loss", "soft_loss"
 """Losses of distillation: cross-entropy with the labels, and with the teacher's probabilities."""
 
@@ -65,7 +67,8 @@ class Trunk(Headless, Protocol):
         """Runs the head on the output of the last section.
 
         Returns:
-          The values of each loss, float32 [batch] or [batch, seq], not weighted.
+          The values of each loss, float32 [batch] or [batch, seq], not weighted; or their weighted sum, [], if the
+          batch has `LOSS_WEIGHTS`.
         """
         ...
 

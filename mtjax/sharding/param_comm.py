@@ -78,7 +78,7 @@ class GatherOnUse:
     keep_for_backward: bool = False
     """Whether it is gathered once for both passes."""
     cast: tuple[Any, ...] = ()
-    """The shard in `gather_dtype`, where it is cast once per step instead of by each gather; with `parts`, each part."""
+    """The shard in `gather_dtype`, where it is cast once per step instead of by each gather; one array per part."""
     parts: int | None = None
     """Dimension whose elements are gathered, and their gradients reduced, one by one: a product of each reads one."""
 

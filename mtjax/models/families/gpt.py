@@ -30,6 +30,7 @@ from mtjax.models.rotary import QueryScale, Rotary
 from mtjax.models.stack import InterleavedStacks, Stack
 from mtjax.models.trunk import (
     HARD,
+    LOSS_WEIGHTS,
     SOFT,
     TEACHER,
     TEACHER_TABLE,
@@ -44,6 +45,7 @@ from mtjax.sharding.context.ring_attention import Method
 from mtjax.sharding.context.zigzag import local_positions
 from mtjax.sharding.distillation import vocab_parallel_distillation
 from mtjax.sharding.vocab import LossOptions, OutputOptions, vocab_parallel_cross_entropy
+from mtjax.sharding.vocab_weighted import weighted_cross_entropy
 
 
 class Decoder(nnx.Module):
@@ -171,6 +173,8 @@ class GPT(Decoder, WithVocabulary):
             targets = batch["labels"], batch[TEACHER], batch[TEACHER_TABLE]
             hard, soft = vocab_parallel_distillation(hidden, table, *targets, options, bias)
             return {HARD: hard, SOFT: soft}
+        if LOSS_WEIGHTS in batch:
+            return {"loss": weighted_cross_entropy(hidden, table, batch["labels"], batch[LOSS_WEIGHTS], options, bias)}
         return {"loss": vocab_parallel_cross_entropy(hidden, table, batch["labels"], options, bias)}
 
     @staticmethod

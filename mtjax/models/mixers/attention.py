@@ -91,7 +91,7 @@ class SelfAttention(nnx.Module):
         Returns:
           The output, and the new state.
         """
-        # Where attention's inputs are linear in the products, unrolled layers save these inputs, which the backward pass
+        # Where attention's inputs are linear in the products, unrolled layers save these, which the backward pass
         # reads, instead of the products from which it would rotate them again.
         is_linear = self.query_norm is None and self.key_norm is None and self.clip is None
         saves_inputs = is_unrolled() and is_linear and self.low is None and isinstance(self.qkv, FusedQKV | GroupedQKV)
