@@ -1,17 +1,16 @@
 """Adapts a model to `PipelineModel`: the interface through which schedules and pipeline stages run it."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import jax
 from jax import Array
 
-from mtjax.models.mixers.experts import COUNTS, REPORTED, router_reports
+from mtjax.models.routers import COUNTS, REPORTED, router_reports
 from mtjax.models.stack import Chunk
 from mtjax.models.trunk import (
     LOSS_WEIGHTS,
-    TEACHER,
     Batch,
     HiddenStates,
     Keys,
@@ -20,6 +19,7 @@ from mtjax.models.trunk import (
     batch_losses,
     run_sections,
 )
+from mtjax.sharding.trainable import merge_trees
 from mtjax.sharding.vocab import LossOptions
 
 Tree = Any
@@ -40,6 +40,10 @@ class TrunkPipeline:
     options: LossOptions
     sections: Sequence[tuple[str, ...]]
     """See `PipelineModel.sections`."""
+
+    def with_frozen(self, frozen: Tree) -> Self:
+        """See `PipelineModel.with_frozen`."""
+        return replace(self, model=lambda parameters: self.model(merge_trees(parameters, frozen)))
 
     def loss_sums(self, parameters: Tree, microbatch: Microbatch) -> dict[str, Array]:
         """See `PipelineModel.loss_sums`."""
@@ -116,24 +120,6 @@ class TrunkPipeline:
     def _boundary(self, section: int, hidden: HiddenStates, before: HiddenStates) -> HiddenStates:
         """Puts a section's hidden states into a boundary."""
         return hidden if section == len(self.sections) - 1 else before._replace(encoded=hidden.x)
-
-
-@dataclass(frozen=True)
-class DistilledTrunkPipeline(TrunkPipeline):
-    """A student: its teacher's output table is among the parameters, frozen, and losses read it from the batch."""
-
-    def loss_sums(self, parameters: Tree, microbatch: Microbatch) -> dict[str, Array]:
-        """See `PipelineModel.loss_sums`."""
-        return super().loss_sums(parameters, _with_table(parameters, microbatch))
-
-    def head_losses(self, parameters: Tree, boundary: HiddenStates, microbatch: Microbatch) -> dict[str, Array]:
-        """See `PipelineModel.head_losses`."""
-        return super().head_losses(parameters, boundary, _with_table(parameters, microbatch))
-
-
-def _with_table(parameters: Tree, microbatch: Microbatch) -> Microbatch:
-    batch, weights, keys = microbatch
-    return {**batch, **parameters[TEACHER]}, weights, keys
 
 
 def _weighted(values: dict[str, Array], weights: Batch) -> dict[str, Array]:

@@ -13,15 +13,14 @@ from jax.sharding import PartitionSpec, reshard
 from jaxtyping import Float
 
 from mtjax.models.recompute import PRODUCT
-from mtjax.models.transposed_weight import TransposedWeight
 from mtjax.sharding.axes import merge, sequence_is_sharded, spec, varying_like
-from mtjax.sharding.int8 import Int8Matrix
+from mtjax.sharding.stored_weight import StoredWeight
 from mtjax.sharding.unstack import computes_apart, is_unrolled
 
 
 def project(
     x: Float[Array, "batch seq ..."],
-    weight: Array | Int8Matrix | TransposedWeight,
+    weight: Array | StoredWeight,
     bias: Array | None,
     outputs: Sequence[str | None],
     sequence: str = "seq",
@@ -33,7 +32,7 @@ def project(
 
     Args:
       x: [batch, seq, *inputs].
-      weight: [*inputs, *outputs]; 8-bit or transposed for products that are not differentiated.
+      weight: [*inputs, *outputs]; or stored in another form, without gradients.
       bias: [*outputs], if any.
       outputs: logical names.
       sequence: logical name of the result's sequence: "act_seq" where it is added to the hidden states.
@@ -45,26 +44,21 @@ def project(
     """
     if is_unrolled() and isinstance(weight, Array) and computes_apart(outputs):
         return _project_apart(x, weight, bias, outputs, sequence, save_for_backward, by_sample)
-    # einsum letters of the dimensions of tokens, inputs and outputs.
-    letters = iter(string.ascii_lowercase)
     num_inputs = weight.ndim - len(outputs)
-    row, inner, outer = (
-        "".join(next(letters) for _ in range(n)) for n in (x.ndim - num_inputs, num_inputs, len(outputs))
-    )
     # With sequence parallelism products are seq-major: see `seq_major`.
     if is_seq_major := sequence_is_sharded():
         x, sharding = seq_major(x), spec(sequence, "batch", *outputs)
     else:
         sharding = spec("batch", sequence, *outputs)
-    is_int8 = isinstance(weight, Int8Matrix)
-    if isinstance(weight, TransposedWeight):
-        product: Any = weight.product(x, num_inputs, sharding)
+    scales = None
+    if isinstance(weight, StoredWeight):
+        product, scales = weight.product(x, num_inputs, sharding), weight.scales
     else:
         # `_product` is a custom_vjp, and its weight's gradient varies over mesh axes like x: so must the weight.
-        matrix = weight.values if is_int8 else weight
+        dims = letters_of(x.ndim - num_inputs, num_inputs, len(outputs))
         # Unrolled layers compute the gradient in the type in which it is reduced: `_product` casts the weight.
-        matrix = matrix if is_unrolled() and not is_int8 else matrix.astype(x.dtype)
-        product = _product((row, inner, outer), sharding, x, varying_like(matrix, x))
+        matrix = weight if is_unrolled() else weight.astype(x.dtype)
+        product: Any = _product(dims, sharding, x, varying_like(matrix, x))
     # The name is given before or after the transpose back. XLA: it would transpose the stacks of saved products
     # if these were seq-major and their consumer batch-major.
     if save_for_backward and not by_sample:
@@ -73,11 +67,17 @@ def project(
         product = seq_major(product)
     if save_for_backward and by_sample:
         product = checkpoint_name(product, PRODUCT)
-    if bias is None and not is_int8:
+    if bias is None and scales is None:
         return product
     # In float32, so that the bias' gradient is summed over tokens, and reduced over the mesh, in float32.
-    wide = product.astype(jnp.float32) * weight.scales if is_int8 else product.astype(jnp.float32)
+    wide = product.astype(jnp.float32) if scales is None else product.astype(jnp.float32) * scales
     return (wide if bias is None else wide + bias).astype(x.dtype)
+
+
+def letters_of(*dimensions: int) -> tuple[str, ...]:
+    """Returns einsum's letters of groups of so many dimensions."""
+    letters = iter(string.ascii_lowercase)
+    return tuple("".join(next(letters) for _ in range(n)) for n in dimensions)
 
 
 def _project_apart(
@@ -122,7 +122,7 @@ def seq_major(x: Float[Array, "one another ..."]) -> Float[Array, "another one .
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _product(dims: tuple[str, str, str], sharding: PartitionSpec, x: Array, weight: Array) -> Array:
+def _product(dims: tuple[str, ...], sharding: PartitionSpec, x: Array, weight: Array) -> Array:
     """Computes `x W`.
 
     Args:
@@ -139,13 +139,13 @@ def _product(dims: tuple[str, str, str], sharding: PartitionSpec, x: Array, weig
 
 
 def _product_forward(
-    dims: tuple[str, str, str], sharding: PartitionSpec, x: Array, weight: Array
+    dims: tuple[str, ...], sharding: PartitionSpec, x: Array, weight: Array
 ) -> tuple[Array, tuple[Array, Array]]:
     return _product(dims, sharding, x, weight), (x, weight)
 
 
 def _product_backward(
-    dims: tuple[str, str, str], _: PartitionSpec, saved: tuple[Array, Array], gradient: Array
+    dims: tuple[str, ...], _: PartitionSpec, saved: tuple[Array, Array], gradient: Array
 ) -> tuple[Array, Array]:
     """Computes `dx = g W'` and `dW = x' g`.
 

@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float
 
-from mtjax.layout.attention_kernel import QUERIES_AT_A_TIME
+from mtjax.layout.attention_kernel import HIDDEN_SCORE, QUERIES_AT_A_TIME
 from mtjax.models.alibi import Alibi
 from mtjax.models.dropout import keep_threshold
 from mtjax.models.kernels.options import AttentionOptions
@@ -21,7 +21,7 @@ from mtjax.models.recompute import ATTENTION_OUTPUT, ATTENTION_STATISTICS
 from mtjax.models.threefry import threefry
 from mtjax.sharding.axes import num_shards, varying_like
 from mtjax.sharding.context.attention import context_attention
-from mtjax.sharding.context.block_attention import NEVER, BlockKernel, DropoutState, KVBlock, QueryBlock
+from mtjax.sharding.context.block_attention import BlockKernel, DropoutState, KVBlock, QueryBlock
 from mtjax.sharding.flash import residual_index
 
 Attend = Callable[..., Array]
@@ -152,7 +152,7 @@ class XlaBlocks:
             near = keys.positions[:, None, :] >= queries.first[:, :, None]
             seen = near if seen is None else seen & near
         if seen is not None:
-            scores = jnp.where(seen[:, None, None], scores, NEVER)
+            scores = jnp.where(seen[:, None, None], scores, HIDDEN_SCORE)
         if dropout is None:
             return scores, derivative, 1.0
         return scores, derivative, self._dropout_factors(queries, keys, dropout).reshape(scores.shape)
