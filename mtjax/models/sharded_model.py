@@ -209,7 +209,8 @@ class ShardedModel:
         options, vocab_size = self.config.optimizer, self.config.model.vocab_size
         assert vocab_size is not None  # check_config requires it
         smoothing, shape = (options.label_smoothing, options.z_loss), output_shape(self.config.model)
-        return LossOptions(vocab_size, self.config.training.loss_chunk, *smoothing, **shape)
+        at_once = Plan.of(self.config, self.shape).sums_loss_at_once(self.config.model)
+        return LossOptions(vocab_size, self.config.training.loss_chunk, *smoothing, at_once=at_once, **shape)
 
     def on_mesh(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Calls a function with the mesh in force."""

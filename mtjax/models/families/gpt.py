@@ -28,6 +28,7 @@ from mtjax.models.recompute import Recompute
 from mtjax.models.rotary import QueryScale, Rotary
 from mtjax.models.stack import InterleavedStacks, Stack
 from mtjax.models.trunk import (
+    LOSS_WEIGHTS,
     Batch,
     HiddenStates,
     Keys,
@@ -165,6 +166,10 @@ class GPT(Decoder, WithVocabulary):
         """Computes the cross-entropy of each next token, [batch, seq]."""
         # The logits are never gathered: the loss is fused with the product with the sharded output table.
         hidden, (table, bias, _) = self.final_norm(trunk_output.x), self.output_head()
+        if LOSS_WEIGHTS in batch:
+            from mtjax.sharding.vocab_weighted import weighted_cross_entropy
+
+            return {"loss": weighted_cross_entropy(hidden, table, batch["labels"], batch[LOSS_WEIGHTS], options, bias)}
         return {"loss": vocab_parallel_cross_entropy(hidden, table, batch["labels"], options, bias)}
 
     @staticmethod
