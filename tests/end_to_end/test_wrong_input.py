@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from mtjax.commands.train import main
-from mtjax.train.__main__ import main
 from tests.end_to_end.runs import MASKS, Finished, Launcher, finish
 
 CASES = {
