@@ -17,12 +17,12 @@ from mtjax.config import Config, Parallel
 from mtjax.convert.mtjax_folder import MtjaxSink
 from mtjax.convert.stream import Origin, carry_tokenizer
 from mtjax.errors import UserError
+from mtjax.layout.mesh import MeshShape
+from mtjax.layout.stages import PLAIN, layer_orders
 from mtjax.runtime.checkpoints.checkpoint import checkpoint_metadata, fingerprint_of_slice, names_of, state_arrays
 from mtjax.runtime.checkpoints.corruption import with_checksum
 from mtjax.runtime.checkpoints.weights import CHECKPOINTS
 from mtjax.sharding.mesh import make_mesh
-from mtjax.theory.mesh import MeshShape
-from mtjax.theory.stages import PLAIN, layer_orders
 from mtjax.train.step import make_train_step
 
 OURS = {"exp_avg": "mu", "exp_avg_sq": "nu"}

@@ -10,7 +10,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from mtjax.convert.__main__ import main
+from mtjax.commands.convert import main
 from mtjax.convert.torch_dist_writer import DistributedWriter
 from mtjax.runtime.checkpoints.weights import find_weights
 from tests.convert.test_torch_dist import STORED, cut

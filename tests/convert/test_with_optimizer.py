@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from mtjax import config as configs
-from mtjax.convert.__main__ import main
-from mtjax.convert.from_megatron.__main__ import main as from_megatron
+from mtjax.commands.convert import main
+from mtjax.commands.from_megatron import main as from_megatron
 from mtjax.convert.initial_weights import open_foreign
 from mtjax.convert.megatron_buffers import bucket_sizes, placed
 from mtjax.convert.torch_dist_files import Archive, DistributedCheckpoint

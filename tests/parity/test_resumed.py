@@ -15,7 +15,7 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from mtjax.convert.__main__ import main
+from mtjax.commands.convert import main
 from mtjax.data.corpus.writer import IndexedWriter
 from mtjax.runtime.checkpoints.weights import find_weights
 from tests.parity.megatron_core.cases import RESUMED, RUN, SAVED, VOCAB
