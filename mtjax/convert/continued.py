@@ -13,13 +13,14 @@ from mtjax.convert.from_megatron.checkpoint import from_arguments
 from mtjax.convert.from_megatron.report import config_of, report
 from mtjax.convert.from_megatron.translate import translate
 from mtjax.convert.megatron import MegatronSource
-from mtjax.convert.megatron_optimizer import MOMENTS, WEIGHTS, Progress, open_optimizer
+from mtjax.convert.megatron_optimizer import MOMENTS, WEIGHTS, open_optimizer
+from mtjax.convert.megatron_progress import Progress
 from mtjax.convert.named import NamedWeights, Shards
 from mtjax.convert.parameters import Parameter
 from mtjax.convert.run_folder import Counters, RunSink
 from mtjax.data.progress import ProgressLine
 from mtjax.errors import UserError
-from mtjax.models.mixers.experts import ROUTER_BIAS
+from mtjax.models.routers import ROUTER_BIAS
 
 _SCHEDULE = {
     "max_lr": "lr",
