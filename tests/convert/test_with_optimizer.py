@@ -87,6 +87,15 @@ def test_the_state_is_what_was_saved(stored: Path, run: Path) -> None:
     assert (metadata["step"], metadata["consumed_samples"]) == (10, 40)
 
 
+def test_steps_that_megatron_skipped_do_not_count(stored: Path, tmp_path: Path) -> None:
+    """Adam has its own count; rates and weight decay follow the samples that Megatron's schedule has seen."""
+    shutil.copytree(stored / FULL, tmp_path / "saved")
+    edited(tmp_path / "saved", lambda state: state["opt_param_scheduler"].update(num_steps=32))
+    assert convert(tmp_path / "saved", tmp_path / "run") == 0
+    state, names = tmp_path / "run/checkpoints/10/state", arrays_of(tmp_path / "run")
+    assert [open_array(state, name).read().result().item() for name in names if "count" in name] == [10, 8]
+
+
 def test_the_config_is_that_of_the_run(run: Path) -> None:
     found = configs.load(str(run / "config.toml"))
     assert (found.training.steps, found.training.global_batch_size, found.training.microbatch_size) == (20, 4, 2)
@@ -150,6 +159,28 @@ def test_parts_that_are_flattened_are_put_together(stored: Path, run: Path, tmp_
 
     saved = rewritten(stored / FULL, tmp_path / "saved", flattened)
     assert convert(saved, tmp_path / "run") == 0
+    assert arrays_of(tmp_path / "run") == arrays_of(run)
+
+
+def test_layers_with_keys_of_their_own_and_the_state_among_the_chunks(stored: Path, run: Path, tmp_path: Path) -> None:
+    """As megatron-core saves layers that differ, and as its version 0.19 saves what is not a tensor."""
+    old = DistributedCheckpoint(stored / FULL / ITERATION)
+    folder = tmp_path / "saved" / ITERATION
+    writer = DistributedWriter(folder)
+    for key in old.keys:
+        whole = old.tensor(key).read()
+        if "decoder.layers." not in key:
+            writer.chunk(key, whole.shape, (0,) * whole.ndim, whole)
+            continue
+        for layer, part in enumerate(whole):
+            name = key.replace("decoder.layers.", f"decoder.layers.{layer}.")
+            writer.chunk(name, part.shape, (0,) * part.ndim, part)
+    state = Archive(stored / FULL / ITERATION / "common.pt").state()
+    args = {name: value for name, value in plain(vars(state["args"])).items() if name != "params_dtype"}
+    writer.object("common_state/shard_0_1", [plain(state) | {"args": argparse.Namespace(**args)}])
+    writer.close()
+    shutil.copy(stored / FULL / ITERATION / "metadata.json", folder)
+    assert convert(folder, tmp_path / "run") == 0
     assert arrays_of(tmp_path / "run") == arrays_of(run)
 
 
