@@ -173,6 +173,8 @@ def _check_group(group: Mapping[str, Any], run: Config, folder: str) -> None:
     for name, value in saved.items():
         if value not in (None, ()) and value != wanted[name]:
             raise UserError(f"{folder}: {name} of Adam is {value} in the optimizer's state, and {wanted[name]} in args")
+    if group.get("decoupled_weight_decay", group.get("adam_w_mode")) in (False, 0):
+        raise UserError(f"{folder} has weight decay in Adam's gradients (L2), and mtjax's is decoupled (AdamW)")
     if group.get("lr_mult", 1.0) != 1.0 or group.get("is_decoupled_lr"):
         raise UserError(f"{folder} has parameters with a learning rate of their own, which mtjax has not")
 

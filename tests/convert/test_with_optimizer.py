@@ -236,6 +236,16 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], Any], str]] = {
         lambda f: edited(f, lambda s: [g.update(eps=1e-6) for g in s["optimizer"]["optimizer"]["param_groups"]]),
         "eps of Adam is 1e-06 in the optimizer's state, and 1e-08 in args",
     ),
+    "L2 instead of weight decay": (
+        FULL,
+        lambda f: edited(f, lambda s: group_of(s).update(decoupled_weight_decay=False)),
+        "has weight decay in Adam's gradients (L2), and mtjax's is decoupled (AdamW)",
+    ),
+    "a rate of its own": (
+        FULL,
+        lambda f: edited(f, lambda s: group_of(s).update(lr_mult=0.1)),
+        "has parameters with a learning rate of their own, which mtjax has not",
+    ),
     "a schedule between batches": (
         FULL,
         lambda f: edited(f, lambda s: s["opt_param_scheduler"].update(num_steps=41)),
