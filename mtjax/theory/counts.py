@@ -171,6 +171,7 @@ def stage_weights(anatomy: Anatomy, plan: Plan, stage: int = 0) -> list[Weight]:
         stacked += [Weight(w.name, w.names, (layers, *w.shape[1:])) for w in stack.weights]
     first = [w for part in anatomy.embed for w in part.weights]
     last = [w for part in anatomy.head for w in part.weights]
+    last += anatomy.predictors.weights if anatomy.predictors else []
     if plan.is_staged:
         return [*stacked, *first, *last]
     tied = anatomy.embed[0].weights if output_is_tied(anatomy.model) else []

@@ -17,11 +17,12 @@ from mtjax.config.sizes import (
 )
 from mtjax.errors import UserError
 from mtjax.theory.anatomy import Stack
+from mtjax.theory.context_limits import context_problems
 from mtjax.theory.families.registry import anatomy_of
 from mtjax.theory.layout import Layout
 from mtjax.theory.mesh import MeshShape
 from mtjax.theory.plan import Plan
-from mtjax.theory.rules import CONTEXT, EXPERT
+from mtjax.theory.rules import EXPERT
 from mtjax.theory.stages import balanced_layers
 from mtjax.theory.teacher_cost import teacher_of
 
@@ -53,7 +54,7 @@ def check_config(config: Config, mesh: MeshShape) -> None:
 
 def _problems(model: Model, plan: Plan, microbatch: int | None) -> Iterator[str]:
     """Yields what does not fit; `microbatch` is None where the config sets no `microbatch_size`."""
-    yield from _context_problems(model, plan)
+    yield from context_problems(model, plan)
     yield from _expert_problems(model, plan)
     yield from _model_problems(model, plan)
     yield from _batch_problems(plan.global_batch_size, microbatch, plan.data_degree)
@@ -104,42 +105,6 @@ def _inner_widths(model: Model) -> list[tuple[str, str, int]]:
     widths = [("mlp", "expert_size", expert_size(model))]
     widths += [("mlp", "mlp_size", mlp_size(model))] if dense_layers(model) else []
     return [*widths, ("mlp", "shared_expert_size", model.shared_expert_size)]
-
-
-CONTEXT_FAMILIES = ("gpt", "llama", "bert")
-"""Families with context parallelism. T5 has none: its attention has a relative bias, and the decoder a
-cross-attention over the encoder's tokens."""
-
-
-def _context_problems(model: Model, plan: Plan) -> Iterator[str]:
-    """Yields what context parallelism is not compatible with."""
-    mesh, degree = plan.mesh, plan.mesh.context
-    if degree == 1:
-        if plan.context_method != "ring":
-            example = replace(mesh, context=2)
-            yield (
-                f"context_method {plan.context_method} needs context parallelism, and mesh {mesh} has none: "
-                f"remove context_method, or use a mesh such as {example}"
-            )
-        return
-    if model.family not in CONTEXT_FAMILIES:
-        supported = f"{', '.join(CONTEXT_FAMILIES[:-1])} and {CONTEXT_FAMILIES[-1]}"
-        yield (
-            f"context parallelism (context={degree} in mesh {mesh}) supports the families {supported}, and family is "
-            f"{model.family}: remove context from the mesh"
-        )
-    if model.head != "language":
-        yield (
-            f"context parallelism (context={degree} in mesh {mesh}) needs a loss per token, and head is "
-            f"{model.head}: remove context from the mesh"
-        )
-    # Two chunks for each rank, one from either half of the sequence: causal attention is then balanced.
-    length, chunks = model.sequence_length, 2 * degree
-    if length % chunks:
-        yield (
-            f"sequence_length {length} is not divisible by {chunks}, 2 chunks for each rank of the "
-            f"{mesh.degree_text((CONTEXT,))}; the nearest that are: {nearest_multiples(length, chunks)}"
-        )
 
 
 def _expert_problems(model: Model, plan: Plan) -> Iterator[str]:

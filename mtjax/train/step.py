@@ -16,6 +16,7 @@ from mtjax.config import Config
 from mtjax.models.layer_context import with_text_lengths
 from mtjax.models.mixers.experts import LOAD, ROUTER_BIAS, report_weights
 from mtjax.models.pipeline_model import TrunkPipeline
+from mtjax.models.prediction import prediction_number, prediction_reports, prediction_weights, with_predictions
 from mtjax.models.recompute import Recompute, check_offload
 from mtjax.models.sharded_model import Batch, ShardedModel
 from mtjax.runtime import xla_options
@@ -204,7 +205,8 @@ class TrainStep(ShardedModel):
           The loss, the sum of the family's and the routers' losses, each a mean over the global batch; each loss by
           name if there are several, with the load of each layer's experts; and the gradients.
         """
-        weights = self.loss_weights(batch) | report_weights(self.config.model, batch["sample_index"].shape[0])
+        model, samples = self.config.model, batch["sample_index"].shape[0]
+        weights = self.loss_weights(batch) | report_weights(model, samples) | prediction_reports(model, samples)
         if scale is not None:  # scaling the weights scales the loss and all cotangents
             weights = {name: w * scale for name, w in weights.items()}
         # One dropout key per sample, derived from its index in the run: the same masks on every mesh.
@@ -217,7 +219,7 @@ class TrainStep(ShardedModel):
         with use_rules(self.layout.rules):
             parts, gradients = distributed_gradients(model, parameters, inputs, region, schedule, reduction)
         loss = total_loss(parts)
-        parts = parts if len(parts) > 1 else {}
+        parts = with_predictions(self.config.model, parts) if len(parts) > 1 else {}
         if scale is not None:
             loss, parts, gradients = jax.tree.map(lambda value: value / scale, (loss, parts, gradients))
         return loss, parts, gradients
@@ -226,7 +228,8 @@ class TrainStep(ShardedModel):
         """Returns weights for the values of each loss; the loss is the weighted sum."""
         # Divided by the global token count here, so that sums over microbatches and ranks give the global mean, not a
         # mean of per-microbatch means.
-        return {name: w / jnp.maximum(w.sum(), 1) for name, w in self.family.loss_weights(batch).items()}
+        weights = {name: w / jnp.maximum(w.sum(), 1) for name, w in self.family.loss_weights(batch).items()}
+        return weights | prediction_weights(self.config.model, batch)
 
     def loss_inputs(self, parameters: Tree, batch: Batch) -> LossInputs:
         """Returns the function and inputs that `gradients` differentiates."""
@@ -238,14 +241,18 @@ def update_router_bias(records: Tree, parameters: Tree, load: Array, rate: float
 
     Their gradients are 0, so the optimizer does not change them. `orders` gives the order in which layers are stacked.
     """
+    # The rows of multi-token prediction follow those of the stacks.
+    predictors = max(prediction_number(record.name) for record in jax.tree.leaves(records))
     # sign(mean load - load): +1 for experts below the mean load, -1 above.
     below = jnp.sign(load.sum(-1, keepdims=True) - load.shape[-1] * load)
 
     def one(record: ParamSpec, value: Array) -> Array:
         if not record.name.endswith(ROUTER_BIAS):
             return value
-        order = order_of(record.name, orders)
-        signs = below if order is None else to_stacked_order(below, order)
+        if number := prediction_number(record.name):
+            return value + reshard(rate * below[number - 1 - predictors], record.storage_spec)
+        order, of_stack = order_of(record.name, orders), below[: len(below) - predictors] if predictors else below
+        signs = of_stack if order is None else to_stacked_order(of_stack, order)
         return value + reshard(rate * signs, record.storage_spec)
 
     return jax.tree.map(one, records, parameters)

@@ -22,8 +22,11 @@ from mtjax.models.heads import WithVocabulary
 from mtjax.models.kv_cache import CachePositions
 from mtjax.models.layer_context import PADDING_MASK, RESIDUAL, LayerContext, Padding
 from mtjax.models.linear import constant
+from mtjax.models.mixers.experts import router_reports
+from mtjax.models.mixers.registry import layer_kind
 from mtjax.models.norms import make_norm
-from mtjax.models.recompute import Recompute
+from mtjax.models.prediction import PREFIX, Predictor, ahead, keys_of, loss_name, run_predictor
+from mtjax.models.recompute import Recompute, run_alone
 from mtjax.models.rotary import QueryScale, Rotary
 from mtjax.models.stack import InterleavedStacks, Stack
 from mtjax.models.trunk import (
@@ -58,7 +61,7 @@ class Decoder(nnx.Module):
         self.rotary = Rotary(model) if model.position == "rope" else None
         self.query_scale = QueryScale(model) if model.attention_scale_beta else None
         recompute = Recompute.of(config.training)
-        kind = "transformer with experts" if model.num_experts else "transformer"
+        kind = layer_kind(model)
         stack = partial(Stack, model, dtype, recompute=recompute, parallel=config.parallel, key=stack_key)
         # A stack has layers of one kind. Models with dense layers and layers with experts have two.
         dense = dense_layers(model)
@@ -98,10 +101,13 @@ class Decoder(nnx.Module):
         stacks = InterleavedStacks(self.dense, self.stack, self.is_interleaved)
         return {STACK: Section(stacks, self._embed, self._context, (DENSE,))}
 
-    def _embed(self, batch: Batch, keys: Keys, before: HiddenStates | None) -> HiddenStates:
+    def _embed(
+        self, batch: Batch, keys: Keys, before: HiddenStates | None, positions: Array | None = None
+    ) -> HiddenStates:
         """Embeds tokens and positions: [batch, act_seq, embed]."""
         with jax.named_scope("embedding"):
-            tokens, positions = batch["tokens"], local_positions(batch["tokens"].shape[1])
+            tokens = batch["tokens"]
+            positions = local_positions(tokens.shape[1]) if positions is None else positions
             x = embed_tokens(
                 self.embedding, self.positions, tokens, self.dtype, batch.get("position_ids"), positions, self.scale
             )
@@ -141,6 +147,15 @@ class GPT(Decoder, WithVocabulary):
         super().__init__(config, key=key)
         model = config.model
         self.output = None if model.tie_embeddings else vocabulary_table(model, jax.random.fold_in(key, 1))
+        # Pipeline stages recompute entire chunks, and the head not at all.
+        recompute = Recompute.of(config.training)
+        self.predictor_recompute = recompute.in_chunk if num_shards("layers") > 1 else recompute
+        self.num_predictors = model.mtp_num_layers
+        for number in range(1, self.num_predictors + 1):
+            # The attributes' names are the parameters' names: `mtp_1`, `mtp_2`, ...
+            kind, predictor_key = layer_kind(model), jax.random.fold_in(key, 2)
+            predictor = Predictor(model, self.dtype, kind=kind, number=number, key=predictor_key)
+            setattr(self, f"{PREFIX}{number}", predictor)
         rows = padded_vocab_size(model)
         self.output_bias = constant(0.0, {"vocab": rows}) if model.output_bias else None
         self.output_options = OutputOptions(rows, **output_shape(model))
@@ -171,7 +186,41 @@ class GPT(Decoder, WithVocabulary):
             targets = batch["labels"], batch[TEACHER], batch[TEACHER_TABLE]
             hard, soft = vocab_parallel_distillation(hidden, table, *targets, options, bias)
             return {HARD: hard, SOFT: soft}
-        return {"loss": vocab_parallel_cross_entropy(hidden, table, batch["labels"], options, bias)}
+        losses = {"loss": vocab_parallel_cross_entropy(hidden, table, batch["labels"], options, bias)}
+        return losses | (self._predicted(hidden, batch, keys, options) if self.num_predictors else {})
+
+    def _predicted(self, hidden: Array, batch: Batch, keys: Keys, options: LossOptions) -> dict[str, Array]:
+        """Computes the losses of multi-token prediction, and those and the counters of its routers.
+
+        Args:
+          hidden: final hidden states, [batch, act_seq, embed].
+          batch: tokens and labels of entire samples.
+          keys: dropout keys.
+          options: of the cross-entropy.
+        """
+        (table, bias, _), reports, losses = self.output_head(), [], {}
+        context = self._context(batch, keys, HiddenStates(hidden))
+        for number in range(1, self.num_predictors + 1):
+            predictor: Predictor = getattr(self, f"{PREFIX}{number}")
+            own_keys = keys_of(predictor, keys)
+            embedded = self._embed_ahead(batch, own_keys, number)
+            own = dataclasses.replace(context, dropout_keys=own_keys, layer=predictor.layer_number)
+            with jax.named_scope("layers"):
+                run = partial(run_predictor, context=own)
+                x, report = run_alone(run, self.predictor_recompute, hidden, predictor, embedded)
+            hidden, labels = predictor.final_norm(x), ahead(batch["labels"], number)
+            losses[loss_name(number)] = vocab_parallel_cross_entropy(hidden, table, labels, options, bias)
+            reports.append({"experts": report} if report else None)
+        return losses | {f"{PREFIX}{name}": value for name, value in router_reports(reports).items()}
+
+    def _embed_ahead(self, batch: Batch, keys: Keys, places: int) -> Float[Array, "batch act_seq embed"]:
+        """Embeds the tokens that are `places` ahead, with their positions."""
+        tokens, ids = ahead(batch["tokens"], places), batch.get("position_ids")
+        if ids is not None:
+            return self._embed({"tokens": tokens, "position_ids": ahead(ids, places)}, keys, None).x
+        # The last tokens have none ahead; nothing that counts reads what stands there.
+        last = tokens.shape[1] - 1
+        return self._embed({"tokens": tokens}, keys, None, jnp.minimum(jnp.arange(last + 1) + places, last)).x
 
     @staticmethod
     def batch_arrays(config: Config) -> dict[str, jax.ShapeDtypeStruct]:

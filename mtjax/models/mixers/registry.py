@@ -25,6 +25,11 @@ KINDS: Mapping[str, tuple[str, ...]] = {
 """Kind of layer -> its mixers, in the order in which they run."""
 
 
+def layer_kind(model: Model) -> str:
+    """Returns the kind of a decoder's layers, or of those with experts."""
+    return "transformer with experts" if model.num_experts else "transformer"
+
+
 def mixer_of(name: str, model: Model) -> type[Mixer]:
     """Returns the mixer of this name in a kind of layer; with latent attention, that in place of self-attention."""
     return LatentAttention if name == "attention" and model.kv_lora_rank else MIXERS[name]
