@@ -1,4 +1,4 @@
-"""DeepSeek-V3's layer of multi-token prediction: its losses by transformers' modules, and its tensors there and back."""
+"""DeepSeek-V3's layer of multi-token prediction: losses by transformers' modules, and tensors there and back."""
 
 import json
 from pathlib import Path
@@ -66,9 +66,11 @@ def folder_with(network: Any, added: dict[str, Any], folder: Path) -> Path:
 
 def expected_losses(network: Any, ahead: Any, added: dict[str, Any], text: Any) -> np.ndarray:
     """Of the token after the next, at all positions that have one."""
-    norm = lambda x, name: torch.nn.functional.rms_norm(  # noqa: E731
-        x, x.shape[-1:], added[f"{AHEAD}.{name}.weight"], CASE.config.get("rms_norm_eps", 1e-6)
-    )
+
+    def norm(x: Any, name: str) -> Any:
+        epsilon = CASE.config.get("rms_norm_eps", 1e-6)
+        return torch.nn.functional.rms_norm(x, x.shape[-1:], added[f"{AHEAD}.{name}.weight"], epsilon)
+
     tokens = text[:, :-1]
     with torch.no_grad():
         hidden = network.model(tokens[:, :-1], use_cache=False).last_hidden_state
