@@ -245,7 +245,7 @@ def loading(arguments: argparse.Namespace) -> dict[str, Any]:
 def waiting(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measures the fraction of the default run's step time that is spent waiting for the next batch."""
     from mtjax.data.batches.loader import Loader
-    from mtjax.train import __main__ as train
+    from mtjax.commands import train as train
 
     waits: list[tuple[float, float]] = []
     real = Loader.__next__

@@ -17,6 +17,7 @@ import tomli_w
 
 from mtjax import config as configs
 from mtjax.config import Config, Model, sizes
+from mtjax.config.adapters import ADAPTER
 from mtjax.convert.parameters import Parameter, parameters_of
 from mtjax.convert.stream import Origin, carry_tokenizer, rows_of
 from mtjax.convert.table import SPLIT, with_vocab
@@ -25,7 +26,6 @@ from mtjax.errors import UserError
 from mtjax.runtime.checkpoints.checkpoint import fingerprint_of_slice
 from mtjax.runtime.checkpoints.corruption import metadata_checksum
 from mtjax.runtime.checkpoints.weights import CONVERTED, PREFIX, find_weights
-from mtjax.theory.adapters import ADAPTER
 
 CONTINUED_BATCH = 32
 """Global batch size of continued training, in samples."""

@@ -23,13 +23,13 @@ from mtjax.convert.weights_path import parse_weights
 from mtjax.data.progress import ProgressLine
 from mtjax.data.tokens.tokenizer import Tokenizer, open_tokenizer
 from mtjax.errors import UserError
+from mtjax.layout.layouts import TENSOR
+from mtjax.layout.mesh import MeshShape, parse_mesh
+from mtjax.layout.plan import Plan
+from mtjax.layout.stages import PADDING, LayerOrder, order_of
 from mtjax.models.sharded_model import ShardedModel
 from mtjax.runtime.checkpoints.weights import check_same_weights, find_weights, restore_weights
 from mtjax.sharding.param_specs import dotted
-from mtjax.theory.layout import TENSOR
-from mtjax.theory.mesh import MeshShape, parse_mesh
-from mtjax.theory.plan import Plan
-from mtjax.theory.stages import PADDING, LayerOrder, order_of
 from mtjax.train.folder.tokenizer import check_weights, readable_tokenizer
 
 Tree = Any

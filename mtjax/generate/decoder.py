@@ -39,12 +39,12 @@ from mtjax.generate.sampling import (
     score_tokens,
 )
 from mtjax.generate.weight_format import WeightFormat
+from mtjax.layout.mesh import check_no_context_parallel
 from mtjax.models.families.registry import WRITERS
 from mtjax.models.families.t5 import T5
 from mtjax.models.kv_cache import CachePositions, empty_caches
 from mtjax.models.sharded_model import ShardedModel
 from mtjax.sharding.axes import spec, use_rules
-from mtjax.theory.mesh import check_no_context_parallel
 
 Tree = Any
 Cache = list[dict[str, Any]]

@@ -8,10 +8,10 @@ from jax import Array
 from jaxtyping import Bool, Float, Int, Key
 
 from mtjax.config import Model
+from mtjax.layout.plan import ExpertDispatch
 from mtjax.models.kv_cache import CachePositions
 from mtjax.models.rotary import Rotation, Rotations
 from mtjax.sharding.context.ring_attention import Method
-from mtjax.theory.plan import ExpertDispatch
 
 RESIDUAL = ("batch", "act_seq", "embed")
 """Logical names of the dimensions of hidden states (the residual stream)."""

@@ -12,10 +12,10 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float
 
+from mtjax.config.adapters import LoraConfig
 from mtjax.models.lora import Adapter
 from mtjax.models.project import project
 from mtjax.sharding.axes import spec
-from mtjax.theory.adapters import LoraConfig
 
 
 def normal(key: Array, sizes: Mapping[str, int], std: float) -> nnx.Param:

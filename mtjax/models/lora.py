@@ -13,11 +13,11 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float
 
+from mtjax.config.adapters import PARTS, LoraConfig, adapter_sizes
 from mtjax.models.dropout import dropout
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.project import project, reshard_sequence
 from mtjax.sharding.axes import spec
-from mtjax.theory.adapters import PARTS, LoraConfig, adapter_sizes
 
 INIT = 7
 """Folded into a layer's key, for the adapters' initial values."""

@@ -12,7 +12,15 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding
 
 from mtjax.config import Config, replace
+from mtjax.config.adapters import is_trainable
 from mtjax.config.sizes import output_shape
+from mtjax.layout.attention_kernel import Kernel, choose_kernel
+from mtjax.layout.divisibility import check_config, parts_of_samples
+from mtjax.layout.layouts import Layout
+from mtjax.layout.mesh import MeshShape
+from mtjax.layout.plan import Plan
+from mtjax.layout.stages import Orders, layer_orders
+from mtjax.layout.timetable import forward_timetable, timetable
 from mtjax.models.families.registry import LanguageModel, model_class
 from mtjax.models.layer_context import RESIDUAL, with_text_lengths
 from mtjax.models.pipeline_model import TrunkPipeline
@@ -28,14 +36,6 @@ from mtjax.sharding.pipeline.executor import PipelineSchedule
 from mtjax.sharding.pipeline.order import Order
 from mtjax.sharding.vocab import LossOptions
 from mtjax.sharding.zero import gather_for_inference
-from mtjax.theory.adapters import is_trainable
-from mtjax.theory.attention import Kernel, choose_kernel
-from mtjax.theory.divisibility import check_config, parts_of_samples
-from mtjax.theory.layout import Layout
-from mtjax.theory.mesh import MeshShape
-from mtjax.theory.plan import Plan
-from mtjax.theory.stages import Orders, layer_orders
-from mtjax.theory.timetable import forward_timetable, timetable
 
 Tree = Any
 Batch = dict[str, Any]

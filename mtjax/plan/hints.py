@@ -4,14 +4,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from mtjax import config
+from mtjax.analysis.anatomy import Anatomy
+from mtjax.analysis.counts import peak_stage_counts
+from mtjax.analysis.hardware import Server
+from mtjax.analysis.timing import step_time
 from mtjax.config import Config
+from mtjax.layout.attention_kernel import choose_kernel
+from mtjax.layout.plan import Plan
 from mtjax.plan.units import gib, percent, seconds
-from mtjax.theory.anatomy import Anatomy
-from mtjax.theory.attention import choose_kernel
-from mtjax.theory.counts import peak_stage_counts
-from mtjax.theory.hardware import Server
-from mtjax.theory.plan import Plan
-from mtjax.theory.timing import step_time
 
 WORTH_SAYING = 0.02
 """Share of the step's time, or of a GPU's parameters, above which a hint is printed."""

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec, reshard
 
-from mtjax.theory.rules import MANUAL, Axes, Rules
+from mtjax.layout.rules import MANUAL, Axes, Rules
 
 REPLICATED = PartitionSpec()
 """Replicated on every device."""

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec, reshard
 
+from mtjax.layout.layouts import NOT_SHARDED
+from mtjax.layout.rules import Axes
 from mtjax.sharding.axes import explicit_axes, explicit_only, fully_manual, psum_varying, spec, varying_like
-from mtjax.theory.layout import NOT_SHARDED
-from mtjax.theory.rules import Axes
 
 Tree = Any
 T = TypeVar("T")

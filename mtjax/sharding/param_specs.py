@@ -7,10 +7,7 @@ from typing import Any, Literal
 import jax
 from jax.sharding import PartitionSpec
 
-from mtjax.sharding.axes import partition_spec, with_axes
-from mtjax.sharding.param_comm import GradReduction
-from mtjax.sharding.placement import is_names
-from mtjax.theory.layout import (
+from mtjax.layout.layouts import (
     LAYERS,
     NOT_SHARDED,
     ZERO_AXES,
@@ -19,8 +16,11 @@ from mtjax.theory.layout import (
     is_matrix,
     sharded_dimension,
 )
-from mtjax.theory.mesh import MeshShape
-from mtjax.theory.rules import Axes
+from mtjax.layout.mesh import MeshShape
+from mtjax.layout.rules import Axes
+from mtjax.sharding.axes import partition_spec, with_axes
+from mtjax.sharding.param_comm import GradReduction
+from mtjax.sharding.placement import is_names
 
 Tree = Any
 

@@ -11,9 +11,9 @@ from flax import nnx
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, reshard
 
+from mtjax.layout.rules import Rules
 from mtjax.sharding.axes import REPLICATED, dimension_axes, partition_spec
 from mtjax.sharding.context.zigzag import token_order
-from mtjax.theory.rules import Rules
 
 Tree = Any
 

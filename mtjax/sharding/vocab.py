@@ -18,8 +18,8 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Bool, Float, Int
 
+from mtjax.layout.rules import Axes
 from mtjax.sharding.axes import dimension_axes, explicit_axes, psum_varying, spec, varying_like
-from mtjax.theory.rules import Axes
 
 NEVER = -1e30
 """Logit of a padding row: its exponential is 0, and it stays finite in products."""

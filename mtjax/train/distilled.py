@@ -15,12 +15,12 @@ from jax.sharding import Mesh
 from mtjax.config import Config
 from mtjax.config.sizes import num_outputs, padded_vocab_size
 from mtjax.errors import UserError
+from mtjax.layout.layouts import Layout
 from mtjax.models.pipeline_model import DistilledTrunkPipeline
 from mtjax.models.sharded_model import Batch
 from mtjax.models.trunk import HARD, SOFT, TEACHER, TEACHER_TABLE
 from mtjax.sharding import placement
 from mtjax.sharding.param_specs import param_specs, partition_specs
-from mtjax.theory.layout import Layout
 from mtjax.train.step import LossInputs, TrainStep
 
 Tree = Any

@@ -11,9 +11,9 @@ import numpy as np
 import optax
 
 from mtjax.config import Config, Model
+from mtjax.layout.layouts import is_decayed
+from mtjax.layout.stages import PLAIN, Orders, layer_numbers, order_of
 from mtjax.sharding.param_specs import ParamSpec
-from mtjax.theory.layout import is_decayed
-from mtjax.theory.stages import PLAIN, Orders, layer_numbers, order_of
 from mtjax.train.schedule import make_schedule, make_weight_decay
 
 

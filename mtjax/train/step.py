@@ -13,6 +13,9 @@ from jax import Array
 from jax.sharding import Mesh, reshard
 
 from mtjax.config import Config
+from mtjax.layout.divisibility import num_microbatches
+from mtjax.layout.layouts import Layout
+from mtjax.layout.stages import PADDING, LayerOrder, Orders, layer_numbers, order_of
 from mtjax.models.layer_context import with_text_lengths
 from mtjax.models.mixers.experts import LOAD, ROUTER_BIAS, report_weights
 from mtjax.models.pipeline_model import TrunkPipeline
@@ -29,9 +32,6 @@ from mtjax.sharding.microbatch_schedule import total_loss
 from mtjax.sharding.param_specs import ParamSpec, partition_specs
 from mtjax.sharding.reduction import Reduction
 from mtjax.sharding.trainable import merge_trees, select_frozen, select_trainable
-from mtjax.theory.divisibility import num_microbatches
-from mtjax.theory.layout import Layout
-from mtjax.theory.stages import PADDING, LayerOrder, Orders, layer_numbers, order_of
 from mtjax.train import precision
 from mtjax.train.nonfinite_steps import GOOD, Tensor, first_bad, tensors
 from mtjax.train.optimizer import make_optimizer

@@ -22,8 +22,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from mtjax.commands.convert import main
 from mtjax.config import Parallel
-from mtjax.convert.__main__ import main
 from mtjax.convert.saved_model import SavedModel, model_of, without_training
 from mtjax.convert.torch_dist import TorchDistCheckpoint
 from mtjax.convert.torch_dist_files import Archive, DistributedCheckpoint, overlapping
@@ -93,7 +93,7 @@ def test_it_is_converted_without_torch_and_back_to_the_bit(saved: Path, tmp_path
         ("--from", f"megatron:{saved}", "--to", f"mtjax:{tmp_path / 'ours'}"),
         ("--from", f"mtjax:{tmp_path / 'ours'}", "--to", f"megatron:{tmp_path / 'again'}", *DISTRIBUTED),
     )
-    code = f"{WITHOUT_TORCH}\nfrom mtjax.convert.__main__ import main\nsys.exit(max(map(main, {steps})))"
+    code = f"{WITHOUT_TORCH}\nfrom mtjax.commands.convert import main\nsys.exit(max(map(main, {steps})))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     old, new = TorchDistCheckpoint(saved / ITERATION), TorchDistCheckpoint(tmp_path / "again")

@@ -22,7 +22,7 @@ from typing import IO
 
 import jax
 
-from mtjax.train.__main__ import main
+from mtjax.commands.train import main
 
 TIMEOUT = 240
 TINY = """

@@ -2,6 +2,8 @@
 
 import pytest
 
+from mtjax.analysis.contract import LAYER_BACKWARD, LAYER_FORWARD, LAYER_RECOMPUTE, OPTIMIZER
+from mtjax.analysis.hardware import DGX_H100
 from mtjax.inspect import causes, hlo
 from mtjax.inspect.causes import by_cause, cause_of, memory_bound_by_cause
 from mtjax.inspect.collectives import find_collectives
@@ -9,8 +11,6 @@ from mtjax.inspect.report import inspect
 from mtjax.inspect.roofline import Roofline
 from mtjax.inspect.targets import find_target
 from mtjax.inspect.text import unrolling_line
-from mtjax.theory.contract import LAYER_BACKWARD, LAYER_FORWARD, LAYER_RECOMPUTE, OPTIMIZER
-from mtjax.theory.hardware import DGX_H100
 from tests.inspect.steps import needs_aot, tiny
 
 PROGRAM = """HloModule m, is_scheduled=true

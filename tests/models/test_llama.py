@@ -8,12 +8,12 @@ import pytest
 from flax import nnx
 
 from mtjax import config as configs
+from mtjax.analysis.counts import parameters, rank_parameters
+from mtjax.analysis.families.registry import anatomy_of
 from mtjax.config import Config
+from mtjax.layout.layouts import TENSOR
 from mtjax.models.families.registry import model_class
 from mtjax.sharding.axes import use_rules
-from mtjax.theory.counts import parameters, rank_parameters
-from mtjax.theory.families.registry import anatomy_of
-from mtjax.theory.layout import TENSOR
 from tests.tiny import LATENT, mesh_of, program_of, run_steps, tiny_config
 
 GROUPED: dict[str, Any] = {"family": "llama", "num_kv_heads": 2, "hidden_dropout": 0.1, "attention_dropout": 0.1}

@@ -6,11 +6,11 @@ import jax
 import numpy as np
 import pytest
 
+from mtjax.analysis.counts import parameters
+from mtjax.analysis.families.registry import anatomy_of
 from mtjax.config import Config, replace, validate
 from mtjax.errors import UserError
 from mtjax.sharding.axes import use_rules
-from mtjax.theory.counts import parameters
-from mtjax.theory.families.registry import anatomy_of
 from tests.tiny import batch_of, initial_state, program_of, run_steps
 
 MESHES = ("2x4", pytest.param("8x1", marks=pytest.mark.exhaustive), pytest.param("1x8", marks=pytest.mark.long))

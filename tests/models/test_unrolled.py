@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from mtjax.errors import UserError
-from mtjax.theory.divisibility import check_config
-from mtjax.theory.mesh import parse_mesh
+from mtjax.layout.divisibility import check_config
+from mtjax.layout.mesh import parse_mesh
 from tests.tiny import program_of, run_steps, tiny_config
 
 SPLIT = {"sequence_parallel": True, "microbatch_size": 2}

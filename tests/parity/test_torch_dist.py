@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mtjax.convert.__main__ import main
+from mtjax.commands.convert import main
 from mtjax.runtime.checkpoints.weights import find_weights
 from tests.parity.compare import relative
 from tests.parity.converted import our_logits

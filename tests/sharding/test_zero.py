@@ -8,11 +8,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from mtjax.theory.counts import Counts, peak_stage_counts
-from mtjax.theory.families.registry import anatomy_of
-from mtjax.theory.layout import NOT_SHARDED, TENSOR_RULES, Layout, sharded_dimension
-from mtjax.theory.plan import Plan
-from mtjax.theory.rules import DATA
+from mtjax.analysis.counts import Counts, peak_stage_counts
+from mtjax.analysis.families.registry import anatomy_of
+from mtjax.layout.layouts import NOT_SHARDED, TENSOR_RULES, Layout, sharded_dimension
+from mtjax.layout.plan import Plan
+from mtjax.layout.rules import DATA
 from mtjax.train.step import TrainStep
 from tests.tiny import batch_of, initial_state, program_of, run_steps
 

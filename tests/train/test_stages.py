@@ -8,11 +8,11 @@ import jax
 import numpy as np
 import pytest
 
-from mtjax.convert.__main__ import main as convert
+from mtjax.commands.convert import main as convert
+from mtjax.layout.stages import order_of
 from mtjax.models.sharded_model import ShardedModel
 from mtjax.runtime.checkpoints.checkpoint import Checkpoints, fingerprints
 from mtjax.runtime.checkpoints.weights import check_same_weights, find_weights, restore_weights
-from mtjax.theory.stages import order_of
 from mtjax.train.step import TrainStep
 from tests.tiny import LATENT, batch_of, program_of, run_steps
 

@@ -107,8 +107,6 @@ def decoder(
     architecture: str = "ForCausalLM",
     classifies: bool = True,
     packed: bool = False,
-    duplicates: Callable[[Model], Mapping[str, str]] = lambda model: {},
-    present: Mapping[str, Callable[[Json], str]] | None = None,
 ) -> Family:
     """Describes a decoder type.
 
@@ -124,9 +122,6 @@ def decoder(
       architecture: ending of the class with a language head.
       packed: whether quantized weights are supported, which the parts then check.
       classifies: whether transformers has a class for sequence classification.
-      duplicates: returns tensors that are copies of others -> these; they are written, and need not be present.
-      present: integer settings -> a function from the keys to the tensor without which, or with another head, the
-        setting is 0.
     """
     names = names or Names()
     language = f"{name}{architecture}"
@@ -137,11 +132,7 @@ def decoder(
         settings: dict[str, Any] = {}
         for part in parts:
             settings |= part.read(values)
-        head = head_settings(config)
-        # Without names of tensors, a config.json alone is read.
-        names = tensors if head["head"] == "language" else frozenset({""})
-        absent = [name for name, tensor in (present or {}).items() if names and tensor(values) not in names]
-        return settings | dict.fromkeys(absent, 0) | head
+        return settings | head_settings(config)
 
     def write(model: Model) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -158,12 +149,6 @@ def decoder(
         read=read,
         write=write,
         only=supported,
-        fit=lambda table, model: replace(
-            table,
-            rows=rows(names, model),
-            ignored=(*table.ignored, *ignored(model)),
-            copies={**table.copies, **duplicates(model)},
-            duplicates=duplicates(model),
-        ),
+        fit=lambda table, model: replace(table, rows=rows(names, model), ignored=(*table.ignored, *ignored(model))),
         keys=frozenset(key for part in parts for key in part.keys) | frozenset(supported),
     )

@@ -19,7 +19,7 @@ from mtjax.convert.families.family import Json
 from mtjax.convert.families.parts import Part, Settings, always, fields, inverse, unused
 from mtjax.convert.families.rope import rope_object, yarn_scale
 from mtjax.convert.families.rows import linear, norm, row
-from mtjax.convert.table import Row, Tensor, dims
+from mtjax.convert.table import Row, Table, Tensor, dims
 
 LATENT = fields(
     q_lora_rank="q_lora_rank",
@@ -111,6 +111,23 @@ def _shared_tables(model: Model) -> dict[str, str]:
     }
 
 
+def _read(config: Json, tensors: frozenset[str]) -> Settings:
+    """Reads a config.json; layers of multi-token prediction only with the language head, and where the folder has them:
+    transformers drops them when it saves a model, but not from its config.json."""
+    settings = _WITHOUT_COPIES.read(config, tensors)
+    first = f"model.layers.{settings['num_layers']}.eh_proj.weight"
+    # Without names of tensors, a config.json alone is read.
+    are_there = settings["head"] == "language" and (not tensors or first in tensors)
+    return settings if are_there else {**settings, "mtp_num_layers": 0}
+
+
+def _table(table: Table, model: Model) -> Table:
+    """Returns the table with the copies of the embedding and of the output, which are written but need not be there."""
+    copies = _shared_tables(model)
+    table = _WITHOUT_COPIES.fit(table, model)
+    return replace(table, copies={**table.copies, **copies}, duplicates=copies)
+
+
 def _attention(names: Names, model: Model) -> tuple[Row, ...]:
     ours = f"{LAYERS}.attention"
     rotated = model.qk_rope_head_dim
@@ -199,7 +216,7 @@ DEEPSEEK_V2 = decoder(
     rows=_rows,
     only={**ONLY, "mlp_bias": (False,), "topk_method": ("greedy", "group_limited_greedy")},
 )
-DEEPSEEK_V3 = decoder(
+_WITHOUT_COPIES = decoder(
     "deepseek_v3",
     "DeepseekV3",
     sizes(7168, 18_432, 61, 128, 128, 129_280, 4096)
@@ -220,8 +237,6 @@ DEEPSEEK_V3 = decoder(
     rows=_rows_with_predictions,
     # Read with the language head only.
     ignored=lambda model: (rf"model\.layers\.{model.num_layers + model.mtp_num_layers}\..*",),
-    duplicates=_shared_tables,
-    # transformers drops these layers when it saves a model, but not from its config.json.
-    present={"mtp_num_layers": lambda values: f"model.layers.{values['num_hidden_layers']}.eh_proj.weight"},
     only={**ONLY, **SIGMOID_KEYS, "rope_interleave": (True,)},
 )
+DEEPSEEK_V3 = replace(_WITHOUT_COPIES, read=_read, fit=_table)

@@ -16,6 +16,8 @@ from jaxtyping import Float, Int
 
 from mtjax.config import Config
 from mtjax.config.sizes import dense_layers, main_layers, output_shape, padded_vocab_size
+from mtjax.layout.plan import ExpertDispatch
+from mtjax.layout.stacks import DENSE, STACK
 from mtjax.models.dropout import dropout
 from mtjax.models.embedding import EMBEDDING_SITE, embed_tokens, in_table, position_table, vocabulary_table
 from mtjax.models.heads import WithVocabulary
@@ -45,8 +47,6 @@ from mtjax.sharding.context.ring_attention import Method
 from mtjax.sharding.context.zigzag import local_positions
 from mtjax.sharding.distillation import vocab_parallel_distillation
 from mtjax.sharding.vocab import LossOptions, OutputOptions, vocab_parallel_cross_entropy
-from mtjax.theory.families.decoder import DENSE, STACK
-from mtjax.theory.plan import ExpertDispatch
 
 
 class Decoder(nnx.Module):
@@ -203,7 +203,9 @@ class GPT(Decoder, WithVocabulary):
         for number in range(1, self.num_predictors + 1):
             predictor: Predictor = getattr(self, f"{PREFIX}{number}")
             own_keys = keys_of(predictor, keys)
-            embedded = self._embed_ahead(batch, own_keys, number)
+            # XLA: else it would combine reductions of embeddings with those of the layer before.
+            tokens, _ = jax.lax.optimization_barrier((batch["tokens"], jax.lax.stop_gradient(hidden)))
+            embedded = self._embed_ahead({**batch, "tokens": tokens}, own_keys, number)
             own = dataclasses.replace(context, dropout_keys=own_keys, layer=predictor.layer_number)
             with jax.named_scope("layers"):
                 run = partial(run_predictor, context=own)

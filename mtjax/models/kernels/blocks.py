@@ -12,6 +12,7 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float
 
+from mtjax.layout.attention_kernel import QUERIES_AT_A_TIME
 from mtjax.models.alibi import Alibi
 from mtjax.models.dropout import keep_threshold
 from mtjax.models.kernels.options import AttentionOptions
@@ -22,7 +23,6 @@ from mtjax.sharding.axes import num_shards, varying_like
 from mtjax.sharding.context.attention import context_attention
 from mtjax.sharding.context.block_attention import NEVER, BlockKernel, DropoutState, KVBlock, QueryBlock
 from mtjax.sharding.flash import residual_index
-from mtjax.theory.parts.score_blocks import QUERIES_AT_A_TIME
 
 Attend = Callable[..., Array]
 """(query, key, value, scale=, is_causal=) -> output."""
@@ -214,7 +214,7 @@ def _scan_queries(
 
 @dataclass(frozen=True)
 class CudnnBlocks:
-    """cuDNN's kernel, in 16 bits on GPUs: no segments and no dropout (`mtjax.theory.attention`)."""
+    """cuDNN's kernel, in 16 bits on GPUs: no segments and no dropout (`mtjax.layout.attention_kernel`)."""
 
     scale: float
     """Of the scores."""

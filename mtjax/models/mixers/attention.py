@@ -12,6 +12,7 @@ from jax import Array
 from jaxtyping import Float
 
 from mtjax.config import Model
+from mtjax.config.adapters import adapters_of
 from mtjax.config.sizes import attention_biases, attention_windows, head_dim, num_kv_heads
 from mtjax.models.alibi import Alibi
 from mtjax.models.head_norm import HeadNorm
@@ -29,7 +30,6 @@ from mtjax.models.relative import RelativeBias
 from mtjax.models.rotary import rotate
 from mtjax.sharding.axes import spec
 from mtjax.sharding.kv_heads import heads_in_use
-from mtjax.theory.adapters import adapters_of
 
 Kernel = Callable[[Array, Array, Array, LayerContext, AttentionOptions], Array]
 """(query, key, value, context, options) -> output."""
@@ -40,7 +40,8 @@ KERNELS: Mapping[str, Kernel] = {
     "blocks": in_blocks.attend,
     "cudnn": cudnn.attend,
 }
-"""By the setting `attention`. Where devices are known, `mtjax.theory.attention` has replaced auto; xla runs on all."""
+"""By the setting `attention`. Where devices are known, `mtjax.layout.attention_kernel` has replaced auto; xla runs on
+all."""
 
 QKV_SITE, OUTPUT_SITE = 5, 6
 """Dropout sites of the adapters' inputs."""

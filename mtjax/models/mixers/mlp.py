@@ -9,13 +9,13 @@ from jax import Array
 from jaxtyping import Float
 
 from mtjax.config import Model
+from mtjax.config.adapters import adapters_of
 from mtjax.config.sizes import GATED, mlp_bias, mlp_size
 from mtjax.models.activations import ACTIVATIONS
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.linear import Linear
 from mtjax.models.lora import gather_sequence_shared, lora_input_dropout
 from mtjax.models.mixers.mixer import State
-from mtjax.theory.adapters import adapters_of
 
 UP_SITE, DOWN_SITE = 7, 8
 """Dropout sites of the adapters' inputs."""

@@ -27,6 +27,7 @@ from mtjax import config as configs
 from mtjax.config import Config
 from mtjax.config.model_identity import differences
 from mtjax.errors import UserError, first_line
+from mtjax.layout.stages import PLAIN, LayerOrder, Orders, layer_orders, order_of
 from mtjax.runtime.checkpoints.arrays import array_handler, read_reordered
 from mtjax.runtime.checkpoints.barriers import SaveBarriers
 from mtjax.runtime.checkpoints.corruption import (
@@ -42,7 +43,6 @@ from mtjax.runtime.train_state import State
 from mtjax.sharding.axes import REPLICATED
 from mtjax.sharding.param_specs import dotted
 from mtjax.storage import shown
-from mtjax.theory.stages import PLAIN, LayerOrder, Orders, layer_orders, order_of
 
 TIMEOUT = 600
 """Seconds that a process waits for the others at a checkpoint before it reports which are missing."""

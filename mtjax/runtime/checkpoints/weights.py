@@ -19,11 +19,11 @@ from mtjax import config as configs
 from mtjax.config import Config
 from mtjax.config.model_identity import differences
 from mtjax.errors import UserError, first_line, parse_json_object
+from mtjax.layout.stages import PLAIN, LayerOrder, Orders, order_of
 from mtjax.runtime.checkpoints.arrays import open_array, place_array
 from mtjax.runtime.checkpoints.checkpoint import fingerprints_of, saved_orders
 from mtjax.runtime.checkpoints.corruption import CorruptedCheckpoint, read_metadata, read_on_all_processes
 from mtjax.sharding.param_specs import dotted
-from mtjax.theory.stages import PLAIN, LayerOrder, Orders, order_of
 
 Tree = Any
 

@@ -15,8 +15,8 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Int
 
+from mtjax.layout.rules import Axes
 from mtjax.sharding.axes import current_rules, psum_shards
-from mtjax.theory.rules import Axes
 
 
 def rank_positions(rank: Any, degree: int, length: int, xp: ModuleType = jnp) -> Any:

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from mtjax.layout.timetable import Phase, Timetable
 from mtjax.sharding.axes import cond_by_stage
 from mtjax.sharding.context.zigzag import context_axes
 from mtjax.sharding.grad_accumulation import add_gradients
@@ -36,7 +37,6 @@ from mtjax.sharding.pipeline.stage_transfer import packed, sum_from_owner
 from mtjax.sharding.pipeline.stage_work import StageWork, TickWork
 from mtjax.sharding.reduction import Reduction
 from mtjax.sharding.zero import gather_for_step, wrap_for_inference
-from mtjax.theory.timetable import Phase, Timetable
 
 Tree = Any
 
