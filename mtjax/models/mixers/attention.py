@@ -20,7 +20,7 @@ from mtjax.models.kernels import cudnn, in_blocks, xla
 from mtjax.models.kernels.cached import attend_cached
 from mtjax.models.kernels.options import AttentionOptions
 from mtjax.models.kernels.xla import HEADS
-from mtjax.models.kv_cache import KVCache
+from mtjax.models.kv_cache import KVCache, WindowKVCache
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.linear import Linear, constant, normal
 from mtjax.models.lora import Adapter, gather_sequence_shared, lora_input_dropout
@@ -83,7 +83,7 @@ class SelfAttention(nnx.Module):
         Args:
           x: the input.
           context: mask, rotation, dropout keys, cache positions.
-          state: None, or a `KVCache`, to which the tokens are appended.
+          state: None, or a `KVCache` or `WindowKVCache`, to which the tokens are appended.
 
         Returns:
           The output, and the new state.
@@ -100,12 +100,12 @@ class SelfAttention(nnx.Module):
                 context = dataclasses.replace(context, bias=bias)
             mixed = self.attend(query, key, value, context, options)
         else:
-            assert isinstance(state, KVCache) and context.cache_positions is not None
-            state = state.append(key, value, context.cache_positions)
+            assert isinstance(state, KVCache | WindowKVCache) and context.cache_positions is not None
+            state, *read = state.extended(key, value, context.cache_positions)
             bias = context.bias
             if self.relative is not None:
                 bias = self.relative.at(context.cache_positions.positions, state.length)
-            mixed = attend_cached(query, state, context.cache_positions, options, bias)
+            mixed = attend_cached(query, *read, context.cache_positions, options, bias)
         return self.output(mixed, lora_input_dropout(mixed, self.low, context, OUTPUT_SITE, "heads", "head_dim")), state
 
     def _options(self, context: LayerContext) -> AttentionOptions:
