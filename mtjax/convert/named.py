@@ -101,9 +101,8 @@ class NamedWeights:
                 continue
             for rank in range(self.shards.ranks):
                 if not np.array_equal(self.shards.shard(copy, rank), self.shards.shard(name, rank)):
-                    raise UserError(
-                        f"{self.source}: {copy} differs from {name}, but the model ties them (tie_embeddings)"
-                    )
+                    why = "" if copy in self.selection.table.duplicates else " (tie_embeddings)"
+                    raise UserError(f"{self.source}: {copy} differs from {name}, but the model ties them{why}")
 
 
 def local_shapes(selection: Selection, vocab_rows: int, ranks: int) -> dict[str, tuple[int, ...]]:
