@@ -71,7 +71,7 @@ class TorchDistSink:
         """
         sizes = parameter.sizes | {VOCAB: self._rows}
         array = with_vocab(array, parameter, self._rows)
-        for tensor in self._selection.tensors_of(parameter):
+        for tensor in self._selection.tensors_of(parameter, layer):
             name = name_of(tensor, layer)
             numbers = tensor.extract(array, parameter)
             numbers = numbers if name.endswith(BIAS) else narrowed(numbers, self._dtype, name)

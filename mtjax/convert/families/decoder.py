@@ -19,7 +19,6 @@ UNSUPPORTED: Only = {
     "use_bidirectional_attention": (False, None),
 }
 """Keys of any type that would change the network."""
-UNPACKED: Only = {"quantization_config": (None,)}
 
 
 def sizes(
@@ -106,7 +105,8 @@ def decoder(
     only: Only | None = None,
     architecture: str = "ForCausalLM",
     classifies: bool = True,
-    packed: bool = False,
+    packed: str = "fp8",
+    aliases: Mapping[str, str] | None = None,
 ) -> Family:
     """Describes a decoder type.
 
@@ -120,18 +120,22 @@ def decoder(
       ignored: returns regular expressions of further tensors that are not read.
       only: keys -> the only values that are supported; a missing key is.
       architecture: ending of the class with a language head.
-      packed: whether quantized weights are supported, which the parts then check.
+      packed: the quantized weights that are read, as in `Family.packed`.
       classifies: whether transformers has a class for sequence classification.
+      aliases: other names of keys -> the names in `defaults`.
     """
     names = names or Names()
     language = f"{name}{architecture}"
-    supported = {**UNSUPPORTED, **({} if packed else UNPACKED), **(only or {})}
+    supported = {**UNSUPPORTED, **(only or {})}
 
     def read(config: Json, tensors: frozenset[str]) -> dict[str, Any]:
-        values = {**defaults, **config}
+        renamed = {ours: config[theirs] for theirs, ours in (aliases or {}).items() if theirs in config}
+        values = {**defaults, **renamed, **config}
         settings: dict[str, Any] = {}
         for part in parts:
             settings |= part.read(values)
+        if not settings.get("attention_window"):
+            settings.pop("rope_local_theta", None)  # of layers with a window, of which there are none
         return settings | head_settings(config)
 
     def write(model: Model) -> dict[str, Any]:
@@ -150,5 +154,6 @@ def decoder(
         write=write,
         only=supported,
         fit=lambda table, model: replace(table, rows=rows(names, model), ignored=(*table.ignored, *ignored(model))),
-        keys=frozenset(key for part in parts for key in part.keys) | frozenset(supported),
+        keys=frozenset(key for part in parts for key in part.keys) | frozenset(supported) | frozenset(aliases or ()),
+        packed=packed,
     )
