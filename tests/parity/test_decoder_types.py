@@ -135,8 +135,9 @@ def test_missing_keys_have_transformers_defaults_and_all_keys_are_known(model_ty
 
 HARMLESS = {
     *transformers.PreTrainedConfig().to_dict(),
-    *("bos_token_id", "eos_token_id", "pad_token_id", "eod_token_id", "use_cache", "pretraining_tp"),
-    *("embd_pdrop", "emb_pdrop", "embedding_dropout", "classifier_dropout", "layerdrop", "is_decoder"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "eod_token_id", "sep_token_id", "use_cache", "pretraining_tp"),
+    *("embd_pdrop", "emb_pdrop", "embedding_dropout", "classifier_dropout", "layerdrop", "is_decoder", "n_ctx"),
+    "activation_dropout",
     *("init_device", "slow_but_exact", "output_router_logits", "router_aux_loss_coef", "router_jitter_noise"),
 }
 """Keys that do not change logits: of training, of generation and of other classes."""

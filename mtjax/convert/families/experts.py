@@ -282,14 +282,14 @@ DOTS1 = decoder(
     classifies=False,
 )
 
-GRANITEMOE_ROWS = Experts(
+GRANITE_NAMES = Experts(
     SPARSE,
     router="router.layer",
     up_tensor="input_linear.weight",
     up_shape="expert gate*mlp embed",
     down="output_linear.weight",
     down_shape="expert embed mlp",
-).rows
+)
 GRANITEMOE = decoder(
     "granitemoe",
     "GraniteMoe",
@@ -300,7 +300,7 @@ GRANITEMOE = decoder(
     *MULTIPLIERS,
     TOP_K,
     SAME_SIZE,
-    rows=GRANITEMOE_ROWS,
+    rows=GRANITE_NAMES.rows,
     classifies=False,
 )
 

@@ -19,7 +19,7 @@ from mtjax.convert.families.deepseek import (
 from mtjax.convert.families.experts import (
     AFTER_FIRST,
     DEEPSEEK,
-    GRANITEMOE_ROWS,
+    GRANITE_NAMES,
     NORMALIZED,
     QWEN_EXPERTS,
     QWEN_ROWS,
@@ -44,6 +44,7 @@ from mtjax.convert.families.parts import (
     fields,
     shortest,
     sliding,
+    unused,
     window_letters,
     windows,
 )
@@ -199,7 +200,7 @@ MELLUM = decoder(
     windows(lambda values, layer: False),
     counted("num_local_experts", "num_experts", default=64),
     fields(experts_top_k="num_experts_per_tok", expert_size="moe_intermediate_size", router_normalize="norm_topk_prob"),
-    *(MLP_KINDS, NO_MORE_TOKENS),
+    *(MLP_KINDS, NO_MORE_TOKENS, unused("mtp_layer_types", "mtp_mlp_layer_types")),
     rows=QWEN_ROWS,
     ignored=lambda model: (r"mtp\..*",),
     classifies=False,
@@ -227,6 +228,7 @@ FLINT = decoder(
     fields(num_experts="num_experts", shared_expert_size="shared_expert_intermediate_size"),
     windows(_is_local),
     Part((), _read_local_rope, lambda model: {}),
+    names=Names(sinks="softmax_offset"),
     rows=QWEN_ROWS,
     classifies=False,
 )
@@ -281,11 +283,10 @@ HUNYUAN_V1_MOE = decoder(
 )
 
 
-def _granite_rows(names: Names, model: Model) -> tuple[Row, ...]:
-    """Returns Granite's rows with a shared expert beside the others."""
+def _shared_rows(names: Names) -> tuple[Row, ...]:
+    """Returns the rows of Granite's shared expert, which is beside the others."""
     shared, ours = f"{names.block}shared_mlp", f"{LAYERS}.experts.shared"
     return (
-        *GRANITEMOE_ROWS(names, model),
         *linear(f"{ours}.up", f"{shared}.input_linear", "embed", "gate*mlp"),
         *linear(f"{ours}.down", f"{shared}.output_linear", "mlp", "embed"),
     )
@@ -298,7 +299,7 @@ GRANITEMOESHARED = decoder(
     "GraniteMoeShared",
     GRANITE_MOE_SIZES,
     *(*LIKE_LLAMA, ROPE, biases("attention_bias"), *MULTIPLIERS, *GRANITE_EXPERTS),
-    rows=_granite_rows,
+    rows=lambda names, model: (*GRANITE_NAMES.rows(names, model), *_shared_rows(names)),
     classifies=False,
 )
 
@@ -349,7 +350,13 @@ GRANITEMOE_SWA = decoder(
     "GraniteMoeSWA",
     GRANITE_MOE_SIZES | {"sliding_window": 128},
     *(*SINKS, biases("attention_bias"), *GRANITE_EXPERTS),
-    rows=_granite_rows,
+    # Unlike those of the other Granites, its files name the experts as transformers 5 does.
+    rows=lambda names, model: (
+        *replace(GRANITE_NAMES, router="router", up_tensor="experts.gate_up_proj", down="experts.down_proj").rows(
+            names, model
+        ),
+        *_shared_rows(names),
+    ),
     classifies=False,
 )
 

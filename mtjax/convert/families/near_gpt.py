@@ -97,6 +97,7 @@ GPT_BIGCODE = decoder(
         lambda values: {"num_kv_heads": 1 if values["multi_query"] else values["n_head"]},
         lambda model: {"multi_query": num_kv_heads(model) == 1},
     ),
+    unused("num_key_value_heads"),
     # Precision alone.
     unused("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"),
     Part((), lambda values: {}, lambda model: {"embd_pdrop": model.hidden_dropout}),

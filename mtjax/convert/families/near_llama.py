@@ -103,8 +103,13 @@ CWM = decoder(
 )
 
 
-def _read_post_norm(values: Json) -> Settings:
-    return {"norm_placement": "sandwich" if values["use_post_norm"] else "pre"}
+def _read_clova(values: Json) -> Settings:
+    """Reads where the norms are, and the factor of the scores, by default that of Llama."""
+    width = values["head_dim"] or values["hidden_size"] // values["num_attention_heads"]
+    return {
+        "norm_placement": "sandwich" if values["use_post_norm"] else "pre",
+        "attention_scale": values["attention_multiplier"] or width**-0.5,
+    }
 
 
 HYPERCLOVAX = decoder(
@@ -114,7 +119,7 @@ HYPERCLOVAX = decoder(
     *(*LIKE_LLAMA, HEAD_DIM, ROPE, BIASES, *MULTIPLIERS),
     # Granite divides the logits by this key.
     fields(output_scale="logits_scaling"),
-    Part(("use_post_norm",), _read_post_norm, lambda model: {"use_post_norm": model.norm_placement == "sandwich"}),
+    Part(("use_post_norm",), _read_clova, lambda model: {"use_post_norm": model.norm_placement == "sandwich"}),
     names=Names(attention_output_norm="post_norm1", mlp_output_norm="post_norm2"),
     classifies=False,
 )
