@@ -279,6 +279,7 @@ CASES = {
     ),
     "flex_olmo": Case("flex_olmo", {"num_experts": 3, "num_experts_per_tok": 2}),
     "flint": Case("flint", {**MOE, **WIDE, **WINDOW, "num_experts": 3, "num_hidden_layers": 5}),
+    "hy_v3": Case("hy_v3", {**MOE, **WIDE, "num_experts": 4, "attention_bias": True}),
     "hunyuan_v1_moe": Case("hunyuan_v1_moe", {**WIDE, "num_experts": 3, "moe_topk": 2}),
     "granitemoeshared": Case(
         "granitemoeshared", {"num_local_experts": 3, "logits_scaling": 7.0, "shared_intermediate_size": 28}

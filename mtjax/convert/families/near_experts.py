@@ -189,6 +189,25 @@ EXAONE_MOE = decoder(
     only=SIGMOID_KEYS,
     classifies=False,
 )
+HY_V3 = decoder(
+    "hy_v3",
+    "HYV3",
+    sizes(4096, 13_312, 80, 64, 8, 120_832, 131_072)
+    | {"rms_norm_eps": 1e-5, "rope_theta": 11_158_840.0, "head_dim": 128, "initializer_range": 0.006}
+    | {"moe_intermediate_size": 1536, "num_experts_per_tok": 8, "num_shared_experts": 1, "first_k_dense_replace": 1}
+    | {"router_scaling_factor": 2.826},
+    *(*LIKE_LLAMA, HEAD_DIM, ROPE, biases("attention_bias"), always(qk_norm=True, router_normalize=True), SIGMOID),
+    counted("num_experts", "num_local_experts", default=192),
+    shared_experts("num_shared_experts"),
+    fields(experts_top_k="num_experts_per_tok", router_scale="router_scaling_factor"),
+    fields(expert_size="moe_intermediate_size"),
+    *(MLP_KINDS, unused("enable_moe_fp32_combine")),
+    rows=Experts(router="router.gate", shared="shared_mlp", selection_bias="expert_bias").rows,
+    ignored=after_last,
+    only={"mlp_bias": (False,)},
+    classifies=False,
+)
+ROPE_OF_MELLUM = rope_by_layer(local_theta=10_000.0)
 MELLUM = decoder(
     "mellum",
     "Mellum",
@@ -196,7 +215,12 @@ MELLUM = decoder(
     | {"rope_theta": 5e5, "head_dim": 128, "sliding_window": 1024, "moe_intermediate_size": 896}
     | {"num_experts_per_tok": 8, "norm_topk_prob": True},
     *(*LIKE_LLAMA, HEAD_DIM, biases("attention_bias"), always(qk_norm=True)),
-    rope_by_layer(local_theta=10_000.0),
+    # In transformers 5 alone, which drops its RoPE where the keys of 4 are null.
+    Part(
+        ROPE_OF_MELLUM.keys,
+        ROPE_OF_MELLUM.read,
+        lambda model: {"rope_parameters": ROPE_OF_MELLUM.write(model)["rope_parameters"]},
+    ),
     windows(lambda values, layer: False),
     counted("num_local_experts", "num_experts", default=64),
     fields(experts_top_k="num_experts_per_tok", expert_size="moe_intermediate_size", router_normalize="norm_topk_prob"),
