@@ -5,11 +5,13 @@ from dataclasses import replace
 from typing import Any
 
 from mtjax.config import Model
+from mtjax.config.field_metadata import LAYERS
 from mtjax.convert.families.decoder_rows import Names, decoder_rows
 from mtjax.convert.families.family import Family, Json, head_json, head_settings
 from mtjax.convert.families.parts import Part, activation, always, fields, no_biases
 from mtjax.convert.families.rope import rope
 from mtjax.convert.table import Row
+from mtjax.errors import UserError
 
 Only = Mapping[str, tuple[Any, ...]]
 
@@ -94,6 +96,18 @@ def layer_norm(key: str = "layer_norm_eps") -> Part:
     )
 
 
+def _check_layers(values: Json) -> None:
+    """Checks the number of layers, from which patterns of layers are made.
+
+    Raises:
+      UserError: it is not a number of layers.
+    """
+    for key in ("num_hidden_layers", "n_layer", "n_layers"):
+        count = values.get(key)
+        if count is not None and not (isinstance(count, int) and 1 <= count <= LAYERS):
+            raise UserError(f"{key} is {count!r}, and must be between 1 and {LAYERS}")
+
+
 def decoder(
     model_type: str,
     name: str,
@@ -132,6 +146,7 @@ def decoder(
         renamed = {ours: config[theirs] for theirs, ours in (aliases or {}).items() if theirs in config}
         values = {**defaults, **renamed, **config}
         settings: dict[str, Any] = {}
+        _check_layers(values)
         for part in parts:
             settings |= part.read(values)
         if not settings.get("attention_window"):
