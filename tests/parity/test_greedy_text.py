@@ -54,7 +54,9 @@ def our_text(source: HuggingFaceSource, prompt: list[int], new: int) -> list[Tok
     parameters = SavedModel(Path(), source).parameters(placed)
     received: list[Token] = []
     engine = Engine(Decoder(placed, parameters), 1, chunks=(8,), min_cache_length=96)
-    engine.submit(Request(tuple(prompt), Sampling(new), on_token=received.append, logprobs=True))
+    engine.submit(
+        Request(tuple(prompt), Sampling(new), on_token=lambda token: received.append(token) or False, logprobs=True)
+    )
     engine.run()
     return received
 
@@ -77,4 +79,4 @@ def test_text_equals_transformers(name: str, tmp_path: Path) -> None:
     received = our_text(source, prompt, new)
     assert len(set(ids[PROMPT:].tolist())) > 1
     assert [token.id for token in received] == ids[PROMPT:].tolist()
-    np.testing.assert_allclose([token.logprob for token in received], known, atol=1e-4)
+    np.testing.assert_allclose(np.array([token.logprob for token in received], float), known, atol=1e-4)

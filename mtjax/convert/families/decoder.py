@@ -96,16 +96,25 @@ def layer_norm(key: str = "layer_norm_eps") -> Part:
     )
 
 
-def _check_layers(values: Json) -> None:
-    """Checks the number of layers, from which patterns of layers are made.
+def _settings(parts: tuple[Part, ...], defaults: Json, config: Json, aliases: Mapping[str, str]) -> dict[str, Any]:
+    """Returns mtjax's settings, for arguments as of `decoder`.
 
     Raises:
-      UserError: it is not a number of layers.
+      UserError: a value is not supported.
     """
+    renamed = {ours: config[theirs] for theirs, ours in aliases.items() if theirs in config}
+    values = {**defaults, **renamed, **config}
     for key in ("num_hidden_layers", "n_layer", "n_layers"):
-        count = values.get(key)
-        if count is not None and not (isinstance(count, int) and 1 <= count <= LAYERS):
+        # Patterns of layers are made from it.
+        count = values.get(key, 1)
+        if not (isinstance(count, int) and 1 <= count <= LAYERS):
             raise UserError(f"{key} is {count!r}, and must be between 1 and {LAYERS}")
+    settings: dict[str, Any] = {}
+    for part in parts:
+        settings |= part.read(values)
+    if not settings.get("attention_window"):
+        settings.pop("rope_local_theta", None)  # of layers with a window, of which there are none
+    return settings
 
 
 def decoder(
@@ -143,14 +152,7 @@ def decoder(
     supported = {**UNSUPPORTED, **(only or {})}
 
     def read(config: Json, tensors: frozenset[str]) -> dict[str, Any]:
-        renamed = {ours: config[theirs] for theirs, ours in (aliases or {}).items() if theirs in config}
-        values = {**defaults, **renamed, **config}
-        settings: dict[str, Any] = {}
-        _check_layers(values)
-        for part in parts:
-            settings |= part.read(values)
-        if not settings.get("attention_window"):
-            settings.pop("rope_local_theta", None)  # of layers with a window, of which there are none
+        settings = _settings(parts, defaults, config, aliases or {})
         return settings | head_settings(config)
 
     def write(model: Model) -> dict[str, Any]:

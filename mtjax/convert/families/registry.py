@@ -12,6 +12,7 @@ from mtjax.convert.families.experts import DOTS1, GPT_OSS, GRANITEMOE, MIXTRAL, 
 from mtjax.convert.families.family import Family, Json
 from mtjax.convert.families.gemma import GEMMA, GEMMA2, GEMMA3_TEXT, VAULTGEMMA
 from mtjax.convert.families.gpt2 import GPT2
+from mtjax.convert.families.granite import GRANITE_SWA, GRANITEMOE_SWA, GRANITEMOESHARED
 from mtjax.convert.families.llama import (
     ERNIE4_5,
     GRANITE,
@@ -31,9 +32,6 @@ from mtjax.convert.families.near_experts import (
     FLINT,
     GLM4_MOE,
     GLM4_MOE_LITE,
-    GRANITE_SWA,
-    GRANITEMOE_SWA,
-    GRANITEMOESHARED,
     HUNYUAN_V1_MOE,
     HY_V3,
     MELLUM,
