@@ -1,8 +1,10 @@
 """Eight virtual CPU devices, compiled programs shared between tests and runs, and what needs an extra."""
 
 import gc
+import json
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Generator, Iterator
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -96,6 +98,42 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="compiling for GPUs that are not there needs the extra aot"))
         order[item] = group_of(path)
     items.sort(key=order.__getitem__)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--same-numbers", help="note in this JSON file what tests compared with one device, and passed")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
+    """Notes what a test has compared with one device (tests/same_numbers.py), and how often it runs."""
+    noted = sys.modules.get("tests.same_numbers")
+    if noted is not None:
+        noted.compared.clear()
+    yield
+    if noted is not None and noted.compared:
+        level = next((mark for mark in ("exhaustive", "long") if item.get_closest_marker(mark)), "suite")
+        item.user_properties.append(("same_numbers", {"level": level, "programs": list(noted.compared)}))
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.when == "call" and report.passed:
+        for note in (value for name, value in report.user_properties if name == "same_numbers"):
+            _passed[report.nodeid] = note
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Adds to the file what passed in this run, of the process that has all reports."""
+    if (name := session.config.getoption("--same-numbers")) and not hasattr(session.config, "workerinput"):
+        path = Path(name)
+        known = json.loads(path.read_text())["tests"] if path.exists() else {}
+        from tests.same_numbers import FEATURES, MESHES
+
+        tests = dict(sorted((known | _passed).items()))
+        path.write_text(json.dumps({"features": [*FEATURES], "meshes": [*MESHES], "tests": tests}, indent=0) + "\n")
+
+
+_passed: dict[str, Any] = {}
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -1,4 +1,4 @@
-"""Checks of the config that do not need a mesh; `theory.divisibility` checks what mesh axes must divide."""
+"""Checks of the config that do not need a mesh; `layout.divisibility` checks what mesh axes must divide."""
 
 import dataclasses
 from pathlib import Path

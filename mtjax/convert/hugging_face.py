@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mtjax.config import Config, replace
+from mtjax.config.families import is_decoder
 from mtjax.convert.families.family import Family, begin_of_text, labels_json, tensors_without
 from mtjax.convert.families.registry import family_of_config, family_of_model
 from mtjax.convert.named import NamedWeights
@@ -201,7 +202,7 @@ class HuggingFaceSink:
         dropped = {"dtype", *self._family.keys}
         config = {k: v for k, v in original.items() if k not in dropped} | self._family.config_json(model)
         config |= {"torch_dtype": self._dtype}
-        if model.head != "language" and model.family in ("gpt", "llama"):
+        if model.head != "language" and is_decoder(model):
             has_original = bool(self._origin.hugging_face)
             config["pad_token_id"] = pad_id(config.get("pad_token_id" if has_original else "eos_token_id"), tokenizer)
         if labels := self._origin.config.finetuning.labels:
@@ -211,7 +212,7 @@ class HuggingFaceSink:
     def _special_ids(self, tokenizer: Tokenizer | None) -> dict[str, Any]:
         """Returns the ids of special tokens from the tokenizer and its files, for weights without a config.json."""
         ids = self._family.ids(tokenizer)
-        if tokenizer is None or self._origin.config.model.family not in ("gpt", "llama"):
+        if tokenizer is None or not is_decoder(self._origin.config.model):
             return ids
         # eos is the token that training appended to texts; bos and pad are those that the tokenizer's files name.
         named = {f"{kind}_id": named_token(tokenizer, self._folder, kind) for kind in ("bos_token", "pad_token")}

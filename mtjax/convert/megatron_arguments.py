@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from mtjax.config import Model
+from mtjax.config.families import kind_of
 from mtjax.config.sizes import attention_bias, head_dim, mlp_bias, mlp_size, num_kv_heads
 from mtjax.convert.megatron_experts import EXPERTS, expert_misfits, expert_settings, has_experts, unread_experts
 from mtjax.errors import UserError
@@ -191,7 +192,7 @@ def misfits(model: Model, names: "Names") -> list[str]:
     tanh_without_bias = model.activation == "gelu" and not mlp_bias(model)
     biases = attention_bias(model), mlp_bias(model)
     wrong = {
-        f"family {model.family}": model.family not in ("gpt", "llama", "bert"),
+        f"family {model.family}": kind_of(model) == "encoder-decoder",
         f"head {model.head}": model.head != "language",
         "family bert; use --transformer-impl legacy": is_bert and not names.is_legacy,
         f"norm {model.norm} in a bert": is_bert and model.norm != "layernorm",

@@ -19,17 +19,18 @@ from mtjax.convert.megatron import MegatronSource
 from mtjax.convert.mtjax_folder import MtjaxSource, without_adapters
 from mtjax.convert.stream import Source, download_command, looks_like, may_be_on_hub
 from mtjax.convert.table import with_vocab
+from mtjax.convert.torchtitan import TorchtitanSource
 from mtjax.convert.weights_path import parse_weights
 from mtjax.data.progress import ProgressLine
 from mtjax.data.tokens.tokenizer import Tokenizer, open_tokenizer
 from mtjax.errors import UserError
+from mtjax.layout.layouts import TENSOR
+from mtjax.layout.mesh import MeshShape, parse_mesh
+from mtjax.layout.plan import Plan
+from mtjax.layout.stages import PADDING, LayerOrder, order_of
 from mtjax.models.sharded_model import ShardedModel
 from mtjax.runtime.checkpoints.weights import check_same_weights, find_weights, restore_weights
 from mtjax.sharding.param_specs import dotted
-from mtjax.theory.layout import TENSOR
-from mtjax.theory.mesh import MeshShape, parse_mesh
-from mtjax.theory.plan import Plan
-from mtjax.theory.stages import PADDING, LayerOrder, order_of
 from mtjax.train.folder.tokenizer import check_weights, readable_tokenizer
 
 Tree = Any
@@ -103,6 +104,8 @@ def model_of(text: str, option: str, hints: Hints = NO_HINTS) -> Model:
         return hugging_face.describe(folder, hints.vocab_multiple).config.model
     if kind == "megatron":
         return megatron.describe(folder, hints.vocab_size, hints.vocab_multiple, hints.config)[-1].model
+    if kind == "torchtitan":
+        return TorchtitanSource(folder, hints.vocab_multiple, hints.config).origin.config.model
     return without_adapters(find_weights(folder).config).model
 
 
@@ -139,6 +142,8 @@ def open_source(kind: str, folder: Path, hints: Hints = NO_HINTS) -> Source:
         return HuggingFaceSource(folder, hints.vocab_multiple)
     if kind == "megatron":
         return MegatronSource(folder, hints.vocab_size, hints.vocab_multiple, hints.config)
+    if kind == "torchtitan":
+        return TorchtitanSource(folder, hints.vocab_multiple, hints.config)
     return MtjaxSource(folder)
 
 

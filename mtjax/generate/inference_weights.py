@@ -9,13 +9,13 @@ import jax
 import numpy as np
 from jax import Array, lax
 
+from mtjax.generate.int8 import to_int8
 from mtjax.generate.weight_format import WeightFormat, with_matrices
+from mtjax.layout.stages import PADDING
 from mtjax.models.layer import Layer
 from mtjax.models.mixers.attention import GroupedQKV
 from mtjax.models.mixers.latent_attention import LatentAttention
 from mtjax.models.sharded_model import ShardedModel
-from mtjax.sharding.int8 import to_int8
-from mtjax.theory.stages import PADDING
 
 Tree = Any
 Call = Callable[..., Any]

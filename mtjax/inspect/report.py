@@ -3,10 +3,18 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import jax
 from jax.sharding import NamedSharding
 
+from mtjax.analysis.communication import contract_of, symbols_of
+from mtjax.analysis.contract import PHASES, Contract, Symbols, requirements
+from mtjax.analysis.flops import compiled_flops
+from mtjax.analysis.hardware import Server
+from mtjax.analysis.parts.experts import exchanged_share
+from mtjax.analysis.parts.heads import Output
 from mtjax.config import Config, Model
 from mtjax.inspect.check import Landmarks, Verdict, check
 from mtjax.inspect.collectives import Collective, find_collectives
@@ -19,12 +27,6 @@ from mtjax.inspect.products import count_flops
 from mtjax.inspect.stages import StagesReport, stages_report
 from mtjax.inspect.targets import Target
 from mtjax.sharding.param_specs import dotted
-from mtjax.theory.communication import contract_of, symbols_of
-from mtjax.theory.contract import PHASES, Contract, Symbols, requirements
-from mtjax.theory.flops import compiled_flops
-from mtjax.theory.hardware import Server
-from mtjax.theory.parts.experts import exchanged_share
-from mtjax.theory.parts.heads import Output
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,8 @@ def inspect(
     contract: Contract | None = None,
     time_on: Server | None = None,
     teacher: Model | None = None,
+    *,
+    kernels: bool = False,
 ) -> Report:
     """Compiles the train step of a config and reports on it.
 
@@ -111,11 +115,15 @@ def inspect(
       time_on: servers for which time and memory are predicted, if not those compiled for (V100s, for which XLA no
         longer compiles).
       teacher: the model of the config's teacher, whose weights are in memory during the step.
+      kernels: whether to read the machine code of the kernels.
 
     Raises:
       UserError: config, mesh and target don't fit, or the contract can't be evaluated.
     """
-    return report(compile_step(config, target), contract, time_on, teacher)
+    if not kernels:
+        return report(compile_step(config, target), contract, time_on, teacher)
+    with TemporaryDirectory(prefix="mtjax-kernels-") as folder:
+        return report(compile_step(config, target, Path(folder)), contract, time_on, teacher, Path(folder))
 
 
 def report(
@@ -123,8 +131,9 @@ def report(
     contract: Contract | None = None,
     time_on: Server | None = None,
     teacher: Model | None = None,
+    dumped: Path | None = None,
 ) -> Report:
-    """Reports on a compiled step; arguments as of `inspect`."""
+    """Reports on a compiled step; arguments as of `inspect`, and the folder to which XLA wrote its kernels."""
     start = time.perf_counter()
     server = time_on or step.target.server
     named = symbols_of(step.anatomy, step.plan)
@@ -146,7 +155,7 @@ def report(
         verdict=Verdict(verdict.lines, (*verdict.violations, *replicated), verdict.tolerated),
         memory=memory_report(step, server.gpu.memory if server else None, teacher),
         flops=Flops(counted * step.mesh.size, formula_flops(step)),
-        time=predict(step, collectives, counted, server) if server else None,
+        time=predict(step, collectives, counted, server, dumped) if server else None,
         stages=stages_report(step),
         analysis_seconds=time.perf_counter() - start,
     )

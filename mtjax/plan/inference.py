@@ -1,21 +1,21 @@
 """Memory and time of text generation, by formula.
 
-Symbols as in `mtjax.theory.flops`; L tokens of context. Source: arXiv 2211.05102, section 2; memory-bound decoding.
+Symbols as in `mtjax.analysis.flops`; L tokens of context. Source: arXiv 2211.05102, section 2; memory-bound decoding.
 """
 
 import math
 from dataclasses import dataclass
 
+from mtjax.analysis.anatomy import Anatomy, Stack
+from mtjax.analysis.counts import active_share, on_device, parameters
+from mtjax.analysis.hardware import Server
+from mtjax.analysis.machine import Constants
+from mtjax.analysis.parts.attention import Attention, CrossAttention
+from mtjax.analysis.parts.latent_attention import LatentAttention
+from mtjax.analysis.parts.part import Weight
 from mtjax.config.sizes import latent_width, padded_vocab_size
-from mtjax.theory.anatomy import Anatomy, Stack
-from mtjax.theory.counts import active_share, on_device, parameters
-from mtjax.theory.hardware import Server
-from mtjax.theory.layout import LAYERS, Layout, is_matrix, layout_of
-from mtjax.theory.machine import Constants
-from mtjax.theory.mesh import MeshShape
-from mtjax.theory.parts.attention import Attention, CrossAttention
-from mtjax.theory.parts.latent_attention import LatentAttention
-from mtjax.theory.parts.part import Weight
+from mtjax.layout.layouts import LAYERS, Layout, is_matrix, layout_of
+from mtjax.layout.mesh import MeshShape
 
 WEIGHT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0, "int4": 0.5}
 """Bytes per parameter of stored weights, without scales."""

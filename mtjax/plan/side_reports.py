@@ -3,14 +3,14 @@
 from rich.console import Console
 from rich.table import Table
 
+from mtjax.analysis.anatomy import Anatomy
+from mtjax.analysis.counts import parameters
+from mtjax.analysis.hardware import Server
 from mtjax.plan import inference, published
 from mtjax.plan.published import Point
 from mtjax.plan.report import show, table
 from mtjax.plan.search import describe
 from mtjax.plan.units import gib, seconds, si
-from mtjax.theory.anatomy import Anatomy
-from mtjax.theory.counts import parameters
-from mtjax.theory.hardware import Server
 
 BATCHES = (1, 8, 64)
 

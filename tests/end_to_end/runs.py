@@ -22,7 +22,7 @@ from typing import IO
 
 import jax
 
-from mtjax.train.__main__ import main
+from mtjax.commands.train import main
 
 TIMEOUT = 240
 TINY = """
@@ -61,7 +61,7 @@ BARE = """
 import sys
 from mtjax.generate import training_sample
 from mtjax.train import loop
-from mtjax.train.__main__ import main
+from mtjax.commands.train import main
 from mtjax.train.observability import goodput
 loop.plot_losses = goodput.plot = lambda *_: None
 training_sample.continue_text = lambda *_: ""

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.long
 PROGRAM = """
 import itertools, sys
 from mtjax.launch import run
-from mtjax.launch.__main__ import main
+from mtjax.commands.launch import main
 left = int(sys.argv.pop(1))
 if left < 8:
     answers = itertools.chain([8], itertools.repeat(left))

@@ -73,7 +73,7 @@ def test_one_process_with_wrong_input_ends_all(launcher: Launcher) -> None:
 LATE = """
 import sys, time
 from mtjax.train import loop
-from mtjax.train.__main__ import main
+from mtjax.commands.train import main
 load, calls = loop.next_batch, []
 def load_slowly(*arguments):
     calls.append(1)

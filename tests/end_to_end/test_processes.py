@@ -8,7 +8,7 @@ from subprocess import Popen
 
 import pytest
 
-from mtjax.convert.__main__ import main as convert
+from mtjax.commands.convert import main as convert
 from tests.convert.hf_folders import GPT2_CONFIG, gpt2_shapes, random_tensors, write_folder
 from tests.end_to_end.runs import MASKS, Finished, Launcher, ended, finish, relative_difference, wait_for_step
 

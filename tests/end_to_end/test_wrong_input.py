@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mtjax.train.__main__ import main
+from mtjax.commands.train import main
 from tests.end_to_end.runs import MASKS, Finished, Launcher, finish
 
 CASES = {

@@ -8,9 +8,9 @@ import jax
 import numpy as np
 import pytest
 
-from mtjax.finetune.__main__ import main
-from mtjax.finetune.ensemble.__main__ import main as ensemble
-from mtjax.finetune.predict.__main__ import main as predict
+from mtjax.commands.ensemble import main as ensemble
+from mtjax.commands.finetune import main
+from mtjax.commands.predict import main as predict
 from mtjax.runtime.checkpoints.weights import find_weights
 from mtjax.train.observability.metrics import read_metrics
 from mtjax.train.optimizer import layer_factors

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
+from mtjax.analysis.counts import rank_parameters
+from mtjax.analysis.families.registry import anatomy_of
 from mtjax.inspect.report import Report, inspect
 from mtjax.inspect.targets import find_target
-from mtjax.theory.counts import rank_parameters
-from mtjax.theory.families.registry import anatomy_of
 from tests.inspect.steps import needs_aot, tiny
 from tests.inspect.test_contract import sent
 from tests.tiny import LATENT

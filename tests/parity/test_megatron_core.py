@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from mtjax import config as configs
-from mtjax.convert.__main__ import main
+from mtjax.commands.convert import main
 from mtjax.convert.megatron_experts import by_expert
 from mtjax.data.corpus.indexed import IndexedDataset
 from mtjax.data.corpus.writer import IndexedWriter

@@ -4,12 +4,12 @@ import jax
 import pytest
 
 from mtjax import config
+from mtjax.analysis import counts, flops
+from mtjax.analysis.families.registry import anatomy_of, gpt
+from mtjax.analysis.hardware import DGX_H100
 from mtjax.generate.inspected import inspect_decoding
 from mtjax.inspect.targets import find_target
 from mtjax.plan import inference
-from mtjax.theory import counts, flops
-from mtjax.theory.families.registry import anatomy_of, gpt
-from mtjax.theory.hardware import DGX_H100
 
 XL = gpt(48, 1600, 25, 1024, 51_200)
 

@@ -8,12 +8,11 @@ import jax
 import numpy as np
 import pytest
 
-from mtjax.convert.__main__ import main as convert
-from mtjax.models.sharded_model import ShardedModel
+from mtjax.commands.convert import main as convert
 from mtjax.runtime.checkpoints.checkpoint import Checkpoints, fingerprints
 from mtjax.runtime.checkpoints.weights import check_same_weights, find_weights, restore_weights
-from mtjax.theory.stages import order_of
 from mtjax.train.step import TrainStep
+from tests.same_numbers import assert_same, by_name
 from tests.tiny import LATENT, batch_of, program_of, run_steps
 
 MODEL = (
@@ -109,17 +108,6 @@ def alone(fields: dict[str, Any]) -> TrainStep:
     return program_of("1x1", **({"num_layers": 4} | {name: fields[name] for name in MODEL if name in fields}))
 
 
-def by_name(placed: ShardedModel, tree: Any) -> dict[str, np.ndarray]:
-    """Arrays by dotted names, their layers in their own order."""
-    named = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        name, array = jax.tree_util.keystr(path, simple=True, separator="."), np.asarray(leaf)
-        if order := order_of(name, placed.layer_orders):
-            array = array[[order.flat.index(number) for number in range(1 + max(order.flat))]]
-        named[name] = array
-    return named
-
-
 @cache
 def losses_and_gradients(program: TrainStep) -> tuple[float, dict[str, np.ndarray], dict[str, np.ndarray]]:
     """The loss of the first batch, gradients, and initial parameters."""
@@ -150,6 +138,7 @@ def test_steps_and_evaluation_on_stages():
         p.evaluate(s.parameters, batch_of(p, 9))["loss"] for p, s in ((program, state), (one, expected_state))
     )
     np.testing.assert_allclose((loss, weight), (known, same), rtol=1e-5)
+    assert_same(program, one)
 
 
 def test_padding_stays_zero():

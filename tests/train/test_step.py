@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from tests.same_numbers import assert_same
 from tests.tiny import batch_of, initial_state, program_of, run_steps
 
 MESHES = ("1x1", "1x2", "8x1", "1x8", "2x4")
@@ -90,6 +91,7 @@ def assert_like_one_device(program):
     for name, value in there.items():
         # Adam divides by the root of the square: elements whose gradient is rounding noise may take any step.
         assert np.abs(here[name] - value).mean() < 1e-5 * max(1.0, np.abs(value).max()), name
+    assert_same(program, program_of("1x1", recompute="none", microbatch_size=None))
 
 
 def test_dropout_is_on_and_its_keys_follow_the_sample():

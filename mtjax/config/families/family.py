@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from mtjax.errors import UserError
 
@@ -73,6 +73,8 @@ def _nothing_more(model: "Model") -> None:
 class Family:
     """A family's defaults and checks, and the settings that have an effect only in this family."""
 
+    kind: Literal["decoder", "encoder", "encoder-decoder"]
+    """Whether the model continues a text, reads one in both directions, or reads one and writes another."""
     defaults: Mapping[str, Any]
     """Defaults of the family; `mtjax.config.replace` sets them when the family changes."""
     choices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
