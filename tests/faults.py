@@ -35,6 +35,49 @@ class Fault:
 
 
 FAULTS = (
+    # --- parts of a corpus
+    Fault(
+        "preprocess --part: a line that begins exactly at the border of two parts is in neither",
+        "    file.seek(begin - 1)\n",
+        "    file.seek(begin)\n",
+        "data/commands",
+        "test_every_document_is_in_one_part_with_its_line",
+    ),
+    Fault(
+        "preprocess --part: a row group of Parquet at the border of two parts is in both",
+        "size * row // max(starts[-1], 1) < end]",
+        "size * row // max(starts[-1], 1) <= end + size // 8]",
+        "data/commands",
+        "test_every_document_is_in_one_part_with_its_line",
+    ),
+    Fault(
+        "merge --parts: parts are merged in the order in which they were named",
+        "return [by_number[number] for number in sorted(by_number)]",
+        "return list(by_number.values())",
+        "data/commands",
+        "test_parts_that_do_not_belong_together",
+    ),
+    Fault(
+        "merge --parts: parts of other settings are merged",
+        "if (their := theirs.settings.get(option)) != value:",
+        "if (their := theirs.settings.get(option)) != value and option == '':",
+        "data/commands",
+        "test_parts_that_do_not_belong_together",
+    ),
+    Fault(
+        "merge: a damaged .bin is merged",
+        "                    check_crc(dataset, crc)\n",
+        "",
+        "data/commands",
+        "test_parts_that_do_not_belong_together",
+    ),
+    Fault(
+        "train: of several --data the last counts",
+        "        values.append(value)\n    joined",
+        "        values[:] = [value]\n    joined",
+        "data/commands",
+        "test_train_takes_data_several_times",
+    ),
     # --- conversations
     Fault(
         "finetune: a message with weight 0 is trained on",
@@ -681,6 +724,48 @@ FAULTS = (
         'return np.pad(array, [(0, rows - n if i == at else 0) for i, n in enumerate(array.shape)], "edge")',
         "convert",
         "test_the_vocabulary_is_padded_with_zeros",
+    ),
+    Fault(
+        "convert: tensors in the optimizer's buffers begin at multiples of 32",
+        'ALIGNMENT = 64\n"""Tensors begin',
+        'ALIGNMENT = 32\n"""Tensors begin',
+        "convert",
+        "test_both_layouts_are_the_same_state",
+    ),
+    Fault(
+        "convert: Adam's two moments are exchanged",
+        '{"exp_avg": "mu", "exp_avg_sq": "nu"}',
+        '{"exp_avg": "nu", "exp_avg_sq": "mu"}',
+        "convert",
+        "test_the_state_is_what_was_saved",
+    ),
+    Fault(
+        "convert: float32 weights of another save are taken",
+        "if not np.array_equal(full.astype(rounded.dtype), rounded):",
+        "if full.shape != rounded.shape:",
+        "convert",
+        "test_a_state_of_something_else_is_refused",
+    ),
+    Fault(
+        "convert: the parts of a flattened state are put one after the other",
+        "for axis in range(len(grid)) for half in range(2)]",
+        "for half in range(2) for axis in range(len(grid))]",
+        "convert",
+        "test_parts_that_are_flattened_are_put_together",
+    ),
+    Fault(
+        "convert: the schedule has Adam's count",
+        "counters.updates if is_adam else counters.schedule",
+        "counters.updates",
+        "convert",
+        "test_steps_that_megatron_skipped_do_not_count",
+    ),
+    Fault(
+        "convert: torchtitan's queries and keys keep the order of their rows",
+        'down="w2",\n        interleaved=True,',
+        'down="w2",\n        interleaved=False,',
+        "convert",
+        "test_torchtitan_s_llama_is_the_same_weights",
     ),
     Fault(
         "convert: Megatron's experts are dealt to their ranks in turn",

@@ -45,7 +45,7 @@ def strings_of(path: Path) -> Iterator[tuple[int, str]]:
 
 @cache
 def texts() -> list[tuple[str, str]]:
-    return [*_texts()]
+    return list(_texts())
 
 
 def _texts() -> Iterator[tuple[str, str]]:

@@ -51,7 +51,7 @@ class Training:
     """Full recompute: offload the saved layer inputs to host memory until the backward pass (GPUs only)."""
     unroll_layers: bool = False
     """Compile each layer separately instead of one loop (scan) over layers, so that saved activations are not copied
-    into stacked arrays: steps are faster, and compiling takes longer. Requires recompute none and zero below 3."""
+    into stacked arrays: steps are faster, and compiling takes longer. Requires recompute none or selective."""
     loss_chunk: int = at_least(1, 1024)
     """Number of tokens whose logits are computed at a time."""
     deterministic: bool = False
@@ -63,5 +63,5 @@ class Training:
     seed: int = at_least(0, 1234, most=2**32 - 1)
     """Random seed of initialization, dropout and the order of samples."""
     init_from: Path | None = None
-    """Initialize the model from the weights in this folder (of a run, or written by mtjax convert) instead of randomly;
-    the run starts at step 0. mtjax finetune also reads hf:DIR and megatron:DIR."""
+    """Initialize the model from the weights in this folder (of a run, or written by mtjax convert), or in hf:DIR or
+    megatron:DIR, instead of randomly; the run starts at step 0."""

@@ -9,7 +9,16 @@ from jax import Array
 
 from mtjax.models.routers import COUNTS, REPORTED, router_reports
 from mtjax.models.stack import Chunk
-from mtjax.models.trunk import Batch, HiddenStates, Keys, Section, Trunk, batch_losses, run_sections
+from mtjax.models.trunk import (
+    LOSS_WEIGHTS,
+    Batch,
+    HiddenStates,
+    Keys,
+    Section,
+    Trunk,
+    batch_losses,
+    run_sections,
+)
 from mtjax.sharding.trainable import merge_trees
 from mtjax.sharding.vocab import LossOptions
 
@@ -39,6 +48,8 @@ class TrunkPipeline:
     def loss_sums(self, parameters: Tree, microbatch: Microbatch) -> dict[str, Array]:
         """See `PipelineModel.loss_sums`."""
         batch, weights, keys = microbatch
+        if self.options.at_once and "loss" in weights:
+            batch = {**batch, LOSS_WEIGHTS: weights["loss"]}
         return _weighted(batch_losses(self.model(parameters), batch, keys, self.options), weights)
 
     def final_boundary(self, parameters: Tree, microbatch: Microbatch) -> HiddenStates:
@@ -115,7 +126,7 @@ def _weighted(values: dict[str, Array], weights: Batch) -> dict[str, Array]:
     """Sums values over samples and tokens, weighted.
 
     Args:
-      values: by name, [batch, ...] or [batch, seq, ...].
+      values: by name, [batch, ...] or [batch, seq, ...]; or [] if they are a weighted sum already.
       weights: by name, [batch] or [batch, seq]; values without a weight are left out.
 
     Returns:
@@ -123,6 +134,8 @@ def _weighted(values: dict[str, Array], weights: Batch) -> dict[str, Array]:
     """
 
     def one(values: Array, weights: Array) -> Array:
+        if not values.ndim:
+            return values
         each = weights.reshape(weights.shape + (1,) * (values.ndim - weights.ndim))
         return (values * each).sum(range(weights.ndim))
 

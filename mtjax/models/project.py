@@ -15,6 +15,7 @@ from jaxtyping import Float
 from mtjax.models.recompute import PRODUCT
 from mtjax.sharding.axes import merge, sequence_is_sharded, spec, varying_like
 from mtjax.sharding.stored_weight import StoredWeight
+from mtjax.sharding.unstack import computes_apart, is_unrolled
 
 
 def project(
@@ -41,6 +42,8 @@ def project(
     Returns:
       [batch, seq, *outputs].
     """
+    if is_unrolled() and isinstance(weight, Array) and computes_apart(outputs):
+        return _project_apart(x, weight, bias, outputs, sequence, save_for_backward, by_sample)
     num_inputs = weight.ndim - len(outputs)
     # With sequence parallelism products are seq-major: see `seq_major`.
     if is_seq_major := sequence_is_sharded():
@@ -53,7 +56,9 @@ def project(
     else:
         # `_product` is a custom_vjp, and its weight's gradient varies over mesh axes like x: so must the weight.
         dims = letters_of(x.ndim - num_inputs, num_inputs, len(outputs))
-        product: Any = _product(dims, sharding, x, varying_like(weight.astype(x.dtype), x))
+        # Unrolled layers compute the gradient in the type in which it is reduced: `_product` casts the weight.
+        matrix = weight if is_unrolled() else weight.astype(x.dtype)
+        product: Any = _product(dims, sharding, x, varying_like(matrix, x))
     # The name is given before or after the transpose back. XLA: it would transpose the stacks of saved products
     # if these were seq-major and their consumer batch-major.
     if save_for_backward and not by_sample:
@@ -73,6 +78,33 @@ def letters_of(*dimensions: int) -> tuple[str, ...]:
     """Returns einsum's letters of groups of so many dimensions."""
     letters = iter(string.ascii_lowercase)
     return tuple("".join(next(letters) for _ in range(n)) for n in dimensions)
+
+
+def _project_apart(
+    x: Array,
+    weight: Array,
+    bias: Array | None,
+    outputs: Sequence[str | None],
+    sequence: str,
+    save_for_backward: bool,
+    by_sample: bool,
+) -> Array:
+    """Computes the parts of a fused product one by one, and stacks them; arguments and result as of `project`."""
+    # XLA: consumers that take the parts out again (`jnp.split`, whose gradient is a concatenation) read the products,
+    # and nothing is copied.
+    parts, inner = outputs[1:], weight.ndim - len(outputs)
+    count = weight.shape[inner]
+
+    def each(array: Array, axis: int) -> list[Array]:
+        return [part.squeeze(axis) for part in jnp.split(array, count, axis=axis)]
+
+    biases = [None] * count if bias is None else each(bias, 0)
+    products = [
+        project(x, w, b, parts, sequence, save_for_backward=save_for_backward, by_sample=by_sample)
+        for w, b in zip(each(weight, inner), biases, strict=True)
+    ]
+    joined = [jnp.expand_dims(product, x.ndim - inner) for product in products]
+    return jnp.concatenate(joined, axis=x.ndim - inner)
 
 
 def reshard_sequence(x: Float[Array, "batch seq embed"], sequence: str) -> Float[Array, "batch seq embed"]:
@@ -97,11 +129,12 @@ def _product(dims: tuple[str, ...], sharding: PartitionSpec, x: Array, weight: A
       dims: (row, inner, outer), einsum letters: x is [row, inner] and W [inner, outer], each letter a dimension.
       sharding: of the result.
       x: activations.
-      weight: of the type of x.
+      weight: cast to the type of x; its gradient is computed in the type of the weight.
     """
     # XLA: a custom vjp, because autodiff computes the weight's gradient as the transpose of (gradient)' x, which takes
     # twice as long on CPUs as x' (gradient).
     row, inner, outer = dims
+    weight = weight.astype(x.dtype)
     return jnp.einsum(f"{row}{inner},{inner}{outer}->{row}{outer}", x, weight, out_sharding=sharding)
 
 
@@ -126,7 +159,7 @@ def _product_backward(
       Gradients of x and W, in their shapes and shardings.
     """
     row, inner, outer = dims
-    x, weight = saved
+    x, weight = saved[0], saved[1].astype(saved[0].dtype)
     x_spec, weight_spec = (jax.typeof(a).sharding.spec for a in saved)
     # With sequence parallelism, the gradient of a row-parallel product is sharded along the sequence. It is
     # all-gathered once for both products. XLA: it may gather it for each of them, as it does where a microbatch is one
@@ -138,7 +171,13 @@ def _product_backward(
     inner, x, weight = _merged(inner, (x, len(row)), (weight, 0))
     row, x, gradient = _merged(row, (x, 0), (gradient, 0))
     merged_spec = jax.typeof(weight).sharding.spec
-    weight_gradient = jnp.einsum(f"{row}{inner},{row}{outer}->{inner}{outer}", x, gradient, out_sharding=merged_spec)
+    weight_gradient = jnp.einsum(
+        f"{row}{inner},{row}{outer}->{inner}{outer}",
+        x,
+        gradient,
+        out_sharding=merged_spec,
+        preferred_element_type=saved[1].dtype,
+    )
     return x_gradient, weight_gradient.reshape(saved[1].shape, out_sharding=weight_spec)
 
 

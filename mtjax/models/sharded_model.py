@@ -127,6 +127,11 @@ class ShardedModel:
         nnx.replace_by_pure_dict(state, parameters)
         return nnx.merge(self._graph, state)
 
+    def own(self, parameters: Tree) -> Tree:
+        """Selects the model's parameters from those of a model with more modules, such as layers that only training
+        runs."""
+        return {name: parameters[name] for name in self.abstract_parameters}
+
     def inference_model(self, parameters: Tree) -> LanguageModel:
         """Builds the model with parameters sharded as `storage_spec`, to be traced without differentiation."""
         return self.model(gather_for_inference(self.records, parameters))
@@ -209,7 +214,8 @@ class ShardedModel:
         options, vocab_size = self.config.optimizer, self.config.model.vocab_size
         assert vocab_size is not None  # check_config requires it
         smoothing, shape = (options.label_smoothing, options.z_loss), output_shape(self.config.model)
-        return LossOptions(vocab_size, self.config.training.loss_chunk, *smoothing, **shape)
+        at_once = Plan.of(self.config, self.shape).sums_loss_at_once(self.config.model)
+        return LossOptions(vocab_size, self.config.training.loss_chunk, *smoothing, at_once=at_once, **shape)
 
     def on_mesh(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Calls a function with the mesh in force."""

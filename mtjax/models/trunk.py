@@ -19,6 +19,8 @@ from mtjax.sharding.vocab import LossOptions
 Batch = Mapping[str, Any]
 Keys = Key[Array, " batch"] | None
 """A dropout key per sample; None turns dropout off."""
+LOSS_WEIGHTS = "loss_weights"
+"""Weights of a batch's losses, with which a decoder sums them at once."""
 
 
 class HiddenStates(NamedTuple):
@@ -58,7 +60,8 @@ class Trunk(Headless, Protocol):
         """Runs the head on the output of the last section.
 
         Returns:
-          The values of each loss, float32 [batch] or [batch, seq], not weighted.
+          The values of each loss, float32 [batch] or [batch, seq], not weighted; or their weighted sum, [], if the
+          batch has `LOSS_WEIGHTS`.
         """
         ...
 

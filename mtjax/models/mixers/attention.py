@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float
 
 from mtjax.config import Model
@@ -19,9 +20,11 @@ from mtjax.models.layer_context import LayerContext
 from mtjax.models.linear import Linear, constant, normal
 from mtjax.models.mixers.mixer import State
 from mtjax.models.project import project, reshard_sequence
+from mtjax.models.recompute import PRODUCT
 from mtjax.models.rotary import rotate
 from mtjax.sharding.axes import spec
 from mtjax.sharding.kv_heads import heads_in_use
+from mtjax.sharding.unstack import computes_apart, is_unrolled
 
 if TYPE_CHECKING:
     from mtjax.models.head_norm import HeadNorm
@@ -82,7 +85,7 @@ class SelfAttention(nnx.Module):
         Args:
           x: the input.
           context: mask, rotation, dropout keys, cache positions.
-          state: None, or a `KVCache`, to which the tokens are appended.
+          state: None, or a `KVCache` or `WindowKVCache`, to which the tokens are appended.
 
         Returns:
           The output, and the new state.
@@ -91,6 +94,9 @@ class SelfAttention(nnx.Module):
         # With sequence parallelism the product's input was all-gathered along the sequence; from here to the output
         # projection each rank has its heads of all tokens.
         query, key, value = self._prepared(query, key, value, context)
+        if is_unrolled() and self.qkv.is_read_linearly:
+            # What the backward pass reads, instead of the products from which it would rotate these again.
+            query, key, value = (checkpoint_name(a, PRODUCT) for a in (query, key, value))
         options = self._options(context)
         # Training and evaluation have no state; generation has a KV cache.
         if state is None:
@@ -113,14 +119,15 @@ class SelfAttention(nnx.Module):
     def _attend_cached(
         self, query: Array, key: Array, value: Array, context: LayerContext, cache: State, options: AttentionOptions
     ) -> tuple[Array, State]:
-        """Appends keys and values to a `KVCache`, and attends to all that it has."""
+        """Appends keys and values to a `KVCache` or `WindowKVCache`, and attends to all that it has."""
         from mtjax.models.kernels.cached import attend_cached
 
         assert context.cache_positions is not None
-        cache, bias = cache.append(key, value, context.cache_positions), context.bias
+        cache, *read = cache.extended(key, value, context.cache_positions)
+        bias = context.bias
         if self.relative is not None:
             bias = self.relative.at(context.cache_positions.positions, cache.length)
-        return attend_cached(query, cache, context.cache_positions, options, bias), cache
+        return attend_cached(query, *read, context.cache_positions, options, bias), cache
 
     def _options(self, context: LayerContext) -> AttentionOptions:
         """Returns the layer's options, with its window and sinks."""
@@ -174,6 +181,7 @@ class FusedQKV(nnx.Module):
             # Of [embed, 3, heads, head_dim], the query's third alone.
             self.weight[...] = self.weight[...] * jnp.array([scale, 1.0, 1.0])[None, :, None, None]
         self.bias = constant(0.0, outputs) if attention_biases(model)[0] else None
+        self.is_read_linearly = _is_linear(model)
 
     def __call__(self, x: Float[Array, "batch seq embed"]) -> tuple[Array, Array, Array]:
         """Computes query, key and value, each [batch, seq, heads, head_dim]."""
@@ -182,7 +190,8 @@ class FusedQKV(nnx.Module):
     def product(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq 3 heads head_dim"]:
         """Computes query, key and value in one array."""
         bias = None if self.bias is None else self.bias[...]
-        return project(x, self.weight[...], bias, ("qkv", "heads", "head_dim"), by_sample=True)
+        save = not (is_unrolled() and self.is_read_linearly)
+        return project(x, self.weight[...], bias, ("qkv", "heads", "head_dim"), save_for_backward=save, by_sample=True)
 
     @staticmethod
     def split(product: Float[Array, "batch seq 3 heads head_dim"]) -> tuple[Array, Array, Array]:
@@ -206,13 +215,24 @@ class GroupedQKV(nnx.Module):
         self.query = Linear(embed, {"heads": model.num_heads, **width}, **settings, key=query_key)
         shared = {"kv": 2, "kv_heads": num_kv_heads(model), **width}
         self.key_value = Linear(embed, shared, **settings, key=kv_key)
+        self.is_read_linearly = _is_linear(model)
 
     def __call__(self, x: Float[Array, "batch seq embed"]) -> tuple[Array, Array, Array]:
         """Computes query [batch, seq, heads, head_dim], key and value [batch, seq, groups, head_dim].
 
         The number of groups is that of KV heads, or the tensor parallel degree if that is larger.
         """
-        return _grouped_product(x, *self._assembled())
+        save = not (is_unrolled() and self.is_read_linearly)
+        if not (is_unrolled() and computes_apart(("kv", "heads"))):
+            return _grouped_product(x, *self._assembled(), save_for_backward=save)
+        # No rank shares the gradient of their input: a product each.
+        weights, biases = (self.query.weight, self.key_value.weight), (self.query.bias, self.key_value.bias)
+        query, pair = (
+            project(x, w[...], None if b is None else b[...], names, save_for_backward=save, by_sample=True)
+            for w, b, names in zip(weights, biases, (HEADS[2:], ("kv", "kv_heads", "head_dim")), strict=True)
+        )
+        key, value = (a.squeeze(2) for a in jnp.split(pair, 2, axis=2))
+        return query, key, value
 
     def assembled(self) -> "AssembledQKV":
         """Assembles the parameters once, for many products with few tokens (generation)."""
@@ -228,6 +248,8 @@ class GroupedQKV(nnx.Module):
 class AssembledQKV(nnx.Module):
     """`GroupedQKV` with assembled parameters, [embed, groups, heads / groups + 2, head_dim]; not for training."""
 
+    is_read_linearly = False
+
     def __init__(self, weight: Array, bias: Array | None) -> None:
         names = ("heads", None, "head_dim")
         self.weight = nnx.Param(weight, axes=("embed", *names))
@@ -238,10 +260,19 @@ class AssembledQKV(nnx.Module):
         return _grouped_product(x, self.weight[...], None if self.bias is None else self.bias[...])
 
 
-def _grouped_product(x: Array, weight: Array, bias: Array | None) -> tuple[Array, Array, Array]:
+def _is_linear(model: Model) -> bool:
+    """Returns whether attention's inputs are linear in the products: rotated or scaled, neither normalized nor
+    clipped."""
+    return not model.qk_norm and model.qkv_clip is None
+
+
+def _grouped_product(
+    x: Array, weight: Array, bias: Array | None, *, save_for_backward: bool = True
+) -> tuple[Array, Array, Array]:
     """Computes query, key and value from x [batch, seq, embed] and assembled parameters."""
     # [batch, seq, groups, heads / groups + 2, head_dim]: a group's queries, then its key, then its value.
-    product = project(x, weight, bias, ("heads", None, "head_dim"), by_sample=True)
+    names = ("heads", None, "head_dim")
+    product = project(x, weight, bias, names, save_for_backward=save_for_backward, by_sample=True)
     query, key, value = product[..., :-2, :], product[..., -2, :], product[..., -1, :]
     heads = query.shape[2] * query.shape[3]
     return query.reshape(*query.shape[:2], heads, -1, out_sharding=spec(*HEADS)), key, value
