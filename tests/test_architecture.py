@@ -29,7 +29,7 @@ ARROWS: dict[str, set[str]] = {
     | {
         f"sharding.{part}"
         for part in (
-            *("axes", "context", "experts", "vocab", "vocab_embedding", "distillation", "trainable"),
+            *("axes", "context", "experts", "vocab", "vocab_embedding", "vocab_weighted", "distillation", "trainable"),
             *("prefetch", "flash", "kv_heads", "stored_weight", "no_hoist", "param_comm", "unstack"),
         )
     },
