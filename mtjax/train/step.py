@@ -241,7 +241,8 @@ class TrainStep(ShardedModel):
 
 def optimizer_step_count(optimizer: Tree) -> Array:
     """Returns the number of optimizer updates, which drives the schedules; skipped steps do not count."""
-    return optax.tree.get_all_with_path(optimizer, "count")[0][1]
+    # The schedule's own count, which follows Adam's: they differ in a run that Megatron-LM began with smaller batches.
+    return optax.tree.get_all_with_path(optimizer, "count")[-1][1]
 
 
 def make_train_step(config: Config, mesh: Mesh) -> TrainStep:

@@ -63,7 +63,7 @@ def test_merged_parts_are_the_bytes_of_one_run(corpus, tokenizer, tmp_path, of, 
 
 
 @pytest.mark.parametrize("chunk", [300, 1 << 20])
-def test_every_document_is_in_one_part_with_its_line(corpus, monkeypatch, chunk):
+def test_every_document_is_in_one_part_with_its_line(corpus, tmp_path, monkeypatch, chunk):
     """Of any number of parts, and where a part was interrupted."""
     from mtjax.data.corpus.documents import TextFields
     from mtjax.data.corpus.reader import Position
@@ -78,6 +78,11 @@ def test_every_document_is_in_one_part_with_its_line(corpus, monkeypatch, chunk)
                 yield each.where(line), document
                 line += document.count(b"\n")
 
+    (tmp_path / "even.jsonl").write_text("".join(f'{{"text": "{i:04}"}}\n' for i in range(12)))
+    even = [str(tmp_path / "even.jsonl")]
+    for of in (2, 3, 4, 12):  # borders are at the beginnings of lines
+        parts = [list(chunks(spans_of(even, Part(number, of)))) for number in range(1, of + 1)]
+        assert [sum(len(chunk.documents) for chunk in part) for part in parts] == [12 // of] * of
     whole = list(places(chunks(paths, None, fields)))
     for of in (2, 7, 33):
         parts = [spans_of(paths, Part(number, of)) for number in range(1, of + 1)]
@@ -104,7 +109,9 @@ def test_parts_that_do_not_belong_together(corpus, tokenizer, tmp_path, capsys):
         return tmp_path / f"{name}-{number:05d}-of-{of:05d}_text_document"
 
     one, two, three = (made("x", f"{number}/3") for number in (1, 2, 3))
+    assert run(corpus, tokenizer, tmp_path / "whole", keys=("text",)) == 0
     assert merge(three, one, two)[0] == 0
+    assert files(tmp_path / "all") == files(tmp_path / "whole_text_document")
     other_text, other_words = tmp_path / "corpus", tmp_path / "tokenizer.json"
     shutil.copytree(corpus, other_text)
     assert merge(one, made("y", "2/3", corpus=other_text), three)[0] == 0, "the same files in another folder"
@@ -123,7 +130,6 @@ def test_parts_that_do_not_belong_together(corpus, tokenizer, tmp_path, capsys):
     assert "parts 2, 3 of the 3 parts" in merge(one)[1]
     assert "part 2 of the 3 parts" in (error := merge(one, three)[1])
     assert "--part 2/3" in error
-    assert run(corpus, tokenizer, tmp_path / "whole", keys=("text",)) == 0
     assert "is no part: merge the parts of a run alone" in merge(one, tmp_path / "whole_text_document", two, three)[1]
     damaged = bytearray(three.with_name(f"{three.name}.bin").read_bytes())
     damaged[0] ^= 1
