@@ -29,7 +29,8 @@ ARROWS: dict[str, set[str]] = {
     | {
         f"sharding.{part}"
         for part in (
-            *("axes", "context", "experts", "vocab", "vocab_embedding", "vocab_weighted", "distillation", "trainable"),
+            *("axes", "context", "experts", "vocab", "vocab_embedding", "distillation", "trainable"),
+            "vocab_weighted",
             *("prefetch", "flash", "kv_heads", "stored_weight", "no_hoist", "param_comm", "unstack"),
         )
     },
@@ -46,7 +47,9 @@ COMMANDS = "commands"
 PLACES_MODELS = {"models.sharded_model"}
 """Where models meet the mesh."""
 
-IN_MODELS = ("kernels", "mixers", "layer", "stack", "trunk", "pipeline_model", "families", "sharded_model")
+IN_MODELS = (
+    *("kernels", "mixers", "layer", "stack", "trunk", "prediction", "pipeline_model", "families", "sharded_model"),
+)
 """Inside models each imports those before it; the files that are not named here import none of these."""
 IN_LAYOUT = (
     *("rules", "mesh", "layouts", "timetable", "attention_kernel", "plan", "stacks", "stages", "divisibility"),

@@ -311,10 +311,13 @@ def _head(anatomy: Anatomy, plan: Plan, machine: Machine, software: Software) ->
     logits = max(sizes, key=lambda product: product.flops)
     made = [logits, *([replace(logits, inner=plan.teacher_width)] if plan.teacher_width else [])]
     seconds += sum(_forward(product, plan, machine) for product in made[1:])
-    again = sum(_forward(product, plan, machine) for product in made)
+    losses = 1 + anatomy.model.mtp_num_layers
+    again = losses * sum(_forward(product, plan, machine) for product in made)
     if not software.recomputes_logits or plan.sums_loss_at_once(anatomy.model):
         again = 0.0
-    columns = len(made) * plan.local_tokens(logits.tokens) * logits.outer
+    columns = losses * len(made) * plan.local_tokens(logits.tokens) * logits.outer
+    if (ahead := anatomy.predictors) is not None:
+        seconds += ahead.layers * sum(_layer(ahead, plan, machine, software))
     return seconds + again + machine.passes(columns * software.kernels.logits)
 
 

@@ -19,7 +19,7 @@ from mtjax.convert.parameters import Parameter
 from mtjax.convert.run_folder import Counters, RunSink
 from mtjax.data.progress import ProgressLine
 from mtjax.errors import UserError
-from mtjax.models.mixers.experts import ROUTER_BIAS
+from mtjax.models.routers import ROUTER_BIAS
 
 _SCHEDULE = {
     "max_lr": "lr",

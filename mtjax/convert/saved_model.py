@@ -57,7 +57,8 @@ def vocab_multiple_for(shape: MeshShape) -> int:
 
 
 def without_training(saved: Config, parallel: Parallel, **settings: Any) -> Config:
-    """Returns the config with which inference runs saved weights: another mesh, no dropout, no recompute.
+    """Returns the config with which inference runs saved weights: another mesh, no dropout, no recompute, and no layers
+    of multi-token prediction.
 
     Args:
       saved: config of the run, or of converted weights.
@@ -66,6 +67,7 @@ def without_training(saved: Config, parallel: Parallel, **settings: Any) -> Conf
     """
     plain = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "recompute": "none", "rampup_batch_size": None}
     plain |= {"unroll_layers": False, "reset_position_ids": False, "reset_attention_mask": False}
+    plain |= {"mtp_num_layers": 0, "mtp_loss_scaling_factor": Model().mtp_loss_scaling_factor}
     return replace(dataclasses.replace(saved, parallel=parallel), **(plain | settings))
 
 
@@ -217,7 +219,9 @@ class SavedModel:
         target, orders = sharded_model.restore_target, sharded_model.layer_orders
         if isinstance(self.source, MtjaxSource) and not self.source.adapters:
             # Each device reads only its shards; other formats are read parameter by parameter.
-            check_same_weights(self.source.weights, target, sharded_model.config, orders)
+            # Layers of multi-token prediction may be left out: their parameters are not read.
+            wanted = replace(sharded_model.config, mtp_num_layers=self.config.model.mtp_num_layers)
+            check_same_weights(self.source.weights, target, wanted, orders)
             return restore_weights(self.source.weights, target, orders)
         leaves, structure = jax.tree_util.tree_flatten_with_path(target)
         arrays = self.read({dotted(path): leaf for path, leaf in leaves}, sharded_model)

@@ -25,7 +25,7 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
-from mtjax.config.sizes import decoder_layers, longest_text, named, padded_vocab_size
+from mtjax.config.sizes import attention_windows, decoder_layers, longest_text, named, padded_vocab_size
 from mtjax.errors import UserError
 from mtjax.generate.inference_weights import Call, DecoderWeights, prepare_weights, stacks_of
 from mtjax.generate.resharding import LayerwiseTransfer
@@ -288,7 +288,10 @@ class Decoder:
     def _empty(self, sequences: int, length: int) -> tuple[Cache, Sequences]:
         model = self.config.model
         caches = partial(empty_caches, model, sequences, length, self.dtype, reads_encoder=self.is_encoder_decoder)
-        cache = [caches() for _ in range(decoder_layers(model))]
+        windows = attention_windows(model) or (self.max_sequence_length,) * decoder_layers(model)
+        # A window as long as any sequence is none.
+        shorter = (window if window < self.max_sequence_length else None for window in windows[: decoder_layers(model)])
+        cache = [caches(window=window) for window in shorter]
         counts = jnp.zeros((sequences, padded_vocab_size(model)), jnp.int32, out_sharding=spec("batch", "vocab"))
         zeros = jnp.zeros(sequences, jnp.int32)
         return cache, Sequences(zeros, zeros, greedy_batch(sequences), counts)
@@ -310,7 +313,7 @@ class Decoder:
     ) -> tuple[Any, ...]:
         """Traces the prefill of a chunk [seq] into one sequence of the cache."""
         offsets, slot = jnp.arange(len(chunk.tokens)), chunk.sequence
-        positions = CachePositions((chunk.start + offsets)[None], slot)
+        positions = CachePositions((chunk.start + offsets)[None], slot, chunk.count)
         hidden, cache = self._hidden(weights, cache, chunk.tokens[None], positions)
         prompt = jnp.where(offsets < chunk.count, chunk.tokens, -1)
         counts = count_prompt(state.counts, slot, prompt, chunk.is_first)

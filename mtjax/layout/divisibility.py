@@ -124,6 +124,11 @@ def _context_problems(model: Model, plan: Plan) -> Iterator[str]:
             f"context parallelism (context={degree} in mesh {mesh}) supports the families {supported}, and family is "
             f"{model.family}: remove context from the mesh"
         )
+    if model.mtp_num_layers:
+        yield (
+            f"context parallelism (context={degree} in mesh {mesh}) divides the samples in which mtp_num_layers "
+            f"{model.mtp_num_layers} reads tokens ahead: remove context from the mesh, or use --mtp-num-layers 0"
+        )
     if model.head != "language":
         yield (
             f"context parallelism (context={degree} in mesh {mesh}) needs a loss per token, and head is "

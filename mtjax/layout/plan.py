@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from mtjax.config import Config, Model
+from mtjax.config.families import is_decoder
 from mtjax.layout.attention_kernel import HOPPER, Capability, choose_kernel
 from mtjax.layout.layouts import ZERO_AXES, Layout, layout_of
 from mtjax.layout.mesh import MeshShape
@@ -226,8 +227,8 @@ class Plan:
     def sums_loss_at_once(self, model: Model) -> bool:
         """Returns whether the gradients of the loss are computed with it, so that no logits are recomputed: in unrolled
         steps, where a rank has a token's logits of the entire vocabulary."""
-        is_decoder = model.family not in ("bert", "t5") and not self.teacher_width
-        return self.unrolled and is_decoder and self.mesh.model == 1 and not self.is_staged
+        is_alone = is_decoder(model) and not model.mtp_num_layers and not self.teacher_width
+        return self.unrolled and is_alone and self.mesh.model == 1 and not self.is_staged
 
     def layout(self, model: Model) -> Layout:
         """Returns the mesh axes over which the dimensions of a model are sharded."""

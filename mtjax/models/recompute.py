@@ -139,6 +139,12 @@ def scan_layers(
     return x, states
 
 
+def run_alone(run: Any, recompute: Recompute, *inputs: Any) -> Any:
+    """Runs a layer outside any stack: with full recompute it saves its inputs, else its products."""
+    saved = _save_input(run, False) if recompute.kind == "full" else _save_products(run, recompute.kind)
+    return saved(*inputs)
+
+
 def scan_interleaved(
     run: RunLayer,
     x: Array,

@@ -127,6 +127,11 @@ class ShardedModel:
         nnx.replace_by_pure_dict(state, parameters)
         return nnx.merge(self._graph, state)
 
+    def own(self, parameters: Tree) -> Tree:
+        """Selects the model's parameters from those of a model with more modules, such as layers that only training
+        runs."""
+        return {name: parameters[name] for name in self.abstract_parameters}
+
     def inference_model(self, parameters: Tree) -> LanguageModel:
         """Builds the model with parameters sharded as `storage_spec`, to be traced without differentiation."""
         return self.model(gather_for_inference(self.records, parameters))

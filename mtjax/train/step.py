@@ -206,11 +206,16 @@ class TrainStep(ShardedModel):
           The loss, the sum of the family's and the routers' losses, each a mean over the global batch; each loss by
           name if there are several, with the load of each layer's experts; and the gradients.
         """
+        settings, samples = self.config.model, batch["sample_index"].shape[0]
         weights = self.loss_weights(batch)
-        if self.config.model.num_experts:
+        if settings.num_experts:
             from mtjax.models.routers import report_weights
 
-            weights |= report_weights(self.config.model, batch["sample_index"].shape[0])
+            weights |= report_weights(settings, samples)
+        if settings.mtp_num_layers:
+            from mtjax.models.prediction import prediction_reports
+
+            weights |= prediction_reports(settings, samples)
         if scale is not None:  # scaling the weights scales the loss and all cotangents
             weights = {name: w * scale for name, w in weights.items()}
         # One dropout key per sample, derived from its index in the run: the same masks on every mesh.
@@ -224,6 +229,10 @@ class TrainStep(ShardedModel):
             parts, gradients = distributed_gradients(model, parameters, inputs, region, schedule, reduction)
         loss = total_loss(parts)
         parts = parts if len(parts) > 1 else {}
+        if settings.mtp_num_layers:
+            from mtjax.models.prediction import with_predictions
+
+            parts = with_predictions(settings, parts)
         if scale is not None:
             loss, parts, gradients = jax.tree.map(lambda value: value / scale, (loss, parts, gradients))
         return loss, parts, gradients
@@ -232,7 +241,12 @@ class TrainStep(ShardedModel):
         """Returns weights for the values of each loss; the loss is the weighted sum."""
         # Divided by the global token count here, so that sums over microbatches and ranks give the global mean, not a
         # mean of per-microbatch means.
-        return {name: w / jnp.maximum(w.sum(), 1) for name, w in self.family.loss_weights(batch).items()}
+        weights = {name: w / jnp.maximum(w.sum(), 1) for name, w in self.family.loss_weights(batch).items()}
+        if not self.config.model.mtp_num_layers:
+            return weights
+        from mtjax.models.prediction import prediction_weights
+
+        return weights | prediction_weights(self.config.model, batch)
 
     def loss_inputs(self, parameters: Tree, batch: Batch) -> LossInputs:
         """Returns the function and inputs that `gradients` differentiates."""

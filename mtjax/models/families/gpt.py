@@ -23,6 +23,7 @@ from mtjax.models.dropout import dropout
 from mtjax.models.embedding import EMBEDDING_SITE, embed_tokens, in_table, position_table, vocabulary_table
 from mtjax.models.layer_context import PADDING_MASK, RESIDUAL, LayerContext, Padding
 from mtjax.models.linear import constant
+from mtjax.models.mixers.registry import layer_kind
 from mtjax.models.norms import make_norm
 from mtjax.models.recompute import Recompute
 from mtjax.models.rotary import QueryScale, Rotary
@@ -55,7 +56,7 @@ class Decoder(nnx.Module):
         self.rotary = Rotary(model) if model.position == "rope" else None
         self.query_scale = QueryScale(model) if model.attention_scale_beta else None
         recompute = Recompute.of(config.training)
-        kind = "transformer with experts" if model.num_experts else "transformer"
+        kind = layer_kind(model)
         stack = partial(Stack, model, dtype, recompute=recompute, parallel=config.parallel, key=stack_key)
         # A stack has layers of one kind. Models with dense layers and layers with experts have two.
         dense = dense_layers(model)
@@ -95,10 +96,13 @@ class Decoder(nnx.Module):
         stacks = InterleavedStacks(self.dense, self.stack, self.is_interleaved)
         return {STACK: Section(stacks, self._embed, self._context, (DENSE,))}
 
-    def _embed(self, batch: Batch, keys: Keys, before: HiddenStates | None) -> HiddenStates:
+    def _embed(
+        self, batch: Batch, keys: Keys, before: HiddenStates | None, positions: Array | None = None
+    ) -> HiddenStates:
         """Embeds tokens and positions: [batch, act_seq, embed]."""
         with jax.named_scope("embedding"):
-            tokens, positions = batch["tokens"], local_positions(batch["tokens"].shape[1])
+            tokens = batch["tokens"]
+            positions = local_positions(tokens.shape[1]) if positions is None else positions
             x = embed_tokens(
                 self.embedding, self.positions, tokens, self.dtype, batch.get("position_ids"), positions, self.scale
             )

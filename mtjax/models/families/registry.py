@@ -106,4 +106,8 @@ def model_class(config: Config) -> type[LanguageModel]:
         from mtjax.models.families.distilled import DistilledGPT
 
         return DistilledGPT
+    if config.model.mtp_num_layers:
+        from mtjax.models.families.predicting import PredictingGPT
+
+        return PredictingGPT
     return MODEL_CLASSES[config.model.family]()

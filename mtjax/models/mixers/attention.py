@@ -85,7 +85,7 @@ class SelfAttention(nnx.Module):
         Args:
           x: the input.
           context: mask, rotation, dropout keys, cache positions.
-          state: None, or a `KVCache`, to which the tokens are appended.
+          state: None, or a `KVCache` or `WindowKVCache`, to which the tokens are appended.
 
         Returns:
           The output, and the new state.
@@ -119,14 +119,15 @@ class SelfAttention(nnx.Module):
     def _attend_cached(
         self, query: Array, key: Array, value: Array, context: LayerContext, cache: State, options: AttentionOptions
     ) -> tuple[Array, State]:
-        """Appends keys and values to a `KVCache`, and attends to all that it has."""
+        """Appends keys and values to a `KVCache` or `WindowKVCache`, and attends to all that it has."""
         from mtjax.models.kernels.cached import attend_cached
 
         assert context.cache_positions is not None
-        cache, bias = cache.append(key, value, context.cache_positions), context.bias
+        cache, *read = cache.extended(key, value, context.cache_positions)
+        bias = context.bias
         if self.relative is not None:
             bias = self.relative.at(context.cache_positions.positions, cache.length)
-        return attend_cached(query, cache, context.cache_positions, options, bias), cache
+        return attend_cached(query, *read, context.cache_positions, options, bias), cache
 
     def _options(self, context: LayerContext) -> AttentionOptions:
         """Returns the layer's options, with its window and sinks."""

@@ -144,6 +144,9 @@ DATASETS: dict[str, dict[str, Any]] = {
 }
 """What is asked of each, by a name; `samples` of train, valid and test."""
 
+AHEAD = {"layers": 2, "factor": 0.3}
+"""Layers of multi-token prediction, and the coefficient of the mean of their losses."""
+
 STEPS = 20
 RATES = {"max_lr": 6e-4, "min_lr": 3e-5, "lr_warmup_steps": 4, "lr_decay_steps": 17}
 PLAIN_DECAY = {"start_wd": 0.1, "end_wd": 0.1, "wd_incr_style": "constant"}
