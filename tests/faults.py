@@ -35,6 +35,28 @@ class Fault:
 
 
 FAULTS = (
+    # --- unrolled layers
+    Fault(
+        "the gradients that are computed with the loss ignore the gradient of the sum",
+        "lambda gradient: (gradient * of_sum).astype(gradient.dtype)",
+        "lambda gradient: gradient",
+        "sharding",
+        "test_gradients_with_the_loss_are_those_of_float64",
+    ),
+    Fault(
+        "unrolled ZeRO-3: the gradients of query, key and value are reduced in another order",
+        "how.reduction) for part in parts]",
+        "how.reduction) for part in parts[::-1]]",
+        "models",
+        "test_numbers_are_those_of_the_loop",
+    ),
+    Fault(
+        "unrolled layers: RMSNorm's gradient leaves out that of the mean square",
+        "d_x = (d_x - normal * (d_x * normal).mean(-1, keepdims=True)) * rate",
+        "d_x = d_x * rate",
+        "models",
+        "test_numbers_are_those_of_the_loop",
+    ),
     # --- parts of a corpus
     Fault(
         "preprocess --part: a line that begins exactly at the border of two parts is in neither",
