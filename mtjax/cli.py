@@ -26,6 +26,7 @@ from mtjax.config.families import FAMILIES
 from mtjax.config.follow import with_min_learning_rate
 from mtjax.config.place import with_run_folder
 from mtjax.config.renamed import old_names_in, with_new_names, with_new_options
+from mtjax.config.repeated import with_joined_data
 from mtjax.errors import UserError, first_line, nearest, shortened
 from mtjax.help import HELP, HELP_ALL, dataclass_of, names_of, options_of, show_help
 from mtjax.migrate.argument import option_of
@@ -182,6 +183,9 @@ def parse(
       SystemExit: help was requested (0).
     """
     argv, renamed = with_new_options(sys.argv[1:] if argv is None else argv)
+    argv, several = with_joined_data(argv)
+    for note in several:
+        print(f"note    the data are {note}", file=sys.stderr, flush=True)
     name = argument(argv, "--config") or default
     path = config.find(name)
     in_file = config.read_toml(path)

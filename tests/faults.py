@@ -78,6 +78,49 @@ FAULTS = (
         "generate",
         "test_a_prefix_is_reused_as_long_as_windows_have_its_end",
     ),
+    # --- parts of a corpus
+    Fault(
+        "preprocess --part: a line that begins exactly at the border of two parts is in neither",
+        "    file.seek(begin - 1)\n",
+        "    file.seek(begin)\n",
+        "data/commands",
+        "test_every_document_is_in_one_part_with_its_line",
+    ),
+    Fault(
+        "preprocess --part: a row group of Parquet at the border of two parts is in both",
+        "size * row // max(starts[-1], 1) < end]",
+        "size * row // max(starts[-1], 1) <= end + size // 8]",
+        "data/commands",
+        "test_every_document_is_in_one_part_with_its_line",
+    ),
+    Fault(
+        "merge --parts: parts are merged in the order in which they were named",
+        "return [by_number[number] for number in sorted(by_number)]",
+        "return list(by_number.values())",
+        "data/commands",
+        "test_parts_that_do_not_belong_together",
+    ),
+    Fault(
+        "merge --parts: parts of other settings are merged",
+        "if (their := theirs.settings.get(option)) != value:",
+        "if (their := theirs.settings.get(option)) != value and option == '':",
+        "data/commands",
+        "test_parts_that_do_not_belong_together",
+    ),
+    Fault(
+        "merge: a damaged .bin is merged",
+        "                    check_crc(dataset, crc)\n",
+        "",
+        "data/commands",
+        "test_parts_that_do_not_belong_together",
+    ),
+    Fault(
+        "train: of several --data the last counts",
+        "        values.append(value)\n    joined",
+        "        values[:] = [value]\n    joined",
+        "data/commands",
+        "test_train_takes_data_several_times",
+    ),
     # --- conversations
     Fault(
         "finetune: a message with weight 0 is trained on",

@@ -151,13 +151,13 @@ def zero_axes(layout: Layout, names: tuple[str, ...]) -> Axes:
 def zero_degree(weight: Weight, layout: Layout, mesh: MeshShape) -> int:
     """Returns the number of shards into which ZeRO divides a parameter; 1 where it does not."""
     degree = mesh.degree(zero_axes(layout, weight.names))
-    return 1 if sharded_dimension(weight.names, weight.shape, layout, degree) == NOT_SHARDED else degree
+    return 1 if sharded_dimension(weight.names, weight.shape, layout, mesh, degree) == NOT_SHARDED else degree
 
 
 def _transposed(weight: Weight, layout: Layout, mesh: MeshShape) -> int:
     """Returns the elements of a rank's ZeRO shard if the sharded dimension is not the outermost of a layer, else 0."""
     degree = mesh.degree(zero_axes(layout, weight.names))
-    dim = sharded_dimension(weight.names, weight.shape, layout, degree)
+    dim = sharded_dimension(weight.names, weight.shape, layout, mesh, degree)
     sizes = [n // mesh.degree(layout.rules.axes(name)) for name, n in zip(weight.names, weight.shape, strict=True)]
     outer = sizes[weight.names[0] == LAYERS : dim]
     return math.prod(sizes) // degree if math.prod(outer) > 1 else 0

@@ -155,7 +155,7 @@ def compiled_flops(anatomy: Anatomy, plan: Plan, *, causal: bool = False) -> flo
         return _staged_flops(computed_over(anatomy, plan.mesh), plan, causal=causal)
     anatomy = computed_over(anatomy, plan.mesh)
     flops = model_flops(anatomy, causal=causal) + taught_flops(anatomy, plan)
-    if _is_in_chunks(anatomy, plan):
+    if _is_in_chunks(anatomy, plan) and not plan.sums_loss_at_once(anatomy.model):
         flops += logit_flops(anatomy)
     for stack in anatomy.all_stacks:
         recomputed, grouped = plan.recomputed_layers(stack.layers), plan.grouped_layers(stack.layers)

@@ -210,11 +210,16 @@ def _gradient_bytes(plan: Plan, degree: int) -> float:
 
 def _copied_once(counts: Counts, trainable: Counts, plan: Plan) -> float:
     """Returns the bytes of copies of parameters that live through the step: those that ZeRO-1 and 2 all-gather, with
-    the layers' matrices in the compute dtype; of unrolled layers all matrices in the compute dtype."""
+    the layers' matrices in the compute dtype; of unrolled layers all matrices in the compute dtype, with ZeRO-3 this
+    rank's shards of them."""
     gathered = trainable if plan.gathers_per_step else Counts()
     matrices = gathered.layer_matrices + gathered.expert_matrices
     others = gathered.layer_vectors + gathered.expert_vectors + gathered.outside_matrices + gathered.outside_vectors
-    cast = counts.in_layers - gathered.layer_vectors if plan.unrolled else matrices
+    if plan.unrolled and plan.zero == 3:
+        sharded = counts.layer_matrices + counts.layer_vectors
+        cast = counts.in_layers - sharded + counts.layer_matrices / plan.zero_degree
+    else:
+        cast = counts.in_layers - gathered.layer_vectors if plan.unrolled else matrices
     return plan.element_bytes * cast + plan.precision.weights * others
 
 
@@ -338,7 +343,7 @@ def _workspace(anatomy: Anatomy, stack: Stack, plan: Plan) -> float:
 def _gathered(anatomy: Anatomy, stack: Stack, plan: Plan) -> float:
     """Returns the bytes of two layers' gathered parameters with ZeRO-3, the current and the prefetched one's, and of
     the previous layer's gradients, whose reduction is overlapped."""
-    in_flight = plan.precision.gradients if plan.prefetches(anatomy.model) else 0
+    in_flight = plan.precision.gradients if plan.overlaps_data(anatomy.model) else 0
     return (2 * plan.element_bytes + in_flight) * _in_layer(anatomy, stack, plan)
 
 

@@ -8,6 +8,7 @@ from mtjax.errors import nearest
 
 COMMANDS = {
     "preprocess": "text files to an indexed dataset",
+    "parts": "how far the parts of a run of preprocess are",
     "merge": "several indexed datasets into one",
     "info": "counts, lengths and a decoded sample of an indexed dataset",
     "verify": "check every byte of an indexed dataset",

@@ -13,7 +13,7 @@ from mtjax.convert.safetensors_files import DTYPES
 from mtjax.convert.stream import rows_of
 from mtjax.convert.table import VOCAB, Selection, Tensor, name_of, with_vocab
 from mtjax.errors import UserError
-from mtjax.models.mixers.experts import ROUTER_BIAS
+from mtjax.models.routers import ROUTER_BIAS
 
 
 class Shards(Protocol):

@@ -19,6 +19,7 @@ from mtjax.convert.megatron import MegatronSource
 from mtjax.convert.mtjax_folder import MtjaxSource, without_adapters
 from mtjax.convert.stream import Source, download_command, looks_like, may_be_on_hub
 from mtjax.convert.table import with_vocab
+from mtjax.convert.torchtitan import TorchtitanSource
 from mtjax.convert.weights_path import parse_weights
 from mtjax.data.progress import ProgressLine
 from mtjax.data.tokens.tokenizer import Tokenizer, open_tokenizer
@@ -105,6 +106,8 @@ def model_of(text: str, option: str, hints: Hints = NO_HINTS) -> Model:
         return hugging_face.describe(folder, hints.vocab_multiple).config.model
     if kind == "megatron":
         return megatron.describe(folder, hints.vocab_size, hints.vocab_multiple, hints.config)[-1].model
+    if kind == "torchtitan":
+        return TorchtitanSource(folder, hints.vocab_multiple, hints.config).origin.config.model
     return without_adapters(find_weights(folder).config).model
 
 
@@ -141,6 +144,8 @@ def open_source(kind: str, folder: Path, hints: Hints = NO_HINTS) -> Source:
         return HuggingFaceSource(folder, hints.vocab_multiple)
     if kind == "megatron":
         return MegatronSource(folder, hints.vocab_size, hints.vocab_multiple, hints.config)
+    if kind == "torchtitan":
+        return TorchtitanSource(folder, hints.vocab_multiple, hints.config)
     return MtjaxSource(folder)
 
 

@@ -40,7 +40,6 @@ from mtjax.generate.sampling import (
 )
 from mtjax.generate.weight_format import WeightFormat
 from mtjax.layout.mesh import check_no_context_parallel
-from mtjax.models.families.registry import WRITERS
 from mtjax.models.families.t5 import T5
 from mtjax.models.kv_cache import CachePositions, empty_caches
 from mtjax.models.sharded_model import ShardedModel
@@ -120,7 +119,7 @@ class Decoder:
           parameters: as they are stored in training.
           start_id: the decoder's first token in an encoder-decoder model; 0 in all published T5 models.
           int8: whether the matrices of the decoder's layers and of the output logits are quantized
-            (`mtjax.sharding.int8`); a T5's encoder is not.
+            (`mtjax.generate.int8`); a T5's encoder is not.
           trained: the GPT or Llama that `parameters` are sharded for, if it is not `placed` but on another mesh of the
             same devices (`mtjax.generate.resharding`).
           vocab_size: token ids from here on are not sampled; the model's vocabulary size if None.
@@ -130,7 +129,7 @@ class Decoder:
           UserError: the model family can't generate text, the mesh has pipeline or context parallelism, or int8 is set
             for a model with experts or latent attention.
         """
-        if not issubclass(placed.family, WRITERS):
+        if not hasattr(placed.family, "embed_new"):  # a `Writer`
             raise UserError(f"a {named(placed.config.model)} can't generate text: use a gpt, llama or t5")
         if placed.stages > 1:
             raise UserError(f"generation needs a mesh without pipeline parallelism, and the mesh is {placed.shape}")

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jax import Array, lax
 
+from mtjax.generate.int8 import to_int8
 from mtjax.generate.weight_format import WeightFormat, with_matrices
 from mtjax.layout.stages import PADDING
 from mtjax.models.layer import Layer
@@ -16,7 +17,6 @@ from mtjax.models.mixers.attention import GroupedQKV
 from mtjax.models.mixers.latent_attention import LatentAttention
 from mtjax.models.prediction import remove_predictors
 from mtjax.models.sharded_model import ShardedModel
-from mtjax.sharding.int8 import to_int8
 
 Tree = Any
 Call = Callable[..., Any]

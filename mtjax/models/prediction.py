@@ -17,8 +17,8 @@ from mtjax.config import Model
 from mtjax.models.layer import Layer
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.linear import Linear
-from mtjax.models.mixers.experts import COUNTS, report_weights
 from mtjax.models.norms import make_norm
+from mtjax.models.routers import COUNTS, report_weights
 from mtjax.models.trunk import Batch, Keys
 
 PREFIX = "mtp_"

@@ -7,6 +7,7 @@ experts.
 import dataclasses
 from collections.abc import Mapping
 from functools import partial
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -16,37 +17,31 @@ from jaxtyping import Float, Int
 
 from mtjax.config import Config
 from mtjax.config.sizes import dense_layers, main_layers, output_shape, padded_vocab_size
-from mtjax.layout.plan import ExpertDispatch
+from mtjax.layout.plan import ContextMethod, ExpertDispatch
 from mtjax.layout.stacks import DENSE, STACK
 from mtjax.models.dropout import dropout
 from mtjax.models.embedding import EMBEDDING_SITE, embed_tokens, in_table, position_table, vocabulary_table
-from mtjax.models.heads import WithVocabulary
-from mtjax.models.kv_cache import CachePositions
 from mtjax.models.layer_context import PADDING_MASK, RESIDUAL, LayerContext, Padding
 from mtjax.models.linear import constant
-from mtjax.models.mixers.experts import router_reports
 from mtjax.models.mixers.registry import layer_kind
 from mtjax.models.norms import make_norm
-from mtjax.models.prediction import PREFIX, Predictor, ahead, keys_of, loss_name, run_predictor
-from mtjax.models.recompute import Recompute, run_alone
+from mtjax.models.recompute import Recompute
 from mtjax.models.rotary import QueryScale, Rotary
 from mtjax.models.stack import InterleavedStacks, Stack
 from mtjax.models.trunk import (
-    HARD,
-    SOFT,
-    TEACHER,
-    TEACHER_TABLE,
+    LOSS_WEIGHTS,
     Batch,
     HiddenStates,
     Keys,
     Section,
     run_sections,
 )
-from mtjax.sharding.axes import num_shards
-from mtjax.sharding.context.ring_attention import Method
-from mtjax.sharding.context.zigzag import local_positions
-from mtjax.sharding.distillation import vocab_parallel_distillation
+from mtjax.models.vocabulary import WithVocabulary
+from mtjax.sharding.axes import local_positions, num_shards
 from mtjax.sharding.vocab import LossOptions, OutputOptions, vocab_parallel_cross_entropy
+
+if TYPE_CHECKING:
+    from mtjax.models.kv_cache import CachePositions
 
 
 class Decoder(nnx.Module):
@@ -71,7 +66,7 @@ class Decoder(nnx.Module):
         self.embedding_norm = make_norm(model, dtype) if model.embedding_norm else None
         self.final_norm = make_norm(model, dtype)
         self.rate, self.scale = model.hidden_dropout, model.embedding_scale
-        self.method: Method = config.parallel.context_method
+        self.method: ContextMethod = config.parallel.context_method
         self.expert_dispatch: ExpertDispatch = config.parallel.expert_dispatch
         self.dtype = dtype
 
@@ -139,7 +134,9 @@ class Decoder(nnx.Module):
 class GPT(Decoder, WithVocabulary):
     """A decoder-only language model.
 
-    Parameters count `V h + s h + l (12 h^2 + 13 h) + 2 h` for V padded vocabulary rows.
+    A GPT-2 has `V h + s h + l (12 h^2 + 13 h) + 2 h` parameters for V padded vocabulary rows; a Llama
+    `2 V h + l (2 h (q + k) + 3 h f + 2 h) + h` for an MLP width f, and q and k the widths of all query and of all key
+    heads together: in the 70B models k = q / 8.
     """
 
     def __init__(self, config: Config, *, key: Array) -> None:
@@ -147,15 +144,6 @@ class GPT(Decoder, WithVocabulary):
         super().__init__(config, key=key)
         model = config.model
         self.output = None if model.tie_embeddings else vocabulary_table(model, jax.random.fold_in(key, 1))
-        # Pipeline stages recompute entire chunks, and the head not at all.
-        recompute = Recompute.of(config.training)
-        self.predictor_recompute = recompute.in_chunk if num_shards("layers") > 1 else recompute
-        self.num_predictors = model.mtp_num_layers
-        for number in range(1, self.num_predictors + 1):
-            # The attributes' names are the parameters' names: `mtp_1`, `mtp_2`, ...
-            kind, predictor_key = layer_kind(model), jax.random.fold_in(key, 2)
-            predictor = Predictor(model, self.dtype, kind=kind, number=number, key=predictor_key)
-            setattr(self, f"{PREFIX}{number}", predictor)
         rows = padded_vocab_size(model)
         self.output_bias = constant(0.0, {"vocab": rows}) if model.output_bias else None
         self.output_options = OutputOptions(rows, **output_shape(model))
@@ -166,7 +154,7 @@ class GPT(Decoder, WithVocabulary):
         return (self.stack,) if self.dense is None else (self.dense, self.stack)
 
     def embed_new(
-        self, tokens: Int[Array, "batch seq"], cache_positions: CachePositions, length: int
+        self, tokens: Int[Array, "batch seq"], cache_positions: "CachePositions", length: int
     ) -> tuple[Float[Array, "batch act_seq embed"], LayerContext]:
         """Embeds new tokens of sequences in KV caches of `length` tokens; returns the layers' inputs."""
         del length
@@ -179,50 +167,14 @@ class GPT(Decoder, WithVocabulary):
         return self.final_norm(x)
 
     def losses(self, trunk_output: HiddenStates, batch: Batch, keys: Keys, options: LossOptions) -> dict[str, Array]:
-        """Computes the cross-entropy of each next token, [batch, seq], and with a teacher also of its probabilities."""
+        """Computes the cross-entropy of each next token, [batch, seq]."""
         # The logits are never gathered: the loss is fused with the product with the sharded output table.
         hidden, (table, bias, _) = self.final_norm(trunk_output.x), self.output_head()
-        if TEACHER in batch:
-            targets = batch["labels"], batch[TEACHER], batch[TEACHER_TABLE]
-            hard, soft = vocab_parallel_distillation(hidden, table, *targets, options, bias)
-            return {HARD: hard, SOFT: soft}
-        losses = {"loss": vocab_parallel_cross_entropy(hidden, table, batch["labels"], options, bias)}
-        return losses | (self._predicted(hidden, batch, keys, options) if self.num_predictors else {})
+        if LOSS_WEIGHTS in batch:
+            from mtjax.sharding.vocab_weighted import weighted_cross_entropy
 
-    def _predicted(self, hidden: Array, batch: Batch, keys: Keys, options: LossOptions) -> dict[str, Array]:
-        """Computes the losses of multi-token prediction, and those and the counters of its routers.
-
-        Args:
-          hidden: final hidden states, [batch, act_seq, embed].
-          batch: tokens and labels of entire samples.
-          keys: dropout keys.
-          options: of the cross-entropy.
-        """
-        (table, bias, _), reports, losses = self.output_head(), [], {}
-        context = self._context(batch, keys, HiddenStates(hidden))
-        for number in range(1, self.num_predictors + 1):
-            predictor: Predictor = getattr(self, f"{PREFIX}{number}")
-            own_keys = keys_of(predictor, keys)
-            # XLA: else it would combine reductions of embeddings with those of the layer before.
-            tokens, _ = jax.lax.optimization_barrier((batch["tokens"], jax.lax.stop_gradient(hidden)))
-            embedded = self._embed_ahead({**batch, "tokens": tokens}, own_keys, number)
-            own = dataclasses.replace(context, dropout_keys=own_keys, layer=predictor.layer_number)
-            with jax.named_scope("layers"):
-                run = partial(run_predictor, context=own)
-                x, report = run_alone(run, self.predictor_recompute, hidden, predictor, embedded)
-            hidden, labels = predictor.final_norm(x), ahead(batch["labels"], number)
-            losses[loss_name(number)] = vocab_parallel_cross_entropy(hidden, table, labels, options, bias)
-            reports.append({"experts": report} if report else None)
-        return losses | {f"{PREFIX}{name}": value for name, value in router_reports(reports).items()}
-
-    def _embed_ahead(self, batch: Batch, keys: Keys, places: int) -> Float[Array, "batch act_seq embed"]:
-        """Embeds the tokens that are `places` ahead, with their positions."""
-        tokens, ids = ahead(batch["tokens"], places), batch.get("position_ids")
-        if ids is not None:
-            return self._embed({"tokens": tokens, "position_ids": ahead(ids, places)}, keys, None).x
-        # The last tokens have none ahead; nothing that counts reads what stands there.
-        last = tokens.shape[1] - 1
-        return self._embed({"tokens": tokens}, keys, None, jnp.minimum(jnp.arange(last + 1) + places, last)).x
+            return {"loss": weighted_cross_entropy(hidden, table, batch["labels"], batch[LOSS_WEIGHTS], options, bias)}
+        return {"loss": vocab_parallel_cross_entropy(hidden, table, batch["labels"], options, bias)}
 
     @staticmethod
     def batch_arrays(config: Config) -> dict[str, jax.ShapeDtypeStruct]:

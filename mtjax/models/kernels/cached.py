@@ -7,8 +7,10 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
-from mtjax.models.kernels.options import AttentionOptions, softmax_with_sinks
-from mtjax.models.kernels.xla import HEADS, HIDDEN_SCORE
+from mtjax.layout.attention_kernel import HIDDEN_SCORE
+from mtjax.models.kernels.options import AttentionOptions
+from mtjax.models.kernels.scores import softmax_with_sinks
+from mtjax.models.kernels.xla import HEADS
 from mtjax.models.kv_cache import CachePositions, LatentCache
 from mtjax.sharding.axes import spec
 
