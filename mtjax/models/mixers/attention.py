@@ -120,11 +120,11 @@ class SelfAttention(nnx.Module):
         from mtjax.models.kernels.cached import attend_cached
 
         assert context.cache_positions is not None
-        cache, *read = cache.extended(key, value, context.cache_positions)
+        cache, keys, values, at = cache.extended(key, value, context.cache_positions)
         bias = context.bias
         if self.relative is not None:
             bias = self.relative.at(context.cache_positions.positions, cache.length)
-        return attend_cached(query, *read, context.cache_positions, options, bias), cache
+        return attend_cached(query, keys, values, at, context.cache_positions, options, bias), cache
 
     def _options(self, context: LayerContext) -> AttentionOptions:
         """Returns the layer's options, with its window and sinks."""
