@@ -128,7 +128,7 @@ def _gpt2(vocabulary: str, merges: str) -> Path:
 
 
 def _language(name: str) -> str:
-    languages = dict(pair.split("=") for pair in LANGUAGES.split())
+    languages = {name: code for name, _, code in (pair.partition("=") for pair in LANGUAGES.split())}
     if name not in languages and name not in languages.values():
         raise UserError(f"--lang {name} has no equal: give its ISO 639 code, such as --language en")
     return languages.get(name, name)
