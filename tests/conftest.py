@@ -4,7 +4,7 @@ import gc
 import json
 import os
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,6 +16,7 @@ CACHE = Path(__file__).parent.parent / ".pytest_cache" / "xla"
 QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 if version("jax").startswith("0.10."):  # a flag that XLA does not know ends the process
     QUICK += " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+    QUICK += " --xla_gpu_force_compilation_parallelism=1 --xla_gpu_disable_gpuasm_optimizations=true"
 os.environ.setdefault("XLA_FLAGS", QUICK)
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
@@ -30,10 +31,13 @@ import pytest
 
 from mtjax.cli import GARBAGE
 from mtjax.sharding.mesh import THREADS_PER_DEVICE
+from tests import assembler
 
 gc.set_threshold(*GARBAGE)
 os.environ.setdefault("NPROC", str(8 * THREADS_PER_DEVICE))
 jax.config.update("jax_num_cpu_devices", 8)
+if os.environ["JAX_PLATFORMS"] == "cpu":
+    assembler.leave_out(CACHE.parent)
 hypothesis.settings.register_profile("suite", deadline=None)  # of a busy machine nothing can be said
 hypothesis.settings.load_profile("suite")
 
@@ -62,6 +66,22 @@ def group_of(path: str) -> int:
             if wanted in members:
                 return number
     return len(GROUPS)
+
+
+@pytest.fixture(scope="module")
+def bare_end() -> Iterator[None]:
+    """Ends runs in this process without pictures and a text, which take two fifths of a short run's time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mtjax.train.loop.plot_losses", lambda *_: None)
+        patch.setattr("mtjax.train.observability.goodput.plot", lambda *_: None)
+        patch.setattr("mtjax.generate.training_sample.continue_text", lambda *_: "")
+        yield
+
+
+@pytest.fixture
+def assembled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiles for GPUs with the real ptxas."""
+    monkeypatch.setattr(assembler.lib, "cuda_path", assembler.REAL)
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses

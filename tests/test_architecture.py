@@ -29,8 +29,9 @@ ARROWS: dict[str, set[str]] = {
     | {
         f"sharding.{part}"
         for part in (
-            *("axes", "context", "experts", "vocab", "vocab_embedding", "distillation"),
-            *("prefetch", "flash", "int8", "kv_heads", "no_hoist", "param_comm", "unstack"),
+            *("axes", "context", "experts", "vocab", "vocab_embedding", "distillation", "trainable"),
+            "vocab_weighted",
+            *("prefetch", "flash", "kv_heads", "stored_weight", "no_hoist", "param_comm", "unstack"),
         )
     },
     "data": BASE,
@@ -46,7 +47,9 @@ COMMANDS = "commands"
 PLACES_MODELS = {"models.sharded_model"}
 """Where models meet the mesh."""
 
-IN_MODELS = ("kernels", "mixers", "layer", "stack", "trunk", "pipeline_model", "families", "sharded_model")
+IN_MODELS = (
+    *("kernels", "mixers", "layer", "stack", "trunk", "prediction", "pipeline_model", "families", "sharded_model"),
+)
 """Inside models each imports those before it; the files that are not named here import none of these."""
 IN_LAYOUT = (
     *("rules", "mesh", "layouts", "timetable", "attention_kernel", "plan", "stacks", "stages", "divisibility"),
@@ -146,6 +149,47 @@ def test_nothing_imports_a_main_nor_a_last_tool() -> None:
             and not within(module_of(path), {COMMANDS})
             and not (name == "convert.saved_model" and module_of(path).partition(".")[0] in TOOLS)
         )
+    ]
+    assert not wrong
+
+
+CORE = {
+    "sharding": (
+        *("mesh", "axes", "param_specs", "placement", "param_comm", "stored_weight", "vocab", "vocab_embedding"),
+        *("kv_heads", "no_hoist", "manual_region", "microbatch_schedule", "accumulate", "grad_accumulation", "unstack"),
+        *("reduction", "zero", "stacked_collectives", "prefetch", "prefetch_loop", "trainable", "gradients"),
+    ),
+    "models": (
+        *("linear", "project", "norms", "rotary", "activations", "dropout", "threefry", "unhoisted", "of_layer"),
+        *("embedding", "vocabulary", "layer_context", "kernels.options", "kernels.xla", "mixers.mixer"),
+        *("mixers.attention", "mixers.mlp", "mixers.registry", "layer", "recompute", "stack", "trunk", "routers"),
+        *("families.gpt", "families.registry", "pipeline_model", "sharded_model"),
+    ),
+    "train": ("precision", "schedule", "optimizer", "nonfinite_steps", "step"),
+}
+"""What the step of a dense decoder runs, in the order in which to read it."""
+BELOW_CORE = {"config", "errors", "layout", "runtime.train_state", "runtime.xla_options"}
+
+
+def imports_at_once(path: Path) -> Iterator[str]:
+    """Modules of mtjax that are imported with a file: not inside functions, nor for types alone."""
+    for node in TREES[path].body:
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "mtjax":
+            source = node.module.removeprefix("mtjax").removeprefix(".")
+            inner = [f"{source}.{alias.name}".removeprefix(".") for alias in node.names]
+            yield from (module if module in MODULES else source for module in inner)
+
+
+def test_the_core_imports_what_is_optional_only_where_a_setting_asks_for_it() -> None:
+    """Stages, context and expert parallelism, other mixers, kernels and families, LoRA, int8, teachers, caches."""
+    core = {f"{package}.{name}" for package, names in CORE.items() for name in names}
+    assert core <= MODULES
+    wrong = [
+        f"{module_of(path)} imports {name}"
+        for path in FILES
+        if module_of(path) in core
+        for name in imports_at_once(path)
+        if not within(name, core | BELOW_CORE)
     ]
     assert not wrong
 

@@ -29,11 +29,16 @@ class Stack(LayerStack):
         return cls(**vars(stack), **rest, norms_outputs=norms_outputs)
 
     @property
+    def sublayers(self) -> tuple[Part, ...]:
+        """The components of a layer that add to the residual stream."""
+        return self.parts
+
+    @property
     def unread(self) -> tuple[Part, ...]:
         """The components of a layer whose outputs its backward pass does not need."""
         if self.norms_outputs:
             return ()
-        return self.parts[-1:] if self.parallel == "no" else self.parts
+        return self.sublayers[-1:] if self.parallel == "no" else self.sublayers
 
     @property
     def weights(self) -> list[Weight]:
@@ -45,6 +50,26 @@ class Stack(LayerStack):
         ]
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Predictors(Stack):
+    """Layers of multi-token prediction, which are not stacked: each is a module of its own, and runs with the head. The
+    first component of a layer combines its inputs."""
+
+    @property
+    def sublayers(self) -> tuple[Part, ...]:
+        """The components after the first one."""
+        return self.parts[1:]
+
+    @property
+    def weights(self) -> list[Weight]:
+        """Their parameters, with their names in the model: `mtp_1.projection.weight`, `mtp_1.layer.mlp.up.weight`."""
+        combined, *layer = self.parts
+        names = {w.name: w for w in combined.weights}
+        names |= {f"layer.{w.name}": w for part in layer for w in part.weights}
+        numbers = range(1, self.layers + 1)
+        return [Weight(f"{self.path}{k}.{name}", w.names, w.shape) for k in numbers for name, w in names.items()]
+
+
 @dataclass(frozen=True, eq=False)
 class Anatomy:
     """Components of a model. `mtjax.analysis.families.registry.anatomy_of` builds one for each model, which is
@@ -54,6 +79,19 @@ class Anatomy:
     embed: tuple[Part, ...]
     stacks: tuple[Stack, ...]
     head: tuple[Part, ...]
+    predictors: Predictors | None = None
+    """Layers of multi-token prediction; their lookups and losses are among the components of the head."""
+
+    @property
+    def outside_weights(self) -> list[Weight]:
+        """Parameters outside the stacks, of which every pipeline stage has all."""
+        ahead = self.predictors.weights if self.predictors else []
+        return [*(w for part in self.outside for w in part.weights), *ahead]
+
+    @property
+    def all_stacks(self) -> tuple[Stack, ...]:
+        """The stacks, and the layers of multi-token prediction."""
+        return (*self.stacks, *([self.predictors] if self.predictors else []))
 
     @property
     def outside(self) -> tuple[Part, ...]:
@@ -75,7 +113,7 @@ class Anatomy:
     def weights(self) -> list[Weight]:
         """Every parameter of the model, by its dotted name, with logical names and shape."""
         stacked = [w for stack in self.stacks for w in stack.weights]
-        return [*(w for part in self.outside for w in part.weights), *stacked]
+        return [*self.outside_weights, *stacked]
 
     def layer_parts(self) -> Iterator[tuple[Stack, Part]]:
         """Returns the components of a layer of every stack."""

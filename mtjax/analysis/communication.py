@@ -28,6 +28,7 @@ from mtjax.analysis.parts.embedding import Lookup, Positions
 from mtjax.analysis.parts.experts import exchanged_tokens
 from mtjax.analysis.parts.heads import teacher_table
 from mtjax.analysis.parts.part import ResidualStream
+from mtjax.analysis.prediction import counts_of_predictors, expert_lines, prediction_lines, prediction_symbols
 from mtjax.config.adapters import is_trainable
 from mtjax.config.families import is_decoder
 from mtjax.config.sizes import head_dim, main_layers, num_kv_heads, output_is_tied, value_head_dim
@@ -91,6 +92,7 @@ def _contract(
         turns = section_ticks(anatomy, stack) if pipeline else "microbatches"
         inside = replace(ends, turns=turns, forward_turns=f"2*{turns}" if pipeline == "recomputed" else turns)
         lines += part.collectives(replace(inside, side=stack.side, needed_again=needed, learns_before=learns))
+    lines += prediction_lines(anatomy, ends, drops_last=drops_last)
     staged = [STAGE] if pipeline else []
     sharing = [axis for axis in ZERO_AXES if axis in layout.rules.shared_work]
     ranks = JOINED.join(sharing)
@@ -103,6 +105,7 @@ def _contract(
         turns = "ticks" if pipeline else "microbatches"
         biases = anatomy.model.expert_bias
         lines += over_ranks_lines_of_experts(layout.zero, wire, JOINED.join(same), turns, has_biases=biases)
+        lines += expert_lines(anatomy, layout.zero, wire, JOINED.join(same))
     lines += over_stage_lines(anatomy, layout, scattered, wire) if pipeline else []
     name = layout.name if is_decoder(anatomy.model) else f"{anatomy.model.family}, {layout.name}"
     name = f"{name} + LoRA" if anatomy.model.lora_rank else name
@@ -131,7 +134,7 @@ def over_stage_lines(anatomy: Anatomy, layout: Layout, scattered: bool, wire: Dt
             whole = "the stream, which travelled in parts"
             lines.append(Expectation(STAGES, "all-gather", MODEL, "2*ticks", elements, why=whole, **dropped))
     why = "gradients of what is outside the layers, which every stage holds"
-    outside = [weight for part in anatomy.outside for weight in part.weights]
+    outside = anatomy.outside_weights
     shared = Expectation(GRADIENTS, "all-reduce", STAGE, "1", "shared_parameters", wire, pooled=True, why=why)
     return [*lines, shared] if any(is_trainable(anatomy.model, weight.name) for weight in outside) else lines
 
@@ -276,17 +279,19 @@ def symbols_of(anatomy: Anatomy, plan: Plan) -> Symbols:
         symbols |= {"context_ways": plan.mesh.context, "rank_key_width": keys * head_dim(model)}
         symbols["rank_value_width"] = keys * value_head_dim(model)
     if model.num_experts:
+        ahead = counts_of_predictors(anatomy, plan)
         symbols |= {
             "expert_ways": plan.mesh.expert,
             "exchanged_tokens": exchanged_tokens(model, plan),
-            "routers": len(main_layers(model)),
+            "routers": len(main_layers(model)) + model.mtp_num_layers,
             "expert_parameters": every.experts,
             "unsplit_expert_parameters": every.replicated_experts,
-            "turn_experts": (every.experts - every.replicated_experts) // in_turn,
+            "turn_experts": (every.experts - ahead.experts - every.replicated_experts + ahead.replicated_experts)
+            // in_turn,
             "all_expert_matrices": every.expert_matrices,
-            "expert_matrices": every.expert_matrices // in_turn,
+            "expert_matrices": (every.expert_matrices - ahead.expert_matrices) // in_turn,
             "all_expert_vectors": every.expert_vectors,
-            "expert_vectors": every.expert_vectors // in_turn,
+            "expert_vectors": (every.expert_vectors - ahead.expert_vectors) // in_turn,
         }
     for stack in anatomy.stacks:
         layers = layers_in_chunk(stack, plan)
@@ -299,7 +304,7 @@ def symbols_of(anatomy: Anatomy, plan: Plan) -> Symbols:
         }
     for part in (*anatomy.outside, *(part for _, part in anatomy.layer_parts())):
         symbols |= part.symbols(plan)
-    return symbols
+    return symbols | prediction_symbols(anatomy, plan)
 
 
 def _pipeline_symbols(anatomy: Anatomy, plan: Plan, held: Counts, adapters: Counts) -> dict[str, int]:
@@ -371,9 +376,13 @@ def _section_counts(anatomy: Anatomy, plan: Plan, section: Sequence[Stack], *, t
 def _shared_parameters(anatomy: Anatomy, plan: Plan) -> int:
     """Elements outside the layers whose gradients a device sums over the stages: its part of those that ZeRO splits."""
     layout = plan.layout(anatomy.model)
-    outside = [weight for part in anatomy.outside for weight in part.weights]
+    outside = anatomy.outside_weights
     held = counts([weight for weight in outside if is_trainable(anatomy.model, weight.name)], layout, plan.mesh)
-    return held.all if not layout.zero else held.replicated + (held.all - held.replicated) // plan.zero_degree
+    if not layout.zero:
+        return held.all
+    experts, others = held.experts - held.replicated_experts, held.shared
+    shards = experts // plan.expert_zero_degree + (others.all - others.replicated) // plan.zero_degree
+    return held.replicated + shards
 
 
 def _used_again(anatomy: Anatomy, plan: Plan) -> int:
@@ -381,8 +390,9 @@ def _used_again(anatomy: Anatomy, plan: Plan) -> int:
     layout, again = plan.layout(anatomy.model), 0
     lookups = sum(isinstance(part, Lookup) for part in anatomy.embed)
     for part in anatomy.embed:
-        uses = len(part.sides) if isinstance(part, Positions) else 1
-        uses = lookups + output_is_tied(anatomy.model) if isinstance(part, Lookup) else uses
+        uses = len(set(part.sides)) if isinstance(part, Positions) else 1
+        with_head = output_is_tied(anatomy.model) or anatomy.predictors is not None
+        uses = lookups + with_head if isinstance(part, Lookup) else uses
         held = counts(part.weights, layout, plan.mesh)
         again += (uses - 1) * (held.all - held.replicated)
     return again

@@ -17,7 +17,8 @@ accumulated gradients have 4.
 - Once a step: zeros for accumulated gradients (4); ZeRO-1's accumulated gradients copied out and laid out for the
   reduce-scatter (16); of parameters that ZeRO-1 and 2 gather, a rank's shard is cast (4 + c), and the full parameter
   written into stacks (2c) that are first filled with zeros (c).
-- Unrolled layers have no stacks: their matrices are cast (4 + c), and their gradients stacked (8), once a step.
+- Unrolled layers have no stacks: their matrices are cast (4 + c), and their gradients stacked (8), once a step. With
+  ZeRO-3 these are a rank's shards, and products compute gradients in float32, so that nothing is converted.
 
 With ZeRO-2 and 3 accumulated gradients, and with pipeline parallelism cast matrices, are a rank's shards. A copy takes
 at least a kernel launch, which is the time of vectors. Not counted: parameters outside the layers, experts' blocks
@@ -165,6 +166,8 @@ def _sent(parameters: Sequence[_Parameter], plan: Plan) -> Iterator[Copy]:
     if not plan.reduces_in_backward or plan.grad_reduce_dtype != "float32":
         return
     for parameter in parameters:
+        if plan.unrolled and plan.zero == 3 and parameter.is_sharded:
+            continue
         if parameter.is_trainable and parameter.is_matrix and parameter.is_replicated:
             yield Copy(SENT, (FLOAT32 + plan.element_bytes) * parameter.elements)
 
@@ -174,7 +177,8 @@ def _once(parameter: _Parameter, plan: Plan, layers: int) -> Iterator[Copy]:
     if _is_gathered_once(parameter, plan):
         yield from _gathered(parameter, plan, layers)
     elif plan.unrolled and parameter.is_matrix:
-        yield Copy(CASTS, (FLOAT32 + plan.element_bytes) * parameter.elements * layers)
+        cast = parameter.shard if plan.zero == 3 else parameter.elements
+        yield Copy(CASTS, (FLOAT32 + plan.element_bytes) * cast * layers)
     if not parameter.is_trainable:
         return
     accumulated = layers * _accumulated(parameter, plan)

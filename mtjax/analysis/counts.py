@@ -86,6 +86,10 @@ class Counts:
     """Of all, experts' matrices and biases that `expert` shards."""
     replicated_experts: int = 0
     """Of `replicated`, those that `expert` shards."""
+    outside_experts: int = 0
+    """Of `experts`, those outside the stacks."""
+    replicated_outside_experts: int = 0
+    """Of `replicated_experts`, those outside the stacks."""
     expert_matrices: int = 0
     """Of those that ZeRO shards, experts' matrices; they are not in `layer_matrices`."""
     expert_vectors: int = 0
@@ -101,10 +105,12 @@ class Counts:
             self,
             all=self.all - self.experts,
             replicated=self.replicated - self.replicated_experts,
-            in_layers=self.in_layers - self.experts,
-            replicated_in_layers=self.replicated_in_layers - self.replicated_experts,
+            in_layers=self.in_layers - self.experts + self.outside_experts,
+            replicated_in_layers=self.replicated_in_layers - self.replicated_experts + self.replicated_outside_experts,
             experts=0,
             replicated_experts=0,
+            outside_experts=0,
+            replicated_outside_experts=0,
             expert_matrices=0,
             expert_vectors=0,
         )
@@ -124,10 +130,12 @@ def _counts(weights: tuple[Weight, ...], layout: Layout, mesh: MeshShape) -> Cou
         sums["all"] += elements
         sums["in_layers"] += elements if stacked else 0
         sums["experts"] += elements if is_expert else 0
+        sums["outside_experts"] += elements if is_expert and not stacked else 0
         if layout.zero and zero_degree(weight, layout, mesh) == 1:
             sums["replicated"] += elements
             sums["replicated_in_layers"] += elements if stacked else 0
             sums["replicated_experts"] += elements if is_expert else 0
+            sums["replicated_outside_experts"] += elements if is_expert and not stacked else 0
         elif layout.zero:
             owner = "expert" if is_expert else "layer" if stacked else "outside"
             sums[f"{owner}_{'matrices' if gathers_in_compute_dtype(weight.names) else 'vectors'}"] += elements
@@ -143,13 +151,13 @@ def zero_axes(layout: Layout, names: tuple[str, ...]) -> Axes:
 def zero_degree(weight: Weight, layout: Layout, mesh: MeshShape) -> int:
     """Returns the number of shards into which ZeRO divides a parameter; 1 where it does not."""
     degree = mesh.degree(zero_axes(layout, weight.names))
-    return 1 if sharded_dimension(weight.names, weight.shape, layout, degree) == NOT_SHARDED else degree
+    return 1 if sharded_dimension(weight.names, weight.shape, layout, mesh, degree) == NOT_SHARDED else degree
 
 
 def _transposed(weight: Weight, layout: Layout, mesh: MeshShape) -> int:
     """Returns the elements of a rank's ZeRO shard if the sharded dimension is not the outermost of a layer, else 0."""
     degree = mesh.degree(zero_axes(layout, weight.names))
-    dim = sharded_dimension(weight.names, weight.shape, layout, degree)
+    dim = sharded_dimension(weight.names, weight.shape, layout, mesh, degree)
     sizes = [n // mesh.degree(layout.rules.axes(name)) for name, n in zip(weight.names, weight.shape, strict=True)]
     outer = sizes[weight.names[0] == LAYERS : dim]
     return math.prod(sizes) // degree if math.prod(outer) > 1 else 0
@@ -171,6 +179,7 @@ def stage_weights(anatomy: Anatomy, plan: Plan, stage: int = 0) -> list[Weight]:
         stacked += [Weight(w.name, w.names, (layers, *w.shape[1:])) for w in stack.weights]
     first = [w for part in anatomy.embed for w in part.weights]
     last = [w for part in anatomy.head for w in part.weights]
+    last += anatomy.predictors.weights if anatomy.predictors else []
     if plan.is_staged:
         return [*stacked, *first, *last]
     tied = anatomy.embed[0].weights if output_is_tied(anatomy.model) else []

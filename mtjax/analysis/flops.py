@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
-from mtjax.analysis.anatomy import Anatomy, Stack
+from mtjax.analysis.anatomy import Anatomy, Predictors, Stack
 from mtjax.analysis.families.registry import anatomy_of
 from mtjax.analysis.parts.part import Product, unrepeated
 from mtjax.analysis.parts.score_blocks import block_queries
+from mtjax.analysis.prediction import recomputed_predictors
 from mtjax.config.sizes import num_kv_heads
 from mtjax.layout.attention_kernel import QUERIES_AT_A_TIME
 from mtjax.layout.mesh import MeshShape
@@ -57,8 +58,10 @@ def layer_flops(stack: Stack, *, causal: bool = False) -> float:
 
 
 def logit_flops(anatomy: Anatomy) -> float:
-    """Returns the forward FLOPs of the output projection, for a sample: `2hV` per token that has logits."""
-    return max((product.flops for part in anatomy.head for product in part.products()), default=0.0)
+    """Returns the forward FLOPs of the output projection, for a sample: `2hV` per token that has logits, and as much
+    for each layer of multi-token prediction."""
+    times = 1 + anatomy.model.mtp_num_layers
+    return times * max((product.flops for part in anatomy.head for product in part.products()), default=0.0)
 
 
 def taught_flops(anatomy: Anatomy, plan: Plan) -> float:
@@ -84,7 +87,7 @@ def outside_flops(anatomy: Anatomy) -> float:
 
 def forward_flops(anatomy: Anatomy, *, causal: bool = False) -> float:
     """Returns the FLOPs of a sample's forward pass: `s (24lh^2 + 4slh + 2hV)` in GPT-2."""
-    layers = sum(stack.layers * layer_flops(stack, causal=causal) for stack in anatomy.stacks)
+    layers = sum(stack.layers * layer_flops(stack, causal=causal) for stack in anatomy.all_stacks)
     return layers + outside_flops(anatomy)
 
 
@@ -131,7 +134,7 @@ def hardware_flops(anatomy: Anatomy, recompute: Recompute = "full", *, causal: b
     time (arXiv 2205.05198, section 5); none: `model_flops`.
     """
     recomputed = {"none": lambda *_, **__: 0.0, "selective": core_flops, "full": layer_flops}[recompute]
-    layers = sum(stack.layers * recomputed(stack, causal=causal) for stack in anatomy.stacks)
+    layers = sum(stack.layers * recomputed(stack, causal=causal) for stack in anatomy.all_stacks)
     return model_flops(anatomy, causal=causal) + layers
 
 
@@ -152,10 +155,12 @@ def compiled_flops(anatomy: Anatomy, plan: Plan, *, causal: bool = False) -> flo
         return _staged_flops(computed_over(anatomy, plan.mesh), plan, causal=causal)
     anatomy = computed_over(anatomy, plan.mesh)
     flops = model_flops(anatomy, causal=causal) + taught_flops(anatomy, plan)
-    if _is_in_chunks(anatomy, plan):
+    if _is_in_chunks(anatomy, plan) and not plan.sums_loss_at_once(anatomy.model):
         flops += logit_flops(anatomy)
-    for stack in anatomy.stacks:
+    for stack in anatomy.all_stacks:
         recomputed, grouped = plan.recomputed_layers(stack.layers), plan.grouped_layers(stack.layers)
+        if isinstance(stack, Predictors):
+            recomputed, grouped = recomputed_predictors(stack, plan), 0
         full_core, core = core_flops(stack, causal=causal), _computed_core_flops(stack, plan, causal=causal)
         passes = 3 * stack.layers + recomputed  # forward, two matmuls backward for each forward one, and recompute
         flops -= passes * (full_core - core)
@@ -187,6 +192,10 @@ def _staged_flops(anatomy: Anatomy, plan: Plan, *, causal: bool) -> float:
     idle = num_ticks(plan.stages, m, plan.chunks * len(anatomy.sections)) - m * plan.chunks * len(anatomy.sections)
     recomputes_scores = not plan.keeps_scores or plan.recompute == "selective"
     core_recompute = 0.5 if recomputes_scores else 0.0
+    if (ahead := anatomy.predictors) is not None:  # with the head, once per microbatch, and not recomputed
+        full_core, core = core_flops(ahead, causal=causal), _computed_core_flops(ahead, plan, causal=causal)
+        layer = 3 * (layer_flops(ahead, causal=causal) - full_core + core + routing_again(ahead, plan))
+        total += m * ahead.layers * (layer + once_more_flops(ahead) + core_recompute * core)
     for number, section in enumerate(anatomy.sections):
         ticks = m * plan.chunks + (0 if number else idle)
         for stack in section:

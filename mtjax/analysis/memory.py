@@ -8,11 +8,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mtjax.analysis.anatomy import Anatomy, Stack
+from mtjax.analysis.anatomy import Anatomy, Predictors, Stack
 from mtjax.analysis.counts import Counts, largest_part, largest_stack, layer_counts, stage_counts, trainable_counts
 from mtjax.analysis.counts import counts as counts_of
 from mtjax.analysis.parts.attention import ATTENTION_OUTPUT, PROBABILITIES, QUERY_KEY_VALUE
+from mtjax.analysis.parts.prediction import INPUTS_AHEAD
 from mtjax.analysis.parts.sublayer import NORM_INPUTS
+from mtjax.analysis.prediction import recomputed_predictors
 from mtjax.analysis.schedules import megatron_in_flight, slots
 from mtjax.analysis.teacher_cost import forward_bytes, output_bytes, table_bytes, weight_bytes
 from mtjax.config.adapters import is_trainable
@@ -56,10 +58,10 @@ def layer_activations(stack: Stack, plan: Plan) -> dict[str, float]:
         kinds.update(part.saved_bytes(plan))  # pyright: ignore[reportArgumentType] - a Counter adds any numbers
     # A sublayer's input is the layer's input plus the outputs before: the last output is saved where a norm reads it,
     # and a parallel layer saves its input alone, with one dropout mask.
-    arrays = int(stack.norms_outputs) if stack.parallel == "no" else 1 - len(stack.parts)
+    arrays = int(stack.norms_outputs) if stack.parallel == "no" else 1 - len(stack.sublayers)
     kinds[NORM_INPUTS] += arrays * _stream_bytes(stack, plan)  # pyright: ignore[reportArgumentType]
     if stack.parallel != "no":
-        kinds["dropout masks"] /= len(stack.parts)  # pyright: ignore[reportArgumentType]
+        kinds["dropout masks"] /= len(stack.sublayers)  # pyright: ignore[reportArgumentType]
     return dict(kinds)
 
 
@@ -132,6 +134,8 @@ def stage_memory(anatomy: Anatomy, plan: Plan, stage: int = 0) -> Memory:
     _, g, _ = bytes_per_parameter(plan.precision, plan.zero, plan.zero_degree)
     gradients = _gradient_bytes(plan, plan.zero_degree)
     head = max((part.backward_peak_bytes(plan) for part in anatomy.head), default=0.0)
+    if anatomy.predictors is not None:
+        head = _saved_ahead(anatomy.predictors, plan) + max(head, _workspace(anatomy, anatomy.predictors, plan))
     outside = g * _accumulated_outside(plan, trainable)
     stacked = gradients * largest_stack(anatomy, plan) if plan.unrolled else 0.0
     comes_late = plan.residuals == "jax" and plan.microbatches == 1 and not plan.is_staged
@@ -149,6 +153,14 @@ def stage_memory(anatomy: Anatomy, plan: Plan, stage: int = 0) -> Memory:
         teacher=(weight_bytes(plan) or table_bytes(anatomy, plan)) + output_bytes(anatomy, plan),
         teaching=forward_bytes(plan),
     )
+
+
+def _saved_ahead(stack: Predictors, plan: Plan) -> float:
+    """Returns the bytes that layers of multi-token prediction save of a microbatch, until the losses' backward pass."""
+    kinds = layer_activations(stack, plan)
+    if recomputed_predictors(stack, plan):
+        kinds = {INPUTS_AHEAD: kinds[INPUTS_AHEAD]}
+    return stack.layers * sum(kinds.values())
 
 
 def _saved_of_teacher(anatomy: Anatomy, plan: Plan) -> dict[str, float]:
@@ -198,11 +210,16 @@ def _gradient_bytes(plan: Plan, degree: int) -> float:
 
 def _copied_once(counts: Counts, trainable: Counts, plan: Plan) -> float:
     """Returns the bytes of copies of parameters that live through the step: those that ZeRO-1 and 2 all-gather, with
-    the layers' matrices in the compute dtype; of unrolled layers all matrices in the compute dtype."""
+    the layers' matrices in the compute dtype; of unrolled layers all matrices in the compute dtype, with ZeRO-3 this
+    rank's shards of them."""
     gathered = trainable if plan.gathers_per_step else Counts()
     matrices = gathered.layer_matrices + gathered.expert_matrices
     others = gathered.layer_vectors + gathered.expert_vectors + gathered.outside_matrices + gathered.outside_vectors
-    cast = counts.in_layers - gathered.layer_vectors if plan.unrolled else matrices
+    if plan.unrolled and plan.zero == 3:
+        sharded = counts.layer_matrices + counts.layer_vectors
+        cast = counts.in_layers - sharded + counts.layer_matrices / plan.zero_degree
+    else:
+        cast = counts.in_layers - gathered.layer_vectors if plan.unrolled else matrices
     return plan.element_bytes * cast + plan.precision.weights * others
 
 
@@ -326,7 +343,7 @@ def _workspace(anatomy: Anatomy, stack: Stack, plan: Plan) -> float:
 def _gathered(anatomy: Anatomy, stack: Stack, plan: Plan) -> float:
     """Returns the bytes of two layers' gathered parameters with ZeRO-3, the current and the prefetched one's, and of
     the previous layer's gradients, whose reduction is overlapped."""
-    in_flight = plan.precision.gradients if plan.prefetches(anatomy.model) else 0
+    in_flight = plan.precision.gradients if plan.overlaps_data(anatomy.model) else 0
     return (2 * plan.element_bytes + in_flight) * _in_layer(anatomy, stack, plan)
 
 

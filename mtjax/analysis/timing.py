@@ -101,7 +101,7 @@ def step_time(
         spent[axis_of(entry)] += transfer_time(entry, anatomy, plan, machine)
     exposed = exposed_by_axis(spent, plan, software, products, products + attention + element_wise)
     exposed[CONTEXT] = exposed_turns(spent[CONTEXT], plan, attention)
-    if plan.prefetches(anatomy.model):
+    if plan.overlaps_data(anatomy.model):
         beside = exposed[MODEL] if plan.mesh.size > server.gpus else 0.0  # on other links, and as good as computing
         exposed[DATA] = exposed_ahead(anatomy, plan, machine, products + attention + element_wise + beside)
     hidden = {axis: spent[axis] - exposed[axis] for axis in spent}
@@ -311,8 +311,13 @@ def _head(anatomy: Anatomy, plan: Plan, machine: Machine, software: Software) ->
     logits = max(sizes, key=lambda product: product.flops)
     made = [logits, *([replace(logits, inner=plan.teacher_width)] if plan.teacher_width else [])]
     seconds += sum(_forward(product, plan, machine) for product in made[1:])
-    again = sum(_forward(product, plan, machine) for product in made) if software.recomputes_logits else 0
-    columns = len(made) * plan.local_tokens(logits.tokens) * logits.outer
+    losses = 1 + anatomy.model.mtp_num_layers
+    again = losses * sum(_forward(product, plan, machine) for product in made)
+    if not software.recomputes_logits or plan.sums_loss_at_once(anatomy.model):
+        again = 0.0
+    columns = losses * len(made) * plan.local_tokens(logits.tokens) * logits.outer
+    if (ahead := anatomy.predictors) is not None:
+        seconds += ahead.layers * sum(_layer(ahead, plan, machine, software))
     return seconds + again + machine.passes(columns * software.kernels.logits)
 
 

@@ -22,12 +22,14 @@ DESCRIPTION = """Translates a launch script or arguments of Megatron-LM into a c
 Prints the TOML, and on stderr the arguments that mtjax does not support, that it does not need, and that could not be
 read. The script is parsed, not run: variables, arrays, conditions, functions and the scheduler's directives are
 evaluated. Values from outside the script are given as its arguments, or with --set. A YAML file of arguments, or a file
-that contains only arguments, can be given instead of a script.
+that contains only arguments, can be given instead of a script, and so can the folder of a checkpoint of Megatron-LM,
+which has all arguments of its run.
 
 Examples:
   mtjax from-megatron train_gpt3_175b_distributed.sh CKPT LOGS vocab.json merges.txt corpus_text_document --gpus 1024
   mtjax from-megatron train.sh --set DATA_DIR=/data --output run.toml
   mtjax from-megatron --gpus 64 -- --num-layers 32 --hidden-size 4096 --tensor-model-parallel-size 8 ...
+  mtjax from-megatron CHECKPOINT --output run.toml
   mtjax train --config run.toml
 """
 
@@ -39,7 +41,7 @@ class Options:
     """The options of `mtjax from-megatron`."""
 
     script: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="SCRIPT [ARGUMENT ...]")] = ()
-    """The script, and its arguments ($1, $2, ...)."""
+    """The script, and its arguments ($1, $2, ...); or a checkpoint's folder."""
     variables: tyro.conf.UseAppendAction[
         Annotated[tuple[str, ...], tyro.conf.arg(name="set", metavar="NAME=VALUE")]
     ] = ()
@@ -99,8 +101,15 @@ def _given(options: Options, words: Sequence[str]) -> GivenArguments:
             raise UserError(f"--set {item} is not NAME=VALUE")
         variables[name] = value
     given = GivenArguments("the arguments")
-    if options.script:
-        given = from_file(Path(options.script[0]), options.script[1:], variables)
+    script = list(options.script)
+    if script and Path(script[0]).is_dir():
+        if len(script) > 1 or options.variables:
+            raise UserError(f"{script[0]} is a checkpoint's folder: it takes no arguments and no --set")
+        from mtjax.convert.from_megatron.checkpoint import from_checkpoint  # imports jax, for a second
+
+        given = from_checkpoint(Path(script[0]))
+    elif script:
+        given = from_file(Path(script[0]), script[1:], variables)
     from_words(words, given)
     return given
 

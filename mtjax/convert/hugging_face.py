@@ -10,7 +10,7 @@ import numpy as np
 
 from mtjax.config import Config, replace
 from mtjax.config.families import is_decoder
-from mtjax.convert.families.family import Family, begin_of_text, labels_json, tensors_without
+from mtjax.convert.families.family import QUANTIZED, Family, begin_of_text, labels_json, tensors_without
 from mtjax.convert.families.registry import family_of_config, family_of_model
 from mtjax.convert.named import NamedWeights
 from mtjax.convert.parameters import Parameter, parameters_of
@@ -89,9 +89,10 @@ def describe(folder: Path, vocab_multiple: int | None = None) -> Described:
     notes = (f"{folder} has {untied}, which the config.json ties but is another tensor: not tied",) if untied else ()
     if untied:
         settings["tie_embeddings"] = False
-    if count := raw.get("num_nextn_predict_layers"):
-        notes += (f"num_nextn_predict_layers is {count}: layers of multi-token prediction are not read",)
     config = config_of(settings, source)
+    count = raw.get("num_nextn_predict_layers") or 0
+    if count != config.model.mtp_num_layers:
+        notes += (f"num_nextn_predict_layers is {count}, and {folder} has no such layers: none are read",)
     names = raw.get("id2label")
     if config.model.head == "classification" and isinstance(names, dict):
         config = replace(config, labels=tuple(str(names[key]) for key in sorted(names, key=int)))
@@ -168,6 +169,9 @@ class HuggingFaceSink:
         self._family = family_of_model(model, original)
         self._selection = self._family.table_of(model).select(parameters)
         shapes = self._selection.shapes(rows_of(origin.config.model))
+        copies = self._selection.table.duplicates.items()
+        self._copies = {name: [copy for copy, of in copies if of == name] for name in shapes}
+        shapes |= {copy: shapes[of] for copy, of in copies}
         self._writer = SafetensorsWriter(folder, shapes, self._dtype, largest_file)
 
     def write(self, parameter: Parameter, layer: int | None, array: np.ndarray) -> None:
@@ -176,14 +180,15 @@ class HuggingFaceSink:
         Raises:
           UserError: a value overflows float16.
         """
-        for tensor in self._selection.tensors_of(parameter):
+        for tensor in self._selection.tensors_of(parameter, layer):
             name = name_of(tensor, layer)
             values = narrowed(tensor.extract(array, parameter), self._dtype, name)
             if tensor.is_part:
                 into = tensor.view(self._writer.map(name), parameter)
                 into[...] = values.reshape(into.shape)
             else:
-                self._writer.write(name, values)
+                for each in (name, *self._copies[name]):
+                    self._writer.write(each, values)
 
     def close(self) -> None:
         """Writes config.json and the tokenizer."""
@@ -199,7 +204,7 @@ class HuggingFaceSink:
             # Of another type of model, only the ids of special tokens have the same meaning.
             original = special_ids(original) or self._special_ids(tokenizer)
         # transformers 5 writes dtype, 4 torch_dtype: keep only the latter, which both read.
-        dropped = {"dtype", *self._family.keys}
+        dropped = {"dtype", *QUANTIZED, *self._family.keys}
         config = {k: v for k, v in original.items() if k not in dropped} | self._family.config_json(model)
         config |= {"torch_dtype": self._dtype}
         if model.head != "language" and is_decoder(model):

@@ -13,7 +13,7 @@ from mtjax.convert.safetensors_files import DTYPES
 from mtjax.convert.stream import rows_of
 from mtjax.convert.table import VOCAB, Selection, Tensor, name_of, with_vocab
 from mtjax.errors import UserError
-from mtjax.models.mixers.experts import ROUTER_BIAS
+from mtjax.models.routers import ROUTER_BIAS
 
 
 class Shards(Protocol):
@@ -67,7 +67,10 @@ class NamedWeights:
         # Routers' biases accumulate small updates, and are float32 even if the weights are 16-bit.
         dtype = np.float32 if parameter.name.endswith(ROUTER_BIAS) else DTYPES[self.shards.dtype]
         slice_ = np.empty(tuple(sizes.values()), dtype)
-        for tensor in self.selection.tensors_of(parameter):
+        tensors = self.selection.tensors_of(parameter, layer)
+        if not tensors:
+            return fresh_slice(parameter, layer, self.config).astype(dtype)
+        for tensor in tensors:
             self._read(tensor, name_of(tensor, layer), slice_, parameter)
         return with_vocab(slice_, parameter, rows_of(self.config.model))
 
@@ -101,9 +104,8 @@ class NamedWeights:
                 continue
             for rank in range(self.shards.ranks):
                 if not np.array_equal(self.shards.shard(copy, rank), self.shards.shard(name, rank)):
-                    raise UserError(
-                        f"{self.source}: {copy} differs from {name}, but the model ties them (tie_embeddings)"
-                    )
+                    why = "" if copy in self.selection.table.duplicates else " (tie_embeddings)"
+                    raise UserError(f"{self.source}: {copy} differs from {name}, but the model ties them{why}")
 
 
 def local_shapes(selection: Selection, vocab_rows: int, ranks: int) -> dict[str, tuple[int, ...]]:

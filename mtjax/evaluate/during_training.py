@@ -142,7 +142,7 @@ class RunEvaluations:
         entries = {}
         for opened in self._opened:
             answers = SavedAnswers(None, "")
-            for _ in score_all(self._scorer, parameters, opened.task.rows, answers):
+            for _ in score_all(self._scorer, self._scorer.sharded_model.own(parameters), opened.task.rows, answers):
                 pass
             results = opened.task.results(scores_of(answers.answers))
             entries |= {f"{opened.kind.name}/{name}": float(results[name]) for name in opened.kind.measures}

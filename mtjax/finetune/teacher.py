@@ -17,10 +17,11 @@ from mtjax.data import Tokenizer
 from mtjax.errors import UserError
 from mtjax.layout.divisibility import num_microbatches
 from mtjax.layout.layouts import gathers_in_compute_dtype
+from mtjax.models.families.distilled import TEACHER, TEACHER_TABLE
 from mtjax.models.families.finetuned import GivesOutputs
 from mtjax.models.families.gpt import GPT
 from mtjax.models.sharded_model import Batch, ShardedModel, Tree
-from mtjax.models.trunk import TEACHER, TEACHER_TABLE, HiddenStates
+from mtjax.models.trunk import HiddenStates
 from mtjax.sharding.axes import spec, use_rules
 from mtjax.train.step import TrainStep
 

@@ -51,7 +51,7 @@ _MOVES = ("convert", "copy", "transpose", "reshape", "bitcast", "parameter", "tu
 def memory_bound_by_cause(roofline: Roofline) -> dict[str, dict[str, float]]:
     """Returns the seconds of a step's memory-bound operations, by phase and cause; they add up to `Roofline.run`'s."""
     found: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    for computation, instruction, times, in_loop in _executed(roofline, roofline.module.entry, 1, in_loop=False):
+    for computation, instruction, times, in_loop in executed(roofline, roofline.module.entry, 1, in_loop=False):
         seconds, is_matmul = roofline.seconds(computation, instruction)
         if not is_matmul:
             phase = locate(computation, instruction)[0]
@@ -115,7 +115,7 @@ def _kinds(module: Module, instruction: Instruction) -> Iterator[str]:
                 yield inner.opcode
 
 
-def _executed(
+def executed(
     roofline: Roofline, computation: Computation, times: int, *, in_loop: bool, taken: Taken = NONE_TAKEN
 ) -> Iterator[tuple[Computation, Instruction, int, bool]]:
     """Yields operations with their executions and whether they are in a loop; of branches, as the roofline does, those
@@ -124,6 +124,6 @@ def _executed(
         if instruction.opcode in ("while", "call", "conditional"):
             inside = in_loop or instruction.opcode == "while"
             for run in roofline.runs(instruction, taken):
-                yield from _executed(roofline, run.computation, times * run.times, in_loop=inside, taken=run.taken)
+                yield from executed(roofline, run.computation, times * run.times, in_loop=inside, taken=run.taken)
         elif computes(instruction) and instruction.name not in roofline.collectives:
             yield computation, instruction, times, in_loop

@@ -18,6 +18,7 @@ from mtjax.inspect import compare, text
 from mtjax.inspect.contract_file import load_contract
 from mtjax.inspect.decision import Decision
 from mtjax.inspect.html import page
+from mtjax.inspect.kernels.audit import check_kernels
 from mtjax.inspect.measured import Measured, find_trace, measure
 from mtjax.inspect.options import Options
 from mtjax.inspect.report import Report, inspect
@@ -65,6 +66,7 @@ class Job:
     console: Console
     verbose: bool
     with_teacher: WithTeacher
+    kernels: bool = False
 
     @classmethod
     def of(cls, options: Options, console: Console, with_teacher: WithTeacher) -> "Job":
@@ -79,7 +81,9 @@ class Job:
             )
         time_on = find_target(options.time_on, *links).server if options.time_on else None
         contract = load_contract(options.contract) if options.contract else None
-        return cls(target, time_on, contract, console, options.json != Path("-"), with_teacher)
+        if options.kernels:
+            check_kernels(target)
+        return cls(target, time_on, contract, console, options.json != Path("-"), with_teacher, options.kernels)
 
     def with_vocabulary(self, run_config: Config) -> Config:
         """Returns the config with GPT-2's vocabulary size where it has none."""
@@ -88,7 +92,7 @@ class Job:
     def inspect(self, run_config: Config) -> Report:
         """Compiles a run's step and reports on it."""
         run_config, teacher = self.with_teacher(run_config)
-        report = inspect(run_config, self.target, self.contract, self.time_on, teacher)
+        report = inspect(run_config, self.target, self.contract, self.time_on, teacher, kernels=self.kernels)
         text.show_note(report.step.note, self.console)
         return report
 

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -26,6 +27,8 @@ from mtjax.train.step import TrainStep, make_train_step
 
 NO_TILES = "Couldn't find output tile sizes"
 """XLA's error where it finds no tile sizes for a matmul in Triton kernels, without a GPU for autotuning."""
+DUMP_TO = "xla_dump_to"
+"""XLA's option for the folder to which it writes programs and their kernels."""
 OWN_KERNELS = "xla_gpu_enable_triton_gemm"
 """XLA's option for Triton matmuls; without them, all matmuls are cuBLAS's."""
 
@@ -86,17 +89,22 @@ class CompiledStep:
         return dict(self.program.mesh.shape)
 
 
-def compile_step(config: Config, target: Target) -> CompiledStep:
+def compile_step(config: Config, target: Target, dump_to: Path | None = None) -> CompiledStep:
     """Compiles the train step of `config` for `target`; no device runs it.
+
+    Args:
+      config: the run.
+      target: the devices.
+      dump_to: folder to which XLA writes the program's kernels, if any.
 
     Raises:
       UserError: config and mesh don't fit, or this machine can't compile for the target.
     """
-    return compile_program(make_train_step(config, target.mesh(parse_mesh(config.parallel.mesh))), target)
+    return compile_program(make_train_step(config, target.mesh(parse_mesh(config.parallel.mesh))), target, dump_to)
 
 
-def compile_program(program: TrainStep, target: Target) -> CompiledStep:
-    """Compiles the train step of an existing program, as in `train --inspect`.
+def compile_program(program: TrainStep, target: Target, dump_to: Path | None = None) -> CompiledStep:
+    """Compiles the train step of an existing program, as in `train --inspect`; arguments as of `compile_step`.
 
     Raises:
       UserError: its attention kernel is cuDNN's, which is not installed, or XLA fails to compile it.
@@ -104,7 +112,7 @@ def compile_program(program: TrainStep, target: Target) -> CompiledStep:
     start = time.perf_counter()
     lowered = _lower(program)
     traced = time.perf_counter()
-    compiled, note = compile_for(target, lowered, program.xla.options)
+    compiled, note = compile_for(target, lowered, program.xla.options, dump_to)
     done = time.perf_counter()
     text = compiled.as_text()
     assert text is not None
@@ -129,7 +137,10 @@ def compile_program(program: TrainStep, target: Target) -> CompiledStep:
 
 
 def compile_for(
-    target: Target, lowered: jax.stages.Lowered, options: Mapping[str, Any] | None = None
+    target: Target,
+    lowered: jax.stages.Lowered,
+    options: Mapping[str, Any] | None = None,
+    dump_to: Path | None = None,
 ) -> tuple[jax.stages.Compiled, str | None]:
     """Compiles a program for a target, if necessary without Triton matmuls.
 
@@ -137,6 +148,7 @@ def compile_for(
       target: the devices that it is lowered for.
       lowered: the program.
       options: the compiler options with which it was lowered.
+      dump_to: folder to which XLA writes the program's kernels, if any.
 
     Returns:
       The compiled program; and a note if it was compiled with other options, otherwise None.
@@ -144,16 +156,17 @@ def compile_for(
     Raises:
       UserError: XLA fails to compile it.
     """
+    written = {DUMP_TO: str(dump_to)} if dump_to else {}
     with warnings.catch_warnings():
         # Programs for absent devices can't be loaded from jax's compilation cache, and jax warns each time.
         warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache", UserWarning)
         try:
-            return lowered.compile(), None
+            return lowered.compile(compiler_options={**(options or {}), **written} if written else None), None
         except jax.errors.JaxRuntimeError as e:
             if not target.is_gpu or NO_TILES not in str(e):
                 raise _refused(target, e) from e
         try:
-            compiled = lowered.compile(compiler_options={**(options or {}), OWN_KERNELS: False})
+            compiled = lowered.compile(compiler_options={**(options or {}), **written, OWN_KERNELS: False})
         except jax.errors.JaxRuntimeError as e:
             raise _refused(target, e) from e
     return compiled, (

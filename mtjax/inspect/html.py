@@ -9,6 +9,8 @@ from mtjax.config.sizes import describe_recompute, padded_vocab_size
 from mtjax.inspect.chart import Bar, Part, bars, timeline, timetable
 from mtjax.inspect.decision import POOR_MFU, POOR_WAIT, Decision
 from mtjax.inspect.decision import sections as decision_sections
+from mtjax.inspect.kernels.audit import KernelReport
+from mtjax.inspect.kernels.show import KERNEL_HEADS, kernel_notes, kernel_rows
 from mtjax.inspect.predict import TimeReport
 from mtjax.inspect.report import Report
 from mtjax.inspect.stages import StagesReport
@@ -71,6 +73,8 @@ def page(report: Report, others: Sequence[Report] = (), decision: Decision | Non
     sections.append(_memory(report))
     if report.time:
         sections.append(_time(report.time))
+        if report.time.kernels:
+            sections.append(_kernels(report.time.kernels))
     sections.append(_collectives(report))
     if others:
         sections.append(_others([report, *others]))
@@ -218,6 +222,13 @@ def _time(t: TimeReport) -> str:
         f"<h2>Step time by phase</h2><figure>{chart}<figcaption>{note}</figcaption></figure>"
         f"<h2>Memory-bound: {duration(t.memory_bound)}, by cause</h2>{causes}{layers}"
     )
+
+
+def _kernels(kernels: KernelReport) -> str:
+    rows = [[escape(cell) for cell in cells] for cells in kernel_rows(kernels)]
+    notes = "".join(f"<li>{escape(note)}</li>" for note in kernel_notes(kernels))
+    table = _table([*KERNEL_HEADS], rows, numbers=range(2, 10), paths=(0, 10))
+    return f"<h2>Kernels, by their machine code</h2>{table}<ul>{notes}</ul>"
 
 
 def _collectives(report: Report) -> str:

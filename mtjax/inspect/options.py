@@ -27,6 +27,9 @@ class Options:
     """Compare with another mesh (8x8), settings (recompute=none) or config: two columns and the difference."""
     sweep: int | None = at_least(1, None, most=2**16)
     """Compile for every (data, model) mesh of this many devices."""
+    kernels: bool = False
+    """Read the machine code of every GPU kernel: instructions, registers, memory accesses, and the source lines of slow
+    kernels (needs the extra aot, takes seconds)."""
     measured: Path | None = None
     """Compare with the measured times of a trace that mtjax train --profile wrote; the trace or the run's folder."""
     json: Path | None = None
@@ -62,6 +65,10 @@ class Options:
             raise UserError("--sweep and --vs cannot be combined: give one of them")
         if self.measured is not None and (self.vs or self.sweep is not None):
             raise UserError("--measured works with one program: remove --vs and --sweep")
+        if self.kernels and self.time_on is not None:
+            raise UserError("--kernels reads the machine code of --target, not of --time-on: remove one of them")
+        if self.kernels and self.sweep is not None:
+            raise UserError("--kernels and --sweep cannot be combined: inspect the mesh that --sweep finds")
         self._check_generate()
 
     def _check_generate(self) -> None:
@@ -75,8 +82,9 @@ class Options:
             "measured",
             "html",
             "teacher",
+            "kernels",
         )
-        given = [name for name in (*train_only, "vs") if getattr(self, name) not in (None, ())]
+        given = [name for name in (*train_only, "vs") if getattr(self, name) not in (None, (), False)]
         if self.generate and given:
             raise UserError(f"--{given[0].replace('_', '-')} works for train steps only: remove it with --generate")
         defaults = Options()

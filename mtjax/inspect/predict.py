@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from mtjax.analysis import flops as formulas
 from mtjax.analysis.accuracy import accuracy_on
@@ -11,6 +12,7 @@ from mtjax.analysis.timing import step_time
 from mtjax.inspect.causes import Causes, memory_bound_by_cause
 from mtjax.inspect.collectives import Collective
 from mtjax.inspect.compiled import CompiledStep
+from mtjax.inspect.kernels.audit import KernelReport, audit
 from mtjax.inspect.roofline import Event, Roofline, Spent
 from mtjax.runtime.xla_options import MULTI_STREAMING
 
@@ -52,6 +54,8 @@ class TimeReport:
     """Range of seconds by the errors on published runs."""
     layers: Mapping[str, tuple[Event, ...]]
     """Timeline of one layer's forward and one layer's backward pass (with its recompute)."""
+    kernels: KernelReport | None = None
+    """What the kernels' machine code does, where it was read; the seconds above then include it."""
 
     @property
     def exposed_share(self) -> float:
@@ -59,7 +63,9 @@ class TimeReport:
         return self.exposed / self.seconds
 
 
-def predict(step: CompiledStep, collectives: Sequence[Collective], flops: int, server: Server) -> TimeReport:
+def predict(
+    step: CompiledStep, collectives: Sequence[Collective], flops: int, server: Server, dumped: Path | None = None
+) -> TimeReport:
     """Simulates the compiled step on the GPUs of `server`.
 
     Args:
@@ -67,9 +73,11 @@ def predict(step: CompiledStep, collectives: Sequence[Collective], flops: int, s
       collectives: all of its collectives.
       flops: of its matmuls, on one device.
       server: the hardware; may differ from that compiled for.
+      dumped: folder to which XLA wrote the program's kernels, if they are to be read.
     """
     side_by_side = bool(step.program.xla.options.get(MULTI_STREAMING))
     roofline = Roofline(step.module, list(collectives), server, side_by_side=side_by_side)
+    kernels = audit(step, roofline, dumped) if dumped else None
     walked = roofline.run()
     total = Spent()
     for spent in walked.phases.values():
@@ -98,6 +106,7 @@ def predict(step: CompiledStep, collectives: Sequence[Collective], flops: int, s
         mfu=model_flops / walked.seconds / peak,
         hfu=flops / walked.seconds / peak,
         layers=layer_timelines(roofline),
+        kernels=kernels,
     )
 
 

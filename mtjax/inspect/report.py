@@ -3,6 +3,8 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import jax
 from jax.sharding import NamedSharding
@@ -101,6 +103,8 @@ def inspect(
     contract: Contract | None = None,
     time_on: Server | None = None,
     teacher: Model | None = None,
+    *,
+    kernels: bool = False,
 ) -> Report:
     """Compiles the train step of a config and reports on it.
 
@@ -111,11 +115,15 @@ def inspect(
       time_on: servers for which time and memory are predicted, if not those compiled for (V100s, for which XLA no
         longer compiles).
       teacher: the model of the config's teacher, whose weights are in memory during the step.
+      kernels: whether to read the machine code of the kernels.
 
     Raises:
       UserError: config, mesh and target don't fit, or the contract can't be evaluated.
     """
-    return report(compile_step(config, target), contract, time_on, teacher)
+    if not kernels:
+        return report(compile_step(config, target), contract, time_on, teacher)
+    with TemporaryDirectory(prefix="mtjax-kernels-") as folder:
+        return report(compile_step(config, target, Path(folder)), contract, time_on, teacher, Path(folder))
 
 
 def report(
@@ -123,8 +131,9 @@ def report(
     contract: Contract | None = None,
     time_on: Server | None = None,
     teacher: Model | None = None,
+    dumped: Path | None = None,
 ) -> Report:
-    """Reports on a compiled step; arguments as of `inspect`."""
+    """Reports on a compiled step; arguments as of `inspect`, and the folder to which XLA wrote its kernels."""
     start = time.perf_counter()
     server = time_on or step.target.server
     named = symbols_of(step.anatomy, step.plan)
@@ -146,7 +155,7 @@ def report(
         verdict=Verdict(verdict.lines, (*verdict.violations, *replicated), verdict.tolerated),
         memory=memory_report(step, server.gpu.memory if server else None, teacher),
         flops=Flops(counted * step.mesh.size, formula_flops(step)),
-        time=predict(step, collectives, counted, server) if server else None,
+        time=predict(step, collectives, counted, server, dumped) if server else None,
         stages=stages_report(step),
         analysis_seconds=time.perf_counter() - start,
     )

@@ -1,12 +1,13 @@
 """How long the scheduled program should take: a walk over its operations with two clocks, computing and sending.
 
 Each operation takes the longer of its products at the FLOP/s that a product of its size reaches and its bytes at the
-memory's speed. A collective takes latency plus bytes over the bandwidth of the slowest link it crosses; from its start
-it runs in parallel with whatever the schedule puts before its done. One collective is sent at a time - or one inside
-servers and one between them, in a program that has streams for both. Speeds and latencies are those of
-`analysis.machine.Constants` and `analysis.hardware`, each with its source; one of them, `training`, is fitted to ten
-published runs on A100 (docs/notes/plan.md), none to a program that is walked here. Caches are not modelled: every
-operand comes from memory. Computation during a collective takes longer, because they share the device.
+memory's speed; where its kernel's machine code was read, also of that kernel's instructions. A collective takes latency
+plus bytes over the bandwidth of the slowest link it crosses; from its start it runs in parallel with whatever the
+schedule puts before its done. One collective is sent at a time - or one inside servers and one between them, in a
+program that has streams for both. Speeds and latencies are those of `analysis.machine.Constants` and
+`analysis.hardware`, each with its source; one of them, `training`, is fitted to ten published runs on A100
+(docs/notes/plan.md), none to a program that is walked here. Caches are not modelled: every operand comes from memory.
+Computation during a collective takes longer, because they share the device.
 
 Stages of a pipeline wait for each other in every tick, so a tick takes what the slowest stage takes for the branches
 that are its in that tick.
@@ -110,8 +111,14 @@ class Roofline:
         self.machines = {size: Machine(server, size, constants) for size in (2, 4)}
         self.launch = self.machines[2].constants.launch
         self.collectives: Mapping[str, Collective] = {c.name: c for c in collectives}
+        self.by_instructions: Mapping[str, float] = {}
         self.walked: dict[tuple[str, Taken], Walked] = {}
         self._on_stage: dict[str, Taken] = {}
+
+    def use(self, by_instructions: Mapping[str, float]) -> None:
+        """Takes account of a third clock: the seconds that the instructions of operations' kernels take, by name."""
+        self.by_instructions = by_instructions
+        self.walked.clear()
 
     def run(self) -> Walked:
         """The entire step."""
@@ -182,7 +189,8 @@ class Roofline:
         products = products_of(self.module, computation, instruction)
         computing = sum(self.product_seconds(product) for product in products)
         moving = self.machines[2].passes(bytes_moved(self.module, computation, instruction))
-        return max(computing, moving, self.launch), computing >= moving
+        others = self.by_instructions.get(instruction.name, 0.0)
+        return max(computing, moving, others, self.launch), computing >= moving
 
     def product_seconds(self, product: Product) -> float:
         """Seconds of a product."""

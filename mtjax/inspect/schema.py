@@ -10,6 +10,7 @@ from typing import Any
 from mtjax.analysis.memory import Memory
 from mtjax.inspect.check import Line, Verdict
 from mtjax.inspect.collectives import Collective
+from mtjax.inspect.kernels.show import kernels_json
 from mtjax.inspect.measured import Measured
 from mtjax.inspect.memory import MemoryReport
 from mtjax.inspect.predict import TimeReport
@@ -187,6 +188,7 @@ def _time(time: TimeReport) -> dict[str, Any]:
         "exposed_by_axes": dict(time.exposed_by_axes),
         "hidden_by_axes": dict(time.hidden_by_axes),
         "phases": {phase: asdict(spent) for phase, spent in time.phases.items()},
+        "kernels": kernels_json(time.kernels) if time.kernels else None,
         "memory_bound_by_cause": {phase: dict(causes) for phase, causes in time.causes.items()},
         "model_tflops_per_gpu": time.tflops,
         "program_tflops_per_gpu": time.hardware_tflops,

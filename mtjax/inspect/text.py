@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Protocol
 
-from rich.console import Console
+from rich.console import Console, OverflowMethod
 from rich.table import Table
 
 from mtjax.analysis.accuracy import accuracy_on
@@ -14,10 +14,12 @@ from mtjax.config.sizes import describe_recompute, padded_vocab_size
 from mtjax.inspect.causes import LABELS, STACKS, by_cause
 from mtjax.inspect.check import Line, Verdict
 from mtjax.inspect.hlo import Array
+from mtjax.inspect.kernels.show import KERNEL_HEADS, kernel_notes, kernel_rows
 from mtjax.inspect.measured import Measured, in_order
 from mtjax.inspect.predict import TimeReport
 from mtjax.inspect.report import Report, Row
 from mtjax.inspect.stages import BACK, ONWARD, Permutes, StagesReport
+from mtjax.inspect.units import duration, size
 from mtjax.layout.divisibility import problems
 from mtjax.plan import timeline
 from mtjax.plan.units import si
@@ -38,6 +40,13 @@ def show(report: Report, console: Console) -> None:
     if report.time:
         console.print(causes_table(report.time))
         console.print(unrolling_line(report), highlight=False, end="")
+    if report.time and report.time.kernels:
+        table = _table("Kernels, by their machine code", KERNEL_HEADS, overflow="fold")
+        for cells in kernel_rows(report.time.kernels):
+            table.add_row(*map(_escape, cells))
+        console.print(table)
+        for note in kernel_notes(report.time.kernels):
+            console.print(f"  {_escape(note)}", highlight=False, soft_wrap=True)
 
 
 def heading(report: Report) -> str:
@@ -217,11 +226,11 @@ def stages_table(report: StagesReport) -> Table:
     return table
 
 
-def _table(title: str, heads: Mapping[str, str]) -> Table:
+def _table(title: str, heads: Mapping[str, str], overflow: OverflowMethod = "ellipsis") -> Table:
     """Builds a table without rows from its column heads and their alignment."""
     table = Table(title=title, title_justify="left", title_style="bold")
     for head, alignment in heads.items():
-        table.add_column(head, justify="right" if alignment == "right" else "left")
+        table.add_column(head, justify="right" if alignment == "right" else "left", overflow=overflow)
     return table
 
 
@@ -374,26 +383,6 @@ def shapes_text(arrays: tuple[Array, ...], most: int = 2) -> str:
     """Returns the first arrays, and how many more there are."""
     shown = ", ".join(str(a) for a in arrays[:most])
     return shown + (f" and {len(arrays) - most} more" if len(arrays) > most else "")
-
-
-def size(number: float) -> str:
-    """Formats bytes in decimal units: 1.5 GB."""
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if number >= 0.9995 * scale:
-            return f"{_three_digits(number / scale)} {unit}"
-    return f"{number:.0f} B"
-
-
-def duration(seconds: float) -> str:
-    """Formats seconds in s, ms or us: 1.5 ms."""
-    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= 0.9995 * scale:
-            return f"{_three_digits(seconds / scale)} {unit}"
-    return f"{_three_digits(seconds * 1e6)} us"
-
-
-def _three_digits(number: float) -> str:
-    return f"{number:,.0f}" if number >= 999.5 else f"{number:.3g}"
 
 
 def _escape(text: str) -> str:

@@ -20,6 +20,9 @@ NO_PACKED: Capability = (11, 0)
 """From here on cuDNN's kernels of packed documents are not known to have a backward pass."""
 LONGEST_WHOLE = 8192
 """Tokens up to which all scores at once are faster than blocks of them, where they fit (docs/notes/speed.md)."""
+# Finite, so that the difference of two masked scores is 0 and not NaN.
+HIDDEN_SCORE = -1e30
+"""Score of a masked key, and log-sum of a row without keys: its exponential is 0."""
 EITHER = "either"
 """Scope of a branch between two attention kernels."""
 

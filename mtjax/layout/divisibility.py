@@ -124,6 +124,11 @@ def _context_problems(model: Model, plan: Plan) -> Iterator[str]:
             f"context parallelism (context={degree} in mesh {mesh}) supports the families {supported}, and family is "
             f"{model.family}: remove context from the mesh"
         )
+    if model.mtp_num_layers:
+        yield (
+            f"context parallelism (context={degree} in mesh {mesh}) divides the samples in which mtp_num_layers "
+            f"{model.mtp_num_layers} reads tokens ahead: remove context from the mesh, or use --mtp-num-layers 0"
+        )
     if model.head != "language":
         yield (
             f"context parallelism (context={degree} in mesh {mesh}) needs a loss per token, and head is "
@@ -324,13 +329,11 @@ def _unrolled_problems(model: Model, plan: Plan) -> Iterator[str]:
             f"unroll_layers does not support pipeline parallelism, and mesh {plan.mesh} has {plan.stages} stages, "
             "which save activations in slots that a loop indexes: remove it"
         )
-    if plan.recompute != "none":
+    if plan.recompute == "full":
         yield (
-            f"unroll_layers needs recompute none, and recompute is {plan.recompute}: without a loop XLA would "
+            "unroll_layers needs recompute none or selective, and recompute is full: without a loop XLA would "
             "recompute several layers at the same time, each in separate memory; remove one of the two"
         )
-    if plan.zero == 3:
-        yield "unroll_layers needs zero 0 to 2, and zero 3 all-gathers layers in a loop: remove one of the two"
     if len(stacks_of(model)) > 1:
         yield f"unroll_layers needs a family with one stack of layers, and {model.family} has two: remove it"
 

@@ -102,14 +102,22 @@ def gathers_in_compute_dtype(names: tuple[str, ...]) -> bool:
     return is_matrix(names) and "routes" not in names
 
 
-def sharded_dimension(names: tuple[str, ...], shape: tuple[int, ...], layout: Layout, degree: int) -> int:
-    """Returns the dimension along which ZeRO shards a parameter: the largest unsharded one divisible by `degree`.
+def sharded_dimension(
+    names: tuple[str, ...], shape: tuple[int, ...], layout: Layout, mesh: MeshShape, degree: int
+) -> int:
+    """Returns the dimension along which ZeRO shards a parameter: the largest unsharded one divisible by `degree`; where
+    there is no tensor parallelism, the outermost that it would shard.
 
     `layers` is the last choice, and for stage 1 only: stages 2 and 3 need a shard of every layer on every rank.
     """
     # XLA: would drop some reductions of routers' biases, whose gradients are 0: they are never sharded.
     if not layout.zero or degree == 1 or names == ROUTER_BIAS:
         return NOT_SHARDED
+    # XLA: collectives have the sharded dimension outermost; of any other one, shards and gradients are transposed.
+    outer = int(names[0] == LAYERS)
+    axes = layout.rules.axes(names[outer]) if outer < len(names) else ()
+    if axes and mesh.degree(axes) == 1 and shape[outer] % degree == 0:
+        return outer
     divisible = [i for i, name in enumerate(names) if not layout.rules.axes(name) and shape[i] % degree == 0]
     in_layer = [i for i in divisible if names[i] != LAYERS]
     if in_layer:

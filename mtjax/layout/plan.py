@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from mtjax.config import Config, Model
+from mtjax.config.families import is_decoder
 from mtjax.layout.attention_kernel import HOPPER, Capability, choose_kernel
 from mtjax.layout.layouts import ZERO_AXES, Layout, layout_of
 from mtjax.layout.mesh import MeshShape
@@ -216,6 +217,18 @@ class Plan:
         single_layers = self.recompute_group == model.moe_every == 1 and self.recompute_first is None
         single_layers = single_layers and not self.recompute_offload and not self.unrolled and not self.is_staged
         return self.reduces_in_backward and self.residuals == "jax" and single_layers
+
+    def overlaps_data(self, model: Model) -> bool:
+        """Returns whether other layers compute while a layer's parameters are gathered and its gradients reduced: where
+        loops prefetch, and without a loop, whose collectives XLA schedules."""
+        unrolled = self.unrolled and self.reduces_in_backward and self.residuals == "jax"
+        return unrolled or self.prefetches(model)
+
+    def sums_loss_at_once(self, model: Model) -> bool:
+        """Returns whether the gradients of the loss are computed with it, so that no logits are recomputed: in unrolled
+        steps, where a rank has a token's logits of the entire vocabulary."""
+        is_alone = is_decoder(model) and not model.mtp_num_layers and not self.teacher_width
+        return self.unrolled and is_alone and self.mesh.model == 1 and not self.is_staged
 
     def layout(self, model: Model) -> Layout:
         """Returns the mesh axes over which the dimensions of a model are sharded."""

@@ -50,6 +50,8 @@ class Rules:
     """Experts in a router's scores: replicated."""
     every_expert: Axes = ()
     """Experts' biases of the residual stream's width: replicated."""
+    sources: Axes = ()
+    """The embedding and the hidden state that a layer of multi-token prediction reads: replicated."""
     gate: Axes = ()
     """Gate and up projection of a gated MLP, stacked for one matmul."""
     vocab: Axes = ()
@@ -57,7 +59,7 @@ class Rules:
     positions: Axes = ()
     """Learned positions."""
     features: Axes = ()
-    """Width of a replicated projection: BERT's heads."""
+    """Width of a replicated projection: BERT's heads, multi-token prediction."""
     latent: Axes = ()
     """Width of a latent of multi-head latent attention: replicated."""
     token_types: Axes = ()

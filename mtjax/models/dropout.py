@@ -6,8 +6,9 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Int, Key
 
+from mtjax.layout.dropout import keep_share, keep_threshold
 from mtjax.models.recompute import DROPOUT_MASK
-from mtjax.models.threefry import random_bits
+from mtjax.models.threefry import random_bits, random_halves
 from mtjax.models.unhoisted import where
 from mtjax.sharding.axes import spec
 from mtjax.sharding.no_hoist import no_hoist
@@ -22,9 +23,9 @@ def dropout(
     saved_as: str = DROPOUT_MASK,
     positions: Int[Array, " seq"] | None = None,
 ) -> Array:
-    """Zeroes a fraction `rate` of `x` and divides the remaining elements by 1 - `rate`.
+    """Zeroes a fraction `rate` of `x` and divides the remaining elements by the probability of keeping them.
 
-    Returns `x` when `keys` is None or `rate` 0.
+    The probability is 1 - `rate`, rounded to a multiple of 2^-16. Returns `x` when `keys` is None or `rate` 0.
 
     Args:
       x: [batch, ...].
@@ -39,8 +40,9 @@ def dropout(
     """
     if keys is None or rate == 0:
         return x
-    keep = checkpoint_name(_bits(x, keys, site, names, positions) >= keep_threshold(rate), saved_as)
-    return where(keep, x / (1 - rate), 0.0).astype(x.dtype)
+    drawn = _halves(x, keys, site, names, positions)
+    keep = checkpoint_name(drawn >= jnp.uint32(keep_threshold(rate)), saved_as)
+    return where(keep, x / keep_share(rate), 0.0).astype(x.dtype)
 
 
 def jitter(
@@ -58,21 +60,22 @@ def jitter(
     """
     if keys is None or distance == 0:
         return x
-    uniform = _bits(x, keys, site, names, positions).astype(jnp.float32) * 2.0**-32
-    return (x * (1 - distance + 2 * distance * uniform)).astype(x.dtype)
-
-
-def _bits(x: Array, keys: Array, site: int, names: tuple[str, ...], positions: Array | None) -> Array:
-    """Draws 32 random bits for each element of x, uint32 in its shape."""
 
     def of_sample(key: Array, positions: Array | None) -> Array:
         return random_bits(jax.random.fold_in(key, site), x.shape[1:], spec(*names[1:]), positions)
 
+    bits = no_hoist(jax.vmap(of_sample, in_axes=(0, None)), keys, positions)
+    uniform = bits.astype(jnp.float32) * 2.0**-32
+    return (x * (1 - distance + 2 * distance * uniform)).astype(x.dtype)
+
+
+def _halves(x: Array, keys: Array, site: int, names: tuple[str, ...], positions: Array | None) -> Array:
+    """Draws a random number of 16 bits for each element of x, uint32 in its shape."""
+
+    def draw(keys: Array, positions: Array | None) -> Array:
+        of_site = jax.vmap(lambda key: jax.random.fold_in(key, site))(keys)
+        return random_halves(of_site, x.shape, spec(*names), positions)
+
     # As one primitive: jax would hoist the elements' indices, which are constants, out of the scan over layers, and
     # every layer would read them from memory.
-    return no_hoist(jax.vmap(of_sample, in_axes=(0, None)), keys, positions)
-
-
-def keep_threshold(rate: float) -> Array:
-    """Returns the threshold: elements whose random uint32 is at least this are not dropped."""
-    return jnp.uint32(min(round(rate * 2**32), 2**32 - 1))
+    return no_hoist(draw, keys, positions)

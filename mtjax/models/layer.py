@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
-from jax import Array
+from jax import Array, lax
 from jaxtyping import Float
 
 from mtjax.config import Model
@@ -14,7 +15,7 @@ from mtjax.config.sizes import sublayer_norms
 from mtjax.models.dropout import dropout
 from mtjax.models.layer_context import RESIDUAL, LayerContext
 from mtjax.models.mixers.mixer import State
-from mtjax.models.mixers.registry import KINDS, mixer_of
+from mtjax.models.mixers.registry import KINDS, MIXERS
 from mtjax.models.norms import make_norm
 
 
@@ -31,7 +32,7 @@ class Layer(nnx.Module):
         # GPT-2: products before the residual stream are initialized smaller, by the number of additions to it.
         output_std = model.init_std / (2 * model.num_layers) ** 0.5 if model.scaled_init else model.init_std
         for name in self.mixers:
-            mixer = mixer_of(name, model)
+            mixer = MIXERS[name](model)
             mixer_key = jax.random.fold_in(key, mixer.init_number)
             # The attributes' names are the parameters' names: `attention`, `attention_norm`, `mlp`, `mlp_norm`; norms
             # of outputs are `attention_output_norm` and `mlp_output_norm`.
@@ -39,6 +40,7 @@ class Layer(nnx.Module):
                 setattr(self, f"{name}_{norm}", make_norm(model, dtype))
             setattr(self, name, mixer(model, output_std=output_std, key=mixer_key))
         self.is_post, self.is_parallel = model.norm_placement == "post", model.parallel_residual != "no"
+        self.skips_first_norm = not model.first_attention_norm
         self.rate, self.scale = model.hidden_dropout, model.residual_scale
 
     def __call__(
@@ -62,6 +64,9 @@ class Layer(nnx.Module):
             mixer = getattr(self, name)
             with jax.named_scope(mixer.scope):
                 normed = x if self.is_post else self._normalize(f"{name}_norm", x)
+                if self.skips_first_norm and name == self.mixers[0]:
+                    # All layers are one program, so that the first layer computes the norm, too.
+                    normed = lax.select_n(jnp.asarray(context.layer) == 0, normed, x.astype(normed.dtype))
                 mixed, state = mixer(normed, context, (states or {}).get(name))
                 x = self._add(x, self._normalize(f"{name}_output_norm", mixed), mixer, context)
                 x = self._normalize(f"{name}_norm", x) if self.is_post else x

@@ -26,19 +26,71 @@ def random_bits(
       sharding: of the result.
       rows: indices of the first dimension's elements, where these are some of a larger array; 0, 1, ... when None.
     """
+    row, column = _counters(shape, sharding, rows)
+    first, second = threefry(jax.random.key_data(key), row, column)
+    return first ^ second
+
+
+def random_halves(
+    keys: Key[Array, " batch"],
+    shape: tuple[int, ...],
+    sharding: PartitionSpec,
+    rows: Int[Array, " rows"] | None = None,
+) -> UInt32[Array, "batch ..."]:
+    """Draws a random number of 16 bits, below 2^16, for each element.
+
+    Four neighbours in the last dimension share the two words of one counter, 20 rounds for the four.
+
+    Args:
+      keys: Threefry keys, one for each index of the first dimension.
+      shape: of the result, at least two dimensions; the last one, and the product of those between, below 2^32.
+      sharding: of the result.
+      rows: indices of the second dimension's elements, as in `random_bits`.
+    """
+    # XLA: indices of the entire shape, with the batch. What does not depend on it would be a kernel of its own.
+    row, column = _counters(shape, sharding, rows, first=1)
+    words = reshard(jax.vmap(jax.random.key_data)(keys), PartitionSpec(sharding[0]))
+    return jax.vmap(halves, in_axes=(0, 0, 0, None))(words, row, column, shape[-1])
+
+
+def halves(
+    key: UInt32[Array, "2"], row: UInt32[Array, "..."], column: UInt32[Array, "..."], length: int
+) -> UInt32[Array, "..."]:
+    """Draws the 16 bits of elements.
+
+    Args:
+      key: the words of a Threefry key.
+      row: index over all dimensions but the last.
+      column: index in the last dimension.
+      length: of the last dimension.
+    """
+    # XLA: each element computes its own counter, so that bits do not depend on the sharding. A GPU kernel's thread has
+    # four neighbours, for which the compiler finds the rounds to be the same, and does them once. It sees that in an
+    # index of both dimensions; what is made of one of them, XLA computes in a kernel of its own.
+    stride = -(-length // 4) * 4
+    low_rows = 2**32 // stride  # of which the index fits into a word
+    index = row % jnp.uint32(low_rows) * jnp.uint32(stride) + column
+    first, second = threefry(key, row // jnp.uint32(low_rows), index >> jnp.uint32(2))
+    word = jnp.where(index & jnp.uint32(2) == 0, first, second)
+    return jnp.where(index & jnp.uint32(1) == 0, word & jnp.uint32(0xFFFF), word >> jnp.uint32(16))
+
+
+def _counters(
+    shape: tuple[int, ...], sharding: PartitionSpec, rows: Int[Array, " rows"] | None, first: int = 0
+) -> tuple[UInt32[Array, "..."], UInt32[Array, "..."]]:
+    """Returns each element's row-major index over the dimensions from `first` but the last, and that in the last."""
 
     def count(dimension: int) -> Array:
-        if dimension == 0 and rows is not None:
-            row_indices = reshard(rows.astype(jnp.uint32), PartitionSpec(sharding[0]))
-            return lax.broadcast_in_dim(row_indices, shape, (0,), out_sharding=sharding)
+        if dimension == first and rows is not None:
+            row_indices = reshard(rows.astype(jnp.uint32), PartitionSpec(sharding[first]))
+            return lax.broadcast_in_dim(row_indices, shape, (first,), out_sharding=sharding)
         return lax.broadcasted_iota(jnp.uint32, shape, dimension, out_sharding=sharding)
 
-    # The counter of an element is (row-major index over all dimensions but the last, index in the last).
-    row = jnp.uint32(0)
-    for dimension, size in enumerate(shape[:-1]):
+    column = count(len(shape) - 1)
+    row = column & jnp.uint32(0)
+    for dimension, size in enumerate(shape[first:-1], first):
         row = row * jnp.uint32(size) + count(dimension)
-    first, second = threefry(jax.random.key_data(key), row, count(len(shape) - 1))
-    return first ^ second
+    return row, column
 
 
 def threefry(

@@ -138,7 +138,7 @@ def _record(
     # ZeRO shards along one dimension that is divisible by its axes; where there is none, the parameter stays
     # replicated.
     zero_axes = tuple(axis for axis in ZERO_AXES if axis in replicas)
-    dim = sharded_dimension(axes, shape, layout, mesh.degree(zero_axes))
+    dim = sharded_dimension(axes, shape, layout, mesh, mesh.degree(zero_axes))
     zero_axes = () if dim == NOT_SHARDED else zero_axes
     compute_spec = partition_spec(rules, axes)
     # A frozen parameter has no gradient and no moments to shard: ZeRO-1 and 2 leave it replicated.

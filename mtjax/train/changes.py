@@ -14,6 +14,7 @@ from mtjax.config.horizon import Horizon
 from mtjax.config.run import section_by_setting
 from mtjax.data import DataPosition, SampleOrder, TrainingText
 from mtjax.errors import UserError, shortened
+from mtjax.layout.dropout import DROPOUT_BITS
 from mtjax.layout.mesh import parse_mesh
 from mtjax.runtime.checkpoints.past import Past
 from mtjax.train.schedule import make_schedule
@@ -183,7 +184,17 @@ def find_changes(past: Past, config: Config, now: Config, position: DataPosition
             if before.content != text.content:
                 then, here = (f"{one.documents:,} documents" for one in (before, text))
                 rows.append(Change(f"text {shortened(text.name)}", then, here, _new_order(position)))
-    return rows + _rates(past, config, now)
+    return rows + _dropout_bits(past, config) + _rates(past, config, now)
+
+
+def _dropout_bits(past: Past, config: Config) -> list[Change]:
+    """Returns a row if the run uses dropout and drew other masks when it was saved."""
+    model = config.model
+    uses_dropout = any((model.hidden_dropout, model.attention_dropout, model.lora_dropout))
+    if past.dropout_bits == DROPOUT_BITS or not uses_dropout or past.step == 0:
+        return []
+    then, here = (f"{bits} bits an element" for bits in (past.dropout_bits, DROPOUT_BITS))
+    return [Change("dropout's random numbers", then, here, "other masks from the next step on")]
 
 
 def _same(name: str, then: Any, now: Any) -> bool:

@@ -12,7 +12,7 @@ from mtjax.analysis.memory import stage_memory
 from mtjax.layout.mesh import parse_mesh
 from mtjax.layout.plan import Plan
 from mtjax.sharding.placement import is_names
-from tests.tiny import program_of
+from tests.tiny import MODERNBERT, program_of
 
 MODELS = {
     "gpt": {},
@@ -39,10 +39,19 @@ MODELS = {
         "shared_expert_gate": True,
     },
     "llama, experts but in the first layer": {"family": "llama", "num_experts": 4, "first_dense_layers": 1},
+    "llama, experts, tokens ahead": {
+        "family": "llama",
+        "num_experts": 4,
+        "first_dense_layers": 1,
+        "mtp_num_layers": 2,
+        "router_bias": True,
+        "attention_bias": "qkv",
+    },
     "llama, experts in every third layer": {"family": "llama", "num_experts": 4, "moe_every": 3, "num_layers": 6},
     "bert": {"family": "bert"},
     "bert, post-LN, one head": {"family": "bert", "norm_placement": "post", "sentence_order": False},
     "bert, untied": {"family": "bert", "tie_embeddings": False, "num_token_types": 0},
+    "bert, ModernBERT": MODERNBERT,
     "gpt, adapters": {"lora_rank": 4},
     "llama, adapters of attention": {"family": "llama", "num_kv_heads": 4, "lora_rank": 2, "lora_targets": "attention"},
     "bert, adapters and a head": {"family": "bert", "head": "classification", "lora_rank": 2, "lora_targets": "mlp"},

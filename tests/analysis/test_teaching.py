@@ -15,8 +15,8 @@ from mtjax.finetune.teacher import TeacherTargets
 from mtjax.inspect.hlo import parse
 from mtjax.inspect.products import count_flops
 from mtjax.layout.plan import Plan
+from mtjax.models.families.distilled import TEACHER, TEACHER_TABLE
 from mtjax.models.sharded_model import ShardedModel
-from mtjax.models.trunk import TEACHER, TEACHER_TABLE
 from tests.tiny import program_of
 
 SETTINGS = {

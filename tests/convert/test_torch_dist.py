@@ -129,7 +129,7 @@ def test_tensors_of_an_optimizer_are_left_out(saved: Path, tmp_path: Path, capsy
     moment = "optimizer.state.exp_avg.decoder.final_layernorm.weight"
     rewritten(saved, tmp_path / "new", edit=lambda writer: writer.chunk(moment, (8,), (0,), np.zeros(4, np.float32)))
     assert convert(f"megatron:{tmp_path / 'new'}", f"mtjax:{tmp_path / 'ours'}") == 0
-    assert "float32; the optimizer state is not converted\n" in capsys.readouterr().out
+    assert "float32; --with-optimizer converts the optimizer's state, too\n" in capsys.readouterr().out
 
 
 def test_commands_that_take_weights_of_any_kind_take_it(saved: Path) -> None:
@@ -348,7 +348,7 @@ def test_a_tensor_that_would_run_code_is_refused(
 
 
 OTHERS = {
-    "torchtitan": ("tok_embeddings.weight", "is a checkpoint of torchtitan, which mtjax does not read"),
+    "torchtitan": ("tok_embeddings.weight", "is a checkpoint of torchtitan: use torchtitan:"),
     "fsdp_dtensor": ("model.module.decoder.final_layernorm.weight", "such as Megatron's fsdp_dtensor or torch_dcp"),
 }
 

@@ -17,6 +17,7 @@ from mtjax.train.optimizer import layer_factors
 from tests.convert.hf_folders import GPT2_CONFIG, gpt2_shapes, random_tensors, write_folder
 from tests.tiny import program_of
 
+pytestmark = pytest.mark.usefixtures("bare_end")
 CHUNKS = {"chunks": 2, "microbatch_size": 4, "pipeline_schedule": "interleaved"}
 WORDS = ["the cat", "the dog", "and", "there they rested"]
 

@@ -93,11 +93,11 @@ class Plain(GPT):
 def rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rows that make the mixers, the kinds of layer and the family known, until the test ends."""
     for registry, name, row in (
-        (MIXERS, "bilinear", Bilinear),
-        (MIXERS, "meter", Meter),
+        (MIXERS, "bilinear", lambda _: Bilinear),
+        (MIXERS, "meter", lambda _: Meter),
         (KINDS, "plain", ("attention", "bilinear")),
         (KINDS, "metered", ("meter", "mlp")),
-        (MODEL_CLASSES, "plain", Plain),
+        (MODEL_CLASSES, "plain", lambda: Plain),
         (FAMILIES, "plain", FAMILIES["gpt"]),
         (ANATOMIES, "plain", ANATOMIES["gpt"]),
     ):

@@ -1,12 +1,15 @@
 """Our Threefry is jax's, to the bit, and what it gives is random enough to drop by."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend.random import threefry_2x32
 
-from mtjax.models.threefry import random_bits, threefry
+from mtjax.layout.dropout import keep_share, keep_threshold
+from mtjax.models.threefry import halves, random_bits, random_halves, threefry
 from tests.tiny import mesh_of
 
 
@@ -51,3 +54,33 @@ def test_bits_are_even_and_neighbours_unrelated():
     low = (bits >> 31).astype(float) - 0.5
     for a, b in ((low[1:], low[:-1]), (low[:, 1:], low[:, :-1])):
         assert abs((4 * a * b).mean()) < 5 / a.size**0.5
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 8), (2, 2, 3, 7), (1, 5)])
+def test_four_neighbours_share_the_words_of_one_counter(shape):
+    """By jax's Threefry, also where the last dimension is no multiple of four."""
+    keys = jax.random.split(jax.random.key(3), shape[0])
+    with jax.set_mesh(mesh_of("1x1")):
+        found = np.asarray(random_halves(keys, shape, jax.P(*[None] * len(shape))))
+    rows, length = math.prod(shape[1:-1]), shape[-1]
+    stride = -(-length // 4) * 4
+    blocks = np.arange(rows * stride // 4, dtype=np.uint32)
+    for sample, key in zip(found, keys, strict=True):
+        both = threefry_2x32(jax.random.key_data(key), jnp.concatenate([jnp.zeros_like(blocks), blocks]))
+        words = np.stack(np.split(np.asarray(both), 2), axis=-1).astype("<u4")  # [blocks, 2]
+        expected = words.view("<u2").reshape(rows, stride)[:, :length]
+        np.testing.assert_array_equal(sample.reshape(rows, length), expected)
+
+
+def test_large_samples_repeat_no_counter():
+    """Rows whose elements are 2^32 and more apart, as scores of 128k tokens."""
+    row, column = jnp.uint32([0, 2**14, 2**14 + 1, 2**20]), jnp.uint32([5])
+    drawn = [halves(jnp.uint32([1, 2]), row, column + step, 2**18) for step in (0, 4, 8)]
+    assert len({tuple(map(int, line)) for line in np.stack(drawn).T}) == 4
+    words = threefry(jnp.uint32([1, 2]), jnp.uint32(1), jnp.uint32((2**18 + 5) >> 2))
+    assert int(halves(jnp.uint32([1, 2]), jnp.uint32(2**14 + 1), jnp.uint32(5), 2**18)) == int(words[0]) >> 16
+
+
+def test_rates_are_rounded_to_sixteen_bits_but_not_away():
+    assert [keep_threshold(rate) for rate in (0.5, 0.1, 1e-9, 1 - 1e-9)] == [32768, 6554, 1, 65535]
+    assert keep_share(0.1) == 1 - 6554 / 65536

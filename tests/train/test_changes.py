@@ -1,5 +1,7 @@
 """What a resumed run keeps of its schedules, whatever its new number of steps; what it says and refuses."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -81,6 +83,11 @@ def test_the_table_has_what_has_changed_and_nothing_else():
         ("mesh", "1x1", "2x1"),
         ("steps", "40", "80"),
         ("learning rate, last step", "1.02e-03 (step 40)", "1.00e-03 (step 80)"),
+    ]
+    older = dataclasses.replace(past, dropout_bits=32)  # saved before its number was recorded
+    rows_of_older = find_changes(older, config, scheduled(config, older), position)
+    assert [(r.setting, r.then, r.now) for r in rows_of_older if r not in rows] == [
+        ("dropout's random numbers", "32 bits an element", "16 bits an element")
     ]
     assert table(past, rows).splitlines()[0] == "changed since step 40 was saved:"
     assert len(table(past, rows).splitlines()) == 6

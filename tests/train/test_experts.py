@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mtjax.models.mixers.experts import LOAD, LOST, ROUTER_AUX_LOSS, Z_LOSS
+from mtjax.models.routers import LOAD, LOST, ROUTER_AUX_LOSS, Z_LOSS
 from mtjax.train.observability.expert_load import describe_load, load_entries
 from tests.same_numbers import assert_same, by_name
 from tests.tiny import batch_of, host_batch, initial_state, program_of, tiny_config

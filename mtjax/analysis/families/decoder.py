@@ -1,6 +1,6 @@
 """GPT and Llama: a stack of causal layers."""
 
-from mtjax.analysis.anatomy import Anatomy, Stack
+from mtjax.analysis.anatomy import Anatomy, Predictors, Stack
 from mtjax.analysis.parts.attention import Attention
 from mtjax.analysis.parts.embedding import Lookup, Norm, Positions
 from mtjax.analysis.parts.experts import Experts
@@ -8,6 +8,7 @@ from mtjax.analysis.parts.heads import OneToken, Output
 from mtjax.analysis.parts.latent_attention import LatentAttention
 from mtjax.analysis.parts.mlp import MLP
 from mtjax.analysis.parts.part import Norms, Part
+from mtjax.analysis.parts.prediction import AHEAD, Combined, LookupAhead
 from mtjax.config import Model
 from mtjax.config.adapters import adapters_of
 from mtjax.config.sizes import (
@@ -33,7 +34,9 @@ def decoder(model: Model) -> Anatomy:
     A GPT-2 has `V h + s h + l (12 h^2 + 13 h) + 2 h` parameters (arXiv 2104.04473, equation 2).
     """
     rows, hidden, tokens = padded_vocab_size(model), model.hidden_size, model.sequence_length
-    positions: tuple[Part, ...] = (Positions(tokens, hidden),) if model.position == "learned" else ()
+    layers = model.mtp_num_layers
+    sides = ("", *(AHEAD,) * layers)
+    positions: tuple[Part, ...] = (Positions(tokens, hidden, sides),) if model.position == "learned" else ()
     final = Norm("final_norm", norm_vectors(model), hidden)
     if model.head == "language":
         head: Part = Output(rows, hidden, tokens, owns_table=not model.tie_embeddings, bias=model.output_bias)
@@ -41,7 +44,14 @@ def decoder(model: Model) -> Anatomy:
         head = OneToken(hidden, num_outputs(model), has_pooler=False)
     if model.embedding_norm:
         positions = (*positions, Norm("embedding_norm", norm_vectors(model), hidden))
-    return Anatomy(model, embed=(Lookup(rows, hidden), *positions), stacks=_stacks(model), head=(final, head))
+    ahead = (LookupAhead(rows, hidden, owns_table=False), Output(rows, hidden, tokens, owns_table=False)) * layers
+    return Anatomy(
+        model,
+        embed=(Lookup(rows, hidden), *positions),
+        stacks=_stacks(model),
+        head=(final, head, *ahead),
+        predictors=_predictors(model) if layers else None,
+    )
 
 
 def _stacks(model: Model) -> tuple[Stack, ...]:
@@ -55,8 +65,25 @@ def _stacks(model: Model) -> tuple[Stack, ...]:
     )
 
 
-def self_attention(model: Model, tokens: int, *, is_causal: bool) -> Part:
-    """Returns the attention of a model's layers."""
+def _predictors(model: Model) -> Predictors:
+    """Returns the layers of multi-token prediction, which are like the last ones of the model."""
+    tokens, hidden = model.sequence_length, model.hidden_size
+    combined = Combined(hidden, tokens, norm_vectors(model))
+    parts = (combined, self_attention(model, tokens, is_causal=True, is_ahead=True), feed_forward(model, tokens))
+    return Predictors(
+        AHEAD,
+        model.mtp_num_layers,
+        tokens,
+        AHEAD,
+        hidden=hidden,
+        parts=parts,
+        norms_outputs=model.norm_placement in ("output", "sandwich"),
+        parallel=model.parallel_residual,
+    )
+
+
+def self_attention(model: Model, tokens: int, *, is_causal: bool, is_ahead: bool = False) -> Part:
+    """Returns the attention of a model's layers, or of those of multi-token prediction."""
     if model.kv_lora_rank:
         return LatentAttention(
             hidden=model.hidden_size,
@@ -70,7 +97,7 @@ def self_attention(model: Model, tokens: int, *, is_causal: bool) -> Part:
             norm=Norms.of(model, is_first=True),
             is_causal=is_causal,
             is_capped=model.attention_softcap is not None,
-            visible=_visible_share(model, tokens),
+            visible=_visible_share(model, tokens, is_ahead=is_ahead),
         )
     has_table = model.position == "relative" and model.relative_bias_layers == "all"
     return Attention(
@@ -87,15 +114,17 @@ def self_attention(model: Model, tokens: int, *, is_causal: bool) -> Part:
         qk_norm_scope=model.qk_norm_scope,
         has_sinks=model.attention_sinks,
         is_capped=model.attention_softcap is not None,
-        visible=_visible_share(model, tokens),
+        visible=_visible_share(model, tokens, is_ahead=is_ahead),
         buckets=model.relative_buckets if has_table else 0,
     )
 
 
-def _visible_share(model: Model, tokens: int) -> float:
-    """Returns the share of scores that a causal layer needs, in the mean of all layers: half, or less with windows."""
+def _visible_share(model: Model, tokens: int, *, is_ahead: bool) -> float:
+    """Returns the share of scores that a causal layer needs, in the mean of all layers, or of those of multi-token
+    prediction: half, or less with windows."""
     # Of s tokens with a window of w, all but the first w see w: w s - w^2 / 2 of s^2 pairs.
-    windows = attention_windows(model) or (tokens,)
+    every = attention_windows(model) or (tokens,) * (model.num_layers + model.mtp_num_layers)
+    windows = every[model.num_layers :] if is_ahead else every[: model.num_layers]
     shares = [min(window / tokens, 1.0) for window in windows]
     return sum(share - share * share / 2 for share in shares) / len(shares)
 

@@ -12,16 +12,16 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float
 
-from mtjax.layout.attention_kernel import QUERIES_AT_A_TIME
+from mtjax.layout.attention_kernel import HIDDEN_SCORE, QUERIES_AT_A_TIME
+from mtjax.layout.dropout import keep_share, keep_threshold
 from mtjax.models.alibi import Alibi
-from mtjax.models.dropout import keep_threshold
 from mtjax.models.kernels.options import AttentionOptions
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.recompute import ATTENTION_OUTPUT, ATTENTION_STATISTICS
-from mtjax.models.threefry import threefry
+from mtjax.models.threefry import halves
 from mtjax.sharding.axes import num_shards, varying_like
 from mtjax.sharding.context.attention import context_attention
-from mtjax.sharding.context.block_attention import NEVER, BlockKernel, DropoutState, KVBlock, QueryBlock
+from mtjax.sharding.context.block_attention import BlockKernel, DropoutState, KVBlock, QueryBlock
 from mtjax.sharding.flash import residual_index
 
 Attend = Callable[..., Array]
@@ -127,7 +127,7 @@ class XlaBlocks:
     def _scores(
         self, queries: QueryBlock, keys: KVBlock, dropout: DropoutState | None, is_causal: bool
     ) -> tuple[Array, Any, Any]:
-        """Computes masked scores, the derivative of their cap, and the factors 0 or 1 / (1 - rate) by which dropout
+        """Computes masked scores, the derivative of their cap, and the factors 0 or 1 / `keep_share` by which dropout
         multiplies probabilities.
 
         Returns:
@@ -150,28 +150,30 @@ class XlaBlocks:
             seen = same if seen is None else seen & same
         if queries.first is not None:
             near = keys.positions[:, None, :] >= queries.first[:, :, None]
+            if not is_causal:
+                last = 2 * queries.positions - queries.first
+                near &= keys.positions[:, None, :] <= last[:, :, None]
             seen = near if seen is None else seen & near
         if seen is not None:
-            scores = jnp.where(seen[:, None, None], scores, NEVER)
+            scores = jnp.where(seen[:, None, None], scores, HIDDEN_SCORE)
         if dropout is None:
             return scores, derivative, 1.0
         return scores, derivative, self._dropout_factors(queries, keys, dropout).reshape(scores.shape)
 
     def _dropout_factors(self, queries: QueryBlock, keys: KVBlock, dropout: DropoutState) -> Array:
         """Computes the factors, float32 [batch, heads, seq, key_seq], by the positions of queries and keys."""
-        # The bits are those of `random_bits` for all heads, queries and keys of a sample, so that the mask does not
+        # The bits are those of `random_halves` for all heads, queries and keys of a sample, so that the mask does not
         # depend on the context parallel degree.
         rows = dropout.heads[:, None].astype(jnp.uint32) * np.uint32(self.length)
         rows = rows + queries.positions[:, None].astype(jnp.uint32)
         columns = keys.positions[:, None, None].astype(jnp.uint32)
 
         def bits(key: Array, rows: Array, columns: Array) -> Array:
-            first, second = threefry(key, rows[:, :, None], columns)
-            return first ^ second
+            return halves(key, rows[:, :, None], columns, self.length)
 
         copies = queries.query.shape[0] // dropout.keys.shape[0]
         drawn = jax.vmap(bits)(jnp.tile(dropout.keys, (copies, 1)), rows, columns)
-        return (drawn >= keep_threshold(self.rate)) / np.float32(1 - self.rate)
+        return (drawn >= jnp.uint32(keep_threshold(self.rate))) / np.float32(keep_share(self.rate))
 
 
 def _grouped(a: Array, groups: int) -> Array:

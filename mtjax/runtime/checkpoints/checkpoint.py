@@ -27,6 +27,7 @@ from mtjax import config as configs
 from mtjax.config import Config
 from mtjax.config.model_identity import differences
 from mtjax.errors import UserError, first_line
+from mtjax.layout.dropout import DROPOUT_BITS
 from mtjax.layout.stages import PLAIN, LayerOrder, Orders, layer_orders, order_of
 from mtjax.runtime.checkpoints.arrays import array_handler, read_reordered
 from mtjax.runtime.checkpoints.barriers import SaveBarriers
@@ -237,7 +238,8 @@ class Checkpoints:
         state = self.folder / str(step) / "state"
         if not (state / "_METADATA").is_file():
             raise CorruptedCheckpoint("its state lacks _METADATA")
-        if saved != orders:
+        # `mtjax convert` writes arrays in folders of their own, without Orbax's list of them.
+        if saved != orders or not (state / "manifest.ocdbt").is_file():
             return State(**read_reordered(state, tree, saved, orders))
         placed = ocp.checkpoint_utils.construct_restore_args(tree)
         arguments = ocp.args.Composite(state=ocp.args.PyTreeRestore(tree, restore_args=placed))
@@ -259,6 +261,7 @@ class Checkpoints:
 def checkpoint_metadata(step: int, config: Config, consumed_samples: int, record: RunRecord | None) -> dict[str, Any]:
     """Builds a checkpoint's metadata, without fingerprints and checksum."""
     base = {"version": VERSION, "step": step, "consumed_samples": consumed_samples, "config": configs.to_dict(config)}
+    base |= {"dropout_bits": DROPOUT_BITS}
     return base | {"run": record.to_dict()} if record is not None else base
 
 

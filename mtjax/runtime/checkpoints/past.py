@@ -14,6 +14,7 @@ from mtjax import config as configs
 from mtjax.config import Config
 from mtjax.config.horizon import Horizon, horizon_of
 from mtjax.data import DataPosition, SampleOrder, train_samples
+from mtjax.layout.dropout import DROPOUT_BITS
 from mtjax.runtime.checkpoints.corruption import CorruptedCheckpoint, read_metadata, read_on_all_processes
 from mtjax.runtime.processes.coordination import all_gather_text
 from mtjax.storage import is_file, names_in, shown, url_of
@@ -57,12 +58,14 @@ class Past:
       consumed_samples: number of samples consumed by these steps.
       tables: the config with which it was saved, as tables.
       record: the record of the run; None in checkpoints of mtjax before November 2026.
+      dropout_bits: random bits that dropout drew per element.
     """
 
     step: int
     consumed_samples: int
     tables: Mapping[str, Mapping[str, Any]]
     record: RunRecord | None = None
+    dropout_bits: int = DROPOUT_BITS
 
     @classmethod
     def from_metadata(cls, step: int, metadata: Mapping[str, Any]) -> "Past":
@@ -75,7 +78,9 @@ class Past:
             record = RunRecord.from_dict(metadata["run"]) if "run" in metadata else None
         except (KeyError, TypeError, AttributeError) as e:
             raise CorruptedCheckpoint("its metadata has an incomplete record of the run") from e
-        return cls(step, metadata["consumed_samples"], metadata["config"], record)
+        # Before they were recorded, they were 32.
+        bits = metadata.get("dropout_bits", 32)
+        return cls(step, metadata["consumed_samples"], metadata["config"], record, bits)
 
     @cached_property
     def config(self) -> Config:

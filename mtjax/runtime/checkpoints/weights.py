@@ -87,7 +87,7 @@ class Weights:
             return converted or {}
         return parse_json_object(saved_ids.read_bytes(), saved_ids)
 
-    def open(self, name: str) -> ts.TensorStore:
+    def open(self, name: str, prefix: str = PREFIX) -> ts.TensorStore:
         """Opens a parameter, with its layers in the model's order, for reading by slices:
         `weights.open(name)[3].read().result()`.
 
@@ -95,7 +95,7 @@ class Weights:
           UserError: it is not there or can't be read.
         """
         try:
-            return open_array(self.folder / "state", f"{PREFIX}.{name}", order_of(name, self.orders))
+            return open_array(self.folder / "state", f"{prefix}.{name}", order_of(name, self.orders))
         except (ValueError, OSError) as e:
             raise UserError(f"{self.folder}: {name} can't be read: {first_line(e)}") from e
 

@@ -9,10 +9,6 @@ from typing import NamedTuple, Protocol
 from jax import Array
 from jaxtyping import Float, Int, UInt32
 
-# Finite, so that the difference of two masked scores is 0 and not NaN.
-NEVER = -1e30
-"""Score of a masked key, and log-sum of a row without keys: its exponential is 0."""
-
 
 class QueryBlock(NamedTuple):
     """Queries of some tokens, and in the backward pass the results of their entire rows of scores.
@@ -26,7 +22,8 @@ class QueryBlock(NamedTuple):
     segments: Int[Array, "batch seq"] | None = None
     """When given, tokens attend within their segment only."""
     first: Int[Array, "batch seq"] | None = None
-    """When given, each token attends only to the tokens from this position on: the start of its sliding window."""
+    """When given, each token attends only to the tokens from this position on: the start of its sliding window, which
+    ends as far behind the token unless attention is causal."""
     slopes: Float[Array, "batch seq heads"] | None = None
     """When given, of ALiBi's biases, float32: those of the heads, equal in all tokens."""
     mixed: Float[Array, "batch seq heads head_dim"] | None = None

@@ -27,8 +27,8 @@ from jaxtyping import Bool, Float, Int
 
 from mtjax.layout.plan import ExpertDispatch
 from mtjax.layout.rules import Axes
-from mtjax.sharding.axes import current_rules, explicit_axes, explicit_only, spec, varying_like
-from mtjax.sharding.context.zigzag import context_axes, sum_of_preceding_chunks
+from mtjax.sharding.axes import context_axes, current_rules, explicit_axes, explicit_only, spec, varying_like
+from mtjax.sharding.context.zigzag import sum_of_preceding_chunks
 from mtjax.sharding.experts.ragged_all_to_all import RaggedRouting, take_rows
 from mtjax.sharding.no_hoist import no_hoist
 

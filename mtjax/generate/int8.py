@@ -9,14 +9,19 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import PartitionSpec
 from jaxtyping import Float, Int
+
+from mtjax.models.project import letters_of
+from mtjax.sharding.stored_weight import StoredWeight
+from mtjax.sharding.vocab import VocabSpecs, local_rows, map_ranks
 
 LARGEST = 127
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Int8Matrix:
+class Int8Matrix(StoredWeight):
     """A matrix, as `values * scales`."""
 
     values: Int[Array, "..."]
@@ -24,15 +29,27 @@ class Int8Matrix:
     scales: Float[Array, "..."]
     """float32, in the shape of the output dimensions."""
 
-    def __getitem__(self, key: object) -> "Int8Matrix":
-        """Returns itself for `[...]`, by which `nnx.Variable` is read."""
-        assert key is Ellipsis
-        return self
-
     @property
     def ndim(self) -> int:
         """Dimensions of the matrix."""
         return self.values.ndim
+
+    def product(self, x: Float[Array, "..."], inputs: int, sharding: PartitionSpec) -> Float[Array, "..."]:
+        """See `StoredWeight.product`."""
+        row, inner, outer = letters_of(x.ndim - inputs, inputs, self.ndim - inputs)
+        dims = f"{row}{inner},{inner}{outer}->{row}{outer}"
+        return jnp.einsum(dims, x, self.values.astype(x.dtype), out_sharding=sharding)
+
+    def rows(self, specs: VocabSpecs, tokens: Int[Array, "batch seq"], dtype: jnp.dtype) -> Array:
+        """See `StoredWeight.rows`."""
+
+        def local(table_VH: Int8Matrix, tokens_BS: Array) -> Array:
+            row, owned = local_rows(specs, tokens_BS, len(table_VH.values))
+            vectors = table_VH.values[row] * table_VH.scales[row][..., None]
+            return specs.sum_into_residual(jnp.where(owned[..., None], vectors, 0).astype(dtype))
+
+        arguments = (Int8Matrix(specs.table, specs.bias), specs.tokens)  # pyright: ignore[reportArgumentType]
+        return map_ranks(local, arguments, specs.hidden)(self, tokens)
 
 
 def to_int8(matrix: Float[Array, "..."], inputs: Sequence[int]) -> Int8Matrix:

@@ -1,0 +1,1 @@
+"""What a program's GPU kernels do, read from their machine code."""

@@ -1,0 +1,215 @@
+"""The kernels of a step with what they will do, matched to the program's operations, and which of them are slow."""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from mtjax.analysis.hardware import Gpu
+from mtjax.errors import UserError
+from mtjax.inspect.causes import cause_of, executed
+from mtjax.inspect.compiled import CompiledStep
+from mtjax.inspect.hlo import Computation, Instruction
+from mtjax.inspect.kernels.dump import Dump, read
+from mtjax.inspect.kernels.kernel import COALESCED, Machine, machine_of
+from mtjax.inspect.kernels.rates import rates_of
+from mtjax.inspect.kernels.source import SourceLines
+from mtjax.inspect.kernels.tools import Assembled, assemble, find_tool
+from mtjax.inspect.phases import locate
+from mtjax.inspect.products import products_of
+from mtjax.inspect.roofline import Roofline
+from mtjax.inspect.targets import Target
+from mtjax.inspect.traffic import bytes_moved
+
+SLOW = 2.0
+"""How many times as long as its bytes a kernel's instructions may take."""
+ARCHITECTURES = {(8, 0): "sm_80", (9, 0): "sm_90a", (10, 0): "sm_100a"}
+"""Compute capability -> architecture for which XLA and ptxas compile."""
+SWAPS = "compare-and-swap"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A kernel and its executions in a step."""
+
+    machine: Machine
+    instructions: tuple[str, ...]
+    """Operations of the program that it executes."""
+    count: int
+    """Launches in a step."""
+    phase: str
+    cause: str
+    op_name: str
+    source: str
+    """The line of mtjax from which it comes; "" where XLA dropped it."""
+    bytes: int
+    """Read and written by a launch, as the program's operations say."""
+    by_bytes: float
+    """Seconds of a launch at the memory's speed."""
+    by_instructions: float
+    """Seconds of a launch by the longest of its other clocks."""
+    by_products: float
+    """Seconds of a launch's matmuls; 0 without any."""
+    least: float
+    """Seconds of any launch."""
+
+    @property
+    def seconds(self) -> float:
+        """Of all launches, by the longest clock."""
+        return self.count * max(self.by_bytes, self.by_instructions, self.by_products, self.least)
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether its instructions take `SLOW` times as long as its bytes, and longer than a launch."""
+        return not self.by_products and self.by_instructions > max(SLOW * self.by_bytes, self.least)
+
+    @property
+    def is_uncoalesced(self) -> bool:
+        """Whether it uses less than `COALESCED` of the sectors it touches, and moves enough for that to count."""
+        share = self.machine.coalesced
+        return share is not None and share < COALESCED and self.by_bytes > self.least
+
+    @property
+    def faults(self) -> dict[str, str]:
+        """What makes it slower than its bytes: in a word or two -> in a sentence."""
+        m, times = self.machine, self.by_instructions / max(self.by_bytes, 1e-12)
+        found = {
+            SWAPS: (
+                SWAPS in m.atomics,
+                "atomic adds to the same element wait for each other in a compare-and-swap loop",
+            ),
+            "spills": (m.spilled > 0, f"spills {m.spilled} bytes a thread for lack of registers"),
+            "uncoalesced": (self.is_uncoalesced, f"uses {m.coalesced or 0:.0%} of the memory sectors that it touches"),
+            "slow": (self.is_slow, f"takes {times:.1f} times as long as its bytes, by its instructions ({m.bound})"),
+        }
+        return {fault: sentence for fault, (holds, sentence) in found.items() if holds}
+
+
+@dataclass(frozen=True)
+class KernelReport:
+    """All kernels of a step that XLA wrote."""
+
+    rows: tuple[Row, ...]
+    """Those that take longest first."""
+    step: float
+    """Seconds of the step, by the longest clock of each kernel."""
+    without: float
+    """Seconds of the step by bytes and FLOPs alone."""
+    libraries: int
+    """Launches of kernels of cuBLAS and cuDNN in a step, whose code XLA doesn't have."""
+    own_products: int
+    """Matmul kernels that XLA wrote in Triton: on a GPU it measures several and takes the fastest, here it guesses."""
+
+    @property
+    def faulty(self) -> tuple[Row, ...]:
+        """Kernels with faults."""
+        return tuple(row for row in self.rows if row.faults)
+
+
+def check_kernels(target: Target) -> None:
+    """Checks that the kernels of a target's programs can be read, before seconds of compiling.
+
+    Raises:
+      UserError: it is not a GPU, its rates are not known, or CUDA's tools are missing.
+    """
+    if target.server is None:
+        raise UserError(f"--kernels needs a GPU program, and --target is {target.name}: add --target h100x8")
+    rates_of(target.server.gpu.compute_capability)
+    for tool in ("ptxas", "nvdisasm"):
+        find_tool(tool)
+
+
+def audit(step: CompiledStep, roofline: Roofline, folder: Path) -> KernelReport:
+    """Reads the kernels of a compiled step.
+
+    Args:
+      step: compiled with `DUMP_TO`.
+      roofline: of the step; from now on it knows the seconds that the kernels' instructions take.
+      folder: to which XLA wrote.
+
+    Raises:
+      UserError: CUDA's tools are missing, or XLA's files can't be read.
+    """
+    assert step.target.server is not None
+    gpu = step.target.server.gpu
+    dumped = read(folder, step.module.name)
+    assembled = assemble(dumped.files, ARCHITECTURES[gpu.compute_capability], folder)
+    reader = _Reader(roofline, dumped, assembled, SourceLines.of(step.text), gpu)
+    without = roofline.run().seconds
+    found: dict[str, list[_Site]] = {}
+    libraries = 0
+    for site in map(_Site._make, executed(roofline, roofline.module.entry, 1, in_loop=False)):
+        kernel = kernel_of(dumped, site.instruction)
+        if kernel in assembled:
+            found.setdefault(kernel, []).append(site)
+        elif site.instruction.opcode == "custom-call":
+            libraries += site.times
+    rows = [reader.row(name, sites) for name, sites in found.items()]
+    roofline.use({name: row.by_instructions for row in rows if not row.by_products for name in row.instructions})
+    return KernelReport(
+        rows=tuple(sorted(rows, key=lambda row: -row.seconds)),
+        step=roofline.run().seconds,
+        without=without,
+        libraries=libraries,
+        own_products=sum(row.by_products > 0 for row in rows),
+    )
+
+
+def kernel_of(dumped: Dump, instruction: Instruction) -> str:
+    """Returns the name of the kernel of an operation: as XLA says, or made from the operation's name."""
+    return dumped.of_instruction.get(instruction.name) or re.sub(r"\W", "_", instruction.name)
+
+
+class _Site(NamedTuple):
+    """Where a kernel is launched."""
+
+    computation: Computation
+    instruction: Instruction
+    times: int
+    in_loop: bool
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Everything that a kernel's row is made from."""
+
+    roofline: Roofline
+    dumped: Dump
+    assembled: Mapping[str, Assembled]
+    lines: SourceLines
+    gpu: Gpu
+
+    def row(self, name: str, sites: list[_Site]) -> Row:
+        """Returns a kernel's row; phase, cause and source are those of its first operation."""
+        roofline, (computation, instruction, _, in_loop) = self.roofline, sites[0]
+        phase, op_name, _ = locate(computation, instruction)
+        moved = bytes_moved(roofline.module, computation, instruction)
+        products = products_of(roofline.module, computation, instruction)
+        by_bytes, constants = roofline.machines[2].passes(moved), roofline.machines[2].constants
+        source = (self.lines.line_of(attributes) for attributes in _attributes(roofline, instruction))
+        launch = self.dumped.launches[name]
+        machine = machine_of(self.dumped.ptx[name], self.assembled[name], launch, self.gpu, is_matmul=bool(products))
+        return Row(
+            machine=machine,
+            instructions=tuple(dict.fromkeys(site.instruction.name for site in sites)),
+            count=sum(site.times for site in sites),
+            phase=phase,
+            cause=cause_of(roofline.module, instruction, phase, in_loop, is_small=by_bytes < roofline.launch),
+            op_name=op_name,
+            source=next((line for line in source if line), ""),
+            bytes=moved,
+            by_bytes=by_bytes,
+            # As of matmuls and of memory: the share of speed that a training run has of kernels alone.
+            by_instructions=machine.longest / constants.training,
+            by_products=sum(roofline.product_seconds(product) for product in products),
+            least=roofline.launch,
+        )
+
+
+def _attributes(roofline: Roofline, instruction: Instruction) -> Iterator[str]:
+    """Yields the attributes of an operation, and of those that it fuses, results first."""
+    yield instruction.attributes
+    for callee in roofline.module.callees(instruction):
+        yield callee.root.attributes
+        yield from (inner.attributes for inner in reversed(callee.instructions))
