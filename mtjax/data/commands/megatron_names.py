@@ -1,6 +1,6 @@
 """The arguments of Megatron-LM's tools/preprocess_data.py as those of `mtjax data preprocess`.
 
-`--input`, `--json-keys`, `--output-prefix`, `--append-eod`, `--split-sentences` and `--workers` are options themselves.
+`--input`, `--json-keys`, `--append-eod`, `--split-sentences` and `--workers` are options themselves.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,6 +44,9 @@ def with_own_names(argv: Sequence[str]) -> tuple[list[str], str | None]:
         name = option.replace("_", "-")
         if name in NO_EQUAL:
             raise UserError(f"{option} is Megatron-LM's: {NO_EQUAL[name]}")
+        if name == "--output-prefix":
+            rest.append(f"--output{equals}{value}")
+            continue
         if name not in (*TOKENIZER, "--lang"):
             rest.append(word)
             continue
