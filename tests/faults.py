@@ -35,6 +35,28 @@ class Fault:
 
 
 FAULTS = (
+    # --- unrolled layers
+    Fault(
+        "the gradients that are computed with the loss ignore the gradient of the sum",
+        "lambda gradient: (gradient * of_sum).astype(gradient.dtype)",
+        "lambda gradient: gradient",
+        "sharding",
+        "test_gradients_with_the_loss_are_those_of_float64",
+    ),
+    Fault(
+        "unrolled ZeRO-3: the gradients of query, key and value are reduced in another order",
+        "how.reduction) for part in parts]",
+        "how.reduction) for part in parts[::-1]]",
+        "models",
+        "test_numbers_are_those_of_the_loop",
+    ),
+    Fault(
+        "unrolled layers: RMSNorm's gradient leaves out that of the mean square",
+        "d_x = (d_x - normal * (d_x * normal).mean(-1, keepdims=True)) * rate",
+        "d_x = d_x * rate",
+        "models",
+        "test_numbers_are_those_of_the_loop",
+    ),
     # --- parts of a corpus
     Fault(
         "preprocess --part: a line that begins exactly at the border of two parts is in neither",
@@ -724,6 +746,48 @@ FAULTS = (
         'return np.pad(array, [(0, rows - n if i == at else 0) for i, n in enumerate(array.shape)], "edge")',
         "convert",
         "test_the_vocabulary_is_padded_with_zeros",
+    ),
+    Fault(
+        "convert: tensors in the optimizer's buffers begin at multiples of 32",
+        'ALIGNMENT = 64\n"""Tensors begin',
+        'ALIGNMENT = 32\n"""Tensors begin',
+        "convert",
+        "test_both_layouts_are_the_same_state",
+    ),
+    Fault(
+        "convert: Adam's two moments are exchanged",
+        '{"exp_avg": "mu", "exp_avg_sq": "nu"}',
+        '{"exp_avg": "nu", "exp_avg_sq": "mu"}',
+        "convert",
+        "test_the_state_is_what_was_saved",
+    ),
+    Fault(
+        "convert: float32 weights of another save are taken",
+        "if not np.array_equal(full.astype(rounded.dtype), rounded):",
+        "if full.shape != rounded.shape:",
+        "convert",
+        "test_a_state_of_something_else_is_refused",
+    ),
+    Fault(
+        "convert: the parts of a flattened state are put one after the other",
+        "for axis in range(len(grid)) for half in range(2)]",
+        "for half in range(2) for axis in range(len(grid))]",
+        "convert",
+        "test_parts_that_are_flattened_are_put_together",
+    ),
+    Fault(
+        "convert: the schedule has Adam's count",
+        "counters.updates if is_adam else counters.schedule",
+        "counters.updates",
+        "convert",
+        "test_steps_that_megatron_skipped_do_not_count",
+    ),
+    Fault(
+        "convert: torchtitan's queries and keys keep the order of their rows",
+        'down="w2",\n        interleaved=True,',
+        'down="w2",\n        interleaved=False,',
+        "convert",
+        "test_torchtitan_s_llama_is_the_same_weights",
     ),
     Fault(
         "convert: Megatron's experts are dealt to their ranks in turn",

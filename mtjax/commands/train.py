@@ -35,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _train(command: Command[Options], times: StartTimer) -> int:
+    from mtjax.convert.initial_weights import open_foreign
     from mtjax.generate.training_sample import continue_text  # takes seconds to import: only for valid options
     from mtjax.train.loop import train
     from mtjax.train.objective import Pretraining
@@ -48,7 +49,14 @@ def _train(command: Command[Options], times: StartTimer) -> int:
     from mtjax.evaluate.during_training import evaluations_of
 
     joined = {"show": show, "choose_mesh": choose_mesh, "evaluations": evaluations_of(command.config)}
-    train(command.config, command.name, command.options, objective=Pretraining(continue_text), times=times, **joined)
+    train(
+        command.config,
+        command.name,
+        command.options,
+        objective=Pretraining(continue_text, open_foreign),
+        times=times,
+        **joined,
+    )
     return 0
 
 

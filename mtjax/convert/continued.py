@@ -13,7 +13,8 @@ from mtjax.convert.from_megatron.checkpoint import from_arguments
 from mtjax.convert.from_megatron.report import config_of, report
 from mtjax.convert.from_megatron.translate import translate
 from mtjax.convert.megatron import MegatronSource
-from mtjax.convert.megatron_optimizer import MOMENTS, WEIGHTS, Progress, open_optimizer
+from mtjax.convert.megatron_optimizer import MOMENTS, WEIGHTS, open_optimizer
+from mtjax.convert.megatron_progress import Progress
 from mtjax.convert.named import NamedWeights, Shards
 from mtjax.convert.parameters import Parameter
 from mtjax.convert.run_folder import Counters, RunSink
@@ -172,6 +173,8 @@ def _check_group(group: Mapping[str, Any], run: Config, folder: str) -> None:
     for name, value in saved.items():
         if value not in (None, ()) and value != wanted[name]:
             raise UserError(f"{folder}: {name} of Adam is {value} in the optimizer's state, and {wanted[name]} in args")
+    if group.get("decoupled_weight_decay", group.get("adam_w_mode")) in (False, 0):
+        raise UserError(f"{folder} has weight decay in Adam's gradients (L2), and mtjax's is decoupled (AdamW)")
     if group.get("lr_mult", 1.0) != 1.0 or group.get("is_decoupled_lr"):
         raise UserError(f"{folder} has parameters with a learning rate of their own, which mtjax has not")
 

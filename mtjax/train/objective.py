@@ -2,7 +2,7 @@
 
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -208,6 +208,22 @@ class SavedWeights:
         return restore_weights(self.weights, program.restore_target, program.layer_orders)
 
 
+class Foreign(InitialWeights, Protocol):
+    """Weights of another format."""
+
+    @property
+    def tokenizer(self) -> str | None:
+        """The tokenizer next to them, as `--tokenizer` names it."""
+        ...
+
+    @property
+    def files(self) -> Mapping[str, bytes]:
+        """The files beside them that the run's folder keeps, by name."""
+        ...
+
+
+OpenForeign = Callable[[str], Foreign | None]
+"""Opens what `--init-from` names; None for a folder of mtjax."""
 ContinueText = Callable[[ShardedModel, Tree, Tokenizer, str], str]
 """Generates a continuation of a prompt from the parameters as they are stored; returns prompt and continuation."""
 
@@ -223,6 +239,8 @@ class Pretraining:
 
     continue_text: ContinueText | None = None
     """Generates the sample; None shows none."""
+    open_foreign: OpenForeign | None = None
+    """Opens weights of other formats; None reads only mtjax's."""
 
     command = "mtjax train"
 
@@ -245,7 +263,13 @@ class Pretraining:
                 f"mtjax train has no distillation (teacher {config.finetuning.teacher}): use mtjax finetune"
             )
         init_from = config.training.init_from
+        if foreign := self._foreign(config):
+            return foreign
         return SavedWeights(find_weights(init_from)) if init_from else None
+
+    def _foreign(self, config: Config) -> "Foreign | None":
+        init_from = config.training.init_from
+        return self.open_foreign(str(init_from)) if self.open_foreign and init_from else None
 
     def load_data(
         self, config: Config, folder: Path, past: Past | None = None, allowed: Collection[str] = ()
@@ -257,8 +281,13 @@ class Pretraining:
             than the tokenizer's.
         """
         init_from = config.training.init_from
-        weights = find_weights(init_from) if init_from else None
+        foreign = self._foreign(config)
+        weights = find_weights(init_from) if init_from and foreign is None else None
+        if foreign is not None and config.data.tokenizer is None and foreign.tokenizer is not None:
+            config = configs.replace(config, tokenizer=foreign.tokenizer)
         found = find_tokenizer(config, folder if config.output.resume else None, weights)
+        if foreign is not None and not found.is_saved:
+            found = replace(found, files={**foreign.files, **found.files})
         say_notes(found.notes)
         tokenizer = found.tokenizer
         config = resolve(config, tokenizer, folder, past)

@@ -19,14 +19,19 @@ import pytest
 from mtjax import config as configs
 from mtjax.commands.convert import main
 from mtjax.commands.from_megatron import main as from_megatron
+from mtjax.convert.initial_weights import open_foreign
 from mtjax.convert.megatron_buffers import bucket_sizes, placed
 from mtjax.convert.torch_dist_files import Archive, DistributedCheckpoint
 from mtjax.convert.torch_dist_pickle import Record
 from mtjax.convert.torch_dist_writer import DistributedWriter, write_archive
 from mtjax.errors import UserError
 from mtjax.runtime.checkpoints.arrays import open_array
+from mtjax.runtime.checkpoints.checkpoint import fingerprints
 from mtjax.runtime.checkpoints.weights import find_weights
+from mtjax.train.objective import Pretraining
+from mtjax.train.step import make_train_step
 from tests.convert.test_torch_dist import Evil, cut
+from tests.tiny import mesh_of
 
 STORED = Path(__file__).with_name("resumed.zip")
 ITERATION = "iter_0000010"
@@ -80,6 +85,15 @@ def test_the_state_is_what_was_saved(stored: Path, run: Path) -> None:
     assert list(counts.values()) == [10, 10]
     metadata = json.loads((run / "checkpoints/10/page/metadata").read_text())
     assert (metadata["step"], metadata["consumed_samples"]) == (10, 40)
+
+
+def test_steps_that_megatron_skipped_do_not_count(stored: Path, tmp_path: Path) -> None:
+    """Adam has its own count; rates and weight decay follow the samples that Megatron's schedule has seen."""
+    shutil.copytree(stored / FULL, tmp_path / "saved")
+    edited(tmp_path / "saved", lambda state: state["opt_param_scheduler"].update(num_steps=32))
+    assert convert(tmp_path / "saved", tmp_path / "run") == 0
+    state, names = tmp_path / "run/checkpoints/10/state", arrays_of(tmp_path / "run")
+    assert [open_array(state, name).read().result().item() for name in names if "count" in name] == [10, 8]
 
 
 def test_the_config_is_that_of_the_run(run: Path) -> None:
@@ -148,6 +162,28 @@ def test_parts_that_are_flattened_are_put_together(stored: Path, run: Path, tmp_
     assert arrays_of(tmp_path / "run") == arrays_of(run)
 
 
+def test_layers_with_keys_of_their_own_and_the_state_among_the_chunks(stored: Path, run: Path, tmp_path: Path) -> None:
+    """As megatron-core saves layers that differ, and as its version 0.19 saves what is not a tensor."""
+    old = DistributedCheckpoint(stored / FULL / ITERATION)
+    folder = tmp_path / "saved" / ITERATION
+    writer = DistributedWriter(folder)
+    for key in old.keys:
+        whole = old.tensor(key).read()
+        if "decoder.layers." not in key:
+            writer.chunk(key, whole.shape, (0,) * whole.ndim, whole)
+            continue
+        for layer, part in enumerate(whole):
+            name = key.replace("decoder.layers.", f"decoder.layers.{layer}.")
+            writer.chunk(name, part.shape, (0,) * part.ndim, part)
+    state = Archive(stored / FULL / ITERATION / "common.pt").state()
+    args = {name: value for name, value in plain(vars(state["args"])).items() if name != "params_dtype"}
+    writer.object("common_state/shard_0_1", [plain(state) | {"args": argparse.Namespace(**args)}])
+    writer.close()
+    shutil.copy(stored / FULL / ITERATION / "metadata.json", folder)
+    assert convert(folder, tmp_path / "run") == 0
+    assert arrays_of(tmp_path / "run") == arrays_of(run)
+
+
 def test_a_run_goes_back_and_comes_again_to_the_bit(run: Path, tmp_path: Path) -> None:
     back = ["--from", f"mtjax:{run}", "--to", f"megatron:{tmp_path / 'back'}", "--ckpt-format", "torch_dist"]
     assert main([*back, "--with-optimizer"]) == 0
@@ -199,6 +235,16 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], Any], str]] = {
         FULL,
         lambda f: edited(f, lambda s: [g.update(eps=1e-6) for g in s["optimizer"]["optimizer"]["param_groups"]]),
         "eps of Adam is 1e-06 in the optimizer's state, and 1e-08 in args",
+    ),
+    "L2 instead of weight decay": (
+        FULL,
+        lambda f: edited(f, lambda s: group_of(s).update(decoupled_weight_decay=False)),
+        "has weight decay in Adam's gradients (L2), and mtjax's is decoupled (AdamW)",
+    ),
+    "a rate of its own": (
+        FULL,
+        lambda f: edited(f, lambda s: group_of(s).update(lr_mult=0.1)),
+        "has parameters with a learning rate of their own, which mtjax has not",
     ),
     "a schedule between batches": (
         FULL,
@@ -359,6 +405,25 @@ def test_the_arguments_of_a_checkpoint_are_translated(
     assert "fp8" not in said
     assert "muon" not in said
     assert "other arguments of the checkpoint follow from these, or are not known to mtjax" in said
+
+
+def test_a_run_starts_from_a_checkpoint_of_megatron(stored: Path, run: Path, tmp_path: Path) -> None:
+    """`mtjax train --init-from megatron:DIR`, with another padding of the vocabulary than a conversion has."""
+    assert main(["--from", str(stored / BUCKETS), "--to", f"mtjax:{tmp_path / 'ours'}", "--vocab-multiple", "64"]) == 0
+    config = configs.load(str(run / "config.toml"))
+    given = {"vocab_multiple": 64, "mesh": "1x2", "init_from": Path(f"megatron:{stored / BUCKETS}")}
+    config = configs.replace(config, **given)
+    program = make_train_step(config, mesh_of("1x2"))
+    weights = Pretraining(open_foreign=open_foreign).initial_weights(config)
+    assert weights is not None
+    weights.check(program)
+    state = program.initialize(0, weights.read(program))
+    saved = arrays_of(tmp_path / "ours")
+    assert {name: number for name, number in fingerprints(state).items() if name in saved} == saved
+    other = make_train_step(configs.replace(config, mlp_size=16), mesh_of("1x2"))
+    with pytest.raises(UserError, match="are of another model; use its settings:\n  mlp_size is 12 there and 16 here"):
+        weights.check(other)
+    assert open_foreign(str(tmp_path / "ours")) is None
 
 
 def test_what_holds_no_arguments_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -39,6 +39,7 @@ def from_checkpoint(folder: Path) -> GivenArguments:
         given.values.pop(dest, None)
     unknown = len(set(found.arguments) - {row.dest for row in TABLE})
     given.notes.append(f"{unknown} other arguments of the checkpoint follow from these, or are not known to mtjax")
+    given.notes.append(f"to start from its weights: mtjax train --init-from megatron:{folder}, with this config")
     given.notes.append(
         f"to go on where it stopped: mtjax convert --from megatron:{folder} --to mtjax:DIR --with-optimizer"
     )
