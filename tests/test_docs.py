@@ -1,5 +1,6 @@
 """Documentation that is written from the code is what the code says now."""
 
+import json
 import re
 import subprocess
 import sys
@@ -27,3 +28,11 @@ def test_the_tests_that_the_compatibility_page_names_exist():
     text = (ROOT / "docs/reference/compatibility.md").read_text()
     named = re.findall(r"`(tests/\S+\.py)`", text)
     assert len(named) > 20 and all((ROOT / path).exists() for path in named)
+
+
+def test_the_tests_that_the_page_on_the_same_numbers_counts_exist():
+    noted = json.loads((ROOT / "docs/same_numbers.json").read_text())["tests"]
+    functions = {name.partition("[")[0] for name in noted}
+    assert len(functions) > 4
+    for path, _, function in (name.partition("::") for name in functions):
+        assert f"def {function}(" in (ROOT / path).read_text(), function
