@@ -45,8 +45,9 @@ random, so that ranks have different numbers of them, and one with tokens in the
 so that every other rank has none.
 
 **yes**: in `make test` ({suite} tests); long: in `make test-all` ({long} tests); product: in `make test-layouts`
-({exhaustive} tests); empty: not compared in this way. [What can be combined](compatibility.md) has the pairs that are
-refused. A mesh often divides in several ways at once, and counts in each of its columns.
+({exhaustive} tests); empty: not compared in this way by the tests that were run for this page. [What can be
+combined](compatibility.md) has the pairs that are refused. A mesh often divides in several ways at once, and counts
+in each of its columns.
 
 | | {heads} |
 |---|{rule}|

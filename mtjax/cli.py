@@ -331,6 +331,9 @@ def _one_sentence(box: str, argv: Sequence[str] = (), known: Collection[str] = (
         return f"{match[1]} needs a value"
     if output.startswith("Missing from"):
         names = [line.split()[0] for line in lines[1:rule] if re.match(r"--\w|[A-Z]+$", line)]
+        names = [
+            name for name in names if not name.startswith("--") or not known or name in known
+        ]  # others are of help
         return f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} missing"
     return shortened(output.rstrip(". "), 400)
 

@@ -35,6 +35,71 @@ class Fault:
 
 
 FAULTS = (
+    # --- unrolled layers
+    Fault(
+        "the gradients that are computed with the loss ignore the gradient of the sum",
+        "lambda gradient: (gradient * of_sum).astype(gradient.dtype)",
+        "lambda gradient: gradient",
+        "sharding",
+        "test_gradients_with_the_loss_are_those_of_float64",
+    ),
+    Fault(
+        "unrolled ZeRO-3: the gradients of query, key and value are reduced in another order",
+        "how.reduction) for part in parts]",
+        "how.reduction) for part in parts[::-1]]",
+        "models",
+        "test_numbers_are_those_of_the_loop",
+    ),
+    Fault(
+        "unrolled layers: RMSNorm's gradient leaves out that of the mean square",
+        "d_x = (d_x - normal * (d_x * normal).mean(-1, keepdims=True)) * rate",
+        "d_x = d_x * rate",
+        "models",
+        "test_numbers_are_those_of_the_loop",
+    ),
+    # --- multi-token prediction, and caches of windows
+    Fault(
+        "train: a loss of multi-token prediction counts tokens of the next document",
+        "weights = jnp.where(ahead(segments, number) == segments, weights, 0)",
+        "pass",
+        "models",
+        "test_a_prediction_counts_where_its_token_does_and_in_its_document",
+    ),
+    Fault(
+        "train: the mask of multi-token prediction is not shifted",
+        'weights = ahead(batch["loss_mask"], number)',
+        'weights = batch["loss_mask"]',
+        "models",
+        "test_a_prediction_counts_where_its_token_does_and_in_its_document",
+    ),
+    Fault(
+        "train: a loss of multi-token prediction is a mean of its samples' means",
+        "weights / jnp.maximum(weights.sum(), 1)",
+        "weights / jnp.maximum(weights.sum(1, keepdims=True), 1) / len(weights)",
+        "models",
+        "test_a_prediction_counts_where_its_token_does_and_in_its_document",
+    ),
+    Fault(
+        "generate: a prompt's padding takes the places of tokens in a window's cache",
+        "is_kept = (offsets < count) & (offsets >= count - slots)",
+        "is_kept = offsets >= len(offsets) - slots",
+        "models",
+        "test_chunks_and_single_tokens_attend_as_the_whole_text_does",
+    ),
+    Fault(
+        "generate: a prompt's first tokens read a window's cache that its last ones wrote",
+        "before = lax.dynamic_index_in_dim(old, sequence, keepdims=True)",
+        "before = lax.dynamic_index_in_dim(written[-1], sequence, keepdims=True)",
+        "models",
+        "test_chunks_and_single_tokens_attend_as_the_whole_text_does",
+    ),
+    Fault(
+        "generate: a prefix is reused whose last tokens a window's cache no longer has",
+        "return written <= self.slots + max(0, shared - self.window + 1)",
+        "return True",
+        "generate",
+        "test_a_prefix_is_reused_as_long_as_windows_have_its_end",
+    ),
     # --- parts of a corpus
     Fault(
         "preprocess --part: a line that begins exactly at the border of two parts is in neither",

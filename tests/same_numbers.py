@@ -63,7 +63,8 @@ MESHES: Mapping[str, Callable[[Config, Mapping[str, int]], Any]] = {
     "experts, all-gather": lambda c, m: m["expert"] > 1 and c.parallel.expert_dispatch == "all-gather",
     "experts, all-to-all": lambda c, m: m["expert"] > 1 and c.parallel.expert_dispatch == "all-to-all",
 }
-LOSSES = ("loss", "masked_lm", "sentence_order", HARD, SOFT, ROUTER_AUX_LOSS, Z_LOSS, LOAD, LOST, "tokens", "grad_norm")
+LOSSES = ("loss", "masked_lm", "sentence_order", HARD, SOFT, ROUTER_AUX_LOSS, Z_LOSS, LOAD, LOST, "tokens")
+LOSSES += ("grad_norm", "learning_rate")
 BATCHES = ("uneven", "one sample alone")
 """Batches that are compared: with tokens at random, so that ranks have different numbers of them; and with tokens in
 the second half of the last sample alone, so that all other ranks have none."""
@@ -159,7 +160,7 @@ def assert_same(program: TrainStep, one: TrainStep) -> None:
                 if moment is None:  # frozen
                     assert not value.any() and not found[name].any(), label
                     continue
-                tolerance = tolerance + _of_adam(one.config, value, moment, known)
+                tolerance = tolerance + _of_adam(one.config, moment, known)
                 # The update is the difference of two parameters in float32.
                 tolerance = tolerance + ROUNDING * np.abs(known[f"{INITIAL}{name.removeprefix(UPDATE)}"])
             wrong = ~(np.abs(found[name] - value) <= tolerance)  # a NaN is wrong, too
@@ -168,25 +169,25 @@ def assert_same(program: TrainStep, one: TrainStep) -> None:
 
 
 def _scale(name: str, known: Mapping[str, np.ndarray]) -> float:
-    """What a difference is relative to: the largest element; of a gradient at least a thousandth of the largest of all
-    parameters, because some cancel to rounding noise, such as that of a key's bias."""
+    """What a difference is relative to: the largest element; of a gradient at least what rounding in float32 leaves of
+    terms as large as all gradients together, because some cancel to that, such as those of a key's bias."""
     largest = float(np.abs(known[name]).max())
     if not name.startswith(GRADIENT):
         return largest
-    return max(largest, 1e-3 * _largest_gradient(known))
+    return max(largest, ROUNDING / TOLERANCE * _norm(known))
 
 
-def _of_adam(config: Config, update: np.ndarray, moment: np.ndarray, known: Mapping[str, np.ndarray]) -> np.ndarray:
+def _of_adam(config: Config, moment: np.ndarray, known: Mapping[str, np.ndarray]) -> np.ndarray:
     """How much a gradient's tolerated difference may change its first update, lr g / (|g| + epsilon): Adam divides
     rounding noise by its own size, so an element that is noise may be updated either way."""
     gradient, epsilon = np.abs(moment) / (1 - config.optimizer.beta1), config.optimizer.epsilon
-    noise = TOLERANCE * max(gradient.max(), 1e-3 * _largest_gradient(known) / (1 - config.optimizer.beta1))
+    noise = TOLERANCE * gradient.max() + ROUNDING * _norm(known) / (1 - config.optimizer.beta1)
     slope = epsilon / (np.maximum(gradient - noise, 0) + epsilon) ** 2
-    return np.abs(update).max() * np.where(gradient <= noise, 2.0, np.minimum(noise * slope, 2.0))
+    return known["learning_rate"] * np.where(gradient <= noise, 2.0, np.minimum(noise * slope, 2.0))
 
 
-def _largest_gradient(known: Mapping[str, np.ndarray]) -> float:
-    return max(float(np.abs(array).max()) for name, array in known.items() if name.startswith(GRADIENT))
+def _norm(known: Mapping[str, np.ndarray]) -> float:
+    return float(np.sqrt(sum(np.square(array).sum() for name, array in known.items() if name.startswith(GRADIENT))))
 
 
 def features_of(program: TrainStep) -> dict[str, list[str]]:

@@ -1,5 +1,6 @@
 """Documentation that is written from the code is what the code says now."""
 
+import json
 import re
 import subprocess
 import sys
@@ -39,3 +40,11 @@ def test_the_files_and_functions_that_the_architecture_page_names_exist():
     where = text[text.index("### Where is ...?") : text.index("## Packages")]
     names = re.findall(r"`([a-z_]+)`(?: makes| decides| \()", where)
     assert len(names) >= 10 and [name for name in names if not re.search(rf"\b{name}\b", code)] == []
+
+
+def test_the_tests_that_the_page_on_the_same_numbers_counts_exist():
+    noted = json.loads((ROOT / "docs/same_numbers.json").read_text())["tests"]
+    functions = {name.partition("[")[0] for name in noted}
+    assert len(functions) > 4
+    for path, _, function in (name.partition("::") for name in functions):
+        assert f"def {function}(" in (ROOT / path).read_text(), function

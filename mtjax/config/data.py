@@ -12,8 +12,8 @@ class Data:
 
     data: str | None = None
     """Text (JSON lines, plain text, CSV, Parquet and Arrow files, also compressed; globs and folders), a Megatron
-    dataset PREFIX of .bin and .idx files, or a weighted blend such as '0.3 A 0.7 B' (Megatron's --data-path); when not
-    given, the documentation of Python."""
+    dataset PREFIX of .bin and .idx files, or a weighted blend such as '0.3 A 0.7 B' (Megatron's --data-path), also in
+    several --data; when not given, the documentation of Python."""
     train_data: str | None = None
     """Training data only, in the format of --data but not divided by --split (Megatron's --train-data-path). Use it
     with --valid-data and --test-data."""

@@ -334,6 +334,12 @@ def _unrolled_problems(model: Model, plan: Plan) -> Iterator[str]:
             "unroll_layers needs recompute none or selective, and recompute is full: without a loop XLA would "
             "recompute several layers at the same time, each in separate memory; remove one of the two"
         )
+    if plan.recompute == "selective" and plan.keeps_scores:
+        yield (
+            "unroll_layers with recompute selective needs attention that holds no scores of all queries, and here "
+            "XLA's kernel does, whose scores XLA would recompute for several layers at the same time: use --attention "
+            "blocks, a setting that allows cuDNN's kernel, or recompute none"
+        )
     if len(stacks_of(model)) > 1:
         yield f"unroll_layers needs a family with one stack of layers, and {model.family} has two: remove it"
 

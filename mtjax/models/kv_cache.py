@@ -106,8 +106,8 @@ class WindowKVCache:
     ) -> "WindowKVCache":
         """Builds a cache for `length` tokens of each of `sequences`; each rank has the KV heads of its query heads."""
         shape = (sequences, groups, min(window, length), head_dim)
-        zeros = (jnp.zeros(shape, dtype, out_sharding=spec(*CACHE)) for _ in range(2))
-        return cls(*zeros, length, window)
+        keys, values = (jnp.zeros(shape, dtype, out_sharding=spec(*CACHE)) for _ in range(2))
+        return cls(keys, values, length, window)
 
     @property
     def slots(self) -> int:
@@ -173,7 +173,7 @@ class WindowKVCache:
             before = lax.dynamic_index_in_dim(old, sequence, keepdims=True)
             read.append(jnp.concatenate([before, new.transpose(0, 2, 1, 3)], axis=2))
         held = jnp.concatenate([_held(positions[:, :1] - 1, slots), positions], axis=1)
-        return WindowKVCache(*written, self.length, self.window), *read, held
+        return WindowKVCache(written[0], written[1], self.length, self.window), read[0], read[1], held
 
 
 @jax.tree_util.register_dataclass

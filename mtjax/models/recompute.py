@@ -116,7 +116,7 @@ def scan_layers(
     loops = _loops(count, recompute)
     if (unstacked := unstacked_layers(layers)) is not None:
         ((saving, _),) = loops
-        with unrolled_layers():
+        with unrolled_layers(unstacked):
             return _run_unrolled(saving(run), x, unstacked, numbers, states)
     layers, sums = split_accumulators(layers)
     prevents_prefetch = first is not None or states is not None or recompute.offload

@@ -25,16 +25,20 @@ Tree = Any
 T = TypeVar("T")
 
 _is_unrolled: ContextVar[bool] = ContextVar("layers are unrolled", default=False)
+_in_parts: ContextVar[bool] = ContextVar("parameters of fused products are gathered in parts", default=False)
 
 
 @contextmanager
-def unrolled_layers() -> Iterator[None]:
-    """Marks that layers without a loop are traced: see `is_unrolled`."""
-    token = _is_unrolled.set(True)
+def unrolled_layers(layers: Tree) -> Iterator[None]:
+    """Marks that layers without a loop, with these parameters, are traced: see `is_unrolled` and `computes_apart`."""
+    leaves = jax.tree.leaves(layers, is_leaf=lambda leaf: isinstance(leaf, GatherOnUse))
+    in_parts = any(isinstance(leaf, GatherOnUse) and leaf.parts is not None for leaf in leaves)
+    tokens = _is_unrolled.set(True), _in_parts.set(in_parts)
     try:
         yield
     finally:
-        _is_unrolled.reset(token)
+        _is_unrolled.reset(tokens[0])
+        _in_parts.reset(tokens[1])
 
 
 def is_unrolled() -> bool:
@@ -47,14 +51,18 @@ def is_unrolled() -> bool:
 
 
 def computes_apart(outputs: Sequence[str | None]) -> bool:
-    """Returns whether an unrolled layer computes query, key and value, or gate and up, in a product each.
-
-    One product's result would be taken apart, and its gradients concatenated. With tensor parallelism it stays one, so
-    that the gradient of its input is reduced once.
+    """Returns whether an unrolled layer computes query, key and value, or gate and up, in a product each: with ZeRO-3,
+    which gathers a matrix for each. One product's result would be taken apart, and its gradients concatenated.
 
     Args:
       outputs: logical names of the fused product's output dimensions.
     """
+    return _in_parts.get() and can_be_apart(outputs)
+
+
+def can_be_apart(outputs: Sequence[str | None]) -> bool:
+    """Returns whether a fused product may be several: not with tensor parallelism, which reduces the gradient of its
+    input once; `outputs` are those of `computes_apart`."""
     is_fused = len(outputs) > 1 and outputs[0] in PARTS and outputs[1] is not None
     return is_fused and num_shards(outputs[1]) == 1 and not sequence_is_sharded()  # pyright: ignore[reportArgumentType]
 
@@ -84,7 +92,7 @@ def unstack(record: ParamSpec, stack: Any, dtype: str) -> LayerList:
             # ZeRO-1 and 2: gathered here, once per step. ZeRO-3's are gathered by each pass of a layer.
             return materialize(layer)  # pyright: ignore[reportReturnType]
         if isinstance(layer, GatherOnUse):
-            return _for_unrolled(layer)
+            return _for_unrolled(layer) if record.is_matrix else layer
         return layer.astype(dtype) if record.is_matrix else layer
 
     def layer(i: int) -> Any:
@@ -107,10 +115,9 @@ def unstack(record: ParamSpec, stack: Any, dtype: str) -> LayerList:
 
 def _for_unrolled(layer: GatherOnUse) -> GatherOnUse:
     """Returns a layer's parameter of ZeRO-3 as unrolled layers gather it: cast once per step, and part by part."""
-    if layer.gather_dtype == layer.dtype == "float32":
-        return layer
     parts = next((i for i, name in enumerate(layer.names) if name in PARTS), None)
-    parts = parts if parts is not None and computes_apart(layer.names[parts:]) else None
+    if parts is not None and (parts == layer.reduction.dim or not can_be_apart(layer.names[parts:])):
+        parts = None
     # Its gradient is computed in the type in which it is sent; XLA casts nothing where products read it.
     dtype = "float32" if layer.reduction.comm_dtype == "float32" else layer.dtype
     # The master copy stays out of the layer, or all of its slices would be alive from the forward to the backward pass.

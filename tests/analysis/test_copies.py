@@ -77,22 +77,23 @@ def test_layers_without_a_loop_have_no_stacks():
 def test_zero_copies_parts():
     """Of two ranks. Stage 1 adds up whole gradients, stages 2 and 3 parts, which leave at once. Stages 1 and 2 gather
     matrices in two bytes, once, into stacks, out of which each pass copies them.
-
-    The bias of the MLP's first product, 4 H, has no dimension but the one that `model` splits, so ZeRO leaves it whole.
     """
     plan = changed(mesh=parse_mesh("2x1"), global_batch_size=16)
-    turns, split, whole = 4 * LAYERS, MATRICES + (VECTORS - 4) * H, 4 * H
+    turns, split = 4 * LAYERS, MATRICES + VECTORS * H
     none, first, second, third = (by_kind(dataclasses.replace(plan, zero=zero)) for zero in range(4))
     assert none == by_kind(PLAN)
-    gathered = LAYERS * ((6 / 2 + 4) * MATRICES + 8 * (VECTORS - 4) * H)
+    gathered = LAYERS * ((6 / 2 + 4) * MATRICES + 8 * VECTORS * H)
     stacked = {theory.ZEROS: none[theory.ZEROS] + LAYERS * 2 * MATRICES, theory.CASTS: turns * 2 * 4 * MATRICES}
     assert first == none | stacked | {theory.SHARDS: gathered + LAYERS * 16 * split}
-    assert second[theory.SUMS] == third[theory.SUMS] == turns * 20 * (split / 2 + whole)
+    assert second[theory.SUMS] == third[theory.SUMS] == turns * 20 * split / 2
     assert second[theory.SENT] == third[theory.SENT] == turns * 6 * MATRICES
     assert second[theory.SHARDS] == gathered
     assert 2 * third[theory.CASTS] == none[theory.CASTS] and second[theory.CASTS] == first[theory.CASTS]
     assert theory.SHARDS not in third
     assert theory.SENT not in by_kind(dataclasses.replace(plan, zero=2, precision=MTJAX_BF16_WIRE))
+    # Without a loop ZeRO-3 casts a rank's parts once, and products compute gradients as they are sent.
+    unrolled = by_kind(dataclasses.replace(plan, zero=3, unrolled=True))
+    assert unrolled == {theory.CASTS: LAYERS * 6 * MATRICES / 2, theory.SUMS: LAYERS * 8 * split / 2}
 
 
 def test_experts_are_split_over_the_ranks_that_have_the_same():

@@ -207,6 +207,16 @@ def test_zero_1_and_2_gather_once_what_a_step_needs(zero):
         assert memory.COPIES not in memory.stage_memory(model, dataclasses.replace(plan, **other)).activations
 
 
+def test_layers_without_a_loop_keep_a_ranks_matrices_cast_with_zero_3():
+    """And what two gathered layers and the gradients of one take, as in a loop that prefetches."""
+    plan = Plan(parse_mesh("8x1"), 16, 2, zero=3)
+    looped, unrolled = (memory.stage_memory(GPT_8B, dataclasses.replace(plan, unrolled=u)) for u in (False, True))
+    width, heads = GPT_8B.model.hidden_size, GPT_8B.model.num_heads
+    matrices = GPT_8B.model.num_layers * 12 * width**2
+    assert heads % 8 == 0 and unrolled.activations[memory.COPIES] == 2 * matrices / 8
+    assert memory.COPIES not in looped.activations
+
+
 def test_layers_without_a_loop_keep_their_matrices_cast_and_nothing_twice():
     """Gradients of a single microbatch's layers come as what the layers kept goes."""
     model = gpt(4, 512, 8, 512, 51_200)
@@ -254,13 +264,17 @@ def test_logits_are_gone_before_the_layers_backward_pass():
 
 
 def test_zero_3_turns_what_it_splits_along_an_inner_dimension_and_scatters_the_output_table_last():
-    """Of Llama 3 8B the MLP's second matrix, attention's output and both tables, in float32, over 8 ranks."""
-    run = config.replace(config.load("llama3-8b"), vocab_size=128_256, mesh="8x1", zero=3, recompute="full")
+    """Of Llama 3 8B the MLP's second matrix, attention's output and both tables, in float32, over 4 of 8 ranks. Without
+    tensor parallelism it splits all of them along the outermost dimension."""
+    run = config.replace(config.load("llama3-8b"), vocab_size=128_256, mesh="4x2", zero=3, recompute="full")
     run = config.replace(run, global_batch_size=8, microbatch_size=1, sequence_parallel=False)
-    plan = Plan.of(run, parse_mesh("8x1"))
+    plan = Plan.of(run, parse_mesh("4x2"))
     kept = memory.stage_memory(anatomy_of(run.model), plan).activations
     table, layer = 128_256 * 4096, 4096 * (14_336 + 4096)
     assert kept[memory.TRANSPOSED] == 4 * (32 * layer + 2 * table) / 8
+    plan = dataclasses.replace(plan, mesh=parse_mesh("8x1"))
+    kept = memory.stage_memory(anatomy_of(run.model), plan).activations
+    assert memory.TRANSPOSED not in kept
     assert kept[memory.GRADIENTS_OUTSIDE] == 4 * (table + 4096)  # and the last norm's
     without = memory.stage_memory(anatomy_of(run.model), dataclasses.replace(plan, zero=1)).activations
     assert memory.TRANSPOSED not in without

@@ -25,7 +25,7 @@ LLAMA = {
     ("mesh", "fields"),
     [
         ("2x4", SPLIT | {"zero": 1}),
-        ("4x1", LLAMA | {"zero": 3, "recompute": "selective"}),
+        ("4x1", LLAMA | {"zero": 3, "recompute": "selective", "attention": "blocks"}),
         *(
             pytest.param(mesh, fields, marks=pytest.mark.long)
             for mesh, fields in [
@@ -70,10 +70,11 @@ def test_its_program_has_no_loop_over_layers():
     ("fields", "mesh", "what"),
     [
         ({"recompute": "full"}, "1x1", "recompute none or selective, and recompute is full"),
+        ({"recompute": "selective"}, "1x1", "holds no scores of all queries"),
         ({"microbatch_size": 1}, "1x2x1", "has 2 stages"),
         ({"family": "t5", "position": "relative"}, "1x1", "t5 has two"),
     ],
-    ids=["full", "stages", "T5"],
+    ids=["full", "selective", "stages", "T5"],
 )
 def test_what_it_does_not_go_with_is_said(fields, mesh, what):
     with pytest.raises(UserError, match=what):

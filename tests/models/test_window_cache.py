@@ -45,8 +45,8 @@ def test_chunks_and_single_tokens_attend_as_the_whole_text_does(window: int, has
         @jax.jit
         def attend(cache: WindowKVCache, new: Any, *places: Any) -> tuple[WindowKVCache, Any]:
             new, positions = [reshard(a, spec(*HEADS_OF_TOKENS)) for a in new], CachePositions(*places)
-            cache, *read = cache.extended(new[1], new[2], positions)
-            return cache, attend_cached(new[0], *read, positions, options)
+            cache, keys, values, at = cache.extended(new[1], new[2], positions)
+            return cache, attend_cached(new[0], keys, values, at, positions, options)
 
         starts = [0, 0]
         for number, sequence in ((0, 1), (0, 0), (1, 1), (2, 0), (3, 1), (1, 0)):

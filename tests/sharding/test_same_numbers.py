@@ -31,7 +31,7 @@ FEATURES: Mapping[str, dict[str, Any]] = {
     "BERT": {"family": "bert"},
     "T5": {"family": "t5", "num_decoder_layers": 4},
     "classes": {"family": "bert", "head": "classification", "num_labels": 3},
-    "a number": {"family": "llama", "head": "regression", "num_labels": 1},
+    "a number": {"family": "llama", "head": "regression"},
     "choices": {"family": "bert", "head": "choices", "num_labels": 2, "microbatch_size": 2},
     "spans": {"family": "bert", "head": "spans", "num_labels": 2},
     "router losses": EXPERTS,
@@ -45,7 +45,7 @@ FEATURES: Mapping[str, dict[str, Any]] = {
     "distillation of classes": {"family": "bert", "head": "classification", "num_labels": 3} | TEACHER,
     "packed documents": {"family": "llama", "reset_attention_mask": True, "reset_position_ids": True},
 }
-MICRO = {"microbatch_size": 1}
+MICRO = {"microbatch_size": 2}
 MESHES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "data": ("4x1", {}),
     "ZeRO-1": ("4x1", {"zero": 1}),

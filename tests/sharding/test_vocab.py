@@ -11,6 +11,7 @@ from mtjax.layout.layouts import TENSOR
 from mtjax.sharding.axes import partition_spec, use_rules
 from mtjax.sharding.vocab import LossOptions, vocab_parallel_cross_entropy
 from mtjax.sharding.vocab_embedding import vocab_parallel_embedding
+from mtjax.sharding.vocab_weighted import weighted_cross_entropy
 from tests.tiny import gradients_like, mesh_of
 
 ROWS, VOCAB, HIDDEN, BATCH, LENGTH = 64, 57, 16, 4, 6
@@ -93,6 +94,27 @@ def test_smoothing_and_z_loss_equal_float64(mesh):
     found = fused(mesh_of(mesh), *arrays, options)
     for mine, theirs in zip(found, (losses, hidden_gradient, table_gradient), strict=True):
         np.testing.assert_allclose(mine, theirs, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(("mesh", "case"), [("1x1", "masked"), ("4x1", "borders")])
+def test_gradients_with_the_loss_are_those_of_float64(mesh, case):
+    """With smoothing and z-loss; three times the sum has three times its gradients."""
+    hidden, table, labels, weights = inputs(case)
+    _, losses, *expected = reference(hidden, table, labels, weights, smoothing=0.1, z_loss=0.01)
+    options, place = LossOptions(VOCAB, chunk=5, label_smoothing=0.1, z_loss=0.01), mesh_of(mesh)
+
+    def total(hidden, table, labels, weights):
+        with use_rules(TENSOR.rules):
+            return 3 * weighted_cross_entropy(hidden, table, labels, weights, options)
+
+    arrays = ((hidden, STREAM), (table, TABLE), (labels, TOKENS), (weights, TOKENS))
+    placed = [jax.device_put(a, NamedSharding(place, s)) for a, s in arrays]
+    with jax.set_mesh(place):
+        found, gradients = jax.jit(jax.value_and_grad(total, (0, 1)))(*placed)
+        alone = jax.jit(total)(*placed)
+    np.testing.assert_allclose([found, alone], 3 * (losses * weights).sum(), rtol=1e-5)
+    for own, there in zip(gradients, expected, strict=True):
+        np.testing.assert_allclose(own, 3 * there, atol=3e-5, rtol=0)
 
 
 @pytest.mark.parametrize("mesh", ["1x1", "1x8", "2x4"])

@@ -245,7 +245,7 @@ V3_ONLY: Only = {**ONLY, **SIGMOID_KEYS, "rope_interleave": (True,)}
 _WITHOUT_COPIES = decoder(
     "deepseek_v3",
     "DeepseekV3",
-    V3_SIZES | {"num_nextn_predict_layers": 0},
+    V3_SIZES | {"num_nextn_predict_layers": 1},
     *V3_PARTS,
     Part(
         ("num_nextn_predict_layers",),
@@ -257,6 +257,7 @@ _WITHOUT_COPIES = decoder(
     # Read with the language head only.
     ignored=lambda model: (rf"model\.layers\.{model.num_layers + model.mtp_num_layers}\..*",),
     only=V3_ONLY,
+    aliases={"num_mtp_layers": "num_nextn_predict_layers"},
 )
 DEEPSEEK_V3 = replace(_WITHOUT_COPIES, read=_read, fit=_table)
 SARVAM_MLA = decoder(

@@ -1,6 +1,6 @@
 """The arguments of Megatron-LM's tools/preprocess_data.py as those of `mtjax data preprocess`.
 
-`--input`, `--json-keys`, `--output-prefix`, `--append-eod`, `--split-sentences` and `--workers` are options themselves.
+`--input`, `--json-keys`, `--append-eod`, `--split-sentences` and `--workers` are options themselves.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,6 +44,9 @@ def with_own_names(argv: Sequence[str]) -> tuple[list[str], str | None]:
         name = option.replace("_", "-")
         if name in NO_EQUAL:
             raise UserError(f"{option} is Megatron-LM's: {NO_EQUAL[name]}")
+        if name == "--output-prefix":
+            rest.append(f"--output{equals}{value}")
+            continue
         if name not in (*TOKENIZER, "--lang"):
             rest.append(word)
             continue
@@ -128,7 +131,7 @@ def _gpt2(vocabulary: str, merges: str) -> Path:
 
 
 def _language(name: str) -> str:
-    languages = dict(pair.split("=") for pair in LANGUAGES.split())
+    languages = {name: code for name, _, code in (pair.partition("=") for pair in LANGUAGES.split())}
     if name not in languages and name not in languages.values():
         raise UserError(f"--lang {name} has no equal: give its ISO 639 code, such as --language en")
     return languages.get(name, name)

@@ -39,7 +39,7 @@ class Options:
     """Files, folders, globs or URLs: JSON lines (.jsonl, .json), CSV and TSV, Parquet, datasets that Hugging Face's
     `datasets` saved, or plain text (anything else); also compressed with gzip, zstd, bz2 or xz. Several have
     spaces or commas between them."""
-    output: Annotated[Path, tyro.conf.arg(aliases=["--output-prefix"])]
+    output: Path
     """Prefix of what is written: PREFIX_KEY_document.bin and .idx, or PREFIX_KEY_sentence with --split-sentences. Also
     --output-prefix, as in Megatron."""
     tokenizer: str

@@ -28,6 +28,7 @@ from mtjax.sharding.unstack import computes_apart, is_unrolled
 
 if TYPE_CHECKING:
     from mtjax.models.head_norm import HeadNorm
+    from mtjax.models.relative import RelativeBias
 
 Kernel = Callable[[Array, Array, Array, LayerContext, AttentionOptions], Array]
 """(query, key, value, context, options) -> output."""
@@ -68,11 +69,7 @@ class SelfAttention(nnx.Module):
         self.norms_after_rope = model.qk_norm_after_rope
         self.clip = model.qkv_clip
         self.sinks = constant(0.0, {"heads": model.num_heads}) if model.attention_sinks else None
-        self.relative = None
-        if model.position == "relative" and model.relative_bias_layers == "all":
-            from mtjax.models.relative import RelativeBias
-
-            self.relative = RelativeBias(model, key=jax.random.fold_in(key, 2))
+        self.relative = _relative_bias(model, jax.random.fold_in(key, 2))
         self.options = attention_options(model)
         self.windows = attention_windows(model)
         self.attend = kernel_of(model.attention)
@@ -123,11 +120,11 @@ class SelfAttention(nnx.Module):
         from mtjax.models.kernels.cached import attend_cached
 
         assert context.cache_positions is not None
-        cache, *read = cache.extended(key, value, context.cache_positions)
+        cache, keys, values, at = cache.extended(key, value, context.cache_positions)
         bias = context.bias
         if self.relative is not None:
             bias = self.relative.at(context.cache_positions.positions, cache.length)
-        return attend_cached(query, *read, context.cache_positions, options, bias), cache
+        return attend_cached(query, keys, values, at, context.cache_positions, options, bias), cache
 
     def _options(self, context: LayerContext) -> AttentionOptions:
         """Returns the layer's options, with its window and sinks."""
@@ -153,6 +150,15 @@ def scaled_by_position(query: Float[Array, "batch seq heads head_dim"], context:
     if context.query_scale is None:
         return query
     return (query * context.query_scale[:, :, None, None]).astype(query.dtype)
+
+
+def _relative_bias(model: Model, key: Array) -> "RelativeBias | None":
+    """Builds a layer's table of relative biases, if every layer has one."""
+    if model.position != "relative" or model.relative_bias_layers != "all":
+        return None
+    from mtjax.models.relative import RelativeBias
+
+    return RelativeBias(model, key=key)
 
 
 def _head_norms(model: Model) -> "tuple[HeadNorm, HeadNorm] | tuple[None, None]":

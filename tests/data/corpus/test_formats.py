@@ -593,7 +593,7 @@ def intact_corpora(draw) -> tuple[list[str], dict[str, bytes]]:
             text += draw(st.sampled_from(["", newline]))
         elif kind == "csv":
             file = io.StringIO(newline="")
-            csv.writer(file, lineterminator=draw(st.sampled_from(["\n", "\r\n"]))).writerows(
+            csv.writer(file, quoting=csv.QUOTE_ALL, lineterminator=draw(st.sampled_from(["\n", "\r\n"]))).writerows(
                 [["text", "id"], *([row["text"], row["id"]] for row in rows)]
             )
             text = file.getvalue()

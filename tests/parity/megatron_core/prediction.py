@@ -49,6 +49,7 @@ def write_predictions(folder: Path, name: str) -> None:
         positions = torch.arange(length)[None].expand(4, -1)
         hidden = torch.triu(torch.ones(1, 1, length, length, dtype=torch.bool), 1)
         tokens, labels = (torch.from_numpy(part).long() for part in (text[:, :-1], text[:, 1:]))
+        MTPLossLoggingHelper.tracker.clear()  # of the whole process: it would add this model's losses to another's
         losses = model.train()(tokens, positions, hidden, labels=labels, loss_mask=weights)
         loss = (losses * weights).sum() / weights.sum()
         loss.backward()
