@@ -117,9 +117,9 @@ def test_it_says_what_is_trained_and_shows_each_step(run: Finished) -> None:
     for words in ("2 layers, hidden 64, 8 heads", "2x4 (data x model): 8 virtual CPU devices", "data    text.txt"):
         assert words in run.stdout
     line = next(line for line in run.stdout.splitlines() if line.startswith("step 3/6"))
-    for words in ("loss ", "valid ", "grad ", "lr ", "tokens/s", "TFLOP/s", "ETA"):
+    for words in ("loss ", "valid ", "grad ", "lr ", "tokens/s", "ETA"):
         assert words in line
-    assert "model FLOPs" in run.stdout  # what TFLOP/s and MFU count
+    assert "FLOP" not in run.stdout  # of virtual devices, which share the CPU's cores, TFLOP/s say nothing
     assert "\x1b[" not in run.stdout  # not a terminal: plain lines
 
 
