@@ -39,11 +39,11 @@ from train_step import RESULTS, processor
 from mtjax import data
 from mtjax.config import Config
 from mtjax.data.samples.split import Split
+from mtjax.layout.mesh import parse_mesh
 from mtjax.runtime.checkpoints.weights import find_weights, restore_weights
 from mtjax.sharding.axes import use_rules
 from mtjax.sharding.mesh import attach_devices
 from mtjax.sharding.placement import global_batch
-from mtjax.theory.mesh import parse_mesh
 from mtjax.train.observability.metrics import read_metrics
 from mtjax.train.step import TrainStep, make_train_step
 

@@ -1,17 +1,19 @@
 """Speed of the data pipeline: preprocessing, index building, loading, and the time that steps wait for data.
 
     python benchmarks/data.py                 # all parts
-    python benchmarks/data.py preprocess      # one of: preprocess, index, loader, wait
+    python benchmarks/data.py preprocess      # one of: preprocess, formats, index, loader, wait
 
 `preprocess` compares with Hugging Face's `datasets.map` (`pip install datasets`; skipped without it): the same text,
 tokenizer and number of processes, from JSON lines to token ids on disk. `index` compares with a plain Python loop over
-documents. Results go to `benchmarks/results/data.json`.
+documents. `formats` compares JSON lines with Parquet that is read in parts (`--megabytes 1000` for the numbers in
+docs/data.md). Results go to `benchmarks/results/data.json`.
 """
 
 import argparse
 import contextlib
 import importlib.metadata
 import importlib.util
+import itertools
 import json
 import multiprocessing
 import os
@@ -21,13 +23,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+ROWS_PER_GROUP, FORMAT_PARTS = 2000, 4
 RESULTS = Path(__file__).parent / "results" / "data.json"
 
 
@@ -156,6 +159,86 @@ def _theirs(folder: Path, tokenizer: Path, workers: int, turn: int) -> tuple[int
 SIDES = {"mtjax": _ours, "datasets.map": _theirs}
 
 
+# --- Formats
+
+
+def formats(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Preprocesses the same rows as JSON lines and as Parquet, the latter in parts that are merged; bytes are equal."""
+    import pyarrow
+    from pyarrow import parquet
+
+    from mtjax.data.corpus import default_corpus
+    from mtjax.data.tokens.train_tokenizer import train_byte_level_bpe
+
+    with tempfile.TemporaryDirectory() as name:
+        folder, rows, size = Path(name), [], 0
+        train_byte_level_bpe(default_corpus.documents(), folder / "tokenizer.json")
+        schema = pyarrow.schema([("text", pyarrow.string())])
+        with (
+            (folder / "rows.jsonl").open("w") as lines,
+            parquet.ParquetWriter(folder / "rows.parquet", schema) as table,
+        ):
+            for text in _installed_texts(arguments.megabytes * 1_000_000):
+                lines.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
+                rows.append({"text": text})
+                size += len(text.encode())
+                if len(rows) == ROWS_PER_GROUP:
+                    table.write_table(pyarrow.Table.from_pylist(rows, schema))
+                    rows = []
+            table.write_table(pyarrow.Table.from_pylist(rows, schema))
+        seconds = {"JSON lines": _timed(_command, folder, "rows.jsonl", "json", arguments.workers)}
+        seconds["Parquet, in parts"] = 0.0
+        for number in range(1, FORMAT_PARTS + 1):
+            part = ("--part", f"{number}/{FORMAT_PARTS}")
+            seconds["Parquet, in parts"] += _timed(_command, folder, "rows.parquet", "out", arguments.workers, *part)
+        seconds["merging the parts"] = _timed(_merge, folder / "out")
+        ends = (".bin", ".idx", ".meta.json")
+        one, other = ([Path(f"{folder}/{n}_text_document{e}").read_bytes() for e in ends] for n in ("json", "out"))
+        assert one == other, "the formats disagree"
+        files = {path: round((folder / path).stat().st_size / 1e6) for path in ("rows.jsonl", "rows.parquet")}
+        return {
+            "text_mb": round(size / 1e6),
+            "text": "sources and documentation of installed Python packages",
+            "file_mb": files,
+            "tokens_mb": round(len(one[0]) / 1e6),
+            "workers": arguments.workers,
+            "parts": FORMAT_PARTS,
+            "seconds": {name: round(value, 1) for name, value in seconds.items()},
+            "seconds_per_gb": {name: round(value / size * 1e9, 1) for name, value in seconds.items()},
+            "same_bytes": True,
+        }
+
+
+def _installed_texts(size: int) -> Iterator[str]:
+    """Yields files of text of installed packages until they have `size` bytes; from the beginning again if needed."""
+    folders = [Path(path) for path in sys.path if path.endswith("-packages")]
+    paths = sorted(p for f in folders for p in f.rglob("*") if p.suffix in (".py", ".md", ".rst", ".txt", ".pyi", ".h"))
+    for path in itertools.cycle(paths):
+        text = path.read_text(encoding="utf-8", errors="ignore")
+        size -= len(text.encode())
+        yield text
+        if size <= 0:
+            return
+
+
+def _timed(function: Callable[..., None], *arguments: Any) -> float:
+    return in_process(function, *arguments)[1]
+
+
+def _command(folder: Path, file: str, output: str, workers: int, *more: str) -> None:
+    from mtjax.data.commands import preprocess
+
+    options = ["--input", f"{folder}/{file}", "--output", f"{folder}/{output}", "--workers", str(workers)]
+    tokenizer = f"hf:{folder}/tokenizer.json"
+    assert preprocess.main([*options, "--tokenizer", tokenizer, "--append-eod", *more]) == 0
+
+
+def _merge(output: Path) -> None:
+    from mtjax.data.commands import merge
+
+    assert merge.main(["--parts", str(output)]) == 0
+
+
 # --- Indices
 
 
@@ -244,8 +327,8 @@ def loading(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def waiting(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measures the fraction of the default run's step time that is spent waiting for the next batch."""
+    from mtjax.commands import train
     from mtjax.data.batches.loader import Loader
-    from mtjax.train import __main__ as train
 
     waits: list[tuple[float, float]] = []
     real = Loader.__next__
@@ -272,7 +355,7 @@ def waiting(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-PARTS = {"preprocess": preprocessing, "index": indices, "loader": loading, "wait": waiting}
+PARTS = {"preprocess": preprocessing, "formats": formats, "index": indices, "loader": loading, "wait": waiting}
 
 if __name__ == "__main__":
     sys.exit(main())

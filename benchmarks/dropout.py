@@ -20,11 +20,11 @@ import jax.numpy as jnp
 from jax import Array
 from train_step import processor
 
+from mtjax.layout.layouts import TENSOR
+from mtjax.layout.mesh import parse_mesh
 from mtjax.models.dropout import dropout
 from mtjax.sharding.axes import use_rules
 from mtjax.sharding.mesh import attach_devices
-from mtjax.theory.layout import TENSOR
-from mtjax.theory.mesh import parse_mesh
 
 RATE = 0.1
 REPEATS = 9

@@ -73,9 +73,9 @@ def mtjax_side(options: Options) -> Callable[[int], dict[str, float]]:
     from mtjax.generate.decoder import Decoder
     from mtjax.generate.engine import Engine
     from mtjax.generate.request import Request, Sampling, Token
+    from mtjax.layout.mesh import parse_mesh
     from mtjax.models.sharded_model import ShardedModel
     from mtjax.sharding.mesh import make_mesh
-    from mtjax.theory.mesh import parse_mesh
 
     small = configs.load("gpt2-small")
     config = configs.replace(small, compute_dtype="float32", mesh="1x1", vocab_size=VOCAB, microbatch_size=None)

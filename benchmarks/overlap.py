@@ -27,8 +27,8 @@ from mtjax.inspect.compiled import compile_program
 from mtjax.inspect.report import report
 from mtjax.inspect.targets import find_target
 from mtjax.inspect.write_files import write
+from mtjax.layout.mesh import parse_mesh
 from mtjax.runtime.xla_options import Chosen
-from mtjax.theory.mesh import parse_mesh
 from mtjax.train.step import make_train_step
 
 TARGET = "h100x8"

@@ -8,10 +8,10 @@ the weak-scaling efficiency on the paper's DGX-2H servers by a walk over the com
 
 Needs no GPU, but the extra `aot`. It takes about two minutes on two cores.
 
-The constants are those of `mtjax.theory.machine.Constants` and `mtjax.theory.hardware.DGX_2H`, and one of the paper:
-the 39 TFLOP/s that its code sustained for the 1.2B model on a single V100. The ratio of that measurement to the walk's
-prediction for this point, which is how much slower the kernels of 2019 ran, scales the computation time of all points;
-communication times are not scaled.
+The constants are those of `mtjax.analysis.machine.Constants` and `mtjax.analysis.hardware.DGX_2H`, and one of the
+paper: the 39 TFLOP/s that its code sustained for the 1.2B model on a single V100. The ratio of that measurement to the
+walk's prediction for this point, which is how much slower the kernels of 2019 ran, scales the computation time of all
+points; communication times are not scaled.
 """
 
 import json
@@ -26,13 +26,13 @@ from rich.console import Console
 from rich.table import Table
 
 from mtjax import config
+from mtjax.analysis.contract import LAYER_PHASES
+from mtjax.analysis.flops import hardware_flops
+from mtjax.analysis.hardware import DGX_2H
 from mtjax.inspect.report import Report, inspect
 from mtjax.inspect.targets import find_target
 from mtjax.inspect.text import size
 from mtjax.inspect.write_files import write
-from mtjax.theory.contract import LAYER_PHASES
-from mtjax.theory.flops import hardware_flops
-from mtjax.theory.hardware import DGX_2H
 
 COMPILED_FOR = "h100x16"
 BASELINE_TFLOPS = 39.0

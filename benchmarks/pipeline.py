@@ -4,7 +4,7 @@
 
 Eight virtual CPU devices, mesh data=2,stage=4,model=1, 8 layers, full recompute; 1F1B, interleaved (two chunks on each
 stage) and GPipe with 4, 8 and 32 microbatches of one sample. Three things are compared with the timetables of
-`mtjax.theory.timetable`:
+`mtjax.layout.timetable`:
 
 - the trip counts of the compiled program's loops, and their permutes: both must equal those of the timetable;
 - a step's time relative to 32 microbatches of the same schedule, and relative to 1F1B with as many microbatches: the
@@ -41,10 +41,10 @@ from mtjax import config
 from mtjax.config import Config
 from mtjax.inspect import hlo
 from mtjax.inspect.hlo_walk import walk
+from mtjax.layout.mesh import parse_mesh
+from mtjax.layout.timetable import Timetable, timetable
 from mtjax.sharding.mesh import attach_devices
 from mtjax.sharding.placement import global_batch
-from mtjax.theory.mesh import parse_mesh
-from mtjax.theory.timetable import Timetable, timetable
 from mtjax.train.step import TrainStep, make_train_step
 
 DATA, STAGES = 2, 4

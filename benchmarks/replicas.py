@@ -20,8 +20,8 @@ from save import MESH, batch_of, model
 from train_step import surroundings
 
 from mtjax.config import replace
+from mtjax.layout.mesh import parse_mesh
 from mtjax.sharding.mesh import attach_devices
-from mtjax.theory.mesh import parse_mesh
 from mtjax.train.observability.corruption_checks import CorruptionChecks
 from mtjax.train.step import make_train_step
 

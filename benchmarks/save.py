@@ -22,11 +22,11 @@ import numpy as np
 from train_step import surroundings
 
 from mtjax.config import Config, replace
+from mtjax.layout.mesh import parse_mesh
 from mtjax.runtime.checkpoints.checkpoint import Checkpoints, fingerprints
 from mtjax.runtime.checkpoints.local import LocalCheckpoints
 from mtjax.sharding.mesh import attach_devices
 from mtjax.sharding.placement import global_batch
-from mtjax.theory.mesh import parse_mesh
 from mtjax.train.step import State, TrainStep, make_train_step
 
 MESH = "2x4"

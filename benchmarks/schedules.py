@@ -2,7 +2,7 @@
 
     python benchmarks/schedules.py [--out docs/pipeline.png]
 
-Plots the timetables of 1F1B, interleaved and GPipe from `mtjax.theory.timetable`, and prints their costs. Then analyzes
+Plots the timetables of 1F1B, interleaved and GPipe from `mtjax.layout.timetable`, and prints their costs. Then analyzes
 the zero-bubble schedule ZB-H1 (arXiv 2401.10241), which mtjax does not implement: its backward pass is split into the
 gradient of a chunk's input, which the previous stage waits for, and that of its weights, which no stage waits for. Two
 timetables of it: in lockstep, where a half of a tick takes its full time if any stage has work in it; and as
@@ -25,8 +25,8 @@ from matplotlib.patches import Rectangle
 from rich.console import Console
 from rich.table import Table
 
+from mtjax.layout.timetable import ScheduleName, Timetable, timetable
 from mtjax.plan.timeline import columns, describe
-from mtjax.theory.timetable import ScheduleName, Timetable, timetable
 
 DRAWN: dict[str, tuple[ScheduleName, int]] = {
     "1F1B": ("1f1b", 1),

@@ -32,11 +32,11 @@ from rich.console import Console
 from rich.table import Table
 
 from mtjax import config as configs
+from mtjax.analysis.families.registry import anatomy_of
+from mtjax.analysis.flops import model_flops
+from mtjax.analysis.hardware import by_device_kind
 from mtjax.config import Config
 from mtjax.config.sizes import padded_vocab_size
-from mtjax.theory.families.registry import anatomy_of
-from mtjax.theory.flops import model_flops
-from mtjax.theory.hardware import by_device_kind
 
 RESULTS = Path(__file__).parent / "results"
 SIDES = ("mtjax", "torch", "torch-compiled")
@@ -105,9 +105,9 @@ def run_mtjax(config: Config, steps: int) -> dict[str, Any]:
     """Times mtjax's step, the program that `mtjax train` runs."""
     import jax
 
+    from mtjax.layout.mesh import parse_mesh
     from mtjax.sharding.mesh import attach_devices
     from mtjax.sharding.placement import global_batch
-    from mtjax.theory.mesh import parse_mesh
     from mtjax.train.observability.metrics import device_memory
     from mtjax.train.step import make_train_step
 

@@ -36,11 +36,11 @@ from train_step import processor
 from mtjax import config
 from mtjax.inspect import hlo
 from mtjax.inspect.products import count_flops
+from mtjax.layout.mesh import parse_mesh
 from mtjax.models.layer_context import RESIDUAL, LayerContext
 from mtjax.models.sharded_model import ShardedModel
 from mtjax.sharding.axes import spec, use_rules
 from mtjax.sharding.mesh import attach_devices
-from mtjax.theory.mesh import parse_mesh
 
 LAYERS, HIDDEN, SEQUENCE, BATCH = 2, 512, 512, 2
 MODEL: dict[str, Any] = {

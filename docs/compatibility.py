@@ -11,9 +11,9 @@ from typing import Any
 from mtjax.config import Config, replace
 from mtjax.config.checks import validate
 from mtjax.errors import UserError
-from mtjax.theory.attention import choose_kernel
-from mtjax.theory.divisibility import check_config
-from mtjax.theory.mesh import parse_mesh
+from mtjax.layout.attention_kernel import choose_kernel
+from mtjax.layout.divisibility import check_config
+from mtjax.layout.mesh import parse_mesh
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import compatibility
+import same_numbers
 
 from mtjax.config import Config
 from mtjax.help import Option, options_of
@@ -29,6 +30,7 @@ defaults below. `mtjax train --help` shows the same text.
 def main() -> int:
     """Writes or checks the pages; returns the exit status."""
     pages = {FOLDER / "settings.md": settings_page(), FOLDER / "compatibility.md": compatibility.page()}
+    pages[FOLDER / "same-numbers.md"] = same_numbers.page()
     if "--check" in sys.argv[1:]:
         stale = [str(path) for path, text in pages.items() if not path.exists() or path.read_text() != text]
         if stale:

@@ -26,26 +26,27 @@ from mtjax.config.families import FAMILIES
 from mtjax.config.follow import with_min_learning_rate
 from mtjax.config.place import with_run_folder
 from mtjax.config.renamed import old_names_in, with_new_names, with_new_options
+from mtjax.config.repeated import with_joined_data
 from mtjax.errors import UserError, first_line, nearest, shortened
 from mtjax.help import HELP, HELP_ALL, dataclass_of, names_of, options_of, show_help
 from mtjax.migrate.argument import option_of
 from mtjax.migrate.suggest import advice
 
 COMMANDS = {
-    "train": ("mtjax.train", "train a model"),
-    "launch": ("mtjax.launch", "train in several processes on this machine, with restarts after failures"),
-    "compile": ("mtjax.compile", "compile a run's programs ahead of time"),
-    "finetune": ("mtjax.finetune", "finetune pretrained weights on a task"),
-    "predict": ("mtjax.finetune.predict", "label rows with a finetuned model"),
-    "ensemble": ("mtjax.finetune.ensemble", "label rows with several finetuned models together"),
-    "evaluate": ("mtjax.evaluate", "perplexity and cloze accuracy of a trained model"),
-    "plan": ("mtjax.plan", "estimate a model's memory and step time on meshes, without compiling"),
-    "inspect": ("mtjax.inspect", "compile a training step and show its communication"),
-    "generate": ("mtjax.generate", "generate text, and chat, with trained weights"),
-    "serve": ("mtjax.serve", "serve trained weights over HTTP, with the APIs of OpenAI and Megatron-LM"),
-    "data": ("mtjax.data", "build, merge, verify, clean and show corpora"),
-    "convert": ("mtjax.convert", "convert weights to and from Hugging Face's and Megatron-LM's formats"),
-    "from-megatron": ("mtjax.convert.from_megatron", "translate a launch script of Megatron-LM into a config"),
+    "train": "train a model",
+    "launch": "train in several processes on this machine, with restarts after failures",
+    "compile": "compile a run's programs ahead of time",
+    "finetune": "finetune pretrained weights on a task",
+    "predict": "label rows with a finetuned model",
+    "ensemble": "label rows with several finetuned models together",
+    "evaluate": "perplexity and cloze accuracy of a trained model",
+    "plan": "estimate a model's memory and step time on meshes, without compiling",
+    "inspect": "compile a training step and show its communication",
+    "generate": "generate text, and chat, with trained weights",
+    "serve": "serve trained weights over HTTP, with the APIs of OpenAI and Megatron-LM",
+    "data": "build, merge, verify, clean and show corpora",
+    "convert": "convert weights to and from Hugging Face's and Megatron-LM's formats",
+    "from-megatron": "translate a launch script of Megatron-LM into a config",
 }
 
 Options = TypeVar("Options")
@@ -56,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     if not argv or argv[0] in ("-h", "--help"):
         width = max(map(len, COMMANDS))
-        rows = "\n".join(f"  {name:{width}}  {what}" for name, (_, what) in COMMANDS.items())
+        rows = "\n".join(f"  {name:{width}}  {what}" for name, what in COMMANDS.items())
         print(f"usage: mtjax COMMAND [OPTIONS]\n\n{rows}\n\n`mtjax COMMAND --help` explains the options of each.")
         return 0
     if argv[0] == "--version":
@@ -68,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    return import_module(COMMANDS[argv[0]][0] + ".__main__").main(argv[1:])
+    return import_module(f"mtjax.commands.{argv[0].replace('-', '_')}").main(argv[1:])
 
 
 LONGEST_MESSAGE = 2000
@@ -182,6 +183,9 @@ def parse(
       SystemExit: help was requested (0).
     """
     argv, renamed = with_new_options(sys.argv[1:] if argv is None else argv)
+    argv, several = with_joined_data(argv)
+    for note in several:
+        print(f"note    the data are {note}", file=sys.stderr, flush=True)
     name = argument(argv, "--config") or default
     path = config.find(name)
     in_file = config.read_toml(path)

@@ -1,7 +1,10 @@
 """Eight virtual CPU devices, compiled programs shared between tests and runs, and what needs an extra."""
 
 import gc
+import json
 import os
+import sys
+from collections.abc import Generator, Iterator
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,6 +16,7 @@ CACHE = Path(__file__).parent.parent / ".pytest_cache" / "xla"
 QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 if version("jax").startswith("0.10."):  # a flag that XLA does not know ends the process
     QUICK += " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+    QUICK += " --xla_gpu_force_compilation_parallelism=1 --xla_gpu_disable_gpuasm_optimizations=true"
 os.environ.setdefault("XLA_FLAGS", QUICK)
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
@@ -27,10 +31,13 @@ import pytest
 
 from mtjax.cli import GARBAGE
 from mtjax.sharding.mesh import THREADS_PER_DEVICE
+from tests import assembler
 
 gc.set_threshold(*GARBAGE)
 os.environ.setdefault("NPROC", str(8 * THREADS_PER_DEVICE))
 jax.config.update("jax_num_cpu_devices", 8)
+if os.environ["JAX_PLATFORMS"] == "cpu":
+    assembler.leave_out(CACHE.parent)
 hypothesis.settings.register_profile("suite", deadline=None)  # of a busy machine nothing can be said
 hypothesis.settings.load_profile("suite")
 
@@ -61,6 +68,22 @@ def group_of(path: str) -> int:
     return len(GROUPS)
 
 
+@pytest.fixture(scope="module")
+def bare_end() -> Iterator[None]:
+    """Ends runs in this process without pictures and a text, which take two fifths of a short run's time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mtjax.train.loop.plot_losses", lambda *_: None)
+        patch.setattr("mtjax.train.observability.goodput.plot", lambda *_: None)
+        patch.setattr("mtjax.generate.training_sample.continue_text", lambda *_: "")
+        yield
+
+
+@pytest.fixture
+def assembled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiles for GPUs with the real ptxas."""
+    monkeypatch.setattr(assembler.lib, "cuda_path", assembler.REAL)
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks what needs an extra, skips it where that is not installed, and begins with the first group."""
@@ -74,6 +97,42 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="compiling for GPUs that are not there needs the extra aot"))
         order[item] = group_of(path)
     items.sort(key=order.__getitem__)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--same-numbers", help="note in this JSON file what tests compared with one device, and passed")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
+    """Notes what a test has compared with one device (tests/same_numbers.py), and how often it runs."""
+    noted = sys.modules.get("tests.same_numbers")
+    if noted is not None:
+        noted.compared.clear()
+    yield
+    if noted is not None and noted.compared:
+        level = next((mark for mark in ("exhaustive", "long") if item.get_closest_marker(mark)), "suite")
+        item.user_properties.append(("same_numbers", {"level": level, "programs": list(noted.compared)}))
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.when == "call" and report.passed:
+        for note in (value for name, value in report.user_properties if name == "same_numbers"):
+            _passed[report.nodeid] = note
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Adds to the file what passed in this run, of the process that has all reports."""
+    if (name := session.config.getoption("--same-numbers")) and not hasattr(session.config, "workerinput"):
+        path = Path(name)
+        known = json.loads(path.read_text())["tests"] if path.exists() else {}
+        from tests.same_numbers import FEATURES, MESHES
+
+        tests = dict(sorted((known | _passed).items()))
+        path.write_text(json.dumps({"features": [*FEATURES], "meshes": [*MESHES], "tests": tests}, indent=0) + "\n")
+
+
+_passed: dict[str, Any] = {}
 
 
 @pytest.hookimpl(optionalhook=True)

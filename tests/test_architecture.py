@@ -21,43 +21,43 @@ ARROWS: dict[str, set[str]] = {
     "migrate": {"errors"},
     "cli": BASE | {"migrate", "help"},
     "help": set(),
-    "theory": BASE,
-    "sharding": BASE | {"theory"},
+    "layout": BASE,
+    "analysis": BASE | {"layout"},
+    "sharding": BASE | {"layout"},
     "models": BASE
-    | {"theory"}
+    | {"layout"}
     | {
         f"sharding.{part}"
         for part in (
-            *("axes", "context", "experts", "vocab", "vocab_embedding", "distillation"),
-            *("prefetch", "flash", "int8", "kv_heads", "no_hoist", "param_comm", "unstack"),
+            *("axes", "context", "experts", "vocab", "vocab_embedding", "distillation", "trainable"),
+            "vocab_weighted",
+            *("prefetch", "flash", "kv_heads", "stored_weight", "no_hoist", "param_comm", "unstack"),
         )
     },
     "data": BASE,
-    "plan": BASE | {"theory"},
-    "runtime": BASE | {"theory", "sharding", "data"},
-    "train": BASE | {"theory", "sharding", "models", "data", "runtime"},
-    "inspect": BASE | {"theory", "sharding", "models", "runtime", "train", "plan"},
+    "plan": BASE | {"layout", "analysis"},
+    "runtime": BASE | {"layout", "sharding", "data"},
+    "train": BASE | {"layout", "analysis", "sharding", "models", "data", "runtime"},
+    "inspect": BASE | {"layout", "analysis", "sharding", "models", "runtime", "train", "plan"},
 }
 """Package -> what it may import beside itself. Tools, which stand on these, may import all of them."""
 TOOLS = {"evaluate", "finetune", "generate", "serve", "convert", "launch", "compile"}
+COMMANDS = "commands"
+"""The only package that may import all others, and that no other imports but for `python -m mtjax.NAME`."""
 PLACES_MODELS = {"models.sharded_model"}
 """Where models meet the mesh."""
-COMMANDS = {
-    "train.__main__": {"cli", "evaluate", "generate", "inspect", "interrupt", "plan"},
-    "plan.__main__": {"cli", "finetune", "inspect"},
-    "inspect.__main__": {"cli", "finetune", "generate"},
-}
-"""What a command hands to its package, which knows nothing of it: `train --inspect`, `--mesh auto`, `--evaluate`, the
-sample at its end, `plan --verify`, `inspect --generate`; `--teacher` of both."""
 
-IN_MODELS = ("kernels", "mixers", "layer", "stack", "trunk", "pipeline_model", "families", "sharded_model")
-"""Inside models each imports those before it; the files that are not named here import none of these."""
-IN_THEORY = (
-    *("rules", "mesh", "layout", "adapters", "timetable", "schedules", "attention", "plan", "contract", "parts"),
-    *("anatomy", "families"),
+IN_MODELS = (
+    *("kernels", "mixers", "layer", "stack", "trunk", "prediction", "pipeline_model", "families", "sharded_model"),
 )
-"""Inside theory, too; what is not named here stands above them."""
-IN_TRAIN = ("folder", "observability", "changes", "objective", "setup", "loop", "__main__")
+"""Inside models each imports those before it; the files that are not named here import none of these."""
+IN_LAYOUT = (
+    *("rules", "mesh", "layouts", "timetable", "attention_kernel", "plan", "stacks", "stages", "divisibility"),
+)
+"""And inside layout."""
+IN_ANALYSIS = ("contract", "parts", "anatomy", "families")
+"""Inside analysis, too; what is not named here stands above them."""
+IN_TRAIN = ("folder", "observability", "changes", "objective", "setup", "loop")
 """And in train; what is not named here stands below them."""
 
 
@@ -92,12 +92,13 @@ def may_import(path: Path) -> set[str] | None:
     """What a file may import beside the package itself; None for the tools, which may import all."""
     module = module_of(path)
     top = module.partition(".")[0]
-    if top in TOOLS or not top:
+    if top in TOOLS or top == COMMANDS or not top:
         return None
     assert top in ARROWS, f"say in ARROWS where {top} stands"
-    allowed = ARROWS[top] | {top, ""} | COMMANDS.get(module, set())
+    allowed = ARROWS[top] | {top, ""}
     if any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in TREES[path].body):
         allowed |= {"cli"}
+    allowed |= {COMMANDS} if module.endswith("__main__") else set()
     return allowed | {"sharding"} if module in PLACES_MODELS else allowed
 
 
@@ -113,15 +114,17 @@ def test_arrows_point_one_way() -> None:
     assert not wrong
 
 
-@pytest.mark.parametrize(("package", "order"), [("models", IN_MODELS), ("theory", IN_THEORY), ("train", IN_TRAIN)])
+@pytest.mark.parametrize(
+    ("package", "order"), [("models", IN_MODELS), ("layout", IN_LAYOUT), ("analysis", IN_ANALYSIS), ("train", IN_TRAIN)]
+)
 def test_no_import_inside_a_package_climbs(package: str, order: tuple[str, ...]) -> None:
     def place(module: str) -> int:
-        """Where a module stands; those not named stand below all others, in theory above them."""
+        """Where a module stands; those not named stand below all others, in analysis above them."""
         top, _, rest = module.partition(".")
         part = rest.partition(".")[0]
         if top != package:
             return -1
-        return order.index(part) if part in order else len(order) if package == "theory" else -1
+        return order.index(part) if part in order else len(order) if package == "analysis" else -1
 
     paths = [path for path in FILES if module_of(path).startswith(f"{package}.")]
     wrong = [
@@ -140,10 +143,53 @@ def test_nothing_imports_a_main_nor_a_last_tool() -> None:
         for path in FILES
         for name in imports_of(path)
         if name.endswith("__main__")
+        or (within(name, {COMMANDS}) and not module_of(path).startswith(COMMANDS) and path.stem != "__main__")
         or (
             name.partition(".")[0] in {"convert", "serve"} - {module_of(path).partition(".")[0]}
+            and not within(module_of(path), {COMMANDS})
             and not (name == "convert.saved_model" and module_of(path).partition(".")[0] in TOOLS)
         )
+    ]
+    assert not wrong
+
+
+CORE = {
+    "sharding": (
+        *("mesh", "axes", "param_specs", "placement", "param_comm", "stored_weight", "vocab", "vocab_embedding"),
+        *("kv_heads", "no_hoist", "manual_region", "microbatch_schedule", "accumulate", "grad_accumulation", "unstack"),
+        *("reduction", "zero", "stacked_collectives", "prefetch", "prefetch_loop", "trainable", "gradients"),
+    ),
+    "models": (
+        *("linear", "project", "norms", "rotary", "activations", "dropout", "threefry", "unhoisted", "of_layer"),
+        *("embedding", "vocabulary", "layer_context", "kernels.options", "kernels.xla", "mixers.mixer"),
+        *("mixers.attention", "mixers.mlp", "mixers.registry", "layer", "recompute", "stack", "trunk", "routers"),
+        *("families.gpt", "families.registry", "pipeline_model", "sharded_model"),
+    ),
+    "train": ("precision", "schedule", "optimizer", "nonfinite_steps", "step"),
+}
+"""What the step of a dense decoder runs, in the order in which to read it."""
+BELOW_CORE = {"config", "errors", "layout", "runtime.train_state", "runtime.xla_options"}
+
+
+def imports_at_once(path: Path) -> Iterator[str]:
+    """Modules of mtjax that are imported with a file: not inside functions, nor for types alone."""
+    for node in TREES[path].body:
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "mtjax":
+            source = node.module.removeprefix("mtjax").removeprefix(".")
+            inner = [f"{source}.{alias.name}".removeprefix(".") for alias in node.names]
+            yield from (module if module in MODULES else source for module in inner)
+
+
+def test_the_core_imports_what_is_optional_only_where_a_setting_asks_for_it() -> None:
+    """Stages, context and expert parallelism, other mixers, kernels and families, LoRA, int8, teachers, caches."""
+    core = {f"{package}.{name}" for package, names in CORE.items() for name in names}
+    assert core <= MODULES
+    wrong = [
+        f"{module_of(path)} imports {name}"
+        for path in FILES
+        if module_of(path) in core
+        for name in imports_at_once(path)
+        if not within(name, core | BELOW_CORE)
     ]
     assert not wrong
 
@@ -156,8 +202,12 @@ def imported_libraries(tree: ast.AST) -> Iterator[str]:
         yield from (name.split(".")[0] for name in names)
 
 
-def test_config_theory_and_plan_need_no_jax() -> None:
-    light = [p for p in FILES if module_of(p).partition(".")[0] in {*BASE, "cli", "help", "migrate", "theory", "plan"}]
+def test_plans_need_no_jax() -> None:
+    light = [
+        p
+        for p in FILES
+        if module_of(p).partition(".")[0] in {*BASE, "cli", "help", "migrate", "layout", "analysis", "plan"}
+    ]
     heavy = {"jax", "flax", "optax", "orbax"}
     wrong = [p for p in light if heavy & set(imported_libraries(TREES[p]))]
     assert not wrong
@@ -195,20 +245,20 @@ def axis_literals(tree: ast.AST) -> Iterator[int]:
 
 
 def imports_axis_constants(tree: ast.AST) -> bool:
-    """Whether a file takes the names of mesh axes from `theory.rules`."""
+    """Whether a file takes the names of mesh axes from `layout.rules`."""
     return any(
         isinstance(node, ast.ImportFrom)
-        and node.module in ("mtjax.theory.rules", "mtjax.theory.mesh")
+        and node.module in ("mtjax.layout.rules", "mtjax.layout.mesh")
         and any(a.name in ("AXES", "MANUAL", *map(str.upper, AXIS_NAMES)) for a in node.names)
         for node in ast.walk(tree)
     )
 
 
-def test_mesh_axes_are_named_in_sharding_and_theory_alone() -> None:
+def test_mesh_axes_are_named_in_sharding_layout_and_analysis_alone() -> None:
     """Elsewhere, say a logical axis."""
     wrong = []
     for path, tree in TREES.items():
-        if module_of(path).partition(".")[0] not in ("sharding", "theory"):
+        if module_of(path).partition(".")[0] not in ("sharding", "layout", "analysis"):
             wrong += [f"{path}:{line} names a mesh axis" for line in axis_literals(tree)]
             wrong += [f"{path} imports the name of a mesh axis"] if imports_axis_constants(tree) else []
     assert not wrong
@@ -248,7 +298,7 @@ def test_files_and_functions_are_short() -> None:
 
 SAID_BY_PART = {
     member.name
-    for node in TREES[PACKAGE / "theory" / "parts" / "part.py"].body
+    for node in TREES[PACKAGE / "analysis" / "parts" / "part.py"].body
     if isinstance(node, ast.ClassDef) and node.name == "Part"
     for member in node.body
     if isinstance(member, ast.FunctionDef)
@@ -260,7 +310,7 @@ def test_public_things_are_documented() -> None:
     wrong = [f"{path} has no docstring" for path, tree in TREES.items() if not ast.get_docstring(tree)]
     for path, tree in TREES.items():
         bare = [node for node in public_definitions(tree) if not ast.get_docstring(node)]
-        bare = [node for node in bare if node.name not in SAID_BY_PART or "theory/parts" not in str(path)]
+        bare = [node for node in bare if node.name not in SAID_BY_PART or "analysis/parts" not in str(path)]
         wrong += [f"{path}:{node.lineno} {node.name} has no docstring" for node in bare]
     assert not wrong
 

@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mtjax import cli, config, data
+from mtjax.analysis import target
 from mtjax.config import Config
 from mtjax.config.field_metadata import LAYERS, SAMPLES, WIDTH
 from mtjax.data.cache import Cache, check_room
@@ -23,11 +24,10 @@ from mtjax.data.samples.sentence_runs import RunOptions, sample_runs
 from mtjax.errors import UserError
 from mtjax.inspect.contract_file import load_contract
 from mtjax.inspect.options import Options as InspectOptions
+from mtjax.layout.divisibility import check_config, check_ramp
+from mtjax.layout.mesh import AUTO, parse_mesh
 from mtjax.runtime.checkpoints.corruption import CorruptedCheckpoint, metadata_checksum, read_metadata
 from mtjax.runtime.processes.local import processes_needed
-from mtjax.theory import target
-from mtjax.theory.divisibility import check_config, check_ramp
-from mtjax.theory.mesh import AUTO, parse_mesh
 from mtjax.train.observability.metrics import plot_losses, read_metrics
 from mtjax.train.options import Options as TrainOptions
 from tests.convert.hf_folders import LLAMA_CONFIG

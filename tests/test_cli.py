@@ -13,10 +13,10 @@ from typing import get_type_hints
 import pytest
 
 from mtjax import __version__, cli, config
+from mtjax.commands.data import COMMANDS as data_commands
 from mtjax.config import Config
 from mtjax.config.common import COMMON, COMMON_FINETUNING
 from mtjax.config.renamed import with_new_options
-from mtjax.data.__main__ import COMMANDS as data_commands
 from mtjax.errors import UserError
 
 FIELDS = [(group, f.name) for group, cls in get_type_hints(Config).items() for f in dataclasses.fields(cls)]
@@ -232,7 +232,7 @@ def test_common_options_exist() -> None:
 def test_help_of_the_other_commands_names_every_option(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     shown = help_of(command, "--help", capsys)
     assert "None" not in shown
-    module = import_module(f"{cli.COMMANDS[command][0]}.__main__")
+    module = import_module(f"mtjax.commands.{command}")
     fields = [
         field for field in dataclasses.fields(module.Options) if field.name not in ("prompts", "runs", "sampling")
     ]
@@ -320,8 +320,10 @@ def test_the_overview_names_the_commands(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_every_command_exists() -> None:
-    for module, _ in cli.COMMANDS.values():
-        assert find_spec(f"{module}.__main__") is not None
+    modules = {"predict": "finetune.predict", "ensemble": "finetune.ensemble", "from-megatron": "convert.from_megatron"}
+    for name in cli.COMMANDS:
+        assert find_spec(f"mtjax.commands.{name.replace('-', '_')}") is not None
+        assert find_spec(f"mtjax.{modules.get(name, name)}.__main__") is not None
 
 
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:

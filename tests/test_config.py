@@ -339,6 +339,11 @@ def test_a_file_may_name_its_family_last(tmp_path: Path) -> None:
             "rope_short_factors has 1 numbers, and rope_scaling longrope needs 32",
         ),
         ({"position": "rope", "rope_scaling": "dynamic", "head_dim": 2}, "needs a rope_factor of at least 1"),
+        ({"mtp_loss_scaling_factor": 0.3}, "mtp_loss_scaling_factor is 0.3, and mtp_num_layers is 0: set"),
+        ({"mtp_num_layers": 8, "sequence_length": 8}, "sequence_length 8 has no tokens that far ahead: use at most 7"),
+        ({"mtp_num_layers": 1, "head": "choices"}, "mtp_num_layers is 1, and head is choices, which predicts no"),
+        ({"mtp_num_layers": 1, "lora_rank": 2}, "lora_rank is 2, and its layers have no adapters: use --mtp-num-lay"),
+        ({"mtp_num_layers": 1, "teacher": "hf:x"}, "teacher is hf:x, whose probabilities are of the next token only"),
     ],
 )
 def test_model_settings_that_do_not_fit(fields: dict[str, Any], message: str) -> None:

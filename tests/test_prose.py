@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -42,7 +43,12 @@ def strings_of(path: Path) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.value
 
 
-def texts() -> Iterator[tuple[str, str]]:
+@cache
+def texts() -> list[tuple[str, str]]:
+    return list(_texts())
+
+
+def _texts() -> Iterator[tuple[str, str]]:
     for path in sorted((ROOT / "mtjax").rglob("*.py")):
         yield from ((f"{path.relative_to(ROOT)}:{line}", text) for line, text in strings_of(path))
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]

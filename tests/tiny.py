@@ -11,6 +11,8 @@ from jax.sharding import Mesh
 
 from mtjax.config import Config, replace
 from mtjax.config.sizes import decoder_length, most_masked
+from mtjax.layout.layouts import TENSOR
+from mtjax.layout.mesh import parse_mesh
 from mtjax.models.families.bert import BERT
 from mtjax.models.families.gpt import GPT
 from mtjax.sharding.accumulate import Accumulate
@@ -20,8 +22,6 @@ from mtjax.sharding.mesh import make_mesh
 from mtjax.sharding.param_specs import param_specs
 from mtjax.sharding.placement import global_batch
 from mtjax.sharding.reduction import Reduction
-from mtjax.theory.layout import TENSOR
-from mtjax.theory.mesh import parse_mesh
 from mtjax.train.step import State, TrainStep, make_train_step
 
 VOCAB = 250

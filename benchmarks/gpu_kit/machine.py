@@ -22,8 +22,8 @@ def run(child: Child) -> dict[str, Any]:
     """
     import jax
 
+    from mtjax.analysis.hardware import by_device_kind
     from mtjax.errors import UserError
-    from mtjax.theory.hardware import by_device_kind
 
     device = jax.devices()[0]
     if device.platform == "cpu" and not child.rehearse:

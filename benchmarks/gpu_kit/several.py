@@ -13,10 +13,10 @@ from gpu_kit.child import Child
 from gpu_kit.clock import seconds_of
 from gpu_kit.shapes import SHAPES, config_of
 from gpu_kit.speed import time_run
+from mtjax.analysis.machine import Machine
+from mtjax.analysis.traffic import Transfer, ring_factor
 from mtjax.errors import UserError
 from mtjax.inspect.targets import attached_server
-from mtjax.theory.machine import Machine
-from mtjax.theory.traffic import Transfer, ring_factor
 
 SIZES = tuple(2**n for n in (16, 20, 24, 28, 30))
 """Bytes of the array that is reduced or sent, or that an all-gather returns."""

@@ -9,18 +9,18 @@ import jax
 from gpu_kit.child import Child, next_tokens
 from gpu_kit.clock import seconds_of
 from gpu_kit.shapes import SHAPES, config_of
+from mtjax.analysis.counts import parameters
+from mtjax.analysis.flops import model_flops
+from mtjax.analysis.timing import step_time
 from mtjax.config import Config
 from mtjax.errors import UserError
 from mtjax.inspect.compiled import compile_program
 from mtjax.inspect.measured import measure
 from mtjax.inspect.report import Report, report
 from mtjax.inspect.targets import running_target
+from mtjax.layout.mesh import parse_mesh
 from mtjax.sharding.mesh import attach_devices
 from mtjax.sharding.placement import global_batch
-from mtjax.theory.counts import parameters
-from mtjax.theory.flops import model_flops
-from mtjax.theory.mesh import parse_mesh
-from mtjax.theory.timing import step_time
 from mtjax.train.observability.metrics import device_memory
 from mtjax.train.step import make_train_step
 

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from gpu_kit.child import Child, next_tokens
 from gpu_kit.clock import seconds_of
 from gpu_kit.shapes import SHAPES, config_of
+from mtjax.analysis.families.registry import anatomy_of
+from mtjax.analysis.flops import model_flops
 from mtjax.config import Config
 from mtjax.config.sizes import padded_vocab_size
 from mtjax.errors import UserError
-from mtjax.theory.families.registry import anatomy_of
-from mtjax.theory.flops import model_flops
 
 
 def run(child: Child, name: str, memory: float) -> dict[str, Any]:

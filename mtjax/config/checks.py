@@ -1,4 +1,4 @@
-"""Checks of the config that do not need a mesh; `theory.divisibility` checks what mesh axes must divide."""
+"""Checks of the config that do not need a mesh; `layout.divisibility` checks what mesh axes must divide."""
 
 import dataclasses
 from pathlib import Path
@@ -12,6 +12,7 @@ from mtjax.config.latent_checks import check_latent_attention
 from mtjax.config.model import Model
 from mtjax.config.optimizer import Optimizer
 from mtjax.config.positions import check_positions
+from mtjax.config.prediction_checks import check_prediction
 from mtjax.config.run import Config
 from mtjax.config.sizes import (
     decoder_layers,
@@ -42,6 +43,7 @@ def validate(config: Config) -> None:
     check_positions(config.model)
     check_attention(config.model)
     check_experts(config)
+    check_prediction(config)
     check_recompute(config.model, config.training)
     check_adapters(config.model)
     check_loss_scale(config.training)

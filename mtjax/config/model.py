@@ -260,6 +260,13 @@ class Model:
     tie_embeddings: bool = True
     """Share the embedding table with the output projection (Megatron's --untie-embeddings-and-output-weights turns it
     off)."""
+    mtp_num_layers: int = at_least(0, 0, most=LAYERS)
+    """gpt, llama: layers of multi-token prediction (DeepSeek-V3, arXiv 2412.19437; Megatron's --mtp-num-layers). In
+    training, layer k predicts the token k places behind the next one, from the final hidden states of the layer before
+    it and the embeddings of the tokens k places ahead, with the embedding table and the output table of the model.
+    Evaluation and generation leave these layers out."""
+    mtp_loss_scaling_factor: float = above_zero(0.1, shapes=NEVER)
+    """Coefficient of the mean of their losses (Megatron's --mtp-loss-scaling-factor)."""
     num_decoder_layers: int | None = at_least(1, None, most=LAYERS)
     """t5: number of decoder layers; num_layers, the number of encoder layers, when not given."""
     decoder_sequence_length: int | None = at_least(1, None, most=TOKENS, shapes=POSITIONS_COUNT)

@@ -119,10 +119,15 @@ def output_shape(model: Model) -> OutputShape:
     return {"scale": model.output_scale, "softcap": model.output_softcap}
 
 
+def layers_with_prediction(model: Model) -> range:
+    """Returns the numbers of all layers: those of multi-token prediction follow the others."""
+    return range(model.num_layers + model.mtp_num_layers)
+
+
 def windowed_layers(model: Model) -> tuple[bool, ...]:
-    """Returns of each layer whether its attention has the sliding window."""
+    """Returns of each layer, multi-token prediction's included, whether its attention has the sliding window."""
     pattern = model.window_layers if model.attention_window else "F"
-    return tuple(pattern[number % len(pattern)] == "S" for number in range(model.num_layers))
+    return tuple(pattern[number % len(pattern)] == "S" for number in layers_with_prediction(model))
 
 
 def attention_windows(model: Model) -> tuple[int, ...] | None:
@@ -133,9 +138,9 @@ def attention_windows(model: Model) -> tuple[int, ...] | None:
 
 
 def rotated_layers(model: Model) -> tuple[bool, ...]:
-    """Returns of each layer whether it has RoPE."""
+    """Returns of each layer, multi-token prediction's included, whether it has RoPE."""
     pattern = model.rope_layers if model.position == "rope" else "N"
-    return tuple(pattern[number % len(pattern)] == "R" for number in range(model.num_layers))
+    return tuple(pattern[number % len(pattern)] == "R" for number in layers_with_prediction(model))
 
 
 def longest_text(model: Model) -> int:

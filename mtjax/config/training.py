@@ -51,7 +51,7 @@ class Training:
     """Full recompute: offload the saved layer inputs to host memory until the backward pass (GPUs only)."""
     unroll_layers: bool = False
     """Compile each layer separately instead of one loop (scan) over layers, so that saved activations are not copied
-    into stacked arrays: steps are faster, and compiling takes longer. Requires recompute none and zero below 3."""
+    into stacked arrays: steps are faster, and compiling takes longer. Requires recompute none or selective."""
     loss_chunk: int = at_least(1, 1024)
     """Number of tokens whose logits are computed at a time."""
     deterministic: bool = False

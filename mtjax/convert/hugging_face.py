@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mtjax.config import Config, replace
+from mtjax.config.families import is_decoder
 from mtjax.convert.families.family import Family, begin_of_text, labels_json, tensors_without
 from mtjax.convert.families.registry import family_of_config, family_of_model
 from mtjax.convert.named import NamedWeights
@@ -88,9 +89,10 @@ def describe(folder: Path, vocab_multiple: int | None = None) -> Described:
     notes = (f"{folder} has {untied}, which the config.json ties but is another tensor: not tied",) if untied else ()
     if untied:
         settings["tie_embeddings"] = False
-    if count := raw.get("num_nextn_predict_layers"):
-        notes += (f"num_nextn_predict_layers is {count}: layers of multi-token prediction are not read",)
     config = config_of(settings, source)
+    count = raw.get("num_nextn_predict_layers") or 0
+    if count != config.model.mtp_num_layers:
+        notes += (f"num_nextn_predict_layers is {count}, and {folder} has no such layers: none are read",)
     names = raw.get("id2label")
     if config.model.head == "classification" and isinstance(names, dict):
         config = replace(config, labels=tuple(str(names[key]) for key in sorted(names, key=int)))
@@ -167,6 +169,9 @@ class HuggingFaceSink:
         self._family = family_of_model(model, original)
         self._selection = self._family.table_of(model).select(parameters)
         shapes = self._selection.shapes(rows_of(origin.config.model))
+        copies = self._selection.table.duplicates.items()
+        self._copies = {name: [copy for copy, of in copies if of == name] for name in shapes}
+        shapes |= {copy: shapes[of] for copy, of in copies}
         self._writer = SafetensorsWriter(folder, shapes, self._dtype, largest_file)
 
     def write(self, parameter: Parameter, layer: int | None, array: np.ndarray) -> None:
@@ -182,7 +187,8 @@ class HuggingFaceSink:
                 into = tensor.view(self._writer.map(name), parameter)
                 into[...] = values.reshape(into.shape)
             else:
-                self._writer.write(name, values)
+                for each in (name, *self._copies[name]):
+                    self._writer.write(each, values)
 
     def close(self) -> None:
         """Writes config.json and the tokenizer."""
@@ -201,7 +207,7 @@ class HuggingFaceSink:
         dropped = {"dtype", *self._family.keys}
         config = {k: v for k, v in original.items() if k not in dropped} | self._family.config_json(model)
         config |= {"torch_dtype": self._dtype}
-        if model.head != "language" and model.family in ("gpt", "llama"):
+        if model.head != "language" and is_decoder(model):
             has_original = bool(self._origin.hugging_face)
             config["pad_token_id"] = pad_id(config.get("pad_token_id" if has_original else "eos_token_id"), tokenizer)
         if labels := self._origin.config.finetuning.labels:
@@ -211,7 +217,7 @@ class HuggingFaceSink:
     def _special_ids(self, tokenizer: Tokenizer | None) -> dict[str, Any]:
         """Returns the ids of special tokens from the tokenizer and its files, for weights without a config.json."""
         ids = self._family.ids(tokenizer)
-        if tokenizer is None or self._origin.config.model.family not in ("gpt", "llama"):
+        if tokenizer is None or not is_decoder(self._origin.config.model):
             return ids
         # eos is the token that training appended to texts; bos and pad are those that the tokenizer's files name.
         named = {f"{kind}_id": named_token(tokenizer, self._folder, kind) for kind in ("bos_token", "pad_token")}

@@ -97,6 +97,7 @@ class MegatronSource:
         files, names, rows, config = describe(folder, vocab_size, vocab_multiple, model_config)
         self.parameters: Mapping[str, Parameter] = parameters_of(config)
         selection = table(files.version, names, queries_per_group(config.model)).select(self.parameters)
+        self.files, self.rows, self.selection = files, rows, selection
         self._weights = NamedWeights(selection, files, config, rows, str(files.folder))
         notes = self._notes(files, config, rows)
         self.origin = Origin(config, files.dtype, folder, notes=notes, fresh=self._weights.fresh)

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from mtjax.config import Model
+from mtjax.config.families import kind_of
 from mtjax.config.sizes import attention_bias, head_dim, mlp_bias, mlp_size, num_kv_heads
 from mtjax.convert.megatron_experts import EXPERTS, expert_misfits, expert_settings, has_experts, unread_experts
 from mtjax.errors import UserError
@@ -191,7 +192,7 @@ def misfits(model: Model, names: "Names") -> list[str]:
     tanh_without_bias = model.activation == "gelu" and not mlp_bias(model)
     biases = attention_bias(model), mlp_bias(model)
     wrong = {
-        f"family {model.family}": model.family not in ("gpt", "llama", "bert"),
+        f"family {model.family}": kind_of(model) == "encoder-decoder",
         f"head {model.head}": model.head != "language",
         "family bert; use --transformer-impl legacy": is_bert and not names.is_legacy,
         f"norm {model.norm} in a bert": is_bert and model.norm != "layernorm",
@@ -221,7 +222,7 @@ def _decoder_misfits(model: Model) -> dict[str, bool]:
     names = ("qkv_clip", "attention_scale", "attention_scale_beta", "attention_softcap", "attention_sinks")
     names += ("qk_norm_scope", "qk_norm_kind", "qk_norm_bias", "qk_norm_after_rope")
     names += ("norm_bias", "norm_weight", "parallel_residual", "residual_scale", "embedding_scale", "embedding_norm")
-    names += ("output_scale", "output_softcap", "output_bias")
+    names += ("output_scale", "output_softcap", "output_bias", "mtp_num_layers")
     names += ("attention_window", "window_layers", "rope_layers", "rope_local_theta")
     return {f"{name} {getattr(model, name)}": getattr(model, name) != getattr(Model(), name) for name in names}
 

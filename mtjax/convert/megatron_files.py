@@ -67,6 +67,8 @@ class MegatronCheckpoint:
             args = first.get("args") or {}
             self.arguments: Mapping[str, Any] = args if isinstance(args, Mapping) else vars(args)
         grid = _grid(self.folder, files_of, (self.arguments.get("expert_model_parallel_size") or 1) > 1)
+        self.grid = grid
+        """The file of each tensor-parallel rank, pipeline stage and expert-parallel rank."""
         self.ranks, stages = len(grid), len(grid[0])
         loaded = [[[load(path) for path in paths] for paths in row] for row in grid]
         # Interleaved schedule: all stages have the same number of chunks.
@@ -164,7 +166,19 @@ def _file(folder: Path) -> Path:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Loads a file, with its tensors memory-mapped.
+    """Loads a file of a model, with its tensors memory-mapped.
+
+    Raises:
+      UserError: it is not such a file.
+    """
+    contents = loaded(path)
+    if not isinstance(contents, dict) or not all(isinstance(m, Mapping) for m in _models(contents) or [None]):
+        raise UserError(f"{path} contains no model of Megatron-LM")
+    return contents
+
+
+def loaded(path: Path) -> Any:
+    """Loads any file of torch, with its tensors memory-mapped.
 
     Only tensors, plain containers and `argparse.Namespace` are constructed. Any other class or function that the file
     names is replaced by one that does nothing, so that neither an installed Megatron nor trust in the file is needed.
@@ -177,14 +191,11 @@ def load(path: Path) -> dict[str, Any]:
     try:
         named = serialization.get_unsafe_globals_in_checkpoint(str(path))
         with serialization.safe_globals([_harmless(name) for name in named]):
-            contents = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+            return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as e:  # a corrupted file may raise any error of pickle, zipfile or torch
         # Only the first sentence: torch continues with advice that does not apply here.
         reason = (str(e).strip() or repr(e)).splitlines()[0].split(". ")[0]
         raise UserError(f"{path} can't be read as a torch checkpoint without running code from it: {reason}") from e
-    if not isinstance(contents, dict) or not all(isinstance(m, Mapping) for m in _models(contents) or [None]):
-        raise UserError(f"{path} contains no model of Megatron-LM")
-    return contents
 
 
 def _harmless(name: str) -> Any:

@@ -32,10 +32,15 @@ def checkpoint_folder(folder: Path) -> Path:
             f"{looks_like(folder)}"
         )
     word = tracker.read_text().strip()
-    checkpoint = folder / (word if word == RELEASE else f"iter_{int(word) if word.isdigit() else 0:07}")
+    checkpoint = folder / iteration_folder(word)
     if not has_checkpoint(checkpoint):
         raise UserError(f"{tracker} names {word!r}, and {checkpoint} holds neither mp_rank_* nor {METADATA_FILE}")
     return checkpoint
+
+
+def iteration_folder(word: str) -> str:
+    """Returns the name of the folder that Megatron's tracker file refers to."""
+    return word if word == RELEASE else f"iter_{int(word) if word.isdigit() else 0:07}"
 
 
 def has_checkpoint(folder: Path) -> bool:
@@ -52,16 +57,25 @@ def is_torch_dist(folder: Path) -> bool:
     """
     if any(folder.glob("mp_rank_*")):
         return False
-    path = folder / BACKEND_FILE
-    if not path.is_file():
+    if not (folder / BACKEND_FILE).is_file():
         raise UserError(_without_backend(folder))
-    try:
-        backend = json.loads(path.read_text())["sharded_backend"]
-    except (OSError, ValueError, KeyError, TypeError) as e:
-        raise UserError(f"{path} is corrupted: it does not name the format of a checkpoint") from e
+    backend = sharded_backend(folder)
     if backend != BACKEND:
         raise UserError(f"{folder} is in Megatron's format {backend}, which mtjax does not read: {_SAVE_AGAIN}")
     return True
+
+
+def sharded_backend(folder: Path) -> str:
+    """Returns what `metadata.json` calls the format of the tensors.
+
+    Raises:
+      UserError: it does not say.
+    """
+    path = folder / BACKEND_FILE
+    try:
+        return str(json.loads(path.read_text())["sharded_backend"])
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise UserError(f"{path} is corrupted: it does not name the format of a checkpoint") from e
 
 
 def _without_backend(folder: Path) -> str:
@@ -73,7 +87,7 @@ def _without_backend(folder: Path) -> str:
             "complete; use another iteration"
         )
     if any(key.endswith("tok_embeddings.weight") for key in keys):
-        return f"{folder} is a checkpoint of torchtitan, which mtjax does not read: export it to Hugging Face's format"
+        return f"{folder} is a checkpoint of torchtitan: use torchtitan:{folder}"
     example = f", with tensors such as {keys[0]}" if keys else ""
     return (
         f"{folder} is in a format of torch.distributed.checkpoint that mtjax does not read, such as Megatron's "

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from mtjax.convert.families.rows import linear, norm, row
 from mtjax.convert.table import Row, Slots, Table, Tensor, dims
 from mtjax.errors import UserError
-from mtjax.theory.families.decoder import DENSE
+from mtjax.layout.stacks import DENSE
 
 LAYERS = "stack.layers"
 

@@ -17,6 +17,7 @@ import tomli_w
 
 from mtjax import config as configs
 from mtjax.config import Config, Model, sizes
+from mtjax.config.adapters import ADAPTER
 from mtjax.convert.parameters import Parameter, parameters_of
 from mtjax.convert.stream import Origin, carry_tokenizer, rows_of
 from mtjax.convert.table import SPLIT, with_vocab
@@ -25,7 +26,6 @@ from mtjax.errors import UserError
 from mtjax.runtime.checkpoints.checkpoint import fingerprint_of_slice
 from mtjax.runtime.checkpoints.corruption import metadata_checksum
 from mtjax.runtime.checkpoints.weights import CONVERTED, PREFIX, find_weights
-from mtjax.theory.adapters import ADAPTER
 
 CONTINUED_BATCH = 32
 """Global batch size of continued training, in samples."""
@@ -80,24 +80,26 @@ class MtjaxSource:
             update = product_of(parameter, (a, b), factors) * (model.lora_alpha / model.lora_rank)
             yield (weight + update).astype(np.float32)
 
-    def saved(self, parameter: Parameter) -> Iterator[np.ndarray]:
+    def saved(self, parameter: Parameter, prefix: str = PREFIX) -> Iterator[np.ndarray]:
         """Yields the parameter layer by layer as it was saved, float32, and verifies its fingerprint at the end.
+
+        `prefix` is another one for the optimizer's state.
 
         Raises:
           UserError: the parameter is corrupted.
         """
         fingerprint, offset = 0, 0
-        for block in self._blocks(parameter):
+        for block in self._blocks(parameter, prefix):
             fingerprint += fingerprint_of_slice(block, offset)
             offset += block.size
             for array in [block] if parameter.num_layers is None else block:
                 yield with_vocab(array, parameter, rows_of(self.origin.config.model))
-        if fingerprint % 2**32 != self.weights.metadata["fingerprints"][f"{PREFIX}.{parameter.name}"]:
+        if fingerprint % 2**32 != self.weights.metadata["fingerprints"][f"{prefix}.{parameter.name}"]:
             raise UserError(f"{self.weights.folder} is corrupted: {parameter.name} differs from what was saved")
 
-    def _blocks(self, parameter: Parameter) -> Iterator[np.ndarray]:
+    def _blocks(self, parameter: Parameter, prefix: str) -> Iterator[np.ndarray]:
         """Yields a stacked parameter in blocks of as many layers as a chunk of the file contains."""
-        store = self.weights.open(parameter.name)
+        store = self.weights.open(parameter.name, prefix)
         if store.shape != parameter.stacked_shape:
             raise UserError(
                 f"{self.weights.folder}: {parameter.name} has shape {store.shape}, not {parameter.stacked_shape}"
@@ -138,19 +140,21 @@ class MtjaxSink:
     def __init__(self, folder: Path, origin: Origin, final: Path) -> None:
         """Starts to write to `folder`, which will be renamed to `final`."""
         self._folder, self._origin, self._final = folder, origin, final
+        self._checkpoint = folder / CONVERTED
         self._stores: dict[str, ts.TensorStore] = {}
         self._fingerprints: dict[str, int] = {}
 
-    def write(self, parameter: Parameter, layer: int | None, array: np.ndarray) -> None:
-        """Writes one layer's slice, with the vocabulary padded."""
+    def write(self, parameter: Parameter, layer: int | None, array: np.ndarray, prefix: str = PREFIX) -> None:
+        """Writes one layer's slice, with the vocabulary padded; `prefix` is another one for the optimizer's state."""
         rows = sizes.padded_vocab_size(self._origin.config.model)
         array = np.ascontiguousarray(with_vocab(array, parameter, rows), np.float32)
         # Parameters are written one after the other, so one open array is enough.
-        if parameter.name not in self._stores:
-            self._stores = {parameter.name: self._create(parameter)}  # only the current one is open
-        store = self._stores[parameter.name]
+        name = f"{prefix}.{parameter.name}"
+        if name not in self._stores:
+            # Only the current one is open.
+            self._stores = {name: self._create(name, parameter.stacked_shape, chunk_shape(parameter))}
+        store = self._stores[name]
         (store if layer is None else store[layer]).write(array).result()
-        name = f"{PREFIX}.{parameter.name}"
         # Fingerprints add up over slices, modulo 2^32.
         number = fingerprint_of_slice(array, (layer or 0) * array.size)
         self._fingerprints[name] = (self._fingerprints.get(name, 0) + number) % 2**32
@@ -174,7 +178,7 @@ class MtjaxSink:
             },
         }
         metadata["checksum"] = metadata_checksum(metadata)
-        path = self._folder / CONVERTED / "page" / "metadata"
+        path = self._checkpoint / "page" / "metadata"
         path.parent.mkdir(parents=True)
         path.write_text(json.dumps(metadata))
         settings: dict[str, Any] = dict(config) | continued_training(self._origin.config.model)
@@ -183,17 +187,16 @@ class MtjaxSink:
             settings["data"] = {"tokenizer": tokenizer}
         (self._folder / "config.toml").write_text(tomli_w.dumps(settings))
 
-    def _create(self, parameter: Parameter) -> ts.TensorStore:
-        """Creates the array of a parameter, in Orbax's format (zarr, compressed with zstd)."""
-        path = self._folder.resolve() / CONVERTED / "state" / f"{PREFIX}.{parameter.name}"
+    def _create(self, name: str, shape: tuple[int, ...], chunks: tuple[int, ...], dtype: Any = np.float32) -> Any:
+        """Creates an array, in Orbax's format (zarr, compressed with zstd)."""
+        path = self._checkpoint.resolve() / "state" / name
         spec = {
             "driver": "zarr",
             "kvstore": {"driver": "file", "path": f"{path}/"},
             "metadata": {"compressor": {"id": "zstd", "level": 1}},  # as Orbax does
         }
-        chunks = ts.ChunkLayout(chunk_shape=chunk_shape(parameter))
-        shape = parameter.stacked_shape
-        return ts.open(spec, create=True, dtype=ts.float32, shape=shape, chunk_layout=chunks).result()
+        layout = ts.ChunkLayout(chunk_shape=chunks)
+        return ts.open(spec, create=True, dtype=ts.dtype(dtype), shape=shape, chunk_layout=layout).result()
 
 
 def continued_training(model: Model) -> dict[str, dict[str, Any]]:

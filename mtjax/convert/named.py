@@ -13,7 +13,7 @@ from mtjax.convert.safetensors_files import DTYPES
 from mtjax.convert.stream import rows_of
 from mtjax.convert.table import VOCAB, Selection, Tensor, name_of, with_vocab
 from mtjax.errors import UserError
-from mtjax.models.mixers.experts import ROUTER_BIAS
+from mtjax.models.routers import ROUTER_BIAS
 
 
 class Shards(Protocol):
@@ -101,9 +101,8 @@ class NamedWeights:
                 continue
             for rank in range(self.shards.ranks):
                 if not np.array_equal(self.shards.shard(copy, rank), self.shards.shard(name, rank)):
-                    raise UserError(
-                        f"{self.source}: {copy} differs from {name}, but the model ties them (tie_embeddings)"
-                    )
+                    why = "" if copy in self.selection.table.duplicates else " (tie_embeddings)"
+                    raise UserError(f"{self.source}: {copy} differs from {name}, but the model ties them{why}")
 
 
 def local_shapes(selection: Selection, vocab_rows: int, ranks: int) -> dict[str, tuple[int, ...]]:

@@ -8,11 +8,11 @@ import jax
 import numpy as np
 
 from mtjax.config import Config, Model, Parallel
+from mtjax.layout.mesh import MeshShape
+from mtjax.layout.stages import layer_numbers
 from mtjax.models.sharded_model import ShardedModel
 from mtjax.sharding.mesh import make_mesh
 from mtjax.sharding.param_specs import ParamSpec
-from mtjax.theory.mesh import MeshShape
-from mtjax.theory.stages import layer_numbers
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 
+from mtjax.config.adapters import ADAPTER, PARTS
+from mtjax.config.families import is_decoder
 from mtjax.convert.families.registry import family_of_model
 from mtjax.convert.mtjax_folder import MtjaxSource
 from mtjax.convert.parameters import Parameter
 from mtjax.convert.stream import Source
 from mtjax.convert.table import Tensor, name_of
 from mtjax.errors import UserError, require
-from mtjax.theory.adapters import ADAPTER, PARTS
 
 PREFIX = "base_model.model."
 """Prefix of peft's names of tensors."""
@@ -30,7 +31,7 @@ def write_adapters(source: Source, folder: Path) -> int:
             "peft: needs the adapters of a run of mtjax finetune with --lora-rank, but these weights have none"
         )
     model = source.weights.config.model
-    if model.head != "language" or model.family not in ("gpt", "llama"):
+    if model.head != "language" or not is_decoder(model):
         raise UserError(
             "peft: needs adapters of a gpt or llama with a language head; for a task's model use --to hf:DIR"
         )

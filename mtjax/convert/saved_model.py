@@ -19,17 +19,18 @@ from mtjax.convert.megatron import MegatronSource
 from mtjax.convert.mtjax_folder import MtjaxSource, without_adapters
 from mtjax.convert.stream import Source, download_command, looks_like, may_be_on_hub
 from mtjax.convert.table import with_vocab
+from mtjax.convert.torchtitan import TorchtitanSource
 from mtjax.convert.weights_path import parse_weights
 from mtjax.data.progress import ProgressLine
 from mtjax.data.tokens.tokenizer import Tokenizer, open_tokenizer
 from mtjax.errors import UserError
+from mtjax.layout.layouts import TENSOR
+from mtjax.layout.mesh import MeshShape, parse_mesh
+from mtjax.layout.plan import Plan
+from mtjax.layout.stages import PADDING, LayerOrder, order_of
 from mtjax.models.sharded_model import ShardedModel
 from mtjax.runtime.checkpoints.weights import check_same_weights, find_weights, restore_weights
 from mtjax.sharding.param_specs import dotted
-from mtjax.theory.layout import TENSOR
-from mtjax.theory.mesh import MeshShape, parse_mesh
-from mtjax.theory.plan import Plan
-from mtjax.theory.stages import PADDING, LayerOrder, order_of
 from mtjax.train.folder.tokenizer import check_weights, readable_tokenizer
 
 Tree = Any
@@ -56,7 +57,8 @@ def vocab_multiple_for(shape: MeshShape) -> int:
 
 
 def without_training(saved: Config, parallel: Parallel, **settings: Any) -> Config:
-    """Returns the config with which inference runs saved weights: another mesh, no dropout, no recompute.
+    """Returns the config with which inference runs saved weights: another mesh, no dropout, no recompute, and no layers
+    of multi-token prediction.
 
     Args:
       saved: config of the run, or of converted weights.
@@ -65,6 +67,7 @@ def without_training(saved: Config, parallel: Parallel, **settings: Any) -> Conf
     """
     plain = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "recompute": "none", "rampup_batch_size": None}
     plain |= {"unroll_layers": False, "reset_position_ids": False, "reset_attention_mask": False}
+    plain |= {"mtp_num_layers": 0, "mtp_loss_scaling_factor": Model().mtp_loss_scaling_factor}
     return replace(dataclasses.replace(saved, parallel=parallel), **(plain | settings))
 
 
@@ -103,6 +106,8 @@ def model_of(text: str, option: str, hints: Hints = NO_HINTS) -> Model:
         return hugging_face.describe(folder, hints.vocab_multiple).config.model
     if kind == "megatron":
         return megatron.describe(folder, hints.vocab_size, hints.vocab_multiple, hints.config)[-1].model
+    if kind == "torchtitan":
+        return TorchtitanSource(folder, hints.vocab_multiple, hints.config).origin.config.model
     return without_adapters(find_weights(folder).config).model
 
 
@@ -139,6 +144,8 @@ def open_source(kind: str, folder: Path, hints: Hints = NO_HINTS) -> Source:
         return HuggingFaceSource(folder, hints.vocab_multiple)
     if kind == "megatron":
         return MegatronSource(folder, hints.vocab_size, hints.vocab_multiple, hints.config)
+    if kind == "torchtitan":
+        return TorchtitanSource(folder, hints.vocab_multiple, hints.config)
     return MtjaxSource(folder)
 
 
@@ -212,7 +219,9 @@ class SavedModel:
         target, orders = sharded_model.restore_target, sharded_model.layer_orders
         if isinstance(self.source, MtjaxSource) and not self.source.adapters:
             # Each device reads only its shards; other formats are read parameter by parameter.
-            check_same_weights(self.source.weights, target, sharded_model.config, orders)
+            # Layers of multi-token prediction may be left out: their parameters are not read.
+            wanted = replace(sharded_model.config, mtp_num_layers=self.config.model.mtp_num_layers)
+            check_same_weights(self.source.weights, target, wanted, orders)
             return restore_weights(self.source.weights, target, orders)
         leaves, structure = jax.tree_util.tree_flatten_with_path(target)
         arrays = self.read({dotted(path): leaf for path, leaf in leaves}, sharded_model)

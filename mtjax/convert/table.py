@@ -199,6 +199,8 @@ class Table:
     """Regular expressions of tensors that are not weights, such as masks and positions that old versions saved."""
     copies: Mapping[str, str] = field(default_factory=dict)
     """Tensors that may be saved as copies of others that they are tied to."""
+    duplicates: Mapping[str, str] = field(default_factory=dict)
+    """Those of `copies` that are also written."""
     optional: tuple[str, ...] = ()
     """Modules of mtjax that may be missing, such as a pretraining head, and are then initialized randomly."""
 

@@ -50,33 +50,33 @@ class TorchDistCheckpoint:
           UserError: files are missing or corrupted, a file would run code, or chunks overlap or leave gaps.
         """
         self.folder = checkpoint_folder(folder)
-        self._files = DistributedCheckpoint(self.folder)
-        common = self._common()
+        self.files = DistributedCheckpoint(self.folder)
+        self.common = common = self._common()
         with understood(str(self.folder)):
             self.version = float(common.get("checkpoint_version") or VERSION)
             args = common.get("args") or {}
             self.arguments: Mapping[str, Any] = dict(args if isinstance(args, Mapping) else vars(args))
         # How experts were sharded does not matter for full tensors.
         self.arguments = {n: v for n, v in self.arguments.items() if n != "expert_tensor_parallel_size"}
-        keys = [key for key in self._files.keys if not key.startswith((*OPTIMIZER, *UNREAD))]
+        keys = [key for key in self.files.keys if not key.startswith((*OPTIMIZER, *UNREAD))]
         if singles := [key for key in keys if _SINGLE.match(key)]:
             raise UserError(f"{self.folder} was saved with singleton_local_shards, which is not read: {singles[0]}")
-        if missing := self._files.missing_files(keys):
+        if missing := self.files.missing_files(keys):
             raise UserError(f"{self.folder} lacks {len(missing)} of its files: {', '.join(missing[:5])}")
-        self._tensors = {key: self._files.tensor(key) for key in keys}
-        self._index = {name: (key, index) for key in keys for name, index in self._named(key)}
+        self.tensors = {key: self.files.tensor(key) for key in keys}
+        self.index = {name: (key, index) for key in keys for name, index in self._named(key)}
         self.shapes: Mapping[str, tuple[int, ...]] = {
-            name: self._tensors[key].shape[len(index) :] for name, (key, index) in self._index.items()
+            name: self.tensors[key].shape[len(index) :] for name, (key, index) in self.index.items()
         }
         self.dtype = self._common_dtype()
 
     @property
     def summary(self) -> str:
         """Describes it for a note."""
-        chunks = sum(len(tensor.chunks) for tensor in self._tensors.values())
-        has_optimizer = any(key.startswith(OPTIMIZER) for key in self._files.keys)
-        unread = "; the optimizer state is not converted" if has_optimizer else ""
-        return f"torch_dist, {len(self._tensors)} tensors in {chunks} chunks, {self.dtype}{unread}"
+        chunks = sum(len(tensor.chunks) for tensor in self.tensors.values())
+        has_optimizer = any(key.startswith(OPTIMIZER) for key in self.files.keys)
+        unread = "; --with-optimizer converts the optimizer's state, too" if has_optimizer else ""
+        return f"torch_dist, {len(self.tensors)} tensors in {chunks} chunks, {self.dtype}{unread}"
 
     def shard(self, name: str, rank: int) -> np.ndarray:
         """Returns the tensor of one layer or expert; `rank` is 0.
@@ -84,18 +84,18 @@ class TorchDistCheckpoint:
         Raises:
           UserError: a file is corrupted, or of another save.
         """
-        key, index = self._index[name]
-        return self._tensors[key].read(index)
+        key, index = self.index[name]
+        return self.tensors[key].read(index)
 
     def _common(self) -> Mapping[str, Any]:
         path = self.folder / COMMON_FILE
         if path.is_file():
             common = Archive(path).state()
         else:
-            key = next((key for key in self._files.objects if key.startswith(COMMON_STATE)), None)
+            key = next((key for key in self.files.objects if key.startswith(COMMON_STATE)), None)
             if key is None:
                 raise UserError(f"{self.folder} lacks {COMMON_FILE}, which holds Megatron's arguments")
-            common = self._files.object(key)
+            common = self.files.object(key)
             common = common[0] if isinstance(common, list) and len(common) == 1 else common
         if not isinstance(common, Mapping):
             raise UserError(f"{self.folder} has a common state that is not a dict, but {type(common).__name__}")
@@ -103,7 +103,7 @@ class TorchDistCheckpoint:
 
     def _named(self, key: str) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yields the names of a key's tensors, and the index of each in the first dimensions."""
-        tensor = self._tensors[key]
+        tensor = self.tensors[key]
         for name, index in self._of_layers(key, tensor):
             match = _EXPERTS.fullmatch(name)
             if match is None:
@@ -116,7 +116,7 @@ class TorchDistCheckpoint:
         """Yields the same of each layer, for all experts."""
         name = key
         start, _, kind = key.partition(MLP_NORM)
-        if kind and f"{start}{_ROUTER}" in self._tensors:  # what the implementation `local` calls the experts' norm
+        if kind and f"{start}{_ROUTER}" in self.tensors:  # what the implementation `local` calls the experts' norm
             name = f"{start}{EXPERTS_NORM}{kind}"
         is_stacked = key.startswith(LAYERS) and not key.removeprefix(LAYERS).partition(".")[0].isdigit()
         if not is_stacked:
@@ -126,7 +126,7 @@ class TorchDistCheckpoint:
             yield f"{LAYERS}{layer}.{name.removeprefix(LAYERS)}", (layer,)
 
     def _common_dtype(self) -> str:
-        kinds = {tensor.dtype for key, tensor in self._tensors.items() if not key.endswith(BIAS)}
+        kinds = {tensor.dtype for key, tensor in self.tensors.items() if not key.endswith(BIAS)}
         if odd := kinds - {"float32", "float16", "bfloat16"}:
             raise UserError(f"{self.folder} holds {', '.join(sorted(odd))}; weights are converted from 16 or 32 bits")
         return kinds.pop() if len(kinds) == 1 else "float32"

@@ -9,7 +9,7 @@ import math
 import struct
 import zipfile
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -125,7 +125,8 @@ class Archive:
           UserError: it is damaged, or would run code.
         """
         with self._opened() as (archive, _, root):
-            return unpickled(archive.read(f"{root}data.pkl"), StateUnpickler, str(self.path))
+            value = unpickled(archive.read(f"{root}data.pkl"), StateUnpickler, str(self.path))
+            return _with_scalars(value, lambda entry: archive.read(f"{root}data/{entry.storage}"))
 
     def tensor(self) -> tuple[np.ndarray, str]:
         """Returns the tensor, mapped from the file, and its type.
@@ -154,6 +155,18 @@ class Archive:
         return np.lib.stride_tricks.as_strided(flat, entry.shape, strides, writeable=False), entry.dtype
 
 
+def _with_scalars(value: Any, read: Callable[[TensorEntry], bytes]) -> Any:
+    """Returns plain values with tensors of one number as that number, such as the steps of torch's Adam."""
+    if isinstance(value, TensorEntry) and math.prod(value.shape) == 1 and value.dtype in DTYPES:
+        dtype = DTYPES[value.dtype]
+        return np.frombuffer(read(value), dtype, 1, value.first * dtype.itemsize)[0].item()
+    if isinstance(value, dict):
+        return {key: _with_scalars(one, read) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_with_scalars(one, read) for one in value)
+    return value
+
+
 class StoredTensor:
     """A tensor of a folder: its type, its shape and its chunks."""
 
@@ -178,13 +191,24 @@ class StoredTensor:
         """
         low = (*index, *(0,) * (len(self.shape) - len(index)))
         high = (*(i + 1 for i in index), *self.shape[len(index) :])
+        return self._box(low, high).reshape(self.shape[len(index) :])
+
+    def rows(self, start: int, stop: int) -> np.ndarray:
+        """Returns the rows from `start` to `stop` of the first dimension.
+
+        Raises:
+          UserError: a chunk is missing, damaged, or not what `.metadata` says.
+        """
+        return self._box((start, *(0,) * (len(self.shape) - 1)), (stop, *self.shape[1:]))
+
+    def _box(self, low: Sequence[int], high: Sequence[int]) -> np.ndarray:
         out = np.empty([b - a for a, b in zip(low, high, strict=True)], DTYPES[self.dtype])
         for chunk in self._near(low, high):
             begin = [max(a, o) for a, o in zip(low, chunk.offsets, strict=True)]
             end = [min(b, o + s) for b, o, s in zip(high, chunk.offsets, chunk.sizes, strict=True)]
             if all(a < b for a, b in zip(begin, end, strict=True)):
                 out[_slices(begin, end, low)] = self._numbers(chunk)[_slices(begin, end, chunk.offsets)]
-        return out.reshape(self.shape[len(index) :])
+        return out
 
     def _near(self, low: Sequence[int], high: Sequence[int]) -> Iterable[Chunk]:
         """Returns the chunks that may share a row of the first dimension with a box."""

@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from mtjax.convert.megatron import Split, queries_per_group, written_names
 from mtjax.convert.megatron_arguments import VOCAB_MULTIPLE, arguments_of
 from mtjax.convert.megatron_experts import BIAS, expert_arguments
 from mtjax.convert.megatron_files import EXTRA_STATE
-from mtjax.convert.megatron_formats import BACKEND, BACKEND_FILE, RELEASE, TRACKER
+from mtjax.convert.megatron_formats import BACKEND, BACKEND_FILE, RELEASE, TRACKER, iteration_folder
 from mtjax.convert.megatron_tables import LOCAL, TRANSFORMER_ENGINE, table
 from mtjax.convert.parameters import Parameter
 from mtjax.convert.stream import Origin, carry_tokenizer, rows_of
@@ -33,7 +34,13 @@ class TorchDistSink:
     """A folder in the format torch_dist; each slice is written at once, as one or more chunks."""
 
     def __init__(
-        self, folder: Path, origin: Origin, parameters: Mapping[str, Parameter], impl: str | None, dtype: str | None
+        self,
+        folder: Path,
+        origin: Origin,
+        parameters: Mapping[str, Parameter],
+        impl: str | None,
+        dtype: str | None,
+        iteration: int | None = None,
     ) -> None:
         """Creates the folder.
 
@@ -43,6 +50,7 @@ class TorchDistSink:
           parameters: of the model.
           impl: Megatron's `--transformer-impl`; Transformer Engine when None.
           dtype: type of the numbers; that of the origin when None.
+          iteration: of a run; None for weights that are no run's.
 
         Raises:
           UserError: Megatron-Core has no such model.
@@ -61,7 +69,14 @@ class TorchDistSink:
         self._arguments |= expert_arguments(model, 1, 1, False)
         self._selection = table(VERSION, TRANSFORMER_ENGINE, queries_per_group(model)).select(parameters)
         self._is_stacked = not dense_layers(model)
-        self._writer = DistributedWriter(folder / RELEASE)
+        self._content: dict[str, Any] = {
+            "singleton_local_shards": False,
+            "non_homogeneous_layers": not self._is_stacked,
+        }
+        self._word = RELEASE if iteration is None else str(iteration)
+        self._checkpoint = folder / iteration_folder(self._word)
+        self._writer = DistributedWriter(self._checkpoint)
+        self._common: dict[str, Any] = {"iteration": iteration or 0}
 
     def write(self, parameter: Parameter, layer: int | None, array: np.ndarray) -> None:
         """Writes one layer's slice of a parameter.
@@ -69,18 +84,33 @@ class TorchDistSink:
         Raises:
           UserError: a number is too large for float16.
         """
+        self._write(parameter, layer, array, "", self._dtype)
+
+    def write_state(self, kind: str, parameter: Parameter, layer: int | None, array: np.ndarray) -> None:
+        """Writes one layer's slice of the optimizer's state: param, exp_avg or exp_avg_sq."""
+        self._write(parameter, layer, array, f"optimizer.state.{kind}.", "float32")
+
+    def _write(self, parameter: Parameter, layer: int | None, array: np.ndarray, prefix: str, dtype: str) -> None:
         sizes = parameter.sizes | {VOCAB: self._rows}
         array = with_vocab(array, parameter, self._rows)
         for tensor in self._selection.tensors_of(parameter):
             name = name_of(tensor, layer)
+            if prefix and name.endswith(BIAS):  # not trained by Adam
+                continue
             numbers = tensor.extract(array, parameter)
-            numbers = numbers if name.endswith(BIAS) else narrowed(numbers, self._dtype, name)
+            numbers = numbers if name.endswith(BIAS) else narrowed(numbers, dtype, name)
             shape = tensor.shape(sizes)
             key, index, above = self._key(name)
             ones = (1,) * len(index)
             for start, rows in _boxes(tensor, numbers, shape, sizes):
                 offsets = (*index, start, *(0 for _ in shape[1:]))
-                self._writer.chunk(key, (*above, *shape), offsets, rows.reshape(*ones, *rows.shape))
+                self._writer.chunk(f"{prefix}{key}", (*above, *shape), offsets, rows.reshape(*ones, *rows.shape))
+
+    def add(self, arguments: Mapping[str, Any], common: Mapping[str, Any], content: Mapping[str, Any]) -> None:
+        """Adds to Megatron's arguments, to the common state, and to the description of the content."""
+        self._arguments |= arguments
+        self._common |= common
+        self._content |= content
 
     def close(self) -> None:
         """Writes the objects, the common state, the list of the chunks, the tracker file and the tokenizer."""
@@ -89,19 +119,19 @@ class TorchDistSink:
             part, of = (".".join(map(str, numbers)) for numbers in ((index, above) if index else ((0,), (1,))))
             self._writer.object(f"{key}{EXTRA_STATE}/shard_{part}_{of}", [None])
         self._writer.close()
-        folder = self._folder / RELEASE
+        folder = self._checkpoint
         common = {
             "args": argparse.Namespace(**self._arguments),
             "checkpoint_version": VERSION,
-            "iteration": 0,
-            "content_metadata": {"singleton_local_shards": False, "non_homogeneous_layers": not self._is_stacked},
+            "content_metadata": self._content,
+            **self._common,
         }
         with (folder / COMMON_FILE).open("wb") as file:
             write_archive(file, common, root="common")
         backends = {f"{kind}_backend": name for kind, name in (("sharded", BACKEND), ("common", "torch"))}
         versions = {f"{kind}_backend_version": 1 for kind in ("sharded", "common")}
         (folder / BACKEND_FILE).write_text(json.dumps(backends | versions))
-        (self._folder / TRACKER).write_text(RELEASE)
+        (self._folder / TRACKER).write_text(self._word)
         carry_tokenizer(self._origin, self._folder)
 
     def _modules_with_state(self) -> Iterator[str]:

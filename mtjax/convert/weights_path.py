@@ -5,7 +5,9 @@ from pathlib import Path
 from mtjax.convert.hub import local_folder
 from mtjax.errors import UserError, nearest
 
-KINDS = ("hf", "mtjax", "megatron")
+READ = ("torchtitan",)
+"""Kinds that can be read, and not written."""
+KINDS = ("hf", "mtjax", "megatron", *READ)
 ADAPTERS = "peft"
 """A kind that can be written, and not read."""
 
@@ -20,11 +22,14 @@ def parse_weights_path(text: str, *, is_target: bool = False) -> tuple[str, Path
     """
     kind, colon, folder = text.partition(":")
     if not colon or not folder:
-        raise UserError(f"{text!r} is not KIND:DIR; use {' or '.join(f'{kind}:{text}' for kind in KINDS)}")
+        named = [kind for kind in KINDS if not is_target or kind not in READ]
+        raise UserError(f"{text!r} is not KIND:DIR; use {' or '.join(f'{kind}:{text}' for kind in named)}")
     if kind == ADAPTERS and is_target:
         return kind, Path(folder).expanduser()
     if kind not in KINDS:
         raise UserError(f"unknown kind of weights {kind!r}{nearest(kind, KINDS)}; the kinds are {', '.join(KINDS)}")
+    if is_target and kind in READ:
+        raise UserError(f"{kind} can be read, and not written: write {' or '.join(k for k in KINDS if k not in READ)}")
     path = Path(folder).expanduser()
     return kind, local_folder(path) if kind == "hf" and not is_target else path
 

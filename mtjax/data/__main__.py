@@ -1,33 +1,8 @@
-"""`mtjax data COMMAND`: corpora from raw text to token ids, and a look at them."""
+"""`python -m mtjax.data`: the same as `mtjax data`."""
 
 import sys
-from collections.abc import Sequence
-from importlib import import_module
 
-from mtjax.errors import nearest
-
-COMMANDS = {
-    "preprocess": "text files to an indexed dataset",
-    "merge": "several indexed datasets into one",
-    "info": "counts, lengths and a decoded sample of an indexed dataset",
-    "verify": "check every byte of an indexed dataset",
-    "clean": "repair unicode, drop short and near-duplicate documents, remove by list, report overlap",
-    "show": "decoded training samples with their masks and labels",
-}
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs `mtjax data COMMAND ...`, also `python -m mtjax.data COMMAND ...`."""
-    argv = list(sys.argv[1:] if argv is None else argv)
-    if not argv or argv[0] in ("-h", "--help"):
-        rows = "\n".join(f"  {name:12}{what}" for name, what in COMMANDS.items())
-        print(f"usage: mtjax data COMMAND [OPTIONS]\n\n{rows}\n\n`mtjax data COMMAND --help` explains the options.")
-        return 0
-    if argv[0] not in COMMANDS:
-        print(f"error: no data command is called {argv[0]!r}{nearest(argv[0], COMMANDS)}", file=sys.stderr)
-        return 2
-    return import_module(f"mtjax.data.commands.{argv[0]}").main(argv[1:])
-
+from mtjax.commands.data import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from mtjax.config import Config
+from mtjax.config.families import is_decoder
 from mtjax.convert.saved_model import for_rows
 from mtjax.data.tokens.pretrained_settings import CONFIG, SPECIAL, special_names
 from mtjax.errors import UserError, nearest, parse_json_object
@@ -23,7 +24,6 @@ from mtjax.train.step import TrainStep
 
 ROWS = 8
 """Batch size per data-parallel rank, or twice the number of stages if that is larger."""
-DECODERS = ("gpt", "llama")
 
 
 def evaluations_of(config: Config) -> "RunEvaluations | None":
@@ -37,7 +37,7 @@ def evaluations_of(config: Config) -> "RunEvaluations | None":
         raise UserError(
             f"--evaluate {' '.join(config.output.evaluate or ())} names a task twice: give one file for each task"
         )
-    if files and (config.model.family not in DECODERS or config.model.head != "language"):
+    if files and (not is_decoder(config.model) or config.model.head != "language"):
         raise UserError(
             f"--evaluate requires a model that predicts next tokens, which a {config.model.family} does not: remove it"
         )
@@ -142,7 +142,7 @@ class RunEvaluations:
         entries = {}
         for opened in self._opened:
             answers = SavedAnswers(None, "")
-            for _ in score_all(self._scorer, parameters, opened.task.rows, answers):
+            for _ in score_all(self._scorer, self._scorer.sharded_model.own(parameters), opened.task.rows, answers):
                 pass
             results = opened.task.results(scores_of(answers.answers))
             entries |= {f"{opened.kind.name}/{name}": float(results[name]) for name in opened.kind.measures}

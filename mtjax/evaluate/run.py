@@ -23,12 +23,12 @@ from mtjax.evaluate.score import Scorer, score_all
 from mtjax.evaluate.tasks.registry import KINDS, check_data
 from mtjax.evaluate.tasks.task import Results, Settings, Task
 from mtjax.generate.first_tokens import first_tokens_of
+from mtjax.layout.mesh import MeshShape, parse_mesh
 from mtjax.models.sharded_model import ShardedModel
 from mtjax.runtime.compile_cache import CompileCache
 from mtjax.runtime.processes.coordination import all_gather_text, this_process
 from mtjax.runtime.processes.peers import Peers
 from mtjax.sharding.mesh import attach_devices
-from mtjax.theory.mesh import MeshShape, parse_mesh
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from mtjax.finetune.outputs import Outputs
 from mtjax.finetune.samples import Encoder
 from mtjax.finetune.tasks.registry import task_of
 from mtjax.finetune.tasks.task import Encoded
+from mtjax.layout.mesh import parse_mesh
 from mtjax.models.sharded_model import ShardedModel
 from mtjax.sharding.mesh import attach_devices
-from mtjax.theory.mesh import parse_mesh
 
 
 @dataclass(frozen=True)

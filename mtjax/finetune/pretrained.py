@@ -19,10 +19,10 @@ from mtjax.errors import UserError
 from mtjax.finetune.pretrained_trunk import PretrainedTrunk
 from mtjax.finetune.samples import Epochs, Grouped
 from mtjax.finetune.teacher import Teacher, TeacherTargets
+from mtjax.layout.divisibility import parts_of_samples
+from mtjax.layout.mesh import parse_mesh
+from mtjax.layout.plan import Plan
 from mtjax.runtime.checkpoints.past import Past
-from mtjax.theory.divisibility import parts_of_samples
-from mtjax.theory.mesh import parse_mesh
-from mtjax.theory.plan import Plan
 from mtjax.train.changes import position_of
 from mtjax.train.folder.tokenizer import check_resumed, files_beside, files_of_weights, owned_by_run, with_end
 from mtjax.train.objective import Objective, position_in, say_notes

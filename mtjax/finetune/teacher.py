@@ -10,20 +10,20 @@ from jax.sharding import reshard
 
 from mtjax import config as configs
 from mtjax.config import Config, Model
+from mtjax.config.families import is_decoder
 from mtjax.config.sizes import output_shape
 from mtjax.convert.saved_model import NO_HINTS, Hints, SavedModel, model_of, without_training
 from mtjax.data import Tokenizer
 from mtjax.errors import UserError
+from mtjax.layout.divisibility import num_microbatches
+from mtjax.layout.layouts import gathers_in_compute_dtype
+from mtjax.models.families.distilled import TEACHER, TEACHER_TABLE
 from mtjax.models.families.finetuned import GivesOutputs
 from mtjax.models.families.gpt import GPT
 from mtjax.models.sharded_model import Batch, ShardedModel, Tree
-from mtjax.models.trunk import TEACHER, TEACHER_TABLE, HiddenStates
+from mtjax.models.trunk import HiddenStates
 from mtjax.sharding.axes import spec, use_rules
-from mtjax.theory.divisibility import num_microbatches
-from mtjax.theory.layout import gathers_in_compute_dtype
 from mtjax.train.step import TrainStep
-
-DECODERS = ("gpt", "llama")
 
 
 class Teacher:
@@ -95,7 +95,7 @@ class Teacher:
             raise UserError(
                 "--teacher cannot be combined with --task regress, which has no probabilities: remove --teacher"
             )
-        if theirs.family != ours.family and {theirs.family, ours.family} - set(DECODERS):
+        if theirs.family != ours.family and not (is_decoder(theirs) and is_decoder(ours)):
             self._refuse(
                 f"is a {theirs.family}, but the student is a {ours.family}: both must be decoders (gpt, llama), or of "
                 "the same family"

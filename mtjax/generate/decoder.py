@@ -25,7 +25,7 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
-from mtjax.config.sizes import decoder_layers, longest_text, named, padded_vocab_size
+from mtjax.config.sizes import attention_windows, decoder_layers, longest_text, named, padded_vocab_size
 from mtjax.errors import UserError
 from mtjax.generate.inference_weights import Call, DecoderWeights, prepare_weights, stacks_of
 from mtjax.generate.resharding import LayerwiseTransfer
@@ -39,12 +39,11 @@ from mtjax.generate.sampling import (
     score_tokens,
 )
 from mtjax.generate.weight_format import WeightFormat
-from mtjax.models.families.registry import WRITERS
+from mtjax.layout.mesh import check_no_context_parallel
 from mtjax.models.families.t5 import T5
 from mtjax.models.kv_cache import CachePositions, empty_caches
 from mtjax.models.sharded_model import ShardedModel
 from mtjax.sharding.axes import spec, use_rules
-from mtjax.theory.mesh import check_no_context_parallel
 
 Tree = Any
 Cache = list[dict[str, Any]]
@@ -120,7 +119,7 @@ class Decoder:
           parameters: as they are stored in training.
           start_id: the decoder's first token in an encoder-decoder model; 0 in all published T5 models.
           int8: whether the matrices of the decoder's layers and of the output logits are quantized
-            (`mtjax.sharding.int8`); a T5's encoder is not.
+            (`mtjax.generate.int8`); a T5's encoder is not.
           trained: the GPT or Llama that `parameters` are sharded for, if it is not `placed` but on another mesh of the
             same devices (`mtjax.generate.resharding`).
           vocab_size: token ids from here on are not sampled; the model's vocabulary size if None.
@@ -130,7 +129,7 @@ class Decoder:
           UserError: the model family can't generate text, the mesh has pipeline or context parallelism, or int8 is set
             for a model with experts or latent attention.
         """
-        if not issubclass(placed.family, WRITERS):
+        if not hasattr(placed.family, "embed_new"):  # a `Writer`
             raise UserError(f"a {named(placed.config.model)} can't generate text: use a gpt, llama or t5")
         if placed.stages > 1:
             raise UserError(f"generation needs a mesh without pipeline parallelism, and the mesh is {placed.shape}")
@@ -289,7 +288,10 @@ class Decoder:
     def _empty(self, sequences: int, length: int) -> tuple[Cache, Sequences]:
         model = self.config.model
         caches = partial(empty_caches, model, sequences, length, self.dtype, reads_encoder=self.is_encoder_decoder)
-        cache = [caches() for _ in range(decoder_layers(model))]
+        windows = attention_windows(model) or (self.max_sequence_length,) * decoder_layers(model)
+        # A window as long as any sequence is none.
+        shorter = (window if window < self.max_sequence_length else None for window in windows[: decoder_layers(model)])
+        cache = [caches(window=window) for window in shorter]
         counts = jnp.zeros((sequences, padded_vocab_size(model)), jnp.int32, out_sharding=spec("batch", "vocab"))
         zeros = jnp.zeros(sequences, jnp.int32)
         return cache, Sequences(zeros, zeros, greedy_batch(sequences), counts)
@@ -311,7 +313,7 @@ class Decoder:
     ) -> tuple[Any, ...]:
         """Traces the prefill of a chunk [seq] into one sequence of the cache."""
         offsets, slot = jnp.arange(len(chunk.tokens)), chunk.sequence
-        positions = CachePositions((chunk.start + offsets)[None], slot)
+        positions = CachePositions((chunk.start + offsets)[None], slot, chunk.count)
         hidden, cache = self._hidden(weights, cache, chunk.tokens[None], positions)
         prompt = jnp.where(offsets < chunk.count, chunk.tokens, -1)
         counts = count_prompt(state.counts, slot, prompt, chunk.is_first)

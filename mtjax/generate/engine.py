@@ -20,6 +20,7 @@ from mtjax.generate.decoder import Cache, Decoder, Sequences, cache_length, enco
 from mtjax.generate.request import FinishReason, Request, Sampling, Token
 from mtjax.generate.sampling import LogitsParams, SampledTokens, SamplingBatch
 from mtjax.generate.shapes import CHUNKS, chunk_length, doubled
+from mtjax.models.kv_cache import WindowKVCache
 
 LOOKAHEAD = 128
 """Tokens yet to be generated for which the cache reserves space in advance, at most, for each request."""
@@ -93,6 +94,8 @@ class Engine:
         self._free_slots = list(range(sequences))
         # For each slot, the tokens whose keys and values are in the cache: what the prefix cache matches against.
         self._cached_tokens: list[tuple[int, ...]] = [()] * sequences
+        # And of how many tokens the keys were written, generated ones included: windows keep the last of them only.
+        self._written = [0] * sequences
         self.reused = 0
         self._sequences = sequences
         self._running: dict[int, _Running] = {}
@@ -271,14 +274,20 @@ class Engine:
 
         A multiple of the longest chunk, so that the reused keys and values are bit-identical to those that prefilling
         this prompt would compute; never the last token, whose logits are needed. 0 if the prompt is echoed (its tokens
-        need log-probabilities) or has a repetition penalty (its tokens must be counted).
+        need log-probabilities) or has a repetition penalty (its tokens must be counted), or if layers with a window no
+        longer have the last of these tokens.
         """
-        if self.decoder.is_encoder_decoder or request.echo or request.sampling.repetition_penalty != 1:
+        if self._state is None or self.decoder.is_encoder_decoder:
+            return 0
+        if request.echo or request.sampling.repetition_penalty != 1:
             return 0
         pairs = enumerate(zip(request.prompt[:-1], self._cached_tokens[slot], strict=False))
         shared = next((index for index, (token, cached) in pairs if token != cached), None)
         shared = min(len(request.prompt) - 1, len(self._cached_tokens[slot])) if shared is None else shared
-        return shared // self._chunks[-1] * self._chunks[-1]
+        shared, written = shared // self._chunks[-1] * self._chunks[-1], self._written[slot]
+        caches = [layer["attention"] for layer in self._state[0]]
+        lost = [own for own in caches if isinstance(own, WindowKVCache) and not own.keeps_prefix(written, shared)]
+        return 0 if lost else shared
 
     def _reuse_prefix(self, running: _Running) -> None:
         """Copies the longest cached prefix of a prompt into its slot, before the prompt is prefilled."""
@@ -290,6 +299,7 @@ class Engine:
             assert self._state is not None
             cache, sequences = self._state
             self._state = self.decoder.copy_sequence(cache, source, running.slot), sequences
+        self._written[running.slot] = self._written[source] if shared else 0
         running.prefilled = running.reused = shared
         self._cached_tokens[running.slot] = running.prompt[:shared]
         self.reused += shared
@@ -314,6 +324,7 @@ class Engine:
         self._state = cache, sequences
         running.prefilled = min(start + length, len(prompt))
         self._cached_tokens[running.slot] = prompt[: running.prefilled]
+        self._written[running.slot] = max(self._written[running.slot], running.prefilled)
         if request.echo:
             running.prompt_tokens += to_tokens(scores, prompt[start + 1 : start + length + 1])
         if running.is_prefilled:
@@ -336,6 +347,7 @@ class Engine:
         with_logprobs = any(running.request.logprobs for running in decoding)
         rows = to_tokens(drawn, tokens, with_logprobs)
         for running in decoding:
+            self._written[running.slot] = max(self._written[running.slot], running.length)
             row = rows[running.slot]
             self._emit(running, row if running.request.logprobs else Token(row.id))
 

@@ -9,13 +9,14 @@ import jax
 import numpy as np
 from jax import Array, lax
 
+from mtjax.generate.int8 import to_int8
 from mtjax.generate.weight_format import WeightFormat, with_matrices
+from mtjax.layout.stages import PADDING
 from mtjax.models.layer import Layer
 from mtjax.models.mixers.attention import GroupedQKV
 from mtjax.models.mixers.latent_attention import LatentAttention
+from mtjax.models.prediction import remove_predictors
 from mtjax.models.sharded_model import ShardedModel
-from mtjax.sharding.int8 import to_int8
-from mtjax.theory.stages import PADDING
 
 Tree = Any
 Call = Callable[..., Any]
@@ -51,6 +52,7 @@ def stacks_of(placed: ShardedModel, parameters: Tree) -> tuple[Any, Stacks]:
 def layer_locations(model: Any) -> tuple[Any, list[tuple[Any, int]]]:
     """Removes a model's layers; returns the model, and the stack and index of each layer in order."""
     found = []
+    remove_predictors(model)
     for stack in model.decoder_stacks:
         found += [(number, index, stack.layers) for index, number in enumerate(stack.order.flat) if number != PADDING]
         # `prepare_weights` converts the rest of the model separately.

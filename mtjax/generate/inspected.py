@@ -10,6 +10,9 @@ from typing import Any
 import jax
 from rich.console import Console
 
+from mtjax.analysis.contract import Contract, Symbols, requirements
+from mtjax.analysis.decoding import decoding_contract, decoding_symbols
+from mtjax.analysis.families.registry import anatomy_of
 from mtjax.config import Config, Parallel
 from mtjax.config.sizes import longest_text
 from mtjax.config.vocabulary import with_vocabulary
@@ -27,11 +30,8 @@ from mtjax.inspect.schema import SCHEMA, collective_json, target_json, verdict_j
 from mtjax.inspect.targets import Target, find_target
 from mtjax.inspect.text import collectives_table, contract_notes, contract_table, show_note, size
 from mtjax.inspect.write_files import write
+from mtjax.layout.mesh import MeshShape, check_no_context_parallel, parse_mesh
 from mtjax.models.sharded_model import ShardedModel
-from mtjax.theory.contract import Contract, Symbols, requirements
-from mtjax.theory.decoding import decoding_contract, decoding_symbols
-from mtjax.theory.families.registry import anatomy_of
-from mtjax.theory.mesh import MeshShape, check_no_context_parallel, parse_mesh
 
 
 @dataclass(frozen=True)

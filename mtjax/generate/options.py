@@ -6,9 +6,9 @@ from typing import Annotated, Literal
 
 import tyro
 
+from mtjax.analysis.decoding import REPORTED
 from mtjax.config.field_metadata import Bound, at_least, setting
 from mtjax.generate.request import Sampling
-from mtjax.theory.decoding import REPORTED
 
 DESCRIPTION = """Generates text with a trained model: GPT and Llama continue a prompt, T5 answers it, BERT fills [MASK].
 

@@ -12,9 +12,9 @@ from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from mtjax.generate.inference_weights import Call, Stacks, layer_locations
+from mtjax.layout.layouts import gathers_in_compute_dtype
 from mtjax.models.sharded_model import ShardedModel
 from mtjax.sharding.axes import dimension_axes, partition_spec
-from mtjax.theory.layout import gathers_in_compute_dtype
 
 Tree = Any
 

@@ -14,10 +14,10 @@ from mtjax.errors import UserError
 from mtjax.generate.decoder import Decoder, prompt_chunk
 from mtjax.generate.engine import Engine, sampling_batch
 from mtjax.generate.request import Request, Sampling
+from mtjax.layout.divisibility import check_config
+from mtjax.layout.mesh import parse_mesh
 from mtjax.models.sharded_model import ShardedModel
 from mtjax.sharding.mesh import make_mesh
-from mtjax.theory.divisibility import check_config
-from mtjax.theory.mesh import parse_mesh
 
 Tree = Any
 SAMPLING = Sampling(max_tokens=96, temperature=0.7, top_k=40)

@@ -8,9 +8,9 @@ import jax
 from flax import nnx
 from jax import Array
 
-from mtjax.models.transposed_weight import TransposedWeight
-from mtjax.sharding.int8 import to_int8
-from mtjax.theory.layout import gathers_in_compute_dtype
+from mtjax.generate.int8 import to_int8
+from mtjax.generate.transposed_weight import TransposedWeight
+from mtjax.layout.layouts import gathers_in_compute_dtype
 
 Names = tuple[str | None, ...]
 """Logical axis names of a parameter's dimensions."""

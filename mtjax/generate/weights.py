@@ -16,9 +16,9 @@ from mtjax.data.tokens.pretrained_settings import read_object
 from mtjax.data.tokens.tokenizer import Tokenizer
 from mtjax.errors import UserError
 from mtjax.generate.first_tokens import first_tokens_of
+from mtjax.layout.mesh import check_no_context_parallel, parse_mesh
 from mtjax.models.sharded_model import ShardedModel
 from mtjax.sharding.mesh import attach_devices
-from mtjax.theory.mesh import check_no_context_parallel, parse_mesh
 
 Tree = Any
 

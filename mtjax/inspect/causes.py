@@ -7,12 +7,12 @@ kernel does - write to a stack inside a loop, fill with zeros, cast, slice or co
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
+from mtjax.analysis.contract import GRADIENTS, LAYER_BACKWARD, LAYER_FORWARD, LAYER_RECOMPUTE, OPTIMIZER, PARAMETERS
 from mtjax.inspect.collectives import computes
 from mtjax.inspect.hlo import Computation, Instruction, Module
 from mtjax.inspect.phases import locate
 from mtjax.inspect.roofline import NONE_TAKEN, Roofline, Taken
 from mtjax.inspect.traffic import bytes_moved
-from mtjax.theory.contract import GRADIENTS, LAYER_BACKWARD, LAYER_FORWARD, LAYER_RECOMPUTE, OPTIMIZER, PARAMETERS
 
 STACKS = "stacks of the loop over layers: written into, sliced out of"
 ZEROS = "zeros"

@@ -4,11 +4,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from mtjax.analysis.contract import PHASES
 from mtjax.inspect.roofline import Event
 from mtjax.inspect.text import duration
+from mtjax.layout.timetable import Timetable
 from mtjax.plan.timeline import LEFT_OUT, MOST_STAGES, Column, abridged, columns, describe
-from mtjax.theory.contract import PHASES
-from mtjax.theory.timetable import Timetable
 
 WIDTH = 1060
 LABELS = 150

@@ -4,12 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from mtjax.inspect.check_notes import origin_text, uncertain_notes
-from mtjax.inspect.collectives import ALL_GATHER, ALL_REDUCE, ON_CPUS, REDUCE_SCATTER, SUMS, Collective
-from mtjax.inspect.cpu_promotion import NARROW
-from mtjax.inspect.hlo import Array, dtype_bits
-from mtjax.inspect.phases import combined_paths, phase_of
-from mtjax.theory.contract import (
+from mtjax.analysis.contract import (
     EMBEDDING_BACKWARD,
     GRADIENTS,
     LAYER_BACKWARD,
@@ -23,6 +18,11 @@ from mtjax.theory.contract import (
     Expectation,
     Requirement,
 )
+from mtjax.inspect.check_notes import origin_text, uncertain_notes
+from mtjax.inspect.collectives import ALL_GATHER, ALL_REDUCE, ON_CPUS, REDUCE_SCATTER, SUMS, Collective
+from mtjax.inspect.cpu_promotion import NARROW
+from mtjax.inspect.hlo import Array, dtype_bits
+from mtjax.inspect.phases import combined_paths, phase_of
 
 Status = Literal["holds", "missing", "differs"]
 _AFTER_FORWARD = (LOSS_BACKWARD, LAYER_BACKWARD, EMBEDDING_BACKWARD, GRADIENTS, OPTIMIZER, OTHER)

@@ -4,14 +4,14 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from mtjax.analysis.contract import LAYER_BACKWARD, LAYER_FORWARD, LAYER_RECOMPUTE, phase_over
+from mtjax.analysis.traffic import ring_factor
 from mtjax.errors import UserError
 from mtjax.inspect.cpu_promotion import widened_sums
 from mtjax.inspect.groups import Groups, axes_of, parse_groups, servers_spanned
 from mtjax.inspect.hlo import Array, Computation, Instruction, Module
 from mtjax.inspect.hlo_walk import Site, walk
 from mtjax.inspect.phases import locate
-from mtjax.theory.contract import LAYER_BACKWARD, LAYER_FORWARD, LAYER_RECOMPUTE, phase_over
-from mtjax.theory.traffic import ring_factor
 
 ALL_REDUCE = "all-reduce"
 ALL_GATHER = "all-gather"

@@ -9,6 +9,8 @@ from typing import TextIO
 
 from rich.console import Console
 
+from mtjax.analysis.contract import Contract
+from mtjax.analysis.hardware import GB, Server
 from mtjax.config import Config
 from mtjax.config.vocabulary import with_vocabulary
 from mtjax.errors import UserError
@@ -24,8 +26,6 @@ from mtjax.inspect.schema import SCHEMA, to_json
 from mtjax.inspect.targets import Target, find_target
 from mtjax.inspect.write_files import dump, write
 from mtjax.plan.command import WithTeacher
-from mtjax.theory.contract import Contract
-from mtjax.theory.hardware import GB, Server
 
 
 def run(given: Config, options: Options, source: str, with_teacher: WithTeacher) -> int:

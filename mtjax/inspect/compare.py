@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from rich.table import Table
 
 from mtjax import config
+from mtjax.analysis.contract import PHASES
 from mtjax.config import Config
 from mtjax.config.run import section_by_setting
 from mtjax.config.sizes import divisors
 from mtjax.errors import UserError
 from mtjax.inspect.report import Report, Row
 from mtjax.inspect.text import duration, size
-from mtjax.theory.contract import PHASES
-from mtjax.theory.divisibility import check_config
-from mtjax.theory.layout import TENSOR_RULES
-from mtjax.theory.mesh import MeshShape, parse_mesh
+from mtjax.layout.divisibility import check_config
+from mtjax.layout.layouts import TENSOR_RULES
+from mtjax.layout.mesh import MeshShape, parse_mesh
 
 
 def other_config(base: Config, words: Sequence[str]) -> Config:

@@ -12,18 +12,18 @@ from typing import Any
 
 import jax
 
+from mtjax.analysis.anatomy import Anatomy
+from mtjax.analysis.families.registry import anatomy_of
 from mtjax.config import Config
 from mtjax.config.sizes import expert_capacity
 from mtjax.errors import UserError, first_line, install_extra
 from mtjax.inspect import hlo
 from mtjax.inspect.stage_branches import with_stage_branches
 from mtjax.inspect.targets import ATTACHED, Target, judged_by
+from mtjax.layout.mesh import MeshShape, parse_mesh
+from mtjax.layout.plan import Plan
 from mtjax.models.kernels.grouped import Blocks
 from mtjax.sharding.pipeline.executor import PipelineSchedule
-from mtjax.theory.anatomy import Anatomy
-from mtjax.theory.families.registry import anatomy_of
-from mtjax.theory.mesh import MeshShape, parse_mesh
-from mtjax.theory.plan import Plan
 from mtjax.train.step import TrainStep, make_train_step
 
 NO_TILES = "Couldn't find output tile sizes"

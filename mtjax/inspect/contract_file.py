@@ -18,11 +18,11 @@ hoisted = false        # true: any total from `elements` to `count` times that, 
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
+from mtjax.analysis.contract import PHASES, Contract, Expectation
 from mtjax.config.toml import read_toml
 from mtjax.errors import UserError, nearest
 from mtjax.inspect.collectives import KINDS
-from mtjax.theory.contract import PHASES, Contract, Expectation
-from mtjax.theory.rules import Rules
+from mtjax.layout.rules import Rules
 
 _REQUIRED = ("phase", "kind", "axis", "count", "elements")
 

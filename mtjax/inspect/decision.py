@@ -12,15 +12,15 @@ from io import BytesIO
 import tomli_w
 
 from mtjax import config as configs
+from mtjax.analysis.accuracy import accuracy_on
+from mtjax.analysis.flops import SECONDS_PER_DAY, cost
+from mtjax.analysis.hardware import Server
+from mtjax.analysis.timing import step_time
 from mtjax.config import Config
 from mtjax.inspect.report import Report
 from mtjax.plan.search import Candidate, describe, search
 from mtjax.plan.search_report import train_command
 from mtjax.plan.units import days, percent, seconds
-from mtjax.theory.accuracy import accuracy_on
-from mtjax.theory.flops import SECONDS_PER_DAY, cost
-from mtjax.theory.hardware import Server
-from mtjax.theory.timing import step_time
 
 PACKAGES = ("mtjax", "jax", "jaxlib", "flax")
 POOR_MFU = 0.3

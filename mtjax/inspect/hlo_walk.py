@@ -7,9 +7,10 @@ microbatch, not once a tick. Of a branch between two attention kernels the first
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from mtjax.analysis.contract import SAMPLING, STAGES
 from mtjax.inspect.hlo import Computation, Instruction, Module
 from mtjax.inspect.phases import phase_of
-from mtjax.theory.contract import EITHER, SAMPLING, STAGES
+from mtjax.layout.attention_kernel import EITHER
 
 
 @dataclass(frozen=True)

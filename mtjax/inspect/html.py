@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
+from mtjax.analysis.contract import PHASES
+from mtjax.analysis.counts import parameters
 from mtjax.config.sizes import describe_recompute, padded_vocab_size
 from mtjax.inspect.chart import Bar, Part, bars, timeline, timetable
 from mtjax.inspect.decision import POOR_MFU, POOR_WAIT, Decision
@@ -26,8 +28,6 @@ from mtjax.inspect.text import (
     size,
     stage_row,
 )
-from mtjax.theory.contract import PHASES
-from mtjax.theory.counts import parameters
 
 STYLE = """
 :root { --ink: #1a1d21; --soft: #5c6670; --line: #d9dee3; --paper: #fff; --card: #f5f7f9; --good: #1a7f37;

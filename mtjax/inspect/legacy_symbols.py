@@ -1,5 +1,6 @@
 """One-letter symbols of sizes in earlier versions, for contract files and readers of the JSON."""
 
+from mtjax.analysis.contract import Symbols
 from mtjax.config.sizes import (
     decoder_layers,
     decoder_length,
@@ -10,7 +11,6 @@ from mtjax.config.sizes import (
     padded_vocab_size,
 )
 from mtjax.inspect.compiled import CompiledStep
-from mtjax.theory.contract import Symbols
 
 
 def letters(step: CompiledStep, words: Symbols) -> dict[str, int]:

@@ -15,6 +15,7 @@ from typing import Any
 from jax.profiler import ProfileData
 
 from mtjax import config as configs
+from mtjax.analysis.contract import PHASES
 from mtjax.config import Config
 from mtjax.config.model_identity import differences
 from mtjax.errors import UserError, first_line
@@ -26,8 +27,7 @@ from mtjax.inspect.phases import OTHER, locate
 from mtjax.inspect.products import products_of
 from mtjax.inspect.report import Report
 from mtjax.inspect.roofline import Roofline
-from mtjax.theory.contract import PHASES
-from mtjax.theory.mesh import AUTO, parse_mesh
+from mtjax.layout.mesh import AUTO, parse_mesh
 
 HOLDS_OTHERS = ("while", "call", "conditional")
 """Operations whose time is that of the operations inside them."""

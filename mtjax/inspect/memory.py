@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass, replace
 
+from mtjax.analysis.counts import trainable_counts
+from mtjax.analysis.memory import Memory, stage_memory
+from mtjax.analysis.teacher_cost import table_bytes, weight_bytes
 from mtjax.config import Model
 from mtjax.inspect.compiled import CompiledStep
 from mtjax.inspect.hlo import Array, Module
-from mtjax.theory.counts import trainable_counts
-from mtjax.theory.memory import Memory, stage_memory
-from mtjax.theory.teacher_cost import table_bytes, weight_bytes
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ import re
 from collections import Counter, deque
 from collections.abc import Iterator
 
+from mtjax.analysis.contract import GRADIENTS, LAYER_RECOMPUTE, OPTIMIZER, OTHER, PARAMETERS, SAMPLING, STAGES
 from mtjax.inspect.hlo import Computation, Instruction
-from mtjax.theory.contract import GRADIENTS, LAYER_RECOMPUTE, OPTIMIZER, OTHER, PARAMETERS, SAMPLING, STAGES
 
 _SCOPES = {
     "embedding": "embedding",

@@ -4,17 +4,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mtjax.analysis import flops as formulas
+from mtjax.analysis.accuracy import accuracy_on
+from mtjax.analysis.contract import LAYER_BACKWARD, LAYER_FORWARD, LAYER_PHASES
+from mtjax.analysis.hardware import Server
+from mtjax.analysis.timing import step_time
 from mtjax.inspect.causes import Causes, memory_bound_by_cause
 from mtjax.inspect.collectives import Collective
 from mtjax.inspect.compiled import CompiledStep
 from mtjax.inspect.kernels.audit import KernelReport, audit
 from mtjax.inspect.roofline import Event, Roofline, Spent
 from mtjax.runtime.xla_options import MULTI_STREAMING
-from mtjax.theory import flops as formulas
-from mtjax.theory.accuracy import accuracy_on
-from mtjax.theory.contract import LAYER_BACKWARD, LAYER_FORWARD, LAYER_PHASES
-from mtjax.theory.hardware import Server
-from mtjax.theory.timing import step_time
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,12 @@ from tempfile import TemporaryDirectory
 import jax
 from jax.sharding import NamedSharding
 
+from mtjax.analysis.communication import contract_of, symbols_of
+from mtjax.analysis.contract import PHASES, Contract, Symbols, requirements
+from mtjax.analysis.flops import compiled_flops
+from mtjax.analysis.hardware import Server
+from mtjax.analysis.parts.experts import exchanged_share
+from mtjax.analysis.parts.heads import Output
 from mtjax.config import Config, Model
 from mtjax.inspect.check import Landmarks, Verdict, check
 from mtjax.inspect.collectives import Collective, find_collectives
@@ -21,12 +27,6 @@ from mtjax.inspect.products import count_flops
 from mtjax.inspect.stages import StagesReport, stages_report
 from mtjax.inspect.targets import Target
 from mtjax.sharding.param_specs import dotted
-from mtjax.theory.communication import contract_of, symbols_of
-from mtjax.theory.contract import PHASES, Contract, Symbols, requirements
-from mtjax.theory.flops import compiled_flops
-from mtjax.theory.hardware import Server
-from mtjax.theory.parts.experts import exchanged_share
-from mtjax.theory.parts.heads import Output
 
 
 @dataclass(frozen=True)

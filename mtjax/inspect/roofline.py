@@ -4,10 +4,10 @@ Each operation takes the longer of its products at the FLOP/s that a product of 
 memory's speed; where its kernel's machine code was read, also of that kernel's instructions. A collective takes latency
 plus bytes over the bandwidth of the slowest link it crosses; from its start it runs in parallel with whatever the
 schedule puts before its done. One collective is sent at a time - or one inside servers and one between them, in a
-program that has streams for both. Speeds and latencies are those of `theory.machine.Constants` and `theory.hardware`,
-each with its source; one of them, `training`, is fitted to ten published runs on A100 (docs/notes/plan.md), none to a
-program that is walked here. Caches are not modelled: every operand comes from memory. Computation during a collective
-takes longer, because they share the device.
+program that has streams for both. Speeds and latencies are those of `analysis.machine.Constants` and
+`analysis.hardware`, each with its source; one of them, `training`, is fitted to ten published runs on A100
+(docs/notes/plan.md), none to a program that is walked here. Caches are not modelled: every operand comes from memory.
+Computation during a collective takes longer, because they share the device.
 
 Stages of a pipeline wait for each other in every tick, so a tick takes what the slowest stage takes for the branches
 that are its in that tick.
@@ -18,15 +18,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from mtjax.analysis.hardware import Server
+from mtjax.analysis.machine import Constants, Machine
+from mtjax.analysis.traffic import Transfer
 from mtjax.inspect.collectives import KINDS, Collective, computes, is_started
 from mtjax.inspect.hlo import Computation, Instruction, Module
 from mtjax.inspect.hlo_walk import executions, is_choice
 from mtjax.inspect.phases import OTHER, locate
 from mtjax.inspect.products import Product, products_of
 from mtjax.inspect.traffic import bytes_moved
-from mtjax.theory.hardware import Server
-from mtjax.theory.machine import Constants, Machine
-from mtjax.theory.traffic import Transfer
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ numbers; null means unknown.
 from dataclasses import asdict
 from typing import Any
 
+from mtjax.analysis.memory import Memory
 from mtjax.inspect.check import Line, Verdict
 from mtjax.inspect.collectives import Collective
 from mtjax.inspect.kernels.show import kernels_json
@@ -16,7 +17,6 @@ from mtjax.inspect.predict import TimeReport
 from mtjax.inspect.report import Report
 from mtjax.inspect.stages import StagesReport
 from mtjax.inspect.targets import Target
-from mtjax.theory.memory import Memory
 
 SCHEMA = "mtjax.inspect/1"
 

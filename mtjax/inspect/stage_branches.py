@@ -8,9 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from mtjax.inspect.hlo import Computation, Instruction, Module, StageBranch
-from mtjax.inspect.phases import phase_of
-from mtjax.theory.contract import (
+from mtjax.analysis.contract import (
     EMBEDDING_BACKWARD,
     LAYER_BACKWARD,
     LAYER_FORWARD,
@@ -18,7 +16,9 @@ from mtjax.theory.contract import (
     LOSS_FORWARD,
     STAGES,
 )
-from mtjax.theory.timetable import Phase, Timetable, Work
+from mtjax.inspect.hlo import Computation, Instruction, Module, StageBranch
+from mtjax.inspect.phases import phase_of
+from mtjax.layout.timetable import Phase, Timetable, Work
 
 EMBEDDING = "embedding"
 """Taken by the first stage in halves of a section's first chunk; idle halves count as the first section's."""

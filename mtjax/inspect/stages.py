@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mtjax.analysis.contract import LAYER_PHASES
+from mtjax.analysis.memory import Memory, stage_memory
+from mtjax.analysis.schedules import megatron_bubble
 from mtjax.errors import UserError
 from mtjax.inspect.collectives import collective_kind, computes, is_started, overlap_window, starter
 from mtjax.inspect.compiled import CompiledStep
@@ -14,12 +17,9 @@ from mtjax.inspect.hlo import Array, Computation, Instruction, Module
 from mtjax.inspect.hlo_walk import Site, walk
 from mtjax.inspect.phases import locate
 from mtjax.inspect.products import product_of
+from mtjax.layout.stages import stack_order
+from mtjax.layout.timetable import Timetable
 from mtjax.sharding.pipeline.executor import PipelineSchedule
-from mtjax.theory.contract import LAYER_PHASES
-from mtjax.theory.memory import Memory, stage_memory
-from mtjax.theory.schedules import megatron_bubble
-from mtjax.theory.stages import stack_order
-from mtjax.theory.timetable import Timetable
 
 ONWARD, BACK, EITHER_WAY = "activations", "gradients", "either way"
 """Contents of permutes: activations to the next stage, gradients to the previous one; of two stages in a ring the

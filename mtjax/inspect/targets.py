@@ -13,11 +13,11 @@ from jax._src.cudnn import fused_attention_stablehlo  # what cuDNN supports, jud
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
+from mtjax.analysis import target as server_files
+from mtjax.analysis.hardware import SERVERS, Server, by_device_kind
 from mtjax.errors import UserError, install_extra
+from mtjax.layout.mesh import MeshShape
 from mtjax.sharding.mesh import MAX_CPU_DEVICES, attach_devices, has_gpu, make_mesh
-from mtjax.theory import target as server_files
-from mtjax.theory.hardware import SERVERS, Server, by_device_kind
-from mtjax.theory.mesh import MeshShape
 
 CPU = "cpu"
 ATTACHED = "attached"

@@ -7,6 +7,8 @@ from typing import Protocol
 from rich.console import Console, OverflowMethod
 from rich.table import Table
 
+from mtjax.analysis.accuracy import accuracy_on
+from mtjax.analysis.contract import Contract
 from mtjax.config import Config
 from mtjax.config.sizes import describe_recompute, padded_vocab_size
 from mtjax.inspect.causes import LABELS, STACKS, by_cause
@@ -18,12 +20,10 @@ from mtjax.inspect.predict import TimeReport
 from mtjax.inspect.report import Report, Row
 from mtjax.inspect.stages import BACK, ONWARD, Permutes, StagesReport
 from mtjax.inspect.units import duration, size
+from mtjax.layout.divisibility import problems
 from mtjax.plan import timeline
 from mtjax.plan.units import si
 from mtjax.runtime.xla_options import Chosen
-from mtjax.theory.accuracy import accuracy_on
-from mtjax.theory.contract import Contract
-from mtjax.theory.divisibility import problems
 
 
 def show(report: Report, console: Console) -> None:

@@ -7,6 +7,10 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
+from mtjax.analysis import memory, traffic
+from mtjax.analysis.contract import JOINED
+from mtjax.analysis.counts import parameters
+from mtjax.analysis.timing import step_time
 from mtjax.config import Config
 from mtjax.inspect.compiled import CompiledStep
 from mtjax.inspect.report import Report, inspect
@@ -14,10 +18,6 @@ from mtjax.inspect.targets import find_target
 from mtjax.inspect.text import show_note
 from mtjax.plan.report import show, table
 from mtjax.plan.units import gib, seconds, si
-from mtjax.theory import memory, traffic
-from mtjax.theory.contract import JOINED
-from mtjax.theory.counts import parameters
-from mtjax.theory.timing import step_time
 
 
 @dataclass(frozen=True)

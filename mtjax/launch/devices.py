@@ -9,9 +9,9 @@ from dataclasses import replace
 from mtjax import config as configs
 from mtjax.config import Config
 from mtjax.errors import UserError
+from mtjax.layout.divisibility import check_config
+from mtjax.layout.mesh import MeshShape, parse_mesh
 from mtjax.sharding.mesh import has_gpu
-from mtjax.theory.divisibility import check_config
-from mtjax.theory.mesh import MeshShape, parse_mesh
 
 QUERY = ["--query-gpu=index", "--format=csv,noheader"]
 

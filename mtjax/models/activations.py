@@ -7,17 +7,34 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from mtjax.sharding.unstack import is_unrolled
+
 
 def _gated(activation: Callable[[Array], Array]) -> Callable[[Array], Array]:
     """Gates an activation: [batch, seq, 2, mlp], the gate first -> [batch, seq, mlp] (GLU, arXiv 2002.05202)."""
-    return lambda x: activation(x[:, :, 0]) * x[:, :, 1]
+
+    def gated(x: Array) -> Array:
+        gate, up = _halves(x)
+        return activation(gate) * up
+
+    return gated
+
+
+def _halves(x: Array) -> tuple[Array, Array]:
+    """Takes gate and up, [batch, seq, mlp] each, out of [batch, seq, 2, mlp]."""
+    if not is_unrolled():
+        return x[:, :, 0], x[:, :, 1]
+    # XLA: the gradient of a split is a concatenation, of which each product's gradient reads its part.
+    gate, up = jnp.split(x, 2, axis=2)
+    return gate.squeeze(2), up.squeeze(2)
 
 
 def _swiglu_clamped(x: Array) -> Array:
     """Computes gpt-oss's gated activation: the gate is clamped above, the other half on both sides, and 1 is added to
     it."""
     wide = x.astype(jnp.float32)
-    gate, up = jnp.minimum(wide[:, :, 0], _LIMIT), jnp.clip(wide[:, :, 1], -_LIMIT, _LIMIT)
+    gate, up = _halves(wide)
+    gate, up = jnp.minimum(gate, _LIMIT), jnp.clip(up, -_LIMIT, _LIMIT)
     return ((up + 1) * gate * jax.nn.sigmoid(_STEEPNESS * gate)).astype(x.dtype)
 
 

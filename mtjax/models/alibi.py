@@ -43,11 +43,11 @@ class Alibi:
         return rounded.astype(jnp.float32) * self.scale
 
     def of_distances(
-        self, queries: Int[Array, "#batch seq"], keys: Int[Array, " key_seq"]
+        self, queries: Int[Array, "#batch seq"], keys: Int[Array, "*batch key_seq"]
     ) -> Float[Array, "#batch heads seq key_seq"]:
         """Computes the biases of queries and keys at these positions, float32."""
         slopes = self.by_head()[:, None]
-        of_keys = self.at(keys, slopes)[None, :, None, :]
+        of_keys = self.at(keys[..., None, :], slopes)[..., None, :]
         return of_keys - self.at(queries[:, None], slopes)[..., None]
 
 

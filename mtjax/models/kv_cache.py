@@ -1,6 +1,6 @@
 """KV caches of attention layers for generation: keys and values of each token are computed once."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -27,6 +27,8 @@ class CachePositions:
     sequence: Int[Array, ""] | None = None
     """Prefill: index of the sequence of the chunk, [1, seq] with consecutive positions. Decode: None, for a token of
     each sequence, [sequences, 1]."""
+    count: Int[Array, ""] | None = None
+    """Prefill: tokens of the chunk before its padding."""
 
 
 @jax.tree_util.register_dataclass
@@ -57,6 +59,16 @@ class KVCache:
         """Writes the keys and values of new tokens; in place where the cache was donated."""
         return KVCache(_write(self.keys, key, cache_positions), _write(self.values, value, cache_positions))
 
+    def extended(
+        self,
+        key: Float[Array, "batch seq groups head_dim"],
+        value: Float[Array, "batch seq groups head_dim"],
+        cache_positions: CachePositions,
+    ) -> tuple["KVCache", Array, Array, None]:
+        """Appends new tokens; returns the cache, and their sequences' keys and values, whose positions are 0, 1, ..."""
+        cache = self.append(key, value, cache_positions)
+        return cache, *cache.read_by(cache_positions), None
+
     def read_by(self, cache_positions: CachePositions) -> tuple[Array, Array]:
         """Returns keys and values of the sequences with new tokens, [batch, groups, length, head_dim]."""
         # In decode every sequence has a new token, so no keys are copied.
@@ -70,8 +82,97 @@ class KVCache:
 
     def resized(self, length: int) -> "KVCache":
         """Resizes the cache to `length` tokens per sequence; later tokens are dropped."""
-        keys, values = (_resize(cache, length) for cache in (self.keys, self.values))
+        keys, values = (resize(cache, length) for cache in (self.keys, self.values))
         return KVCache(keys, values)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class WindowKVCache:
+    """A layer's keys and values of the newest tokens of each sequence: those of position p are in slot p modulo the
+    number of slots, until a later position takes it."""
+
+    keys: Float[Array, "sequences groups slots head_dim"]
+    values: Float[Array, "sequences groups slots head_dim"]
+    length: int = field(metadata={"static": True})
+    """Capacity of each sequence in tokens, of which there are slots for `window` at most."""
+    window: int = field(metadata={"static": True})
+    """Tokens to which a token attends, itself included."""
+
+    @classmethod
+    def empty(
+        cls, sequences: int, groups: int, length: int, head_dim: int, dtype: jax.typing.DTypeLike, window: int
+    ) -> "WindowKVCache":
+        """Builds a cache for `length` tokens of each of `sequences`; each rank has the KV heads of its query heads."""
+        shape = (sequences, groups, min(window, length), head_dim)
+        zeros = (jnp.zeros(shape, dtype, out_sharding=spec(*CACHE)) for _ in range(2))
+        return cls(*zeros, length, window)
+
+    @property
+    def slots(self) -> int:
+        """Tokens of each sequence that are kept."""
+        return self.keys.shape[2]
+
+    def extended(
+        self,
+        key: Float[Array, "batch seq groups head_dim"],
+        value: Float[Array, "batch seq groups head_dim"],
+        cache_positions: CachePositions,
+    ) -> tuple["WindowKVCache", Array, Array, Int[Array, "batch keys"]]:
+        """Writes the keys and values of new tokens.
+
+        Returns:
+          The cache; the keys and values that the new tokens may attend to, [batch, groups, keys, head_dim]; and their
+          positions, negative where a slot has none yet.
+        """
+        if cache_positions.sequence is None:
+            return self._with_next(key, value, cache_positions.positions[:, 0])
+        return self._with_chunk(key, value, cache_positions)
+
+    def keeps_prefix(self, written: int, shared: int) -> bool:
+        """Returns whether a sequence can be continued from its first `shared` tokens.
+
+        Args:
+          written: tokens that were written to it, one after another.
+          shared: number of tokens.
+        """
+        # The continuation attends to the last window - 1 of the shared tokens: the first of them must have its slot.
+        return written <= self.slots + max(0, shared - self.window + 1)
+
+    def resized(self, length: int) -> "WindowKVCache":
+        """Resizes the cache to `length` tokens per sequence; later tokens are dropped."""
+        # Slots change only where the window is longer than the smaller of both lengths: then the positions of sequences
+        # that fit are still their slots' numbers. Sequences that don't fit are not continued (`keeps_prefix`).
+        slots = min(self.window, length)
+        return WindowKVCache(resize(self.keys, slots), resize(self.values, slots), length, self.window)
+
+    def _with_next(self, key: Array, value: Array, positions: Array) -> tuple["WindowKVCache", Array, Array, Array]:
+        """Writes a token of each sequence, whose queries then read the cache alone."""
+        # Positions beyond the cache's length are not written.
+        at = jnp.where(positions < self.length, positions % self.slots, self.slots)
+        keys, values = (write_rows(old, new, at) for old, new in ((self.keys, key), (self.values, value)))
+        held = _held(positions[:, None], self.slots)
+        return WindowKVCache(keys, values, self.length, self.window), keys, values, held
+
+    def _with_chunk(
+        self, key: Array, value: Array, cache_positions: CachePositions
+    ) -> tuple["WindowKVCache", Array, Array, Array]:
+        """Writes a chunk of one sequence; its queries read what the slots had before, and the chunk."""
+        # The first queries of the chunk attend to tokens whose slots its last tokens take.
+        positions, sequence, count = cache_positions.positions, cache_positions.sequence, cache_positions.count
+        assert sequence is not None and count is not None
+        offsets, slots = jnp.arange(positions.shape[1]), self.slots
+        # Padding at the chunk's end must not take the slot of a token, nor may two tokens write to one slot.
+        is_kept = (offsets < count) & (offsets >= count - slots)
+        at = jnp.where(is_kept, positions[0] % slots, slots + offsets)
+        written, read = [], []
+        for old, new in ((self.keys, key), (self.values, value)):
+            new = new.astype(old.dtype)
+            written.append(old.at[sequence, :, at].set(new[0], mode="drop", unique_indices=True))
+            before = lax.dynamic_index_in_dim(old, sequence, keepdims=True)
+            read.append(jnp.concatenate([before, new.transpose(0, 2, 1, 3)], axis=2))
+        held = jnp.concatenate([_held(positions[:, :1] - 1, slots), positions], axis=1)
+        return WindowKVCache(*written, self.length, self.window), *read, held
 
 
 @jax.tree_util.register_dataclass
@@ -151,17 +252,26 @@ class LatentCache:
 
     def resized(self, length: int) -> "LatentCache":
         """Resizes the cache to `length` tokens per sequence; later tokens are dropped."""
-        return LatentCache(_resize(self.latents, length))
+        return LatentCache(resize(self.latents, length))
 
 
 def empty_caches(
-    model: Model, sequences: int, length: int, dtype: jax.typing.DTypeLike, *, reads_encoder: bool = False
+    model: Model,
+    sequences: int,
+    length: int,
+    dtype: jax.typing.DTypeLike,
+    *,
+    reads_encoder: bool = False,
+    window: int | None = None,
 ) -> dict[str, Any]:
-    """Builds the caches of a layer's mixers, by their names: "attention", and "cross" with `reads_encoder`."""
+    """Builds the caches of a layer's mixers, by their names: "attention", and "cross" with `reads_encoder`; `window` is
+    the layer's, if it has one that is shorter than the longest sequence."""
     if width := latent_width(model):
         return {"attention": LatentCache.empty(sequences, length, width, dtype)}
     # With fewer key-value heads than tensor parallel ranks, heads are repeated so that each rank has one.
     sizes = (sequences, max(num_kv_heads(model), num_shards("heads")), length, head_dim(model), dtype)
+    if window is not None:
+        return {"attention": WindowKVCache.empty(*sizes, window)}
     return {"attention": KVCache.empty(*sizes), **({"cross": CrossKVCache.empty(*sizes)} if reads_encoder else {})}
 
 
@@ -172,7 +282,13 @@ def _write(cache: Array, new: Array, cache_positions: CachePositions) -> Array:
     if cache_positions.sequence is not None:
         block = new.transpose(0, 2, 1, 3)
         return lax.dynamic_update_slice(cache, block, (cache_positions.sequence, 0, cache_positions.positions[0, 0], 0))
-    rows, at, new = jnp.arange(cache.shape[0]), cache_positions.positions[:, 0], new[:, 0]
+    return write_rows(cache, new, cache_positions.positions[:, 0])
+
+
+def write_rows(cache: Array, new: Array, at: Array) -> Array:
+    """Writes a token of each sequence, [sequences, 1, groups, head_dim], at positions [sequences]; those beyond the
+    cache are dropped."""
+    rows, new = jnp.arange(cache.shape[0]), new.astype(cache.dtype)[:, 0]
     if cache.shape[0] == 1:
         # XLA: a scatter of a single row becomes an update that copies the cache. The second row is dropped.
         nowhere = jnp.full_like(at, cache.shape[2])
@@ -180,7 +296,13 @@ def _write(cache: Array, new: Array, cache_positions: CachePositions) -> Array:
     return cache.at[rows, :, at].set(new, mode="drop", unique_indices=True)
 
 
-def _resize(cache: Array, length: int) -> Array:
+def resize(cache: Array, length: int) -> Array:
+    """Truncates or pads a cache [sequences, groups, length, head_dim] to `length`."""
     if length <= cache.shape[2]:
         return cache[:, :, :length]
     return jnp.pad(cache, ((0, 0), (0, 0), (0, length - cache.shape[2]), (0, 0)))
+
+
+def _held(newest: Int[Array, "batch 1"], slots: int) -> Int[Array, "batch slots"]:
+    """Returns the position that each slot holds when `newest` is the last one; negative where it holds none."""
+    return newest - (newest - jnp.arange(slots)) % slots

@@ -14,7 +14,7 @@ from mtjax.config.sizes import sublayer_norms
 from mtjax.models.dropout import dropout
 from mtjax.models.layer_context import RESIDUAL, LayerContext
 from mtjax.models.mixers.mixer import State
-from mtjax.models.mixers.registry import KINDS, mixer_of
+from mtjax.models.mixers.registry import KINDS, MIXERS
 from mtjax.models.norms import make_norm
 
 
@@ -31,7 +31,7 @@ class Layer(nnx.Module):
         # GPT-2: products before the residual stream are initialized smaller, by the number of additions to it.
         output_std = model.init_std / (2 * model.num_layers) ** 0.5 if model.scaled_init else model.init_std
         for name in self.mixers:
-            mixer = mixer_of(name, model)
+            mixer = MIXERS[name](model)
             mixer_key = jax.random.fold_in(key, mixer.init_number)
             # The attributes' names are the parameters' names: `attention`, `attention_norm`, `mlp`, `mlp_norm`; norms
             # of outputs are `attention_output_norm` and `mlp_output_norm`.

@@ -2,16 +2,17 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from jax import Array
 from jaxtyping import Bool, Float, Int, Key
 
 from mtjax.config import Model
-from mtjax.models.kv_cache import CachePositions
+from mtjax.layout.plan import ContextMethod, ExpertDispatch
 from mtjax.models.rotary import Rotation, Rotations
-from mtjax.sharding.context.ring_attention import Method
-from mtjax.theory.plan import ExpertDispatch
+
+if TYPE_CHECKING:
+    from mtjax.models.kv_cache import CachePositions
 
 RESIDUAL = ("batch", "act_seq", "embed")
 """Logical names of the dimensions of hidden states (the residual stream)."""
@@ -70,12 +71,12 @@ class LayerContext:
     """1 on tokens that cross-attention reads, 0 on padding; None when there is no padding."""
     positions: Int[Array, " seq"] | None = None
     """Positions of this rank's tokens in their sample, with context parallelism; None where a rank has all of it."""
-    context_method: Method = "ring"
+    context_method: ContextMethod = "ring"
     """How context parallelism sends keys and values to the queries of other ranks."""
     expert_dispatch: ExpertDispatch = "all-gather"
     """How expert parallelism sends tokens to the experts of other ranks."""
     padding: Padding | None = None
     """Which tokens are padding, which routers neither count nor send to experts; None where all are text."""
-    cache_positions: CachePositions | None = None
+    cache_positions: "CachePositions | None" = None
     """Positions of the tokens in sequences whose earlier tokens are in a KV cache, the layers' state; None without
     one."""

@@ -12,10 +12,8 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float
 
-from mtjax.models.lora import Adapter
 from mtjax.models.project import project
 from mtjax.sharding.axes import spec
-from mtjax.theory.adapters import LoraConfig
 
 
 def normal(key: Array, sizes: Mapping[str, int], std: float) -> nnx.Param:
@@ -47,7 +45,6 @@ class Linear(nnx.Module):
         std: float,
         bias: bool = True,
         sequence: str = "seq",
-        low: LoraConfig | None = None,
         key: Array,
     ) -> None:
         """Draws the parameters: weight [*inputs, *outputs] from N(0, std), bias 0."""
@@ -55,18 +52,9 @@ class Linear(nnx.Module):
         self.sequence = sequence
         self.weight = normal(key, {**inputs, **outputs}, std)
         self.bias = constant(0.0, outputs) if bias else None
-        self.lora = Adapter(inputs, outputs, low, sequence=sequence, key=key) if low else None
 
-    def __call__(
-        self, x: Float[Array, "batch seq ..."], for_adapter: Array | None = None
-    ) -> Float[Array, "batch seq ..."]:
-        """Applies to [batch, seq, *inputs]; returns [batch, seq, *outputs] in the type of x.
-
-        Args:
-          x: the input.
-          for_adapter: the adapter's input: a copy of x whose gradient is resharded separately; x when None.
-        """
+    def __call__(self, x: Float[Array, "batch seq ..."]) -> Float[Array, "batch seq ..."]:
+        """Applies to [batch, seq, *inputs]; returns [batch, seq, *outputs] in the type of x."""
         outputs = self.weight.get_metadata()["axes"][self.num_inputs :]
         bias = None if self.bias is None else self.bias[...]
-        product = project(x, self.weight[...], bias, outputs, self.sequence)
-        return product if self.lora is None else product + self.lora(x if for_adapter is None else for_adapter)
+        return project(x, self.weight[...], bias, outputs, self.sequence)

@@ -6,6 +6,7 @@ B is replicated. Ranks communicate only `x A`, `rank` numbers per token.
 
 from collections.abc import Mapping
 from math import prod
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +14,11 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float
 
+from mtjax.config.adapters import PARTS, LoraConfig, adapter_sizes
 from mtjax.models.dropout import dropout
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.project import project, reshard_sequence
 from mtjax.sharding.axes import spec
-from mtjax.theory.adapters import PARTS, LoraConfig, adapter_sizes
 
 INIT = 7
 """Folded into a layer's key, for the adapters' initial values."""
@@ -67,33 +68,48 @@ class Adapter(nnx.Module):
         return jnp.stack(components, axis=2)
 
 
+def add_adapter(product: Any, num_inputs: int, low: LoraConfig, key: Array) -> None:
+    """Adds an adapter to a module with a weight, as its attribute `lora`.
+
+    Args:
+      product: with `weight` [*inputs, *outputs], and `sequence` where its output is not along "seq".
+      num_inputs: dimensions of the input.
+      low: settings.
+      key: that of the weight.
+    """
+    sizes = list(zip(product.weight.get_metadata()["axes"], product.weight.shape, strict=True))
+    inputs, outputs = dict(sizes[:num_inputs]), dict(sizes[num_inputs:])
+    product.lora = Adapter(inputs, outputs, low, sequence=getattr(product, "sequence", "seq"), key=key)
+
+
+def adapter_of(product: Any) -> Adapter:
+    """Returns the adapter that `add_adapter` has added."""
+    return product.lora
+
+
 def lora_input_dropout(
-    x: Float[Array, "batch seq ..."], low: LoraConfig | None, context: LayerContext, site: int, *names: str
+    x: Float[Array, "batch seq ..."], low: LoraConfig, context: LayerContext, site: int, *names: str
 ) -> Array:
     """Applies the adapter's dropout to x, the input of its product; `names` are those of x's dimensions after `seq`."""
-    rate = low.dropout if low else 0.0
-    return dropout(x, rate, context.dropout_keys, site, ("batch", "seq", *names), positions=context.positions)
+    dims = ("batch", "seq", *names)
+    return dropout(x, low.dropout, context.dropout_keys, site, dims, positions=context.positions)
 
 
 def gather_sequence_shared(
-    x: Float[Array, "batch act_seq embed"], low: LoraConfig | None, context: LayerContext, site: int
-) -> tuple[Array, ...]:
-    """All-gathers sequences once, for a column-parallel product and for its adapter.
+    x: Float[Array, "batch act_seq embed"], low: LoraConfig, context: LayerContext, site: int
+) -> tuple[Float[Array, "batch seq embed"], Float[Array, "batch seq embed"]]:
+    """All-gathers sequences once: returns the input of a column-parallel product and that of its adapter.
 
     Adapters that have the same input - of query, key and value, of gate and up - share a dropout mask, of this site.
-
-    Returns:
-      The product's input, [batch, seq, embed], and with `low` the adapter's.
     """
-    if low is None:
-        return (reshard_sequence(x, "seq"),)
     for_product, for_adapter = _gather_for_both(x)
     return for_product, lora_input_dropout(for_adapter, low, context, site, "embed")
 
 
 @jax.custom_vjp
 def _gather_for_both(x: Array) -> tuple[Array, Array]:
-    """Returns x [batch, act_seq, embed] gathered along its sequence, twice."""
+    """Returns x [batch, act_seq, embed] gathered along its sequence: for a column-parallel product, and for its
+    adapter."""
     gathered = reshard_sequence(x, "seq")
     return gathered, gathered
 

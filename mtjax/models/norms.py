@@ -7,12 +7,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float
 
 from mtjax.config import Model
 from mtjax.config.sizes import norm_vectors
 from mtjax.models.linear import constant
+from mtjax.models.recompute import PRODUCT
 from mtjax.sharding.axes import varying_like
+from mtjax.sharding.unstack import is_unrolled
 
 
 def norm_scale(weight: str, sizes: Mapping[str, int]) -> nnx.Param | None:
@@ -119,9 +122,37 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "batch act_seq embed"]) -> Float[Array, "batch act_seq embed"]:
         """Applies to the last dimension."""
+        if is_unrolled():
+            factor = jnp.broadcast_to(norm_factor(self.weight_kind, self.scale), x.shape[-1:])
+            return _rms_norm(self.epsilon, x, varying_like(factor, x)).astype(self.dtype)
         x = x.astype(jnp.float32)
         normal = x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + self.epsilon)
         return (normal * norm_factor(self.weight_kind, self.scale)).astype(self.dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _rms_norm(epsilon: float, x: Array, scale: Array) -> Array:
+    """Divides x [..., embed] by the root of its mean square, and multiplies it by scale [embed]: float32."""
+    return _rms_norm_forward(epsilon, x, scale)[0]
+
+
+def _rms_norm_forward(epsilon: float, x: Array, scale: Array) -> tuple[Array, tuple[Array, Array, Array]]:
+    # A number per token, saved so that the backward pass reads x once less.
+    wide = x.astype(jnp.float32)
+    rate = checkpoint_name(jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + epsilon), PRODUCT)
+    return wide * rate * scale, (x, scale, rate)
+
+
+def _rms_norm_backward(epsilon: float, saved: tuple[Array, Array, Array], gradient: Array) -> tuple[Array, Array]:
+    """Computes gradients as autodiff does: of `n = x r`, with g = gradient * scale, `dx = r (g - n mean(g n))`, and
+    `d scale = sum over tokens of gradient * n`."""
+    x, scale, rate = saved
+    normal, d_x = x.astype(jnp.float32) * rate, gradient * scale
+    d_x = (d_x - normal * (d_x * normal).mean(-1, keepdims=True)) * rate
+    return d_x.astype(x.dtype), (gradient * normal).sum(range(x.ndim - 1))
+
+
+_rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
 
 
 Norm = LayerNorm | RMSNorm

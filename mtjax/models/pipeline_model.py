@@ -1,15 +1,25 @@
 """Adapts a model to `PipelineModel`: the interface through which schedules and pipeline stages run it."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import jax
 from jax import Array
 
-from mtjax.models.mixers.experts import COUNTS, REPORTED, router_reports
+from mtjax.models.routers import COUNTS, REPORTED, router_reports
 from mtjax.models.stack import Chunk
-from mtjax.models.trunk import TEACHER, Batch, HiddenStates, Keys, Section, Trunk, batch_losses, run_sections
+from mtjax.models.trunk import (
+    LOSS_WEIGHTS,
+    Batch,
+    HiddenStates,
+    Keys,
+    Section,
+    Trunk,
+    batch_losses,
+    run_sections,
+)
+from mtjax.sharding.trainable import merge_trees
 from mtjax.sharding.vocab import LossOptions
 
 Tree = Any
@@ -31,9 +41,15 @@ class TrunkPipeline:
     sections: Sequence[tuple[str, ...]]
     """See `PipelineModel.sections`."""
 
+    def with_frozen(self, frozen: Tree) -> Self:
+        """See `PipelineModel.with_frozen`."""
+        return replace(self, model=lambda parameters: self.model(merge_trees(parameters, frozen)))
+
     def loss_sums(self, parameters: Tree, microbatch: Microbatch) -> dict[str, Array]:
         """See `PipelineModel.loss_sums`."""
         batch, weights, keys = microbatch
+        if self.options.at_once and "loss" in weights:
+            batch = {**batch, LOSS_WEIGHTS: weights["loss"]}
         return _weighted(batch_losses(self.model(parameters), batch, keys, self.options), weights)
 
     def final_boundary(self, parameters: Tree, microbatch: Microbatch) -> HiddenStates:
@@ -106,29 +122,11 @@ class TrunkPipeline:
         return hidden if section == len(self.sections) - 1 else before._replace(encoded=hidden.x)
 
 
-@dataclass(frozen=True)
-class DistilledTrunkPipeline(TrunkPipeline):
-    """A student: its teacher's output table is among the parameters, frozen, and losses read it from the batch."""
-
-    def loss_sums(self, parameters: Tree, microbatch: Microbatch) -> dict[str, Array]:
-        """See `PipelineModel.loss_sums`."""
-        return super().loss_sums(parameters, _with_table(parameters, microbatch))
-
-    def head_losses(self, parameters: Tree, boundary: HiddenStates, microbatch: Microbatch) -> dict[str, Array]:
-        """See `PipelineModel.head_losses`."""
-        return super().head_losses(parameters, boundary, _with_table(parameters, microbatch))
-
-
-def _with_table(parameters: Tree, microbatch: Microbatch) -> Microbatch:
-    batch, weights, keys = microbatch
-    return {**batch, **parameters[TEACHER]}, weights, keys
-
-
 def _weighted(values: dict[str, Array], weights: Batch) -> dict[str, Array]:
     """Sums values over samples and tokens, weighted.
 
     Args:
-      values: by name, [batch, ...] or [batch, seq, ...].
+      values: by name, [batch, ...] or [batch, seq, ...]; or [] if they are a weighted sum already.
       weights: by name, [batch] or [batch, seq]; values without a weight are left out.
 
     Returns:
@@ -136,6 +134,8 @@ def _weighted(values: dict[str, Array], weights: Batch) -> dict[str, Array]:
     """
 
     def one(values: Array, weights: Array) -> Array:
+        if not values.ndim:
+            return values
         each = weights.reshape(weights.shape + (1,) * (values.ndim - weights.ndim))
         return (values * each).sum(range(weights.ndim))
 

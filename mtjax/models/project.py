@@ -13,14 +13,14 @@ from jax.sharding import PartitionSpec, reshard
 from jaxtyping import Float
 
 from mtjax.models.recompute import PRODUCT
-from mtjax.models.transposed_weight import TransposedWeight
 from mtjax.sharding.axes import merge, sequence_is_sharded, spec, varying_like
-from mtjax.sharding.int8 import Int8Matrix
+from mtjax.sharding.stored_weight import StoredWeight
+from mtjax.sharding.unstack import computes_apart, is_unrolled
 
 
 def project(
     x: Float[Array, "batch seq ..."],
-    weight: Array | Int8Matrix | TransposedWeight,
+    weight: Array | StoredWeight,
     bias: Array | None,
     outputs: Sequence[str | None],
     sequence: str = "seq",
@@ -32,7 +32,7 @@ def project(
 
     Args:
       x: [batch, seq, *inputs].
-      weight: [*inputs, *outputs]; 8-bit or transposed for products that are not differentiated.
+      weight: [*inputs, *outputs]; or stored in another form, without gradients.
       bias: [*outputs], if any.
       outputs: logical names.
       sequence: logical name of the result's sequence: "act_seq" where it is added to the hidden states.
@@ -42,24 +42,23 @@ def project(
     Returns:
       [batch, seq, *outputs].
     """
-    # einsum letters of the dimensions of tokens, inputs and outputs.
-    letters = iter(string.ascii_lowercase)
+    if is_unrolled() and isinstance(weight, Array) and computes_apart(outputs):
+        return _project_apart(x, weight, bias, outputs, sequence, save_for_backward, by_sample)
     num_inputs = weight.ndim - len(outputs)
-    row, inner, outer = (
-        "".join(next(letters) for _ in range(n)) for n in (x.ndim - num_inputs, num_inputs, len(outputs))
-    )
     # With sequence parallelism products are seq-major: see `seq_major`.
     if is_seq_major := sequence_is_sharded():
         x, sharding = seq_major(x), spec(sequence, "batch", *outputs)
     else:
         sharding = spec("batch", sequence, *outputs)
-    is_int8 = isinstance(weight, Int8Matrix)
-    if isinstance(weight, TransposedWeight):
-        product: Any = weight.product(x, num_inputs, sharding)
+    scales = None
+    if isinstance(weight, StoredWeight):
+        product, scales = weight.product(x, num_inputs, sharding), weight.scales
     else:
         # `_product` is a custom_vjp, and its weight's gradient varies over mesh axes like x: so must the weight.
-        matrix = weight.values if is_int8 else weight
-        product = _product((row, inner, outer), sharding, x, varying_like(matrix.astype(x.dtype), x))
+        dims = letters_of(x.ndim - num_inputs, num_inputs, len(outputs))
+        # Unrolled layers compute the gradient in the type in which it is reduced: `_product` casts the weight.
+        matrix = weight if is_unrolled() else weight.astype(x.dtype)
+        product: Any = _product(dims, sharding, x, varying_like(matrix, x))
     # The name is given before or after the transpose back. XLA: it would transpose the stacks of saved products
     # if these were seq-major and their consumer batch-major.
     if save_for_backward and not by_sample:
@@ -68,11 +67,44 @@ def project(
         product = seq_major(product)
     if save_for_backward and by_sample:
         product = checkpoint_name(product, PRODUCT)
-    if bias is None and not is_int8:
+    if bias is None and scales is None:
         return product
     # In float32, so that the bias' gradient is summed over tokens, and reduced over the mesh, in float32.
-    wide = product.astype(jnp.float32) * weight.scales if is_int8 else product.astype(jnp.float32)
+    wide = product.astype(jnp.float32) if scales is None else product.astype(jnp.float32) * scales
     return (wide if bias is None else wide + bias).astype(x.dtype)
+
+
+def letters_of(*dimensions: int) -> tuple[str, ...]:
+    """Returns einsum's letters of groups of so many dimensions."""
+    letters = iter(string.ascii_lowercase)
+    return tuple("".join(next(letters) for _ in range(n)) for n in dimensions)
+
+
+def _project_apart(
+    x: Array,
+    weight: Array,
+    bias: Array | None,
+    outputs: Sequence[str | None],
+    sequence: str,
+    save_for_backward: bool,
+    by_sample: bool,
+) -> Array:
+    """Computes the parts of a fused product one by one, and stacks them; arguments and result as of `project`."""
+    # XLA: consumers that take the parts out again (`jnp.split`, whose gradient is a concatenation) read the products,
+    # and nothing is copied.
+    parts, inner = outputs[1:], weight.ndim - len(outputs)
+    count = weight.shape[inner]
+
+    def each(array: Array, axis: int) -> list[Array]:
+        return [part.squeeze(axis) for part in jnp.split(array, count, axis=axis)]
+
+    biases = [None] * count if bias is None else each(bias, 0)
+    products = [
+        project(x, w, b, parts, sequence, save_for_backward=save_for_backward, by_sample=by_sample)
+        for w, b in zip(each(weight, inner), biases, strict=True)
+    ]
+    joined = [jnp.expand_dims(product, x.ndim - inner) for product in products]
+    return jnp.concatenate(joined, axis=x.ndim - inner)
 
 
 def reshard_sequence(x: Float[Array, "batch seq embed"], sequence: str) -> Float[Array, "batch seq embed"]:
@@ -90,29 +122,30 @@ def seq_major(x: Float[Array, "one another ..."]) -> Float[Array, "another one .
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _product(dims: tuple[str, str, str], sharding: PartitionSpec, x: Array, weight: Array) -> Array:
+def _product(dims: tuple[str, ...], sharding: PartitionSpec, x: Array, weight: Array) -> Array:
     """Computes `x W`.
 
     Args:
       dims: (row, inner, outer), einsum letters: x is [row, inner] and W [inner, outer], each letter a dimension.
       sharding: of the result.
       x: activations.
-      weight: of the type of x.
+      weight: cast to the type of x; its gradient is computed in the type of the weight.
     """
     # XLA: a custom vjp, because autodiff computes the weight's gradient as the transpose of (gradient)' x, which takes
     # twice as long on CPUs as x' (gradient).
     row, inner, outer = dims
+    weight = weight.astype(x.dtype)
     return jnp.einsum(f"{row}{inner},{inner}{outer}->{row}{outer}", x, weight, out_sharding=sharding)
 
 
 def _product_forward(
-    dims: tuple[str, str, str], sharding: PartitionSpec, x: Array, weight: Array
+    dims: tuple[str, ...], sharding: PartitionSpec, x: Array, weight: Array
 ) -> tuple[Array, tuple[Array, Array]]:
     return _product(dims, sharding, x, weight), (x, weight)
 
 
 def _product_backward(
-    dims: tuple[str, str, str], _: PartitionSpec, saved: tuple[Array, Array], gradient: Array
+    dims: tuple[str, ...], _: PartitionSpec, saved: tuple[Array, Array], gradient: Array
 ) -> tuple[Array, Array]:
     """Computes `dx = g W'` and `dW = x' g`.
 
@@ -126,7 +159,7 @@ def _product_backward(
       Gradients of x and W, in their shapes and shardings.
     """
     row, inner, outer = dims
-    x, weight = saved
+    x, weight = saved[0], saved[1].astype(saved[0].dtype)
     x_spec, weight_spec = (jax.typeof(a).sharding.spec for a in saved)
     # With sequence parallelism, the gradient of a row-parallel product is sharded along the sequence. It is
     # all-gathered once for both products. XLA: it may gather it for each of them, as it does where a microbatch is one
@@ -138,7 +171,13 @@ def _product_backward(
     inner, x, weight = _merged(inner, (x, len(row)), (weight, 0))
     row, x, gradient = _merged(row, (x, 0), (gradient, 0))
     merged_spec = jax.typeof(weight).sharding.spec
-    weight_gradient = jnp.einsum(f"{row}{inner},{row}{outer}->{inner}{outer}", x, gradient, out_sharding=merged_spec)
+    weight_gradient = jnp.einsum(
+        f"{row}{inner},{row}{outer}->{inner}{outer}",
+        x,
+        gradient,
+        out_sharding=merged_spec,
+        preferred_element_type=saved[1].dtype,
+    )
     return x_gradient, weight_gradient.reshape(saved[1].shape, out_sharding=weight_spec)
 
 

@@ -32,7 +32,7 @@ from mtjax.sharding.param_comm import (
     zeros_like_shards,
 )
 from mtjax.sharding.prefetch import can_prefetch, gather_upfront, scan_with_prefetch
-from mtjax.sharding.unstack import unstacked_layers
+from mtjax.sharding.unstack import unrolled_layers, unstacked_layers
 
 PRODUCT = "product"
 """Product of activations with a weight."""
@@ -116,7 +116,8 @@ def scan_layers(
     loops = _loops(count, recompute)
     if (unstacked := unstacked_layers(layers)) is not None:
         ((saving, _),) = loops
-        return _run_unrolled(saving(run), x, unstacked, numbers, states)
+        with unrolled_layers():
+            return _run_unrolled(saving(run), x, unstacked, numbers, states)
     layers, sums = split_accumulators(layers)
     prevents_prefetch = first is not None or states is not None or recompute.offload
     if len(loops) == group == 1 and not prevents_prefetch and can_prefetch(layers):
@@ -136,6 +137,12 @@ def scan_layers(
     if group > 1:
         states = jax.tree.map(lambda a: a.reshape(count, *a.shape[2:]), states)
     return x, states
+
+
+def run_alone(run: Any, recompute: Recompute, *inputs: Any) -> Any:
+    """Runs a layer outside any stack: with full recompute it saves its inputs, else its products."""
+    saved = _save_input(run, False) if recompute.kind == "full" else _save_products(run, recompute.kind)
+    return saved(*inputs)
 
 
 def scan_interleaved(

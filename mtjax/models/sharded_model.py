@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Collection
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -12,7 +12,14 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding
 
 from mtjax.config import Config, replace
+from mtjax.config.adapters import is_trainable
 from mtjax.config.sizes import output_shape
+from mtjax.layout.attention_kernel import Kernel, choose_kernel
+from mtjax.layout.divisibility import check_config, parts_of_samples
+from mtjax.layout.layouts import Layout
+from mtjax.layout.mesh import MeshShape
+from mtjax.layout.plan import Plan
+from mtjax.layout.stages import Orders, layer_orders
 from mtjax.models.families.registry import LanguageModel, model_class
 from mtjax.models.layer_context import RESIDUAL, with_text_lengths
 from mtjax.models.pipeline_model import TrunkPipeline
@@ -24,18 +31,8 @@ from mtjax.sharding.gradients import distributed_losses, distributed_output
 from mtjax.sharding.manual_region import ManualRegion
 from mtjax.sharding.microbatch_schedule import MicrobatchSchedule
 from mtjax.sharding.param_specs import dotted, param_specs, partition_specs, replicated_names
-from mtjax.sharding.pipeline.executor import PipelineSchedule
-from mtjax.sharding.pipeline.order import Order
 from mtjax.sharding.vocab import LossOptions
 from mtjax.sharding.zero import gather_for_inference
-from mtjax.theory.adapters import is_trainable
-from mtjax.theory.attention import Kernel, choose_kernel
-from mtjax.theory.divisibility import check_config, parts_of_samples
-from mtjax.theory.layout import Layout
-from mtjax.theory.mesh import MeshShape
-from mtjax.theory.plan import Plan
-from mtjax.theory.stages import Orders, layer_orders
-from mtjax.theory.timetable import forward_timetable, timetable
 
 Tree = Any
 Batch = dict[str, Any]
@@ -130,6 +127,11 @@ class ShardedModel:
         nnx.replace_by_pure_dict(state, parameters)
         return nnx.merge(self._graph, state)
 
+    def own(self, parameters: Tree) -> Tree:
+        """Selects the model's parameters from those of a model with more modules, such as layers that only training
+        runs."""
+        return {name: parameters[name] for name in self.abstract_parameters}
+
     def inference_model(self, parameters: Tree) -> LanguageModel:
         """Builds the model with parameters sharded as `storage_spec`, to be traced without differentiation."""
         return self.model(gather_for_inference(self.records, parameters))
@@ -183,7 +185,7 @@ class ShardedModel:
         """
         rules, schedule = current_rules(), self.microbatch_schedule(microbatches or 1)
         region, batch = dataclasses.replace(self.region, rules=rules), with_text_lengths(self.config.model, batch)
-        if isinstance(schedule, PipelineSchedule) or rules.seq or microbatches is not None:
+        if self.stages > 1 or rules.seq or microbatches is not None:
             specs: Any = HiddenStates(partition_spec(rules, RESIDUAL))  # pyright: ignore[reportArgumentType]
             inputs = (batch, {}, None)
             return distributed_output(
@@ -197,18 +199,14 @@ class ShardedModel:
 
     def microbatch_schedule(self, num_microbatches: int) -> MicrobatchSchedule:
         """Returns the schedule: gradient accumulation, or the config's pipeline schedule."""
-        stages, parallel = self.stages, self.config.parallel
+        stages = self.stages
         if stages == 1:
             training = self.config.training
             return Accumulate(num_microbatches, training.unroll_layers, training.compute_dtype)
-        chunks = parallel.chunks * len(self.sections)
-        return PipelineSchedule(
-            timetable(parallel.pipeline_schedule, stages, num_microbatches, chunks),
-            partial(forward_timetable, stages, chunks=chunks),
-            self.config.training.microbatch_size,
-            keeps_inputs=self.config.training.recompute == "full",
-            order=Order(is_needed=self.mesh.devices.flat[0].platform == "cpu"),
-        )
+        from mtjax.sharding.pipeline.executor import PipelineSchedule
+
+        platform = self.mesh.devices.flat[0].platform
+        return PipelineSchedule.of(self.config, stages, num_microbatches, len(self.sections), platform)
 
     @property
     def loss_options(self) -> LossOptions:
@@ -216,7 +214,8 @@ class ShardedModel:
         options, vocab_size = self.config.optimizer, self.config.model.vocab_size
         assert vocab_size is not None  # check_config requires it
         smoothing, shape = (options.label_smoothing, options.z_loss), output_shape(self.config.model)
-        return LossOptions(vocab_size, self.config.training.loss_chunk, *smoothing, **shape)
+        at_once = Plan.of(self.config, self.shape).sums_loss_at_once(self.config.model)
+        return LossOptions(vocab_size, self.config.training.loss_chunk, *smoothing, at_once=at_once, **shape)
 
     def on_mesh(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Calls a function with the mesh in force."""

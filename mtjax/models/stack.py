@@ -15,13 +15,13 @@ from jax.sharding import reshard
 from jaxtyping import Float, Int
 
 from mtjax.config import Model, Parallel
+from mtjax.layout.stages import PADDING, layer_order
 from mtjax.models.layer import Layer
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.mixers.mixer import State
 from mtjax.models.recompute import Recompute, scan_interleaved, scan_layers
 from mtjax.sharding.axes import cond_by_stage, num_shards, spec, varying_like
 from mtjax.sharding.param_comm import materialize
-from mtjax.theory.stages import PADDING, layer_order
 
 Residual = Float[Array, "batch act_seq embed"]
 """Hidden states between layers (the residual stream)."""

@@ -12,7 +12,6 @@ from jax import Array
 from jaxtyping import Float, Key
 
 from mtjax.models.layer_context import LayerContext
-from mtjax.models.mixers.experts import router_reports
 from mtjax.models.mixers.mixer import State
 from mtjax.models.stack import InterleavedStacks, Stack
 from mtjax.sharding.vocab import LossOptions
@@ -20,12 +19,8 @@ from mtjax.sharding.vocab import LossOptions
 Batch = Mapping[str, Any]
 Keys = Key[Array, " batch"] | None
 """A dropout key per sample; None turns dropout off."""
-
-TEACHER, TEACHER_TABLE = "teacher", "teacher_table"
-"""Arrays that a teacher adds to a batch (distillation): its final hidden states and its output table; in finetuning,
-its outputs alone."""
-HARD, SOFT = "hard_loss", "soft_loss"
-"""Losses of distillation: cross-entropy with the labels, and with the teacher's probabilities."""
+LOSS_WEIGHTS = "loss_weights"
+"""Weights of a batch's losses, with which a decoder sums them at once."""
 
 
 class HiddenStates(NamedTuple):
@@ -65,7 +60,8 @@ class Trunk(Headless, Protocol):
         """Runs the head on the output of the last section.
 
         Returns:
-          The values of each loss, float32 [batch] or [batch, seq], not weighted.
+          The values of each loss, float32 [batch] or [batch, seq], not weighted; or their weighted sum, [], if the
+          batch has `LOSS_WEIGHTS`.
         """
         ...
 
@@ -106,4 +102,9 @@ def batch_losses(trunk: Trunk, batch: Batch, keys: Keys, options: LossOptions) -
       options: of the cross-entropy.
     """
     trunk_output, states = run_sections(trunk, batch, keys)
-    return trunk.losses(trunk_output, batch, keys, options) | router_reports(list(states.values()))
+    losses, reports = trunk.losses(trunk_output, batch, keys, options), [s for s in states.values() if s is not None]
+    if not reports:
+        return losses
+    from mtjax.models.routers import router_reports
+
+    return losses | router_reports(reports)

@@ -1,1 +1,1 @@
-"""Planner: reports on a model and a mesh from `mtjax.theory`'s formulas, and the mesh search."""
+"""Planner: reports on a model and a mesh from `mtjax.analysis`'s formulas, and the mesh search."""

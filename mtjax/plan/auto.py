@@ -1,19 +1,19 @@
 """`--mesh auto`: the fastest mesh of a run on its devices, by the planner's formulas."""
 
+from mtjax.analysis.anatomy import Anatomy
+from mtjax.analysis.families.registry import anatomy_of
+from mtjax.analysis.hardware import SERVERS, Server, by_device_kind
+from mtjax.analysis.memory import peak_stage_memory
+from mtjax.analysis.timing import step_time
 from mtjax.config import Config, Model
 from mtjax.config.sizes import divisors
 from mtjax.config.vocabulary import with_vocabulary
 from mtjax.errors import UserError
+from mtjax.layout.attention_kernel import HOPPER
+from mtjax.layout.divisibility import problems
+from mtjax.layout.mesh import MeshShape, meshes_within
+from mtjax.layout.plan import Plan
 from mtjax.plan.search import Space
-from mtjax.theory.anatomy import Anatomy
-from mtjax.theory.attention import HOPPER
-from mtjax.theory.divisibility import problems
-from mtjax.theory.families.registry import anatomy_of
-from mtjax.theory.hardware import SERVERS, Server, by_device_kind
-from mtjax.theory.memory import peak_stage_memory
-from mtjax.theory.mesh import MeshShape, meshes_within
-from mtjax.theory.plan import Plan
-from mtjax.theory.timing import step_time
 
 
 def fastest_mesh(config: Config, devices: int, kind: str, teacher: Model | None = None) -> MeshShape:

@@ -8,24 +8,24 @@ from pathlib import Path
 from rich.console import Console
 
 from mtjax import config
+from mtjax.analysis import target
+from mtjax.analysis.anatomy import Anatomy
+from mtjax.analysis.families.registry import anatomy_of
+from mtjax.analysis.hardware import Server
+from mtjax.analysis.memory import peak_stage_memory
 from mtjax.config import sizes
 from mtjax.config.vocabulary import with_vocabulary
 from mtjax.errors import UserError
+from mtjax.layout.attention_kernel import Capability
+from mtjax.layout.divisibility import check, check_config
+from mtjax.layout.mesh import MeshShape, parse_mesh
+from mtjax.layout.plan import Plan
 from mtjax.plan.hints import hints
 from mtjax.plan.options import Options
 from mtjax.plan.report import make_console, print_report
 from mtjax.plan.search import best_plan, describe, gpus_within, nearest_feasible, search
 from mtjax.plan.search_report import print_search
 from mtjax.plan.side_reports import print_inference, print_published
-from mtjax.theory import target
-from mtjax.theory.anatomy import Anatomy
-from mtjax.theory.attention import Capability
-from mtjax.theory.divisibility import check, check_config
-from mtjax.theory.families.registry import anatomy_of
-from mtjax.theory.hardware import Server
-from mtjax.theory.memory import peak_stage_memory
-from mtjax.theory.mesh import MeshShape, parse_mesh
-from mtjax.theory.plan import Plan
 
 SEARCHING = "Comparing plans ..."
 """Status line of a search, which may compare thousands of plans."""

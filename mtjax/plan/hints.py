@@ -4,14 +4,17 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from mtjax import config
+from mtjax.analysis.anatomy import Anatomy
+from mtjax.analysis.counts import peak_stage_counts
+from mtjax.analysis.hardware import Server
+from mtjax.analysis.memory import peak_stage_memory
+from mtjax.analysis.timing import step_time
 from mtjax.config import Config
+from mtjax.layout.attention_kernel import choose_kernel
+from mtjax.layout.divisibility import problems
+from mtjax.layout.plan import Plan
+from mtjax.plan.search import Space
 from mtjax.plan.units import gib, percent, seconds
-from mtjax.theory.anatomy import Anatomy
-from mtjax.theory.attention import choose_kernel
-from mtjax.theory.counts import peak_stage_counts
-from mtjax.theory.hardware import Server
-from mtjax.theory.plan import Plan
-from mtjax.theory.timing import step_time
 
 WORTH_SAYING = 0.02
 """Share of the step's time, or of a GPU's parameters, above which a hint is printed."""
@@ -19,7 +22,8 @@ WORTH_SAYING = 0.02
 
 def hints(anatomy: Anatomy, plan: Plan, server: Server, run: Config) -> Iterator[str]:
     """Yields hints on the plan of a config."""
-    yield from filter(None, (flash_hint(anatomy, plan, server, run), zero_hint(anatomy, plan)))
+    found = flash_hint(anatomy, plan, server, run), zero_hint(anatomy, plan), unrolled_hint(anatomy, plan, server)
+    yield from filter(None, found)
 
 
 def flash_hint(anatomy: Anatomy, plan: Plan, server: Server, run: Config) -> str | None:
@@ -37,6 +41,21 @@ def flash_hint(anatomy: Anatomy, plan: Plan, server: Server, run: Config) -> str
     return (
         f"attention_dropout {dropout:g} rules out flash attention, which has no dropout on probabilities: with "
         f"--attention-dropout 0 a step takes {seconds(then)} instead of {seconds(now)}"
+    )
+
+
+def unrolled_hint(anatomy: Anatomy, plan: Plan, server: Server) -> str | None:
+    """Returns a hint if the same plan without a loop over layers fits the memory and is faster."""
+    unrolled = replace(plan, unrolled=True)
+    if plan.unrolled or any(problems(anatomy.model, unrolled)):
+        return None
+    now, then = (step_time(anatomy, each, server).total for each in (plan, unrolled))
+    memory = peak_stage_memory(anatomy, unrolled).total
+    if now - then < WORTH_SAYING * now or memory > Space().usable * server.gpu.memory:
+        return None
+    return (
+        f"the loop over layers copies what it saves: with --unroll-layers a step takes {seconds(then)} instead of "
+        f"{seconds(now)}, in {gib(memory)}, and compiling takes minutes"
     )
 
 

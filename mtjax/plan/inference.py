@@ -1,21 +1,21 @@
 """Memory and time of text generation, by formula.
 
-Symbols as in `mtjax.theory.flops`; L tokens of context. Source: arXiv 2211.05102, section 2; memory-bound decoding.
+Symbols as in `mtjax.analysis.flops`; L tokens of context. Source: arXiv 2211.05102, section 2; memory-bound decoding.
 """
 
 import math
 from dataclasses import dataclass
 
-from mtjax.config.sizes import latent_width, padded_vocab_size
-from mtjax.theory.anatomy import Anatomy, Stack
-from mtjax.theory.counts import active_share, on_device, parameters
-from mtjax.theory.hardware import Server
-from mtjax.theory.layout import LAYERS, Layout, is_matrix, layout_of
-from mtjax.theory.machine import Constants
-from mtjax.theory.mesh import MeshShape
-from mtjax.theory.parts.attention import Attention, CrossAttention
-from mtjax.theory.parts.latent_attention import LatentAttention
-from mtjax.theory.parts.part import Weight
+from mtjax.analysis.anatomy import Anatomy, Stack
+from mtjax.analysis.counts import active_share, on_device, parameters
+from mtjax.analysis.hardware import Server
+from mtjax.analysis.machine import Constants
+from mtjax.analysis.parts.attention import Attention, CrossAttention
+from mtjax.analysis.parts.latent_attention import LatentAttention
+from mtjax.analysis.parts.part import Weight
+from mtjax.config.sizes import attention_windows, latent_width, padded_vocab_size
+from mtjax.layout.layouts import LAYERS, Layout, is_matrix, layout_of
+from mtjax.layout.mesh import MeshShape
 
 WEIGHT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0, "int4": 0.5}
 """Bytes per parameter of stored weights, without scales."""
@@ -36,7 +36,11 @@ def flops_per_token(anatomy: Anatomy, context: int = 0) -> float:
     """
     tied = anatomy.model.tie_embeddings
     head = [w for part in (*anatomy.head, *(anatomy.embed[:1] if tied else ())) for w in part.weights]
-    layers = sum(stack.layers * _layer_flops(anatomy, stack, context) for stack in anatomy.decoder_stacks)
+    layers = sum(
+        _layer_flops(anatomy, stack, read)
+        for stack in anatomy.decoder_stacks
+        for read in _read(anatomy, stack, context)
+    )
     return layers + 2 * sum(w.size for w in head)
 
 
@@ -55,10 +59,27 @@ def weight_bytes(anatomy: Anatomy, precision: str) -> float:
 
 
 def cache_bytes(anatomy: Anatomy, batch: int, context: int, element_bytes: float = 2) -> float:
-    """Returns the bytes of the KV cache: `2 l k L` elements per sequence, with cross-attention also the encoder's."""
-    stacks = anatomy.decoder_stacks
-    elements = sum(stack.layers * part.kv_elements(context) for stack in stacks for part in stack.parts)
+    """Returns the bytes of the KV cache: `2 l k L` elements per sequence, less in layers with a window, and with
+    cross-attention also the encoder's."""
+    elements = sum(
+        part.kv_elements(kept)
+        for stack in anatomy.decoder_stacks
+        for kept in _kept(anatomy, stack, context)
+        for part in stack.parts
+    )
     return elements * batch * element_bytes
+
+
+def _read(anatomy: Anatomy, stack: Stack, context: int) -> list[int]:
+    """Returns of each layer of a stack how many of `context` tokens a token attends to at most."""
+    windows = attention_windows(anatomy.model)
+    return [min(windows[number], context) if windows else context for number in stack.layer_numbers]
+
+
+def _kept(anatomy: Anatomy, stack: Stack, context: int) -> list[int]:
+    """Returns of each layer of a stack for how many of `context` tokens it has a KV cache: for those of its window."""
+    # Latent attention keeps all of them.
+    return [context] * stack.layers if anatomy.model.kv_lora_rank else _read(anatomy, stack, context)
 
 
 @dataclass(frozen=True)
@@ -105,13 +126,14 @@ def decoding_memory(
             weights += elements * (element_bytes if is_matrix(weight.names) else 4)
     cached = 0
     for stack in anatomy.decoder_stacks:
+        kept = sum(_kept(anatomy, stack, context))
         for part in stack.parts:
             if isinstance(part, Attention | CrossAttention):
                 heads = part.kv_heads if isinstance(part, Attention) else part.heads
-                cached += stack.layers * 2 * max(heads, tensor_degree) // tensor_degree * part.head_dim
+                cached += kept * 2 * max(heads, tensor_degree) // tensor_degree * part.head_dim
             elif isinstance(part, LatentAttention):
-                cached += stack.layers * part.kv_elements(1)
-    cache = cached * sequences * context * element_bytes
+                cached += kept * part.kv_elements(1)
+    cache = cached * sequences * element_bytes
     return DecodingMemory(weights, cache, SAMPLING_ARRAYS * 4 * sequences * padded_vocab_size(model) / tensor_degree)
 
 

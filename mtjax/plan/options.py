@@ -5,7 +5,7 @@ from pathlib import Path
 
 from mtjax.config.field_metadata import TOKENS
 from mtjax.errors import UserError
-from mtjax.theory.mesh import MOST_DEVICES
+from mtjax.layout.mesh import MOST_DEVICES
 
 PLOT_FORMATS = (".png", ".pdf", ".svg")
 MOST = {"tokens": 1e18, "gpus": MOST_DEVICES, "days": 1e6, "price": 1e6, "context": TOKENS}

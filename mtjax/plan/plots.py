@@ -10,17 +10,17 @@ matplotlib.use("Agg")
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from mtjax.analysis.anatomy import Anatomy
+from mtjax.analysis.flops import amdahl_speedup
+from mtjax.analysis.hardware import Server
+from mtjax.analysis.memory import Memory, peak_stage_memory
+from mtjax.analysis.timing import step_time
 from mtjax.config.sizes import divisors
+from mtjax.layout.divisibility import problems
+from mtjax.layout.mesh import MeshShape
+from mtjax.layout.plan import Plan
 from mtjax.plan import published
 from mtjax.plan.options import Options
-from mtjax.theory.anatomy import Anatomy
-from mtjax.theory.divisibility import problems
-from mtjax.theory.flops import amdahl_speedup
-from mtjax.theory.hardware import Server
-from mtjax.theory.memory import Memory, peak_stage_memory
-from mtjax.theory.mesh import MeshShape
-from mtjax.theory.plan import Plan
-from mtjax.theory.timing import step_time
 
 
 def draw(path: Path, anatomy: Anatomy, plan: Plan, server: Server, options: Options) -> None:

@@ -6,19 +6,19 @@ points, and documented here.
 
 from dataclasses import dataclass, replace
 
+from mtjax.analysis.anatomy import Anatomy
+from mtjax.analysis.families.registry import gpt
+from mtjax.analysis.flops import hardware_flops, model_flops
+from mtjax.analysis.hardware import DGX_2H, DGX_A100_80, DGX_H100, Server
+from mtjax.analysis.machine import Constants
+from mtjax.analysis.memory import peak_stage_memory
+from mtjax.analysis.software import COMPOSER, MEGATRON_2019, MEGATRON_2021, MEGATRON_CORE, Software
+from mtjax.analysis.timing import step_time
+from mtjax.layout.divisibility import problems
+from mtjax.layout.layouts import TENSOR_RULES
+from mtjax.layout.mesh import MeshShape, parse_mesh
+from mtjax.layout.plan import MEGATRON_BF16, MEGATRON_FP16, Plan, Recompute
 from mtjax.plan.search import chunk_counts
-from mtjax.theory.anatomy import Anatomy
-from mtjax.theory.divisibility import problems
-from mtjax.theory.families.registry import gpt
-from mtjax.theory.flops import hardware_flops, model_flops
-from mtjax.theory.hardware import DGX_2H, DGX_A100_80, DGX_H100, Server
-from mtjax.theory.layout import TENSOR_RULES
-from mtjax.theory.machine import Constants
-from mtjax.theory.memory import peak_stage_memory
-from mtjax.theory.mesh import MeshShape, parse_mesh
-from mtjax.theory.plan import MEGATRON_BF16, MEGATRON_FP16, Plan, Recompute
-from mtjax.theory.software import COMPOSER, MEGATRON_2019, MEGATRON_2021, MEGATRON_CORE, Software
-from mtjax.theory.timing import step_time
 
 USABLE = 0.9
 """Share of a GPU's memory that a plan may fill."""

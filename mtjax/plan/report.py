@@ -5,25 +5,25 @@ from dataclasses import replace
 from rich.console import Console
 from rich.table import Table
 
+from mtjax.analysis import counts, flops, traffic
+from mtjax.analysis.accuracy import accuracy_on
+from mtjax.analysis.anatomy import Anatomy
+from mtjax.analysis.contract import JOINED
+from mtjax.analysis.flops import SECONDS_PER_DAY
+from mtjax.analysis.hardware import Server
+from mtjax.analysis.link_time import members_inside, transfer_time
+from mtjax.analysis.machine import Machine
+from mtjax.analysis.memory import peak_stage_memory, stage_memory
+from mtjax.analysis.schedules import bubble, slots
+from mtjax.analysis.software import MTJAX
+from mtjax.analysis.teacher_cost import teacher_flops, teacher_of
+from mtjax.analysis.timing import StepTime, step_time
 from mtjax.config.sizes import divisors
+from mtjax.layout.plan import Plan
+from mtjax.layout.timetable import ScheduleName, num_ticks
 from mtjax.plan.options import Options
 from mtjax.plan.search import describe, expert_dispatches
 from mtjax.plan.units import days, gib, percent, seconds, si
-from mtjax.theory import counts, flops, traffic
-from mtjax.theory.accuracy import accuracy_on
-from mtjax.theory.anatomy import Anatomy
-from mtjax.theory.contract import JOINED
-from mtjax.theory.flops import SECONDS_PER_DAY
-from mtjax.theory.hardware import Server
-from mtjax.theory.link_time import members_inside, transfer_time
-from mtjax.theory.machine import Machine
-from mtjax.theory.memory import peak_stage_memory, stage_memory
-from mtjax.theory.plan import Plan
-from mtjax.theory.schedules import bubble, slots
-from mtjax.theory.software import MTJAX
-from mtjax.theory.teacher_cost import teacher_flops, teacher_of
-from mtjax.theory.timetable import ScheduleName, num_ticks
-from mtjax.theory.timing import StepTime, step_time
 
 MATMULS = "matmuls"
 """Name of the time of matmuls with weights."""
@@ -138,9 +138,9 @@ def choice_table(anatomy: Anatomy, plan: Plan, server: Server, usable: float) ->
     limit, excessive = usable * server.gpu.memory, False
     for recompute in ("none", "selective", "full"):
         for sequence_parallel in (False, True) if plan.tensor_degree > 1 else (False,):
-            unrolled = plan.unrolled and recompute == "none"
-            option = replace(plan, recompute=recompute, sequence_parallel=sequence_parallel)
-            row = [replace(option, zero=zero, unrolled=unrolled and zero < 3) for zero in range(4)]
+            unrolled = plan.unrolled and recompute != "full"
+            option = replace(plan, recompute=recompute, sequence_parallel=sequence_parallel, unrolled=unrolled)
+            row = [replace(option, zero=zero) for zero in range(4)]
             sizes = [peak_stage_memory(anatomy, option) for option in row]
             excessive |= any(size.total > limit for size in sizes)
             name = f"recompute {recompute}" + (", sequence parallel" if sequence_parallel else "")
@@ -233,7 +233,7 @@ def time_parts(time: StepTime) -> dict[str, float]:
 def pipeline_table(anatomy: Anatomy, plan: Plan) -> Table:
     """Builds the table of pipeline schedules with their bubbles and microbatches in flight."""
     p, m, sections = plan.stages, plan.microbatches, len(anatomy.sections)
-    note = "in flight: chunks of microbatches whose activations a stage holds at the same time; mtjax.theory.timetable"
+    note = "in flight: chunks of microbatches whose activations a stage holds at the same time; mtjax.layout.timetable"
     result = table(
         f"Pipeline schedules, {p} stages, {m} microbatches",
         "",

@@ -6,18 +6,18 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from itertools import groupby
 
+from mtjax.analysis.anatomy import Anatomy
+from mtjax.analysis.flops import SECONDS_PER_DAY, model_flops, steps_for_tokens
+from mtjax.analysis.hardware import Server
+from mtjax.analysis.memory import Memory, peak_stage_memory
+from mtjax.analysis.software import MTJAX, Software
+from mtjax.analysis.timing import StepTime, step_time
 from mtjax.config.sizes import divisors
 from mtjax.errors import UserError
-from mtjax.theory.anatomy import Anatomy
-from mtjax.theory.divisibility import problems
-from mtjax.theory.flops import SECONDS_PER_DAY, model_flops, steps_for_tokens
-from mtjax.theory.hardware import Server
-from mtjax.theory.memory import Memory, peak_stage_memory
-from mtjax.theory.mesh import MeshShape, context_degrees, meshes_within
-from mtjax.theory.plan import ExpertDispatch, Plan, Recompute
-from mtjax.theory.software import MTJAX, Software
-from mtjax.theory.stages import balanced_layers
-from mtjax.theory.timing import StepTime, step_time
+from mtjax.layout.divisibility import problems
+from mtjax.layout.mesh import MeshShape, context_degrees, meshes_within
+from mtjax.layout.plan import ExpertDispatch, Plan, Recompute
+from mtjax.layout.stages import balanced_layers
 
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 

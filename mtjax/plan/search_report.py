@@ -6,18 +6,18 @@ from rich.console import Console
 from rich.table import Table
 
 from mtjax import config
+from mtjax.analysis import flops
+from mtjax.analysis.accuracy import accuracy_on
+from mtjax.analysis.anatomy import Anatomy
+from mtjax.analysis.flops import SECONDS_PER_DAY
+from mtjax.analysis.hardware import Server
+from mtjax.analysis.machine import Machine
+from mtjax.layout.plan import Plan
 from mtjax.plan.hints import hints
 from mtjax.plan.options import Options
 from mtjax.plan.report import MATMULS, show, table, time_parts
 from mtjax.plan.search import Candidate, Found, describe, rejections
 from mtjax.plan.units import days, gib, percent, seconds, si
-from mtjax.theory import flops
-from mtjax.theory.accuracy import accuracy_on
-from mtjax.theory.anatomy import Anatomy
-from mtjax.theory.flops import SECONDS_PER_DAY
-from mtjax.theory.hardware import Server
-from mtjax.theory.machine import Machine
-from mtjax.theory.plan import Plan
 
 SHOWN = 10
 

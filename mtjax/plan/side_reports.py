@@ -1,22 +1,26 @@
 """Tables of --inference and --published: text generation, and published runs against the scaling model."""
 
+from dataclasses import replace
+
 from rich.console import Console
 from rich.table import Table
 
+from mtjax.analysis.anatomy import Anatomy
+from mtjax.analysis.counts import parameters
+from mtjax.analysis.families.registry import anatomy_of
+from mtjax.analysis.hardware import Server
 from mtjax.plan import inference, published
 from mtjax.plan.published import Point
 from mtjax.plan.report import show, table
 from mtjax.plan.search import describe
 from mtjax.plan.units import gib, seconds, si
-from mtjax.theory.anatomy import Anatomy
-from mtjax.theory.counts import parameters
-from mtjax.theory.hardware import Server
 
 BATCHES = (1, 8, 64)
 
 
 def print_inference(console: Console, anatomy: Anatomy, server: Server, tensor_degree: int, context: int) -> None:
     """Prints the tables of weights, and of KV cache, memory and speed."""
+    anatomy = anatomy_of(replace(anatomy.model, mtp_num_layers=0)) if anatomy.predictors else anatomy
     show(console, weights_table(anatomy, server), cache_table(anatomy, server, tensor_degree, context))
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeVar
 
 from rich.text import Text
 
-from mtjax.theory.timetable import Half, Timetable, Work
+from mtjax.layout.timetable import Half, Timetable, Work
 
 IDLE = "\N{MIDDLE DOT}"
 LEFT_OUT = "\N{HORIZONTAL ELLIPSIS}"

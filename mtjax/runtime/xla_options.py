@@ -17,9 +17,9 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 from mtjax.config import Config
 from mtjax.errors import UserError
-from mtjax.theory.families.registry import anatomy_of
-from mtjax.theory.mesh import MeshShape
-from mtjax.theory.plan import Plan
+from mtjax.layout.mesh import MeshShape
+from mtjax.layout.plan import Plan
+from mtjax.layout.stacks import sections_of
 
 
 @dataclass(frozen=True)
@@ -252,7 +252,7 @@ def _fast(config: Config, mesh: Mesh, device: Any) -> Chosen:
         (PREFETCH, parallel.overlap and processes > 1 and prefetches),
         (STAGES, parallel.overlap and staged),
         (CONTEXT, parallel.overlap and shape.has_context_parallel),
-        (SECTIONS, staged and len(anatomy_of(config.model).sections) > 1),
+        (SECTIONS, staged and len(sections_of(config.model)) > 1),
     )
     return accepted(tuple(option for table, holds in tables if holds for option in table), device)
 

@@ -14,6 +14,7 @@ from mtjax.errors import UserError
 from mtjax.generate.decoder import Decoder
 from mtjax.generate.engine import Engine
 from mtjax.generate.weights import LoadedModel, describe_config, load_model
+from mtjax.layout.mesh import check_no_context_parallel, parse_mesh
 from mtjax.runtime.compile_cache import CompileCache
 from mtjax.runtime.processes.coordination import this_process
 from mtjax.runtime.processes.peers import Peers
@@ -23,7 +24,6 @@ from mtjax.serve.replicas import Replica, ReplicaEngine, replica_engines, replic
 from mtjax.serve.server import Server, address_of, listen
 from mtjax.serve.service import Keys, Limits, Service
 from mtjax.serve.tokens import Tokens
-from mtjax.theory.mesh import check_no_context_parallel, parse_mesh
 
 
 def run(options: Options) -> None:

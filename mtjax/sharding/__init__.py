@@ -1,1 +1,1 @@
-"""Meshes, shardings, collectives and distributed gradients: the only package above `theory` that names mesh axes."""
+"""Meshes, shardings, collectives and distributed gradients: the only package above `layout` that names mesh axes."""

@@ -13,10 +13,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.sharding import PartitionSpec, reshard
+from jaxtyping import Int
 
-from mtjax.theory.rules import MANUAL, Axes, Rules
+from mtjax.layout.rules import MANUAL, Axes, Rules
 
 REPLICATED = PartitionSpec()
 """Replicated on every device."""
@@ -182,3 +183,22 @@ def varying_axes(x: jax.Array) -> tuple[str, ...]:
 
 def _varying(x: jax.Array) -> frozenset[str]:
     return frozenset(jax.typeof(x).mat.varying)
+
+
+def context_axes() -> Axes:
+    """Returns the manual mesh axes of context parallelism; () where a rank has all tokens of its samples."""
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    return tuple(axis for axis in current_rules().seq if axis in manual)
+
+
+def local_positions(length: int) -> Int[Array, " seq"] | None:
+    """Returns the positions of this rank's `length` tokens in their sample; None where a rank has entire samples.
+
+    Call it outside of scans over layers: `lax.scan` would hoist the rank's index out of them, and of the manual region.
+    """
+    axes = context_axes()
+    if not axes:
+        return None
+    from mtjax.sharding.context.zigzag import rank_positions
+
+    return rank_positions(lax.axis_index(axes), lax.axis_size(axes), length * lax.axis_size(axes))

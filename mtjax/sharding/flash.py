@@ -13,10 +13,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jaxtyping import Float
 
+from mtjax.layout.attention_kernel import EITHER
 from mtjax.sharding.axes import explicit_axes, spec, varying_like
 from mtjax.sharding.no_hoist import no_hoist
 from mtjax.sharding.sinks import gradient_of_sinks, with_sinks
-from mtjax.theory.contract import EITHER
 
 Attend = Callable[[Array, Array, Array], Array]
 """(query, key, value) -> output, each [batch, seq, heads, head_dim]: differentiable, on one device.

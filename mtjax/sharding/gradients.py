@@ -10,7 +10,7 @@ from mtjax.sharding.manual_region import ManualRegion, mark_varying
 from mtjax.sharding.microbatch_schedule import MicrobatchSchedule, PipelineModel, Sums
 from mtjax.sharding.param_specs import partition_specs
 from mtjax.sharding.reduction import Reduction
-from mtjax.sharding.trainable import WithFrozen, select_trainable
+from mtjax.sharding.trainable import bind_frozen, select_trainable
 
 Tree = Any
 
@@ -44,7 +44,7 @@ def distributed_gradients(
         # What varies over an axis has a gradient that is local to each rank along it.
         batch = region.mark_stage_varying(batch)
         parameters = mark_varying(parameters, batch)
-        bound = WithFrozen.of(model, records, parameters, schedule)
+        bound = bind_frozen(model, records, parameters, schedule)
         losses, gradients = schedule.gradients(bound, select_trainable(records, parameters), batch, reduction)
         # Losses are sums with global weights: their all-reduce over all ranks is the global mean.
         with jax.named_scope("gradients"):

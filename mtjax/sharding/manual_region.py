@@ -13,10 +13,10 @@ import jax
 from jax import lax
 from jax.sharding import PartitionSpec, auto_axes, explicit_axes, reshard
 
+from mtjax.layout.mesh import MeshShape
+from mtjax.layout.rules import MANUAL, STAGE, Axes, Rules
 from mtjax.sharding.axes import only_axes, varying_like, with_axes
 from mtjax.sharding.param_specs import partition_specs
-from mtjax.theory.mesh import MeshShape
-from mtjax.theory.rules import MANUAL, STAGE, Axes, Rules
 
 Tree = Any
 

@@ -13,8 +13,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from mtjax.errors import UserError
-from mtjax.theory.mesh import MeshShape
-from mtjax.theory.rules import DATA
+from mtjax.layout.mesh import MeshShape
+from mtjax.layout.rules import DATA
 
 MAX_CPU_DEVICES = 256
 """Virtual devices of one process. XLA: on CPUs, their collectives block, on at most 256 threads (kMaxIntraOpThreads):

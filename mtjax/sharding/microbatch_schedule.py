@@ -25,6 +25,10 @@ class PipelineModel(Protocol):
     between two layers: a tree of activations [batch, seq, embed], of the same types behind every layer.
     """
 
+    def with_frozen(self, frozen: Tree) -> "PipelineModel":
+        """Returns the model as a function of its other parameters; `frozen` has a part of their tree."""
+        ...
+
     def loss_sums(self, parameters: Tree, microbatch: Tree) -> Sums:
         """Computes the losses of the entire model, on ranks that have all layers."""
         ...

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec, reshard
 
+from mtjax.layout.layouts import NOT_SHARDED
+from mtjax.layout.rules import Axes
 from mtjax.sharding.axes import explicit_axes, explicit_only, fully_manual, psum_varying, spec, varying_like
-from mtjax.theory.layout import NOT_SHARDED
-from mtjax.theory.rules import Axes
 
 Tree = Any
 T = TypeVar("T")
@@ -58,8 +58,8 @@ class ReduceGradOnUse:
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["shard"],
-    meta_fields=["names", "reduction", "gather_dtype", "dtype", "keep_for_backward"],
+    data_fields=["shard", "cast"],
+    meta_fields=["names", "reduction", "gather_dtype", "dtype", "keep_for_backward", "parts"],
 )
 @dataclass(frozen=True)
 class GatherOnUse:
@@ -77,6 +77,10 @@ class GatherOnUse:
     second copy is saved."""
     keep_for_backward: bool = False
     """Whether it is gathered once for both passes."""
+    cast: tuple[Any, ...] = ()
+    """The shard in `gather_dtype`, where it is cast once per step instead of by each gather; one array per part."""
+    parts: int | None = None
+    """Dimension whose elements are gathered, and their gradients reduced, one by one: a product of each reads one."""
 
     def with_gathered(self, full: Array) -> ReduceGradOnUse:
         """Returns the same parameter once it has been gathered, as `full`, for both passes."""
@@ -120,13 +124,13 @@ def _resolve(leaf: Any) -> Any:
             return _resolve(parameter)
         case ReduceGradOnUse(array, shard, param_spec, reduction):
             return _reduce_grad(param_spec, reduction, array, shard)
-        case GatherOnUse(shard, names, reduction, gather_dtype, dtype, _) if explicit_axes().issuperset(
+        case GatherOnUse(shard, names, reduction, gather_dtype, dtype) if explicit_axes().issuperset(
             reduction.shard_axes
         ):
             # Outside the manual region, where nothing is differentiated: the partitioner inserts the all-gather.
             return reshard(shard.astype(gather_dtype), spec(*names)).astype(dtype)
-        case GatherOnUse(shard, names, reduction, gather_dtype, dtype, _):
-            return _gather(spec(*names), reduction, gather_dtype, dtype, shard)
+        case GatherOnUse(shard, names, reduction, gather_dtype, dtype):
+            return _gather(_Gathering(spec(*names), reduction, gather_dtype, dtype, leaf.parts), shard, leaf.cast)
     return leaf
 
 
@@ -159,37 +163,47 @@ def _reduce_grad_backward(
 _reduce_grad.defvjp(_reduce_grad_forward, _reduce_grad_backward)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _gather(param_spec: PartitionSpec, reduction: GradReduction, gather_dtype: str, dtype: str, shard: Array) -> Array:
+@dataclass(frozen=True)
+class _Gathering:
+    """Static arguments of `_gather`: fields of a `GatherOnUse`, and the sharding of the gathered parameter."""
+
+    spec: PartitionSpec
+    reduction: GradReduction
+    gather_dtype: str
+    dtype: str
+    parts: int | None
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gather(how: _Gathering, shard: Array, cast: tuple[Array, ...]) -> Array:
     """All-gathers a shard along `reduction.dim`; backward, reduce-scatters the gradient along the same dimension.
 
     Args:
-      param_spec: sharding of the gathered parameter.
-      reduction: of its gradient.
-      gather_dtype: type that is sent.
-      dtype: of the result.
+      how: static arguments.
       shard: float32, 1 / `reduction.num_shards` of the parameter.
+      cast: the same in `gather_dtype`, if it exists already, in parts.
     """
+    axes, dim = how.reduction.shard_axes, how.reduction.dim
 
     def local(a: Array) -> Array:
-        return lax.all_gather(a.astype(gather_dtype), reduction.shard_axes, axis=reduction.dim, tiled=True).astype(
-            dtype
-        )
+        return lax.all_gather(a.astype(how.gather_dtype), axes, axis=dim, tiled=True).astype(how.dtype)
 
     with jax.named_scope("parameters"):
-        return fully_manual(local, param_spec)(shard)
+        full = [fully_manual(local, how.spec)(a) for a in cast or (shard,)]
+        # XLA: a product that reads one part of the concatenation reads that part's own array.
+        return full[0] if how.parts is None else jnp.concatenate(full, axis=how.parts)
 
 
-def _gather_forward(
-    param_spec: PartitionSpec, reduction: GradReduction, gather_dtype: str, dtype: str, shard: Array
-) -> tuple[Array, None]:
-    return _gather(param_spec, reduction, gather_dtype, dtype, shard), None
+def _gather_forward(how: _Gathering, shard: Array, cast: tuple[Array, ...]) -> tuple[Array, int]:
+    return _gather(how, shard, cast), len(cast)
 
 
-def _gather_backward(
-    param_spec: PartitionSpec, reduction: GradReduction, gather_dtype: str, dtype: str, _: None, gradient: Array
-) -> tuple[Array]:
-    return (reduce_gradient(gradient, param_spec, reduction),)
+def _gather_backward(how: _Gathering, casts: int, gradient: Array) -> tuple[Array, tuple[None, ...]]:
+    none = (None,) * casts
+    if how.parts is None:
+        return reduce_gradient(gradient, how.spec, how.reduction), none
+    parts = jnp.split(gradient, gradient.shape[how.parts], axis=how.parts)
+    return jnp.concatenate([reduce_gradient(part, how.spec, how.reduction) for part in parts], axis=how.parts), none
 
 
 _gather.defvjp(_gather_forward, _gather_backward)

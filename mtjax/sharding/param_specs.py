@@ -7,10 +7,7 @@ from typing import Any, Literal
 import jax
 from jax.sharding import PartitionSpec
 
-from mtjax.sharding.axes import partition_spec, with_axes
-from mtjax.sharding.param_comm import GradReduction
-from mtjax.sharding.placement import is_names
-from mtjax.theory.layout import (
+from mtjax.layout.layouts import (
     LAYERS,
     NOT_SHARDED,
     ZERO_AXES,
@@ -19,8 +16,11 @@ from mtjax.theory.layout import (
     is_matrix,
     sharded_dimension,
 )
-from mtjax.theory.mesh import MeshShape
-from mtjax.theory.rules import Axes
+from mtjax.layout.mesh import MeshShape
+from mtjax.layout.rules import Axes
+from mtjax.sharding.axes import partition_spec, with_axes
+from mtjax.sharding.param_comm import GradReduction
+from mtjax.sharding.placement import is_names
 
 Tree = Any
 
@@ -138,7 +138,7 @@ def _record(
     # ZeRO shards along one dimension that is divisible by its axes; where there is none, the parameter stays
     # replicated.
     zero_axes = tuple(axis for axis in ZERO_AXES if axis in replicas)
-    dim = sharded_dimension(axes, shape, layout, mesh.degree(zero_axes))
+    dim = sharded_dimension(axes, shape, layout, mesh, mesh.degree(zero_axes))
     zero_axes = () if dim == NOT_SHARDED else zero_axes
     compute_spec = partition_spec(rules, axes)
     # A frozen parameter has no gradient and no moments to shard: ZeRO-1 and 2 leave it replicated.

@@ -11,9 +11,8 @@ from flax import nnx
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, reshard
 
+from mtjax.layout.rules import Rules
 from mtjax.sharding.axes import REPLICATED, dimension_axes, partition_spec
-from mtjax.sharding.context.zigzag import token_order
-from mtjax.theory.rules import Rules
 
 Tree = Any
 
@@ -97,6 +96,8 @@ def global_batch(
     def assemble(array: np.ndarray) -> jax.Array:
         """Assembles [global_batch_size, ...] from this process' rows."""
         if degree > 1 and array.ndim > 1:
+            from mtjax.sharding.context.zigzag import token_order
+
             # A contiguous shard of the permuted columns is a rank's early and late chunk.
             array = array[:, token_order(degree, array.shape[1])]
 

@@ -7,6 +7,7 @@ from typing import Any, cast
 import jax
 from jax import Array
 
+from mtjax.layout.layouts import NOT_SHARDED
 from mtjax.sharding.axes import spec
 from mtjax.sharding.param_comm import (
     GatherOnUse,
@@ -19,7 +20,6 @@ from mtjax.sharding.param_comm import (
     set_layer,
 )
 from mtjax.sharding.stacked_collectives import gather_layer
-from mtjax.theory.layout import NOT_SHARDED
 
 Tree = Any
 Run = Callable[..., tuple[Array, Tree]]

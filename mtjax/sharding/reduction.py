@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from mtjax.layout.layouts import NOT_SHARDED
 from mtjax.sharding.axes import explicit_only, spec, varying_axes
 from mtjax.sharding.param_comm import GatherOnUse, GradReduction, ReduceGradOnUse, reduce_gradient
 from mtjax.sharding.param_specs import ParamSpec, sharded_stacks
 from mtjax.sharding.stacked_collectives import scatter_layers
 from mtjax.sharding.zero import gather_and_keep, gather_on_use, wrap_for_step
-from mtjax.theory.layout import NOT_SHARDED
 
 Tree = Any
 

@@ -4,13 +4,11 @@ A tree of parameters is a dict of dicts; the trainable ones are the same tree wi
 differentiated, and have gradients, reductions and moments.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax import Array
 
-from mtjax.sharding.microbatch_schedule import MicrobatchSchedule, PipelineModel, Sums
+from mtjax.sharding.microbatch_schedule import MicrobatchSchedule, PipelineModel
 from mtjax.sharding.param_comm import NoGrad
 from mtjax.sharding.param_specs import ParamSpec
 from mtjax.sharding.zero import materialize_outside_stacks, wrap_for_inference
@@ -46,60 +44,20 @@ def merge_trees(trainable: Tree, frozen: Tree) -> Tree:
     return {**trainable, **frozen, **both}
 
 
-@dataclass(frozen=True)
-class WithFrozen:
-    """A `PipelineModel` as a function of its trainable parameters alone; it holds the frozen ones."""
+def bind_frozen(model: PipelineModel, records: Tree, parameters: Tree, schedule: MicrobatchSchedule) -> PipelineModel:
+    """Makes a model a function of its trainable parameters alone; returns the model itself where all are.
 
-    model: PipelineModel
-    frozen: Tree
-
-    @classmethod
-    def of(cls, model: PipelineModel, records: Tree, parameters: Tree, schedule: MicrobatchSchedule) -> PipelineModel:
-        """Binds the frozen parameters of a model, ready for use; returns the model itself where it has none.
-
-        Args:
-          model: a function of all parameters.
-          records: of all parameters.
-          parameters: all of them, this rank's shards.
-          schedule: decides whether layers read stacked or unstacked parameters.
-        """
-        frozen = select_frozen(records, records)
-        if not frozen:
-            return model
-        # Frozen parameters are not reduced or accumulated, so they are wrapped as for inference. Those of stacks are
-        # marked: loops over layers then have no gradients and accumulators of them.
-        used = materialize_outside_stacks(frozen, wrap_for_inference(frozen, select_frozen(records, parameters)))
-        mark = lambda record, leaf: NoGrad(leaf) if record.is_stacked else leaf  # noqa: E731
-        return cls(model, schedule.unstack_parameters(frozen, jax.tree.map(mark, frozen, used)))
-
-    @property
-    def sections(self) -> Any:
-        """See `PipelineModel.sections`."""
-        return self.model.sections
-
-    def loss_sums(self, parameters: Tree, microbatch: Tree) -> Sums:
-        """See `PipelineModel.loss_sums`."""
-        return self.model.loss_sums(merge_trees(parameters, self.frozen), microbatch)
-
-    def final_boundary(self, parameters: Tree, microbatch: Tree) -> Tree:
-        """See `PipelineModel.final_boundary`."""
-        return self.model.final_boundary(merge_trees(parameters, self.frozen), microbatch)
-
-    def boundary(self, parameters: Tree, microbatch: Tree) -> Tree:
-        """See `PipelineModel.boundary`."""
-        return self.model.boundary(merge_trees(parameters, self.frozen), microbatch)
-
-    def embed(self, section: int, parameters: Tree, boundary: Tree, microbatch: Tree) -> Tree:
-        """See `PipelineModel.embed`."""
-        return self.model.embed(section, merge_trees(parameters, self.frozen), boundary, microbatch)
-
-    def forward_layers(
-        self, section: int, parameters: Tree, boundary: Tree, microbatch: Tree, stage: Array, chunk: Array
-    ) -> tuple[Tree, Sums]:
-        """See `PipelineModel.forward_layers`."""
-        merged = merge_trees(parameters, self.frozen)
-        return self.model.forward_layers(section, merged, boundary, microbatch, stage, chunk)
-
-    def head_losses(self, parameters: Tree, boundary: Tree, microbatch: Tree) -> Sums:
-        """See `PipelineModel.head_losses`."""
-        return self.model.head_losses(merge_trees(parameters, self.frozen), boundary, microbatch)
+    Args:
+      model: a function of all parameters.
+      records: of all parameters.
+      parameters: all of them, this rank's shards.
+      schedule: decides whether layers read stacked or unstacked parameters.
+    """
+    frozen = select_frozen(records, records)
+    if not frozen:
+        return model
+    # Frozen parameters are not reduced or accumulated, so they are wrapped as for inference. Those of stacks are
+    # marked: loops over layers then have no gradients and accumulators of them.
+    used = materialize_outside_stacks(frozen, wrap_for_inference(frozen, select_frozen(records, parameters)))
+    mark = lambda record, leaf: NoGrad(leaf) if record.is_stacked else leaf  # noqa: E731
+    return model.with_frozen(schedule.unstack_parameters(frozen, jax.tree.map(mark, frozen, used)))

@@ -5,19 +5,58 @@ Unrolled layers save no copies. Between steps parameters stay stacked: they are 
 first microbatch, matrices in the compute type, so that they are cast once per step.
 """
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
+from mtjax.config.adapters import PARTS
+from mtjax.sharding.axes import num_shards, sequence_is_sharded
 from mtjax.sharding.param_comm import GatherOnUse, NoGrad, ReduceGradOnUse, materialize
 from mtjax.sharding.param_specs import ParamSpec
 
 Tree = Any
 T = TypeVar("T")
+
+_is_unrolled: ContextVar[bool] = ContextVar("layers are unrolled", default=False)
+
+
+@contextmanager
+def unrolled_layers() -> Iterator[None]:
+    """Marks that layers without a loop are traced: see `is_unrolled`."""
+    token = _is_unrolled.set(True)
+    try:
+        yield
+    finally:
+        _is_unrolled.reset(token)
+
+
+def is_unrolled() -> bool:
+    """Returns whether the traced layer is in no loop over layers.
+
+    XLA: what a loop's body slices and concatenates is written out at the loop's boundaries; here it can be read where
+    it is.
+    """
+    return _is_unrolled.get()
+
+
+def computes_apart(outputs: Sequence[str | None]) -> bool:
+    """Returns whether an unrolled layer computes query, key and value, or gate and up, in a product each.
+
+    One product's result would be taken apart, and its gradients concatenated. With tensor parallelism it stays one, so
+    that the gradient of its input is reduced once.
+
+    Args:
+      outputs: logical names of the fused product's output dimensions.
+    """
+    is_fused = len(outputs) > 1 and outputs[0] in PARTS and outputs[1] is not None
+    return is_fused and num_shards(outputs[1]) == 1 and not sequence_is_sharded()  # pyright: ignore[reportArgumentType]
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["layers"], meta_fields=[])
@@ -41,9 +80,11 @@ def unstack(record: ParamSpec, stack: Any, dtype: str) -> LayerList:
     def take(stack: Any, i: int) -> Array:
         """Takes layer i out of an array or a `GatherOnUse`, gathered or cast."""
         layer = jax.tree.map(lambda array: jax.lax.index_in_dim(array, i, keepdims=False), stack)
-        if isinstance(layer, GatherOnUse):
-            # ZeRO-1 and 2: gathered here, once per step. ZeRO-3's parameters are never unstacked.
+        if isinstance(layer, GatherOnUse) and record.is_gathered_per_step:
+            # ZeRO-1 and 2: gathered here, once per step. ZeRO-3's are gathered by each pass of a layer.
             return materialize(layer)  # pyright: ignore[reportReturnType]
+        if isinstance(layer, GatherOnUse):
+            return _for_unrolled(layer)
         return layer.astype(dtype) if record.is_matrix else layer
 
     def layer(i: int) -> Any:
@@ -62,6 +103,21 @@ def unstack(record: ParamSpec, stack: Any, dtype: str) -> LayerList:
 
     with jax.named_scope("parameters"):
         return LayerList(tuple(layer(i) for i in range(record.shape[0])))
+
+
+def _for_unrolled(layer: GatherOnUse) -> GatherOnUse:
+    """Returns a layer's parameter of ZeRO-3 as unrolled layers gather it: cast once per step, and part by part."""
+    if layer.gather_dtype == layer.dtype == "float32":
+        return layer
+    parts = next((i for i, name in enumerate(layer.names) if name in PARTS), None)
+    parts = parts if parts is not None and computes_apart(layer.names[parts:]) else None
+    # Its gradient is computed in the type in which it is sent; XLA casts nothing where products read it.
+    dtype = "float32" if layer.reduction.comm_dtype == "float32" else layer.dtype
+    # The master copy stays out of the layer, or all of its slices would be alive from the forward to the backward pass.
+    shard = lax.stop_gradient(layer.shard)
+    pieces = [shard] if parts is None else jnp.split(shard, shard.shape[parts], axis=parts)
+    cast = tuple(piece.astype(layer.gather_dtype) for piece in pieces)
+    return replace(layer, cast=cast, dtype=dtype, parts=parts)
 
 
 def restack(tree: Tree) -> Tree:

@@ -18,8 +18,8 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Bool, Float, Int
 
+from mtjax.layout.rules import Axes
 from mtjax.sharding.axes import dimension_axes, explicit_axes, psum_varying, spec, varying_like
-from mtjax.theory.rules import Axes
 
 NEVER = -1e30
 """Logit of a padding row: its exponential is 0, and it stays finite in products."""
@@ -127,6 +127,8 @@ class LossOptions(OutputOptions):
     """Fraction of the target that is spread evenly over the vocabulary."""
     z_loss: float = 0.0
     """Weight of log(Z)^2."""
+    at_once: bool = field(default=False, kw_only=True)
+    """Whether a decoder's gradients are computed with its loss (`mtjax.sharding.vocab_weighted`)."""
     temperature: float = 1.0
     """Divisor of the logits in distillation (`mtjax.sharding.distillation`)."""
 
@@ -191,10 +193,6 @@ def _cross_entropy_backward(
 ) -> tuple[Array, Array, Array | None, None]:
     """Recomputes logits chunk by chunk, and from them the gradients of hidden states, table and bias.
 
-    With e = label_smoothing, p = softmax(logits), g the gradient of a token's loss:
-    `d loss / d logits = g (p (1 + 2 z_loss log Z) - (1 - e) onehot(label) - e / vocab_size)`, from which
-    `OutputOptions.gradient` follows.
-
     Args:
       specs: shardings.
       options: of the loss.
@@ -218,13 +216,7 @@ def _cross_entropy_backward(
             table_gradient_VH, bias_gradient_V = sums
             hidden_CH, labels_C, log_z_C, gradient_C = chunk
             logits_CV, column_V = local_logits(specs, hidden_CH, cast_VH, bias_V, options)
-            # `slope` is d loss / d logits, [C, V]: the formula above, term by term.
-            z_term = 1 + 2 * options.z_loss * log_z_C
-            slope = jnp.exp(logits_CV - log_z_C[:, None]) * z_term[:, None]
-            slope -= (column_V == labels_C[:, None]) * (1 - options.label_smoothing)
-            slope -= options.label_smoothing / options.vocab_size
-            slope = options.gradient(slope * gradient_C[:, None], logits_CV)
-            slope = jnp.where(column_V < options.vocab_size, slope, 0)
+            slope = logit_gradient(options, logits_CV, column_V, labels_C, log_z_C, gradient_C)
             bias_gradient_V = None if bias_gradient_V is None else bias_gradient_V + slope.sum(0)
             slope = slope.astype(hidden_CH.dtype)
             table_gradient_VH += lax.dot_general(
@@ -249,6 +241,23 @@ def _cross_entropy_backward(
 
 
 _cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
+
+
+def logit_gradient(
+    options: LossOptions, logits_CV: Array, column_V: Array, labels_C: Array, log_z_C: Array, gradient_C: Array
+) -> Array:
+    """Computes the gradient of the products with the table, float32 [C, V].
+
+    With e = label_smoothing, p = softmax(logits), g the gradient of a token's loss:
+    `d loss / d logits = g (p (1 + 2 z_loss log Z) - (1 - e) onehot(label) - e / vocab_size)`, from which
+    `OutputOptions.gradient` follows.
+    """
+    z_term = 1 + 2 * options.z_loss * log_z_C
+    slope = jnp.exp(logits_CV - log_z_C[:, None]) * z_term[:, None]
+    slope -= (column_V == labels_C[:, None]) * (1 - options.label_smoothing)
+    slope -= options.label_smoothing / options.vocab_size
+    slope = options.gradient(slope * gradient_C[:, None], logits_CV)
+    return jnp.where(column_V < options.vocab_size, slope, 0)
 
 
 def _summaries(

@@ -13,19 +13,19 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Float, Int
 
 from mtjax.sharding.axes import psum_varying, varying_like
-from mtjax.sharding.int8 import Int8Matrix
+from mtjax.sharding.stored_weight import StoredWeight
 from mtjax.sharding.vocab import VocabSpecs, local_rows, map_ranks
 
 
 def vocab_parallel_embedding(
-    table: Float[Array, "vocab embed"] | Int8Matrix, tokens: Int[Array, "batch seq"], dtype: jax.typing.DTypeLike
+    table: Float[Array, "vocab embed"] | StoredWeight, tokens: Int[Array, "batch seq"], dtype: jax.typing.DTypeLike
 ) -> Float[Array, "batch act_seq embed"]:
     """Looks up rows of a table whose rows are sharded.
 
     Communication: one all-reduce over `model`, or with sequence parallelism one reduce-scatter.
 
     Args:
-      table: [vocab, embed], float32; or 8 bits with a scale per row, which has no gradient.
+      table: [vocab, embed], float32; or stored in another form, which has no gradient.
       tokens: ids in [0, vocab); other ids give zeros.
       dtype: type of the result and of the communication.
 
@@ -33,22 +33,10 @@ def vocab_parallel_embedding(
       [batch, act_seq, embed], sharded like hidden states.
     """
     specs, dtype = VocabSpecs.in_force(), jnp.dtype(dtype)
-    if isinstance(table, Int8Matrix):
-        return _int8_embedding(specs, dtype, table, tokens)
+    if isinstance(table, StoredWeight):
+        with jax.named_scope("embedding"):
+            return table.rows(specs, tokens, dtype)
     return _embedding(specs, dtype, table, tokens)
-
-
-def _int8_embedding(specs: VocabSpecs, dtype: jnp.dtype, table: Int8Matrix, tokens: Array) -> Array:
-    """Looks up rows of an 8-bit table: [batch, seq] -> [batch, act_seq, embed]."""
-
-    def local(table_VH: Int8Matrix, tokens_BS: Array) -> Array:
-        row, owned = local_rows(specs, tokens_BS, len(table_VH.values))
-        vectors = table_VH.values[row] * table_VH.scales[row][..., None]
-        return specs.sum_into_residual(jnp.where(owned[..., None], vectors, 0).astype(dtype))
-
-    with jax.named_scope("embedding"):
-        arguments = (Int8Matrix(specs.table, specs.bias), specs.tokens)  # pyright: ignore[reportArgumentType]
-        return map_ranks(local, arguments, specs.hidden)(table, tokens)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -14,9 +14,9 @@ from mtjax.config.horizon import Horizon
 from mtjax.config.run import section_by_setting
 from mtjax.data import DataPosition, SampleOrder, TrainingText
 from mtjax.errors import UserError, shortened
+from mtjax.layout.dropout import DROPOUT_BITS
+from mtjax.layout.mesh import parse_mesh
 from mtjax.runtime.checkpoints.past import Past
-from mtjax.theory.dropout import DROPOUT_BITS
-from mtjax.theory.mesh import parse_mesh
 from mtjax.train.schedule import make_schedule
 
 ORDER, DATA = "order", "data"

@@ -15,12 +15,11 @@ from jax.sharding import Mesh
 from mtjax.config import Config
 from mtjax.config.sizes import num_outputs, padded_vocab_size
 from mtjax.errors import UserError
-from mtjax.models.pipeline_model import DistilledTrunkPipeline
+from mtjax.layout.layouts import Layout
+from mtjax.models.families.distilled import HARD, SOFT, TEACHER, TEACHER_TABLE, DistilledTrunkPipeline
 from mtjax.models.sharded_model import Batch
-from mtjax.models.trunk import HARD, SOFT, TEACHER, TEACHER_TABLE
 from mtjax.sharding import placement
 from mtjax.sharding.param_specs import param_specs, partition_specs
-from mtjax.theory.layout import Layout
 from mtjax.train.step import LossInputs, TrainStep
 
 Tree = Any
@@ -86,9 +85,5 @@ class Distilled(TrainStep):
             return LossInputs(self.pipeline_model(options), self.region, parameters, batch)
         tables = {name: batch[name] for name in self._tables}
         batch = {name: array for name, array in batch.items() if name not in tables}
-        model = DistilledTrunkPipeline(lambda tree: self.model(_students(tree)), options, self.sections)
+        model = DistilledTrunkPipeline(self.model, options, self.sections)
         return LossInputs(model, self._region, {**parameters, TEACHER: tables}, batch)
-
-
-def _students(parameters: Tree) -> Tree:
-    return {name: below for name, below in parameters.items() if name != TEACHER}

@@ -13,7 +13,7 @@ from mtjax import config as configs
 from mtjax.config import Config
 from mtjax.config.sizes import dense_layers
 from mtjax.errors import UserError
-from mtjax.models.mixers.experts import COUNTS, LOAD, LOST
+from mtjax.models.routers import COUNTS, LOAD, LOST
 from mtjax.runtime.checkpoints.checkpoint import Checkpoints, Restored
 from mtjax.runtime.checkpoints.local import LocalCheckpoints, open_local
 from mtjax.runtime.checkpoints.saves import Saves

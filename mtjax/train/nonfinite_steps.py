@@ -15,10 +15,10 @@ import numpy as np
 from jax import Array
 
 from mtjax.config import Training
+from mtjax.layout.layouts import LAYERS
+from mtjax.layout.stacks import DENSE, STACK
 from mtjax.sharding.axes import shard_like_rows
 from mtjax.sharding.placement import min_over_shards
-from mtjax.theory.families.decoder import DENSE, STACK
-from mtjax.theory.layout import LAYERS
 
 Tree = Any
 

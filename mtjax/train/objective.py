@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from mtjax import config as configs
 from mtjax import data
 from mtjax.config import Config
+from mtjax.config.families import is_decoder
 from mtjax.config.horizon import Horizon, horizon_of
 from mtjax.data import DataPosition, Dataset, Tokenizer
 from mtjax.data.progress import say
@@ -213,7 +214,7 @@ ContinueText = Callable[[ShardedModel, Tree, Tokenizer, str], str]
 
 def continues_text(config: Config) -> bool:
     """Returns whether a model predicts the next token."""
-    return config.model.family in ("gpt", "llama") and config.model.head == "language"
+    return is_decoder(config.model) and config.model.head == "language"
 
 
 @dataclass(frozen=True)

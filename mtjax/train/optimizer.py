@@ -11,9 +11,9 @@ import numpy as np
 import optax
 
 from mtjax.config import Config, Model
+from mtjax.layout.layouts import is_decayed
+from mtjax.layout.stages import PLAIN, Orders, layer_numbers, order_of
 from mtjax.sharding.param_specs import ParamSpec
-from mtjax.theory.layout import is_decayed
-from mtjax.theory.stages import PLAIN, Orders, layer_numbers, order_of
 from mtjax.train.schedule import make_schedule, make_weight_decay
 
 
@@ -68,12 +68,12 @@ BELOW = ("embedding", "positions", "token_types")
 def _growing(adamw: Callable[..., optax.GradientTransformation], decay: optax.Schedule) -> optax.GradientTransformation:
     """Builds AdamW with a weight decay that depends on the step.
 
-    optax supports a schedule too, but adds a counter to the state. This reads Adam's counter instead, so that a
-    checkpoint has the same structure with and without a growing weight decay.
+    optax supports a schedule too, but adds a counter to the state. This reads the learning rate's counter instead, so
+    that a checkpoint has the same structure with and without a growing weight decay.
     """
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        return adamw(weight_decay=decay(state[0].count)).update(updates, state, params)
+        return adamw(weight_decay=decay(state[-1].count)).update(updates, state, params)
 
     return optax.GradientTransformation(adamw(weight_decay=0.0).init, update)
 

@@ -13,11 +13,15 @@ from jax.sharding import Mesh
 
 from mtjax import config as configs
 from mtjax import data
+from mtjax.analysis.counts import parameters
+from mtjax.analysis.families.registry import anatomy_of
 from mtjax.config import Config, Output
 from mtjax.config.horizon import Horizon
 from mtjax.data import BatchSchedule
 from mtjax.data.cache import Cache, machine_memory
 from mtjax.errors import UserError
+from mtjax.layout.divisibility import check_config, check_ramp
+from mtjax.layout.mesh import AUTO, MeshShape, parse_mesh
 from mtjax.runtime.checkpoints.checkpoint import Checkpoints, Restored
 from mtjax.runtime.checkpoints.local import LocalCheckpoints
 from mtjax.runtime.checkpoints.past import Past, RunRecord, newest_past
@@ -28,10 +32,6 @@ from mtjax.runtime.processes.coordination import all_gather_text
 from mtjax.runtime.processes.peers import Peers
 from mtjax.sharding.mesh import attach_devices, use_cpu_devices
 from mtjax.storage import shown, url_of
-from mtjax.theory.counts import parameters
-from mtjax.theory.divisibility import check_config, check_ramp
-from mtjax.theory.families.registry import anatomy_of
-from mtjax.theory.mesh import AUTO, MeshShape, parse_mesh
 from mtjax.train.changes import find_changes, rate_of, scheduled, table
 from mtjax.train.folder.remote import RemoteFolder
 from mtjax.train.folder.run_folder import choose_folder

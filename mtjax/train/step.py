@@ -10,11 +10,13 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
-from jax.sharding import Mesh, reshard
+from jax.sharding import Mesh
 
 from mtjax.config import Config
+from mtjax.layout.divisibility import num_microbatches
+from mtjax.layout.layouts import Layout
+from mtjax.layout.stages import layer_numbers
 from mtjax.models.layer_context import with_text_lengths
-from mtjax.models.mixers.experts import LOAD, ROUTER_BIAS, report_weights
 from mtjax.models.pipeline_model import TrunkPipeline
 from mtjax.models.recompute import Recompute, check_offload
 from mtjax.models.sharded_model import Batch, ShardedModel
@@ -25,12 +27,9 @@ from mtjax.sharding.axes import use_rules
 from mtjax.sharding.gradients import distributed_gradients
 from mtjax.sharding.manual_region import ManualRegion
 from mtjax.sharding.microbatch_schedule import total_loss
-from mtjax.sharding.param_specs import ParamSpec, partition_specs
+from mtjax.sharding.param_specs import partition_specs
 from mtjax.sharding.reduction import Reduction
 from mtjax.sharding.trainable import merge_trees, select_frozen, select_trainable
-from mtjax.theory.divisibility import num_microbatches
-from mtjax.theory.layout import Layout
-from mtjax.theory.stages import PADDING, LayerOrder, Orders, layer_numbers, order_of
 from mtjax.train import precision
 from mtjax.train.nonfinite_steps import GOOD, Tensor, first_bad, tensors
 from mtjax.train.optimizer import make_optimizer
@@ -170,6 +169,9 @@ class TrainStep(ShardedModel):
             updates, optimizer = self.optimizer.update(gradients, state.optimizer, trainable)
             updated = optax.apply_updates(trainable, updates)
             if self.config.model.router_bias:
+                from mtjax.models.routers import LOAD
+                from mtjax.train.router_bias import update_router_bias
+
                 rate, orders = self.config.model.router_bias_update_rate, self.layer_orders
                 updated = update_router_bias(self.trainable_records, updated, parts[LOAD], rate, orders)
             norm = optax.tree.norm(gradients)  # shared with gradient clipping (common subexpression)
@@ -204,7 +206,16 @@ class TrainStep(ShardedModel):
           The loss, the sum of the family's and the routers' losses, each a mean over the global batch; each loss by
           name if there are several, with the load of each layer's experts; and the gradients.
         """
-        weights = self.loss_weights(batch) | report_weights(self.config.model, batch["sample_index"].shape[0])
+        settings, samples = self.config.model, batch["sample_index"].shape[0]
+        weights = self.loss_weights(batch)
+        if settings.num_experts:
+            from mtjax.models.routers import report_weights
+
+            weights |= report_weights(settings, samples)
+        if settings.mtp_num_layers:
+            from mtjax.models.prediction import prediction_reports
+
+            weights |= prediction_reports(settings, samples)
         if scale is not None:  # scaling the weights scales the loss and all cotangents
             weights = {name: w * scale for name, w in weights.items()}
         # One dropout key per sample, derived from its index in the run: the same masks on every mesh.
@@ -218,6 +229,10 @@ class TrainStep(ShardedModel):
             parts, gradients = distributed_gradients(model, parameters, inputs, region, schedule, reduction)
         loss = total_loss(parts)
         parts = parts if len(parts) > 1 else {}
+        if settings.mtp_num_layers:
+            from mtjax.models.prediction import with_predictions
+
+            parts = with_predictions(settings, parts)
         if scale is not None:
             loss, parts, gradients = jax.tree.map(lambda value: value / scale, (loss, parts, gradients))
         return loss, parts, gradients
@@ -226,41 +241,22 @@ class TrainStep(ShardedModel):
         """Returns weights for the values of each loss; the loss is the weighted sum."""
         # Divided by the global token count here, so that sums over microbatches and ranks give the global mean, not a
         # mean of per-microbatch means.
-        return {name: w / jnp.maximum(w.sum(), 1) for name, w in self.family.loss_weights(batch).items()}
+        weights = {name: w / jnp.maximum(w.sum(), 1) for name, w in self.family.loss_weights(batch).items()}
+        if not self.config.model.mtp_num_layers:
+            return weights
+        from mtjax.models.prediction import prediction_weights
+
+        return weights | prediction_weights(self.config.model, batch)
 
     def loss_inputs(self, parameters: Tree, batch: Batch) -> LossInputs:
         """Returns the function and inputs that `gradients` differentiates."""
         return LossInputs(self.pipeline_model(self.loss_options), self.region, parameters, batch)
 
 
-def update_router_bias(records: Tree, parameters: Tree, load: Array, rate: float, orders: Orders) -> Tree:
-    """Updates each router's biases by its experts' load, [layers, experts] tokens (arXiv 2408.15664).
-
-    Their gradients are 0, so the optimizer does not change them. `orders` gives the order in which layers are stacked.
-    """
-    # sign(mean load - load): +1 for experts below the mean load, -1 above.
-    below = jnp.sign(load.sum(-1, keepdims=True) - load.shape[-1] * load)
-
-    def one(record: ParamSpec, value: Array) -> Array:
-        if not record.name.endswith(ROUTER_BIAS):
-            return value
-        order = order_of(record.name, orders)
-        signs = below if order is None else to_stacked_order(below, order)
-        return value + reshard(rate * signs, record.storage_spec)
-
-    return jax.tree.map(one, records, parameters)
-
-
-def to_stacked_order(rows: Array, order: LayerOrder) -> Array:
-    """Reorders rows of layers into the order in which parameters are stacked; zeros where a stage has no layer."""
-    # An index past the end reads the fill value: the slot of a stage without a layer.
-    indices = jnp.asarray([len(rows) if number == PADDING else number for number in order.flat])
-    return rows.at[indices].get(mode="fill", fill_value=0)
-
-
 def optimizer_step_count(optimizer: Tree) -> Array:
     """Returns the number of optimizer updates, which drives the schedules; skipped steps do not count."""
-    return optax.tree.get_all_with_path(optimizer, "count")[0][1]
+    # The schedule's own count, which follows Adam's: they differ in a run that Megatron-LM began with smaller batches.
+    return optax.tree.get_all_with_path(optimizer, "count")[-1][1]
 
 
 def make_train_step(config: Config, mesh: Mesh) -> TrainStep:

@@ -11,8 +11,8 @@ import pytest
 from mtjax import cli, config
 from mtjax.convert.from_megatron.expand import shown
 from mtjax.convert.from_megatron.script import Script
-from mtjax.theory.divisibility import check_config
-from mtjax.theory.mesh import parse_mesh
+from mtjax.layout.divisibility import check_config
+from mtjax.layout.mesh import parse_mesh
 
 SCRIPTS = Path(__file__).parent / "megatron_scripts"
 GPT3 = ["ckpt", "logs", "gpt2/vocab.json", "gpt2/merges.txt", "corpus_text_document"]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mtjax import config as configs
-from mtjax.convert.__main__ import main
+from mtjax.commands.convert import main
 from mtjax.runtime.checkpoints.weights import find_weights
 from tests.convert import hf_folders
 from tests.convert.hf_folders import GPT2_CONFIG, gpt2_shapes, random_tensors, tensors_in, write_folder

@@ -7,8 +7,8 @@ import jax
 import numpy as np
 import pytest
 
+from mtjax.commands.convert import main
 from mtjax.config import replace
-from mtjax.convert.__main__ import main
 from mtjax.errors import UserError
 from mtjax.runtime.checkpoints.checkpoint import Checkpoints, fingerprint_of_slice, fingerprints
 from mtjax.runtime.checkpoints.weights import check_same_weights, find_weights, restore_weights

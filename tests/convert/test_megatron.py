@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 
-from mtjax.convert.__main__ import main
+from mtjax.commands.convert import main
 from mtjax.convert.megatron_files import MegatronCheckpoint, load
 from mtjax.runtime.checkpoints.weights import find_weights
 from tests.convert.hf_folders import GPT2_CONFIG, gpt2_shapes, random_tensors, tensors_in, write_folder

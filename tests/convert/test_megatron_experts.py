@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mtjax import config
-from mtjax.convert.__main__ import main
+from mtjax.commands.convert import main
 from mtjax.convert.megatron_experts import expert_misfits, expert_settings, unread_experts
 from mtjax.runtime.checkpoints.weights import find_weights
 from tests.convert.hf_folders import LLAMA_CONFIG, llama_shapes, random_tensors, write_folder

@@ -5,7 +5,7 @@ import shutil
 import numpy as np
 import pytest
 
-from mtjax.convert.__main__ import main
+from mtjax.commands.convert import main
 from mtjax.runtime.checkpoints.weights import find_weights
 from tests.convert.hf_folders import (
     GPT2_CONFIG,

@@ -6,8 +6,8 @@ import weakref
 import numpy as np
 import pytest
 
+from mtjax.commands.convert import main
 from mtjax.convert import hugging_face, safetensors_files
-from mtjax.convert.__main__ import main
 from tests.convert.hf_folders import GPT2_CONFIG, random_tensors, write_folder
 
 pytest.importorskip("safetensors", reason="needs the extra convert: pip install '.[convert]'")

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from mtjax.convert.__main__ import main
+from mtjax.commands.convert import main
 from mtjax.convert.saved_model import SavedModel
 from mtjax.data.tokens.tokenizer import open_tokenizer
 from tests.convert.hf_folders import LLAMA_CONFIG, llama_shapes, random_tensors, write_folder

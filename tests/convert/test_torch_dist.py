@@ -22,8 +22,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from mtjax.commands.convert import main
 from mtjax.config import Parallel
-from mtjax.convert.__main__ import main
 from mtjax.convert.saved_model import SavedModel, model_of, without_training
 from mtjax.convert.torch_dist import TorchDistCheckpoint
 from mtjax.convert.torch_dist_files import Archive, DistributedCheckpoint, overlapping
@@ -93,7 +93,7 @@ def test_it_is_converted_without_torch_and_back_to_the_bit(saved: Path, tmp_path
         ("--from", f"megatron:{saved}", "--to", f"mtjax:{tmp_path / 'ours'}"),
         ("--from", f"mtjax:{tmp_path / 'ours'}", "--to", f"megatron:{tmp_path / 'again'}", *DISTRIBUTED),
     )
-    code = f"{WITHOUT_TORCH}\nfrom mtjax.convert.__main__ import main\nsys.exit(max(map(main, {steps})))"
+    code = f"{WITHOUT_TORCH}\nfrom mtjax.commands.convert import main\nsys.exit(max(map(main, {steps})))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     old, new = TorchDistCheckpoint(saved / ITERATION), TorchDistCheckpoint(tmp_path / "again")
@@ -129,7 +129,7 @@ def test_tensors_of_an_optimizer_are_left_out(saved: Path, tmp_path: Path, capsy
     moment = "optimizer.state.exp_avg.decoder.final_layernorm.weight"
     rewritten(saved, tmp_path / "new", edit=lambda writer: writer.chunk(moment, (8,), (0,), np.zeros(4, np.float32)))
     assert convert(f"megatron:{tmp_path / 'new'}", f"mtjax:{tmp_path / 'ours'}") == 0
-    assert "float32; the optimizer state is not converted\n" in capsys.readouterr().out
+    assert "float32; --with-optimizer converts the optimizer's state, too\n" in capsys.readouterr().out
 
 
 def test_commands_that_take_weights_of_any_kind_take_it(saved: Path) -> None:
@@ -348,7 +348,7 @@ def test_a_tensor_that_would_run_code_is_refused(
 
 
 OTHERS = {
-    "torchtitan": ("tok_embeddings.weight", "is a checkpoint of torchtitan, which mtjax does not read"),
+    "torchtitan": ("tok_embeddings.weight", "is a checkpoint of torchtitan: use torchtitan:"),
     "fsdp_dtensor": ("model.module.decoder.final_layernorm.weight", "such as Megatron's fsdp_dtensor or torch_dcp"),
 }
 

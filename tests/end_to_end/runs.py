@@ -22,7 +22,7 @@ from typing import IO
 
 import jax
 
-from mtjax.train.__main__ import main
+from mtjax.commands.train import main
 
 TIMEOUT = 240
 TINY = """
@@ -32,6 +32,8 @@ hidden_size = 64
 num_heads = 8
 sequence_length = 32
 vocab_multiple = 128
+hidden_dropout = 0.0
+attention_dropout = 0.0
 
 [parallel]
 mesh = "2x4"
@@ -53,6 +55,20 @@ valid_every = 0
 checkpoint_every = 0
 """
 
+MASKS = ("--hidden-dropout", "0.1", "--attention-dropout", "0.1")
+"""Of runs that must draw the same on other meshes, or when resumed: they double what programs take to compile."""
+BARE = """
+import sys
+from mtjax.generate import training_sample
+from mtjax.train import loop
+from mtjax.commands.train import main
+from mtjax.train.observability import goodput
+loop.plot_losses = goodput.plot = lambda *_: None
+training_sample.continue_text = lambda *_: ""
+sys.exit(main(sys.argv[1:]))
+"""
+"""`python -m mtjax.train` without pictures and a text at its end, for which programs are compiled."""
+
 
 @dataclass(frozen=True)
 class Launcher:
@@ -66,14 +82,17 @@ class Launcher:
         (folder / "tiny.toml").write_text(TINY)
         return cls(folder)
 
-    def command(self, *options: str) -> list[str]:
+    def command(self, *options: str, bare: bool = False) -> list[str]:
         given = ["--config", "tiny.toml"] if "--config" not in options else []
-        return [sys.executable, "-m", "mtjax.train", *given, "--cache-dir", "cache", *options]
+        program = ["-c", BARE] if bare else ["-m", "mtjax.train"]
+        return [sys.executable, *program, *given, "--cache-dir", "cache", *options]
 
-    def start(self, *options: str, data: str = "text.txt", stdout: "int | IO[str]" = PIPE) -> "subprocess.Popen[str]":
+    def start(
+        self, *options: str, data: str = "text.txt", stdout: "int | IO[str]" = PIPE, bare: bool = False
+    ) -> "subprocess.Popen[str]":
         """A run in the background; its output is read by `finish`, unless it goes to a file."""
         return subprocess.Popen(
-            self.command("--data", data, *options),
+            self.command("--data", data, *options, bare=bare),
             cwd=self.folder,
             stdout=stdout,
             stderr=PIPE,
@@ -83,7 +102,7 @@ class Launcher:
 
     def train(self, out: str, *options: str, data: str = "text.txt", timeout: int = TIMEOUT) -> "Finished":
         """A run that must end well."""
-        finished = finish(self.start("--out", out, *options, data=data), self.folder / out, timeout)
+        finished = finish(self.start("--out", out, *options, data=data, bare=True), self.folder / out, timeout)
         assert finished.code == 0, f"exit code {finished.code}\n{finished.stdout}\n{finished.stderr}"
         return finished
 
@@ -102,16 +121,16 @@ class Launcher:
         return finished
 
     def start_together(
-        self, out: str, *options: str, processes: int = 2, stdout: "int | IO[str]" = PIPE
+        self, out: str, *options: str, processes: int = 2, stdout: "int | IO[str]" = PIPE, bare: bool = False
     ) -> "list[subprocess.Popen[str]]":
         """The processes of one run."""
         together = ["--coordinator", f"localhost:{free_port()}", "--num-processes", str(processes)]
         command = ["--out", out, *together, *options]
-        return [self.start(*command, "--process-id", str(i), stdout=stdout) for i in range(processes)]
+        return [self.start(*command, "--process-id", str(i), stdout=stdout, bare=bare) for i in range(processes)]
 
-    def train_together(self, out: str, *options: str, processes: int = 2) -> "list[Finished]":
+    def train_together(self, out: str, *options: str, processes: int = 2, bare: bool = True) -> "list[Finished]":
         """Several processes as one run that must end well; process 0 comes first."""
-        with ended(self.start_together(out, *options, processes=processes)) as started:
+        with ended(self.start_together(out, *options, processes=processes, bare=bare)) as started:
             all_of_them = [finish(process, self.folder / out) for process in started]
         for finished in all_of_them:
             assert finished.code == 0, f"exit code {finished.code}\n{finished.stdout}\n{finished.stderr}"

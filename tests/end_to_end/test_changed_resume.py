@@ -15,6 +15,7 @@ from mtjax.runtime.checkpoints.corruption import with_checksum
 from mtjax.runtime.checkpoints.past import newest_past
 from tests.end_to_end.runs import Finished, Launcher
 
+pytestmark = pytest.mark.usefixtures("bare_end")
 SMALL = ["--mesh", "1x1", "--num-layers", "1", "--log-every", "1"]
 TABLE = "changed since step "
 

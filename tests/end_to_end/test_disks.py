@@ -39,10 +39,10 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
     subprocess.run(["umount", "-l", place], capture_output=True)
 
 
-UNFORESEEN = """from mtjax.train import __main__
+UNFORESEEN = """from mtjax.commands import train
 from mtjax.runtime.checkpoints import saves
 saves.obstacle = lambda *_: None
-exit(__main__.main())"""
+exit(train.main())"""
 """As when a disk gets full while a checkpoint is written."""
 
 

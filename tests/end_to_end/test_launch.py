@@ -8,14 +8,14 @@ import sys
 
 import pytest
 
-from tests.end_to_end.runs import Finished, Launcher, ended, finish, relative_difference, wait_until
+from tests.end_to_end.runs import MASKS, Finished, Launcher, ended, finish, relative_difference, wait_until
 
 pytestmark = pytest.mark.long
 
 PROGRAM = """
 import itertools, sys
 from mtjax.launch import run
-from mtjax.launch.__main__ import main
+from mtjax.commands.launch import main
 left = int(sys.argv.pop(1))
 if left < 8:
     answers = itertools.chain([8], itertools.repeat(left))
@@ -32,7 +32,7 @@ def test_a_killed_run_is_started_again_on_the_devices_that_are_left(
 ) -> None:
     name = f"launched-{left}"
     out = launcher.folder / name
-    steps = ["--steps", "40", "--checkpoint-every", "10", "--peer-timeout", "10"]
+    steps = ["--steps", "40", "--checkpoint-every", "10", "--peer-timeout", "60", *MASKS]
     words = launcher.command("--data", "text.txt", "--out", name, *steps)[3:]
     command = [sys.executable, "-c", PROGRAM, str(left), "--processes", "2", "--restarts", "2", "--", *words]
     process = subprocess.Popen(command, cwd=launcher.folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -8,26 +8,27 @@ from subprocess import Popen
 
 import pytest
 
-from mtjax.convert.__main__ import main as convert
+from mtjax.commands.convert import main as convert
 from tests.convert.hf_folders import GPT2_CONFIG, gpt2_shapes, random_tensors, write_folder
-from tests.end_to_end.runs import Finished, Launcher, ended, finish, relative_difference, wait_for_step
+from tests.end_to_end.runs import MASKS, Finished, Launcher, ended, finish, relative_difference, wait_for_step
 
-STEPS = ["--steps", "40"]
+pytestmark = pytest.mark.usefixtures("bare_end")
+STEPS = ["--steps", "40", *MASKS]
 
 
 @pytest.mark.long
 def test_one_process_and_two_take_turns(launcher: Launcher, uninterrupted: Finished) -> None:
     """One process, two until SIGTERM, one on another mesh, then two again: the losses of one all the way."""
-    launcher.train_here("together", "--steps", "4")
+    launcher.train_here("together", "--steps", "4", *MASKS)
     with ended(launcher.start_together("together", "--resume", *STEPS)) as started:
         stopped, reached = stop(started, launcher.folder / "together", after_step=8)
     assert "resumed from step 4" in stopped[0].stdout
     assert stopped[0].checkpoints == {4, reached}
     assert relative_difference(stopped[0].losses, first_steps(uninterrupted, reached)) < 1e-6
 
-    alone = launcher.train_here("together", "--resume", "--mesh", "4x2", "--steps", str(reached + 4))
+    alone = launcher.train_here("together", "--resume", "--mesh", "4x2", "--steps", str(reached + 4), *MASKS)
     assert f"resumed from step {reached}" in alone.stdout
-    back = launcher.train_together("together", "--resume", *STEPS)
+    back = launcher.train_together("together", "--resume", *STEPS, bare=False)  # their text and pictures, too
     assert f"resumed from step {reached + 4}" in back[0].stdout
     assert relative_difference(back[0].losses, uninterrupted.losses) < 1e-5
 
@@ -64,7 +65,7 @@ def test_a_mesh_axis_may_cross_processes(mesh: str, launcher: Launcher) -> None:
 
 @pytest.mark.long
 def test_four_processes_with_two_devices_each(launcher: Launcher, uninterrupted: Finished) -> None:
-    four = launcher.train_together("four", "--steps", "5", processes=4)
+    four = launcher.train_together("four", "--steps", "5", *MASKS, processes=4)
     assert relative_difference(four[0].losses, first_steps(uninterrupted, 5)) < 1e-6
 
 

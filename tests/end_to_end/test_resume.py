@@ -2,19 +2,31 @@
 
 import itertools
 import os
+import resource
 import shutil
 import signal
 import time
 from collections.abc import Callable
 from typing import Any
 
+import psutil
 import pytest
 
 from mtjax.train import loop
 from mtjax.train.folder.lock import lock_folder
-from tests.end_to_end.runs import INTERRUPTS, Finished, Launcher, ended, finish, wait_for_checkpoint, wait_for_step
+from tests.end_to_end.runs import (
+    INTERRUPTS,
+    MASKS,
+    Finished,
+    Launcher,
+    ended,
+    finish,
+    wait_for_checkpoint,
+    wait_for_step,
+)
 
-STEPS = ["--steps", "40"]
+pytestmark = pytest.mark.usefixtures("bare_end")
+STEPS = ["--steps", "40", *MASKS]
 
 
 def test_stopped_by_sigterm_then_killed(
@@ -137,27 +149,33 @@ def test_a_second_start_beside_a_running_one_changes_nothing(launcher: Launcher)
 @pytest.mark.parametrize(
     "delay", [0.7, 2.5, *(pytest.param(d, marks=pytest.mark.exhaustive) for d in (1.5, 4.0, 6.0, 9.0))]
 )
-def test_ctrl_c_ends_a_run_that_is_starting_within_three_seconds(delay: float, launcher: Launcher) -> None:
-    """While it imports, looks for devices, prepares text, makes the model or compiles."""
+def test_ctrl_c_ends_a_run_that_is_starting(delay: float, launcher: Launcher) -> None:
+    """While it imports, looks for devices, prepares text, makes the model or compiles; within three seconds of work, of
+    two cores, for on the clock of a busy machine it may be minutes."""
     with ended(
         [launcher.start("--out", f"starting-{delay}", "--steps", "100000", "--cache-dir", f"cache-{delay}")]
     ) as (process,):
         time.sleep(delay)
-        begun = time.monotonic()
+        before, own = worked_by_children(), sum(psutil.Process(process.pid).cpu_times()[:2])
         process.send_signal(signal.SIGINT)
-        finished = finish(process, launcher.folder / f"starting-{delay}", timeout=60)
-        seconds = time.monotonic() - begun
+        finished = finish(process, launcher.folder / f"starting-{delay}")
+        seconds = worked_by_children() - before - own
     if not finished.losses:  # else it saves first
-        assert seconds < 3
+        assert seconds < 2 * 3
         assert finished.code in (130, -signal.SIGINT)
         assert "Traceback" not in finished.stderr or delay < 1
+
+
+def worked_by_children() -> float:
+    """Seconds of processor time of the processes of this one that have ended."""
+    return sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("mesh", ["4x2", "1x1"])
 def test_resumed_on_another_mesh(mesh: str, launcher: Launcher, uninterrupted: Finished) -> None:
     out = f"mesh-{mesh}"
-    launcher.train_here(out, "--steps", "20")
+    launcher.train_here(out, "--steps", "20", *MASKS)
     moved = launcher.train_here(out, *STEPS, "--resume", "--mesh", mesh)
     for step, loss in uninterrupted.losses.items():
         assert moved.losses[step] == pytest.approx(loss, rel=1e-5)

@@ -13,7 +13,7 @@ import pytest
 from matplotlib.image import imread
 
 from mtjax import config
-from mtjax.compile.__main__ import main as compile_main
+from mtjax.commands.compile import main as compile_main
 from mtjax.data.tokens.tokenizer import open_tokenizer
 from mtjax.train.observability.goodput import AGAIN, DOWN
 from mtjax.train.observability.start_timer import ACTIVITIES

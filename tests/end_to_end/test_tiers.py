@@ -16,7 +16,7 @@ def train(launcher: Launcher, out: str, *options: str) -> Finished:
     together = ["--coordinator", f"localhost:{free_port()}", "--num-processes", "2", "--process-id"]
     tiers = ["--steps", "12", "--checkpoint-every", "6", "--local-every", "2", "--local-keep", "3"]
     words = [[*tiers, "--local-checkpoints", f"{out}-disk-{i}", *together, str(i), *options] for i in (0, 1)]
-    with ended([launcher.start("--out", out, *own) for own in words]) as started:
+    with ended([launcher.start("--out", out, *own, bare=True) for own in words]) as started:
         finished = [finish(process, launcher.folder / out) for process in started]
     assert [f.code for f in finished] == [0, 0], [f.stderr for f in finished]
     return finished[0]

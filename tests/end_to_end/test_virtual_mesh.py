@@ -2,9 +2,10 @@
 
 import pytest
 
-from tests.end_to_end.runs import Launcher, relative_difference
+from tests.end_to_end.runs import MASKS, Launcher, relative_difference
 
-SMALL = ["--global-batch-size", "64", "--sequence-length", "16"]
+pytestmark = pytest.mark.usefixtures("bare_end")
+SMALL = ["--global-batch-size", "64", "--sequence-length", "16", *MASKS]
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from mtjax.train.__main__ import main
-from tests.end_to_end.runs import Finished, Launcher, finish
+from mtjax.commands.train import main
+from tests.end_to_end.runs import MASKS, Finished, Launcher, finish
 
 CASES = {
     "missing data": (["--data", "missing.txt"], "no file matches 'missing.txt'"),
@@ -122,7 +122,7 @@ def test_another_model_than_the_checkpoints_is_refused_by_field(
 ) -> None:
     """In a process of its own, so that the exit code and the absence of a traceback are the real ones."""
     before = listing(folder)
-    started = launcher.start("--out", "uninterrupted", "--resume", "--hidden-size", "128")
+    started = launcher.start("--out", "uninterrupted", "--resume", "--hidden-size", "128", *MASKS)
     wrong = finish(started, uninterrupted.out)
     assert wrong.code == 2
     check_error(wrong.stderr, "is of another model: hidden_size is 64 there and 128 here")

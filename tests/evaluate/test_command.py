@@ -7,9 +7,9 @@ import jax
 import numpy as np
 import pytest
 
-from mtjax.convert.__main__ import main as convert
+from mtjax.commands.convert import main as convert
+from mtjax.commands.evaluate import main
 from mtjax.evaluate import score
-from mtjax.evaluate.__main__ import main
 from tests.convert.hf_folders import GPT2_CONFIG, gpt2_shapes, random_tensors, write_folder
 
 TEXT = "the cat and the dog went on to the end of the road and there they rested. " * 6

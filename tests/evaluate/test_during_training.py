@@ -7,11 +7,11 @@ from pathlib import Path
 import jax
 import pytest
 
+from mtjax.commands.evaluate import main as evaluate
+from mtjax.commands.train import main as train
 from mtjax.config import Config, replace
-from mtjax.evaluate.__main__ import main as evaluate
 from mtjax.evaluate.during_training import evaluations_of, first_tokens_in
 from mtjax.runtime.checkpoints.weights import Weights
-from mtjax.train.__main__ import main as train
 from mtjax.train.folder.tokenizer import find_tokenizer
 from mtjax.train.objective import RunData
 from mtjax.train.observability.best import Goal

@@ -7,8 +7,8 @@ from pathlib import Path
 import jax
 import pytest
 
+from mtjax.commands.evaluate import main
 from mtjax.errors import UserError
-from mtjax.evaluate.__main__ import main
 from mtjax.evaluate.harness_model import HarnessModel, rolling_rows, sampling_of
 from mtjax.evaluate.score import Scorer
 from mtjax.generate.request import Sampling

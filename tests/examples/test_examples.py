@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from mtjax import cli
+from mtjax.layout.mesh import parse_mesh
 from mtjax.sharding.processes import several_expected
-from mtjax.theory.mesh import parse_mesh
 from mtjax.train.options import DESCRIPTION, Options
 
 ROOT = Path(__file__).parents[2]

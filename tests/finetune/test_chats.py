@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mtjax.commands.finetune import main
+from mtjax.commands.generate import main as generate
 from mtjax.convert.saved_model import SavedModel
 from mtjax.data.tokens.tokenizer import FastTokenizer
 from mtjax.errors import UserError
-from mtjax.finetune.__main__ import main
 from mtjax.finetune.chat_encoding import ChatEncoder, EncodedSample
 from mtjax.finetune.chat_objective import ChatFinetuning
 from mtjax.finetune.chat_rows import Chat
 from mtjax.finetune.chat_samples import PackedChats, pack
-from mtjax.generate.__main__ import main as generate
 from mtjax.generate.chat import ChatTemplate
 from mtjax.runtime.checkpoints.weights import find_weights
 from mtjax.train.observability.metrics import read_metrics

@@ -6,13 +6,13 @@ import jax
 import numpy as np
 import pytest
 
+from mtjax.commands.finetune import main
+from mtjax.commands.predict import main as predict
 from mtjax.config import Config, replace
 from mtjax.convert.families.registry import family_of_model
 from mtjax.data.tokens.tokenizer import open_tokenizer
 from mtjax.errors import UserError
-from mtjax.finetune.__main__ import main
 from mtjax.finetune.files import read_task
-from mtjax.finetune.predict.__main__ import main as predict
 from mtjax.finetune.samples import Encoder, Epochs
 from mtjax.finetune.tasks.race import RACE, filled
 from mtjax.models.families.finetuned import choice_losses

@@ -8,15 +8,16 @@ import jax
 import numpy as np
 import pytest
 
-from mtjax.finetune.__main__ import main
-from mtjax.finetune.ensemble.__main__ import main as ensemble
-from mtjax.finetune.predict.__main__ import main as predict
+from mtjax.commands.ensemble import main as ensemble
+from mtjax.commands.finetune import main
+from mtjax.commands.predict import main as predict
 from mtjax.runtime.checkpoints.weights import find_weights
 from mtjax.train.observability.metrics import read_metrics
 from mtjax.train.optimizer import layer_factors
 from tests.convert.hf_folders import GPT2_CONFIG, gpt2_shapes, random_tensors, write_folder
 from tests.tiny import program_of
 
+pytestmark = pytest.mark.usefixtures("bare_end")
 CHUNKS = {"chunks": 2, "microbatch_size": 4, "pipeline_schedule": "interleaved"}
 WORDS = ["the cat", "the dog", "and", "there they rested"]
 

@@ -7,13 +7,13 @@ import jax
 import numpy as np
 import pytest
 
+from mtjax.commands.convert import main as convert
+from mtjax.commands.ensemble import main as ensemble
+from mtjax.commands.finetune import main
+from mtjax.commands.predict import main as predict
 from mtjax.config import Config, replace
-from mtjax.convert.__main__ import main as convert
 from mtjax.data.tokens.tokenizer import open_tokenizer
 from mtjax.errors import UserError
-from mtjax.finetune.__main__ import main
-from mtjax.finetune.ensemble.__main__ import main as ensemble
-from mtjax.finetune.predict.__main__ import main as predict
 from mtjax.finetune.samples import Encoder
 from mtjax.finetune.tasks.squad import SQUAD1, SQUAD2, Question
 from mtjax.finetune.tasks.windows import Windows

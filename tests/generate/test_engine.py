@@ -57,7 +57,8 @@ LATENTS = {
     "window_layers": "SF",
     "rope_layers": "RN",
 }
-FAMILIES = {"gpt": {}, "llama": LLAMA, "attention": ATTENTION, "latents": LATENTS}
+WINDOWS = {"attention_window": 9, "window_layers": "SF"}
+FAMILIES = {"gpt": {}, "llama": LLAMA, "attention": ATTENTION, "latents": LATENTS, "windows": WINDOWS}
 PROMPTS = [np.random.default_rng(n).integers(0, VOCAB, n).tolist() for n in (3, 21, 5, 1, 9)]
 
 
@@ -199,6 +200,22 @@ def test_prefix_cache() -> None:
     counted = Sampling(12, repetition_penalty=1.5)
     expected = texts(engine_of("gpt", "1x1", 1), prompts[:1], counted, [0])
     assert ids(texts(engine, prompts[:1], counted, [0])) == ids(expected) and engine.reused == 64
+
+
+def test_a_prefix_is_reused_as_long_as_windows_have_its_end() -> None:
+    """Of 9 tokens. 32 tokens can be continued where at most one was written behind them: the continuation reads the
+    last 8 of them, and slot 33 takes that of the 24th."""
+    common = np.random.default_rng(9).integers(0, VOCAB, 34).tolist()
+    prompts = [common[:33], [*common[:32], 7, 5], [*common[:32], 4], common]
+    sampling = Sampling(1)
+    alone = [ids(texts(engine_of("windows", "1x1", 1), [prompt], Sampling(12), [0]))[0] for prompt in prompts]
+    engine = engine_of("windows", "1x1", 1)
+    assert {layer["attention"].keys.shape[2] for layer in engine.decoder.empty(1, 64)[0]} == {9, 64}
+    texts(engine, prompts[:1], sampling)
+    assert ids(texts(engine, prompts[1:2], Sampling(12), [0])) == alone[1:2] and engine.reused == 32
+    assert ids(texts(engine, prompts[2:3], Sampling(12), [0])) == alone[2:3] and engine.reused == 32
+    texts(engine, prompts[3:], sampling)
+    assert ids(texts(engine, prompts[2:3], Sampling(12), [0])) == alone[2:3] and engine.reused == 32
 
 
 def test_engine_thread_serves_other_threads() -> None:

@@ -6,9 +6,9 @@ import pytest
 
 from mtjax.generate.decoder import Decoder
 from mtjax.generate.engine import Engine
+from mtjax.generate.int8 import to_int8
 from mtjax.generate.request import Request, Sampling, Token
 from mtjax.generate.weights import load_model
-from mtjax.sharding.int8 import to_int8
 from tests.convert.hf_folders import (
     GPT2_CONFIG,
     HIDDEN,

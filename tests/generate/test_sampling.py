@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from mtjax.generate.sampling import IN_PROMPT, LogitsParams, SamplingBatch, sample_tokens, score_tokens
+from mtjax.layout.layouts import TENSOR_RULES
 from mtjax.sharding.axes import spec, use_rules
 from mtjax.sharding.vocab import OutputOptions
-from mtjax.theory.layout import TENSOR_RULES
 from tests.tiny import mesh_of
 
 RULES = dataclasses.replace(TENSOR_RULES, batch=()).over(("data", "model"))

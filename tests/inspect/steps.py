@@ -5,14 +5,14 @@ import importlib.util
 import pytest
 
 from mtjax import config
+from mtjax.analysis.anatomy import Anatomy
+from mtjax.analysis.communication import contract_of, symbols_of
+from mtjax.analysis.contract import Contract, Requirement, requirements
+from mtjax.analysis.families.registry import anatomy_of
 from mtjax.config import Config
 from mtjax.inspect.report import Report
-from mtjax.theory.anatomy import Anatomy
-from mtjax.theory.communication import contract_of, symbols_of
-from mtjax.theory.contract import Contract, Requirement, requirements
-from mtjax.theory.families.registry import anatomy_of
-from mtjax.theory.mesh import parse_mesh
-from mtjax.theory.plan import Plan
+from mtjax.layout.mesh import parse_mesh
+from mtjax.layout.plan import Plan
 
 needs_aot = pytest.mark.aot
 """Of tests that compile for GPUs: they need the extra aot."""

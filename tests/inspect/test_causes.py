@@ -2,6 +2,8 @@
 
 import pytest
 
+from mtjax.analysis.contract import LAYER_BACKWARD, LAYER_FORWARD, LAYER_RECOMPUTE, OPTIMIZER
+from mtjax.analysis.hardware import DGX_H100
 from mtjax.inspect import causes, hlo
 from mtjax.inspect.causes import by_cause, cause_of, memory_bound_by_cause
 from mtjax.inspect.collectives import find_collectives
@@ -9,8 +11,6 @@ from mtjax.inspect.report import inspect
 from mtjax.inspect.roofline import Roofline
 from mtjax.inspect.targets import find_target
 from mtjax.inspect.text import unrolling_line
-from mtjax.theory.contract import LAYER_BACKWARD, LAYER_FORWARD, LAYER_RECOMPUTE, OPTIMIZER
-from mtjax.theory.hardware import DGX_H100
 from tests.inspect.steps import needs_aot, tiny
 
 PROGRAM = """HloModule m, is_scheduled=true
@@ -124,3 +124,25 @@ def test_without_a_loop_over_layers_no_stacks_are_left_and_the_contract_holds():
     assert stacks[0] > 0.15 and stacks[1] < 0.02
     assert unrolled.flops.counted == looped.flops.counted
     assert "--unroll-layers" in unrolling_line(looped) and unrolling_line(unrolled) == ""
+
+
+@needs_aot
+def test_layers_without_a_loop_gather_ahead_and_copy_nothing():
+    """ZeRO-3 with selective recompute: gathers and sums pass behind other layers, products write what attention and
+    activations read, and compute gradients as they are sent."""
+    width = {"hidden_size": 512, "num_heads": 4, "sequence_length": 1024, "vocab_size": 2048, "num_layers": 4}
+    llama = {"family": "llama", "position": "rope", "activation": "swiglu", "norm": "rmsnorm", "tie_embeddings": False}
+    run = {"mesh": "8x1", "global_batch_size": 16, "recompute": "selective", "zero": 3, "loss_chunk": 1024}
+    report = inspect(tiny(**width, **llama, **run, bias=False, unroll_layers=True), find_target("h100x8"))
+    assert report.time is not None and report.verdict.violations == ()
+    gathers = [c for c in report.collectives if c.kind == "all-gather" and c.payload_bytes > 2**18]
+    assert sum(c.count for c in gathers if not c.hidden_behind) <= 1
+    by_phase = {cause: set(phases) for cause, phases in by_cause(report.time.causes).items()}
+    assert causes.STACKS not in by_phase and causes.ZEROS not in by_phase
+    assert LAYER_RECOMPUTE not in by_phase.get(
+        causes.SPLIT, set()
+    )  # queries and keys are saved as attention reads them
+    found = [
+        (i.opcode, a.dims) for c in report.step.module.computations.values() for i in c.instructions for a in i.arrays
+    ]
+    assert ("concatenate", (2, 1024, 3, 4, 128)) not in found  # one array of the gradients of query, key and value

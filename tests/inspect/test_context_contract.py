@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from mtjax.analysis.contract import LAYER_BACKWARD, LAYER_FORWARD, LAYER_RECOMPUTE
 from mtjax.inspect.report import inspect
 from mtjax.inspect.targets import find_target
-from mtjax.theory.contract import LAYER_BACKWARD, LAYER_FORWARD, LAYER_RECOMPUTE
 from tests.inspect.steps import crossing_in_layers, has_cudnn, needs_aot, tiny
 from tests.tiny import LATENT
 

@@ -7,15 +7,15 @@ import pytest
 from jax import lax
 
 from mtjax import config
+from mtjax.analysis.counts import rank_parameters
+from mtjax.analysis.families.registry import anatomy_of
+from mtjax.analysis.flops import compiled_flops
 from mtjax.inspect.products import count_flops
 from mtjax.inspect.report import Report, inspect, report
 from mtjax.inspect.targets import find_target
+from mtjax.layout.layouts import NOT_SHARDED
+from mtjax.layout.rules import DATA
 from mtjax.sharding import param_comm as parameters
-from mtjax.theory.counts import rank_parameters
-from mtjax.theory.families.registry import anatomy_of
-from mtjax.theory.flops import compiled_flops
-from mtjax.theory.layout import NOT_SHARDED
-from mtjax.theory.rules import DATA
 from tests.inspect.steps import has_cudnn, needs_aot, required_of, tiny
 
 BSH = 2 * 64 * 64

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from mtjax.analysis.contract import LAYER_BACKWARD, LAYER_FORWARD
 from mtjax.inspect.report import inspect
 from mtjax.inspect.targets import find_target
-from mtjax.theory.contract import LAYER_BACKWARD, LAYER_FORWARD
 from tests.inspect.steps import crossing_in_layers, needs_aot, tiny
 
 EXPERTS: dict[str, Any] = {"family": "llama", "num_experts": 4, "attention": "xla", "global_batch_size": 16}

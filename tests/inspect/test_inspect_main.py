@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
+from mtjax.analysis.communication import contract_of
+from mtjax.commands.inspect import main
 from mtjax.inspect import command
 from mtjax.inspect import report as reports
-from mtjax.inspect.__main__ import main
 from mtjax.inspect.contract_file import load_contract
-from mtjax.theory.communication import contract_of
 from tests.inspect.steps import needs_aot, theory_of, tiny
 
 CONTRACT = """

@@ -13,6 +13,10 @@ import pytest
 from rich.console import Console
 
 from mtjax import cli
+from mtjax.analysis.counts import rank_parameters
+from mtjax.analysis.families.registry import anatomy_of
+from mtjax.analysis.hardware import DGX_2H, DGX_H100
+from mtjax.commands.train import Options as TrainOptions
 from mtjax.inspect import text
 from mtjax.inspect.compare import comparison_table, other_config, sent_bytes, sweep_configs
 from mtjax.inspect.decision import Decision
@@ -20,13 +24,9 @@ from mtjax.inspect.html import page
 from mtjax.inspect.report import Report, report
 from mtjax.inspect.schema import SCHEMA, to_json
 from mtjax.inspect.train_hook import show_program
+from mtjax.layout.mesh import parse_mesh
+from mtjax.layout.plan import Plan
 from mtjax.plan.search import describe
-from mtjax.theory.counts import rank_parameters
-from mtjax.theory.families.registry import anatomy_of
-from mtjax.theory.hardware import DGX_2H, DGX_H100
-from mtjax.theory.mesh import parse_mesh
-from mtjax.theory.plan import Plan
-from mtjax.train.__main__ import Options as TrainOptions
 from tests.inspect.steps import needs_aot, tiny
 
 

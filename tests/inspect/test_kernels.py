@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from mtjax.analysis.hardware import H100
 from mtjax.errors import UserError
 from mtjax.inspect.kernels import ptx, sass
 from mtjax.inspect.kernels.audit import SWAPS, check_kernels
@@ -16,7 +17,6 @@ from mtjax.inspect.kernels.tools import assemble
 from mtjax.inspect.report import Report, inspect
 from mtjax.inspect.schema import to_json
 from mtjax.inspect.targets import find_target
-from mtjax.theory.hardware import H100
 from tests.inspect.steps import needs_aot, tiny
 
 THREADS, TURNS = 128, 96

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
+from mtjax.analysis.counts import rank_parameters
+from mtjax.analysis.families.registry import anatomy_of
 from mtjax.inspect.report import Report, inspect
 from mtjax.inspect.targets import find_target
-from mtjax.theory.counts import rank_parameters
-from mtjax.theory.families.registry import anatomy_of
 from tests.inspect.steps import needs_aot, tiny
 from tests.inspect.test_contract import sent
 from tests.tiny import LATENT
@@ -41,6 +41,7 @@ def of_layers(report: Report) -> dict[str, dict[tuple[str, int, str], int]]:
 
 
 SUMS = ("all-reduce", "bf16")
+AHEAD: dict[str, Any] = {"family": "llama", "mtp_num_layers": 2}
 LATENTS: dict[str, Any] = {"family": "llama", "q_lora_rank": 40, **LATENT}
 
 
@@ -94,10 +95,13 @@ def test_split_latents_are_gathered_in_place_of_hidden_states_on_h100() -> None:
         ({**LLAMA, **ATTENTION, "recompute": "none"}, SHARED),
         ({**LATENTS, "q_lora_rank": 0, "recompute": "none"}, 0),
         ({**LATENTS, "sequence_parallel": True, "zero": 1}, 0),
+        pytest.param(AHEAD | {"mesh": "data=2,stage=2,model=2", "zero": 2}, 0, marks=pytest.mark.long),
+        pytest.param(AHEAD | {"sequence_parallel": True, "zero": 3}, 0, marks=pytest.mark.long),
     ],
     ids=[
         *("as many as ways", "split sequence, ZeRO-3, norms of heads", "GPT with biases", "norms of the width"),
         *("latent attention, queries from hidden states", "latent attention, split sequence, ZeRO-1"),
+        *("tokens ahead, stages, ZeRO-2", "tokens ahead, split sequence, ZeRO-3"),
     ],
 )
 def test_contracts_hold_on_cpus(settings: dict[str, Any], shared: int) -> None:

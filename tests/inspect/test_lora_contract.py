@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
+from mtjax.analysis.counts import trainable_counts
 from mtjax.inspect.report import Report, inspect
 from mtjax.inspect.targets import find_target
-from mtjax.theory.counts import trainable_counts
 from tests.inspect.steps import needs_aot, theory_of, tiny
 from tests.inspect.test_contract import sent
 

@@ -11,8 +11,8 @@ import pytest
 from jax.profiler import ProfileData
 
 from mtjax import config
+from mtjax.commands.inspect import main
 from mtjax.errors import UserError
-from mtjax.inspect.__main__ import main
 from mtjax.inspect.hlo_walk import walk
 from mtjax.inspect.measured import (
     ATTENTION,

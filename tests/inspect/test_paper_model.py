@@ -11,6 +11,7 @@ from tests.inspect.steps import needs_aot, tiny
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("assembled")
 @needs_aot
 def test_the_8_3b_model_on_512_gpus():
     """Figure 4 in 72 layers: 144 all-reduces forward, 72 recomputed, 144 backward, each of 8 x 1024 x 3072."""
@@ -32,6 +33,7 @@ def test_the_8_3b_model_on_512_gpus():
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("assembled")
 @needs_aot
 @pytest.mark.parametrize(
     "target",

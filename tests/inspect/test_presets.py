@@ -14,7 +14,7 @@ from mtjax.config import Config
 from mtjax.config.sizes import num_kv_heads
 from mtjax.inspect.report import inspect
 from mtjax.inspect.targets import find_target
-from mtjax.theory.mesh import parse_mesh
+from mtjax.layout.mesh import parse_mesh
 from tests.inspect.steps import has_cudnn, needs_aot, tiny
 
 PRESETS = sorted(path.stem for path in config.shipped_folder().glob("*.toml"))

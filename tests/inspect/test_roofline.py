@@ -4,13 +4,13 @@ import dataclasses
 
 import pytest
 
+from mtjax.analysis.hardware import DGX_H100
+from mtjax.analysis.machine import Constants
 from mtjax.inspect import hlo
 from mtjax.inspect.collectives import find_collectives
 from mtjax.inspect.products import count_flops, product_of, products_of
 from mtjax.inspect.roofline import Roofline, Walked
 from mtjax.inspect.traffic import bytes_moved
-from mtjax.theory.hardware import DGX_H100
-from mtjax.theory.machine import Constants
 from tests.inspect import snippets
 
 CONSTANTS = Constants(memory=1.0, link=1.0, network=1.0, launch=2.0, small_product=0.0, contention=0.0)

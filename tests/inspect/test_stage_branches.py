@@ -11,7 +11,7 @@ from mtjax.inspect.hlo import Module
 from mtjax.inspect.products import count_flops
 from mtjax.inspect.roofline import Roofline
 from mtjax.inspect.stage_branches import with_stage_branches
-from mtjax.theory.timetable import Timetable, timetable
+from mtjax.layout.timetable import Timetable, timetable
 from tests.inspect.test_roofline import CONSTANTS, SERVER
 
 ARRAY = "f32[64,64]{1,0}"

@@ -4,16 +4,16 @@ from typing import Any
 
 import pytest
 
+from mtjax.analysis.contract import STAGES
+from mtjax.analysis.counts import peak_stage_counts
+from mtjax.analysis.families.registry import anatomy_of
 from mtjax.inspect.collectives import find_collectives
 from mtjax.inspect.hlo import parse
 from mtjax.inspect.report import Report, inspect
 from mtjax.inspect.targets import find_target
-from mtjax.theory.contract import STAGES
-from mtjax.theory.counts import peak_stage_counts
-from mtjax.theory.families.registry import anatomy_of
-from mtjax.theory.plan import Plan
-from mtjax.theory.rules import DATA
-from mtjax.theory.timetable import num_ticks
+from mtjax.layout.plan import Plan
+from mtjax.layout.rules import DATA
+from mtjax.layout.timetable import num_ticks
 from tests.inspect.steps import needs_aot, tiny
 from tests.inspect.test_contract import sent
 from tests.tiny import program_of

@@ -16,7 +16,7 @@ from mtjax.inspect.report import Report, inspect
 from mtjax.inspect.schema import to_json
 from mtjax.inspect.stages import direction, find_permutes
 from mtjax.inspect.targets import find_target
-from mtjax.theory.timetable import num_ticks, timetable
+from mtjax.layout.timetable import num_ticks, timetable
 from tests.inspect.snippets import TICKS
 from tests.inspect.steps import tiny
 

@@ -7,21 +7,21 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec, reshard
 
+from mtjax.analysis.contract import Contract, Expectation, Requirement
 from mtjax.inspect.check import Landmarks, check
 from mtjax.inspect.collectives import Collective
 from mtjax.inspect.compiled import compile_program
 from mtjax.inspect.hlo import Array
 from mtjax.inspect.report import Report, report
 from mtjax.inspect.targets import find_target
+from mtjax.layout.layouts import TENSOR, Layout
+from mtjax.layout.mesh import parse_mesh
+from mtjax.layout.rules import DATA, MODEL, Rules
 from mtjax.models.families.gpt import GPT
 from mtjax.models.mixers.mlp import MLP
 from mtjax.sharding import accumulate
 from mtjax.sharding.axes import spec
 from mtjax.sharding.param_comm import is_wrapped, materialize
-from mtjax.theory.contract import Contract, Expectation, Requirement
-from mtjax.theory.layout import TENSOR, Layout
-from mtjax.theory.mesh import parse_mesh
-from mtjax.theory.rules import DATA, MODEL, Rules
 from mtjax.train.step import TrainStep
 from tests.inspect.steps import needs_aot, required_of, tiny
 

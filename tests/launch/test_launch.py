@@ -2,9 +2,9 @@
 
 import pytest
 
+from mtjax.commands.launch import main
 from mtjax.errors import LOST, UserError
 from mtjax.launch import devices, run
-from mtjax.launch.__main__ import main
 from mtjax.launch.devices import mesh_within, working_gpus
 from mtjax.launch.run import launch, reason
 from mtjax.runtime.processes.local import Ended

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from mtjax.config import Model
+from mtjax.layout.layouts import TENSOR
 from mtjax.models.activations import ACTIVATIONS
 from mtjax.models.head_norm import HeadNorm
 from mtjax.models.norms import LayerNorm, RMSNorm
 from mtjax.sharding.axes import use_rules
-from mtjax.theory.layout import TENSOR
 from tests.tiny import mesh_of
 
 KNOWN = {

@@ -12,11 +12,12 @@ from flax import nnx
 from mtjax.config import validate
 from mtjax.config.sizes import expert_capacity
 from mtjax.errors import UserError
+from mtjax.layout.layouts import TENSOR_RULES
 from mtjax.models.kernels import grouped
 from mtjax.models.layer_context import LayerContext, Padding
-from mtjax.models.mixers.experts import LOAD, LOST, ROUTER_AUX_LOSS, Z_LOSS, Experts
+from mtjax.models.mixers.experts import Experts
+from mtjax.models.routers import LOAD, LOST, ROUTER_AUX_LOSS, Z_LOSS
 from mtjax.sharding.axes import use_rules
-from mtjax.theory.layout import TENSOR_RULES
 from tests.tiny import mesh_of, tiny_config
 
 RULES = TENSOR_RULES.over(("data", "model")).with_whole_samples

@@ -5,8 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mtjax.analysis.counts import parameters
+from mtjax.analysis.families.registry import anatomy_of
 from mtjax.config import Parallel
 from mtjax.config.sizes import padded_vocab_size
+from mtjax.layout.layouts import TENSOR
+from mtjax.layout.rules import MODEL
 from mtjax.models.dropout import dropout
 from mtjax.models.layer import Layer
 from mtjax.models.layer_context import LayerContext
@@ -14,10 +18,6 @@ from mtjax.models.recompute import Recompute
 from mtjax.models.stack import Stack
 from mtjax.sharding.axes import use_rules
 from mtjax.sharding.placement import batch_sharding
-from mtjax.theory.counts import parameters
-from mtjax.theory.families.registry import anatomy_of
-from mtjax.theory.layout import TENSOR
-from mtjax.theory.rules import MODEL
 from tests.tiny import batch_of, mesh_of, program_of, tiny_config
 
 MESHES = ("1x1", "8x1", "1x8", "2x4")

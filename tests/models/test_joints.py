@@ -9,8 +9,10 @@ import pytest
 from flax import nnx
 from jax.sharding import reshard
 
+from mtjax.analysis.families.registry import FAMILIES as ANATOMIES
 from mtjax.config import Parallel
 from mtjax.config.families import FAMILIES
+from mtjax.layout.layouts import TENSOR
 from mtjax.models.embedding import embed_tokens, vocabulary_table
 from mtjax.models.families.gpt import GPT
 from mtjax.models.families.registry import MODEL_CLASSES
@@ -22,8 +24,6 @@ from mtjax.models.stack import Stack, run_layers
 from mtjax.models.trunk import HiddenStates, Section, batch_losses, run_sections
 from mtjax.sharding.axes import spec, use_rules
 from mtjax.sharding.vocab import LossOptions, vocab_parallel_cross_entropy
-from mtjax.theory.families.registry import FAMILIES as ANATOMIES
-from mtjax.theory.layout import TENSOR
 from mtjax.train.step import make_train_step
 from tests.tiny import VOCAB, batch_of, mesh_of, num_carried, program_of, run_steps, tiny_config
 
@@ -93,11 +93,11 @@ class Plain(GPT):
 def rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rows that make the mixers, the kinds of layer and the family known, until the test ends."""
     for registry, name, row in (
-        (MIXERS, "bilinear", Bilinear),
-        (MIXERS, "meter", Meter),
+        (MIXERS, "bilinear", lambda _: Bilinear),
+        (MIXERS, "meter", lambda _: Meter),
         (KINDS, "plain", ("attention", "bilinear")),
         (KINDS, "metered", ("meter", "mlp")),
-        (MODEL_CLASSES, "plain", Plain),
+        (MODEL_CLASSES, "plain", lambda: Plain),
         (FAMILIES, "plain", FAMILIES["gpt"]),
         (ANATOMIES, "plain", ANATOMIES["gpt"]),
     ):

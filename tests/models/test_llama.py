@@ -8,12 +8,13 @@ import pytest
 from flax import nnx
 
 from mtjax import config as configs
+from mtjax.analysis.counts import parameters, rank_parameters
+from mtjax.analysis.families.registry import anatomy_of
 from mtjax.config import Config
+from mtjax.layout.layouts import TENSOR
 from mtjax.models.families.registry import model_class
 from mtjax.sharding.axes import use_rules
-from mtjax.theory.counts import parameters, rank_parameters
-from mtjax.theory.families.registry import anatomy_of
-from mtjax.theory.layout import TENSOR
+from tests.same_numbers import assert_same
 from tests.tiny import LATENT, mesh_of, program_of, run_steps, tiny_config
 
 GROUPED: dict[str, Any] = {"family": "llama", "num_kv_heads": 2, "hidden_dropout": 0.1, "attention_dropout": 0.1}
@@ -58,6 +59,7 @@ def test_losses_agree_on_every_mesh(fields: dict[str, Any], mesh: str, layout: d
     for name, tolerance in (("loss", 1e-5), ("grad_norm", 1e-4)):
         np.testing.assert_allclose([m[name] for m in found], [m[name] for m in expected], rtol=tolerance)
     assert len({m["loss"] for m in expected}) == 4
+    assert_same(program_of(mesh, recompute="full", microbatch_size=2, **fields, **layout), program_of("1x1", **fields))
 
 
 @pytest.mark.parametrize("fields", [GROUPED, MIXED | {"head_dim": 6}, LATENTS], ids=["Llama", "GPT", "latents"])

@@ -4,11 +4,11 @@ import jax
 import numpy as np
 import pytest
 
+from mtjax.config.adapters import LoraConfig
+from mtjax.layout.layouts import TENSOR
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.lora import gather_sequence_shared
 from mtjax.sharding.axes import use_rules
-from mtjax.theory.adapters import LoraConfig
-from mtjax.theory.layout import TENSOR
 from tests.tiny import mesh_of, program_of, run_steps
 
 RATE = 0.3

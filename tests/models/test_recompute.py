@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
 
+from mtjax.analysis import memory
+from mtjax.analysis.families.registry import anatomy_of
 from mtjax.config import replace, validate
 from mtjax.errors import UserError
-from mtjax.theory import memory
-from mtjax.theory.families.registry import anatomy_of
-from mtjax.theory.mesh import MeshShape
-from mtjax.theory.plan import Plan
+from mtjax.layout.mesh import MeshShape
+from mtjax.layout.plan import Plan
 from tests.tiny import num_carried, program_of, run_steps, tiny_config
 
 LAYERS = 4

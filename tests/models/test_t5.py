@@ -6,11 +6,12 @@ import jax
 import numpy as np
 import pytest
 
+from mtjax.analysis.counts import parameters
+from mtjax.analysis.families.registry import anatomy_of
 from mtjax.config import Config, replace, validate
 from mtjax.errors import UserError
 from mtjax.sharding.axes import use_rules
-from mtjax.theory.counts import parameters
-from mtjax.theory.families.registry import anatomy_of
+from tests.same_numbers import assert_same
 from tests.tiny import batch_of, initial_state, program_of, run_steps
 
 MESHES = ("2x4", pytest.param("8x1", marks=pytest.mark.exhaustive), pytest.param("1x8", marks=pytest.mark.long))
@@ -33,6 +34,7 @@ def test_losses_with_dropout_agree_on_every_mesh(mesh, settings):
     for name in ("loss", "grad_norm"):
         np.testing.assert_allclose([m[name] for m in found], [m[name] for m in expected], rtol=1e-5, err_msg=name)
     assert len({m["loss"] for m in expected}) == 3
+    assert_same(t5(mesh, recompute="full", microbatch_size=1, **settings), t5("1x1", **settings))
     for here, there in zip(jax.tree.leaves(state.parameters), jax.tree.leaves(expected_state.parameters), strict=True):
         assert np.abs(np.asarray(here) - np.asarray(there)).mean() < 1e-5
 

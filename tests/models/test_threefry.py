@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from jax.extend.random import threefry_2x32
 
+from mtjax.layout.dropout import keep_share, keep_threshold
 from mtjax.models.threefry import halves, random_bits, random_halves, threefry
-from mtjax.theory.dropout import keep_share, keep_threshold
 from tests.tiny import mesh_of
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from mtjax.models.transposed_weight import TransposedWeight
+from mtjax.generate.transposed_weight import TransposedWeight
 from tests.tiny import mesh_of
 
 

@@ -7,6 +7,7 @@ import pytest
 from jax import lax
 from jax.sharding import reshard
 
+from mtjax.layout.layouts import TENSOR
 from mtjax.models.dropout import dropout
 from mtjax.models.kernels.options import AttentionOptions
 from mtjax.models.kernels.xla import attend
@@ -14,7 +15,6 @@ from mtjax.models.layer_context import LayerContext
 from mtjax.models.recompute import ATTENTION_CORE
 from mtjax.models.unhoisted import plus, where
 from mtjax.sharding.axes import spec, use_rules
-from mtjax.theory.layout import TENSOR
 from tests.tiny import mesh_of
 
 SAMPLES, HEADS, LENGTH, WIDTH = 4, 4, 24, 8

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from mtjax.convert.__main__ import main
+from mtjax.commands.convert import main
 from mtjax.data.tokens.tokenizer import open_tokenizer
 from mtjax.sharding.axes import use_rules
 from tests.convert.hf_folders import small_tokenizer

@@ -14,10 +14,10 @@ from mtjax.convert.families.registry import FAMILIES
 from mtjax.convert.hugging_face import HuggingFaceSink, HuggingFaceSource
 from mtjax.convert.saved_model import SavedModel
 from mtjax.convert.stream import Source
+from mtjax.layout.mesh import MeshShape
 from mtjax.models.sharded_model import ShardedModel
 from mtjax.sharding.axes import use_rules
 from mtjax.sharding.mesh import make_mesh
-from mtjax.theory.mesh import MeshShape
 from tests.convert.hf_folders import tensors_in
 from tests.parity.compare import relative
 from tests.parity.decoder_types import CASES, Case

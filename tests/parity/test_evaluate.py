@@ -6,8 +6,8 @@ import jax
 import numpy as np
 import pytest
 
+from mtjax.commands.evaluate import main
 from mtjax.data.tokens.tokenizer import open_tokenizer
-from mtjax.evaluate.__main__ import main
 from tests.convert.hf_folders import llama_tokenizer, small_tokenizer
 from tests.parity.compare import shaken
 

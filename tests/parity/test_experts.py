@@ -10,7 +10,8 @@ import pytest
 
 from mtjax.config import validate
 from mtjax.models.layer_context import LayerContext, Padding
-from mtjax.models.mixers.experts import LOAD, ROUTER_AUX_LOSS, Router
+from mtjax.models.mixers.experts import Router
+from mtjax.models.routers import LOAD, ROUTER_AUX_LOSS
 from mtjax.sharding.axes import use_rules
 from tests.models.test_experts import RULES, SOFTMAX, apply, mixer_of
 from tests.tiny import mesh_of, tiny_config

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, processors
 
-from mtjax.convert.__main__ import main as convert
-from mtjax.finetune.__main__ import main as finetune
-from mtjax.finetune.predict.__main__ import main as predict
+from mtjax.commands.convert import main as convert
+from mtjax.commands.finetune import main as finetune
+from mtjax.commands.predict import main as predict
 from tests.convert.hf_folders import small_tokenizer
 from tests.parity.compare import shaken
 
@@ -131,7 +131,7 @@ def test_a_roberta_is_finetuned_on_pairs_of_texts_and_remains_one(tmp_path: Path
 @pytest.mark.torch
 def test_what_the_base_says_of_tokens_outlives_trainings(tmp_path: Path) -> None:
     """Hugging Face's weights, a run from them, a run from that run: transformers reads the same ids and template."""
-    from mtjax.train.__main__ import main as train
+    from mtjax.commands.train import main as train
 
     jax.devices()
     write_base(tmp_path / "base", "<pad>")

@@ -8,8 +8,8 @@ import jax
 import numpy as np
 import pytest
 
+from mtjax.commands.convert import main as convert
 from mtjax.config import replace
-from mtjax.convert.__main__ import main as convert
 from mtjax.convert.hugging_face import HuggingFaceSource
 from mtjax.convert.saved_model import Hints
 from mtjax.convert.table import name_of, with_vocab

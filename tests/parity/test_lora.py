@@ -7,8 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-from mtjax.convert.__main__ import main as convert
-from mtjax.finetune.__main__ import main as finetune
+from mtjax.commands.convert import main as convert
+from mtjax.commands.finetune import main as finetune
 from mtjax.runtime.train_state import State
 from mtjax.sharding.placement import global_batch
 from mtjax.train.step import TrainStep

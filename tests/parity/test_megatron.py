@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mtjax.convert.__main__ import main
+from mtjax.commands.convert import main
 from tests.convert.megatron_folders import HEADS, write_bert, write_gpt
 from tests.convert.megatron_llama import NAMES, write_llama
 from tests.parity.compare import relative, shaken

@@ -13,12 +13,14 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
 from mtjax import config as configs
-from mtjax.convert.__main__ import main
+from mtjax.commands.convert import main
 from mtjax.convert.megatron_experts import by_expert
+from mtjax.convert.mtjax_folder import MtjaxSource
 from mtjax.data.corpus.indexed import IndexedDataset
 from mtjax.data.corpus.writer import IndexedWriter
 from mtjax.data.samples.blend import BlendedDataset, normalise, samples_of_each
@@ -31,6 +33,7 @@ from mtjax.train.step import make_train_step
 from tests.parity.compare import relative
 from tests.parity.converted import our_logits
 from tests.parity.megatron_core.cases import (
+    AHEAD,
     CORPORA,
     COUNTS,
     DATASETS,
@@ -287,6 +290,69 @@ def test_twenty_steps_have_their_losses(name: str, mesh: str, theirs: Path, tmp_
         assert float(metrics["grad_norm"]) == pytest.approx(saved["norm"][step], rel=1e-4), step
         assert float(metrics["learning_rate"]) == pytest.approx(saved["rate"][step], rel=1e-5), step
     assert saved["loss"][-1] < 0.8 * saved["loss"][0]
+
+
+@pytest.mark.parametrize(("name", "mesh"), [("gpt", "1x1"), ("llama", "2x2")])
+def test_tokens_further_ahead_have_their_losses_and_gradients(
+    name: str, mesh: str, theirs: Path, tmp_path: Path
+) -> None:
+    """Two layers of multi-token prediction; the masks leave other shares of each text."""
+    saved, numbers = np.load(theirs / f"{name} ahead.npz"), range(1, AHEAD["layers"] + 1)
+    parts = []
+    for number in (0, *numbers):
+        folder = tmp_path / str(number)
+        source = theirs / f"{name} ahead" / str(number)
+        convert(f"megatron:{source}", f"mtjax:{folder}", "--vocab-size", str(VOCAB))
+        parts.append(MtjaxSource(folder))
+    model = parts[0].origin.config.model
+    settings = {"mtp_num_layers": AHEAD["layers"], "mtp_loss_scaling_factor": AHEAD["factor"]}
+    config = configs.replace(parts[0].origin.config, **settings, compute_dtype="float32", attention="xla")
+    size = len(saved["text"])
+    program = make_train_step(configs.replace(config, global_batch_size=size, mesh=mesh), mesh_of(mesh))
+
+    def read(parameter: str) -> np.ndarray:
+        """Ours of that name, from the checkpoint it is in."""
+        module, _, inner = parameter.partition(".")
+        if not module.startswith("mtp_"):
+            return np.stack(list(of(0, parameter))) if ".layers." in parameter else next(of(0, parameter))
+        number = int(module.removeprefix("mtp_"))
+        if inner.startswith("layer."):
+            return next(of(number, inner.replace("layer.", "stack.layers.", 1)))
+        kind, _, vector = inner.partition(".")
+        names = {"embedding_norm": "enorm", "hidden_norm": "hnorm", "final_norm": "final_layernorm"}
+        where = f"mtp.layers.{number - 1}"
+        if kind == "projection":
+            return saved[f"{where}.eh_proj.weight"].T.reshape(2, model.hidden_size, model.hidden_size)
+        return saved[f"{where}.{names[kind]}.{'weight' if vector == 'scale' else 'bias'}"]
+
+    def of(number: int, parameter: str) -> Any:
+        return parts[number].slices(parts[number].parameters[parameter])
+
+    records, tree = jax.tree.flatten(program.records)
+    parameters = [
+        jax.device_put(read(record.name), leaf.sharding)
+        for record, leaf in zip(records, jax.tree.leaves(program.restore_target), strict=True)
+    ]
+    parameters = jax.tree.unflatten(tree, parameters)
+    batch = {"tokens": saved["text"][:, :-1], "labels": saved["text"][:, 1:], "loss_mask": saved["mask"]}
+    batch = {n: a.astype(np.float32 if n == "loss_mask" else np.int32) for n, a in batch.items()}
+    batch = global_batch(program.batch_sharding, batch | {"sample_index": np.arange(size, dtype=np.uint32)}, size)
+    loss, losses, gradients = program.on_mesh(jax.jit(lambda p, b: program.gradients(p, b, None)), parameters, batch)
+    assert float(losses["loss"]) == pytest.approx(float(saved["loss"]), rel=1e-5)
+    for number in numbers:
+        assert float(losses[f"mtp_{number}_loss"]) == pytest.approx(float(saved["ahead"][number - 1]), rel=1e-5)
+    expected = float(saved["loss"]) + AHEAD["factor"] * float(saved["ahead"].mean())
+    assert float(loss) == pytest.approx(expected, rel=1e-5)
+    assert relative(gradients["embedding"], saved["gradient embedding.word_embeddings.weight"]) < 1e-5
+    assert relative(gradients["final_norm"]["scale"], saved["gradient decoder.final_layernorm.weight"]) < 1e-5
+    for number in numbers:
+        ours, where = gradients[f"mtp_{number}"], f"gradient mtp.layers.{number - 1}"
+        projection = np.asarray(ours["projection"]["weight"]).reshape(-1, model.hidden_size).T
+        assert relative(projection, saved[f"{where}.eh_proj.weight"]) < 1e-5
+        for kind, theirs_name in (("embedding", "enorm"), ("hidden", "hnorm"), ("final", "final_layernorm")):
+            assert relative(ours[f"{kind}_norm"]["scale"], saved[f"{where}.{theirs_name}.weight"]) < 1e-5
+        output = np.asarray(ours["layer"]["attention"]["output"]["weight"]).reshape(-1, model.hidden_size).T
+        assert relative(output, saved[f"{where}.transformer_layer.self_attention.linear_proj.weight"]) < 1e-5
 
 
 def run_config(config: configs.Config) -> configs.Config:

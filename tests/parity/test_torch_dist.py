@@ -1,54 +1,28 @@
 """`torch_dist` checkpoints of megatron-core are read, and it loads those that mtjax writes, in four CPU processes."""
 
-import os
-import socket
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from mtjax.convert.__main__ import main
+from mtjax.commands.convert import main
 from mtjax.runtime.checkpoints.weights import find_weights
 from tests.parity.compare import relative
 from tests.parity.converted import our_logits
 from tests.parity.megatron_core.cases import DISTRIBUTED, VOCAB
+from tests.parity.processes import run_ranks
 
 NEEDED = [name for name in ("torch", "megatron") if find_spec(name) is None]
 pytestmark = [
     pytest.mark.skipif(bool(NEEDED), reason=f"needs the extra parity, which has {', '.join(NEEDED)}"),
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning"),
 ]
-ROOT = Path(__file__).parents[2]
-RANKS = 4
 NAMES = [name for name, *_ in DISTRIBUTED]
 
 
 def run_megatron(mode: str, folder: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
-    given = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "localhost", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-    given |= {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    command = [sys.executable, "-W", "ignore", "-m", "tests.parity.megatron_core.torch_dist", mode, str(folder)]
-    outputs = [(folder / f"{mode}-{rank}.log").open("w+") for rank in range(RANKS)]
-    processes = [
-        subprocess.Popen(
-            command, cwd=ROOT, env=os.environ | given | {"RANK": str(rank)}, stdout=output, stderr=subprocess.STDOUT
-        )
-        for rank, output in enumerate(outputs)
-    ]
-    try:
-        codes = [process.wait(timeout=500) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-        texts = [output.seek(0) or output.read()[-2000:] for output in outputs]
-        for output in outputs:
-            output.close()
-    assert codes == [0] * RANKS, "\n".join(texts)
+    run_ranks("tests.parity.megatron_core.torch_dist", mode, folder)
 
 
 def convert(source: str, target: str, *options: str) -> None:

@@ -7,18 +7,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtjax import cli, config
+from mtjax.analysis.families.registry import anatomy_of
+from mtjax.analysis.hardware import SERVERS
+from mtjax.analysis.memory import peak_stage_memory
+from mtjax.analysis.timing import step_time
+from mtjax.commands.train import Options as TrainOptions
 from mtjax.config import Config
 from mtjax.errors import UserError
+from mtjax.layout.divisibility import check_config
+from mtjax.layout.mesh import MeshShape, parse_mesh
+from mtjax.layout.plan import Plan
 from mtjax.plan.search import search
 from mtjax.plan.search_report import train_command
-from mtjax.theory.divisibility import check_config
-from mtjax.theory.families.registry import anatomy_of
-from mtjax.theory.hardware import SERVERS
-from mtjax.theory.memory import peak_stage_memory
-from mtjax.theory.mesh import MeshShape, parse_mesh
-from mtjax.theory.plan import Plan
-from mtjax.theory.timing import step_time
-from mtjax.train.__main__ import Options as TrainOptions
 from mtjax.train.step import make_train_step
 from tests.tiny import mesh_of, tiny_config
 

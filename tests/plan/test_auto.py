@@ -2,14 +2,14 @@
 
 import pytest
 
+from mtjax.analysis.families.registry import anatomy_of
+from mtjax.analysis.hardware import DGX_H100
 from mtjax.config import load, replace
 from mtjax.errors import UserError
+from mtjax.layout.mesh import MeshShape, parse_mesh
+from mtjax.layout.plan import Plan
 from mtjax.plan.auto import fastest_mesh
 from mtjax.plan.search import Space, search
-from mtjax.theory.families.registry import anatomy_of
-from mtjax.theory.hardware import DGX_H100
-from mtjax.theory.mesh import MeshShape, parse_mesh
-from mtjax.theory.plan import Plan
 from tests.tiny import tiny_config
 
 H100 = "NVIDIA H100 80GB HBM3"

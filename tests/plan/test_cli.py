@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from mtjax import cli, config
-from mtjax.plan.__main__ import main
-from mtjax.theory.divisibility import check_config
-from mtjax.theory.mesh import parse_mesh
-from mtjax.train.__main__ import Options as TrainOptions
+from mtjax.commands.plan import main
+from mtjax.commands.train import Options as TrainOptions
+from mtjax.layout.divisibility import check_config
+from mtjax.layout.mesh import parse_mesh
 from tests.convert.hf_folders import GPT2_CONFIG, SEQUENCE, VOCAB, gpt2_shapes, random_tensors, write_folder
 
 

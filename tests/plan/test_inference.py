@@ -1,15 +1,18 @@
 """Inference by formula: worked by hand."""
 
+from dataclasses import replace
+from typing import Any
+
 import jax
 import pytest
 
 from mtjax import config
+from mtjax.analysis import counts, flops
+from mtjax.analysis.families.registry import anatomy_of, gpt
+from mtjax.analysis.hardware import DGX_H100
 from mtjax.generate.inspected import inspect_decoding
 from mtjax.inspect.targets import find_target
 from mtjax.plan import inference
-from mtjax.theory import counts, flops
-from mtjax.theory.families.registry import anatomy_of, gpt
-from mtjax.theory.hardware import DGX_H100
 
 XL = gpt(48, 1600, 25, 1024, 51_200)
 
@@ -41,9 +44,24 @@ def test_decoding_reads_the_weights_once_per_token():
     assert crowded.token_seconds > 3 * speed.token_seconds
 
 
+WINDOW: dict[str, Any] = {"attention_window": 300, "window_layers": "SF"}
+
+
+def test_a_window_keeps_and_reads_its_tokens_alone() -> None:
+    model = config.replace(config.load("gpt2-355m"), vocab_size=50_257).model
+    plain, windowed = anatomy_of(model), anatomy_of(replace(model, **WINDOW))
+    whole, half = (inference.cache_bytes(anatomy, 3, 1000) for anatomy in (plain, windowed))
+    assert half == whole / 2 * (1 + 300 / 1000)
+    assert inference.cache_bytes(windowed, 3, 300) == inference.cache_bytes(plain, 3, 300)
+    fewer = inference.flops_per_token(plain, 1000) - inference.flops_per_token(windowed, 1000)
+    assert fewer == 12 * 4 * 1024 * 700
+    caches = (inference.decoding_memory(anatomy, 2, 3, 1000).cache for anatomy in (windowed, plain))
+    assert next(caches) / next(caches) == 0.65
+
+
 COMPILED = [
     ("cpu", "gpt2-355m", 64, 256, {"mesh": "1x4"}),
-    pytest.param("cpu", "llama3-8b", 8, 1024, {"mesh": "1x8", "num_kv_heads": 4}, marks=pytest.mark.long),
+    pytest.param("cpu", "llama3-8b", 8, 1024, {"mesh": "1x8", "num_kv_heads": 4} | WINDOW, marks=pytest.mark.long),
     pytest.param("h100x8", "gpt2-355m", 8, 1024, {"mesh": "1x8"}, marks=pytest.mark.aot),
     pytest.param("h100x8 int8", "gpt2-355m", 8, 1024, {"mesh": "1x4"}, marks=pytest.mark.aot),
     pytest.param("h100x8 int8", "llama3-8b", 8, 1024, {"mesh": "1x8", "num_kv_heads": 4}, marks=pytest.mark.aot),

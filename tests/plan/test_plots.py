@@ -3,13 +3,13 @@
 import pytest
 from matplotlib.figure import Figure
 
+from mtjax.analysis.families.registry import gpt
+from mtjax.analysis.flops import amdahl_speedup
+from mtjax.analysis.hardware import DGX_H100
+from mtjax.analysis.memory import peak_stage_memory
+from mtjax.layout.mesh import parse_mesh
+from mtjax.layout.plan import Plan
 from mtjax.plan import plots, published
-from mtjax.theory.families.registry import gpt
-from mtjax.theory.flops import amdahl_speedup
-from mtjax.theory.hardware import DGX_H100
-from mtjax.theory.memory import peak_stage_memory
-from mtjax.theory.mesh import parse_mesh
-from mtjax.theory.plan import Plan
 
 SHAPE = gpt(24, 1024, 16, 1024, 51_200)
 PLAN = Plan(parse_mesh("8x1x2"), 64, 8, recompute="full")

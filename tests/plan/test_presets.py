@@ -5,16 +5,16 @@ import re
 import pytest
 
 from mtjax import config
+from mtjax.analysis import counts, flops, memory
+from mtjax.analysis.families.registry import anatomy_of
+from mtjax.analysis.hardware import SERVERS
+from mtjax.analysis.schedules import bubble
+from mtjax.analysis.timing import step_time
+from mtjax.layout import plan as plans
+from mtjax.layout.divisibility import check_config
+from mtjax.layout.mesh import parse_mesh
+from mtjax.layout.timetable import num_ticks
 from mtjax.plan import published
-from mtjax.theory import counts, flops, memory
-from mtjax.theory import plan as plans
-from mtjax.theory.divisibility import check_config
-from mtjax.theory.families.registry import anatomy_of
-from mtjax.theory.hardware import SERVERS
-from mtjax.theory.mesh import parse_mesh
-from mtjax.theory.schedules import bubble
-from mtjax.theory.timetable import num_ticks
-from mtjax.theory.timing import step_time
 
 PATHS = sorted(config.shipped_folder().glob("*.toml"))
 PRESETS = [p for p in PATHS if p.stem not in ("default", "llama-tiny")]

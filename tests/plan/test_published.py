@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from mtjax.analysis.accuracy import A100, H100, V100, accuracy_on
+from mtjax.analysis.families.registry import gpt
+from mtjax.analysis.hardware import DGX_2H, DGX_A100_80, DGX_H100
+from mtjax.analysis.machine import Constants
+from mtjax.analysis.software import MEGATRON_2021
+from mtjax.layout.mesh import parse_mesh
+from mtjax.layout.plan import MEGATRON_FP16, Plan
 from mtjax.plan import published
-from mtjax.theory.accuracy import A100, H100, V100, accuracy_on
-from mtjax.theory.families.registry import gpt
-from mtjax.theory.hardware import DGX_2H, DGX_A100_80, DGX_H100
-from mtjax.theory.machine import Constants
-from mtjax.theory.mesh import parse_mesh
-from mtjax.theory.plan import MEGATRON_FP16, Plan
-from mtjax.theory.software import MEGATRON_2021
 
 DOCS = Path(__file__).parents[2] / "docs" / "notes" / "plan.md"
 

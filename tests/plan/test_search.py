@@ -7,21 +7,21 @@ import shlex
 import pytest
 
 from mtjax import cli, config
+from mtjax.analysis import memory, timing
+from mtjax.analysis.anatomy import Anatomy
+from mtjax.analysis.families.registry import anatomy_of, gpt
+from mtjax.analysis.flops import SECONDS_PER_DAY
+from mtjax.analysis.hardware import DGX_2H, DGX_H100, SERVERS
+from mtjax.commands.train import Options as TrainOptions
 from mtjax.errors import UserError
+from mtjax.layout.mesh import MeshShape, parse_mesh
+from mtjax.layout.plan import Plan
+from mtjax.layout.stages import balanced_layers
 from mtjax.plan import search
 from mtjax.plan.hints import zero_hint
 from mtjax.plan.report import choice_table
 from mtjax.plan.search import Space, best_plan, gpus_within
 from mtjax.plan.search_report import of_different_kinds, train_command
-from mtjax.theory import memory, timing
-from mtjax.theory.anatomy import Anatomy
-from mtjax.theory.families.registry import anatomy_of, gpt
-from mtjax.theory.flops import SECONDS_PER_DAY
-from mtjax.theory.hardware import DGX_2H, DGX_H100, SERVERS
-from mtjax.theory.mesh import MeshShape, parse_mesh
-from mtjax.theory.plan import Plan
-from mtjax.theory.stages import balanced_layers
-from mtjax.train.__main__ import Options as TrainOptions
 
 SHAPE = gpt(6, 1536, 12, 1024, 51_200)
 BASE = Plan(MeshShape(), 24, 1)

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mtjax.layout.timetable import forward_timetable, num_ticks, timetable
 from mtjax.plan.timeline import abridged, chunk_name, columns, legend, lines
-from mtjax.theory.timetable import forward_timetable, num_ticks, timetable
 
 SIZES = {"stages": st.integers(1, 20), "microbatches": st.integers(1, 40), "chunks": st.integers(1, 3)}
 SCHEDULES = st.sampled_from(["1f1b", "interleaved", "gpipe"])

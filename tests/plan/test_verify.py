@@ -9,14 +9,14 @@ import pytest
 from rich.console import Console
 
 from mtjax import config
+from mtjax.analysis import counts, memory
+from mtjax.analysis.families.registry import anatomy_of
 from mtjax.inspect import verify
 from mtjax.inspect.report import inspect
 from mtjax.inspect.targets import find_target
 from mtjax.inspect.verify import Check, compare
+from mtjax.layout.mesh import MeshShape, parse_mesh
 from mtjax.sharding.mesh import make_mesh
-from mtjax.theory import counts, memory
-from mtjax.theory.families.registry import anatomy_of
-from mtjax.theory.mesh import MeshShape, parse_mesh
 from mtjax.train.step import make_train_step
 from tests.inspect.steps import has_cudnn
 

@@ -12,6 +12,8 @@ from mtjax.errors import UserError
 from mtjax.inspect.report import inspect
 from mtjax.inspect.targets import find_target
 from mtjax.inspect.text import heading
+from mtjax.layout.attention_kernel import choose_kernel
+from mtjax.layout.mesh import parse_mesh
 from mtjax.runtime import xla_options
 from mtjax.runtime.xla_options import (
     CONCURRENT,
@@ -28,8 +30,6 @@ from mtjax.runtime.xla_options import (
     choose,
     deterministic,
 )
-from mtjax.theory.attention import choose_kernel
-from mtjax.theory.mesh import parse_mesh
 from mtjax.train.setup import check_comparable
 from mtjax.train.step import make_train_step
 from tests.inspect.steps import needs_aot, tiny

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from mtjax.convert.__main__ import main as convert
+from mtjax.commands.convert import main as convert
 from mtjax.generate.weights import load_model
 from mtjax.serve import answers
 from mtjax.serve.tokens import Tokens

@@ -14,12 +14,12 @@ from mtjax.errors import UserError
 from mtjax.generate.decoder import Decoder
 from mtjax.generate.engine import Engine
 from mtjax.generate.request import Request, Sampling, Token
+from mtjax.layout.mesh import parse_mesh
 from mtjax.models.sharded_model import ShardedModel
 from mtjax.serve import kv_mailbox, lockstep
 from mtjax.serve.lockstep import LockstepLeader, follow
 from mtjax.serve.remote_replica import RemoteReplica, serve_replica
 from mtjax.serve.replicas import replicas_on
-from mtjax.theory.mesh import parse_mesh
 from tests.tiny import mesh_of, tiny_config
 
 

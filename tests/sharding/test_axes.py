@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from mtjax.layout.layouts import TENSOR
+from mtjax.layout.rules import Rules
 from mtjax.sharding.axes import merge, only_axes, partition_spec, spec, use_rules, with_axes
-from mtjax.theory.layout import TENSOR
-from mtjax.theory.rules import Rules
 from tests.tiny import mesh_of
 
 NAMES = sorted(vars(Rules()))

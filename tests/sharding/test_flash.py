@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
+from mtjax.layout.attention_kernel import choose_kernel
+from mtjax.layout.layouts import TENSOR
 from mtjax.models.alibi import Alibi, slopes
 from mtjax.models.kernels import cudnn, in_blocks
 from mtjax.models.kernels.options import AttentionOptions
@@ -16,8 +18,6 @@ from mtjax.models.kernels.xla import causal_mask, softmax_attention
 from mtjax.models.layer_context import LayerContext
 from mtjax.sharding.axes import partition_spec, use_rules
 from mtjax.sharding.flash import Differentiable, flash_attention
-from mtjax.theory.attention import choose_kernel
-from mtjax.theory.layout import TENSOR
 from tests.tiny import gradients_like, mesh_of, tiny_config
 
 HEADS = partition_spec(TENSOR.rules, ("batch", "seq", "heads", "head_dim"))

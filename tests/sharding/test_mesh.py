@@ -5,9 +5,9 @@ import pytest
 from jax.sharding import AxisType
 
 from mtjax.errors import UserError
+from mtjax.layout.mesh import parse_mesh
 from mtjax.sharding import mesh as mesh_of_devices
 from mtjax.sharding.mesh import attach_devices, make_mesh
-from mtjax.theory.mesh import parse_mesh
 from tests.tiny import mesh_of
 
 

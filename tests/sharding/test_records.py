@@ -8,6 +8,9 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from mtjax.layout.layouts import NOT_SHARDED, TENSOR_RULES, Layout
+from mtjax.layout.mesh import MeshShape, parse_mesh
+from mtjax.layout.rules import Axes, Rules
 from mtjax.sharding.accumulate import Accumulate
 from mtjax.sharding.axes import partition_spec, spec, use_rules
 from mtjax.sharding.gradients import distributed_gradients
@@ -15,9 +18,6 @@ from mtjax.sharding.manual_region import ManualRegion
 from mtjax.sharding.param_comm import GradReduction
 from mtjax.sharding.param_specs import param_specs
 from mtjax.sharding.reduction import Reduction
-from mtjax.theory.layout import NOT_SHARDED, TENSOR_RULES, Layout
-from mtjax.theory.mesh import MeshShape, parse_mesh
-from mtjax.theory.rules import Axes, Rules
 from tests.tiny import Whole, mesh_of, program_of
 
 STAGED = dataclasses.replace(TENSOR_RULES, layers=("stage",))

@@ -7,10 +7,10 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 
+from mtjax.layout.layouts import TENSOR
 from mtjax.sharding.axes import partition_spec, use_rules
 from mtjax.sharding.vocab import LossOptions, vocab_parallel_cross_entropy
 from mtjax.sharding.vocab_embedding import vocab_parallel_embedding
-from mtjax.theory.layout import TENSOR
 from tests.tiny import gradients_like, mesh_of
 
 ROWS, VOCAB, HIDDEN, BATCH, LENGTH = 64, 57, 16, 4, 6

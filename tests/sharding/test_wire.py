@@ -16,9 +16,9 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from mtjax.layout.layouts import NOT_SHARDED
+from mtjax.layout.rules import DATA
 from mtjax.sharding.param_comm import GradReduction, reduce_gradient
-from mtjax.theory.layout import NOT_SHARDED
-from mtjax.theory.rules import DATA
 from tests.tiny import batch_of, host_batch, initial_state, mesh_of, program_of
 
 U = 2.0**-8

@@ -8,11 +8,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from mtjax.theory.counts import Counts, peak_stage_counts
-from mtjax.theory.families.registry import anatomy_of
-from mtjax.theory.layout import NOT_SHARDED, TENSOR_RULES, Layout, sharded_dimension
-from mtjax.theory.plan import Plan
-from mtjax.theory.rules import DATA
+from mtjax.analysis.counts import Counts, peak_stage_counts
+from mtjax.analysis.families.registry import anatomy_of
+from mtjax.layout.layouts import NOT_SHARDED, TENSOR_RULES, Layout, sharded_dimension
+from mtjax.layout.mesh import MeshShape
+from mtjax.layout.plan import Plan
+from mtjax.layout.rules import DATA
 from mtjax.train.step import TrainStep
 from tests.tiny import batch_of, initial_state, program_of, run_steps
 
@@ -27,7 +28,7 @@ NAMES = st.lists(st.sampled_from(["embed", "mlp", "heads", "head_dim", "qkv"]), 
 def test_a_dimension_is_chosen_whenever_one_divides(names, sizes, ways, zero, stacked):
     names = (*(["layers"] if stacked else []), *names)
     shape = tuple(sizes[: len(names)])
-    dim = sharded_dimension(names, shape, Layout(zero=zero), ways)
+    dim = sharded_dimension(names, shape, Layout(zero=zero), MeshShape(data=ways, model=2), ways)
     fits = [
         i
         for i, name in enumerate(names)

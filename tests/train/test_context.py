@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from mtjax.models.kernels import blocks
+from tests.same_numbers import assert_same
 from tests.tiny import LATENT, batch_of, initial_state, program_of, run_steps
 
 LLAMA: dict[str, Any] = {"family": "llama", "num_kv_heads": 1, "hidden_dropout": 0.1, "attention_dropout": 0.1}
@@ -121,9 +122,11 @@ def test_losses_and_gradients_are_those_of_one_device(mesh, model, settings, mon
     if settings.get("recompute") == "full":
         monkeypatch.setattr(blocks, "QUERIES_AT_A_TIME", 3)
     known = one_device(tuple(model.items()))
-    found = results(program_of(mesh, **model, **settings))
+    program = program_of(mesh, **model, **settings)
+    found = results(program)
     for name, value in known.items():
         np.testing.assert_allclose(found[name], value, atol=1e-5 * np.abs(value).max(), err_msg=name)
+    assert_same(program, program_of("1x1", **model))
 
 
 @pytest.mark.long

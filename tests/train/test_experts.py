@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mtjax.models.mixers.experts import LOAD, LOST, ROUTER_AUX_LOSS, Z_LOSS
+from mtjax.models.routers import LOAD, LOST, ROUTER_AUX_LOSS, Z_LOSS
 from mtjax.train.observability.expert_load import describe_load, load_entries
+from tests.same_numbers import assert_same, by_name
 from tests.tiny import batch_of, host_batch, initial_state, program_of, tiny_config
-from tests.train.test_stages import PLAIN, by_name
+from tests.train.test_stages import PLAIN
 
 EXPERTS: dict[str, Any] = {
     "family": "llama",
@@ -274,7 +275,8 @@ def one_device(model: Any) -> dict[str, np.ndarray]:
 def test_steps_are_those_of_one_device(mesh, model, settings):
     model = EXPERTS | model
     known = one_device(tuple(model.items()))
-    found = results(program_of(mesh, **model, **{"microbatch_size": 1} | settings))
+    program = program_of(mesh, **model, **{"microbatch_size": 1} | settings)
+    found = results(program)
     for name, value in known.items():
         np.testing.assert_allclose(found[name], value, atol=1e-5 * np.abs(value).max(), err_msg=name)
     layers = model.get("num_layers", 2) // model.get("moe_every", 1) - model.get("first_dense_layers", 0)
@@ -285,6 +287,7 @@ def test_steps_are_those_of_one_device(mesh, model, settings):
     if "biases" in known:
         assert {-1, 0, 1} >= set(np.unique(np.round(known["biases"] / 0.05))) - {-2, 2}
         assert np.abs(known["biases"]).max() > 0.04
+    assert_same(program, program_of("1x1", **model))
 
 
 def test_the_load_in_metrics_and_in_words():

@@ -4,7 +4,7 @@ import numpy as np
 import optax
 import pytest
 
-from mtjax.theory.layout import is_decayed
+from mtjax.layout.layouts import is_decayed
 from mtjax.train.optimizer import make_optimizer
 from tests.tiny import program_of, records_like, tiny_config
 

@@ -17,6 +17,16 @@ FAMILIES: Mapping[str, Family] = {"gpt": GPT, "llama": LLAMA, "bert": BERT, "t5"
 """Name -> the family's defaults and checks. `Model.family` takes its choices from here."""
 
 
+def kind_of(model: "Model") -> str:
+    """Returns `decoder`, `encoder` or `encoder-decoder`."""
+    return FAMILIES[model.family].kind
+
+
+def is_decoder(model: "Model") -> bool:
+    """Returns whether a model continues a text: whether it has causal layers alone."""
+    return kind_of(model) == "decoder"
+
+
 def check_decoder_settings(model: "Model") -> None:
     """Checks that settings of decoders alone, and of an encoder alone, have their defaults in other families.
 

@@ -3,6 +3,7 @@
 from mtjax.config.families.family import Family
 
 BERT = Family(
+    kind="encoder",
     defaults={
         "norm": "layernorm",
         "norm_epsilon": 1e-5,

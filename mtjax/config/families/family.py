@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from mtjax.errors import UserError
 
@@ -36,6 +36,7 @@ DECODER = frozenset(
     {
         *("embedding_scale", "embedding_norm", "parallel_residual", "residual_scale"),
         *("output_scale", "output_softcap", "output_bias"),
+        *("mtp_num_layers", "mtp_loss_scaling_factor"),
         *("qk_norm", "qk_norm_scope", "qk_norm_kind", "qk_norm_bias", "qk_norm_after_rope", "qkv_clip"),
         *("attention_window", "window_layers", "alibi_scaled", "rope_fraction", "rope_layers", "rope_local_theta"),
         *("rope_short_factors", "rope_long_factors", "rope_truncate"),
@@ -73,6 +74,8 @@ def _nothing_more(model: "Model") -> None:
 class Family:
     """A family's defaults and checks, and the settings that have an effect only in this family."""
 
+    kind: Literal["decoder", "encoder", "encoder-decoder"]
+    """Whether the model continues a text, reads one in both directions, or reads one and writes another."""
     defaults: Mapping[str, Any]
     """Defaults of the family; `mtjax.config.replace` sets them when the family changes."""
     choices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

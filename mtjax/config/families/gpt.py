@@ -3,6 +3,7 @@
 from mtjax.config.families.family import DECODER, EXPERTS, Family, check_parallel_residual
 
 GPT = Family(
+    kind="decoder",
     defaults={
         "norm": "layernorm",
         "norm_epsilon": 1e-5,

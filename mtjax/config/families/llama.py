@@ -3,6 +3,7 @@
 from mtjax.config.families.family import DECODER, EXPERTS, Family, check_parallel_residual
 
 LLAMA = Family(
+    kind="decoder",
     defaults={
         "norm": "rmsnorm",
         "norm_epsilon": 1e-5,

@@ -27,6 +27,7 @@ def check(model: "Model") -> None:
 
 
 T5 = Family(
+    kind="encoder-decoder",
     defaults={
         "norm": "rmsnorm",
         "norm_epsilon": 1e-6,

@@ -7,7 +7,7 @@ from mtjax.config import Model
 from mtjax.config.sizes import head_dim, num_kv_heads
 from mtjax.convert.families.rows import linear, norm, row, stacked
 from mtjax.convert.table import Row, Slots, Table, Tensor, dims
-from mtjax.theory.families.decoder import DENSE
+from mtjax.layout.stacks import DENSE
 
 LAYERS = "stack.layers"
 BUFFERS = (r".*\.rotary_emb\.inv_freq", r".*\.masked_bias", r"(.*\.)?h\.\d+\.attn\.bias", r".*\.attention\.bias")

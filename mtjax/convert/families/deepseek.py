@@ -1,5 +1,7 @@
 """transformers' `deepseek_v2` and `deepseek_v3`: latent attention and experts (arXiv 2405.04434, 2412.19437)."""
 
+from dataclasses import replace
+
 from mtjax.config import Model
 from mtjax.convert.families.decoder import LIKE_LLAMA, NO_BIASES, ROPE, Only, decoder, sizes
 from mtjax.convert.families.decoder_rows import LAYERS, Names, in_dense_layers, mlp_rows, outside_rows
@@ -17,7 +19,7 @@ from mtjax.convert.families.family import Json
 from mtjax.convert.families.parts import Part, Settings, always, fields, inverse, unused
 from mtjax.convert.families.rope import rope_object, yarn_scale
 from mtjax.convert.families.rows import linear, norm, row
-from mtjax.convert.table import Row, Tensor, dims
+from mtjax.convert.table import Row, Table, Tensor, dims
 
 LATENT = fields(
     q_lora_rank="q_lora_rank",
@@ -71,6 +73,59 @@ def _rows(names: Names, model: Model) -> tuple[Row, ...]:
         *DEEPSEEK.mixture_rows(names),
         *in_dense_layers((*attention, *mlp_rows(names))),
     )
+
+
+def _rows_with_predictions(names: Names, model: Model) -> tuple[Row, ...]:
+    """Returns the rows of a decoder whose layers of multi-token prediction follow the others."""
+    rows = _rows(names, model)
+    for number in range(1, model.mtp_num_layers + 1):
+        at, ours = model.num_layers + number - 1, f"mtp_{number}"
+        block = names.block.format(layer=at)
+        rows += tuple(_of_one_layer(of, f"{ours}.layer", at) for of in rows if of.ours.startswith(f"{LAYERS}."))
+        rows += (
+            *norm(f"{ours}.embedding_norm", f"{block}enorm"),
+            *norm(f"{ours}.hidden_norm", f"{block}hnorm"),
+            row(f"{ours}.projection.weight", f"{block}eh_proj.weight", "features sources*embed"),
+            *norm(f"{ours}.final_norm", f"{block}shared_head.norm"),
+        )
+    return rows
+
+
+def _of_one_layer(of: Row, ours: str, number: int) -> Row:
+    """Returns the row of one layer that is in no stack, from that of a stack."""
+    each = (replace(tensor, name=tensor.name.replace("{layer}", str(number))) for tensor in of.tensors)
+    return Row(of.ours.replace(LAYERS, ours, 1), tuple(each))
+
+
+def _shared_tables(model: Model) -> dict[str, str]:
+    """Returns the copies of the embedding and of the output in layers of multi-token prediction."""
+    output = "model.embed_tokens.weight" if model.tie_embeddings else "lm_head.weight"
+    numbers = range(model.num_layers, model.num_layers + model.mtp_num_layers)
+    return {
+        copy: of
+        for number in numbers
+        for copy, of in (
+            (f"model.layers.{number}.embed_tokens.weight", "model.embed_tokens.weight"),
+            (f"model.layers.{number}.shared_head.head.weight", output),
+        )
+    }
+
+
+def _read(config: Json, tensors: frozenset[str]) -> Settings:
+    """Reads a config.json; layers of multi-token prediction only with the language head, and where the folder has them:
+    transformers drops them when it saves a model, but not from its config.json."""
+    settings = _WITHOUT_COPIES.read(config, tensors)
+    first = f"model.layers.{settings['num_layers']}.eh_proj.weight"
+    # Without names of tensors, a config.json alone is read.
+    are_there = settings["head"] == "language" and (not tensors or first in tensors)
+    return settings if are_there else {**settings, "mtp_num_layers": 0}
+
+
+def _table(table: Table, model: Model) -> Table:
+    """Returns the table with the copies of the embedding and of the output, which are written but need not be there."""
+    copies = _shared_tables(model)
+    table = _WITHOUT_COPIES.fit(table, model)
+    return replace(table, copies={**table.copies, **copies}, duplicates=copies)
 
 
 def _attention(names: Names, model: Model) -> tuple[Row, ...]:
@@ -161,22 +216,27 @@ DEEPSEEK_V2 = decoder(
     rows=_rows,
     only={**ONLY, "mlp_bias": (False,), "topk_method": ("greedy", "group_limited_greedy")},
 )
-DEEPSEEK_V3 = decoder(
+_WITHOUT_COPIES = decoder(
     "deepseek_v3",
     "DeepseekV3",
     sizes(7168, 18_432, 61, 128, 128, 129_280, 4096)
     | WIDTHS
     | {"first_k_dense_replace": 3, "n_group": 8, "topk_group": 4, "norm_topk_prob": True}
     | {"n_routed_experts": 256, "n_shared_experts": 1, "moe_intermediate_size": 2048, "routed_scaling_factor": 2.5}
-    | {"num_experts_per_tok": 8},
+    | {"num_experts_per_tok": 8, "num_nextn_predict_layers": 0},
     *COMMON,
     shared_experts("n_shared_experts", least=0),
     groups(),
     SIGMOID,
     NORMALIZED,
-    Part(("num_nextn_predict_layers",), lambda values: {}, lambda model: {"num_nextn_predict_layers": 0}),
-    rows=_rows,
-    # Layers of multi-token prediction follow the others.
-    ignored=lambda model: (rf"model\.layers\.{model.num_layers}\..*",),
+    Part(
+        ("num_nextn_predict_layers",),
+        lambda values: {"mtp_num_layers": values["num_nextn_predict_layers"] or 0},
+        lambda model: {"num_nextn_predict_layers": model.mtp_num_layers},
+    ),
+    rows=_rows_with_predictions,
+    # Read with the language head only.
+    ignored=lambda model: (rf"model\.layers\.{model.num_layers + model.mtp_num_layers}\..*",),
     only={**ONLY, **SIGMOID_KEYS, "rope_interleave": (True,)},
 )
+DEEPSEEK_V3 = replace(_WITHOUT_COPIES, read=_read, fit=_table)

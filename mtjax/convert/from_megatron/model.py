@@ -14,6 +14,8 @@ _NAMES = {
     "bert": frozenset({"lm_head.", "binary_head.", "tokentype_embeddings"}),
 }
 """Prefixes of tensors' names in Megatron's checkpoints of each family, by which `described` recognizes it."""
+_OF_TRAINING = ("moe_expert_capacity_factor", "mtp_num_layers")
+"""Arguments with which checkpoints are not converted, but training is translated."""
 _NEEDED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
 
 _DECIDED_BY = {
@@ -60,6 +62,8 @@ def translate_model(to: Translation) -> None:
         to.differences.append(
             "--capacity-factor: computed per sample, and the last tokens of a sample are dropped first"
         )
+    if layers := to.get("mtp_num_layers"):
+        settings |= {"mtp_num_layers": layers, "mtp_loss_scaling_factor": to.get("mtp_loss_scaling_factor")}
     if settings.get("router_aux_loss"):
         to.differences.append(
             "--router-aux-loss: computed per sample, as Megatron's seq_aux_loss; its aux_loss is per microbatch"
@@ -84,9 +88,9 @@ def _arguments(to: Translation) -> dict[str, Any]:
     arguments = defaults | to.given.values
     # Unsupported values are noted, and the model is translated with the default instead.
     for dest, values in supported().items():
-        if dest in to.given.values and arguments[dest] not in values and dest != "moe_expert_capacity_factor":
+        if dest in to.given.values and arguments[dest] not in values and dest not in _OF_TRAINING:
             to.drop(dest)
-    for dest in [*to.unsupported, "moe_expert_capacity_factor"]:
+    for dest in [*to.unsupported, *_OF_TRAINING]:
         arguments[dest] = defaults.get(dest)
     arguments.setdefault("max_position_embeddings", arguments["seq_length"])
     if arguments.get("add_qkv_bias") and arguments["add_bias_linear"]:

@@ -4,7 +4,7 @@ import math
 
 from mtjax.convert.from_megatron.translated import Translation
 from mtjax.errors import UserError
-from mtjax.theory.mesh import MeshShape
+from mtjax.layout.mesh import MeshShape
 
 _ZERO_STAGES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 

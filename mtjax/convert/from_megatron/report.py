@@ -10,8 +10,8 @@ from mtjax.config.run import section_by_setting
 from mtjax.convert.from_megatron.given import GivenArguments
 from mtjax.convert.from_megatron.translated import Translation
 from mtjax.errors import UserError
+from mtjax.layout.mesh import MeshShape
 from mtjax.migrate.megatron import by_dest
-from mtjax.theory.mesh import MeshShape
 
 
 def tables_of(to: Translation) -> dict[str, dict[str, Any]]:

@@ -15,8 +15,8 @@ from mtjax.convert.from_megatron.training import (
 from mtjax.convert.from_megatron.translated import Translation
 from mtjax.errors import UserError
 from mtjax.help import options_of
+from mtjax.layout.mesh import MeshShape
 from mtjax.migrate.megatron import by_dest
-from mtjax.theory.mesh import MeshShape
 
 
 def translate(given: GivenArguments) -> tuple[Translation, MeshShape]:

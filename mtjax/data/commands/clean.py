@@ -20,7 +20,7 @@ from mtjax.cli import read, run_main
 from mtjax.config.field_metadata import at_least
 from mtjax.data.cleaning.document import CleanOptions
 from mtjax.data.cleaning.passes import CleanJob, clean
-from mtjax.data.corpus.reader import expand
+from mtjax.data.commands.inputs import input_files, with_all
 from mtjax.data.json_lines import read_lines
 from mtjax.data.tokens.tokenizer import open_tokenizer
 from mtjax.errors import UserError
@@ -70,7 +70,7 @@ class Options:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command."""
-    return run_main(lambda: run(read(Options, argv, "mtjax data clean")))
+    return run_main(lambda: run(read(Options, with_all(argv, "--input", "--remove-like"), "mtjax data clean")))
 
 
 def run(options: Options) -> None:
@@ -94,11 +94,11 @@ def run(options: Options) -> None:
         removed_ids=_read_ids(options.remove_ids),
     )
     job = CleanJob(
-        paths=expand(options.input),
+        paths=input_files(options.input),
         output=options.output,
         options=cleaning,
         jaccard=options.jaccard,
-        remove_like=expand(options.remove_like),
+        remove_like=input_files(options.remove_like),
         overlap_with=options.overlap_with,
         key_named=options.text_key is not None,
         workers=workers,

@@ -3,11 +3,14 @@
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
 from typing import Any, TypeVar
 
-from mtjax.errors import UserError, lone_surrogate
+from mtjax.errors import UserError, lone_surrogate, require
 
 LONGEST_INTEGER = 600
+COUNTED_AT_A_TIME = 1 << 22
 DEEPEST = 3
 """Levels of nested objects in which a key is looked for that the top level lacks."""
 Value = TypeVar("Value")
@@ -43,6 +46,7 @@ class Chunk:
       read: bytes taken from the file as stored so far.
       unit: what messages call the position of a document.
       faults: number of a document in the chunk -> why it can't be used, known since it was read.
+      lines_from: the byte of the file at which line 1 begins; not 0 in a part of a file.
     """
 
     path: str
@@ -55,10 +59,21 @@ class Chunk:
     read: int
     unit: str = "line"
     faults: dict[int, str] | None = None
+    lines_from: int = 0
 
     def where(self, line: int) -> str:
-        """Returns the position of a document, for messages."""
-        return f"{self.path}, {self.unit} {line}"
+        """Returns the position of a document, for messages: in the whole file, also of a part."""
+        return f"{self.path}, {self.unit} {line + lines_before(self.path, self.lines_from)}"
+
+
+@lru_cache(maxsize=16)
+def lines_before(path: str, offset: int) -> int:
+    """Counts the lines of a file that end before a byte: only messages need them, so parts don't count at the start."""
+    if not offset:
+        return 0
+    with require("fsspec", "data").open(path, "rb") if "://" in path else Path(path).open("rb") as file:
+        pieces = range(0, offset, COUNTED_AT_A_TIME)
+        return sum(file.read(min(COUNTED_AT_A_TIME, offset - at)).count(b"\n") for at in pieces)
 
 
 @dataclass(frozen=True)

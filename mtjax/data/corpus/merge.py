@@ -1,5 +1,6 @@
 """Several indexed datasets put one after another into one, in a stream."""
 
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from mtjax.data.corpus.indexed import CODES, IndexedDataset
 from mtjax.data.corpus.made_with import check_same_maker, digest_in
 from mtjax.data.corpus.meta import UNKNOWN, TokenizerRecord
 from mtjax.data.corpus.resume_record import ResumeRecord
+from mtjax.data.corpus.verify import check_crc
 from mtjax.data.corpus.writer import IndexedWriter
 from mtjax.data.progress import ProgressLine, say
 from mtjax.errors import UserError
@@ -22,7 +24,8 @@ def merge(datasets: Sequence[IndexedDataset], output: Path) -> None:
     """Writes the sequences and documents of `datasets`, in order, to the prefix `output`.
 
     Raises:
-      UserError: only some are multimodal, they were made with different tokenizers, or their types don't go together.
+      UserError: only some are multimodal, they were made with different tokenizers, their types don't go together, or
+        the tokens of one are not those that its checksum is of.
     """
     multimodal = {dataset.modes is not None for dataset in datasets if len(dataset)}
     if len(multimodal) > 1:
@@ -38,10 +41,13 @@ def merge(datasets: Sequence[IndexedDataset], output: Path) -> None:
             ):
                 done = 0
                 for dataset in datasets:
+                    crc = 0
                     for piece in _pieces(dataset):
                         writer.add(*piece)
+                        crc = zlib.crc32(piece[0].data, crc)
                         done += piece[0].nbytes
                         progress.update(done, done)
+                    check_crc(dataset, crc)
                 writer.finish(recorded)
         except BaseException:
             record.remove()

@@ -39,10 +39,12 @@ class Meta(TokenizerRecord):
     Attributes:
       idx_crc32: checksum of `.idx`.
       bin_crc32: checksum of `.bin`.
+      part: of which run it is a part (`parts.PartRecord`); None for a whole dataset.
     """
 
     idx_crc32: int
     bin_crc32: int
+    part: dict[str, Any] | None = None
 
 
 def meta_path(prefix: str | Path) -> Path:
@@ -71,7 +73,8 @@ def read_meta(prefix: str | Path) -> Meta | None:
 
 def write_meta(path: Path, meta: Meta) -> None:
     """Writes the facts about a dataset to `path`."""
-    path.write_text(json.dumps(asdict(meta), indent=1) + "\n")
+    facts = {name: value for name, value in asdict(meta).items() if name != "part" or value is not None}
+    path.write_text(json.dumps(facts, indent=1) + "\n")
 
 
 def file_crc32(path: Path) -> int:

@@ -6,7 +6,8 @@ The output depends on the text, the tokenizer and the options, never on the numb
 import contextlib
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +16,8 @@ from mtjax.data.corpus.encode import Encoded, EncodeOptions, Encoder
 from mtjax.data.corpus.indexed import token_dtype
 from mtjax.data.corpus.meta import TokenizerRecord
 from mtjax.data.corpus.parallel import map_in_order
-from mtjax.data.corpus.reader import Position, chunks, total_bytes
+from mtjax.data.corpus.parts import Part, record_of, spans_of
+from mtjax.data.corpus.reader import Position, Span, chunks, total_bytes
 from mtjax.data.corpus.resume_record import Counts, ResumeRecord, State
 from mtjax.data.corpus.writer import IndexedWriter, publish
 from mtjax.data.progress import ProgressLine, say
@@ -42,6 +44,7 @@ class Job:
       tokenizer_name: written next to the dataset, so that it can be opened without naming it again.
       keys_named: whether the user named the keys; without, a CSV file is refused.
       task: what the progress line shows.
+      part: which part of the text is taken; None for all of it.
       seconds_per_save: how much work an interruption may cost.
     """
 
@@ -55,6 +58,7 @@ class Job:
     tokenizer_name: str | None = None
     keys_named: bool = False
     task: str = "preprocessing"
+    part: Part | None = None
     seconds_per_save: float = SECONDS_PER_SAVE
 
 
@@ -95,14 +99,15 @@ def preprocess(job: Job) -> Counts:
 def _encode_into(job: Job, state: State, record: ResumeRecord) -> None:
     """Takes the job from `state` to sealed, bringing `state` and its record up to date on the way."""
     dtype = token_dtype(job.tokenizer.vocab_size)
-    counts, before, last_save = state.counts, _bytes_before(job.paths), time.monotonic()
+    spans = [Span(path) for path in job.paths] if job.part is None else spans_of(job.paths, job.part)
+    counts, before, last_save = state.counts, _bytes_before(spans), time.monotonic()
     with contextlib.ExitStack() as stack:
         writers = {
             key: stack.enter_context(IndexedWriter(prefix, dtype, state.writers.get(key)))
             for key, prefix in job.outputs.items()
         }
         progress = stack.enter_context(ProgressLine(job.task, before[-1], counts.text_bytes))
-        source = chunks(job.paths, state.position, TextFields(job.options.keys, job.keys_named))
+        source = chunks(spans, state.position, TextFields(job.options.keys, job.keys_named))
         encoded = map_in_order(Encoder(job.tokenizer, job.options), source, job.workers)
         stack.callback(encoded.close)
         for chunk, result in encoded:
@@ -112,17 +117,20 @@ def _encode_into(job: Job, state: State, record: ResumeRecord) -> None:
             counts.documents += result.documents
             counts.skipped += len(result.errors)
             counts.text_bytes += result.text_bytes
-            progress.update(before[chunk.file] + chunk.read, counts.text_bytes)
+            done = before[chunk.file] + chunk.read
+            progress.update(done, counts.text_bytes)
             if time.monotonic() - last_save > job.seconds_per_save:
-                state.position = _after(chunk)
+                state.position, state.share = _after(chunk), done / before[-1] if before[-1] else 0.0
                 state.writers = {key: writer.position() for key, writer in writers.items()}
                 record.write(state)
                 last_save = time.monotonic()
-        _refuse_empty(job, writers, record)
+        if job.part is None:
+            _refuse_empty(job, writers, record)
         tokenizer = job.tokenizer
         made_with = TokenizerRecord(job.tokenizer_name, tokenizer.vocab_size, tokenizer.eod, content_digest(tokenizer))
-        for writer in writers.values():
-            writer.seal(made_with)
+        for key, writer in writers.items():
+            part = job.part and record_of(job.part, key, job.options, job.on_error, job.paths)
+            writer.seal(made_with, part and asdict(part))
         state.sealed = True
         record.write(state)
 
@@ -155,10 +163,7 @@ def _report(chunk: Chunk, result: Encoded, on_error: str) -> None:
         say(f"skipped {text}")
 
 
-def _bytes_before(paths: Sequence[str]) -> list[int]:
+def _bytes_before(spans: Sequence[Span]) -> list[int]:
     """Bytes before each file, and in all of them; what is not local counts as nothing."""
-    total, sums = 0, [0]
-    for path in paths:
-        total += total_bytes(path)
-        sums.append(total)
-    return sums
+    sizes = [(total_bytes(span.path) if span.end is None else span.end) - span.begin for span in spans]
+    return list(accumulate((max(size, 0) for size in sizes), initial=0))

@@ -5,15 +5,17 @@ the text alone.
 """
 
 import glob
+import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from mtjax.data.corpus.documents import Chunk, TextFields, check_layout
 from mtjax.data.corpus.folders import files_in
 from mtjax.data.corpus.packed import OpenFile, open_packed, without_suffixes
-from mtjax.data.corpus.tables import DELIMITERS, Row, columnar_rows, delimited_rows, is_columnar
+from mtjax.data.corpus.tables import DELIMITERS, Row, columnar_rows, delimited_rows, is_columnar, parquet_rows
 from mtjax.errors import UserError, require
 from mtjax.storage import filesystem, url_of
 
@@ -29,6 +31,21 @@ class Position:
     file: int = 0
     offset: int = 0
     line: int = 1
+
+
+@dataclass(frozen=True)
+class Span:
+    """The documents of a file that begin in a range of its bytes as stored, or all of them; see `parts.spans_of`.
+
+    Attributes:
+      path: the file.
+      begin: first byte; not 0 only in files that can be divided.
+      end: behind the last byte; None for the end of the file.
+    """
+
+    path: str
+    begin: int = 0
+    end: int | None = None
 
 
 def expand(patterns: Sequence[str]) -> list[str]:
@@ -88,11 +105,13 @@ def is_json(path: str) -> bool:
     return Path(without_suffixes(path)).suffix in (".jsonl", ".json", ".ndjson")
 
 
-def chunks(paths: Sequence[str], start: Position | None = None, fields: TextFields = ANY_TEXT) -> Iterator[Chunk]:
+def chunks(
+    paths: Sequence[str | Span], start: Position | None = None, fields: TextFields = ANY_TEXT
+) -> Iterator[Chunk]:
     """Yields the documents of files one after another.
 
     Args:
-      paths: of the files.
+      paths: of the files, or some of their documents.
       start: where to begin.
       fields: the keys or columns that will be read.
 
@@ -102,28 +121,41 @@ def chunks(paths: Sequence[str], start: Position | None = None, fields: TextFiel
     start = start or Position()
     for number in range(start.file, len(paths)):
         position = start if number == start.file else Position(number)
-        yield from _file_chunks(paths[number], position, fields)
+        path = paths[number]
+        yield from _file_chunks(Span(path) if isinstance(path, str) else path, position, fields)
 
 
 class _Documents(NamedTuple):
-    """The documents of a file from a position on."""
+    """The documents of a file from a position on.
+
+    Attributes:
+      rows: the documents.
+      is_json: whether each is a line of JSON.
+      unit: what messages call the position of a document.
+      offset: of the first one, in bytes of the content.
+      line: of the first one, counted from the line that begins at `lines_from`.
+      lines_from: a byte in the content.
+    """
 
     rows: Iterator[Row]
     is_json: bool
     unit: str
+    offset: int
+    line: int
+    lines_from: int = 0
 
 
-def _file_chunks(path: str, start: Position, fields: TextFields) -> Iterator[Chunk]:
+def _file_chunks(span: Span, start: Position, fields: TextFields) -> Iterator[Chunk]:
+    path = span.path
     try:
         with open_packed(path) as file:
-            documents = _documents(path, file, start, fields)
-            offset, line, held, size, faults = start.offset, start.line, [], 0, {}
+            documents = _documents(span, file, start, fields)
+            offset, line, held, size, faults = documents.offset, documents.line, [], 0, {}
 
             def chunk() -> Chunk:
-                end, read = offset + size, min(file.raw.tell(), total_bytes(path) or file.raw.tell())
-                return Chunk(
-                    path, start.file, offset, end, line, held, documents.is_json, read, documents.unit, faults or None
-                )
+                read = min(file.raw.tell(), total_bytes(path) or file.raw.tell()) - span.begin
+                shape = (documents.is_json, max(read, 0), documents.unit, faults or None, documents.lines_from)
+                return Chunk(path, start.file, offset, offset + size, line, held, *shape)
 
             for document, fault in documents.rows:
                 if fault is not None:
@@ -142,20 +174,51 @@ def _file_chunks(path: str, start: Position, fields: TextFields) -> Iterator[Chu
         raise UserError(f"{path} can't be read: {e.strerror or e}") from e
 
 
-def _documents(path: str, file: OpenFile, start: Position, fields: TextFields) -> _Documents:
+def _documents(span: Span, file: OpenFile, start: Position, fields: TextFields) -> _Documents:
+    path, place = span.path, (start.offset, start.line)
     if is_columnar(file.head):
         if file.content is not file.raw:
             raise UserError(f"{path} is a compressed Parquet or Arrow file: decompress it, for example with gzip -d")
-        return _Documents(columnar_rows(path, file.raw, file.head, fields, start.line - 1), True, "row")
+        if span.begin or span.end is not None:
+            return _rows_of_span(span, file, start, fields)
+        return _Documents(columnar_rows(path, file.raw, file.head, fields, start.line - 1), True, "row", *place)
     delimiter = DELIMITERS.get(Path(without_suffixes(path)).suffix)
     if delimiter is not None:
-        return _Documents(delimited_rows(path, file.content, delimiter, fields, start.line - 1), True, "row")
-    json_lines = is_json(path)
-    if json_lines:
-        check_layout(path, file.head)
-    _skip(file.content, start.offset)
-    texts = _lines(file.content) if json_lines else _pieces(file.content, piece_bytes(path))
-    return _Documents(map(Row, texts), json_lines, "line")
+        return _Documents(delimited_rows(path, file.content, delimiter, fields, start.line - 1), True, "row", *place)
+    if not is_json(path):
+        _skip(file.content, start.offset)
+        return _Documents(map(Row, _pieces(file.content, piece_bytes(path))), False, "line", *place)
+    check_layout(path, file.head)
+    first = _first_line_in(file.content, span.begin)
+    offset = start.offset or first
+    _skip(file.content, offset)
+    left = None if span.end is None else span.end - offset
+    return _Documents(map(Row, _lines(file.content, left)), True, "line", offset, start.line, first)
+
+
+def _rows_of_span(span: Span, file: OpenFile, start: Position, fields: TextFields) -> _Documents:
+    """Returns the rows of the row groups of a Parquet file that belong to a span."""
+    size = file.raw.seek(0, io.SEEK_END)
+    file.raw.seek(0)
+    rows = parquet_rows(span.path, file.raw, size, span.begin, size if span.end is None else span.end)
+    first = max(rows.start, start.line - 1)
+    file.raw.seek(0)
+    found = columnar_rows(span.path, file.raw, file.head, fields, first) if first < rows.stop else iter(())
+    return _Documents(islice(found, max(rows.stop - first, 0)), True, "row", start.offset, first + 1)
+
+
+def _first_line_in(file: IO[bytes], begin: int) -> int:
+    """Returns the byte of the first line that begins at a byte or behind it; at a byte other than 0 the file is moved.
+
+    Raises:
+      EOFError: the line in front of it is too long.
+    """
+    if not begin:
+        return 0
+    file.seek(begin - 1)
+    if len(file.readline(LONGEST_LINE)) == LONGEST_LINE:
+        raise EOFError(f"a line is longer than {LONGEST_LINE:,} bytes")
+    return file.tell()
 
 
 def _skip(file: IO[bytes], offset: int) -> None:
@@ -169,11 +232,14 @@ def _skip(file: IO[bytes], offset: int) -> None:
         offset -= len(data)
 
 
-def _lines(file: IO[bytes]) -> Iterator[bytes]:
-    while line := file.readline(LONGEST_LINE):
+def _lines(file: IO[bytes], left: int | None) -> Iterator[bytes]:
+    """Yields lines, of `left` bytes those that begin in them."""
+    while (left is None or left > 0) and (line := file.readline(LONGEST_LINE)):
         if len(line) == LONGEST_LINE:
             raise EOFError(f"a line is longer than {LONGEST_LINE:,} bytes")
         yield line
+        if left is not None:
+            left -= len(line)
 
 
 def piece_bytes(path: str) -> int:

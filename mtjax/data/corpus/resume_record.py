@@ -34,12 +34,14 @@ class State:
       counts: what has been processed.
       writers: per key, how much of its partial files counts.
       sealed: all text is through, and the files only need their names.
+      share: how much of the text is through, from 0 to 1, for `mtjax data parts`.
     """
 
     position: Position = field(default_factory=Position)
     counts: Counts = field(default_factory=Counts)
     writers: dict[str, dict[str, int]] = field(default_factory=dict)
     sealed: bool = False
+    share: float = 0.0
 
 
 class ResumeRecord:

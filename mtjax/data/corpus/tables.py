@@ -9,6 +9,7 @@ import csv
 import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import IO, Any, NamedTuple
 
 from mtjax.data.corpus.documents import TextFields
@@ -69,6 +70,32 @@ def columnar_rows(path: str, raw: IO[bytes], head: bytes, fields: TextFields, sk
     except (arrow.ArrowException, OSError) as e:
         what = "Parquet" if read is _parquet_batches else "Arrow"
         raise UserError(f"{path} is not a valid {what} file: {first_line(e)}") from e
+
+
+def parquet_rows(path: str, raw: IO[bytes], size: int, begin: int, end: int) -> range:
+    """Returns the rows of those row groups of a Parquet file that are at bytes `begin` to `end`.
+
+    A group is where it would be if all rows had as many bytes: its own offset is optional in the format.
+
+    Args:
+      path: for messages.
+      raw: the file, at its beginning.
+      size: of the file in bytes.
+      begin: a byte in the file.
+      end: behind the last byte.
+
+    Raises:
+      UserError: the file is corrupted, or pyarrow is not installed.
+    """
+    arrow = require("pyarrow", "parquet")
+    try:
+        metadata = require("pyarrow.parquet", "parquet").ParquetFile(raw).metadata
+    except (arrow.ArrowException, OSError) as e:
+        raise UserError(f"{path} is not a valid Parquet file: {first_line(e)}") from e
+    rows = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
+    starts = list(accumulate(rows, initial=0))
+    inside = [g for g, row in enumerate(starts[:-1]) if begin <= size * row // max(starts[-1], 1) < end]
+    return range(starts[inside[0]], starts[inside[-1] + 1]) if inside else range(0)
 
 
 def _parquet_batches(path: str, raw: IO[bytes], head: bytes, fields: TextFields, skip: int) -> Iterator[Any]:

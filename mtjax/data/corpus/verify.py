@@ -25,9 +25,18 @@ def verify(dataset: IndexedDataset, vocab_size: int | None = None) -> str:
             if vocab_size is not None:
                 checked_ids([tokens], vocab_size, dataset.prefix)
             progress.update(at + len(tokens), (at + len(tokens)) * dataset.dtype.itemsize)
+    check_crc(dataset, crc)
+    checks = ["structure", *(["checksums"] if dataset.meta else []), *(["vocabulary"] if vocab_size else [])]
+    return f"{total:,} tokens are intact ({', '.join(checks)} checked)"
+
+
+def check_crc(dataset: IndexedDataset, crc: int) -> None:
+    """Compares the checksum of all tokens of a dataset with its record, if it has one.
+
+    Raises:
+      UserError: they differ.
+    """
     if dataset.meta is not None and crc != dataset.meta.bin_crc32:
         raise UserError(
             f"{bin_path(dataset.prefix)} is corrupted: its checksum is not the one in {meta_path(dataset.prefix)}"
         )
-    checks = ["structure", *(["checksums"] if dataset.meta else []), *(["vocabulary"] if vocab_size else [])]
-    return f"{total:,} tokens are intact ({', '.join(checks)} checked)"

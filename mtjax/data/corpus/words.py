@@ -3,9 +3,8 @@
 from pathlib import Path
 from typing import NamedTuple
 
+from mtjax.config.repeated import SPACES, quoted
 from mtjax.errors import UserError
-
-SPACES = " \t\r\n"
 
 
 class Word(NamedTuple):
@@ -19,12 +18,6 @@ class Word(NamedTuple):
     def quoted(self) -> str:
         """Returns the word as `split_words` reads it."""
         return ",".join(quoted(piece) for piece in self.pieces)
-
-
-def quoted(path: str) -> str:
-    """Returns a path as `split_words` reads it: in quotes where it has a space or a comma."""
-    special = not path or any(character in "'\"\\," or character in SPACES for character in path)
-    return "'" + path.replace("'", "'\"'\"'") + "'" if special else path
 
 
 def split_words(text: str) -> list[Word]:

@@ -78,13 +78,13 @@ class IndexedWriter:
             os.fsync(file.fileno())
         return {"crc32": self._crc, **{part: file.tell() for part, file in self._files.items()}}
 
-    def seal(self, made_with: TokenizerRecord = UNKNOWN) -> None:
+    def seal(self, made_with: TokenizerRecord = UNKNOWN, part: dict[str, Any] | None = None) -> None:
         """Writes the index of everything added, and the facts about it (see `Meta`), still under partial names."""
         self.position()
         self.close()
         index = partial_path(self.prefix, "idx")
         write_index(index, self.dtype, self.paths["lengths"], self.paths["documents"], self.paths["modes"])
-        meta = Meta(**vars(made_with), idx_crc32=file_crc32(index), bin_crc32=self._crc)
+        meta = Meta(**vars(made_with), idx_crc32=file_crc32(index), bin_crc32=self._crc, part=part)
         write_meta(partial_path(self.prefix, "meta"), meta)
 
     def finish(self, made_with: TokenizerRecord = UNKNOWN) -> None:

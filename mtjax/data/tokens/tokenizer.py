@@ -27,6 +27,8 @@ from mtjax.data.tokens.pretrained_tokenizer import build_pretrained
 from mtjax.errors import UserError, nearest
 
 KINDS = ("gpt2", "bert", "hf", "sentencepiece")
+GPT2_PAIRS = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"), ("gpt2-vocab.json", "gpt2-merges.txt"))
+"""Names of the files of GPT-2's tokenizer: OpenAI's, Hugging Face's, and those in Megatron-LM's instructions."""
 
 
 class Tokenizer(Protocol):
@@ -137,7 +139,7 @@ def files(name: str) -> list[Path]:
         return [path / TOKENIZER_JSON]
     if path.is_dir() and (kind == "hf" or _is_pretrained_gpt2(path)):
         return files_read(path)
-    return list(_gpt2_files(path)) if kind == "gpt2" else [path]
+    return list(gpt2_files(path)) if kind == "gpt2" else [path]
 
 
 def path_of(name: str) -> Path:
@@ -188,12 +190,22 @@ def _recognise(path: Path) -> str:
     return kinds[path.suffix]
 
 
-def _gpt2_files(folder: Path) -> tuple[Path, Path]:
-    pairs = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))
-    for vocab, merges in pairs:
+def gpt2_files(folder: Path) -> tuple[Path, Path]:
+    """Returns the vocabulary and the merges in a folder of GPT-2's tokenizer.
+
+    Raises:
+      UserError: they are not there.
+    """
+    for vocab, merges in GPT2_PAIRS:
         if (folder / vocab).is_file() and (folder / merges).is_file():
             return folder / vocab, folder / merges
-    raise UserError(f"{folder} has neither {' nor '.join(' + '.join(pair) for pair in pairs)}")
+    raise UserError(f"{folder} has neither {' nor '.join(' + '.join(pair) for pair in GPT2_PAIRS)}")
+
+
+def is_cased(vocabulary: Path) -> bool:
+    """Returns whether a vocabulary of BERT, a file with a word on each line, has words with capitals."""
+    words = vocabulary.read_text(encoding="utf-8").split("\n")
+    return any(word != word.lower() for word in words if not word.startswith("["))
 
 
 def byte_level(tokenizer: HuggingFace) -> HuggingFace:
@@ -223,7 +235,7 @@ def _gpt2(folder: Path, eod: str | None) -> FastTokenizer:
         return _hugging_face(folder / TOKENIZER_JSON, eod)
     if _is_pretrained_gpt2(folder):
         return _hugging_face(folder, eod)
-    vocab_file, merges_file = _gpt2_files(folder)
+    vocab_file, merges_file = gpt2_files(folder)
     vocab = json.loads(vocab_file.read_text(encoding="utf-8"))
     lines = merges_file.read_text(encoding="utf-8").split("\n")
     pairs = [tuple(line.split(" ")) for line in lines if line.strip() and not line.startswith("#version")]
@@ -249,9 +261,8 @@ def _bert(path: Path, eod: str | None) -> FastTokenizer:
     missing = [name for name in ("[UNK]", "[CLS]", "[SEP]", "[MASK]", "[PAD]") if name not in vocab]
     if missing:
         raise UserError(f"{path} is not a BERT vocabulary: it has no {', '.join(missing)}")
-    cased = any(word != word.lower() for word in vocab if not word.startswith("["))
     tokenizer = HuggingFace(models.WordPiece(vocab=vocab, unk_token="[UNK]"))  # pyright: ignore[reportCallIssue]
-    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=not cased)
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=not is_cased(path))
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()
     names = [name for name in ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]") if name in vocab]

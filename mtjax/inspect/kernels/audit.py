@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from mtjax.analysis.hardware import Gpu
 from mtjax.errors import UserError
 from mtjax.inspect.causes import cause_of, executed
 from mtjax.inspect.compiled import CompiledStep
@@ -20,7 +21,6 @@ from mtjax.inspect.products import products_of
 from mtjax.inspect.roofline import Roofline
 from mtjax.inspect.targets import Target
 from mtjax.inspect.traffic import bytes_moved
-from mtjax.theory.hardware import Gpu
 
 SLOW = 2.0
 """How many times as long as its bytes a kernel's instructions may take."""

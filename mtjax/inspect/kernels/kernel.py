@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mtjax.analysis.hardware import Gpu
 from mtjax.inspect.kernels.block import SECTOR, Followed, follow
 from mtjax.inspect.kernels.occupancy import occupancy
 from mtjax.inspect.kernels.ptx import Kernel as Ptx
 from mtjax.inspect.kernels.rates import ISSUE, ISSUED, L1_SECTORS, L2_SECTORS, PIPE_OF, SECTORS, rates_of
 from mtjax.inspect.kernels.tools import Assembled
-from mtjax.theory.hardware import Gpu
 
 COALESCED = 0.5
 """Share of the bytes of its sectors that a kernel must use; otherwise its accesses are uncoalesced."""

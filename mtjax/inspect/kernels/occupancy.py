@@ -4,7 +4,7 @@ Source: CUDA C++ Programming Guide 13, table "Technical Specifications per Compu
 10.0; registers are allocated to warps in units of 256.
 """
 
-from mtjax.theory.hardware import Gpu
+from mtjax.analysis.hardware import Gpu
 
 WARPS, BLOCKS, REGISTERS = 64, 32, 65_536
 _UNIT, _RESERVED = 256, 1024

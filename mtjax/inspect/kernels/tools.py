@@ -15,7 +15,8 @@ from mtjax.inspect.kernels.sass import Code
 _HEAD = re.compile(r"\.address_size 64\s")
 _DYNAMIC = re.compile(r"^\.extern \.shared [^;]*;", re.MULTILINE)
 _DEFINED = re.compile(
-    r"^(?:\.\w+ )*(?:\.(?:global|const) [^;={]*?([\w$]+)(?:\[\d*\])?\s*[=;]|\.func\s+(?:\([^)]*\)\s*)?([\w$]+)\s*\()",
+    r"^(?!\.extern)(?:\.\w+ )*(?:"
+    r"\.(?:global|const) [^;={]*?([\w$]+)(?:\[\d*\])?\s*[=;]|\.func\s+(?:\([^)]*\)\s*)?([\w$]+)\s*\()",
     re.MULTILINE,
 )
 """Constants and functions of a file."""

@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from mtjax.config import Config
 from mtjax.models.dropout import dropout
 from mtjax.models.embedding import EMBEDDING_SITE, embed_tokens, embed_types, position_table, vocabulary_table
-from mtjax.models.heads import MaskedLMHead, MaskedPositions, PoolerHead, WithVocabulary, class_losses
+from mtjax.models.heads import MaskedLMHead, MaskedPositions, PoolerHead, class_losses
 from mtjax.models.layer_context import RESIDUAL, LayerContext
 from mtjax.models.linear import normal
 from mtjax.models.norms import make_norm
@@ -23,8 +23,10 @@ from mtjax.models.project import reshard_sequence
 from mtjax.models.recompute import Recompute
 from mtjax.models.stack import Stack
 from mtjax.models.trunk import Batch, HiddenStates, Keys, Section, run_sections
+from mtjax.models.vocabulary import WithVocabulary
+from mtjax.sharding.axes import local_positions
 from mtjax.sharding.context.ring_attention import Method
-from mtjax.sharding.context.zigzag import from_first_context_rank, local_positions
+from mtjax.sharding.context.zigzag import from_first_context_rank
 from mtjax.sharding.vocab import LossOptions, vocab_parallel_cross_entropy
 
 KEYS = 7

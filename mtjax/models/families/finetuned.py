@@ -17,9 +17,10 @@ from jaxtyping import Float
 from mtjax.config import Config, Model
 from mtjax.config.sizes import num_outputs
 from mtjax.models.families.bert import Encoder
+from mtjax.models.families.distilled import HARD, SOFT, TEACHER
 from mtjax.models.families.gpt import Decoder
 from mtjax.models.heads import LastTokenHead, PoolerHead, SpanHead, class_losses, divergences
-from mtjax.models.trunk import HARD, SOFT, TEACHER, Batch, HiddenStates, Keys
+from mtjax.models.trunk import Batch, HiddenStates, Keys
 from mtjax.sharding.vocab import LossOptions
 
 RowLosses = Callable[[Callable[[Array, Array], Array], Array, Array], Array]

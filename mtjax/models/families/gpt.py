@@ -7,6 +7,7 @@ experts.
 import dataclasses
 from collections.abc import Mapping
 from functools import partial
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -16,34 +17,31 @@ from jaxtyping import Float, Int
 
 from mtjax.config import Config
 from mtjax.config.sizes import dense_layers, main_layers, output_shape, padded_vocab_size
+from mtjax.layout.plan import ContextMethod, ExpertDispatch
+from mtjax.layout.stacks import DENSE, STACK
 from mtjax.models.dropout import dropout
 from mtjax.models.embedding import EMBEDDING_SITE, embed_tokens, in_table, position_table, vocabulary_table
-from mtjax.models.heads import WithVocabulary
-from mtjax.models.kv_cache import CachePositions
 from mtjax.models.layer_context import PADDING_MASK, RESIDUAL, LayerContext, Padding
 from mtjax.models.linear import constant
+from mtjax.models.mixers.registry import layer_kind
 from mtjax.models.norms import make_norm
 from mtjax.models.recompute import Recompute
 from mtjax.models.rotary import QueryScale, Rotary
 from mtjax.models.stack import InterleavedStacks, Stack
 from mtjax.models.trunk import (
-    HARD,
-    SOFT,
-    TEACHER,
-    TEACHER_TABLE,
+    LOSS_WEIGHTS,
     Batch,
     HiddenStates,
     Keys,
     Section,
     run_sections,
 )
-from mtjax.sharding.axes import num_shards
-from mtjax.sharding.context.ring_attention import Method
-from mtjax.sharding.context.zigzag import local_positions
-from mtjax.sharding.distillation import vocab_parallel_distillation
+from mtjax.models.vocabulary import WithVocabulary
+from mtjax.sharding.axes import local_positions, num_shards
 from mtjax.sharding.vocab import LossOptions, OutputOptions, vocab_parallel_cross_entropy
-from mtjax.theory.families.decoder import DENSE, STACK
-from mtjax.theory.plan import ExpertDispatch
+
+if TYPE_CHECKING:
+    from mtjax.models.kv_cache import CachePositions
 
 
 class Decoder(nnx.Module):
@@ -58,7 +56,7 @@ class Decoder(nnx.Module):
         self.rotary = Rotary(model) if model.position == "rope" else None
         self.query_scale = QueryScale(model) if model.attention_scale_beta else None
         recompute = Recompute.of(config.training)
-        kind = "transformer with experts" if model.num_experts else "transformer"
+        kind = layer_kind(model)
         stack = partial(Stack, model, dtype, recompute=recompute, parallel=config.parallel, key=stack_key)
         # A stack has layers of one kind. Models with dense layers and layers with experts have two.
         dense = dense_layers(model)
@@ -68,7 +66,7 @@ class Decoder(nnx.Module):
         self.embedding_norm = make_norm(model, dtype) if model.embedding_norm else None
         self.final_norm = make_norm(model, dtype)
         self.rate, self.scale = model.hidden_dropout, model.embedding_scale
-        self.method: Method = config.parallel.context_method
+        self.method: ContextMethod = config.parallel.context_method
         self.expert_dispatch: ExpertDispatch = config.parallel.expert_dispatch
         self.dtype = dtype
 
@@ -98,10 +96,13 @@ class Decoder(nnx.Module):
         stacks = InterleavedStacks(self.dense, self.stack, self.is_interleaved)
         return {STACK: Section(stacks, self._embed, self._context, (DENSE,))}
 
-    def _embed(self, batch: Batch, keys: Keys, before: HiddenStates | None) -> HiddenStates:
+    def _embed(
+        self, batch: Batch, keys: Keys, before: HiddenStates | None, positions: Array | None = None
+    ) -> HiddenStates:
         """Embeds tokens and positions: [batch, act_seq, embed]."""
         with jax.named_scope("embedding"):
-            tokens, positions = batch["tokens"], local_positions(batch["tokens"].shape[1])
+            tokens = batch["tokens"]
+            positions = local_positions(tokens.shape[1]) if positions is None else positions
             x = embed_tokens(
                 self.embedding, self.positions, tokens, self.dtype, batch.get("position_ids"), positions, self.scale
             )
@@ -133,7 +134,9 @@ class Decoder(nnx.Module):
 class GPT(Decoder, WithVocabulary):
     """A decoder-only language model.
 
-    Parameters count `V h + s h + l (12 h^2 + 13 h) + 2 h` for V padded vocabulary rows.
+    A GPT-2 has `V h + s h + l (12 h^2 + 13 h) + 2 h` parameters for V padded vocabulary rows; a Llama
+    `2 V h + l (2 h (q + k) + 3 h f + 2 h) + h` for an MLP width f, and q and k the widths of all query and of all key
+    heads together: in the 70B models k = q / 8.
     """
 
     def __init__(self, config: Config, *, key: Array) -> None:
@@ -151,7 +154,7 @@ class GPT(Decoder, WithVocabulary):
         return (self.stack,) if self.dense is None else (self.dense, self.stack)
 
     def embed_new(
-        self, tokens: Int[Array, "batch seq"], cache_positions: CachePositions, length: int
+        self, tokens: Int[Array, "batch seq"], cache_positions: "CachePositions", length: int
     ) -> tuple[Float[Array, "batch act_seq embed"], LayerContext]:
         """Embeds new tokens of sequences in KV caches of `length` tokens; returns the layers' inputs."""
         del length
@@ -164,13 +167,13 @@ class GPT(Decoder, WithVocabulary):
         return self.final_norm(x)
 
     def losses(self, trunk_output: HiddenStates, batch: Batch, keys: Keys, options: LossOptions) -> dict[str, Array]:
-        """Computes the cross-entropy of each next token, [batch, seq], and with a teacher also of its probabilities."""
+        """Computes the cross-entropy of each next token, [batch, seq]."""
         # The logits are never gathered: the loss is fused with the product with the sharded output table.
         hidden, (table, bias, _) = self.final_norm(trunk_output.x), self.output_head()
-        if TEACHER in batch:
-            targets = batch["labels"], batch[TEACHER], batch[TEACHER_TABLE]
-            hard, soft = vocab_parallel_distillation(hidden, table, *targets, options, bias)
-            return {HARD: hard, SOFT: soft}
+        if LOSS_WEIGHTS in batch:
+            from mtjax.sharding.vocab_weighted import weighted_cross_entropy
+
+            return {"loss": weighted_cross_entropy(hidden, table, batch["labels"], batch[LOSS_WEIGHTS], options, bias)}
         return {"loss": vocab_parallel_cross_entropy(hidden, table, batch["labels"], options, bias)}
 
     @staticmethod

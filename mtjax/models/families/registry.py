@@ -1,23 +1,22 @@
 """Families of models by name, and the interface that a train step requires of each."""
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 from flax import nnx
 from jax import Array
 
 from mtjax.config import Config
-from mtjax.models.families.bert import BERT
-from mtjax.models.families.finetuned import FinetunedDecoder, FinetunedEncoder
+from mtjax.config.families import is_decoder
 from mtjax.models.families.gpt import GPT
-from mtjax.models.families.llama import Llama
-from mtjax.models.families.t5 import T5
-from mtjax.models.kv_cache import CachePositions
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.stack import Stack
 from mtjax.models.trunk import Batch, Trunk
 from mtjax.sharding.vocab import OutputOptions
+
+if TYPE_CHECKING:
+    from mtjax.models.kv_cache import CachePositions
 
 
 class LanguageModel(Trunk, Protocol):
@@ -63,7 +62,7 @@ class Writer(LanguageModel, Protocol):
         """Returns the output table, the bias of the logits, if any, and how logits of this many tokens are computed."""
         ...
 
-    def embed_new(self, tokens: Array, cache_positions: CachePositions, length: int) -> tuple[Array, LayerContext]:
+    def embed_new(self, tokens: Array, cache_positions: "CachePositions", length: int) -> tuple[Array, LayerContext]:
         """Embeds new tokens of sequences in KV caches of `length` tokens.
 
         Returns:
@@ -76,19 +75,39 @@ class Writer(LanguageModel, Protocol):
         ...
 
 
-WRITERS: tuple[type[Writer], ...] = (GPT, T5)
-"""Families that generate text. T5 first encodes the prompt (`T5.encoded`)."""
+def _encoder() -> type[LanguageModel]:
+    from mtjax.models.families.bert import BERT
 
-MODEL_CLASSES: Mapping[str, type[LanguageModel]] = {"gpt": GPT, "llama": Llama, "bert": BERT, "t5": T5}
+    return BERT
 
-FINETUNED: Mapping[str, type[LanguageModel]] = {
-    "gpt": FinetunedDecoder,
-    "llama": FinetunedDecoder,
-    "bert": FinetunedEncoder,
+
+def _encoder_decoder() -> type[LanguageModel]:
+    from mtjax.models.families.t5 import T5
+
+    return T5
+
+
+MODEL_CLASSES: Mapping[str, Callable[[], type[LanguageModel]]] = {
+    "gpt": lambda: GPT,
+    "llama": lambda: GPT,
+    "bert": _encoder,
+    "t5": _encoder_decoder,
 }
-"""Families with a head for finetuning."""
+"""Family -> returns its language model; what a run does not use is not imported."""
 
 
 def model_class(config: Config) -> type[LanguageModel]:
-    """Returns the class of a config's family with its head."""
-    return (MODEL_CLASSES if config.model.head == "language" else FINETUNED)[config.model.family]
+    """Returns the class of a config's family with its head, and with the losses of a student where it has a teacher."""
+    if config.model.head != "language":
+        from mtjax.models.families.finetuned import FinetunedDecoder, FinetunedEncoder
+
+        return FinetunedDecoder if is_decoder(config.model) else FinetunedEncoder
+    if config.finetuning.teacher is not None:
+        from mtjax.models.families.distilled import DistilledGPT
+
+        return DistilledGPT
+    if config.model.mtp_num_layers:
+        from mtjax.models.families.predicting import PredictingGPT
+
+        return PredictingGPT
+    return MODEL_CLASSES[config.model.family]()

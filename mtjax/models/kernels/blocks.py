@@ -12,6 +12,8 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float
 
+from mtjax.layout.attention_kernel import HIDDEN_SCORE, QUERIES_AT_A_TIME
+from mtjax.layout.dropout import keep_share, keep_threshold
 from mtjax.models.alibi import Alibi
 from mtjax.models.kernels.options import AttentionOptions
 from mtjax.models.layer_context import LayerContext
@@ -19,10 +21,8 @@ from mtjax.models.recompute import ATTENTION_OUTPUT, ATTENTION_STATISTICS
 from mtjax.models.threefry import halves
 from mtjax.sharding.axes import num_shards, varying_like
 from mtjax.sharding.context.attention import context_attention
-from mtjax.sharding.context.block_attention import NEVER, BlockKernel, DropoutState, KVBlock, QueryBlock
+from mtjax.sharding.context.block_attention import BlockKernel, DropoutState, KVBlock, QueryBlock
 from mtjax.sharding.flash import residual_index
-from mtjax.theory.dropout import keep_share, keep_threshold
-from mtjax.theory.parts.score_blocks import QUERIES_AT_A_TIME
 
 Attend = Callable[..., Array]
 """(query, key, value, scale=, is_causal=) -> output."""
@@ -152,7 +152,7 @@ class XlaBlocks:
             near = keys.positions[:, None, :] >= queries.first[:, :, None]
             seen = near if seen is None else seen & near
         if seen is not None:
-            scores = jnp.where(seen[:, None, None], scores, NEVER)
+            scores = jnp.where(seen[:, None, None], scores, HIDDEN_SCORE)
         if dropout is None:
             return scores, derivative, 1.0
         return scores, derivative, self._dropout_factors(queries, keys, dropout).reshape(scores.shape)
@@ -213,7 +213,7 @@ def _scan_queries(
 
 @dataclass(frozen=True)
 class CudnnBlocks:
-    """cuDNN's kernel, in 16 bits on GPUs: no segments and no dropout (`mtjax.theory.attention`)."""
+    """cuDNN's kernel, in 16 bits on GPUs: no segments and no dropout (`mtjax.layout.attention_kernel`)."""
 
     scale: float
     """Of the scores."""

@@ -1,39 +1,58 @@
 """Attention to a KV cache."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 
-from mtjax.models.kernels.options import AttentionOptions, softmax_with_sinks
-from mtjax.models.kernels.xla import HEADS, HIDDEN_SCORE
-from mtjax.models.kv_cache import CachePositions, KVCache, LatentCache
+from mtjax.layout.attention_kernel import HIDDEN_SCORE
+from mtjax.models.kernels.options import AttentionOptions
+from mtjax.models.kernels.scores import softmax_with_sinks
+from mtjax.models.kernels.xla import HEADS
+from mtjax.models.kv_cache import CachePositions, LatentCache
 from mtjax.sharding.axes import spec
 
 
 def attend_cached(
     query: Float[Array, "batch seq heads head_dim"],
-    cache: KVCache,
+    keys: Float[Array, "batch groups length head_dim"],
+    values: Float[Array, "batch groups length head_dim"],
+    key_positions: Int[Array, "batch length"] | None,
     cache_positions: CachePositions,
     options: AttentionOptions,
     bias: Float[Array, "#batch heads seq key_seq"] | None = None,
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """Computes softmax attention from new tokens to the cached tokens up to each of them, normalized in float32."""
-    keys, values = cache.read_by(cache_positions)
-    return attend_grouped(query, keys, values, *_visible(cache.length, cache_positions, options, bias))
+    """Computes softmax attention from new tokens to the cached tokens up to each of them, normalized in float32.
+
+    Args:
+      query: of the new tokens.
+      keys: of the cached ones.
+      values: of the cached ones.
+      key_positions: of the cached ones, negative for none; 0, 1, ... when None.
+      cache_positions: of the new tokens.
+      options: with the window.
+      bias: added to the scores.
+    """
+    at = jnp.arange(keys.shape[2]) if key_positions is None else key_positions
+    return attend_grouped(query, keys, values, *_visible(at, cache_positions, options, bias))
 
 
 def _visible(
-    length: int, cache_positions: CachePositions, options: AttentionOptions, bias: Array | None
+    at: Array, cache_positions: CachePositions, options: AttentionOptions, bias: Array | None
 ) -> tuple[Array, AttentionOptions, Array | None]:
-    """Returns the mask from new tokens to a cache of `length` tokens, [batch, seq, length], the options, and the bias
-    of the scores."""
-    at, positions = jnp.arange(length), cache_positions.positions[:, :, None]
-    is_visible = at <= positions
+    """Returns the mask from new tokens to those at positions `at`, [batch, seq, length], the options, and the bias of
+    the scores."""
+    keys, positions = at, cache_positions.positions[:, :, None]
+    is_visible: Any = True
+    if at.ndim > 1:
+        at, is_visible = at[:, None], at[:, None] >= 0
+    is_visible &= at <= positions
     if options.window is not None:
         is_visible &= positions - at < options.window
     if options.alibi is not None:
-        distances = options.alibi.of_distances(cache_positions.positions, at)
+        distances = options.alibi.of_distances(cache_positions.positions, keys)
         bias = distances if bias is None else bias + distances
     return is_visible, options, bias
 
@@ -105,7 +124,7 @@ def attend_latent(
     """
     assert options.scale is not None and options.sinks is None
     keys = cache.read_by(cache_positions)
-    is_visible, _, bias = _visible(cache.length, cache_positions, options, bias)
+    is_visible, _, bias = _visible(jnp.arange(cache.length), cache_positions, options, bias)
     scores = jnp.einsum(
         *("bqhc,bkc->bhqk", query * options.scale, keys),
         preferred_element_type=jnp.float32,

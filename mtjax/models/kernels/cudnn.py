@@ -7,13 +7,13 @@ from typing import Any
 from jax import Array
 from jaxtyping import Float, Int
 
+from mtjax.layout.attention_kernel import documents_at_most
 from mtjax.models.kernels import packed
 from mtjax.models.kernels.blocks import attend_across
 from mtjax.models.kernels.options import AttentionOptions
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.recompute import ATTENTION_OUTPUT, ATTENTION_STATISTICS
 from mtjax.sharding import flash
-from mtjax.theory.parts.score_blocks import documents_at_most
 
 
 def attend(
@@ -25,7 +25,7 @@ def attend(
 ) -> Float[Array, "batch seq heads head_dim"]:
     """Computes causal self-attention.
 
-    It has no bias, dropout or cap: `mtjax.theory.attention` chooses it only for models without these.
+    It has no bias, dropout or cap: `mtjax.layout.attention_kernel` chooses it only for models without these.
     """
     assert context.is_causal and context.bias is None and options.alibi is None
     assert options.rate == 0 and options.softcap is None

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
+from mtjax.layout.attention_kernel import queries_at_a_time
 from mtjax.models.alibi import Alibi
 from mtjax.models.kernels.blocks import XlaBlocks, attend_across
 from mtjax.models.kernels.options import AttentionOptions
@@ -14,7 +15,6 @@ from mtjax.models.layer_context import LayerContext
 from mtjax.models.recompute import ATTENTION_OUTPUT, ATTENTION_STATISTICS
 from mtjax.sharding.context.block_attention import KVBlock, QueryBlock
 from mtjax.sharding.flash import flash_attention
-from mtjax.theory.parts.score_blocks import queries_at_a_time
 
 
 def attend(
@@ -24,8 +24,8 @@ def attend(
     context: LayerContext,
     options: AttentionOptions,
 ) -> Float[Array, "batch seq heads value_dim"]:
-    """Computes self-attention, without dropout on probabilities and without a bias: `mtjax.theory.attention` chooses
-    it only for models without these."""
+    """Computes self-attention, without dropout on probabilities and without a bias: `mtjax.layout.attention_kernel`
+    chooses it only for models without these."""
     assert context.bias is None and options.rate == 0
     if context.positions is not None:
         return attend_across("xla", query, key, value, context, options)

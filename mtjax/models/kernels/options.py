@@ -1,13 +1,16 @@
 """What a layer's attention does with its scores, for every kernel."""
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from mtjax.models.alibi import Alibi
 from mtjax.models.of_layer import of_layer
+
+if TYPE_CHECKING:
+    from mtjax.models.alibi import Alibi
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,7 @@ class AttentionOptions:
     """When given, a token attends to itself and the window - 1 tokens before it."""
     windows: tuple[int, ...] = ()
     """Where the layer's number selects the window, those of all layers: one length, and others longer than a sample."""
-    alibi: Alibi | None = None
+    alibi: "Alibi | None" = None
     """When given, its biases are added to the scores."""
 
     def scale_of(self, width: int) -> float:
@@ -40,10 +43,3 @@ class AttentionOptions:
     def in_layer(self, windows: tuple[int, ...] | None, layer: Int[Array, ""] | int | None) -> "AttentionOptions":
         """Returns the options of a layer, by its number, where `windows` are those of all layers; None for none."""
         return self if windows is None else replace(self, window=of_layer(windows, layer), windows=windows)
-
-
-def softmax_with_sinks(scores: Float[Array, "... key_seq"], sinks: Float[Array, "..."]) -> Float[Array, "... key_seq"]:
-    """Computes softmax over keys whose denominator has one more logit, `sinks`, [..., 1]."""
-    highest = jnp.maximum(scores.max(-1, keepdims=True), sinks)
-    weights = jnp.exp(scores - highest)
-    return weights / (weights.sum(-1, keepdims=True) + jnp.exp(sinks - highest))

@@ -8,20 +8,17 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Bool, Float, Int, Key
 
-from mtjax.models.alibi import Alibi
+from mtjax.layout.attention_kernel import HIDDEN_SCORE
 from mtjax.models.dropout import dropout
-from mtjax.models.kernels.blocks import attend_across
-from mtjax.models.kernels.options import AttentionOptions, softmax_with_sinks
+from mtjax.models.kernels.options import AttentionOptions
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.recompute import ATTENTION_CORE, ATTENTION_OUTPUT
-from mtjax.models.unhoisted import plus, plus_difference, where
+from mtjax.models.unhoisted import plus, where
 from mtjax.sharding.axes import spec
-from mtjax.sharding.context.block_attention import NEVER
 from mtjax.sharding.no_hoist import no_hoist
 
 HEADS = ("batch", "seq", "heads", "head_dim")
 SCORES = ("batch", "heads", "seq", "key_seq")
-HIDDEN_SCORE = NEVER
 
 
 def attend(
@@ -33,16 +30,11 @@ def attend(
 ) -> Float[Array, "batch seq heads head_dim"]:
     """Computes self-attention with the mask and bias of a context."""
     if context.positions is not None:
+        from mtjax.models.kernels.blocks import attend_across
+
         return attend_across("xla", query, key, value, context, options)
     mask = attention_mask(query.shape[1], context, options.window)
     return softmax_attention(query, key, value, mask, options, context.dropout_keys, bias=context.bias)
-
-
-def _tilted(scores: Float[Array, "batch heads seq key_seq"], alibi: Alibi) -> Float[Array, "batch heads seq key_seq"]:
-    """Adds ALiBi's biases."""
-    # XLA: computed with the scores in one fusion; all pairs of positions would be hoisted out of the scan over layers.
-    of_keys = alibi.at(jnp.arange(scores.shape[-1]), alibi.by_head()[:, None])
-    return plus_difference(scores, of_keys[None, :, None, :], of_keys[None, :, :, None])
 
 
 def softmax_attention(
@@ -79,11 +71,20 @@ def softmax_attention(
     scores = _scores(query.transpose(0, 2, 3, 1, 4), key)
     scores = scores.reshape(shape[0], shape[2], *scores.shape[3:], out_sharding=spec(*SCORES))
     if options.softcap is not None:
-        scores = _capped(options.softcap, scores)
+        from mtjax.models.kernels.scores import cap
+
+        scores = cap(options.softcap, scores)
     if options.alibi is not None:
-        scores = _tilted(scores, options.alibi)
+        from mtjax.models.kernels.scores import tilt
+
+        scores = tilt(scores, options.alibi)
     scores = where(mask, scores if bias is None else plus(scores, bias), HIDDEN_SCORE)
-    probabilities = _softmax(scores) if options.sinks is None else _softmax_with_sinks(scores, options.sinks)
+    if options.sinks is None:
+        probabilities = _softmax(scores)
+    else:
+        from mtjax.models.kernels.scores import named_softmax_with_sinks
+
+        probabilities = named_softmax_with_sinks(scores, options.sinks)
     probabilities = dropout(
         probabilities.astype(query.dtype), options.rate, dropout_keys, site, SCORES, saved_as=ATTENTION_CORE
     )
@@ -194,39 +195,6 @@ def _softmax(scores: Float[Array, "batch heads seq key_seq"]) -> Float[Array, "b
 
 def _named_softmax(scores: Array) -> Array:
     return checkpoint_name(jax.nn.softmax(scores, axis=-1), ATTENTION_CORE)
-
-
-@jax.custom_jvp
-def _softmax_with_sinks(
-    scores: Float[Array, "batch heads seq key_seq"], sinks: Float[Array, " heads"]
-) -> Float[Array, "batch heads seq key_seq"]:
-    """Computes softmax over keys and a head's sink; its named result is what the backward pass reads."""
-    return checkpoint_name(softmax_with_sinks(scores, sinks[:, None, None]), ATTENTION_CORE)
-
-
-@_softmax_with_sinks.defjvp
-def _softmax_with_sinks_derivative(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
-    probabilities = checkpoint_name(softmax_with_sinks(primals[0], primals[1][:, None, None]), ATTENTION_CORE)
-    slope = probabilities * tangents[0]
-    # The sink has the rest of the probability, and no value.
-    rest = (1 - probabilities.sum(-1, keepdims=True)) * tangents[1][:, None, None]
-    return probabilities, slope - probabilities * (slope.sum(-1, keepdims=True) + rest)
-
-
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _capped(softcap: float, scores: Array) -> Array:
-    """Computes `softcap * tanh(scores / softcap)`; its named tanh is what the backward pass reads."""
-    return softcap * _named_tanh(softcap, scores)
-
-
-def _named_tanh(softcap: float, scores: Array) -> Array:
-    return checkpoint_name(jnp.tanh(scores / softcap), ATTENTION_CORE)
-
-
-@_capped.defjvp
-def _capped_derivative(softcap: float, primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
-    tanh = _named_tanh(softcap, *primals)
-    return softcap * tanh, (1 - jnp.square(tanh)) * tangents[0]
 
 
 @_softmax.defjvp

@@ -2,48 +2,50 @@
 paper)."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import ClassVar
+from collections.abc import Callable
+from typing import TYPE_CHECKING, ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float
 
 from mtjax.config import Model
 from mtjax.config.sizes import attention_biases, attention_windows, head_dim, num_kv_heads
-from mtjax.models.alibi import Alibi
-from mtjax.models.head_norm import HeadNorm
-from mtjax.models.kernels import cudnn, in_blocks, xla
-from mtjax.models.kernels.cached import attend_cached
 from mtjax.models.kernels.options import AttentionOptions
 from mtjax.models.kernels.xla import HEADS
-from mtjax.models.kv_cache import KVCache
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.linear import Linear, constant, normal
-from mtjax.models.lora import Adapter, gather_sequence_shared, lora_input_dropout
 from mtjax.models.mixers.mixer import State
-from mtjax.models.project import project
-from mtjax.models.relative import RelativeBias
+from mtjax.models.project import project, reshard_sequence
+from mtjax.models.recompute import PRODUCT
 from mtjax.models.rotary import rotate
 from mtjax.sharding.axes import spec
 from mtjax.sharding.kv_heads import heads_in_use
-from mtjax.theory.adapters import adapters_of
+from mtjax.sharding.unstack import computes_apart, is_unrolled
+
+if TYPE_CHECKING:
+    from mtjax.models.head_norm import HeadNorm
 
 Kernel = Callable[[Array, Array, Array, LayerContext, AttentionOptions], Array]
 """(query, key, value, context, options) -> output."""
 
-KERNELS: Mapping[str, Kernel] = {
-    "auto": xla.attend,
-    "xla": xla.attend,
-    "blocks": in_blocks.attend,
-    "cudnn": cudnn.attend,
-}
-"""By the setting `attention`. Where devices are known, `mtjax.theory.attention` has replaced auto; xla runs on all."""
 
-QKV_SITE, OUTPUT_SITE = 5, 6
-"""Dropout sites of the adapters' inputs."""
+def kernel_of(attention: str) -> Kernel:
+    """Returns the kernel of the setting `attention`.
+
+    Where devices are known, `mtjax.layout.attention_kernel` has replaced auto; xla runs on all.
+    """
+    match attention:
+        case "cudnn":
+            from mtjax.models.kernels.cudnn import attend
+        case "blocks":
+            from mtjax.models.kernels.in_blocks import attend
+        case _:
+            from mtjax.models.kernels.xla import attend
+    return attend
 
 
 class SelfAttention(nnx.Module):
@@ -60,19 +62,20 @@ class SelfAttention(nnx.Module):
         # Column-parallel query, key and value (sharded over heads), row-parallel output.
         is_grouped = num_kv_heads(model) != model.num_heads
         self.qkv = (GroupedQKV if is_grouped else FusedQKV)(model, key=qkv_key)
-        self.low = adapters_of(model, "attention")
         bias = attention_biases(model)[1]
-        self.output = Linear(heads, embed, std=output_std, bias=bias, sequence="act_seq", low=self.low, key=output_key)
-        self.query_norm = HeadNorm(model, "heads", model.num_heads) if model.qk_norm else None
-        self.key_norm = HeadNorm(model, "kv_heads", num_kv_heads(model)) if model.qk_norm else None
+        self.output = Linear(heads, embed, std=output_std, bias=bias, sequence="act_seq", key=output_key)
+        self.query_norm, self.key_norm = _head_norms(model)
         self.norms_after_rope = model.qk_norm_after_rope
         self.clip = model.qkv_clip
         self.sinks = constant(0.0, {"heads": model.num_heads}) if model.attention_sinks else None
-        has_table = model.position == "relative" and model.relative_bias_layers == "all"
-        self.relative = RelativeBias(model, key=jax.random.fold_in(key, 2)) if has_table else None
+        self.relative = None
+        if model.position == "relative" and model.relative_bias_layers == "all":
+            from mtjax.models.relative import RelativeBias
+
+            self.relative = RelativeBias(model, key=jax.random.fold_in(key, 2))
         self.options = attention_options(model)
         self.windows = attention_windows(model)
-        self.attend = KERNELS[model.attention]
+        self.attend = kernel_of(model.attention)
 
     def __call__(
         self, x: Float[Array, "batch act_seq embed"], context: LayerContext, state: State
@@ -82,15 +85,18 @@ class SelfAttention(nnx.Module):
         Args:
           x: the input.
           context: mask, rotation, dropout keys, cache positions.
-          state: None, or a `KVCache`, to which the tokens are appended.
+          state: None, or a `KVCache` or `WindowKVCache`, to which the tokens are appended.
 
         Returns:
           The output, and the new state.
         """
-        query, key, value = self.qkv(*gather_sequence_shared(x, self.low, context, QKV_SITE))
+        query, key, value = self.project_in(x, context)
         # With sequence parallelism the product's input was all-gathered along the sequence; from here to the output
         # projection each rank has its heads of all tokens.
         query, key, value = self._prepared(query, key, value, context)
+        if is_unrolled() and self.qkv.is_read_linearly:
+            # What the backward pass reads, instead of the products from which it would rotate these again.
+            query, key, value = (checkpoint_name(a, PRODUCT) for a in (query, key, value))
         options = self._options(context)
         # Training and evaluation have no state; generation has a KV cache.
         if state is None:
@@ -99,13 +105,29 @@ class SelfAttention(nnx.Module):
                 context = dataclasses.replace(context, bias=bias)
             mixed = self.attend(query, key, value, context, options)
         else:
-            assert isinstance(state, KVCache) and context.cache_positions is not None
-            state = state.append(key, value, context.cache_positions)
-            bias = context.bias
-            if self.relative is not None:
-                bias = self.relative.at(context.cache_positions.positions, state.length)
-            mixed = attend_cached(query, state, context.cache_positions, options, bias)
-        return self.output(mixed, lora_input_dropout(mixed, self.low, context, OUTPUT_SITE, "heads", "head_dim")), state
+            mixed, state = self._attend_cached(query, key, value, context, state, options)
+        return self.project_out(mixed, context), state
+
+    def project_in(self, x: Array, context: LayerContext) -> tuple[Array, Array, Array]:
+        """All-gathers sequences, and computes query, key and value of the ranks' heads."""
+        return self.qkv(reshard_sequence(x, "seq"))
+
+    def project_out(self, mixed: Array, context: LayerContext) -> Array:
+        """Projects [batch, seq, heads, head_dim] to the residual stream, [batch, act_seq, embed]."""
+        return self.output(mixed)
+
+    def _attend_cached(
+        self, query: Array, key: Array, value: Array, context: LayerContext, cache: State, options: AttentionOptions
+    ) -> tuple[Array, State]:
+        """Appends keys and values to a `KVCache` or `WindowKVCache`, and attends to all that it has."""
+        from mtjax.models.kernels.cached import attend_cached
+
+        assert context.cache_positions is not None
+        cache, *read = cache.extended(key, value, context.cache_positions)
+        bias = context.bias
+        if self.relative is not None:
+            bias = self.relative.at(context.cache_positions.positions, cache.length)
+        return attend_cached(query, *read, context.cache_positions, options, bias), cache
 
     def _options(self, context: LayerContext) -> AttentionOptions:
         """Returns the layer's options, with its window and sinks."""
@@ -133,7 +155,18 @@ def scaled_by_position(query: Float[Array, "batch seq heads head_dim"], context:
     return (query * context.query_scale[:, :, None, None]).astype(query.dtype)
 
 
-def _normalized(query: Array, key: Array, query_norm: HeadNorm | None, key_norm: HeadNorm | None) -> tuple[Array, ...]:
+def _head_norms(model: Model) -> "tuple[HeadNorm, HeadNorm] | tuple[None, None]":
+    """Builds the norms of queries and of keys, if the model has them (QK norm)."""
+    if not model.qk_norm:
+        return None, None
+    from mtjax.models.head_norm import HeadNorm
+
+    return HeadNorm(model, "heads", model.num_heads), HeadNorm(model, "kv_heads", num_kv_heads(model))
+
+
+def _normalized(
+    query: Array, key: Array, query_norm: "HeadNorm | None", key_norm: "HeadNorm | None"
+) -> tuple[Array, ...]:
     return query if query_norm is None else query_norm(query), key if key_norm is None else key_norm(key)
 
 
@@ -148,17 +181,21 @@ class FusedQKV(nnx.Module):
             # Of [embed, 3, heads, head_dim], the query's third alone.
             self.weight[...] = self.weight[...] * jnp.array([scale, 1.0, 1.0])[None, :, None, None]
         self.bias = constant(0.0, outputs) if attention_biases(model)[0] else None
-        low = adapters_of(model, "attention")
-        self.lora = Adapter({"embed": model.hidden_size}, outputs, low, key=key) if low else None
+        self.is_read_linearly = _is_linear(model)
 
-    def __call__(
-        self, x: Float[Array, "batch seq embed"], for_adapter: Array | None = None
-    ) -> tuple[Array, Array, Array]:
-        """Computes query, key and value, each [batch, seq, heads, head_dim]; `for_adapter` is the adapter's input."""
+    def __call__(self, x: Float[Array, "batch seq embed"]) -> tuple[Array, Array, Array]:
+        """Computes query, key and value, each [batch, seq, heads, head_dim]."""
+        return self.split(self.product(x))
+
+    def product(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq 3 heads head_dim"]:
+        """Computes query, key and value in one array."""
         bias = None if self.bias is None else self.bias[...]
-        product = project(x, self.weight[...], bias, ("qkv", "heads", "head_dim"), by_sample=True)
-        if self.lora is not None and for_adapter is not None:
-            product = product + self.lora(for_adapter)
+        save = not (is_unrolled() and self.is_read_linearly)
+        return project(x, self.weight[...], bias, ("qkv", "heads", "head_dim"), save_for_backward=save, by_sample=True)
+
+    @staticmethod
+    def split(product: Float[Array, "batch seq 3 heads head_dim"]) -> tuple[Array, Array, Array]:
+        """Takes query, key and value out of their array."""
         query, key, value = (a.squeeze(2) for a in jnp.split(product, 3, axis=2))
         return query, key, value
 
@@ -174,27 +211,28 @@ class GroupedQKV(nnx.Module):
         """Draws the weights, [embed, heads, head_dim] and [embed, 2, kv_heads, head_dim]."""
         query_key, kv_key = jax.random.split(key)
         embed, width = {"embed": model.hidden_size}, {"head_dim": head_dim(model)}
-        bias, low = attention_biases(model)[0], adapters_of(model, "attention")
-        settings = {"std": model.init_std, "bias": bias, "low": low}
+        settings = {"std": model.init_std, "bias": attention_biases(model)[0]}
         self.query = Linear(embed, {"heads": model.num_heads, **width}, **settings, key=query_key)
         shared = {"kv": 2, "kv_heads": num_kv_heads(model), **width}
         self.key_value = Linear(embed, shared, **settings, key=kv_key)
+        self.is_read_linearly = _is_linear(model)
 
-    def __call__(
-        self, x: Float[Array, "batch seq embed"], for_adapter: Array | None = None
-    ) -> tuple[Array, Array, Array]:
+    def __call__(self, x: Float[Array, "batch seq embed"]) -> tuple[Array, Array, Array]:
         """Computes query [batch, seq, heads, head_dim], key and value [batch, seq, groups, head_dim].
 
-        The number of groups is that of KV heads, or the tensor parallel degree if that is larger. `for_adapter` is the
-        adapters' input.
+        The number of groups is that of KV heads, or the tensor parallel degree if that is larger.
         """
-        query, key, value = _grouped_product(x, *self._assembled())
-        lora = self.key_value.lora
-        if self.query.lora is None or lora is None or for_adapter is None:
-            return query, key, value
-        # The adapter's B has a column per KV head, like its matrix: ranks select theirs in the same way.
-        added = lora(for_adapter, heads_in_use(lora.b[...]), ("heads", "head_dim"))
-        return query + self.query.lora(for_adapter), key + added[:, :, 0], value + added[:, :, 1]
+        save = not (is_unrolled() and self.is_read_linearly)
+        if not (is_unrolled() and computes_apart(("kv", "heads"))):
+            return _grouped_product(x, *self._assembled(), save_for_backward=save)
+        # No rank shares the gradient of their input: a product each.
+        weights, biases = (self.query.weight, self.key_value.weight), (self.query.bias, self.key_value.bias)
+        query, pair = (
+            project(x, w[...], None if b is None else b[...], names, save_for_backward=save, by_sample=True)
+            for w, b, names in zip(weights, biases, (HEADS[2:], ("kv", "kv_heads", "head_dim")), strict=True)
+        )
+        key, value = (a.squeeze(2) for a in jnp.split(pair, 2, axis=2))
+        return query, key, value
 
     def assembled(self) -> "AssembledQKV":
         """Assembles the parameters once, for many products with few tokens (generation)."""
@@ -210,6 +248,8 @@ class GroupedQKV(nnx.Module):
 class AssembledQKV(nnx.Module):
     """`GroupedQKV` with assembled parameters, [embed, groups, heads / groups + 2, head_dim]; not for training."""
 
+    is_read_linearly = False
+
     def __init__(self, weight: Array, bias: Array | None) -> None:
         names = ("heads", None, "head_dim")
         self.weight = nnx.Param(weight, axes=("embed", *names))
@@ -220,10 +260,19 @@ class AssembledQKV(nnx.Module):
         return _grouped_product(x, self.weight[...], None if self.bias is None else self.bias[...])
 
 
-def _grouped_product(x: Array, weight: Array, bias: Array | None) -> tuple[Array, Array, Array]:
+def _is_linear(model: Model) -> bool:
+    """Returns whether attention's inputs are linear in the products: rotated or scaled, neither normalized nor
+    clipped."""
+    return not model.qk_norm and model.qkv_clip is None
+
+
+def _grouped_product(
+    x: Array, weight: Array, bias: Array | None, *, save_for_backward: bool = True
+) -> tuple[Array, Array, Array]:
     """Computes query, key and value from x [batch, seq, embed] and assembled parameters."""
     # [batch, seq, groups, heads / groups + 2, head_dim]: a group's queries, then its key, then its value.
-    product = project(x, weight, bias, ("heads", None, "head_dim"), by_sample=True)
+    names = ("heads", None, "head_dim")
+    product = project(x, weight, bias, names, save_for_backward=save_for_backward, by_sample=True)
     query, key, value = product[..., :-2, :], product[..., -2, :], product[..., -1, :]
     heads = query.shape[2] * query.shape[3]
     return query.reshape(*query.shape[:2], heads, -1, out_sharding=spec(*HEADS)), key, value
@@ -244,7 +293,12 @@ def attention_options(model: Model) -> AttentionOptions:
     scale = model.attention_scale
     if scale is None and model.position == "relative":
         scale = 1.0  # T5 does not scale attention scores; its query weights are initialized smaller instead.
-    return AttentionOptions(model.attention_dropout, scale, model.attention_softcap, alibi=Alibi.of(model))
+    options = AttentionOptions(model.attention_dropout, scale, model.attention_softcap)
+    if model.position != "alibi":
+        return options
+    from mtjax.models.alibi import Alibi
+
+    return dataclasses.replace(options, alibi=Alibi.of(model))
 
 
 def initial_query_scale(model: Model) -> float:

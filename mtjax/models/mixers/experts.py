@@ -21,6 +21,7 @@ from mtjax.models.linear import constant, normal
 from mtjax.models.mixers.mixer import State
 from mtjax.models.mixers.mlp import MLP
 from mtjax.models.recompute import PRODUCT
+from mtjax.models.routers import LOAD, LOST, ROUTER_AUX_LOSS, Z_LOSS
 from mtjax.sharding.axes import fully_manual, spec, varying_like
 from mtjax.sharding.context.zigzag import from_first_context_rank, sample_length, sum_over_context
 from mtjax.sharding.experts.dispatch import apply_experts
@@ -28,15 +29,6 @@ from mtjax.sharding.experts.dispatch import apply_experts
 JITTER_SITE = 5
 EPSILON = 1e-20
 """Added to sums of scores before division by them."""
-
-ROUTER_AUX_LOSS, Z_LOSS, LOAD, LOST = "router_aux_loss", "router_z_loss", "expert_load", "lost_choices"
-"""Losses and counters of routers, by their names in a step's metrics."""
-REPORTED = (ROUTER_AUX_LOSS, Z_LOSS, LOAD, LOST)
-COUNTS = (LOAD, LOST)
-"""Those that are counters, of each layer separately."""
-
-ROUTER_BIAS = "experts.router.bias"
-"""Suffix of the names of routers' biases."""
 
 
 class Routes(NamedTuple):
@@ -267,34 +259,3 @@ class Experts(nnx.Module):
         hot = jax.nn.one_hot(routes.experts, self.router.model.num_experts, dtype=jnp.float32)
         gates = (hot * routes.gates[..., None]).sum(2)
         return jnp.einsum("bse,eh->bsh", gates, bias, out_sharding=spec("batch", "act_seq", "embed"))
-
-
-def router_reports(states: list[Any]) -> dict[str, Array]:
-    """Combines the reports of all routers.
-
-    Args:
-      states: of each stack's layers, stacked.
-
-    Returns:
-      By name, losses summed over layers, [batch], and counters, [batch, layers] or [batch, layers, routes]; {} without
-      experts.
-    """
-    reports = [state["experts"] for state in states if state is not None and "experts" in state]
-    if not reports:
-        return {}
-    joined = {name: jnp.concatenate([report[name] for report in reports]) for name in reports[0]}
-    return {name: jnp.moveaxis(a, 0, 1) if name in COUNTS else a.sum(0) for name, a in joined.items()}
-
-
-def report_weights(model: Model, num_samples: int) -> dict[str, Array]:
-    """Returns the weights of routers' losses and counters in a step.
-
-    Returns:
-      By name, float32 [batch]: the losses with a weight in the settings, and the counters; {} without experts.
-    """
-    if not model.num_experts:
-        return {}
-    each = jnp.ones(num_samples, jnp.float32)
-    counts = dict.fromkeys(COUNTS if model.capacity_factor else (LOAD,), each)
-    losses = {ROUTER_AUX_LOSS: model.router_aux_loss, Z_LOSS: model.router_z_loss}
-    return {name: each * (weight / num_samples) for name, weight in losses.items() if weight} | counts

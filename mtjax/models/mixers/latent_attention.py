@@ -35,7 +35,7 @@ from mtjax.models.kernels.xla import HEADS
 from mtjax.models.kv_cache import LatentCache
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.linear import Linear, constant, normal
-from mtjax.models.mixers.attention import KERNELS, attention_options, scaled_by_position
+from mtjax.models.mixers.attention import attention_options, kernel_of, scaled_by_position
 from mtjax.models.mixers.mixer import State
 from mtjax.models.project import project, reshard_sequence, seq_major
 from mtjax.models.rotary import rotate
@@ -103,7 +103,7 @@ class LatentAttention(nnx.Module):
         options = attention_options(model)
         self.options = replace(options, scale=options.scale_of(head_dim(model)))
         self.windows = attention_windows(model)
-        self.attend = KERNELS[model.attention]
+        self.attend = kernel_of(model.attention)
 
     def __call__(
         self, x: Float[Array, "batch act_seq embed"], context: LayerContext, state: State

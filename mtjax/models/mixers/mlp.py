@@ -13,12 +13,8 @@ from mtjax.config.sizes import GATED, mlp_bias, mlp_size
 from mtjax.models.activations import ACTIVATIONS
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.linear import Linear
-from mtjax.models.lora import gather_sequence_shared, lora_input_dropout
 from mtjax.models.mixers.mixer import State
-from mtjax.theory.adapters import adapters_of
-
-UP_SITE, DOWN_SITE = 7, 8
-"""Dropout sites of the adapters' inputs."""
+from mtjax.models.project import reshard_sequence
 
 
 class MLP(nnx.Module):
@@ -34,10 +30,9 @@ class MLP(nnx.Module):
         embed, inner = {"embed": model.hidden_size}, {"mlp": mlp_size(model)}
         # A gated activation has a fused product for gate and up: [embed, 2, mlp].
         gate = {"gate": 2} if model.activation in GATED else {}
-        self.low = adapters_of(model, "mlp")
-        settings = {"bias": mlp_bias(model), "low": self.low}
-        self.up = Linear(embed, {**gate, **inner}, std=model.init_std, **settings, key=up_key)
-        self.down = Linear(inner, embed, std=output_std, **settings, sequence="act_seq", key=down_key)
+        bias = mlp_bias(model)
+        self.up = Linear(embed, {**gate, **inner}, std=model.init_std, bias=bias, key=up_key)
+        self.down = Linear(inner, embed, std=output_std, bias=bias, sequence="act_seq", key=down_key)
         self.activation = ACTIVATIONS[model.activation]
 
     def __call__(
@@ -48,9 +43,17 @@ class MLP(nnx.Module):
         factor: Float[Array, "batch seq 1"] | None = None,
     ) -> tuple[Float[Array, "batch act_seq embed"], State]:
         """Applies to each token, and multiplies the output by `factor`, if any; there is no state."""
-        inner = self.activation(self.up(*gather_sequence_shared(x, self.low, context, UP_SITE)))
+        inner = self.activation(self.project_up(x, context))
         if factor is not None:
             # Before the row-parallel product, whose output is then reduced together with what is added to it; in
             # float32, so that the factor's gradient is reduced in float32.
             inner = (inner.astype(jnp.float32) * factor).astype(inner.dtype)
-        return self.down(inner, lora_input_dropout(inner, self.low, context, DOWN_SITE, "mlp")), state
+        return self.project_down(inner, context), state
+
+    def project_up(self, x: Array, context: LayerContext) -> Array:
+        """All-gathers sequences, and projects to [batch, seq, mlp], or [batch, seq, 2, mlp] with a gate."""
+        return self.up(reshard_sequence(x, "seq"))
+
+    def project_down(self, inner: Array, context: LayerContext) -> Array:
+        """Projects [batch, seq, mlp] to the residual stream, [batch, act_seq, embed]."""
+        return self.down(inner)

@@ -1,21 +1,12 @@
 """Mixers by name, and kinds of layers as sequences of mixers."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from mtjax.config import Model
+from mtjax.config.adapters import adapters_of
 from mtjax.models.mixers.attention import SelfAttention
-from mtjax.models.mixers.cross import CrossAttention
-from mtjax.models.mixers.experts import Experts
-from mtjax.models.mixers.latent_attention import LatentAttention
 from mtjax.models.mixers.mixer import Mixer
 from mtjax.models.mixers.mlp import MLP
-
-MIXERS: Mapping[str, type[Mixer]] = {
-    "attention": SelfAttention,
-    "cross": CrossAttention,
-    "mlp": MLP,
-    "experts": Experts,
-}
 
 KINDS: Mapping[str, tuple[str, ...]] = {
     "transformer": ("attention", "mlp"),
@@ -25,6 +16,50 @@ KINDS: Mapping[str, tuple[str, ...]] = {
 """Kind of layer -> its mixers, in the order in which they run."""
 
 
-def mixer_of(name: str, model: Model) -> type[Mixer]:
-    """Returns the mixer of this name in a kind of layer; with latent attention, that in place of self-attention."""
-    return LatentAttention if name == "attention" and model.kv_lora_rank else MIXERS[name]
+def layer_kind(model: Model) -> str:
+    """Returns the kind of a decoder's layers, or of those with experts."""
+    return "transformer with experts" if model.num_experts else "transformer"
+
+
+# What a model does not have is not imported.
+
+
+def _attention(model: Model) -> type[Mixer]:
+    if model.kv_lora_rank:
+        from mtjax.models.mixers.latent_attention import LatentAttention
+
+        return LatentAttention
+    if adapters_of(model, "attention"):
+        from mtjax.models.mixers.adapted import AdaptedSelfAttention
+
+        return AdaptedSelfAttention
+    return SelfAttention
+
+
+def _mlp(model: Model) -> type[Mixer]:
+    if adapters_of(model, "mlp"):
+        from mtjax.models.mixers.adapted import AdaptedMLP
+
+        return AdaptedMLP
+    return MLP
+
+
+def _cross_attention(_: Model) -> type[Mixer]:
+    from mtjax.models.mixers.cross import CrossAttention
+
+    return CrossAttention
+
+
+def _experts(_: Model) -> type[Mixer]:
+    from mtjax.models.mixers.experts import Experts
+
+    return Experts
+
+
+MIXERS: Mapping[str, Callable[[Model], type[Mixer]]] = {
+    "attention": _attention,
+    "cross": _cross_attention,
+    "mlp": _mlp,
+    "experts": _experts,
+}
+"""Name of a mixer in a kind of layer -> returns its class for a model."""

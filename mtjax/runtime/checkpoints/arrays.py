@@ -13,9 +13,9 @@ import tensorstore as ts
 from orbax.checkpoint._src.serialization import jax_array_handlers
 from orbax.checkpoint.type_handlers import ArrayHandler, ParamInfo, RestoreArgs
 
+from mtjax.layout.stages import PADDING, LayerOrder, Orders, order_of
 from mtjax.sharding.param_specs import dotted
 from mtjax.storage import key_value_store, url_of
-from mtjax.theory.stages import PADDING, LayerOrder, Orders, order_of
 
 T = TypeVar("T")
 

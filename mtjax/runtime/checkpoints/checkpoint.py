@@ -27,6 +27,8 @@ from mtjax import config as configs
 from mtjax.config import Config
 from mtjax.config.model_identity import differences
 from mtjax.errors import UserError, first_line
+from mtjax.layout.dropout import DROPOUT_BITS
+from mtjax.layout.stages import PLAIN, LayerOrder, Orders, layer_orders, order_of
 from mtjax.runtime.checkpoints.arrays import array_handler, read_reordered
 from mtjax.runtime.checkpoints.barriers import SaveBarriers
 from mtjax.runtime.checkpoints.corruption import (
@@ -42,8 +44,6 @@ from mtjax.runtime.train_state import State
 from mtjax.sharding.axes import REPLICATED
 from mtjax.sharding.param_specs import dotted
 from mtjax.storage import shown
-from mtjax.theory.dropout import DROPOUT_BITS
-from mtjax.theory.stages import PLAIN, LayerOrder, Orders, layer_orders, order_of
 
 TIMEOUT = 600
 """Seconds that a process waits for the others at a checkpoint before it reports which are missing."""
@@ -238,7 +238,8 @@ class Checkpoints:
         state = self.folder / str(step) / "state"
         if not (state / "_METADATA").is_file():
             raise CorruptedCheckpoint("its state lacks _METADATA")
-        if saved != orders:
+        # `mtjax convert` writes arrays in folders of their own, without Orbax's list of them.
+        if saved != orders or not (state / "manifest.ocdbt").is_file():
             return State(**read_reordered(state, tree, saved, orders))
         placed = ocp.checkpoint_utils.construct_restore_args(tree)
         arguments = ocp.args.Composite(state=ocp.args.PyTreeRestore(tree, restore_args=placed))

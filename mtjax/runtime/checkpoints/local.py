@@ -23,6 +23,7 @@ import numpy as np
 from mtjax.config import Config, Output
 from mtjax.config.place import was_copied
 from mtjax.errors import UserError, first_line
+from mtjax.layout.stages import layer_orders
 from mtjax.runtime.checkpoints.arrays import open_array, place_array
 from mtjax.runtime.checkpoints.checkpoint import (
     Restored,
@@ -49,7 +50,6 @@ from mtjax.runtime.processes.coordination import all_gather_text
 from mtjax.runtime.train_state import State
 from mtjax.sharding.param_specs import dotted
 from mtjax.sharding.restore_missing import have_all, restore_missing
-from mtjax.theory.stages import layer_orders
 
 IDENTITY = "run_id"
 """File in a run's folder. Its first line names the run's folder on local disks, so that another run in the same --out

@@ -14,10 +14,10 @@ from mtjax import config as configs
 from mtjax.config import Config
 from mtjax.config.horizon import Horizon, horizon_of
 from mtjax.data import DataPosition, SampleOrder, train_samples
+from mtjax.layout.dropout import DROPOUT_BITS
 from mtjax.runtime.checkpoints.corruption import CorruptedCheckpoint, read_metadata, read_on_all_processes
 from mtjax.runtime.processes.coordination import all_gather_text
 from mtjax.storage import is_file, names_in, shown, url_of
-from mtjax.theory.dropout import DROPOUT_BITS
 
 
 @dataclass(frozen=True)

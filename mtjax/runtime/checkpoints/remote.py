@@ -14,6 +14,7 @@ import jax
 
 from mtjax.config import Config
 from mtjax.errors import UserError, first_line
+from mtjax.layout.stages import layer_orders
 from mtjax.runtime.checkpoints.arrays import read_reordered
 from mtjax.runtime.checkpoints.barriers import PeerFailed
 from mtjax.runtime.checkpoints.checkpoint import (
@@ -30,7 +31,6 @@ from mtjax.runtime.checkpoints.pieces import copy_pieces, write_arrays
 from mtjax.runtime.processes.coordination import all_gather_text, num_processes, service
 from mtjax.runtime.train_state import State
 from mtjax.storage import attempt, is_file, names_in, remove, rename, shown, write_bytes
-from mtjax.theory.stages import layer_orders
 
 METADATA = "page/metadata"
 DONE = "written"

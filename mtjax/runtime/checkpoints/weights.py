@@ -19,11 +19,11 @@ from mtjax import config as configs
 from mtjax.config import Config
 from mtjax.config.model_identity import differences
 from mtjax.errors import UserError, first_line, parse_json_object
+from mtjax.layout.stages import PLAIN, LayerOrder, Orders, order_of
 from mtjax.runtime.checkpoints.arrays import open_array, place_array
 from mtjax.runtime.checkpoints.checkpoint import fingerprints_of, saved_orders
 from mtjax.runtime.checkpoints.corruption import CorruptedCheckpoint, read_metadata, read_on_all_processes
 from mtjax.sharding.param_specs import dotted
-from mtjax.theory.stages import PLAIN, LayerOrder, Orders, order_of
 
 Tree = Any
 
@@ -87,7 +87,7 @@ class Weights:
             return converted or {}
         return parse_json_object(saved_ids.read_bytes(), saved_ids)
 
-    def open(self, name: str) -> ts.TensorStore:
+    def open(self, name: str, prefix: str = PREFIX) -> ts.TensorStore:
         """Opens a parameter, with its layers in the model's order, for reading by slices:
         `weights.open(name)[3].read().result()`.
 
@@ -95,7 +95,7 @@ class Weights:
           UserError: it is not there or can't be read.
         """
         try:
-            return open_array(self.folder / "state", f"{PREFIX}.{name}", order_of(name, self.orders))
+            return open_array(self.folder / "state", f"{prefix}.{name}", order_of(name, self.orders))
         except (ValueError, OSError) as e:
             raise UserError(f"{self.folder}: {name} can't be read: {first_line(e)}") from e
 

@@ -14,10 +14,10 @@ from typing import IO
 
 from mtjax.config import Config
 from mtjax.errors import UserError
+from mtjax.layout.mesh import AUTO, parse_mesh
 from mtjax.runtime.processes.signals import requests
 from mtjax.sharding.mesh import MAX_CPU_DEVICES, has_gpu
 from mtjax.sharding.processes import several_expected
-from mtjax.theory.mesh import AUTO, parse_mesh
 
 MAX_PROCESSES = 64
 """Maximum number of processes on one machine: each needs some 300 MB before it has a model."""

@@ -11,10 +11,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec, reshard
 from jaxtyping import Float
 
-from mtjax.sharding.axes import explicit_axes, spec, varying_like
+from mtjax.sharding.axes import context_axes, explicit_axes, spec, varying_like
 from mtjax.sharding.context.block_attention import BlockKernel, DropoutState, KVBlock, QueryBlock
 from mtjax.sharding.context.ring_attention import Method, RingAttention
-from mtjax.sharding.context.zigzag import context_axes
 from mtjax.sharding.no_hoist import no_hoist
 from mtjax.sharding.sinks import gradient_of_sinks, with_sinks
 

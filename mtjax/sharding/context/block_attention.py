@@ -9,10 +9,6 @@ from typing import NamedTuple, Protocol
 from jax import Array
 from jaxtyping import Float, Int, UInt32
 
-# Finite, so that the difference of two masked scores is 0 and not NaN.
-NEVER = -1e30
-"""Score of a masked key, and log-sum of a row without keys: its exponential is 0."""
-
 
 class QueryBlock(NamedTuple):
     """Queries of some tokens, and in the backward pass the results of their entire rows of scores.

@@ -20,7 +20,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from mtjax.sharding.context.block_attention import NEVER, BlockKernel, DropoutState, KVBlock, QueryBlock
+from mtjax.layout.attention_kernel import HIDDEN_SCORE
+from mtjax.sharding.context.block_attention import BlockKernel, DropoutState, KVBlock, QueryBlock
 from mtjax.sharding.context.zigzag import rank_positions
 
 Tree = Any
@@ -213,12 +214,12 @@ def _merge_pairs(is_before: Array, total: Tree, pairs: tuple[Array, Array]) -> T
       pairs: the same of the pairs, [2 batch, seq / 2, ...].
     """
     (late, other), (late_sums, other_sums) = (jnp.split(a, 2) for a in pairs)
-    none = jnp.full_like(late_sums, NEVER)
-    # A log-sum of NEVER makes a half count for nothing. First [second pair if early, first pair], then [-, second pair
-    # if late].
-    early_sums = jnp.where(is_before, other_sums, NEVER)
+    none = jnp.full_like(late_sums, HIDDEN_SCORE)
+    # A log-sum of HIDDEN_SCORE makes a half count for nothing. First [second pair if early, first pair], then [-,
+    # second pair if late].
+    early_sums = jnp.where(is_before, other_sums, HIDDEN_SCORE)
     total = _merge(total, jnp.concatenate([other, late], 1), jnp.concatenate([early_sums, late_sums], 1))
-    second_sums = jnp.where(is_before, NEVER, other_sums)
+    second_sums = jnp.where(is_before, HIDDEN_SCORE, other_sums)
     return _merge(total, jnp.concatenate([other, other], 1), jnp.concatenate([none, second_sums], 1))
 
 

@@ -9,14 +9,13 @@ import math
 from types import ModuleType
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Int
 
-from mtjax.sharding.axes import current_rules, psum_shards
-from mtjax.theory.rules import Axes
+from mtjax.layout.rules import Axes
+from mtjax.sharding.axes import context_axes, local_positions, psum_shards
 
 
 def rank_positions(rank: Any, degree: int, length: int, xp: ModuleType = jnp) -> Any:
@@ -37,12 +36,6 @@ def rank_positions(rank: Any, degree: int, length: int, xp: ModuleType = jnp) ->
 def token_order(degree: int, length: int) -> np.ndarray:
     """Returns the positions of a sample's tokens in the order of the ranks that have them, int32 [length]."""
     return np.concatenate([rank_positions(rank, degree, length, np) for rank in range(degree)])
-
-
-def context_axes() -> Axes:
-    """Returns the manual mesh axes of context parallelism; () where a rank has all tokens of its samples."""
-    manual = jax.sharding.get_abstract_mesh().manual_axes
-    return tuple(axis for axis in current_rules().seq if axis in manual)
 
 
 def sum_over_context(x: Array) -> Array:
@@ -80,14 +73,3 @@ def sum_of_preceding_chunks(counts: Int[Array, "2 samples experts"], axes: Axes)
     in_order = jnp.concatenate([gathered[:, 0], gathered[::-1, 1]])
     before = jnp.cumsum(in_order, 0) - in_order
     return jnp.stack([before[rank], before[2 * degree - 1 - rank]])
-
-
-def local_positions(length: int) -> Int[Array, " seq"] | None:
-    """Returns the positions of this rank's `length` tokens in their sample; None where a rank has entire samples.
-
-    Call it outside of scans over layers: `lax.scan` would hoist the rank's index out of them, and of the manual region.
-    """
-    axes = context_axes()
-    if not axes:
-        return None
-    return rank_positions(lax.axis_index(axes), lax.axis_size(axes), length * lax.axis_size(axes))

@@ -25,12 +25,12 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Bool, Float, Int
 
-from mtjax.sharding.axes import current_rules, explicit_axes, explicit_only, spec, varying_like
-from mtjax.sharding.context.zigzag import context_axes, sum_of_preceding_chunks
+from mtjax.layout.plan import ExpertDispatch
+from mtjax.layout.rules import Axes
+from mtjax.sharding.axes import context_axes, current_rules, explicit_axes, explicit_only, spec, varying_like
+from mtjax.sharding.context.zigzag import sum_of_preceding_chunks
 from mtjax.sharding.experts.ragged_all_to_all import RaggedRouting, take_rows
 from mtjax.sharding.no_hoist import no_hoist
-from mtjax.theory.plan import ExpertDispatch
-from mtjax.theory.rules import Axes
 
 Chosen = tuple[Int[Array, "batch act_seq chosen"], Int[Array, " batch"] | None]
 """Indices of tokens' experts; and the capacity of each sample, or None where all have the same or none."""

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
+from mtjax.layout.rules import Axes
 from mtjax.sharding.axes import varying_like
-from mtjax.theory.rules import Axes
 
 
 class RaggedRouting(NamedTuple):

@@ -18,8 +18,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from mtjax.sharding.axes import cond_by_stage
-from mtjax.sharding.context.zigzag import context_axes
+from mtjax.config import Config
+from mtjax.layout.timetable import Phase, Timetable, forward_timetable, timetable
+from mtjax.sharding.axes import cond_by_stage, context_axes
 from mtjax.sharding.grad_accumulation import add_gradients
 from mtjax.sharding.microbatch_schedule import PipelineModel, Sums
 from mtjax.sharding.param_comm import zeros_like_shards
@@ -36,7 +37,6 @@ from mtjax.sharding.pipeline.stage_transfer import packed, sum_from_owner
 from mtjax.sharding.pipeline.stage_work import StageWork, TickWork
 from mtjax.sharding.reduction import Reduction
 from mtjax.sharding.zero import gather_for_step, wrap_for_inference
-from mtjax.theory.timetable import Phase, Timetable
 
 Tree = Any
 
@@ -54,6 +54,18 @@ class PipelineSchedule:
     """Whether stages save only the input of a chunk, and recompute the chunk in its backward half."""
     order: Order
     """Of collectives: by data dependencies on platforms whose runtime has none (`mtjax.sharding.pipeline.order`)."""
+
+    @classmethod
+    def of(cls, config: Config, stages: int, num_microbatches: int, sections: int, platform: str) -> "PipelineSchedule":
+        """Returns a config's schedule for a model with this number of sections."""
+        chunks = config.parallel.chunks * sections
+        return cls(
+            timetable(config.parallel.pipeline_schedule, stages, num_microbatches, chunks),
+            partial(forward_timetable, stages, chunks=chunks),
+            config.training.microbatch_size,
+            keeps_inputs=config.training.recompute == "full",
+            order=Order(is_needed=platform == "cpu"),
+        )
 
     def gradients(self, model: PipelineModel, parameters: Tree, batch: Tree, reduction: Reduction) -> tuple[Sums, Tree]:
         """See `MicrobatchSchedule.gradients`."""

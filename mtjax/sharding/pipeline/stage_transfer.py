@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec, reshard
 
+from mtjax.layout.rules import MODEL, STAGE
 from mtjax.sharding.axes import dimension_axes, explicit_axes, fully_manual, psum_shards, with_axes
-from mtjax.theory.rules import MODEL, STAGE
 
 Tree = Any
 

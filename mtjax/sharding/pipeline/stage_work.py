@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from mtjax.layout.rules import STAGE
+from mtjax.layout.timetable import Half, Timetable
 from mtjax.sharding.axes import cond_by_stage, varying_like
 from mtjax.sharding.grad_accumulation import AddsUp, with_accumulators
 from mtjax.sharding.microbatch_schedule import PipelineModel, Sums
@@ -19,8 +21,6 @@ from mtjax.sharding.pipeline.order import Order
 from mtjax.sharding.pipeline.residuals import Linearize
 from mtjax.sharding.pipeline.stage_transfer import send, unpacked
 from mtjax.sharding.zero import materialize_outside_stacks
-from mtjax.theory.rules import STAGE
-from mtjax.theory.timetable import Half, Timetable
 
 Tree = Any
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import jax
 
+from mtjax.analysis.families.registry import anatomy_of
+from mtjax.analysis.flops import model_flops
+from mtjax.analysis.hardware import by_device_kind
 from mtjax.config import Config
-from mtjax.theory.families.registry import anatomy_of
-from mtjax.theory.flops import model_flops
-from mtjax.theory.hardware import by_device_kind
 from mtjax.train.folder.log_files import Events, Lines
 from mtjax.train.observability.trackers import Tracking
 

@@ -18,10 +18,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mtjax.config import Config, Data
-from mtjax.data.commands import clean, preprocess
+from mtjax.data.commands import clean, merge, preprocess
 from mtjax.data.corpus.indexed import IndexedDataset, bin_path, idx_path
 from mtjax.data.run_text import RunText
 from mtjax.data.samples.registry import FAMILIES
+from mtjax.data.tokens.tokenizer import open_tokenizer
 from mtjax.data.tokens.train_tokenizer import train_byte_level_bpe
 from tests.data.corpora import texts
 
@@ -566,13 +567,79 @@ def check_any_corpus(tokenizer, folder: Path, corpus: tuple[str, bytes], on_erro
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 @given(corpus=corpora(), on_error=st.sampled_from(["fail", "skip"]))
-@settings(deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
+@settings(deadline=None, max_examples=60, derandomize=True, suppress_health_check=list(HealthCheck))
 def test_no_corpus_ends_in_a_traceback_or_in_silence(tokenizer, tmp_path_factory, corpus, on_error):
     check_any_corpus(tokenizer, tmp_path_factory.getbasetemp(), corpus, on_error)
 
 
 @pytest.mark.long
 @given(corpus=corpora(), on_error=st.sampled_from(["fail", "skip"]))
-@settings(deadline=None, max_examples=500, suppress_health_check=list(HealthCheck))
+@settings(deadline=None, max_examples=500, derandomize=True, suppress_health_check=list(HealthCheck))
 def test_no_corpus_of_hundreds_does(tokenizer, tmp_path_factory, corpus, on_error):
     check_any_corpus(tokenizer, tmp_path_factory.getbasetemp(), corpus, on_error)
+
+
+@st.composite
+def intact_corpora(draw) -> tuple[list[str], dict[str, bytes]]:
+    """Texts, and files in which they are one after another, each of another format, encoding and packing."""
+    texts_of_files = draw(st.lists(st.lists(WORDS, min_size=1, max_size=6), min_size=1, max_size=4))
+    written = {}
+    for number, found in enumerate(texts_of_files):
+        rows = [{"text": text, "id": i} for i, text in enumerate(found)]
+        kind = draw(st.sampled_from(["json", "json", "csv", "parquet", "arrow"]))
+        if kind == "json":
+            newline, ascii_only = draw(st.sampled_from(["\n", "\r\n", "\n\n", " \n"])), draw(st.booleans())
+            text = newline.join(json.dumps(row, ensure_ascii=ascii_only) for row in rows)
+            text += draw(st.sampled_from(["", newline]))
+        elif kind == "csv":
+            file = io.StringIO(newline="")
+            csv.writer(file, lineterminator=draw(st.sampled_from(["\n", "\r\n"]))).writerows(
+                [["text", "id"], *([row["text"], row["id"]] for row in rows)]
+            )
+            text = file.getvalue()
+        if kind in ("json", "csv"):
+            content = text.encode(draw(st.sampled_from(["utf-8", "utf-8-sig", "utf-16", "utf-32"])))
+            content = draw(st.sampled_from(PACKINGS[:-1]))(content)
+        else:
+            content = table_bytes(rows, arrow=kind == "arrow")
+        suffix = {"json": draw(st.sampled_from([".jsonl", ".json", ".NDJSON.gz"])), "csv": ".csv"}.get(kind, "")
+        written[f"{number}{suffix}"] = content
+    return [text for found in texts_of_files for text in found], written
+
+
+def check_nothing_is_lost(tokenizer, folder: Path, corpus: tuple[list[str], dict[str, bytes]], parts: int) -> None:
+    found, written = corpus
+    error = io.StringIO()
+    fresh_folder = tempfile.TemporaryDirectory(dir=folder)
+    with fresh_folder as name, contextlib.redirect_stderr(error), contextlib.redirect_stdout(io.StringIO()):
+        fresh = Path(name)
+        (fresh / "in").mkdir()
+        for file_name, content in written.items():
+            (fresh / "in" / file_name).write_bytes(content)
+        arguments = (fresh / "in/*", fresh / "out", tokenizer, "--text-key", "text")
+        codes = [run_preprocess(*arguments, "--part", f"{n}/{parts}") for n in range(parts, 0, -1)]
+        codes.append(merge.main(["--parts", f"{fresh}/out"]))
+        whole = run_preprocess(fresh / "in/*", fresh / "whole", tokenizer, "--text-key", "text")
+        if not any(found):
+            assert (codes[-1], whole) == (2, 2) and "has a token" in error.getvalue()
+            return
+        assert codes == [0] * len(codes) and whole == 0, error.getvalue()
+        assert contents(fresh / "out_text_document") == contents(fresh / "whole_text_document")
+        dataset, words = IndexedDataset(fresh / "whole_text_document"), open_tokenizer(str(tokenizer))
+        assert dataset.num_documents == len(found)
+        assert [words.decode(dataset[i].tolist()[:-1]) for i in range(len(dataset))] == [text for text in found if text]
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@given(corpus=intact_corpora(), parts=st.integers(1, 5))
+@settings(max_examples=20, derandomize=True, suppress_health_check=list(HealthCheck))
+def test_no_row_of_a_corpus_is_lost(tokenizer, tmp_path_factory, corpus, parts):
+    """Also in parts, which are made last first."""
+    check_nothing_is_lost(tokenizer, tmp_path_factory.getbasetemp(), corpus, parts)
+
+
+@pytest.mark.long
+@given(corpus=intact_corpora(), parts=st.integers(1, 5))
+@settings(max_examples=500, derandomize=True, suppress_health_check=list(HealthCheck))
+def test_no_row_of_hundreds_of_corpora_is_lost(tokenizer, tmp_path_factory, corpus, parts):
+    check_nothing_is_lost(tokenizer, tmp_path_factory.getbasetemp(), corpus, parts)

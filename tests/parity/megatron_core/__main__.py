@@ -13,6 +13,7 @@ without_cuda()
 from tests.parity.megatron_core.datasets import read_back, write_corpora, write_datasets
 from tests.parity.megatron_core.grouped import write_grouped
 from tests.parity.megatron_core.models import write_models
+from tests.parity.megatron_core.prediction import write_predictions
 from tests.parity.megatron_core.schedules import table
 from tests.parity.megatron_core.training import write_run
 
@@ -28,6 +29,7 @@ def main(folder: Path) -> None:
     np.savez(folder / "ours.npz", allow_pickle=False, **read_back(folder / "ours"))
     for name in ("gpt", "llama"):
         write_run(folder, name)
+        write_predictions(folder, name)
     (folder / "schedules.json").write_text(json.dumps(table()))
 
 

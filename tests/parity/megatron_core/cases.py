@@ -1,5 +1,6 @@
 """What both sides compute: models, corpora, schedules and a run. Imports neither Megatron nor JAX."""
 
+from pathlib import Path
 from typing import Any
 
 TOKENS = 96
@@ -143,6 +144,9 @@ DATASETS: dict[str, dict[str, Any]] = {
 }
 """What is asked of each, by a name; `samples` of train, valid and test."""
 
+AHEAD = {"layers": 2, "factor": 0.3}
+"""Layers of multi-token prediction, and the coefficient of the mean of their losses."""
+
 STEPS = 20
 RATES = {"max_lr": 6e-4, "min_lr": 3e-5, "lr_warmup_steps": 4, "lr_decay_steps": 17}
 PLAIN_DECAY = {"start_wd": 0.1, "end_wd": 0.1, "wd_incr_style": "constant"}
@@ -232,3 +236,75 @@ TINY = LLAMA | {
     "make_vocab_size_divisible_by": 12,
 }
 """The model of `tests/convert/torch_dist.zip`."""
+
+SAVED = 10
+"""Steps after which the runs of `RESUMED` are saved."""
+RESUMED: dict[str, dict[str, Any]] = {
+    "llama": {"layouts": ("fully_reshardable", "dp_reshardable", "torch")},
+    "gpt in bfloat16, small buckets": {
+        "model": "gpt",
+        "bf16": True,
+        "bucket": 20_000,
+        "layouts": ("dp_reshardable", "torch", "fully_reshardable"),
+    },
+    "llama without the distributed optimizer": {"distributed": False, "layouts": ("",)},
+    "llama, interleaved stages": {"degrees": (2, 2, 2, 1), "bf16": True, "trained": False},
+    "gpt, a copy of the embedding": {
+        "model": "gpt",
+        "degrees": (2, 2, None, 1),
+        "bucket": 20_000,
+        "layouts": ("dp_reshardable", "torch"),
+        "trained": False,
+    },
+    "experts": {"model": "experts", "degrees": (1, 2, None, 2), "bf16": True, "trained": False},
+    "experts on every rank": {"model": "experts", "degrees": (2, 1, None, 1), "trained": False},
+}
+"""Runs that are saved and resumed, with what differs from `RESUMED_AS`."""
+RESUMED_AS: dict[str, Any] = {
+    "model": "llama",
+    "degrees": (2, 1, None, 1),
+    "bf16": False,
+    "distributed": True,
+    "bucket": None,
+    "layouts": ("fully_reshardable", "dp_reshardable"),
+    "trained": True,
+}
+"""`bucket` is the least size of a bucket, `layouts` those of the optimizer; states of a run that is not trained are
+random."""
+TINY_RUN = {"tiny": RESUMED_AS | {"model": "tiny", "degrees": (2, 2, None, 1), "bf16": True, "trained": False}}
+"""The run in `tests/convert/resumed.zip`."""
+RESUMED = {name: RESUMED_AS | case for name, case in RESUMED.items()}
+
+
+def run_arguments(folder: Path) -> dict[str, Any]:
+    """Megatron's arguments of the run in `RUN` on the corpus in a folder."""
+    return {
+        "seed": 1234,
+        "seq_length": TOKENS,
+        "data_path": [str(folder / "corpus")],
+        "split": "100,0,0",
+        "tokenizer_type": "HuggingFaceTokenizer",
+        "tokenizer_model": str(folder / "tokenizer.json"),
+        "micro_batch_size": 2,
+        "global_batch_size": RUN["batch"],
+        "train_iters": RUN["steps"],
+        "lr": RUN["max_lr"],
+        "min_lr": RUN["min_lr"],
+        "lr_decay_style": "cosine",
+        "lr_warmup_iters": RUN["warmup"],
+        "weight_decay": RUN["end_wd"],
+        "start_weight_decay": RUN["start_wd"],
+        "end_weight_decay": RUN["end_wd"],
+        "weight_decay_incr_style": "linear",
+        "clip_grad": RUN["clip_grad"],
+        "adam_beta1": 0.9,
+        "adam_beta2": RUN["beta2"],
+        "adam_eps": RUN["epsilon"],
+        "optimizer": "adam",
+        "eval_interval": 1000,
+        "eval_iters": 0,
+        "log_interval": 1,
+        "use_distributed_optimizer": True,
+        "save": str(folder / "saved"),
+        "save_interval": SAVED,
+    }

@@ -29,6 +29,18 @@ def without_cuda() -> None:
         setattr(moe_utils, "te_general_gemm", None)  # noqa: B010
 
 
+def on_cuda_types() -> None:
+    """Calls the CPU's tensor types what the distributed optimizer expects, and leaves streams out."""
+    kind = torch.Tensor.type
+
+    def type_of(tensor: torch.Tensor, *args: Any, **named: Any) -> Any:
+        found = kind(tensor, *args, **named)
+        return found.replace("torch.", "torch.cuda.", 1) if isinstance(found, str) else found
+
+    torch.Tensor.type = type_of  # pyright: ignore[reportAttributeAccessIssue]
+    torch.cuda.synchronize = lambda *_: None  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def _on_cpu(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(make)
     def made(*arguments: Any, **named: Any) -> torch.Tensor:

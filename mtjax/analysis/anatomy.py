@@ -1,0 +1,120 @@
+"""Components of a model: those before its stacks of layers, the stacks, and those after them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from mtjax.analysis.parts.part import Part, Weight
+from mtjax.config import Model
+from mtjax.layout.layouts import LAYERS
+from mtjax.layout.stacks import LayerStack
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Stack(LayerStack):
+    """A stack of equal layers with the components of one."""
+
+    hidden: int
+    """Width of the residual stream."""
+    parts: tuple[Part, ...]
+    """Components of a layer, in the order in which they run."""
+    norms_outputs: bool = False
+    """Whether a norm follows each sublayer, or each residual add, and needs its input in the backward pass."""
+    parallel: str = "no"
+    """The setting parallel_residual: whether the components read the same hidden states."""
+
+    @classmethod
+    def of(cls, stack: LayerStack, model: Model, *parts: Part, norms_outputs: bool = False) -> "Stack":
+        """Returns a model's stack with the components of a layer."""
+        rest = {"hidden": model.hidden_size, "parts": parts, "parallel": model.parallel_residual}
+        return cls(**vars(stack), **rest, norms_outputs=norms_outputs)
+
+    @property
+    def sublayers(self) -> tuple[Part, ...]:
+        """The components of a layer that add to the residual stream."""
+        return self.parts
+
+    @property
+    def unread(self) -> tuple[Part, ...]:
+        """The components of a layer whose outputs its backward pass does not need."""
+        if self.norms_outputs:
+            return ()
+        return self.sublayers[-1:] if self.parallel == "no" else self.sublayers
+
+    @property
+    def weights(self) -> list[Weight]:
+        """Its parameters, stacked along `layers`, with their names in the model."""
+        return [
+            Weight(f"{self.path}.layers.{w.name}", (LAYERS, *w.names), (self.layers, *w.shape))
+            for part in self.parts
+            for w in part.weights
+        ]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Predictors(Stack):
+    """Layers of multi-token prediction, which are not stacked: each is a module of its own, and runs with the head. The
+    first component of a layer combines its inputs."""
+
+    @property
+    def sublayers(self) -> tuple[Part, ...]:
+        """The components after the first one."""
+        return self.parts[1:]
+
+    @property
+    def weights(self) -> list[Weight]:
+        """Their parameters, with their names in the model: `mtp_1.projection.weight`, `mtp_1.layer.mlp.up.weight`."""
+        combined, *layer = self.parts
+        names = {w.name: w for w in combined.weights}
+        names |= {f"layer.{w.name}": w for part in layer for w in part.weights}
+        numbers = range(1, self.layers + 1)
+        return [Weight(f"{self.path}{k}.{name}", w.names, w.shape) for k in numbers for name, w in names.items()]
+
+
+@dataclass(frozen=True, eq=False)
+class Anatomy:
+    """Components of a model. `mtjax.analysis.families.registry.anatomy_of` builds one for each model, which is
+    compared, and used as a key of caches, by identity."""
+
+    model: Model
+    embed: tuple[Part, ...]
+    stacks: tuple[Stack, ...]
+    head: tuple[Part, ...]
+    predictors: Predictors | None = None
+    """Layers of multi-token prediction; their lookups and losses are among the components of the head."""
+
+    @property
+    def outside_weights(self) -> list[Weight]:
+        """Parameters outside the stacks, of which every pipeline stage has all."""
+        ahead = self.predictors.weights if self.predictors else []
+        return [*(w for part in self.outside for w in part.weights), *ahead]
+
+    @property
+    def all_stacks(self) -> tuple[Stack, ...]:
+        """The stacks, and the layers of multi-token prediction."""
+        return (*self.stacks, *([self.predictors] if self.predictors else []))
+
+    @property
+    def outside(self) -> tuple[Part, ...]:
+        """The components outside the layers."""
+        return (*self.embed, *self.head)
+
+    @property
+    def sections(self) -> tuple[tuple[Stack, ...], ...]:
+        """The stacks of each section: sections run one after the other, the layers of a section by their numbers."""
+        interleaved = tuple(stack for stack in self.stacks if stack.among is not None)
+        return (interleaved,) if interleaved else tuple((stack,) for stack in self.stacks)
+
+    @property
+    def decoder_stacks(self) -> tuple[Stack, ...]:
+        """The stacks of the decoder, which generation runs for every token."""
+        return tuple(stack for stack in self.stacks if not stack.is_encoder)
+
+    @property
+    def weights(self) -> list[Weight]:
+        """Every parameter of the model, by its dotted name, with logical names and shape."""
+        stacked = [w for stack in self.stacks for w in stack.weights]
+        return [*self.outside_weights, *stacked]
+
+    def layer_parts(self) -> Iterator[tuple[Stack, Part]]:
+        """Returns the components of a layer of every stack."""
+        return ((stack, part) for stack in self.stacks for part in stack.parts)

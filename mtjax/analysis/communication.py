@@ -1,0 +1,398 @@
+"""The contract of a run: the collectives of its components over `model`, and those over `data` and the other axes.
+
+Per pre-LN layer and microbatch, tensor parallelism has the collectives of Figure 4 of the paper (arXiv 1909.08053): two
+all-reduces forward, two backward, and one more when the layer is recomputed, since the result of the second one is not
+needed then. With sequence parallelism each all-reduce becomes a reduce-scatter and an all-gather of the same bytes.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from mtjax.analysis.anatomy import Anatomy, Stack
+from mtjax.analysis.contract import (
+    GRADIENTS,
+    JOINED,
+    PARAMETERS,
+    STAGES,
+    Contract,
+    Dtype,
+    Expectation,
+    Kind,
+    Symbols,
+    sum_expectations,
+)
+from mtjax.analysis.counts import Counts, counts, peak_stage_counts, stage_weights, trainable_counts
+from mtjax.analysis.parts.embedding import Lookup, Positions
+from mtjax.analysis.parts.experts import exchanged_tokens
+from mtjax.analysis.parts.heads import teacher_table
+from mtjax.analysis.parts.part import ResidualStream
+from mtjax.analysis.prediction import counts_of_predictors, expert_lines, prediction_lines, prediction_symbols
+from mtjax.config.adapters import is_trainable
+from mtjax.config.families import is_decoder
+from mtjax.config.sizes import head_dim, main_layers, num_kv_heads, output_is_tied, value_head_dim
+from mtjax.layout.layouts import ZERO_AXES, Layout
+from mtjax.layout.plan import ContextParallelism, ExpertDispatch, Plan
+from mtjax.layout.rules import CONTEXT, DATA, EXPERT, MODEL, STAGE
+from mtjax.layout.stages import layers_in_chunk
+from mtjax.layout.timetable import num_ticks, timetable
+
+
+def contract_of(anatomy: Anatomy, plan: Plan) -> Contract:
+    """Returns the contract of a model on a plan's layout."""
+    pipeline = "" if not plan.is_staged else "recomputed" if plan.recompute == "full" else "kept"
+    scattered = plan.mesh.model > 1 and all(
+        stack.tokens // plan.mesh.context % plan.mesh.model == 0 for stack in anatomy.stacks
+    )
+    settings = (
+        plan.label_smoothing,
+        plan.teacher_width > 0,
+        plan.drops_last_reduction,
+        pipeline,
+        scattered,
+        plan.grad_reduce_dtype,
+        plan.context_parallelism,
+        plan.expert_dispatch,
+    )
+    return _contract(anatomy, plan.layout(anatomy.model), *settings)
+
+
+@cache
+def _contract(
+    anatomy: Anatomy,
+    layout: Layout,
+    label_smoothing: bool,
+    distils: bool,
+    drops_last: bool,
+    pipeline: str,
+    scattered: bool,
+    wire: Dtype,
+    across: ContextParallelism | None,
+    expert_dispatch: ExpertDispatch,
+) -> Contract:
+    """`pipeline`: whether the stages' chunks are "recomputed" or "kept"; "" without stages."""
+    # Embedding and losses are in branches that a stage takes once a microbatch; chunks of layers run in every tick.
+    ends = ResidualStream(
+        split=layout.sequence,
+        label_smoothing=label_smoothing,
+        distils=distils,
+        shares_heads=not layout.rules.axes("kv_heads"),
+        is_frozen=anatomy.model.lora_rank > 0,
+        forward_turns="2*microbatches" if pipeline == "recomputed" else "microbatches",
+        embedding_turns="embedding_ticks" if pipeline else "microbatches",
+        across=across,
+        expert_dispatch=expert_dispatch,
+    )
+    lines = [line for part in anatomy.outside for line in part.collectives(ends)]
+    for stack, part in anatomy.layer_parts():
+        needed = part not in stack.unread or not drops_last
+        before = stack.parts[: stack.parts.index(part)]
+        learns = _learns_below(anatomy) or any(is_trainable(anatomy.model, w.name) for p in before for w in p.weights)
+        turns = section_ticks(anatomy, stack) if pipeline else "microbatches"
+        inside = replace(ends, turns=turns, forward_turns=f"2*{turns}" if pipeline == "recomputed" else turns)
+        lines += part.collectives(replace(inside, side=stack.side, needed_again=needed, learns_before=learns))
+    lines += prediction_lines(anatomy, ends, drops_last=drops_last)
+    staged = [STAGE] if pipeline else []
+    sharing = [axis for axis in ZERO_AXES if axis in layout.rules.shared_work]
+    ranks = JOINED.join(sharing)
+    ticks = {section_ticks(anatomy, stack): stack.side for *_, stack in anatomy.sections} if pipeline else {}
+    lines += over_ranks_lines(layout.zero, ticks, wire, ranks, adapts=anatomy.model.lora_rank > 0)
+    lines += teacher_lines(ranks) if distils and layout.zero == 3 else []
+    if anatomy.model.num_experts:
+        lines.append(load_line([axis for axis in (DATA, STAGE, CONTEXT, EXPERT) if axis in (*sharing, *staged)]))
+        same = [axis for axis in sharing if axis not in layout.rules.expert]
+        turns = "ticks" if pipeline else "microbatches"
+        biases = anatomy.model.expert_bias
+        lines += over_ranks_lines_of_experts(layout.zero, wire, JOINED.join(same), turns, has_biases=biases)
+        lines += expert_lines(anatomy, layout.zero, wire, JOINED.join(same))
+    lines += over_stage_lines(anatomy, layout, scattered, wire) if pipeline else []
+    name = layout.name if is_decoder(anatomy.model) else f"{anatomy.model.family}, {layout.name}"
+    name = f"{name} + LoRA" if anatomy.model.lora_rank else name
+    name = f"{name} + teacher" if distils else name
+    return Contract(name, sum_expectations(lines), split=("heads", "mlp", "vocab"))
+
+
+def over_stage_lines(anatomy: Anatomy, layout: Layout, scattered: bool, wire: Dtype = "float32") -> list[Expectation]:
+    """What stages of a pipeline send each other, in every tick forward and backward, and once a step.
+
+    Args:
+      anatomy: of the model; with several sections, the streams of all travel together.
+      layout: whether the stream is split along the sequence.
+      scattered: whether the model ranks can split what they all have for the way.
+      wire: type in which gradients travel.
+    """
+    lines = []
+    # Where nothing below the layers is trained, nobody reads what the first chunk's backward half puts out.
+    dropped: dict[str, Any] = {} if _learns_below(anatomy) else {"pooled": True, "hoisted": True}
+    for *_, stack in anatomy.sections:
+        elements = f"batch*{stack.side}sequence*hidden"
+        why = "activations to the next chunk, gradients to the one before"
+        each = f"{elements}/model_ways" if layout.sequence or scattered else elements
+        lines.append(Expectation(STAGES, "collective-permute", STAGE, "2*ticks", each, why=why))
+        if scattered and not layout.sequence:
+            whole = "the stream, which travelled in parts"
+            lines.append(Expectation(STAGES, "all-gather", MODEL, "2*ticks", elements, why=whole, **dropped))
+    why = "gradients of what is outside the layers, which every stage holds"
+    outside = anatomy.outside_weights
+    shared = Expectation(GRADIENTS, "all-reduce", STAGE, "1", "shared_parameters", wire, pooled=True, why=why)
+    return [*lines, shared] if any(is_trainable(anatomy.model, weight.name) for weight in outside) else lines
+
+
+def _learns_below(anatomy: Anatomy) -> bool:
+    """Whether anything below the layers is trained."""
+    return any(is_trainable(anatomy.model, weight.name) for part in anatomy.embed for weight in part.weights)
+
+
+def over_ranks_lines_of_experts(
+    zero: int, wire: Dtype, ranks: str, turns: str, *, has_biases: bool
+) -> list[Expectation]:
+    """The same of experts' matrices and biases, which the axes of `ranks` hold alike and `expert` splits; `turns`: how
+    often a step goes through the layers."""
+
+    def line(phase: str, kind: Kind, count: str, elements: str, why: str, dtype: Dtype = wire) -> Expectation:
+        return Expectation(phase, kind, ranks, count, elements, dtype, pooled=True, why=why)
+
+    if not zero:
+        return [line(GRADIENTS, "all-reduce", "1", "expert_parameters", "experts' gradients, once a step")]
+    whole = line(GRADIENTS, "all-reduce", "1", "unsplit_expert_parameters", "experts' that ZeRO can't divide")
+    split = "expert_parameters - unsplit_expert_parameters"
+    times, part = (turns, "turn_experts") if zero >= 2 else ("1", split)
+    lines = [whole, line(GRADIENTS, "reduce-scatter", times, part, "each rank sums its part of experts' gradients")]
+    times, prefix, often = "1", "all_", "once a step"
+    if zero == 3:
+        times, prefix, often = f"parameter_gathers*{turns}", "", "forward and again backward"
+    matrices = line(
+        PARAMETERS, "all-gather", times, f"{prefix}expert_matrices", f"experts' matrices, {often}", "compute"
+    )
+    if not has_biases:
+        return [*lines, matrices]
+    why = f"experts' biases, {often}"
+    return [*lines, matrices, line(PARAMETERS, "all-gather", times, f"{prefix}expert_vectors", why, "float32")]
+
+
+def load_line(axes: list[str]) -> Expectation:
+    """How many tokens went to each expert of each layer, of all ranks' samples and all stages' layers."""
+    every, why = "routers*num_experts", "the load of each layer's experts, once a step"
+    return Expectation(GRADIENTS, "all-reduce", JOINED.join(axes), "1", every, "float32", pooled=True, why=why)
+
+
+def section_ticks(anatomy: Anatomy, stack: Stack) -> str:
+    """Returns the word for the ticks in which a stage runs layers of a stack's section: of several sections a tick runs
+    one, and idle ticks the first."""
+    return "ticks" if len(anatomy.sections) == 1 else f"{stack.side or 'encoder_'}ticks"
+
+
+def over_ranks_lines(
+    zero: int, ticks: Mapping[str, str], wire: Dtype, ranks: str, adapts: bool = False
+) -> list[Expectation]:
+    """Returns the gradients (of dtype `wire`) and ZeRO parameters that cross `data` and the other axes of `ranks`.
+
+    `ticks`: a section's symbol -> its last stack's side; `adapts` (LoRA): only adapters and a head are trained.
+    """
+    staged = bool(ticks)
+    of = "adapters" if adapts else "parameters"
+
+    def line(
+        phase: str, kind: Kind, count: str, elements: str, why: str, dtype: Dtype = wire, hoisted: bool = False
+    ) -> Expectation:
+        return Expectation(phase, kind, ranks, count, elements, dtype, pooled=True, hoisted=hoisted, why=why)
+
+    if not zero:
+        why = "every gradient once a step, however many microbatches"
+        return [line(GRADIENTS, "all-reduce", "1", of, why)]
+    whole = line(GRADIENTS, "all-reduce", "1", f"unsplit_{of}", "gradients that the ways of ZeRO do not divide")
+    split, turns = f"{of} - unsplit_{of}", "ticks" if staged else "microbatches"
+    often = "in every microbatch, so that full gradients never live" if zero >= 2 else "once a step"
+    why = f"each rank sums its part of the gradients, {often}"
+    if staged and zero >= 2:
+        scattered = [(each, f"{side}turn_{of}") for each, side in ticks.items()]
+        scattered.append(("microbatches", f"outside_{of} - unsplit_outside_{of}"))
+    else:
+        scattered = [("microbatches" if zero >= 2 else "1", split)]
+    scatters = [line(GRADIENTS, "reduce-scatter", times, elements, why) for times, elements in scattered]
+    if staged and zero >= 2 and not adapts:
+        why = "once more where embeddings and head, each a branch of its own, have a table in common"
+        scatters.append(line(GRADIENTS, "reduce-scatter", "microbatches", "parameters_used_again", why))
+    if zero < 3:
+        why = "matrices, once a step, however many microbatches"
+        gathers = [line(PARAMETERS, "all-gather", "1", "split_matrices", why, "compute")]
+        gathers.append(line(PARAMETERS, "all-gather", "1", "split_vectors", "biases and norms, once a step", "float32"))
+        return [whole, *scatters, *gathers]
+    times = f"parameter_gathers*{turns}"
+    often = "forward and backward; in groups of recomputed layers also in the recompute"
+    vectors, small = "layer_vectors + outside_vectors", "biases and norms, as often as they are needed"
+    outside = "outside_matrices + parameters_used_again" if staged else "outside_matrices"
+    of_layers = {f"parameter_gathers*{each}": f"{side}layer_matrices" for each, side in ticks.items()}
+    why = f"matrices of the layers, {often}"
+    return [
+        whole,
+        *scatters,
+        *(
+            line(PARAMETERS, "all-gather", count, elements, why, "compute")
+            for count, elements in (of_layers or {times: "layer_matrices"}).items()
+        ),
+        line(
+            PARAMETERS,
+            "all-gather",
+            "embedding_ticks" if staged else turns,
+            outside,
+            "matrices outside the layers",
+            "compute",
+            True,
+        ),
+        line(PARAMETERS, "all-gather", times, vectors, small, "float32", True),
+    ]
+
+
+def teacher_lines(ranks: str) -> list[Expectation]:
+    """Returns what ZeRO-3 gathers of a teacher: a step reads only its output table, which never changes."""
+    why = "a teacher's output table, for all microbatches"
+    return [Expectation(PARAMETERS, "all-gather", ranks, "1", "teacher_table", "compute", pooled=True, why=why)]
+
+
+def symbols_of(anatomy: Anatomy, plan: Plan) -> Symbols:
+    """Returns the values of the formulas' symbols for a plan; in a pipeline, of the stage with the most parameters."""
+    model, every = anatomy.model, peak_stage_counts(anatomy, plan)
+    held = every.shared
+    adapters, in_turn = trainable_counts(anatomy, plan), plan.chunks if plan.is_staged else 1
+    symbols = {
+        "microbatches": plan.microbatches,
+        "batch": plan.microbatch_size,
+        "hidden": model.hidden_size,
+        "parameter_gathers": 3 if plan.grouped_layers(model.num_layers) else 2,
+        "parameters": held.all,
+        "unsplit_parameters": held.replicated,
+        "adapters": adapters.all,
+        "unsplit_adapters": adapters.replicated,
+        "rank": model.lora_rank,
+        **_gathered(held, adapters if model.lora_rank else held, in_turn),
+    }
+    if plan.teacher_width:
+        table = teacher_table(model, plan.teacher_width)
+        symbols["teacher_table"] = counts([table], plan.layout(model), plan.mesh).outside_matrices
+    staged, chunks = plan.is_staged, plan.chunks * len(anatomy.sections)
+    if staged:
+        symbols |= _pipeline_symbols(anatomy, plan, held, adapters)
+    if plan.context_parallelism:
+        keys = max(num_kv_heads(model), plan.mesh.model) // plan.mesh.model
+        symbols |= {"context_ways": plan.mesh.context, "rank_key_width": keys * head_dim(model)}
+        symbols["rank_value_width"] = keys * value_head_dim(model)
+    if model.num_experts:
+        ahead = counts_of_predictors(anatomy, plan)
+        symbols |= {
+            "expert_ways": plan.mesh.expert,
+            "exchanged_tokens": exchanged_tokens(model, plan),
+            "routers": len(main_layers(model)) + model.mtp_num_layers,
+            "expert_parameters": every.experts,
+            "unsplit_expert_parameters": every.replicated_experts,
+            "turn_experts": (every.experts - ahead.experts - every.replicated_experts + ahead.replicated_experts)
+            // in_turn,
+            "all_expert_matrices": every.expert_matrices,
+            "expert_matrices": (every.expert_matrices - ahead.expert_matrices) // in_turn,
+            "all_expert_vectors": every.expert_vectors,
+            "expert_vectors": (every.expert_vectors - ahead.expert_vectors) // in_turn,
+        }
+    for stack in anatomy.stacks:
+        layers = layers_in_chunk(stack, plan)
+        symbols |= {
+            f"{stack.side}sequence": stack.tokens // plan.mesh.context,
+            f"{stack.side}layers": layers,
+            f"{stack.side}recomputed_layers": 0 if staged else plan.recomputed_layers(layers),
+            f"{stack.side}grouped_layers": 0 if staged else plan.grouped_layers(layers),
+            f"{stack.side}unread_gradients": 0 if _learns_below(anatomy) else _unread_gradients(plan, layers, chunks),
+        }
+    for part in (*anatomy.outside, *(part for _, part in anatomy.layer_parts())):
+        symbols |= part.symbols(plan)
+    return symbols | prediction_symbols(anatomy, plan)
+
+
+def _pipeline_symbols(anatomy: Anatomy, plan: Plan, held: Counts, adapters: Counts) -> dict[str, int]:
+    """Returns the symbols that only pipelines have: ticks, and the parameters that each of them gathers."""
+    sections = len(anatomy.sections)
+    ticks = num_ticks(plan.mesh.stage, plan.microbatches, plan.chunks * sections)
+    working = plan.microbatches * plan.chunks
+    symbols = {
+        "ticks": ticks,
+        # An idle stage runs the first chunk, so the first stage computes its input then too.
+        "embedding_ticks": ticks - working * sections + plan.microbatches,
+        "model_ways": plan.mesh.model,
+        "shared_parameters": _shared_parameters(anatomy, plan),
+        "parameters_used_again": _used_again(anatomy, plan),
+        "outside_parameters": held.all - held.in_layers,
+        "unsplit_outside_parameters": held.replicated - held.replicated_in_layers,
+        "outside_adapters": adapters.all - adapters.in_layers,
+        "unsplit_outside_adapters": adapters.replicated - adapters.replicated_in_layers,
+        "parameter_gathers": 3 if plan.recompute == "full" else 2,
+    }
+    for number, section in enumerate(anatomy.sections):
+        side, sharded = section[-1].side, _section_counts(anatomy, plan, section)
+        trained = sharded if anatomy.model.lora_rank == 0 else _section_counts(anatomy, plan, section, trained=True)
+        symbols |= {
+            f"{side}turn_parameters": (sharded.all - sharded.replicated) // plan.chunks,
+            f"{side}turn_adapters": (trained.all - trained.replicated) // plan.chunks,
+            f"{side}layer_matrices": sharded.layer_matrices // plan.chunks,
+        }
+        if sections > 1:
+            later = working * (sections - 1)
+            symbols[section_ticks(anatomy, section[-1])] = working if number else ticks - later
+    return symbols
+
+
+def _unread_gradients(plan: Plan, layers: int, chunks: int) -> int:
+    """Returns how often the compiler drops the gradient of the first layer's input, if nothing below it is trained.
+
+    It can if the layer is not in a loop with others; in a pipeline, whose backward halves send this gradient on, only
+    in the last tick, if that is not in a loop with others either.
+    """
+    if layers > 1 and not plan.unrolled:
+        return 0
+    if not plan.is_staged:
+        return plan.microbatches
+    last = timetable(plan.pipeline_schedule, plan.mesh.stage, plan.microbatches, chunks).phases[-1]
+    return int(last.stop - last.start == 1)
+
+
+def _gathered(held: Counts, trained: Counts, in_turn: int) -> dict[str, int]:
+    """Returns the elements that ZeRO gathers: of `trained` parameters once a step, or of all in each tick."""
+    return {
+        "split_matrices": trained.layer_matrices + trained.outside_matrices,
+        "split_vectors": trained.layer_vectors + trained.outside_vectors,
+        "layer_matrices": held.layer_matrices // in_turn,
+        "layer_vectors": held.layer_vectors // in_turn,
+        "outside_matrices": held.outside_matrices,
+        "outside_vectors": held.outside_vectors,
+    }
+
+
+def _section_counts(anatomy: Anatomy, plan: Plan, section: Sequence[Stack], *, trained: bool = False) -> Counts:
+    """Counts what a stage holds of a section's layers, without experts' matrices; if `trained`, of what is trained."""
+    paths = tuple(f"{stack.path}.layers." for stack in section)
+    weights = [weight for weight in stage_weights(anatomy, plan) if weight.name.startswith(paths)]
+    chosen = [weight for weight in weights if not trained or is_trainable(anatomy.model, weight.name)]
+    return counts(chosen, plan.layout(anatomy.model), plan.mesh).shared
+
+
+def _shared_parameters(anatomy: Anatomy, plan: Plan) -> int:
+    """Elements outside the layers whose gradients a device sums over the stages: its part of those that ZeRO splits."""
+    layout = plan.layout(anatomy.model)
+    outside = anatomy.outside_weights
+    held = counts([weight for weight in outside if is_trainable(anatomy.model, weight.name)], layout, plan.mesh)
+    if not layout.zero:
+        return held.all
+    experts, others = held.experts - held.replicated_experts, held.shared
+    shards = experts // plan.expert_zero_degree + (others.all - others.replicated) // plan.zero_degree
+    return held.replicated + shards
+
+
+def _used_again(anatomy: Anatomy, plan: Plan) -> int:
+    """Elements of tables outside the layers that ZeRO splits, for each of their uses but the first."""
+    layout, again = plan.layout(anatomy.model), 0
+    lookups = sum(isinstance(part, Lookup) for part in anatomy.embed)
+    for part in anatomy.embed:
+        uses = len(set(part.sides)) if isinstance(part, Positions) else 1
+        with_head = output_is_tied(anatomy.model) or anatomy.predictors is not None
+        uses = lookups + with_head if isinstance(part, Lookup) else uses
+        held = counts(part.weights, layout, plan.mesh)
+        again += (uses - 1) * (held.all - held.replicated)
+    return again

@@ -1,0 +1,227 @@
+"""Copies in loops over layers: memory traffic of a compiled scan in addition to that of the model's kernels.
+
+Each factor was read off programs compiled for H100 and H200 (`mtjax inspect`, "memory-bound, by cause"), and none is
+fitted. A copy reads and writes every byte, and so counts 2. c are the bytes of the compute dtype; parameters and
+accumulated gradients have 4.
+
+- Saved activations of a layer are copied into the scan's stack (2) and out of it (2), which is first filled with zeros
+  (1): five times their size. Without full recompute pipeline stages also copy them into a slot and out of it (4). A
+  loop of one layer, as in a stage's chunk of one, needs no stack.
+- Matrices are cast when they are read from their stack, in the forward and in the backward pass: 4 + c bytes per
+  element each time, and a third time where a stage recomputes its chunk. With one microbatch the backward pass copies
+  them in float32 (8), and its matmuls cast their operands. Copies that ZeRO-1 and 2 gathered are cast already: 2c each
+  time.
+- Gradients with several microbatches: a layer's accumulated gradient is copied out (8), then read with the new
+  gradient and written (8 plus the gradient's bytes). With one microbatch they are copied into zeros (8 and 4).
+- Gradients that are reduced in the backward pass are first converted to float32 (4 + c).
+- Once a step: zeros for accumulated gradients (4); ZeRO-1's accumulated gradients copied out and laid out for the
+  reduce-scatter (16); of parameters that ZeRO-1 and 2 gather, a rank's shard is cast (4 + c), and the full parameter
+  written into stacks (2c) that are first filled with zeros (c).
+- Unrolled layers have no stacks: their matrices are cast (4 + c), and their gradients stacked (8), once a step. With
+  ZeRO-3 these are a rank's shards, and products compute gradients in float32, so that nothing is converted.
+
+With ZeRO-2 and 3 accumulated gradients, and with pipeline parallelism cast matrices, are a rank's shards. A copy takes
+at least a kernel launch, which is the time of vectors. Not counted: parameters outside the layers, experts' blocks
+(`mtjax.analysis.expert_blocks`), stage-boundary activations, transposes of gathered parameters, and vectors that are
+only read from their stack, mostly inside another kernel. Full recompute in groups is counted as that of single layers,
+as in all formulas of time.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+from mtjax.analysis.anatomy import Anatomy, Stack
+from mtjax.analysis.counts import on_device, zero_axes, zero_degree
+from mtjax.analysis.memory import saved_per_loop
+from mtjax.analysis.parts.part import Weight
+from mtjax.config import Model
+from mtjax.config.adapters import is_trainable
+from mtjax.layout.layouts import Layout, gathers_in_compute_dtype
+from mtjax.layout.mesh import MeshShape
+from mtjax.layout.plan import Plan
+from mtjax.layout.stages import layers_in_chunk
+
+SAVED = "saved activations, into stacks and out of them"
+ZEROS = "zeros for stacks"
+CASTS = "casts of matrices"
+SUMS = "accumulated gradients"
+SENT = "gradients converted to float32 for their reduction"
+SHARDS = "ZeRO's shards of stacks"
+
+FLOAT32 = 4
+
+
+class Copy(NamedTuple):
+    """A number of equal copy kernels."""
+
+    kind: str
+    size: float
+    """Bytes that one of them reads and writes."""
+    times: float = 1
+    """Number of kernels."""
+
+    @property
+    def total(self) -> float:
+        """Bytes of all kernels."""
+        return self.times * self.size
+
+
+@dataclass(frozen=True)
+class _Parameter:
+    """Elements of a layer's parameter on a device, and how it is used."""
+
+    elements: int
+    """Before ZeRO."""
+    shard: float
+    """After ZeRO."""
+    is_matrix: bool
+    """Whether matmuls read it in the compute dtype."""
+    is_trainable: bool
+    is_replicated: bool
+    """Whether other ranks hold the same parameter, before ZeRO."""
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether ZeRO shards it."""
+        return self.shard < self.elements
+
+
+def copies(anatomy: Anatomy, plan: Plan) -> list[Copy]:
+    """Returns the copies of a step on a GPU; with pipeline parallelism without those of the bubble."""
+    passes = plan.microbatches * (plan.chunks if plan.is_staged else 1)
+    found = copies_in_step(anatomy, plan)
+    for stack in anatomy.stacks:
+        n = passes * layers_in_chunk(stack, plan)
+        found += [copy._replace(times=n * copy.times) for copy in copies_in_turn(stack, anatomy.model, plan)]
+    return found
+
+
+def copies_in_turn(stack: Stack, model: Model, plan: Plan) -> list[Copy]:
+    """Returns the copies for one layer and microbatch, forward and backward."""
+    parameters = _parameters(stack, model, plan.layout(model), plan.mesh)
+    found = list(_sent(parameters, plan))
+    if not plan.unrolled:
+        found += [*_saved(stack, plan), *_casts(parameters, plan), *_sums(parameters, plan)]
+    return found
+
+
+def copies_in_step(anatomy: Anatomy, plan: Plan) -> list[Copy]:
+    """Returns the copies whose number does not depend on that of microbatches."""
+    found: list[Copy] = []
+    for stack in anatomy.stacks:
+        layers = layers_in_chunk(stack, plan) * (plan.chunks if plan.is_staged else 1)
+        for parameter in _parameters(stack, anatomy.model, plan.layout(anatomy.model), plan.mesh):
+            found += _once(parameter, plan, layers)
+    return found
+
+
+def _saved(stack: Stack, plan: Plan) -> Iterator[Copy]:
+    """Yields copies of saved activations into stacks and slots, and out of them."""
+    layers = layers_in_chunk(stack, plan)
+    in_slots = plan.is_staged and plan.recompute != "full"
+    for size in saved_per_loop(stack, plan).values():
+        if size and layers > 1:
+            yield Copy(SAVED, 2 * size / layers, 2)
+            yield Copy(ZEROS, size, 1 / layers)
+        if size and in_slots:
+            yield Copy(SAVED, 2 * size, 2 / layers)
+
+
+def _casts(parameters: Sequence[_Parameter], plan: Plan) -> Iterator[Copy]:
+    """Yields the casts of matrices when they are read from their stacks."""
+    passes = 3 if plan.recompute == "full" and plan.is_staged else 2
+    each = FLOAT32 + plan.element_bytes
+    for parameter in parameters:
+        if not parameter.is_matrix:
+            continue
+        if _is_gathered_once(parameter, plan):
+            yield Copy(CASTS, 2 * plan.element_bytes * parameter.elements, passes)
+        elif plan.zero == 3 and parameter.is_sharded:
+            yield Copy(CASTS, each * parameter.shard, passes)
+        elif _accumulates(plan):
+            yield Copy(CASTS, each * parameter.elements, passes)
+        else:
+            yield Copy(CASTS, each * parameter.elements)
+            yield Copy(CASTS, 2 * FLOAT32 * parameter.elements)
+
+
+def _sums(parameters: Sequence[_Parameter], plan: Plan) -> Iterator[Copy]:
+    """Yields the copies of gradients that are added to their stacks, or written into them."""
+    for parameter in parameters:
+        if not parameter.is_trainable:
+            continue
+        size = _accumulated(parameter, plan)
+        if _accumulates(plan):
+            new = plan.element_bytes if parameter.is_matrix and not plan.reduces_in_backward else FLOAT32
+            yield Copy(SUMS, 2 * FLOAT32 * size)
+            yield Copy(SUMS, (2 * FLOAT32 + new) * size)
+        else:
+            yield Copy(SUMS, 2 * FLOAT32 * size)
+
+
+def _sent(parameters: Sequence[_Parameter], plan: Plan) -> Iterator[Copy]:
+    """Yields the conversions of gradients that the backward pass reduces over ranks in float32."""
+    if not plan.reduces_in_backward or plan.grad_reduce_dtype != "float32":
+        return
+    for parameter in parameters:
+        if plan.unrolled and plan.zero == 3 and parameter.is_sharded:
+            continue
+        if parameter.is_trainable and parameter.is_matrix and parameter.is_replicated:
+            yield Copy(SENT, (FLOAT32 + plan.element_bytes) * parameter.elements)
+
+
+def _once(parameter: _Parameter, plan: Plan, layers: int) -> Iterator[Copy]:
+    """Yields the copies of a stacked parameter and its gradient that a step makes once."""
+    if _is_gathered_once(parameter, plan):
+        yield from _gathered(parameter, plan, layers)
+    elif plan.unrolled and parameter.is_matrix:
+        cast = parameter.shard if plan.zero == 3 else parameter.elements
+        yield Copy(CASTS, (FLOAT32 + plan.element_bytes) * cast * layers)
+    if not parameter.is_trainable:
+        return
+    accumulated = layers * _accumulated(parameter, plan)
+    yield Copy(SUMS, 2 * FLOAT32 * accumulated) if plan.unrolled else Copy(ZEROS, FLOAT32 * accumulated)
+    if plan.zero == 1 and parameter.is_sharded and not plan.reduces_in_backward:
+        yield Copy(SHARDS, 2 * FLOAT32 * parameter.elements, 2 * layers)
+
+
+def _gathered(parameter: _Parameter, plan: Plan, layers: int) -> Iterator[Copy]:
+    """Yields the copies of a parameter that is all-gathered once a step: a matrix per layer, a vector of all layers."""
+    c = plan.element_bytes
+    if not parameter.is_matrix:
+        yield Copy(SHARDS, 2 * FLOAT32 * parameter.elements * layers)
+        return
+    yield Copy(SHARDS, (FLOAT32 + c) * parameter.shard, layers)
+    yield Copy(SHARDS, 2 * c * parameter.elements, layers)
+    if not plan.unrolled:
+        yield Copy(ZEROS, c * parameter.elements * layers)
+
+
+def _is_gathered_once(parameter: _Parameter, plan: Plan) -> bool:
+    """Returns whether ZeRO-1 or 2 all-gathers the parameter once a step."""
+    return plan.gathers_per_step and parameter.is_sharded and parameter.is_trainable
+
+
+def _accumulates(plan: Plan) -> bool:
+    """Returns whether the backward loop adds a layer's gradients to accumulated ones."""
+    return plan.microbatches > 1 or plan.is_staged
+
+
+def _accumulated(parameter: _Parameter, plan: Plan) -> float:
+    """Returns the elements of a parameter's accumulated gradient on a rank."""
+    return parameter.shard if plan.zero and plan.reduces_in_backward else parameter.elements
+
+
+@cache
+def _parameters(stack: Stack, model: Model, layout: Layout, mesh: MeshShape) -> tuple[_Parameter, ...]:
+    """Returns the parameters of a layer on a device."""
+
+    def parameter(weight: Weight) -> _Parameter:
+        elements, ranks = on_device(weight, layout, mesh), mesh.degree(zero_axes(layout, weight.names))
+        shard = elements / zero_degree(weight, layout, mesh)
+        is_matrix, trainable = gathers_in_compute_dtype(weight.names), is_trainable(model, weight.name)
+        return _Parameter(elements, shard, is_matrix, trainable, ranks > 1)
+
+    return tuple(parameter(weight) for part in stack.parts for weight in part.weights)

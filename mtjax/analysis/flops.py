@@ -1,0 +1,286 @@
+"""FLOPs of a model by formula, as papers count them and as XLA compiles them; utilisation, training days and cost.
+
+Symbols: l layers, h hidden size, V padded vocabulary rows, s sequence length, B global batch size; closed forms are
+GPT-2's, with an MLP of 4h. A matmul [m,k] x [k,n] costs 2mkn.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+
+from mtjax.analysis.anatomy import Anatomy, Predictors, Stack
+from mtjax.analysis.families.registry import anatomy_of
+from mtjax.analysis.parts.part import Product, unrepeated
+from mtjax.analysis.parts.score_blocks import block_queries
+from mtjax.analysis.prediction import recomputed_predictors
+from mtjax.config.sizes import num_kv_heads
+from mtjax.layout.attention_kernel import QUERIES_AT_A_TIME
+from mtjax.layout.mesh import MeshShape
+from mtjax.layout.plan import Plan, Recompute
+from mtjax.layout.stages import layers_in_chunk
+from mtjax.layout.timetable import num_ticks
+
+SECONDS_PER_DAY = 86_400
+
+
+def products_flops(stack: Stack) -> float:
+    """Returns the forward FLOPs of one layer's matmuls with weights, for a sample."""
+    return sum(product.flops for part in stack.parts for product in part.products())
+
+
+def core_flops(stack: Stack, *, causal: bool = False) -> float:
+    """Returns the forward FLOPs of one layer's attention core (scores and values), for a sample: `4sq` per token."""
+    return sum(part.scores.flops(causal=causal) for part in stack.parts if part.scores)
+
+
+def once_more_flops(stack: Stack) -> float:
+    """Returns the FLOPs of one layer's matmuls that their backward pass recomputes, for a sample: experts' first."""
+    return sum(product.flops for part in stack.parts for product in part.products() if product.again)
+
+
+def routing_again(stack: Stack, plan: Plan) -> float:
+    """Returns the forward FLOPs of one layer's routers that are duplicated over tensor parallel ranks, for a sample.
+
+    None with sequence parallelism, where each rank routes its tokens.
+    """
+    return sum(_again(part.products(), plan) for part in stack.parts)
+
+
+def _again(products: Sequence[Product], plan: Plan) -> float:
+    """Returns the FLOPs of matmuls that are duplicated over tensor parallel ranks."""
+    return 0.0 if plan.sequence_parallel else (plan.mesh.model - 1) * sum(p.flops for p in products if p.is_repeated)
+
+
+def layer_flops(stack: Stack, *, causal: bool = False) -> float:
+    """Returns the forward FLOPs of one layer, for a sample: `s (24h^2 + 4sh)` in GPT-2 (arXiv 2104.04473)."""
+    return products_flops(stack) + core_flops(stack, causal=causal)
+
+
+def logit_flops(anatomy: Anatomy) -> float:
+    """Returns the forward FLOPs of the output projection, for a sample: `2hV` per token that has logits, and as much
+    for each layer of multi-token prediction."""
+    times = 1 + anatomy.model.mtp_num_layers
+    return times * max((product.flops for part in anatomy.head for product in part.products()), default=0.0)
+
+
+def taught_flops(anatomy: Anatomy, plan: Plan) -> float:
+    """Returns the FLOPs of a teacher's logits, for a sample, which a step computes from the teacher's hidden states.
+
+    With loss chunks they are recomputed in the backward pass; 0 without a teacher, or of a task.
+    """
+    if not plan.teacher_width:
+        return 0.0
+    forward = logit_flops(anatomy) * plan.teacher_width / anatomy.model.hidden_size
+    return 2 * forward if _is_in_chunks(anatomy, plan) else forward
+
+
+def _is_in_chunks(anatomy: Anatomy, plan: Plan) -> bool:
+    """Returns whether a microbatch's loss is computed in several chunks."""
+    return plan.local_tokens(max(stack.tokens for stack in anatomy.stacks)) > (plan.loss_chunk or math.inf)
+
+
+def outside_flops(anatomy: Anatomy) -> float:
+    """Returns the forward FLOPs outside the layers, for a sample."""
+    return sum(product.flops for part in anatomy.outside for product in part.products())
+
+
+def forward_flops(anatomy: Anatomy, *, causal: bool = False) -> float:
+    """Returns the FLOPs of a sample's forward pass: `s (24lh^2 + 4slh + 2hV)` in GPT-2."""
+    layers = sum(stack.layers * layer_flops(stack, causal=causal) for stack in anatomy.all_stacks)
+    return layers + outside_flops(anatomy)
+
+
+def model_flops(anatomy: Anatomy, *, causal: bool = False) -> float:
+    """Returns the FLOPs of training on a sample without recompute: the numerator of MFU.
+
+    Forward once, backward twice: `72 s l h^2 (1 + s/(6h) + V/(12lh))`. With `causal=False` (the convention of the
+    Megatron papers) attention is counted in full; `causal=True` halves the `s/(6h)` term. Frozen weights have no
+    gradient: the backward pass has one matmul for each of theirs, not two.
+    """
+    frozen = sum(stack.layers * frozen_flops(anatomy, stack) for stack in anatomy.stacks)
+    return 3 * forward_flops(anatomy, causal=causal) - frozen - frozen_outside_flops(anatomy)
+
+
+def frozen_flops(anatomy: Anatomy, stack: Stack) -> float:
+    """Returns the FLOPs of weight gradients of one layer that LoRA omits, for a sample."""
+    if not anatomy.model.lora_rank:
+        return 0.0
+    return sum(product.flops for part in stack.parts for product in part.products() if not product.is_adapter)
+
+
+def repeated_flops(stack: Stack, tensor_degree: int) -> float:
+    """Returns the forward FLOPs of one layer's adapters that are duplicated over tensor parallel ranks, for a sample.
+
+    Those of A in column-parallel adapters, and of B in row-parallel ones.
+    """
+
+    def adapter_flops(degree: int) -> float:
+        return sum(p.flops for part in stack.parts for p in part.products(degree) if p.is_adapter)
+
+    return tensor_degree * adapter_flops(tensor_degree) - adapter_flops(1)
+
+
+def frozen_outside_flops(anatomy: Anatomy) -> float:
+    """Returns the FLOPs of the output table's gradient that LoRA omits, for a sample; 0 with a task's head."""
+    is_frozen = anatomy.model.lora_rank and anatomy.model.head == "language"
+    return outside_flops(anatomy) if is_frozen else 0.0
+
+
+def hardware_flops(anatomy: Anatomy, recompute: Recompute = "full", *, causal: bool = False) -> float:
+    """Returns the FLOPs per trained sample as published, recompute included: the numerator of HFU.
+
+    Full: `96 s l h^2 (1 + s/(6h) + V/(16lh))` (arXiv 2104.04473, equation 3); selective: the attention core a fourth
+    time (arXiv 2205.05198, section 5); none: `model_flops`.
+    """
+    recomputed = {"none": lambda *_, **__: 0.0, "selective": core_flops, "full": layer_flops}[recompute]
+    layers = sum(stack.layers * recomputed(stack, causal=causal) for stack in anatomy.all_stacks)
+    return model_flops(anatomy, causal=causal) + layers
+
+
+def compiled_flops(anatomy: Anatomy, plan: Plan, *, causal: bool = False) -> float:
+    """Returns the FLOPs per trained sample in the program that XLA compiles for a plan.
+
+    Like `hardware_flops`, but full recompute omits the last matmul of a pre-LN layer, whose result is not needed:
+    `s (88lh^2 + 16slh + 8hV)` in GPT-2; in a group of layers it is needed. With loss chunks logits are recomputed,
+    `8hV`, else saved, `6hV`. Key and value heads that are fewer than the tensor parallel degree are computed on every
+    rank. Flash attention's backward kernel recomputes the scores, and so do context parallel ranks, which compute c+1
+    of 2c blocks of the scores (`mtjax.sharding.context.ring_attention`). Experts' backward pass recomputes the first of
+    their matmuls, and full recompute omits both.
+
+    With pipeline parallelism: the FLOPs of all stages in all ticks, bubbles included, as if each stage had the
+    embedding and the losses, which are computed once per microbatch.
+    """
+    if plan.is_staged:
+        return _staged_flops(computed_over(anatomy, plan.mesh), plan, causal=causal)
+    anatomy = computed_over(anatomy, plan.mesh)
+    flops = model_flops(anatomy, causal=causal) + taught_flops(anatomy, plan)
+    if _is_in_chunks(anatomy, plan) and not plan.sums_loss_at_once(anatomy.model):
+        flops += logit_flops(anatomy)
+    for stack in anatomy.all_stacks:
+        recomputed, grouped = plan.recomputed_layers(stack.layers), plan.grouped_layers(stack.layers)
+        if isinstance(stack, Predictors):
+            recomputed, grouped = recomputed_predictors(stack, plan), 0
+        full_core, core = core_flops(stack, causal=causal), _computed_core_flops(stack, plan, causal=causal)
+        passes = 3 * stack.layers + recomputed  # forward, two matmuls backward for each forward one, and recompute
+        flops -= passes * (full_core - core)
+        flops -= (recomputed - grouped) * _deduplicated_score_flops(stack, plan, causal=causal)
+        if not plan.keeps_scores or plan.recompute == "selective":
+            flops += stack.layers * core / 2  # the scores only: attention's output is saved
+        flops += passes * repeated_flops(stack, plan.mesh.model)
+        flops += passes * routing_again(stack, plan)
+        last = [product for part in stack.unread for product in unrepeated(part.products())]
+        omitted = sum(product.flops for product in last) + _again(last, plan)
+        flops += recomputed * layer_flops(stack, causal=causal) - (recomputed - grouped) * omitted
+        flops += stack.layers * once_more_flops(stack)
+    return flops
+
+
+def _staged_flops(anatomy: Anatomy, plan: Plan, *, causal: bool) -> float:
+    """Returns the FLOPs per sample with pipeline parallelism.
+
+    Every tick runs a chunk of one section forward (with full recompute twice) and backward; ticks of the bubble run one
+    of the first section. The losses are computed once per microbatch.
+    """
+    is_full, m = plan.recompute == "full", plan.microbatches
+    total = m * (
+        3 * outside_flops(anatomy)
+        - frozen_outside_flops(anatomy)
+        + taught_flops(anatomy, plan)
+        + (logit_flops(anatomy) if _is_in_chunks(anatomy, plan) else 0)
+    )
+    idle = num_ticks(plan.stages, m, plan.chunks * len(anatomy.sections)) - m * plan.chunks * len(anatomy.sections)
+    recomputes_scores = not plan.keeps_scores or plan.recompute == "selective"
+    core_recompute = 0.5 if recomputes_scores else 0.0
+    if (ahead := anatomy.predictors) is not None:  # with the head, once per microbatch, and not recomputed
+        full_core, core = core_flops(ahead, causal=causal), _computed_core_flops(ahead, plan, causal=causal)
+        layer = 3 * (layer_flops(ahead, causal=causal) - full_core + core + routing_again(ahead, plan))
+        total += m * ahead.layers * (layer + once_more_flops(ahead) + core_recompute * core)
+    for number, section in enumerate(anatomy.sections):
+        ticks = m * plan.chunks + (0 if number else idle)
+        for stack in section:
+            full_core, core = core_flops(stack, causal=causal), _computed_core_flops(stack, plan, causal=causal)
+            forward = layer_flops(stack, causal=causal) - full_core + core + repeated_flops(stack, plan.mesh.model)
+            forward += routing_again(stack, plan)
+            layer = (4 if is_full else 3) * forward - frozen_flops(anatomy, stack) + once_more_flops(stack)
+            total += ticks * layers_in_chunk(stack, plan) * (layer + core_recompute * core)
+    return total * plan.stages / m
+
+
+def _computed_core_flops(stack: Stack, plan: Plan, *, causal: bool) -> float:
+    """Returns `core_flops` of the blocks that are computed: with context parallelism, c+1 of 2c of a causal model's."""
+    full, is_causal = core_flops(stack, causal=causal), all(p.scores.is_causal for p in stack.parts if p.scores)
+    return full if causal or not is_causal else full * (plan.mesh.context + 1) / (2 * plan.mesh.context)
+
+
+def _deduplicated_score_flops(stack: Stack, plan: Plan, *, causal: bool) -> float:
+    """Returns the FLOPs of scores, for a sample, that XLA computes once for both the recompute and the backward pass.
+
+    XLA: of attention in blocks, scores that no loop computes block by block (CSE): those of a rank's own keys, and in a
+    ring of two also those of the other rank's.
+    """
+    degree = plan.mesh.context
+    if plan.keeps_scores or plan.flash_attention:
+        return 0.0
+    if not plan.context_parallelism:
+        is_one = all(p.scores.queries <= block_queries(p.scores, plan) for p in stack.parts if p.scores)
+        return core_flops(stack, causal=causal) / 2 if is_one else 0.0
+    if stack.tokens > degree * QUERIES_AT_A_TIME:
+        return 0.0
+    if degree == 2:
+        return _computed_core_flops(stack, plan, causal=causal) / 2
+    return core_flops(stack, causal=causal) / degree / 2
+
+
+def computed_over(anatomy: Anatomy, mesh: MeshShape) -> Anatomy:
+    """Returns the model with the work of all ranks together, replicated work counted on each.
+
+    Tensor parallel ranks replicate key and value heads that are fewer than they, context parallel ranks the heads of
+    one token.
+    """
+    if num_kv_heads(anatomy.model) < mesh.model:
+        anatomy = anatomy_of(replace(anatomy.model, num_kv_heads=mesh.model))
+    return _over_context(anatomy, mesh.context) if mesh.has_context_parallel else anatomy
+
+
+@cache
+def _over_context(anatomy: Anatomy, degree: int) -> Anatomy:
+    stacks = (replace(s, parts=tuple(part.over_context(degree) for part in s.parts)) for s in anatomy.stacks)
+    return replace(anatomy, stacks=tuple(stacks), head=tuple(part.over_context(degree) for part in anatomy.head))
+
+
+def utilisation(flops: float, seconds: float, gpus: int, peak_flops: float) -> float:
+    """Returns the share of the peak: MFU when `flops` are model FLOPs, HFU when they are hardware FLOPs."""
+    return flops / (seconds * gpus * peak_flops)
+
+
+# Time and money
+
+
+def training_days(
+    parameters: float,
+    tokens: float,
+    gpus: float,
+    flops_per_second: float,
+    flops_per_parameter_token: float = 6,
+) -> float:
+    """Returns the days by the rule of thumb: 6 FLOPs per parameter and token, 8 with full recompute.
+
+    `flops_per_second` is the sustained rate per GPU.
+    """
+    return flops_per_parameter_token * parameters * tokens / (gpus * flops_per_second) / SECONDS_PER_DAY
+
+
+def amdahl_speedup(serial_share: float, processors: float) -> float:
+    """Returns the largest speed-up of n processors when a share x of the work is serial: `1 / (x + (1-x)/n)`."""
+    return 1 / (serial_share + (1 - serial_share) / processors)
+
+
+def cost(gpus: int, days: float, price_per_gpu_hour: float) -> float:
+    """Returns the price of `gpus` GPUs for `days`, in the currency of the hourly price."""
+    return gpus * days * 24 * price_per_gpu_hour
+
+
+def steps_for_tokens(tokens: float, global_batch_size: int, sequence_length: int) -> int:
+    """Returns the optimizer steps that read `tokens`, rounded up."""
+    return math.ceil(tokens / (global_batch_size * sequence_length))

@@ -1,0 +1,137 @@
+"""Seconds that a step's collectives take on the links they cross, and what of them nothing hides."""
+
+from mtjax.analysis.anatomy import Anatomy
+from mtjax.analysis.contract import (
+    EMBEDDING_BACKWARD,
+    EMBEDDING_FORWARD,
+    GRADIENTS,
+    JOINED,
+    LOSS_BACKWARD,
+    LOSS_FORWARD,
+    PARAMETERS,
+)
+from mtjax.analysis.hardware import Server
+from mtjax.analysis.machine import Machine
+from mtjax.analysis.parts.experts import exchanged_share
+from mtjax.analysis.schedules import full_ticks
+from mtjax.analysis.software import Software
+from mtjax.analysis.traffic import Transfer, transfers
+from mtjax.layout.mesh import AXES
+from mtjax.layout.plan import Plan
+from mtjax.layout.rules import CONTEXT, DATA, EXPERT, MODEL, STAGE
+from mtjax.layout.timetable import num_ticks
+
+
+def members_inside(plan: Plan, axis: str, server: Server) -> int:
+    """How many ranks of one group of a mesh axis, or of several, sit in the same server: inner axes vary fastest."""
+    axes = tuple(axis.split(JOINED))
+    stride = plan.mesh.degree(AXES[AXES.index(axes[-1]) + 1 :])
+    return max(1, min(plan.mesh.degree(axes), server.gpus // stride))
+
+
+def transfer_time(entry: Transfer, anatomy: Anatomy, plan: Plan, machine: Machine) -> float:
+    """Seconds of a collective in a step, until the rank with most of it is done."""
+    alone = machine.transfer(entry, members_inside(plan, entry.axis, machine.server))
+    return alone * _fullest_load(entry, anatomy, plan)
+
+
+def _fullest_load(entry: Transfer, anatomy: Anatomy, plan: Plan) -> float:
+    """How much longer a collective takes than one of equal loads: an exchange of tokens as long as the rank with most
+    has tokens to take, at most all of them."""
+    if entry.operation != "ragged-all-to-all":
+        return 1.0
+    return min(plan.expert_imbalance, 1 / exchanged_share(anatomy.model, entry.group_size))
+
+
+def axis_of(entry: Transfer) -> str:
+    """Under which its time counts: gradients and parameters under `data`, also where they cross others with it."""
+    return DATA if entry.phase in (GRADIENTS, PARAMETERS) and entry.axis != STAGE else entry.axis
+
+
+def spent_on_stages(anatomy: Anatomy, plan: Plan, machine: Machine) -> dict[str, float]:
+    """Seconds of a step's collectives on stages: of layers by axis; of the losses, and of gradients over the stages.
+
+    Those of the embedding, which only the first stage has, pass behind the losses of the last.
+    """
+    spent: dict[str, float] = dict.fromkeys((DATA, STAGE, CONTEXT, EXPERT, MODEL, LOSS_FORWARD, GRADIENTS), 0.0)
+    for entry in transfers(anatomy, plan):
+        kind = axis_of(entry)
+        if kind == MODEL and entry.phase in (LOSS_FORWARD, LOSS_BACKWARD):
+            kind = LOSS_FORWARD
+        elif kind == STAGE and entry.phase == GRADIENTS:
+            kind = GRADIENTS
+        if entry.phase not in (EMBEDDING_FORWARD, EMBEDDING_BACKWARD):
+            spent[kind] += transfer_time(entry, anatomy, plan, machine)
+    return spent
+
+
+def exposed_sends(anatomy: Anatomy, plan: Plan, both: float, ahead: float, back: float) -> float:
+    """Seconds of what stages send each other that no half tick hides.
+
+    Gradients travel behind the forward half of a tick, activations behind the backward half; where a tick has one half
+    only, nothing hides what it sends.
+
+    Args:
+      anatomy: of the model.
+      plan: on stages.
+      both: seconds of a tick's two permutes.
+      ahead: seconds of a forward half.
+      back: seconds of a backward half.
+    """
+    counts = (plan.mesh.stage, plan.microbatches, plan.chunks * len(anatomy.sections))
+    ticks, full, one = num_ticks(*counts), full_ticks(plan.pipeline_schedule, *counts), both / 2
+    return (ticks - full) * both + full * (max(0.0, one - ahead) + max(0.0, one - back))
+
+
+def exposed_by_axis(
+    spent: dict[str, float], plan: Plan, software: Software, products: float, compute: float
+) -> dict[str, float]:
+    """The part of each axis' communication that nothing hides."""
+    exposed = dict(spent)
+    if software.overlaps_model_axis and plan.sequence_parallel:
+        first = spent[MODEL] / plan.mesh.model
+        exposed[MODEL] = first + max(0.0, spent[MODEL] - first - products)
+    if software.overlaps_data_axis:
+        # Gradients of a layer can't leave before its last backward pass, nor parameters arrive after its first use.
+        # Parameters in parts are gathered in each microbatch.
+        exposed[DATA] = max(0.0, spent[DATA] - (compute if plan.zero == 3 else compute / plan.microbatches))
+    if plan.pipeline_schedule == "interleaved":
+        exposed[STAGE] = 0.0
+    return exposed
+
+
+def exposed_ahead(anatomy: Anatomy, plan: Plan, machine: Machine, compute: float) -> float:
+    """Seconds of gathers and sums over data ranks that other layers do not hide.
+
+    Sums pass behind the backward pass. ZeRO-3's gathers pass behind either, those of ZeRO-1 and 2 behind the forward
+    pass of a step's only microbatch; before the first of several nothing hides them.
+
+    Args:
+      anatomy: of the model.
+      plan: of layers whose parameters and gradients travel while others compute.
+      machine: on which they run.
+      compute: seconds of all layers, both passes.
+    """
+    sent = {PARAMETERS: 0.0, GRADIENTS: 0.0}
+    for entry in transfers(anatomy, plan):
+        if axis_of(entry) == DATA:
+            sent[entry.phase] += transfer_time(entry, anatomy, plan, machine)
+    forward = compute / (4 if plan.recompute == "full" else 3)
+    gathers, again = sent[PARAMETERS], 0.0
+    if plan.zero == 3:
+        gathers = again = gathers / 2
+    elif plan.microbatches > 1:
+        return gathers + max(0.0, sent[GRADIENTS] - (compute - forward))
+    return max(0.0, gathers - forward) + max(0.0, again + sent[GRADIENTS] - (compute - forward))
+
+
+def exposed_turns(spent: float, plan: Plan, attention: float) -> float:
+    """Returns the seconds of context parallel communication that attention does not hide.
+
+    A ring overlaps its sends with computation, except the last send of each backward pass; an all-gather precedes the
+    computation.
+    """
+    if plan.context_method == "all-gather":
+        return spent
+    last = spent / (3 * plan.mesh.context)
+    return min(spent, last + max(0.0, spent - last - attention))

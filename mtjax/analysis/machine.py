@@ -1,0 +1,96 @@
+"""Times of kernels and collectives on a kind of server.
+
+`Constants` come from public measurements of the parts, and one of them, `training`, from ten published training runs on
+A100; they are the same for every GPU, model and mesh, and none is set to meet the published points that the planner
+predicts.
+"""
+
+import math
+from dataclasses import dataclass
+
+from mtjax.analysis.hardware import Server
+from mtjax.analysis.nccl import collective_seconds
+from mtjax.analysis.traffic import Transfer
+
+
+@dataclass(frozen=True)
+class Constants:
+    """Shares of nominal speeds that are sustained."""
+
+    memory: float = 0.9
+    """Of memory bandwidth: STREAM-like kernels reach 90-93% on V100, A100 and H100."""
+    flash_attention: float = 0.5
+    """Of the peak, counting causal FLOPs: FlashAttention-2/3 and cuDNN report 35-75% (arXiv 2307.08691, 2407.08608)."""
+    link: float = 0.8
+    """Of NVLink: nccl-tests reports 230-240 of 300 GB/s on A100 and 360-370 of 450 GB/s on H100 servers."""
+    network: float = 0.9
+    """Of InfiniBand, large messages."""
+    launch: float = 5e-6
+    """Least seconds of a kernel."""
+    small_product: float = 13e-6
+    """Overhead in seconds of a matmul with less than a wave of tiles: start, end, and the reduction over splits of k.
+    The median over the 78 matmuls below 0.2 ms that DeepBench measured on a V100 in 16 bits
+    (github.com/baidu-research/DeepBench, results/train/DeepBench_NV_V100.xlsx); larger ones show none."""
+    contention: float = 0.189
+    """Slowdown of computation that overlaps with a collective: the mean of arXiv 2507.03114 over A100, H100, MI210 and
+    MI250, GPT and Llama."""
+    training: float = 0.795
+    """Speed of kernels in a training run, relative to kernels alone: clocks, launches, shapes that are not ideal."""
+    tile: int = 128
+    """Rows and columns of a matmul's output tile, which one multiprocessor computes."""
+
+
+class Machine:
+    """Times of kernels and collectives on a kind of server."""
+
+    def __init__(self, server: Server, element_bytes: int = 2, constants: Constants | None = None) -> None:
+        self.server, self.gpu, self.constants = server, server.gpu, constants or Constants()
+        self.element_bytes = element_bytes
+        half = "bfloat16" if "bfloat16" in self.gpu.peak else "float16"
+        self.peak = self.gpu.peak_flops("float32" if element_bytes == 4 else half)
+
+    def product(self, m: float, k: float, n: float, batch: float = 1) -> float:
+        """Returns the seconds of `batch` matmuls [m,k] x [k,n].
+
+        The last wave of tiles leaves multiprocessors idle; matmuls of less than one wave are split along k, and have an
+        overhead.
+        """
+        c = self.constants
+        tiles = math.ceil(m / c.tile) * math.ceil(n / c.tile) * batch
+        waves = tiles / self.gpu.multiprocessors
+        fill = waves / math.ceil(waves) if waves >= 1 else 1.0
+        computing = 2 * m * k * n * batch / (self.peak * self.gpu.sustained_products * fill)
+        moving = self.element_bytes * batch * (m * k + k * n + m * n)
+        overhead = c.small_product if waves < 1 else 0.0
+        return overhead + max(computing / c.training, self.passes(moving), c.launch)
+
+    def contention(self, hidden: float) -> float:
+        """Returns the seconds that computation loses to collectives that overlap with it for `hidden` seconds."""
+        return hidden * (1 - 1 / (1 + self.constants.contention))
+
+    def passes(self, size: float) -> float:
+        """Returns the seconds to move `size` bytes through memory."""
+        return size / (self.gpu.bandwidth * self.constants.memory * self.constants.training)
+
+    def kernel(self, size: float) -> float:
+        """Returns the seconds of a memory-bound kernel that moves `size` bytes."""
+        return max(self.passes(size), self.constants.launch)
+
+    def flash(self, flops: float) -> float:
+        """Returns the seconds of a flash-attention kernel that computes `flops`."""
+        sustained = self.peak * self.constants.flash_attention * self.constants.training
+        return max(flops / sustained, self.constants.launch)
+
+    def transfer(self, entry: Transfer, inside: int) -> float:
+        """Returns the seconds of all collectives of `entry` in a step; `inside` of a group's ranks share a server.
+
+        Between servers the rings of a group use the network adapters of all its ranks in a server.
+        """
+        server, c = self.server, self.constants
+        crosses = entry.group_size > inside
+        bandwidth = server.link * c.link
+        if crosses:
+            bandwidth = min(bandwidth, inside * server.network * c.network)
+        latencies = server.link_latency, server.network_latency
+        each = collective_seconds(entry.operation, entry.size, entry.group_size, inside, bandwidth, *latencies)
+        return entry.count * each

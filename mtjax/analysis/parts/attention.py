@@ -1,0 +1,330 @@
+"""Self-attention and cross-attention, sharded by heads."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mtjax.analysis.contract import LAYER_BACKWARD, LAYER_FORWARD, LAYER_RECOMPUTE, OTHER, Expectation
+from mtjax.analysis.parts.attention_collectives import context_collectives, width_norm_collectives
+from mtjax.analysis.parts.part import (
+    Elementwise,
+    Norms,
+    Part,
+    Product,
+    ResidualStream,
+    Scores,
+    Weight,
+    adapter_products,
+    linear,
+    over_model,
+    weight,
+)
+from mtjax.analysis.parts.score_blocks import block_bytes, score_bytes
+from mtjax.analysis.parts.sublayer import (
+    adapter_collectives,
+    adapter_saved_bytes,
+    local_gradient_sums,
+    stream_bytes,
+    sublayer_collectives,
+    sublayer_saved_bytes,
+    vector_gradient_sums,
+)
+from mtjax.layout.attention_kernel import QUERIES_AT_A_TIME, documents_at_most
+from mtjax.layout.plan import Plan
+
+
+@dataclass(frozen=True)
+class _Heads(Part):
+    """Formulas of both kinds of attention."""
+
+    hidden: int
+    tokens: int
+    """Query tokens of a sample."""
+    heads: int
+    """Query heads."""
+    head_dim: int
+    norm: Norms
+    biases: tuple[bool, bool]
+    """Of query, key and value; of the output projection."""
+
+    @property
+    def query_size(self) -> int:
+        """q: width of all query heads together."""
+        return self.heads * self.head_dim
+
+    @property
+    def scores(self) -> Scores:
+        raise NotImplementedError
+
+    @property
+    def elementwise(self) -> Elementwise:
+        return Elementwise(stream=self.tokens * self.hidden, inside=self.tokens * self.query_size)
+
+    def backward_peak_bytes(self, plan: Plan) -> float:
+        """Returns the bytes of the gradients of scores, or of flash attention's inputs; with sequence parallelism also
+        of the gathered input and, without context parallelism, its gradient before the reduce-scatter."""
+        c, samples = plan.element_bytes, plan.microbatch_size
+        inputs = self.query_size * self.scores.queries + 2 * self.scores.groups * self.head_dim * self.scores.keys
+        has_all = not plan.keeps_scores and not plan.context_parallelism
+        input_gradients = c * samples * inputs / plan.mesh.model if has_all else 0.0
+        gathered = stream_bytes(self.tokens, self.hidden, plan) if plan.sequence_parallel else 0.0
+        copies = 1 if plan.context_parallelism else 2
+        return input_gradients + copies * gathered + gradient_bytes(self.scores, plan)
+
+
+@dataclass(frozen=True)
+class Attention(_Heads):
+    """A norm and self-attention: query, key and value in one matmul, scores, an output projection."""
+
+    kv_heads: int
+    is_causal: bool
+    rank: int = 0
+    """Of LoRA adapters; 0 without any."""
+    qk_norm: tuple[str, ...] = ()
+    """Vectors of the norm of queries, and of that of keys; none without QK norm."""
+    qk_norm_scope: str = "head"
+    """What QK norm normalizes: `head`, `each_head` or `width`."""
+    has_sinks: bool = False
+    is_capped: bool = False
+    """Whether scores have a cap, whose backward pass reads their hyperbolic tangents."""
+    visible: float = 0.5
+    """Share of the scores that a causal model needs, in the mean of its layers."""
+    buckets: int = 0
+    """Of the layer's own relative position bias; 0 without one."""
+
+    @property
+    def kv_size(self) -> int:
+        """k: width of all key heads together, and of all value heads."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def weights(self) -> list[Weight]:
+        embed, heads = {"embed": self.hidden}, {"heads": self.heads, "head_dim": self.head_dim}
+        (bias, output_bias), rank = self.biases, self.rank
+        if self.kv_heads == self.heads:
+            inputs = linear("attention.qkv", embed, {"qkv": 3, **heads}, bias=bias, rank=rank)
+        else:
+            kv_heads = {"kv": 2, "kv_heads": self.kv_heads, "head_dim": self.head_dim}
+            inputs = linear("attention.qkv.query", embed, heads, bias=bias, rank=rank)
+            inputs += linear("attention.qkv.key_value", embed, kv_heads, bias=bias, rank=rank)
+        output = linear("attention.output", heads, embed, bias=output_bias, rank=rank)
+        sinks = [weight("attention.sinks", {"heads": self.heads})] if self.has_sinks else []
+        if self.buckets:
+            output += [weight("attention.relative.table", {"buckets": self.buckets, "heads": self.heads})]
+        return [*self.norm.weights("attention", self.hidden), *inputs, *output, *self._head_norms(), *sinks]
+
+    def _head_norms(self) -> list[Weight]:
+        """Returns the vectors of QK norm: one for all heads, or one for each."""
+        found, is_shared = [], self.qk_norm_scope == "head"
+        for name, heads in (("query_norm", {"heads": self.heads}), ("key_norm", {"kv_heads": self.kv_heads})):
+            sizes = {**({} if is_shared else heads), "head_dim": self.head_dim}
+            found += [weight(f"attention.{name}.{vector}", sizes) for vector in self.qk_norm]
+        return found
+
+    @property
+    def normalizes_width(self) -> bool:
+        """Whether QK norm is over all heads together, which tensor parallel ranks share."""
+        return bool(self.qk_norm) and self.qk_norm_scope == "width"
+
+    @property
+    def scores(self) -> Scores:
+        sizes = (self.heads, self.tokens, self.tokens, self.head_dim)
+        return Scores(*sizes, self.is_causal, self.kv_heads, self.is_capped, self.visible)
+
+    def products(self, tensor_degree: int = 1) -> list[Product]:
+        """Returns the matmuls; a rank computes one key and one value head where there are fewer than ranks."""
+        key_size = max(self.kv_heads, tensor_degree) * self.head_dim
+        qkv_width, query_width = (self.query_size + 2 * key_size) / tensor_degree, self.query_size / tensor_degree
+        return [
+            *adapter_products(self.rank, self.tokens, (self.hidden, qkv_width, 3), (query_width, self.hidden)),
+            Product(self.tokens, self.hidden, qkv_width),
+            Product(self.tokens, query_width, self.hidden),
+        ]
+
+    def saved_bytes(self, plan: Plan) -> Mapping[str, float]:
+        tokens = plan.local_tokens(self.tokens) / plan.mesh.model
+        return {
+            **sublayer_saved_bytes(self.tokens, self.hidden, plan),
+            QUERY_KEY_VALUE: plan.element_bytes * tokens * (self.query_size + 2 * self.kv_size),
+            ATTENTION_OUTPUT: plan.element_bytes * tokens * self.query_size,
+            PROBABILITIES: probability_bytes(self.scores, plan),
+            STATISTICS: statistics_bytes(self.scores, plan),
+            **({WIDTH_STATISTICS: 2 * 4 * plan.local_tokens(self.tokens)} if self.normalizes_width else {}),
+            **adapter_saved_bytes(self.rank, 4, self.hidden + self.query_size / plan.tensor_degree, self.tokens, plan),
+        }
+
+    def backward_peak_bytes(self, plan: Plan) -> float:
+        """Returns those of any attention, and the float32 biases of all pairs of tokens with their gradients."""
+        biases = 2 * 4 * self.scores.pairs / plan.mesh.model if self.buckets else 0.0
+        return super().backward_peak_bytes(plan) + biases
+
+    def kv_elements(self, context: int) -> int:
+        return 2 * self.kv_size * context
+
+    def symbols(self, plan: Plan) -> Mapping[str, int]:
+        del plan
+        return {"key_width": self.kv_size, "head_width": self.head_dim}
+
+    def collectives(self, stream: ResidualStream) -> list[Expectation]:
+        learns = self.rank > 0 or not stream.is_frozen
+        lines = [*sublayer_collectives(stream, "attention", learns=learns), *context_collectives(stream)]
+        lines += width_norm_collectives(stream, learns=learns) if self.normalizes_width else []
+        # Fewer key heads than ranks: ranks that share one all-reduce its gradient.
+        per_head = 0 if self.qk_norm_scope == "head" else len(self.qk_norm)
+        inputs = "(hidden + 1)" if self.biases[0] else "hidden"
+        kv_gradients = f"(2*{inputs} + {per_head})*key_width" if per_head else f"2*key_width*{inputs}"
+        if stream.is_frozen:
+            if self.rank and stream.shares_heads:
+                why = "gradient of B of replicated key and value heads"
+                settings = {"dtype": "float32", "pooled": True, "also": LAYER_RECOMPUTE}
+                lines.append(
+                    over_model(LAYER_BACKWARD, "all-reduce", stream.times, "2*key_width*rank", why, **settings)
+                )
+            return [*lines, *adapter_collectives(stream, "attention", 3, self.rank)]
+        if self.qk_norm and self.qk_norm_scope == "head":
+            vectors = f"{stream.side}layers*{2 * len(self.qk_norm)}*head_width"
+            lines.append(local_gradient_sums(stream, vectors, "gradients of QK norms"))
+        if stream.split:
+            lines += vector_gradient_sums(stream, self.norm, self.biases[1])
+            if stream.shares_heads:
+                lines.append(
+                    local_gradient_sums(stream, f"{stream.side}layers*{kv_gradients}", "replicated key and value heads")
+                )
+        elif stream.shares_heads:
+            why = "gradients of replicated key and value heads"
+            settings = {"dtype": "float32", "pooled": True}
+            lines.append(over_model(LAYER_BACKWARD, "all-reduce", stream.times, kv_gradients, why, **settings))
+        return lines
+
+
+@dataclass(frozen=True)
+class CrossAttention(_Heads):
+    """A norm and attention from a decoder's tokens to the encoder's, which every layer projects to keys and values."""
+
+    read: int
+    """The encoder's tokens of a sample."""
+
+    @property
+    def weights(self) -> list[Weight]:
+        embed, heads = {"embed": self.hidden}, {"heads": self.heads, "head_dim": self.head_dim}
+        bias, output_bias = self.biases
+        return [
+            *self.norm.weights("cross", self.hidden),
+            *linear("cross.query", embed, heads, bias=bias),
+            *linear("cross.key_value", embed, {"kv": 2, **heads}, bias=bias),
+            *linear("cross.output", heads, embed, bias=output_bias),
+        ]
+
+    @property
+    def scores(self) -> Scores:
+        return Scores(self.heads, self.tokens, self.read, self.head_dim, is_causal=False, groups=self.heads)
+
+    def products(self, tensor_degree: int = 1) -> list[Product]:
+        width = self.query_size / tensor_degree
+        return [
+            Product(self.tokens, self.hidden, width),
+            Product(self.read, self.hidden, 2 * width),
+            Product(self.tokens, width, self.hidden),
+        ]
+
+    def saved_bytes(self, plan: Plan) -> Mapping[str, float]:
+        each = plan.element_bytes * plan.microbatch_size * self.query_size / plan.mesh.model
+        return {
+            **sublayer_saved_bytes(self.tokens, self.hidden, plan),
+            QUERY_KEY_VALUE: each * (self.tokens + 2 * self.read),
+            ATTENTION_OUTPUT: each * self.tokens,
+            PROBABILITIES: probability_bytes(self.scores, plan),
+        }
+
+    def kv_elements(self, context: int) -> int:
+        del context
+        return 2 * self.query_size * self.read
+
+    def collectives(self, stream: ResidualStream) -> list[Expectation]:
+        """Returns the sublayer's collectives, and those of the encoder's output: its gradient is all-reduced, or, with
+        sequence parallelism, it is all-gathered and its gradient reduce-scattered."""
+        lines = sublayer_collectives(stream, "cross-attention")
+        layers, grouped = f"{stream.side}layers", f"{stream.side}grouped_layers"
+        encoded, every = "batch*sequence*hidden", f"{stream.turns}*batch*sequence*hidden"
+        # XLA: may merge the collectives of all layers, which read the same array.
+        merged = {"pooled": True, "hoisted": True}
+        if not stream.split:
+            why = "gradient of the encoder's output, in each layer or once for their sum"
+            return [*lines, over_model(LAYER_BACKWARD, "all-reduce", layers, every, why, **merged)]
+        what, forward = "encoder's output", f"{stream.forward_turns}*batch*sequence*hidden"
+        recomputes = f"({layers} - {grouped})*{stream.turns}"
+        return [
+            *lines,
+            over_model(LAYER_RECOMPUTE, "all-gather", recomputes, encoded, f"{what}, again"),
+            over_model(LAYER_BACKWARD, "reduce-scatter", stream.times, encoded, f"gradient of the {what}"),
+            over_model(
+                LAYER_FORWARD, "all-gather", layers, forward, f"{what}, in each layer or once", also=OTHER, **merged
+            ),
+            over_model(
+                LAYER_RECOMPUTE, "all-gather", f"2*{grouped}", every, f"{what}, twice a layer or once a group", **merged
+            ),
+            *vector_gradient_sums(stream, self.norm, self.biases[1]),
+        ]
+
+
+QUERY_KEY_VALUE = "query, key, value"
+ATTENTION_OUTPUT = "attention output"
+STATISTICS = "attention statistics"
+"""Of flash attention's softmax (logsumexp): a float32 per query and head."""
+WIDTH_STATISTICS = "QK norm statistics"
+"""Of QK norm over all heads: a float32 per token of the queries, and of the keys."""
+PROBABILITIES = "attention probabilities"
+"""The kind of activations that selective recompute does not save."""
+
+
+def probability_bytes(scores: Scores, plan: Plan) -> float:
+    """Returns the saved bytes of float32 probabilities, of the tangents of capped scores and of the dropout mask; with
+    Megatron's kernels, of the outputs of softmax and dropout in the compute dtype and the mask."""
+    if not plan.keeps_scores:
+        return 0.0
+    masks, c = int(plan.has_attention_dropout), plan.element_bytes
+    each = 4 + masks if plan.residuals == "jax" else 2 * c + masks if masks else c
+    each += 4 if scores.is_capped else 0
+    return each * scores.pairs * plan.microbatch_size / plan.mesh.model
+
+
+def statistics_bytes(scores: Scores, plan: Plan) -> float:
+    """Returns the saved bytes of the softmax's statistics; cuDNN's kernel saves them for each document of its bound."""
+    if plan.residuals != "jax" or plan.keeps_scores:
+        return 0.0
+    rows = documents_at_most(scores.keys) if plan.packs_documents else 1
+    return 4 * rows * plan.local_tokens(scores.queries) * scores.heads / plan.mesh.model
+
+
+def gradient_bytes(scores: Scores, plan: Plan) -> float:
+    """Returns the bytes of gradients in attention's backward pass, with the probabilities saved or recomputed.
+
+    These are the gradients of probabilities and of scores, both in the compute dtype. The output's gradient takes the
+    memory of the values, which are read before it.
+    """
+    if plan.context_parallelism:
+        return ring_step_bytes(scores, plan)
+    if plan.packs_documents:  # the larger of both branches: keys and values, and their gradients, of all query heads
+        heads = 4 * plan.element_bytes * plan.microbatch_size * scores.heads * scores.width * scores.keys
+        return max(heads / plan.mesh.model, block_bytes(scores, plan))
+    if plan.flash_attention:
+        return 0.0
+    if plan.attention_in_blocks:
+        return block_bytes(scores, plan)
+    return 2 * plan.element_bytes * scores.pairs * plan.microbatch_size / plan.mesh.model
+
+
+def ring_step_bytes(scores: Scores, plan: Plan) -> float:
+    """Returns the bytes alive in a ring step of the backward pass of context parallel attention.
+
+    Of keys and values those in flight and those in use, and likewise the float32 sums of their gradients; with
+    all-gather those of all ranks. Of queries, output and its gradient the two chunks of the step, and the float32 sum
+    of the queries' gradients. XLA's kernel has those of `score_bytes`, of `QUERIES_AT_A_TIME` queries.
+    """
+    c, tokens, degree = plan.element_bytes, plan.local_tokens(scores.queries), plan.mesh.model
+    keys = max(scores.groups / degree, 1) * scores.widths / 2 * tokens
+    gathered = (plan.mesh.context - 1) * keys * (2 * c + 2 * 4) if plan.context_method == "all-gather" else 0
+    held = gathered + keys * (4 * c + 4 * 4) + scores.heads / degree * scores.widths / 2 * tokens * (4 * c + 4)
+    if plan.flash_attention:
+        return held
+    pairs = min(QUERIES_AT_A_TIME * plan.microbatch_size, tokens) * scores.keys / plan.mesh.context
+    return held + score_bytes(plan) * scores.heads / degree * pairs

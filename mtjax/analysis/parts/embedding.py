@@ -1,0 +1,116 @@
+"""Embeddings: token lookup, positions, token types, relative bias, and norms outside the layers."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mtjax.analysis.contract import EMBEDDING_BACKWARD, EMBEDDING_FORWARD, LOSS_FORWARD, Expectation
+from mtjax.analysis.parts.part import Part, ResidualStream, Weight, norm, over_model, weight
+from mtjax.analysis.parts.sublayer import local_gradient_sums
+from mtjax.layout.plan import Plan
+
+
+@dataclass(frozen=True)
+class Lookup(Part):
+    """A lookup in the vocabulary-parallel table: each rank looks up its rows, and the results are all-reduced."""
+
+    rows: int
+    hidden: int
+    side: str = ""
+    """Prefix of the symbol of its tokens: `decoder_` for `decoder_sequence`."""
+    owns_table: bool = True
+    """False where it reads another lookup's table."""
+    has_neighbour: bool = False
+    """Whether another lookup is next to it in the program, so that XLA may combine the all-reduces of both."""
+
+    @property
+    def weights(self) -> list[Weight]:
+        return [weight("embedding", {"vocab": self.rows, "embed": self.hidden})] if self.owns_table else []
+
+    def collectives(self, stream: ResidualStream) -> list[Expectation]:
+        elements, why = f"batch*{self.side}sequence*hidden", "embeddings from the vocabulary shards"
+        # Pipeline stages save the first stack's embeddings, and recompute those of a second stack.
+        count = stream.embedding_turns if self.owns_table else stream.forward_turns
+        if stream.split:
+            forward = over_model(EMBEDDING_FORWARD, "reduce-scatter", count, elements, why)
+            backward = over_model(EMBEDDING_BACKWARD, "all-gather", stream.turns, elements, "gradient of embeddings")
+            return [forward] if stream.is_frozen else [forward, backward]
+        packed = {"pooled": True, "also": LOSS_FORWARD} if self.has_neighbour else {}
+        return [over_model(EMBEDDING_FORWARD, "all-reduce", count, elements, why, **packed)]
+
+
+@dataclass(frozen=True)
+class Positions(Part):
+    """A replicated table of learned positions."""
+
+    tokens: int
+    hidden: int
+    sides: tuple[str, ...] = ("",)
+    """Prefixes of the residual streams that it is added to."""
+
+    @property
+    def weights(self) -> list[Weight]:
+        return [weight("positions", {"positions": self.tokens, "embed": self.hidden})]
+
+    def collectives(self, stream: ResidualStream) -> list[Expectation]:
+        why = "gradients of positions"
+        gathers = [
+            over_model(EMBEDDING_BACKWARD, "all-gather", stream.turns, f"{side}sequence*hidden", why)
+            for side in self.sides
+        ]
+        return gathers if stream.split and not stream.is_frozen else []
+
+
+@dataclass(frozen=True)
+class TokenTypes(Part):
+    """A replicated table of token types."""
+
+    kinds: int
+    hidden: int
+
+    @property
+    def weights(self) -> list[Weight]:
+        return [weight("token_types", {"token_types": self.kinds, "embed": self.hidden})] if self.kinds else []
+
+    def collectives(self, stream: ResidualStream) -> list[Expectation]:
+        has_sums = stream.split and self.kinds and not stream.is_frozen
+        return [local_gradient_sums(stream, f"{self.kinds}*hidden", "token types")] if has_sums else []
+
+
+@dataclass(frozen=True)
+class RelativeBias(Part):
+    """A bias per head and bucket of distances, added to the scores of every layer of a stack (arXiv 1910.10683)."""
+
+    buckets: int
+    heads: int
+    tokens: int
+    """Of a sample in that stack."""
+    owner: str
+    """`encoder` or `decoder`."""
+
+    @property
+    def weights(self) -> list[Weight]:
+        return [weight(f"{self.owner}.relative.table", {"buckets": self.buckets, "heads": self.heads})]
+
+    def saved_bytes(self, plan: Plan) -> Mapping[str, float]:
+        """Returns the bytes of float32 biases of all pairs of tokens, computed once for all layers, and the sum of
+        their gradients."""
+        return {"relative positions": 2 * 4 * self.heads * self.tokens**2 / plan.mesh.model}
+
+
+@dataclass(frozen=True)
+class Norm(Part):
+    """A norm outside the layers: on the embeddings, or after a stack."""
+
+    path: str
+    """Its dotted name."""
+    vectors: tuple[str, ...]
+    hidden: int
+
+    @property
+    def weights(self) -> list[Weight]:
+        return norm(self.path, self.vectors, self.hidden)
+
+    def collectives(self, stream: ResidualStream) -> list[Expectation]:
+        vectors = len(self.vectors)
+        has_sums = stream.split and vectors and not stream.is_frozen
+        return [local_gradient_sums(stream, f"{vectors}*hidden", f"the norm {self.path}")] if has_sums else []

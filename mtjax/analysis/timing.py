@@ -1,0 +1,363 @@
+"""How long a step takes: a walk over a layer's kernels, collectives on the links they cross, and the bubble.
+
+On stages it is the number of ticks of the timetable times what a tick takes; of Megatron's runs, the published bubble.
+
+Each kernel takes the longer of its FLOPs at the sustained rate and its bytes at the memory's; each collective follows
+the alpha-beta model of a ring. Times of kernels and collectives are a `Machine`'s.
+"""
+
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+from mtjax.analysis.anatomy import Anatomy, Stack
+from mtjax.analysis.contract import GRADIENTS, LOSS_FORWARD
+from mtjax.analysis.copies import FLOAT32, SUMS, Copy, copies, copies_in_step, copies_in_turn
+from mtjax.analysis.counts import on_device, peak_stage_counts, zero_degree
+from mtjax.analysis.expert_blocks import block_copies, blocks_of
+from mtjax.analysis.hardware import Server
+from mtjax.analysis.kernels import CORE, ElementWise, Traffic
+from mtjax.analysis.link_time import (
+    axis_of,
+    exposed_ahead,
+    exposed_by_axis,
+    exposed_sends,
+    exposed_turns,
+    members_inside,
+    spent_on_stages,
+    transfer_time,
+)
+from mtjax.analysis.machine import Constants, Machine
+from mtjax.analysis.parts.part import Elementwise, Product, Scores, unrepeated
+from mtjax.analysis.schedules import megatron_bubble
+from mtjax.analysis.software import MTJAX, Software
+from mtjax.analysis.teacher_cost import teacher_of
+from mtjax.analysis.traffic import teacher_transfers, transfers
+from mtjax.config.adapters import is_trainable
+from mtjax.config.sizes import output_is_tied
+from mtjax.layout.mesh import MeshShape
+from mtjax.layout.plan import Plan
+from mtjax.layout.rules import CONTEXT, DATA, EXPERT, MODEL, STAGE
+from mtjax.layout.stages import layers_in_chunk
+from mtjax.layout.timetable import num_ticks
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step on the busiest GPU, by cause; communication counts only where nothing hides it."""
+
+    products: float
+    attention: float
+    element_wise: float
+    logits: float
+    model_axis: float
+    stage_axis: float
+    bubble: float
+    data_axis: float
+    """Gradients and parameters, also where they cross `context` with it."""
+    optimizer: float
+    copies: float = 0.0
+    """What loops over layers copy: `mtjax.analysis.copies`."""
+    contention: float = 0.0
+    """What computing takes longer because collectives run beside it."""
+    context_axis: float = 0.0
+    """Keys and values of other ranks, and their gradients."""
+    expert_axis: float = 0.0
+    """Tokens for the experts of other ranks, and what these say."""
+    teacher: float = 0.0
+    """The forward pass of a teacher before the step, with what it sends, which nothing hides."""
+    hidden: dict[str, float] = field(default_factory=dict)
+    """Communication that computation hides, by mesh axis."""
+
+    @property
+    def compute(self) -> float:
+        """All but copies, communication, bubble and optimizer."""
+        return self.products + self.attention + self.element_wise + self.logits
+
+    @property
+    def total(self) -> float:
+        """The step."""
+        sent = self.model_axis + self.stage_axis + self.context_axis + self.expert_axis + self.data_axis
+        sent += self.contention
+        return self.compute + self.copies + sent + self.bubble + self.optimizer + self.teacher
+
+
+_machine = cache(Machine)
+
+
+def step_time(
+    anatomy: Anatomy, plan: Plan, server: Server, software: Software = MTJAX, constants: Constants | None = None
+) -> StepTime:
+    """Seconds of one optimizer step, by cause."""
+    machine = _machine(server, plan.element_bytes, constants)
+    if plan.is_staged:
+        return _lock_step_time(anatomy, plan, machine, software)
+    plan = replace(plan, drops_last_reduction=software.drops_last_reduction)
+    m = plan.microbatches
+    products, attention, element_wise = (m * x for x in _layers(anatomy, plan, machine, software))
+    head = m * _head(anatomy, _alike(plan), machine, software)
+    spent: dict[str, float] = dict.fromkeys((DATA, STAGE, CONTEXT, EXPERT, MODEL), 0.0)
+    for entry in transfers(anatomy, plan):
+        spent[axis_of(entry)] += transfer_time(entry, anatomy, plan, machine)
+    exposed = exposed_by_axis(spent, plan, software, products, products + attention + element_wise)
+    exposed[CONTEXT] = exposed_turns(spent[CONTEXT], plan, attention)
+    if plan.overlaps_data(anatomy.model):
+        beside = exposed[MODEL] if plan.mesh.size > server.gpus else 0.0  # on other links, and as good as computing
+        exposed[DATA] = exposed_ahead(anatomy, plan, machine, products + attention + element_wise + beside)
+    hidden = {axis: spent[axis] - exposed[axis] for axis in spent}
+    slowed = machine.contention(sum(hidden.values()))
+    per_step = products + attention + element_wise + head + slowed
+    per_step += sum(exposed[axis] for axis in (MODEL, STAGE, CONTEXT, EXPERT))
+    return StepTime(
+        products=products,
+        attention=attention,
+        element_wise=element_wise,
+        logits=head,
+        model_axis=exposed[MODEL],
+        stage_axis=exposed[STAGE],
+        bubble=per_step * megatron_bubble(plan.pipeline_schedule, plan.mesh.stage, m, plan.chunks),
+        data_axis=exposed[DATA],
+        optimizer=_optimizer(anatomy, plan, machine, software),
+        copies=_copies(_all_copies(anatomy, plan), machine, software),
+        contention=slowed,
+        context_axis=exposed[CONTEXT],
+        expert_axis=exposed[EXPERT],
+        teacher=_teacher(plan, machine, software),
+        hidden=hidden,
+    )
+
+
+def _lock_step_time(anatomy: Anatomy, plan: Plan, machine: Machine, software: Software) -> StepTime:
+    """Returns the seconds of a step of a pipeline, whose stages run a timetable in lockstep, idle or not.
+
+    A tick takes as long as the slowest stage's chunk, and the bubble is the time of all ticks beyond the useful work.
+    The losses are computed in the ticks in which the last stage runs its last chunk. With full recompute it skips that
+    chunk's forward half, in the same tick except in GPipe: the losses add what they take beyond it. With context
+    parallelism it skips nothing.
+    """
+    sections, m, alike = len(anatomy.sections), plan.microbatches, _alike(plan)
+    ticks = num_ticks(plan.mesh.stage, m, plan.chunks * sections)
+
+    def of_stack(stack: Stack) -> list[float]:
+        """Seconds of its layers in a chunk: products, attention, element-wise, copies."""
+        made = [*copies_in_turn(stack, anatomy.model, plan), *block_copies(stack, anatomy.model, plan)]
+        turn = _copies(made, machine, software)
+        return [layers_in_chunk(stack, plan) * s for s in (*_layer(stack, alike, machine, software), turn)]
+
+    chunks = [[sum(parts) for parts in zip(*map(of_stack, own), strict=True)] for own in anatomy.sections]
+    products, attention, element_wise, copied = (m * plan.chunks * sum(chunk[i] for chunk in chunks) for i in range(4))
+    work = products + attention + element_wise + copied
+    longest = max(sum(chunk) for chunk in chunks)
+    ahead = sum(layers_in_chunk(s, plan) * _layer_forward(s, alike, machine, software) for s in anatomy.sections[-1])
+    skipped = (
+        ahead
+        if plan.recompute == "full" and plan.pipeline_schedule != "gpipe" and not plan.context_parallelism
+        else 0.0
+    )
+    spent = spent_on_stages(anatomy, plan, machine)
+    counts = m * plan.chunks * sections / ticks
+    on_layers, to_experts = spent[MODEL], spent[EXPERT]
+    sent = exposed_sends(anatomy, plan, spent[STAGE] / ticks, ahead, longest - ahead)
+    turns = exposed_turns(spent[CONTEXT], plan, attention / counts)
+    return StepTime(
+        products=products,
+        attention=attention,
+        element_wise=element_wise,
+        logits=m * max(0.0, _head(anatomy, alike, machine, software) - skipped),
+        model_axis=on_layers * counts + spent[LOSS_FORWARD],
+        stage_axis=sent + spent[GRADIENTS],
+        bubble=ticks * longest - work + (on_layers + to_experts + turns) * (1 - counts),
+        data_axis=spent[DATA],
+        optimizer=_optimizer(anatomy, plan, machine, software),
+        copies=copied + _copies([*copies_in_step(anatomy, plan), *table_copies(anatomy, plan)], machine, software),
+        contention=machine.contention(spent[STAGE] - sent + spent[CONTEXT] - turns),
+        context_axis=turns * counts,
+        expert_axis=to_experts * counts,
+        teacher=_teacher(plan, machine, software),
+        hidden=dict.fromkeys((DATA, EXPERT, MODEL), 0.0)
+        | {STAGE: spent[STAGE] - sent, CONTEXT: spent[CONTEXT] - turns},
+    )
+
+
+def _layers(anatomy: Anatomy, plan: Plan, machine: Machine, software: Software) -> tuple[float, float, float]:
+    """Seconds of a stage's layers and one microbatch, all passes: products, attention, element-wise."""
+    alike = _alike(plan)
+    each = [(stack.layers // plan.mesh.stage, _layer(stack, alike, machine, software)) for stack in anatomy.stacks]
+    products, attention, element_wise = (sum(n * times[i] for n, times in each) for i in range(3))
+    return products, attention, element_wise
+
+
+def _alike(plan: Plan) -> Plan:
+    """The plan as far as computing a microbatch depends on it: plans that differ in the rest share its time."""
+    ways = {axis: plan.mesh.degree((axis,)) for axis in (CONTEXT, EXPERT, MODEL)}
+    mesh = MeshShape(stage=min(plan.mesh.stage, 2), **ways)
+    same: dict[str, Any] = {
+        "zero": 0,
+        "pipeline_schedule": "1f1b",
+        "chunks": 1,
+        "layers_per_stage": None,
+        "teacher": None,
+    }
+    return replace(plan, mesh=mesh, global_batch_size=1, **same)
+
+
+def _teacher(plan: Plan, machine: Machine, software: Software) -> float:
+    """Seconds of the forward pass of a teacher, of all microbatches or in all ticks."""
+    teacher = teacher_of(plan)
+    if teacher is None:
+        return 0.0
+    (anatomy, own), turns = teacher, plan.microbatches
+    if own.is_staged:
+        turns = num_ticks(own.mesh.stage, own.microbatches, own.chunks * len(anatomy.sections))
+    each = (layers_in_chunk(s, own) * _layer_forward(s, _alike(own), machine, software) for s in anatomy.stacks)
+    sent = (machine.transfer(e, members_inside(own, e.axis, machine.server)) for e in teacher_transfers(plan))
+    return turns * sum(each) + sum(sent)
+
+
+@cache
+def _layer(stack: Stack, plan: Plan, machine: Machine, software: Software) -> tuple[float, float, float]:
+    """Seconds of one layer and microbatch, forward, recomputed and backward: products, attention, element-wise."""
+    products = _layer_products(stack, plan)
+    forward = {product: _forward(product, plan, machine) for product in products}
+    once_more = sum(forward[product] for product in products if product.again)
+    backward = once_more + sum(_backward(product, plan, machine) for product in products)
+    again = 0.0
+    if plan.recompute == "full":
+        # What comes out of a layer is not needed again, but by a norm, or where the next one of a chunk reads it.
+        unread = stack.unread if software.drops_last_reduction and not plan.is_staged else ()
+        left_out = [product for part in unread for product in unrepeated(part.products(plan.mesh.model))]
+        again = sum(forward[product] for product in products) - sum(forward[product] for product in left_out)
+    cores = _layer_cores(stack, plan, machine, software)
+    times = 1 if plan.recompute == "none" else 2
+    core = sum(times * core_forward + core_backward for core_forward, core_backward in cores)
+    moves, touched = software.kernels, [part.elementwise for part in stack.parts]
+    once, back = (machine.passes(_bytes(traffic, touched, plan)) for traffic in (moves.forward, moves.backward))
+    ahead = sum(forward[product] for product in products)
+    return ahead + again + backward, core, once * (2 if plan.recompute == "full" else 1) + back
+
+
+@cache
+def _layer_forward(stack: Stack, plan: Plan, machine: Machine, software: Software) -> float:
+    """Seconds of one layer and microbatch, forward."""
+    products = sum(_forward(product, plan, machine) for product in _layer_products(stack, plan))
+    cores = sum(forward for forward, _ in _layer_cores(stack, plan, machine, software))
+    moved = _bytes(software.kernels.forward, [part.elementwise for part in stack.parts], plan)
+    return products + cores + machine.passes(moved)
+
+
+def _layer_products(stack: Stack, plan: Plan) -> list[Product]:
+    return [product for part in stack.parts for product in part.products(plan.mesh.model)]
+
+
+def _layer_cores(stack: Stack, plan: Plan, machine: Machine, software: Software) -> list[tuple[float, float]]:
+    """Seconds of the core of each attention, forward and backward."""
+    return [_core(part.scores, plan, machine, software.kernels) for part in stack.parts if part.scores]
+
+
+def _forward(product: Product, plan: Plan, machine: Machine) -> float:
+    rows, times = _rows(product, plan)
+    return times * machine.product(rows, product.inner, product.outer)
+
+
+def _backward(product: Product, plan: Plan, machine: Machine) -> float:
+    """The gradients of what it reads and of its weights."""
+    rows, times = _rows(product, plan)
+    of_read = machine.product(rows, product.outer, product.inner)
+    return times * (of_read + machine.product(product.inner, rows, product.outer))
+
+
+def _rows(product: Product, plan: Plan) -> tuple[float, float]:
+    """Rows of a product and how often it runs: once, or on the rank that has most for each block of experts' tokens."""
+    rows = plan.local_tokens(product.tokens)
+    if not product.experts:
+        return rows, 1
+    blocks = blocks_of(int(plan.mesh.expert * rows), product.experts, plan.mesh.expert)
+    return blocks.rows, plan.expert_imbalance * blocks.number
+
+
+def _bytes(traffic: Traffic, touched: list[Elementwise], plan: Plan) -> float:
+    """Bytes of a pass over a layer: elements outside and inside the split regions, times what the kernels move."""
+    c, ways = plan.element_bytes, plan.mesh.model
+    outside = sum(t.stream for t in touched) / (ways if plan.sequence_parallel else 1)
+    inside, mlp = (sum(getattr(t, name) for t in touched) / ways for name in ("inside", "mlp"))
+    moved = outside * traffic.sublayer(c) + inside * traffic.inside(c) + mlp * traffic.mlp(c)
+    return plan.local_tokens(1) * moved
+
+
+def _core(scores: Scores, plan: Plan, machine: Machine, kernels: ElementWise) -> tuple[float, float]:
+    """Seconds of scores, softmax and context of a layer, forward and backward."""
+    heads = scores.heads / plan.mesh.model * plan.microbatch_size
+    queries, keys, width = scores.queries / plan.mesh.context, scores.keys, scores.width
+    if plan.flash_attention:
+        causal_half = 2 * queries * keys * width * heads
+        return machine.flash(causal_half), machine.flash(2.5 * causal_half)
+    pairs = heads * queries * keys
+    both = machine.product(queries, width, keys, heads) + machine.product(queries, keys, width - scores.narrower, heads)
+    core = CORE[kernels.name]
+    element = plan.element_bytes
+    forward = both + machine.passes(pairs * core.forward(element, plan.has_attention_dropout))
+    backward = 2 * both + machine.passes(pairs * core.backward(element, plan.has_attention_dropout))
+    if plan.attention_in_blocks and not plan.context_parallelism:  # the scores and probabilities are computed again
+        backward += forward - machine.product(queries, keys, width, heads)
+    return forward, backward
+
+
+@cache
+def _head(anatomy: Anatomy, plan: Plan, machine: Machine, software: Software) -> float:
+    """Seconds of output projection and loss of a microbatch, with a teacher's logits; with stages, on the last one."""
+    head = (part.over_context(plan.mesh.context) for part in anatomy.head)
+    sizes = [product for part in head for product in part.products(plan.mesh.model)]
+    seconds = sum(_forward(product, plan, machine) + _backward(product, plan, machine) for product in sizes)
+    logits = max(sizes, key=lambda product: product.flops)
+    made = [logits, *([replace(logits, inner=plan.teacher_width)] if plan.teacher_width else [])]
+    seconds += sum(_forward(product, plan, machine) for product in made[1:])
+    losses = 1 + anatomy.model.mtp_num_layers
+    again = losses * sum(_forward(product, plan, machine) for product in made)
+    if not software.recomputes_logits or plan.sums_loss_at_once(anatomy.model):
+        again = 0.0
+    columns = losses * len(made) * plan.local_tokens(logits.tokens) * logits.outer
+    if (ahead := anatomy.predictors) is not None:
+        seconds += ahead.layers * sum(_layer(ahead, plan, machine, software))
+    return seconds + again + machine.passes(columns * software.kernels.logits)
+
+
+def _all_copies(anatomy: Anatomy, plan: Plan) -> list[Copy]:
+    """Copies of a step without stages."""
+    found = copies(anatomy, plan)
+    for stack in anatomy.stacks:
+        times = plan.microbatches * layers_in_chunk(stack, plan)
+        found += [copy._replace(times=times * copy.times) for copy in block_copies(stack, anatomy.model, plan)]
+    return found
+
+
+def table_copies(anatomy: Anatomy, plan: Plan) -> list[Copy]:
+    """Copies of the sums of gradients of tables outside the layers, in every tick's backward half.
+
+    XLA: a branch that does not add to a sum copies it, and so does the tick around it where the embedding and the
+    losses have a table each. With one table for both a single copy is left.
+    """
+    ticks = num_ticks(plan.mesh.stage, plan.microbatches, plan.chunks * len(anatomy.sections))
+    tables = [weight for part in anatomy.outside for weight in part.weights if "vocab" in weight.names[:1]]
+    layout, each = plan.layout(anatomy.model), 1 if output_is_tied(anatomy.model) else 2
+    found = []
+    for weight in tables:
+        if len(weight.shape) > 1 and is_trainable(anatomy.model, weight.name):
+            own = on_device(weight, layout, plan.mesh) / (
+                zero_degree(weight, layout, plan.mesh) if plan.zero >= 2 else 1
+            )
+            found.append(Copy(SUMS, 2 * FLOAT32 * own, each * ticks))
+    return found
+
+
+def _copies(found: list[Copy], machine: Machine, software: Software) -> float:
+    """Seconds of copies, where layers are in loops."""
+    return sum(copy.times * machine.kernel(copy.size) for copy in found) if software.loops_over_layers else 0.0
+
+
+def _optimizer(anatomy: Anatomy, plan: Plan, machine: Machine, software: Software) -> float:
+    """Seconds to read and write what Adam updates on this GPU, and to read the gradients once more for their norm."""
+    precision, counts = plan.precision, peak_stage_counts(anatomy, plan)
+    shards, of_experts = (plan.zero_degree, plan.expert_zero_degree) if plan.zero else (1, 1)
+    states = 2 * (precision.weights + precision.optimizer) + 2 * precision.gradients
+    own = counts.shared.all / shards + counts.experts / of_experts
+    return machine.passes(own * (states + software.kernels.optimizer_extra))

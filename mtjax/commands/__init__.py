@@ -1,0 +1,1 @@
+"""The commands: the only package that may import everything."""

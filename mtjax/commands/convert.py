@@ -1,0 +1,264 @@
+"""`python -m mtjax.convert`, also `mtjax convert`: weights to and from other formats."""
+
+import dataclasses
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
+
+from mtjax.cli import read, run_main
+from mtjax.config.field_metadata import HEADS, LAYERS, TOKENS, WIDTH, above_zero, at_least
+from mtjax.convert.weights_path import ADAPTERS, parse_weights_path
+from mtjax.errors import UserError
+
+if TYPE_CHECKING:
+    from mtjax.convert.stream import Sink, Source
+
+DESCRIPTION = """Converts weights to and from Hugging Face's safetensors and Megatron-LM's checkpoints.
+
+Source and target are KIND:DIR. Kinds:
+  hf        a folder with config.json and *.safetensors, as save_pretrained writes and from_pretrained reads; read
+            also: a model on the Hugging Face hub, OWNER/NAME or OWNER/NAME@REVISION, which is downloaded
+  mtjax     a run (its newest checkpoint), one of its checkpoints, or a converted folder; written: a converted folder
+  peft      written only: the LoRA adapters of a run of mtjax finetune --lora-rank; other kinds get them merged
+  megatron  GPT, Llama, BERT: a folder with latest_checkpointed_iteration.txt, or one of its iterations, in Megatron's
+            format torch (mp_rank_*/model_optim_rng.pt) or torch_dist (.metadata and *.distcp)
+  torchtitan  read only: Llama, a folder with step-N, or one of these; needs --config, which describes the model
+
+Examples:
+  mtjax convert --from hf:gpt2 --to mtjax:gpt2-weights
+  mtjax convert --from hf:HuggingFaceTB/SmolLM2-135M --to mtjax:smollm2
+  mtjax train --config gpt2-weights/config.toml --init-from gpt2-weights --data book.txt
+  mtjax convert --from mtjax:runs/default-1 --to hf:my-model --dtype bfloat16
+  mtjax convert --from megatron:ckpt --to hf:my-model --vocab-size 50257
+  mtjax convert --from mtjax:runs/default-1 --to megatron:ckpt --tensor 2 --pipeline 2
+  mtjax convert --from hf:llama --to megatron:ckpt --tensor 8 --transformer-impl local
+  mtjax convert --from mtjax:runs/default-1 --to megatron:ckpt --ckpt-format torch_dist
+  mtjax convert --from mtjax:runs/chat-1 --to peft:my-adapters
+  mtjax convert --from megatron:ckpt --to mtjax:runs/continued --with-optimizer
+  mtjax convert --from mtjax:runs/continued --to megatron:ckpt-2 --ckpt-format torch_dist --with-optimizer
+
+A conversion and its reverse give bit-identical weights. Memory use is a few times the largest tensor, whatever the
+size of the model. DIR after --to must be new; it appears only when it is complete.
+"""
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of `mtjax convert`."""
+
+    source: Annotated[str | None, tyro.conf.arg(name="from", metavar="[KIND:]DIR")] = None
+    """The weights to read; without KIND, what the folder holds decides."""
+    target: Annotated[str | None, tyro.conf.arg(name="to", metavar="KIND:DIR")] = None
+    """The folder to write."""
+    show: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
+    """Convert nothing: print what a folder holds, with the name, type, shape and shards of every array."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """dtype of the weights in an hf or megatron folder that is written. Default: that of the source, float32 for a run.
+    An mtjax folder is always float32."""
+    vocab_multiple: int | None = at_least(1, None, most=WIDTH)
+    """Pad mtjax's vocabulary to a multiple of this (divisible by the mesh's tensor parallel degree).
+    Default: 1024."""
+    vocab_size: int | None = at_least(1, None, most=TOKENS)
+    """Size of the vocabulary of a megatron folder, which may contain only the padded size."""
+    config: str | None = None
+    """A config that describes the model in a megatron folder, if the folder does not, or in a torchtitan folder."""
+    ckpt_format: Literal["torch", "torch_dist"] = "torch"
+    """Format of a megatron folder that is written: torch has a file for each rank of --tensor, --pipeline and --expert;
+    torch_dist, Megatron-LM's default, is loaded with any degrees."""
+    tensor: int = at_least(1, 1, most=HEADS)
+    """Tensor-parallel ranks of a megatron folder that is written."""
+    pipeline: int = at_least(1, 1, most=LAYERS)
+    """Pipeline stages of a megatron folder that is written."""
+    expert: int = at_least(1, 1, most=HEADS)
+    """Expert-parallel ranks of a megatron folder that is written; each has its share of the
+    experts, and all other parameters."""
+    grouped_experts: bool = False
+    """Write the experts of a rank as one module, for Megatron-LM's --moe-grouped-gemm with Transformer Engine. Default:
+    each expert is a separate module."""
+    checkpoint_version: Literal[0, 1, 2, 3] = 3
+    """Format version of a megatron folder that is written; older versions of Megatron-LM read 0 to 2."""
+    transformer_impl: Literal["legacy", "local", "transformer_engine"] | None = None
+    """Names of the tensors in a megatron folder that is written: local and transformer_engine are Megatron-Core's,
+    which reads them with the same --transformer-impl and --ckpt-format torch; legacy is that of the code before it.
+    Default: transformer_engine, or legacy for a BERT or an older --checkpoint-version."""
+    with_optimizer: bool = False
+    """Between megatron and mtjax, convert also the optimizer's state, the schedules and the position in the data: the
+    run goes on where it stopped. An mtjax folder is then a run's, for mtjax train --resume."""
+    max_shard_gb: float = above_zero(5.0)
+    """Largest safetensors file, in 10^9 bytes; a larger model is written as several files, with an index."""
+
+
+_NEXT = {
+    "mtjax": "mtjax train --config {0}/config.toml --resume",
+    "megatron": "start Megatron-LM with --load {0} --use-distributed-optimizer --no-load-rng",
+}
+"""The command that goes on with a run that was converted with its optimizer."""
+WITH_RANKS = {"tensor", "pipeline", "expert", "grouped_experts", "checkpoint_version"}
+"""Options of a megatron folder in the format torch, which has a file for each rank."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit code."""
+    return run_main(lambda: run(read(Options, argv, "mtjax convert", DESCRIPTION)))
+
+
+def run(options: Options) -> None:
+    """Converts weights, or shows a folder.
+
+    Raises:
+      UserError: source or target is not KIND:DIR, the weights can't be converted, or the target exists.
+    """
+    if options.show is not None:
+        _show(options)
+        return
+    from mtjax.convert.recognized import source_of  # imports jax, for a second
+
+    if options.source is None or options.target is None:
+        raise UserError("give --from [KIND:]DIR and --to KIND:DIR, or --show DIR")
+    from_kind, source_path = source_of(options.source)
+    to_kind, target_path = parse_weights_path(options.target, is_target=True)
+    check_options(options, from_kind, to_kind)
+    check_format(options, to_kind)
+    import jax  # after the options are checked: the import takes a second
+
+    jax.config.update("jax_platforms", "cpu")  # nothing is computed on a GPU: don't allocate memory there
+    from mtjax.convert.mtjax_folder import describe_continued_training
+    from mtjax.convert.peft import write_adapters
+    from mtjax.convert.saved_model import Hints, open_source
+    from mtjax.convert.stream import convert, new_folder, tokenizer_to_write
+    from mtjax.convert.to_megatron import newest_checkpoint
+
+    start = time.monotonic()
+    with new_folder(target_path) as folder:
+        hints = Hints(options.vocab_multiple, options.vocab_size, options.config)
+        if options.with_optimizer and from_kind == "mtjax":
+            source_path = newest_checkpoint(source_path)
+        source = open_source(from_kind, source_path, hints)
+        for note in source.origin.notes:
+            print(note.partition("; --with-optimizer")[0] if options.with_optimizer else note)
+        if to_kind in ("mtjax", "megatron"):
+            # A tokenizer that can't be read is an error before any weights are written.
+            tokenizer_to_write(source.origin)
+        if to_kind == ADAPTERS:
+            numbers = write_adapters(source, folder)
+        elif options.with_optimizer:
+            numbers = _continue_elsewhere(to_kind, folder, target_path, source, options)
+        else:
+            sink = _open_sink(to_kind, folder, target_path, source, options)
+            numbers = convert(source, sink, f"converting {source_path.name}")
+    print(f"{numbers / 1e6:,.1f}M parameters in {target_path} ({time.monotonic() - start:.0f} s)")
+    if options.with_optimizer:
+        print(f"next    {_NEXT[to_kind].format(target_path)}")
+    elif to_kind == "mtjax":
+        print(f"note    {describe_continued_training(source.origin.config.model)}")
+        print(f"next    mtjax train --config {target_path / 'config.toml'} --init-from {target_path} --data TEXT")
+
+
+def check_options(options: Options, from_kind: str, to_kind: str) -> None:
+    """Checks that every given option has an effect with these kinds.
+
+    Raises:
+      UserError: an option has no effect.
+    """
+    idle = set() if to_kind == "megatron" else {*WITH_RANKS, "ckpt_format", "transformer_impl"}
+    idle |= set() if from_kind == "megatron" else {"vocab_size"}
+    idle |= set() if from_kind in ("megatron", "torchtitan") else {"config"}
+    idle |= {"dtype"} if to_kind in ("mtjax", ADAPTERS) else set()
+    idle |= set() if to_kind == "hf" else {"max_shard_gb"}
+    idle |= set() if {from_kind, to_kind} == {"mtjax", "megatron"} else {"with_optimizer"}
+    idle |= set() if to_kind == "mtjax" and from_kind != "mtjax" else {"vocab_multiple"}
+    for field in dataclasses.fields(Options):
+        if field.name in idle and getattr(options, field.name) != field.default:
+            name = field.name.replace("_", "-")
+            raise UserError(f"--{name} has no effect on a conversion from {from_kind} to {to_kind}: remove it")
+
+
+def _show(options: Options) -> None:
+    """Prints the arrays of a folder.
+
+    Raises:
+      UserError: its content is not known, or other options are given.
+    """
+    from mtjax.convert.recognized import named_folder
+    from mtjax.convert.shown_arrays import show
+
+    assert options.show is not None
+    given = [f for f in dataclasses.fields(Options) if getattr(options, f.name) != f.default and f.name != "show"]
+    if given:
+        name = {"source": "from", "target": "to"}.get(given[0].name, given[0].name.replace("_", "-"))
+        raise UserError(f"--{name} has no effect with --show: remove it")
+    for line in show(named_folder(options.show)):
+        print(line)
+
+
+def check_format(options: Options, to_kind: str) -> None:
+    """Checks that no option of the format torch is given with torch_dist.
+
+    Raises:
+      UserError: names one.
+    """
+    if options.with_optimizer and to_kind == "megatron" and options.ckpt_format != "torch_dist":
+        raise UserError("--with-optimizer writes only --ckpt-format torch_dist: add it")
+    given = [field for field in dataclasses.fields(Options) if getattr(options, field.name) != field.default]
+    for field in given:
+        if options.ckpt_format != "torch" and field.name in WITH_RANKS:
+            raise UserError(
+                f"--{field.name.replace('_', '-')} has no effect with --ckpt-format {options.ckpt_format}, which "
+                "Megatron-LM loads with any degrees: remove it"
+            )
+
+
+def _open_sink(kind: str, folder: Path, final: Path, source: "Source", options: Options) -> "Sink":
+    """Opens the sink for a kind; `folder` is temporary, and will be renamed to `final`."""
+    from mtjax.convert.hugging_face import HuggingFaceSink
+    from mtjax.convert.megatron import MegatronSink, Split
+    from mtjax.convert.mtjax_folder import MtjaxSink
+    from mtjax.convert.torch_dist_sink import TorchDistSink
+
+    largest = int(options.max_shard_gb * 1e9)
+    version = float(options.checkpoint_version)
+    ranks, experts = (options.tensor, options.pipeline), (options.expert, options.grouped_experts)
+    split = Split(*ranks, version, options.transformer_impl, *experts)
+    openers: dict[str, Callable[[], Sink]] = {
+        "hf": lambda: HuggingFaceSink(folder, source.origin, source.parameters, options.dtype, largest),
+        "mtjax": lambda: MtjaxSink(folder, source.origin, final),
+        "megatron": lambda: MegatronSink(folder, source.origin, source.parameters, split, options.dtype),
+        "torch_dist": lambda: TorchDistSink(
+            folder, source.origin, source.parameters, options.transformer_impl, options.dtype
+        ),
+    }
+    return openers[options.ckpt_format if options.ckpt_format == "torch_dist" else kind]()
+
+
+def _continue_elsewhere(kind: str, folder: Path, final: Path, source: "Source", options: Options) -> int:
+    """Converts a run with the state of its optimizer; returns the number of weights."""
+    from mtjax.convert.continued import MegatronRun
+    from mtjax.convert.megatron import MegatronSource
+    from mtjax.convert.mtjax_folder import MtjaxSource
+    from mtjax.convert.run_folder import RunSink
+    from mtjax.convert.to_megatron import MtjaxRun
+    from mtjax.convert.torch_dist_sink import TorchDistSink
+
+    task = f"converting {str(options.source).rpartition(':')[2]}"
+    if kind == "megatron":
+        assert isinstance(source, MtjaxSource)
+        ours = MtjaxRun(source)
+        given = options.transformer_impl, options.dtype or ours.dtype
+        return ours.write(TorchDistSink(folder, source.origin, source.parameters, *given, ours.step), task)
+    assert isinstance(source, MegatronSource)
+    theirs = MegatronRun(source, final)
+    for note in theirs.notes:
+        print(f"note    {note}")
+    numbers = theirs.write(RunSink(folder, source.origin, final, theirs.config, theirs.counters), task)
+    if theirs.report:
+        print(theirs.report, file=sys.stderr)
+    return numbers
+
+
+if __name__ == "__main__":
+    sys.exit(main())

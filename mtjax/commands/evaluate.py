@@ -1,0 +1,29 @@
+"""`python -m mtjax.evaluate`, also `mtjax evaluate`."""
+
+import sys
+from collections.abc import Sequence
+
+from mtjax.cli import read, run_main
+from mtjax.evaluate.options import DESCRIPTION, Options
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command with these arguments; returns its exit code."""
+
+    def body() -> int:
+        options = read(Options, argv, "mtjax evaluate", DESCRIPTION)
+        options.check()
+        # These import jax, which takes seconds: only after the options are checked.
+        if options.harness is not None:
+            from mtjax.evaluate.harness import evaluate_harness as evaluate
+        else:
+            from mtjax.evaluate.run import evaluate
+
+        evaluate(options)
+        return 0
+
+    return run_main(body)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,31 @@
+"""`python -m mtjax.serve`, also `mtjax serve`."""
+
+import sys
+from collections.abc import Sequence
+
+from mtjax.cli import read, run_main
+from mtjax.errors import require
+from mtjax.interrupt import CtrlC
+from mtjax.serve.options import DESCRIPTION, Options
+
+LIBRARIES = ("starlette", "uvicorn", "prometheus_client")
+"""Libraries of the extra serve."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs `mtjax serve` with command-line arguments; returns the exit code."""
+
+    def body() -> None:
+        options: Options = read(Options, argv, "mtjax serve", DESCRIPTION)
+        for library in LIBRARIES:
+            require(library, "serve")
+        with CtrlC():
+            from mtjax.serve.command import run  # takes seconds to import: not before the options are checked
+
+            run(options)
+
+    return run_main(body)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,131 @@
+"""Choice of a run's attention kernel."""
+
+from collections.abc import Iterator
+from typing import Literal
+
+from mtjax.config import Config
+from mtjax.config.families import is_decoder, kind_of
+from mtjax.config.sizes import head_dim, windowed_layers
+from mtjax.layout.mesh import MeshShape
+
+Kernel = Literal["cudnn", "blocks", "xla"]
+"""cuDNN's flash attention; XLA's, with the scores of a few queries at a time; XLA's, with all scores."""
+
+Capability = tuple[int, int]
+"""Compute capability of GPUs."""
+HOPPER: Capability = (9, 0)
+"""cuDNN's limits are wider from here on; assumed where the GPUs are not known."""
+
+NO_PACKED: Capability = (11, 0)
+"""From here on cuDNN's kernels of packed documents are not known to have a backward pass."""
+LONGEST_WHOLE = 8192
+"""Tokens up to which all scores at once are faster than blocks of them, where they fit (docs/notes/speed.md)."""
+# Finite, so that the difference of two masked scores is 0 and not NaN.
+HIDDEN_SCORE = -1e30
+"""Score of a masked key, and log-sum of a row without keys: its exponential is 0."""
+EITHER = "either"
+"""Scope of a branch between two attention kernels."""
+
+QUERIES_AT_A_TIME = 512
+"""Queries whose scores XLA's kernel holds at a time with context parallelism."""
+SCORES_AT_A_TIME, LEAST_QUERIES_AT_A_TIME = 2**25, 64
+"""Scores of a rank that the kernel `blocks` holds at a time, if these are of at least so many queries per head."""
+
+
+def choose_kernel(
+    config: Config, platform: str, capability: Capability = HOPPER, mesh: MeshShape | None = None
+) -> tuple[Kernel, str | None]:
+    """Chooses the attention kernel of a run.
+
+    Args:
+      config: the run.
+      platform: of its devices.
+      capability: of its GPUs.
+      mesh: where known; without context parallelism when None.
+
+    Returns:
+      The kernel, and if it is not the requested one, the reason.
+    """
+    requested, context = config.model.attention, 1 if mesh is None else mesh.context
+    if requested == "xla":
+        return "xla", None
+    reason = next(_without_flash(config, context), None)
+    if requested == "blocks":
+        return ("xla", reason) if reason else ("blocks", None)
+    # Where neither kernel can be, the scores are materialized; otherwise what rules out cuDNN's alone leaves blocks.
+    never = next(_never_cudnn(config, platform), None) or reason
+    here = never or next(_not_cudnn(config, capability, context), None)
+    if here is None:
+        return "cudnn", None
+    is_whole = never is not None or config.model.sequence_length <= LONGEST_WHOLE
+    return "xla" if is_whole else "blocks", here if requested == "cudnn" else None
+
+
+def _without_flash(config: Config, context: int) -> Iterator[str]:
+    """Yields what no kernel does that keeps only some of the scores."""
+    model = config.model
+    if model.attention_dropout > 0 and context == 1:
+        yield f"it has no dropout on probabilities, and attention_dropout is {model.attention_dropout}"
+    if kind_of(model) == "encoder-decoder":
+        yield "it adds no bias to the scores, and family is t5"
+
+
+def _never_cudnn(config: Config, platform: str) -> Iterator[str]:
+    """Yields what rules out cuDNN's kernel on all GPUs, where others are not better than `xla`."""
+    model, training = config.model, config.training
+    if platform not in ("gpu", "cuda"):
+        yield "it runs on GPUs only"
+    if model.attention_dropout > 0:
+        yield f"it has no dropout on probabilities, and attention_dropout is {model.attention_dropout}"
+    if training.compute_dtype == "float32":
+        yield f"it needs a 16-bit compute_dtype, and compute_dtype is {training.compute_dtype}"
+    if training.deterministic:
+        yield "its backward pass is not reproducible, and deterministic is true"
+    if not is_decoder(model):
+        yield f"it is causal and does not mask padding, and family is {model.family}"
+
+
+def _not_cudnn(config: Config, capability: Capability, context: int) -> Iterator[str]:
+    """Yields what rules out cuDNN's kernel on these GPUs."""
+    width, widest = head_dim(config.model), 256 if capability >= HOPPER else 128
+    if width % 8 or width > widest:
+        yield f"it needs head sizes up to {widest} that are multiples of 8, and this one is {width}"
+    if config.model.kv_lora_rank and (capability < HOPPER or context > 1 or config.data.reset_attention_mask):
+        yield (
+            "it has values narrower than keys on Hopper and newer only, without context parallelism and without "
+            "reset_attention_mask (kv_lora_rank)"
+        )
+    if config.data.reset_attention_mask and context > 1:
+        yield "it has no mask at document boundaries with context parallelism (reset_attention_mask)"
+    if config.data.reset_attention_mask and not HOPPER <= capability < NO_PACKED:
+        yield "it has a mask at document boundaries on GPUs of compute capability 9 and 10 only (reset_attention_mask)"
+    # Compiled and tested with a stand-in, but not compared with others on a GPU yet (benchmarks/gpu_kit).
+    if config.data.reset_attention_mask and config.model.attention != "cudnn":
+        yield "its mask at document boundaries must be asked for"
+    if any(windowed_layers(config.model)) and context > 1:
+        yield "it has no sliding window with context parallelism (attention_window)"
+    if config.model.position == "alibi":
+        yield "it adds no bias to the scores, and position is alibi"
+    if config.model.attention_softcap is not None:
+        yield f"it has no cap of scores, and attention_softcap is {config.model.attention_softcap}"
+    if config.model.attention_sinks and context > 1:
+        yield "it has no sinks with context parallelism (attention_sinks)"
+
+
+def queries_at_a_time(rows: float, keys: float) -> int:
+    """Returns the queries of a sample whose scores the kernel `blocks` holds at a time: a power of two.
+
+    Args:
+      rows: samples times heads of a rank.
+      keys: of a sample.
+    """
+    queries = QUERIES_AT_A_TIME
+    while queries > LEAST_QUERIES_AT_A_TIME and queries * rows * keys > SCORES_AT_A_TIME:
+        queries //= 2
+    return queries
+
+
+def documents_at_most(tokens: int) -> int:
+    """Returns the documents of a sample for which cuDNN's kernel has statistics; samples with more are attended to in
+    blocks by XLA's."""
+    return max(tokens // 256, 2)

@@ -1,0 +1,125 @@
+"""Layouts: the mesh axes over which logical axes are sharded, and what ZeRO shards in addition."""
+
+import dataclasses
+from dataclasses import dataclass
+from functools import cache
+
+from mtjax.config import Model
+from mtjax.config.sizes import num_kv_heads
+from mtjax.layout.mesh import MeshShape
+from mtjax.layout.rules import CONTEXT, DATA, EXPERT, MODEL, STAGE, Axes, Rules
+
+TENSOR_RULES = Rules(
+    batch=(DATA,),
+    layers=(STAGE,),
+    expert=(EXPERT,),
+    heads=(MODEL,),
+    kv_heads=(MODEL,),
+    mlp=(MODEL,),
+    vocab=(MODEL,),
+)
+"""Column/row-parallel sharding of arXiv 1909.08053: heads, MLP and vocabulary over `model`, samples over `data`; layers
+over pipeline stages, experts over `expert`."""
+
+ZERO_AXES: Axes = (DATA, CONTEXT, EXPERT)
+"""Mesh axes over which ZeRO shards what is replicated otherwise."""
+
+NOT_SHARDED = -1
+"""In place of a dimension: ZeRO shards none."""
+
+LAYERS = "layers"
+"""Logical name of the dimension along which the layers of a stack are stacked: the first."""
+ROUTER_BIAS = (LAYERS, "routes")
+"""Logical names of routers' biases."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a model is sharded over the mesh."""
+
+    rules: Rules = TENSOR_RULES
+    """Sharding of activations, and of parameters before ZeRO."""
+    zero: int = 0
+    """ZeRO stage over `ZERO_AXES`: 1 shards the optimizer state, and parameters between steps; 2 also gradients; 3 also
+    parameters in use."""
+
+    @property
+    def sequence(self) -> bool:
+        """Whether there is sequence parallelism: the residual stream is sharded along the sequence over `model`."""
+        return MODEL in self.rules.act_seq
+
+    @property
+    def name(self) -> str:
+        """Name in tables: "tensor + sequence + ZeRO-1"."""
+        names = ("tensor", "sequence" if self.sequence else "", f"ZeRO-{self.zero}" if self.zero else "")
+        return " + ".join(name for name in names if name)
+
+
+TENSOR = Layout()
+"""Tensor parallelism of arXiv 1909.08053."""
+
+
+def layout_of(model: Model, mesh: MeshShape, *, sequence_parallel: bool = False, zero: int = 0) -> Layout:
+    """Returns the layout of a model on a mesh.
+
+    Grouped-query attention may have fewer key and value heads than tensor parallel ranks: then these are replicated,
+    and `mtjax.sharding.kv_heads` selects a rank's.
+    """
+    replicates_kv_heads = num_kv_heads(model) % mesh.degree(TENSOR_RULES.kv_heads) != 0
+    return _layout(sequence_parallel, replicates_kv_heads, zero, mesh.axes)
+
+
+@cache
+def _layout(sequence_parallel: bool, replicates_kv_heads: bool, zero: int, axes: Axes) -> Layout:
+    tokens = (CONTEXT,) if CONTEXT in axes else ()
+    act_seq = (*tokens, MODEL) if sequence_parallel else tokens
+    samples = (DATA, EXPERT) if EXPERT in axes else (DATA,)
+    rules = dataclasses.replace(TENSOR_RULES.over(axes), batch=samples, seq=tokens, act_seq=act_seq)
+    return Layout(dataclasses.replace(rules, kv_heads=()) if replicates_kv_heads else rules, zero)
+
+
+def is_matrix(names: tuple[str, ...]) -> bool:
+    """Returns whether a parameter is a matrix: maps the residual stream, an adapter's rank or a latent from or to an
+    axis."""
+    # Not by the number of dimensions: a stacked norm is [layers, embed], and a bias may be per head.
+    if "latent" in names:
+        return len(set(names) - {LAYERS}) > 1
+    # `every_expert` counts vectors: the biases of experts.
+    vectors = ("embed", LAYERS, "every_expert")
+    return bool({"embed", "rank"} & set(names)) and any(name not in vectors for name in names)
+
+
+def is_decayed(names: tuple[str, ...]) -> bool:
+    """Returns whether weight decay applies: as in Megatron, to parameters of two or more dimensions per layer, except
+    biases. Those are the matrices, and T5's table of relative biases.
+    """
+    return is_matrix(names) or "buckets" in names
+
+
+def gathers_in_compute_dtype(names: tuple[str, ...]) -> bool:
+    """Returns whether matmuls read a parameter, and ZeRO gathers it, in the compute dtype: matrices but routers', which
+    are read in float32."""
+    return is_matrix(names) and "routes" not in names
+
+
+def sharded_dimension(
+    names: tuple[str, ...], shape: tuple[int, ...], layout: Layout, mesh: MeshShape, degree: int
+) -> int:
+    """Returns the dimension along which ZeRO shards a parameter: the largest unsharded one divisible by `degree`; where
+    there is no tensor parallelism, the outermost that it would shard.
+
+    `layers` is the last choice, and for stage 1 only: stages 2 and 3 need a shard of every layer on every rank.
+    """
+    # XLA: would drop some reductions of routers' biases, whose gradients are 0: they are never sharded.
+    if not layout.zero or degree == 1 or names == ROUTER_BIAS:
+        return NOT_SHARDED
+    # XLA: collectives have the sharded dimension outermost; of any other one, shards and gradients are transposed.
+    outer = int(names[0] == LAYERS)
+    axes = layout.rules.axes(names[outer]) if outer < len(names) else ()
+    if axes and mesh.degree(axes) == 1 and shape[outer] % degree == 0:
+        return outer
+    divisible = [i for i, name in enumerate(names) if not layout.rules.axes(name) and shape[i] % degree == 0]
+    in_layer = [i for i in divisible if names[i] != LAYERS]
+    if in_layer:
+        return max(in_layer, key=lambda i: shape[i])
+    return divisible[0] if divisible and layout.zero == 1 else NOT_SHARDED

@@ -1,0 +1,189 @@
+"""The shape of a mesh: the degree of each of its axes, and the parser of "64x8"."""
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from mtjax.config.sizes import divisors
+from mtjax.errors import UserError, nearest
+from mtjax.layout.rules import CONTEXT, DATA, EXPERT, MANUAL, MODEL, STAGE, Axes
+
+AXES: Axes = (*MANUAL, MODEL)
+"""Mesh axes, outermost first: `model` varies fastest, so that its groups sit inside one server."""
+
+MOST_DEVICES = 2**20
+"""Devices of a mesh: ten times the largest cluster that trained one model."""
+LONGEST = 200
+"""Most characters of a mesh as typed."""
+
+ABBREVIATIONS = {DATA: "DP", STAGE: "PP", CONTEXT: "CP", EXPERT: "EP", MODEL: "TP"}
+"""Mesh axis -> the usual abbreviation of data, pipeline, context, expert or tensor parallelism."""
+PARALLELISM = {DATA: "data", STAGE: "pipeline", CONTEXT: "context", EXPERT: "expert", MODEL: "tensor"}
+"""Mesh axis -> the kind of parallelism whose degree it has."""
+
+LEAST_SHARED = 4096
+"""Least tokens of a sample per context parallel rank on meshes that mtjax proposes: fewer meshes to search, and enough
+attention for ring steps to overlap with their communication."""
+
+AUTO = "auto"
+"""The value of `mesh` that requests the planner's fastest mesh."""
+
+POSITIONAL: dict[int, Axes] = {1: (DATA,), 2: (DATA, MODEL), 3: (DATA, STAGE, MODEL)}
+"""The axes whose degrees are the numbers of "64", "64x8" and "8x4x8"."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshShape:
+    """Degree of each mesh axis."""
+
+    data: int = 1
+    stage: int = 1
+    context: int = 1
+    expert: int = 1
+    model: int = 1
+
+    @property
+    def replica_shape(self) -> "MeshShape":
+        """The mesh of one data parallel replica."""
+        return replace(self, data=1)
+
+    @property
+    def size(self) -> int:
+        """Devices of the mesh."""
+        return self.degree(AXES)
+
+    @property
+    def axes(self) -> Axes:
+        """Axes of the JAX mesh of this shape: data and model always, others where their degree is above 1."""
+        return tuple(axis for axis in AXES if axis in (DATA, MODEL) or getattr(self, axis) > 1)
+
+    @property
+    def batch_degree(self) -> int:
+        """Number of shards of a batch: expert parallel ranks are data parallel outside expert layers."""
+        return self.data * self.expert
+
+    @property
+    def has_pipeline(self) -> bool:
+        """Whether there is pipeline parallelism."""
+        return self.stage > 1
+
+    @property
+    def has_context_parallel(self) -> bool:
+        """Whether there is context parallelism."""
+        return self.context > 1
+
+    @property
+    def has_data_and_tensor(self) -> bool:
+        """Whether there is both data and tensor parallelism. Where the tensor parallel degree is the number of GPUs of
+        a server, gradients then cross other links than activations."""
+        return min(self.data, self.model) > 1
+
+    @property
+    def description(self) -> str:
+        """The mesh as printed: "64x8 (data x model)", or with the name of each axis."""
+        return f"{self} ({' x '.join(POSITIONAL[2])})" if self.axes == POSITIONAL[2] else str(self)
+
+    @property
+    def abbreviated(self) -> str:
+        """The degrees of parallelism as the field abbreviates them: "DP 64 x TP 8"; "DP 1" on a single device."""
+        degrees = [(short, getattr(self, axis)) for axis, short in ABBREVIATIONS.items()]
+        return " x ".join(f"{short} {degree}" for short, degree in degrees if degree > 1) or "DP 1"
+
+    def degree(self, axes: Axes) -> int:
+        """Returns the number of shards of a dimension that is sharded over these axes; 1 for ()."""
+        return math.prod(getattr(self, axis) for axis in axes)
+
+    def degree_text(self, axes: Axes) -> str:
+        """Returns the degree of these axes in the terms of messages: "tensor parallel degree 8 (mesh axis model)"."""
+        kinds, names = (" x ".join(map(name, axes)) for name in (PARALLELISM.__getitem__, str))
+        return f"{kinds} parallel degree {self.degree(axes)} (mesh {'axis' if len(axes) == 1 else 'axes'} {names})"
+
+    def __str__(self) -> str:
+        """Returns the mesh as `parse_mesh` reads it: "64x8", or with names where it has other axes than data, model."""
+        if self.axes == POSITIONAL[2]:
+            return "x".join(str(getattr(self, axis)) for axis in self.axes)
+        return ",".join(f"{axis}={getattr(self, axis)}" for axis in self.axes)
+
+
+def meshes_within(mesh: MeshShape, experts: int, tokens: int) -> Iterator[MeshShape]:
+    """Yields a mesh and the meshes that use some of its data parallelism for expert or context parallelism.
+
+    Args:
+      mesh: of data, pipeline and tensor parallelism.
+      experts: of a layer; 0 allows no expert parallelism.
+      tokens: of a sample; short ones allow no context parallelism.
+    """
+    for context in context_degrees(tokens):
+        data, remainder = divmod(mesh.data, context)
+        for degree in divisors(math.gcd(data, experts or 1)) if not remainder else ():
+            yield replace(mesh, data=data // degree, context=context, expert=degree)
+
+
+def context_degrees(tokens: int) -> list[int]:
+    """Returns the context parallel degrees that mtjax proposes for samples of `tokens`; 1 first."""
+    return divisors(tokens // LEAST_SHARED or 1)
+
+
+def parse_mesh(text: str) -> MeshShape:
+    """Parses "8" (DATA), "64x8" (DATAxMODEL), "8x4x8" (DATAxSTAGExMODEL) or axes by name in any order:
+    "model=8,data=64" or "tp=8,dp=64".
+
+    Axes that are not named have degree 1.
+
+    Raises:
+      UserError: the text has neither form, names an unknown axis or one twice, or has a degree below 1.
+    """
+    if text == AUTO:
+        raise UserError(
+            "mesh auto works with mtjax train and mtjax launch, which know their devices: give a shape, such as 64x8"
+        )
+    if len(text) > LONGEST:
+        raise UserError(f"mesh {text[:20]}... has {len(text)} characters, and no mesh has more than {LONGEST}")
+    if re.fullmatch(r"\s*[0-9]+(x[0-9]+){0,2}\s*", text):
+        numbers = [int(number) for number in text.split("x")]
+        degrees = dict(zip(POSITIONAL[len(numbers)], numbers, strict=True))
+    else:
+        degrees = _named_degrees(text)
+    for axis, degree in degrees.items():
+        if degree < 1:
+            raise UserError(f"mesh {text!r} sets {axis} to {degree}; every axis needs at least 1")
+    shape = MeshShape(**degrees)
+    if shape.size > MOST_DEVICES:
+        raise UserError(f"mesh {text!r} has {shape.size} devices; the maximum is {MOST_DEVICES}")
+    return shape
+
+
+def _named_degrees(text: str) -> dict[str, int]:
+    """Parses "model=8,data=64" or "tp=8,dp=64"."""
+    degrees: dict[str, int] = {}
+    for item in text.split(","):
+        match = re.fullmatch(r"\s*(\w+)\s*=\s*([0-9]+)\s*", item)
+        if not match:
+            example = MeshShape(data=8, stage=4, model=8)
+            raise UserError(
+                f"mesh {text!r} is neither DATAxMODEL, such as 64x8, nor named, such as {example} or dp=8,pp=4,tp=8"
+            )
+        axis = next((axis for axis, short in ABBREVIATIONS.items() if short == match[1].upper()), match[1])
+        if axis not in AXES:
+            axes = ", ".join(f"{axis} ({ABBREVIATIONS[axis].lower()})" for axis in AXES)
+            raise UserError(
+                f"mesh {text!r}: no axis is called {match[1]!r}{nearest(match[1], AXES)}; the axes are {axes}"
+            )
+        if axis in degrees:
+            raise UserError(f"mesh {text!r} sets {axis} twice; name each axis once")
+        degrees[axis] = int(match[2])
+    return degrees
+
+
+def check_no_context_parallel(mesh: MeshShape) -> None:
+    """Checks that a mesh has no context parallelism, which generation does not support.
+
+    Raises:
+      UserError: it has.
+    """
+    if mesh.has_context_parallel:
+        raise UserError(
+            f"mesh {mesh} has context parallelism (context={mesh.context}), which works for training and evaluation "
+            "only: remove context from the mesh"
+        )

@@ -1,0 +1,283 @@
+"""A plan: mesh, microbatch size, recompute, sharding and precision of a run, or of a run that the search considers."""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from mtjax.config import Config, Model
+from mtjax.config.families import is_decoder
+from mtjax.layout.attention_kernel import HOPPER, Capability, choose_kernel
+from mtjax.layout.layouts import ZERO_AXES, Layout, layout_of
+from mtjax.layout.mesh import MeshShape
+from mtjax.layout.timetable import ScheduleName
+
+Recompute = Literal["none", "selective", "full"]
+"""What the backward pass recomputes: nothing, the attention core, or entire layers."""
+Residuals = Literal["jax", "megatron"]
+ContextMethod = Literal["ring", "all-gather"]
+ExpertDispatch = Literal["all-gather", "all-to-all"]
+
+
+@dataclass(frozen=True)
+class ContextParallelism:
+    """How attention is computed over context parallel ranks."""
+
+    method: ContextMethod
+    keeps_documents_apart: bool = False
+    """Whether attention is masked at document boundaries."""
+    sends_rounded: bool = False
+    """Whether the ring sends gradients of keys in the compute dtype. XLA: in a ring of two with cuDNN's kernel it moves
+    the conversion to float32 behind the collective-permute."""
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Bytes per parameter of the model's states."""
+
+    name: str
+    weights: int
+    gradients: int
+    optimizer: int
+    """Moments, and master weights where the weights are 16-bit."""
+    reduced: int
+    """Bytes per element of gradients in their reduction."""
+    gathered: int | None = None
+    """Bytes per element in the all-gather of updated parameters; None: the compute dtype's for matrices, else 4."""
+    are_masters: bool = False
+    """Whether weights are the master weights: then ZeRO shards them from stage 1 on, and gathers copies once a step."""
+
+
+MTJAX = Precision("mtjax", weights=4, gradients=4, optimizer=8, reduced=4, are_masters=True)
+"""float32 parameters are the master weights; matmuls cast them."""
+MTJAX_BF16_WIRE = replace(MTJAX, reduced=2)
+MEGATRON_BF16 = Precision("Megatron bf16", weights=2, gradients=4, optimizer=12, reduced=4, gathered=2)
+MEGATRON_FP16 = Precision("Megatron fp16", weights=2, gradients=2, optimizer=16, reduced=2, gathered=2)
+"""The float32 copy of the gradients counts with the optimizer."""
+FP32 = Precision("fp32", weights=4, gradients=4, optimizer=8, reduced=4, gathered=4)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a model is sharded and trained, as far as communication, time and memory depend on it."""
+
+    mesh: MeshShape
+    global_batch_size: int
+    microbatch_size: int
+    recompute: Recompute = "none"
+    sequence_parallel: bool = False
+    zero: int = 0
+    """ZeRO stage: 1 shards the optimizer state and master weights; 2 also gradients, 3 also parameters in use."""
+    pipeline_schedule: ScheduleName = "1f1b"
+    chunks: int = 1
+    """Chunks of layers per stage of the interleaved schedule."""
+    layers_per_stage: tuple[int, ...] | None = None
+    """Layers of each stage; equal shares when None."""
+    context_method: ContextMethod = "ring"
+    keeps_documents_apart: bool = False
+    """Whether attention is masked at document boundaries, or, with the same communication, at padding."""
+    flash_attention: bool = False
+    attention_in_blocks: bool = False
+    """Whether XLA's kernel holds the scores of a few queries at a time also without context parallelism."""
+    dropout: bool = True
+    attention_dropout: bool | None = None
+    """Whether attention probabilities have dropout; the value of `dropout` when None."""
+    adapter_dropout: bool = False
+    """Whether the inputs of LoRA adapters have dropout."""
+    label_smoothing: bool = False
+    teacher_width: int = 0
+    """Width of the teacher's hidden states in a distillation; 0 without a teacher."""
+    teacher: Model | None = None
+    """The teacher's model, where known: then its memory, FLOPs and traffic outside the step are counted too
+    (`mtjax.analysis.teacher_cost`)."""
+    expert_dispatch: ExpertDispatch = "all-gather"
+    expert_imbalance: float = 1.0
+    """Load of the busiest expert parallel rank over the mean load; only formulas of time use it."""
+    loss_chunk: int | None = None
+    """Tokens per chunk of the loss, whose logits are alive together; all of the microbatch's when None."""
+    precision: Precision = MTJAX
+    element_bytes: int = 2
+    """Bytes of an activation."""
+    recompute_group: int = 1
+    """Layers of full recompute that share one saved input; formulas of time ignore this and the next two fields."""
+    recompute_first: int | None = None
+    """Full recompute of this many layers and none of the others; of all when None."""
+    recompute_offload: bool = False
+    """Whether saved layer inputs are offloaded to host memory."""
+    unrolled: bool = False
+    """Whether layers are compiled one after the other, without a loop."""
+    residuals: Residuals = "jax"
+    """Whether the activations saved for the backward pass are those of JAX's autodiff of mtjax's model, or those of
+    Megatron's kernels."""
+    drops_last_reduction: bool = True
+    """Whether the recompute of a layer omits its last matmul with the reduction, whose result is not needed (XLA does;
+    PyTorch's checkpoint does not)."""
+
+    @property
+    def context_parallelism(self) -> ContextParallelism | None:
+        """How attention is computed over context parallel ranks; None without context parallelism."""
+        degree = self.mesh.context
+        rounded = self.flash_attention and degree == 2
+        return ContextParallelism(self.context_method, self.keeps_documents_apart, rounded) if degree > 1 else None
+
+    @property
+    def keeps_scores(self) -> bool:
+        """Whether all scores of a sample are alive at once, and their probabilities are saved."""
+        return not (self.flash_attention or self.attention_in_blocks or self.context_parallelism)
+
+    @property
+    def packs_documents(self) -> bool:
+        """Whether cuDNN's attention is within documents."""
+        return self.flash_attention and self.keeps_documents_apart and not self.context_parallelism
+
+    def local_tokens(self, tokens: float) -> float:
+        """Returns the tokens of a microbatch on a context parallel rank, of samples with `tokens` tokens."""
+        return self.microbatch_size * tokens / self.mesh.context
+
+    @property
+    def zero_degree(self) -> int:
+        """Ranks over which ZeRO shards what is replicated otherwise."""
+        return self.mesh.degree(ZERO_AXES)
+
+    @property
+    def expert_zero_degree(self) -> int:
+        """Ranks over which ZeRO shards experts' matrices."""
+        return self.zero_degree // self.mesh.expert
+
+    @property
+    def data_degree(self) -> int:
+        """Ranks over which the batch is sharded: the data times the expert parallel degree."""
+        return self.mesh.batch_degree
+
+    @property
+    def expert_degree(self) -> int:
+        """The expert parallel degree."""
+        return self.mesh.expert
+
+    @property
+    def stages(self) -> int:
+        """Stages of the pipeline."""
+        return self.mesh.stage
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether stages run in lockstep, by `mtjax.layout.timetable`: mtjax's do, Megatron's do not."""
+        return self.mesh.has_pipeline and self.residuals == "jax"
+
+    @property
+    def tensor_degree(self) -> int:
+        """The tensor parallel degree."""
+        return self.mesh.model
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches that a data parallel rank accumulates in a step."""
+        return self.global_batch_size // (self.data_degree * self.microbatch_size)
+
+    @property
+    def has_attention_dropout(self) -> bool:
+        """Whether attention probabilities have dropout."""
+        return self.dropout if self.attention_dropout is None else self.attention_dropout
+
+    @property
+    def grad_reduce_dtype(self) -> Literal["float32", "bfloat16"]:
+        """Dtype in which gradients are reduced over ranks."""
+        return "float32" if self.precision.reduced == 4 else "bfloat16"
+
+    @property
+    def reduces_in_backward(self) -> bool:
+        """Whether the backward pass reduces gradients over data parallel ranks, and with ZeRO keeps a shard only."""
+        return self.zero >= 2 or (self.residuals == "jax" and self.microbatches == 1 and not self.is_staged)
+
+    @property
+    def gathers_per_step(self) -> bool:
+        """Whether sharded parameters are all-gathered once a step (ZeRO-1 and 2), not for each use (ZeRO-3)."""
+        return self.zero in (1, 2) and self.precision.are_masters and self.zero_degree > 1
+
+    @property
+    def forward_only(self) -> "Plan":
+        """The plan of the teacher of a distillation, on the mesh of its student: of forward passes only."""
+        return replace(
+            self,
+            teacher=None,
+            teacher_width=0,
+            layers_per_stage=None,
+            label_smoothing=False,
+            recompute="none",
+            recompute_group=1,
+            recompute_first=None,
+            recompute_offload=False,
+            unrolled=False,
+            dropout=False,
+            attention_dropout=False,
+            adapter_dropout=False,
+        )
+
+    def prefetches(self, model: Model) -> bool:
+        """Returns whether a layer's all-gathers and gradient reductions overlap with the computation of another layer,
+        as `mtjax.sharding.prefetch` does in loops over single layers."""
+        single_layers = self.recompute_group == model.moe_every == 1 and self.recompute_first is None
+        single_layers = single_layers and not self.recompute_offload and not self.unrolled and not self.is_staged
+        return self.reduces_in_backward and self.residuals == "jax" and single_layers
+
+    def overlaps_data(self, model: Model) -> bool:
+        """Returns whether other layers compute while a layer's parameters are gathered and its gradients reduced: where
+        loops prefetch, and without a loop, whose collectives XLA schedules."""
+        unrolled = self.unrolled and self.reduces_in_backward and self.residuals == "jax"
+        return unrolled or self.prefetches(model)
+
+    def sums_loss_at_once(self, model: Model) -> bool:
+        """Returns whether the gradients of the loss are computed with it, so that no logits are recomputed: in unrolled
+        steps, where a rank has a token's logits of the entire vocabulary."""
+        is_alone = is_decoder(model) and not model.mtp_num_layers and not self.teacher_width
+        return self.unrolled and is_alone and self.mesh.model == 1 and not self.is_staged
+
+    def layout(self, model: Model) -> Layout:
+        """Returns the mesh axes over which the dimensions of a model are sharded."""
+        return layout_of(model, self.mesh, sequence_parallel=self.sequence_parallel, zero=self.zero)
+
+    def recomputed_layers(self, count: int) -> int:
+        """Returns how many of `count` layers are recomputed from their input."""
+        if self.recompute != "full":
+            return 0
+        return count if self.recompute_first is None else min(self.recompute_first, count)
+
+    def grouped_layers(self, count: int) -> int:
+        """Returns how many of `count` layers are recomputed in groups of several.
+
+        JAX recomputes a layer of a group twice: with its group, up to the last matmul, and by itself.
+        """
+        return self.recomputed_layers(count) if self.recompute_group > 1 else 0
+
+    @classmethod
+    def of(cls, run: Config, mesh: MeshShape, capability: Capability = HOPPER, **settings: object) -> "Plan":
+        """Returns the plan of a config on this mesh of GPUs; `settings` are fields that override the config's."""
+        training = run.training
+        kernel, _ = choose_kernel(run, "gpu", capability, mesh)
+        plan = cls(
+            mesh,
+            training.global_batch_size,
+            training.microbatch_size or max(training.global_batch_size // mesh.batch_degree, 1),
+            recompute=training.recompute,
+            sequence_parallel=run.parallel.sequence_parallel,
+            zero=run.parallel.zero,
+            pipeline_schedule=run.parallel.pipeline_schedule,
+            chunks=run.parallel.chunks,
+            layers_per_stage=run.parallel.layers_per_stage,
+            recompute_group=training.recompute_num_layers if training.recompute_method == "uniform" else 1,
+            recompute_first=training.recompute_num_layers if training.recompute_method == "block" else None,
+            recompute_offload=training.recompute_offload,
+            unrolled=training.unroll_layers,
+            context_method=run.parallel.context_method,
+            expert_dispatch=run.parallel.expert_dispatch,
+            keeps_documents_apart=run.data.reset_attention_mask or run.model.family == "bert",
+            flash_attention=kernel == "cudnn",
+            attention_in_blocks=kernel == "blocks",
+            dropout=run.model.hidden_dropout > 0,
+            attention_dropout=run.model.attention_dropout > 0,
+            adapter_dropout=run.model.lora_dropout > 0,
+            label_smoothing=run.optimizer.label_smoothing > 0,
+            teacher_width=run.finetuning.teacher_width or 0,
+            loss_chunk=training.loss_chunk,
+            precision=MTJAX if run.parallel.grad_reduce_dtype == "float32" else MTJAX_BF16_WIRE,
+            element_bytes=4 if training.compute_dtype == "float32" else 2,
+        )
+        return replace(plan, **settings)  # pyright: ignore[reportArgumentType]

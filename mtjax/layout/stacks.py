@@ -1,0 +1,60 @@
+"""The stacks of layers of a model: their parameters' paths, how many layers they have, and which."""
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+from mtjax.config import Model
+from mtjax.config.families import kind_of
+from mtjax.config.sizes import decoder_layers, decoder_length, dense_layers, main_layers
+
+STACK = "stack"
+"""Path of the stack of layers; in a model with dense and expert layers, of those with experts."""
+DENSE = "dense"
+"""Path of the stack of dense layers in a model with experts; with an underscore, the prefix of its symbols."""
+ENCODER, DECODER = "encoder", "decoder"
+"""In a model with both, the modules of the stacks; with an underscore, the prefix of the decoder's symbols."""
+
+
+@dataclass(frozen=True, eq=False)
+class LayerStack:
+    """A stack of equal layers."""
+
+    path: str
+    """Dotted name of the stack's parameters."""
+    layers: int
+    tokens: int
+    """Tokens of a sample."""
+    side: str = ""
+    """Prefix of its symbols in formulas and of its settings."""
+    numbers: tuple[int, ...] = ()
+    """Numbers of its layers in its section, which may interleave two stacks; 0, 1, ... when empty."""
+    among: int | None = None
+    """Layers of all stacks of its section; None where it is the only one."""
+    is_encoder: bool = False
+    """Whether it encodes a text that another stack reads."""
+
+    @property
+    def layer_numbers(self) -> tuple[int, ...]:
+        """Numbers of its layers in its section."""
+        return self.numbers or tuple(range(self.layers))
+
+
+@cache
+def stacks_of(model: Model) -> tuple[LayerStack, ...]:
+    """Returns a model's stacks of layers, in the order of their sections."""
+    tokens = model.sequence_length
+    if kind_of(model) == "encoder-decoder":
+        encoder = LayerStack(f"{ENCODER}.{STACK}", model.num_layers, tokens, is_encoder=True)
+        side = f"{DECODER}_"
+        return encoder, LayerStack(f"{DECODER}.{STACK}", decoder_layers(model), decoder_length(model), side=side)
+    dense, others = dense_layers(model), main_layers(model)
+    if not dense:
+        return (LayerStack(STACK, model.num_layers, tokens),)
+    last = LayerStack(STACK, len(others), tokens, numbers=others, among=model.num_layers)
+    return replace(last, path=DENSE, layers=len(dense), side=f"{DENSE}_", numbers=dense), last
+
+
+def sections_of(model: Model) -> tuple[tuple[LayerStack, ...], ...]:
+    """Returns the stacks of each section: sections run one after the other, its layers by their numbers."""
+    stacks = stacks_of(model)
+    return (stacks,) if stacks[0].among is not None else tuple((stack,) for stack in stacks)

@@ -1,0 +1,139 @@
+"""Assignment of layers to pipeline stages, and the order in which their parameters are stacked."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import cache
+from types import MappingProxyType
+
+from mtjax.config import Model, Parallel
+from mtjax.layout.mesh import parse_mesh
+from mtjax.layout.plan import Plan
+from mtjax.layout.stacks import LayerStack, stacks_of
+
+PADDING = -1
+"""In place of a layer's number: an empty slot of a stage that has fewer layers than others."""
+
+
+@dataclass(frozen=True)
+class LayerOrder:
+    """The layers of a stack on the pipeline stages.
+
+    All stages have the same number of slots for layers, so that a mesh axis can shard the stack; empty slots are
+    skipped.
+    """
+
+    numbers: tuple[tuple[tuple[int, ...], ...], ...]
+    """[stage][chunk][slot]: number of the layer in the model, or `PADDING`."""
+
+    @property
+    def flat(self) -> tuple[int, ...]:
+        """Numbers of the layers in the order in which their parameters are stacked: stage by stage."""
+        return tuple(number for stage in self.numbers for chunk in stage for number in chunk)
+
+    @property
+    def places(self) -> int:
+        """Slots for layers in a chunk."""
+        return len(self.numbers[0][0])
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether some stages have fewer layers than others."""
+        return PADDING in self.flat
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether parameters are stacked in the order of the layers."""
+        return not self.is_padded and list(self.flat) == sorted(self.flat)
+
+    def of(self, layers: Collection[int]) -> "LayerOrder":
+        """Returns the order of a stack that has only these of the layers."""
+        chunks = [[[number for number in chunk if number in layers] for chunk in stage] for stage in self.numbers]
+        slots = max(len(chunk) for stage in chunks for chunk in stage)
+        padded = (tuple((*chunk, *(PADDING,) * (slots - len(chunk))) for chunk in stage) for stage in chunks)
+        return LayerOrder(tuple(padded))
+
+    @property
+    def in_stack(self) -> "LayerOrder":
+        """The order with layers numbered in their stack: 0, 1, 2 ..."""
+        index = {number: i for i, number in enumerate(sorted(set(self.flat) - {PADDING}))} | {PADDING: PADDING}
+        return LayerOrder(tuple(tuple(tuple(map(index.__getitem__, c)) for c in stage) for stage in self.numbers))
+
+    def layers_on(self, stage: int) -> int:
+        """Returns the number of layers of a stage."""
+        return sum(number != PADDING for chunk in self.numbers[stage] for number in chunk)
+
+
+@cache
+def layer_order(layers: int, stages: int = 1, chunks: int = 1, per_stage: tuple[int, ...] | None = None) -> LayerOrder:
+    """Returns the order of a section's layers: chunk by chunk over the stages.
+
+    Args:
+      layers: of the section.
+      stages: of the pipeline.
+      chunks: of each stage.
+      per_stage: layers of each stage, each a multiple of `chunks`; equal shares when None.
+    """
+    counts = per_stage or (layers // stages,) * stages
+    slots, first = max(counts) // chunks, 0
+    numbers: list[list[tuple[int, ...]]] = [[() for _ in range(chunks)] for _ in range(stages)]
+    for chunk in range(chunks):
+        for stage, count in enumerate(counts):
+            layer_range = range(first, first + count // chunks)
+            numbers[stage][chunk] = (*layer_range, *(PADDING,) * (slots - len(layer_range)))
+            first += len(layer_range)
+    return LayerOrder(tuple(tuple(stage) for stage in numbers))
+
+
+def balanced_layers(layers: int, stages: int, chunks: int = 1) -> tuple[int, ...] | None:
+    """Returns the layers of each stage, as equal as possible; None if no multiples of `chunks` add up to `layers`."""
+    groups, remainder = divmod(layers, chunks)
+    share, larger = divmod(groups, stages)
+    if remainder or not share:
+        return None
+    # Stages in the middle have the larger share: the first also has the embedding, and the last the losses.
+    from_middle = sorted(range(stages), key=lambda stage: abs(2 * stage - stages + 1))
+    return tuple(chunks * (share + (stage in from_middle[:larger])) for stage in range(stages))
+
+
+@cache
+def stack_order(
+    stack: LayerStack, stages: int = 1, chunks: int = 1, per_stage: tuple[int, ...] | None = None
+) -> LayerOrder:
+    """Returns the order of a stack's layers, with its section distributed over the stages as in `layer_order`."""
+    return layer_order(stack.among or stack.layers, stages, chunks, per_stage).of(stack.layer_numbers)
+
+
+def layers_in_chunk(stack: LayerStack, plan: Plan) -> int:
+    """Returns the slots for a stack's layers in a chunk; without pipeline, or in Megatron, all layers of a stage."""
+    if not plan.is_staged:
+        return -(-stack.layers // plan.mesh.stage)
+    return stack_order(stack, plan.mesh.stage, plan.chunks, plan.layers_per_stage).places
+
+
+def layer_numbers(model: Model, name: str) -> tuple[int, ...]:
+    """Returns the numbers of the layers whose parameters an array stacks, by its dotted name; () if it stacks none."""
+    return next((stack.layer_numbers for stack in stacks_of(model) if f".{stack.path}.layers." in f".{name}"), ())
+
+
+Orders = Mapping[str, LayerOrder]
+"""Dotted name of a stack's parameters -> order."""
+
+PLAIN: Orders = MappingProxyType({})
+"""Every stack in the order of its layers."""
+
+
+def layer_orders(model: Model, parallel: Parallel) -> Orders:
+    """Returns the orders of the stacks of a run that are not in the order of their layers; layers count from 0 in each
+    stack."""
+    stages = parse_mesh(parallel.mesh).stage
+    orders = {
+        stack.path: stack_order(stack, stages, parallel.chunks, parallel.layers_per_stage).in_stack
+        for stack in stacks_of(model)
+        if stages > 1
+    }
+    return {path: order for path, order in orders.items() if not order.is_plain}
+
+
+def order_of(name: str, orders: Orders) -> LayerOrder | None:
+    """Returns the order in which an array's layers are stacked, by its dotted name; None for the layers' order."""
+    return next((order for path, order in orders.items() if f".{path}.layers." in f".{name}"), None)

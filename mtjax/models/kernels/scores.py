@@ -1,0 +1,60 @@
+"""What some models do with attention scores: ALiBi's biases, a soft cap, sinks."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Float
+
+from mtjax.models.alibi import Alibi
+from mtjax.models.recompute import ATTENTION_CORE
+from mtjax.models.unhoisted import plus_difference
+
+
+def tilt(scores: Float[Array, "batch heads seq key_seq"], alibi: Alibi) -> Float[Array, "batch heads seq key_seq"]:
+    """Adds ALiBi's biases."""
+    # XLA: computed with the scores in one fusion; all pairs of positions would be hoisted out of the scan over layers.
+    of_keys = alibi.at(jnp.arange(scores.shape[-1]), alibi.by_head()[:, None])
+    return plus_difference(scores, of_keys[None, :, None, :], of_keys[None, :, :, None])
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def cap(softcap: float, scores: Array) -> Array:
+    """Computes `softcap * tanh(scores / softcap)`; its named tanh is what the backward pass reads."""
+    return softcap * _named_tanh(softcap, scores)
+
+
+def _named_tanh(softcap: float, scores: Array) -> Array:
+    return checkpoint_name(jnp.tanh(scores / softcap), ATTENTION_CORE)
+
+
+@cap.defjvp
+def _cap_derivative(softcap: float, primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    tanh = _named_tanh(softcap, *primals)
+    return softcap * tanh, (1 - jnp.square(tanh)) * tangents[0]
+
+
+@jax.custom_jvp
+def named_softmax_with_sinks(
+    scores: Float[Array, "batch heads seq key_seq"], sinks: Float[Array, " heads"]
+) -> Float[Array, "batch heads seq key_seq"]:
+    """Computes softmax over keys and a head's sink; its named result is what the backward pass reads."""
+    return checkpoint_name(softmax_with_sinks(scores, sinks[:, None, None]), ATTENTION_CORE)
+
+
+@named_softmax_with_sinks.defjvp
+def _softmax_with_sinks_derivative(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+    probabilities = checkpoint_name(softmax_with_sinks(primals[0], primals[1][:, None, None]), ATTENTION_CORE)
+    slope = probabilities * tangents[0]
+    # The sink has the rest of the probability, and no value.
+    rest = (1 - probabilities.sum(-1, keepdims=True)) * tangents[1][:, None, None]
+    return probabilities, slope - probabilities * (slope.sum(-1, keepdims=True) + rest)
+
+
+def softmax_with_sinks(scores: Float[Array, "... key_seq"], sinks: Float[Array, "..."]) -> Float[Array, "... key_seq"]:
+    """Computes softmax over keys whose denominator has one more logit, `sinks`, [..., 1]."""
+    highest = jnp.maximum(scores.max(-1, keepdims=True), sinks)
+    weights = jnp.exp(scores - highest)
+    return weights / (weights.sum(-1, keepdims=True) + jnp.exp(sinks - highest))

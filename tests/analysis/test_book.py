@@ -1,0 +1,109 @@
+"""The theory's book against the models: every parameter by name, logical names and shape; T5's and BERT's plans."""
+
+import jax
+import pytest
+
+from mtjax import config
+from mtjax.analysis.communication import contract_of, symbols_of
+from mtjax.analysis.counts import parameters, peak_stage_counts, trainable_counts
+from mtjax.analysis.families.registry import anatomy_of
+from mtjax.analysis.flops import model_flops
+from mtjax.analysis.memory import stage_memory
+from mtjax.layout.mesh import parse_mesh
+from mtjax.layout.plan import Plan
+from mtjax.sharding.placement import is_names
+from tests.tiny import program_of
+
+MODELS = {
+    "gpt": {},
+    "gpt, grouped": {"num_kv_heads": 2, "position": "rope", "activation": "geglu"},
+    "llama": {"family": "llama", "num_kv_heads": 4, "qk_norm": True},
+    "llama, norms of each head, sinks": {
+        "family": "llama",
+        "num_kv_heads": 4,
+        "qk_norm": True,
+        "qk_norm_scope": "each_head",
+        "qk_norm_kind": "layernorm",
+        "qk_norm_bias": True,
+        "attention_sinks": True,
+        "attention_bias": "qkv",
+    },
+    "llama, experts": {"family": "llama", "num_experts": 4, "expert_size": 24, "shared_expert_size": 16},
+    "gpt, experts, biases of routers": {"num_experts": 4, "router_score": "sigmoid", "router_bias": True},
+    "gpt, experts with biases and a gate": {
+        "num_experts": 4,
+        "expert_bias": True,
+        "router_linear_bias": True,
+        "activation": "swiglu_clamped",
+        "shared_expert_size": 16,
+        "shared_expert_gate": True,
+    },
+    "llama, experts but in the first layer": {"family": "llama", "num_experts": 4, "first_dense_layers": 1},
+    "llama, experts, tokens ahead": {
+        "family": "llama",
+        "num_experts": 4,
+        "first_dense_layers": 1,
+        "mtp_num_layers": 2,
+        "router_bias": True,
+        "attention_bias": "qkv",
+    },
+    "llama, experts in every third layer": {"family": "llama", "num_experts": 4, "moe_every": 3, "num_layers": 6},
+    "bert": {"family": "bert"},
+    "bert, post-LN, one head": {"family": "bert", "norm_placement": "post", "sentence_order": False},
+    "bert, untied": {"family": "bert", "tie_embeddings": False, "num_token_types": 0},
+    "gpt, adapters": {"lora_rank": 4},
+    "llama, adapters of attention": {"family": "llama", "num_kv_heads": 4, "lora_rank": 2, "lora_targets": "attention"},
+    "bert, adapters and a head": {"family": "bert", "head": "classification", "lora_rank": 2, "lora_targets": "mlp"},
+    "gpt, finetuned": {"head": "classification", "num_labels": 3},
+    "bert, finetuned": {"family": "bert", "head": "regression"},
+    "bert, answers in a text": {"family": "bert", "head": "spans"},
+    "t5": {"family": "t5", "decoder_sequence_length": 8, "num_decoder_layers": 3},
+    "t5, Megatron's": {"family": "t5", "position": "learned", "norm": "layernorm", "bias": True},
+    "t5 1.1": {"family": "t5", "activation": "geglu", "tie_embeddings": False, "head_dim": 8},
+    "umt5": {"family": "t5", "relative_bias_layers": "all", "num_decoder_layers": 3},
+}
+
+
+@pytest.mark.parametrize("fields", MODELS.values(), ids=MODELS)
+def test_every_parameter_of_a_model_stands_in_the_book(fields):
+    program = program_of("1x1", **fields)
+    axes = jax.tree.leaves(program.axes, is_leaf=is_names)
+    leaves = jax.tree_util.tree_leaves_with_path(program.abstract_parameters)
+    real = {
+        jax.tree_util.keystr(path, simple=True, separator="."): (names, leaf.shape)
+        for (path, leaf), names in zip(leaves, axes, strict=True)
+    }
+    assert {w.name: (w.names, w.shape) for w in anatomy_of(program.config.model).weights} == real
+
+
+@pytest.mark.parametrize("fields", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_what_a_device_holds_and_gathers_is_what_the_layout_says(fields, zero):
+    mesh = "2x4" if "heads" not in str(fields) else "4x2"
+    program = program_of("data=2,expert=2,model=2" if "num_experts" in fields else mesh, zero=zero, **fields)
+    plan = Plan.of(program.config, program.shape)
+    held = peak_stage_counts(anatomy_of(program.config.model), plan)
+    shards = zip(
+        jax.tree.leaves(program.state_sharding.parameters), jax.tree.leaves(program.abstract_parameters), strict=True
+    )
+    sizes = [jax.numpy.prod(jax.numpy.array(place.shard_shape(leaf.shape))).item() for place, leaf in shards]
+    in_parts = held if zero == 3 else trainable_counts(anatomy_of(program.config.model), plan)  # what ZeRO splits
+    experts = in_parts.experts - in_parts.replicated_experts
+    split, ways = in_parts.all - in_parts.replicated - experts, plan.mesh.data
+    left = split - split // (ways * plan.mesh.expert) + experts - experts // ways
+    assert sum(sizes) == held.all - (left if zero else 0)
+
+
+def test_a_t5_is_planned_by_its_parts_alone():
+    """An encoder and a decoder of 24 layers; the decoder's layers have three sublayers."""
+    run = config.load("t5-3b")
+    anatomy, plan = anatomy_of(run.model), Plan.of(run, parse_mesh("16x4"))
+    layer = next(line for line in contract_of(anatomy, plan).lines if line.phase == "layer forward")
+    assert (layer.count, layer.elements) == ("2*layers*microbatches", "batch*sequence*hidden")
+    decoder = [line for line in contract_of(anatomy, plan).lines if "decoder_sequence" in line.elements]
+    assert "3*decoder_layers*microbatches" in {line.count for line in decoder}
+    assert symbols_of(anatomy, plan)["decoder_layers"] == 24
+    assert parameters(anatomy) == 2_851_598_336
+    assert stage_memory(anatomy, plan).weights == 4 * peak_stage_counts(anatomy, plan).all
+    # 2 FLOPs a parameter and token, three passes, but for what is looked up; attention and logits beside them.
+    assert model_flops(anatomy) > 6 * 512 * parameters(anatomy) * 0.4

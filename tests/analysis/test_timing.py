@@ -1,0 +1,219 @@
+"""The scaling model: limits that must hold whatever its constants."""
+
+import dataclasses
+
+import pytest
+
+from mtjax import config
+from mtjax.analysis.anatomy import Anatomy
+from mtjax.analysis.copies import copies_in_step
+from mtjax.analysis.families.registry import anatomy_of, gpt
+from mtjax.analysis.hardware import DGX_2H, DGX_H100
+from mtjax.analysis.link_time import members_inside
+from mtjax.analysis.machine import Constants, Machine
+from mtjax.analysis.software import MEGATRON_CORE, MTJAX
+from mtjax.analysis.timing import StepTime, step_time, table_copies
+from mtjax.analysis.traffic import Transfer, transfers
+from mtjax.layout.mesh import parse_mesh
+from mtjax.layout.plan import Plan
+from mtjax.layout.rules import DATA, MODEL, STAGE
+from mtjax.layout.timetable import timetable
+
+GPT_8B = gpt(72, 3072, 32, 1024, 51_200)
+PLAN = Plan(parse_mesh("64x1x8"), 512, 8, recompute="full")
+IDEAL = Constants(1, flash_attention=1, link=1, network=1, launch=0, small_product=0, contention=0, training=1)
+
+
+def test_no_product_beats_the_peak_or_the_memory():
+    machine = Machine(DGX_H100)
+    for m, k, n in [(8192, 8192, 8192), (128, 4096, 128), (1, 4096, 4096), (4096, 64, 4096)]:
+        seconds = machine.product(m, k, n)
+        assert 2 * m * k * n / seconds <= machine.peak
+        assert 2 * (m * k + k * n + m * n) / seconds <= machine.gpu.bandwidth
+
+
+def test_a_partial_last_wave_costs_a_whole_one():
+    machine, tile = Machine(DGX_H100), 128
+    full = machine.product(11 * tile, 8192, 12 * tile)
+    assert machine.product(12 * tile, 8192, 12 * tile) == pytest.approx(2 * full)
+
+
+def test_ring_all_reduce_on_ideal_links():
+    machine = Machine(DGX_H100, constants=IDEAL)
+    entry = Transfer(MODEL, 8, "all-reduce", "test", 3, 1e9, 2)
+    steps = 3 * (8.4e-6 + 14 * DGX_H100.link_latency)
+    assert machine.transfer(entry, inside=8) == pytest.approx(3 * 2 * 7 / 8 * 2e9 / 450e9 + steps)
+    between = machine.transfer(entry, inside=2)
+    steps = 3 * (8.4e-6 + 8 * DGX_H100.link_latency + 6 * DGX_H100.network_latency)
+    assert between == pytest.approx(3 * 2 * 7 / 8 * 2e9 / 100e9 + steps)
+
+
+def test_small_collectives_take_the_protocol_that_starts_soonest():
+    """NCCL's own table, 8 ranks on NVLink: a ring in LL128 takes 10 us and steps of 1.9, a tree 4.4 and of 1.2."""
+    machine = Machine(DGX_H100, constants=IDEAL)
+    tiny = Transfer(MODEL, 8, "all-reduce", "test", 1, 8, 2)
+    assert machine.transfer(tiny, inside=8) == pytest.approx(4.4e-6 + 14 * 1.2e-6, rel=1e-3)
+    gathered = dataclasses.replace(tiny, operation="all-gather")
+    assert machine.transfer(gathered, inside=8) == pytest.approx(10e-6 + 7 * 1.9e-6, rel=1e-3)
+    far = machine.transfer(tiny, inside=1)
+    assert far == pytest.approx(4.4e-6 + 2 * 3 * 8.5e-6, rel=1e-3)  # a tree over 8 servers: three steps up and down
+    assert machine.transfer(dataclasses.replace(tiny, group_size=1), inside=1) == 0
+
+
+@pytest.mark.parametrize(
+    ("mesh", "server", "model", "data"),
+    [
+        (parse_mesh("64x1x8"), DGX_H100, 8, 1),
+        (parse_mesh("64x1x8"), DGX_2H, 8, 2),
+        (parse_mesh("64x1x2"), DGX_H100, 2, 4),
+        (parse_mesh("8x1"), DGX_H100, 1, 8),
+    ],
+)
+def test_model_groups_fill_servers_first(mesh, server, model, data):
+    plan = dataclasses.replace(PLAN, mesh=mesh)
+    assert members_inside(plan, MODEL, server) == model
+    assert members_inside(plan, DATA, server) == data
+
+
+def test_parts_sum_to_the_step_and_a_stage_adds_its_bubble():
+    time = step_time(GPT_8B, dataclasses.replace(PLAN, microbatch_size=4), DGX_H100)
+    parts = [
+        time.products,
+        time.attention,
+        time.element_wise,
+        time.logits,
+        time.copies,
+        time.model_axis,
+        time.data_axis,
+        time.optimizer,
+    ]
+    assert time.contention == 0  # one reduction after all microbatches: nothing runs beside it
+    assert time.total == pytest.approx(sum(parts))
+    assert time.bubble == time.stage_axis == 0
+    staged = step_time(GPT_8B, Plan(parse_mesh("8x4x8"), 512, 8, recompute="full", residuals="megatron"), DGX_H100)
+    busy = staged.compute + staged.model_axis + staged.stage_axis
+    assert staged.bubble == pytest.approx(busy * 3 / 8)
+
+
+def test_overlap_only_hides():
+    plan = dataclasses.replace(PLAN, microbatch_size=4, sequence_parallel=True, zero=1)
+    plain, hidden = step_time(GPT_8B, plan, DGX_H100, MTJAX), step_time(GPT_8B, plan, DGX_H100, MEGATRON_CORE)
+    assert hidden.model_axis < plain.model_axis
+    assert hidden.data_axis < plain.data_axis
+    for axis, exposed in ((MODEL, hidden.model_axis), (DATA, hidden.data_axis)):
+        assert hidden.hidden[axis] >= 0
+        assert exposed >= 0
+
+
+def test_what_is_hidden_costs_a_share_of_its_time():
+    plan = dataclasses.replace(PLAN, sequence_parallel=True, zero=1)
+    time = step_time(GPT_8B, plan, DGX_H100, MEGATRON_CORE)
+    assert time.contention == pytest.approx(sum(time.hidden.values()) * (1 - 1 / 1.189))
+    free = step_time(GPT_8B, plan, DGX_H100, MEGATRON_CORE, Constants(contention=0))
+    assert time.total == pytest.approx(free.total + time.contention)
+
+
+def test_a_product_of_less_than_a_wave_has_a_start():
+    """DeepBench on V100, 16 bits: 1024 x 512 x 700 in 18 us, 3072 x 1024 x 128 in 24, 2048 x 2048 x 128 in 31."""
+    machine = Machine(DGX_2H, constants=Constants(training=1))
+    for m, k, n, measured in ((1024, 512, 700, 18e-6), (3072, 1024, 128, 24e-6), (2048, 2048, 128, 31e-6)):
+        assert machine.product(m, k, n) == pytest.approx(measured, rel=0.3)
+
+
+def test_recompute_costs_about_a_forward_pass():
+    none = step_time(GPT_8B, dataclasses.replace(PLAN, recompute="none"), DGX_H100)
+    full = step_time(GPT_8B, PLAN, DGX_H100)
+    assert 1.2 < full.products / none.products < 4 / 3
+
+
+def test_faster_hardware_is_faster():
+    slow = dataclasses.replace(DGX_H100, link=DGX_H100.link / 4, network=DGX_H100.network / 4)
+    assert step_time(GPT_8B, PLAN, slow).model_axis > 2 * step_time(GPT_8B, PLAN, DGX_H100).model_axis
+    assert step_time(GPT_8B, PLAN, slow).data_axis > 3.5 * step_time(GPT_8B, PLAN, DGX_H100).data_axis
+    assert step_time(GPT_8B, PLAN, slow).compute == step_time(GPT_8B, PLAN, DGX_H100).compute
+
+
+def in_ticks(time: StepTime, anatomy: Anatomy, plan: Plan) -> float:
+    """Seconds of the copies that layers make in every tick."""
+    machine, others = Machine(DGX_H100), [*copies_in_step(anatomy, plan), *table_copies(anatomy, plan)]
+    return time.copies - sum(copy.times * machine.kernel(copy.size) for copy in others)
+
+
+def test_stages_copy_the_sums_of_tables_in_every_tick():
+    """Each of two once where a branch leaves it alone, and once around the branch; of a single one none is left there.
+    As XLA compiles it for H100: `data=8,stage=2,model=1` of Llama 3 8B has four copies of 1.75 ms a tick."""
+    llama = anatomy_of(config.load("llama3-8b").model)
+    for anatomy, each in ((llama, 2), (GPT_8B, 1)):
+        plan = Plan(parse_mesh("8x2x1"), 1024, 1, pipeline_schedule="interleaved", chunks=4)
+        found = table_copies(anatomy, plan)
+        rows, width = anatomy.embed[0].weights[0].shape
+        assert {(copy.size, copy.times) for copy in found} == {(8 * rows * width, each * (128 * 4 + 1))}
+        assert len(found) == each
+
+
+def test_a_step_on_stages_takes_the_ticks_of_its_timetable():
+    plan = Plan(parse_mesh("1x4x1"), 12, 1, recompute="none")
+    time, one = (step_time(GPT_8B, dataclasses.replace(plan, global_batch_size=n), DGX_H100) for n in (12, 1))
+    assert time.compute == pytest.approx(12 * one.compute)
+    table = timetable("1f1b", 4, 12)
+    copied = in_ticks(one, GPT_8B, dataclasses.replace(plan, global_batch_size=1))
+    tick = one.products + one.attention + one.element_wise + copied
+    spent = time.compute - time.logits + in_ticks(time, GPT_8B, plan) + time.bubble
+    assert spent == pytest.approx(table.forward_ticks * tick)
+    assert time.logits > 0 and time.model_axis == 0
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved", 3), ("gpipe", 1)])
+def test_idle_halves_send_too(schedule, chunks):
+    plan = Plan(parse_mesh("2x4x8"), 64, 1, recompute="full", pipeline_schedule=schedule, chunks=chunks)
+    time, table = step_time(GPT_8B, plan, DGX_H100), timetable(schedule, 4, 32, chunks)
+    on_layers = [t for t in transfers(GPT_8B, plan) if t.axis == MODEL and t.phase.startswith(("layer", "stages"))]
+    seconds = sum(Machine(DGX_H100).transfer(t, 8) for t in on_layers)
+    work = time.products + time.attention + time.element_wise + in_ticks(time, GPT_8B, plan)
+    assert time.bubble == pytest.approx(table.bubble * work + (1 - 1 / (1 + table.bubble)) * seconds)
+    assert time.model_axis > seconds / (1 + table.bubble)
+
+
+def test_sends_between_stages_are_exposed_where_a_tick_has_one_half_only():
+    """Of 1F1B those of the warm-up and the cool-down, of GPipe all."""
+    plan = Plan(parse_mesh("2x4x8"), 64, 1, recompute="full", sequence_parallel=True)
+    (permute,) = (t for t in transfers(GPT_8B, plan) if t.operation == "collective-permute")
+    (shared,) = (t for t in transfers(GPT_8B, plan) if t.axis == STAGE and t.operation == "all-reduce")
+    machine, table = Machine(DGX_H100), timetable("1f1b", 4, 32)
+    inside = members_inside(plan, STAGE, DGX_H100)
+    each, once = (machine.transfer(t, inside) for t in (permute, shared))
+    lonely = 2 * (4 - 1)
+    assert permute.count == table.forward_ticks + table.backward_ticks
+    assert step_time(GPT_8B, plan, DGX_H100).stage_axis == pytest.approx(each * lonely / permute.count + once)
+    gpipe = dataclasses.replace(plan, pipeline_schedule="gpipe")
+    assert step_time(GPT_8B, gpipe, DGX_H100).stage_axis == pytest.approx(each + once)
+
+
+def test_zero_3_waits_for_what_other_layers_do_not_hide():
+    """Forward a quarter of the computing hides half the gathers, backward the rest hides the others and the sums.
+    Layers in groups gather for themselves, and wait for all."""
+    plan = Plan(parse_mesh("64x8"), 512, 8, recompute="full", zero=3)
+    grouped = dataclasses.replace(plan, recompute_group=2)
+    ahead, alone = (step_time(GPT_8B, p, DGX_H100) for p in (plan, grouped))
+    assert ahead.data_axis == 0 < ahead.hidden[DATA] and alone.hidden[DATA] == 0 < alone.data_axis
+    slow = Constants(network=Constants().network / 100)
+    late = step_time(GPT_8B, plan, DGX_H100, constants=slow)
+    assert late.data_axis > 0
+    beside = late.products + late.attention + late.element_wise + late.model_axis
+    assert late.hidden[DATA] == pytest.approx(beside)
+
+
+def test_full_recompute_on_stages_pays_for_losses_with_a_forward_half():
+    plan = Plan(parse_mesh("2x4x8"), 64, 1, recompute="full")
+    full, none = (step_time(GPT_8B, dataclasses.replace(plan, recompute=r), DGX_H100) for r in ("full", "none"))
+    assert full.logits < none.logits
+    gpipe = step_time(GPT_8B, dataclasses.replace(plan, pipeline_schedule="gpipe"), DGX_H100)
+    assert gpipe.logits == none.logits
+
+
+def test_a_tick_of_t5_waits_for_the_slower_stack():
+    anatomy = anatomy_of(config.load("t5-11b").model)
+    plan = Plan(parse_mesh("1x4x1"), 32, 1)
+    time = step_time(anatomy, plan, DGX_H100)
+    work = time.products + time.attention + time.element_wise + in_ticks(time, anatomy, plan)
+    assert time.bubble > timetable("1f1b", 4, 32, 2).bubble * work
