@@ -24,7 +24,7 @@ import tyro
 from mtjax import config
 from mtjax.errors import UserError
 from mtjax.inspect.kernels.audit import SWAPS, KernelReport
-from mtjax.inspect.report import Report, inspect
+from mtjax.inspect.report import inspect
 from mtjax.inspect.targets import find_target
 from mtjax.inspect.write_files import write
 
@@ -38,10 +38,19 @@ EXPECTED: dict[tuple[str, str], str] = {
     ): "Triton's softmax of written-out scores has rows of 1,024 in registers: 96 to 128 "
     "bytes a thread go to local memory, and the kernel still takes as long as its bytes",
     (
+        "spills",
+        "models/project.py",
+    ): "4 bytes a thread of a Triton matmul on A100, whose tiles XLA guesses without a GPU",
+    (
         "slow",
         "models/dropout.py",
     ): "a mask that is kept is a byte an element, and the 20 rounds of Threefry that four share "
     "take 3 times as long as these bytes",
+    ("slow", "models/mixers/mlp.py"): "BERT's exact GELU: the polynomials of erf",
+    (
+        SWAPS,
+        "sharding/vocab_embedding.py",
+    ): "gradients of the embedding, 0.1% of a step: of some shapes, and on A100, 16-bit numbers are added in a loop",
 }
 """(fault, source file) -> the reason why it may take more than `MOST` of a step."""
 
@@ -66,9 +75,7 @@ def unexpected(kernels: KernelReport) -> list[str]:
     ]
 
 
-def row_of(report: Report, seconds: float) -> dict[str, Any]:
-    assert report.time and report.time.kernels
-    kernels = report.time.kernels
+def row_of(kernels: KernelReport, seconds: float) -> dict[str, Any]:
     return {
         "step_seconds": kernels.step,
         "without_instructions": kernels.without,
@@ -84,7 +91,6 @@ def row_of(report: Report, seconds: float) -> dict[str, Any]:
             }
             for row in kernels.faulty
         ],
-        "unexpected": unexpected(kernels),
     }
 
 
@@ -94,22 +100,18 @@ def main(arguments: Arguments) -> int:
     bad = 0
     for preset in arguments.presets:
         for target in arguments.targets:
-            start = time.process_time()
+            start, faults, says = time.process_time(), [], ""
             try:
-                row = row_of(
-                    inspect(config.load(preset), find_target(target), kernels=True), time.process_time() - start
-                )
+                report = inspect(config.load(preset), find_target(target), kernels=True)
             except UserError as e:
-                row = {"refused": str(e), "unexpected": []}
+                row, says = {"refused": str(e)}, str(e)
+            else:
+                assert report.time and report.time.kernels
+                row = row_of(report.time.kernels, time.process_time() - start)
+                faults, says = unexpected(report.time.kernels), f"{report.time.kernels.step * 1e3:.1f} ms"
             known[f"{preset} on {target}"] = row
-            bad += len(row["unexpected"])
-            print(
-                preset,
-                target,
-                row.get("refused") or f"{row['step_seconds'] * 1e3:.1f} ms",
-                *row["unexpected"],
-                sep="\n  ",
-            )
+            bad += len(faults)
+            print(preset, target, says, *faults, sep="\n  ")
             about = {"date": date.today().isoformat(), "jax": version("jax"), "rows": known}
             write(path, json.dumps(about, indent=1) + "\n")
     return 1 if bad else 0
