@@ -44,7 +44,7 @@ train: $(VENV)/core
 
 # Each worker is a process with its own compiled programs: tests/conftest.py says which tests of `make test` share some.
 WORKERS ?= 2
-PYTEST = $(BIN)/python -m pytest -n $(WORKERS)
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --durations=10 --durations-min=1
 
 test: $(VENV)/dev
 	$(PYTEST) --dist loadgroup --no-loadscope-reorder -m 'not (long or exhaustive or aot or torch)' --ignore tests/parity $(ARGS)
@@ -70,7 +70,7 @@ $(NEWEST_VENV)/done: pyproject.toml
 
 test-newest: $(NEWEST_VENV)/done
 	@$(NEWEST_VENV)/bin/python -c 'import sys, jax; print("jax", jax.__version__, "on Python", sys.version.split()[0])'
-	$(NEWEST_VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile -m 'not (long or exhaustive or torch)' tests/inspect $(ARGS)
+	$(NEWEST_VENV)/bin/python -m pytest -n $(WORKERS) --durations=10 --durations-min=1 --dist loadfile -m 'not (long or exhaustive or torch)' tests/inspect $(ARGS)
 
 test-faults: $(VENV)/dev
 	$(BIN)/python -m tests.faults $(ARGS)

@@ -70,7 +70,7 @@ LINES = {
         ["--hidden-size", "999983"],
         "hidden_size 999983 is not divisible by .* 1 and 999983",
     ),
-    "layers": (["--num-layers", "1000000000"], f"num_layers is 1000000000, and must be at most {LAYERS}"),
+    "layers": (["--num-layers", "1000000000"], f"num_hidden_layers is 1000000000, and must be between 1 and {LAYERS}"),
     "steps": (["--steps", "1000000000"], f"read 8000000000 samples, and a run has at most {SAMPLES}"),
     "seed": (["--seed", "4294967296"], "seed is 4294967296, and must be at most 4294967295"),
     "time": (["--loader-timeout", "1e300"], r"loader_timeout is 1e\+300, and must be from 1 to 604800 seconds"),

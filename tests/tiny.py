@@ -28,6 +28,23 @@ VOCAB = 250
 LATENT: dict[str, Any] = {"kv_lora_rank": 20, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 12}
 """Latent attention in which no two widths are equal."""
 
+MODERNBERT: dict[str, Any] = {
+    "family": "bert",
+    "position": "rope",
+    "activation": "geglu_exact",
+    "bias": False,
+    "norm_bias": False,
+    "embedding_norm": True,
+    "first_attention_norm": False,
+    "attention_window": 5,
+    "window_layers": "FS",
+    "rope_local_theta": 1000.0,
+    "head_bias": False,
+    "num_token_types": 0,
+    "sentence_order": False,
+}
+"""An encoder with what distinguishes ModernBERT from BERT."""
+
 
 def tiny_config(**fields: Any) -> Config:
     """2 layers, 8 heads of 4, sequence 16, a padded vocabulary of 256, batches of 8, float32, with dropout."""

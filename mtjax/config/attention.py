@@ -7,11 +7,18 @@ OF_QK_NORM = ("qk_norm_scope", "qk_norm_kind", "qk_norm_bias", "qk_norm_after_ro
 
 
 def check_attention(model: Model) -> None:
-    """Checks that the settings of QK norm are consistent.
+    """Checks that the settings of QK norm and of the first layer's norm are consistent.
 
     Raises:
       UserError: they are not; names two settings that do not go together.
     """
+    if not model.first_attention_norm and (model.norm_placement != "pre" or model.parallel_residual != "no"):
+        raise UserError(
+            f"first_attention_norm false needs norm_placement pre and parallel_residual no, and they are "
+            f"{model.norm_placement} and {model.parallel_residual}: remove first_attention_norm"
+        )
+    if model.family == "bert" and model.embedding_norm and model.norm_placement == "post":
+        raise UserError("norm_placement post has a norm on the embeddings already: remove embedding_norm")
     default = Model()
     if not model.qk_norm:
         for name in OF_QK_NORM:

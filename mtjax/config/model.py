@@ -139,6 +139,9 @@ class Model:
     """pre normalizes the input of each sublayer (pre-LN); post normalizes the residual stream after each sublayer
     (post-LN), as the original BERT does (Figure 7 of the paper); output normalizes the output of each sublayer before
     it is added (OLMo 2); sandwich both its input and its output (Gemma 2)."""
+    first_attention_norm: bool = True
+    """pre: normalize the input of the first layer's attention, too. ModernBERT, which normalizes the embeddings, does
+    not; the norm's weight in that layer has no effect then."""
     parallel_residual: Literal["no", "one_norm", "two_norms"] = "no"
     """Run attention and the MLP side by side on the same hidden states, and add both outputs at once: with one norm for
     both (GPT-J, Falcon 7B), or one each (GPT-NeoX). The sum has one dropout mask. Needs norm_placement pre and
@@ -228,8 +231,8 @@ class Model:
     attention_sinks: bool = False
     """Add a trained logit per head to the softmax's denominator (gpt-oss; Megatron's --softmax-type learnable)."""
     attention_window: int | None = at_least(1, None, most=TOKENS)
-    """Sliding window: a token attends to itself and the attention_window - 1 tokens before it, in the layers of
-    window_layers (Mistral; Megatron's --window-size counts the tokens before it)."""
+    """Sliding window: a token attends to itself and the attention_window - 1 tokens before it, in bert also to as many
+    after it, in the layers of window_layers (Mistral; Megatron's --window-size counts the tokens before it)."""
     window_layers: str = setting("S", bound=pattern("SF"), shapes=WITH_WINDOW)
     """Which layers have the window: a pattern that repeats over the layers, S with the sliding window and F with full
     attention. SF: every other layer, from the first on (Gemma 2); SSSSSF: all but every sixth (Gemma 3; compare
@@ -283,6 +286,8 @@ class Model:
     sentence_order: bool = True
     """bert: also train the binary head, which predicts from the first token whether two sentences were swapped
     (Megatron's --bert-no-binary-head turns it off)."""
+    head_bias: bool = True
+    """bert: add a bias to the linear layer of the masked-LM head (ModernBERT has none)."""
     head: Literal["language", "classification", "regression", "choices", "spans"] = "language"
     """Output head: language predicts tokens. mtjax finetune sets the others: classification gives num_labels logits per
     text, regression one number, choices one logit for each of num_labels texts of a question, spans two logits per

@@ -10,7 +10,7 @@ import numpy as np
 
 from mtjax.config import Config, replace
 from mtjax.config.families import is_decoder
-from mtjax.convert.families.family import Family, begin_of_text, labels_json, tensors_without
+from mtjax.convert.families.family import QUANTIZED, Family, begin_of_text, labels_json, tensors_without
 from mtjax.convert.families.registry import family_of_config, family_of_model
 from mtjax.convert.named import NamedWeights
 from mtjax.convert.parameters import Parameter, parameters_of
@@ -180,7 +180,7 @@ class HuggingFaceSink:
         Raises:
           UserError: a value overflows float16.
         """
-        for tensor in self._selection.tensors_of(parameter):
+        for tensor in self._selection.tensors_of(parameter, layer):
             name = name_of(tensor, layer)
             values = narrowed(tensor.extract(array, parameter), self._dtype, name)
             if tensor.is_part:
@@ -204,7 +204,7 @@ class HuggingFaceSink:
             # Of another type of model, only the ids of special tokens have the same meaning.
             original = special_ids(original) or self._special_ids(tokenizer)
         # transformers 5 writes dtype, 4 torch_dtype: keep only the latter, which both read.
-        dropped = {"dtype", *self._family.keys}
+        dropped = {"dtype", *QUANTIZED, *self._family.keys}
         config = {k: v for k, v in original.items() if k not in dropped} | self._family.config_json(model)
         config |= {"torch_dtype": self._dtype}
         if model.head != "language" and is_decoder(model):

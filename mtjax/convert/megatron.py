@@ -176,7 +176,7 @@ class MegatronSink:
         if VOCAB in parameter.axes:
             array = with_vocab(array, parameter, self._rows)
         ranks = self._split.tensor
-        for tensor in self._selection.tensors_of(parameter):
+        for tensor in self._selection.tensors_of(parameter, layer):
             name = name_of(tensor, layer)
             for rank in range(ranks):
                 shard = tensor.extract(array, parameter, (rank, ranks))

@@ -222,7 +222,7 @@ def _decoder_misfits(model: Model) -> dict[str, bool]:
     names = ("qkv_clip", "attention_scale", "attention_scale_beta", "attention_softcap", "attention_sinks")
     names += ("qk_norm_scope", "qk_norm_kind", "qk_norm_bias", "qk_norm_after_rope")
     names += ("norm_bias", "norm_weight", "parallel_residual", "residual_scale", "embedding_scale", "embedding_norm")
-    names += ("output_scale", "output_softcap", "output_bias", "mtp_num_layers")
+    names += ("output_scale", "output_softcap", "output_bias", "mtp_num_layers", "first_attention_norm", "head_bias")
     names += ("attention_window", "window_layers", "rope_layers", "rope_local_theta")
     return {f"{name} {getattr(model, name)}": getattr(model, name) != getattr(Model(), name) for name in names}
 

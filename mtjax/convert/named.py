@@ -67,7 +67,10 @@ class NamedWeights:
         # Routers' biases accumulate small updates, and are float32 even if the weights are 16-bit.
         dtype = np.float32 if parameter.name.endswith(ROUTER_BIAS) else DTYPES[self.shards.dtype]
         slice_ = np.empty(tuple(sizes.values()), dtype)
-        for tensor in self.selection.tensors_of(parameter):
+        tensors = self.selection.tensors_of(parameter, layer)
+        if not tensors:
+            return fresh_slice(parameter, layer, self.config).astype(dtype)
+        for tensor in tensors:
             self._read(tensor, name_of(tensor, layer), slice_, parameter)
         return with_vocab(slice_, parameter, rows_of(self.config.model))
 

@@ -12,6 +12,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from mtjax.convert import fp8
 from mtjax.convert.mxfp4 import BLOCKS, SCALES, packed_shapes, unpacked
 from mtjax.errors import UserError, first_line, require
 
@@ -30,7 +31,8 @@ _ALIGNMENT = 8
 class SafetensorsReader:
     """The tensors of a folder: `model.safetensors`, or the files that its index names. Use as a context manager.
 
-    A tensor that is packed as MXFP4 has its own name and shape, without the suffixes of its parts.
+    A tensor that is packed as MXFP4, or in 8 bits with scales of its blocks, has its own name and shape, without the
+    suffixes of its parts.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -40,21 +42,28 @@ class SafetensorsReader:
           UserError: there are none, one is missing, or one is corrupted.
         """
         open_file = require("safetensors", "convert").safe_open
-        self._stack, self._files = ExitStack(), {}
+        self._stack, self._files, self._paths = ExitStack(), {}, {}
         for path in _files_of(folder):
             try:
                 opened = self._stack.enter_context(open_file(path, framework="np"))
             except Exception as e:  # the library's exception class is not public
                 raise UserError(f"{path} can't be read as safetensors; it may be incomplete: {e}") from e
             self._files |= dict.fromkeys(opened.keys(), opened)
+            self._paths |= dict.fromkeys(opened.keys(), path)
         shapes = {name: tuple(file.get_slice(name).get_shape()) for name, file in self._files.items()}
-        self._packed = packed_shapes(shapes)
+        codes = {name: file.get_slice(name).get_dtype() for name, file in self._files.items()}
+        self._packed, self._in_blocks = packed_shapes(shapes), fp8.packed_names(shapes, codes)
         parts = {name + part for name in self._packed for part in (BLOCKS, SCALES)}
+        parts |= {name + fp8.SCALE for name in self._in_blocks}
         self.shapes = {name: shape for name, shape in shapes.items() if name not in parts} | self._packed
-        self.dtype = self._common_dtype(folder)
+        of_packed = parts | self._in_blocks
+        self.dtype = _common_dtype(folder, {name: code for name, code in codes.items() if name not in of_packed})
 
     def read(self, name: str) -> np.ndarray:
         """Reads one tensor; a packed one in `dtype`."""
+        if name in self._in_blocks:
+            scales = self._files[name + fp8.SCALE].get_tensor(name + fp8.SCALE)
+            return fp8.unpacked(_read_8_bits(self._paths[name], name), scales, DTYPES[self.dtype])
         if name not in self._packed:
             return self._files[name].get_tensor(name)
         blocks, scales = (self._files[name + part].get_tensor(name + part) for part in (BLOCKS, SCALES))
@@ -66,16 +75,29 @@ class SafetensorsReader:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def _common_dtype(self, folder: Path) -> str:
-        """Returns the dtype of the weights, float32 if they have several."""
-        names = {code: name for name, code in CODES.items()}
-        codes = {file.get_slice(name).get_dtype() for name, file in self._files.items()}
-        used = {names[code] for code in codes if code in names}
-        odd = {code for code in codes if code not in names and code.startswith(("F", "BF"))}
-        if odd or not used:
-            kinds = ", ".join(sorted(odd)) or "only integers"
-            raise UserError(f"{folder} contains {kinds}; supported types of weights: {', '.join(CODES.values())}")
-        return used.pop() if len(used) == 1 else "float32"
+
+def _common_dtype(folder: Path, codes: Mapping[str, str]) -> str:
+    """Returns the dtype of weights of these types, float32 if they have several."""
+    names = {code: name for name, code in CODES.items()}
+    used = {names[code] for code in codes.values() if code in names}
+    odd = {code: name for name, code in codes.items() if code not in names and code.startswith(("F", "BF"))}
+    if odd or not used:
+        kinds = ", ".join(f"{code} ({odd[code]})" for code in sorted(odd)) or "only integers"
+        raise UserError(
+            f"{folder} contains {kinds}; supported types of weights: {', '.join(CODES.values())}, and {fp8.CODE} with "
+            f"float scales of blocks of {fp8.BLOCK} x {fp8.BLOCK}, named NAME{fp8.SCALE}"
+        )
+    return used.pop() if len(used) == 1 else "float32"
+
+
+def _read_8_bits(path: Path, name: str) -> np.ndarray:
+    """Reads a tensor of 8-bit floats, a type that the safetensors library does not have for numpy."""
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        entry = json.loads(file.read(length))[name]
+        start, end = entry["data_offsets"]
+        file.seek(8 + length + start)
+        return np.fromfile(file, ml_dtypes.float8_e4m3fn, end - start).reshape(entry["shape"])
 
 
 def _files_of(folder: Path) -> list[Path]:

@@ -197,7 +197,7 @@ def understood(source: str) -> Iterator[None]:
     """
     try:
         yield
-    except (KeyError, TypeError, ValueError, AttributeError) as e:
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as e:
         what = (
             f"it is missing {e.args[0]}" if isinstance(e, KeyError) and e.args else f"a value is of the wrong type: {e}"
         )

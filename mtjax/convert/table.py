@@ -58,6 +58,8 @@ class Tensor:
     """Rows before the parameter's in the first dimension, which have no effect: written as zeros."""
     order: tuple[str, tuple[int, ...]] | None = None
     """A dimension that the tensor has in another order, and of each index of the parameter, its index there."""
+    first: int = 0
+    """Number of the first layer that has the tensor; in layers before it, the parameter has no effect."""
     each: bool = False
     """Whether there is one such tensor for every expert (`Tensor.of_expert`)."""
     expert: int | None = None
@@ -234,14 +236,14 @@ class Selection:
     def tensors(self) -> Iterator[tuple[Parameter, int | None, Tensor]]:
         """Yields every tensor of every layer, in the order in which they are converted."""
         for parameter, _ in self.rows:
-            tensors = self.tensors_of(parameter)
             for layer in parameter.layers:
-                for tensor in tensors:
+                for tensor in self.tensors_of(parameter, layer):
                     yield parameter, layer, tensor
 
-    def tensors_of(self, parameter: Parameter) -> list[Tensor]:
-        """Returns the tensors that contain a parameter, in one layer."""
-        return [one for tensor in self.of(parameter.name).tensors for one in tensor.spread(parameter)]
+    def tensors_of(self, parameter: Parameter, layer: int | None) -> list[Tensor]:
+        """Returns the tensors that contain a parameter, in one layer; none in a layer that lacks them."""
+        found = [one for tensor in self.of(parameter.name).tensors for one in tensor.spread(parameter)]
+        return [one for one in found if layer is None or one.numbers[layer] >= one.first]
 
     def shapes(self, vocab_rows: int) -> dict[str, tuple[int, ...]]:
         """Returns the full name -> the shape of every tensor, with `vocab_rows` rows of vocabulary."""

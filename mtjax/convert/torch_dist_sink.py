@@ -93,7 +93,7 @@ class TorchDistSink:
     def _write(self, parameter: Parameter, layer: int | None, array: np.ndarray, prefix: str, dtype: str) -> None:
         sizes = parameter.sizes | {VOCAB: self._rows}
         array = with_vocab(array, parameter, self._rows)
-        for tensor in self._selection.tensors_of(parameter):
+        for tensor in self._selection.tensors_of(parameter, layer):
             name = name_of(tensor, layer)
             if prefix and name.endswith(BIAS):  # not trained by Adam
                 continue

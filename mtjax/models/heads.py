@@ -70,10 +70,12 @@ class MaskedLMHead(nnx.Module):
     def __init__(self, model: Model, dtype: jax.typing.DTypeLike, *, key: Array) -> None:
         """Draws the parameters; the bias is 0."""
         width = model.hidden_size
-        self.dense = Linear({"embed": width}, {"features": width}, std=model.init_std, key=key)
+        sizes, bias = ({"embed": width}, {"features": width}), model.head_bias
+        self.dense = Linear(*sizes, std=model.init_std, bias=bias, key=key)
         self.norm = make_norm(model, dtype)
         self.bias = constant(0.0, {"vocab": padded_vocab_size(model)})
-        self.activation = ACTIVATIONS["gelu" if model.activation in GATED else model.activation]
+        ungated = "gelu" if model.activation in GATED else model.activation
+        self.activation = ACTIVATIONS["gelu_exact" if model.activation == "geglu_exact" else ungated]
 
     def __call__(self, hidden: Float[Array, "batch masked embed"]) -> Float[Array, "batch masked embed"]:
         """Computes the vectors that are multiplied with the output table."""

@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
-from jax import Array
+from jax import Array, lax
 from jaxtyping import Float
 
 from mtjax.config import Model
@@ -39,6 +40,7 @@ class Layer(nnx.Module):
                 setattr(self, f"{name}_{norm}", make_norm(model, dtype))
             setattr(self, name, mixer(model, output_std=output_std, key=mixer_key))
         self.is_post, self.is_parallel = model.norm_placement == "post", model.parallel_residual != "no"
+        self.skips_first_norm = not model.first_attention_norm
         self.rate, self.scale = model.hidden_dropout, model.residual_scale
 
     def __call__(
@@ -62,6 +64,9 @@ class Layer(nnx.Module):
             mixer = getattr(self, name)
             with jax.named_scope(mixer.scope):
                 normed = x if self.is_post else self._normalize(f"{name}_norm", x)
+                if self.skips_first_norm and name == self.mixers[0]:
+                    # All layers are one program, so that the first layer computes the norm, too.
+                    normed = lax.select_n(jnp.asarray(context.layer) == 0, normed, x.astype(normed.dtype))
                 mixed, state = mixer(normed, context, (states or {}).get(name))
                 x = self._add(x, self._normalize(f"{name}_output_norm", mixed), mixer, context)
                 x = self._normalize(f"{name}_norm", x) if self.is_post else x

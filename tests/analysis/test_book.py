@@ -12,7 +12,7 @@ from mtjax.analysis.memory import stage_memory
 from mtjax.layout.mesh import parse_mesh
 from mtjax.layout.plan import Plan
 from mtjax.sharding.placement import is_names
-from tests.tiny import program_of
+from tests.tiny import MODERNBERT, program_of
 
 MODELS = {
     "gpt": {},
@@ -51,6 +51,7 @@ MODELS = {
     "bert": {"family": "bert"},
     "bert, post-LN, one head": {"family": "bert", "norm_placement": "post", "sentence_order": False},
     "bert, untied": {"family": "bert", "tie_embeddings": False, "num_token_types": 0},
+    "bert, ModernBERT": MODERNBERT,
     "gpt, adapters": {"lora_rank": 4},
     "llama, adapters of attention": {"family": "llama", "num_kv_heads": 4, "lora_rank": 2, "lora_targets": "attention"},
     "bert, adapters and a head": {"family": "bert", "head": "classification", "lora_rank": 2, "lora_targets": "mlp"},

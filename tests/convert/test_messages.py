@@ -1,5 +1,6 @@
 """What is said about weights that are not there, or of a network that mtjax does not have."""
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -11,13 +12,22 @@ from mtjax.convert.stream import check_folder, understood
 from mtjax.errors import UserError
 
 
-@pytest.mark.parametrize("name", ["mistal", "qwen", "gemma3", "phimoe", "modernbert"])
-def test_a_network_that_mtjax_lacks_has_no_neighbour(name: str) -> None:
-    """Names that are spelled alike are other networks."""
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("mistal", ""),
+        ("qwen", ""),
+        ("gemma3", ": it reads more than text"),
+        ("phimoe", ": its router is a sparse mixer, which scores each chosen expert apart"),
+        ("qwen3_next", ": some of its layers have linear attention"),
+        ("apertus", ": its activation is xielu, which has trained parameters"),
+    ],
+)
+def test_a_network_that_mtjax_lacks_has_no_neighbour(name: str, reason: str) -> None:
+    """Names that are spelled alike are other networks; of those that transformers has, what is missing is named."""
     with pytest.raises(UserError) as refused:
         family_of_config({"model_type": name}, "config.json")
     said = str(refused.value)
-    reason = ": its first layer has no norm before attention, unlike the others" if name == "modernbert" else ""
     assert said.startswith(f"config.json: model_type '{name}' is not supported{reason}; supported are gpt2, ")
     assert "did you mean" not in said
 
@@ -43,6 +53,30 @@ def test_what_a_file_lacks_is_named() -> None:
         understood("config.json"),
     ):
         raise KeyError("n_embd")
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "value", "said"),
+    [
+        ("llama", "use_qk_norm", True, "use_qk_norm is True, which this type does not have"),
+        ("llama", "sliding_window", 4096, "sliding_window is 4096, which this type does not have"),
+        ("mistral", "attention_bias", True, "attention_bias is True, which this type does not have"),
+        ("bert", "num_experts", 8, "num_experts is 8, which this type does not have"),
+        ("gpt2", "attn_logit_softcapping", 50.0, "attn_logit_softcapping is 50.0, which this type does not have"),
+        ("olmo2", "clip_qkv", 8.0, "clip_qkv is 8.0, which this type does not have"),
+        ("opt", "word_embed_proj_dim", 512, r"word_embed_proj_dim is 512, but must be hidden_size \(768\)"),
+        ("opt", "do_layer_norm_before", False, "do_layer_norm_before is False, but must be True"),
+        ("llama", "num_hidden_layers", 10**9, "num_hidden_layers is 1000000000, and must be between 1 and 10000"),
+        ("gptj", "n_head", 0, "does not describe"),
+        ("llama", "sliding_window", None, ""),
+        ("llama", "logits_scaling", 1.0, ""),
+    ],
+)
+def test_keys_that_change_a_network_are_known_to_its_type(kind: str, key: str, value: object, said: str) -> None:
+    family = FAMILIES[kind]
+    refused = pytest.raises(UserError, match=said) if said else nullcontext()
+    with refused, understood("config.json"):
+        family.model_settings({"model_type": kind, key: value}, frozenset(), "config.json")
 
 
 OUTPUT = frozenset({"shared.weight", "lm_head.weight"})

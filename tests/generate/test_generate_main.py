@@ -5,12 +5,14 @@ import json
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
 from mtjax.cli import main
+from mtjax.generate.decoder import Decoder
 from mtjax.generate.show import COLORS, color
 from tests.convert.hf_folders import GPT2_CONFIG, HIDDEN, gpt2_shapes, random_tensors, write_folder
 
@@ -27,6 +29,23 @@ def folder(tmp_path_factory) -> Path:
     shapes = gpt2_shapes() | {"transformer.wpe.weight": (CONTEXT, HIDDEN)}
     config = GPT2_CONFIG | {"n_positions": CONTEXT}
     return write_folder(tmp_path_factory.mktemp("hf") / "gpt2", random_tensors(shapes), config, tokenizer=True)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def shared_programs():
+    """Commands share the programs of a model on a mesh: each would trace and compile its own in a second."""
+    first: dict[Any, Decoder] = {}
+
+    class Sharing(Decoder):
+        def __init__(self, placed, parameters, start_id, **options) -> None:
+            super().__init__(placed, parameters, start_id, **options)
+            like = first.setdefault((placed.config, placed.shape, start_id, *options.items()), self)
+            programs = [name for name in vars(Decoder) if name.startswith("_compiled_")]
+            self.__dict__.update({name: getattr(like, name) for name in programs})
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mtjax.generate.command.Decoder", Sharing)
+        yield
 
 
 def generate(capsys, folder: Path, *arguments: str) -> str:

@@ -10,6 +10,7 @@ from mtjax.inspect.report import Report, inspect, landmarks
 from mtjax.inspect.targets import find_target
 from tests.inspect.steps import needs_aot, tiny
 from tests.inspect.test_contract import sent
+from tests.tiny import MODERNBERT
 
 T5 = {"family": "t5", "decoder_sequence_length": 32, "num_decoder_layers": 2}
 POST = {"family": "bert", "norm_placement": "post"}
@@ -106,6 +107,7 @@ def test_logits_are_recognised_by_the_tokens_that_have_any():
         T5 | GROUPS | {"sequence_parallel": True, "zero": 3},
         POST | GROUPS,
         POST | BLOCK,
+        MODERNBERT | {"sequence_parallel": True, "zero": 3},
     ],
     ids=str,
 )
@@ -118,13 +120,20 @@ H100 = {
     f"{name}{', split sequences' if split else ''}, ZeRO-{zero}": {**family, "zero": zero, "sequence_parallel": split}
     for name, family, layouts in (
         ("pre-LN", PRE, ((0, False), (3, True))),
+        ("ModernBERT", MODERNBERT, ((0, False), (1, True))),
         ("post-LN", POST, ((0, True), (1, False), (2, True), (3, False))),
         ("T5", T5, ((0, False), (1, True), (2, True), (3, False))),
     )
     for zero, split in layouts
 }
 """What is not a GPT's with each ZeRO, and with whole and with split sequences; pre-LN BERT's layers are a GPT's."""
-COVERING = ("post-LN, split sequences, ZeRO-0", "post-LN, ZeRO-1", "T5, split sequences, ZeRO-2", "T5, ZeRO-3")
+COVERING = (
+    "ModernBERT, split sequences, ZeRO-1",
+    "post-LN, split sequences, ZeRO-0",
+    "post-LN, ZeRO-1",
+    "T5, split sequences, ZeRO-2",
+    "T5, ZeRO-3",
+)
 """Presets with one sample a microbatch (tests/inspect/test_presets.py) have the other ZeROs."""
 
 

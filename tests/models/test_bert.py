@@ -167,9 +167,13 @@ def test_flash_attention_is_refused_with_its_reason():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"family": "bert", "position": "rope"}, "position is 'rope', and the family bert supports learned"),
+        ({"family": "bert", "position": "alibi"}, "position is 'alibi', and the family bert supports learned or rope"),
         ({"norm_placement": "post"}, "norm_placement is 'post', and the family gpt supports pre or output or sandwich"),
         ({"family": "bert", "num_token_types": -1}, "num_token_types is -1"),
+        ({"family": "bert", "norm_placement": "post", "embedding_norm": True}, "norm on the embeddings already"),
+        ({"norm_placement": "output", "first_attention_norm": False}, "needs norm_placement pre"),
+        ({"first_attention_norm": False, "parallel_residual": "one_norm"}, "they are pre and one_norm"),
+        ({"head_bias": False}, "head_bias only works with the family bert"),
     ],
 )
 def test_settings_that_do_not_fit(fields, message):

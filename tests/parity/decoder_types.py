@@ -229,4 +229,72 @@ CASES = {
         {**WIDE, **WINDOW, "num_hidden_layers": 3, "num_local_experts": 3, "num_experts_per_tok": 2}
         | {"rope_parameters": YARN | {"truncate": False}},
     ),
+    "glm": Case("glm", {"head_dim": 12}),
+    "arcee": Case("arcee", {**WIDE, "mlp_bias": True}),
+    "jais2": Case("jais2", WIDE),
+    "helium": Case("helium", {"head_dim": 4, "attention_bias": True}),
+    "seed_oss": Case("seed_oss", {**WIDE, "mlp_bias": True}),
+    "cwm": Case("cwm", {**WIDE, **WINDOW, "num_hidden_layers": 5, "rope_parameters": LLAMA3 | {"rope_theta": 1e6}}),
+    "hyperclovax": Case(
+        "hyperclovax",
+        {**WIDE, "embedding_multiplier": 3.0, "residual_multiplier": 0.3, "logits_scaling": 0.2},
+    ),
+    "exaone": Case("exaone", WIDE),
+    "internlm3": Case("internlm3", {**WIDE, "attention_bias": True, "mlp_bias": True}),
+    "iquestcoder": Case("iquestcoder", WIDE),
+    "vaultgemma": Case(
+        "vaultgemma",
+        {**WIDE, **WINDOW, "num_hidden_layers": 3, "query_pre_attn_scalar": 7, "attn_logit_softcapping": 2.0},
+    ),
+    "persimmon": Case("persimmon", {"hidden_size": 48, **without("num_key_value_heads")}),
+    "biogpt": Case("biogpt", without("num_key_value_heads")),
+    "gpt_bigcode": Case("gpt_bigcode", {"n_embd": 24, "n_head": 3, "n_layer": 2, "n_positions": 32}, OF_GPT2),
+    "gpt_bigcode, all heads": Case(
+        "gpt_bigcode", {"n_embd": 24, "n_head": 3, "n_layer": 2, "n_positions": 32, "multi_query": False}, OF_GPT2
+    ),
+    "codegen": Case("codegen", {"n_embd": 48, "n_head": 8, "n_layer": 2, "n_positions": 32, "rotary_dim": 4}, OF_GPT2),
+    "youtu": Case("youtu", {**LATENT, "q_lora_rank": 14}),
+    "minicpm3": Case(
+        "minicpm3", {**LATENT, "q_lora_rank": 14, "scale_emb": 3, "scale_depth": 0.9, "dim_model_base": 9}
+    ),
+    "sarvam_mla": Case("sarvam_mla", {**MOE, **LATENT, "n_routed_experts": 4}),
+    "glm4_moe": Case(
+        "glm4_moe",
+        {**MOE, "head_dim": 8, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_hidden_layers": 3}
+        | {"use_qk_norm": True, "attention_bias": True},
+    ),
+    "glm4_moe_lite": Case("glm4_moe_lite", {**MOE, **LATENT, "q_lora_rank": 14, "n_routed_experts": 4}),
+    "solar_open": Case("solar_open", {**MOE, **WIDE, "n_routed_experts": 4, **without("intermediate_size")}),
+    "sarvam_moe": Case("sarvam_moe", {**MOE, **WIDE, "n_routed_experts": 4, "attention_bias": True}),
+    "minimax_m2": Case(
+        "minimax_m2",
+        {"head_dim": 8, "num_local_experts": 3, "num_experts_per_tok": 2}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    ),
+    "exaone_moe": Case("exaone_moe", {**MOE, **WINDOW, "num_hidden_layers": 5, "num_experts": 4}),
+    "mellum": Case(
+        "mellum",
+        {**MOE, **WIDE, **WINDOW, "num_experts": 3, "num_hidden_layers": 3}
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
+    "flex_olmo": Case("flex_olmo", {"num_experts": 3, "num_experts_per_tok": 2}),
+    "flint": Case("flint", {**MOE, **WIDE, **WINDOW, "num_experts": 3, "num_hidden_layers": 5}),
+    "hy_v3": Case("hy_v3", {**MOE, **WIDE, "num_experts": 4, "attention_bias": True}),
+    "hunyuan_v1_moe": Case("hunyuan_v1_moe", {**WIDE, "num_experts": 3, "moe_topk": 2}),
+    "granitemoeshared": Case(
+        "granitemoeshared", {"num_local_experts": 3, "logits_scaling": 7.0, "shared_intermediate_size": 28}
+    ),
+    "granite_swa": Case(
+        "granite_swa",
+        {**WINDOW, "num_hidden_layers": 5, "attention_multiplier": 0.7, "layer_rope_theta": [5e4, 1e4, 1e4, 1e4, 5e4]},
+    ),
+    "granitemoe_swa": Case(
+        "granitemoe_swa",
+        {**WINDOW, "num_hidden_layers": 3, "num_local_experts": 3, "layer_rope_theta": [0, 1e4, 1e4]}
+        | {"shared_intermediate_size": 28},
+    ),
+    "ernie4_5_moe": Case(
+        "ernie4_5_moe",
+        {**WIDE, "moe_intermediate_size": 20, "moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1},
+    ),
 }

@@ -108,8 +108,8 @@ def test_logits_are_transformers_own_there_and_back(name: str, tmp_path: Path) -
         np.testing.assert_array_equal(ours[tensor], array, err_msg=tensor)
 
     written = json.loads((tmp_path / "back/config.json").read_text())
-    # What versions 4 and 5 write of RoPE says the same; ministral3 is in 5 alone.
-    for keys in ([] if name == "ministral3" else [OF_5]) + [OF_4]:
+    # What versions 4 and 5 write of RoPE says the same; two types are in 5 alone.
+    for keys in ([] if name in ("ministral3", "mellum") else [OF_5]) + [OF_4]:
         kept = {key: value for key, value in written.items() if key not in keys}
         assert model_of(case.model_type, kept) == model_of(case.model_type, written)
     config = transformers.AutoConfig.from_pretrained(tmp_path / "back")
@@ -135,8 +135,9 @@ def test_missing_keys_have_transformers_defaults_and_all_keys_are_known(model_ty
 
 HARMLESS = {
     *transformers.PreTrainedConfig().to_dict(),
-    *("bos_token_id", "eos_token_id", "pad_token_id", "eod_token_id", "use_cache", "pretraining_tp"),
-    *("embd_pdrop", "emb_pdrop", "embedding_dropout", "classifier_dropout", "layerdrop", "is_decoder"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "eod_token_id", "sep_token_id", "use_cache", "pretraining_tp"),
+    *("embd_pdrop", "emb_pdrop", "embedding_dropout", "classifier_dropout", "layerdrop", "is_decoder", "n_ctx"),
+    "activation_dropout",
     *("init_device", "slow_but_exact", "output_router_logits", "router_aux_loss_coef", "router_jitter_noise"),
 }
 """Keys that do not change logits: of training, of generation and of other classes."""

@@ -74,6 +74,8 @@ def test_a_program_compiled_with_other_options_is_noted(monkeypatch):
 
 rare = partial(pytest.param, marks=pytest.mark.exhaustive)
 SMALL = {"num_layers": 6, "hidden_size": 512, "num_heads": 8, "sequence_length": 512, "global_batch_size": 32}
+PLAIN = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+"""Masks double what a program takes to compile: GPT's and BERT's memory is compared with them, other cases without."""
 PAIRS = [
     rare("1x1", {"global_batch_size": 8}),
     ("1x1", {"global_batch_size": 8, "recompute": "none"}),
@@ -87,7 +89,7 @@ PAIRS = [
     rare("8x1", {}),
     rare("1x8", {"recompute": "none"}),
     rare("1x1", {"global_batch_size": 8, "recompute": "none", "unroll_layers": True}),
-    ("2x4", {"microbatch_size": 4, "recompute": "none", "unroll_layers": True, "zero": 1}),
+    ("2x4", {"microbatch_size": 4, "recompute": "none", "unroll_layers": True, "zero": 1, **PLAIN}),
 ]
 
 
@@ -111,7 +113,7 @@ def test_compiled_memory_is_as_planned(mesh, changes):
 @pytest.mark.aot
 @pytest.mark.long
 def test_compiled_memory_beside_a_teacher_is_as_planned():
-    settings = SMALL | {"num_layers": 2, "microbatch_size": None, "attention": "xla", "recompute": "none"}
+    settings = SMALL | {"num_layers": 2, "microbatch_size": None, "attention": "xla", "recompute": "none", **PLAIN}
     taught = {"teacher": "a test", "teacher_width": 1024, "mesh": "2x4"}
     report = inspect(config.replace(config.load("gpt2-small"), **settings, **taught), find_target("h100x8"))
     checks = errors(report)
@@ -125,10 +127,10 @@ def test_compiled_memory_beside_a_teacher_is_as_planned():
 SHIPPED = [
     ("bert-base", {}),
     rare("bert-336m", {}),
-    ("t5-small", {}),
+    ("t5-small", PLAIN),
     rare("t5-base", {}),
     rare("gpt2-small", {"mesh": "1x1", "global_batch_size": 8, "microbatch_size": None, "recompute": "none"}),
-    ("gpt2-355m", {"mesh": "2x4", "global_batch_size": 16, "microbatch_size": None, "recompute": "none"}),
+    ("gpt2-355m", {"mesh": "2x4", "global_batch_size": 16, "microbatch_size": None, "recompute": "none", **PLAIN}),
 ]
 
 

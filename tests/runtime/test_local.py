@@ -73,7 +73,7 @@ def test_who_does_not_follow_a_failure_is_killed(scripts):
     ended = run_members(scripts("exit 75", "sleep 60", "trap '' TERM; sleep 60"), 0.3)
     assert ended.codes == [75, -signal.SIGKILL, -signal.SIGKILL]
     assert ended.code == 75
-    assert 0.5 < time.monotonic() - begun < 20
+    assert 0.5 < time.monotonic() - begun < 59
 
 
 @pytest.mark.parametrize(

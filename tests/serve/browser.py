@@ -68,7 +68,7 @@ class Page:
 
     def until(self, expression: str) -> Any:
         """Its value once that is true."""
-        end = time.monotonic() + 30
+        end = time.monotonic() + 120
         while not (value := self.value(expression)):
             assert time.monotonic() < end, expression
             time.sleep(0.05)

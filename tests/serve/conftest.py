@@ -72,6 +72,6 @@ def served(folder: Path, sequences: int, mesh: str = "1x1") -> Iterator[Live]:
     assert ready.wait(120)
     yield Live(address_of(bound), service, folder)
     server.drain()
-    thread.join(30)
+    thread.join(120)
     bound.close()
     assert not thread.is_alive() and host.failure is None

@@ -102,7 +102,7 @@ def test_remote_replica_of_two_processes_equals_local_engine(monkeypatch) -> Non
     remote.wake()
     remote.run(stopped)
     for thread in (leader, follower):
-        thread.join(30)
+        thread.join(120)
         assert not thread.is_alive()
     assert second.load == (0, 0) and not [key for key in service.values if "plan" not in key]
 

@@ -29,6 +29,7 @@ ATTENTION: dict[str, Any] = {
     "rope_original_length": 3,
 }
 DOCUMENTS: dict[str, Any] = {"reset_attention_mask": True, "reset_position_ids": True}
+PLAIN: dict[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 BERT: dict[str, Any] = {"family": "bert"}
 """Padded samples; tokens attend to all others, and one head reads the first token, another masked ones."""
 
@@ -55,7 +56,7 @@ CASES: list[Any] = [
     pytest.param("data=1,context=2,model=1", {}, {"recompute": "full", "zero": 1}, marks=pytest.mark.long),
     pytest.param(
         "data=1,context=2,model=2",
-        {"family": "llama", "q_lora_rank": 28, **LATENT},
+        {"family": "llama", "q_lora_rank": 28, **LATENT, **PLAIN},
         {"recompute": "full", "sequence_parallel": True, "zero": 3},
         marks=pytest.mark.long,
     ),
@@ -67,7 +68,7 @@ CASES: list[Any] = [
     ),
     pytest.param(
         "data=1,stage=2,context=2,model=1",
-        BERT,
+        BERT | PLAIN,
         {"context_method": "all-gather", "microbatch_size": 2},
         marks=pytest.mark.long,
     ),
@@ -118,7 +119,7 @@ def one_device(model):
 
 @pytest.mark.parametrize(("mesh", "model", "settings"), [*CASES, *PRODUCT])
 def test_losses_and_gradients_are_those_of_one_device(mesh, model, settings, monkeypatch):
-    """In float32, dropout on; where layers are computed again the kernel takes a few queries at a time."""
+    """In float32; where layers are computed again the kernel takes a few queries at a time."""
     if settings.get("recompute") == "full":
         monkeypatch.setattr(blocks, "QUERIES_AT_A_TIME", 3)
     known = one_device(tuple(model.items()))

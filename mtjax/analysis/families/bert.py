@@ -13,22 +13,25 @@ from mtjax.layout.stacks import stacks_of
 def bert(model: Model) -> Anatomy:
     """Builds the anatomy of a BERT.
 
-    Post-LN models have a norm on the embeddings, pre-LN ones after the stack (Figure 7 of arXiv 1909.08053).
+    Post-LN models have a norm on the embeddings, pre-LN ones after the stack (Figure 7 of arXiv 1909.08053), or in both
+    places.
     """
     rows, hidden, tokens = padded_vocab_size(model), model.hidden_size, model.sequence_length
     is_post = model.norm_placement == "post"
-    norm = Norm("embedding_norm" if is_post else "final_norm", norm_vectors(model), hidden)
+    vectors, is_normed = norm_vectors(model), is_post or model.embedding_norm
+    last = () if is_post else (Norm("final_norm", vectors, hidden),)
     parts = (self_attention(model, tokens, is_causal=False), mlp(model, tokens))
-    embed = (Lookup(rows, hidden), Positions(tokens, hidden), TokenTypes(model.num_token_types, hidden))
+    positions = (Positions(tokens, hidden),) if model.position == "learned" else ()
+    embed = (Lookup(rows, hidden), *positions, TokenTypes(model.num_token_types, hidden))
     if model.head == "language":
         head = _pretraining(model)
     else:
         head = (Spans(hidden, tokens) if model.head == "spans" else OneToken(hidden, num_outputs(model)),)
     return Anatomy(
         model,
-        embed=(*embed, norm) if is_post else embed,
+        embed=(*embed, *((Norm("embedding_norm", vectors, hidden),) if is_normed else ())),
         stacks=tuple(Stack.of(stack, model, *parts, norms_outputs=is_post) for stack in stacks_of(model)),
-        head=head if is_post else (norm, *head),
+        head=(*last, *head),
     )
 
 
@@ -41,6 +44,7 @@ def _pretraining(model: Model) -> tuple[Part, ...]:
         sequence=model.sequence_length,
         owns_table=not model.tie_embeddings,
         norm=norm_vectors(model),
+        has_bias=model.head_bias,
         takes_first=model.sentence_order,
     )
     order = OneToken(model.hidden_size, 2, "order", stands_alone=False)

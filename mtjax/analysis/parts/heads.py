@@ -76,12 +76,14 @@ class MaskedOutput(Output):
     sequence: int = 0
     """Tokens of a sample."""
     norm: tuple[str, ...] = ("scale", "bias")
+    has_bias: bool = True
+    """Of the dense layer."""
     takes_first: bool = True
     """Whether the head of the sentence order reads the first token's hidden state too."""
 
     @property
     def weights(self) -> list[Weight]:
-        dense = linear("head.dense", {"embed": self.hidden}, {"features": self.hidden})
+        dense = linear("head.dense", {"embed": self.hidden}, {"features": self.hidden}, bias=self.has_bias)
         bias = weight("head.bias", {"vocab": self.rows})
         return [*dense, *norm("head.norm", self.norm, self.hidden), bias, *super().weights]
 

@@ -14,6 +14,12 @@ BERT = Family(
         "hidden_dropout": 0.1,
         "attention_dropout": 0.1,
     },
-    choices={"position": ("learned",), "norm_placement": ("pre", "post")},
-    own=frozenset({"num_token_types", "sentence_order", "pooler_activation"}),
+    choices={"position": ("learned", "rope"), "norm_placement": ("pre", "post")},
+    own=frozenset(
+        {
+            *("num_token_types", "sentence_order", "pooler_activation", "head_bias"),
+            *("embedding_norm", "first_attention_norm"),
+            *("attention_window", "window_layers", "rope_layers", "rope_local_theta"),
+        }
+    ),
 )

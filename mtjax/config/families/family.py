@@ -34,7 +34,7 @@ LATENT = frozenset({"kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_
 
 DECODER = frozenset(
     {
-        *("embedding_scale", "embedding_norm", "parallel_residual", "residual_scale"),
+        *("embedding_scale", "embedding_norm", "first_attention_norm", "parallel_residual", "residual_scale"),
         *("output_scale", "output_softcap", "output_bias"),
         *("mtp_num_layers", "mtp_loss_scaling_factor"),
         *("qk_norm", "qk_norm_scope", "qk_norm_kind", "qk_norm_bias", "qk_norm_after_rope", "qkv_clip"),
@@ -46,7 +46,7 @@ DECODER = frozenset(
 )
 """Settings of decoders, in which the models differ that people train; families that do not have them refuse any value
 but the default."""
-ENCODER = frozenset({"pooler_activation", "relative_bias_layers"})
+ENCODER = frozenset({"head_bias", "pooler_activation", "relative_bias_layers"})
 """Settings of one of the families with an encoder, which others refuse likewise."""
 
 

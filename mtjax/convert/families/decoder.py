@@ -5,11 +5,13 @@ from dataclasses import replace
 from typing import Any
 
 from mtjax.config import Model
+from mtjax.config.field_metadata import LAYERS
 from mtjax.convert.families.decoder_rows import Names, decoder_rows
 from mtjax.convert.families.family import Family, Json, head_json, head_settings
 from mtjax.convert.families.parts import Part, activation, always, fields, no_biases
 from mtjax.convert.families.rope import rope
 from mtjax.convert.table import Row
+from mtjax.errors import UserError
 
 Only = Mapping[str, tuple[Any, ...]]
 
@@ -19,7 +21,6 @@ UNSUPPORTED: Only = {
     "use_bidirectional_attention": (False, None),
 }
 """Keys of any type that would change the network."""
-UNPACKED: Only = {"quantization_config": (None,)}
 
 
 def sizes(
@@ -95,6 +96,27 @@ def layer_norm(key: str = "layer_norm_eps") -> Part:
     )
 
 
+def _settings(parts: tuple[Part, ...], defaults: Json, config: Json, aliases: Mapping[str, str]) -> dict[str, Any]:
+    """Returns mtjax's settings, for arguments as of `decoder`.
+
+    Raises:
+      UserError: a value is not supported.
+    """
+    renamed = {ours: config[theirs] for theirs, ours in aliases.items() if theirs in config}
+    values = {**defaults, **renamed, **config}
+    for key in ("num_hidden_layers", "n_layer", "n_layers"):
+        # Patterns of layers are made from it.
+        count = values.get(key, 1)
+        if not (isinstance(count, int) and 1 <= count <= LAYERS):
+            raise UserError(f"{key} is {count!r}, and must be between 1 and {LAYERS}")
+    settings: dict[str, Any] = {}
+    for part in parts:
+        settings |= part.read(values)
+    if not settings.get("attention_window"):
+        settings.pop("rope_local_theta", None)  # of layers with a window, of which there are none
+    return settings
+
+
 def decoder(
     model_type: str,
     name: str,
@@ -106,7 +128,8 @@ def decoder(
     only: Only | None = None,
     architecture: str = "ForCausalLM",
     classifies: bool = True,
-    packed: bool = False,
+    packed: str = "fp8",
+    aliases: Mapping[str, str] | None = None,
 ) -> Family:
     """Describes a decoder type.
 
@@ -120,18 +143,16 @@ def decoder(
       ignored: returns regular expressions of further tensors that are not read.
       only: keys -> the only values that are supported; a missing key is.
       architecture: ending of the class with a language head.
-      packed: whether quantized weights are supported, which the parts then check.
+      packed: the quantized weights that are read, as in `Family.packed`.
       classifies: whether transformers has a class for sequence classification.
+      aliases: other names of keys -> the names in `defaults`.
     """
     names = names or Names()
     language = f"{name}{architecture}"
-    supported = {**UNSUPPORTED, **({} if packed else UNPACKED), **(only or {})}
+    supported = {**UNSUPPORTED, **(only or {})}
 
     def read(config: Json, tensors: frozenset[str]) -> dict[str, Any]:
-        values = {**defaults, **config}
-        settings: dict[str, Any] = {}
-        for part in parts:
-            settings |= part.read(values)
+        settings = _settings(parts, defaults, config, aliases or {})
         return settings | head_settings(config)
 
     def write(model: Model) -> dict[str, Any]:
@@ -150,5 +171,6 @@ def decoder(
         write=write,
         only=supported,
         fit=lambda table, model: replace(table, rows=rows(names, model), ignored=(*table.ignored, *ignored(model))),
-        keys=frozenset(key for part in parts for key in part.keys) | frozenset(supported),
+        keys=frozenset(key for part in parts for key in part.keys) | frozenset(supported) | frozenset(aliases or ()),
+        packed=packed,
     )

@@ -32,7 +32,7 @@ class Names:
     """Without prefix."""
     layer: str = "layers.{layer}"
     attention: str = "self_attn"
-    """In a layer, as all norms and `mlp`; the names up to `key_norm` are in it."""
+    """In a layer, as all norms and `mlp`; the names up to `sinks` are in it."""
     query: str = "q_proj"
     key: str = "k_proj"
     value: str = "v_proj"
@@ -44,6 +44,7 @@ class Names:
     value."""
     query_norm: str = "q_norm"
     key_norm: str = "k_norm"
+    sinks: str = "sinks"
     attention_norm: str = "input_layernorm"
     attention_output_norm: str = ""
     mlp_norm: str = "post_attention_layernorm"
@@ -109,7 +110,7 @@ def attention_rows(names: Names, model: Model) -> tuple[Row, ...]:
         *norm(f"{LAYERS}.attention_output_norm", names.block + names.attention_output_norm),
         *(_fused(names, model) if names.qkv else _separate(names, model)),
         *_head_norms(names, model),
-        row(f"{ours}.sinks", names.in_attention("sinks"), "heads"),
+        row(f"{ours}.sinks", names.in_attention(names.sinks), "heads"),
         *linear(f"{ours}.output", names.in_attention(names.attention_output), "heads*head_dim", "embed"),
     )
 

@@ -1,10 +1,11 @@
-"""transformers' `deepseek_v2` and `deepseek_v3`: latent attention and experts (arXiv 2405.04434, 2412.19437)."""
+"""transformers' types with latent attention: `deepseek_v2`, `deepseek_v3` (arXiv 2405.04434, 2412.19437), `sarvam_mla`,
+and without experts `youtu` and `minicpm3`."""
 
 from dataclasses import replace
 
 from mtjax.config import Model
 from mtjax.convert.families.decoder import LIKE_LLAMA, NO_BIASES, ROPE, Only, decoder, sizes
-from mtjax.convert.families.decoder_rows import LAYERS, Names, in_dense_layers, mlp_rows, outside_rows
+from mtjax.convert.families.decoder_rows import LAYERS, Names, Order, in_dense_layers, mlp_rows, outside_rows
 from mtjax.convert.families.experts import (
     AFTER_FIRST,
     DEEPSEEK,
@@ -28,6 +29,7 @@ LATENT = fields(
     qk_rope_head_dim="qk_rope_head_dim",
     v_head_dim="v_head_dim",
 )
+NEIGHBOURS = Names(interleaved=True)
 MSCALE, MSCALE_ALL = "mscale", "mscale_all_dim"
 
 
@@ -64,8 +66,8 @@ def _write_scale(model: Model) -> Json:
     return found | written
 
 
-def _rows(names: Names, model: Model) -> tuple[Row, ...]:
-    """Returns the rows of a decoder with latent attention."""
+def latent_rows(names: Names, model: Model) -> tuple[Row, ...]:
+    """Returns the rows of a decoder with latent attention and experts."""
     attention = _attention(names, model)
     return (
         *outside_rows(names),
@@ -77,7 +79,7 @@ def _rows(names: Names, model: Model) -> tuple[Row, ...]:
 
 def _rows_with_predictions(names: Names, model: Model) -> tuple[Row, ...]:
     """Returns the rows of a decoder whose layers of multi-token prediction follow the others."""
-    rows = _rows(names, model)
+    rows = latent_rows(names, model)
     for number in range(1, model.mtp_num_layers + 1):
         at, ours = model.num_layers + number - 1, f"mtp_{number}"
         block = names.block.format(layer=at)
@@ -132,12 +134,14 @@ def _attention(names: Names, model: Model) -> tuple[Row, ...]:
     ours = f"{LAYERS}.attention"
     rotated = model.qk_rope_head_dim
 
-    def order(axis: str, still: int) -> tuple[str, tuple[int, ...]]:
-        """Returns the order of channels of which the last rotate, as neighbours."""
+    def order(axis: str, still: int) -> Order:
+        """Returns the order of channels of which the last rotate, as neighbours if names.interleaved."""
+        if not names.interleaved:
+            return None
         pairs = (*range(0, rotated, 2), *range(1, rotated, 2))
         return axis, (*range(still), *(still + i for i in pairs))
 
-    def matrix(parameter: str, theirs: str, shape: str, order: tuple[str, tuple[int, ...]] | None = None) -> Row:
+    def matrix(parameter: str, theirs: str, shape: str, order: Order = None) -> Row:
         name = f"{names.in_attention(theirs)}.weight"
         return Row(f"{ours}.{parameter}.weight", (Tensor(name, dims(shape), order=order),))
 
@@ -168,16 +172,15 @@ def _write_ranks(model: Model) -> Json:
     }
 
 
-COMMON = (
+WITHOUT_EXPERTS = (
     *LIKE_LLAMA,
     NO_BIASES,
     unused("head_dim", "qk_head_dim", "num_key_value_heads"),
     always(num_kv_heads=None),
     Part(LATENT.keys, _read_ranks, _write_ranks),
     Part(ROPE.keys, _read_scale, _write_scale),
-    fields(num_experts="n_routed_experts"),
-    AFTER_FIRST,
 )
+COMMON = (*WITHOUT_EXPERTS, fields(num_experts="n_routed_experts"), AFTER_FIRST)
 WIDTHS = {
     "q_lora_rank": 1536,
     "kv_lora_rank": 512,
@@ -213,30 +216,119 @@ DEEPSEEK_V2 = decoder(
             "norm_topk_prob": model.router_normalize,
         },
     ),
-    rows=_rows,
+    names=NEIGHBOURS,
+    rows=latent_rows,
     only={**ONLY, "mlp_bias": (False,), "topk_method": ("greedy", "group_limited_greedy")},
 )
-_WITHOUT_COPIES = decoder(
-    "deepseek_v3",
-    "DeepseekV3",
+NO_MORE_TOKENS = Part(
+    ("num_nextn_predict_layers", "num_mtp_layers"),
+    lambda values: {},
+    lambda model: {"num_nextn_predict_layers": 0},
+)
+"""Layers of multi-token prediction, which are not read, follow the others."""
+
+
+def after_last(model: Model) -> tuple[str, ...]:
+    """Returns the names of the tensors of a layer after the last."""
+    return (rf"model\.layers\.{model.num_layers}\..*",)
+
+
+V3_SIZES = (
     sizes(7168, 18_432, 61, 128, 128, 129_280, 4096)
     | WIDTHS
     | {"first_k_dense_replace": 3, "n_group": 8, "topk_group": 4, "norm_topk_prob": True}
     | {"n_routed_experts": 256, "n_shared_experts": 1, "moe_intermediate_size": 2048, "routed_scaling_factor": 2.5}
-    | {"num_experts_per_tok": 8, "num_nextn_predict_layers": 0},
-    *COMMON,
-    shared_experts("n_shared_experts", least=0),
-    groups(),
-    SIGMOID,
-    NORMALIZED,
+    | {"num_experts_per_tok": 8}
+)
+V3_PARTS = (*COMMON, shared_experts("n_shared_experts", least=0), groups(), SIGMOID, NORMALIZED)
+V3_ONLY: Only = {**ONLY, **SIGMOID_KEYS, "rope_interleave": (True,)}
+_WITHOUT_COPIES = decoder(
+    "deepseek_v3",
+    "DeepseekV3",
+    V3_SIZES | {"num_nextn_predict_layers": 0},
+    *V3_PARTS,
     Part(
         ("num_nextn_predict_layers",),
         lambda values: {"mtp_num_layers": values["num_nextn_predict_layers"] or 0},
         lambda model: {"num_nextn_predict_layers": model.mtp_num_layers},
     ),
+    names=NEIGHBOURS,
     rows=_rows_with_predictions,
     # Read with the language head only.
     ignored=lambda model: (rf"model\.layers\.{model.num_layers + model.mtp_num_layers}\..*",),
-    only={**ONLY, **SIGMOID_KEYS, "rope_interleave": (True,)},
+    only=V3_ONLY,
 )
 DEEPSEEK_V3 = replace(_WITHOUT_COPIES, read=_read, fit=_table)
+SARVAM_MLA = decoder(
+    "sarvam_mla",
+    "DeepseekV3",
+    V3_SIZES
+    | sizes(4096, 16_384, 32, 64, None, 262_144, 4096)
+    | {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "n_routed_experts": 128}
+    | {"initializer_range": 0.006},
+    *V3_PARTS,
+    NO_MORE_TOKENS,
+    names=NEIGHBOURS,
+    rows=latent_rows,
+    only=V3_ONLY,
+    aliases={"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts"},
+    classifies=False,
+)
+
+
+def _dense_rows(names: Names, model: Model) -> tuple[Row, ...]:
+    """Returns the rows of a decoder with latent attention and without experts."""
+    return (*outside_rows(names), *_attention(names, model), *mlp_rows(names))
+
+
+def _first_std(values: Json) -> Settings:
+    std = values["initializer_range"]
+    return {"init_std": 2.0 / (5.0 * values["hidden_size"]) ** 0.5 if std is None else std}
+
+
+YOUTU = decoder(
+    "youtu",
+    "Youtu",
+    sizes(2048, 6144, 32, 16, 16, 128_256, 131_072) | WIDTHS | {"tie_word_embeddings": True, "initializer_range": None},
+    *WITHOUT_EXPERTS,
+    Part((), _first_std, lambda model: {}),
+    unused("embedding_initializer_range"),
+    names=NEIGHBOURS,
+    rows=_dense_rows,
+    only={"attention_bias": (False,), "rope_interleave": (True,)},
+    classifies=False,
+)
+
+
+def _read_minicpm(values: Json) -> Settings:
+    """Reads the factors of the embeddings, of sublayers and of the logits; null is none."""
+    depth, base, hidden = values["scale_depth"], values["dim_model_base"], values["hidden_size"]
+    return {
+        "v_head_dim": values["v_head_dim"] or hidden // values["num_attention_heads"],
+        "embedding_scale": float(values["scale_emb"]),
+        "residual_scale": 1.0 if depth is None else depth / values["num_hidden_layers"] ** 0.5,
+        "output_scale": 1.0 if base is None else base / hidden,
+    }
+
+
+def _write_minicpm(model: Model) -> Json:
+    layers, scale = model.num_layers, model.residual_scale
+    return {
+        "scale_emb": model.embedding_scale,
+        "scale_depth": inverse(lambda depth: depth / layers**0.5, scale, scale * layers**0.5),
+        "dim_model_base": round(model.output_scale * model.hidden_size),
+    }
+
+
+MINICPM3 = decoder(
+    "minicpm3",
+    "MiniCPM3",
+    sizes(2560, 6400, 62, 40, 40, 73_448, 32_768)
+    | {"rms_norm_eps": 1e-5, "tie_word_embeddings": True, "initializer_range": 0.1}
+    | {"q_lora_rank": 768, "kv_lora_rank": 256, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": None}
+    | {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256},
+    *WITHOUT_EXPERTS,
+    Part(("scale_emb", "scale_depth", "dim_model_base"), _read_minicpm, _write_minicpm),
+    rows=_dense_rows,
+    only={"attention_bias": (False,), "mlp_bias": (False,)},
+)

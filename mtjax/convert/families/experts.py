@@ -28,7 +28,7 @@ from mtjax.convert.families.llama import GRANITE_SIZES, MULTIPLIERS
 from mtjax.convert.families.parts import Part, Settings, always, biases, fields, given, unused, window, windows
 from mtjax.convert.families.rope import ORIGINAL
 from mtjax.convert.families.rows import experts, linear, norm, row, stacked
-from mtjax.convert.table import Row
+from mtjax.convert.table import Dims, Row, Tensor
 from mtjax.errors import UserError
 
 
@@ -48,6 +48,7 @@ class Experts:
     """Its dimensions; those of the tensor of all down projections are `down_shape`."""
     down_shape: str = ""
     selection_bias: str = "gate.e_score_correction_bias"
+    selection_dims: Dims = (("routes",),)
 
     def rows(self, names: Names, model: Model) -> tuple[Row, ...]:
         """Returns the rows of a decoder with experts."""
@@ -68,7 +69,7 @@ class Experts:
             *norm(f"{ours}_output_norm", names.block + names.mlp_output_norm),
             row(f"{ours}.router.weight", f"{theirs}.{self.router}.weight", "routes embed"),
             row(f"{ours}.router.linear_bias", f"{theirs}.{self.router}.bias", "routes"),
-            row(f"{ours}.router.bias", f"{theirs}.{self.selection_bias}", "routes"),
+            Row(f"{ours}.router.bias", (Tensor(f"{theirs}.{self.selection_bias}", self.selection_dims),)),
             *self._expert_rows(ours, theirs),
             *stacked(f"{ours}.shared.up", "gate", (f"{shared}.{self.gate}", f"{shared}.{self.up}"), "embed", "mlp"),
             *linear(f"{ours}.shared.down", f"{shared}.{self.down}", "mlp", "embed"),
@@ -152,7 +153,7 @@ UNUSED = unused("sliding_window", "max_window_layers", "layer_types")
 STEPS = {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": False}
 
 
-def _counted(*keys: str, default: int | None = None) -> Part:
+def counted(*keys: str, default: int | None = None) -> Part:
     """Returns the part of the number of experts, which versions of transformers read from different keys."""
 
     def read(values: Json) -> Settings:
@@ -171,7 +172,7 @@ QWEN3_MOE = decoder(
     biases("attention_bias"),
     always(qk_norm=True),
     # transformers 5 renamed num_experts.
-    _counted("num_local_experts", "num_experts", default=128),
+    counted("num_local_experts", "num_experts", default=128),
     *QWEN_EXPERTS,
     UNUSED,
     rows=QWEN_ROWS,
@@ -270,7 +271,7 @@ DOTS1 = decoder(
     biases("attention_bias"),
     always(qk_norm=True),
     windows(lambda values, layer: layer >= values["max_window_layers"], "max_window_layers"),
-    _counted("n_routed_experts", "num_local_experts"),
+    counted("n_routed_experts", "num_local_experts"),
     shared_experts("n_shared_experts"),
     groups(),
     SIGMOID,
@@ -281,6 +282,14 @@ DOTS1 = decoder(
     classifies=False,
 )
 
+GRANITE_NAMES = Experts(
+    SPARSE,
+    router="router.layer",
+    up_tensor="input_linear.weight",
+    up_shape="expert gate*mlp embed",
+    down="output_linear.weight",
+    down_shape="expert embed mlp",
+)
 GRANITEMOE = decoder(
     "granitemoe",
     "GraniteMoe",
@@ -291,24 +300,9 @@ GRANITEMOE = decoder(
     *MULTIPLIERS,
     TOP_K,
     SAME_SIZE,
-    rows=Experts(
-        SPARSE,
-        router="router.layer",
-        up_tensor="input_linear.weight",
-        up_shape="expert gate*mlp embed",
-        down="output_linear.weight",
-        down_shape="expert embed mlp",
-    ).rows,
+    rows=GRANITE_NAMES.rows,
     classifies=False,
 )
-
-
-def _read_packed(values: Json) -> Settings:
-    """Checks that quantized weights are those that are read."""
-    packed = values.get("quantization_config")
-    if packed and packed.get("quant_method") != "mxfp4":
-        raise UserError(f"quant_method of quantization_config is {packed.get('quant_method')!r}, but must be 'mxfp4'")
-    return {}
 
 
 GPT_OSS = decoder(
@@ -338,7 +332,6 @@ GPT_OSS = decoder(
     windows(lambda values, layer: layer % 2 == 0),
     TOP_K,
     SAME_SIZE,
-    Part(("quantization_config",), _read_packed, lambda model: {}),
     rows=Experts(
         router="router",
         up_tensor="experts.gate_up_proj",
@@ -347,5 +340,5 @@ GPT_OSS = decoder(
         down_shape="expert mlp embed",
     ).rows,
     only={"swiglu_alpha": (1.702,), "swiglu_limit": (7.0,), "hidden_act": ("silu",)},
-    packed=True,
+    packed="mxfp4",
 )

@@ -7,6 +7,8 @@ from typing import Any
 from mtjax.config import Config, Model, replace
 from mtjax.config.model_identity import effective_settings
 from mtjax.config.sizes import num_outputs, rotated_layers, windowed_layers
+from mtjax.convert.families.foreign import foreign
+from mtjax.convert.fp8 import BLOCK
 from mtjax.convert.table import Table
 from mtjax.data.tokens.special_tokens import added_tokens
 from mtjax.data.tokens.tokenizer import Tokenizer
@@ -73,6 +75,8 @@ class Family:
     keys: frozenset[str] = frozenset()
     """All keys of config.json that `read` uses or `only` lists, of which an export keeps none that it does not write;
     empty for a family that keeps them."""
+    packed: str = "fp8"
+    """Quantized weights that are read: fp8, in blocks (`convert/fp8.py`), or mxfp4 (`convert/mxfp4.py`)."""
     unties: bool = True
     """Whether a model whose config.json ties the output is read as untied if the output differs from the embedding; not
     where tied outputs are also scaled."""
@@ -92,6 +96,8 @@ class Family:
             for key, values in self.only.items()
             if key in config and config[key] not in values
         ]
+        wrong += quantized(config, self.packed)
+        wrong += foreign(config, {*self.keys, *self.only, *(field.theirs for field in self.fields)})
         if wrong:
             raise UserError(f"{source} is a {self.model_type} that mtjax does not support: {'; '.join(wrong)}")
         simple = {field.ours: config.get(field.theirs, field.default) for field in self.fields}
@@ -116,6 +122,28 @@ class Family:
         return [
             f"{name} {value}" for name, value in ours.items() if name not in ignored and converted.get(name) != value
         ]
+
+
+QUANTIZED = ("quantization_config", "compression_config")
+"""Keys of config.json that say how weights are quantized."""
+
+
+def quantized(config: Json, packed: str) -> list[str]:
+    """Returns what of a config.json's quantized weights is not read; `packed` is as in `Family.packed`."""
+    wrong = []
+    for key in QUANTIZED:
+        found = config.get(key) or {}
+        method, block = found.get("quant_method", "not given"), found.get("weight_block_size")
+        if found and method != packed:
+            wrong.append(
+                f"{key} has quant_method {method!r}, but must have {packed!r}: save the weights without quantization"
+            )
+        elif method == "fp8" and (block != [BLOCK, BLOCK] or found.get("fmt", "e4m3") != "e4m3"):
+            wrong.append(
+                f"{key} has weight_block_size {block} and fmt {found.get('fmt', 'e4m3')!r}, but must have "
+                f"{[BLOCK, BLOCK]} and 'e4m3'"
+            )
+    return wrong
 
 
 PATTERNS = {"window_layers": windowed_layers, "rope_layers": rotated_layers}

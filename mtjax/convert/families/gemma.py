@@ -1,4 +1,7 @@
-"""transformers' `gemma`, `gemma2` and `gemma3_text` (arXiv 2403.08295, 2408.00118, 2503.19786)."""
+"""transformers' `gemma`, `gemma2`, `gemma3_text` and `vaultgemma` (arXiv 2403.08295, 2408.00118, 2503.19786,
+2510.15001)."""
+
+from dataclasses import replace
 
 from mtjax.convert.families.decoder import HEAD_DIM, RMS_NORM, ROPE, ROTARY, SIZES, decoder, sizes
 from mtjax.convert.families.decoder_rows import Names
@@ -39,15 +42,21 @@ GEMMA2_PARTS = (
     always(norm_placement="sandwich"),
     fields(output_softcap="final_logit_softcapping"),
 )
-GEMMA2 = decoder(
-    "gemma2",
-    "Gemma2",
-    GEMMA2_DEFAULTS,
-    *GEMMA2_PARTS,
+GEMMA2_ATTENTION = (
     ROPE,
     fields(attention_softcap="attn_logit_softcapping"),
     windows(lambda values, layer: layer % 2 == 0),
-    names=SANDWICH,
+)
+GEMMA2 = decoder("gemma2", "Gemma2", GEMMA2_DEFAULTS, *GEMMA2_PARTS, *GEMMA2_ATTENTION, names=SANDWICH)
+VAULTGEMMA = decoder(
+    "vaultgemma",
+    "VaultGemma",
+    GEMMA2_DEFAULTS,
+    *GEMMA2_PARTS,
+    *GEMMA2_ATTENTION,
+    always(norm_placement="pre"),
+    names=replace(SANDWICH, attention_output_norm="", mlp_output_norm=""),
+    classifies=False,
 )
 PATTERN = "sliding_window_pattern"
 GEMMA3_TEXT = decoder(

@@ -144,7 +144,7 @@ ERNIE4_5 = decoder(
 )
 
 
-def _read_alpha(values: Json) -> Settings:
+def read_alpha(values: Json) -> Settings:
     """Reads RoPE with `alpha`, which is the same as another base at every length."""
     given = rope_object(values)
     alpha = given.get("alpha")
@@ -161,8 +161,10 @@ HUNYUAN_V1_DENSE = decoder(
     sizes(4096, 11008, 32, 32, None, 290_943, 2048) | {"rms_norm_eps": 1e-5},
     *LIKE_LLAMA,
     HEAD_DIM,
-    Part(ROPE.keys, _read_alpha, ROPE.write),
+    Part(ROPE.keys, read_alpha, ROPE.write),
     biases("attention_bias"),
     always(qk_norm=True, qk_norm_after_rope=True),
     names=Names(query_norm="query_layernorm", key_norm="key_layernorm"),
+    # Published files share these with the type that has experts.
+    only={"qk_norm": (True,), "use_qk_norm": (True,), "num_experts": (1, None), "use_cla": (False,)},
 )

@@ -1,4 +1,6 @@
-"""transformers' types with layer norm and partial RoPE: GPT-NeoX, GPT-J, StableLM, StarCoder2, Nemotron and GLM-4."""
+"""transformers' types with layer norm and partial RoPE: GPT-NeoX, GPT-J, StableLM, StarCoder2, Nemotron and GLM."""
+
+from dataclasses import replace
 
 from mtjax.config.sizes import head_dim
 from mtjax.convert.families.decoder import (
@@ -56,41 +58,43 @@ def _read_rotary_dim(values: Json) -> Settings:
     return {"rope_theta": 10_000.0, "rope_fraction": (values["rotary_dim"] or width) / width}
 
 
-GPTJ = decoder(
-    "gptj",
-    "GPTJ",
+GPTJ_SIZES = (
     {"n_embd": 4096, "n_layer": 28, "n_head": 16, "n_inner": None, "n_positions": 2048, "vocab_size": 50_400}
     | {"layer_norm_epsilon": 1e-5, "rotary_dim": 64, "activation_function": "gelu_new", "resid_pdrop": 0.0}
-    | {"attn_pdrop": 0.0, "initializer_range": 0.02, "tie_word_embeddings": False},
+    | {"attn_pdrop": 0.0, "initializer_range": 0.02, "tie_word_embeddings": False}
+)
+GPT_SIZE_FIELDS = size_fields(
+    num_layers="n_layer",
+    hidden_size="n_embd",
+    num_heads="n_head",
+    num_kv_heads="",
+    mlp_size="n_inner",
+    sequence_length="n_positions",
+    hidden_dropout="resid_pdrop",
+    attention_dropout="attn_pdrop",
+)
+GPTJ_PARTS = (
     layer_norm("layer_norm_epsilon"),
-    size_fields(
-        num_layers="n_layer",
-        hidden_size="n_embd",
-        num_heads="n_head",
-        num_kv_heads="",
-        mlp_size="n_inner",
-        sequence_length="n_positions",
-        hidden_dropout="resid_pdrop",
-        attention_dropout="attn_pdrop",
-    ),
+    GPT_SIZE_FIELDS,
     activation("activation_function", gate=False, usual="gelu_new"),
     ROTARY,
     Part(("rotary_dim",), _read_rotary_dim, lambda model: {"rotary_dim": round(model.rope_fraction * head_dim(model))}),
     biases(with_mlp=True),
     always(parallel_residual="one_norm", output_bias=True),
-    names=Names(
-        prefix="transformer.",
-        embedding="wte",
-        final_norm="ln_f",
-        layer="h.{layer}",
-        attention="attn",
-        attention_norm="ln_1",
-        attention_output="out_proj",
-        up="fc_in",
-        down="fc_out",
-        interleaved=True,
-    ),
 )
+GPTJ_NAMES = Names(
+    prefix="transformer.",
+    embedding="wte",
+    final_norm="ln_f",
+    layer="h.{layer}",
+    attention="attn",
+    attention_norm="ln_1",
+    attention_output="out_proj",
+    up="fc_in",
+    down="fc_out",
+    interleaved=True,
+)
+GPTJ = decoder("gptj", "GPTJ", GPTJ_SIZES, *GPTJ_PARTS, names=GPTJ_NAMES)
 
 
 def _read_stablelm(values: Json) -> Settings:
@@ -153,20 +157,20 @@ NEMOTRON = decoder(
     always(norm_weight="offset"),
 )
 
+GLM_PARTS = (*LIKE_LLAMA, HEAD_DIM, rope(fraction=FRACTION), biases("attention_bias", with_attention="qkv"))
+GLM_SIZES = sizes(4096, 13_696, 40, 32, 2, 151_552, 131_072) | {
+    "rms_norm_eps": 1.5625e-7,
+    "head_dim": 128,
+    FRACTION: 0.5,
+    "attention_bias": True,
+}
+GLM_NAMES = Names(gate_up="gate_up_proj", interleaved=True)
+GLM = decoder("glm", "Glm", GLM_SIZES, *GLM_PARTS, names=GLM_NAMES)
 GLM4 = decoder(
     "glm4",
     "Glm4",
-    sizes(4096, 13_696, 40, 32, 2, 151_552, 131_072)
-    | {"rms_norm_eps": 1.5625e-7, "head_dim": 128, FRACTION: 0.5, "attention_bias": True},
-    *LIKE_LLAMA,
-    HEAD_DIM,
-    rope(fraction=FRACTION),
-    biases("attention_bias", with_attention="qkv"),
+    GLM_SIZES,
+    *GLM_PARTS,
     always(norm_placement="sandwich"),
-    names=Names(
-        gate_up="gate_up_proj",
-        attention_output_norm="post_self_attn_layernorm",
-        mlp_output_norm="post_mlp_layernorm",
-        interleaved=True,
-    ),
+    names=replace(GLM_NAMES, attention_output_norm="post_self_attn_layernorm", mlp_output_norm="post_mlp_layernorm"),
 )

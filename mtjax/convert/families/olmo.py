@@ -73,7 +73,7 @@ def _has_window(values: Json, layer: int) -> bool:
     return bool(pattern) and (layer + 1) % pattern != 0
 
 
-def _read_rotated(values: Json) -> Settings:
+def read_rotated(values: Json) -> Settings:
     """Reads which layers have RoPE: with a window anywhere, only those with a window."""
     if values["sliding_window"] is None:
         return {"rope_layers": "R"}
@@ -85,6 +85,7 @@ def _write_pattern(model: Model) -> Json:
     return {PATTERN: 4}
 
 
+WINDOW_PART = windows(_has_window, PATTERN, write=_write_pattern)
 EXAONE4 = decoder(
     "exaone4",
     "Exaone4",
@@ -93,7 +94,7 @@ EXAONE4 = decoder(
     ROPE,
     NO_BIASES,
     always(qk_norm=True, norm_placement="output"),
-    windows(_has_window, PATTERN, write=_write_pattern),
-    Part((), _read_rotated, lambda model: {}),
+    WINDOW_PART,
+    Part((), read_rotated, lambda model: {}),
     names=ON_OUTPUTS,
 )

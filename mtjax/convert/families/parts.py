@@ -131,8 +131,8 @@ def activation(key: str = "hidden_act", *, gate: bool = True, usual: str = "gelu
     return Part((key,), read, write)
 
 
-def _biases(attention: str, mlp: bool) -> Settings:
-    """Returns the settings of biases; the MLP's are those of `bias`."""
+def attention_settings(attention: str, *, mlp: bool) -> Settings:
+    """Returns the settings of biases: attention's are none, qkv or all, and the MLP's are those of `bias`."""
     return {"bias": mlp, "attention_bias": "auto" if attention == ("all" if mlp else "none") else attention}
 
 
@@ -152,7 +152,7 @@ def biases(
 
     def read(values: Json) -> Settings:
         of_attention = always if not attention else with_attention if values[attention] else "none"
-        return _biases(of_attention, bool(values[mlp]) if mlp else with_mlp)
+        return attention_settings(of_attention, mlp=bool(values[mlp]) if mlp else with_mlp)
 
     def write(model: Model) -> Json:
         found = {mlp: mlp_bias(model)} if mlp else {}

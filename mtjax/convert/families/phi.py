@@ -49,6 +49,7 @@ def _read_norm(values: Json) -> Settings:
     return {"qk_norm": True, **norm} if values["qk_layernorm"] else {"qk_norm": False}
 
 
+HEAD_NORM = Part(("qk_layernorm",), _read_norm, lambda model: {"qk_layernorm": model.qk_norm})
 PHI = decoder(
     "phi",
     "Phi",
@@ -62,7 +63,7 @@ PHI = decoder(
     FRACTION,
     biases(always="all", with_mlp=True),
     always(parallel_residual="one_norm", output_bias=True),
-    Part(("qk_layernorm",), _read_norm, lambda model: {"qk_layernorm": model.qk_norm}),
+    HEAD_NORM,
     fields(hidden_dropout="resid_pdrop"),
     names=Names(
         attention_output="dense",

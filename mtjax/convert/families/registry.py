@@ -6,12 +6,13 @@ from mtjax.config import Model
 from mtjax.convert.families.bert import BERT, MEGATRON_BERT
 from mtjax.convert.families.bloom import BLOOM, FALCON, MPT, OPT
 from mtjax.convert.families.cohere import COHERE, COHERE2
-from mtjax.convert.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from mtjax.convert.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, MINICPM3, SARVAM_MLA, YOUTU
 from mtjax.convert.families.distilbert import DISTILBERT
 from mtjax.convert.families.experts import DOTS1, GPT_OSS, GRANITEMOE, MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
 from mtjax.convert.families.family import Family, Json
-from mtjax.convert.families.gemma import GEMMA, GEMMA2, GEMMA3_TEXT
+from mtjax.convert.families.gemma import GEMMA, GEMMA2, GEMMA3_TEXT, VAULTGEMMA
 from mtjax.convert.families.gpt2 import GPT2
+from mtjax.convert.families.granite import GRANITE_SWA, GRANITEMOE_SWA, GRANITEMOESHARED
 from mtjax.convert.families.llama import (
     ERNIE4_5,
     GRANITE,
@@ -22,7 +23,35 @@ from mtjax.convert.families.llama import (
     MISTRAL,
     SMOLLM3,
 )
-from mtjax.convert.families.neox import GLM4, GPT_NEOX, GPTJ, NEMOTRON, STABLELM, STARCODER2
+from mtjax.convert.families.missing import MISSING
+from mtjax.convert.families.modernbert import MODERNBERT
+from mtjax.convert.families.near_experts import (
+    ERNIE4_5_MOE,
+    EXAONE_MOE,
+    FLEX_OLMO,
+    FLINT,
+    GLM4_MOE,
+    GLM4_MOE_LITE,
+    HUNYUAN_V1_MOE,
+    HY_V3,
+    MELLUM,
+    MINIMAX_M2,
+    SARVAM_MOE,
+    SOLAR_OPEN,
+)
+from mtjax.convert.families.near_gpt import BIOGPT, CODEGEN, GPT_BIGCODE, PERSIMMON
+from mtjax.convert.families.near_llama import (
+    ARCEE,
+    CWM,
+    EXAONE,
+    HELIUM,
+    HYPERCLOVAX,
+    INTERNLM3,
+    IQUESTCODER,
+    JAIS2,
+    SEED_OSS,
+)
+from mtjax.convert.families.neox import GLM, GLM4, GPT_NEOX, GPTJ, NEMOTRON, STABLELM, STARCODER2
 from mtjax.convert.families.olmo import EXAONE4, OLMO, OLMO2, OLMO3
 from mtjax.convert.families.phi import PHI, PHI3
 from mtjax.convert.families.qwen import QWEN2, QWEN3
@@ -35,13 +64,14 @@ _ALL = (
     *(STARCODER2, GPT_NEOX, GPTJ, OPT, BLOOM, FALCON, MPT, COHERE, COHERE2, STABLELM, SMOLLM3, GLM4, EXAONE4),
     *(ERNIE4_5, HUNYUAN_V1_DENSE, NEMOTRON, MINISTRAL, MINISTRAL3),
     *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GRANITEMOE, DOTS1, DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS),
-    *(BERT, MEGATRON_BERT, ROBERTA, XLM_ROBERTA, DISTILBERT, T5, MT5, UMT5),
+    *(GLM, ARCEE, JAIS2, HELIUM, SEED_OSS, CWM, HYPERCLOVAX, EXAONE, INTERNLM3, IQUESTCODER, VAULTGEMMA),
+    *(PERSIMMON, BIOGPT, GPT_BIGCODE, CODEGEN, YOUTU, MINICPM3, SARVAM_MLA),
+    *(GLM4_MOE, GLM4_MOE_LITE, SOLAR_OPEN, SARVAM_MOE, MINIMAX_M2, EXAONE_MOE, MELLUM, FLEX_OLMO, HUNYUAN_V1_MOE),
+    *(FLINT, HY_V3, GRANITEMOESHARED, GRANITE_SWA, GRANITEMOE_SWA, ERNIE4_5_MOE),
+    *(BERT, MEGATRON_BERT, ROBERTA, XLM_ROBERTA, DISTILBERT, MODERNBERT, T5, MT5, UMT5),
 )
 FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _ALL}
 """In the order in which an export prefers types that can represent a model equally well."""
-
-MISSING = {"modernbert": "its first layer has no norm before attention, unlike the others"}
-"""Types that are not supported -> the reason."""
 
 
 def family_of_config(config: Json, source: str) -> Family:

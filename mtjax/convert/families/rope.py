@@ -151,19 +151,20 @@ def scaling_object(model: Model) -> dict[str, Any]:
     return {"rope_type": kind} | {key: value for key, value in (found | lists).items() if value is not None}
 
 
-def rope_by_layer(local_key: str = "", local_theta: float | None = None) -> Part:
+def rope_by_layer(local_key: str = "", local_theta: float | None = None, *, theta: str = THETA) -> Part:
     """Returns the part of RoPE that differs between layers with full attention and with a window.
 
     Args:
       local_key: key of transformers 4 for the base in layers with a window; "" if that is `rope_theta`, too.
       local_theta: its default; that of `rope_theta` when None.
+      theta: key of transformers 4 for the base in layers with full attention.
     """
 
     def read(values: Json) -> Settings:
         nested = {kind: dict((values.get("rope_parameters") or {}).get(kind) or {}) for kind in (FULL, SLIDING)}
         nested[FULL] |= values.get("rope_scaling") or {}
-        default = values[THETA] if local_theta is None else local_theta
-        full = read_rope(values, nested[FULL], values[THETA])
+        default = values[theta] if local_theta is None else local_theta
+        full = read_rope(values, nested[FULL], values[theta])
         local = read_rope(values, nested[SLIDING], values.get(local_key, default) if local_key else default)
         if local == full:
             return full
@@ -173,13 +174,13 @@ def rope_by_layer(local_key: str = "", local_theta: float | None = None) -> Part
 
     def write(model: Model) -> Json:
         full = {"rope_theta": model.rope_theta, **scaling_object(model)}
-        theta = model.rope_local_theta
-        local = full if theta is None else {"rope_theta": theta, "rope_type": "default"}
+        base = model.rope_local_theta
+        local = full if base is None else {"rope_theta": base, "rope_type": "default"}
         return {
-            "rope_theta": model.rope_theta,
+            theta: model.rope_theta,
             "rope_scaling": None if model.rope_scaling == "none" else scaling_object(model),
             "rope_parameters": {FULL: full, SLIDING: local},
             **({local_key: local["rope_theta"]} if local_key else {}),
         }
 
-    return Part((*KEYS, THETA, *((local_key,) if local_key else ())), read, write)
+    return Part((*KEYS, theta, *((local_key,) if local_key else ())), read, write)

@@ -1,7 +1,8 @@
 """BERT: bidirectional attention over two sentences, masked-LM head and sentence-order head (section 5 of the paper).
 
 Depending on its settings, with the paper's pre-LN layers and a final norm (Figure 7b), or with the original's post-LN
-layers and a norm on the embeddings (Figure 7a).
+layers and a norm on the embeddings (Figure 7a); with learned positions, or with rotary ones and sliding windows
+(ModernBERT, arXiv 2412.13663).
 """
 
 from collections.abc import Mapping
@@ -21,10 +22,11 @@ from mtjax.models.linear import normal
 from mtjax.models.norms import make_norm
 from mtjax.models.project import reshard_sequence
 from mtjax.models.recompute import Recompute
+from mtjax.models.rotary import Rotary
 from mtjax.models.stack import Stack
 from mtjax.models.trunk import Batch, HiddenStates, Keys, Section, run_sections
 from mtjax.models.vocabulary import WithVocabulary
-from mtjax.sharding.axes import local_positions
+from mtjax.sharding.axes import local_positions, num_shards
 from mtjax.sharding.context.ring_attention import Method
 from mtjax.sharding.context.zigzag import from_first_context_rank
 from mtjax.sharding.vocab import LossOptions, vocab_parallel_cross_entropy
@@ -49,8 +51,10 @@ class Encoder(nnx.Module):
             model, dtype, kind="transformer", recompute=recompute, parallel=config.parallel, key=stack_key
         )
         # Pre-LN has a norm after the last layer, post-LN one on the embeddings.
-        self.embedding_norm = make_norm(model, dtype) if model.norm_placement == "post" else _unchanged
+        is_normed = model.norm_placement == "post" or model.embedding_norm
+        self.embedding_norm = make_norm(model, dtype) if is_normed else _unchanged
         self.final_norm = make_norm(model, dtype) if model.norm_placement == "pre" else _unchanged
+        self.rotary = Rotary(model) if model.position == "rope" else None
         self.rate = model.hidden_dropout
         self.method: Method = config.parallel.context_method
         self.dtype = dtype
@@ -94,9 +98,18 @@ class Encoder(nnx.Module):
             )
 
     def _context(self, batch: Batch, keys: Keys, hidden: HiddenStates) -> LayerContext:
-        positions = local_positions(batch["tokens"].shape[1])
+        length = batch["tokens"].shape[1]
+        positions, rotation = local_positions(length), None
+        if self.rotary is not None:
+            ids = (jnp.arange(length) if positions is None else positions)[None]
+            rotation = self.rotary(ids, length * num_shards("seq"))
         return LayerContext(
-            keys, batch["padding_mask"], is_causal=False, positions=positions, context_method=self.method
+            keys,
+            batch["padding_mask"],
+            rotation=rotation,
+            is_causal=False,
+            positions=positions,
+            context_method=self.method,
         )
 
 

@@ -150,6 +150,9 @@ class XlaBlocks:
             seen = same if seen is None else seen & same
         if queries.first is not None:
             near = keys.positions[:, None, :] >= queries.first[:, :, None]
+            if not is_causal:
+                last = 2 * queries.positions - queries.first
+                near &= keys.positions[:, None, :] <= last[:, :, None]
             seen = near if seen is None else seen & near
         if seen is not None:
             scores = jnp.where(seen[:, None, None], scores, HIDDEN_SCORE)

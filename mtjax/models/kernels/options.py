@@ -26,7 +26,7 @@ class AttentionOptions:
     sinks: Float[Array, " heads"] | None = None
     """When given, a logit per head that is added to the softmax's denominator."""
     window: int | Int[Array, ""] | None = None
-    """When given, a token attends to itself and the window - 1 tokens before it."""
+    """When given, a token attends to itself and the window - 1 tokens before it, and as many after it unless causal."""
     windows: tuple[int, ...] = ()
     """Where the layer's number selects the window, those of all layers: one length, and others longer than a sample."""
     alibi: "Alibi | None" = None

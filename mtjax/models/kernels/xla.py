@@ -102,9 +102,11 @@ def attention_mask(
     (3)."""
     if context.is_causal:
         return causal_mask(length, context.segment_ids, window)
-    if context.segment_ids is None:
-        return jnp.ones((1, 1, length, length), bool)
-    return _same_segment(context.segment_ids)
+    if window is None:
+        near = jnp.ones((1, 1, length, length), bool)
+    else:
+        near = no_hoist(partial(_near, length, is_causal=False), jnp.asarray(window))[None, None]
+    return near if context.segment_ids is None else near & _same_segment(context.segment_ids)
 
 
 def causal_mask(
@@ -125,10 +127,10 @@ def causal_mask(
     return causal & _same_segment(segment_ids)
 
 
-def _near(length: int, window: Array) -> Bool[Array, "seq key_seq"]:
-    """Returns the causal mask with a window."""
+def _near(length: int, window: Array, *, is_causal: bool = True) -> Bool[Array, "seq key_seq"]:
+    """Returns the mask with a window, which is on both sides of a token unless causal."""
     back = lax.broadcasted_iota(jnp.int32, (length, length), 0) - lax.broadcasted_iota(jnp.int32, (length, length), 1)
-    return (back >= 0) & (back < window)
+    return (back >= 0) & (back < window) if is_causal else jnp.abs(back) < window
 
 
 def _same_segment(segment_ids: Int[Array, "batch seq"]) -> Bool[Array, "batch 1 seq key_seq"]:

@@ -116,7 +116,7 @@ def test_a_stalled_loader_is_an_error_in_time(workers):
     start = time.monotonic()
     with pytest.raises(UserError, match="reading samples 16 to 23 takes longer than 1 seconds: is a disk"):
         list(loader)
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < 120
 
 
 def test_a_stopped_worker_is_an_error_in_time(monkeypatch):

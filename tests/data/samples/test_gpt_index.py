@@ -115,7 +115,7 @@ def test_pieces_change_nothing(monkeypatch, tmp_path):
 
 def test_ten_million_samples_take_seconds():
     lengths = np.full(1_000_000, 1281, np.int32)
-    start = time.perf_counter()
+    start = time.process_time()
     plan, *_ = indices(lengths, 128, 10_000_000)
     assert plan.samples >= 10_000_000
-    assert time.perf_counter() - start < 30
+    assert time.process_time() - start < 30

@@ -1,0 +1,53 @@
+"""transformers' decoder types that mtjax does not support, and what of each no setting says."""
+
+from collections.abc import Mapping
+
+_REASONS = {
+    "some of its layers have a state space or a recurrence instead of attention": (
+        "bamba falcon_h1 falcon_mamba granitemoehybrid jamba mamba mamba2 nemotron_h recurrent_gemma rwkv xlstm zamba "
+        "zamba2"
+    ),
+    "some of its layers have linear attention": (
+        "bailing_hybrid kimi_linear lara_mini minimax olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text "
+        "qwen3_next qwen4_exp qwen4_exp_text"
+    ),
+    "its layers have short convolutions": "inkling_text inkling2_text inkling2_loop_text lfm2 lfm2_moe lfm3 zaya",
+    "an indexer chooses the tokens that it attends to": (
+        "axk2 deepseek_v32 deepseek_v4 dots3_note dots3_note_text glm_moe_dsa hy_v4 minimax_m3_vl_text"
+    ),
+    "it multiplies attention's output by a gate": "afmoe beam dory hrm_text laguna",
+    "its layers have inputs of their own and share keys and values": (
+        "gemma3n_text gemma4_text gemma4_assistant gemma4_unified_text gemma4_unified_assistant"
+    ),
+    "its attention is the difference of two softmaxes": "diffllama",
+    "its attention has a mask that is computed from the values": "doge",
+    "it attends within chunks": "llama4_text",
+    "its experts are of attention, too": "jetmoe",
+    "its router is a sparse mixer, which scores each chosen expert apart": "phimoe",
+    "its router chooses by logits, and scores only the chosen": "cohere2_moe kolibri1 aria_text",
+    "some of its experts pass their input on": "longcat_flash",
+    "values are scaled, and heads differ between layers": "mimo_v2_flash",
+    "the MLP's output has a norm in layers with experts alone": "axk1",
+    "its activation is xielu, which has trained parameters": "apertus apertus1p5_text",
+    "its weights have three values, and it has norms before the last product of attention and of the MLP": "bitnet",
+    "its norms of queries and keys have no weight": "nanochat",
+    "its positions are sinusoids": "ctrl xglm",
+    "attention's output has a bias, and query, key and value have none": "gpt_neo",
+    "the last layer alone has a bias of attention's output": "gpt_neox_japanese",
+    "it normalizes the residual stream after each sublayer": "openai-gpt",
+    "it computes positions relative to segments of the text": "cpmant xlnet xlm",
+    "its tokens are bytes in patches": "blt",
+    "its config.json has the settings of attention and of experts in objects of their own": "dbrx",
+    "its embeddings are narrower than its layers": "electra rembert",
+    "its output has a linear layer and a norm before the table": "modernbert-decoder",
+    "it is the decoder of an encoder-decoder": (
+        "bart bigbird_pegasus blenderbot blenderbot-small marian mbart mvp pegasus plbart prophetnet trocr whisper"
+    ),
+    "it reads more than text": (
+        "cohere_compass_text emu3 fuyu gemma3 gemma3n gemma4 gemma4_unified git got_ocr2 llama4 mllama moshi musicgen "
+        "musicgen_melody moss_transcribe_diarize phi4_multimodal"
+    ),
+}
+"""What is missing -> types that need it."""
+MISSING: Mapping[str, str] = {name: reason for reason, names in _REASONS.items() for name in names.split()}
+"""Types that are not supported -> the reason."""

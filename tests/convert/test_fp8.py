@@ -1,0 +1,86 @@
+"""8-bit weights with scales of blocks, beside torch's arithmetic of the published formula."""
+
+import json
+import struct
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from mtjax.convert.families.registry import FAMILIES
+from mtjax.convert.fp8 import unpacked
+from mtjax.convert.safetensors_files import SafetensorsReader
+from mtjax.errors import UserError
+
+SHAPE = (300, 200)
+
+
+def packed():
+    """Every byte but the two that are not numbers, and scales of a factor of 10^4."""
+    random = np.random.default_rng(0)
+    bytes_ = random.integers(0, 254, SHAPE).astype(np.uint8)
+    bytes_[bytes_ == 0x7F] = 1
+    scales = np.exp(random.uniform(-9, 0, (3, 2))).astype(np.float32)
+    return bytes_.view(ml_dtypes.float8_e4m3fn), scales
+
+
+def write(folder, tensors):
+    """A safetensors file, whose library has no 8-bit floats for numpy."""
+    codes = {"float8_e4m3fn": "F8_E4M3", "float32": "F32", "bfloat16": "BF16"}
+    header, data = {}, b""
+    for name, array in tensors.items():
+        raw = np.ascontiguousarray(array).tobytes()
+        span = [len(data), len(data) + len(raw)]
+        header[name] = {"dtype": codes[str(array.dtype)], "shape": list(array.shape), "data_offsets": span}
+        data += raw
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_values_are_those_of_torch(dtype):
+    torch = pytest.importorskip("torch", reason="needs the extra parity: pip install '.[parity]'")
+    values, scales = packed()
+    wide = torch.from_numpy(values.view(np.uint8)).view(torch.float8_e4m3fn).float()
+    of_each = torch.from_numpy(scales).repeat_interleave(128, 0)[:300].repeat_interleave(128, 1)[:, :200]
+    known = (wide * of_each).to(getattr(torch, dtype)).float().numpy()
+    found = unpacked(values, scales, {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}[dtype])
+    np.testing.assert_array_equal(found.astype(np.float32), known)
+
+
+def test_a_folder_has_packed_tensors_without_their_scales(tmp_path):
+    values, scales = packed()
+    bias = np.arange(6, dtype=ml_dtypes.bfloat16)
+    write(tmp_path, {"a.weight": values, "a.weight_scale_inv": scales, "a.bias": bias})
+    with SafetensorsReader(tmp_path) as reader:
+        assert (reader.shapes, reader.dtype) == ({"a.weight": SHAPE, "a.bias": (6,)}, "bfloat16")
+        np.testing.assert_array_equal(reader.read("a.weight"), unpacked(values, scales))
+        np.testing.assert_array_equal(reader.read("a.bias"), bias)
+
+
+@pytest.mark.parametrize("scales", [None, np.ones((300, 1), np.float32), np.ones((1, 1), np.float32)])
+def test_other_scales_are_refused(tmp_path, scales):
+    values, bias = packed()[0], np.arange(6, dtype=ml_dtypes.bfloat16)
+    write(tmp_path, {"a.weight": values, "b": bias} | ({} if scales is None else {"a.weight_scale_inv": scales}))
+    with pytest.raises(UserError, match=r"contains F8_E4M3 \(a.weight\); .* scales of blocks of 128 x 128"):
+        SafetensorsReader(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "packed", "said"),
+    [
+        ("llama", {"quant_method": "bitsandbytes", "load_in_4bit": True}, "'bitsandbytes', but must have 'fp8'"),
+        ("gpt2", {"quant_method": "gptq", "bits": 4}, "'gptq', but must have 'fp8'"),
+        ("qwen2", {"quant_method": "awq"}, "'awq', but must have 'fp8'"),
+        ("llama", {"quant_method": "compressed-tensors"}, "'compressed-tensors', but must have 'fp8'"),
+        ("gpt_oss", {"quant_method": "fp8"}, "'fp8', but must have 'mxfp4'"),
+        ("deepseek_v3", {"quant_method": "fp8", "weight_block_size": [64, 64]}, "weight_block_size \\[64, 64\\]"),
+        ("deepseek_v3", {"quant_method": "fp8"}, "weight_block_size None"),
+        ("deepseek_v3", {"bits": 8}, "'not given'"),
+    ],
+)
+def test_other_quantization_is_refused_by_name(kind, packed, said):
+    with pytest.raises(UserError, match=f"quantization_config has .*{said}"):
+        FAMILIES[kind].model_settings({"model_type": kind, "quantization_config": packed}, frozenset(), "config.json")
