@@ -51,6 +51,10 @@ EXPECTED: dict[tuple[str, str], str] = {
         SWAPS,
         "sharding/vocab_embedding.py",
     ): "gradients of the embedding, 0.1% of a step: of some shapes, and on A100, 16-bit numbers are added in a loop",
+    (
+        "slow",
+        "",
+    ): "gradients joined for one all-reduce: XLA looks for each element's array, and B200's memory is faster",
 }
 """(fault, source file) -> the reason why it may take more than `MOST` of a step."""
 
