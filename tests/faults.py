@@ -224,8 +224,8 @@ FAULTS = (
     ),
     Fault(
         "models: two places of a layer drop the same elements",
-        "jax.random.fold_in(key, site)",
-        "key",
+        "_halves(x, keys, site, names, positions)",
+        "_halves(x, keys, 0, names, positions)",
         "models",
         "test_each_site_drops_its_own",
     ),
@@ -358,8 +358,8 @@ FAULTS = (
     ),
     Fault(
         "train: a resumed run passes over a sample",
-        'return cls(step, metadata["consumed_samples"], metadata["config"], record)',
-        'return cls(step, metadata["consumed_samples"] + 1, metadata["config"], record)',
+        'return cls(step, metadata["consumed_samples"], metadata["config"], record, bits)',
+        'return cls(step, metadata["consumed_samples"] + 1, metadata["config"], record, bits)',
         "runtime",
         "test_any_mesh_restores_every_bit",
     ),
