@@ -748,6 +748,13 @@ FAULTS = (
         "test_compiling_is_taken_from_what_goes_on_and_never_counted_twice",
     ),
     Fault(
+        "models: neighbours do not share the counter of their dropout",
+        "index >> jnp.uint32(2))",
+        "index)",
+        "models",
+        "test_four_neighbours_share_the_words_of_one_counter",
+    ),
+    Fault(
         "train: steps that are done again are not lost",
         "for span in (span for span in result if span.step > from_step):",
         "for span in (span for span in result if span.step > from_step + 99):",
