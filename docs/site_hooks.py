@@ -3,9 +3,8 @@
 import re
 from typing import Any
 
-OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./[^)]+\)")
 
-
-def on_page_markdown(markdown: str, **_: Any) -> str:
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Turns links to files of the repository into plain text."""
-    return OUTSIDE.sub(r"\1", markdown)
+    up = r"\.\./" * (page.file.src_uri.count("/") + 1)  # out of docs/, from a page in one of its folders
+    return re.sub(rf"\[([^\]]+)\]\({up}[^)]+\)", r"\1", markdown)

@@ -19,6 +19,7 @@ if version("jax").startswith("0.10."):  # a flag that XLA does not know ends the
     QUICK += " --xla_gpu_force_compilation_parallelism=1 --xla_gpu_disable_gpuasm_optimizations=true"
 os.environ.setdefault("XLA_FLAGS", QUICK)
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("MTJAX_QUIET", "1")  # what a test reads must not depend on how long a command takes
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")

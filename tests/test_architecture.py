@@ -12,12 +12,13 @@ PACKAGE = Path(mtjax.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 TREES = {path: ast.parse(path.read_text()) for path in FILES}
 
-BASE = {"config", "errors", "storage"}
+BASE = {"config", "errors", "storage", "waiting"}
 ARROWS: dict[str, set[str]] = {
     "config": {"errors", "storage", "migrate"},
     "storage": {"errors"},
     "errors": set(),
     "interrupt": set(),
+    "waiting": set(),
     "migrate": {"errors"},
     "cli": BASE | {"migrate", "help"},
     "help": set(),

@@ -30,6 +30,18 @@ def test_the_tests_that_the_compatibility_page_names_exist():
     assert len(named) > 20 and all((ROOT / path).exists() for path in named)
 
 
+def test_the_files_and_functions_that_the_architecture_page_names_exist():
+    text = (ROOT / "docs/architecture.md").read_text()
+    code = "\n".join(path.read_text() for path in (ROOT / "mtjax").rglob("*.py"))
+    paths = re.findall(r"`((?:[a-z_]+/)+[a-z_]+\.py)`", text)
+    assert len(paths) > 40
+    roots = (ROOT / "mtjax", ROOT)
+    assert [path for path in paths if not any((root / path).is_file() for root in roots)] == []
+    where = text[text.index("### Where is ...?") : text.index("## Packages")]
+    names = re.findall(r"`([a-z_]+)`(?: makes| decides| \()", where)
+    assert len(names) >= 10 and [name for name in names if not re.search(rf"\b{name}\b", code)] == []
+
+
 def test_the_tests_that_the_page_on_the_same_numbers_counts_exist():
     noted = json.loads((ROOT / "docs/same_numbers.json").read_text())["tests"]
     functions = {name.partition("[")[0] for name in noted}

@@ -11,6 +11,7 @@ import tyro
 from mtjax.cli import read, run_main
 from mtjax.config.field_metadata import WIDTH, at_least
 from mtjax.errors import UserError
+from mtjax.waiting import IMPORTS, waiting
 
 DESCRIPTION = """Predicts labels of rows with an ensemble of finetuned models: averages their probabilities or values.
 
@@ -49,13 +50,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = read(Options, argv, "mtjax ensemble", DESCRIPTION)
         if len(options.runs) < 2:
             raise UserError("an ensemble requires two or more models: name their runs")
-        from mtjax.finetune.answers import check_out, report  # imports jax, which takes seconds
-        from mtjax.finetune.predictions import mean, predict
+        with waiting(IMPORTS):
+            from mtjax.finetune.answers import check_out, report
+            from mtjax.finetune.predictions import mean, predict
 
         check_out(options.out)
         check_out(options.official, "--official")
         settings = {"mesh": options.mesh, "rows": options.rows, "dtype": options.compute_dtype}
-        members = {run: predict(run, options.data, **settings) for run in options.runs}
+        members = {}
+        for run in options.runs:
+            with waiting(f"labelling rows with {run}"):
+                members[run] = predict(run, options.data, **settings)
         report(mean(list(members.values())), options.out, options.official, members)
         return 0
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from mtjax.cli import read, run_main
 from mtjax.evaluate.options import DESCRIPTION, Options
+from mtjax.waiting import IMPORTS, waiting
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -14,10 +15,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = read(Options, argv, "mtjax evaluate", DESCRIPTION)
         options.check()
         # These import jax, which takes seconds: only after the options are checked.
-        if options.harness is not None:
-            from mtjax.evaluate.harness import evaluate_harness as evaluate
-        else:
-            from mtjax.evaluate.run import evaluate
+        with waiting(IMPORTS):
+            if options.harness is not None:
+                from mtjax.evaluate.harness import evaluate_harness as evaluate
+            else:
+                from mtjax.evaluate.run import evaluate
 
         evaluate(options)
         return 0

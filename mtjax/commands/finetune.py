@@ -17,6 +17,7 @@ from mtjax.help import HELP, HELP_ALL
 from mtjax.interrupt import CtrlC
 from mtjax.layout.mesh import AUTO, parse_mesh
 from mtjax.train.observability.start_timer import StartTimer
+from mtjax.waiting import IMPORTS, waiting
 
 if TYPE_CHECKING:
     from mtjax.convert.saved_model import Hints
@@ -47,11 +48,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(command: Command[Options], words: Sequence[str], times: StartTimer) -> None:
     """Runs a finetuning; its name is that of the config or, without --config, that of the task."""
-    from mtjax.finetune.chat_objective import ChatFinetuning
-    from mtjax.finetune.objective import TaskFinetuning
-    from mtjax.finetune.pretrained_trunk import PretrainedTrunk
-    from mtjax.finetune.teacher import Teacher
-    from mtjax.train.loop import train  # the import takes seconds: only after the options are checked
+    with waiting(IMPORTS):  # takes seconds: only after the options are checked
+        from mtjax.finetune.chat_objective import ChatFinetuning
+        from mtjax.finetune.objective import TaskFinetuning
+        from mtjax.finetune.pretrained_trunk import PretrainedTrunk
+        from mtjax.finetune.teacher import Teacher
+        from mtjax.train.loop import train
 
     config, show, choose_mesh = command.config, None, None
     teacher_name = config.finetuning.teacher

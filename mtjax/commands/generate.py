@@ -10,6 +10,7 @@ from mtjax.errors import UserError
 from mtjax.generate.options import DESCRIPTION, Options
 from mtjax.generate.request import Sampling
 from mtjax.interrupt import CtrlC
+from mtjax.waiting import IMPORTS, waiting
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,7 +21,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_bounds(options.sampling)
         check_options(options)
         with CtrlC():
-            from mtjax.generate.command import run  # takes seconds to import: not before the options are checked
+            with waiting(IMPORTS):  # takes seconds: not before the options are checked
+                from mtjax.generate.command import run
 
             run(options)
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from mtjax import cli
 from mtjax.config import replace
 from mtjax.inspect.options import Options
+from mtjax.waiting import IMPORTS, waiting
 
 DESCRIPTION = """Compile the train step of a config, without the target's devices, and check its communication.
 
@@ -26,8 +27,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             from mtjax.generate.inspected import run as run_generating
 
             return run_generating(command.config, command.options)
-        from mtjax.finetune.teacher import with_teacher
-        from mtjax.inspect.command import run
+        with waiting(IMPORTS):
+            from mtjax.finetune.teacher import with_teacher
+            from mtjax.inspect.command import run
 
         teacher = command.options.teacher
         config = replace(command.config, teacher=teacher) if teacher else command.config

@@ -10,6 +10,7 @@ import tyro
 
 from mtjax.cli import read, run_main
 from mtjax.config.field_metadata import WIDTH, at_least
+from mtjax.waiting import IMPORTS, waiting
 
 DESCRIPTION = """Predicts labels of rows with a finetuned model; if the rows have labels, prints the task's metrics.
 
@@ -45,13 +46,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def body() -> int:
         options = read(Options, argv, "mtjax predict", DESCRIPTION)
-        from mtjax.finetune.answers import check_out, report  # imports jax, which takes seconds
-        from mtjax.finetune.predictions import predict
+        with waiting(IMPORTS):
+            from mtjax.finetune.answers import check_out, report
+            from mtjax.finetune.predictions import predict
 
         check_out(options.out)
         check_out(options.official, "--official")
         settings = {"mesh": options.mesh, "rows": options.rows, "dtype": options.compute_dtype}
-        report(predict(options.source, options.data, **settings), options.out, options.official)
+        with waiting(f"labelling rows with {options.source}"):
+            predictions = predict(options.source, options.data, **settings)
+        report(predictions, options.out, options.official)
         return 0
 
     return run_main(body)

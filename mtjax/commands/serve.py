@@ -7,6 +7,7 @@ from mtjax.cli import read, run_main
 from mtjax.errors import require
 from mtjax.interrupt import CtrlC
 from mtjax.serve.options import DESCRIPTION, Options
+from mtjax.waiting import IMPORTS, waiting
 
 LIBRARIES = ("starlette", "uvicorn", "prometheus_client")
 """Libraries of the extra serve."""
@@ -20,7 +21,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for library in LIBRARIES:
             require(library, "serve")
         with CtrlC():
-            from mtjax.serve.command import run  # takes seconds to import: not before the options are checked
+            with waiting(IMPORTS):  # takes seconds: not before the options are checked
+                from mtjax.serve.command import run
 
             run(options)
 

@@ -9,6 +9,7 @@ from mtjax.interrupt import CtrlC
 from mtjax.layout.mesh import AUTO
 from mtjax.train.observability.start_timer import StartTimer
 from mtjax.train.options import DESCRIPTION, Options
+from mtjax.waiting import IMPORTS, waiting
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,10 +36,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _train(command: Command[Options], times: StartTimer) -> int:
-    from mtjax.convert.initial_weights import open_foreign
-    from mtjax.generate.training_sample import continue_text  # takes seconds to import: only for valid options
-    from mtjax.train.loop import train
-    from mtjax.train.objective import Pretraining
+    with waiting(IMPORTS):  # takes seconds: only for valid options
+        from mtjax.convert.initial_weights import open_foreign
+        from mtjax.generate.training_sample import continue_text
+        from mtjax.train.loop import train
+        from mtjax.train.objective import Pretraining
 
     show = None
     if command.options.inspect:

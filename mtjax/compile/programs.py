@@ -20,6 +20,7 @@ from mtjax.train.folder.tokenizer import find_tokenizer
 from mtjax.train.objective import PRETRAINING, continues_text, resolve
 from mtjax.train.setup import find_devices, find_past, with_mesh
 from mtjax.train.step import TrainStep, make_train_step
+from mtjax.waiting import waiting
 
 Lower = Callable[[], list[jax.stages.Lowered]]
 """Lowers programs, which are then compiled."""
@@ -53,7 +54,8 @@ def compile_run(config: Config, folder: str | None) -> None:
         program = make_train_step(scheduled(resolved, PRETRAINING.horizon(resolved, past)), mesh)
         for name, lower in programs(program, tokenizer, schedule.batch_sizes()):
             start = time.perf_counter()
-            known = [_compile(part, cache) for part in lower()]
+            with waiting(f"compiling {name}"):
+                known = [_compile(part, cache) for part in lower()]
             cached = ", from the cache" if all(known) else ""
             say(f"{name:28} {time.perf_counter() - start:7.1f} s{cached}", flush=True)
         if cache.failures:

@@ -29,6 +29,7 @@ from mtjax.runtime.compile_cache import CompileCache
 from mtjax.runtime.processes.coordination import all_gather_text, this_process
 from mtjax.runtime.processes.peers import Peers
 from mtjax.sharding.mesh import attach_devices
+from mtjax.waiting import waiting
 
 
 @dataclass(frozen=True)
@@ -208,8 +209,9 @@ def data_summary(task: Task, saved: SavedAnswers) -> str:
 
 def score_rows(rows: Sequence[Row], scorer: Scorer, parameters: Any, saved: SavedAnswers) -> None:
     """Scores all rows that are not saved yet, with a progress bar."""
-    with ProgressLine("evaluating", len(rows)) as progress:
+    with ProgressLine("evaluating", len(rows)) as progress, waiting("compiling, and scoring the first rows") as silence:
         for done in score_all(scorer, parameters, rows, saved):
+            silence.begin(None)
             if this_process() == 0:
                 progress.update(done)
 

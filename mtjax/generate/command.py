@@ -3,7 +3,7 @@
 import itertools
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ from mtjax.generate.show import TextPrinter
 from mtjax.generate.text import TextWriter
 from mtjax.generate.weights import LoadedModel, describe_config, load_model
 from mtjax.runtime.compile_cache import CompileCache
+from mtjax.waiting import Waiting, waiting
 
 
 def run(options: Options) -> None:
@@ -190,13 +191,16 @@ class Job:
         engine = Engine(self._decoder, sequences)
         printer = TextPrinter(sys.stdout, options.show_logprobs)
         rate, done = TokenRate(sequences), list[Completion]()
-        for index, prompt, number in texts:
-            ids = self.model.prompt_ids(prompt)
-            completion = self._completion(ids, with_text_seed(options.sampling, number, index))
-            completion.on_piece = partial(show_token, rate, completion, printer if len(texts) == 1 else None)
-            engine.submit(completion.request)
-            done.append(completion)
-        engine.run()
+        with waiting(f"compiling, and generating {len(texts)} texts" if len(texts) > 1 else COMPILING) as silence:
+            for index, prompt, number in texts:
+                ids = self.model.prompt_ids(prompt)
+                completion = self._completion(ids, with_text_seed(options.sampling, number, index))
+                completion.on_piece = partial(show_token, rate, completion, None)
+                if len(texts) == 1:
+                    completion.on_piece = partial(show_token, rate, completion, shown_by(printer, silence))
+                engine.submit(completion.request)
+                done.append(completion)
+            engine.run()
         for (_, prompt, number), completion in zip(texts, done, strict=True):
             if len(texts) > 1:
                 printer.title(f"{shortened(prompt, 60)!r}" + (f" ({number + 1})" if options.samples > 1 else ""))
@@ -223,6 +227,7 @@ class Job:
                 while engine.load[0] >= max_queued:
                     engine.step()
             engine.run()
+        say(f"{lines.written:,} texts added to {options.output}")
 
     def _write(self, lines: JsonLines, line: Line, completion: Completion) -> None:
         record: dict[str, Any] = {"text": completion.text, "finish_reason": completion.ended}
@@ -249,14 +254,15 @@ class Job:
                 ids = tokenizer.encode_marked(template.render(messages))
             printer = TextPrinter(sys.stdout, options.show_logprobs)
             completion = self._completion(ids, with_text_seed(options.sampling, 0, next(numbers)))
-            completion.on_piece = printer.piece
             try:
                 engine.submit(completion.request)
             except UserError as e:
                 say(f"{e}; starting a new conversation")
                 messages = list(first)
                 continue
-            engine.run()
+            with waiting(COMPILING) as silence:
+                completion.on_piece = shown_by(printer, silence)
+                engine.run()
             printer.end()
             messages.append({"role": "assistant", "content": completion.text})
 
@@ -304,9 +310,22 @@ class TokenRate:
         return f"{self._tokens} tokens{speed}"
 
 
-def show_token(rate: TokenRate, completion: Completion, printer: TextPrinter | None, piece: Piece) -> None:
-    """Counts a generated token, and prints its piece if a printer is given."""
+COMPILING = "compiling the programs of prefill and decode"
+
+
+def shown_by(printer: TextPrinter, silence: Waiting) -> Callable[[Piece], None]:
+    """Returns a function that prints a piece; the first one ends a silence."""
+
+    def show(piece: Piece) -> None:
+        silence.begin(None)
+        printer.piece(piece)
+
+    return show
+
+
+def show_token(rate: TokenRate, completion: Completion, show: Callable[[Piece], object] | None, piece: Piece) -> None:
+    """Counts a generated token, and calls `show` with its piece if it is given."""
     if completion.pieces and piece.token is not None:
         rate.count()
-    if printer is not None:
-        printer.piece(piece)
+    if show is not None:
+        show(piece)

@@ -71,6 +71,8 @@ class JsonLines:
         self._sampling, self._stops, self._overwrite = sampling, tuple(stops), overwrite
         if target.exists() and source.exists() and target.samefile(source):
             raise UserError(f"--output {target} is the same file as --input: name another file")
+        self.written = 0
+        """Texts written since the start."""
         self._lines = read_lines(source)
         self._numbers = [number for number, text in enumerate(self._lines) if text.strip()]
         self._prompts = {number: self._line(number, 0, self._lines[number]).identity for number in self._numbers}
@@ -111,6 +113,7 @@ class JsonLines:
         self._file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
         self._file.flush()
         self._done[line.number, line.sample] = line.identity
+        self.written += 1
         self._progress.update(len(self._done))
 
     def _check_done(self) -> None:

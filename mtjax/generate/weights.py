@@ -16,9 +16,10 @@ from mtjax.data.tokens.pretrained_settings import read_object
 from mtjax.data.tokens.tokenizer import Tokenizer
 from mtjax.errors import UserError
 from mtjax.generate.first_tokens import first_tokens_of
-from mtjax.layout.mesh import check_no_context_parallel, parse_mesh
+from mtjax.layout.mesh import MeshShape, check_no_context_parallel, parse_mesh
 from mtjax.models.sharded_model import ShardedModel
 from mtjax.sharding.mesh import attach_devices
+from mtjax.waiting import waiting
 
 Tree = Any
 
@@ -92,7 +93,14 @@ def load_model(
     """
     shape = parse_mesh(mesh)
     check_no_context_parallel(shape)
-    devices = devices or attach_devices(shape)
+    with waiting(f"loading the weights {source}"):
+        return _load(source, shape, mesh, dtype, tokenizer, devices or attach_devices(shape))
+
+
+def _load(
+    source: str, shape: MeshShape, mesh: str, dtype: str | None, tokenizer: str | None, devices: Mesh
+) -> LoadedModel:
+    """See `load_model`."""
     saved = SavedModel.open(source, Hints(vocab_multiple_for(shape)))
     if missing := sorted(name for name in saved.source.origin.fresh if name.startswith("head.")):
         raise UserError(f"{source} is an encoder without the masked language model head: it lacks {', '.join(missing)}")

@@ -26,6 +26,7 @@ from mtjax.inspect.schema import SCHEMA, to_json
 from mtjax.inspect.targets import Target, find_target
 from mtjax.inspect.write_files import dump, write
 from mtjax.plan.command import WithTeacher
+from mtjax.waiting import waiting
 
 
 def run(given: Config, options: Options, source: str, with_teacher: WithTeacher) -> int:
@@ -51,7 +52,8 @@ def run(given: Config, options: Options, source: str, with_teacher: WithTeacher)
         text.show_measured(measured, job.console)
     save(reports, options, measured)
     if options.html is not None:
-        decision = Decision.on(reports[0], given, source, options.price)
+        with waiting("comparing plans"):
+            decision = Decision.on(reports[0], given, source, options.price)
         write(options.html, page(reports[0], reports[1:], decision))
     return 0 if all(r.verdict.holds for r in reports) else 1
 
@@ -92,7 +94,8 @@ class Job:
     def inspect(self, run_config: Config) -> Report:
         """Compiles a run's step and reports on it."""
         run_config, teacher = self.with_teacher(run_config)
-        report = inspect(run_config, self.target, self.contract, self.time_on, teacher, kernels=self.kernels)
+        with waiting(f"compiling the step of mesh {run_config.parallel.mesh} for {self.target.name}"):
+            report = inspect(run_config, self.target, self.contract, self.time_on, teacher, kernels=self.kernels)
         text.show_note(report.step.note, self.console)
         return report
 

@@ -13,8 +13,9 @@ from mtjax.config.sizes import head_dim, latent_width, num_kv_heads
 from mtjax.sharding.axes import num_shards, spec
 
 CACHE = ("batch", "heads", "key_seq", "head_dim")
-"""Logical names of a cache's dimensions: sequences, KV heads, positions, width. Positions are next to the width, so
-that a head's keys are one matrix in memory, and no product needs a transpose."""
+"""Logical names of a cache's dimensions: sequences, KV heads, positions, width. KV heads are sharded like query heads,
+also where there are fewer of them than ranks, so that a rank has the one of its queries (`sharding.kv_heads`).
+Positions are next to the width, so that a head's keys are one matrix in memory, and no product needs a transpose."""
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,10 @@ from mtjax.plan.report import make_console, print_report
 from mtjax.plan.search import best_plan, describe, gpus_within, nearest_feasible, search
 from mtjax.plan.search_report import print_search
 from mtjax.plan.side_reports import print_inference, print_published
+from mtjax.waiting import waiting
 
-SEARCHING = "Comparing plans ..."
-"""Status line of a search, which may compare thousands of plans."""
+SEARCHING = "comparing plans"
+"""What is said during a search, which may compare thousands of plans."""
 Verify = Callable[[Console, config.Config, str], None]
 """Compiles a config for a target and prints the error of each formula."""
 WithTeacher = Callable[[config.Config], tuple[config.Config, config.Model | None]]
@@ -95,11 +96,11 @@ def _report(
     plan = replace(planned, expert_imbalance=_imbalance(anatomy, options))
     server.each_of(plan.mesh.size)  # raises where servers would not be full
     print_report(console, anatomy, plan, server, options)
-    for hint in hints(anatomy, plan, server, run_config):
-        console.print(f"\nHint:  {hint}", soft_wrap=True)
     limit = options.usable * server.gpu.memory
+    for hint in hints(anatomy, plan, server, run_config, limit):
+        console.print(f"\nHint:  {hint}", soft_wrap=True)
     if peak_stage_memory(anatomy, plan).total > limit:
-        with console.status(SEARCHING):
+        with waiting(SEARCHING):
             found = search(anatomy, plan, plan.mesh.size, server)
             near = found.best if found.fitting else nearest_feasible(anatomy, plan, plan.mesh.size, server)
         hint = (
@@ -152,10 +153,10 @@ def _search(
     gpus = options.gpus
     if gpus is None:
         assert options.days is not None and options.tokens is not None
-        with console.status(SEARCHING):
+        with waiting(SEARCHING):
             gpus = gpus_within(anatomy, base, options.tokens, options.days, server).plan.mesh.size
         console.print(f"[bold]{gpus} GPUs[/] train on {options.tokens:.3g} tokens within {options.days:g} days.\n")
-    with console.status(SEARCHING):
+    with waiting(SEARCHING):
         found = best_plan(anatomy, base, gpus, server)
     print_search(console, anatomy, found, server, options, given, source)
     return found.best.plan

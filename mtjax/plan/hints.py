@@ -20,10 +20,25 @@ WORTH_SAYING = 0.02
 """Share of the step's time, or of a GPU's parameters, above which a hint is printed."""
 
 
-def hints(anatomy: Anatomy, plan: Plan, server: Server, run: Config) -> Iterator[str]:
-    """Yields hints on the plan of a config."""
-    found = flash_hint(anatomy, plan, server, run), zero_hint(anatomy, plan), unrolled_hint(anatomy, plan, server)
-    yield from filter(None, found)
+def hints(anatomy: Anatomy, plan: Plan, server: Server, run: Config, limit: float) -> Iterator[str]:
+    """Yields hints on the plan of a config; `limit` is a GPU's usable memory in bytes."""
+    found = (flash_hint(anatomy, plan, server, run), recompute_hint(anatomy, plan, server, limit))
+    yield from filter(None, (*found, zero_hint(anatomy, plan), unrolled_hint(anatomy, plan, server)))
+
+
+def recompute_hint(anatomy: Anatomy, plan: Plan, server: Server, limit: float) -> str | None:
+    """Returns a hint if the plan recomputes activations that fit the memory."""
+    if plan.recompute == "none":
+        return None
+    kept = replace(plan, recompute="none")
+    memory = peak_stage_memory(anatomy, kept).total
+    now, then = (step_time(anatomy, each, server).total for each in (plan, kept))
+    if memory > limit or now - then < WORTH_SAYING * now:
+        return None
+    return (
+        f"recompute {plan.recompute} is not needed: with --recompute none a step takes {seconds(then)} instead of "
+        f"{seconds(now)}, and {gib(memory)} per GPU, which fit"
+    )
 
 
 def flash_hint(anatomy: Anatomy, plan: Plan, server: Server, run: Config) -> str | None:

@@ -30,7 +30,8 @@ def print_search(
     tables.append(rejected_table(anatomy, found.best, server))
     show(console, *(t for t in tables if t.row_count))
     console.print()
-    for hint in hints(anatomy, found.best.plan, server, run):
+    limit = options.usable * server.gpu.memory
+    for hint in hints(anatomy, found.best.plan, server, run, limit):
         console.print(f"Hint:  {hint}", soft_wrap=True)
     console.print(f"Train it:  {train_command(found.best.plan, run, source)}", soft_wrap=True)
 

@@ -382,7 +382,7 @@ def print_summary(run: Run, state: State) -> None:
     time = ""
     if run.metrics is not None and run.time_log is not None:
         with writing(run.environment.folder):
-            plot_losses(run.metrics.path, run.environment.folder / "loss.png")
+            plot_losses(run.metrics.path, run.environment.folder / "loss.png", run.config)
         time = f"time    {run.time_log.describe()}\n{' ' * 8}{describe_programs(run.start.cache)}\n"
     run.progress.say(
         f"\ndone    {int(state.step)} steps{best}; metrics, loss.png, goodput.png, TensorBoard events and "

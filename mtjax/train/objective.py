@@ -1,5 +1,6 @@
 """The objective of a run: initial weights, data and validation. `Pretraining` is here; finetuning has others."""
 
+import re
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -337,7 +338,8 @@ class Pretraining:
             return ""
         text = self.continue_text(program, parameters, tokenizer, program.config.output.prompt)
         printable = "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text.expandtabs(4))
-        return f"sample  {textwrap.indent(printable, ' ' * 8).strip()}\n"
+        without_gaps = re.sub(r"\n\s*\n", "\n", printable)  # blank lines would take most of the summary
+        return f"sample  {textwrap.indent(without_gaps, ' ' * 8).strip()}\n"
 
     def next_commands(self, config: Config, out: str) -> list[str]:
         """Returns the commands to train longer and to inspect the step."""

@@ -238,8 +238,13 @@ def print_run_summary(config: Config, environment: RunEnvironment, program: Trai
         f"batch   {training.global_batch_size} x {model.sequence_length} tokens, "
         f"{training.compute_dtype}, recompute {training.recompute}\n"
         f"data    {config.data.data or config.data.train_data or 'documentation that comes with Python'}\n"
-        f"out     {shown(environment.out)} (TFLOP/s and MFU count {CONVENTION})"
+        f"out     {shown(environment.out)}"
+        + (f"\nspeed   TFLOP/s and MFU count {CONVENTION}" if progress.rates.are_shown else "")
     )
+    all_specs, trainable = (jax.tree.leaves(tree) for tree in (program.records, program.trainable_records))
+    if len(trainable) < len(all_specs):
+        total, trained = (sum(math.prod(spec.shape) for spec in specs) for specs in (all_specs, trainable))
+        progress.say(f"trained {trained:,} of {total:,} parameters ({trained / total:.2%}); the others are frozen")
     if program.attention_fallback:
         used = program.config.model.attention
         progress.say(f"note    attention is {used}, not {config.model.attention}: {program.attention_fallback}")

@@ -55,14 +55,18 @@ def test_where_figures_come_from_is_said_once(capsys):
     assert not re.search(r" model$", out, re.MULTILINE)
 
 
-def test_flash_attention_that_dropout_rules_out_is_hinted_at(capsys):
+def test_a_setting_that_costs_time_is_hinted_at_with_the_step_without_it(capsys):
     asked = ("--config", "gpt2-355m", "--mesh", "8x1", "--target", "h100x8")
     hint = re.search(
         r"Hint: +attention_dropout 0.1 .*--attention-dropout 0 a step takes (\S+ m?s) instead", run(capsys, *asked)
     )
     assert hint
     without = run(capsys, *asked, "--attention-dropout", "0")
-    assert "Hint" not in without and f"{hint[1]} (" in without
+    assert "attention_dropout" not in without and f"{hint[1]} (" in without
+    hint = re.search(r"Hint: +recompute full is not needed: .* takes (\S+ m?s) instead of (\S+ m?s)", without)
+    assert hint and f"{hint[2]} (" in without
+    without = run(capsys, *asked, "--attention-dropout", "0", "--recompute", "none")
+    assert not re.search(r"Hint: +recompute", without) and f"{hint[1]} (" in without
 
 
 def test_stages_need_not_divide_the_layers(capsys):

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from mtjax.analysis.counts import parameters
 from mtjax.analysis.families.registry import anatomy_of
 from mtjax.analysis.flops import model_flops
 from mtjax.analysis.hardware import by_device_kind
@@ -25,6 +26,9 @@ LARGEST = 1e300
 TIME = "time/"
 """Prefix of the names of time totals."""
 
+FEW_POINTS = 10
+"""Logged losses below which a plot shows all of them."""
+
 CONVENTION = "model FLOPs: attention counted in full, recompute not at all"
 
 
@@ -36,11 +40,13 @@ class Rates:
       flops_per_token: model FLOPs of training one token.
       devices: number of devices.
       peak: dense FLOP/s of one device in the compute type, None when unknown.
+      are_shown: whether TFLOP/s are of interest; on virtual CPU devices, which share cores, they are not.
     """
 
     flops_per_token: float
     devices: int
     peak: float | None
+    are_shown: bool = True
 
     @classmethod
     def of(cls, config: Config, devices: list[Any]) -> "Rates":
@@ -48,7 +54,7 @@ class Rates:
         gpu = by_device_kind(devices[0].device_kind)
         peak = gpu.peak_flops(config.training.compute_dtype) if gpu else None
         flops = model_flops(anatomy_of(config.model)) / config.model.sequence_length
-        return cls(flops, len(devices), peak)
+        return cls(flops, len(devices), peak, devices[0].platform != "cpu")
 
     def tflops(self, tokens_per_second: float) -> float:
         """Returns the model TFLOP/s per device."""
@@ -160,9 +166,9 @@ def main_results(names: Iterable[str]) -> list[str]:
     return list(reversed(firsts.values()))
 
 
-def plot_losses(metrics: Path, image: Path) -> None:
+def plot_losses(metrics: Path, image: Path, config: Config | None = None) -> None:
     """Plots the losses of a `metrics.jsonl` by step, and below them the results of evaluation tasks, one panel per
-    task."""
+    task; the title names what `config` trains."""
     from matplotlib.figure import Figure  # takes half a second to import: only after the last step
 
     entries = read_metrics(metrics)
@@ -178,10 +184,32 @@ def plot_losses(metrics: Path, image: Path) -> None:
     steps, losses = _curve(entries, "valid_loss")
     if steps:
         axes.plot(steps, losses, "o-", label="validation")
-    axes.set(ylabel="loss", title=image.parent.name)
+    axes.set(ylabel="loss", title=image.parent.name + (f": {_title(config)}" if config else ""))
+    _cut_off_the_start(axes, _curve(entries, "loss"), losses)
     figure.axes[-1].set(xlabel="step")
     axes.grid(alpha=0.3)
     axes.legend()
     temporary = image.with_name(f".{image.name}")
     figure.savefig(temporary, dpi=120, format="png")
     temporary.replace(image)
+
+
+def _title(config: Config) -> str:
+    model, batch = config.model, config.training.global_batch_size
+    return (
+        f"{model.family}, {parameters(anatomy_of(model)) / 1e6:,.1f}M parameters, mesh {config.parallel.mesh}, "
+        f"{batch} x {model.sequence_length} tokens a step"
+    )
+
+
+def _cut_off_the_start(axes: Any, curve: tuple[list[float], list[float]], others: list[float]) -> None:
+    """Limits a loss axis to the losses after the first twentieth of the steps; those before would squeeze them."""
+    steps, losses = curve
+    if len(losses) < FEW_POINTS:
+        return
+    begin = steps[0] + (steps[-1] - steps[0]) / 20
+    later = [loss for step, loss in zip(steps, losses, strict=True) if step > begin]
+    least, most = min([*later, *others]), max([*later, *others])
+    margin = (most - least) / 20
+    if margin > 0:
+        axes.set_ylim(least - margin, most + margin)

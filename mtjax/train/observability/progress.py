@@ -76,7 +76,9 @@ def _losses(entry: dict[str, Any]) -> str:
 
 def _speed(entry: dict[str, Any], rates: Rates, steps: int) -> str:
     speed = entry["tokens_per_second"]
-    parts = [f"{_short(speed)} tokens/s", f"{rates.tflops(speed):.3g} TFLOP/s/device"]
+    parts = [f"{_short(speed)} tokens/s"]
+    if rates.are_shown:
+        parts.append(f"{rates.tflops(speed):.3g} TFLOP/s/device")
     mfu = rates.mfu(speed)
     if mfu is not None:
         parts.append(f"MFU {mfu:.1%}")

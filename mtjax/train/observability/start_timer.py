@@ -6,12 +6,27 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from mtjax.waiting import Waiting
+
 IMPORTS, PROCESSES, DEVICES, TEXT, MODEL, STATE = (
     f"start-up/{what}" for what in ("imports", "processes", "devices", "text", "model", "state")
 )
 ACTIVITIES = (START, COMPILATION, STEPS, DATA, SAVE, VALIDATION, REPLICAS, SUMMARY) = (
     *("start-up", "compilation", "steps", "waiting for data", "save", "validation", "check of replicas", "summary"),
 )
+NAMES = {
+    PROCESSES: "waiting for the other processes of the run",
+    DEVICES: "attaching the devices",
+    TEXT: "preparing the data",
+    MODEL: "building the model",
+    STATE: "initializing or restoring the state",
+    STEPS: "compiling and running the first step",
+    SAVE: "saving a checkpoint",
+    VALIDATION: "validating",
+    REPLICAS: "checking replicas",
+    SUMMARY: "writing the summary",
+}
+"""Names of activities that may take seconds in which a run prints nothing else."""
 COMPILES = "/jax/core/compile/"
 """Prefix of jax's events of tracing, lowering and compiling a program."""
 
@@ -28,6 +43,8 @@ class StartTimer:
         self._seconds: dict[str, float] = {}
         self._doing, self._since = IMPORTS, now()
         self._compiling: list[tuple[float, float]] = []
+        self._waiting: Waiting | None = None
+        """Names the current activity on stderr, inside `watch_compiler`."""
 
     def begin(self, activity: str) -> None:
         """Ends the current activity, and begins another."""
@@ -35,6 +52,8 @@ class StartTimer:
         self._add(self._doing, now - self._since)
         self._doing, self._since = activity, now
         self._compiling.clear()
+        if self._waiting is not None:  # of the steps only the first one, which is compiled: others are logged
+            self._waiting.begin(None if activity == STEPS and STEPS in self._seconds else NAMES.get(activity))
 
     @contextlib.contextmanager
     def spend(self, activity: str) -> Iterator[None]:
@@ -76,13 +95,16 @@ class StartTimer:
 
     @contextlib.contextmanager
     def watch_compiler(self) -> Iterator[None]:
-        """Counts the time that jax spends on compiling in this thread as compilation."""
+        """Counts the time that jax spends on compiling in this thread as compilation; names activities on stderr."""
         import jax
 
+        self._waiting = Waiting()
         jax.monitoring.register_event_duration_secs_listener(self._compiled)
         try:
             yield
         finally:
+            self._waiting.begin(None)
+            self._waiting = None
             jax.monitoring.unregister_event_duration_listener(self._compiled)
 
     def _compiled(self, event: str, duration_secs: float, **_: Any) -> None:
