@@ -1,6 +1,7 @@
 """Compilation of a step for a target, and the compiler's statistics."""
 
 import math
+import re
 import time
 import warnings
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ from mtjax.config.sizes import expert_capacity
 from mtjax.errors import UserError, first_line, install_extra
 from mtjax.inspect import hlo
 from mtjax.inspect.stage_branches import with_stage_branches
-from mtjax.inspect.targets import Target, judged_by
+from mtjax.inspect.targets import ATTACHED, Target, judged_by
 from mtjax.layout.mesh import MeshShape, parse_mesh
 from mtjax.layout.plan import Plan
 from mtjax.models.kernels.grouped import Blocks
@@ -82,6 +83,11 @@ class CompiledStep:
     def plan(self) -> Plan:
         """The plan for formulas, with the compiled attention kernel."""
         return Plan.of(self.config, self.mesh, flash_attention="fmha" in self.text)
+
+    @property
+    def guessed_matmuls(self) -> int:
+        """Number of Triton's matmul kernels with tiles that XLA guessed, because there is no GPU to measure them on."""
+        return 0 if self.target.name == ATTACHED else len(re.findall(r'"kind":"__triton_(?:nested_)?gemm', self.text))
 
     @property
     def mesh_axes(self) -> Mapping[str, int]:
@@ -171,7 +177,7 @@ def compile_for(
             raise _refused(target, e) from e
     return compiled, (
         f"XLA finds no tile sizes for a Triton matmul of this program; it was compiled with {OWN_KERNELS} off, so that "
-        "all matmuls are cuBLAS's"
+        "all matmuls are cuBLAS's; on a GPU XLA measures both, so the program that runs there may have other kernels"
     )
 
 

@@ -14,7 +14,7 @@ from mtjax.config.sizes import describe_recompute, padded_vocab_size
 from mtjax.inspect.causes import LABELS, STACKS, by_cause
 from mtjax.inspect.check import Line, Verdict
 from mtjax.inspect.hlo import Array
-from mtjax.inspect.kernels.show import KERNEL_HEADS, kernel_notes, kernel_rows
+from mtjax.inspect.kernels.show import KERNEL_HEADS, guessed_text, kernel_notes, kernel_rows
 from mtjax.inspect.measured import Measured, in_order
 from mtjax.inspect.predict import TimeReport
 from mtjax.inspect.report import Report, Row
@@ -290,6 +290,7 @@ def time_lines(report: Report) -> str:
         f"  by the planner's formulas: {duration(t.by_plan)} ({t.by_plan / t.seconds - 1:+.0%}), "
         f"of it {duration(t.copies_by_plan)} for copies in layer loops; "
         "they include the model's kernels, but neither other copies of this program nor its schedule",
+        *([f"  {guessed_text(report.step.guessed_matmuls)}"] if report.step.guessed_matmuls else []),
         f"  {t.tflops:.1f} model TFLOP/s per GPU, MFU {t.mfu:.1%}; "
         f"with recompute {t.hardware_tflops:.1f}, HFU {t.hfu:.1%}",
     ]

@@ -74,7 +74,7 @@ def _halves(x: Array, keys: Array, site: int, names: tuple[str, ...], positions:
 
     def draw(keys: Array, positions: Array | None) -> Array:
         of_site = jax.vmap(lambda key: jax.random.fold_in(key, site))(keys)
-        return random_halves(of_site, x.shape, spec(*names), positions)
+        return random_halves(of_site, x.shape, spec(*names), positions, site)
 
     # As one primitive: jax would hoist the elements' indices, which are constants, out of the scan over layers, and
     # every layer would read them from memory.

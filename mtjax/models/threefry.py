@@ -36,6 +36,7 @@ def random_halves(
     shape: tuple[int, ...],
     sharding: PartitionSpec,
     rows: Int[Array, " rows"] | None = None,
+    site: int = 0,
 ) -> UInt32[Array, "batch ..."]:
     """Draws a random number of 16 bits, below 2^16, for each element.
 
@@ -46,15 +47,16 @@ def random_halves(
       shape: of the result, at least two dimensions; the last one, and the product of those between, below 2^32.
       sharding: of the result.
       rows: indices of the second dimension's elements, as in `random_bits`.
+      site: see `halves`.
     """
     # XLA: indices of the entire shape, with the batch. What does not depend on it would be a kernel of its own.
     row, column = _counters(shape, sharding, rows, first=1)
     words = reshard(jax.vmap(jax.random.key_data)(keys), PartitionSpec(sharding[0]))
-    return jax.vmap(halves, in_axes=(0, 0, 0, None))(words, row, column, shape[-1])
+    return jax.vmap(halves, in_axes=(0, 0, 0, None, None))(words, row, column, shape[-1], site)
 
 
 def halves(
-    key: UInt32[Array, "2"], row: UInt32[Array, "..."], column: UInt32[Array, "..."], length: int
+    key: UInt32[Array, "2"], row: UInt32[Array, "..."], column: UInt32[Array, "..."], length: int, site: int = 0
 ) -> UInt32[Array, "..."]:
     """Draws the 16 bits of elements.
 
@@ -63,12 +65,15 @@ def halves(
       row: index over all dimensions but the last.
       column: index in the last dimension.
       length: of the last dimension.
+      site: changes the order of rows. Other keys give other numbers, too.
     """
     # XLA: each element computes its own counter, so that bits do not depend on the sharding. A GPU kernel's thread has
     # four neighbours, for which the compiler finds the rounds to be the same, and does them once. It sees that in an
     # index of both dimensions; what is made of one of them, XLA computes in a kernel of its own.
     stride = -(-length // 4) * 4
     low_rows = 2**32 // stride  # of which the index fits into a word
+    # Of two sites in a layer it would keep indices that they have in common, 4 bytes an element: they have none.
+    row = row ^ jnp.uint32(site)
     index = row % jnp.uint32(low_rows) * jnp.uint32(stride) + column
     first, second = threefry(key, row // jnp.uint32(low_rows), index >> jnp.uint32(2))
     word = jnp.where(index & jnp.uint32(2) == 0, first, second)

@@ -27,7 +27,7 @@ elements = "b*s*h"
 def compiled_once(monkeypatch, cpu_report):
     """The command on a step that is there already, whatever the options say of the model."""
     monkeypatch.setattr(
-        command, "inspect", lambda config, target, contract, *_: reports.report(cpu_report.step, contract)
+        command, "inspect", lambda config, target, contract, *_, **__: reports.report(cpu_report.step, contract)
     )
 
 

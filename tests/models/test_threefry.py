@@ -56,15 +56,16 @@ def test_bits_are_even_and_neighbours_unrelated():
         assert abs((4 * a * b).mean()) < 5 / a.size**0.5
 
 
-@pytest.mark.parametrize("shape", [(2, 3, 8), (2, 2, 3, 7), (1, 5)])
-def test_four_neighbours_share_the_words_of_one_counter(shape):
+@pytest.mark.parametrize(("shape", "site"), [((2, 3, 8), 0), ((2, 2, 3, 7), 5), ((1, 5), 2)])
+def test_four_neighbours_share_the_words_of_one_counter(shape, site):
     """By jax's Threefry, also where the last dimension is no multiple of four."""
     keys = jax.random.split(jax.random.key(3), shape[0])
     with jax.set_mesh(mesh_of("1x1")):
-        found = np.asarray(random_halves(keys, shape, jax.P(*[None] * len(shape))))
+        found = np.asarray(random_halves(keys, shape, jax.P(*[None] * len(shape)), site=site))
     rows, length = math.prod(shape[1:-1]), shape[-1]
     stride = -(-length // 4) * 4
-    blocks = np.arange(rows * stride // 4, dtype=np.uint32)
+    order = np.arange(rows, dtype=np.uint32)[:, None] ^ np.uint32(site)
+    blocks = (order * (stride // 4) + np.arange(stride // 4, dtype=np.uint32)).ravel()
     for sample, key in zip(found, keys, strict=True):
         both = threefry_2x32(jax.random.key_data(key), jnp.concatenate([jnp.zeros_like(blocks), blocks]))
         words = np.stack(np.split(np.asarray(both), 2), axis=-1).astype("<u4")  # [blocks, 2]

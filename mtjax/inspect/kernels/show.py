@@ -85,12 +85,15 @@ def kernel_notes(report: KernelReport) -> list[str]:
         notes.append(
             f"no compare-and-swap loop, spill, uncoalesced kernel, or one {SLOW:g} times slower than its bytes"
         )
-    if report.own_products:
-        notes.append(
-            f"{report.own_products} matmul kernels are Triton's with tiles that XLA guessed: on a GPU it "
-            "measures several, so the program that runs there has others, or cuBLAS's"
-        )
     return notes
+
+
+def guessed_text(matmuls: int) -> str:
+    """Returns a sentence about matmul kernels that were compiled without a GPU to measure them on."""
+    return (
+        f"{matmuls} matmul kernels are Triton's with tiles that XLA guessed: on a GPU it measures several, so the "
+        "program that runs there has others, or cuBLAS's"
+    )
 
 
 def kernels_json(report: KernelReport) -> dict[str, Any]:

@@ -14,6 +14,12 @@ from mtjax.inspect.kernels.sass import Code
 
 _HEAD = re.compile(r"\.address_size 64\s")
 _DYNAMIC = re.compile(r"^\.extern \.shared [^;]*;", re.MULTILINE)
+_DEFINED = re.compile(
+    r"^(?!\.extern)(?:\.\w+ )*(?:"
+    r"\.(?:global|const) [^;={]*?([\w$]+)(?:\[\d*\])?\s*[=;]|\.func\s+(?:\([^)]*\)\s*)?([\w$]+)\s*\()",
+    re.MULTILINE,
+)
+"""Constants and functions of a file."""
 _COMPILED = re.compile(r"Compiling entry function '(\w+)'(?:(?!Compiling entry function).)*", re.DOTALL)
 
 
@@ -59,18 +65,32 @@ def assemble(files: Sequence[Path], architecture: str, folder: Path) -> dict[str
     Raises:
       UserError: a tool is missing, or refuses the code.
     """
-    ptxas, nvdisasm = find_tool("ptxas"), find_tool("nvdisasm")
-    joined, cubin = folder / "kernels.ptx", folder / "kernels.cubin"
-    joined.write_text(_joined(path.read_text() for path in files))
-    said = _run([ptxas, "-v", "--gpu-name", architecture, str(joined), "-o", str(cubin)]).stderr
+    tools = find_tool("ptxas"), find_tool("nvdisasm")
+    try:
+        return _assemble_one(_joined(path.read_text() for path in files), architecture, folder / "kernels", *tools)
+    except UserError:
+        # Names that `_joined` does not know may be defined twice.
+        each = (_assemble_one(path.read_text(), architecture, folder / path.stem, *tools) for path in files)
+        return {name: kernel for kernels in each for name, kernel in kernels.items()}
+
+
+def _assemble_one(text: str, architecture: str, path: Path, ptxas: str, nvdisasm: str) -> dict[str, Assembled]:
+    """Assembles a PTX file, with a path without suffix for it and for its machine code."""
+    source, cubin = path.with_suffix(".joined.ptx"), path.with_suffix(".cubin")
+    source.write_text(text)
+    said = _run([ptxas, "-v", "--gpu-name", architecture, str(source), "-o", str(cubin)]).stderr
     about = {match[1]: said[match.start() : match.end()] for match in _COMPILED.finditer(said)}
     codes = sass.parse(_run([nvdisasm, "-c", str(cubin)]).stdout)
     return {name: _assembled(code, about.get(name, "")) for name, code in codes.items()}
 
 
 def _joined(texts: Iterable[str]) -> str:
-    """Joins PTX files; one head is kept, and one declaration of shared memory whose size the launch sets."""
+    """Joins PTX files; one head is kept, and one declaration of shared memory whose size the launch sets.
+
+    Files may define constants and functions of the same name: later ones are renamed.
+    """
     head, dynamic, bodies = "", set(), []
+    defined: set[str] = set()
     for text in texts:
         start = _HEAD.search(text)
         if start is None:
@@ -78,7 +98,12 @@ def _joined(texts: Iterable[str]) -> str:
         head = head or text[: start.end()]
         body = text[start.end() :]
         dynamic.update(_DYNAMIC.findall(body))
-        bodies.append(_DYNAMIC.sub("", body))
+        body = _DYNAMIC.sub("", body)
+        for name in {variable or function for variable, function in _DEFINED.findall(body)}:
+            if name in defined:
+                body = re.sub(rf"(?<![\w$]){re.escape(name)}(?![\w$])", lambda m: f"{m[0]}_{len(bodies)}", body)
+            defined.add(name)
+        bodies.append(body)
     return "\n".join([head, *sorted(dynamic), *bodies])
 
 

@@ -1,0 +1,251 @@
+"""What is read off PTX and machine code, on code small enough to work out by hand, and on a train step."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from mtjax.analysis.hardware import H100
+from mtjax.config import load
+from mtjax.errors import UserError
+from mtjax.inspect.compiled import DUMP_TO
+from mtjax.inspect.kernels import ptx, sass
+from mtjax.inspect.kernels.audit import SWAPS, check_kernels
+from mtjax.inspect.kernels.block import follow
+from mtjax.inspect.kernels.dump import read
+from mtjax.inspect.kernels.kernel import Launch, atomics_of, machine_of
+from mtjax.inspect.kernels.occupancy import occupancy
+from mtjax.inspect.kernels.rates import ALU, ISSUE, SPECIAL, rates_of
+from mtjax.inspect.kernels.source import SourceLines
+from mtjax.inspect.kernels.tools import assemble
+from mtjax.inspect.report import Report, inspect
+from mtjax.inspect.schema import to_json
+from mtjax.inspect.targets import find_target
+from mtjax.layout.layouts import TENSOR
+from mtjax.layout.mesh import parse_mesh
+from mtjax.models.dropout import dropout
+from mtjax.sharding.axes import use_rules
+from tests.inspect.steps import needs_aot, tiny
+
+NAMES = ("batch", "act_seq", "embed")
+THREADS, TURNS = 128, 96
+HEAD = ".version 8.5\n.target sm_90a\n.address_size 64\n"
+KERNEL = """
+.visible .entry example(
+	.param .u64 .ptr .align 16 example_param_0,
+	.param .u64 .ptr .align 16 example_param_1
+)
+.reqntid 128, 1, 1
+{{
+	.reg .pred 	%p<5>;
+	.reg .b32 	%r<30>;
+	.reg .f32 	%f<30>;
+	.reg .b64 	%rd<20>;
+	ld.param.u64 	%rd1, [example_param_0];
+	ld.param.u64 	%rd2, [example_param_1];
+	mov.u32 	%r1, %tid.x;
+	mov.u32 	%r2, %ctaid.x;
+	mad.lo.s32 	%r4, %r2, 12288, %r1;  // 96 rows of 128 for each block
+	mul.wide.u32 	%rd5, %r4, 4;
+	add.s64 	%rd6, %rd1, %rd5;
+	mov.u32 	%r5, 0;
+	mov.f32 	%f1, 0f00000000;
+$L__BB0_1:
+	ld.global.nc.f32 	%f2, [%rd6];
+	ex2.approx.ftz.f32 	%f3, %f2;
+	add.f32 	%f1, %f1, %f3;
+	add.s64 	%rd6, %rd6, 512;
+	add.s32 	%r5, %r5, 1;
+	setp.lt.u32 	%p1, %r5, 96;
+	@%p1 bra 	$L__BB0_1;
+	{end}
+	ret;
+}}
+"""
+"""Each thread adds 96 numbers, those of a warp next to each other; then `end` stores the sum."""
+STORES = {
+    "next to each other": ("mul.wide.u32 %rd7, %r1, 4;\n add.s64 %rd8, %rd2, %rd7;\n st.global.f32 [%rd8], %f1;", 4, 1),
+    "a row apart": ("mul.wide.u32 %rd7, %r1, 256;\n add.s64 %rd8, %rd2, %rd7;\n st.global.f32 [%rd8+4], %f1;", 256, 1),
+    "by half of the threads": (
+        "setp.ge.u32 %p2, %r1, 64;\n @%p2 bra $L_end;\n mul.wide.u32 %rd7, %r1, 4;\n add.s64 %rd8, %rd2, %rd7;\n"
+        " st.global.f32 [%rd8], %f1;\n$L_end:",
+        4,
+        2,
+    ),
+}
+"""Name -> code, bytes between the threads' elements, threads for each thread that stores."""
+
+
+def kernel_of(end: str) -> ptx.Kernel:
+    return ptx.parse(HEAD + KERNEL.format(end=end))["example"]
+
+
+@pytest.mark.parametrize("name", STORES)
+def test_a_block_touches_the_sectors_that_its_addresses_lie_in(name):
+    code, apart, of = STORES[name]
+    kernel = kernel_of(code)
+    followed = follow(kernel, (THREADS, 1, 1), (6, 1, 1))
+    loads, stores = (followed.accesses[i] for i, op in enumerate(kernel.ops) if op.space == "global")
+    assert (loads.threads, loads.requests) == (TURNS * THREADS, TURNS * THREADS // 32)
+    assert loads.sectors == TURNS * THREADS * 4 // 32
+    storing = THREADS // of
+    expected = len({thread * apart // 32 for thread in range(storing)})
+    assert (stores.threads, stores.sectors) == (storing, expected)
+    used = followed.touched / (32 * len(followed.sectors))
+    assert used == pytest.approx((TURNS * THREADS + storing) * 4 / 32 / (loads.sectors + expected))
+    assert followed.is_complete
+
+
+def test_an_index_that_was_loaded_is_a_gather_and_an_offset_is_not():
+    """Threads load other indices: their addresses are not known. All load one offset: only that is not known."""
+    gather = "ld.global.u32 %r6, [%rd6];\n mul.wide.u32 %rd7, %r6, 4;\n add.s64 %rd8, %rd2, %rd7;"
+    offset = (
+        "ld.global.u32 %r6, [%rd2];\n add.s32 %r7, %r6, %r1;\n mul.wide.u32 %rd7, %r7, 4;\n add.s64 %rd8, %rd2, %rd7;"
+    )
+    for code, is_indexed, sectors in ((gather, True, 0), (offset, False, THREADS * 4 // 32)):
+        kernel = kernel_of(f"{code}\n st.global.f32 [%rd8], %f1;")
+        accesses = follow(kernel, (THREADS, 1, 1), (6, 1, 1)).accesses
+        store = accesses[max(accesses)]
+        assert (store.is_indexed, store.sectors) == (is_indexed, sectors)
+
+
+def test_atomics_have_kinds():
+    ends = {
+        "red.global.add.f32 [%rd2], %f1;": ("reduction",),
+        "atom.global.add.u32 %r9, [%rd2], %r1;": ("atomic with result",),
+        "$L_a: atom.global.cas.b32 %r9, [%rd2], %r1, %r5;\n setp.ne.s32 %p3, %r9, %r1;\n @%p3 bra $L_a;": (SWAPS,),
+        "atom.shared.add.u32 %r9, [%rd2], %r1;": (),
+    }
+    assert {end: atomics_of(kernel_of(end)) for end in ends} == ends
+
+
+LISTING = """
+	.section	.text.example,"ax",@progbits
+.text.example:
+        /*0000*/                   S2R R0, SR_TID.X ;
+        /*0010*/                   LDG.E.128 R4, desc[UR4][R2.64] ;
+.L_x_0:
+        /*0020*/                   LDG.E R5, desc[UR4][R2.64] ;
+        /*0030*/                   LDG.E.64 R6, desc[UR4][R2.64+0x200] ;
+        /*0040*/                   MUFU.EX2 R5, R5 ;
+        /*0050*/              @!P0 BRA `(.L_x_0) ;
+        /*0060*/                   STG.E.U16 desc[UR4][R2.64], R4 ;
+        /*0070*/                   EXIT ;
+.L_x_1:
+        /*0080*/                   BRA `(.L_x_1);
+"""
+
+
+def test_loops_of_machine_code_are_counted_by_their_bytes():
+    """A thread loads 16 bytes, 12 in each of 5 turns, and stores 2."""
+    code = sass.parse(LISTING)["example"]
+    assert code.loops == [(2, 5)]  # not the branch to itself at the end
+    assert code.times(16 + 5 * 12 + 2) == 5
+    counts = code.counts(5)
+    assert (counts["LDG"], counts["MUFU"], counts["STG"]) == (1 + 5 * 2, 5, 1)
+
+
+def test_occupancy_is_that_of_nvidias_calculator():
+    """Threads, registers and bytes of shared memory of a block on H100, as the CUDA occupancy calculator says."""
+    published = {
+        (128, 32, 0): 1.0,
+        (256, 64, 0): 0.5,
+        (128, 255, 0): 0.125,
+        (1024, 64, 0): 0.5,
+        (128, 32, 100_000): 0.125,
+    }
+    assert {case: occupancy(H100, *case) for case in published} == published
+
+
+def test_the_innermost_line_of_mtjax_is_named():
+    text = (
+        'HloModule m\n\nFileNames\n1 "/x/mtjax/models/dropout.py"\n2 "/x/mtjax/models/unhoisted.py"\n'
+        '3 "/x/jax/numpy.py"\n\nFunctionNames\n1 "f"\n\nFileLocations\n1 {file_name_id=1 function_name_id=1 line=7}\n'
+        "2 {file_name_id=2 function_name_id=1 line=8}\n3 {file_name_id=3 function_name_id=1 line=9}\n\nStackFrames\n"
+        "1 {file_location_id=1 parent_frame_id=1}\n2 {file_location_id=2 parent_frame_id=2}\n"
+        "3 {file_location_id=3 parent_frame_id=3}\n\nENTRY main {\n}\n"
+    )
+    assert SourceLines.of(text).line_of("metadata={stack_frame_id=3}") == "models/dropout.py:7"
+    assert SourceLines.of("HloModule m\n\nENTRY main {\n}\n").line_of("metadata={stack_frame_id=3}") == ""
+
+
+def test_what_cannot_be_read_is_refused():
+    with pytest.raises(UserError, match="--kernels needs a GPU program, and --target is cpu"):
+        check_kernels(find_target("cpu"))
+    with pytest.raises(UserError, match=r"knows the instruction rates of compute capability 8\.0, 9\.0, 10\.0"):
+        rates_of((7, 0))
+
+
+@needs_aot
+def test_instructions_are_those_of_the_source_however_ptxas_unrolls(tmp_path):
+    """One load, one exponential and one addition for each number; seconds by the published rates."""
+    path = tmp_path / "a.ptx"
+    path.write_text(HEAD + KERNEL.format(end=STORES["next to each other"][0]))
+    assembled = assemble([path], "sm_90a", tmp_path)["example"]
+    found = machine_of(ptx.parse(path.read_text())["example"], assembled, Launch((264, 1, 1), (THREADS, 1, 1), 0), H100)
+    assert (found.counts[SPECIAL], found.counts["memory"], found.counts["FMA"]) == (TURNS, TURNS + 1, TURNS)
+    # 2 blocks for each of 132 multiprocessors, in which 16 threads compute an exponential per clock of 1.98 GHz.
+    assert found.seconds[SPECIAL] == pytest.approx(2 * THREADS * TURNS / 16 / 1.98e9)
+    assert found.coalesced == 1 and found.spilled == 0 and found.registers == assembled.registers > 0
+
+
+def u32_arrays(report: Report, least: int) -> list[str]:
+    """Operations that write integers of so many elements."""
+    computations = report.step.module.computations.values()
+    fused = {name for c in computations for i in c.instructions if i.opcode == "fusion" for name in i.called}
+    written = (i for c in computations if c.name not in fused for i in c.instructions if i.opcode == "fusion")
+    return [i.name for i in written for a in i.arrays if a.dtype == "u32" and a.elements >= least]
+
+
+@needs_aot
+def test_kernels_of_a_step_are_matched():
+    """Each with its phase and registers; dropout's bits are in none of the arrays that they write."""
+    run = tiny(mesh="1x1", num_layers=3, hidden_size=256, hidden_dropout=0.1, recompute="none", attention="xla")
+    report = inspect(run, find_target("h100x8"), kernels=True)
+    assert report.time and report.time.kernels
+    kernels = report.time.kernels
+    assert report.time.seconds == kernels.step >= kernels.without
+    assert len(kernels.rows) > 50 and all(row.phase and row.machine.registers for row in kernels.rows)
+    assert u32_arrays(report, 2 * 64 * 256) == []
+    document = json.loads(json.dumps(to_json(report)))["time"]["kernels"]
+    assert {row["name"] for row in document["kernels"]} == {row.machine.name for row in kernels.rows}
+
+
+@needs_aot
+def test_four_neighbours_draw_their_dropout_from_twenty_rounds(tmp_path):
+    """136 instructions for four elements that are dropped and added, where a counter for each takes 344."""
+
+    def drop(x, residual, keys):
+        return residual + dropout(x, 0.1, keys, 3, NAMES)
+
+    mesh = find_target("h100x8").mesh(parse_mesh("1x1"))
+    with jax.set_mesh(mesh), use_rules(TENSOR.rules):
+        x = jax.ShapeDtypeStruct((8, 1024, 1536), jnp.bfloat16)
+        keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 8))
+        jax.jit(drop).lower(x, x, keys).compile(compiler_options={DUMP_TO: str(tmp_path)})
+    dumped = read(tmp_path, "jit_drop")
+    assembled = assemble(dumped.files, "sm_90a", tmp_path)
+    large = [name for name, launch in dumped.launches.items() if launch.blocks * launch.block_threads > 2**16]
+    assert len(large) == 1  # no kernel writes indices, masks or bits
+    found = machine_of(dumped.ptx[large[0]], assembled[large[0]], dumped.launches[large[0]], H100)
+    assert found.launch.blocks * found.launch.block_threads * 4 == 8 * 1024 * 1536
+    assert found.counts[ISSUE] < 172 and found.counts[ALU] < 100
+
+
+@needs_aot
+@pytest.mark.long
+@pytest.mark.parametrize(("preset", "target"), [("gpt2-355m", "h100x8"), ("bert-base", "a100x8")])
+def test_presets_have_no_faults_without_a_reason(preset, target):
+    """Those with dropout and written-out scores; benchmarks/kernels.py compiles all."""
+    path = Path(__file__).parents[2] / "benchmarks" / "kernels.py"
+    spec = importlib.util.spec_from_file_location("kernels_of_presets", path)
+    assert spec and spec.loader
+    benchmark = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = benchmark
+    spec.loader.exec_module(benchmark)
+    found = inspect(load(preset), find_target(target), kernels=True).time
+    assert found and found.kernels and benchmark.unexpected(found.kernels) == []
