@@ -94,7 +94,8 @@ def test_wrong_input_is_one_line_and_leaves_nothing(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     options, message = CASES[case]
-    words = launcher.command("--data", "text.txt", "--out", f"never/{list(CASES).index(case)}")[3:]
+    data = [] if "--data" in options else ["--data", "text.txt"]
+    words = launcher.command(*data, "--out", f"never/{list(CASES).index(case)}")[3:]
     monkeypatch.chdir(folder)
     before = listing(folder)
     assert main([*words, *options]) == 2

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from mtjax.config.adapters import LoraConfig
+from mtjax.layout.dropout import keep_share
 from mtjax.layout.layouts import TENSOR
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.lora import gather_sequence_shared
@@ -30,7 +31,7 @@ def test_an_adapter_reads_what_dropout_leaves_and_its_product_reads_all():
     np.testing.assert_array_equal(product, x)
     np.testing.assert_array_equal(whole, x)
     kept = np.asarray(adapter) > 0
-    np.testing.assert_allclose(np.asarray(adapter)[kept], np.asarray(x)[kept] / (1 - RATE), rtol=1e-6)
+    np.testing.assert_allclose(np.asarray(adapter)[kept], np.asarray(x)[kept] / keep_share(RATE), rtol=1e-6)
     assert abs(kept.mean() - (1 - RATE)) < 0.03  # six deviations of 8192 draws
     assert (kept != (np.asarray(other) > 0)).mean() > 0.3
     assert len({kept[i].tobytes() for i in range(4)}) == 4

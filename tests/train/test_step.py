@@ -91,7 +91,8 @@ def assert_like_one_device(program):
     for name, value in there.items():
         # Adam divides by the root of the square: elements whose gradient is rounding noise may take any step.
         assert np.abs(here[name] - value).mean() < 1e-5 * max(1.0, np.abs(value).max()), name
-    assert_same(program, program_of("1x1", recompute="none", microbatch_size=None))
+    rates = {name: getattr(program.config.model, name) for name in PLAIN}
+    assert_same(program, program_of("1x1", recompute="none", microbatch_size=None, **rates))
 
 
 def test_dropout_is_on_and_its_keys_follow_the_sample():
