@@ -53,7 +53,7 @@ def test_the_preset_is_the_published_model():
         ("layer_types", ["full_attention", "chunked_attention"], "layer_types has chunked_attention, but must have"),
         ("layer_types", ["full_attention"] * 3, "layer_types has 3 layers, but num_hidden_layers is 62"),
         ("rope_scaling", {"type": "linear", "factor": 2.0, "base": 3}, "has base, which mtjax does not support"),
-        ("quantization_config", {"quant_method": "fp8"}, "quantization_config is {'quant_method': 'fp8'}"),
+        ("quantization_config", {"quant_method": "fp8"}, "quantization_config has weight_block_size None"),
         ("scoring_func", "softmax", "scoring_func is 'softmax', but must be 'sigmoid'"),
     ],
 )

@@ -182,7 +182,6 @@ def test_a_config_without_a_family_is_refused(hf, tmp_path, capsys):
 
 def test_places_that_are_none(hf, ours, tmp_path, capsys):
     wrong = [
-        ((f"{hf}", f"mtjax:{tmp_path / 'a'}"), "is not KIND:DIR"),
         ((f"hff:{hf}", f"mtjax:{tmp_path / 'a'}"), "did you mean 'hf'"),
         ((f"hf:{tmp_path / 'no'}", f"mtjax:{tmp_path / 'a'}"), "no does not exist\n"),
         ((f"megatron:{tmp_path / 'no'}", f"mtjax:{tmp_path / 'a'}"), "no does not exist"),
