@@ -70,7 +70,7 @@ LINES = {
         ["--hidden-size", "999983"],
         "hidden_size 999983 is not divisible by .* 1 and 999983",
     ),
-    "layers": (["--num-layers", "1000000000"], f"num_hidden_layers is 1000000000, and must be between 1 and {LAYERS}"),
+    "layers": (["--num-layers", "1000000000"], f"num_layers is 1000000000, and must be at most {LAYERS}"),
     "steps": (["--steps", "1000000000"], f"read 8000000000 samples, and a run has at most {SAMPLES}"),
     "seed": (["--seed", "4294967296"], "seed is 4294967296, and must be at most 4294967295"),
     "time": (["--loader-timeout", "1e300"], r"loader_timeout is 1e\+300, and must be from 1 to 604800 seconds"),
@@ -188,7 +188,7 @@ def test_a_billion_layers_of_hugging_face(tmp_path: Path, capsys: pytest.Capture
     save_file({"model.norm.weight": np.ones(32, np.float32)}, tmp_path / "model/model.safetensors")
     with patience():
         assert hugging_face(tmp_path / "model", {"num_hidden_layers": 10**9}, None) == 2
-    assert f"num_layers is 1000000000, and must be at most {LAYERS}" in capsys.readouterr().err
+    assert f"num_hidden_layers is 1000000000, and must be between 1 and {LAYERS}" in capsys.readouterr().err
 
 
 # --- Fuzzing

@@ -141,7 +141,7 @@ WRONG = {
     "train --resume yes": "unexpected argument 'yes'",
     "plan --gpus many": "--gpus is 'many', and must be an integer",
     "inspect --sweep 1.5": "--sweep is '1.5', and must be an integer",
-    "convert --from hf:a": "--to is missing",
+    "convert --from hf:a": "give --from [KIND:]DIR and --to KIND:DIR, or --show DIR",
     "data preprocess": "--input and --output and --tokenizer are missing",
     "data merge --output": "--output needs a value",
     "data info": "PREFIX is missing",

@@ -275,7 +275,7 @@ def test_a_new_family_is_one_record(monkeypatch: pytest.MonkeyPatch) -> None:
         if model.num_layers > 2:
             raise UserError("a dummy has at most 2 layers")
 
-    dummy = Family({"norm": "rmsnorm"}, {"position": ("learned",)}, frozenset({"rope_theta"}), check)
+    dummy = Family("decoder", {"norm": "rmsnorm"}, {"position": ("learned",)}, frozenset({"rope_theta"}), check)
     monkeypatch.setitem(FAMILIES, "dummy", dummy)
     chosen = config.replace(Config(), family="dummy", num_layers=2)
     assert chosen.model.norm == "rmsnorm"
@@ -326,7 +326,7 @@ def test_a_file_may_name_its_family_last(tmp_path: Path) -> None:
         ({"qk_norm": True, "norm_weight": "none"}, "qk_norm needs weights, and norm_weight is none"),
         ({"family": "bert", "attention_sinks": True}, "attention_sinks only works with the families gpt and llama"),
         ({"family": "t5", "qk_norm": True}, "qk_norm only works with the families gpt and llama"),
-        ({"attention_window": 4, "family": "bert"}, "attention_window only works with the families gpt and llama"),
+        ({"attention_window": 4, "family": "t5"}, "attention_window only works with the families gpt, llama and bert"),
         ({"window_layers": "SF"}, "there is no window: set attention_window"),
         ({"attention_window": 4, "window_layers": "FF"}, "gives no layer a window"),
         ({"attention_window": 4, "window_layers": "SSF", "num_layers": 2}, "is for 3 layers, and num_layers is 2"),

@@ -116,12 +116,14 @@ def run(options: Options) -> None:
     if options.show is not None:
         _show(options)
         return
+    if options.source is None or options.target is None:
+        raise UserError(
+            "give --from [KIND:]DIR and --to KIND:DIR, or --show DIR (mtjax convert --help lists the options)"
+        )
+    to_kind, target_path = parse_weights_path(options.target, is_target=True)
     from mtjax.convert.recognized import source_of  # imports jax, for a second
 
-    if options.source is None or options.target is None:
-        raise UserError("give --from [KIND:]DIR and --to KIND:DIR, or --show DIR")
     from_kind, source_path = source_of(options.source)
-    to_kind, target_path = parse_weights_path(options.target, is_target=True)
     check_options(options, from_kind, to_kind)
     check_format(options, to_kind)
     import jax  # after the options are checked: the import takes a second

@@ -124,7 +124,8 @@ class RMSNorm(nnx.Module):
         """Applies to the last dimension."""
         if is_unrolled():
             factor = jnp.broadcast_to(norm_factor(self.weight_kind, self.scale), x.shape[-1:])
-            return _rms_norm(self.epsilon, x, varying_like(factor, x)).astype(self.dtype)
+            normal: Array = _rms_norm(self.epsilon, x, varying_like(factor, x))
+            return normal.astype(self.dtype)
         x = x.astype(jnp.float32)
         normal = x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + self.epsilon)
         return (normal * norm_factor(self.weight_kind, self.scale)).astype(self.dtype)

@@ -85,12 +85,12 @@ def unstack(record: ParamSpec, stack: Any, dtype: str) -> LayerList:
       dtype: compute type, to which matrices are cast.
     """
 
-    def take(stack: Any, i: int) -> Array:
-        """Takes layer i out of an array or a `GatherOnUse`, gathered or cast."""
+    def take(stack: Any, i: int) -> Any:
+        """Takes layer i out of an array or a `GatherOnUse`, gathered or cast; ZeRO-3's stays wrapped."""
         layer = jax.tree.map(lambda array: jax.lax.index_in_dim(array, i, keepdims=False), stack)
         if isinstance(layer, GatherOnUse) and record.is_gathered_per_step:
             # ZeRO-1 and 2: gathered here, once per step. ZeRO-3's are gathered by each pass of a layer.
-            return materialize(layer)  # pyright: ignore[reportReturnType]
+            return materialize(layer)
         if isinstance(layer, GatherOnUse):
             return _for_unrolled(layer) if record.is_matrix else layer
         return layer.astype(dtype) if record.is_matrix else layer

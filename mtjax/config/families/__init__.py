@@ -36,7 +36,8 @@ def check_decoder_settings(model: "Model") -> None:
     for name in sorted((DECODER | ENCODER) - FAMILIES[model.family].own):
         if getattr(model, name) != getattr(type(model)(), name):
             known = [family for family, row in FAMILIES.items() if name in row.own]
-            works = f"the famil{'ies' if known[1:] else 'y'} {' and '.join(known)}"
+            names = " and ".join(filter(None, (", ".join(known[:-1]), known[-1])))
+            works = f"the famil{'ies' if known[1:] else 'y'} {names}"
             raise UserError(f"{name} only works with {works}, and family is {model.family}: remove {name}")
 
 
