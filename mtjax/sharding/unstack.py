@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import lax
 
 from mtjax.config.adapters import PARTS
 from mtjax.sharding.axes import num_shards, sequence_is_sharded
