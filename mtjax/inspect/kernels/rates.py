@@ -2,7 +2,8 @@
 
 Source: CUDA C++ Programming Guide 13, "Arithmetic Instructions", table "Throughput of Native Arithmetic Instructions"
 (results per clock cycle per multiprocessor; an instruction on pairs of 16-bit numbers has two results per thread),
-columns of compute capability 8.0, 9.0 and 10.0. Load and store units, and the width of the caches: the white papers of
+columns of compute capability 8.0 and 9.0, written down without the table at hand; 10.0 counts as 9.0. Load and store
+units, and the width of the caches: the white papers of
 A100 and H100 (32 units, 128 bytes per clock of L1 and 64 of L2). All of them issue an instruction of 4 warps per clock.
 """
 
