@@ -115,11 +115,10 @@ def test_a_run_in_a_store_stops_and_goes_on_like_one_on_a_disk(
     text = f"{store.url}/text.txt"
     write_bytes(text, (launcher.folder / "text.txt").read_bytes())
     whole = launcher.train_here("whole", "--steps", "8")
-    words = ["--data", text]
-    first = launcher.run_here("unused", *words, "--out", url, "--steps", "5", is_told=False)
+    first = launcher.run_here("unused", "--out", url, "--steps", "5", data=text, is_told=False)
     assert first.code == 0, first.stderr
     assert f"next    mtjax train --config {url}/config.toml --resume --steps 10" in first.stdout
-    refused = launcher.run_here("unused", *words, "--out", url, "--steps", "5", is_told=False)
+    refused = launcher.run_here("unused", "--out", url, "--steps", "5", data=text, is_told=False)
     assert refused.code == 2
     assert f"error: --out {url} holds a run already: add --resume" in refused.stderr
     more = ["--config", f"{url}/config.toml", "--resume", "--steps", "8"]
