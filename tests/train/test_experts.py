@@ -273,7 +273,8 @@ def one_device(model: Any) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize(("mesh", "model", "settings"), [*CASES, *PADDING, *STAGES, *MIXED, *CONTEXT, *PRODUCT])
 def test_steps_are_those_of_one_device(mesh, model, settings):
-    model = EXPERTS | model
+    # With Adam's own epsilon, elements whose gradient is rounding noise take steps as long as the others'.
+    model = EXPERTS | {"epsilon": 1e-4} | model
     known = one_device(tuple(model.items()))
     program = program_of(mesh, **model, **{"microbatch_size": 1} | settings)
     found = results(program)
