@@ -11,7 +11,7 @@ from mtjax.inspect.report import inspect
 from mtjax.inspect.roofline import Roofline
 from mtjax.inspect.targets import find_target
 from mtjax.inspect.text import unrolling_line
-from tests.inspect.steps import needs_aot, tiny
+from tests.inspect.steps import has_cudnn, needs_aot, tiny
 
 PROGRAM = """HloModule m, is_scheduled=true
 
@@ -126,6 +126,7 @@ def test_without_a_loop_over_layers_no_stacks_are_left_and_the_contract_holds():
     assert "--unroll-layers" in unrolling_line(looped) and unrolling_line(unrolled) == ""
 
 
+@pytest.mark.skipif(not has_cudnn, reason="needs the extra aot-cudnn")
 @needs_aot
 def test_layers_without_a_loop_gather_ahead_and_copy_nothing():
     """ZeRO-3 with selective recompute: gathers and sums pass behind other layers, products write what attention and
