@@ -29,7 +29,7 @@ from mtjax.layout.layouts import TENSOR
 from mtjax.layout.mesh import parse_mesh
 from mtjax.models.dropout import dropout
 from mtjax.sharding.axes import use_rules
-from tests.inspect.steps import needs_aot, tiny
+from tests.inspect.steps import has_cudnn, needs_aot, tiny
 
 NAMES = ("batch", "act_seq", "embed")
 THREADS, TURNS = 128, 96
@@ -237,7 +237,8 @@ def test_four_neighbours_draw_their_dropout_from_twenty_rounds(tmp_path):
 
 
 @needs_aot
-@pytest.mark.long
+@pytest.mark.skipif(not has_cudnn, reason="needs the extra aot-cudnn, as the presets do")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("preset", "target"), [("gpt2-355m", "h100x8"), ("bert-base", "a100x8")])
 def test_presets_have_no_faults_without_a_reason(preset, target):
     """Those with dropout and written-out scores; benchmarks/kernels.py compiles all."""
