@@ -15,6 +15,8 @@ from mtjax.convert.torch_dist_writer import DistributedWriter
 from mtjax.runtime.checkpoints.weights import find_weights
 from tests.convert.test_torch_dist import STORED, cut
 
+pytestmark = pytest.mark.torch  # of Megatron-LM's format torch
+
 SIZES = {"hidden": 16, "heads": 4, "kv_heads": 2, "mlp": 24, "layers": 2, "vocab": 32}
 CONFIG = """[model]
 family = "llama"
