@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Float, Int
 
 from mtjax.sharding.axes import psum_varying, varying_like
-from mtjax.sharding.vocab import Chunks, LossOptions, VocabSpecs, local_logits, local_rows, map_ranks
+from mtjax.sharding.vocab import Chunks, LossOptions, VocabSpecs, add_gradients, local_logits, local_rows, map_ranks
 
 
 def vocab_parallel_distillation(
@@ -106,7 +106,6 @@ def _backward(
 
         def differentiate_chunk(sums: tuple[Array, Array | None], chunk: tuple[Array, ...]) -> tuple[Any, Array]:
             """Adds a chunk to the gradients of table and bias; returns that of its hidden states [C, H]."""
-            table_gradient_VH, bias_gradient_V = sums
             hidden_CH, teacher_CW, labels_C, *of_tokens = chunk
             log_z, log_soft, log_teacher, hard, soft = (a[:, None] for a in of_tokens)
             logits_CV, column_V = local_logits(specs, hidden_CH, cast_VH, bias_V, options)
@@ -116,12 +115,7 @@ def _backward(
             difference = jnp.exp(logits_CV / temperature - log_soft) - jnp.exp(teacher_CV / temperature - log_teacher)
             slope = options.gradient(slope + soft * temperature * difference, logits_CV)
             slope = jnp.where(column_V < options.vocab_size, slope, 0)
-            bias_gradient_V = None if bias_gradient_V is None else bias_gradient_V + slope.sum(0)
-            slope = slope.astype(hidden_CH.dtype)
-            table_gradient_VH += lax.dot_general(
-                slope, hidden_CH, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32
-            )
-            return (table_gradient_VH, bias_gradient_V), slope @ cast_VH
+            return add_gradients(sums, slope, hidden_CH, cast_VH)
 
         like, zeros = (hidden_BSH, table_VH, *arrays), partial(jnp.zeros, dtype=jnp.float32)
         sums = jax.tree.map(lambda a: varying_like(zeros(a.shape), *like), (table_VH, bias_V))

@@ -213,16 +213,10 @@ def _cross_entropy_backward(
 
         def differentiate_chunk(sums: tuple[Array, Array | None], chunk: tuple[Array, ...]) -> tuple[Any, Array]:
             """Adds a chunk to the gradients of table and bias; returns that of its hidden states [C, H]."""
-            table_gradient_VH, bias_gradient_V = sums
             hidden_CH, labels_C, log_z_C, gradient_C = chunk
             logits_CV, column_V = local_logits(specs, hidden_CH, cast_VH, bias_V, options)
             slope = logit_gradient(options, logits_CV, column_V, labels_C, log_z_C, gradient_C)
-            bias_gradient_V = None if bias_gradient_V is None else bias_gradient_V + slope.sum(0)
-            slope = slope.astype(hidden_CH.dtype)
-            table_gradient_VH += lax.dot_general(
-                slope, hidden_CH, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32
-            )
-            return (table_gradient_VH, bias_gradient_V), slope @ cast_VH
+            return add_gradients(sums, slope, hidden_CH, cast_VH)
 
         like = (hidden_BSH, table_VH, labels_BS, gradient_BS)
         zeros = varying_like(jnp.zeros(table_VH.shape, jnp.float32), *like)
@@ -260,6 +254,22 @@ def logit_gradient(
     return jnp.where(column_V < options.vocab_size, slope, 0)
 
 
+def add_gradients(
+    sums: tuple[Array, Array | None], slope_CV: Array, hidden_CH: Array, table_VH: Array
+) -> tuple[tuple[Array, Array | None], Array]:
+    """Adds a chunk, by the gradient of its products with the table, to the float32 gradients of table and bias.
+
+    Returns:
+      The sums, and the gradient of the chunk's hidden states [C, H].
+    """
+    of_table_VH, of_bias_V = sums
+    of_bias_V = None if of_bias_V is None else of_bias_V + slope_CV.sum(0)
+    slope_CV = slope_CV.astype(hidden_CH.dtype)
+    across = (((0,), (0,)), ((), ()))
+    of_table_VH += lax.dot_general(slope_CV, hidden_CH, across, preferred_element_type=jnp.float32)
+    return (of_table_VH, of_bias_V), slope_CV @ table_VH
+
+
 def _summaries(
     specs: VocabSpecs, options: LossOptions, hidden_BSH: Array, table_VH: Array, bias_V: Array | None, labels_BS: Array
 ) -> tuple[Array, ...]:
@@ -284,7 +294,7 @@ def _summaries(
         scale = jnp.exp(logits_CV - highest[:, None]).sum(-1)
         row, owned = local_rows(specs, labels_C, table_VH.shape[0])
         target = jnp.where(owned, jnp.take_along_axis(logits_CV, row[:, None], axis=1)[:, 0], 0)
-        return None, (highest, scale, target, _sum_of_real(logits_CV, column_V, options))
+        return None, (highest, scale, target, sum_of_real(logits_CV, column_V, options))
 
     _, summaries = lax.scan(reduce_chunk, None, (chunks.split(hidden_BSH), chunks.split(labels_BS)))
     highest, scale, target, total = (chunks.join(a, labels_BS.shape) for a in summaries)
@@ -352,7 +362,7 @@ def local_logits(
     return logits, column
 
 
-def _sum_of_real(logits_CV: Array, column_V: Array, options: LossOptions) -> Array:
+def sum_of_real(logits_CV: Array, column_V: Array, options: LossOptions) -> Array:
     """Sums the logits that are not padding, for label smoothing: [C]."""
     if not options.label_smoothing:
         return varying_like(jnp.zeros(logits_CV.shape[:1]), logits_CV)

@@ -18,9 +18,11 @@ from mtjax.sharding.vocab import (
     Chunks,
     LossOptions,
     VocabSpecs,
+    add_gradients,
     local_logits,
     logit_gradient,
     map_ranks,
+    sum_of_real,
     vocab_parallel_cross_entropy,
 )
 
@@ -74,22 +76,17 @@ def _weighted_forward(
 
         def chunk(sums: tuple[Array, Array | None], chunk: tuple[Array, ...]) -> tuple[Any, tuple[Array, Array]]:
             """Adds a chunk to the gradients of table and bias; returns its losses [C] and their gradient [C, H]."""
-            table_gradient_VH, bias_gradient_V = sums
             hidden_CH, labels_C, weights_C = chunk
             logits_CV, column_V = local_logits(specs, hidden_CH, cast_VH, bias_V, options)
             log_z_C = jax.nn.logsumexp(logits_CV, axis=-1)
             target_C = jnp.take_along_axis(logits_CV, labels_C[:, None], axis=1)[:, 0]
             loss_C = log_z_C - (1 - options.label_smoothing) * target_C + options.z_loss * log_z_C**2
             if options.label_smoothing:
-                total_C = jnp.where(column_V < options.vocab_size, logits_CV, 0).sum(-1)
+                total_C = sum_of_real(logits_CV, column_V, options)
                 loss_C -= options.label_smoothing * total_C / options.vocab_size
             slope = logit_gradient(options, logits_CV, column_V, labels_C, log_z_C, weights_C)
-            bias_gradient_V = None if bias_gradient_V is None else bias_gradient_V + slope.sum(0)
-            slope = slope.astype(hidden_CH.dtype)
-            table_gradient_VH += lax.dot_general(
-                slope, hidden_CH, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32
-            )
-            return (table_gradient_VH, bias_gradient_V), (loss_C * weights_C, slope @ cast_VH)
+            sums, of_hidden_CH = add_gradients(sums, slope, hidden_CH, cast_VH)
+            return sums, (loss_C * weights_C, of_hidden_CH)
 
         like = (hidden_BSH, table_VH, labels_BS, weights_BS)
         zeros = varying_like(jnp.zeros(table_VH.shape, jnp.float32), *like)
