@@ -4,7 +4,7 @@ import difflib
 import errno
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -35,6 +35,11 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """Returns ` - did you mean 'x'?` for the known name closest to `name`; "" if none is close."""
     match = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f" - did you mean {match[0]!r}?" if match else ""
+
+
+def listed(names: Sequence[str]) -> str:
+    """Joins one name or more as a sentence does: "a, b and c"."""
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
 def shortened(value: object, length: int = 60) -> str:

@@ -67,7 +67,7 @@ def _without_flash(config: Config, context: int) -> Iterator[str]:
     if model.attention_dropout > 0 and context == 1:
         yield f"it has no dropout on probabilities, and attention_dropout is {model.attention_dropout}"
     if kind_of(model) == "encoder-decoder":
-        yield "it adds no bias to the scores, and family is t5"
+        yield f"it adds no bias to the scores, and family is {model.family}"
 
 
 def _never_cudnn(config: Config, platform: str) -> Iterator[str]:

@@ -16,7 +16,7 @@ from mtjax.config.sizes import (
     padded_vocab_size,
     rows_of_question,
 )
-from mtjax.errors import UserError
+from mtjax.errors import UserError, listed
 from mtjax.layout.layouts import Layout
 from mtjax.layout.mesh import MeshShape
 from mtjax.layout.plan import Plan
@@ -119,10 +119,9 @@ def _context_problems(model: Model, plan: Plan) -> Iterator[str]:
     # Not with both: the attention has a relative bias, and the decoder a cross-attention over the encoder's tokens.
     if kind_of(model) == "encoder-decoder":
         names = [name for name, family in FAMILIES.items() if family.kind != "encoder-decoder"]
-        supported = f"{', '.join(names[:-1])} and {names[-1]}"
         yield (
-            f"context parallelism (context={degree} in mesh {mesh}) supports the families {supported}, and family is "
-            f"{model.family}: remove context from the mesh"
+            f"context parallelism (context={degree} in mesh {mesh}) supports the families {listed(names)}, and family "
+            f"is {model.family}: remove context from the mesh"
         )
     if model.mtp_num_layers:
         yield (

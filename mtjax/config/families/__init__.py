@@ -8,7 +8,7 @@ from mtjax.config.families.family import DECODER, ENCODER, Family
 from mtjax.config.families.gpt import GPT
 from mtjax.config.families.llama import LLAMA
 from mtjax.config.families.t5 import T5
-from mtjax.errors import UserError
+from mtjax.errors import UserError, listed
 
 if TYPE_CHECKING:
     from mtjax.config.model import Model
@@ -36,8 +36,7 @@ def check_decoder_settings(model: "Model") -> None:
     for name in sorted((DECODER | ENCODER) - FAMILIES[model.family].own):
         if getattr(model, name) != getattr(type(model)(), name):
             known = [family for family, row in FAMILIES.items() if name in row.own]
-            names = " and ".join(filter(None, (", ".join(known[:-1]), known[-1])))
-            works = f"the famil{'ies' if known[1:] else 'y'} {names}"
+            works = f"the famil{'ies' if known[1:] else 'y'} {listed(known)}"
             raise UserError(f"{name} only works with {works}, and family is {model.family}: remove {name}")
 
 

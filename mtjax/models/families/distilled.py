@@ -22,12 +22,12 @@ HARD, SOFT = "hard_loss", "soft_loss"
 class DistilledGPT(GPT):
     """A language model that also learns the probabilities of its teacher, where a batch has them."""
 
-    def losses(self, trunk_output: HiddenStates, batch: Batch, keys: Keys, options: LossOptions) -> dict[str, Array]:
+    def token_losses(self, hidden: Array, batch: Batch, keys: Keys, options: LossOptions) -> dict[str, Array]:
         """Computes the cross-entropy of each next token with its label and with the teacher's probabilities, [batch,
         seq]; in evaluation with its label alone."""
         if TEACHER not in batch:
-            return super().losses(trunk_output, batch, keys, options)
-        hidden, (table, bias, _) = self.final_norm(trunk_output.x), self.output_head()
+            return super().token_losses(hidden, batch, keys, options)
+        table, bias, _ = self.output_head()
         targets = batch["labels"], batch[TEACHER], batch[TEACHER_TABLE]
         hard, soft = vocab_parallel_distillation(hidden, table, *targets, options, bias)
         return {HARD: hard, SOFT: soft}

@@ -167,9 +167,14 @@ class GPT(Decoder, WithVocabulary):
         return self.final_norm(x)
 
     def losses(self, trunk_output: HiddenStates, batch: Batch, keys: Keys, options: LossOptions) -> dict[str, Array]:
-        """Computes the cross-entropy of each next token, [batch, seq]."""
+        """Computes the losses of each token, by name, [batch, seq]."""
+        return self.token_losses(self.final_norm(trunk_output.x), batch, keys, options)
+
+    def token_losses(self, hidden: Array, batch: Batch, keys: Keys, options: LossOptions) -> dict[str, Array]:
+        """Computes the cross-entropy of each next token, [batch, seq], from normalized hidden states."""
+        del keys
         # The logits are never gathered: the loss is fused with the product with the sharded output table.
-        hidden, (table, bias, _) = self.final_norm(trunk_output.x), self.output_head()
+        table, bias, _ = self.output_head()
         if LOSS_WEIGHTS in batch:
             from mtjax.sharding.vocab_weighted import weighted_cross_entropy
 

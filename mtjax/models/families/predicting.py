@@ -36,10 +36,10 @@ class PredictingGPT(GPT):
             predictor = Predictor(model, self.dtype, kind=kind, number=number, key=predictor_key)
             setattr(self, f"{PREFIX}{number}", predictor)
 
-    def losses(self, trunk_output: HiddenStates, batch: Batch, keys: Keys, options: LossOptions) -> dict[str, Array]:
+    def token_losses(self, hidden: Array, batch: Batch, keys: Keys, options: LossOptions) -> dict[str, Array]:
         """Computes the cross-entropy of each next token, [batch, seq], and of the tokens further ahead."""
-        losses = super().losses(trunk_output, batch, keys, options)
-        return losses | self._predicted(self.final_norm(trunk_output.x), batch, keys, options)
+        losses = super().token_losses(hidden, batch, keys, options)
+        return losses | self._predicted(hidden, batch, keys, options)
 
     def _predicted(self, hidden: Array, batch: Batch, keys: Keys, options: LossOptions) -> dict[str, Array]:
         """Computes the losses of multi-token prediction, and those and the counters of its routers.
