@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer, models, trainers
 
+from mtjax.convert.hugging_face import HuggingFaceSink, HuggingFaceSource
 from mtjax.data.tokens.tokenizer import byte_level
 
 LAYERS, HIDDEN, HEADS, SEQUENCE, VOCAB, INNER = 3, 32, 8, 16, 300, 80
@@ -155,3 +156,13 @@ def tensors_in(folder: Path) -> dict[str, np.ndarray]:
     for path in sorted(folder.glob("*.safetensors")):
         found |= load_file(path)
     return found
+
+
+def write_back(source: HuggingFaceSource, folder: Path) -> None:
+    """Writes the weights of a folder of Hugging Face to a new one."""
+    folder.mkdir()
+    sink = HuggingFaceSink(folder, source.origin, source.parameters)
+    for parameter in source.parameters.values():
+        for layer, array in zip(parameter.layers, source.slices(parameter), strict=True):
+            sink.write(parameter, layer, array)
+    sink.close()

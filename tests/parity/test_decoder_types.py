@@ -11,14 +11,14 @@ import pytest
 from mtjax.config import Config, replace
 from mtjax.config.model_identity import effective_settings
 from mtjax.convert.families.registry import FAMILIES
-from mtjax.convert.hugging_face import HuggingFaceSink, HuggingFaceSource
+from mtjax.convert.hugging_face import HuggingFaceSource
 from mtjax.convert.saved_model import SavedModel
 from mtjax.convert.stream import Source
 from mtjax.layout.mesh import MeshShape
 from mtjax.models.sharded_model import ShardedModel
 from mtjax.sharding.axes import use_rules
 from mtjax.sharding.mesh import make_mesh
-from tests.convert.hf_folders import tensors_in
+from tests.convert.hf_folders import tensors_in, write_back
 from tests.parity.compare import relative
 from tests.parity.decoder_types import CASES, Case
 
@@ -94,12 +94,7 @@ def test_logits_are_transformers_own_there_and_back(name: str, tmp_path: Path) -
     print(f"{name}: {error:.1e}")
     assert error < TOLERANCE
 
-    (tmp_path / "back").mkdir()
-    sink = HuggingFaceSink(tmp_path / "back", source.origin, source.parameters)
-    for parameter in source.parameters.values():
-        for layer, array in zip(parameter.layers, source.slices(parameter), strict=True):
-            sink.write(parameter, layer, array)
-    sink.close()
+    write_back(source, tmp_path / "back")
     theirs, ours = (tensors_in(tmp_path / folder) for folder in ("hf", "back"))
     assert theirs.keys() == ours.keys()
     for tensor, array in theirs.items():

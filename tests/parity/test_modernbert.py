@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from mtjax.config import replace
-from mtjax.convert.hugging_face import HuggingFaceSink, HuggingFaceSource
+from mtjax.convert.hugging_face import HuggingFaceSource
 from mtjax.convert.saved_model import SavedModel
 from mtjax.errors import UserError
 from mtjax.sharding.axes import use_rules
 from mtjax.sharding.param_specs import dotted
 from mtjax.train.step import make_train_step
-from tests.convert.hf_folders import tensors_in
+from tests.convert.hf_folders import tensors_in, write_back
 from tests.parity.compare import gradients_of, relative, shaken
 from tests.tiny import batch_of, host_batch, mesh_of
 
@@ -113,12 +113,7 @@ def test_logits_loss_and_gradients_equal_transformers(mesh: str, settings: dict[
 def test_files_come_back_to_the_bit(settings: dict[str, Any], tmp_path: Path) -> None:
     network = modernbert(**settings)
     source = save(network, tmp_path / "hf")
-    (tmp_path / "back").mkdir()
-    sink = HuggingFaceSink(tmp_path / "back", source.origin, source.parameters)
-    for parameter in source.parameters.values():
-        for layer, array in zip(parameter.layers, source.slices(parameter), strict=True):
-            sink.write(parameter, layer, array)
-    sink.close()
+    write_back(source, tmp_path / "back")
     theirs, ours = (tensors_in(tmp_path / folder) for folder in ("hf", "back"))
     assert theirs.keys() == ours.keys()
     for name, array in theirs.items():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mtjax.config import replace
-from mtjax.convert.hugging_face import HuggingFaceSink, HuggingFaceSource
+from mtjax.convert.hugging_face import HuggingFaceSource
 from mtjax.convert.saved_model import SavedModel
 from mtjax.errors import UserError
 from mtjax.layout.mesh import MeshShape
@@ -17,7 +17,7 @@ from mtjax.models.sharded_model import ShardedModel
 from mtjax.models.trunk import run_sections
 from mtjax.sharding.axes import use_rules
 from mtjax.sharding.mesh import make_mesh
-from tests.convert.hf_folders import tensors_in
+from tests.convert.hf_folders import tensors_in, write_back
 from tests.parity.compare import relative
 from tests.parity.decoder_types import CASES
 from tests.parity.test_decoder_types import network_of, torch, transformers
@@ -106,12 +106,7 @@ def test_the_layer_ahead_predicts_as_transformers_modules_do_there_and_back(tmp_
     expected = expected_losses(network, ahead, added, torch.tensor(text).long())
     assert relative(our_losses(source, text)[:, :-1], expected) < 1e-5
 
-    (tmp_path / "back").mkdir()
-    sink = HuggingFaceSink(tmp_path / "back", source.origin, source.parameters)
-    for parameter in source.parameters.values():
-        for layer, array in zip(parameter.layers, source.slices(parameter), strict=True):
-            sink.write(parameter, layer, array)
-    sink.close()
+    write_back(source, tmp_path / "back")
     theirs, ours = (tensors_in(tmp_path / folder) for folder in ("hf", "back"))
     assert theirs.keys() == ours.keys()
     for tensor, array in theirs.items():
