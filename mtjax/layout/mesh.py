@@ -74,6 +74,10 @@ class MeshShape:
         outside expert layers."""
         return self.data * self.shard * self.expert
 
+    def divides(self, width: int) -> bool:
+        """Returns whether ZeRO without sharding groups divides the parameters of a model of this width."""
+        return width % (self.batch_degree * self.context) == 0
+
     @property
     def has_pipeline(self) -> bool:
         """Whether there is pipeline parallelism."""
@@ -136,13 +140,20 @@ def meshes_within(mesh: MeshShape, experts: int, tokens: int) -> Iterator[MeshSh
             yield replace(mesh, data=data // degree, context=context, expert=degree)
 
 
-def grouped_by_server(mesh: MeshShape, gpus: int) -> list[MeshShape]:
-    """Returns the mesh with servers of `gpus` GPUs as sharding groups, in a list; [] where a group is not a server, or
-    is alone."""
-    # Larger groups are not proposed: what they gather crosses the network, as it does without groups.
-    shard, remainder = divmod(gpus, mesh.context * mesh.expert * mesh.model)
-    data, others = divmod(mesh.data, shard or 1)
-    return [] if remainder or others or min(shard, data) < 2 else [replace(mesh, data=data, shard=shard)]
+def with_groups(mesh: MeshShape, gpus: int, width: int) -> Iterator[MeshShape]:
+    """Yields the meshes that use some of a mesh's data parallelism for sharding groups.
+
+    Groups are servers of `gpus` GPUs, or where ZeRO would not divide a model of this width over all ranks, also twice,
+    four times, ... as large; otherwise larger groups send as much over the network as no groups.
+    """
+    inside, group = mesh.context * mesh.expert * mesh.model, gpus
+    while group < mesh.data * inside:
+        shard, remainder = divmod(group, inside)
+        if not remainder and shard > 1 and mesh.data % shard == 0:
+            yield replace(mesh, data=mesh.data // shard, shard=shard)
+        if mesh.divides(width):
+            return
+        group *= 2
 
 
 def context_degrees(tokens: int) -> list[int]:

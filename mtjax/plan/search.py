@@ -15,7 +15,7 @@ from mtjax.analysis.timing import StepTime, step_time
 from mtjax.config.sizes import divisors
 from mtjax.errors import UserError
 from mtjax.layout.divisibility import problems
-from mtjax.layout.mesh import MeshShape, context_degrees, grouped_by_server, meshes_within
+from mtjax.layout.mesh import MeshShape, context_degrees, meshes_within, with_groups
 from mtjax.layout.plan import ExpertDispatch, Plan, Recompute
 from mtjax.layout.stages import balanced_layers
 
@@ -91,7 +91,7 @@ def meshes(anatomy: Anatomy, base: Plan, gpus: int, server: Server, space: Space
             for mesh in meshes_within(shape, anatomy.model.num_experts, anatomy.model.sequence_length):
                 if not _obstacle(anatomy, base, mesh):
                     yield mesh
-                    yield from grouped_by_server(mesh, server.gpus)
+                    yield from with_groups(mesh, server.gpus, anatomy.model.hidden_size)
 
 
 def _obstacle(anatomy: Anatomy, base: Plan, mesh: MeshShape) -> str | None:
@@ -129,12 +129,13 @@ def variants(anatomy: Anatomy, base: Plan, mesh: MeshShape, space: Space) -> Ite
     fitting = chunk_shares(anatomy, base.stages, space.uneven)
     allowed = {n: shares for n, shares in fitting.items() if space.chunks is None or n in space.chunks}
     per_rank, zeros = base.global_batch_size // base.data_degree, space.zeros if base.zero_degree > 1 else (0,)
-    if mesh.has_sharding_groups:  # without traffic in each microbatch, or with one microbatch, groups gain nothing
-        zeros = tuple(zero for zero in zeros if zero >= 2)
+    # Without traffic in each microbatch, or with one microbatch, groups gain nothing where ZeRO needs none.
+    once = mesh.has_sharding_groups and mesh.divides(anatomy.model.hidden_size)
+    zeros = tuple(zero for zero in zeros if zero >= (2 if once else int(mesh.has_sharding_groups)))
     for microbatch in divisors(per_rank):
         if microbatch & (microbatch - 1) and microbatch != per_rank:
             continue
-        if mesh.has_sharding_groups and microbatch == per_rank:
+        if once and microbatch == per_rank:
             continue
         for recompute in space.recomputes:
             if recompute == "selective" and (base.flash_attention or base.attention_in_blocks):
