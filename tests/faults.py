@@ -655,6 +655,13 @@ FAULTS = (
         "test_a_step_is_that_of_one_device",
     ),
     Fault(
+        "2D: a norm's gradient leaves out the mean of the gradient",
+        "return ((d_x - normal * along - level) * rate)",
+        "return ((d_x - normal * along) * rate)",
+        "sharding",
+        "test_a_step_is_that_of_one_device",
+    ),
+    Fault(
         "ZeRO shards between sharding groups",
         "return (SHARD if SHARD in axes else DATA, CONTEXT, EXPERT)",
         "return (DATA, CONTEXT, EXPERT)",

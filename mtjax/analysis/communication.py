@@ -76,7 +76,8 @@ def _contract(
     """`pipeline`: whether the stages' chunks are "recomputed" or "kept"; "" without stages."""
     # Embedding and losses are in branches that a stage takes once a microbatch; chunks of layers run in every tick.
     ends = ResidualStream(
-        split=layout.sequence,
+        split=layout.sequence or layout.width,
+        width_sums=(1 if anatomy.model.norm == "rmsnorm" else 2) if layout.width else 0,
         label_smoothing=label_smoothing,
         distils=distils,
         shares_heads=not layout.rules.axes("kv_heads"),

@@ -299,7 +299,7 @@ def _stream_bytes(stack: Stack, plan: Plan) -> float:
 
 def _stream_elements(stack: Stack, plan: Plan) -> float:
     """Returns the elements of a sample's residual stream on a device, between sublayers."""
-    return stack.tokens * stack.hidden / plan.mesh.context / (plan.mesh.model if plan.sequence_parallel else 1)
+    return stack.tokens * stack.hidden / plan.mesh.context / (plan.mesh.model if plan.splits_stream else 1)
 
 
 def _accumulated_outside(plan: Plan, counts: Counts) -> float:

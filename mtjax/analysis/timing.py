@@ -278,7 +278,7 @@ def _rows(product: Product, plan: Plan) -> tuple[float, float]:
 def _bytes(traffic: Traffic, touched: list[Elementwise], plan: Plan) -> float:
     """Bytes of a pass over a layer: elements outside and inside the split regions, times what the kernels move."""
     c, ways = plan.element_bytes, plan.mesh.model
-    outside = sum(t.stream for t in touched) / (ways if plan.sequence_parallel else 1)
+    outside = sum(t.stream for t in touched) / (ways if plan.splits_stream else 1)
     inside, mlp = (sum(getattr(t, name) for t in touched) / ways for name in ("inside", "mlp"))
     moved = outside * traffic.sublayer(c) + inside * traffic.inside(c) + mlp * traffic.mlp(c)
     return plan.local_tokens(1) * moved

@@ -27,6 +27,9 @@ class Parallel:
     sequence_parallel: bool = False
     """Megatron's sequence parallelism: shard the residual stream along the sequence over the tensor parallel ranks, so
     that norms, dropout and saved activations need less memory; the communication volume is the same."""
+    tensor_layout: Literal["1d", "2d"] = "1d"
+    """Tensor parallelism: 1d shards heads, MLP and vocabulary (Megatron); 2d also the width of the residual stream,
+    and with --zero 3 every matrix in blocks over two axes (2D tensor parallelism; 2.5D with shard in the mesh)."""
     context_method: Literal["ring", "all-gather"] = "ring"
     """How context parallel ranks exchange keys and values: ring sends them from rank to rank while attention computes
     (Megatron's cp_comm_type p2p), all-gather gathers them before attention."""

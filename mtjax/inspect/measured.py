@@ -37,7 +37,16 @@ COLLECTIVES, NOTHING = "collectives", "nothing runs"
 UNKNOWN_SHARE = 0.02
 """Most of the time that operations may have that are not in the program."""
 DECIDE = (
-    *("pipeline_schedule", "chunks", "layers_per_stage", "sequence_parallel", "zero", "overlap", "grad_reduce_dtype"),
+    *(
+        "pipeline_schedule",
+        "chunks",
+        "layers_per_stage",
+        "sequence_parallel",
+        "tensor_layout",
+        "zero",
+        "overlap",
+        "grad_reduce_dtype",
+    ),
     *("global_batch_size", "microbatch_size", "recompute", "compute_dtype"),
 )
 """Settings, in addition to the model's, that determine the program."""

@@ -23,6 +23,7 @@ from mtjax.layout.plan import Plan
 from mtjax.layout.rules import CONTEXT, EXPERT
 from mtjax.layout.stacks import stacks_of
 from mtjax.layout.stages import balanced_layers
+from mtjax.layout.width import width_problems
 
 
 def check(model: Model, plan: Plan) -> None:
@@ -67,6 +68,7 @@ def _problems(model: Model, plan: Plan, microbatch: int | None) -> Iterator[str]
     if plan.unrolled:
         yield from _unrolled_problems(model, plan)
     yield from zero_problems(plan.mesh, plan.zero)
+    yield from width_problems(model, plan) if plan.splits_width else ()
     if plan.teacher is not None:
         teacher_problems = _problems(plan.teacher, plan.forward_only, microbatch)
         yield from (f"the teacher does not fit the run: {reason}" for reason in teacher_problems)

@@ -59,9 +59,18 @@ class Layout:
         return MODEL in self.rules.act_seq
 
     @property
+    def width(self) -> bool:
+        """Whether tensor parallelism is 2D: the residual stream is sharded along its width over `model`."""
+        return MODEL in self.rules.act_embed
+
+    @property
     def name(self) -> str:
         """Name in tables: "tensor + sequence + ZeRO-1"."""
-        names = ("tensor", "sequence" if self.sequence else "", f"ZeRO-{self.zero}" if self.zero else "")
+        names = (
+            "tensor 2D" if self.width else "tensor",
+            "sequence" if self.sequence else "",
+            f"ZeRO-{self.zero}" if self.zero else "",
+        )
         return " + ".join(name for name in names if name)
 
 
@@ -69,22 +78,25 @@ TENSOR = Layout()
 """Tensor parallelism of arXiv 1909.08053."""
 
 
-def layout_of(model: Model, mesh: MeshShape, *, sequence_parallel: bool = False, zero: int = 0) -> Layout:
+def layout_of(
+    model: Model, mesh: MeshShape, *, sequence_parallel: bool = False, zero: int = 0, splits_width: bool = False
+) -> Layout:
     """Returns the layout of a model on a mesh.
 
     Grouped-query attention may have fewer key and value heads than tensor parallel ranks: then these are replicated,
     and `mtjax.sharding.kv_heads` selects a rank's.
     """
     replicates_kv_heads = num_kv_heads(model) % mesh.degree(TENSOR_RULES.kv_heads) != 0
-    return _layout(sequence_parallel, replicates_kv_heads, zero, mesh.axes)
+    return _layout(sequence_parallel, replicates_kv_heads, zero, mesh.axes, splits_width)
 
 
 @cache
-def _layout(sequence_parallel: bool, replicates_kv_heads: bool, zero: int, axes: Axes) -> Layout:
+def _layout(sequence_parallel: bool, replicates_kv_heads: bool, zero: int, axes: Axes, splits_width: bool) -> Layout:
     tokens = (CONTEXT,) if CONTEXT in axes else ()
     act_seq = (*tokens, MODEL) if sequence_parallel else tokens
     samples = tuple(axis for axis in (DATA, SHARD, EXPERT) if axis in axes)
-    rules = dataclasses.replace(TENSOR_RULES.over(axes), batch=samples, seq=tokens, act_seq=act_seq)
+    width = (MODEL,) if splits_width else ()
+    rules = dataclasses.replace(TENSOR_RULES.over(axes), batch=samples, seq=tokens, act_seq=act_seq, act_embed=width)
     return Layout(dataclasses.replace(rules, kv_heads=()) if replicates_kv_heads else rules, zero)
 
 

@@ -64,6 +64,8 @@ class Plan:
     microbatch_size: int
     recompute: Recompute = "none"
     sequence_parallel: bool = False
+    splits_width: bool = False
+    """Whether tensor parallelism is 2D: the residual stream is sharded along its width."""
     zero: int = 0
     """ZeRO stage: 1 shards the optimizer state and master weights; 2 also gradients, 3 also parameters in use."""
     pipeline_schedule: ScheduleName = "1f1b"
@@ -110,6 +112,11 @@ class Plan:
     drops_last_reduction: bool = True
     """Whether the recompute of a layer omits its last matmul with the reduction, whose result is not needed (XLA does;
     PyTorch's checkpoint does not)."""
+
+    @property
+    def splits_stream(self) -> bool:
+        """Whether the residual stream is sharded over the tensor parallel ranks: along the sequence, or its width."""
+        return self.sequence_parallel or self.splits_width
 
     @property
     def context_parallelism(self) -> ContextParallelism | None:
@@ -232,7 +239,8 @@ class Plan:
 
     def layout(self, model: Model) -> Layout:
         """Returns the mesh axes over which the dimensions of a model are sharded."""
-        return layout_of(model, self.mesh, sequence_parallel=self.sequence_parallel, zero=self.zero)
+        settings = {"sequence_parallel": self.sequence_parallel, "splits_width": self.splits_width}
+        return layout_of(model, self.mesh, zero=self.zero, **settings)
 
     def recomputed_layers(self, count: int) -> int:
         """Returns how many of `count` layers are recomputed from their input."""
@@ -258,6 +266,7 @@ class Plan:
             training.microbatch_size or max(training.global_batch_size // mesh.batch_degree, 1),
             recompute=training.recompute,
             sequence_parallel=run.parallel.sequence_parallel,
+            splits_width=run.parallel.tensor_layout == "2d",
             zero=run.parallel.zero,
             pipeline_schedule=run.parallel.pipeline_schedule,
             chunks=run.parallel.chunks,

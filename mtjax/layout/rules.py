@@ -36,6 +36,8 @@ class Rules:
     """The sequence of keys, in scores and masks."""
     act_seq: Axes = ()
     """The sequence of the residual stream, between sublayers."""
+    act_embed: Axes = ()
+    """The width of the residual stream, between sublayers; `embed` is that of parameters, and of a sublayer's input."""
     embed: Axes = ()
     heads: Axes = ()
     head_dim: Axes = ()
@@ -110,7 +112,7 @@ class Rules:
     @property
     def with_whole_samples(self) -> "Rules":
         """These rules with replicated activations: for batches of a few samples that are not worth sharding."""
-        return replace(self, batch=(), seq=(), act_seq=())
+        return replace(self, batch=(), seq=(), act_seq=(), act_embed=())
 
     def over(self, axes: Axes) -> "Rules":
         """Returns these rules on a mesh that has no other axes than `axes`."""

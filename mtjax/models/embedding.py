@@ -60,7 +60,7 @@ def embed_tokens(
     if position_ids is None:
         # Positions are the same for all samples: a slice, [seq, embed], sharded like the hidden states' sequence.
         local_vectors = vectors[: tokens.shape[1]] if local_positions is None else vectors[local_positions]
-        return x + reshard(local_vectors, spec("act_seq", "embed"))
+        return x + reshard(local_vectors, spec("act_seq", "act_embed"))
     return x + vectors.at[position_ids].get(out_sharding=spec(*RESIDUAL))
 
 

@@ -14,7 +14,7 @@ from mtjax.models.rotary import Rotation, Rotations
 if TYPE_CHECKING:
     from mtjax.models.kv_cache import CachePositions
 
-RESIDUAL = ("batch", "act_seq", "embed")
+RESIDUAL = ("batch", "act_seq", "act_embed")
 """Logical names of the dimensions of hidden states (the residual stream)."""
 
 

@@ -14,7 +14,7 @@ from mtjax.config import Model
 from mtjax.config.sizes import norm_vectors
 from mtjax.models.linear import constant
 from mtjax.models.recompute import PRODUCT
-from mtjax.sharding.axes import varying_like
+from mtjax.sharding.axes import varying_like, width_is_sharded
 from mtjax.sharding.unstack import is_unrolled
 
 
@@ -53,6 +53,10 @@ class LayerNorm(nnx.Module):
     def __call__(self, x: Float[Array, "batch act_seq embed"]) -> Float[Array, "batch act_seq embed"]:
         """Applies to the last dimension."""
         factor = jnp.broadcast_to(norm_factor(self.weight_kind, self.scale), x.shape[-1:])
+        if width_is_sharded():
+            from mtjax.models.width import layer_norm
+
+            return layer_norm(self.epsilon, x, factor, self.bias).astype(self.dtype)
         normalized: Array = _layer_norm(self.epsilon, x, varying_like(factor, x))
         if self.bias is not None:
             normalized = normalized + self.bias[...]
@@ -126,6 +130,11 @@ class RMSNorm(nnx.Module):
             factor = jnp.broadcast_to(norm_factor(self.weight_kind, self.scale), x.shape[-1:])
             normal: Array = _rms_norm(self.epsilon, x, varying_like(factor, x))
             return normal.astype(self.dtype)
+        if width_is_sharded():
+            from mtjax.models.width import rms_norm
+
+            factor = jnp.broadcast_to(norm_factor(self.weight_kind, self.scale), x.shape[-1:])
+            return rms_norm(self.epsilon, x, factor).astype(self.dtype)
         x = x.astype(jnp.float32)
         normal = x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + self.epsilon)
         return (normal * norm_factor(self.weight_kind, self.scale)).astype(self.dtype)

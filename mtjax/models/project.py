@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec, reshard
 from jaxtyping import Float
 
 from mtjax.models.recompute import PRODUCT
-from mtjax.sharding.axes import merge, sequence_is_sharded, spec, varying_like
+from mtjax.sharding.axes import merge, sequence_is_sharded, spec, varying_like, width_is_sharded
 from mtjax.sharding.stored_weight import StoredWeight
 from mtjax.sharding.unstack import computes_apart, is_unrolled
 
@@ -49,7 +49,12 @@ def project(
     if is_seq_major := sequence_is_sharded():
         x, sharding = seq_major(x), spec(sequence, "batch", *outputs)
     else:
-        sharding = spec("batch", sequence, *outputs)
+        splits_width = width_is_sharded() and sequence == "act_seq"
+        sharding = spec("batch", sequence, *(("act_embed",) if splits_width else outputs))
+        if splits_width and bias is not None:
+            from mtjax.models.width import own_width
+
+            bias = own_width(varying_like(bias, x))
     scales = None
     if isinstance(weight, StoredWeight):
         product, scales = weight.product(x, num_inputs, sharding), weight.scales

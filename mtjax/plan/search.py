@@ -97,6 +97,7 @@ def meshes(anatomy: Anatomy, base: Plan, gpus: int, server: Server, space: Space
 def _obstacle(anatomy: Anatomy, base: Plan, mesh: MeshShape) -> str | None:
     """Returns why no plan is possible on a mesh, whatever the microbatch; None if one is."""
     plainest = replace(base, mesh=mesh, microbatch_size=1, sequence_parallel=False, pipeline_schedule="1f1b", chunks=1)
+    plainest = replace(plainest, splits_width=False)
     shares = chunk_shares(anatomy, plainest.stages, math.inf).get(1)
     plainest = replace(plainest, layers_per_stage=shares)
     return next(problems(anatomy.model, plainest), None)
@@ -332,6 +333,8 @@ def describe(plan: Plan) -> str:
         parts.append(f"ZeRO-{plan.zero}")
     if plan.sequence_parallel:
         parts.append("sequence parallel")
+    if plan.splits_width:
+        parts.append("tensor layout 2d")
     if plan.mesh.has_context_parallel and plan.context_method != "ring":
         parts.append(f"keys and values by {plan.context_method}")
     if plan.expert_dispatch != "all-gather":

@@ -96,6 +96,11 @@ def sequence_is_sharded() -> bool:
     return spec("act_seq") != spec("seq")
 
 
+def width_is_sharded() -> bool:
+    """Returns whether 2D tensor parallelism shards the width of hidden states between layers."""
+    return bool(_in_force.get().act_embed)
+
+
 def explicit_axes() -> frozenset[str]:
     """Returns the mesh axes that are not manual here: those that a nested `shard_map` can make manual."""
     mesh = jax.sharding.get_abstract_mesh()

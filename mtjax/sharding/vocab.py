@@ -37,7 +37,8 @@ class VocabSpecs:
     @classmethod
     def in_force(cls, sequence: str = "act_seq") -> "VocabSpecs":
         """Reads the rules in force; `sequence` is the logical name of the second dimension of hidden states."""
-        return cls(spec("vocab", "embed"), spec("vocab"), spec("batch", "seq"), spec("batch", sequence, "embed"))
+        width = "act_embed" if sequence == "act_seq" else "embed"
+        return cls(spec("vocab", "embed"), spec("vocab"), spec("batch", "seq"), spec("batch", sequence, width))
 
     @property
     def rows(self) -> Axes:
@@ -45,10 +46,11 @@ class VocabSpecs:
         return dimension_axes(self.table, 0)
 
     @property
-    def sequence(self) -> Axes:
-        """Axes over which sequence parallelism shards hidden states more than tokens; some of `rows`."""
+    def parts(self) -> tuple[int, Axes]:
+        """Dimension of hidden states, their sequence or width, and those of `rows` over which only they are sharded."""
         of_tokens = dimension_axes(self.tokens, 1)
-        return tuple(axis for axis in dimension_axes(self.hidden, 1) if axis not in of_tokens)
+        sequence = tuple(axis for axis in dimension_axes(self.hidden, 1) if axis not in of_tokens)
+        return (1, sequence) if sequence else (2, dimension_axes(self.hidden, 2))
 
     @property
     def samples(self) -> Axes:
@@ -56,14 +58,16 @@ class VocabSpecs:
         return dimension_axes(self.tokens, 0)
 
     def gather_sequence(self, x: Array) -> Array:
-        """All-gathers the sequences of an array [B, S, ...] that is sharded like hidden states."""
-        return lax.all_gather(x, self.sequence, axis=1, tiled=True) if self.sequence else x
+        """All-gathers an array [B, S, H] that is sharded like hidden states along what `parts` names."""
+        dim, axes = self.parts
+        return lax.all_gather(x, axes, axis=dim, tiled=True) if axes else x
 
     def sum_into_residual(self, x: Array) -> Array:
-        """Reduces an array [B, S, H] of partial sums over `rows`; a reduce-scatter where sequences are sharded."""
-        all_reduced = tuple(axis for axis in self.rows if axis not in self.sequence)
+        """Reduces an array [B, S, H] of partial sums over `rows`; a reduce-scatter along what `parts` names."""
+        dim, axes = self.parts
+        all_reduced = tuple(axis for axis in self.rows if axis not in axes)
         x = lax.psum(x, all_reduced) if all_reduced else x
-        return lax.psum_scatter(x, self.sequence, scatter_dimension=1, tiled=True) if self.sequence else x
+        return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True) if axes else x
 
     def first_row(self, rows: int) -> Array:
         """Returns the index, in the entire table, of the first of this rank's `rows`."""
@@ -75,9 +79,6 @@ def map_ranks(body: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callab
     # Autodiff of a `shard_map` inside the manual region does not lower, so every map below is inside the forward or the
     # backward function of a `custom_vjp`.
     return jax.shard_map(body, axis_names=set(explicit_axes()), in_specs=in_specs, out_specs=out_specs)
-
-
-# --- embedding
 
 
 def local_rows(specs: VocabSpecs, tokens: Array, rows: int) -> tuple[Array, Array]:
@@ -108,7 +109,7 @@ class OutputOptions:
     def logits(self, products: Array, bias: Array | None) -> Array:
         """Computes logits from products with the output table."""
         logits = products if bias is None else products + bias
-        logits = logits if self.scale == 1 else logits * self.scale
+        logits = logits * self.scale if self.scale != 1 else logits
         return logits if self.softcap is None else self.softcap * jnp.tanh(logits / self.softcap)
 
     def gradient(self, slope: Array, logits: Array) -> Array:
@@ -390,8 +391,7 @@ class Chunks:
     def split(self, a: Array) -> Array:
         """[B, S, ...] -> [chunks, C, ...]."""
         flat = a.reshape(self.tokens, *a.shape[2:])
-        padding = self.count * self.length - self.tokens
-        if padding:
+        if padding := self.count * self.length - self.tokens:
             flat = jnp.pad(flat, [(0, padding)] + [(0, 0)] * (flat.ndim - 1))
         return flat.reshape(self.count, self.length, *a.shape[2:])
 

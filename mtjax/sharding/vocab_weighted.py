@@ -40,7 +40,7 @@ def weighted_cross_entropy(
     Its arguments are those of that function; the table's rows and the sequences of `hidden` are not sharded.
     """
     specs = VocabSpecs.in_force()
-    assert not specs.sequence
+    assert not specs.parts[1]
     return _weighted(specs, options, hidden, table, bias, labels, weights)
 
 

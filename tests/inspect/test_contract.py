@@ -111,6 +111,7 @@ SPLIT = [
     {"sequence_parallel": True},
     {"sequence_parallel": True, "zero": 1, "grad_reduce_dtype": "bfloat16"},
     {"zero": 2, "microbatch_size": None},
+    {"zero": 3, "tensor_layout": "2d"},
     {"mesh": "data=2,shard=2,model=2", "sequence_parallel": True, "zero": 3, "global_batch_size": 16},
 ]
 
@@ -149,11 +150,12 @@ def assert_scatters_add_rows(found: Report) -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        SPLIT[3],
+        SPLIT[4],
         *(
             pytest.param(settings, marks=pytest.mark.long)
             for settings in (
-                *SPLIT[:3],
+                *SPLIT[:4],
+                {"zero": 3, "tensor_layout": "2d", "family": "llama", "mlp_size": 96, "mesh": "data=2,shard=2,model=2"},
                 {"zero": 1},
                 {"zero": 3},
                 {"sequence_parallel": True, "zero": 3},

@@ -105,6 +105,18 @@ CONTEXT = [
         "data=1,context=2,model=1",
         "context=2 .* gpt, llama and bert, and family is t5: remove",
     ),
+    ({"tensor_layout": "2d", "zero": 3}, "8x1", "2d needs tensor parallelism, and mesh 8x1 has model=1"),
+    ({"tensor_layout": "2d", "zero": 1}, "2x4", "shards matrices in blocks, by --zero 3, and zero is 1: use --zero 3"),
+    (
+        {"tensor_layout": "2d", "zero": 3, "sequence_parallel": True},
+        "2x4",
+        "2d and sequence_parallel both shard the residual stream over model: remove one",
+    ),
+    (
+        {"tensor_layout": "2d", "zero": 3, "norm_placement": "sandwich"},
+        "2x4",
+        r"2d does not support other places of norms \(norm_placement sandwich\): use 1d, with sequence_parallel",
+    ),
     ({}, "data=2,shard=4,model=1", "shard=4 in mesh .* zero is 0: use --zero 1, 2 or 3, or data in place of shard"),
     (
         {"zero": 3, "global_batch_size": 12},

@@ -57,6 +57,11 @@ MESHES: Mapping[str, tuple[str, dict[str, Any]]] = {
     ),
     "groups of experts": ("data=2,shard=2,expert=2", {"zero": 3}),
     "groups of tokens": ("data=2,shard=2,context=2", {"zero": 1, "microbatch_size": 1}),
+    "2D": ("2x4", {"zero": 3, "tensor_layout": "2d"}),
+    "2.5D": (
+        "data=2,shard=2,model=2",
+        {"zero": 3, "tensor_layout": "2d", "microbatch_size": 1, "recompute": "full"},
+    ),
     "groups on stages": ("data=2,stage=2,shard=2", MICRO | {"zero": 2}),
     "tensor": ("1x4", {}),
     "tensor and sequence": ("2x4", {"sequence_parallel": True, "recompute": "full", "zero": 2}),
@@ -69,6 +74,7 @@ MESHES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "experts, all-to-all": ("data=2,expert=2,model=2", {"expert_dispatch": "all-to-all", "sequence_parallel": True}),
 }
 COVERING = [("sinks", "ZeRO-2"), ("distillation", "tensor and sequence"), ("Llama, grouped queries", "groups")]
+COVERING += [("Llama, grouped queries", "2.5D"), ("GPT", "2D")]
 COVERING += [("router losses", "groups of experts"), ("GPT", "groups on stages"), ("GPT", "groups of tokens")]
 """Those that no other test of the suite compiles."""
 

@@ -66,7 +66,7 @@ class _Heads(Part):
         inputs = self.query_size * self.scores.queries + 2 * self.scores.groups * self.head_dim * self.scores.keys
         has_all = not plan.keeps_scores and not plan.context_parallelism
         input_gradients = c * samples * inputs / plan.mesh.model if has_all else 0.0
-        gathered = stream_bytes(self.tokens, self.hidden, plan) if plan.sequence_parallel else 0.0
+        gathered = stream_bytes(self.tokens, self.hidden, plan) if plan.splits_stream else 0.0
         copies = 1 if plan.context_parallelism else 2
         return input_gradients + copies * gathered + gradient_bytes(self.scores, plan)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from mtjax.analysis.contract import EMBEDDING_BACKWARD, EMBEDDING_FORWARD, LOSS_FORWARD, Expectation
 from mtjax.analysis.parts.part import Part, ResidualStream, Weight, norm, over_model, weight
 from mtjax.analysis.parts.sublayer import local_gradient_sums
+from mtjax.analysis.parts.width import final_norm_collectives
 from mtjax.layout.plan import Plan
 
 
@@ -112,5 +113,7 @@ class Norm(Part):
 
     def collectives(self, stream: ResidualStream) -> list[Expectation]:
         vectors = len(self.vectors)
+        if stream.width_sums:
+            return final_norm_collectives(stream, self.path, vectors)
         has_sums = stream.split and vectors and not stream.is_frozen
         return [local_gradient_sums(stream, f"{vectors}*hidden", f"the norm {self.path}")] if has_sums else []

@@ -83,7 +83,7 @@ class MLP(Part):
         """Returns the bytes of the activation's value and derivative and of gathered inputs, at the peak."""
         # A gated MLP holds both projections, their gradients, and the gradient of their product, too.
         arrays, gathered = 7 if self.is_gated else 2, 0
-        if plan.sequence_parallel:  # the MLP's gathered input, and attention's without context parallelism
+        if plan.splits_stream:  # the MLP's gathered input, and attention's without context parallelism
             gathered = 1 if plan.context_parallelism else 2
         # 1: the gradient of the MLP's input.
         return arrays * self._array(plan) + (1 + gathered) * stream_bytes(self.tokens, self.hidden, plan)
@@ -93,7 +93,7 @@ class MLP(Part):
         # XLA: delays weight gradients only where there are collectives to overlap them with.
         if plan.mesh.size == 1:
             return 0.0
-        gathered = stream_bytes(self.tokens, self.hidden, plan) if plan.sequence_parallel else 0.0
+        gathered = stream_bytes(self.tokens, self.hidden, plan) if plan.splits_stream else 0.0
         return (1 + self.inputs) * self._array(plan) + gathered
 
     def _array(self, plan: Plan) -> float:

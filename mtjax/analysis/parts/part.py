@@ -176,7 +176,9 @@ class ResidualStream:
     side: str = ""
     """Prefix of the stream's sizes in formulas: `decoder_` makes `decoder_sequence`."""
     split: bool = False
-    """Whether it is sharded along the sequence over the tensor parallel ranks (sequence parallelism)."""
+    """Whether it is sharded over the tensor parallel ranks, along the sequence (sequence parallelism) or its width."""
+    width_sums: int = 0
+    """Numbers per token that a norm all-reduces where the stream is sharded along its width (2D); 0 where it is not."""
     needed_again: bool = False
     """Whether the recompute of a layer needs this component's output: all but the last one's of a pre-LN layer."""
     shares_heads: bool = False

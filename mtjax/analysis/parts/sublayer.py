@@ -2,6 +2,7 @@
 
 from mtjax.analysis.contract import LAYER_BACKWARD, LAYER_FORWARD, LAYER_RECOMPUTE, Expectation
 from mtjax.analysis.parts.part import Norms, ResidualStream, over_model
+from mtjax.analysis.parts.width import width_collectives
 from mtjax.layout.plan import Plan
 
 NORM_INPUTS = "norm inputs"
@@ -10,7 +11,7 @@ NORM_INPUTS = "norm inputs"
 def sublayer_saved_bytes(tokens: int, hidden: int, plan: Plan) -> dict[str, float]:
     """Returns the bytes that any sublayer saves of the residual stream: its input, with Megatron also the input of its
     first matmul, and a dropout mask of a byte per element."""
-    elements = plan.local_tokens(tokens) * hidden / (plan.mesh.model if plan.sequence_parallel else 1)
+    elements = plan.local_tokens(tokens) * hidden / (plan.mesh.model if plan.splits_stream else 1)
     return {
         NORM_INPUTS: plan.element_bytes * elements,
         "inputs of column-parallel products": 0 if plan.residuals == "jax" else plan.element_bytes * elements,
@@ -72,6 +73,8 @@ def local_gradient_sums(stream: ResidualStream, elements: str, why: str) -> Expe
 def vector_gradient_sums(stream: ResidualStream, norms: Norms, bias: bool) -> list[Expectation]:
     """Returns the all-reduce of the gradients of a sublayer's norm and row-parallel bias; none if they are frozen."""
     vectors = norms.count + bias
+    if stream.width_sums:
+        return width_collectives(stream, len(norms.kinds), vectors)
     if stream.is_frozen or not vectors:
         return []
     return [local_gradient_sums(stream, f"{stream.side}layers*{vectors}*hidden", "norms and row-parallel biases")]
