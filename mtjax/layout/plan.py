@@ -9,6 +9,7 @@ from mtjax.layout.attention_kernel import HOPPER, Capability, choose_kernel
 from mtjax.layout.layouts import ZERO_AXES, Layout, layout_of
 from mtjax.layout.mesh import MeshShape
 from mtjax.layout.timetable import ScheduleName
+from mtjax.layout.unrolling import unrolls
 
 Recompute = Literal["none", "selective", "full"]
 """What the backward pass recomputes: nothing, the attention core, or entire layers."""
@@ -265,7 +266,6 @@ class Plan:
             recompute_group=training.recompute_num_layers if training.recompute_method == "uniform" else 1,
             recompute_first=training.recompute_num_layers if training.recompute_method == "block" else None,
             recompute_offload=training.recompute_offload,
-            unrolled=training.unroll_layers,
             context_method=run.parallel.context_method,
             expert_dispatch=run.parallel.expert_dispatch,
             keeps_documents_apart=run.data.reset_attention_mask or run.model.family == "bert",
@@ -280,4 +280,5 @@ class Plan:
             precision=MTJAX if run.parallel.grad_reduce_dtype == "float32" else MTJAX_BF16_WIRE,
             element_bytes=4 if training.compute_dtype == "float32" else 2,
         )
-        return replace(plan, **settings)  # pyright: ignore[reportArgumentType]
+        plan = replace(plan, **settings)  # pyright: ignore[reportArgumentType]
+        return plan if "unrolled" in settings else replace(plan, unrolled=unrolls(run, plan))

@@ -92,7 +92,8 @@ class Rules:
     def replicas(self, names: Sequence[str | None]) -> Axes:
         """Returns the manual mesh axes over which a parameter with these dimensions is replicated.
 
-        Ranks along them process different data, so that the parameter's gradient is all-reduced over these axes.
+        Each rank along them has a part of its gradient, from its own samples, tokens or stage: the gradient is the
+        sum over these axes.
 
         Raises:
           AttributeError: no dimension has one of the names.

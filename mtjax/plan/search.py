@@ -18,6 +18,7 @@ from mtjax.layout.divisibility import problems
 from mtjax.layout.mesh import MeshShape, context_degrees, meshes_within
 from mtjax.layout.plan import ExpertDispatch, Plan, Recompute
 from mtjax.layout.stages import balanced_layers
+from mtjax.layout.unrolling import unrolling_problems
 
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 
@@ -34,6 +35,8 @@ class Space:
     """Chunks of a stage's layers; all numbers that divide them when None."""
     uneven: float = 1.25
     """Maximum number of layers of a stage relative to the mean: all stages wait for the one with the most layers."""
+    unrolled: tuple[bool, ...] = (False, True)
+    """Whether layers are unrolled, where that is possible."""
     usable: float = 0.9
     """Share of a GPU's memory that a plan may fill."""
 
@@ -97,7 +100,7 @@ def _obstacle(anatomy: Anatomy, base: Plan, mesh: MeshShape) -> str | None:
     """Returns why no plan is possible on a mesh, whatever the microbatch; None if one is."""
     plainest = replace(base, mesh=mesh, microbatch_size=1, sequence_parallel=False, pipeline_schedule="1f1b", chunks=1)
     shares = chunk_shares(anatomy, plainest.stages, math.inf).get(1)
-    plainest = replace(plainest, layers_per_stage=shares)
+    plainest = replace(plainest, layers_per_stage=shares, unrolled=False)
     return next(problems(anatomy.model, plainest), None)
 
 
@@ -147,9 +150,15 @@ def variants(anatomy: Anatomy, base: Plan, mesh: MeshShape, space: Space) -> Ite
                             chunks=chunks,
                             layers_per_stage=shares,
                         )
-                        yield from (
-                            replace(plan, expert_dispatch=method) for method in expert_dispatches(anatomy, plan)
-                        )
+                        for method in expert_dispatches(anatomy, plan):
+                            for unrolled in _unrolled(anatomy, plan, space):
+                                yield replace(plan, expert_dispatch=method, unrolled=unrolled)
+
+
+def _unrolled(anatomy: Anatomy, plan: Plan, space: Space) -> tuple[bool, ...]:
+    """Returns whether layers of a plan may be unrolled, and whether they may be in a loop."""
+    is_possible = plan.residuals == "jax" and not any(unrolling_problems(anatomy.model, plan))
+    return tuple(unrolled for unrolled in space.unrolled if is_possible or not unrolled)
 
 
 def expert_dispatches(anatomy: Anatomy, plan: Plan) -> tuple[ExpertDispatch, ...]:
@@ -326,6 +335,8 @@ def describe(plan: Plan) -> str:
         parts.append(f"ZeRO-{plan.zero}")
     if plan.sequence_parallel:
         parts.append("sequence parallel")
+    if plan.unrolled:
+        parts.append("layers unrolled")
     if plan.mesh.has_context_parallel and plan.context_method != "ring":
         parts.append(f"keys and values by {plan.context_method}")
     if plan.expert_dispatch != "all-gather":
