@@ -23,7 +23,6 @@ from mtjax.layout.plan import Plan
 from mtjax.layout.rules import CONTEXT, EXPERT
 from mtjax.layout.stacks import stacks_of
 from mtjax.layout.stages import balanced_layers
-from mtjax.layout.unrolling import unrolling_problems
 
 
 def check(model: Model, plan: Plan) -> None:
@@ -66,7 +65,7 @@ def _problems(model: Model, plan: Plan, microbatch: int | None) -> Iterator[str]
         yield from _layer_problems(model, plan)
         yield from _recompute_problems(plan)
     if plan.unrolled:
-        yield from unrolling_problems(model, plan)
+        yield from plan.unrolling_problems(model)
     if plan.zero not in range(4):
         yield f"ZeRO has stages 0 to 3, not {plan.zero}"
     if plan.teacher is not None:

@@ -20,7 +20,6 @@ from mtjax.layout.layouts import Layout
 from mtjax.layout.mesh import MeshShape
 from mtjax.layout.plan import Plan
 from mtjax.layout.stages import Orders, layer_orders
-from mtjax.layout.unrolling import unrolls
 from mtjax.models.families.registry import LanguageModel, model_class
 from mtjax.models.layer_context import RESIDUAL, with_text_lengths
 from mtjax.models.pipeline_model import TrunkPipeline
@@ -61,7 +60,7 @@ class ShardedModel:
         check_config(config, self.shape)
         plan = Plan.of(chosen, self.shape)
         on_gpus = mesh.devices.flat[0].platform != "cpu"
-        self.config = replace(chosen, unroll_layers=unrolls(chosen, plan, on_gpus=on_gpus))
+        self.config = replace(chosen, unroll_layers=plan.unrolls(chosen, on_gpus=on_gpus))
         layout = layout or plan.layout(config.model)
         self.layout = dataclasses.replace(layout, rules=layout.rules.over(self.shape.axes))
         self.family = model_class(config)

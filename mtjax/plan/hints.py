@@ -14,7 +14,6 @@ from mtjax.config import Config
 from mtjax.layout.attention_kernel import choose_kernel
 from mtjax.layout.divisibility import problems
 from mtjax.layout.plan import Plan
-from mtjax.layout.unrolling import unrolls
 from mtjax.plan.search import Space
 from mtjax.plan.units import gib, percent, seconds
 
@@ -79,7 +78,7 @@ def unrolled_hint(anatomy: Anatomy, plan: Plan, server: Server) -> str | None:
 def _changed(plan: Plan, run: Config, **changes: Any) -> Plan:
     """Returns the plan with changes, and with layers in a loop or unrolled as the run would have them then."""
     changed = replace(plan, **changes)
-    return replace(changed, unrolled=unrolls(run, changed))
+    return replace(changed, unrolled=changed.unrolls(run))
 
 
 def _kernel(run: Config, plan: Plan, server: Server) -> str:

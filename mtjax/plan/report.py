@@ -21,7 +21,6 @@ from mtjax.analysis.timing import StepTime, step_time
 from mtjax.config.sizes import divisors
 from mtjax.layout.plan import Plan
 from mtjax.layout.timetable import ScheduleName, num_ticks
-from mtjax.layout.unrolling import unrolling_problems
 from mtjax.plan.options import Options
 from mtjax.plan.search import describe, expert_dispatches
 from mtjax.plan.units import days, gib, percent, seconds, si
@@ -140,7 +139,7 @@ def choice_table(anatomy: Anatomy, plan: Plan, server: Server, usable: float) ->
     for recompute in ("none", "selective", "full"):
         for sequence_parallel in (False, True) if plan.tensor_degree > 1 else (False,):
             option = replace(plan, recompute=recompute, sequence_parallel=sequence_parallel)
-            option = replace(option, unrolled=plan.unrolled and not any(unrolling_problems(anatomy.model, option)))
+            option = replace(option, unrolled=plan.unrolled and not any(option.unrolling_problems(anatomy.model)))
             row = [replace(option, zero=zero) for zero in range(4)]
             sizes = [peak_stage_memory(anatomy, option) for option in row]
             excessive |= any(size.total > limit for size in sizes)

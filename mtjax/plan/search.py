@@ -18,7 +18,6 @@ from mtjax.layout.divisibility import problems
 from mtjax.layout.mesh import MeshShape, context_degrees, meshes_within
 from mtjax.layout.plan import ExpertDispatch, Plan, Recompute
 from mtjax.layout.stages import balanced_layers
-from mtjax.layout.unrolling import unrolling_problems
 
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 
@@ -157,7 +156,7 @@ def variants(anatomy: Anatomy, base: Plan, mesh: MeshShape, space: Space) -> Ite
 
 def _unrolled(anatomy: Anatomy, plan: Plan, space: Space) -> tuple[bool, ...]:
     """Returns whether layers of a plan may be unrolled, and whether they may be in a loop."""
-    is_possible = plan.residuals == "jax" and not any(unrolling_problems(anatomy.model, plan))
+    is_possible = plan.residuals == "jax" and not any(plan.unrolling_problems(anatomy.model))
     return tuple(unrolled for unrolled in space.unrolled if is_possible or not unrolled)
 
 

@@ -13,7 +13,6 @@ from mtjax.analysis.flops import SECONDS_PER_DAY
 from mtjax.analysis.hardware import Server
 from mtjax.analysis.machine import Machine
 from mtjax.layout.plan import Plan
-from mtjax.layout.unrolling import unrolls
 from mtjax.plan.hints import hints
 from mtjax.plan.options import Options
 from mtjax.plan.report import MATMULS, show, table, time_parts
@@ -127,7 +126,7 @@ def train_command(plan: Plan, run: config.Config, source: str) -> str:
         "chunks": plan.chunks,
         "layers_per_stage": plan.layers_per_stage,
     }
-    is_default = run.training.unroll_layers is None and plan.unrolled == unrolls(run, plan)
+    is_default = run.training.unroll_layers is None and plan.unrolled == plan.unrolls(run)
     chosen |= {"unroll_layers": None if is_default else plan.unrolled}
     # recompute_offload is an error with any other recompute, and the search may have chosen another.
     chosen |= {"recompute_offload": run.training.recompute_offload and plan.recompute == "full"}

@@ -7,7 +7,6 @@ one chunk of tokens at a time, and are recomputed in the backward pass.
 Shape suffixes: B batch, S sequence, H hidden, V this rank's vocabulary rows, C tokens of a chunk.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,7 +18,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Bool, Float, Int
 
 from mtjax.layout.rules import Axes
-from mtjax.sharding.axes import dimension_axes, explicit_axes, psum_varying, spec, varying_like
+from mtjax.sharding.axes import dimension_axes, map_ranks, psum_varying, spec, varying_like
 
 NEVER = -1e30
 """Logit of a padding row: its exponential is 0, and it stays finite in products."""
@@ -70,16 +69,6 @@ class VocabSpecs:
         return lax.axis_index(self.rows) * rows
 
 
-def map_ranks(body: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-    """Maps `body` over the shards of its arguments, with all axes manual that are still explicit."""
-    # Autodiff of a `shard_map` inside the manual region does not lower, so every map below is inside the forward or the
-    # backward function of a `custom_vjp`.
-    return jax.shard_map(body, axis_names=set(explicit_axes()), in_specs=in_specs, out_specs=out_specs)
-
-
-# --- embedding
-
-
 def local_rows(specs: VocabSpecs, tokens: Array, rows: int) -> tuple[Array, Array]:
     """Finds tokens in this rank's `rows` rows of the table.
 
@@ -89,9 +78,6 @@ def local_rows(specs: VocabSpecs, tokens: Array, rows: int) -> tuple[Array, Arra
     row = tokens - specs.first_row(rows)
     owned = (row >= 0) & (row < rows)
     return jnp.where(owned, row, 0), owned
-
-
-# --- loss
 
 
 @dataclass(frozen=True)
@@ -271,16 +257,13 @@ def add_gradients(
 
 
 class _Summaries(NamedTuple):
-    """What the loss needs of each token's logits, float32 [B, S]."""
+    """Of each token's logits, float32 [B, S]: the maximum, the sum of exp(logit - maximum), the label's logit, and with
+    label smoothing the sum of logits."""
 
     top: Array
-    """The maximum."""
     exponentials: Array
-    """The sum of exp(logit - maximum)."""
     label: Array
-    """The label's logit."""
     total: Array | None
-    """The sum of logits; None without label smoothing."""
 
 
 def _summaries(
