@@ -39,7 +39,7 @@ def parse(*words: str) -> cli.Command[Options]:
     [("", None), ("--mlp-bias", True), ("--no-mlp-bias", False), ("--mlp-bias None", None), ("--mlp-bias=False", False)],
 )
 def test_a_switch_whose_default_is_a_rule_is_typed_like_any_other(typed, expected):
-    parsed = cli.parse([*typed.split(), "--num-layers", "2"], "mtjax train", "", TrainOptions).config
+    parsed = parse(*typed.split(), "--num-layers", "2").config
     assert parsed.model.mlp_bias is expected and parsed.model.num_layers == 2
 
 
