@@ -398,7 +398,7 @@ WRONG = {
     "backquote.sh": "contains no command with arguments of Megatron-LM",
     "grown.sh": "the variable X is longer than",
     "SMALL --lr-warmup-iter 3 --unheard": "--lr-warmup-iter 3 - did you mean '--lr-warmup-iters'?; --unheard; correct",
-    "unknown.yaml": "unknown.yaml: unknown arguments: model-parallel: 2 - did you mean '--model-parallel-size'?; correct",
+    "unknown.yaml": "unknown.yaml: unknown arguments: model-parallel: 2 - did you mean '--model-parallel-size'?",
     "SMALL --hidden-dropout many": "--hidden-dropout many: must be a number",
     "SMALL --lr": "--lr: must be a number",
     "SMALL --rotary-seq-len-interpolation-factor x --position-embedding-type rope": "factor x: must be a number",
