@@ -50,6 +50,20 @@ class Option:
         return f"{self.name}/--no-{self.name[2:]}" if has_both else self.name
 
 
+@dataclasses.dataclass(frozen=True)
+class ConfigDefaults:
+    """What a config file's settings would be without the file."""
+
+    file: str
+    """Name of the file, whose values are the options' defaults."""
+    without: Mapping[str, Any]
+    """Section -> setting -> its default in the file's family."""
+
+    def differs(self, option: Option) -> bool:
+        """Returns whether the file sets an option to another value than its default."""
+        return option.group in self.without and self.without[option.group][option.field] != option.default
+
+
 def dataclass_of(hint: Any) -> type:
     """Returns the dataclass in a type that tyro reads, without tyro's annotations."""
     return _plain(hint)[0]
@@ -103,7 +117,11 @@ def with_values(arguments: Sequence[str], options: Sequence[Option]) -> list[str
 
 
 def show_help(
-    prog: str, description: str, options: Sequence[Option], common: Mapping[str, Collection[str]] | None = None
+    prog: str,
+    description: str,
+    options: Sequence[Option],
+    common: Mapping[str, Collection[str]] | None = None,
+    shown_defaults: ConfigDefaults | None = None,
 ) -> str:
     """Formats the text of `--help`.
 
@@ -113,6 +131,7 @@ def show_help(
       options: all options.
       common: headings, and the fields of the options below each; all options by group when None.
         Options of the command itself, which belong to no section of the config, are always shown.
+      shown_defaults: of the config file that the options override.
     """
     width = min(shutil.get_terminal_size((100, 24)).columns, 120)
     positional = [option for option in options if not option.name.startswith("--")]
@@ -129,7 +148,7 @@ def show_help(
             heading: [by_field[name] for name in names if name in by_field] for heading, names in common.items()
         }
     parts += [
-        "\n".join([f"{heading}:", *(_lines(option, width) for option in shown)])
+        "\n".join([f"{heading}:", *(_lines(option, width, shown_defaults) for option in shown)])
         for heading, shown in groups.items()
         if shown
     ]
@@ -139,15 +158,32 @@ def show_help(
     return "\n\n".join(parts) + "\n"
 
 
-def _lines(option: Option, width: int) -> str:
+def _lines(option: Option, width: int, shown: ConfigDefaults | None) -> str:
     """Formats an option and its help text, wrapped to a width."""
-    text, default = option.text, "on" if option.default is True else option.default
-    if (option.kind or default == "on") and default not in (None, (), ""):
-        shown = " ".join(map(str, default)) if isinstance(default, tuple) else default
-        text += f" Default: {f'{shown:g}' if isinstance(shown, float) else shown}."
+    text, default = option.text, _shown(option.default)
+    if shown is not None and shown.differs(option):
+        usual = _shown(shown.without[option.group][option.field])
+        text += f" In {shown.file}: {default or 'not given'}{f'; default: {usual}' if usual else ''}."
+    elif default and (option.kind or option.default is True):
+        text += f" Default: {default}."
     indent = " " * 6
     body = textwrap.fill(text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
     return f"  {option.spelling}\n{body}"
+
+
+def _shown(value: Any) -> str:
+    """Formats a default; "" for none."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if value in (None, (), ""):
+        return ""
+    return (
+        f"{value:g}"
+        if isinstance(value, float)
+        else " ".join(map(str, value))
+        if isinstance(value, tuple)
+        else str(value)
+    )
 
 
 def _plain(hint: Any) -> tuple[Any, tuple[Any, ...]]:

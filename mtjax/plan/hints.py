@@ -43,10 +43,19 @@ def recompute_hint(anatomy: Anatomy, plan: Plan, server: Server, run: Config, li
 
 
 def flash_hint(anatomy: Anatomy, plan: Plan, server: Server, run: Config) -> str | None:
-    """Returns a hint if only dropout on attention's probabilities prevents flash attention."""
+    """Returns a hint if one setting alone prevents flash attention: dropout of attention's probabilities, or with
+    separate documents that it must be asked for."""
     dropout = run.model.attention_dropout
-    without = config.replace(run, attention_dropout=0.0)
-    if plan.flash_attention or not dropout or _kernel(without, plan, server) != "cudnn":
+    asked, without = (config.replace(run, attention_dropout=0.0, attention=kernel) for kernel in ("cudnn", "auto"))
+    if plan.flash_attention or run.model.attention not in ("auto", "cudnn"):
+        return None
+    if _kernel(without, plan, server) == "cudnn":
+        why = f"attention_dropout {dropout:g} rules out flash attention, which has no dropout on probabilities"
+        options = "--attention-dropout 0"
+    elif run.data.reset_attention_mask and _kernel(asked, plan, server) == "cudnn":
+        why = "reset_attention_mask rules out flash attention unless it is asked for"
+        options = "--attention cudnn --attention-dropout 0" if dropout else "--attention cudnn"
+    else:
         return None
     now = step_time(anatomy, plan, server).total
     recompute = "none" if plan.recompute == "selective" else plan.recompute
@@ -54,10 +63,7 @@ def flash_hint(anatomy: Anatomy, plan: Plan, server: Server, run: Config) -> str
     then = step_time(anatomy, fused, server).total
     if now - then < WORTH_SAYING * now:
         return None
-    return (
-        f"attention_dropout {dropout:g} rules out flash attention, which has no dropout on probabilities: with "
-        f"--attention-dropout 0 a step takes {seconds(then)} instead of {seconds(now)}"
-    )
+    return f"{why}: with {options} a step takes {seconds(then)} instead of {seconds(now)}"
 
 
 def unrolled_hint(anatomy: Anatomy, plan: Plan, server: Server) -> str | None:

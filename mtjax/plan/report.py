@@ -82,7 +82,7 @@ def parameter_table(anatomy: Anatomy, plan: Plan) -> Table:
     if num_experts := anatomy.model.num_experts:
         name = f"active per token: {anatomy.model.experts_top_k} of {num_experts} experts"
         result.add_row(name, f"{counts.active_parameters(anatomy):,}")
-    result.add_row("by Megatron-LM's memory formula", f"{counts.megatron_parameters(anatomy):,}")
+    result.add_row("parameters by Megatron-LM's formula", f"{counts.megatron_parameters(anatomy):,}")
     held = counts.peak_stage_counts(anatomy, plan).all
     result.add_row("per GPU (before ZeRO)", f"{held:,.0f}")
     if teacher := teacher_of(plan):

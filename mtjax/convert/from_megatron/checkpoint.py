@@ -10,6 +10,7 @@ from mtjax.convert.megatron_formats import checkpoint_folder, is_torch_dist
 from mtjax.convert.torch_dist import TorchDistCheckpoint
 from mtjax.errors import UserError, shortened
 from mtjax.migrate.megatron import TABLE
+from mtjax.migrate.model_arguments import LATENT
 
 _SAVED_AS = {
     "fp8_format": "fp8",
@@ -88,6 +89,8 @@ def _following(arguments: Mapping[str, Any]) -> set[str]:
         found.add("train_iters")
     if (arguments.get("weight_decay_incr_style") or "constant") == "constant":
         found |= {"start_weight_decay", "end_weight_decay"}
+    if not arguments.get("multi_latent_attention"):
+        found |= {row.dest for row in LATENT}
     if arguments.get("position_embedding_type") != "rope":
         found |= {"rotary_base", "rotary_percent"}
     return found

@@ -1,7 +1,5 @@
 """Translates mesh, pipeline schedule, checkpoints and logging of a Megatron-LM run."""
 
-import math
-
 from mtjax.convert.from_megatron.translated import Translation
 from mtjax.errors import UserError
 from mtjax.layout.mesh import MeshShape
@@ -20,7 +18,6 @@ def translate_mesh(to: Translation) -> MeshShape:
     )
     gpus_per_replica = tensor * stages * context
     gpus = to.given.gpus
-    degrees = f"tensor {tensor} x pipeline {stages} x context {context} = {gpus_per_replica} GPUs"
     if gpus is None:
         gpus = gpus_per_replica * experts
         to.differences.append(
@@ -28,8 +25,8 @@ def translate_mesh(to: Translation) -> MeshShape:
         )
     if gpus % gpus_per_replica:
         raise UserError(
-            f"{to.given.source} starts {gpus} processes, but a replica of the model needs {degrees}: add --gpus N with"
-            f" a multiple of {gpus_per_replica}"
+            f"{to.given.source}: {gpus} GPUs are not a multiple of {gpus_per_replica} (tensor {tensor} x pipeline"
+            f" {stages} x context {context}): add --gpus N with a multiple"
         )
     # Data-parallel ranks, which in mtjax include the expert-parallel ranks.
     replicas = gpus // gpus_per_replica
@@ -114,34 +111,3 @@ def _pipeline(to: Translation, mesh: MeshShape) -> None:
             value = to.settings.pop(setting, None)
             if value not in (None, "uniform", 1):
                 to.unsupported[setting] = "with pipeline stages, mtjax recomputes every layer separately"
-
-
-def translate_output(to: Translation) -> None:
-    """Adds checkpoint and logging settings to a translation, and options of the command line."""
-    save, load = to.given.values.get("save"), to.given.values.get("load")
-    if not to.has("save_interval"):
-        to.settings["checkpoint_every"] = 0
-        to.implied.add("checkpoint_every")
-    elif "keep_every" not in to.settings:
-        to.settings["keep_every"] = to.settings["checkpoint_every"]
-        to.implied.add("keep_every")  # Megatron keeps every checkpoint
-    if load is not None and load == save and not to.has("finetune"):
-        to.settings["resume"] = True
-        to.differences.append(
-            "--resume: continues from a checkpoint of mtjax in --out, if there is one; for a checkpoint of Megatron-LM"
-            f" use `mtjax convert --from megatron:{load} --to mtjax:DIR` and --init-from DIR"
-        )
-    elif (weights := to.given.values.get("pretrained_checkpoint") or load) is not None:
-        to.run_options.append(f"mtjax convert --from megatron:{weights} --to mtjax:weights, then --init-from weights")
-    if to.has("non_persistent_save_interval"):
-        folder = to.given.values.get("non_persistent_local_ckpt_dir") or "LOCAL-DIR"
-        to.settings |= {"local_every": to.get("non_persistent_save_interval"), "local_checkpoints": str(folder)}
-    if to.has("wandb_project"):
-        to.run_options.append("--track wandb")
-    if to.has("profile"):
-        to.run_options.append(f"--profile {to.get('profile_step_start')}:{to.get('profile_step_end')}")
-    if to.has("distributed_timeout_minutes"):
-        minutes = to.get("distributed_timeout_minutes")
-        to.unneeded["distributed_timeout_minutes"] = (
-            f"a step that hangs is reported after --step-timeout ({math.ceil(minutes * 60)} for the same limit)"
-        )
