@@ -36,7 +36,13 @@ def parse(*words: str) -> cli.Command[Options]:
 
 @pytest.mark.parametrize(
     ("typed", "expected"),
-    [("", None), ("--mlp-bias", True), ("--no-mlp-bias", False), ("--mlp-bias None", None), ("--mlp-bias=False", False)],
+    [
+        ("", None),
+        ("--mlp-bias", True),
+        ("--no-mlp-bias", False),
+        ("--mlp-bias None", None),
+        ("--mlp-bias=False", False),
+    ],
 )
 def test_a_switch_whose_default_is_a_rule_is_typed_like_any_other(typed, expected):
     parsed = parse(*typed.split(), "--num-layers", "2").config
