@@ -44,6 +44,11 @@ class MtjaxRun:
         if source.adapters:
             raise UserError(f"{weights.folder} trains adapters, which Megatron-LM does not: remove --with-optimizer")
         self.config: Config = weights.config
+        if (optimizer := self.config.optimizer.optimizer) != "adamw":
+            raise UserError(
+                f"{weights.folder} has the states of optimizer {optimizer}, and Megatron-LM's Adam is written from "
+                "adamw alone: remove --with-optimizer"
+            )
         if self.config.model.num_experts:
             raise UserError(
                 "the optimizer's state of experts is not written, as Megatron-LM divides it by its expert parallel "

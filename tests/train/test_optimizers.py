@@ -1,0 +1,141 @@
+"""Every optimizer against optax on the whole, unstacked parameters of one device."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from optax import contrib
+
+from mtjax.layout.layouts import is_decayed
+from mtjax.layout.optimizer_states import FACTORED_FROM, matrices_of
+from mtjax.train.schedule import make_schedule
+from tests.tiny import batch_of, initial_state, program_of
+
+SETTINGS: dict[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "weight_decay": 0.1}
+LLAMA: dict[str, Any] = {"family": "llama", "num_kv_heads": 4, "mlp_size": 48}
+STEPS = 3
+
+
+def unstacked(program: Any, tree: Any) -> dict[str, Any]:
+    """Arrays by name and layer; with Muon one matrix each, as optax has no stacks."""
+    muon = program.config.optimizer.optimizer == "muon"
+    found = {}
+    for record, array in zip(jax.tree.leaves(program.trainable_records), jax.tree.leaves(tree), strict=True):
+        array = np.asarray(array)
+        matrices = matrices_of(record.axes) if muon else None
+        if matrices:
+            _, rows, columns = matrices.sizes(record.shape)
+            array = array.transpose(*matrices.stacked, *matrices.rows, *matrices.columns).reshape(-1, rows, columns)
+        layers = array if matrices or record.is_stacked else [array]
+        found |= {f"{record.name}/{i}": jnp.asarray(layer) for i, layer in enumerate(layers)}
+    return found
+
+
+def reference(program: Any) -> Any:
+    """The same optimizer by optax, for `unstacked` parameters."""
+    config, options = program.config, program.config.optimizer
+    schedule = make_schedule(options, config.training.steps)
+    records = {record.name: record for record in jax.tree.leaves(program.trainable_records)}
+    of = lambda names: {name: records[name.rpartition("/")[0]] for name in names}  # noqa: E731
+    decay = optax.add_decayed_weights(
+        options.weight_decay, lambda tree: {n: is_decayed(r.axes) for n, r in of(tree).items()}
+    )
+    rate = optax.scale_by_learning_rate(schedule)
+    clip = optax.clip_by_global_norm(options.clip_grad_norm)
+    adam = optax.scale_by_adam(options.beta1, options.beta2, options.epsilon)
+    match options.optimizer:
+        case "muon":
+            # Of matrices `contrib.muon` is Muon, with decay and rate.
+            muon = contrib.muon(
+                schedule, beta=options.muon_momentum, weight_decay=options.weight_decay, consistent_rms=0.2
+            )
+            labels = lambda tree: {n: "muon" if matrices_of(r.axes) else "adam" for n, r in of(tree).items()}  # noqa: E731
+            return optax.chain(clip, optax.partition({"muon": muon, "adam": optax.chain(adam, decay, rate)}, labels))
+        case "adafactor":
+            scale = optax.chain(
+                optax.scale_by_factored_rms(min_dim_size_to_factor=FACTORED_FROM), optax.clip_by_block_rms(1.0)
+            )
+        case "lion":
+            scale = optax.scale_by_lion(options.beta1, options.beta2)
+        case "sgd":
+            scale = optax.trace(options.sgd_momentum)
+        case "schedule-free":
+            base = optax.chain(
+                optax.scale_by_rms(options.beta2, options.epsilon, eps_in_sqrt=False, bias_correction=True), decay, rate
+            )
+            # optax counts the steps of the rate that weighs averages from 1, and those of the base optimizer from 0.
+            return optax.chain(clip, contrib.schedule_free(base, lambda k: schedule(k - 1), b1=options.beta1))
+        case _:
+            scale = adam
+    return optax.chain(clip, scale, decay, rate)
+
+
+CASES = [
+    ("muon", "1x1", {}),
+    ("muon", "2x2", {"zero": 1, **LLAMA}),
+    ("muon", "4x2", {"zero": 3, "num_layers": 3}),
+    ("muon", "2x2x2", {"zero": 2, "microbatch_size": 2}),
+    ("muon", "data=2,context=2,model=2", {"zero": 1}),
+    ("muon", "data=2,expert=2,model=2", {"zero": 1, "num_experts": 4}),
+    ("adafactor", "1x2", {"hidden_size": 128}),
+    ("adafactor", "2x2", {"zero": 1, "hidden_size": 128}),
+    ("lion", "2x2", {"zero": 3}),
+    ("sgd", "2x1x2", {"zero": 1}),
+    ("schedule-free", "2x2", {"zero": 1, "decay_style": "constant"}),
+]
+
+
+@pytest.mark.parametrize(("optimizer", "mesh", "settings"), CASES, ids=[f"{o}-{m}" for o, m, _ in CASES])
+def test_updates_are_those_of_optax(optimizer: str, mesh: str, settings: dict[str, Any]) -> None:
+    """Random gradients on the mesh, and on the whole layers of one device."""
+    program = program_of(mesh, optimizer=optimizer, clip_grad_norm=0.5, **SETTINGS, **settings)
+    places = program.state_sharding
+    state, rule, random = initial_state(program), reference(program), np.random.default_rng(0)
+    ours, parameters = state.optimizer, state.parameters
+    flat = unstacked(program, parameters)
+    theirs = rule.init(flat)
+
+    def updated(gradients: Any, state: Any, parameters: Any) -> Any:
+        updates, state = program.optimizer.update(gradients, state, parameters)
+        return optax.apply_updates(parameters, updates), state
+
+    update = jax.jit(updated, out_shardings=(places.parameters, places.optimizer))
+    for step in range(STEPS):
+        gradients = jax.tree.map(lambda a: random.normal(size=a.shape).astype(np.float32), parameters)
+        placed = jax.tree.map(jax.device_put, gradients, places.parameters)
+        parameters, ours = program.on_mesh(update, placed, ours, parameters)
+        updates, theirs = jax.jit(rule.update)(unstacked(program, gradients), theirs, flat)
+        flat = optax.apply_updates(flat, updates)
+        expected = contrib.schedule_free_eval_params(theirs[1], flat) if optimizer == "schedule-free" else flat
+        for name, array in unstacked(program, parameters).items():
+            np.testing.assert_allclose(array, expected[name], rtol=2e-5, atol=3e-6, err_msg=f"{step} {name}")
+
+
+def test_schedule_free_takes_gradients_between_average_and_iterate() -> None:
+    """A step against optax, which keeps that point as the parameters, and gradients of the same model there."""
+    # Of gradients near 0 only the sign would count with a small epsilon, and that is rounding.
+    program = program_of("1x2", optimizer="schedule-free", decay_style="constant", epsilon=1e-4, **SETTINGS)
+    state, rule = initial_state(program), reference(program)
+    point = jax.tree.map(jnp.copy, state.parameters)  # the step donates its state
+    theirs = rule.init(unstacked(program, point))
+    gradients_of = jax.jit(lambda p, batch: program.gradients(p, batch, None))
+    for step in range(STEPS):
+        batch = batch_of(program, step)
+        loss, _, gradients = program.on_mesh(gradients_of, point, batch)
+        state, metrics = program.step(state, batch)
+        np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
+        flat = unstacked(program, point)
+        updates, theirs = rule.update(unstacked(program, gradients), theirs, flat)
+        flat = optax.apply_updates(flat, updates)
+        average = contrib.schedule_free_eval_params(theirs[1], flat)
+        for name, array in unstacked(program, state.parameters).items():
+            np.testing.assert_allclose(array, average[name], rtol=2e-5, atol=3e-6, err_msg=f"{step} {name}")
+        restacked = [
+            np.stack([flat[f"{r.name}/{i}"] for i in range(r.shape[0])]) if r.is_stacked else flat[f"{r.name}/0"]
+            for r in jax.tree.leaves(program.records)
+        ]
+        values = jax.tree.unflatten(jax.tree.structure(point), restacked)
+        point = jax.tree.map(jax.device_put, values, program.parameter_sharding)
