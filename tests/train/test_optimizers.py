@@ -1,5 +1,8 @@
 """Every optimizer against optax on the whole, unstacked parameters of one device."""
 
+import math
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -9,10 +12,21 @@ import optax
 import pytest
 from optax import contrib
 
+from mtjax.analysis.families.registry import anatomy_of
+from mtjax.analysis.memory import stage_memory
+from mtjax.config import to_dict, validate
+from mtjax.errors import UserError
 from mtjax.layout.layouts import is_decayed
+from mtjax.layout.mesh import parse_mesh
 from mtjax.layout.optimizer_states import FACTORED_FROM, matrices_of
+from mtjax.layout.plan import Plan
+from mtjax.layout.stages import order_of
+from mtjax.runtime.checkpoints.checkpoint import Checkpoints
+from mtjax.runtime.checkpoints.past import Past
+from mtjax.sharding.param_specs import dotted
+from mtjax.train.changes import check_states
 from mtjax.train.schedule import make_schedule
-from tests.tiny import batch_of, initial_state, program_of
+from tests.tiny import batch_of, initial_state, program_of, tiny_config
 
 SETTINGS: dict[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "weight_decay": 0.1}
 LLAMA: dict[str, Any] = {"family": "llama", "num_kv_heads": 4, "mlp_size": 48}
@@ -139,3 +153,85 @@ def test_schedule_free_takes_gradients_between_average_and_iterate() -> None:
         ]
         values = jax.tree.unflatten(jax.tree.structure(point), restacked)
         point = jax.tree.map(jax.device_put, values, program.parameter_sharding)
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adafactor", "schedule-free"])
+def test_states_are_restored_to_the_bit_on_other_meshes(optimizer: str, tmp_path: Path) -> None:
+    """Saved on two unequal stages, restored on one with ZeRO-3, saved there, and restored on the stages."""
+    settings = {"optimizer": optimizer, "hidden_size": 128, "num_layers": 3, "microbatch_size": 1, **SETTINGS}
+    settings |= {"decay_style": "constant"} if optimizer == "schedule-free" else {}
+    staged = program_of("1x2x2", layers_per_stage=(2, 1), **settings)
+    alone = program_of("2x2", zero=3, **settings)
+    random = np.random.default_rng(0)
+
+    def filled(path: Any, like: Any) -> jax.Array:
+        array = (10 + random.normal(size=like.shape)).astype(like.dtype)
+        order = order_of(dotted(path), staged.layer_orders)
+        if order is not None:
+            array[np.asarray(order.flat) < 0] = 0  # a slot without a layer
+        return jax.device_put(array, like.sharding)
+
+    first = jax.tree_util.tree_map_with_path(filled, staged.abstract_state)
+    state = first
+    for number, (writer, reader) in enumerate([(staged, alone), (alone, staged)]):
+        folder = tmp_path / str(number)
+        with closing(Checkpoints(folder, keep_last=1)) as checkpoints:
+            checkpoints.save(state, writer.config, 0)
+        with closing(Checkpoints(folder, keep_last=1)) as checkpoints:
+            restored = checkpoints.restore(reader.abstract_state, reader.config)
+        assert restored is not None
+        state = restored.state
+        assert jax.tree.map(lambda a: a.sharding, state) == reader.state_sharding
+    for (path, mine), theirs in zip(jax.tree_util.tree_leaves_with_path(state), jax.tree.leaves(first), strict=True):
+        np.testing.assert_array_equal(np.asarray(mine), np.asarray(theirs), err_msg=dotted(path))
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "message"),
+    [
+        (
+            {},
+            {"optimizer": "muon"},
+            "holds the states of optimizer adamw, and optimizer is muon: resume with --optimizer",
+        ),
+        (
+            {"optimizer": "sgd"},
+            {"optimizer": "sgd", "sgd_momentum": 0.0},
+            "saved with sgd_momentum 0.9, and sgd_momentum",
+        ),
+    ],
+)
+def test_another_optimizer_s_checkpoint_is_refused(then: Any, now: Any, message: str) -> None:
+    past = Past(step=5, consumed_samples=40, tables=to_dict(tiny_config(**then)))
+    with pytest.raises(UserError, match=message):
+        check_states(past, tiny_config(**now))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"muon_momentum": 0.9}, "muon_momentum 0.9 is for optimizer muon, and optimizer is adamw"),
+        ({"optimizer": "lion", "sgd_momentum": 0.8}, "sgd_momentum 0.8 is for optimizer sgd, and optimizer is lion"),
+        ({"optimizer": "schedule-free"}, "decay_style is cosine: add --decay-style constant"),
+        ({"optimizer": "schedule-free", "decay_style": "constant", "layer_decay": 0.9}, "and layer_decay is 0.9"),
+    ],
+)
+def test_what_an_optimizer_can_not_do_is_refused(settings: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        validate(tiny_config(**settings))
+
+
+@pytest.mark.parametrize("mesh", ["1x1", "4x2"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "adafactor", "lion", "sgd", "schedule-free"])
+def test_bytes_of_states_are_counted(optimizer: str, mesh: str) -> None:
+    """By formula, and in the shards of the step's arguments."""
+    settings = {"optimizer": optimizer, "hidden_size": 256, "num_layers": 3, "zero": 1, "decay_style": "constant"}
+    program = program_of(mesh, **settings, **LLAMA)
+    shards = (
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(program.abstract_state.optimizer)
+        if leaf.ndim
+    )
+    config = program.config
+    formula = stage_memory(anatomy_of(config.model), Plan.of(config, parse_mesh(mesh)))
+    assert formula.optimizer == sum(shards)
