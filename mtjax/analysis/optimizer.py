@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from mtjax.analysis.anatomy import Anatomy
-from mtjax.analysis.contract import JOINED, OPTIMIZER, Dtype, Expectation
+from mtjax.analysis.contract import JOINED, OPTIMIZER, Dtype, Expectation, phase_over
 from mtjax.analysis.counts import stage_weights, zero_axes
 from mtjax.analysis.parts.part import Weight
 from mtjax.config.adapters import is_trainable
@@ -105,8 +105,10 @@ def update_lines(anatomy: Anatomy, plan: Plan) -> tuple[Expectation, ...]:
     if plan.optimizer.name not in kinds:
         return ()
     kind, count, dtype, why = kinds[plan.optimizer.name]
+    # XLA: combines Adafactor's sums over ranks with those of gradients.
+    phase = lambda axes: (phase_over(kind, axes) if kind == "all-reduce" else None) or OPTIMIZER  # noqa: E731
     return tuple(
-        Expectation(OPTIMIZER, kind, JOINED.join(axes), count, _symbol(axes), dtype, pooled=True, why=why)  # pyright: ignore[reportArgumentType]
+        Expectation(phase(axes), kind, JOINED.join(axes), count, _symbol(axes), dtype, pooled=True, why=why)  # pyright: ignore[reportArgumentType]
         for axes in _sent(anatomy, plan)
     )
 
