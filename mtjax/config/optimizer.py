@@ -40,6 +40,11 @@ class Optimizer:
     of its momentum, 0.99 in its paper."""
     epsilon: float = amount(1e-8)
     """Adam's epsilon, added to the denominator of the update."""
+    adam_mu_dtype: Literal["float32", "bfloat16"] = "float32"
+    """optimizer adamw: type in which the moving average of gradients is stored between steps."""
+    adam_nu_dtype: Literal["float32", "bfloat16"] = "float32"
+    """optimizer adamw: type in which the moving average of squared gradients is stored between steps; bfloat16 is
+    rounded stochastically, as changes below half of its precision would be lost otherwise."""
     muon_momentum: float = share(0.95)
     """optimizer muon: decay rate of the momentum of matrices (Megatron's --muon-momentum)."""
     sgd_momentum: float = share(0.9)

@@ -21,6 +21,12 @@ def check_optimizer(config: Config) -> None:
                 f"{name} {value:g} is for optimizer {owner}, and optimizer is {options.optimizer}: remove {name}, or "
                 f"set optimizer {owner}"
             )
+    for name in ("adam_mu_dtype", "adam_nu_dtype"):
+        if getattr(options, name) != "float32" and options.optimizer != "adamw":
+            raise UserError(
+                f"{name} {getattr(options, name)} is for optimizer adamw, and optimizer is {options.optimizer}, whose "
+                f"states are float32: remove {name}"
+            )
     if options.optimizer != "schedule-free":
         return
     if options.decay_style != "constant":

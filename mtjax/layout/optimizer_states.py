@@ -28,10 +28,20 @@ class OptimizerStates:
     name: OptimizerName = "adamw"
     momentum: bool = True
     """Whether SGD has momentum."""
+    mu_bytes: int = 4
+    nu_bytes: int = 4
+    """Bytes of an element of AdamW's moments."""
     newton_schulz: Literal["bfloat16", "float32"] = "bfloat16"
     """Type in which Muon's matrices are exchanged and orthogonalized."""
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether they are float32 moments of AdamW, which optax's has."""
+        return self.name == "adamw" and self.mu_bytes == self.nu_bytes == 4
 
+
+BYTES = {"float32": 4, "bfloat16": 2}
+"""Of an element."""
 ADAMW = OptimizerStates()
 
 
@@ -39,7 +49,13 @@ def optimizer_states(config: Config) -> OptimizerStates:
     """Returns the optimizer of a config."""
     options = config.optimizer
     is_narrow = config.training.compute_dtype == "bfloat16"
-    return OptimizerStates(options.optimizer, options.sgd_momentum > 0, "bfloat16" if is_narrow else "float32")
+    return OptimizerStates(
+        options.optimizer,
+        options.sgd_momentum > 0,
+        BYTES[options.adam_mu_dtype],
+        BYTES[options.adam_nu_dtype],
+        "bfloat16" if is_narrow else "float32",
+    )
 
 
 @dataclass(frozen=True)

@@ -280,7 +280,14 @@ class Plan:
             teacher_width=run.finetuning.teacher_width or 0,
             loss_chunk=training.loss_chunk,
             optimizer=optimizer_states(run),
-            precision=MTJAX if run.parallel.grad_reduce_dtype == "float32" else MTJAX_BF16_WIRE,
+            precision=_precision(run),
             element_bytes=4 if training.compute_dtype == "float32" else 2,
         )
         return replace(plan, **settings)  # pyright: ignore[reportArgumentType]
+
+
+def _precision(run: Config) -> Precision:
+    """Returns the bytes of a run's states: the type of AdamW's moments may be set, and that of the reduction."""
+    precision = MTJAX if run.parallel.grad_reduce_dtype == "float32" else MTJAX_BF16_WIRE
+    states = optimizer_states(run)
+    return replace(precision, optimizer=states.mu_bytes + states.nu_bytes)

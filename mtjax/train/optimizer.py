@@ -12,6 +12,7 @@ import optax
 
 from mtjax.config import Config, Model
 from mtjax.layout.layouts import is_decayed
+from mtjax.layout.optimizer_states import optimizer_states
 from mtjax.layout.stages import PLAIN, Orders, layer_numbers, order_of
 from mtjax.sharding.param_specs import ParamSpec
 from mtjax.train.schedule import make_schedule, make_weight_decay
@@ -27,7 +28,7 @@ def make_optimizer(config: Config, records: Any, orders: Orders = PLAIN) -> opta
     """
     options, steps = config.optimizer, config.training.steps
     clip = optax.stateless(partial(_clipped, options.clip_grad_norm)) if options.clip_grad_norm else optax.identity()
-    if options.optimizer == "adamw":
+    if optimizer_states(config).is_plain:
         build = partial(
             optax.adamw,
             make_schedule(options, steps),
@@ -39,7 +40,7 @@ def make_optimizer(config: Config, records: Any, orders: Orders = PLAIN) -> opta
     else:
         from mtjax.train.optimizers import make_rule
 
-        build = partial(make_rule, config, records)
+        build = partial(make_rule, config, records, orders)
     decay = make_weight_decay(options, steps)
     rule = _growing(build, decay) if callable(decay) else build(weight_decay=decay)
     factor = config.finetuning.layer_decay

@@ -15,8 +15,10 @@ from jax import Array
 from mtjax.config import Config, Optimizer
 from mtjax.layout.layouts import LAYERS, is_decayed
 from mtjax.layout.optimizer_states import factored_dimensions, matrices_of, optimizer_states
+from mtjax.layout.stages import Orders, order_of
 from mtjax.sharding.newton_schulz import orthogonalize
 from mtjax.sharding.param_specs import ParamSpec
+from mtjax.train.rounding import round_stochastically
 from mtjax.train.schedule import make_schedule
 
 Tree = Any
@@ -27,12 +29,13 @@ CLIPPED_RMS, SMALLEST_SQUARE, DECAY_POWER = 1.0, 1e-30, 0.8
 """Adafactor's d, epsilon_1, and the exponent of beta_2 at step t, 1 - t^-0.8: arXiv 1804.04235, algorithms 5 and 7."""
 
 
-def make_rule(config: Config, records: Tree, weight_decay: Any) -> optax.GradientTransformation:
+def make_rule(config: Config, records: Tree, orders: Orders, weight_decay: Any) -> optax.GradientTransformation:
     """Builds the optimizer of a config, without gradient clipping.
 
     Args:
       config: of the run.
       records: `ParamSpec` of every trained parameter, in a tree like theirs.
+      orders: order of layers in stacked parameters.
       weight_decay: a number, traced or not.
     """
     options = config.optimizer
@@ -40,8 +43,9 @@ def make_rule(config: Config, records: Tree, weight_decay: Any) -> optax.Gradien
     mask = jax.tree.map(lambda record: is_decayed(record.axes), records)
     if options.optimizer == "schedule-free":
         return optax.chain(schedule_free(options, schedule, mask, weight_decay))
+    scale = SCALES.get(options.optimizer)
     return optax.chain(
-        SCALES[options.optimizer](config, records),
+        scale(config, records) if scale else _adam(config, records, orders),
         optax.add_decayed_weights(weight_decay, mask),
         optax.scale_by_learning_rate(schedule),
     )
@@ -158,6 +162,37 @@ def _muon(config: Config, records: Tree) -> optax.GradientTransformation:
         results = [one(record, muon, count, *rest) for record, muon, *rest in zip(*columns, strict=True)]
         updates, mu, nu = (structure.unflatten(column) for column in zip(*results, strict=True))
         return updates, MuonState(count, mu, nu)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _adam(config: Config, records: Tree, orders: Orders) -> optax.GradientTransformation:
+    """Builds Adam with moments in types of less precision; the update is computed in float32."""
+    options, every, structure = config.optimizer, jax.tree.leaves(records), jax.tree.structure(records)
+
+    def init(parameters: Tree) -> optax.ScaleByAdamState:
+        mu, nu = (
+            optax.tree.zeros_like(parameters, dtype=jnp.dtype(dtype))
+            for dtype in (options.adam_mu_dtype, options.adam_nu_dtype)
+        )
+        return optax.ScaleByAdamState(jnp.zeros([], jnp.int32), mu, nu)
+
+    def update(gradients: Tree, state: Any, parameters: Tree = None) -> tuple[Tree, optax.ScaleByAdamState]:
+        count = optax.safe_increment(state.count)
+        mu, nu = (jax.tree.map(lambda a: a.astype(jnp.float32), tree) for tree in (state.mu, state.nu))
+        mu = jax.tree.map(lambda g, m: _average(g, m, options.beta1), gradients, mu)
+        nu = jax.tree.map(lambda g, v: _average(jnp.square(g), v, options.beta2), gradients, nu)
+        first, second = 1 - options.beta1**count, 1 - options.beta2**count
+        updates = jax.tree.map(lambda m, v: m / first / (jnp.sqrt(v / second) + options.epsilon), mu, nu)
+        if options.adam_nu_dtype == "bfloat16":
+            # A step changes it by a share of 1 - beta2, less than half of the distance between two numbers.
+            key = jax.random.fold_in(jax.random.key(config.training.seed), count)
+            leaves = [
+                round_stochastically(v, jax.random.fold_in(key, number), record, order_of(record.name, orders))
+                for number, (v, record) in enumerate(zip(jax.tree.leaves(nu), every, strict=True))
+            ]
+            nu = structure.unflatten(leaves)
+        return updates, optax.ScaleByAdamState(count, optax.tree.cast(mu, options.adam_mu_dtype), nu)
 
     return optax.GradientTransformation(init, update)
 

@@ -73,7 +73,7 @@ class TrainStep(ShardedModel):
         moments = placement.shardings(partition_specs(self.trainable_records, "storage_spec"), self.mesh)
         everywhere, like = placement.replicated(self.mesh), select_trainable(self.records, self.abstract_parameters)
         states = optimizer_states(self.config)
-        if states.name == "adamw":
+        if states.is_plain:
             optimizer = placement.optimizer_shardings(self.optimizer, like, moments, self.mesh)
         else:
             from mtjax.sharding.optimizer_shardings import shardings_by_name

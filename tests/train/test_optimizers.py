@@ -100,6 +100,7 @@ CASES = [
     ("sgd", "2x1x2", {"zero": 1}),
     ("schedule-free", "2x2", {"zero": 1, "decay_style": "constant"}),
 ]
+NARROW: dict[str, Any] = {"adam_mu_dtype": "bfloat16", "adam_nu_dtype": "bfloat16", "clip_grad_norm": 0.0}
 
 
 @pytest.mark.parametrize(("optimizer", "mesh", "settings"), CASES, ids=[f"{o}-{m}" for o, m, _ in CASES])
@@ -155,11 +156,64 @@ def test_schedule_free_takes_gradients_between_average_and_iterate() -> None:
         point = jax.tree.map(jax.device_put, values, program.parameter_sharding)
 
 
-@pytest.mark.parametrize("optimizer", ["muon", "adafactor", "schedule-free"])
+def moments_after(mesh: str, steps: int, settings: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Parameters and squares' averages after steps with the same gradients, whatever the mesh."""
+    program = program_of(mesh, microbatch_size=1, num_layers=3, **SETTINGS, **NARROW, **LLAMA, **settings)
+    places, state = program.state_sharding, initial_state(program)
+    numbers = program.layer_orders
+
+    def gradient(record: Any, like: Any) -> jax.Array:
+        draw = np.random.default_rng(len(record.name)).normal(
+            size=(3, *like.shape[1:]) if record.is_stacked else like.shape
+        )
+        order = order_of(record.name, numbers)
+        draw = draw if order is None else draw[np.maximum(order.flat, 0)]
+        return jax.device_put(draw.astype(np.float32), like.sharding)
+
+    gradients = jax.tree.map(gradient, program.records, state.parameters)
+
+    def updated(gradients: Any, state: Any, parameters: Any) -> Any:
+        updates, state = program.optimizer.update(gradients, state, parameters)
+        return optax.apply_updates(parameters, updates), state
+
+    update = jax.jit(updated, out_shardings=(places.parameters, places.optimizer))
+    optimizer, parameters = state.optimizer, state.parameters
+    for _ in range(steps):
+        parameters, optimizer = program.on_mesh(update, gradients, optimizer, parameters)
+    assert {a.dtype for a in jax.tree.leaves((optimizer[1][0].mu, optimizer[1][0].nu))} == {jnp.dtype("bfloat16")}
+
+    def by_layer(tree: Any) -> dict[str, Any]:
+        found = {}
+        for record, array in zip(jax.tree.leaves(program.records), jax.tree.leaves(tree), strict=True):
+            order = order_of(record.name, numbers)
+            rows = range(3) if order is None else [order.flat.index(layer) for layer in range(3)]
+            found[record.name] = np.asarray(array)[list(rows)] if record.is_stacked else np.asarray(array)
+        return found
+
+    squares = {name: gradient.astype(np.float64) ** 2 for name, gradient in by_layer(gradients).items()}
+    share = {n: v.astype(np.float64) / squares[n] for n, v in by_layer(optimizer[1][0].nu).items()}
+    return by_layer(parameters), share
+
+
+def test_moments_in_bfloat16_are_those_of_adam_on_every_mesh() -> None:
+    """With random bits that depend on the element alone; rounding to nearest would lose changes of a thousandth."""
+    steps = 40
+    alone, share = moments_after("1x1", steps, {})
+    exact = 1 - 0.999**steps
+    every = np.concatenate([s.ravel() for s in share.values()])
+    assert abs(every.mean() / exact - 1) < 2e-3  # to nearest it would stop at half
+    assert every.std() / exact < 0.05
+    other, other_share = moments_after("2x2x2", steps, {"zero": 1, "layers_per_stage": (2, 1)})
+    for name, array in share.items():
+        np.testing.assert_array_equal(other_share[name], array, err_msg=name)
+        np.testing.assert_allclose(other[name], alone[name], rtol=1e-6, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adafactor", "schedule-free", "adamw"])
 def test_states_are_restored_to_the_bit_on_other_meshes(optimizer: str, tmp_path: Path) -> None:
     """Saved on two unequal stages, restored on one with ZeRO-3, saved there, and restored on the stages."""
     settings = {"optimizer": optimizer, "hidden_size": 128, "num_layers": 3, "microbatch_size": 1, **SETTINGS}
-    settings |= {"decay_style": "constant"} if optimizer == "schedule-free" else {}
+    settings |= {"schedule-free": {"decay_style": "constant"}, "adamw": NARROW}.get(optimizer, {})
     staged = program_of("1x2x2", layers_per_stage=(2, 1), **settings)
     alone = program_of("2x2", zero=3, **settings)
     random = np.random.default_rng(0)
@@ -212,6 +266,7 @@ def test_another_optimizer_s_checkpoint_is_refused(then: Any, now: Any, message:
     [
         ({"muon_momentum": 0.9}, "muon_momentum 0.9 is for optimizer muon, and optimizer is adamw"),
         ({"optimizer": "lion", "sgd_momentum": 0.8}, "sgd_momentum 0.8 is for optimizer sgd, and optimizer is lion"),
+        ({"optimizer": "muon", "adam_nu_dtype": "bfloat16"}, "adam_nu_dtype bfloat16 is for optimizer adamw"),
         ({"optimizer": "schedule-free"}, "decay_style is cosine: add --decay-style constant"),
         ({"optimizer": "schedule-free", "decay_style": "constant", "layer_decay": 0.9}, "and layer_decay is 0.9"),
     ],
@@ -222,10 +277,11 @@ def test_what_an_optimizer_can_not_do_is_refused(settings: Any, message: str) ->
 
 
 @pytest.mark.parametrize("mesh", ["1x1", "4x2"])
-@pytest.mark.parametrize("optimizer", ["adamw", "muon", "adafactor", "lion", "sgd", "schedule-free"])
+@pytest.mark.parametrize("optimizer", ["adamw", "narrow", "muon", "adafactor", "lion", "sgd", "schedule-free"])
 def test_bytes_of_states_are_counted(optimizer: str, mesh: str) -> None:
     """By formula, and in the shards of the step's arguments."""
-    settings = {"optimizer": optimizer, "hidden_size": 256, "num_layers": 3, "zero": 1, "decay_style": "constant"}
+    settings = {"hidden_size": 256, "num_layers": 3, "zero": 1, "decay_style": "constant"}
+    settings |= {"adam_nu_dtype": "bfloat16"} if optimizer == "narrow" else {"optimizer": optimizer}
     program = program_of(mesh, **settings, **LLAMA)
     shards = (
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
