@@ -24,6 +24,7 @@ from mtjax.analysis.contract import (
     sum_expectations,
 )
 from mtjax.analysis.counts import Counts, counts, peak_stage_counts, stage_weights, trainable_counts
+from mtjax.analysis.optimizer import update_lines, update_symbols
 from mtjax.analysis.parts.embedding import Lookup, Positions
 from mtjax.analysis.parts.experts import exchanged_tokens
 from mtjax.analysis.parts.heads import teacher_table
@@ -55,7 +56,8 @@ def contract_of(anatomy: Anatomy, plan: Plan) -> Contract:
         plan.context_parallelism,
         plan.expert_dispatch,
     )
-    return _contract(anatomy, plan.layout(anatomy.model), *settings)
+    contract = _contract(anatomy, plan.layout(anatomy.model), *settings)
+    return replace(contract, lines=(*contract.lines, *update_lines(anatomy, plan)))
 
 
 @cache
@@ -304,7 +306,7 @@ def symbols_of(anatomy: Anatomy, plan: Plan) -> Symbols:
         }
     for part in (*anatomy.outside, *(part for _, part in anatomy.layer_parts())):
         symbols |= part.symbols(plan)
-    return {**symbols, **prediction_symbols(anatomy, plan)}
+    return {**symbols, **prediction_symbols(anatomy, plan), **update_symbols(anatomy, plan)}
 
 
 def _pipeline_symbols(anatomy: Anatomy, plan: Plan, held: Counts, adapters: Counts) -> dict[str, int]:

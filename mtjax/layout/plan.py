@@ -9,6 +9,7 @@ from mtjax.config.families import is_decoder
 from mtjax.layout.attention_kernel import HOPPER, Capability, choose_kernel
 from mtjax.layout.layouts import ZERO_AXES, Layout, layout_of
 from mtjax.layout.mesh import MeshShape
+from mtjax.layout.optimizer_states import ADAMW, OptimizerStates, optimizer_states
 from mtjax.layout.stacks import stacks_of
 from mtjax.layout.timetable import ScheduleName
 
@@ -98,6 +99,7 @@ class Plan:
     """Load of the busiest expert parallel rank over the mean load; only formulas of time use it."""
     loss_chunk: int | None = None
     """Tokens per chunk of the loss, whose logits are alive together; all of the microbatch's when None."""
+    optimizer: OptimizerStates = ADAMW
     precision: Precision = MTJAX
     element_bytes: int = 2
     """Bytes of an activation."""
@@ -319,8 +321,16 @@ class Plan:
             label_smoothing=run.optimizer.label_smoothing > 0,
             teacher_width=run.finetuning.teacher_width or 0,
             loss_chunk=training.loss_chunk,
-            precision=MTJAX if run.parallel.grad_reduce_dtype == "float32" else MTJAX_BF16_WIRE,
+            optimizer=optimizer_states(run),
+            precision=_precision(run),
             element_bytes=4 if training.compute_dtype == "float32" else 2,
         )
         plan = replace(plan, **settings)  # pyright: ignore[reportArgumentType]
         return plan if "unrolled" in settings else replace(plan, unrolled=plan.unrolls(run))
+
+
+def _precision(run: Config) -> Precision:
+    """Returns the bytes of a run's states: the type of AdamW's moments may be set, and that of the reduction."""
+    precision = MTJAX if run.parallel.grad_reduce_dtype == "float32" else MTJAX_BF16_WIRE
+    states = optimizer_states(run)
+    return replace(precision, optimizer=states.mu_bytes + states.nu_bytes)

@@ -56,9 +56,14 @@ _OPTIMIZER = (
     same("--adam-beta1", "beta1", default=0.9),
     same("--adam-beta2", "beta2", default=0.999),
     same("--adam-eps", "epsilon", default=1e-8),
-    none("--optimizer", "the optimizer is AdamW", default="adam", same=("adam", None)),
-    none("--sgd-momentum", "the optimizer is AdamW", default=0.9),
-    none("--muon-momentum", "the optimizer is AdamW"),
+    none(
+        "--optimizer",
+        "AdamW, unless you set --optimizer: muon, sgd and lion differ in scales",
+        default="adam",
+        same=("adam", None),
+    ),
+    none("--sgd-momentum", "AdamW has none; set --optimizer sgd for it", default=0.9),
+    none("--muon-momentum", "AdamW has none; set --optimizer muon for it"),
     none("--optimizer-cpu-offload", "optimizer state stays on the devices; --zero 1 shards it", default=False),
     none("--use-precision-aware-optimizer", "optimizer state is float32", default=False),
     always(

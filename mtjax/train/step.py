@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from mtjax.config import Config
 from mtjax.layout.divisibility import num_microbatches
 from mtjax.layout.layouts import Layout
+from mtjax.layout.optimizer_states import optimizer_states
 from mtjax.layout.stages import layer_numbers
 from mtjax.models.layer_context import with_text_lengths
 from mtjax.models.pipeline_model import TrunkPipeline
@@ -72,7 +73,15 @@ class TrainStep(ShardedModel):
         # Adam's moments are sharded like the stored parameters: with ZeRO over the data parallel ranks as well.
         moments = placement.shardings(partition_specs(self.trainable_records, "storage_spec"), self.mesh)
         everywhere, like = placement.replicated(self.mesh), select_trainable(self.records, self.abstract_parameters)
-        optimizer = placement.optimizer_shardings(self.optimizer, like, moments, self.mesh)
+        states = optimizer_states(self.config)
+        if states.is_plain:
+            optimizer = placement.optimizer_shardings(self.optimizer, like, moments, self.mesh)
+        else:
+            from mtjax.sharding.optimizer_shardings import shardings_by_name
+
+            with jax.set_mesh(self.mesh):
+                abstract = jax.eval_shape(self.optimizer.init, placement.with_sharding(like, moments))
+            optimizer = shardings_by_name(abstract, self.trainable_records, states, self.mesh)
         scaled = self.config.training.compute_dtype == "float16"
         loss_scale = LossScale(everywhere, everywhere, everywhere) if scaled else None
         return State(everywhere, everywhere, self.parameter_sharding, optimizer, loss_scale)
@@ -159,7 +168,14 @@ class TrainStep(ShardedModel):
     def loss_and_grads(self, state: State, batch: Batch) -> tuple[Array, dict[str, Array], Tree]:
         """Traces the forward and backward pass: see `gradients`."""
         scale = None if state.loss_scale is None else state.loss_scale.scale
-        return self.gradients(state.parameters, batch, jax.random.wrap_key_data(state.random), scale)
+        parameters = state.parameters
+        if self.config.optimizer.optimizer == "schedule-free":
+            from mtjax.train.optimizers import training_point
+
+            own, (_, (iterates,)) = select_trainable(self.records, parameters), state.optimizer
+            point = training_point(self.config.optimizer, own, iterates)
+            parameters = merge_trees(point, select_frozen(self.records, parameters))
+        return self.gradients(parameters, batch, jax.random.wrap_key_data(state.random), scale)
 
     def apply_gradients(
         self, state: State, batch: Batch, loss: Array, parts: dict[str, Array], gradients: Tree
