@@ -76,7 +76,7 @@ def _outer_weights(weight_format: WeightFormat, model: Any) -> Any:
     """Converts the parameters outside of the layers."""
     table = model.output_table[...]
     model = with_matrices(model, lambda matrix, _: matrix.astype(weight_format.dtype))
-    if weight_format.int8:
+    if weight_format.storage.weights_dtype == "int8":
         # A scale for each row, so that a tied table also serves the embedding lookup.
         model.output_table.set_value(to_int8(table, (1,)))
     return model
