@@ -1,19 +1,18 @@
 """4-bit weights: a scale for each group of inputs of an output, by which weights are multiplied before the product."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
-from jax.sharding import PartitionSpec
+from jax import Array, lax
+from jax.sharding import PartitionSpec, reshard
 from jaxtyping import Float, Int
 
 from mtjax.convert.grid import Grid, fitted_grid
 from mtjax.errors import UserError
 from mtjax.models.project import letters_of
+from mtjax.sharding.axes import dimension_axes
 from mtjax.sharding.stored_weight import StoredWeight
 from mtjax.sharding.vocab import map_ranks
 
@@ -40,8 +39,37 @@ class Int4Matrix(StoredWeight):
 
     def product(self, x: Float[Array, "..."], inputs: int, sharding: PartitionSpec) -> Float[Array, "..."]:
         """See `StoredWeight.product`."""
+        rows, groups = math.prod(x.shape[: x.ndim - inputs]), len(self.group_scales)
+        # A product for each group needs memory for `rows` numbers of 4 bytes, a matrix for the group's numbers of the
+        # compute dtype.
+        if 4 * rows * groups < x.dtype.itemsize * math.prod(x.shape[x.ndim - inputs :]):
+            return reshard(self._product_by_groups(x), sharding)
         row, inner, outer = letters_of(x.ndim - inputs, inputs, self.ndim - inputs)
         return jnp.einsum(f"{row}{inner},{inner}{outer}->{row}{outer}", x, self.matrix(x.dtype), out_sharding=sharding)
+
+    def _product_by_groups(self, x: Array) -> Array:
+        """Computes the product of few rows: groups' products are multiplied by their scales and added in float32."""
+        # XLA: on GPUs one kernel reads the 4-bit values; multiplied by their scales before the product, they would be
+        # written to memory in 16 bits. A rank adds its groups, so that what is reduced is in the compute dtype.
+        rows, weight = jax.typeof(x).sharding.spec[: x.ndim - self.inputs], jax.typeof(self.values).sharding.spec
+        axes = dimension_axes(weight, 0)
+
+        def local(x: Array, values: Array, scales: Array, zeros: Array | None) -> Array:
+            flat = x.reshape(-1, len(scales), math.prod(values.shape[: self.inputs]) // len(scales))
+            matrix = values.reshape(len(scales), flat.shape[2], -1).astype(x.dtype)
+            products = jnp.einsum("rgi,gio->rgo", flat, matrix, preferred_element_type=jnp.float32)
+            if zeros is not None:
+                # XLA: a kernel does not subtract them from the values that it reads.
+                sums = flat.sum(2, dtype=jnp.float32)[..., None]
+                products = products - sums * zeros.astype(jnp.float32).reshape(len(scales), -1)
+            scaled = products * scales.astype(jnp.float32).reshape(len(scales), -1)
+            product = scaled.sum(1).astype(x.dtype).reshape(*x.shape[: x.ndim - self.inputs], *scales.shape[1:])
+            return lax.psum(product, axes) if axes else product
+
+        of_groups = _group_spec(weight, self.inputs)
+        arguments = (PartitionSpec(*rows, *weight[: self.inputs]), weight, of_groups, of_groups)
+        mapped = map_ranks(local, arguments, PartitionSpec(*rows, *weight[self.inputs :]))
+        return mapped(x, self.values, self.group_scales, self.zeros)
 
     def matrix(self, dtype: jax.typing.DTypeLike) -> Float[Array, "..."]:
         """Returns the matrix, in the sharding of the values."""
@@ -53,9 +81,10 @@ class Int4Matrix(StoredWeight):
                 groups = groups - zeros.astype(dtype)[:, None]
             return (groups * scales.astype(dtype)[:, None]).reshape(values.shape)
 
-        return _by_rank(local, self.values, self.inputs, 2, jax.typeof(self.values).sharding.spec)(
-            self.values, self.group_scales, self.zeros
-        )
+        sharding = jax.typeof(self.values).sharding.spec
+        of_groups = _group_spec(sharding, self.inputs)
+        mapped = map_ranks(local, (sharding, of_groups, of_groups), sharding)
+        return mapped(self.values, self.group_scales, self.zeros)
 
 
 def to_int4(
@@ -114,9 +143,3 @@ def _group_spec(sharding: PartitionSpec, inputs: int) -> PartitionSpec:
     """Returns the sharding of [groups, *outputs]: groups like the first dimension of the inputs."""
     assert not any(sharding[1:inputs]), sharding
     return PartitionSpec(sharding[0], *sharding[inputs:])
-
-
-def _by_rank(local: Callable[..., Any], values: Array, inputs: int, count: int, outputs: Any) -> Callable[..., Any]:
-    """Maps a function of values and `count` arrays of groups over ranks."""
-    sharding = jax.typeof(values).sharding.spec
-    return map_ranks(local, (sharding, *[_group_spec(sharding, inputs)] * count), outputs)
