@@ -9,9 +9,9 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec, reshard
 from jaxtyping import Float, Int
 
-from mtjax.convert.grid import Grid, fitted_grid
 from mtjax.errors import UserError
 from mtjax.models.project import letters_of
+from mtjax.models.weight_grid import Grid, fitted_grid
 from mtjax.sharding.axes import dimension_axes
 from mtjax.sharding.stored_weight import StoredWeight
 from mtjax.sharding.vocab import map_ranks
