@@ -81,7 +81,7 @@ def load(options: Options, processes: int) -> Loaded:
     engines = []
     for replica in local:
         placed = model if replica is local[0] else model.on(replica.mesh)
-        decoder = Decoder(placed.placed, placed.parameters, placed.start_id, int8=options.weights_dtype == "int8")
+        decoder = Decoder(placed.placed, placed.parameters, placed.start_id, storage=options.storage)
         engines.append(Engine(decoder, options.batch))
     return Loaded(
         replicas, local, engines, replace(model, parameters=None)
