@@ -17,7 +17,7 @@ from mtjax.config.sizes import (
     rows_of_question,
 )
 from mtjax.errors import UserError, listed
-from mtjax.layout.layouts import Layout
+from mtjax.layout.layouts import Layout, zero_problems
 from mtjax.layout.mesh import MeshShape
 from mtjax.layout.plan import Plan
 from mtjax.layout.rules import CONTEXT, EXPERT
@@ -66,8 +66,7 @@ def _problems(model: Model, plan: Plan, microbatch: int | None) -> Iterator[str]
         yield from _recompute_problems(plan)
     if plan.unrolled:
         yield from plan.unrolling_problems(model)
-    if plan.zero not in range(4):
-        yield f"ZeRO has stages 0 to 3, not {plan.zero}"
+    yield from zero_problems(plan.mesh, plan.zero)
     if plan.teacher is not None:
         teacher_problems = _problems(plan.teacher, plan.forward_only, microbatch)
         yield from (f"the teacher does not fit the run: {reason}" for reason in teacher_problems)

@@ -7,7 +7,7 @@ from typing import Literal
 from mtjax.config import Config, Model
 from mtjax.config.families import is_decoder
 from mtjax.layout.attention_kernel import HOPPER, Capability, choose_kernel
-from mtjax.layout.layouts import ZERO_AXES, Layout, layout_of
+from mtjax.layout.layouts import Layout, layout_of, zero_axes
 from mtjax.layout.mesh import MeshShape
 from mtjax.layout.optimizer_states import ADAMW, OptimizerStates, optimizer_states
 from mtjax.layout.stacks import stacks_of
@@ -142,7 +142,7 @@ class Plan:
     @property
     def zero_degree(self) -> int:
         """Ranks over which ZeRO shards what is replicated otherwise."""
-        return self.mesh.degree(ZERO_AXES)
+        return self.mesh.degree(zero_axes(self.mesh.axes))
 
     @property
     def expert_zero_degree(self) -> int:
@@ -151,7 +151,7 @@ class Plan:
 
     @property
     def data_degree(self) -> int:
-        """Ranks over which the batch is sharded: the data times the expert parallel degree."""
+        """Ranks over which the batch is sharded: data and expert parallel ones, and those of a sharding group."""
         return self.mesh.batch_degree
 
     @property

@@ -14,11 +14,13 @@ Axes = tuple[str, ...]
 
 DATA = "data"
 STAGE = "stage"
+SHARD = "shard"
+"""Ranks of a sharding group, over which ZeRO shards where a mesh has groups; they are replicated over `data`."""
 CONTEXT = "context"
 EXPERT = "expert"
 MODEL = "model"
 
-MANUAL: Axes = (DATA, STAGE, CONTEXT, EXPERT)
+MANUAL: Axes = (DATA, STAGE, SHARD, CONTEXT, EXPERT)
 """Every mesh axis but `model`: manual axes of the shard_map around the differentiated part of a step, in which `model`
 is explicit."""
 

@@ -65,7 +65,12 @@ _PARALLEL = (
         default="no_shard",
     ),
     equal("--use-torch-fsdp2", "--zero 3", default=False),
-    none("--num-distributed-optimizer-instances", "optimizer state is sharded over all data-parallel ranks", same=(1,)),
+    equal(
+        "--num-distributed-optimizer-instances",
+        "--mesh data=N,shard=S",
+        "N sharding groups of S data-parallel ranks each",
+        default=1,
+    ),
     always("--overlap-grad-reduce", "on (--overlap)", default=False),
     always("--overlap-param-gather", "on (--overlap)", default=False),
     always("--overlap-param-gather-with-optimizer-step", "up to XLA", default=False),

@@ -15,7 +15,7 @@ from mtjax.analysis.timing import StepTime, step_time
 from mtjax.config.sizes import divisors
 from mtjax.errors import UserError
 from mtjax.layout.divisibility import problems
-from mtjax.layout.mesh import MeshShape, context_degrees, meshes_within
+from mtjax.layout.mesh import MeshShape, context_degrees, meshes_within, with_groups
 from mtjax.layout.plan import ExpertDispatch, Plan, Recompute
 from mtjax.layout.stages import balanced_layers
 
@@ -93,6 +93,7 @@ def meshes(anatomy: Anatomy, base: Plan, gpus: int, server: Server, space: Space
             for mesh in meshes_within(shape, anatomy.model.num_experts, anatomy.model.sequence_length):
                 if not _obstacle(anatomy, base, mesh):
                     yield mesh
+                    yield from with_groups(mesh, server.gpus, anatomy.model.hidden_size)
 
 
 def _obstacle(anatomy: Anatomy, base: Plan, mesh: MeshShape) -> str | None:
@@ -129,15 +130,20 @@ def variants(anatomy: Anatomy, base: Plan, mesh: MeshShape, space: Space) -> Ite
     base = replace(base, mesh=mesh)
     fitting = chunk_shares(anatomy, base.stages, space.uneven)
     allowed = {n: shares for n, shares in fitting.items() if space.chunks is None or n in space.chunks}
-    per_rank = base.global_batch_size // base.data_degree
+    per_rank, zeros = base.global_batch_size // base.data_degree, space.zeros if base.zero_degree > 1 else (0,)
+    # Without traffic in each microbatch, or with one microbatch, groups gain nothing where ZeRO needs none.
+    once = mesh.has_sharding_groups and mesh.divides(anatomy.model.hidden_size)
+    zeros = tuple(zero for zero in zeros if zero >= (2 if once else int(mesh.has_sharding_groups)))
     for microbatch in divisors(per_rank):
         if microbatch & (microbatch - 1) and microbatch != per_rank:
+            continue
+        if once and microbatch == per_rank:
             continue
         for recompute in space.recomputes:
             if recompute == "selective" and (base.flash_attention or base.attention_in_blocks):
                 continue  # there are no stored scores to leave out
             for sequence in space.sequence if base.tensor_degree > 1 else (False,):
-                for zero in space.zeros if base.zero_degree > 1 else (0,):
+                for zero in zeros:
                     for chunks, shares in allowed.items():
                         plan = replace(
                             base,

@@ -10,7 +10,6 @@ from jax.sharding import PartitionSpec
 from mtjax.layout.layouts import (
     LAYERS,
     NOT_SHARDED,
-    ZERO_AXES,
     Layout,
     gathers_in_compute_dtype,
     is_matrix,
@@ -43,6 +42,9 @@ class ParamSpec:
     """Sharding between steps, also of the reduced gradient and the moments of a trainable parameter."""
     grad_reduction: GradReduction
     """How its gradient is reduced, and which of its dimensions ZeRO shards."""
+    between_groups: Axes
+    """Mesh axes between sharding groups, over which the gradient of a shard is reduced after the last microbatch,
+    whatever the ZeRO stage; () without groups, and for a parameter that ZeRO does not shard."""
     deferred_axes: Axes
     """Mesh axes over which its gradient is reduced after the last microbatch, whatever the ZeRO stage: ranks along them
     see the same samples, and only some of them have a gradient of it. For example `stage`, for an embedding."""
@@ -123,9 +125,12 @@ def param_specs(
         replicas = tuple(axis for axis in replicas if axis not in deferred)
         # ZeRO shards along one dimension that is divisible by its axes; where there is none, the parameter stays
         # replicated.
-        zero_axes = tuple(axis for axis in ZERO_AXES if axis in replicas)
+        zero_axes = tuple(axis for axis in layout.zero_axes if axis in replicas)
         dim = sharded_dimension(names, array.shape, layout, mesh, mesh.degree(zero_axes))
         zero_axes = () if dim == NOT_SHARDED else zero_axes
+        # Only shards are reduced between sharding groups, and only once per step, as links between servers are slow.
+        between = tuple(axis for axis in replicas if zero_axes and axis not in zero_axes)
+        replicas = tuple(axis for axis in replicas if axis not in between)
         compute_spec = partition_spec(rules, names)
         # A frozen parameter has no gradient and no moments to shard: ZeRO-1 and 2 leave it replicated.
         is_stored_sharded = bool(zero_axes) and (trainable or layout.zero == 3)
@@ -138,6 +143,7 @@ def param_specs(
             compute_spec=compute_spec,
             storage_spec=with_axes(compute_spec, dim, zero_axes) if is_stored_sharded else compute_spec,
             grad_reduction=GradReduction(replicas, dim, zero_axes, mesh.degree(zero_axes), grad_reduce_dtype),
+            between_groups=between,
             deferred_axes=deferred,
             gather_dtype=gather_dtype if is_stored_sharded else None,
             is_gathered_per_step=is_stored_sharded and layout.zero < 3,

@@ -295,6 +295,10 @@ SETTINGS = {
     "--tensor-model-parallel-size 4 --make-vocab-size-divisible-by 64": {"vocab_multiple": 256},
     "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads": {"zero": 2},
     "--use-torch-fsdp2": {"zero": 3},
+    "--use-distributed-optimizer --num-distributed-optimizer-instances 2": {
+        "mesh": "data=2,shard=4,model=1",
+        "zero": 1,
+    },
     "--lr-warmup-fraction 0.1": {"warmup_steps": 10},
     "--lr-decay-iters 50 --lr-warmup-fraction 0.1": {"warmup_steps": 5, "decay_steps": 50},
     "--lr-decay-style WSD --lr-wsd-decay-iters 20 --lr-wsd-decay-style cosine": {

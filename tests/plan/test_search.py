@@ -104,6 +104,16 @@ def test_against_brute_force(gpus, server):
         assert found.best.time.total == min(expected.values())
 
 
+def test_servers_are_sharding_groups_where_the_network_is_slow_or_zero_divides_no_other_way():
+    """ZeRO-3 gathers in each microbatch: over the network, or inside a server. 1,536 is no multiple of 1,024."""
+    space = Space(("full",), (3,), (False,), max_stages=1, usable=0.02)
+    cases = ((32, 1, 512, "32x1"), (32, 16, 512, "data=4,shard=8,model=1"), (1024, 1, 4096, "data=8,shard=128,model=1"))
+    for ranks, slower, batch, mesh in cases:
+        server = dataclasses.replace(DGX_H100, network=DGX_H100.network / slower)
+        found = search.search(SHAPE, dataclasses.replace(BASE, global_batch_size=batch), ranks, server, space)
+        assert str(found.best.plan.mesh) == mesh
+
+
 def test_nothing_too_large_is_called_fitting():
     found = search.search(SHAPE, BASE, 8, DGX_2H)
     assert found.fitting

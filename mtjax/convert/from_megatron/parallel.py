@@ -37,7 +37,15 @@ def translate_mesh(to: Translation) -> MeshShape:
             f"{to.given.source} has {replicas} data-parallel ranks, not a multiple of --expert-model-parallel-size"
             f" {experts}: in mtjax, expert-parallel ranks are a subset of the data-parallel ranks"
         )
-    mesh = MeshShape(data=replicas // experts, stage=stages, context=context, expert=experts, model=tensor)
+    groups = to.get("num_distributed_optimizer_instances")
+    shard, remainder = divmod(replicas // experts, groups)
+    if groups > 1 and (remainder or shard == 1):
+        raise UserError(
+            f"{to.given.source} has --num-distributed-optimizer-instances {groups}, and {replicas // experts} "
+            "data-parallel ranks to divide into that many sharding groups of 2 or more: add --gpus N with a multiple"
+        )
+    data, shard = (groups, shard) if groups > 1 else (shard, 1)
+    mesh = MeshShape(data=data, stage=stages, shard=shard, context=context, expert=experts, model=tensor)
     to.settings["mesh"] = str(mesh)
     if "global_batch_size" not in to.settings and "microbatch_size" in to.settings:
         to.set("global_batch_size", {"global_batch_size": to.settings["microbatch_size"] * replicas})
