@@ -621,8 +621,8 @@ FAULTS = (
     ),
     Fault(
         "sharding: gradients of what all stages hold are not summed over stages",
-        "            if record.deferred_axes:",
-        "            if record.deferred_axes and record.is_stacked:",
+        "(record.between_groups, record.deferred_axes)",
+        "(record.between_groups, record.deferred_axes if record.is_stacked else ())",
         "train",
         "test_stages_change_nothing",
     ),
