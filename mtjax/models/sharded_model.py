@@ -46,7 +46,8 @@ class ShardedModel:
     `records` has the `ParamSpec` of each parameter, `axes` its logical names and `abstract_parameters` its shape and
     type, all in trees like the parameters'. `attention_fallback` is the reason why the attention kernel is not the
     requested one; None otherwise. `sections` names the stacks of layers in their order. With
-    `trains`, parameters are sharded as in a training step, from ZeRO-1 on; without it, only ZeRO-3 shards them.
+    `trains`, parameters are sharded as in a training step, from ZeRO-1 on, and products are in 8 bits if the config
+    says so; without it, only ZeRO-3 shards them.
 
     Raises:
       UserError: the model or its batch is not divisible by the mesh.
@@ -54,7 +55,7 @@ class ShardedModel:
 
     def __init__(self, config: Config, mesh: Mesh, layout: Layout | None = None, *, trains: bool = False) -> None:
         """Traces the model's shapes, and derives shardings."""
-        self.mesh, self.shape = mesh, MeshShape(**mesh.shape)
+        self.mesh, self.shape, self.trains = mesh, MeshShape(**mesh.shape), trains
         kernel, self.attention_fallback = self._choose_kernel(config)
         self.config = replace(config, attention=kernel, mesh=str(self.shape))
         check_config(config, self.shape)
@@ -246,4 +247,9 @@ class ShardedModel:
 
     def _build(self, key: Array) -> LanguageModel:
         with use_rules(self.layout.rules):
-            return self.family(self.config, key=key)
+            model = self.family(self.config, key=key)
+            if self.trains and self.config.training.fp8 != "none":
+                from mtjax.models.float8 import quantize_products
+
+                quantize_products(model, self.config)
+            return model
