@@ -32,14 +32,13 @@ class Float8Product(nnx.Module):
           layers: float32 [layers], 0 for padding and else 1.
         """
         self.recipe = recipe
-        self.scale = self.age = None
-        if layers is not None:
-            first = layers[:, None] * jnp.asarray(FIRST_SCALES)
-            self.scale = nnx.Param(first, axes=("operands",))
-            names = ("operands", "heads", "exponents")
-            shape = (len(layers), 2, heads, EXPONENTS)
-            ages = jnp.full(shape, UNSEEN, out_sharding=spec("layers", *names))
-            self.age = nnx.Param(ages, axes=names)
+        if layers is None:
+            self.scale = self.age = None
+            return
+        names = ("operands", "heads", "exponents")
+        ages = jnp.full((len(layers), 2, heads, EXPONENTS), UNSEEN, out_sharding=spec("layers", *names))
+        self.scale = nnx.Param(layers[:, None] * jnp.asarray(FIRST_SCALES), axes=names[:1])
+        self.age = nnx.Param(layers[:, None, None, None] * ages, axes=names)
 
     def __call__(self, dims: tuple[str, ...], sharding: PartitionSpec, x: Array, weight: Array) -> Array:
         """Computes `x W`; see `ProductRule`."""

@@ -72,8 +72,12 @@ class ShardedModel:
         self.abstract_parameters = nnx.to_pure_dict(self._template)
         types = config.training.compute_dtype, config.parallel.grad_reduce_dtype
         known = (self.axes, self.abstract_parameters, self.layout, self.shape, *types)
-        self.records = param_specs(*known, lambda name: trains and is_trainable(config.model, name))
+        self.records = param_specs(*known, lambda name: trains and self.is_trainable(name))
         self.region = ManualRegion(self.shape, self.layout.rules, self.records)
+
+    def is_trainable(self, name: str) -> bool:
+        """Returns whether a training step differentiates by the parameter of a dotted name."""
+        return is_trainable(self.config.model, name)
 
     def _choose_kernel(self, config: Config) -> tuple[Kernel, str | None]:
         """Chooses the attention kernel for the mesh's devices."""

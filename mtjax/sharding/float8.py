@@ -83,8 +83,7 @@ def float8_product(
       sharding: of the result.
       x: activations.
       weight: in the type of x.
-      scales: of delayed scaling; None without. The gradient of their `age` counts largest values, that of their
-        `scale` is 0.
+      scales: of delayed scaling; None without. The gradient of their `age` counts largest values; `scale` has none.
     """
     row, inner, outer = dims
     x8, weight8, inverse = _operands(x, weight, scales)

@@ -1,17 +1,17 @@
 """The train step with products in 8-bit floats: with delayed scaling it also updates scales."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.sharding import Mesh, PartitionSpec, reshard
+from jax.sharding import Mesh
 
 from mtjax.config import Config
 from mtjax.errors import UserError
 from mtjax.layout.layouts import Layout
-from mtjax.models.float8 import UNSEEN
 from mtjax.models.sharded_model import Batch
 from mtjax.runtime.train_state import State
 from mtjax.sharding.float8 import E4M3, LOWEST, fitting_exponent, power_of_two
@@ -39,6 +39,10 @@ class Float8Step(TrainStep):
             )
         super().__init__(config, mesh, layout)
 
+    def is_trainable(self, name: str) -> bool:
+        """See `ShardedModel.is_trainable`; scales have no gradient."""
+        return super().is_trainable(name) and not name.endswith(f"{RULE}.scale")
+
     def optimized(self, tree: Tree) -> Tree:
         """See `TrainStep.optimized`: the weights."""
         return split(super().optimized(tree))[0]
@@ -65,41 +69,41 @@ class Float8Step(TrainStep):
             return after, metrics
         before = split(state.parameters)[1]
         with jax.named_scope("optimizer"):
-            moved = _with_weight_scales(merge(after.parameters, self._next(before, counts)))
-            # A skipped step has other counts than steps that count.
+            states = next_states(before, counts, self.config.training.fp8_amax_history)
+            moved = _with_weight_scales(merge(after.parameters, states))
             unchanged, keep = merge(after.parameters, before), metrics["skipped"] == 0
             parameters = jax.tree.map(lambda new, old: jnp.where(keep, new, old), moved, unchanged)
         return dataclasses.replace(after, parameters=parameters), metrics
 
-    def _next(self, states: Tree, counts: Tree) -> Tree:
-        """Returns the states of products in the next step, without the weights' scales, by the counts of this one."""
-        history = self.config.training.fp8_amax_history
 
-        def one(state: Tree, counted: Tree) -> Tree:
-            found = counted["age"] > 0
-            age = jnp.where(_any_rank(found), 0.0, jnp.minimum(state["age"] + 1, UNSEEN))
-            # Equal in the rows of all ranks: the first one's of each layer.
-            is_recent = reshard(age[..., 0, :], _replicated_but_layers(age[..., 0, :])) < history
-            index = jnp.argmax(is_recent, -1)  # the least scale is that of the largest value
-            new, is_known = power_of_two(index + LOWEST), is_recent.any(-1)
-            x, g = (jnp.where(is_known[..., i], new[..., i], state["scale"][..., 2 * i]) for i in (0, 1))
-            return {"scale": jnp.stack([x, state["scale"][..., 1], g], -1), "age": age}
+def next_states(states: Tree, counts: Tree, history: int) -> Tree:
+    """Returns the states of products in the next step, by the counts of this one; weights' scales as they are.
 
-        return _map_states(one, states, counts)
+    Args:
+      states: of products, stacked along `layers`.
+      counts: gradients of their `age`.
+      history: number of steps whose largest values determine a scale.
+    """
+
+    def one(state: Tree, counted: Tree) -> Tree:
+        # Smaller values of other ranks and microbatches count too: the state would depend on the mesh with them.
+        found = jnp.max(counted["age"], -2) > 0
+        largest = found & (jnp.cumsum(found, -1) == 1)
+        is_recent = jnp.where(largest, 0.0, 1 - jnp.max(-state["age"], -2)) < history
+        index = jnp.argmax(is_recent, -1)  # the least scale is that of the largest value
+        new, is_known = power_of_two(index + LOWEST), is_recent.any(-1)
+        x, g = (jnp.where(is_known[..., i], new[..., i], state["scale"][..., 2 * i]) for i in (0, 1))
+        ages = jnp.where(largest[..., None, :], 0.0, state["age"] + 1)
+        is_layer = state["scale"][..., 2:] > 0  # the state of padding remains 0
+        return {
+            "scale": jnp.where(is_layer, jnp.stack([x, state["scale"][..., 1], g], -1), 0.0),
+            "age": jnp.where(is_layer[..., None, None], ages, 0.0),
+        }
+
+    return _map_states(one, states, counts)
 
 
-def _any_rank(found: Array) -> Array:
-    """Returns in every row whether any row [..., heads, exponents] is true."""
-    spec = jax.typeof(found).sharding.spec
-    every = jnp.any(reshard(found, PartitionSpec(*spec[:-2], None, None)), -2, keepdims=True)
-    return jnp.broadcast_to(every, found.shape, out_sharding=spec)
-
-
-def _replicated_but_layers(a: Array) -> PartitionSpec:
-    return PartitionSpec(*jax.typeof(a).sharding.spec[:1], *(None,) * (a.ndim - 1))
-
-
-def _map_states(function: Any, states: Tree, *others: Tree) -> Tree:
+def _map_states(function: Callable[..., Tree], states: Tree, *others: Tree) -> Tree:
     """Maps a function over states of products and equal trees."""
     if "scale" in states:
         return function(states, *others)
@@ -138,8 +142,7 @@ def split(parameters: Tree) -> tuple[Tree, Tree]:
 
 
 def merge(weights: Tree, states: Tree) -> Tree:
-    """Merges what `split` has divided."""
-    return {
-        **weights,
-        **{name: merge(weights[name], below) if name in weights else below for name, below in states.items()},
-    }
+    """Merges what `split` has divided; of leaves that both have, those of `states`."""
+    if not isinstance(states, dict):
+        return states
+    return {**weights, **{name: merge(weights.get(name, {}), below) for name, below in states.items()}}

@@ -242,7 +242,7 @@ def print_run_summary(config: Config, environment: RunEnvironment, program: Trai
         + (f"\nspeed   TFLOP/s and MFU count {CONVENTION}" if progress.rates.are_shown else "")
     )
     all_specs, trainable = (jax.tree.leaves(tree) for tree in (program.records, program.trainable_records))
-    if not all(spec.is_trainable for spec in all_specs):
+    if model.lora_rank:
         total, trained = (sum(math.prod(spec.shape) for spec in specs) for specs in (all_specs, trainable))
         progress.say(f"trained {trained:,} of {total:,} parameters ({trained / total:.2%}); the others are frozen")
     if program.attention_fallback:
