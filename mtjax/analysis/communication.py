@@ -24,6 +24,7 @@ from mtjax.analysis.contract import (
     sum_expectations,
 )
 from mtjax.analysis.counts import Counts, counts, peak_stage_counts, stage_weights, trainable_counts
+from mtjax.analysis.float8 import float8_symbols, with_float8
 from mtjax.analysis.parts.embedding import Lookup, Positions
 from mtjax.analysis.parts.experts import exchanged_tokens
 from mtjax.analysis.parts.heads import teacher_table
@@ -55,7 +56,8 @@ def contract_of(anatomy: Anatomy, plan: Plan) -> Contract:
         plan.context_parallelism,
         plan.expert_dispatch,
     )
-    return _contract(anatomy, plan.layout(anatomy.model), *settings)
+    contract = _contract(anatomy, plan.layout(anatomy.model), *settings)
+    return contract if plan.fp8 == "none" else with_float8(contract, anatomy, plan)
 
 
 @cache
@@ -304,6 +306,7 @@ def symbols_of(anatomy: Anatomy, plan: Plan) -> Symbols:
         }
     for part in (*anatomy.outside, *(part for _, part in anatomy.layer_parts())):
         symbols |= part.symbols(plan)
+    symbols |= float8_symbols(anatomy, plan) if plan.fp8 == "delayed" else {}
     return {**symbols, **prediction_symbols(anatomy, plan)}
 
 

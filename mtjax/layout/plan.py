@@ -102,6 +102,8 @@ class Plan:
     """Full recompute of this many layers and none of the others; of all when None."""
     recompute_offload: bool = False
     """Whether saved layer inputs are offloaded to host memory."""
+    fp8: Literal["none", "tensorwise", "delayed"] = "none"
+    """Recipe by which layers multiply in 8-bit floats."""
     unrolled: bool = False
     """Whether layers are compiled one after the other, without a loop."""
     residuals: Residuals = "jax"
@@ -206,6 +208,7 @@ class Plan:
             recompute_first=None,
             recompute_offload=False,
             unrolled=False,
+            fp8="none",
             dropout=False,
             attention_dropout=False,
             adapter_dropout=False,
@@ -266,6 +269,7 @@ class Plan:
             recompute_first=training.recompute_num_layers if training.recompute_method == "block" else None,
             recompute_offload=training.recompute_offload,
             unrolled=training.unroll_layers,
+            fp8=training.fp8,
             context_method=run.parallel.context_method,
             expert_dispatch=run.parallel.expert_dispatch,
             keeps_documents_apart=run.data.reset_attention_mask or run.model.family == "bert",

@@ -1,9 +1,7 @@
 """Products of layers in 8-bit floats: which they are, and the state of delayed scaling among the parameters."""
 
-from collections.abc import Iterator, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
@@ -62,7 +60,7 @@ def quantize_products(model: Any, config: Config) -> None:
             if name not in left:
                 mixer, product = name.split(".")
                 rule = Float8Product(recipe, config.model.num_heads, layers)
-                setattr(getattr(getattr(stack.layers, mixer), product), "rule", rule)
+                getattr(getattr(stack.layers, mixer), product).rule = rule
 
 
 def _is_layer(stack: Any) -> Array:

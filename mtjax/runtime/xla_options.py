@@ -72,8 +72,7 @@ FLOAT8 = (
     Option(
         "xla_gpu_enable_triton_gemm",
         False,
-        "products of 8-bit operands are cuBLASLt's: those whose operands have scales XLA's Triton kernels would compute "
-        "in 16 bits",
+        "matmuls of 8-bit operands are cuBLASLt's; XLA's Triton kernels would compute those with scales in 16 bits",
         "0.10.2, on by default",
     ),
 )

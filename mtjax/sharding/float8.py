@@ -150,7 +150,7 @@ def _product_backward(
 float8_product.defvjp(_product_forward, _product_backward)
 
 
-def _largest_of_ranks(a: Array) -> Float[Array, "ranks"]:
+def _largest_of_ranks(a: Array) -> Float[Array, " ranks"]:
     """Returns the largest absolute value of each tensor parallel rank's part of an array, without communication."""
     axes = explicit_axes()
     of_ranks = jax.shard_map(

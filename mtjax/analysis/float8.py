@@ -1,0 +1,66 @@
+"""Formulas of training in 8-bit floats: which matmuls, their additional kernels, and their collectives."""
+
+from dataclasses import replace
+
+from mtjax.analysis.anatomy import Anatomy
+from mtjax.analysis.contract import (
+    GRADIENTS,
+    JOINED,
+    OPTIMIZER,
+    Contract,
+    Expectation,
+    sum_expectations,
+)
+from mtjax.analysis.parts.part import Product
+from mtjax.config import Model
+from mtjax.config.float8 import FLOAT8_PRODUCTS, MULTIPLE, unfit_products
+from mtjax.layout.layouts import ZERO_AXES
+from mtjax.layout.plan import Plan
+from mtjax.layout.rules import MODEL
+from mtjax.layout.stages import layers_in_chunk
+
+EXPONENTS = 96
+"""Powers of two that a scale may be."""
+
+
+def is_float8(product: Product, plan: Plan) -> bool:
+    """Returns whether a layer's matmul is computed in 8 bits."""
+    fits = product.inner % MULTIPLE == product.outer % MULTIPLE == 0
+    return plan.fp8 != "none" and fits and not product.is_adapter and not product.experts
+
+
+def num_products(model: Model, plan: Plan) -> int:
+    """Returns the number of a layer's matmuls in 8 bits."""
+    return len(FLOAT8_PRODUCTS) - len(unfit_products(model, plan.mesh.model))
+
+
+def with_float8(contract: Contract, anatomy: Anatomy, plan: Plan) -> Contract:
+    """Returns a contract with the collectives that scales of 8-bit products need in addition."""
+    lines = _delayed(plan) if plan.fp8 == "delayed" else _tensorwise(anatomy, plan)
+    return replace(
+        contract, name=f"{contract.name} + FP8 {plan.fp8}", lines=sum_expectations([*contract.lines, *lines])
+    )
+
+
+def _delayed(plan: Plan) -> list[Expectation]:
+    """Returns the collectives of counts, which are parameters' gradients, and of the scales' update; none in layers."""
+    ranks = JOINED.join(axis for axis in ZERO_AXES if axis in plan.mesh.axes)
+    why = "counts of the largest values of activations and gradients, which determine 8-bit scales"
+    wire = plan.grad_reduce_dtype
+    over_ranks = Expectation(GRADIENTS, "all-reduce", ranks, "1", "float8_counts", wire, pooled=True, why=why)
+    why = "the largest over the tensor parallel ranks, and its age"
+    pair = "2*float8_exponents"
+    return [over_ranks, Expectation(OPTIMIZER, "all-reduce", MODEL, "1", pair, "float32", pooled=True, why=why)]
+
+
+def _tensorwise(anatomy: Anatomy, plan: Plan) -> list[Expectation]:
+    """Returns the maxima over tensor parallel ranks, a number each, of operands that these shard."""
+    return []
+
+
+def float8_symbols(anatomy: Anatomy, plan: Plan) -> dict[str, int]:
+    """Returns the symbols of the formulas above, of a rank."""
+    model = anatomy.model
+    layers = sum(layers_in_chunk(stack, plan) * (plan.chunks if plan.is_staged else 1) for stack in anatomy.stacks)
+    exponents = layers * num_products(model, plan) * 2 * EXPONENTS
+    return {"float8_exponents": exponents, "float8_counts": exponents * model.num_heads // plan.mesh.model}
