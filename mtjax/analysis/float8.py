@@ -11,7 +11,7 @@ from mtjax.analysis.contract import (
     Expectation,
     sum_expectations,
 )
-from mtjax.analysis.parts.part import Product
+from mtjax.analysis.parts.part import Product, over_model
 from mtjax.config import Model
 from mtjax.config.float8 import FLOAT8_PRODUCTS, MULTIPLE, unfit_products
 from mtjax.layout.layouts import ZERO_AXES
@@ -55,7 +55,22 @@ def _delayed(plan: Plan) -> list[Expectation]:
 
 def _tensorwise(anatomy: Anatomy, plan: Plan) -> list[Expectation]:
     """Returns the maxima over tensor parallel ranks, a number each, of operands that these shard."""
-    return []
+    fit = set(FLOAT8_PRODUCTS) - set(unfit_products(anatomy.model, plan.mesh.model))
+    columns = len(fit & {"attention.qkv", "mlp.up"})
+    # Weights, and the inputs of row-parallel matmuls; backward, the gradients of column-parallel ones' outputs.
+    operands = len(fit) + len(fit) - columns
+    turns = "ticks" if plan.is_staged else "microbatches"
+    ahead = f"2*{turns}" if plan.is_staged and plan.recompute == "full" else turns
+    counts = {
+        LAYER_FORWARD: (f"layers*{ahead}", operands),
+        LAYER_RECOMPUTE: (f"(layers + grouped_layers)*{turns}", operands),  # 8-bit operands are never saved
+        LAYER_BACKWARD: (f"layers*{turns}", columns),
+    }
+    return [
+        over_model(phase, "all-reduce", times, str(number), "largest values of operands, for 8-bit scales", pooled=True)
+        for phase, (times, number) in counts.items()
+        if number
+    ]
 
 
 def float8_symbols(anatomy: Anatomy, plan: Plan) -> dict[str, int]:

@@ -11,6 +11,8 @@ from mtjax.errors import UserError
 
 FLOAT8_PRODUCTS = ("attention.qkv", "attention.output", "mlp.up", "mlp.down")
 """Products of a layer that run in 8 bits; attention's own, embedding and head do not."""
+STATE = "rule"
+"""Name of the scales of a product among a training step's parameters, beside its weight; they are no weights."""
 MULTIPLE = 16
 """cuBLASLt multiplies 8-bit matrices of which all sizes are multiples of this."""
 

@@ -10,6 +10,7 @@ from jax import Array
 from jax.sharding import Mesh
 
 from mtjax.config import Config
+from mtjax.config.float8 import STATE
 from mtjax.errors import UserError
 from mtjax.layout.layouts import Layout
 from mtjax.models.sharded_model import Batch
@@ -18,8 +19,6 @@ from mtjax.sharding.float8 import E4M3, LOWEST, fitting_exponent, power_of_two
 from mtjax.train.step import TrainStep
 
 Tree = Any
-RULE = "rule"
-"""Name of the state of a quantized product among the parameters; beside it are the matrices."""
 
 
 class Float8Step(TrainStep):
@@ -41,7 +40,7 @@ class Float8Step(TrainStep):
 
     def is_trainable(self, name: str) -> bool:
         """See `ShardedModel.is_trainable`; scales have no gradient."""
-        return super().is_trainable(name) and not name.endswith(f"{RULE}.scale")
+        return super().is_trainable(name) and not name.endswith(f"{STATE}.scale")
 
     def optimized(self, tree: Tree) -> Tree:
         """See `TrainStep.optimized`: the weights."""
@@ -115,22 +114,22 @@ def _with_weight_scales(parameters: Tree) -> Tree:
     if not isinstance(parameters, dict):
         return parameters
     after = {name: _with_weight_scales(below) for name, below in parameters.items()}
-    if RULE not in parameters:
+    if STATE not in parameters:
         return after
-    state = parameters[RULE]
+    state = parameters[STATE]
     matrices = [after["weight"]] if "weight" in after else [after[name]["weight"] for name in ("query", "key_value")]
     largest = jnp.stack([jnp.max(jnp.abs(m), axis=tuple(range(1, m.ndim))) for m in matrices]).max(0)
     scale = power_of_two(fitting_exponent(largest, E4M3))
     # Of padding layers, whose weights are 0, the state remains 0.
     fitted = jnp.where(largest > 0, scale, state["scale"][..., 1])
-    return {**after, RULE: {**state, "scale": state["scale"].at[..., 1].set(fitted)}}
+    return {**after, STATE: {**state, "scale": state["scale"].at[..., 1].set(fitted)}}
 
 
 def split(parameters: Tree) -> tuple[Tree, Tree]:
     """Divides a tree like the parameters' into one without the states of products, and one of these alone."""
     weights, states = {}, {}
     for name, below in parameters.items():
-        if name == RULE:
+        if name == STATE:
             states[name] = below
         elif isinstance(below, dict):
             weights[name], inside = split(below)
