@@ -6,6 +6,9 @@ from mtjax.analysis.anatomy import Anatomy
 from mtjax.analysis.contract import (
     GRADIENTS,
     JOINED,
+    LAYER_BACKWARD,
+    LAYER_FORWARD,
+    LAYER_RECOMPUTE,
     OPTIMIZER,
     Contract,
     Expectation,

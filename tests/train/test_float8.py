@@ -40,7 +40,7 @@ def test_a_product_and_its_gradients_are_those_of_numpys_rounded_operands_bit_by
     w, g = w / 1024, g / 2**20
     given = (0.5, 2.0**11, 2.0**27)  # delayed: x and W as they would be, and g too large: it saturates
     scales = Scales(jnp.asarray(given), jnp.zeros((2, 4, 96))) if recipe.is_delayed else None
-    dims, place = (("ab", "c", "d"), PartitionSpec(None, None, None))
+    dims = ("ab", "c", "d")
     with jax.set_mesh(mesh_of("1x2")), use_rules(TENSOR.rules):
         on_ranks = [jax.device_put(a, jax.NamedSharding(jax.sharding.get_mesh(), s)) for a, s in _sharded(x, w, g)]
         run = jax.jit(lambda x, w, s: float8_product(recipe, dims, PartitionSpec(None, None, "model"), x, w, s))
