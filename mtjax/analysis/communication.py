@@ -306,8 +306,7 @@ def symbols_of(anatomy: Anatomy, plan: Plan) -> Symbols:
         }
     for part in (*anatomy.outside, *(part for _, part in anatomy.layer_parts())):
         symbols |= part.symbols(plan)
-    symbols |= float8_symbols(anatomy, plan) if plan.fp8 == "delayed" else {}
-    return {**symbols, **prediction_symbols(anatomy, plan)}
+    return {**symbols, **prediction_symbols(anatomy, plan), **float8_symbols(anatomy, plan)}
 
 
 def _pipeline_symbols(anatomy: Anatomy, plan: Plan, held: Counts, adapters: Counts) -> dict[str, int]:

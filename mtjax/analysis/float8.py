@@ -77,7 +77,9 @@ def _tensorwise(anatomy: Anatomy, plan: Plan) -> list[Expectation]:
 
 
 def float8_symbols(anatomy: Anatomy, plan: Plan) -> dict[str, int]:
-    """Returns the symbols of the formulas above, of a rank."""
+    """Returns the symbols of the formulas above, of a rank; none without delayed scaling."""
+    if plan.fp8 != "delayed":
+        return {}
     model = anatomy.model
     layers = sum(layers_in_chunk(stack, plan) * (plan.chunks if plan.is_staged else 1) for stack in anatomy.stacks)
     exponents = layers * num_products(model, plan) * 2 * EXPONENTS
