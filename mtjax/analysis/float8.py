@@ -8,6 +8,7 @@ from mtjax.analysis.contract import (
     JOINED,
     LAYER_BACKWARD,
     LAYER_FORWARD,
+    LAYER_PHASES,
     LAYER_RECOMPUTE,
     OPTIMIZER,
     Contract,
@@ -40,9 +41,19 @@ def num_products(model: Model, plan: Plan) -> int:
 def with_float8(contract: Contract, anatomy: Anatomy, plan: Plan) -> Contract:
     """Returns a contract with the collectives that scales of 8-bit products need in addition."""
     lines = _delayed(plan) if plan.fp8 == "delayed" else _tensorwise(anatomy, plan)
-    return replace(
-        contract, name=f"{contract.name} + FP8 {plan.fp8}", lines=sum_expectations([*contract.lines, *lines])
-    )
+    if plan.fp8 == "delayed" and plan.sequence_parallel and not unfit_products(anatomy.model, plan.mesh.model):
+        lines += [_in_8_bits(line, plan) for line in contract.lines]
+    else:
+        lines += contract.lines
+    return replace(contract, name=f"{contract.name} + FP8 {plan.fp8}", lines=sum_expectations(lines))
+
+
+def _in_8_bits(line: Expectation, plan: Plan) -> Expectation:
+    """Returns a line as it is with 8-bit floats where it gathers sequences for a matmul of a layer."""
+    if line.phase not in LAYER_PHASES or line.kind != "all-gather" or not line.elements.endswith("sequence*hidden"):
+        return line
+    is_wide = line.phase == LAYER_BACKWARD and plan.fp8_format == "hybrid"
+    return replace(line, dtype="float8_e5m2" if is_wide else "float8_e4m3fn")
 
 
 def _delayed(plan: Plan) -> list[Expectation]:

@@ -104,6 +104,8 @@ class Plan:
     """Whether saved layer inputs are offloaded to host memory."""
     fp8: Literal["none", "tensorwise", "delayed"] = "none"
     """Recipe by which layers multiply in 8-bit floats."""
+    fp8_format: Literal["hybrid", "e4m3"] = "hybrid"
+    """Types of these: gradients are E5M2 or, as all else, E4M3."""
     unrolled: bool = False
     """Whether layers are compiled one after the other, without a loop."""
     residuals: Residuals = "jax"
@@ -270,6 +272,7 @@ class Plan:
             recompute_offload=training.recompute_offload,
             unrolled=training.unroll_layers,
             fp8=training.fp8,
+            fp8_format=training.fp8_format,
             context_method=run.parallel.context_method,
             expert_dispatch=run.parallel.expert_dispatch,
             keeps_documents_apart=run.data.reset_attention_mask or run.model.family == "bert",

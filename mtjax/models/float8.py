@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 
 from mtjax.config import Config
 from mtjax.config.float8 import FLOAT8_PRODUCTS, unfit_products
-from mtjax.sharding.axes import num_shards, spec, varying_like
+from mtjax.sharding.axes import num_shards, sequence_is_sharded, spec, varying_like
 from mtjax.sharding.float8 import E4M3, E5M2, EXPONENTS, Recipe, Scales, float8_product
 
 FIRST_SCALES = (4.0, 64.0, 2.0**24)
@@ -29,7 +29,7 @@ class Float8Product(nnx.Module):
           heads: rows of the counts; each tensor parallel rank has some of them.
           layers: float32 [layers], 0 for padding and else 1.
         """
-        self.recipe = recipe
+        self.recipe, self.gathers_sequence = recipe, recipe.gathers
         if layers is None:
             self.scale = self.age = None
             return
@@ -52,8 +52,9 @@ def quantize_products(model: Any, config: Config) -> None:
     Embedding, head, norms and attention's own products remain in the compute type.
     """
     training = config.training
-    recipe = Recipe(training.fp8 == "delayed", E5M2 if training.fp8_format == "hybrid" else E4M3)
-    left = unfit_products(config.model, num_shards("heads"))
+    kind, left = E5M2 if training.fp8_format == "hybrid" else E4M3, unfit_products(config.model, num_shards("heads"))
+    is_delayed = training.fp8 == "delayed"
+    recipe = Recipe(is_delayed, kind, gathers=is_delayed and sequence_is_sharded() and not left)
     for stack in model.decoder_stacks:
         layers = _is_layer(stack) if recipe.is_delayed else None
         for name in FLOAT8_PRODUCTS:

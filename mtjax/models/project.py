@@ -1,9 +1,9 @@
 """Products of activations with weights over named dimensions: column-parallel and row-parallel linear layers."""
 
 import string
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +17,16 @@ from mtjax.sharding.axes import merge_both, sequence_is_sharded, spec, varying_l
 from mtjax.sharding.stored_weight import StoredWeight
 from mtjax.sharding.unstack import computes_apart, is_unrolled
 
-ProductRule = Callable[[tuple[str, ...], PartitionSpec, Array, Array], Array]
-"""(dims, sharding, x, W) -> `x W`, with arguments as of `_product`."""
+
+class ProductRule(Protocol):
+    """Computes a product, and its gradients, in the place of `_product`."""
+
+    gathers_sequence: bool
+    """Whether it gathers the sequences of its input itself, in fewer bits, where sequence parallelism shards them."""
+
+    def __call__(self, dims: tuple[str, ...], sharding: PartitionSpec, x: Array, weight: Array, /) -> Array:
+        """Computes `x W`; arguments as of `_product`."""
+        ...
 
 
 def project(
@@ -117,6 +125,13 @@ def reshard_sequence(x: Float[Array, "batch seq embed"], sequence: str) -> Float
     if not sequence_is_sharded():
         return reshard(x, spec("batch", sequence, "embed"))
     return seq_major(reshard(seq_major(x), spec(sequence, "batch", "embed")))
+
+
+def gather_sequence(
+    x: Float[Array, "batch act_seq embed"], rule: ProductRule | None
+) -> Float[Array, "batch any_seq embed"]:
+    """All-gathers sequences for a column-parallel product, unless its rule does."""
+    return x if rule is not None and rule.gathers_sequence else reshard_sequence(x, "seq")
 
 
 def seq_major(x: Float[Array, "one another ..."]) -> Float[Array, "another one ..."]:

@@ -31,6 +31,8 @@ class Recipe:
     """Whether scales are those of earlier steps' largest values, else of the tensors themselves."""
     gradient_type: Any = E5M2
     """Of the gradients of the products' outputs; all other operands are `E4M3`."""
+    gathers: bool = False
+    """Whether sequences are gathered in 8 bits, which needs scales that are known before. Sums remain in 16 bits."""
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["scale", "age"], meta_fields=[])
@@ -43,6 +45,14 @@ class Scales:
     age: Float[Array, "2 heads exponents"]
     """Of x and g: steps since 2^(LOWEST + i) was the scale that fits; its gradient counts who found which one. Each
     tensor parallel rank counts in its rows."""
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["spec"])
+@dataclass(frozen=True)
+class Placed:
+    """The sharding of an array that is not saved."""
+
+    spec: PartitionSpec
 
 
 def fitting_exponent(largest: Float[Array, "..."], kind: Any) -> Int[Array, "..."]:
@@ -86,14 +96,20 @@ def float8_product(
       scales: of delayed scaling; None without. The gradient of their `age` counts largest values; `scale` has none.
     """
     row, inner, outer = dims
-    x8, weight8, inverse = _operands(x, weight, scales)
+    x8, weight8, inverse = _operands(recipe, len(row), sharding, x, weight, scales)
     return _scaled(f"{row}{inner},{inner}{outer}->{row}{outer}", x8, weight8, inverse, x.dtype, sharding)
 
 
-def _operands(x: Array, weight: Array, scales: Scales | None) -> tuple[Array, Array, tuple[Array, Array]]:
-    """Returns x and W in 8 bits, and their scales."""
+def _operands(
+    recipe: Recipe, rows: int, sharding: PartitionSpec, x: Array, weight: Array, scales: Scales | None
+) -> tuple[Array, Array, tuple[Array, Array]]:
+    """Returns x, gathered along the first `rows` dimensions where it is sharded more than the product, and W in 8 bits,
+    and their scales."""
     of_both = (current_scale(x, E4M3), current_scale(weight, E4M3)) if scales is None else scales.scale[:2]
-    return quantized(x, E4M3, of_both[0]), quantized(weight, E4M3, of_both[1]), (of_both[0], of_both[1])
+    x8, x_spec = quantized(x, E4M3, of_both[0]), jax.typeof(x).sharding.spec
+    if recipe.gathers and not any(x_spec[rows:]):  # column-parallel
+        x8 = reshard(x8, PartitionSpec(*sharding[:rows], *x_spec[rows:]))
+    return x8, quantized(weight, E4M3, of_both[1]), (of_both[0], of_both[1])
 
 
 def _scaled(
@@ -116,10 +132,10 @@ def _product_forward(
     recipe: Recipe, dims: tuple[str, ...], sharding: PartitionSpec, x: Array, weight: Array, scales: Scales | None
 ) -> tuple[Array, Any]:
     row, inner, outer = dims
-    x8, weight8, both = _operands(x, weight, scales)
+    x8, weight8, both = _operands(recipe, len(row), sharding, x, weight, scales)
     y = _scaled(f"{row}{inner},{inner}{outer}->{row}{outer}", x8, weight8, both, x.dtype, sharding)
     found = None if scales is None else _largest_of_ranks(x)
-    return y, (x8, weight8, both, scales, found)
+    return y, (x8, weight8, both, scales, found, Placed(jax.typeof(x).sharding.spec))
 
 
 def _product_backward(
@@ -127,18 +143,19 @@ def _product_backward(
 ) -> tuple[Array, Array, Scales | None]:
     """Computes `dx = g W'`, `dW = x' g` and counts of the largest values of x and g."""
     row, inner, outer = dims
-    x8, weight8, (x_scale, weight_scale), scales, x_largest = saved
+    x8, weight8, (x_scale, weight_scale), scales, x_largest, of_x = saved
     kind, dtype, precise = recipe.gradient_type, gradient.dtype, lax.Precision.HIGHEST
     x_spec, weight_spec = (jax.typeof(a).sharding.spec for a in (x8, weight8))
     counts = None if scales is None else _counts(scales, x_largest, _largest_of_ranks(gradient), kind)
     # As in `mtjax.models.project`: gathered once along the sequence for both products, and dimensions merged.
-    gradient = reshard(gradient, PartitionSpec(*x_spec[: len(row)], *weight_spec[len(inner) :]))
+    whole = PartitionSpec(*x_spec[: len(row)], *weight_spec[len(inner) :])
+    gradient = gradient if recipe.gathers else reshard(gradient, whole)
     scale = current_scale(gradient, kind) if scales is None else scales.scale[2]
-    g8 = quantized(gradient, kind, scale)
+    g8 = reshard(quantized(gradient, kind, scale), whole)
     outer, g8, weight8 = merge_both(outer, (g8, len(row)), (weight8, len(inner)))
     formula = f"{row}{outer},{inner}{outer}->{row}{inner}"
     # HIGHEST: cuBLASLt adds in float32, instead of with the fewer bits that suffice forward, as in Transformer Engine.
-    x_gradient = _scaled(formula, g8, weight8, (scale, weight_scale), dtype, x_spec, precise)
+    x_gradient = _scaled(formula, g8, weight8, (scale, weight_scale), dtype, of_x.spec, precise)
     shape = saved[1].shape
     inner, x8, weight8 = merge_both(inner, (x8, len(row)), (weight8, 0))
     row, x8, g8 = merge_both(row, (x8, 0), (g8, 0))

@@ -19,7 +19,7 @@ from mtjax.models.kernels.xla import HEADS
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.linear import Linear, constant, normal
 from mtjax.models.mixers.mixer import State
-from mtjax.models.project import ProductRule, project, reshard_sequence
+from mtjax.models.project import ProductRule, gather_sequence, project
 from mtjax.models.recompute import PRODUCT
 from mtjax.models.rotary import rotate
 from mtjax.sharding.axes import spec
@@ -107,7 +107,7 @@ class SelfAttention(nnx.Module):
 
     def project_in(self, x: Array, context: LayerContext) -> tuple[Array, Array, Array]:
         """All-gathers sequences, and computes query, key and value of the ranks' heads."""
-        return self.qkv(reshard_sequence(x, "seq"))
+        return self.qkv(gather_sequence(x, self.qkv.rule))
 
     def project_out(self, mixed: Array, context: LayerContext) -> Array:
         """Projects [batch, seq, heads, head_dim] to the residual stream, [batch, act_seq, embed]."""
