@@ -18,9 +18,8 @@ from mtjax.analysis.contract import (
 from mtjax.analysis.parts.part import Product, over_model
 from mtjax.config import Model
 from mtjax.config.float8 import FLOAT8_PRODUCTS, MULTIPLE, unfit_products
-from mtjax.layout.layouts import ZERO_AXES
 from mtjax.layout.plan import Plan
-from mtjax.layout.rules import MODEL
+from mtjax.layout.rules import MANUAL, MODEL
 from mtjax.layout.stages import layers_in_chunk
 
 EXPONENTS = 96
@@ -39,8 +38,10 @@ def num_products(model: Model, plan: Plan) -> int:
 
 
 def with_float8(contract: Contract, anatomy: Anatomy, plan: Plan) -> Contract:
-    """Returns a contract with the collectives that scales of 8-bit products need in addition."""
-    lines = _delayed(plan) if plan.fp8 == "delayed" else _tensorwise(anatomy, plan)
+    """Returns a contract with the collectives that scales of 8-bit products need in addition; itself without these."""
+    if plan.fp8 == "none":
+        return contract
+    lines = _delayed(anatomy, plan) if plan.fp8 == "delayed" else _tensorwise(anatomy, plan)
     if plan.fp8 == "delayed" and plan.sequence_parallel and not unfit_products(anatomy.model, plan.mesh.model):
         lines += [_in_8_bits(line, plan) for line in contract.lines]
     else:
@@ -56,9 +57,10 @@ def _in_8_bits(line: Expectation, plan: Plan) -> Expectation:
     return replace(line, dtype="float8_e5m2" if is_wide else "float8_e4m3fn")
 
 
-def _delayed(plan: Plan) -> list[Expectation]:
+def _delayed(anatomy: Anatomy, plan: Plan) -> list[Expectation]:
     """Returns the collectives of counts, which are parameters' gradients, and of the scales' update; none in layers."""
-    ranks = JOINED.join(axis for axis in ZERO_AXES if axis in plan.mesh.axes)
+    shared = plan.layout(anatomy.model).rules.shared_work
+    ranks = JOINED.join(axis for axis in MANUAL if axis in shared)
     why = "counts of the largest values of activations and gradients, which determine 8-bit scales"
     wire = plan.grad_reduce_dtype
     over_ranks = Expectation(GRADIENTS, "all-reduce", ranks, "1", "float8_counts", wire, pooled=True, why=why)

@@ -12,6 +12,7 @@ from mtjax.config.float8 import check_float8
 from mtjax.config.latent_checks import check_latent_attention
 from mtjax.config.model import Model
 from mtjax.config.optimizer import Optimizer
+from mtjax.config.optimizer_checks import check_optimizer
 from mtjax.config.positions import check_positions
 from mtjax.config.prediction_checks import check_prediction
 from mtjax.config.run import Config
@@ -51,6 +52,7 @@ def validate(config: Config) -> None:
     check_float8(config)
     check_deterministic(config)
     check_schedule(config.optimizer)
+    check_optimizer(config)
     check_on_this_machine(config)
 
 

@@ -51,7 +51,7 @@ def _unsupported(config: Config) -> Mapping[str, str]:
         f"experts, and num_experts is {model.num_experts}": (model.num_experts > 0, remove),
         f"latent attention, and kv_lora_rank is {model.kv_lora_rank}": (model.kv_lora_rank > 0, "remove fp8"),
         f"multi-token prediction, and mtp_num_layers is {model.mtp_num_layers}": (model.mtp_num_layers > 0, remove),
-        "unroll_layers": (training.unroll_layers, remove),
+        "the optimizer schedule-free": (config.optimizer.optimizer == "schedule-free", "use another one"),
     }
     return {name: instead for name, (holds, instead) in found.items() if holds}
 
