@@ -17,6 +17,7 @@ from mtjax.config.sizes import (
     rows_of_question,
 )
 from mtjax.errors import UserError, listed
+from mtjax.layout.float8 import float8_problems
 from mtjax.layout.layouts import Layout, zero_problems
 from mtjax.layout.mesh import MeshShape
 from mtjax.layout.plan import Plan
@@ -57,6 +58,7 @@ def _problems(model: Model, plan: Plan, microbatch: int | None) -> Iterator[str]
     yield from _model_problems(model, plan)
     yield from _batch_problems(plan.global_batch_size, microbatch, plan.data_degree)
     yield from _multiple_choice_problems(model, plan, microbatch)
+    yield from float8_problems(model, plan) if plan.fp8 != "none" else ()
     if plan.mesh.stage == 1:
         yield from _settings_without_stages(plan)
     else:

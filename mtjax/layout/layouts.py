@@ -36,6 +36,8 @@ LAYERS = "layers"
 """Logical name of the dimension along which the layers of a stack are stacked: the first."""
 ROUTER_BIAS = (LAYERS, "routes")
 """Logical names of routers' biases."""
+OPERANDS = "operands"
+"""Logical name of a dimension that only scales of 8-bit products have; they are no weights of the model."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,7 @@ def sharded_dimension(
     `layers` is the last choice, and for stage 1 only: stages 2 and 3 need a shard of every layer on every rank.
     """
     # XLA: would drop some reductions of routers' biases, whose gradients are 0: they are never sharded.
-    if not layout.zero or degree == 1 or names == ROUTER_BIAS:
+    if not layout.zero or degree == 1 or names == ROUTER_BIAS or OPERANDS in names:
         return NOT_SHARDED
     # XLA: collectives have the sharded dimension outermost; of any other one, shards and gradients are transposed.
     outer = int(names[0] == LAYERS)

@@ -71,6 +71,10 @@ class Rules:
     """Classes of a classifier."""
     rank: Axes = ()
     """Rank of a LoRA adapter."""
+    operands: Axes = ()
+    """Operands of an 8-bit product, which have a scale each: replicated."""
+    exponents: Axes = ()
+    """Powers of two that a scale may be: replicated."""
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -76,11 +76,18 @@ _OPTIMIZER = (
 _PRECISION = (
     equal("--bf16", "--compute-dtype bfloat16", default=False),
     equal("--fp16", "--compute-dtype float16", default=False),
-    none("--fp8-format --fp8", "matmuls run in --compute-dtype: no FP8"),
-    *(
-        none(f"--fp8-{name}", "no FP8")
-        for name in ("recipe", "margin", "interval", "amax-history-len", "amax-compute-algo", "param-gather")
+    equal("--fp8-format --fp8", "--fp8 delayed --fp8-format N", note="--fp8 is the value of --fp8-recipe"),
+    equal("--fp8-recipe", "--fp8 N", note="delayed and tensorwise alone", default="delayed"),
+    equal("--fp8-amax-history-len", "--fp8-amax-history N", note="16 when not given", default=1),
+    equal(
+        "--fp8-amax-compute-algo",
+        "--fp8-amax-history 1",
+        note="if it is most_recent, Megatron's default; max is mtjax's",
+        default="most_recent",
     ),
+    none("--fp8-margin", "scales let the largest value just fit"),
+    none("--fp8-interval", "scales are updated in every step"),
+    none("--fp8-param-gather", "parameters are gathered in --compute-dtype"),
     *(none(f"--fp4-{name}", "matmuls run in --compute-dtype: no FP4") for name in ("format", "recipe", "param-gather")),
     none("--first-last-layers-bf16", "all layers have the same type", default=False),
     same("--loss-scale", "loss_scale", note="dynamic when not given, in both"),

@@ -200,10 +200,12 @@ def test_llama3_8b_in_fp8(capsys: pytest.CaptureFixture[str]) -> None:
         "train_samples": 1953125000,
         "microbatch_size": 1,
         "compute_dtype": "bfloat16",
+        "fp8": "delayed",
+        "fp8_format": "hybrid",
+        "fp8_amax_history": 1024,
     }
     assert part(told, NONE) == [
-        *("--decoupled-lr", "--decoupled-min-lr", "--exit-duration-in-mins", "--fp8-format"),
-        *("--fp8-amax-history-len", "--fp8-amax-compute-algo", "--fp8-param-gather"),
+        *("--decoupled-lr", "--decoupled-min-lr", "--exit-duration-in-mins", "--fp8-param-gather"),
     ]
     needless = part(told, DEFAULT)
     assert {"--overlap-grad-reduce", "--manual-gc", "--sequence-parallel", "--rotary-percent"} <= set(needless)
