@@ -78,6 +78,7 @@ def _contract(
         label_smoothing=label_smoothing,
         distils=distils,
         shares_heads=not layout.rules.axes("kv_heads"),
+        shares_groups=not layout.rules.axes("groups"),
         is_frozen=anatomy.model.lora_rank > 0,
         forward_turns="2*microbatches" if pipeline == "recomputed" else "microbatches",
         embedding_turns="embedding_ticks" if pipeline else "microbatches",
