@@ -56,6 +56,14 @@ def expanded(pattern: str) -> str:
     return letters
 
 
+def num_pattern_layers(pattern: str) -> int:
+    """Returns the number of layers of a pattern; 0 for what is not one, which `expanded` names."""
+    try:
+        return len(expanded(pattern))
+    except UserError:
+        return 0
+
+
 def _check_letters(letters: str, pattern: str) -> None:
     wrong = next((letter for letter in letters if letter not in KIND_OF), None)
     if letters and wrong is None:

@@ -7,7 +7,7 @@ from typing import Any, get_type_hints
 from mtjax.config.data import Data
 from mtjax.config.families import FAMILIES
 from mtjax.config.finetuning import Finetuning
-from mtjax.config.layer_pattern import expanded
+from mtjax.config.layer_pattern import num_pattern_layers
 from mtjax.config.model import Model
 from mtjax.config.optimizer import Optimizer
 from mtjax.config.output import Output
@@ -41,8 +41,8 @@ def replace(config: Config, **values: Any) -> Config:
     sections = section_by_setting()
     if values.get("family", config.model.family) != config.model.family:
         values = {**FAMILIES[values["family"]].defaults, **values}
-    if pattern := values.get("layer_pattern"):
-        values = {"num_layers": len(expanded(pattern)), **values}
+    if layers := num_pattern_layers(values.get("layer_pattern", "")):
+        values = {"num_layers": layers, **values}
     changed: dict[str, Any] = {}
     for name, value in values.items():
         if name not in sections:

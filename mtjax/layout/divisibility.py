@@ -15,7 +15,7 @@ from mtjax.config.sizes import (
 )
 from mtjax.config.ssm import has_attention
 from mtjax.errors import UserError, listed
-from mtjax.layout.hybrid import chunk_problems, group_problems, inner_widths, split_heads
+from mtjax.layout.hybrid import chunk_problems, inner_widths, split_heads, state_space_problems
 from mtjax.layout.layouts import Layout
 from mtjax.layout.mesh import MeshShape
 from mtjax.layout.plan import Plan
@@ -94,7 +94,7 @@ def _model_problems(model: Model, plan: Plan) -> Iterator[str]:
             f"num_kv_heads {kv_heads} is neither a multiple nor a divisor of the {mesh.degree_text(rules.heads)}; "
             f"choose a tensor parallel degree that divides {kv_heads} or is a multiple of it"
         )
-    yield from group_problems(model, plan)
+    yield from state_space_problems(model, plan)
 
 
 def _context_problems(model: Model, plan: Plan) -> Iterator[str]:

@@ -26,10 +26,20 @@ def inner_widths(model: Model) -> list[tuple[str, str, int]]:
     return [experts[0], *dense, experts[1]]
 
 
-def group_problems(model: Model, plan: Plan) -> Iterator[str]:
-    """Yields groups of state-space layers that can neither be sharded nor shared by tensor parallel ranks."""
+def state_space_problems(model: Model, plan: Plan) -> Iterator[str]:
+    """Yields groups of heads that can neither be sharded nor shared by tensor parallel ranks, and pieces of samples on
+    context parallel ranks that are shorter than the convolution."""
+    if "M" not in letters_of(model):
+        return
     groups, degree = model.ssm_groups, plan.mesh.degree(plan.layout(model).rules.heads)
-    if "M" in letters_of(model) and groups % degree and degree % groups:
+    pieces, taps = 2 * plan.mesh.context, model.ssm_conv - 1
+    if pieces > 2 and model.sequence_length // pieces < taps:
+        yield (
+            f"sequence_length {model.sequence_length} in {pieces} pieces, 2 for each of {plan.mesh.context} context "
+            f"parallel ranks, is shorter than the {taps} tokens before a token that ssm_conv {model.ssm_conv} reads: "
+            f"use {pieces * taps} or more"
+        )
+    if groups % degree and degree % groups:
         yield (
             f"ssm_groups {groups} is neither a multiple nor a divisor of the "
             f"{plan.mesh.degree_text(plan.layout(model).rules.heads)}; choose a tensor parallel degree that divides "

@@ -73,9 +73,10 @@ class RecurrentState:
         return RecurrentState(self.taps.at[at].set(newest[0]), self.state.at[at].set(state[0]), self.length)
 
     def keeps_prefix(self, written: int, shared: int) -> bool:
-        """Returns whether a sequence of `written` tokens can be continued from its first `shared` tokens: only from all
-        of them, as a state cannot be taken back."""
-        return written == shared
+        """Returns whether a sequence can be continued from its first `shared` tokens: never, as a state that has read
+        more tokens cannot be taken back, and decode steps are launched before it is known which token is the last."""
+        del written, shared
+        return False
 
     def resized(self, length: int) -> "RecurrentState":
         """Returns the states with another capacity of the sequences."""

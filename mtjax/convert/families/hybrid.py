@@ -1,7 +1,7 @@
 """transformers' `mamba2`, `nemotron_h`, `bamba` and `granitemoehybrid`: Mamba-2 beside attention, MLPs and experts."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -10,86 +10,21 @@ from mtjax.config.layer_pattern import expanded, shortened_pattern
 from mtjax.config.sizes import mlp_size
 from mtjax.config.ssm import letters_of, ssm_heads
 from mtjax.convert.families.decoder import HEAD_DIM, ROPE, SWIGLU, decoder, size_fields, sizes
-from mtjax.convert.families.decoder_rows import LAYERS, Names, attention_rows, mlp_rows, outside_rows
+from mtjax.convert.families.decoder_rows import LAYERS, Names
 from mtjax.convert.families.experts import GRANITE_NAMES, NORMALIZED, SAME_SIZE, TOP_K, Experts, groups
 from mtjax.convert.families.family import Family, Json
+from mtjax.convert.families.hybrid_rows import hybrid_rows
 from mtjax.convert.families.llama import GRANITE_SIZES, MULTIPLIERS
 from mtjax.convert.families.parts import Part, Settings, activation, always, biases, fields, unused
 from mtjax.convert.families.rope import rope
-from mtjax.convert.families.rows import linear, norm, row
-from mtjax.convert.table import Dims, Row, Rows, Tensor, dims
+from mtjax.convert.families.rows import linear
+from mtjax.convert.table import Row, Tensor, dims
 from mtjax.errors import UserError
 
 ATTENTION, STATE_SPACE = "full_attention", "linear_attention"
 """transformers' kinds of layers, besides `mlp` and `moe`."""
 _LETTERS = {"attention": "*", ATTENTION: "*", "mamba": "M", STATE_SPACE: "M", "mlp": "-", "moe": "E"}
 _KINDS = {"*": ATTENTION, "M": STATE_SPACE, "-": "mlp", "E": "moe"}
-
-
-def mamba_rows(model: Model, name: str, norm_name: str) -> tuple[Row, ...]:
-    """Returns the rows of Mamba-2 layers, of which transformers keeps the parts of a product in one tensor.
-
-    Args:
-      model: the model.
-      name: full name of the mixer.
-      norm_name: full name of its norm.
-    """
-    ours, inner = "mamba.layers.mamba", ssm_heads(model) * model.ssm_head_dim
-    shared = model.ssm_groups * model.ssm_state
-    heads, groups_ = ("heads", "head_dim"), ("groups", "state")
-
-    def parts(theirs: str, of: int, first: int, part: str, group: tuple[str, ...], width: int, rest: Dims) -> list[Any]:
-        return [
-            Tensor(f"{name}.{theirs}", (group, *rest), (part, i), rows=Rows(first + i * width, of)) for i in range(2)
-        ]
-
-    total, channels, embed = 2 * inner + 2 * shared + ssm_heads(model), inner + 2 * shared, (("embed",),)
-    rates = Tensor(f"{name}.in_proj.weight", dims("heads embed"), rows=Rows(2 * (inner + shared), total))
-    gate_value = parts("in_proj.weight", total, 0, "gate", heads, inner, embed)
-    b_c = parts("in_proj.weight", total, 2 * inner, "kv", groups_, shared, embed)
-    rows = [
-        Row(f"{ours}.inputs.gate_value", tuple(gate_value)),
-        Row(f"{ours}.inputs.b_c", tuple(b_c)),
-        Row(f"{ours}.inputs.rate", (rates,)),
-    ]
-    # torch's convolution is [channels, 1, taps].
-    convolution: tuple[tuple[str, str, Dims], ...] = (("weight", "", ((), ("taps",))), ("bias", "_bias", ()))
-    for kind, ending, rest in convolution:
-        value = Tensor(f"{name}.conv1d.{kind}", (heads, *rest), rows=Rows(0, channels))
-        b_c = parts(f"conv1d.{kind}", channels, inner, "kv", groups_, shared, rest)
-        rows += [Row(f"{ours}.conv{ending}", (value,)), Row(f"{ours}.conv_b_c{ending}", tuple(b_c))]
-    return (
-        *norm("mamba.layers.mamba_norm", norm_name),
-        *rows,
-        row(f"{ours}.rate_bias", f"{name}.dt_bias", "heads"),
-        row(f"{ours}.a_log", f"{name}.A_log", "heads"),
-        row(f"{ours}.skip", f"{name}.D", "heads"),
-        row(f"{ours}.norm_scale", f"{name}.norm.weight", "heads*head_dim"),
-        *linear(f"{ours}.output", f"{name}.out_proj", "heads*head_dim", "embed"),
-    )
-
-
-def _own_stacks(rows: tuple[Row, ...]) -> tuple[Row, ...]:
-    """Renames the rows of a transformer's layers: each mixer has a stack of its own."""
-
-    def renamed(ours: str) -> str:
-        if not ours.startswith(f"{LAYERS}."):
-            return ours
-        rest = ours.removeprefix(f"{LAYERS}.")
-        return f"{rest.split('.')[0].removesuffix('_norm')}.layers.{rest}"
-
-    return tuple(replace(of, ours=renamed(of.ours)) for of in rows)
-
-
-def _rows(mixer: str, experts: Callable[[Names], tuple[Row, ...]] = lambda names: ()) -> Any:
-    """Returns a function for a type's rows; `mixer` is the name of Mamba-2 in a layer."""
-
-    def rows(names: Names, model: Model) -> tuple[Row, ...]:
-        own = (*attention_rows(names, model), *mlp_rows(names), *experts(names))
-        mamba = mamba_rows(model, names.block + mixer, names.block + names.attention_norm)
-        return (*outside_rows(names), *_own_stacks(own), *mamba)
-
-    return rows
 
 
 def _read_types(kinds: Any, key: str) -> str:
@@ -173,7 +108,7 @@ MAMBA2 = decoder(
     INITIAL,
     unused("residual_in_fp32"),
     names=Names(prefix="backbone.", embedding="embeddings", final_norm="norm_f", attention_norm="norm"),
-    rows=_rows("mixer"),
+    rows=hybrid_rows("mixer"),
     only={
         "use_bias": (False,),
         "use_conv_bias": (True,),
@@ -286,7 +221,7 @@ NEMOTRON_H = decoder(
         "num_nextn_predict_layers",
     ),
     names=NEMOTRON_MLP,
-    rows=_rows("mixer", _nemotron_experts),
+    rows=hybrid_rows("mixer", _nemotron_experts),
     ignored=lambda model: (r"mtp\..*",),
     only={
         "use_bias": (False,),
@@ -358,7 +293,7 @@ BAMBA = _halved(
         *_MAMBA,
         unused("num_logits_to_keep", "z_loss_coefficient", "attn_rotary_emb"),
         names=Names(final_norm="final_layernorm", mlp="feed_forward", mlp_norm="pre_ff_layernorm"),
-        rows=_rows("mamba"),
+        rows=hybrid_rows("mamba"),
         only=_PAIRED,
         classifies=False,
     )
@@ -431,7 +366,7 @@ GRANITEMOEHYBRID = _halved(
         Part(_GRANITE_KEYS, _read_granite, _write_granite),
         *_MAMBA,
         names=Names(mlp="shared_mlp", gate_up="input_linear", down="output_linear"),
-        rows=_rows("mamba", _granite_rows),
+        rows=hybrid_rows("mamba", _granite_rows),
         only={**_PAIRED, "position_embedding_type": (None, "nope", "rope"), "normalization_function": ("rmsnorm",)},
         classifies=False,
     )

@@ -196,7 +196,7 @@ class Mamba(nnx.Module):
     # --- norm
 
     def _gated_norm(self, y: Float[Array, "b s u h p"], gate: Array) -> Array:
-        """Computes the RMS norm of y silu(gate) over each group; ranks that share a group add up their squares."""
+        """Computes the RMS norm of y silu(gate) over each group; squares of a group of several ranks are added up."""
         groups, ranks = self.model.ssm_groups, groups_in_use(self.model.ssm_groups)
         count = ssm_heads(self.model) * self.model.ssm_head_dim // groups
         y = y.astype(jnp.float32) * jax.nn.silu(gate.astype(jnp.float32))
