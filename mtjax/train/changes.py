@@ -13,6 +13,7 @@ from mtjax.config import Config
 from mtjax.config.horizon import Horizon
 from mtjax.config.run import section_by_setting
 from mtjax.data import DataPosition, SampleOrder, TrainingText
+from mtjax.data.samples.blend import normalise
 from mtjax.errors import UserError, shortened
 from mtjax.layout.dropout import DROPOUT_BITS
 from mtjax.layout.mesh import parse_mesh
@@ -121,9 +122,21 @@ def _changed_texts(past: Past, config: Config, texts: Sequence[TrainingText]) ->
         return [f"split was {then} and is {now}"] if then != now else []
     before = past.record.position.texts
     if len(before) == len(texts):
-        pairs = zip(before, texts, strict=True)
-        return [f"training text was {_described(a)} and is {_described(b)}" for a, b in pairs if not a.is_same(b)]
+        pairs = zip(before, texts, _with_shares(before), _with_shares(texts), strict=True)
+        return [
+            f"training text was {_described(then)} and is {_described(now)}"
+            for then, now, first, second in pairs
+            if not first.is_same(second)
+        ]
     return [f"training text was {' and '.join(map(_described, before))} and is {' and '.join(map(_described, texts))}"]
+
+
+def _with_shares(texts: Sequence[TrainingText]) -> list[TrainingText]:
+    """Returns texts with weights that sum to 1, as a blend has them: 30 and 70 are 0.3 and 0.7."""
+    weights = [text.weight for text in texts if text.weight is not None]
+    if not weights or len(weights) < len(texts):
+        return list(texts)
+    return [dataclasses.replace(text, weight=share) for text, share in zip(texts, normalise(weights), strict=True)]
 
 
 def _described(text: TrainingText) -> str:

@@ -260,8 +260,9 @@ def print_run_summary(config: Config, environment: RunEnvironment, program: Trai
             f"learning rate reaches {last} in the last step, and the peak is {config.optimizer.learning_rate:.2e}"
         )
     if program.replicated_names:
-        names, degree = ", ".join(program.replicated_names), shape.degree(program.layout.rules.batch)
-        progress.say(f"note    replicated over data (no dimension is divisible by {degree}): {names}")
+        names, axes = ", ".join(program.replicated_names), program.layout.zero_axes
+        degree = shape.degree(axes)
+        progress.say(f"note    replicated over {axes[0]} (no dimension is divisible by {degree}): {names}")
 
 
 def nothing_to_do(objective: Objective, prepared: Prepared, environment: RunEnvironment) -> str:

@@ -21,6 +21,7 @@ from mtjax.layout.stages import layer_numbers
 from mtjax.models.layer_context import with_text_lengths
 from mtjax.models.pipeline_model import TrunkPipeline
 from mtjax.models.recompute import Recompute, check_offload
+from mtjax.models.routers import LOAD, report_weights
 from mtjax.models.sharded_model import Batch, ShardedModel
 from mtjax.runtime import xla_options
 from mtjax.runtime.train_state import State
@@ -66,7 +67,7 @@ class TrainStep(ShardedModel):
             from mtjax.train.offload import check_offload as check_optimizer_offload
 
             check_optimizer_offload(config, self.shape)
-        self.xla = xla_options.choose(config, mesh)
+        self.xla = xla_options.choose(self.config, mesh)
         self.trainable_records = select_trainable(self.records, self.records)
         self.optimizer = make_optimizer(config, self.trainable_records, self.layer_orders)
         self.schedule = make_schedule(config.optimizer, config.training.steps)
@@ -222,7 +223,6 @@ class TrainStep(ShardedModel):
                 updates, optimizer = self.optimizer.update(gradients, state.optimizer, trainable)
                 updated = optax.apply_updates(trainable, updates)
             if self.config.model.router_bias:  # not with offload
-                from mtjax.models.routers import LOAD
                 from mtjax.train.router_bias import update_router_bias
 
                 rate, orders = self.config.model.router_bias_update_rate, self.layer_orders
@@ -268,10 +268,7 @@ class TrainStep(ShardedModel):
         """
         settings, samples = self.config.model, batch["sample_index"].shape[0]
         weights = self.loss_weights(batch)
-        if settings.num_experts:
-            from mtjax.models.routers import report_weights
-
-            weights |= report_weights(settings, samples)
+        weights |= report_weights(settings, samples)
         if settings.mtp_num_layers:
             from mtjax.models.prediction import prediction_reports
 
@@ -280,7 +277,7 @@ class TrainStep(ShardedModel):
             weights = {name: w * scale for name, w in weights.items()}
         # One dropout key per sample, derived from its index in the run: the same masks on every mesh.
         keys = None if key is None else jax.vmap(lambda i: jax.random.fold_in(key, i))(batch["sample_index"])
-        count = num_microbatches(self.config, self.shape, batch["sample_index"].shape[0])
+        count = num_microbatches(self.config, self.shape, samples)
         model, region, parameters, batch = self.loss_inputs(parameters, with_text_lengths(self.config.model, batch))
         inputs = (batch, weights, keys)
         schedule = self.microbatch_schedule(count)
