@@ -56,7 +56,7 @@ def contract_of(anatomy: Anatomy, plan: Plan) -> Contract:
         plan.expert_dispatch,
     )
     contract = _contract(anatomy, plan.layout(anatomy.model), *settings)
-    return with_float8(replace(contract, lines=(*contract.lines, *update_lines(anatomy, plan))), anatomy, plan)
+    return with_float8(contract.extended(update_lines(anatomy, plan)), anatomy, plan)
 
 
 @cache
