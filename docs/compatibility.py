@@ -104,12 +104,12 @@ def refused() -> Iterator[tuple[Feature, Feature, str]]:
 
 
 def without_flash_attention() -> Iterator[tuple[Feature, str]]:
-    """Yields the features with which attention writes out its scores on an H100, with the reason."""
+    """Yields the features with which a run has no flash attention on an H100 by default, with the reason."""
     for feature in FEATURES:
-        config, _ = _combined(feature)
-        kernel, reason = choose_kernel(replace(config, attention="cudnn"), "gpu")
-        if kernel == "xla" and reason:
-            yield feature, reason
+        config, mesh = _combined(feature)
+        if choose_kernel(config, "gpu", mesh=parse_mesh(mesh))[0] != "cudnn":
+            _, reason = choose_kernel(replace(config, attention="cudnn"), "gpu", mesh=parse_mesh(mesh))
+            yield feature, reason or "it must be asked for: --attention cudnn"
 
 
 def _alternatives(one: Feature, other: Feature) -> bool:

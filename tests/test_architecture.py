@@ -53,7 +53,8 @@ IN_MODELS = (
 )
 """Inside models each imports those before it; the files that are not named here import none of these."""
 IN_LAYOUT = (
-    *("rules", "mesh", "layouts", "timetable", "attention_kernel", "plan", "stacks", "stages", "divisibility"),
+    *("rules", "mesh", "layouts", "optimizer_states", "timetable", "attention_kernel", "stacks", "plan", "stages"),
+    "divisibility",
 )
 """And inside layout."""
 IN_ANALYSIS = ("contract", "parts", "anatomy", "families")

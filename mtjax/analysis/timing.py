@@ -28,6 +28,7 @@ from mtjax.analysis.link_time import (
     transfer_time,
 )
 from mtjax.analysis.machine import Constants, Machine
+from mtjax.analysis.optimizer import ITERATIONS, exchanges, state_bytes
 from mtjax.analysis.parts.part import Elementwise, Product, Scores, unrepeated
 from mtjax.analysis.schedules import megatron_bubble
 from mtjax.analysis.software import MTJAX, Software
@@ -355,9 +356,24 @@ def _copies(found: list[Copy], machine: Machine, software: Software) -> float:
 
 
 def _optimizer(anatomy: Anatomy, plan: Plan, machine: Machine, software: Software) -> float:
-    """Seconds to read and write what Adam updates on this GPU, and to read the gradients once more for their norm."""
+    """Seconds to read and write what the optimizer updates on this GPU, to read the gradients once more for their norm,
+    and of Muon's products."""
     precision, counts = plan.precision, peak_stage_counts(anatomy, plan)
     shards, of_experts = (plan.zero_degree, plan.expert_zero_degree) if plan.zero else (1, 1)
     states = 2 * (precision.weights + precision.optimizer) + 2 * precision.gradients
     own = counts.shared.all / shards + counts.experts / of_experts
+    if plan.residuals == "jax" and plan.optimizer.name != "adamw":
+        states -= 2 * precision.optimizer
+        moved = own * (states + software.kernels.optimizer_extra) + 2 * state_bytes(anatomy, plan)
+        return machine.passes(moved) + _newton_schulz(anatomy, plan, machine)
     return machine.passes(own * (states + software.kernels.optimizer_extra))
+
+
+def _newton_schulz(anatomy: Anatomy, plan: Plan, machine: Machine) -> float:
+    """Returns the seconds of Muon's products, on each device."""
+    seconds = 0.0
+    for e in exchanges(anatomy, plan):
+        small, large = sorted((e.rows, e.columns))
+        products = machine.product(small, large, small, e.entire) + machine.product(small, small, small, e.entire)
+        seconds += ITERATIONS * (products + machine.product(small, small, large, e.entire))
+    return seconds

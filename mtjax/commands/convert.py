@@ -77,8 +77,8 @@ class Options:
     pipeline: int = at_least(1, 1, most=LAYERS)
     """Pipeline stages of a megatron folder that is written."""
     expert: int = at_least(1, 1, most=HEADS)
-    """Expert-parallel ranks of a megatron folder that is written; each has its share of the
-    experts, and all other parameters."""
+    """Expert-parallel ranks of a megatron folder that is written; each has its share of the experts, and all other
+    parameters. With --with-optimizer, of the run that goes on, for above 1 Megatron-LM has an optimizer for experts."""
     grouped_experts: bool = False
     """Write the experts of a rank as one module, for Megatron-LM's --moe-grouped-gemm with Transformer Engine. Default:
     each expert is a separate module."""
@@ -173,10 +173,17 @@ def run(options: Options) -> None:
             numbers = convert(source, sink, f"converting {source_path.name}")
     print(f"{numbers / 1e6:,.1f}M parameters in {target_path} ({time.monotonic() - start:.0f} s)")
     if options.with_optimizer:
-        print(f"next    {_NEXT[to_kind].format(target_path)}")
+        print(f"next    {_NEXT[to_kind].format(target_path)}{_expert_parallelism(source, to_kind, options.expert)}")
     elif to_kind == "mtjax":
         print(f"note    {describe_continued_training(source.origin.config.model)}")
         print(f"next    mtjax train --config {target_path / 'config.toml'} --init-from {target_path} --data TEXT")
+
+
+def _expert_parallelism(source: "Source", to_kind: str, degree: int) -> str:
+    """Returns how experts must be divided where a run goes on, for the end of a line."""
+    if to_kind != "megatron" or not source.origin.config.model.num_experts:
+        return ""
+    return f" --expert-model-parallel-size {degree}" if degree == 1 else " and any --expert-model-parallel-size above 1"
 
 
 def check_options(options: Options, from_kind: str, to_kind: str) -> None:
@@ -242,7 +249,8 @@ def check_format(options: Options, to_kind: str) -> None:
         raise UserError("--with-optimizer writes only --ckpt-format torch_dist: add it")
     given = [field for field in dataclasses.fields(Options) if getattr(options, field.name) != field.default]
     for field in given:
-        if options.ckpt_format != "torch" and field.name in WITH_RANKS:
+        idle = WITH_RANKS - ({"expert"} if options.with_optimizer else set())
+        if options.ckpt_format != "torch" and field.name in idle:
             raise UserError(
                 f"--{field.name.replace('_', '-')} has no effect with --ckpt-format {options.ckpt_format}, which "
                 "Megatron-LM loads with any degrees: remove it"
@@ -310,7 +318,7 @@ def _continue_elsewhere(kind: str, folder: Path, final: Path, source: "Source", 
     task = f"converting {str(options.source).rpartition(':')[2]}"
     if kind == "megatron":
         assert isinstance(source, MtjaxSource)
-        ours = MtjaxRun(source)
+        ours = MtjaxRun(source, options.expert)
         given = options.transformer_impl, options.dtype or ours.dtype
         return ours.write(TorchDistSink(folder, source.origin, source.parameters, *given, ours.step), task)
     assert isinstance(source, MegatronSource)

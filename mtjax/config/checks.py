@@ -11,6 +11,7 @@ from mtjax.config.field_metadata import SAMPLES, setting_of
 from mtjax.config.latent_checks import check_latent_attention
 from mtjax.config.model import Model
 from mtjax.config.optimizer import Optimizer
+from mtjax.config.optimizer_checks import check_optimizer
 from mtjax.config.positions import check_positions
 from mtjax.config.prediction_checks import check_prediction
 from mtjax.config.run import Config
@@ -49,6 +50,7 @@ def validate(config: Config) -> None:
     check_loss_scale(config.training)
     check_deterministic(config)
     check_schedule(config.optimizer)
+    check_optimizer(config)
     check_on_this_machine(config)
 
 

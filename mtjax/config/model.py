@@ -223,7 +223,7 @@ class Model:
     qkv_clip: float | None = above_zero(None)
     """Clip queries, keys and values to this absolute value, after qk_norm and before RoPE (OLMo, MPT)."""
     attention_scale: float | None = above_zero(None)
-    """Factor of the attention scores (Megatron's --softmax-scale); head_dim^-0.5 when not given."""
+    """Factor of the attention scores (Megatron-Core's softmax_scale); head_dim^-0.5 when not given."""
     attention_scale_beta: float = amount(0.0)
     """Multiply queries by 1 + attention_scale_beta ln(1 + floor(position / rope_original_length)) (Ministral 3)."""
     attention_softcap: float | None = above_zero(None)

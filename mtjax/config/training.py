@@ -49,9 +49,10 @@ class Training:
     """Full recompute: number of layers in a group (uniform), or of layers to recompute (block)."""
     recompute_offload: bool = False
     """Full recompute: offload the saved layer inputs to host memory until the backward pass (GPUs only)."""
-    unroll_layers: bool = False
+    unroll_layers: bool | None = None
     """Compile each layer separately instead of one loop (scan) over layers, so that saved activations are not copied
-    into stacked arrays: steps are faster, and compiling takes longer. Requires recompute none or selective."""
+    into stacked arrays: steps are faster, and compiling takes a minute or two. When not given: on GPUs with recompute
+    none or selective, without stages and experts."""
     loss_chunk: int = at_least(1, 1024)
     """Number of tokens whose logits are computed at a time."""
     deterministic: bool = False

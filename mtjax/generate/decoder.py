@@ -40,7 +40,7 @@ from mtjax.generate.sampling import (
     score_tokens,
 )
 from mtjax.generate.weight_format import WeightFormat
-from mtjax.layout.mesh import check_no_context_parallel
+from mtjax.layout.mesh import check_generation_mesh
 from mtjax.models.families.t5 import T5
 from mtjax.models.kv_cache import CachePositions, empty_caches
 from mtjax.models.sharded_model import ShardedModel
@@ -135,7 +135,7 @@ class Decoder:
             raise UserError(f"a {named(placed.config.model)} can't generate text: use a gpt, llama or t5")
         if placed.stages > 1:
             raise UserError(f"generation needs a mesh without pipeline parallelism, and the mesh is {placed.shape}")
-        check_no_context_parallel(placed.shape)
+        check_generation_mesh(placed.shape)
         for what, name in (("experts", "num_experts"), ("latent attention", "kv_lora_rank")):
             if storage.weights_dtype and (size := getattr(placed.config.model, name)):
                 raise UserError(

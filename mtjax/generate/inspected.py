@@ -31,7 +31,7 @@ from mtjax.inspect.schema import SCHEMA, collective_json, target_json, verdict_j
 from mtjax.inspect.targets import Target, find_target
 from mtjax.inspect.text import collectives_table, contract_notes, contract_table, show_note, size
 from mtjax.inspect.write_files import write
-from mtjax.layout.mesh import MeshShape, check_no_context_parallel, parse_mesh
+from mtjax.layout.mesh import MeshShape, check_generation_mesh, parse_mesh
 from mtjax.models.sharded_model import ShardedModel
 
 
@@ -95,7 +95,7 @@ def inspect_decoding(
       UserError: config, mesh and target are not compatible, or the model family can't generate text.
     """
     shape = parse_mesh(config.parallel.mesh)
-    check_no_context_parallel(shape)
+    check_generation_mesh(shape)
     # The config must be valid for this mesh although nothing is trained: one sample per device.
     batch = {"global_batch_size": shape.size, "microbatch_size": None, "compute_dtype": config.training.compute_dtype}
     config = without_training(config, Parallel(mesh=str(shape)), **batch)

@@ -14,11 +14,13 @@ Axes = tuple[str, ...]
 
 DATA = "data"
 STAGE = "stage"
+SHARD = "shard"
+"""Ranks of a sharding group, over which ZeRO shards where a mesh has groups; they are replicated over `data`."""
 CONTEXT = "context"
 EXPERT = "expert"
 MODEL = "model"
 
-MANUAL: Axes = (DATA, STAGE, CONTEXT, EXPERT)
+MANUAL: Axes = (DATA, STAGE, SHARD, CONTEXT, EXPERT)
 """Every mesh axis but `model`: manual axes of the shard_map around the differentiated part of a step, in which `model`
 is explicit."""
 
@@ -92,7 +94,8 @@ class Rules:
     def replicas(self, names: Sequence[str | None]) -> Axes:
         """Returns the manual mesh axes over which a parameter with these dimensions is replicated.
 
-        Ranks along them process different data, so that the parameter's gradient is all-reduced over these axes.
+        Each rank along them has a part of its gradient, from its own samples, tokens or stage: the gradient is the
+        sum over these axes.
 
         Raises:
           AttributeError: no dimension has one of the names.

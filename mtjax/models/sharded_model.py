@@ -56,9 +56,12 @@ class ShardedModel:
         """Traces the model's shapes, and derives shardings."""
         self.mesh, self.shape = mesh, MeshShape(**mesh.shape)
         kernel, self.attention_fallback = self._choose_kernel(config)
-        self.config = replace(config, attention=kernel, mesh=str(self.shape))
+        chosen = replace(config, attention=kernel, mesh=str(self.shape))
         check_config(config, self.shape)
-        layout = layout or Plan.of(config, self.shape).layout(config.model)
+        plan = Plan.of(chosen, self.shape)
+        on_gpus = mesh.devices.flat[0].platform != "cpu"
+        self.config = replace(chosen, unroll_layers=plan.unrolls(chosen, on_gpus=on_gpus))
+        layout = layout or plan.layout(config.model)
         self.layout = dataclasses.replace(layout, rules=layout.rules.over(self.shape.axes))
         self.family = model_class(config)
         # Shapes alone: a model that fits on the mesh may not fit on one device.
@@ -69,9 +72,15 @@ class ShardedModel:
         self._graph, self._template = nnx.split(model)
         self.axes = placement.logical_axes(self._template)
         self.abstract_parameters = nnx.to_pure_dict(self._template)
-        types = config.training.compute_dtype, config.parallel.grad_reduce_dtype
-        known = (self.axes, self.abstract_parameters, self.layout, self.shape, *types)
-        self.records = param_specs(*known, lambda name: trains and is_trainable(config.model, name))
+        self.records = param_specs(
+            self.axes,
+            self.abstract_parameters,
+            self.layout,
+            self.shape,
+            compute_dtype=config.training.compute_dtype,
+            grad_reduce_dtype=config.parallel.grad_reduce_dtype,
+            is_trainable=lambda name: trains and is_trainable(config.model, name),
+        )
         self.region = ManualRegion(self.shape, self.layout.rules, self.records)
 
     def _choose_kernel(self, config: Config) -> tuple[Kernel, str | None]:
@@ -202,7 +211,7 @@ class ShardedModel:
         stages = self.stages
         if stages == 1:
             training = self.config.training
-            return Accumulate(num_microbatches, training.unroll_layers, training.compute_dtype)
+            return Accumulate(num_microbatches, bool(training.unroll_layers), training.compute_dtype)
         from mtjax.sharding.pipeline.executor import PipelineSchedule
 
         platform = self.mesh.devices.flat[0].platform
@@ -213,9 +222,14 @@ class ShardedModel:
         """Options of the training losses, from the config."""
         options, vocab_size = self.config.optimizer, self.config.model.vocab_size
         assert vocab_size is not None  # check_config requires it
-        smoothing, shape = (options.label_smoothing, options.z_loss), output_shape(self.config.model)
-        at_once = Plan.of(self.config, self.shape).sums_loss_at_once(self.config.model)
-        return LossOptions(vocab_size, self.config.training.loss_chunk, *smoothing, at_once=at_once, **shape)
+        return LossOptions(
+            vocab_size,
+            chunk=self.config.training.loss_chunk,
+            label_smoothing=options.label_smoothing,
+            z_loss=options.z_loss,
+            at_once=Plan.of(self.config, self.shape).sums_loss_at_once(self.config.model),
+            **output_shape(self.config.model),
+        )
 
     def on_mesh(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Calls a function with the mesh in force."""

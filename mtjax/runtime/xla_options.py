@@ -245,7 +245,7 @@ def _fast(config: Config, mesh: Mesh, device: Any) -> Chosen:
     concurrent = processes > 1 and shape.has_data_and_tensor and not staged
     prefetches = Plan.of(config, shape).prefetches(config.model)
     tables = (
-        (UNROLLED, config.training.unroll_layers),
+        (UNROLLED, bool(config.training.unroll_layers)),
         (OVERLAP, parallel.overlap),
         (PIPELINED_ALL_REDUCE, parallel.overlap and not prefetches and (parallel.sequence_parallel or concurrent)),
         (CONCURRENT, parallel.overlap and concurrent),

@@ -107,12 +107,19 @@ def explicit_only(partition: PartitionSpec) -> PartitionSpec:
     return only_axes(partition, tuple(explicit_axes()))
 
 
+def map_ranks(body: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """Maps `body` over the shards of its arguments, with all axes manual that are still explicit."""
+    # Autodiff of a `shard_map` inside the manual region does not lower: call this inside the forward or the backward
+    # function of a `custom_vjp`, or where nothing is differentiated.
+    return jax.shard_map(body, axis_names=set(explicit_axes()), in_specs=in_specs, out_specs=out_specs)
+
+
 def fully_manual(body: Callable[[jax.Array], jax.Array], partition: PartitionSpec) -> Callable[[jax.Array], jax.Array]:
     """Maps `body` over the shards of an array and of a result with the same sharding, with every mesh axis manual.
 
     Collectives such as `lax.all_gather` do not lower while any axis is explicit.
     """
-    return jax.shard_map(body, axis_names=set(explicit_axes()), in_specs=(partition,), out_specs=partition)
+    return map_ranks(body, (partition,), partition)
 
 
 def varying_like(x: jax.Array, *like: jax.Array) -> jax.Array:

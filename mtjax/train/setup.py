@@ -32,7 +32,7 @@ from mtjax.runtime.processes.coordination import all_gather_text
 from mtjax.runtime.processes.peers import Peers
 from mtjax.sharding.mesh import attach_devices, use_cpu_devices
 from mtjax.storage import shown, url_of
-from mtjax.train.changes import find_changes, rate_of, scheduled, table
+from mtjax.train.changes import check_states, find_changes, rate_of, scheduled, table
 from mtjax.train.folder.remote import RemoteFolder
 from mtjax.train.folder.run_folder import choose_folder
 from mtjax.train.objective import InitialWeights, Objective, RunData, position_in
@@ -179,6 +179,8 @@ def prepare(
             "config.toml refer to that folder)"
         ) from e
     times.begin(MODEL)
+    if past is not None:
+        check_states(past, resolved)
     horizon = objective.horizon(resolved, past)
     return Prepared(resolved, run_data, make_train_step(scheduled(resolved, horizon), environment.mesh), horizon, past)
 
@@ -258,8 +260,9 @@ def print_run_summary(config: Config, environment: RunEnvironment, program: Trai
             f"learning rate reaches {last} in the last step, and the peak is {config.optimizer.learning_rate:.2e}"
         )
     if program.replicated_names:
-        names, degree = ", ".join(program.replicated_names), shape.degree(program.layout.rules.batch)
-        progress.say(f"note    replicated over data (no dimension is divisible by {degree}): {names}")
+        names, axes = ", ".join(program.replicated_names), program.layout.zero_axes
+        degree = shape.degree(axes)
+        progress.say(f"note    replicated over {axes[0]} (no dimension is divisible by {degree}): {names}")
 
 
 def nothing_to_do(objective: Objective, prepared: Prepared, environment: RunEnvironment) -> str:

@@ -15,10 +15,12 @@ from jax.sharding import Mesh
 from mtjax.config import Config
 from mtjax.layout.divisibility import num_microbatches
 from mtjax.layout.layouts import Layout
+from mtjax.layout.optimizer_states import optimizer_states
 from mtjax.layout.stages import layer_numbers
 from mtjax.models.layer_context import with_text_lengths
 from mtjax.models.pipeline_model import TrunkPipeline
 from mtjax.models.recompute import Recompute, check_offload
+from mtjax.models.routers import LOAD, report_weights
 from mtjax.models.sharded_model import Batch, ShardedModel
 from mtjax.runtime import xla_options
 from mtjax.runtime.train_state import State
@@ -60,7 +62,7 @@ class TrainStep(ShardedModel):
     def __init__(self, config: Config, mesh: Mesh, layout: Layout | None = None) -> None:
         check_offload(Recompute.of(config.training), mesh.devices.flat[0].platform)
         super().__init__(config, mesh, layout, trains=True)
-        self.xla = xla_options.choose(config, mesh)
+        self.xla = xla_options.choose(self.config, mesh)
         self.trainable_records = select_trainable(self.records, self.records)
         self.optimizer = make_optimizer(config, self.trainable_records, self.layer_orders)
         self.schedule = make_schedule(config.optimizer, config.training.steps)
@@ -71,7 +73,15 @@ class TrainStep(ShardedModel):
         # Adam's moments are sharded like the stored parameters: with ZeRO over the data parallel ranks as well.
         moments = placement.shardings(partition_specs(self.trainable_records, "storage_spec"), self.mesh)
         everywhere, like = placement.replicated(self.mesh), select_trainable(self.records, self.abstract_parameters)
-        optimizer = placement.optimizer_shardings(self.optimizer, like, moments, self.mesh)
+        states = optimizer_states(self.config)
+        if states.is_plain:
+            optimizer = placement.optimizer_shardings(self.optimizer, like, moments, self.mesh)
+        else:
+            from mtjax.sharding.optimizer_shardings import shardings_by_name
+
+            with jax.set_mesh(self.mesh):
+                abstract = jax.eval_shape(self.optimizer.init, placement.with_sharding(like, moments))
+            optimizer = shardings_by_name(abstract, self.trainable_records, states, self.mesh)
         scaled = self.config.training.compute_dtype == "float16"
         loss_scale = LossScale(everywhere, everywhere, everywhere) if scaled else None
         return State(everywhere, everywhere, self.parameter_sharding, optimizer, loss_scale)
@@ -158,7 +168,14 @@ class TrainStep(ShardedModel):
     def loss_and_grads(self, state: State, batch: Batch) -> tuple[Array, dict[str, Array], Tree]:
         """Traces the forward and backward pass: see `gradients`."""
         scale = None if state.loss_scale is None else state.loss_scale.scale
-        return self.gradients(state.parameters, batch, jax.random.wrap_key_data(state.random), scale)
+        parameters = state.parameters
+        if self.config.optimizer.optimizer == "schedule-free":
+            from mtjax.train.optimizers import training_point
+
+            own, (_, (iterates,)) = select_trainable(self.records, parameters), state.optimizer
+            point = training_point(self.config.optimizer, own, iterates)
+            parameters = merge_trees(point, select_frozen(self.records, parameters))
+        return self.gradients(parameters, batch, jax.random.wrap_key_data(state.random), scale)
 
     def apply_gradients(
         self, state: State, batch: Batch, loss: Array, parts: dict[str, Array], gradients: Tree
@@ -169,7 +186,6 @@ class TrainStep(ShardedModel):
             updates, optimizer = self.optimizer.update(gradients, state.optimizer, trainable)
             updated = optax.apply_updates(trainable, updates)
             if self.config.model.router_bias:
-                from mtjax.models.routers import LOAD
                 from mtjax.train.router_bias import update_router_bias
 
                 rate, orders = self.config.model.router_bias_update_rate, self.layer_orders
@@ -208,10 +224,7 @@ class TrainStep(ShardedModel):
         """
         settings, samples = self.config.model, batch["sample_index"].shape[0]
         weights = self.loss_weights(batch)
-        if settings.num_experts:
-            from mtjax.models.routers import report_weights
-
-            weights |= report_weights(settings, samples)
+        weights |= report_weights(settings, samples)
         if settings.mtp_num_layers:
             from mtjax.models.prediction import prediction_reports
 
@@ -220,7 +233,7 @@ class TrainStep(ShardedModel):
             weights = {name: w * scale for name, w in weights.items()}
         # One dropout key per sample, derived from its index in the run: the same masks on every mesh.
         keys = None if key is None else jax.vmap(lambda i: jax.random.fold_in(key, i))(batch["sample_index"])
-        count = num_microbatches(self.config, self.shape, batch["sample_index"].shape[0])
+        count = num_microbatches(self.config, self.shape, samples)
         model, region, parameters, batch = self.loss_inputs(parameters, with_text_lengths(self.config.model, batch))
         inputs = (batch, weights, keys)
         schedule = self.microbatch_schedule(count)

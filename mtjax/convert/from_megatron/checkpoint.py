@@ -10,11 +10,14 @@ from mtjax.convert.megatron_formats import checkpoint_folder, is_torch_dist
 from mtjax.convert.torch_dist import TorchDistCheckpoint
 from mtjax.errors import UserError, shortened
 from mtjax.migrate.megatron import TABLE
+from mtjax.migrate.model_arguments import LATENT
 
 _SAVED_AS = {
     "fp8_format": "fp8",
     "fp4_format": "fp4",
     "apply_layernorm_1p": "layernorm_zero_centered_gamma",
+    "decoder_first_pipeline_num_layers": "num_layers_in_first_pipeline_stage",
+    "decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage",
     "microbatch_group_size_per_virtual_pipeline_stage": "microbatch_group_size_per_vp_stage",
 }
 """Arguments that some versions save under another name."""
@@ -88,6 +91,8 @@ def _following(arguments: Mapping[str, Any]) -> set[str]:
         found.add("train_iters")
     if (arguments.get("weight_decay_incr_style") or "constant") == "constant":
         found |= {"start_weight_decay", "end_weight_decay"}
+    if not arguments.get("multi_latent_attention"):
+        found |= {row.dest for row in LATENT}
     if arguments.get("position_embedding_type") != "rope":
         found |= {"rotary_base", "rotary_percent"}
     return found

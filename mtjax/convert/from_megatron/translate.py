@@ -5,7 +5,8 @@ from functools import cache
 from mtjax.config import Config
 from mtjax.convert.from_megatron.given import GivenArguments
 from mtjax.convert.from_megatron.model import translate_model
-from mtjax.convert.from_megatron.parallel import translate_layout, translate_mesh, translate_output
+from mtjax.convert.from_megatron.output import translate_output
+from mtjax.convert.from_megatron.parallel import translate_layout, translate_mesh
 from mtjax.convert.from_megatron.training import (
     translate_data,
     translate_plain,
