@@ -108,6 +108,7 @@ class Decoder:
         start_id: int = 0,
         *,
         storage: Storage = PLAIN,
+        grids: Sequence[Tree] = (),
         trained: ShardedModel | None = None,
         vocab_size: int | None = None,
         call: Call | None = None,
@@ -119,6 +120,7 @@ class Decoder:
           parameters: as they are stored in training.
           start_id: the decoder's first token in an encoder-decoder model; 0 in all published T5 models.
           storage: how matrices are quantized (`mtjax.generate.int8`, `int4`); a T5's encoder is not.
+          grids: scales, and perhaps zero points, of matrices that were quantized before, as trees like `parameters`.
           trained: the GPT or Llama that `parameters` are sharded for, if it is not `placed` but on another mesh of the
             same devices (`mtjax.generate.resharding`).
           vocab_size: token ids from here on are not sampled; the model's vocabulary size if None.
@@ -147,7 +149,8 @@ class Decoder:
                 if trained
                 else stacks_of(placed, parameters)
             )
-            weights = prepare_weights(*model_and_layers, self._weight_format, self._call)
+            of_layers = [stacks_of(placed, grid)[1] for grid in grids]
+            weights = prepare_weights(*model_and_layers, self._weight_format, self._call, of_layers)
         # The weights are passed as a flat list: flattening Flax modules would take half a millisecond for each step.
         self._leaves, self._structure = jax.tree.flatten(weights)
 
