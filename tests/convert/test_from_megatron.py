@@ -491,3 +491,37 @@ def test_without_a_launcher_one_replica_is_taken_and_told(capsys: pytest.Capture
     tables, told = translated(capsys, "--", *SMALL, "--tensor-model-parallel-size", "2")
     assert tables["parallel"]["mesh"] == "1x2"
     assert "the number of GPUs is unknown" in told
+
+
+def test_a_checkpoint_there_is_converted_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With its optimizer; where there is none yet, the run's own config starts it, with what a tracker needs."""
+    monkeypatch.chdir(tmp_path)
+    words = [
+        "from-megatron",
+        "--gpus",
+        "16",
+        "--output",
+        "a.toml",
+        "--",
+        *SMALL,
+        "--load",
+        "ckpt",
+        "--wandb-project",
+        "p",
+    ]
+    assert cli.main(words) == 0
+    out, told = capsys.readouterr()
+    assert out.startswith("next    WANDB_PROJECT=p mtjax train --config a.toml --track wandb  (with srun or mpirun")
+    convert = "mtjax convert --from ckpt --to mtjax:runs/continued --with-optimizer"
+    assert f"if ckpt has a checkpoint of Megatron-LM, go on from it: {convert}\n" in told
+    Path("ckpt").mkdir()
+    Path("ckpt/latest_checkpointed_iteration.txt").write_text("10")
+    Path("a.toml").unlink()
+    assert cli.main(words) == 0
+    assert capsys.readouterr().out == f"next    {convert}\n"
+    Path("a.toml").unlink()
+    assert cli.main([*words, "--finetune"]) == 0
+    out, told = capsys.readouterr()
+    assert out == "next    mtjax convert --from ckpt --to mtjax:weights\n" and "--init-from weights" in told
