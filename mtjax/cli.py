@@ -28,7 +28,7 @@ from mtjax.config.place import with_run_folder
 from mtjax.config.renamed import old_names_in, with_new_names, with_new_options
 from mtjax.config.repeated import with_joined_data
 from mtjax.errors import UserError, first_line, nearest, shortened
-from mtjax.help import HELP, HELP_ALL, ConfigDefaults, dataclass_of, names_of, options_of, show_help
+from mtjax.help import HELP, HELP_ALL, ConfigDefaults, dataclass_of, names_of, options_of, show_help, with_values
 from mtjax.migrate.argument import option_of
 from mtjax.migrate.suggest import advice
 
@@ -282,6 +282,7 @@ def read(
     if {*HELP, HELP_ALL} & set(arguments):
         print(show_help(prog, description, listed, None if HELP_ALL in arguments else common, shown), end="")
         raise SystemExit(0)
+    arguments = with_values(arguments, listed)
     output = io.StringIO()
     try:
         with contextlib.redirect_stderr(output):

@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import inspect
+import itertools
 import shutil
 import textwrap
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -37,13 +38,16 @@ class Option:
     """None if there is none, or if `text` describes it."""
     text: str
     """Help text."""
+    is_optional: bool = False
+    """Whether its value may be None."""
 
     @property
     def spelling(self) -> str:
         """Its spelling in the help: `--hidden-size N`, `--bias/--no-bias`."""
         if self.kind:
             return f"{self.name} {self.kind}"
-        return f"{self.name}/--no-{self.name[2:]}" if self.name.startswith("--") and self.default else self.name
+        has_both = self.name.startswith("--") and (self.default or self.is_optional)
+        return f"{self.name}/--no-{self.name[2:]}" if has_both else self.name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,13 +92,28 @@ def options_of(cls: type, values: Any = None, group: str = "") -> Iterator[Optio
         if is_positional:
             name, metavar = named.get("metavar") or field.name.upper(), ""
         text = named.get("help") or texts.get(field.name, "")
-        yield Option(name, field.name, group, kind, metavar, default, " ".join(text.split()))
+        text = " ".join(text.split())
+        yield Option(name, field.name, group, kind, metavar, default, text, NoneType in get_args(hints[field.name]))
 
 
 def names_of(options: Sequence[Option]) -> set[str]:
     """Returns all options as they may be typed, switches also with `--no-`."""
     named = [option for option in options if option.name.startswith("--")]
     return {option.name for option in named} | {f"--no-{o.name[2:]}" for o in named if not o.kind} | {"--help"}
+
+
+def with_values(arguments: Sequence[str], options: Sequence[Option]) -> list[str]:
+    """Returns the arguments with a value behind each switch that may be None, as tyro reads it: `--bias True`."""
+    values = ("True", "False", "None")
+    switches = {o.name: "True" for o in options if o.is_optional and not o.kind}
+    switches |= {f"--no-{name[2:]}": "False" for name in switches}
+    found: list[str] = []
+    for word, after in itertools.pairwise([*arguments, ""]):
+        if word not in switches or after in values:
+            found.append(word)
+        else:
+            found += [word.replace("--no-", "--", 1) if switches[word] == "False" else word, switches[word]]
+    return found
 
 
 def show_help(

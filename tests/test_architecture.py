@@ -32,7 +32,7 @@ ARROWS: dict[str, set[str]] = {
         for part in (
             *("axes", "context", "experts", "vocab", "vocab_embedding", "distillation", "trainable"),
             "vocab_weighted",
-            *("prefetch", "flash", "kv_heads", "stored_weight", "no_hoist", "param_comm", "unstack"),
+            *("prefetch", "flash", "kv_heads", "stored_weight", "no_hoist", "param_comm", "unstack", "float8"),
         )
     },
     "data": BASE,
@@ -53,7 +53,8 @@ IN_MODELS = (
 )
 """Inside models each imports those before it; the files that are not named here import none of these."""
 IN_LAYOUT = (
-    *("rules", "mesh", "layouts", "timetable", "attention_kernel", "plan", "stacks", "stages", "divisibility"),
+    *("rules", "mesh", "layouts", "optimizer_states", "timetable", "attention_kernel", "stacks", "plan", "stages"),
+    *("float8", "divisibility"),
 )
 """And inside layout."""
 IN_ANALYSIS = ("contract", "parts", "anatomy", "families")

@@ -34,6 +34,21 @@ def parse(*words: str) -> cli.Command[Options]:
     return cli.parse(words, "mtjax test", "Tests.", Options)
 
 
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        ("", None),
+        ("--mlp-bias", True),
+        ("--no-mlp-bias", False),
+        ("--mlp-bias None", None),
+        ("--mlp-bias=False", False),
+    ],
+)
+def test_a_switch_whose_default_is_a_rule_is_typed_like_any_other(typed, expected):
+    parsed = parse(*typed.split(), "--num-layers", "2").config
+    assert parsed.model.mlp_bias is expected and parsed.model.num_layers == 2
+
+
 def test_without_options_it_is_the_default_config() -> None:
     command = parse()
     assert command.config == config.load("default")

@@ -11,6 +11,7 @@ from functools import cache
 
 from mtjax.analysis.anatomy import Anatomy, Predictors, Stack
 from mtjax.analysis.families.registry import anatomy_of
+from mtjax.analysis.optimizer import update_flops
 from mtjax.analysis.parts.part import Product, unrepeated
 from mtjax.analysis.parts.score_blocks import block_queries
 from mtjax.analysis.prediction import recomputed_predictors
@@ -149,12 +150,13 @@ def compiled_flops(anatomy: Anatomy, plan: Plan, *, causal: bool = False) -> flo
     their matmuls, and full recompute omits both.
 
     With pipeline parallelism: the FLOPs of all stages in all ticks, bubbles included, as if each stage had the
-    embedding and the losses, which are computed once per microbatch.
+    embedding and the losses, which are computed once per microbatch. Muon's products are counted too.
     """
+    update = update_flops(anatomy, plan) / plan.global_batch_size
     if plan.is_staged:
-        return _staged_flops(computed_over(anatomy, plan.mesh), plan, causal=causal)
+        return update + _staged_flops(computed_over(anatomy, plan.mesh), plan, causal=causal)
     anatomy = computed_over(anatomy, plan.mesh)
-    flops = model_flops(anatomy, causal=causal) + taught_flops(anatomy, plan)
+    flops = update + model_flops(anatomy, causal=causal) + taught_flops(anatomy, plan)
     if _is_in_chunks(anatomy, plan) and not plan.sums_loss_at_once(anatomy.model):
         flops += logit_flops(anatomy)
     for stack in anatomy.all_stacks:

@@ -8,9 +8,11 @@ from mtjax.config.attention import check_attention
 from mtjax.config.experts import check_experts
 from mtjax.config.families import FAMILIES, check_decoder_settings
 from mtjax.config.field_metadata import SAMPLES, setting_of
+from mtjax.config.float8 import check_float8
 from mtjax.config.latent_checks import check_latent_attention
 from mtjax.config.model import Model
 from mtjax.config.optimizer import Optimizer
+from mtjax.config.optimizer_checks import check_optimizer
 from mtjax.config.positions import check_positions
 from mtjax.config.prediction_checks import check_prediction
 from mtjax.config.run import Config
@@ -47,8 +49,10 @@ def validate(config: Config) -> None:
     check_recompute(config.model, config.training)
     check_adapters(config.model)
     check_loss_scale(config.training)
+    check_float8(config)
     check_deterministic(config)
     check_schedule(config.optimizer)
+    check_optimizer(config)
     check_on_this_machine(config)
 
 

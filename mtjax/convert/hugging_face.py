@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -21,6 +21,9 @@ from mtjax.data.tokens.special_tokens import added_tokens, named_token
 from mtjax.data.tokens.tokenizer import Tokenizer, open_tokenizer
 from mtjax.errors import UserError, parse_json_object
 from mtjax.runtime.checkpoints.weights import special_ids
+
+if TYPE_CHECKING:
+    from mtjax.convert.compress import Compression
 
 _OLD_NAMES = ((r"\.gamma$", ".weight"), (r"\.beta$", ".bias"))
 """Endings of the names of layer norms in BERT's first checkpoints, and the current ones."""
@@ -157,11 +160,12 @@ class HuggingFaceSink:
         parameters: Mapping[str, Parameter],
         dtype: str | None = None,
         largest_file: int = LARGEST_FILE,
+        compression: "Compression | None" = None,
     ) -> None:
-        """Creates the files at their full size.
+        """Creates the files at their full size; `compression` says how matrices are quantized, if they are.
 
         Raises:
-          UserError: no model of transformers that mtjax writes has this architecture.
+          UserError: no model of transformers that mtjax writes has this architecture, or it can't be quantized.
         """
         self._folder, self._origin = folder, origin
         self._dtype = dtype or origin.dtype
@@ -172,7 +176,11 @@ class HuggingFaceSink:
         copies = self._selection.table.duplicates.items()
         self._copies = {name: [copy for copy, of in copies if of == name] for name in shapes}
         shapes |= {copy: shapes[of] for copy, of in copies}
-        self._writer = SafetensorsWriter(folder, shapes, self._dtype, largest_file)
+        others = {}
+        self._packed = compression.of(self._selection, model, self._dtype) if compression else None
+        if self._packed:
+            shapes, others = self._packed.tensors(shapes)
+        self._writer = SafetensorsWriter(folder, shapes, self._dtype, largest_file, others)
 
     def write(self, parameter: Parameter, layer: int | None, array: np.ndarray) -> None:
         """Writes the tensors of one layer's slice of a parameter.
@@ -183,7 +191,10 @@ class HuggingFaceSink:
         for tensor in self._selection.tensors_of(parameter, layer):
             name = name_of(tensor, layer)
             values = narrowed(tensor.extract(array, parameter), self._dtype, name)
-            if tensor.is_part:
+            if self._packed and name in self._packed.scales:
+                for part, array_of_part in self._packed.parts(name, tensor.extract(array, parameter)).items():
+                    self._writer.write(part, array_of_part)
+            elif tensor.is_part:
                 into = tensor.view(self._writer.map(name), parameter)
                 into[...] = values.reshape(into.shape)
             else:
@@ -206,7 +217,7 @@ class HuggingFaceSink:
         # transformers 5 writes dtype, 4 torch_dtype: keep only the latter, which both read.
         dropped = {"dtype", *QUANTIZED, *self._family.keys}
         config = {k: v for k, v in original.items() if k not in dropped} | self._family.config_json(model)
-        config |= {"torch_dtype": self._dtype}
+        config |= {"torch_dtype": self._dtype} | (self._packed.config_json() if self._packed else {})
         if model.head != "language" and is_decoder(model):
             has_original = bool(self._origin.hugging_face)
             config["pad_token_id"] = pad_id(config.get("pad_token_id" if has_original else "eos_token_id"), tokenizer)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from mtjax.config import Config
+from mtjax.convert.megatron import check_experts
 from mtjax.convert.megatron_optimizer import MOMENTS, WEIGHTS
 from mtjax.convert.mtjax_folder import MtjaxSource
 from mtjax.convert.run_folder import OURS
@@ -31,8 +32,12 @@ def newest_checkpoint(folder: Path) -> Path:
 class MtjaxRun:
     """A checkpoint of a run, with its optimizer's state."""
 
-    def __init__(self, source: MtjaxSource) -> None:
+    def __init__(self, source: MtjaxSource, expert: int) -> None:
         """Reads counters and settings.
+
+        Args:
+          source: the checkpoint.
+          expert: expert parallel degree of the run that goes on; above 1, Megatron-LM has an optimizer for the experts.
 
         Raises:
           UserError: there is no optimizer's state, or Megatron-LM can't continue the run.
@@ -44,11 +49,13 @@ class MtjaxRun:
         if source.adapters:
             raise UserError(f"{weights.folder} trains adapters, which Megatron-LM does not: remove --with-optimizer")
         self.config: Config = weights.config
-        if self.config.model.num_experts:
+        if (optimizer := self.config.optimizer.optimizer) != "adamw":
             raise UserError(
-                "the optimizer's state of experts is not written, as Megatron-LM divides it by its expert parallel "
-                "degree: remove --with-optimizer"
+                f"{weights.folder} has the states of optimizer {optimizer}, and Megatron-LM's Adam is written from "
+                "adamw alone: remove --with-optimizer"
             )
+        check_experts(self.config.model, expert)
+        self.expert = expert
         self.step = int(weights.metadata["step"])
         self.past = Past.from_metadata(self.step, weights.metadata)
         counts = [self._scalar(name) for name in self._names if _COUNT.fullmatch(name)]
@@ -132,16 +139,23 @@ class MtjaxRun:
             "fused": None,
             "decoupled_weight_decay": True,
         }
-        groups = [group | {"wd_mult": factor, "weight_decay": factor * options.weight_decay} for factor in (0.0, 1.0)]
-        optimizer: dict[str, Any] = {"optimizer": {"param_groups": groups}, "param_state_sharding_type": LAYOUT}
+        decays, experts = {"wd_mult": 1.0, "weight_decay": options.weight_decay}, {"is_expert_parallel": True}
+        optimizer = self._optimizer([group | {"wd_mult": 0.0, "weight_decay": 0.0}, group | decays])
+        # Experts have no vectors, which do not decay.
+        chained = {0: optimizer, 1: self._optimizer([group | decays | experts])} if self.expert > 1 else optimizer
+        return {"optimizer": chained, "opt_param_scheduler": self._schedule()}
+
+    def _optimizer(self, groups: list[dict[str, Any]]) -> dict[str, Any]:
+        """Returns the state of one of Megatron's optimizers without its tensors."""
+        found: dict[str, Any] = {"optimizer": {"param_groups": groups}, "param_state_sharding_type": LAYOUT}
         if self.dtype == "float16":
             scale = {name: self._scalar(f"loss_scale.{name}") for name in ("scale", "growth", "hysteresis")}
-            optimizer["grad_scaler"] = {
+            found["grad_scaler"] = {
                 "scale": scale["scale"],
                 "growth_tracker": int(scale["growth"]),
                 "hysteresis_tracker": int(scale["hysteresis"]),
             }
-        return {"optimizer": optimizer, "opt_param_scheduler": self._schedule()}
+        return found
 
     def _content(self) -> dict[str, Any]:
         return {"distrib_optim_sharding_type": LAYOUT, "chained_optim_avoid_prefix": True}
@@ -178,6 +192,7 @@ class MtjaxRun:
             "use_distributed_optimizer": True,
             "no_save_optim": False,
             "no_save_rng": True,
+            "expert_model_parallel_size": self.expert,
             "world_size": 1,
             "data_parallel_size": 1,
         }

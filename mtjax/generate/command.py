@@ -48,7 +48,7 @@ def run(options: Options) -> None:
             return
         if options.fillings is not None:
             raise UserError(f"--fillings needs a bert, and the model is a {model.family}: remove it")
-        decoder = Decoder(model.placed, model.parameters, model.start_id, int8=options.weights_dtype == "int8")
+        decoder = Decoder(model.placed, model.parameters, model.start_id, storage=options.storage)
         job = Job(
             options, replace(model, parameters=None), decoder
         )  # frees their memory: the decoder has converted them
@@ -71,7 +71,7 @@ def fill_masks(options: Options, model: LoadedModel, prompts: Iterable[str]) -> 
     """
     defaults = Options(options.source)
     text_options = (
-        "weights_dtype",
+        "storage",
         "beams",
         "length_penalty",
         "interactive",

@@ -26,6 +26,7 @@ from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
 from mtjax.config.sizes import attention_windows, decoder_layers, longest_text, named, padded_vocab_size
+from mtjax.config.storage import PLAIN, Storage
 from mtjax.errors import UserError
 from mtjax.generate.inference_weights import Call, DecoderWeights, prepare_weights, stacks_of
 from mtjax.generate.resharding import LayerwiseTransfer
@@ -39,7 +40,7 @@ from mtjax.generate.sampling import (
     score_tokens,
 )
 from mtjax.generate.weight_format import WeightFormat
-from mtjax.layout.mesh import check_no_context_parallel
+from mtjax.layout.mesh import check_generation_mesh
 from mtjax.models.families.t5 import T5
 from mtjax.models.kv_cache import CachePositions, empty_caches
 from mtjax.models.sharded_model import ShardedModel
@@ -107,7 +108,7 @@ class Decoder:
         parameters: Tree,
         start_id: int = 0,
         *,
-        int8: bool = False,
+        storage: Storage = PLAIN,
         trained: ShardedModel | None = None,
         vocab_size: int | None = None,
         call: Call | None = None,
@@ -118,34 +119,34 @@ class Decoder:
           placed: the model on its mesh.
           parameters: as they are stored in training.
           start_id: the decoder's first token in an encoder-decoder model; 0 in all published T5 models.
-          int8: whether the matrices of the decoder's layers and of the output logits are quantized
-            (`mtjax.generate.int8`); a T5's encoder is not.
+          storage: how matrices are quantized (`mtjax.generate.int8`, `int4`); a T5's encoder is not.
           trained: the GPT or Llama that `parameters` are sharded for, if it is not `placed` but on another mesh of the
             same devices (`mtjax.generate.resharding`).
           vocab_size: token ids from here on are not sampled; the model's vocabulary size if None.
           call: calls each program; by default runs it, or infers its output shapes if the weights are abstract.
 
         Raises:
-          UserError: the model family can't generate text, the mesh has pipeline or context parallelism, or int8 is set
-            for a model with experts or latent attention.
+          UserError: the model family can't generate text, the mesh has pipeline or context parallelism, or matrices
+            are quantized in a model with experts or latent attention.
         """
         if not hasattr(placed.family, "embed_new"):  # a `Writer`
             raise UserError(f"a {named(placed.config.model)} can't generate text: use a gpt, llama or t5")
         if placed.stages > 1:
             raise UserError(f"generation needs a mesh without pipeline parallelism, and the mesh is {placed.shape}")
-        check_no_context_parallel(placed.shape)
+        check_generation_mesh(placed.shape)
         for what, name in (("experts", "num_experts"), ("latent attention", "kv_lora_rank")):
-            if int8 and (size := getattr(placed.config.model, name)):
+            if storage.weights_dtype and (size := getattr(placed.config.model, name)):
                 raise UserError(
-                    f"weights_dtype int8 needs a model without {what}, and {name} is {size}: remove the option"
+                    f"weights_dtype {storage.weights_dtype} needs a model without {what}, and {name} is {size}: "
+                    "remove the option"
                 )
-        self.placed, self.config, self.start_id, self.int8 = placed, placed.config, start_id, int8
+        self.placed, self.config, self.start_id, self.storage = placed, placed.config, start_id, storage
         self.is_encoder_decoder = issubclass(placed.family, T5)
         self.rules = placed.layout.rules.with_whole_samples
         self.dtype = jnp.dtype(self.config.training.compute_dtype)
         # XLA: on CPUs, products of few rows are faster with transposed matrices (docs/generate.md).
         alone_on_cpu = placed.mesh.size == 1 and placed.mesh.devices.flat[0].platform == "cpu"
-        self._weight_format = WeightFormat(self.dtype, int8, alone_on_cpu)
+        self._weight_format = WeightFormat(self.dtype, storage, alone_on_cpu)
         size = vocab_size or self.config.model.vocab_size
         assert size is not None  # the embedding table has rows
         self.vocab_size = size
@@ -162,13 +163,13 @@ class Decoder:
         self._leaves, self._structure = jax.tree.flatten(weights)
 
     @classmethod
-    def abstract(cls, placed: ShardedModel, *, int8: bool = False) -> "Decoder":
+    def abstract(cls, placed: ShardedModel, storage: Storage = PLAIN) -> "Decoder":
         """Builds a decoder with abstract weights, whose programs can be lowered.
 
         Raises:
           UserError: as in the constructor.
         """
-        return cls(placed, placed.restore_target, int8=int8)
+        return cls(placed, placed.restore_target, storage=storage)
 
     @property
     def padded_vocab_size(self) -> int:

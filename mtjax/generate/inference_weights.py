@@ -37,9 +37,9 @@ class DecoderWeights:
 
 def prepare_weights(model: Any, stacks: Stacks, weight_format: WeightFormat, call: Call) -> DecoderWeights:
     """Converts a model without its layers, and the layers; must be called with mesh and rules in force."""
-    take_layer = jax.jit(partial(_layer, weight_format))
+    converted = jax.jit(partial(_layer, weight_format))
     # The index is a traced argument: one compiled program serves all layers of a stack.
-    layers = [call(take_layer, stack, np.int32(index)) for stack, index in stacks]
+    layers = [call(converted, stack, np.int32(index)) for stack, index in stacks]
     return DecoderWeights(call(jax.jit(partial(_outer_weights, weight_format)), model), layers)
 
 
@@ -62,6 +62,11 @@ def layer_locations(model: Any) -> tuple[Any, list[tuple[Any, int]]]:
 
 def _layer(weight_format: WeightFormat, stack: Layer, number: Array) -> Layer:
     """Extracts one layer from a stack and converts its matrices."""
+    return with_matrices(take_layer(stack, number), weight_format)
+
+
+def take_layer(stack: Layer, number: Array) -> Layer:
+    """Extracts one layer from a stack, with its matrices as products in generation read them."""
     layer = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, number, keepdims=False), stack)
     for mixer in (getattr(layer, name) for name in layer.mixers):
         # Training stores the projections of query groups separately; one matrix product is faster for a single token.
@@ -69,14 +74,14 @@ def _layer(weight_format: WeightFormat, stack: Layer, number: Array) -> Layer:
             mixer.qkv = mixer.qkv.assembled()
         if isinstance(mixer, LatentAttention):
             mixer.key_value_up = mixer.absorbed()
-    return with_matrices(layer, weight_format)
+    return layer
 
 
 def _outer_weights(weight_format: WeightFormat, model: Any) -> Any:
     """Converts the parameters outside of the layers."""
     table = model.output_table[...]
     model = with_matrices(model, lambda matrix, _: matrix.astype(weight_format.dtype))
-    if weight_format.int8:
+    if weight_format.storage.weights_dtype == "int8":
         # A scale for each row, so that a tied table also serves the embedding lookup.
         model.output_table.set_value(to_int8(table, (1,)))
     return model

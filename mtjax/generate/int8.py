@@ -13,8 +13,9 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Float, Int
 
 from mtjax.models.project import letters_of
+from mtjax.sharding.axes import map_ranks
 from mtjax.sharding.stored_weight import StoredWeight
-from mtjax.sharding.vocab import VocabSpecs, local_rows, map_ranks
+from mtjax.sharding.vocab import VocabSpecs, local_rows
 
 LARGEST = 127
 

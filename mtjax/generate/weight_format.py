@@ -1,4 +1,4 @@
-"""The format of matrices for generation: in the compute dtype or int8, transposed or not."""
+"""The format of matrices for generation: in the compute dtype or quantized, transposed or not."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,6 +8,8 @@ import jax
 from flax import nnx
 from jax import Array
 
+from mtjax.config.storage import Storage
+from mtjax.generate.int4 import to_int4
 from mtjax.generate.int8 import to_int8
 from mtjax.generate.transposed_weight import TransposedWeight
 from mtjax.layout.layouts import gathers_in_compute_dtype
@@ -22,8 +24,8 @@ class WeightFormat:
 
     dtype: Any
     """Dtype of matrices that are not quantized."""
-    int8: bool
-    """Whether matrices are quantized to int8."""
+    storage: Storage
+    """How matrices are quantized."""
     transposed: bool
     """Whether matrices are stored transposed, except for those of experts."""
 
@@ -32,8 +34,12 @@ class WeightFormat:
         # A matrix reads the residual stream (its first dimension is "embed", the only input) or writes to it (its last
         # dimension is "embed", the only output); all other dimensions are on the other side.
         inputs = len(names) - 1 if names[-1] == "embed" else 1
-        if self.int8:
+        storage = self.storage
+        if storage.weights_dtype == "int8":
             return to_int8(matrix, range(inputs))
+        if storage.weights_dtype == "int4":
+            zero_point = storage.weights_zero_point
+            return to_int4(matrix, inputs, storage.weights_group, self.dtype, zero_point=zero_point)
         matrix = matrix.astype(self.dtype)
         return TransposedWeight.of(matrix, inputs) if self.transposed and "expert" not in names else matrix
 

@@ -16,7 +16,7 @@ from mtjax.data.tokens.pretrained_settings import read_object
 from mtjax.data.tokens.tokenizer import Tokenizer
 from mtjax.errors import UserError
 from mtjax.generate.first_tokens import first_tokens_of
-from mtjax.layout.mesh import MeshShape, check_no_context_parallel, parse_mesh
+from mtjax.layout.mesh import MeshShape, check_generation_mesh, parse_mesh
 from mtjax.models.sharded_model import ShardedModel
 from mtjax.sharding.mesh import attach_devices
 from mtjax.waiting import waiting
@@ -92,7 +92,7 @@ def load_model(
         mesh.
     """
     shape = parse_mesh(mesh)
-    check_no_context_parallel(shape)
+    check_generation_mesh(shape)
     with waiting(f"loading the weights {source}"):
         return _load(source, shape, mesh, dtype, tokenizer, devices or attach_devices(shape))
 

@@ -17,7 +17,8 @@ from mtjax.config.sizes import (
     rows_of_question,
 )
 from mtjax.errors import UserError, listed
-from mtjax.layout.layouts import Layout
+from mtjax.layout.float8 import float8_problems
+from mtjax.layout.layouts import Layout, zero_problems
 from mtjax.layout.mesh import MeshShape
 from mtjax.layout.plan import Plan
 from mtjax.layout.rules import CONTEXT, EXPERT
@@ -57,6 +58,7 @@ def _problems(model: Model, plan: Plan, microbatch: int | None) -> Iterator[str]
     yield from _model_problems(model, plan)
     yield from _batch_problems(plan.global_batch_size, microbatch, plan.data_degree)
     yield from _multiple_choice_problems(model, plan, microbatch)
+    yield from float8_problems(model, plan) if plan.fp8 != "none" else ()
     if plan.mesh.stage == 1:
         yield from _settings_without_stages(plan)
     else:
@@ -65,9 +67,8 @@ def _problems(model: Model, plan: Plan, microbatch: int | None) -> Iterator[str]
         yield from _layer_problems(model, plan)
         yield from _recompute_problems(plan)
     if plan.unrolled:
-        yield from _unrolled_problems(model, plan)
-    if plan.zero not in range(4):
-        yield f"ZeRO has stages 0 to 3, not {plan.zero}"
+        yield from plan.unrolling_problems(model)
+    yield from zero_problems(plan.mesh, plan.zero)
     if plan.teacher is not None:
         teacher_problems = _problems(plan.teacher, plan.forward_only, microbatch)
         yield from (f"the teacher does not fit the run: {reason}" for reason in teacher_problems)
@@ -157,8 +158,6 @@ def _expert_problems(model: Model, plan: Plan) -> Iterator[str]:
             f"num_experts {count} is not divisible by the {mesh.degree_text((EXPERT,))}; choose a degree that divides "
             f"it: {nearest_divisors(count, mesh.expert)}"
         )
-    if plan.unrolled:
-        yield f"unroll_layers does not support experts, and num_experts is {count}: remove one of the two"
 
 
 def _batch_problems(batch: int, microbatch: int | None, data_degree: int) -> Iterator[str]:
@@ -319,28 +318,6 @@ def _recompute_problems(plan: Plan) -> Iterator[str]:
                 f"{setting} does not support pipeline parallelism: with recompute full each of the {plan.mesh.stage} "
                 "stages of the mesh saves the input of its chunk only; remove it"
             )
-
-
-def _unrolled_problems(model: Model, plan: Plan) -> Iterator[str]:
-    """Yields what unrolled layers are not compatible with."""
-    if plan.mesh.has_pipeline:
-        yield (
-            f"unroll_layers does not support pipeline parallelism, and mesh {plan.mesh} has {plan.stages} stages, "
-            "which save activations in slots that a loop indexes: remove it"
-        )
-    if plan.recompute == "full":
-        yield (
-            "unroll_layers needs recompute none or selective, and recompute is full: without a loop XLA would "
-            "recompute several layers at the same time, each in separate memory; remove one of the two"
-        )
-    if plan.recompute == "selective" and plan.keeps_scores:
-        yield (
-            "unroll_layers with recompute selective needs attention that holds no scores of all queries, and here "
-            "XLA's kernel does, whose scores XLA would recompute for several layers at the same time: use --attention "
-            "blocks, a setting that allows cuDNN's kernel, or recompute none"
-        )
-    if len(stacks_of(model)) > 1:
-        yield f"unroll_layers needs a family with one stack of layers, and {model.family} has two: remove it"
 
 
 def _listed(numbers: Sequence[int]) -> str:

@@ -56,9 +56,14 @@ _OPTIMIZER = (
     same("--adam-beta1", "beta1", default=0.9),
     same("--adam-beta2", "beta2", default=0.999),
     same("--adam-eps", "epsilon", default=1e-8),
-    none("--optimizer", "the optimizer is AdamW", default="adam", same=("adam", None)),
-    none("--sgd-momentum", "the optimizer is AdamW", default=0.9),
-    none("--muon-momentum", "the optimizer is AdamW"),
+    none(
+        "--optimizer",
+        "AdamW, unless you set --optimizer: muon, sgd and lion differ in scales",
+        default="adam",
+        same=("adam", None),
+    ),
+    none("--sgd-momentum", "AdamW has none; set --optimizer sgd for it", default=0.9),
+    none("--muon-momentum", "AdamW has none; set --optimizer muon for it"),
     none("--optimizer-cpu-offload", "optimizer state stays on the devices; --zero 1 shards it", default=False),
     none("--use-precision-aware-optimizer", "optimizer state is float32", default=False),
     always(
@@ -71,11 +76,18 @@ _OPTIMIZER = (
 _PRECISION = (
     equal("--bf16", "--compute-dtype bfloat16", default=False),
     equal("--fp16", "--compute-dtype float16", default=False),
-    none("--fp8-format --fp8", "matmuls run in --compute-dtype: no FP8"),
-    *(
-        none(f"--fp8-{name}", "no FP8")
-        for name in ("recipe", "margin", "interval", "amax-history-len", "amax-compute-algo", "param-gather")
+    equal("--fp8-format --fp8", "--fp8 delayed --fp8-format N", note="--fp8 is the value of --fp8-recipe"),
+    equal("--fp8-recipe", "--fp8 N", note="delayed and tensorwise alone", default="delayed"),
+    equal("--fp8-amax-history-len", "--fp8-amax-history N", note="16 when not given", default=1),
+    equal(
+        "--fp8-amax-compute-algo",
+        "--fp8-amax-history 1",
+        note="if it is most_recent, Megatron's default; max is mtjax's",
+        default="most_recent",
     ),
+    none("--fp8-margin", "scales let the largest value just fit"),
+    none("--fp8-interval", "scales are updated in every step"),
+    none("--fp8-param-gather", "parameters are gathered in --compute-dtype"),
     *(none(f"--fp4-{name}", "matmuls run in --compute-dtype: no FP4") for name in ("format", "recipe", "param-gather")),
     none("--first-last-layers-bf16", "all layers have the same type", default=False),
     same("--loss-scale", "loss_scale", note="dynamic when not given, in both"),

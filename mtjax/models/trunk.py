@@ -13,6 +13,7 @@ from jaxtyping import Float, Key
 
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.mixers.mixer import State
+from mtjax.models.routers import router_reports
 from mtjax.models.stack import InterleavedStacks, Stack
 from mtjax.sharding.vocab import LossOptions
 
@@ -101,10 +102,5 @@ def batch_losses(trunk: Trunk, batch: Batch, keys: Keys, options: LossOptions) -
       keys: dropout keys; None turns dropout off.
       options: of the cross-entropy.
     """
-    trunk_output, states = run_sections(trunk, batch, keys)
-    losses, reports = trunk.losses(trunk_output, batch, keys, options), [s for s in states.values() if s is not None]
-    if not reports:
-        return losses
-    from mtjax.models.routers import router_reports
-
-    return losses | router_reports(reports)
+    output, states = run_sections(trunk, batch, keys)
+    return trunk.losses(output, batch, keys, options) | router_reports(list(states.values()))

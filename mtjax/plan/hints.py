@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from mtjax import config
 from mtjax.analysis.anatomy import Anatomy
@@ -22,15 +23,15 @@ WORTH_SAYING = 0.02
 
 def hints(anatomy: Anatomy, plan: Plan, server: Server, run: Config, limit: float) -> Iterator[str]:
     """Yields hints on the plan of a config; `limit` is a GPU's usable memory in bytes."""
-    found = (flash_hint(anatomy, plan, server, run), recompute_hint(anatomy, plan, server, limit))
+    found = (flash_hint(anatomy, plan, server, run), recompute_hint(anatomy, plan, server, run, limit))
     yield from filter(None, (*found, zero_hint(anatomy, plan), unrolled_hint(anatomy, plan, server)))
 
 
-def recompute_hint(anatomy: Anatomy, plan: Plan, server: Server, limit: float) -> str | None:
+def recompute_hint(anatomy: Anatomy, plan: Plan, server: Server, run: Config, limit: float) -> str | None:
     """Returns a hint if the plan recomputes activations that fit the memory."""
     if plan.recompute == "none":
         return None
-    kept = replace(plan, recompute="none")
+    kept = _changed(plan, run, recompute="none")
     memory = peak_stage_memory(anatomy, kept).total
     now, then = (step_time(anatomy, each, server).total for each in (plan, kept))
     if memory > limit or now - then < WORTH_SAYING * now:
@@ -57,8 +58,8 @@ def flash_hint(anatomy: Anatomy, plan: Plan, server: Server, run: Config) -> str
     else:
         return None
     now = step_time(anatomy, plan, server).total
-    fused = replace(plan, flash_attention=True, attention_dropout=False)
-    fused = replace(fused, recompute="none") if plan.recompute == "selective" else fused
+    recompute = "none" if plan.recompute == "selective" else plan.recompute
+    fused = _changed(plan, run, flash_attention=True, attention_dropout=False, recompute=recompute)
     then = step_time(anatomy, fused, server).total
     if now - then < WORTH_SAYING * now:
         return None
@@ -78,6 +79,12 @@ def unrolled_hint(anatomy: Anatomy, plan: Plan, server: Server) -> str | None:
         f"the loop over layers copies what it saves: with --unroll-layers a step takes {seconds(then)} instead of "
         f"{seconds(now)}, in {gib(memory)}, and compiling takes minutes"
     )
+
+
+def _changed(plan: Plan, run: Config, **changes: Any) -> Plan:
+    """Returns the plan with changes, and with layers in a loop or unrolled as the run would have them then."""
+    changed = replace(plan, **changes)
+    return replace(changed, unrolled=changed.unrolls(run))
 
 
 def _kernel(run: Config, plan: Plan, server: Server) -> str:

@@ -14,6 +14,7 @@ from mtjax.analysis.parts.attention import Attention, CrossAttention
 from mtjax.analysis.parts.latent_attention import LatentAttention
 from mtjax.analysis.parts.part import Weight
 from mtjax.config.sizes import attention_windows, latent_width, padded_vocab_size
+from mtjax.config.storage import PLAIN, Storage
 from mtjax.layout.layouts import LAYERS, Layout, is_matrix, layout_of
 from mtjax.layout.mesh import MeshShape
 
@@ -87,7 +88,7 @@ class DecodingMemory:
     """Bytes on a device of `mtjax generate` in a decode step."""
 
     weights: float
-    """Matrices in the compute dtype or in 8 bits, vectors in float32."""
+    """Matrices in the compute dtype or quantized, vectors in float32."""
     cache: float
     """KV cache of the device's heads: at least one key and one value head."""
     sampling: float
@@ -100,7 +101,12 @@ class DecodingMemory:
 
 
 def decoding_memory(
-    anatomy: Anatomy, tensor_degree: int, sequences: int, context: int, element_bytes: float = 2, *, int8: bool = False
+    anatomy: Anatomy,
+    tensor_degree: int,
+    sequences: int,
+    context: int,
+    element_bytes: float = 2,
+    storage: Storage = PLAIN,
 ) -> DecodingMemory:
     """Returns the memory of a decode step; a T5's with its encoder, and a cross-attention cache of the same length.
 
@@ -110,18 +116,18 @@ def decoding_memory(
       sequences: decoded together.
       context: length of the KV cache in tokens.
       element_bytes: of the compute dtype.
-      int8: whether matrices have 8 bits (`--weights-dtype int8`).
+      storage: how matrices are quantized.
     """
     mesh, model = MeshShape(model=tensor_degree), anatomy.model
     layout = layout_of(model, mesh)
-    weights, narrow = 0.0, in_8_bits(anatomy) if int8 else frozenset()
+    weights, narrow = 0.0, quantized(anatomy, storage)
     for weight in anatomy.weights:
         elements = on_device(weight, layout, mesh)
         if "kv_heads" in weight.names:  # each rank has the key heads of its query heads
             heads = weight.shape[weight.names.index("kv_heads")]
             elements = weight.size // heads * max(heads, tensor_degree) // tensor_degree
         if weight.name in narrow:
-            weights += elements + 4 * elements / _inputs(weight, layout, mesh)
+            weights += elements * _bytes_of_weight(storage, _inputs(weight, layout, mesh), element_bytes)
         else:
             weights += elements * (element_bytes if is_matrix(weight.names) else 4)
     cached = 0
@@ -137,11 +143,21 @@ def decoding_memory(
     return DecodingMemory(weights, cache, SAMPLING_ARRAYS * 4 * sequences * padded_vocab_size(model) / tensor_degree)
 
 
-def in_8_bits(anatomy: Anatomy) -> frozenset[str]:
-    """Returns the names of the weights that `--weights-dtype int8` quantizes: decoder matrices and the output table."""
+def _bytes_of_weight(storage: Storage, inputs: int, element_bytes: float) -> float:
+    """Returns the bytes of a quantized weight with its share of scales and zero points."""
+    if storage.weights_dtype == "int8":
+        return 1 + 4 / inputs
+    return 0.5 + (element_bytes + 0.5 * storage.weights_zero_point) / storage.weights_group
+
+
+def quantized(anatomy: Anatomy, storage: Storage) -> frozenset[str]:
+    """Returns the names of the weights that are quantized: decoder matrices, and in int8 the output table."""
+    if storage.weights_dtype is None:
+        return frozenset()
     tables = [w for part in (*anatomy.embed, *anatomy.head) for w in part.weights if w.names == ("vocab", "embed")]
     layers = [w for stack in anatomy.decoder_stacks for w in stack.weights]
-    return frozenset(w.name for w in (*layers, tables[-1]) if is_matrix(w.names))
+    tables = tables[-1:] if storage.weights_dtype == "int8" else []
+    return frozenset(w.name for w in (*layers, *tables) if is_matrix(w.names))
 
 
 def _inputs(weight: Weight, layout: Layout, mesh: MeshShape) -> int:

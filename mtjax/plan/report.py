@@ -138,8 +138,8 @@ def choice_table(anatomy: Anatomy, plan: Plan, server: Server, usable: float) ->
     limit, excessive = usable * server.gpu.memory, False
     for recompute in ("none", "selective", "full"):
         for sequence_parallel in (False, True) if plan.tensor_degree > 1 else (False,):
-            unrolled = plan.unrolled and recompute != "full"
-            option = replace(plan, recompute=recompute, sequence_parallel=sequence_parallel, unrolled=unrolled)
+            option = replace(plan, recompute=recompute, sequence_parallel=sequence_parallel)
+            option = replace(option, unrolled=plan.unrolled and not any(option.unrolling_problems(anatomy.model)))
             row = [replace(option, zero=zero) for zero in range(4)]
             sizes = [peak_stage_memory(anatomy, option) for option in row]
             excessive |= any(size.total > limit for size in sizes)

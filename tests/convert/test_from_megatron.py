@@ -200,10 +200,12 @@ def test_llama3_8b_in_fp8(capsys: pytest.CaptureFixture[str]) -> None:
         "train_samples": 1953125000,
         "microbatch_size": 1,
         "compute_dtype": "bfloat16",
+        "fp8": "delayed",
+        "fp8_format": "hybrid",
+        "fp8_amax_history": 1024,
     }
     assert part(told, NONE) == [
-        *("--decoupled-lr", "--decoupled-min-lr", "--exit-duration-in-mins", "--fp8-format"),
-        *("--fp8-amax-history-len", "--fp8-amax-compute-algo", "--fp8-param-gather"),
+        *("--decoupled-lr", "--decoupled-min-lr", "--exit-duration-in-mins", "--fp8-param-gather"),
     ]
     needless = part(told, DEFAULT)
     assert {"--overlap-grad-reduce", "--manual-gc", "--sequence-parallel", "--rotary-percent"} <= set(needless)
@@ -268,6 +270,17 @@ SETTINGS = {
     },
     "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 4": {"chunks": 4},
     "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 3": {"layers_per_stage": [3, 5]},
+    "--pipeline-model-parallel-size 2 --num-layers-in-last-pipeline-stage 2": {"layers_per_stage": [6, 2]},
+    "--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 2": {"layers_per_stage": None},
+    "--num-layers 10 --pipeline-model-parallel-size 4 --account-for-embedding-in-pipeline-split "
+    "--account-for-loss-in-pipeline-split": {"layers_per_stage": [2, 3, 3, 2]},
+    "--pipeline-model-parallel-size 4 --pipeline-model-parallel-layout Et|(tt|)*2,tttL": {
+        "layers_per_stage": [1, 2, 2, 3]
+    },
+    "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|ttt|(t|)*1,t*3L": {
+        "layers_per_stage": [2, 6],
+        "chunks": 2,
+    },
     "--context-parallel-size 2 --cp-comm-type allgather": {
         "mesh": "data=4,context=2,model=1",
         "context_method": "all-gather",
@@ -284,6 +297,10 @@ SETTINGS = {
     "--tensor-model-parallel-size 4 --make-vocab-size-divisible-by 64": {"vocab_multiple": 256},
     "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads": {"zero": 2},
     "--use-torch-fsdp2": {"zero": 3},
+    "--use-distributed-optimizer --num-distributed-optimizer-instances 2": {
+        "mesh": "data=2,shard=4,model=1",
+        "zero": 1,
+    },
     "--lr-warmup-fraction 0.1": {"warmup_steps": 10},
     "--lr-decay-iters 50 --lr-warmup-fraction 0.1": {"warmup_steps": 5, "decay_steps": 50},
     "--lr-decay-style WSD --lr-wsd-decay-iters 20 --lr-wsd-decay-style cosine": {
@@ -366,6 +383,12 @@ TOLD = {
     "--add-qkv-bias": (DEFAULT, "--add-qkv-bias"),
     "--cp-comm-type a2a": (NONE, "--cp-comm-type"),
     "--use-flash-attn": ("translated, with a difference", "no"),  # dropout of attention is 0.1
+    "--num-layers 10 --pipeline-model-parallel-size 2 --account-for-embedding-in-pipeline-split "
+    "--account-for-loss-in-pipeline-split --num-layers-per-virtual-pipeline-stage 3": (
+        "translated, with a difference",
+        "--layers-per-stage",
+    ),
+    "--account-for-loss-in-pipeline-split": (DEFAULT, "--account-for-loss-in-pipeline-split"),
     "--bf16 stray": (UNREAD, "stray"),
 }
 
@@ -413,6 +436,9 @@ WRONG = {
     "SMALL --lr-decay-style bogus": "decay_style = 'bogus' is not one of",
     "SMALL --train-samples 5": "has both --train-iters and --train-samples",
     "SMALL --lr-warmup-iters 200 --lr-decay-iters 100": "decay_steps 100 must be above warmup_steps 200",
+    "SMALL --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ettt|ttL": (
+        "has 8 layers, and pipeline_model_parallel_layout Ettt|ttL of 2 pipeline stages do not add up to these"
+    ),
     "SMALL --num-layers 7 --num-layers-per-virtual-pipeline-stage 2": "7 is not a multiple",
 }
 

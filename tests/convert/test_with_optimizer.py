@@ -261,10 +261,15 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], Any], str]] = {
         lambda f: edited(f, lambda s: [delattr(s["args"], f"{kind}_batch_size") for kind in ("micro", "global")]),
         "--micro-batch-size and --global-batch-size are missing",
     ),
+    "stages of other layers": (
+        BUCKETS,
+        lambda f: edited(f, lambda s: setattr(s["args"], "pipeline_model_parallel_layout", "Et|ttL")),
+        "has 2 layers, and pipeline_model_parallel_layout Et|ttL of 2 pipeline stages do not add up to these",
+    ),
     "stages that are not known": (
         BUCKETS,
-        lambda f: edited(f, lambda s: setattr(s["args"], "pipeline_model_parallel_layout", "Et|tL")),
-        "was saved with pipeline_model_parallel_layout, with which the buffers' layout is not rebuilt",
+        lambda f: edited(f, lambda s: setattr(s["args"], "standalone_embedding_stage", True)),
+        "was saved with standalone_embedding_stage, with which the buffers' layout is not rebuilt",
     ),
     "other stages": (
         BUCKETS,
@@ -358,6 +363,8 @@ def test_weights_without_a_state_and_other_formats_are_refused(
     command = ["--from", f"mtjax:{run}", "--to", f"megatron:{tmp_path / 'new'}", "--with-optimizer"]
     assert main(command) == 2
     assert "--with-optimizer writes only --ckpt-format torch_dist: add it" in capsys.readouterr().err
+    assert main([*command, "--ckpt-format", "torch_dist", "--expert", "2"]) == 2
+    assert "the model has no experts: remove --expert" in capsys.readouterr().err
     assert main(["--from", f"mtjax:{run}", "--to", f"hf:{tmp_path / 'new'}", "--with-optimizer"]) == 2
     assert "--with-optimizer has no effect on a conversion from mtjax to hf" in capsys.readouterr().err
 

@@ -1,9 +1,13 @@
-"""The defaults in the table of Megatron-LM's arguments are those of the installed megatron-core."""
+"""Defaults of Megatron-LM's arguments and layers of pipeline stages are those of the installed megatron-core."""
 
 import dataclasses
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from mtjax.convert.megatron_stages import stage_layers
+from mtjax.errors import UserError
 from mtjax.migrate.megatron import by_dest
 
 pytestmark = pytest.mark.torch
@@ -32,3 +36,66 @@ def test_defaults_are_megatrons() -> None:
     }
     assert len(compared) > 40
     assert {dest: pair for dest, pair in compared.items() if pair[0] != pair[1]} == {}
+
+
+ENDS = [{"decoder_first_pipeline_num_layers": a, "decoder_last_pipeline_num_layers": b} for a in (2, 4) for b in (2, 5)]
+ENDS += [{"decoder_first_pipeline_num_layers": 4}, {"num_layers_in_last_pipeline_stage": 4}, {}]
+COUNTED = [
+    {"account_for_embedding_in_pipeline_split": embedding, "account_for_loss_in_pipeline_split": loss}
+    for embedding, loss in ((True, True), (True, False), (False, True))
+]
+OF_CORE = {f"decoder_{end}_pipeline_num_layers": f"num_layers_in_{end}_pipeline_stage" for end in ("first", "last")}
+STAGES = [
+    {"pipeline_model_parallel_size": stages, "virtual_pipeline_model_parallel_size": chunks, **case}
+    for case in (*ENDS, *COUNTED)
+    for stages in (2, 3, 4)
+    for chunks in (None, 2)
+]
+LAYOUTS = ("Et*3|(tt|)*2,L", "Et|t|t*3,|tL", "E|(t|)*6,L", "E,t|ttt||ttL")
+
+
+def test_layers_of_stages_are_megatrons() -> None:
+    """By the functions with which its blocks are built, of 4 to 18 layers."""
+    pytest.importorskip("megatron.core")
+    from megatron.core.transformer.enums import LayerType
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+    core = dict.fromkeys([*OF_CORE.values(), "pipeline_model_parallel_layout"]) | dict.fromkeys(COUNTED[0], False)
+    compared = 0
+    for case in STAGES:
+        stages, chunks = case["pipeline_model_parallel_size"], case["virtual_pipeline_model_parallel_size"]
+        for layers in range(4, 19):
+            settings = core | {OF_CORE.get(name, name): value for name, value in case.items()} | {"num_layers": layers}
+            config: Any = SimpleNamespace(**settings)
+            numbers = range(chunks) if chunks else (None,)
+            try:
+                theirs = [
+                    [
+                        range(
+                            at := get_transformer_layer_offset(config, c, s), at + get_num_layers_to_build(config, c, s)
+                        )
+                        for c in numbers
+                    ]
+                    for s in range(stages)
+                ]
+            except (AssertionError, ZeroDivisionError):
+                continue
+            if sum(len(part) for row in theirs for part in row) == layers:
+                assert stage_layers(case, layers, "saved") == theirs
+                compared += 1
+            else:
+                with pytest.raises(UserError, match="do not add up"):
+                    stage_layers(case, layers, "saved")
+    assert compared > 100
+    for layout in LAYOUTS:
+        wanted = PipelineParallelLayerLayout(layout, 2).layout
+        ours = stage_layers(
+            {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": layout},
+            sum(part.count(LayerType.decoder) for row in wanted for part in row),
+            "saved",
+        )
+        assert [[len(part) for part in row] for row in ours] == [
+            [part.count(LayerType.decoder) for part in row] for row in wanted
+        ]

@@ -16,6 +16,8 @@ _SAVED_AS = {
     "fp8_format": "fp8",
     "fp4_format": "fp4",
     "apply_layernorm_1p": "layernorm_zero_centered_gamma",
+    "decoder_first_pipeline_num_layers": "num_layers_in_first_pipeline_stage",
+    "decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage",
     "microbatch_group_size_per_virtual_pipeline_stage": "microbatch_group_size_per_vp_stage",
 }
 """Arguments that some versions save under another name."""

@@ -1,8 +1,10 @@
 """Translates mesh, pipeline schedule, checkpoints and logging of a Megatron-LM run."""
 
 from mtjax.convert.from_megatron.translated import Translation
+from mtjax.convert.megatron_stages import EMBEDDING, LOSS, stage_layers, uneven_arguments
 from mtjax.errors import UserError
 from mtjax.layout.mesh import MeshShape
+from mtjax.layout.stages import balanced_layers
 
 _ZERO_STAGES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 
@@ -35,7 +37,15 @@ def translate_mesh(to: Translation) -> MeshShape:
             f"{to.given.source} has {replicas} data-parallel ranks, not a multiple of --expert-model-parallel-size"
             f" {experts}: in mtjax, expert-parallel ranks are a subset of the data-parallel ranks"
         )
-    mesh = MeshShape(data=replicas // experts, stage=stages, context=context, expert=experts, model=tensor)
+    groups = to.get("num_distributed_optimizer_instances")
+    shard, remainder = divmod(replicas // experts, groups)
+    if groups > 1 and (remainder or shard == 1):
+        raise UserError(
+            f"{to.given.source} has --num-distributed-optimizer-instances {groups}, and {replicas // experts} "
+            "data-parallel ranks to divide into that many sharding groups of 2 or more: add --gpus N with a multiple"
+        )
+    data, shard = (groups, shard) if groups > 1 else (shard, 1)
+    mesh = MeshShape(data=data, stage=stages, shard=shard, context=context, expert=experts, model=tensor)
     to.settings["mesh"] = str(mesh)
     if "global_batch_size" not in to.settings and "microbatch_size" in to.settings:
         to.set("global_batch_size", {"global_batch_size": to.settings["microbatch_size"] * replicas})
@@ -88,26 +98,46 @@ def _pipeline(to: Translation, mesh: MeshShape) -> None:
     stages, layers = to.get("pipeline_model_parallel_size"), to.get("num_layers")
     chunks = to.given.values.get("num_virtual_stages_per_pipeline_rank")
     if (per_chunk := to.given.values.get("num_layers_per_virtual_pipeline_stage")) is not None:
-        if layers % (stages * per_chunk):
+        counted = layers + to.has(EMBEDDING) + to.has(LOSS)
+        if counted % (stages * per_chunk):
             raise UserError(
                 f"{to.given.source}: --num-layers {layers} is not a multiple of --pipeline-model-parallel-size {stages}"
                 f" x --num-layers-per-virtual-pipeline-stage {per_chunk}"
             )
-        chunks = layers // stages // per_chunk
+        chunks = counted // stages // per_chunk
+    if uneven := uneven_arguments(to.given.values):
+        if stages > 1:
+            chunks = _uneven(to, layers, stages, chunks or 1)
+        else:
+            to.unneeded |= dict.fromkeys(uneven, "without pipeline stages, Megatron ignores it")
     if chunks is not None and chunks > 1:
         to.settings |= {"pipeline_schedule": "interleaved", "chunks": chunks}
-    ends = [to.given.values.get(f"decoder_{end}_pipeline_num_layers") for end in ("first", "last")]
-    # The other stages share the remaining layers equally.
-    if any(end is not None for end in ends) and stages > 1:
-        inner = stages - sum(end is not None for end in ends)
-        left = layers - sum(end or 0 for end in ends)
-        if inner and left % inner:
-            raise UserError(f"{to.given.source}: the {inner} middle pipeline stages do not divide {left} layers")
-        middle = [left // inner] * inner if inner else []
-        first, last = ([] if end is None else [end] for end in ends)
-        to.settings["layers_per_stage"] = [*first, *middle, *last]
     if mesh.has_pipeline and to.settings.get("recompute") == "full":
         for setting in ("recompute_method", "recompute_num_layers"):
             value = to.settings.pop(setting, None)
             if value not in (None, "uniform", 1):
                 to.unsupported[setting] = "with pipeline stages, mtjax recomputes every layer separately"
+
+
+def _uneven(to: Translation, layers: int, stages: int, chunks: int) -> int:
+    """Adds the layers of each stage, or where mtjax has no such stages, shares as equal as possible; returns the number
+    of chunks.
+
+    Raises:
+      UserError: the arguments do not divide the layers.
+    """
+    arguments = {**to.given.values, "virtual_pipeline_model_parallel_size": chunks}
+    theirs = [[len(part) for part in row] for row in stage_layers(arguments, layers, to.given.source)]
+    chunks, ours = len(theirs[0]), tuple(map(sum, theirs))
+    if any(len(set(row)) > 1 or not row[0] for row in theirs):
+        shares = balanced_layers(layers, stages, chunks)
+        chunks = chunks if shares else 1
+        ours = shares or balanced_layers(layers, stages) or ours
+        parts = "; ".join(", ".join(map(str, row)) for row in theirs)
+        to.differences.append(
+            f"--layers-per-stage {','.join(map(str, ours))}: Megatron's stages have {parts} layers; in mtjax all chunks"
+            " of a stage have the same number, and at least one"
+        )
+    if len(set(ours)) > 1:
+        to.settings["layers_per_stage"] = list(ours)
+    return chunks

@@ -370,12 +370,12 @@ def hash_of(a: jax.Array, order: LayerOrder | None = None) -> jax.Array:
     """Sums the bits of each element times an odd factor of its index, modulo 2^32; layers count in the model's order.
 
     Args:
-      a: array of a 32-bit dtype.
+      a: array of a dtype of 32 or 16 bits.
       order: order in which its layers are stacked; None for the model's order.
     """
     # sum_i bits_i (2 h(i) + 1) mod 2^32, with h(i) = 2654435761 i (Knuth's multiplicative hash): an odd factor, so that
     # any flipped bit changes the sum. It does not depend on the order of additions, so it is the same on every mesh.
-    bits = jax.lax.bitcast_convert_type(a, jnp.uint32)
+    bits = jax.lax.bitcast_convert_type(a, jnp.uint32 if a.dtype.itemsize == 4 else jnp.uint16).astype(jnp.uint32)
     index = jnp.zeros(a.shape, jnp.uint32)
     for dimension, size in enumerate(a.shape):
         position = jax.lax.broadcasted_iota(jnp.uint32, a.shape, dimension)
