@@ -1,5 +1,6 @@
 """Translates batches, schedules, precision and data of a Megatron-LM run."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -171,10 +172,11 @@ def _tokenizer(to: Translation) -> str | None:
         return f"sentencepiece:{model}"
     if kind == "HuggingFaceTokenizer" and model is not None:
         path = str(model) if str(model).endswith(".json") else f"{model}/tokenizer.json"
-        to.differences.append(
-            f"--tokenizer hf:{path}: must be a local file; if {model} is a name on the hub: hf download {model}"
-            f" --local-dir {model}"
-        )
+        if re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", str(model)) and path != str(model):
+            to.differences.append(
+                f"--tokenizer hf:{path}: must be a local file; if {model} is a name on the hub: hf download {model}"
+                f" --local-dir {model}"
+            )
         return f"hf:{path}"
     if str(kind).startswith("BertWordPiece") and vocabulary is not None:
         return f"bert:{vocabulary}"
