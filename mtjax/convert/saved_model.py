@@ -13,6 +13,7 @@ import numpy as np
 
 from mtjax.config import Config, Model, Parallel, Training, replace
 from mtjax.config.sizes import padded_vocab_size
+from mtjax.config.storage import Storage
 from mtjax.convert import hugging_face, megatron
 from mtjax.convert.hugging_face import HuggingFaceSource
 from mtjax.convert.megatron import MegatronSource
@@ -210,6 +211,15 @@ class SavedModel:
             stats = {path: path.stat() for path in paths if path.is_file()}
             facts = [(str(p.relative_to(self.folder)), s.st_size, s.st_mtime_ns) for p, s in stats.items()]
         return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+    def grids(self, storage: Storage) -> list["SavedModel"]:
+        """Returns the scales, and perhaps zero points, of weights that were quantized so before, in place of weights.
+
+        Raises:
+          UserError: `storage` would round quantized matrices again, to other numbers.
+        """
+        quantized = self.source.quantized(storage) if isinstance(self.source, HuggingFaceSource) else []
+        return [dataclasses.replace(self, source=source) for source in quantized]
 
     def parameters(self, sharded_model: ShardedModel) -> Tree:
         """Reads the weights onto a mesh with the shardings of `sharded_model`.
