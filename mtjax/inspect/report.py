@@ -21,7 +21,7 @@ from mtjax.inspect.collectives import Collective, find_collectives
 from mtjax.inspect.compiled import CompiledStep, compile_step
 from mtjax.inspect.hlo import Array
 from mtjax.inspect.legacy_symbols import letters
-from mtjax.inspect.memory import MemoryReport, argument_arrays, memory_report
+from mtjax.inspect.memory import MemoryReport, argument_arrays, host_violations, memory_report
 from mtjax.inspect.predict import TimeReport, predict
 from mtjax.inspect.products import count_flops
 from mtjax.inspect.stages import StagesReport, stages_report
@@ -146,14 +146,16 @@ def report(
     verdict = check(collectives, required, landmarks(step), is_gpu=step.target.is_gpu)
     replicated = replicated_parameters(step, contract)
     counted = count_flops(step.module)
+    memory = memory_report(step, server.gpu.memory if server else None, teacher)
+    others = (*replicated, *host_violations(memory)) if step.target.is_gpu else replicated
     return Report(
         step=step,
         symbols=symbols,
         contract=contract,
         collectives=tuple(collectives),
         rows=tuple(table(collectives)),
-        verdict=Verdict(verdict.lines, (*verdict.violations, *replicated), verdict.tolerated),
-        memory=memory_report(step, server.gpu.memory if server else None, teacher),
+        verdict=Verdict(verdict.lines, (*verdict.violations, *others), verdict.tolerated),
+        memory=memory,
         flops=Flops(counted * step.mesh.size, formula_flops(step)),
         time=predict(step, collectives, counted, server, dumped) if server else None,
         stages=stages_report(step),

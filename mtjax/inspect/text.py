@@ -263,6 +263,12 @@ def memory_lines(report: Report) -> str:
         f"activations {size(f.kept + f.working)}, logits {size(f.logits)}, "
         + (f"teacher {size(f.teacher)}, " if f.teacher else "")
         + f"peak {size(f.total)}"
+        + (
+            f"\n  in the host: optimizer {size(m.host)}; a step reads {size(m.host_reads)} of it and writes "
+            f"{size(m.host_writes)}; by formula {size(m.host_formula)} each"
+            if m.host
+            else ""
+        )
         + (f"\n  outside the step: teacher's weights {size(m.beside)}, by formula" if m.beside else "")
     )
 

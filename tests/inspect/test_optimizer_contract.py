@@ -30,6 +30,21 @@ def test_updates_on_h100(settings: dict[str, Any]) -> None:
     check(settings, "h100x8")
 
 
+@needs_aot
+def test_offloaded_moments_cross_to_the_host_and_back_once() -> None:
+    """8 bytes a parameter of the device each way; none of them stay on it."""
+    settings = {"zero": 3, "mesh": "4x2", "num_layers": 3}
+    plain, offloaded = (
+        inspect(tiny(offload=kind, **settings), find_target("h100x8")) for kind in ("none", "optimizer")
+    )
+    assert offloaded.verdict.violations == ()
+    memory = offloaded.memory
+    moments = plain.memory.optimizer - 8  # and two counters
+    assert memory.optimizer == 8 and memory.host == memory.host_reads == memory.host_writes == moments
+    assert plain.memory.arguments - memory.arguments == moments
+    assert plain.memory.temporaries * 1.1 > memory.temporaries
+
+
 @pytest.mark.parametrize(
     "settings", [{**MUON, "mesh": "2x2", "compute_dtype": "float32", "recompute": "none"}], ids=["muon"]
 )
