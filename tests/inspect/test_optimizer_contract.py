@@ -19,6 +19,7 @@ def check(settings: dict[str, Any], target: str) -> None:
     assert report.verdict.violations == ()
     lines = [line for line in report.verdict.lines if "updates_over" in line.required.line.elements]
     assert len(lines) == 2 and all(line.found_elements >= line.required.total > 0 for line in lines)
+    assert report.time is None or report.time.by_plan > 0
     checks = {one.name: one for one in compare(report)}
     assert checks["FLOPs of a step"].formula == checks["FLOPs of a step"].program
     assert 0 <= checks["optimizer"].program - checks["optimizer"].formula <= 16
