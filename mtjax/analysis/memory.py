@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from mtjax.analysis.anatomy import Anatomy, Predictors, Stack
 from mtjax.analysis.counts import Counts, largest_part, largest_stack, layer_counts, stage_counts, trainable_counts
 from mtjax.analysis.counts import counts as counts_of
-from mtjax.analysis.optimizer import states_on_device, streamed_bytes
+from mtjax.analysis.optimizer import point_bytes, states_on_device, streamed_bytes
 from mtjax.analysis.parts.attention import ATTENTION_OUTPUT, PROBABILITIES, QUERY_KEY_VALUE
 from mtjax.analysis.parts.prediction import INPUTS_AHEAD
 from mtjax.analysis.parts.sublayer import NORM_INPUTS
@@ -126,7 +126,7 @@ def stage_memory(anatomy: Anatomy, plan: Plan, stage: int = 0) -> Memory:
     if plan.residuals == "jax" and counts.transposed:
         saved[TRANSPOSED] = plan.precision.weights * counts.transposed  # pyright: ignore[reportArgumentType]
     saved.update(_saved_of_teacher(anatomy, plan))  # pyright: ignore[reportArgumentType]
-    if copies := _copied_once(counts, trainable, plan):
+    if copies := _copied_once(counts, trainable, plan) + point_bytes(anatomy, plan, stage):
         saved[COPIES] = copies  # pyright: ignore[reportArgumentType]
     states = [_states(plan, counts.shared, trainable.shared, plan.zero_degree)]
     if counts.experts:

@@ -89,6 +89,14 @@ def host_bytes(anatomy: Anatomy, plan: Plan) -> float:
     return state_bytes(anatomy, plan) if plan.offloads_optimizer else 0.0
 
 
+def point_bytes(anatomy: Anatomy, plan: Plan, stage: int = 0) -> float:
+    """Returns the bytes of the point at which Schedule-Free takes gradients, where the step keeps it: ZeRO-1 and 2 only
+    keep what they gather of it."""
+    if plan.optimizer.name != "schedule-free" or plan.gathers_per_step or plan.residuals != "jax":
+        return 0.0
+    return FLOAT32 * sum(shard.elements(tuple(range(len(shard.sizes)))) for shard in _shards_of(anatomy, plan, stage))
+
+
 def streamed_bytes(anatomy: Anatomy, plan: Plan) -> float:
     """Returns the bytes of offloaded moments that are on a device during the update: those outside the layers, and one
     layer's."""

@@ -67,7 +67,8 @@ def memory_report(step: CompiledStep, capacity: int | None, teacher: Model | Non
     plan = step.plan
     formula = stage_memory(step.anatomy, plan)
     moments = plan.precision.optimizer / plan.precision.gradients  # of a gradient's size
-    shard = optimizer / moments if plan.optimizer.name == "adamw" else formula.gradients
+    is_plain = plan.optimizer.name == "adamw" and not plan.offloads_optimizer
+    shard = optimizer / moments if is_plain else formula.gradients
     are_sharded = plan.zero > 0 and plan.reduces_in_backward
     full = plan.precision.gradients * trainable_counts(step.anatomy, plan).all
     gradients = min(int(shard) if are_sharded else full, stats.temporaries)

@@ -64,8 +64,12 @@ _OPTIMIZER = (
     ),
     none("--sgd-momentum", "AdamW has none; set --optimizer sgd for it", default=0.9),
     none("--muon-momentum", "AdamW has none; set --optimizer muon for it"),
-    none("--optimizer-cpu-offload", "optimizer state stays on the devices; --zero 1 shards it", default=False),
-    none("--use-precision-aware-optimizer", "optimizer state is float32", default=False),
+    none(
+        "--optimizer-cpu-offload",
+        "moments in the host: --offload optimizer, whose update runs on the GPU",
+        default=False,
+    ),
+    none("--use-precision-aware-optimizer", "moments in bfloat16: --adam-mu-dtype, --adam-nu-dtype", default=False),
     always(
         "--calculate-per-token-loss",
         "the loss is always the mean over all tokens of the global batch that count; Megatron's default is a mean of"
