@@ -266,9 +266,8 @@ def memory_lines(report: Report) -> str:
         + (
             f"\n  in the host: optimizer {size(m.host)}; a step reads {size(m.host_reads)} of it and writes "
             f"{size(m.host_writes)}; by formula {size(m.host_formula)} each"
-            if m.host
-            else ""
         )
+        * bool(m.host)
         + (f"\n  outside the step: teacher's weights {size(m.beside)}, by formula" if m.beside else "")
     )
 
@@ -283,6 +282,10 @@ def time_lines(report: Report) -> str:
         + (": XLA rematerializes some of them to save memory" if flops.difference > 0.01 else "")
         + (", with equal loads of all experts" if report.config.model.num_experts else ""),
     ]
+    if (eight := report.float8) is not None:
+        lines.append(
+            f"  {eight.found:,} of {eight.expected:,} matmuls of layers in 8 bits: {eight.share:.1%} of the FLOPs"
+        )
     t = report.time
     if t is None:
         return "\n".join(lines)

@@ -54,7 +54,8 @@ class LossInputs(NamedTuple):
 class TrainStep(ShardedModel):
     """A config's model on a mesh, and the step that trains it: abstract until a method is called.
 
-    `xla` holds the compiler options of the step, `trainable_records` the `ParamSpec`s of the trained parameters.
+    `xla` holds the compiler options of the step, `trainable_records` the `ParamSpec`s of the parameters that the
+    optimizer changes.
 
     Raises:
       UserError: the mesh does not divide the model or its batch.
@@ -68,16 +69,20 @@ class TrainStep(ShardedModel):
 
             check_optimizer_offload(config, self.shape)
         self.xla = xla_options.choose(self.config, mesh)
-        self.trainable_records = select_trainable(self.records, self.records)
+        self.trainable_records = self.optimized(self.records)
         self.optimizer = make_optimizer(config, self.trainable_records, self.layer_orders)
         self.schedule = make_schedule(config.optimizer, config.training.steps)
+
+    def optimized(self, tree: Tree) -> Tree:
+        """Selects what the optimizer changes from a tree like the parameters'."""
+        return select_trainable(self.records, tree)
 
     @cached_property
     def state_sharding(self) -> State:
         """The sharding of each array of the state."""
         # Adam's moments are sharded like the stored parameters: with ZeRO over the data parallel ranks as well.
         moments = placement.shardings(partition_specs(self.trainable_records, "storage_spec"), self.mesh)
-        everywhere, like = placement.replicated(self.mesh), select_trainable(self.records, self.abstract_parameters)
+        everywhere, like = placement.replicated(self.mesh), self.optimized(self.abstract_parameters)
         states = optimizer_states(self.config)
         if states.is_plain:
             optimizer = placement.optimizer_shardings(self.optimizer, like, moments, self.mesh)
@@ -150,7 +155,7 @@ class TrainStep(ShardedModel):
         """Returns a trained parameter that is not finite; None if all are finite."""
 
         def find(parameters: Tree) -> Array:  # finite values become 0, as squares may overflow
-            bad = jax.tree.map(lambda a: jnp.where(jnp.isfinite(a), 0.0, a), select_trainable(self.records, parameters))
+            bad = jax.tree.map(lambda a: jnp.where(jnp.isfinite(a), 0.0, a), self.optimized(parameters))
             return first_bad(jnp.zeros(()), bad, self.trainable_records, self.layer_numbers)
 
         index = int(self.on_mesh(jax.jit(find), parameters))
@@ -194,7 +199,7 @@ class TrainStep(ShardedModel):
         if parameters is None:
             parameters = self._drawn(key)
         random = jax.random.key_data(jax.random.split(key)[1])
-        optimizer = self.optimizer.init(select_trainable(self.records, parameters))
+        optimizer = self.optimizer.init(self.optimized(parameters))
         loss_scale = precision.initial(self.config.training)
         return State(jnp.zeros((), jnp.int32), random, parameters, optimizer, loss_scale)
 
@@ -208,8 +213,7 @@ class TrainStep(ShardedModel):
         if self.config.optimizer.optimizer == "schedule-free":
             from mtjax.train.optimizers import training_point
 
-            own, (_, (iterates,)) = select_trainable(self.records, parameters), state.optimizer
-            point = training_point(self.config.optimizer, own, iterates)
+            point = training_point(self.config.optimizer, self.optimized(parameters), state.optimizer[1][0])
             parameters = merge_trees(point, select_frozen(self.records, parameters))
         return self.gradients(parameters, batch, jax.random.wrap_key_data(state.random), scale)
 
@@ -217,7 +221,7 @@ class TrainStep(ShardedModel):
         self, state: State, batch: Batch, loss: Array, parts: dict[str, Array], gradients: Tree
     ) -> tuple[State, dict[str, Array]]:
         """Traces the optimizer update; returns the next state and metrics."""
-        loss_scale, trainable = state.loss_scale, select_trainable(self.records, state.parameters)
+        loss_scale, trainable = state.loss_scale, self.optimized(state.parameters)
         with jax.named_scope("optimizer"):
             if not self.offloads:
                 updates, optimizer = self.optimizer.update(gradients, state.optimizer, trainable)
@@ -281,7 +285,8 @@ class TrainStep(ShardedModel):
         model, region, parameters, batch = self.loss_inputs(parameters, with_text_lengths(self.config.model, batch))
         inputs = (batch, weights, keys)
         schedule = self.microbatch_schedule(count)
-        reduction = Reduction(self.trainable_records, self.layout.zero, count, self.stages)
+        records = select_trainable(self.records, self.records)
+        reduction = Reduction(records, self.layout.zero, count, self.stages)
         with use_rules(self.layout.rules):
             parts, gradients = distributed_gradients(model, parameters, inputs, region, schedule, reduction)
         loss = total_loss(parts)
@@ -317,7 +322,8 @@ def optimizer_step_count(optimizer: Tree) -> Array:
 
 
 def make_train_step(config: Config, mesh: Mesh) -> TrainStep:
-    """Builds the train step of `config` on an attached or compile-only `mesh`, with distillation if a teacher is set.
+    """Builds the train step of `config` on an attached or compile-only `mesh`, with distillation if a teacher is set,
+    or products in 8 bits.
 
     Raises:
       UserError: the mesh does not divide the model or its batch.
@@ -326,4 +332,8 @@ def make_train_step(config: Config, mesh: Mesh) -> TrainStep:
         from mtjax.train.distilled import Distilled  # it imports TrainStep from here
 
         return Distilled(config, mesh)
+    if config.training.fp8 != "none":
+        from mtjax.train.float8 import Float8Step
+
+        return Float8Step(config, mesh)
     return TrainStep(config, mesh)
