@@ -62,7 +62,7 @@ _RARE = (
         none(f"--{name}", "optimizer state and gradients are float32", same=("fp32", "float32", None))
         for name in ("main-grads-dtype", "main-params-dtype", "exp-avg-dtype", "exp-avg-sq-dtype")
     ),
-    none("--optimizer-offload-fraction", "optimizer state stays on the devices; --zero 1 shards it", default=1.0),
+    none("--optimizer-offload-fraction", "all or none of the moments: --offload optimizer", default=1.0),
     none(
         "--fine-grained-activation-offloading",
         "activations stay on the devices; see --recompute-offload",
