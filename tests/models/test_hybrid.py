@@ -82,9 +82,9 @@ def on_one_device(config: Config) -> tuple[float, Any]:
 
 def test_layers_run_in_the_order_of_the_pattern() -> None:
     """Beside one layer after the other, each taken from its stack by hand."""
-    program = make_train_step(hybrid_config("M-MM-*"), mesh_of("1x1"))
+    program = make_train_step(hybrid_config("(MM-)x2*"), mesh_of("1x1"))
     parameters, batch = program.initialize(0).parameters, batch_of(program, 0)
-    places = [("mamba", 0), ("mlp", 0), ("mamba", 1), ("mamba", 2), ("mlp", 1), ("attention", 0)]
+    places = [*(("mamba", 0), ("mamba", 1), ("mlp", 0), ("mamba", 2), ("mamba", 3), ("mlp", 1)), ("attention", 0)]
 
     @jax.jit
     def run(parameters: Any, tokens: Any) -> tuple[Any, Any]:
