@@ -8,8 +8,7 @@ matrix, and on a CPU matrices are transposed.
 A T5's encoder, which runs once for each prompt, stays a scanned stack; the layers of its decoder cache the keys and
 values of the encoder's output (cross-attention).
 
-Every device works on all sequences; attention heads, MLP, vocabulary and cache are sharded over the tensor parallel
-degree.
+Every device works on all sequences; heads, MLP, vocabulary and cache are sharded over the tensor parallel degree.
 """
 
 import dataclasses
@@ -39,7 +38,7 @@ from mtjax.generate.sampling import (
     sample_tokens,
     score_tokens,
 )
-from mtjax.generate.weight_format import WeightFormat
+from mtjax.generate.weight_format import WeightFormat, check_cache
 from mtjax.layout.mesh import check_generation_mesh
 from mtjax.models.families.t5 import T5
 from mtjax.models.kv_cache import CachePositions, empty_caches
@@ -138,10 +137,9 @@ class Decoder:
         check_generation_mesh(placed.shape)
         for what, name in (("experts", "num_experts"), ("latent attention", "kv_lora_rank")):
             if storage.weights_dtype and (size := getattr(placed.config.model, name)):
-                raise UserError(
-                    f"weights_dtype {storage.weights_dtype} needs a model without {what}, and {name} is {size}: "
-                    "remove the option"
-                )
+                kind = f"weights_dtype {storage.weights_dtype}"
+                raise UserError(f"{kind} needs a model without {what}, and {name} is {size}: remove the option")
+        check_cache(placed.config.model, storage)
         self.placed, self.config, self.start_id, self.storage = placed, placed.config, start_id, storage
         self.is_encoder_decoder = issubclass(placed.family, T5)
         self.rules = placed.layout.rules.with_whole_samples
@@ -160,8 +158,8 @@ class Decoder:
                 if trained
                 else stacks_of(placed, parameters)
             )
-            of_layers = [stacks_of(placed, grid)[1] for grid in grids]
-            weights = prepare_weights(*model_and_layers, self._weight_format, self._call, of_layers)
+            of_grids = [stacks_of(placed, grid)[1] for grid in grids]
+            weights = prepare_weights(*model_and_layers, self._weight_format, self._call, of_grids)
         # The weights are passed as a flat list: flattening Flax modules would take half a millisecond for each step.
         self._leaves, self._structure = jax.tree.flatten(weights)
 
@@ -295,7 +293,7 @@ class Decoder:
         windows = attention_windows(model) or (self.max_sequence_length,) * decoder_layers(model)
         # A window as long as any sequence is none.
         shorter = (window if window < self.max_sequence_length else None for window in windows[: decoder_layers(model)])
-        cache = [caches(window=window) for window in shorter]
+        cache = [caches(window=window, stored=self.storage.cache_dtype) for window in shorter]
         counts = jnp.zeros((sequences, padded_vocab_size(model)), jnp.int32, out_sharding=spec("batch", "vocab"))
         zeros = jnp.zeros(sequences, jnp.int32)
         return cache, Sequences(zeros, zeros, greedy_batch(sequences), counts)

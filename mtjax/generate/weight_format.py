@@ -8,7 +8,10 @@ import jax
 from flax import nnx
 from jax import Array
 
+from mtjax.config import Model
+from mtjax.config.sizes import attention_windows, longest_text
 from mtjax.config.storage import Storage
+from mtjax.errors import UserError
 from mtjax.generate.int4 import to_int4
 from mtjax.generate.int8 import to_int8
 from mtjax.generate.transposed_weight import TransposedWeight
@@ -43,6 +46,22 @@ class WeightFormat:
             return to_int4(matrix, inputs, storage.weights_group, self.dtype, zero_point=zero_point, known=known)
         matrix = matrix.astype(self.dtype)
         return TransposedWeight.of(matrix, inputs) if self.transposed and "expert" not in names else matrix
+
+
+def check_cache(model: Model, storage: Storage) -> None:
+    """Checks that the KV caches of a model can be stored in 8 bits, if they are to be.
+
+    Raises:
+      UserError: it has other caches than those of whole contexts.
+    """
+    windows = attention_windows(model) or ()
+    reasons = {
+        "a t5": model.family == "t5",
+        f"a model with latent attention (kv_lora_rank {model.kv_lora_rank})": model.kv_lora_rank,
+        f"a model with windows of {min(windows, default=0)} tokens": any(w < longest_text(model) for w in windows),
+    }
+    if storage.cache_dtype and (name := next((name for name, holds in reasons.items() if holds), None)):
+        raise UserError(f"cache_dtype {storage.cache_dtype} does not support {name}: remove it")
 
 
 def with_matrices(module: Any, convert: Callable[..., Any], *more: Any) -> Any:
