@@ -249,9 +249,8 @@ def test_help_of_the_other_commands_names_every_option(command: str, capsys: pyt
     shown = help_of(command, "--help", capsys)
     assert "None" not in shown
     module = import_module(f"mtjax.commands.{command}")
-    fields = [
-        field for field in dataclasses.fields(module.Options) if field.name not in ("prompts", "runs", "sampling")
-    ]
+    unnamed = ("prompts", "runs", "sampling", "storage")
+    fields = [field for field in dataclasses.fields(module.Options) if field.name not in unnamed]
     names = {"source": "from", "target": "to"}
     assert {f"--{names.get(f.name, f.name).replace('_', '-')}" for f in fields} <= options_in(shown)
 

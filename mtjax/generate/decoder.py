@@ -38,7 +38,7 @@ from mtjax.generate.sampling import (
     sample_tokens,
     score_tokens,
 )
-from mtjax.generate.weight_format import WeightFormat, check_cache
+from mtjax.generate.weight_format import WeightFormat, check_storage
 from mtjax.layout.mesh import check_generation_mesh
 from mtjax.models.families.t5 import T5
 from mtjax.models.kv_cache import CachePositions, empty_caches
@@ -135,11 +135,7 @@ class Decoder:
         if placed.stages > 1:
             raise UserError(f"generation needs a mesh without pipeline parallelism, and the mesh is {placed.shape}")
         check_generation_mesh(placed.shape)
-        for what, name in (("experts", "num_experts"), ("latent attention", "kv_lora_rank")):
-            if storage.weights_dtype and (size := getattr(placed.config.model, name)):
-                kind = f"weights_dtype {storage.weights_dtype}"
-                raise UserError(f"{kind} needs a model without {what}, and {name} is {size}: remove the option")
-        check_cache(placed.config.model, storage)
+        check_storage(placed.config.model, storage)
         self.placed, self.config, self.start_id, self.storage = placed, placed.config, start_id, storage
         self.is_encoder_decoder = issubclass(placed.family, T5)
         self.rules = placed.layout.rules.with_whole_samples

@@ -48,12 +48,16 @@ class WeightFormat:
         return TransposedWeight.of(matrix, inputs) if self.transposed and "expert" not in names else matrix
 
 
-def check_cache(model: Model, storage: Storage) -> None:
-    """Checks that the KV caches of a model can be stored in 8 bits, if they are to be.
+def check_storage(model: Model, storage: Storage) -> None:
+    """Checks that a model's matrices and KV caches can be stored as they are to be.
 
     Raises:
-      UserError: it has other caches than those of whole contexts.
+      UserError: it has experts or latent attention, or other caches than those of whole contexts.
     """
+    for what, name in (("experts", "num_experts"), ("latent attention", "kv_lora_rank")):
+        if storage.weights_dtype and (size := getattr(model, name)):
+            kind = f"weights_dtype {storage.weights_dtype}"
+            raise UserError(f"{kind} needs a model without {what}, and {name} is {size}: remove the option")
     windows = attention_windows(model) or ()
     reasons = {
         "a t5": model.family == "t5",

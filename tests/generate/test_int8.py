@@ -16,7 +16,7 @@ from mtjax.generate.decoder import Decoder
 from mtjax.generate.engine import Engine
 from mtjax.generate.int8 import to_int8
 from mtjax.generate.request import Request, Sampling, Token
-from mtjax.generate.weight_format import check_cache
+from mtjax.generate.weight_format import check_storage
 from mtjax.generate.weights import load_model
 from mtjax.layout.layouts import TENSOR
 from mtjax.layout.mesh import MeshShape
@@ -198,4 +198,4 @@ def test_texts_with_a_quantized_cache(tmp_path) -> None:
 def test_caches_of_windows_are_refused() -> None:
     model = replace(config.load("gemma2-9b").model, vocab_size=100)
     with pytest.raises(UserError, match="cache_dtype fp8 does not support a model with windows of 4096 tokens"):
-        check_cache(model, Storage(cache_dtype="fp8"))
+        check_storage(model, Storage(cache_dtype="fp8"))
