@@ -35,6 +35,28 @@ class Fault:
 
 
 FAULTS = (
+    # --- coming from Megatron-LM
+    Fault(
+        "a script's unknown arguments are ignored",
+        "if not given.unlisted or options.ignore_unknown:",
+        "if given.unlisted or options.ignore_unknown:",
+        "convert",
+        "test_wrong_input_is_one_sentence",
+    ),
+    Fault(
+        "a script that asks for flash attention with separate documents has none",
+        'to.settings["attention"] = "cudnn"',
+        'to.settings["attention"] = "auto"',
+        "convert",
+        "test_settings",
+    ),
+    Fault(
+        "the weights of a blend are compared as typed",
+        "dataclasses.replace(text, weight=share) for",
+        "dataclasses.replace(text, weight=text.weight or share) for",
+        "train",
+        "test_a_blend_is_compared_by_its_shares",
+    ),
     # --- unrolled layers
     Fault(
         "the gradients that are computed with the loss ignore the gradient of the sum",
@@ -621,8 +643,8 @@ FAULTS = (
     ),
     Fault(
         "sharding: gradients of what all stages hold are not summed over stages",
-        "            if record.deferred_axes:",
-        "            if record.deferred_axes and record.is_stacked:",
+        "(record.between_groups, record.deferred_axes)",
+        "(record.between_groups, record.deferred_axes if record.is_stacked else ())",
         "train",
         "test_stages_change_nothing",
     ),

@@ -15,6 +15,7 @@ from mtjax.analysis.contract import GRADIENTS, LOSS_FORWARD
 from mtjax.analysis.copies import FLOAT32, SUMS, Copy, copies, copies_in_step, copies_in_turn
 from mtjax.analysis.counts import on_device, peak_stage_counts, zero_degree
 from mtjax.analysis.expert_blocks import block_copies, blocks_of
+from mtjax.analysis.float8 import is_float8
 from mtjax.analysis.hardware import Server
 from mtjax.analysis.kernels import CORE, ElementWise, Traffic
 from mtjax.analysis.link_time import (
@@ -257,14 +258,14 @@ def _layer_cores(stack: Stack, plan: Plan, machine: Machine, software: Software)
 
 def _forward(product: Product, plan: Plan, machine: Machine) -> float:
     rows, times = _rows(product, plan)
-    return times * machine.product(rows, product.inner, product.outer)
+    return times * machine.product(rows, product.inner, product.outer, is_float8=is_float8(product, plan))
 
 
 def _backward(product: Product, plan: Plan, machine: Machine) -> float:
     """The gradients of what it reads and of its weights."""
-    rows, times = _rows(product, plan)
-    of_read = machine.product(rows, product.outer, product.inner)
-    return times * (of_read + machine.product(product.inner, rows, product.outer))
+    (rows, times), eight = _rows(product, plan), is_float8(product, plan)
+    of_read = machine.product(rows, product.outer, product.inner, is_float8=eight)
+    return times * (of_read + machine.product(product.inner, rows, product.outer, is_float8=eight))
 
 
 def _rows(product: Product, plan: Plan) -> tuple[float, float]:
@@ -306,6 +307,7 @@ def _core(scores: Scores, plan: Plan, machine: Machine, kernels: ElementWise) ->
 @cache
 def _head(anatomy: Anatomy, plan: Plan, machine: Machine, software: Software) -> float:
     """Seconds of output projection and loss of a microbatch, with a teacher's logits; with stages, on the last one."""
+    plan = replace(plan, fp8="none")
     head = (part.over_context(plan.mesh.context) for part in anatomy.head)
     sizes = [product for part in head for product in part.products(plan.mesh.model)]
     seconds = sum(_forward(product, plan, machine) + _backward(product, plan, machine) for product in sizes)

@@ -24,9 +24,10 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
-from mtjax.config.sizes import attention_windows, decoder_layers, longest_text, named, padded_vocab_size
+from mtjax.config.sizes import longest_text, named, padded_vocab_size
 from mtjax.config.storage import PLAIN, Storage
 from mtjax.errors import UserError
+from mtjax.generate.caches import Cache, cache_length, empty_cache
 from mtjax.generate.inference_weights import Call, DecoderWeights, prepare_weights, stacks_of
 from mtjax.generate.resharding import LayerwiseTransfer
 from mtjax.generate.sampling import (
@@ -41,13 +42,11 @@ from mtjax.generate.sampling import (
 from mtjax.generate.weight_format import WeightFormat, check_storage
 from mtjax.layout.mesh import check_generation_mesh
 from mtjax.models.families.t5 import T5
-from mtjax.models.kv_cache import CachePositions, empty_caches
+from mtjax.models.kv_cache import CachePositions
 from mtjax.models.sharded_model import ShardedModel
 from mtjax.sharding.axes import spec, use_rules
 
 Tree = Any
-Cache = list[dict[str, Any]]
-"""For each layer, the caches of its mixers by name (`empty_caches`)."""
 
 
 @jax.tree_util.register_dataclass
@@ -130,11 +129,7 @@ class Decoder:
           UserError: the model family can't generate text, the mesh has pipeline or context parallelism, or matrices
             are quantized in a model with experts or latent attention.
         """
-        if not hasattr(placed.family, "embed_new"):  # a `Writer`
-            raise UserError(f"a {named(placed.config.model)} can't generate text: use a gpt, llama or t5")
-        if placed.stages > 1:
-            raise UserError(f"generation needs a mesh without pipeline parallelism, and the mesh is {placed.shape}")
-        check_generation_mesh(placed.shape)
+        _check_model(placed)
         check_storage(placed.config.model, storage)
         self.placed, self.config, self.start_id, self.storage = placed, placed.config, start_id, storage
         self.is_encoder_decoder = issubclass(placed.family, T5)
@@ -285,11 +280,8 @@ class Decoder:
 
     def _empty(self, sequences: int, length: int) -> tuple[Cache, Sequences]:
         model = self.config.model
-        caches = partial(empty_caches, model, sequences, length, self.dtype, reads_encoder=self.is_encoder_decoder)
-        windows = attention_windows(model) or (self.max_sequence_length,) * decoder_layers(model)
-        # A window as long as any sequence is none.
-        shorter = (window if window < self.max_sequence_length else None for window in windows[: decoder_layers(model)])
-        cache = [caches(window=window, stored=self.storage.cache_dtype) for window in shorter]
+        how = {"reads_encoder": self.is_encoder_decoder, "stored": self.storage.cache_dtype}
+        cache = empty_cache(model, sequences, length, self.dtype, **how)
         counts = jnp.zeros((sequences, padded_vocab_size(model)), jnp.int32, out_sharding=spec("batch", "vocab"))
         zeros = jnp.zeros(sequences, jnp.int32)
         return cache, Sequences(zeros, zeros, greedy_batch(sequences), counts)
@@ -352,8 +344,21 @@ class Decoder:
         with jax.named_scope("layers"):
             for number, (layer, states) in enumerate(zip(weights.layers, cache, strict=True)):
                 x, states = layer(x, dataclasses.replace(context, layer=number), states)
-                updated.append(states)
+                updated.append(states or {})
         return weights.model.final_hidden(x), updated
+
+
+def _check_model(placed: ShardedModel) -> None:
+    """Checks that a model can generate text on its mesh.
+
+    Raises:
+      UserError: it can't; see `Decoder`.
+    """
+    if not hasattr(placed.family, "embed_new"):  # a `Writer`
+        raise UserError(f"a {named(placed.config.model)} can't generate text: use a gpt, llama, hybrid or t5")
+    if placed.stages > 1:
+        raise UserError(f"generation needs a mesh without pipeline parallelism, and the mesh is {placed.shape}")
+    check_generation_mesh(placed.shape)
 
 
 def prompt_chunk(
@@ -385,11 +390,6 @@ def _padded(ids: Sequence[int], length: int, padding: int) -> Array:
     padded = np.full(length, padding, np.int32)
     padded[: len(ids)] = ids
     return jnp.asarray(padded)
-
-
-def cache_length(cache: Cache) -> int:
-    """Returns the number of tokens for which the cache has space in each sequence."""
-    return cache[0]["attention"].length
 
 
 def _call(function: Any, *arguments: Any) -> Any:

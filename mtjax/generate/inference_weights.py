@@ -13,7 +13,6 @@ from mtjax.generate.int8 import to_int8
 from mtjax.generate.weight_format import WeightFormat, with_matrices
 from mtjax.layout.stages import PADDING
 from mtjax.models.layer import Layer
-from mtjax.models.mixers.attention import GroupedQKV
 from mtjax.models.mixers.latent_attention import LatentAttention
 from mtjax.models.prediction import remove_predictors
 from mtjax.models.sharded_model import ShardedModel
@@ -83,9 +82,10 @@ def take_layer(stack: Layer, number: Array) -> Layer:
     """Extracts one layer from a stack, with its matrices as products in generation read them."""
     layer = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, number, keepdims=False), stack)
     for mixer in (getattr(layer, name) for name in layer.mixers):
-        # Training stores the projections of query groups separately; one matrix product is faster for a single token.
-        if isinstance(getattr(mixer, "qkv", None), GroupedQKV):
-            mixer.qkv = mixer.qkv.assembled()
+        # Training stores the parts of some products separately; one matrix product is faster for a single token.
+        for name in ("qkv", "inputs"):
+            if hasattr(part := getattr(mixer, name, None), "assembled"):
+                setattr(mixer, name, part.assembled())
         if isinstance(mixer, LatentAttention):
             mixer.key_value_up = mixer.absorbed()
     return layer

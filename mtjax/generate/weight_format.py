@@ -54,13 +54,15 @@ def check_storage(model: Model, storage: Storage) -> None:
     Raises:
       UserError: it has experts or latent attention, or other caches than those of whole contexts.
     """
-    for what, name in (("experts", "num_experts"), ("latent attention", "kv_lora_rank")):
+    without = {"experts": "num_experts", "latent attention": "kv_lora_rank", "a pattern": "layer_pattern"}
+    for what, name in without.items():
         if storage.weights_dtype and (size := getattr(model, name)):
-            kind = f"weights_dtype {storage.weights_dtype}"
-            raise UserError(f"{kind} needs a model without {what}, and {name} is {size}: remove the option")
+            why = f"needs a model without {what}, and {name} is {size}: remove the option"
+            raise UserError(f"weights_dtype {storage.weights_dtype} {why}")
     windows = attention_windows(model) or ()
     reasons = {
         "a t5": model.family == "t5",
+        "a model with a layer_pattern": model.layer_pattern,
         f"a model with latent attention (kv_lora_rank {model.kv_lora_rank})": model.kv_lora_rank,
         f"a model with windows of {min(windows, default=0)} tokens": any(w < longest_text(model) for w in windows),
     }

@@ -109,6 +109,10 @@ class Plan:
     """Full recompute of this many layers and none of the others; of all when None."""
     recompute_offload: bool = False
     """Whether saved layer inputs are offloaded to host memory."""
+    fp8: Literal["none", "tensorwise", "delayed"] = "none"
+    """Recipe by which layers multiply in 8-bit floats."""
+    fp8_format: Literal["hybrid", "e4m3"] = "hybrid"
+    """Types of these: gradients are E5M2 or, as all else, E4M3."""
     unrolled: bool = False
     """Whether layers are compiled one after the other, without a loop."""
     residuals: Residuals = "jax"
@@ -213,6 +217,7 @@ class Plan:
             recompute_first=None,
             recompute_offload=False,
             unrolled=False,
+            fp8="none",
             dropout=False,
             attention_dropout=False,
             adapter_dropout=False,
@@ -222,6 +227,7 @@ class Plan:
         """Returns whether a layer's all-gathers and gradient reductions overlap with the computation of another layer,
         as `mtjax.sharding.prefetch` does in loops over single layers."""
         single_layers = self.recompute_group == model.moe_every == 1 and self.recompute_first is None
+        single_layers = single_layers and not model.layer_pattern
         single_layers = single_layers and not self.recompute_offload and not self.unrolled and not self.is_staged
         return self.reduces_in_backward and self.residuals == "jax" and single_layers
 
@@ -256,6 +262,8 @@ class Plan:
         if model.num_experts:
             count = model.num_experts
             yield f"unroll_layers does not support experts, and num_experts is {count}: remove one of the two"
+        if self.fp8 != "none":
+            yield f"unroll_layers does not support fp8, and fp8 is {self.fp8}: remove one of the two"
         if self.mesh.has_pipeline:
             yield (
                 f"unroll_layers does not support pipeline parallelism, and mesh {self.mesh} has {self.stages} stages, "
@@ -310,6 +318,8 @@ class Plan:
             recompute_group=training.recompute_num_layers if training.recompute_method == "uniform" else 1,
             recompute_first=training.recompute_num_layers if training.recompute_method == "block" else None,
             recompute_offload=training.recompute_offload,
+            fp8=training.fp8,
+            fp8_format=training.fp8_format,
             context_method=run.parallel.context_method,
             expert_dispatch=run.parallel.expert_dispatch,
             keeps_documents_apart=run.data.reset_attention_mask or run.model.family == "bert",

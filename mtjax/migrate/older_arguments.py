@@ -46,7 +46,14 @@ _FORMER = (
             *("tp-comm-overlap-rs-dgrad", "tp-comm-bootstrap-backend", "pipeline-model-parallel-comm-backend"),
             *("cuda-graph-scope", "cuda-graph-modules", "cuda-graph-warmup-steps", "external-cuda-graph"),
             *("scaled-masked-softmax-fusion", "scaled-upper-triang-masked-softmax-fusion"),
-            *("bias-dropout-fusion", "disable-jit-fuser", "use-te-activation-func", "lazy-mpu-init", "onnx-safe"),
+            *(
+                "bias-dropout-fusion",
+                "disable-jit-fuser",
+                "use-te-activation-func",
+                "fsdp-manual-registration",
+                "lazy-mpu-init",
+                "onnx-safe",
+            ),
         )
     ),
 )
@@ -62,6 +69,7 @@ _RARE = (
         default=False,
     ),
     none("--torch-fsdp2-no-reshard-after-forward", "--zero 3 gathers weights for each use; see --zero 2"),
+    none("--apply-wd-to-qk-layernorm", "norms of queries and keys have no weight decay", default=False),
     none("--exit-signal", "SIGTERM saves and ends a run", same=("SIGTERM", None)),
     none("--renormalize-blend-weights", "blends are sampled by the weights as given", default=False),
     none("--fim-data", "no fill-in-the-middle samples", default=False),
@@ -76,14 +84,30 @@ _RARE = (
     *(
         always(f"--{name}", "checkpoints are always written in the background, every rank its shards")
         for name in (
-            *("use-dist-ckpt", "dist-ckpt-format", "dist-ckpt-workers", "no-ckpt-fully-parallel-save"),
+            *(
+                "use-dist-ckpt",
+                "dist-ckpt-format",
+                "dist-ckpt-workers",
+                "async-strategy",
+                "no-ckpt-fully-parallel-save",
+            ),
             *("non-persistent-global-ckpt-dir", "non-persistent-local-ckpt-algo", "replication"),
-            *("dist-ckpt-optim-fully-reshardable", "distrib-optim-fully-reshardable-mem-efficient"),
+            *(
+                "dist-ckpt-optim-fully-reshardable",
+                "distrib-optim-fully-reshardable-mem-efficient",
+                "dist-ckpt-save-pre-mcore-014",
+            ),
         )
     ),
     *(
         always(f"--{name}", "the tokenizer is what its file says")
-        for name in ("trust-remote-code", "tokenizer-hf-use-fast", "tokenizer-hf-no-use-fast", "legacy-tokenizer")
+        for name in (
+            "trust-remote-code",
+            "tokenizer-hf-use-fast",
+            "tokenizer-hf-no-use-fast",
+            "legacy-tokenizer",
+            "no-use-tokenizer-model-from-checkpoint-args",
+        )
     ),
     *(
         always(f"--{name}", "not needed")
@@ -93,10 +117,22 @@ _RARE = (
             *("disable-straggler-on-startup", "enable-one-logger", "one-logger-project", "one-logger-run-name"),
             *("one-logger-entity", "one-logger-async", "app-tag-run-name", "app-tag-run-version", "enable-ft-package"),
             *("calc-ft-timeouts", "no-barrier-with-level-1-timing", "config-logger-dir", "memory-snapshot-path"),
-            *("disable-msc", "enable-experimental", "train-sync-interval", "no-manual-gc-eval", "nvtx-ranges"),
+            *(
+                "disable-msc",
+                "enable-experimental",
+                "train-sync-interval",
+                "no-manual-gc-eval",
+                "nvtx-ranges",
+                "verify-integrity",
+            ),
             *("adlr-autoresume-interval", "moe-deepep-num-sms", "moe-flex-dispatcher-backend"),
             *("moe-router-padding-for-fp8", "moe-router-padding-for-quantization", "no-initialization"),
-            *("distributed-timeout-seconds-after-init", "use-gpu-initialization", "mid-level-dataset-surplus"),
+            *(
+                "distributed-timeout-seconds-after-init",
+                "use-gpu-initialization",
+                "init-model-with-meta-device",
+                "mid-level-dataset-surplus",
+            ),
         )
     ),
 )

@@ -46,7 +46,8 @@ class ShardedModel:
     `records` has the `ParamSpec` of each parameter, `axes` its logical names and `abstract_parameters` its shape and
     type, all in trees like the parameters'. `attention_fallback` is the reason why the attention kernel is not the
     requested one; None otherwise. `sections` names the stacks of layers in their order. With
-    `trains`, parameters are sharded as in a training step, from ZeRO-1 on; without it, only ZeRO-3 shards them.
+    `trains`, parameters are sharded as in a training step, from ZeRO-1 on, and products are in 8 bits if the config
+    says so; without it, only ZeRO-3 shards them.
 
     Raises:
       UserError: the model or its batch is not divisible by the mesh.
@@ -54,7 +55,7 @@ class ShardedModel:
 
     def __init__(self, config: Config, mesh: Mesh, layout: Layout | None = None, *, trains: bool = False) -> None:
         """Traces the model's shapes, and derives shardings."""
-        self.mesh, self.shape = mesh, MeshShape(**mesh.shape)
+        self.mesh, self.shape, self.trains = mesh, MeshShape(**mesh.shape), trains
         kernel, self.attention_fallback = self._choose_kernel(config)
         chosen = replace(config, attention=kernel, mesh=str(self.shape))
         check_config(config, self.shape)
@@ -79,9 +80,13 @@ class ShardedModel:
             self.shape,
             compute_dtype=config.training.compute_dtype,
             grad_reduce_dtype=config.parallel.grad_reduce_dtype,
-            is_trainable=lambda name: trains and is_trainable(config.model, name),
+            is_trainable=lambda name: trains and self.is_trainable(name),
         )
         self.region = ManualRegion(self.shape, self.layout.rules, self.records)
+
+    def is_trainable(self, name: str) -> bool:
+        """Returns whether a training step differentiates by the parameter of a dotted name."""
+        return is_trainable(self.config.model, name)
 
     def _choose_kernel(self, config: Config) -> tuple[Kernel, str | None]:
         """Chooses the attention kernel for the mesh's devices."""
@@ -260,4 +265,9 @@ class ShardedModel:
 
     def _build(self, key: Array) -> LanguageModel:
         with use_rules(self.layout.rules):
-            return self.family(self.config, key=key)
+            model = self.family(self.config, key=key)
+            if self.trains and self.config.training.fp8 != "none":
+                from mtjax.models.float8 import quantize_products
+
+                quantize_products(model, self.config)
+            return model

@@ -152,6 +152,17 @@ def merge(x: jax.Array, start: int, stop: int) -> jax.Array | None:
     return x.reshape(*x.shape[:start], -1, *x.shape[stop:], out_sharding=partition)
 
 
+def merge_both(dims: str, left: tuple[Array, int], right: tuple[Array, int]) -> tuple[str, Array, Array]:
+    """Merges the dimensions `dims`, which each of two arrays has from the given position on, into one.
+
+    Returns all arguments unchanged if an array is sharded along any but the first of these dimensions.
+    """
+    first, second = (merge(a, start, start + len(dims)) for a, start in (left, right))
+    if first is None or second is None:
+        return dims, left[0], right[0]
+    return dims[0], first, second
+
+
 def shard_like_rows(x: jax.typing.ArrayLike, like: jax.Array) -> jax.Array:
     """Shards a vector like the first dimension of `like`."""
     return reshard(x, PartitionSpec(jax.typeof(like).sharding.spec[0]))

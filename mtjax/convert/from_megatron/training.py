@@ -1,5 +1,6 @@
 """Translates batches, schedules, precision and data of a Megatron-LM run."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,8 @@ def translate_precision(to: Translation) -> None:
     if dtype != "float16":
         for setting in ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"):
             to.settings.pop(setting, None)
+    if to.has("fp8_format"):
+        _translate_float8(to)
     if to.has("grad_reduce_in_bf16"):
         to.set("grad_reduce_in_bf16", {"grad_reduce_dtype": "bfloat16"})
     if to.has("recompute_activations"):
@@ -101,6 +104,26 @@ def translate_precision(to: Translation) -> None:
                 to.unneeded.setdefault(row.dest, "the same in mtjax")
             else:
                 to.drop(row.dest)
+
+
+def _translate_float8(to: Translation) -> None:
+    """Adds products in 8 bits, with the recipes that mtjax has."""
+    recipe, kind = to.get("fp8_recipe"), to.get("fp8_format")
+    for setting in ("num_experts", "kv_lora_rank", "mtp_num_layers"):
+        if to.settings.get(setting):
+            to.drop("fp8_format", f"FP8 does not support {setting}")
+            return
+    if to.given.family != "gpt":
+        to.drop("fp8_format", f"FP8 does not support the family {to.given.family}")
+        return
+    if recipe not in ("delayed", "tensorwise") or kind not in ("hybrid", "e4m3"):
+        to.drop("fp8_format", f"mtjax has the recipes delayed and tensorwise, and formats hybrid and e4m3: no {recipe}")
+        return
+    to.set("fp8_format", {"fp8": recipe, "fp8_format": kind})
+    if recipe == "delayed":
+        # With most_recent only the last step's largest value counts.
+        steps = to.get("fp8_amax_history_len") if to.get("fp8_amax_compute_algo") == "max" else 1
+        to.set("fp8_amax_history_len", {"fp8_amax_history": steps})
 
 
 def _attention(to: Translation) -> None:
@@ -149,10 +172,11 @@ def _tokenizer(to: Translation) -> str | None:
         return f"sentencepiece:{model}"
     if kind == "HuggingFaceTokenizer" and model is not None:
         path = str(model) if str(model).endswith(".json") else f"{model}/tokenizer.json"
-        to.differences.append(
-            f"--tokenizer hf:{path}: must be a local file; if {model} is a name on the hub: hf download {model}"
-            f" --local-dir {model}"
-        )
+        if re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", str(model)) and path != str(model):
+            to.differences.append(
+                f"--tokenizer hf:{path}: must be a local file; if {model} is a name on the hub: hf download {model}"
+                f" --local-dir {model}"
+            )
         return f"hf:{path}"
     if str(kind).startswith("BertWordPiece") and vocabulary is not None:
         return f"bert:{vocabulary}"
