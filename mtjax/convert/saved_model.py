@@ -212,14 +212,15 @@ class SavedModel:
             facts = [(str(p.relative_to(self.folder)), s.st_size, s.st_mtime_ns) for p, s in stats.items()]
         return hashlib.sha256(repr(facts).encode()).hexdigest()
 
-    def grids(self, storage: Storage) -> list["SavedModel"]:
-        """Returns the scales, and perhaps zero points, of weights that were quantized so before, in place of weights.
+    def quantized(self, storage: Storage) -> "list[SavedModel]":
+        """Returns scales, and perhaps zero points, with which the matrices were quantized, as models of their own.
 
         Raises:
-          UserError: `storage` would round quantized matrices again, to other numbers.
+          UserError: they were quantized in another way than `storage` says.
         """
-        quantized = self.source.quantized(storage) if isinstance(self.source, HuggingFaceSource) else []
-        return [dataclasses.replace(self, source=source) for source in quantized]
+        if storage.weights_dtype is None or not isinstance(self.source, HuggingFaceSource):
+            return []
+        return [dataclasses.replace(self, source=each) for each in self.source.quantized(storage)]
 
     def parameters(self, sharded_model: ShardedModel) -> Tree:
         """Reads the weights onto a mesh with the shardings of `sharded_model`.

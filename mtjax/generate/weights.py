@@ -124,8 +124,9 @@ def _load(
     placed = ShardedModel(without_training(saved.config, Parallel(mesh=mesh), compute_dtype=dtype, **batch), devices)
     name, loaded_tokenizer = saved.tokenizer(tokenizer)
     files = saved.source.origin.files
+    quantized = saved.quantized(storage)
     parameters = saved.parameters(placed)
-    grids = tuple(grid.parameters(placed) for grid in saved.grids(storage))
+    grids = tuple(each.parameters(placed) for each in quantized)
     stops, first, start = (
         stop_ids_of(saved, loaded_tokenizer),
         first_tokens_of(saved, loaded_tokenizer),
