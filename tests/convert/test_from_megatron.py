@@ -347,6 +347,7 @@ SETTINGS = {
         "recompute_method": "block",
         "recompute_num_layers": 3,
     },
+    "--bf16 --fp8-hybrid": {"fp8": "delayed", "fp8_format": "hybrid"},
     "--attention-backend flash --reset-attention-mask": {"attention": "cudnn"},
     "--squared-relu --apply-layernorm-1p --softmax-type learnable": {
         "activation": "relu2",

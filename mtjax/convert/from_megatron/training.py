@@ -83,6 +83,9 @@ def translate_precision(to: Translation) -> None:
     if dtype != "float16":
         for setting in ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"):
             to.settings.pop(setting, None)
+    for kind in ("e4m3", "hybrid"):
+        if to.has(f"fp8_{kind}"):  # of 2023
+            to.given.values["fp8_format"], to.given.typed["fp8_format"] = kind, f"--fp8-{kind}"
     if to.has("fp8_format"):
         _translate_float8(to)
     if to.has("grad_reduce_in_bf16"):
