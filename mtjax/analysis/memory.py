@@ -268,7 +268,8 @@ def _saved_in_chunk(section: Sequence[Stack], plan: Plan) -> dict[str, float]:
 def _peak_workspace(anatomy: Anatomy, plan: Plan) -> float:
     """Returns the workspace of a layer's backward pass at the peak: a decoder's layer, or an encoder's, which runs when
     the decoder's saved activations are free."""
-    if plan.is_staged or anatomy.model.moe_every > 1:  # layers of interleaved stacks are freed together
+    is_interleaved = anatomy.model.moe_every > 1 or anatomy.model.layer_pattern
+    if plan.is_staged or is_interleaved:  # layers of interleaved stacks are freed together
         return max(_workspace(anatomy, stack, plan) for stack in anatomy.stacks)
     free, peak = 0.0, 0.0
     for stack in reversed(anatomy.stacks):

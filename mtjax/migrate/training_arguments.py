@@ -6,6 +6,7 @@ _BATCH = (
     same("--micro-batch-size --batch-size", "microbatch_size"),
     same("--global-batch-size", "global_batch_size", note="micro batch size x data-parallel size when not given there"),
     equal("--rampup-batch-size", "--rampup-batch-size START INCREMENT SAMPLES"),
+    none("--step-batch-size-schedule", "batches have --global-batch-size from the start"),
     same("--train-iters", "steps"),
     same("--train-samples", "train_samples"),
     none("--decrease-batch-size-if-needed", "fewer GPUs keep the global batch size", default=False),
@@ -66,6 +67,8 @@ _OPTIMIZER = (
     none("--muon-momentum", "AdamW has none; set --optimizer muon for it"),
     none("--optimizer-cpu-offload", "optimizer state stays on the devices; --zero 1 shards it", default=False),
     none("--use-precision-aware-optimizer", "optimizer state is float32", default=False),
+    none("--apply-wd-to-qk-layernorm", "norms of queries and keys have no weight decay", default=False),
+    none("--no-weight-decay-cond-type", "vectors have no weight decay, also those of norms of queries and keys"),
     always(
         "--calculate-per-token-loss",
         "the loss is always the mean over all tokens of the global batch that count; Megatron's default is a mean of"
@@ -158,6 +161,8 @@ _DATA = (
     equal("--test-data-path", "--test-data '...'"),
     none("--data-args-path", "put its content into --data"),
     none("--per-split-data-args-path", "put its contents into --train-data, --valid-data and --test-data"),
+    none("--fim-data", "samples are not rearranged to fill in the middle", default=False),
+    none("--sft", "samples are those of pretraining: see mtjax finetune", default=False),
     none("--mock-data", "mtjax trains on text: give --data", default=False),
     same("--split", "split", default="969, 30, 1"),
     same("--data-cache-path", "cache_dir"),
@@ -181,6 +186,7 @@ _DATA = (
         note="rules out flash attention unless --attention cudnn",
         default=False,
     ),
+    none("--dataloader-inter-document-masking", "see --reset-attention-mask, which does so", default=False),
     same(
         "--eod-mask-loss",
         "eod_mask_loss",

@@ -61,14 +61,17 @@ def weight_bytes(anatomy: Anatomy, precision: str) -> float:
 
 def cache_bytes(anatomy: Anatomy, batch: int, context: int, element_bytes: float = 2) -> float:
     """Returns the bytes of the KV cache: `2 l k L` elements per sequence, less in layers with a window, and with
-    cross-attention also the encoder's."""
+    cross-attention also the encoder's; and of the states of state-space layers."""
     elements = sum(
         part.kv_elements(kept)
         for stack in anatomy.decoder_stacks
         for kept in _kept(anatomy, stack, context)
         for part in stack.parts
     )
-    return elements * batch * element_bytes
+    states = sum(
+        stack.layers * part.state_bytes(1, element_bytes) for stack in anatomy.decoder_stacks for part in stack.parts
+    )
+    return batch * (elements * element_bytes + states)
 
 
 def _read(anatomy: Anatomy, stack: Stack, context: int) -> list[int]:
@@ -90,7 +93,7 @@ class DecodingMemory:
     weights: float
     """Matrices in the compute dtype or quantized, vectors in float32."""
     cache: float
-    """KV cache of the device's heads: at least one key and one value head."""
+    """KV cache of the device's heads, at least one key and one value head, and states of state-space layers."""
     sampling: float
     """Arrays of the length of the device's vocabulary shard (`SAMPLING_ARRAYS`)."""
 
@@ -123,23 +126,25 @@ def decoding_memory(
     weights, narrow = 0.0, quantized(anatomy, storage)
     for weight in anatomy.weights:
         elements = on_device(weight, layout, mesh)
-        if "kv_heads" in weight.names:  # each rank has the key heads of its query heads
-            heads = weight.shape[weight.names.index("kv_heads")]
+        # Each rank has the key heads of its query heads, and the groups of its state-space heads.
+        for axis in {"kv_heads", "groups"} & set(weight.names):
+            heads = weight.shape[weight.names.index(axis)]
             elements = weight.size // heads * max(heads, tensor_degree) // tensor_degree
         if weight.name in narrow:
             weights += elements * _bytes_of_weight(storage, _inputs(weight, layout, mesh), element_bytes)
         else:
             weights += elements * (element_bytes if is_matrix(weight.names) else 4)
-    cached = 0
+    cached, states = 0, 0.0
     for stack in anatomy.decoder_stacks:
         kept = sum(_kept(anatomy, stack, context))
         for part in stack.parts:
+            states += stack.layers * part.state_bytes(tensor_degree, element_bytes)
             if isinstance(part, Attention | CrossAttention):
                 heads = part.kv_heads if isinstance(part, Attention) else part.heads
                 cached += kept * 2 * max(heads, tensor_degree) // tensor_degree * part.head_dim
             elif isinstance(part, LatentAttention):
                 cached += kept * part.kv_elements(1)
-    cache = cached * sequences * element_bytes
+    cache = sequences * (cached * element_bytes + states)
     return DecodingMemory(weights, cache, SAMPLING_ARRAYS * 4 * sequences * padded_vocab_size(model) / tensor_degree)
 
 

@@ -1,10 +1,14 @@
 """int8 and int4 weights, compared with the same weights rounded in the input files."""
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 import pytest
 
+from mtjax.commands import convert
 from mtjax.config.storage import PLAIN, Storage
+from mtjax.errors import UserError
 from mtjax.generate.decoder import Decoder
 from mtjax.generate.engine import Engine
 from mtjax.generate.int8 import to_int8
@@ -70,8 +74,9 @@ def llama(kind: str) -> tuple[dict, dict, dict]:
 
 
 def greedy_texts(folder, mesh: str, storage: Storage = PLAIN) -> list[tuple[list[int], np.ndarray]]:
-    loaded = load_model(f"hf:{folder}", mesh)
-    engine = Engine(Decoder(loaded.placed, loaded.parameters, storage=storage), 2, chunks=(8, 16), min_cache_length=32)
+    loaded = load_model(f"hf:{folder}", mesh, storage=storage)
+    decoder = Decoder(loaded.placed, loaded.parameters, storage=storage, grids=loaded.grids)
+    engine = Engine(decoder, 2, chunks=(8, 16), min_cache_length=32)
     texts: list[list[Token]] = [[] for _ in PROMPTS]
     for prompt, tokens in zip(PROMPTS, texts, strict=True):
         listen = {"on_prompt": tokens.extend, "on_token": tokens.append, "logprobs": True, "echo": True}
@@ -107,6 +112,26 @@ def test_texts_are_those_of_rounded_weights(family, meshes: tuple[str, ...], kin
         np.abs(a - b).max() > 1e-3
         for (_, a), (_, b) in zip(expected, greedy_texts(tmp_path / "whole", "1x1"), strict=True)
     )
+
+
+def test_a_quantized_folder_keeps_its_numbers(tmp_path) -> None:
+    """GPTQ's numbers are not those that rounding to the nearest would find again; other settings are refused."""
+    text = tmp_path / "text"
+    text.write_text("The quick brown fox jumps over the lazy dog, and runs away from all the bears. " * 20)
+    write_folder(tmp_path / "whole", random_tensors(llama_shapes()), LLAMA_CONFIG, tokenizer=True)
+    how = ["--quantize", "int4", "--group-size", str(GROUP), "--zero-point", "--calibration", str(text)]
+    names = ["--from", f"hf:{tmp_path / 'whole'}", "--to", f"hf:{tmp_path / 'quantized'}"]
+    assert convert.main([*names, *how, "--calibration-samples", "2"]) == 0
+    storage = STORED["int4 with zero points"]
+    expected = greedy_texts(tmp_path / "quantized", "1x1")
+    for (ids, logprobs), (own, theirs) in zip(
+        greedy_texts(tmp_path / "quantized", "1x2", storage), expected, strict=True
+    ):
+        assert ids == own
+        np.testing.assert_allclose(logprobs, theirs, atol=2e-5)
+    for other in (STORED["int8"], STORED["int4"], replace(storage, weights_group=8)):
+        with pytest.raises(UserError, match="would round again"):
+            load_model(f"hf:{tmp_path / 'quantized'}", storage=other)
 
 
 def test_int8_matrix() -> None:
