@@ -58,10 +58,10 @@ _FORMER = (
 )
 _RARE = (
     *(
-        none(f"--{name}", "optimizer state and gradients are float32", same=("fp32", "float32", None))
-        for name in ("main-grads-dtype", "main-params-dtype", "exp-avg-dtype", "exp-avg-sq-dtype")
+        none(f"--{name}", "float32 weights and gradients are kept", same=("fp32", "float32", None))
+        for name in ("main-grads-dtype", "main-params-dtype")
     ),
-    none("--optimizer-offload-fraction", "optimizer state stays on the devices; --zero 1 shards it", default=1.0),
+    none("--optimizer-offload-fraction", "--offload optimizer offloads all of Adam's moments", default=1.0),
     none(
         "--fine-grained-activation-offloading",
         "activations stay on the devices; see --recompute-offload",

@@ -129,6 +129,30 @@ def _translate_float8(to: Translation) -> None:
         to.set("fp8_amax_history_len", {"fp8_amax_history": steps})
 
 
+def translate_optimizer_memory(to: Translation) -> None:
+    """Adds the types of Adam's moments, and whether they are in host memory, to a translation."""
+    for dest, setting in (("exp_avg_dtype", "adam_mu_dtype"), ("exp_avg_sq_dtype", "adam_nu_dtype")):
+        dtype = to.given.values.get(dest, "fp32")
+        if dtype == "fp32":
+            continue
+        if not to.has("use_precision_aware_optimizer"):
+            to.unneeded[dest] = "without --use-precision-aware-optimizer, Megatron keeps float32"
+        elif dtype == "bf16":
+            to.set(dest, {setting: "bfloat16"})
+        else:
+            to.drop(dest, "the moment is float32")
+    if to.has("optimizer_cpu_offload"):
+        against = [
+            name
+            for name in ("adam_mu_dtype", "adam_nu_dtype", "router_bias", "check_replicas")
+            if to.settings.get(name)
+        ]
+        if against:
+            to.drop("optimizer_cpu_offload", f"moments stay on the devices: --offload does not support {against[0]}")
+        else:
+            to.set("optimizer_cpu_offload", {"offload": "optimizer"})
+
+
 def _attention(to: Translation) -> None:
     """Adds the attention kernel: mtjax uses flash attention with separate documents only where it is asked for."""
     backend = to.given.values.get("attention_backend")
