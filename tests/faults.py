@@ -35,6 +35,28 @@ class Fault:
 
 
 FAULTS = (
+    # --- coming from Megatron-LM
+    Fault(
+        "a script's unknown arguments are ignored",
+        "if not given.unlisted or options.ignore_unknown:",
+        "if given.unlisted or options.ignore_unknown:",
+        "convert",
+        "test_wrong_input_is_one_sentence",
+    ),
+    Fault(
+        "a script that asks for flash attention with separate documents has none",
+        'to.settings["attention"] = "cudnn"',
+        'to.settings["attention"] = "auto"',
+        "convert",
+        "test_settings",
+    ),
+    Fault(
+        "the weights of a blend are compared as typed",
+        "dataclasses.replace(text, weight=share) for",
+        "dataclasses.replace(text, weight=text.weight or share) for",
+        "train",
+        "test_a_blend_is_compared_by_its_shares",
+    ),
     # --- unrolled layers
     Fault(
         "the gradients that are computed with the loss ignore the gradient of the sum",
@@ -621,8 +643,8 @@ FAULTS = (
     ),
     Fault(
         "sharding: gradients of what all stages hold are not summed over stages",
-        "            if record.deferred_axes:",
-        "            if record.deferred_axes and record.is_stacked:",
+        "(record.between_groups, record.deferred_axes)",
+        "(record.between_groups, record.deferred_axes if record.is_stacked else ())",
         "train",
         "test_stages_change_nothing",
     ),
@@ -646,6 +668,34 @@ FAULTS = (
         "return stages * chunks + (stages - 1 if groups > 1 else 0)",
         "analysis",
         "test_formulas_say_what_timetables_hold",
+    ),
+    Fault(
+        "gradients are not reduced between sharding groups",
+        "filter(None, (record.between_groups, record.deferred_axes))",
+        "filter(None, (record.deferred_axes,))",
+        "sharding",
+        "test_a_step_is_that_of_one_device",
+    ),
+    Fault(
+        "ZeRO shards between sharding groups",
+        "return (SHARD if SHARD in axes else DATA, CONTEXT, EXPERT)",
+        "return (DATA, CONTEXT, EXPERT)",
+        "sharding",
+        "test_a_gradient_is_summed_over_the_axes",
+    ),
+    Fault(
+        "analysis: what sharding groups send each other passes behind the backward pass",
+        "return last + max(0.0, gathers - forward)",
+        "return max(0.0, gathers - forward)",
+        "analysis",
+        "test_what_sharding_groups_send_each_other_is_exposed",
+    ),
+    Fault(
+        "analysis: gradients that sharding groups do not divide are reduced within them alone",
+        "axis=JOINED.join((*between, line.axis))",
+        "axis=line.axis",
+        "inspect",
+        "test_split_sequences_and_zero_keep_their_contract_on_cpus",
     ),
     Fault(
         "analysis: stacks of what layers keep are not zeros first",

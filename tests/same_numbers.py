@@ -50,9 +50,12 @@ FEATURES: Mapping[str, Callable[[Config], Any]] = {
 }
 MESHES: Mapping[str, Callable[[Config, Mapping[str, int]], Any]] = {
     "data": lambda c, m: m["data"] > 1 and not c.parallel.zero,
-    "ZeRO-1": lambda c, m: m["data"] > 1 and c.parallel.zero == 1,
-    "ZeRO-2": lambda c, m: m["data"] > 1 and c.parallel.zero == 2,
-    "ZeRO-3": lambda c, m: m["data"] > 1 and c.parallel.zero == 3,
+    "ZeRO-1": lambda c, m: m["data"] > 1 == m["shard"] and c.parallel.zero == 1,
+    "ZeRO-2": lambda c, m: m["data"] > 1 == m["shard"] and c.parallel.zero == 2,
+    "ZeRO-3": lambda c, m: m["data"] > 1 == m["shard"] and c.parallel.zero == 3,
+    "groups, ZeRO-1": lambda c, m: m["shard"] > 1 and c.parallel.zero == 1,
+    "groups, ZeRO-2": lambda c, m: m["shard"] > 1 and c.parallel.zero == 2,
+    "groups, ZeRO-3": lambda c, m: m["shard"] > 1 and c.parallel.zero == 3,
     "tensor": lambda c, m: m["model"] > 1 and not c.parallel.sequence_parallel,
     "tensor and sequence": lambda c, m: m["model"] > 1 and c.parallel.sequence_parallel,
     "1F1B": lambda c, m: m["stage"] > 1 and c.parallel.pipeline_schedule == "1f1b",

@@ -34,6 +34,21 @@ def parse(*words: str) -> cli.Command[Options]:
     return cli.parse(words, "mtjax test", "Tests.", Options)
 
 
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        ("", None),
+        ("--mlp-bias", True),
+        ("--no-mlp-bias", False),
+        ("--mlp-bias None", None),
+        ("--mlp-bias=False", False),
+    ],
+)
+def test_a_switch_whose_default_is_a_rule_is_typed_like_any_other(typed, expected):
+    parsed = parse(*typed.split(), "--num-layers", "2").config
+    assert parsed.model.mlp_bias is expected and parsed.model.num_layers == 2
+
+
 def test_without_options_it_is_the_default_config() -> None:
     command = parse()
     assert command.config == config.load("default")
@@ -193,7 +208,8 @@ def test_help_all_explains_every_field_by_group(
     for group, name in FIELDS:
         assert (f"--{name.replace('_', '-')}" in names) == (group not in hidden)
     plain = " ".join(shown.split())
-    assert "Standard deviation of the initial weights (Megatron's --init-method-std). Default: 0.0" in plain
+    default = "In default.toml: 0.06; default: 0.02." if command == "train" else "Default: 0.02."
+    assert f"Standard deviation of the initial weights (Megatron's --init-method-std). {default}" in plain
     assert "Parallelism degrees: DATAxTENSOR (64x8)" in plain
 
 
@@ -241,6 +257,20 @@ def test_help_of_the_other_commands_names_every_option(command: str, capsys: pyt
 
 
 ALIASES = {
+    "train --lr-warmup-fraction 0.01": (
+        "no option is called --lr-warmup-fraction: use --warmup-steps STEPS (STEPS = fraction x decay steps; "
+        "--warmup-fraction in mtjax finetune)"
+    ),
+    "train --lr-decay-samples 3000000": (
+        "no option is called --lr-decay-samples: use --decay-steps STEPS (STEPS = samples / global batch size)"
+    ),
+    "train --window-size 128,0": (
+        "no option is called --window-size: use --attention-window TOKENS (TOKENS counts the token itself: the first "
+        "number + 1; checkpoints that have it can't be converted)"
+    ),
+    "train --model-parallel-size 2": (
+        "no option is called --model-parallel-size: use --mesh model=2 (2-way tensor parallel)"
+    ),
     "train --lr 1e-4": "no option is called --lr: use --learning-rate",
     "train --train-iters 100": "no option is called --train-iters: use --steps",
     "train --tensor-model-parallel-size 8": (

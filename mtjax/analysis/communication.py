@@ -24,17 +24,20 @@ from mtjax.analysis.contract import (
     sum_expectations,
 )
 from mtjax.analysis.counts import Counts, counts, peak_stage_counts, stage_weights, trainable_counts
+from mtjax.analysis.float8 import float8_symbols, with_float8
+from mtjax.analysis.groups import EXPERT_WAYS, across_groups, group_symbols
+from mtjax.analysis.optimizer import update_lines, update_symbols
 from mtjax.analysis.parts.embedding import Lookup, Positions
-from mtjax.analysis.parts.experts import exchanged_tokens
-from mtjax.analysis.parts.heads import teacher_table
+from mtjax.analysis.parts.heads import teacher_lines, teacher_table
 from mtjax.analysis.parts.part import ResidualStream
-from mtjax.analysis.prediction import counts_of_predictors, expert_lines, prediction_lines, prediction_symbols
+from mtjax.analysis.prediction import expert_lines, expert_symbols, prediction_lines, prediction_symbols
 from mtjax.config.adapters import is_trainable
 from mtjax.config.families import is_decoder
-from mtjax.config.sizes import head_dim, main_layers, num_kv_heads, output_is_tied, value_head_dim
-from mtjax.layout.layouts import ZERO_AXES, Layout
+from mtjax.config.sizes import head_dim, num_kv_heads, output_is_tied, value_head_dim
+from mtjax.layout.layouts import Layout
+from mtjax.layout.mesh import AXES
 from mtjax.layout.plan import ContextParallelism, ExpertDispatch, Plan
-from mtjax.layout.rules import CONTEXT, DATA, EXPERT, MODEL, STAGE
+from mtjax.layout.rules import MODEL, STAGE
 from mtjax.layout.stages import layers_in_chunk
 from mtjax.layout.timetable import num_ticks, timetable
 
@@ -46,16 +49,14 @@ def contract_of(anatomy: Anatomy, plan: Plan) -> Contract:
         stack.tokens // plan.mesh.context % plan.mesh.model == 0 for stack in anatomy.stacks
     )
     settings = (
-        plan.label_smoothing,
-        plan.teacher_width > 0,
-        plan.drops_last_reduction,
-        pipeline,
-        scattered,
+        *(plan.label_smoothing, plan.teacher_width > 0, plan.drops_last_reduction),
+        *(pipeline, scattered),
         plan.grad_reduce_dtype,
         plan.context_parallelism,
         plan.expert_dispatch,
     )
-    return _contract(anatomy, plan.layout(anatomy.model), *settings)
+    contract = _contract(anatomy, plan.layout(anatomy.model), *settings)
+    return with_float8(contract.extended(update_lines(anatomy, plan)), anatomy, plan)
 
 
 @cache
@@ -78,6 +79,7 @@ def _contract(
         label_smoothing=label_smoothing,
         distils=distils,
         shares_heads=not layout.rules.axes("kv_heads"),
+        shares_groups=not layout.rules.axes("groups"),
         is_frozen=anatomy.model.lora_rank > 0,
         forward_turns="2*microbatches" if pipeline == "recomputed" else "microbatches",
         embedding_turns="embedding_ticks" if pipeline else "microbatches",
@@ -94,17 +96,21 @@ def _contract(
         lines += part.collectives(replace(inside, side=stack.side, needed_again=needed, learns_before=learns))
     lines += prediction_lines(anatomy, ends, drops_last=drops_last)
     staged = [STAGE] if pipeline else []
-    sharing = [axis for axis in ZERO_AXES if axis in layout.rules.shared_work]
-    ranks = JOINED.join(sharing)
+    sharing = [axis for axis in AXES if axis in layout.rules.shared_work]
+    group = [axis for axis in sharing if axis in layout.zero_axes]
+    between, ranks = tuple(axis for axis in sharing if axis not in group), JOINED.join(group)
     ticks = {section_ticks(anatomy, stack): stack.side for *_, stack in anatomy.sections} if pipeline else {}
-    lines += over_ranks_lines(layout.zero, ticks, wire, ranks, adapts=anatomy.model.lora_rank > 0)
+    adapts = anatomy.model.lora_rank > 0
+    over_ranks = over_ranks_lines(layout.zero, ticks, wire, ranks, adapts=adapts)
+    lines += across_groups(over_ranks, between, "adapters" if adapts else "parameters", wire)
     lines += teacher_lines(ranks) if distils and layout.zero == 3 else []
     if anatomy.model.num_experts:
-        lines.append(load_line([axis for axis in (DATA, STAGE, CONTEXT, EXPERT) if axis in (*sharing, *staged)]))
-        same = [axis for axis in sharing if axis not in layout.rules.expert]
+        lines.append(load_line([axis for axis in AXES if axis in (*sharing, *staged)]))
+        same = [axis for axis in group if axis not in layout.rules.expert]
         turns = "ticks" if pipeline else "microbatches"
         biases = anatomy.model.expert_bias
-        lines += over_ranks_lines_of_experts(layout.zero, wire, JOINED.join(same), turns, has_biases=biases)
+        of_experts = over_ranks_lines_of_experts(layout.zero, wire, JOINED.join(same), turns, has_biases=biases)
+        lines += across_groups(of_experts, between, "expert_parameters", wire, EXPERT_WAYS)
         lines += expert_lines(anatomy, layout.zero, wire, JOINED.join(same))
     lines += over_stage_lines(anatomy, layout, scattered, wire) if pipeline else []
     name = layout.name if is_decoder(anatomy.model) else f"{anatomy.model.family}, {layout.name}"
@@ -245,12 +251,6 @@ def over_ranks_lines(
     ]
 
 
-def teacher_lines(ranks: str) -> list[Expectation]:
-    """Returns what ZeRO-3 gathers of a teacher: a step reads only its output table, which never changes."""
-    why = "a teacher's output table, for all microbatches"
-    return [Expectation(PARAMETERS, "all-gather", ranks, "1", "teacher_table", "compute", pooled=True, why=why)]
-
-
 def symbols_of(anatomy: Anatomy, plan: Plan) -> Symbols:
     """Returns the values of the formulas' symbols for a plan; in a pipeline, of the stage with the most parameters."""
     model, every = anatomy.model, peak_stage_counts(anatomy, plan)
@@ -267,6 +267,7 @@ def symbols_of(anatomy: Anatomy, plan: Plan) -> Symbols:
         "unsplit_adapters": adapters.replicated,
         "rank": model.lora_rank,
         **_gathered(held, adapters if model.lora_rank else held, in_turn),
+        **group_symbols(plan),
     }
     if plan.teacher_width:
         table = teacher_table(model, plan.teacher_width)
@@ -279,20 +280,7 @@ def symbols_of(anatomy: Anatomy, plan: Plan) -> Symbols:
         symbols |= {"context_ways": plan.mesh.context, "rank_key_width": keys * head_dim(model)}
         symbols["rank_value_width"] = keys * value_head_dim(model)
     if model.num_experts:
-        ahead = counts_of_predictors(anatomy, plan)
-        symbols |= {
-            "expert_ways": plan.mesh.expert,
-            "exchanged_tokens": exchanged_tokens(model, plan),
-            "routers": len(main_layers(model)) + model.mtp_num_layers,
-            "expert_parameters": every.experts,
-            "unsplit_expert_parameters": every.replicated_experts,
-            "turn_experts": (every.experts - ahead.experts - every.replicated_experts + ahead.replicated_experts)
-            // in_turn,
-            "all_expert_matrices": every.expert_matrices,
-            "expert_matrices": (every.expert_matrices - ahead.expert_matrices) // in_turn,
-            "all_expert_vectors": every.expert_vectors,
-            "expert_vectors": (every.expert_vectors - ahead.expert_vectors) // in_turn,
-        }
+        symbols |= expert_symbols(anatomy, plan, every, in_turn)
     for stack in anatomy.stacks:
         layers = layers_in_chunk(stack, plan)
         symbols |= {
@@ -304,7 +292,9 @@ def symbols_of(anatomy: Anatomy, plan: Plan) -> Symbols:
         }
     for part in (*anatomy.outside, *(part for _, part in anatomy.layer_parts())):
         symbols |= part.symbols(plan)
-    return {**symbols, **prediction_symbols(anatomy, plan)}
+    for of in (prediction_symbols, update_symbols, float8_symbols):
+        symbols |= of(anatomy, plan)
+    return symbols
 
 
 def _pipeline_symbols(anatomy: Anatomy, plan: Plan, held: Counts, adapters: Counts) -> dict[str, int]:

@@ -13,7 +13,6 @@ from mtjax.config.sizes import output_is_tied
 from mtjax.layout.layouts import (
     LAYERS,
     NOT_SHARDED,
-    ZERO_AXES,
     Layout,
     gathers_in_compute_dtype,
     is_matrix,
@@ -145,7 +144,7 @@ def _counts(weights: tuple[Weight, ...], layout: Layout, mesh: MeshShape) -> Cou
 
 def zero_axes(layout: Layout, names: tuple[str, ...]) -> Axes:
     """Returns the mesh axes over which ZeRO shards a parameter: those over which it is replicated otherwise."""
-    return tuple(axis for axis in layout.rules.replicas(names) if axis in ZERO_AXES)
+    return tuple(axis for axis in layout.rules.replicas(names) if axis in layout.zero_axes)
 
 
 def zero_degree(weight: Weight, layout: Layout, mesh: MeshShape) -> int:

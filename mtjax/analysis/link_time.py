@@ -104,7 +104,8 @@ def exposed_ahead(anatomy: Anatomy, plan: Plan, machine: Machine, compute: float
     """Seconds of gathers and sums over data ranks that other layers do not hide.
 
     Sums pass behind the backward pass. ZeRO-3's gathers pass behind either, those of ZeRO-1 and 2 behind the forward
-    pass of a step's only microbatch; before the first of several nothing hides them.
+    pass of a step's only microbatch; before the first of several nothing hides them. What sharding groups send each
+    other comes after the last layer's backward pass.
 
     Args:
       anatomy: of the model.
@@ -112,17 +113,21 @@ def exposed_ahead(anatomy: Anatomy, plan: Plan, machine: Machine, compute: float
       machine: on which they run.
       compute: seconds of all layers, both passes.
     """
-    sent = {PARAMETERS: 0.0, GRADIENTS: 0.0}
+    sent, last = {PARAMETERS: 0.0, GRADIENTS: 0.0}, 0.0
     for entry in transfers(anatomy, plan):
         if axis_of(entry) == DATA:
-            sent[entry.phase] += transfer_time(entry, anatomy, plan, machine)
+            seconds = transfer_time(entry, anatomy, plan, machine)
+            if entry.axis == DATA and plan.mesh.has_sharding_groups:
+                last += seconds
+            else:
+                sent[entry.phase] += seconds
     forward = compute / (4 if plan.recompute == "full" else 3)
     gathers, again = sent[PARAMETERS], 0.0
     if plan.zero == 3:
         gathers = again = gathers / 2
     elif plan.microbatches > 1:
-        return gathers + max(0.0, sent[GRADIENTS] - (compute - forward))
-    return max(0.0, gathers - forward) + max(0.0, again + sent[GRADIENTS] - (compute - forward))
+        return gathers + last + max(0.0, sent[GRADIENTS] - (compute - forward))
+    return last + max(0.0, gathers - forward) + max(0.0, again + sent[GRADIENTS] - (compute - forward))
 
 
 def exposed_turns(spent: float, plan: Plan, attention: float) -> float:

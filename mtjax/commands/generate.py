@@ -20,6 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options: Options = read(Options, argv, "mtjax generate", DESCRIPTION)
         check_bounds(options.sampling)
         check_options(options)
+        options.storage.check()
         with CtrlC():
             with waiting(IMPORTS):  # takes seconds: not before the options are checked
                 from mtjax.generate.command import run

@@ -12,9 +12,10 @@ class Parallel:
 
     mesh: str = "1x1"
     """Parallelism degrees: DATAxTENSOR (64x8), DATAxPIPELINExTENSOR (8x4x8), DATA (8), or by axis name, such as
-    data=8,stage=4,model=8. The axes are data (data parallelism, also dp), stage (pipeline, pp), context (context
-    parallelism, cp), expert (expert parallelism, ep) and model (tensor parallelism, tp). auto (train and launch only)
-    uses the fastest mesh that mtjax plan estimates for all devices."""
+    data=8,stage=4,model=8. The axes are data (data parallelism, also dp or dp_replicate), stage (pipeline, pp), shard
+    (data parallel ranks of a group within which --zero shards, dp_shard or fsdp), context (context parallelism, cp),
+    expert (expert parallelism, ep) and model (tensor parallelism, tp). auto (train and launch only) uses the fastest
+    mesh that mtjax plan estimates for all devices."""
     pipeline_schedule: Literal["1f1b", "interleaved", "gpipe"] = "1f1b"
     """Pipeline schedule: 1f1b; interleaved, 1f1b with several chunks of layers per stage and so a smaller bubble
     (Megatron's virtual pipeline stages); or gpipe, all forward passes before the backward passes."""
@@ -34,8 +35,11 @@ class Parallel:
     sends each token only to the ranks of its experts (Megatron's --moe-token-dispatcher-type). Neither drops tokens."""
     zero: Literal[0, 1, 2, 3] = 0
     """ZeRO stage: 1 shards the optimizer state and the float32 parameters over data, context and expert parallel ranks
-    (Megatron's distributed optimizer); 2 also shards the gradients; 3 also all-gathers the parameters layer by layer in
-    each microbatch (FSDP)."""
+    (Megatron's distributed optimizer), or with shard in the mesh over those of a group; 2 also shards the gradients; 3
+    also all-gathers the parameters layer by layer in each microbatch (FSDP)."""
+    offload: Literal["none", "optimizer"] = "none"
+    """Keep AdamW's moments in the host's pinned memory, and stream them through the update layer by layer: 8 bytes a
+    parameter less on the device, which cross to it and back in every step."""
     grad_reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the gradient reduction over data parallel ranks, and over pipeline stages that share a parameter;
     bfloat16 halves the bytes sent. Gradients of microbatches are accumulated in float32 either way."""

@@ -134,6 +134,8 @@ def _run_config(
     if model.family == "bert":
         raise UserError(f"{folder} is a BERT: --with-optimizer converts GPT and Llama")
     given = from_arguments(arguments, folder)
+    # Scales of earlier steps are in Transformer Engine's own state, which is not read.
+    given.values |= {"fp8_recipe": "tensorwise"} if given.values.get("fp8_recipe", "delayed") == "delayed" else {}
     for name in ("lr_decay_iters", "lr_warmup_iters", "lr_warmup_fraction", "end_weight_decay"):
         given.values.pop(name, None)
     for theirs, dest in _SCHEDULE.items():

@@ -194,6 +194,7 @@ def misfits(model: Model, names: "Names") -> list[str]:
     biases = attention_bias(model), mlp_bias(model)
     wrong = {
         f"family {model.family}": kind_of(model) == "encoder-decoder",
+        "family hybrid (layer_pattern)": bool(model.layer_pattern),
         f"head {model.head}": model.head != "language",
         "family bert; use --transformer-impl legacy": is_bert and not names.is_legacy,
         f"norm {model.norm} in a bert": is_bert and model.norm != "layernorm",

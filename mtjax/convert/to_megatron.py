@@ -51,6 +51,11 @@ class MtjaxRun:
         if source.adapters:
             raise UserError(f"{weights.folder} trains adapters, which Megatron-LM does not: remove --with-optimizer")
         self.config: Config = weights.config
+        if (optimizer := self.config.optimizer.optimizer) != "adamw":
+            raise UserError(
+                f"{weights.folder} has the states of optimizer {optimizer}, and Megatron-LM's Adam is written from "
+                "adamw alone: remove --with-optimizer"
+            )
         check_experts(self.config.model, expert)
         self.expert = expert
         self.step = int(weights.metadata["step"])

@@ -23,7 +23,7 @@ from mtjax.evaluate.score import Scorer, score_all
 from mtjax.evaluate.tasks.registry import KINDS, check_data
 from mtjax.evaluate.tasks.task import Results, Settings, Task
 from mtjax.generate.first_tokens import first_tokens_of
-from mtjax.layout.mesh import MeshShape, parse_mesh
+from mtjax.layout.mesh import MeshShape, check_no_sharding_groups, parse_mesh
 from mtjax.models.sharded_model import ShardedModel
 from mtjax.runtime.compile_cache import CompileCache
 from mtjax.runtime.processes.coordination import all_gather_text, this_process
@@ -152,6 +152,7 @@ def parallel_of(options: Options) -> tuple[MeshShape, Parallel]:
       UserError: the mesh is invalid.
     """
     shape = parse_mesh(options.mesh)
+    check_no_sharding_groups(shape)
     return shape, Parallel(
         mesh=options.mesh,
         sequence_parallel=options.sequence_parallel,

@@ -41,16 +41,16 @@ def run(options: Options) -> None:
             )
         prompts = (sys.stdin.read().removesuffix("\n"),)
     with CompileCache(options.compile_cache):
-        model = load_model(options.source, options.mesh, options.dtype, options.tokenizer)
+        model = load_model(options.source, options.mesh, options.dtype, options.tokenizer, storage=options.storage)
         say(f"model   {describe_config(model.placed.config, model.parameters)}")
         if model.family == "bert":
             fill_masks(options, model, prompts)
             return
         if options.fillings is not None:
             raise UserError(f"--fillings needs a bert, and the model is a {model.family}: remove it")
-        decoder = Decoder(model.placed, model.parameters, model.start_id, int8=options.weights_dtype == "int8")
+        decoder = Decoder(model.placed, model.parameters, model.start_id, storage=options.storage, grids=model.grids)
         job = Job(
-            options, replace(model, parameters=None), decoder
+            options, replace(model, parameters=None, grids=()), decoder
         )  # frees their memory: the decoder has converted them
         del model
         if options.beams is not None:
@@ -71,7 +71,7 @@ def fill_masks(options: Options, model: LoadedModel, prompts: Iterable[str]) -> 
     """
     defaults = Options(options.source)
     text_options = (
-        "weights_dtype",
+        "storage",
         "beams",
         "length_penalty",
         "interactive",

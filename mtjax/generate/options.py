@@ -8,6 +8,7 @@ import tyro
 
 from mtjax.analysis.decoding import REPORTED
 from mtjax.config.field_metadata import Bound, at_least, setting
+from mtjax.config.storage import Storage
 from mtjax.generate.request import Sampling
 
 DESCRIPTION = """Generates text with a trained model: GPT and Llama continue a prompt, T5 answers it, BERT fills [MASK].
@@ -38,9 +39,7 @@ class Options:
     MODEL, and replicated over DATA."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Dtype of matrices, activations and KV cache. Default: bfloat16 on GPUs, float32 on CPUs."""
-    weights_dtype: Literal["int8"] | None = None
-    """Quantize the matrices of the layers and of the output logits to int8, with a scale for each output channel;
-    matrix products are still computed in --dtype."""
+    storage: tyro.conf.OmitArgPrefixes[Storage] = field(default_factory=Storage)
     tokenizer: str | None = None
     """A tokenizer, named as for `mtjax train`. Default: the tokenizer that comes with the weights."""
     batch: int = at_least(1, 8, most=4096)

@@ -55,10 +55,12 @@ def memory_report(step: CompiledStep, capacity: int | None, teacher: Model | Non
     parameters = sum(a.bytes for name, a in arguments if name.startswith("state.parameters"))
     optimizer = sum(a.bytes for name, a in arguments if name.startswith("state.optimizer"))
     plan = step.plan
+    formula = stage_memory(step.anatomy, plan)
     moments = plan.precision.optimizer / plan.precision.gradients  # of a gradient's size
+    shard = optimizer / moments if plan.optimizer.name == "adamw" else formula.gradients
     are_sharded = plan.zero > 0 and plan.reduces_in_backward
     full = plan.precision.gradients * trainable_counts(step.anatomy, plan).all
-    gradients = min(int(optimizer / moments) if are_sharded else full, stats.temporaries)
+    gradients = min(int(shard) if are_sharded else full, stats.temporaries)
     return MemoryReport(
         arguments=stats.arguments,
         outputs=stats.outputs,
@@ -71,7 +73,7 @@ def memory_report(step: CompiledStep, capacity: int | None, teacher: Model | Non
         gradients=gradients,
         activations=stats.temporaries - gradients,
         capacity=capacity,
-        formula=stage_memory(step.anatomy, plan),
+        formula=formula,
         beside=round(weight_bytes(replace(plan, teacher=teacher)) - table_bytes(step.anatomy, plan)) if teacher else 0,
     )
 

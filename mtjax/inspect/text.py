@@ -277,6 +277,10 @@ def time_lines(report: Report) -> str:
         + (": XLA rematerializes some of them to save memory" if flops.difference > 0.01 else "")
         + (", with equal loads of all experts" if report.config.model.num_experts else ""),
     ]
+    if (eight := report.float8) is not None:
+        lines.append(
+            f"  {eight.found:,} of {eight.expected:,} matmuls of layers in 8 bits: {eight.share:.1%} of the FLOPs"
+        )
     t = report.time
     if t is None:
         return "\n".join(lines)

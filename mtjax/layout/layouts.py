@@ -1,13 +1,14 @@
 """Layouts: the mesh axes over which logical axes are sharded, and what ZeRO shards in addition."""
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
 from mtjax.config import Model
 from mtjax.config.sizes import num_kv_heads
 from mtjax.layout.mesh import MeshShape
-from mtjax.layout.rules import CONTEXT, DATA, EXPERT, MODEL, STAGE, Axes, Rules
+from mtjax.layout.rules import CONTEXT, DATA, EXPERT, MODEL, SHARD, STAGE, Axes, Rules
 
 TENSOR_RULES = Rules(
     batch=(DATA,),
@@ -15,14 +16,19 @@ TENSOR_RULES = Rules(
     expert=(EXPERT,),
     heads=(MODEL,),
     kv_heads=(MODEL,),
+    groups=(MODEL,),
     mlp=(MODEL,),
     vocab=(MODEL,),
 )
 """Column/row-parallel sharding of arXiv 1909.08053: heads, MLP and vocabulary over `model`, samples over `data`; layers
 over pipeline stages, experts over `expert`."""
 
-ZERO_AXES: Axes = (DATA, CONTEXT, EXPERT)
-"""Mesh axes over which ZeRO shards what is replicated otherwise."""
+
+def zero_axes(axes: Axes) -> Axes:
+    """Returns the mesh axes over which ZeRO shards what is replicated otherwise, of a mesh with `axes`: without
+    sharding groups all over which a batch is sharded, otherwise those of a group."""
+    return (SHARD if SHARD in axes else DATA, CONTEXT, EXPERT)
+
 
 NOT_SHARDED = -1
 """In place of a dimension: ZeRO shards none."""
@@ -31,6 +37,8 @@ LAYERS = "layers"
 """Logical name of the dimension along which the layers of a stack are stacked: the first."""
 ROUTER_BIAS = (LAYERS, "routes")
 """Logical names of routers' biases."""
+OPERANDS = "operands"
+"""Logical name of a dimension that only scales of 8-bit products have; they are no weights of the model."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +48,13 @@ class Layout:
     rules: Rules = TENSOR_RULES
     """Sharding of activations, and of parameters before ZeRO."""
     zero: int = 0
-    """ZeRO stage over `ZERO_AXES`: 1 shards the optimizer state, and parameters between steps; 2 also gradients; 3 also
+    """ZeRO stage over `zero_axes`: 1 shards the optimizer state, and parameters between steps; 2 also gradients; 3 also
     parameters in use."""
+
+    @property
+    def zero_axes(self) -> Axes:
+        """Mesh axes over which ZeRO shards what is replicated otherwise; also axes that the mesh doesn't have."""
+        return zero_axes(self.rules.shared_work)
 
     @property
     def sequence(self) -> bool:
@@ -63,19 +76,31 @@ def layout_of(model: Model, mesh: MeshShape, *, sequence_parallel: bool = False,
     """Returns the layout of a model on a mesh.
 
     Grouped-query attention may have fewer key and value heads than tensor parallel ranks: then these are replicated,
-    and `mtjax.sharding.kv_heads` selects a rank's.
+    and `mtjax.sharding.kv_heads` selects a rank's. Likewise the groups of state-space layers.
     """
-    replicates_kv_heads = num_kv_heads(model) % mesh.degree(TENSOR_RULES.kv_heads) != 0
-    return _layout(sequence_parallel, replicates_kv_heads, zero, mesh.axes)
+    sizes = {"kv_heads": num_kv_heads(model), "groups": model.ssm_groups}
+    replicated = tuple(name for name, size in sizes.items() if size % mesh.degree(TENSOR_RULES.axes(name)))
+    return _layout(sequence_parallel, replicated, zero, mesh.axes)
 
 
 @cache
-def _layout(sequence_parallel: bool, replicates_kv_heads: bool, zero: int, axes: Axes) -> Layout:
+def _layout(sequence_parallel: bool, replicated: tuple[str, ...], zero: int, axes: Axes) -> Layout:
     tokens = (CONTEXT,) if CONTEXT in axes else ()
     act_seq = (*tokens, MODEL) if sequence_parallel else tokens
-    samples = (DATA, EXPERT) if EXPERT in axes else (DATA,)
+    samples = tuple(axis for axis in (DATA, SHARD, EXPERT) if axis in axes)
     rules = dataclasses.replace(TENSOR_RULES.over(axes), batch=samples, seq=tokens, act_seq=act_seq)
-    return Layout(dataclasses.replace(rules, kv_heads=()) if replicates_kv_heads else rules, zero)
+    return Layout(dataclasses.replace(rules, **dict.fromkeys(replicated, ())), zero)
+
+
+def zero_problems(mesh: MeshShape, zero: int) -> Iterator[str]:
+    """Yields what a stage of ZeRO is not compatible with."""
+    if zero not in range(4):
+        yield f"ZeRO has stages 0 to 3, not {zero}"
+    if mesh.has_sharding_groups and not zero:
+        yield (
+            f"shard={mesh.shard} in mesh {mesh} is the number of ranks over which ZeRO shards, and zero is 0: use "
+            "--zero 1, 2 or 3, or data in place of shard"
+        )
 
 
 def is_matrix(names: tuple[str, ...]) -> bool:
@@ -91,9 +116,9 @@ def is_matrix(names: tuple[str, ...]) -> bool:
 
 def is_decayed(names: tuple[str, ...]) -> bool:
     """Returns whether weight decay applies: as in Megatron, to parameters of two or more dimensions per layer, except
-    biases. Those are the matrices, and T5's table of relative biases.
+    biases. Those are the matrices, T5's table of relative biases, and convolutions.
     """
-    return is_matrix(names) or "buckets" in names
+    return is_matrix(names) or "buckets" in names or "taps" in names
 
 
 def gathers_in_compute_dtype(names: tuple[str, ...]) -> bool:
@@ -111,7 +136,7 @@ def sharded_dimension(
     `layers` is the last choice, and for stage 1 only: stages 2 and 3 need a shard of every layer on every rank.
     """
     # XLA: would drop some reductions of routers' biases, whose gradients are 0: they are never sharded.
-    if not layout.zero or degree == 1 or names == ROUTER_BIAS:
+    if not layout.zero or degree == 1 or names == ROUTER_BIAS or OPERANDS in names:
         return NOT_SHARDED
     # XLA: collectives have the sharded dimension outermost; of any other one, shards and gradients are transposed.
     outer = int(names[0] == LAYERS)

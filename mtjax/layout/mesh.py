@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from mtjax.config.sizes import divisors
 from mtjax.errors import UserError, nearest
-from mtjax.layout.rules import CONTEXT, DATA, EXPERT, MANUAL, MODEL, STAGE, Axes
+from mtjax.layout.rules import CONTEXT, DATA, EXPERT, MANUAL, MODEL, SHARD, STAGE, Axes
 
 AXES: Axes = (*MANUAL, MODEL)
 """Mesh axes, outermost first: `model` varies fastest, so that its groups sit inside one server."""
@@ -17,9 +17,18 @@ MOST_DEVICES = 2**20
 LONGEST = 200
 """Most characters of a mesh as typed."""
 
-ABBREVIATIONS = {DATA: "DP", STAGE: "PP", CONTEXT: "CP", EXPERT: "EP", MODEL: "TP"}
-"""Mesh axis -> the usual abbreviation of data, pipeline, context, expert or tensor parallelism."""
-PARALLELISM = {DATA: "data", STAGE: "pipeline", CONTEXT: "context", EXPERT: "expert", MODEL: "tensor"}
+ABBREVIATIONS = {DATA: "DP", STAGE: "PP", SHARD: "FSDP", CONTEXT: "CP", EXPERT: "EP", MODEL: "TP"}
+"""Mesh axis -> the usual abbreviation of data, pipeline, sharded data, context, expert or tensor parallelism."""
+OTHER_NAMES = {"dp_replicate": DATA, "dp_shard": SHARD} | {short.lower(): axis for axis, short in ABBREVIATIONS.items()}
+"""Other name of a mesh axis, in lower case -> the axis: torchtitan's of sharding groups, and the abbreviations."""
+PARALLELISM = {
+    DATA: "data",
+    STAGE: "pipeline",
+    SHARD: "sharded data",
+    CONTEXT: "context",
+    EXPERT: "expert",
+    MODEL: "tensor",
+}
 """Mesh axis -> the kind of parallelism whose degree it has."""
 
 LEAST_SHARED = 4096
@@ -39,6 +48,7 @@ class MeshShape:
 
     data: int = 1
     stage: int = 1
+    shard: int = 1
     context: int = 1
     expert: int = 1
     model: int = 1
@@ -60,13 +70,23 @@ class MeshShape:
 
     @property
     def batch_degree(self) -> int:
-        """Number of shards of a batch: expert parallel ranks are data parallel outside expert layers."""
-        return self.data * self.expert
+        """Number of shards of a batch: the ranks of sharding groups see other samples, and so do expert parallel ones
+        outside expert layers."""
+        return self.data * self.shard * self.expert
+
+    def divides(self, width: int) -> bool:
+        """Returns whether ZeRO without sharding groups divides the parameters of a model of this width."""
+        return width % (self.batch_degree * self.context) == 0
 
     @property
     def has_pipeline(self) -> bool:
         """Whether there is pipeline parallelism."""
         return self.stage > 1
+
+    @property
+    def has_sharding_groups(self) -> bool:
+        """Whether ZeRO shards within groups, which are replicas of each other."""
+        return self.shard > 1
 
     @property
     def has_context_parallel(self) -> bool:
@@ -77,7 +97,7 @@ class MeshShape:
     def has_data_and_tensor(self) -> bool:
         """Whether there is both data and tensor parallelism. Where the tensor parallel degree is the number of GPUs of
         a server, gradients then cross other links than activations."""
-        return min(self.data, self.model) > 1
+        return min(self.data * self.shard, self.model) > 1
 
     @property
     def description(self) -> str:
@@ -118,6 +138,22 @@ def meshes_within(mesh: MeshShape, experts: int, tokens: int) -> Iterator[MeshSh
         data, remainder = divmod(mesh.data, context)
         for degree in divisors(math.gcd(data, experts or 1)) if not remainder else ():
             yield replace(mesh, data=data // degree, context=context, expert=degree)
+
+
+def with_groups(mesh: MeshShape, gpus: int, width: int) -> Iterator[MeshShape]:
+    """Yields the meshes that use some of a mesh's data parallelism for sharding groups.
+
+    Groups are servers of `gpus` GPUs, or where ZeRO would not divide a model of this width over all ranks, also twice,
+    four times, ... as large; otherwise larger groups send as much over the network as no groups.
+    """
+    inside, group = mesh.context * mesh.expert * mesh.model, gpus
+    while group < mesh.data * inside:
+        shard, remainder = divmod(group, inside)
+        if not remainder and shard > 1 and mesh.data % shard == 0:
+            yield replace(mesh, data=mesh.data // shard, shard=shard)
+        if mesh.divides(width):
+            return
+        group *= 2
 
 
 def context_degrees(tokens: int) -> list[int]:
@@ -164,11 +200,12 @@ def _named_degrees(text: str) -> dict[str, int]:
             raise UserError(
                 f"mesh {text!r} is neither DATAxMODEL, such as 64x8, nor named, such as {example} or dp=8,pp=4,tp=8"
             )
-        axis = next((axis for axis, short in ABBREVIATIONS.items() if short == match[1].upper()), match[1])
+        axis = OTHER_NAMES.get(match[1].lower(), match[1])
         if axis not in AXES:
+            names = (*AXES, *(name for name in OTHER_NAMES if "_" in name))
             axes = ", ".join(f"{axis} ({ABBREVIATIONS[axis].lower()})" for axis in AXES)
             raise UserError(
-                f"mesh {text!r}: no axis is called {match[1]!r}{nearest(match[1], AXES)}; the axes are {axes}"
+                f"mesh {text!r}: no axis is called {match[1]!r}{nearest(match[1], names)}; the axes are {axes}"
             )
         if axis in degrees:
             raise UserError(f"mesh {text!r} sets {axis} twice; name each axis once")
@@ -176,8 +213,8 @@ def _named_degrees(text: str) -> dict[str, int]:
     return degrees
 
 
-def check_no_context_parallel(mesh: MeshShape) -> None:
-    """Checks that a mesh has no context parallelism, which generation does not support.
+def check_generation_mesh(mesh: MeshShape) -> None:
+    """Checks that a mesh has neither context parallelism nor sharding groups, which generation does not support.
 
     Raises:
       UserError: it has.
@@ -186,4 +223,18 @@ def check_no_context_parallel(mesh: MeshShape) -> None:
         raise UserError(
             f"mesh {mesh} has context parallelism (context={mesh.context}), which works for training and evaluation "
             "only: remove context from the mesh"
+        )
+    check_no_sharding_groups(mesh)
+
+
+def check_no_sharding_groups(mesh: MeshShape) -> None:
+    """Checks that a mesh has no sharding groups, which only training uses.
+
+    Raises:
+      UserError: it has.
+    """
+    if mesh.has_sharding_groups:
+        raise UserError(
+            f"mesh {mesh} has sharding groups (shard={mesh.shard}), which are for training: use "
+            f"data={mesh.data * mesh.shard} in place of data and shard"
         )

@@ -6,10 +6,11 @@ from typing import Any
 
 from mtjax.migrate.argument import Argument, Sections
 from mtjax.migrate.model_arguments import MODEL
+from mtjax.migrate.older_arguments import OLDER
 from mtjax.migrate.system_arguments import SYSTEM
 from mtjax.migrate.training_arguments import TRAINING
 
-SECTIONS: Sections = {**MODEL, **TRAINING, **SYSTEM}
+SECTIONS: Sections = {**MODEL, **TRAINING, **SYSTEM, **OLDER}
 TABLE: tuple[Argument, ...] = tuple(row for rows in SECTIONS.values() for row in rows)
 OF_MODEL = frozenset(row.dest for rows in MODEL.values() for row in rows)
 """Attributes of the arguments that define the network."""

@@ -41,7 +41,7 @@ OTHERS: Mapping[str, tuple[str, ...]] = {
     "lr-scheduler-type": ("--decay-style",),
     "max-grad-norm": ("--clip-grad-norm",),
     "adam-epsilon": ("--epsilon",),
-    "optim": ("nothing: the optimizer is AdamW",),
+    "optim": ("--optimizer",),
     "logging-steps": ("--log-every",),
     "eval-steps": ("--valid-every",),
     "save-steps": ("--checkpoint-every",),
@@ -88,6 +88,20 @@ OTHERS: Mapping[str, tuple[str, ...]] = {
         f"{where}-fsdp-parallelism": ("--mesh data=N --zero 3 (FSDP over N data-parallel ranks)",)
         for where in ("ici", "dcn")
     },
+    # Sharding groups in torchtitan, Accelerate, DeepSpeed (MiCS, hpZ).
+    **dict.fromkeys(
+        ("parallelism.data-parallel-replicate-degree", "parallelism-config-dp-replicate-size"),
+        ("--mesh data=N,shard=S --zero 3 (N replicas of sharding groups)",),
+    ),
+    **dict.fromkeys(
+        (
+            "parallelism.data-parallel-shard-degree",
+            "parallelism-config-dp-shard-size",
+            "mics-shard-size",
+            "zero-hpz-partition-size",
+        ),
+        ("--mesh data=D,shard=N --zero 3 (sharding groups of N ranks)",),
+    ),
     # Parallelism as other launchers call it.
     **dict.fromkeys(("tensor-parallel-size", "tp-size", "tp"), ("--mesh model=N (N-way tensor parallel)",)),
     **dict.fromkeys(("pipeline-parallel-size", "pp-size", "pp"), ("--mesh stage=N (N pipeline stages)",)),

@@ -11,7 +11,7 @@ from mtjax.config.vocabulary import with_vocabulary
 from mtjax.errors import UserError
 from mtjax.layout.attention_kernel import HOPPER
 from mtjax.layout.divisibility import problems
-from mtjax.layout.mesh import MeshShape, meshes_within
+from mtjax.layout.mesh import MeshShape, meshes_within, with_groups
 from mtjax.layout.plan import Plan
 from mtjax.plan.search import Space
 
@@ -37,6 +37,8 @@ def fastest_mesh(config: Config, devices: int, kind: str, teacher: Model | None 
     shapes = [MeshShape(data=devices // model, model=model) for model in divisors(devices)]
     experts, tokens = anatomy.model.num_experts, anatomy.model.sequence_length
     meshes = [mesh for shape in shapes for mesh in meshes_within(shape, experts, tokens)]
+    if server and config.parallel.zero:
+        meshes += [grouped for mesh in meshes for grouped in with_groups(mesh, server.gpus, anatomy.model.hidden_size)]
     capability = gpu.compute_capability if gpu else HOPPER
     plans = [Plan.of(config, mesh, capability, teacher=teacher) for mesh in meshes]
     reasons = {str(plan.mesh): next(problems(anatomy.model, plan), None) for plan in plans}

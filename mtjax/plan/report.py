@@ -82,7 +82,7 @@ def parameter_table(anatomy: Anatomy, plan: Plan) -> Table:
     if num_experts := anatomy.model.num_experts:
         name = f"active per token: {anatomy.model.experts_top_k} of {num_experts} experts"
         result.add_row(name, f"{counts.active_parameters(anatomy):,}")
-    result.add_row("by Megatron-LM's memory formula", f"{counts.megatron_parameters(anatomy):,}")
+    result.add_row("parameters by Megatron-LM's formula", f"{counts.megatron_parameters(anatomy):,}")
     held = counts.peak_stage_counts(anatomy, plan).all
     result.add_row("per GPU (before ZeRO)", f"{held:,.0f}")
     if teacher := teacher_of(plan):
@@ -138,8 +138,8 @@ def choice_table(anatomy: Anatomy, plan: Plan, server: Server, usable: float) ->
     limit, excessive = usable * server.gpu.memory, False
     for recompute in ("none", "selective", "full"):
         for sequence_parallel in (False, True) if plan.tensor_degree > 1 else (False,):
-            unrolled = plan.unrolled and recompute != "full"
-            option = replace(plan, recompute=recompute, sequence_parallel=sequence_parallel, unrolled=unrolled)
+            option = replace(plan, recompute=recompute, sequence_parallel=sequence_parallel)
+            option = replace(option, unrolled=plan.unrolled and not any(option.unrolling_problems(anatomy.model)))
             row = [replace(option, zero=zero) for zero in range(4)]
             sizes = [peak_stage_memory(anatomy, option) for option in row]
             excessive |= any(size.total > limit for size in sizes)

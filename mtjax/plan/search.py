@@ -15,7 +15,7 @@ from mtjax.analysis.timing import StepTime, step_time
 from mtjax.config.sizes import divisors
 from mtjax.errors import UserError
 from mtjax.layout.divisibility import problems
-from mtjax.layout.mesh import MeshShape, context_degrees, meshes_within
+from mtjax.layout.mesh import MeshShape, context_degrees, meshes_within, with_groups
 from mtjax.layout.plan import ExpertDispatch, Plan, Recompute
 from mtjax.layout.stages import balanced_layers
 
@@ -34,6 +34,8 @@ class Space:
     """Chunks of a stage's layers; all numbers that divide them when None."""
     uneven: float = 1.25
     """Maximum number of layers of a stage relative to the mean: all stages wait for the one with the most layers."""
+    unrolled: tuple[bool, ...] = (False, True)
+    """Whether layers are unrolled, where that is possible."""
     usable: float = 0.9
     """Share of a GPU's memory that a plan may fill."""
 
@@ -91,13 +93,14 @@ def meshes(anatomy: Anatomy, base: Plan, gpus: int, server: Server, space: Space
             for mesh in meshes_within(shape, anatomy.model.num_experts, anatomy.model.sequence_length):
                 if not _obstacle(anatomy, base, mesh):
                     yield mesh
+                    yield from with_groups(mesh, server.gpus, anatomy.model.hidden_size)
 
 
 def _obstacle(anatomy: Anatomy, base: Plan, mesh: MeshShape) -> str | None:
     """Returns why no plan is possible on a mesh, whatever the microbatch; None if one is."""
     plainest = replace(base, mesh=mesh, microbatch_size=1, sequence_parallel=False, pipeline_schedule="1f1b", chunks=1)
     shares = chunk_shares(anatomy, plainest.stages, math.inf).get(1)
-    plainest = replace(plainest, layers_per_stage=shares)
+    plainest = replace(plainest, layers_per_stage=shares, unrolled=False)
     return next(problems(anatomy.model, plainest), None)
 
 
@@ -127,15 +130,20 @@ def variants(anatomy: Anatomy, base: Plan, mesh: MeshShape, space: Space) -> Ite
     base = replace(base, mesh=mesh)
     fitting = chunk_shares(anatomy, base.stages, space.uneven)
     allowed = {n: shares for n, shares in fitting.items() if space.chunks is None or n in space.chunks}
-    per_rank = base.global_batch_size // base.data_degree
+    per_rank, zeros = base.global_batch_size // base.data_degree, space.zeros if base.zero_degree > 1 else (0,)
+    # Without traffic in each microbatch, or with one microbatch, groups gain nothing where ZeRO needs none.
+    once = mesh.has_sharding_groups and mesh.divides(anatomy.model.hidden_size)
+    zeros = tuple(zero for zero in zeros if zero >= (2 if once else int(mesh.has_sharding_groups)))
     for microbatch in divisors(per_rank):
         if microbatch & (microbatch - 1) and microbatch != per_rank:
+            continue
+        if once and microbatch == per_rank:
             continue
         for recompute in space.recomputes:
             if recompute == "selective" and (base.flash_attention or base.attention_in_blocks):
                 continue  # there are no stored scores to leave out
             for sequence in space.sequence if base.tensor_degree > 1 else (False,):
-                for zero in space.zeros if base.zero_degree > 1 else (0,):
+                for zero in zeros:
                     for chunks, shares in allowed.items():
                         plan = replace(
                             base,
@@ -147,9 +155,15 @@ def variants(anatomy: Anatomy, base: Plan, mesh: MeshShape, space: Space) -> Ite
                             chunks=chunks,
                             layers_per_stage=shares,
                         )
-                        yield from (
-                            replace(plan, expert_dispatch=method) for method in expert_dispatches(anatomy, plan)
-                        )
+                        for method in expert_dispatches(anatomy, plan):
+                            for unrolled in _unrolled(anatomy, plan, space):
+                                yield replace(plan, expert_dispatch=method, unrolled=unrolled)
+
+
+def _unrolled(anatomy: Anatomy, plan: Plan, space: Space) -> tuple[bool, ...]:
+    """Returns whether layers of a plan may be unrolled, and whether they may be in a loop."""
+    is_possible = plan.residuals == "jax" and not any(plan.unrolling_problems(anatomy.model))
+    return tuple(unrolled for unrolled in space.unrolled if is_possible or not unrolled)
 
 
 def expert_dispatches(anatomy: Anatomy, plan: Plan) -> tuple[ExpertDispatch, ...]:
@@ -326,6 +340,8 @@ def describe(plan: Plan) -> str:
         parts.append(f"ZeRO-{plan.zero}")
     if plan.sequence_parallel:
         parts.append("sequence parallel")
+    if plan.unrolled:
+        parts.append("layers unrolled")
     if plan.mesh.has_context_parallel and plan.context_method != "ring":
         parts.append(f"keys and values by {plan.context_method}")
     if plan.expert_dispatch != "all-gather":

@@ -9,6 +9,7 @@ from mtjax.analysis.anatomy import Anatomy
 from mtjax.analysis.counts import parameters
 from mtjax.analysis.families.registry import anatomy_of
 from mtjax.analysis.hardware import Server
+from mtjax.config.storage import PLAIN, Storage
 from mtjax.plan import inference, published
 from mtjax.plan.published import Point
 from mtjax.plan.report import show, table
@@ -47,6 +48,7 @@ def cache_table(anatomy: Anatomy, server: Server, tensor_degree: int, context: i
         "KV cache",
         "memory per GPU",
         "with int8 weights",
+        "with int4 weights",
         "prefill",
         "per token",
         "tokens/s (predicted)",
@@ -56,15 +58,15 @@ def cache_table(anatomy: Anatomy, server: Server, tensor_degree: int, context: i
     for batch in BATCHES:
         for tokens in lengths:
             cache = inference.cache_bytes(anatomy, batch, tokens)
-            memories = {
-                int8: inference.decoding_memory(anatomy, tensor_degree, batch, tokens, int8=int8)
-                for int8 in (False, True)
-            }
+            memories = [
+                inference.decoding_memory(anatomy, tensor_degree, batch, tokens, storage=storage)
+                for storage in (PLAIN, Storage("int8"), Storage("int4"))
+            ]
             speed = inference.generation(anatomy, server, tensor_degree, batch, tokens)
             result.add_row(
                 f"{batch} x {tokens}",
                 gib(cache),
-                *(_with_capacity(memory.total, server) for memory in (memories[False], memories[True])),
+                *(_with_capacity(memory.total, server) for memory in memories),
                 seconds(speed.prefill_seconds),
                 seconds(speed.token_seconds),
                 f"{batch * speed.tokens_per_second:,.0f}",

@@ -126,10 +126,11 @@ class Reduction:
             reduced = scatter_layers([leaves[i] for i in members], reductions, specs)
             for i, leaf in zip(members, reduced, strict=True):
                 leaves[i] = leaf
-        # Parameters that several stages have, such as a tied embedding: each has a partial sum of the gradient.
+        # Each sharding group has the sum of its samples. Of parameters that several stages have, such as a tied
+        # embedding, each stage has a partial sum.
         for i, record in enumerate(table):
-            if record.deferred_axes:
-                deferred = GradReduction(record.deferred_axes, NOT_SHARDED, (), 1, record.grad_reduction.comm_dtype)
+            for axes in filter(None, (record.between_groups, record.deferred_axes)):
+                deferred = GradReduction(axes, NOT_SHARDED, (), 1, record.grad_reduction.comm_dtype)
                 leaves[i] = reduce_gradient(leaves[i], record.storage_spec, deferred)
         return jax.tree.unflatten(tree, leaves)
 

@@ -7,6 +7,7 @@ import pytest
 from mtjax import config
 from mtjax.analysis.anatomy import Anatomy
 from mtjax.analysis.copies import copies_in_step
+from mtjax.analysis.counts import parameters
 from mtjax.analysis.families.registry import anatomy_of, gpt
 from mtjax.analysis.hardware import DGX_2H, DGX_H100
 from mtjax.analysis.link_time import members_inside
@@ -201,6 +202,13 @@ def test_zero_3_waits_for_what_other_layers_do_not_hide():
     assert late.data_axis > 0
     beside = late.products + late.attention + late.element_wise + late.model_axis
     assert late.hidden[DATA] == pytest.approx(beside)
+
+
+def test_what_sharding_groups_send_each_other_is_exposed():
+    plan = Plan(parse_mesh("data=8,shard=8"), 512, 8, recompute="full", zero=3)
+    shard = 4 * parameters(GPT_8B) / 8
+    assert step_time(GPT_8B, plan, DGX_H100).data_axis >= 2 * 7 / 8 * shard / DGX_H100.network
+    assert members_inside(plan, "shard", DGX_H100) == 8 and members_inside(plan, DATA, DGX_H100) == 1
 
 
 def test_full_recompute_on_stages_pays_for_losses_with_a_forward_half():

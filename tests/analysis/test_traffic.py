@@ -18,6 +18,15 @@ GPT_8B = gpt(72, 3072, 32, 1024, 51_200)
 TENSOR = Plan(parse_mesh("64x1x8"), 512, 8, recompute="full")
 
 
+def test_groups_gather_inside_and_send_each_other_a_shard_of_every_gradient_once():
+    """By hand, of parameters that all divide: ZeRO-3 with 4 microbatches on 8 groups of 8."""
+    plan = Plan(parse_mesh("data=8,shard=8"), 512, 2, recompute="full", zero=3)
+    sent, size = sent_by_axis(transfers(GPT_8B, plan)), rank_parameters(GPT_8B, 1)
+    assert sent["data"] == 2 * 7 / 8 * 4 * size / 8
+    assert sent["shard"] == pytest.approx(4 * 7 / 8 * (4 + 2 + 2) * size, rel=0.01)  # the table is gathered once
+    assert set(sent) == {"data", "shard"}
+
+
 def test_ring_factors():
     assert ring_factor("all-reduce", 8) == 2 * 7 / 8
     assert ring_factor("all-gather", 8) == ring_factor("reduce-scatter", 8) == 7 / 8

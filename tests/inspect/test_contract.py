@@ -111,7 +111,7 @@ SPLIT = [
     {"sequence_parallel": True},
     {"sequence_parallel": True, "zero": 1, "grad_reduce_dtype": "bfloat16"},
     {"zero": 2, "microbatch_size": None},
-    {"sequence_parallel": True, "zero": 3},
+    {"mesh": "data=2,shard=2,model=2", "sequence_parallel": True, "zero": 3, "global_batch_size": 16},
 ]
 
 
@@ -156,6 +156,8 @@ def assert_scatters_add_rows(found: Report) -> None:
                 *SPLIT[:3],
                 {"zero": 1},
                 {"zero": 3},
+                {"sequence_parallel": True, "zero": 3},
+                {"mesh": "data=2,shard=4", "zero": 1, "grad_reduce_dtype": "bfloat16", "microbatch_size": None},
                 GROUPS | {"zero": 3, "sequence_parallel": True},
                 GROUPS | {"zero": 3, "recompute_method": "block"},
                 ONE_MICROBATCH,

@@ -105,6 +105,12 @@ CONTEXT = [
         "data=1,context=2,model=1",
         "context=2 .* gpt, llama and bert, and family is t5: remove",
     ),
+    ({}, "data=2,shard=4,model=1", "shard=4 in mesh .* zero is 0: use --zero 1, 2 or 3, or data in place of shard"),
+    (
+        {"zero": 3, "global_batch_size": 12},
+        "data=2,shard=4,model=1",
+        "global_batch_size 12 .* data parallel degree 8",
+    ),
     (
         {"head": "classification"},
         "data=1,context=2,model=1",
@@ -126,7 +132,7 @@ CONTEXT = [
         "moe_every 2 does not divide the 3 layers of a stage's chunk: choose num_layers, stages",
     ),
 ]
-"""The same with context parallelism and experts."""
+"""The same with context parallelism, sharding groups and experts."""
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mtjax.errors import UserError
-from mtjax.layout.mesh import AXES, MeshShape, check_no_context_parallel, parse_mesh
+from mtjax.layout.mesh import AXES, MeshShape, check_generation_mesh, parse_mesh
 
 WAYS = st.integers(1, 16)
 
@@ -18,7 +18,7 @@ def test_both_forms_say_the_same(data, model):
     assert shape.size == data * model
 
 
-@given(st.fixed_dictionaries(dict.fromkeys(AXES, WAYS)), st.randoms())
+@given(st.fixed_dictionaries(dict.fromkeys(AXES, st.integers(1, 10))), st.randoms())
 def test_axes_may_be_named_in_any_order(ways, random):
     shape = MeshShape(**ways)
     names = list(ways)
@@ -39,6 +39,9 @@ def test_one_number_is_data_parallel():
 def test_the_usual_abbreviations_name_axes():
     assert parse_mesh("tp=8,pp=4,dp=2,cp=16,ep=32") == MeshShape(model=8, stage=4, data=2, context=16, expert=32)
     assert parse_mesh("TP=8,stage=4") == MeshShape(model=8, stage=4)
+    named = MeshShape(data=4, shard=8, model=2)
+    assert parse_mesh("dp_replicate=4,dp_shard=8,tp=2") == parse_mesh("dp=4,FSDP=8,model=2") == named
+    assert (str(named), named.axes) == ("data=4,shard=8,model=2", ("data", "shard", "model"))
 
 
 def test_axes_left_out_have_one_way():
@@ -56,9 +59,14 @@ def test_nonsense_is_refused_with_both_forms(text):
     ("text", "message"),
     [
         ("data=2,modle=4", "no axis is called 'modle' - did you mean 'model'"),
-        ("rows=4", r"'rows'; the axes are data \(dp\), stage \(pp\), context \(cp\), expert \(ep\), model \(tp\)"),
+        (
+            "rows=4",
+            r"'rows'; the axes are data \(dp\), stage \(pp\), shard \(fsdp\), context \(cp\), expert \(ep\), .* \(tp\)",
+        ),
         ("data=8,data=2", "sets data twice"),
         ("dp=8,data=2", "sets data twice"),
+        ("fsdp=8,dp_shard=2", "sets shard twice"),
+        ("data=2,dp_shards=4", "no axis is called 'dp_shards' - did you mean 'dp_shard'"),
         ("tp=0", "sets model to 0"),
         ("0", "sets data to 0"),
         ("0x8", "sets data to 0; every axis needs at least 1"),
@@ -78,8 +86,10 @@ def test_axes_together_split_by_their_product():
 
 
 def test_what_trains_only_is_said_where_nothing_is_trained():
-    check_no_context_parallel(parse_mesh("8x8"))
+    check_generation_mesh(parse_mesh("8x8"))
     with pytest.raises(
         UserError, match="mesh data=1,context=2,model=4 has context parallelism .* training and evaluation only: remove"
     ):
-        check_no_context_parallel(parse_mesh("context=2,model=4"))
+        check_generation_mesh(parse_mesh("context=2,model=4"))
+    with pytest.raises(UserError, match="mesh data=2,shard=4,model=1 has sharding groups .* use data=8 in place of"):
+        check_generation_mesh(parse_mesh("data=2,shard=4"))

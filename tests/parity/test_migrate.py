@@ -13,7 +13,7 @@ from mtjax.migrate.megatron import by_dest
 pytestmark = pytest.mark.torch
 
 OTHER_NAMES = {"norm_epsilon": "layernorm_epsilon", "num_experts": "num_moe_experts"}
-LATER = {"num_query_groups", "attention_softmax_in_fp32"}
+LATER = {"num_query_groups", "attention_softmax_in_fp32", "optimizer_offload_fraction"}
 """Of the command line's parser, which fills in other defaults than the classes have."""
 
 

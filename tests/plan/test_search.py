@@ -56,9 +56,11 @@ def brute_force(shape: Anatomy, base: Plan, gpus: int, server, limit: float) -> 
         for micro in range(1, base.global_batch_size + 1):
             if base.global_batch_size % (data * micro):
                 continue
-            for recompute, zero, split, chunks in itertools.product(
-                ("none", "selective", "full"), range(4), (False, True), range(1, 7)
+            for recompute, zero, split, chunks, unrolled in itertools.product(
+                ("none", "selective", "full"), range(4), (False, True), range(1, 7), (False, True)
             ):
+                if unrolled and (stage > 1 or recompute != "none"):  # scores are stored
+                    continue
                 if (split and model == 1) or (zero and data == 1) or (chunks > 1 and stage == 1):
                     continue
                 per_stage = shares_of(shape.model.num_layers, stage, chunks)
@@ -78,9 +80,10 @@ def brute_force(shape: Anatomy, base: Plan, gpus: int, server, limit: float) -> 
                     schedule,
                     chunks,
                     per_stage if len(set(per_stage)) > 1 else None,
+                    unrolled=unrolled,
                 )
                 if memory.peak_stage_memory(shape, plan).total <= limit:
-                    key = (data, stage, model, micro, recompute, split, zero, chunks)
+                    key = (data, stage, model, micro, recompute, split, zero, chunks, unrolled)
                     found[key] = timing.step_time(shape, plan, server).total
     return found
 
@@ -95,10 +98,20 @@ def test_against_brute_force(gpus, server):
     for c in found.fitting:
         p, w = c.plan, c.plan.mesh
         key = (w.data, w.stage, w.model, p.microbatch_size, p.recompute, p.sequence_parallel, p.zero, p.chunks)
-        got[key] = c.time.total
+        got[*key, p.unrolled] = c.time.total
     assert got == expected
     if expected:
         assert found.best.time.total == min(expected.values())
+
+
+def test_servers_are_sharding_groups_where_the_network_is_slow_or_zero_divides_no_other_way():
+    """ZeRO-3 gathers in each microbatch: over the network, or inside a server. 1,536 is no multiple of 1,024."""
+    space = Space(("full",), (3,), (False,), max_stages=1, usable=0.02)
+    cases = ((32, 1, 512, "32x1"), (32, 16, 512, "data=4,shard=8,model=1"), (1024, 1, 4096, "data=8,shard=128,model=1"))
+    for ranks, slower, batch, mesh in cases:
+        server = dataclasses.replace(DGX_H100, network=DGX_H100.network / slower)
+        found = search.search(SHAPE, dataclasses.replace(BASE, global_batch_size=batch), ranks, server, space)
+        assert str(found.best.plan.mesh) == mesh
 
 
 def test_nothing_too_large_is_called_fitting():

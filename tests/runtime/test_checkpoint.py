@@ -92,7 +92,10 @@ def test_any_mesh_restores_every_bit(saved, mesh):
     assert restored.state.parameters["embedding"].sharding == sharding
 
 
-@pytest.mark.parametrize(("mesh", "fields"), [("4x2", {"zero": 3, "sequence_parallel": True}), ("8x1", {"zero": 1})])
+@pytest.mark.parametrize(
+    ("mesh", "fields"),
+    [("4x2", {"zero": 3, "sequence_parallel": True}), ("data=2,shard=4,model=1", {"zero": 1})],
+)
 def test_any_layout_restores_every_bit_of_any_other(saved, tmp_path, mesh, fields):
     there = restore(saved[0], mesh, **fields)
     same(there.state, saved[1][3])

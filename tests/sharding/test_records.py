@@ -21,6 +21,7 @@ from mtjax.sharding.reduction import Reduction
 from tests.tiny import Whole, mesh_of, program_of
 
 STAGED = dataclasses.replace(TENSOR_RULES, layers=("stage",))
+GROUPED = dataclasses.replace(TENSOR_RULES, batch=("data", "shard"))
 WITH_EXPERTS = dataclasses.replace(TENSOR_RULES, batch=("data", "expert"), features=("expert",))
 
 
@@ -36,6 +37,14 @@ def array(*shape):
         (STAGED, "2x2x2", ("layers", "embed"), GradReduction(("data",), 1, ("data",), 2), P("stage", "data")),
         (STAGED, "2x2x2", ("embed",), GradReduction(("data",), 0, ("data",), 2), P("data")),
         (STAGED, "1x2x2", ("embed",), GradReduction((), NOT_SHARDED, (), 1), P(None)),
+        (
+            GROUPED,
+            "data=2,shard=2,model=2",
+            ("vocab", "embed"),
+            GradReduction(("shard",), 1, ("shard",), 2),
+            P("model", "shard"),
+        ),
+        (GROUPED, "data=2,shard=3", ("embed",), GradReduction(("data", "shard"), NOT_SHARDED, (), 1), P(None)),
         (
             WITH_EXPERTS,
             "data=2,expert=2",

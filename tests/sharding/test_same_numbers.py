@@ -51,6 +51,13 @@ MESHES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "ZeRO-1": ("4x1", {"zero": 1}),
     "ZeRO-2": ("4x1", {"zero": 2, "microbatch_size": 1}),
     "ZeRO-3": ("4x1", {"zero": 3}),
+    "groups": (
+        "data=2,shard=2,model=2",
+        {"zero": 3, "microbatch_size": 1, "recompute": "full", "sequence_parallel": True},
+    ),
+    "groups of experts": ("data=2,shard=2,expert=2", {"zero": 3}),
+    "groups of tokens": ("data=2,shard=2,context=2", {"zero": 1, "microbatch_size": 1}),
+    "groups on stages": ("data=2,stage=2,shard=2", MICRO | {"zero": 2}),
     "tensor": ("1x4", {}),
     "tensor and sequence": ("2x4", {"sequence_parallel": True, "recompute": "full", "zero": 2}),
     "1F1B": ("2x2x2", MICRO),
@@ -61,7 +68,8 @@ MESHES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "experts, all-gather": ("data=2,expert=2,model=2", {"expert_dispatch": "all-gather"}),
     "experts, all-to-all": ("data=2,expert=2,model=2", {"expert_dispatch": "all-to-all", "sequence_parallel": True}),
 }
-COVERING = [("sinks", "ZeRO-2"), ("distillation", "tensor and sequence")]
+COVERING = [("sinks", "ZeRO-2"), ("distillation", "tensor and sequence"), ("Llama, grouped queries", "groups")]
+COVERING += [("router losses", "groups of experts"), ("GPT", "groups on stages"), ("GPT", "groups of tokens")]
 """Those that no other test of the suite compiles."""
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from mtjax.analysis.contract import LOSS_BACKWARD, LOSS_FORWARD, Expectation
+from mtjax.analysis.contract import LOSS_BACKWARD, LOSS_FORWARD, PARAMETERS, Expectation
 from mtjax.analysis.parts.part import Part, Product, ResidualStream, Weight, linear, norm, over_model, weight
 from mtjax.analysis.parts.sublayer import local_gradient_sums
 from mtjax.config import Model
@@ -64,6 +64,12 @@ class Output(Part):
 def teacher_table(model: Model, width: int) -> Weight:
     """Returns the output table of a teacher with hidden states of this width, which the distillation loss reads."""
     return weight("teacher.teacher_table", {"vocab": padded_vocab_size(model), "embed": width})
+
+
+def teacher_lines(ranks: str) -> list[Expectation]:
+    """Returns what ZeRO-3 gathers of a teacher: a step reads only its output table, which never changes."""
+    why = "a teacher's output table, for all microbatches"
+    return [Expectation(PARAMETERS, "all-gather", ranks, "1", "teacher_table", "compute", pooled=True, why=why)]
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from mtjax.convert.megatron_formats import checkpoint_folder, is_torch_dist
 from mtjax.convert.torch_dist import TorchDistCheckpoint
 from mtjax.errors import UserError, shortened
 from mtjax.migrate.megatron import SAVED_AS, TABLE
+from mtjax.migrate.model_arguments import LATENT
 
 _OF_FEATURE = {"fp8_": ("fp8", "fp8_format"), "fp4_": ("fp4", "fp4_format"), "timing_log_": ("timing_log_level",)}
 """Prefixes of arguments that have defaults, and matter only with a feature, and the arguments that switch it on."""
@@ -81,6 +82,8 @@ def _following(arguments: Mapping[str, Any]) -> set[str]:
         found.add("train_iters")
     if (arguments.get("weight_decay_incr_style") or "constant") == "constant":
         found |= {"start_weight_decay", "end_weight_decay"}
+    if not arguments.get("multi_latent_attention"):
+        found |= {row.dest for row in LATENT}
     if arguments.get("position_embedding_type") != "rope":
         found |= {"rotary_base", "rotary_percent"}
     return found

@@ -1,7 +1,5 @@
 """Translates mesh, pipeline schedule, checkpoints and logging of a Megatron-LM run."""
 
-import math
-
 from mtjax.convert.from_megatron.translated import Translation
 from mtjax.convert.megatron_stages import EMBEDDING, LOSS, stage_layers, uneven_arguments
 from mtjax.errors import UserError
@@ -22,7 +20,6 @@ def translate_mesh(to: Translation) -> MeshShape:
     )
     gpus_per_replica = tensor * stages * context
     gpus = to.given.gpus
-    degrees = f"tensor {tensor} x pipeline {stages} x context {context} = {gpus_per_replica} GPUs"
     if gpus is None:
         gpus = gpus_per_replica * experts
         to.differences.append(
@@ -30,8 +27,8 @@ def translate_mesh(to: Translation) -> MeshShape:
         )
     if gpus % gpus_per_replica:
         raise UserError(
-            f"{to.given.source} starts {gpus} processes, but a replica of the model needs {degrees}: add --gpus N with"
-            f" a multiple of {gpus_per_replica}"
+            f"{to.given.source}: {gpus} GPUs are not a multiple of {gpus_per_replica} (tensor {tensor} x pipeline"
+            f" {stages} x context {context}): add --gpus N with a multiple"
         )
     # Data-parallel ranks, which in mtjax include the expert-parallel ranks.
     replicas = gpus // gpus_per_replica
@@ -40,7 +37,15 @@ def translate_mesh(to: Translation) -> MeshShape:
             f"{to.given.source} has {replicas} data-parallel ranks, not a multiple of --expert-model-parallel-size"
             f" {experts}: in mtjax, expert-parallel ranks are a subset of the data-parallel ranks"
         )
-    mesh = MeshShape(data=replicas // experts, stage=stages, context=context, expert=experts, model=tensor)
+    groups = to.get("num_distributed_optimizer_instances")
+    shard, remainder = divmod(replicas // experts, groups)
+    if groups > 1 and (remainder or shard == 1):
+        raise UserError(
+            f"{to.given.source} has --num-distributed-optimizer-instances {groups}, and {replicas // experts} "
+            "data-parallel ranks to divide into that many sharding groups of 2 or more: add --gpus N with a multiple"
+        )
+    data, shard = (groups, shard) if groups > 1 else (shard, 1)
+    mesh = MeshShape(data=data, stage=stages, shard=shard, context=context, expert=experts, model=tensor)
     to.settings["mesh"] = str(mesh)
     if "global_batch_size" not in to.settings and "microbatch_size" in to.settings:
         to.set("global_batch_size", {"global_batch_size": to.settings["microbatch_size"] * replicas})
@@ -136,34 +141,3 @@ def _uneven(to: Translation, layers: int, stages: int, chunks: int) -> int:
     if len(set(ours)) > 1:
         to.settings["layers_per_stage"] = list(ours)
     return chunks
-
-
-def translate_output(to: Translation) -> None:
-    """Adds checkpoint and logging settings to a translation, and options of the command line."""
-    save, load = to.given.values.get("save"), to.given.values.get("load")
-    if not to.has("save_interval"):
-        to.settings["checkpoint_every"] = 0
-        to.implied.add("checkpoint_every")
-    elif "keep_every" not in to.settings:
-        to.settings["keep_every"] = to.settings["checkpoint_every"]
-        to.implied.add("keep_every")  # Megatron keeps every checkpoint
-    if load is not None and load == save and not to.has("finetune"):
-        to.settings["resume"] = True
-        to.differences.append(
-            "--resume: continues from a checkpoint of mtjax in --out, if there is one; for a checkpoint of Megatron-LM"
-            f" use `mtjax convert --from megatron:{load} --to mtjax:DIR` and --init-from DIR"
-        )
-    elif (weights := to.given.values.get("pretrained_checkpoint") or load) is not None:
-        to.run_options.append(f"mtjax convert --from megatron:{weights} --to mtjax:weights, then --init-from weights")
-    if to.has("non_persistent_save_interval"):
-        folder = to.given.values.get("non_persistent_local_ckpt_dir") or "LOCAL-DIR"
-        to.settings |= {"local_every": to.get("non_persistent_save_interval"), "local_checkpoints": str(folder)}
-    if to.has("wandb_project"):
-        to.run_options.append("--track wandb")
-    if to.has("profile"):
-        to.run_options.append(f"--profile {to.get('profile_step_start')}:{to.get('profile_step_end')}")
-    if to.has("distributed_timeout_minutes"):
-        minutes = to.get("distributed_timeout_minutes")
-        to.unneeded["distributed_timeout_minutes"] = (
-            f"a step that hangs is reported after --step-timeout ({math.ceil(minutes * 60)} for the same limit)"
-        )
