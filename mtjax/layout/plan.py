@@ -100,6 +100,8 @@ class Plan:
     loss_chunk: int | None = None
     """Tokens per chunk of the loss, whose logits are alive together; all of the microbatch's when None."""
     optimizer: OptimizerStates = ADAMW
+    offloads_optimizer: bool = False
+    """Whether AdamW's moments are in the host's memory."""
     precision: Precision = MTJAX
     element_bytes: int = 2
     """Bytes of an activation."""
@@ -332,6 +334,7 @@ class Plan:
             teacher_width=run.finetuning.teacher_width or 0,
             loss_chunk=training.loss_chunk,
             optimizer=optimizer_states(run),
+            offloads_optimizer=run.parallel.offload == "optimizer",
             precision=_precision(run),
             element_bytes=4 if training.compute_dtype == "float32" else 2,
         )

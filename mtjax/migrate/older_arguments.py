@@ -62,18 +62,15 @@ _RARE = (
         none(f"--{name}", "optimizer state and gradients are float32", same=("fp32", "float32", None))
         for name in ("main-grads-dtype", "main-params-dtype", "exp-avg-dtype", "exp-avg-sq-dtype")
     ),
-    none("--optimizer-offload-fraction", "optimizer state stays on the devices; --zero 1 shards it", default=1.0),
+    none("--optimizer-offload-fraction", "all or none of the moments: --offload optimizer", default=1.0),
     none(
         "--fine-grained-activation-offloading",
         "activations stay on the devices; see --recompute-offload",
         default=False,
     ),
     none("--torch-fsdp2-no-reshard-after-forward", "--zero 3 gathers weights for each use; see --zero 2"),
-    none("--apply-wd-to-qk-layernorm", "norms of queries and keys have no weight decay", default=False),
     none("--exit-signal", "SIGTERM saves and ends a run", same=("SIGTERM", None)),
     none("--renormalize-blend-weights", "blends are sampled by the weights as given", default=False),
-    none("--fim-data", "no fill-in-the-middle samples", default=False),
-    none("--sft", "use mtjax finetune", default=False),
     none("--log-max-attention-logit", "it is not logged", default=False),
     none("--log-energy", "it is not logged", default=False),
     always("--non-persistent-local-ckpt-dir", "--local-checkpoints DIR, with --non-persistent-save-interval"),

@@ -65,8 +65,12 @@ _OPTIMIZER = (
     ),
     none("--sgd-momentum", "AdamW has none; set --optimizer sgd for it", default=0.9),
     none("--muon-momentum", "AdamW has none; set --optimizer muon for it"),
-    none("--optimizer-cpu-offload", "optimizer state stays on the devices; --zero 1 shards it", default=False),
-    none("--use-precision-aware-optimizer", "optimizer state is float32", default=False),
+    none(
+        "--optimizer-cpu-offload",
+        "moments in the host: --offload optimizer, whose update runs on the GPU",
+        default=False,
+    ),
+    none("--use-precision-aware-optimizer", "moments in bfloat16: --adam-mu-dtype, --adam-nu-dtype", default=False),
     none("--apply-wd-to-qk-layernorm", "norms of queries and keys have no weight decay", default=False),
     none("--no-weight-decay-cond-type", "vectors have no weight decay, also those of norms of queries and keys"),
     always(

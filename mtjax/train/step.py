@@ -213,8 +213,7 @@ class TrainStep(ShardedModel):
         if self.config.optimizer.optimizer == "schedule-free":
             from mtjax.train.optimizers import training_point
 
-            own, (_, (iterates,)) = select_trainable(self.records, parameters), state.optimizer
-            point = training_point(self.config.optimizer, own, iterates)
+            point = training_point(self.config.optimizer, self.optimized(parameters), state.optimizer[1][0])
             parameters = merge_trees(point, select_frozen(self.records, parameters))
         return self.gradients(parameters, batch, jax.random.wrap_key_data(state.random), scale)
 

@@ -268,6 +268,10 @@ def test_another_optimizer_s_checkpoint_is_refused(then: Any, now: Any, message:
         ({"optimizer": "lion", "sgd_momentum": 0.8}, "sgd_momentum 0.8 is for optimizer sgd, and optimizer is lion"),
         ({"optimizer": "muon", "adam_nu_dtype": "bfloat16"}, "adam_nu_dtype bfloat16 is for optimizer adamw"),
         ({"optimizer": "schedule-free"}, "decay_style is cosine: add --decay-style constant"),
+        (
+            {"optimizer": "schedule-free", "decay_style": "constant", "fp8": "delayed"},
+            "those that fp8 delayed has scales of",
+        ),
         ({"optimizer": "schedule-free", "decay_style": "constant", "layer_decay": 0.9}, "and layer_decay is 0.9"),
     ],
 )
