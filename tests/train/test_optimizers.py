@@ -110,8 +110,8 @@ def test_updates_are_those_of_optax(optimizer: str, mesh: str, settings: dict[st
     places = program.state_sharding
     state, rule, random = initial_state(program), reference(program), np.random.default_rng(0)
     ours, parameters = state.optimizer, state.parameters
-    flat = unstacked(program, parameters)
-    theirs = rule.init(flat)
+    flat: Any = unstacked(program, parameters)
+    theirs: Any = rule.init(flat)
 
     def updated(gradients: Any, state: Any, parameters: Any) -> Any:
         updates, state = program.optimizer.update(gradients, state, parameters)
@@ -124,7 +124,7 @@ def test_updates_are_those_of_optax(optimizer: str, mesh: str, settings: dict[st
         parameters, ours = program.on_mesh(update, placed, ours, parameters)
         updates, theirs = jax.jit(rule.update)(unstacked(program, gradients), theirs, flat)
         flat = optax.apply_updates(flat, updates)
-        expected = contrib.schedule_free_eval_params(theirs[1], flat) if optimizer == "schedule-free" else flat
+        expected: Any = contrib.schedule_free_eval_params(theirs[1], flat) if optimizer == "schedule-free" else flat
         for name, array in unstacked(program, parameters).items():
             np.testing.assert_allclose(array, expected[name], rtol=2e-5, atol=3e-6, err_msg=f"{step} {name}")
 
@@ -135,17 +135,17 @@ def test_schedule_free_takes_gradients_between_average_and_iterate() -> None:
     program = program_of("1x2", optimizer="schedule-free", decay_style="constant", epsilon=1e-4, **SETTINGS)
     state, rule = initial_state(program), reference(program)
     point = jax.tree.map(jnp.copy, state.parameters)  # the step donates its state
-    theirs = rule.init(unstacked(program, point))
+    theirs: Any = rule.init(unstacked(program, point))
     gradients_of = jax.jit(lambda p, batch: program.gradients(p, batch, None))
     for step in range(STEPS):
         batch = batch_of(program, step)
         loss, _, gradients = program.on_mesh(gradients_of, point, batch)
         state, metrics = program.step(state, batch)
         np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
-        flat = unstacked(program, point)
+        flat: Any = unstacked(program, point)
         updates, theirs = rule.update(unstacked(program, gradients), theirs, flat)
         flat = optax.apply_updates(flat, updates)
-        average = contrib.schedule_free_eval_params(theirs[1], flat)
+        average: Any = contrib.schedule_free_eval_params(theirs[1], flat)
         for name, array in unstacked(program, state.parameters).items():
             np.testing.assert_allclose(array, average[name], rtol=2e-5, atol=3e-6, err_msg=f"{step} {name}")
         restacked = [
