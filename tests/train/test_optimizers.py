@@ -89,12 +89,12 @@ def reference(program: Any) -> Any:
 
 CASES = [
     ("muon", "1x1", {}),
-    ("muon", "2x2", {"zero": 1, **LLAMA}),
-    ("muon", "4x2", {"zero": 3, "num_layers": 3}),
+    pytest.param("muon", "2x2", {"zero": 1, **LLAMA}, marks=pytest.mark.long),
+    pytest.param("muon", "4x2", {"zero": 3, "num_layers": 3}, marks=pytest.mark.long),
     ("muon", "2x2x2", {"zero": 2, "microbatch_size": 2}),
-    ("muon", "data=2,shard=2,model=2", {"zero": 1}),
+    pytest.param("muon", "data=2,shard=2,model=2", {"zero": 1}, marks=pytest.mark.long),
     ("muon", "context=2,expert=2,model=2", {"zero": 1, "num_experts": 4}),
-    ("adafactor", "1x2", {"hidden_size": 128}),
+    pytest.param("adafactor", "1x2", {"hidden_size": 128}, marks=pytest.mark.long),
     ("adafactor", "2x2", {"zero": 1, "hidden_size": 128}),
     ("lion", "2x2", {"zero": 3}),
     ("sgd", "2x1x2", {"zero": 1}),
@@ -103,7 +103,7 @@ CASES = [
 NARROW: dict[str, Any] = {"adam_mu_dtype": "bfloat16", "adam_nu_dtype": "bfloat16", "clip_grad_norm": 0.0}
 
 
-@pytest.mark.parametrize(("optimizer", "mesh", "settings"), CASES, ids=[f"{o}-{m}" for o, m, _ in CASES])
+@pytest.mark.parametrize(("optimizer", "mesh", "settings"), CASES, ids=str)
 def test_updates_are_those_of_optax(optimizer: str, mesh: str, settings: dict[str, Any]) -> None:
     """Random gradients on the mesh, and on the whole layers of one device."""
     program = program_of(mesh, optimizer=optimizer, clip_grad_norm=0.5, **SETTINGS, **settings)
@@ -268,10 +268,6 @@ def test_another_optimizer_s_checkpoint_is_refused(then: Any, now: Any, message:
         ({"optimizer": "lion", "sgd_momentum": 0.8}, "sgd_momentum 0.8 is for optimizer sgd, and optimizer is lion"),
         ({"optimizer": "muon", "adam_nu_dtype": "bfloat16"}, "adam_nu_dtype bfloat16 is for optimizer adamw"),
         ({"optimizer": "schedule-free"}, "decay_style is cosine: add --decay-style constant"),
-        (
-            {"optimizer": "schedule-free", "decay_style": "constant", "fp8": "delayed"},
-            "those that fp8 delayed has scales of",
-        ),
         ({"optimizer": "schedule-free", "decay_style": "constant", "layer_decay": 0.9}, "and layer_decay is 0.9"),
     ],
 )
