@@ -57,6 +57,35 @@ FAULTS = (
         "train",
         "test_a_blend_is_compared_by_its_shares",
     ),
+    # --- hybrid models
+    Fault(
+        "a state passes from one document to the next within a chunk",
+        "left = jnp.where((self.segments == self.segments[:, :, -1:])[..., None, None], left, 0)",
+        "pass",
+        "models",
+        "test_documents_that_are_packed",
+    ),
+    Fault(
+        "a state passes from one document to the next between chunks",
+        "passes = passes & (own[:, :, None] == breaks[:, None])[..., None, None]",
+        "pass",
+        "models",
+        "test_documents_that_are_packed",
+    ),
+    Fault(
+        "the convolution reads across documents",
+        "term = jnp.where(same[..., None, None], term, 0)",
+        "pass",
+        "models",
+        "test_documents_that_are_packed",
+    ),
+    Fault(
+        "every layer of a loop over a pattern is the first of its kind",
+        "place = done[letter] + run.unit.count(letter) * index + seen[letter]",
+        "place = done[letter] + run.unit.count(letter) * index",
+        "models",
+        "test_layers_run_in_the_order_of_the_pattern",
+    ),
     # --- unrolled layers
     Fault(
         "the gradients that are computed with the loss ignore the gradient of the sum",

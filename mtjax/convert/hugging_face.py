@@ -74,7 +74,7 @@ class HuggingFaceSource:
         """
         from mtjax.convert.kept_grids import kept_grids
 
-        return kept_grids(self._weights, storage) if storage.weights_dtype else []
+        return kept_grids(self._weights, storage, self.origin)
 
 
 class Described(NamedTuple):

@@ -1,7 +1,7 @@
 """Scales and zero points of a Hugging Face folder's quantized matrices, read like the matrices themselves."""
 
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -9,7 +9,7 @@ import numpy as np
 from mtjax.config.storage import PLAIN, Storage
 from mtjax.convert.named import NamedWeights
 from mtjax.convert.parameters import Parameter
-from mtjax.convert.stream import rows_of
+from mtjax.convert.stream import Origin, rows_of
 from mtjax.convert.table import name_of
 from mtjax.errors import UserError
 from mtjax.layout.layouts import gathers_in_compute_dtype
@@ -18,7 +18,8 @@ from mtjax.layout.layouts import gathers_in_compute_dtype
 class GridSource:
     """A source whose parameters are the scales or zero points of a folder's, each as often as it is used."""
 
-    def __init__(self, weights: NamedWeights, kind: Literal["scales", "zeros"]) -> None:
+    def __init__(self, weights: NamedWeights, kind: Literal["scales", "zeros"], origin: Origin) -> None:
+        self.origin = origin
         # The tensors' shapes are those of the weights, so that the same table assembles them.
         grids = _Grids(weights.shards, kind)
         rows = rows_of(weights.config.model)
@@ -45,7 +46,7 @@ class _Grids:
         return np.ones(self.shapes[name], np.float32) if grid is None else getattr(grid, self._kind)
 
 
-def kept_grids(weights: NamedWeights, storage: Storage) -> list[GridSource]:
+def kept_grids(weights: NamedWeights, storage: Storage, origin: Origin) -> list[GridSource]:
     """Returns the sources of scales and zero points, if the folder's matrices are quantized as `storage` says.
 
     Raises:
@@ -58,6 +59,7 @@ def kept_grids(weights: NamedWeights, storage: Storage) -> list[GridSource]:
             name = name_of(tensor, layer)
             stored = tensors.stored(name)
             found.setdefault("floats" if stored is None else stored.settings or "another type", name)
+    storage = replace(storage, cache_dtype=None)
     if list(found) == ["floats"]:
         return []
     if list(found) != [storage]:
@@ -66,7 +68,8 @@ def kept_grids(weights: NamedWeights, storage: Storage) -> list[GridSource]:
             f"{weights.source} has quantized weights, which {_options(storage)} would round again ({kinds}): remove "
             "--weights-dtype, or give the same options"
         )
-    return [GridSource(weights, "scales"), *([GridSource(weights, "zeros")] if storage.weights_zero_point else [])]
+    kinds = ("scales", "zeros") if storage.weights_zero_point else ("scales",)
+    return [GridSource(weights, kind, origin) for kind in kinds]
 
 
 def _options(kind: Any) -> str:

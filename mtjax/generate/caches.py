@@ -1,7 +1,7 @@
 """What a model keeps of each sequence in generation: KV caches of attention layers, states of state-space layers."""
 
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
@@ -15,10 +15,17 @@ Cache = list[dict[str, Any]]
 
 
 def empty_cache(
-    model: Model, sequences: int, length: int, dtype: jax.typing.DTypeLike, *, reads_encoder: bool = False
+    model: Model,
+    sequences: int,
+    length: int,
+    dtype: jax.typing.DTypeLike,
+    *,
+    reads_encoder: bool = False,
+    stored: Literal["int8", "fp8"] | None = None,
 ) -> Cache:
-    """Builds the caches of all layers, for `length` tokens of each sequence; cross-attention's with `reads_encoder`."""
-    attention = partial(empty_caches, model, sequences, length, dtype, reads_encoder=reads_encoder)
+    """Builds the caches of all layers, for `length` tokens of each sequence; cross-attention's with `reads_encoder`,
+    and keys and values in the 8 bits of `stored`, if given."""
+    attention = partial(empty_caches, model, sequences, length, dtype, reads_encoder=reads_encoder, stored=stored)
     windows = attention_windows(model) or (longest_text(model),) * decoder_layers(model)
     # A window as long as any sequence is none.
     shorter = [window if window < longest_text(model) else None for window in windows[: decoder_layers(model)]]

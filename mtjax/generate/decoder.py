@@ -8,8 +8,7 @@ matrix, and on a CPU matrices are transposed.
 A T5's encoder, which runs once for each prompt, stays a scanned stack; the layers of its decoder cache the keys and
 values of the encoder's output (cross-attention).
 
-Every device works on all sequences; attention heads, MLP, vocabulary and cache are sharded over the tensor parallel
-degree.
+Every device works on all sequences; heads, MLP, vocabulary and cache are sharded over the tensor parallel degree.
 """
 
 import dataclasses
@@ -40,7 +39,7 @@ from mtjax.generate.sampling import (
     sample_tokens,
     score_tokens,
 )
-from mtjax.generate.weight_format import WeightFormat
+from mtjax.generate.weight_format import WeightFormat, check_storage
 from mtjax.layout.mesh import check_generation_mesh
 from mtjax.models.families.t5 import T5
 from mtjax.models.kv_cache import CachePositions
@@ -130,7 +129,8 @@ class Decoder:
           UserError: the model family can't generate text, the mesh has pipeline or context parallelism, or matrices
             are quantized in a model with experts or latent attention.
         """
-        _check_model(placed, storage)
+        _check_model(placed)
+        check_storage(placed.config.model, storage)
         self.placed, self.config, self.start_id, self.storage = placed, placed.config, start_id, storage
         self.is_encoder_decoder = issubclass(placed.family, T5)
         self.rules = placed.layout.rules.with_whole_samples
@@ -149,8 +149,8 @@ class Decoder:
                 if trained
                 else stacks_of(placed, parameters)
             )
-            of_layers = [stacks_of(placed, grid)[1] for grid in grids]
-            weights = prepare_weights(*model_and_layers, self._weight_format, self._call, of_layers)
+            of_grids = [stacks_of(placed, grid)[1] for grid in grids]
+            weights = prepare_weights(*model_and_layers, self._weight_format, self._call, of_grids)
         # The weights are passed as a flat list: flattening Flax modules would take half a millisecond for each step.
         self._leaves, self._structure = jax.tree.flatten(weights)
 
@@ -280,7 +280,8 @@ class Decoder:
 
     def _empty(self, sequences: int, length: int) -> tuple[Cache, Sequences]:
         model = self.config.model
-        cache = empty_cache(model, sequences, length, self.dtype, reads_encoder=self.is_encoder_decoder)
+        how = {"reads_encoder": self.is_encoder_decoder, "stored": self.storage.cache_dtype}
+        cache = empty_cache(model, sequences, length, self.dtype, **how)
         counts = jnp.zeros((sequences, padded_vocab_size(model)), jnp.int32, out_sharding=spec("batch", "vocab"))
         zeros = jnp.zeros(sequences, jnp.int32)
         return cache, Sequences(zeros, zeros, greedy_batch(sequences), counts)
@@ -347,8 +348,8 @@ class Decoder:
         return weights.model.final_hidden(x), updated
 
 
-def _check_model(placed: ShardedModel, storage: Storage) -> None:
-    """Checks that a model can generate text on its mesh, with its matrices stored in this way.
+def _check_model(placed: ShardedModel) -> None:
+    """Checks that a model can generate text on its mesh.
 
     Raises:
       UserError: it can't; see `Decoder`.
@@ -358,11 +359,6 @@ def _check_model(placed: ShardedModel, storage: Storage) -> None:
     if placed.stages > 1:
         raise UserError(f"generation needs a mesh without pipeline parallelism, and the mesh is {placed.shape}")
     check_generation_mesh(placed.shape)
-    without = {"experts": "num_experts", "latent attention": "kv_lora_rank", "a pattern": "layer_pattern"}
-    for what, name in without.items():
-        if storage.weights_dtype and (size := getattr(placed.config.model, name)):
-            why = f"needs a model without {what}, and {name} is {size}: remove the option"
-            raise UserError(f"weights_dtype {storage.weights_dtype} {why}")
 
 
 def prompt_chunk(

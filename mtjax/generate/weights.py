@@ -10,7 +10,6 @@ from jax.sharding import Mesh
 
 from mtjax.config import Config, Parallel
 from mtjax.config.storage import PLAIN, Storage
-from mtjax.convert.hugging_face import HuggingFaceSource
 from mtjax.convert.saved_model import Hints, SavedModel, vocab_multiple_for, without_training
 from mtjax.data.samples.t5 import t5_ids
 from mtjax.data.tokens.folder import GENERATION_CONFIG
@@ -125,9 +124,9 @@ def _load(
     placed = ShardedModel(without_training(saved.config, Parallel(mesh=mesh), compute_dtype=dtype, **batch), devices)
     name, loaded_tokenizer = saved.tokenizer(tokenizer)
     files = saved.source.origin.files
-    quantized = saved.source.quantized(storage) if isinstance(saved.source, HuggingFaceSource) else []
+    quantized = saved.quantized(storage)
     parameters = saved.parameters(placed)
-    grids = tuple(replace(saved, source=each).parameters(placed) for each in quantized)
+    grids = tuple(each.parameters(placed) for each in quantized)
     stops, first, start = (
         stop_ids_of(saved, loaded_tokenizer),
         first_tokens_of(saved, loaded_tokenizer),

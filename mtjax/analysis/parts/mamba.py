@@ -100,9 +100,10 @@ class Mamba(Part):
 
     def products(self, tensor_degree: int = 1) -> list[Product]:
         """Returns the projections, and the scan's matmuls: sums of decays, scores of a chunk's tokens, what they read
-        of each other, what they leave in the state and read of it."""
+        of each other, what they leave in the state and read of it, and states from chunk to chunk."""
         inner, state, tokens = self.inner / tensor_degree, self.model.ssm_state, self.tokens
         chunk = ssm_chunk(self.model)
+        chunks = min(chunks_at_once(self.model, 1, self.heads // tensor_degree), tokens / chunk)
         return [
             Product(tokens, self.hidden, self._width(tensor_degree)),
             Product(tokens, chunk, self.heads / tensor_degree),
@@ -110,6 +111,7 @@ class Mamba(Part):
             Product(tokens, chunk, inner),
             Product(tokens, state, inner),
             Product(tokens, state, inner),
+            Product(tokens, chunks, inner * state / chunk),
             Product(tokens, inner, self.hidden),
         ]
 
