@@ -196,6 +196,8 @@ def parse(
     family = argument(argv, "--family")
     if family in FAMILIES:  # it sets the defaults of the other options
         start = config.replace(start, family=family)
+    if pattern := argument(argv, "--layer-pattern"):  # and this sets their number
+        start = config.replace(start, layer_pattern=pattern)
     start = base(start, argv) if base else start
     groups = {f.name: getattr(start, f.name) for f in dataclasses.fields(start) if f.name not in hidden}
     fields: list[tuple[str, Any, Any]] = [("config", Annotated[Path, tyro.conf.arg(help=_CONFIG_HELP)], Path(name))]

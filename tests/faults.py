@@ -71,6 +71,57 @@ FAULTS = (
         "train",
         "test_a_skipped_step_leaves",
     ),
+    # --- coming from Megatron-LM
+    Fault(
+        "a script's unknown arguments are ignored",
+        "if not given.unlisted or options.ignore_unknown:",
+        "if given.unlisted or options.ignore_unknown:",
+        "convert",
+        "test_wrong_input_is_one_sentence",
+    ),
+    Fault(
+        "a script that asks for flash attention with separate documents has none",
+        'to.settings["attention"] = "cudnn"',
+        'to.settings["attention"] = "auto"',
+        "convert",
+        "test_settings",
+    ),
+    Fault(
+        "the weights of a blend are compared as typed",
+        "dataclasses.replace(text, weight=share) for",
+        "dataclasses.replace(text, weight=text.weight or share) for",
+        "train",
+        "test_a_blend_is_compared_by_its_shares",
+    ),
+    # --- hybrid models
+    Fault(
+        "a state passes from one document to the next within a chunk",
+        "left = jnp.where((self.segments == self.segments[:, :, -1:])[..., None, None], left, 0)",
+        "pass",
+        "models",
+        "test_documents_that_are_packed",
+    ),
+    Fault(
+        "a state passes from one document to the next between chunks",
+        "passes = passes & (own[:, :, None] == breaks[:, None])[..., None, None]",
+        "pass",
+        "models",
+        "test_documents_that_are_packed",
+    ),
+    Fault(
+        "the convolution reads across documents",
+        "term = jnp.where(same[..., None, None], term, 0)",
+        "pass",
+        "models",
+        "test_documents_that_are_packed",
+    ),
+    Fault(
+        "every layer of a loop over a pattern is the first of its kind",
+        "place = done[letter] + run.unit.count(letter) * index + seen[letter]",
+        "place = done[letter] + run.unit.count(letter) * index",
+        "models",
+        "test_layers_run_in_the_order_of_the_pattern",
+    ),
     # --- unrolled layers
     Fault(
         "the gradients that are computed with the loss ignore the gradient of the sum",
@@ -657,8 +708,8 @@ FAULTS = (
     ),
     Fault(
         "sharding: gradients of what all stages hold are not summed over stages",
-        "            if record.deferred_axes:",
-        "            if record.deferred_axes and record.is_stacked:",
+        "(record.between_groups, record.deferred_axes)",
+        "(record.between_groups, record.deferred_axes if record.is_stacked else ())",
         "train",
         "test_stages_change_nothing",
     ),

@@ -49,12 +49,23 @@ PLACES_MODELS = {"models.sharded_model"}
 """Where models meet the mesh."""
 
 IN_MODELS = (
-    *("kernels", "mixers", "layer", "stack", "trunk", "prediction", "pipeline_model", "families", "sharded_model"),
+    *(
+        "kernels",
+        "mixers",
+        "layer",
+        "stack",
+        "pattern_stacks",
+        "trunk",
+        "prediction",
+        "pipeline_model",
+        "families",
+        "sharded_model",
+    ),
 )
 """Inside models each imports those before it; the files that are not named here import none of these."""
 IN_LAYOUT = (
     *("rules", "mesh", "layouts", "optimizer_states", "timetable", "attention_kernel", "stacks", "plan", "stages"),
-    *("float8", "divisibility"),
+    *("float8", "hybrid", "divisibility"),
 )
 """And inside layout."""
 IN_ANALYSIS = ("contract", "parts", "anatomy", "families")

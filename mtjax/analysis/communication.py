@@ -49,17 +49,14 @@ def contract_of(anatomy: Anatomy, plan: Plan) -> Contract:
         stack.tokens // plan.mesh.context % plan.mesh.model == 0 for stack in anatomy.stacks
     )
     settings = (
-        plan.label_smoothing,
-        plan.teacher_width > 0,
-        plan.drops_last_reduction,
-        pipeline,
-        scattered,
+        *(plan.label_smoothing, plan.teacher_width > 0, plan.drops_last_reduction),
+        *(pipeline, scattered),
         plan.grad_reduce_dtype,
         plan.context_parallelism,
         plan.expert_dispatch,
     )
     contract = _contract(anatomy, plan.layout(anatomy.model), *settings)
-    return with_float8(replace(contract, lines=(*contract.lines, *update_lines(anatomy, plan))), anatomy, plan)
+    return with_float8(contract.extended(update_lines(anatomy, plan)), anatomy, plan)
 
 
 @cache
@@ -82,6 +79,7 @@ def _contract(
         label_smoothing=label_smoothing,
         distils=distils,
         shares_heads=not layout.rules.axes("kv_heads"),
+        shares_groups=not layout.rules.axes("groups"),
         is_frozen=anatomy.model.lora_rank > 0,
         forward_turns="2*microbatches" if pipeline == "recomputed" else "microbatches",
         embedding_turns="embedding_ticks" if pipeline else "microbatches",

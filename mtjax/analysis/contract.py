@@ -105,6 +105,10 @@ class Contract:
     split: tuple[str, ...] = ()
     """Logical axes whose parameters must be sharded over `model`."""
 
+    def extended(self, lines: tuple[Expectation, ...]) -> "Contract":
+        """Returns the contract with further lines."""
+        return replace(self, lines=(*self.lines, *lines))
+
 
 def sum_expectations(lines: Iterable[Expectation]) -> tuple[Expectation, ...]:
     """Merges the lines of equal arrays in the same phase.

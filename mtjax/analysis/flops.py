@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 from mtjax.analysis.anatomy import Anatomy, Predictors, Stack
 from mtjax.analysis.families.registry import anatomy_of
@@ -16,6 +17,7 @@ from mtjax.analysis.parts.part import Product, unrepeated
 from mtjax.analysis.parts.score_blocks import block_queries
 from mtjax.analysis.prediction import recomputed_predictors
 from mtjax.config.sizes import num_kv_heads
+from mtjax.config.ssm import letters_of
 from mtjax.layout.attention_kernel import QUERIES_AT_A_TIME
 from mtjax.layout.mesh import MeshShape
 from mtjax.layout.plan import Plan, Recompute
@@ -237,11 +239,15 @@ def _deduplicated_score_flops(stack: Stack, plan: Plan, *, causal: bool) -> floa
 def computed_over(anatomy: Anatomy, mesh: MeshShape) -> Anatomy:
     """Returns the model with the work of all ranks together, replicated work counted on each.
 
-    Tensor parallel ranks replicate key and value heads that are fewer than they, context parallel ranks the heads of
+    Tensor parallel ranks replicate key and value heads and groups of heads that are fewer than they, context parallel
+    ranks the heads of
     one token.
     """
-    if num_kv_heads(anatomy.model) < mesh.model:
-        anatomy = anatomy_of(replace(anatomy.model, num_kv_heads=mesh.model))
+    shared: dict[str, Any] = {"num_kv_heads": mesh.model} if num_kv_heads(anatomy.model) < mesh.model else {}
+    if "M" in letters_of(anatomy.model) and anatomy.model.ssm_groups < mesh.model:
+        shared["ssm_groups"] = mesh.model
+    if shared:
+        anatomy = anatomy_of(replace(anatomy.model, **shared))
     return _over_context(anatomy, mesh.context) if mesh.has_context_parallel else anatomy
 
 

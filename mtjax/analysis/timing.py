@@ -29,7 +29,7 @@ from mtjax.analysis.link_time import (
     transfer_time,
 )
 from mtjax.analysis.machine import Constants, Machine
-from mtjax.analysis.optimizer import ITERATIONS, exchanges, state_bytes
+from mtjax.analysis.optimizer import ITERATIONS, exchanges, host_bytes, state_bytes
 from mtjax.analysis.parts.part import Elementwise, Product, Scores, unrepeated
 from mtjax.analysis.schedules import megatron_bubble
 from mtjax.analysis.software import MTJAX, Software
@@ -360,7 +360,7 @@ def _copies(found: list[Copy], machine: Machine, software: Software) -> float:
 
 def _optimizer(anatomy: Anatomy, plan: Plan, machine: Machine, software: Software) -> float:
     """Seconds to read and write what the optimizer updates on this GPU, to read the gradients once more for their norm,
-    and of Muon's products."""
+    and of Muon's products or the copies of offloaded states, which nothing hides."""
     precision, counts = plan.precision, peak_stage_counts(anatomy, plan)
     shards, of_experts = (plan.zero_degree, plan.expert_zero_degree) if plan.zero else (1, 1)
     states = 2 * (precision.weights + precision.optimizer) + 2 * precision.gradients
@@ -369,7 +369,8 @@ def _optimizer(anatomy: Anatomy, plan: Plan, machine: Machine, software: Softwar
         states -= 2 * precision.optimizer
         moved = own * (states + software.kernels.optimizer_extra) + 2 * state_bytes(anatomy, plan)
         return machine.passes(moved) + _newton_schulz(anatomy, plan, machine)
-    return machine.passes(own * (states + software.kernels.optimizer_extra))
+    seconds = machine.passes(own * (states + software.kernels.optimizer_extra))
+    return seconds + 2 * host_bytes(anatomy, plan) / machine.host_bandwidth
 
 
 def _newton_schulz(anatomy: Anatomy, plan: Plan, machine: Machine) -> float:

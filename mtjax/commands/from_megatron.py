@@ -88,7 +88,8 @@ def run(options: Options, words: Sequence[str]) -> None:
         if options.output.exists():
             raise UserError(f"--output {options.output} exists already: name another file")
         options.output.write_text(text, encoding="utf-8")
-        print(f"next    {to.command(str(options.output))}{_launched(mesh.size)}")
+        first = to.run_first[0] if to.run_first and not to.run_first[0].startswith("if ") else None
+        print(f"next    {first or to.command(str(options.output)) + _launched(mesh.size)}")
     if summary := report(to, config_error):
         print(summary, file=sys.stderr)
 

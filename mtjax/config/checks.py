@@ -25,6 +25,7 @@ from mtjax.config.sizes import (
     nearest_divisors,
     num_kv_heads,
 )
+from mtjax.config.ssm import check_hybrid_run, has_attention
 from mtjax.config.training import Training
 from mtjax.errors import UserError, shortened
 from mtjax.storage import shown, url_of
@@ -46,6 +47,7 @@ def validate(config: Config) -> None:
     check_attention(config.model)
     check_experts(config)
     check_prediction(config)
+    check_hybrid_run(config)
     check_recompute(config.model, config.training)
     check_adapters(config.model)
     check_loss_scale(config.training)
@@ -145,6 +147,8 @@ def check_heads(model: Model) -> None:
     Raises:
       UserError: they do not divide; names the nearest numbers that do.
     """
+    if not has_attention(model):
+        return
     if model.head_dim is None and not model.kv_lora_rank and model.hidden_size % model.num_heads:
         fits = nearest_divisors(model.hidden_size, model.num_heads)
         raise UserError(

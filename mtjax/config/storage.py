@@ -22,6 +22,8 @@ class Storage:
     """With --weights-dtype int4: inputs that share a scale; divides the inputs of each matrix on a device."""
     weights_zero_point: bool = False
     """With --weights-dtype int4: a zero point for each scale, for weights that are not symmetric around 0."""
+    cache_dtype: Literal["int8", "fp8"] | None = None
+    """Store the KV cache in 8 bits, with a scale for each token and head. Default: --dtype."""
 
     def check(self) -> None:
         """Checks that every given setting has an effect.

@@ -8,6 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from mtjax.config.storage import Storage
 from mtjax.models.weight_grid import Grid
 
 METHOD = "compressed-tensors"
@@ -51,6 +52,16 @@ class Stored:
     bits: int
     is_packed: bool
     has_zeros: bool
+    groups: int
+    """Scales of an output."""
+    is_float: bool = False
+
+    @property
+    def settings(self) -> Storage | None:
+        """Returns with which settings generation stores the same numbers; None if there are none."""
+        if self.bits == 4:
+            return Storage("int4", self.shape[1] // self.groups, self.has_zeros)
+        return Storage("int8") if self.groups == 1 and not self.is_float and not self.has_zeros else None
 
     def parts(self, name: str) -> list[str]:
         """Returns the names of its tensors in the files."""
@@ -97,13 +108,19 @@ def stored_tensors(shapes: Shapes, codes: Mapping[str, str], read: Callable[[str
             rows, columns = (int(n) for n in read(name + SHAPE))
             words = shapes[name + PACKED]
             bits = next((b for b in (4, 8) if words == (rows, -(-columns * b // WORD))), None)
-            if bits and columns % (of_groups[-1] if len(of_groups) == 2 else 1) == 0:
-                found[name] = Stored((rows, columns), bits, True, name + ZERO in shapes)
+            if bits and columns % _groups(of_groups) == 0:
+                found[name] = Stored((rows, columns), bits, True, name + ZERO in shapes, _groups(of_groups))
         elif codes.get(name) in ("F8_E4M3", "I8") and len(shapes[name]) == 2:
             rows, columns = shapes[name]
-            if columns % (of_groups[-1] if len(of_groups) == 2 else 1) == 0 and of_groups[:1] in ((rows,), (1,), ()):
-                found[name] = Stored((rows, columns), 8, False, name + ZERO in shapes)
+            if columns % _groups(of_groups) == 0 and of_groups[:1] in ((rows,), (1,), ()):
+                found[name] = Stored(
+                    (rows, columns), 8, False, name + ZERO in shapes, _groups(of_groups), codes[name] != "I8"
+                )
     return found
+
+
+def _groups(scales: tuple[int, ...]) -> int:
+    return scales[1] if len(scales) == 2 else 1
 
 
 def unread(settings: Mapping[str, Any]) -> list[str]:

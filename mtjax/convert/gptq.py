@@ -9,7 +9,7 @@ from mtjax.models.weight_grid import Grid, fitted_grid
 
 DAMPING = 0.01
 """Share of the moments' mean that is added to each input's own (the paper's lambda)."""
-BLOCK = 128
+BLOCK = 32
 """Inputs whose errors are compensated within the block at once, and behind it together."""
 
 
@@ -30,25 +30,28 @@ def quantize(
       Integers [outputs, inputs], and the grid, [outputs, groups, 1].
     """
     weight, upper = weight.astype(np.float64), _inverse_root(moments.astype(np.float64))
+    # Inputs first: what an input's error changes is contiguous.
+    weight = np.ascontiguousarray(weight.T)
     integers, grids = np.empty_like(weight), []
-    columns = weight.shape[1]
-    for start in range(0, columns, BLOCK):
-        stop = min(start + BLOCK, columns)
-        errors = np.empty((len(weight), stop - start))
+    for start in range(0, len(weight), BLOCK):
+        stop = min(start + BLOCK, len(weight))
+        errors = np.empty((stop - start, weight.shape[1]))
         for i in range(start, stop):
             if i % group == 0:
                 # The rest of the block was compensated already; what is behind it, not yet for this block's errors.
-                pending = weight[:, i : i + group].copy()
+                pending = weight[i : i + group].copy()
                 if i + group > stop:
-                    pending[:, stop - i :] -= errors[:, : i - start] @ upper[start:i, stop : i + group]
-                grids.append(fitted_grid(pending.astype(np.float32), 1, bits, dtype, zero_point=zero_point))
-            integers[:, i : i + 1] = grids[-1].round(weight[:, i : i + 1])
-            errors[:, i - start] = (weight[:, i] - grids[-1].values(integers[:, i : i + 1])[:, 0]) / upper[i, i]
-            weight[:, i + 1 : stop] -= np.outer(errors[:, i - start], upper[i, i + 1 : stop])
-        weight[:, stop:] -= errors @ upper[start:stop, stop:]
-    scales = np.stack([grid.scales for grid in grids], 1)
-    zeros = np.stack([grid.zeros for grid in grids], 1) if zero_point else None
-    return integers, Grid(scales, zeros, bits)
+                    pending[stop - i :] -= upper[start:i, stop : i + group].T @ errors[: i - start]
+                grids.append(fitted_grid(pending.astype(np.float32), 0, bits, dtype, zero_point=zero_point))
+            integers[i] = grids[-1].round(weight[i : i + 1])[0]
+            errors[i - start] = (weight[i] - grids[-1].values(integers[i : i + 1])[0]) / upper[i, i]
+            weight[i + 1 : stop] -= upper[i, i + 1 : stop, None] * errors[i - start]
+        weight[stop:] -= upper[start:stop, stop:].T @ errors
+    scales, zeros = (
+        np.concatenate(each).T[..., None] if each[0] is not None else None
+        for each in ([grid.scales for grid in grids], [grid.zeros for grid in grids])
+    )
+    return integers.T, Grid(scales, zeros, bits)
 
 
 def _inverse_root(moments: np.ndarray) -> np.ndarray:

@@ -10,6 +10,7 @@ import numpy as np
 
 from mtjax.config import Config, replace
 from mtjax.config.families import is_decoder
+from mtjax.config.storage import Storage
 from mtjax.convert.families.family import QUANTIZED, Family, begin_of_text, labels_json, tensors_without
 from mtjax.convert.families.registry import family_of_config, family_of_model
 from mtjax.convert.named import NamedWeights
@@ -24,6 +25,9 @@ from mtjax.runtime.checkpoints.weights import special_ids
 
 if TYPE_CHECKING:
     from mtjax.convert.compress import Compression
+    from mtjax.convert.compressed import Stored
+    from mtjax.convert.kept_grids import GridSource
+    from mtjax.models.weight_grid import Grid
 
 _OLD_NAMES = ((r"\.gamma$", ".weight"), (r"\.beta$", ".bias"))
 """Endings of the names of layer norms in BERT's first checkpoints, and the current ones."""
@@ -61,6 +65,16 @@ class HuggingFaceSource:
     def slices(self, parameter: Parameter) -> Iterator[np.ndarray]:
         """Yields the parameter layer by layer, in the files' dtype."""
         return self._weights.slices(parameter)
+
+    def quantized(self, storage: Storage) -> "list[GridSource]":
+        """Returns sources of the scales, and perhaps the zero points, of matrices that the folder has quantized.
+
+        Raises:
+          UserError: `storage` would round quantized matrices again, to other numbers.
+        """
+        from mtjax.convert.kept_grids import kept_grids
+
+        return kept_grids(self._weights, storage, self.origin)
 
 
 class Described(NamedTuple):
@@ -121,6 +135,14 @@ class _Renamed:
     def shard(self, name: str, rank: int) -> np.ndarray:
         """Reads a tensor; `rank` is 0."""
         return self._reader.read(self._names[name])
+
+    def grid(self, name: str) -> "Grid | None":
+        """Returns the values that a quantized tensor may have, in full size; None for any other."""
+        return self._reader.grid(self._names[name])
+
+    def stored(self, name: str) -> "Stored | None":
+        """Returns how a quantized tensor is stored; None for any other."""
+        return self._reader.compressed.get(self._names[name])
 
     def other_copy(self, table: Table) -> str | None:
         """Returns a tensor that may be saved as a copy of the embedding, but differs from it; None if there is none."""

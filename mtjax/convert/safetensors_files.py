@@ -60,11 +60,11 @@ class SafetensorsReader:
         parts = {name + part for name in self._packed for part in (BLOCKS, SCALES)}
         parts |= {name + fp8.SCALE for name in self._in_blocks}
         self.shapes = {name: shape for name, shape in shapes.items() if name not in parts} | self._packed
-        self._compressed = compressed.stored_tensors(shapes, codes, self._read_as_stored)
-        compressed_parts = {part for name, stored in self._compressed.items() for part in stored.parts(name)}
+        self.compressed = compressed.stored_tensors(shapes, codes, self._read_as_stored)
+        compressed_parts = {part for name, stored in self.compressed.items() for part in stored.parts(name)}
         self.shapes = {name: shape for name, shape in self.shapes.items() if name not in compressed_parts}
-        self.shapes |= {name: stored.shape for name, stored in self._compressed.items()}
-        of_packed = parts | self._in_blocks | compressed_parts - {n + compressed.SCALE for n in self._compressed}
+        self.shapes |= {name: stored.shape for name, stored in self.compressed.items()}
+        of_packed = parts | self._in_blocks | compressed_parts - {n + compressed.SCALE for n in self.compressed}
         self.dtype = _common_dtype(folder, {name: code for name, code in codes.items() if name not in of_packed})
 
     def read(self, name: str) -> np.ndarray:
@@ -72,8 +72,8 @@ class SafetensorsReader:
         if name in self._in_blocks:
             scales = self._files[name + fp8.SCALE].get_tensor(name + fp8.SCALE)
             return fp8.unpacked(_read_8_bits(self._paths[name], name), scales, DTYPES[self.dtype])
-        if name in self._compressed:
-            return self._compressed[name].values(name, self._read_as_stored).astype(DTYPES[self.dtype])
+        if name in self.compressed:
+            return self.compressed[name].values(name, self._read_as_stored).astype(DTYPES[self.dtype])
         if name not in self._packed:
             return self._files[name].get_tensor(name)
         blocks, scales = (self._files[name + part].get_tensor(name + part) for part in (BLOCKS, SCALES))
@@ -81,7 +81,7 @@ class SafetensorsReader:
 
     def grid(self, name: str) -> Grid | None:
         """Returns the values that a quantized tensor may have, in full size; None for any other."""
-        found = self._compressed.get(name)
+        found = self.compressed.get(name)
         return None if found is None else found.grid(name, self._read_as_stored)
 
     def _read_as_stored(self, name: str) -> np.ndarray:

@@ -13,6 +13,7 @@ import numpy as np
 
 from mtjax.config import Config, Model, Parallel, Training, replace
 from mtjax.config.sizes import padded_vocab_size
+from mtjax.config.storage import Storage
 from mtjax.convert import hugging_face, megatron
 from mtjax.convert.hugging_face import HuggingFaceSource
 from mtjax.convert.megatron import MegatronSource
@@ -210,6 +211,16 @@ class SavedModel:
             stats = {path: path.stat() for path in paths if path.is_file()}
             facts = [(str(p.relative_to(self.folder)), s.st_size, s.st_mtime_ns) for p, s in stats.items()]
         return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+    def quantized(self, storage: Storage) -> "list[SavedModel]":
+        """Returns scales, and perhaps zero points, with which the matrices were quantized, as models of their own.
+
+        Raises:
+          UserError: they were quantized in another way than `storage` says.
+        """
+        if storage.weights_dtype is None or not isinstance(self.source, HuggingFaceSource):
+            return []
+        return [dataclasses.replace(self, source=each) for each in self.source.quantized(storage)]
 
     def parameters(self, sharded_model: ShardedModel) -> Tree:
         """Reads the weights onto a mesh with the shardings of `sharded_model`.

@@ -21,6 +21,7 @@ Examples:
   mtjax generate --from hf:SmolLM2 --interactive
   mtjax generate --from runs/default-1 --temperature 0.8 --top-p 0.95 --samples 3 --seed 7 "The "
   mtjax generate --from hf:gpt2 --input prompts.jsonl --output texts.jsonl --batch 32
+  mtjax generate --from runs/default-1 --documents 1000 --output texts.jsonl --top-p 0.9 --max-tokens 500
   mtjax generate --from hf:bert-base-uncased "The capital of France is [MASK]."
   mtjax generate --from hf:llama --mesh 1x4 --show-logprobs < prompt.txt
 """
@@ -59,6 +60,8 @@ class Options:
     input: Path | None = None
     """JSONL file of objects with `prompt`, and optionally `stop` and sampling parameters that override the options for
     that prompt."""
+    documents: int | None = at_least(1, None, most=2**31)
+    """Write this many texts from the start of a document to --output, instead of texts for the prompts of --input."""
     output: Path | None = None
     """JSONL file for the texts of --input: `index` is the line number of the prompt, from 0. If the file exists,
     generation continues after the texts that it has, provided that they were generated with the same weights and

@@ -7,17 +7,16 @@ from dataclasses import replace
 from mtjax.config import Config, Model
 from mtjax.config.families import FAMILIES, kind_of
 from mtjax.config.sizes import (
-    dense_layers,
-    expert_size,
-    mlp_size,
     nearest_divisors,
     nearest_multiples,
     num_kv_heads,
     padded_vocab_size,
     rows_of_question,
 )
+from mtjax.config.ssm import has_attention
 from mtjax.errors import UserError, listed
 from mtjax.layout.float8 import float8_problems
+from mtjax.layout.hybrid import chunk_problems, inner_widths, split_heads, state_space_problems
 from mtjax.layout.layouts import Layout, zero_problems
 from mtjax.layout.mesh import MeshShape
 from mtjax.layout.plan import Plan
@@ -77,10 +76,11 @@ def _problems(model: Model, plan: Plan, microbatch: int | None) -> Iterator[str]
 def _model_problems(model: Model, plan: Plan) -> Iterator[str]:
     """Yields dimensions of the model that are not divisible by the degree of the mesh axes they are sharded over."""
     rules, mesh = plan.layout(model).rules, plan.mesh
-    sizes = [("heads", "num_heads", model.num_heads), *_inner_widths(model)]
+    sizes = [*split_heads(model), *inner_widths(model)]
     if model.vocab_size is not None:
         sizes.append(("vocab", "the padded vocabulary", padded_vocab_size(model)))
-    sizes += [("act_seq", f"{stack.side}sequence_length", stack.tokens) for stack in stacks_of(model)]
+    lengths = {"" if stack.among else stack.side: stack.tokens for stack in stacks_of(model)}
+    sizes += [("act_seq", f"{side}sequence_length", tokens) for side, tokens in lengths.items()]
     for axis, name, size in sizes:
         degree = mesh.degree(rules.axes(axis))
         if size % degree:
@@ -90,20 +90,12 @@ def _model_problems(model: Model, plan: Plan) -> Iterator[str]:
             )
     # Grouped-query attention: with fewer key heads than ranks, each key head is replicated on degree / heads ranks.
     degree, kv_heads = mesh.degree(rules.heads), num_kv_heads(model)
-    if kv_heads % degree and degree % kv_heads:
+    if has_attention(model) and kv_heads % degree and degree % kv_heads:
         yield (
             f"num_kv_heads {kv_heads} is neither a multiple nor a divisor of the {mesh.degree_text(rules.heads)}; "
             f"choose a tensor parallel degree that divides {kv_heads} or is a multiple of it"
         )
-
-
-def _inner_widths(model: Model) -> list[tuple[str, str, int]]:
-    """Returns (logical axis, setting, size) of the inner width of MLPs and of experts."""
-    if not model.num_experts:
-        return [("mlp", "mlp_size", mlp_size(model))]
-    widths = [("mlp", "expert_size", expert_size(model))]
-    widths += [("mlp", "mlp_size", mlp_size(model))] if dense_layers(model) else []
-    return [*widths, ("mlp", "shared_expert_size", model.shared_expert_size)]
+    yield from state_space_problems(model, plan)
 
 
 def _context_problems(model: Model, plan: Plan) -> Iterator[str]:
@@ -243,9 +235,9 @@ def _schedule_problems(model: Model, plan: Plan) -> Iterator[str]:
 def _layer_problems(model: Model, plan: Plan) -> Iterator[str]:
     """Yields stacks whose layers can't be distributed over the stages and their chunks."""
     stages, chunks, per_stage = plan.mesh.stage, plan.chunks, plan.layers_per_stage
-    if dense_layers(model):
+    if stacks_of(model)[0].among is not None:
         stacks = {"num_layers": model.num_layers}
-        yield from _cut_groups(model, plan)
+        yield from chunk_problems(model, plan) if model.layer_pattern else _cut_groups(model, plan)
     else:
         stacks = {f"num_{stack.side}layers": stack.layers for stack in stacks_of(model)}
     if per_stage is not None and len(set(stacks.values())) > 1:

@@ -16,6 +16,7 @@ TENSOR_RULES = Rules(
     expert=(EXPERT,),
     heads=(MODEL,),
     kv_heads=(MODEL,),
+    groups=(MODEL,),
     mlp=(MODEL,),
     vocab=(MODEL,),
 )
@@ -75,19 +76,20 @@ def layout_of(model: Model, mesh: MeshShape, *, sequence_parallel: bool = False,
     """Returns the layout of a model on a mesh.
 
     Grouped-query attention may have fewer key and value heads than tensor parallel ranks: then these are replicated,
-    and `mtjax.sharding.kv_heads` selects a rank's.
+    and `mtjax.sharding.kv_heads` selects a rank's. Likewise the groups of state-space layers.
     """
-    replicates_kv_heads = num_kv_heads(model) % mesh.degree(TENSOR_RULES.kv_heads) != 0
-    return _layout(sequence_parallel, replicates_kv_heads, zero, mesh.axes)
+    sizes = {"kv_heads": num_kv_heads(model), "groups": model.ssm_groups}
+    replicated = tuple(name for name, size in sizes.items() if size % mesh.degree(TENSOR_RULES.axes(name)))
+    return _layout(sequence_parallel, replicated, zero, mesh.axes)
 
 
 @cache
-def _layout(sequence_parallel: bool, replicates_kv_heads: bool, zero: int, axes: Axes) -> Layout:
+def _layout(sequence_parallel: bool, replicated: tuple[str, ...], zero: int, axes: Axes) -> Layout:
     tokens = (CONTEXT,) if CONTEXT in axes else ()
     act_seq = (*tokens, MODEL) if sequence_parallel else tokens
     samples = tuple(axis for axis in (DATA, SHARD, EXPERT) if axis in axes)
     rules = dataclasses.replace(TENSOR_RULES.over(axes), batch=samples, seq=tokens, act_seq=act_seq)
-    return Layout(dataclasses.replace(rules, kv_heads=()) if replicates_kv_heads else rules, zero)
+    return Layout(dataclasses.replace(rules, **dict.fromkeys(replicated, ())), zero)
 
 
 def zero_problems(mesh: MeshShape, zero: int) -> Iterator[str]:
@@ -114,9 +116,9 @@ def is_matrix(names: tuple[str, ...]) -> bool:
 
 def is_decayed(names: tuple[str, ...]) -> bool:
     """Returns whether weight decay applies: as in Megatron, to parameters of two or more dimensions per layer, except
-    biases. Those are the matrices, and T5's table of relative biases.
+    biases. Those are the matrices, T5's table of relative biases, and convolutions.
     """
-    return is_matrix(names) or "buckets" in names
+    return is_matrix(names) or "buckets" in names or "taps" in names
 
 
 def gathers_in_compute_dtype(names: tuple[str, ...]) -> bool:

@@ -100,6 +100,8 @@ class Plan:
     loss_chunk: int | None = None
     """Tokens per chunk of the loss, whose logits are alive together; all of the microbatch's when None."""
     optimizer: OptimizerStates = ADAMW
+    offloads_optimizer: bool = False
+    """Whether AdamW's moments are in the host's memory."""
     precision: Precision = MTJAX
     element_bytes: int = 2
     """Bytes of an activation."""
@@ -227,6 +229,7 @@ class Plan:
         """Returns whether a layer's all-gathers and gradient reductions overlap with the computation of another layer,
         as `mtjax.sharding.prefetch` does in loops over single layers."""
         single_layers = self.recompute_group == model.moe_every == 1 and self.recompute_first is None
+        single_layers = single_layers and not model.layer_pattern
         single_layers = single_layers and not self.recompute_offload and not self.unrolled and not self.is_staged
         return self.reduces_in_backward and self.residuals == "jax" and single_layers
 
@@ -331,6 +334,7 @@ class Plan:
             teacher_width=run.finetuning.teacher_width or 0,
             loss_chunk=training.loss_chunk,
             optimizer=optimizer_states(run),
+            offloads_optimizer=run.parallel.offload == "optimizer",
             precision=_precision(run),
             element_bytes=4 if training.compute_dtype == "float32" else 2,
         )

@@ -69,6 +69,12 @@ class Rules:
     """Buckets of distances of relative positions."""
     classes: Axes = ()
     """Classes of a classifier."""
+    groups: Axes = ()
+    """Groups of heads of a state-space layer; replicated where there are fewer of them than ranks."""
+    state: Axes = ()
+    """Width of the state of a channel: replicated."""
+    taps: Axes = ()
+    """Tokens that a convolution reads: replicated."""
     rank: Axes = ()
     """Rank of a LoRA adapter."""
     operands: Axes = ()

@@ -24,8 +24,7 @@ _RECOMPUTE = (
 _FORMER = (
     always("--bias-gelu-fusion", _XLA, dest="bias_gelu_fusion_of_2020"),
     none("--expert-parallel", "experts are on all ranks: add expert=N to --mesh", default=False),
-    none("--fp8-e4m3", "matmuls run in --compute-dtype: no FP8", default=False),
-    none("--fp8-hybrid", "matmuls run in --compute-dtype: no FP8", default=False),
+    *(equal(f"--fp8-{kind}", f"--fp8 delayed --fp8-format {kind}", default=False) for kind in ("e4m3", "hybrid")),
     always("--DDP-impl", "gradients are always reduced in the compiled step"),
     always("--fp32-allreduce", "gradients are always added up in float32", default=False),
     always("--no-query-key-layer-scaling", "scores are never scaled by the layer's number"),
@@ -46,16 +45,23 @@ _FORMER = (
             *("tp-comm-overlap-rs-dgrad", "tp-comm-bootstrap-backend", "pipeline-model-parallel-comm-backend"),
             *("cuda-graph-scope", "cuda-graph-modules", "cuda-graph-warmup-steps", "external-cuda-graph"),
             *("scaled-masked-softmax-fusion", "scaled-upper-triang-masked-softmax-fusion"),
-            *("bias-dropout-fusion", "disable-jit-fuser", "use-te-activation-func", "lazy-mpu-init", "onnx-safe"),
+            *(
+                "bias-dropout-fusion",
+                "disable-jit-fuser",
+                "use-te-activation-func",
+                "fsdp-manual-registration",
+                "lazy-mpu-init",
+                "onnx-safe",
+            ),
         )
     ),
 )
 _RARE = (
     *(
-        none(f"--{name}", "optimizer state and gradients are float32", same=("fp32", "float32", None))
-        for name in ("main-grads-dtype", "main-params-dtype", "exp-avg-dtype", "exp-avg-sq-dtype")
+        none(f"--{name}", "float32 weights and gradients are kept", same=("fp32", "float32", None))
+        for name in ("main-grads-dtype", "main-params-dtype")
     ),
-    none("--optimizer-offload-fraction", "optimizer state stays on the devices; --zero 1 shards it", default=1.0),
+    none("--optimizer-offload-fraction", "--offload optimizer offloads all of Adam's moments", default=1.0),
     none(
         "--fine-grained-activation-offloading",
         "activations stay on the devices; see --recompute-offload",
@@ -64,8 +70,6 @@ _RARE = (
     none("--torch-fsdp2-no-reshard-after-forward", "--zero 3 gathers weights for each use; see --zero 2"),
     none("--exit-signal", "SIGTERM saves and ends a run", same=("SIGTERM", None)),
     none("--renormalize-blend-weights", "blends are sampled by the weights as given", default=False),
-    none("--fim-data", "no fill-in-the-middle samples", default=False),
-    none("--sft", "use mtjax finetune", default=False),
     none("--log-max-attention-logit", "it is not logged", default=False),
     none("--log-energy", "it is not logged", default=False),
     always("--non-persistent-local-ckpt-dir", "--local-checkpoints DIR, with --non-persistent-save-interval"),
@@ -76,14 +80,30 @@ _RARE = (
     *(
         always(f"--{name}", "checkpoints are always written in the background, every rank its shards")
         for name in (
-            *("use-dist-ckpt", "dist-ckpt-format", "dist-ckpt-workers", "no-ckpt-fully-parallel-save"),
+            *(
+                "use-dist-ckpt",
+                "dist-ckpt-format",
+                "dist-ckpt-workers",
+                "async-strategy",
+                "no-ckpt-fully-parallel-save",
+            ),
             *("non-persistent-global-ckpt-dir", "non-persistent-local-ckpt-algo", "replication"),
-            *("dist-ckpt-optim-fully-reshardable", "distrib-optim-fully-reshardable-mem-efficient"),
+            *(
+                "dist-ckpt-optim-fully-reshardable",
+                "distrib-optim-fully-reshardable-mem-efficient",
+                "dist-ckpt-save-pre-mcore-014",
+            ),
         )
     ),
     *(
         always(f"--{name}", "the tokenizer is what its file says")
-        for name in ("trust-remote-code", "tokenizer-hf-use-fast", "tokenizer-hf-no-use-fast", "legacy-tokenizer")
+        for name in (
+            "trust-remote-code",
+            "tokenizer-hf-use-fast",
+            "tokenizer-hf-no-use-fast",
+            "legacy-tokenizer",
+            "no-use-tokenizer-model-from-checkpoint-args",
+        )
     ),
     *(
         always(f"--{name}", "not needed")
@@ -93,10 +113,22 @@ _RARE = (
             *("disable-straggler-on-startup", "enable-one-logger", "one-logger-project", "one-logger-run-name"),
             *("one-logger-entity", "one-logger-async", "app-tag-run-name", "app-tag-run-version", "enable-ft-package"),
             *("calc-ft-timeouts", "no-barrier-with-level-1-timing", "config-logger-dir", "memory-snapshot-path"),
-            *("disable-msc", "enable-experimental", "train-sync-interval", "no-manual-gc-eval", "nvtx-ranges"),
+            *(
+                "disable-msc",
+                "enable-experimental",
+                "train-sync-interval",
+                "no-manual-gc-eval",
+                "nvtx-ranges",
+                "verify-integrity",
+            ),
             *("adlr-autoresume-interval", "moe-deepep-num-sms", "moe-flex-dispatcher-backend"),
             *("moe-router-padding-for-fp8", "moe-router-padding-for-quantization", "no-initialization"),
-            *("distributed-timeout-seconds-after-init", "use-gpu-initialization", "mid-level-dataset-surplus"),
+            *(
+                "distributed-timeout-seconds-after-init",
+                "use-gpu-initialization",
+                "init-model-with-meta-device",
+                "mid-level-dataset-surplus",
+            ),
         )
     ),
 )

@@ -6,7 +6,7 @@ from the batch and the output of the section before. So different stages can run
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from jax import Array
 from jaxtyping import Float, Key
@@ -16,6 +16,9 @@ from mtjax.models.mixers.mixer import State
 from mtjax.models.routers import router_reports
 from mtjax.models.stack import InterleavedStacks, Stack
 from mtjax.sharding.vocab import LossOptions
+
+if TYPE_CHECKING:
+    from mtjax.models.pattern_stacks import PatternStacks
 
 Batch = Mapping[str, Any]
 Keys = Key[Array, " batch"] | None
@@ -34,9 +37,9 @@ class HiddenStates(NamedTuple):
 
 
 class Section(NamedTuple):
-    """A stack of layers, or two, and the functions that compute its inputs."""
+    """A stack of layers, or several, and the functions that compute its inputs."""
 
-    stack: Stack | InterleavedStacks
+    stack: "Stack | InterleavedStacks | PatternStacks"
     embed: Callable[[Batch, Keys, HiddenStates | None], HiddenStates]
     """(batch, keys, output of the section before, None for the first) -> input of the first layer."""
     context: Callable[[Batch, Keys, HiddenStates], LayerContext]

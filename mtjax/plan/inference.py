@@ -61,14 +61,17 @@ def weight_bytes(anatomy: Anatomy, precision: str) -> float:
 
 def cache_bytes(anatomy: Anatomy, batch: int, context: int, element_bytes: float = 2) -> float:
     """Returns the bytes of the KV cache: `2 l k L` elements per sequence, less in layers with a window, and with
-    cross-attention also the encoder's."""
+    cross-attention also the encoder's; and of the states of state-space layers."""
     elements = sum(
         part.kv_elements(kept)
         for stack in anatomy.decoder_stacks
         for kept in _kept(anatomy, stack, context)
         for part in stack.parts
     )
-    return elements * batch * element_bytes
+    states = sum(
+        stack.layers * part.state_bytes(1, element_bytes) for stack in anatomy.decoder_stacks for part in stack.parts
+    )
+    return batch * (elements * element_bytes + states)
 
 
 def _read(anatomy: Anatomy, stack: Stack, context: int) -> list[int]:
@@ -90,7 +93,7 @@ class DecodingMemory:
     weights: float
     """Matrices in the compute dtype or quantized, vectors in float32."""
     cache: float
-    """KV cache of the device's heads: at least one key and one value head."""
+    """KV cache of the device's heads, at least one key and one value head, and states of state-space layers."""
     sampling: float
     """Arrays of the length of the device's vocabulary shard (`SAMPLING_ARRAYS`)."""
 
@@ -123,24 +126,27 @@ def decoding_memory(
     weights, narrow = 0.0, quantized(anatomy, storage)
     for weight in anatomy.weights:
         elements = on_device(weight, layout, mesh)
-        if "kv_heads" in weight.names:  # each rank has the key heads of its query heads
-            heads = weight.shape[weight.names.index("kv_heads")]
+        # Each rank has the key heads of its query heads, and the groups of its state-space heads.
+        for axis in {"kv_heads", "groups"} & set(weight.names):
+            heads = weight.shape[weight.names.index(axis)]
             elements = weight.size // heads * max(heads, tensor_degree) // tensor_degree
         if weight.name in narrow:
             weights += elements * _bytes_of_weight(storage, _inputs(weight, layout, mesh), element_bytes)
         else:
             weights += elements * (element_bytes if is_matrix(weight.names) else 4)
-    cached = 0
+    cached, states = 0.0, 0.0
     for stack in anatomy.decoder_stacks:
         kept = sum(_kept(anatomy, stack, context))
         for part in stack.parts:
+            states += stack.layers * part.state_bytes(tensor_degree, element_bytes)
             if isinstance(part, Attention | CrossAttention):
                 heads = part.kv_heads if isinstance(part, Attention) else part.heads
-                cached += kept * 2 * max(heads, tensor_degree) // tensor_degree * part.head_dim
+                number = element_bytes if storage.cache_dtype is None else 1 + 4 / part.head_dim
+                cached += kept * 2 * max(heads, tensor_degree) // tensor_degree * part.head_dim * number
             elif isinstance(part, LatentAttention):
-                cached += kept * part.kv_elements(1)
-    cache = cached * sequences * element_bytes
-    return DecodingMemory(weights, cache, SAMPLING_ARRAYS * 4 * sequences * padded_vocab_size(model) / tensor_degree)
+                cached += kept * part.kv_elements(1) * element_bytes
+    sampling = SAMPLING_ARRAYS * 4 * sequences * padded_vocab_size(model) / tensor_degree
+    return DecodingMemory(weights, sequences * (cached + states), sampling)
 
 
 def _bytes_of_weight(storage: Storage, inputs: int, element_bytes: float) -> float:
@@ -187,14 +193,16 @@ class Generation:
 
 
 def generation(
-    anatomy: Anatomy, server: Server, tensor_degree: int, batch: int, context: int, precision: str = "bfloat16"
+    anatomy: Anatomy, server: Server, tensor_degree: int, batch: int, context: int, storage: Storage = PLAIN
 ) -> Generation:
     """Returns lower bounds on the times of prefill and decoding; tensor parallel communication is not counted."""
     gpu, constants = server.gpu, Constants()
     rate = tensor_degree * gpu.peak_flops("bfloat16" if "bfloat16" in gpu.peak else "float16") * gpu.sustained_products
-    reading = (weight_bytes(anatomy, precision) + cache_bytes(anatomy, batch, context)) / (
-        tensor_degree * gpu.bandwidth * constants.memory
-    )
+    read = (weight_bytes(anatomy, "bfloat16") + cache_bytes(anatomy, batch, context)) / tensor_degree
+    if storage != PLAIN:
+        memory = decoding_memory(anatomy, tensor_degree, batch, context, storage=storage)
+        read = memory.weights + memory.cache
+    reading = read / (gpu.bandwidth * constants.memory)
     return Generation(
         prefill_seconds=batch * context * flops_per_token(anatomy, context // 2) / rate,
         token_seconds=max(reading, batch * flops_per_token(anatomy, context) / rate),

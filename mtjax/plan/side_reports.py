@@ -17,6 +17,8 @@ from mtjax.plan.search import describe
 from mtjax.plan.units import gib, seconds, si
 
 BATCHES = (1, 8, 64)
+SMALLEST = Storage("int4", cache_dtype="int8")
+"""The weights and cache that take least memory."""
 
 
 def print_inference(console: Console, anatomy: Anatomy, server: Server, tensor_degree: int, context: int) -> None:
@@ -48,9 +50,10 @@ def cache_table(anatomy: Anatomy, server: Server, tensor_degree: int, context: i
         "KV cache",
         "memory per GPU",
         "with int8 weights",
-        "with int4 weights",
+        "int4, int8 cache",
         "prefill",
         "per token",
+        "int4, int8 cache",
         "tokens/s (predicted)",
     )
     result = table(title, *heads, note=note)
@@ -60,15 +63,17 @@ def cache_table(anatomy: Anatomy, server: Server, tensor_degree: int, context: i
             cache = inference.cache_bytes(anatomy, batch, tokens)
             memories = [
                 inference.decoding_memory(anatomy, tensor_degree, batch, tokens, storage=storage)
-                for storage in (PLAIN, Storage("int8"), Storage("int4"))
+                for storage in (PLAIN, Storage("int8"), SMALLEST)
             ]
             speed = inference.generation(anatomy, server, tensor_degree, batch, tokens)
+            smallest = inference.generation(anatomy, server, tensor_degree, batch, tokens, SMALLEST)
             result.add_row(
                 f"{batch} x {tokens}",
                 gib(cache),
                 *(_with_capacity(memory.total, server) for memory in memories),
                 seconds(speed.prefill_seconds),
                 seconds(speed.token_seconds),
+                seconds(smallest.token_seconds),
                 f"{batch * speed.tokens_per_second:,.0f}",
             )
     return result

@@ -3,6 +3,7 @@
 `inspect` and the planner build the same `TrainStep` on compile-only devices.
 """
 
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -63,6 +64,10 @@ class TrainStep(ShardedModel):
     def __init__(self, config: Config, mesh: Mesh, layout: Layout | None = None) -> None:
         check_offload(Recompute.of(config.training), mesh.devices.flat[0].platform)
         super().__init__(config, mesh, layout, trains=True)
+        if self.offloads:
+            from mtjax.train.offload import check_offload as check_optimizer_offload
+
+            check_optimizer_offload(config, self.shape)
         self.xla = xla_options.choose(self.config, mesh)
         self.trainable_records = self.optimized(self.records)
         self.optimizer = make_optimizer(config, self.trainable_records, self.layer_orders)
@@ -87,6 +92,10 @@ class TrainStep(ShardedModel):
             with jax.set_mesh(self.mesh):
                 abstract = jax.eval_shape(self.optimizer.init, placement.with_sharding(like, moments))
             optimizer = shardings_by_name(abstract, self.trainable_records, states, self.mesh)
+        if self.offloads:
+            from mtjax.train.offload import host_shardings
+
+            optimizer = host_shardings(optimizer)
         scaled = self.config.training.compute_dtype == "float16"
         loss_scale = LossScale(everywhere, everywhere, everywhere) if scaled else None
         return State(everywhere, everywhere, self.parameter_sharding, optimizer, loss_scale)
@@ -96,14 +105,32 @@ class TrainStep(ShardedModel):
         """Shapes, dtypes and shardings of the state; a checkpoint is restored into it."""
         with jax.set_mesh(self.mesh):
             state = jax.eval_shape(self._initial, jax.eval_shape(lambda: jax.random.key(0)))
-        return placement.with_sharding(state, self.state_sharding)
+        state = placement.with_sharding(state, self.state_sharding)
+        if not self.offloads:
+            return state
+        from mtjax.train.offload import of_moments, typed_on_host
+
+        def on_host(a: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=typed_on_host(a.sharding))
+
+        return replace(state, optimizer=of_moments(on_host, state.optimizer))
+
+    @property
+    def offloads(self) -> bool:
+        """Whether the optimizer's moments are in the host's memory."""
+        return self.config.parallel.offload == "optimizer"
 
     def initialize(self, seed: int, parameters: Tree = None) -> State:
         """Initializes the state directly in its sharding, with the same values on every mesh.
 
         If `parameters` are given, they are donated, and only the other parts of the state are initialized.
         """
-        return self.on_mesh(self._compiled_initial, jax.random.key(seed), parameters)
+        state = self.on_mesh(self._compiled_initial, jax.random.key(seed), parameters)
+        if not self.offloads:
+            return state
+        from mtjax.train.offload import zero_moments
+
+        return replace(state, optimizer=zero_moments(state.optimizer, self.abstract_state.optimizer))
 
     def step(self, state: State, batch: Batch) -> tuple[State, dict[str, Array]]:
         """Runs one optimizer step, donating `state`; returns the new state and metrics.
@@ -151,7 +178,16 @@ class TrainStep(ShardedModel):
 
     @cached_property
     def _compiled_initial(self) -> Any:
-        return jax.jit(self._initial, donate_argnums=1, out_shardings=self.state_sharding)
+        if not self.offloads:
+            return jax.jit(self._initial, donate_argnums=1, out_shardings=self.state_sharding)
+        from mtjax.train.offload import without_moments
+
+        def initial(key: Array, parameters: Tree = None) -> State:  # the moments never are on the device
+            state = self._initial(key, parameters)
+            return replace(state, optimizer=without_moments(state.optimizer))
+
+        shardings = replace(self.state_sharding, optimizer=without_moments(self.state_sharding.optimizer))
+        return jax.jit(initial, donate_argnums=1, out_shardings=shardings)
 
     @cached_property
     def _compiled_step(self) -> Any:
@@ -177,8 +213,7 @@ class TrainStep(ShardedModel):
         if self.config.optimizer.optimizer == "schedule-free":
             from mtjax.train.optimizers import training_point
 
-            own, (_, (iterates,)) = select_trainable(self.records, parameters), state.optimizer
-            point = training_point(self.config.optimizer, own, iterates)
+            point = training_point(self.config.optimizer, self.optimized(parameters), state.optimizer[1][0])
             parameters = merge_trees(point, select_frozen(self.records, parameters))
         return self.gradients(parameters, batch, jax.random.wrap_key_data(state.random), scale)
 
@@ -188,9 +223,10 @@ class TrainStep(ShardedModel):
         """Traces the optimizer update; returns the next state and metrics."""
         loss_scale, trainable = state.loss_scale, self.optimized(state.parameters)
         with jax.named_scope("optimizer"):
-            updates, optimizer = self.optimizer.update(gradients, state.optimizer, trainable)
-            updated = optax.apply_updates(trainable, updates)
-            if self.config.model.router_bias:
+            if not self.offloads:
+                updates, optimizer = self.optimizer.update(gradients, state.optimizer, trainable)
+                updated = optax.apply_updates(trainable, updates)
+            if self.config.model.router_bias:  # not with offload
                 from mtjax.train.router_bias import update_router_bias
 
                 rate, orders = self.config.model.router_bias_update_rate, self.layer_orders
@@ -199,7 +235,14 @@ class TrainStep(ShardedModel):
             bad = first_bad(loss + norm, gradients, self.trainable_records, self.layer_numbers)
             finite = bad == GOOD
             # A step with nonfinite gradients is skipped on all devices, by selects instead of a conditional.
-            updated, optimizer = precision.choose(finite, (updated, optimizer), (trainable, state.optimizer))
+            if self.offloads:
+                from mtjax.train.offload import streamed_update
+
+                updated, optimizer = streamed_update(
+                    self.config, self.trainable_records, gradients, state.optimizer, trainable, finite, norm
+                )
+            else:
+                updated, optimizer = precision.choose(finite, (updated, optimizer), (trainable, state.optimizer))
             metrics = {
                 "loss": loss,
                 "grad_norm": jnp.where(finite, norm, 0.0),

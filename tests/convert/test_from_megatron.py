@@ -347,6 +347,12 @@ SETTINGS = {
         "recompute_method": "block",
         "recompute_num_layers": 3,
     },
+    "--optimizer-cpu-offload --optimizer-offload-fraction 1.0": {"offload": "optimizer"},
+    "--use-precision-aware-optimizer --exp-avg-dtype bf16 --optimizer-cpu-offload": {
+        "adam_mu_dtype": "bfloat16",
+        "offload": None,
+    },
+    "--bf16 --fp8-hybrid": {"fp8": "delayed", "fp8_format": "hybrid"},
     "--attention-backend flash --reset-attention-mask": {"attention": "cudnn"},
     "--squared-relu --apply-layernorm-1p --softmax-type learnable": {
         "activation": "relu2",
@@ -427,6 +433,9 @@ WRONG = {
     "SMALL --rotary-seq-len-interpolation-factor x --position-embedding-type rope": "factor x: must be a number",
     "SMALL --end-weight-decay x": "--end-weight-decay x: must be a number",
     "SMALL --moe-aux-loss-coeff x": "--moe-aux-loss-coeff x: must be a number",
+    "SMALL --data-path --bf16": "--data-path: must be followed by a value",
+    "SMALL --save to a folder": "--save to a folder: must be one value",
+    "hybrid.sh": "starts pretrain_hybrid.py, but only",
     "SMALL --rampup-batch-size 16": "must be three integers: START INCREMENT SAMPLES",
     "SMALL --lr-warmup-fraction 3": "must be a number from 0 to 1",
     "SMALL --moe-layer-freq 1 --rotary-base x": "--rotary-base x: must be a number",
@@ -446,6 +455,7 @@ def test_wrong_input_is_one_sentence(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("t5.sh").write_text("torchrun pretrain_t5.py --num-layers 3 --hidden-size 4\n")
+    Path("hybrid.sh").write_text("torchrun pretrain_hybrid.py --num-layers 3 --hidden-size 4\n")
     Path("empty.sh").write_text("echo hello\n")
     Path("quote.sh").write_text('X=1\nY="open\n')
     Path("deep.sh").write_text("f() { f; }\nf\n")
@@ -513,3 +523,37 @@ def test_without_a_launcher_one_replica_is_taken_and_told(capsys: pytest.Capture
     tables, told = translated(capsys, "--", *SMALL, "--tensor-model-parallel-size", "2")
     assert tables["parallel"]["mesh"] == "1x2"
     assert "the number of GPUs is unknown" in told
+
+
+def test_a_checkpoint_there_is_converted_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With its optimizer; where there is none yet, the run's own config starts it, with what a tracker needs."""
+    monkeypatch.chdir(tmp_path)
+    words = [
+        "from-megatron",
+        "--gpus",
+        "16",
+        "--output",
+        "a.toml",
+        "--",
+        *SMALL,
+        "--load",
+        "ckpt",
+        "--wandb-project",
+        "p",
+    ]
+    assert cli.main(words) == 0
+    out, told = capsys.readouterr()
+    assert out.startswith("next    WANDB_PROJECT=p mtjax train --config a.toml --track wandb  (with srun or mpirun")
+    convert = "mtjax convert --from ckpt --to mtjax:runs/continued --with-optimizer"
+    assert f"if ckpt has a checkpoint of Megatron-LM, go on from it: {convert}\n" in told
+    Path("ckpt").mkdir()
+    Path("ckpt/latest_checkpointed_iteration.txt").write_text("10")
+    Path("a.toml").unlink()
+    assert cli.main(words) == 0
+    assert capsys.readouterr().out == f"next    {convert}\n"
+    Path("a.toml").unlink()
+    assert cli.main([*words, "--finetune"]) == 0
+    out, told = capsys.readouterr()
+    assert out == "next    mtjax convert --from ckpt --to mtjax:weights\n" and "--init-from weights" in told

@@ -7,6 +7,11 @@ import numpy as np
 import pytest
 
 from mtjax.commands import convert
+from mtjax.convert import gptq
+from mtjax.generate.moments import input_moments
+from mtjax.generate.weights import load_model
+from mtjax.models.weight_grid import fitted_grid
+from tests.convert.hf_folders import LLAMA_CONFIG, llama_shapes, random_tensors, write_folder
 from tests.parity.compare import relative
 from tests.parity.converted import our_logits
 
@@ -109,3 +114,47 @@ def test_what_compressed_tensors_writes_is_read(kind: str, network: Path, tmp_pa
     save_file(tensors, theirs / "model.safetensors", metadata={"format": "pt"})
     (theirs / "config.json").write_text(json.dumps(config))
     assert relative(read_back(theirs), logits_of_transformers(theirs)) < 1e-5
+
+
+def test_moments_are_those_of_transformers(tmp_path: Path) -> None:
+    """What GPTQ knows of a matrix's inputs, against hooks on transformers' modules."""
+    folder = write_folder(tmp_path / "hf", random_tensors(llama_shapes()), LLAMA_CONFIG, tokenizer=True)
+    ids = np.random.default_rng(0).integers(0, 290, (2, LLAMA_CONFIG["max_position_embeddings"]))
+    found = input_moments(load_model(f"hf:{folder}", dtype="float32"), ids.ravel().tolist(), 2)
+    model, expected = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), {}
+
+    def note(name: str, inputs: tuple) -> None:
+        x = inputs[0].flatten(0, -2).double()
+        expected[name] = expected.get(name, 0) + (x.T @ x).numpy()
+
+    parts = {"attention.qkv": "self_attn.q_proj", "attention.output": "self_attn.o_proj"}
+    parts |= {"mlp.up": "mlp.gate_proj", "mlp.down": "mlp.down_proj"}
+    for name, module in model.named_modules():
+        if name.endswith(tuple(parts.values())):
+            module.register_forward_pre_hook(lambda _, inputs, name=name: note(name, inputs))
+    with torch.no_grad():
+        for row in ids:
+            model(torch.from_numpy(row[None]))
+    assert len(found) == len(expected) == 4 * LLAMA_CONFIG["num_hidden_layers"]
+    for (name, layer), moments in found.items():
+        part = next(theirs for ours, theirs in parts.items() if name.endswith(ours))
+        assert relative(moments, expected[f"model.layers.{layer}.{part}"]) < 2e-6, (name, layer)
+
+
+def test_gptq_compensates_errors() -> None:
+    """Errors of products fall to a fraction of rounding's, with groups that end within a block and behind it; inputs
+    that don't correlate are rounded to the nearest."""
+    random = np.random.default_rng(0)
+    mix = random.standard_normal((256, 256)) * np.exp(-np.arange(256) / 20)[:, None]
+    inputs = random.standard_normal((2000, 256)) @ mix
+    weight = random.standard_normal((32, 256)).astype(np.float32)
+    for group, zero_point in ((32, True), (64, False), (256, False)):
+        blocks = weight.reshape(32, -1, group)
+        grid = fitted_grid(blocks, 2, 4, np.float32, zero_point=zero_point)
+        nearest = grid.values(grid.round(blocks)).reshape(32, 256)
+        integers, own = gptq.quantize(weight, inputs.T @ inputs, 4, group, np.float32, zero_point)
+        better = own.values(integers.reshape(32, -1, group)).reshape(32, 256)
+        errors = [np.square((a - weight) @ inputs.T).mean() for a in (better, nearest)]
+        assert errors[0] < errors[1] / 8
+        apart, own = gptq.quantize(weight, np.diag(random.uniform(1, 9, 256)), 4, group, np.float32, zero_point)
+        np.testing.assert_allclose(own.values(apart.reshape(32, -1, group)).reshape(32, 256), nearest, atol=1e-6)

@@ -158,6 +158,7 @@ def test_a_skipped_step_leaves_weights_scales_and_ages_as_they_were() -> None:
         ({"compute_dtype": "float16"}, "does not support compute_dtype float16"),
         ({"family": "bert"}, "does not support the family bert"),
         ({"family": "t5"}, "does not support the family t5"),
+        ({"family": "hybrid", "layer_pattern": "*-"}, "does not support the family hybrid"),
         ({"lora_rank": 4}, "does not support LoRA"),
         ({"num_experts": 4}, "does not support experts"),
         ({"mtp_num_layers": 1, "family": "llama"}, "does not support multi-token prediction"),

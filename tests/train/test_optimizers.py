@@ -92,8 +92,8 @@ CASES = [
     ("muon", "2x2", {"zero": 1, **LLAMA}),
     ("muon", "4x2", {"zero": 3, "num_layers": 3}),
     ("muon", "2x2x2", {"zero": 2, "microbatch_size": 2}),
-    ("muon", "data=2,context=2,model=2", {"zero": 1}),
-    ("muon", "data=2,expert=2,model=2", {"zero": 1, "num_experts": 4}),
+    ("muon", "data=2,shard=2,model=2", {"zero": 1}),
+    ("muon", "context=2,expert=2,model=2", {"zero": 1, "num_experts": 4}),
     ("adafactor", "1x2", {"hidden_size": 128}),
     ("adafactor", "2x2", {"zero": 1, "hidden_size": 128}),
     ("lion", "2x2", {"zero": 3}),
@@ -268,6 +268,10 @@ def test_another_optimizer_s_checkpoint_is_refused(then: Any, now: Any, message:
         ({"optimizer": "lion", "sgd_momentum": 0.8}, "sgd_momentum 0.8 is for optimizer sgd, and optimizer is lion"),
         ({"optimizer": "muon", "adam_nu_dtype": "bfloat16"}, "adam_nu_dtype bfloat16 is for optimizer adamw"),
         ({"optimizer": "schedule-free"}, "decay_style is cosine: add --decay-style constant"),
+        (
+            {"optimizer": "schedule-free", "decay_style": "constant", "fp8": "delayed"},
+            "those that fp8 delayed has scales of",
+        ),
         ({"optimizer": "schedule-free", "decay_style": "constant", "layer_decay": 0.9}, "and layer_decay is 0.9"),
     ],
 )

@@ -9,18 +9,9 @@ from mtjax.convert.megatron_files import MegatronCheckpoint
 from mtjax.convert.megatron_formats import checkpoint_folder, is_torch_dist
 from mtjax.convert.torch_dist import TorchDistCheckpoint
 from mtjax.errors import UserError, shortened
-from mtjax.migrate.megatron import TABLE
+from mtjax.migrate.megatron import SAVED_AS, TABLE
 from mtjax.migrate.model_arguments import LATENT
 
-_SAVED_AS = {
-    "fp8_format": "fp8",
-    "fp4_format": "fp4",
-    "apply_layernorm_1p": "layernorm_zero_centered_gamma",
-    "decoder_first_pipeline_num_layers": "num_layers_in_first_pipeline_stage",
-    "decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage",
-    "microbatch_group_size_per_virtual_pipeline_stage": "microbatch_group_size_per_vp_stage",
-}
-"""Arguments that some versions save under another name."""
 _OF_FEATURE = {"fp8_": ("fp8", "fp8_format"), "fp4_": ("fp4", "fp4_format"), "timing_log_": ("timing_log_level",)}
 """Prefixes of arguments that have defaults, and matter only with a feature, and the arguments that switch it on."""
 _PLAIN = (bool, int, float, str, list, tuple)
@@ -59,8 +50,8 @@ def from_arguments(arguments: Mapping[str, Any], source: str, family: str = "gpt
     """
     given = GivenArguments(source, family=family)
     for row in TABLE:
-        value = _plain(arguments.get(row.dest, arguments.get(_SAVED_AS.get(row.dest, ""))))
-        if row.status == "default" and row.default is None:
+        value = _plain(arguments.get(row.dest, arguments.get(SAVED_AS.get(row.dest, ""))))
+        if row.status == "default" and row.default is None and row.same is None:
             continue  # mtjax needs no such setting, whatever the value
         if value is None or value == row.default or (row.default is None and value in (False, (), "")):
             continue

@@ -13,7 +13,7 @@ from mtjax.migrate.megatron import by_dest, by_name
 
 PROGRAMS = {"pretrain_gpt": "gpt", "pretrain_bert": "bert"}
 """Megatron's programs that can be translated -> the family."""
-_OTHERS = re.compile(r"pretrain_(t5|ict|retro|vlm|mamba|vision\w*)|train_rl|finetune\w*")
+_OTHERS = re.compile(r"pretrain_(t5|ict|retro|vlm|mamba|hybrid|vision\w*)|train_rl|finetune\w*")
 _LARGEST = 2**24
 """Most bytes of a script."""
 

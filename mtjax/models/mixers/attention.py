@@ -262,6 +262,7 @@ class AssembledQKV(nnx.Module):
     """`GroupedQKV` with assembled parameters, [embed, groups, heads / groups + 2, head_dim]; not for training."""
 
     is_read_linearly = False
+    rule: ProductRule | None = None
 
     def __init__(self, weight: Array, bias: Array | None) -> None:
         names = ("heads", None, "head_dim")

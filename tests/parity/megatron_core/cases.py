@@ -103,6 +103,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "llama tied, scaled rope": LLAMA
     | {
+        "num_layers": 8,
         "rotary_base": 500_000,
         "use_rope_scaling": True,
         "rope_scaling_factor": 8.0,
@@ -215,7 +216,7 @@ DISTRIBUTED: tuple[tuple[str, Degrees, Degrees], ...] = (
     ("gpt", (2, 2, None, 1), (4, 1, None, 1)),
     ("gpt untied, exact gelu", (4, 1, None, 1), (1, 2, 2, 1)),
     ("llama", (1, 2, 2, 1), (2, 2, None, 1)),
-    ("llama tied, scaled rope", (1, 4, None, 1), (2, 1, None, 1)),
+    ("llama tied, scaled rope", (1, 4, 2, 1), (2, 1, None, 1)),
     ("experts", (1, 1, None, 2), (2, 1, None, 2)),
     ("experts, softmax before the choice, groups", (2, 1, None, 2), (1, 1, None, 4)),
     ("experts by sigmoid and bias, in groups, behind an MLP", (1, 2, None, 2), (2, 2, None, 1)),
