@@ -35,6 +35,42 @@ class Fault:
 
 
 FAULTS = (
+    # --- 8-bit floats
+    Fault(
+        "8-bit floats: an infinite value becomes the largest number",
+        "jnp.where(jnp.isinf(a), jnp.nan, scaled).astype(kind)",
+        "scaled.astype(kind)",
+        "train",
+        "test_what_is_not_finite_stays_so",
+    ),
+    Fault(
+        "8-bit floats: the gradient of the weight has the scale of the gradient alone",
+        "_scaled(formula, x8, g8, (x_scale, scale),",
+        "_scaled(formula, x8, g8, (scale / scale, scale),",
+        "train",
+        "test_a_product_and_its_gradients_are_those_of_numpys",
+    ),
+    Fault(
+        "delayed scaling: smaller values of other ranks count, too",
+        "largest = found & (jnp.cumsum(found, -1) == 1)",
+        "largest = found",
+        "train",
+        "test_losses_of_delayed_scaling_do_not_depend_on_the_mesh",
+    ),
+    Fault(
+        "delayed scaling: a scale is of the last step alone",
+        'is_recent = jnp.where(largest, 0.0, 1 - jnp.max(-state["age"], -2)) < history',
+        'is_recent = jnp.where(largest, 0.0, 1 - jnp.max(-state["age"], -2)) < 1',
+        "train",
+        "test_a_scale_fits_the_largest_value",
+    ),
+    Fault(
+        "delayed scaling: a skipped step changes scales",
+        "lambda new, old: jnp.where(keep, new, old), moved, unchanged",
+        "lambda new, old: new, moved, unchanged",
+        "train",
+        "test_a_skipped_step_leaves",
+    ),
     # --- coming from Megatron-LM
     Fault(
         "a script's unknown arguments are ignored",

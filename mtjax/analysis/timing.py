@@ -15,7 +15,7 @@ from mtjax.analysis.contract import GRADIENTS, LOSS_FORWARD
 from mtjax.analysis.copies import FLOAT32, SUMS, Copy, copies, copies_in_step, copies_in_turn
 from mtjax.analysis.counts import on_device, peak_stage_counts, zero_degree
 from mtjax.analysis.expert_blocks import block_copies, blocks_of
-from mtjax.analysis.float8 import is_float8
+from mtjax.analysis.float8 import float8_bytes, is_float8
 from mtjax.analysis.hardware import Server
 from mtjax.analysis.kernels import CORE, ElementWise, Traffic
 from mtjax.analysis.link_time import (
@@ -235,6 +235,7 @@ def _layer(stack: Stack, plan: Plan, machine: Machine, software: Software) -> tu
     moves, touched = software.kernels, [part.elementwise for part in stack.parts]
     once, back = (machine.passes(_bytes(traffic, touched, plan)) for traffic in (moves.forward, moves.backward))
     ahead = sum(forward[product] for product in products)
+    back += machine.passes(sum(float8_bytes(product, _rows(product, plan)[0], plan) for product in products))
     return ahead + again + backward, core, once * (2 if plan.recompute == "full" else 1) + back
 
 
