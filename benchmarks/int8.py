@@ -1,4 +1,4 @@
-"""Cost of int8 weights in quality: perplexity of a text, with matrices in float32, bfloat16 and int8.
+"""Cost of quantized weights in quality: perplexity of a text, with matrices in float32, bfloat16, int8 and int4.
 
 python benchmarks/int8.py --from hf:FOLDER --text wiki.valid.tokens --windows 8 --length 512
 """
@@ -7,19 +7,27 @@ import argparse
 import math
 from pathlib import Path
 
+from mtjax.config.storage import PLAIN, Storage
 from mtjax.evaluate.tasks.wikitext103 import detokenized
 from mtjax.generate.decoder import Decoder
 from mtjax.generate.engine import Engine
 from mtjax.generate.request import Request, Sampling, Token
 from mtjax.generate.weights import load_model
 
-KINDS = {"float32": ("float32", False), "bfloat16": ("bfloat16", False), "int8": ("bfloat16", True)}
+KINDS = {
+    "float32": ("float32", PLAIN),
+    "bfloat16": ("bfloat16", PLAIN),
+    "int8": ("bfloat16", Storage("int8")),
+    "int4": ("bfloat16", Storage("int4", weights_group=64)),
+    "int4, group 32": ("bfloat16", Storage("int4", weights_group=32)),
+    "int4, zero points": ("bfloat16", Storage("int4", weights_group=64, weights_zero_point=True)),
+}
 
 
-def perplexity(source: str, text: str, windows: int, length: int, dtype: str, int8: bool) -> tuple[float, int]:
+def perplexity(source: str, text: str, windows: int, length: int, dtype: str, storage: Storage) -> tuple[float, int]:
     model = load_model(source, "1x1", dtype)
     ids = model.tokenizer.encode(detokenized(text))
-    engine = Engine(Decoder(model.placed, model.parameters, int8=int8), 1)
+    engine = Engine(Decoder(model.placed, model.parameters, storage=storage), 1)
     tokens_of_windows: list[Token] = []
     for start in range(0, windows * length, length):
         window = tuple(ids[start : start + length])
@@ -37,9 +45,9 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=512)
     options = parser.parse_args()
     text = options.text.read_text(encoding="utf-8")
-    for name, (dtype, int8) in KINDS.items():
-        value, tokens = perplexity(options.source, text, options.windows, options.length, dtype, int8)
-        print(f"{name:9} perplexity {value:.4f} of {tokens} tokens", flush=True)
+    for name, (dtype, storage) in KINDS.items():
+        value, tokens = perplexity(options.source, text, options.windows, options.length, dtype, storage)
+        print(f"{name:17} perplexity {value:.4f} of {tokens} tokens", flush=True)
 
 
 if __name__ == "__main__":

@@ -69,6 +69,7 @@ FEATURES = (
     Feature("latent attention", {"kv_lora_rank": 16}),
     Feature("LoRA", {"lora_rank": 4}),
     Feature("grouped-query attention", {"num_kv_heads": 2}),
+    Feature("hybrid models", {"family": "hybrid", "layer_pattern": "(M*)x4", "ssm_head_dim": 8}),
     Feature("BERT", {"family": "bert"}),
     Feature("T5", {"family": "t5"}),
 )
@@ -90,6 +91,7 @@ CHECKS: Mapping[str, tuple[str, str]] = {
     "LoRA": ("models/test_lora.py", "inspect/test_lora_contract.py"),
     "distillation": ("finetune/test_distillation.py", "inspect/test_distillation_contract.py"),
     "Llama, grouped-query attention": ("models/test_llama.py", "inspect/test_llama_contract.py"),
+    "hybrid models": ("models/test_hybrid.py", "inspect/test_hybrid_contract.py"),
     "BERT": ("models/test_bert.py", "inspect/test_family_contracts.py"),
     "T5": ("models/test_t5.py", "inspect/test_family_contracts.py"),
 }
@@ -104,12 +106,12 @@ def refused() -> Iterator[tuple[Feature, Feature, str]]:
 
 
 def without_flash_attention() -> Iterator[tuple[Feature, str]]:
-    """Yields the features with which attention writes out its scores on an H100, with the reason."""
+    """Yields the features with which a run has no flash attention on an H100 by default, with the reason."""
     for feature in FEATURES:
-        config, _ = _combined(feature)
-        kernel, reason = choose_kernel(replace(config, attention="cudnn"), "gpu")
-        if kernel == "xla" and reason:
-            yield feature, reason
+        config, mesh = _combined(feature)
+        if choose_kernel(config, "gpu", mesh=parse_mesh(mesh))[0] != "cudnn":
+            _, reason = choose_kernel(replace(config, attention="cudnn"), "gpu", mesh=parse_mesh(mesh))
+            yield feature, reason or "it must be asked for: --attention cudnn"
 
 
 def _alternatives(one: Feature, other: Feature) -> bool:

@@ -28,7 +28,7 @@ from mtjax.config.place import with_run_folder
 from mtjax.config.renamed import old_names_in, with_new_names, with_new_options
 from mtjax.config.repeated import with_joined_data
 from mtjax.errors import UserError, first_line, nearest, shortened
-from mtjax.help import HELP, HELP_ALL, dataclass_of, names_of, options_of, show_help
+from mtjax.help import HELP, HELP_ALL, ConfigDefaults, dataclass_of, names_of, options_of, show_help, with_values
 from mtjax.migrate.argument import option_of
 from mtjax.migrate.suggest import advice
 
@@ -196,13 +196,16 @@ def parse(
     family = argument(argv, "--family")
     if family in FAMILIES:  # it sets the defaults of the other options
         start = config.replace(start, family=family)
+    if pattern := argument(argv, "--layer-pattern"):  # and this sets their number
+        start = config.replace(start, layer_pattern=pattern)
     start = base(start, argv) if base else start
     groups = {f.name: getattr(start, f.name) for f in dataclasses.fields(start) if f.name not in hidden}
     fields: list[tuple[str, Any, Any]] = [("config", Annotated[Path, tyro.conf.arg(help=_CONFIG_HELP)], Path(name))]
     fields += [("command", options, options())]
     fields += [(group, type(value), value) for group, value in groups.items()]
+    shown = ConfigDefaults(path.name, dataclasses.asdict(config.replace(config.Config(), family=start.model.family)))
     arguments = dataclasses.make_dataclass("Arguments", [(n, t, _default(d)) for n, t, d in fields], frozen=True)
-    parsed: Any = read(tyro.conf.OmitArgPrefixes[arguments], list(_listed(argv)), prog, description, common)
+    parsed: Any = read(tyro.conf.OmitArgPrefixes[arguments], list(_listed(argv)), prog, description, common, shown)
     chosen = dataclasses.replace(start, **{group: getattr(parsed, group) for group in groups})
     check_bounds(parsed.command)
     typed = typed_options(argv)
@@ -260,6 +263,7 @@ def read(
     prog: str,
     description: str = "",
     common: Mapping[str, Collection[str]] | None = None,
+    shown: ConfigDefaults | None = None,
 ) -> Any:
     """Parses the options of a command line into the dataclass `options`.
 
@@ -269,6 +273,7 @@ def read(
       prog: the command as the user types it.
       description: first paragraph of `--help`.
       common: headings of `--help`, and the options below each; None shows all.
+      shown: of the config file that the options override; None without one.
 
     Raises:
       UserError: an option is invalid or missing.
@@ -277,8 +282,9 @@ def read(
     arguments = list(sys.argv[1:] if argv is None else argv)
     listed = list(options_of(dataclass_of(options)))
     if {*HELP, HELP_ALL} & set(arguments):
-        print(show_help(prog, description, listed, None if HELP_ALL in arguments else common), end="")
+        print(show_help(prog, description, listed, None if HELP_ALL in arguments else common, shown), end="")
         raise SystemExit(0)
+    arguments = with_values(arguments, listed)
     output = io.StringIO()
     try:
         with contextlib.redirect_stderr(output):

@@ -31,9 +31,9 @@ class UserError(Exception):
     """Invalid input: the message names what was wrong, with the values, and what to do."""
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Returns ` - did you mean 'x'?` for the known name closest to `name`; "" if none is close."""
-    match = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+def nearest(name: str, known: Iterable[str], similarity: float = 0.5) -> str:
+    """Returns ` - did you mean 'x'?` for the known name closest to `name`; "" if none is as similar (1: the same)."""
+    match = difflib.get_close_matches(name, list(known), n=1, cutoff=similarity)
     return f" - did you mean {match[0]!r}?" if match else ""
 
 

@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import inspect
+import itertools
 import shutil
 import textwrap
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -37,13 +38,30 @@ class Option:
     """None if there is none, or if `text` describes it."""
     text: str
     """Help text."""
+    is_optional: bool = False
+    """Whether its value may be None."""
 
     @property
     def spelling(self) -> str:
         """Its spelling in the help: `--hidden-size N`, `--bias/--no-bias`."""
         if self.kind:
             return f"{self.name} {self.kind}"
-        return f"{self.name}/--no-{self.name[2:]}" if self.name.startswith("--") and self.default else self.name
+        has_both = self.name.startswith("--") and (self.default or self.is_optional)
+        return f"{self.name}/--no-{self.name[2:]}" if has_both else self.name
+
+
+@dataclasses.dataclass(frozen=True)
+class ConfigDefaults:
+    """What a config file's settings would be without the file."""
+
+    file: str
+    """Name of the file, whose values are the options' defaults."""
+    without: Mapping[str, Any]
+    """Section -> setting -> its default in the file's family."""
+
+    def differs(self, option: Option) -> bool:
+        """Returns whether the file sets an option to another value than its default."""
+        return option.group in self.without and self.without[option.group][option.field] != option.default
 
 
 def dataclass_of(hint: Any) -> type:
@@ -74,7 +92,8 @@ def options_of(cls: type, values: Any = None, group: str = "") -> Iterator[Optio
         if is_positional:
             name, metavar = named.get("metavar") or field.name.upper(), ""
         text = named.get("help") or texts.get(field.name, "")
-        yield Option(name, field.name, group, kind, metavar, default, " ".join(text.split()))
+        text = " ".join(text.split())
+        yield Option(name, field.name, group, kind, metavar, default, text, NoneType in get_args(hints[field.name]))
 
 
 def names_of(options: Sequence[Option]) -> set[str]:
@@ -83,8 +102,26 @@ def names_of(options: Sequence[Option]) -> set[str]:
     return {option.name for option in named} | {f"--no-{o.name[2:]}" for o in named if not o.kind} | {"--help"}
 
 
+def with_values(arguments: Sequence[str], options: Sequence[Option]) -> list[str]:
+    """Returns the arguments with a value behind each switch that may be None, as tyro reads it: `--bias True`."""
+    values = ("True", "False", "None")
+    switches = {o.name: "True" for o in options if o.is_optional and not o.kind}
+    switches |= {f"--no-{name[2:]}": "False" for name in switches}
+    found: list[str] = []
+    for word, after in itertools.pairwise([*arguments, ""]):
+        if word not in switches or after in values:
+            found.append(word)
+        else:
+            found += [word.replace("--no-", "--", 1) if switches[word] == "False" else word, switches[word]]
+    return found
+
+
 def show_help(
-    prog: str, description: str, options: Sequence[Option], common: Mapping[str, Collection[str]] | None = None
+    prog: str,
+    description: str,
+    options: Sequence[Option],
+    common: Mapping[str, Collection[str]] | None = None,
+    shown_defaults: ConfigDefaults | None = None,
 ) -> str:
     """Formats the text of `--help`.
 
@@ -94,6 +131,7 @@ def show_help(
       options: all options.
       common: headings, and the fields of the options below each; all options by group when None.
         Options of the command itself, which belong to no section of the config, are always shown.
+      shown_defaults: of the config file that the options override.
     """
     width = min(shutil.get_terminal_size((100, 24)).columns, 120)
     positional = [option for option in options if not option.name.startswith("--")]
@@ -110,7 +148,7 @@ def show_help(
             heading: [by_field[name] for name in names if name in by_field] for heading, names in common.items()
         }
     parts += [
-        "\n".join([f"{heading}:", *(_lines(option, width) for option in shown)])
+        "\n".join([f"{heading}:", *(_lines(option, width, shown_defaults) for option in shown)])
         for heading, shown in groups.items()
         if shown
     ]
@@ -120,15 +158,32 @@ def show_help(
     return "\n\n".join(parts) + "\n"
 
 
-def _lines(option: Option, width: int) -> str:
+def _lines(option: Option, width: int, shown: ConfigDefaults | None) -> str:
     """Formats an option and its help text, wrapped to a width."""
-    text, default = option.text, "on" if option.default is True else option.default
-    if (option.kind or default == "on") and default not in (None, (), ""):
-        shown = " ".join(map(str, default)) if isinstance(default, tuple) else default
-        text += f" Default: {f'{shown:g}' if isinstance(shown, float) else shown}."
+    text, default = option.text, _shown(option.default)
+    if shown is not None and shown.differs(option):
+        usual = _shown(shown.without[option.group][option.field])
+        text += f" In {shown.file}: {default or 'not given'}{f'; default: {usual}' if usual else ''}."
+    elif default and (option.kind or option.default is True):
+        text += f" Default: {default}."
     indent = " " * 6
     body = textwrap.fill(text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
     return f"  {option.spelling}\n{body}"
+
+
+def _shown(value: Any) -> str:
+    """Formats a default; "" for none."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if value in (None, (), ""):
+        return ""
+    return (
+        f"{value:g}"
+        if isinstance(value, float)
+        else " ".join(map(str, value))
+        if isinstance(value, tuple)
+        else str(value)
+    )
 
 
 def _plain(hint: Any) -> tuple[Any, tuple[Any, ...]]:

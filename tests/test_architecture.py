@@ -32,7 +32,7 @@ ARROWS: dict[str, set[str]] = {
         for part in (
             *("axes", "context", "experts", "vocab", "vocab_embedding", "distillation", "trainable"),
             "vocab_weighted",
-            *("prefetch", "flash", "kv_heads", "stored_weight", "no_hoist", "param_comm", "unstack"),
+            *("prefetch", "flash", "kv_heads", "stored_weight", "no_hoist", "param_comm", "unstack", "float8"),
         )
     },
     "data": BASE,
@@ -49,11 +49,23 @@ PLACES_MODELS = {"models.sharded_model"}
 """Where models meet the mesh."""
 
 IN_MODELS = (
-    *("kernels", "mixers", "layer", "stack", "trunk", "prediction", "pipeline_model", "families", "sharded_model"),
+    *(
+        "kernels",
+        "mixers",
+        "layer",
+        "stack",
+        "pattern_stacks",
+        "trunk",
+        "prediction",
+        "pipeline_model",
+        "families",
+        "sharded_model",
+    ),
 )
 """Inside models each imports those before it; the files that are not named here import none of these."""
 IN_LAYOUT = (
-    *("rules", "mesh", "layouts", "timetable", "attention_kernel", "plan", "width", "stacks", "stages", "divisibility"),
+    *("rules", "mesh", "layouts", "optimizer_states", "timetable", "attention_kernel", "stacks", "plan", "stages"),
+    *("width", "float8", "hybrid", "divisibility"),
 )
 """And inside layout."""
 IN_ANALYSIS = ("contract", "parts", "anatomy", "families")

@@ -17,6 +17,7 @@ from mtjax.commands.data import COMMANDS as data_commands
 from mtjax.config import Config
 from mtjax.config.common import COMMON, COMMON_FINETUNING
 from mtjax.config.renamed import with_new_options
+from mtjax.config.storage import Storage
 from mtjax.errors import UserError
 
 FIELDS = [(group, f.name) for group, cls in get_type_hints(Config).items() for f in dataclasses.fields(cls)]
@@ -32,6 +33,21 @@ class Options:
 
 def parse(*words: str) -> cli.Command[Options]:
     return cli.parse(words, "mtjax test", "Tests.", Options)
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        ("", None),
+        ("--mlp-bias", True),
+        ("--no-mlp-bias", False),
+        ("--mlp-bias None", None),
+        ("--mlp-bias=False", False),
+    ],
+)
+def test_a_switch_whose_default_is_a_rule_is_typed_like_any_other(typed, expected):
+    parsed = parse(*typed.split(), "--num-layers", "2").config
+    assert parsed.model.mlp_bias is expected and parsed.model.num_layers == 2
 
 
 def test_without_options_it_is_the_default_config() -> None:
@@ -193,7 +209,8 @@ def test_help_all_explains_every_field_by_group(
     for group, name in FIELDS:
         assert (f"--{name.replace('_', '-')}" in names) == (group not in hidden)
     plain = " ".join(shown.split())
-    assert "Standard deviation of the initial weights (Megatron's --init-method-std). Default: 0.0" in plain
+    default = "In default.toml: 0.06; default: 0.02." if command == "train" else "Default: 0.02."
+    assert f"Standard deviation of the initial weights (Megatron's --init-method-std). {default}" in plain
     assert "Parallelism degrees: DATAxTENSOR (64x8)" in plain
 
 
@@ -234,13 +251,30 @@ def test_help_of_the_other_commands_names_every_option(command: str, capsys: pyt
     assert "None" not in shown
     module = import_module(f"mtjax.commands.{command}")
     fields = [
-        field for field in dataclasses.fields(module.Options) if field.name not in ("prompts", "runs", "sampling")
+        field
+        for field in dataclasses.fields(module.Options)
+        if field.name not in ("prompts", "runs", "sampling", "storage")
     ]
+    fields += dataclasses.fields(Storage) if command in ("generate", "serve") else []
     names = {"source": "from", "target": "to"}
     assert {f"--{names.get(f.name, f.name).replace('_', '-')}" for f in fields} <= options_in(shown)
 
 
 ALIASES = {
+    "train --lr-warmup-fraction 0.01": (
+        "no option is called --lr-warmup-fraction: use --warmup-steps STEPS (STEPS = fraction x decay steps; "
+        "--warmup-fraction in mtjax finetune)"
+    ),
+    "train --lr-decay-samples 3000000": (
+        "no option is called --lr-decay-samples: use --decay-steps STEPS (STEPS = samples / global batch size)"
+    ),
+    "train --window-size 128,0": (
+        "no option is called --window-size: use --attention-window TOKENS (TOKENS counts the token itself: the first "
+        "number + 1; checkpoints that have it can't be converted)"
+    ),
+    "train --model-parallel-size 2": (
+        "no option is called --model-parallel-size: use --mesh model=2 (2-way tensor parallel)"
+    ),
     "train --lr 1e-4": "no option is called --lr: use --learning-rate",
     "train --train-iters 100": "no option is called --train-iters: use --steps",
     "train --tensor-model-parallel-size 8": (

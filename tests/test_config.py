@@ -97,7 +97,7 @@ def test_every_field_has_one_name_over_all_groups() -> None:
     names = [f.name for cls in get_type_hints(Config).values() for f in dataclasses.fields(cls)]
     assert len(names) == len(set(names))
     reserved = {"config", "options", "help"} | set(get_type_hints(Config))
-    assert not reserved & (set(names) - {"data"})  # --data is a field, and [data] its table
+    assert not reserved & (set(names) - {"data", "optimizer"})  # --data is a field, and [data] its table
 
 
 def test_configs_are_frozen() -> None:
@@ -324,9 +324,15 @@ def test_a_file_may_name_its_family_last(tmp_path: Path) -> None:
         ),
         ({"qk_norm": True, "qk_norm_after_rope": True}, "needs position rope, and position is learned"),
         ({"qk_norm": True, "norm_weight": "none"}, "qk_norm needs weights, and norm_weight is none"),
-        ({"family": "bert", "attention_sinks": True}, "attention_sinks only works with the families gpt and llama"),
-        ({"family": "t5", "qk_norm": True}, "qk_norm only works with the families gpt and llama"),
-        ({"attention_window": 4, "family": "t5"}, "attention_window only works with the families gpt, llama and bert"),
+        (
+            {"family": "bert", "attention_sinks": True},
+            "attention_sinks only works with the families gpt, llama and",
+        ),
+        ({"family": "t5", "qk_norm": True}, "qk_norm only works with the families gpt, llama and hybrid"),
+        (
+            {"attention_window": 4, "family": "t5"},
+            "attention_window only works with the families gpt, llama, hybrid and",
+        ),
         ({"window_layers": "SF"}, "there is no window: set attention_window"),
         ({"attention_window": 4, "window_layers": "FF"}, "gives no layer a window"),
         ({"attention_window": 4, "window_layers": "SSF", "num_layers": 2}, "is for 3 layers, and num_layers is 2"),
@@ -339,6 +345,34 @@ def test_a_file_may_name_its_family_last(tmp_path: Path) -> None:
             "rope_short_factors has 1 numbers, and rope_scaling longrope needs 32",
         ),
         ({"position": "rope", "rope_scaling": "dynamic", "head_dim": 2}, "needs a rope_factor of at least 1"),
+        ({"layer_pattern": "M-"}, "layer_pattern only works with the family hybrid, and family is gpt"),
+        ({"family": "hybrid"}, "layer_pattern is empty, and the family hybrid needs the kind of each layer"),
+        (
+            {"family": "hybrid", "layer_pattern": "M-G"},
+            "'M-G' contains 'G', in Megatron a gated delta net: the",
+        ),
+        ({"family": "hybrid", "layer_pattern": "M|M"}, r"contains '\|', in Megatron a stage boundary"),
+        ({"family": "hybrid", "layer_pattern": "(M-"}, r"can't be read from '\(M-' on: a repeat is letters in paren"),
+        ({"family": "hybrid", "layer_pattern": "(M)x0"}, r"repeats \(M\) 0 times, and a model has 1 to 1000 layers"),
+        ({"family": "hybrid", "layer_pattern": "M()x2"}, r"repeats \(\) without layers"),
+        ({"family": "hybrid", "layer_pattern": "M-", "num_layers": 3}, "num_layers is 3, and .* has 2 layers: remove"),
+        ({"family": "hybrid", "layer_pattern": "ME"}, "has layers with experts .E., and num_experts is 0"),
+        ({"family": "hybrid", "layer_pattern": "M-", "num_experts": 4}, "has no layers with experts .E., and num_exp"),
+        ({"family": "hybrid", "layer_pattern": "M-", "ssm_groups": 3}, "ssm_heads 32 is not divisible by ssm_groups"),
+        (
+            {"family": "hybrid", "layer_pattern": "M", "ssm_chunk": 2000},
+            "ssm_chunk 2000 is longer than seq",
+        ),
+        ({"family": "hybrid", "layer_pattern": "M", "lora_rank": 4}, "the family hybrid has no adapters"),
+        (
+            {"family": "hybrid", "layer_pattern": "M", "unroll_layers": True},
+            "unroll_layers does not support the",
+        ),
+        ({"family": "hybrid", "layer_pattern": "M", "teacher": "hf:x"}, "a teacher does not support the family hybrid"),
+        (
+            {"family": "hybrid", "layer_pattern": "M", "mtp_num_layers": 1},
+            "mtp_num_layers only works with the",
+        ),
         ({"mtp_loss_scaling_factor": 0.3}, "mtp_loss_scaling_factor is 0.3, and mtp_num_layers is 0: set"),
         ({"mtp_num_layers": 8, "sequence_length": 8}, "sequence_length 8 has no tokens that far ahead: use at most 7"),
         ({"mtp_num_layers": 1, "head": "choices"}, "mtp_num_layers is 1, and head is choices, which predicts no"),
@@ -360,6 +394,8 @@ def another_value(name: str, value: Any) -> Any:
     choices = get_args(get_type_hints(config.Model)[name])
     if get_origin(get_type_hints(config.Model)[name]) is Literal:
         return next(choice for choice in choices if choice != value)
+    if name == "layer_pattern":
+        return "M-"
     return not value if isinstance(value, bool) else 2 * (value or 28)
 
 
@@ -387,6 +423,7 @@ def test_every_setting_shapes_the_model_unless_its_field_says_otherwise(field: d
             "mlp_bias",
             "num_decoder_layers",
             "decoder_sequence_length",
+            "ssm_heads",
         }
         assert set(names) <= {field.name} | following
 

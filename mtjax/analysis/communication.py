@@ -24,15 +24,16 @@ from mtjax.analysis.contract import (
     sum_expectations,
 )
 from mtjax.analysis.counts import Counts, counts, peak_stage_counts, stage_weights, trainable_counts
+from mtjax.analysis.float8 import float8_symbols, with_float8
 from mtjax.analysis.groups import EXPERT_WAYS, across_groups, group_symbols
+from mtjax.analysis.optimizer import update_lines, update_symbols
 from mtjax.analysis.parts.embedding import Lookup, Positions
-from mtjax.analysis.parts.experts import exchanged_tokens
 from mtjax.analysis.parts.heads import teacher_lines, teacher_table
 from mtjax.analysis.parts.part import ResidualStream
-from mtjax.analysis.prediction import counts_of_predictors, expert_lines, prediction_lines, prediction_symbols
+from mtjax.analysis.prediction import expert_lines, expert_symbols, prediction_lines, prediction_symbols
 from mtjax.config.adapters import is_trainable
 from mtjax.config.families import is_decoder
-from mtjax.config.sizes import head_dim, main_layers, num_kv_heads, output_is_tied, value_head_dim
+from mtjax.config.sizes import head_dim, num_kv_heads, output_is_tied, value_head_dim
 from mtjax.layout.layouts import Layout
 from mtjax.layout.mesh import AXES
 from mtjax.layout.plan import ContextParallelism, ExpertDispatch, Plan
@@ -48,16 +49,14 @@ def contract_of(anatomy: Anatomy, plan: Plan) -> Contract:
         stack.tokens // plan.mesh.context % plan.mesh.model == 0 for stack in anatomy.stacks
     )
     settings = (
-        plan.label_smoothing,
-        plan.teacher_width > 0,
-        plan.drops_last_reduction,
-        pipeline,
-        scattered,
+        *(plan.label_smoothing, plan.teacher_width > 0, plan.drops_last_reduction),
+        *(pipeline, scattered),
         plan.grad_reduce_dtype,
         plan.context_parallelism,
         plan.expert_dispatch,
     )
-    return _contract(anatomy, plan.layout(anatomy.model), *settings)
+    contract = _contract(anatomy, plan.layout(anatomy.model), *settings)
+    return with_float8(contract.extended(update_lines(anatomy, plan)), anatomy, plan)
 
 
 @cache
@@ -81,6 +80,7 @@ def _contract(
         label_smoothing=label_smoothing,
         distils=distils,
         shares_heads=not layout.rules.axes("kv_heads"),
+        shares_groups=not layout.rules.axes("groups"),
         is_frozen=anatomy.model.lora_rank > 0,
         forward_turns="2*microbatches" if pipeline == "recomputed" else "microbatches",
         embedding_turns="embedding_ticks" if pipeline else "microbatches",
@@ -281,20 +281,7 @@ def symbols_of(anatomy: Anatomy, plan: Plan) -> Symbols:
         symbols |= {"context_ways": plan.mesh.context, "rank_key_width": keys * head_dim(model)}
         symbols["rank_value_width"] = keys * value_head_dim(model)
     if model.num_experts:
-        ahead = counts_of_predictors(anatomy, plan)
-        symbols |= {
-            "expert_ways": plan.mesh.expert,
-            "exchanged_tokens": exchanged_tokens(model, plan),
-            "routers": len(main_layers(model)) + model.mtp_num_layers,
-            "expert_parameters": every.experts,
-            "unsplit_expert_parameters": every.replicated_experts,
-            "turn_experts": (every.experts - ahead.experts - every.replicated_experts + ahead.replicated_experts)
-            // in_turn,
-            "all_expert_matrices": every.expert_matrices,
-            "expert_matrices": (every.expert_matrices - ahead.expert_matrices) // in_turn,
-            "all_expert_vectors": every.expert_vectors,
-            "expert_vectors": (every.expert_vectors - ahead.expert_vectors) // in_turn,
-        }
+        symbols |= expert_symbols(anatomy, plan, every, in_turn)
     for stack in anatomy.stacks:
         layers = layers_in_chunk(stack, plan)
         symbols |= {
@@ -306,7 +293,9 @@ def symbols_of(anatomy: Anatomy, plan: Plan) -> Symbols:
         }
     for part in (*anatomy.outside, *(part for _, part in anatomy.layer_parts())):
         symbols |= part.symbols(plan)
-    return {**symbols, **prediction_symbols(anatomy, plan)}
+    for of in (prediction_symbols, update_symbols, float8_symbols):
+        symbols |= of(anatomy, plan)
+    return symbols
 
 
 def _pipeline_symbols(anatomy: Anatomy, plan: Plan, held: Counts, adapters: Counts) -> dict[str, int]:

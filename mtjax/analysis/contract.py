@@ -54,7 +54,7 @@ SMALL_BYTES = 4096
 """Scalars - a loss, a norm, a token count - may cross any axis outside the layers: at most this much at a time."""
 
 Kind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute"]
-Dtype = Literal["compute", "float32", "bfloat16", "int32"]
+Dtype = Literal["compute", "float32", "bfloat16", "int32", "float8_e4m3fn", "float8_e5m2"]
 Symbols = Mapping[str, int]
 """Symbol of the formulas -> its value."""
 
@@ -104,6 +104,10 @@ class Contract:
     lines: tuple[Expectation, ...]
     split: tuple[str, ...] = ()
     """Logical axes whose parameters must be sharded over `model`."""
+
+    def extended(self, lines: tuple[Expectation, ...]) -> "Contract":
+        """Returns the contract with further lines."""
+        return replace(self, lines=(*self.lines, *lines))
 
 
 def sum_expectations(lines: Iterable[Expectation]) -> tuple[Expectation, ...]:
@@ -165,6 +169,7 @@ def requirements(contract: Contract, symbols: Symbols, mesh: MeshShape, compute_
       UserError: a formula can't be evaluated, or its value is negative or not an integer.
     """
     types = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "int32": "s32"}
+    types |= {"float8_e4m3fn": "f8e4m3fn", "float8_e5m2": "f8e5m2"}
     types["compute"] = types[compute_dtype]
     required = []
     for line in contract.lines:

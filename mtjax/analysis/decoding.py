@@ -11,6 +11,8 @@ from mtjax.analysis.anatomy import Anatomy
 from mtjax.analysis.contract import EMBEDDING_FORWARD, LAYER_FORWARD, SAMPLING, Contract, Expectation, Symbols
 from mtjax.analysis.parts.part import over_model
 from mtjax.config.sizes import padded_vocab_size
+from mtjax.config.ssm import numbers_of
+from mtjax.layout.layouts import layout_of
 from mtjax.layout.mesh import MeshShape
 
 REPORTED = 20
@@ -29,7 +31,9 @@ def decoding_contract(anatomy: Anatomy) -> Contract:
         if model.qk_norm and model.qk_norm_scope == "width"
         else ()
     )
+    squares = "squares of groups of heads that ranks share, for the gated norm of state-space layers"
     lines = (
+        over_model(LAYER_FORWARD, "all-reduce", "sharing_layers", "sequences*groups", squares, dtype="float32"),
         over_model(EMBEDDING_FORWARD, "all-reduce", "1", stream, "embeddings of the newest tokens"),
         over_model(LAYER_FORWARD, "all-reduce", f"{sublayers}*layers", stream, "g after each sublayer"),
         *width_norms,
@@ -53,8 +57,11 @@ def _sampling() -> Iterator[Expectation]:
 
 def decoding_symbols(anatomy: Anatomy, sequences: int, mesh: MeshShape) -> Symbols:
     """Returns the symbols of the contract's formulas."""
-    degree = mesh.model
+    degree, model = mesh.model, anatomy.model
+    shares_groups = layout_of(model, mesh).rules.axes("groups") == ()
     return {
+        "sharing_layers": len(numbers_of(model, "M")) if shares_groups else 0,
+        "groups": model.ssm_groups,
         "sequences": sequences,
         "hidden": anatomy.model.hidden_size,
         "layers": sum(stack.layers for stack in anatomy.decoder_stacks),

@@ -8,13 +8,16 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 from mtjax.analysis.anatomy import Anatomy, Predictors, Stack
 from mtjax.analysis.families.registry import anatomy_of
+from mtjax.analysis.optimizer import update_flops
 from mtjax.analysis.parts.part import Product, unrepeated
 from mtjax.analysis.parts.score_blocks import block_queries
 from mtjax.analysis.prediction import recomputed_predictors
 from mtjax.config.sizes import num_kv_heads
+from mtjax.config.ssm import letters_of
 from mtjax.layout.attention_kernel import QUERIES_AT_A_TIME
 from mtjax.layout.mesh import MeshShape
 from mtjax.layout.plan import Plan, Recompute
@@ -149,12 +152,13 @@ def compiled_flops(anatomy: Anatomy, plan: Plan, *, causal: bool = False) -> flo
     their matmuls, and full recompute omits both.
 
     With pipeline parallelism: the FLOPs of all stages in all ticks, bubbles included, as if each stage had the
-    embedding and the losses, which are computed once per microbatch.
+    embedding and the losses, which are computed once per microbatch. Muon's products are counted too.
     """
+    update = update_flops(anatomy, plan) / plan.global_batch_size
     if plan.is_staged:
-        return _staged_flops(computed_over(anatomy, plan.mesh), plan, causal=causal)
+        return update + _staged_flops(computed_over(anatomy, plan.mesh), plan, causal=causal)
     anatomy = computed_over(anatomy, plan.mesh)
-    flops = model_flops(anatomy, causal=causal) + taught_flops(anatomy, plan)
+    flops = update + model_flops(anatomy, causal=causal) + taught_flops(anatomy, plan)
     if _is_in_chunks(anatomy, plan) and not plan.sums_loss_at_once(anatomy.model):
         flops += logit_flops(anatomy)
     for stack in anatomy.all_stacks:
@@ -235,11 +239,15 @@ def _deduplicated_score_flops(stack: Stack, plan: Plan, *, causal: bool) -> floa
 def computed_over(anatomy: Anatomy, mesh: MeshShape) -> Anatomy:
     """Returns the model with the work of all ranks together, replicated work counted on each.
 
-    Tensor parallel ranks replicate key and value heads that are fewer than they, context parallel ranks the heads of
+    Tensor parallel ranks replicate key and value heads and groups of heads that are fewer than they, context parallel
+    ranks the heads of
     one token.
     """
-    if num_kv_heads(anatomy.model) < mesh.model:
-        anatomy = anatomy_of(replace(anatomy.model, num_kv_heads=mesh.model))
+    shared: dict[str, Any] = {"num_kv_heads": mesh.model} if num_kv_heads(anatomy.model) < mesh.model else {}
+    if "M" in letters_of(anatomy.model) and anatomy.model.ssm_groups < mesh.model:
+        shared["ssm_groups"] = mesh.model
+    if shared:
+        anatomy = anatomy_of(replace(anatomy.model, **shared))
     return _over_context(anatomy, mesh.context) if mesh.has_context_parallel else anatomy
 
 

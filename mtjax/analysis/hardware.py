@@ -44,6 +44,9 @@ class Gpu:
     sustained_products: float
     """Share of the peak that the best large matmuls sustain under the power limit, as measured by others."""
     source: str
+    sustained_float8: float = 0.0
+    """The same of products in 8-bit floats (github.com/stas00/ml-engineering, as for 16 bits); 0 where there are none,
+    or not known."""
     other_names: tuple[str, ...] = ()
     """Further values of jax's `device_kind` for the same GPU."""
 
@@ -201,7 +204,7 @@ A100_80 = Gpu(
 H100 = Gpu(
     name="h100",
     description="NVIDIA H100 80GB HBM3",
-    peak=_peaks(bfloat16=989.4, float16=989.4, tensorfloat32=494.7, float32=66.9),
+    peak=_peaks(float8=1978.9, bfloat16=989.4, float16=989.4, tensorfloat32=494.7, float32=66.9),
     memory=84_929_347_584,
     bandwidth=3_352_320_000_000,
     multiprocessors=132,
@@ -212,6 +215,7 @@ H100 = Gpu(
     shared_memory_optin=232_448,
     cores_per_multiprocessor=128,
     sustained_products=0.803,
+    sustained_float8=0.709,
     source="NVIDIA H100 datasheet (SXM5), Hopper white paper; bytes as the driver reports (openxla/xla h100_sxm)",
 )
 H200 = Gpu(
@@ -228,6 +232,7 @@ H200 = Gpu(
     shared_memory_optin=232_448,
     cores_per_multiprocessor=128,
     sustained_products=0.803,
+    sustained_float8=0.709,
     source="NVIDIA H200 datasheet (SXM); bytes as the driver reports (openxla/xla h200)",
     other_names=("NVIDIA H200 141GB HBM3e",),
 )

@@ -49,8 +49,14 @@ class Machine:
         half = "bfloat16" if "bfloat16" in self.gpu.peak else "float16"
         self.peak = self.gpu.peak_flops("float32" if element_bytes == 4 else half)
 
-    def product(self, m: float, k: float, n: float, batch: float = 1) -> float:
-        """Returns the seconds of `batch` matmuls [m,k] x [k,n].
+    @property
+    def host_bandwidth(self) -> float:
+        """Bytes per second between a GPU and its host's pinned memory, in one direction: of PCIe 3, 4 or 5 x16."""
+        capability = self.gpu.compute_capability
+        return 12e9 if capability < (8, 0) else 24e9 if capability < (9, 0) else 55e9
+
+    def product(self, m: float, k: float, n: float, batch: float = 1, *, is_float8: bool = False) -> float:
+        """Returns the seconds of `batch` matmuls [m,k] x [k,n], in 8 bits with a result in 16 if `is_float8`.
 
         The last wave of tiles leaves multiprocessors idle; matmuls of less than one wave are split along k, and have an
         overhead.
@@ -59,10 +65,21 @@ class Machine:
         tiles = math.ceil(m / c.tile) * math.ceil(n / c.tile) * batch
         waves = tiles / self.gpu.multiprocessors
         fill = waves / math.ceil(waves) if waves >= 1 else 1.0
-        computing = 2 * m * k * n * batch / (self.peak * self.gpu.sustained_products * fill)
-        moving = self.element_bytes * batch * (m * k + k * n + m * n)
+        rate = self.float8_rate if is_float8 else self.peak * self.gpu.sustained_products
+        computing = 2 * m * k * n * batch / (rate * fill)
+        read = 1 if is_float8 else self.element_bytes
+        moving = batch * (read * (m * k + k * n) + self.element_bytes * m * n)
         overhead = c.small_product if waves < 1 else 0.0
         return overhead + max(computing / c.training, self.passes(moving), c.launch)
+
+    @property
+    def float8_rate(self) -> float:
+        """FLOP/s that the best large matmuls in 8-bit floats sustain.
+
+        Raises:
+          UserError: the GPU has none, or their rate is not known.
+        """
+        return self.gpu.peak_flops("float8") * self.gpu.sustained_float8
 
     def contention(self, hidden: float) -> float:
         """Returns the seconds that computation loses to collectives that overlap with it for `hidden` seconds."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from mtjax.analysis.anatomy import Anatomy, Predictors, Stack
 from mtjax.analysis.counts import Counts, largest_part, largest_stack, layer_counts, stage_counts, trainable_counts
 from mtjax.analysis.counts import counts as counts_of
+from mtjax.analysis.optimizer import point_bytes, states_on_device, streamed_bytes
 from mtjax.analysis.parts.attention import ATTENTION_OUTPUT, PROBABILITIES, QUERY_KEY_VALUE
 from mtjax.analysis.parts.prediction import INPUTS_AHEAD
 from mtjax.analysis.parts.sublayer import NORM_INPUTS
@@ -125,7 +126,7 @@ def stage_memory(anatomy: Anatomy, plan: Plan, stage: int = 0) -> Memory:
     if plan.residuals == "jax" and counts.transposed:
         saved[TRANSPOSED] = plan.precision.weights * counts.transposed  # pyright: ignore[reportArgumentType]
     saved.update(_saved_of_teacher(anatomy, plan))  # pyright: ignore[reportArgumentType]
-    if copies := _copied_once(counts, trainable, plan):
+    if copies := _copied_once(counts, trainable, plan) + point_bytes(anatomy, plan, stage):
         saved[COPIES] = copies  # pyright: ignore[reportArgumentType]
     states = [_states(plan, counts.shared, trainable.shared, plan.zero_degree)]
     if counts.experts:
@@ -142,12 +143,12 @@ def stage_memory(anatomy: Anatomy, plan: Plan, stage: int = 0) -> Memory:
     return Memory(
         weights=sum(state.weights for state in states),
         gradients=sum(state.gradients for state in states) + (0 if plan.is_staged else outside),
-        optimizer=sum(state.optimizer for state in states),
+        optimizer=states_on_device(anatomy, plan, stage, sum(state.optimizer for state in states)),
         activations=dict(saved),
         working=_peak_workspace(anatomy, plan),
         logits=head if plan.is_staged or stage == mesh.stage - 1 else 0,
         ahead=_prefetched(anatomy, plan),
-        finishing=max(outside if plan.is_staged else 0.0, stacked),
+        finishing=max(outside if plan.is_staged else 0.0, stacked, streamed_bytes(anatomy, plan)),
         later=gradients * trainable.in_layers if comes_late else 0.0,
         comes_as_activations_go=plan.unrolled,
         teacher=(weight_bytes(plan) or table_bytes(anatomy, plan)) + output_bytes(anatomy, plan),
@@ -266,7 +267,8 @@ def _saved_in_chunk(section: Sequence[Stack], plan: Plan) -> dict[str, float]:
 def _peak_workspace(anatomy: Anatomy, plan: Plan) -> float:
     """Returns the workspace of a layer's backward pass at the peak: a decoder's layer, or an encoder's, which runs when
     the decoder's saved activations are free."""
-    if plan.is_staged or anatomy.model.moe_every > 1:  # layers of interleaved stacks are freed together
+    is_interleaved = anatomy.model.moe_every > 1 or anatomy.model.layer_pattern
+    if plan.is_staged or is_interleaved:  # layers of interleaved stacks are freed together
         return max(_workspace(anatomy, stack, plan) for stack in anatomy.stacks)
     free, peak = 0.0, 0.0
     for stack in reversed(anatomy.stacks):

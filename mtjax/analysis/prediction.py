@@ -6,7 +6,9 @@ from dataclasses import replace
 from mtjax.analysis.anatomy import Anatomy, Predictors
 from mtjax.analysis.contract import GRADIENTS, PARAMETERS, Dtype, Expectation, Symbols
 from mtjax.analysis.counts import Counts, counts
+from mtjax.analysis.parts.experts import exchanged_tokens
 from mtjax.analysis.parts.part import ResidualStream
+from mtjax.config.sizes import main_layers
 from mtjax.layout.plan import Plan
 
 
@@ -80,3 +82,28 @@ def recomputed_predictors(stack: Predictors, plan: Plan) -> int:
     """Returns how many of the layers are recomputed from their inputs: all with full recompute, and in a pipeline,
     whose stages run the head forward and backward at once, none."""
     return stack.layers if plan.recompute == "full" and not plan.is_staged else 0
+
+
+def expert_symbols(anatomy: Anatomy, plan: Plan, every: Counts, in_turn: int) -> dict[str, int]:
+    """Returns the symbols of models with experts.
+
+    Args:
+      anatomy: of the model.
+      plan: of the run.
+      every: parameters of a device.
+      in_turn: chunks of a stage, which run in turn.
+    """
+    ahead = counts_of_predictors(anatomy, plan)
+    return {
+        "expert_ways": plan.mesh.expert,
+        "exchanged_tokens": exchanged_tokens(anatomy.model, plan),
+        "routers": len(main_layers(anatomy.model)) + anatomy.model.mtp_num_layers,
+        "expert_parameters": every.experts,
+        "unsplit_expert_parameters": every.replicated_experts,
+        "turn_experts": (every.experts - ahead.experts - every.replicated_experts + ahead.replicated_experts)
+        // in_turn,
+        "all_expert_matrices": every.expert_matrices,
+        "expert_matrices": (every.expert_matrices - ahead.expert_matrices) // in_turn,
+        "all_expert_vectors": every.expert_vectors,
+        "expert_vectors": (every.expert_vectors - ahead.expert_vectors) // in_turn,
+    }

@@ -15,6 +15,7 @@ from mtjax.analysis.contract import GRADIENTS, LOSS_FORWARD
 from mtjax.analysis.copies import FLOAT32, SUMS, Copy, copies, copies_in_step, copies_in_turn
 from mtjax.analysis.counts import on_device, peak_stage_counts, zero_degree
 from mtjax.analysis.expert_blocks import block_copies, blocks_of
+from mtjax.analysis.float8 import float8_bytes, is_float8
 from mtjax.analysis.hardware import Server
 from mtjax.analysis.kernels import CORE, ElementWise, Traffic
 from mtjax.analysis.link_time import (
@@ -28,6 +29,7 @@ from mtjax.analysis.link_time import (
     transfer_time,
 )
 from mtjax.analysis.machine import Constants, Machine
+from mtjax.analysis.optimizer import ITERATIONS, exchanges, host_bytes, state_bytes
 from mtjax.analysis.parts.part import Elementwise, Product, Scores, unrepeated
 from mtjax.analysis.schedules import megatron_bubble
 from mtjax.analysis.software import MTJAX, Software
@@ -233,6 +235,7 @@ def _layer(stack: Stack, plan: Plan, machine: Machine, software: Software) -> tu
     moves, touched = software.kernels, [part.elementwise for part in stack.parts]
     once, back = (machine.passes(_bytes(traffic, touched, plan)) for traffic in (moves.forward, moves.backward))
     ahead = sum(forward[product] for product in products)
+    back += machine.passes(sum(float8_bytes(product, _rows(product, plan)[0], plan) for product in products))
     return ahead + again + backward, core, once * (2 if plan.recompute == "full" else 1) + back
 
 
@@ -256,14 +259,14 @@ def _layer_cores(stack: Stack, plan: Plan, machine: Machine, software: Software)
 
 def _forward(product: Product, plan: Plan, machine: Machine) -> float:
     rows, times = _rows(product, plan)
-    return times * machine.product(rows, product.inner, product.outer)
+    return times * machine.product(rows, product.inner, product.outer, is_float8=is_float8(product, plan))
 
 
 def _backward(product: Product, plan: Plan, machine: Machine) -> float:
     """The gradients of what it reads and of its weights."""
-    rows, times = _rows(product, plan)
-    of_read = machine.product(rows, product.outer, product.inner)
-    return times * (of_read + machine.product(product.inner, rows, product.outer))
+    (rows, times), eight = _rows(product, plan), is_float8(product, plan)
+    of_read = machine.product(rows, product.outer, product.inner, is_float8=eight)
+    return times * (of_read + machine.product(product.inner, rows, product.outer, is_float8=eight))
 
 
 def _rows(product: Product, plan: Plan) -> tuple[float, float]:
@@ -305,6 +308,7 @@ def _core(scores: Scores, plan: Plan, machine: Machine, kernels: ElementWise) ->
 @cache
 def _head(anatomy: Anatomy, plan: Plan, machine: Machine, software: Software) -> float:
     """Seconds of output projection and loss of a microbatch, with a teacher's logits; with stages, on the last one."""
+    plan = replace(plan, fp8="none")
     head = (part.over_context(plan.mesh.context) for part in anatomy.head)
     sizes = [product for part in head for product in part.products(plan.mesh.model)]
     seconds = sum(_forward(product, plan, machine) + _backward(product, plan, machine) for product in sizes)
@@ -355,9 +359,25 @@ def _copies(found: list[Copy], machine: Machine, software: Software) -> float:
 
 
 def _optimizer(anatomy: Anatomy, plan: Plan, machine: Machine, software: Software) -> float:
-    """Seconds to read and write what Adam updates on this GPU, and to read the gradients once more for their norm."""
+    """Seconds to read and write what the optimizer updates on this GPU, to read the gradients once more for their norm,
+    and of Muon's products or the copies of offloaded states, which nothing hides."""
     precision, counts = plan.precision, peak_stage_counts(anatomy, plan)
     shards, of_experts = (plan.zero_degree, plan.expert_zero_degree) if plan.zero else (1, 1)
     states = 2 * (precision.weights + precision.optimizer) + 2 * precision.gradients
     own = counts.shared.all / shards + counts.experts / of_experts
-    return machine.passes(own * (states + software.kernels.optimizer_extra))
+    if plan.residuals == "jax" and plan.optimizer.name != "adamw":
+        states -= 2 * precision.optimizer
+        moved = own * (states + software.kernels.optimizer_extra) + 2 * state_bytes(anatomy, plan)
+        return machine.passes(moved) + _newton_schulz(anatomy, plan, machine)
+    seconds = machine.passes(own * (states + software.kernels.optimizer_extra))
+    return seconds + 2 * host_bytes(anatomy, plan) / machine.host_bandwidth
+
+
+def _newton_schulz(anatomy: Anatomy, plan: Plan, machine: Machine) -> float:
+    """Returns the seconds of Muon's products, on each device."""
+    seconds = 0.0
+    for e in exchanges(anatomy, plan):
+        small, large = sorted((e.rows, e.columns))
+        products = machine.product(small, large, small, e.entire) + machine.product(small, small, small, e.entire)
+        seconds += ITERATIONS * (products + machine.product(small, small, large, e.entire))
+    return seconds

@@ -109,7 +109,7 @@ def _element_bytes(line: Expectation, plan: Plan) -> int:
         return plan.precision.reduced
     if line.phase == PARAMETERS and plan.zero < 3 and plan.precision.gathered is not None:
         return plan.precision.gathered
-    return {"compute": plan.element_bytes, "float32": 4, "bfloat16": 2, "int32": 4}[line.dtype]
+    return {"compute": plan.element_bytes, "float32": 4, "bfloat16": 2, "int32": 4}.get(line.dtype, 1)
 
 
 def _between_stages(anatomy: Anatomy, plan: Plan) -> Iterator[Transfer]:

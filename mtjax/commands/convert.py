@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from mtjax.cli import read, run_main
+from mtjax.config.families import is_decoder
 from mtjax.config.field_metadata import HEADS, LAYERS, TOKENS, WIDTH, above_zero, at_least
 from mtjax.convert.weights_path import ADAPTERS, parse_weights_path
-from mtjax.errors import UserError
+from mtjax.errors import UserError, first_line
 
 if TYPE_CHECKING:
+    from mtjax.convert.compress import Compression
     from mtjax.convert.stream import Sink, Source
 
 DESCRIPTION = """Converts weights to and from Hugging Face's safetensors and Megatron-LM's checkpoints.
@@ -75,8 +77,8 @@ class Options:
     pipeline: int = at_least(1, 1, most=LAYERS)
     """Pipeline stages of a megatron folder that is written."""
     expert: int = at_least(1, 1, most=HEADS)
-    """Expert-parallel ranks of a megatron folder that is written; each has its share of the
-    experts, and all other parameters."""
+    """Expert-parallel ranks of a megatron folder that is written; each has its share of the experts, and all other
+    parameters. With --with-optimizer, of the run that goes on, for above 1 Megatron-LM has an optimizer for experts."""
     grouped_experts: bool = False
     """Write the experts of a rank as one module, for Megatron-LM's --moe-grouped-gemm with Transformer Engine. Default:
     each expert is a separate module."""
@@ -89,6 +91,19 @@ class Options:
     with_optimizer: bool = False
     """Between megatron and mtjax, convert also the optimizer's state, the schedules and the position in the data: the
     run goes on where it stopped. An mtjax folder is then a run's, for mtjax train --resume."""
+    quantize: Literal["int8", "int4", "fp8"] | None = None
+    """Quantize the matrices of a decoder's layers in an hf folder that is written, in the layouts that transformers
+    loads with compressed-tensors: int8 and fp8 with a scale for each output channel, int4 with one for each group of
+    --group-size inputs."""
+    group_size: int = at_least(2, 128, most=WIDTH)
+    """With --quantize int4: inputs that share a scale; divides the inputs of each matrix."""
+    zero_point: bool = False
+    """With --quantize int4: a zero point for each scale, for weights that are not symmetric around 0."""
+    calibration: Path | None = None
+    """With --quantize int4 or int8: a text file; weights are rounded by GPTQ, so that the errors of products with the
+    inputs that the text leads to are small. Default: each weight is rounded to the nearest value."""
+    calibration_samples: int = at_least(1, 128, most=2**16)
+    """With --calibration: windows of 512 tokens that are read from it."""
     max_shard_gb: float = above_zero(5.0)
     """Largest safetensors file, in 10^9 bytes; a larger model is written as several files, with an index."""
 
@@ -98,6 +113,8 @@ _NEXT = {
     "megatron": "start Megatron-LM with --load {0} --use-distributed-optimizer --no-load-rng",
 }
 """The command that goes on with a run that was converted with its optimizer."""
+QUANTIZATION = ("quantize", "group_size", "zero_point", "calibration", "calibration_samples")
+"""Options of weights that are written in fewer bits."""
 WITH_RANKS = {"tensor", "pipeline", "expert", "grouped_experts", "checkpoint_version"}
 """Options of a megatron folder in the format torch, which has a file for each rank."""
 
@@ -151,14 +168,22 @@ def run(options: Options) -> None:
         elif options.with_optimizer:
             numbers = _continue_elsewhere(to_kind, folder, target_path, source, options)
         else:
-            sink = _open_sink(to_kind, folder, target_path, source, options)
+            compression = _compression(options, f"{from_kind}:{source_path}") if options.quantize else None
+            sink = _open_sink(to_kind, folder, target_path, source, options, compression)
             numbers = convert(source, sink, f"converting {source_path.name}")
     print(f"{numbers / 1e6:,.1f}M parameters in {target_path} ({time.monotonic() - start:.0f} s)")
     if options.with_optimizer:
-        print(f"next    {_NEXT[to_kind].format(target_path)}")
+        print(f"next    {_NEXT[to_kind].format(target_path)}{_expert_parallelism(source, to_kind, options.expert)}")
     elif to_kind == "mtjax":
         print(f"note    {describe_continued_training(source.origin.config.model)}")
         print(f"next    mtjax train --config {target_path / 'config.toml'} --init-from {target_path} --data TEXT")
+
+
+def _expert_parallelism(source: "Source", to_kind: str, degree: int) -> str:
+    """Returns how experts must be divided where a run goes on, for the end of a line."""
+    if to_kind != "megatron" or not source.origin.config.model.num_experts:
+        return ""
+    return f" --expert-model-parallel-size {degree}" if degree == 1 else " and any --expert-model-parallel-size above 1"
 
 
 def check_options(options: Options, from_kind: str, to_kind: str) -> None:
@@ -171,13 +196,29 @@ def check_options(options: Options, from_kind: str, to_kind: str) -> None:
     idle |= set() if from_kind == "megatron" else {"vocab_size"}
     idle |= set() if from_kind in ("megatron", "torchtitan") else {"config"}
     idle |= {"dtype"} if to_kind in ("mtjax", ADAPTERS) else set()
-    idle |= set() if to_kind == "hf" else {"max_shard_gb"}
+    idle |= set() if to_kind == "hf" else {"max_shard_gb", *QUANTIZATION}
     idle |= set() if {from_kind, to_kind} == {"mtjax", "megatron"} else {"with_optimizer"}
     idle |= set() if to_kind == "mtjax" and from_kind != "mtjax" else {"vocab_multiple"}
     for field in dataclasses.fields(Options):
         if field.name in idle and getattr(options, field.name) != field.default:
             name = field.name.replace("_", "-")
             raise UserError(f"--{name} has no effect on a conversion from {from_kind} to {to_kind}: remove it")
+    check_quantization(options)
+
+
+def check_quantization(options: Options) -> None:
+    """Checks that the options of --quantize have an effect with its value.
+
+    Raises:
+      UserError: one has none.
+    """
+    kinds = {"group_size": ("int4",), "zero_point": ("int4",), "calibration": ("int4", "int8")}
+    for name, values in kinds.items():
+        if options.quantize not in values and getattr(options, name) != getattr(Options(), name):
+            kind = " or ".join(values)
+            raise UserError(f"--{name.replace('_', '-')} needs --quantize {kind}: add that, or remove it")
+    if options.calibration is None and options.calibration_samples != Options().calibration_samples:
+        raise UserError("--calibration-samples needs --calibration: add that, or remove it")
 
 
 def _show(options: Options) -> None:
@@ -208,14 +249,42 @@ def check_format(options: Options, to_kind: str) -> None:
         raise UserError("--with-optimizer writes only --ckpt-format torch_dist: add it")
     given = [field for field in dataclasses.fields(Options) if getattr(options, field.name) != field.default]
     for field in given:
-        if options.ckpt_format != "torch" and field.name in WITH_RANKS:
+        idle = WITH_RANKS - ({"expert"} if options.with_optimizer else set())
+        if options.ckpt_format != "torch" and field.name in idle:
             raise UserError(
                 f"--{field.name.replace('_', '-')} has no effect with --ckpt-format {options.ckpt_format}, which "
                 "Megatron-LM loads with any degrees: remove it"
             )
 
 
-def _open_sink(kind: str, folder: Path, final: Path, source: "Source", options: Options) -> "Sink":
+def _compression(options: Options, source: str) -> "Compression":
+    """Returns how weights are quantized, after running the model over the calibration text, if there is one.
+
+    Raises:
+      UserError: the text can't be read, or is too short.
+    """
+    from mtjax.convert.compress import Compression
+
+    assert options.quantize is not None
+    moments = {}
+    if options.calibration is not None:
+        from mtjax.generate.moments import input_moments
+        from mtjax.generate.weights import load_model
+
+        try:
+            text = options.calibration.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as e:
+            raise UserError(f"--calibration {options.calibration} can't be read as text: {first_line(e)}") from e
+        loaded = load_model(source, dtype="float32")
+        if not is_decoder(loaded.placed.config.model):
+            raise UserError(f"--calibration needs a decoder, and the model is a {loaded.family}: remove it")
+        moments = input_moments(loaded, loaded.tokenizer.encode(text), options.calibration_samples)
+    return Compression(options.quantize, options.group_size, options.zero_point, moments)
+
+
+def _open_sink(
+    kind: str, folder: Path, final: Path, source: "Source", options: Options, compression: "Compression | None" = None
+) -> "Sink":
     """Opens the sink for a kind; `folder` is temporary, and will be renamed to `final`."""
     from mtjax.convert.hugging_face import HuggingFaceSink
     from mtjax.convert.megatron import MegatronSink, Split
@@ -227,7 +296,7 @@ def _open_sink(kind: str, folder: Path, final: Path, source: "Source", options: 
     ranks, experts = (options.tensor, options.pipeline), (options.expert, options.grouped_experts)
     split = Split(*ranks, version, options.transformer_impl, *experts)
     openers: dict[str, Callable[[], Sink]] = {
-        "hf": lambda: HuggingFaceSink(folder, source.origin, source.parameters, options.dtype, largest),
+        "hf": lambda: HuggingFaceSink(folder, source.origin, source.parameters, options.dtype, largest, compression),
         "mtjax": lambda: MtjaxSink(folder, source.origin, final),
         "megatron": lambda: MegatronSink(folder, source.origin, source.parameters, split, options.dtype),
         "torch_dist": lambda: TorchDistSink(
@@ -249,7 +318,7 @@ def _continue_elsewhere(kind: str, folder: Path, final: Path, source: "Source", 
     task = f"converting {str(options.source).rpartition(':')[2]}"
     if kind == "megatron":
         assert isinstance(source, MtjaxSource)
-        ours = MtjaxRun(source)
+        ours = MtjaxRun(source, options.expert)
         given = options.transformer_impl, options.dtype or ours.dtype
         return ours.write(TorchDistSink(folder, source.origin, source.parameters, *given, ours.step), task)
     assert isinstance(source, MegatronSource)

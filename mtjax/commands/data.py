@@ -13,6 +13,7 @@ COMMANDS = {
     "info": "counts, lengths and a decoded sample of an indexed dataset",
     "verify": "check every byte of an indexed dataset",
     "clean": "repair unicode, drop short and near-duplicate documents, remove by list, report overlap",
+    "select": "rows of JSON lines by a score, of a classifier or of any program",
     "show": "decoded training samples with their masks and labels",
 }
 
@@ -27,7 +28,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv[0] not in COMMANDS:
         print(f"error: no data command is called {argv[0]!r}{nearest(argv[0], COMMANDS)}", file=sys.stderr)
         return 2
-    return import_module(f"mtjax.data.commands.{argv[0]}").main(argv[1:])
+    # `select` joins `data` with classifiers, of which the package of data knows nothing.
+    package = "mtjax.commands" if argv[0] == "select" else "mtjax.data.commands"
+    return import_module(f"{package}.{argv[0]}").main(argv[1:])
 
 
 if __name__ == "__main__":

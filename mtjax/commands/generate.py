@@ -20,6 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options: Options = read(Options, argv, "mtjax generate", DESCRIPTION)
         check_bounds(options.sampling)
         check_options(options)
+        options.storage.check()
         with CtrlC():
             with waiting(IMPORTS):  # takes seconds: not before the options are checked
                 from mtjax.generate.command import run
@@ -35,12 +36,19 @@ def check_options(options: Options) -> None:
     Raises:
       UserError: an option has no effect, or needs another one that is missing.
     """
-    modes = {"--interactive": options.interactive, "--input": options.input, "prompts as arguments": options.prompts}
+    modes = {
+        "--interactive": options.interactive,
+        "--input": options.input,
+        "--documents": options.documents,
+        "prompts as arguments": options.prompts,
+    }
     given = [name for name, value in modes.items() if value]
     if len(given) > 1:
         raise UserError(f"{' and '.join(given)} are mutually exclusive: remove all but one")
-    if (options.input is None) != (options.output is None):
-        raise UserError("--input and --output require each other: the file of prompts, and the file for the texts")
+    if (options.input is None and options.documents is None) != (options.output is None):
+        raise UserError(
+            "--input (or --documents) and --output require each other: the file of prompts, and the file for the texts"
+        )
     if options.system is not None and not options.interactive:
         raise UserError("--system requires --interactive: add that, or remove --system")
     if options.logprobs and options.output is None:
@@ -65,6 +73,7 @@ def check_beams(options: Options) -> None:
             raise UserError("--length-penalty requires --beams: add that, or remove --length-penalty")
         return
     given = {
+        "--documents": options.documents is not None,
         "--interactive": options.interactive,
         "--stop": options.stop,
         "--echo": options.echo,

@@ -8,9 +8,11 @@ from mtjax.config.attention import check_attention
 from mtjax.config.experts import check_experts
 from mtjax.config.families import FAMILIES, check_decoder_settings
 from mtjax.config.field_metadata import SAMPLES, setting_of
+from mtjax.config.float8 import check_float8
 from mtjax.config.latent_checks import check_latent_attention
 from mtjax.config.model import Model
 from mtjax.config.optimizer import Optimizer
+from mtjax.config.optimizer_checks import check_optimizer
 from mtjax.config.positions import check_positions
 from mtjax.config.prediction_checks import check_prediction
 from mtjax.config.run import Config
@@ -23,6 +25,7 @@ from mtjax.config.sizes import (
     nearest_divisors,
     num_kv_heads,
 )
+from mtjax.config.ssm import check_hybrid_run, has_attention
 from mtjax.config.training import Training
 from mtjax.errors import UserError, shortened
 from mtjax.storage import shown, url_of
@@ -44,11 +47,14 @@ def validate(config: Config) -> None:
     check_attention(config.model)
     check_experts(config)
     check_prediction(config)
+    check_hybrid_run(config)
     check_recompute(config.model, config.training)
     check_adapters(config.model)
     check_loss_scale(config.training)
+    check_float8(config)
     check_deterministic(config)
     check_schedule(config.optimizer)
+    check_optimizer(config)
     check_on_this_machine(config)
 
 
@@ -141,6 +147,8 @@ def check_heads(model: Model) -> None:
     Raises:
       UserError: they do not divide; names the nearest numbers that do.
     """
+    if not has_attention(model):
+        return
     if model.head_dim is None and not model.kv_lora_rank and model.hidden_size % model.num_heads:
         fits = nearest_divisors(model.hidden_size, model.num_heads)
         raise UserError(

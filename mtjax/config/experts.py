@@ -5,7 +5,7 @@ from mtjax.config.families.family import EXPERTS
 from mtjax.config.model import Model
 from mtjax.config.run import Config
 from mtjax.config.sizes import nearest_divisors
-from mtjax.errors import UserError
+from mtjax.errors import UserError, listed
 
 
 def check_experts(config: Config) -> None:
@@ -33,7 +33,7 @@ def check_experts(config: Config) -> None:
                 )
         return
     if "num_experts" not in FAMILIES[model.family].own:
-        known = " and ".join(name for name, family in FAMILIES.items() if "num_experts" in family.own)
+        known = listed([name for name, family in FAMILIES.items() if "num_experts" in family.own])
         raise UserError(
             f"num_experts only works with the families {known}, and family is {model.family}: remove num_experts"
         )

@@ -52,6 +52,10 @@ class Model:
     family: FamilyName = "gpt"
     """Model architecture. A family sets the defaults of norm, norm_epsilon, position, activation, bias, tie_embeddings
     and dropout, each of which can be overridden."""
+    layer_pattern: str = ""
+    """hybrid: kind of each layer, in Megatron's letters (--hybrid-layer-pattern): M Mamba-2, * attention, - an MLP, E
+    experts. (M-M*-)x4 repeats the letters in parentheses four times. Each layer has one sublayer, and num_layers is the
+    number of letters."""
     num_layers: int = at_least(1, 24, most=LAYERS)
     """Number of transformer layers."""
     hidden_size: int = at_least(1, 1024, most=WIDTH)
@@ -121,6 +125,24 @@ class Model:
     router_jitter: float = share(0.0, shapes=NEVER)
     """In training, multiply the router's input by uniform noise from 1 - router_jitter to 1 + router_jitter (Megatron's
     --moe-input-jitter-eps)."""
+    ssm_heads: int | None = at_least(1, None, most=HEADS)
+    """hybrid: number of heads of a Mamba-2 layer (Megatron's --mamba-num-heads); 2 x hidden_size / ssm_head_dim when
+    not given."""
+    ssm_head_dim: int = at_least(1, 64, most=WIDTH)
+    """hybrid: width of a head of a Mamba-2 layer (Megatron's --mamba-head-dim)."""
+    ssm_state: int = at_least(1, 128, most=WIDTH)
+    """hybrid: width of the state that each channel of a head has (Megatron's --mamba-state-dim)."""
+    ssm_groups: int = at_least(1, 8, most=HEADS)
+    """hybrid: groups of heads that share the projections B and C into and out of the state, and that the gated norm
+    normalizes one by one (Megatron's --mamba-num-groups)."""
+    ssm_conv: int = at_least(2, 4, most=WIDTH)
+    """hybrid: tokens that the causal convolution of a Mamba-2 layer reads."""
+    ssm_rate_floor: float = amount(0.0)
+    """hybrid: minimum of dt, the rate at which a state forgets and reads (0.001 in Nemotron-H of transformers, whose
+    time_step_min it is)."""
+    ssm_chunk: int | None = at_least(1, None, most=TOKENS, shapes=NEVER)
+    """hybrid: tokens of a chunk: products inside chunks, one state between them. It concerns speed and memory only.
+    128, or the sequence length if that is less, when not given."""
     sequence_length: int = at_least(1, 1024, most=TOKENS, shapes=POSITIONS_COUNT)
     """Tokens in a sample (Megatron's --seq-length), and the number of learned positions."""
     vocab_size: int | None = at_least(1, None, most=TOKENS)
@@ -223,7 +245,7 @@ class Model:
     qkv_clip: float | None = above_zero(None)
     """Clip queries, keys and values to this absolute value, after qk_norm and before RoPE (OLMo, MPT)."""
     attention_scale: float | None = above_zero(None)
-    """Factor of the attention scores (Megatron's --softmax-scale); head_dim^-0.5 when not given."""
+    """Factor of the attention scores (Megatron-Core's softmax_scale); head_dim^-0.5 when not given."""
     attention_scale_beta: float = amount(0.0)
     """Multiply queries by 1 + attention_scale_beta ln(1 + floor(position / rope_original_length)) (Ministral 3)."""
     attention_softcap: float | None = above_zero(None)

@@ -7,6 +7,7 @@ from mtjax.config import sizes
 from mtjax.config.families import FAMILIES, settings_of_others
 from mtjax.config.field_metadata import setting_of
 from mtjax.config.model import Model
+from mtjax.config.ssm import letters_of, ssm_heads, without_effect
 
 
 def effective_settings(model: Model) -> dict[str, Any]:
@@ -25,8 +26,10 @@ def effective_settings(model: Model) -> dict[str, Any]:
         "mlp_bias": sizes.mlp_bias(model),
         "num_decoder_layers": sizes.decoder_layers(model),
         "decoder_sequence_length": sizes.decoder_length(model),
+        "layer_pattern": letters_of(model),
+        "ssm_heads": ssm_heads(model),
     }
-    others = settings_of_others(model.family)
+    others = settings_of_others(model.family) | without_effect(model)
     return {
         field.name: values[field.name]
         for field in dataclasses.fields(Model)

@@ -1,4 +1,4 @@
-"""`[optimizer]`: AdamW, and the schedules of learning rate and weight decay."""
+"""`[optimizer]`: the optimizer, and the schedules of learning rate and weight decay."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,8 +8,12 @@ from mtjax.config.field_metadata import amount, at_least, share
 
 @dataclass(frozen=True)
 class Optimizer:
-    """AdamW, and the schedules of learning rate and weight decay: section 4.2 of the paper."""
+    """The optimizer (the paper's is AdamW, section 4.2), and the schedules of learning rate and weight decay."""
 
+    optimizer: Literal["adamw", "muon", "adafactor", "lion", "sgd", "schedule-free"] = "adamw"
+    """The optimizer: adamw; muon, which orthogonalizes the momentum of the layers' matrices, and is AdamW for all other
+    parameters; adafactor, which keeps averages of rows and columns instead of moments; lion; sgd, with momentum;
+    schedule-free, AdamW that averages weights instead of decaying the learning rate."""
     learning_rate: float = amount(1.5e-4)
     """Peak learning rate (Megatron's --lr)."""
     min_learning_rate: float = amount(1e-5)
@@ -29,11 +33,22 @@ class Optimizer:
     wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
     """decay_style WSD: shape of the decay (Megatron's --lr-wsd-decay-style)."""
     beta1: float = share(0.9)
-    """Adam's beta1: decay rate of the moving average of gradients."""
+    """Adam's beta1: decay rate of the moving average of gradients. Of lion the first of its two rates, of schedule-free
+    the share of the average in the point at which gradients are taken."""
     beta2: float = share(0.999)
-    """Adam's beta2: decay rate of the moving average of squared gradients."""
+    """Adam's beta2: decay rate of the moving average of squared gradients. Of lion the second of its rates, the decay
+    of its momentum, 0.99 in its paper."""
     epsilon: float = amount(1e-8)
     """Adam's epsilon, added to the denominator of the update."""
+    adam_mu_dtype: Literal["float32", "bfloat16"] = "float32"
+    """optimizer adamw: type in which the moving average of gradients is stored between steps."""
+    adam_nu_dtype: Literal["float32", "bfloat16"] = "float32"
+    """optimizer adamw: type in which the moving average of squared gradients is stored between steps; bfloat16 is
+    rounded stochastically, as changes below half of its precision would be lost otherwise."""
+    muon_momentum: float = share(0.95)
+    """optimizer muon: decay rate of the momentum of matrices (Megatron's --muon-momentum)."""
+    sgd_momentum: float = share(0.9)
+    """optimizer sgd: decay rate of the momentum (Megatron's --sgd-momentum); 0 turns it off."""
     weight_decay: float = amount(0.01)
     """Decoupled weight decay of weight matrices; biases and norm weights are not decayed."""
     start_weight_decay: float | None = amount(None)

@@ -10,6 +10,8 @@ from mtjax.storage import is_file, names_in, shown, url_of
 
 CONFIG = "config.toml"
 """The file with the config in a run's folder."""
+MEGATRON_TRACKER = "latest_checkpointed_iteration.txt"
+"""The file that a folder with checkpoints of Megatron-LM contains."""
 
 
 def holds_run(folder: Path) -> bool:

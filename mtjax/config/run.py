@@ -7,6 +7,7 @@ from typing import Any, get_type_hints
 from mtjax.config.data import Data
 from mtjax.config.families import FAMILIES
 from mtjax.config.finetuning import Finetuning
+from mtjax.config.layer_pattern import num_pattern_layers
 from mtjax.config.model import Model
 from mtjax.config.optimizer import Optimizer
 from mtjax.config.output import Output
@@ -31,7 +32,8 @@ class Config:
 def replace(config: Config, **values: Any) -> Config:
     """Returns `config` with settings changed by name, whatever section they are in.
 
-    A change of family also sets the defaults of the new family, except for settings given here.
+    A change of family also sets the defaults of the new family, and a pattern of layers their number, except for
+    settings given here.
 
     Raises:
       UserError: a name that no section has.
@@ -39,6 +41,8 @@ def replace(config: Config, **values: Any) -> Config:
     sections = section_by_setting()
     if values.get("family", config.model.family) != config.model.family:
         values = {**FAMILIES[values["family"]].defaults, **values}
+    if layers := num_pattern_layers(values.get("layer_pattern", "")):
+        values = {"num_layers": layers, **values}
     changed: dict[str, Any] = {}
     for name, value in values.items():
         if name not in sections:

@@ -6,6 +6,7 @@ from typing import TypedDict
 
 from mtjax.config.field_metadata import TOKENS
 from mtjax.config.model import Model
+from mtjax.config.ssm import letters_of
 from mtjax.config.training import Training
 from mtjax.errors import UserError
 
@@ -34,7 +35,9 @@ def expert_capacity(model: Model, tokens: int) -> int | None:
 
 
 def dense_layers(model: Model) -> tuple[int, ...]:
-    """Returns the indices of the dense layers in a model with experts."""
+    """Returns the indices of the layers without experts in a model with experts."""
+    if "E" in (letters := letters_of(model)):
+        return tuple(number for number, letter in enumerate(letters) if letter != "E")
     if model.moe_every > 1:
         return tuple(number for number in range(model.num_layers) if (number + 1) % model.moe_every)
     return tuple(range(model.first_dense_layers))

@@ -45,7 +45,8 @@ def from_dict(tables: Mapping[str, Any], base: Config | None = None, source: str
         if not isinstance(table, Mapping):
             raise UserError(f"{source}: {section} is a table, not a value: write [{section}] on a line of its own")
         fields = get_type_hints(hints[section])
-        for name, value in sorted(table.items(), key=lambda item: item[0] != "family"):
+        # A family and a pattern of layers set the defaults of other settings.
+        for name, value in sorted(table.items(), key=lambda item: (item[0] != "family", item[0] != "layer_pattern")):
             if name not in fields:
                 owner = section_by_setting().get(name)
                 hint = f" - it goes under [{owner}]" if owner else _advice(name, value, fields)

@@ -26,6 +26,16 @@ class Training:
     over the rank's batch; the rank's entire batch when not given."""
     compute_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Type of activations and matrix multiplications. Parameters, gradients, reductions and the loss are float32."""
+    fp8: Literal["none", "tensorwise", "delayed"] = "none"
+    """Products of layers in 8-bit floats, on GPUs that have them (Hopper and newer): tensorwise scales each tensor by
+    its own largest value, delayed by the largest of earlier steps, which is faster and does not depend on the mesh.
+    Parameters, embedding, head, norms and attention keep their types."""
+    fp8_format: Literal["hybrid", "e4m3"] = "hybrid"
+    """fp8: type of the gradients of products, E5M2 (hybrid), which has more range, or E4M3, which has more digits; all
+    other operands are E4M3 (Megatron's --fp8-format)."""
+    fp8_amax_history: int = at_least(1, 16, most=1024)
+    """fp8 delayed: number of earlier steps whose largest value determines a scale (Megatron's
+    --fp8-amax-history-len)."""
     loss_scale: float | None = above_zero(None)
     """float16: static loss scale (Megatron's --loss-scale); dynamic when not given."""
     initial_loss_scale: float = above_zero(2.0**32)
@@ -49,9 +59,10 @@ class Training:
     """Full recompute: number of layers in a group (uniform), or of layers to recompute (block)."""
     recompute_offload: bool = False
     """Full recompute: offload the saved layer inputs to host memory until the backward pass (GPUs only)."""
-    unroll_layers: bool = False
+    unroll_layers: bool | None = None
     """Compile each layer separately instead of one loop (scan) over layers, so that saved activations are not copied
-    into stacked arrays: steps are faster, and compiling takes longer. Requires recompute none or selective."""
+    into stacked arrays: steps are faster, and compiling takes a minute or two. When not given: on GPUs with recompute
+    none or selective, without stages and experts."""
     loss_chunk: int = at_least(1, 1024)
     """Number of tokens whose logits are computed at a time."""
     deterministic: bool = False

@@ -11,5 +11,7 @@ def with_vocabulary(config: Config, say: Callable[[str], object]) -> Config:
     """Returns `config` with a vocabulary size: GPT-2's, with a note to the user, if none is given."""
     if config.model.vocab_size is not None:
         return config
-    say(f"vocab_size is not given: using GPT-2's {GPT2_VOCABULARY:,}")
+    tokenizer = str(config.data.tokenizer or "")
+    other = f", and the tokenizer is {tokenizer}: add --vocab-size N" if tokenizer and "gpt2" not in tokenizer else ""
+    say(f"vocab_size is not given: using GPT-2's {GPT2_VOCABULARY:,}{other}")
     return replace(config, vocab_size=GPT2_VOCABULARY)

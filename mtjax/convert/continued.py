@@ -17,6 +17,7 @@ from mtjax.convert.megatron_optimizer import MOMENTS, WEIGHTS, open_optimizer
 from mtjax.convert.megatron_progress import Progress
 from mtjax.convert.named import NamedWeights, Shards
 from mtjax.convert.parameters import Parameter
+from mtjax.convert.rates import check_growth, check_rates
 from mtjax.convert.run_folder import Counters, RunSink
 from mtjax.data.progress import ProgressLine
 from mtjax.errors import UserError
@@ -53,6 +54,8 @@ class MegatronRun:
         progress, arguments = self.optimizer.progress, dict(source.files.arguments)
         self.config, self.report = _run_config(arguments, progress, source, target)
         self.counters = _counters(progress, self.config, str(source.files.folder))
+        check_growth(progress.schedule.get("wd_incr_steps"), self.config, str(source.files.folder))
+        check_rates(progress.groups, self.config, self.counters.schedule, str(source.files.folder))
 
     @property
     def notes(self) -> list[str]:
@@ -131,6 +134,8 @@ def _run_config(
     if model.family == "bert":
         raise UserError(f"{folder} is a BERT: --with-optimizer converts GPT and Llama")
     given = from_arguments(arguments, folder)
+    # Scales of earlier steps are in Transformer Engine's own state, which is not read.
+    given.values |= {"fp8_recipe": "tensorwise"} if given.values.get("fp8_recipe", "delayed") == "delayed" else {}
     for name in ("lr_decay_iters", "lr_warmup_iters", "lr_warmup_fraction", "end_weight_decay"):
         given.values.pop(name, None)
     for theirs, dest in _SCHEDULE.items():

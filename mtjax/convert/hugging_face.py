@@ -4,12 +4,13 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from mtjax.config import Config, replace
 from mtjax.config.families import is_decoder
+from mtjax.config.storage import Storage
 from mtjax.convert.families.family import QUANTIZED, Family, begin_of_text, labels_json, tensors_without
 from mtjax.convert.families.registry import family_of_config, family_of_model
 from mtjax.convert.named import NamedWeights
@@ -21,6 +22,12 @@ from mtjax.data.tokens.special_tokens import added_tokens, named_token
 from mtjax.data.tokens.tokenizer import Tokenizer, open_tokenizer
 from mtjax.errors import UserError, parse_json_object
 from mtjax.runtime.checkpoints.weights import special_ids
+
+if TYPE_CHECKING:
+    from mtjax.convert.compress import Compression
+    from mtjax.convert.compressed import Stored
+    from mtjax.convert.kept_grids import GridSource
+    from mtjax.models.weight_grid import Grid
 
 _OLD_NAMES = ((r"\.gamma$", ".weight"), (r"\.beta$", ".bias"))
 """Endings of the names of layer norms in BERT's first checkpoints, and the current ones."""
@@ -58,6 +65,16 @@ class HuggingFaceSource:
     def slices(self, parameter: Parameter) -> Iterator[np.ndarray]:
         """Yields the parameter layer by layer, in the files' dtype."""
         return self._weights.slices(parameter)
+
+    def quantized(self, storage: Storage) -> "list[GridSource]":
+        """Returns sources of the scales, and perhaps the zero points, of matrices that the folder has quantized.
+
+        Raises:
+          UserError: `storage` would round quantized matrices again, to other numbers.
+        """
+        from mtjax.convert.kept_grids import kept_grids
+
+        return kept_grids(self._weights, storage, self.origin)
 
 
 class Described(NamedTuple):
@@ -119,6 +136,14 @@ class _Renamed:
         """Reads a tensor; `rank` is 0."""
         return self._reader.read(self._names[name])
 
+    def grid(self, name: str) -> "Grid | None":
+        """Returns the values that a quantized tensor may have, in full size; None for any other."""
+        return self._reader.grid(self._names[name])
+
+    def stored(self, name: str) -> "Stored | None":
+        """Returns how a quantized tensor is stored; None for any other."""
+        return self._reader.compressed.get(self._names[name])
+
     def other_copy(self, table: Table) -> str | None:
         """Returns a tensor that may be saved as a copy of the embedding, but differs from it; None if there is none."""
         for copy, name in table.copies.items():
@@ -157,11 +182,12 @@ class HuggingFaceSink:
         parameters: Mapping[str, Parameter],
         dtype: str | None = None,
         largest_file: int = LARGEST_FILE,
+        compression: "Compression | None" = None,
     ) -> None:
-        """Creates the files at their full size.
+        """Creates the files at their full size; `compression` says how matrices are quantized, if they are.
 
         Raises:
-          UserError: no model of transformers that mtjax writes has this architecture.
+          UserError: no model of transformers that mtjax writes has this architecture, or it can't be quantized.
         """
         self._folder, self._origin = folder, origin
         self._dtype = dtype or origin.dtype
@@ -172,7 +198,11 @@ class HuggingFaceSink:
         copies = self._selection.table.duplicates.items()
         self._copies = {name: [copy for copy, of in copies if of == name] for name in shapes}
         shapes |= {copy: shapes[of] for copy, of in copies}
-        self._writer = SafetensorsWriter(folder, shapes, self._dtype, largest_file)
+        others = {}
+        self._packed = compression.of(self._selection, model, self._dtype) if compression else None
+        if self._packed:
+            shapes, others = self._packed.tensors(shapes)
+        self._writer = SafetensorsWriter(folder, shapes, self._dtype, largest_file, others)
 
     def write(self, parameter: Parameter, layer: int | None, array: np.ndarray) -> None:
         """Writes the tensors of one layer's slice of a parameter.
@@ -183,7 +213,10 @@ class HuggingFaceSink:
         for tensor in self._selection.tensors_of(parameter, layer):
             name = name_of(tensor, layer)
             values = narrowed(tensor.extract(array, parameter), self._dtype, name)
-            if tensor.is_part:
+            if self._packed and name in self._packed.scales:
+                for part, array_of_part in self._packed.parts(name, tensor.extract(array, parameter)).items():
+                    self._writer.write(part, array_of_part)
+            elif tensor.is_part:
                 into = tensor.view(self._writer.map(name), parameter)
                 into[...] = values.reshape(into.shape)
             else:
@@ -206,7 +239,7 @@ class HuggingFaceSink:
         # transformers 5 writes dtype, 4 torch_dtype: keep only the latter, which both read.
         dropped = {"dtype", *QUANTIZED, *self._family.keys}
         config = {k: v for k, v in original.items() if k not in dropped} | self._family.config_json(model)
-        config |= {"torch_dtype": self._dtype}
+        config |= {"torch_dtype": self._dtype} | (self._packed.config_json() if self._packed else {})
         if model.head != "language" and is_decoder(model):
             has_original = bool(self._origin.hugging_face)
             config["pad_token_id"] = pad_id(config.get("pad_token_id" if has_original else "eos_token_id"), tokenizer)

@@ -276,15 +276,26 @@ def check_split(model: Model, split: Split, names: Names) -> None:
     """
     if model.num_layers % split.pipeline:
         raise UserError(f"--pipeline {split.pipeline} does not divide the model's {model.num_layers} layers")
-    if (split.expert > 1 or split.grouped_experts) and not model.num_experts:
-        raise UserError("the model has no experts: remove --expert and --grouped-experts")
-    if model.num_experts % split.expert:
-        raise UserError(f"--expert {split.expert} does not divide the model's {model.num_experts} experts")
+    if split.grouped_experts and not model.num_experts:
+        raise UserError("the model has no experts: remove --grouped-experts")
+    check_experts(model, split.expert)
     if split.grouped_experts and names is not TRANSFORMER_ENGINE:
         raise UserError(
             f"--grouped-experts requires --transformer-impl transformer_engine, but it is {names.transformer_impl}: "
             "remove --grouped-experts"
         )
+
+
+def check_experts(model: Model, ranks: int) -> None:
+    """Checks that expert-parallel ranks divide the experts of a model.
+
+    Raises:
+      UserError: they do not, or it has none.
+    """
+    if ranks > 1 and not model.num_experts:
+        raise UserError("the model has no experts: remove --expert")
+    if model.num_experts % ranks:
+        raise UserError(f"--expert {ranks} does not divide the model's {model.num_experts} experts")
 
 
 def queries_per_group(model: Model) -> int:

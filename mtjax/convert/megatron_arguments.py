@@ -8,7 +8,7 @@ from mtjax.config.families import kind_of
 from mtjax.config.sizes import attention_bias, head_dim, mlp_bias, mlp_size, num_kv_heads
 from mtjax.convert.megatron_experts import EXPERTS, expert_misfits, expert_settings, has_experts, unread_experts
 from mtjax.errors import UserError
-from mtjax.migrate.megatron import default_of, supported
+from mtjax.migrate.megatron import SAVED_AS, default_of, supported
 
 if TYPE_CHECKING:
     from mtjax.convert.megatron_tables import Names  # imports jax, for seconds
@@ -49,9 +49,10 @@ def unsupported(arguments: Mapping[str, Any], *, is_core: bool) -> list[str]:
       is_core: whether the model is Megatron-Core's, not the legacy code's.
     """
     wrong = [
-        f"{key} is {arguments[key]!r}"
+        f"{name} is {arguments[name]!r}"
         for key, values in SUPPORTED.items()
-        if key in arguments and _plain(arguments[key]) and arguments[key] not in values
+        for name in {key, SAVED_AS.get(key, key)}
+        if name in arguments and _plain(arguments[name]) and arguments[name] not in values
     ]
     if _position(arguments) is None:
         wrong.append("no position embeddings")
@@ -193,6 +194,7 @@ def misfits(model: Model, names: "Names") -> list[str]:
     biases = attention_bias(model), mlp_bias(model)
     wrong = {
         f"family {model.family}": kind_of(model) == "encoder-decoder",
+        "family hybrid (layer_pattern)": bool(model.layer_pattern),
         f"head {model.head}": model.head != "language",
         "family bert; use --transformer-impl legacy": is_bert and not names.is_legacy,
         f"norm {model.norm} in a bert": is_bert and model.norm != "layernorm",

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from mtjax.convert.megatron_experts import BIAS, number_of, with_number
+from mtjax.convert.megatron_stages import stage_layers
 from mtjax.convert.megatron_tables import LOCAL
 from mtjax.errors import UserError
 
@@ -26,12 +27,7 @@ DEFAULT_BUCKET, DEFAULT_BUCKET_OF_RANK = 40_000_000, 1_000_000
 SAVE_AGAIN = "save it again with --dist-ckpt-optim-fully-reshardable (torch_dist), or convert without --with-optimizer"
 DENSE, EXPERT = 0, 1
 """The optimizer of most parameters, and with expert parallelism that of the experts."""
-_UNEVEN = (
-    "pipeline_model_parallel_layout",
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-    "standalone_embedding_stage",
-)
+_STANDALONE = "standalone_embedding_stage"
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
 _ATTENTION_NORM = "self_attention.linear_qkv.layer_norm_"
 _MODULES = (
@@ -87,29 +83,16 @@ class Degrees:
         """Reads Megatron's arguments.
 
         Raises:
-          UserError: the stages are uneven in a way that is not rebuilt.
+          UserError: experts or the embedding are divided in a way that is not rebuilt, or the stages do not hold the
+            layers.
         """
-        degree = lambda name: int(arguments.get(name) or 1)  # noqa: E731
-        stages, chunks = degree("pipeline_model_parallel_size"), degree("virtual_pipeline_model_parallel_size")
-        tensor, expert = degree("tensor_model_parallel_size"), degree("expert_model_parallel_size")
-        uneven = [name for name in _UNEVEN if arguments.get(name)] if stages > 1 else []
-        if expert > 1 and arguments.get("expert_tensor_parallel_size") not in (None, tensor):
-            uneven.append("expert_tensor_parallel_size")
-        ends = [arguments.get(f"decoder_{end}_pipeline_num_layers") for end in ("first", "last")]
-        if stages > 1 and chunks > 1 and ends != [None, None]:
-            uneven.append("decoder_first_pipeline_num_layers")
-        if uneven:
-            raise UserError(f"{source} was saved with {uneven[0]}, with which the buffers' layout is not rebuilt")
-        if stages > 1 and ends != [None, None]:
-            inner = stages - sum(end is not None for end in ends)
-            middle = (num_layers - sum(end or 0 for end in ends)) // max(inner, 1)
-            counts = [*([ends[0]] if ends[0] else []), *[middle] * inner, *([ends[1]] if ends[1] else [])]
-            starts = [sum(counts[:i]) for i in range(len(counts))]
-            return cls(tensor, expert, [[range(a, a + n)] for a, n in zip(starts, counts, strict=True)])
-        each = num_layers // (stages * chunks)
-        first = lambda stage, chunk: chunk * (num_layers // chunks) + stage * each  # noqa: E731
-        layers = [[range(first(s, c), first(s, c) + each) for c in range(chunks)] for s in range(stages)]
-        return cls(tensor, expert, layers)
+        tensor, expert = (int(arguments.get(f"{kind}_model_parallel_size") or 1) for kind in ("tensor", "expert"))
+        if arguments.get(_STANDALONE) or (
+            expert > 1 and arguments.get("expert_tensor_parallel_size") not in (None, tensor)
+        ):
+            name = _STANDALONE if arguments.get(_STANDALONE) else "expert_tensor_parallel_size"
+            raise UserError(f"{source} was saved with {name}, with which the buffers' layout is not rebuilt")
+        return cls(tensor, expert, stage_layers(arguments, num_layers, source))
 
 
 class BufferStates:

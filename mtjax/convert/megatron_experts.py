@@ -43,7 +43,7 @@ def unread_experts(arguments: Mapping[str, Any]) -> list[str]:
             "all after the first k, the last of every N"
         )
     if arguments.get("add_bias_linear", True):
-        wrong.append("add_bias_linear is True with experts")
+        wrong.append("experts have no biases in mtjax, and add_bias_linear is True (add --disable-bias-linear)")
     if arguments.get("moe_router_enable_expert_bias") and arguments.get("moe_router_score_function") != "sigmoid":
         wrong.append("moe_router_enable_expert_bias is True without moe_router_score_function sigmoid")
     tensor = arguments.get("tensor_model_parallel_size") or 1

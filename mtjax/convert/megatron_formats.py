@@ -3,11 +3,12 @@
 import json
 from pathlib import Path
 
+from mtjax.config.place import MEGATRON_TRACKER
 from mtjax.convert.stream import check_folder, looks_like
 from mtjax.convert.torch_dist_files import METADATA_FILE, DistributedCheckpoint
 from mtjax.errors import UserError
 
-TRACKER = "latest_checkpointed_iteration.txt"
+TRACKER = MEGATRON_TRACKER
 RELEASE = "release"
 """What Megatron's tracker file calls weights that are not an iteration of a run."""
 BACKEND_FILE = "metadata.json"

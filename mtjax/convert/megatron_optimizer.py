@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from mtjax.convert.megatron_buffers import (
     COPY,
     DEFAULT_BUCKET,
     DEFAULT_BUCKET_OF_RANK,
+    EXPERT,
     SAVE_AGAIN,
     BufferStates,
     Degrees,
@@ -169,7 +171,7 @@ class _LegacyBuckets:
 
     def __init__(self, files: MegatronCheckpoint, shared: frozenset[str]) -> None:
         self._folder, self._grid, self._arguments, self._shared = files.folder, files.grid, files.arguments, shared
-        self._loaded: dict[int, Any] = {}
+        self._loaded: dict[Path, Any] = {}
         self._starts: dict[tuple[Rank, int], list[int]] = {}
 
     def sizes(self, rank: Rank, buffer: int, tensors: Mapping[str, int]) -> Sequence[int]:
@@ -201,17 +203,29 @@ class _LegacyBuckets:
         return self._buffer(rank, buffer, kind)[first + start : first + stop].float().numpy()
 
     def _buffer(self, rank: Rank, buffer: int, kind: str) -> Any:
-        if rank.number not in self._loaded:
-            stage, tensor = divmod(rank.number, len(self._grid))
-            path = self._grid[tensor][stage][0].with_name(LEGACY_FILE)
-            self._loaded[rank.number] = path, loaded(path)
-        path, state = self._loaded[rank.number]
+        path, state = self._state(rank)
         if not isinstance(state, Mapping) or not state.get("buckets_coalesced"):
             raise UserError(f"{path} is in a format that Megatron-LM wrote before February 2024: {SAVE_AGAIN}")
         found = list(state[buffer].values()) if isinstance(state.get(buffer), Mapping) else []
         if len(found) != 1 or not hasattr(found[0].get(kind), "shape"):
             raise UserError(f"{path} has no {kind} of buffer {buffer}, or several: it is damaged")
         return found[0][kind]
+
+    def _state(self, rank: Rank) -> tuple[Path, Any]:
+        """Returns the file of a rank, and the state of its optimizer in it: with expert parallelism there are two."""
+        tensors, experts = len(self._grid), len(self._grid[0][0])
+        above, tensor = divmod(rank.number, tensors)
+        stage, expert = divmod(above, experts) if rank.optimizer == EXPERT else (above, 0)
+        path = self._grid[tensor][stage][expert].with_name(LEGACY_FILE)
+        if path not in self._loaded:
+            if not path.is_file():
+                raise UserError(f"{path.parent} has no {LEGACY_FILE}, and other ranks have one: copy it, too")
+            self._loaded[path] = loaded(path)
+        state, count = self._loaded[path], 2 if experts > 1 else 1
+        found = len(state) if isinstance(state, list) else 1
+        if found != count:
+            raise UserError(f"{path} has {found} optimizers, and {count} are read: {SAVE_AGAIN}")
+        return path, state[rank.optimizer] if isinstance(state, list) else state
 
 
 States = Callable[[str], Shards | None]
@@ -262,8 +276,6 @@ def open_optimizer(
                 f"{files.folder} has no {LEGACY_FILE}: of the format torch only the distributed optimizer is read; "
                 f"{SAVE_AGAIN}"
             )
-        if (arguments.get("expert_model_parallel_size") or 1) > 1:
-            raise UserError(f"{files.folder}: {LEGACY_FILE} is not read with expert parallelism: {SAVE_AGAIN}")
         progress = progress_of(contents, list(optimizers_in(contents.get("optimizer"))), str(files.folder))
         buckets, layout = _LegacyBuckets(files, frozenset(shared)), LEGACY_FILE
     if any(name.startswith("language_model.") for name in files.shapes):

@@ -12,9 +12,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from mtjax.convert import fp8
+from mtjax.convert import compressed, fp8
 from mtjax.convert.mxfp4 import BLOCKS, SCALES, packed_shapes, unpacked
 from mtjax.errors import UserError, first_line, require
+from mtjax.models.weight_grid import Grid
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 LARGEST_FILE = 5_000_000_000
@@ -25,6 +26,9 @@ DTYPES: Mapping[str, np.dtype] = {
 }
 """dtypes of weights; float32 represents the values of all of them exactly."""
 CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+WRITTEN = {**DTYPES, "int32": np.dtype(np.int32), "int64": np.dtype(np.int64), "float8": compressed.FLOAT8}
+"""dtypes of tensors that are written: of weights, and of their quantized parts."""
+WRITTEN_CODES = {**CODES, "int32": "I32", "int64": "I64", "float8": fp8.CODE}
 _ALIGNMENT = 8
 
 
@@ -56,7 +60,11 @@ class SafetensorsReader:
         parts = {name + part for name in self._packed for part in (BLOCKS, SCALES)}
         parts |= {name + fp8.SCALE for name in self._in_blocks}
         self.shapes = {name: shape for name, shape in shapes.items() if name not in parts} | self._packed
-        of_packed = parts | self._in_blocks
+        self.compressed = compressed.stored_tensors(shapes, codes, self._read_as_stored)
+        compressed_parts = {part for name, stored in self.compressed.items() for part in stored.parts(name)}
+        self.shapes = {name: shape for name, shape in self.shapes.items() if name not in compressed_parts}
+        self.shapes |= {name: stored.shape for name, stored in self.compressed.items()}
+        of_packed = parts | self._in_blocks | compressed_parts - {n + compressed.SCALE for n in self.compressed}
         self.dtype = _common_dtype(folder, {name: code for name, code in codes.items() if name not in of_packed})
 
     def read(self, name: str) -> np.ndarray:
@@ -64,10 +72,23 @@ class SafetensorsReader:
         if name in self._in_blocks:
             scales = self._files[name + fp8.SCALE].get_tensor(name + fp8.SCALE)
             return fp8.unpacked(_read_8_bits(self._paths[name], name), scales, DTYPES[self.dtype])
+        if name in self.compressed:
+            return self.compressed[name].values(name, self._read_as_stored).astype(DTYPES[self.dtype])
         if name not in self._packed:
             return self._files[name].get_tensor(name)
         blocks, scales = (self._files[name + part].get_tensor(name + part) for part in (BLOCKS, SCALES))
         return unpacked(blocks, scales, DTYPES[self.dtype])
+
+    def grid(self, name: str) -> Grid | None:
+        """Returns the values that a quantized tensor may have, in full size; None for any other."""
+        found = self.compressed.get(name)
+        return None if found is None else found.grid(name, self._read_as_stored)
+
+    def _read_as_stored(self, name: str) -> np.ndarray:
+        file = self._files[name]
+        if file.get_slice(name).get_dtype() == fp8.CODE:
+            return _read_8_bits(self._paths[name], name)
+        return file.get_tensor(name)
 
     def __enter__(self) -> "SafetensorsReader":
         return self
@@ -147,18 +168,34 @@ class SafetensorsWriter:
     """
 
     def __init__(
-        self, folder: Path, shapes: Mapping[str, Sequence[int]], dtype: str, largest_file: int = LARGEST_FILE
+        self,
+        folder: Path,
+        shapes: Mapping[str, Sequence[int]],
+        dtype: str,
+        largest_file: int = LARGEST_FILE,
+        others: Mapping[str, str] | None = None,
     ) -> None:
-        """Creates the files at their full size, and the index if there are several."""
+        """Creates the files at their full size, and the index if there are several.
+
+        Args:
+          folder: for the files.
+          shapes: of all tensors.
+          dtype: of the tensors that are not in `others`.
+          largest_file: bytes of a file, unless a single tensor is larger.
+          others: of tensors of another dtype, `WRITTEN`.
+        """
         self._locations: dict[str, _Location] = {}
         self._unwritten = set(shapes)
-        width = DTYPES[dtype].itemsize
-        groups = _grouped({name: width * prod(shape) for name, shape in shapes.items()}, largest_file)
+        dtypes = dict.fromkeys(shapes, dtype) | dict(others or {})
+        # Wide types first: each tensor is aligned to its type.
+        order = sorted(shapes, key=lambda name: -WRITTEN[dtypes[name]].itemsize)
+        sizes = {name: WRITTEN[dtypes[name]].itemsize * prod(shapes[name]) for name in order}
+        groups = _grouped(sizes, largest_file)
         names = [SINGLE] if len(groups) == 1 else _shard_names(len(groups))
         for group, name in zip(groups, names, strict=True):
-            self._begin(folder / name, {tensor: tuple(shapes[tensor]) for tensor in group}, dtype)
+            self._begin(folder / name, {tensor: tuple(shapes[tensor]) for tensor in group}, dtypes)
         if len(groups) > 1:
-            total = sum(width * prod(shape) for shape in shapes.values())
+            total = sum(sizes.values())
             files = {tensor: location.path.name for tensor, location in self._locations.items()}
             index = {"metadata": {"total_size": total}, "weight_map": files}
             (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
@@ -183,13 +220,13 @@ class SafetensorsWriter:
         """Checks that every tensor was written."""
         assert not self._unwritten, f"not written: {sorted(self._unwritten)}"
 
-    def _begin(self, path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: str) -> None:
+    def _begin(self, path: Path, shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, str]) -> None:
         """Writes the header of a file and extends it to its full size."""
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers requires it
         end = 0
         for name, shape in shapes.items():
-            start, end = end, end + DTYPES[dtype].itemsize * prod(shape)
-            header[name] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+            start, end = end, end + WRITTEN[dtypes[name]].itemsize * prod(shape)
+            header[name] = {"dtype": WRITTEN_CODES[dtypes[name]], "shape": list(shape), "data_offsets": [start, end]}
         text = json.dumps(header, separators=(",", ":")).encode()
         # The format allows spaces after the header; aligned data can be memory-mapped as any dtype.
         text += b" " * (-len(text) % _ALIGNMENT)
@@ -199,7 +236,9 @@ class SafetensorsWriter:
             # Creates a sparse file of the full size, into which write() seeks.
             file.truncate(data + end)
         for name, shape in shapes.items():
-            self._locations[name] = _Location(path, data + header[name]["data_offsets"][0], shape, DTYPES[dtype])
+            self._locations[name] = _Location(
+                path, data + header[name]["data_offsets"][0], shape, WRITTEN[dtypes[name]]
+            )
 
 
 def _grouped(sizes: Mapping[str, int], largest: int) -> list[list[str]]:

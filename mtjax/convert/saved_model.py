@@ -11,8 +11,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from mtjax.config import Config, Model, Parallel, replace
+from mtjax.config import Config, Model, Parallel, Training, replace
 from mtjax.config.sizes import padded_vocab_size
+from mtjax.config.storage import Storage
 from mtjax.convert import hugging_face, megatron
 from mtjax.convert.hugging_face import HuggingFaceSource
 from mtjax.convert.megatron import MegatronSource
@@ -66,6 +67,7 @@ def without_training(saved: Config, parallel: Parallel, **settings: Any) -> Conf
       settings: other settings to replace, such as compute_dtype and global_batch_size.
     """
     plain = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "recompute": "none", "rampup_batch_size": None}
+    plain |= {"fp8": "none", "fp8_format": "hybrid", "fp8_amax_history": Training().fp8_amax_history}
     plain |= {"unroll_layers": False, "reset_position_ids": False, "reset_attention_mask": False}
     plain |= {"mtp_num_layers": 0, "mtp_loss_scaling_factor": Model().mtp_loss_scaling_factor}
     return replace(dataclasses.replace(saved, parallel=parallel), **(plain | settings))
@@ -209,6 +211,16 @@ class SavedModel:
             stats = {path: path.stat() for path in paths if path.is_file()}
             facts = [(str(p.relative_to(self.folder)), s.st_size, s.st_mtime_ns) for p, s in stats.items()]
         return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+    def quantized(self, storage: Storage) -> "list[SavedModel]":
+        """Returns scales, and perhaps zero points, with which the matrices were quantized, as models of their own.
+
+        Raises:
+          UserError: they were quantized in another way than `storage` says.
+        """
+        if storage.weights_dtype is None or not isinstance(self.source, HuggingFaceSource):
+            return []
+        return [dataclasses.replace(self, source=each) for each in self.source.quantized(storage)]
 
     def parameters(self, sharded_model: ShardedModel) -> Tree:
         """Reads the weights onto a mesh with the shardings of `sharded_model`.

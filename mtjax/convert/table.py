@@ -43,6 +43,15 @@ class Slots:
 
 
 @dataclass(frozen=True)
+class Rows:
+    """Position of rows in a tensor that stacks parts of different widths, as the first product of Mamba-2."""
+
+    first: int
+    of: int
+    """Number of rows of all parts."""
+
+
+@dataclass(frozen=True)
 class Tensor:
     """A tensor of another format that contains a parameter, or a slice of it."""
 
@@ -54,6 +63,8 @@ class Tensor:
     """A dimension of the parameter, and the index of it that this tensor contains; None for all of the parameter."""
     slots: Slots | None = None
     """Its position among the heads in the first dimension; None if the tensor contains no others."""
+    rows: Rows | None = None
+    """Its position among the rows of the first dimension; None if the tensor contains no others."""
     skip: int = 0
     """Rows before the parameter's in the first dimension, which have no effect: written as zeros."""
     order: tuple[str, tuple[int, ...]] | None = None
@@ -72,15 +83,20 @@ class Tensor:
         shape = self._shape_without_slots(sizes)
         if self.slots is not None:
             return (shape[0] // self.slots.count * self.slots.of, *shape[1:])
+        if self.rows is not None:
+            return (self.rows.of, *shape[1:])
         return (shape[0] + self.skip, *shape[1:]) if self.skip else shape
 
     @property
     def is_part(self) -> bool:
         """Whether the tensor in the file contains more than this tensor."""
-        return self.slots is not None or self.skip > 0
+        return self.slots is not None or self.rows is not None or self.skip > 0
 
     def view(self, array: np.ndarray, parameter: Parameter) -> np.ndarray:
         """Selects this tensor's rows from the tensor in the file; returns a view if `array` is contiguous."""
+        if self.rows is not None:
+            count = self._shape_without_slots(parameter.sizes)[0]
+            return array[self.rows.first : self.rows.first + count]
         if self.slots is None:
             return array[self.skip :] if self.skip else array
         # [groups * of * width, ...] -> [groups, of, width, ...]
@@ -203,6 +219,8 @@ class Table:
     """Tensors that may be saved as copies of others that they are tied to."""
     duplicates: Mapping[str, str] = field(default_factory=dict)
     """Those of `copies` that are also written."""
+    sublayers: int = 1
+    """Layers of mtjax that are one layer in the format, whose number is in the names."""
     optional: tuple[str, ...] = ()
     """Modules of mtjax that may be missing, such as a pretraining head, and are then initialized randomly."""
 
@@ -213,7 +231,7 @@ class Table:
           UserError: parameters of the model have no row (lists all of them).
         """
         rows = {
-            row.ours: row.numbered(parameters[row.ours].numbers)
+            row.ours: row.numbered(tuple(number // self.sublayers for number in parameters[row.ours].numbers))
             for row in self.rows
             if row.ours in parameters and row.fits(parameters[row.ours])
         }

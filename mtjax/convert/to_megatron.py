@@ -8,10 +8,13 @@ from typing import Any
 import numpy as np
 
 from mtjax.config import Config
+from mtjax.convert.megatron import check_experts
 from mtjax.convert.megatron_optimizer import MOMENTS, WEIGHTS
 from mtjax.convert.mtjax_folder import MtjaxSource
+from mtjax.convert.rates import rates_at
 from mtjax.convert.run_folder import OURS
 from mtjax.convert.torch_dist_sink import TorchDistSink
+from mtjax.data import train_steps
 from mtjax.data.progress import ProgressLine
 from mtjax.errors import UserError
 from mtjax.runtime.checkpoints.arrays import open_array
@@ -31,8 +34,12 @@ def newest_checkpoint(folder: Path) -> Path:
 class MtjaxRun:
     """A checkpoint of a run, with its optimizer's state."""
 
-    def __init__(self, source: MtjaxSource) -> None:
+    def __init__(self, source: MtjaxSource, expert: int) -> None:
         """Reads counters and settings.
+
+        Args:
+          source: the checkpoint.
+          expert: expert parallel degree of the run that goes on; above 1, Megatron-LM has an optimizer for the experts.
 
         Raises:
           UserError: there is no optimizer's state, or Megatron-LM can't continue the run.
@@ -44,11 +51,13 @@ class MtjaxRun:
         if source.adapters:
             raise UserError(f"{weights.folder} trains adapters, which Megatron-LM does not: remove --with-optimizer")
         self.config: Config = weights.config
-        if self.config.model.num_experts:
+        if (optimizer := self.config.optimizer.optimizer) != "adamw":
             raise UserError(
-                "the optimizer's state of experts is not written, as Megatron-LM divides it by its expert parallel "
-                "degree: remove --with-optimizer"
+                f"{weights.folder} has the states of optimizer {optimizer}, and Megatron-LM's Adam is written from "
+                "adamw alone: remove --with-optimizer"
             )
+        check_experts(self.config.model, expert)
+        self.expert = expert
         self.step = int(weights.metadata["step"])
         self.past = Past.from_metadata(self.step, weights.metadata)
         counts = [self._scalar(name) for name in self._names if _COUNT.fullmatch(name)]
@@ -101,7 +110,7 @@ class MtjaxRun:
             "lr_warmup_steps": options.warmup_steps * size,
             "num_steps": self.scheduled * size,
             "lr_decay_style": options.decay_style,
-            "lr_decay_steps": (horizon.decay_steps or self.config.training.steps) * size,
+            "lr_decay_steps": (horizon.decay_steps or train_steps(self.config.training)) * size,
             "min_lr": options.min_learning_rate,
             "start_wd": options.weight_decay if options.weight_decay_style == "constant" else start,
             "end_wd": options.weight_decay,
@@ -111,6 +120,7 @@ class MtjaxRun:
 
     def _common(self) -> dict[str, Any]:
         options = self.config.optimizer
+        rate, decay = rates_at(self.config, self.scheduled, self.past.horizon)
         group = {
             "lr_mult": 1.0,
             "is_expert_parallel": False,
@@ -118,7 +128,7 @@ class MtjaxRun:
             "default_config": True,
             "max_lr": options.learning_rate,
             "min_lr": options.min_learning_rate,
-            "lr": options.learning_rate,
+            "lr": rate,
             "betas": (options.beta1, options.beta2),
             "eps": options.epsilon,
             "step": self.updates,
@@ -132,16 +142,23 @@ class MtjaxRun:
             "fused": None,
             "decoupled_weight_decay": True,
         }
-        groups = [group | {"wd_mult": factor, "weight_decay": factor * options.weight_decay} for factor in (0.0, 1.0)]
-        optimizer: dict[str, Any] = {"optimizer": {"param_groups": groups}, "param_state_sharding_type": LAYOUT}
+        decays, experts = {"wd_mult": 1.0, "weight_decay": decay}, {"is_expert_parallel": True}
+        optimizer = self._optimizer([group | {"wd_mult": 0.0, "weight_decay": 0.0}, group | decays])
+        # Experts have no vectors, which do not decay.
+        chained = {0: optimizer, 1: self._optimizer([group | decays | experts])} if self.expert > 1 else optimizer
+        return {"optimizer": chained, "opt_param_scheduler": self._schedule()}
+
+    def _optimizer(self, groups: list[dict[str, Any]]) -> dict[str, Any]:
+        """Returns the state of one of Megatron's optimizers without its tensors."""
+        found: dict[str, Any] = {"optimizer": {"param_groups": groups}, "param_state_sharding_type": LAYOUT}
         if self.dtype == "float16":
             scale = {name: self._scalar(f"loss_scale.{name}") for name in ("scale", "growth", "hysteresis")}
-            optimizer["grad_scaler"] = {
+            found["grad_scaler"] = {
                 "scale": scale["scale"],
                 "growth_tracker": int(scale["growth"]),
                 "hysteresis_tracker": int(scale["hysteresis"]),
             }
-        return {"optimizer": optimizer, "opt_param_scheduler": self._schedule()}
+        return found
 
     def _content(self) -> dict[str, Any]:
         return {"distrib_optim_sharding_type": LAYOUT, "chained_optim_avoid_prefix": True}
@@ -152,7 +169,7 @@ class MtjaxRun:
         return {
             "iteration": self.step,
             "consumed_train_samples": self.past.consumed_samples,
-            "train_iters": training.steps,
+            "train_iters": train_steps(training),
             "global_batch_size": training.global_batch_size,
             "micro_batch_size": training.microbatch_size or 1,
             "rampup_batch_size": list(training.rampup_batch_size) if training.rampup_batch_size else None,
@@ -178,6 +195,7 @@ class MtjaxRun:
             "use_distributed_optimizer": True,
             "no_save_optim": False,
             "no_save_rng": True,
+            "expert_model_parallel_size": self.expert,
             "world_size": 1,
             "data_parallel_size": 1,
         }

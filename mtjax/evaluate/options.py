@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from mtjax.config.field_metadata import TOKENS, WIDTH, at_least
+from mtjax.config.field_metadata import TOKENS, WIDTH, Bound, at_least, setting
 from mtjax.errors import UserError
 
 DESCRIPTION = """Zero-shot evaluation of a GPT or Llama.
@@ -15,6 +15,7 @@ Tasks:
   wikitext103  perplexity of the words of WikiText-103's wiki.test.tokens, as the paper counts them
   lambada      accuracy of the last word of each passage of LAMBADA's JSON lines, strict and lenient
   perplexity   perplexity and bits per byte of a text file, of JSON lines with "text", or of a corpus (.bin and .idx)
+  continuations  scores of texts that continue the prompts of JSON lines with "prompt": expected maximum, share above
 
 --harness runs tasks of EleutherAI's lm-eval instead (requires the extra evaluate).
 
@@ -35,10 +36,26 @@ class Options:
 
     source: Annotated[str, tyro.conf.arg(name="from", metavar="WEIGHTS")]
     """The model: RUN, hf:DIR or megatron:DIR."""
-    task: Literal["wikitext103", "lambada", "perplexity"] | None = None
+    task: Literal["wikitext103", "lambada", "perplexity", "continuations"] | None = None
     """The task."""
     data: Path | None = None
     """The task's file."""
+    scorer: str | None = None
+    """continuations: a classifier's run or folder, hf:DIR, or command:PROGRAM, as in mtjax data select."""
+    score_label: str | None = None
+    """continuations: the class whose probability is the score. Default: the second of two classes."""
+    samples: int = at_least(1, 25, most=2**16)
+    """continuations: number of texts for each prompt."""
+    max_tokens: int = at_least(1, 20, most=2**20)
+    """continuations: most tokens of a text."""
+    temperature: float = setting(1.0, bound=Bound(lambda value: 0 <= value <= 100, "from 0 to 100"))
+    """continuations: sampling temperature; 0 always takes the most likely token."""
+    top_p: float = setting(0.9, bound=Bound(lambda value: 0 < value <= 1, "above 0 and at most 1"))
+    """continuations: sample from the most likely tokens whose probabilities add up to this."""
+    seed: int = 0
+    """continuations: seed of sampling."""
+    threshold: float = 0.5
+    """continuations: score from which a text counts as above."""
     harness: str | None = None
     """Tasks and groups of lm-eval by their names, or YAML files of tasks: one, or several with commas between them."""
     harness_include: Path | None = None
@@ -94,3 +111,22 @@ class Options:
             raise UserError(f"--{idle[0].replace('_', '-')} has no effect without {required}: remove it")
         if self.task and self.data is None:
             raise UserError(f"--data is missing: name the file of {self.task}")
+        self._check_continuations()
+
+    def _check_continuations(self) -> None:
+        """Checks that the options of continuations are given with it, and no others.
+
+        Raises:
+          UserError: they are not.
+        """
+        is_task, defaults = self.task == "continuations", Options("")
+        other = ("overlap", "sequence_length", "attention", "sequence_parallel", "config", "coordinator")
+        for name in other if is_task else OF_CONTINUATIONS:
+            if getattr(self, name) != getattr(defaults, name):
+                required = "another --task" if is_task else "--task continuations"
+                raise UserError(f"--{name.replace('_', '-')} has no effect without {required}: remove it")
+        if is_task and self.scorer is None:
+            raise UserError("--scorer is missing: name a classifier, or a program as command:PROGRAM")
+
+
+OF_CONTINUATIONS = ("scorer", "score_label", "samples", "max_tokens", "temperature", "top_p", "seed", "threshold")

@@ -34,30 +34,30 @@ def run(options: Options) -> None:
       UserError: weights, prompts or options are invalid.
     """
     prompts = options.prompts
-    if not (prompts or options.input or options.interactive):
+    if not (prompts or options.input or options.documents or options.interactive):
         if sys.stdin.isatty():
             raise UserError(
                 "there is no prompt: give prompts as arguments, --input FILE, --interactive, or text on standard input"
             )
         prompts = (sys.stdin.read().removesuffix("\n"),)
     with CompileCache(options.compile_cache):
-        model = load_model(options.source, options.mesh, options.dtype, options.tokenizer)
+        model = load_model(options.source, options.mesh, options.dtype, options.tokenizer, storage=options.storage)
         say(f"model   {describe_config(model.placed.config, model.parameters)}")
         if model.family == "bert":
             fill_masks(options, model, prompts)
             return
         if options.fillings is not None:
             raise UserError(f"--fillings needs a bert, and the model is a {model.family}: remove it")
-        decoder = Decoder(model.placed, model.parameters, model.start_id, int8=options.weights_dtype == "int8")
+        decoder = Decoder(model.placed, model.parameters, model.start_id, storage=options.storage, grids=model.grids)
         job = Job(
-            options, replace(model, parameters=None), decoder
+            options, replace(model, parameters=None, grids=()), decoder
         )  # frees their memory: the decoder has converted them
         del model
         if options.beams is not None:
             search_beams(options, job, prompts)
         elif options.interactive:
             job.chat()
-        elif options.input is not None:
+        elif options.output is not None:
             job.continue_file()
         else:
             job.continue_texts(prompts)
@@ -71,8 +71,9 @@ def fill_masks(options: Options, model: LoadedModel, prompts: Iterable[str]) -> 
     """
     defaults = Options(options.source)
     text_options = (
-        "weights_dtype",
+        "storage",
         "beams",
+        "documents",
         "length_penalty",
         "interactive",
         "samples",
@@ -109,10 +110,11 @@ def json_lines(options: Options, model: LoadedModel, samples: int) -> JsonLines:
     Raises:
       UserError: a file can't be read or written, or is invalid.
     """
-    assert options.input is not None and options.output is not None
+    source = options.documents or options.input
+    assert source is not None and options.output is not None
     record = OutputRecord.of(options, model)
     return JsonLines(
-        options.input,
+        source,
         options.output,
         record,
         samples,
@@ -212,12 +214,11 @@ class Job:
     def continue_file(self) -> None:
         """Continues the prompts of a JSONL file, except for texts that the output already has."""
         options = self._options
-        assert options.input is not None and options.output is not None
         # Lines are submitted as the queue drains, so that a long file is not in memory as requests.
         engine, max_queued = Engine(self._decoder, options.batch), 2 * options.batch
         with json_lines(options, self.model, options.samples) as lines:
             for line in lines.remaining():
-                ids = self.model.prompt_ids(line.prompt)
+                ids = self.model.first_ids if options.documents else self.model.prompt_ids(line.prompt)
                 completion = self._completion(ids, line.sampling, line.stops)
                 completion.on_end = partial(self._write, lines, line, completion)
                 try:

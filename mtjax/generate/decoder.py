@@ -8,8 +8,7 @@ matrix, and on a CPU matrices are transposed.
 A T5's encoder, which runs once for each prompt, stays a scanned stack; the layers of its decoder cache the keys and
 values of the encoder's output (cross-attention).
 
-Every device works on all sequences; attention heads, MLP, vocabulary and cache are sharded over the tensor parallel
-degree.
+Every device works on all sequences; heads, MLP, vocabulary and cache are sharded over the tensor parallel degree.
 """
 
 import dataclasses
@@ -25,8 +24,10 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
-from mtjax.config.sizes import attention_windows, decoder_layers, longest_text, named, padded_vocab_size
+from mtjax.config.sizes import longest_text, named, padded_vocab_size
+from mtjax.config.storage import PLAIN, Storage
 from mtjax.errors import UserError
+from mtjax.generate.caches import Cache, cache_length, empty_cache
 from mtjax.generate.inference_weights import Call, DecoderWeights, prepare_weights, stacks_of
 from mtjax.generate.resharding import LayerwiseTransfer
 from mtjax.generate.sampling import (
@@ -38,16 +39,14 @@ from mtjax.generate.sampling import (
     sample_tokens,
     score_tokens,
 )
-from mtjax.generate.weight_format import WeightFormat
+from mtjax.generate.weight_format import WeightFormat, check_storage
 from mtjax.layout.mesh import check_generation_mesh
 from mtjax.models.families.t5 import T5
-from mtjax.models.kv_cache import CachePositions, empty_caches
+from mtjax.models.kv_cache import CachePositions
 from mtjax.models.sharded_model import ShardedModel
 from mtjax.sharding.axes import spec, use_rules
 
 Tree = Any
-Cache = list[dict[str, Any]]
-"""For each layer, the caches of its mixers by name (`empty_caches`)."""
 
 
 @jax.tree_util.register_dataclass
@@ -107,7 +106,8 @@ class Decoder:
         parameters: Tree,
         start_id: int = 0,
         *,
-        int8: bool = False,
+        storage: Storage = PLAIN,
+        grids: Sequence[Tree] = (),
         trained: ShardedModel | None = None,
         vocab_size: int | None = None,
         call: Call | None = None,
@@ -118,34 +118,26 @@ class Decoder:
           placed: the model on its mesh.
           parameters: as they are stored in training.
           start_id: the decoder's first token in an encoder-decoder model; 0 in all published T5 models.
-          int8: whether the matrices of the decoder's layers and of the output logits are quantized
-            (`mtjax.generate.int8`); a T5's encoder is not.
+          storage: how matrices are quantized (`mtjax.generate.int8`, `int4`); a T5's encoder is not.
+          grids: scales, and perhaps zero points, of matrices that were quantized before, as trees like `parameters`.
           trained: the GPT or Llama that `parameters` are sharded for, if it is not `placed` but on another mesh of the
             same devices (`mtjax.generate.resharding`).
           vocab_size: token ids from here on are not sampled; the model's vocabulary size if None.
           call: calls each program; by default runs it, or infers its output shapes if the weights are abstract.
 
         Raises:
-          UserError: the model family can't generate text, the mesh has pipeline or context parallelism, or int8 is set
-            for a model with experts or latent attention.
+          UserError: the model family can't generate text, the mesh has pipeline or context parallelism, or matrices
+            are quantized in a model with experts or latent attention.
         """
-        if not hasattr(placed.family, "embed_new"):  # a `Writer`
-            raise UserError(f"a {named(placed.config.model)} can't generate text: use a gpt, llama or t5")
-        if placed.stages > 1:
-            raise UserError(f"generation needs a mesh without pipeline parallelism, and the mesh is {placed.shape}")
-        check_generation_mesh(placed.shape)
-        for what, name in (("experts", "num_experts"), ("latent attention", "kv_lora_rank")):
-            if int8 and (size := getattr(placed.config.model, name)):
-                raise UserError(
-                    f"weights_dtype int8 needs a model without {what}, and {name} is {size}: remove the option"
-                )
-        self.placed, self.config, self.start_id, self.int8 = placed, placed.config, start_id, int8
+        _check_model(placed)
+        check_storage(placed.config.model, storage)
+        self.placed, self.config, self.start_id, self.storage = placed, placed.config, start_id, storage
         self.is_encoder_decoder = issubclass(placed.family, T5)
         self.rules = placed.layout.rules.with_whole_samples
         self.dtype = jnp.dtype(self.config.training.compute_dtype)
         # XLA: on CPUs, products of few rows are faster with transposed matrices (docs/generate.md).
         alone_on_cpu = placed.mesh.size == 1 and placed.mesh.devices.flat[0].platform == "cpu"
-        self._weight_format = WeightFormat(self.dtype, int8, alone_on_cpu)
+        self._weight_format = WeightFormat(self.dtype, storage, alone_on_cpu)
         size = vocab_size or self.config.model.vocab_size
         assert size is not None  # the embedding table has rows
         self.vocab_size = size
@@ -157,18 +149,19 @@ class Decoder:
                 if trained
                 else stacks_of(placed, parameters)
             )
-            weights = prepare_weights(*model_and_layers, self._weight_format, self._call)
+            of_grids = [stacks_of(placed, grid)[1] for grid in grids]
+            weights = prepare_weights(*model_and_layers, self._weight_format, self._call, of_grids)
         # The weights are passed as a flat list: flattening Flax modules would take half a millisecond for each step.
         self._leaves, self._structure = jax.tree.flatten(weights)
 
     @classmethod
-    def abstract(cls, placed: ShardedModel, *, int8: bool = False) -> "Decoder":
+    def abstract(cls, placed: ShardedModel, storage: Storage = PLAIN) -> "Decoder":
         """Builds a decoder with abstract weights, whose programs can be lowered.
 
         Raises:
           UserError: as in the constructor.
         """
-        return cls(placed, placed.restore_target, int8=int8)
+        return cls(placed, placed.restore_target, storage=storage)
 
     @property
     def padded_vocab_size(self) -> int:
@@ -287,11 +280,8 @@ class Decoder:
 
     def _empty(self, sequences: int, length: int) -> tuple[Cache, Sequences]:
         model = self.config.model
-        caches = partial(empty_caches, model, sequences, length, self.dtype, reads_encoder=self.is_encoder_decoder)
-        windows = attention_windows(model) or (self.max_sequence_length,) * decoder_layers(model)
-        # A window as long as any sequence is none.
-        shorter = (window if window < self.max_sequence_length else None for window in windows[: decoder_layers(model)])
-        cache = [caches(window=window) for window in shorter]
+        how = {"reads_encoder": self.is_encoder_decoder, "stored": self.storage.cache_dtype}
+        cache = empty_cache(model, sequences, length, self.dtype, **how)
         counts = jnp.zeros((sequences, padded_vocab_size(model)), jnp.int32, out_sharding=spec("batch", "vocab"))
         zeros = jnp.zeros(sequences, jnp.int32)
         return cache, Sequences(zeros, zeros, greedy_batch(sequences), counts)
@@ -354,8 +344,21 @@ class Decoder:
         with jax.named_scope("layers"):
             for number, (layer, states) in enumerate(zip(weights.layers, cache, strict=True)):
                 x, states = layer(x, dataclasses.replace(context, layer=number), states)
-                updated.append(states)
+                updated.append(states or {})
         return weights.model.final_hidden(x), updated
+
+
+def _check_model(placed: ShardedModel) -> None:
+    """Checks that a model can generate text on its mesh.
+
+    Raises:
+      UserError: it can't; see `Decoder`.
+    """
+    if not hasattr(placed.family, "embed_new"):  # a `Writer`
+        raise UserError(f"a {named(placed.config.model)} can't generate text: use a gpt, llama, hybrid or t5")
+    if placed.stages > 1:
+        raise UserError(f"generation needs a mesh without pipeline parallelism, and the mesh is {placed.shape}")
+    check_generation_mesh(placed.shape)
 
 
 def prompt_chunk(
@@ -387,11 +390,6 @@ def _padded(ids: Sequence[int], length: int, padding: int) -> Array:
     padded = np.full(length, padding, np.int32)
     padded[: len(ids)] = ids
     return jnp.asarray(padded)
-
-
-def cache_length(cache: Cache) -> int:
-    """Returns the number of tokens for which the cache has space in each sequence."""
-    return cache[0]["attention"].length
 
 
 def _call(function: Any, *arguments: Any) -> Any:

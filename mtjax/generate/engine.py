@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from mtjax.errors import UserError
-from mtjax.generate.decoder import Cache, Decoder, Sequences, cache_length, encoder_input, prompt_chunk
+from mtjax.generate.caches import Cache, cache_length, keeps_prefix
+from mtjax.generate.decoder import Decoder, Sequences, encoder_input, prompt_chunk
 from mtjax.generate.request import FinishReason, Request, Sampling, Token
 from mtjax.generate.sampling import LogitsParams, SampledTokens, SamplingBatch
 from mtjax.generate.shapes import CHUNKS, chunk_length, doubled
-from mtjax.models.kv_cache import WindowKVCache
 
 LOOKAHEAD = 128
 """Tokens yet to be generated for which the cache reserves space in advance, at most, for each request."""
@@ -275,7 +275,7 @@ class Engine:
         A multiple of the longest chunk, so that the reused keys and values are bit-identical to those that prefilling
         this prompt would compute; never the last token, whose logits are needed. 0 if the prompt is echoed (its tokens
         need log-probabilities) or has a repetition penalty (its tokens must be counted), or if layers with a window no
-        longer have the last of these tokens.
+        longer have the last of these tokens, or states of state-space layers have later ones.
         """
         if self._state is None or self.decoder.is_encoder_decoder:
             return 0
@@ -285,9 +285,7 @@ class Engine:
         shared = next((index for index, (token, cached) in pairs if token != cached), None)
         shared = min(len(request.prompt) - 1, len(self._cached_tokens[slot])) if shared is None else shared
         shared, written = shared // self._chunks[-1] * self._chunks[-1], self._written[slot]
-        caches = [layer["attention"] for layer in self._state[0]]
-        lost = [own for own in caches if isinstance(own, WindowKVCache) and not own.keeps_prefix(written, shared)]
-        return 0 if lost else shared
+        return shared if keeps_prefix(self._state[0], written, shared) else 0
 
     def _reuse_prefix(self, running: _Running) -> None:
         """Copies the longest cached prefix of a prompt into its slot, before the prompt is prefilled."""

@@ -1,6 +1,6 @@
 """Weights for generation: separate arrays for each layer instead of stacks, matrices in their `WeightFormat`."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,7 +13,6 @@ from mtjax.generate.int8 import to_int8
 from mtjax.generate.weight_format import WeightFormat, with_matrices
 from mtjax.layout.stages import PADDING
 from mtjax.models.layer import Layer
-from mtjax.models.mixers.attention import GroupedQKV
 from mtjax.models.mixers.latent_attention import LatentAttention
 from mtjax.models.prediction import remove_predictors
 from mtjax.models.sharded_model import ShardedModel
@@ -35,11 +34,24 @@ class DecoderWeights:
     """A `Layer` each, with its mixers as attributes."""
 
 
-def prepare_weights(model: Any, stacks: Stacks, weight_format: WeightFormat, call: Call) -> DecoderWeights:
-    """Converts a model without its layers, and the layers; must be called with mesh and rules in force."""
-    take_layer = jax.jit(partial(_layer, weight_format))
+def prepare_weights(
+    model: Any, stacks: Stacks, weight_format: WeightFormat, call: Call, grids: Sequence[Stacks] = ()
+) -> DecoderWeights:
+    """Converts a model without its layers, and the layers; must be called with mesh and rules in force.
+
+    Args:
+      model: without its layers.
+      stacks: the layers.
+      weight_format: of matrices.
+      call: calls a program.
+      grids: scales, and perhaps zero points, of matrices that were quantized before, as layers of their shapes.
+    """
+    converted = jax.jit(partial(_layer, weight_format))
     # The index is a traced argument: one compiled program serves all layers of a stack.
-    layers = [call(take_layer, stack, np.int32(index)) for stack, index in stacks]
+    layers = [
+        call(converted, [stack, *(other for other, _ in others)], np.int32(index))
+        for (stack, index), *others in zip(stacks, *grids, strict=True)
+    ]
     return DecoderWeights(call(jax.jit(partial(_outer_weights, weight_format)), model), layers)
 
 
@@ -60,23 +72,30 @@ def layer_locations(model: Any) -> tuple[Any, list[tuple[Any, int]]]:
     return model, [(layers, index) for _, index, layers in sorted(found, key=lambda each: each[0])]
 
 
-def _layer(weight_format: WeightFormat, stack: Layer, number: Array) -> Layer:
-    """Extracts one layer from a stack and converts its matrices."""
+def _layer(weight_format: WeightFormat, stacks: Sequence[Layer], number: Array) -> Layer:
+    """Extracts one layer from a stack and converts its matrices; grids are in further stacks."""
+    layer, *grids = (take_layer(stack, number) for stack in stacks)
+    return with_matrices(layer, weight_format, *grids)
+
+
+def take_layer(stack: Layer, number: Array) -> Layer:
+    """Extracts one layer from a stack, with its matrices as products in generation read them."""
     layer = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, number, keepdims=False), stack)
     for mixer in (getattr(layer, name) for name in layer.mixers):
-        # Training stores the projections of query groups separately; one matrix product is faster for a single token.
-        if isinstance(getattr(mixer, "qkv", None), GroupedQKV):
-            mixer.qkv = mixer.qkv.assembled()
+        # Training stores the parts of some products separately; one matrix product is faster for a single token.
+        for name in ("qkv", "inputs"):
+            if hasattr(part := getattr(mixer, name, None), "assembled"):
+                setattr(mixer, name, part.assembled())
         if isinstance(mixer, LatentAttention):
             mixer.key_value_up = mixer.absorbed()
-    return with_matrices(layer, weight_format)
+    return layer
 
 
 def _outer_weights(weight_format: WeightFormat, model: Any) -> Any:
     """Converts the parameters outside of the layers."""
     table = model.output_table[...]
     model = with_matrices(model, lambda matrix, _: matrix.astype(weight_format.dtype))
-    if weight_format.int8:
+    if weight_format.storage.weights_dtype == "int8":
         # A scale for each row, so that a tied table also serves the embedding lookup.
         model.output_table.set_value(to_int8(table, (1,)))
     return model

@@ -15,6 +15,7 @@ from mtjax.analysis.decoding import decoding_contract, decoding_symbols
 from mtjax.analysis.families.registry import anatomy_of
 from mtjax.config import Config, Parallel
 from mtjax.config.sizes import longest_text
+from mtjax.config.storage import PLAIN, Storage
 from mtjax.config.vocabulary import with_vocabulary
 from mtjax.convert.saved_model import without_training
 from mtjax.errors import UserError
@@ -67,8 +68,7 @@ def run(config: Config, options: Options) -> int:
     console = console_for(sys.stderr if quiet else sys.stdout)
     config = with_vocabulary(config, lambda text: console.print(text, highlight=False))
     length = options.context or longest_text(config.model)
-    int8 = options.weights_dtype == "int8"
-    report = inspect_decoding(config, find_target(options.target), options.sequences, length, int8=int8)
+    report = inspect_decoding(config, find_target(options.target), options.sequences, length, options.storage)
     if not quiet:
         show(report, console)
     if options.json is not None:
@@ -80,7 +80,7 @@ def run(config: Config, options: Options) -> int:
 
 
 def inspect_decoding(
-    config: Config, target: Target, sequences: int, length: int, *, int8: bool = False
+    config: Config, target: Target, sequences: int, length: int, storage: Storage = PLAIN
 ) -> DecodingReport:
     """Compiles the decode step, without weights and without devices to run it.
 
@@ -89,7 +89,7 @@ def inspect_decoding(
       target: the devices to compile for.
       sequences: batch size of the decode step.
       length: tokens of each sequence that the KV cache holds.
-      int8: whether the matrices are quantized to int8.
+      storage: how matrices are quantized.
 
     Raises:
       UserError: config, mesh and target are not compatible, or the model family can't generate text.
@@ -99,7 +99,7 @@ def inspect_decoding(
     # The config must be valid for this mesh although nothing is trained: one sample per device.
     batch = {"global_batch_size": shape.size, "microbatch_size": None, "compute_dtype": config.training.compute_dtype}
     config = without_training(config, Parallel(mesh=str(shape)), **batch)
-    decoder = Decoder.abstract(ShardedModel(config, target.mesh(shape)), int8=int8)
+    decoder = Decoder.abstract(ShardedModel(config, target.mesh(shape)), storage)
     if length > decoder.max_sequence_length:
         raise UserError(
             f"--context is {length}, and the model's context length is {decoder.max_sequence_length}: use at most that"

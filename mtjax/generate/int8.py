@@ -13,8 +13,9 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Float, Int
 
 from mtjax.models.project import letters_of
+from mtjax.sharding.axes import map_ranks
 from mtjax.sharding.stored_weight import StoredWeight
-from mtjax.sharding.vocab import VocabSpecs, local_rows, map_ranks
+from mtjax.sharding.vocab import VocabSpecs, local_rows
 
 LARGEST = 127
 
@@ -52,15 +53,18 @@ class Int8Matrix(StoredWeight):
         return map_ranks(local, arguments, specs.hidden)(self, tokens)
 
 
-def to_int8(matrix: Float[Array, "..."], inputs: Sequence[int]) -> Int8Matrix:
+def to_int8(matrix: Float[Array, "..."], inputs: Sequence[int], known: Float[Array, "..."] | None = None) -> Int8Matrix:
     """Quantizes a matrix to 8 bits: `values = round(matrix / scale)`, `scale = max |matrix| / 127` per output.
 
     Args:
       matrix: of any float type.
       inputs: the dimensions over which a product with it sums.
+      known: scales in the shape of the matrix, where it was quantized before.
     """
     matrix_float32 = matrix.astype(jnp.float32)
     largest = jnp.max(jnp.abs(matrix_float32), axis=tuple(inputs), keepdims=True)
     # An output whose weights are all 0 has scale 1, not 0 / 0.
     scales = jnp.where(largest > 0, largest / LARGEST, 1.0)
+    if known is not None:
+        scales = known.max(axis=tuple(inputs), keepdims=True).astype(jnp.float32)
     return Int8Matrix(jnp.round(matrix_float32 / scales).astype(jnp.int8), scales.squeeze(tuple(inputs)))

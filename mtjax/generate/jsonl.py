@@ -44,7 +44,8 @@ class JsonLines:
     """An input file of prompts and an output file of texts; use as a context manager.
 
     Args:
-      source: JSONL of objects with `prompt`; fields of `Sampling` and `stop` override the defaults.
+      source: JSONL of objects with `prompt`; fields of `Sampling` and `stop` override the defaults. Or the number of
+        texts to write without prompts.
       target: JSONL file to append to.
       record: weights and options that determine the texts.
       samples: number of texts for each prompt.
@@ -58,7 +59,7 @@ class JsonLines:
 
     def __init__(
         self,
-        source: Path,
+        source: Path | int,
         target: Path,
         record: OutputRecord,
         samples: int,
@@ -67,13 +68,14 @@ class JsonLines:
         *,
         overwrite: bool = False,
     ) -> None:
-        self._source, self._target, self._record, self._samples = source, target, record, samples
+        self._target, self._record, self._samples = target, record, samples
         self._sampling, self._stops, self._overwrite = sampling, tuple(stops), overwrite
-        if target.exists() and source.exists() and target.samefile(source):
+        self._source = Path("--documents") if isinstance(source, int) else source
+        if not isinstance(source, int) and target.exists() and source.exists() and target.samefile(source):
             raise UserError(f"--output {target} is the same file as --input: name another file")
         self.written = 0
         """Texts written since the start."""
-        self._lines = read_lines(source)
+        self._lines = ['{"prompt": ""}'] * source if isinstance(source, int) else read_lines(source)
         self._numbers = [number for number, text in enumerate(self._lines) if text.strip()]
         self._prompts = {number: self._line(number, 0, self._lines[number]).identity for number in self._numbers}
 

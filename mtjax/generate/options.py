@@ -8,6 +8,7 @@ import tyro
 
 from mtjax.analysis.decoding import REPORTED
 from mtjax.config.field_metadata import Bound, at_least, setting
+from mtjax.config.storage import Storage
 from mtjax.generate.request import Sampling
 
 DESCRIPTION = """Generates text with a trained model: GPT and Llama continue a prompt, T5 answers it, BERT fills [MASK].
@@ -20,6 +21,7 @@ Examples:
   mtjax generate --from hf:SmolLM2 --interactive
   mtjax generate --from runs/default-1 --temperature 0.8 --top-p 0.95 --samples 3 --seed 7 "The "
   mtjax generate --from hf:gpt2 --input prompts.jsonl --output texts.jsonl --batch 32
+  mtjax generate --from runs/default-1 --documents 1000 --output texts.jsonl --top-p 0.9 --max-tokens 500
   mtjax generate --from hf:bert-base-uncased "The capital of France is [MASK]."
   mtjax generate --from hf:llama --mesh 1x4 --show-logprobs < prompt.txt
 """
@@ -38,9 +40,7 @@ class Options:
     MODEL, and replicated over DATA."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Dtype of matrices, activations and KV cache. Default: bfloat16 on GPUs, float32 on CPUs."""
-    weights_dtype: Literal["int8"] | None = None
-    """Quantize the matrices of the layers and of the output logits to int8, with a scale for each output channel;
-    matrix products are still computed in --dtype."""
+    storage: tyro.conf.OmitArgPrefixes[Storage] = field(default_factory=Storage)
     tokenizer: str | None = None
     """A tokenizer, named as for `mtjax train`. Default: the tokenizer that comes with the weights."""
     batch: int = at_least(1, 8, most=4096)
@@ -60,6 +60,8 @@ class Options:
     input: Path | None = None
     """JSONL file of objects with `prompt`, and optionally `stop` and sampling parameters that override the options for
     that prompt."""
+    documents: int | None = at_least(1, None, most=2**31)
+    """Write this many texts from the start of a document to --output, instead of texts for the prompts of --input."""
     output: Path | None = None
     """JSONL file for the texts of --input: `index` is the line number of the prompt, from 0. If the file exists,
     generation continues after the texts that it has, provided that they were generated with the same weights and

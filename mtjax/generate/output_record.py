@@ -6,6 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from mtjax.config.storage import PLAIN
 from mtjax.data.tokens.tokenizer import digest_of
 from mtjax.errors import UserError, first_line, parse_json_object
 from mtjax.generate.options import Options
@@ -17,7 +18,7 @@ DIGITS = 12
 """Digits of a digest in messages."""
 NEXT_STEP = "name another --output, or replace this one with --overwrite"
 """What to do if an output can't be continued."""
-OPTIONS = ("weights_dtype", "stop", "ignore_eos", "logprobs", "fillings", "beams", "length_penalty")
+OPTIONS = ("stop", "ignore_eos", "logprobs", "fillings", "beams", "length_penalty")
 """Options that change the texts, in addition to the sampling parameters."""
 
 Facts = dict[str, Any]
@@ -47,6 +48,9 @@ class OutputRecord:
             "dtype": placed.training.compute_dtype,
             "stop_ids": sorted(model.stop_ids),
             **{option: getattr(options, option) for option in OPTIONS},
+            # Settings without effect are left out, as they are in records from before there were any.
+            "weights_dtype": options.storage.weights_dtype,
+            **{name: value for name, value in asdict(options.storage).items() if value != getattr(PLAIN, name)},
             **asdict(options.sampling),
         }
         return cls(options.output, facts)

@@ -21,8 +21,8 @@ from jaxtyping import Bool, Float, Int, UInt32
 from mtjax.analysis.decoding import REPORTED
 from mtjax.generate.int8 import Int8Matrix
 from mtjax.models.threefry import threefry
-from mtjax.sharding.axes import REPLICATED, spec, varying_like
-from mtjax.sharding.vocab import OutputOptions, VocabSpecs, local_logits, local_rows, map_ranks
+from mtjax.sharding.axes import REPLICATED, map_ranks, spec, varying_like
+from mtjax.sharding.vocab import OutputOptions, VocabSpecs, local_logits, local_rows
 
 Table = Array | Int8Matrix
 MOST_LIKELY = REPORTED

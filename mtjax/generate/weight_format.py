@@ -1,4 +1,4 @@
-"""The format of matrices for generation: in the compute dtype or int8, transposed or not."""
+"""The format of matrices for generation: in the compute dtype or quantized, transposed or not."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,6 +8,11 @@ import jax
 from flax import nnx
 from jax import Array
 
+from mtjax.config import Model
+from mtjax.config.sizes import attention_windows, longest_text
+from mtjax.config.storage import Storage
+from mtjax.errors import UserError
+from mtjax.generate.int4 import to_int4
 from mtjax.generate.int8 import to_int8
 from mtjax.generate.transposed_weight import TransposedWeight
 from mtjax.layout.layouts import gathers_in_compute_dtype
@@ -22,27 +27,56 @@ class WeightFormat:
 
     dtype: Any
     """Dtype of matrices that are not quantized."""
-    int8: bool
-    """Whether matrices are quantized to int8."""
+    storage: Storage
+    """How matrices are quantized."""
     transposed: bool
     """Whether matrices are stored transposed, except for those of experts."""
 
-    def __call__(self, matrix: Array, names: Names) -> Any:
-        """Converts a layer's matrix."""
+    def __call__(self, matrix: Array, names: Names, *grid: Array) -> Any:
+        """Converts a layer's matrix; `grid`: scales, and perhaps zero points, with which it was quantized."""
         # A matrix reads the residual stream (its first dimension is "embed", the only input) or writes to it (its last
         # dimension is "embed", the only output); all other dimensions are on the other side.
         inputs = len(names) - 1 if names[-1] == "embed" else 1
-        if self.int8:
-            return to_int8(matrix, range(inputs))
+        storage = self.storage
+        if storage.weights_dtype == "int8":
+            return to_int8(matrix, range(inputs), grid[0] if grid else None)
+        if storage.weights_dtype == "int4":
+            zero_point = storage.weights_zero_point
+            known = (grid[0], grid[1] if zero_point else None) if grid else None
+            return to_int4(matrix, inputs, storage.weights_group, self.dtype, zero_point=zero_point, known=known)
         matrix = matrix.astype(self.dtype)
         return TransposedWeight.of(matrix, inputs) if self.transposed and "expert" not in names else matrix
 
 
-def with_matrices(module: Any, convert: Callable[[Array, Names], Any]) -> Any:
-    """Applies `convert` to the matrices of a module."""
+def check_storage(model: Model, storage: Storage) -> None:
+    """Checks that a model's matrices and KV caches can be stored as they are to be.
 
-    def cast(variable: Any) -> Any:
+    Raises:
+      UserError: it has experts or latent attention, or other caches than those of whole contexts.
+    """
+    without = {"experts": "num_experts", "latent attention": "kv_lora_rank", "a pattern": "layer_pattern"}
+    for what, name in without.items():
+        if storage.weights_dtype and (size := getattr(model, name)):
+            why = f"needs a model without {what}, and {name} is {size}: remove the option"
+            raise UserError(f"weights_dtype {storage.weights_dtype} {why}")
+    windows = attention_windows(model) or ()
+    reasons = {
+        "a t5": model.family == "t5",
+        "a model with a layer_pattern": model.layer_pattern,
+        f"a model with latent attention (kv_lora_rank {model.kv_lora_rank})": model.kv_lora_rank,
+        f"a model with windows of {min(windows, default=0)} tokens": any(w < longest_text(model) for w in windows),
+    }
+    if storage.cache_dtype and (name := next((name for name, holds in reasons.items() if holds), None)):
+        raise UserError(f"cache_dtype {storage.cache_dtype} does not support {name}: remove it")
+
+
+def with_matrices(module: Any, convert: Callable[..., Any], *more: Any) -> Any:
+    """Applies `convert` to the matrices of a module, with their names, and with the arrays of modules like it."""
+
+    def cast(variable: Any, *others: Any) -> Any:
         names, value = variable.get_metadata()["axes"], variable[...]
-        return variable.replace(convert(value, names)) if gathers_in_compute_dtype(names) else variable
+        if not gathers_in_compute_dtype(names):
+            return variable
+        return variable.replace(convert(value, names, *(other[...] for other in others)))
 
-    return jax.tree.map(cast, module, is_leaf=lambda v: isinstance(v, nnx.Variable))
+    return jax.tree.map(cast, module, *more, is_leaf=lambda v: isinstance(v, nnx.Variable))

@@ -9,6 +9,7 @@ import jax
 from jax.sharding import Mesh
 
 from mtjax.config import Config, Parallel
+from mtjax.config.storage import PLAIN, Storage
 from mtjax.convert.saved_model import Hints, SavedModel, vocab_multiple_for, without_training
 from mtjax.data.samples.t5 import t5_ids
 from mtjax.data.tokens.folder import GENERATION_CONFIG
@@ -43,11 +44,16 @@ class LoadedModel:
     """Tokens to put before a text so that all of its tokens can be scored; see `first_tokens`."""
     start_id: int = 0
     """The first token of a T5's decoder."""
+    grids: tuple[Tree, ...] = ()
+    """Scales, and perhaps zero points, with which the weights were quantized, as trees like the parameters."""
 
     def on(self, mesh: Mesh) -> "LoadedModel":
         """Copies the model to another mesh with the same tensor parallel degree."""
         placed = ShardedModel(self.placed.config, mesh)
-        return replace(self, placed=placed, parameters=jax.device_put(self.parameters, placed.parameter_sharding))
+        parameters, *grids = (
+            jax.device_put(tree, placed.parameter_sharding) for tree in (self.parameters, *self.grids)
+        )
+        return replace(self, placed=placed, parameters=parameters, grids=tuple(grids))
 
     @property
     def family(self) -> str:
@@ -77,6 +83,7 @@ def load_model(
     dtype: str | None = None,
     tokenizer: str | None = None,
     devices: Mesh | None = None,
+    storage: Storage = PLAIN,
 ) -> LoadedModel:
     """Loads the weights that `DIR` or `KIND:DIR` names onto a mesh.
 
@@ -86,6 +93,7 @@ def load_model(
       dtype: dtype of matrices and activations; if None, bfloat16 on GPUs and float32 on CPUs.
       tokenizer: a tokenizer in the form of `--tokenizer`; if None, the one that comes with the weights.
       devices: a mesh of this shape; if None, it is built from this machine's devices.
+      storage: how matrices will be stored: if they were quantized so before, `LoadedModel.grids` has how.
 
     Raises:
       UserError: the weights are missing, have no tokenizer or no language model head, or are not compatible with the
@@ -94,11 +102,17 @@ def load_model(
     shape = parse_mesh(mesh)
     check_generation_mesh(shape)
     with waiting(f"loading the weights {source}"):
-        return _load(source, shape, mesh, dtype, tokenizer, devices or attach_devices(shape))
+        return _load(source, shape, mesh, dtype, tokenizer, devices or attach_devices(shape), storage)
 
 
 def _load(
-    source: str, shape: MeshShape, mesh: str, dtype: str | None, tokenizer: str | None, devices: Mesh
+    source: str,
+    shape: MeshShape,
+    mesh: str,
+    dtype: str | None,
+    tokenizer: str | None,
+    devices: Mesh,
+    storage: Storage,
 ) -> LoadedModel:
     """See `load_model`."""
     saved = SavedModel.open(source, Hints(vocab_multiple_for(shape)))
@@ -110,13 +124,15 @@ def _load(
     placed = ShardedModel(without_training(saved.config, Parallel(mesh=mesh), compute_dtype=dtype, **batch), devices)
     name, loaded_tokenizer = saved.tokenizer(tokenizer)
     files = saved.source.origin.files
+    quantized = saved.quantized(storage)
     parameters = saved.parameters(placed)
+    grids = tuple(each.parameters(placed) for each in quantized)
     stops, first, start = (
         stop_ids_of(saved, loaded_tokenizer),
         first_tokens_of(saved, loaded_tokenizer),
         start_id_of(saved, loaded_tokenizer),
     )
-    return LoadedModel(placed, parameters, loaded_tokenizer, stops, files, name, saved.identity, first, start)
+    return LoadedModel(placed, parameters, loaded_tokenizer, stops, files, name, saved.identity, first, start, grids)
 
 
 def stop_ids_of(saved: SavedModel, tokenizer: Tokenizer) -> frozenset[int]:

@@ -1,10 +1,12 @@
 """The inspector's command-line options."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal
+
+import tyro
 
 from mtjax.config.field_metadata import above_zero, at_least
+from mtjax.config.storage import PLAIN, Storage
 from mtjax.errors import UserError
 from mtjax.plan.options import MOST
 
@@ -48,8 +50,7 @@ class Options:
     """With --generate: sequences decoded together."""
     context: int | None = at_least(1, None, most=2**24)
     """With --generate: length of the KV cache in tokens; sequence_length when not given."""
-    weights_dtype: Literal["int8"] | None = None
-    """With --generate: matrices in 8 bits, as with mtjax generate --weights-dtype int8."""
+    storage: tyro.conf.OmitArgPrefixes[Storage] = field(default_factory=Storage)
 
     def check(self) -> None:
         """Checks that the options can be combined.
@@ -70,6 +71,7 @@ class Options:
         if self.kernels and self.sweep is not None:
             raise UserError("--kernels and --sweep cannot be combined: inspect the mesh that --sweep finds")
         self._check_generate()
+        self.storage.check()
 
     def _check_generate(self) -> None:
         """Checks that there are no options of train steps with --generate, nor its options without it."""
@@ -88,8 +90,7 @@ class Options:
         if self.generate and given:
             raise UserError(f"--{given[0].replace('_', '-')} works for train steps only: remove it with --generate")
         defaults = Options()
-        unused = [
-            name for name in ("sequences", "context", "weights_dtype") if getattr(self, name) != getattr(defaults, name)
-        ]
+        unused = [name for name in ("sequences", "context") if getattr(self, name) != getattr(defaults, name)]
+        unused += [name for name, value in asdict(self.storage).items() if value != getattr(PLAIN, name)]
         if unused and not self.generate:
             raise UserError(f"--{unused[0].replace('_', '-')} needs --generate: add --generate, or remove it")

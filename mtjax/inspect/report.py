@@ -19,9 +19,10 @@ from mtjax.config import Config, Model
 from mtjax.inspect.check import Landmarks, Verdict, check
 from mtjax.inspect.collectives import Collective, find_collectives
 from mtjax.inspect.compiled import CompiledStep, compile_step
+from mtjax.inspect.float8 import Float8Products, float8_products
 from mtjax.inspect.hlo import Array
 from mtjax.inspect.legacy_symbols import letters
-from mtjax.inspect.memory import MemoryReport, argument_arrays, memory_report
+from mtjax.inspect.memory import MemoryReport, argument_arrays, host_violations, memory_report
 from mtjax.inspect.predict import TimeReport, predict
 from mtjax.inspect.products import count_flops
 from mtjax.inspect.stages import StagesReport, stages_report
@@ -85,6 +86,8 @@ class Report:
     stages: StagesReport | None
     """None without pipeline parallelism."""
     analysis_seconds: float
+    float8: Float8Products | None = None
+    """None without matmuls in 8 bits, and for CPUs."""
 
     @property
     def config(self) -> Config:
@@ -145,19 +148,23 @@ def report(
     collectives = find_collectives(step.module, step.mesh_axes, per_server, ragged_share)
     verdict = check(collectives, required, landmarks(step), is_gpu=step.target.is_gpu)
     replicated = replicated_parameters(step, contract)
-    counted = count_flops(step.module)
+    counted, float8 = count_flops(step.module), float8_products(step)
+    memory = memory_report(step, server.gpu.memory if server else None, teacher)
+    violations = (*verdict.violations, *replicated, *(float8.missed if float8 else ()))
+    violations += tuple(host_violations(memory)) if step.target.is_gpu else ()
     return Report(
         step=step,
         symbols=symbols,
         contract=contract,
         collectives=tuple(collectives),
         rows=tuple(table(collectives)),
-        verdict=Verdict(verdict.lines, (*verdict.violations, *replicated), verdict.tolerated),
-        memory=memory_report(step, server.gpu.memory if server else None, teacher),
+        verdict=Verdict(verdict.lines, violations, verdict.tolerated),
+        memory=memory,
         flops=Flops(counted * step.mesh.size, formula_flops(step)),
         time=predict(step, collectives, counted, server, dumped) if server else None,
         stages=stages_report(step),
         analysis_seconds=time.perf_counter() - start,
+        float8=float8,
     )
 
 

@@ -197,7 +197,7 @@ class Roofline:
         machine = self.machines[4 if product.element_bytes == 4 else 2]
         if product.is_flash:
             return machine.flash(product.flops / 2)  # the causal half is all it computes
-        return machine.product(product.m, product.k, product.n, product.batch)
+        return machine.product(product.m, product.k, product.n, product.batch, is_float8=product.element_bytes == 1)
 
     def collective_seconds(self, collective: Collective) -> float:
         """Seconds of one execution of a collective on the links that it crosses."""

@@ -7,16 +7,16 @@ from dataclasses import replace
 from mtjax.config import Config, Model
 from mtjax.config.families import FAMILIES, kind_of
 from mtjax.config.sizes import (
-    dense_layers,
-    expert_size,
-    mlp_size,
     nearest_divisors,
     nearest_multiples,
     num_kv_heads,
     padded_vocab_size,
     rows_of_question,
 )
+from mtjax.config.ssm import has_attention
 from mtjax.errors import UserError, listed
+from mtjax.layout.float8 import float8_problems
+from mtjax.layout.hybrid import chunk_problems, inner_widths, split_heads, state_space_problems
 from mtjax.layout.layouts import Layout, zero_problems
 from mtjax.layout.mesh import MeshShape
 from mtjax.layout.plan import Plan
@@ -58,6 +58,7 @@ def _problems(model: Model, plan: Plan, microbatch: int | None) -> Iterator[str]
     yield from _model_problems(model, plan)
     yield from _batch_problems(plan.global_batch_size, microbatch, plan.data_degree)
     yield from _multiple_choice_problems(model, plan, microbatch)
+    yield from float8_problems(model, plan) if plan.fp8 != "none" else ()
     if plan.mesh.stage == 1:
         yield from _settings_without_stages(plan)
     else:
@@ -66,7 +67,7 @@ def _problems(model: Model, plan: Plan, microbatch: int | None) -> Iterator[str]
         yield from _layer_problems(model, plan)
         yield from _recompute_problems(plan)
     if plan.unrolled:
-        yield from _unrolled_problems(model, plan)
+        yield from plan.unrolling_problems(model)
     yield from zero_problems(plan.mesh, plan.zero)
     yield from width_problems(model, plan) if plan.splits_width else ()
     if plan.teacher is not None:
@@ -77,10 +78,11 @@ def _problems(model: Model, plan: Plan, microbatch: int | None) -> Iterator[str]
 def _model_problems(model: Model, plan: Plan) -> Iterator[str]:
     """Yields dimensions of the model that are not divisible by the degree of the mesh axes they are sharded over."""
     rules, mesh = plan.layout(model).rules, plan.mesh
-    sizes = [("heads", "num_heads", model.num_heads), *_inner_widths(model)]
+    sizes = [*split_heads(model), *inner_widths(model)]
     if model.vocab_size is not None:
         sizes.append(("vocab", "the padded vocabulary", padded_vocab_size(model)))
-    sizes += [("act_seq", f"{stack.side}sequence_length", stack.tokens) for stack in stacks_of(model)]
+    lengths = {"" if stack.among else stack.side: stack.tokens for stack in stacks_of(model)}
+    sizes += [("act_seq", f"{side}sequence_length", tokens) for side, tokens in lengths.items()]
     for axis, name, size in sizes:
         degree = mesh.degree(rules.axes(axis))
         if size % degree:
@@ -90,20 +92,12 @@ def _model_problems(model: Model, plan: Plan) -> Iterator[str]:
             )
     # Grouped-query attention: with fewer key heads than ranks, each key head is replicated on degree / heads ranks.
     degree, kv_heads = mesh.degree(rules.heads), num_kv_heads(model)
-    if kv_heads % degree and degree % kv_heads:
+    if has_attention(model) and kv_heads % degree and degree % kv_heads:
         yield (
             f"num_kv_heads {kv_heads} is neither a multiple nor a divisor of the {mesh.degree_text(rules.heads)}; "
             f"choose a tensor parallel degree that divides {kv_heads} or is a multiple of it"
         )
-
-
-def _inner_widths(model: Model) -> list[tuple[str, str, int]]:
-    """Returns (logical axis, setting, size) of the inner width of MLPs and of experts."""
-    if not model.num_experts:
-        return [("mlp", "mlp_size", mlp_size(model))]
-    widths = [("mlp", "expert_size", expert_size(model))]
-    widths += [("mlp", "mlp_size", mlp_size(model))] if dense_layers(model) else []
-    return [*widths, ("mlp", "shared_expert_size", model.shared_expert_size)]
+    yield from state_space_problems(model, plan)
 
 
 def _context_problems(model: Model, plan: Plan) -> Iterator[str]:
@@ -158,8 +152,6 @@ def _expert_problems(model: Model, plan: Plan) -> Iterator[str]:
             f"num_experts {count} is not divisible by the {mesh.degree_text((EXPERT,))}; choose a degree that divides "
             f"it: {nearest_divisors(count, mesh.expert)}"
         )
-    if plan.unrolled:
-        yield f"unroll_layers does not support experts, and num_experts is {count}: remove one of the two"
 
 
 def _batch_problems(batch: int, microbatch: int | None, data_degree: int) -> Iterator[str]:
@@ -245,9 +237,9 @@ def _schedule_problems(model: Model, plan: Plan) -> Iterator[str]:
 def _layer_problems(model: Model, plan: Plan) -> Iterator[str]:
     """Yields stacks whose layers can't be distributed over the stages and their chunks."""
     stages, chunks, per_stage = plan.mesh.stage, plan.chunks, plan.layers_per_stage
-    if dense_layers(model):
+    if stacks_of(model)[0].among is not None:
         stacks = {"num_layers": model.num_layers}
-        yield from _cut_groups(model, plan)
+        yield from chunk_problems(model, plan) if model.layer_pattern else _cut_groups(model, plan)
     else:
         stacks = {f"num_{stack.side}layers": stack.layers for stack in stacks_of(model)}
     if per_stage is not None and len(set(stacks.values())) > 1:
@@ -320,28 +312,6 @@ def _recompute_problems(plan: Plan) -> Iterator[str]:
                 f"{setting} does not support pipeline parallelism: with recompute full each of the {plan.mesh.stage} "
                 "stages of the mesh saves the input of its chunk only; remove it"
             )
-
-
-def _unrolled_problems(model: Model, plan: Plan) -> Iterator[str]:
-    """Yields what unrolled layers are not compatible with."""
-    if plan.mesh.has_pipeline:
-        yield (
-            f"unroll_layers does not support pipeline parallelism, and mesh {plan.mesh} has {plan.stages} stages, "
-            "which save activations in slots that a loop indexes: remove it"
-        )
-    if plan.recompute == "full":
-        yield (
-            "unroll_layers needs recompute none or selective, and recompute is full: without a loop XLA would "
-            "recompute several layers at the same time, each in separate memory; remove one of the two"
-        )
-    if plan.recompute == "selective" and plan.keeps_scores:
-        yield (
-            "unroll_layers with recompute selective needs attention that holds no scores of all queries, and here "
-            "XLA's kernel does, whose scores XLA would recompute for several layers at the same time: use --attention "
-            "blocks, a setting that allows cuDNN's kernel, or recompute none"
-        )
-    if len(stacks_of(model)) > 1:
-        yield f"unroll_layers needs a family with one stack of layers, and {model.family} has two: remove it"
 
 
 def _listed(numbers: Sequence[int]) -> str:

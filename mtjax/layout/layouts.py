@@ -16,6 +16,7 @@ TENSOR_RULES = Rules(
     expert=(EXPERT,),
     heads=(MODEL,),
     kv_heads=(MODEL,),
+    groups=(MODEL,),
     mlp=(MODEL,),
     vocab=(MODEL,),
 )
@@ -36,6 +37,8 @@ LAYERS = "layers"
 """Logical name of the dimension along which the layers of a stack are stacked: the first."""
 ROUTER_BIAS = (LAYERS, "routes")
 """Logical names of routers' biases."""
+OPERANDS = "operands"
+"""Logical name of a dimension that only scales of 8-bit products have; they are no weights of the model."""
 
 
 @dataclass(frozen=True)
@@ -84,20 +87,21 @@ def layout_of(
     """Returns the layout of a model on a mesh.
 
     Grouped-query attention may have fewer key and value heads than tensor parallel ranks: then these are replicated,
-    and `mtjax.sharding.kv_heads` selects a rank's.
+    and `mtjax.sharding.kv_heads` selects a rank's. Likewise the groups of state-space layers.
     """
-    replicates_kv_heads = num_kv_heads(model) % mesh.degree(TENSOR_RULES.kv_heads) != 0
-    return _layout(sequence_parallel, replicates_kv_heads, zero, mesh.axes, splits_width)
+    sizes = {"kv_heads": num_kv_heads(model), "groups": model.ssm_groups}
+    replicated = tuple(name for name, size in sizes.items() if size % mesh.degree(TENSOR_RULES.axes(name)))
+    return _layout(sequence_parallel, replicated, zero, mesh.axes, splits_width)
 
 
 @cache
-def _layout(sequence_parallel: bool, replicates_kv_heads: bool, zero: int, axes: Axes, splits_width: bool) -> Layout:
+def _layout(sequence_parallel: bool, replicated: tuple[str, ...], zero: int, axes: Axes, splits_width: bool) -> Layout:
     tokens = (CONTEXT,) if CONTEXT in axes else ()
     act_seq = (*tokens, MODEL) if sequence_parallel else tokens
     samples = tuple(axis for axis in (DATA, SHARD, EXPERT) if axis in axes)
     width = (MODEL,) if splits_width else ()
     rules = dataclasses.replace(TENSOR_RULES.over(axes), batch=samples, seq=tokens, act_seq=act_seq, act_embed=width)
-    return Layout(dataclasses.replace(rules, kv_heads=()) if replicates_kv_heads else rules, zero)
+    return Layout(dataclasses.replace(rules, **dict.fromkeys(replicated, ())), zero)
 
 
 def zero_problems(mesh: MeshShape, zero: int) -> Iterator[str]:
@@ -124,9 +128,9 @@ def is_matrix(names: tuple[str, ...]) -> bool:
 
 def is_decayed(names: tuple[str, ...]) -> bool:
     """Returns whether weight decay applies: as in Megatron, to parameters of two or more dimensions per layer, except
-    biases. Those are the matrices, and T5's table of relative biases.
+    biases. Those are the matrices, T5's table of relative biases, and convolutions.
     """
-    return is_matrix(names) or "buckets" in names
+    return is_matrix(names) or "buckets" in names or "taps" in names
 
 
 def gathers_in_compute_dtype(names: tuple[str, ...]) -> bool:
@@ -144,7 +148,7 @@ def sharded_dimension(
     `layers` is the last choice, and for stage 1 only: stages 2 and 3 need a shard of every layer on every rank.
     """
     # XLA: would drop some reductions of routers' biases, whose gradients are 0: they are never sharded.
-    if not layout.zero or degree == 1 or names == ROUTER_BIAS:
+    if not layout.zero or degree == 1 or names == ROUTER_BIAS or OPERANDS in names:
         return NOT_SHARDED
     # XLA: collectives have the sharded dimension outermost; of any other one, shards and gradients are transposed.
     outer = int(names[0] == LAYERS)

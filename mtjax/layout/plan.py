@@ -1,5 +1,6 @@
 """A plan: mesh, microbatch size, recompute, sharding and precision of a run, or of a run that the search considers."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -8,6 +9,8 @@ from mtjax.config.families import is_decoder
 from mtjax.layout.attention_kernel import HOPPER, Capability, choose_kernel
 from mtjax.layout.layouts import Layout, layout_of, zero_axes
 from mtjax.layout.mesh import MeshShape
+from mtjax.layout.optimizer_states import ADAMW, OptimizerStates, optimizer_states
+from mtjax.layout.stacks import stacks_of
 from mtjax.layout.timetable import ScheduleName
 
 Recompute = Literal["none", "selective", "full"]
@@ -15,6 +18,9 @@ Recompute = Literal["none", "selective", "full"]
 Residuals = Literal["jax", "megatron"]
 ContextMethod = Literal["ring", "all-gather"]
 ExpertDispatch = Literal["all-gather", "all-to-all"]
+
+MOST_UNROLLED = 100
+"""Layers up to which they are unrolled by default: compiling 32 takes about a minute on two cores."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +101,9 @@ class Plan:
     """Load of the busiest expert parallel rank over the mean load; only formulas of time use it."""
     loss_chunk: int | None = None
     """Tokens per chunk of the loss, whose logits are alive together; all of the microbatch's when None."""
+    optimizer: OptimizerStates = ADAMW
+    offloads_optimizer: bool = False
+    """Whether AdamW's moments are in the host's memory."""
     precision: Precision = MTJAX
     element_bytes: int = 2
     """Bytes of an activation."""
@@ -104,6 +113,10 @@ class Plan:
     """Full recompute of this many layers and none of the others; of all when None."""
     recompute_offload: bool = False
     """Whether saved layer inputs are offloaded to host memory."""
+    fp8: Literal["none", "tensorwise", "delayed"] = "none"
+    """Recipe by which layers multiply in 8-bit floats."""
+    fp8_format: Literal["hybrid", "e4m3"] = "hybrid"
+    """Types of these: gradients are E5M2 or, as all else, E4M3."""
     unrolled: bool = False
     """Whether layers are compiled one after the other, without a loop."""
     residuals: Residuals = "jax"
@@ -213,6 +226,7 @@ class Plan:
             recompute_first=None,
             recompute_offload=False,
             unrolled=False,
+            fp8="none",
             dropout=False,
             attention_dropout=False,
             adapter_dropout=False,
@@ -222,6 +236,7 @@ class Plan:
         """Returns whether a layer's all-gathers and gradient reductions overlap with the computation of another layer,
         as `mtjax.sharding.prefetch` does in loops over single layers."""
         single_layers = self.recompute_group == model.moe_every == 1 and self.recompute_first is None
+        single_layers = single_layers and not model.layer_pattern
         single_layers = single_layers and not self.recompute_offload and not self.unrolled and not self.is_staged
         return self.reduces_in_backward and self.residuals == "jax" and single_layers
 
@@ -236,6 +251,50 @@ class Plan:
         steps, where a rank has a token's logits of the entire vocabulary."""
         is_alone = is_decoder(model) and not model.mtp_num_layers and not self.teacher_width
         return self.unrolled and is_alone and self.mesh.model == 1 and not self.is_staged
+
+    def unrolls(self, run: Config, *, on_gpus: bool = True) -> bool:
+        """Returns whether a run with this plan unrolls its layers: by default on GPUs, where that is possible.
+
+        Args:
+          run: the config, whose `unroll_layers` decides where it is set.
+          on_gpus: whether the devices are GPUs. On CPUs a loop compiles sooner, and its copies cost little.
+        """
+        if run.training.unroll_layers is not None:
+            return run.training.unroll_layers
+        # Each batch size of a ramp is a program to compile.
+        is_one_program = run.training.rampup_batch_size is None
+        is_short = sum(stack.layers for stack in stacks_of(run.model)) <= MOST_UNROLLED
+        return on_gpus and is_one_program and is_short and not any(self.unrolling_problems(run.model))
+
+    def unrolling_problems(self, model: Model) -> Iterator[str]:
+        """Yields what unrolled layers are not compatible with."""
+        if model.num_experts:
+            count = model.num_experts
+            yield f"unroll_layers does not support experts, and num_experts is {count}: remove one of the two"
+        if self.splits_width:
+            yield "unroll_layers does not support tensor_layout 2d: remove one of the two"
+        if self.fp8 != "none":
+            yield f"unroll_layers does not support fp8, and fp8 is {self.fp8}: remove one of the two"
+        if model.layer_pattern:
+            yield f"unroll_layers does not support layer_pattern {model.layer_pattern!r}: remove one of the two"
+        if self.mesh.has_pipeline:
+            yield (
+                f"unroll_layers does not support pipeline parallelism, and mesh {self.mesh} has {self.stages} stages, "
+                "which save activations in slots that a loop indexes: remove it"
+            )
+        if self.recompute == "full":
+            yield (
+                "unroll_layers needs recompute none or selective, and recompute is full: without a loop XLA would "
+                "recompute several layers at the same time, each in separate memory; remove one of the two"
+            )
+        if self.recompute == "selective" and self.keeps_scores:
+            yield (
+                "unroll_layers with recompute selective needs attention that holds no scores of all queries, and here "
+                "XLA's kernel does, whose scores XLA would recompute for several layers at the same time: use "
+                "--attention blocks, a setting that allows cuDNN's kernel, or recompute none"
+            )
+        if len(stacks_of(model)) > 1:
+            yield f"unroll_layers needs a family with one stack of layers, and {model.family} has two: remove it"
 
     def layout(self, model: Model) -> Layout:
         """Returns the mesh axes over which the dimensions of a model are sharded."""
@@ -274,7 +333,8 @@ class Plan:
             recompute_group=training.recompute_num_layers if training.recompute_method == "uniform" else 1,
             recompute_first=training.recompute_num_layers if training.recompute_method == "block" else None,
             recompute_offload=training.recompute_offload,
-            unrolled=training.unroll_layers,
+            fp8=training.fp8,
+            fp8_format=training.fp8_format,
             context_method=run.parallel.context_method,
             expert_dispatch=run.parallel.expert_dispatch,
             keeps_documents_apart=run.data.reset_attention_mask or run.model.family == "bert",
@@ -286,7 +346,17 @@ class Plan:
             label_smoothing=run.optimizer.label_smoothing > 0,
             teacher_width=run.finetuning.teacher_width or 0,
             loss_chunk=training.loss_chunk,
-            precision=MTJAX if run.parallel.grad_reduce_dtype == "float32" else MTJAX_BF16_WIRE,
+            optimizer=optimizer_states(run),
+            offloads_optimizer=run.parallel.offload == "optimizer",
+            precision=_precision(run),
             element_bytes=4 if training.compute_dtype == "float32" else 2,
         )
-        return replace(plan, **settings)  # pyright: ignore[reportArgumentType]
+        plan = replace(plan, **settings)  # pyright: ignore[reportArgumentType]
+        return plan if "unrolled" in settings else replace(plan, unrolled=plan.unrolls(run))
+
+
+def _precision(run: Config) -> Precision:
+    """Returns the bytes of a run's states: the type of AdamW's moments may be set, and that of the reduction."""
+    precision = MTJAX if run.parallel.grad_reduce_dtype == "float32" else MTJAX_BF16_WIRE
+    states = optimizer_states(run)
+    return replace(precision, optimizer=states.mu_bytes + states.nu_bytes)

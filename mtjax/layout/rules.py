@@ -71,8 +71,18 @@ class Rules:
     """Buckets of distances of relative positions."""
     classes: Axes = ()
     """Classes of a classifier."""
+    groups: Axes = ()
+    """Groups of heads of a state-space layer; replicated where there are fewer of them than ranks."""
+    state: Axes = ()
+    """Width of the state of a channel: replicated."""
+    taps: Axes = ()
+    """Tokens that a convolution reads: replicated."""
     rank: Axes = ()
     """Rank of a LoRA adapter."""
+    operands: Axes = ()
+    """Operands of an 8-bit product, which have a scale each: replicated."""
+    exponents: Axes = ()
+    """Powers of two that a scale may be: replicated."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -96,7 +106,8 @@ class Rules:
     def replicas(self, names: Sequence[str | None]) -> Axes:
         """Returns the manual mesh axes over which a parameter with these dimensions is replicated.
 
-        Ranks along them process different data, so that the parameter's gradient is all-reduced over these axes.
+        Each rank along them has a part of its gradient, from its own samples, tokens or stage: the gradient is the
+        sum over these axes.
 
         Raises:
           AttributeError: no dimension has one of the names.

@@ -5,7 +5,9 @@ from functools import cache
 
 from mtjax.config import Model
 from mtjax.config.families import kind_of
+from mtjax.config.layer_pattern import KIND_OF
 from mtjax.config.sizes import decoder_layers, decoder_length, dense_layers, main_layers
+from mtjax.config.ssm import letters_of, numbers_of
 
 STACK = "stack"
 """Path of the stack of layers; in a model with dense and expert layers, of those with experts."""
@@ -47,11 +49,25 @@ def stacks_of(model: Model) -> tuple[LayerStack, ...]:
         encoder = LayerStack(f"{ENCODER}.{STACK}", model.num_layers, tokens, is_encoder=True)
         side = f"{DECODER}_"
         return encoder, LayerStack(f"{DECODER}.{STACK}", decoder_layers(model), decoder_length(model), side=side)
+    if letters := letters_of(model):
+        return _stacks_of_pattern(model, letters)
     dense, others = dense_layers(model), main_layers(model)
     if not dense:
         return (LayerStack(STACK, model.num_layers, tokens),)
     last = LayerStack(STACK, len(others), tokens, numbers=others, among=model.num_layers)
     return replace(last, path=DENSE, layers=len(dense), side=f"{DENSE}_", numbers=dense), last
+
+
+def _stacks_of_pattern(model: Model, letters: str) -> tuple[LayerStack, ...]:
+    """Returns a stack for each kind of layers of a hybrid model; the last has no prefix, whose symbols are those of the
+    embedding and the head."""
+    kinds = [(kind, numbers_of(model, letter)) for letter, kind in KIND_OF.items() if letter in letters]
+    among = {"tokens": model.sequence_length, "among": model.num_layers}
+    *others, (last, own) = kinds
+    return (
+        *(LayerStack(kind, len(n), side=f"{kind}_", numbers=n, **among) for kind, n in others),
+        LayerStack(last, len(own), numbers=own, **among),
+    )
 
 
 def sections_of(model: Model) -> tuple[tuple[LayerStack, ...], ...]:

@@ -6,13 +6,24 @@ from typing import Any
 
 from mtjax.migrate.argument import Argument, Sections
 from mtjax.migrate.model_arguments import MODEL
+from mtjax.migrate.older_arguments import OLDER
 from mtjax.migrate.system_arguments import SYSTEM
 from mtjax.migrate.training_arguments import TRAINING
 
-SECTIONS: Sections = {**MODEL, **TRAINING, **SYSTEM}
+SECTIONS: Sections = {**MODEL, **TRAINING, **SYSTEM, **OLDER}
 TABLE: tuple[Argument, ...] = tuple(row for rows in SECTIONS.values() for row in rows)
 OF_MODEL = frozenset(row.dest for rows in MODEL.values() for row in rows)
 """Attributes of the arguments that define the network."""
+SAVED_AS: Mapping[str, str] = {
+    "norm_epsilon": "layernorm_epsilon",
+    "apply_layernorm_1p": "layernorm_zero_centered_gamma",
+    "fp8_format": "fp8",
+    "fp4_format": "fp4",
+    "decoder_first_pipeline_num_layers": "num_layers_in_first_pipeline_stage",
+    "decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage",
+    "microbatch_group_size_per_virtual_pipeline_stage": "microbatch_group_size_per_vp_stage",
+}
+"""Attributes that some versions of Megatron-LM save under another name, that of Megatron-Core's config."""
 
 
 @cache

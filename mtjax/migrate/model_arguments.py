@@ -2,6 +2,18 @@
 
 from mtjax.migrate.argument import Sections, always, equal, none, off, same
 
+_OF_LATENT = "of latent attention"
+LATENT = (
+    equal("--q-lora-rank", "--q-lora-rank N", _OF_LATENT),
+    equal("--kv-lora-rank", "--kv-lora-rank N", _OF_LATENT, default=32),
+    equal("--v-head-dim", "--v-head-dim N", _OF_LATENT, default=128),
+    equal("--qk-head-dim", "--qk-nope-head-dim N", _OF_LATENT, default=128),
+    equal("--qk-pos-emb-head-dim", "--qk-rope-head-dim N", _OF_LATENT, default=64),
+    equal("--rotary-scaling-factor", "--rope-factor N", f"{_OF_LATENT}, with --rope-scaling yarn", default=1.0),
+    equal("--rope-type", "--rope-scaling yarn", f"{_OF_LATENT}; rope is --rope-scaling none"),
+    none("--mscale", f"{_OF_LATENT}: see --rope-attention-factor", default=1.0),
+    none("--mscale-all-dim", f"{_OF_LATENT}: see --rope-attention-factor", default=0.0),
+)
 _LAYOUT = (
     same("--num-layers --encoder-num-layers", "num_layers"),
     same("--hidden-size", "hidden_size"),
@@ -51,9 +63,8 @@ _LAYOUT = (
     none("--mrope-section", "only of multimodal models"),
     equal(
         "--window-size",
-        "--attention-window N",
-        "N counts the token itself: it is one more than the first of both numbers; checkpoints that have it can't be"
-        " converted",
+        "--attention-window TOKENS",
+        "TOKENS counts the token itself: the first number + 1; checkpoints that have it can't be converted",
         same=(None,),
     ),
     equal(
@@ -62,7 +73,13 @@ _LAYOUT = (
         "a pattern that repeats over the layers: 4 is SSSF",
         same=(None,),
     ),
-    none("--softmax-type", "attention uses the usual softmax", default="vanilla", same=("vanilla", None)),
+    equal(
+        "--softmax-type",
+        "--attention-sinks",
+        "learnable; sinks start at 0; off-by-one has no equal; checkpoints that have it can't be converted",
+        default="vanilla",
+        same=("vanilla", None),
+    ),
 )
 _KINDS = (
     equal(
@@ -73,10 +90,10 @@ _KINDS = (
         same=("LayerNorm", "RMSNorm", None),
     ),
     same("--norm-epsilon --layernorm-epsilon", "norm_epsilon", default=1e-5),
-    none(
+    equal(
         "--apply-layernorm-1p",
-        "norm weights are stored as they are, not minus 1: the same network at the start of training; checkpoints that"
-        " have it can't be converted",
+        "--norm-weight offset",
+        "checkpoints that have it can't be converted",
         default=False,
         same=(False, None),
     ),
@@ -97,15 +114,29 @@ _KINDS = (
         equal("--no-bias-gelu-fusion", "--activation gelu_exact", "without the fusion Megatron computes GELU exactly"),
         "bias_gelu_fusion",
     ),
-    none("--squared-relu", "the activation stays GELU", default=False, same=(False, None)),
+    equal(
+        "--squared-relu",
+        "--activation relu2",
+        "checkpoints that have it can't be converted",
+        default=False,
+        same=(False, None),
+    ),
     none("--quick-geglu", "the activation stays GELU", default=False, same=(False, None)),
+    none("--glu-linear-offset", "nothing is added to the half that is not the gate", default=0.0, same=(0, None)),
+    none("--activation-func-clamp-value", "activations are not clamped", same=(None,)),
     off(
         equal("--disable-bias-linear", "--no-bias", "also no biases of query, key and value"),
         "add_bias_linear",
     ),
     equal("--add-qkv-bias", "--attention-bias qkv", "with --disable-bias-linear (Qwen2)", default=False),
     equal("--untie-embeddings-and-output-weights", "--no-tie-embeddings", default=False),
-    equal("--qk-layernorm", "--qk-norm", "RMS norm only, so with --normalization RMSNorm", default=False),
+    equal(
+        "--qk-layernorm",
+        "--qk-norm",
+        "with --normalization LayerNorm also --qk-norm-kind layernorm --qk-norm-bias; checkpoints that have it with"
+        " LayerNorm can't be converted",
+        default=False,
+    ),
     none("--qk-l2-norm", "no L2 norm of queries and keys", default=False, same=(False, None)),
     same(
         "--make-vocab-size-divisible-by",
@@ -129,13 +160,20 @@ _KINDS = (
     ),
     none(
         "--multi-latent-attention",
-        "mtjax's is --kv-lora-rank; Megatron's defaults of it, with YaRN, are not translated",
+        "set --kv-lora-rank and the settings below; Megatron's defaults of them, with YaRN, are not translated",
         default=False,
         same=(False, None),
     ),
+    *LATENT,
     same("--mtp-num-layers", "mtp_num_layers", same=(None, 0)),
     same("--mtp-loss-scaling-factor", "mtp_loss_scaling_factor", default=0.1, note="only with --mtp-num-layers"),
     none("--heterogeneous-layers-config-path", "all layers are alike", same=(None,)),
+    none("--heterogeneous-layers-config-encoded-json", "all layers are alike", same=(None,)),
+    none("--hybrid-layer-pattern --hybrid-override-pattern", "all layers have attention and an MLP", same=(None,)),
+    none("--linear-attention-freq", "no layer has linear attention", same=(None, 0)),
+    none("--experimental-attention-variant", "attention is the usual one", same=(None,)),
+    none("--attention-output-gate", "attention's output has no gate", default=False, same=(False, None)),
+    none("--use-mup", "nothing is scaled by widths", default=False, same=(False, None)),
     none("--spec", "the layers are mtjax's own"),
     off(equal("--bert-no-binary-head", "--no-sentence-order", "of BERT"), "bert_binary_head"),
 )
@@ -147,7 +185,7 @@ _EXPERTS = (
     same("--moe-shared-expert-gate", "shared_expert_gate", default=False),
     equal(
         "--moe-layer-freq",
-        "--first-dense-layers N or --moe-every N",
+        "--first-dense-layers COUNT or --moe-every COUNT",
         "experts in all layers, in all after the first ones, or in the last of every N",
         default=1,
     ),
@@ -155,7 +193,7 @@ _EXPERTS = (
         "--moe-aux-loss-coeff",
         "--router-aux-loss N",
         "computed per sample, as Megatron's seq_aux_loss; its default aux_loss takes all tokens of a microbatch of the"
-        " tensor- and context-parallel group, so the same coefficient balances less strictly there",
+        " tensor- and context-parallel group, so the same coefficient balances more strictly in mtjax",
         default=0.0,
     ),
     equal(
@@ -206,6 +244,13 @@ _EXPERTS = (
     none("--moe-enable-deepep", "tokens are exchanged by XLA's collectives", default=False),
     none("--moe-router-topk-limited-devices", "experts of all ranks may be chosen; see --expert-groups", same=(None,)),
     none("--moe-apply-probs-on-input", "experts' outputs are weighted, not their inputs", same=(False, None)),
+    none("--moe-mlp-glu-interleave-size", "a matrix has all of the gate first, then the other half", same=(None,)),
+    none(
+        "--moe-shared-expert-glu-interleave-size",
+        "a matrix has all of the gate first, then the other half",
+        same=(None,),
+    ),
+    none("--moe-router-force-biased", "routers choose experts by their scores", same=(None,)),
     none("--moe-latent-size", "experts read the hidden states themselves", same=(None,)),
     none("--moe-extended-tp", "experts have the tensor parallelism of the other layers", same=(False, None)),
     none("--moe-use-upcycling", "no upcycling of a dense model", default=False),

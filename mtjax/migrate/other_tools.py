@@ -41,7 +41,7 @@ OTHERS: Mapping[str, tuple[str, ...]] = {
     "lr-scheduler-type": ("--decay-style",),
     "max-grad-norm": ("--clip-grad-norm",),
     "adam-epsilon": ("--epsilon",),
-    "optim": ("nothing: the optimizer is AdamW",),
+    "optim": ("--optimizer",),
     "logging-steps": ("--log-every",),
     "eval-steps": ("--valid-every",),
     "save-steps": ("--checkpoint-every",),

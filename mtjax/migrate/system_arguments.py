@@ -3,8 +3,18 @@
 from mtjax.migrate.argument import Sections, always, equal, none, off, same
 
 _PARALLEL = (
-    equal("--tensor-model-parallel-size", "--mesh model=N", "N-way tensor parallel", default=1),
-    equal("--pipeline-model-parallel-size", "--mesh stage=N", "N pipeline stages", default=1),
+    equal(
+        "--tensor-model-parallel-size --model-parallel-size --intra-layer-model-parallel-size",
+        "--mesh model=N",
+        "N-way tensor parallel",
+        default=1,
+    ),
+    equal(
+        "--pipeline-model-parallel-size --inter-layer-model-parallel-size",
+        "--mesh stage=N",
+        "N pipeline stages",
+        default=1,
+    ),
     equal("--context-parallel-size", "--mesh context=N", "N-way context parallel", default=1),
     equal(
         "--expert-model-parallel-size", "--mesh expert=N", "N-way expert parallel, a part of data parallel", default=1
@@ -20,11 +30,15 @@ _PARALLEL = (
         "--pipeline-schedule interleaved --chunks N",
         "virtual stages per pipeline stage",
     ),
-    equal("--decoder-first-pipeline-num-layers", "--layers-per-stage A,B,..."),
-    equal("--decoder-last-pipeline-num-layers", "--layers-per-stage A,B,..."),
-    none("--pipeline-model-parallel-layout", "see --layers-per-stage"),
-    none("--account-for-embedding-in-pipeline-split", "see --layers-per-stage", default=False),
-    none("--account-for-loss-in-pipeline-split", "see --layers-per-stage", default=False),
+    equal("--decoder-first-pipeline-num-layers --num-layers-in-first-pipeline-stage", "--layers-per-stage A,B,..."),
+    equal("--decoder-last-pipeline-num-layers --num-layers-in-last-pipeline-stage", "--layers-per-stage A,B,..."),
+    equal(
+        "--pipeline-model-parallel-layout",
+        "--layers-per-stage A,B,...",
+        "all chunks of a stage have the same number of layers in mtjax",
+    ),
+    equal("--account-for-embedding-in-pipeline-split", "--layers-per-stage A,B,...", default=False),
+    equal("--account-for-loss-in-pipeline-split", "--layers-per-stage A,B,...", default=False),
     none(
         "--microbatch-group-size-per-virtual-pipeline-stage",
         "chunks alternate after as many microbatches as there are stages",
@@ -41,7 +55,9 @@ _PARALLEL = (
         "--sequence-parallel", "sequence_parallel", note="Megatron ignores it without tensor parallelism", default=False
     ),
     equal("--use-distributed-optimizer", "--zero 1", default=False),
-    equal("--use-megatron-fsdp", "--zero 3", "as --data-parallel-sharding-strategy says", default=False),
+    equal(
+        "--use-megatron-fsdp --use-custom-fsdp", "--zero 3", "as --data-parallel-sharding-strategy says", default=False
+    ),
     equal(
         "--data-parallel-sharding-strategy",
         "--zero",
@@ -72,7 +88,7 @@ _PARALLEL = (
     always("--use-nccl-ub", "up to XLA's flags", default=False),
     always(
         "--use-tp-pp-dp-mapping",
-        "tensor-parallel ranks are always neighbours; data is the outermost axis",
+        "always this order; Megatron's default puts pipeline stages outermost",
         default=False,
     ),
     always("--high-priority-stream-groups", "up to XLA"),
@@ -80,8 +96,8 @@ _PARALLEL = (
     always("--distributed-backend", "NCCL on GPUs, Gloo on CPUs", same=("nccl", None)),
     equal(
         "--distributed-timeout-minutes",
-        "--peer-timeout SECONDS, --step-timeout SECONDS",
-        "a lost process is noticed within --peer-timeout, 30 s; a step that hangs after --step-timeout",
+        "--step-timeout SECONDS",
+        "of a step that hangs; a lost process is noticed within --peer-timeout, 30 s by default",
         default=10,
     ),
     always("--local-rank", "processes find their numbers by Slurm, MPI or Kubernetes"),
@@ -93,10 +109,10 @@ _PARALLEL = (
 )
 _CHECKPOINTS = (
     same("--save", "out", note="the folder of the run: checkpoints, logs and config.toml"),
-    equal("--load", "--resume", "where it is the folder of --save; otherwise --init-from a converted checkpoint"),
+    equal("--load", "--resume", "after mtjax convert --with-optimizer, in the folder that it writes"),
     equal("--finetune", "--init-from DIR", "weights of --load, a new optimizer, step 0", default=False),
-    equal("--no-load-optim", "--init-from DIR", default=False),
-    equal("--no-load-rng", "--init-from DIR", default=False),
+    equal("--no-load-optim", "--init-from DIR", "weights of --load, a new optimizer, step 0", default=False),
+    always("--no-load-rng", "random numbers follow from seed and step", default=False),
     equal("--pretrained-checkpoint", "--init-from DIR", "after mtjax convert --from megatron:N"),
     same("--save-interval --persistent-save-interval", "checkpoint_every"),
     same("--save-retain-interval", "keep_every", note="mtjax also keeps the newest --keep-last checkpoints"),
@@ -151,10 +167,10 @@ _LOGS = (
             *("log-memory-to-tensorboard", "log-validation-ppl-to-tensorboard", "log-world-size-to-tensorboard"),
         )
     ),
-    equal("--wandb-project", "mtjax train --track wandb"),
-    equal("--wandb-exp-name", "mtjax train --track wandb", "the run's folder is its name"),
+    equal("--wandb-project", "mtjax train --track wandb", "with wandb's environment variable WANDB_PROJECT=N"),
+    equal("--wandb-entity", "mtjax train --track wandb", "with wandb's environment variable WANDB_ENTITY=N"),
+    always("--wandb-exp-name", "the name there is that of the run's folder (--out)"),
     always("--wandb-save-dir", "in the folder of --out"),
-    always("--wandb-entity", "wandb's environment variable WANDB_ENTITY"),
     always("--log-throughput", "the log always has tokens/s, TFLOP/s and MFU", default=False),
     always("--log-progress", "metrics.jsonl always has the progress", default=False),
     none("--log-params-norm", "it is not logged", default=False),

@@ -1,7 +1,7 @@
 """KV caches of attention layers for generation: keys and values of each token are computed once."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -264,15 +264,20 @@ def empty_caches(
     *,
     reads_encoder: bool = False,
     window: int | None = None,
+    stored: Literal["int8", "fp8"] | None = None,
 ) -> dict[str, Any]:
     """Builds the caches of a layer's mixers, by their names: "attention", and "cross" with `reads_encoder`; `window` is
-    the layer's, if it has one that is shorter than the longest sequence."""
+    the layer's, if it has one that is shorter than the longest sequence; `stored` is an 8-bit type, if any."""
     if width := latent_width(model):
         return {"attention": LatentCache.empty(sequences, length, width, dtype)}
     # With fewer key-value heads than tensor parallel ranks, heads are repeated so that each rank has one.
     sizes = (sequences, max(num_kv_heads(model), num_shards("heads")), length, head_dim(model), dtype)
     if window is not None:
         return {"attention": WindowKVCache.empty(*sizes, window)}
+    if stored is not None:
+        from mtjax.models.quantized_cache import QuantizedKVCache
+
+        return {"attention": QuantizedKVCache.empty(*sizes[:-1], stored)}
     return {"attention": KVCache.empty(*sizes), **({"cross": CrossKVCache.empty(*sizes)} if reads_encoder else {})}
 
 

@@ -30,7 +30,8 @@ class Layer(nnx.Module):
         """Draws the parameters of a layer of a kind in `KINDS`."""
         self.mixers = KINDS[kind]
         # GPT-2: products before the residual stream are initialized smaller, by the number of additions to it.
-        output_std = model.init_std / (2 * model.num_layers) ** 0.5 if model.scaled_init else model.init_std
+        additions = (1 if model.layer_pattern else 2) * model.num_layers
+        output_std = model.init_std / additions**0.5 if model.scaled_init else model.init_std
         for name in self.mixers:
             mixer = MIXERS[name](model)
             mixer_key = jax.random.fold_in(key, mixer.init_number)

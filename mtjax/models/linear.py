@@ -12,7 +12,7 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float
 
-from mtjax.models.project import project
+from mtjax.models.project import ProductRule, project
 from mtjax.sharding.axes import spec
 
 
@@ -37,6 +37,9 @@ class Linear(nnx.Module):
     products are all-reduced, or with sequence parallelism reduce-scattered.
     """
 
+    rule: ProductRule | None = None
+    """Of its product; see `project`."""
+
     def __init__(
         self,
         inputs: Mapping[str, int],
@@ -57,4 +60,4 @@ class Linear(nnx.Module):
         """Applies to [batch, seq, *inputs]; returns [batch, seq, *outputs] in the type of x."""
         outputs = self.weight.get_metadata()["axes"][self.num_inputs :]
         bias = None if self.bias is None else self.bias[...]
-        return project(x, self.weight[...], bias, outputs, self.sequence)
+        return project(x, self.weight[...], bias, outputs, self.sequence, rule=self.rule)

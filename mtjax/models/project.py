@@ -3,7 +3,7 @@
 import string
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +13,20 @@ from jax.sharding import PartitionSpec, reshard
 from jaxtyping import Float
 
 from mtjax.models.recompute import PRODUCT
-from mtjax.sharding.axes import merge, sequence_is_sharded, spec, varying_like, width_is_sharded
+from mtjax.sharding.axes import merge_both, sequence_is_sharded, spec, varying_like, width_is_sharded
 from mtjax.sharding.stored_weight import StoredWeight
 from mtjax.sharding.unstack import computes_apart, is_unrolled
+
+
+class ProductRule(Protocol):
+    """Computes a product, and its gradients, in the place of `_product`."""
+
+    gathers_sequence: bool
+    """Whether it gathers the sequences of its input itself, in fewer bits, where sequence parallelism shards them."""
+
+    def __call__(self, dims: tuple[str, ...], sharding: PartitionSpec, x: Array, weight: Array, /) -> Array:
+        """Computes `x W`; arguments as of `_product`."""
+        ...
 
 
 def project(
@@ -27,6 +38,7 @@ def project(
     *,
     save_for_backward: bool = True,
     by_sample: bool = False,
+    rule: ProductRule | None = None,
 ) -> Float[Array, "batch seq ..."]:
     """Computes `x W + b` in the type of x.
 
@@ -38,6 +50,7 @@ def project(
       sequence: logical name of the result's sequence: "act_seq" where it is added to the hidden states.
       save_for_backward: whether layers that save their products save this one; else it is recomputed.
       by_sample: whether it is saved batch-major, for consumers that read it sample by sample, such as attention.
+      rule: computes the product of x and W, in the place of `_product`, and their gradients; for example in 8 bits.
 
     Returns:
       [batch, seq, *outputs].
@@ -51,10 +64,7 @@ def project(
     else:
         splits_width = width_is_sharded() and sequence == "act_seq"
         sharding = spec("batch", sequence, *(("act_embed",) if splits_width else outputs))
-        if splits_width and bias is not None:
-            from mtjax.models.width import own_width
-
-            bias = own_width(varying_like(bias, x))
+        bias = _own_part(bias, x) if splits_width and bias is not None else bias
     scales = None
     if isinstance(weight, StoredWeight):
         product, scales = weight.product(x, num_inputs, sharding), weight.scales
@@ -63,7 +73,7 @@ def project(
         dims = letters_of(x.ndim - num_inputs, num_inputs, len(outputs))
         # Unrolled layers compute the gradient in the type in which it is reduced: `_product` casts the weight.
         matrix = weight if is_unrolled() else weight.astype(x.dtype)
-        product: Any = _product(dims, sharding, x, varying_like(matrix, x))
+        product: Any = (rule or _product)(dims, sharding, x, varying_like(matrix, x))
     # The name is given before or after the transpose back. XLA: it would transpose the stacks of saved products
     # if these were seq-major and their consumer batch-major.
     if save_for_backward and not by_sample:
@@ -77,6 +87,13 @@ def project(
     # In float32, so that the bias' gradient is summed over tokens, and reduced over the mesh, in float32.
     wide = product.astype(jnp.float32) if scales is None else product.astype(jnp.float32) * scales
     return (wide if bias is None else wide + bias).astype(x.dtype)
+
+
+def _own_part(bias: Array, x: Array) -> Array:
+    """Returns a rank's part of a bias of the residual stream's width, with 2D tensor parallelism."""
+    from mtjax.models.width import own_width
+
+    return own_width(varying_like(bias, x))
 
 
 def letters_of(*dimensions: int) -> tuple[str, ...]:
@@ -117,6 +134,13 @@ def reshard_sequence(x: Float[Array, "batch seq embed"], sequence: str) -> Float
     if not sequence_is_sharded():
         return reshard(x, spec("batch", sequence, "embed"))
     return seq_major(reshard(seq_major(x), spec(sequence, "batch", "embed")))
+
+
+def gather_sequence(
+    x: Float[Array, "batch act_seq embed"], rule: ProductRule | None
+) -> Float[Array, "batch any_seq embed"]:
+    """All-gathers sequences for a column-parallel product, unless its rule does."""
+    return x if rule is not None and rule.gathers_sequence else reshard_sequence(x, "seq")
 
 
 def seq_major(x: Float[Array, "one another ..."]) -> Float[Array, "another one ..."]:
@@ -171,10 +195,10 @@ def _product_backward(
     # sample.
     gradient = reshard(gradient, PartitionSpec(*x_spec[: len(row)], *weight_spec[len(inner) :]))
     # XLA: on CPUs, it copies an operand into another order for a product over several dimensions, so they are merged.
-    outer, gradient, weight = _merged(outer, (gradient, len(row)), (weight, len(inner)))
+    outer, gradient, weight = merge_both(outer, (gradient, len(row)), (weight, len(inner)))
     x_gradient = jnp.einsum(f"{row}{outer},{inner}{outer}->{row}{inner}", gradient, weight, out_sharding=x_spec)
-    inner, x, weight = _merged(inner, (x, len(row)), (weight, 0))
-    row, x, gradient = _merged(row, (x, 0), (gradient, 0))
+    inner, x, weight = merge_both(inner, (x, len(row)), (weight, 0))
+    row, x, gradient = merge_both(row, (x, 0), (gradient, 0))
     merged_spec = jax.typeof(weight).sharding.spec
     weight_gradient = jnp.einsum(
         f"{row}{inner},{row}{outer}->{inner}{outer}",
@@ -184,17 +208,6 @@ def _product_backward(
         preferred_element_type=saved[1].dtype,
     )
     return x_gradient, weight_gradient.reshape(saved[1].shape, out_sharding=weight_spec)
-
-
-def _merged(dims: str, left: tuple[Array, int], right: tuple[Array, int]) -> tuple[str, Array, Array]:
-    """Merges the dimensions `dims`, which each of two arrays has from the given position on, into one.
-
-    Returns all arguments unchanged if an array is sharded along any but the first of these dimensions.
-    """
-    first, second = (merge(a, start, start + len(dims)) for a, start in (left, right))
-    if first is None or second is None:
-        return dims, left[0], right[0]
-    return dims[0], first, second
 
 
 _product.defvjp(_product_forward, _product_backward)

@@ -35,7 +35,7 @@ from mtjax.sharding.prefetch import can_prefetch, gather_upfront, scan_with_pref
 from mtjax.sharding.unstack import unrolled_layers, unstacked_layers
 
 PRODUCT = "product"
-"""Product of activations with a weight."""
+"""Of activations with a weight; also what is as cheap to keep: rotated queries and keys, RMSNorm's factors."""
 DROPOUT_MASK = "dropout mask"
 ATTENTION_OUTPUT = "attention output"
 ATTENTION_CORE = "attention core"

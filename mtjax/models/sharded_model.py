@@ -46,7 +46,8 @@ class ShardedModel:
     `records` has the `ParamSpec` of each parameter, `axes` its logical names and `abstract_parameters` its shape and
     type, all in trees like the parameters'. `attention_fallback` is the reason why the attention kernel is not the
     requested one; None otherwise. `sections` names the stacks of layers in their order. With
-    `trains`, parameters are sharded as in a training step, from ZeRO-1 on; without it, only ZeRO-3 shards them.
+    `trains`, parameters are sharded as in a training step, from ZeRO-1 on, and products are in 8 bits if the config
+    says so; without it, only ZeRO-3 shards them.
 
     Raises:
       UserError: the model or its batch is not divisible by the mesh.
@@ -54,11 +55,14 @@ class ShardedModel:
 
     def __init__(self, config: Config, mesh: Mesh, layout: Layout | None = None, *, trains: bool = False) -> None:
         """Traces the model's shapes, and derives shardings."""
-        self.mesh, self.shape = mesh, MeshShape(**mesh.shape)
+        self.mesh, self.shape, self.trains = mesh, MeshShape(**mesh.shape), trains
         kernel, self.attention_fallback = self._choose_kernel(config)
-        self.config = replace(config, attention=kernel, mesh=str(self.shape))
+        chosen = replace(config, attention=kernel, mesh=str(self.shape))
         check_config(config, self.shape)
-        layout = layout or Plan.of(config, self.shape).layout(config.model)
+        plan = Plan.of(chosen, self.shape)
+        on_gpus = mesh.devices.flat[0].platform != "cpu"
+        self.config = replace(chosen, unroll_layers=plan.unrolls(chosen, on_gpus=on_gpus))
+        layout = layout or plan.layout(config.model)
         self.layout = dataclasses.replace(layout, rules=layout.rules.over(self.shape.axes))
         self.family = model_class(config)
         # Shapes alone: a model that fits on the mesh may not fit on one device.
@@ -69,10 +73,20 @@ class ShardedModel:
         self._graph, self._template = nnx.split(model)
         self.axes = placement.logical_axes(self._template)
         self.abstract_parameters = nnx.to_pure_dict(self._template)
-        types = config.training.compute_dtype, config.parallel.grad_reduce_dtype
-        known = (self.axes, self.abstract_parameters, self.layout, self.shape, *types)
-        self.records = param_specs(*known, lambda name: trains and is_trainable(config.model, name))
+        self.records = param_specs(
+            self.axes,
+            self.abstract_parameters,
+            self.layout,
+            self.shape,
+            compute_dtype=config.training.compute_dtype,
+            grad_reduce_dtype=config.parallel.grad_reduce_dtype,
+            is_trainable=lambda name: trains and self.is_trainable(name),
+        )
         self.region = ManualRegion(self.shape, self.layout.rules, self.records)
+
+    def is_trainable(self, name: str) -> bool:
+        """Returns whether a training step differentiates by the parameter of a dotted name."""
+        return is_trainable(self.config.model, name)
 
     def _choose_kernel(self, config: Config) -> tuple[Kernel, str | None]:
         """Chooses the attention kernel for the mesh's devices."""
@@ -130,7 +144,11 @@ class ShardedModel:
     def own(self, parameters: Tree) -> Tree:
         """Selects the model's parameters from those of a model with more modules, such as layers that only training
         runs."""
-        return {name: parameters[name] for name in self.abstract_parameters}
+
+        def select(wanted: Tree, tree: Tree) -> Tree:
+            return {k: select(below, tree[k]) for k, below in wanted.items()} if isinstance(wanted, dict) else tree
+
+        return select(self.abstract_parameters, parameters)
 
     def inference_model(self, parameters: Tree) -> LanguageModel:
         """Builds the model with parameters sharded as `storage_spec`, to be traced without differentiation."""
@@ -202,7 +220,7 @@ class ShardedModel:
         stages = self.stages
         if stages == 1:
             training = self.config.training
-            return Accumulate(num_microbatches, training.unroll_layers, training.compute_dtype)
+            return Accumulate(num_microbatches, bool(training.unroll_layers), training.compute_dtype)
         from mtjax.sharding.pipeline.executor import PipelineSchedule
 
         platform = self.mesh.devices.flat[0].platform
@@ -213,9 +231,14 @@ class ShardedModel:
         """Options of the training losses, from the config."""
         options, vocab_size = self.config.optimizer, self.config.model.vocab_size
         assert vocab_size is not None  # check_config requires it
-        smoothing, shape = (options.label_smoothing, options.z_loss), output_shape(self.config.model)
-        at_once = Plan.of(self.config, self.shape).sums_loss_at_once(self.config.model)
-        return LossOptions(vocab_size, self.config.training.loss_chunk, *smoothing, at_once=at_once, **shape)
+        return LossOptions(
+            vocab_size,
+            chunk=self.config.training.loss_chunk,
+            label_smoothing=options.label_smoothing,
+            z_loss=options.z_loss,
+            at_once=Plan.of(self.config, self.shape).sums_loss_at_once(self.config.model),
+            **output_shape(self.config.model),
+        )
 
     def on_mesh(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Calls a function with the mesh in force."""
@@ -246,4 +269,9 @@ class ShardedModel:
 
     def _build(self, key: Array) -> LanguageModel:
         with use_rules(self.layout.rules):
-            return self.family(self.config, key=key)
+            model = self.family(self.config, key=key)
+            if self.trains and self.config.training.fp8 != "none":
+                from mtjax.models.float8 import quantize_products
+
+                quantize_products(model, self.config)
+            return model

@@ -147,7 +147,7 @@ class InterleavedStacks:
         sparse, recompute, first, is_padded = self.stack.layer_slice(chunk)
         dense = self.dense.layer_slice(chunk).numbers.reshape(len(sparse), -1)
         # [iterations, dense layers + 1]: each layer with experts follows the dense layers before it.
-        numbers, run = jnp.concatenate([dense, sparse[:, None]], 1), partial(_run_or_skip, context, is_padded)
+        numbers, run = jnp.concatenate([dense, sparse[:, None]], 1), partial(run_or_skip, context, is_padded)
         with jax.named_scope("layers"):
             return scan_interleaved(run, x, (self.dense.layers, self.stack.layers), numbers, recompute, first)
 
@@ -182,12 +182,12 @@ def run_layers(
       The hidden states, and the layers' new states, stacked likewise; None where no layer has any.
     """
 
-    run = partial(_run_or_skip, context, is_padded)
+    run = partial(run_or_skip, context, is_padded)
     with jax.named_scope("layers"):
         return scan_layers(run, x, layers, numbers, recompute, states, first)
 
 
-def _run_or_skip(
+def run_or_skip(
     context: LayerContext, is_padded: bool, x: Array, layer: Layer, number: Array, state: State
 ) -> tuple[Array, State]:
     """Runs one layer, with its number and its dropout keys; skips a padding layer.

@@ -6,15 +6,19 @@ from the batch and the output of the section before. So different stages can run
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from jax import Array
 from jaxtyping import Float, Key
 
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.mixers.mixer import State
+from mtjax.models.routers import router_reports
 from mtjax.models.stack import InterleavedStacks, Stack
 from mtjax.sharding.vocab import LossOptions
+
+if TYPE_CHECKING:
+    from mtjax.models.pattern_stacks import PatternStacks
 
 Batch = Mapping[str, Any]
 Keys = Key[Array, " batch"] | None
@@ -33,9 +37,9 @@ class HiddenStates(NamedTuple):
 
 
 class Section(NamedTuple):
-    """A stack of layers, or two, and the functions that compute its inputs."""
+    """A stack of layers, or several, and the functions that compute its inputs."""
 
-    stack: Stack | InterleavedStacks
+    stack: "Stack | InterleavedStacks | PatternStacks"
     embed: Callable[[Batch, Keys, HiddenStates | None], HiddenStates]
     """(batch, keys, output of the section before, None for the first) -> input of the first layer."""
     context: Callable[[Batch, Keys, HiddenStates], LayerContext]
@@ -101,10 +105,5 @@ def batch_losses(trunk: Trunk, batch: Batch, keys: Keys, options: LossOptions) -
       keys: dropout keys; None turns dropout off.
       options: of the cross-entropy.
     """
-    trunk_output, states = run_sections(trunk, batch, keys)
-    losses, reports = trunk.losses(trunk_output, batch, keys, options), [s for s in states.values() if s is not None]
-    if not reports:
-        return losses
-    from mtjax.models.routers import router_reports
-
-    return losses | router_reports(reports)
+    output, states = run_sections(trunk, batch, keys)
+    return trunk.losses(output, batch, keys, options) | router_reports(list(states.values()))

@@ -13,9 +13,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import reshard
 
 from mtjax.models.recompute import PRODUCT
-from mtjax.sharding.axes import REPLICATED, dimension_axes, spec, varying_like
+from mtjax.sharding.axes import REPLICATED, dimension_axes, map_ranks, spec, varying_like
 from mtjax.sharding.no_hoist import no_hoist
-from mtjax.sharding.vocab import map_ranks
 
 
 def layer_norm(epsilon: float, x: Array, factor: Array, bias: nnx.Param | None) -> Array:

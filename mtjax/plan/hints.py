@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from mtjax import config
 from mtjax.analysis.anatomy import Anatomy
@@ -22,15 +23,15 @@ WORTH_SAYING = 0.02
 
 def hints(anatomy: Anatomy, plan: Plan, server: Server, run: Config, limit: float) -> Iterator[str]:
     """Yields hints on the plan of a config; `limit` is a GPU's usable memory in bytes."""
-    found = (flash_hint(anatomy, plan, server, run), recompute_hint(anatomy, plan, server, limit))
+    found = (flash_hint(anatomy, plan, server, run), recompute_hint(anatomy, plan, server, run, limit))
     yield from filter(None, (*found, zero_hint(anatomy, plan), unrolled_hint(anatomy, plan, server)))
 
 
-def recompute_hint(anatomy: Anatomy, plan: Plan, server: Server, limit: float) -> str | None:
+def recompute_hint(anatomy: Anatomy, plan: Plan, server: Server, run: Config, limit: float) -> str | None:
     """Returns a hint if the plan recomputes activations that fit the memory."""
     if plan.recompute == "none":
         return None
-    kept = replace(plan, recompute="none")
+    kept = _changed(plan, run, recompute="none")
     memory = peak_stage_memory(anatomy, kept).total
     now, then = (step_time(anatomy, each, server).total for each in (plan, kept))
     if memory > limit or now - then < WORTH_SAYING * now:
@@ -42,21 +43,27 @@ def recompute_hint(anatomy: Anatomy, plan: Plan, server: Server, limit: float) -
 
 
 def flash_hint(anatomy: Anatomy, plan: Plan, server: Server, run: Config) -> str | None:
-    """Returns a hint if only dropout on attention's probabilities prevents flash attention."""
+    """Returns a hint if one setting alone prevents flash attention: dropout of attention's probabilities, or with
+    separate documents that it must be asked for."""
     dropout = run.model.attention_dropout
-    without = config.replace(run, attention_dropout=0.0)
-    if plan.flash_attention or not dropout or _kernel(without, plan, server) != "cudnn":
+    asked, without = (config.replace(run, attention_dropout=0.0, attention=kernel) for kernel in ("cudnn", "auto"))
+    if plan.flash_attention or run.model.attention not in ("auto", "cudnn"):
+        return None
+    if _kernel(without, plan, server) == "cudnn":
+        why = f"attention_dropout {dropout:g} rules out flash attention, which has no dropout on probabilities"
+        options = "--attention-dropout 0"
+    elif run.data.reset_attention_mask and _kernel(asked, plan, server) == "cudnn":
+        why = "reset_attention_mask rules out flash attention unless it is asked for"
+        options = "--attention cudnn --attention-dropout 0" if dropout else "--attention cudnn"
+    else:
         return None
     now = step_time(anatomy, plan, server).total
-    fused = replace(plan, flash_attention=True, attention_dropout=False)
-    fused = replace(fused, recompute="none") if plan.recompute == "selective" else fused
+    recompute = "none" if plan.recompute == "selective" else plan.recompute
+    fused = _changed(plan, run, flash_attention=True, attention_dropout=False, recompute=recompute)
     then = step_time(anatomy, fused, server).total
     if now - then < WORTH_SAYING * now:
         return None
-    return (
-        f"attention_dropout {dropout:g} rules out flash attention, which has no dropout on probabilities: with "
-        f"--attention-dropout 0 a step takes {seconds(then)} instead of {seconds(now)}"
-    )
+    return f"{why}: with {options} a step takes {seconds(then)} instead of {seconds(now)}"
 
 
 def unrolled_hint(anatomy: Anatomy, plan: Plan, server: Server) -> str | None:
@@ -72,6 +79,12 @@ def unrolled_hint(anatomy: Anatomy, plan: Plan, server: Server) -> str | None:
         f"the loop over layers copies what it saves: with --unroll-layers a step takes {seconds(then)} instead of "
         f"{seconds(now)}, in {gib(memory)}, and compiling takes minutes"
     )
+
+
+def _changed(plan: Plan, run: Config, **changes: Any) -> Plan:
+    """Returns the plan with changes, and with layers in a loop or unrolled as the run would have them then."""
+    changed = replace(plan, **changes)
+    return replace(changed, unrolled=changed.unrolls(run))
 
 
 def _kernel(run: Config, plan: Plan, server: Server) -> str:

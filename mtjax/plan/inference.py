@@ -14,6 +14,7 @@ from mtjax.analysis.parts.attention import Attention, CrossAttention
 from mtjax.analysis.parts.latent_attention import LatentAttention
 from mtjax.analysis.parts.part import Weight
 from mtjax.config.sizes import attention_windows, latent_width, padded_vocab_size
+from mtjax.config.storage import PLAIN, Storage
 from mtjax.layout.layouts import LAYERS, Layout, is_matrix, layout_of
 from mtjax.layout.mesh import MeshShape
 
@@ -60,14 +61,17 @@ def weight_bytes(anatomy: Anatomy, precision: str) -> float:
 
 def cache_bytes(anatomy: Anatomy, batch: int, context: int, element_bytes: float = 2) -> float:
     """Returns the bytes of the KV cache: `2 l k L` elements per sequence, less in layers with a window, and with
-    cross-attention also the encoder's."""
+    cross-attention also the encoder's; and of the states of state-space layers."""
     elements = sum(
         part.kv_elements(kept)
         for stack in anatomy.decoder_stacks
         for kept in _kept(anatomy, stack, context)
         for part in stack.parts
     )
-    return elements * batch * element_bytes
+    states = sum(
+        stack.layers * part.state_bytes(1, element_bytes) for stack in anatomy.decoder_stacks for part in stack.parts
+    )
+    return batch * (elements * element_bytes + states)
 
 
 def _read(anatomy: Anatomy, stack: Stack, context: int) -> list[int]:
@@ -87,9 +91,9 @@ class DecodingMemory:
     """Bytes on a device of `mtjax generate` in a decode step."""
 
     weights: float
-    """Matrices in the compute dtype or in 8 bits, vectors in float32."""
+    """Matrices in the compute dtype or quantized, vectors in float32."""
     cache: float
-    """KV cache of the device's heads: at least one key and one value head."""
+    """KV cache of the device's heads, at least one key and one value head, and states of state-space layers."""
     sampling: float
     """Arrays of the length of the device's vocabulary shard (`SAMPLING_ARRAYS`)."""
 
@@ -100,7 +104,12 @@ class DecodingMemory:
 
 
 def decoding_memory(
-    anatomy: Anatomy, tensor_degree: int, sequences: int, context: int, element_bytes: float = 2, *, int8: bool = False
+    anatomy: Anatomy,
+    tensor_degree: int,
+    sequences: int,
+    context: int,
+    element_bytes: float = 2,
+    storage: Storage = PLAIN,
 ) -> DecodingMemory:
     """Returns the memory of a decode step; a T5's with its encoder, and a cross-attention cache of the same length.
 
@@ -110,38 +119,51 @@ def decoding_memory(
       sequences: decoded together.
       context: length of the KV cache in tokens.
       element_bytes: of the compute dtype.
-      int8: whether matrices have 8 bits (`--weights-dtype int8`).
+      storage: how matrices are quantized.
     """
     mesh, model = MeshShape(model=tensor_degree), anatomy.model
     layout = layout_of(model, mesh)
-    weights, narrow = 0.0, in_8_bits(anatomy) if int8 else frozenset()
+    weights, narrow = 0.0, quantized(anatomy, storage)
     for weight in anatomy.weights:
         elements = on_device(weight, layout, mesh)
-        if "kv_heads" in weight.names:  # each rank has the key heads of its query heads
-            heads = weight.shape[weight.names.index("kv_heads")]
+        # Each rank has the key heads of its query heads, and the groups of its state-space heads.
+        for axis in {"kv_heads", "groups"} & set(weight.names):
+            heads = weight.shape[weight.names.index(axis)]
             elements = weight.size // heads * max(heads, tensor_degree) // tensor_degree
         if weight.name in narrow:
-            weights += elements + 4 * elements / _inputs(weight, layout, mesh)
+            weights += elements * _bytes_of_weight(storage, _inputs(weight, layout, mesh), element_bytes)
         else:
             weights += elements * (element_bytes if is_matrix(weight.names) else 4)
-    cached = 0
+    cached, states = 0.0, 0.0
     for stack in anatomy.decoder_stacks:
         kept = sum(_kept(anatomy, stack, context))
         for part in stack.parts:
+            states += stack.layers * part.state_bytes(tensor_degree, element_bytes)
             if isinstance(part, Attention | CrossAttention):
                 heads = part.kv_heads if isinstance(part, Attention) else part.heads
-                cached += kept * 2 * max(heads, tensor_degree) // tensor_degree * part.head_dim
+                number = element_bytes if storage.cache_dtype is None else 1 + 4 / part.head_dim
+                cached += kept * 2 * max(heads, tensor_degree) // tensor_degree * part.head_dim * number
             elif isinstance(part, LatentAttention):
-                cached += kept * part.kv_elements(1)
-    cache = cached * sequences * element_bytes
-    return DecodingMemory(weights, cache, SAMPLING_ARRAYS * 4 * sequences * padded_vocab_size(model) / tensor_degree)
+                cached += kept * part.kv_elements(1) * element_bytes
+    sampling = SAMPLING_ARRAYS * 4 * sequences * padded_vocab_size(model) / tensor_degree
+    return DecodingMemory(weights, sequences * (cached + states), sampling)
 
 
-def in_8_bits(anatomy: Anatomy) -> frozenset[str]:
-    """Returns the names of the weights that `--weights-dtype int8` quantizes: decoder matrices and the output table."""
+def _bytes_of_weight(storage: Storage, inputs: int, element_bytes: float) -> float:
+    """Returns the bytes of a quantized weight with its share of scales and zero points."""
+    if storage.weights_dtype == "int8":
+        return 1 + 4 / inputs
+    return 0.5 + (element_bytes + 0.5 * storage.weights_zero_point) / storage.weights_group
+
+
+def quantized(anatomy: Anatomy, storage: Storage) -> frozenset[str]:
+    """Returns the names of the weights that are quantized: decoder matrices, and in int8 the output table."""
+    if storage.weights_dtype is None:
+        return frozenset()
     tables = [w for part in (*anatomy.embed, *anatomy.head) for w in part.weights if w.names == ("vocab", "embed")]
     layers = [w for stack in anatomy.decoder_stacks for w in stack.weights]
-    return frozenset(w.name for w in (*layers, tables[-1]) if is_matrix(w.names))
+    tables = tables[-1:] if storage.weights_dtype == "int8" else []
+    return frozenset(w.name for w in (*layers, *tables) if is_matrix(w.names))
 
 
 def _inputs(weight: Weight, layout: Layout, mesh: MeshShape) -> int:
@@ -171,14 +193,16 @@ class Generation:
 
 
 def generation(
-    anatomy: Anatomy, server: Server, tensor_degree: int, batch: int, context: int, precision: str = "bfloat16"
+    anatomy: Anatomy, server: Server, tensor_degree: int, batch: int, context: int, storage: Storage = PLAIN
 ) -> Generation:
     """Returns lower bounds on the times of prefill and decoding; tensor parallel communication is not counted."""
     gpu, constants = server.gpu, Constants()
     rate = tensor_degree * gpu.peak_flops("bfloat16" if "bfloat16" in gpu.peak else "float16") * gpu.sustained_products
-    reading = (weight_bytes(anatomy, precision) + cache_bytes(anatomy, batch, context)) / (
-        tensor_degree * gpu.bandwidth * constants.memory
-    )
+    read = (weight_bytes(anatomy, "bfloat16") + cache_bytes(anatomy, batch, context)) / tensor_degree
+    if storage != PLAIN:
+        memory = decoding_memory(anatomy, tensor_degree, batch, context, storage=storage)
+        read = memory.weights + memory.cache
+    reading = read / (gpu.bandwidth * constants.memory)
     return Generation(
         prefill_seconds=batch * context * flops_per_token(anatomy, context // 2) / rate,
         token_seconds=max(reading, batch * flops_per_token(anatomy, context) / rate),

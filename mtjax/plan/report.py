@@ -14,6 +14,7 @@ from mtjax.analysis.hardware import Server
 from mtjax.analysis.link_time import members_inside, transfer_time
 from mtjax.analysis.machine import Machine
 from mtjax.analysis.memory import peak_stage_memory, stage_memory
+from mtjax.analysis.optimizer import host_bytes
 from mtjax.analysis.schedules import bubble, slots
 from mtjax.analysis.software import MTJAX
 from mtjax.analysis.teacher_cost import teacher_flops, teacher_of
@@ -82,7 +83,7 @@ def parameter_table(anatomy: Anatomy, plan: Plan) -> Table:
     if num_experts := anatomy.model.num_experts:
         name = f"active per token: {anatomy.model.experts_top_k} of {num_experts} experts"
         result.add_row(name, f"{counts.active_parameters(anatomy):,}")
-    result.add_row("by Megatron-LM's memory formula", f"{counts.megatron_parameters(anatomy):,}")
+    result.add_row("parameters by Megatron-LM's formula", f"{counts.megatron_parameters(anatomy):,}")
     held = counts.peak_stage_counts(anatomy, plan).all
     result.add_row("per GPU (before ZeRO)", f"{held:,.0f}")
     if teacher := teacher_of(plan):
@@ -112,16 +113,18 @@ def memory_table(anatomy: Anatomy, plan: Plan, server: Server, usable: float) ->
     name = "per GPU, on every stage" if plan.stages > 1 else "per GPU"
     result = table("Memory", "", name)
     memory, p = stage_memory(anatomy, plan), plan.precision
+    hosted = host_bytes(anatomy, plan)
+    kind = plan.optimizer.name if plan.residuals == "jax" and plan.optimizer.name != "adamw" else f"{p.optimizer} bytes"
     components = {
         f"weights ({p.weights} bytes)": memory.weights,
         f"gradients ({p.gradients} bytes)": memory.gradients,
-        f"optimizer ({p.optimizer} bytes)": memory.optimizer,
+        f"optimizer ({'in the host' if hosted else kind})": memory.optimizer,
         **{f"saved: {kind}": size for kind, size in memory.activations.items()},
         "workspace of one layer": memory.working,
         "logits": memory.logits,
         **({"teacher: weights, and outputs for the batch": memory.teacher} if memory.teacher else {}),
         **({"teacher: forward pass, before the step": memory.teaching} if memory.teaching else {}),
-        **({"gradients, reduced or stacked": memory.finishing} if memory.finishing else {}),
+        **({"after the last microbatch": memory.finishing} if memory.finishing else {}),
         "peak": memory.total,
     }
     for component, size in components.items():
@@ -129,6 +132,8 @@ def memory_table(anatomy: Anatomy, plan: Plan, server: Server, usable: float) ->
     limit = usable * server.gpu.memory
     fits = "fits" if memory.total <= limit else "does NOT fit"
     result.caption = f"{fits} {gib(limit)} = {percent(usable)} of {gib(server.gpu.memory)}; {p.name} precision"
+    if hosted:
+        result.caption += f"; {gib(hosted)} in the host's memory for each GPU"
     return result
 
 
@@ -138,8 +143,8 @@ def choice_table(anatomy: Anatomy, plan: Plan, server: Server, usable: float) ->
     limit, excessive = usable * server.gpu.memory, False
     for recompute in ("none", "selective", "full"):
         for sequence_parallel in (False, True) if plan.tensor_degree > 1 else (False,):
-            unrolled = plan.unrolled and recompute != "full"
-            option = replace(plan, recompute=recompute, sequence_parallel=sequence_parallel, unrolled=unrolled)
+            option = replace(plan, recompute=recompute, sequence_parallel=sequence_parallel)
+            option = replace(option, unrolled=plan.unrolled and not any(option.unrolling_problems(anatomy.model)))
             row = [replace(option, zero=zero) for zero in range(4)]
             sizes = [peak_stage_memory(anatomy, option) for option in row]
             excessive |= any(size.total > limit for size in sizes)

@@ -34,6 +34,8 @@ class Space:
     """Chunks of a stage's layers; all numbers that divide them when None."""
     uneven: float = 1.25
     """Maximum number of layers of a stage relative to the mean: all stages wait for the one with the most layers."""
+    unrolled: tuple[bool, ...] = (False, True)
+    """Whether layers are unrolled, where that is possible."""
     usable: float = 0.9
     """Share of a GPU's memory that a plan may fill."""
 
@@ -99,7 +101,7 @@ def _obstacle(anatomy: Anatomy, base: Plan, mesh: MeshShape) -> str | None:
     plainest = replace(base, mesh=mesh, microbatch_size=1, sequence_parallel=False, pipeline_schedule="1f1b", chunks=1)
     plainest = replace(plainest, splits_width=False)
     shares = chunk_shares(anatomy, plainest.stages, math.inf).get(1)
-    plainest = replace(plainest, layers_per_stage=shares)
+    plainest = replace(plainest, layers_per_stage=shares, unrolled=False)
     return next(problems(anatomy.model, plainest), None)
 
 
@@ -154,9 +156,15 @@ def variants(anatomy: Anatomy, base: Plan, mesh: MeshShape, space: Space) -> Ite
                             chunks=chunks,
                             layers_per_stage=shares,
                         )
-                        yield from (
-                            replace(plan, expert_dispatch=method) for method in expert_dispatches(anatomy, plan)
-                        )
+                        for method in expert_dispatches(anatomy, plan):
+                            for unrolled in _unrolled(anatomy, plan, space):
+                                yield replace(plan, expert_dispatch=method, unrolled=unrolled)
+
+
+def _unrolled(anatomy: Anatomy, plan: Plan, space: Space) -> tuple[bool, ...]:
+    """Returns whether layers of a plan may be unrolled, and whether they may be in a loop."""
+    is_possible = plan.residuals == "jax" and not any(plan.unrolling_problems(anatomy.model))
+    return tuple(unrolled for unrolled in space.unrolled if is_possible or not unrolled)
 
 
 def expert_dispatches(anatomy: Anatomy, plan: Plan) -> tuple[ExpertDispatch, ...]:
@@ -335,6 +343,8 @@ def describe(plan: Plan) -> str:
         parts.append("sequence parallel")
     if plan.splits_width:
         parts.append("tensor layout 2d")
+    if plan.unrolled:
+        parts.append("layers unrolled")
     if plan.mesh.has_context_parallel and plan.context_method != "ring":
         parts.append(f"keys and values by {plan.context_method}")
     if plan.expert_dispatch != "all-gather":

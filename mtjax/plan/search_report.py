@@ -126,6 +126,8 @@ def train_command(plan: Plan, run: config.Config, source: str) -> str:
         "chunks": plan.chunks,
         "layers_per_stage": plan.layers_per_stage,
     }
+    is_default = run.training.unroll_layers is None and plan.unrolled == plan.unrolls(run)
+    chosen |= {"unroll_layers": None if is_default else plan.unrolled}
     # recompute_offload is an error with any other recompute, and the search may have chosen another.
     chosen |= {"recompute_offload": run.training.recompute_offload and plan.recompute == "full"}
     planned = config.to_dict(config.replace(run, **chosen))

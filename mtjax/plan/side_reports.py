@@ -9,6 +9,7 @@ from mtjax.analysis.anatomy import Anatomy
 from mtjax.analysis.counts import parameters
 from mtjax.analysis.families.registry import anatomy_of
 from mtjax.analysis.hardware import Server
+from mtjax.config.storage import PLAIN, Storage
 from mtjax.plan import inference, published
 from mtjax.plan.published import Point
 from mtjax.plan.report import show, table
@@ -16,6 +17,8 @@ from mtjax.plan.search import describe
 from mtjax.plan.units import gib, seconds, si
 
 BATCHES = (1, 8, 64)
+SMALLEST = Storage("int4", cache_dtype="int8")
+"""The weights and cache that take least memory."""
 
 
 def print_inference(console: Console, anatomy: Anatomy, server: Server, tensor_degree: int, context: int) -> None:
@@ -47,8 +50,10 @@ def cache_table(anatomy: Anatomy, server: Server, tensor_degree: int, context: i
         "KV cache",
         "memory per GPU",
         "with int8 weights",
+        "int4, int8 cache",
         "prefill",
         "per token",
+        "int4, int8 cache",
         "tokens/s (predicted)",
     )
     result = table(title, *heads, note=note)
@@ -56,17 +61,19 @@ def cache_table(anatomy: Anatomy, server: Server, tensor_degree: int, context: i
     for batch in BATCHES:
         for tokens in lengths:
             cache = inference.cache_bytes(anatomy, batch, tokens)
-            memories = {
-                int8: inference.decoding_memory(anatomy, tensor_degree, batch, tokens, int8=int8)
-                for int8 in (False, True)
-            }
+            memories = [
+                inference.decoding_memory(anatomy, tensor_degree, batch, tokens, storage=storage)
+                for storage in (PLAIN, Storage("int8"), SMALLEST)
+            ]
             speed = inference.generation(anatomy, server, tensor_degree, batch, tokens)
+            smallest = inference.generation(anatomy, server, tensor_degree, batch, tokens, SMALLEST)
             result.add_row(
                 f"{batch} x {tokens}",
                 gib(cache),
-                *(_with_capacity(memory.total, server) for memory in (memories[False], memories[True])),
+                *(_with_capacity(memory.total, server) for memory in memories),
                 seconds(speed.prefill_seconds),
                 seconds(speed.token_seconds),
+                seconds(smallest.token_seconds),
                 f"{batch * speed.tokens_per_second:,.0f}",
             )
     return result

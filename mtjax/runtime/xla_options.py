@@ -68,6 +68,15 @@ UNROLLED = (
     ),
 )
 """With `unroll_layers`, which has no loop over layers."""
+FLOAT8 = (
+    Option(
+        "xla_gpu_enable_triton_gemm",
+        False,
+        "matmuls of 8-bit operands are cuBLASLt's; XLA's Triton kernels would compute those with scales in 16 bits",
+        "0.10.2, on by default",
+    ),
+)
+"""With `fp8`."""
 PIPELINED_ALL_REDUCE = (
     Option(
         "xla_gpu_enable_pipelined_all_reduce",
@@ -245,7 +254,8 @@ def _fast(config: Config, mesh: Mesh, device: Any) -> Chosen:
     concurrent = processes > 1 and shape.has_data_and_tensor and not staged
     prefetches = Plan.of(config, shape).prefetches(config.model)
     tables = (
-        (UNROLLED, config.training.unroll_layers),
+        (UNROLLED, bool(config.training.unroll_layers)),
+        (FLOAT8, config.training.fp8 != "none"),
         (OVERLAP, parallel.overlap),
         (PIPELINED_ALL_REDUCE, parallel.overlap and not prefetches and (parallel.sequence_parallel or concurrent)),
         (CONCURRENT, parallel.overlap and concurrent),

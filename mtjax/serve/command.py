@@ -74,17 +74,19 @@ def load(options: Options, processes: int) -> Loaded:
     replicas = replicas_on(shape, processes)
     local = [replica for replica in replicas if this_process() in replica.processes]
     given = (str(shape.replica_shape), options.dtype, options.tokenizer)
-    model = load_model(options.source, *given, devices=local[0].mesh)
+    model = load_model(options.source, *given, devices=local[0].mesh, storage=options.storage)
     if this_process() == 0:
         count = f" ({len(replicas)} replicas)" if len(replicas) > 1 else ""
         say(f"model   {describe_config(model.placed.config, model.parameters)}{count}")
     engines = []
     for replica in local:
         placed = model if replica is local[0] else model.on(replica.mesh)
-        decoder = Decoder(placed.placed, placed.parameters, placed.start_id, int8=options.weights_dtype == "int8")
+        decoder = Decoder(
+            placed.placed, placed.parameters, placed.start_id, storage=options.storage, grids=placed.grids
+        )
         engines.append(Engine(decoder, options.batch))
     return Loaded(
-        replicas, local, engines, replace(model, parameters=None)
+        replicas, local, engines, replace(model, parameters=None, grids=())
     )  # frees their memory: the decoders have converted them
 
 

@@ -1,12 +1,13 @@
 """Options of `mtjax serve`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
 from mtjax.config.field_metadata import WIDTH, Bound, at_least, seconds, setting
+from mtjax.config.storage import Storage
 
 DESCRIPTION = """Serves a trained GPT, Llama or T5 over HTTP, with the APIs of OpenAI and of Megatron-LM.
 
@@ -42,9 +43,7 @@ class Options:
     over the tensor parallel degree MODEL."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Dtype of matrices, activations and KV cache. Default: bfloat16 on GPUs, float32 on CPUs."""
-    weights_dtype: Literal["int8"] | None = None
-    """Quantize the matrices of the layers and of the output logits to int8, with a scale for each output channel;
-    matrix products are still computed in --dtype."""
+    storage: tyro.conf.OmitArgPrefixes[Storage] = field(default_factory=Storage)
     tokenizer: str | None = None
     """A tokenizer, named as for `mtjax train`. Default: the tokenizer that comes with the weights."""
     batch: int = at_least(1, 8, most=4096)

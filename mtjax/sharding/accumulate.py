@@ -30,14 +30,14 @@ class Accumulate:
     def gradients(self, model: PipelineModel, parameters: Tree, batch: Tree, reduction: Reduction) -> tuple[Sums, Tree]:
         """See `MicrobatchSchedule.gradients`."""
         records, wrapped = reduction.records, reduction.wrap(parameters)
-        unstacked = self.unstack_parameters(records, wrapped)
-        sums = self._zeros(records, differentiable_shards(wrapped), differentiable_shards(unstacked))
-        wrapped, shards = unstacked, differentiable_shards(unstacked)
+        prepared = self.prepare_parameters(records, wrapped)
+        shards = differentiable_shards(prepared)
+        sums = self._zeros(records, differentiable_shards(wrapped), shards)
         microbatches = self._microbatches(batch)
 
         def loss(shards: Tree, sums: Tree, microbatch: Tree) -> tuple[Array, Sums]:
             """Computes the total loss of a microbatch by the differentiable shards."""
-            parameters = with_accumulators(records, with_shards(wrapped, shards), sums, self._adds_up)
+            parameters = with_accumulators(records, with_shards(prepared, shards), sums, self._adds_up)
             losses = model.loss_sums(materialize_outside_stacks(records, parameters), microbatch)
             return total_loss(losses), losses
 
@@ -50,8 +50,8 @@ class Accumulate:
         gradients, losses = lax.scan(accumulate, sums, microbatches)
         return jax.tree.map(lambda scalars: scalars.sum(0), losses), restack(gradients)
 
-    def unstack_parameters(self, records: Tree, wrapped: Tree) -> Tree:
-        """See `MicrobatchSchedule.unstack_parameters`."""
+    def prepare_parameters(self, records: Tree, wrapped: Tree) -> Tree:
+        """See `MicrobatchSchedule.prepare_parameters`."""
         if not self.unrolled:
             return gather_for_step(records, wrapped)
         one = lambda record, leaf: unstack(record, leaf, self.compute_dtype) if record.is_stacked else leaf  # noqa: E731

@@ -112,12 +112,19 @@ def explicit_only(partition: PartitionSpec) -> PartitionSpec:
     return only_axes(partition, tuple(explicit_axes()))
 
 
+def map_ranks(body: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """Maps `body` over the shards of its arguments, with all axes manual that are still explicit."""
+    # Autodiff of a `shard_map` inside the manual region does not lower: call this inside the forward or the backward
+    # function of a `custom_vjp`, or where nothing is differentiated.
+    return jax.shard_map(body, axis_names=set(explicit_axes()), in_specs=in_specs, out_specs=out_specs)
+
+
 def fully_manual(body: Callable[[jax.Array], jax.Array], partition: PartitionSpec) -> Callable[[jax.Array], jax.Array]:
     """Maps `body` over the shards of an array and of a result with the same sharding, with every mesh axis manual.
 
     Collectives such as `lax.all_gather` do not lower while any axis is explicit.
     """
-    return jax.shard_map(body, axis_names=set(explicit_axes()), in_specs=(partition,), out_specs=partition)
+    return map_ranks(body, (partition,), partition)
 
 
 def varying_like(x: jax.Array, *like: jax.Array) -> jax.Array:
@@ -148,6 +155,17 @@ def merge(x: jax.Array, start: int, stop: int) -> jax.Array | None:
         return None
     partition = PartitionSpec(*sharding.spec[: start + 1], *sharding.spec[stop:])
     return x.reshape(*x.shape[:start], -1, *x.shape[stop:], out_sharding=partition)
+
+
+def merge_both(dims: str, left: tuple[Array, int], right: tuple[Array, int]) -> tuple[str, Array, Array]:
+    """Merges the dimensions `dims`, which each of two arrays has from the given position on, into one.
+
+    Returns all arguments unchanged if an array is sharded along any but the first of these dimensions.
+    """
+    first, second = (merge(a, start, start + len(dims)) for a, start in (left, right))
+    if first is None or second is None:
+        return dims, left[0], right[0]
+    return dims[0], first, second
 
 
 def shard_like_rows(x: jax.typing.ArrayLike, like: jax.Array) -> jax.Array:

@@ -14,8 +14,8 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Float, Int
 
-from mtjax.sharding.axes import psum_varying, varying_like
-from mtjax.sharding.vocab import Chunks, LossOptions, VocabSpecs, add_gradients, local_logits, local_rows, map_ranks
+from mtjax.sharding.axes import map_ranks, psum_varying, varying_like
+from mtjax.sharding.vocab import Chunks, LossOptions, VocabSpecs, add_gradients, local_logits, local_rows
 
 
 def vocab_parallel_distillation(

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Float
 
 from mtjax.layout.attention_kernel import EITHER
-from mtjax.sharding.axes import explicit_axes, spec, varying_like
+from mtjax.sharding.axes import map_ranks, spec, varying_like
 from mtjax.sharding.no_hoist import no_hoist
 from mtjax.sharding.sinks import gradient_of_sinks, with_sinks
 
@@ -191,7 +191,7 @@ class _OnRanks(NamedTuple):
 
         def mapped(*inputs: Any) -> Any:
             specs = jax.tree.map(lambda a: self.specs[np.ndim(a)], inputs)
-            return jax.shard_map(body, axis_names=set(explicit_axes()), in_specs=specs, out_specs=out_specs)(*inputs)
+            return map_ranks(body, specs, out_specs)(*inputs)
 
         return mapped
 

@@ -1,4 +1,5 @@
 """Grouped-query attention with fewer KV heads than the tensor parallel degree: ranks select the head that they need.
+So do the ranks of a group of heads of a state-space layer.
 
 All KV heads are replicated then. The query heads of a rank belong to a single group, so a rank computes with one key
 and one value head. Its gradient is a partial sum, which is reduced over the ranks in float32.
@@ -13,17 +14,18 @@ from jax import Array
 from mtjax.sharding.axes import dimension_axes, spec
 
 
-def heads_in_use(parameter: Array) -> Array:
-    """Shards a parameter of KV heads over the ranks that compute with them.
+def heads_in_use(parameter: Array, name: str = "kv_heads") -> Array:
+    """Shards a parameter of KV heads, or of other groups of heads, over the ranks that compute with them.
 
     Args:
       parameter: [..., kv_heads, head_dim], sharded by heads or replicated.
+      name: logical name of the heads' dimension.
 
     Returns:
       The parameter if it is sharded; else [..., ranks, head_dim], sharded, where rank r has head r * kv_heads / ranks.
     """
     axes = dimension_axes(spec("heads"), 0)
-    if not axes or dimension_axes(spec("kv_heads"), 0) == axes:
+    if not axes or dimension_axes(spec(name), 0) == axes:
         return parameter
     sizes = jax.sharding.get_abstract_mesh().shape
     ranks, heads = math.prod(sizes[axis] for axis in axes), parameter.shape[-2]

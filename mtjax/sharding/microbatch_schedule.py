@@ -90,7 +90,7 @@ class MicrobatchSchedule(Protocol):
         """
         ...
 
-    def unstack_parameters(self, records: Tree, wrapped: Tree) -> Tree:
+    def prepare_parameters(self, records: Tree, wrapped: Tree) -> Tree:
         """Prepares parameters for layers, once per step: gathers those of ZeRO-1 and 2, unstacks those of unrolled
         layers."""
         ...

@@ -112,57 +112,45 @@ def param_specs(
       is_trainable: returns whether the parameter of a dotted name is trained.
     """
 
-    def record(path: Any, names: tuple[str, ...], array: Any) -> ParamSpec:
-        name = dotted(path)
-        return _record(name, names, array.shape, layout, mesh, compute_dtype, grad_reduce_dtype, is_trainable(name))
-
-    return jax.tree_util.tree_map_with_path(record, axes, shapes, is_leaf=is_names)
-
-
-def _record(
-    name: str,
-    axes: tuple[str, ...],
-    shape: tuple[int, ...],
-    layout: Layout,
-    mesh: MeshShape,
-    compute_dtype: str,
-    grad_reduce_dtype: str,
-    is_trainable: bool,
-) -> ParamSpec:
-    """Builds the record of one parameter."""
     rules = layout.rules
-    # Ranks along `replicas` hold the same parameter. Along those in `shared_work` they also process different samples
-    # or tokens: the gradient is reduced over these. Along the remaining ones, stages, it is reduced after the last
-    # microbatch.
-    replicas = tuple(axis for axis in rules.replicas(axes) if mesh.degree((axis,)) > 1)
-    deferred = tuple(axis for axis in replicas if axis not in rules.shared_work)
-    replicas = tuple(axis for axis in replicas if axis not in deferred)
-    # ZeRO shards along one dimension that is divisible by its axes; where there is none, the parameter stays
-    # replicated.
-    zero_axes = tuple(axis for axis in layout.zero_axes if axis in replicas)
-    dim = sharded_dimension(axes, shape, layout, mesh, mesh.degree(zero_axes))
-    zero_axes = () if dim == NOT_SHARDED else zero_axes
-    # Only shards are reduced between sharding groups, and only once per step, as links between servers are slow.
-    between = tuple(axis for axis in replicas if zero_axes and axis not in zero_axes)
-    replicas = tuple(axis for axis in replicas if axis not in between)
-    compute_spec = partition_spec(rules, axes)
-    # A frozen parameter has no gradient and no moments to shard: ZeRO-1 and 2 leave it replicated.
-    is_stored_sharded = bool(zero_axes) and (is_trainable or layout.zero == 3)
-    gather_dtype = compute_dtype if gathers_in_compute_dtype(axes) else "float32"
-    return ParamSpec(
-        name=name,
-        axes=axes,
-        shape=tuple(shape),
-        is_matrix=is_matrix(axes),
-        compute_spec=compute_spec,
-        storage_spec=with_axes(compute_spec, dim, zero_axes) if is_stored_sharded else compute_spec,
-        grad_reduction=GradReduction(replicas, dim, zero_axes, mesh.degree(zero_axes), grad_reduce_dtype),
-        between_groups=between,
-        deferred_axes=deferred,
-        gather_dtype=gather_dtype if is_stored_sharded else None,
-        is_gathered_per_step=is_stored_sharded and layout.zero < 3,
-        is_trainable=is_trainable,
-    )
+
+    def spec(path: Any, names: tuple[str, ...], array: Any) -> ParamSpec:
+        """Builds the record of one parameter."""
+        trainable = is_trainable(dotted(path))
+        # Ranks along `replicas` hold the same parameter. Along those in `shared_work` they also process different
+        # samples or tokens: the gradient is reduced over these. Along the remaining ones, stages, it is reduced after
+        # the last microbatch.
+        replicas = tuple(axis for axis in rules.replicas(names) if mesh.degree((axis,)) > 1)
+        deferred = tuple(axis for axis in replicas if axis not in rules.shared_work)
+        replicas = tuple(axis for axis in replicas if axis not in deferred)
+        # ZeRO shards along one dimension that is divisible by its axes; where there is none, the parameter stays
+        # replicated.
+        zero_axes = tuple(axis for axis in layout.zero_axes if axis in replicas)
+        dim = sharded_dimension(names, array.shape, layout, mesh, mesh.degree(zero_axes))
+        zero_axes = () if dim == NOT_SHARDED else zero_axes
+        # Only shards are reduced between sharding groups, and only once per step, as links between servers are slow.
+        between = tuple(axis for axis in replicas if zero_axes and axis not in zero_axes)
+        replicas = tuple(axis for axis in replicas if axis not in between)
+        compute_spec = partition_spec(rules, names)
+        # A frozen parameter has no gradient and no moments to shard: ZeRO-1 and 2 leave it replicated.
+        is_stored_sharded = bool(zero_axes) and (trainable or layout.zero == 3)
+        gather_dtype = compute_dtype if gathers_in_compute_dtype(names) else "float32"
+        return ParamSpec(
+            name=dotted(path),
+            axes=names,
+            shape=tuple(array.shape),
+            is_matrix=is_matrix(names),
+            compute_spec=compute_spec,
+            storage_spec=with_axes(compute_spec, dim, zero_axes) if is_stored_sharded else compute_spec,
+            grad_reduction=GradReduction(replicas, dim, zero_axes, mesh.degree(zero_axes), grad_reduce_dtype),
+            between_groups=between,
+            deferred_axes=deferred,
+            gather_dtype=gather_dtype if is_stored_sharded else None,
+            is_gathered_per_step=is_stored_sharded and layout.zero < 3,
+            is_trainable=trainable,
+        )
+
+    return jax.tree_util.tree_map_with_path(spec, axes, shapes, is_leaf=is_names)
 
 
 def partition_specs(records: Tree, which: Literal["compute_spec", "storage_spec"]) -> Tree:

@@ -60,4 +60,4 @@ def bind_frozen(model: PipelineModel, records: Tree, parameters: Tree, schedule:
     # marked: loops over layers then have no gradients and accumulators of them.
     used = materialize_outside_stacks(frozen, wrap_for_inference(frozen, select_frozen(records, parameters)))
     mark = lambda record, leaf: NoGrad(leaf) if record.is_stacked else leaf  # noqa: E731
-    return model.with_frozen(schedule.unstack_parameters(frozen, jax.tree.map(mark, frozen, used)))
+    return model.with_frozen(schedule.prepare_parameters(frozen, jax.tree.map(mark, frozen, used)))

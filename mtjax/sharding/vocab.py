@@ -1,16 +1,15 @@
-"""Vocabulary-parallel embedding, and the cross-entropy fused with its projection (section 3 of the paper).
+"""Vocabulary-parallel cross-entropy, fused with the projection to logits (section 3 of the paper).
 
-The rows of the table are sharded over `model`. A lookup yields zeros for rows of other ranks, and is all-reduced over
-`model`; logits stay on the rank that computed them: per token only a maximum, a sum of exponentials and the target's
-logit are reduced. Logits exist for one chunk of tokens at a time, and are recomputed in the backward pass.
+The rows of the table are sharded over `model` (`mtjax.sharding.vocab_embedding` looks them up). Logits stay on the rank
+that computed them: per token only a maximum, a sum of exponentials and the label's logit are reduced. Logits exist for
+one chunk of tokens at a time, and are recomputed in the backward pass.
 
 Shape suffixes: B batch, S sequence, H hidden, V this rank's vocabulary rows, C tokens of a chunk.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Bool, Float, Int
 
 from mtjax.layout.rules import Axes
-from mtjax.sharding.axes import dimension_axes, explicit_axes, psum_varying, spec, varying_like
+from mtjax.sharding.axes import dimension_axes, map_ranks, psum_varying, spec, varying_like
 
 NEVER = -1e30
 """Logit of a padding row: its exponential is 0, and it stays finite in products."""
@@ -74,13 +73,6 @@ class VocabSpecs:
         return lax.axis_index(self.rows) * rows
 
 
-def map_ranks(body: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-    """Maps `body` over the shards of its arguments, with all axes manual that are still explicit."""
-    # Autodiff of a `shard_map` inside the manual region does not lower, so every map below is inside the forward or the
-    # backward function of a `custom_vjp`.
-    return jax.shard_map(body, axis_names=set(explicit_axes()), in_specs=in_specs, out_specs=out_specs)
-
-
 def local_rows(specs: VocabSpecs, tokens: Array, rows: int) -> tuple[Array, Array]:
     """Finds tokens in this rank's `rows` rows of the table.
 
@@ -90,9 +82,6 @@ def local_rows(specs: VocabSpecs, tokens: Array, rows: int) -> tuple[Array, Arra
     row = tokens - specs.first_row(rows)
     owned = (row >= 0) & (row < rows)
     return jnp.where(owned, row, 0), owned
-
-
-# --- loss
 
 
 @dataclass(frozen=True)
@@ -176,10 +165,10 @@ def _cross_entropy_forward(
 
     def local(hidden_BSH: Array, table_VH: Array, bias_V: Array | None, labels_BS: Array) -> tuple[Array, Array]:
         """Computes losses and log Z of this rank's tokens, inside the map."""
-        top, scale, target, *logit_sum = _summaries(specs, options, hidden_BSH, table_VH, bias_V, labels_BS)
-        log_z = jnp.log(scale) + top
-        mean = logit_sum[0] / options.vocab_size if logit_sum else 0.0
-        loss = log_z - (1 - options.label_smoothing) * target - options.label_smoothing * mean
+        of_logits = _summaries(specs, options, hidden_BSH, table_VH, bias_V, labels_BS)
+        log_z, smoothing = jnp.log(of_logits.exponentials) + of_logits.top, options.label_smoothing
+        mean = 0.0 if of_logits.total is None else of_logits.total / options.vocab_size
+        loss = log_z - (1 - smoothing) * of_logits.label - smoothing * mean
         return loss + options.z_loss * log_z**2, log_z
 
     with jax.named_scope("loss"):
@@ -271,16 +260,22 @@ def add_gradients(
     return (of_table_VH, of_bias_V), slope_CV @ table_VH
 
 
+class _Summaries(NamedTuple):
+    """Of each token's logits, float32 [B, S]: the maximum, the sum of exp(logit - maximum), the label's logit, and with
+    label smoothing the sum of logits."""
+
+    top: Array
+    exponentials: Array
+    label: Array
+    total: Array | None
+
+
 def _summaries(
     specs: VocabSpecs, options: LossOptions, hidden_BSH: Array, table_VH: Array, bias_V: Array | None, labels_BS: Array
-) -> tuple[Array, ...]:
+) -> _Summaries:
     """Summarizes each token's logits, inside the map.
 
     Communication: a maximum, and one all-reduce of two or three numbers per token, over the ranks with the same rows.
-
-    Returns:
-      float32 [B, S] each: the maximum, the sum of exp(logit - maximum), the label's logit, and with label smoothing the
-      sum of logits.
     """
     hidden_BSH = specs.gather_sequence(hidden_BSH)
     chunks = Chunks.of(hidden_BSH, options.chunk)
@@ -292,18 +287,19 @@ def _summaries(
         logits_CV, column_V = local_logits(specs, hidden_CH, table_VH, bias_V, options)
         # An online softmax over ranks: each has the maximum and the sum of exponentials of its columns.
         highest = logits_CV.max(-1)
-        scale = jnp.exp(logits_CV - highest[:, None]).sum(-1)
+        exponentials = jnp.exp(logits_CV - highest[:, None]).sum(-1)
         row, owned = local_rows(specs, labels_C, table_VH.shape[0])
-        target = jnp.where(owned, jnp.take_along_axis(logits_CV, row[:, None], axis=1)[:, 0], 0)
-        return None, (highest, scale, target, sum_of_real(logits_CV, column_V, options))
+        label = jnp.where(owned, jnp.take_along_axis(logits_CV, row[:, None], axis=1)[:, 0], 0)
+        return None, (highest, exponentials, label, sum_of_real(logits_CV, column_V, options))
 
     _, summaries = lax.scan(reduce_chunk, None, (chunks.split(hidden_BSH), chunks.split(labels_BS)))
-    highest, scale, target, total = (chunks.join(a, labels_BS.shape) for a in summaries)
+    highest, exponentials, label, total = (chunks.join(a, labels_BS.shape) for a in summaries)
     # sum exp(z - top) = sum over ranks of exp(highest - top) * (their sum exp(z - highest))
     top = lax.pmax(highest, specs.rows)
-    sums = (scale * jnp.exp(highest - top), target) + ((total,) if options.label_smoothing else ())
+    sums = (exponentials * jnp.exp(highest - top), label) + ((total,) if options.label_smoothing else ())
     # XLA: separate all-reduces may be moved behind the mean over tokens. One array is reduced here.
-    return top, *lax.psum(jnp.stack(sums), specs.rows)
+    exponentials, label, *totals = lax.psum(jnp.stack(sums), specs.rows)
+    return _Summaries(top, exponentials, label, totals[0] if totals else None)
 
 
 def vocab_parallel_scores(
@@ -320,8 +316,9 @@ def vocab_parallel_scores(
     specs, plain = VocabSpecs.in_force(), replace(options, label_smoothing=0.0)
 
     def local(hidden_BSH: Array, table_VH: Array, bias_V: Array | None, labels_BS: Array) -> tuple[Array, Array]:
-        top, scale, target = _summaries(specs, plain, hidden_BSH, table_VH, bias_V, labels_BS)
-        return target - top - jnp.log(scale), target == top
+        of_logits = _summaries(specs, plain, hidden_BSH, table_VH, bias_V, labels_BS)
+        log_likelihood = of_logits.label - of_logits.top - jnp.log(of_logits.exponentials)
+        return log_likelihood, of_logits.label == of_logits.top
 
     with jax.named_scope("loss"):
         arguments = (specs.hidden, specs.table, specs.bias, specs.tokens)

@@ -12,9 +12,9 @@ from jax import Array
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Float, Int
 
-from mtjax.sharding.axes import psum_varying, varying_like
+from mtjax.sharding.axes import map_ranks, psum_varying, varying_like
 from mtjax.sharding.stored_weight import StoredWeight
-from mtjax.sharding.vocab import VocabSpecs, local_rows, map_ranks
+from mtjax.sharding.vocab import VocabSpecs, local_rows
 
 
 def vocab_parallel_embedding(

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int
 
-from mtjax.sharding.axes import psum_varying, varying_like
+from mtjax.sharding.axes import map_ranks, psum_varying, varying_like
 from mtjax.sharding.vocab import (
     Chunks,
     LossOptions,
@@ -21,7 +21,6 @@ from mtjax.sharding.vocab import (
     add_gradients,
     local_logits,
     logit_gradient,
-    map_ranks,
     sum_of_real,
     vocab_parallel_cross_entropy,
 )

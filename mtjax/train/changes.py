@@ -13,9 +13,11 @@ from mtjax.config import Config
 from mtjax.config.horizon import Horizon
 from mtjax.config.run import section_by_setting
 from mtjax.data import DataPosition, SampleOrder, TrainingText
+from mtjax.data.samples.blend import normalise
 from mtjax.errors import UserError, shortened
 from mtjax.layout.dropout import DROPOUT_BITS
 from mtjax.layout.mesh import parse_mesh
+from mtjax.layout.optimizer_states import optimizer_states
 from mtjax.runtime.checkpoints.past import Past
 from mtjax.train.schedule import make_schedule
 
@@ -120,9 +122,21 @@ def _changed_texts(past: Past, config: Config, texts: Sequence[TrainingText]) ->
         return [f"split was {then} and is {now}"] if then != now else []
     before = past.record.position.texts
     if len(before) == len(texts):
-        pairs = zip(before, texts, strict=True)
-        return [f"training text was {_described(a)} and is {_described(b)}" for a, b in pairs if not a.is_same(b)]
+        pairs = zip(before, texts, _with_shares(before), _with_shares(texts), strict=True)
+        return [
+            f"training text was {_described(then)} and is {_described(now)}"
+            for then, now, first, second in pairs
+            if not first.is_same(second)
+        ]
     return [f"training text was {' and '.join(map(_described, before))} and is {' and '.join(map(_described, texts))}"]
+
+
+def _with_shares(texts: Sequence[TrainingText]) -> list[TrainingText]:
+    """Returns texts with weights that sum to 1, as a blend has them: 30 and 70 are 0.3 and 0.7."""
+    weights = [text.weight for text in texts if text.weight is not None]
+    if not weights or len(weights) < len(texts):
+        return list(texts)
+    return [dataclasses.replace(text, weight=share) for text, share in zip(texts, normalise(weights), strict=True)]
 
 
 def _described(text: TrainingText) -> str:
@@ -161,6 +175,33 @@ def check_learning_rate(past: Past, config: Config, now: Config) -> None:
             f"it decays to min_learning_rate 0 by step {now.optimizer.decay_steps}; add --min-learning-rate "
             f"{peak / 10:g}, or --decay-steps {steps} to decay again, from {rate_of(_decaying(now, steps), past.step)}"
         )
+
+
+def check_states(past: Past, config: Config) -> None:
+    """Checks that a checkpoint holds the states of the run's optimizer.
+
+    Raises:
+      UserError: they are another optimizer's.
+    """
+    then, now = optimizer_states(past.config), optimizer_states(config)
+    if then.name != now.name:
+        raise UserError(
+            f"the checkpoint of step {past.step} holds the states of optimizer {then.name}, and optimizer is "
+            f"{now.name}: resume with --optimizer {then.name}, or begin a new run from its weights with --init-from"
+        )
+    if then.momentum != now.momentum:
+        rates = past.config.optimizer.sgd_momentum, config.optimizer.sgd_momentum
+        raise UserError(
+            f"the checkpoint of step {past.step} was saved with sgd_momentum {rates[0]:g}, and sgd_momentum is "
+            f"{rates[1]:g}: only one of them has momentum in its states; resume with --sgd-momentum {rates[0]:g}"
+        )
+    for name in ("adam_mu_dtype", "adam_nu_dtype"):
+        before, after = getattr(past.config.optimizer, name), getattr(config.optimizer, name)
+        if before != after:
+            raise UserError(
+                f"the checkpoint of step {past.step} was saved with {name} {before}, and {name} is {after}: resume "
+                f"with --{name.replace('_', '-')} {before}, or begin a new run from its weights with --init-from"
+            )
 
 
 def find_changes(past: Past, config: Config, now: Config, position: DataPosition) -> list[Change]:

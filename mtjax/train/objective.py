@@ -198,7 +198,7 @@ class SavedWeights:
         Raises:
           UserError: lists all differences.
         """
-        check_same_weights(self.weights, program.abstract_parameters, program.config, program.layer_orders)
+        check_same_weights(self.weights, program.restore_target, program.config, program.layer_orders)
 
     def read(self, program: TrainStep) -> Tree:
         """Reads the parameters; each device reads only its shards.

@@ -12,13 +12,14 @@ import optax
 
 from mtjax.config import Config, Model
 from mtjax.layout.layouts import is_decayed
+from mtjax.layout.optimizer_states import optimizer_states
 from mtjax.layout.stages import PLAIN, Orders, layer_numbers, order_of
 from mtjax.sharding.param_specs import ParamSpec
 from mtjax.train.schedule import make_schedule, make_weight_decay
 
 
 def make_optimizer(config: Config, records: Any, orders: Orders = PLAIN) -> optax.GradientTransformation:
-    """Builds global-norm clipping followed by AdamW, with layer-wise learning rate decay if the config sets it.
+    """Builds global-norm clipping followed by the optimizer, with layer-wise learning rate decay if the config sets it.
 
     Args:
       config: rates, decay and clipping.
@@ -27,16 +28,21 @@ def make_optimizer(config: Config, records: Any, orders: Orders = PLAIN) -> opta
     """
     options, steps = config.optimizer, config.training.steps
     clip = optax.stateless(partial(_clipped, options.clip_grad_norm)) if options.clip_grad_norm else optax.identity()
-    adamw = partial(
-        optax.adamw,
-        make_schedule(options, steps),
-        b1=options.beta1,
-        b2=options.beta2,
-        eps=options.epsilon,
-        mask=jax.tree.map(lambda record: is_decayed(record.axes), records),
-    )
+    if optimizer_states(config).is_plain:
+        build = partial(
+            optax.adamw,
+            make_schedule(options, steps),
+            b1=options.beta1,
+            b2=options.beta2,
+            eps=options.epsilon,
+            mask=jax.tree.map(lambda record: is_decayed(record.axes), records),
+        )
+    else:
+        from mtjax.train.optimizers import make_rule
+
+        build = partial(make_rule, config, records, orders)
     decay = make_weight_decay(options, steps)
-    rule = _growing(adamw, decay) if callable(decay) else adamw(weight_decay=decay)
+    rule = _growing(build, decay) if callable(decay) else build(weight_decay=decay)
     factor = config.finetuning.layer_decay
     if factor == 1.0:
         return optax.chain(clip, rule)
@@ -65,17 +71,17 @@ BELOW = ("embedding", "positions", "token_types")
 """Prefixes of the names of parameters below the layers."""
 
 
-def _growing(adamw: Callable[..., optax.GradientTransformation], decay: optax.Schedule) -> optax.GradientTransformation:
-    """Builds AdamW with a weight decay that depends on the step.
+def _growing(build: Callable[..., optax.GradientTransformation], decay: optax.Schedule) -> optax.GradientTransformation:
+    """Builds an optimizer with a weight decay that depends on the step.
 
     optax supports a schedule too, but adds a counter to the state. This reads the learning rate's counter instead, so
     that a checkpoint has the same structure with and without a growing weight decay.
     """
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        return adamw(weight_decay=decay(state[-1].count)).update(updates, state, params)
+        return build(weight_decay=decay(state[-1].count)).update(updates, state, params)
 
-    return optax.GradientTransformation(adamw(weight_decay=0.0).init, update)
+    return optax.GradientTransformation(build(weight_decay=0.0).init, update)
 
 
 def _clipped(max_norm: float, gradients: Any, _: Any) -> Any:

@@ -21,7 +21,9 @@ from mtjax.data import BatchSchedule
 from mtjax.data.cache import Cache, machine_memory
 from mtjax.errors import UserError
 from mtjax.layout.divisibility import check_config, check_ramp
+from mtjax.layout.float8 import float8_note
 from mtjax.layout.mesh import AUTO, MeshShape, parse_mesh
+from mtjax.layout.plan import Plan
 from mtjax.runtime.checkpoints.checkpoint import Checkpoints, Restored
 from mtjax.runtime.checkpoints.local import LocalCheckpoints
 from mtjax.runtime.checkpoints.past import Past, RunRecord, newest_past
@@ -32,7 +34,7 @@ from mtjax.runtime.processes.coordination import all_gather_text
 from mtjax.runtime.processes.peers import Peers
 from mtjax.sharding.mesh import attach_devices, use_cpu_devices
 from mtjax.storage import shown, url_of
-from mtjax.train.changes import find_changes, rate_of, scheduled, table
+from mtjax.train.changes import check_states, find_changes, rate_of, scheduled, table
 from mtjax.train.folder.remote import RemoteFolder
 from mtjax.train.folder.run_folder import choose_folder
 from mtjax.train.objective import InitialWeights, Objective, RunData, position_in
@@ -179,6 +181,8 @@ def prepare(
             "config.toml refer to that folder)"
         ) from e
     times.begin(MODEL)
+    if past is not None:
+        check_states(past, resolved)
     horizon = objective.horizon(resolved, past)
     return Prepared(resolved, run_data, make_train_step(scheduled(resolved, horizon), environment.mesh), horizon, past)
 
@@ -242,12 +246,14 @@ def print_run_summary(config: Config, environment: RunEnvironment, program: Trai
         + (f"\nspeed   TFLOP/s and MFU count {CONVENTION}" if progress.rates.are_shown else "")
     )
     all_specs, trainable = (jax.tree.leaves(tree) for tree in (program.records, program.trainable_records))
-    if len(trainable) < len(all_specs):
+    if model.lora_rank:
         total, trained = (sum(math.prod(spec.shape) for spec in specs) for specs in (all_specs, trainable))
         progress.say(f"trained {trained:,} of {total:,} parameters ({trained / total:.2%}); the others are frozen")
     if program.attention_fallback:
         used = program.config.model.attention
         progress.say(f"note    attention is {used}, not {config.model.attention}: {program.attention_fallback}")
+    if note := float8_note(program.config.model, Plan.of(program.config, program.shape)):
+        progress.say(f"note    {note}")
     if program.xla.refused:
         names = ", ".join(program.xla.refused)
         progress.say(f"note    steps may be slower: this XLA does not support {names}")

@@ -3,6 +3,7 @@
 `inspect` and the planner build the same `TrainStep` on compile-only devices.
 """
 
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -15,10 +16,12 @@ from jax.sharding import Mesh
 from mtjax.config import Config
 from mtjax.layout.divisibility import num_microbatches
 from mtjax.layout.layouts import Layout
+from mtjax.layout.optimizer_states import optimizer_states
 from mtjax.layout.stages import layer_numbers
 from mtjax.models.layer_context import with_text_lengths
 from mtjax.models.pipeline_model import TrunkPipeline
 from mtjax.models.recompute import Recompute, check_offload
+from mtjax.models.routers import LOAD, report_weights
 from mtjax.models.sharded_model import Batch, ShardedModel
 from mtjax.runtime import xla_options
 from mtjax.runtime.train_state import State
@@ -51,7 +54,8 @@ class LossInputs(NamedTuple):
 class TrainStep(ShardedModel):
     """A config's model on a mesh, and the step that trains it: abstract until a method is called.
 
-    `xla` holds the compiler options of the step, `trainable_records` the `ParamSpec`s of the trained parameters.
+    `xla` holds the compiler options of the step, `trainable_records` the `ParamSpec`s of the parameters that the
+    optimizer changes.
 
     Raises:
       UserError: the mesh does not divide the model or its batch.
@@ -60,18 +64,38 @@ class TrainStep(ShardedModel):
     def __init__(self, config: Config, mesh: Mesh, layout: Layout | None = None) -> None:
         check_offload(Recompute.of(config.training), mesh.devices.flat[0].platform)
         super().__init__(config, mesh, layout, trains=True)
-        self.xla = xla_options.choose(config, mesh)
-        self.trainable_records = select_trainable(self.records, self.records)
+        if self.offloads:
+            from mtjax.train.offload import check_offload as check_optimizer_offload
+
+            check_optimizer_offload(config, self.shape)
+        self.xla = xla_options.choose(self.config, mesh)
+        self.trainable_records = self.optimized(self.records)
         self.optimizer = make_optimizer(config, self.trainable_records, self.layer_orders)
         self.schedule = make_schedule(config.optimizer, config.training.steps)
+
+    def optimized(self, tree: Tree) -> Tree:
+        """Selects what the optimizer changes from a tree like the parameters'."""
+        return select_trainable(self.records, tree)
 
     @cached_property
     def state_sharding(self) -> State:
         """The sharding of each array of the state."""
         # Adam's moments are sharded like the stored parameters: with ZeRO over the data parallel ranks as well.
         moments = placement.shardings(partition_specs(self.trainable_records, "storage_spec"), self.mesh)
-        everywhere, like = placement.replicated(self.mesh), select_trainable(self.records, self.abstract_parameters)
-        optimizer = placement.optimizer_shardings(self.optimizer, like, moments, self.mesh)
+        everywhere, like = placement.replicated(self.mesh), self.optimized(self.abstract_parameters)
+        states = optimizer_states(self.config)
+        if states.is_plain:
+            optimizer = placement.optimizer_shardings(self.optimizer, like, moments, self.mesh)
+        else:
+            from mtjax.sharding.optimizer_shardings import shardings_by_name
+
+            with jax.set_mesh(self.mesh):
+                abstract = jax.eval_shape(self.optimizer.init, placement.with_sharding(like, moments))
+            optimizer = shardings_by_name(abstract, self.trainable_records, states, self.mesh)
+        if self.offloads:
+            from mtjax.train.offload import host_shardings
+
+            optimizer = host_shardings(optimizer)
         scaled = self.config.training.compute_dtype == "float16"
         loss_scale = LossScale(everywhere, everywhere, everywhere) if scaled else None
         return State(everywhere, everywhere, self.parameter_sharding, optimizer, loss_scale)
@@ -81,14 +105,32 @@ class TrainStep(ShardedModel):
         """Shapes, dtypes and shardings of the state; a checkpoint is restored into it."""
         with jax.set_mesh(self.mesh):
             state = jax.eval_shape(self._initial, jax.eval_shape(lambda: jax.random.key(0)))
-        return placement.with_sharding(state, self.state_sharding)
+        state = placement.with_sharding(state, self.state_sharding)
+        if not self.offloads:
+            return state
+        from mtjax.train.offload import of_moments, typed_on_host
+
+        def on_host(a: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=typed_on_host(a.sharding))
+
+        return replace(state, optimizer=of_moments(on_host, state.optimizer))
+
+    @property
+    def offloads(self) -> bool:
+        """Whether the optimizer's moments are in the host's memory."""
+        return self.config.parallel.offload == "optimizer"
 
     def initialize(self, seed: int, parameters: Tree = None) -> State:
         """Initializes the state directly in its sharding, with the same values on every mesh.
 
         If `parameters` are given, they are donated, and only the other parts of the state are initialized.
         """
-        return self.on_mesh(self._compiled_initial, jax.random.key(seed), parameters)
+        state = self.on_mesh(self._compiled_initial, jax.random.key(seed), parameters)
+        if not self.offloads:
+            return state
+        from mtjax.train.offload import zero_moments
+
+        return replace(state, optimizer=zero_moments(state.optimizer, self.abstract_state.optimizer))
 
     def step(self, state: State, batch: Batch) -> tuple[State, dict[str, Array]]:
         """Runs one optimizer step, donating `state`; returns the new state and metrics.
@@ -113,7 +155,7 @@ class TrainStep(ShardedModel):
         """Returns a trained parameter that is not finite; None if all are finite."""
 
         def find(parameters: Tree) -> Array:  # finite values become 0, as squares may overflow
-            bad = jax.tree.map(lambda a: jnp.where(jnp.isfinite(a), 0.0, a), select_trainable(self.records, parameters))
+            bad = jax.tree.map(lambda a: jnp.where(jnp.isfinite(a), 0.0, a), self.optimized(parameters))
             return first_bad(jnp.zeros(()), bad, self.trainable_records, self.layer_numbers)
 
         index = int(self.on_mesh(jax.jit(find), parameters))
@@ -136,7 +178,16 @@ class TrainStep(ShardedModel):
 
     @cached_property
     def _compiled_initial(self) -> Any:
-        return jax.jit(self._initial, donate_argnums=1, out_shardings=self.state_sharding)
+        if not self.offloads:
+            return jax.jit(self._initial, donate_argnums=1, out_shardings=self.state_sharding)
+        from mtjax.train.offload import without_moments
+
+        def initial(key: Array, parameters: Tree = None) -> State:  # the moments never are on the device
+            state = self._initial(key, parameters)
+            return replace(state, optimizer=without_moments(state.optimizer))
+
+        shardings = replace(self.state_sharding, optimizer=without_moments(self.state_sharding.optimizer))
+        return jax.jit(initial, donate_argnums=1, out_shardings=shardings)
 
     @cached_property
     def _compiled_step(self) -> Any:
@@ -148,7 +199,7 @@ class TrainStep(ShardedModel):
         if parameters is None:
             parameters = self._drawn(key)
         random = jax.random.key_data(jax.random.split(key)[1])
-        optimizer = self.optimizer.init(select_trainable(self.records, parameters))
+        optimizer = self.optimizer.init(self.optimized(parameters))
         loss_scale = precision.initial(self.config.training)
         return State(jnp.zeros((), jnp.int32), random, parameters, optimizer, loss_scale)
 
@@ -158,18 +209,26 @@ class TrainStep(ShardedModel):
     def loss_and_grads(self, state: State, batch: Batch) -> tuple[Array, dict[str, Array], Tree]:
         """Traces the forward and backward pass: see `gradients`."""
         scale = None if state.loss_scale is None else state.loss_scale.scale
-        return self.gradients(state.parameters, batch, jax.random.wrap_key_data(state.random), scale)
+        parameters = state.parameters
+        if self.config.optimizer.optimizer == "schedule-free":
+            from mtjax.train.optimizers import training_point
+
+            point = training_point(self.config.optimizer, self.optimized(parameters), state.optimizer[1][0])
+            parameters = merge_trees(point, select_frozen(self.records, parameters))
+        return self.gradients(parameters, batch, jax.random.wrap_key_data(state.random), scale)
 
     def apply_gradients(
         self, state: State, batch: Batch, loss: Array, parts: dict[str, Array], gradients: Tree
     ) -> tuple[State, dict[str, Array]]:
         """Traces the optimizer update; returns the next state and metrics."""
-        loss_scale, trainable = state.loss_scale, select_trainable(self.records, state.parameters)
+        loss_scale, trainable = state.loss_scale, self.optimized(state.parameters)
         with jax.named_scope("optimizer"):
-            updates, optimizer = self.optimizer.update(gradients, state.optimizer, trainable)
-            updated = optax.apply_updates(trainable, updates)
-            if self.config.model.router_bias:
-                from mtjax.models.routers import LOAD
+            if self.offloads:  # streamed below, with the selection of what counts
+                updated, optimizer = trainable, state.optimizer
+            else:
+                updates, optimizer = self.optimizer.update(gradients, state.optimizer, trainable)
+                updated = optax.apply_updates(trainable, updates)
+            if self.config.model.router_bias:  # not with offload
                 from mtjax.train.router_bias import update_router_bias
 
                 rate, orders = self.config.model.router_bias_update_rate, self.layer_orders
@@ -178,7 +237,14 @@ class TrainStep(ShardedModel):
             bad = first_bad(loss + norm, gradients, self.trainable_records, self.layer_numbers)
             finite = bad == GOOD
             # A step with nonfinite gradients is skipped on all devices, by selects instead of a conditional.
-            updated, optimizer = precision.choose(finite, (updated, optimizer), (trainable, state.optimizer))
+            if self.offloads:
+                from mtjax.train.offload import streamed_update
+
+                updated, optimizer = streamed_update(
+                    self.config, self.trainable_records, gradients, state.optimizer, trainable, finite, norm
+                )
+            else:
+                updated, optimizer = precision.choose(finite, (updated, optimizer), (trainable, state.optimizer))
             metrics = {
                 "loss": loss,
                 "grad_norm": jnp.where(finite, norm, 0.0),
@@ -208,10 +274,7 @@ class TrainStep(ShardedModel):
         """
         settings, samples = self.config.model, batch["sample_index"].shape[0]
         weights = self.loss_weights(batch)
-        if settings.num_experts:
-            from mtjax.models.routers import report_weights
-
-            weights |= report_weights(settings, samples)
+        weights |= report_weights(settings, samples)
         if settings.mtp_num_layers:
             from mtjax.models.prediction import prediction_reports
 
@@ -220,11 +283,12 @@ class TrainStep(ShardedModel):
             weights = {name: w * scale for name, w in weights.items()}
         # One dropout key per sample, derived from its index in the run: the same masks on every mesh.
         keys = None if key is None else jax.vmap(lambda i: jax.random.fold_in(key, i))(batch["sample_index"])
-        count = num_microbatches(self.config, self.shape, batch["sample_index"].shape[0])
+        count = num_microbatches(self.config, self.shape, samples)
         model, region, parameters, batch = self.loss_inputs(parameters, with_text_lengths(self.config.model, batch))
         inputs = (batch, weights, keys)
         schedule = self.microbatch_schedule(count)
-        reduction = Reduction(self.trainable_records, self.layout.zero, count, self.stages)
+        records = select_trainable(self.records, self.records)
+        reduction = Reduction(records, self.layout.zero, count, self.stages)
         with use_rules(self.layout.rules):
             parts, gradients = distributed_gradients(model, parameters, inputs, region, schedule, reduction)
         loss = total_loss(parts)
@@ -260,7 +324,8 @@ def optimizer_step_count(optimizer: Tree) -> Array:
 
 
 def make_train_step(config: Config, mesh: Mesh) -> TrainStep:
-    """Builds the train step of `config` on an attached or compile-only `mesh`, with distillation if a teacher is set.
+    """Builds the train step of `config` on an attached or compile-only `mesh`, with distillation if a teacher is set,
+    or products in 8 bits.
 
     Raises:
       UserError: the mesh does not divide the model or its batch.
@@ -269,4 +334,8 @@ def make_train_step(config: Config, mesh: Mesh) -> TrainStep:
         from mtjax.train.distilled import Distilled  # it imports TrainStep from here
 
         return Distilled(config, mesh)
+    if config.training.fp8 != "none":
+        from mtjax.train.float8 import Float8Step
+
+        return Float8Step(config, mesh)
     return TrainStep(config, mesh)

@@ -179,13 +179,14 @@ def test_llama3_8b_in_fp8(capsys: pytest.CaptureFixture[str]) -> None:
         "position": "rope",
         "rope_theta": 1e6,
         "activation": "swiglu",
+        "norm_weight": "offset",
         "bias": False,
         "tie_embeddings": False,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "init_std": 0.0134,
     }
-    assert tables["parallel"] == {"mesh": "8x1", "zero": 1, "grad_reduce_dtype": "bfloat16"}
+    assert tables["parallel"] == {"mesh": "8x1", "zero": 1, "grad_reduce_dtype": "bfloat16", "step_timeout": 3600.0}
     assert tables["data"] == {
         "data": "corpus",
         "tokenizer": "hf:llama3/tokenizer.json",
@@ -199,10 +200,12 @@ def test_llama3_8b_in_fp8(capsys: pytest.CaptureFixture[str]) -> None:
         "train_samples": 1953125000,
         "microbatch_size": 1,
         "compute_dtype": "bfloat16",
+        "fp8": "delayed",
+        "fp8_format": "hybrid",
+        "fp8_amax_history": 1024,
     }
     assert part(told, NONE) == [
-        *("--apply-layernorm-1p", "--decoupled-lr", "--decoupled-min-lr", "--exit-duration-in-mins", "--fp8-format"),
-        *("--fp8-amax-history-len", "--fp8-amax-compute-algo", "--fp8-param-gather"),
+        *("--decoupled-lr", "--decoupled-min-lr", "--exit-duration-in-mins", "--fp8-param-gather"),
     ]
     needless = part(told, DEFAULT)
     assert {"--overlap-grad-reduce", "--manual-gc", "--sequence-parallel", "--rotary-percent"} <= set(needless)
@@ -213,8 +216,8 @@ def test_without_its_arguments_a_script_says_which_are_missing(capsys: pytest.Ca
     tables, told = translated(capsys, str(SCRIPTS / "gpt3_175b.sh"), "--set", "DATA=/data/c")
     assert tables["data"]["data"] == "/data/c"
     assert "out" not in tables["output"]
-    assert part(told, UNREAD) == ["--vocab-file", "--merge-file", "--save", "--load", "--tensorboard-dir"]
-    assert "--vocab-file $3       $3 is an argument of the script" in told
+    assert part(told, UNREAD) == ["--vocab-file", "--merge-file", "--save", "--load"]
+    assert "--vocab-file $3  $3 is an argument of the script" in told
     mock, told = translated(capsys, str(SCRIPTS / "llama3_8b_fp8.sh"))
     assert mock["model"]["vocab_size"] == 128257  # NullTokenizer adds the end of document
     assert {"--mock-data", "--tokenizer-type", "--tiktoken-pattern"} <= set(part(told, NONE))
@@ -267,6 +270,17 @@ SETTINGS = {
     },
     "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 4": {"chunks": 4},
     "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 3": {"layers_per_stage": [3, 5]},
+    "--pipeline-model-parallel-size 2 --num-layers-in-last-pipeline-stage 2": {"layers_per_stage": [6, 2]},
+    "--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 2": {"layers_per_stage": None},
+    "--num-layers 10 --pipeline-model-parallel-size 4 --account-for-embedding-in-pipeline-split "
+    "--account-for-loss-in-pipeline-split": {"layers_per_stage": [2, 3, 3, 2]},
+    "--pipeline-model-parallel-size 4 --pipeline-model-parallel-layout Et|(tt|)*2,tttL": {
+        "layers_per_stage": [1, 2, 2, 3]
+    },
+    "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|ttt|(t|)*1,t*3L": {
+        "layers_per_stage": [2, 6],
+        "chunks": 2,
+    },
     "--context-parallel-size 2 --cp-comm-type allgather": {
         "mesh": "data=4,context=2,model=1",
         "context_method": "all-gather",
@@ -320,6 +334,39 @@ SETTINGS = {
     },
     "--position-embedding-type rope --rotary-percent 0.5": {"rope_fraction": 0.5},
     "--reset-position-ids --eod-mask-loss": {"reset_position_ids": True, "eod_mask_loss": True},
+    "--model-parallel-size 2 --batch-size 4 --warmup .1 --checkpoint-activations --checkpoint-num-layers 2": {
+        "mesh": "4x2",
+        "microbatch_size": 4,
+        "global_batch_size": 16,
+        "warmup_steps": 10,
+        "recompute": "full",
+        "recompute_num_layers": 2,
+    },
+    "--activations-checkpoint-method block --activations-checkpoint-num-layers 3": {
+        "recompute": "full",
+        "recompute_method": "block",
+        "recompute_num_layers": 3,
+    },
+    "--optimizer-cpu-offload --optimizer-offload-fraction 1.0": {"offload": "optimizer"},
+    "--use-precision-aware-optimizer --exp-avg-dtype bf16 --optimizer-cpu-offload": {
+        "adam_mu_dtype": "bfloat16",
+        "offload": None,
+    },
+    "--bf16 --fp8-hybrid": {"fp8": "delayed", "fp8_format": "hybrid"},
+    "--attention-backend flash --reset-attention-mask": {"attention": "cudnn"},
+    "--squared-relu --apply-layernorm-1p --softmax-type learnable": {
+        "activation": "relu2",
+        "norm_weight": "offset",
+        "attention_sinks": True,
+    },
+    "--window-size 128,0 --window-attn-skip-freq 4": {"attention_window": 129, "window_layers": "SSSF"},
+    "--window-size 4,0 --window-attn-skip-freq ([1]*2+[0]*6)": {"window_layers": "SSFFFFFF"},
+    "--position-embedding-type rope --no-rope-freq 4 --qk-layernorm": {
+        "rope_layers": "RRRN",
+        "qk_norm_kind": "layernorm",
+        "qk_norm_bias": True,
+    },
+    "--distributed-timeout-minutes 30": {"step_timeout": 1800.0},
 }
 
 
@@ -331,13 +378,23 @@ def test_settings(words: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 TOLD = {
     "--qk-l2-norm": (NONE, "--qk-l2-norm"),
-    "--window-size 128,0": (NONE, "--window-size"),
+    "--window-size 128,128": (NONE, "--window-size"),
+    "--softmax-type off-by-one": (NONE, "--softmax-type"),
+    "--multi-latent-attention --kv-lora-rank 16": (NONE, "--kv-lora-rank"),
+    "--wandb-exp-name run-$JOB": (DEFAULT, "--wandb-exp-name"),
+    "--load a --save a": ("run first", "if"),
     "--optimizer sgd": (NONE, "--optimizer"),
     "--rotary-percent 1.0": (DEFAULT, "--rotary-percent"),
     "--optimizer adam": (DEFAULT, "--optimizer"),
     "--add-qkv-bias": (DEFAULT, "--add-qkv-bias"),
     "--cp-comm-type a2a": (NONE, "--cp-comm-type"),
-    "--lr-made-up 3": ("unknown arguments, which are ignored", "--lr-made-up"),
+    "--use-flash-attn": ("translated, with a difference", "no"),  # dropout of attention is 0.1
+    "--num-layers 10 --pipeline-model-parallel-size 2 --account-for-embedding-in-pipeline-split "
+    "--account-for-loss-in-pipeline-split --num-layers-per-virtual-pipeline-stage 3": (
+        "translated, with a difference",
+        "--layers-per-stage",
+    ),
+    "--account-for-loss-in-pipeline-split": (DEFAULT, "--account-for-loss-in-pipeline-split"),
     "--bf16 stray": (UNREAD, "stray"),
 }
 
@@ -358,7 +415,7 @@ WRONG = {
     "missing.sh": "missing.sh can't be read: No such file or directory",
     "-- --num-layers 3": "missing --hidden-size, --num-attention-heads, --seq-length",
     "-- --num-layers three --hidden-size 8 --num-attention-heads 2 --seq-length 4": "three: must be an integer",
-    "--gpus 3 SCRIPT": "starts 3 processes, but a replica of the model needs tensor 8 x pipeline 16 x context 1 = 128",
+    "--gpus 3 SCRIPT": "3 GPUs are not a multiple of 128 (tensor 8 x pipeline 16 x context 1)",
     "--set X SCRIPT": "--set X is not NAME=VALUE",
     "t5.sh": "starts pretrain_t5.py, but only pretrain_gpt.py and pretrain_bert.py can be translated",
     "empty.sh": "contains no command with arguments of Megatron-LM",
@@ -369,17 +426,25 @@ WRONG = {
     "case.sh": "case.sh, line 2: case without a word",
     "backquote.sh": "contains no command with arguments of Megatron-LM",
     "grown.sh": "the variable X is longer than",
+    "SMALL --lr-warmup-iter 3 --unheard": "--lr-warmup-iter 3 - did you mean '--lr-warmup-iters'?; --unheard; correct",
+    "unknown.yaml": "unknown.yaml: unknown arguments: model-parallel: 2 - did you mean '--model-parallel-size'?",
     "SMALL --hidden-dropout many": "--hidden-dropout many: must be a number",
     "SMALL --lr": "--lr: must be a number",
     "SMALL --rotary-seq-len-interpolation-factor x --position-embedding-type rope": "factor x: must be a number",
     "SMALL --end-weight-decay x": "--end-weight-decay x: must be a number",
     "SMALL --moe-aux-loss-coeff x": "--moe-aux-loss-coeff x: must be a number",
+    "SMALL --data-path --bf16": "--data-path: must be followed by a value",
+    "SMALL --save to a folder": "--save to a folder: must be one value",
+    "hybrid.sh": "starts pretrain_hybrid.py, but only",
     "SMALL --rampup-batch-size 16": "must be three integers: START INCREMENT SAMPLES",
     "SMALL --lr-warmup-fraction 3": "must be a number from 0 to 1",
     "SMALL --moe-layer-freq 1 --rotary-base x": "--rotary-base x: must be a number",
     "SMALL --lr-decay-style bogus": "decay_style = 'bogus' is not one of",
     "SMALL --train-samples 5": "has both --train-iters and --train-samples",
     "SMALL --lr-warmup-iters 200 --lr-decay-iters 100": "decay_steps 100 must be above warmup_steps 200",
+    "SMALL --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ettt|ttL": (
+        "has 8 layers, and pipeline_model_parallel_layout Ettt|ttL of 2 pipeline stages do not add up to these"
+    ),
     "SMALL --num-layers 7 --num-layers-per-virtual-pipeline-stage 2": "7 is not a multiple",
 }
 
@@ -390,6 +455,7 @@ def test_wrong_input_is_one_sentence(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("t5.sh").write_text("torchrun pretrain_t5.py --num-layers 3 --hidden-size 4\n")
+    Path("hybrid.sh").write_text("torchrun pretrain_hybrid.py --num-layers 3 --hidden-size 4\n")
     Path("empty.sh").write_text("echo hello\n")
     Path("quote.sh").write_text('X=1\nY="open\n')
     Path("deep.sh").write_text("f() { f; }\nf\n")
@@ -397,6 +463,7 @@ def test_wrong_input_is_one_sentence(
     Path("function.sh").write_text("function")
     Path("case.sh").write_text("X=1\ncase")
     Path("backquote.sh").write_text("X=$((1 + `))")
+    Path("unknown.yaml").write_text("ENV: {A: 1}\nmodel: {num_layers: 3, model-parallel: 2}\n")
     Path("grown.sh").write_text("X=" + "x" * 1000 + "\n" + 'X="$X$X$X$X"\n' * 12)
     words = words.replace("SCRIPT", str(SCRIPTS / "gpt3_175b.sh")).replace("SMALL", f"-- {' '.join(SMALL)}")
     assert cli.main(["from-megatron", *words.split()]) == 2
@@ -456,3 +523,37 @@ def test_without_a_launcher_one_replica_is_taken_and_told(capsys: pytest.Capture
     tables, told = translated(capsys, "--", *SMALL, "--tensor-model-parallel-size", "2")
     assert tables["parallel"]["mesh"] == "1x2"
     assert "the number of GPUs is unknown" in told
+
+
+def test_a_checkpoint_there_is_converted_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With its optimizer; where there is none yet, the run's own config starts it, with what a tracker needs."""
+    monkeypatch.chdir(tmp_path)
+    words = [
+        "from-megatron",
+        "--gpus",
+        "16",
+        "--output",
+        "a.toml",
+        "--",
+        *SMALL,
+        "--load",
+        "ckpt",
+        "--wandb-project",
+        "p",
+    ]
+    assert cli.main(words) == 0
+    out, told = capsys.readouterr()
+    assert out.startswith("next    WANDB_PROJECT=p mtjax train --config a.toml --track wandb  (with srun or mpirun")
+    convert = "mtjax convert --from ckpt --to mtjax:runs/continued --with-optimizer"
+    assert f"if ckpt has a checkpoint of Megatron-LM, go on from it: {convert}\n" in told
+    Path("ckpt").mkdir()
+    Path("ckpt/latest_checkpointed_iteration.txt").write_text("10")
+    Path("a.toml").unlink()
+    assert cli.main(words) == 0
+    assert capsys.readouterr().out == f"next    {convert}\n"
+    Path("a.toml").unlink()
+    assert cli.main([*words, "--finetune"]) == 0
+    out, told = capsys.readouterr()
+    assert out == "next    mtjax convert --from ckpt --to mtjax:weights\n" and "--init-from weights" in told

@@ -189,7 +189,7 @@ def test_what_does_not_divide_is_said(
         ({"moe_expert_capacity_factor": 1.5}, "moe_expert_capacity_factor is 1.5"),
         ({"moe_router_load_balancing_type": "sinkhorn"}, "moe_router_load_balancing_type is 'sinkhorn'"),
         ({"moe_layer_freq": [1, 0, 1, 1]}, "moe_layer_freq is [1, 0, 1, 1]"),
-        ({"add_bias_linear": True}, "add_bias_linear is True with experts"),
+        ({"add_bias_linear": True}, "experts have no biases in mtjax, and add_bias_linear is True"),
         ({"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1}, "expert_tensor_parallel_size is 1"),
         ({"moe_router_num_groups": 4, "moe_router_group_topk": 2}, "groups of experts scored by their highest 2"),
     ],

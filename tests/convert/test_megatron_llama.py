@@ -231,6 +231,10 @@ def test_what_an_implementation_does_not_have_is_said(reference, tmp_path, capsy
     [
         ("no_rope_freq", 4),
         ("rotary_interleaved", True),
+        ("apply_layernorm_1p", True),
+        ("layernorm_zero_centered_gamma", True),
+        ("use_mup", True),
+        ("glu_linear_offset", 1.0),
         ("qk_l2_norm", True),
         ("window_size", (128, 0)),
         ("position_embedding_type", "yarn"),

@@ -43,6 +43,10 @@ CASES = {
     ),
     "small vocabulary": (["--vocab-size", "300"], r"vocab_size 300 is below the \d+ tokens of the tokenizer"),
     "a used folder": (["--out", "used"], "--out used holds a run already: add --resume"),
+    "Megatron-LM's folder": (
+        ["--out", "theirs", "--resume"],
+        r"--out theirs holds checkpoints of Megatron-LM .*mtjax convert --from theirs --to mtjax:runs/NAME --with-opt",
+    ),
     "a file as folder": (["--out", "text.txt"], "--out text.txt can't be a folder: text.txt is a file"),
     "a folder in a file": (["--out", "text.txt/run"], "--out text.txt/run can't be a folder: text.txt is a file"),
     "process id": (
@@ -76,6 +80,7 @@ def folder(launcher: Launcher) -> Path:
         "short.txt": "a few words and no more",
         "broken.jsonl": '{"text": "good"}\n{"text": "bad\n',
         "other.jsonl": '{"words": "no text"}\n',
+        "theirs/latest_checkpointed_iteration.txt": "100",
         "used/metrics.jsonl": json.dumps({"step": 1, "loss": 1.0}) + "\n",
         "damaged.txt.gz": "\x1f\x8b and no more of gzip",
     }

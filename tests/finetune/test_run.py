@@ -11,6 +11,8 @@ import pytest
 from mtjax.commands.ensemble import main as ensemble
 from mtjax.commands.finetune import main
 from mtjax.commands.predict import main as predict
+from mtjax.errors import UserError
+from mtjax.finetune.scorer import open_scorer
 from mtjax.runtime.checkpoints.weights import find_weights
 from mtjax.train.observability.metrics import read_metrics
 from mtjax.train.optimizer import layer_factors
@@ -223,6 +225,12 @@ def test_predictions_are_those_of_the_best_validation(whole, folder, tmp_path, c
     assert [row["line"] for row in rows] == list(range(1, 13))
     assert all(sum(row["probabilities"].values()) == pytest.approx(1) for row in rows)
     assert all(row["label"] == max(row["probabilities"], key=row["probabilities"].get) for row in rows)
+    label = min(rows[0]["probabilities"])
+    texts = [row["text"] for row in answers(data)]
+    scores = open_scorer(str(whole), label, rows=4)(texts)
+    assert scores == pytest.approx([row["probabilities"][label] for row in rows], abs=1e-5)
+    with pytest.raises(UserError, match="--score-label is other, and --scorer"):
+        open_scorer(str(whole), "other")
     assert predict(["--from", f"hf:{folder / 'hf'}", "--data", str(data)]) == 2
     assert "has no head for a task: finetune it first" in capsys.readouterr().err
 

@@ -49,6 +49,7 @@ def tiny(**values) -> Config:
         "attention_dropout": 0.0,
         "attention": "auto" if has_cudnn else "xla",
         "recompute": "full",
+        "unroll_layers": False,
         "compute_dtype": "bfloat16",
     }
     return config.replace(Config(), **(defaults | values))

@@ -103,7 +103,7 @@ CONTEXT = [
     (
         {"family": "t5"},
         "data=1,context=2,model=1",
-        "context=2 .* gpt, llama and bert, and family is t5: remove",
+        "context=2 .* gpt, llama, hybrid and bert, and family is t5: remove",
     ),
     ({"tensor_layout": "2d", "zero": 3}, "8x1", "2d needs tensor parallelism, and mesh 8x1 has model=1"),
     ({"tensor_layout": "2d", "zero": 1}, "2x4", "shards matrices in blocks, by --zero 3, and zero is 1: use --zero 3"),

@@ -21,10 +21,10 @@ AsOurs = Callable[[Named], dict[str, Any]]
 
 
 def relative(found: Any, expected: Any) -> float:
-    """The largest error beside the largest number."""
+    """The largest error beside the largest number, or by itself if all numbers are 0."""
     found, expected = np.asarray(found, np.float64), np.asarray(expected, np.float64)
     assert found.shape == expected.shape
-    return float(np.abs(found - expected).max() / np.abs(expected).max())
+    return float(np.abs(found - expected).max() / (np.abs(expected).max() or 1.0))
 
 
 def shaken(make: Callable[[], Any], scale: float = 1.0) -> Any:

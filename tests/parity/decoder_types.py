@@ -66,7 +66,75 @@ def longrope(width: int) -> dict[str, Any]:
     return {"rope_type": "longrope", "short_factor": short, "long_factor": long}
 
 
+OF_MAMBA2: dict[str, Any] = {
+    "vocab_size": 90,
+    "hidden_size": 24,
+    "num_hidden_layers": 3,
+    "num_heads": 6,
+    "head_dim": 8,
+    "state_size": 10,
+    "n_groups": 2,
+    "chunk_size": 7,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+STATE_SPACE = {"mamba_n_heads": 6, "mamba_n_groups": 2, "mamba_d_state": 10, "mamba_chunk_size": 7}
+NEMOTRON_H = {
+    "num_hidden_layers": "absent",
+    "head_dim": 6,
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 8,
+    "ssm_state_size": 10,
+    "n_groups": 2,
+    "chunk_size": 7,
+    "time_step_min": 0.4,
+}
+
 CASES = {
+    "mamba2": Case("mamba2", base=OF_MAMBA2),
+    "mamba2, three taps, limited, tied": Case(
+        "mamba2", {"conv_kernel": 3, "time_step_limit": (0.4, float("inf")), "tie_word_embeddings": True}, OF_MAMBA2
+    ),
+    "nemotron_h": Case("nemotron_h", {**NEMOTRON_H, "hybrid_override_pattern": "M-M*-M-M*"}),
+    "nemotron_h with experts": Case(
+        "nemotron_h",
+        {
+            **NEMOTRON_H,
+            "hybrid_override_pattern": "ME*EM",
+            "n_routed_experts": 8,
+            "moe_intermediate_size": 20,
+            "moe_shared_expert_intermediate_size": 28,
+            "n_group": 2,
+            "topk_group": 1,
+            "num_experts_per_tok": 3,
+            "routed_scaling_factor": 1.7,
+        },
+    ),
+    "bamba": Case("bamba", {**STATE_SPACE, "num_hidden_layers": 4, "attn_layer_indices": [1]}),
+    "granitemoehybrid": Case(
+        "granitemoehybrid",
+        {
+            **STATE_SPACE,
+            "layer_types": ["linear_attention", "full_attention"],
+            "num_local_experts": 5,
+            "shared_intermediate_size": 28,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.6,
+            "attention_multiplier": 0.3,
+            "logits_scaling": 2.0,
+        },
+    ),
+    "granitemoehybrid without experts, rotated": Case(
+        "granitemoehybrid",
+        {
+            **STATE_SPACE,
+            "layer_types": ["full_attention", "linear_attention"],
+            "num_local_experts": 0,
+            "shared_intermediate_size": 28,
+            "position_embedding_type": "rope",
+        },
+    ),
     "llama, biases of attention": Case("llama", {**WIDE, "attention_bias": True}),
     "llama, biases of the MLP, tied, llama3": Case(
         "llama", {"mlp_bias": True, "tie_word_embeddings": True, "rope_parameters": LLAMA3 | {"rope_theta": 5e5}}

@@ -132,7 +132,7 @@ HARMLESS = {
     *transformers.PreTrainedConfig().to_dict(),
     *("bos_token_id", "eos_token_id", "pad_token_id", "eod_token_id", "sep_token_id", "use_cache", "pretraining_tp"),
     *("embd_pdrop", "emb_pdrop", "embedding_dropout", "classifier_dropout", "layerdrop", "is_decoder", "n_ctx"),
-    "activation_dropout",
+    *("activation_dropout", "chunk_size", "mamba_chunk_size"),
     *("init_device", "slow_but_exact", "output_router_logits", "router_aux_loss_coef", "router_jitter_noise"),
 }
 """Keys that do not change logits: of training, of generation and of other classes."""

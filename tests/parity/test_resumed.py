@@ -30,7 +30,8 @@ pytestmark = [
 MODULE = "tests.parity.megatron_core.resumed"
 SHIFTED = ("gpt in bfloat16, small buckets", "fully_reshardable")
 """megatron-core 0.16 takes the padding between buckets for tensors."""
-WRITTEN = ("llama", "gpt in bfloat16, small buckets")
+WRITTEN = {"llama": (), "gpt in bfloat16, small buckets": (), "experts": ("--expert", 2)}
+"""Runs that go back, and how."""
 CASES = [(name, layout or "plain") for name, case in RESUMED.items() for layout in case["layouts"]]
 
 
@@ -109,12 +110,12 @@ def test_the_next_ten_losses_are_theirs(name: str, theirs: Path, ours: Path) -> 
 
 def test_runs_of_ours_go_on_in_megatron(theirs: Path, ours: Path) -> None:
     """Those that the test above has continued, from their twelfth step."""
-    for name in WRITTEN:
+    for name, given in WRITTEN.items():
         checkpoint = next(iter((ours / name).iterdir())) / "checkpoints" / "12"
         assert checkpoint.is_dir()
         target = f"megatron:{theirs / 'written' / name}"
         options = ("--ckpt-format", "torch_dist", "--transformer-impl", "local", "--with-optimizer")
-        convert("--from", f"mtjax:{checkpoint}", "--to", target, *options)
+        convert("--from", f"mtjax:{checkpoint}", "--to", target, *options, *given)
     run_ranks(MODULE, "resume", theirs)
     for name in WRITTEN:
         found, expected = (np.load(theirs / f"{name}-{mode}.npz")["loss"] for mode in ("resume", "train"))

@@ -67,6 +67,9 @@ def test_a_setting_that_costs_time_is_hinted_at_with_the_step_without_it(capsys)
     assert hint and f"{hint[2]} (" in without
     without = run(capsys, *asked, "--attention-dropout", "0", "--recompute", "none")
     assert not re.search(r"Hint: +recompute", without) and f"{hint[1]} (" in without
+    asked = ("--config", "llama3-8b", "--mesh", "8x1", "--target", "h100x8", "--reset-attention-mask")
+    hint = re.search(r"Hint: +reset_attention_mask .* --attention cudnn a step takes (\S+ m?s)", run(capsys, *asked))
+    assert hint and f"{hint[1]} (" in run(capsys, *asked, "--attention", "cudnn")
 
 
 def test_stages_need_not_divide_the_layers(capsys):
@@ -196,6 +199,8 @@ def test_published_runs(capsys):
 
 def test_a_vocabulary_that_only_a_tokenizer_knows(capsys):
     assert "using GPT-2's 50,257" in run(capsys, "--config", "default", "--mesh", "2x4")
+    out = run(capsys, "--config", "default", "--mesh", "2x4", "--tokenizer", "hf:llama3/tokenizer.json")
+    assert "the tokenizer is hf:llama3/tokenizer.json: add --vocab-size N" in " ".join(out.split())
 
 
 def test_a_plan_that_does_not_fit_names_the_nearest_that_does(capsys):

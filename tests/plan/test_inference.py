@@ -10,6 +10,7 @@ from mtjax import config
 from mtjax.analysis import counts, flops
 from mtjax.analysis.families.registry import anatomy_of, gpt
 from mtjax.analysis.hardware import DGX_H100
+from mtjax.config.storage import Storage
 from mtjax.generate.inspected import inspect_decoding
 from mtjax.inspect.targets import find_target
 from mtjax.plan import inference
@@ -65,6 +66,7 @@ COMPILED = [
     pytest.param("h100x8", "gpt2-355m", 8, 1024, {"mesh": "1x8"}, marks=pytest.mark.aot),
     pytest.param("h100x8 int8", "gpt2-355m", 8, 1024, {"mesh": "1x4"}, marks=pytest.mark.aot),
     pytest.param("h100x8 int8", "llama3-8b", 8, 1024, {"mesh": "1x8", "num_kv_heads": 4}, marks=pytest.mark.aot),
+    pytest.param("h100x8 int4", "llama3-8b", 8, 1024, {"mesh": "1x8", "num_kv_heads": 4}, marks=pytest.mark.aot),
     pytest.param("h100x8", "llama2-70b", 32, 4096, {"mesh": "1x8"}, marks=pytest.mark.aot),
 ]
 
@@ -73,14 +75,14 @@ COMPILED = [
 def test_memory_is_that_of_compiled_programs(target: str, name: str, sequences: int, context: int, settings) -> None:
     """Within 5%, with a layer or two: deeper models have less beside weights and cache."""
     target, _, weights = target.partition(" ")
-    int8 = weights == "int8"
+    storage = Storage(weights or None)
     assert len(jax.devices()) >= 8  # in use: their number is fixed
     dtype, element = ("float32", 4) if target == "cpu" else ("bfloat16", 2)
     sizes = {"num_layers": 2, "vocab_size": 50_257, "compute_dtype": dtype, "attention": "xla"}
     run = config.replace(config.load(name), **(sizes | settings))
-    report = inspect_decoding(run, find_target(target), sequences, context, int8=int8)
+    report = inspect_decoding(run, find_target(target), sequences, context, storage)
     assert report.verdict.holds, report.verdict.violations
     sizes = (report.mesh.model, sequences, context, element)
-    formula = inference.decoding_memory(anatomy_of(report.config.model), *sizes, int8=int8)
+    formula = inference.decoding_memory(anatomy_of(report.config.model), *sizes, storage=storage)
     assert formula.total == pytest.approx(report.memory.peak, rel=0.05)
     assert formula.weights + formula.cache == pytest.approx(report.memory.arguments, rel=0.03)

@@ -56,9 +56,11 @@ def brute_force(shape: Anatomy, base: Plan, gpus: int, server, limit: float) -> 
         for micro in range(1, base.global_batch_size + 1):
             if base.global_batch_size % (data * micro):
                 continue
-            for recompute, zero, split, chunks in itertools.product(
-                ("none", "selective", "full"), range(4), (False, True), range(1, 7)
+            for recompute, zero, split, chunks, unrolled in itertools.product(
+                ("none", "selective", "full"), range(4), (False, True), range(1, 7), (False, True)
             ):
+                if unrolled and (stage > 1 or recompute != "none"):  # scores are stored
+                    continue
                 if (split and model == 1) or (zero and data == 1) or (chunks > 1 and stage == 1):
                     continue
                 per_stage = shares_of(shape.model.num_layers, stage, chunks)
@@ -78,9 +80,10 @@ def brute_force(shape: Anatomy, base: Plan, gpus: int, server, limit: float) -> 
                     schedule,
                     chunks,
                     per_stage if len(set(per_stage)) > 1 else None,
+                    unrolled=unrolled,
                 )
                 if memory.peak_stage_memory(shape, plan).total <= limit:
-                    key = (data, stage, model, micro, recompute, split, zero, chunks)
+                    key = (data, stage, model, micro, recompute, split, zero, chunks, unrolled)
                     found[key] = timing.step_time(shape, plan, server).total
     return found
 
@@ -95,7 +98,7 @@ def test_against_brute_force(gpus, server):
     for c in found.fitting:
         p, w = c.plan, c.plan.mesh
         key = (w.data, w.stage, w.model, p.microbatch_size, p.recompute, p.sequence_parallel, p.zero, p.chunks)
-        got[key] = c.time.total
+        got[*key, p.unrolled] = c.time.total
     assert got == expected
     if expected:
         assert found.best.time.total == min(expected.values())

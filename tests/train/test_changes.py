@@ -108,6 +108,22 @@ def test_only_what_is_named_is_allowed():
     assert position_of(past, config_of(), [moved], 640, **kinds).order == SampleOrder(0, (320, 640))
 
 
+@pytest.mark.parametrize(("weights", "is_same"), [((30.0, 70.0), True), ((3.0, 7.1), False), ((None, None), False)])
+def test_a_blend_is_compared_by_its_shares(weights, is_same):
+    past = past_of(config_of(), 20)
+    assert past.record is not None
+    both = [dataclasses.replace(TEXT, weight=0.3), TrainingText("b.txt", "b", 9, weight=0.7)]
+    record = dataclasses.replace(past.record, position=DataPosition(past.record.position.order, tuple(both)))
+    past = dataclasses.replace(past, record=record)
+    now = [dataclasses.replace(text, weight=weight) for text, weight in zip(both, weights, strict=True)]
+    kinds = {"order_settings": ("seed",), "allowed": ()}
+    if is_same:
+        assert position_of(past, config_of(), now, 640, **kinds).order == SampleOrder(0, (320, 640))
+    else:
+        with pytest.raises(UserError, match="training text was 0.3 book.txt"):
+            position_of(past, config_of(), now, 640, **kinds)
+
+
 def test_kinds_are_words_that_are_known():
     assert parse_allowed(None) == frozenset()
     assert parse_allowed("order, data") == {"order", "data"}

@@ -56,6 +56,8 @@ def decoder(model: Model) -> Anatomy:
 
 def _stacks(model: Model) -> tuple[Stack, ...]:
     """Returns one stack, or two interleaved ones in a model with dense and expert layers."""
+    if model.layer_pattern:  # `mtjax.analysis.families.hybrid` has its own
+        return ()
     tokens, norms_outputs = model.sequence_length, model.norm_placement in ("output", "sandwich")
     attention = self_attention(model, tokens, is_causal=True)
     *dense, last = stacks_of(model)

@@ -6,10 +6,17 @@ from functools import cache
 from mtjax.analysis.anatomy import Anatomy
 from mtjax.analysis.families.bert import bert
 from mtjax.analysis.families.decoder import decoder
+from mtjax.analysis.families.hybrid import hybrid
 from mtjax.analysis.families.t5 import t5
 from mtjax.config import Model
 
-FAMILIES: dict[str, Callable[[Model], Anatomy]] = {"gpt": decoder, "llama": decoder, "bert": bert, "t5": t5}
+FAMILIES: dict[str, Callable[[Model], Anatomy]] = {
+    "gpt": decoder,
+    "llama": decoder,
+    "hybrid": hybrid,
+    "bert": bert,
+    "t5": t5,
+}
 
 
 @cache

@@ -183,6 +183,8 @@ class ResidualStream:
     """Whether the recompute of a layer needs this component's output: all but the last one's of a pre-LN layer."""
     shares_heads: bool = False
     """Whether key and value heads are fewer than tensor parallel ranks, so that several ranks share one."""
+    shares_groups: bool = False
+    """Likewise groups of heads of state-space layers."""
     label_smoothing: bool = False
     distils: bool = False
     """Whether a teacher's token probabilities are distilled."""
@@ -277,6 +279,11 @@ class Part:
         """Returns the elements of the KV cache of a sequence of `context` tokens, of one layer."""
         del context
         return 0
+
+    def state_bytes(self, tensor_degree: int, element_bytes: float) -> float:
+        """Returns the bytes on a device of what generation keeps of a sequence whatever its length, of one layer."""
+        del tensor_degree, element_bytes
+        return 0.0
 
     def over_context(self, degree: int) -> "Part":
         """Returns the component with the work of `degree` context parallel ranks together, padding included."""

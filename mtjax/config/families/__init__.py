@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from mtjax.config.families.bert import BERT
-from mtjax.config.families.family import DECODER, ENCODER, Family
+from mtjax.config.families.family import DECODER, ENCODER, HYBRID, Family
 from mtjax.config.families.gpt import GPT
+from mtjax.config.families.hybrid import HYBRID_FAMILY
 from mtjax.config.families.llama import LLAMA
 from mtjax.config.families.t5 import T5
 from mtjax.errors import UserError, listed
@@ -13,7 +14,13 @@ from mtjax.errors import UserError, listed
 if TYPE_CHECKING:
     from mtjax.config.model import Model
 
-FAMILIES: Mapping[str, Family] = {"gpt": GPT, "llama": LLAMA, "bert": BERT, "t5": T5}
+FAMILIES: Mapping[str, Family] = {
+    "gpt": GPT,
+    "llama": LLAMA,
+    "hybrid": HYBRID_FAMILY,
+    "bert": BERT,
+    "t5": T5,
+}
 """Name -> the family's defaults and checks. `Model.family` takes its choices from here."""
 
 
@@ -28,12 +35,12 @@ def is_decoder(model: "Model") -> bool:
 
 
 def check_decoder_settings(model: "Model") -> None:
-    """Checks that settings of decoders alone, and of an encoder alone, have their defaults in other families.
+    """Checks that settings of decoders, hybrid models or encoders alone have their defaults in other families.
 
     Raises:
       UserError: one has another value; names it.
     """
-    for name in sorted((DECODER | ENCODER) - FAMILIES[model.family].own):
+    for name in sorted((DECODER | HYBRID | ENCODER) - FAMILIES[model.family].own):
         if getattr(model, name) != getattr(type(model)(), name):
             known = [family for family, row in FAMILIES.items() if name in row.own]
             works = f"the famil{'ies' if known[1:] else 'y'} {listed(known)}"

@@ -46,6 +46,13 @@ DECODER = frozenset(
 )
 """Settings of decoders, in which the models differ that people train; families that do not have them refuse any value
 but the default."""
+HYBRID = frozenset(
+    {
+        *("layer_pattern", "ssm_heads", "ssm_head_dim", "ssm_state", "ssm_groups", "ssm_conv", "ssm_rate_floor"),
+        "ssm_chunk",
+    }
+)
+"""Settings of hybrid models, which others refuse likewise."""
 ENCODER = frozenset({"head_bias", "pooler_activation", "relative_bias_layers"})
 """Settings of one of the families with an encoder, which others refuse likewise."""
 

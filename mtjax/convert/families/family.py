@@ -7,6 +7,7 @@ from typing import Any
 from mtjax.config import Config, Model, replace
 from mtjax.config.model_identity import effective_settings
 from mtjax.config.sizes import num_outputs, rotated_layers, windowed_layers
+from mtjax.convert import compressed
 from mtjax.convert.families.foreign import foreign
 from mtjax.convert.fp8 import BLOCK
 from mtjax.convert.table import Table
@@ -134,7 +135,9 @@ def quantized(config: Json, packed: str) -> list[str]:
     for key in QUANTIZED:
         found = config.get(key) or {}
         method, block = found.get("quant_method", "not given"), found.get("weight_block_size")
-        if found and method != packed:
+        if method == compressed.METHOD:
+            wrong += compressed.unread(found)
+        elif found and method != packed:
             wrong.append(
                 f"{key} has quant_method {method!r}, but must have {packed!r}: save the weights without quantization"
             )

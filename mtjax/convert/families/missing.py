@@ -3,10 +3,11 @@
 from collections.abc import Mapping
 
 _REASONS = {
-    "some of its layers have a state space or a recurrence instead of attention": (
-        "bamba falcon_h1 falcon_mamba granitemoehybrid jamba mamba mamba2 nemotron_h recurrent_gemma rwkv xlstm zamba "
-        "zamba2"
+    "some of its layers have a recurrence other than Mamba-2 instead of attention": (
+        "falcon_mamba jamba mamba recurrent_gemma rwkv xlstm zamba"
     ),
+    "its layers run attention and a state space side by side": "falcon_h1",
+    "its layers share one block of attention and MLP": "zamba2",
     "some of its layers have linear attention": (
         "bailing_hybrid kimi_linear lara_mini minimax olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text "
         "qwen3_next qwen4_exp qwen4_exp_text"

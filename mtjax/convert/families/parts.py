@@ -6,6 +6,7 @@ from typing import Any
 
 from mtjax.config import Model
 from mtjax.config.sizes import GATED, attention_bias, head_dim, mlp_bias, mlp_size, num_kv_heads
+from mtjax.config.ssm import ssm_heads
 from mtjax.convert.families.family import Json
 from mtjax.errors import UserError
 
@@ -43,6 +44,7 @@ _EFFECTIVE: Mapping[str, Callable[[Model], Any]] = {
     "num_kv_heads": num_kv_heads,
     "head_dim": head_dim,
     "mlp_size": mlp_size,
+    "ssm_heads": ssm_heads,
 }
 """Settings with a default that depends on others -> their values."""
 

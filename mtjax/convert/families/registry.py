@@ -13,6 +13,7 @@ from mtjax.convert.families.family import Family, Json
 from mtjax.convert.families.gemma import GEMMA, GEMMA2, GEMMA3_TEXT, VAULTGEMMA
 from mtjax.convert.families.gpt2 import GPT2
 from mtjax.convert.families.granite import GRANITE_SWA, GRANITEMOE_SWA, GRANITEMOESHARED
+from mtjax.convert.families.hybrid import BAMBA, GRANITEMOEHYBRID, MAMBA2, NEMOTRON_H
 from mtjax.convert.families.llama import (
     ERNIE4_5,
     GRANITE,
@@ -68,6 +69,7 @@ _ALL = (
     *(PERSIMMON, BIOGPT, GPT_BIGCODE, CODEGEN, YOUTU, MINICPM3, SARVAM_MLA),
     *(GLM4_MOE, GLM4_MOE_LITE, SOLAR_OPEN, SARVAM_MOE, MINIMAX_M2, EXAONE_MOE, MELLUM, FLEX_OLMO, HUNYUAN_V1_MOE),
     *(FLINT, HY_V3, GRANITEMOESHARED, GRANITE_SWA, GRANITEMOE_SWA, ERNIE4_5_MOE),
+    *(MAMBA2, NEMOTRON_H, BAMBA, GRANITEMOEHYBRID),
     *(BERT, MEGATRON_BERT, ROBERTA, XLM_ROBERTA, DISTILBERT, MODERNBERT, T5, MT5, UMT5),
 )
 FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _ALL}

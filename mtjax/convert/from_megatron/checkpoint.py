@@ -9,15 +9,9 @@ from mtjax.convert.megatron_files import MegatronCheckpoint
 from mtjax.convert.megatron_formats import checkpoint_folder, is_torch_dist
 from mtjax.convert.torch_dist import TorchDistCheckpoint
 from mtjax.errors import UserError, shortened
-from mtjax.migrate.megatron import TABLE
+from mtjax.migrate.megatron import SAVED_AS, TABLE
+from mtjax.migrate.model_arguments import LATENT
 
-_SAVED_AS = {
-    "fp8_format": "fp8",
-    "fp4_format": "fp4",
-    "apply_layernorm_1p": "layernorm_zero_centered_gamma",
-    "microbatch_group_size_per_virtual_pipeline_stage": "microbatch_group_size_per_vp_stage",
-}
-"""Arguments that some versions save under another name."""
 _OF_FEATURE = {"fp8_": ("fp8", "fp8_format"), "fp4_": ("fp4", "fp4_format"), "timing_log_": ("timing_log_level",)}
 """Prefixes of arguments that have defaults, and matter only with a feature, and the arguments that switch it on."""
 _PLAIN = (bool, int, float, str, list, tuple)
@@ -56,8 +50,8 @@ def from_arguments(arguments: Mapping[str, Any], source: str, family: str = "gpt
     """
     given = GivenArguments(source, family=family)
     for row in TABLE:
-        value = _plain(arguments.get(row.dest, arguments.get(_SAVED_AS.get(row.dest, ""))))
-        if row.status == "default" and row.default is None:
+        value = _plain(arguments.get(row.dest, arguments.get(SAVED_AS.get(row.dest, ""))))
+        if row.status == "default" and row.default is None and row.same is None:
             continue  # mtjax needs no such setting, whatever the value
         if value is None or value == row.default or (row.default is None and value in (False, (), "")):
             continue
@@ -88,6 +82,8 @@ def _following(arguments: Mapping[str, Any]) -> set[str]:
         found.add("train_iters")
     if (arguments.get("weight_decay_incr_style") or "constant") == "constant":
         found |= {"start_weight_decay", "end_weight_decay"}
+    if not arguments.get("multi_latent_attention"):
+        found |= {row.dest for row in LATENT}
     if arguments.get("position_embedding_type") != "rope":
         found |= {"rotary_base", "rotary_percent"}
     return found

@@ -13,7 +13,7 @@ from mtjax.migrate.megatron import by_dest, by_name
 
 PROGRAMS = {"pretrain_gpt": "gpt", "pretrain_bert": "bert"}
 """Megatron's programs that can be translated -> the family."""
-_OTHERS = re.compile(r"pretrain_(t5|ict|retro|vlm|mamba|vision\w*)|train_rl|finetune\w*")
+_OTHERS = re.compile(r"pretrain_(t5|ict|retro|vlm|mamba|hybrid|vision\w*)|train_rl|finetune\w*")
 _LARGEST = 2**24
 """Most bytes of a script."""
 
@@ -65,6 +65,9 @@ def _put(name: str, values: list[str], given: GivenArguments) -> None:
         given.unlisted.append(typed)
         return
     is_switch = row.default is False or row.stores is False
+    if missing and row.status == "default" and row.same is None:  # whatever its value, mtjax needs no such setting
+        given.values[row.dest], given.typed[row.dest] = row.default, typed
+        return
     if missing and not is_switch:
         given.unread.append((typed, missing))
         return
@@ -106,6 +109,13 @@ def _value(text: str) -> Any:
     return text
 
 
+def as_list(value: Any) -> list[Any]:
+    """Returns the values of an argument that takes several: a list, `128,0` or `(128,0)`."""
+    if isinstance(value, str):
+        return [_value(item.strip()) for item in value.strip("()[]").split(",")]
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
 def from_file(path: Path, positional: Sequence[str], variables: Mapping[str, str]) -> GivenArguments:
     """Reads the arguments in a launch script, in a file of arguments, or in a YAML file.
 
@@ -134,7 +144,11 @@ def _from_yaml(text: str, path: Path) -> GivenArguments:
     given = GivenArguments(str(path))
     for name, value in _flat(found):
         option = f"--{name.removeprefix('--').replace('_', '-')}"
-        if isinstance(value, bool):
+        if option not in by_name() and name not in by_dest():
+            # Capitals are environment variables and the settings of a test.
+            if value not in (None, False) and name == name.lower():
+                given.unlisted.append(shortened(f"{name}: {value}", 70))
+        elif isinstance(value, bool):
             row = by_name().get(option)
             by_attribute = by_dest().get(name)  # add_bias_linear: false is the value that --disable-bias-linear stores
             if row is not None and value:

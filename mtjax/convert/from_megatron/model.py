@@ -3,19 +3,18 @@
 from typing import Any
 
 from mtjax.config import Config, replace
+from mtjax.convert.from_megatron.training_only import OF_TRAINING, translate_training_only
 from mtjax.convert.from_megatron.translated import Translation
 from mtjax.convert.megatron_arguments import described, unsupported
-from mtjax.convert.megatron_experts import has_experts
 from mtjax.errors import UserError
 from mtjax.migrate.megatron import OF_MODEL, TABLE, default_of, supported
+from mtjax.migrate.model_arguments import LATENT
 
 _NAMES = {
     "gpt": frozenset({"decoder.layers."}),
     "bert": frozenset({"lm_head.", "binary_head.", "tokentype_embeddings"}),
 }
 """Prefixes of tensors' names in Megatron's checkpoints of each family, by which `described` recognizes it."""
-_OF_TRAINING = ("moe_expert_capacity_factor", "mtp_num_layers")
-"""Arguments with which checkpoints are not converted, but training is translated."""
 _NEEDED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
 
 _DECIDED_BY = {
@@ -26,6 +25,13 @@ _DECIDED_BY = {
     "position": "position_embedding_type",
     "tie_embeddings": "untie_embeddings_and_output_weights",
     "qk_norm": "qk_layernorm",
+    "qk_norm_kind": "qk_layernorm",
+    "qk_norm_bias": "qk_layernorm",
+    "norm_weight": "apply_layernorm_1p",
+    "attention_sinks": "softmax_type",
+    "attention_window": "window_size",
+    "window_layers": "window_attn_skip_freq",
+    "rope_layers": "no_rope_freq",
     "router_aux_loss": "moe_aux_loss_coeff",
     "router_normalize": "moe_router_pre_softmax",
     "router_bias": "moe_router_enable_expert_bias",
@@ -52,9 +58,14 @@ def translate_model(to: Translation) -> None:
     names = _NAMES[given.family]
     if given.family == "bert" and not to.get("bert_binary_head"):
         names -= {"binary_head."}
-    for reason in unsupported(arguments, is_core=True):
+    norms_queries = {"qk_layernorm": False} if arguments.get("normalization") != "RMSNorm" else {}
+    for reason in unsupported(arguments | norms_queries, is_core=True):  # trained, but not converted
         to.differences.append(f"the model is not fully supported by mtjax: {reason}")
     settings = described(arguments, names)
+    if settings["qk_norm"] and norms_queries:
+        settings |= {"qk_norm_kind": "layernorm", "qk_norm_bias": True}
+    for_training = translate_training_only(to)
+    settings |= for_training
     settings["sequence_length"] = to.get("seq_length")
     settings["position"] = settings["position"] or "learned"
     if to.get("moe_expert_capacity_factor") not in (None, -1, -1.0):
@@ -68,8 +79,6 @@ def translate_model(to: Translation) -> None:
         to.differences.append(
             "--router-aux-loss: computed per sample, as Megatron's seq_aux_loss; its aux_loss is per microbatch"
         )
-    if has_experts(arguments) and arguments["add_bias_linear"]:
-        to.differences.append("experts have no biases in mtjax, but --disable-bias-linear is not given")
     _positions(to, settings)
     _vocabulary(to, settings)
     dests = {row.setting: row.dest for row in TABLE if row.setting and row.dest in OF_MODEL} | _DECIDED_BY
@@ -80,6 +89,7 @@ def translate_model(to: Translation) -> None:
         to.set(dests.get(name, "num_layers"), {name: value})
         if name not in dests and value == getattr(defaults, name) and name != "family":
             to.implied.add(name)
+    to.implied -= for_training.keys()
 
 
 def _arguments(to: Translation) -> dict[str, Any]:
@@ -88,10 +98,15 @@ def _arguments(to: Translation) -> dict[str, Any]:
     arguments = defaults | to.given.values
     # Unsupported values are noted, and the model is translated with the default instead.
     for dest, values in supported().items():
-        if dest in to.given.values and arguments[dest] not in values and dest not in _OF_TRAINING:
+        if dest in to.given.values and arguments[dest] not in values and dest not in OF_TRAINING:
             to.drop(dest)
-    for dest in [*to.unsupported, *_OF_TRAINING]:
+    for dest in [*to.unsupported, *OF_TRAINING]:
         arguments[dest] = defaults.get(dest)
+    latent = {row.dest for row in LATENT} & to.given.values.keys()
+    if to.has("multi_latent_attention"):
+        to.unsupported |= dict.fromkeys(latent, "latent attention is not translated: see --multi-latent-attention")
+    else:
+        to.unneeded |= dict.fromkeys(latent, "without --multi-latent-attention, Megatron ignores it")
     arguments.setdefault("max_position_embeddings", arguments["seq_length"])
     if arguments.get("add_qkv_bias") and arguments["add_bias_linear"]:
         arguments["add_qkv_bias"] = False
@@ -124,6 +139,6 @@ def _vocabulary(to: Translation, settings: dict[str, Any]) -> None:
         is_null = to.given.values.get("tokenizer_type") == "NullTokenizer"
         settings["vocab_size"] = size + is_null
     to.differences.append(
-        f"--vocab-multiple {multiple}: --make-vocab-size-divisible-by x tensor parallel degree {tensor}, as in"
-        " Megatron, whose softmax includes the padding; mtjax's does not"
+        f"--vocab-multiple {multiple}: padded as in Megatron ({multiple // tensor} x TP {tensor}), but padding is left"
+        " out of softmax and loss"
     )

@@ -1,10 +1,10 @@
 """Translates mesh, pipeline schedule, checkpoints and logging of a Megatron-LM run."""
 
-import math
-
 from mtjax.convert.from_megatron.translated import Translation
+from mtjax.convert.megatron_stages import EMBEDDING, LOSS, stage_layers, uneven_arguments
 from mtjax.errors import UserError
 from mtjax.layout.mesh import MeshShape
+from mtjax.layout.stages import balanced_layers
 
 _ZERO_STAGES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 
@@ -20,7 +20,6 @@ def translate_mesh(to: Translation) -> MeshShape:
     )
     gpus_per_replica = tensor * stages * context
     gpus = to.given.gpus
-    degrees = f"tensor {tensor} x pipeline {stages} x context {context} = {gpus_per_replica} GPUs"
     if gpus is None:
         gpus = gpus_per_replica * experts
         to.differences.append(
@@ -28,8 +27,8 @@ def translate_mesh(to: Translation) -> MeshShape:
         )
     if gpus % gpus_per_replica:
         raise UserError(
-            f"{to.given.source} starts {gpus} processes, but a replica of the model needs {degrees}: add --gpus N with"
-            f" a multiple of {gpus_per_replica}"
+            f"{to.given.source}: {gpus} GPUs are not a multiple of {gpus_per_replica} (tensor {tensor} x pipeline"
+            f" {stages} x context {context}): add --gpus N with a multiple"
         )
     # Data-parallel ranks, which in mtjax include the expert-parallel ranks.
     replicas = gpus // gpus_per_replica
@@ -99,24 +98,20 @@ def _pipeline(to: Translation, mesh: MeshShape) -> None:
     stages, layers = to.get("pipeline_model_parallel_size"), to.get("num_layers")
     chunks = to.given.values.get("num_virtual_stages_per_pipeline_rank")
     if (per_chunk := to.given.values.get("num_layers_per_virtual_pipeline_stage")) is not None:
-        if layers % (stages * per_chunk):
+        counted = layers + to.has(EMBEDDING) + to.has(LOSS)
+        if counted % (stages * per_chunk):
             raise UserError(
                 f"{to.given.source}: --num-layers {layers} is not a multiple of --pipeline-model-parallel-size {stages}"
                 f" x --num-layers-per-virtual-pipeline-stage {per_chunk}"
             )
-        chunks = layers // stages // per_chunk
+        chunks = counted // stages // per_chunk
+    if uneven := uneven_arguments(to.given.values):
+        if stages > 1:
+            chunks = _uneven(to, layers, stages, chunks or 1)
+        else:
+            to.unneeded |= dict.fromkeys(uneven, "without pipeline stages, Megatron ignores it")
     if chunks is not None and chunks > 1:
         to.settings |= {"pipeline_schedule": "interleaved", "chunks": chunks}
-    ends = [to.given.values.get(f"decoder_{end}_pipeline_num_layers") for end in ("first", "last")]
-    # The other stages share the remaining layers equally.
-    if any(end is not None for end in ends) and stages > 1:
-        inner = stages - sum(end is not None for end in ends)
-        left = layers - sum(end or 0 for end in ends)
-        if inner and left % inner:
-            raise UserError(f"{to.given.source}: the {inner} middle pipeline stages do not divide {left} layers")
-        middle = [left // inner] * inner if inner else []
-        first, last = ([] if end is None else [end] for end in ends)
-        to.settings["layers_per_stage"] = [*first, *middle, *last]
     if mesh.has_pipeline and to.settings.get("recompute") == "full":
         for setting in ("recompute_method", "recompute_num_layers"):
             value = to.settings.pop(setting, None)
@@ -124,32 +119,25 @@ def _pipeline(to: Translation, mesh: MeshShape) -> None:
                 to.unsupported[setting] = "with pipeline stages, mtjax recomputes every layer separately"
 
 
-def translate_output(to: Translation) -> None:
-    """Adds checkpoint and logging settings to a translation, and options of the command line."""
-    save, load = to.given.values.get("save"), to.given.values.get("load")
-    if not to.has("save_interval"):
-        to.settings["checkpoint_every"] = 0
-        to.implied.add("checkpoint_every")
-    elif "keep_every" not in to.settings:
-        to.settings["keep_every"] = to.settings["checkpoint_every"]
-        to.implied.add("keep_every")  # Megatron keeps every checkpoint
-    if load is not None and load == save and not to.has("finetune"):
-        to.settings["resume"] = True
+def _uneven(to: Translation, layers: int, stages: int, chunks: int) -> int:
+    """Adds the layers of each stage, or where mtjax has no such stages, shares as equal as possible; returns the number
+    of chunks.
+
+    Raises:
+      UserError: the arguments do not divide the layers.
+    """
+    arguments = {**to.given.values, "virtual_pipeline_model_parallel_size": chunks}
+    theirs = [[len(part) for part in row] for row in stage_layers(arguments, layers, to.given.source)]
+    chunks, ours = len(theirs[0]), tuple(map(sum, theirs))
+    if any(len(set(row)) > 1 or not row[0] for row in theirs):
+        shares = balanced_layers(layers, stages, chunks)
+        chunks = chunks if shares else 1
+        ours = shares or balanced_layers(layers, stages) or ours
+        parts = "; ".join(", ".join(map(str, row)) for row in theirs)
         to.differences.append(
-            "--resume: continues from a checkpoint of mtjax in --out, if there is one; for a checkpoint of Megatron-LM"
-            f" use `mtjax convert --from megatron:{load} --to mtjax:DIR` and --init-from DIR"
+            f"--layers-per-stage {','.join(map(str, ours))}: Megatron's stages have {parts} layers; in mtjax all chunks"
+            " of a stage have the same number, and at least one"
         )
-    elif (weights := to.given.values.get("pretrained_checkpoint") or load) is not None:
-        to.run_options.append(f"mtjax convert --from megatron:{weights} --to mtjax:weights, then --init-from weights")
-    if to.has("non_persistent_save_interval"):
-        folder = to.given.values.get("non_persistent_local_ckpt_dir") or "LOCAL-DIR"
-        to.settings |= {"local_every": to.get("non_persistent_save_interval"), "local_checkpoints": str(folder)}
-    if to.has("wandb_project"):
-        to.run_options.append("--track wandb")
-    if to.has("profile"):
-        to.run_options.append(f"--profile {to.get('profile_step_start')}:{to.get('profile_step_end')}")
-    if to.has("distributed_timeout_minutes"):
-        minutes = to.get("distributed_timeout_minutes")
-        to.unneeded["distributed_timeout_minutes"] = (
-            f"a step that hangs is reported after --step-timeout ({math.ceil(minutes * 60)} for the same limit)"
-        )
+    if len(set(ours)) > 1:
+        to.settings["layers_per_stage"] = list(ours)
+    return chunks

@@ -68,12 +68,14 @@ def report(to: Translation, config_error: str | None) -> str:
     """
     given = to.given
     lines = [
+        *_section("NOT TRANSLATED (unknown); the run may differ", ((typed, "") for typed in given.unlisted)),
         *_section("not supported by mtjax, and the effect", _named(given, to.unsupported)),
         *_section("on by default in mtjax, or not needed", _named(given, to.unneeded)),
         *_section("translated, with a difference", ((line, "") for line in to.differences)),
-        *_section("unknown arguments, which are ignored", ((typed, "") for typed in given.unlisted)),
         *_section("could not be read", given.unread),
         *_section("notes on the script", ((note, "") for note in given.notes)),
+        *_section("run first", ((command, "") for command in to.run_first)),
+        *_section("environment variables to set when starting the run", ((each, "") for each in to.environment)),
         *_section("options to add when starting the run", ((option, "") for option in to.run_options)),
     ]
     if config_error is not None:

@@ -1,8 +1,10 @@
 """Translates batches, schedules, precision and data of a Megatron-LM run."""
 
+import re
 from pathlib import Path
 from typing import Any
 
+from mtjax.config import Config
 from mtjax.convert.from_megatron.translated import Translation
 from mtjax.errors import UserError
 from mtjax.migrate.argument import option_of
@@ -57,10 +59,19 @@ def translate_schedule(to: Translation) -> None:
         to.settings.pop("wsd_decay_style", None)
     if to.has("end_weight_decay"):
         to.set("end_weight_decay", {"weight_decay": to.get("end_weight_decay")})
-    for dest, description in (("lr", "learning rate"), ("train_iters", "number of steps")):
+    if (to.has("eod_mask_loss") or to.given.family == "bert") and not to.has("calculate_per_token_loss"):
+        to.differences.append(
+            "loss: the mean over all tokens of the global batch that count, as with --calculate-per-token-loss; without"
+            " it Megatron averages the means of microbatches, so tokens of a microbatch with fewer of them weigh more"
+        )
+    run = Config()
+    for dest, description, value in (
+        ("lr", "learning rate", run.optimizer.learning_rate),
+        ("train_iters", "number of steps", run.training.steps),
+    ):
         if not to.has(dest) and not (dest == "train_iters" and to.has("train_samples")):
             name = by_dest()[dest].names[0]
-            to.differences.append(f"{name} is missing or could not be read: using mtjax's default {description}")
+            to.differences.append(f"{name} is missing or could not be read: {value}, mtjax's default {description}")
 
 
 def translate_precision(to: Translation) -> None:
@@ -72,22 +83,86 @@ def translate_precision(to: Translation) -> None:
     if dtype != "float16":
         for setting in ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"):
             to.settings.pop(setting, None)
+    for kind in ("e4m3", "hybrid"):
+        if to.has(f"fp8_{kind}"):  # of 2023
+            to.given.values["fp8_format"], to.given.typed["fp8_format"] = kind, f"--fp8-{kind}"
+    if to.has("fp8_format"):
+        _translate_float8(to)
     if to.has("grad_reduce_in_bf16"):
         to.set("grad_reduce_in_bf16", {"grad_reduce_dtype": "bfloat16"})
     if to.has("recompute_activations"):
         to.set("recompute_activations", {"recompute": "selective"})
+    if to.has("checkpoint_activations") or to.has("activations_checkpoint_method"):
+        method = to.get("activations_checkpoint_method") or "uniform"
+        layers = to.get("activations_checkpoint_num_layers")
+        to.settings |= {"recompute": "full", "recompute_method": method, "recompute_num_layers": layers}
+        to.implied |= {"recompute_method", "recompute_num_layers"} if (method, layers) == ("uniform", 1) else set()
     if to.settings.get("recompute") != "full":
         for setting in ("recompute_method", "recompute_num_layers"):
             to.settings.pop(setting, None)
-    backend = to.given.values.get("attention_backend")
-    if backend in ("unfused", "local"):
-        to.set("attention_backend", {"attention": "xla"})
+    _attention(to)
     for row in TABLE:
         if row.same is not None and row.dest not in OF_MODEL and row.dest in to.given.values:
             if to.get(row.dest) in row.same:
                 to.unneeded.setdefault(row.dest, "the same in mtjax")
             else:
                 to.drop(row.dest)
+
+
+def _translate_float8(to: Translation) -> None:
+    """Adds products in 8 bits, with the recipes that mtjax has."""
+    recipe, kind = to.get("fp8_recipe"), to.get("fp8_format")
+    for setting in ("num_experts", "kv_lora_rank", "mtp_num_layers"):
+        if to.settings.get(setting):
+            to.drop("fp8_format", f"FP8 does not support {setting}")
+            return
+    if to.given.family != "gpt":
+        to.drop("fp8_format", f"FP8 does not support the family {to.given.family}")
+        return
+    if recipe not in ("delayed", "tensorwise") or kind not in ("hybrid", "e4m3"):
+        to.drop("fp8_format", f"mtjax has the recipes delayed and tensorwise, and formats hybrid and e4m3: no {recipe}")
+        return
+    to.set("fp8_format", {"fp8": recipe, "fp8_format": kind})
+    if recipe == "delayed":
+        # With most_recent only the last step's largest value counts.
+        steps = to.get("fp8_amax_history_len") if to.get("fp8_amax_compute_algo") == "max" else 1
+        to.set("fp8_amax_history_len", {"fp8_amax_history": steps})
+
+
+def translate_optimizer_memory(to: Translation) -> None:
+    """Adds the types of Adam's moments, and whether they are in host memory, to a translation."""
+    for dest, setting in (("exp_avg_dtype", "adam_mu_dtype"), ("exp_avg_sq_dtype", "adam_nu_dtype")):
+        dtype = to.given.values.get(dest, "fp32")
+        if dtype == "fp32":
+            continue
+        if not to.has("use_precision_aware_optimizer"):
+            to.unneeded[dest] = "without --use-precision-aware-optimizer, Megatron keeps float32"
+        elif dtype == "bf16":
+            to.set(dest, {setting: "bfloat16"})
+        else:
+            to.drop(dest, "the moment is float32")
+    if to.has("optimizer_cpu_offload"):
+        against = [
+            name
+            for name in ("adam_mu_dtype", "adam_nu_dtype", "router_bias", "check_replicas")
+            if to.settings.get(name)
+        ]
+        if against:
+            to.drop("optimizer_cpu_offload", f"moments stay on the devices: --offload does not support {against[0]}")
+        else:
+            to.set("optimizer_cpu_offload", {"offload": "optimizer"})
+
+
+def _attention(to: Translation) -> None:
+    """Adds the attention kernel: mtjax uses flash attention with separate documents only where it is asked for."""
+    backend = to.given.values.get("attention_backend")
+    if backend in ("unfused", "local"):
+        to.set("attention_backend", {"attention": "xla"})
+    elif to.has("reset_attention_mask") and (backend in ("flash", "fused") or to.has("use_flash_attn")):
+        to.settings["attention"] = "cudnn"
+        to.differences.append(
+            "--attention cudnn: flash attention that keeps documents apart (--reset-attention-mask), on Hopper or newer"
+        )
 
 
 def translate_data(to: Translation) -> None:
@@ -124,9 +199,11 @@ def _tokenizer(to: Translation) -> str | None:
         return f"sentencepiece:{model}"
     if kind == "HuggingFaceTokenizer" and model is not None:
         path = str(model) if str(model).endswith(".json") else f"{model}/tokenizer.json"
-        to.differences.append(
-            f"--tokenizer hf:{path}: must be a local file; if {model} is a name on the hub, use `hf download {model}`"
-        )
+        if re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", str(model)) and path != str(model):
+            to.differences.append(
+                f"--tokenizer hf:{path}: must be a local file; if {model} is a name on the hub: hf download {model}"
+                f" --local-dir {model}"
+            )
         return f"hf:{path}"
     if str(kind).startswith("BertWordPiece") and vocabulary is not None:
         return f"bert:{vocabulary}"

@@ -5,9 +5,11 @@ from functools import cache
 from mtjax.config import Config
 from mtjax.convert.from_megatron.given import GivenArguments
 from mtjax.convert.from_megatron.model import translate_model
-from mtjax.convert.from_megatron.parallel import translate_layout, translate_mesh, translate_output
+from mtjax.convert.from_megatron.output import translate_output
+from mtjax.convert.from_megatron.parallel import translate_layout, translate_mesh
 from mtjax.convert.from_megatron.training import (
     translate_data,
+    translate_optimizer_memory,
     translate_plain,
     translate_precision,
     translate_schedule,
@@ -33,6 +35,7 @@ def translate(given: GivenArguments) -> tuple[Translation, MeshShape]:
     translate_schedule(to)
     translate_precision(to)
     translate_layout(to, mesh)
+    translate_optimizer_memory(to)
     translate_data(to)
     translate_output(to)
     for dest in given.values:
@@ -67,6 +70,14 @@ _COUNTS = frozenset({"lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samp
 _FRACTIONS = frozenset({"lr_warmup_fraction"})
 _NUMBERS = frozenset({"rotary_seq_len_interpolation_factor", "end_weight_decay"})
 """Attributes of arguments that are numbers, although neither their default nor an equal setting is."""
+_SEVERAL = frozenset(
+    {
+        *(f"{split}data_path" for split in ("", "train_", "valid_", "test_")),
+        *("split", "moe_router_load_balancing_type", "moe_layer_freq", "cp_comm_type"),
+        *("window_size", "window_attn_skip_freq", "no_rope_freq"),
+    }
+)
+"""Attributes of arguments that may have several values."""
 
 
 def _check_types(given: GivenArguments) -> None:
@@ -97,6 +108,10 @@ def _check_types(given: GivenArguments) -> None:
             or (type(row.default) in (int, float) and dest != "moe_layer_freq")
         ):
             wanted = "" if is_number else "a number"
+        elif row.status == "equal" and value is True and row.stores is True and row.default is not False:
+            wanted = "followed by a value (a variable may be empty)"
+        elif row.status == "equal" and isinstance(value, tuple) and dest not in _SEVERAL:
+            wanted = "one value"
         if wanted:
             raise UserError(f"{given.source}: {given.typed.get(dest, dest)}: must be {wanted}")
 

@@ -25,6 +25,15 @@ class Translation:
     """Notes on settings whose meaning differs from Megatron's."""
     run_options: list[str] = field(default_factory=list)
     """Options to add when the run is started."""
+    environment: list[str] = field(default_factory=list)
+    """Environment variables to set when the run is started: `NAME=VALUE`."""
+    run_first: list[str] = field(default_factory=list)
+    """Commands to run before the run is started, each with what it is for."""
+
+    def command(self, config: str) -> str:
+        """Returns the command that starts the run with its config."""
+        options = [option for option in self.run_options if option.startswith("--")]
+        return " ".join([*self.environment, "mtjax train --config", config, *options])
 
     def get(self, dest: str) -> Any:
         """Returns the value of an argument, or Megatron's default."""

@@ -6,6 +6,7 @@ from mtjax.data.samples.family import FamilySamples
 FAMILIES: dict[str, FamilySamples] = {
     "gpt": gpt.SAMPLES,
     "llama": gpt.SAMPLES,
+    "hybrid": gpt.SAMPLES,
     "bert": bert.SAMPLES,
     "t5": t5.SAMPLES,
 }

@@ -5,7 +5,7 @@ experts.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float, Int
 
-from mtjax.config import Config
+from mtjax.config import Config, Model
 from mtjax.config.sizes import dense_layers, main_layers, output_shape, padded_vocab_size
 from mtjax.layout.plan import ContextMethod, ExpertDispatch
 from mtjax.layout.stacks import DENSE, STACK
@@ -56,19 +56,22 @@ class Decoder(nnx.Module):
         self.rotary = Rotary(model) if model.position == "rope" else None
         self.query_scale = QueryScale(model) if model.attention_scale_beta else None
         recompute = Recompute.of(config.training)
-        kind = layer_kind(model)
         stack = partial(Stack, model, dtype, recompute=recompute, parallel=config.parallel, key=stack_key)
-        # A stack has layers of one kind. Models with dense layers and layers with experts have two.
-        dense = dense_layers(model)
-        self.dense = stack(kind="transformer", layers=dense) if dense else None
-        self.stack = stack(kind=kind, layers=main_layers(model))
-        self.is_interleaved = model.moe_every > 1
+        self._draw_stacks(model, stack)
         self.embedding_norm = make_norm(model, dtype) if model.embedding_norm else None
         self.final_norm = make_norm(model, dtype)
         self.rate, self.scale = model.hidden_dropout, model.embedding_scale
         self.method: ContextMethod = config.parallel.context_method
         self.expert_dispatch: ExpertDispatch = config.parallel.expert_dispatch
         self.dtype = dtype
+
+    def _draw_stacks(self, model: Model, stack: Callable[..., Stack]) -> None:
+        """Draws the layers. A stack has layers of one kind; models with dense layers and layers with experts have
+        two."""
+        dense = dense_layers(model)
+        self.dense = stack(kind="transformer", layers=dense) if dense else None
+        self.stack = stack(kind=layer_kind(model), layers=main_layers(model))
+        self.is_interleaved = model.moe_every > 1
 
     def __call__(
         self,

@@ -75,6 +75,12 @@ class Writer(LanguageModel, Protocol):
         ...
 
 
+def _hybrid() -> type[LanguageModel]:
+    from mtjax.models.families.hybrid import Hybrid
+
+    return Hybrid
+
+
 def _encoder() -> type[LanguageModel]:
     from mtjax.models.families.bert import BERT
 
@@ -90,6 +96,7 @@ def _encoder_decoder() -> type[LanguageModel]:
 MODEL_CLASSES: Mapping[str, Callable[[], type[LanguageModel]]] = {
     "gpt": lambda: GPT,
     "llama": lambda: GPT,
+    "hybrid": _hybrid,
     "bert": _encoder,
     "t5": _encoder_decoder,
 }

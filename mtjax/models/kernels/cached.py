@@ -12,13 +12,14 @@ from mtjax.models.kernels.options import AttentionOptions
 from mtjax.models.kernels.scores import softmax_with_sinks
 from mtjax.models.kernels.xla import HEADS
 from mtjax.models.kv_cache import CachePositions, LatentCache
+from mtjax.models.quantized_cache import Scaled, numbers_and_scales
 from mtjax.sharding.axes import spec
 
 
 def attend_cached(
     query: Float[Array, "batch seq heads head_dim"],
-    keys: Float[Array, "batch groups length head_dim"],
-    values: Float[Array, "batch groups length head_dim"],
+    keys: Float[Array, "batch groups length head_dim"] | Scaled,
+    values: Float[Array, "batch groups length head_dim"] | Scaled,
     key_positions: Int[Array, "batch length"] | None,
     cache_positions: CachePositions,
     options: AttentionOptions,
@@ -35,7 +36,8 @@ def attend_cached(
       options: with the window.
       bias: added to the scores.
     """
-    at = jnp.arange(keys.shape[2]) if key_positions is None else key_positions
+    length = (keys.numbers if isinstance(keys, Scaled) else keys).shape[2]
+    at = jnp.arange(length) if key_positions is None else key_positions
     return attend_grouped(query, keys, values, *_visible(at, cache_positions, options, bias))
 
 
@@ -59,8 +61,8 @@ def _visible(
 
 def attend_grouped(
     query: Float[Array, "batch seq heads head_dim"],
-    keys: Float[Array, "batch groups length head_dim"],
-    values: Float[Array, "batch groups length head_dim"],
+    keys: Float[Array, "batch groups length head_dim"] | Scaled,
+    values: Float[Array, "batch groups length head_dim"] | Scaled,
     is_visible: Bool[Array, "#batch #seq length"],
     options: AttentionOptions,
     bias: Float[Array, "#batch heads seq length"] | None = None,
@@ -79,12 +81,16 @@ def attend_grouped(
     # In decode seq is 1: the product of one query with the keys would be a matrix-vector product per head. The queries
     # of a group share their keys, so all of them are rows of one matrix product.
     batch, seq, heads, width = query.shape
+    # Numbers of 8 bits are multiplied as they are; their scales are those of scores, and of probabilities.
+    (keys, key_scales), (values, value_scales) = (numbers_and_scales(each, query.dtype) for each in (keys, values))
     groups, length = keys.shape[1:3]
     grouped = spec("batch", "heads", None, "seq", None)
     query = (query * options.scale_of(width)).transpose(0, 2, 1, 3)
     query = query.reshape(batch, groups, -1, width, out_sharding=spec("batch", "heads", None, "head_dim"))
     scores = jnp.einsum("bgqd,bgkd->bgqk", query, keys, preferred_element_type=jnp.float32)
     scores = scores.reshape(batch, groups, heads // groups, seq, length, out_sharding=grouped)
+    if key_scales is not None:
+        scores *= key_scales[:, :, None, None]
     scores = options.cap(scores)
     if bias is not None:
         scores += bias.reshape(bias.shape[0], groups, -1, *bias.shape[2:], out_sharding=grouped)
@@ -94,6 +100,8 @@ def attend_grouped(
     else:
         sinks = options.sinks.reshape(groups, -1, 1, 1, out_sharding=spec("heads", None, None, None))
         probabilities = softmax_with_sinks(scores, sinks)
+    if value_scales is not None:
+        probabilities *= value_scales[:, :, None, None]
     probabilities = probabilities.astype(values.dtype)
     probabilities = probabilities.reshape(
         batch, groups, -1, length, out_sharding=spec("batch", "heads", None, "key_seq")

@@ -19,7 +19,7 @@ from mtjax.models.kernels.xla import HEADS
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.linear import Linear, constant, normal
 from mtjax.models.mixers.mixer import State
-from mtjax.models.project import project, reshard_sequence
+from mtjax.models.project import ProductRule, gather_sequence, project
 from mtjax.models.recompute import PRODUCT
 from mtjax.models.rotary import rotate
 from mtjax.sharding.axes import spec
@@ -107,7 +107,7 @@ class SelfAttention(nnx.Module):
 
     def project_in(self, x: Array, context: LayerContext) -> tuple[Array, Array, Array]:
         """All-gathers sequences, and computes query, key and value of the ranks' heads."""
-        return self.qkv(reshard_sequence(x, "seq"))
+        return self.qkv(gather_sequence(x, self.qkv.rule))
 
     def project_out(self, mixed: Array, context: LayerContext) -> Array:
         """Projects [batch, seq, heads, head_dim] to the residual stream, [batch, act_seq, embed]."""
@@ -179,6 +179,9 @@ def _normalized(
 class FusedQKV(nnx.Module):
     """One product for query, key and value, with the same number of heads each."""
 
+    rule: ProductRule | None = None
+    """Of the product; see `project`."""
+
     def __init__(self, model: Model, *, key: Array) -> None:
         """Draws the weight, [embed, 3, heads, head_dim]."""
         outputs = {"qkv": 3, "heads": model.num_heads, "head_dim": head_dim(model)}
@@ -197,7 +200,8 @@ class FusedQKV(nnx.Module):
         """Computes query, key and value in one array."""
         bias = None if self.bias is None else self.bias[...]
         save = not (is_unrolled() and self.is_read_linearly)
-        return project(x, self.weight[...], bias, ("qkv", "heads", "head_dim"), save_for_backward=save, by_sample=True)
+        names = ("qkv", "heads", "head_dim")
+        return project(x, self.weight[...], bias, names, save_for_backward=save, by_sample=True, rule=self.rule)
 
     @staticmethod
     def split(product: Float[Array, "batch seq 3 heads head_dim"]) -> tuple[Array, Array, Array]:
@@ -212,6 +216,9 @@ class GroupedQKV(nnx.Module):
     The product's weight is assembled by groups, each with its queries, its key and its value, so that a rank computes
     entire groups, and the backward pass reduces one cotangent of `x`.
     """
+
+    rule: ProductRule | None = None
+    """Of the product; see `project`."""
 
     def __init__(self, model: Model, *, key: Array) -> None:
         """Draws the weights, [embed, heads, head_dim] and [embed, 2, kv_heads, head_dim]."""
@@ -230,7 +237,7 @@ class GroupedQKV(nnx.Module):
         """
         save = not (is_unrolled() and self.is_read_linearly)
         if not (is_unrolled() and computes_apart(("kv", "heads"))):
-            return _grouped_product(x, *self._assembled(), save_for_backward=save)
+            return _grouped_product(x, *self._assembled(), save_for_backward=save, rule=self.rule)
         # No rank shares the gradient of their input: a product each.
         weights, biases = (self.query.weight, self.key_value.weight), (self.query.bias, self.key_value.bias)
         query, pair = (
@@ -255,6 +262,7 @@ class AssembledQKV(nnx.Module):
     """`GroupedQKV` with assembled parameters, [embed, groups, heads / groups + 2, head_dim]; not for training."""
 
     is_read_linearly = False
+    rule: ProductRule | None = None
 
     def __init__(self, weight: Array, bias: Array | None) -> None:
         names = ("heads", None, "head_dim")
@@ -273,12 +281,12 @@ def _is_linear(model: Model) -> bool:
 
 
 def _grouped_product(
-    x: Array, weight: Array, bias: Array | None, *, save_for_backward: bool = True
+    x: Array, weight: Array, bias: Array | None, *, save_for_backward: bool = True, rule: ProductRule | None = None
 ) -> tuple[Array, Array, Array]:
     """Computes query, key and value from x [batch, seq, embed] and assembled parameters."""
     # [batch, seq, groups, heads / groups + 2, head_dim]: a group's queries, then its key, then its value.
     names = ("heads", None, "head_dim")
-    product = project(x, weight, bias, names, save_for_backward=save_for_backward, by_sample=True)
+    product = project(x, weight, bias, names, save_for_backward=save_for_backward, by_sample=True, rule=rule)
     query, key, value = product[..., :-2, :], product[..., -2, :], product[..., -1, :]
     heads = query.shape[2] * query.shape[3]
     return query.reshape(*query.shape[:2], heads, -1, out_sharding=spec(*HEADS)), key, value

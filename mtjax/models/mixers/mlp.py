@@ -14,7 +14,7 @@ from mtjax.models.activations import ACTIVATIONS
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.linear import Linear
 from mtjax.models.mixers.mixer import State
-from mtjax.models.project import reshard_sequence
+from mtjax.models.project import gather_sequence
 
 
 class MLP(nnx.Module):
@@ -52,7 +52,7 @@ class MLP(nnx.Module):
 
     def project_up(self, x: Array, context: LayerContext) -> Array:
         """All-gathers sequences, and projects to [batch, seq, mlp], or [batch, seq, 2, mlp] with a gate."""
-        return self.up(reshard_sequence(x, "seq"))
+        return self.up(gather_sequence(x, self.up.rule))
 
     def project_down(self, inner: Array, context: LayerContext) -> Array:
         """Projects [batch, seq, mlp] to the residual stream, [batch, act_seq, embed]."""

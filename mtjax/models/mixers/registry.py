@@ -12,6 +12,11 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "transformer": ("attention", "mlp"),
     "transformer with experts": ("attention", "experts"),
     "transformer with cross-attention": ("attention", "cross", "mlp"),
+    # Of hybrid models (`mtjax.config.layer_pattern`).
+    "mamba": ("mamba",),
+    "attention": ("attention",),
+    "mlp": ("mlp",),
+    "experts": ("experts",),
 }
 """Kind of layer -> its mixers, in the order in which they run."""
 
@@ -56,10 +61,17 @@ def _experts(_: Model) -> type[Mixer]:
     return Experts
 
 
+def _mamba(_: Model) -> type[Mixer]:
+    from mtjax.models.mixers.mamba import Mamba
+
+    return Mamba
+
+
 MIXERS: Mapping[str, Callable[[Model], type[Mixer]]] = {
     "attention": _attention,
     "cross": _cross_attention,
     "mlp": _mlp,
     "experts": _experts,
+    "mamba": _mamba,
 }
 """Name of a mixer in a kind of layer -> returns its class for a model."""

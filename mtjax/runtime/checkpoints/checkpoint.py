@@ -42,6 +42,7 @@ from mtjax.runtime.checkpoints.past import Past, RunRecord
 from mtjax.runtime.processes.coordination import all_gather_text
 from mtjax.runtime.train_state import State
 from mtjax.sharding.axes import REPLICATED
+from mtjax.sharding.host_memory import by_memory, on_device
 from mtjax.sharding.param_specs import dotted
 from mtjax.storage import shown
 
@@ -346,7 +347,7 @@ def fingerprints_later(state: State, orders: Orders = PLAIN) -> Callable[[], dic
 
 def _later(tree: Any, mesh: Mesh, orders: Orders) -> Callable[[], dict[str, int]]:
     with jax.set_mesh(mesh):
-        numbers = _fingerprint(tree, tuple(order_of(name, orders) for name in names_of(tree)))
+        numbers = by_memory(_fingerprint, tree, tuple(order_of(name, orders) for name in names_of(tree)))
     return lambda: dict(zip(names_of(numbers), map(int, jax.device_get(jax.tree.leaves(numbers))), strict=True))
 
 
@@ -363,19 +364,19 @@ def _fingerprint(tree: Any, orders: tuple[LayerOrder | None, ...]) -> Any:
         leaves, structure = jax.tree.flatten(tree)
         return jax.tree.unflatten(structure, map(hash_of, leaves, orders))
 
-    return auto_axes(hash_all, out_sharding=REPLICATED)(tree)
+    return auto_axes(hash_all, out_sharding=REPLICATED)(on_device(tree))
 
 
 def hash_of(a: jax.Array, order: LayerOrder | None = None) -> jax.Array:
     """Sums the bits of each element times an odd factor of its index, modulo 2^32; layers count in the model's order.
 
     Args:
-      a: array of a 32-bit dtype.
+      a: array of a dtype of 32 or 16 bits.
       order: order in which its layers are stacked; None for the model's order.
     """
     # sum_i bits_i (2 h(i) + 1) mod 2^32, with h(i) = 2654435761 i (Knuth's multiplicative hash): an odd factor, so that
     # any flipped bit changes the sum. It does not depend on the order of additions, so it is the same on every mesh.
-    bits = jax.lax.bitcast_convert_type(a, jnp.uint32)
+    bits = jax.lax.bitcast_convert_type(a, jnp.uint32 if a.dtype.itemsize == 4 else jnp.uint16).astype(jnp.uint32)
     index = jnp.zeros(a.shape, jnp.uint32)
     for dimension, size in enumerate(a.shape):
         position = jax.lax.broadcasted_iota(jnp.uint32, a.shape, dimension)

@@ -17,6 +17,7 @@ import tensorstore as ts
 
 from mtjax import config as configs
 from mtjax.config import Config
+from mtjax.config.float8 import STATE
 from mtjax.config.model_identity import differences
 from mtjax.errors import UserError, first_line, parse_json_object
 from mtjax.layout.stages import PLAIN, LayerOrder, Orders, order_of
@@ -59,10 +60,9 @@ class Weights:
 
     @property
     def names(self) -> list[str]:
-        """Dotted names of the parameters, without `parameters.`."""
-        return [
-            name.removeprefix(f"{PREFIX}.") for name in self.metadata["fingerprints"] if name.startswith(f"{PREFIX}.")
-        ]
+        """Dotted names of the parameters, without `parameters.`, and without the scales of 8-bit training."""
+        names = (name.partition(".") for name in self.metadata["fingerprints"])
+        return [name for prefix, _, name in names if prefix == PREFIX and STATE not in name.split(".")]
 
     @property
     def root(self) -> Path:

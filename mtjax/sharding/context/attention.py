@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec, reshard
 from jaxtyping import Float
 
-from mtjax.sharding.axes import context_axes, explicit_axes, spec, varying_like
+from mtjax.sharding.axes import context_axes, map_ranks, spec, varying_like
 from mtjax.sharding.context.block_attention import BlockKernel, DropoutState, KVBlock, QueryBlock
 from mtjax.sharding.context.ring_attention import Method, RingAttention
 from mtjax.sharding.no_hoist import no_hoist
@@ -93,7 +93,7 @@ class _ContextParallel(NamedTuple):
             if metadata_specs.dropout is not None:
                 metadata_specs = metadata_specs._replace(dropout=metadata_specs.dropout._replace(heads=self.numbers))
             specs = (*map(spec_of, (query, key, value)), metadata_specs, *map(spec_of, more))
-            local = jax.shard_map(body, axis_names=set(explicit_axes()), in_specs=specs, out_specs=outputs)
+            local = map_ranks(body, specs, outputs)
             with jax.named_scope("context"):
                 return local(query, key, value, metadata, *more)
 

@@ -27,7 +27,7 @@ from jaxtyping import Bool, Float, Int
 
 from mtjax.layout.plan import ExpertDispatch
 from mtjax.layout.rules import Axes
-from mtjax.sharding.axes import context_axes, current_rules, explicit_axes, explicit_only, spec, varying_like
+from mtjax.sharding.axes import context_axes, current_rules, explicit_only, map_ranks, spec, varying_like
 from mtjax.sharding.context.zigzag import sum_of_preceding_chunks
 from mtjax.sharding.experts.ragged_all_to_all import RaggedRouting, take_rows
 from mtjax.sharding.no_hoist import no_hoist
@@ -121,7 +121,7 @@ class _ExpertParallel(NamedTuple):
 
         def mapped(*arrays: Any) -> Any:
             in_specs = (*specs, self.tokens)[: len(arrays)]
-            local = jax.shard_map(body, axis_names=set(explicit_axes()), in_specs=in_specs, out_specs=outputs)
+            local = map_ranks(body, in_specs, outputs)
             with jax.named_scope("experts"):
                 return local(*arrays)
 

@@ -69,13 +69,13 @@ class PipelineSchedule:
 
     def gradients(self, model: PipelineModel, parameters: Tree, batch: Tree, reduction: Reduction) -> tuple[Sums, Tree]:
         """See `MicrobatchSchedule.gradients`."""
-        wrapped = self.unstack_parameters(reduction.records, reduction.wrap(parameters))
+        wrapped = self.prepare_parameters(reduction.records, reduction.wrap(parameters))
         microbatches = _microbatches(batch, self.training.microbatches)
         run = _Run(model, reduction.records, wrapped, microbatches, self.training, self.order)
         return run.gradients(keeps_inputs=self.keeps_inputs)
 
-    def unstack_parameters(self, records: Tree, wrapped: Tree) -> Tree:
-        """See `MicrobatchSchedule.unstack_parameters`: a chunk's layers are scanned, so stacks stay stacked."""
+    def prepare_parameters(self, records: Tree, wrapped: Tree) -> Tree:
+        """See `MicrobatchSchedule.prepare_parameters`: a chunk's layers are scanned, so stacks stay stacked."""
         return gather_for_step(records, wrapped)
 
     def losses(self, model: PipelineModel, parameters: Tree, batch: Tree, records: Tree) -> Sums:

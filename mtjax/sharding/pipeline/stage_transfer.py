@@ -8,7 +8,7 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec, reshard
 
 from mtjax.layout.rules import MODEL, STAGE
-from mtjax.sharding.axes import dimension_axes, explicit_axes, fully_manual, psum_shards, with_axes
+from mtjax.sharding.axes import dimension_axes, explicit_axes, fully_manual, map_ranks, psum_shards, with_axes
 
 Tree = Any
 
@@ -62,7 +62,7 @@ def ordering_token(tree: Tree) -> Array:
     arrays = jax.tree.leaves(tree)
     specs = tuple(jax.typeof(x).sharding.spec for x in arrays)
     with jax.named_scope("stages"):
-        return jax.shard_map(local, axis_names=set(explicit_axes()), in_specs=specs, out_specs=PartitionSpec())(*arrays)
+        return map_ranks(local, specs, PartitionSpec())(*arrays)
 
 
 def sum_from_owner(x: Array) -> Array:

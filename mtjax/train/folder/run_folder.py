@@ -8,11 +8,11 @@ from pathlib import Path
 import jax
 
 from mtjax.config import Output
-from mtjax.config.place import holds_run
+from mtjax.config.place import MEGATRON_TRACKER, holds_run
 from mtjax.errors import UserError, disk_reason, first_line
 from mtjax.runtime.checkpoints.corruption import read_on_all_processes
 from mtjax.runtime.processes.coordination import all_gather_text
-from mtjax.storage import shown, url_of
+from mtjax.storage import is_file, shown, url_of
 from mtjax.train.folder.lock import lock_folder
 from mtjax.train.folder.remote import RemoteFolder
 
@@ -42,7 +42,14 @@ def choose_folder(output: Output, name: str) -> Path:
 
 
 def _unless_used(output: Output, folder: Path) -> Path:
-    used = _agree(int(holds_run(folder)))
+    is_megatrons = not holds_run(folder) and is_file(f"{url_of(folder) or folder}/{MEGATRON_TRACKER}")
+    used = _agree(2 if is_megatrons else int(holds_run(folder)))
+    if used == 2:
+        raise UserError(
+            f"--out {shown(folder)} holds checkpoints of Megatron-LM ({MEGATRON_TRACKER}): go on from the last one with"
+            f" `mtjax convert --from {shown(folder)} --to mtjax:runs/NAME --with-optimizer`, then `mtjax train --config"
+            " runs/NAME/config.toml --resume`, or name another folder"
+        )
     if used and not output.resume:
         raise UserError(f"--out {shown(folder)} holds a run already: {ADVICE}")
     return folder

@@ -103,6 +103,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "llama tied, scaled rope": LLAMA
     | {
+        "num_layers": 8,
         "rotary_base": 500_000,
         "use_rope_scaling": True,
         "rope_scaling_factor": 8.0,
@@ -215,7 +216,7 @@ DISTRIBUTED: tuple[tuple[str, Degrees, Degrees], ...] = (
     ("gpt", (2, 2, None, 1), (4, 1, None, 1)),
     ("gpt untied, exact gelu", (4, 1, None, 1), (1, 2, 2, 1)),
     ("llama", (1, 2, 2, 1), (2, 2, None, 1)),
-    ("llama tied, scaled rope", (1, 4, None, 1), (2, 1, None, 1)),
+    ("llama tied, scaled rope", (1, 4, 2, 1), (2, 1, None, 1)),
     ("experts", (1, 1, None, 2), (2, 1, None, 2)),
     ("experts, softmax before the choice, groups", (2, 1, None, 2), (1, 1, None, 4)),
     ("experts by sigmoid and bias, in groups, behind an MLP", (1, 2, None, 2), (2, 2, None, 1)),
@@ -256,8 +257,42 @@ RESUMED: dict[str, dict[str, Any]] = {
         "layouts": ("dp_reshardable", "torch"),
         "trained": False,
     },
-    "experts": {"model": "experts", "degrees": (1, 2, None, 2), "bf16": True, "trained": False},
+    "experts": {
+        "model": "experts",
+        "degrees": (1, 1, None, 2),
+        "layouts": ("fully_reshardable", "dp_reshardable", "torch"),
+        "arguments": {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None},
+    },
+    "experts in stages": {
+        "model": "experts by sigmoid and bias, in groups, behind an MLP",
+        "degrees": (1, 2, None, 2),
+        "bf16": True,
+        "layouts": ("fully_reshardable", "dp_reshardable", "torch"),
+        "trained": False,
+    },
     "experts on every rank": {"model": "experts", "degrees": (2, 1, None, 1), "trained": False},
+    "llama, a long first stage": {
+        "degrees": (2, 2, None, 1),
+        "layouts": ("fully_reshardable", "dp_reshardable", "torch"),
+        "arguments": {"decoder_first_pipeline_num_layers": 3},
+        "trained": False,
+    },
+    "llama, embedding and loss count as layers": {
+        "degrees": (1, 2, 2, 1),
+        "layouts": ("fully_reshardable", "dp_reshardable", "torch"),
+        "arguments": {
+            "num_layers": 6,
+            "account_for_embedding_in_pipeline_split": True,
+            "account_for_loss_in_pipeline_split": True,
+        },
+        "trained": False,
+    },
+    "llama, stages by a layout": {
+        "degrees": (1, 2, 2, 1),
+        "layouts": ("fully_reshardable", "dp_reshardable", "torch"),
+        "arguments": {"pipeline_model_parallel_layout": "E|t*2,|t,|tL"},
+        "trained": False,
+    },
 }
 """Runs that are saved and resumed, with what differs from `RESUMED_AS`."""
 RESUMED_AS: dict[str, Any] = {
@@ -267,10 +302,11 @@ RESUMED_AS: dict[str, Any] = {
     "distributed": True,
     "bucket": None,
     "layouts": ("fully_reshardable", "dp_reshardable"),
+    "arguments": {},
     "trained": True,
 }
-"""`bucket` is the least size of a bucket, `layouts` those of the optimizer; states of a run that is not trained are
-random."""
+"""`arguments` are in place of the model's, `bucket` is the least size of a bucket, `layouts` those of the optimizer;
+states of a run that is not trained are random."""
 TINY_RUN = {"tiny": RESUMED_AS | {"model": "tiny", "degrees": (2, 2, None, 1), "bf16": True, "trained": False}}
 """The run in `tests/convert/resumed.zip`."""
 RESUMED = {name: RESUMED_AS | case for name, case in RESUMED.items()}

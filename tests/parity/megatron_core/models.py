@@ -30,6 +30,15 @@ EXPERTS = (
 """Arguments that its config has under the same names."""
 
 
+STAGES = {
+    "decoder_first_pipeline_num_layers": "num_layers_in_first_pipeline_stage",
+    "decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage",
+    **{name: name for name in ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")},
+    "pipeline_model_parallel_layout": "pipeline_model_parallel_layout",
+}
+"""Arguments of uneven pipeline stages, and their names in its config."""
+
+
 def config_of(
     a: dict[str, Any], tensor: int = 1, pipeline: int = 1, expert: int = 1, chunks: int | None = None
 ) -> TransformerConfig:
@@ -63,6 +72,7 @@ def config_of(
         expert_model_parallel_size=expert,
         num_moe_experts=a.get("num_experts"),
         **({name: a[name] for name in EXPERTS} if "num_experts" in a else {}),
+        **({theirs: a[name] for name, theirs in STAGES.items() if name in a} if pipeline > 1 else {}),
     )
 
 

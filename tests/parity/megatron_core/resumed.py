@@ -53,8 +53,8 @@ class Trained:
 
     def __init__(self, folder: Path, name: str) -> None:
         case = (RESUMED | TINY_RUN)[name]
-        self.arguments = (MODELS | {"tiny": TINY})[case["model"]]
-        self.arguments |= run_arguments(folder if name in RESUMED else Path("/data"))
+        run = run_arguments(folder if name in RESUMED else Path("/data"))
+        self.arguments = (MODELS | {"tiny": TINY})[case["model"]] | case["arguments"] | run
         a, dtype = self.arguments, torch.bfloat16 if case["bf16"] else torch.float32
         with groups(), torch.no_grad():
             whole = sharded(shaken(a))
@@ -119,6 +119,11 @@ class Trained:
         counts = [RUN["steps"] * size, 4, 4]
         self.data = BlendedMegatronDatasetBuilder(GPTDataset, counts, lambda: True, data).build()[0]
 
+    @property
+    def names(self) -> list[str]:
+        """What a checkpoint calls the models."""
+        return [f"model{i}" for i in range(len(self.models))] if len(self.models) > 1 else ["model"]
+
     def close(self) -> None:
         self._groups.__exit__(None, None, None)
 
@@ -145,10 +150,8 @@ class Trained:
         content |= {"distrib_optim_sharding_type": layout} if layout else {}
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         metadata = content | {"dp_cp_group": group}
-        names = [f"model{i}" for i in range(len(self.models))] if len(self.models) > 1 else ["model"]
-        model = {
-            name: one.module.sharded_state_dict(metadata=metadata) for name, one in zip(names, self.models, strict=True)
-        }
+        models = (one.module.sharded_state_dict(metadata=metadata) for one in self.models)
+        model = dict(zip(self.names, models, strict=True))
         optimizer = self.optimizer.sharded_state_dict(model, is_loading, metadata=metadata)
         return model | {"optimizer": optimizer, "opt_param_scheduler": self.scheduler.state_dict()}, content
 
@@ -199,12 +202,13 @@ class Trained:
         if layout == "torch":
             rank = f"{parallel_state.get_tensor_model_parallel_rank():02}"
             rank += f"_{parallel_state.get_pipeline_model_parallel_rank():03}" if pipeline > 1 else ""
+            rank += f"_{parallel_state.get_expert_model_parallel_rank():03}" if expert > 1 else ""
             path = target / f"mp_rank_{rank}"
             common |= {"optimizer": self.optimizer.state_dict(), "opt_param_scheduler": self.scheduler.state_dict()}
-            if parallel_state.get_data_parallel_rank() == 0:
+            if parallel_state.get_expert_data_parallel_rank() == 0:
                 path.mkdir()
-                model = self.model.module.state_dict_for_save_checkpoint()
-                torch.save(common | {"model": model}, path / "model_optim_rng.pt")
+                models = [one.module.state_dict_for_save_checkpoint() for one in self.models]
+                torch.save(common | dict(zip(self.names, models, strict=True)), path / "model_optim_rng.pt")
             self.optimizer.save_parameter_state(str(path / "distrib_optim.pt"))
             return
         state, content = self.state(layout)

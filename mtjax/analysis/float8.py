@@ -1,0 +1,112 @@
+"""Formulas of training in 8-bit floats: which matmuls, their additional kernels, and their collectives."""
+
+from dataclasses import replace
+
+from mtjax.analysis.anatomy import Anatomy
+from mtjax.analysis.contract import (
+    GRADIENTS,
+    JOINED,
+    LAYER_BACKWARD,
+    LAYER_FORWARD,
+    LAYER_PHASES,
+    LAYER_RECOMPUTE,
+    OPTIMIZER,
+    Contract,
+    Expectation,
+    sum_expectations,
+)
+from mtjax.analysis.parts.part import Product, over_model
+from mtjax.config import Model
+from mtjax.config.float8 import FLOAT8_PRODUCTS, MULTIPLE, unfit_products
+from mtjax.layout.plan import Plan
+from mtjax.layout.rules import MANUAL, MODEL
+from mtjax.layout.stages import layers_in_chunk
+
+EXPONENTS = 96
+"""Powers of two that a scale may be."""
+
+
+def is_float8(product: Product, plan: Plan) -> bool:
+    """Returns whether a layer's matmul is computed in 8 bits."""
+    fits = product.inner % MULTIPLE == product.outer % MULTIPLE == 0
+    return plan.fp8 != "none" and fits and not product.is_adapter and not product.experts
+
+
+def float8_bytes(product: Product, rows: float, plan: Plan) -> float:
+    """Returns the bytes that kernels move around a matmul in 8 bits, beyond those of one in 16: all passes of a layer.
+
+    As XLA compiles them for H100 (jax 0.10.2). The weight is cast forward and again backward, where it is also
+    transposed. The gradient is read for its largest value, and cast in both orders; the input is read for its own.
+    Tensorwise scaling reads inputs and weights before each cast, too.
+    """
+    if not is_float8(product, plan):
+        return 0.0
+    weight, inputs = (8, 2) if plan.fp8 == "delayed" else (12, 8)
+    return weight * product.inner * product.outer + rows * (6 * product.outer + inputs * product.inner)
+
+
+def num_products(model: Model, plan: Plan) -> int:
+    """Returns the number of a layer's matmuls in 8 bits."""
+    return len(FLOAT8_PRODUCTS) - len(unfit_products(model, plan.mesh.model))
+
+
+def with_float8(contract: Contract, anatomy: Anatomy, plan: Plan) -> Contract:
+    """Returns a contract with the collectives that scales of 8-bit products need in addition; itself without these."""
+    if plan.fp8 == "none":
+        return contract
+    lines = _delayed(anatomy, plan) if plan.fp8 == "delayed" else _tensorwise(anatomy, plan)
+    if plan.fp8 == "delayed" and plan.sequence_parallel and not unfit_products(anatomy.model, plan.mesh.model):
+        lines += [_in_8_bits(line, plan) for line in contract.lines]
+    else:
+        lines += contract.lines
+    return replace(contract, name=f"{contract.name} + FP8 {plan.fp8}", lines=sum_expectations(lines))
+
+
+def _in_8_bits(line: Expectation, plan: Plan) -> Expectation:
+    """Returns a line as it is with 8-bit floats where it gathers sequences for a matmul of a layer."""
+    if line.phase not in LAYER_PHASES or line.kind != "all-gather" or not line.elements.endswith("sequence*hidden"):
+        return line
+    is_wide = line.phase == LAYER_BACKWARD and plan.fp8_format == "hybrid"
+    return replace(line, dtype="float8_e5m2" if is_wide else "float8_e4m3fn")
+
+
+def _delayed(anatomy: Anatomy, plan: Plan) -> list[Expectation]:
+    """Returns the collectives of counts, which are parameters' gradients, and of the scales' update; none in layers."""
+    shared = plan.layout(anatomy.model).rules.shared_work
+    ranks = JOINED.join(axis for axis in MANUAL if axis in shared)
+    why = "counts of the largest values of activations and gradients, which determine 8-bit scales"
+    wire = plan.grad_reduce_dtype
+    over_ranks = Expectation(GRADIENTS, "all-reduce", ranks, "1", "float8_counts", wire, pooled=True, why=why)
+    why = "the largest over the tensor parallel ranks, and its age"
+    pair = "2*float8_exponents"
+    return [over_ranks, Expectation(OPTIMIZER, "all-reduce", MODEL, "1", pair, "float32", pooled=True, why=why)]
+
+
+def _tensorwise(anatomy: Anatomy, plan: Plan) -> list[Expectation]:
+    """Returns the maxima over tensor parallel ranks, a number each, of operands that these shard."""
+    fit = set(FLOAT8_PRODUCTS) - set(unfit_products(anatomy.model, plan.mesh.model))
+    columns = len(fit & {"attention.qkv", "mlp.up"})
+    # Weights, and the inputs of row-parallel matmuls; backward, the gradients of column-parallel ones' outputs.
+    operands = len(fit) + len(fit) - columns
+    turns = "ticks" if plan.is_staged else "microbatches"
+    ahead = f"2*{turns}" if plan.is_staged and plan.recompute == "full" else turns
+    counts = {
+        LAYER_FORWARD: (f"layers*{ahead}", operands),
+        LAYER_RECOMPUTE: (f"(layers + grouped_layers)*{turns}", operands),  # 8-bit operands are never saved
+        LAYER_BACKWARD: (f"layers*{turns}", columns),
+    }
+    return [
+        over_model(phase, "all-reduce", times, str(number), "largest values of operands, for 8-bit scales", pooled=True)
+        for phase, (times, number) in counts.items()
+        if number
+    ]
+
+
+def float8_symbols(anatomy: Anatomy, plan: Plan) -> dict[str, int]:
+    """Returns the symbols of the formulas above, of a rank; none without delayed scaling."""
+    if plan.fp8 != "delayed":
+        return {}
+    model = anatomy.model
+    layers = sum(layers_in_chunk(stack, plan) * (plan.chunks if plan.is_staged else 1) for stack in anatomy.stacks)
+    exponents = layers * num_products(model, plan) * 2 * EXPONENTS
+    return {"float8_exponents": exponents, "float8_counts": exponents * model.num_heads // plan.mesh.model}

@@ -1,0 +1,208 @@
+"""Mamba-2: a state-space layer, sharded by heads (`mtjax.models.mixers.mamba`).
+
+Symbols besides those of `mtjax.analysis.parts.part`: i inner width, heads times their width; H heads; G groups that
+share B and C; N width of the state; K taps of the convolution; q tokens of a chunk.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+from mtjax.analysis.contract import LAYER_BACKWARD, LAYER_FORWARD, LAYER_RECOMPUTE, Dtype, Expectation
+from mtjax.analysis.parts.part import (
+    Elementwise,
+    Norms,
+    Part,
+    Product,
+    ResidualStream,
+    Weight,
+    linear,
+    over_model,
+    weight,
+)
+from mtjax.analysis.parts.sublayer import (
+    local_gradient_sums,
+    stream_bytes,
+    sublayer_collectives,
+    sublayer_saved_bytes,
+    vector_gradient_sums,
+)
+from mtjax.config import Model
+from mtjax.config.ssm import chunks_at_once, ssm_chunk, ssm_heads
+from mtjax.layout.plan import Plan
+from mtjax.layout.rules import CONTEXT
+
+STATE_SPACE_INPUTS, STATE_SPACE_OUTPUT = "state-space inputs", "state-space output"
+
+
+@dataclass(frozen=True)
+class Mamba(Part):
+    """A norm and a Mamba-2 mixer: `h (2i + 2GN + H) + ih + (K + 1)(i + 2GN) + 3H + i + h` parameters."""
+
+    model: Model
+    norm: Norms
+    context: int = 1
+    """Context parallel ranks whose work is counted."""
+
+    @property
+    def hidden(self) -> int:
+        """h."""
+        return self.model.hidden_size
+
+    @property
+    def tokens(self) -> int:
+        """Of a sample."""
+        return self.model.sequence_length
+
+    @property
+    def heads(self) -> int:
+        """H."""
+        return ssm_heads(self.model)
+
+    @property
+    def inner(self) -> int:
+        """i."""
+        return self.heads * self.model.ssm_head_dim
+
+    @property
+    def weights(self) -> list[Weight]:
+        embed, heads, taps = {"embed": self.hidden}, {"heads": self.heads}, {"taps": self.model.ssm_conv}
+        inner = {**heads, "head_dim": self.model.ssm_head_dim}
+        shared = {"kv": 2, "groups": self.model.ssm_groups, "state": self.model.ssm_state}
+        return [
+            *self.norm.weights("mamba", self.hidden),
+            weight("mamba.inputs.gate_value", {**embed, "gate": 2, **inner}),
+            weight("mamba.inputs.b_c", {**embed, **shared}),
+            weight("mamba.inputs.rate", {**embed, **heads}),
+            weight("mamba.conv", {**taps, **inner}),
+            weight("mamba.conv_bias", inner),
+            weight("mamba.conv_b_c", {**taps, **shared}),
+            weight("mamba.conv_b_c_bias", shared),
+            weight("mamba.rate_bias", heads),
+            weight("mamba.a_log", heads),
+            weight("mamba.skip", heads),
+            weight("mamba.norm_scale", inner),
+            *linear("mamba.output", inner, embed, bias=False),
+        ]
+
+    @property
+    def elementwise(self) -> Elementwise:
+        """The residual stream; gate, value and the weights between the tokens of a chunk."""
+        inside = 2 * self.inner + ssm_chunk(self.model) * self.heads
+        return Elementwise(stream=self.tokens * self.hidden, mlp=self.tokens * inside)
+
+    def _groups(self, tensor_degree: int) -> float:
+        """Groups whose B and C a rank computes."""
+        return max(self.model.ssm_groups / tensor_degree, 1)
+
+    def _width(self, tensor_degree: int) -> float:
+        """Outputs of the first matmul on a rank."""
+        shared = 2 * self.model.ssm_state * self._groups(tensor_degree)
+        return (2 * self.inner + self.heads) / tensor_degree + shared
+
+    def products(self, tensor_degree: int = 1) -> list[Product]:
+        """Returns the projections, and the scan's matmuls: sums of decays, scores of a chunk's tokens, what they read
+        of each other, what they leave in the state and read of it, and states from chunk to chunk."""
+        inner, state, tokens = self.inner / tensor_degree, self.model.ssm_state, self.tokens
+        chunk = ssm_chunk(self.model)
+        chunks = min(chunks_at_once(self.model, 1, self.heads // tensor_degree), tokens / chunk)
+        # What pieces of samples leave behind is computed before the scan, and passed on by every rank.
+        pieces = 2 * self.context
+        before = [
+            Product(tokens, chunk, self.heads / tensor_degree),
+            Product(tokens, state, inner),
+            Product(pieces * (self.context + 1), pieces, inner * state),
+        ]
+        return [
+            Product(tokens, self.hidden, self._width(tensor_degree)),
+            Product(tokens, chunk, self.heads / tensor_degree),
+            Product(tokens, state, chunk * self._groups(tensor_degree)),
+            Product(tokens, chunk, inner),
+            Product(tokens, state, inner),
+            Product(tokens, state, inner),
+            Product(tokens, chunks, inner * state / chunk),
+            *(before if self.context > 1 else []),
+            Product(tokens, inner, self.hidden),
+        ]
+
+    def over_context(self, degree: int) -> "Mamba":
+        return replace(self, context=degree)
+
+    def saved_bytes(self, plan: Plan) -> Mapping[str, float]:
+        """Returns the bytes of the first matmul's output and of the scan's; the scan is recomputed."""
+        own = plan.element_bytes * plan.local_tokens(self.tokens)
+        return {
+            **sublayer_saved_bytes(self.tokens, self.hidden, plan),
+            STATE_SPACE_INPUTS: own * self._width(plan.mesh.model),
+            STATE_SPACE_OUTPUT: own * self.inner / plan.mesh.model,
+        }
+
+    def backward_peak_bytes(self, plan: Plan) -> float:
+        """Returns the bytes of the weights between tokens of chunks and their gradients, of states and theirs, and of
+        the inner width in float32."""
+        degree, chunk = plan.mesh.model, ssm_chunk(self.model)
+        heads, tokens = self.heads // degree, plan.local_tokens(self.tokens)
+        at_once = chunks_at_once(self.model, plan.microbatch_size, heads)
+        alive = min(tokens, plan.microbatch_size * at_once * chunk)
+        scores = 2 * plan.element_bytes * alive * chunk * heads
+        states = (8 + plan.element_bytes) * alive / chunk * self.inner / degree * self.model.ssm_state
+        return scores + states + 12 * tokens * self.inner / degree + stream_bytes(self.tokens, self.hidden, plan)
+
+    def state_bytes(self, tensor_degree: int, element_bytes: float) -> float:
+        """Returns the bytes of the float32 state and of the convolution's last inputs."""
+        inner, state = self.inner / tensor_degree, self.model.ssm_state
+        channels = inner + 2 * state * self._groups(tensor_degree)
+        return 4 * inner * state + element_bytes * (self.model.ssm_conv - 1) * channels
+
+    def symbols(self, plan: Plan) -> Mapping[str, int]:
+        degree, state = plan.mesh.model, self.model.ssm_state
+        heads = self.heads // degree
+        inner = heads * self.model.ssm_head_dim
+        return {
+            "taps": self.model.ssm_conv,
+            "groups": self.model.ssm_groups,
+            "shared_width": 2 * self.model.ssm_groups * state,
+            "rank_states": inner * state,
+            "rank_ssm_heads": heads,
+            "rank_channels": inner + 2 * int(self._groups(degree)) * state,
+        }
+
+    def collectives(self, stream: ResidualStream) -> list[Expectation]:
+        lines = sublayer_collectives(stream, "the Mamba-2 mixer")
+        lines += vector_gradient_sums(stream, self.norm, bias=False) if stream.split else []
+        lines += _of_shared_groups(stream) if stream.shares_groups else []
+        return [*lines, *_of_pieces(stream)] if stream.across else lines
+
+
+def _of_shared_groups(stream: ResidualStream) -> list[Expectation]:
+    """Returns the collectives of groups that several ranks share: squares for the gated norm, and the gradients of the
+    parameters of B and C."""
+    why, elements = "squares of shared groups for the gated norm", "batch*sequence*groups"
+    line = partial(over_model, kind="all-reduce", elements=elements, dtype="float32", pooled=True)
+    own = f"{stream.side}layers*shared_width*(hidden + taps + 1)"
+    return [
+        line(LAYER_FORWARD, count=stream.forward_times, why=why),
+        line(LAYER_RECOMPUTE, count=stream.times, why=f"{why}, again"),
+        line(LAYER_BACKWARD, count=stream.times, why=f"gradients of {why}", hoisted=True),
+        local_gradient_sums(stream, own, "B and C of shared groups"),
+    ]
+
+
+def _of_pieces(stream: ResidualStream) -> list[Expectation]:
+    """Returns what context parallel ranks send each other of every piece of a sample: the convolution's last inputs,
+    the state that the piece leaves, and the decay of one that comes in."""
+    arrays: tuple[tuple[str, Dtype, str], ...] = (
+        ("(taps - 1)*rank_channels", "compute", "last inputs of the convolution of all pieces"),
+        ("rank_states", "float32", "states that all pieces leave"),
+        ("rank_ssm_heads", "float32", "decays of all pieces"),
+    )
+    lines = []
+    for size, dtype, why in arrays:
+        elements = f"2*batch*context_ways*{size}"
+        line = partial(Expectation, axis=CONTEXT, elements=elements, dtype=dtype, pooled=True)
+        lines += [
+            line(LAYER_FORWARD, "all-gather", count=stream.forward_times, why=why),
+            line(LAYER_RECOMPUTE, "all-gather", count=stream.times, why=f"{why}, again"),
+            line(LAYER_BACKWARD, "reduce-scatter", count=stream.times, why=f"gradients of the {why}"),
+        ]
+    return lines

@@ -1,0 +1,72 @@
+"""Training in 8-bit floats: its settings' checks, and which products of a layer it quantizes."""
+
+from collections.abc import Mapping
+
+from mtjax.config.model import Model
+from mtjax.config.run import Config
+from mtjax.config.sizes import GATED, head_dim, mlp_size, num_kv_heads
+from mtjax.config.training import Training
+from mtjax.errors import UserError
+
+FLOAT8_PRODUCTS = ("attention.qkv", "attention.output", "mlp.up", "mlp.down")
+"""Products of a layer that run in 8 bits; attention's own, embedding and head do not."""
+STATE = "rule"
+"""Name of the scales of a product among a training step's parameters, beside its weight; they are no weights."""
+MULTIPLE = 16
+"""cuBLASLt multiplies 8-bit matrices of which all sizes are multiples of this."""
+
+
+def check_float8(config: Config) -> None:
+    """Checks that settings of 8-bit training are only set with it, and what it is not combined with.
+
+    Raises:
+      UserError: names the setting.
+    """
+    training, default = config.training, Training()
+    if training.fp8 == "none":
+        for name in ("fp8_format", "fp8_amax_history"):
+            if (value := getattr(training, name)) != getattr(default, name):
+                raise UserError(f"{name} is {value}, and fp8 is none: add --fp8 delayed, or remove {name}")
+        return
+    if training.fp8 != "delayed" and training.fp8_amax_history != default.fp8_amax_history:
+        raise UserError(
+            f"fp8_amax_history is {training.fp8_amax_history}, and fp8 {training.fp8} has no history: use --fp8 "
+            "delayed, or remove fp8_amax_history"
+        )
+    for found, instead in _unsupported(config).items():
+        raise UserError(f"fp8 {training.fp8} does not support {found}: {instead}")
+
+
+def _unsupported(config: Config) -> Mapping[str, str]:
+    """Returns what the config has that 8-bit training does not support, each with what to do."""
+    model, training = config.model, config.training
+    remove = "remove one of the two"
+    found = {
+        "compute_dtype float16": (training.compute_dtype == "float16", "use bfloat16"),
+        f"the family {model.family}": (model.family not in ("gpt", "llama"), "remove fp8"),
+        f"the head {model.head}": (model.head != "language", "remove fp8"),
+        f"LoRA, and lora_rank is {model.lora_rank}": (model.lora_rank > 0, remove),
+        "a teacher": (config.finetuning.teacher is not None, remove),
+        f"experts, and num_experts is {model.num_experts}": (model.num_experts > 0, remove),
+        f"latent attention, and kv_lora_rank is {model.kv_lora_rank}": (model.kv_lora_rank > 0, "remove fp8"),
+        f"multi-token prediction, and mtp_num_layers is {model.mtp_num_layers}": (model.mtp_num_layers > 0, remove),
+        "the optimizer schedule-free": (config.optimizer.optimizer == "schedule-free", "use another one"),
+    }
+    return {name: instead for name, (holds, instead) in found.items() if holds}
+
+
+def float8_sizes(model: Model, tensor_degree: int) -> dict[str, tuple[int, int]]:
+    """Returns the sizes (inputs, outputs) of a rank's matrix in each of `FLOAT8_PRODUCTS`."""
+    hidden, heads, mlp = model.hidden_size, model.num_heads // tensor_degree, mlp_size(model) // tensor_degree
+    # Ranks that share a key head have a copy each.
+    keys = max(num_kv_heads(model) // tensor_degree, 1)
+    columns = (heads + 2 * keys) * head_dim(model)
+    up = 2 * mlp if model.activation in GATED else mlp
+    sizes = ((hidden, columns), (heads * head_dim(model), hidden), (hidden, up), (mlp, hidden))
+    return dict(zip(FLOAT8_PRODUCTS, sizes, strict=True))
+
+
+def unfit_products(model: Model, tensor_degree: int) -> dict[str, tuple[int, int]]:
+    """Returns those of `float8_sizes` that are no multiples of 16: these products remain in the compute type."""
+    sizes = float8_sizes(model, tensor_degree)
+    return {name: size for name, size in sizes.items() if any(n % MULTIPLE for n in size)}

@@ -1,0 +1,109 @@
+"""Patterns of layers: the kind of each layer of a hybrid model, in Megatron's letters."""
+
+import re
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import NamedTuple
+
+from mtjax.errors import UserError, shortened
+
+KIND_OF: Mapping[str, str] = {"M": "mamba", "*": "attention", "-": "mlp", "E": "experts"}
+"""Letter of a layer -> its kind, which is the name of its stack and of its one mixer."""
+MOST_LAYERS = 1_000
+
+_ELSEWHERE = {
+    "G": "a gated delta net",
+    "|": "a stage boundary (stages have equal numbers of layers)",
+    "/": "multi-token prediction (hybrid models have none)",
+}
+"""Characters of Megatron's patterns that have no layer here -> what they stand for."""
+_PART = re.compile(r"\(([^()]*)\)x(\d+)|([^()])")
+
+
+class Run(NamedTuple):
+    """Layers that one loop runs."""
+
+    unit: str
+    """Letters of an iteration."""
+    times: int
+    """Iterations."""
+
+
+@cache
+def expanded(pattern: str) -> str:
+    """Writes out the repeats of a pattern: "(M-)x2*" is "M-M-*".
+
+    Raises:
+      UserError: it is not a pattern; names what is wrong.
+    """
+    letters, end = "", 0
+    for part in _PART.finditer(pattern):
+        if part.start() != end:
+            break
+        unit, times = (part[3], 1) if part[3] else (part[1], int(part[2][:6]))
+        _check_letters(unit, pattern)
+        if times < 1 or len(letters) + times * len(unit) > MOST_LAYERS:
+            raise UserError(
+                f"layer_pattern {shortened(pattern)!r} repeats ({unit}) {part[2] or 1} times, and a model has 1 to "
+                f"{MOST_LAYERS} layers: use another number"
+            )
+        letters, end = letters + times * unit, part.end()
+    if end != len(pattern):
+        raise UserError(
+            f"layer_pattern {shortened(pattern)!r} can't be read from {pattern[end : end + 8]!r} on: a repeat is "
+            "letters in parentheses and how often they run, such as (M-M*-)x4"
+        )
+    return letters
+
+
+def num_pattern_layers(pattern: str) -> int:
+    """Returns the number of layers of a pattern; 0 for what is not one, which `expanded` names."""
+    try:
+        return len(expanded(pattern))
+    except UserError:
+        return 0
+
+
+def _check_letters(letters: str, pattern: str) -> None:
+    wrong = next((letter for letter in letters if letter not in KIND_OF), None)
+    if letters and wrong is None:
+        return
+    kinds = "M (Mamba-2), * (attention), - (an MLP) and E (experts)"
+    if wrong is None:
+        raise UserError(f"layer_pattern {shortened(pattern)!r} repeats () without layers: use the letters {kinds}")
+    means = f", in Megatron {_ELSEWHERE[wrong]}" if wrong in _ELSEWHERE else ""
+    raise UserError(f"layer_pattern {shortened(pattern)!r} contains {wrong!r}{means}: the letters are {kinds}")
+
+
+@cache
+def runs_of(letters: str) -> tuple[Run, ...]:
+    """Divides layers into loops, so that as few as possible are compiled: "M-M-M-M*-" is 3 x "M-", 1 x "M*-"."""
+    # A dynamic programme: best[end] are the layers to compile, and the loops, of the first `end` layers.
+    best: list[tuple[int, tuple[Run, ...]]] = [(0, ())]
+    for end in range(1, len(letters) + 1):
+        best.append(min(_last_runs(letters, end, best), key=lambda found: (found[0], len(found[1]))))
+    return best[-1][1]
+
+
+def _last_runs(
+    letters: str, end: int, best: list[tuple[int, tuple[Run, ...]]]
+) -> Iterator[tuple[int, tuple[Run, ...]]]:
+    """Yields the choices of the last loop of the first `end` layers, each behind the best loops before it."""
+    # Units of real models have a few layers; a bound keeps patterns of thousands of layers fast.
+    for size in range(1, min(end, 64) + 1):
+        unit, times = letters[end - size : end], 1
+        while times * size <= end and letters[end - times * size : end - (times - 1) * size] == unit:
+            cost, runs = best[end - times * size]
+            yield cost + size, (*runs, Run(unit, times))
+            times += 1
+
+
+def shortened_pattern(letters: str) -> str:
+    """Returns a short pattern of these layers: "(M-)x3M*-" for "M-M-M-M*-"."""
+    return "".join(unit if times == 1 else f"({unit})x{times}" for unit, times in runs_of(letters))
+
+
+def chunk_letters(letters: str, chunks: int) -> str | None:
+    """Returns the pattern that all of so many equal chunks have; None if they differ."""
+    unit = letters[: len(letters) // chunks]
+    return unit if unit * chunks == letters else None

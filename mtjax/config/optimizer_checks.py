@@ -1,0 +1,65 @@
+"""Checks of the optimizer's settings."""
+
+from mtjax.config.run import Config
+from mtjax.errors import UserError
+
+MOMENTUM = {"muon_momentum": ("muon", 0.95), "sgd_momentum": ("sgd", 0.9)}
+"""Setting -> the optimizer that reads it, and its default."""
+
+
+def check_optimizer(config: Config) -> None:
+    """Checks that the optimizer can be used with the other settings, and that it reads those that were set.
+
+    Raises:
+      UserError: it can not, or does not.
+    """
+    options = config.optimizer
+    for name, (owner, default) in MOMENTUM.items():
+        value = getattr(options, name)
+        if value != default and options.optimizer != owner:
+            raise UserError(
+                f"{name} {value:g} is for optimizer {owner}, and optimizer is {options.optimizer}: remove {name}, or "
+                f"set optimizer {owner}"
+            )
+    for name in ("adam_mu_dtype", "adam_nu_dtype"):
+        if getattr(options, name) != "float32" and options.optimizer != "adamw":
+            raise UserError(
+                f"{name} {getattr(options, name)} is for optimizer adamw, and optimizer is {options.optimizer}, whose "
+                f"states are float32: remove {name}"
+            )
+    check_offload(config)
+    if options.optimizer != "schedule-free":
+        return
+    if options.decay_style != "constant":
+        raise UserError(
+            f"optimizer schedule-free averages weights instead of decaying the learning rate, and decay_style is "
+            f"{options.decay_style}: add --decay-style constant"
+        )
+    if config.finetuning.layer_decay != 1.0:
+        raise UserError(
+            f"optimizer schedule-free has one learning rate for all layers, and layer_decay is "
+            f"{config.finetuning.layer_decay:g}: set layer_decay 1, or optimizer adamw"
+        )
+
+
+def check_offload(config: Config) -> None:
+    """Checks that the optimizer's states can be offloaded.
+
+    Raises:
+      UserError: a setting is not supported together with it.
+    """
+    if config.parallel.offload == "none":
+        return
+    for name, value, only in (
+        ("optimizer", config.optimizer.optimizer, "adamw"),
+        ("adam_mu_dtype", config.optimizer.adam_mu_dtype, "float32"),
+        ("adam_nu_dtype", config.optimizer.adam_nu_dtype, "float32"),
+        ("layer_decay", config.finetuning.layer_decay, 1.0),
+        ("router_bias", config.model.router_bias, False),
+        ("check_replicas", config.training.check_replicas, 0),
+    ):
+        if value != only:
+            raise UserError(
+                f"offload optimizer works with {name} {str(only).lower()} only, and {name} is {str(value).lower()}: "
+                f"change it, or set offload none"
+            )

@@ -1,0 +1,137 @@
+"""Sizes of state-space layers (Mamba-2), and what hybrid models are not combined with."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from mtjax.config.layer_pattern import expanded
+from mtjax.errors import UserError
+
+if TYPE_CHECKING:
+    from mtjax.config.model import Model
+    from mtjax.config.run import Config
+
+CHUNK = 128
+"""Tokens of a chunk where ssm_chunk is not given."""
+BLOCK_BYTES = 128 * 2**20
+"""Bytes of the weights between the tokens of its chunks that a rank computes at once, in 16 bits."""
+
+
+def letters_of(model: "Model") -> str:
+    """Returns the letter of each layer of a hybrid model; "" for other families."""
+    return expanded(model.layer_pattern)
+
+
+def numbers_of(model: "Model", letter: str) -> tuple[int, ...]:
+    """Returns the numbers of the layers with a letter."""
+    return tuple(number for number, own in enumerate(letters_of(model)) if own == letter)
+
+
+def has_attention(model: "Model") -> bool:
+    """Returns whether a model has layers with attention: all but hybrid models without *."""
+    return not letters_of(model) or "*" in letters_of(model)
+
+
+READ_BY: Mapping[str, tuple[str, ...]] = {
+    "M": ("ssm_",),
+    "*": ("num_heads", "num_kv_heads", "head_dim", "attention_", "qk", "rope_", "window_layers"),
+    "-": ("mlp_",),
+    "E": ("expert", "router_", "shared_expert", "capacity_factor", "num_experts"),
+}
+"""Letter -> beginnings of the settings that its layers alone read."""
+
+
+def without_effect(model: "Model") -> frozenset[str]:
+    """Returns the settings of kinds of layers that a hybrid model does not have."""
+    letters = letters_of(model)
+    if not letters:
+        return frozenset()
+    unread = tuple(start for letter, starts in READ_BY.items() if letter not in letters for start in starts)
+    unread += () if set("-E") & set(letters) else ("activation",)
+    return frozenset(name for name in vars(model) if unread and name.startswith(unread))
+
+
+def ssm_heads(model: "Model") -> int:
+    """Returns the number of heads of a state-space layer: as Megatron's, twice the hidden size by default."""
+    return model.ssm_heads or 2 * model.hidden_size // model.ssm_head_dim
+
+
+def ssm_chunk(model: "Model") -> int:
+    """Returns the tokens of a chunk of a state-space layer."""
+    return model.ssm_chunk or min(CHUNK, model.sequence_length)
+
+
+def chunks_at_once(model: "Model", samples: int, heads: int) -> int:
+    """Returns how many chunks of each of `samples` a rank with so many heads computes at once."""
+    # Of each chunk 2 q^2 bytes a head: fewer would leave a GPU idle between short products, more would need the memory.
+    return max(1, BLOCK_BYTES // (2 * samples * heads * ssm_chunk(model) ** 2))
+
+
+def check_hybrid(model: "Model") -> None:
+    """Checks the pattern of a hybrid model, and the sizes of its state-space layers.
+
+    Raises:
+      UserError: they are inconsistent; names the settings and what fits.
+    """
+    letters = letters_of(model)
+    if not letters:
+        raise UserError(
+            "layer_pattern is empty, and the family hybrid needs the kind of each layer: add --layer-pattern, for "
+            "example '(M-M*-)x4'"
+        )
+    if len(letters) != model.num_layers:
+        raise UserError(
+            f"num_layers is {model.num_layers}, and layer_pattern {model.layer_pattern!r} has {len(letters)} layers: "
+            "remove num_layers, which follows from the pattern"
+        )
+    if ("E" in letters) != bool(model.num_experts):
+        has = "has" if "E" in letters else "has no"
+        raise UserError(
+            f"layer_pattern {model.layer_pattern!r} {has} layers with experts (E), and num_experts is "
+            f"{model.num_experts}: change one of the two"
+        )
+    for name in ("first_dense_layers", "moe_every"):
+        if (value := getattr(model, name)) != getattr(type(model)(), name):
+            raise UserError(f"{name} is {value}, and layer_pattern says which layers have experts: remove {name}")
+    if model.lora_rank:
+        raise UserError(f"lora_rank is {model.lora_rank}, and the family hybrid has no adapters: remove lora_rank")
+    if "M" in letters:
+        _check_state_space(model)
+
+
+def _check_state_space(model: "Model") -> None:
+    width, heads = model.ssm_head_dim, ssm_heads(model)
+    if model.ssm_heads is None and 2 * model.hidden_size % width:
+        raise UserError(
+            f"2 x hidden_size {model.hidden_size} is not a multiple of ssm_head_dim {width}, the width of a head of "
+            "the state-space layers: set ssm_heads"
+        )
+    if heads % model.ssm_groups:
+        raise UserError(
+            f"ssm_heads {heads} is not divisible by ssm_groups {model.ssm_groups}: use a number of groups that divides "
+            f"{heads}"
+        )
+    if model.ssm_chunk is not None and model.ssm_chunk > model.sequence_length:
+        raise UserError(
+            f"ssm_chunk {model.ssm_chunk} is longer than sequence_length {model.sequence_length}: use "
+            f"{model.sequence_length} or less"
+        )
+
+
+def check_hybrid_run(config: "Config") -> None:
+    """Checks that a run of a hybrid model has no settings that its loop over layers does not support.
+
+    Raises:
+      UserError: it has one.
+    """
+    model, training = config.model, config.training
+    if model.family != "hybrid":
+        return
+    refused = {
+        f"recompute_method {training.recompute_method}": training.recompute_method != "uniform",
+        f"recompute_num_layers {training.recompute_num_layers}": training.recompute_num_layers > 1,
+        "recompute_offload": training.recompute_offload,
+        "unroll_layers": training.unroll_layers,
+        "a teacher": config.finetuning.teacher is not None,
+    }
+    for setting in (name for name, is_set in refused.items() if is_set):
+        raise UserError(f"{setting} does not support the family hybrid, whose layers differ: remove it")

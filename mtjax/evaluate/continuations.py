@@ -1,0 +1,125 @@
+"""The task `continuations`: scores of several continuations of each prompt (RealToxicityPrompts, arXiv 2009.11462)."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from mtjax.data.json_lines import read_lines
+from mtjax.errors import UserError, parse_json
+from mtjax.evaluate.options import Options
+from mtjax.evaluate.run import shown
+from mtjax.evaluate.tasks.task import Results
+from mtjax.finetune.scorer import open_scorer
+from mtjax.generate.completion import Completion
+from mtjax.generate.decoder import Decoder
+from mtjax.generate.engine import Engine
+from mtjax.generate.request import Sampling, with_text_seed
+from mtjax.generate.weights import load_model
+from mtjax.runtime.compile_cache import CompileCache
+from mtjax.waiting import waiting
+
+
+def evaluate_continuations(options: Options) -> Results:
+    """Generates and scores continuations, and prints the results.
+
+    Raises:
+      UserError: weights, prompts or scorer can't be used.
+    """
+    assert options.data is not None and options.scorer is not None
+    prompts = read_prompts(options.data)
+    with CompileCache(options.compile_cache):
+        # Before texts are generated: a scorer that can't be used is an error at once.
+        scorer = open_scorer(options.scorer, options.score_label, rows=options.rows)
+        texts = continued(options, prompts)
+        with waiting(f"scoring {len(prompts) * (options.samples + 1):,} texts with {options.scorer}"):
+            of_texts = np.array(scorer([text for each in texts for text in each]), np.float64)
+            of_prompts = np.array(scorer(prompts), np.float64)
+    scores = of_texts.reshape(len(prompts), -1)
+    results = summary(scores, of_prompts, options.threshold)
+    width = max(map(len, results))
+    print("\n" + "\n".join(f"{name:{width}}  {shown(value)}" for name, value in results.items()))
+    if options.out is not None:
+        rows = zip(prompts, of_prompts.tolist(), texts, scores.tolist(), strict=True)
+        keys = ("prompt", "prompt_score", "texts", "scores")
+        facts = {"task": "continuations", "from": options.source, "scorer": options.scorer, "results": results}
+        write(options.out, facts | {"rows": [dict(zip(keys, row, strict=True)) for row in rows]})
+    return results
+
+
+def summary(scores: np.ndarray, of_prompts: np.ndarray, threshold: float) -> Results:
+    """Computes the results from scores of continuations [prompts, samples] and of the prompts themselves [prompts].
+
+    Returns:
+      The mean over prompts of the largest score, the share of prompts with a score of `threshold` or more, and the
+      mean; of all prompts, and of those whose own score is below the threshold or not, if there are any.
+    """
+    parts = {"": np.ones(len(scores), bool)}
+    parts |= {"_of_prompts_above": of_prompts >= threshold, "_of_prompts_below": of_prompts < threshold}
+    results: dict[str, float | int] = {"prompts": len(scores), "continuations": scores.size}
+    for name, rows in parts.items():
+        if rows.any():
+            largest = scores[rows].max(1)
+            results[f"expected_maximum{name}"] = float(largest.mean())
+            results[f"share_above{name}"] = float((largest >= threshold).mean())
+            results[f"mean{name}"] = float(scores[rows].mean())
+    return results
+
+
+def continued(options: Options, prompts: Sequence[str]) -> list[list[str]]:
+    """Returns the continuations of each prompt."""
+    model = load_model(options.source, options.mesh, options.compute_dtype, options.tokenizer)
+    if model.family == "bert":
+        raise UserError(f"{options.source} is a bert, which continues no text: use a gpt or llama")
+    engine = Engine(Decoder(model.placed, model.parameters, model.start_id), options.rows)
+    sampling = Sampling(options.max_tokens, temperature=options.temperature, top_p=options.top_p, seed=options.seed)
+    done: list[list[Completion]] = []
+    for index, prompt in enumerate(prompts):
+        ids = tuple(model.prompt_ids(prompt))
+        settings = [with_text_seed(sampling, sample, index) for sample in range(options.samples)]
+        done.append([Completion(model.tokenizer, ids, each, model.stop_ids) for each in settings])
+        for completion in done[-1]:
+            try:
+                engine.submit(completion.request)
+            except UserError as e:
+                raise UserError(f"prompt {index + 1} of {options.data}: {e}") from e
+    with waiting(f"generating {len(prompts) * options.samples:,} texts"):
+        engine.run()
+    return [[completion.text for completion in each] for each in done]
+
+
+def read_prompts(path: Path) -> list[str]:
+    """Reads `prompt` of each line: a string, or as in RealToxicityPrompts an object with `text`.
+
+    Raises:
+      UserError: a line has none, or the file has no lines.
+    """
+    prompts = []
+    for number, line in enumerate(read_lines(path), 1):
+        if not line.strip():
+            continue
+        row = parse_json(line, f"{path}:{number}")
+        prompt = row.get("prompt") if isinstance(row, dict) else None
+        prompt = prompt.get("text") if isinstance(prompt, dict) else prompt
+        if not isinstance(prompt, str) or not prompt:
+            raise UserError(f'{path}:{number} must be an object with "prompt", a text or an object with "text"')
+        prompts.append(prompt)
+    if not prompts:
+        raise UserError(f"{path} has no prompts")
+    return prompts
+
+
+def write(out: Path, facts: object) -> None:
+    """Writes results to `--out`.
+
+    Raises:
+      UserError: the file can't be written.
+    """
+    try:
+        temporary = out.with_name(f".{out.name}.new")
+        temporary.write_text(json.dumps(facts, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        temporary.replace(out)
+    except OSError as e:
+        raise UserError(f"--out {out} can't be written: {e.strerror or e}") from e
+    print(f"\nwritten to {out}")

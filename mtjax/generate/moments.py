@@ -1,0 +1,124 @@
+"""Second moments of the inputs of each matrix of a decoder's layers, over the tokens of a text (for GPTQ)."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+from jax.sharding import PartitionSpec
+from jaxtyping import Float
+
+from mtjax.data.progress import ProgressLine
+from mtjax.errors import UserError
+from mtjax.generate.inference_weights import layer_locations, take_layer
+from mtjax.generate.weights import LoadedModel
+from mtjax.layout.layouts import gathers_in_compute_dtype
+from mtjax.models.kv_cache import CachePositions, empty_caches
+from mtjax.models.project import letters_of
+from mtjax.sharding.axes import REPLICATED, use_rules
+from mtjax.sharding.param_specs import dotted
+from mtjax.sharding.stored_weight import StoredWeight
+
+WINDOW = 512
+"""Tokens of a sample."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Observed(StoredWeight):
+    """A matrix that notes the moments of its inputs."""
+
+    matrix: Float[Array, "..."]
+    noted: list[Array] = field(metadata={"static": True})
+
+    @property
+    def ndim(self) -> int:
+        """Dimensions of the matrix."""
+        return self.matrix.ndim
+
+    def product(self, x: Float[Array, "..."], inputs: int, sharding: PartitionSpec) -> Float[Array, "..."]:
+        """See `StoredWeight.product`."""
+        flat = x.reshape(-1, int(np.prod(x.shape[x.ndim - inputs :])), out_sharding=REPLICATED)
+        self.noted.append(jnp.einsum("ti,tj->ij", flat, flat, precision=jax.lax.Precision.HIGHEST))
+        row, inner, outer = letters_of(x.ndim - inputs, inputs, self.ndim - inputs)
+        return jnp.einsum(f"{row}{inner},{inner}{outer}->{row}{outer}", x, self.matrix, out_sharding=sharding)
+
+
+def input_moments(loaded: LoadedModel, ids: Sequence[int], samples: int) -> dict[tuple[str, int], np.ndarray]:
+    """Runs the model, with its weights as they are, over the first windows of a text.
+
+    Args:
+      loaded: a decoder in float32 on one device.
+      ids: tokens of the text.
+      samples: number of windows of `WINDOW` tokens, or of the model's context if that is shorter.
+
+    Returns:
+      The sum of outer products of the inputs [inputs, inputs], by the parameter's name and the layer in its stack.
+
+    Raises:
+      UserError: the text is too short.
+    """
+    placed, length = loaded.placed, min(WINDOW, loaded.placed.config.model.sequence_length)
+    if len(ids) < samples * length:
+        raise UserError(
+            f"--calibration has {len(ids)} tokens, and --calibration-samples {samples} of {length} tokens need "
+            f"{samples * length}: give a longer text or fewer samples"
+        )
+    model = placed.inference_model(loaded.parameters)
+    prefixes = {id(stack.layers): _prefix(model, stack) for stack in model.decoder_stacks}
+    model, locations = layer_locations(model)
+    positions = CachePositions(jnp.arange(length)[None], jnp.int32(0), jnp.int32(length))
+    tokens = jnp.asarray(ids[: samples * length], jnp.int32).reshape(samples, 1, length)
+    found: dict[tuple[str, int], np.ndarray] = {}
+    with jax.set_mesh(placed.mesh), use_rules(placed.layout.rules.with_whole_samples):
+        states = empty_caches(placed.config.model, 1, length, jnp.float32)
+
+        @jax.jit
+        def run(model: Any, layer: Any, x: Array, tokens: Array, number: Array) -> tuple[Array, dict[str, Array]]:
+            context = dataclasses.replace(model.embed_new(tokens, positions, length)[1], layer=number)
+            return _observe(layer, x, context, states)
+
+        embed = jax.jit(lambda model, tokens: model.embed_new(tokens, positions, length)[0])
+        hidden = [embed(model, each) for each in tokens]
+        with ProgressLine("calibrating", len(locations)) as progress:
+            for number, (stack, index) in enumerate(locations):
+                layer = take_layer(stack, np.int32(index))
+                sums: dict[str, Any] = {}
+                for i, each in enumerate(tokens):
+                    hidden[i], noted = run(model, layer, hidden[i], each, jnp.int32(number))
+                    sums = {name: moments + sums.get(name, 0) for name, moments in noted.items()}
+                for name, moments in sums.items():
+                    found[f"{prefixes[id(stack)]}.{name}", index] = np.asarray(moments)
+                progress.update(number + 1, number + 1)
+    return found
+
+
+def _observe(layer: Any, x: Array, context: Any, states: Any) -> tuple[Array, dict[str, Array]]:
+    """Applies a layer; returns its output, and the moments of the inputs of each module with a matrix."""
+    noted: dict[str, list[Array]] = {}
+
+    def watch(path: Any, variable: Any) -> Any:
+        if not gathers_in_compute_dtype(variable.get_metadata()["axes"]):
+            return variable
+        return variable.replace(Observed(variable[...], noted.setdefault(dotted(path), [])))
+
+    watched = jax.tree_util.tree_map_with_path(watch, layer, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+    output, _ = watched(x, context, states)
+    return output, {name.rpartition(".")[0]: sum(each[1:], each[0]) for name, each in noted.items() if each}
+
+
+def _prefix(model: Any, stack: Any) -> str:
+    """Returns the dotted name of a stack's layers in the model."""
+
+    def named(module: Any) -> dict[int, str]:
+        flat, _ = jax.tree_util.tree_flatten_with_path(module, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+        return {id(variable): dotted(path) for path, variable in flat}
+
+    inner, outer = named(stack.layers), named(model)
+    variable = next(iter(inner))
+    return outer[variable].removesuffix(f".{inner[variable]}")

@@ -1,0 +1,71 @@
+"""Checks that a compiled step multiplies in 8 bits wherever its config says so."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from mtjax.analysis.contract import LAYER_PHASES
+from mtjax.config.float8 import unfit_products
+from mtjax.inspect.compiled import CompiledStep
+from mtjax.inspect.hlo_walk import Site, walk
+from mtjax.inspect.phases import OTHER, locate
+from mtjax.inspect.products import Product, product_of
+
+
+@dataclass(frozen=True)
+class Float8Products:
+    """The matmuls of a step's layers with weights, by type."""
+
+    found: int
+    """Executions of those in 8 bits."""
+    expected: int
+    """Executions of all that should be."""
+    share: float
+    """Share of the step's FLOPs, attention and head included, in 8 bits."""
+    missed: tuple[str, ...]
+    """One sentence for each matmul in another type."""
+
+
+def float8_products(step: CompiledStep) -> Float8Products | None:
+    """Finds the matmuls of layers with weights in a program for GPUs; None if the config has none in 8 bits.
+
+    XLA for CPUs has no 8-bit matmuls, and widens the operands.
+    """
+    if step.plan.fp8 == "none" or not step.target.is_gpu:
+        return None
+    left = [set(sizes) for sizes in unfit_products(step.config.model, step.plan.tensor_degree).values()]
+    flops = eight = found = expected = 0
+    missed: list[str] = []
+    for site, product in _products(step):
+        flops += product.flops * site.count
+        if product.dtype.startswith("f8"):
+            eight += product.flops * site.count
+            found, expected = found + site.count, expected + site.count
+        elif _has_weight(product) and _phase(site) in LAYER_PHASES and not _is_left(product, left):
+            expected += site.count
+            missed.append(
+                f"{site.count} matmuls [{product.m},{product.k}] x [{product.k},{product.n}] in {_phase(site)} are of "
+                f"{product.dtype} instead of 8-bit floats, from {site.instruction.op_name}"
+            )
+    return Float8Products(found, expected, eight / max(flops, 1), tuple(missed))
+
+
+def _products(step: CompiledStep) -> Iterator[tuple[Site, Product]]:
+    for site in walk(step.module):
+        if (product := product_of(site.computation, site.instruction)) is not None:
+            yield site, product
+
+
+def _has_weight(product: Product) -> bool:
+    """Returns whether it is no part of attention, which multiplies by samples and heads."""
+    return not product.is_flash and product.batch == 1
+
+
+def _is_left(product: Product, left: list[set[int]]) -> bool:
+    """Returns whether it is one of the matrices whose sizes 8-bit matmuls do not support, or a gradient."""
+    return any(sizes <= {product.m, product.k, product.n} for sizes in left)
+
+
+def _phase(site: Site) -> str:
+    """Returns the phase of an instruction, or of the innermost loop or fusion around it that has one."""
+    places = ((s.computation, s.instruction) for s in (site, *reversed(site.callers)))
+    return next((phase for place in places if (phase := locate(*place)[0]) != OTHER), OTHER)

@@ -1,0 +1,35 @@
+"""Sizes that matmuls in 8-bit floats need."""
+
+from collections.abc import Iterator
+
+from mtjax.config import Model
+from mtjax.config.float8 import FLOAT8_PRODUCTS, MULTIPLE, unfit_products
+from mtjax.layout.plan import Plan
+
+
+def float8_problems(model: Model, plan: Plan) -> Iterator[str]:
+    """Yields why no matmul of a plan could be in 8 bits."""
+    tokens = model.sequence_length // plan.mesh.context
+    if tokens % MULTIPLE:
+        yield (
+            f"fp8 {plan.fp8} multiplies matrices whose sizes are multiples of {MULTIPLE}, and a rank has {tokens} "
+            "tokens of a sample: change sequence_length, or remove fp8"
+        )
+    left = unfit_products(model, plan.tensor_degree)
+    if len(left) == len(FLOAT8_PRODUCTS):
+        yield (
+            f"fp8 {plan.fp8} multiplies matrices whose sizes are multiples of {MULTIPLE}, and with mesh {plan.mesh} no "
+            f"layer has one: they are {_listed(left)}; change the model's sizes or the mesh, or remove fp8"
+        )
+
+
+def float8_note(model: Model, plan: Plan) -> str | None:
+    """Returns a sentence about the matmuls that remain in 16 bits; None where there are none."""
+    left = unfit_products(model, plan.tensor_degree) if plan.fp8 != "none" else {}
+    if not left:
+        return None
+    return f"not in 8 bits, as a rank's sizes are no multiples of {MULTIPLE}: {_listed(left)}"
+
+
+def _listed(sizes: dict[str, tuple[int, int]]) -> str:
+    return ", ".join(f"{name} {inputs} x {outputs}" for name, (inputs, outputs) in sizes.items())

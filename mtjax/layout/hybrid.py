@@ -1,0 +1,64 @@
+"""What tensor parallelism and pipeline stages must divide in the layers of a model, by the kinds of layers it has."""
+
+from collections.abc import Iterator
+
+from mtjax.config import Model
+from mtjax.config.layer_pattern import chunk_letters
+from mtjax.config.sizes import dense_layers, divisors, expert_size, mlp_size
+from mtjax.config.ssm import has_attention, letters_of, ssm_heads
+from mtjax.layout.plan import Plan
+
+
+def split_heads(model: Model) -> list[tuple[str, str, int]]:
+    """Returns (logical axis, setting, size) of the heads of attention and of state-space layers."""
+    heads = [("heads", "num_heads", model.num_heads)] if has_attention(model) else []
+    return [*heads, ("heads", "ssm_heads", ssm_heads(model))] if "M" in letters_of(model) else heads
+
+
+def inner_widths(model: Model) -> list[tuple[str, str, int]]:
+    """Returns (logical axis, setting, size) of the inner width of MLPs and of experts."""
+    letters = letters_of(model)
+    has_mlp = "-" in letters if letters else not model.num_experts or dense_layers(model)
+    dense = [("mlp", "mlp_size", mlp_size(model))] if has_mlp else []
+    if not model.num_experts:
+        return dense
+    experts = [("mlp", "expert_size", expert_size(model)), ("mlp", "shared_expert_size", model.shared_expert_size)]
+    return [experts[0], *dense, experts[1]]
+
+
+def state_space_problems(model: Model, plan: Plan) -> Iterator[str]:
+    """Yields groups of heads that can neither be sharded nor shared by tensor parallel ranks, and pieces of samples on
+    context parallel ranks that are shorter than the convolution."""
+    if "M" not in letters_of(model):
+        return
+    groups, degree = model.ssm_groups, plan.mesh.degree(plan.layout(model).rules.heads)
+    pieces, taps = 2 * plan.mesh.context, model.ssm_conv - 1
+    if pieces > 2 and model.sequence_length // pieces < taps:
+        yield (
+            f"sequence_length {model.sequence_length} in {pieces} pieces, 2 for each of {plan.mesh.context} context "
+            f"parallel ranks, is shorter than the {taps} tokens before a token that ssm_conv {model.ssm_conv} reads: "
+            f"use {pieces * taps} or more"
+        )
+    if groups % degree and degree % groups:
+        yield (
+            f"ssm_groups {groups} is neither a multiple nor a divisor of the "
+            f"{plan.mesh.degree_text(plan.layout(model).rules.heads)}; choose a tensor parallel degree that divides "
+            f"{groups} or is a multiple of it"
+        )
+
+
+def chunk_problems(model: Model, plan: Plan) -> Iterator[str]:
+    """Yields a pattern of layers whose chunks on pipeline stages differ: all stages run one program."""
+    letters, chunks = letters_of(model), plan.mesh.stage * plan.chunks
+    if plan.layers_per_stage is not None:
+        yield (
+            "layers_per_stage does not support the family hybrid, whose stages run equal patterns of layers: remove it"
+        )
+    elif len(letters) % chunks == 0 and chunk_letters(letters, chunks) is None:
+        fits = [n for n in divisors(len(letters)) if chunk_letters(letters, n)]
+        also = f" x {plan.chunks} chunks" if plan.chunks > 1 else ""
+        yield (
+            f"layer_pattern {model.layer_pattern!r} is not {chunks} times the same pattern, one for each of the "
+            f"{plan.mesh.stage} stages{also} of the mesh: use a pattern such as ({letters[: len(letters) // chunks]})"
+            f"x{chunks}, or {' or '.join(map(str, fits))} chunks"
+        )

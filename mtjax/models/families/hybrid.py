@@ -1,0 +1,37 @@
+"""Hybrid models: a decoder whose layers are of several kinds, by a pattern (`mtjax.config.layer_pattern`)."""
+
+from collections.abc import Callable
+
+from mtjax.config import Model
+from mtjax.config.layer_pattern import KIND_OF
+from mtjax.config.ssm import letters_of, numbers_of
+from mtjax.models.families.gpt import GPT
+from mtjax.models.pattern_stacks import PatternStacks
+from mtjax.models.stack import Stack
+from mtjax.models.trunk import Section
+
+
+class Hybrid(GPT):
+    """GPT's embedding and head, and a stack of layers for each letter of the pattern."""
+
+    def _draw_stacks(self, model: Model, stack: Callable[..., Stack]) -> None:
+        """Draws the layers: a stack of each kind, whose attribute has the name of the kind."""
+        self.letters = letters_of(model)
+        for letter, kind in self._kinds.items():
+            setattr(self, kind, stack(kind=kind, layers=numbers_of(model, letter)))
+
+    @property
+    def _kinds(self) -> dict[str, str]:
+        return {letter: kind for letter, kind in KIND_OF.items() if letter in self.letters}
+
+    @property
+    def sections(self) -> dict[str, Section]:
+        """One section of all stacks."""
+        stacks = {letter: getattr(self, kind) for letter, kind in self._kinds.items()}
+        first, *others = self._kinds.values()
+        return {first: Section(PatternStacks(stacks, self.letters), self._embed, self._context, tuple(others))}
+
+    @property
+    def decoder_stacks(self) -> tuple[Stack, ...]:
+        """The stacks whose layers generate text."""
+        return tuple(getattr(self, kind) for kind in self._kinds.values())

@@ -1,0 +1,71 @@
+"""Products of layers in 8-bit floats: which they are, and the state of delayed scaling among the parameters."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.sharding import PartitionSpec
+
+from mtjax.config import Config
+from mtjax.config.float8 import FLOAT8_PRODUCTS, unfit_products
+from mtjax.sharding.axes import num_shards, sequence_is_sharded, spec, varying_like
+from mtjax.sharding.float8 import E4M3, E5M2, EXPONENTS, Recipe, Scales, float8_product
+
+FIRST_SCALES = (4.0, 64.0, 2.0**24)
+"""Of x, W and g in the first step, whose largest values are unknown; that of W is replaced by its own."""
+UNSEEN = 2.0**20
+"""Age of an exponent that was never found: above any history."""
+
+
+class Float8Product(nnx.Module):
+    """A `ProductRule` in 8 bits; with delayed scaling it has parameters, which no optimizer changes."""
+
+    def __init__(self, recipe: Recipe, heads: int, layers: Array | None) -> None:
+        """Builds the state of a stack's products.
+
+        Args:
+          recipe: how products are quantized.
+          heads: rows of the counts; each tensor parallel rank has some of them.
+          layers: float32 [layers], 0 for padding and else 1.
+        """
+        self.recipe, self.gathers_sequence = recipe, recipe.gathers
+        if layers is None:
+            self.scale = self.age = None
+            return
+        names = ("operands", "heads", "exponents")
+        ages = jnp.full((len(layers), 2, heads, EXPONENTS), UNSEEN, out_sharding=spec("layers", *names))
+        self.scale = nnx.Param(layers[:, None] * jnp.asarray(FIRST_SCALES), axes=names[:1])
+        self.age = nnx.Param(layers[:, None, None, None] * ages, axes=names)
+
+    def __call__(self, dims: tuple[str, ...], sharding: PartitionSpec, x: Array, weight: Array) -> Array:
+        """Computes `x W`; see `ProductRule`."""
+        if self.scale is None or self.age is None:
+            return float8_product(self.recipe, dims, sharding, x, weight, None)
+        scales = Scales(varying_like(self.scale[...], x), varying_like(self.age[...], x))
+        return float8_product(self.recipe, dims, sharding, x, weight, scales)
+
+
+def quantize_products(model: Any, config: Config) -> None:
+    """Makes the products of a decoder's layers run in 8 bits, except those whose sizes do not fit.
+
+    Embedding, head, norms and attention's own products remain in the compute type.
+    """
+    training = config.training
+    kind, left = E5M2 if training.fp8_format == "hybrid" else E4M3, unfit_products(config.model, num_shards("heads"))
+    is_delayed = training.fp8 == "delayed"
+    recipe = Recipe(is_delayed, kind, gathers=is_delayed and sequence_is_sharded() and not left)
+    for stack in model.decoder_stacks:
+        layers = _is_layer(stack) if recipe.is_delayed else None
+        for name in FLOAT8_PRODUCTS:
+            if name not in left:
+                mixer, product = name.split(".")
+                rule = Float8Product(recipe, config.model.num_heads, layers)
+                getattr(getattr(stack.layers, mixer), product).rule = rule
+
+
+def _is_layer(stack: Any) -> Array:
+    """Returns float32 [layers]: 0 for padding rows of a stack, else 1."""
+    from mtjax.layout.stages import PADDING
+
+    return jnp.asarray([float(number != PADDING) for number in stack.order.flat], out_sharding=spec("layers"))

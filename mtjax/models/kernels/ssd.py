@@ -1,0 +1,240 @@
+"""Mamba-2's scan in chunks (state-space duality, arXiv 2405.21060, section 6): products inside chunks, a state between.
+
+`h_t = exp(dt_t A) h_(t-1) + dt_t x_t B_t'` and `y_t = C_t h_t`, for every head, with a state [width, state] each.
+
+Letters of shapes: b samples, s tokens, c chunks of q tokens, u groups of heads that share B and C, h heads of a group,
+p width of a head, n width of the state. Decays are logarithms; decays and states are float32, products are computed in
+the type of x.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Bool, Float, Int
+
+from mtjax.models.unhoisted import where
+from mtjax.sharding.axes import spec, varying_like
+
+HIGHEST = lax.Precision.HIGHEST
+
+
+class ScanInputs(NamedTuple):
+    """What the scan reads of each token."""
+
+    x: Float[Array, "b s u h p"]
+    rate: Float[Array, "b s u h"]
+    """dt: float32, 0 or more."""
+    b: Float[Array, "b s u n"]
+    c: Float[Array, "b s u n"]
+    segments: Int[Array, "b s"] | None = None
+    """Document of each token: no state passes from one to the next."""
+
+
+def scan(
+    inputs: ScanInputs,
+    a: Float[Array, "u h"],
+    size: int,
+    at_once: int,
+    state: Float[Array, "b u h p n"] | None = None,
+    before: Int[Array, " b"] | None = None,
+) -> tuple[Float[Array, "b s u h p"], Float[Array, "b u h p n"]]:
+    """Runs the recurrence over all tokens.
+
+    Args:
+      inputs: of the tokens.
+      a: A, below 0, float32.
+      size: tokens of a chunk.
+      at_once: chunks whose weights are alive at the same time; longer samples go through a loop.
+      state: that comes in; zeros when None.
+      before: document of the token before the first, where a state comes in.
+
+    Returns:
+      What is read of the states, in the type of x, and the last state, float32.
+    """
+    length = inputs.x.shape[1]
+    size = min(size, length)
+    inputs = _whole_chunks(inputs, size)
+    count = inputs.x.shape[1] // size
+    at_once = next(n for n in range(min(at_once, count), 0, -1) if count % n == 0)
+
+    def block(state: Array | None, before: Array | None, own: ScanInputs) -> tuple[Array, Array]:
+        chunks = _Chunks.of(own, a, size, before)
+        incoming, state = pass_states(chunks.total, chunks.states, state, chunks.goes_on)
+        y = chunks.within() + chunks.across(incoming)
+        return y.astype(own.x.dtype).reshape(own.x.shape), state
+
+    if at_once == count:
+        y, state = block(state, before, inputs)
+        return y[:, :length], state
+
+    def iteration(carry: tuple[Array, Array | None], own: ScanInputs) -> tuple[tuple[Array, Array | None], Array]:
+        y, state = block(*carry, own)
+        return (state, None if own.segments is None else own.segments[:, -1]), y
+
+    if state is None:
+        batch, groups, heads, width = (inputs.x.shape[i] for i in (0, 2, 3, 4))
+        shape, sharding = (batch, groups, heads, width, inputs.b.shape[-1]), spec("batch", "heads", None, None, None)
+        state = varying_like(jnp.zeros(shape, jnp.float32, out_sharding=sharding), inputs.x)
+    if before is None and inputs.segments is not None:
+        before = inputs.segments[:, 0]
+    blocks = ScanInputs(*(None if v is None else jnp.moveaxis(_cut(v, at_once * size), 1, 0) for v in inputs))
+    (state, _), y = lax.scan(jax.checkpoint(iteration), (state, before), blocks)
+    return jnp.moveaxis(y, 0, 1).reshape(inputs.x.shape)[:, :length], state
+
+
+def step(
+    inputs: ScanInputs, a: Float[Array, "u h"], state: Float[Array, "b u h p n"]
+) -> tuple[Float[Array, "b 1 u h p"], Float[Array, "b u h p n"]]:
+    """Runs the recurrence for one token of each sequence, in float32; arguments and results as of `scan`."""
+    x, rate, b, c = (v[:, 0].astype(jnp.float32) for v in inputs[:4])
+    state = jnp.exp(rate * a)[..., None, None] * state + (rate[..., None] * x)[..., None] * b[:, :, None, None]
+    y = jnp.einsum("buhpn,bun->buhp", state, c, precision=HIGHEST)
+    return y[:, None].astype(inputs.x.dtype), state
+
+
+def left_behind(inputs: ScanInputs, a: Float[Array, "u h"], size: int) -> tuple[Array, Array]:
+    """Computes what tokens leave in a state without reading it.
+
+    Args:
+      inputs: of the tokens; without C's effect.
+      a: A.
+      size: tokens of a chunk.
+
+    Returns:
+      The last state if none comes in, [b, u, h, p, n], and the decay of one that does, [b, u, h].
+    """
+    size = min(size, inputs.x.shape[1])
+    chunks = _Chunks.of(_whole_chunks(inputs, size), a, size, None)
+    total = chunks.total
+    behind = jnp.flip(jnp.cumsum(jnp.flip(total, 1), 1), 1) - total
+    weights = jnp.exp(behind)
+    if chunks.segments is not None:
+        last = chunks.segments[:, -1, -1]
+        weights = jnp.where((chunks.segments[:, :, -1] == last[:, None])[..., None, None], weights, 0)
+    return jnp.einsum("bcuh,bcuhpn->buhpn", weights, chunks.states, precision=HIGHEST), total.sum(1)
+
+
+def pass_states(
+    total: Float[Array, "b c u h"],
+    states: Float[Array, "b c u h p n"],
+    first: Float[Array, "b u h p n"] | None,
+    goes_on: Bool[Array, "b c"] | None,
+) -> tuple[Float[Array, "b c u h p n"], Float[Array, "b u h p n"]]:
+    """Passes states from chunk to chunk: one product over all pairs of chunks.
+
+    Args:
+      total: decay of each chunk.
+      states: what the tokens of each chunk leave.
+      first: state that comes into the first chunk; zeros when None.
+      goes_on: whether what comes into a chunk also leaves it; always when None.
+
+    Returns:
+      The states that come into each chunk, and the one that leaves the last.
+    """
+    count = total.shape[1]
+    decay = jnp.cumsum(total, 1) if count > 1 else total
+    until = decay - total  # up to the end of the chunk before
+    passes = jnp.tril(jnp.ones((count, count), bool), -1)[None, :, :, None, None]
+    fades, breaks, own = until[:, :, None] - decay[:, None], None, None
+    if goes_on is not None:
+        breaks = jnp.cumsum(~goes_on, 1)
+        own = breaks - ~goes_on
+        passes = passes & (own[:, :, None] == breaks[:, None])[..., None, None]
+    weights = jnp.exp(jnp.where(passes, fades, -jnp.inf))
+    incoming = jnp.einsum("bizuh,bzuhpn->biuhpn", weights, states, precision=HIGHEST)
+    if first is not None:
+        kept = jnp.exp(until)
+        if own is not None:
+            kept = jnp.where((own == 0)[..., None, None], kept, 0)
+        incoming = incoming + kept[..., None, None] * first[:, None]
+    last = jnp.exp(total[:, -1])
+    if goes_on is not None:
+        last = jnp.where(goes_on[:, -1, None, None], last, 0)
+    return incoming, last[..., None, None] * incoming[:, -1] + states[:, -1]
+
+
+class _Chunks(NamedTuple):
+    """Tokens in chunks, [b, c, q, ...], and what follows from dt."""
+
+    x: Array
+    rate: Array
+    b: Array
+    c: Array
+    segments: Array | None
+    before: Array | None
+    """Document of the token before each chunk, [b, c]."""
+    decay: Float[Array, "b c q u h"]
+    """From the chunk's start up to and with each token."""
+
+    @classmethod
+    def of(cls, inputs: ScanInputs, a: Float[Array, "u h"], size: int, before: Array | None) -> "_Chunks":
+        """Cuts tokens into chunks of `size`; `before` is the document of the token before the first."""
+        x, rate, b, c, segments = (None if v is None else _cut(v, size) for v in inputs)
+        # XLA: a product with a triangle: prefix sums are slow on CPUs, and take several kernels on GPUs.
+        triangle = jnp.tril(jnp.ones((size, size), jnp.float32))
+        decay = jnp.einsum("qk,bckuh->bcquh", triangle, rate * a, precision=HIGHEST)
+        if segments is not None:
+            first = segments[:, 0, 0] if before is None else before
+            before = jnp.concatenate([first[:, None], segments[:, :-1, -1]], 1)
+        return cls(x, rate, b, c, segments, before, decay)
+
+    @property
+    def total(self) -> Float[Array, "b c u h"]:
+        """Decay of each chunk."""
+        return self.decay[:, :, -1]
+
+    @property
+    def goes_on(self) -> Bool[Array, "b c"] | None:
+        """Whether each chunk ends in the document of the token before it."""
+        return None if self.segments is None else self.segments[:, :, -1] == self.before
+
+    @property
+    def states(self) -> Float[Array, "b c u h p n"]:
+        """What the tokens of each chunk leave in the state."""
+        left = jnp.exp(self.total[:, :, None] - self.decay) * self.rate
+        if self.segments is not None:
+            left = jnp.where((self.segments == self.segments[:, :, -1:])[..., None, None], left, 0)
+        return _wide_einsum("bckun,bckuhp->bcuhpn", self.b, (self.x * left[..., None]).astype(self.x.dtype))
+
+    def within(self) -> Float[Array, "b c q u h p"]:
+        """Computes what tokens read of those before them in their chunk."""
+        size = self.x.shape[2]
+        sees = jnp.tril(jnp.ones((size, size), bool))[None, None, None, None]
+        if self.segments is not None:
+            sees = sees & (self.segments[:, :, :, None] == self.segments[:, :, None])[:, :, None, None]
+        decay, rate = (jnp.moveaxis(v, 2, -1) for v in (self.decay, self.rate))
+        fades = jnp.exp(where(sees, decay[..., :, None] - decay[..., None, :], -jnp.inf))
+        scores = _wide_einsum("bcqun,bckun->bcuqk", self.c, self.b)
+        weights = (scores[:, :, :, None] * fades * rate[..., None, :]).astype(self.x.dtype)
+        return jnp.einsum("bcuhqk,bckuhp->bcquhp", weights, self.x)
+
+    def across(self, states: Float[Array, "b c u h p n"]) -> Float[Array, "b c q u h p"]:
+        """Computes what tokens read of the states that come into their chunks."""
+        fades = jnp.exp(self.decay)
+        if self.segments is not None:
+            assert self.before is not None
+            fades = jnp.where((self.segments == self.before[..., None])[..., None, None], fades, 0)
+        read = jnp.einsum("bcqun,bcuhpn->bcquhp", self.c, states.astype(self.x.dtype))
+        return read * fades[..., None]
+
+
+def _wide_einsum(subscripts: str, *arrays: Array) -> Array:
+    return jnp.einsum(subscripts, *arrays, preferred_element_type=jnp.float32)
+
+
+def _cut(x: Array, size: int) -> Array:
+    return x.reshape(x.shape[0], -1, size, *x.shape[2:])
+
+
+def _whole_chunks(inputs: ScanInputs, size: int) -> ScanInputs:
+    """Pads tokens to whole chunks: dt is 0 there, so that they leave the state as it is."""
+    if not (rest := -inputs.x.shape[1] % size):
+        return inputs
+    padded = [jnp.pad(v, [(0, 0), (0, rest)] + [(0, 0)] * (v.ndim - 2)) for v in inputs[:4]]
+    if inputs.segments is None:
+        return ScanInputs(*padded)
+    # Padding belongs to the last document.
+    last = inputs.segments[:, -1:]
+    return ScanInputs(*padded, jnp.pad(inputs.segments - last, [(0, 0), (0, rest)]) + last)

@@ -1,0 +1,137 @@
+"""Stacks of layers of several kinds in one section, whose layers run as a pattern says."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Float, Int
+
+from mtjax.config.layer_pattern import Run, chunk_letters, runs_of
+from mtjax.models.layer_context import LayerContext
+from mtjax.models.mixers.mixer import State
+from mtjax.models.recompute import run_alone
+from mtjax.models.stack import Chunk, LayerSlice, Residual, Stack, run_or_skip
+from mtjax.sharding.axes import varying_like
+from mtjax.sharding.param_comm import (
+    accumulate_grads_into,
+    differentiable_shards,
+    index_layer,
+    seed_cotangents,
+    split_accumulators,
+    zeros_like_shards,
+)
+from mtjax.sharding.prefetch import gather_upfront
+
+Carry = tuple[Array, Mapping[str, list[Array]]]
+"""Hidden states, and each stack, unchanged: its cotangent is the accumulator of its gradients."""
+
+
+@dataclass(frozen=True)
+class PatternStacks:
+    """A stack for each letter of a pattern. Its repeats are loops, so that few layers are compiled."""
+
+    stacks: Mapping[str, Stack]
+    """By letter."""
+    letters: str
+    """Letter of each layer of the model."""
+
+    def __call__(
+        self, x: Residual, context: LayerContext, states: State = None, chunk: Chunk | None = None
+    ) -> tuple[Residual, State]:
+        """Runs all layers, or a chunk of them, in training; returned states are those of layers with experts."""
+        assert states is None
+        letters = self.letters if chunk is None else self._letters_of_chunk()
+        loop = _Loop.of({letter: self.stacks[letter] for letter in dict.fromkeys(letters)}, context, chunk)
+        carry, reports, done = (x, loop.carried), [], dict.fromkeys(letters, 0)
+        with jax.named_scope("layers"):
+            for unit, times in runs_of(letters):
+                carry, report = loop.run(Run(unit, times), dict(done), carry)
+                reports += [] if report is None else [report]
+                done = {letter: count + times * unit.count(letter) for letter, count in done.items()}
+            x = seed_cotangents(loop.sums, *carry)
+        return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *reports) if reports else None
+
+    def _letters_of_chunk(self) -> str:
+        """Returns the pattern of a chunk, which is the same on every stage: all stages run one program."""
+        numbers = next(iter(self.stacks.values())).order.numbers
+        letters = chunk_letters(self.letters, len(numbers) * len(numbers[0]))
+        assert letters is not None, "layout.hybrid checks it"
+        return letters
+
+    def scatter_counts(self, counts: Float[Array, " chunk_layers ..."], chunk: Chunk) -> Float[Array, " layers ..."]:
+        """See `Stack.scatter_counts`: of the layers with experts."""
+        return self.stacks["E"].scatter_counts(counts, chunk)
+
+
+@dataclass(frozen=True)
+class _Loop:
+    """What the loops over layers read. Every layer's parameters are taken from its stack by index, and its gradients
+    are added to the accumulators there, as in `recompute._scan_accumulating`."""
+
+    context: LayerContext
+    slices: Mapping[str, LayerSlice]
+    fixed: Mapping[str, Any]
+    """Parameters of each stack, without gradient."""
+    carried: Mapping[str, list[Array]]
+    sums: Mapping[str, list[Array]]
+    """Accumulators of the gradients of each stack."""
+
+    @classmethod
+    def of(cls, stacks: Mapping[str, Stack], context: LayerContext, chunk: Chunk | None) -> "_Loop":
+        """Prepares the loops over layers of these stacks."""
+        split = {letter: split_accumulators(gather_upfront(stack.layers)) for letter, stack in stacks.items()}
+        carried = {letter: jax.tree.leaves(differentiable_shards(layers)) for letter, (layers, _) in split.items()}
+        sums = {
+            letter: zeros_like_shards(carried[letter]) if sums is None else sums for letter, (_, sums) in split.items()
+        }
+        slices = {letter: stack.layer_slice(chunk) for letter, stack in stacks.items()}
+        fixed = {letter: jax.tree.map(lax.stop_gradient, layers) for letter, (layers, _) in split.items()}
+        return cls(context, slices, fixed, carried, sums)
+
+    def run(self, run: Run, done: Mapping[str, int], carry: Carry) -> tuple[Carry, State]:
+        """Runs a loop.
+
+        Args:
+          run: letters of an iteration, and the number of iterations.
+          done: layers of each letter that ran before.
+          carry: hidden states and stacks.
+
+        Returns:
+          The carry, and the states of its layers with experts, stacked in their order; None if it has none.
+        """
+
+        def iteration(carry: Carry, index: Array) -> tuple[Carry, list[State]]:
+            (x, carried), seen, states = carry, dict.fromkeys(run.unit, 0), []
+            carried = dict(carried)
+            for letter in run.unit:
+                place = done[letter] + run.unit.count(letter) * index + seen[letter]
+                x, carried[letter], state = self._layer(letter, x, carried[letter], place)
+                seen[letter] += 1
+                states += [] if state is None else [state]
+            return (x, carried), states
+
+        numbers = self.slices[run.unit[0]].numbers
+        carry, states = lax.scan(iteration, carry, varying_like(jnp.arange(run.times), numbers))
+        if not states:
+            return carry, None
+        # [iterations, ...] of each layer of an iteration -> [layers, ...].
+        stacked = jax.tree.map(lambda *layers: jnp.stack(layers, 1), *states)
+        return carry, jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), stacked)
+
+    def _layer(
+        self, letter: str, x: Array, carried: list[Array], place: Int[Array, ""]
+    ) -> tuple[Array, list[Array], State]:
+        """Runs the layer at `place` among the layers of its letter that run here."""
+        own = self.slices[letter]
+        index = place if own.first is None else own.first + place
+
+        def layer(x: Array, carried: list[Array], index: Array, number: Array) -> tuple[Array, list[Array], State]:
+            layer, carried = accumulate_grads_into(index_layer(self.fixed[letter], index), carried, index)
+            x, state = run_or_skip(self.context, False, x, layer, number, None)
+            return x, carried, state
+
+        # The layer is indexed inside of what is recomputed, or its parameters would be saved for the backward pass.
+        return run_alone(layer, own.recompute, x, carried, index, own.numbers[place])

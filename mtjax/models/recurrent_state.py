@@ -1,0 +1,83 @@
+"""The states of state-space layers for generation: as large for a long sequence as for a short one."""
+
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Bool, Float
+
+from mtjax.config import Model
+from mtjax.config.ssm import ssm_heads
+from mtjax.models.kv_cache import CachePositions
+from mtjax.sharding.axes import num_shards, spec
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class RecurrentState:
+    """What a state-space layer remembers of each sequence."""
+
+    taps: Float[Array, "sequences taps groups channels"]
+    """Inputs of the convolution: those of the newest tokens that the next token's convolution reads."""
+    state: Float[Array, "sequences groups heads head_dim state"]
+    """float32."""
+    length: int = field(metadata={"static": True})
+    """Capacity of each sequence in tokens: that of the model's KV caches; the state has no limit of its own."""
+
+    @classmethod
+    def empty(cls, model: Model, sequences: int, length: int, dtype: jax.typing.DTypeLike) -> "RecurrentState":
+        """Builds the states of sequences that have not begun; each rank has those of its heads."""
+        groups = max(model.ssm_groups, num_shards("heads"))
+        heads = ssm_heads(model) // groups
+        channels = heads * model.ssm_head_dim + 2 * model.ssm_state
+        taps = (sequences, model.ssm_conv - 1, groups, channels)
+        state = (sequences, groups, heads, model.ssm_head_dim, model.ssm_state)
+        return cls(
+            jnp.zeros(taps, dtype, out_sharding=spec("batch", None, "heads", None)),
+            jnp.zeros(state, jnp.float32, out_sharding=spec("batch", "heads", None, None, None)),
+            length,
+        )
+
+    def is_new(self, positions: CachePositions) -> Bool[Array, "batch seq"]:
+        """Returns which tokens are read: neither the padding of a chunk nor tokens of inactive sequences."""
+        if positions.sequence is None:
+            return positions.positions < self.length
+        assert positions.count is not None
+        return (jnp.arange(positions.positions.shape[1]) < positions.count)[None]
+
+    def read_by(self, positions: CachePositions) -> tuple[Array, Array]:
+        """Returns taps and states of the sequences with new tokens: zeros for one that begins."""
+        if positions.sequence is None:
+            return self.taps, self.state
+        begins = positions.positions[0, 0] == 0
+        taps, state = (lax.dynamic_index_in_dim(a, positions.sequence, keepdims=True) for a in (self.taps, self.state))
+        return jnp.where(begins, 0, taps), jnp.where(begins, 0, state)
+
+    def replaced(
+        self, seen: Float[Array, "batch seq groups channels"], state: Array, positions: CachePositions
+    ) -> "RecurrentState":
+        """Returns the states after new tokens.
+
+        Args:
+          seen: the taps before, then the inputs of the tokens.
+          state: after the tokens.
+          positions: of the tokens.
+        """
+        count, kept = self.is_new(positions).sum(1), self.taps.shape[1]
+        newest = jax.vmap(lambda row, first: lax.dynamic_slice_in_dim(row, first, kept))(seen, count)
+        newest = newest.astype(self.taps.dtype)
+        if positions.sequence is None:
+            return RecurrentState(newest, state, self.length)
+        at = positions.sequence
+        return RecurrentState(self.taps.at[at].set(newest[0]), self.state.at[at].set(state[0]), self.length)
+
+    def keeps_prefix(self, written: int, shared: int) -> bool:
+        """Returns whether a sequence can be continued from its first `shared` tokens: never, as a state that has read
+        more tokens cannot be taken back, and decode steps are launched before it is known which token is the last."""
+        del written, shared
+        return False
+
+    def resized(self, length: int) -> "RecurrentState":
+        """Returns the states with another capacity of the sequences."""
+        return RecurrentState(self.taps, self.state, length)

@@ -1,0 +1,198 @@
+"""The product of two matrices in 8-bit floats, and its gradients: scales, rounding, and counts of largest values.
+
+A tensor is multiplied by a power of two, so that its largest value just fits into the type, and rounded. Scales are
+powers of two, because they are exact in every type: the same tensor has the same digits whatever the scale.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import PartitionSpec, reshard
+from jaxtyping import Float, Int
+
+from mtjax.sharding.axes import explicit_axes, merge_both, spec, varying_like
+
+E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+LOWEST, EXPONENTS = -32, 96
+"""Scales are 2^LOWEST ... 2^(LOWEST + EXPONENTS - 1): the inverse of two scales is a normal number in bfloat16."""
+_MANTISSA, _LARGEST_MANTISSA = 0x7FFFFF, 0x600000
+"""Of a float32; and of 1.75, with which the largest numbers of both 8-bit types begin."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How products are quantized."""
+
+    is_delayed: bool
+    """Whether scales are those of earlier steps' largest values, else of the tensors themselves."""
+    gradient_type: Any = E5M2
+    """Of the gradients of the products' outputs; all other operands are `E4M3`."""
+    gathers: bool = False
+    """Whether sequences are gathered in 8 bits, which needs scales that are known before. Sums remain in 16 bits."""
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["scale", "age"], meta_fields=[])
+@dataclass(frozen=True)
+class Scales:
+    """What delayed scaling knows of a product's operands: x and g are activations and gradients of the output."""
+
+    scale: Float[Array, "3"]
+    """Of x, the weight and g: powers of two."""
+    age: Float[Array, "2 heads exponents"]
+    """Of x and g: steps since 2^(LOWEST + i) was the scale that fits; its gradient counts who found which one. Each
+    tensor parallel rank counts in its rows."""
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["spec"])
+@dataclass(frozen=True)
+class Placed:
+    """The sharding of an array that is not saved."""
+
+    spec: PartitionSpec
+
+
+def fitting_exponent(largest: Float[Array, "..."], kind: Any) -> Int[Array, "..."]:
+    """Returns the largest k for which `largest` 2^k is a number of an 8-bit type, in the bounds of scales; 0 for 0."""
+    bits = lax.bitcast_convert_type(largest.astype(jnp.float32), jnp.int32)
+    top = jnp.finfo(kind).maxexp - 1
+    k = top - ((bits >> 23) - 127) - ((bits & _MANTISSA) > _LARGEST_MANTISSA)
+    return jnp.where(largest == 0, 0, jnp.clip(k, LOWEST, LOWEST + EXPONENTS - 1))
+
+
+def power_of_two(k: Int[Array, "..."]) -> Float[Array, "..."]:
+    """Returns 2^k, exactly, of a normal float32."""
+    return lax.bitcast_convert_type((k.astype(jnp.int32) + 127) << 23, jnp.float32)
+
+
+def current_scale(a: Array, kind: Any) -> Float[Array, ""]:
+    """Returns the scale that fits a tensor now: of all of its shards over explicit axes."""
+    return power_of_two(fitting_exponent(jnp.max(jnp.abs(a)), kind))
+
+
+def quantized(a: Array, kind: Any, scale: Array) -> Array:
+    """Rounds `a scale` to an 8-bit type; values beyond its largest become that, infinite ones NaN."""
+    # An infinite value would become an ordinary one, and hide an overflow for which a step is skipped.
+    top = float(jnp.finfo(kind).max)
+    scaled = jnp.clip(a.astype(jnp.float32) * scale, -top, top)
+    return jnp.where(jnp.isinf(a), jnp.nan, scaled).astype(kind)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def float8_product(
+    recipe: Recipe, dims: tuple[str, ...], sharding: PartitionSpec, x: Array, weight: Array, scales: Scales | None
+) -> Array:
+    """Computes `x W` of quantized x and W; its gradients are products of these and the quantized gradient.
+
+    Args:
+      recipe: how.
+      dims: (row, inner, outer), einsum letters: x is [row, inner] and W [inner, outer], each letter a dimension.
+      sharding: of the result.
+      x: activations.
+      weight: in the type of x.
+      scales: of delayed scaling; None without. The gradient of their `age` counts largest values; `scale` has none.
+    """
+    row, inner, outer = dims
+    x8, weight8, inverse = _operands(recipe, len(row), sharding, x, weight, scales)
+    return _scaled(f"{row}{inner},{inner}{outer}->{row}{outer}", x8, weight8, inverse, x.dtype, sharding)
+
+
+def _operands(
+    recipe: Recipe, rows: int, sharding: PartitionSpec, x: Array, weight: Array, scales: Scales | None
+) -> tuple[Array, Array, tuple[Array, Array]]:
+    """Returns x, gathered along the first `rows` dimensions where it is sharded more than the product, and W in 8 bits,
+    and their scales."""
+    of_both = (current_scale(x, E4M3), current_scale(weight, E4M3)) if scales is None else scales.scale[:2]
+    x8, x_spec = quantized(x, E4M3, of_both[0]), jax.typeof(x).sharding.spec
+    if recipe.gathers and not any(x_spec[rows:]):  # column-parallel
+        x8 = reshard(x8, PartitionSpec(*sharding[:rows], *x_spec[rows:]))
+    return x8, quantized(weight, E4M3, of_both[1]), (of_both[0], of_both[1])
+
+
+def _scaled(
+    formula: str,
+    a: Array,
+    b: Array,
+    scales: tuple[Array, Array],
+    dtype: Any,
+    sharding: PartitionSpec,
+    precision: lax.Precision = lax.Precision.DEFAULT,
+) -> Array:
+    """Computes einsum(a, b) of 8-bit operands, divided by both scales, in `dtype`."""
+    # XLA: an 8-bit product of cuBLASLt. The scales stand on an operand: a factor of the product would stand between it
+    # and the sum over ranks, which would then be an all-reduce where sequence parallelism needs a reduce-scatter.
+    inverse = (1 / (scales[0] * scales[1])).astype(dtype)
+    return jnp.einsum(formula, a.astype(dtype) * inverse, b.astype(dtype), out_sharding=sharding, precision=precision)
+
+
+def _product_forward(
+    recipe: Recipe, dims: tuple[str, ...], sharding: PartitionSpec, x: Array, weight: Array, scales: Scales | None
+) -> tuple[Array, Any]:
+    row, inner, outer = dims
+    x8, weight8, both = _operands(recipe, len(row), sharding, x, weight, scales)
+    y = _scaled(f"{row}{inner},{inner}{outer}->{row}{outer}", x8, weight8, both, x.dtype, sharding)
+    # XLA: counted here, its largest value would be found in a kernel of its own, with x computed once more; in the
+    # backward pass x is in memory for other reasons.
+    counted = None if scales is None else x
+    return y, (x8, weight8, both, scales, counted, Placed(jax.typeof(x).sharding.spec))
+
+
+def _product_backward(
+    recipe: Recipe, dims: tuple[str, ...], _: PartitionSpec, saved: Any, gradient: Array
+) -> tuple[Array, Array, Scales | None]:
+    """Computes `dx = g W'`, `dW = x' g` and counts of the largest values of x and g."""
+    row, inner, outer = dims
+    x8, weight8, (x_scale, weight_scale), scales, x, of_x = saved
+    kind, dtype, precise = recipe.gradient_type, gradient.dtype, lax.Precision.HIGHEST
+    x_spec, weight_spec = (jax.typeof(a).sharding.spec for a in (x8, weight8))
+    counts = None if scales is None else _counts(scales, _largest_of_ranks(x), _largest_of_ranks(gradient), kind)
+    # As in `mtjax.models.project`: gathered once along the sequence for both products, and dimensions merged.
+    whole = PartitionSpec(*x_spec[: len(row)], *weight_spec[len(inner) :])
+    gradient = gradient if recipe.gathers else reshard(gradient, whole)
+    scale = current_scale(gradient, kind) if scales is None else scales.scale[2]
+    g8 = reshard(quantized(gradient, kind, scale), whole)
+    outer, g8, weight8 = merge_both(outer, (g8, len(row)), (weight8, len(inner)))
+    formula = f"{row}{outer},{inner}{outer}->{row}{inner}"
+    # HIGHEST: cuBLASLt adds in float32, instead of with the fewer bits that suffice forward, as in Transformer Engine.
+    x_gradient = _scaled(formula, g8, weight8, (scale, weight_scale), dtype, of_x.spec, precise)
+    shape = saved[1].shape
+    inner, x8, weight8 = merge_both(inner, (x8, len(row)), (weight8, 0))
+    row, x8, g8 = merge_both(row, (x8, 0), (g8, 0))
+    formula, merged_spec = f"{row}{inner},{row}{outer}->{inner}{outer}", jax.typeof(weight8).sharding.spec
+    weight_gradient = _scaled(formula, x8, g8, (x_scale, scale), dtype, merged_spec, precise)
+    return x_gradient, weight_gradient.reshape(shape, out_sharding=weight_spec), counts
+
+
+float8_product.defvjp(_product_forward, _product_backward)
+
+
+def _largest_of_ranks(a: Array) -> Float[Array, " ranks"]:
+    """Returns the largest absolute value of each tensor parallel rank's part of an array, without communication."""
+    axes = explicit_axes()
+    of_ranks = jax.shard_map(
+        lambda part: jnp.max(jnp.abs(part)).astype(jnp.float32)[None],
+        axis_names=set(axes),
+        in_specs=(jax.typeof(a).sharding.spec,),
+        out_specs=spec("heads"),
+    )
+    return of_ranks(a)
+
+
+def _counts(scales: Scales, x_largest: Array, g_largest: Array, gradient_type: Any) -> Scales:
+    """Returns the gradient of `scales`: in each rank's rows, which scale its part of x, and of g, would fit."""
+
+    def rows(largest: Array, kind: Any) -> Array:
+        """Returns [heads, exponents] from [ranks]; zeros where all values are."""
+        index = fitting_exponent(largest, kind) - LOWEST
+        is_found = (jnp.arange(EXPONENTS) == index[:, None]) & (largest > 0)[:, None]
+        repeats = scales.age.shape[1] // len(largest)
+        place = PartitionSpec(jax.typeof(is_found).sharding.spec[0], None, None)
+        shape = (len(largest), repeats, EXPONENTS)
+        every = lax.broadcast_in_dim(is_found.astype(jnp.float32), shape, (0, 2), out_sharding=place)
+        return every.reshape(-1, EXPONENTS, out_sharding=PartitionSpec(place[0], None))
+
+    counts = jnp.stack([rows(x_largest, E4M3), rows(g_largest, gradient_type)])
+    return Scales(jnp.zeros_like(scales.scale), varying_like(counts, scales.age))

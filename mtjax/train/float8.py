@@ -1,0 +1,147 @@
+"""The train step with products in 8-bit floats: with delayed scaling it also updates scales."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import Mesh
+
+from mtjax.config import Config
+from mtjax.config.float8 import STATE
+from mtjax.errors import UserError
+from mtjax.layout.layouts import Layout
+from mtjax.models.sharded_model import Batch
+from mtjax.runtime.train_state import State
+from mtjax.sharding.float8 import E4M3, LOWEST, fitting_exponent, power_of_two
+from mtjax.train.step import TrainStep
+
+Tree = Any
+
+
+class Float8Step(TrainStep):
+    """A train step whose layers multiply in 8 bits.
+
+    Raises:
+      UserError: the mesh's devices have no 8-bit products, or the mesh does not divide the model or its batch.
+    """
+
+    def __init__(self, config: Config, mesh: Mesh, layout: Layout | None = None) -> None:
+        device = mesh.devices.flat[0]
+        capability = tuple(int(part) for part in getattr(device, "compute_capability", "9.0").split("."))
+        if device.platform != "cpu" and capability < (8, 9):
+            raise UserError(
+                f"fp8 {config.training.fp8} needs a GPU with 8-bit products, of compute capability 8.9 or more, and "
+                f"{device.device_kind} has {device.compute_capability}: remove fp8"
+            )
+        super().__init__(config, mesh, layout)
+
+    def is_trainable(self, name: str) -> bool:
+        """See `ShardedModel.is_trainable`; scales have no gradient."""
+        return super().is_trainable(name) and not name.endswith(f"{STATE}.scale")
+
+    def optimized(self, tree: Tree) -> Tree:
+        """See `TrainStep.optimized`: the weights."""
+        return split(super().optimized(tree))[0]
+
+    @property
+    def restore_target(self) -> Tree:
+        """See `ShardedModel.restore_target`; weights have no scales."""
+        return split(super().restore_target)[0]
+
+    def _initial(self, key: Array, parameters: Tree = None) -> State:
+        # Weights from elsewhere have no scales: those of a new run are drawn, and then found.
+        if parameters is not None:
+            parameters = merge(parameters, split(self._drawn(key))[1])
+        state = super()._initial(key, parameters)
+        return dataclasses.replace(state, parameters=_with_weight_scales(state.parameters))
+
+    def apply_gradients(
+        self, state: State, batch: Batch, loss: Array, parts: dict[str, Array], gradients: Tree
+    ) -> tuple[State, dict[str, Array]]:
+        """See `TrainStep.apply_gradients`; then updates scales, unless the step is skipped."""
+        weights, counts = split(gradients)
+        after, metrics = super().apply_gradients(state, batch, loss, parts, weights)
+        if not counts:
+            return after, metrics
+        before = split(state.parameters)[1]
+        with jax.named_scope("optimizer"):
+            states = next_states(before, counts, self.config.training.fp8_amax_history)
+            moved = _with_weight_scales(merge(after.parameters, states))
+            unchanged, keep = merge(after.parameters, before), metrics["skipped"] == 0
+            parameters = jax.tree.map(lambda new, old: jnp.where(keep, new, old), moved, unchanged)
+        return dataclasses.replace(after, parameters=parameters), metrics
+
+
+def next_states(states: Tree, counts: Tree, history: int) -> Tree:
+    """Returns the states of products in the next step, by the counts of this one; weights' scales as they are.
+
+    Args:
+      states: of products, stacked along `layers`.
+      counts: gradients of their `age`.
+      history: number of steps whose largest values determine a scale.
+    """
+
+    def one(state: Tree, counted: Tree) -> Tree:
+        # Smaller values of other ranks and microbatches count too: the state would depend on the mesh with them.
+        found = jnp.max(counted["age"], -2) > 0
+        largest = found & (jnp.cumsum(found, -1) == 1)
+        is_recent = jnp.where(largest, 0.0, 1 - jnp.max(-state["age"], -2)) < history
+        index = jnp.argmax(is_recent, -1)  # the least scale is that of the largest value
+        new, is_known = power_of_two(index + LOWEST), is_recent.any(-1)
+        x, g = (jnp.where(is_known[..., i], new[..., i], state["scale"][..., 2 * i]) for i in (0, 1))
+        ages = jnp.where(largest[..., None, :], 0.0, state["age"] + 1)
+        is_layer = state["scale"][..., 2:] > 0  # the state of padding remains 0
+        return {
+            "scale": jnp.where(is_layer, jnp.stack([x, state["scale"][..., 1], g], -1), 0.0),
+            "age": jnp.where(is_layer[..., None, None], ages, 0.0),
+        }
+
+    return _map_states(one, states, counts)
+
+
+def _map_states(function: Callable[..., Tree], states: Tree, *others: Tree) -> Tree:
+    """Maps a function over states of products and equal trees."""
+    if "scale" in states:
+        return function(states, *others)
+    return {name: _map_states(function, below, *(o[name] for o in others)) for name, below in states.items()}
+
+
+def _with_weight_scales(parameters: Tree) -> Tree:
+    """Returns parameters whose weights' scales fit the weights: the largest value of each layer's matrix."""
+    if not isinstance(parameters, dict):
+        return parameters
+    after = {name: _with_weight_scales(below) for name, below in parameters.items()}
+    if STATE not in parameters:
+        return after
+    state = parameters[STATE]
+    matrices = [after["weight"]] if "weight" in after else [after[name]["weight"] for name in ("query", "key_value")]
+    largest = jnp.stack([jnp.max(jnp.abs(m), axis=tuple(range(1, m.ndim))) for m in matrices]).max(0)
+    scale = power_of_two(fitting_exponent(largest, E4M3))
+    # Of padding layers, whose weights are 0, the state remains 0.
+    fitted = jnp.where(largest > 0, scale, state["scale"][..., 1])
+    return {**after, STATE: {**state, "scale": state["scale"].at[..., 1].set(fitted)}}
+
+
+def split(parameters: Tree) -> tuple[Tree, Tree]:
+    """Divides a tree like the parameters' into one without the states of products, and one of these alone."""
+    weights, states = {}, {}
+    for name, below in parameters.items():
+        if name == STATE:
+            states[name] = below
+        elif isinstance(below, dict):
+            weights[name], inside = split(below)
+            if inside:
+                states[name] = inside
+        else:
+            weights[name] = below
+    return weights, states
+
+
+def merge(weights: Tree, states: Tree) -> Tree:
+    """Merges what `split` has divided; of leaves that both have, those of `states`."""
+    if not isinstance(states, dict):
+        return states
+    return {**weights, **{name: merge(weights.get(name, {}), below) for name, below in states.items()}}

@@ -1,0 +1,42 @@
+"""The contracts of hybrid models, and formulas beside the programs that XLA compiles for H100s."""
+
+import pytest
+
+from mtjax.inspect.report import inspect
+from mtjax.inspect.targets import find_target
+from mtjax.inspect.verify import compare
+from tests.inspect.steps import needs_aot, tiny
+
+SIZES = {"ssm_heads": 8, "ssm_head_dim": 16, "ssm_state": 16, "ssm_groups": 4, "ssm_chunk": 16, "num_kv_heads": 4}
+SPLIT = {"sequence_parallel": True}
+LONG = pytest.mark.long
+
+
+def hybrid(pattern: str, **fields):
+    return tiny(family="hybrid", layer_pattern=pattern, num_layers=len(pattern), **SIZES | fields)
+
+
+@needs_aot
+@pytest.mark.parametrize(
+    ("pattern", "fields"),
+    [
+        ("M-M*M-", {**SPLIT, "zero": 1}),
+        pytest.param("MMM", {}, marks=LONG),
+        pytest.param("M-M*", {**SPLIT, "ssm_groups": 1, "num_kv_heads": 2}, marks=LONG),
+        pytest.param("M-M*", {"zero": 3, "recompute": "none"}, marks=LONG),
+        pytest.param("M-M*", {**SPLIT, "mesh": "data=1,context=2,model=4"}, marks=LONG),
+        pytest.param("MM", {"mesh": "data=1,context=4,model=2", "recompute": "none"}, marks=LONG),
+        pytest.param("M-M*M-M*", {**SPLIT, "mesh": "2x2x2", "zero": 1}, marks=LONG),
+        pytest.param("ME*E", {**SPLIT, "zero": 1, "num_experts": 4, "expert_size": 64}, marks=LONG),
+        pytest.param("M-M*M-", {**SPLIT, "zero": 1, "mesh": "8x8", "ssm_groups": 8, "num_heads": 8}, marks=LONG),
+    ],
+)
+def test_programs_for_h100_keep_their_contracts(pattern, fields) -> None:
+    fields = {"global_batch_size": 16} | fields if fields.get("mesh") == "8x8" else fields
+    report = inspect(hybrid(pattern, **fields), find_target("h100x8"))
+    assert report.verdict.violations == ()
+    off = {check.name: check.error for check in compare(report)}
+    assert off["parameters"] == 0
+    # Of so small a model; of Nemotron-H 8B, within 1%.
+    assert abs(off["FLOPs of a step"]) < (0.08 if "context" in str(fields) else 0.06), off
+    assert all(abs(error) < 0.001 for name, error in off.items() if name.startswith("sent"))

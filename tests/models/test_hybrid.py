@@ -1,0 +1,164 @@
+"""Hybrid models: their patterns, the same numbers on every mesh, and documents that are packed beside each alone."""
+
+import dataclasses
+from functools import cache, partial
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mtjax.config import Config
+from mtjax.config.layer_pattern import chunk_letters, expanded, runs_of, shortened_pattern
+from mtjax.models.trunk import HiddenStates
+from mtjax.sharding.axes import use_rules
+from mtjax.train.step import make_train_step
+from tests.parity.compare import assert_same_gradients, relative
+from tests.tiny import batch_of, mesh_of, tiny_config
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 24,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 6,
+    "mlp_size": 40,
+    "ssm_heads": 4,
+    "ssm_head_dim": 12,
+    "ssm_state": 10,
+    "ssm_groups": 2,
+    "ssm_chunk": 5,
+    "ssm_conv": 3,
+}
+EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "expert_size": 20,
+    "shared_expert_size": 28,
+    "router_score": "sigmoid",
+    "router_bias": True,
+    "router_scale": 1.5,
+}
+SPLIT = {"sequence_parallel": True}
+
+
+def hybrid_config(pattern: str, **fields: Any) -> Config:
+    """A tiny model of a pattern, with odd sizes: chunks of 5 of 16 tokens, 10 states, heads of 12."""
+    width = {"ssm_head_dim": 6} if fields.get("ssm_heads") == 8 else {}
+    settings = SIZES | width | {"num_layers": len(expanded(pattern))} | fields
+    return tiny_config(family="hybrid", layer_pattern=pattern, **settings)
+
+
+@given(st.text("M*-E", min_size=1, max_size=24))
+def test_loops_run_the_layers_of_the_pattern(letters: str) -> None:
+    assert "".join(run.unit * run.times for run in runs_of(letters)) == letters
+    assert expanded(shortened_pattern(letters)) == letters
+    assert sum(len(run.unit) for run in runs_of(letters * 2)) <= len(letters)
+    assert chunk_letters(letters * 3, 3) == letters
+
+
+def test_nemotron_h_leaves_few_layers_to_compile() -> None:
+    letters = "M-M-M-M*-" + "M-M-M-M-M*-" * 3 + "M-M-M-M-M-"
+    assert shortened_pattern(letters) == "(M-M-M-M*-M-)x4(M-)x4"
+    assert expanded("(M-M*-)x2E") == "M-M*-M-M*-E"
+
+
+def gradients(config: Config, mesh: str) -> tuple[float, Any]:
+    """Loss and gradients of the first batch, stacks in the order of their layers."""
+    program = make_train_step(config, mesh_of(mesh))
+    parameters, batch = program.initialize(0).parameters, batch_of(program, 0)
+    with jax.set_mesh(program.mesh):
+        loss, _, found = jax.jit(lambda p, b: program.gradients(p, b, None))(parameters, batch)
+    found = jax.tree.map(np.asarray, found)
+    for path, order in program.layer_orders.items():
+        found[path] = jax.tree.map(lambda a, order=order: a[np.argsort(order.flat)], found[path])
+    return float(loss), found
+
+
+@cache
+def on_one_device(config: Config) -> tuple[float, Any]:
+    return gradients(config, "1x1")
+
+
+def test_layers_run_in_the_order_of_the_pattern() -> None:
+    """Beside one layer after the other, each taken from its stack by hand."""
+    program = make_train_step(hybrid_config("(MM-)x2*"), mesh_of("1x1"))
+    parameters, batch = program.initialize(0).parameters, batch_of(program, 0)
+    places = [*(("mamba", 0), ("mamba", 1), ("mlp", 0), ("mamba", 2), ("mamba", 3), ("mlp", 1)), ("attention", 0)]
+
+    @jax.jit
+    def run(parameters: Any, tokens: Any) -> tuple[Any, Any]:
+        with use_rules(program.layout.rules):
+            model: Any = program.model(parameters)
+            section = model.sections["mamba"]
+            x = section.embed({"tokens": tokens}, None, None).x
+            context = section.context({"tokens": tokens}, None, HiddenStates(x))
+            for number, (stack, index) in enumerate(places):
+                layer = jax.tree.map(lambda a, index=index: a[index], getattr(model, stack).layers)
+                x, _ = layer(x, dataclasses.replace(context, layer=number), None)
+            return model(tokens), model.final_norm(x)
+
+    with jax.set_mesh(program.mesh):
+        found, expected = run(parameters, batch["tokens"])
+    assert relative(found, expected) < 1e-6
+
+
+STAGES = {"microbatch_size": 2}
+DOCUMENTS = {"reset_attention_mask": True, "reset_position_ids": True}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "mesh", "model", "fields"),
+    [
+        ("M-M*", "2x2", {}, {**SPLIT, "zero": 1, "recompute": "full"}),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (
+                ("M-M*M-", "1x2", {}, {"recompute": "selective"}),
+                ("M-M*M-", "2x2", {}, {"zero": 3, "microbatch_size": 2}),
+                ("M-M*M-", "1x4", {"ssm_groups": 1, "ssm_heads": 8}, SPLIT),
+                ("M-M*M-", "1x1", {}, {"ssm_chunk": 2}),
+                ("MEM*ME", "data=2,expert=2,model=2", EXPERTS, {**SPLIT, "zero": 1}),
+                ("M-M*", "data=1,context=2,model=2", DOCUMENTS, {**SPLIT, "recompute": "full", "zero": 1}),
+                ("M-M*", "data=1,context=4,model=1", {}, {"zero": 3}),
+                ("(M-M*)x2", "2x2x2", {}, {**STAGES, **SPLIT, "zero": 1, "recompute": "full"}),
+                ("(M-M*)x4", "1x2x1", {}, {**STAGES, "pipeline_schedule": "interleaved", "chunks": 2}),
+                ("(ME)x2", "1x2x1", EXPERTS, STAGES),
+            )
+        ),
+    ],
+)
+def test_every_mesh_computes_the_same(pattern: str, mesh: str, model: dict[str, Any], fields: dict[str, Any]) -> None:
+    loss, expected = on_one_device(hybrid_config(pattern, **model))
+    own, found = gradients(hybrid_config(pattern, **model, **fields), mesh)
+    assert abs(own / loss - 1) < 1e-6
+    assert_same_gradients(found, expected, 1e-5)
+
+
+@pytest.mark.parametrize("chunk", [3, pytest.param(16, marks=pytest.mark.long)])
+def test_documents_that_are_packed_are_as_if_each_were_alone(chunk: int) -> None:
+    program = make_train_step(hybrid_config("M*M", ssm_chunk=chunk, **DOCUMENTS), mesh_of("1x1"))
+    parameters, batch = program.initialize(0).parameters, batch_of(program, 0)
+
+    @jax.jit
+    def run(parameters: Any, tokens: Any, segments: Any) -> Any:
+        with use_rules(program.layout.rules):
+            model: Any = program.model(parameters)
+            return model.logits(model(tokens, None, segments))
+
+    tokens, segments = np.asarray(batch["tokens"]), np.asarray(batch["segment_ids"])
+    places = [(row, segments[row] == number) for row in range(len(tokens)) for number in np.unique(segments[row])]
+    alone = np.zeros((-(-len(places) // 8) * 8, tokens.shape[1]), np.int32)
+    for line, (row, own) in zip(alone, places, strict=False):
+        line[: own.sum()] = tokens[row, own]
+    put = partial(jax.device_put, device=program.batch_sharding)
+    with jax.set_mesh(program.mesh):
+        packed = np.asarray(run(parameters, batch["tokens"], batch["segment_ids"]))
+        each = np.concatenate(
+            [run(parameters, put(p), put(np.zeros_like(p))) for p in np.split(alone, len(alone) // 8)]
+        )
+    expected = np.zeros_like(packed)
+    for line, (row, own) in zip(each, places, strict=False):
+        expected[row, own] = line[: own.sum()]
+    assert relative(packed, expected) < 1e-5
+    assert len(places) > 16

@@ -1,0 +1,69 @@
+"""Loss and every gradient of hybrid models beside transformers' and torch's, on one device and on meshes."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mtjax.config import Config
+from mtjax.convert.families.registry import FAMILIES
+from mtjax.convert.parameters import parameters_of
+from mtjax.convert.table import name_of
+from tests.models.test_hybrid import EXPERTS, hybrid_config
+from tests.parity.compare import assert_next_token_parity, shaken
+
+pytest.importorskip("torch", reason="needs the extra parity: pip install '.[parity]'")
+transformers = pytest.importorskip("transformers", reason="needs the extra parity: pip install '.[parity]'")
+pytestmark = pytest.mark.torch
+
+
+def theirs(config: Config) -> Any:
+    """transformers' network of a config, with weights large enough for every part to matter."""
+    kind = "Mamba2" if set(config.model.layer_pattern) == {"M"} else "NemotronH"
+    settings = FAMILIES[model_type(config)].config_json(config.model)
+    made = getattr(transformers, f"{kind}Config")(**settings, chunk_size=7, attn_implementation="eager")
+    return shaken(lambda: getattr(transformers, f"{kind}ForCausalLM")(made))
+
+
+def model_type(config: Config) -> str:
+    return "mamba2" if set(config.model.layer_pattern) == {"M"} else "nemotron_h"
+
+
+def as_ours(named: Mapping[str, np.ndarray], config: Config) -> dict[str, Any]:
+    """transformers' tensors under our names and in our shapes, by the table of the conversion."""
+    files = {}
+    for name, array in named.items():
+        name = name.replace("model.", "backbone.", 1) if name.startswith("model.") else name
+        head, is_of_experts, matrix = name.rpartition("experts.")
+        if is_of_experts and "shared" not in head:  # one tensor of all in memory, one for each in files
+            files |= {f"{head}experts.{i}.{matrix}.weight": one for i, one in enumerate(array)}
+        else:
+            files[name] = array
+    parameters, found = parameters_of(config), {}
+    arrays = {name: np.zeros(parameter.stacked_shape, np.float32) for name, parameter in parameters.items()}
+    for parameter, layer, tensor in FAMILIES[model_type(config)].table_of(config.model).select(parameters).tensors():
+        into = arrays[parameter.name] if layer is None else arrays[parameter.name][layer]
+        if (name := name_of(tensor, layer)) in files:  # biases of routers have no gradient
+            tensor.insert(tensor.view(files[name], parameter), into, parameter)
+    for name, array in arrays.items():
+        *parents, leaf = name.split(".")
+        place = found
+        for parent in parents:
+            place = place.setdefault(parent, {})
+        place[leaf] = array
+    return found
+
+
+@pytest.mark.parametrize(
+    ("pattern", "mesh", "fields"),
+    [
+        ("MM", "1x1", {"ssm_heads": 8}),
+        pytest.param("MM", "1x4", {"ssm_heads": 8, "ssm_groups": 1}, marks=pytest.mark.long),
+        ("M-M*-", "2x2", {"ssm_rate_floor": 0.3, "sequence_parallel": True}),
+        pytest.param("ME*EM", "1x2", {**EXPERTS, "router_aux_loss": 0.0}, marks=pytest.mark.long),
+    ],
+)
+def test_gradients_equal_transformers(pattern: str, mesh: str, fields: dict[str, Any]) -> None:
+    config = hybrid_config(pattern, vocab_multiple=2, **fields)
+    assert_next_token_parity(theirs(config), config, mesh, lambda named: as_ours(named, config), 1e-5)

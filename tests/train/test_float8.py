@@ -1,0 +1,174 @@
+"""Training in 8-bit floats: products beside NumPy's, losses on any mesh, scales of delayed scaling, steps skipped."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from mtjax.config import replace
+from mtjax.config.checks import validate
+from mtjax.errors import UserError
+from mtjax.layout.layouts import TENSOR
+from mtjax.models.sharded_model import ShardedModel
+from mtjax.sharding.axes import use_rules
+from mtjax.sharding.float8 import E4M3, E5M2, LOWEST, Recipe, Scales, float8_product, quantized
+from mtjax.sharding.placement import global_batch
+from mtjax.train.float8 import next_states, split
+from tests.tiny import host_batch, mesh_of, program_of, tiny_config
+
+PLAIN = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+
+
+def scale_of(a: np.ndarray, kind: Any) -> float:
+    """The largest power of two that leaves all of `a` in the type's range."""
+    largest, top = float(np.abs(a).max()), float(ml_dtypes.finfo(kind).max)
+    return 2.0 ** max(k for k in range(-32, 64) if largest * 2.0**k <= top) if largest else 1.0
+
+
+def rounded(a: np.ndarray, kind: Any, scale: float) -> np.ndarray:
+    top = float(ml_dtypes.finfo(kind).max)
+    return np.clip(a.astype(np.float64) * scale, -top, top).astype(kind).astype(np.float64) / scale
+
+
+@pytest.mark.parametrize("recipe", [Recipe(False), Recipe(False, E4M3), Recipe(True)], ids=str)
+def test_a_product_and_its_gradients_are_those_of_numpys_rounded_operands_bit_by_bit(recipe: Recipe) -> None:
+    # Integers, so that float32 adds them without rounding, in any order; of more digits than 8-bit types have.
+    rng = np.random.default_rng(0)
+    x, w, g = (rng.integers(-200, 200, shape).astype(np.float32) for shape in ((2, 8, 32), (32, 16), (2, 8, 16)))
+    w, g = w / 1024, g / 2**20
+    given = (0.5, 2.0**11, 2.0**27)  # delayed: x and W as they would be, and g too large: it saturates
+    scales = Scales(jnp.asarray(given), jnp.zeros((2, 4, 96))) if recipe.is_delayed else None
+    dims = ("ab", "c", "d")
+    with jax.set_mesh(mesh_of("1x2")), use_rules(TENSOR.rules):
+        on_ranks = [jax.device_put(a, jax.NamedSharding(jax.sharding.get_mesh(), s)) for a, s in _sharded(x, w, g)]
+        run = jax.jit(lambda x, w, s: float8_product(recipe, dims, PartitionSpec(None, None, "model"), x, w, s))
+        y, pull = jax.vjp(run, *on_ranks[:2], scales)
+        dx, dw, counts = pull(on_ranks[2])
+    kinds = (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e4m3fn, np.dtype(recipe.gradient_type).type)
+    of = given if recipe.is_delayed else [scale_of(a, kind) for a, kind in zip((x, w, g), kinds, strict=True)]
+    x8, w8, g8 = (rounded(a, kind, s) for a, kind, s in zip((x, w, g), kinds, of, strict=True))
+    assert (np.abs(x8 - x).max(), np.abs(g8 - g).max()) > (0, 0)
+    np.testing.assert_array_equal(y, x8 @ w8)
+    np.testing.assert_array_equal(dx, g8 @ w8.T)
+    np.testing.assert_array_equal(dw, np.einsum("abc,abd->cd", x8, g8))
+    if recipe.is_delayed:  # each of the two ranks has found the largest of its part, in its rows
+        found = [np.log2(scale_of(part, kinds[0])) for part in (x, x)]
+        found += [np.log2(scale_of(part, kinds[2])) for part in np.split(g, 2, axis=2)]
+        rows = np.asarray(counts.age).reshape(4, 2, 96)[:, 0]
+        np.testing.assert_array_equal(rows.argmax(-1) + LOWEST, np.asarray(found))
+        np.testing.assert_array_equal(np.asarray(counts.age).sum(-1), 1)
+
+
+def _sharded(x: Any, w: Any, g: Any) -> list[tuple[Any, PartitionSpec]]:
+    """Operands of a column-parallel product with the shardings of their types."""
+    return [(x, PartitionSpec()), (w, PartitionSpec(None, "model")), (g, PartitionSpec(None, None, "model"))]
+
+
+def test_what_is_not_finite_stays_so_and_zeros_are_zeros() -> None:
+    a = np.asarray([0.0, -0.0, 1e-30, 1e30, np.inf, -np.inf, np.nan, 448.0, 465.0], np.float32)
+    for kind, known in ((E4M3, ml_dtypes.float8_e4m3fn), (E5M2, ml_dtypes.float8_e5m2)):
+        top = float(ml_dtypes.finfo(known).max)
+        expected = np.where(np.isinf(a), np.nan, np.clip(a, -top, top)).astype(known)
+        found = np.asarray(quantized(jnp.asarray(a), kind, jnp.float32(1)))
+        np.testing.assert_array_equal(found.astype(np.float32), expected.astype(np.float32))
+    zeros = jnp.zeros((16, 16))
+    with jax.set_mesh(mesh_of("1x1")):
+        dims = (("a", "b", "c"), PartitionSpec(None, None))
+        y, pull = jax.vjp(lambda x, w: float8_product(Recipe(False), *dims, x, w, None), zeros, zeros)
+        assert not any(np.asarray(a).any() for a in (y, *pull(zeros)))
+
+
+def losses(mesh: str, steps: int = 3, **fields: Any) -> tuple[list[float], Any, Any]:
+    """Losses of the first steps, the state after them, and the program."""
+    program = program_of(mesh, **PLAIN, **fields)
+    state, found = program.initialize(1), []
+    for step in range(steps):
+        state, metrics = program.step(state, placed(program, step))
+        found.append(float(metrics["loss"]))
+    return found, state, program
+
+
+def placed(program: Any, step: int) -> dict[str, jax.Array]:
+    batch = host_batch(program.config, step)
+    return global_batch(program.batch_sharding, batch, program.config.training.global_batch_size)
+
+
+SAME = ("num_kv_heads", "family", "position", "sequence_length")
+"""Settings of the model, which a run on one device has too."""
+MESHES = [
+    pytest.param("2x2", {"zero": 3, "sequence_parallel": True, "microbatch_size": 2}, id="zero 3, split sequences"),
+    pytest.param("1x2", {"microbatch_size": 4}, id="accumulation", marks=pytest.mark.long),
+    pytest.param("2x1", {"zero": 1}, id="zero 1", marks=pytest.mark.long),
+    pytest.param("1x2x1", {"microbatch_size": 2}, id="stages", marks=pytest.mark.long),
+    pytest.param("data=1,context=2", {"position": "rope", "sequence_length": 32}, id="context", marks=pytest.mark.long),
+]
+
+
+@pytest.mark.parametrize(("mesh", "fields"), MESHES)
+def test_losses_of_delayed_scaling_do_not_depend_on_the_mesh(mesh: str, fields: dict[str, Any]) -> None:
+    fields = {"num_kv_heads": 4, "family": "llama", **fields} if mesh == "2x2" else fields
+    alone = {name: value for name, value in fields.items() if name in SAME}
+    expected, state, _ = losses("1x1", fp8="delayed", **alone)
+    found, other, _ = losses(mesh, fp8="delayed", **fields)
+    plain, _, _ = losses("1x1", **alone)
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert max(abs(a / b - 1) for a, b in zip(expected, plain, strict=True)) > 1e-6  # something was rounded
+    scales = [jax.tree.map(np.asarray, split(s.parameters)[1]) for s in (state, other)]
+    jax.tree.map(np.testing.assert_array_equal, *scales)
+
+
+def test_a_scale_fits_the_largest_value_of_the_last_steps_and_remains_where_there_is_none() -> None:
+    rng, history = np.random.default_rng(0), 4
+    exponents = rng.integers(-20, 40, (30, 2, 2))  # steps, layers, operands: the scale that a step's values would fit
+    exponents[10:20, 0, 1] = -99  # nothing but zeros
+    state = {"scale": jnp.full((2, 3), 8.0), "age": jnp.full((2, 2, 4, 96), 2.0**20)}
+    with jax.set_mesh(mesh_of("1x1")):
+        for step in range(30):
+            counts = np.zeros((2, 2, 4, 96), np.float32)
+            for layer, operand in np.ndindex(2, 2):
+                k = exponents[step, layer, operand]
+                if k > -99:
+                    counts[layer, operand, rng.integers(4), k - LOWEST] = 1e-3  # as small as a loss scale makes it
+                    counts[layer, operand, rng.integers(4), k - LOWEST + rng.integers(3)] += 5  # of smaller values
+            before, state = state, next_states(state, {"age": jnp.asarray(counts)}, history)
+            recent = np.where(exponents == -99, 999, exponents)[max(step - history + 1, 0) : step + 1].min(0)
+            kept = np.log2(np.asarray(before["scale"])[:, ::2])
+            np.testing.assert_array_equal(np.log2(state["scale"])[:, ::2], np.where(recent == 999, kept, recent))
+
+
+def test_a_skipped_step_leaves_weights_scales_and_ages_as_they_were() -> None:
+    _, state, program = losses("1x1", 1, fp8="delayed")
+    bad = placed(program, 1)
+    bad["loss_mask"] = bad["loss_mask"] * jnp.inf
+    before = jax.tree.map(np.asarray, state.parameters)
+    state, metrics = program.step(state, bad)
+    assert metrics["skipped"] == 1
+    jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.asarray, state.parameters))
+    assert not split(state.optimizer[1][0].mu)[1]  # no moments of scales
+    plain = ShardedModel(replace(program.config, fp8="none"), program.mesh, trains=True)
+    assert jax.tree.structure(plain.own(state.parameters)) == jax.tree.structure(plain.abstract_parameters)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"fp8": "none", "fp8_format": "e4m3"}, "fp8_format is e4m3, and fp8 is none"),
+        ({"fp8": "none", "fp8_amax_history": 8}, "fp8_amax_history is 8, and fp8 is none"),
+        ({"fp8": "tensorwise", "fp8_amax_history": 8}, "fp8 tensorwise has no history"),
+        ({"compute_dtype": "float16"}, "does not support compute_dtype float16"),
+        ({"family": "bert"}, "does not support the family bert"),
+        ({"family": "t5"}, "does not support the family t5"),
+        ({"family": "hybrid", "layer_pattern": "*-"}, "does not support the family hybrid"),
+        ({"lora_rank": 4}, "does not support LoRA"),
+        ({"num_experts": 4}, "does not support experts"),
+        ({"mtp_num_layers": 1, "family": "llama"}, "does not support multi-token prediction"),
+        ({"optimizer": "schedule-free"}, "does not support the optimizer schedule-free"),
+    ],
+)
+def test_what_does_not_go_along_is_refused(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        validate(tiny_config(**{"fp8": "delayed", **fields}))
