@@ -79,7 +79,7 @@ def scan(
         state = varying_like(jnp.zeros(shape, jnp.float32, out_sharding=sharding), inputs.x)
     if before is None and inputs.segments is not None:
         before = inputs.segments[:, 0]
-    blocks = ScanInputs(*(None if v is None else jnp.moveaxis(_cut(v, at_once * size), 1, 0) for v in inputs))
+    blocks = jax.tree.map(lambda v: jnp.moveaxis(_cut(v, at_once * size), 1, 0), inputs)
     (state, _), y = lax.scan(jax.checkpoint(iteration), (state, before), blocks)
     return jnp.moveaxis(y, 0, 1).reshape(inputs.x.shape)[:, :length], state
 
@@ -171,7 +171,7 @@ class _Chunks(NamedTuple):
     @classmethod
     def of(cls, inputs: ScanInputs, a: Float[Array, "u h"], size: int, before: Array | None) -> "_Chunks":
         """Cuts tokens into chunks of `size`; `before` is the document of the token before the first."""
-        x, rate, b, c, segments = (None if v is None else _cut(v, size) for v in inputs)
+        x, rate, b, c, segments = jax.tree.map(lambda v: _cut(v, size), inputs)
         # XLA: a product with a triangle: prefix sums are slow on CPUs, and take several kernels on GPUs.
         triangle = jnp.tril(jnp.ones((size, size), jnp.float32))
         decay = jnp.einsum("qk,bckuh->bcquh", triangle, rate * a, precision=HIGHEST)
@@ -232,9 +232,9 @@ def _whole_chunks(inputs: ScanInputs, size: int) -> ScanInputs:
     """Pads tokens to whole chunks: dt is 0 there, so that they leave the state as it is."""
     if not (rest := -inputs.x.shape[1] % size):
         return inputs
-    padded = [jnp.pad(v, [(0, 0), (0, rest)] + [(0, 0)] * (v.ndim - 2)) for v in inputs[:4]]
+    padded = jax.tree.map(lambda v: jnp.pad(v, [(0, 0), (0, rest)] + [(0, 0)] * (v.ndim - 2)), inputs)
     if inputs.segments is None:
-        return ScanInputs(*padded)
+        return padded
     # Padding belongs to the last document.
     last = inputs.segments[:, -1:]
-    return ScanInputs(*padded, jnp.pad(inputs.segments - last, [(0, 0), (0, rest)]) + last)
+    return padded._replace(segments=jnp.pad(inputs.segments - last, [(0, 0), (0, rest)]) + last)

@@ -201,8 +201,8 @@ class Mamba(nnx.Module):
         count = ssm_heads(self.model) * self.model.ssm_head_dim // groups
         y = y.astype(jnp.float32) * jax.nn.silu(gate.astype(jnp.float32))
         squares = jnp.square(y).sum((-2, -1))
+        own = (jnp.arange(ranks)[:, None] * groups // ranks == jnp.arange(groups)).astype(jnp.float32)
         if ranks > groups:
-            own = (jnp.arange(ranks)[:, None] * groups // ranks == jnp.arange(groups)).astype(jnp.float32)
             place = spec("batch", "seq", None)
             squares = jnp.einsum("bsu,ug->bsg", squares, own, precision=HIGHEST, out_sharding=place)
         scale = lax.rsqrt(squares / count + self.model.norm_epsilon)

@@ -7,6 +7,7 @@ small and does not grow with the sequence, and takes what comes into its own pie
 import math
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +48,7 @@ class Pieces:
         """Gathers an array of the pieces of all ranks, in the order of the sample."""
         sharding = PartitionSpec(None, *jax.typeof(own).sharding.spec)
         pairs = own.reshape(-1, 2, *own.shape[1:], out_sharding=sharding)
-        every = (_gathered if jnp.issubdtype(own.dtype, jnp.floating) else _all)(self.axes, pairs)
+        every: Any = (_gathered if jnp.issubdtype(own.dtype, jnp.floating) else _all)(self.axes, pairs)
         return jnp.concatenate([every[:, :, 0], jnp.flip(every[:, :, 1], 0)])
 
     def own_of(self, ordered: Float[Array, "pieces b ..."]) -> Float[Array, "2b ..."]:
