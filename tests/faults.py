@@ -466,6 +466,42 @@ FAULTS = (
         "train",
         "test_update_is_clipped_adamw_with_decoupled_decay",
     ),
+    # --- optimizers and their states
+    Fault(
+        "Muon: exchanged shards come back in another order of axes",
+        "for dim, axes in reversed(exchanges):",
+        "for dim, axes in exchanges:",
+        "train",
+        "test_updates_are_those_of_optax",
+    ),
+    Fault(
+        "Adafactor limits the update of a stack, not of each layer",
+        "of_layer = tuple(range(int(record.axes[:1] == (LAYERS,)), gradient.ndim))",
+        "of_layer = tuple(range(gradient.ndim))",
+        "train",
+        "test_updates_are_those_of_optax",
+    ),
+    Fault(
+        "averages of squares are rounded toward zero",
+        "+ (bits >> 16)",
+        "+ (bits >> 32)",
+        "train",
+        "test_moments_in_bfloat16",
+    ),
+    Fault(
+        "offloaded moments of skipped steps move",
+        "new, *moments = precision.choose(self.finite, (new[0], after.mu[0], after.nu[0]), (p, mu, nu))",
+        "new, *moments = new[0], after.mu[0], after.nu[0]",
+        "train",
+        "test_a_skipped_step_moves_no_offloaded_state",
+    ),
+    Fault(
+        "Muon's checkpoint is resumed by AdamW",
+        "if then.name != now.name:",
+        "if False:",
+        "train",
+        "test_another_optimizer_s_checkpoint_is_refused",
+    ),
     Fault(
         "train: a skipped step moves the optimizer's state",
         "updated, optimizer = precision.choose(finite, (updated, optimizer), (trainable, state.optimizer))",

@@ -35,11 +35,6 @@ def check_optimizer(config: Config) -> None:
             f"optimizer schedule-free averages weights instead of decaying the learning rate, and decay_style is "
             f"{options.decay_style}: add --decay-style constant"
         )
-    if config.training.fp8 == "delayed":
-        raise UserError(
-            "optimizer schedule-free takes gradients at other weights than those that fp8 delayed has scales of: use "
-            "fp8 tensorwise, or optimizer adamw"
-        )
     if config.finetuning.layer_decay != 1.0:
         raise UserError(
             f"optimizer schedule-free has one learning rate for all layers, and layer_decay is "

@@ -266,6 +266,8 @@ class Plan:
             yield f"unroll_layers does not support experts, and num_experts is {count}: remove one of the two"
         if self.fp8 != "none":
             yield f"unroll_layers does not support fp8, and fp8 is {self.fp8}: remove one of the two"
+        if model.layer_pattern:
+            yield f"unroll_layers does not support layer_pattern {model.layer_pattern!r}: remove one of the two"
         if self.mesh.has_pipeline:
             yield (
                 f"unroll_layers does not support pipeline parallelism, and mesh {self.mesh} has {self.stages} stages, "

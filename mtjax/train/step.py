@@ -223,7 +223,9 @@ class TrainStep(ShardedModel):
         """Traces the optimizer update; returns the next state and metrics."""
         loss_scale, trainable = state.loss_scale, self.optimized(state.parameters)
         with jax.named_scope("optimizer"):
-            if not self.offloads:
+            if self.offloads:  # streamed below, with the selection of what counts
+                updated, optimizer = trainable, state.optimizer
+            else:
                 updates, optimizer = self.optimizer.update(gradients, state.optimizer, trainable)
                 updated = optax.apply_updates(trainable, updates)
             if self.config.model.router_bias:  # not with offload
