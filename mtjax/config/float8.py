@@ -51,6 +51,7 @@ def _unsupported(config: Config) -> Mapping[str, str]:
         f"latent attention, and kv_lora_rank is {model.kv_lora_rank}": (model.kv_lora_rank > 0, "remove fp8"),
         f"multi-token prediction, and mtp_num_layers is {model.mtp_num_layers}": (model.mtp_num_layers > 0, remove),
         f"the optimizer {config.optimizer.optimizer}": (config.optimizer.optimizer != "adamw", "use adamw"),
+        "offload optimizer": (config.parallel.offload != "none", remove),
         f"finetuning, and the task is {config.finetuning.task}": (config.finetuning.task != "none", "remove fp8"),
     }
     return {name: instead for name, (holds, instead) in found.items() if holds}

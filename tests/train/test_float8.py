@@ -167,6 +167,7 @@ def test_a_skipped_step_leaves_weights_scales_and_ages_as_they_were() -> None:
         ({"num_experts": 4}, "does not support experts"),
         ({"mtp_num_layers": 1, "family": "llama"}, "does not support multi-token prediction"),
         ({"optimizer": "muon"}, "does not support the optimizer muon"),
+        ({"offload": "optimizer", "zero": 1}, "does not support offload optimizer"),
         ({"task": "chat"}, "does not support finetuning, and the task is chat"),
     ],
 )
