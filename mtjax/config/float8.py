@@ -50,7 +50,9 @@ def _unsupported(config: Config) -> Mapping[str, str]:
         f"experts, and num_experts is {model.num_experts}": (model.num_experts > 0, remove),
         f"latent attention, and kv_lora_rank is {model.kv_lora_rank}": (model.kv_lora_rank > 0, "remove fp8"),
         f"multi-token prediction, and mtp_num_layers is {model.mtp_num_layers}": (model.mtp_num_layers > 0, remove),
-        "the optimizer schedule-free": (config.optimizer.optimizer == "schedule-free", "use another one"),
+        f"the optimizer {config.optimizer.optimizer}": (config.optimizer.optimizer != "adamw", "use adamw"),
+        "offload optimizer": (config.parallel.offload != "none", remove),
+        f"finetuning, and the task is {config.finetuning.task}": (config.finetuning.task != "none", "remove fp8"),
     }
     return {name: instead for name, (holds, instead) in found.items() if holds}
 

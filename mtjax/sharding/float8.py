@@ -134,8 +134,7 @@ def _product_forward(
     row, inner, outer = dims
     x8, weight8, both = _operands(recipe, len(row), sharding, x, weight, scales)
     y = _scaled(f"{row}{inner},{inner}{outer}->{row}{outer}", x8, weight8, both, x.dtype, sharding)
-    # XLA: counted here, its largest value would be found in a kernel of its own, with x computed once more; in the
-    # backward pass x is in memory for other reasons.
+    # The largest value of x is found in the backward pass, once: forward passes alone need none.
     counted = None if scales is None else x
     return y, (x8, weight8, both, scales, counted, Placed(jax.typeof(x).sharding.spec))
 

@@ -166,7 +166,9 @@ def test_a_skipped_step_leaves_weights_scales_and_ages_as_they_were() -> None:
         ({"lora_rank": 4}, "does not support LoRA"),
         ({"num_experts": 4}, "does not support experts"),
         ({"mtp_num_layers": 1, "family": "llama"}, "does not support multi-token prediction"),
-        ({"optimizer": "schedule-free"}, "does not support the optimizer schedule-free"),
+        ({"optimizer": "muon"}, "does not support the optimizer muon"),
+        ({"offload": "optimizer", "zero": 1}, "does not support offload optimizer"),
+        ({"task": "chat"}, "does not support finetuning, and the task is chat"),
     ],
 )
 def test_what_does_not_go_along_is_refused(fields: dict[str, Any], said: str) -> None:
