@@ -35,6 +35,42 @@ class Fault:
 
 
 FAULTS = (
+    # --- 8-bit floats
+    Fault(
+        "8-bit floats: an infinite value becomes the largest number",
+        "jnp.where(jnp.isinf(a), jnp.nan, scaled).astype(kind)",
+        "scaled.astype(kind)",
+        "train",
+        "test_what_is_not_finite_stays_so",
+    ),
+    Fault(
+        "8-bit floats: the gradient of the weight has the scale of the gradient alone",
+        "_scaled(formula, x8, g8, (x_scale, scale),",
+        "_scaled(formula, x8, g8, (scale / scale, scale),",
+        "train",
+        "test_a_product_and_its_gradients_are_those_of_numpys",
+    ),
+    Fault(
+        "delayed scaling: smaller values of other ranks count, too",
+        "largest = found & (jnp.cumsum(found, -1) == 1)",
+        "largest = found",
+        "train",
+        "test_losses_of_delayed_scaling_do_not_depend_on_the_mesh",
+    ),
+    Fault(
+        "delayed scaling: a scale is of the last step alone",
+        'is_recent = jnp.where(largest, 0.0, 1 - jnp.max(-state["age"], -2)) < history',
+        'is_recent = jnp.where(largest, 0.0, 1 - jnp.max(-state["age"], -2)) < 1',
+        "train",
+        "test_a_scale_fits_the_largest_value",
+    ),
+    Fault(
+        "delayed scaling: a skipped step changes scales",
+        "lambda new, old: jnp.where(keep, new, old), moved, unchanged",
+        "lambda new, old: new, moved, unchanged",
+        "train",
+        "test_a_skipped_step_leaves",
+    ),
     # --- coming from Megatron-LM
     Fault(
         "a script's unknown arguments are ignored",
@@ -56,6 +92,35 @@ FAULTS = (
         "dataclasses.replace(text, weight=text.weight or share) for",
         "train",
         "test_a_blend_is_compared_by_its_shares",
+    ),
+    # --- hybrid models
+    Fault(
+        "a state passes from one document to the next within a chunk",
+        "left = jnp.where((self.segments == self.segments[:, :, -1:])[..., None, None], left, 0)",
+        "pass",
+        "models",
+        "test_documents_that_are_packed",
+    ),
+    Fault(
+        "a state passes from one document to the next between chunks",
+        "passes = passes & (own[:, :, None] == breaks[:, None])[..., None, None]",
+        "pass",
+        "models",
+        "test_documents_that_are_packed",
+    ),
+    Fault(
+        "the convolution reads across documents",
+        "term = jnp.where(same[..., None, None], term, 0)",
+        "pass",
+        "models",
+        "test_documents_that_are_packed",
+    ),
+    Fault(
+        "every layer of a loop over a pattern is the first of its kind",
+        "place = done[letter] + run.unit.count(letter) * index + seen[letter]",
+        "place = done[letter] + run.unit.count(letter) * index",
+        "models",
+        "test_layers_run_in_the_order_of_the_pattern",
     ),
     # --- unrolled layers
     Fault(
@@ -400,6 +465,42 @@ FAULTS = (
         "return jax.tree.map(lambda g: g * jnp.minimum(1.0, max_norm / optax.tree.norm(g)), gradients)",
         "train",
         "test_update_is_clipped_adamw_with_decoupled_decay",
+    ),
+    # --- optimizers and their states
+    Fault(
+        "Muon: exchanged shards come back in another order of axes",
+        "for dim, axes in reversed(exchanges):",
+        "for dim, axes in exchanges:",
+        "train",
+        "test_updates_are_those_of_optax",
+    ),
+    Fault(
+        "Adafactor limits the update of a stack, not of each layer",
+        "of_layer = tuple(range(int(record.axes[:1] == (LAYERS,)), gradient.ndim))",
+        "of_layer = tuple(range(gradient.ndim))",
+        "train",
+        "test_updates_are_those_of_optax",
+    ),
+    Fault(
+        "averages of squares are rounded toward zero",
+        "+ (bits >> 16)",
+        "+ (bits >> 32)",
+        "train",
+        "test_moments_in_bfloat16",
+    ),
+    Fault(
+        "offloaded moments of skipped steps move",
+        "new, *moments = precision.choose(self.finite, (new[0], after.mu[0], after.nu[0]), (p, mu, nu))",
+        "new, *moments = new[0], after.mu[0], after.nu[0]",
+        "train",
+        "test_a_skipped_step_moves_no_offloaded_state",
+    ),
+    Fault(
+        "Muon's checkpoint is resumed by AdamW",
+        "if then.name != now.name:",
+        "if False:",
+        "train",
+        "test_another_optimizer_s_checkpoint_is_refused",
     ),
     Fault(
         "train: a skipped step moves the optimizer's state",

@@ -17,6 +17,7 @@ from mtjax.commands.data import COMMANDS as data_commands
 from mtjax.config import Config
 from mtjax.config.common import COMMON, COMMON_FINETUNING
 from mtjax.config.renamed import with_new_options
+from mtjax.config.storage import Storage
 from mtjax.errors import UserError
 
 FIELDS = [(group, f.name) for group, cls in get_type_hints(Config).items() for f in dataclasses.fields(cls)]
@@ -249,8 +250,12 @@ def test_help_of_the_other_commands_names_every_option(command: str, capsys: pyt
     shown = help_of(command, "--help", capsys)
     assert "None" not in shown
     module = import_module(f"mtjax.commands.{command}")
-    unnamed = ("prompts", "runs", "sampling", "storage")
-    fields = [field for field in dataclasses.fields(module.Options) if field.name not in unnamed]
+    fields = [
+        field
+        for field in dataclasses.fields(module.Options)
+        if field.name not in ("prompts", "runs", "sampling", "storage")
+    ]
+    fields += dataclasses.fields(Storage) if command in ("generate", "serve") else []
     names = {"source": "from", "target": "to"}
     assert {f"--{names.get(f.name, f.name).replace('_', '-')}" for f in fields} <= options_in(shown)
 

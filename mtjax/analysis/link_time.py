@@ -8,6 +8,7 @@ from mtjax.analysis.contract import (
     JOINED,
     LOSS_BACKWARD,
     LOSS_FORWARD,
+    OPTIMIZER,
     PARAMETERS,
 )
 from mtjax.analysis.hardware import Server
@@ -44,8 +45,8 @@ def _fullest_load(entry: Transfer, anatomy: Anatomy, plan: Plan) -> float:
 
 
 def axis_of(entry: Transfer) -> str:
-    """Under which its time counts: gradients and parameters under `data`, also where they cross others with it."""
-    return DATA if entry.phase in (GRADIENTS, PARAMETERS) and entry.axis != STAGE else entry.axis
+    """Under which its time counts: gradients, parameters and updates under `data`, whatever they cross with it."""
+    return DATA if entry.phase in (GRADIENTS, PARAMETERS, OPTIMIZER) and entry.axis != STAGE else entry.axis
 
 
 def spent_on_stages(anatomy: Anatomy, plan: Plan, machine: Machine) -> dict[str, float]:
@@ -105,7 +106,7 @@ def exposed_ahead(anatomy: Anatomy, plan: Plan, machine: Machine, compute: float
 
     Sums pass behind the backward pass. ZeRO-3's gathers pass behind either, those of ZeRO-1 and 2 behind the forward
     pass of a step's only microbatch; before the first of several nothing hides them. What sharding groups send each
-    other comes after the last layer's backward pass.
+    other comes after the last layer's backward pass, and so does the optimizer's update.
 
     Args:
       anatomy: of the model.
@@ -117,7 +118,7 @@ def exposed_ahead(anatomy: Anatomy, plan: Plan, machine: Machine, compute: float
     for entry in transfers(anatomy, plan):
         if axis_of(entry) == DATA:
             seconds = transfer_time(entry, anatomy, plan, machine)
-            if entry.axis == DATA and plan.mesh.has_sharding_groups:
+            if entry.phase == OPTIMIZER or (entry.axis == DATA and plan.mesh.has_sharding_groups):
                 last += seconds
             else:
                 sent[entry.phase] += seconds

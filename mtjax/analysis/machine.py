@@ -49,6 +49,12 @@ class Machine:
         half = "bfloat16" if "bfloat16" in self.gpu.peak else "float16"
         self.peak = self.gpu.peak_flops("float32" if element_bytes == 4 else half)
 
+    @property
+    def host_bandwidth(self) -> float:
+        """Bytes per second between a GPU and its host's pinned memory, in one direction: of PCIe 3, 4 or 5 x16."""
+        capability = self.gpu.compute_capability
+        return 12e9 if capability < (8, 0) else 24e9 if capability < (9, 0) else 55e9
+
     def product(self, m: float, k: float, n: float, batch: float = 1, *, is_float8: bool = False) -> float:
         """Returns the seconds of `batch` matmuls [m,k] x [k,n], in 8 bits with a result in 16 if `is_float8`.
 

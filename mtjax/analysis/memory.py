@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from mtjax.analysis.anatomy import Anatomy, Predictors, Stack
 from mtjax.analysis.counts import Counts, largest_part, largest_stack, layer_counts, stage_counts, trainable_counts
 from mtjax.analysis.counts import counts as counts_of
-from mtjax.analysis.optimizer import state_bytes
+from mtjax.analysis.optimizer import point_bytes, states_on_device, streamed_bytes
 from mtjax.analysis.parts.attention import ATTENTION_OUTPUT, PROBABILITIES, QUERY_KEY_VALUE
 from mtjax.analysis.parts.prediction import INPUTS_AHEAD
 from mtjax.analysis.parts.sublayer import NORM_INPUTS
@@ -126,7 +126,7 @@ def stage_memory(anatomy: Anatomy, plan: Plan, stage: int = 0) -> Memory:
     if plan.residuals == "jax" and counts.transposed:
         saved[TRANSPOSED] = plan.precision.weights * counts.transposed  # pyright: ignore[reportArgumentType]
     saved.update(_saved_of_teacher(anatomy, plan))  # pyright: ignore[reportArgumentType]
-    if copies := _copied_once(counts, trainable, plan):
+    if copies := _copied_once(counts, trainable, plan) + point_bytes(anatomy, plan, stage):
         saved[COPIES] = copies  # pyright: ignore[reportArgumentType]
     states = [_states(plan, counts.shared, trainable.shared, plan.zero_degree)]
     if counts.experts:
@@ -139,17 +139,16 @@ def stage_memory(anatomy: Anatomy, plan: Plan, stage: int = 0) -> Memory:
         head = _saved_ahead(anatomy.predictors, plan) + max(head, _workspace(anatomy, anatomy.predictors, plan))
     outside = g * _accumulated_outside(plan, trainable)
     stacked = gradients * largest_stack(anatomy, plan) if plan.unrolled else 0.0
-    is_adamw = plan.residuals != "jax" or plan.optimizer.name == "adamw"
     comes_late = plan.residuals == "jax" and plan.microbatches == 1 and not plan.is_staged
     return Memory(
         weights=sum(state.weights for state in states),
         gradients=sum(state.gradients for state in states) + (0 if plan.is_staged else outside),
-        optimizer=sum(state.optimizer for state in states) if is_adamw else state_bytes(anatomy, plan, stage),
+        optimizer=states_on_device(anatomy, plan, stage, sum(state.optimizer for state in states)),
         activations=dict(saved),
         working=_peak_workspace(anatomy, plan),
         logits=head if plan.is_staged or stage == mesh.stage - 1 else 0,
         ahead=_prefetched(anatomy, plan),
-        finishing=max(outside if plan.is_staged else 0.0, stacked),
+        finishing=max(outside if plan.is_staged else 0.0, stacked, streamed_bytes(anatomy, plan)),
         later=gradients * trainable.in_layers if comes_late else 0.0,
         comes_as_activations_go=plan.unrolled,
         teacher=(weight_bytes(plan) or table_bytes(anatomy, plan)) + output_bytes(anatomy, plan),

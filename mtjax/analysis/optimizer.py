@@ -14,7 +14,7 @@ from mtjax.analysis.contract import JOINED, OPTIMIZER, Dtype, Expectation, phase
 from mtjax.analysis.counts import stage_weights, zero_axes
 from mtjax.analysis.parts.part import Weight
 from mtjax.config.adapters import is_trainable
-from mtjax.layout.layouts import Layout, sharded_dimension
+from mtjax.layout.layouts import LAYERS, Layout, sharded_dimension
 from mtjax.layout.mesh import MeshShape
 from mtjax.layout.optimizer_states import Matrices, factored_dimensions, kept_arrays, matrices_of
 from mtjax.layout.plan import Plan
@@ -67,6 +67,46 @@ def state_bytes(anatomy: Anatomy, plan: Plan, stage: int = 0) -> float:
         for shard in _shards_of(anatomy, plan, stage)
         for dims in kept_arrays(plan.optimizer, shard.weight.names, shard.weight.shape).values()
     )
+
+
+def states_on_device(anatomy: Anatomy, plan: Plan, stage: int, adam: float) -> float:
+    """Returns the bytes of the optimizer's states on a device.
+
+    Args:
+      anatomy: of the model.
+      plan: of the run.
+      stage: of the pipeline.
+      adam: bytes of AdamW's states, with master weights where weights are narrower.
+    """
+    if plan.offloads_optimizer:
+        return 0.0
+    is_adam = plan.residuals != "jax" or plan.optimizer.name == "adamw"
+    return adam if is_adam else state_bytes(anatomy, plan, stage)
+
+
+def host_bytes(anatomy: Anatomy, plan: Plan) -> float:
+    """Returns the bytes of offloaded states of a device, each of which a step reads once and writes once."""
+    return state_bytes(anatomy, plan) if plan.offloads_optimizer else 0.0
+
+
+def point_bytes(anatomy: Anatomy, plan: Plan, stage: int = 0) -> float:
+    """Returns the bytes of the point at which Schedule-Free takes gradients, where the step keeps it: ZeRO-1 and 2 only
+    keep what they gather of it."""
+    if plan.optimizer.name != "schedule-free" or plan.gathers_per_step or plan.residuals != "jax":
+        return 0.0
+    return FLOAT32 * sum(shard.elements(tuple(range(len(shard.sizes)))) for shard in _shards_of(anatomy, plan, stage))
+
+
+def streamed_bytes(anatomy: Anatomy, plan: Plan) -> float:
+    """Returns the bytes of offloaded moments that are on a device during the update: those outside the layers, and one
+    layer's."""
+    if not plan.offloads_optimizer:
+        return 0.0
+    elements = 0.0
+    for shard in _shards_of(anatomy, plan):
+        size = shard.elements(tuple(range(len(shard.sizes))))
+        elements += size / shard.sizes[0] if shard.weight.names[0] == LAYERS and not shard.axes[0] else size
+    return 2 * FLOAT32 * elements
 
 
 def update_flops(anatomy: Anatomy, plan: Plan) -> float:

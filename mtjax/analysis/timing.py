@@ -15,7 +15,7 @@ from mtjax.analysis.contract import GRADIENTS, LOSS_FORWARD
 from mtjax.analysis.copies import FLOAT32, SUMS, Copy, copies, copies_in_step, copies_in_turn
 from mtjax.analysis.counts import on_device, peak_stage_counts, zero_degree
 from mtjax.analysis.expert_blocks import block_copies, blocks_of
-from mtjax.analysis.float8 import is_float8
+from mtjax.analysis.float8 import float8_bytes, is_float8
 from mtjax.analysis.hardware import Server
 from mtjax.analysis.kernels import CORE, ElementWise, Traffic
 from mtjax.analysis.link_time import (
@@ -29,7 +29,7 @@ from mtjax.analysis.link_time import (
     transfer_time,
 )
 from mtjax.analysis.machine import Constants, Machine
-from mtjax.analysis.optimizer import ITERATIONS, exchanges, state_bytes
+from mtjax.analysis.optimizer import ITERATIONS, exchanges, host_bytes, state_bytes
 from mtjax.analysis.parts.part import Elementwise, Product, Scores, unrepeated
 from mtjax.analysis.schedules import megatron_bubble
 from mtjax.analysis.software import MTJAX, Software
@@ -235,6 +235,7 @@ def _layer(stack: Stack, plan: Plan, machine: Machine, software: Software) -> tu
     moves, touched = software.kernels, [part.elementwise for part in stack.parts]
     once, back = (machine.passes(_bytes(traffic, touched, plan)) for traffic in (moves.forward, moves.backward))
     ahead = sum(forward[product] for product in products)
+    back += machine.passes(sum(float8_bytes(product, _rows(product, plan)[0], plan) for product in products))
     return ahead + again + backward, core, once * (2 if plan.recompute == "full" else 1) + back
 
 
@@ -359,7 +360,7 @@ def _copies(found: list[Copy], machine: Machine, software: Software) -> float:
 
 def _optimizer(anatomy: Anatomy, plan: Plan, machine: Machine, software: Software) -> float:
     """Seconds to read and write what the optimizer updates on this GPU, to read the gradients once more for their norm,
-    and of Muon's products."""
+    and of Muon's products or the copies of offloaded states, which nothing hides."""
     precision, counts = plan.precision, peak_stage_counts(anatomy, plan)
     shards, of_experts = (plan.zero_degree, plan.expert_zero_degree) if plan.zero else (1, 1)
     states = 2 * (precision.weights + precision.optimizer) + 2 * precision.gradients
@@ -368,7 +369,8 @@ def _optimizer(anatomy: Anatomy, plan: Plan, machine: Machine, software: Softwar
         states -= 2 * precision.optimizer
         moved = own * (states + software.kernels.optimizer_extra) + 2 * state_bytes(anatomy, plan)
         return machine.passes(moved) + _newton_schulz(anatomy, plan, machine)
-    return machine.passes(own * (states + software.kernels.optimizer_extra))
+    seconds = machine.passes(own * (states + software.kernels.optimizer_extra))
+    return seconds + 2 * host_bytes(anatomy, plan) / machine.host_bandwidth
 
 
 def _newton_schulz(anatomy: Anatomy, plan: Plan, machine: Machine) -> float:

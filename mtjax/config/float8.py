@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 
-from mtjax.config.families import is_decoder
 from mtjax.config.model import Model
 from mtjax.config.run import Config
 from mtjax.config.sizes import GATED, head_dim, mlp_size, num_kv_heads
@@ -44,7 +43,7 @@ def _unsupported(config: Config) -> Mapping[str, str]:
     remove = "remove one of the two"
     found = {
         "compute_dtype float16": (training.compute_dtype == "float16", "use bfloat16"),
-        f"the family {model.family}": (not is_decoder(model), "remove fp8"),
+        f"the family {model.family}": (model.family not in ("gpt", "llama"), "remove fp8"),
         f"the head {model.head}": (model.head != "language", "remove fp8"),
         f"LoRA, and lora_rank is {model.lora_rank}": (model.lora_rank > 0, remove),
         "a teacher": (config.finetuning.teacher is not None, remove),

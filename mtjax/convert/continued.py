@@ -17,6 +17,7 @@ from mtjax.convert.megatron_optimizer import MOMENTS, WEIGHTS, open_optimizer
 from mtjax.convert.megatron_progress import Progress
 from mtjax.convert.named import NamedWeights, Shards
 from mtjax.convert.parameters import Parameter
+from mtjax.convert.rates import check_growth, check_rates
 from mtjax.convert.run_folder import Counters, RunSink
 from mtjax.data.progress import ProgressLine
 from mtjax.errors import UserError
@@ -53,6 +54,8 @@ class MegatronRun:
         progress, arguments = self.optimizer.progress, dict(source.files.arguments)
         self.config, self.report = _run_config(arguments, progress, source, target)
         self.counters = _counters(progress, self.config, str(source.files.folder))
+        check_growth(progress.schedule.get("wd_incr_steps"), self.config, str(source.files.folder))
+        check_rates(progress.groups, self.config, self.counters.schedule, str(source.files.folder))
 
     @property
     def notes(self) -> list[str]:

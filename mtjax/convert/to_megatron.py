@@ -11,8 +11,10 @@ from mtjax.config import Config
 from mtjax.convert.megatron import check_experts
 from mtjax.convert.megatron_optimizer import MOMENTS, WEIGHTS
 from mtjax.convert.mtjax_folder import MtjaxSource
+from mtjax.convert.rates import rates_at
 from mtjax.convert.run_folder import OURS
 from mtjax.convert.torch_dist_sink import TorchDistSink
+from mtjax.data import train_steps
 from mtjax.data.progress import ProgressLine
 from mtjax.errors import UserError
 from mtjax.runtime.checkpoints.arrays import open_array
@@ -108,7 +110,7 @@ class MtjaxRun:
             "lr_warmup_steps": options.warmup_steps * size,
             "num_steps": self.scheduled * size,
             "lr_decay_style": options.decay_style,
-            "lr_decay_steps": (horizon.decay_steps or self.config.training.steps) * size,
+            "lr_decay_steps": (horizon.decay_steps or train_steps(self.config.training)) * size,
             "min_lr": options.min_learning_rate,
             "start_wd": options.weight_decay if options.weight_decay_style == "constant" else start,
             "end_wd": options.weight_decay,
@@ -118,6 +120,7 @@ class MtjaxRun:
 
     def _common(self) -> dict[str, Any]:
         options = self.config.optimizer
+        rate, decay = rates_at(self.config, self.scheduled, self.past.horizon)
         group = {
             "lr_mult": 1.0,
             "is_expert_parallel": False,
@@ -125,7 +128,7 @@ class MtjaxRun:
             "default_config": True,
             "max_lr": options.learning_rate,
             "min_lr": options.min_learning_rate,
-            "lr": options.learning_rate,
+            "lr": rate,
             "betas": (options.beta1, options.beta2),
             "eps": options.epsilon,
             "step": self.updates,
@@ -139,7 +142,7 @@ class MtjaxRun:
             "fused": None,
             "decoupled_weight_decay": True,
         }
-        decays, experts = {"wd_mult": 1.0, "weight_decay": options.weight_decay}, {"is_expert_parallel": True}
+        decays, experts = {"wd_mult": 1.0, "weight_decay": decay}, {"is_expert_parallel": True}
         optimizer = self._optimizer([group | {"wd_mult": 0.0, "weight_decay": 0.0}, group | decays])
         # Experts have no vectors, which do not decay.
         chained = {0: optimizer, 1: self._optimizer([group | decays | experts])} if self.expert > 1 else optimizer
@@ -166,7 +169,7 @@ class MtjaxRun:
         return {
             "iteration": self.step,
             "consumed_train_samples": self.past.consumed_samples,
-            "train_iters": training.steps,
+            "train_iters": train_steps(training),
             "global_batch_size": training.global_batch_size,
             "micro_batch_size": training.microbatch_size or 1,
             "rampup_batch_size": list(training.rampup_batch_size) if training.rampup_batch_size else None,

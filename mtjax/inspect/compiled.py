@@ -46,6 +46,8 @@ class MemoryStats:
     aliased: int
     """Outputs that reuse arguments: the donated state."""
     temporaries: int
+    host: int = 0
+    """Arguments in the host's memory, which are not in `arguments`."""
 
     @property
     def peak(self) -> int:
@@ -232,4 +234,5 @@ def memory_of(compiled: jax.stages.Compiled) -> MemoryStats:
         stats.output_size_in_bytes,
         stats.alias_size_in_bytes,
         stats.temp_size_in_bytes,
+        stats.host_argument_size_in_bytes,
     )

@@ -4,10 +4,12 @@ from dataclasses import dataclass, replace
 
 from mtjax.analysis.counts import trainable_counts
 from mtjax.analysis.memory import Memory, stage_memory
+from mtjax.analysis.optimizer import host_bytes
 from mtjax.analysis.teacher_cost import table_bytes, weight_bytes
 from mtjax.config import Model
 from mtjax.inspect.compiled import CompiledStep
 from mtjax.inspect.hlo import Array, Module
+from mtjax.inspect.host_copies import host_copies
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,14 @@ class MemoryReport:
     """Memory of the target's device; None when unknown."""
     formula: Memory
     """Memory of the same plan by formula."""
+    host: int = 0
+    """Optimizer states in the host's memory."""
+    host_reads: int = 0
+    """Bytes that a step reads from the host's memory."""
+    host_writes: int = 0
+    """Bytes that a step writes to the host's memory."""
+    host_formula: int = 0
+    """Of each of the last three, by formula."""
     beside: int = 0
     """A teacher's weights on the device that are not arguments of the step, by formula."""
 
@@ -53,15 +63,21 @@ def memory_report(step: CompiledStep, capacity: int | None, teacher: Model | Non
     stats = step.memory
     arguments = argument_arrays(step.module)
     parameters = sum(a.bytes for name, a in arguments if name.startswith("state.parameters"))
-    optimizer = sum(a.bytes for name, a in arguments if name.startswith("state.optimizer"))
+    optimizer = sum(a.bytes for name, a in arguments if name.startswith("state.optimizer")) - stats.host
     plan = step.plan
     formula = stage_memory(step.anatomy, plan)
     moments = plan.precision.optimizer / plan.precision.gradients  # of a gradient's size
-    shard = optimizer / moments if plan.optimizer.name == "adamw" else formula.gradients
+    is_plain = plan.optimizer.name == "adamw" and not plan.offloads_optimizer
+    shard = optimizer / moments if is_plain else formula.gradients
     are_sharded = plan.zero > 0 and plan.reduces_in_backward
     full = plan.precision.gradients * trainable_counts(step.anatomy, plan).all
     gradients = min(int(shard) if are_sharded else full, stats.temporaries)
+    reads, writes = host_copies(step.text, step.module)
     return MemoryReport(
+        host=stats.host,
+        host_reads=reads,
+        host_writes=writes,
+        host_formula=round(host_bytes(step.anatomy, plan)),
         arguments=stats.arguments,
         outputs=stats.outputs,
         aliased=stats.aliased,
@@ -81,3 +97,13 @@ def memory_report(step: CompiledStep, capacity: int | None, teacher: Model | Non
 def argument_arrays(module: Module) -> list[tuple[str, Array]]:
     """Returns the name and local array of each of the program's arguments: "state.parameters['embedding']"."""
     return [(p.op_name, array) for p in module.entry.parameters for array in p.arrays]
+
+
+def host_violations(memory: MemoryReport) -> list[str]:
+    """Returns one sentence for each difference of the copies from and to the host's memory from the formula."""
+    found = {"keeps": memory.host, "reads": memory.host_reads, "writes": memory.host_writes}
+    return [
+        f"a step {does} {size:,} bytes of the host's memory instead of {memory.host_formula:,}"
+        for does, size in found.items()
+        if size != memory.host_formula
+    ]

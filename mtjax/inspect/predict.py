@@ -8,6 +8,7 @@ from mtjax.analysis import flops as formulas
 from mtjax.analysis.accuracy import accuracy_on
 from mtjax.analysis.contract import LAYER_BACKWARD, LAYER_FORWARD, LAYER_PHASES
 from mtjax.analysis.hardware import Server
+from mtjax.analysis.optimizer import host_bytes
 from mtjax.analysis.timing import step_time
 from mtjax.inspect.causes import Causes, memory_bound_by_cause
 from mtjax.inspect.collectives import Collective
@@ -54,6 +55,8 @@ class TimeReport:
     """Range of seconds by the errors on published runs."""
     layers: Mapping[str, tuple[Event, ...]]
     """Timeline of one layer's forward and one layer's backward pass (with its recompute)."""
+    copying: float = 0.0
+    """Seconds of copies from and to the host's memory, which nothing hides: offloaded optimizer states."""
     kernels: KernelReport | None = None
     """What the kernels' machine code does, where it was read; the seconds above then include it."""
 
@@ -85,10 +88,13 @@ def predict(
     config = step.config
     model_flops = formulas.model_flops(step.anatomy) * config.training.global_batch_size / step.mesh.size
     by_plan = step_time(step.anatomy, step.plan, server)
+    copying = 2 * host_bytes(step.anatomy, step.plan) / roofline.machines[2].host_bandwidth
+    seconds = walked.seconds + copying
     peak = roofline.machines[4 if config.training.compute_dtype == "float32" else 2].peak
     return TimeReport(
         server=server,
-        seconds=walked.seconds,
+        seconds=seconds,
+        copying=copying,
         products=total.products,
         memory_bound=total.memory_bound,
         exposed=total.exposed,
@@ -96,15 +102,15 @@ def predict(
         contention=total.contention,
         by_plan=by_plan.total,
         copies_by_plan=by_plan.copies,
-        between=accuracy_on(server).around(walked.seconds),
+        between=accuracy_on(server).around(seconds),
         exposed_by_axes={axes: spent.exposed for axes, spent in walked.by_axes.items()},
         hidden_by_axes={axes: spent.hidden for axes, spent in walked.by_axes.items()},
         phases=dict(walked.phases),
         causes=memory_bound_by_cause(roofline),
-        tflops=model_flops / walked.seconds / 1e12,
-        hardware_tflops=flops / walked.seconds / 1e12,
-        mfu=model_flops / walked.seconds / peak,
-        hfu=flops / walked.seconds / peak,
+        tflops=model_flops / seconds / 1e12,
+        hardware_tflops=flops / seconds / 1e12,
+        mfu=model_flops / seconds / peak,
+        hfu=flops / seconds / peak,
         layers=layer_timelines(roofline),
         kernels=kernels,
     )

@@ -22,7 +22,7 @@ from mtjax.inspect.compiled import CompiledStep, compile_step
 from mtjax.inspect.float8 import Float8Products, float8_products
 from mtjax.inspect.hlo import Array
 from mtjax.inspect.legacy_symbols import letters
-from mtjax.inspect.memory import MemoryReport, argument_arrays, memory_report
+from mtjax.inspect.memory import MemoryReport, argument_arrays, host_violations, memory_report
 from mtjax.inspect.predict import TimeReport, predict
 from mtjax.inspect.products import count_flops
 from mtjax.inspect.stages import StagesReport, stages_report
@@ -149,7 +149,9 @@ def report(
     verdict = check(collectives, required, landmarks(step), is_gpu=step.target.is_gpu)
     replicated = replicated_parameters(step, contract)
     counted, float8 = count_flops(step.module), float8_products(step)
+    memory = memory_report(step, server.gpu.memory if server else None, teacher)
     violations = (*verdict.violations, *replicated, *(float8.missed if float8 else ()))
+    violations += tuple(host_violations(memory)) if step.target.is_gpu else ()
     return Report(
         step=step,
         symbols=symbols,
@@ -157,7 +159,7 @@ def report(
         collectives=tuple(collectives),
         rows=tuple(table(collectives)),
         verdict=Verdict(verdict.lines, violations, verdict.tolerated),
-        memory=memory_report(step, server.gpu.memory if server else None, teacher),
+        memory=memory,
         flops=Flops(counted * step.mesh.size, formula_flops(step)),
         time=predict(step, collectives, counted, server, dumped) if server else None,
         stages=stages_report(step),

@@ -263,6 +263,11 @@ def memory_lines(report: Report) -> str:
         f"activations {size(f.kept + f.working)}, logits {size(f.logits)}, "
         + (f"teacher {size(f.teacher)}, " if f.teacher else "")
         + f"peak {size(f.total)}"
+        + (
+            f"\n  in the host: optimizer {size(m.host)}; a step reads {size(m.host_reads)} of it and writes "
+            f"{size(m.host_writes)}; by formula {size(m.host_formula)} each"
+        )
+        * bool(m.host)
         + (f"\n  outside the step: teacher's weights {size(m.beside)}, by formula" if m.beside else "")
     )
 
@@ -289,7 +294,8 @@ def time_lines(report: Report) -> str:
         f"[bold]Predicted time[/] on {t.server.name} (a model, not a measurement)",
         f"  step {duration(t.seconds)}: matmuls {duration(t.products)}, memory-bound {duration(t.memory_bound)}, "
         f"exposed communication {duration(t.exposed)} = {t.exposed_share:.1%} ({exposed or 'none'}); "
-        f"overlapped communication {duration(t.hidden)}, which slows computation down by {duration(t.contention)}",
+        f"overlapped communication {duration(t.hidden)}, which slows computation down by {duration(t.contention)}"
+        + (f"; copies from and to the host {duration(t.copying)}" if t.copying else ""),
         f"  between {duration(t.between[0])} and {duration(t.between[1])}: {accuracy_on(t.server).in_words}",
         f"  by the planner's formulas: {duration(t.by_plan)} ({t.by_plan / t.seconds - 1:+.0%}), "
         f"of it {duration(t.copies_by_plan)} for copies in layer loops; "

@@ -100,6 +100,8 @@ class Plan:
     loss_chunk: int | None = None
     """Tokens per chunk of the loss, whose logits are alive together; all of the microbatch's when None."""
     optimizer: OptimizerStates = ADAMW
+    offloads_optimizer: bool = False
+    """Whether AdamW's moments are in the host's memory."""
     precision: Precision = MTJAX
     element_bytes: int = 2
     """Bytes of an activation."""
@@ -264,6 +266,8 @@ class Plan:
             yield f"unroll_layers does not support experts, and num_experts is {count}: remove one of the two"
         if self.fp8 != "none":
             yield f"unroll_layers does not support fp8, and fp8 is {self.fp8}: remove one of the two"
+        if model.layer_pattern:
+            yield f"unroll_layers does not support layer_pattern {model.layer_pattern!r}: remove one of the two"
         if self.mesh.has_pipeline:
             yield (
                 f"unroll_layers does not support pipeline parallelism, and mesh {self.mesh} has {self.stages} stages, "
@@ -332,6 +336,7 @@ class Plan:
             teacher_width=run.finetuning.teacher_width or 0,
             loss_chunk=training.loss_chunk,
             optimizer=optimizer_states(run),
+            offloads_optimizer=run.parallel.offload == "optimizer",
             precision=_precision(run),
             element_bytes=4 if training.compute_dtype == "float32" else 2,
         )

@@ -24,8 +24,7 @@ _RECOMPUTE = (
 _FORMER = (
     always("--bias-gelu-fusion", _XLA, dest="bias_gelu_fusion_of_2020"),
     none("--expert-parallel", "experts are on all ranks: add expert=N to --mesh", default=False),
-    none("--fp8-e4m3", "matmuls run in --compute-dtype: no FP8", default=False),
-    none("--fp8-hybrid", "matmuls run in --compute-dtype: no FP8", default=False),
+    *(equal(f"--fp8-{kind}", f"--fp8 delayed --fp8-format {kind}", default=False) for kind in ("e4m3", "hybrid")),
     always("--DDP-impl", "gradients are always reduced in the compiled step"),
     always("--fp32-allreduce", "gradients are always added up in float32", default=False),
     always("--no-query-key-layer-scaling", "scores are never scaled by the layer's number"),
@@ -59,21 +58,18 @@ _FORMER = (
 )
 _RARE = (
     *(
-        none(f"--{name}", "optimizer state and gradients are float32", same=("fp32", "float32", None))
-        for name in ("main-grads-dtype", "main-params-dtype", "exp-avg-dtype", "exp-avg-sq-dtype")
+        none(f"--{name}", "float32 weights and gradients are kept", same=("fp32", "float32", None))
+        for name in ("main-grads-dtype", "main-params-dtype")
     ),
-    none("--optimizer-offload-fraction", "optimizer state stays on the devices; --zero 1 shards it", default=1.0),
+    none("--optimizer-offload-fraction", "--offload optimizer offloads all of Adam's moments", default=1.0),
     none(
         "--fine-grained-activation-offloading",
         "activations stay on the devices; see --recompute-offload",
         default=False,
     ),
     none("--torch-fsdp2-no-reshard-after-forward", "--zero 3 gathers weights for each use; see --zero 2"),
-    none("--apply-wd-to-qk-layernorm", "norms of queries and keys have no weight decay", default=False),
     none("--exit-signal", "SIGTERM saves and ends a run", same=("SIGTERM", None)),
     none("--renormalize-blend-weights", "blends are sampled by the weights as given", default=False),
-    none("--fim-data", "no fill-in-the-middle samples", default=False),
-    none("--sft", "use mtjax finetune", default=False),
     none("--log-max-attention-logit", "it is not logged", default=False),
     none("--log-energy", "it is not logged", default=False),
     always("--non-persistent-local-ckpt-dir", "--local-checkpoints DIR, with --non-persistent-save-interval"),

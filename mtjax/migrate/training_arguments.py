@@ -65,8 +65,20 @@ _OPTIMIZER = (
     ),
     none("--sgd-momentum", "AdamW has none; set --optimizer sgd for it", default=0.9),
     none("--muon-momentum", "AdamW has none; set --optimizer muon for it"),
-    none("--optimizer-cpu-offload", "optimizer state stays on the devices; --zero 1 shards it", default=False),
-    none("--use-precision-aware-optimizer", "optimizer state is float32", default=False),
+    equal(
+        "--optimizer-cpu-offload",
+        "--offload optimizer",
+        "Adam's moments are in host memory; the update runs on the devices",
+        default=False,
+    ),
+    always("--use-precision-aware-optimizer", "the types below say so", default=False),
+    equal("--exp-avg-dtype", "--adam-mu-dtype bfloat16", "for bf16; fp16 and fp8 have no equal", default="fp32"),
+    equal(
+        "--exp-avg-sq-dtype",
+        "--adam-nu-dtype bfloat16",
+        "for bf16, rounded stochastically; fp16 and fp8 have no equal",
+        default="fp32",
+    ),
     none("--apply-wd-to-qk-layernorm", "norms of queries and keys have no weight decay", default=False),
     none("--no-weight-decay-cond-type", "vectors have no weight decay, also those of norms of queries and keys"),
     always(

@@ -144,7 +144,11 @@ class ShardedModel:
     def own(self, parameters: Tree) -> Tree:
         """Selects the model's parameters from those of a model with more modules, such as layers that only training
         runs."""
-        return {name: parameters[name] for name in self.abstract_parameters}
+
+        def select(wanted: Tree, tree: Tree) -> Tree:
+            return {k: select(below, tree[k]) for k, below in wanted.items()} if isinstance(wanted, dict) else tree
+
+        return select(self.abstract_parameters, parameters)
 
     def inference_model(self, parameters: Tree) -> LanguageModel:
         """Builds the model with parameters sharded as `storage_spec`, to be traced without differentiation."""

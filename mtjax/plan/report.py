@@ -14,6 +14,7 @@ from mtjax.analysis.hardware import Server
 from mtjax.analysis.link_time import members_inside, transfer_time
 from mtjax.analysis.machine import Machine
 from mtjax.analysis.memory import peak_stage_memory, stage_memory
+from mtjax.analysis.optimizer import host_bytes
 from mtjax.analysis.schedules import bubble, slots
 from mtjax.analysis.software import MTJAX
 from mtjax.analysis.teacher_cost import teacher_flops, teacher_of
@@ -112,16 +113,18 @@ def memory_table(anatomy: Anatomy, plan: Plan, server: Server, usable: float) ->
     name = "per GPU, on every stage" if plan.stages > 1 else "per GPU"
     result = table("Memory", "", name)
     memory, p = stage_memory(anatomy, plan), plan.precision
+    hosted = host_bytes(anatomy, plan)
+    kind = plan.optimizer.name if plan.residuals == "jax" and plan.optimizer.name != "adamw" else f"{p.optimizer} bytes"
     components = {
         f"weights ({p.weights} bytes)": memory.weights,
         f"gradients ({p.gradients} bytes)": memory.gradients,
-        f"optimizer ({p.optimizer} bytes)": memory.optimizer,
+        f"optimizer ({'in the host' if hosted else kind})": memory.optimizer,
         **{f"saved: {kind}": size for kind, size in memory.activations.items()},
         "workspace of one layer": memory.working,
         "logits": memory.logits,
         **({"teacher: weights, and outputs for the batch": memory.teacher} if memory.teacher else {}),
         **({"teacher: forward pass, before the step": memory.teaching} if memory.teaching else {}),
-        **({"gradients, reduced or stacked": memory.finishing} if memory.finishing else {}),
+        **({"after the last microbatch": memory.finishing} if memory.finishing else {}),
         "peak": memory.total,
     }
     for component, size in components.items():
@@ -129,6 +132,8 @@ def memory_table(anatomy: Anatomy, plan: Plan, server: Server, usable: float) ->
     limit = usable * server.gpu.memory
     fits = "fits" if memory.total <= limit else "does NOT fit"
     result.caption = f"{fits} {gib(limit)} = {percent(usable)} of {gib(server.gpu.memory)}; {p.name} precision"
+    if hosted:
+        result.caption += f"; {gib(hosted)} in the host's memory for each GPU"
     return result
 
 

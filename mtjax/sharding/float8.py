@@ -134,8 +134,10 @@ def _product_forward(
     row, inner, outer = dims
     x8, weight8, both = _operands(recipe, len(row), sharding, x, weight, scales)
     y = _scaled(f"{row}{inner},{inner}{outer}->{row}{outer}", x8, weight8, both, x.dtype, sharding)
-    found = None if scales is None else _largest_of_ranks(x)
-    return y, (x8, weight8, both, scales, found, Placed(jax.typeof(x).sharding.spec))
+    # XLA: counted here, its largest value would be found in a kernel of its own, with x computed once more; in the
+    # backward pass x is in memory for other reasons.
+    counted = None if scales is None else x
+    return y, (x8, weight8, both, scales, counted, Placed(jax.typeof(x).sharding.spec))
 
 
 def _product_backward(
@@ -143,10 +145,10 @@ def _product_backward(
 ) -> tuple[Array, Array, Scales | None]:
     """Computes `dx = g W'`, `dW = x' g` and counts of the largest values of x and g."""
     row, inner, outer = dims
-    x8, weight8, (x_scale, weight_scale), scales, x_largest, of_x = saved
+    x8, weight8, (x_scale, weight_scale), scales, x, of_x = saved
     kind, dtype, precise = recipe.gradient_type, gradient.dtype, lax.Precision.HIGHEST
     x_spec, weight_spec = (jax.typeof(a).sharding.spec for a in (x8, weight8))
-    counts = None if scales is None else _counts(scales, x_largest, _largest_of_ranks(gradient), kind)
+    counts = None if scales is None else _counts(scales, _largest_of_ranks(x), _largest_of_ranks(gradient), kind)
     # As in `mtjax.models.project`: gathered once along the sequence for both products, and dimensions merged.
     whole = PartitionSpec(*x_spec[: len(row)], *weight_spec[len(inner) :])
     gradient = gradient if recipe.gathers else reshard(gradient, whole)

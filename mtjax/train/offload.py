@@ -47,7 +47,7 @@ def on_adam(function: Callable[[Any], Any], state: Tree) -> Tree:
     return jax.tree.map(lambda x: function(x) if is_adam(x) else x, state, is_leaf=is_adam)
 
 
-def adam_of(state: Tree) -> optax.ScaleByAdamState:
+def adam_of(state: Tree) -> Any:
     """Returns Adam's part of an optimizer's state."""
     found: list[optax.ScaleByAdamState] = []
     on_adam(lambda x: found.append(x) or x, state)
@@ -101,18 +101,18 @@ class Streamed:
     def __call__(self, record: ParamSpec, g: Array, p: Array, mu: Array, nu: Array) -> tuple[Array, Array, Array]:
         """Returns the parameter and its moments, which are in `memory` before and after."""
         mu, nu = (jax.device_put(m, DEVICE) for m in (mu, nu))
-        rule = make_optimizer(self.config, [record])
+        rule: Any = make_optimizer(self.config, [record])
         state = on_adam(lambda a: a._replace(mu=[mu], nu=[nu]), self.others)
         updates, state = rule.update([g * self.factor], state, [p])
-        (new,) = optax.apply_updates([p], updates)
+        new: Any = optax.apply_updates([p], updates)
         after = adam_of(state)
-        new, *moments = precision.choose(self.finite, (new, after.mu[0], after.nu[0]), (p, mu, nu))
+        new, *moments = precision.choose(self.finite, (new[0], after.mu[0], after.nu[0]), (p, mu, nu))
         mu, nu = (jax.device_put(m, self.memory) for m in moments)
         return new, mu, nu
 
     def counted(self) -> Tree:
         """Returns the optimizer's state after the step, without moments."""
-        rule = make_optimizer(self.config, [])
+        rule: Any = make_optimizer(self.config, [])
         _, state = rule.update([], on_adam(lambda a: a._replace(mu=[], nu=[]), self.others), [])
         return precision.choose(self.finite, without_moments(state), self.others)
 

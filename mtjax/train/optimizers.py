@@ -74,23 +74,23 @@ def _adafactor(config: Config, records: Tree) -> optax.GradientTransformation:
     every, structure = jax.tree.flatten(records)
     dimensions = [factored_dimensions(record.axes, record.shape) for record in every]
 
-    def init(parameters: Tree) -> AdafactorState:
-        leaves = jax.tree.leaves(parameters)
+    def init(params: Tree) -> AdafactorState:
+        leaves = jax.tree.leaves(params)
         pairs = list(zip(leaves, dimensions, strict=True))
         rows = [None if d is None else jnp.zeros_like(a.sum(d[1])) for a, d in pairs]
         columns = [None if d is None else jnp.zeros_like(a.sum(d[0])) for a, d in pairs]
         full = [jnp.zeros_like(a) if d is None else None for a, d in pairs]
         return AdafactorState(jnp.zeros([], jnp.int32), *map(structure.unflatten, (rows, columns, full)))
 
-    def update(gradients: Tree, state: AdafactorState, parameters: Tree = None) -> tuple[Tree, AdafactorState]:
+    def update(updates: Tree, state: Any, params: Any = None) -> tuple[Tree, AdafactorState]:
         decay = 1.0 - jnp.float32(state.count + 1) ** -DECAY_POWER
         kept = (_slots(tree) for tree in (state.v_row, state.v_col, state.nu))
         results = [
             _factored(record, d, decay, g, *arrays)
-            for record, d, g, *arrays in zip(every, dimensions, jax.tree.leaves(gradients), *kept, strict=True)
+            for record, d, g, *arrays in zip(every, dimensions, jax.tree.leaves(updates), *kept, strict=True)
         ]
-        updates, *averages = (structure.unflatten(column) for column in zip(*results, strict=True))
-        return updates, AdafactorState(optax.safe_increment(state.count), *averages)
+        result, *averages = (structure.unflatten(column) for column in zip(*results, strict=True))
+        return result, AdafactorState(optax.safe_increment(state.count), *averages)
 
     return optax.GradientTransformation(init, update)
 
@@ -139,11 +139,11 @@ def _muon(config: Config, records: Tree) -> optax.GradientTransformation:
     is_muon = [matrices_of(record.axes) is not None for record in every]
     dtype = optimizer_states(config).newton_schulz
 
-    def init(parameters: Tree) -> MuonState:
+    def init(params: Tree) -> MuonState:
         squares = [
-            None if muon else jnp.zeros_like(a) for a, muon in zip(jax.tree.leaves(parameters), is_muon, strict=True)
+            None if muon else jnp.zeros_like(a) for a, muon in zip(jax.tree.leaves(params), is_muon, strict=True)
         ]
-        return MuonState(jnp.zeros([], jnp.int32), optax.tree.zeros_like(parameters), structure.unflatten(squares))
+        return MuonState(jnp.zeros([], jnp.int32), optax.tree.zeros_like(params), structure.unflatten(squares))
 
     def one(record: ParamSpec, muon: bool, count: Array, g: Array, mu: Array, nu: Any) -> tuple[Array, Array, Any]:
         if not muon:
@@ -156,12 +156,12 @@ def _muon(config: Config, records: Tree) -> optax.GradientTransformation:
         _, rows, columns = matrices_of(record.axes).sizes(record.shape)  # pyright: ignore[reportOptionalMemberAccess]
         return orthogonalize(ahead, record, dtype) * (CONSISTENT_RMS * max(rows, columns) ** 0.5), mu, nu
 
-    def update(gradients: Tree, state: MuonState, parameters: Tree = None) -> tuple[Tree, MuonState]:
-        count = optax.safe_increment(state.count)
-        columns = (every, is_muon, *map(_slots, (gradients, state.mu, state.nu)))
+    def update(updates: Tree, state: Any, params: Any = None) -> tuple[Tree, MuonState]:
+        count: Any = optax.safe_increment(state.count)
+        columns = (every, is_muon, *map(_slots, (updates, state.mu, state.nu)))
         results = [one(record, muon, count, *rest) for record, muon, *rest in zip(*columns, strict=True)]
-        updates, mu, nu = (structure.unflatten(column) for column in zip(*results, strict=True))
-        return updates, MuonState(count, mu, nu)
+        result, mu, nu = (structure.unflatten(column) for column in zip(*results, strict=True))
+        return result, MuonState(count, mu, nu)
 
     return optax.GradientTransformation(init, update)
 
@@ -170,20 +170,20 @@ def _adam(config: Config, records: Tree, orders: Orders) -> optax.GradientTransf
     """Builds Adam with moments in types of less precision; the update is computed in float32."""
     options, every, structure = config.optimizer, jax.tree.leaves(records), jax.tree.structure(records)
 
-    def init(parameters: Tree) -> optax.ScaleByAdamState:
+    def init(params: Tree) -> optax.ScaleByAdamState:
         mu, nu = (
-            optax.tree.zeros_like(parameters, dtype=jnp.dtype(dtype))
+            optax.tree.zeros_like(params, dtype=jnp.dtype(dtype))
             for dtype in (options.adam_mu_dtype, options.adam_nu_dtype)
         )
         return optax.ScaleByAdamState(jnp.zeros([], jnp.int32), mu, nu)
 
-    def update(gradients: Tree, state: Any, parameters: Tree = None) -> tuple[Tree, optax.ScaleByAdamState]:
-        count = optax.safe_increment(state.count)
+    def update(updates: Tree, state: Any, params: Any = None) -> tuple[Tree, optax.ScaleByAdamState]:
+        count: Any = optax.safe_increment(state.count)
         mu, nu = (jax.tree.map(lambda a: a.astype(jnp.float32), tree) for tree in (state.mu, state.nu))
-        mu = jax.tree.map(lambda g, m: _average(g, m, options.beta1), gradients, mu)
-        nu = jax.tree.map(lambda g, v: _average(jnp.square(g), v, options.beta2), gradients, nu)
+        mu = jax.tree.map(lambda g, m: _average(g, m, options.beta1), updates, mu)
+        nu = jax.tree.map(lambda g, v: _average(jnp.square(g), v, options.beta2), updates, nu)
         first, second = 1 - options.beta1**count, 1 - options.beta2**count
-        updates = jax.tree.map(lambda m, v: m / first / (jnp.sqrt(v / second) + options.epsilon), mu, nu)
+        result = jax.tree.map(lambda m, v: m / first / (jnp.sqrt(v / second) + options.epsilon), mu, nu)
         if options.adam_nu_dtype == "bfloat16":
             # A step changes it by a share of 1 - beta2, less than half of the distance between two numbers.
             key = jax.random.fold_in(jax.random.key(config.training.seed), count)
@@ -192,7 +192,7 @@ def _adam(config: Config, records: Tree, orders: Orders) -> optax.GradientTransf
                 for number, (v, record) in enumerate(zip(jax.tree.leaves(nu), every, strict=True))
             ]
             nu = structure.unflatten(leaves)
-        return updates, optax.ScaleByAdamState(count, optax.tree.cast(mu, options.adam_mu_dtype), nu)
+        return result, optax.ScaleByAdamState(count, optax.tree.cast(mu, options.adam_mu_dtype), nu)
 
     return optax.GradientTransformation(init, update)
 
@@ -219,23 +219,24 @@ def schedule_free(
         optax.add_decayed_weights(weight_decay, mask),
     )
 
-    def init(parameters: Tree) -> ScheduleFreeState:
+    def init(params: Tree) -> ScheduleFreeState:
         zero = jnp.zeros([], jnp.float32)
-        z = jax.tree.map(jnp.copy, parameters)
-        return ScheduleFreeState(z, optax.tree.zeros_like(parameters), zero, zero, jnp.zeros([], jnp.int32))
+        z = jax.tree.map(jnp.copy, params)
+        return ScheduleFreeState(z, optax.tree.zeros_like(params), zero, zero, jnp.zeros([], jnp.int32))
 
-    def update(gradients: Tree, state: ScheduleFreeState, parameters: Tree = None) -> tuple[Tree, ScheduleFreeState]:
+    def update(updates: Tree, state: Any, params: Any = None) -> tuple[Tree, ScheduleFreeState]:
         rate = jnp.asarray(schedule(state.count), jnp.float32)
-        inner = base.init(parameters)
+        inner: Any = base.init(params)
         inner = (inner[0]._replace(count=state.count, nu=state.nu), *inner[1:])
-        steps, after = base.update(gradients, inner, training_point(options, parameters, state))
+        moved: Any = base.update(updates, inner, training_point(options, params, state))
+        steps, after = moved
         z = jax.tree.map(lambda a, step: a - rate * step, state.z, steps)
         # Averages weigh each z by the squared rate, so that those of the warmup count less.
         max_rate = jnp.maximum(state.max_rate, rate)
         total = state.weight_sum + max_rate**2
         share = jnp.where(total > 0, max_rate**2 / jnp.where(total > 0, total, 1.0), 0.0)
-        updates = jax.tree.map(lambda x, a: share * (a - x), parameters, z)
-        return updates, ScheduleFreeState(z, after[0].nu, total, max_rate, optax.safe_increment(state.count))
+        result = jax.tree.map(lambda x, a: share * (a - x), params, z)
+        return result, ScheduleFreeState(z, after[0].nu, total, max_rate, optax.safe_increment(state.count))
 
     return optax.GradientTransformation(init, update)
 

@@ -213,8 +213,7 @@ class TrainStep(ShardedModel):
         if self.config.optimizer.optimizer == "schedule-free":
             from mtjax.train.optimizers import training_point
 
-            own, (_, (iterates,)) = select_trainable(self.records, parameters), state.optimizer
-            point = training_point(self.config.optimizer, own, iterates)
+            point = training_point(self.config.optimizer, self.optimized(parameters), state.optimizer[1][0])
             parameters = merge_trees(point, select_frozen(self.records, parameters))
         return self.gradients(parameters, batch, jax.random.wrap_key_data(state.random), scale)
 
@@ -224,7 +223,9 @@ class TrainStep(ShardedModel):
         """Traces the optimizer update; returns the next state and metrics."""
         loss_scale, trainable = state.loss_scale, self.optimized(state.parameters)
         with jax.named_scope("optimizer"):
-            if not self.offloads:
+            if self.offloads:  # streamed below, with the selection of what counts
+                updated, optimizer = trainable, state.optimizer
+            else:
                 updates, optimizer = self.optimizer.update(gradients, state.optimizer, trainable)
                 updated = optax.apply_updates(trainable, updates)
             if self.config.model.router_bias:  # not with offload

@@ -347,6 +347,12 @@ SETTINGS = {
         "recompute_method": "block",
         "recompute_num_layers": 3,
     },
+    "--optimizer-cpu-offload --optimizer-offload-fraction 1.0": {"offload": "optimizer"},
+    "--use-precision-aware-optimizer --exp-avg-dtype bf16 --optimizer-cpu-offload": {
+        "adam_mu_dtype": "bfloat16",
+        "offload": None,
+    },
+    "--bf16 --fp8-hybrid": {"fp8": "delayed", "fp8_format": "hybrid"},
     "--attention-backend flash --reset-attention-mask": {"attention": "cudnn"},
     "--squared-relu --apply-layernorm-1p --softmax-type learnable": {
         "activation": "relu2",

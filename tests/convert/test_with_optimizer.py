@@ -90,10 +90,10 @@ def test_the_state_is_what_was_saved(stored: Path, run: Path) -> None:
 def test_steps_that_megatron_skipped_do_not_count(stored: Path, tmp_path: Path) -> None:
     """Adam has its own count; rates and weight decay follow the samples that Megatron's schedule has seen."""
     shutil.copytree(stored / FULL, tmp_path / "saved")
-    edited(tmp_path / "saved", lambda state: state["opt_param_scheduler"].update(num_steps=32))
+    edited(tmp_path / "saved", lambda state: state["opt_param_scheduler"].update(num_steps=36))
     assert convert(tmp_path / "saved", tmp_path / "run") == 0
     state, names = tmp_path / "run/checkpoints/10/state", arrays_of(tmp_path / "run")
-    assert [open_array(state, name).read().result().item() for name in names if "count" in name] == [10, 8]
+    assert [open_array(state, name).read().result().item() for name in names if "count" in name] == [10, 9]
 
 
 def test_the_config_is_that_of_the_run(run: Path) -> None:
@@ -245,6 +245,21 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], Any], str]] = {
         FULL,
         lambda f: edited(f, lambda s: group_of(s).update(lr_mult=0.1)),
         "has parameters with a learning rate of their own, which mtjax has not",
+    ),
+    "rates of another schedule": (
+        FULL,
+        lambda f: edited(f, lambda s: s["opt_param_scheduler"].update(lr_decay_style="linear", lr_decay_steps=200)),
+        "lr of the next step is 0.00387",
+    ),
+    "decay of another schedule": (
+        FULL,
+        lambda f: edited(f, lambda s: group_of(s).update(wd_mult=0.5)),
+        "weight_decay of the next step is 0",
+    ),
+    "decay over other steps": (
+        FULL,
+        lambda f: edited(f, lambda s: s["opt_param_scheduler"].update(wd_incr_steps=400)),
+        "weight decay grows over 400 samples, and the run has 20 steps of 4: mtjax's grows to the end of the run",
     ),
     "a schedule between batches": (
         FULL,

@@ -19,6 +19,7 @@ def check(settings: dict[str, Any], target: str) -> None:
     assert report.verdict.violations == ()
     lines = [line for line in report.verdict.lines if "updates_over" in line.required.line.elements]
     assert len(lines) == 2 and all(line.found_elements >= line.required.total > 0 for line in lines)
+    assert report.time is None or report.time.by_plan > 0
     checks = {one.name: one for one in compare(report)}
     assert checks["FLOPs of a step"].formula == checks["FLOPs of a step"].program
     assert 0 <= checks["optimizer"].program - checks["optimizer"].formula <= 16
@@ -28,6 +29,21 @@ def check(settings: dict[str, Any], target: str) -> None:
 @pytest.mark.parametrize("settings", [MUON, ADAFACTOR], ids=["muon", "adafactor"])
 def test_updates_on_h100(settings: dict[str, Any]) -> None:
     check(settings, "h100x8")
+
+
+@needs_aot
+def test_offloaded_moments_cross_to_the_host_and_back_once() -> None:
+    """8 bytes a parameter of the device each way; none of them stay on it."""
+    settings = {"zero": 3, "mesh": "4x2", "num_layers": 3}
+    plain, offloaded = (
+        inspect(tiny(offload=kind, **settings), find_target("h100x8")) for kind in ("none", "optimizer")
+    )
+    assert offloaded.verdict.violations == ()
+    memory = offloaded.memory
+    moments = plain.memory.optimizer - 8  # and two counters
+    assert memory.optimizer == 8 and memory.host == memory.host_reads == memory.host_writes == moments
+    assert plain.memory.arguments - memory.arguments == moments
+    assert plain.memory.temporaries * 1.1 > memory.temporaries
 
 
 @pytest.mark.parametrize(

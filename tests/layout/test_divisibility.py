@@ -103,7 +103,7 @@ CONTEXT = [
     (
         {"family": "t5"},
         "data=1,context=2,model=1",
-        "context=2 .* gpt, llama and bert, and family is t5: remove",
+        "context=2 .* gpt, llama, hybrid and bert, and family is t5: remove",
     ),
     ({}, "data=2,shard=4,model=1", "shard=4 in mesh .* zero is 0: use --zero 1, 2 or 3, or data in place of shard"),
     (

@@ -21,6 +21,8 @@ EXPERTS = {"family": "llama", "num_experts": 4}
         ({"microbatch_size": 2}, "1x2x1", False),
         (EXPERTS, "1x1", False),
         ({"family": "t5"}, "1x1", False),
+        ({"family": "hybrid", "layer_pattern": "MM"}, "1x1", False),
+        ({"family": "llama", "fp8": "delayed"}, "1x1", False),
         ({"rampup_batch_size": (4, 4, 100)}, "1x1", False),
         ({"num_layers": MOST_UNROLLED + 1}, "1x1", False),
     ],

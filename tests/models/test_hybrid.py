@@ -1,5 +1,6 @@
 """Hybrid models: their patterns, the same numbers on every mesh, and documents that are packed beside each alone."""
 
+import dataclasses
 from functools import cache, partial
 from typing import Any
 
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from mtjax.config import Config
 from mtjax.config.layer_pattern import chunk_letters, expanded, runs_of, shortened_pattern
+from mtjax.models.trunk import HiddenStates
 from mtjax.sharding.axes import use_rules
 from mtjax.train.step import make_train_step
 from tests.parity.compare import assert_same_gradients, relative
@@ -76,6 +78,29 @@ def gradients(config: Config, mesh: str) -> tuple[float, Any]:
 @cache
 def on_one_device(config: Config) -> tuple[float, Any]:
     return gradients(config, "1x1")
+
+
+def test_layers_run_in_the_order_of_the_pattern() -> None:
+    """Beside one layer after the other, each taken from its stack by hand."""
+    program = make_train_step(hybrid_config("(MM-)x2*"), mesh_of("1x1"))
+    parameters, batch = program.initialize(0).parameters, batch_of(program, 0)
+    places = [*(("mamba", 0), ("mamba", 1), ("mlp", 0), ("mamba", 2), ("mamba", 3), ("mlp", 1)), ("attention", 0)]
+
+    @jax.jit
+    def run(parameters: Any, tokens: Any) -> tuple[Any, Any]:
+        with use_rules(program.layout.rules):
+            model: Any = program.model(parameters)
+            section = model.sections["mamba"]
+            x = section.embed({"tokens": tokens}, None, None).x
+            context = section.context({"tokens": tokens}, None, HiddenStates(x))
+            for number, (stack, index) in enumerate(places):
+                layer = jax.tree.map(lambda a, index=index: a[index], getattr(model, stack).layers)
+                x, _ = layer(x, dataclasses.replace(context, layer=number), None)
+            return model(tokens), model.final_norm(x)
+
+    with jax.set_mesh(program.mesh):
+        found, expected = run(parameters, batch["tokens"])
+    assert relative(found, expected) < 1e-6
 
 
 STAGES = {"microbatch_size": 2}

@@ -1,14 +1,21 @@
-"""Defaults of Megatron-LM's arguments and layers of pipeline stages are those of the installed megatron-core."""
+"""Defaults, layers of pipeline stages, and windows and RoPE of each layer are those of the installed megatron-core."""
 
 import dataclasses
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from mtjax.config.sizes import rotated_layers, windowed_layers
+from mtjax.convert.from_megatron.given import GivenArguments, from_words
+from mtjax.convert.from_megatron.report import config_of
+from mtjax.convert.from_megatron.translate import translate
 from mtjax.convert.megatron_stages import stage_layers
 from mtjax.errors import UserError
 from mtjax.migrate.megatron import by_dest
+from tests.convert.test_from_megatron import SMALL
 
 pytestmark = pytest.mark.torch
 
@@ -99,3 +106,38 @@ def test_layers_of_stages_are_megatrons() -> None:
         assert [[len(part) for part in row] for row in ours] == [
             [part.count(LayerType.decoder) for part in row] for row in wanted
         ]
+
+
+@pytest.mark.filterwarnings("ignore:full scope is deprecated")
+def test_windows_and_rope_by_layer_are_megatrons() -> None:
+    pytest.importorskip("megatron.core")
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.utils import get_sliding_window_causal_mask, is_layer_window_attention
+
+    layers, length, before = 8, 12, 3
+    frequencies: list[Any] = [None, 1, 2, 4, [1, 1, 0, 1, 0, 0, 0, 1]]
+    for frequency in frequencies:
+        for skipped in (2, 4, [0, 1, 1, 0, 0, 0, 0, 1]):
+            words = ["--window-size", f"{before},0", "--no-rope-freq", str(skipped).replace(" ", "")]
+            words += [] if frequency is None else ["--window-attn-skip-freq", str(frequency).replace(" ", "")]
+            given = GivenArguments("the arguments", gpus=1)
+            from_words([*SMALL, "--position-embedding-type", "rope", *words], given)
+            model = config_of(translate(given)[0]).model
+            theirs = TransformerConfig(num_layers=layers, hidden_size=96, num_attention_heads=4, no_rope_freq=skipped)
+            assert [not on for on in rotated_layers(model)] == [bool(skips) for skips in np.array(theirs.no_rope_freq)]
+            has_window: Any = is_layer_window_attention
+            windowed = [has_window((before, 0), frequency, 1 + number) for number in range(layers)]
+            assert list(windowed_layers(model)) == windowed
+            if any(windowed):
+                seen = seen_keys(get_sliding_window_causal_mask, length, before)
+                assert [min(n + 1, model.attention_window or length) for n in range(length)] == seen
+
+
+def seen_keys(mask: Callable[[int, int, tuple[int, int]], Any], length: int, before: int) -> list[int]:
+    """How many keys each query attends to; Megatron makes the mask on a GPU."""
+    import torch
+
+    real = torch.ones
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "ones", lambda *sizes, device, **rest: real(*sizes, **rest))
+        return (~mask(length, length, (before, 0))).sum(-1).tolist()

@@ -114,6 +114,7 @@ def test_compiled_memory_is_as_planned(mesh, changes):
 @pytest.mark.long
 def test_compiled_memory_beside_a_teacher_is_as_planned():
     settings = SMALL | {"num_layers": 2, "microbatch_size": None, "attention": "xla", "recompute": "none", **PLAIN}
+    settings |= {"unroll_layers": False}
     taught = {"teacher": "a test", "teacher_width": 1024, "mesh": "2x4"}
     report = inspect(config.replace(config.load("gpt2-small"), **settings, **taught), find_target("h100x8"))
     checks = errors(report)

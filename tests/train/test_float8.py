@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from mtjax.config import replace
 from mtjax.config.checks import validate
 from mtjax.errors import UserError
 from mtjax.layout.layouts import TENSOR
+from mtjax.models.sharded_model import ShardedModel
 from mtjax.sharding.axes import use_rules
 from mtjax.sharding.float8 import E4M3, E5M2, LOWEST, Recipe, Scales, float8_product, quantized
 from mtjax.sharding.placement import global_batch
@@ -147,6 +149,8 @@ def test_a_skipped_step_leaves_weights_scales_and_ages_as_they_were() -> None:
     assert metrics["skipped"] == 1
     jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.asarray, state.parameters))
     assert not split(state.optimizer[1][0].mu)[1]  # no moments of scales
+    plain = ShardedModel(replace(program.config, fp8="none"), program.mesh, trains=True)
+    assert jax.tree.structure(plain.own(state.parameters)) == jax.tree.structure(plain.abstract_parameters)
 
 
 @pytest.mark.parametrize(
@@ -158,6 +162,7 @@ def test_a_skipped_step_leaves_weights_scales_and_ages_as_they_were() -> None:
         ({"compute_dtype": "float16"}, "does not support compute_dtype float16"),
         ({"family": "bert"}, "does not support the family bert"),
         ({"family": "t5"}, "does not support the family t5"),
+        ({"family": "hybrid", "layer_pattern": "*-"}, "does not support the family hybrid"),
         ({"lora_rank": 4}, "does not support LoRA"),
         ({"num_experts": 4}, "does not support experts"),
         ({"mtp_num_layers": 1, "family": "llama"}, "does not support multi-token prediction"),

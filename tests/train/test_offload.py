@@ -1,5 +1,6 @@
 """Moments in the host's memory: the same numbers, and checkpoints of runs with and without it."""
 
+import dataclasses
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -33,9 +34,16 @@ def moments_are_on_host(state: Any) -> bool:
     return all(map(is_on_host, jax.tree.leaves((adam.mu, adam.nu))))
 
 
-@pytest.mark.parametrize(("mesh", "settings"), [("2x2", {"zero": 1}), ("4x1", {"zero": 3, "microbatch_size": 1})])
-def test_offload_changes_no_bit(mesh: str, settings: dict[str, Any], tmp_path: Path) -> None:
-    """Of the same update on the device; the update of whole stacks rounds otherwise. And checkpoints of both."""
+@pytest.mark.parametrize(
+    ("mesh", "settings"),
+    [
+        ("4x1", {"zero": 3, "microbatch_size": 1}),
+        pytest.param("2x2", {"zero": 1}, marks=pytest.mark.long),
+        pytest.param("data=2,expert=2", {"zero": 2, "num_experts": 4}, marks=pytest.mark.long),
+    ],
+)
+def test_runs_and_checkpoints_with_and_without_offload(mesh: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    """The update of whole stacks rounds otherwise; a resumed run with offload is equal to the bit."""
     plain, offloaded = (program_of(mesh, offload=kind, **SETTINGS, **settings) for kind in ("none", "optimizer"))
     expected, losses = run_steps(plain, 4)
     first = offloaded.initialize(0)
@@ -83,6 +91,18 @@ def test_the_copies_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {a.sharding.memory_kind for a in jax.tree.leaves(hosted[1][1][0].mu)} == {PINNED}
     for mine, theirs in zip(jax.tree.leaves(hosted), jax.tree.leaves(there), strict=True):
         np.testing.assert_array_equal(np.asarray(mine), np.asarray(theirs))
+
+
+def test_a_skipped_step_moves_no_offloaded_state() -> None:
+    program = program_of("2x2", zero=1, offload="optimizer", **SETTINGS)
+    state = initial_state(program)
+    bad = {**state.parameters, "embedding": state.parameters["embedding"] * np.inf}
+    state = dataclasses.replace(state, parameters=bad)
+    before = arrays_of(state)
+    after, metrics = program.step(state, batch_of(program, 0))
+    assert float(metrics["skipped"]) == 1.0
+    for name, array in arrays_of(after).items():
+        np.testing.assert_array_equal(array, before[name], err_msg=name)
 
 
 @pytest.mark.parametrize(

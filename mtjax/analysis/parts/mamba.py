@@ -5,7 +5,7 @@ share B and C; N width of the state; K taps of the convolution; q tokens of a ch
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from mtjax.analysis.contract import LAYER_BACKWARD, LAYER_FORWARD, LAYER_RECOMPUTE, Dtype, Expectation
@@ -41,6 +41,8 @@ class Mamba(Part):
 
     model: Model
     norm: Norms
+    context: int = 1
+    """Context parallel ranks whose work is counted."""
 
     @property
     def hidden(self) -> int:
@@ -100,9 +102,17 @@ class Mamba(Part):
 
     def products(self, tensor_degree: int = 1) -> list[Product]:
         """Returns the projections, and the scan's matmuls: sums of decays, scores of a chunk's tokens, what they read
-        of each other, what they leave in the state and read of it."""
+        of each other, what they leave in the state and read of it, and states from chunk to chunk."""
         inner, state, tokens = self.inner / tensor_degree, self.model.ssm_state, self.tokens
         chunk = ssm_chunk(self.model)
+        chunks = min(chunks_at_once(self.model, 1, self.heads // tensor_degree), tokens / chunk)
+        # What pieces of samples leave behind is computed before the scan, and passed on by every rank.
+        pieces = 2 * self.context
+        before = [
+            Product(tokens, chunk, self.heads / tensor_degree),
+            Product(tokens, state, inner),
+            Product(pieces * (self.context + 1), pieces, inner * state),
+        ]
         return [
             Product(tokens, self.hidden, self._width(tensor_degree)),
             Product(tokens, chunk, self.heads / tensor_degree),
@@ -110,8 +120,13 @@ class Mamba(Part):
             Product(tokens, chunk, inner),
             Product(tokens, state, inner),
             Product(tokens, state, inner),
+            Product(tokens, chunks, inner * state / chunk),
+            *(before if self.context > 1 else []),
             Product(tokens, inner, self.hidden),
         ]
+
+    def over_context(self, degree: int) -> "Mamba":
+        return replace(self, context=degree)
 
     def saved_bytes(self, plan: Plan) -> Mapping[str, float]:
         """Returns the bytes of the first matmul's output and of the scan's; the scan is recomputed."""

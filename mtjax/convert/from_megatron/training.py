@@ -83,6 +83,9 @@ def translate_precision(to: Translation) -> None:
     if dtype != "float16":
         for setting in ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"):
             to.settings.pop(setting, None)
+    for kind in ("e4m3", "hybrid"):
+        if to.has(f"fp8_{kind}"):  # of 2023
+            to.given.values["fp8_format"], to.given.typed["fp8_format"] = kind, f"--fp8-{kind}"
     if to.has("fp8_format"):
         _translate_float8(to)
     if to.has("grad_reduce_in_bf16"):
@@ -124,6 +127,30 @@ def _translate_float8(to: Translation) -> None:
         # With most_recent only the last step's largest value counts.
         steps = to.get("fp8_amax_history_len") if to.get("fp8_amax_compute_algo") == "max" else 1
         to.set("fp8_amax_history_len", {"fp8_amax_history": steps})
+
+
+def translate_optimizer_memory(to: Translation) -> None:
+    """Adds the types of Adam's moments, and whether they are in host memory, to a translation."""
+    for dest, setting in (("exp_avg_dtype", "adam_mu_dtype"), ("exp_avg_sq_dtype", "adam_nu_dtype")):
+        dtype = to.given.values.get(dest, "fp32")
+        if dtype == "fp32":
+            continue
+        if not to.has("use_precision_aware_optimizer"):
+            to.unneeded[dest] = "without --use-precision-aware-optimizer, Megatron keeps float32"
+        elif dtype == "bf16":
+            to.set(dest, {setting: "bfloat16"})
+        else:
+            to.drop(dest, "the moment is float32")
+    if to.has("optimizer_cpu_offload"):
+        against = [
+            name
+            for name in ("adam_mu_dtype", "adam_nu_dtype", "router_bias", "check_replicas")
+            if to.settings.get(name)
+        ]
+        if against:
+            to.drop("optimizer_cpu_offload", f"moments stay on the devices: --offload does not support {against[0]}")
+        else:
+            to.set("optimizer_cpu_offload", {"offload": "optimizer"})
 
 
 def _attention(to: Translation) -> None:

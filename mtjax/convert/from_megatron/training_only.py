@@ -20,6 +20,9 @@ def translate_training_only(to: Translation) -> dict[str, Any]:
     if "window_layers" in settings and "attention_window" not in settings:
         settings.pop("window_layers")
         to.unneeded["window_attn_skip_freq"] = "without --window-size, Megatron ignores it"
+    if "S" not in settings.get("window_layers", "S"):  # every layer is skipped
+        settings = {name: value for name, value in settings.items() if not name.endswith(("_window", "window_layers"))}
+        to.unneeded["window_size"] = "--window-attn-skip-freq leaves no layer with it"
     if settings.get("attention_sinks"):
         to.differences.append("--attention-sinks: they start at 0, and in Megatron normally distributed")
     return settings

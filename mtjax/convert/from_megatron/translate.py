@@ -9,6 +9,7 @@ from mtjax.convert.from_megatron.output import translate_output
 from mtjax.convert.from_megatron.parallel import translate_layout, translate_mesh
 from mtjax.convert.from_megatron.training import (
     translate_data,
+    translate_optimizer_memory,
     translate_plain,
     translate_precision,
     translate_schedule,
@@ -34,6 +35,7 @@ def translate(given: GivenArguments) -> tuple[Translation, MeshShape]:
     translate_schedule(to)
     translate_precision(to)
     translate_layout(to, mesh)
+    translate_optimizer_memory(to)
     translate_data(to)
     translate_output(to)
     for dest in given.values:

@@ -230,11 +230,11 @@ def _cut(x: Array, size: int) -> Array:
 
 def _whole_chunks(inputs: ScanInputs, size: int) -> ScanInputs:
     """Pads tokens to whole chunks: dt is 0 there, so that they leave the state as it is."""
-    rest = -inputs.x.shape[1] % size
-    return ScanInputs(*(None if v is None else _padded(v, rest) for v in inputs)) if rest else inputs
-
-
-def _padded(x: Array, rest: int) -> Array:
+    if not (rest := -inputs.x.shape[1] % size):
+        return inputs
+    padded = [jnp.pad(v, [(0, 0), (0, rest)] + [(0, 0)] * (v.ndim - 2)) for v in inputs[:4]]
+    if inputs.segments is None:
+        return ScanInputs(*padded)
     # Padding belongs to the last document.
-    mode = "edge" if jnp.issubdtype(x.dtype, jnp.integer) else "constant"
-    return jnp.pad(x, [(0, 0), (0, rest)] + [(0, 0)] * (x.ndim - 2), mode=mode)
+    last = inputs.segments[:, -1:]
+    return ScanInputs(*padded, jnp.pad(inputs.segments - last, [(0, 0), (0, rest)]) + last)

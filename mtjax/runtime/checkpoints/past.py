@@ -13,7 +13,7 @@ import jax
 from mtjax import config as configs
 from mtjax.config import Config
 from mtjax.config.horizon import Horizon, horizon_of
-from mtjax.data import DataPosition, SampleOrder, train_samples
+from mtjax.data import DataPosition, SampleOrder, train_samples, train_steps
 from mtjax.layout.dropout import DROPOUT_BITS
 from mtjax.runtime.checkpoints.corruption import CorruptedCheckpoint, read_metadata, read_on_all_processes
 from mtjax.runtime.processes.coordination import all_gather_text
@@ -105,7 +105,7 @@ class Past:
         """The steps over which its learning rate and weight decay change."""
         if self.record is not None:
             return self.record.horizon
-        return horizon_of(self.config.optimizer, self.config.training.steps)
+        return horizon_of(self.config.optimizer, train_steps(self.config.training))
 
 
 def newest_past(checkpoints: Path) -> Past | None:

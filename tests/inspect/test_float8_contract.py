@@ -1,0 +1,68 @@
+"""Contracts of training in 8-bit floats, on compiled programs: matmuls, sequences and counts."""
+
+from typing import Any
+
+import pytest
+
+from mtjax.inspect.report import inspect
+from mtjax.inspect.targets import find_target
+from mtjax.runtime import xla_options
+from tests.inspect.steps import crossing_in_layers, needs_aot, tiny
+
+SPLIT: dict[str, Any] = {"sequence_parallel": True, "zero": 1}
+
+
+@needs_aot
+@pytest.mark.parametrize(
+    ("settings", "turns"),
+    [
+        pytest.param(
+            {"mesh": "8x1", "zero": 3, "microbatch_size": 1, "fp8": "delayed"},
+            1,
+            id="delayed, ZeRO-3",
+            marks=pytest.mark.long,
+        ),
+        pytest.param({"fp8": "delayed", **SPLIT}, 2, id="delayed, split sequences"),
+        pytest.param({"fp8": "tensorwise", **SPLIT}, 2, id="tensorwise", marks=pytest.mark.long),
+    ],
+)
+def test_matmuls_and_sequences_are_in_8_bits_on_h100(settings: dict[str, Any], turns: int) -> None:
+    report = inspect(tiny(**settings), find_target("h100x8"))
+    assert report.verdict.violations == ()
+    # Of each layer 4 forward, 3 recomputed, as nothing reads the last one's result, and 8 backward.
+    assert report.float8 is not None
+    assert (report.float8.found, report.float8.expected) == (15 * 3 * turns,) * 2
+    assert report.float8.share > 0.4
+    assert abs(report.flops.difference) < 0.01
+    gathered = {array.split("[")[0] for _, kind, array in crossing_in_layers(report, "model") if kind == "all-gather"}
+    assert gathered == ({"f8e4m3fn", "f8e5m2"} if settings == {"fp8": "delayed", **SPLIT} else gathered & {"bf16"})
+
+
+@needs_aot
+@pytest.mark.long
+def test_a_matmul_in_16_bits_is_a_violation_unless_its_sizes_are_no_multiples_of_16() -> None:
+    settings = {"mesh": "1x4", "num_layers": 1, "fp8": "delayed", "mlp_size": 88}
+    report = inspect(tiny(**settings), find_target("h100x8"))
+    assert report.verdict.violations == ()
+    assert report.float8 is not None and report.float8.found == 5 * 4  # of attention, four microbatches
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(xla_options, "FLOAT8", ())
+        report = inspect(tiny(**settings), find_target("h100x8"))
+    assert report.float8 is not None and report.float8.found == 0
+    assert "matmuls" in report.verdict.violations[0]
+    assert "are of bf16 instead of 8-bit floats" in report.verdict.violations[0]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"mesh": "data=2,stage=2,model=2", "num_layers": 4, "fp8": "delayed"},
+        {"mesh": "data=2,stage=2,model=2", "num_layers": 4, "fp8": "tensorwise", "recompute": "none"},
+        {"mesh": "data=2,shard=2,model=2", "zero": 3, "fp8": "delayed"},
+        {"mesh": "data=2,context=2,model=2", "position": "rope", "fp8": "delayed", "recompute": "none"},
+    ],
+    ids=str,
+)
+def test_contracts_hold_with_other_axes_on_cpus(settings: dict[str, Any]) -> None:
+    assert inspect(tiny(**settings), find_target("cpu")).verdict.violations == ()
