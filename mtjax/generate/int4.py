@@ -111,7 +111,7 @@ def to_int4(
       UserError: the group does not divide a rank's inputs.
     """
 
-    def local(matrix: Array, scales: Array | None, zeros: Array | None) -> tuple[Array, ...]:
+    def local(matrix: Array, scales: Array | None, zeros: Array | None) -> tuple[Array, Array, Array | None]:
         rows = math.prod(matrix.shape[:inputs])
         if rows % group:
             raise UserError(
@@ -122,9 +122,9 @@ def to_int4(
         if scales is None:
             grid = fitted_grid(blocks, 1, 4, dtype, zero_point=zero_point, xp=jnp)
         else:
-            first = [None if a is None else a.reshape(blocks.shape)[:, :1] for a in (scales, zeros)]
             # Values that were quantized elsewhere may use the whole range: zero points of 0 admit it.
-            grid = Grid(first[0], jnp.zeros_like(first[0]) if first[1] is None else first[1], 4)
+            zeros_of_all = jnp.zeros_like(scales) if zeros is None else zeros
+            grid = Grid(*(a.reshape(blocks.shape)[:, :1] for a in (scales, zeros_of_all)), bits=4)
         values = grid.round(blocks, jnp).astype(jnp.int4).reshape(matrix.shape)
         return values, grid.scales[:, 0].astype(dtype), None if zeros is None and not zero_point else _int4(grid.zeros)
 
@@ -132,7 +132,8 @@ def to_int4(
     of_groups = _group_spec(sharding, inputs)
     outputs = (sharding, of_groups, of_groups)
     mapped = map_ranks(local, (sharding, sharding, sharding), outputs)
-    return Int4Matrix(*mapped(matrix, *(known or (None, None))), inputs)
+    values, scales, zeros = mapped(matrix, *(known or (None, None)))
+    return Int4Matrix(values, scales, zeros, inputs)
 
 
 def _int4(zeros: Array) -> Array:

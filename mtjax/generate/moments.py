@@ -69,7 +69,7 @@ def input_moments(loaded: LoadedModel, ids: Sequence[int], samples: int) -> dict
             f"--calibration has {len(ids)} tokens, and --calibration-samples {samples} of {length} tokens need "
             f"{samples * length}: give a longer text or fewer samples"
         )
-    model = placed.inference_model(loaded.parameters)
+    model: Any = placed.inference_model(loaded.parameters)
     prefixes = {id(stack.layers): _prefix(model, stack) for stack in model.decoder_stacks}
     model, locations = layer_locations(model)
     positions = CachePositions(jnp.arange(length)[None], jnp.int32(0), jnp.int32(length))
@@ -87,7 +87,7 @@ def input_moments(loaded: LoadedModel, ids: Sequence[int], samples: int) -> dict
         hidden = [embed(model, each) for each in tokens]
         with ProgressLine("calibrating", len(locations)) as progress:
             for number, (stack, index) in enumerate(locations):
-                layer = take_layer(stack, np.int32(index))
+                layer = take_layer(stack, jnp.int32(index))
                 sums: dict[str, Any] = {}
                 for i, each in enumerate(tokens):
                     hidden[i], noted = run(model, layer, hidden[i], each, jnp.int32(number))

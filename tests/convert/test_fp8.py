@@ -74,7 +74,7 @@ def test_other_scales_are_refused(tmp_path, scales):
         ("llama", {"quant_method": "bitsandbytes", "load_in_4bit": True}, "'bitsandbytes', but must have 'fp8'"),
         ("gpt2", {"quant_method": "gptq", "bits": 4}, "'gptq', but must have 'fp8'"),
         ("qwen2", {"quant_method": "awq"}, "'awq', but must have 'fp8'"),
-        ("llama", {"quant_method": "compressed-tensors"}, "'compressed-tensors', but must have 'fp8'"),
+        ("llama", {"quant_method": "compressed-tensors", "format": "marlin-24"}, "format 'marlin-24'"),
         ("gpt_oss", {"quant_method": "fp8"}, "'fp8', but must have 'mxfp4'"),
         ("deepseek_v3", {"quant_method": "fp8", "weight_block_size": [64, 64]}, "weight_block_size \\[64, 64\\]"),
         ("deepseek_v3", {"quant_method": "fp8"}, "weight_block_size None"),

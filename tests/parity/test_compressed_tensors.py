@@ -119,8 +119,12 @@ def test_what_compressed_tensors_writes_is_read(kind: str, network: Path, tmp_pa
 def test_moments_are_those_of_transformers(tmp_path: Path) -> None:
     """What GPTQ knows of a matrix's inputs, against hooks on transformers' modules."""
     folder = write_folder(tmp_path / "hf", random_tensors(llama_shapes()), LLAMA_CONFIG, tokenizer=True)
-    ids = np.random.default_rng(0).integers(0, 290, (2, LLAMA_CONFIG["max_position_embeddings"]))
-    found = input_moments(load_model(f"hf:{folder}", dtype="float32"), ids.ravel().tolist(), 2)
+    (tmp_path / "text").write_text(
+        "The quick brown fox jumps over the lazy dog, and runs away from all the bears. " * 9
+    )
+    loaded, length = load_model(f"hf:{folder}", dtype="float32"), LLAMA_CONFIG["max_position_embeddings"]
+    ids = np.array(loaded.tokenizer.encode((tmp_path / "text").read_text()))[: 2 * length].reshape(2, length)
+    found = input_moments(loaded, ids.ravel().tolist(), 2)
     model, expected = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), {}
 
     def note(name: str, inputs: tuple) -> None:
@@ -139,6 +143,21 @@ def test_moments_are_those_of_transformers(tmp_path: Path) -> None:
     for (name, layer), moments in found.items():
         part = next(theirs for ours, theirs in parts.items() if name.endswith(ours))
         assert relative(moments, expected[f"model.layers.{layer}.{part}"]) < 2e-6, (name, layer)
+    # What is written has smaller errors on these inputs than the nearest numbers, in each matrix.
+    how, errors = ["--quantize", "int4", "--group-size", "16"], {}
+    for name, more in (
+        ("gptq", ["--calibration", str(tmp_path / "text"), "--calibration-samples", "2"]),
+        ("nearest", []),
+    ):
+        target = written(folder, tmp_path / name, *how, *more)
+        assert convert.main(["--from", f"hf:{target}", "--to", f"hf:{target}-floats"]) == 0
+        weights = transformers.AutoModelForCausalLM.from_pretrained(f"{target}-floats", dtype=torch.float32)
+        for module, moments in expected.items():
+            change = (
+                (weights.get_submodule(module).weight - model.get_submodule(module).weight).detach().double().numpy()
+            )
+            errors[name, module] = np.einsum("oi,ij,oj", change, moments, change)
+    assert all(errors["gptq", module] < 0.7 * errors["nearest", module] for module in expected), errors
 
 
 def test_gptq_compensates_errors() -> None:

@@ -66,6 +66,7 @@ COMPILED = [
     pytest.param("h100x8", "gpt2-355m", 8, 1024, {"mesh": "1x8"}, marks=pytest.mark.aot),
     pytest.param("h100x8 int8", "gpt2-355m", 8, 1024, {"mesh": "1x4"}, marks=pytest.mark.aot),
     pytest.param("h100x8 int8", "llama3-8b", 8, 1024, {"mesh": "1x8", "num_kv_heads": 4}, marks=pytest.mark.aot),
+    pytest.param("h100x8 cache", "gpt2-355m", 64, 1024, {"mesh": "1x4"}, marks=pytest.mark.aot),
     pytest.param("h100x8 int4", "llama3-8b", 8, 1024, {"mesh": "1x8", "num_kv_heads": 4}, marks=pytest.mark.aot),
     pytest.param("h100x8", "llama2-70b", 32, 4096, {"mesh": "1x8"}, marks=pytest.mark.aot),
 ]
@@ -75,7 +76,7 @@ COMPILED = [
 def test_memory_is_that_of_compiled_programs(target: str, name: str, sequences: int, context: int, settings) -> None:
     """Within 5%, with a layer or two: deeper models have less beside weights and cache."""
     target, _, weights = target.partition(" ")
-    storage = Storage(weights or None)
+    storage = Storage(cache_dtype="int8") if weights == "cache" else Storage(weights or None)
     assert len(jax.devices()) >= 8  # in use: their number is fixed
     dtype, element = ("float32", 4) if target == "cpu" else ("bfloat16", 2)
     sizes = {"num_layers": 2, "vocab_size": 50_257, "compute_dtype": dtype, "attention": "xla"}
