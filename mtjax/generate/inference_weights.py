@@ -84,7 +84,8 @@ def take_layer(stack: Layer, number: Array) -> Layer:
     for mixer in (getattr(layer, name) for name in layer.mixers):
         # Training stores the parts of some products separately; one matrix product is faster for a single token.
         for name in ("qkv", "inputs"):
-            if hasattr(part := getattr(mixer, name, None), "assembled"):
+            part: Any = getattr(mixer, name, None)
+            if hasattr(part, "assembled"):
                 setattr(mixer, name, part.assembled())
         if isinstance(mixer, LatentAttention):
             mixer.key_value_up = mixer.absorbed()

@@ -62,12 +62,12 @@ def _stacks_of_pattern(model: Model, letters: str) -> tuple[LayerStack, ...]:
     """Returns a stack for each kind of layers of a hybrid model; the last has no prefix, whose symbols are those of the
     embedding and the head."""
     kinds = [(kind, numbers_of(model, letter)) for letter, kind in KIND_OF.items() if letter in letters]
-    among = {"tokens": model.sequence_length, "among": model.num_layers}
-    *others, (last, own) = kinds
-    return (
-        *(LayerStack(kind, len(n), side=f"{kind}_", numbers=n, **among) for kind, n in others),
-        LayerStack(last, len(own), numbers=own, **among),
-    )
+
+    def stack(kind: str, numbers: tuple[int, ...], side: str = "") -> LayerStack:
+        return LayerStack(kind, len(numbers), model.sequence_length, side, numbers=numbers, among=model.num_layers)
+
+    *others, last = kinds
+    return (*(stack(kind, numbers, f"{kind}_") for kind, numbers in others), stack(*last))
 
 
 def sections_of(model: Model) -> tuple[tuple[LayerStack, ...], ...]:

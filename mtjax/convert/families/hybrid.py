@@ -322,7 +322,7 @@ def _write_granite(model: Model) -> Json:
 
 
 def _read_position(values: Json) -> Settings:
-    return {"position": "none"} if values["position_embedding_type"] != "rope" else ROPE.read(values) | ROTARY
+    return {"position": "none"} if values["position_embedding_type"] != "rope" else {**ROPE.read(values), **ROTARY}
 
 
 ROTARY = {"position": "rope"}
