@@ -208,11 +208,11 @@ def test_blocks_are_as_long_as_an_experts_share_lets_them_be():
         ({"num_experts": 4, "experts_top_k": 5}, "experts_top_k 5 is above num_experts 4"),
         (
             {"num_experts": 4, "family": "bert"},
-            "num_experts only works with the families gpt and llama, and family is bert",
+            "num_experts only works with the families gpt, llama and hybrid, and family is bert",
         ),
         (
             {"num_experts": 4, "family": "t5"},
-            "num_experts only works with the families gpt and llama, and family is t5",
+            "num_experts only works with the families gpt, llama and hybrid, and family is t5",
         ),
         ({"num_experts": 4, "lora_rank": 2}, "lora_rank is 2, and experts have no adapters"),
         ({"num_experts": 4, "router_bias_update_rate": 0.1}, "router_bias_update_rate is 0.1, and there are no biases"),
