@@ -74,12 +74,12 @@ def brute_force(shape: Anatomy, base: Plan, gpus: int, server, limit: float) -> 
                     MeshShape(data=data, stage=stage, model=model),
                     base.global_batch_size,
                     micro,
-                    recompute,
-                    split,
-                    zero,
-                    schedule,
-                    chunks,
-                    per_stage if len(set(per_stage)) > 1 else None,
+                    recompute=recompute,
+                    sequence_parallel=split,
+                    zero=zero,
+                    pipeline_schedule=schedule,
+                    chunks=chunks,
+                    layers_per_stage=per_stage if len(set(per_stage)) > 1 else None,
                     unrolled=unrolled,
                 )
                 if memory.peak_stage_memory(shape, plan).total <= limit:
