@@ -322,8 +322,10 @@ def causes_table(time: TimeReport) -> Table:
 
 def unrolling_line(report: Report) -> str:
     """Returns the hint that --unroll-layers would save time; empty if it saves little or can't be used."""
-    plan = report.step.plan
-    if report.time is None or plan.unrolled or any(problems(report.step.config.model, replace(plan, unrolled=True))):
+    plan, model = report.step.plan, report.step.config.model
+    if report.time is None or plan.unrolled or plan.overlaps_more_in_loop(model):
+        return ""
+    if any(problems(model, replace(plan, unrolled=True))):
         return ""
     share = sum(by_cause(report.time.causes).get(STACKS, {}).values()) / report.time.seconds
     if share < WORTH_UNROLLING:

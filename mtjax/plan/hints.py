@@ -69,7 +69,7 @@ def flash_hint(anatomy: Anatomy, plan: Plan, server: Server, run: Config) -> str
 def unrolled_hint(anatomy: Anatomy, plan: Plan, server: Server) -> str | None:
     """Returns a hint if the same plan without a loop over layers fits the memory and is faster."""
     unrolled = replace(plan, unrolled=True)
-    if plan.unrolled or any(problems(anatomy.model, unrolled)):
+    if plan.unrolled or plan.overlaps_more_in_loop(anatomy.model) or any(problems(anatomy.model, unrolled)):
         return None
     now, then = (step_time(anatomy, each, server).total for each in (plan, unrolled))
     memory = peak_stage_memory(anatomy, unrolled).total

@@ -24,6 +24,9 @@ EXPERTS = {"family": "llama", "num_experts": 4}
         ({"family": "hybrid", "layer_pattern": "MM"}, "1x1", False),
         ({"family": "llama", "fp8": "delayed"}, "1x1", False),
         ({"rampup_batch_size": (4, 4, 100)}, "1x1", False),
+        ({"zero": 3, "global_batch_size": 16}, "8x1", True),
+        ({"zero": 3, "global_batch_size": 16}, "16x1", False),  # prefetched in the loop, over links between servers
+        ({"global_batch_size": 32, "microbatch_size": 1}, "16x1", True),  # reduced after the last microbatch
         ({"num_layers": MOST_UNROLLED + 1}, "1x1", False),
     ],
     ids=lambda value: value if isinstance(value, str) else ",".join(value) if isinstance(value, dict) else str(value),
