@@ -82,6 +82,8 @@ def brute_force(shape: Anatomy, base: Plan, gpus: int, server, limit: float) -> 
                     layers_per_stage=per_stage if len(set(per_stage)) > 1 else None,
                     unrolled=unrolled,
                 )
+                if unrolled and gpus > 8 and plan.reduces_in_backward:  # a loop prefetches between servers
+                    continue
                 if memory.peak_stage_memory(shape, plan).total <= limit:
                     key = (data, stage, model, micro, recompute, split, zero, chunks, unrolled)
                     found[key] = timing.step_time(shape, plan, server).total
