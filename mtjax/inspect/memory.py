@@ -99,9 +99,15 @@ def argument_arrays(module: Module) -> list[tuple[str, Array]]:
     return [(p.op_name, array) for p in module.entry.parameters for array in p.arrays]
 
 
-def host_violations(memory: MemoryReport) -> list[str]:
-    """Returns one sentence for each difference of the copies from and to the host's memory from the formula."""
-    found = {"keeps": memory.host, "reads": memory.host_reads, "writes": memory.host_writes}
+def host_violations(memory: MemoryReport, *, saves_inputs: bool = False) -> list[str]:
+    """Returns one sentence for each difference of the copies from and to the host's memory from the formula.
+
+    Args:
+      memory: of the step.
+      saves_inputs: whether layers' inputs are saved there as well, whose copies no formula has.
+    """
+    found = {"keeps": memory.host}
+    found |= {} if saves_inputs else {"reads": memory.host_reads, "writes": memory.host_writes}
     return [
         f"a step {does} {size:,} bytes of the host's memory instead of {memory.host_formula:,}"
         for does, size in found.items()

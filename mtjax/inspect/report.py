@@ -151,7 +151,7 @@ def report(
     counted, float8 = count_flops(step.module), float8_products(step)
     memory = memory_report(step, server.gpu.memory if server else None, teacher)
     violations = (*verdict.violations, *replicated, *(float8.missed if float8 else ()))
-    violations += tuple(host_violations(memory)) if step.target.is_gpu else ()
+    violations += tuple(host_violations(memory, saves_inputs=step.plan.recompute_offload)) if step.target.is_gpu else ()
     return Report(
         step=step,
         symbols=symbols,

@@ -323,15 +323,13 @@ def causes_table(time: TimeReport) -> Table:
 def unrolling_line(report: Report) -> str:
     """Returns the hint that --unroll-layers would save time; empty if it saves little or can't be used."""
     plan, model = report.step.plan, report.step.config.model
-    if report.time is None or plan.unrolled or plan.overlaps_more_in_loop(model):
-        return ""
-    if any(problems(model, replace(plan, unrolled=True))):
+    is_best = plan.unrolled or plan.overlaps_more_in_loop(model)
+    if report.time is None or is_best or any(problems(model, replace(plan, unrolled=True))):
         return ""
     share = sum(by_cause(report.time.causes).get(STACKS, {}).values()) / report.time.seconds
     if share < WORTH_UNROLLING:
         return ""
-    stacks = f"the loop's stacks take {share:.0%} of the step"
-    return f"  --unroll-layers compiles layers without a loop: {stacks} (docs/notes/speed.md)\n"
+    return f"  --unroll-layers avoids the stacks of the layer loop, {share:.0%} of the step (docs/notes/speed.md)\n"
 
 
 def cause_rows(time: TimeReport, least: float = 0.001) -> list[list[str]]:

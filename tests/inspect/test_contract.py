@@ -175,7 +175,8 @@ def test_split_sequences_and_zero_keep_their_contract_on_h100(settings):
     report = inspect(tiny(**({"num_layers": 2} | settings)), find_target("h100x8"))
     assert report.verdict.violations == ()
     assert_gradients_have_their_type(report)
-    assert_scatters_add_rows(report)
+    if "tensor_layout" not in settings:  # 2D shards the width of the table's gradient, which XLA then transposes
+        assert_scatters_add_rows(report)
     kinds = {c.kind for c in report.collectives}
     assert "all-to-all" not in kinds and "collective-permute" not in kinds
     if settings.get("sequence_parallel"):

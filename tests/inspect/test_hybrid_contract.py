@@ -35,8 +35,11 @@ def test_programs_for_h100_keep_their_contracts(pattern, fields) -> None:
     fields = {"global_batch_size": 16} | fields if fields.get("mesh") == "8x8" else fields
     report = inspect(hybrid(pattern, **fields), find_target("h100x8"))
     assert report.verdict.violations == ()
-    off = {check.name: check.error for check in compare(report)}
+    checks = compare(report)
+    off = {check.name: check.error for check in checks}
     assert off["parameters"] == 0
     # Of so small a model; of Nemotron-H 8B, within 1%.
     assert abs(off["FLOPs of a step"]) < (0.08 if "context" in str(fields) else 0.06), off
-    assert all(abs(error) < 0.001 for name, error in off.items() if name.startswith("sent"))
+    # The optimizer's scalars, which no formula has, are 116 bytes over `model`.
+    sent = [check for check in checks if check.name.startswith("sent")]
+    assert all(abs(check.program - check.formula) <= max(0.001 * check.program, 128) for check in sent), sent
