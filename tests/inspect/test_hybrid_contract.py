@@ -9,7 +9,7 @@ from tests.inspect.steps import needs_aot, tiny
 
 SIZES = {"ssm_heads": 8, "ssm_head_dim": 16, "ssm_state": 16, "ssm_groups": 4, "ssm_chunk": 16, "num_kv_heads": 4}
 SPLIT = {"sequence_parallel": True}
-LONG = pytest.mark.long
+LONG, RARE = pytest.mark.long, pytest.mark.exhaustive
 
 
 def hybrid(pattern: str, **fields):
@@ -21,14 +21,14 @@ def hybrid(pattern: str, **fields):
     ("pattern", "fields"),
     [
         ("M-M*M-", {**SPLIT, "zero": 1}),
-        pytest.param("MMM", {}, marks=LONG),
-        pytest.param("M-M*", {**SPLIT, "ssm_groups": 1, "num_kv_heads": 2}, marks=LONG),
+        pytest.param("MMM", {}, marks=RARE),
+        pytest.param("M-M*", {**SPLIT, "ssm_groups": 1, "num_kv_heads": 2}, marks=RARE),
         pytest.param("M-M*", {"zero": 3, "recompute": "none"}, marks=LONG),
         pytest.param("M-M*", {**SPLIT, "mesh": "data=1,context=2,model=4"}, marks=LONG),
-        pytest.param("MM", {"mesh": "data=1,context=4,model=2", "recompute": "none"}, marks=LONG),
+        pytest.param("MM", {"mesh": "data=1,context=4,model=2", "recompute": "none"}, marks=RARE),
         pytest.param("M-M*M-M*", {**SPLIT, "mesh": "2x2x2", "zero": 1}, marks=LONG),
         pytest.param("ME*E", {**SPLIT, "zero": 1, "num_experts": 4, "expert_size": 64}, marks=LONG),
-        pytest.param("M-M*M-", {**SPLIT, "zero": 1, "mesh": "8x8", "ssm_groups": 8, "num_heads": 8}, marks=LONG),
+        pytest.param("M-M*M-", {**SPLIT, "zero": 1, "mesh": "8x8", "ssm_groups": 8, "num_heads": 8}, marks=RARE),
     ],
 )
 def test_programs_for_h100_keep_their_contracts(pattern, fields) -> None:

@@ -55,7 +55,7 @@ def abstract(program: TrainStep) -> tuple[Any, Any]:
         pytest.param(
             EXPERTS,
             *("data=2,stage=2,expert=2,model=1", {"microbatch_size": 1, "zero": 1}),
-            marks=pytest.mark.long,
+            marks=pytest.mark.exhaustive,
         ),
         pytest.param(
             EXPERTS,
