@@ -184,8 +184,6 @@ def parse(
     """
     argv, renamed = with_new_options(sys.argv[1:] if argv is None else argv)
     argv, several = with_joined_data(argv)
-    for note in several:
-        print(f"note    the data are {note}", file=sys.stderr, flush=True)
     name = argument(argv, "--config") or default
     path = config.find(name)
     in_file = config.read_toml(path)
@@ -214,6 +212,8 @@ def parse(
         config.validate(chosen)
     except UserError as e:
         raise UserError(f"{e}{_origins(str(e), typed, path, tables)}") from e
+    for note in several:
+        print(f"note    the data are {note}", file=sys.stderr, flush=True)
     return Command(chosen, parsed.command, name)
 
 
