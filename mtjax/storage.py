@@ -1,4 +1,5 @@
-"""Object stores (`s3://bucket/name`, `gs://bucket/name`) through fsspec, with retries and readable errors.
+"""Object stores (`s3://bucket/name`, `gs://bucket/name`) through fsspec, with retries and readable errors; and text
+files that are written as a whole.
 
 Endpoints and credentials come from the stores' standard sources: `AWS_ENDPOINT_URL`, `AWS_ACCESS_KEY_ID`,
 `STORAGE_EMULATOR_HOST`, `GOOGLE_APPLICATION_CREDENTIALS`, machine roles, and so on.
@@ -34,6 +35,25 @@ BLOCK = 8 << 20
 """Bytes per request when a file is copied."""
 
 T = TypeVar("T")
+
+
+def write_whole(option: str, path: Path, text: str) -> None:
+    """Writes a text file on a disk as a whole: a reader sees the old file or the new one.
+
+    Args:
+      option: that names the file, for the error.
+      path: the file.
+      text: its content, in UTF-8.
+
+    Raises:
+      UserError: the file can't be written.
+    """
+    try:
+        temporary = path.with_name(f".{path.name}.new")
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    except OSError as e:
+        raise UserError(f"{option} {path} can't be written: {e.strerror or first_line(e)}") from e
 
 
 def url_of(name: str | Path) -> str | None:

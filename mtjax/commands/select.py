@@ -13,6 +13,7 @@ from mtjax.cli import read, run_main
 from mtjax.config.field_metadata import WIDTH, at_least
 from mtjax.data.json_lines import read_lines
 from mtjax.errors import UserError, parse_json
+from mtjax.storage import write_whole
 from mtjax.waiting import IMPORTS, waiting
 
 DESCRIPTION = """Keeps rows of JSON lines by a score, in their order.
@@ -83,13 +84,8 @@ def run(options: Options) -> None:
     if options.scorer:
         for index in kept:
             rows[index][options.score_key] = float(scores[index])
-    temporary = options.output.with_name(f".{options.output.name}.new")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.writelines(json.dumps(rows[index], ensure_ascii=False) + "\n" for index in kept)
-        temporary.replace(options.output)
-    except OSError as e:
-        raise UserError(f"--output {options.output} can't be written: {e.strerror or e}") from e
+    lines = (json.dumps(rows[index], ensure_ascii=False) + "\n" for index in kept)
+    write_whole("--output", options.output, "".join(lines))
     for name, some in (("read", scores), ("kept", scores[kept])):
         print(f"{name}    {len(some):,} rows, scores {some.min():.6g} to {some.max():.6g}, mean {some.mean():.6g}")
 

@@ -11,7 +11,7 @@ from mtjax.errors import UserError
 FLOAT8_PRODUCTS = ("attention.qkv", "attention.output", "mlp.up", "mlp.down")
 """Products of a layer that run in 8 bits; attention's own, embedding and head do not."""
 STATE = "rule"
-"""Name of the scales of a product among a training step's parameters, beside its weight; they are no weights."""
+"""Name of the scales of a product among a training step's parameters, beside its weight; they are not weights."""
 MULTIPLE = 16
 """cuBLASLt multiplies 8-bit matrices of which all sizes are multiples of this."""
 
@@ -69,6 +69,6 @@ def float8_sizes(model: Model, tensor_degree: int) -> dict[str, tuple[int, int]]
 
 
 def unfit_products(model: Model, tensor_degree: int) -> dict[str, tuple[int, int]]:
-    """Returns those of `float8_sizes` that are no multiples of 16: these products remain in the compute type."""
+    """Returns those of `float8_sizes` that are not multiples of 16: these products remain in the compute type."""
     sizes = float8_sizes(model, tensor_degree)
     return {name: size for name, size in sizes.items() if any(n % MULTIPLE for n in size)}

@@ -57,7 +57,7 @@ class Compression:
         name = name_of(tensor, layer)
         if tensor.is_part or tensor.each or len(tensor.dims) != 2 or tensor.dims[1] != inputs:
             raise UserError(
-                f"--quantize needs matrices of their own, as in Llama's layers, and {name} is not one: remove it"
+                f"--quantize needs separate matrices, as in Llama's layers, and {name} is not one: remove it"
             )
         if self.kind == "int4" and shape[1] % self.group:
             raise UserError(

@@ -213,7 +213,7 @@ class SavedModel:
         return hashlib.sha256(repr(facts).encode()).hexdigest()
 
     def quantized(self, storage: Storage) -> "list[SavedModel]":
-        """Returns scales, and perhaps zero points, with which the matrices were quantized, as models of their own.
+        """Returns scales, and perhaps zero points, with which the matrices were quantized, each as a model.
 
         Raises:
           UserError: they were quantized in another way than `storage` says.

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from mtjax.generate.engine import Engine
 from mtjax.generate.request import Sampling, with_text_seed
 from mtjax.generate.weights import load_model
 from mtjax.runtime.compile_cache import CompileCache
+from mtjax.storage import write_whole
 from mtjax.waiting import waiting
 
 
@@ -43,8 +45,15 @@ def evaluate_continuations(options: Options) -> Results:
     if options.out is not None:
         rows = zip(prompts, of_prompts.tolist(), texts, scores.tolist(), strict=True)
         keys = ("prompt", "prompt_score", "texts", "scores")
-        facts = {"task": "continuations", "from": options.source, "scorer": options.scorer, "results": results}
-        write(options.out, facts | {"rows": [dict(zip(keys, row, strict=True)) for row in rows]})
+        facts: dict[str, Any] = {
+            "task": "continuations",
+            "from": options.source,
+            "scorer": options.scorer,
+            "results": results,
+        }
+        facts["rows"] = [dict(zip(keys, row, strict=True)) for row in rows]
+        write_whole("--out", options.out, json.dumps(facts, indent=2, ensure_ascii=False) + "\n")
+        print(f"\nwritten to {options.out}")
     return results
 
 
@@ -108,18 +117,3 @@ def read_prompts(path: Path) -> list[str]:
     if not prompts:
         raise UserError(f"{path} has no prompts")
     return prompts
-
-
-def write(out: Path, facts: object) -> None:
-    """Writes results to `--out`.
-
-    Raises:
-      UserError: the file can't be written.
-    """
-    try:
-        temporary = out.with_name(f".{out.name}.new")
-        temporary.write_text(json.dumps(facts, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        temporary.replace(out)
-    except OSError as e:
-        raise UserError(f"--out {out} can't be written: {e.strerror or e}") from e
-    print(f"\nwritten to {out}")

@@ -15,7 +15,7 @@ from mtjax.convert.saved_model import Hints, SavedModel, for_rows, vocab_multipl
 from mtjax.data import Tokenizer
 from mtjax.data.progress import ProgressLine
 from mtjax.data.tokens.tokenizer import digest_of
-from mtjax.errors import UserError, first_line
+from mtjax.errors import UserError
 from mtjax.evaluate.answers import SavedAnswers
 from mtjax.evaluate.options import Options
 from mtjax.evaluate.rows import Row, scores_of
@@ -29,6 +29,7 @@ from mtjax.runtime.compile_cache import CompileCache
 from mtjax.runtime.processes.coordination import all_gather_text, this_process
 from mtjax.runtime.processes.peers import Peers
 from mtjax.sharding.mesh import attach_devices
+from mtjax.storage import write_whole
 from mtjax.waiting import waiting
 
 
@@ -238,13 +239,7 @@ def write(
         "seconds": round(seconds, 1),
         "results": results,
     }
-    try:
-        # Atomic: a reader sees the old results or the new ones.
-        temporary = options.out.with_name(f".{options.out.name}.new")
-        temporary.write_text(json.dumps(facts, indent=2) + "\n")
-        temporary.replace(options.out)
-    except OSError as e:
-        raise UserError(f"--out {options.out} can't be written: {e.strerror or first_line(e)}") from e
+    write_whole("--out", options.out, json.dumps(facts, indent=2) + "\n")
     print(f"\nwritten to {options.out}")
 
 

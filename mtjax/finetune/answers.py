@@ -7,6 +7,7 @@ from pathlib import Path
 
 from mtjax.errors import UserError
 from mtjax.finetune.predictions import Predictions
+from mtjax.storage import write_whole
 
 
 def check_out(out: Path | None, option: str = "--out") -> None:
@@ -44,25 +45,16 @@ def report(
     if out is None:
         print(text, end="")
     else:
-        _write("--out", out, text)
+        write_whole("--out", out, text)
         print(f"{len(predictions.lines):,} answers written to {out}", file=sys.stderr)
     if official is not None:
         answers = {line["id"]: line["text"] for line in predictions.lines if "text" in line}
         if not answers:
             raise UserError(f"--official {official} requires a model that was finetuned on SQuAD: remove it")
-        _write("--official", official, json.dumps(answers, ensure_ascii=False, indent=0) + "\n")
+        write_whole("--official", official, json.dumps(answers, ensure_ascii=False, indent=0) + "\n")
     by_name = {**(members or {}), ("ensemble" if members else "scores"): predictions}
     width = max(map(len, by_name))
     for name, member in by_name.items():
         if member.scores:
             scores = "  ".join(f"{metric} {value:.4f}" for metric, value in member.scores.items())
             print(f"{name:{width}}  {scores}", file=sys.stderr)
-
-
-def _write(option: str, path: Path, text: str) -> None:
-    try:
-        temporary = path.with_name(f".{path.name}.new")
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
-    except OSError as e:
-        raise UserError(f"{option} {path} can't be written: {e.strerror}") from e

@@ -58,7 +58,7 @@ def _products(step: CompiledStep) -> Iterator[tuple[Site, Product]]:
 
 
 def _has_weight(product: Product) -> bool:
-    """Returns whether it is no part of attention, which multiplies by samples and heads."""
+    """Returns whether it is not a part of attention, which multiplies by samples and heads."""
     return not product.is_flash and product.batch == 1
 
 

@@ -1,7 +1,6 @@
 """Reports as text for the terminal."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Protocol
 
 from rich.console import Console, OverflowMethod
@@ -20,7 +19,6 @@ from mtjax.inspect.predict import TimeReport
 from mtjax.inspect.report import Report, Row
 from mtjax.inspect.stages import BACK, ONWARD, Permutes, StagesReport
 from mtjax.inspect.units import duration, size
-from mtjax.layout.divisibility import problems
 from mtjax.plan import timeline
 from mtjax.plan.units import si
 from mtjax.runtime.xla_options import Chosen
@@ -322,9 +320,8 @@ def causes_table(time: TimeReport) -> Table:
 
 def unrolling_line(report: Report) -> str:
     """Returns the hint that --unroll-layers would save time; empty if it saves little or can't be used."""
-    plan, model = report.step.plan, report.step.config.model
-    is_best = plan.unrolled or plan.overlaps_more_in_loop(model)
-    if report.time is None or is_best or any(problems(model, replace(plan, unrolled=True))):
+    plan = report.step.plan
+    if report.time is None or plan.unrolled or not plan.gains_by_unrolling(report.step.config.model):
         return ""
     share = sum(by_cause(report.time.causes).get(STACKS, {}).values()) / report.time.seconds
     if share < WORTH_UNROLLING:

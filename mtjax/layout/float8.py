@@ -28,7 +28,7 @@ def float8_note(model: Model, plan: Plan) -> str | None:
     left = unfit_products(model, plan.tensor_degree) if plan.fp8 != "none" else {}
     if not left:
         return None
-    return f"not in 8 bits, as a rank's sizes are no multiples of {MULTIPLE}: {_listed(left)}"
+    return f"not in 8 bits, as a rank's sizes are not multiples of {MULTIPLE}: {_listed(left)}"
 
 
 def _listed(sizes: dict[str, tuple[int, int]]) -> str:

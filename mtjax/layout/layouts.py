@@ -38,7 +38,7 @@ LAYERS = "layers"
 ROUTER_BIAS = (LAYERS, "routes")
 """Logical names of routers' biases."""
 OPERANDS = "operands"
-"""Logical name of a dimension that only scales of 8-bit products have; they are no weights of the model."""
+"""Logical name of a dimension that only scales of 8-bit products have; they are not weights of the model."""
 
 
 @dataclass(frozen=True)

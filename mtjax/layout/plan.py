@@ -266,17 +266,15 @@ class Plan:
         # Each batch size of a ramp is a program to compile.
         is_one_program = run.training.rampup_batch_size is None
         is_short = sum(stack.layers for stack in stacks_of(run.model)) <= MOST_UNROLLED
-        is_possible = not any(self.unrolling_problems(run.model))
-        return on_gpus and is_one_program and is_short and is_possible and not self.overlaps_more_in_loop(run.model)
+        return on_gpus and is_one_program and is_short and self.gains_by_unrolling(run.model)
 
-    def overlaps_more_in_loop(self, model: Model) -> bool:
-        """Returns whether a loop over layers overlaps more communication than unrolled layers: where it prefetches over
-        links between servers.
-
-        XLA: its scheduler begins an unrolled layer's gathers too late for these links. Llama 2 7B with ZeRO-3 on
-        256x2 H100s is predicted at 964 ms unrolled, of which 258 are exposed, and at 838 ms in the loop.
-        """
-        return self.mesh.size > GPUS_OF_A_SERVER and replace(self, unrolled=False).prefetches(model)
+    def gains_by_unrolling(self, model: Model) -> bool:
+        """Returns whether unrolled layers are possible and not slower than a loop: not where the loop prefetches over
+        links between servers."""
+        # XLA: its scheduler begins an unrolled layer's gathers too late for these links. Llama 2 7B with ZeRO-3 on
+        # 256x2 H100s is predicted at 964 ms unrolled, of which 258 are exposed, and at 838 ms in the loop.
+        loop_is_faster = self.mesh.size > GPUS_OF_A_SERVER and replace(self, unrolled=False).prefetches(model)
+        return not loop_is_faster and not any(self.unrolling_problems(model))
 
     def unrolling_problems(self, model: Model) -> Iterator[str]:
         """Yields what unrolled layers are not compatible with."""
@@ -329,7 +327,7 @@ class Plan:
     @classmethod
     def of(cls, run: Config, mesh: MeshShape, capability: Capability = HOPPER, **settings: object) -> "Plan":
         """Returns the plan of a config on this mesh of GPUs; `settings` are fields that override the config's."""
-        training = run.training
+        training, states = run.training, optimizer_states(run)
         kernel, _ = choose_kernel(run, "gpu", capability, mesh)
         plan = cls(
             mesh,
@@ -358,17 +356,16 @@ class Plan:
             label_smoothing=run.optimizer.label_smoothing > 0,
             teacher_width=run.finetuning.teacher_width or 0,
             loss_chunk=training.loss_chunk,
-            optimizer=optimizer_states(run),
+            optimizer=states,
             offloads_optimizer=run.parallel.offload == "optimizer",
-            precision=_precision(run),
+            precision=_precision(run, states),
             element_bytes=4 if training.compute_dtype == "float32" else 2,
         )
         plan = replace(plan, **settings)  # pyright: ignore[reportArgumentType]
         return plan if "unrolled" in settings else replace(plan, unrolled=plan.unrolls(run))
 
 
-def _precision(run: Config) -> Precision:
+def _precision(run: Config, states: OptimizerStates) -> Precision:
     """Returns the bytes of a run's states: the type of AdamW's moments may be set, and that of the reduction."""
     precision = MTJAX if run.parallel.grad_reduce_dtype == "float32" else MTJAX_BF16_WIRE
-    states = optimizer_states(run)
     return replace(precision, optimizer=states.mu_bytes + states.nu_bytes)

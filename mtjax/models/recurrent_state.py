@@ -23,7 +23,7 @@ class RecurrentState:
     state: Float[Array, "sequences groups heads head_dim state"]
     """float32."""
     length: int = field(metadata={"static": True})
-    """Capacity of each sequence in tokens: that of the model's KV caches; the state has no limit of its own."""
+    """Capacity of each sequence in tokens: that of the model's KV caches; the state itself has no limit."""
 
     @classmethod
     def empty(cls, model: Model, sequences: int, length: int, dtype: jax.typing.DTypeLike) -> "RecurrentState":

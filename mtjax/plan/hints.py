@@ -12,7 +12,6 @@ from mtjax.analysis.memory import peak_stage_memory
 from mtjax.analysis.timing import step_time
 from mtjax.config import Config
 from mtjax.layout.attention_kernel import choose_kernel
-from mtjax.layout.divisibility import problems
 from mtjax.layout.plan import Plan
 from mtjax.plan.search import Space
 from mtjax.plan.units import gib, percent, seconds
@@ -69,7 +68,7 @@ def flash_hint(anatomy: Anatomy, plan: Plan, server: Server, run: Config) -> str
 def unrolled_hint(anatomy: Anatomy, plan: Plan, server: Server) -> str | None:
     """Returns a hint if the same plan without a loop over layers fits the memory and is faster."""
     unrolled = replace(plan, unrolled=True)
-    if plan.unrolled or plan.overlaps_more_in_loop(anatomy.model) or any(problems(anatomy.model, unrolled)):
+    if plan.unrolled or not plan.gains_by_unrolling(anatomy.model):
         return None
     now, then = (step_time(anatomy, each, server).total for each in (plan, unrolled))
     memory = peak_stage_memory(anatomy, unrolled).total

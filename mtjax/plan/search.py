@@ -164,9 +164,8 @@ def variants(anatomy: Anatomy, base: Plan, mesh: MeshShape, space: Space) -> Ite
 def _unrolled(anatomy: Anatomy, plan: Plan, space: Space) -> tuple[bool, ...]:
     """Returns whether layers of a plan may be unrolled, and whether they may be in a loop."""
     # The formulas of time assume that unrolled layers overlap as much as loops that prefetch.
-    is_possible = plan.residuals == "jax" and not any(plan.unrolling_problems(anatomy.model))
-    is_possible = is_possible and not plan.overlaps_more_in_loop(anatomy.model)
-    return tuple(unrolled for unrolled in space.unrolled if is_possible or not unrolled)
+    may_gain = plan.residuals == "jax" and plan.gains_by_unrolling(anatomy.model)
+    return tuple(unrolled for unrolled in space.unrolled if may_gain or not unrolled)
 
 
 def expert_dispatches(anatomy: Anatomy, plan: Plan) -> tuple[ExpertDispatch, ...]:

@@ -14,7 +14,7 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec, reshard
 from jaxtyping import Float, Int
 
-from mtjax.sharding.axes import explicit_axes, merge_both, spec, varying_like
+from mtjax.sharding.axes import map_ranks, merge_both, spec, varying_like
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 LOWEST, EXPONENTS = -32, 96
@@ -170,14 +170,11 @@ float8_product.defvjp(_product_forward, _product_backward)
 
 def _largest_of_ranks(a: Array) -> Float[Array, " ranks"]:
     """Returns the largest absolute value of each tensor parallel rank's part of an array, without communication."""
-    axes = explicit_axes()
-    of_ranks = jax.shard_map(
-        lambda part: jnp.max(jnp.abs(part)).astype(jnp.float32)[None],
-        axis_names=set(axes),
-        in_specs=(jax.typeof(a).sharding.spec,),
-        out_specs=spec("heads"),
-    )
-    return of_ranks(a)
+
+    def largest(part: Array) -> Array:
+        return jnp.max(jnp.abs(part)).astype(jnp.float32)[None]
+
+    return map_ranks(largest, (jax.typeof(a).sharding.spec,), spec("heads"))(a)
 
 
 def _counts(scales: Scales, x_largest: Array, g_largest: Array, gradient_type: Any) -> Scales:

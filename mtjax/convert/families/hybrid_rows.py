@@ -55,7 +55,7 @@ def mamba_rows(model: Model, name: str, norm_name: str) -> tuple[Row, ...]:
 
 
 def _own_stacks(rows: tuple[Row, ...]) -> tuple[Row, ...]:
-    """Renames the rows of a transformer's layers: each mixer has a stack of its own."""
+    """Renames the rows of a transformer's layers: each mixer has its own stack."""
 
     def renamed(ours: str) -> str:
         if not ours.startswith(f"{LAYERS}."):

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Float, Int
 
 from mtjax.layout.rules import Axes
-from mtjax.sharding.axes import context_axes, explicit_axes
+from mtjax.sharding.axes import context_axes, map_ranks
 from mtjax.sharding.no_hoist import no_hoist
 
 
@@ -79,12 +79,7 @@ def _gathered(axes: Axes, x: Array) -> Array:
 
 def _all(axes: Axes, x: Array) -> Array:
     partition = jax.typeof(x).sharding.spec
-    mapped = jax.shard_map(
-        lambda own: lax.all_gather(own, axes),
-        axis_names=set(explicit_axes()),
-        in_specs=(partition,),
-        out_specs=PartitionSpec(None, *partition),
-    )
+    mapped = map_ranks(lambda own: lax.all_gather(own, axes), (partition,), PartitionSpec(None, *partition))
     return no_hoist(mapped, x)
 
 
@@ -94,13 +89,11 @@ def _gathered_forward(axes: Axes, x: Array) -> tuple[Array, None]:
 
 def _gathered_backward(axes: Axes, _: None, gradient: Array) -> tuple[Array]:
     partition = jax.typeof(gradient).sharding.spec
-    mapped = jax.shard_map(
-        lambda every: lax.psum_scatter(every, axes, scatter_dimension=0),
-        axis_names=set(explicit_axes()),
-        in_specs=(partition,),
-        out_specs=PartitionSpec(*partition[1:]),
-    )
-    return (mapped(gradient),)
+
+    def scatter(every: Array) -> Array:
+        return lax.psum_scatter(every, axes, scatter_dimension=0)
+
+    return (map_ranks(scatter, (partition,), PartitionSpec(*partition[1:]))(gradient),)
 
 
 _gathered.defvjp(_gathered_forward, _gathered_backward)
