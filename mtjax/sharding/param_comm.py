@@ -1,7 +1,7 @@
 """Communication of parameters where they are used: all-gather forward, reduce(-scatter) of the gradient backward.
 
 Models call `materialize` where they use a layer's parameters. For a plain array that does nothing. A parameter that is
-gathered for each use is a `GatherOnUse`, one whose gradient is reduced in the backward pass a `ReduceGradOnUse`
+gathered for each use is a `ShardedParam`, one whose gradient is reduced in the backward pass a `ReplicatedParam`
 (`mtjax.sharding.reduction` decides which), and `materialize` is where the collectives are inserted.
 """
 
@@ -40,14 +40,14 @@ class GradReduction:
 
 @partial(jax.tree_util.register_dataclass, data_fields=["array", "shard"], meta_fields=["spec", "reduction"])
 @dataclass(frozen=True)
-class ReduceGradOnUse:
+class ReplicatedParam:
     """A replicated parameter whose gradient is reduced in the backward pass, and is the gradient of `shard`.
 
     `reduction` may have no axes, for a parameter in the compute type: then its gradient is only cast to float32.
     """
 
     array: Any
-    """The parameter, or the `GatherOnUse` from which it is gathered once per step."""
+    """The parameter, or the `ShardedParam` from which it is gathered once per step."""
     shard: Any
     """float32 zeros in the shape of the reduced gradient, to differentiate by."""
     spec: PartitionSpec
@@ -62,7 +62,7 @@ class ReduceGradOnUse:
     meta_fields=["names", "reduction", "gather_dtype", "dtype", "keep_for_backward", "parts"],
 )
 @dataclass(frozen=True)
-class GatherOnUse:
+class ShardedParam:
     """A rank's shard of a parameter that is all-gathered where it is used; its gradient is reduce-scattered."""
 
     shard: Any
@@ -82,9 +82,9 @@ class GatherOnUse:
     parts: int | None = None
     """Dimension whose elements are gathered, and their gradients reduced, one by one: a product of each reads one."""
 
-    def with_gathered(self, full: Array) -> ReduceGradOnUse:
+    def with_gathered(self, full: Array) -> ReplicatedParam:
         """Returns the same parameter once it has been gathered, as `full`, for both passes."""
-        return ReduceGradOnUse(full, self.shard, spec(*self.names), self.reduction)
+        return ReplicatedParam(full, self.shard, spec(*self.names), self.reduction)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["parameter"], meta_fields=[])
@@ -93,7 +93,7 @@ class NoGrad:
     """A frozen parameter of a stack: it has no gradient."""
 
     parameter: Any
-    """An array, or a `GatherOnUse`."""
+    """An array, or a `ShardedParam`."""
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["parameter", "accumulator"], meta_fields=[])
@@ -109,7 +109,7 @@ class AccumulateInto:
 
 def is_wrapped(x: Any) -> bool:
     """Returns whether `x` is a wrapped parameter, which `materialize` turns into an array."""
-    return isinstance(x, ReduceGradOnUse | GatherOnUse | NoGrad)
+    return isinstance(x, ReplicatedParam | ShardedParam | NoGrad)
 
 
 def materialize(module: T) -> T:
@@ -122,14 +122,14 @@ def _resolve(leaf: Any) -> Any:
     match leaf:
         case NoGrad(parameter):
             return _resolve(parameter)
-        case ReduceGradOnUse(array, shard, param_spec, reduction):
+        case ReplicatedParam(array, shard, param_spec, reduction):
             return _reduce_grad(param_spec, reduction, array, shard)
-        case GatherOnUse(shard, names, reduction, gather_dtype, dtype) if explicit_axes().issuperset(
+        case ShardedParam(shard, names, reduction, gather_dtype, dtype) if explicit_axes().issuperset(
             reduction.shard_axes
         ):
             # Outside the manual region, where nothing is differentiated: the partitioner inserts the all-gather.
             return reshard(shard.astype(gather_dtype), spec(*names)).astype(dtype)
-        case GatherOnUse(shard, names, reduction, gather_dtype, dtype):
+        case ShardedParam(shard, names, reduction, gather_dtype, dtype):
             return _gather(_Gathering(spec(*names), reduction, gather_dtype, dtype, leaf.parts), shard, leaf.cast)
     return leaf
 
@@ -165,7 +165,7 @@ _reduce_grad.defvjp(_reduce_grad_forward, _reduce_grad_backward)
 
 @dataclass(frozen=True)
 class _Gathering:
-    """Static arguments of `_gather`: fields of a `GatherOnUse`, and the sharding of the gathered parameter."""
+    """Static arguments of `_gather`: fields of a `ShardedParam`, and the sharding of the gathered parameter."""
 
     spec: PartitionSpec
     reduction: GradReduction
@@ -346,7 +346,7 @@ def differentiable_shards(wrapped: Tree) -> Tree:
         match leaf:
             case NoGrad():
                 return None
-            case ReduceGradOnUse() | GatherOnUse():
+            case ReplicatedParam() | ShardedParam():
                 return leaf.shard
         return leaf
 
@@ -360,7 +360,7 @@ def with_shards(wrapped: Tree, shards: Tree) -> Tree:
         match leaf:
             case NoGrad():
                 return leaf
-            case ReduceGradOnUse() | GatherOnUse():
+            case ReplicatedParam() | ShardedParam():
                 return replace(leaf, shard=shard)
         return shard
 

@@ -34,9 +34,9 @@ from jax import Array, lax
 
 from mtjax.sharding.axes import explicit_axes, varying_like
 from mtjax.sharding.param_comm import (
-    GatherOnUse,
     NoGrad,
-    ReduceGradOnUse,
+    ReplicatedParam,
+    ShardedParam,
     accumulate_grads_into,
     differentiable_shards,
     index_layer,
@@ -87,14 +87,14 @@ def gather_upfront(layers: Tree) -> Tree:
     """Gathers the parameters that are gathered once for both passes, for a loop without prefetch.
 
     Args:
-      layers: parameters, [layers, ...]; the `GatherOnUse` among them are shards.
+      layers: parameters, [layers, ...]; the `ShardedParam` among them are shards.
 
     Returns:
-      The same tree, with each `GatherOnUse` that has `keep_for_backward` gathered.
+      The same tree, with each `ShardedParam` that has `keep_for_backward` gathered.
     """
     leaves, tree = jax.tree.flatten(layers, is_leaf=is_wrapped)
     gathered_once = {
-        i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, GatherOnUse) and leaf.keep_for_backward
+        i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, ShardedParam) and leaf.keep_for_backward
     }
     if gathered_once:
         arrays = gather_layers([lax.stop_gradient(leaf) for leaf in gathered_once.values()])
@@ -112,7 +112,7 @@ def scan_with_prefetch(
       run: one layer: (hidden states, layer, its number, None) -> (hidden states, state).
       saving: wraps such a function, of any arguments, so that it saves less for its backward pass.
       x: input of the first layer, [batch, act_seq, embed].
-      layers: their parameters, [layers, ...]; some are `GatherOnUse`, or `ReduceGradOnUse` over ranks.
+      layers: their parameters, [layers, ...]; some are `ShardedParam`, or `ReplicatedParam` over ranks.
       numbers: the layers' numbers, int32 [layers].
       sums: accumulators of their gradients, in the order of their `differentiable_shards`; zeros when None.
 
@@ -350,8 +350,8 @@ class _VjpWithoutParameters:
         return jax.tree.unflatten(self.tree, [next(saved) if i is None else parameters[i] for i in self.indices])
 
 
-def _stack(leaf: GatherOnUse | ReduceGradOnUse) -> Array:
-    return leaf.shard if isinstance(leaf, GatherOnUse) else leaf.array
+def _stack(leaf: ShardedParam | ReplicatedParam) -> Array:
+    return leaf.shard if isinstance(leaf, ShardedParam) else leaf.array
 
 
 def _zeros_like(arrays: list[Array]) -> list[Array]:

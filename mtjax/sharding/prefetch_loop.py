@@ -10,9 +10,9 @@ from jax import Array
 from mtjax.layout.layouts import NOT_SHARDED
 from mtjax.sharding.axes import spec
 from mtjax.sharding.param_comm import (
-    GatherOnUse,
     NoGrad,
-    ReduceGradOnUse,
+    ReplicatedParam,
+    ShardedParam,
     add_to_layer,
     index_layer,
     materialize,
@@ -29,7 +29,7 @@ Run = Callable[..., tuple[Array, Tree]]
 class PrefetchLoop:
     """The static description of the loop; it holds no arrays."""
 
-    communicated: Sequence[GatherOnUse | ReduceGradOnUse]
+    communicated: Sequence[ShardedParam | ReplicatedParam]
     """The prefetched parameters, without their arrays."""
     is_trainable: Sequence[bool]
     run: Run
@@ -47,7 +47,7 @@ class PrefetchLoop:
     @property
     def saves_gathered(self) -> bool:
         """Whether the backward pass reads what the forward pass gathered."""
-        return any(isinstance(like, GatherOnUse) and like.keep_for_backward for like in self.communicated)
+        return any(isinstance(like, ShardedParam) and like.keep_for_backward for like in self.communicated)
 
     def gather(self, shards: list[Array], index: Any) -> list[Array]:
         """All-gathers the sharded parameters of a layer.
@@ -57,10 +57,10 @@ class PrefetchLoop:
           index: of the layer.
 
         Returns:
-          [...] of each prefetched parameter that is a `GatherOnUse`, in full.
+          [...] of each prefetched parameter that is a `ShardedParam`, in full.
         """
         of_layer = zip(self.communicated, index_layer(shards, index), strict=True)
-        wrapped = [replace(like, shard=shard) for like, shard in of_layer if isinstance(like, GatherOnUse)]
+        wrapped = [replace(like, shard=shard) for like, shard in of_layer if isinstance(like, ShardedParam)]
         if not self.saves_gathered:
             return materialize(cast(Any, wrapped))
         with jax.named_scope("parameters"):
@@ -70,12 +70,12 @@ class PrefetchLoop:
         """Returns all prefetched parameters of a layer: `gathered` ones, and the replicated ones from their stacks."""
         arrays, gathered_iter = index_layer(shards, index), iter(gathered)
         pairs = zip(self.communicated, arrays, strict=True)
-        return [next(gathered_iter) if isinstance(like, GatherOnUse) else array for like, array in pairs]
+        return [next(gathered_iter) if isinstance(like, ShardedParam) else array for like, array in pairs]
 
     def regathered(self, parameters: list[Array]) -> list[Array]:
         """Selects the parameters that the backward pass regathers, or reads once more from their stacks."""
         pairs = zip(self.communicated, parameters, strict=True)
-        return [array for like, array in pairs if not (isinstance(like, GatherOnUse) and like.keep_for_backward)]
+        return [array for like, array in pairs if not (isinstance(like, ShardedParam) and like.keep_for_backward)]
 
     def unreduced(self, gradients: list[Array]) -> list[Array]:
         """Casts a layer's local gradients to their communication dtype, and leaves out frozen parameters."""
@@ -97,9 +97,9 @@ class PrefetchLoop:
             like for like, is_trainable in zip(self.communicated, self.is_trainable, strict=True) if is_trainable
         ]
 
-        def one(accumulator: Array, gradient: Array, like: GatherOnUse | ReduceGradOnUse) -> Array:
+        def one(accumulator: Array, gradient: Array, like: ShardedParam | ReplicatedParam) -> Array:
             """Reduces one parameter's gradient [...] into its accumulator [layers, ...]."""
-            layer_spec = spec(*like.names) if isinstance(like, GatherOnUse) else like.spec
+            layer_spec = spec(*like.names) if isinstance(like, ShardedParam) else like.spec
             # XLA: an all-reduce whose result is added to an array that a loop carries is moved behind the loop, and so
             # not overlapped. The first microbatch may overwrite the zeros instead.
             put = set_layer if like.reduction.dim == NOT_SHARDED and not self.adds_up else add_to_layer
@@ -108,12 +108,14 @@ class PrefetchLoop:
         return [one(*each) for each in zip(sums, gradients, trainable, strict=True)]
 
 
-def communicated(leaf: Any) -> GatherOnUse | ReduceGradOnUse | None:
+def communicated(leaf: Any) -> ShardedParam | ReplicatedParam | None:
     """Returns the wrapper of a parameter that is gathered or whose gradient is reduced over ranks; else None."""
     leaf = leaf.parameter if isinstance(leaf, NoGrad) else leaf
-    is_communicated = isinstance(leaf, GatherOnUse) or (isinstance(leaf, ReduceGradOnUse) and bool(leaf.reduction.axes))
+    is_communicated = isinstance(leaf, ShardedParam) or (
+        isinstance(leaf, ReplicatedParam) and bool(leaf.reduction.axes)
+    )
     return leaf if is_communicated else None
 
 
-def _without_arrays(leaf: GatherOnUse | ReduceGradOnUse) -> GatherOnUse | ReduceGradOnUse:
-    return replace(leaf, shard=None) if isinstance(leaf, GatherOnUse) else replace(leaf, array=None, shard=None)
+def _without_arrays(leaf: ShardedParam | ReplicatedParam) -> ShardedParam | ReplicatedParam:
+    return replace(leaf, shard=None) if isinstance(leaf, ShardedParam) else replace(leaf, array=None, shard=None)

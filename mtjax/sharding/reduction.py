@@ -15,7 +15,7 @@ from jax import Array, lax
 
 from mtjax.layout.layouts import NOT_SHARDED
 from mtjax.sharding.axes import explicit_only, spec, varying_axes
-from mtjax.sharding.param_comm import GatherOnUse, GradReduction, ReduceGradOnUse, reduce_gradient
+from mtjax.sharding.param_comm import GradReduction, ReplicatedParam, ShardedParam, reduce_gradient
 from mtjax.sharding.param_specs import ParamSpec, sharded_stacks
 from mtjax.sharding.stacked_collectives import scatter_layers
 from mtjax.sharding.zero import gather_and_keep, gather_on_use, wrap_for_step
@@ -45,12 +45,12 @@ class Reduction:
 
         Each parameter becomes one of:
 
-        - `GatherOnUse` without `keep_for_backward`: ZeRO-3. All-gathered for each use, its gradient reduce-scattered.
-        - `GatherOnUse` with `keep_for_backward`: ZeRO-1 and 2 in a step of one microbatch, where the loop over layers
+        - `ShardedParam` without `keep_for_backward`: ZeRO-3. All-gathered for each use, its gradient reduce-scattered.
+        - `ShardedParam` with `keep_for_backward`: ZeRO-1 and 2 in a step of one microbatch, where the loop over layers
           overlaps the gather (`mtjax.sharding.prefetch`); gathered once for both passes.
-        - `GatherOnUse`, perhaps inside a `ReduceGradOnUse`: layers' matrices of ZeRO-1 and 2 in steps of several
+        - `ShardedParam`, perhaps inside a `ReplicatedParam`: layers' matrices of ZeRO-1 and 2 in steps of several
           microbatches. `zero.gather_for_step` gathers them, once per step.
-        - `ReduceGradOnUse`: replicated, its gradient reduced in the backward pass (`is_reduced_in_backward`), or only
+        - `ReplicatedParam`: replicated, its gradient reduced in the backward pass (`is_reduced_in_backward`), or only
           cast to float32.
         - itself: a float32 array whose gradient `finish` reduces.
 
@@ -76,14 +76,14 @@ class Reduction:
                 # Autodiff gives a cotangent the shape of its primal. The reduced gradient has the shape of a shard, so
                 # the function is differentiated by zeros of that shape, not by the parameter.
                 zeros = zeros_like_reduced(array.shape, array, record, record.grad_reduction)
-                return ReduceGradOnUse(full, zeros, spec(*record.layer_axes), record.layer_grad_reduction)
-            if isinstance(full, GatherOnUse) or full.dtype != jnp.float32:
+                return ReplicatedParam(full, zeros, spec(*record.layer_axes), record.layer_grad_reduction)
+            if isinstance(full, ShardedParam) or full.dtype != jnp.float32:
                 # Reduced after the last microbatch, but accumulated in float32: the gradient has the full shape.
                 shape = [
                     n * record.grad_reduction.num_shards if i == record.grad_reduction.dim else n
                     for i, n in enumerate(array.shape)
                 ]
-                return ReduceGradOnUse(
+                return ReplicatedParam(
                     full,
                     zeros_like_reduced(shape, array, record, NO_REDUCTION),
                     spec(*record.layer_axes),

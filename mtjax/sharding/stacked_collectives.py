@@ -11,10 +11,10 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from mtjax.sharding.axes import fully_manual, spec
-from mtjax.sharding.param_comm import GatherOnUse, GradReduction, index_layer, reduce_gradient
+from mtjax.sharding.param_comm import GradReduction, ShardedParam, index_layer, reduce_gradient
 
 
-def gather_layers(stacks: list[GatherOnUse]) -> list[Array]:
+def gather_layers(stacks: list[ShardedParam]) -> list[Array]:
     """All-gathers stacked parameters, which are sharded within layers, one layer after the other.
 
     Args:
@@ -31,7 +31,7 @@ def gather_layers(stacks: list[GatherOnUse]) -> list[Array]:
     return _layer_by_layer(layer, len(stacks[0].shard))
 
 
-def gather_layer(like: GatherOnUse) -> Array:
+def gather_layer(like: ShardedParam) -> Array:
     """All-gathers one layer's parameter, in row-major memory layout.
 
     Args:

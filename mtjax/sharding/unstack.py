@@ -18,7 +18,7 @@ from jax import lax
 
 from mtjax.config.adapters import PARTS
 from mtjax.sharding.axes import num_shards, sequence_is_sharded
-from mtjax.sharding.param_comm import GatherOnUse, NoGrad, ReduceGradOnUse, materialize
+from mtjax.sharding.param_comm import NoGrad, ReplicatedParam, ShardedParam, materialize
 from mtjax.sharding.param_specs import ParamSpec
 
 Tree = Any
@@ -31,8 +31,8 @@ _in_parts: ContextVar[bool] = ContextVar("parameters of fused products are gathe
 @contextmanager
 def unrolled_layers(layers: Tree) -> Iterator[None]:
     """Marks that layers without a loop, with these parameters, are traced: see `is_unrolled` and `computes_apart`."""
-    leaves = jax.tree.leaves(layers, is_leaf=lambda leaf: isinstance(leaf, GatherOnUse))
-    in_parts = any(isinstance(leaf, GatherOnUse) and leaf.parts is not None for leaf in leaves)
+    leaves = jax.tree.leaves(layers, is_leaf=lambda leaf: isinstance(leaf, ShardedParam))
+    in_parts = any(isinstance(leaf, ShardedParam) and leaf.parts is not None for leaf in leaves)
     tokens = _is_unrolled.set(True), _in_parts.set(in_parts)
     try:
         yield
@@ -86,12 +86,12 @@ def unstack(record: ParamSpec, stack: Any, dtype: str) -> LayerList:
     """
 
     def take(stack: Any, i: int) -> Any:
-        """Takes layer i out of an array or a `GatherOnUse`, gathered or cast; ZeRO-3's stays wrapped."""
+        """Takes layer i out of an array or a `ShardedParam`, gathered or cast; ZeRO-3's stays wrapped."""
         layer = jax.tree.map(lambda array: jax.lax.index_in_dim(array, i, keepdims=False), stack)
-        if isinstance(layer, GatherOnUse) and record.is_gathered_per_step:
+        if isinstance(layer, ShardedParam) and record.is_gathered_per_step:
             # ZeRO-1 and 2: gathered here, once per step. ZeRO-3's are gathered by each pass of a layer.
             return materialize(layer)
-        if isinstance(layer, GatherOnUse):
+        if isinstance(layer, ShardedParam):
             return _for_unrolled(layer) if record.is_matrix else layer
         return layer.astype(dtype) if record.is_matrix else layer
 
@@ -100,11 +100,11 @@ def unstack(record: ParamSpec, stack: Any, dtype: str) -> LayerList:
         if isinstance(stack, NoGrad):
             return NoGrad(take(stack.parameter, i))
         # Each layer's gradient is reduced, or cast, as soon as its backward pass has computed it.
-        if isinstance(stack, ReduceGradOnUse):
+        if isinstance(stack, ReplicatedParam):
             shard = jax.lax.index_in_dim(stack.shard, i, keepdims=False)
             return replace(stack, array=take(stack.array, i), shard=shard)
         # The full array is read by the layer; the shard receives the reduce-scattered gradient.
-        if isinstance(stack, GatherOnUse) and stack.keep_for_backward:
+        if isinstance(stack, ShardedParam) and stack.keep_for_backward:
             taken = replace(stack, shard=jax.lax.index_in_dim(stack.shard, i, keepdims=False))
             return taken.with_gathered(take(stack, i))
         return take(stack, i)
@@ -113,7 +113,7 @@ def unstack(record: ParamSpec, stack: Any, dtype: str) -> LayerList:
         return LayerList(tuple(layer(i) for i in range(record.shape[0])))
 
 
-def _for_unrolled(layer: GatherOnUse) -> GatherOnUse:
+def _for_unrolled(layer: ShardedParam) -> ShardedParam:
     """Returns a layer's parameter of ZeRO-3 as unrolled layers gather it: cast once per step, and part by part."""
     parts = next((i for i, name in enumerate(layer.names) if name in PARTS), None)
     if parts is not None and (parts == layer.reduction.dim or not can_be_apart(layer.names[parts:])):

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax import Array
 
-from mtjax.sharding.param_comm import GatherOnUse, ReduceGradOnUse, is_wrapped, materialize
+from mtjax.sharding.param_comm import ReplicatedParam, ShardedParam, is_wrapped, materialize
 from mtjax.sharding.param_specs import ParamSpec, sharded_stacks
 from mtjax.sharding.stacked_collectives import gather_layers
 
@@ -30,13 +30,13 @@ def gather_for_inference(records: Tree, parameters: Tree) -> Tree:
 
 
 def wrap_for_inference(records: Tree, parameters: Tree) -> Tree:
-    """Wraps sharded parameters, without gradients, in `GatherOnUse`; `materialize` gathers them."""
+    """Wraps sharded parameters, without gradients, in `ShardedParam`; `materialize` gathers them."""
     return jax.tree.map(
         lambda r, array: array if r.gather_dtype is None else gather_on_use(r, array), records, parameters
     )
 
 
-def gather_on_use(record: ParamSpec, shard: Array) -> GatherOnUse | Array:
+def gather_on_use(record: ParamSpec, shard: Array) -> ShardedParam | Array:
     """Wraps a sharded parameter, so that it is gathered where it is used.
 
     Args:
@@ -51,13 +51,13 @@ def gather_on_use(record: ParamSpec, shard: Array) -> GatherOnUse | Array:
     dtype = record.gather_dtype if record.is_stacked else "float32"
     if record.is_stacked and not record.is_sharded_within_layers:
         return _gather_all_layers(record, shard)
-    return GatherOnUse(shard, record.layer_axes, record.layer_grad_reduction, record.gather_dtype, dtype)
+    return ShardedParam(shard, record.layer_axes, record.layer_grad_reduction, record.gather_dtype, dtype)
 
 
-def gather_and_keep(record: ParamSpec, shard: Array) -> GatherOnUse:
+def gather_and_keep(record: ParamSpec, shard: Array) -> ShardedParam:
     """Wraps a sharded parameter of a stack, so that the loop over layers gathers it once for both passes."""
     assert record.gather_dtype is not None
-    return GatherOnUse(
+    return ShardedParam(
         shard,
         record.layer_axes,
         record.layer_grad_reduction,
@@ -67,7 +67,7 @@ def gather_and_keep(record: ParamSpec, shard: Array) -> GatherOnUse:
     )
 
 
-def wrap_for_step(record: ParamSpec, shard: Array) -> GatherOnUse | Array:
+def wrap_for_step(record: ParamSpec, shard: Array) -> ShardedParam | Array:
     """Gathers a sharded parameter for all microbatches of a step.
 
     Layers' matrices stay wrapped: `gather_for_step` gathers them layer by layer, or `unstack` does.
@@ -82,7 +82,8 @@ def wrap_for_step(record: ParamSpec, shard: Array) -> GatherOnUse | Array:
 def _gather_all_layers(record: ParamSpec, shard: Array) -> Array:
     """Gathers a stack in one collective."""
     assert record.gather_dtype is not None
-    return materialize(GatherOnUse(shard, record.axes, record.grad_reduction, record.gather_dtype, record.gather_dtype))  # pyright: ignore[reportReturnType]
+    dtype = record.gather_dtype
+    return materialize(ShardedParam(shard, record.axes, record.grad_reduction, dtype, dtype))  # pyright: ignore[reportReturnType]
 
 
 def gather_for_step(records: Tree, wrapped: Tree) -> Tree:
@@ -93,7 +94,7 @@ def gather_for_step(records: Tree, wrapped: Tree) -> Tree:
       wrapped: parameters as `Reduction.wrap` or `wrap_for_inference` returns them, stacked ones [layers, ...].
 
     Returns:
-      The same tree; each `GatherOnUse` of ZeRO-1 and 2 is an array in its `gather_dtype`. Those that the loop over
+      The same tree; each `ShardedParam` of ZeRO-1 and 2 is an array in its `gather_dtype`. Those that the loop over
       layers gathers (`keep_for_backward`), and ZeRO-3's, stay wrapped.
     """
     leaves, tree = jax.tree.flatten(wrapped, is_leaf=is_wrapped)
@@ -105,18 +106,18 @@ def gather_for_step(records: Tree, wrapped: Tree) -> Tree:
     for members in stacks:
         if sharded := [i for i in members if i in pending]:
             for i, array in zip(sharded, gather_layers([_parameter(leaves[i]) for i in sharded]), strict=True):
-                leaves[i] = replace(leaves[i], array=array) if isinstance(leaves[i], ReduceGradOnUse) else array
+                leaves[i] = replace(leaves[i], array=array) if isinstance(leaves[i], ReplicatedParam) else array
     for i in pending.difference(*stacks):
         leaves[i] = materialize(leaves[i])
     return jax.tree.unflatten(tree, leaves)
 
 
 def _is_pending(parameter: Any) -> bool:
-    return isinstance(parameter, GatherOnUse) and not parameter.keep_for_backward
+    return isinstance(parameter, ShardedParam) and not parameter.keep_for_backward
 
 
 def _parameter(leaf: Any) -> Any:
-    return leaf.array if isinstance(leaf, ReduceGradOnUse) else leaf
+    return leaf.array if isinstance(leaf, ReplicatedParam) else leaf
 
 
 def materialize_outside_stacks(records: Tree, wrapped: Tree) -> Tree:
