@@ -1,6 +1,7 @@
 """Which features were compared on which meshes with one device, by the notes of a test run.
 
-    pytest tests/sharding tests/train tests/models -m "not torch" --same-numbers docs/same_numbers.json
+    pytest tests/sharding/test_same_numbers.py -m "not torch" --same-numbers docs/same_numbers.json
+    pytest tests/train tests/models -m "not torch and not exhaustive" --same-numbers docs/same_numbers.json
     python docs/make_reference.py       # writes docs/reference/same-numbers.md
 
 `tests/same_numbers.py` has the features, the meshes and the comparison.

@@ -42,11 +42,15 @@ FEATURES: Mapping[str, Callable[[Config], Any]] = {
     "LoRA, the rest frozen": lambda c: c.model.lora_rank,
     "distillation": lambda c: c.finetuning.teacher is not None,
     "packed documents": lambda c: c.data.reset_attention_mask,
+    "multi-token prediction": lambda c: c.model.mtp_num_layers,
+    "sliding windows": lambda c: c.model.attention_window,
+    "Mamba-2 beside attention": lambda c: c.model.family == "hybrid",
     "tied tables": lambda c: c.model.head == "language" and c.model.tie_embeddings,
     "untied tables": lambda c: c.model.head == "language" and not c.model.tie_embeddings,
     "dropout": lambda c: c.model.hidden_dropout or c.model.attention_dropout,
     "gradient accumulation": lambda c: c.training.microbatch_size,
     "recompute": lambda c: c.training.recompute != "none",
+    "unrolled layers": lambda c: c.training.unroll_layers,
 }
 MESHES: Mapping[str, Callable[[Config, Mapping[str, int]], Any]] = {
     "data": lambda c, m: m["data"] > 1 and not c.parallel.zero,
@@ -68,7 +72,7 @@ MESHES: Mapping[str, Callable[[Config, Mapping[str, int]], Any]] = {
     "experts, all-to-all": lambda c, m: m["expert"] > 1 and c.parallel.expert_dispatch == "all-to-all",
 }
 LOSSES = ("loss", "masked_lm", "sentence_order", HARD, SOFT, ROUTER_AUX_LOSS, Z_LOSS, LOAD, LOST, "tokens")
-LOSSES += ("grad_norm", "learning_rate")
+LOSSES += ("mtp_1_loss", "mtp_2_loss", "grad_norm", "learning_rate")
 BATCHES = ("uneven", "one sample alone")
 """Batches that are compared: with tokens at random, so that ranks have different numbers of them; and with tokens in
 the second half of the last sample alone, so that all other ranks have none."""

@@ -22,6 +22,8 @@ EXPERTS: dict[str, Any] = {"family": "llama", "num_experts": 8, "mlp_size": 48, 
 EXPERTS |= {"router_aux_loss": 0.02, "router_z_loss": 1e-3}
 BIASED = EXPERTS | {"router_score": "sigmoid", "router_bias": True, "router_bias_update_rate": 0.05}
 TEACHER = {"teacher": "a test", "teacher_weight": 0.7, "teacher_temperature": 3.0, "teacher_width": 24}
+HYBRID: dict[str, Any] = {"family": "hybrid", "layer_pattern": "(M-M*)x4", "num_layers": 16, "mlp_size": 40}
+HYBRID |= {"ssm_heads": 8, "ssm_head_dim": 6, "ssm_state": 10, "ssm_groups": 2, "ssm_chunk": 4, "ssm_conv": 3}
 FEATURES: Mapping[str, dict[str, Any]] = {
     "GPT": {},
     "untied tables": {"tie_embeddings": False},
@@ -44,6 +46,10 @@ FEATURES: Mapping[str, dict[str, Any]] = {
     "distillation": {"family": "llama", "task": "chat", **TEACHER},
     "distillation of classes": {"family": "bert", "head": "classification", "num_labels": 3} | TEACHER,
     "packed documents": {"family": "llama", "reset_attention_mask": True, "reset_position_ids": True},
+    "multi-token prediction": {"family": "llama", "mtp_num_layers": 2},
+    "sliding windows": {"family": "llama", "attention_window": 6, "window_layers": "SF", "norm_placement": "sandwich"},
+    "Mamba-2": HYBRID,
+    "unrolled layers": {"family": "llama", "unroll_layers": True},
 }
 MICRO = {"microbatch_size": 2}
 MESHES: Mapping[str, tuple[str, dict[str, Any]]] = {
