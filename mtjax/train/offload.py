@@ -5,9 +5,10 @@ and the parameters, and writes them back in place. Of other forms XLA starts all
 keeps a second copy of the stacks (docs/notes/memory.md).
 """
 
-import dataclasses
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -15,17 +16,70 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array, lax
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from mtjax.config import Config
 from mtjax.errors import UserError
+from mtjax.layout.layouts import Layout
 from mtjax.layout.mesh import MeshShape
-from mtjax.sharding.host_memory import DEVICE, HOST, PINNED
+from mtjax.runtime.train_state import State
+from mtjax.sharding.host_memory import DEVICE, HOST, PINNED, AbsentHost
 from mtjax.sharding.param_specs import ParamSpec
 from mtjax.train import precision
 from mtjax.train.optimizer import make_optimizer
+from mtjax.train.step import TrainStep
 
 Tree = Any
+
+
+class OffloadedStep(TrainStep):
+    """A train step with the optimizer's moments in the host's memory.
+
+    Raises:
+      UserError: as of `TrainStep`, or the mesh has pipeline stages.
+    """
+
+    def __init__(self, config: Config, mesh: Mesh, layout: Layout | None = None) -> None:
+        super().__init__(config, mesh, layout)
+        check_offload(config, self.shape)
+
+    def optimizer_sharding(self) -> Tree:
+        """See `TrainStep.optimizer_sharding`."""
+        return of_moments(lambda sharding: sharding.with_memory_kind(PINNED), super().optimizer_sharding())
+
+    @cached_property
+    def abstract_state(self) -> State:
+        """See `TrainStep.abstract_state`."""
+
+        def on_host(a: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=typed_on_host(a.sharding))
+
+        state = super().abstract_state
+        return replace(state, optimizer=of_moments(on_host, state.optimizer))
+
+    def initialize(self, seed: int, parameters: Tree = None) -> State:
+        """See `TrainStep.initialize`; the moments never are on the device."""
+        state = super().initialize(seed, parameters)
+        return replace(state, optimizer=zero_moments(state.optimizer, self.abstract_state.optimizer))
+
+    @cached_property
+    def _compiled_initial(self) -> Any:
+        def initial(key: Array, parameters: Tree = None) -> State:
+            return _state_without_moments(self._initial(key, parameters))
+
+        return jax.jit(initial, donate_argnums=1, out_shardings=_state_without_moments(self.state_sharding))
+
+    def updated(
+        self, state: State, gradients: Tree, parts: dict[str, Array], norm: Array, finite: Array
+    ) -> tuple[Tree, Tree]:
+        """See `TrainStep.updated`."""
+        trainable, records = self.optimized(state.parameters), self.trainable_records
+        return streamed_update(self.config, records, gradients, state.optimizer, trainable, finite, norm)
+
+
+def offloaded(kind: type[TrainStep]) -> type[TrainStep]:
+    """Returns a kind of train step, such as one with a teacher, with the moments in the host's memory."""
+    return OffloadedStep if kind is TrainStep else type(f"Offloaded{kind.__name__}", (OffloadedStep, kind), {})
 
 
 def check_offload(config: Config, shape: MeshShape) -> None:
@@ -59,14 +113,13 @@ def without_moments(state: Tree) -> Tree:
     return on_adam(lambda a: a._replace(mu=None, nu=None), state)
 
 
+def _state_without_moments(state: State) -> State:
+    return replace(state, optimizer=without_moments(state.optimizer))
+
+
 def of_moments(function: Callable[[Any], Any], state: Tree) -> Tree:
     """Applies a function to each array of the moments."""
     return on_adam(lambda a: a._replace(mu=jax.tree.map(function, a.mu), nu=jax.tree.map(function, a.nu)), state)
-
-
-def host_shardings(optimizer: Tree) -> Tree:
-    """Returns shardings of an optimizer's state with the moments in the host's memory."""
-    return of_moments(lambda sharding: sharding.with_memory_kind(PINNED), optimizer)
 
 
 def zero_moments(optimizer: Tree, abstract: Tree) -> Tree:
@@ -83,7 +136,7 @@ def zero_moments(optimizer: Tree, abstract: Tree) -> Tree:
     return on_adam(lambda a: a._replace(mu=mu, nu=nu), optimizer)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Streamed:
     """The update of one array, or of one layer of a stack."""
 
@@ -141,7 +194,7 @@ def streamed_update(
     """
     clip = config.optimizer.clip_grad_norm
     factor = jnp.minimum(1.0, clip / norm) if clip else 1.0
-    unclipped = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, clip_grad_norm=0.0))
+    unclipped = replace(config, optimizer=replace(config.optimizer, clip_grad_norm=0.0))
     one = Streamed(unclipped, without_moments(optimizer), factor, finite, memory)
     adam, (leaves, structure) = adam_of(optimizer), jax.tree.flatten(parameters)
     every = jax.tree.leaves(records)
@@ -190,6 +243,4 @@ def typed_on_host(sharding: NamedSharding) -> NamedSharding:
     """Returns a sharding in the host's memory, also of devices that are compiled for without being there."""
     if sharding.memory_kind == PINNED:
         return sharding
-    from mtjax.sharding.host_memory import AbsentHost
-
     return AbsentHost(sharding.mesh, sharding.spec)

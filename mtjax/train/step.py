@@ -3,7 +3,6 @@
 `inspect` and the planner build the same `TrainStep` on compile-only devices.
 """
 
-from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -64,10 +63,6 @@ class TrainStep(ShardedModel):
     def __init__(self, config: Config, mesh: Mesh, layout: Layout | None = None) -> None:
         check_offload(Recompute.of(config.training), mesh.devices.flat[0].platform)
         super().__init__(config, mesh, layout, trains=True)
-        if self.offloads:
-            from mtjax.train.offload import check_offload as check_optimizer_offload
-
-            check_optimizer_offload(config, self.shape)
         self.xla = xla_options.choose(self.config, mesh)
         self.trainable_records = self.optimized(self.records)
         self.optimizer = make_optimizer(config, self.trainable_records, self.layer_orders)
@@ -80,57 +75,36 @@ class TrainStep(ShardedModel):
     @cached_property
     def state_sharding(self) -> State:
         """The sharding of each array of the state."""
+        everywhere, scaled = placement.replicated(self.mesh), self.config.training.compute_dtype == "float16"
+        loss_scale = LossScale(everywhere, everywhere, everywhere) if scaled else None
+        return State(everywhere, everywhere, self.parameter_sharding, self.optimizer_sharding(), loss_scale)
+
+    def optimizer_sharding(self) -> Tree:
+        """Returns the sharding of each array of the optimizer's state."""
         # Adam's moments are sharded like the stored parameters: with ZeRO over the data parallel ranks as well.
         moments = placement.shardings(partition_specs(self.trainable_records, "storage_spec"), self.mesh)
-        everywhere, like = placement.replicated(self.mesh), self.optimized(self.abstract_parameters)
-        states = optimizer_states(self.config)
+        like, states = self.optimized(self.abstract_parameters), optimizer_states(self.config)
         if states.is_plain:
-            optimizer = placement.optimizer_shardings(self.optimizer, like, moments, self.mesh)
-        else:
-            from mtjax.sharding.optimizer_shardings import shardings_by_name
+            return placement.optimizer_shardings(self.optimizer, like, moments, self.mesh)
+        from mtjax.sharding.optimizer_shardings import shardings_by_name
 
-            with jax.set_mesh(self.mesh):
-                abstract = jax.eval_shape(self.optimizer.init, placement.with_sharding(like, moments))
-            optimizer = shardings_by_name(abstract, self.trainable_records, states, self.mesh)
-        if self.offloads:
-            from mtjax.train.offload import host_shardings
-
-            optimizer = host_shardings(optimizer)
-        scaled = self.config.training.compute_dtype == "float16"
-        loss_scale = LossScale(everywhere, everywhere, everywhere) if scaled else None
-        return State(everywhere, everywhere, self.parameter_sharding, optimizer, loss_scale)
+        with jax.set_mesh(self.mesh):
+            abstract = jax.eval_shape(self.optimizer.init, placement.with_sharding(like, moments))
+        return shardings_by_name(abstract, self.trainable_records, states, self.mesh)
 
     @cached_property
     def abstract_state(self) -> State:
         """Shapes, dtypes and shardings of the state; a checkpoint is restored into it."""
         with jax.set_mesh(self.mesh):
             state = jax.eval_shape(self._initial, jax.eval_shape(lambda: jax.random.key(0)))
-        state = placement.with_sharding(state, self.state_sharding)
-        if not self.offloads:
-            return state
-        from mtjax.train.offload import of_moments, typed_on_host
-
-        def on_host(a: Any) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=typed_on_host(a.sharding))
-
-        return replace(state, optimizer=of_moments(on_host, state.optimizer))
-
-    @property
-    def offloads(self) -> bool:
-        """Whether the optimizer's moments are in the host's memory."""
-        return self.config.parallel.offload == "optimizer"
+        return placement.with_sharding(state, self.state_sharding)
 
     def initialize(self, seed: int, parameters: Tree = None) -> State:
         """Initializes the state directly in its sharding, with the same values on every mesh.
 
         If `parameters` are given, they are donated, and only the other parts of the state are initialized.
         """
-        state = self.on_mesh(self._compiled_initial, jax.random.key(seed), parameters)
-        if not self.offloads:
-            return state
-        from mtjax.train.offload import zero_moments
-
-        return replace(state, optimizer=zero_moments(state.optimizer, self.abstract_state.optimizer))
+        return self.on_mesh(self._compiled_initial, jax.random.key(seed), parameters)
 
     def step(self, state: State, batch: Batch) -> tuple[State, dict[str, Array]]:
         """Runs one optimizer step, donating `state`; returns the new state and metrics.
@@ -178,16 +152,7 @@ class TrainStep(ShardedModel):
 
     @cached_property
     def _compiled_initial(self) -> Any:
-        if not self.offloads:
-            return jax.jit(self._initial, donate_argnums=1, out_shardings=self.state_sharding)
-        from mtjax.train.offload import without_moments
-
-        def initial(key: Array, parameters: Tree = None) -> State:  # the moments never are on the device
-            state = self._initial(key, parameters)
-            return replace(state, optimizer=without_moments(state.optimizer))
-
-        shardings = replace(self.state_sharding, optimizer=without_moments(self.state_sharding.optimizer))
-        return jax.jit(initial, donate_argnums=1, out_shardings=shardings)
+        return jax.jit(self._initial, donate_argnums=1, out_shardings=self.state_sharding)
 
     @cached_property
     def _compiled_step(self) -> Any:
@@ -221,30 +186,12 @@ class TrainStep(ShardedModel):
         self, state: State, batch: Batch, loss: Array, parts: dict[str, Array], gradients: Tree
     ) -> tuple[State, dict[str, Array]]:
         """Traces the optimizer update; returns the next state and metrics."""
-        loss_scale, trainable = state.loss_scale, self.optimized(state.parameters)
+        loss_scale = state.loss_scale
         with jax.named_scope("optimizer"):
-            if self.offloads:  # streamed below, with the selection of what counts
-                updated, optimizer = trainable, state.optimizer
-            else:
-                updates, optimizer = self.optimizer.update(gradients, state.optimizer, trainable)
-                updated = optax.apply_updates(trainable, updates)
-            if self.config.model.router_bias:  # not with offload
-                from mtjax.train.router_bias import update_router_bias
-
-                rate, orders = self.config.model.router_bias_update_rate, self.layer_orders
-                updated = update_router_bias(self.trainable_records, updated, parts[LOAD], rate, orders)
             norm = optax.tree.norm(gradients)  # shared with gradient clipping (common subexpression)
             bad = first_bad(loss + norm, gradients, self.trainable_records, self.layer_numbers)
             finite = bad == GOOD
-            # A step with nonfinite gradients is skipped on all devices, by selects instead of a conditional.
-            if self.offloads:
-                from mtjax.train.offload import streamed_update
-
-                updated, optimizer = streamed_update(
-                    self.config, self.trainable_records, gradients, state.optimizer, trainable, finite, norm
-                )
-            else:
-                updated, optimizer = precision.choose(finite, (updated, optimizer), (trainable, state.optimizer))
+            updated, optimizer = self.updated(state, gradients, parts, norm, finite)
             metrics = {
                 "loss": loss,
                 "grad_norm": jnp.where(finite, norm, 0.0),
@@ -259,6 +206,29 @@ class TrainStep(ShardedModel):
                 loss_scale = precision.update(loss_scale, finite, self.config.training)
         parameters = merge_trees(updated, select_frozen(self.records, state.parameters))
         return State(state.step + 1, state.random, parameters, optimizer, loss_scale), metrics
+
+    def updated(
+        self, state: State, gradients: Tree, parts: dict[str, Array], norm: Array, finite: Array
+    ) -> tuple[Tree, Tree]:
+        """Traces the optimizer; returns the trained parameters and its state, as they were unless the step counts.
+
+        Args:
+          state: before the step.
+          gradients: of the trained parameters.
+          parts: losses by name, and the load of experts.
+          norm: of all gradients.
+          finite: whether the step counts.
+        """
+        trainable = self.optimized(state.parameters)
+        updates, optimizer = self.optimizer.update(gradients, state.optimizer, trainable)
+        updated = optax.apply_updates(trainable, updates)
+        if self.config.model.router_bias:
+            from mtjax.train.router_bias import update_router_bias
+
+            rate, orders = self.config.model.router_bias_update_rate, self.layer_orders
+            updated = update_router_bias(self.trainable_records, updated, parts[LOAD], rate, orders)
+        # A step with nonfinite gradients is skipped on all devices, by selects instead of a conditional.
+        return precision.choose(finite, (updated, optimizer), (trainable, state.optimizer))
 
     def gradients(
         self, parameters: Tree, batch: Batch, key: Array | None, scale: Array | None = None
@@ -324,18 +294,23 @@ def optimizer_step_count(optimizer: Tree) -> Array:
 
 
 def make_train_step(config: Config, mesh: Mesh) -> TrainStep:
-    """Builds the train step of `config` on an attached or compile-only `mesh`, with distillation if a teacher is set,
-    or products in 8 bits.
+    """Builds the train step of `config` on an attached or compile-only `mesh`.
 
     Raises:
       UserError: the mesh does not divide the model or its batch.
     """
+    kind = TrainStep
+    # These modules import TrainStep from here.
     if config.finetuning.teacher is not None:
-        from mtjax.train.distilled import Distilled  # it imports TrainStep from here
+        from mtjax.train.distilled import Distilled
 
-        return Distilled(config, mesh)
-    if config.training.fp8 != "none":
+        kind = Distilled
+    elif config.training.fp8 != "none":
         from mtjax.train.float8 import Float8Step
 
-        return Float8Step(config, mesh)
-    return TrainStep(config, mesh)
+        kind = Float8Step
+    if config.parallel.offload == "optimizer":
+        from mtjax.train.offload import offloaded
+
+        kind = offloaded(kind)
+    return kind(config, mesh)
