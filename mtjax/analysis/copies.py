@@ -41,7 +41,7 @@ from mtjax.config.adapters import is_trainable
 from mtjax.layout.layouts import Layout, gathers_in_compute_dtype
 from mtjax.layout.mesh import MeshShape
 from mtjax.layout.plan import Plan
-from mtjax.layout.stages import layers_in_chunk
+from mtjax.layout.stages import layers_in_chunk, layers_of_stage
 
 SAVED = "saved activations, into stacks and out of them"
 ZEROS = "zeros for stacks"
@@ -111,7 +111,7 @@ def copies_in_step(anatomy: Anatomy, plan: Plan) -> list[Copy]:
     """Returns the copies whose number does not depend on that of microbatches."""
     found: list[Copy] = []
     for stack in anatomy.stacks:
-        layers = layers_in_chunk(stack, plan) * (plan.chunks if plan.is_staged else 1)
+        layers = layers_of_stage(stack, plan)
         for parameter in _parameters(stack, anatomy.model, plan.layout(anatomy.model), plan.mesh):
             found += _once(parameter, plan, layers)
     return found

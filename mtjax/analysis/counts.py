@@ -21,7 +21,7 @@ from mtjax.layout.layouts import (
 from mtjax.layout.mesh import MeshShape
 from mtjax.layout.plan import Plan
 from mtjax.layout.rules import Axes
-from mtjax.layout.stages import layers_in_chunk
+from mtjax.layout.stages import layers_of_stage
 
 EXPERT_NAME = "expert"
 """Logical name of the dimension along which experts' matrices are stacked."""
@@ -174,7 +174,7 @@ def stage_weights(anatomy: Anatomy, plan: Plan, stage: int = 0) -> list[Weight]:
         return anatomy.weights
     stacked = []
     for stack in anatomy.stacks:
-        layers = stages * layers_in_chunk(stack, plan) * (plan.chunks if plan.is_staged else 1)
+        layers = stages * layers_of_stage(stack, plan)
         stacked += [Weight(w.name, w.names, (layers, *w.shape[1:])) for w in stack.weights]
     first = [w for part in anatomy.embed for w in part.weights]
     last = [w for part in anatomy.head for w in part.weights]

@@ -17,13 +17,10 @@ from mtjax.analysis.contract import (
 )
 from mtjax.analysis.parts.part import Product, over_model
 from mtjax.config import Model
-from mtjax.config.float8 import FLOAT8_PRODUCTS, MULTIPLE, unfit_products
+from mtjax.config.float8 import EXPONENTS, FLOAT8_PRODUCTS, MULTIPLE, unfit_products
 from mtjax.layout.plan import Plan
 from mtjax.layout.rules import MANUAL, MODEL
-from mtjax.layout.stages import layers_in_chunk
-
-EXPONENTS = 96
-"""Powers of two that a scale may be."""
+from mtjax.layout.stages import layers_of_stage
 
 
 def is_float8(product: Product, plan: Plan) -> bool:
@@ -107,6 +104,6 @@ def float8_symbols(anatomy: Anatomy, plan: Plan) -> dict[str, int]:
     if plan.fp8 != "delayed":
         return {}
     model = anatomy.model
-    layers = sum(layers_in_chunk(stack, plan) * (plan.chunks if plan.is_staged else 1) for stack in anatomy.stacks)
+    layers = sum(layers_of_stage(stack, plan) for stack in anatomy.stacks)
     exponents = layers * num_products(model, plan) * 2 * EXPONENTS
     return {"float8_exponents": exponents, "float8_counts": exponents * model.num_heads // plan.mesh.model}

@@ -16,13 +16,11 @@ from mtjax.analysis.parts.part import Weight
 from mtjax.config.adapters import is_trainable
 from mtjax.layout.layouts import LAYERS, Layout, sharded_dimension
 from mtjax.layout.mesh import MeshShape
-from mtjax.layout.optimizer_states import Matrices, factored_dimensions, kept_arrays, matrices_of
+from mtjax.layout.optimizer_states import ITERATIONS, Matrices, factored_dimensions, kept_arrays, matrices_of
 from mtjax.layout.plan import Plan
 from mtjax.layout.rules import Axes
 
 FLOAT32 = 4
-ITERATIONS = 5
-"""Of Newton-Schulz: `mtjax.sharding.newton_schulz`."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +92,7 @@ def point_bytes(anatomy: Anatomy, plan: Plan, stage: int = 0) -> float:
     keep what they gather of it."""
     if plan.optimizer.name != "schedule-free" or plan.gathers_per_step or plan.residuals != "jax":
         return 0.0
-    return FLOAT32 * sum(shard.elements(tuple(range(len(shard.sizes)))) for shard in _shards_of(anatomy, plan, stage))
+    return FLOAT32 * sum(math.prod(shard.sizes) for shard in _shards_of(anatomy, plan, stage))
 
 
 def streamed_bytes(anatomy: Anatomy, plan: Plan) -> float:
@@ -104,7 +102,7 @@ def streamed_bytes(anatomy: Anatomy, plan: Plan) -> float:
         return 0.0
     elements = 0.0
     for shard in _shards_of(anatomy, plan):
-        size = shard.elements(tuple(range(len(shard.sizes))))
+        size = math.prod(shard.sizes)
         elements += size / shard.sizes[0] if shard.weight.names[0] == LAYERS and not shard.axes[0] else size
     return 2 * FLOAT32 * elements
 

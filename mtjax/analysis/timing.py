@@ -29,7 +29,7 @@ from mtjax.analysis.link_time import (
     transfer_time,
 )
 from mtjax.analysis.machine import Constants, Machine
-from mtjax.analysis.optimizer import ITERATIONS, exchanges, host_bytes, state_bytes
+from mtjax.analysis.optimizer import exchanges, host_bytes, state_bytes
 from mtjax.analysis.parts.part import Elementwise, Product, Scores, unrepeated
 from mtjax.analysis.schedules import megatron_bubble
 from mtjax.analysis.software import MTJAX, Software
@@ -38,6 +38,7 @@ from mtjax.analysis.traffic import teacher_transfers, transfers
 from mtjax.config.adapters import is_trainable
 from mtjax.config.sizes import output_is_tied
 from mtjax.layout.mesh import MeshShape
+from mtjax.layout.optimizer_states import ITERATIONS
 from mtjax.layout.plan import Plan
 from mtjax.layout.rules import CONTEXT, DATA, EXPERT, MODEL, STAGE
 from mtjax.layout.stages import layers_in_chunk

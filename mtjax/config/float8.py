@@ -12,6 +12,8 @@ FLOAT8_PRODUCTS = ("attention.qkv", "attention.output", "mlp.up", "mlp.down")
 """Products of a layer that run in 8 bits; attention's own, embedding and head do not."""
 STATE = "rule"
 """Name of the scales of a product among a training step's parameters, beside its weight; they are not weights."""
+EXPONENTS = 96
+"""Powers of two that a scale may be."""
 MULTIPLE = 16
 """cuBLASLt multiplies 8-bit matrices of which all sizes are multiples of this."""
 

@@ -1,10 +1,11 @@
 """Checks of the optimizer's settings."""
 
+from mtjax.config.optimizer import Optimizer
 from mtjax.config.run import Config
 from mtjax.errors import UserError
 
-MOMENTUM = {"muon_momentum": ("muon", 0.95), "sgd_momentum": ("sgd", 0.9)}
-"""Setting -> the optimizer that reads it, and its default."""
+MOMENTUM = {"muon_momentum": "muon", "sgd_momentum": "sgd"}
+"""Setting -> the optimizer that reads it."""
 
 
 def check_optimizer(config: Config) -> None:
@@ -13,10 +14,10 @@ def check_optimizer(config: Config) -> None:
     Raises:
       UserError: it can not, or does not.
     """
-    options = config.optimizer
-    for name, (owner, default) in MOMENTUM.items():
+    options, defaults = config.optimizer, Optimizer()
+    for name, owner in MOMENTUM.items():
         value = getattr(options, name)
-        if value != default and options.optimizer != owner:
+        if value != getattr(defaults, name) and options.optimizer != owner:
             raise UserError(
                 f"{name} {value:g} is for optimizer {owner}, and optimizer is {options.optimizer}: remove {name}, or "
                 f"set optimizer {owner}"

@@ -6,9 +6,6 @@ from typing import Literal
 from mtjax.config.field_metadata import at_least
 from mtjax.errors import UserError
 
-BITS = {"int8": 8, "int4": 4}
-"""Bits of a weight by `Storage.weights_dtype`."""
-
 
 @dataclass(frozen=True)
 class Storage:

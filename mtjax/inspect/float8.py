@@ -1,14 +1,13 @@
 """Checks that a compiled step multiplies in 8 bits wherever its config says so."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mtjax.analysis.contract import LAYER_PHASES
 from mtjax.config.float8 import unfit_products
 from mtjax.inspect.compiled import CompiledStep
-from mtjax.inspect.hlo_walk import Site, walk
+from mtjax.inspect.hlo_walk import Site
 from mtjax.inspect.phases import OTHER, locate
-from mtjax.inspect.products import Product, product_of
+from mtjax.inspect.products import Product, executed_products
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ def float8_products(step: CompiledStep) -> Float8Products | None:
     left = [{size + -size % to for size in pair} for pair in sizes for to in (1, 8)]
     flops = eight = found = expected = 0
     missed: list[str] = []
-    for site, product in _products(step):
+    for site, product in executed_products(step.module):
         flops += product.flops * site.count
         if product.dtype.startswith("f8"):
             eight += product.flops * site.count
@@ -49,12 +48,6 @@ def float8_products(step: CompiledStep) -> Float8Products | None:
                 f"{product.dtype} instead of 8-bit floats, from {site.instruction.op_name}"
             )
     return Float8Products(found, expected, eight / max(flops, 1), tuple(missed))
-
-
-def _products(step: CompiledStep) -> Iterator[tuple[Site, Product]]:
-    for site in walk(step.module):
-        if (product := product_of(site.computation, site.instruction)) is not None:
-            yield site, product
 
 
 def _has_weight(product: Product) -> bool:

@@ -273,11 +273,11 @@ def _instruction(line: str, number: int) -> Instruction:
     start = _NAME.match(line)
     if not start:
         raise UserError(f"line {number} of the HLO text can't be read: {line.strip()[:80]!r}")
-    shape_end = _skip(line, start.end()) if line[start.end()] == "(" else line.index(" ", start.end())
+    shape_end = skip(line, start.end()) if line[start.end()] == "(" else line.index(" ", start.end())
     opcode = _OPCODE.match(line, shape_end)
     if not opcode:
         raise UserError(f"line {number} of the HLO text has no operation: {line.strip()[:80]!r}")
-    end = _skip(line, opcode.end() - 1)
+    end = skip(line, opcode.end() - 1)
     inside = line[opcode.end() : end - 1]
     literal = opcode[1] in ("parameter", "constant")
     return Instruction(
@@ -320,7 +320,7 @@ def _split(text: str) -> list[str]:
 _BRACKET = re.compile(r'[()]|"(?:[^"\\]|\\.)*"')
 
 
-def _skip(line: str, start: int) -> int:
+def skip(line: str, start: int) -> int:
     """Returns the index after the parenthesis that closes the one at `start`, ignoring quoted text."""
     depth = 0
     for match in _BRACKET.finditer(line, start):

@@ -3,14 +3,14 @@
 import re
 from collections.abc import Iterator
 
-from mtjax.inspect.hlo import Module
+from mtjax.inspect.hlo import Module, parse_arrays, skip
 from mtjax.inspect.hlo_walk import walk
 
 ON_HOST = "S(5)"
 """XLA's mark in the layout of an array that is in the host's memory."""
 _NAME = re.compile(r"\s*(?:ROOT )?%?([\w.\-]+) = ")
-_ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\](\{[^}]*\})?")
-_BITS = re.compile(r"\d+")
+_ARRAY = re.compile(r"([a-z]\w*\[[\d,]*\])(\{[^}]*\})?")
+"""An array of a result, and its layout."""
 
 
 def host_copies(text: str, module: Module) -> tuple[int, int]:
@@ -36,7 +36,8 @@ def _sizes(text: str) -> Iterator[tuple[str, tuple[int, int]]]:
         name = _NAME.match(line)
         if name is None or ON_HOST not in line or "start" not in name[1]:
             continue
-        arrays = [(_bytes(dtype, dims), ON_HOST in layout) for dtype, dims, layout in _ARRAY.findall(_result(line))]
+        result = line[name.end() : skip(line, name.end())]
+        arrays = [(parse_arrays(array)[0].bytes, ON_HOST in layout) for array, layout in _ARRAY.findall(result)]
         if name[1].startswith("dynamic-slice-start"):  # (operands), result, token
             yield name[1], (next(size for size, hosted in arrays[1:] if size > _INDEX and not hosted), 0)
         elif name[1].startswith("dynamic-update-slice-start"):  # (stack, layer, indices), stack, token
@@ -49,27 +50,3 @@ def _sizes(text: str) -> Iterator[tuple[str, tuple[int, int]]]:
 
 _INDEX = 4
 """Bytes of an index."""
-
-
-def _result(line: str) -> str:
-    """Returns the type of an instruction's result: the parentheses after the equals sign."""
-    start = line.index(" = ") + 3
-    depth = 0
-    for end in range(start, len(line)):
-        depth += 0 if _in_layout(line, end) else {"(": 1, ")": -1}.get(line[end], 0)
-        if not depth:
-            return line[start : end + 1]
-    return line[start:]
-
-
-def _in_layout(line: str, at: int) -> bool:
-    """Returns whether a position is inside the braces of a layout."""
-    return line.rfind("{", 0, at) > line.rfind("}", 0, at)
-
-
-def _bytes(dtype: str, dims: str) -> int:
-    bits = _BITS.search(dtype)
-    size = int(bits[0]) // 8 if bits else 1
-    for dim in filter(None, dims.split(",")):
-        size *= int(dim)
-    return size

@@ -3,10 +3,11 @@
 import json
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mtjax.inspect.hlo import Array, Computation, Instruction, Module
-from mtjax.inspect.hlo_walk import walk
+from mtjax.inspect.hlo_walk import Site, walk
 
 _LIBRARY_PRODUCT = re.compile(r"__cublas\$(?:lt\$)?(?:gemm|matmul)|__triton_gemm|__onednn\$matmul|__cudnn\$conv")
 _FLASH = re.compile(r"__cudnn\$fmha\w*", re.IGNORECASE)
@@ -89,7 +90,13 @@ def products_of(module: Module, computation: Computation, instruction: Instructi
     return [*([direct] if direct else []), *(p for callee in callees for p in products_of(module, *callee))]
 
 
+def executed_products(module: Module) -> Iterator[tuple[Site, Product]]:
+    """Yields the matmuls that one device computes in a step, and where."""
+    for site in walk(module):
+        if (product := product_of(site.computation, site.instruction)) is not None:
+            yield site, product
+
+
 def count_flops(module: Module) -> int:
     """Returns the FLOPs of all matmuls that one device computes in a step."""
-    products = ((product_of(site.computation, site.instruction), site.count) for site in walk(module))
-    return sum(product.flops * count for product, count in products if product)
+    return sum(product.flops * site.count for site, product in executed_products(module))

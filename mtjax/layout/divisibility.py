@@ -16,7 +16,7 @@ from mtjax.config.sizes import (
 from mtjax.config.ssm import has_attention
 from mtjax.errors import UserError, listed
 from mtjax.layout.float8 import float8_problems
-from mtjax.layout.hybrid import chunk_problems, inner_widths, split_heads, state_space_problems
+from mtjax.layout.hybrid import chunk_problems, inner_widths, sharing_problems, split_heads, state_space_problems
 from mtjax.layout.layouts import Layout, zero_problems
 from mtjax.layout.mesh import MeshShape
 from mtjax.layout.plan import Plan
@@ -91,12 +91,8 @@ def _model_problems(model: Model, plan: Plan) -> Iterator[str]:
                 f"{_nearest_fit(axis, size, degree, model.hidden_size)}"
             )
     # Grouped-query attention: with fewer key heads than ranks, each key head is replicated on degree / heads ranks.
-    degree, kv_heads = mesh.degree(rules.heads), num_kv_heads(model)
-    if has_attention(model) and kv_heads % degree and degree % kv_heads:
-        yield (
-            f"num_kv_heads {kv_heads} is neither a multiple nor a divisor of the {mesh.degree_text(rules.heads)}; "
-            f"choose a tensor parallel degree that divides {kv_heads} or is a multiple of it"
-        )
+    if has_attention(model):
+        yield from sharing_problems("num_kv_heads", num_kv_heads(model), model, plan)
     yield from state_space_problems(model, plan)
 
 

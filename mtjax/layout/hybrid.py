@@ -31,7 +31,6 @@ def state_space_problems(model: Model, plan: Plan) -> Iterator[str]:
     context parallel ranks that are shorter than the convolution."""
     if "M" not in letters_of(model):
         return
-    groups, degree = model.ssm_groups, plan.mesh.degree(plan.layout(model).rules.heads)
     pieces, taps = 2 * plan.mesh.context, model.ssm_conv - 1
     if pieces > 2 and model.sequence_length // pieces < taps:
         yield (
@@ -39,11 +38,17 @@ def state_space_problems(model: Model, plan: Plan) -> Iterator[str]:
             f"parallel ranks, is shorter than the {taps} tokens before a token that ssm_conv {model.ssm_conv} reads: "
             f"use {pieces * taps} or more"
         )
-    if groups % degree and degree % groups:
+    yield from sharing_problems("ssm_groups", model.ssm_groups, model, plan)
+
+
+def sharing_problems(name: str, count: int, model: Model, plan: Plan) -> Iterator[str]:
+    """Yields a number of key heads, or of groups of heads, that tensor parallel ranks can neither shard nor share."""
+    heads = plan.layout(model).rules.heads
+    degree = plan.mesh.degree(heads)
+    if count % degree and degree % count:
         yield (
-            f"ssm_groups {groups} is neither a multiple nor a divisor of the "
-            f"{plan.mesh.degree_text(plan.layout(model).rules.heads)}; choose a tensor parallel degree that divides "
-            f"{groups} or is a multiple of it"
+            f"{name} {count} is neither a multiple nor a divisor of the {plan.mesh.degree_text(heads)}; choose a "
+            f"tensor parallel degree that divides {count} or is a multiple of it"
         )
 
 

@@ -17,6 +17,8 @@ STACKED = (LAYERS, "expert", "qkv", "kv", "gate")
 """Logical names of dimensions along which several matrices are stacked in one array."""
 HEADS = ("heads", "kv_heads", "head_dim", "groups", "state")
 """Logical names of dimensions that are one dimension of a matrix together."""
+ITERATIONS = 5
+"""Of Newton-Schulz."""
 FACTORED_FROM = 128
 """Adafactor factors a parameter if two of its dimensions have at least this size, as optax and T5X do."""
 

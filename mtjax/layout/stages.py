@@ -110,6 +110,11 @@ def layers_in_chunk(stack: LayerStack, plan: Plan) -> int:
     return stack_order(stack, plan.mesh.stage, plan.chunks, plan.layers_per_stage).places
 
 
+def layers_of_stage(stack: LayerStack, plan: Plan) -> int:
+    """Returns the slots for a stack's layers on a stage, those of all its chunks."""
+    return layers_in_chunk(stack, plan) * (plan.chunks if plan.is_staged else 1)
+
+
 def layer_numbers(model: Model, name: str) -> tuple[int, ...]:
     """Returns the numbers of the layers whose parameters an array stacks, by its dotted name; () if it stacks none."""
     return next((stack.layer_numbers for stack in stacks_of(model) if f".{stack.path}.layers." in f".{name}"), ())

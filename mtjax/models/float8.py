@@ -8,9 +8,10 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from mtjax.config import Config
-from mtjax.config.float8 import FLOAT8_PRODUCTS, unfit_products
+from mtjax.config.float8 import EXPONENTS, FLOAT8_PRODUCTS, unfit_products
+from mtjax.layout.stages import PADDING
 from mtjax.sharding.axes import num_shards, sequence_is_sharded, spec, varying_like
-from mtjax.sharding.float8 import E4M3, E5M2, EXPONENTS, Recipe, Scales, float8_product
+from mtjax.sharding.float8 import E4M3, E5M2, Recipe, Scales, float8_product
 
 FIRST_SCALES = (4.0, 64.0, 2.0**24)
 """Of x, W and g in the first step, whose largest values are unknown; that of W is replaced by its own."""
@@ -66,6 +67,4 @@ def quantize_products(model: Any, config: Config) -> None:
 
 def _is_layer(stack: Any) -> Array:
     """Returns float32 [layers]: 0 for padding rows of a stack, else 1."""
-    from mtjax.layout.stages import PADDING
-
     return jnp.asarray([float(number != PADDING) for number in stack.order.flat], out_sharding=spec("layers"))

@@ -14,10 +14,11 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec, reshard
 from jaxtyping import Float, Int
 
+from mtjax.config.float8 import EXPONENTS
 from mtjax.sharding.axes import map_ranks, merge_both, spec, varying_like
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
-LOWEST, EXPONENTS = -32, 96
+LOWEST = -32
 """Scales are 2^LOWEST ... 2^(LOWEST + EXPONENTS - 1): the inverse of two scales is a normal number in bfloat16."""
 _MANTISSA, _LARGEST_MANTISSA = 0x7FFFFF, 0x600000
 """Of a float32; and of 1.75, with which the largest numbers of both 8-bit types begin."""
@@ -95,9 +96,7 @@ def float8_product(
       weight: in the type of x.
       scales: of delayed scaling; None without. The gradient of their `age` counts largest values; `scale` has none.
     """
-    row, inner, outer = dims
-    x8, weight8, inverse = _operands(recipe, len(row), sharding, x, weight, scales)
-    return _scaled(f"{row}{inner},{inner}{outer}->{row}{outer}", x8, weight8, inverse, x.dtype, sharding)
+    return _product_forward(recipe, dims, sharding, x, weight, scales)[0]
 
 
 def _operands(

@@ -5,13 +5,12 @@ All KV heads are replicated then. The query heads of a rank belong to a single g
 and one value head. Its gradient is a partial sum, which is reduced over the ranks in float32.
 """
 
-import math
-
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jaxtyping import Float
 
-from mtjax.sharding.axes import dimension_axes, spec
+from mtjax.sharding.axes import dimension_axes, num_shards, spec
 
 
 def heads_in_use(parameter: Array, name: str = "kv_heads") -> Array:
@@ -27,17 +26,25 @@ def heads_in_use(parameter: Array, name: str = "kv_heads") -> Array:
     axes = dimension_axes(spec("heads"), 0)
     if not axes or dimension_axes(spec(name), 0) == axes:
         return parameter
-    sizes = jax.sharding.get_abstract_mesh().shape
-    ranks, heads = math.prod(sizes[axis] for axis in axes), parameter.shape[-2]
+    ranks, heads = num_shards("heads"), parameter.shape[-2]
     # A product with a one-hot matrix is a slice, and its transpose a reduction over ranks. A `shard_map` with
     # `axis_index` would not lower here: the scan over layers hoists the index out of the map, and out of the manual
     # region.
-    is_used = jnp.arange(ranks)[:, None] * heads // ranks == jnp.arange(heads)
     sharding = spec(*(None,) * (parameter.ndim - 2), "heads", None)
     return jnp.einsum(
         "rg,...gd->...rd",
-        is_used.astype(jnp.float32),
+        heads_of_ranks(ranks, heads),
         parameter.astype(jnp.float32),  # ZeRO-3 may have gathered it in 16 bits
         precision=jax.lax.Precision.HIGHEST,  # exact: one term of each sum is not 0
         out_sharding=sharding,
     )
+
+
+def heads_of_ranks(ranks: int, heads: int) -> Float[Array, "ranks heads"]:
+    """Returns 1 where a rank computes with a head, or with another group of heads, else 0; ranks are more."""
+    return (jnp.arange(ranks)[:, None] * heads // ranks == jnp.arange(heads)).astype(jnp.float32)
+
+
+def groups_in_use(groups: int) -> int:
+    """Returns the number of groups of heads that ranks compute: one each where ranks are more."""
+    return max(groups, num_shards("heads"))

@@ -11,14 +11,13 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
-from mtjax.layout.optimizer_states import Matrices, matrices_of
+from mtjax.layout.optimizer_states import ITERATIONS, Matrices, matrices_of
 from mtjax.layout.rules import Axes
 from mtjax.sharding.axes import dimension_axes, fully_manual
 from mtjax.sharding.param_specs import ParamSpec
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the iteration's polynomial (Jordan et al. 2024): steep at 0, and within 0.7 and 1.2 after five iterations."""
-ITERATIONS = 5
 EPSILON = 1e-8
 """Added to the norm by which a matrix is divided."""
 ELEMENTS_AT_A_TIME = 2**25

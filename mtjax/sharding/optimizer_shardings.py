@@ -6,7 +6,6 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mtjax.layout.optimizer_states import OptimizerStates, kept_arrays
-from mtjax.sharding.axes import dimension_axes
 from mtjax.sharding.param_specs import ParamSpec, dotted
 
 Tree = Any
@@ -39,5 +38,4 @@ def _spec(record: ParamSpec, array: str, states: OptimizerStates, shape: tuple[i
     if shape == record.shape:
         return record.storage_spec
     dims = kept_arrays(states, record.axes, record.shape)[array]
-    axes = (dimension_axes(record.storage_spec, dim) for dim in dims)
-    return PartitionSpec(*(None if not one else one[0] if len(one) == 1 else one for one in axes))
+    return PartitionSpec(*(record.storage_spec[dim] for dim in dims))

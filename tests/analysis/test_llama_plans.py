@@ -76,5 +76,8 @@ def test_key_and_value_heads_must_fit_the_model_ways() -> None:
         UserError, match="num_kv_heads 12 is neither a multiple nor a divisor of the tensor parallel degree 8"
     ):
         check(model, plan)
+    groups = dataclasses.replace(model, family="hybrid", layer_pattern="(M-)x40", ssm_groups=12, ssm_head_dim=128)
+    with pytest.raises(UserError, match="ssm_groups 12 is neither a multiple nor a divisor of the tensor parallel"):
+        check(groups, plan)
     meshes = list(search.meshes(anatomy_of(model), plan, 8, SERVERS["h100"], search.Space()))
     assert {w.model for w in meshes} == {1, 2, 4}

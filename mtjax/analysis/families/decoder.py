@@ -28,8 +28,8 @@ from mtjax.config.sizes import (
 from mtjax.layout.stacks import stacks_of
 
 
-def decoder(model: Model) -> Anatomy:
-    """Builds the anatomy of a GPT or Llama.
+def decoder(model: Model, stacks: tuple[Stack, ...] | None = None) -> Anatomy:
+    """Builds the anatomy of a GPT or Llama, or of a decoder with these stacks of layers.
 
     A GPT-2 has `V h + s h + l (12 h^2 + 13 h) + 2 h` parameters (arXiv 2104.04473, equation 2).
     """
@@ -48,7 +48,7 @@ def decoder(model: Model) -> Anatomy:
     return Anatomy(
         model,
         embed=(Lookup(rows, hidden), *positions),
-        stacks=_stacks(model),
+        stacks=_stacks(model) if stacks is None else stacks,
         head=(final, head, *ahead),
         predictors=_predictors(model) if layers else None,
     )
@@ -56,8 +56,6 @@ def decoder(model: Model) -> Anatomy:
 
 def _stacks(model: Model) -> tuple[Stack, ...]:
     """Returns one stack, or two interleaved ones in a model with dense and expert layers."""
-    if model.layer_pattern:  # `mtjax.analysis.families.hybrid` has its own
-        return ()
     tokens, norms_outputs = model.sequence_length, model.norm_placement in ("output", "sandwich")
     attention = self_attention(model, tokens, is_causal=True)
     *dense, last = stacks_of(model)

@@ -1,7 +1,6 @@
 """Hybrid models: GPT's embedding and head, and a stack for each kind of layers."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 
 from mtjax.analysis.anatomy import Anatomy, Stack
 from mtjax.analysis.families.decoder import decoder, feed_forward, mlp, self_attention
@@ -21,5 +20,4 @@ PARTS: Mapping[str, Callable[[Model], Part]] = {
 
 def hybrid(model: Model) -> Anatomy:
     """Builds the anatomy of a hybrid model."""
-    stacks = tuple(Stack.of(stack, model, PARTS[stack.path](model)) for stack in stacks_of(model))
-    return replace(decoder(model), stacks=stacks)
+    return decoder(model, tuple(Stack.of(stack, model, PARTS[stack.path](model)) for stack in stacks_of(model)))

@@ -25,7 +25,7 @@ from mtjax.models.mixers.mixer import State
 from mtjax.models.project import project, reshard_sequence
 from mtjax.models.recompute import ATTENTION_OUTPUT
 from mtjax.sharding.axes import num_shards, spec, varying_like
-from mtjax.sharding.kv_heads import heads_in_use
+from mtjax.sharding.kv_heads import groups_in_use, heads_in_use, heads_of_ranks
 
 if TYPE_CHECKING:
     from mtjax.models.kv_cache import CachePositions
@@ -201,13 +201,12 @@ class Mamba(nnx.Module):
         count = ssm_heads(self.model) * self.model.ssm_head_dim // groups
         y = y.astype(jnp.float32) * jax.nn.silu(gate.astype(jnp.float32))
         squares = jnp.square(y).sum((-2, -1))
-        own = (jnp.arange(ranks)[:, None] * groups // ranks == jnp.arange(groups)).astype(jnp.float32)
         if ranks > groups:
-            place = spec("batch", "seq", None)
+            own, place = heads_of_ranks(ranks, groups), spec("batch", "seq", None)
             squares = jnp.einsum("bsu,ug->bsg", squares, own, precision=HIGHEST, out_sharding=place)
         scale = lax.rsqrt(squares / count + self.model.norm_epsilon)
         if ranks > groups:
-            place = spec("batch", "seq", "heads")
+            own, place = heads_of_ranks(ranks, groups), spec("batch", "seq", "heads")
             scale = jnp.einsum("bsg,ug->bsu", scale, own, precision=HIGHEST, out_sharding=place)
         return (y * scale[..., None, None] * self._by_groups(self.norm_scale[...])).astype(gate.dtype)
 
@@ -257,11 +256,6 @@ class AssembledInput(nnx.Module):
 
 def _project(x: Array, weight: Array) -> Array:
     return project(x, weight, None, ("heads", None), by_sample=True)
-
-
-def groups_in_use(groups: int) -> int:
-    """Returns the number of groups that ranks compute: one each where ranks are more."""
-    return max(groups, num_shards("heads"))
 
 
 def by_groups(parameter: Array, groups: int, before: int = 0) -> Array:
