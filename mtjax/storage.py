@@ -37,6 +37,18 @@ BLOCK = 8 << 20
 T = TypeVar("T")
 
 
+def check_out(out: Path | None, option: str = "--out") -> None:
+    """Checks that a file on a disk can be written, before its content is computed.
+
+    Raises:
+      UserError: it is a folder, or its folder does not exist.
+    """
+    if out is not None and out.is_dir():
+        raise UserError(f"{option} {out} is a folder: name a file")
+    if out is not None and not out.parent.is_dir():
+        raise UserError(f"{option} {out} can't be written: {out.parent} does not exist")
+
+
 def write_whole(option: str, path: Path, text: str) -> None:
     """Writes a text file on a disk as a whole: a reader sees the old file or the new one.
 

@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from mtjax.commands.select import Options, _rows
 from mtjax.data.commands.clean import _read_ids
 from mtjax.data.corpus.documents import text_of
 from mtjax.data.corpus.reader import chunks
 from mtjax.data.json_lines import surrogate_in
 from mtjax.errors import UserError
+from mtjax.evaluate.continuations import read_prompts
 from mtjax.evaluate.tasks.text_file import json_lines
 from mtjax.finetune.chat_rows import read_chats
 from mtjax.finetune.rows import Examples, Fields, read_examples
@@ -54,6 +56,8 @@ READERS: dict[str, Callable[[Path], list[str]]] = {
     "finetune on RACE": lambda path: of_examples(RACE.examples(path, config_of(path))),
     "generate": of_generate,
     "preprocess": of_corpus,
+    "select": lambda path: [row["text"] for row in _rows(Options(path, path, scorer="any"))],
+    "continuations": read_prompts,
 }
 TOOLS = [reader for reader in READERS if reader != "preprocess"]
 """What tests/data/test_datasets.py does not try."""

@@ -11,6 +11,7 @@ import tyro
 from mtjax.cli import read, run_main
 from mtjax.config.field_metadata import WIDTH, at_least
 from mtjax.errors import UserError
+from mtjax.storage import check_out
 from mtjax.waiting import IMPORTS, waiting
 
 DESCRIPTION = """Predicts labels of rows with an ensemble of finetuned models: averages their probabilities or values.
@@ -51,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if len(options.runs) < 2:
             raise UserError("an ensemble requires two or more models: name their runs")
         with waiting(IMPORTS):
-            from mtjax.finetune.answers import check_out, report
+            from mtjax.finetune.answers import report
             from mtjax.finetune.predictions import mean, predict
 
         check_out(options.out)

@@ -10,6 +10,7 @@ import tyro
 
 from mtjax.cli import read, run_main
 from mtjax.config.field_metadata import WIDTH, at_least
+from mtjax.storage import check_out
 from mtjax.waiting import IMPORTS, waiting
 
 DESCRIPTION = """Predicts labels of rows with a finetuned model; if the rows have labels, prints the task's metrics.
@@ -47,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def body() -> int:
         options = read(Options, argv, "mtjax predict", DESCRIPTION)
         with waiting(IMPORTS):
-            from mtjax.finetune.answers import check_out, report
+            from mtjax.finetune.answers import report
             from mtjax.finetune.predictions import predict
 
         check_out(options.out)

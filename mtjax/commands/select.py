@@ -11,9 +11,9 @@ import numpy as np
 
 from mtjax.cli import read, run_main
 from mtjax.config.field_metadata import WIDTH, at_least
-from mtjax.data.json_lines import read_lines
-from mtjax.errors import UserError, parse_json
-from mtjax.storage import write_whole
+from mtjax.data.json_lines import read_objects
+from mtjax.errors import UserError
+from mtjax.storage import check_out, write_whole
 from mtjax.waiting import IMPORTS, waiting
 
 DESCRIPTION = """Keeps rows of JSON lines by a score, in their order.
@@ -112,8 +112,7 @@ def check(options: Options) -> None:
         raise UserError("--score-label needs --scorer: add that, or remove it")
     if options.output.exists() and not options.overwrite:
         raise UserError(f"{options.output} exists: name another --output, or replace it with --overwrite")
-    if not options.output.parent.is_dir():
-        raise UserError(f"--output {options.output} can't be written: {options.output.parent} does not exist")
+    check_out(options.output, "--output")
 
 
 def selected(scores: np.ndarray, options: Options) -> np.ndarray:
@@ -134,11 +133,8 @@ def selected(scores: np.ndarray, options: Options) -> np.ndarray:
 def _rows(options: Options) -> list[dict[str, Any]]:
     rows = []
     key = options.text_key if options.scorer else options.score_key
-    for number, line in enumerate(read_lines(options.input), 1):
-        if not line.strip():
-            continue
-        row, where = parse_json(line, f"{options.input}:{number}"), f"{options.input}:{number}"
-        value = row.get(key) if isinstance(row, dict) else None
+    for where, row in read_objects(options.input):
+        value = row.get(key)
         is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
         if not (isinstance(value, str) if options.scorer else is_number):
             expected = f'a string "{key}"' if options.scorer else f'a finite number "{key}"'

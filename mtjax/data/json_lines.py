@@ -3,6 +3,8 @@
 Other ends of lines, which `str.splitlines` and text mode know (\r, U+0085, U+2028...), may occur within a line.
 """
 
+import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,35 @@ def read_lines(path: Path) -> list[str]:
       UserError: it can't be read, or is not UTF-8.
     """
     return [line.removesuffix("\r") for line in read_text(path).split("\n")]
+
+
+def json_objects(lines: Sequence[str]) -> Iterator[tuple[int, dict[str, Any] | str]]:
+    """Yields the line number, and the JSON object or an error, of each line that is not empty."""
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            yield number, "is not JSON"
+            continue
+        if not isinstance(row, dict):
+            yield number, "is not a JSON object"
+            continue
+        half = surrogate_in(row)
+        yield number, f"has {half}" if half else row
+
+
+def read_objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields `FILE:LINE` and the JSON object of each line that is not empty.
+
+    Raises:
+      UserError: the file can't be read, or a line is not a JSON object.
+    """
+    for number, row in json_objects(read_lines(path)):
+        if isinstance(row, str):
+            raise UserError(f"{path}:{number} {row}")
+        yield f"{path}:{number}", row
 
 
 def surrogate_in(value: Any, name: str = "") -> str | None:

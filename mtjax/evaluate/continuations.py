@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from mtjax.data.json_lines import read_lines
-from mtjax.errors import UserError, parse_json
+from mtjax.data.json_lines import read_objects
+from mtjax.errors import UserError
 from mtjax.evaluate.options import Options
 from mtjax.evaluate.run import shown
 from mtjax.evaluate.tasks.task import Results
@@ -19,7 +19,7 @@ from mtjax.generate.engine import Engine
 from mtjax.generate.request import Sampling, with_text_seed
 from mtjax.generate.weights import load_model
 from mtjax.runtime.compile_cache import CompileCache
-from mtjax.storage import write_whole
+from mtjax.storage import check_out, write_whole
 from mtjax.waiting import waiting
 
 
@@ -30,15 +30,15 @@ def evaluate_continuations(options: Options) -> Results:
       UserError: weights, prompts or scorer can't be used.
     """
     assert options.data is not None and options.scorer is not None
+    check_out(options.out)
     prompts = read_prompts(options.data)
     with CompileCache(options.compile_cache):
         # Before texts are generated: a scorer that can't be used is an error at once.
         scorer = open_scorer(options.scorer, options.score_label, rows=options.rows)
         texts = continued(options, prompts)
         with waiting(f"scoring {len(prompts) * (options.samples + 1):,} texts with {options.scorer}"):
-            of_texts = np.array(scorer([text for each in texts for text in each]), np.float64)
-            of_prompts = np.array(scorer(prompts), np.float64)
-    scores = of_texts.reshape(len(prompts), -1)
+            found = np.array(scorer([*prompts, *(text for each in texts for text in each)]), np.float64)
+    of_prompts, scores = found[: len(prompts)], found[len(prompts) :].reshape(len(prompts), -1)
     results = summary(scores, of_prompts, options.threshold)
     width = max(map(len, results))
     print("\n" + "\n".join(f"{name:{width}}  {shown(value)}" for name, value in results.items()))
@@ -79,8 +79,6 @@ def summary(scores: np.ndarray, of_prompts: np.ndarray, threshold: float) -> Res
 def continued(options: Options, prompts: Sequence[str]) -> list[list[str]]:
     """Returns the continuations of each prompt."""
     model = load_model(options.source, options.mesh, options.compute_dtype, options.tokenizer)
-    if model.family == "bert":
-        raise UserError(f"{options.source} is a bert, which continues no text: use a gpt or llama")
     engine = Engine(Decoder(model.placed, model.parameters, model.start_id), options.rows)
     sampling = Sampling(options.max_tokens, temperature=options.temperature, top_p=options.top_p, seed=options.seed)
     done: list[list[Completion]] = []
@@ -105,14 +103,11 @@ def read_prompts(path: Path) -> list[str]:
       UserError: a line has none, or the file has no lines.
     """
     prompts = []
-    for number, line in enumerate(read_lines(path), 1):
-        if not line.strip():
-            continue
-        row = parse_json(line, f"{path}:{number}")
-        prompt = row.get("prompt") if isinstance(row, dict) else None
+    for where, row in read_objects(path):
+        prompt = row.get("prompt")
         prompt = prompt.get("text") if isinstance(prompt, dict) else prompt
         if not isinstance(prompt, str) or not prompt:
-            raise UserError(f'{path}:{number} must be an object with "prompt", a text or an object with "text"')
+            raise UserError(f'{where} must be an object with "prompt", a text or an object with "text"')
         prompts.append(prompt)
     if not prompts:
         raise UserError(f"{path} has no prompts")

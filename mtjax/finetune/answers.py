@@ -10,18 +10,6 @@ from mtjax.finetune.predictions import Predictions
 from mtjax.storage import write_whole
 
 
-def check_out(out: Path | None, option: str = "--out") -> None:
-    """Checks that answers can be written to a file, before they are computed.
-
-    Raises:
-      UserError: it is a folder, or its folder does not exist.
-    """
-    if out is not None and out.is_dir():
-        raise UserError(f"{option} {out} is a folder: name a file")
-    if out is not None and not out.parent.is_dir():
-        raise UserError(f"{option} {out} can't be written: {out.parent} does not exist")
-
-
 def report(
     predictions: Predictions,
     out: Path | None,

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mtjax.data.json_lines import read_lines
+from mtjax.data.json_lines import json_objects, read_lines
 from mtjax.errors import UserError, shortened
-from mtjax.finetune.rows import Examples, json_objects
+from mtjax.finetune.rows import Examples
 from mtjax.generate.chat import REASONING, Message, TemplateInputs
 
 ASSISTANT = "assistant"

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mtjax.data.json_lines import read_lines, surrogate_in
+from mtjax.data.json_lines import json_objects, read_lines
 from mtjax.errors import UserError, shortened
 
 SHOWN = 3
@@ -131,23 +131,6 @@ def _of_json(lines: Sequence[str]) -> Iterator[tuple[int, dict[str, str] | str]]
             yield number, row
         else:
             yield number, {k: v if isinstance(v, str) else json.dumps(v) for k, v in row.items() if v is not None}
-
-
-def json_objects(lines: Sequence[str]) -> Iterator[tuple[int, dict[str, Any] | str]]:
-    """Yields the line number, and the JSON object or an error, of each line that is not empty."""
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            yield number, "is not JSON"
-            continue
-        if not isinstance(row, dict):
-            yield number, "is not a JSON object"
-            continue
-        half = surrogate_in(row)
-        yield number, f"has {half}" if half else row
 
 
 def _chosen(path: Path, row: dict[str, str], choices: Sequence[tuple[str, ...]], what: str) -> tuple[str, ...]:

@@ -8,9 +8,10 @@ from typing import Any
 
 from mtjax.config.storage import PLAIN
 from mtjax.data.tokens.tokenizer import digest_of
-from mtjax.errors import UserError, first_line, parse_json_object
+from mtjax.errors import UserError, parse_json_object
 from mtjax.generate.options import Options
 from mtjax.generate.weights import LoadedModel
+from mtjax.storage import write_whole
 
 SUFFIX = ".settings.json"
 """Suffix of the record's file name, after the output's name."""
@@ -75,13 +76,7 @@ class OutputRecord:
         Raises:
           UserError: the file can't be written.
         """
-        # Written to a temporary file and renamed: an interrupted command leaves no partial record.
-        temporary = self.path.with_name(f".{self.path.name}.new")
-        try:
-            temporary.write_text(json.dumps(self._facts, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-            temporary.replace(self.path)
-        except OSError as e:
-            raise UserError(f"{self.path} can't be written: {first_line(e)}") from e
+        write_whole("the record", self.path, json.dumps(self._facts, indent=2, ensure_ascii=False) + "\n")
 
 
 def _comparable(value: Any) -> Any:
