@@ -504,8 +504,8 @@ FAULTS = (
     ),
     Fault(
         "train: a skipped step moves the optimizer's state",
-        "updated, optimizer = precision.choose(finite, (updated, optimizer), (trainable, state.optimizer))",
-        "updated = precision.choose(finite, updated, trainable)",
+        "return precision.choose(finite, (updated, optimizer), (trainable, state.optimizer))",
+        "return precision.choose(finite, updated, trainable), optimizer",
         "train",
         "test_a_nan_of_one_replica_skips_its_step_on_all_and_no_other[float32]",
     ),
@@ -1028,8 +1028,8 @@ FAULTS = (
     ),
     Fault(
         "generate: numbers of 8 bits are cut off instead of rounded",
-        "jnp.round(matrix_float32 / scales)",
-        "jnp.trunc(matrix_float32 / scales)",
+        "jnp.round(wide / scales)",
+        "jnp.trunc(wide / scales)",
         "generate",
         "test_int8_matrix",
     ),

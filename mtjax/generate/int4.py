@@ -10,11 +10,10 @@ from jax.sharding import PartitionSpec, reshard
 from jaxtyping import Float, Int
 
 from mtjax.errors import UserError
-from mtjax.models.project import letters_of
+from mtjax.models.project import matrix_product
 from mtjax.models.weight_grid import Grid, fitted_grid
-from mtjax.sharding.axes import dimension_axes
+from mtjax.sharding.axes import dimension_axes, map_ranks
 from mtjax.sharding.stored_weight import StoredWeight
-from mtjax.sharding.vocab import map_ranks
 
 
 @jax.tree_util.register_dataclass
@@ -44,8 +43,7 @@ class Int4Matrix(StoredWeight):
         # compute dtype.
         if 4 * rows * groups < x.dtype.itemsize * math.prod(x.shape[x.ndim - inputs :]):
             return reshard(self._product_by_groups(x), sharding)
-        row, inner, outer = letters_of(x.ndim - inputs, inputs, self.ndim - inputs)
-        return jnp.einsum(f"{row}{inner},{inner}{outer}->{row}{outer}", x, self.matrix(x.dtype), out_sharding=sharding)
+        return matrix_product(x, self.matrix(x.dtype), inputs, sharding)
 
     def _product_by_groups(self, x: Array) -> Array:
         """Computes the product of few rows: groups' products are multiplied by their scales and added in float32."""
@@ -126,7 +124,7 @@ def to_int4(
             zeros_of_all = jnp.zeros_like(scales) if zeros is None else zeros
             grid = Grid(*(a.reshape(blocks.shape)[:, :1] for a in (scales, zeros_of_all)), bits=4)
         values = grid.round(blocks, jnp).astype(jnp.int4).reshape(matrix.shape)
-        return values, grid.scales[:, 0].astype(dtype), None if zeros is None and not zero_point else _int4(grid.zeros)
+        return values, grid.scales[:, 0].astype(dtype), grid.zeros[:, 0].astype(jnp.int4) if zero_point else None
 
     sharding = jax.typeof(matrix).sharding.spec
     of_groups = _group_spec(sharding, inputs)
@@ -134,10 +132,6 @@ def to_int4(
     mapped = map_ranks(local, (sharding, sharding, sharding), outputs)
     values, scales, zeros = mapped(matrix, *(known or (None, None)))
     return Int4Matrix(values, scales, zeros, inputs)
-
-
-def _int4(zeros: Array) -> Array:
-    return zeros[:, 0].astype(jnp.int4)
 
 
 def _group_spec(sharding: PartitionSpec, inputs: int) -> PartitionSpec:

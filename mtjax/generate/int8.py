@@ -12,7 +12,7 @@ from jax import Array
 from jax.sharding import PartitionSpec
 from jaxtyping import Float, Int
 
-from mtjax.models.project import letters_of
+from mtjax.models.project import matrix_product
 from mtjax.sharding.axes import map_ranks
 from mtjax.sharding.stored_weight import StoredWeight
 from mtjax.sharding.vocab import VocabSpecs, local_rows
@@ -37,9 +37,7 @@ class Int8Matrix(StoredWeight):
 
     def product(self, x: Float[Array, "..."], inputs: int, sharding: PartitionSpec) -> Float[Array, "..."]:
         """See `StoredWeight.product`."""
-        row, inner, outer = letters_of(x.ndim - inputs, inputs, self.ndim - inputs)
-        dims = f"{row}{inner},{inner}{outer}->{row}{outer}"
-        return jnp.einsum(dims, x, self.values.astype(x.dtype), out_sharding=sharding)
+        return matrix_product(x, self.values.astype(x.dtype), inputs, sharding)
 
     def rows(self, specs: VocabSpecs, tokens: Int[Array, "batch seq"], dtype: jnp.dtype) -> Array:
         """See `StoredWeight.rows`."""
@@ -61,10 +59,11 @@ def to_int8(matrix: Float[Array, "..."], inputs: Sequence[int], known: Float[Arr
       inputs: the dimensions over which a product with it sums.
       known: scales in the shape of the matrix, where it was quantized before.
     """
-    matrix_float32 = matrix.astype(jnp.float32)
-    largest = jnp.max(jnp.abs(matrix_float32), axis=tuple(inputs), keepdims=True)
-    # An output whose weights are all 0 has scale 1, not 0 / 0.
-    scales = jnp.where(largest > 0, largest / LARGEST, 1.0)
-    if known is not None:
-        scales = known.max(axis=tuple(inputs), keepdims=True).astype(jnp.float32)
-    return Int8Matrix(jnp.round(matrix_float32 / scales).astype(jnp.int8), scales.squeeze(tuple(inputs)))
+    axes, wide = tuple(inputs), matrix.astype(jnp.float32)
+    if known is None:
+        largest = jnp.max(jnp.abs(wide), axis=axes, keepdims=True)
+        # An output whose weights are all 0 has scale 1, not 0 / 0.
+        scales = jnp.where(largest > 0, largest / LARGEST, 1.0)
+    else:
+        scales = known.max(axis=axes, keepdims=True).astype(jnp.float32)
+    return Int8Matrix(jnp.round(wide / scales).astype(jnp.int8), scales.squeeze(axes))

@@ -18,8 +18,9 @@ from mtjax.errors import UserError
 from mtjax.generate.inference_weights import layer_locations, take_layer
 from mtjax.generate.weights import LoadedModel
 from mtjax.layout.layouts import gathers_in_compute_dtype
+from mtjax.layout.stacks import stacks_of
 from mtjax.models.kv_cache import CachePositions, empty_caches
-from mtjax.models.project import letters_of
+from mtjax.models.project import matrix_product
 from mtjax.sharding.axes import REPLICATED, use_rules
 from mtjax.sharding.param_specs import dotted
 from mtjax.sharding.stored_weight import StoredWeight
@@ -45,8 +46,7 @@ class Observed(StoredWeight):
         """See `StoredWeight.product`."""
         flat = x.reshape(-1, int(np.prod(x.shape[x.ndim - inputs :])), out_sharding=REPLICATED)
         self.noted.append(jnp.einsum("ti,tj->ij", flat, flat, precision=jax.lax.Precision.HIGHEST))
-        row, inner, outer = letters_of(x.ndim - inputs, inputs, self.ndim - inputs)
-        return jnp.einsum(f"{row}{inner},{inner}{outer}->{row}{outer}", x, self.matrix, out_sharding=sharding)
+        return matrix_product(x, self.matrix, inputs, sharding)
 
 
 def input_moments(loaded: LoadedModel, ids: Sequence[int], samples: int) -> dict[tuple[str, int], np.ndarray]:
@@ -70,7 +70,8 @@ def input_moments(loaded: LoadedModel, ids: Sequence[int], samples: int) -> dict
             f"{samples * length}: give a longer text or fewer samples"
         )
     model: Any = placed.inference_model(loaded.parameters)
-    prefixes = {id(stack.layers): _prefix(model, stack) for stack in model.decoder_stacks}
+    paths = [f"{stack.path}.layers" for stack in stacks_of(placed.config.model)]
+    prefixes = {id(stack.layers): path for stack, path in zip(model.decoder_stacks, paths, strict=True)}
     model, locations = layer_locations(model)
     positions = CachePositions(jnp.arange(length)[None], jnp.int32(0), jnp.int32(length))
     tokens = jnp.asarray(ids[: samples * length], jnp.int32).reshape(samples, 1, length)
@@ -110,15 +111,3 @@ def _observe(layer: Any, x: Array, context: Any, states: Any) -> tuple[Array, di
     watched = jax.tree_util.tree_map_with_path(watch, layer, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
     output, _ = watched(x, context, states)
     return output, {name.rpartition(".")[0]: sum(each[1:], each[0]) for name, each in noted.items() if each}
-
-
-def _prefix(model: Any, stack: Any) -> str:
-    """Returns the dotted name of a stack's layers in the model."""
-
-    def named(module: Any) -> dict[int, str]:
-        flat, _ = jax.tree_util.tree_flatten_with_path(module, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
-        return {id(variable): dotted(path) for path, variable in flat}
-
-    inner, outer = named(stack.layers), named(model)
-    variable = next(iter(inner))
-    return outer[variable].removesuffix(f".{inner[variable]}")

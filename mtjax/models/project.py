@@ -102,6 +102,14 @@ def letters_of(*dimensions: int) -> tuple[str, ...]:
     return tuple("".join(next(letters) for _ in range(n)) for n in dimensions)
 
 
+def matrix_product(
+    x: Float[Array, "..."], matrix: Float[Array, "..."], inputs: int, sharding: PartitionSpec
+) -> Float[Array, "..."]:
+    """Computes `x W` over the last `inputs` dimensions of x, in `sharding`, where nothing is differentiated."""
+    row, inner, outer = letters_of(x.ndim - inputs, inputs, matrix.ndim - inputs)
+    return jnp.einsum(f"{row}{inner},{inner}{outer}->{row}{outer}", x, matrix, out_sharding=sharding)
+
+
 def _project_apart(
     x: Array,
     weight: Array,

@@ -16,6 +16,7 @@ from mtjax.models.trunk import HiddenStates
 from mtjax.sharding.axes import use_rules
 from mtjax.train.step import make_train_step
 from tests.parity.compare import assert_same_gradients, relative
+from tests.same_numbers import by_name
 from tests.tiny import batch_of, mesh_of, tiny_config
 
 SIZES: dict[str, Any] = {
@@ -69,10 +70,7 @@ def gradients(config: Config, mesh: str) -> tuple[float, Any]:
     parameters, batch = program.initialize(0).parameters, batch_of(program, 0)
     with jax.set_mesh(program.mesh):
         loss, _, found = jax.jit(lambda p, b: program.gradients(p, b, None))(parameters, batch)
-    found = jax.tree.map(np.asarray, found)
-    for path, order in program.layer_orders.items():
-        found[path] = jax.tree.map(lambda a, order=order: a[np.argsort(order.flat)], found[path])
-    return float(loss), found
+    return float(loss), by_name(program, found)
 
 
 @cache

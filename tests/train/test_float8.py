@@ -16,9 +16,8 @@ from mtjax.layout.layouts import TENSOR
 from mtjax.models.sharded_model import ShardedModel
 from mtjax.sharding.axes import use_rules
 from mtjax.sharding.float8 import E4M3, E5M2, LOWEST, Recipe, Scales, float8_product, quantized
-from mtjax.sharding.placement import global_batch
 from mtjax.train.float8 import next_states, split
-from tests.tiny import host_batch, mesh_of, program_of, tiny_config
+from tests.tiny import batch_of, mesh_of, program_of, run_steps, tiny_config
 
 PLAIN = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 
@@ -85,16 +84,8 @@ def test_what_is_not_finite_stays_so_and_zeros_are_zeros() -> None:
 def losses(mesh: str, steps: int = 3, **fields: Any) -> tuple[list[float], Any, Any]:
     """Losses of the first steps, the state after them, and the program."""
     program = program_of(mesh, **PLAIN, **fields)
-    state, found = program.initialize(1), []
-    for step in range(steps):
-        state, metrics = program.step(state, placed(program, step))
-        found.append(float(metrics["loss"]))
-    return found, state, program
-
-
-def placed(program: Any, step: int) -> dict[str, jax.Array]:
-    batch = host_batch(program.config, step)
-    return global_batch(program.batch_sharding, batch, program.config.training.global_batch_size)
+    state, metrics = run_steps(program, steps, program.initialize(1))
+    return [each["loss"] for each in metrics], state, program
 
 
 SAME = ("num_kv_heads", "family", "position", "sequence_length")
@@ -142,7 +133,7 @@ def test_a_scale_fits_the_largest_value_of_the_last_steps_and_remains_where_ther
 
 def test_a_skipped_step_leaves_weights_scales_and_ages_as_they_were() -> None:
     _, state, program = losses("1x1", 1, fp8="delayed")
-    bad = placed(program, 1)
+    bad = batch_of(program, 1)
     bad["loss_mask"] = bad["loss_mask"] * jnp.inf
     before = jax.tree.map(np.asarray, state.parameters)
     state, metrics = program.step(state, bad)

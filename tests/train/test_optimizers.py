@@ -26,6 +26,8 @@ from mtjax.runtime.checkpoints.past import Past
 from mtjax.sharding.param_specs import dotted
 from mtjax.train.changes import check_states
 from mtjax.train.schedule import make_schedule
+from mtjax.train.step import TrainStep
+from tests.same_numbers import by_name
 from tests.tiny import batch_of, initial_state, program_of, tiny_config
 
 SETTINGS: dict[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "weight_decay": 0.1}
@@ -103,6 +105,17 @@ CASES = [
 NARROW: dict[str, Any] = {"adam_mu_dtype": "bfloat16", "adam_nu_dtype": "bfloat16", "clip_grad_norm": 0.0}
 
 
+def update_of(program: TrainStep) -> Any:
+    """The optimizer's update of parameters by gradients, on the program's mesh."""
+
+    def updated(gradients: Any, state: Any, parameters: Any) -> Any:
+        updates, state = program.optimizer.update(gradients, state, parameters)
+        return optax.apply_updates(parameters, updates), state
+
+    places = program.state_sharding
+    return jax.jit(updated, out_shardings=(places.parameters, places.optimizer))
+
+
 @pytest.mark.parametrize(("optimizer", "mesh", "settings"), CASES, ids=str)
 def test_updates_are_those_of_optax(optimizer: str, mesh: str, settings: dict[str, Any]) -> None:
     """Random gradients on the mesh, and on the whole layers of one device."""
@@ -113,11 +126,7 @@ def test_updates_are_those_of_optax(optimizer: str, mesh: str, settings: dict[st
     flat: Any = unstacked(program, parameters)
     theirs: Any = rule.init(flat)
 
-    def updated(gradients: Any, state: Any, parameters: Any) -> Any:
-        updates, state = program.optimizer.update(gradients, state, parameters)
-        return optax.apply_updates(parameters, updates), state
-
-    update = jax.jit(updated, out_shardings=(places.parameters, places.optimizer))
+    update = update_of(program)
     for step in range(STEPS):
         gradients = jax.tree.map(lambda a: random.normal(size=a.shape).astype(np.float32), parameters)
         placed = jax.tree.map(jax.device_put, gradients, places.parameters)
@@ -159,7 +168,7 @@ def test_schedule_free_takes_gradients_between_average_and_iterate() -> None:
 def moments_after(mesh: str, steps: int, settings: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Parameters and squares' averages after steps with the same gradients, whatever the mesh."""
     program = program_of(mesh, microbatch_size=1, num_layers=3, **SETTINGS, **NARROW, **LLAMA, **settings)
-    places, state = program.state_sharding, initial_state(program)
+    state = initial_state(program)
     numbers = program.layer_orders
 
     def gradient(record: Any, like: Any) -> jax.Array:
@@ -172,27 +181,15 @@ def moments_after(mesh: str, steps: int, settings: dict[str, Any]) -> tuple[dict
 
     gradients = jax.tree.map(gradient, program.records, state.parameters)
 
-    def updated(gradients: Any, state: Any, parameters: Any) -> Any:
-        updates, state = program.optimizer.update(gradients, state, parameters)
-        return optax.apply_updates(parameters, updates), state
-
-    update = jax.jit(updated, out_shardings=(places.parameters, places.optimizer))
+    update = update_of(program)
     optimizer, parameters = state.optimizer, state.parameters
     for _ in range(steps):
         parameters, optimizer = program.on_mesh(update, gradients, optimizer, parameters)
     assert {a.dtype for a in jax.tree.leaves((optimizer[1][0].mu, optimizer[1][0].nu))} == {jnp.dtype("bfloat16")}
 
-    def by_layer(tree: Any) -> dict[str, Any]:
-        found = {}
-        for record, array in zip(jax.tree.leaves(program.records), jax.tree.leaves(tree), strict=True):
-            order = order_of(record.name, numbers)
-            rows = range(3) if order is None else [order.flat.index(layer) for layer in range(3)]
-            found[record.name] = np.asarray(array)[list(rows)] if record.is_stacked else np.asarray(array)
-        return found
-
-    squares = {name: gradient.astype(np.float64) ** 2 for name, gradient in by_layer(gradients).items()}
-    share = {n: v.astype(np.float64) / squares[n] for n, v in by_layer(optimizer[1][0].nu).items()}
-    return by_layer(parameters), share
+    squares = {name: gradient.astype(np.float64) ** 2 for name, gradient in by_name(program, gradients).items()}
+    share = {n: v.astype(np.float64) / squares[n] for n, v in by_name(program, optimizer[1][0].nu).items()}
+    return by_name(program, parameters), share
 
 
 def test_moments_in_bfloat16_are_those_of_adam_on_every_mesh() -> None:
