@@ -13,7 +13,6 @@ from mtjax.convert.parameters import Parameter
 from mtjax.convert.safetensors_files import DTYPES
 from mtjax.convert.table import Selection, Tensor, name_of
 from mtjax.errors import UserError
-from mtjax.layout.layouts import gathers_in_compute_dtype
 from mtjax.models.weight_grid import Grid, fitted_grid
 
 Kind = Literal["int8", "int4", "fp8"]
@@ -46,7 +45,7 @@ class Compression:
                 f"--quantize needs a decoder with a language head, and the model is a {model.family} with "
                 f"head {model.head!r}: remove it"
             )
-        rows = [(p, layer, t) for p, layer, t in selection.tensors() if layer is not None and _is_quantized(p)]
+        rows = [(p, layer, t) for p, layer, t in selection.tensors() if layer is not None and p.is_layer_matrix]
         for parameter, layer, tensor in rows:
             self._check(parameter, layer, tensor, tensor.shape(parameter.sizes))
         found = {name_of(t, layer): (p.name, layer) for p, layer, t in rows}
@@ -166,7 +165,3 @@ class Compressed:
         group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
         settings = {"quant_method": METHOD, "format": layout, "quantization_status": "compressed"}
         return {"quantization_config": settings | {"config_groups": {"group_0": group}, "ignore": self.plain}}
-
-
-def _is_quantized(parameter: Parameter) -> bool:
-    return gathers_in_compute_dtype(tuple(axis.rstrip("'") for axis in parameter.axes))
