@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from mtjax.cli import read, run_main
-from mtjax.config.families import is_decoder
 from mtjax.config.field_metadata import HEADS, LAYERS, TOKENS, WIDTH, above_zero, at_least
 from mtjax.convert.weights_path import ADAPTERS, parse_weights_path
 from mtjax.errors import UserError, first_line
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from mtjax.convert.compress import Compression
     from mtjax.convert.stream import Sink, Source
 
@@ -168,8 +169,10 @@ def run(options: Options) -> None:
         elif options.with_optimizer:
             numbers = _continue_elsewhere(to_kind, folder, target_path, source, options)
         else:
-            compression = _compression(options, f"{from_kind}:{source_path}") if options.quantize else None
+            compression = _compression(options)
             sink = _open_sink(to_kind, folder, target_path, source, options, compression)
+            if compression and compression.is_calibrated:  # after the sink has checked the options and the model
+                compression.moments.update(_moments(options, f"{from_kind}:{source_path}"))
             numbers = convert(source, sink, f"converting {source_path.name}")
     print(f"{numbers / 1e6:,.1f}M parameters in {target_path} ({time.monotonic() - start:.0f} s)")
     if options.with_optimizer:
@@ -257,29 +260,32 @@ def check_format(options: Options, to_kind: str) -> None:
             )
 
 
-def _compression(options: Options, source: str) -> "Compression":
-    """Returns how weights are quantized, after running the model over the calibration text, if there is one.
+def _compression(options: Options) -> "Compression | None":
+    """Returns how weights are quantized, without the moments of a calibration; None if they are not."""
+    if options.quantize is None:
+        return None
+    from mtjax.convert.compress import Compression
+
+    is_calibrated = options.calibration is not None
+    return Compression(options.quantize, options.group_size, options.zero_point, is_calibrated)
+
+
+def _moments(options: Options, source: str) -> "dict[tuple[str, int], np.ndarray]":
+    """Runs the model over the calibration text; returns `Compression.moments`.
 
     Raises:
       UserError: the text can't be read, or is too short.
     """
-    from mtjax.convert.compress import Compression
+    from mtjax.generate.moments import input_moments
+    from mtjax.generate.weights import load_model
 
-    assert options.quantize is not None
-    moments = {}
-    if options.calibration is not None:
-        from mtjax.generate.moments import input_moments
-        from mtjax.generate.weights import load_model
-
-        try:
-            text = options.calibration.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as e:
-            raise UserError(f"--calibration {options.calibration} can't be read as text: {first_line(e)}") from e
-        loaded = load_model(source, dtype="float32")
-        if not is_decoder(loaded.placed.config.model):
-            raise UserError(f"--calibration needs a decoder, and the model is a {loaded.family}: remove it")
-        moments = input_moments(loaded, loaded.tokenizer.encode(text), options.calibration_samples)
-    return Compression(options.quantize, options.group_size, options.zero_point, moments)
+    assert options.calibration is not None
+    try:
+        text = options.calibration.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise UserError(f"--calibration {options.calibration} can't be read as text: {first_line(e)}") from e
+    loaded = load_model(source, dtype="float32")
+    return input_moments(loaded, loaded.tokenizer.encode(text), options.calibration_samples)
 
 
 def _open_sink(

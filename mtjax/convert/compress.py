@@ -13,7 +13,6 @@ from mtjax.convert.parameters import Parameter
 from mtjax.convert.safetensors_files import DTYPES
 from mtjax.convert.table import Selection, Tensor, name_of
 from mtjax.errors import UserError
-from mtjax.layout.layouts import gathers_in_compute_dtype
 from mtjax.models.weight_grid import Grid, fitted_grid
 
 Kind = Literal["int8", "int4", "fp8"]
@@ -28,9 +27,11 @@ class Compression:
     """Inputs that share a scale in int4."""
     zero_point: bool
     """Whether int4 has zero points."""
-    moments: Mapping[tuple[str, int], np.ndarray] = field(default_factory=dict)
+    is_calibrated: bool = False
+    """Whether weights are rounded by GPTQ; otherwise each to the nearest value."""
+    moments: dict[tuple[str, int], np.ndarray] = field(default_factory=dict)
     """For GPTQ: sums over calibration tokens of the outer products of a matrix's inputs with themselves, by the
-    dotted name of its module and the layer; empty to round each weight to the nearest value."""
+    dotted name of its module and the layer. They take long, so they are added after `of` has checked the model."""
 
     def of(self, selection: Selection, model: Model, dtype: str) -> "Compressed":
         """Returns what is quantized of a model whose other tensors are written in `dtype`.
@@ -44,7 +45,7 @@ class Compression:
                 f"--quantize needs a decoder with a language head, and the model is a {model.family} with "
                 f"head {model.head!r}: remove it"
             )
-        rows = [(p, layer, t) for p, layer, t in selection.tensors() if layer is not None and _is_quantized(p)]
+        rows = [(p, layer, t) for p, layer, t in selection.tensors() if layer is not None and p.is_layer_matrix]
         for parameter, layer, tensor in rows:
             self._check(parameter, layer, tensor, tensor.shape(parameter.sizes))
         found = {name_of(t, layer): (p.name, layer) for p, layer, t in rows}
@@ -64,7 +65,7 @@ class Compression:
                 f"--group-size is {self.group}, and {name} has {shape[1]} inputs, not a multiple: "
                 f"use {np.gcd(self.group, shape[1])}, or another divisor of {shape[1]}"
             )
-        if self.moments and tensor.order and tensor.order[0] in inputs:
+        if self.is_calibrated and tensor.order and tensor.order[0] in inputs:
             raise UserError(f"--calibration needs inputs in mtjax's order, and those of {name} have another: remove it")
 
 
@@ -122,7 +123,7 @@ class Compressed:
             scaled = np.clip(weight / scales, -LARGEST_FLOAT8, LARGEST_FLOAT8)
             return {name: scaled.astype(FLOAT8), name + SCALE: scales.astype(dtype)}
         blocks = weight.reshape(len(weight), -1, self.how.group if self.how.kind == "int4" else weight.shape[1])
-        moments = self._moments(*self.scales[name]) if self.how.moments else None
+        moments = self._moments(*self.scales[name]) if self.how.is_calibrated else None
         if moments is None:
             grid = fitted_grid(blocks, 2, self.bits, dtype, zero_point=self.how.zero_point)
             integers = grid.round(blocks)
@@ -135,7 +136,7 @@ class Compressed:
     def _moments(self, parameter: str, layer: int) -> np.ndarray:
         """Returns the moments of a parameter's inputs, which parts of a module share."""
         module = parameter
-        while (module, layer) not in self.how.moments:
+        while module and (module, layer) not in self.how.moments:
             module = module.rpartition(".")[0]
         return self.how.moments[module, layer]
 
@@ -164,7 +165,3 @@ class Compressed:
         group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
         settings = {"quant_method": METHOD, "format": layout, "quantization_status": "compressed"}
         return {"quantization_config": settings | {"config_groups": {"group_0": group}, "ignore": self.plain}}
-
-
-def _is_quantized(parameter: Parameter) -> bool:
-    return gathers_in_compute_dtype(tuple(axis.rstrip("'") for axis in parameter.axes))

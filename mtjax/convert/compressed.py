@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 
 from mtjax.config.storage import Storage
+from mtjax.convert import fp8
 from mtjax.models.weight_grid import Grid
 
 METHOD = "compressed-tensors"
@@ -18,8 +19,6 @@ WORD = 32
 FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
 LARGEST_FLOAT8 = float(ml_dtypes.finfo(ml_dtypes.float8_e4m3fn).max)
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
-UNREAD = ("_g_idx", "_global_scale")
-"""Suffixes of tensors that change what the others mean."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -110,7 +109,7 @@ def stored_tensors(shapes: Shapes, codes: Mapping[str, str], read: Callable[[str
             bits = next((b for b in (4, 8) if words == (rows, -(-columns * b // WORD))), None)
             if bits and columns % _groups(of_groups) == 0:
                 found[name] = Stored((rows, columns), bits, True, name + ZERO in shapes, _groups(of_groups))
-        elif codes.get(name) in ("F8_E4M3", "I8") and len(shapes[name]) == 2:
+        elif codes.get(name) in (fp8.CODE, "I8") and len(shapes[name]) == 2:
             rows, columns = shapes[name]
             if columns % _groups(of_groups) == 0 and of_groups[:1] in ((rows,), (1,), ()):
                 found[name] = Stored(
@@ -140,8 +139,3 @@ def unread(settings: Mapping[str, Any]) -> list[str]:
                 expected = " or ".join(str(value) for value in values)
                 wrong.append(f"quantization_config has {key} {weights.get(key)!r} in {name}, but must have {expected}")
     return wrong
-
-
-def with_activations(settings: Mapping[str, Any]) -> bool:
-    """Returns whether a quantization_config also quantizes activations, which only changes computation."""
-    return any(group.get("input_activations") for group in (settings.get("config_groups") or {}).values())

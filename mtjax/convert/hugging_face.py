@@ -212,9 +212,10 @@ class HuggingFaceSink:
         """
         for tensor in self._selection.tensors_of(parameter, layer):
             name = name_of(tensor, layer)
-            values = narrowed(tensor.extract(array, parameter), self._dtype, name)
+            extracted = tensor.extract(array, parameter)
+            values = narrowed(extracted, self._dtype, name)
             if self._packed and name in self._packed.scales:
-                for part, array_of_part in self._packed.parts(name, tensor.extract(array, parameter)).items():
+                for part, array_of_part in self._packed.parts(name, extracted).items():
                     self._writer.write(part, array_of_part)
             elif tensor.is_part:
                 into = tensor.view(self._writer.map(name), parameter)

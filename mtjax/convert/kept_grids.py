@@ -12,7 +12,6 @@ from mtjax.convert.parameters import Parameter
 from mtjax.convert.stream import Origin, rows_of
 from mtjax.convert.table import name_of
 from mtjax.errors import UserError
-from mtjax.layout.layouts import gathers_in_compute_dtype
 
 
 class GridSource:
@@ -55,7 +54,7 @@ def kept_grids(weights: NamedWeights, storage: Storage, origin: Origin) -> list[
     tensors: Any = weights.shards
     found = {}
     for parameter, layer, tensor in weights.selection.tensors():
-        if layer is not None and gathers_in_compute_dtype(tuple(axis.rstrip("'") for axis in parameter.axes)):
+        if layer is not None and parameter.is_layer_matrix:
             name = name_of(tensor, layer)
             stored = tensors.stored(name)
             found.setdefault("floats" if stored is None else stored.settings or "another type", name)

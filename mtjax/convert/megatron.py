@@ -12,12 +12,13 @@ import numpy as np
 
 from mtjax import config as configs
 from mtjax.config import Config, Model
+from mtjax.config.place import MEGATRON_TRACKER
 from mtjax.config.sizes import num_kv_heads
 from mtjax.convert.hugging_face import narrowed
 from mtjax.convert.megatron_arguments import VOCAB_MULTIPLE, arguments_of, model_settings
 from mtjax.convert.megatron_experts import BIAS, expert_arguments, number_of, with_number
 from mtjax.convert.megatron_files import FILES, MegatronCheckpoint
-from mtjax.convert.megatron_formats import RELEASE, TRACKER, checkpoint_folder, is_torch_dist
+from mtjax.convert.megatron_formats import RELEASE, checkpoint_folder, is_torch_dist
 from mtjax.convert.megatron_tables import (
     LEGACY,
     LEGACY_RMS,
@@ -208,7 +209,7 @@ class MegatronSink:
         self._collected.clear()
         for path in self._folder.glob(".collected-*"):
             path.unlink()
-        (self._folder / TRACKER).write_text(RELEASE)
+        (self._folder / MEGATRON_TRACKER).write_text(RELEASE)
         carry_tokenizer(self._origin, self._folder)
 
     def _as_saved(self, tensors: Mapping[str, np.ndarray]) -> dict[str, Any]:

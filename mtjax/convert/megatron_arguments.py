@@ -51,7 +51,7 @@ def unsupported(arguments: Mapping[str, Any], *, is_core: bool) -> list[str]:
     wrong = [
         f"{name} is {arguments[name]!r}"
         for key, values in SUPPORTED.items()
-        for name in {key, SAVED_AS.get(key, key)}
+        for name in dict.fromkeys((key, SAVED_AS.get(key, key)))
         if name in arguments and _plain(arguments[name]) and arguments[name] not in values
     ]
     if _position(arguments) is None:

@@ -8,7 +8,6 @@ from mtjax.convert.stream import check_folder, looks_like
 from mtjax.convert.torch_dist_files import METADATA_FILE, DistributedCheckpoint
 from mtjax.errors import UserError
 
-TRACKER = MEGATRON_TRACKER
 RELEASE = "release"
 """What Megatron's tracker file calls weights that are not an iteration of a run."""
 BACKEND_FILE = "metadata.json"
@@ -26,11 +25,11 @@ def checkpoint_folder(folder: Path) -> Path:
     check_folder(folder)
     if has_checkpoint(folder):
         return folder
-    tracker = folder / TRACKER
+    tracker = folder / MEGATRON_TRACKER
     if not tracker.is_file():
         raise UserError(
-            f"{folder} is not a checkpoint of Megatron-LM: it has none of mp_rank_*, {METADATA_FILE} and {TRACKER}"
-            f"{looks_like(folder)}"
+            f"{folder} is not a checkpoint of Megatron-LM: it has none of mp_rank_*, {METADATA_FILE} and "
+            f"{MEGATRON_TRACKER}{looks_like(folder)}"
         )
     word = tracker.read_text().strip()
     checkpoint = folder / iteration_folder(word)

@@ -6,12 +6,12 @@ from itertools import accumulate
 from typing import Any
 
 from mtjax.errors import UserError
+from mtjax.migrate.megatron import SAVED_AS
 
 LAYOUT = "pipeline_model_parallel_layout"
 EMBEDDING, LOSS = "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"
-_ENDS = (
-    ("decoder_first_pipeline_num_layers", "num_layers_in_first_pipeline_stage"),
-    ("decoder_last_pipeline_num_layers", "num_layers_in_last_pipeline_stage"),
+_ENDS = tuple(
+    (name, SAVED_AS[name]) for name in ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
 )
 """Layers of the first and of the last stage: as Megatron-LM's command line calls them, and as Megatron-Core does."""
 _MOST = 1 << 16

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from mtjax.config import Config, Model, Parallel
+from mtjax.layout.layouts import gathers_in_compute_dtype
 from mtjax.layout.mesh import MeshShape
 from mtjax.layout.stages import layer_numbers
 from mtjax.models.sharded_model import ShardedModel
@@ -44,6 +45,12 @@ class Parameter:
     def layers(self) -> Iterator[int | None]:
         """The index of each slice, from 0; a single None if not stacked."""
         return iter([None] if self.num_layers is None else range(self.num_layers))
+
+    @property
+    def is_layer_matrix(self) -> bool:
+        """Whether it is a matrix of the layers: what is quantized."""
+        axes = tuple(axis.rstrip("'") for axis in self.axes)
+        return self.num_layers is not None and gathers_in_compute_dtype(axes)
 
     @property
     def nbytes(self) -> int:

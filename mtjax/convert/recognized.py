@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from mtjax.config.place import MEGATRON_TRACKER
 from mtjax.convert.megatron_formats import (
     BACKEND_FILE,
-    TRACKER,
     checkpoint_folder,
     has_checkpoint,
     sharded_backend,
@@ -102,7 +102,7 @@ def _newest(paths: Iterable[Path]) -> Path | None:
 
 
 def _megatron(folder: Path) -> Recognized | None:
-    if not has_checkpoint(folder) and not (folder / TRACKER).is_file():
+    if not has_checkpoint(folder) and not (folder / MEGATRON_TRACKER).is_file():
         return None
     files = checkpoint_folder(folder)
     number = re.fullmatch(r"iter_(\d+)|step-(\d+)", files.name)

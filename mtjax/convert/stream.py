@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from mtjax.config import Config, Model, from_dict, replace, validate
+from mtjax.config.place import MEGATRON_TRACKER
 from mtjax.convert.parameters import Parameter
 from mtjax.data.progress import ProgressLine
 from mtjax.data.tokens.end_file import TOKENIZER_JSON
@@ -179,7 +180,7 @@ def looks_like(folder: Path) -> str:
     signs = {
         "hf": ("config.json",),
         "mtjax": ("weights/page", "checkpoints", "page"),
-        "megatron": ("mp_rank_*", "*.distcp", "latest_checkpointed_iteration.txt"),
+        "megatron": ("mp_rank_*", "*.distcp", MEGATRON_TRACKER),
     }
     kinds = [kind for kind, patterns in signs.items() if any(any(folder.glob(pattern)) for pattern in patterns)]
     return f"; it looks like {kinds[0]}:{folder}" if kinds else ""

@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 
+from mtjax.config.place import MEGATRON_TRACKER
 from mtjax.config.sizes import dense_layers
 from mtjax.convert.hugging_face import narrowed
 from mtjax.convert.megatron import Split, queries_per_group, written_names
 from mtjax.convert.megatron_arguments import VOCAB_MULTIPLE, arguments_of
 from mtjax.convert.megatron_experts import BIAS, expert_arguments
 from mtjax.convert.megatron_files import EXTRA_STATE
-from mtjax.convert.megatron_formats import BACKEND, BACKEND_FILE, RELEASE, TRACKER, iteration_folder
+from mtjax.convert.megatron_formats import BACKEND, BACKEND_FILE, RELEASE, iteration_folder
 from mtjax.convert.megatron_tables import LOCAL, TRANSFORMER_ENGINE, table
 from mtjax.convert.parameters import Parameter
 from mtjax.convert.stream import Origin, carry_tokenizer, rows_of
@@ -131,7 +132,7 @@ class TorchDistSink:
         backends = {f"{kind}_backend": name for kind, name in (("sharded", BACKEND), ("common", "torch"))}
         versions = {f"{kind}_backend_version": 1 for kind in ("sharded", "common")}
         (folder / BACKEND_FILE).write_text(json.dumps(backends | versions))
-        (self._folder / TRACKER).write_text(self._word)
+        (self._folder / MEGATRON_TRACKER).write_text(self._word)
         carry_tokenizer(self._origin, self._folder)
 
     def _modules_with_state(self) -> Iterator[str]:

@@ -439,6 +439,7 @@ WRONG = {
     "SMALL --rampup-batch-size 16": "must be three integers: START INCREMENT SAMPLES",
     "SMALL --lr-warmup-fraction 3": "must be a number from 0 to 1",
     "SMALL --moe-layer-freq 1 --rotary-base x": "--rotary-base x: must be a number",
+    "SMALL --num-distributed-optimizer-instances 0": "instances 0: must be an integer above 0",
     "SMALL --lr-decay-style bogus": "decay_style = 'bogus' is not one of",
     "SMALL --train-samples 5": "has both --train-iters and --train-samples",
     "SMALL --lr-warmup-iters 200 --lr-decay-iters 100": "decay_steps 100 must be above warmup_steps 200",

@@ -126,13 +126,16 @@ def test_texts_are_those_of_rounded_weights(family, meshes: tuple[str, ...], kin
     )
 
 
-def test_a_quantized_folder_keeps_its_numbers(tmp_path) -> None:
+def test_a_quantized_folder_keeps_its_numbers(tmp_path, capsys) -> None:
     """GPTQ's numbers are not those that rounding to the nearest would find again; other settings are refused."""
     text = tmp_path / "text"
     text.write_text("The quick brown fox jumps over the lazy dog, and runs away from all the bears. " * 20)
     write_folder(tmp_path / "whole", random_tensors(llama_shapes()), LLAMA_CONFIG, tokenizer=True)
     how = ["--quantize", "int4", "--group-size", str(GROUP), "--zero-point", "--calibration", str(text)]
     names = ["--from", f"hf:{tmp_path / 'whole'}", "--to", f"hf:{tmp_path / 'quantized'}"]
+    # A group that does not fit is refused before the text is read.
+    assert convert.main([*names, *how[:2], "--group-size", "5", "--calibration", str(tmp_path / "missing")]) == 2
+    assert "--group-size is 5" in capsys.readouterr().err and not (tmp_path / "quantized").exists()
     assert convert.main([*names, *how, "--calibration-samples", "2"]) == 0
     storage = STORED["int4 with zero points"]
     expected = greedy_texts(tmp_path / "quantized", "1x1")

@@ -25,7 +25,7 @@ from mtjax.convert.table import Row
 from mtjax.errors import UserError
 
 
-def _shared_rows(names: Names) -> tuple[Row, ...]:
+def shared_rows(names: Names) -> tuple[Row, ...]:
     """Returns the rows of Granite's shared expert, which is beside the others."""
     shared, ours = f"{names.block}shared_mlp", f"{LAYERS}.experts.shared"
     return (
@@ -41,7 +41,7 @@ GRANITEMOESHARED = decoder(
     "GraniteMoeShared",
     GRANITE_MOE_SIZES,
     *(*LIKE_LLAMA, ROPE, biases("attention_bias"), *MULTIPLIERS, *GRANITE_EXPERTS),
-    rows=lambda names, model: (*GRANITE_NAMES.rows(names, model), *_shared_rows(names)),
+    rows=lambda names, model: (*GRANITE_NAMES.rows(names, model), *shared_rows(names)),
     classifies=False,
 )
 
@@ -97,7 +97,7 @@ GRANITEMOE_SWA = decoder(
         *replace(GRANITE_NAMES, router="router", up_tensor="experts.gate_up_proj", down="experts.down_proj").rows(
             names, model
         ),
-        *_shared_rows(names),
+        *shared_rows(names),
     ),
     classifies=False,
 )

@@ -13,6 +13,7 @@ from mtjax.convert.families.decoder import HEAD_DIM, ROPE, SWIGLU, decoder, size
 from mtjax.convert.families.decoder_rows import LAYERS, Names
 from mtjax.convert.families.experts import GRANITE_NAMES, NORMALIZED, SAME_SIZE, TOP_K, Experts, groups
 from mtjax.convert.families.family import Family, Json
+from mtjax.convert.families.granite import shared_rows
 from mtjax.convert.families.hybrid_rows import hybrid_rows
 from mtjax.convert.families.llama import GRANITE_SIZES, MULTIPLIERS
 from mtjax.convert.families.parts import Part, Settings, activation, always, biases, fields, unused
@@ -175,15 +176,11 @@ NEMOTRON_MLP = Names(
 def _nemotron_experts(names: Names) -> tuple[Row, ...]:
     """Returns the rows of experts without a gate."""
     ours, theirs = f"{LAYERS}.experts", f"{names.block}mixer"
-    each = f"{theirs}.experts.{{expert}}"
-    up = Tensor(f"{each}.up_proj.weight", dims("mlp embed"), each=True)
-    down = Tensor(f"{each}.down_proj.weight", dims("embed mlp"), each=True)
+    up = Tensor(f"{theirs}.experts.{{expert}}.up_proj.weight", dims("mlp embed"), each=True)
     return (
-        *(of for of in Experts("mixer").mixture_rows(names) if not of.ours.endswith((".up.weight", ".down.weight"))),
+        *Experts("mixer").mixture_rows(names),  # of these, the rows with a gate fit none of its parameters
         Row(f"{ours}.up.weight", (up,)),
-        Row(f"{ours}.down.weight", (down,)),
         *linear(f"{ours}.shared.up", f"{theirs}.shared_experts.up_proj", "embed", "mlp"),
-        *linear(f"{ours}.shared.down", f"{theirs}.shared_experts.down_proj", "mlp", "embed"),
     )
 
 
@@ -334,12 +331,7 @@ _GRANITE_KEYS = (
 
 def _granite_rows(names: Names) -> tuple[Row, ...]:
     """Returns the rows of experts and of the MLP beside them, which is the only one without experts."""
-    ours, theirs = f"{LAYERS}.experts.shared", f"{names.block}shared_mlp"
-    return (
-        *GRANITE_NAMES.mixture_rows(names),
-        *linear(f"{ours}.up", f"{theirs}.input_linear", "embed", "gate*mlp"),
-        *linear(f"{ours}.down", f"{theirs}.output_linear", "mlp", "embed"),
-    )
+    return (*GRANITE_NAMES.mixture_rows(names), *shared_rows(names))
 
 
 GRANITEMOEHYBRID = _halved(

@@ -56,7 +56,7 @@ def _start(to: Translation) -> None:
 
 def note_kernel(to: Translation, run: Config, mesh: MeshShape) -> None:
     """Notes why a run that asks for flash attention has none."""
-    if not to.has("use_flash_attn") and to.given.values.get("attention_backend") not in ("flash", "fused"):
+    if not to.asks_for_flash:
         return
     kernel, reason = choose_kernel(replace(run, attention="cudnn"), "gpu", mesh=mesh)
     if kernel != "cudnn":

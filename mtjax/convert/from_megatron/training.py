@@ -155,10 +155,9 @@ def translate_optimizer_memory(to: Translation) -> None:
 
 def _attention(to: Translation) -> None:
     """Adds the attention kernel: mtjax uses flash attention with separate documents only where it is asked for."""
-    backend = to.given.values.get("attention_backend")
-    if backend in ("unfused", "local"):
+    if to.given.values.get("attention_backend") in ("unfused", "local"):
         to.set("attention_backend", {"attention": "xla"})
-    elif to.has("reset_attention_mask") and (backend in ("flash", "fused") or to.has("use_flash_attn")):
+    elif to.has("reset_attention_mask") and to.asks_for_flash:
         to.settings["attention"] = "cudnn"
         to.differences.append(
             "--attention cudnn: flash attention that keeps documents apart (--reset-attention-mask), on Hopper or newer"

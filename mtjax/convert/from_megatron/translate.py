@@ -62,7 +62,7 @@ _SIZES = frozenset(
         *("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"),
         *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "non_persistent_save_interval"),
         *("check_weight_hash_across_dp_replicas_interval", "distributed_timeout_minutes", "num_experts"),
-        *("moe_ffn_hidden_size", "moe_router_topk"),
+        *("moe_ffn_hidden_size", "moe_router_topk", "num_distributed_optimizer_instances"),
     }
 )
 """Attributes of arguments that are integers above 0."""

@@ -32,8 +32,12 @@ class Translation:
 
     def command(self, config: str) -> str:
         """Returns the command that starts the run with its config."""
-        options = [option for option in self.run_options if option.startswith("--")]
-        return " ".join([*self.environment, "mtjax train --config", config, *options])
+        return " ".join([*self.environment, "mtjax train --config", config, *self.run_options])
+
+    @property
+    def asks_for_flash(self) -> bool:
+        """Whether the run asks for flash attention."""
+        return self.has("use_flash_attn") or self.given.values.get("attention_backend") in ("flash", "fused")
 
     def get(self, dest: str) -> Any:
         """Returns the value of an argument, or Megatron's default."""
