@@ -87,7 +87,7 @@ def test_transformers_loads_what_is_written(kind: str, network: Path, tmp_path: 
 
 @pytest.mark.parametrize("kind", ["int4 with zero points", "fp8"])
 def test_what_compressed_tensors_writes_is_read(kind: str, network: Path, tmp_path: Path) -> None:
-    """Weights that the library itself packs, from scales of its own observer's formula."""
+    """Weights that the library itself packs, from scales by its observer's formula."""
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationScheme
     from safetensors.torch import load_file, save_file

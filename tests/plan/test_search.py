@@ -107,7 +107,7 @@ def test_against_brute_force(gpus, server):
 
 
 def test_servers_are_sharding_groups_where_the_network_is_slow_or_zero_divides_no_other_way():
-    """ZeRO-3 gathers in each microbatch: over the network, or inside a server. 1,536 is no multiple of 1,024."""
+    """ZeRO-3 gathers in each microbatch: over the network, or inside a server. 1,536 is not a multiple of 1,024."""
     space = Space(("full",), (3,), (False,), max_stages=1, usable=0.02)
     cases = ((32, 1, 512, "32x1"), (32, 16, 512, "data=4,shard=8,model=1"), (1024, 1, 4096, "data=8,shard=128,model=1"))
     for ranks, slower, batch, mesh in cases:
