@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import time
+from typing import Any
 
 
 def main(text: str, tokenizer: str, cache: str, workers: int) -> None:
@@ -24,7 +25,7 @@ def main(text: str, tokenizer: str, cache: str, workers: int) -> None:
 
     start = time.perf_counter()
     rows = datasets.load_dataset("json", data_files=text, cache_dir=cache)["train"]
-    ids = rows.map(encode, batched=True, num_proc=workers, remove_columns=rows.column_names)
+    ids: Any = rows.map(encode, batched=True, num_proc=workers, remove_columns=rows.column_names)
     seconds = time.perf_counter() - start
     print(json.dumps({"tokens": sum(len(row["ids"]) for row in ids), "seconds": seconds}))
 
