@@ -31,7 +31,7 @@ ARROWS: dict[str, set[str]] = {
         f"sharding.{part}"
         for part in (
             *("axes", "context", "experts", "vocab", "vocab_embedding", "distillation", "trainable"),
-            "vocab_weighted",
+            *("vocab_weighted", "stacked_collectives"),
             *("prefetch", "flash", "kv_heads", "stored_weight", "no_hoist", "param_comm", "unstack", "float8"),
         )
     },
@@ -170,7 +170,7 @@ CORE = {
     "sharding": (
         *("mesh", "axes", "param_specs", "placement", "param_comm", "stored_weight", "vocab", "vocab_embedding"),
         *("kv_heads", "no_hoist", "manual_region", "microbatch_schedule", "accumulate", "grad_accumulation", "unstack"),
-        *("reduction", "zero", "stacked_collectives", "prefetch", "prefetch_loop", "trainable", "gradients"),
+        *("reduction", "zero", "stacked_collectives", "trainable", "gradients"),
     ),
     "models": (
         *("linear", "project", "norms", "rotary", "activations", "dropout", "threefry", "unhoisted", "of_layer"),

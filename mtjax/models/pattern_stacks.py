@@ -23,7 +23,7 @@ from mtjax.sharding.param_comm import (
     split_accumulators,
     zeros_like_shards,
 )
-from mtjax.sharding.prefetch import gather_upfront
+from mtjax.sharding.stacked_collectives import gather_upfront
 
 Carry = tuple[Array, Mapping[str, list[Array]]]
 """Hidden states, and each stack, unchanged: its cotangent is the accumulator of its gradients."""

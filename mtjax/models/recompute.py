@@ -23,15 +23,19 @@ from jax.ad_checkpoint import checkpoint_name
 
 from mtjax.config import Training
 from mtjax.errors import UserError
+from mtjax.sharding.axes import explicit_axes
 from mtjax.sharding.param_comm import (
     accumulate_grads_into,
+    communicated,
     differentiable_shards,
     index_layer,
+    is_wrapped,
     seed_cotangents,
     split_accumulators,
+    stack_of,
     zeros_like_shards,
 )
-from mtjax.sharding.prefetch import can_prefetch, gather_upfront, scan_with_prefetch
+from mtjax.sharding.stacked_collectives import gather_upfront
 from mtjax.sharding.unstack import unrolled_layers, unstacked_layers
 
 PRODUCT = "product"
@@ -121,6 +125,8 @@ def scan_layers(
     layers, sums = split_accumulators(layers)
     prevents_prefetch = first is not None or states is not None or recompute.offload
     if len(loops) == group == 1 and not prevents_prefetch and can_prefetch(layers):
+        from mtjax.sharding.prefetch.scan import scan_with_prefetch
+
         ((saving, _),) = loops
         return scan_with_prefetch(run, saving, x, layers, numbers, sums)
     layers = gather_upfront(layers)
@@ -137,6 +143,14 @@ def scan_layers(
     if group > 1:
         states = jax.tree.map(lambda a: a.reshape(count, *a.shape[2:]), states)
     return x, states
+
+
+def can_prefetch(layers: Layers) -> bool:
+    """Returns whether a stack has communication to overlap, and enough layers for a loop: at least four."""
+    found = [leaf for leaf in map(communicated, jax.tree.leaves(layers, is_leaf=is_wrapped)) if leaf is not None]
+    is_manual = bool(found) and not explicit_axes().issuperset(found[0].reduction.axes)
+    # The last layer is outside the loop. XLA: on CPUs, loops of two iterations or fewer are unrolled.
+    return is_manual and len(stack_of(found[0])) > 3
 
 
 def run_alone(run: Any, recompute: Recompute, *inputs: Any) -> Any:
