@@ -54,6 +54,7 @@ IN_MODELS = (
         "mixers",
         "layer",
         "stack",
+        "interleaved",
         "pattern_stacks",
         "trunk",
         "prediction",

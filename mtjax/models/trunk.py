@@ -2,7 +2,7 @@
 
 A model's sections run one after the other. A section is a stack of layers, with the function that computes its input
 from the batch and the output of the section before. So different stages can run the embedding, some layers of a stack
-(`mtjax.models.stack.run_layers`), and the losses, if they send each other the hidden states.
+(`mtjax.models.stack.Chunk`), and the losses, if they send each other the hidden states.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,10 +14,11 @@ from jaxtyping import Float, Key
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.mixers.mixer import State
 from mtjax.models.routers import router_reports
-from mtjax.models.stack import InterleavedStacks, Stack
+from mtjax.models.stack import Stack
 from mtjax.sharding.vocab import LossOptions
 
 if TYPE_CHECKING:
+    from mtjax.models.interleaved import InterleavedStacks
     from mtjax.models.pattern_stacks import PatternStacks
 
 Batch = Mapping[str, Any]

@@ -1,5 +1,6 @@
 """A mixer, a kind of layer and a family of a test's own, by rows in the registries; models cut; layers with a state."""
 
+from functools import partial
 from typing import Any, ClassVar
 
 import jax
@@ -19,8 +20,8 @@ from mtjax.models.families.registry import MODEL_CLASSES
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.linear import Linear, normal
 from mtjax.models.mixers.registry import KINDS, MIXERS
-from mtjax.models.recompute import Recompute
-from mtjax.models.stack import Stack, run_layers
+from mtjax.models.recompute import Recompute, scan_layers
+from mtjax.models.stack import Stack, run_layer
 from mtjax.models.trunk import HiddenStates, Section, batch_losses, run_sections
 from mtjax.sharding.axes import spec, use_rules
 from mtjax.sharding.vocab import LossOptions, vocab_parallel_cross_entropy
@@ -147,6 +148,12 @@ def on_mesh(program: Any, function: Any) -> Any:
             return jax.tree.map(np.asarray, run(*arguments))
 
     return call
+
+
+def run_layers(
+    layers: Any, numbers: Any, x: Any, context: LayerContext, recompute: Recompute, states: Any = None
+) -> Any:
+    return scan_layers(partial(run_layer, context, False), x, layers, numbers, recompute, states)
 
 
 def cut(layers: Any, part: slice) -> Any:
