@@ -177,7 +177,7 @@ CORE = {
         *("linear", "project", "norms", "rotary", "activations", "dropout", "threefry", "unhoisted", "of_layer"),
         *("embedding", "vocabulary", "layer_context", "kernels.options", "kernels.xla", "mixers.mixer"),
         *("mixers.attention", "mixers.mlp", "mixers.registry", "layer", "recompute", "stack", "trunk", "routers"),
-        *("families.gpt", "families.registry", "pipeline_model", "sharded_model"),
+        *("families.gpt", "families.registry", "sharded_model"),
     ),
     "train": ("precision", "schedule", "optimizer", "nonfinite_steps", "step"),
 }

@@ -22,7 +22,7 @@ from mtjax.models.linear import Linear, normal
 from mtjax.models.mixers.registry import KINDS, MIXERS
 from mtjax.models.recompute import Recompute, scan_layers
 from mtjax.models.stack import Stack, run_layer
-from mtjax.models.trunk import HiddenStates, Section, batch_losses, run_sections
+from mtjax.models.trunk import HiddenStates, Section, run_sections
 from mtjax.sharding.axes import spec, use_rules
 from mtjax.sharding.vocab import LossOptions, vocab_parallel_cross_entropy
 from mtjax.train.step import make_train_step
@@ -167,7 +167,8 @@ def test_a_model_can_be_cut_into_embedding_layers_and_losses(family: str):
     parameters, batch, options = program.initialize(0).parameters, batch_of(program, 0), LossOptions(VOCAB)
 
     def whole(parameters: Any, batch: Any, keys: Any) -> Any:
-        return batch_losses(program.model(parameters), batch, keys, options)
+        model = program.model(parameters)
+        return model.losses(run_sections(model, batch, keys)[0], batch, keys, options)
 
     def in_pieces(parameters: Any, batch: Any, keys: Any) -> Any:
         model, stream = program.model(parameters), None

@@ -70,8 +70,8 @@ class Spoilt(SpoiltGradient):
     sample = 13
     value, places = 1.5e19, (0, [0, -1])
 
-    def pipeline_model(self, options):
-        return SpoiltCut(**vars(super().pipeline_model(options)), sample=self.sample)
+    def trunk_losses(self, options):
+        return SpoiltCut(**vars(super().trunk_losses(options)), sample=self.sample)
 
 
 @cache
