@@ -17,7 +17,8 @@ from mtjax.errors import UserError
 from mtjax.models.pipeline_model import TrunkPipeline
 from mtjax.sharding.placement import shardings
 from mtjax.train import loop, setup
-from mtjax.train.nonfinite_steps import GOOD, NonfiniteSteps, Tensor, first_bad, tensors
+from mtjax.train.nonfinite_steps import GOOD, Tensor, first_bad, tensors
+from mtjax.train.skipped_steps import NonfiniteSteps
 from mtjax.train.step import TrainStep
 from tests.tiny import batch_of, initial_state, mesh_of, program_of, records_like, run_steps, tiny_config
 
