@@ -38,8 +38,9 @@ from mtjax.sharding.param_comm import (
 from mtjax.sharding.stacked_collectives import gather_upfront
 from mtjax.sharding.unstack import unrolled_layers, unstacked_layers
 
-PRODUCT = "product"
-"""Of activations with a weight; also what is as cheap to keep: rotated queries and keys, RMSNorm's factors."""
+SAVED = "saved"
+"""What layers save unless all of them is recomputed: products with weights; also what is as cheap to keep, such as
+rotated queries and keys, and RMSNorm's factors."""
 DROPOUT_MASK = "dropout mask"
 ATTENTION_OUTPUT = "attention output"
 ATTENTION_CORE = "attention core"
@@ -256,7 +257,7 @@ def scan_accumulating(
 def save_products(run: Any, kind: Literal["none", "selective"]) -> Any:
     """Wraps `run` to save its products with weights, and the attention core unless `kind` is selective."""
     # `jax.checkpoint` saves the arrays with these names and recomputes all other arrays in the backward pass.
-    always = (PRODUCT, DROPOUT_MASK, ATTENTION_OUTPUT, ATTENTION_STATISTICS)
+    always = (SAVED, DROPOUT_MASK, ATTENTION_OUTPUT, ATTENTION_STATISTICS)
     names = [*always, *([ATTENTION_CORE] if kind == "none" else [])]
     policy = jax.checkpoint_policies.save_only_these_names(*names)
     return jax.checkpoint(run, policy=policy)

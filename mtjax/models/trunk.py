@@ -15,7 +15,6 @@ from jaxtyping import Float, Key
 
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.mixers.mixer import State
-from mtjax.models.routers import router_reports
 from mtjax.models.stack import Stack
 from mtjax.sharding.trainable import merge_trees
 from mtjax.sharding.vocab import LossOptions
@@ -125,7 +124,11 @@ class TrunkLosses:
             batch = {**batch, LOSS_WEIGHTS: weights["loss"]}
         output, states = run_sections(model, batch, keys)
         losses = model.losses(output, batch, keys, self.options)
-        return weighted_sums(losses | router_reports(list(states.values())), weights)
+        if any(state is not None for state in states.values()):
+            from mtjax.models.routers import router_reports
+
+            losses |= router_reports(list(states.values()))
+        return weighted_sums(losses, weights)
 
     def final_boundary(self, parameters: Tree, microbatch: Microbatch) -> HiddenStates:
         """See `LossModel.final_boundary`."""

@@ -12,7 +12,6 @@ from contextvars import ContextVar
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec, reshard
 from jaxtyping import Int
@@ -184,19 +183,6 @@ def cond_by_stage(holds: jax.Array, then: Callable[..., Any], otherwise: Callabl
     """
     with jax.named_scope("stages"):
         return lax.cond(holds, then, otherwise, *arguments)
-
-
-def broadcast_from_rank0(x: jax.Array, besides: Axes) -> jax.Array:
-    """Broadcasts the first rank's `x` over the axes over which it varies, except those in `besides`.
-
-    The values are equal already, but their type does not express it: `x` is typed as varying over these axes.
-    """
-    axes = tuple(axis for axis in varying_axes(x) if axis not in besides)
-    if not axes:
-        return x
-    # A masked all-reduce, whose result `shard_map` types as equal on all ranks.
-    is_first = sum(lax.axis_index(axis) for axis in axes) == 0
-    return psum_shards(jnp.where(is_first, x, 0), axes)
 
 
 def varying_axes(x: jax.Array) -> tuple[str, ...]:

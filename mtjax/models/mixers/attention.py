@@ -20,7 +20,7 @@ from mtjax.models.layer_context import LayerContext
 from mtjax.models.linear import Linear, constant, normal
 from mtjax.models.mixers.mixer import State
 from mtjax.models.project import ProductRule, gather_sequence, project
-from mtjax.models.recompute import PRODUCT
+from mtjax.models.recompute import SAVED
 from mtjax.models.rotary import rotate
 from mtjax.sharding.axes import spec
 from mtjax.sharding.kv_heads import heads_in_use
@@ -93,7 +93,7 @@ class SelfAttention(nnx.Module):
         query, key, value = self._prepared(query, key, value, context)
         if is_unrolled() and self.qkv.is_read_linearly:
             # What the backward pass reads, instead of the products from which it would rotate these again.
-            query, key, value = (checkpoint_name(a, PRODUCT) for a in (query, key, value))
+            query, key, value = (checkpoint_name(a, SAVED) for a in (query, key, value))
         options = self._options(context)
         # Training and evaluation have no state; generation has a KV cache.
         if state is None:
