@@ -99,8 +99,8 @@ def _last_runs(
 
 
 def shortened_pattern(letters: str) -> str:
-    """Returns a short pattern of these layers: "(M-)x3M*-" for "M-M-M-M*-"."""
-    return "".join(unit if times == 1 else f"({unit})x{times}" for unit, times in runs_of(letters))
+    """Returns a short pattern of these layers: "(M-)x4M*-" for "M-M-M-M-M*-"."""
+    return "".join(min((f"({unit})x{times}", unit * times), key=len) for unit, times in runs_of(letters))
 
 
 def chunk_letters(letters: str, chunks: int) -> str | None:
