@@ -48,7 +48,9 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_their_logits_are_ours(theirs: Path) -> None:
-    saved, model = np.load(theirs / "logits.npz"), find_weights(theirs / "ours").config.model
+    model = find_weights(theirs / "ours").config.model
+    with np.load(theirs / "logits.npz") as file:
+        saved = dict(file)
     assert (model.layer_pattern, model.ssm_groups, model.activation) == (HYBRID["hybrid_override_pattern"], 4, "relu2")
     found = our_logits(theirs / "ours", saved["tokens"].astype(np.int32), "1x2")
     assert relative(found, saved["logits"][..., : VOCAB - 6]) < 1e-5
