@@ -16,15 +16,16 @@ _PARTS: Mapping[str, tuple[str, ...]] = {"z": INNER, "x": INNER, "B": GROUPS, "C
 """Parts of the first product, of which the convolution has x, B and C -> mtjax's dimensions of their rows."""
 
 
-def mamba_rows(model: Model, name: str, *, is_split: bool = False) -> tuple[Row, ...]:
+def mamba_rows(model: Model, name: str, *, is_split: bool = False, stack: str = "mamba") -> tuple[Row, ...]:
     """Returns the rows of Mamba-2 layers but their norm.
 
     Args:
       model: the model.
       name: full name of the mixer.
+      stack: the stack of the layers that have Mamba-2.
       is_split: whether the parts of a product are separate tensors, NAME.z and so on, and not one.
     """
-    ours, inner = "mamba.layers.mamba", ssm_heads(model) * model.ssm_head_dim
+    ours, inner = f"{stack}.layers.mamba", ssm_heads(model) * model.ssm_head_dim
     shared = model.ssm_groups * model.ssm_state
     widths = {"z": inner, "x": inner, "B": shared, "C": shared, "dt": ssm_heads(model)}
 
@@ -71,13 +72,19 @@ def own_stacks(rows: tuple[Row, ...]) -> tuple[Row, ...]:
     return tuple(replace(of, ours=renamed(of.ours)) for of in rows)
 
 
-def hybrid_rows(mixer: str, experts: Callable[[Names], tuple[Row, ...]] = lambda names: ()) -> Any:
-    """Returns a function for a type's rows; `mixer` is the name of Mamba-2 in a layer."""
+def hybrid_rows(
+    mixer: str, experts: Callable[[Names], tuple[Row, ...]] = lambda names: (), stack: str = "mamba"
+) -> Any:
+    """Returns a function for a type's rows; `mixer` is the name of Mamba-2 in a layer, `stack` that of the layers with
+    Mamba-2, which in another stack than mamba have attention, too."""
 
     def rows(names: Names, model: Model) -> tuple[Row, ...]:
         own = (*attention_rows(names, model), *mlp_rows(names), *experts(names))
-        mamba = mamba_rows(model, names.block + mixer)
-        mamba_norm = norm("mamba.layers.mamba_norm", names.block + names.attention_norm)
-        return (*outside_rows(names), *own_stacks(own), *mamba_norm, *mamba)
+        mamba = mamba_rows(model, names.block + mixer, stack=stack)
+        mamba_norm = norm(f"{stack}.layers.mamba_norm", names.block + names.attention_norm)
+        rows = own_stacks(own)
+        if stack != "mamba":
+            rows = tuple(replace(of, ours=of.ours.replace("attention.layers", f"{stack}.layers", 1)) for of in rows)
+        return (*outside_rows(names), *rows, *mamba_norm, *mamba)
 
     return rows
