@@ -7,6 +7,7 @@ import jax
 from jax import Array, lax
 
 from mtjax.models.layer_context import LayerContext
+from mtjax.models.linear import scaled
 
 State = Any
 
@@ -29,7 +30,7 @@ def run_side_by_side(
         mixer = getattr(layer, name)
         with jax.named_scope(mixer.scope):
             mixed, state = mixer(of_mixer, context, (states or {}).get(name))
-        outputs.append(mixed)
+        outputs.append(scaled(mixed, layer.output_scales.get(name, 1.0)))
         if state is not None:
             after[name] = state
     total, *others = lax.optimization_barrier(outputs)
