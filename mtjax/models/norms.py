@@ -57,6 +57,7 @@ class LayerNorm(nnx.Module):
             from mtjax.models.width import layer_norm
 
             return layer_norm(self.epsilon, x, factor, self.bias).astype(self.dtype)
+        # Parameters are equal on all ranks, x is not: `_layer_norm`'s gradient of the factor varies like x.
         normalized: Array = _layer_norm(self.epsilon, x, varying_like(factor, x))
         if self.bias is not None:
             normalized = normalized + self.bias[...]

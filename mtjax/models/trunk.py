@@ -95,6 +95,7 @@ def run_sections(
     hidden, after = None, {}
     for name, section in trunk.sections.items():
         hidden = section.embed(batch, keys, hidden)
+        # Outside the loop over layers: all layers read the same positions, rotations and segments.
         context = section.context(batch, keys, hidden)
         x, after[name] = section.stack(hidden.x, context, (states or {}).get(name))
         hidden = hidden._replace(x=x)
@@ -148,6 +149,7 @@ def weighted_sums(values: dict[str, Array], weights: Batch) -> dict[str, Array]:
     """
 
     def one(values: Array, weights: Array) -> Array:
+        # Summed already, with its gradients (`LOSS_WEIGHTS`).
         if not values.ndim:
             return values
         each = weights.reshape(weights.shape + (1,) * (values.ndim - weights.ndim))

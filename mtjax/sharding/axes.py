@@ -21,6 +21,7 @@ from mtjax.layout.rules import MANUAL, Axes, Rules
 REPLICATED = PartitionSpec()
 """Replicated on every device."""
 
+# A variable, not an argument, which every module of a model would have to pass on; read while tracing alone.
 _in_force: ContextVar[Rules] = ContextVar("rules in force")
 
 
@@ -87,6 +88,7 @@ def _entry(axes: Axes) -> str | Axes | None:
 def num_shards(name: str) -> int:
     """Returns the number of shards of a dimension of this name, by the rules and the mesh in force."""
     sizes = jax.sharding.get_abstract_mesh().shape
+    # A mesh has only the axes that a run uses: a missing one has degree 1.
     return math.prod(sizes.get(axis, 1) for axis in _in_force.get().axes(name))
 
 
@@ -150,6 +152,7 @@ def merge(x: jax.Array, start: int, stop: int) -> jax.Array | None:
     """Merges dimensions `start` to `stop` (exclusive) of `x`; returns None if any but the first of them is sharded."""
     sharding = jax.typeof(x).sharding
     degrees = [math.prod(sharding.mesh.shape[axis] for axis in dimension_axes(sharding.spec, i)) for i in range(x.ndim)]
+    # Row-major, the elements of a rank would not be consecutive: merging them would move data between ranks.
     if any(n > 1 for n in degrees[start + 1 : stop]):
         return None
     partition = PartitionSpec(*sharding.spec[: start + 1], *sharding.spec[stop:])

@@ -44,6 +44,7 @@ def distributed_gradients(
         # What varies over an axis has a gradient that is local to each rank along it.
         batch = region.mark_stage_varying(batch)
         parameters = mark_varying(parameters, batch)
+        # Frozen parameters are bound to the model, so that what follows sees trainable ones alone.
         bound = bind_frozen(model, records, parameters, schedule)
         losses, gradients = schedule.gradients(bound, select_trainable(records, parameters), batch, reduction)
         # Losses are sums with global weights: their all-reduce over all ranks is the global mean.

@@ -159,11 +159,13 @@ class TrainStep(ShardedModel):
     def _compiled_step(self) -> Any:
         everywhere = placement.replicated(self.mesh)
         shardings, options = (self.state_sharding, everywhere), self.xla.options
+        # The old state's memory becomes the new state's, so that a step never holds both.
         return jax.jit(self._step, donate_argnums=0, out_shardings=shardings, compiler_options=options or None)
 
     def _initial(self, key: Array, parameters: Tree = None) -> State:
         if parameters is None:
             parameters = self._drawn(key)
+        # Dropout draws from the half of the key that `_drawn` does not use.
         random = jax.random.key_data(jax.random.split(key)[1])
         optimizer = self.optimizer.init(self.optimized(parameters))
         loss_scale = precision.initial(self.config.training)
@@ -179,6 +181,7 @@ class TrainStep(ShardedModel):
         if self.config.optimizer.optimizer == "schedule-free":
             from mtjax.train.optimizers import training_point
 
+            # Gradients are taken between the averaged weights, which are stored, and the fast ones.
             point = training_point(self.config.optimizer, self.optimized(parameters), state.optimizer[1][0])
             parameters = merge_trees(point, select_frozen(self.records, parameters))
         return self.gradients(parameters, batch, jax.random.wrap_key_data(state.random), scale)
