@@ -10,7 +10,7 @@ import pytest
 from mtjax.commands.convert import main as convert
 from mtjax.commands.finetune import main as finetune
 from mtjax.runtime.train_state import State
-from mtjax.sharding.placement import global_batch
+from mtjax.sharding.global_batch import global_batch
 from mtjax.train.step import TrainStep
 from tests.convert.hf_folders import small_tokenizer
 from tests.parity.test_chats import BATCH, LENGTH, chats, mean_loss, network_of, packed_batch

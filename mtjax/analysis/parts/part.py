@@ -64,9 +64,9 @@ class Norms:
     """Kinds: `mtjax.config.sizes.sublayer_norms`."""
 
     @classmethod
-    def of(cls, model: Model, *, is_first: bool = False) -> "Norms":
-        """Returns the norms of a layer's first sublayer, or of another."""
-        return cls(norm_vectors(model), sublayer_norms(model, is_first=is_first))
+    def of(cls, model: Model, *, is_first: bool = False, kind: str = "") -> "Norms":
+        """Returns the norms of the first sublayer of a kind of layers, or of another."""
+        return cls(norm_vectors(model), sublayer_norms(model, is_first=is_first, kind=kind))
 
     @property
     def count(self) -> int:

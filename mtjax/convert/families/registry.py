@@ -9,6 +9,7 @@ from mtjax.convert.families.cohere import COHERE, COHERE2
 from mtjax.convert.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, MINICPM3, SARVAM_MLA, YOUTU
 from mtjax.convert.families.distilbert import DISTILBERT
 from mtjax.convert.families.experts import DOTS1, GPT_OSS, GRANITEMOE, MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
+from mtjax.convert.families.falcon_h1 import FALCON_H1
 from mtjax.convert.families.family import Family, Json
 from mtjax.convert.families.gemma import GEMMA, GEMMA2, GEMMA3_TEXT, VAULTGEMMA
 from mtjax.convert.families.gpt2 import GPT2
@@ -70,7 +71,7 @@ _ALL = (
     *(PERSIMMON, BIOGPT, GPT_BIGCODE, CODEGEN, SARVAM_MLA),
     *(GLM4_MOE, GLM4_MOE_LITE, SOLAR_OPEN, SARVAM_MOE, MINIMAX_M2, EXAONE_MOE, MELLUM, FLEX_OLMO, HUNYUAN_V1_MOE),
     *(FLINT, HY_V3, GRANITEMOESHARED, GRANITE_SWA, GRANITEMOE_SWA, ERNIE4_5_MOE),
-    *(MAMBA2, NEMOTRON_H, BAMBA, GRANITEMOEHYBRID),
+    *(MAMBA2, NEMOTRON_H, BAMBA, GRANITEMOEHYBRID, FALCON_H1),
     *(BERT, MEGATRON_BERT, ROBERTA, XLM_ROBERTA, DISTILBERT, MODERNBERT, T5, MT5, UMT5),
 )
 FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _ALL}
