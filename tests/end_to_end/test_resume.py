@@ -17,6 +17,8 @@ from mtjax.train.folder.lock import lock_folder
 from tests.end_to_end.runs import (
     INTERRUPTS,
     MASKS,
+    SIGNAL,
+    WAIT,
     Finished,
     Launcher,
     ended,
@@ -41,8 +43,9 @@ def test_stopped_by_sigterm_then_killed(
     assert f"stopped by SIGTERM after step {before}" in stopped.stdout
     assert max(stopped.losses) == before and stopped.checkpoints == {before}
 
-    with ended([launcher.start("--out", "interrupted", *STEPS, "--resume", "--checkpoint-every", "4")]) as started:
-        following = 4 * (before // 4 + 1)
+    following = 4 * (before // 4 + 1)
+    words = ("--out", "interrupted", *STEPS, "--resume", "--checkpoint-every", "4")
+    with ended([launcher.start(*words, at=(following + 2 - before, WAIT))]) as started:
         wait_for_checkpoint(out, following, started[0])
         wait_for_step(out, following + 1, started[0])
         started[0].kill()
@@ -85,16 +88,14 @@ def test_stopped_in_a_process_of_its_own(name: str, launcher: Launcher, uninterr
 
 
 def stop(launcher: Launcher, name: str, number: signal.Signals, after_step: int) -> Finished:
-    """Starts or resumes a run, and sends it a signal when it has logged a step."""
-    out = launcher.folder / name
-    with ended([launcher.start("--out", name, *STEPS, "--resume")]) as started:
-        wait_for_step(out, after_step, started[0])
-        started[0].send_signal(number)
+    """Starts a run, which is sent a signal after a step."""
+    out, at = launcher.folder / name, (after_step + 1, SIGNAL.format(number=int(number)))
+    with ended([launcher.start("--out", name, *STEPS, "--resume", at=at)]) as started:
         finished = finish(started[0], out)
     assert finished.code == 0, finished.stderr
     assert "Traceback" not in finished.stderr
     reached = max(finished.losses)
-    assert after_step <= reached < 40, "the signal came too late to stop anything"
+    assert reached == after_step + 1  # the step whose batch was being loaded
     assert max(finished.checkpoints) == reached  # saved where it stopped: nothing is lost
     return finished
 
@@ -134,15 +135,19 @@ def test_a_folder_in_use_is_left_alone(launcher: Launcher, uninterrupted: Finish
 
 @pytest.mark.long
 def test_a_second_start_beside_a_running_one_changes_nothing(launcher: Launcher) -> None:
+    """The first one waits before its fifth step until the second one has ended."""
     out = launcher.folder / "two-starts"
-    with ended([launcher.start("--out", "two-starts", "--steps", "400", "--checkpoint-every", "50")]) as started:
-        wait_for_step(out, 60, started[0])
-        second = finish(launcher.start("--out", "two-starts", "--steps", "400", "--resume"), out)
+    steps, until = ("--out", "two-starts", "--steps", "8", "--checkpoint-every", "2"), "go-on"
+    waits = f"while not Path('{until}').exists(): time.sleep(0.05)"
+    with ended([launcher.start(*steps, at=(5, waits))]) as started:
+        wait_for_step(out, 4, started[0])
+        second = launcher.run_here("two-starts", "--steps", "8", "--resume")
+        (launcher.folder / until).touch()
         first = finish(started[0], out)
     assert second.code == 2
     assert f"error: two-starts is in use: process {started[0].pid} on " in second.stderr
     assert first.code == 0
-    assert list(first.losses) == list(range(1, 401))
+    assert list(first.losses) == list(range(1, 9))
 
 
 @pytest.mark.long
