@@ -35,7 +35,7 @@ import pytest
 from orbax.checkpoint._src.serialization import replica_slices
 
 from mtjax.cli import GARBAGE
-from mtjax.sharding.mesh import THREADS_PER_DEVICE
+from mtjax.runtime.devices import THREADS_PER_DEVICE
 from tests import assembler
 
 gc.set_threshold(*GARBAGE)
