@@ -28,7 +28,7 @@ from tests.end_to_end.runs import (
 )
 
 pytestmark = pytest.mark.usefixtures("bare_end")
-STEPS = ["--steps", "40", *MASKS]
+STEPS = ["--steps", "20", *MASKS]
 
 
 def test_stopped_by_sigterm_then_killed(
@@ -51,13 +51,13 @@ def test_stopped_by_sigterm_then_killed(
         started[0].kill()
         killed = finish(started[0], out)
     assert killed.code == -signal.SIGKILL
-    assert before < max(killed.losses) < 40
+    assert before < max(killed.losses) < 20
 
     last = launcher.train_here("interrupted", *STEPS, "--resume")
-    assert list(last.losses) == list(range(1, 41))  # no step twice, none missing
+    assert list(last.losses) == list(range(1, 21))  # no step twice, none missing
     assert last.losses == uninterrupted.losses
     assert [entry["grad_norm"] for entry in last.metrics] == [entry["grad_norm"] for entry in uninterrupted.metrics]
-    assert last.fingerprints(40) == uninterrupted.fingerprints(40)
+    assert last.fingerprints(20) == uninterrupted.fingerprints(20)
     assert killed.metrics[-1]["time/down"] == 0.0  # who was asked to stop had lost nothing
     assert last.metrics[-1]["time/down"] > 0.0
     assert last.metrics[-1]["time/done_again"] > 0.0
@@ -84,7 +84,7 @@ def test_stopped_in_a_process_of_its_own(name: str, launcher: Launcher, uninterr
     last = launcher.train_here(name, *STEPS, "--resume")
     assert f"resumed from step {max(stopped.losses)}" in last.stdout
     assert last.losses == uninterrupted.losses
-    assert last.fingerprints(40) == uninterrupted.fingerprints(40)
+    assert last.fingerprints(20) == uninterrupted.fingerprints(20)
 
 
 def stop(launcher: Launcher, name: str, number: signal.Signals, after_step: int) -> Finished:
@@ -120,7 +120,7 @@ def test_a_run_goes_on_with_its_own_tokenizer_when_its_text_has_grown(launcher: 
 def test_a_finished_run_resumed_has_nothing_to_do(launcher: Launcher, uninterrupted: Finished) -> None:
     again = launcher.train_here("uninterrupted", *STEPS, "--resume")
     assert again.metrics == uninterrupted.metrics
-    assert again.checkpoints == {40}
+    assert again.checkpoints == {20}
 
 
 def test_a_folder_in_use_is_left_alone(launcher: Launcher, uninterrupted: Finished) -> None:
@@ -130,7 +130,7 @@ def test_a_folder_in_use_is_left_alone(launcher: Launcher, uninterrupted: Finish
     lock.release()
     assert second.code == 2
     assert f"error: uninterrupted is in use: process {os.getpid()} on " in second.stderr
-    assert (second.metrics, second.checkpoints) == (uninterrupted.metrics, {40})
+    assert (second.metrics, second.checkpoints) == (uninterrupted.metrics, {20})
 
 
 @pytest.mark.long
@@ -180,7 +180,7 @@ def worked_by_children() -> float:
 @pytest.mark.parametrize("mesh", ["4x2", "1x1"])
 def test_resumed_on_another_mesh(mesh: str, launcher: Launcher, uninterrupted: Finished) -> None:
     out = f"mesh-{mesh}"
-    launcher.train_here(out, "--steps", "20", *MASKS)
+    launcher.train_here(out, "--steps", "10", *MASKS)
     moved = launcher.train_here(out, *STEPS, "--resume", "--mesh", mesh)
     for step, loss in uninterrupted.losses.items():
         assert moved.losses[step] == pytest.approx(loss, rel=1e-5)

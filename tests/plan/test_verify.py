@@ -129,8 +129,7 @@ def test_compiled_memory_beside_a_teacher_is_as_planned():
 
 
 SHIPPED = [
-    ("bert-base", {"num_layers": 3}),
-    rare("bert-base", {}),
+    ("bert-base", {}),
     rare("bert-336m", {}),
     ("t5-small", {"num_layers": 2, "num_decoder_layers": 2, **PLAIN}),
     rare("t5-small", PLAIN),
