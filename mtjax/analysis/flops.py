@@ -112,6 +112,14 @@ def frozen_flops(anatomy: Anatomy, stack: Stack) -> float:
     return sum(product.flops for part in stack.parts for product in part.products() if not product.is_adapter)
 
 
+def frozen_again(anatomy: Anatomy, stack: Stack, plan: Plan) -> float:
+    """Returns `frozen_flops` of what is duplicated over tensor parallel ranks, without the first rank's."""
+    if not anatomy.model.lora_rank:
+        return 0.0
+    products = [product for part in stack.parts for product in part.products()]
+    return _again([product for product in products if not product.is_adapter], plan)
+
+
 def repeated_flops(stack: Stack, tensor_degree: int) -> float:
     """Returns the forward FLOPs of one layer's adapters that are duplicated over tensor parallel ranks, for a sample.
 
@@ -119,7 +127,8 @@ def repeated_flops(stack: Stack, tensor_degree: int) -> float:
     """
 
     def adapter_flops(degree: int) -> float:
-        return sum(p.flops for part in stack.parts for p in part.products(degree) if p.is_adapter)
+        products = [product for part in stack.parts for product in part.products(degree)]
+        return sum(p.flops for p in products if p.is_adapter and not p.is_repeated)
 
     return tensor_degree * adapter_flops(tensor_degree) - adapter_flops(1)
 
@@ -172,7 +181,7 @@ def compiled_flops(anatomy: Anatomy, plan: Plan, *, causal: bool = False) -> flo
         if not plan.keeps_scores or plan.recompute == "selective":
             flops += stack.layers * core / 2  # the scores only: attention's output is saved
         flops += passes * repeated_flops(stack, plan.mesh.model)
-        flops += passes * routing_again(stack, plan)
+        flops += passes * routing_again(stack, plan) - stack.layers * frozen_again(anatomy, stack, plan)
         last = [product for part in stack.unread for product in unrepeated(part.products())]
         omitted = sum(product.flops for product in last) + _again(last, plan)
         flops += recomputed * layer_flops(stack, causal=causal) - (recomputed - grouped) * omitted
@@ -207,6 +216,7 @@ def _staged_flops(anatomy: Anatomy, plan: Plan, *, causal: bool) -> float:
             forward = layer_flops(stack, causal=causal) - full_core + core + repeated_flops(stack, plan.mesh.model)
             forward += routing_again(stack, plan)
             layer = (4 if is_full else 3) * forward - frozen_flops(anatomy, stack) + once_more_flops(stack)
+            layer -= frozen_again(anatomy, stack, plan)
             total += ticks * layers_in_chunk(stack, plan) * (layer + core_recompute * core)
     return total * plan.stages / m
 

@@ -99,6 +99,7 @@ def self_attention(model: Model, tokens: int, *, is_causal: bool, is_ahead: bool
             is_causal=is_causal,
             is_capped=model.attention_softcap is not None,
             visible=_visible_share(model, tokens, is_ahead=is_ahead),
+            rank=low.rank if (low := adapters_of(model, "attention")) else 0,
         )
     has_table = model.position == "relative" and model.relative_bias_layers == "all"
     return Attention(

@@ -7,7 +7,7 @@ t tensor parallel degree, c bytes of an element. A product [m,k] x [k,n] costs 2
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mtjax.analysis.contract import Expectation
 from mtjax.config import Model
@@ -99,6 +99,11 @@ class Product:
     def flops(self) -> float:
         """FLOPs."""
         return 2 * self.tokens * self.inner * self.outer
+
+    def adapter(self, rank: int) -> list["Product"]:
+        """Returns the two matmuls of its LoRA adapter, which are where it is; none where `rank` is 0."""
+        sizes = ((self.inner, rank), (rank, self.outer)) if rank else ()
+        return [replace(self, inner=inner, outer=outer, is_adapter=True) for inner, outer in sizes]
 
 
 def unrepeated(products: Sequence[Product]) -> list[Product]:

@@ -33,6 +33,10 @@ def layer_kind(model: Model) -> str:
 
 def _attention(model: Model) -> type[Mixer]:
     if model.kv_lora_rank:
+        if adapters_of(model, "attention"):
+            from mtjax.models.mixers.adapted_latent import AdaptedLatentAttention
+
+            return AdaptedLatentAttention
         from mtjax.models.mixers.latent_attention import LatentAttention
 
         return LatentAttention
