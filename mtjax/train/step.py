@@ -226,7 +226,7 @@ class TrainStep(ShardedModel):
         trainable = self.optimized(state.parameters)
         updates, optimizer = self.optimizer.update(gradients, state.optimizer, trainable)
         updated = optax.apply_updates(trainable, updates)
-        if self.config.model.router_bias:
+        if self.config.model.router_bias and not self.config.model.lora_rank:  # which freezes routers
             from mtjax.models.routers import LOAD
             from mtjax.train.router_bias import update_router_bias
 

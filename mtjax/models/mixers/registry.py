@@ -61,7 +61,11 @@ def _cross_attention(_: Model) -> type[Mixer]:
     return CrossAttention
 
 
-def _experts(_: Model) -> type[Mixer]:
+def _experts(model: Model) -> type[Mixer]:
+    if model.lora_rank:
+        from mtjax.models.mixers.adapted_experts import AdaptedExperts
+
+        return AdaptedExperts
     from mtjax.models.mixers.experts import Experts
 
     return Experts
