@@ -12,7 +12,7 @@ from jax import Array
 from jax.sharding import PartitionSpec
 from jaxtyping import Float, Int
 
-from mtjax.models.project import matrix_product
+from mtjax.generate.matrix_product import matrix_product
 from mtjax.sharding.axes import map_ranks
 from mtjax.sharding.stored_weight import StoredWeight
 from mtjax.sharding.vocab import VocabSpecs, local_rows

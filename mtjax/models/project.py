@@ -56,7 +56,9 @@ def project(
       [batch, seq, *outputs].
     """
     if isinstance(weight, Array) and computes_apart(outputs):
-        return _project_apart(x, weight, bias, outputs, sequence, save_for_backward, by_sample)
+        from mtjax.models.project_apart import project_apart
+
+        return project_apart(x, weight, bias, outputs, sequence, save_for_backward, by_sample)
     num_inputs = weight.ndim - len(outputs)
     # With sequence parallelism products are seq-major: see `seq_major`.
     if is_seq_major := sequence_is_sharded():
@@ -100,41 +102,6 @@ def letters_of(*dimensions: int) -> tuple[str, ...]:
     """Returns einsum's letters of groups of so many dimensions."""
     letters = iter(string.ascii_lowercase)
     return tuple("".join(next(letters) for _ in range(n)) for n in dimensions)
-
-
-def matrix_product(
-    x: Float[Array, "..."], matrix: Float[Array, "..."], inputs: int, sharding: PartitionSpec
-) -> Float[Array, "..."]:
-    """Computes `x W` over the last `inputs` dimensions of x, in `sharding`, where nothing is differentiated."""
-    row, inner, outer = letters_of(x.ndim - inputs, inputs, matrix.ndim - inputs)
-    return jnp.einsum(f"{row}{inner},{inner}{outer}->{row}{outer}", x, matrix, out_sharding=sharding)
-
-
-def _project_apart(
-    x: Array,
-    weight: Array,
-    bias: Array | None,
-    outputs: Sequence[str | None],
-    sequence: str,
-    save_for_backward: bool,
-    by_sample: bool,
-) -> Array:
-    """Computes the parts of a fused product one by one, and stacks them; arguments and result as of `project`."""
-    # XLA: consumers that take the parts out again (`jnp.split`, whose gradient is a concatenation) read the products,
-    # and nothing is copied.
-    parts, inner = outputs[1:], weight.ndim - len(outputs)
-    count = weight.shape[inner]
-
-    def each(array: Array, axis: int) -> list[Array]:
-        return [part.squeeze(axis) for part in jnp.split(array, count, axis=axis)]
-
-    biases = [None] * count if bias is None else each(bias, 0)
-    products = [
-        project(x, w, b, parts, sequence, save_for_backward=save_for_backward, by_sample=by_sample)
-        for w, b in zip(each(weight, inner), biases, strict=True)
-    ]
-    joined = [jnp.expand_dims(product, x.ndim - inner) for product in products]
-    return jnp.concatenate(joined, axis=x.ndim - inner)
 
 
 def reshard_sequence(x: Float[Array, "batch seq embed"], sequence: str) -> Float[Array, "batch seq embed"]:
