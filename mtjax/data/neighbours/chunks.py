@@ -1,6 +1,7 @@
 """The chunks of the documents of corpora: where each begins follows from the lengths of the documents alone."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -24,6 +25,7 @@ class ChunkDatabase:
           UserError: a document of a corpus has several sequences.
         """
         self.corpora, self.chunk = list(corpora), chunk
+        self._numbers: dict[Path, int | None] = {}
         for corpus in self.corpora:
             if corpus.num_documents != len(corpus):
                 raise UserError(
@@ -42,6 +44,15 @@ class ChunkDatabase:
         """Returns the first chunk of the documents `begin` to `end`, and one past the last."""
         return int(self._first_chunks[begin]), int(self._first_chunks[end])
 
+    def numbers(self, corpus: IndexedDataset, sequences: np.ndarray) -> np.ndarray:
+        """Returns int64[sequences], the numbers of a corpus' sequences as documents; none if it isn't in here."""
+        if corpus.prefix not in self._numbers:
+            contents = [other.content() for other in self.corpora]
+            own = corpus.content()
+            self._numbers[corpus.prefix] = contents.index(own) if own in contents else None
+        place = self._numbers[corpus.prefix]
+        return np.empty(0, np.int64) if place is None else sequences.astype(np.int64) + self.first_documents[place]
+
     def documents(self, chunks: np.ndarray) -> np.ndarray:
         """Returns the number of the document of each chunk, of the same shape; -1 for -1."""
         found = np.searchsorted(self._first_chunks, chunks, side="right") - 1
@@ -51,7 +62,7 @@ class ChunkDatabase:
         """Returns the tokens of a chunk and of the `count` - 1 behind it in its document: at most `count` x `chunk`."""
         if not 0 <= chunk < len(self):
             raise IndexError(f"chunk {chunk} of {len(self)}")
-        document = int(self.documents(np.int64(chunk)))
+        document = int(self.documents(np.array(chunk)))
         offset = (chunk - int(self._first_chunks[document])) * self.chunk
         corpus = int(np.searchsorted(self.first_documents, document, side="right")) - 1
         sequence = document - int(self.first_documents[corpus])

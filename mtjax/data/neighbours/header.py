@@ -39,7 +39,8 @@ class Settings:
       drop_last_partial_validation_sequence: whether a cut last validation sample is dropped; None in other splits.
       tokenizer: digest of its content.
       texts: of each source its content, documents, first document and weight.
-      order: passes over each source, as `order_of` describes them.
+      order: passes over each source, as `samples.order_of` describes them.
+      requested: numbers of samples that the order was made for, ascending.
     """
 
     chunk: int
@@ -50,7 +51,8 @@ class Settings:
     drop_last_partial_validation_sequence: bool | None
     tokenizer: str
     texts: list[dict[str, Any]]
-    order: list[Any]
+    order: Any
+    requested: list[int]
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,6 @@ class Header:
     Attributes:
       settings: for which samples.
       samples: their number.
-      requested: the numbers of samples that the order was made for, ascending.
       database: of each corpus that was searched its name, content, first document and documents.
       chunks: in the database, of whole corpora.
       neighbours: of each chunk, at most; -1 stands where fewer were found.
@@ -71,7 +72,6 @@ class Header:
 
     settings: Settings
     samples: int
-    requested: list[int]
     database: list[dict[str, Any]]
     chunks: int
     neighbours: int
@@ -104,7 +104,8 @@ def read_header(path: Path) -> Header:
     missing = _missing(Header, values) or _missing(Settings, settings if isinstance(settings, dict) else {})
     if missing:
         raise UserError(f"{path} is corrupted: it lacks {missing}; make it anew with mtjax data neighbours")
-    header = Header(**values | {"settings": Settings(**settings)})  # pyright: ignore[reportCallIssue]
+    values["settings"] = Settings(**settings)  # pyright: ignore[reportCallIssue]
+    header = Header(**values)
     counts = (header.samples, header.chunks, header.neighbours, header.settings.chunk, header.settings.sequence_length)
     if any(type(count) is not int or count < 1 for count in counts):
         raise UserError(f"{path} is corrupted: {counts} are not all numbers from 1 on")
@@ -122,7 +123,7 @@ def check_settings(path: Path, made: Settings, run: Settings) -> None:
     Raises:
       UserError: names the setting that differs, with both values.
     """
-    simple = [f.name for f in fields(Settings) if f.name not in ("texts", "order", "tokenizer")]
+    simple = [f.name for f in fields(Settings) if f.name not in ("texts", "order", "tokenizer", "requested")]
     for name in simple:
         theirs, ours = getattr(made, name), getattr(run, name)
         if theirs != ours:
@@ -137,9 +138,13 @@ def check_settings(path: Path, made: Settings, run: Settings) -> None:
                     f"{ours.get('name')}, has {ours.get(name)}{_REMEDY}"
                 )
     if made.tokenizer != run.tokenizer:
+        ours, theirs = run.tokenizer[:12], made.tokenizer[:12]
+        raise UserError(f"{path} was made with the tokenizer {theirs}, and the run has the tokenizer {ours}{_REMEDY}")
+    if made.order != run.order:
+        numbers = [", then ".join(f"{number:,}" for number in each.requested) for each in (made, run)]
         raise UserError(
-            f"{path} was made with the tokenizer of digest {made.tokenizer[:12]}, and the run's has "
-            f"{run.tokenizer[:12]}{_REMEDY}"
+            f"{path} was made for the order of {numbers[0]} samples, and the run asks for {numbers[1]}, whose order is "
+            f"another{_REMEDY}"
         )
 
 
