@@ -27,7 +27,7 @@ the same command continues.
 Examples:
   mtjax data neighbours --config retro.toml --embedder hf:bert-base-uncased --output neighbours/books
   mtjax data neighbours --config retro.toml --embedder hf:bert-base-uncased --output clean --without-overlap 13
-  mtjax data neighbours --queries new.embeddings.npy --embeddings old.embeddings.npy --output near.npy --neighbours 1
+  mtjax data neighbours --queries new.embeddings.npy --embeddings old.embeddings.npy --output near.npy --nearest 1
 """
 EXACT = "exact"
 
@@ -48,7 +48,7 @@ class Options:
     """Of which samples of the run."""
     chunk: int = at_least(1, 64, most=WIDTH)
     """Tokens in a chunk."""
-    neighbours: int = at_least(1, 20, most=1000)
+    nearest: int = at_least(1, 20, most=1000)
     """Neighbours of each chunk."""
     without_overlap: int = at_least(0, 0, most=WIDTH)
     """Drop neighbours that have this many tokens in a row in common with the next chunk, which the model predicts;
@@ -63,6 +63,8 @@ class Options:
     """Cells that a query visits in an index of faiss with IVF; faiss' default is 1."""
     embedder_tokens: int = at_least(3, 256, most=WIDTH)
     """Tokens that the embedder reads of a chunk, as in mtjax data embed."""
+    embedder_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type in which the embedder computes, as in mtjax data embed."""
     search_mesh: str = "1x1"
     """Devices of embedder and search, as DATAxMODEL."""
     search_rows: int = at_least(1, 128, most=WIDTH)
@@ -120,9 +122,9 @@ def _of_corpus(options: Options, output: Path, queries: Path) -> None:
     database = _database(options, found, corpora, bounds, described)
     corpus = IndexedDataset(asked.header.corpus)
     _check_content(asked, corpus)
-    of_corpus(corpus, asked, database, Rules(options.neighbours), output)
+    of_corpus(corpus, asked, database, Rules(options.nearest), output)
     print(
-        f"{output}: {options.neighbours} neighbours of {asked.header.chunks:,} chunks, {len(database.vectors):,} "
+        f"{output}: {options.nearest} neighbours of {asked.header.chunks:,} chunks, {len(database.vectors):,} "
         "were searched"
     )
 
@@ -154,14 +156,20 @@ def _of_run(config: Config, options: Options, output: Path, name: str) -> None:
             raise UserError(
                 f"{each.path} was made with another tokenizer than the run's: make it anew with mtjax data embed"
             )
-    embedder = Embedder(name, mesh=options.search_mesh, rows=options.search_rows, max_tokens=options.embedder_tokens)
+    embedder = Embedder(
+        name,
+        mesh=options.search_mesh,
+        rows=options.search_rows,
+        max_tokens=options.embedder_tokens,
+        dtype=options.embedder_dtype,
+    )
     if embedder.fingerprint != found[0].header.fingerprint:
         raise UserError(
-            f"{found[0].path} was made by {found[0].header.embedder} with other weights or --embedder-tokens than "
-            f"--embedder {name} with {options.embedder_tokens}: take the same"
+            f"{found[0].path} was made by {found[0].header.embedder} with other weights, --embedder-tokens or "
+            f"--embedder-dtype than {name}, {options.embedder_tokens} and {options.embedder_dtype}: take the same"
         )
     database = _database(options, found, training.corpora, training.bounds, training.described())
-    rules = Rules(options.neighbours, options.without_overlap, options.retrieved_chunks)
+    rules = Rules(options.nearest, options.without_overlap, options.retrieved_chunks)
     for split, (dataset, settings, samples) in splits.items():
         header, counts = of_samples(
             *(dataset, samples, split, settings, database, embedder, tokenizer, rules, output, options.index)

@@ -21,10 +21,13 @@ from mtjax.models.project import reshard_sequence
 from mtjax.models.sharded_model import ShardedModel, Tree
 from mtjax.sharding.axes import use_rules
 from mtjax.sharding.mesh import attach_devices
+from mtjax.sharding.param_specs import dotted
 from mtjax.sharding.placement import global_batch, process_rows, replicated
 
 SHORTEST = 32
 """Tokens of the shortest shape; each next one is twice as long."""
+HEADS = ("head", "order", "output")
+"""Modules behind the encoder."""
 RULE = "mean of the last hidden states, without [CLS] and [SEP]"
 
 
@@ -37,7 +40,9 @@ class Embedder:
       width: of an embedding.
     """
 
-    def __init__(self, name: str, *, mesh: str = "1x1", rows: int = 128, max_tokens: int = 256) -> None:
+    def __init__(
+        self, name: str, *, mesh: str = "1x1", rows: int = 128, max_tokens: int = 256, dtype: str = "float32"
+    ) -> None:
         """Reads the weights.
 
         Args:
@@ -45,6 +50,7 @@ class Embedder:
           mesh: DATAxMODEL.
           rows: texts in a batch per data-parallel rank.
           max_tokens: see the attribute.
+          dtype: in which the encoder computes.
 
         Raises:
           UserError: there are no such weights, or they are not of an encoder.
@@ -61,9 +67,9 @@ class Embedder:
                 f"--embedder-tokens is {max_tokens}, and --embedder {name} has positions for {model.sequence_length}: "
                 "give at most as many"
             )
-        self.max_tokens, self.width = max_tokens, model.hidden_size
+        self.max_tokens, self.width, self._dtype = max_tokens, model.hidden_size, dtype
         parallel = Parallel(mesh=mesh)
-        config = for_rows(self._saved.config, parallel, rows, sequence_length=max_tokens)
+        config = for_rows(self._saved.config, parallel, rows, sequence_length=max_tokens, compute_dtype=dtype)
         self._placed = ShardedModel(config, attach_devices(shape))
         if self._placed.stages > 1 or self._placed.layout.rules.seq:
             raise UserError(
@@ -75,8 +81,8 @@ class Embedder:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A digest of the weights' content, of the tokens that are read, and of how the states become one vector."""
-        hashed = hashlib.sha256(f"{RULE} {self.max_tokens}".encode())
+        """A digest of the weights' content, of the tokens that are read, of the type, and of how the states become one vector."""
+        hashed = hashlib.sha256(f"{RULE} {self.max_tokens} {self._dtype}".encode())
         source, folder = self._saved.source, self._saved.folder
         if isinstance(source, MtjaxSource):
             hashed.update(repr(sorted(source.weights.metadata["fingerprints"].items())).encode())
@@ -90,7 +96,17 @@ class Embedder:
 
     @cached_property
     def _parameters(self) -> Tree:
-        return self._placed.own(self._saved.parameters(self._placed))
+        """The parameters of the encoder, and zeros for its heads, which folders of encoders alone don't have."""
+        if isinstance(self._saved.source, MtjaxSource):
+            return self._saved.parameters(self._placed)
+        leaves, structure = jax.tree_util.tree_flatten_with_path(self._placed.restore_target)
+        target = {dotted(path): leaf for path, leaf in leaves}
+        encoder = {name: leaf for name, leaf in target.items() if name.partition(".")[0] not in HEADS}
+        arrays = self._saved.read(encoder, self._placed)
+        for name, leaf in target.items():
+            if name not in arrays:
+                arrays[name] = jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
+        return jax.tree_util.tree_unflatten(structure, [arrays[name] for name in target])
 
     def embed(self, texts: Sequence[str]) -> np.ndarray:
         """Returns float16[texts, width]; zeros for a text without tokens.

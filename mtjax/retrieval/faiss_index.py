@@ -86,7 +86,9 @@ class FaissIndex:
         try:
             index.train(self._vectors.take(np.sort(chosen)).astype(np.float32))
         except RuntimeError as e:
-            raise UserError(f"--index {self._factory} can't be trained on {len(chosen):,} vectors: {_reason(e)}") from e
+            raise UserError(
+                f"--index {self._factory} can't be trained on {len(chosen):,} vectors ({_reason(e)}): take fewer cells"
+            ) from e
         with ProgressLine(f"filling {self._factory}", len(self._vectors)) as progress:
             for place, block in self._vectors.blocks(BLOCK):
                 index.add(block.astype(np.float32))

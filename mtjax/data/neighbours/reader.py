@@ -65,6 +65,12 @@ class Neighbours:
                 f"{rows_path(prefix, split)} has {self.header.neighbours} neighbours of each chunk, and num_neighbours "
                 f"is {num_neighbours}: take fewer, or make more with mtjax data neighbours"
             )
+        compared = self.header.search.get("retrieved_chunks", 0)
+        if self.header.search.get("without_overlap") and retrieved_chunks > compared:
+            raise UserError(
+                f"{header_path(prefix, split)}: --without-overlap was of {compared} chunks of a neighbour, and "
+                f"retrieved_chunks is {retrieved_chunks}: make neighbours with --retrieved-chunks {retrieved_chunks}"
+            )
         self._database = ChunkDatabase(corpora, self.header.settings.chunk)
         self._check_database(corpora)
         self._map()
