@@ -46,6 +46,8 @@ class Options:
     """Embeddings of a corpus, the neighbours of whose chunks are wanted."""
     of: Literal["train", "valid", "both"] = "both"
     """Of which samples of the run."""
+    earlier: tuple[int, ...] = ()
+    """Training samples that the run asked for before it was made longer, if it was: their order stays."""
     chunk: int = at_least(1, 64, most=WIDTH)
     """Tokens in a chunk."""
     nearest: int = at_least(1, 20, most=1000)
@@ -140,7 +142,7 @@ def _of_run(config: Config, options: Options, output: Path, name: str) -> None:
         from mtjax.retrieval.embedder import Embedder
         from mtjax.retrieval.search import Rules, of_samples
     orders: dict[Split, SampleOrder] = {
-        split: order for split, order in orders_of(config).items() if options.of in (split, "both")
+        split: order for split, order in orders_of(config, options.earlier).items() if options.of in (split, "both")
     }
     _refuse_existing([rows_path(output, split) for split in orders], options)
     opener = SplitOpener(config, "train", None)

@@ -62,14 +62,14 @@ class Embedder:
             raise UserError(
                 f"--embedder {name} is of the family {model.family}, and must be a bert: it reads both ways"
             )
-        if model.position != "rope" and max_tokens > model.sequence_length:
+        if max_tokens > model.sequence_length:
             raise UserError(
-                f"--embedder-tokens is {max_tokens}, and --embedder {name} has positions for {model.sequence_length}: "
-                "give at most as many"
+                f"--embedder-tokens is {max_tokens}, and --embedder {name} reads {model.sequence_length} tokens: give "
+                "at most as many"
             )
         self.max_tokens, self.width, self._dtype = max_tokens, model.hidden_size, dtype
         parallel = Parallel(mesh=mesh)
-        config = for_rows(self._saved.config, parallel, rows, sequence_length=max_tokens, compute_dtype=dtype)
+        config = for_rows(self._saved.config, parallel, rows, compute_dtype=dtype)
         self._placed = ShardedModel(config, attach_devices(shape))
         if self._placed.stages > 1 or self._placed.layout.rules.seq:
             raise UserError(
@@ -81,7 +81,7 @@ class Embedder:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A digest of the weights' content, of the tokens that are read, of the type, and of how the states become one vector."""
+        """A digest of the weights' content, of type and tokens, and of how the states become one vector."""
         hashed = hashlib.sha256(f"{RULE} {self.max_tokens} {self._dtype}".encode())
         source, folder = self._saved.source, self._saved.folder
         if isinstance(source, MtjaxSource):

@@ -63,9 +63,10 @@ def config_of(folder: Path, **changes: object) -> Config:
 
 
 def opened(folder: Path, of: str = "train", prefix: str = "near", k: int = 2, chunks: int = 2, **changes: object):
+    earlier = changes.pop("earlier", ())
     config = config_of(folder, **changes)
     return with_neighbours(
-        *(config, of, orders_of(config)[of], None),
+        *(config, of, orders_of(config, earlier)[of], None),
         prefix=str(folder / prefix),
         chunk=CHUNK,
         num_neighbours=k,
@@ -140,6 +141,18 @@ def test_neighbours_that_say_what_comes_next_are_dropped(folder: Path) -> None:
     assert not (folder / "clean.train.npy").exists()
     with pytest.raises(UserError, match="without-overlap was of 2 chunks of a neighbour.*retrieved_chunks is 3"):
         opened(folder, "valid", "clean", chunks=3)
+
+
+def test_a_longer_run_keeps_the_samples_that_it_had(folder: Path) -> None:
+    assert search(folder, "long", "--train-samples", 60, "--earlier", TRAIN, "--of", "train") == 0
+    longer, first = opened(folder, prefix="long", train_samples=60, earlier=(TRAIN,)), opened(folder)
+    assert len(longer) == 60
+    for number in range(TRAIN):
+        assert all((longer[number][name] == array).all() for name, array in first[number].items())
+    with pytest.raises(UserError, match="was made for the order of 20, then 60 samples, and the run asks for 60"):
+        opened(folder, prefix="long", train_samples=60)
+    with pytest.raises(UserError, match="--earlier and the run's samples are 60, 20, and must ascend"):
+        orders_of(config_of(folder), (60,))
 
 
 def test_batches_go_on_anywhere_with_workers_or_without(folder: Path) -> None:

@@ -169,9 +169,23 @@ def _check_bounds(neighbours: Neighbours, training: Training) -> None:
             )
 
 
-def orders_of(config: Config) -> dict[Split, SampleOrder]:
-    """Returns the orders of the training and validation samples of a new run; none of validation where it has none."""
-    orders: dict[Split, SampleOrder] = {"train": SampleOrder(0, (train_samples(config.training),))}
+def orders_of(config: Config, earlier: Sequence[int] = ()) -> dict[Split, SampleOrder]:
+    """Returns the orders of a run's training and validation samples; none of validation where it has none.
+
+    Args:
+      config: of the run.
+      earlier: numbers of training samples that it asked for before it was made longer, ascending.
+
+    Raises:
+      UserError: they don't ascend up to the run's own.
+    """
+    totals = (*earlier, train_samples(config.training))
+    if list(totals) != sorted(set(totals)) or totals[0] < 1:
+        numbers = ", ".join(map(str, totals))
+        raise UserError(
+            f"--earlier and the run's samples are {numbers}, and must ascend: give the numbers before the last"
+        )
+    orders: dict[Split, SampleOrder] = {"train": SampleOrder(0, totals)}
     if config.output.valid_every:
         count = config.output.valid_batches * config.training.global_batch_size
         orders["valid"] = SampleOrder(0, (count,))
