@@ -32,23 +32,41 @@ def theirs(folder: Path, most: int) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
-    """An encoder alone, post-LN; one with a head, pre-LN; and this one as mtjax writes it."""
+    """Encoders alone, one with a head, pre-LN; and this one as mtjax writes it."""
     assert len(jax.devices()) >= 8  # in use: their number is fixed
     place = tmp_path_factory.mktemp("encoders")
     tokenizer = transformers.BertTokenizerFast(vocab=str(write_bert_vocab(place / "vocab.txt")))
-    sizes = {**SIZES, "vocab_size": len(tokenizer), "max_position_embeddings": 80, "initializer_range": 0.3}
-    for name, kind in (("bert", "Bert"), ("megatron", "MegatronBert")):
+    sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 80, "initializer_range": 0.3, "pad_token_id": 0}
+    special = {"cls_token_id": 2, "sep_token_id": 3, "bos_token_id": 2, "eos_token_id": 3}
+    kinds = {
+        "bert": ("Bert", "Model", SIZES),
+        "megatron": ("MegatronBert", "ForPreTraining", SIZES),
+        "roberta": (
+            "Roberta",
+            "Model",
+            SIZES | {"max_position_embeddings": 82, "type_vocab_size": 1, "pad_token_id": 1},
+        ),
+        "modern": ("ModernBert", "Model", SIZES | special),
+    }
+    for name, (kind, head, more) in kinds.items():
         torch.manual_seed(0)
-        head = "Model" if name == "bert" else "ForPreTraining"
-        model = getattr(transformers, f"{kind}{head}")(getattr(transformers, f"{kind}Config")(**sizes))
+        model = getattr(transformers, f"{kind}{head}")(getattr(transformers, f"{kind}Config")(**(sizes | more)))
         model.save_pretrained(place / name)
         tokenizer.save_pretrained(place / name)
     assert main(["convert", "--from", f"hf:{place / 'megatron'}", "--to", f"mtjax:{place / 'ours'}"]) == 0
-    return {name: place / name for name in ("bert", "megatron", "ours")}
+    return {name: place / name for name in (*kinds, "ours")}
 
 
 @pytest.mark.parametrize(
-    ("name", "mesh", "most"), [("bert", "1x1", 80), ("megatron", "2x4", 40), ("ours", "4x2", 40), ("bert", "1x2", 40)]
+    ("name", "mesh", "most"),
+    [
+        ("bert", "1x1", 80),
+        ("megatron", "2x4", 40),
+        ("ours", "4x2", 40),
+        ("bert", "1x2", 40),
+        ("roberta", "1x1", 80),
+        ("modern", "1x1", 80),
+    ],
 )
 def test_an_embedding_is_the_mean_of_their_states(folders, name: str, mesh: str, most: int) -> None:
     source = str(folders[name]) if name == "ours" else f"hf:{folders[name]}"
