@@ -93,6 +93,7 @@ def run(config: Config, options: Options) -> None:
     """
     if options.output is None:
         raise UserError("--output is missing: the prefix of the files to write")
+    options.output.parent.mkdir(parents=True, exist_ok=True)
     check_out(options.output, "--output")
     if options.index == EXACT and options.nprobe is not None:
         raise UserError(f"--nprobe {options.nprobe} is for an index of faiss: leave it out, or name one with --index")
