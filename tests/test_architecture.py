@@ -55,6 +55,7 @@ IN_MODELS = (
         "layer",
         "stack",
         "pattern_stacks",
+        "retro_stacks",
         "trunk",
         "prediction",
         "pipeline_model",

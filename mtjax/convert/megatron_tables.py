@@ -141,7 +141,7 @@ def table(version: float, names: Names = LEGACY, queries_per_group: int = 1, is_
         raise UserError(f"checkpoint_version is {version:g}; supported versions: 0, 1, 2, 3")
     if queries_per_group > 1 and version < GROUPED_SINCE:
         raise UserError(f"checkpoint_version {version:g} does not support grouped-query attention: use version 2 or 3")
-    layer = _layer(names, QKV_ORDERS[version], queries_per_group)
+    layer = layer_rows(names, QKV_ORDERS[version], queries_per_group)
     rows: tuple[Row, ...] = (
         row("embedding", names.words, "vocab embed"),
         row("positions", f"{names.embedding}.position_embeddings.weight", "positions embed"),
@@ -162,7 +162,7 @@ def table(version: float, names: Names = LEGACY, queries_per_group: int = 1, is_
     )
 
 
-def _layer(names: Names, qkv_order: str, queries_per_group: int) -> tuple[Row, ...]:
+def layer_rows(names: Names, qkv_order: str, queries_per_group: int) -> tuple[Row, ...]:
     """Returns the rows of a layer: attention, MLP and norms."""
     attention, qkv = f"{LAYERS}.attention", f"{names.layer}.{names.query_key_value}"
     return (

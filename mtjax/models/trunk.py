@@ -19,6 +19,7 @@ from mtjax.sharding.vocab import LossOptions
 
 if TYPE_CHECKING:
     from mtjax.models.pattern_stacks import PatternStacks
+    from mtjax.models.retro_stacks import RetroStacks
 
 Batch = Mapping[str, Any]
 Keys = Key[Array, " batch"] | None
@@ -39,7 +40,7 @@ class HiddenStates(NamedTuple):
 class Section(NamedTuple):
     """A stack of layers, or several, and the functions that compute its inputs."""
 
-    stack: "Stack | InterleavedStacks | PatternStacks"
+    stack: "Stack | InterleavedStacks | PatternStacks | RetroStacks"
     embed: Callable[[Batch, Keys, HiddenStates | None], HiddenStates]
     """(batch, keys, output of the section before, None for the first) -> input of the first layer."""
     context: Callable[[Batch, Keys, HiddenStates], LayerContext]
