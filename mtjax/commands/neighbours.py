@@ -37,7 +37,8 @@ class Options:
     """The options of `mtjax data neighbours`."""
 
     output: Path | None = None
-    """Prefix of the files to write, OUTPUT.train.npy, OUTPUT.train.json and so on; with --queries, a .npy file."""
+    """Prefix of the files to write, OUTPUT.train.npy, OUTPUT.train.json and so on; when not given, --neighbours. With
+    --queries, a .npy file."""
     embedder: str | None = None
     """The BERT that embedded the training text: hf:DIR, a run, or other weights that mtjax convert reads."""
     embeddings: tuple[Path, ...] = ()
@@ -48,15 +49,11 @@ class Options:
     """Of which samples of the run."""
     earlier: tuple[int, ...] = ()
     """Training samples that the run asked for before it was made longer, if it was: their order stays."""
-    chunk: int = at_least(1, 64, most=WIDTH)
-    """Tokens in a chunk."""
     nearest: int = at_least(1, 20, most=1000)
     """Neighbours of each chunk."""
     without_overlap: int = at_least(0, 0, most=WIDTH)
     """Drop neighbours that have this many tokens in a row in common with the next chunk, which the model predicts;
-    0 drops none."""
-    retrieved_chunks: int = at_least(1, 2, most=WIDTH)
-    """Chunks of a neighbour that --without-overlap compares: itself and those behind it."""
+    0 drops none. Of a neighbour, --retro-retrieved-chunks are compared."""
     index: str = EXACT
     """exact, or the factory string of an index of faiss, such as IVF65536_HNSW8,PQ32."""
     index_sample: int = at_least(1, 1 << 20)
@@ -91,18 +88,19 @@ def run(config: Config, options: Options) -> None:
     Raises:
       UserError: options, embeddings, embedder or data can't be used, or the output exists.
     """
-    if options.output is None:
+    output = options.output or (Path(config.data.neighbours) if config.data.neighbours else None)
+    if output is None:
         raise UserError("--output is missing: the prefix of the files to write")
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    check_out(options.output, "--output")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    check_out(output, "--output")
     if options.index == EXACT and options.nprobe is not None:
-        raise UserError(f"--nprobe {options.nprobe} is for an index of faiss: leave it out, or name one with --index")
+        raise UserError(f"--nprobe {options.nprobe} is for an index of faiss: remove it, or name one with --index")
     if options.queries is not None:
-        _of_corpus(options, options.output, options.queries)
+        _of_corpus(options, output, options.queries)
     elif options.embedder is None:
         raise UserError("--embedder is missing: the one that embedded the training text")
     else:
-        _of_run(config, options, options.output, options.embedder)
+        _of_run(config, options, output, options.embedder)
 
 
 def _of_corpus(options: Options, output: Path, queries: Path) -> None:
@@ -141,7 +139,7 @@ def _of_run(config: Config, options: Options, output: Path, name: str) -> None:
         from mtjax.data.samples.split import Split
         from mtjax.data.tokens.identity import content_digest
         from mtjax.retrieval.embedder import Embedder
-        from mtjax.retrieval.search import Rules, of_samples
+        from mtjax.retrieval.search import Asking, Rules, of_samples
     orders: dict[Split, SampleOrder] = {
         split: order for split, order in orders_of(config, options.earlier).items() if options.of in (split, "both")
     }
@@ -152,8 +150,8 @@ def _of_run(config: Config, options: Options, output: Path, name: str) -> None:
     for split, order in orders.items():
         each = opener if split == "train" else SplitOpener(config, split, tokenizer)
         dataset = open_samples(each, order)
-        splits[split] = dataset, settings_of(config, each, dataset, order, options.chunk), order.counts[-1]
-    found = _embeddings(options, training.corpora)
+        splits[split] = dataset, settings_of(config, each, dataset, order, config.model.retro_chunk), order.counts[-1]
+    found = _embeddings(options, training.corpora, config.model.retro_chunk)
     for each in found:
         if each.header.tokenizer != content_digest(tokenizer):
             raise UserError(
@@ -172,11 +170,10 @@ def _of_run(config: Config, options: Options, output: Path, name: str) -> None:
             f"--embedder-dtype than {name}, {options.embedder_tokens} and {options.embedder_dtype}: take the same"
         )
     database = _database(options, found, training.corpora, training.bounds, training.described())
-    rules = Rules(options.nearest, options.without_overlap, options.retrieved_chunks)
+    rules = Rules(options.nearest, options.without_overlap, config.model.retro_retrieved_chunks)
     for split, (dataset, settings, samples) in splits.items():
-        header, counts = of_samples(
-            *(dataset, samples, split, settings, database, embedder, tokenizer, rules, output, options.index)
-        )
+        asking = Asking(dataset, samples, split, settings, tokenizer, embedder)
+        header, counts = of_samples(asking, database, rules, output, options.index)
         few = f", {counts[:-1].sum():,} of them fewer" if counts[:-1].any() else ""
         print(
             f"{rows_path(output, split)}: {rules.neighbours} neighbours of {header.rows:,} chunks{few}; "
@@ -217,7 +214,7 @@ def _database(
     return Database(chunks, vectors, index, described)
 
 
-def _embeddings(options: Options, corpora: "Sequence[IndexedDataset]") -> "list[Embeddings]":
+def _embeddings(options: Options, corpora: "Sequence[IndexedDataset]", chunk: int) -> "list[Embeddings]":
     """Returns the embeddings of each corpus of a run.
 
     Raises:
@@ -233,9 +230,9 @@ def _embeddings(options: Options, corpora: "Sequence[IndexedDataset]") -> "list[
         raise UserError(f"{names} holds no embeddings of {missing.prefix} as it is: make them with mtjax data embed")
     found = [by_content[corpus.content()] for corpus in corpora]
     check_together(found)
-    if found[0].header.chunk != options.chunk:
+    if found[0].header.chunk != chunk:
         raise UserError(
-            f"{found[0].path} was made with --chunk {found[0].header.chunk}, and --chunk is {options.chunk}"
+            f"{found[0].path} was made with --chunk {found[0].header.chunk}, and retro_chunk is {chunk}: take the same"
         )
     return found
 

@@ -16,6 +16,9 @@ from mtjax.data.samples.split import Split, split_bounds
 from mtjax.data.tokens.tokenizer import Tokenizer
 from mtjax.errors import UserError
 
+RETRO = "retro"
+"""The family whose samples have neighbours."""
+
 
 def open_in_order(config: Config, order: SampleOrder, tokenizer: Tokenizer | None = None) -> Dataset:
     """Opens the training samples of a run in its order, numbered as the run consumes them.
@@ -23,7 +26,7 @@ def open_in_order(config: Config, order: SampleOrder, tokenizer: Tokenizer | Non
     Raises:
       UserError: like `open_dataset`.
     """
-    return open_samples(SplitOpener(config, "train", tokenizer), order)
+    return _open_in_order(config, "train", order, tokenizer)
 
 
 def open_samples(opener: "SplitOpener", order: SampleOrder) -> Dataset:
@@ -62,7 +65,21 @@ def open_dataset(config: Config, split: Split, num_samples: int, tokenizer: Toke
     Raises:
       UserError: the data can't be read, this split has none, or a blend without weights has too few.
     """
-    return _open(SplitOpener(config, split, tokenizer), num_samples)
+    return _open_in_order(config, split, SampleOrder(0, (num_samples,)), tokenizer)
+
+
+def _open_in_order(config: Config, split: Split, order: SampleOrder, tokenizer: Tokenizer | None) -> Dataset:
+    """Opens the samples of a split, with their neighbours where the config names them."""
+    if config.data.neighbours is not None:
+        from mtjax.data.neighbours.samples import with_neighbours
+
+        return with_neighbours(config, split, order, tokenizer)
+    if config.model.family == RETRO:
+        raise UserError(
+            "the family retro reads neighbours of the run's samples: make them with mtjax data neighbours, and name "
+            "their prefix with --neighbours"
+        )
+    return open_samples(SplitOpener(config, split, tokenizer), order)
 
 
 def _open(opener: "SplitOpener", num_samples: int, earlier: Sequence[int] = ()) -> Dataset:

@@ -1,6 +1,5 @@
 """Embeds pieces of text: the mean of an encoder's last hidden states over the tokens of each."""
 
-import hashlib
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -11,8 +10,8 @@ import numpy as np
 from jax import Array
 
 from mtjax.config import Parallel
-from mtjax.convert.mtjax_folder import MtjaxSource
 from mtjax.convert.saved_model import Hints, SavedModel, for_rows, vocab_multiple_for
+from mtjax.data.cache import digest
 from mtjax.errors import UserError
 from mtjax.finetune.samples import Encoder
 from mtjax.layout.mesh import parse_mesh
@@ -21,7 +20,6 @@ from mtjax.models.project import reshard_sequence
 from mtjax.models.sharded_model import ShardedModel, Tree
 from mtjax.sharding.axes import use_rules
 from mtjax.sharding.mesh import attach_devices
-from mtjax.sharding.param_specs import dotted
 from mtjax.sharding.placement import global_batch, process_rows, replicated
 
 SHORTEST = 32
@@ -82,31 +80,12 @@ class Embedder:
     @cached_property
     def fingerprint(self) -> str:
         """A digest of the weights' content, of type and tokens, and of how the states become one vector."""
-        hashed = hashlib.sha256(f"{RULE} {self.max_tokens} {self._dtype}".encode())
-        source, folder = self._saved.source, self._saved.folder
-        if isinstance(source, MtjaxSource):
-            hashed.update(repr(sorted(source.weights.metadata["fingerprints"].items())).encode())
-            return hashed.hexdigest()
-        names = ("config.json", "*.safetensors") if (folder / "config.json").is_file() else ("**/*",)
-        for path in sorted({path for name in names for path in folder.glob(name) if path.is_file()}):
-            hashed.update(str(path.relative_to(folder)).encode())
-            with path.open("rb") as file:
-                hashed.update(hashlib.file_digest(file, "sha256").digest())
-        return hashed.hexdigest()
+        return digest({"weights": self._saved.content, "tokens": self.max_tokens, "dtype": self._dtype, "rule": RULE})
 
     @cached_property
     def _parameters(self) -> Tree:
         """The parameters of the encoder, and zeros for its heads, which folders of encoders alone don't have."""
-        if isinstance(self._saved.source, MtjaxSource):
-            return self._saved.parameters(self._placed)
-        leaves, structure = jax.tree_util.tree_flatten_with_path(self._placed.restore_target)
-        target = {dotted(path): leaf for path, leaf in leaves}
-        encoder = {name: leaf for name, leaf in target.items() if name.partition(".")[0] not in HEADS}
-        arrays = self._saved.read(encoder, self._placed)
-        for name, leaf in target.items():
-            if name not in arrays:
-                arrays[name] = jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
-        return jax.tree_util.tree_unflatten(structure, [arrays[name] for name in target])
+        return self._saved.parameters(self._placed, without=HEADS)
 
     def embed(self, texts: Sequence[str]) -> np.ndarray:
         """Returns float16[texts, width]; zeros for a text without tokens.

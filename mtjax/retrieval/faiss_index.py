@@ -104,7 +104,7 @@ class FaissIndex:
             self._faiss.extract_index_ivf(self._index).nprobe = nprobe
         except RuntimeError as e:
             raise UserError(
-                f"--nprobe {nprobe} is for indices with IVF in their name, and --index is {self._factory}: leave it out"
+                f"--nprobe {nprobe} is for indices with IVF in their name, and --index is {self._factory}: remove it"
             ) from e
 
 

@@ -1,7 +1,6 @@
 """Searches neighbours, and writes those of a run's samples, or of a corpus, into files."""
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -109,29 +108,46 @@ def vectors_of(database: ChunkDatabase, embeddings: Sequence[Embeddings], bounds
     return Vectors(parts)
 
 
+@dataclass(frozen=True)
+class Asking:
+    """The samples of a split, whose chunks have neighbours.
+
+    Attributes:
+      dataset: in their order.
+      count: how many have neighbours.
+      split: its name.
+      settings: what shapes them.
+      tokenizer: of the run.
+      embedder: embeds their chunks; the same that embedded the database.
+    """
+
+    dataset: Dataset
+    count: int
+    split: str
+    settings: Settings
+    tokenizer: Tokenizer
+    embedder: Embedder
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of a sample."""
+        return self.settings.sequence_length // self.settings.retro_chunk
+
+    def queries(self, tokens: np.ndarray) -> np.ndarray:
+        """Embeds the chunks of samples: float16[samples x chunks, width]."""
+        pieces = tokens.reshape(-1, self.settings.retro_chunk)
+        source = Path(self.settings.texts[0]["name"])
+        return self.embedder.embed([text_of_chunk(each, self.tokenizer, source) for each in pieces])
+
+
 def of_samples(
-    dataset: Dataset,
-    samples: int,
-    split: str,
-    settings: Settings,
-    database: Database,
-    embedder: Embedder,
-    tokenizer: Tokenizer,
-    rules: Rules,
-    prefix: Path,
-    kind: str,
-    block: int = BLOCK,
+    asking: Asking, database: Database, rules: Rules, prefix: Path, kind: str, block: int = BLOCK
 ) -> tuple[Header, np.ndarray]:
     """Writes the neighbours of all chunks of a run's samples; the same call continues after an interruption.
 
     Args:
-      dataset: the samples of the split.
-      samples: how many have neighbours.
-      split: its name.
-      settings: what shapes them.
+      asking: the samples.
       database: what is searched.
-      embedder: embeds their chunks; the same that embedded the database.
-      tokenizer: of the run.
       rules: which neighbours there are.
       prefix: of the files.
       kind: of the index, for the header.
@@ -140,42 +156,39 @@ def of_samples(
     Returns:
       What was written, and how many chunks have each number of neighbours, int64[neighbours + 1].
     """
-    chunks = settings.sequence_length // settings.chunk
-    described = {"name": embedder.name, "fingerprint": embedder.fingerprint}
+    split, chunks = asking.split, asking.chunks
+    described = {"name": asking.embedder.name, "fingerprint": asking.embedder.fingerprint}
     header = Header(
-        *(settings, samples, database.described, len(database.chunks), rules.neighbours),
+        *(asking.settings, asking.count, database.described, len(database.chunks), rules.neighbours),
         *(described, rules.described(kind)),
     )
     dtype = "<i4" if len(database.chunks) < 2**31 else "<i8"
     rows = RowsFile(rows_path(prefix, split), (header.rows, rules.neighbours), dtype, asdict(header))
-    sums = RowsFile(sums_path(prefix, split), (samples,), "<u4", asdict(header))
-    with ExitStack() as stack:
-        stack.enter_context(rows.opened())
-        stack.enter_context(sums.opened())
+    sums = RowsFile(sums_path(prefix, split), (asking.count,), "<u4", asdict(header))
+    with rows.opened(), sums.opened(), ProgressLine(f"neighbours of {split} samples", asking.count) as progress:
         done = min(rows.done // chunks, sums.done)
         rows.rewind(done * chunks)
         sums.rewind(done)
-        progress = stack.enter_context(ProgressLine(f"searching neighbours of {split} samples", samples))
-        while sums.done < samples:
-            numbers = range(sums.done, min(sums.done + max(block // chunks, 1), samples))
-            tokens = np.stack([dataset[number]["tokens"] for number in numbers])
-            queries = _queries(tokens, settings.chunk, embedder, tokenizer, prefix)
-            keeps = _keeps(dataset, numbers, tokens, database.chunks, tokenizer, rules)
-            found, _ = find(database.index, database.vectors, queries, rules.neighbours, keeps)
+        while sums.done < asking.count:
+            numbers = range(sums.done, min(sums.done + max(block // chunks, 1), asking.count))
+            tokens = np.stack([asking.dataset[number]["tokens"] for number in numbers])
+            keeps = _keeps(asking.dataset, numbers, tokens, database.chunks, rules)
+            found, _ = find(database.index, database.vectors, asking.queries(tokens), rules.neighbours, keeps)
             rows.append(found)
             sums.append(np.array([checksum(each) for each in tokens], "<u4"))
             progress.update(sums.done)
         header_path(prefix, split).unlink(missing_ok=True)
         sums.publish()
         write_with_header(rows, header_path(prefix, split), header.text())
-    written = np.load(rows.path, mmap_mode="r")
-    counts = [(np.asarray(part) >= 0).sum(axis=1) for part in np.array_split(written, max(len(written) // block, 1))]
-    return header, np.bincount(np.concatenate(counts), minlength=rules.neighbours + 1)
+    return header, _counts(rows.path, rules.neighbours, block)
 
 
-def _queries(tokens: np.ndarray, chunk: int, embedder: Embedder, tokenizer: Tokenizer, prefix: Path) -> np.ndarray:
-    """Returns float16[samples x chunks, width]."""
-    return embedder.embed([text_of_chunk(each, tokenizer, prefix) for each in tokens.reshape(-1, chunk)])
+def _counts(path: Path, neighbours: int, block: int) -> np.ndarray:
+    written = np.load(path, mmap_mode="r")
+    counts = np.zeros(neighbours + 1, np.int64)
+    for at in range(0, len(written), block):
+        counts += np.bincount((written[at : at + block] >= 0).sum(axis=1), minlength=neighbours + 1)
+    return counts
 
 
 def _keeps(
@@ -183,7 +196,6 @@ def _keeps(
     numbers: range,
     tokens: np.ndarray,
     database: ChunkDatabase,
-    tokenizer: Tokenizer,
     rules: Rules,
 ) -> Keeps:
     """Drops chunks of a sample's own documents, and as the rules say those that overlap with the next chunk."""
@@ -229,13 +241,10 @@ def of_corpus(
     shape = (len(own), rules.neighbours)
     rows = RowsFile(path, shape, "<i8", identity)
     distances = RowsFile(path.with_suffix(".distances.npy"), shape, "<f4", identity)
-    with ExitStack() as stack:
-        stack.enter_context(rows.opened())
-        stack.enter_context(distances.opened())
+    with rows.opened(), distances.opened(), ProgressLine("searching neighbours", len(own)) as progress:
         done = min(rows.done, distances.done)
         rows.rewind(done)
         distances.rewind(done)
-        progress = stack.enter_context(ProgressLine("searching neighbours", len(own)))
         while rows.done < len(own):
             begin, end = rows.done, min(rows.done + block, len(own))
             documents = own.documents(np.arange(begin, end))

@@ -1,6 +1,7 @@
 """`mtjax data embed` and `neighbours` as they are typed, and what a run reads of their files."""
 
 import json
+import pickle
 import re
 import shutil
 from pathlib import Path
@@ -14,8 +15,9 @@ from mtjax.config import Config, replace
 from mtjax.data.batches.batch_schedule import constant
 from mtjax.data.batches.loader import open_loader
 from mtjax.data.corpus.indexed import IndexedDataset
-from mtjax.data.datasets import SplitOpener, open_dataset
+from mtjax.data.datasets import SplitOpener, open_dataset, open_in_order
 from mtjax.data.neighbours.overlap import shares_run
+from mtjax.data.neighbours.reader import WithNeighbours
 from mtjax.data.neighbours.samples import documents_of, orders_of, with_neighbours
 from mtjax.errors import UserError
 from mtjax.retrieval import embeddings as embedding
@@ -31,7 +33,8 @@ RUN = {
     "split": "80,20,0",
     "seed": 7,
 }
-SHARED = ["--chunk", str(CHUNK), "--embedder-tokens", "40"]
+MODEL = {"family": "retro", "retro_chunk": CHUNK, "retro_first": 1, "num_layers": 2}
+SHARED = ["--embedder-tokens", "40"]
 
 
 def command(*words: object) -> int:
@@ -39,9 +42,17 @@ def command(*words: object) -> int:
 
 
 def search(folder: Path, output: str, *more: object, data: str | None = None) -> int:
-    settings = [word for name, value in RUN.items() for word in (f"--{name.replace('_', '-')}", value)]
+    settings = [word for name, value in (MODEL | RUN).items() for word in (f"--{name.replace('_', '-')}", value)]
     source = ["--data", data or folder / "corpus", "--embedder", f"hf:{folder / 'bert'}", "--search-rows", 32]
     return command("neighbours", *source, *settings, *SHARED, "--output", folder / output, "--nearest", COUNT, *more)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def complete():
+    """The family's other half may not be there."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mtjax.config.checks.check_retro_run", lambda config: None)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -52,26 +63,21 @@ def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("retrieval")
     write_encoder(folder / "bert")
     write_corpus(folder)
-    words = ["--embedder", f"hf:{folder / 'bert'}", *SHARED, "--rows", 16, "--mesh", "2x1"]
+    words = ["--embedder", f"hf:{folder / 'bert'}", *SHARED, "--chunk", CHUNK, "--rows", 16, "--mesh", "2x1"]
     assert command("embed", "--input", folder / "corpus", *words) == 0
     assert search(folder, "near") == 0
     return folder
 
 
 def config_of(folder: Path, **changes: object) -> Config:
-    return replace(Config(), **{"data": str(folder / "corpus"), **RUN, **changes})
+    return replace(Config(), **{"data": str(folder / "corpus"), **MODEL, **RUN, **changes})
 
 
 def opened(folder: Path, of: str = "train", prefix: str = "near", k: int = 2, chunks: int = 2, **changes: object):
     earlier = changes.pop("earlier", ())
-    config = config_of(folder, **changes)
-    return with_neighbours(
-        *(config, of, orders_of(config, earlier)[of], None),
-        prefix=str(folder / prefix),
-        chunk=CHUNK,
-        num_neighbours=k,
-        retrieved_chunks=chunks,
-    )
+    sizes = {"retro_num_neighbours": k, "retro_retrieved_chunks": chunks}
+    config = config_of(folder, **{"neighbours": str(folder / prefix), **sizes, **changes})
+    return with_neighbours(config, of, orders_of(config, earlier)[of], None)
 
 
 def chunks_of(corpus: IndexedDataset, count: int = 1) -> tuple[list[np.ndarray], list[int]]:
@@ -91,7 +97,7 @@ def plain_search(folder: Path, split: str, overlap: int = 0) -> list[list[int]]:
     corpus = IndexedDataset(folder / "corpus")
     texts, documents = chunks_of(corpus, 2)
     embedder = Embedder(f"hf:{folder / 'bert'}", rows=16, max_tokens=40)
-    config = config_of(folder)
+    config = config_of(folder, family="gpt")
     tokenizer = SplitOpener(config, "train", None).text.tokenizer
     dataset, found = open_dataset(config, split, TRAIN if split == "train" else VALID), []
     for number in range(TRAIN if split == "train" else VALID):
@@ -119,7 +125,7 @@ def test_a_run_reads_the_nearest_chunks_of_other_documents(folder: Path, split: 
     np.testing.assert_array_equal(np.load(folder / f"near.{split}.npy"), wanted)
     samples = opened(folder, split, k=3, chunks=3)
     texts, _ = chunks_of(IndexedDataset(folder / "corpus"), 3)
-    plain = open_dataset(config_of(folder), split, len(samples))
+    plain = open_dataset(config_of(folder, family="gpt"), split, len(samples))
     eod = SplitOpener(config_of(folder), split, None).text.tokenizer.eod
     assert len(samples) == (TRAIN if split == "train" else VALID)
     for number in range(len(samples)):
@@ -139,7 +145,7 @@ def test_neighbours_that_say_what_comes_next_are_dropped(folder: Path) -> None:
     assert wanted != plain_search(folder, "valid")
     np.testing.assert_array_equal(np.load(folder / "clean.valid.npy"), wanted)
     assert not (folder / "clean.train.npy").exists()
-    with pytest.raises(UserError, match="without-overlap was of 2 chunks of a neighbour.*retrieved_chunks is 3"):
+    with pytest.raises(UserError, match="without-overlap was of 2 chunks of a neighbour.*retro_retrieved_chunks is 3"):
         opened(folder, "valid", "clean", chunks=3)
 
 
@@ -155,16 +161,17 @@ def test_a_longer_run_keeps_the_samples_that_it_had(folder: Path) -> None:
         orders_of(config_of(folder), (60,))
 
 
-def test_batches_go_on_anywhere_with_workers_or_without(folder: Path) -> None:
+def test_batches_go_on_anywhere_also_in_worker_processes(folder: Path) -> None:
     samples = opened(folder)
 
-    def batches(start: int, workers: int) -> list[dict[str, np.ndarray]]:
-        config = replace(Config(), num_workers=workers)
+    def batches(start: int, samples: WithNeighbours) -> list[dict[str, np.ndarray]]:
         rows = np.array([0, 3])
-        with open_loader(config, samples, rows=rows, start_sample=start, schedule=constant(4)) as loader:
+        with open_loader(Config(), samples, rows=rows, start_sample=start, schedule=constant(4)) as loader:
             return list(loader)
 
-    whole, rest = batches(0, 0), batches(8, 1)
+    in_worker = pickle.dumps(samples)
+    assert len(in_worker) < 20_000  # paths, and no files
+    whole, rest = batches(0, samples), batches(8, pickle.loads(in_worker))
     assert len(whole) == 5 and len(rest) == 3 and whole[0]["neighbours"].shape == (2, 4, 2, 2 * CHUNK)
     for ours, theirs in zip(whole[2:], rest, strict=True):
         assert all((ours[name] == theirs[name]).all() for name in ours)
@@ -185,7 +192,17 @@ def test_a_killed_command_goes_on_to_the_same_bytes(folder: Path, tmp_path: Path
 
     monkeypatch.setattr(embedding.embed_corpus, "__kwdefaults__", {"block": 40, "on_block": None})
     monkeypatch.setattr("mtjax.retrieval.search.of_samples.__defaults__", (24,))
-    words = ["--input", tmp_path / "corpus", "--embedder", f"hf:{tmp_path / 'bert'}", *SHARED, "--rows", 16]
+    words = [
+        "--input",
+        tmp_path / "corpus",
+        "--embedder",
+        f"hf:{tmp_path / 'bert'}",
+        *SHARED,
+        "--chunk",
+        CHUNK,
+        "--rows",
+        16,
+    ]
     for run, file in (
         (lambda: command("embed", *words), "corpus.embeddings.npy"),
         (lambda: search(tmp_path, "near", "--of", "train"), "near.train.npy"),
@@ -210,8 +227,9 @@ def test_a_killed_command_goes_on_to_the_same_bytes(folder: Path, tmp_path: Path
         ({"add_extra_token_to_sequence": False}, "with add_extra_token_to_sequence True, and the run has .* False"),
         ({"train_samples": 200}, "was made for the order of 20 samples, and the run asks for 200, whose order is"),
         ({"train_samples": 24}, "has neighbours of 20 samples, and the run needs 24"),
-        ({"sequence_length": 36}, "sequence_length 36 must be a multiple of the chunk's 8 tokens"),
-        ({"k": 6}, "has 5 neighbours of each chunk, and num_neighbours is 6: take fewer"),
+        ({"sequence_length": 36}, "sequence_length 36 must be a multiple of retro_chunk 8"),
+        ({"family": "gpt"}, "--neighbours .*near is for the family retro, and the run's is gpt"),
+        ({"k": 6}, "has 5 neighbours of each chunk, and retro_num_neighbours is 6: take fewer"),
         ({"prefix": "far"}, "far.train.json does not exist: make it with mtjax data neighbours"),
         ({"split": "valid_text"}, "was made with split 80,20,0, and the run has split None"),
         ({"data": "0.5 {0} 0.5 {0}"}, "was made for a blend of 1 texts, and the run has 2"),
@@ -232,6 +250,13 @@ def test_neighbours_of_another_run_are_refused(folder: Path, tmp_path: Path, cha
         changes |= {"data": None, "split": RUN["split"], "train_data": texts[0], "valid_data": texts[0]}
     with pytest.raises(UserError, match=message):
         opened(folder, **changes)
+
+
+def test_the_family_needs_neighbours(folder: Path) -> None:
+    with pytest.raises(UserError, match="retro reads neighbours of the run's samples: make them with mtjax data"):
+        open_in_order(config_of(folder), orders_of(config_of(folder))["train"])
+    config = config_of(folder, neighbours=str(folder / "near"))
+    assert open_in_order(config, orders_of(config)["train"])[3]["neighbours"].shape == (4, 2, 2 * CHUNK)
 
 
 def test_what_is_damaged_is_refused(folder: Path, tmp_path: Path) -> None:
@@ -307,13 +332,13 @@ def test_neighbours_of_a_corpus(folder: Path, tmp_path: Path, capsys) -> None:
         ("neighbours --data {0}/corpus --embedder hf:{0}/bert", "--output is missing: the prefix of the files"),
         ("neighbours --data {0}/corpus --output {0}/x", "--embedder is missing: the one that embedded"),
         (
-            "neighbours --data {0}/corpus --embedder hf:{0}/bert --output {0}/x --sequence-length 64 --train-samples 8 "
-            "--embedder-tokens 40",
-            "was made with --chunk 8, and --chunk is 64",
+            "neighbours --data {0}/corpus --embedder hf:{0}/bert --output {0}/x --sequence-length 128 --train-samples "
+            "8 --embedder-tokens 40 --family retro --retro-first 1 --num-layers 2",
+            "was made with --chunk 8, and retro_chunk is 64",
         ),
         (
             "neighbours --data {0}/corpus --embedder hf:{0}/bert --output {0}/x --sequence-length 32 --train-samples 8 "
-            "--embedder-tokens 30 --chunk 8",
+            "--embedder-tokens 30 --family retro --retro-chunk 8 --retro-first 1 --num-layers 2",
             "other weights, --embedder-tokens or --embedder-dtype than",
         ),
         (

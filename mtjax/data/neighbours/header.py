@@ -31,7 +31,7 @@ class Settings:
     """What shapes the samples of a split: chunk u of sample i is the same text for equal settings.
 
     Attributes:
-      chunk: tokens in a chunk.
+      retro_chunk: tokens in a chunk.
       sequence_length: tokens in a sample.
       seed: of the order of documents and samples.
       split: shares of training, validation and test; None where the data are given apart.
@@ -43,7 +43,7 @@ class Settings:
       requested: numbers of samples that the order was made for, ascending.
     """
 
-    chunk: int
+    retro_chunk: int
     sequence_length: int
     seed: int
     split: str | None
@@ -86,7 +86,7 @@ class Header:
     @property
     def rows(self) -> int:
         """Chunks of all samples."""
-        return self.samples * (self.settings.sequence_length // self.settings.chunk)
+        return self.samples * (self.settings.sequence_length // self.settings.retro_chunk)
 
 
 def read_header(path: Path) -> Header:
@@ -106,7 +106,13 @@ def read_header(path: Path) -> Header:
         raise UserError(f"{path} is corrupted: it lacks {missing}; make it anew with mtjax data neighbours")
     values["settings"] = Settings(**settings)  # pyright: ignore[reportCallIssue]
     header = Header(**values)
-    counts = (header.samples, header.chunks, header.neighbours, header.settings.chunk, header.settings.sequence_length)
+    counts = (
+        header.samples,
+        header.chunks,
+        header.neighbours,
+        header.settings.retro_chunk,
+        header.settings.sequence_length,
+    )
     if any(type(count) is not int or count < 1 for count in counts):
         raise UserError(f"{path} is corrupted: {counts} are not all numbers from 1 on")
     return header

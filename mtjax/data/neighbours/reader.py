@@ -62,16 +62,16 @@ class Neighbours:
         self._eod, self._vocab_size = eod, vocab_size
         if num_neighbours > self.header.neighbours:
             raise UserError(
-                f"{rows_path(prefix, split)} has {self.header.neighbours} neighbours of each chunk, and num_neighbours "
-                f"is {num_neighbours}: take fewer, or make more with mtjax data neighbours"
+                f"{rows_path(prefix, split)} has {self.header.neighbours} neighbours of each chunk, and "
+                f"retro_num_neighbours is {num_neighbours}: take fewer, or make more with mtjax data neighbours"
             )
         compared = self.header.search.get("retrieved_chunks", 0)
         if self.header.search.get("without_overlap") and retrieved_chunks > compared:
             raise UserError(
                 f"{header_path(prefix, split)}: --without-overlap was of {compared} chunks of a neighbour, and "
-                f"retrieved_chunks is {retrieved_chunks}: make neighbours with --retrieved-chunks {retrieved_chunks}"
+                f"retro_retrieved_chunks is {retrieved_chunks}: make neighbours with this number"
             )
-        self._database = ChunkDatabase(corpora, self.header.settings.chunk)
+        self._database = ChunkDatabase(corpora, self.header.settings.retro_chunk)
         self._check_database(corpora)
         self._map()
 
@@ -103,7 +103,7 @@ class Neighbours:
     @property
     def chunks(self) -> int:
         """Chunks in a sample."""
-        return self.header.settings.sequence_length // self.header.settings.chunk
+        return self.header.settings.sequence_length // self.header.settings.retro_chunk
 
     def __len__(self) -> int:
         return self.header.samples

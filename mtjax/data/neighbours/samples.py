@@ -9,7 +9,7 @@ import numpy as np
 from mtjax.config import Config
 from mtjax.data.batches.batch_schedule import train_samples
 from mtjax.data.corpus.indexed import IndexedDataset
-from mtjax.data.datasets import SplitOpener, open_samples
+from mtjax.data.datasets import RETRO, SplitOpener, open_samples
 from mtjax.data.neighbours.header import Settings
 from mtjax.data.neighbours.reader import Neighbours, WithNeighbours
 from mtjax.data.samples.blend import BlendedDataset
@@ -62,10 +62,10 @@ def settings_of(config: Config, opener: SplitOpener, dataset: Dataset, order: Sa
     """
     length = config.model.sequence_length
     if length % chunk:
-        raise UserError(f"sequence_length {length} must be a multiple of the chunk's {chunk} tokens")
+        raise UserError(f"sequence_length {length} must be a multiple of retro_chunk {chunk}")
     texts = [asdict(opener.describe(source)) for source in opener.sources]
     return Settings(
-        chunk=chunk,
+        retro_chunk=chunk,
         sequence_length=length,
         seed=config.training.seed,
         split=opener.shares,
@@ -111,44 +111,33 @@ def documents_of(dataset: Dataset, index: int) -> tuple[IndexedDataset, np.ndarr
     return dataset.tokens, np.unique(dataset.document_index[first : last + 1])
 
 
-def with_neighbours(
-    config: Config,
-    split: Split,
-    order: SampleOrder,
-    tokenizer: Tokenizer | None,
-    *,
-    prefix: str,
-    chunk: int,
-    num_neighbours: int,
-    retrieved_chunks: int,
-) -> WithNeighbours:
+def with_neighbours(config: Config, split: Split, order: SampleOrder, tokenizer: Tokenizer | None) -> WithNeighbours:
     """Opens the samples of a split with the array `neighbours`: int32[chunks, k, retrieved_chunks x chunk].
 
     Args:
-      config: see `datasets.open_dataset`.
+      config: names the prefix of the files that `mtjax data neighbours` wrote; see also `datasets.open_dataset`.
       split: train or valid.
       order: how many samples the run needs, and needed before.
       tokenizer: the run's; the one that the config names when None.
-      prefix: of the files that `mtjax data neighbours` wrote.
-      chunk: tokens in a chunk.
-      num_neighbours: neighbours that are read of each chunk.
-      retrieved_chunks: chunks that are read of a neighbour.
 
     Raises:
       UserError: the neighbours are of other samples, missing or damaged; or as `datasets.open_dataset`.
     """
+    model, prefix = config.model, str(config.data.neighbours)
+    if model.family != RETRO:
+        raise UserError(f"--neighbours {prefix} is for the family retro, and the run's is {model.family}: remove it")
     opener = SplitOpener(config, split, tokenizer)
     dataset = open_samples(opener, order)
     training = training_text(opener if split == "train" else SplitOpener(config, "train", opener.text.tokenizer))
     neighbours = Neighbours.open(
         prefix,
         split,
-        settings_of(config, opener, dataset, order, chunk),
+        settings_of(config, opener, dataset, order, model.retro_chunk),
         training.corpora,
         eod=opener.text.tokenizer.eod,
         vocab_size=opener.text.tokenizer.vocab_size,
-        num_neighbours=num_neighbours,
-        retrieved_chunks=retrieved_chunks,
+        num_neighbours=model.retro_num_neighbours,
+        retrieved_chunks=model.retro_retrieved_chunks,
     )
     _check_bounds(neighbours, training)
     return WithNeighbours(dataset, neighbours, order.counts[-1])
