@@ -29,6 +29,12 @@ def plain_layers(model: "Model") -> tuple[int, ...]:
     return tuple(number for number in range(model.num_layers) if number not in others)
 
 
+def letters_of_retro(model: "Model") -> str:
+    """Returns each layer's letter: R for the first with chunked cross-attention, X for the others, P for the rest."""
+    first, later = first_retro_layer(model), later_retro_layers(model)
+    return "".join("R" if n == first else "X" if n in later else "P" for n in range(model.num_layers))
+
+
 def neighbour_length(model: "Model") -> int:
     """Returns the tokens of a neighbour."""
     return model.retro_retrieved_chunks * model.retro_chunk
