@@ -70,10 +70,9 @@ class Asking(_InEncoder, CrossAttention):
         lines = sublayer_collectives(stream, "the encoder's cross-attention")
         elements, what = "batch*sequence*hidden", "chunks that the encoder reads"
         if not stream.split:
-            return lines  # the gradient of the chunks is in a line of `Chunked`, also with split sequences
+            return lines  # the gradient of the chunks is in a line of `Chunked`, and so is their all-gather
         return [
             *lines,
-            over_model(LAYER_FORWARD, "all-gather", stream.forward_times, elements, what),
             over_model(LAYER_RECOMPUTE, "all-gather", stream.times, elements, f"{what}, again"),
             *vector_gradient_sums(stream, self.norm, self.biases[1]),
         ]
@@ -103,11 +102,15 @@ class Chunked(CrossAttention):
         name = "chunked cross-attention"
         lines = sublayer_collectives(stream, name)
         if self.layers:
-            # XLA: the encoder reads what the first chunked cross-attention reads: one gradient.
-            *lines, own = lines
-            why, each = f"{own.why} and the encoder's, once for their sum", f"{stream.turns}*{stream.elements}"
-            merged = {"count": "1", "elements": f"2*{each}", "sent": each, "pooled": True, "hoisted": True}
-            lines.append(replace(own, **merged, why=why))
+            # XLA: the encoder reads what the first chunked cross-attention reads. One gradient is sent.
+            first, *lines, own = lines
+            each = f"{stream.turns}*{stream.elements}"
+            both = {"count": "1", "elements": f"2*{each}", "pooled": True}
+            gathered = (
+                replace(first, **both, also=OTHER, why=f"{first.why} and the encoder's") if stream.split else first
+            )
+            why = f"{own.why} and the encoder's, once for their sum"
+            lines += [gathered, replace(own, **both, sent=each, hoisted=True, why=why)]
         lines += vector_gradient_sums(stream, self.norm, self.biases[1]) if stream.split else []
         if not self.layers:
             return lines
