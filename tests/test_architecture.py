@@ -42,7 +42,7 @@ ARROWS: dict[str, set[str]] = {
     "inspect": BASE | {"layout", "analysis", "sharding", "models", "runtime", "train", "plan"},
 }
 """Package -> what it may import beside itself. Tools, which stand on these, may import all of them."""
-TOOLS = {"evaluate", "finetune", "generate", "serve", "convert", "launch", "compile"}
+TOOLS = {"evaluate", "retrieval", "finetune", "generate", "serve", "convert", "launch", "compile"}
 COMMANDS = "commands"
 """The only package that may import all others, and that no other imports but for `python -m mtjax.NAME`."""
 PLACES_MODELS = {"models.sharded_model"}
