@@ -8,7 +8,6 @@ if TYPE_CHECKING:
     from mtjax.config.model import Model
     from mtjax.config.run import Config
 
-IS_COMPLETE = False
 SHALLOW = 15
 """Layers up to which chunked cross-attention begins in layer 6 instead of 9, as in Megatron."""
 
@@ -90,8 +89,6 @@ def check_retro_run(config: "Config") -> None:
     model, training, data = config.model, config.training, config.data
     if model.family != "retro":
         return
-    if not IS_COMPLETE:
-        raise UserError("the family retro is not complete in this version: use another family")
     refused = {
         f"recompute_method {training.recompute_method}": training.recompute_method != "uniform",
         f"recompute_num_layers {training.recompute_num_layers}": training.recompute_num_layers > 1,
@@ -102,7 +99,7 @@ def check_retro_run(config: "Config") -> None:
         "reset_position_ids": data.reset_position_ids,
         "reset_attention_mask": data.reset_attention_mask,
         "a teacher": config.finetuning.teacher is not None,
-        f"task {config.finetuning.task}": config.finetuning.task is not None,
+        f"task {config.finetuning.task}": config.finetuning.task != "none",
     }
     for setting in (name for name, is_set in refused.items() if is_set):
         raise UserError(f"{setting} does not support the family retro: remove it")
