@@ -8,7 +8,6 @@ if TYPE_CHECKING:
     from mtjax.config.model import Model
     from mtjax.config.run import Config
 
-IS_COMPLETE = False
 SHALLOW = 15
 """Layers up to which chunked cross-attention begins in layer 6 instead of 9, as in Megatron."""
 
@@ -27,6 +26,12 @@ def plain_layers(model: "Model") -> tuple[int, ...]:
     """Returns the numbers of the layers without chunked cross-attention."""
     others = {first_retro_layer(model), *later_retro_layers(model)}
     return tuple(number for number in range(model.num_layers) if number not in others)
+
+
+def letters_of_retro(model: "Model") -> str:
+    """Returns each layer's letter: R for the first with chunked cross-attention, X for the others, P for the rest."""
+    first, later = first_retro_layer(model), later_retro_layers(model)
+    return "".join("R" if n == first else "X" if n in later else "P" for n in range(model.num_layers))
 
 
 def neighbour_length(model: "Model") -> int:
@@ -84,8 +89,6 @@ def check_retro_run(config: "Config") -> None:
     model, training, data = config.model, config.training, config.data
     if model.family != "retro":
         return
-    if not IS_COMPLETE:
-        raise UserError("the family retro is not complete in this version: use another family")
     refused = {
         f"recompute_method {training.recompute_method}": training.recompute_method != "uniform",
         f"recompute_num_layers {training.recompute_num_layers}": training.recompute_num_layers > 1,
@@ -96,7 +99,7 @@ def check_retro_run(config: "Config") -> None:
         "reset_position_ids": data.reset_position_ids,
         "reset_attention_mask": data.reset_attention_mask,
         "a teacher": config.finetuning.teacher is not None,
-        f"task {config.finetuning.task}": config.finetuning.task is not None,
+        f"task {config.finetuning.task}": config.finetuning.task != "none",
     }
     for setting in (name for name, is_set in refused.items() if is_set):
         raise UserError(f"{setting} does not support the family retro: remove it")

@@ -7,6 +7,7 @@ from mtjax.config import Model
 from mtjax.config.families import kind_of
 from mtjax.config.sizes import attention_bias, head_dim, mlp_bias, mlp_size, num_kv_heads
 from mtjax.convert.megatron_experts import EXPERTS, expert_misfits, expert_settings, has_experts, unread_experts
+from mtjax.convert.megatron_retro_arguments import is_retro, retro_arguments, retro_settings
 from mtjax.errors import UserError
 from mtjax.migrate.megatron import SAVED_AS, default_of, supported
 
@@ -94,6 +95,7 @@ def described(arguments: Mapping[str, Any], names: frozenset[str]) -> dict[str, 
     }
     settings |= _rope(arguments) if position == "rope" else {}
     settings |= expert_settings(arguments) if has_experts(arguments) else {}
+    settings |= retro_settings(arguments, names) if is_retro(names) else {}
     return settings | (_bert_settings(names) if is_bert else {})
 
 
@@ -172,6 +174,7 @@ def arguments_of(
         **_sizes(model, vocab_rows),
         **_kinds(model, names),
         **_positions(model),
+        **retro_arguments(model),
         "hidden_dropout": model.hidden_dropout,
         "attention_dropout": model.attention_dropout,
         "init_method_std": model.init_std,
@@ -193,7 +196,7 @@ def misfits(model: Model, names: "Names") -> list[str]:
     tanh_without_bias = model.activation == "gelu" and not mlp_bias(model)
     biases = attention_bias(model), mlp_bias(model)
     wrong = {
-        f"family {model.family}": kind_of(model) == "encoder-decoder",
+        f"family {model.family}": kind_of(model) == "encoder-decoder" or (model.family == "retro" and names.is_legacy),
         "family hybrid (layer_pattern)": bool(model.layer_pattern),
         f"head {model.head}": model.head != "language",
         "family bert; use --transformer-impl legacy": is_bert and not names.is_legacy,

@@ -12,12 +12,13 @@ import numpy as np
 from mtjax.config.place import MEGATRON_TRACKER
 from mtjax.config.sizes import dense_layers
 from mtjax.convert.hugging_face import narrowed
-from mtjax.convert.megatron import Split, queries_per_group, written_names
+from mtjax.convert.megatron import Split, written_names
 from mtjax.convert.megatron_arguments import VOCAB_MULTIPLE, arguments_of
 from mtjax.convert.megatron_experts import BIAS, expert_arguments
 from mtjax.convert.megatron_files import EXTRA_STATE
 from mtjax.convert.megatron_formats import BACKEND, BACKEND_FILE, RELEASE, iteration_folder
-from mtjax.convert.megatron_tables import LOCAL, TRANSFORMER_ENGINE, table
+from mtjax.convert.megatron_retro import table_of
+from mtjax.convert.megatron_tables import LOCAL, TRANSFORMER_ENGINE
 from mtjax.convert.parameters import Parameter
 from mtjax.convert.stream import Origin, carry_tokenizer, rows_of
 from mtjax.convert.table import VOCAB, Tensor, name_of, with_vocab
@@ -65,10 +66,12 @@ class TorchDistSink:
                 + ("the model is a BERT" if model.family == "bert" else "--transformer-impl is legacy")
                 + ": use --ckpt-format torch"
             )
+        if model.family == "retro":
+            raise UserError("a retro is written in the format torch only: remove --ckpt-format torch_dist")
         self._rows = -(-rows_of(model) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
         self._arguments = arguments_of(model, self._names, 1, 1, self._dtype, self._rows)
         self._arguments |= expert_arguments(model, 1, 1, False)
-        self._selection = table(VERSION, TRANSFORMER_ENGINE, queries_per_group(model)).select(parameters)
+        self._selection = table_of(model, TRANSFORMER_ENGINE, VERSION).select(parameters)
         self._is_stacked = not dense_layers(model)
         self._content: dict[str, Any] = {
             "singleton_local_shards": False,

@@ -118,6 +118,11 @@ def _load(
     saved = SavedModel.open(source, Hints(vocab_multiple_for(shape)))
     if missing := sorted(name for name in saved.source.origin.fresh if name.startswith("head.")):
         raise UserError(f"{source} is an encoder without the masked language model head: it lacks {', '.join(missing)}")
+    if saved.config.model.family == "retro":
+        raise UserError(
+            f"{source} is a retro, which reads neighbours that a prompt does not have: write its decoder as a gpt with "
+            "mtjax convert --without-encoder, and take that"
+        )
     dtype = dtype or ("float32" if devices.devices.flat[0].platform == "cpu" else "bfloat16")
     # The config must be valid for this mesh although nothing is trained: one sample per device.
     batch = {"global_batch_size": shape.size, "microbatch_size": None}

@@ -31,6 +31,8 @@ class LayerStack:
     """Prefix of its symbols in formulas and of its settings."""
     numbers: tuple[int, ...] = ()
     """Numbers of its layers in its section, which may interleave two stacks; 0, 1, ... when empty."""
+    stream: str | None = None
+    """Prefix of the symbol of its tokens; `side` when None."""
     among: int | None = None
     """Layers of all stacks of its section; None where it is the only one."""
     is_encoder: bool = False
@@ -99,7 +101,8 @@ def _stacks_of_retro(model: Model) -> tuple[LayerStack, ...]:
             "" if path == FIRST_REST else f"{path}_",
             encoding if path.startswith(ENCODER) else model.num_layers,
         )
-        return LayerStack(path, len(numbers), tokens, side, numbers, among, is_encoder=path.startswith(ENCODER))
+        stream = f"{ENCODER_FIRST}_" if path.startswith(ENCODER) else ""
+        return LayerStack(path, len(numbers), tokens, side, numbers, stream, among, bool(stream))
 
     return tuple(stack(*one) for one in found if one[1])
 

@@ -129,7 +129,11 @@ class PatternLoop:
             return (x, carried), states
 
         numbers = self.slices[run.unit[0]].numbers
-        carry, states = lax.scan(iteration, carry, varying_like(jnp.arange(run.times), numbers))
+        x, carried = carry
+        # Only the stacks of this loop: XLA would copy the others, too.
+        used = (x, {letter: carried[letter] for letter in dict.fromkeys(run.unit)})
+        (x, used), states = lax.scan(iteration, used, varying_like(jnp.arange(run.times), numbers))
+        carry = x, {**carried, **used}
         if not states:
             return carry, None
         # [iterations, ...] of each layer of an iteration -> [layers, ...].

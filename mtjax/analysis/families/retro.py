@@ -13,7 +13,8 @@ from mtjax.analysis.parts.retro import (
     NeighbourPositions,
 )
 from mtjax.config import Model
-from mtjax.config.retro import later_retro_layers, neighbour_length, neighbour_tokens
+from mtjax.config.layer_pattern import runs_of
+from mtjax.config.retro import later_retro_layers, letters_of_retro, neighbour_length, neighbour_tokens
 from mtjax.config.sizes import attention_biases, head_dim, norm_vectors
 from mtjax.layout.stacks import ENCODER, ENCODER_FIRST, FIRST_ATTENTION, FIRST_REST, PLAIN, RETRO, stacks_of
 
@@ -34,6 +35,11 @@ def retro(model: Model) -> Anatomy:
     return Anatomy(model, embed=embed, stacks=stacks, head=(*((final,) if model.retro_final_norm else ()), *head))
 
 
+def _loops(model: Model) -> int:
+    """Returns the loops over several layers some of which read neighbours."""
+    return sum("X" in run.unit and run.times > 1 for run in runs_of(letters_of_retro(model).partition("R")[2]))
+
+
 def _parts(model: Model, path: str) -> tuple[Part, ...]:
     """Returns the components of a layer of a stack."""
     tokens, read, chunk = model.sequence_length, neighbour_tokens(model), model.retro_chunk
@@ -52,7 +58,9 @@ def _parts(model: Model, path: str) -> tuple[Part, ...]:
     layers = f"(layers + {RETRO}_layers)" if later_retro_layers(model) else "layers"
     neighbours = model.retro_num_neighbours * neighbour_length(model)
     counted = layers if path == FIRST_REST else ""
-    chunked = Chunked(**sizes, tokens=tokens, norm=norm, read=read, neighbours=neighbours, layers=counted)
+    chunked = Chunked(
+        **sizes, tokens=tokens, norm=norm, read=read, neighbours=neighbours, layers=counted, loops=_loops(model)
+    )
     return {
         PLAIN: (own, feed_forward),
         FIRST_ATTENTION: (own,),

@@ -70,12 +70,10 @@ class Asking(_InEncoder, CrossAttention):
         lines = sublayer_collectives(stream, "the encoder's cross-attention")
         elements, what = "batch*sequence*hidden", "chunks that the encoder reads"
         if not stream.split:
-            return [*lines, over_model(LAYER_BACKWARD, "all-reduce", stream.times, elements, f"gradient of {what}")]
+            return lines  # the gradient of the chunks is in a line of `Chunked`, and so is their all-gather
         return [
             *lines,
-            over_model(LAYER_FORWARD, "all-gather", stream.forward_times, elements, what),
             over_model(LAYER_RECOMPUTE, "all-gather", stream.times, elements, f"{what}, again"),
-            over_model(LAYER_BACKWARD, "reduce-scatter", stream.times, elements, f"gradient of {what}"),
             *vector_gradient_sums(stream, self.norm, self.biases[1]),
         ]
 
@@ -88,6 +86,8 @@ class Chunked(CrossAttention):
     """Tokens of all neighbours of a chunk."""
     layers: str
     """Formula: layers that read the neighbours; empty in all stacks but one, which counts for all."""
+    loops: int
+    """Loops over layers that read the neighbours, each of which may send once what all its layers read."""
 
     @property
     def weights(self) -> list[Weight]:
@@ -99,21 +99,31 @@ class Chunked(CrossAttention):
 
     def collectives(self, stream: ResidualStream) -> list[Expectation]:
         """Returns the sublayer's collectives, and those of the encoded neighbours that it reads."""
-        lines = sublayer_collectives(stream, "chunked cross-attention")
+        name = "chunked cross-attention"
+        lines = sublayer_collectives(stream, name)
+        if self.layers:
+            # XLA: the encoder reads what the first chunked cross-attention reads. One gradient is sent.
+            first, *lines, own = lines
+            each = f"{stream.turns}*{stream.elements}"
+            both = {"count": "1", "elements": f"2*{each}", "pooled": True}
+            gathered = (
+                replace(first, **both, also=OTHER, why=f"{first.why} and the encoder's") if stream.split else first
+            )
+            why = f"{own.why} and the encoder's, once for their sum"
+            lines += [gathered, replace(own, **both, sent=each, hoisted=True, why=why)]
         lines += vector_gradient_sums(stream, self.norm, self.biases[1]) if stream.split else []
         if not self.layers:
             return lines
         each, what = f"{stream.turns}*{READ}", "encoded neighbours"
         # XLA: may merge the collectives of all layers, which read the same array.
-        merged = {"pooled": True, "hoisted": True}
+        every = f"{self.layers}*{each}"
+        merged = {"pooled": True, "hoisted": True, "sent": f"{1 + self.loops}*{each}"}
         if not stream.split:
-            why = f"gradient of {what}, in each layer or once for their sum"
-            return [*lines, over_model(LAYER_BACKWARD, "all-reduce", self.layers, each, why, **merged)]
+            why = f"gradient of {what}, once for the sum of a loop's layers"
+            return [*lines, over_model(LAYER_BACKWARD, "all-reduce", "1", every, why, **merged)]
         return [
             *lines,
-            over_model(
-                LAYER_FORWARD, "all-gather", self.layers, each, f"{what}, in each layer or once", also=OTHER, **merged
-            ),
+            over_model(LAYER_FORWARD, "all-gather", "1", every, f"{what}, once a loop", also=OTHER, **merged),
             over_model(LAYER_RECOMPUTE, "all-gather", f"{self.layers}*{stream.turns}", READ, f"{what}, again"),
             over_model(LAYER_BACKWARD, "reduce-scatter", f"{self.layers}*{stream.turns}", READ, f"gradient of {what}"),
         ]

@@ -13,7 +13,7 @@ from jax import Array
 from jaxtyping import Float
 
 from mtjax.config import Config, Model
-from mtjax.config.retro import first_retro_layer, later_retro_layers, neighbour_length, num_chunks
+from mtjax.config.retro import letters_of_retro, neighbour_length, num_chunks
 from mtjax.layout.stacks import ENCODER, FIRST_REST, stacks_of
 from mtjax.models.dropout import dropout
 from mtjax.models.embedding import EMBEDDING_SITE, embed_tokens
@@ -52,8 +52,7 @@ class Retro(GPT):
             kind = KINDS[own.path]
             layers = stack(of, kind=kind, layers=own.numbers, key=drawn_from, layer_type=RetroLayer)
             setattr(self, own.path, layers)
-        first, later = first_retro_layer(model), later_retro_layers(model)
-        self.letters = "".join("R" if n == first else "X" if n in later else "P" for n in range(model.num_layers))
+        self.letters = letters_of_retro(model)
 
     @property
     def sections(self) -> dict[str, Section]:
@@ -75,7 +74,10 @@ class Retro(GPT):
             rows = tokens.reshape(-1, tokens.shape[-1], out_sharding=spec("batch", None))
             read = embed_tokens(self.embedding, self.positions, rows, self.dtype)
             read = dropout(read, self.rate, neighbour_keys(keys, len(rows)), EMBEDDING_SITE, RESIDUAL)
-            return hidden._replace(encoded=read)
+            # XLA: with the barrier, all rows are sent before the first layer's; otherwise it may join these with the
+            # neighbours', which are read later.
+            x, read = jax.lax.optimization_barrier((hidden.x, read))
+            return HiddenStates(x, read)
 
     def _context(self, batch: Batch, keys: Keys, hidden: HiddenStates) -> LayerContext:
         """Adds the embedded neighbours."""
