@@ -52,14 +52,6 @@ def search(folder: Path, output: str, *more: object, data: str | None = None) ->
     return command("neighbours", *source, *settings, *SHARED, "--output", folder / output, "--nearest", COUNT, *more)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def complete():
-    """The family's other half may not be there."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mtjax.config.checks.check_retro_run", lambda config: None)
-        yield
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """`bert`, `corpus` with its embeddings, and `near`: the neighbours of a run."""
