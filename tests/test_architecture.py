@@ -66,7 +66,7 @@ IN_MODELS = (
 """Inside models each imports those before it; the files that are not named here import none of these."""
 IN_LAYOUT = (
     *("rules", "mesh", "layouts", "optimizer_states", "timetable", "attention_kernel", "stacks", "plan", "stages"),
-    *("width", "float8", "hybrid", "divisibility"),
+    *("width", "float8", "hybrid", "retro", "divisibility"),
 )
 """And inside layout."""
 IN_ANALYSIS = ("contract", "parts", "anatomy", "families")
