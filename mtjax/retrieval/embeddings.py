@@ -1,19 +1,18 @@
 """Embeddings of all chunks of a corpus: a `.npy` file float16 [chunks, width], and a record of what they are of."""
 
-import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 
 from mtjax.data.corpus.indexed import IndexedDataset, checked_ids
 from mtjax.data.neighbours.chunks import ChunkDatabase
-from mtjax.data.neighbours.reader import open_array
+from mtjax.data.neighbours.stored import open_array, sealed, unsealed
 from mtjax.data.progress import ProgressLine
 from mtjax.data.tokens.identity import content_digest
 from mtjax.data.tokens.tokenizer import Tokenizer
-from mtjax.errors import UserError, parse_json_object
+from mtjax.errors import UserError
 from mtjax.retrieval.embedder import Embedder
 from mtjax.retrieval.rows_file import RowsFile, write_with_header
 
@@ -80,17 +79,7 @@ class Embeddings:
         Raises:
           UserError: it or its record is missing or damaged.
         """
-        record = record_of(path)
-        if not record.is_file():
-            raise UserError(f"{record} does not exist: make {path} with mtjax data embed")
-        values = parse_json_object(record.read_bytes(), record)
-        names = {field.name: field.type for field in fields(EmbeddingsHeader)}
-        kinds = {int: int, str: str, "int": int, "str": str}
-        wrong = next((name for name in names if type(values.get(name)) is not kinds[names[name]]), None)
-        if wrong is not None or values.keys() != names.keys() or values["format"] != FORMAT:
-            fault = f"{wrong} is {values.get(wrong)!r}" if wrong else f"it has {', '.join(sorted(values))}"
-            raise UserError(f"{record} is not a record of embeddings ({fault}): make it with mtjax data embed")
-        header = EmbeddingsHeader(**values)
+        header = EmbeddingsHeader(**unsealed(record_of(path), FORMAT, "mtjax data embed"))
         return cls(path, header, open_array(path, (header.chunks, header.width), ("<f2",)))
 
 
@@ -145,7 +134,7 @@ def embed_corpus(
             progress.update(rows.done)
             if on_block:
                 on_block(rows.done)
-        write_with_header(rows, record_of(path), json.dumps(asdict(header), indent=1) + "\n")
+        write_with_header(rows, record_of(path), sealed(asdict(header)))
     return header
 
 

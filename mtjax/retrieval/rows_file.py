@@ -1,7 +1,6 @@
 """A `.npy` file that is written row by row over interruptions, and is under its name only when it is complete."""
 
 import fcntl
-import io
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from mtjax.data.cache import digest
+from mtjax.data.neighbours.stored import array_header
 from mtjax.errors import UserError
 
 
@@ -35,10 +35,7 @@ class RowsFile:
         self._identity = digest({"identity": identity, "shape": shape, "dtype": self.dtype.str})
         self._partial = path.with_name(f".{path.name}.partial")
         self._record = path.with_name(f".{path.name}.progress.json")
-        header = io.BytesIO()
-        described = {"descr": self.dtype.str, "fortran_order": False, "shape": shape}
-        np.lib.format.write_array_header_1_0(header, described)
-        self._header = header.getvalue()
+        self._header = array_header(shape, dtype)
         self.done = 0
 
     @contextmanager

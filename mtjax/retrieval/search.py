@@ -164,7 +164,7 @@ def of_samples(
     )
     dtype = "<i4" if len(database.chunks) < 2**31 else "<i8"
     rows = RowsFile(rows_path(prefix, split), (header.rows, rules.neighbours), dtype, asdict(header))
-    sums = RowsFile(sums_path(prefix, split), (asking.count,), "<u4", asdict(header))
+    sums = RowsFile(sums_path(prefix, split), (asking.count, 2), "<u4", asdict(header))
     with rows.opened(), sums.opened(), ProgressLine(f"neighbours of {split} samples", asking.count) as progress:
         done = min(rows.done // chunks, sums.done)
         rows.rewind(done * chunks)
@@ -175,7 +175,8 @@ def of_samples(
             keeps = _keeps(asking.dataset, numbers, tokens, database.chunks, rules)
             found, _ = find(database.index, database.vectors, asking.queries(tokens), rules.neighbours, keeps)
             rows.append(found)
-            sums.append(np.array([checksum(each) for each in tokens], "<u4"))
+            by_sample = zip(tokens, found.reshape(len(tokens), -1), strict=True)
+            sums.append(np.array([[checksum(text), checksum(near)] for text, near in by_sample], "<u4"))
             progress.update(sums.done)
         header_path(prefix, split).unlink(missing_ok=True)
         sums.publish()

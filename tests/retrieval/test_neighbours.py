@@ -1,14 +1,18 @@
 """`mtjax data embed` and `neighbours` as they are typed, and what a run reads of their files."""
 
-import json
+import contextlib
+import dataclasses
 import pickle
 import re
 import shutil
+import tempfile
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from mtjax.cli import main
 from mtjax.config import Config, replace
@@ -16,8 +20,9 @@ from mtjax.data.batches.batch_schedule import constant
 from mtjax.data.batches.loader import open_loader
 from mtjax.data.corpus.indexed import IndexedDataset
 from mtjax.data.datasets import SplitOpener, open_dataset, open_in_order
+from mtjax.data.neighbours.header import read_header
 from mtjax.data.neighbours.overlap import shares_run
-from mtjax.data.neighbours.reader import WithNeighbours
+from mtjax.data.neighbours.reader import Neighbours, WithNeighbours
 from mtjax.data.neighbours.samples import documents_of, orders_of, with_neighbours
 from mtjax.errors import UserError
 from mtjax.retrieval import embeddings as embedding
@@ -45,14 +50,6 @@ def search(folder: Path, output: str, *more: object, data: str | None = None) ->
     settings = [word for name, value in (MODEL | RUN).items() for word in (f"--{name.replace('_', '-')}", value)]
     source = ["--data", data or folder / "corpus", "--embedder", f"hf:{folder / 'bert'}", "--search-rows", 32]
     return command("neighbours", *source, *settings, *SHARED, "--output", folder / output, "--nearest", COUNT, *more)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def complete():
-    """The family's other half may not be there."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mtjax.config.checks.check_retro_run", lambda config: None)
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -259,45 +256,58 @@ def test_the_family_needs_neighbours(folder: Path) -> None:
     assert open_in_order(config, orders_of(config)["train"])[3]["neighbours"].shape == (4, 2, 2 * CHUNK)
 
 
-def test_what_is_damaged_is_refused(folder: Path, tmp_path: Path) -> None:
-    rows = np.load(folder / "near.train.npy")
-    header = json.loads((folder / "near.train.json").read_text())
-    sums = np.load(folder / "near.train.samples.npy")
+def test_what_does_not_fit_together_is_refused(folder: Path, tmp_path: Path) -> None:
+    rows, sums = np.load(folder / "near.train.npy"), np.load(folder / "near.train.samples.npy")
+    header = read_header(folder / "near.train.json")
 
-    def refused(message: str, numbers: np.ndarray = rows, record: object = header, sums: np.ndarray = sums) -> None:
+    def refused(message: str, numbers: np.ndarray = rows, sums: np.ndarray = sums, **changes: object) -> None:
         np.save(tmp_path / "x.train.npy", numbers)
         np.save(tmp_path / "x.train.samples.npy", sums)
-        (tmp_path / "x.train.json").write_text(record if isinstance(record, str) else json.dumps(record))
+        (tmp_path / "x.train.json").write_text(dataclasses.replace(header, **changes).text())
         with pytest.raises(UserError, match=message):
             list(opened(folder, prefix=str(tmp_path / "x")))
 
     wrong = rows.copy()
-    wrong[10, 1] = 177
-    refused(r"x.train.npy is corrupted: sample 2 has a neighbour outside -1 to 176", wrong)
+    wrong[10, 4] ^= 1
+    refused(r"x.train.npy is corrupted: the neighbours of sample 2 are not those that were found", wrong)
     wrong = sums.copy()
-    wrong[5] ^= 1
+    wrong[5, 0] ^= 1
     refused(r"sample 5 is not the one for which .*x.train.npy has neighbours", sums=wrong)
-    refused(r"x.train.npy holds int32 \(79, 5\), and should hold <i4 or <i8 \(80, 5\)", rows[:-1])
-    refused(r"x.train.npy holds float64", rows.astype(float))
-    refused("x.train.json is not JSON", record="{")
-    refused("x.train.json has format 2, and 1 is known", record=header | {"format": 2})
-    refused("x.train.json is corrupted: it lacks samples", record={k: v for k, v in header.items() if k != "samples"})
-    refused("are not all numbers from 1 on", record=header | {"samples": "20"})
-    refused(
-        "was searched in 2 corpora, and the run's database has 1", record=header | {"database": 2 * header["database"]}
-    )
-    other = [header["database"][0] | {"content": "0"}]
-    refused("was searched in .*corpus of content 0, and .*corpus has", record=header | {"database": other})
-    other = [header["database"][0] | {"documents": 40}]
+    refused(r"x.train.npy is not the array that its record describes, <i4 or <i8 \(80, 5\)", rows[:-1])
+    refused(r"x.train.samples.npy is not the array", sums=sums.astype(np.int64))
+    refused("x.train.json has format 2, and 1 is known", format=2)
+    refused("was searched in 2 corpora, and the run's database has 1", database=2 * header.database)
+    refused("was searched in .*corpus of content 0, and .*corpus has", database=[header.database[0] | {"content": "0"}])
     refused(
         "were searched in the documents 0 to 40 of .*, and the run trains on 0 to 32",
-        record=header | {"database": other},
+        database=[header.database[0] | {"documents": 40}],
     )
-    refused("knows 170 chunks, and its corpora have 177", record=header | {"chunks": 170})
-    (tmp_path / "x.train.json").write_text(json.dumps(header))
-    (tmp_path / "x.train.npy").write_bytes((folder / "near.train.npy").read_bytes()[:300])
-    with pytest.raises(UserError, match=r"x.train.npy is truncated or not an array"):
-        opened(folder, prefix=str(tmp_path / "x"))
+    refused("knows 170 chunks, and its corpora have 177", chunks=170)
+
+
+@given(st.sampled_from(["json", "npy", "samples.npy"]), st.integers(0, 3000), st.binary(max_size=3), st.integers(0, 3))
+@example("json", 30, b"", 0)
+@settings(max_examples=40)
+def test_damage_is_said_in_a_sentence(folder: Path, end: str, place: int, inserted: bytes, removed: int) -> None:
+    """Any bytes anywhere in the files, or missing: what is read is what was written, or an error."""
+    name = f"train.{end}"
+    content = (folder / f"near.{name}").read_bytes()
+    changed = content[:place] + inserted + content[place + removed :]
+    with tempfile.TemporaryDirectory() as other:
+        for path in folder.glob("near.train.*"):
+            shutil.copy(path, Path(other) / path.name)
+        (Path(other) / f"near.{name}").write_bytes(changed)
+        corpus = IndexedDataset(folder / "corpus")
+        one, two = [
+            lambda place=place: Neighbours(
+                place / "near", "train", [corpus], eod=3, vocab_size=71, num_neighbours=5, retrieved_chunks=2
+            )
+            for place in (folder, Path(other))
+        ]
+        with contextlib.suppress(UserError):
+            ours, theirs = one(), two()
+            assert theirs.header == ours.header
+            assert all((theirs[number] == ours[number]).all() for number in range(TRAIN))
 
 
 def test_neighbours_of_a_corpus(folder: Path, tmp_path: Path, capsys) -> None:

@@ -1,12 +1,11 @@
 """The record beside a file of neighbours: for which samples they were searched, in what, and how."""
 
-import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from mtjax.errors import UserError, parse_json_object
+from mtjax.data.neighbours.stored import sealed, unsealed
+from mtjax.errors import UserError
 
 FORMAT = 1
 
@@ -22,7 +21,7 @@ def rows_path(prefix: str | Path, split: str) -> Path:
 
 
 def sums_path(prefix: str | Path, split: str) -> Path:
-    """Returns the path of the checksums for a split: uint32[samples], of each sample's tokens."""
+    """Returns the path of the checksums for a split: uint32[samples, 2], of each sample's tokens and neighbours."""
     return Path(f"{prefix}.{split}.samples.npy")
 
 
@@ -81,7 +80,7 @@ class Header:
 
     def text(self) -> str:
         """Returns the record as JSON."""
-        return json.dumps(asdict(self), indent=1) + "\n"
+        return sealed(asdict(self))
 
     @property
     def rows(self) -> int:
@@ -93,34 +92,11 @@ def read_header(path: Path) -> Header:
     """Reads the record of a file of neighbours.
 
     Raises:
-      UserError: it isn't there or isn't one.
+      UserError: it isn't there or isn't as it was written.
     """
-    if not path.is_file():
-        raise UserError(f"{path} does not exist: make it with mtjax data neighbours")
-    values = parse_json_object(path.read_bytes(), path)
-    if values.get("format") != FORMAT:
-        raise UserError(f"{path} has format {values.get('format')!r}, and {FORMAT} is known: make it anew")
-    settings = values.get("settings")
-    missing = _missing(Header, values) or _missing(Settings, settings if isinstance(settings, dict) else {})
-    if missing:
-        raise UserError(f"{path} is corrupted: it lacks {missing}; make it anew with mtjax data neighbours")
-    values["settings"] = Settings(**settings)  # pyright: ignore[reportCallIssue]
-    header = Header(**values)
-    counts = (
-        header.samples,
-        header.chunks,
-        header.neighbours,
-        header.settings.retro_chunk,
-        header.settings.sequence_length,
-    )
-    if any(type(count) is not int or count < 1 for count in counts):
-        raise UserError(f"{path} is corrupted: {counts} are not all numbers from 1 on")
-    return header
-
-
-def _missing(kind: Any, values: Mapping[str, Any]) -> str | None:
-    names = {field.name for field in fields(kind)}
-    return next((name for name in sorted(names ^ values.keys())), None)
+    values = unsealed(path, FORMAT, "mtjax data neighbours")
+    values["settings"] = Settings(**values["settings"])
+    return Header(**values)
 
 
 def check_settings(path: Path, made: Settings, run: Settings) -> None:

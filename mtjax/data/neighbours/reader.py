@@ -10,7 +10,6 @@ import numpy as np
 from mtjax.data.corpus.indexed import IndexedDataset
 from mtjax.data.neighbours.chunks import ChunkDatabase
 from mtjax.data.neighbours.header import (
-    Header,
     Settings,
     check_settings,
     header_path,
@@ -18,6 +17,7 @@ from mtjax.data.neighbours.header import (
     rows_path,
     sums_path,
 )
+from mtjax.data.neighbours.stored import open_array
 from mtjax.data.samples.sample import Dataset, Sample
 from mtjax.errors import UserError
 
@@ -112,17 +112,17 @@ class Neighbours:
         """Returns the neighbours of each chunk of a sample, the nearest first: int64[chunks, k], -1 for none.
 
         Raises:
-          UserError: a number is not of the database.
+          UserError: they are not what was written.
         """
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        rows = self._rows[index * self.chunks : (index + 1) * self.chunks, : self.num_neighbours].astype(np.int64)
-        if rows.min() < -1 or rows.max() >= len(self._database):
+        rows = self._rows[index * self.chunks : (index + 1) * self.chunks].astype(np.int64)
+        if checksum(rows) != self._sums[index, 1]:
             raise UserError(
-                f"{rows_path(self.prefix, self.split)} is corrupted: sample {index} has a neighbour outside -1 to "
-                f"{len(self._database) - 1}; make it anew with mtjax data neighbours"
+                f"{rows_path(self.prefix, self.split)} is corrupted: the neighbours of sample {index} are not those "
+                "that were found; make it anew with mtjax data neighbours"
             )
-        return rows
+        return rows[:, : self.num_neighbours]
 
     def __getitem__(self, index: int) -> np.ndarray:
         """Returns the tokens of the neighbours of a sample: int32[chunks, k, r], r = retrieved_chunks x chunk.
@@ -137,7 +137,7 @@ class Neighbours:
         Raises:
           UserError: it has others.
         """
-        if checksum(tokens) != self._sums[index]:
+        if checksum(tokens) != self._sums[index, 0]:
             raise UserError(
                 f"sample {index} is not the one for which {rows_path(self.prefix, self.split)} has neighbours: make "
                 "neighbours for this run with mtjax data neighbours"
@@ -160,7 +160,7 @@ class Neighbours:
         header = self.header
         rows, sums = rows_path(self.prefix, self.split), sums_path(self.prefix, self.split)
         self._rows = open_array(rows, (header.rows, header.neighbours), ("<i4", "<i8"))
-        self._sums = open_array(sums, (header.samples,), ("<u4",))
+        self._sums = open_array(sums, (header.samples, 2), ("<u4",))
 
     # Worker processes map the files themselves: a pickled memory map is a copy.
     def __getstate__(self) -> dict[str, Any]:
@@ -171,27 +171,9 @@ class Neighbours:
         self._map()
 
 
-def checksum(tokens: np.ndarray) -> int:
-    """Returns the CRC-32 of token ids as little-endian int32."""
-    return zlib.crc32(np.ascontiguousarray(tokens, "<i4").data)
-
-
-def open_array(path: Path, shape: tuple[int, ...], kinds: Sequence[str]) -> np.ndarray:
-    """Maps a `.npy` file of known shape and one of some types.
-
-    Raises:
-      UserError: it is missing, truncated, or another array.
-    """
-    try:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except OSError as e:
-        raise UserError(f"{path} can't be read: {e.strerror or e}") from e
-    except (ValueError, EOFError) as e:
-        raise UserError(f"{path} is truncated or not an array of numpy: {e}") from e
-    if not isinstance(array, np.ndarray) or array.shape != shape or array.dtype.str not in kinds:
-        found = f"{array.dtype} {array.shape}" if isinstance(array, np.ndarray) else type(array).__name__
-        raise UserError(f"{path} holds {found}, and should hold {' or '.join(kinds)} {shape}")
-    return array
+def checksum(numbers: np.ndarray) -> int:
+    """Returns the CRC-32 of integers as little-endian int64."""
+    return zlib.crc32(np.ascontiguousarray(numbers, "<i8").data)
 
 
 class WithNeighbours:
@@ -224,6 +206,3 @@ class WithNeighbours:
         sample = self.dataset[index]
         self.neighbours.check(index, sample["tokens"])
         return sample | {"neighbours": self.neighbours[index]}
-
-
-__all__ = ["Header", "Neighbours", "WithNeighbours", "checksum", "open_array"]
