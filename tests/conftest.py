@@ -33,7 +33,7 @@ import jax
 import pytest
 
 from mtjax.cli import GARBAGE
-from mtjax.sharding.mesh import THREADS_PER_DEVICE
+from mtjax.runtime.devices import THREADS_PER_DEVICE
 from tests import assembler
 
 gc.set_threshold(*GARBAGE)

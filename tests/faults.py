@@ -152,6 +152,13 @@ FAULTS = (
     ),
     # --- hybrid models
     Fault(
+        "hybrid models: Megatron's shares of layers are placed elsewhere",
+        'is_end = old == "M" and left < 0.5',
+        'is_end = old == "M" and left < 1.5',
+        "convert",
+        "test_settings",
+    ),
+    Fault(
         "a state passes from one document to the next within a chunk",
         "left = jnp.where((self.segments == self.segments[:, :, -1:])[..., None, None], left, 0)",
         "pass",

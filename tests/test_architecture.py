@@ -31,7 +31,7 @@ ARROWS: dict[str, set[str]] = {
         f"sharding.{part}"
         for part in (
             *("axes", "context", "experts", "vocab", "vocab_embedding", "distillation", "trainable"),
-            "vocab_weighted",
+            *("vocab_weighted", "stacked_collectives"),
             *("prefetch", "flash", "kv_heads", "stored_weight", "no_hoist", "param_comm", "unstack", "float8"),
         )
     },
@@ -54,6 +54,7 @@ IN_MODELS = (
         "mixers",
         "layer",
         "stack",
+        "interleaved",
         "pattern_stacks",
         "retro_stacks",
         "trunk",
@@ -171,13 +172,13 @@ CORE = {
     "sharding": (
         *("mesh", "axes", "param_specs", "placement", "param_comm", "stored_weight", "vocab", "vocab_embedding"),
         *("kv_heads", "no_hoist", "manual_region", "microbatch_schedule", "accumulate", "grad_accumulation", "unstack"),
-        *("reduction", "zero", "stacked_collectives", "prefetch", "prefetch_loop", "trainable", "gradients"),
+        *("reduction", "zero", "stacked_collectives", "trainable", "gradients"),
     ),
     "models": (
         *("linear", "project", "norms", "rotary", "activations", "dropout", "threefry", "unhoisted", "of_layer"),
         *("embedding", "vocabulary", "layer_context", "kernels.options", "kernels.xla", "mixers.mixer"),
         *("mixers.attention", "mixers.mlp", "mixers.registry", "layer", "recompute", "stack", "trunk", "routers"),
-        *("families.gpt", "families.registry", "pipeline_model", "sharded_model"),
+        *("families.gpt", "families.registry", "sharded_model"),
     ),
     "train": ("precision", "schedule", "optimizer", "nonfinite_steps", "step"),
 }

@@ -19,8 +19,8 @@ from mtjax.inspect.measured import measure
 from mtjax.inspect.report import Report, report
 from mtjax.inspect.targets import running_target
 from mtjax.layout.mesh import parse_mesh
-from mtjax.sharding.mesh import attach_devices
-from mtjax.sharding.placement import global_batch
+from mtjax.runtime.devices import attach_devices
+from mtjax.sharding.global_batch import global_batch
 from mtjax.train.observability.metrics import device_memory
 from mtjax.train.step import make_train_step
 

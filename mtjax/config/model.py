@@ -140,6 +140,19 @@ class Model:
     ssm_rate_floor: float = amount(0.0)
     """hybrid: minimum of dt, the rate at which a state forgets and reads (0.001 in Nemotron-H of transformers, whose
     time_step_min it is)."""
+    ssm_norm: bool = True
+    """hybrid: normalize what has passed the gate of a Mamba-2 layer; most Falcon-H1 do not."""
+    ssm_scales: tuple[float, ...] | None = factors(None)
+    """hybrid: factors of the five parts of a Mamba-2 layer's first product: gate, value, B, C and dt (Falcon-H1); none
+    when not given."""
+    ssm_output_scale: float = above_zero(1.0)
+    """hybrid: factor of the outputs of Mamba-2 (Falcon-H1)."""
+    attention_output_scale: float = above_zero(1.0)
+    """hybrid: factor of the outputs of attention (Falcon-H1)."""
+    mlp_gate_scale: float = above_zero(1.0)
+    """hybrid: factor of the gate of MLPs before the activation (Falcon-H1)."""
+    mlp_output_scale: float = above_zero(1.0)
+    """hybrid: factor of the outputs of MLPs (Falcon-H1)."""
     ssm_chunk: int | None = at_least(1, None, most=TOKENS, shapes=NEVER)
     """hybrid: tokens of a chunk: products inside chunks, one state between them. It concerns speed and memory only.
     128, or the sequence length if that is less, when not given."""

@@ -18,14 +18,15 @@ from mtjax.convert.megatron_arguments import VOCAB_MULTIPLE, arguments_of, model
 from mtjax.convert.megatron_experts import BIAS, expert_arguments, number_of, with_number
 from mtjax.convert.megatron_files import FILES, MegatronCheckpoint
 from mtjax.convert.megatron_formats import RELEASE, checkpoint_folder, is_torch_dist
-from mtjax.convert.megatron_retro import table_of
 from mtjax.convert.megatron_tables import (
+    HYBRID,
     LEGACY,
     LEGACY_RMS,
     TRANSFORMER_ENGINE,
     WRITTEN,
     Names,
     names_in,
+    table_of,
 )
 from mtjax.convert.named import NamedWeights, local_shapes
 from mtjax.convert.parameters import Parameter, parameters_of
@@ -96,7 +97,9 @@ class MegatronSource:
         """
         files, names, rows, config = describe(folder, vocab_size, vocab_multiple, model_config)
         self.parameters: Mapping[str, Parameter] = parameters_of(config)
-        selection = table_of(config.model, names, files.version).select(self.parameters)
+        is_distributed = isinstance(files, TorchDistCheckpoint)
+        rows_of_model = table_of(config.model, names, files.version, is_distributed=is_distributed)
+        selection = rows_of_model.select(self.parameters)
         self.files, self.rows, self.selection = files, rows, selection
         self._weights = NamedWeights(selection, files, config, rows, str(files.folder))
         notes = self._notes(files, config, rows)
@@ -155,7 +158,7 @@ class MegatronSink:
         self._arguments = arguments_of(model, self._names, split.tensor, split.pipeline, self._dtype, self._rows)
         self._arguments |= expert_arguments(model, split.tensor, split.expert, split.grouped_experts)
         check_split(model, split, self._names)
-        rows = table_of(model, self._names, split.version, split.grouped_experts)
+        rows = table_of(model, self._names, split.version, is_grouped=split.grouped_experts)
         self._selection = rows.select(parameters)
         # With tied embeddings, the last stage has a copy of the embedding to compute logits.
         self._copies = {self._names.words: (self._names.head_copy,)} if model.tie_embeddings else {}
@@ -281,7 +284,7 @@ def check_split(model: Model, split: Split, names: Names) -> None:
     if split.grouped_experts and not model.num_experts:
         raise UserError("the model has no experts: remove --grouped-experts")
     check_experts(model, split.expert)
-    if split.grouped_experts and names is not TRANSFORMER_ENGINE:
+    if split.grouped_experts and names.transformer_impl != TRANSFORMER_ENGINE.transformer_impl:
         raise UserError(
             f"--grouped-experts requires --transformer-impl transformer_engine, but it is {names.transformer_impl}: "
             "remove --grouped-experts"
@@ -313,6 +316,8 @@ def written_names(model: Model, split: Split) -> Names:
             f"--checkpoint-version {split.version:g} requires --transformer-impl legacy, but it is "
             f"{split.transformer_impl}: remove --checkpoint-version, or use --transformer-impl legacy"
         )
+    if model.layer_pattern and names is TRANSFORMER_ENGINE:
+        return HYBRID
     return LEGACY_RMS if names is LEGACY and model.norm == "rmsnorm" else names
 
 

@@ -4,10 +4,9 @@ from dataclasses import replace
 
 from mtjax.config import Model
 from mtjax.config.retro import first_retro_layer
-from mtjax.config.sizes import num_kv_heads
 from mtjax.convert.families.rows import linear, norm, row
 from mtjax.convert.megatron_retro_arguments import CROSS
-from mtjax.convert.megatron_tables import QKV_ORDERS, Names, layer_rows, table
+from mtjax.convert.megatron_tables import QKV_ORDERS, Names, layer_rows
 from mtjax.convert.table import Row, Table
 from mtjax.layout.stacks import ENCODER, ENCODER_FIRST, FIRST_ATTENTION, FIRST_REST, PLAIN, RETRO, STACK
 
@@ -50,14 +49,3 @@ def _cross(ours: str, names: Names) -> tuple[Row, ...]:
         *linear(f"{ours}.key_value", f"{theirs}.linear_kv", "embed", "heads*kv*head_dim"),
         *linear(f"{ours}.output", f"{theirs}.linear_proj", "heads*head_dim", "embed"),
     )
-
-
-def table_of(model: Model, names: Names, version: float, is_grouped: bool = False) -> Table:
-    """Returns the table of the tensors of a Retro, or of any other model.
-
-    Raises:
-      UserError: as `megatron_tables.table`.
-    """
-    if model.family == "retro":
-        return retro_table(model, names, version)
-    return table(version, names, model.num_heads // num_kv_heads(model), is_grouped)

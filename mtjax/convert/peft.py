@@ -65,7 +65,7 @@ def _check_order(tensor: Tensor, model_type: str) -> None:
       UserError: transformers has one matrix for several of mtjax's, or another order of rows.
     """
     inner = {axis for group in tensor.dims for axis in group[1:]}
-    if tensor.is_part or tensor.order is not None or inner & set(PARTS):
+    if tensor.is_part or inner & set(PARTS):
         raise UserError(
             f"peft: adapters of a {model_type} are not supported, since {tensor.name} has another order of rows; use "
             "--to hf:DIR, which merges them"
@@ -80,7 +80,10 @@ def factors(
     A matrix that stacks several of mtjax's, such as GPT-2's c_attn, gets one adapter with the sum of their ranks, whose
     B is block-diagonal.
     """
-    (a, b), (parameter, _) = layer, names
+    (a, b), (parameter, outputs) = layer, names
+    if tensor.order is not None:  # of rows: the channels that RoPE rotates
+        axis, order = tensor.order
+        b = b.take(np.argsort(order), outputs.axes.index(axis))
     part = next((axis for axis in parameter.axes if axis in PARTS), None)
     if part is None:
         return _matrices(a, b)

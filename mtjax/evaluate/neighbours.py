@@ -25,10 +25,10 @@ from mtjax.evaluate.tasks.task import Results, perplexity_of
 from mtjax.models.families.retro import NEIGHBOURS
 from mtjax.models.sharded_model import ShardedModel
 from mtjax.runtime.compile_cache import CompileCache
+from mtjax.runtime.devices import attach_devices
 from mtjax.runtime.processes.coordination import this_process
 from mtjax.runtime.processes.peers import Peers
 from mtjax.sharding.axes import use_rules
-from mtjax.sharding.mesh import attach_devices
 from mtjax.sharding.placement import global_batch, process_rows, replicated
 from mtjax.sharding.vocab import vocab_parallel_scores
 

@@ -18,8 +18,9 @@ from mtjax.models.layer_context import PADDING_MASK
 from mtjax.models.sharded_model import ShardedModel, Tree
 from mtjax.sharding.axes import use_rules
 from mtjax.sharding.context.zigzag import token_order
-from mtjax.sharding.placement import context_degree, global_batch, process_rows, replicated
-from mtjax.sharding.vocab import vocab_parallel_scores
+from mtjax.sharding.global_batch import context_degree, global_batch, process_rows
+from mtjax.sharding.placement import replicated
+from mtjax.sharding.vocab_scores import vocab_parallel_scores
 
 SHORTEST = 64
 """Length of the shortest shape; each next one is twice as long, up to the longest row."""

@@ -12,7 +12,8 @@ from mtjax.models.families.finetuned import GivesOutputs
 from mtjax.models.sharded_model import ShardedModel, Tree
 from mtjax.models.trunk import HiddenStates
 from mtjax.sharding.axes import use_rules
-from mtjax.sharding.placement import global_batch, process_rows, replicated
+from mtjax.sharding.global_batch import global_batch, process_rows
+from mtjax.sharding.placement import replicated
 
 
 class Outputs:

@@ -19,7 +19,7 @@ from mtjax.errors import UserError
 from mtjax.generate.first_tokens import first_tokens_of
 from mtjax.layout.mesh import MeshShape, check_generation_mesh, parse_mesh
 from mtjax.models.sharded_model import ShardedModel
-from mtjax.sharding.mesh import attach_devices
+from mtjax.runtime.devices import attach_devices
 from mtjax.waiting import waiting
 
 Tree = Any

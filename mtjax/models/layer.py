@@ -11,9 +11,10 @@ from jax import Array, lax
 from jaxtyping import Float
 
 from mtjax.config import Model
-from mtjax.config.sizes import sublayer_norms
+from mtjax.config.sizes import layer_parallel, sublayer_norms
 from mtjax.models.dropout import dropout
 from mtjax.models.layer_context import RESIDUAL, LayerContext
+from mtjax.models.linear import scaled
 from mtjax.models.mixers.mixer import State
 from mtjax.models.mixers.registry import KINDS, MIXERS
 from mtjax.models.norms import make_norm
@@ -37,12 +38,17 @@ class Layer(nnx.Module):
             mixer_key = jax.random.fold_in(key, mixer.init_number)
             # The attributes' names are the parameters' names: `attention`, `attention_norm`, `mlp`, `mlp_norm`; norms
             # of outputs are `attention_output_norm` and `mlp_output_norm`.
-            for norm in sublayer_norms(model, is_first=name == self.mixers[0]):
+            for norm in sublayer_norms(model, is_first=name == self.mixers[0], kind=kind):
                 setattr(self, f"{name}_{norm}", make_norm(model, dtype))
             setattr(self, name, mixer(model, output_std=output_std, key=mixer_key))
-        self.is_post, self.is_parallel = model.norm_placement == "post", model.parallel_residual != "no"
+        self.is_post, self.is_parallel = model.norm_placement == "post", layer_parallel(model, kind) != "no"
         self.skips_first_norm = not model.first_attention_norm
         self.rate, self.scale = model.hidden_dropout, model.residual_scale
+        self.output_scales = {
+            "attention": model.attention_output_scale,
+            "mlp": model.mlp_output_scale,
+            "mamba": model.ssm_output_scale,
+        }
 
     def __call__(
         self, x: Float[Array, "batch act_seq embed"], context: LayerContext, states: Mapping[str, State] | None
@@ -69,6 +75,7 @@ class Layer(nnx.Module):
                     # All layers are one program, so that the first layer computes the norm, too.
                     normed = lax.select_n(jnp.asarray(context.layer) == 0, normed, x.astype(normed.dtype))
                 mixed, state = mixer(normed, context, (states or {}).get(name))
+                mixed = scaled(mixed, self.output_scales.get(name, 1.0))
                 x = self._add(x, self._normalize(f"{name}_output_norm", mixed), mixer, context)
                 x = self._normalize(f"{name}_norm", x) if self.is_post else x
             if state is not None:
@@ -90,7 +97,7 @@ class Layer(nnx.Module):
             mixer = getattr(self, name)
             with jax.named_scope(mixer.scope):
                 mixed, state = mixer(of_mixer, context, (states or {}).get(name))
-            outputs.append(mixed)
+            outputs.append(scaled(mixed, self.output_scales.get(name, 1.0)))
             if state is not None:
                 after[name] = state
         total, *others = jax.lax.optimization_barrier(outputs)

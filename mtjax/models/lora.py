@@ -88,10 +88,16 @@ def adapter_of(product: Any) -> Adapter:
 
 
 def lora_input_dropout(
-    x: Float[Array, "batch seq ..."], low: LoraConfig, context: LayerContext, site: int, *names: str
+    x: Float[Array, "batch seq ..."],
+    low: LoraConfig,
+    context: LayerContext,
+    site: int,
+    *names: str,
+    sequence: str = "seq",
 ) -> Array:
-    """Applies the adapter's dropout to x, the input of its product; `names` are those of x's dimensions after `seq`."""
-    dims = ("batch", "seq", *names)
+    """Applies the adapter's dropout to x, the input of its product; `names` are those of x's dimensions after its
+    sequence."""
+    dims = ("batch", sequence, *names)
     return dropout(x, low.dropout, context.dropout_keys, site, dims, positions=context.positions)
 
 

@@ -12,8 +12,8 @@ from jaxtyping import Float, Int
 from mtjax.config.layer_pattern import Run, chunk_letters, runs_of
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.mixers.mixer import State
-from mtjax.models.recompute import run_alone
-from mtjax.models.stack import Chunk, LayerSlice, Residual, Stack, run_or_skip
+from mtjax.models.run_alone import run_alone
+from mtjax.models.stack import Chunk, LayerSlice, Residual, Stack, run_layer
 from mtjax.sharding.axes import varying_like
 from mtjax.sharding.param_comm import (
     accumulate_grads_into,
@@ -23,7 +23,7 @@ from mtjax.sharding.param_comm import (
     split_accumulators,
     zeros_like_shards,
 )
-from mtjax.sharding.prefetch import gather_upfront
+from mtjax.sharding.stacked_collectives import gather_upfront
 
 Carry = tuple[Array, Mapping[str, list[Array]]]
 """Hidden states, and each stack, unchanged: its cotangent is the accumulator of its gradients."""
@@ -65,7 +65,7 @@ class PatternStacks:
 @dataclass(frozen=True)
 class PatternLoop:
     """What the loops over layers read. Every layer's parameters are taken from its stack by index, and its gradients
-    are added to the accumulators there, as in `recompute._scan_accumulating`."""
+    are added to the accumulators there, as in `recompute.scan_accumulating`."""
 
     context: LayerContext
     slices: Mapping[str, LayerSlice]
@@ -149,7 +149,7 @@ class PatternLoop:
 
         def layer(x: Array, carried: list[Array], index: Array, number: Array) -> tuple[Array, list[Array], State]:
             layer, carried = accumulate_grads_into(index_layer(self.fixed[letter], index), carried, index)
-            x, state = run_or_skip(self.context, False, x, layer, number, None)
+            x, state = run_layer(self.context, False, x, layer, number, None)
             return x, carried, state
 
         # The layer is indexed inside of what is recomputed, or its parameters would be saved for the backward pass.

@@ -22,8 +22,7 @@ from mtjax.layout.plan import Plan
 from mtjax.layout.stages import Orders, layer_orders
 from mtjax.models.families.registry import LanguageModel, model_class
 from mtjax.models.layer_context import RESIDUAL, with_text_lengths
-from mtjax.models.pipeline_model import TrunkPipeline
-from mtjax.models.trunk import HiddenStates, run_sections
+from mtjax.models.trunk import HiddenStates, TrunkLosses, run_sections
 from mtjax.sharding import placement
 from mtjax.sharding.accumulate import Accumulate
 from mtjax.sharding.axes import current_rules, partition_spec, use_rules
@@ -207,12 +206,16 @@ class ShardedModel:
             specs: Any = HiddenStates(partition_spec(rules, RESIDUAL))  # pyright: ignore[reportArgumentType]
             inputs = (batch, {}, None)
             return distributed_output(
-                self.pipeline_model(self.loss_options), parameters, inputs, region, schedule, specs
+                self.trunk_losses(self.loss_options), parameters, inputs, region, schedule, specs
             ).x
         return run_sections(self.inference_model(parameters), batch, None)[0].x
 
-    def pipeline_model(self, options: LossOptions) -> TrunkPipeline:
-        """Returns the model's `PipelineModel`, with these options of its losses."""
+    def trunk_losses(self, options: LossOptions) -> TrunkLosses:
+        """Returns the model as a function of its parameters, with these options of its losses."""
+        if self.stages == 1:
+            return TrunkLosses(self.model, options, self.sections)
+        from mtjax.models.pipeline_model import TrunkPipeline
+
         return TrunkPipeline(self.model, options, self.sections)
 
     def microbatch_schedule(self, num_microbatches: int) -> MicrobatchSchedule:
@@ -259,7 +262,7 @@ class ShardedModel:
         weights, batch = self.family.loss_weights(batch), with_text_lengths(self.config.model, batch)
         with use_rules(self.layout.rules):
             inputs, schedule = (batch, weights, None), self.microbatch_schedule(1)
-            sums = distributed_losses(self.pipeline_model(plain), parameters, inputs, self.region, schedule)
+            sums = distributed_losses(self.trunk_losses(plain), parameters, inputs, self.region, schedule)
             return {name: (total, weights[name].sum()) for name, total in sums.items()}
 
     def _drawn(self, key: Array) -> Tree:

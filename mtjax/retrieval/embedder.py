@@ -18,8 +18,8 @@ from mtjax.layout.mesh import parse_mesh
 from mtjax.models.families.bert import Encoder as BERTEncoder
 from mtjax.models.project import reshard_sequence
 from mtjax.models.sharded_model import ShardedModel, Tree
+from mtjax.runtime.devices import attach_devices
 from mtjax.sharding.axes import use_rules
-from mtjax.sharding.mesh import attach_devices
 from mtjax.sharding.placement import global_batch, process_rows, replicated
 
 SHORTEST = 32

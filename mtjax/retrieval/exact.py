@@ -12,7 +12,7 @@ from jax import Array, lax
 from mtjax.layout.layouts import TENSOR
 from mtjax.layout.mesh import parse_mesh
 from mtjax.retrieval.vectors import Vectors
-from mtjax.sharding.mesh import attach_devices
+from mtjax.runtime.devices import attach_devices
 from mtjax.sharding.placement import batch_sharding, global_batch
 
 BLOCK = 1 << 16

@@ -7,7 +7,7 @@ from jax.sharding import PartitionSpec
 
 from mtjax.sharding.axes import broadcast_from_rank0, psum_varying
 from mtjax.sharding.manual_region import ManualRegion, mark_varying
-from mtjax.sharding.microbatch_schedule import MicrobatchSchedule, PipelineModel, Sums
+from mtjax.sharding.microbatch_schedule import LossModel, MicrobatchSchedule, Sums
 from mtjax.sharding.param_specs import partition_specs
 from mtjax.sharding.reduction import Reduction
 from mtjax.sharding.trainable import bind_frozen, select_trainable
@@ -16,7 +16,7 @@ Tree = Any
 
 
 def distributed_gradients(
-    model: PipelineModel,
+    model: LossModel,
     parameters: Tree,
     batch: Tree,
     region: ManualRegion,
@@ -56,7 +56,7 @@ def distributed_gradients(
 
 
 def distributed_losses(
-    model: PipelineModel, parameters: Tree, batch: Tree, region: ManualRegion, schedule: MicrobatchSchedule
+    model: LossModel, parameters: Tree, batch: Tree, region: ManualRegion, schedule: MicrobatchSchedule
 ) -> Sums:
     """Computes losses of a global batch, float32 scalars by name, without gradients."""
 
@@ -70,7 +70,7 @@ def distributed_losses(
 
 
 def distributed_output(
-    model: PipelineModel,
+    model: LossModel,
     parameters: Tree,
     batch: Tree,
     region: ManualRegion,

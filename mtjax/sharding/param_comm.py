@@ -112,6 +112,18 @@ def is_wrapped(x: Any) -> bool:
     return isinstance(x, ReplicatedParam | ShardedParam | NoGrad)
 
 
+def communicated(leaf: Any) -> ShardedParam | ReplicatedParam | None:
+    """Returns the wrapper of a parameter that is gathered or whose gradient is reduced over ranks; else None."""
+    leaf = leaf.parameter if isinstance(leaf, NoGrad) else leaf
+    is_reduced = isinstance(leaf, ReplicatedParam) and bool(leaf.reduction.axes)
+    return leaf if is_reduced or isinstance(leaf, ShardedParam) else None
+
+
+def stack_of(leaf: ShardedParam | ReplicatedParam) -> Array:
+    """Returns the stacked array, [layers, ...], that a layer is taken from: this rank's shards, or all of it."""
+    return leaf.shard if isinstance(leaf, ShardedParam) else leaf.array
+
+
 def materialize(module: T) -> T:
     """Replaces every wrapped parameter of a module, or of any tree, by an array that products can use."""
     return jax.tree.map(_resolve, module, is_leaf=is_wrapped)

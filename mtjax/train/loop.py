@@ -25,7 +25,6 @@ from mtjax.storage import shown
 from mtjax.train.changes import parse_allowed
 from mtjax.train.feed import next_batch, open_batches
 from mtjax.train.folder.run_folder import claim_folder, writing
-from mtjax.train.nonfinite_steps import NonfiniteSteps
 from mtjax.train.objective import PRETRAINING, Evaluations, Objective, RunData
 from mtjax.train.observability import start_timer
 from mtjax.train.observability.best import Goal
@@ -57,6 +56,7 @@ from mtjax.train.setup import (
     resume_command,
     with_mesh,
 )
+from mtjax.train.skipped_steps import NonfiniteSteps
 from mtjax.train.step import TrainStep
 
 

@@ -18,10 +18,10 @@ from mtjax.layout.layouts import Layout
 from mtjax.layout.optimizer_states import optimizer_states
 from mtjax.layout.stages import layer_numbers
 from mtjax.models.layer_context import with_text_lengths
-from mtjax.models.pipeline_model import TrunkPipeline
 from mtjax.models.recompute import Recompute, check_offload
 from mtjax.models.routers import LOAD, report_weights
 from mtjax.models.sharded_model import Batch, ShardedModel
+from mtjax.models.trunk import TrunkLosses
 from mtjax.runtime import xla_options
 from mtjax.runtime.train_state import State
 from mtjax.sharding import placement
@@ -44,7 +44,7 @@ Tree = Any
 class LossInputs(NamedTuple):
     """The differentiated function and its inputs, as `distributed_gradients` takes them."""
 
-    model: TrunkPipeline
+    model: TrunkLosses
     region: ManualRegion
     parameters: Tree
     batch: Batch
@@ -284,7 +284,7 @@ class TrainStep(ShardedModel):
 
     def loss_inputs(self, parameters: Tree, batch: Batch) -> LossInputs:
         """Returns the function and inputs that `gradients` differentiates."""
-        return LossInputs(self.pipeline_model(self.loss_options), self.region, parameters, batch)
+        return LossInputs(self.trunk_losses(self.loss_options), self.region, parameters, batch)
 
 
 def optimizer_step_count(optimizer: Tree) -> Array:

@@ -12,7 +12,7 @@ from mtjax.analysis.memory import stage_memory
 from mtjax.layout.mesh import parse_mesh
 from mtjax.layout.plan import Plan
 from mtjax.sharding.placement import is_names
-from tests.tiny import MODERNBERT, program_of
+from tests.tiny import LATENT, MODERNBERT, program_of
 
 MODELS = {
     "gpt": {},
@@ -49,6 +49,14 @@ MODELS = {
     },
     "llama, experts in every third layer": {"family": "llama", "num_experts": 4, "moe_every": 3, "num_layers": 6},
     "hybrid": {"family": "hybrid", "layer_pattern": "M-M*", "num_layers": 4, "ssm_heads": 8, "ssm_state": 10},
+    "hybrid, mixers side by side": {
+        "family": "hybrid",
+        "layer_pattern": "H-M*",
+        "num_layers": 4,
+        "ssm_heads": 8,
+        "ssm_norm": False,
+        "activation": "swiglu",
+    },
     "hybrid, experts, heads of state spaces that share groups": {
         "family": "hybrid",
         "layer_pattern": "ME*E",
@@ -64,6 +72,7 @@ MODELS = {
     "bert, ModernBERT": MODERNBERT,
     "gpt, adapters": {"lora_rank": 4},
     "llama, adapters of attention": {"family": "llama", "num_kv_heads": 4, "lora_rank": 2, "lora_targets": "attention"},
+    "llama, latent attention, adapters": {"family": "llama", "q_lora_rank": 14, "lora_rank": 2, **LATENT},
     "bert, adapters and a head": {"family": "bert", "head": "classification", "lora_rank": 2, "lora_targets": "mlp"},
     "gpt, finetuned": {"head": "classification", "num_labels": 3},
     "bert, finetuned": {"family": "bert", "head": "regression"},

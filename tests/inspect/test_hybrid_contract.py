@@ -22,6 +22,8 @@ def hybrid(pattern: str, **fields):
     [
         ("M-M*M-", {**SPLIT, "zero": 1}),
         pytest.param("MMM", {}, marks=RARE),
+        pytest.param("H-H-", {**SPLIT, "zero": 1}, marks=LONG),
+        pytest.param("H-", {"recompute": "none", "mesh": "data=1,context=2,model=4", "ssm_groups": 1}, marks=RARE),
         pytest.param("M-M*", {**SPLIT, "ssm_groups": 1, "num_kv_heads": 2}, marks=RARE),
         pytest.param("M-M*", {"zero": 3, "recompute": "none"}, marks=LONG),
         pytest.param("M-M*", {**SPLIT, "mesh": "data=1,context=2,model=4"}, marks=LONG),

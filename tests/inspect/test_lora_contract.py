@@ -9,8 +9,10 @@ from mtjax.inspect.report import Report, inspect
 from mtjax.inspect.targets import find_target
 from tests.inspect.steps import needs_aot, theory_of, tiny
 from tests.inspect.test_contract import sent
+from tests.tiny import LATENT
 
 LORA: dict[str, Any] = {"family": "llama", "num_kv_heads": 2, "mlp_size": 176, "lora_rank": 4}
+LATENTS: dict[str, Any] = {"num_kv_heads": None, "num_layers": 2, "attention": "xla", "q_lora_rank": 40, **LATENT}
 
 
 def check(report: Report) -> None:
@@ -25,7 +27,17 @@ def check(report: Report) -> None:
 
 
 @needs_aot
-@pytest.mark.parametrize("settings", [{}, {"sequence_parallel": True, "zero": 1, "num_kv_heads": 4}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"sequence_parallel": True, "zero": 1, "num_kv_heads": 4},
+        LATENTS | {"sequence_parallel": True, "zero": 1},
+        pytest.param(LATENTS, marks=pytest.mark.long),
+        pytest.param(LATENTS | {"q_lora_rank": 0, "sequence_parallel": True}, marks=pytest.mark.long),
+        pytest.param(LATENTS | {"lora_targets": "mlp", "sequence_parallel": True}, marks=pytest.mark.long),
+    ],
+)
 def test_only_adapters_travel_on_h100(settings: dict[str, Any]) -> None:
     check(inspect(tiny(**LORA | settings), find_target("h100x8")))
 

@@ -41,6 +41,16 @@ EXPERTS: dict[str, Any] = {
     "router_scale": 1.5,
 }
 SPLIT = {"sequence_parallel": True}
+FACTORS: dict[str, Any] = {
+    "ssm_norm": False,
+    "ssm_scales": (0.9, 1.5, 0.7, 1.2, 0.8),
+    "ssm_output_scale": 0.7,
+    "attention_output_scale": 0.9,
+    "activation": "swiglu",
+    "mlp_gate_scale": 0.8,
+    "mlp_output_scale": 0.6,
+}
+"""Those of Falcon-H1."""
 
 
 def hybrid_config(pattern: str, **fields: Any) -> Config:
@@ -108,11 +118,15 @@ DOCUMENTS = {"reset_attention_mask": True, "reset_position_ids": True}
 @pytest.mark.parametrize(
     ("pattern", "mesh", "model", "fields"),
     [
-        ("M-M*", "2x2", {}, {**SPLIT, "zero": 1, "recompute": "full"}),
+        ("H-M", "2x2", FACTORS, {**SPLIT, "zero": 1, "recompute": "full"}),
         *(
             pytest.param(*case, marks=pytest.mark.long)
             for case in (
+                ("M-M*", "2x2", {}, {**SPLIT, "zero": 1, "recompute": "full"}),
                 ("M-M*M-", "2x2", {}, {"zero": 3, "microbatch_size": 2}),
+                ("(H-)x2", "2x1x2", FACTORS, {**STAGES, **SPLIT, "zero": 1, "recompute": "full"}),
+                ("H-", "data=1,context=2,model=2", FACTORS, {"recompute": "selective", "zero": 3}),
+                ("H-", "1x4", {"ssm_groups": 1, "ssm_heads": 8}, SPLIT),
                 ("M-M*M-", "1x4", {"ssm_groups": 1, "ssm_heads": 8}, SPLIT),
                 ("M-M*M-", "1x1", {}, {"ssm_chunk": 2}),
                 ("MEM*ME", "data=2,expert=2,model=2", EXPERTS, {**SPLIT, "zero": 1}),

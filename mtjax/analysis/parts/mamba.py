@@ -81,7 +81,7 @@ class Mamba(Part):
             weight("mamba.rate_bias", heads),
             weight("mamba.a_log", heads),
             weight("mamba.skip", heads),
-            weight("mamba.norm_scale", inner),
+            *([weight("mamba.norm_scale", inner)] if self.model.ssm_norm else []),
             *linear("mamba.output", inner, embed, bias=False),
         ]
 
@@ -170,22 +170,22 @@ class Mamba(Part):
     def collectives(self, stream: ResidualStream) -> list[Expectation]:
         lines = sublayer_collectives(stream, "the Mamba-2 mixer")
         lines += vector_gradient_sums(stream, self.norm, bias=False) if stream.split else []
-        lines += _of_shared_groups(stream) if stream.shares_groups else []
+        lines += _of_shared_groups(stream, has_norm=self.model.ssm_norm) if stream.shares_groups else []
         return [*lines, *_of_pieces(stream)] if stream.across else lines
 
 
-def _of_shared_groups(stream: ResidualStream) -> list[Expectation]:
-    """Returns the collectives of groups that several ranks share: squares for the gated norm, and the gradients of the
-    parameters of B and C."""
+def _of_shared_groups(stream: ResidualStream, *, has_norm: bool) -> list[Expectation]:
+    """Returns the collectives of groups that several ranks share: squares for the gated norm, if it has one, and the
+    gradients of the parameters of B and C."""
     why, elements = "squares of shared groups for the gated norm", "batch*sequence*groups"
     line = partial(over_model, kind="all-reduce", elements=elements, dtype="float32", pooled=True)
     own = f"{stream.side}layers*shared_width*(hidden + taps + 1)"
-    return [
+    squares = [
         line(LAYER_FORWARD, count=stream.forward_times, why=why),
         line(LAYER_RECOMPUTE, count=stream.times, why=f"{why}, again"),
         line(LAYER_BACKWARD, count=stream.times, why=f"gradients of {why}", hoisted=True),
-        local_gradient_sums(stream, own, "B and C of shared groups"),
     ]
+    return [*(squares if has_norm else []), local_gradient_sums(stream, own, "B and C of shared groups")]
 
 
 def _of_pieces(stream: ResidualStream) -> list[Expectation]:

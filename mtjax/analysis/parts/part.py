@@ -7,7 +7,7 @@ t tensor parallel degree, c bytes of an element. A product [m,k] x [k,n] costs 2
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mtjax.analysis.contract import Expectation
 from mtjax.config import Model
@@ -64,9 +64,9 @@ class Norms:
     """Kinds: `mtjax.config.sizes.sublayer_norms`."""
 
     @classmethod
-    def of(cls, model: Model, *, is_first: bool = False) -> "Norms":
-        """Returns the norms of a layer's first sublayer, or of another."""
-        return cls(norm_vectors(model), sublayer_norms(model, is_first=is_first))
+    def of(cls, model: Model, *, is_first: bool = False, kind: str = "") -> "Norms":
+        """Returns the norms of the first sublayer of a kind of layers, or of another."""
+        return cls(norm_vectors(model), sublayer_norms(model, is_first=is_first, kind=kind))
 
     @property
     def count(self) -> int:
@@ -99,6 +99,11 @@ class Product:
     def flops(self) -> float:
         """FLOPs."""
         return 2 * self.tokens * self.inner * self.outer
+
+    def adapter(self, rank: int) -> list["Product"]:
+        """Returns the two matmuls of its LoRA adapter, which are where it is; none where `rank` is 0."""
+        sizes = ((self.inner, rank), (rank, self.outer)) if rank else ()
+        return [replace(self, inner=inner, outer=outer, is_adapter=True) for inner, outer in sizes]
 
 
 def unrepeated(products: Sequence[Product]) -> list[Product]:

@@ -27,7 +27,7 @@ from mtjax.models.mixers.registry import layer_kind
 from mtjax.models.norms import make_norm
 from mtjax.models.recompute import Recompute
 from mtjax.models.rotary import QueryScale, Rotary
-from mtjax.models.stack import InterleavedStacks, Stack
+from mtjax.models.stack import Stack
 from mtjax.models.trunk import (
     LOSS_WEIGHTS,
     Batch,
@@ -96,6 +96,8 @@ class Decoder(nnx.Module):
         """One section, of one stack, or of two where only some layers have experts."""
         if self.dense is None:
             return {STACK: Section(self.stack, self._embed, self._context)}
+        from mtjax.models.interleaved import InterleavedStacks
+
         stacks = InterleavedStacks(self.dense, self.stack, self.is_interleaved)
         return {STACK: Section(stacks, self._embed, self._context, (DENSE,))}
 

@@ -1,22 +1,15 @@
 """Families of models by name, and the interface that a train step requires of each."""
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Protocol
 
 import jax
-from flax import nnx
 from jax import Array
 
 from mtjax.config import Config
 from mtjax.config.families import is_decoder
 from mtjax.models.families.gpt import GPT
-from mtjax.models.layer_context import LayerContext
-from mtjax.models.stack import Stack
 from mtjax.models.trunk import Batch, Trunk
-from mtjax.sharding.vocab import OutputOptions
-
-if TYPE_CHECKING:
-    from mtjax.models.kv_cache import CachePositions
 
 
 class LanguageModel(Trunk, Protocol):
@@ -42,36 +35,6 @@ class LanguageModel(Trunk, Protocol):
     @staticmethod
     def num_tokens(batch: Batch) -> Array:
         """Counts tokens of the batch without padding, for tokens per second."""
-        ...
-
-
-class Writer(LanguageModel, Protocol):
-    """A model that generates text, token by token."""
-
-    @property
-    def decoder_stacks(self) -> tuple[Stack, ...]:
-        """The stacks whose layers generate text, in their order."""
-        ...
-
-    @property
-    def output_table(self) -> nnx.Param:
-        """[vocab, embed]"""
-        ...
-
-    def output_head(self, vocab_size: int) -> tuple[Any, Array | None, OutputOptions]:
-        """Returns the output table, the bias of the logits, if any, and how logits of this many tokens are computed."""
-        ...
-
-    def embed_new(self, tokens: Array, cache_positions: "CachePositions", length: int) -> tuple[Array, LayerContext]:
-        """Embeds new tokens of sequences in KV caches of `length` tokens.
-
-        Returns:
-          Hidden states [batch, act_seq, embed], and the layers' other inputs.
-        """
-        ...
-
-    def final_hidden(self, x: Array) -> Array:
-        """Prepares the hidden states behind the last layer, [batch, act_seq, embed], for the output table."""
         ...
 
 

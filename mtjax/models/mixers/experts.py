@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 
 from mtjax.config import Model
 from mtjax.config.sizes import GATED, expert_capacity, expert_size
-from mtjax.models.dropout import jitter
+from mtjax.models.jitter import jitter
 from mtjax.models.kernels.grouped import Blocks
 from mtjax.models.layer_context import RESIDUAL, LayerContext, Padding
 from mtjax.models.linear import constant, normal

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
@@ -20,7 +21,7 @@ from mtjax.config import Model
 from mtjax.config.ssm import chunks_at_once, ssm_chunk, ssm_heads
 from mtjax.models.kernels.ssd import HIGHEST, ScanInputs, left_behind, pass_states, scan, step
 from mtjax.models.layer_context import LayerContext
-from mtjax.models.linear import Linear, constant, normal
+from mtjax.models.linear import Linear, constant, normal, scaled
 from mtjax.models.mixers.mixer import State
 from mtjax.models.project import project, reshard_sequence
 from mtjax.models.recompute import ATTENTION_OUTPUT
@@ -59,7 +60,8 @@ class Mamba(nnx.Module):
         self.rate_bias = nnx.Param(rate + jnp.log(-jnp.expm1(-rate)), axes=("heads",))  # softplus of it is the rate
         self.a_log = nnx.Param(jnp.log(uniform(next(keys), heads, 1.0, 16.0)[...]), axes=("heads",))
         self.skip = constant(1.0, heads)
-        self.norm_scale = constant(1.0, inner)
+        if model.ssm_norm:
+            self.norm_scale = constant(1.0, inner)
         self.output = Linear(inner, embed, std=output_std, bias=False, sequence="act_seq", key=next(keys))
 
     def __call__(
@@ -107,6 +109,9 @@ class Mamba(nnx.Module):
         """Takes out the gate [b, s, u, h, p], the convolution's input [b, s, u, channels] and dt [b, s, u, h]."""
         heads, width = self._heads_of_group, self.model.ssm_head_dim
         inner = heads * width
+        if (scales := self.model.ssm_scales) is not None:
+            widths = (inner, inner, self.model.ssm_state, self.model.ssm_state, heads)
+            product = scaled(product, np.repeat(np.array(scales, np.float32), widths))
         gate, mixed, rate = jnp.split(product, [inner, 2 * inner + 2 * self.model.ssm_state], -1)
         return gate.reshape(*gate.shape[:-1], heads, width), mixed, rate
 
@@ -196,10 +201,13 @@ class Mamba(nnx.Module):
     # --- norm
 
     def _gated_norm(self, y: Float[Array, "b s u h p"], gate: Array) -> Array:
-        """Computes the RMS norm of y silu(gate) over each group; squares of a group of several ranks are added up."""
+        """Computes the RMS norm of y silu(gate) over each group, or none; squares of a group of several ranks are added
+        up."""
         groups, ranks = self.model.ssm_groups, groups_in_use(self.model.ssm_groups)
         count = ssm_heads(self.model) * self.model.ssm_head_dim // groups
         y = y.astype(jnp.float32) * jax.nn.silu(gate.astype(jnp.float32))
+        if not self.model.ssm_norm:
+            return y.astype(gate.dtype)
         squares = jnp.square(y).sum((-2, -1))
         if ranks > groups:
             own, place = heads_of_ranks(ranks, groups), spec("batch", "seq", None)

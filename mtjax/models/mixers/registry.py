@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 
 from mtjax.config import Model
 from mtjax.config.adapters import adapters_of
+from mtjax.config.layer_pattern import SIDE_BY_SIDE
 from mtjax.models.mixers.attention import SelfAttention
 from mtjax.models.mixers.mixer import Mixer
 from mtjax.models.mixers.mlp import MLP
@@ -14,6 +15,7 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "transformer with cross-attention": ("attention", "cross", "mlp"),
     # Of hybrid models (`mtjax.config.layer_pattern`).
     "mamba": ("mamba",),
+    SIDE_BY_SIDE: ("mamba", "attention"),
     "attention": ("attention",),
     "mlp": ("mlp",),
     "experts": ("experts",),
@@ -34,6 +36,10 @@ def layer_kind(model: Model) -> str:
 
 def _attention(model: Model) -> type[Mixer]:
     if model.kv_lora_rank:
+        if adapters_of(model, "attention"):
+            from mtjax.models.mixers.adapted_latent import AdaptedLatentAttention
+
+            return AdaptedLatentAttention
         from mtjax.models.mixers.latent_attention import LatentAttention
 
         return LatentAttention

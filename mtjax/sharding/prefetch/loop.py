@@ -14,6 +14,7 @@ from mtjax.sharding.param_comm import (
     ReplicatedParam,
     ShardedParam,
     add_to_layer,
+    communicated,
     index_layer,
     materialize,
     reduce_gradient,
@@ -106,15 +107,6 @@ class PrefetchLoop:
             return put(accumulator, reduce_gradient(gradient, layer_spec, like.reduction), index)
 
         return [one(*each) for each in zip(sums, gradients, trainable, strict=True)]
-
-
-def communicated(leaf: Any) -> ShardedParam | ReplicatedParam | None:
-    """Returns the wrapper of a parameter that is gathered or whose gradient is reduced over ranks; else None."""
-    leaf = leaf.parameter if isinstance(leaf, NoGrad) else leaf
-    is_communicated = isinstance(leaf, ShardedParam) or (
-        isinstance(leaf, ReplicatedParam) and bool(leaf.reduction.axes)
-    )
-    return leaf if is_communicated else None
 
 
 def _without_arrays(leaf: ShardedParam | ReplicatedParam) -> ShardedParam | ReplicatedParam:
