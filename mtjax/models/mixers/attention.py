@@ -20,7 +20,7 @@ from mtjax.models.layer_context import LayerContext
 from mtjax.models.linear import Linear, constant, normal
 from mtjax.models.mixers.mixer import State
 from mtjax.models.project import ProductRule, gather_sequence, project
-from mtjax.models.recompute import PRODUCT
+from mtjax.models.recompute import SAVED
 from mtjax.models.rotary import rotate
 from mtjax.sharding.axes import spec
 from mtjax.sharding.kv_heads import heads_in_use
@@ -93,7 +93,7 @@ class SelfAttention(nnx.Module):
         query, key, value = self._prepared(query, key, value, context)
         if is_unrolled() and self.qkv.is_read_linearly:
             # What the backward pass reads, instead of the products from which it would rotate these again.
-            query, key, value = (checkpoint_name(a, PRODUCT) for a in (query, key, value))
+            query, key, value = (checkpoint_name(a, SAVED) for a in (query, key, value))
         options = self._options(context)
         # Training and evaluation have no state; generation has a KV cache.
         if state is None:
@@ -102,6 +102,7 @@ class SelfAttention(nnx.Module):
                 context = dataclasses.replace(context, bias=bias)
             mixed = self.attend(query, key, value, context, options)
         else:
+            # Generation: keys and values of earlier tokens are in the cache.
             mixed, state = self._attend_cached(query, key, value, context, state, options)
         return self.project_out(mixed, context), state
 
@@ -142,6 +143,7 @@ class SelfAttention(nnx.Module):
         query, key = (rotate(a, context.rotation, context.layer) for a in (query, key))
         if self.norms_after_rope:
             query, key = _normalized(query, key, *norms)
+        # The factor belongs to the query's position: cached keys stay as they are.
         return scaled_by_position(query, context), key, value
 
 
@@ -184,6 +186,7 @@ class FusedQKV(nnx.Module):
 
     def __init__(self, model: Model, *, key: Array) -> None:
         """Draws the weight, [embed, 3, heads, head_dim]."""
+        # Sharded by heads, the third dimension: a rank's shard has the query, key and value of its heads.
         outputs = {"qkv": 3, "heads": model.num_heads, "head_dim": head_dim(model)}
         self.weight = normal(key, {"embed": model.hidden_size, **outputs}, model.init_std)
         if (scale := initial_query_scale(model)) != 1:
@@ -222,6 +225,7 @@ class GroupedQKV(nnx.Module):
 
     def __init__(self, model: Model, *, key: Array) -> None:
         """Draws the weights, [embed, heads, head_dim] and [embed, 2, kv_heads, head_dim]."""
+        # Two parameters: there may be fewer KV heads than tensor parallel ranks, which then all have them (`kv_heads`).
         query_key, kv_key = jax.random.split(key)
         embed, width = {"embed": model.hidden_size}, {"head_dim": head_dim(model)}
         settings = {"std": model.init_std, "bias": attention_biases(model)[0]}
