@@ -55,7 +55,7 @@ def project(
     Returns:
       [batch, seq, *outputs].
     """
-    if is_unrolled() and isinstance(weight, Array) and computes_apart(outputs):
+    if isinstance(weight, Array) and computes_apart(outputs):
         return _project_apart(x, weight, bias, outputs, sequence, save_for_backward, by_sample)
     num_inputs = weight.ndim - len(outputs)
     # With sequence parallelism products are seq-major: see `seq_major`.

@@ -28,6 +28,7 @@ from mtjax.sharding.unstack import computes_apart, is_unrolled
 
 if TYPE_CHECKING:
     from mtjax.models.head_norm import HeadNorm
+    from mtjax.models.mixers.assembled import AssembledQKV
     from mtjax.models.relative import RelativeBias
 
 Kernel = Callable[[Array, Array, Array, LayerContext, AttentionOptions], Array]
@@ -103,7 +104,9 @@ class SelfAttention(nnx.Module):
             mixed = self.attend(query, key, value, context, options)
         else:
             # Generation: keys and values of earlier tokens are in the cache.
-            mixed, state = self._attend_cached(query, key, value, context, state, options)
+            from mtjax.models.kernels.cached import append_and_attend
+
+            mixed, state = append_and_attend(query, key, value, context, state, options, self.relative)
         return self.project_out(mixed, context), state
 
     def project_in(self, x: Array, context: LayerContext) -> tuple[Array, Array, Array]:
@@ -113,19 +116,6 @@ class SelfAttention(nnx.Module):
     def project_out(self, mixed: Array, context: LayerContext) -> Array:
         """Projects [batch, seq, heads, head_dim] to the residual stream, [batch, act_seq, embed]."""
         return self.output(mixed)
-
-    def _attend_cached(
-        self, query: Array, key: Array, value: Array, context: LayerContext, cache: State, options: AttentionOptions
-    ) -> tuple[Array, State]:
-        """Appends keys and values to a `KVCache` or `WindowKVCache`, and attends to all that it has."""
-        from mtjax.models.kernels.cached import attend_cached
-
-        assert context.cache_positions is not None
-        cache, keys, values, at = cache.extended(key, value, context.cache_positions)
-        bias = context.bias
-        if self.relative is not None:
-            bias = self.relative.at(context.cache_positions.positions, cache.length)
-        return attend_cached(query, keys, values, at, context.cache_positions, options, bias), cache
 
     def _options(self, context: LayerContext) -> AttentionOptions:
         """Returns the layer's options, with its window and sinks."""
@@ -240,8 +230,8 @@ class GroupedQKV(nnx.Module):
         The number of groups is that of KV heads, or the tensor parallel degree if that is larger.
         """
         save = not (is_unrolled() and self.is_read_linearly)
-        if not (is_unrolled() and computes_apart(("kv", "heads"))):
-            return _grouped_product(x, *self._assembled(), save_for_backward=save, rule=self.rule)
+        if not computes_apart(("kv", "heads")):
+            return grouped_product(x, *self._assembled(), save_for_backward=save, rule=self.rule)
         # No rank shares the gradient of their input: a product each.
         weights, biases = (self.query.weight, self.key_value.weight), (self.query.bias, self.key_value.bias)
         query, pair = (
@@ -253,6 +243,8 @@ class GroupedQKV(nnx.Module):
 
     def assembled(self) -> "AssembledQKV":
         """Assembles the parameters once, for many products with few tokens (generation)."""
+        from mtjax.models.mixers.assembled import AssembledQKV
+
         return AssembledQKV(*self._assembled())
 
     def _assembled(self) -> tuple[Array, Array | None]:
@@ -262,29 +254,13 @@ class GroupedQKV(nnx.Module):
         return weight, None if biases[0] is None or biases[1] is None else _by_groups(biases[0][...], biases[1][...])
 
 
-class AssembledQKV(nnx.Module):
-    """`GroupedQKV` with assembled parameters, [embed, groups, heads / groups + 2, head_dim]; not for training."""
-
-    is_read_linearly = False
-    rule: ProductRule | None = None
-
-    def __init__(self, weight: Array, bias: Array | None) -> None:
-        names = ("heads", None, "head_dim")
-        self.weight = nnx.Param(weight, axes=("embed", *names))
-        self.bias = None if bias is None else nnx.Param(bias, axes=names)
-
-    def __call__(self, x: Float[Array, "batch seq embed"]) -> tuple[Array, Array, Array]:
-        """See `GroupedQKV.__call__`."""
-        return _grouped_product(x, self.weight[...], None if self.bias is None else self.bias[...])
-
-
 def _is_linear(model: Model) -> bool:
     """Returns whether attention's inputs are linear in the products: rotated or scaled, neither normalized nor
     clipped."""
     return not model.qk_norm and model.qkv_clip is None
 
 
-def _grouped_product(
+def grouped_product(
     x: Array, weight: Array, bias: Array | None, *, save_for_backward: bool = True, rule: ProductRule | None = None
 ) -> tuple[Array, Array, Array]:
     """Computes query, key and value from x [batch, seq, embed] and assembled parameters."""
