@@ -95,7 +95,9 @@ def _contract(
         learns = learns or _is_above_others(anatomy, stack)
         turns = section_ticks(anatomy, stack) if pipeline else "microbatches"
         inside = replace(ends, turns=turns, forward_turns=f"2*{turns}" if pipeline == "recomputed" else turns)
-        lines += part.collectives(replace(inside, side=stack.side, needed_again=needed, learns_before=learns))
+        lines += part.collectives(
+            replace(inside, side=stack.side, of=stack.stream, needed_again=needed, learns_before=learns)
+        )
     lines += prediction_lines(anatomy, ends, drops_last=drops_last)
     staged = [STAGE] if pipeline else []
     sharing = [axis for axis in AXES if axis in layout.rules.shared_work]

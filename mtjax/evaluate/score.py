@@ -43,6 +43,11 @@ class Scorer:
             raise UserError(
                 f"{named(sharded_model.config.model)} does not predict the next token: evaluate a gpt or llama model"
             )
+        if sharded_model.config.model.family == "retro":
+            raise UserError(
+                "a retro reads neighbours, which this text does not have: evaluate its run with --task perplexity "
+                "--neighbours, or its decoder, which mtjax convert --without-encoder writes as a gpt"
+            )
         self.sharded_model = sharded_model
         self.longest = longest or sharded_model.config.model.sequence_length
         self.batch = sharded_model.config.training.global_batch_size

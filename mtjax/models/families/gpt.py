@@ -56,8 +56,8 @@ class Decoder(nnx.Module):
         self.rotary = Rotary(model) if model.position == "rope" else None
         self.query_scale = QueryScale(model) if model.attention_scale_beta else None
         recompute = Recompute.of(config.training)
-        stack = partial(Stack, model, dtype, recompute=recompute, parallel=config.parallel, key=stack_key)
-        self._draw_stacks(model, stack)
+        stack = partial(Stack, dtype=dtype, recompute=recompute, parallel=config.parallel)
+        self._draw_stacks(model, stack, stack_key)
         self.embedding_norm = make_norm(model, dtype) if model.embedding_norm else None
         self.final_norm = make_norm(model, dtype)
         self.rate, self.scale = model.hidden_dropout, model.embedding_scale
@@ -65,12 +65,12 @@ class Decoder(nnx.Module):
         self.expert_dispatch: ExpertDispatch = config.parallel.expert_dispatch
         self.dtype = dtype
 
-    def _draw_stacks(self, model: Model, stack: Callable[..., Stack]) -> None:
+    def _draw_stacks(self, model: Model, stack: Callable[..., Stack], key: Array) -> None:
         """Draws the layers. A stack has layers of one kind; models with dense layers and layers with experts have
         two."""
         dense = dense_layers(model)
-        self.dense = stack(kind="transformer", layers=dense) if dense else None
-        self.stack = stack(kind=layer_kind(model), layers=main_layers(model))
+        self.dense = stack(model, kind="transformer", layers=dense, key=key) if dense else None
+        self.stack = stack(model, kind=layer_kind(model), layers=main_layers(model), key=key)
         self.is_interleaved = model.moe_every > 1
 
     def __call__(

@@ -56,12 +56,19 @@ def _encoder_decoder() -> type[LanguageModel]:
     return T5
 
 
+def _retrieval() -> type[LanguageModel]:
+    from mtjax.models.families.retro import Retro
+
+    return Retro
+
+
 MODEL_CLASSES: Mapping[str, Callable[[], type[LanguageModel]]] = {
     "gpt": lambda: GPT,
     "llama": lambda: GPT,
     "hybrid": _hybrid,
     "bert": _encoder,
     "t5": _encoder_decoder,
+    "retro": _retrieval,
 }
 """Family -> returns its language model; what a run does not use is not imported."""
 
