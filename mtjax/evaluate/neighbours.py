@@ -23,14 +23,16 @@ from mtjax.evaluate.options import NONE, SHUFFLED, Options
 from mtjax.evaluate.run import check_files, parallel_of, print_header, shown, write_facts
 from mtjax.evaluate.tasks.task import Results, perplexity_of
 from mtjax.models.families.retro import NEIGHBOURS
+from mtjax.models.final_hidden_states import final_hidden_states
 from mtjax.models.sharded_model import ShardedModel
 from mtjax.runtime.compile_cache import CompileCache
 from mtjax.runtime.devices import attach_devices
 from mtjax.runtime.processes.coordination import this_process
 from mtjax.runtime.processes.peers import Peers
 from mtjax.sharding.axes import use_rules
-from mtjax.sharding.placement import global_batch, process_rows, replicated
-from mtjax.sharding.vocab import vocab_parallel_scores
+from mtjax.sharding.global_batch import global_batch, process_rows
+from mtjax.sharding.placement import replicated
+from mtjax.sharding.vocab_scores import vocab_parallel_scores
 
 GRAM = 13
 """Tokens in a row that a chunk and its neighbours may have in common."""
@@ -178,7 +180,7 @@ class NeighbourScorer:
         with use_rules(sharded_model.layout.rules):
             model: Any = sharded_model.inference_model(parameters)
             read = {name: batch[name] for name in ("tokens", NEIGHBOURS) if name in batch}
-            hidden = model.final_hidden(sharded_model.final_hidden_states(parameters, read))
+            hidden = model.final_hidden(final_hidden_states(sharded_model, parameters, read))
             table, bias, _ = model.output_head()
             return vocab_parallel_scores(hidden, table, batch["labels"], sharded_model.loss_options, bias)[0]
 
