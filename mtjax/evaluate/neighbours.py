@@ -29,8 +29,9 @@ from mtjax.runtime.devices import attach_devices
 from mtjax.runtime.processes.coordination import this_process
 from mtjax.runtime.processes.peers import Peers
 from mtjax.sharding.axes import use_rules
-from mtjax.sharding.placement import global_batch, process_rows, replicated
-from mtjax.sharding.vocab import vocab_parallel_scores
+from mtjax.sharding.global_batch import global_batch, process_rows
+from mtjax.sharding.placement import replicated
+from mtjax.sharding.vocab_scores import vocab_parallel_scores
 
 GRAM = 13
 """Tokens in a row that a chunk and its neighbours may have in common."""

@@ -20,7 +20,8 @@ from mtjax.models.project import reshard_sequence
 from mtjax.models.sharded_model import ShardedModel, Tree
 from mtjax.runtime.devices import attach_devices
 from mtjax.sharding.axes import use_rules
-from mtjax.sharding.placement import global_batch, process_rows, replicated
+from mtjax.sharding.global_batch import global_batch, process_rows
+from mtjax.sharding.placement import replicated
 
 SHORTEST = 32
 """Tokens of the shortest shape; each next one is twice as long."""

@@ -13,7 +13,8 @@ from mtjax.layout.layouts import TENSOR
 from mtjax.layout.mesh import parse_mesh
 from mtjax.retrieval.vectors import Vectors
 from mtjax.runtime.devices import attach_devices
-from mtjax.sharding.placement import batch_sharding, global_batch
+from mtjax.sharding.global_batch import global_batch
+from mtjax.sharding.placement import batch_sharding
 
 BLOCK = 1 << 16
 """Vectors of a block on each device."""
