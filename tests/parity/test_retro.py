@@ -14,7 +14,7 @@ from mtjax.convert.megatron_tables import LOCAL
 from mtjax.convert.parameters import parameters_of
 from mtjax.convert.table import name_of
 from mtjax.sharding.axes import use_rules
-from mtjax.sharding.placement import global_batch
+from mtjax.sharding.global_batch import global_batch
 from mtjax.train.step import make_train_step
 from tests.parity.compare import assert_same_gradients, relative
 from tests.parity.megatron_retro import FILE, SIZES, batch, weights
