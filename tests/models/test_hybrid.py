@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mtjax.config import Config
+from mtjax.config import Config, replace, validate
 from mtjax.config.layer_pattern import chunk_letters, expanded, runs_of, shortened_pattern
+from mtjax.config.ssm import ssm_groups
 from mtjax.models.trunk import HiddenStates
 from mtjax.sharding.axes import use_rules
 from mtjax.train.step import make_train_step
@@ -66,6 +67,13 @@ def test_loops_run_the_layers_of_the_pattern(letters: str) -> None:
     assert expanded(shortened_pattern(letters)) == letters
     assert sum(len(run.unit) for run in runs_of(letters * 2)) <= len(letters)
     assert chunk_letters(letters * 3, 3) == letters
+
+
+def test_groups_divide_the_heads_where_none_were_given() -> None:
+    for hidden, groups in ((96, 1), (128, 4), (4096, 8)):
+        config = replace(Config(), family="hybrid", layer_pattern="M", hidden_size=hidden)
+        validate(config)
+        assert ssm_groups(config.model) == groups
 
 
 def test_nemotron_h_leaves_few_layers_to_compile() -> None:
