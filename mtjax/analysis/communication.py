@@ -31,9 +31,12 @@ from mtjax.analysis.parts.embedding import Lookup, Positions
 from mtjax.analysis.parts.heads import teacher_lines, teacher_table
 from mtjax.analysis.parts.part import ResidualStream
 from mtjax.analysis.prediction import expert_lines, expert_symbols, prediction_lines, prediction_symbols
+from mtjax.config import Model
 from mtjax.config.adapters import is_trainable
 from mtjax.config.families import is_decoder
+from mtjax.config.layer_pattern import runs_of
 from mtjax.config.sizes import head_dim, num_kv_heads, output_is_tied, value_head_dim
+from mtjax.config.ssm import letters_of
 from mtjax.layout.layouts import Layout
 from mtjax.layout.mesh import AXES
 from mtjax.layout.plan import ContextParallelism, ExpertDispatch, Plan
@@ -284,12 +287,13 @@ def symbols_of(anatomy: Anatomy, plan: Plan) -> Symbols:
         symbols |= expert_symbols(anatomy, plan, every, in_turn)
     for stack in anatomy.stacks:
         layers = layers_in_chunk(stack, plan)
+        unread = 0 if _learns_below(anatomy) else _unread_gradients(model, stack, plan, chunks)
         symbols |= {
             f"{stack.side}sequence": stack.tokens // plan.mesh.context,
             f"{stack.side}layers": layers,
             f"{stack.side}recomputed_layers": 0 if staged else plan.recomputed_layers(layers),
             f"{stack.side}grouped_layers": 0 if staged else plan.grouped_layers(layers),
-            f"{stack.side}unread_gradients": 0 if _learns_below(anatomy) else _unread_gradients(plan, layers, chunks),
+            f"{stack.side}unread_gradients": unread,
         }
     for part in (*anatomy.outside, *(part for _, part in anatomy.layer_parts())):
         symbols |= part.symbols(plan)
@@ -330,12 +334,17 @@ def _pipeline_symbols(anatomy: Anatomy, plan: Plan, held: Counts, adapters: Coun
     return symbols
 
 
-def _unread_gradients(plan: Plan, layers: int, chunks: int) -> int:
+def _unread_gradients(model: Model, stack: Stack, plan: Plan, chunks: int) -> int:
     """Returns how often the compiler drops the gradient of the first layer's input, if nothing below it is trained.
 
     It can if the layer is not in a loop with others; in a pipeline, whose backward halves send this gradient on, only
     in the last tick, if that is not in a loop with others either.
     """
+    layers = layers_in_chunk(stack, plan)
+    if letters := letters_of(model):
+        if 0 not in stack.layer_numbers:
+            return 0
+        layers = runs_of(letters)[0].times
     if layers > 1 and not plan.unrolled:
         return 0
     if not plan.is_staged:
