@@ -16,7 +16,7 @@ from gpu_kit.numbers import TWICE, distance, program_on
 from mtjax import config as configs
 from mtjax.config import Config
 from mtjax.errors import UserError
-from mtjax.sharding.placement import global_batch
+from mtjax.sharding.global_batch import global_batch
 from mtjax.train.step import TrainStep
 
 Tree = Any

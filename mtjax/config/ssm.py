@@ -112,7 +112,7 @@ def check_hybrid(model: "Model") -> None:
     for name in ("first_dense_layers", "moe_every"):
         if (value := getattr(model, name)) != getattr(type(model)(), name):
             raise UserError(f"{name} is {value}, and layer_pattern says which layers have experts: remove {name}")
-    adapted = {"attention": ATTENTION, "mlp": "-"}.get(model.lora_targets, letters)
+    adapted = {"attention": ATTENTION, "mlp": "-E"}.get(model.lora_targets, letters)
     if model.lora_rank and not set(adapted) & set(letters):
         raise UserError(
             f"lora_targets is {model.lora_targets}, and layer_pattern {model.layer_pattern!r} has none of these "

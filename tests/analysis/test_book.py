@@ -50,6 +50,7 @@ MODELS = {
     "llama, experts in every third layer": {"family": "llama", "num_experts": 4, "moe_every": 3, "num_layers": 6},
     "hybrid": {"family": "hybrid", "layer_pattern": "M-M*", "num_layers": 4, "ssm_heads": 8, "ssm_state": 10},
     "hybrid, adapters": {"family": "hybrid", "layer_pattern": "MH-*", "num_layers": 4, "ssm_heads": 8, "lora_rank": 2},
+    "hybrid, adapters of experts": {"family": "hybrid", "layer_pattern": "ME", "num_experts": 4, "lora_rank": 2},
     "hybrid, mixers side by side": {
         "family": "hybrid",
         "layer_pattern": "H-M*",
@@ -74,6 +75,13 @@ MODELS = {
     "gpt, adapters": {"lora_rank": 4},
     "llama, adapters of attention": {"family": "llama", "num_kv_heads": 4, "lora_rank": 2, "lora_targets": "attention"},
     "llama, latent attention, adapters": {"family": "llama", "q_lora_rank": 14, "lora_rank": 2, **LATENT},
+    "llama, experts, adapters": {
+        "family": "llama",
+        "num_experts": 4,
+        "shared_expert_size": 16,
+        "first_dense_layers": 1,
+        "lora_rank": 2,
+    },
     "bert, adapters and a head": {"family": "bert", "head": "classification", "lora_rank": 2, "lora_targets": "mlp"},
     "gpt, finetuned": {"head": "classification", "num_labels": 3},
     "bert, finetuned": {"family": "bert", "head": "regression"},
@@ -81,6 +89,15 @@ MODELS = {
     "t5": {"family": "t5", "decoder_sequence_length": 8, "num_decoder_layers": 3},
     "t5, Megatron's": {"family": "t5", "position": "learned", "norm": "layernorm", "bias": True},
     "t5 1.1": {"family": "t5", "activation": "geglu", "tie_embeddings": False, "head_dim": 8},
+    "retro": {"family": "retro", "num_layers": 4, "retro_chunk": 4, "retro_first": 2, "retro_every": 2},
+    "retro, one layer of each, no final norm": {
+        "family": "retro",
+        "retro_chunk": 8,
+        "retro_first": 1,
+        "retro_encoder_layers": 1,
+        "retro_final_norm": False,
+        "norm": "rmsnorm",
+    },
     "umt5": {"family": "t5", "relative_bias_layers": "all", "num_decoder_layers": 3},
 }
 

@@ -145,23 +145,26 @@ DOCUMENTS = {"reset_attention_mask": True, "reset_position_ids": True}
             pytest.param(*case, marks=pytest.mark.long)
             for case in (
                 ("M-M*", "2x2", {}, {**SPLIT, "zero": 1, "recompute": "full"}),
-                ("M-M*M-", "2x2", {}, {"zero": 3, "microbatch_size": 2}),
+                ("M-M*", "2x2", {}, {"zero": 3, "microbatch_size": 2}),
                 ("(H-)x2", "2x1x2", FACTORS, {**STAGES, **SPLIT, "zero": 1, "recompute": "full"}),
                 ("H-", "data=1,context=2,model=2", FACTORS, {"recompute": "selective", "zero": 3}),
                 ("MH-", "2x2", {"lora_rank": 3}, {**SPLIT, "recompute": "full"}),
+                ("ME", "data=1,expert=2,model=2", {**EXPERTS, "lora_rank": 2, "router_bias": False}, {"zero": 1}),
                 ("MH-", "1x4", {"lora_rank": 3, "ssm_groups": 1, "ssm_heads": 8, "num_kv_heads": 4}, {"zero": 1}),
                 ("H-", "1x4", {"ssm_groups": 1, "ssm_heads": 8}, SPLIT),
-                ("M-M*M-", "1x4", {"ssm_groups": 1, "ssm_heads": 8}, SPLIT),
-                ("M-M*M-", "1x1", {}, {"ssm_chunk": 2}),
-                ("MEM*ME", "data=2,expert=2,model=2", EXPERTS, {**SPLIT, "zero": 1}),
+                ("M-*", "1x4", {"ssm_groups": 1, "ssm_heads": 8}, SPLIT),
+                ("M-M*", "1x1", {}, {"ssm_chunk": 2}),
+                ("ME*E", "data=2,expert=2,model=2", EXPERTS, {**SPLIT, "zero": 1}),
                 ("M-M*", "data=1,context=2,model=2", DOCUMENTS, {**SPLIT, "recompute": "full", "zero": 1}),
-                ("(M-M*)x2", "2x2x2", {}, {**STAGES, **SPLIT, "zero": 1, "recompute": "full"}),
+                ("(M*)x2", "2x2x2", {}, {**STAGES, **SPLIT, "zero": 1, "recompute": "full"}),
             )
         ),
         *(
             pytest.param(*case, marks=pytest.mark.exhaustive)
             for case in (
                 ("M-M*M-", "1x2", {}, {"recompute": "selective"}),
+                ("MEM*ME", "data=2,expert=2,model=2", EXPERTS, {**SPLIT, "zero": 1}),
+                ("(M-M*)x2", "2x2x2", {}, {**STAGES, **SPLIT, "zero": 1, "recompute": "full"}),
                 ("M-M*", "data=1,context=4,model=1", {}, {"zero": 3}),
                 ("(M-M*)x4", "1x2x1", {}, {**STAGES, "pipeline_schedule": "interleaved", "chunks": 2}),
                 ("(ME)x2", "1x2x1", EXPERTS, STAGES),
