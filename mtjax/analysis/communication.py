@@ -118,8 +118,7 @@ def _contract(
     lines += over_stage_lines(anatomy, layout, scattered, wire) if pipeline else []
     name = layout.name if is_decoder(anatomy.model) else f"{anatomy.model.family}, {layout.name}"
     name = f"{name} + LoRA" if anatomy.model.lora_rank else name
-    name = f"{name} + teacher" if distils else name
-    return Contract(name, sum_expectations(lines), split=("heads", "mlp", "vocab"))
+    return Contract(f"{name} + teacher" if distils else name, sum_expectations(lines), split=("heads", "mlp", "vocab"))
 
 
 def over_stage_lines(anatomy: Anatomy, layout: Layout, scattered: bool, wire: Dtype = "float32") -> list[Expectation]:
