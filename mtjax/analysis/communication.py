@@ -33,7 +33,7 @@ from mtjax.analysis.parts.part import ResidualStream
 from mtjax.analysis.prediction import expert_lines, expert_symbols, prediction_lines, prediction_symbols
 from mtjax.config.adapters import is_trainable
 from mtjax.config.families import is_decoder
-from mtjax.config.sizes import head_dim, num_kv_heads, output_is_tied, value_head_dim
+from mtjax.config.sizes import head_dim, joins_outputs, num_kv_heads, output_is_tied, value_head_dim
 from mtjax.layout.layouts import Layout
 from mtjax.layout.mesh import AXES
 from mtjax.layout.plan import ContextParallelism, ExpertDispatch, Plan
@@ -54,6 +54,7 @@ def contract_of(anatomy: Anatomy, plan: Plan) -> Contract:
         plan.grad_reduce_dtype,
         plan.context_parallelism,
         plan.expert_dispatch,
+        plan.joins_parallel and plan.fp8 == "none" and joins_outputs(anatomy.model),
     )
     contract = _contract(anatomy, plan.layout(anatomy.model), *settings)
     return with_float8(contract.extended(update_lines(anatomy, plan)), anatomy, plan)
@@ -71,6 +72,7 @@ def _contract(
     wire: Dtype,
     across: ContextParallelism | None,
     expert_dispatch: ExpertDispatch,
+    joins: bool,
 ) -> Contract:
     """`pipeline`: whether the stages' chunks are "recomputed" or "kept"; "" without stages."""
     # Embedding and losses are in branches that a stage takes once a microbatch; chunks of layers run in every tick.
@@ -90,12 +92,11 @@ def _contract(
     lines = [line for part in anatomy.outside for line in part.collectives(ends)]
     for stack, part in anatomy.layer_parts():
         needed = part not in stack.unread or not drops_last
-        before = stack.parts[: stack.parts.index(part)]
-        learns = _learns_below(anatomy) or any(is_trainable(anatomy.model, w.name) for p in before for w in p.weights)
-        learns = learns or _is_above_others(anatomy, stack)
         turns = section_ticks(anatomy, stack) if pipeline else "microbatches"
         inside = replace(ends, turns=turns, forward_turns=f"2*{turns}" if pipeline == "recomputed" else turns)
-        lines += part.collectives(replace(inside, side=stack.side, needed_again=needed, learns_before=learns))
+        reads = {"needed_again": needed, "learns_before": anatomy.learns_before(stack, part)}
+        reads |= stack.joined(part) if joins else {}
+        lines += part.collectives(replace(inside, side=stack.side, **reads))
     lines += prediction_lines(anatomy, ends, drops_last=drops_last)
     staged = [STAGE] if pipeline else []
     sharing = [axis for axis in AXES if axis in layout.rules.shared_work]
@@ -132,7 +133,7 @@ def over_stage_lines(anatomy: Anatomy, layout: Layout, scattered: bool, wire: Dt
     """
     lines = []
     # Where nothing below the layers is trained, nobody reads what the first chunk's backward half puts out.
-    dropped: dict[str, Any] = {} if _learns_below(anatomy) else {"pooled": True, "hoisted": True}
+    dropped: dict[str, Any] = {} if anatomy.learns_below else {"pooled": True, "hoisted": True}
     for *_, stack in anatomy.sections:
         elements = f"batch*{stack.side}sequence*hidden"
         why = "activations to the next chunk, gradients to the one before"
@@ -145,16 +146,6 @@ def over_stage_lines(anatomy: Anatomy, layout: Layout, scattered: bool, wire: Dt
     outside = anatomy.outside_weights
     shared = Expectation(GRADIENTS, "all-reduce", STAGE, "1", "shared_parameters", wire, pooled=True, why=why)
     return [*lines, shared] if any(is_trainable(anatomy.model, weight.name) for weight in outside) else lines
-
-
-def _learns_below(anatomy: Anatomy) -> bool:
-    """Whether anything below the layers is trained."""
-    return any(is_trainable(anatomy.model, weight.name) for part in anatomy.embed for weight in part.weights)
-
-
-def _is_above_others(anatomy: Anatomy, stack: Stack) -> bool:
-    """Whether layers of another stack, which have trained parameters, are always below those of this one."""
-    return stack is not anatomy.stacks[0] and stack.among is not None and 0 not in stack.numbers
 
 
 def over_ranks_lines_of_experts(
@@ -296,7 +287,7 @@ def symbols_of(anatomy: Anatomy, plan: Plan) -> Symbols:
             f"{stack.side}layers": layers,
             f"{stack.side}recomputed_layers": 0 if staged else plan.recomputed_layers(layers),
             f"{stack.side}grouped_layers": 0 if staged else plan.grouped_layers(layers),
-            f"{stack.side}unread_gradients": 0 if _learns_below(anatomy) else _unread_gradients(plan, layers, chunks),
+            f"{stack.side}unread_gradients": 0 if anatomy.learns_below else _unread_gradients(plan, layers, chunks),
         }
     for part in (*anatomy.outside, *(part for _, part in anatomy.layer_parts())):
         symbols |= part.symbols(plan)

@@ -11,10 +11,10 @@ from jax import Array, lax
 from jaxtyping import Float
 
 from mtjax.config import Model
-from mtjax.config.sizes import layer_parallel, sublayer_norms
+from mtjax.config.sizes import joins_outputs, layer_parallel, sublayer_norms
 from mtjax.models.dropout import dropout
 from mtjax.models.layer_context import RESIDUAL, LayerContext
-from mtjax.models.linear import scaled
+from mtjax.models.linear import Linear, scaled
 from mtjax.models.mixers.mixer import State
 from mtjax.models.mixers.registry import KINDS, MIXERS
 from mtjax.models.norms import make_norm
@@ -44,6 +44,9 @@ class Layer(nnx.Module):
         self.is_post, self.is_parallel = model.norm_placement == "post", layer_parallel(model, kind) != "no"
         self.skips_first_norm = not model.first_attention_norm
         self.rate, self.scale = model.hidden_dropout, model.residual_scale
+        self.is_joined = self.is_parallel and joins_outputs(model)
+        for product in self._last_products() if self.is_joined else ():
+            product.adds_bias = False
         self.output_scales = {
             "attention": model.attention_output_scale,
             "mlp": model.mlp_output_scale,
@@ -88,11 +91,13 @@ class Layer(nnx.Module):
         """Runs the mixers on the same hidden states, and adds all outputs at once, with one dropout mask."""
         outputs, after = [], {}
         normed = [self._normalize(f"{name}_norm", x) for name in self.mixers]
+        # XLA: on GPUs, it sums two arrays before it reduces them over the ranks, where nothing is between them: the
+        # outputs, whose biases are added to the sum, and with one norm the gradients of the inputs. On CPUs it does
+        # not. Where something may be between them, barriers make the collectives those of two sublayers everywhere.
+        is_joined = self.is_joined and all(product.rule is None for product in self._last_products())
         if not hasattr(self, f"{self.mixers[-1]}_norm"):
-            # XLA: on GPUs, it would sum two arrays before it reduces them over the ranks, where nothing is between
-            # them, forward and backward; on CPUs it would not. With barriers the collectives are those of two sublayers
-            # everywhere.
-            normed = jax.lax.optimization_barrier([normed[0]] * len(self.mixers))
+            normed = [normed[0]] * len(self.mixers)
+            normed = normed if is_joined else jax.lax.optimization_barrier(normed)
         for name, of_mixer in zip(self.mixers, normed, strict=True):
             mixer = getattr(self, name)
             with jax.named_scope(mixer.scope):
@@ -100,10 +105,19 @@ class Layer(nnx.Module):
             outputs.append(scaled(mixed, self.output_scales.get(name, 1.0)))
             if state is not None:
                 after[name] = state
-        total, *others = jax.lax.optimization_barrier(outputs)
+        total, *others = outputs if is_joined else jax.lax.optimization_barrier(outputs)
         for output in others:
             total = total + output
+        products = self._last_products() if self.is_joined else []
+        # XLA: the barrier keeps their gradients, which are equal, two arrays to reduce.
+        biases = [product.bias[...] for product in products if product.bias is not None]
+        for bias in jax.lax.optimization_barrier(biases):
+            total = (total.astype(jnp.float32) + bias).astype(total.dtype)
         return self._add(x, total, getattr(self, self.mixers[-1]), context), after or None
+
+    def _last_products(self) -> list[Linear]:
+        """Returns the last products of attention and of the MLP."""
+        return [getattr(getattr(self, mixer), name) for mixer, name in (("attention", "output"), ("mlp", "down"))]
 
     def _normalize(self, norm: str, x: Array) -> Array:
         """Applies the norm of this name, if the layer has it."""
