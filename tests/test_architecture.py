@@ -42,10 +42,10 @@ ARROWS: dict[str, set[str]] = {
     "inspect": BASE | {"layout", "analysis", "sharding", "models", "runtime", "train", "plan"},
 }
 """Package -> what it may import beside itself. Tools, which stand on these, may import all of them."""
-TOOLS = {"evaluate", "finetune", "generate", "serve", "convert", "launch", "compile"}
+TOOLS = {"evaluate", "retrieval", "finetune", "generate", "serve", "convert", "launch", "compile"}
 COMMANDS = "commands"
 """The only package that may import all others, and that no other imports but for `python -m mtjax.NAME`."""
-PLACES_MODELS = {"models.sharded_model"}
+PLACES_MODELS = {"models.sharded_model", "models.final_hidden_states"}
 """Where models meet the mesh."""
 
 IN_MODELS = (
@@ -56,17 +56,19 @@ IN_MODELS = (
         "stack",
         "interleaved",
         "pattern_stacks",
+        "retro_stacks",
         "trunk",
         "prediction",
         "pipeline_model",
         "families",
         "sharded_model",
+        "final_hidden_states",
     ),
 )
 """Inside models each imports those before it; the files that are not named here import none of these."""
 IN_LAYOUT = (
     *("rules", "mesh", "layouts", "optimizer_states", "timetable", "attention_kernel", "stacks", "plan", "stages"),
-    *("width", "float8", "hybrid", "divisibility"),
+    *("width", "float8", "hybrid", "retro", "divisibility"),
 )
 """And inside layout."""
 IN_ANALYSIS = ("contract", "parts", "anatomy", "families")
@@ -176,7 +178,7 @@ CORE = {
     "models": (
         *("linear", "project", "norms", "rotary", "activations", "dropout", "threefry", "unhoisted", "of_layer"),
         *("embedding", "vocabulary", "layer_context", "kernels.options", "kernels.xla", "mixers.mixer"),
-        *("mixers.attention", "mixers.mlp", "mixers.registry", "layer", "recompute", "stack", "trunk", "routers"),
+        *("mixers.attention", "mixers.mlp", "mixers.registry", "layer", "recompute", "stack", "trunk"),
         *("families.gpt", "families.registry", "sharded_model"),
     ),
     "train": ("precision", "schedule", "optimizer", "nonfinite_steps", "step"),

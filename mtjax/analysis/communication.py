@@ -96,7 +96,7 @@ def _contract(
         inside = replace(ends, turns=turns, forward_turns=f"2*{turns}" if pipeline == "recomputed" else turns)
         reads = {"needed_again": needed, "learns_before": anatomy.learns_before(stack, part)}
         reads |= stack.joined(part) if joins else {}
-        lines += part.collectives(replace(inside, side=stack.side, **reads))
+        lines += part.collectives(replace(inside, side=stack.side, of=stack.stream, **reads))
     lines += prediction_lines(anatomy, ends, drops_last=drops_last)
     staged = [STAGE] if pipeline else []
     sharing = [axis for axis in AXES if axis in layout.rules.shared_work]
@@ -118,8 +118,7 @@ def _contract(
     lines += over_stage_lines(anatomy, layout, scattered, wire) if pipeline else []
     name = layout.name if is_decoder(anatomy.model) else f"{anatomy.model.family}, {layout.name}"
     name = f"{name} + LoRA" if anatomy.model.lora_rank else name
-    name = f"{name} + teacher" if distils else name
-    return Contract(name, sum_expectations(lines), split=("heads", "mlp", "vocab"))
+    return Contract(f"{name} + teacher" if distils else name, sum_expectations(lines), split=("heads", "mlp", "vocab"))
 
 
 def over_stage_lines(anatomy: Anatomy, layout: Layout, scattered: bool, wire: Dtype = "float32") -> list[Expectation]:

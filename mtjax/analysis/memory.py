@@ -268,7 +268,7 @@ def _saved_in_chunk(section: Sequence[Stack], plan: Plan) -> dict[str, float]:
 def _peak_workspace(anatomy: Anatomy, plan: Plan) -> float:
     """Returns the workspace of a layer's backward pass at the peak: a decoder's layer, or an encoder's, which runs when
     the decoder's saved activations are free."""
-    is_interleaved = anatomy.model.moe_every > 1 or anatomy.model.layer_pattern
+    is_interleaved = anatomy.model.moe_every > 1 or anatomy.model.layer_pattern or anatomy.model.family == "retro"
     if plan.is_staged or is_interleaved:  # layers of interleaved stacks are freed together
         return max(_workspace(anatomy, stack, plan) for stack in anatomy.stacks)
     free, peak = 0.0, 0.0

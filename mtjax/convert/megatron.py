@@ -277,6 +277,8 @@ def check_split(model: Model, split: Split, names: Names) -> None:
     Raises:
       UserError: they do not, or it has none.
     """
+    if model.family == "retro" and split.pipeline > 1:
+        raise UserError(f"--pipeline {split.pipeline} does not support a retro, which has no stages: remove it")
     if model.num_layers % split.pipeline:
         raise UserError(f"--pipeline {split.pipeline} does not divide the model's {model.num_layers} layers")
     if split.grouped_experts and not model.num_experts:

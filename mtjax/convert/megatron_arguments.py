@@ -15,6 +15,7 @@ from mtjax.convert.megatron_hybrid import (
     letters_in,
     unread_hybrid,
 )
+from mtjax.convert.megatron_retro_arguments import is_retro, retro_arguments, retro_settings
 from mtjax.errors import UserError
 from mtjax.migrate.megatron import SAVED_AS, default_of, supported
 
@@ -112,6 +113,7 @@ def described(arguments: Mapping[str, Any], names: frozenset[str], letters: str 
     settings |= _rope(arguments) if position == "rope" else {}
     settings |= expert_settings(arguments) if has_experts(arguments) else {}
     settings |= hybrid_settings(arguments, letters) if letters else {}
+    settings |= retro_settings(arguments, names) if is_retro(names) else {}
     return settings | (_bert_settings(names) if is_bert else {})
 
 
@@ -194,6 +196,7 @@ def arguments_of(
         **_kinds(model, names),
         **_positions(model),
         **hybrid_arguments(model),
+        **retro_arguments(model),
         "hidden_dropout": model.hidden_dropout,
         "attention_dropout": model.attention_dropout,
         "init_method_std": model.init_std,
@@ -217,7 +220,7 @@ def misfits(model: Model, names: "Names") -> list[str]:
     positions = ("learned",) if is_bert else ("none", "rope") if model.layer_pattern else ("learned", "rope")
     activations = ("gelu", "gelu_exact") if is_bert else ("gelu", "gelu_exact", "swiglu", "relu2")
     wrong = {
-        f"family {model.family}": kind_of(model) == "encoder-decoder",
+        f"family {model.family}": kind_of(model) == "encoder-decoder" or (model.family == "retro" and names.is_legacy),
         f"head {model.head}": model.head != "language",
         "family bert; use --transformer-impl legacy": is_bert and not names.is_legacy,
         f"norm {model.norm} in a bert": is_bert and model.norm != "layernorm",

@@ -149,7 +149,7 @@ def table(version: float, names: Names = LEGACY, queries_per_group: int = 1, is_
         raise UserError(f"checkpoint_version is {version:g}; supported versions: 0, 1, 2, 3")
     if queries_per_group > 1 and version < GROUPED_SINCE:
         raise UserError(f"checkpoint_version {version:g} does not support grouped-query attention: use version 2 or 3")
-    layer = _layer(names, QKV_ORDERS[version], queries_per_group)
+    layer = layer_rows(names, QKV_ORDERS[version], queries_per_group)
     rows: tuple[Row, ...] = (
         row("embedding", names.words, "vocab embed"),
         row("positions", f"{names.embedding}.position_embeddings.weight", "positions embed"),
@@ -185,6 +185,10 @@ def table_of(
     Raises:
       UserError: the version is unknown, or does not support grouped-query attention.
     """
+    if model.family == "retro":
+        from mtjax.convert.megatron_retro import retro_table
+
+        return retro_table(model, names, version)
     found = table(version, names, model.num_heads // num_kv_heads(model), is_grouped)
     if not model.layer_pattern:
         return found
@@ -196,7 +200,7 @@ def table_of(
     return replace(found, format="a hybrid model of Megatron-Core", rows=(*own_stacks(found.rows), *mamba))
 
 
-def _layer(names: Names, qkv_order: str, queries_per_group: int) -> tuple[Row, ...]:
+def layer_rows(names: Names, qkv_order: str, queries_per_group: int) -> tuple[Row, ...]:
     """Returns the rows of a layer: attention, MLP and norms."""
     attention, qkv = f"{LAYERS}.attention", f"{names.layer}.{names.query_key_value}"
     return (

@@ -65,6 +65,8 @@ class TorchDistSink:
                 + ("the model is a BERT" if model.family == "bert" else "--transformer-impl is legacy")
                 + ": use --ckpt-format torch"
             )
+        if model.family == "retro":
+            raise UserError("a retro is written in the format torch only: remove --ckpt-format torch_dist")
         self._rows = -(-rows_of(model) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
         self._arguments = arguments_of(model, self._names, 1, 1, self._dtype, self._rows)
         self._arguments |= expert_arguments(model, 1, 1, False)

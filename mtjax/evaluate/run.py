@@ -239,8 +239,18 @@ def write(
         "seconds": round(seconds, 1),
         "results": results,
     }
-    write_whole("--out", options.out, json.dumps(facts, indent=2) + "\n")
-    print(f"\nwritten to {options.out}")
+    write_facts(options, facts)
+
+
+def write_facts(options: Options, facts: Mapping[str, Any]) -> None:
+    """Writes facts as JSON to `--out` if it is given.
+
+    Raises:
+      UserError: the file can't be written.
+    """
+    if options.out is not None:
+        write_whole("--out", options.out, json.dumps(facts, indent=2) + "\n")
+        print(f"\nwritten to {options.out}")
 
 
 def shown(value: float) -> str:

@@ -14,7 +14,7 @@ from mtjax.config import Model
 from mtjax.config.sizes import joins_outputs, layer_parallel, sublayer_norms
 from mtjax.models.dropout import dropout
 from mtjax.models.layer_context import RESIDUAL, LayerContext
-from mtjax.models.linear import Linear, scaled
+from mtjax.models.linear import scaled
 from mtjax.models.mixers.mixer import State
 from mtjax.models.mixers.registry import KINDS, MIXERS
 from mtjax.models.norms import make_norm
@@ -45,8 +45,11 @@ class Layer(nnx.Module):
         self.skips_first_norm = not model.first_attention_norm
         self.rate, self.scale = model.hidden_dropout, model.residual_scale
         self.is_joined = self.is_parallel and joins_outputs(model)
-        for product in self._last_products() if self.is_joined else ():
-            product.adds_bias = False
+        if self.is_joined:
+            from mtjax.models.parallel_residual import last_products
+
+            for product in last_products(self):
+                product.adds_bias = False
         self.output_scales = {
             "attention": model.attention_output_scale,
             "mlp": model.mlp_output_scale,
@@ -68,63 +71,32 @@ class Layer(nnx.Module):
           The hidden states, and the new states of the mixers that have one; None if none has.
         """
         if self.is_parallel:
-            return self._side_by_side(x, context, states)
+            from mtjax.models.parallel_residual import run_side_by_side
+
+            return run_side_by_side(self, x, context, states)
         after: dict[str, Any] = {}
         for name in self.mixers:
             mixer = getattr(self, name)
             with jax.named_scope(mixer.scope):
-                normed = x if self.is_post else self._normalize(f"{name}_norm", x)
+                normed = x if self.is_post else self.normalize(f"{name}_norm", x)
                 if self.skips_first_norm and name == self.mixers[0]:
                     # All layers are one program, so that the first layer computes the norm, too.
                     normed = lax.select_n(jnp.asarray(context.layer) == 0, normed, x.astype(normed.dtype))
                 mixed, state = mixer(normed, context, (states or {}).get(name))
                 mixed = scaled(mixed, self.output_scales.get(name, 1.0))
-                x = self._add(x, self._normalize(f"{name}_output_norm", mixed), mixer, context)
-                x = self._normalize(f"{name}_norm", x) if self.is_post else x
+                x = self.add(x, self.normalize(f"{name}_output_norm", mixed), mixer, context)
+                x = self.normalize(f"{name}_norm", x) if self.is_post else x
             if state is not None:
                 after[name] = state
         return x, after or None
 
-    def _side_by_side(
-        self, x: Array, context: LayerContext, states: Mapping[str, State] | None
-    ) -> tuple[Array, dict[str, State] | None]:
-        """Runs the mixers on the same hidden states, and adds all outputs at once, with one dropout mask."""
-        outputs, after = [], {}
-        normed = [self._normalize(f"{name}_norm", x) for name in self.mixers]
-        # XLA: on GPUs, it sums two arrays before it reduces them over the ranks, where nothing is between them: the
-        # outputs, whose biases are added to the sum, and with one norm the gradients of the inputs. On CPUs it does
-        # not. Where something may be between them, barriers make the collectives those of two sublayers everywhere.
-        is_joined = self.is_joined and all(product.rule is None for product in self._last_products())
-        if not hasattr(self, f"{self.mixers[-1]}_norm"):
-            normed = [normed[0]] * len(self.mixers)
-            normed = normed if is_joined else jax.lax.optimization_barrier(normed)
-        for name, of_mixer in zip(self.mixers, normed, strict=True):
-            mixer = getattr(self, name)
-            with jax.named_scope(mixer.scope):
-                mixed, state = mixer(of_mixer, context, (states or {}).get(name))
-            outputs.append(scaled(mixed, self.output_scales.get(name, 1.0)))
-            if state is not None:
-                after[name] = state
-        total, *others = outputs if is_joined else jax.lax.optimization_barrier(outputs)
-        for output in others:
-            total = total + output
-        products = self._last_products() if self.is_joined else []
-        # XLA: the barrier keeps their gradients, which are equal, two arrays to reduce.
-        biases = [product.bias[...] for product in products if product.bias is not None]
-        for bias in jax.lax.optimization_barrier(biases):
-            total = (total.astype(jnp.float32) + bias).astype(total.dtype)
-        return self._add(x, total, getattr(self, self.mixers[-1]), context), after or None
-
-    def _last_products(self) -> list[Linear]:
-        """Returns the last products of attention and of the MLP."""
-        return [getattr(getattr(self, mixer), name) for mixer, name in (("attention", "output"), ("mlp", "down"))]
-
-    def _normalize(self, norm: str, x: Array) -> Array:
+    def normalize(self, norm: str, x: Array) -> Array:
         """Applies the norm of this name, if the layer has it."""
         return getattr(self, norm)(x) if hasattr(self, norm) else x
 
-    def _add(self, x: Array, output: Array, mixer: Any, context: LayerContext) -> Array:
+    def add(self, x: Array, output: Array, mixer: Any, context: LayerContext) -> Array:
         """Adds a mixer's output to the residual stream, with its dropout and scale."""
         keys, positions = context.dropout_keys, context.positions
         output = dropout(output, self.rate, keys, mixer.dropout_site, RESIDUAL, positions=positions)
+        # A factor of 1 would be one more operation of the program.
         return x + (output if self.scale == 1 else output * self.scale)

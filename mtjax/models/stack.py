@@ -61,6 +61,7 @@ class Stack(nnx.Module):
         parallel: Parallel,
         key: Array,
         layers: Sequence[int] | None = None,
+        layer_type: type[Layer] = Layer,
     ) -> None:
         """Draws the parameters.
 
@@ -72,6 +73,7 @@ class Stack(nnx.Module):
           parallel: which layers each stage has.
           key: split into one for each layer of the model.
           layers: their numbers, where the model has another stack too; all `num_layers` when None.
+          layer_type: class of the layers.
         """
         members = tuple(layers or range(model.num_layers))
         self.order = layer_order(model.num_layers, num_shards("layers"), parallel.chunks, parallel.layers_per_stage).of(
@@ -81,10 +83,11 @@ class Stack(nnx.Module):
         keys = jax.random.split(key, model.num_layers)
         numbers = np.asarray(self.order.flat)
         if not self.order.is_plain or len(members) < model.num_layers:
+            # Padding takes any key: its parameters become zeros.
             keys = keys[np.maximum(numbers, 0)]
 
         def layer(key: Array, number: Array) -> Layer:
-            drawn = Layer(model, dtype, kind=kind, key=key)
+            drawn = layer_type(model, dtype, kind=kind, key=key)
             # Padding, on stages with fewer layers than the maximum, is zeros: they stay zeros, and do not change a
             # checksum.
             return jax.tree.map(lambda a: jnp.where(number == PADDING, 0, a), drawn) if self.order.is_padded else drawn
@@ -92,6 +95,7 @@ class Stack(nnx.Module):
         keys_and_numbers = (keys, jnp.asarray(numbers))
         if num_shards("layers") > 1:
             keys_and_numbers = jax.tree.map(lambda a: reshard(a, spec("layers")), keys_and_numbers)
+        # Stacked by `vmap`, so that each rank draws its shards of all of its layers in one program.
         self.layers = jax.vmap(layer)(*keys_and_numbers)
         self.recompute = recompute
 

@@ -87,6 +87,15 @@ MODELS = {
     "t5": {"family": "t5", "decoder_sequence_length": 8, "num_decoder_layers": 3},
     "t5, Megatron's": {"family": "t5", "position": "learned", "norm": "layernorm", "bias": True},
     "t5 1.1": {"family": "t5", "activation": "geglu", "tie_embeddings": False, "head_dim": 8},
+    "retro": {"family": "retro", "num_layers": 4, "retro_chunk": 4, "retro_first": 2, "retro_every": 2},
+    "retro, one layer of each, no final norm": {
+        "family": "retro",
+        "retro_chunk": 8,
+        "retro_first": 1,
+        "retro_encoder_layers": 1,
+        "retro_final_norm": False,
+        "norm": "rmsnorm",
+    },
     "umt5": {"family": "t5", "relative_bias_layers": "all", "num_decoder_layers": 3},
 }
 

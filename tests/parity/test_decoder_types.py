@@ -116,17 +116,7 @@ def test_logits_are_transformers_own_there_and_back(name: str, tmp_path: Path) -
 
 IN_BFLOAT16 = ("gemma3_text", "cohere2", "olmo2")
 MORE_IN_BFLOAT16 = (
-    "qwen2",
-    "phi",
-    "gpt_neox",
-    "granite",
-    "bloom",
-    "glm4",
-    "gptj",
-    "opt",
-    "stablelm",
-    "nemotron",
-    "mpt",
+    *("qwen2", "phi", "gpt_neox", "granite", "bloom", "glm4", "gptj", "opt", "stablelm", "nemotron", "mpt"),
 )
 
 

@@ -180,6 +180,8 @@ class ResidualStream:
 
     side: str = ""
     """Prefix of the stream's sizes in formulas: `decoder_` makes `decoder_sequence`."""
+    of: str | None = None
+    """That of its tokens, where stacks with other prefixes have the same stream."""
     split: bool = False
     """Whether it is sharded over the tensor parallel ranks, along the sequence (sequence parallelism) or its width."""
     width_sums: int = 0
@@ -220,7 +222,7 @@ class ResidualStream:
     @property
     def elements(self) -> str:
         """Formula: elements of a microbatch on a rank; `sequence` is a context parallel rank's tokens."""
-        return f"batch*{self.side}sequence*hidden"
+        return f"batch*{self.side if self.of is None else self.of}sequence*hidden"
 
     @property
     def times(self) -> str:

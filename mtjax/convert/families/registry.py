@@ -108,6 +108,8 @@ def family_of_model(model: Model, original: str | None = None) -> Family:
     Raises:
       UserError: there is none; lists the settings that the closest family can't represent.
     """
+    if model.family == "retro":
+        raise UserError("transformers has no Retro: write its decoder as a gpt with --without-encoder")
     if original is not None and original in FAMILIES and not FAMILIES[original].misfits(model):
         return FAMILIES[original]
     misfits = {name: family.misfits(model) for name, family in FAMILIES.items()}

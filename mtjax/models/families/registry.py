@@ -56,18 +56,26 @@ def _encoder_decoder() -> type[LanguageModel]:
     return T5
 
 
+def _retrieval() -> type[LanguageModel]:
+    from mtjax.models.families.retro import Retro
+
+    return Retro
+
+
 MODEL_CLASSES: Mapping[str, Callable[[], type[LanguageModel]]] = {
     "gpt": lambda: GPT,
     "llama": lambda: GPT,
     "hybrid": _hybrid,
     "bert": _encoder,
     "t5": _encoder_decoder,
+    "retro": _retrieval,
 }
 """Family -> returns its language model; what a run does not use is not imported."""
 
 
 def model_class(config: Config) -> type[LanguageModel]:
     """Returns the class of a config's family with its head, and with the losses of a student where it has a teacher."""
+    # Heads, teachers and further predictions are subclasses: the language model knows none of them.
     if config.model.head != "language":
         from mtjax.models.families.finetuned import FinetunedDecoder, FinetunedEncoder
 

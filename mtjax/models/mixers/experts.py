@@ -20,7 +20,7 @@ from mtjax.models.layer_context import RESIDUAL, LayerContext, Padding
 from mtjax.models.linear import constant, normal
 from mtjax.models.mixers.mixer import State
 from mtjax.models.mixers.mlp import MLP
-from mtjax.models.recompute import PRODUCT
+from mtjax.models.recompute import SAVED
 from mtjax.models.routers import LOAD, LOST, ROUTER_AUX_LOSS, Z_LOSS
 from mtjax.sharding.axes import fully_manual, spec, varying_like
 from mtjax.sharding.context.zigzag import from_first_context_rank, sample_length, sum_over_context
@@ -75,7 +75,7 @@ class Router(nnx.Module):
         logits = jnp.einsum("bsh,he->bse", wide, weight, out_sharding=sharding, precision=lax.Precision.HIGHEST)
         if self.linear_bias is not None:
             logits += varying_like(self.linear_bias[...], x)
-        logits = checkpoint_name(logits, PRODUCT)
+        logits = checkpoint_name(logits, SAVED)
         scores = jax.nn.sigmoid(logits) if model.router_score == "sigmoid" else jax.nn.softmax(logits, -1)
         # The choice is not differentiable; gradients reach the router through the gates.
         ranked = lax.stop_gradient(scores)
@@ -256,7 +256,7 @@ class Experts(nnx.Module):
             return None
         # Not a matmul: with one output it would be a kernel of its own.
         weight = varying_like(self.shared_gate.weight[...], x)[:, 0]
-        logits = checkpoint_name((x.astype(jnp.float32) * weight).sum(-1, keepdims=True), PRODUCT)
+        logits = checkpoint_name((x.astype(jnp.float32) * weight).sum(-1, keepdims=True), SAVED)
         return reshard(jax.nn.sigmoid(logits), spec("batch", "seq", None))
 
     def _weighted(

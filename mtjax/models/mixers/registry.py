@@ -19,6 +19,9 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "attention": ("attention",),
     "mlp": ("mlp",),
     "experts": ("experts",),
+    # Of Retro (`mtjax.models.retro_stacks`).
+    "retro": ("attention", "chunked", "mlp"),
+    "retro after its encoder": ("chunked", "mlp"),
 }
 """Kind of layer -> its mixers, in the order in which they run."""
 
@@ -55,10 +58,20 @@ def _mlp(model: Model) -> type[Mixer]:
     return MLP
 
 
-def _cross_attention(_: Model) -> type[Mixer]:
+def _cross_attention(model: Model) -> type[Mixer]:
+    if model.family == "retro":
+        from mtjax.models.mixers.chunked import NeighbourCrossAttention
+
+        return NeighbourCrossAttention
     from mtjax.models.mixers.cross import CrossAttention
 
     return CrossAttention
+
+
+def _chunked(_: Model) -> type[Mixer]:
+    from mtjax.models.mixers.chunked import ChunkedCrossAttention
+
+    return ChunkedCrossAttention
 
 
 def _experts(model: Model) -> type[Mixer]:
@@ -80,6 +93,7 @@ def _mamba(_: Model) -> type[Mixer]:
 MIXERS: Mapping[str, Callable[[Model], type[Mixer]]] = {
     "attention": _attention,
     "cross": _cross_attention,
+    "chunked": _chunked,
     "mlp": _mlp,
     "experts": _experts,
     "mamba": _mamba,
