@@ -25,7 +25,7 @@ from mtjax.analysis.contract import (
 )
 from mtjax.analysis.counts import Counts, counts, peak_stage_counts, stage_weights, trainable_counts
 from mtjax.analysis.float8 import float8_symbols, with_float8
-from mtjax.analysis.frozen import learns_before, learns_below, unread_gradients
+from mtjax.analysis.frozen import unread_gradients
 from mtjax.analysis.groups import EXPERT_WAYS, across_groups, group_symbols
 from mtjax.analysis.optimizer import update_lines, update_symbols
 from mtjax.analysis.parts.embedding import Lookup, Positions
@@ -34,7 +34,7 @@ from mtjax.analysis.parts.part import ResidualStream
 from mtjax.analysis.prediction import expert_lines, expert_symbols, prediction_lines, prediction_symbols
 from mtjax.config.adapters import is_trainable
 from mtjax.config.families import is_decoder
-from mtjax.config.sizes import head_dim, num_kv_heads, output_is_tied, value_head_dim
+from mtjax.config.sizes import head_dim, joins_outputs, num_kv_heads, output_is_tied, value_head_dim
 from mtjax.layout.layouts import Layout
 from mtjax.layout.mesh import AXES
 from mtjax.layout.plan import ContextParallelism, ExpertDispatch, Plan
@@ -55,6 +55,7 @@ def contract_of(anatomy: Anatomy, plan: Plan) -> Contract:
         plan.grad_reduce_dtype,
         plan.context_parallelism,
         plan.expert_dispatch,
+        plan.joins_parallel and plan.fp8 == "none" and joins_outputs(anatomy.model),
     )
     contract = _contract(anatomy, plan.layout(anatomy.model), *settings)
     return with_float8(contract.extended(update_lines(anatomy, plan)), anatomy, plan)
@@ -72,6 +73,7 @@ def _contract(
     wire: Dtype,
     across: ContextParallelism | None,
     expert_dispatch: ExpertDispatch,
+    joins: bool,
 ) -> Contract:
     """`pipeline`: whether the stages' chunks are "recomputed" or "kept"; "" without stages."""
     # Embedding and losses are in branches that a stage takes once a microbatch; chunks of layers run in every tick.
@@ -91,12 +93,11 @@ def _contract(
     lines = [line for part in anatomy.outside for line in part.collectives(ends)]
     for stack, part in anatomy.layer_parts():
         needed = part not in stack.unread or not drops_last
-        learns = learns_before(anatomy, stack, part)
         turns = section_ticks(anatomy, stack) if pipeline else "microbatches"
         inside = replace(ends, turns=turns, forward_turns=f"2*{turns}" if pipeline == "recomputed" else turns)
-        lines += part.collectives(
-            replace(inside, side=stack.side, of=stack.stream, needed_again=needed, learns_before=learns)
-        )
+        reads = {"needed_again": needed, "learns_before": anatomy.learns_before(stack, part)}
+        reads |= stack.joined(part) if joins else {}
+        lines += part.collectives(replace(inside, side=stack.side, of=stack.stream, **reads))
     lines += prediction_lines(anatomy, ends, drops_last=drops_last)
     staged = [STAGE] if pipeline else []
     sharing = [axis for axis in AXES if axis in layout.rules.shared_work]
@@ -132,7 +133,7 @@ def over_stage_lines(anatomy: Anatomy, layout: Layout, scattered: bool, wire: Dt
     """
     lines = []
     # Where nothing below the layers is trained, nobody reads what the first chunk's backward half puts out.
-    dropped: dict[str, Any] = {} if learns_below(anatomy) else {"pooled": True, "hoisted": True}
+    dropped: dict[str, Any] = {} if anatomy.learns_below else {"pooled": True, "hoisted": True}
     for *_, stack in anatomy.sections:
         elements = f"batch*{stack.side}sequence*hidden"
         why = "activations to the next chunk, gradients to the one before"
@@ -281,7 +282,7 @@ def symbols_of(anatomy: Anatomy, plan: Plan) -> Symbols:
         symbols |= expert_symbols(anatomy, plan, every, trained if model.lora_rank else every, in_turn)
     for stack in anatomy.stacks:
         layers = layers_in_chunk(stack, plan)
-        unread = 0 if learns_below(anatomy) else unread_gradients(model, stack, plan, chunks)
+        unread = 0 if anatomy.learns_below else unread_gradients(model, stack, plan, chunks)
         symbols |= {
             f"{stack.side}sequence": stack.tokens // plan.mesh.context,
             f"{stack.side}layers": layers,
