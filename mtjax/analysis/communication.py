@@ -91,8 +91,8 @@ def _contract(
     for stack, part in anatomy.layer_parts():
         needed = part not in stack.unread or not drops_last
         before = stack.parts[: stack.parts.index(part)]
-        learns = _learns_below(anatomy) or any(is_trainable(anatomy.model, w.name) for p in before for w in p.weights)
-        learns = learns or _is_above_others(anatomy, stack)
+        learns = any(is_trainable(anatomy.model, w.name) for p in before for w in p.weights)
+        learns |= _learns_below(anatomy) or _is_above_others(anatomy, stack)
         turns = section_ticks(anatomy, stack) if pipeline else "microbatches"
         inside = replace(ends, turns=turns, forward_turns=f"2*{turns}" if pipeline == "recomputed" else turns)
         lines += part.collectives(
@@ -119,8 +119,7 @@ def _contract(
     lines += over_stage_lines(anatomy, layout, scattered, wire) if pipeline else []
     name = layout.name if is_decoder(anatomy.model) else f"{anatomy.model.family}, {layout.name}"
     name = f"{name} + LoRA" if anatomy.model.lora_rank else name
-    name = f"{name} + teacher" if distils else name
-    return Contract(name, sum_expectations(lines), split=("heads", "mlp", "vocab"))
+    return Contract(f"{name} + teacher" if distils else name, sum_expectations(lines), split=("heads", "mlp", "vocab"))
 
 
 def over_stage_lines(anatomy: Anatomy, layout: Layout, scattered: bool, wire: Dtype = "float32") -> list[Expectation]:
