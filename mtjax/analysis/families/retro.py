@@ -1,5 +1,7 @@
 """Retro: a GPT some of whose layers read neighbours, and the encoder of these."""
 
+from typing import Any
+
 from mtjax.analysis.anatomy import Anatomy, Stack
 from mtjax.analysis.families.decoder import decoder, mlp, self_attention
 from mtjax.analysis.parts.embedding import Lookup
@@ -43,7 +45,7 @@ def _loops(model: Model) -> int:
 def _parts(model: Model, path: str) -> tuple[Part, ...]:
     """Returns the components of a layer of a stack."""
     tokens, read, chunk = model.sequence_length, neighbour_tokens(model), model.retro_chunk
-    sizes = {"hidden": model.hidden_size, "heads": model.num_heads, "head_dim": head_dim(model)}
+    sizes: dict[str, Any] = {"hidden": model.hidden_size, "heads": model.num_heads, "head_dim": head_dim(model)}
     sizes["biases"] = attention_biases(model)
     norm, rate = Norms.of(model), model.retro_encoder_dropout
     own, feed_forward = self_attention(model, tokens, is_causal=True), mlp(model, tokens)
