@@ -45,7 +45,7 @@ ARROWS: dict[str, set[str]] = {
 TOOLS = {"evaluate", "retrieval", "finetune", "generate", "serve", "convert", "launch", "compile"}
 COMMANDS = "commands"
 """The only package that may import all others, and that no other imports but for `python -m mtjax.NAME`."""
-PLACES_MODELS = {"models.sharded_model"}
+PLACES_MODELS = {"models.sharded_model", "models.final_hidden_states"}
 """Where models meet the mesh."""
 
 IN_MODELS = (
@@ -62,6 +62,7 @@ IN_MODELS = (
         "pipeline_model",
         "families",
         "sharded_model",
+        "final_hidden_states",
     ),
 )
 """Inside models each imports those before it; the files that are not named here import none of these."""
@@ -177,7 +178,7 @@ CORE = {
     "models": (
         *("linear", "project", "norms", "rotary", "activations", "dropout", "threefry", "unhoisted", "of_layer"),
         *("embedding", "vocabulary", "layer_context", "kernels.options", "kernels.xla", "mixers.mixer"),
-        *("mixers.attention", "mixers.mlp", "mixers.registry", "layer", "recompute", "stack", "trunk", "routers"),
+        *("mixers.attention", "mixers.mlp", "mixers.registry", "layer", "recompute", "stack", "trunk"),
         *("families.gpt", "families.registry", "sharded_model"),
     ),
     "train": ("precision", "schedule", "optimizer", "nonfinite_steps", "step"),

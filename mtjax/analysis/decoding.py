@@ -11,7 +11,7 @@ from mtjax.analysis.anatomy import Anatomy
 from mtjax.analysis.contract import EMBEDDING_FORWARD, LAYER_FORWARD, SAMPLING, Contract, Expectation, Symbols
 from mtjax.analysis.parts.part import over_model
 from mtjax.config.sizes import padded_vocab_size
-from mtjax.config.ssm import STATE_SPACE, numbers_of
+from mtjax.config.ssm import STATE_SPACE, numbers_of, ssm_groups
 from mtjax.layout.layouts import layout_of
 from mtjax.layout.mesh import MeshShape
 
@@ -63,7 +63,7 @@ def decoding_symbols(anatomy: Anatomy, sequences: int, mesh: MeshShape) -> Symbo
     return {
         "sharing_layers": len(numbers_of(model, STATE_SPACE)) if shares_groups and model.ssm_norm else 0,
         "sublayers": sum(len(stack.parts) * stack.layers for stack in anatomy.decoder_stacks),
-        "groups": model.ssm_groups,
+        "groups": ssm_groups(model),
         "sequences": sequences,
         "hidden": anatomy.model.hidden_size,
         "layers": sum(stack.layers for stack in anatomy.decoder_stacks),

@@ -17,7 +17,7 @@ from mtjax.analysis.parts.part import Product, unrepeated
 from mtjax.analysis.parts.score_blocks import block_queries
 from mtjax.analysis.prediction import recomputed_predictors
 from mtjax.config.sizes import num_kv_heads
-from mtjax.config.ssm import has_state_space
+from mtjax.config.ssm import has_state_space, ssm_groups
 from mtjax.layout.attention_kernel import QUERIES_AT_A_TIME
 from mtjax.layout.mesh import MeshShape
 from mtjax.layout.plan import Plan, Recompute
@@ -254,7 +254,7 @@ def computed_over(anatomy: Anatomy, mesh: MeshShape) -> Anatomy:
     one token.
     """
     shared: dict[str, Any] = {"num_kv_heads": mesh.model} if num_kv_heads(anatomy.model) < mesh.model else {}
-    if has_state_space(anatomy.model) and anatomy.model.ssm_groups < mesh.model:
+    if has_state_space(anatomy.model) and ssm_groups(anatomy.model) < mesh.model:
         shared["ssm_groups"] = mesh.model
     if shared:
         anatomy = anatomy_of(replace(anatomy.model, **shared))

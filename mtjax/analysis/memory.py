@@ -131,7 +131,8 @@ def stage_memory(anatomy: Anatomy, plan: Plan, stage: int = 0) -> Memory:
     states = [_states(plan, counts.shared, trainable.shared, plan.zero_degree)]
     if counts.experts:
         experts = Counts(counts.experts, counts.replicated_experts)
-        states.append(_states(plan, experts, experts, plan.expert_zero_degree))
+        trained = Counts(trainable.experts, trainable.replicated_experts)
+        states.append(_states(plan, experts, trained, plan.expert_zero_degree))
     _, g, _ = bytes_per_parameter(plan.precision, plan.zero, plan.zero_degree)
     gradients = _gradient_bytes(plan, plan.zero_degree)
     head = max((part.backward_peak_bytes(plan) for part in anatomy.head), default=0.0)

@@ -132,9 +132,10 @@ class Model:
     """hybrid: width of a head of a Mamba-2 layer (Megatron's --mamba-head-dim)."""
     ssm_state: int = at_least(1, 128, most=WIDTH)
     """hybrid: width of the state that each channel of a head has (Megatron's --mamba-state-dim)."""
-    ssm_groups: int = at_least(1, 8, most=HEADS)
+    ssm_groups: int | None = at_least(1, None, most=HEADS)
     """hybrid: groups of heads that share the projections B and C into and out of the state, and that the gated norm
-    normalizes one by one (Megatron's --mamba-num-groups)."""
+    normalizes one by one (Megatron's --mamba-num-groups); 8, or the most below that divide the heads, when not
+    given."""
     ssm_conv: int = at_least(2, 4, most=WIDTH)
     """hybrid: tokens that the causal convolution of a Mamba-2 layer reads."""
     ssm_rate_floor: float = amount(0.0)

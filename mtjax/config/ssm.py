@@ -1,5 +1,6 @@
 """Sizes of state-space layers (Mamba-2), and what hybrid models are not combined with."""
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,8 @@ if TYPE_CHECKING:
     from mtjax.config.model import Model
     from mtjax.config.run import Config
 
+GROUPS = 8
+"""Most groups of heads where ssm_groups is not given."""
 CHUNK = 128
 """Tokens of a chunk where ssm_chunk is not given."""
 SCALED = ("gate", "value", "B", "C", "dt")
@@ -66,6 +69,12 @@ def ssm_heads(model: "Model") -> int:
     return model.ssm_heads or 2 * model.hidden_size // model.ssm_head_dim
 
 
+def ssm_groups(model: "Model") -> int:
+    """Returns the number of groups of heads of a state-space layer: as Megatron's, 8 by default, where 8 divides the
+    heads."""
+    return model.ssm_groups or (math.gcd(GROUPS, ssm_heads(model)) if model.layer_pattern else GROUPS)
+
+
 def ssm_chunk(model: "Model") -> int:
     """Returns the tokens of a chunk of a state-space layer."""
     return model.ssm_chunk or min(CHUNK, model.sequence_length)
@@ -120,7 +129,7 @@ def _check_state_space(model: "Model") -> None:
             f"2 x hidden_size {model.hidden_size} is not a multiple of ssm_head_dim {width}, the width of a head of "
             "the state-space layers: set ssm_heads"
         )
-    if heads % model.ssm_groups:
+    if heads % ssm_groups(model):
         raise UserError(
             f"ssm_heads {heads} is not divisible by ssm_groups {model.ssm_groups}: use a number of groups that divides "
             f"{heads}"

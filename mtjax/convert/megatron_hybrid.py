@@ -6,7 +6,8 @@ from typing import Any
 
 from mtjax.config import Model
 from mtjax.config.layer_pattern import expanded, shortened_pattern
-from mtjax.config.ssm import letters_of, ssm_heads
+from mtjax.config.ssm import letters_of
+from mtjax.convert.families.parts import value_of
 from mtjax.convert.megatron_experts import has_experts
 from mtjax.errors import UserError
 from mtjax.migrate.megatron import default_of
@@ -137,10 +138,8 @@ def hybrid_arguments(model: Model) -> dict[str, Any]:
     """Returns Megatron's arguments of a hybrid model, {} for others."""
     if not model.layer_pattern:
         return {}
-    values = {theirs: getattr(model, ours) for theirs, ours in SIZES.items()}
     return {
-        **values,
-        "mamba_num_heads": ssm_heads(model),
+        **{theirs: value_of(model, ours) for theirs, ours in SIZES.items()},
         "is_hybrid_model": True,
         **dict.fromkeys(PATTERNS, letters_of(model)),
         **dict.fromkeys(RATIOS, 0.0),

@@ -23,6 +23,7 @@ from mtjax.evaluate.options import NONE, SHUFFLED, Options
 from mtjax.evaluate.run import check_files, parallel_of, print_header, shown, write_facts
 from mtjax.evaluate.tasks.task import Results, perplexity_of
 from mtjax.models.families.retro import NEIGHBOURS
+from mtjax.models.final_hidden_states import final_hidden_states
 from mtjax.models.sharded_model import ShardedModel
 from mtjax.runtime.compile_cache import CompileCache
 from mtjax.runtime.devices import attach_devices
@@ -179,7 +180,7 @@ class NeighbourScorer:
         with use_rules(sharded_model.layout.rules):
             model: Any = sharded_model.inference_model(parameters)
             read = {name: batch[name] for name in ("tokens", NEIGHBOURS) if name in batch}
-            hidden = model.final_hidden(sharded_model.final_hidden_states(parameters, read))
+            hidden = model.final_hidden(final_hidden_states(sharded_model, parameters, read))
             table, bias, _ = model.output_head()
             return vocab_parallel_scores(hidden, table, batch["labels"], sharded_model.loss_options, bias)[0]
 

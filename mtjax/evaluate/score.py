@@ -14,6 +14,7 @@ from mtjax.errors import UserError
 from mtjax.evaluate.answers import SavedAnswers
 from mtjax.evaluate.rows import Row, Scores
 from mtjax.models.families.gpt import GPT
+from mtjax.models.final_hidden_states import final_hidden_states
 from mtjax.models.layer_context import PADDING_MASK
 from mtjax.models.sharded_model import ShardedModel, Tree
 from mtjax.sharding.axes import use_rules
@@ -109,7 +110,7 @@ class Scorer:
             model = sharded_model.inference_model(parameters)
             assert isinstance(model, GPT)  # checked in __init__
             read = {name: batch[name] for name in ("tokens", PADDING_MASK)}
-            hidden = model.final_norm(sharded_model.final_hidden_states(parameters, read))
+            hidden = model.final_norm(final_hidden_states(sharded_model, parameters, read))
             table, bias, _ = model.output_head()
             return vocab_parallel_scores(hidden, table, batch["labels"], sharded_model.loss_options, bias)
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from mtjax.config import Model
 from mtjax.config.layer_pattern import chunk_letters
 from mtjax.config.sizes import dense_layers, divisors, expert_size, mlp_size
-from mtjax.config.ssm import has_attention, has_state_space, letters_of, ssm_heads
+from mtjax.config.ssm import has_attention, has_state_space, letters_of, ssm_groups, ssm_heads
 from mtjax.layout.plan import Plan
 
 
@@ -38,7 +38,7 @@ def state_space_problems(model: Model, plan: Plan) -> Iterator[str]:
             f"parallel ranks, is shorter than the {taps} tokens before a token that ssm_conv {model.ssm_conv} reads: "
             f"use {pieces * taps} or more"
         )
-    yield from sharing_problems("ssm_groups", model.ssm_groups, model, plan)
+    yield from sharing_problems("ssm_groups", ssm_groups(model), model, plan)
 
 
 def sharing_problems(name: str, count: int, model: Model, plan: Plan) -> Iterator[str]:

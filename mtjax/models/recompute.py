@@ -38,8 +38,9 @@ from mtjax.sharding.param_comm import (
 from mtjax.sharding.stacked_collectives import gather_upfront
 from mtjax.sharding.unstack import unrolled_layers, unstacked_layers
 
-PRODUCT = "product"
-"""Of activations with a weight; also what is as cheap to keep: rotated queries and keys, RMSNorm's factors."""
+SAVED = "saved"
+"""What layers save unless all of them is recomputed: products with weights; also what is as cheap to keep, such as
+rotated queries and keys, and RMSNorm's factors."""
 DROPOUT_MASK = "dropout mask"
 ATTENTION_OUTPUT = "attention output"
 ATTENTION_CORE = "attention core"
@@ -123,12 +124,14 @@ def scan_layers(
         with unrolled_layers(unstacked):
             return _run_unrolled(saving(run), x, unstacked, numbers, states)
     layers, sums = split_accumulators(layers)
+    # Prefetch runs a stack from its first to its last layer, without states, and saves inputs on the device.
     prevents_prefetch = first is not None or states is not None or recompute.offload
     if len(loops) == group == 1 and not prevents_prefetch and can_prefetch(layers):
         from mtjax.sharding.prefetch.scan import scan_with_prefetch
 
         ((saving, _),) = loops
         return scan_with_prefetch(run, saving, x, layers, numbers, sums)
+    # What a loop with prefetch gathers a layer ahead is gathered before this one.
     layers = gather_upfront(layers)
     stack: Any = (layers, numbers, states)
     if group > 1:
@@ -230,6 +233,7 @@ def scan_accumulating(
       The output of the last layer, and the layers' states, stacked.
     """
     layers, *scanned = stack
+    # Gradients go through `carried` alone: the cotangent of an indexed stack would be as large as the stack.
     fixed = jax.tree.map(lax.stop_gradient, layers)
 
     def iteration(
@@ -256,8 +260,9 @@ def scan_accumulating(
 def save_products(run: Any, kind: Literal["none", "selective"]) -> Any:
     """Wraps `run` to save its products with weights, and the attention core unless `kind` is selective."""
     # `jax.checkpoint` saves the arrays with these names and recomputes all other arrays in the backward pass.
-    always = (PRODUCT, DROPOUT_MASK, ATTENTION_OUTPUT, ATTENTION_STATISTICS)
+    always = (SAVED, DROPOUT_MASK, ATTENTION_OUTPUT, ATTENTION_STATISTICS)
     names = [*always, *([ATTENTION_CORE] if kind == "none" else [])]
+    # Norms, activations and casts have no name: they are cheaper to repeat than to store.
     policy = jax.checkpoint_policies.save_only_these_names(*names)
     return jax.checkpoint(run, policy=policy)
 

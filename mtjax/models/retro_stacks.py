@@ -61,9 +61,9 @@ class RetroLayer(Layer):
             mixer = getattr(self, name)
             with jax.named_scope(mixer.scope):
                 is_outside = name == self.mixers[0] == "chunked"
-                normed: Any = context.normed if is_outside else self._normalize(f"{name}_norm", x)
+                normed: Any = context.normed if is_outside else self.normalize(f"{name}_norm", x)
                 # As in Megatron, what the encoder's cross-attention adds to is its own normalized input.
-                x = self._add(normed if name == "cross" else x, mixer(normed, context, None)[0], mixer, context)
+                x = self.add(normed if name == "cross" else x, mixer(normed, context, None)[0], mixer, context)
         return x, None
 
 

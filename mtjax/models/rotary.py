@@ -107,6 +107,7 @@ def rotate(
     cos, sin, width = by.cos[:, :, None], by.sin[:, :, None], 2 * by.cos.shape[-1]
     first, second = jnp.split(x[..., :width].astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    # With rope_fraction the last dimensions carry no position.
     return rotated if width == x.shape[-1] else jnp.concatenate([rotated, x[..., width:]], axis=-1)
 
 

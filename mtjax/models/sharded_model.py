@@ -21,12 +21,12 @@ from mtjax.layout.mesh import MeshShape
 from mtjax.layout.plan import Plan
 from mtjax.layout.stages import Orders, layer_orders
 from mtjax.models.families.registry import LanguageModel, model_class
-from mtjax.models.layer_context import RESIDUAL, with_text_lengths
-from mtjax.models.trunk import HiddenStates, TrunkLosses, run_sections
+from mtjax.models.layer_context import with_text_lengths
+from mtjax.models.trunk import TrunkLosses
 from mtjax.sharding import placement
 from mtjax.sharding.accumulate import Accumulate
-from mtjax.sharding.axes import current_rules, partition_spec, use_rules
-from mtjax.sharding.gradients import distributed_losses, distributed_output
+from mtjax.sharding.axes import use_rules
+from mtjax.sharding.gradients import distributed_losses
 from mtjax.sharding.manual_region import ManualRegion
 from mtjax.sharding.microbatch_schedule import MicrobatchSchedule
 from mtjax.sharding.param_specs import dotted, param_specs, partition_specs, replicated_names
@@ -187,28 +187,6 @@ class ShardedModel:
     def lower_evaluate(self) -> jax.stages.Lowered:
         """Lowers the program of `evaluate` from abstract values."""
         return self.on_mesh(self._compiled_evaluate.lower, self.restore_target, self.abstract_batch())
-
-    def final_hidden_states(self, parameters: Tree, batch: Batch, microbatches: int | None = None) -> Array:
-        """Computes the hidden states behind the last layer, by the rules in force, without dropout; call it in a trace.
-
-        Args:
-          parameters: sharded as `storage_spec`.
-          batch: arrays [batch, ...].
-          microbatches: into which each rank divides its samples; None runs the batch outside the manual region, unless
-            pipeline or context parallelism needs the region.
-
-        Returns:
-          [batch, act_seq, embed].
-        """
-        rules, schedule = current_rules(), self.microbatch_schedule(microbatches or 1)
-        region, batch = dataclasses.replace(self.region, rules=rules), with_text_lengths(self.config.model, batch)
-        if self.stages > 1 or rules.seq or microbatches is not None:
-            specs: Any = HiddenStates(partition_spec(rules, RESIDUAL))  # pyright: ignore[reportArgumentType]
-            inputs = (batch, {}, None)
-            return distributed_output(
-                self.trunk_losses(self.loss_options), parameters, inputs, region, schedule, specs
-            ).x
-        return run_sections(self.inference_model(parameters), batch, None)[0].x
 
     def trunk_losses(self, options: LossOptions) -> TrunkLosses:
         """Returns the model as a function of its parameters, with these options of its losses."""

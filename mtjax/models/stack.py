@@ -83,6 +83,7 @@ class Stack(nnx.Module):
         keys = jax.random.split(key, model.num_layers)
         numbers = np.asarray(self.order.flat)
         if not self.order.is_plain or len(members) < model.num_layers:
+            # Padding takes any key: its parameters become zeros.
             keys = keys[np.maximum(numbers, 0)]
 
         def layer(key: Array, number: Array) -> Layer:
@@ -94,6 +95,7 @@ class Stack(nnx.Module):
         keys_and_numbers = (keys, jnp.asarray(numbers))
         if num_shards("layers") > 1:
             keys_and_numbers = jax.tree.map(lambda a: reshard(a, spec("layers")), keys_and_numbers)
+        # Stacked by `vmap`, so that each rank draws its shards of all of its layers in one program.
         self.layers = jax.vmap(layer)(*keys_and_numbers)
         self.recompute = recompute
 

@@ -15,7 +15,6 @@ from jaxtyping import Float, Key
 
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.mixers.mixer import State
-from mtjax.models.routers import router_reports
 from mtjax.models.stack import Stack
 from mtjax.sharding.trainable import merge_trees
 from mtjax.sharding.vocab import LossOptions
@@ -97,6 +96,7 @@ def run_sections(
     hidden, after = None, {}
     for name, section in trunk.sections.items():
         hidden = section.embed(batch, keys, hidden)
+        # Outside the loop over layers: all layers read the same positions, rotations and segments.
         context = section.context(batch, keys, hidden)
         x, after[name] = section.stack(hidden.x, context, (states or {}).get(name))
         hidden = hidden._replace(x=x)
@@ -126,7 +126,11 @@ class TrunkLosses:
             batch = {**batch, LOSS_WEIGHTS: weights["loss"]}
         output, states = run_sections(model, batch, keys)
         losses = model.losses(output, batch, keys, self.options)
-        return weighted_sums(losses | router_reports(list(states.values())), weights)
+        if any(state is not None for state in states.values()):
+            from mtjax.models.routers import router_reports
+
+            losses |= router_reports(list(states.values()))
+        return weighted_sums(losses, weights)
 
     def final_boundary(self, parameters: Tree, microbatch: Microbatch) -> HiddenStates:
         """See `LossModel.final_boundary`."""
@@ -146,6 +150,7 @@ def weighted_sums(values: dict[str, Array], weights: Batch) -> dict[str, Array]:
     """
 
     def one(values: Array, weights: Array) -> Array:
+        # Summed already, with its gradients (`LOSS_WEIGHTS`).
         if not values.ndim:
             return values
         each = weights.reshape(weights.shape + (1,) * (values.ndim - weights.ndim))

@@ -16,6 +16,7 @@ from mtjax.errors import UserError
 from mtjax.finetune.samples import Encoder
 from mtjax.layout.mesh import parse_mesh
 from mtjax.models.families.bert import Encoder as BERTEncoder
+from mtjax.models.final_hidden_states import final_hidden_states
 from mtjax.models.project import reshard_sequence
 from mtjax.models.sharded_model import ShardedModel, Tree
 from mtjax.runtime.devices import attach_devices
@@ -140,7 +141,7 @@ class Embedder:
         with use_rules(self._placed.layout.rules):
             model = self._placed.inference_model(parameters)
             assert isinstance(model, BERTEncoder)  # checked in __init__
-            hidden = model.final_norm(self._placed.final_hidden_states(parameters, batch))
+            hidden = model.final_norm(final_hidden_states(self._placed, parameters, batch))
             hidden = reshard_sequence(hidden, "seq").astype(jnp.float32)
             weights = batch["is_text"][:, :, None]
             return ((hidden * weights).sum(axis=1) / weights.sum(axis=1)).astype(jnp.float16)

@@ -31,6 +31,8 @@ class Accumulate:
         """See `MicrobatchSchedule.gradients`."""
         records, wrapped = reduction.records, reduction.wrap(parameters)
         prepared = self.prepare_parameters(records, wrapped)
+        # Differentiated by shards, not by parameters: a gradient has its primal's shape, and that of a reduced one is a
+        # shard's.
         shards = differentiable_shards(prepared)
         sums = self._zeros(records, differentiable_shards(wrapped), shards)
         microbatches = self._microbatches(batch)
@@ -48,6 +50,7 @@ class Accumulate:
 
         # One trace for all microbatches; the carry is updated in place.
         gradients, losses = lax.scan(accumulate, sums, microbatches)
+        # Weights divide by the counts of the global batch, so that sums over microbatches are means.
         return jax.tree.map(lambda scalars: scalars.sum(0), losses), restack(gradients)
 
     def prepare_parameters(self, records: Tree, wrapped: Tree) -> Tree:

@@ -69,6 +69,7 @@ def min_over_shards(function: Callable[[Tree], jax.Array], arrays: Tree) -> jax.
 
     def least(shards: Tree) -> jax.Array:
         value = function(shards)
+        # Along other axes the shards are replicas, so that the values are equal already.
         axes = tuple(sorted(jax.typeof(value).mat.varying))
         return lax.pmin(value, axes) if axes else value
 

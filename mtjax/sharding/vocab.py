@@ -241,6 +241,7 @@ def logit_gradient(
     slope -= (column_V == labels_C[:, None]) * (1 - options.label_smoothing)
     slope -= options.label_smoothing / options.vocab_size
     slope = options.gradient(slope * gradient_C[:, None], logits_CV)
+    # Rows behind the vocabulary have probability 0, but the smoothed target would give them a gradient.
     return jnp.where(column_V < options.vocab_size, slope, 0)
 
 
@@ -254,6 +255,7 @@ def add_gradients(
     """
     of_table_VH, of_bias_V = sums
     of_bias_V = None if of_bias_V is None else of_bias_V + slope_CV.sum(0)
+    # Both products are in the compute type; the table's gradient is summed over chunks in float32.
     slope_CV = slope_CV.astype(hidden_CH.dtype)
     across = (((0,), (0,)), ((), ()))
     of_table_VH += lax.dot_general(slope_CV, hidden_CH, across, preferred_element_type=jnp.float32)
@@ -288,6 +290,7 @@ def summaries_of(
         # An online softmax over ranks: each has the maximum and the sum of exponentials of its columns.
         highest = logits_CV.max(-1)
         exponentials = jnp.exp(logits_CV - highest[:, None]).sum(-1)
+        # One rank has the label's row; the others contribute 0 to the sum over ranks.
         row, owned = local_rows(specs, labels_C, table_VH.shape[0])
         label = jnp.where(owned, jnp.take_along_axis(logits_CV, row[:, None], axis=1)[:, 0], 0)
         return None, (highest, exponentials, label, sum_of_real(logits_CV, column_V, options))

@@ -73,6 +73,13 @@ MODELS = {
     "gpt, adapters": {"lora_rank": 4},
     "llama, adapters of attention": {"family": "llama", "num_kv_heads": 4, "lora_rank": 2, "lora_targets": "attention"},
     "llama, latent attention, adapters": {"family": "llama", "q_lora_rank": 14, "lora_rank": 2, **LATENT},
+    "llama, experts, adapters": {
+        "family": "llama",
+        "num_experts": 4,
+        "shared_expert_size": 16,
+        "first_dense_layers": 1,
+        "lora_rank": 2,
+    },
     "bert, adapters and a head": {"family": "bert", "head": "classification", "lora_rank": 2, "lora_targets": "mlp"},
     "gpt, finetuned": {"head": "classification", "num_labels": 3},
     "bert, finetuned": {"family": "bert", "head": "regression"},

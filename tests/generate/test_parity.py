@@ -149,10 +149,10 @@ def falcon_h1():
     [
         pytest.param(falcon_h1, ("2x2",), marks=pytest.mark.long),
         (nemotron_h, ("2x2",)),
-        pytest.param(one_group, ("1x1", "1x4"), marks=pytest.mark.long),  # of four ranks
+        pytest.param(one_group, ("1x4",), marks=pytest.mark.long),  # of four ranks
         (gpt2, ("1x1", "2x2")),
         (llama, ("1x2", "1x4")),  # two key heads on as many ranks, and on more
-        pytest.param(layers_with_experts, ("1x4", "2x2"), marks=pytest.mark.long),
+        pytest.param(layers_with_experts, ("2x2",), marks=pytest.mark.long),
     ],
 )
 def test_greedy_texts_and_logprobs_equal_transformers(family, meshes, tmp_path) -> None:
@@ -180,7 +180,7 @@ def test_greedy_texts_and_logprobs_equal_transformers(family, meshes, tmp_path) 
     ("kind", "feed_forward", "is_tied", "meshes"),
     [
         ("T5", "relu", True, ("2x2",)),
-        pytest.param("T5", "gated-gelu", False, ("1x1", "1x2"), marks=pytest.mark.long),
+        pytest.param("T5", "gated-gelu", False, ("1x2",), marks=pytest.mark.long),
         pytest.param("UMT5", "gated-gelu", False, ("1x2",), marks=pytest.mark.long),
     ],
 )

@@ -42,6 +42,31 @@ def test_only_adapters_travel_on_h100(settings: dict[str, Any]) -> None:
     check(inspect(tiny(**LORA | settings), find_target("h100x8")))
 
 
+EXPERTS: dict[str, Any] = {"num_experts": 4, "expert_size": 48, "num_layers": 2, "mesh": "data=2,expert=2,model=2"}
+
+
+@needs_aot
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"sequence_parallel": True, "zero": 1, "shared_expert_size": 32, "shared_expert_gate": True},
+        *(
+            pytest.param(settings, marks=pytest.mark.long)
+            for settings in (
+                {"shared_expert_size": 32, "expert_bias": True, "zero": 3, "first_dense_layers": 1},
+                {"lora_targets": "mlp", "expert_dispatch": "all-to-all", "num_layers": 1, "recompute": "none"},
+                {"lora_targets": "attention", "sequence_parallel": True},
+                {"mesh": "2x4", "capacity_factor": 1.0},
+            )
+        ),
+    ],
+)
+def test_experts_keep_their_matrices_on_h100(settings: dict[str, Any]) -> None:
+    """Each expert has adapters; their gradients are summed over the ranks that share the expert."""
+    report = inspect(tiny(**LORA | {"attention": "xla"} | EXPERTS | settings), find_target("h100x8"))
+    assert report.verdict.violations == ()
+
+
 @pytest.mark.long
 def test_only_adapters_travel_on_cpus() -> None:
     check(inspect(tiny(**LORA, num_layers=2), find_target("cpu")))

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mtjax.config import Config
+from mtjax.config import Config, replace, validate
 from mtjax.config.layer_pattern import chunk_letters, expanded, runs_of, shortened_pattern
+from mtjax.config.ssm import ssm_groups
 from mtjax.models.trunk import HiddenStates
 from mtjax.sharding.axes import use_rules
 from mtjax.train.step import make_train_step
@@ -66,6 +67,13 @@ def test_loops_run_the_layers_of_the_pattern(letters: str) -> None:
     assert expanded(shortened_pattern(letters)) == letters
     assert sum(len(run.unit) for run in runs_of(letters * 2)) <= len(letters)
     assert chunk_letters(letters * 3, 3) == letters
+
+
+def test_groups_divide_the_heads_where_none_were_given() -> None:
+    for hidden, groups in ((96, 1), (128, 4), (4096, 8)):
+        config = replace(Config(), family="hybrid", layer_pattern="M", hidden_size=hidden)
+        validate(config)
+        assert ssm_groups(config.model) == groups
 
 
 def test_nemotron_h_leaves_few_layers_to_compile() -> None:
@@ -123,21 +131,23 @@ DOCUMENTS = {"reset_attention_mask": True, "reset_position_ids": True}
             pytest.param(*case, marks=pytest.mark.long)
             for case in (
                 ("M-M*", "2x2", {}, {**SPLIT, "zero": 1, "recompute": "full"}),
-                ("M-M*M-", "2x2", {}, {"zero": 3, "microbatch_size": 2}),
+                ("M-M*", "2x2", {}, {"zero": 3, "microbatch_size": 2}),
                 ("(H-)x2", "2x1x2", FACTORS, {**STAGES, **SPLIT, "zero": 1, "recompute": "full"}),
                 ("H-", "data=1,context=2,model=2", FACTORS, {"recompute": "selective", "zero": 3}),
                 ("H-", "1x4", {"ssm_groups": 1, "ssm_heads": 8}, SPLIT),
-                ("M-M*M-", "1x4", {"ssm_groups": 1, "ssm_heads": 8}, SPLIT),
-                ("M-M*M-", "1x1", {}, {"ssm_chunk": 2}),
-                ("MEM*ME", "data=2,expert=2,model=2", EXPERTS, {**SPLIT, "zero": 1}),
+                ("M-*", "1x4", {"ssm_groups": 1, "ssm_heads": 8}, SPLIT),
+                ("M-M*", "1x1", {}, {"ssm_chunk": 2}),
+                ("ME*E", "data=2,expert=2,model=2", EXPERTS, {**SPLIT, "zero": 1}),
                 ("M-M*", "data=1,context=2,model=2", DOCUMENTS, {**SPLIT, "recompute": "full", "zero": 1}),
-                ("(M-M*)x2", "2x2x2", {}, {**STAGES, **SPLIT, "zero": 1, "recompute": "full"}),
+                ("(M*)x2", "2x2x2", {}, {**STAGES, **SPLIT, "zero": 1, "recompute": "full"}),
             )
         ),
         *(
             pytest.param(*case, marks=pytest.mark.exhaustive)
             for case in (
                 ("M-M*M-", "1x2", {}, {"recompute": "selective"}),
+                ("MEM*ME", "data=2,expert=2,model=2", EXPERTS, {**SPLIT, "zero": 1}),
+                ("(M-M*)x2", "2x2x2", {}, {**STAGES, **SPLIT, "zero": 1, "recompute": "full"}),
                 ("M-M*", "data=1,context=4,model=1", {}, {"zero": 3}),
                 ("(M-M*)x4", "1x2x1", {}, {**STAGES, "pipeline_schedule": "interleaved", "chunks": 2}),
                 ("(ME)x2", "1x2x1", EXPERTS, STAGES),

@@ -65,7 +65,7 @@ def as_ours(named: Mapping[str, np.ndarray], config: Config) -> dict[str, Any]:
     [
         ("MM", "1x1", {"ssm_heads": 8}),
         pytest.param("MM", "1x2", {"ssm_heads": 8, "ssm_groups": 1}, marks=pytest.mark.long),
-        ("M-M*-", "2x2", {"ssm_rate_floor": 0.3, "sequence_parallel": True}),
+        ("M-M*-", "2x2", {"sequence_parallel": True}),
         ("H-", "1x2", {**FACTORS, "position": "rope", "attention_scale": 0.3, "sequence_parallel": True}),
         pytest.param(
             "ME*EM", "1x2", {**EXPERTS, "router_aux_loss": 0.0, "ssm_rate_floor": 0.3}, marks=pytest.mark.long

@@ -20,10 +20,14 @@ torch = pytest.importorskip("torch", reason="needs the extra parity: pip install
 transformers = pytest.importorskip("transformers", reason="needs the extra parity: pip install '.[parity]'")
 peft = pytest.importorskip("peft", reason="needs the extra parity: pip install '.[parity]'")
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")  # peft asks transformers for it
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing"),  # peft asks transformers for it
+    pytest.mark.filterwarnings("ignore:.*_pattern keys did not match"),  # those that peft makes for fused experts
+]
 RANK, ALPHA = 4, 6.0
 SHARED = LLAMA | {"num_key_value_heads": 2}
 LATENT = LLAMA | {"q_lora_rank": 14, "kv_lora_rank": 20, "v_head_dim": 12}
+EXPERTS = SHARED | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}
 LATENT |= {"qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "tie_word_embeddings": False}
 TARGETS = {
     "all": [f"{x}_proj" for x in ("q", "k", "v", "o", "gate", "up", "down")],
@@ -123,7 +127,9 @@ def test_five_steps_are_those_of_peft(case, tmp_path):
     np.testing.assert_array_equal(frozen, state.parameters["embedding"])
 
 
-@pytest.mark.parametrize("kind, settings", [("GPT2LMHeadModel", GPT2), ("YoutuForCausalLM", LATENT)])
+@pytest.mark.parametrize(
+    "kind, settings", [("GPT2LMHeadModel", GPT2), ("YoutuForCausalLM", LATENT), ("Qwen3MoeForCausalLM", EXPERTS)]
+)
 def test_a_run_s_adapters_load_in_peft_and_merge_to_the_same_logits(kind, settings, tmp_path):
     jax.devices()  # all eight, before a command asks for as many as its mesh needs
     words = 300

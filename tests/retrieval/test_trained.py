@@ -121,7 +121,7 @@ def test_megatrons_format_holds_the_same_weights(folder: Path, impl: str) -> Non
         (evaluate, "--task perplexity --neighbours none --data x", "--data x has no effect with --neighbours"),
         (evaluate, "--task lambada --neighbours none", "--neighbours none has no effect without --task perplexity"),
         (evaluate, "--task perplexity --neighbours {0}/absent", "{0}/absent.valid.json does not exist"),
-        (generate, "word", "{0}/run is a retro, which reads neighbours that a prompt does not have"),
+        (generate, "--interactive", "a retro runs the whole model for each token and does not support --interactive"),
         (convert, "--to hf:{0}/hf", "transformers has no Retro: write its decoder as a gpt with --without-encoder"),
         (convert, "--to megatron:{0}/m --pipeline 3", "--pipeline 3 does not support a retro, which has no stages"),
         (convert, "--to megatron:{0}/m --ckpt-format torch_dist", "a retro is written in the format torch only"),
@@ -150,3 +150,34 @@ def test_settings_that_do_not_go_along_are_refused(folder: Path, settings: dict,
     own = words(data=folder / "corpus", neighbours=folder / "near", **(SETTINGS | settings), out=folder / "refused")
     assert train([word for word in own if word != "true"]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_texts_with_neighbours_of_their_lines(folder: Path, capsys: Any) -> None:
+    rows = [
+        {"prompt": "the river and one stone", "passages": ["two light"], "max_tokens": 3},
+        {"prompt": "the river and one stone", "neighbours": [["two light", "over"]], "seed": 3},
+        {"prompt": "the river"},
+        {"prompt": "the river", "passages": "two light"},
+    ]
+    lines, out = folder / "prompts.jsonl", folder / "answers.jsonl"
+
+    def written(count: int, *more: str) -> tuple[int, list[dict]]:
+        lines.write_text("".join(json.dumps(row) + "\n" for row in rows[:count]))
+        code = generate(["--from", str(folder / "run"), "--input", str(lines), "--output", str(out), *more])
+        return code, [json.loads(line) for line in out.read_text().splitlines()]
+
+    code, found = written(1, "--max-tokens", "5", "--ignore-eos")
+    code, found = written(3, "--max-tokens", "5", "--ignore-eos")
+    assert code == 0 and [each["finish_reason"] for each in found] == ["length"] * 3
+    assert [each.get("settings", {}) for each in found] == [
+        {key: value for key, value in row.items() if key != "prompt"} for row in rows[:3]
+    ]
+    rows[0]["passages"] = ["another"]
+    capsys.readouterr()
+    assert written(3, "--max-tokens", "5", "--ignore-eos") == (2, found)
+    assert '"passages": ["another"]' in capsys.readouterr().err.replace("\\", "")
+    rows[0]["passages"] = ["two light"]
+    assert written(4, "--max-tokens", "5", "--ignore-eos") == (2, found)
+    assert f'{lines}:4: "passages" is two light, and must be a list of texts' in capsys.readouterr().err
+    assert generate(["--from", str(folder / "run"), "--max-tokens", "4", "the river", "one stone"]) == 0
+    assert "--- 'the river'" in capsys.readouterr().out

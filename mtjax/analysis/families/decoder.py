@@ -150,6 +150,8 @@ def feed_forward(model: Model, tokens: int) -> Part:
         shared_gate=model.shared_expert_gate,
         capacity=expert_capacity(model, tokens),
         balances=model.router_aux_loss > 0,
+        rank=low.rank if (low := adapters_of(model, "mlp")) else 0,
+        is_frozen=model.lora_rank > 0,
     )
 
 

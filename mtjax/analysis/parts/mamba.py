@@ -28,7 +28,7 @@ from mtjax.analysis.parts.sublayer import (
     vector_gradient_sums,
 )
 from mtjax.config import Model
-from mtjax.config.ssm import chunks_at_once, ssm_chunk, ssm_heads
+from mtjax.config.ssm import chunks_at_once, ssm_chunk, ssm_groups, ssm_heads
 from mtjax.layout.plan import Plan
 from mtjax.layout.rules import CONTEXT
 
@@ -68,7 +68,7 @@ class Mamba(Part):
     def weights(self) -> list[Weight]:
         embed, heads, taps = {"embed": self.hidden}, {"heads": self.heads}, {"taps": self.model.ssm_conv}
         inner = {**heads, "head_dim": self.model.ssm_head_dim}
-        shared = {"kv": 2, "groups": self.model.ssm_groups, "state": self.model.ssm_state}
+        shared = {"kv": 2, "groups": ssm_groups(self.model), "state": self.model.ssm_state}
         return [
             *self.norm.weights("mamba", self.hidden),
             weight("mamba.inputs.gate_value", {**embed, "gate": 2, **inner}),
@@ -93,7 +93,7 @@ class Mamba(Part):
 
     def _groups(self, tensor_degree: int) -> float:
         """Groups whose B and C a rank computes."""
-        return max(self.model.ssm_groups / tensor_degree, 1)
+        return max(ssm_groups(self.model) / tensor_degree, 1)
 
     def _width(self, tensor_degree: int) -> float:
         """Outputs of the first matmul on a rank."""
@@ -160,8 +160,8 @@ class Mamba(Part):
         inner = heads * self.model.ssm_head_dim
         return {
             "taps": self.model.ssm_conv,
-            "groups": self.model.ssm_groups,
-            "shared_width": 2 * self.model.ssm_groups * state,
+            "groups": ssm_groups(self.model),
+            "shared_width": 2 * ssm_groups(self.model) * state,
             "rank_states": inner * state,
             "rank_ssm_heads": heads,
             "rank_channels": inner + 2 * int(self._groups(degree)) * state,

@@ -233,7 +233,12 @@ class ResidualStream:
     def input_gradients(self) -> str:
         """Formula: how often a step computes the component's input gradient."""
         # XLA: drops it where nothing reads it and the first layer is in no loop with others, `unread_gradients` times.
-        return self.times if self.learns_before else f"({self.times} - {self.side}unread_gradients)"
+        return self.with_input_gradients(1)
+
+    def with_input_gradients(self, count: int) -> str:
+        """Returns the formula of how often a step sends `count` arrays, of which one is for an input gradient."""
+        times = self.times if count == 1 else f"{count}*{self.times}"
+        return times if self.learns_before else f"({times} - {self.side}unread_gradients)"
 
 
 def over_model(phase: str, kind: str, count: str, elements: str, why: str, **settings: object) -> Expectation:

@@ -35,6 +35,10 @@ def _read_types(kinds: Any, key: str) -> str:
     return "".join(_LETTERS[kind] for kind in kinds)
 
 
+NO_FLOOR = 1e-30
+"""A minimum of dt without effect: transformers takes the logarithm of time_step_min."""
+
+
 def _floor(values: Json) -> Settings:
     """Reads the limits of dt, of which the upper one must be infinite."""
     low, high = values["time_step_limit"] or (0.0, math.inf)
@@ -207,7 +211,11 @@ NEMOTRON_H = decoder(
         ssm_state="ssm_state_size",
         ssm_groups="n_groups",
         ssm_conv="conv_kernel",
-        ssm_rate_floor="time_step_min",
+    ),
+    Part(
+        ("time_step_min",),
+        lambda values: {"ssm_rate_floor": 0.0 if values["time_step_min"] <= NO_FLOOR else values["time_step_min"]},
+        lambda model: {"time_step_min": model.ssm_rate_floor or NO_FLOOR},
     ),
     INITIAL,
     unused("residual_in_fp32", "expand", "time_step_limit", "num_logits_to_keep", "use_mamba_kernels"),

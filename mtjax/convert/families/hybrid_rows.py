@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from mtjax.config import Model
-from mtjax.config.ssm import ssm_heads
+from mtjax.config.ssm import ssm_groups, ssm_heads
 from mtjax.convert.families.decoder_rows import LAYERS, Names, attention_rows, mlp_rows, outside_rows
 from mtjax.convert.families.rows import linear, norm, row
 from mtjax.convert.table import Dims, Row, Rows, Tensor
@@ -26,7 +26,7 @@ def mamba_rows(model: Model, name: str, *, is_split: bool = False, stack: str = 
       is_split: whether the parts of a product are separate tensors, NAME.z and so on, and not one.
     """
     ours, inner = f"{stack}.layers.mamba", ssm_heads(model) * model.ssm_head_dim
-    shared = model.ssm_groups * model.ssm_state
+    shared = ssm_groups(model) * model.ssm_state
     widths = {"z": inner, "x": inner, "B": shared, "C": shared, "dt": ssm_heads(model)}
 
     def part(theirs: str, letters: str, letter: str, rest: Dims, index: tuple[str, int] | None = None) -> Tensor:

@@ -148,6 +148,7 @@ class GPT(Decoder, WithVocabulary):
         """Draws the parameters."""
         super().__init__(config, key=key)
         model = config.model
+        # From a key of its own, so that the other parameters are drawn alike with and without it.
         self.output = None if model.tie_embeddings else vocabulary_table(model, jax.random.fold_in(key, 1))
         rows = padded_vocab_size(model)
         self.output_bias = constant(0.0, {"vocab": rows}) if model.output_bias else None
@@ -173,6 +174,7 @@ class GPT(Decoder, WithVocabulary):
 
     def losses(self, trunk_output: HiddenStates, batch: Batch, keys: Keys, options: LossOptions) -> dict[str, Array]:
         """Computes the losses of each token, by name, [batch, seq]."""
+        # The final norm belongs to the head: with pipeline stages the last one computes it.
         return self.token_losses(self.final_norm(trunk_output.x), batch, keys, options)
 
     def token_losses(self, hidden: Array, batch: Batch, keys: Keys, options: LossOptions) -> dict[str, Array]:

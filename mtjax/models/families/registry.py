@@ -75,6 +75,7 @@ MODEL_CLASSES: Mapping[str, Callable[[], type[LanguageModel]]] = {
 
 def model_class(config: Config) -> type[LanguageModel]:
     """Returns the class of a config's family with its head, and with the losses of a student where it has a teacher."""
+    # Heads, teachers and further predictions are subclasses: the language model knows none of them.
     if config.model.head != "language":
         from mtjax.models.families.finetuned import FinetunedDecoder, FinetunedEncoder
 

@@ -18,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float
 
 from mtjax.config import Model
-from mtjax.config.ssm import chunks_at_once, ssm_chunk, ssm_heads
+from mtjax.config.ssm import chunks_at_once, ssm_chunk, ssm_groups, ssm_heads
 from mtjax.models.kernels.ssd import HIGHEST, ScanInputs, left_behind, pass_states, scan, step
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.linear import Linear, constant, normal, scaled
@@ -48,7 +48,7 @@ class Mamba(nnx.Module):
         self.model, count = model, ssm_heads(model)
         embed, heads = {"embed": model.hidden_size}, {"heads": count}
         inner, taps = {**heads, "head_dim": model.ssm_head_dim}, {"taps": model.ssm_conv}
-        shared = {"kv": 2, "groups": model.ssm_groups, "state": model.ssm_state}
+        shared = {"kv": 2, "groups": ssm_groups(model), "state": model.ssm_state}
         keys, bound = iter(jax.random.split(key, 6)), model.ssm_conv**-0.5
         self.inputs = InputProjection(model, key=next(keys))
         self.conv = uniform(next(keys), {**taps, **inner}, -bound, bound)
@@ -99,11 +99,11 @@ class Mamba(nnx.Module):
     # --- products and convolution
 
     def _by_groups(self, parameter: Array, before: int = 0) -> Array:
-        return by_groups(parameter, self.model.ssm_groups, before)
+        return by_groups(parameter, ssm_groups(self.model), before)
 
     @property
     def _heads_of_group(self) -> int:
-        return ssm_heads(self.model) // groups_in_use(self.model.ssm_groups)
+        return ssm_heads(self.model) // groups_in_use(ssm_groups(self.model))
 
     def _split(self, product: Float[Array, "b s u width"]) -> tuple[Array, Array, Array]:
         """Takes out the gate [b, s, u, h, p], the convolution's input [b, s, u, channels] and dt [b, s, u, h]."""
@@ -203,7 +203,7 @@ class Mamba(nnx.Module):
     def _gated_norm(self, y: Float[Array, "b s u h p"], gate: Array) -> Array:
         """Computes the RMS norm of y silu(gate) over each group, or none; squares of a group of several ranks are added
         up."""
-        groups, ranks = self.model.ssm_groups, groups_in_use(self.model.ssm_groups)
+        groups, ranks = ssm_groups(self.model), groups_in_use(ssm_groups(self.model))
         count = ssm_heads(self.model) * self.model.ssm_head_dim // groups
         y = y.astype(jnp.float32) * jax.nn.silu(gate.astype(jnp.float32))
         if not self.model.ssm_norm:
@@ -229,12 +229,12 @@ class InputProjection(nnx.Module):
     def __init__(self, model: Model, *, key: Array) -> None:
         """Draws the weights of gate and value, of B and C, and of dt."""
         embed, heads = {"embed": model.hidden_size}, {"heads": ssm_heads(model)}
-        shared = {"kv": 2, "groups": model.ssm_groups, "state": model.ssm_state}
+        shared = {"kv": 2, "groups": ssm_groups(model), "state": model.ssm_state}
         keys, std = jax.random.split(key, 3), model.init_std
         self.gate_value = normal(keys[0], {**embed, "gate": 2, **heads, "head_dim": model.ssm_head_dim}, std)
         self.b_c = normal(keys[1], {**embed, **shared}, std)
         self.rate = normal(keys[2], {**embed, **heads}, std)
-        self.groups = model.ssm_groups
+        self.groups = ssm_groups(model)
 
     def __call__(self, x: Float[Array, "b s embed"]) -> Float[Array, "b s u width"]:
         """Computes, of each group in use, gate | value | B | C | dt."""

@@ -74,7 +74,11 @@ def _chunked(_: Model) -> type[Mixer]:
     return ChunkedCrossAttention
 
 
-def _experts(_: Model) -> type[Mixer]:
+def _experts(model: Model) -> type[Mixer]:
+    if model.lora_rank:
+        from mtjax.models.mixers.adapted_experts import AdaptedExperts
+
+        return AdaptedExperts
     from mtjax.models.mixers.experts import Experts
 
     return Experts

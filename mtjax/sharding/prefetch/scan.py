@@ -164,7 +164,9 @@ def _add_to_forward(array: Array, carried: Array) -> tuple[tuple[Array, Array], 
 
 
 def _add_to_backward(_: None, gradients: tuple[Array, Array]) -> tuple[None, Array]:
+    """Adds the gradient of `array` to the accumulator, in its shape; `array` itself gets none."""
     gradient, accumulator = gradients
+    # The carried copy is read by no layer: its cotangent is an accumulator.
     return None, accumulator + gradient
 
 
