@@ -96,7 +96,8 @@ def test_the_decoder_alone_is_a_gpt(folder: Path) -> None:
         found = list(gpt.slices(gpt.parameters[f"stack.layers.{ours}"]))
         wanted = [next(iter(retro.slices(retro.parameters[f"{stack}.layers.{ours}"]))) for stack in stacks]
         np.testing.assert_array_equal(found, wanted)
-    np.testing.assert_array_equal(*(next(iter(s.slices(s.parameters["final_norm.scale"]))) for s in (retro, gpt)))
+    own, theirs = (next(iter(source.slices(source.parameters["final_norm.scale"]))) for source in (gpt, retro))
+    np.testing.assert_array_equal(own, theirs)
 
 
 @pytest.mark.parametrize("impl", ["local", "transformer_engine"])
