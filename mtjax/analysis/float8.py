@@ -53,18 +53,27 @@ def with_float8(contract: Contract, anatomy: Anatomy, plan: Plan) -> Contract:
         return contract
     lines = _delayed(anatomy, plan) if plan.fp8 == "delayed" else _tensorwise(anatomy, plan)
     if plan.fp8 == "delayed" and plan.sequence_parallel and not unfit_products(anatomy.model, plan.mesh.model):
-        lines += [_in_8_bits(line, plan) for line in contract.lines]
+        lines += [each for line in contract.lines for each in _in_8_bits(line, plan)]
     else:
         lines += contract.lines
     return replace(contract, name=f"{contract.name} + FP8 {plan.fp8}", lines=sum_expectations(lines))
 
 
-def _in_8_bits(line: Expectation, plan: Plan) -> Expectation:
+def _in_8_bits(line: Expectation, plan: Plan) -> list[Expectation]:
     """Returns a line as it is with 8-bit floats where it gathers sequences for a matmul of a layer."""
     if line.phase not in LAYER_PHASES or line.kind != "all-gather" or not line.elements.endswith("sequence*hidden"):
-        return line
+        return [line]
     is_wide = line.phase == LAYER_BACKWARD and plan.fp8_format == "hybrid"
-    return replace(line, dtype="float8_e5m2" if is_wide else "float8_e4m3fn")
+    eight = replace(line, dtype="float8_e5m2" if is_wide else "float8_e4m3fn")
+    if not any(plan.fp8_ends):
+        return [eight]
+    unquantized = replace(line, count=f"({line.count})*unquantized_layers/layers")
+    return [replace(eight, count=_of_float8(line.count, plan)), unquantized]
+
+
+def _of_float8(count: str, plan: Plan) -> str:
+    """Returns a formula for all layers as one for those with matmuls in 8 bits."""
+    return f"({count})*(layers - unquantized_layers)/layers" if any(plan.fp8_ends) else count
 
 
 def _delayed(anatomy: Anatomy, plan: Plan) -> list[Expectation]:
@@ -93,17 +102,25 @@ def _tensorwise(anatomy: Anatomy, plan: Plan) -> list[Expectation]:
         LAYER_BACKWARD: (f"layers*{turns}", columns),
     }
     return [
-        over_model(phase, "all-reduce", times, str(number), "largest values of operands, for 8-bit scales", pooled=True)
+        over_model(
+            phase,
+            "all-reduce",
+            _of_float8(times, plan),
+            str(number),
+            "largest values of operands, for 8-bit scales",
+            pooled=True,
+        )
         for phase, (times, number) in counts.items()
         if number
     ]
 
 
 def float8_symbols(anatomy: Anatomy, plan: Plan) -> dict[str, int]:
-    """Returns the symbols of the formulas above, of a rank; none without delayed scaling."""
+    """Returns the symbols of the formulas above, of a rank."""
+    ends = {"unquantized_layers": sum(plan.fp8_ends)} if any(plan.fp8_ends) else {}
     if plan.fp8 != "delayed":
-        return {}
+        return ends
     model = anatomy.model
     layers = sum(layers_of_stage(stack, plan) for stack in anatomy.stacks)
     exponents = layers * num_products(model, plan) * 2 * EXPONENTS
-    return {"float8_exponents": exponents, "float8_counts": exponents * model.num_heads // plan.mesh.model}
+    return ends | {"float8_exponents": exponents, "float8_counts": exponents * model.num_heads // plan.mesh.model}

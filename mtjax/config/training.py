@@ -36,6 +36,12 @@ class Training:
     fp8_amax_history: int = at_least(1, 16, most=1024)
     """fp8 delayed: number of earlier steps whose largest value determines a scale (Megatron's
     --fp8-amax-history-len)."""
+    fp8_bf16_first_layers: int = at_least(0, 0)
+    """fp8: number of first layers whose products remain in the compute type (Megatron's --first-last-layers-bf16 and
+    --num-layers-at-start-in-bf16)."""
+    fp8_bf16_last_layers: int = at_least(0, 0)
+    """fp8: number of last layers whose products remain in the compute type (Megatron's --first-last-layers-bf16 and
+    --num-layers-at-end-in-bf16)."""
     loss_scale: float | None = above_zero(None)
     """float16: static loss scale (Megatron's --loss-scale); dynamic when not given."""
     initial_loss_scale: float = above_zero(2.0**32)

@@ -118,6 +118,8 @@ class Plan:
     """Recipe by which layers multiply in 8-bit floats."""
     fp8_format: Literal["hybrid", "e4m3"] = "hybrid"
     """Types of these: gradients are E5M2 or, as all else, E4M3."""
+    fp8_ends: tuple[int, int] = (0, 0)
+    """Numbers of first and of last layers that multiply in the compute type."""
     unrolled: bool = False
     """Whether layers are compiled one after the other, without a loop."""
     residuals: Residuals = "jax"
@@ -228,6 +230,7 @@ class Plan:
             recompute_offload=False,
             unrolled=False,
             fp8="none",
+            fp8_ends=(0, 0),
             dropout=False,
             attention_dropout=False,
             adapter_dropout=False,
@@ -345,6 +348,7 @@ class Plan:
             recompute_offload=training.recompute_offload,
             fp8=training.fp8,
             fp8_format=training.fp8_format,
+            fp8_ends=(training.fp8_bf16_first_layers, training.fp8_bf16_last_layers),
             context_method=run.parallel.context_method,
             expert_dispatch=run.parallel.expert_dispatch,
             keeps_documents_apart=run.data.reset_attention_mask or run.model.family == "bert",

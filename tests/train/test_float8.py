@@ -88,13 +88,20 @@ def losses(mesh: str, steps: int = 3, **fields: Any) -> tuple[list[float], Any, 
     return [each["loss"] for each in metrics], state, program
 
 
-SAME = ("num_kv_heads", "family", "position", "sequence_length")
+ENDS = {"fp8_bf16_first_layers", "fp8_bf16_last_layers"}
+SAME = {"num_kv_heads", "family", "position", "sequence_length", "num_layers", *ENDS}
 """Settings of the model, which a run on one device has too."""
 MESHES = [
     pytest.param("2x2", {"zero": 3, "sequence_parallel": True, "microbatch_size": 2}, id="zero 3, split sequences"),
     pytest.param("1x2", {"microbatch_size": 4}, id="accumulation", marks=pytest.mark.long),
     pytest.param("2x1", {"zero": 1}, id="zero 1", marks=pytest.mark.long),
     pytest.param("1x2x1", {"microbatch_size": 2}, id="stages", marks=pytest.mark.long),
+    pytest.param(
+        "4x1",
+        {"zero": 3, "num_layers": 6, "fp8_bf16_first_layers": 2, "fp8_bf16_last_layers": 1},
+        id="layers in 16 bits",
+        marks=pytest.mark.long,
+    ),
     pytest.param("data=1,context=2", {"position": "rope", "sequence_length": 32}, id="context", marks=pytest.mark.long),
 ]
 
@@ -105,7 +112,7 @@ def test_losses_of_delayed_scaling_do_not_depend_on_the_mesh(mesh: str, fields: 
     alone = {name: value for name, value in fields.items() if name in SAME}
     expected, state, _ = losses("1x1", fp8="delayed", **alone)
     found, other, _ = losses(mesh, fp8="delayed", **fields)
-    plain, _, _ = losses("1x1", **alone)
+    plain, _, _ = losses("1x1", **{name: value for name, value in alone.items() if name not in ENDS})
     assert found == pytest.approx(expected, rel=1e-5)
     assert max(abs(a / b - 1) for a, b in zip(expected, plain, strict=True)) > 1e-6  # something was rounded
     scales = [jax.tree.map(np.asarray, split(s.parameters)[1]) for s in (state, other)]
@@ -131,8 +138,17 @@ def test_a_scale_fits_the_largest_value_of_the_last_steps_and_remains_where_ther
             np.testing.assert_array_equal(np.log2(state["scale"])[:, ::2], np.where(recent == 999, kept, recent))
 
 
+def _scales(state: Any) -> list[np.ndarray]:
+    """Scales of each product, [layers, 3]."""
+    return [np.asarray(a) for a in jax.tree.leaves(split(state.parameters)[1]) if a.shape[1:] == (3,)]
+
+
 def test_a_skipped_step_leaves_weights_scales_and_ages_as_they_were() -> None:
-    _, state, program = losses("1x1", 1, fp8="delayed")
+    _, state, program = losses("1x1", 1, fp8="delayed", fp8_bf16_first_layers=1)
+    for scale in _scales(state):
+        first, second = np.log2(scale)[:, ::2]
+        np.testing.assert_array_equal(first, [2, 24])  # of a layer in 16 bits: as at the beginning
+        assert (first != second).all()
     bad = batch_of(program, 1)
     bad["loss_mask"] = bad["loss_mask"] * jnp.inf
     before = jax.tree.map(np.asarray, state.parameters)
@@ -150,6 +166,12 @@ def test_a_skipped_step_leaves_weights_scales_and_ages_as_they_were() -> None:
         ({"fp8": "none", "fp8_format": "e4m3"}, "fp8_format is e4m3, and fp8 is none"),
         ({"fp8": "none", "fp8_amax_history": 8}, "fp8_amax_history is 8, and fp8 is none"),
         ({"fp8": "tensorwise", "fp8_amax_history": 8}, "fp8 tensorwise has no history"),
+        ({"fp8": "none", "fp8_bf16_last_layers": 1}, "fp8_bf16_last_layers is 1, and fp8 is none"),
+        ({"fp8_bf16_first_layers": 1, "fp8_bf16_last_layers": 1}, "leave none of the 2 layers in 8 bits"),
+        (
+            {"fp8_bf16_first_layers": 1, "recompute": "full", "recompute_num_layers": 2},
+            "fp8_bf16_first_layers 1 does not support groups of layers",
+        ),
         ({"compute_dtype": "float16"}, "does not support compute_dtype float16"),
         ({"family": "bert"}, "does not support the family bert"),
         ({"family": "t5"}, "does not support the family t5"),
