@@ -52,7 +52,8 @@ def with_float8(contract: Contract, anatomy: Anatomy, plan: Plan) -> Contract:
     if plan.fp8 == "none":
         return contract
     lines = _delayed(anatomy, plan) if plan.fp8 == "delayed" else _tensorwise(anatomy, plan)
-    if plan.fp8 == "delayed" and plan.sequence_parallel and not unfit_products(anatomy.model, plan.mesh.model):
+    in_16_bits = anatomy.model.lora_rank or unfit_products(anatomy.model, plan.mesh.model)
+    if plan.fp8 == "delayed" and plan.sequence_parallel and not in_16_bits:
         lines += [each for line in contract.lines for each in _in_8_bits(line, plan)]
     else:
         lines += contract.lines

@@ -56,6 +56,8 @@ def _check_ends(config: Config) -> None:
                 f"{ENDS[0]} {training.fp8_bf16_first_layers} and {ENDS[1]} {training.fp8_bf16_last_layers} leave none "
                 f"of the {layers} layers in 8 bits: decrease one of them, or remove fp8"
             )
+        if config.model.lora_rank:
+            raise UserError(f"{typed} does not support LoRA, and lora_rank is {config.model.lora_rank}: remove {name}")
         if training.recompute == "full" and training.recompute_method == "block":
             raise UserError(f"{typed} does not support recompute_method block: use uniform, or remove one of the two")
         if training.recompute == "full" and training.recompute_num_layers > 1:
@@ -72,15 +74,16 @@ def _unsupported(config: Config) -> Mapping[str, str]:
     found = {
         "compute_dtype float16": (training.compute_dtype == "float16", "use bfloat16"),
         f"the family {model.family}": (model.family not in ("gpt", "llama"), "remove fp8"),
-        f"the head {model.head}": (model.head != "language", "remove fp8"),
-        f"LoRA, and lora_rank is {model.lora_rank}": (model.lora_rank > 0, remove),
+        f"LoRA, and lora_rank is {model.lora_rank}": (
+            model.lora_rank > 0 and training.fp8 != "delayed",
+            "use --fp8 delayed, which keeps the scales of frozen weights",
+        ),
         "a teacher": (config.finetuning.teacher is not None, remove),
         f"experts, and num_experts is {model.num_experts}": (model.num_experts > 0, remove),
         f"latent attention, and kv_lora_rank is {model.kv_lora_rank}": (model.kv_lora_rank > 0, "remove fp8"),
         f"multi-token prediction, and mtp_num_layers is {model.mtp_num_layers}": (model.mtp_num_layers > 0, remove),
         f"the optimizer {config.optimizer.optimizer}": (config.optimizer.optimizer != "adamw", "use adamw"),
         "offload optimizer": (config.parallel.offload != "none", remove),
-        f"finetuning, and the task is {config.finetuning.task}": (config.finetuning.task != "none", "remove fp8"),
     }
     return {name: instead for name, (holds, instead) in found.items() if holds}
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mtjax.analysis.contract import LAYER_FORWARD, LAYER_PHASES
+from mtjax.config.adapters import ADAPTER
 from mtjax.config.float8 import UNQUANTIZED, unfit_products
 from mtjax.inspect.compiled import CompiledStep
 from mtjax.inspect.hlo_walk import Site
@@ -45,10 +46,10 @@ def float8_products(step: CompiledStep) -> Float8Products | None:
         if is_eight:
             eight += product.flops * site.count
             found, expected = found + site.count, expected + site.count
-        elif not (_has_weight(product) and phase in LAYER_PHASES and not _is_left(product, left)):
+        elif not (_has_weight(product) and phase in LAYER_PHASES) or _is_left(product, left) or _is_in(ADAPTER, site):
             continue
         forward[is_eight] += site.count if phase == LAYER_FORWARD else 0
-        if not is_eight and not _is_unquantized(site):
+        if not is_eight and not _is_in(UNQUANTIZED, site):
             expected += site.count
             missed.append(
                 f"{site.count} matmuls [{product.m},{product.k}] x [{product.k},{product.n}] in {phase} are of "
@@ -69,10 +70,10 @@ def _wrong_ends(step: CompiledStep, forward: Mapping[bool, int]) -> list[str]:
     ]
 
 
-def _is_unquantized(site: Site) -> bool:
-    """Returns whether it is in a layer that the config leaves in 16 bits."""
+def _is_in(scope: str, site: Site) -> bool:
+    """Returns whether an instruction, or a loop or fusion around it, is in a scope."""
     names = (s.instruction.op_name for s in (site, *site.callers))
-    return any(UNQUANTIZED in re.split(r"[/()]", name) for name in names)
+    return any(scope in re.split(r"[/()]", name) for name in names)
 
 
 def _has_weight(product: Product) -> bool:

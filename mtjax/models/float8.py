@@ -84,7 +84,9 @@ def quantize_products(model: Any, config: Config) -> None:
     training = config.training
     kind, left = E5M2 if training.fp8_format == "hybrid" else E4M3, unfit_products(config.model, num_shards("heads"))
     is_delayed = training.fp8 == "delayed"
-    recipe = Recipe(is_delayed, kind, gathers=is_delayed and sequence_is_sharded() and not left)
+    # Adapters read the same sequences in 16 bits.
+    gathers = is_delayed and sequence_is_sharded() and not left and not config.model.lora_rank
+    recipe = Recipe(is_delayed, kind, gathers=gathers)
     ends = (training.fp8_bf16_first_layers, training.fp8_bf16_last_layers)
     for stack in model.decoder_stacks:
         stack.recompute = replace(stack.recompute, unquantized=ends)

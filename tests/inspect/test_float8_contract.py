@@ -52,6 +52,16 @@ def test_matmuls_and_sequences_are_in_8_bits_on_h100(settings: dict[str, Any], t
 
 @needs_aot
 @pytest.mark.long
+def test_frozen_matrices_with_adapters_are_in_8_bits_and_adapters_are_not() -> None:
+    report = inspect(tiny(fp8="delayed", lora_rank=16, **SPLIT), find_target("h100x8"))
+    assert report.verdict.violations == ()
+    assert report.float8 is not None
+    # A frozen matrix has no gradient: 4 forward, 3 recomputed, 4 backward.
+    assert (report.float8.found, report.float8.expected) == (11 * 3 * 2,) * 2
+
+
+@needs_aot
+@pytest.mark.long
 def test_a_matmul_in_16_bits_is_a_violation_unless_its_sizes_are_no_multiples_of_16() -> None:
     settings = {"mesh": "2x4", "fp8": "delayed", "mlp_size": 88}
     report = inspect(tiny(**settings), find_target("h100x8"))

@@ -88,13 +88,15 @@ def losses(mesh: str, steps: int = 3, **fields: Any) -> tuple[list[float], Any, 
     return [each["loss"] for each in metrics], state, program
 
 
+"""Settings of the model, which a run on one device has too."""
 ENDS = {"fp8_bf16_first_layers", "fp8_bf16_last_layers"}
-SAME = {"num_kv_heads", "family", "position", "sequence_length", "num_layers", *ENDS}
+SAME = {"lora_rank", "num_kv_heads", "family", "position", "sequence_length", "num_layers", *ENDS}
 """Settings of the model, which a run on one device has too."""
 MESHES = [
     pytest.param("2x2", {"zero": 3, "sequence_parallel": True, "microbatch_size": 2}, id="zero 3, split sequences"),
     pytest.param("1x2", {"microbatch_size": 4}, id="accumulation", marks=pytest.mark.long),
     pytest.param("2x1", {"zero": 1}, id="zero 1", marks=pytest.mark.long),
+    pytest.param("2x2", {"sequence_parallel": True, "lora_rank": 4}, id="LoRA", marks=pytest.mark.long),
     pytest.param("1x2x1", {"microbatch_size": 2}, id="stages", marks=pytest.mark.long),
     pytest.param(
         "4x1",
@@ -173,15 +175,16 @@ def test_a_skipped_step_leaves_weights_scales_and_ages_as_they_were() -> None:
             "fp8_bf16_first_layers 1 does not support groups of layers",
         ),
         ({"compute_dtype": "float16"}, "does not support compute_dtype float16"),
+        ({"fp8_bf16_first_layers": 1, "lora_rank": 4}, "fp8_bf16_first_layers 1 does not support LoRA"),
         ({"family": "bert"}, "does not support the family bert"),
         ({"family": "t5"}, "does not support the family t5"),
         ({"family": "hybrid", "layer_pattern": "*-"}, "does not support the family hybrid"),
-        ({"lora_rank": 4}, "does not support LoRA"),
+        ({"fp8": "tensorwise", "lora_rank": 4}, "does not support LoRA, and lora_rank is 4: use --fp8 delayed"),
         ({"num_experts": 4}, "does not support experts"),
         ({"mtp_num_layers": 1, "family": "llama"}, "does not support multi-token prediction"),
         ({"optimizer": "muon"}, "does not support the optimizer muon"),
         ({"offload": "optimizer", "zero": 1}, "does not support offload optimizer"),
-        ({"task": "chat"}, "does not support finetuning, and the task is chat"),
+        ({"task": "chat", "teacher": "run"}, "does not support a teacher"),
     ],
 )
 def test_what_does_not_go_along_is_refused(fields: dict[str, Any], said: str) -> None:
