@@ -34,12 +34,13 @@ def float8_bytes(product: Product, rows: float, plan: Plan) -> float:
 
     As XLA compiles them for H100 (jax 0.10.2). The weight is cast forward and again backward, where it is also
     transposed. The gradient is read for its largest value, and cast in both orders; the input is read for its own.
-    Tensorwise scaling reads inputs and weights before each cast, too.
+    Tensorwise scaling reads inputs and weights before each cast, too. Rowwise scaling rounds each operand for each
+    matmul that reads it, and multiplies the results by scales.
     """
     if not is_float8(product, plan):
         return 0.0
-    weight, inputs = (8, 2) if plan.fp8 == "delayed" else (12, 8)
-    return weight * product.inner * product.outer + rows * (6 * product.outer + inputs * product.inner)
+    weight, inputs, outputs = {"delayed": (8, 2, 6), "tensorwise": (12, 8, 6), "rowwise": (19, 16, 18)}[plan.fp8]
+    return weight * product.inner * product.outer + rows * (outputs * product.outer + inputs * product.inner)
 
 
 def num_products(model: Model, plan: Plan) -> int:

@@ -21,6 +21,11 @@ def float8_problems(model: Model, plan: Plan) -> Iterator[str]:
                 f"{name} {layers} does not support pipeline parallelism, whose stages all run one program, and mesh "
                 f"{plan.mesh} has {plan.stages} stages: remove one of the two"
             )
+    if plan.fp8 == "rowwise" and plan.tensor_degree > 1:
+        yield (
+            f"fp8 rowwise does not support tensor parallelism, and mesh {plan.mesh} has {plan.tensor_degree} ranks: "
+            "ranks would multiply by scales of rows before they sum; use --fp8 delayed"
+        )
     left = unfit_products(model, plan.tensor_degree)
     if len(left) == len(FLOAT8_PRODUCTS):
         yield (

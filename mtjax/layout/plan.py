@@ -114,7 +114,7 @@ class Plan:
     """Full recompute of this many layers and none of the others; of all when None."""
     recompute_offload: bool = False
     """Whether saved layer inputs are offloaded to host memory."""
-    fp8: Literal["none", "tensorwise", "delayed"] = "none"
+    fp8: Literal["none", "tensorwise", "delayed", "rowwise"] = "none"
     """Recipe by which layers multiply in 8-bit floats."""
     fp8_format: Literal["hybrid", "e4m3"] = "hybrid"
     """Types of these: gradients are E5M2 or, as all else, E4M3."""

@@ -70,6 +70,10 @@ class Float8Product(nnx.Module):
         """Computes `x W`; see `ProductRule`."""
         if _is_unquantized.get():
             return product(dims, sharding, x, weight)
+        if self.recipe.by_rows:
+            from mtjax.sharding.float8_rows import rowwise_product
+
+            return rowwise_product(self.recipe, dims, sharding, x, weight)
         if self.scale is None or self.age is None:
             return float8_product(self.recipe, dims, sharding, x, weight, None)
         scales = Scales(varying_like(self.scale[...], x), varying_like(self.age[...], x))
@@ -86,7 +90,7 @@ def quantize_products(model: Any, config: Config) -> None:
     is_delayed = training.fp8 == "delayed"
     # Adapters read the same sequences in 16 bits.
     gathers = is_delayed and sequence_is_sharded() and not left and not config.model.lora_rank
-    recipe = Recipe(is_delayed, kind, gathers=gathers)
+    recipe = Recipe(is_delayed, kind, gathers=gathers, by_rows=training.fp8 == "rowwise")
     ends = (training.fp8_bf16_first_layers, training.fp8_bf16_last_layers)
     for stack in model.decoder_stacks:
         stack.recompute = replace(stack.recompute, unquantized=ends)

@@ -26,6 +26,19 @@ TWO_ENDS = {"fp8_bf16_first_layers": 2, "fp8_bf16_last_layers": 1}
         pytest.param({"fp8": "delayed", **SPLIT}, 2, id="delayed, split sequences"),
         pytest.param({"fp8": "tensorwise", **SPLIT}, 2, id="tensorwise", marks=pytest.mark.long),
         pytest.param(
+            {
+                "mesh": "8x1",
+                "zero": 3,
+                "microbatch_size": 1,
+                "fp8": "rowwise",
+                "num_layers": 4,
+                "fp8_bf16_last_layers": 1,
+            },
+            1,
+            id="rowwise, ZeRO-3",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
             {"fp8": "delayed", **SPLIT, "fp8_bf16_first_layers": 1}, 2, id="a layer in 16 bits", marks=pytest.mark.long
         ),
         pytest.param(

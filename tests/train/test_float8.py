@@ -16,6 +16,7 @@ from mtjax.layout.layouts import TENSOR
 from mtjax.models.sharded_model import ShardedModel
 from mtjax.sharding.axes import use_rules
 from mtjax.sharding.float8 import E4M3, E5M2, LOWEST, Recipe, Scales, float8_product, quantized
+from mtjax.sharding.float8_rows import rowwise_product
 from mtjax.train.float8 import next_states, split
 from tests.tiny import batch_of, mesh_of, program_of, run_steps, tiny_config
 
@@ -60,6 +61,30 @@ def test_a_product_and_its_gradients_are_those_of_numpys_rounded_operands_bit_by
         rows = np.asarray(counts.age).reshape(4, 2, 96)[:, 0]
         np.testing.assert_array_equal(rows.argmax(-1) + LOWEST, np.asarray(found))
         np.testing.assert_array_equal(np.asarray(counts.age).sum(-1), 1)
+
+
+@pytest.mark.parametrize("kind", [E4M3, E5M2])
+def test_a_product_with_a_scale_for_each_row_is_that_of_numpys_rounded_operands_bit_by_bit(kind: Any) -> None:
+    rng = np.random.default_rng(0)
+    sizes = {"x": (2, 8, 4, 8), "w": (4, 8, 2, 8), "g": (2, 8, 2, 8)}
+    x, w, g = (rng.integers(-200, 200, shape).astype(np.float32) for shape in sizes.values())
+    x *= 2.0 ** rng.integers(-3, 3, (2, 8, 1, 1))  # rows of other sizes
+    w, g = w * 2.0 ** rng.integers(-12, -8, (1, 1, 2, 8)).astype(np.float32), g / 2**20
+    w[:, :, 1, 2] = 0
+    with jax.set_mesh(mesh_of("1x1")):
+        dims = ("ab", "cd", "ef")
+        spec = PartitionSpec(None, None, None, None)
+        y, pull = jax.vjp(
+            lambda x, w: rowwise_product(Recipe(False, kind), dims, spec, x, w), *map(jnp.asarray, (x, w))
+        )
+        dx, dw = pull(jnp.asarray(g))
+    tall, flat, wide = x.reshape(16, 32), w.reshape(32, 16), g.reshape(16, 16)
+    known, g_kind = ml_dtypes.float8_e4m3fn, np.dtype(kind).type
+    by_row = lambda a, kind: np.stack([rounded(row, kind, scale_of(row, kind)) for row in a])  # noqa: E731
+    by_column = lambda a, kind: by_row(a.T, kind).T  # noqa: E731
+    np.testing.assert_array_equal(y, (by_row(tall, known) @ by_column(flat, known)).reshape(y.shape))
+    np.testing.assert_array_equal(dx, (by_row(wide, g_kind) @ by_row(flat, known).T).reshape(dx.shape))
+    np.testing.assert_array_equal(dw, (by_column(tall, known).T @ by_column(wide, g_kind)).reshape(dw.shape))
 
 
 def _sharded(x: Any, w: Any, g: Any) -> list[tuple[Any, PartitionSpec]]:
@@ -168,6 +193,7 @@ def test_a_skipped_step_leaves_weights_scales_and_ages_as_they_were() -> None:
         ({"fp8": "none", "fp8_format": "e4m3"}, "fp8_format is e4m3, and fp8 is none"),
         ({"fp8": "none", "fp8_amax_history": 8}, "fp8_amax_history is 8, and fp8 is none"),
         ({"fp8": "tensorwise", "fp8_amax_history": 8}, "fp8 tensorwise has no history"),
+        ({"fp8": "rowwise", "fp8_amax_history": 8}, "fp8 rowwise has no history"),
         ({"fp8": "none", "fp8_bf16_last_layers": 1}, "fp8_bf16_last_layers is 1, and fp8 is none"),
         ({"fp8_bf16_first_layers": 1, "fp8_bf16_last_layers": 1}, "leave none of the 2 layers in 8 bits"),
         (
