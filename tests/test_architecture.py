@@ -32,17 +32,8 @@ ARROWS: dict[str, set[str]] = {
         for part in (
             *("axes", "context", "experts", "vocab", "vocab_embedding", "distillation", "trainable"),
             "vocab_weighted",
-            *(
-                "prefetch",
-                "flash",
-                "kv_heads",
-                "stored_weight",
-                "no_hoist",
-                "param_comm",
-                "unstack",
-                "float8",
-                "float8_rows",
-            ),
+            *("prefetch", "flash", "kv_heads", "stored_weight", "no_hoist", "param_comm", "unstack"),
+            *("float8", "float8_rows"),
         )
     },
     "data": BASE,

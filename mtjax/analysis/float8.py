@@ -117,6 +117,13 @@ def _tensorwise(anatomy: Anatomy, plan: Plan) -> list[Expectation]:
     ]
 
 
+def float8_state_bytes(anatomy: Anatomy, plan: Plan) -> tuple[float, float]:
+    """Returns the bytes of delayed scaling's states on a rank, float32, and of the gradients that count for them."""
+    symbols = float8_symbols(anatomy, plan)
+    ages, scales = symbols.get("float8_counts", 0), 3 * symbols.get("float8_exponents", 0) // (2 * EXPONENTS)
+    return 4.0 * (ages + scales), 4.0 * ages
+
+
 def float8_symbols(anatomy: Anatomy, plan: Plan) -> dict[str, int]:
     """Returns the symbols of the formulas above, of a rank."""
     ends = {"unquantized_layers": sum(plan.fp8_ends)} if any(plan.fp8_ends) else {}

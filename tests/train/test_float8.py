@@ -9,10 +9,13 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from mtjax.analysis.families.registry import anatomy_of
+from mtjax.analysis.float8 import float8_state_bytes
 from mtjax.config import replace
 from mtjax.config.checks import validate
 from mtjax.errors import UserError
 from mtjax.layout.layouts import TENSOR
+from mtjax.layout.plan import Plan
 from mtjax.models.sharded_model import ShardedModel
 from mtjax.sharding.axes import use_rules
 from mtjax.sharding.float8 import E4M3, E5M2, LOWEST, Recipe, Scales, float8_product, quantized
@@ -138,12 +141,15 @@ def test_losses_of_delayed_scaling_do_not_depend_on_the_mesh(mesh: str, fields: 
     fields = {"num_kv_heads": 4, "family": "llama", **fields} if mesh == "2x2" else fields
     alone = {name: value for name, value in fields.items() if name in SAME}
     expected, state, _ = losses("1x1", fp8="delayed", **alone)
-    found, other, _ = losses(mesh, fp8="delayed", **fields)
+    found, other, program = losses(mesh, fp8="delayed", **fields)
     plain, _, _ = losses("1x1", **{name: value for name, value in alone.items() if name not in ENDS})
     assert found == pytest.approx(expected, rel=1e-5)
     assert max(abs(a / b - 1) for a, b in zip(expected, plain, strict=True)) > 1e-6  # something was rounded
     scales = [jax.tree.map(np.asarray, split(s.parameters)[1]) for s in (state, other)]
     jax.tree.map(np.testing.assert_array_equal, *scales)
+    held = sum(a.addressable_shards[0].data.nbytes for a in jax.tree.leaves(split(other.parameters)[1]))
+    model, plan = program.config.model, Plan.of(program.config, program.shape)
+    assert held == float8_state_bytes(anatomy_of(model), plan)[0]
 
 
 def test_a_scale_fits_the_largest_value_of_the_last_steps_and_remains_where_there_is_none() -> None:
