@@ -43,8 +43,10 @@ train: $(VENV)/core
 	$(BIN)/mtjax train $(ARGS)
 
 # Each worker is a process with its own compiled programs: tests/conftest.py says which tests of `make test` share some.
+# Bytecode is written, whatever the environment says: hundreds of processes would compile the package, and each worker
+# rewrite the assertions of all tests.
 WORKERS ?= 2
-PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --durations=10 --durations-min=1
+PYTEST = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --durations=10 --durations-min=1
 
 test: $(VENV)/dev
 	$(PYTEST) --dist loadgroup --no-loadscope-reorder -m 'not (long or exhaustive or aot or torch)' --ignore tests/parity $(ARGS)

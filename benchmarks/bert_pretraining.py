@@ -41,9 +41,9 @@ from mtjax.config import Config
 from mtjax.data.samples.split import Split
 from mtjax.layout.mesh import parse_mesh
 from mtjax.runtime.checkpoints.weights import find_weights, restore_weights
+from mtjax.runtime.devices import attach_devices
 from mtjax.sharding.axes import use_rules
-from mtjax.sharding.mesh import attach_devices
-from mtjax.sharding.placement import global_batch
+from mtjax.sharding.global_batch import global_batch
 from mtjax.train.observability.metrics import read_metrics
 from mtjax.train.step import TrainStep, make_train_step
 

@@ -23,8 +23,8 @@ from train_step import processor
 from mtjax.layout.layouts import TENSOR
 from mtjax.layout.mesh import parse_mesh
 from mtjax.models.dropout import dropout
+from mtjax.runtime.devices import attach_devices
 from mtjax.sharding.axes import use_rules
-from mtjax.sharding.mesh import attach_devices
 
 RATE = 0.1
 REPEATS = 9

@@ -43,8 +43,8 @@ from mtjax.inspect import hlo
 from mtjax.inspect.hlo_walk import walk
 from mtjax.layout.mesh import parse_mesh
 from mtjax.layout.timetable import Timetable, timetable
-from mtjax.sharding.mesh import attach_devices
-from mtjax.sharding.placement import global_batch
+from mtjax.runtime.devices import attach_devices
+from mtjax.sharding.global_batch import global_batch
 from mtjax.train.step import TrainStep, make_train_step
 
 DATA, STAGES = 2, 4

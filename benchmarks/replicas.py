@@ -21,7 +21,7 @@ from train_step import surroundings
 
 from mtjax.config import replace
 from mtjax.layout.mesh import parse_mesh
-from mtjax.sharding.mesh import attach_devices
+from mtjax.runtime.devices import attach_devices
 from mtjax.train.observability.corruption_checks import CorruptionChecks
 from mtjax.train.step import make_train_step
 

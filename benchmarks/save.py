@@ -25,8 +25,8 @@ from mtjax.config import Config, replace
 from mtjax.layout.mesh import parse_mesh
 from mtjax.runtime.checkpoints.checkpoint import Checkpoints, fingerprints
 from mtjax.runtime.checkpoints.local import LocalCheckpoints
-from mtjax.sharding.mesh import attach_devices
-from mtjax.sharding.placement import global_batch
+from mtjax.runtime.devices import attach_devices
+from mtjax.sharding.global_batch import global_batch
 from mtjax.train.step import State, TrainStep, make_train_step
 
 MESH = "2x4"

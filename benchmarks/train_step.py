@@ -106,8 +106,8 @@ def run_mtjax(config: Config, steps: int) -> dict[str, Any]:
     import jax
 
     from mtjax.layout.mesh import parse_mesh
-    from mtjax.sharding.mesh import attach_devices
-    from mtjax.sharding.placement import global_batch
+    from mtjax.runtime.devices import attach_devices
+    from mtjax.sharding.global_batch import global_batch
     from mtjax.train.observability.metrics import device_memory
     from mtjax.train.step import make_train_step
 

@@ -39,8 +39,8 @@ from mtjax.inspect.products import count_flops
 from mtjax.layout.mesh import parse_mesh
 from mtjax.models.layer_context import RESIDUAL, LayerContext
 from mtjax.models.sharded_model import ShardedModel
+from mtjax.runtime.devices import attach_devices
 from mtjax.sharding.axes import spec, use_rules
-from mtjax.sharding.mesh import attach_devices
 
 LAYERS, HIDDEN, SEQUENCE, BATCH = 2, 512, 512, 2
 MODEL: dict[str, Any] = {

@@ -30,10 +30,12 @@ os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 
 import hypothesis
 import jax
+import numpy as np
 import pytest
+from orbax.checkpoint._src.serialization import replica_slices
 
 from mtjax.cli import GARBAGE
-from mtjax.sharding.mesh import THREADS_PER_DEVICE
+from mtjax.runtime.devices import THREADS_PER_DEVICE
 from tests import assembler
 
 gc.set_threshold(*GARBAGE)
@@ -70,6 +72,23 @@ def group_of(path: str) -> int:
             if wanted in members:
                 return number
     return len(GROUPS)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def sliced_by_numpy() -> Iterator[None]:
+    """Orbax cuts what several devices hold, so that each writes a part: on CPUs a copy, for which it compiles a program
+    of each shape, place and device, a hundred for a tiny run's first checkpoint."""
+
+    def data(part: Any) -> Any:
+        whole, cut = part.unsliced_data, part.slice_args
+        if cut is None:
+            return whole
+        place = (*[slice(None)] * cut.axis, slice(cut.start_index, cut.limit_index))
+        return jax.device_put(np.asarray(whole)[place], whole.sharding)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replica_slices.ReplicaSlice, "data", data)
+        yield
 
 
 @pytest.fixture(scope="module")

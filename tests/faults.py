@@ -35,6 +35,63 @@ class Fault:
 
 
 FAULTS = (
+    # --- neighbours of chunks
+    Fault(
+        "neighbours: chunks of documents that a sample reads are found",
+        "kept = ~np.isin(database.documents(candidates), own[sample])",
+        "kept = np.ones(len(candidates), bool)",
+        "retrieval",
+        "test_a_run_reads_the_nearest_chunks",
+    ),
+    Fault(
+        "neighbours: a document that ends is read again from the chunk on",
+        "return self.corpora[corpus].get(sequence, offset, size)",
+        "return np.resize(self.corpora[corpus].get(sequence, offset, size), count * self.chunk)",
+        "retrieval",
+        "test_a_run_reads_the_nearest_chunks",
+    ),
+    Fault(
+        "neighbours: validation text is searched, too",
+        "parts.append(Part(each.rows, first - base, last - base, base))",
+        "parts.append(Part(each.rows, 0, len(each.rows), base))",
+        "retrieval",
+        "test_a_run_reads_the_nearest_chunks",
+    ),
+    Fault(
+        "neighbours: overlap is looked for in the chunk itself",
+        "following = tokens[sample, (place + 1) * chunk : (place + 2) * chunk]",
+        "following = tokens[sample, place * chunk : (place + 1) * chunk]",
+        "retrieval",
+        "test_neighbours_that_say_what_comes_next",
+    ),
+    Fault(
+        "neighbours: places of a second file are those of the first",
+        "return np.where(places < 0, -1, chunks[part] + places - begins[part])",
+        "return np.where(places < 0, -1, chunks[part] + places)",
+        "retrieval",
+        "test_exact_search_equals_float64",
+    ),
+    Fault(
+        "neighbours: another order of samples is accepted",
+        "if made.order != run.order:",
+        "if False:",
+        "retrieval",
+        "test_neighbours_of_another_run",
+    ),
+    Fault(
+        "neighbours: another job goes on with an interrupted one's rows",
+        'rows = int(saved["rows"]) if saved["identity"] == self._identity else 0',
+        'rows = int(saved["rows"])',
+        "retrieval",
+        "test_a_file_of_rows",
+    ),
+    Fault(
+        "neighbours: no more are searched where too many were dropped",
+        "short.append(query)",
+        "pass",
+        "retrieval",
+        "test_more_are_searched",
+    ),
     # --- 8-bit floats
     Fault(
         "8-bit floats: an infinite value becomes the largest number",
@@ -108,6 +165,20 @@ FAULTS = (
         "test_a_blend_is_compared_by_its_shares",
     ),
     # --- hybrid models
+    Fault(
+        "state space: decays have the type of the inputs",
+        "triangle, rate * a, precision=HIGHEST)",
+        "triangle, rate * a, precision=HIGHEST).astype(x.dtype).astype(jnp.float32)",
+        "models",
+        "test_errors_are_a_few_roundings_also_after_many_chunks",
+    ),
+    Fault(
+        "hybrid models: Megatron's shares of layers are placed elsewhere",
+        'is_end = old == "M" and left < 0.5',
+        'is_end = old == "M" and left < 1.5',
+        "convert",
+        "test_settings",
+    ),
     Fault(
         "a state passes from one document to the next within a chunk",
         "left = jnp.where((self.segments == self.segments[:, :, -1:])[..., None, None], left, 0)",

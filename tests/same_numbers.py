@@ -16,7 +16,7 @@ from mtjax.layout.stages import order_of
 from mtjax.models.families.distilled import HARD, SOFT
 from mtjax.models.routers import LOAD, LOST, ROUTER_AUX_LOSS, Z_LOSS
 from mtjax.models.sharded_model import ShardedModel
-from mtjax.sharding.placement import global_batch
+from mtjax.sharding.global_batch import global_batch
 from mtjax.train.step import TrainStep
 from tests.tiny import host_batch, initial_state
 

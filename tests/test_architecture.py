@@ -31,9 +31,8 @@ ARROWS: dict[str, set[str]] = {
         f"sharding.{part}"
         for part in (
             *("axes", "context", "experts", "vocab", "vocab_embedding", "distillation", "trainable"),
-            "vocab_weighted",
+            *("vocab_weighted", "stacked_collectives", "float8", "float8_rows"),
             *("prefetch", "flash", "kv_heads", "stored_weight", "no_hoist", "param_comm", "unstack"),
-            *("float8", "float8_rows"),
         )
     },
     "data": BASE,
@@ -43,10 +42,10 @@ ARROWS: dict[str, set[str]] = {
     "inspect": BASE | {"layout", "analysis", "sharding", "models", "runtime", "train", "plan"},
 }
 """Package -> what it may import beside itself. Tools, which stand on these, may import all of them."""
-TOOLS = {"evaluate", "finetune", "generate", "serve", "convert", "launch", "compile"}
+TOOLS = {"evaluate", "retrieval", "finetune", "generate", "serve", "convert", "launch", "compile"}
 COMMANDS = "commands"
 """The only package that may import all others, and that no other imports but for `python -m mtjax.NAME`."""
-PLACES_MODELS = {"models.sharded_model"}
+PLACES_MODELS = {"models.sharded_model", "models.final_hidden_states"}
 """Where models meet the mesh."""
 
 IN_MODELS = (
@@ -55,18 +54,21 @@ IN_MODELS = (
         "mixers",
         "layer",
         "stack",
+        "interleaved",
         "pattern_stacks",
+        "retro_stacks",
         "trunk",
         "prediction",
         "pipeline_model",
         "families",
         "sharded_model",
+        "final_hidden_states",
     ),
 )
 """Inside models each imports those before it; the files that are not named here import none of these."""
 IN_LAYOUT = (
     *("rules", "mesh", "layouts", "optimizer_states", "timetable", "attention_kernel", "stacks", "plan", "stages"),
-    *("width", "float8", "hybrid", "divisibility"),
+    *("width", "float8", "hybrid", "retro", "divisibility"),
 )
 """And inside layout."""
 IN_ANALYSIS = ("contract", "parts", "anatomy", "families")
@@ -171,13 +173,13 @@ CORE = {
     "sharding": (
         *("mesh", "axes", "param_specs", "placement", "param_comm", "stored_weight", "vocab", "vocab_embedding"),
         *("kv_heads", "no_hoist", "manual_region", "microbatch_schedule", "accumulate", "grad_accumulation", "unstack"),
-        *("reduction", "zero", "stacked_collectives", "prefetch", "prefetch_loop", "trainable", "gradients"),
+        *("reduction", "zero", "stacked_collectives", "trainable", "gradients"),
     ),
     "models": (
         *("linear", "project", "norms", "rotary", "activations", "dropout", "threefry", "unhoisted", "of_layer"),
         *("embedding", "vocabulary", "layer_context", "kernels.options", "kernels.xla", "mixers.mixer"),
-        *("mixers.attention", "mixers.mlp", "mixers.registry", "layer", "recompute", "stack", "trunk", "routers"),
-        *("families.gpt", "families.registry", "pipeline_model", "sharded_model"),
+        *("mixers.attention", "mixers.mlp", "mixers.registry", "layer", "recompute", "stack", "trunk"),
+        *("families.gpt", "families.registry", "sharded_model"),
     ),
     "train": ("precision", "schedule", "optimizer", "nonfinite_steps", "step"),
 }

@@ -330,11 +330,21 @@ def as_toml(content: Any) -> str:
 
 
 @pytest.mark.long
-@settings(max_examples=500, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=120, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(case=CASES)
 def test_whatever_is_typed_ends_with_a_sentence(case: tuple[str, str, Any], tmp_path_factory: Any) -> None:
     """In this process, without devices or training: code 0, or 2 and one line that begins with `error:`."""
-    folder = tmp_path_factory.getbasetemp()
+    check_typed(case, tmp_path_factory.getbasetemp())
+
+
+@pytest.mark.exhaustive
+@settings(max_examples=2000, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(case=CASES)
+def test_thousands_of_cases_end_with_a_sentence(case: tuple[str, str, Any], tmp_path_factory: Any) -> None:
+    check_typed(case, tmp_path_factory.getbasetemp())
+
+
+def check_typed(case: tuple[str, str, Any], folder: Path) -> None:
     with patience(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()) as complained:
         try:
             code = run_case(*case, folder)

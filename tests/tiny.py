@@ -15,12 +15,13 @@ from mtjax.layout.layouts import TENSOR
 from mtjax.layout.mesh import parse_mesh
 from mtjax.models.families.bert import BERT
 from mtjax.models.families.gpt import GPT
+from mtjax.models.families.retro import Retro
 from mtjax.sharding.accumulate import Accumulate
+from mtjax.sharding.global_batch import global_batch
 from mtjax.sharding.gradients import distributed_gradients
 from mtjax.sharding.manual_region import ManualRegion
 from mtjax.sharding.mesh import make_mesh
 from mtjax.sharding.param_specs import param_specs
-from mtjax.sharding.placement import global_batch
 from mtjax.sharding.reduction import Reduction
 from mtjax.train.step import State, TrainStep, make_train_step
 
@@ -119,7 +120,7 @@ forget_programs = _program.cache_clear
 def host_batch(config: Config, step: int) -> dict[str, np.ndarray]:
     """Random tokens of one step, as the config's family reads them; the same for every mesh."""
     size = config.training.global_batch_size
-    kinds = {"bert": bert_batch, "t5": t5_batch}
+    kinds = {"bert": bert_batch, "t5": t5_batch, "retro": retro_batch}
     batch = kinds.get(config.model.family, gpt_batch)(config, np.random.default_rng(step))
     return batch | {"sample_index": np.arange(step * size, (step + 1) * size, dtype=np.uint32)}
 
@@ -144,6 +145,13 @@ def gpt_batch(config: Config, random: np.random.Generator) -> dict[str, np.ndarr
         batch["padding_mask"] = is_text.astype(np.int32)
         batch["loss_mask"] *= is_text
     return {name: batch[name] for name in names}
+
+
+def retro_batch(config: Config, random: np.random.Generator) -> dict[str, np.ndarray]:
+    """A GPT's, and neighbours of random tokens."""
+    batch, wanted = gpt_batch(config, random), Retro.batch_arrays(config)["neighbours"].shape
+    shape = (config.training.global_batch_size, *wanted)
+    return batch | {"neighbours": random.integers(0, config.model.vocab_size, shape).astype(np.int32)}
 
 
 def bert_batch(config: Config, random: np.random.Generator) -> dict[str, np.ndarray]:

@@ -20,7 +20,7 @@ from gpu_kit.page import page
 from gpu_kit.parts import chosen, work
 from gpu_kit.runner import CHILD, REHEARSE, run_parts
 from mtjax.errors import UserError
-from mtjax.sharding.mesh import has_gpu
+from mtjax.runtime.devices import has_gpu
 
 
 def main(description: str) -> None:

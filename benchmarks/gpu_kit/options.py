@@ -12,7 +12,7 @@ class Options:
 
     only: tuple[str, ...] = ()
     """Parts to run, by name; * is a wildcard: --only machine "speed gpt2-*"."""
-    minutes: float = 7.5
+    minutes: float = 15.0
     """Time limit in minutes for all parts."""
     out: Path | None = None
     """Folder for the results instead of benchmarks/results."""

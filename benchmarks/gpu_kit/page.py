@@ -18,7 +18,9 @@ def page(document: Mapping[str, Any]) -> str:
         speeds(parts),
         *(causes(name, answer) for name, answer in parts.items() if answer.get("causes")),
         numbers(parts.get("numbers", {})),
+        features(parts.get("features", {})),
         resumed(parts.get("resume", {})),
+        commands(parts.get("commands", {})),
         collectives(parts.get("collectives", {})),
         meshes(parts.get("meshes", {})),
         states(parts),
@@ -124,6 +126,29 @@ def numbers(answer: Answer) -> str:
     if twice := answer.get("deterministic"):
         lines.append(f"`--deterministic`, three steps twice, bit-identical: {_verdict(twice['ok'])}.")
     return "## Numbers\n\n" + "\n".join(lines)
+
+
+def features(answer: Answer) -> str:
+    """Formats each feature's error with its limit, or why it failed."""
+    rows = [
+        (row["feature"], row["attention"], f"{row['error']:.2e}", f"{row['limit']:.2e}", _verdict(row["ok"]))
+        if row["error"] is not None
+        else (row["feature"], "-", row["why"], "-", _verdict(row["ok"]))
+        for row in answer.get("features", ())
+    ]
+    heads = ("feature", "attention", "error", "limit", "")
+    return "## Gradients of features, in bfloat16\n\n" + table(heads, rows) if rows else ""
+
+
+def commands(answer: Answer) -> str:
+    """Formats what commands found on the GPU and on the CPU."""
+    if "texts" not in answer:
+        return ""
+    rows = [(name, f"{value:.6f}") for name, value in answer["perplexities"].items()]
+    rows += [(name, " ".join(text.split())[:60]) for name, text in answer["texts"].items()]
+    rows += [(f"{name}, failed", why) for name, why in answer["failed"].items()]
+    same = f"The same perplexity and greedy text on GPU and CPU: {_verdict(answer.get('ok', False))}."
+    return f"## Commands\n\n{table(('command', 'perplexity or text'), rows)}\n\n{same}"
 
 
 def resumed(answer: Answer) -> str:

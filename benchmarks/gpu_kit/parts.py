@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from importlib import import_module
 from typing import Any
 
 from gpu_kit.child import Child
@@ -10,6 +11,8 @@ from gpu_kit.shapes import REHEARSED, SHAPES
 from mtjax.errors import UserError
 
 OURS, THEIRS = "mtjax", "torch"
+SINGLE = ("machine", "numbers", "features", "resume", "commands")
+"""Parts of one process, which are modules of this package."""
 
 
 @dataclass(frozen=True)
@@ -24,20 +27,24 @@ class Part:
     least_gpus: int = 1
 
 
-def _speed(model: str, budget: float) -> Part:
-    return Part(f"speed {model}", budget, (f"{THEIRS} {model}", f"{OURS} {model}"))
+def _speed(model: str, budget: float, *, alone: bool = False) -> Part:
+    return Part(f"speed {model}", budget, (*(() if alone else (f"{THEIRS} {model}",)), f"{OURS} {model}"))
 
 
 PARTS = (
     Part("machine", 60, ("machine",)),
-    Part("numbers", 120, ("numbers",)),
+    Part("numbers", 200, ("numbers",)),
     _speed("gpt2-1.2b", 150),
+    Part("features", 200, ("features",)),
     Part("resume", 100, ("resume",)),
     Part("collectives", 90, ("collectives",), least_gpus=2),
     Part("meshes", 240, ("meshes",), least_gpus=2),
     _speed("llama-1b", 130),
     _speed("gpt2-medium", 100),
     _speed("gpt2-small", 90),
+    _speed("llama-1b-fp8", 100, alone=True),
+    _speed("gpt2-medium-loop", 80, alone=True),
+    Part("commands", 100, ("commands",)),
     _speed("gpt2-xl", 150),
 )
 
@@ -60,18 +67,8 @@ def work(child: Child, machine: Mapping[str, Any]) -> dict[str, Any]:
     """Runs the work that the process is named after, importing only the modules that it needs."""
     kind, _, model = child.name.partition(" ")
     memory = float(machine.get("memory", 0.0))
-    if kind == "machine":
-        from gpu_kit import machine as about
-
-        return about.run(child)
-    if kind == "numbers":
-        from gpu_kit import numbers
-
-        return numbers.run(child)
-    if kind == "resume":
-        from gpu_kit import resume
-
-        return resume.run(child)
+    if kind in SINGLE:
+        return import_module(f"gpu_kit.{kind}").run(child)
     if kind == THEIRS:
         from gpu_kit import speed_torch
 

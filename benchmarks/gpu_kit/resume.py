@@ -44,11 +44,7 @@ def run(child: Child) -> dict[str, Any]:
       UserError: a run failed.
     """
     folder = child.folder / "runs"
-    folder.mkdir()
-    chance = random.Random(0)
-    words = ["".join(chance.choices("abcdefghij", k=chance.randint(2, 7))) for _ in range(150)]
-    (folder / "text.txt").write_text("\n\n".join(" ".join(chance.choices(words, k=60)) for _ in range(200)))
-    (folder / "tiny.toml").write_text(MODEL)
+    write_inputs(folder)
     uninterrupted = train(folder, "whole")
     if uninterrupted.wait():
         raise UserError(f"the uninterrupted run failed: {last_line(folder / 'whole.log')}")
@@ -63,6 +59,15 @@ def run(child: Child) -> dict[str, Any]:
     resumed = [line for line in (folder / "killed.log").read_text().splitlines() if line.startswith("resumed from")]
     ok = ends[0] == ends[1] and bool(ends[0]["fingerprints"]) and bool(resumed)
     return {"ok": ok, "steps": STEPS, "said": resumed, "losses": ends[0]["losses"][-1:], "same": ends[0] == ends[1]}
+
+
+def write_inputs(folder: Path) -> None:
+    """Makes a folder with a random text and the model's config."""
+    folder.mkdir()
+    chance = random.Random(0)
+    words = ["".join(chance.choices("abcdefghij", k=chance.randint(2, 7))) for _ in range(150)]
+    (folder / "text.txt").write_text("\n\n".join(" ".join(chance.choices(words, k=60)) for _ in range(200)))
+    (folder / "tiny.toml").write_text(MODEL)
 
 
 def train(folder: Path, name: str, *options: str) -> "subprocess.Popen[bytes]":

@@ -34,6 +34,8 @@ SHAPES = {
         Shape("gpt2-medium", "gpt2-medium", (16, 32)),
         Shape("gpt2-small", "gpt2-small", (32, 64)),
         Shape("gpt2-xl", "gpt2-xl", (8, 16)),
+        Shape("llama-1b-fp8", "llama2-7b", (4, 8), changes=_LLAMA_1B | {"sequence_length": 4096, "fp8": "delayed"}),
+        Shape("gpt2-medium-loop", "gpt2-medium", (16, 32), changes={"unroll_layers": False}),
     )
 }
 """Shapes in order of importance."""

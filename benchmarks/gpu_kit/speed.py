@@ -19,8 +19,9 @@ from mtjax.inspect.measured import measure
 from mtjax.inspect.report import Report, report
 from mtjax.inspect.targets import running_target
 from mtjax.layout.mesh import parse_mesh
-from mtjax.sharding.mesh import attach_devices
-from mtjax.sharding.placement import global_batch
+from mtjax.runtime.devices import attach_devices
+from mtjax.runtime.xla_options import traced
+from mtjax.sharding.global_batch import global_batch
 from mtjax.train.observability.metrics import device_memory
 from mtjax.train.step import make_train_step
 
@@ -62,6 +63,11 @@ def time_run(config: Config, child: Child, *, waits: bool = True) -> dict[str, A
         peak = predicted.time.tflops / predicted.time.mfu
         found["mfu"] = found["tflops"] / peak
     child.answer(found)
+    # Programs of their own, without CUDA graphs, whose operations a trace does not name.
+    program = make_train_step(config, mesh)
+    program.xla = traced(program.xla, mesh.local_devices[0])
+    predicted = report(compile_program(program, running_target(mesh)))
+    step()
     found |= trace(step, lambda: jax.block_until_ready(results), predicted)
     return found
 

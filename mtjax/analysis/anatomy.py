@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from mtjax.analysis.parts.part import Part, Weight
 from mtjax.config import Model
+from mtjax.config.sizes import layer_parallel
 from mtjax.layout.layouts import LAYERS
 from mtjax.layout.stacks import LayerStack
 
@@ -25,7 +26,7 @@ class Stack(LayerStack):
     @classmethod
     def of(cls, stack: LayerStack, model: Model, *parts: Part, norms_outputs: bool = False) -> "Stack":
         """Returns a model's stack with the components of a layer."""
-        rest = {"hidden": model.hidden_size, "parts": parts, "parallel": model.parallel_residual}
+        rest = {"hidden": model.hidden_size, "parts": parts, "parallel": layer_parallel(model, stack.path)}
         return cls(**vars(stack), **rest, norms_outputs=norms_outputs)
 
     @property

@@ -91,10 +91,13 @@ def _contract(
     for stack, part in anatomy.layer_parts():
         needed = part not in stack.unread or not drops_last
         before = stack.parts[: stack.parts.index(part)]
-        learns = _learns_below(anatomy) or any(is_trainable(anatomy.model, w.name) for p in before for w in p.weights)
+        learns = any(is_trainable(anatomy.model, w.name) for p in before for w in p.weights)
+        learns |= _learns_below(anatomy) or _is_above_others(anatomy, stack)
         turns = section_ticks(anatomy, stack) if pipeline else "microbatches"
         inside = replace(ends, turns=turns, forward_turns=f"2*{turns}" if pipeline == "recomputed" else turns)
-        lines += part.collectives(replace(inside, side=stack.side, needed_again=needed, learns_before=learns))
+        lines += part.collectives(
+            replace(inside, side=stack.side, of=stack.stream, needed_again=needed, learns_before=learns)
+        )
     lines += prediction_lines(anatomy, ends, drops_last=drops_last)
     staged = [STAGE] if pipeline else []
     sharing = [axis for axis in AXES if axis in layout.rules.shared_work]
@@ -116,8 +119,7 @@ def _contract(
     lines += over_stage_lines(anatomy, layout, scattered, wire) if pipeline else []
     name = layout.name if is_decoder(anatomy.model) else f"{anatomy.model.family}, {layout.name}"
     name = f"{name} + LoRA" if anatomy.model.lora_rank else name
-    name = f"{name} + teacher" if distils else name
-    return Contract(name, sum_expectations(lines), split=("heads", "mlp", "vocab"))
+    return Contract(f"{name} + teacher" if distils else name, sum_expectations(lines), split=("heads", "mlp", "vocab"))
 
 
 def over_stage_lines(anatomy: Anatomy, layout: Layout, scattered: bool, wire: Dtype = "float32") -> list[Expectation]:
@@ -149,6 +151,11 @@ def over_stage_lines(anatomy: Anatomy, layout: Layout, scattered: bool, wire: Dt
 def _learns_below(anatomy: Anatomy) -> bool:
     """Whether anything below the layers is trained."""
     return any(is_trainable(anatomy.model, weight.name) for part in anatomy.embed for weight in part.weights)
+
+
+def _is_above_others(anatomy: Anatomy, stack: Stack) -> bool:
+    """Whether layers of another stack, which have trained parameters, are always below those of this one."""
+    return stack is not anatomy.stacks[0] and stack.among is not None and 0 not in stack.numbers
 
 
 def over_ranks_lines_of_experts(
@@ -256,7 +263,8 @@ def symbols_of(anatomy: Anatomy, plan: Plan) -> Symbols:
     """Returns the values of the formulas' symbols for a plan; in a pipeline, of the stage with the most parameters."""
     model, every = anatomy.model, peak_stage_counts(anatomy, plan)
     held = every.shared
-    adapters, in_turn = trainable_counts(anatomy, plan), plan.chunks if plan.is_staged else 1
+    trained, in_turn = trainable_counts(anatomy, plan), plan.chunks if plan.is_staged else 1
+    adapters = trained.shared
     symbols = {
         "microbatches": plan.microbatches,
         "batch": plan.microbatch_size,
@@ -281,7 +289,7 @@ def symbols_of(anatomy: Anatomy, plan: Plan) -> Symbols:
         symbols |= {"context_ways": plan.mesh.context, "rank_key_width": keys * head_dim(model)}
         symbols["rank_value_width"] = keys * value_head_dim(model)
     if model.num_experts:
-        symbols |= expert_symbols(anatomy, plan, every, in_turn)
+        symbols |= expert_symbols(anatomy, plan, every, trained if model.lora_rank else every, in_turn)
     for stack in anatomy.stacks:
         layers = layers_in_chunk(stack, plan)
         symbols |= {

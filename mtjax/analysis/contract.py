@@ -159,7 +159,9 @@ class Requirement:
     @property
     def min_elements(self) -> int:
         """The fewest elements that meet the line."""
-        return self.elements if self.line.hoisted else self.total
+        if not self.line.hoisted:
+            return self.total
+        return self.elements if self.sent is None else min(self.elements, self.sent)
 
 
 def requirements(contract: Contract, symbols: Symbols, mesh: MeshShape, compute_dtype: str) -> list[Requirement]:

@@ -11,7 +11,7 @@ from mtjax.analysis.anatomy import Anatomy
 from mtjax.analysis.contract import EMBEDDING_FORWARD, LAYER_FORWARD, SAMPLING, Contract, Expectation, Symbols
 from mtjax.analysis.parts.part import over_model
 from mtjax.config.sizes import padded_vocab_size
-from mtjax.config.ssm import numbers_of
+from mtjax.config.ssm import STATE_SPACE, numbers_of, ssm_groups
 from mtjax.layout.layouts import layout_of
 from mtjax.layout.mesh import MeshShape
 
@@ -23,7 +23,8 @@ THRESHOLD_BITS = 32
 
 def decoding_contract(anatomy: Anatomy) -> Contract:
     """Returns the contract of a decode step with all features of sampling: top-k, top-p and log-probabilities."""
-    (sublayers,) = {len(stack.parts) for stack in anatomy.decoder_stacks}
+    sizes = {len(stack.parts) for stack in anatomy.decoder_stacks}
+    sublayers = f"{sizes.pop()}*layers" if len(sizes) == 1 else "sublayers"
     stream, model = "sequences*hidden", anatomy.model
     sums = "sums of squares for the norms of queries and of keys over all heads"
     width_norms = (
@@ -35,7 +36,7 @@ def decoding_contract(anatomy: Anatomy) -> Contract:
     lines = (
         over_model(LAYER_FORWARD, "all-reduce", "sharing_layers", "sequences*groups", squares, dtype="float32"),
         over_model(EMBEDDING_FORWARD, "all-reduce", "1", stream, "embeddings of the newest tokens"),
-        over_model(LAYER_FORWARD, "all-reduce", f"{sublayers}*layers", stream, "g after each sublayer"),
+        over_model(LAYER_FORWARD, "all-reduce", sublayers, stream, "g after each sublayer"),
         *width_norms,
         *_sampling(),
     )
@@ -60,8 +61,9 @@ def decoding_symbols(anatomy: Anatomy, sequences: int, mesh: MeshShape) -> Symbo
     degree, model = mesh.model, anatomy.model
     shares_groups = layout_of(model, mesh).rules.axes("groups") == ()
     return {
-        "sharing_layers": len(numbers_of(model, "M")) if shares_groups else 0,
-        "groups": model.ssm_groups,
+        "sharing_layers": len(numbers_of(model, STATE_SPACE)) if shares_groups and model.ssm_norm else 0,
+        "sublayers": sum(len(stack.parts) * stack.layers for stack in anatomy.decoder_stacks),
+        "groups": ssm_groups(model),
         "sequences": sequences,
         "hidden": anatomy.model.hidden_size,
         "layers": sum(stack.layers for stack in anatomy.decoder_stacks),

@@ -17,7 +17,7 @@ from mtjax.analysis.parts.part import Product, unrepeated
 from mtjax.analysis.parts.score_blocks import block_queries
 from mtjax.analysis.prediction import recomputed_predictors
 from mtjax.config.sizes import num_kv_heads
-from mtjax.config.ssm import letters_of
+from mtjax.config.ssm import has_state_space, ssm_groups
 from mtjax.layout.attention_kernel import QUERIES_AT_A_TIME
 from mtjax.layout.mesh import MeshShape
 from mtjax.layout.plan import Plan, Recompute
@@ -112,6 +112,14 @@ def frozen_flops(anatomy: Anatomy, stack: Stack) -> float:
     return sum(product.flops for part in stack.parts for product in part.products() if not product.is_adapter)
 
 
+def frozen_again(anatomy: Anatomy, stack: Stack, plan: Plan) -> float:
+    """Returns `frozen_flops` of what is duplicated over tensor parallel ranks, without the first rank's."""
+    if not anatomy.model.lora_rank:
+        return 0.0
+    products = [product for part in stack.parts for product in part.products()]
+    return _again([product for product in products if not product.is_adapter], plan)
+
+
 def repeated_flops(stack: Stack, tensor_degree: int) -> float:
     """Returns the forward FLOPs of one layer's adapters that are duplicated over tensor parallel ranks, for a sample.
 
@@ -119,7 +127,8 @@ def repeated_flops(stack: Stack, tensor_degree: int) -> float:
     """
 
     def adapter_flops(degree: int) -> float:
-        return sum(p.flops for part in stack.parts for p in part.products(degree) if p.is_adapter)
+        products = [product for part in stack.parts for product in part.products(degree)]
+        return sum(p.flops for p in products if p.is_adapter and not p.is_repeated)
 
     return tensor_degree * adapter_flops(tensor_degree) - adapter_flops(1)
 
@@ -172,7 +181,7 @@ def compiled_flops(anatomy: Anatomy, plan: Plan, *, causal: bool = False) -> flo
         if not plan.keeps_scores or plan.recompute == "selective":
             flops += stack.layers * core / 2  # the scores only: attention's output is saved
         flops += passes * repeated_flops(stack, plan.mesh.model)
-        flops += passes * routing_again(stack, plan)
+        flops += passes * routing_again(stack, plan) - stack.layers * frozen_again(anatomy, stack, plan)
         last = [product for part in stack.unread for product in unrepeated(part.products())]
         omitted = sum(product.flops for product in last) + _again(last, plan)
         flops += recomputed * layer_flops(stack, causal=causal) - (recomputed - grouped) * omitted
@@ -207,6 +216,7 @@ def _staged_flops(anatomy: Anatomy, plan: Plan, *, causal: bool) -> float:
             forward = layer_flops(stack, causal=causal) - full_core + core + repeated_flops(stack, plan.mesh.model)
             forward += routing_again(stack, plan)
             layer = (4 if is_full else 3) * forward - frozen_flops(anatomy, stack) + once_more_flops(stack)
+            layer -= frozen_again(anatomy, stack, plan)
             total += ticks * layers_in_chunk(stack, plan) * (layer + core_recompute * core)
     return total * plan.stages / m
 
@@ -244,7 +254,7 @@ def computed_over(anatomy: Anatomy, mesh: MeshShape) -> Anatomy:
     one token.
     """
     shared: dict[str, Any] = {"num_kv_heads": mesh.model} if num_kv_heads(anatomy.model) < mesh.model else {}
-    if "M" in letters_of(anatomy.model) and anatomy.model.ssm_groups < mesh.model:
+    if has_state_space(anatomy.model) and ssm_groups(anatomy.model) < mesh.model:
         shared["ssm_groups"] = mesh.model
     if shared:
         anatomy = anatomy_of(replace(anatomy.model, **shared))

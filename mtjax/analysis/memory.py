@@ -132,7 +132,8 @@ def stage_memory(anatomy: Anatomy, plan: Plan, stage: int = 0) -> Memory:
     states = [_states(plan, counts.shared, trainable.shared, plan.zero_degree)]
     if counts.experts:
         experts = Counts(counts.experts, counts.replicated_experts)
-        states.append(_states(plan, experts, experts, plan.expert_zero_degree))
+        trained = Counts(trainable.experts, trainable.replicated_experts)
+        states.append(_states(plan, experts, trained, plan.expert_zero_degree))
     _, g, _ = bytes_per_parameter(plan.precision, plan.zero, plan.zero_degree)
     gradients = _gradient_bytes(plan, plan.zero_degree)
     head = max((part.backward_peak_bytes(plan) for part in anatomy.head), default=0.0)
@@ -269,7 +270,7 @@ def _saved_in_chunk(section: Sequence[Stack], plan: Plan) -> dict[str, float]:
 def _peak_workspace(anatomy: Anatomy, plan: Plan) -> float:
     """Returns the workspace of a layer's backward pass at the peak: a decoder's layer, or an encoder's, which runs when
     the decoder's saved activations are free."""
-    is_interleaved = anatomy.model.moe_every > 1 or anatomy.model.layer_pattern
+    is_interleaved = anatomy.model.moe_every > 1 or anatomy.model.layer_pattern or anatomy.model.family == "retro"
     if plan.is_staged or is_interleaved:  # layers of interleaved stacks are freed together
         return max(_workspace(anatomy, stack, plan) for stack in anatomy.stacks)
     free, peak = 0.0, 0.0

@@ -84,13 +84,14 @@ def recomputed_predictors(stack: Predictors, plan: Plan) -> int:
     return stack.layers if plan.recompute == "full" and not plan.is_staged else 0
 
 
-def expert_symbols(anatomy: Anatomy, plan: Plan, every: Counts, in_turn: int) -> dict[str, int]:
+def expert_symbols(anatomy: Anatomy, plan: Plan, every: Counts, trained: Counts, in_turn: int) -> dict[str, int]:
     """Returns the symbols of models with experts.
 
     Args:
       anatomy: of the model.
       plan: of the run.
       every: parameters of a device.
+      trained: those of them that have gradients.
       in_turn: chunks of a stage, which run in turn.
     """
     ahead = counts_of_predictors(anatomy, plan)
@@ -98,12 +99,12 @@ def expert_symbols(anatomy: Anatomy, plan: Plan, every: Counts, in_turn: int) ->
         "expert_ways": plan.mesh.expert,
         "exchanged_tokens": exchanged_tokens(anatomy.model, plan),
         "routers": len(main_layers(anatomy.model)) + anatomy.model.mtp_num_layers,
-        "expert_parameters": every.experts,
-        "unsplit_expert_parameters": every.replicated_experts,
-        "turn_experts": (every.experts - ahead.experts - every.replicated_experts + ahead.replicated_experts)
+        "expert_parameters": trained.experts,
+        "unsplit_expert_parameters": trained.replicated_experts,
+        "turn_experts": (trained.experts - ahead.experts - trained.replicated_experts + ahead.replicated_experts)
         // in_turn,
-        "all_expert_matrices": every.expert_matrices,
+        "all_expert_matrices": trained.expert_matrices,
         "expert_matrices": (every.expert_matrices - ahead.expert_matrices) // in_turn,
-        "all_expert_vectors": every.expert_vectors,
+        "all_expert_vectors": trained.expert_vectors,
         "expert_vectors": (every.expert_vectors - ahead.expert_vectors) // in_turn,
     }

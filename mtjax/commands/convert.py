@@ -89,6 +89,8 @@ class Options:
     """Names of the tensors in a megatron folder that is written: local and transformer_engine are Megatron-Core's,
     which reads them with the same --transformer-impl and --ckpt-format torch; legacy is that of the code before it.
     Default: transformer_engine, or legacy for a BERT or an older --checkpoint-version."""
+    without_encoder: bool = False
+    """Write the decoder of a Retro as a GPT, without the encoder and chunked cross-attention."""
     with_optimizer: bool = False
     """Between megatron and mtjax, convert also the optimizer's state, the schedules and the position in the data: the
     run goes on where it stopped. An mtjax folder is then a run's, for mtjax train --resume."""
@@ -159,6 +161,10 @@ def run(options: Options) -> None:
         if options.with_optimizer and from_kind == "mtjax":
             source_path = newest_checkpoint(source_path)
         source = open_source(from_kind, source_path, hints)
+        if options.without_encoder:
+            from mtjax.convert.retro_decoder import DecoderSource
+
+            source = DecoderSource(source)
         for note in source.origin.notes:
             print(note.partition("; --with-optimizer")[0] if options.with_optimizer else note)
         if to_kind in ("mtjax", "megatron"):
@@ -206,6 +212,8 @@ def check_options(options: Options, from_kind: str, to_kind: str) -> None:
         if field.name in idle and getattr(options, field.name) != field.default:
             name = field.name.replace("_", "-")
             raise UserError(f"--{name} has no effect on a conversion from {from_kind} to {to_kind}: remove it")
+    if options.without_encoder and options.with_optimizer:
+        raise UserError("--without-encoder writes a gpt, and --with-optimizer goes on with a retro: remove one of them")
     check_quantization(options)
 
 

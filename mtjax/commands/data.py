@@ -14,6 +14,8 @@ COMMANDS = {
     "verify": "check every byte of an indexed dataset",
     "clean": "repair unicode, drop short and near-duplicate documents, remove by list, report overlap",
     "select": "rows of JSON lines by a score, of a classifier or of any program",
+    "embed": "an embedding of every chunk of a corpus",
+    "neighbours": "the nearest chunks of each chunk of a run's samples, or of a corpus",
     "show": "decoded training samples with their masks and labels",
 }
 
@@ -28,8 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv[0] not in COMMANDS:
         print(f"error: no data command is called {argv[0]!r}{nearest(argv[0], COMMANDS)}", file=sys.stderr)
         return 2
-    # `select` joins `data` with classifiers, of which the package of data knows nothing.
-    package = "mtjax.commands" if argv[0] == "select" else "mtjax.data.commands"
+    # These join `data` with models, of which the package of data knows nothing.
+    package = "mtjax.commands" if argv[0] in ("select", "embed", "neighbours") else "mtjax.data.commands"
     return import_module(f"{package}.{argv[0]}").main(argv[1:])
 
 

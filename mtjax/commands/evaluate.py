@@ -18,6 +18,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         with waiting(IMPORTS):
             if options.harness is not None:
                 from mtjax.evaluate.harness import evaluate_harness as evaluate
+            elif options.neighbours is not None:
+                from mtjax.evaluate.neighbours import evaluate_neighbours as evaluate
             elif options.task == "continuations":
                 from mtjax.evaluate.continuations import evaluate_continuations as evaluate
             else:

@@ -15,6 +15,8 @@ RANK = "rank"
 """Logical name of the dimension between A and B."""
 PARTS = ("qkv", "kv", "gate")
 """Logical names of dimensions along which the weights of several matmuls are stacked."""
+EXPERT = "expert"
+"""Logical name of the dimension along which experts are stacked: each has an adapter."""
 HEAD = "head"
 """Name of the module of a task's head, all of which is trained."""
 
@@ -37,9 +39,10 @@ def adapters_of(model: Model, target: str) -> LoraConfig | None:
 
 def adapter_sizes(inputs: Mapping[str, int], outputs: Mapping[str, int], rank: int) -> tuple[dict[str, int], ...]:
     """Returns the dimensions of A and of B, by logical names in their order."""
+    experts = {name: size for name, size in inputs.items() if name == EXPERT}
     stacked = {name: size for name, size in outputs.items() if name in PARTS}
     others = {name: size for name, size in outputs.items() if name not in PARTS}
-    return {**inputs, **stacked, RANK: rank}, {**stacked, RANK: rank, **others}
+    return {**inputs, **stacked, RANK: rank}, {**experts, **stacked, RANK: rank, **others}
 
 
 def is_trainable(model: Model, name: str) -> bool:

@@ -15,6 +15,7 @@ from mtjax.config.optimizer import Optimizer
 from mtjax.config.optimizer_checks import check_optimizer
 from mtjax.config.positions import check_positions
 from mtjax.config.prediction_checks import check_prediction
+from mtjax.config.retro import check_retro_run
 from mtjax.config.run import Config
 from mtjax.config.sizes import (
     decoder_layers,
@@ -48,6 +49,7 @@ def validate(config: Config) -> None:
     check_experts(config)
     check_prediction(config)
     check_hybrid_run(config)
+    check_retro_run(config)
     check_recompute(config.model, config.training)
     check_adapters(config.model)
     check_loss_scale(config.training)

@@ -53,3 +53,5 @@ class Data:
     add_extra_token_to_sequence: bool = True
     """gpt: read one token more than sequence_length, as the label of the last token; without it, the last token has no
     label."""
+    neighbours: str | None = None
+    """retro: prefix of the files with neighbours of the run's samples, which mtjax data neighbours wrote."""

@@ -44,8 +44,27 @@ def check_experts(config: Config) -> None:
     check_expert_layers(model)
     check_expert_groups(model)
     if model.lora_rank:
-        raise UserError(f"lora_rank is {model.lora_rank}, and experts have no adapters: remove lora_rank")
+        check_expert_adapters(model)
     check_expert_parameters(model)
+
+
+def check_expert_adapters(model: Model) -> None:
+    """Checks the settings of a model with experts that has low-rank adapters.
+
+    Raises:
+      UserError: a setting would have no effect, as routers are frozen; or there is no dropout on what experts read.
+    """
+    rate, default = model.router_bias_update_rate, Model().router_bias_update_rate
+    if rate != default:
+        raise UserError(
+            f"router_bias_update_rate is {rate:g}, and lora_rank {model.lora_rank} freezes routers: remove "
+            "router_bias_update_rate"
+        )
+    if model.lora_dropout and model.lora_targets != "attention":
+        raise UserError(
+            f"lora_dropout is {model.lora_dropout:g}, and adapters of experts have no dropout (as in peft): use "
+            "lora_dropout 0, or lora_targets attention"
+        )
 
 
 def check_expert_layers(model: Model) -> None:

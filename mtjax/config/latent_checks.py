@@ -40,7 +40,6 @@ def check_latent_attention(model: Model) -> None:
 
 UNSUPPORTED = {
     "head_dim": "has heads of qk_nope_head_dim + qk_rope_head_dim",
-    "lora_rank": "has no adapters",
     "attention_sinks": "has no sinks",
     "parallel_residual": "is not combined with parallel layers",
     "qk_norm": "normalizes latents instead of queries and keys",

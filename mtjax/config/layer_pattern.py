@@ -7,8 +7,10 @@ from typing import NamedTuple
 
 from mtjax.errors import UserError, shortened
 
-KIND_OF: Mapping[str, str] = {"M": "mamba", "*": "attention", "-": "mlp", "E": "experts"}
-"""Letter of a layer -> its kind, which is the name of its stack and of its one mixer."""
+SIDE_BY_SIDE = "parallel"
+"""Kind of the layers with Mamba-2 and attention side by side."""
+KIND_OF: Mapping[str, str] = {"M": "mamba", "H": SIDE_BY_SIDE, "*": "attention", "-": "mlp", "E": "experts"}
+"""Letter of a layer -> its kind, which is the name of its stack, and of its mixer if it has only one."""
 MOST_LAYERS = 1_000
 
 _ELSEWHERE = {
@@ -68,7 +70,7 @@ def _check_letters(letters: str, pattern: str) -> None:
     wrong = next((letter for letter in letters if letter not in KIND_OF), None)
     if letters and wrong is None:
         return
-    kinds = "M (Mamba-2), * (attention), - (an MLP) and E (experts)"
+    kinds = "M (Mamba-2), * (attention), H (both side by side), - (an MLP) and E (experts)"
     if wrong is None:
         raise UserError(f"layer_pattern {shortened(pattern)!r} repeats () without layers: use the letters {kinds}")
     means = f", in Megatron {_ELSEWHERE[wrong]}" if wrong in _ELSEWHERE else ""
@@ -99,8 +101,8 @@ def _last_runs(
 
 
 def shortened_pattern(letters: str) -> str:
-    """Returns a short pattern of these layers: "(M-)x3M*-" for "M-M-M-M*-"."""
-    return "".join(unit if times == 1 else f"({unit})x{times}" for unit, times in runs_of(letters))
+    """Returns a short pattern of these layers: "(M-)x4M*-" for "M-M-M-M-M*-"."""
+    return "".join(min((f"({unit})x{times}", unit * times), key=len) for unit, times in runs_of(letters))
 
 
 def chunk_letters(letters: str, chunks: int) -> str | None:

@@ -132,14 +132,28 @@ class Model:
     """hybrid: width of a head of a Mamba-2 layer (Megatron's --mamba-head-dim)."""
     ssm_state: int = at_least(1, 128, most=WIDTH)
     """hybrid: width of the state that each channel of a head has (Megatron's --mamba-state-dim)."""
-    ssm_groups: int = at_least(1, 8, most=HEADS)
+    ssm_groups: int | None = at_least(1, None, most=HEADS)
     """hybrid: groups of heads that share the projections B and C into and out of the state, and that the gated norm
-    normalizes one by one (Megatron's --mamba-num-groups)."""
+    normalizes one by one (Megatron's --mamba-num-groups); 8, or the most below that divide the heads, when not
+    given."""
     ssm_conv: int = at_least(2, 4, most=WIDTH)
     """hybrid: tokens that the causal convolution of a Mamba-2 layer reads."""
     ssm_rate_floor: float = amount(0.0)
     """hybrid: minimum of dt, the rate at which a state forgets and reads (0.001 in Nemotron-H of transformers, whose
     time_step_min it is)."""
+    ssm_norm: bool = True
+    """hybrid: normalize what has passed the gate of a Mamba-2 layer; most Falcon-H1 do not."""
+    ssm_scales: tuple[float, ...] | None = factors(None)
+    """hybrid: factors of the five parts of a Mamba-2 layer's first product: gate, value, B, C and dt (Falcon-H1); none
+    when not given."""
+    ssm_output_scale: float = above_zero(1.0)
+    """hybrid: factor of the outputs of Mamba-2 (Falcon-H1)."""
+    attention_output_scale: float = above_zero(1.0)
+    """hybrid: factor of the outputs of attention (Falcon-H1)."""
+    mlp_gate_scale: float = above_zero(1.0)
+    """hybrid: factor of the gate of MLPs before the activation (Falcon-H1)."""
+    mlp_output_scale: float = above_zero(1.0)
+    """hybrid: factor of the outputs of MLPs (Falcon-H1)."""
     ssm_chunk: int | None = at_least(1, None, most=TOKENS, shapes=NEVER)
     """hybrid: tokens of a chunk: products inside chunks, one state between them. It concerns speed and memory only.
     128, or the sequence length if that is less, when not given."""
@@ -303,6 +317,24 @@ class Model:
     relative_bias_layers: Literal["first", "all"] = setting("first", shapes=RELATIVE)
     """t5: layers with a table of the relative position bias: first, one table in each stack that all of its layers
     share; all, one in every layer (umT5)."""
+    retro_chunk: int = at_least(1, 64, most=TOKENS)
+    """retro: tokens of a chunk, for each of which neighbours are read (Megatron's --retro-chunk-length)."""
+    retro_num_neighbours: int = at_least(1, 2, most=HEADS, shapes=NEVER)
+    """retro: neighbours of a chunk that the model reads (Megatron's --retro-num-neighbors)."""
+    retro_retrieved_chunks: int = at_least(1, 2, most=HEADS, shapes=NEVER)
+    """retro: chunks of a neighbour: itself and those that follow it (Megatron's --retro-num-retrieved-chunks)."""
+    retro_encoder_layers: int = at_least(1, 2, most=LAYERS)
+    """retro: layers of the encoder of neighbours (Megatron's --retro-encoder-layers). It has the decoder's widths."""
+    retro_first: int | None = at_least(1, None, most=LAYERS)
+    """retro: first layer with chunked cross-attention, counted from 1; when not given, 9, or 6 in models of up to 15
+    layers, as in Megatron."""
+    retro_every: int = at_least(1, 3, most=LAYERS)
+    """retro: from there on, every so many layers have chunked cross-attention."""
+    retro_encoder_dropout: float = share(0.1, shapes=NEVER)
+    """retro: dropout in the encoder's layers (Megatron's --retro-encoder-hidden-dropout and
+    --retro-encoder-attention-dropout)."""
+    retro_final_norm: bool = True
+    """retro: normalize the decoder's output. The models of Megatron-Core 0.15 do not."""
     num_token_types: int = at_least(0, 2, most=HEADS)
     """bert: number of token types (segments), each with an embedding; 0 for no token type embeddings."""
     sentence_order: bool = True

@@ -7,7 +7,7 @@ from mtjax.config import sizes
 from mtjax.config.families import FAMILIES, settings_of_others
 from mtjax.config.field_metadata import setting_of
 from mtjax.config.model import Model
-from mtjax.config.ssm import letters_of, ssm_heads, without_effect
+from mtjax.config.ssm import letters_of, ssm_groups, ssm_heads, without_effect
 
 
 def effective_settings(model: Model) -> dict[str, Any]:
@@ -28,6 +28,7 @@ def effective_settings(model: Model) -> dict[str, Any]:
         "decoder_sequence_length": sizes.decoder_length(model),
         "layer_pattern": letters_of(model),
         "ssm_heads": ssm_heads(model),
+        "ssm_groups": ssm_groups(model),
     }
     others = settings_of_others(model.family) | without_effect(model)
     return {

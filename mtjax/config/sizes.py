@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import TypedDict
 
 from mtjax.config.field_metadata import TOKENS
+from mtjax.config.layer_pattern import SIDE_BY_SIDE
 from mtjax.config.model import Model
 from mtjax.config.ssm import letters_of
 from mtjax.config.training import Training
@@ -103,9 +104,15 @@ def norm_vectors(model: Model) -> tuple[str, ...]:
     return () if model.norm_weight == "none" else ("scale", "bias") if has_bias else ("scale",)
 
 
-def sublayer_norms(model: Model, *, is_first: bool) -> tuple[str, ...]:
-    """Returns the kinds of norms of a layer's first sublayer, or of another: norm, output_norm or both."""
-    if model.parallel_residual == "one_norm" and not is_first:
+def layer_parallel(model: Model, kind: str) -> str:
+    """Returns parallel_residual of the layers of a kind, or of a stack with its name."""
+    return "one_norm" if kind == SIDE_BY_SIDE else model.parallel_residual
+
+
+def sublayer_norms(model: Model, *, is_first: bool, kind: str = "") -> tuple[str, ...]:
+    """Returns the kinds of norms of the first sublayer of a kind of layers, or of another: norm, output_norm or
+    both."""
+    if layer_parallel(model, kind) == "one_norm" and not is_first:
         return ()
     return {"output": ("output_norm",), "sandwich": ("norm", "output_norm")}.get(model.norm_placement, ("norm",))
 

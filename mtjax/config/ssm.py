@@ -1,5 +1,6 @@
 """Sizes of state-space layers (Mamba-2), and what hybrid models are not combined with."""
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -10,8 +11,12 @@ if TYPE_CHECKING:
     from mtjax.config.model import Model
     from mtjax.config.run import Config
 
+GROUPS = 8
+"""Most groups of heads where ssm_groups is not given."""
 CHUNK = 128
 """Tokens of a chunk where ssm_chunk is not given."""
+SCALED = ("gate", "value", "B", "C", "dt")
+"""What ssm_scales multiplies."""
 BLOCK_BYTES = 128 * 2**20
 """Bytes of the weights between the tokens of its chunks that a rank computes at once, in 16 bits."""
 
@@ -21,23 +26,32 @@ def letters_of(model: "Model") -> str:
     return expanded(model.layer_pattern)
 
 
-def numbers_of(model: "Model", letter: str) -> tuple[int, ...]:
-    """Returns the numbers of the layers with a letter."""
-    return tuple(number for number, own in enumerate(letters_of(model)) if own == letter)
+ATTENTION, STATE_SPACE = "*H", "MH"
+"""Letters of the layers with attention, and with Mamba-2."""
+
+
+def numbers_of(model: "Model", letters: str) -> tuple[int, ...]:
+    """Returns the numbers of the layers with one of these letters."""
+    return tuple(number for number, own in enumerate(letters_of(model)) if own in letters)
 
 
 def has_attention(model: "Model") -> bool:
-    """Returns whether a model has layers with attention: all but hybrid models without *."""
-    return not letters_of(model) or "*" in letters_of(model)
+    """Returns whether a model has layers with attention: all but some hybrid models."""
+    return not letters_of(model) or bool(numbers_of(model, ATTENTION))
+
+
+def has_state_space(model: "Model") -> bool:
+    """Returns whether a model has state-space layers."""
+    return bool(numbers_of(model, STATE_SPACE))
 
 
 READ_BY: Mapping[str, tuple[str, ...]] = {
-    "M": ("ssm_",),
-    "*": ("num_heads", "num_kv_heads", "head_dim", "attention_", "qk", "rope_", "window_layers"),
+    STATE_SPACE: ("ssm_",),
+    ATTENTION: ("num_heads", "num_kv_heads", "head_dim", "attention_", "qk", "rope_", "window_layers"),
     "-": ("mlp_",),
     "E": ("expert", "router_", "shared_expert", "capacity_factor", "num_experts"),
 }
-"""Letter -> beginnings of the settings that its layers alone read."""
+"""Letters -> beginnings of the settings that their layers alone read."""
 
 
 def without_effect(model: "Model") -> frozenset[str]:
@@ -45,7 +59,7 @@ def without_effect(model: "Model") -> frozenset[str]:
     letters = letters_of(model)
     if not letters:
         return frozenset()
-    unread = tuple(start for letter, starts in READ_BY.items() if letter not in letters for start in starts)
+    unread = tuple(start for own, starts in READ_BY.items() if not set(own) & set(letters) for start in starts)
     unread += () if set("-E") & set(letters) else ("activation",)
     return frozenset(name for name in vars(model) if unread and name.startswith(unread))
 
@@ -53,6 +67,12 @@ def without_effect(model: "Model") -> frozenset[str]:
 def ssm_heads(model: "Model") -> int:
     """Returns the number of heads of a state-space layer: as Megatron's, twice the hidden size by default."""
     return model.ssm_heads or 2 * model.hidden_size // model.ssm_head_dim
+
+
+def ssm_groups(model: "Model") -> int:
+    """Returns the number of groups of heads of a state-space layer: as Megatron's, 8 by default, where 8 divides the
+    heads."""
+    return model.ssm_groups or (math.gcd(GROUPS, ssm_heads(model)) if model.layer_pattern else GROUPS)
 
 
 def ssm_chunk(model: "Model") -> int:
@@ -94,18 +114,22 @@ def check_hybrid(model: "Model") -> None:
             raise UserError(f"{name} is {value}, and layer_pattern says which layers have experts: remove {name}")
     if model.lora_rank:
         raise UserError(f"lora_rank is {model.lora_rank}, and the family hybrid has no adapters: remove lora_rank")
-    if "M" in letters:
+    if has_state_space(model):
         _check_state_space(model)
 
 
 def _check_state_space(model: "Model") -> None:
+    if model.ssm_scales is not None and len(model.ssm_scales) != len(SCALED):
+        raise UserError(
+            f"ssm_scales has {len(model.ssm_scales)} numbers, and needs {len(SCALED)}: of {', '.join(SCALED)}"
+        )
     width, heads = model.ssm_head_dim, ssm_heads(model)
     if model.ssm_heads is None and 2 * model.hidden_size % width:
         raise UserError(
             f"2 x hidden_size {model.hidden_size} is not a multiple of ssm_head_dim {width}, the width of a head of "
             "the state-space layers: set ssm_heads"
         )
-    if heads % model.ssm_groups:
+    if heads % ssm_groups(model):
         raise UserError(
             f"ssm_heads {heads} is not divisible by ssm_groups {model.ssm_groups}: use a number of groups that divides "
             f"{heads}"

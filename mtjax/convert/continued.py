@@ -49,6 +49,10 @@ class MegatronRun:
         Raises:
           UserError: the checkpoint has no optimizer's state that is read, or the run's settings have no equal.
         """
+        if source.origin.config.model.layer_pattern:
+            raise UserError(
+                f"{source.files.folder} is a hybrid model, whose weights alone are converted: remove --with-optimizer"
+            )
         self.source = source
         self.optimizer = open_optimizer(source.files, source.selection, source.rows, source.origin.config)
         progress, arguments = self.optimizer.progress, dict(source.files.arguments)

@@ -13,20 +13,20 @@ import numpy as np
 from mtjax import config as configs
 from mtjax.config import Config, Model
 from mtjax.config.place import MEGATRON_TRACKER
-from mtjax.config.sizes import num_kv_heads
 from mtjax.convert.hugging_face import narrowed
 from mtjax.convert.megatron_arguments import VOCAB_MULTIPLE, arguments_of, model_settings
 from mtjax.convert.megatron_experts import BIAS, expert_arguments, number_of, with_number
 from mtjax.convert.megatron_files import FILES, MegatronCheckpoint
 from mtjax.convert.megatron_formats import RELEASE, checkpoint_folder, is_torch_dist
 from mtjax.convert.megatron_tables import (
+    HYBRID,
     LEGACY,
     LEGACY_RMS,
     TRANSFORMER_ENGINE,
     WRITTEN,
     Names,
     names_in,
-    table,
+    table_of,
 )
 from mtjax.convert.named import NamedWeights, local_shapes
 from mtjax.convert.parameters import Parameter, parameters_of
@@ -97,7 +97,9 @@ class MegatronSource:
         """
         files, names, rows, config = describe(folder, vocab_size, vocab_multiple, model_config)
         self.parameters: Mapping[str, Parameter] = parameters_of(config)
-        selection = table(files.version, names, queries_per_group(config.model)).select(self.parameters)
+        is_distributed = isinstance(files, TorchDistCheckpoint)
+        rows_of_model = table_of(config.model, names, files.version, is_distributed=is_distributed)
+        selection = rows_of_model.select(self.parameters)
         self.files, self.rows, self.selection = files, rows, selection
         self._weights = NamedWeights(selection, files, config, rows, str(files.folder))
         notes = self._notes(files, config, rows)
@@ -156,7 +158,7 @@ class MegatronSink:
         self._arguments = arguments_of(model, self._names, split.tensor, split.pipeline, self._dtype, self._rows)
         self._arguments |= expert_arguments(model, split.tensor, split.expert, split.grouped_experts)
         check_split(model, split, self._names)
-        rows = table(split.version, self._names, queries_per_group(model), split.grouped_experts)
+        rows = table_of(model, self._names, split.version, is_grouped=split.grouped_experts)
         self._selection = rows.select(parameters)
         # With tied embeddings, the last stage has a copy of the embedding to compute logits.
         self._copies = {self._names.words: (self._names.head_copy,)} if model.tie_embeddings else {}
@@ -275,12 +277,14 @@ def check_split(model: Model, split: Split, names: Names) -> None:
     Raises:
       UserError: they do not, or it has none.
     """
+    if model.family == "retro" and split.pipeline > 1:
+        raise UserError(f"--pipeline {split.pipeline} does not support a retro, which has no stages: remove it")
     if model.num_layers % split.pipeline:
         raise UserError(f"--pipeline {split.pipeline} does not divide the model's {model.num_layers} layers")
     if split.grouped_experts and not model.num_experts:
         raise UserError("the model has no experts: remove --grouped-experts")
     check_experts(model, split.expert)
-    if split.grouped_experts and names is not TRANSFORMER_ENGINE:
+    if split.grouped_experts and names.transformer_impl != TRANSFORMER_ENGINE.transformer_impl:
         raise UserError(
             f"--grouped-experts requires --transformer-impl transformer_engine, but it is {names.transformer_impl}: "
             "remove --grouped-experts"
@@ -299,11 +303,6 @@ def check_experts(model: Model, ranks: int) -> None:
         raise UserError(f"--expert {ranks} does not divide the model's {model.num_experts} experts")
 
 
-def queries_per_group(model: Model) -> int:
-    """Returns the number of query heads that share a key head and a value head."""
-    return model.num_heads // num_kv_heads(model)
-
-
 def written_names(model: Model, split: Split) -> Names:
     """Returns the names of tensors in the implementation that a model is written for.
 
@@ -317,6 +316,8 @@ def written_names(model: Model, split: Split) -> Names:
             f"--checkpoint-version {split.version:g} requires --transformer-impl legacy, but it is "
             f"{split.transformer_impl}: remove --checkpoint-version, or use --transformer-impl legacy"
         )
+    if model.layer_pattern and names is TRANSFORMER_ENGINE:
+        return HYBRID
     return LEGACY_RMS if names is LEGACY and model.norm == "rmsnorm" else names
 
 

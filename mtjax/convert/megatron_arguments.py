@@ -7,6 +7,15 @@ from mtjax.config import Model
 from mtjax.config.families import kind_of
 from mtjax.config.sizes import attention_bias, head_dim, mlp_bias, mlp_size, num_kv_heads
 from mtjax.convert.megatron_experts import EXPERTS, expert_misfits, expert_settings, has_experts, unread_experts
+from mtjax.convert.megatron_hybrid import (
+    ALLOWED,
+    hybrid_arguments,
+    hybrid_misfits,
+    hybrid_settings,
+    letters_in,
+    unread_hybrid,
+)
+from mtjax.convert.megatron_retro_arguments import is_retro, retro_arguments, retro_settings
 from mtjax.errors import UserError
 from mtjax.migrate.megatron import SAVED_AS, default_of, supported
 
@@ -31,30 +40,36 @@ def model_settings(arguments: Mapping[str, Any], names: frozenset[str], source: 
     Raises:
       UserError: arguments are missing, or describe a model that is not supported (lists all reasons).
     """
-    wrong = unsupported(arguments, is_core=any(name.startswith("decoder.layers.") for name in names))
+    letters = letters_in(names)
+    wrong = unsupported(arguments, is_core=any(name.startswith("decoder.layers.") for name in names), letters=letters)
     if wrong:
         raise UserError(f"{source}: the model can't be converted: {', '.join(wrong)}")
-    needed = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
+    needed = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")[bool(letters) :]
     missing = [name for name in needed if arguments.get(name) is None]
     if missing:
         raise UserError(f"{source} is missing {', '.join(missing)}: describe the model with --config FILE")
-    return described(arguments, names)
+    return described(arguments, names, letters)
 
 
-def unsupported(arguments: Mapping[str, Any], *, is_core: bool) -> list[str]:
+def unsupported(arguments: Mapping[str, Any], *, is_core: bool, letters: str = "") -> list[str]:
     """Returns the arguments with which mtjax does not support a model, each with its value.
 
     Args:
       arguments: Megatron's.
       is_core: whether the model is Megatron-Core's, not the legacy code's.
+      letters: the letter of each layer of a hybrid model.
     """
     wrong = [
         f"{name} is {arguments[name]!r}"
         for key, values in SUPPORTED.items()
+        if not (letters and key in ALLOWED)
         for name in dict.fromkeys((key, SAVED_AS.get(key, key)))
         if name in arguments and _plain(arguments[name]) and arguments[name] not in values
     ]
-    if _position(arguments) is None:
+    if letters:
+        wrong += unread_hybrid(arguments, letters)
+        arguments = {**arguments, "moe_layer_freq": 1}  # which the pattern replaces
+    elif _position(arguments) is None:
         wrong.append("no position embeddings")
     if arguments.get("qk_layernorm") and arguments.get("normalization") != "RMSNorm":
         wrong.append("qk_layernorm is True without normalization RMSNorm")
@@ -65,8 +80,11 @@ def unsupported(arguments: Mapping[str, Any], *, is_core: bool) -> list[str]:
     return wrong
 
 
-def described(arguments: Mapping[str, Any], names: frozenset[str]) -> dict[str, Any]:
+def described(arguments: Mapping[str, Any], names: frozenset[str], letters: str = "") -> dict[str, Any]:
     """Returns mtjax's model settings from arguments that `unsupported` has checked."""
+    if letters:
+        arguments = {**arguments, "moe_layer_freq": 1, "num_layers": len(letters)}
+        arguments |= {} if "E" in letters else {"num_experts": None}
     position = _position(arguments)
     is_bert = any(name.startswith(("lm_head.", "binary_head.")) or ".pooler." in name for name in names)
     # num_query_groups has a default even without group_query_attention.
@@ -94,6 +112,8 @@ def described(arguments: Mapping[str, Any], names: frozenset[str]) -> dict[str, 
     }
     settings |= _rope(arguments) if position == "rope" else {}
     settings |= expert_settings(arguments) if has_experts(arguments) else {}
+    settings |= hybrid_settings(arguments, letters) if letters else {}
+    settings |= retro_settings(arguments, names) if is_retro(names) else {}
     return settings | (_bert_settings(names) if is_bert else {})
 
 
@@ -118,6 +138,8 @@ def _activation(arguments: Mapping[str, Any]) -> str:
     """Returns mtjax's setting `activation`."""
     if arguments.get("swiglu"):
         return "swiglu"
+    if arguments.get("squared_relu"):
+        return "relu2"
     # Megatron's fused GELU is the tanh approximation; it includes a bias, so a model without biases does not use it.
     fused = arguments.get("bias_gelu_fusion", True) and arguments.get("add_bias_linear", True)
     return "gelu" if fused or arguments.get("openai_gelu", False) else "gelu_exact"
@@ -166,12 +188,15 @@ def arguments_of(
     """
     wrong = misfits(model, names)
     if wrong:
-        kind = "Megatron-LM's legacy code does" if names.is_legacy else "Megatron-Core's GPT does"
+        model_of_core = "hybrid model" if model.layer_pattern else "GPT"
+        kind = "Megatron-LM's legacy code does" if names.is_legacy else f"Megatron-Core's {model_of_core} does"
         raise UserError(f"{kind} not support {', '.join(wrong)}")
     return {
         **_sizes(model, vocab_rows),
         **_kinds(model, names),
         **_positions(model),
+        **hybrid_arguments(model),
+        **retro_arguments(model),
         "hidden_dropout": model.hidden_dropout,
         "attention_dropout": model.attention_dropout,
         "init_method_std": model.init_std,
@@ -192,20 +217,20 @@ def misfits(model: Model, names: "Names") -> list[str]:
     approximate = "activation gelu (the tanh approximation) without biases"
     tanh_without_bias = model.activation == "gelu" and not mlp_bias(model)
     biases = attention_bias(model), mlp_bias(model)
+    positions = ("learned",) if is_bert else ("none", "rope") if model.layer_pattern else ("learned", "rope")
+    activations = ("gelu", "gelu_exact") if is_bert else ("gelu", "gelu_exact", "swiglu", "relu2")
     wrong = {
-        f"family {model.family}": kind_of(model) == "encoder-decoder",
-        "family hybrid (layer_pattern)": bool(model.layer_pattern),
+        f"family {model.family}": kind_of(model) == "encoder-decoder" or (model.family == "retro" and names.is_legacy),
         f"head {model.head}": model.head != "language",
         "family bert; use --transformer-impl legacy": is_bert and not names.is_legacy,
         f"norm {model.norm} in a bert": is_bert and model.norm != "layernorm",
-        f"position {model.position}": model.position not in (("learned",) if is_bert else ("learned", "rope")),
+        f"position {model.position}": model.position not in positions,
         **dict.fromkeys(expert_misfits(model, names.is_legacy), True),
         f"kv_lora_rank {model.kv_lora_rank}": model.kv_lora_rank > 0,
         "qk_norm": model.qk_norm and (names.is_legacy or model.norm != "rmsnorm"),
         f"attention_bias {biases[0]} with mlp_bias {biases[1]}": (biases[0] == "all") != biases[1],
         **_decoder_misfits(model),
-        f"activation {model.activation}": model.activation
-        not in (("gelu", "gelu_exact") if is_bert else ("gelu", "gelu_exact", "swiglu")),
+        f"activation {model.activation}": model.activation not in activations,
         f"{approximate}; use --transformer-impl legacy": tanh_without_bias and not names.is_legacy,
         f"num_kv_heads {num_kv_heads(model)} with num_heads {model.num_heads} in a bert": (
             is_bert and num_kv_heads(model) != model.num_heads
@@ -214,6 +239,7 @@ def misfits(model: Model, names: "Names") -> list[str]:
         "bias false in a bert": is_bert and biases != ("all", True),
         f"norm_placement {model.norm_placement}": model.norm_placement != "pre",
         **(_rope_misfits(model, names) if model.position == "rope" else {}),
+        **(hybrid_misfits(model, names.transformer_impl) if model.layer_pattern else {}),
     }
     return [what for what, holds in wrong.items() if holds]
 
@@ -278,6 +304,7 @@ def _kinds(model: Model, names: "Names") -> dict[str, Any]:
         "bias_gelu_fusion": tanh and has_bias,
         "openai_gelu": tanh and not has_bias,
         "swiglu": model.activation == "swiglu",
+        "squared_relu": model.activation == "relu2",
         "add_bias_linear": has_bias,
         "add_qkv_bias": attention_bias(model) == "qkv",
         "qk_layernorm": model.qk_norm,
@@ -290,6 +317,8 @@ def _positions(model: Model) -> dict[str, Any]:
     """Returns Megatron's arguments of position embeddings."""
     if model.position == "learned":
         return {"add_position_embedding": True, "position_embedding_type": "learned_absolute"}
+    if model.position == "none":
+        return {"add_position_embedding": True, "position_embedding_type": "none"}
     return {
         "add_position_embedding": False,
         "position_embedding_type": "rope",

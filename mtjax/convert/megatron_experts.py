@@ -160,7 +160,9 @@ def expert_arguments(model: Model, tensor: int, ranks: int, is_grouped: bool) ->
     """
     if not model.num_experts:
         return {}
-    dense, is_limited = dense_layers(model), model.expert_groups_top_k < model.expert_groups
+    # A hybrid model's pattern says which layers have experts.
+    dense = () if model.layer_pattern else dense_layers(model)
+    is_limited = model.expert_groups_top_k < model.expert_groups
     is_softmax = model.router_score == "softmax"
     return {
         "num_experts": model.num_experts,

@@ -32,7 +32,8 @@ RENAMED = (
     (r"(\.layers\.\d+)\.attention\.", r"\1.self_attention."),
     (r"\.input_norm\.", ".input_layernorm."),
     (r"\.post_attention_norm\.", ".post_attention_layernorm."),
-    (r"\.final_norm\.", ".final_layernorm."),
+    (r"^(language_model\..*)\.final_norm\.", r"\1.final_layernorm."),
+    (r"\.mixer\.conv1d_(weight|bias)$", r".mixer.conv1d.\1"),
     (r"^lm_head\.norm\.", "lm_head.layernorm."),
 )
 """Names of some versions -> the names in the tables."""

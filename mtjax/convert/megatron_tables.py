@@ -3,7 +3,11 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from mtjax.config import Model
+from mtjax.config.sizes import num_kv_heads
+from mtjax.convert.families.hybrid_rows import mamba_rows, own_stacks
 from mtjax.convert.families.rows import linear, norm, row
+from mtjax.convert.megatron_hybrid import letters_in
 from mtjax.convert.table import Row, Slots, Table, Tensor, dims
 from mtjax.errors import UserError
 from mtjax.layout.stacks import DENSE
@@ -96,6 +100,8 @@ TRANSFORMER_ENGINE = Names(
     mlp_norm="mlp.linear_fc1.layer_norm_",
 )
 """Names in Transformer Engine layers, where a norm is fused into the linear layer that follows it."""
+HYBRID = replace(TRANSFORMER_ENGINE, final_norm="final_norm.")
+"""Names in hybrid models, whose layers are Transformer Engine's."""
 WRITTEN: Mapping[str, Names] = {names.transformer_impl: names for names in (LEGACY, LOCAL, TRANSFORMER_ENGINE)}
 
 
@@ -106,6 +112,8 @@ def names_in(tensors: Iterable[str], source: str) -> Names:
       UserError: the checkpoint is an encoder of Megatron-Core.
     """
     tensors = tuple(tensors)
+    if letters_in(tensors):
+        return HYBRID
     if any(name.startswith("encoder.layers.") for name in tensors):
         raise UserError(f"{source} is a BERT or T5 of Megatron-Core; only its GPT is supported")
     if not any(name.startswith("decoder.layers.") for name in tensors):
@@ -141,7 +149,7 @@ def table(version: float, names: Names = LEGACY, queries_per_group: int = 1, is_
         raise UserError(f"checkpoint_version is {version:g}; supported versions: 0, 1, 2, 3")
     if queries_per_group > 1 and version < GROUPED_SINCE:
         raise UserError(f"checkpoint_version {version:g} does not support grouped-query attention: use version 2 or 3")
-    layer = _layer(names, QKV_ORDERS[version], queries_per_group)
+    layer = layer_rows(names, QKV_ORDERS[version], queries_per_group)
     rows: tuple[Row, ...] = (
         row("embedding", names.words, "vocab embed"),
         row("positions", f"{names.embedding}.position_embeddings.weight", "positions embed"),
@@ -162,7 +170,37 @@ def table(version: float, names: Names = LEGACY, queries_per_group: int = 1, is_
     )
 
 
-def _layer(names: Names, qkv_order: str, queries_per_group: int) -> tuple[Row, ...]:
+def table_of(
+    model: Model, names: Names, version: float, *, is_grouped: bool = False, is_distributed: bool = False
+) -> Table:
+    """Returns the table of a model's tensors.
+
+    Args:
+      model: the model.
+      names: names in the implementation.
+      version: `checkpoint_version`.
+      is_grouped: whether the experts of a rank are one module.
+      is_distributed: whether the parts of Mamba-2's first product are separate tensors, as in torch_dist.
+
+    Raises:
+      UserError: the version is unknown, or does not support grouped-query attention.
+    """
+    if model.family == "retro":
+        from mtjax.convert.megatron_retro import retro_table
+
+        return retro_table(model, names, version)
+    found = table(version, names, model.num_heads // num_kv_heads(model), is_grouped)
+    if not model.layer_pattern:
+        return found
+    mixer = f"{names.layer}.mixer"
+    mamba = (
+        *_norm("mamba.layers.mamba_norm", f"{mixer}.in_proj.layer_norm_"),
+        *mamba_rows(model, mixer, is_split=is_distributed),
+    )
+    return replace(found, format="a hybrid model of Megatron-Core", rows=(*own_stacks(found.rows), *mamba))
+
+
+def layer_rows(names: Names, qkv_order: str, queries_per_group: int) -> tuple[Row, ...]:
     """Returns the rows of a layer: attention, MLP and norms."""
     attention, qkv = f"{LAYERS}.attention", f"{names.layer}.{names.query_key_value}"
     return (

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from mtjax.config.adapters import ADAPTER, PARTS
+from mtjax.config.adapters import ADAPTER, EXPERT, PARTS
 from mtjax.config.families import is_decoder
+from mtjax.config.sizes import dense_layers
 from mtjax.convert.families.registry import family_of_model
 from mtjax.convert.mtjax_folder import MtjaxSource
 from mtjax.convert.parameters import Parameter
@@ -35,7 +36,12 @@ def write_adapters(source: Source, folder: Path) -> int:
         raise UserError(
             "peft: needs adapters of a gpt or llama with a language head; for a task's model use --to hf:DIR"
         )
-    family = family_of_model(source.origin.config.model)
+    if model.num_experts and model.lora_targets != "attention" and (model.shared_expert_size or dense_layers(model)):
+        raise UserError(
+            "peft: cannot be told that experts and other MLPs, such as a shared expert, both have adapters; use --to "
+            "hf:DIR, which merges them, or train with --lora-targets attention"
+        )
+    family = family_of_model(source.origin.config.model, source.origin.hugging_face.get("model_type"))
     selection = family.table_of(model).select(source.parameters)
     is_transposed = family.model_type == "gpt2"  # transformers' Conv1D stores [inputs, outputs]
     tensors: dict[str, np.ndarray] = {}
@@ -47,7 +53,7 @@ def write_adapters(source: Source, folder: Path) -> int:
             continue
         a, b = (source.adapters[name] for name in names)
         for layer, layer_a, layer_b in zip(a.layers, source.saved(a), source.saved(b), strict=True):
-            for tensor in row.tensors:
+            for tensor in (one for each in row.tensors for one in each.spread(weight)):
                 _check_order(tensor, family.model_type)
                 down, up = factors(tensor, (a, b), (layer_a, layer_b))
                 name = name_of(tensor, layer).removesuffix(".weight")
@@ -65,7 +71,7 @@ def _check_order(tensor: Tensor, model_type: str) -> None:
       UserError: transformers has one matrix for several of mtjax's, or another order of rows.
     """
     inner = {axis for group in tensor.dims for axis in group[1:]}
-    if tensor.is_part or tensor.order is not None or inner & set(PARTS):
+    if tensor.is_part or inner & set(PARTS) or tensor.first or (EXPERT in tensor.axes and tensor.expert is None):
         raise UserError(
             f"peft: adapters of a {model_type} are not supported, since {tensor.name} has another order of rows; use "
             "--to hf:DIR, which merges them"
@@ -80,12 +86,18 @@ def factors(
     A matrix that stacks several of mtjax's, such as GPT-2's c_attn, gets one adapter with the sum of their ranks, whose
     B is block-diagonal.
     """
-    (a, b), (parameter, _) = layer, names
-    part = next((axis for axis in parameter.axes if axis in PARTS), None)
+    (a, b), (inputs, outputs) = layer, (list(parameter.axes) for parameter in names)
+    if tensor.expert is not None:
+        a, b = (each.take(tensor.expert, 0) for each in (a, b))
+        inputs, outputs = inputs[1:], outputs[1:]
+    if tensor.order is not None:  # of rows: the channels that RoPE rotates
+        axis, order = tensor.order
+        b = b.take(np.argsort(order), outputs.index(axis))
+    part = next((axis for axis in inputs if axis in PARTS), None)
     if part is None:
         return _matrices(a, b)
     # One adapter for each of query, key and value (or gate and up), which are stacked in mtjax.
-    each = [_matrices(np.take(a, i, axis=parameter.axes.index(part)), b[i]) for i in range(len(b))]
+    each = [_matrices(np.take(a, i, axis=inputs.index(part)), b[i]) for i in range(len(b))]
     if tensor.part is not None:
         return each[tensor.part[1]]
     blocks = [up for _, up in each]

@@ -3,12 +3,13 @@
 import dataclasses
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from mtjax.config import Config, Model, Parallel, Training, replace
@@ -205,13 +206,27 @@ class SavedModel:
         if isinstance(self.source, MtjaxSource):
             facts: list[Any] = sorted(self.source.weights.metadata["fingerprints"].items())
         else:
-            # A Hugging Face folder may contain unrelated files that change, such as the output of this command.
-            is_hf = isinstance(self.source, HuggingFaceSource)
-            patterns = ("config.json", "*.safetensors") if is_hf else ("**/*",)
-            paths = sorted({path for pattern in patterns for path in self.folder.glob(pattern)})
-            stats = {path: path.stat() for path in paths if path.is_file()}
+            stats = {path: path.stat() for path in self._files()}
             facts = [(str(p.relative_to(self.folder)), s.st_size, s.st_mtime_ns) for p, s in stats.items()]
         return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+    @property
+    def content(self) -> str:
+        """A digest of the weights' content: of the arrays' fingerprints, or of the files, wherever they are."""
+        if isinstance(self.source, MtjaxSource):
+            return self.identity
+        hashed = hashlib.sha256()
+        for path in self._files():
+            hashed.update(str(path.relative_to(self.folder)).encode())
+            with path.open("rb") as file:
+                hashed.update(hashlib.file_digest(file, "sha256").digest())
+        return hashed.hexdigest()
+
+    def _files(self) -> list[Path]:
+        # A Hugging Face folder may contain unrelated files that change, such as the output of this command.
+        is_hf = isinstance(self.source, HuggingFaceSource)
+        patterns = ("config.json", "*.safetensors") if is_hf else ("**/*",)
+        return sorted({path for pattern in patterns for path in self.folder.glob(pattern) if path.is_file()})
 
     def quantized(self, storage: Storage) -> "list[SavedModel]":
         """Returns scales, and perhaps zero points, with which the matrices were quantized, each as a model.
@@ -223,8 +238,12 @@ class SavedModel:
             return []
         return [dataclasses.replace(self, source=each) for each in self.source.quantized(storage)]
 
-    def parameters(self, sharded_model: ShardedModel) -> Tree:
+    def parameters(self, sharded_model: ShardedModel, without: Collection[str] = ()) -> Tree:
         """Reads the weights onto a mesh with the shardings of `sharded_model`.
+
+        Args:
+          sharded_model: their model.
+          without: modules that foreign weights may lack, and that are not used: they are zeros.
 
         Raises:
           UserError: they are corrupted, can't be read, or belong to another model.
@@ -237,8 +256,13 @@ class SavedModel:
             check_same_weights(self.source.weights, target, wanted, orders)
             return restore_weights(self.source.weights, target, orders)
         leaves, structure = jax.tree_util.tree_flatten_with_path(target)
-        arrays = self.read({dotted(path): leaf for path, leaf in leaves}, sharded_model)
-        return jax.tree_util.tree_unflatten(structure, list(arrays.values()))
+        named = {dotted(path): leaf for path, leaf in leaves}
+        left_out = {name for name in named if name.partition(".")[0] in without}
+        arrays = self.read({name: leaf for name, leaf in named.items() if name not in left_out}, sharded_model)
+        arrays |= {
+            name: jnp.zeros(named[name].shape, named[name].dtype, device=named[name].sharding) for name in left_out
+        }
+        return jax.tree_util.tree_unflatten(structure, [arrays[name] for name in named])
 
     def read(self, targets: Mapping[str, jax.ShapeDtypeStruct], sharded_model: ShardedModel) -> dict[str, jax.Array]:
         """Reads parameters by name, each with the sharding and dtype of its target; learned positions may be truncated.

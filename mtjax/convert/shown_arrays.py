@@ -114,7 +114,7 @@ def safetensors_header(path: Path) -> Mapping[str, Any]:
     except OSError as e:
         raise UserError(f"{path} can't be read: {e.strerror or e}") from e
     except (struct.error, ValueError, AttributeError) as e:
-        raise UserError(f"{path} is no safetensors file, or is not complete: it has no header") from e
+        raise UserError(f"{path} is not a safetensors file, or is incomplete: it has no header") from e
     return header
 
 

@@ -19,7 +19,7 @@ OUTPUT = "output"
 """Name of the output projection, if it is not tied to the embedding."""
 VOCAB = "vocab"
 EXPERT = "expert"
-SPLIT = (VOCAB, "heads", "kv_heads", "mlp")
+SPLIT = (VOCAB, "heads", "kv_heads", "groups", "mlp")
 """Dimensions that are sharded over tensor-parallel ranks; at most one in a tensor."""
 
 Dims = tuple[tuple[str, ...], ...]
@@ -44,9 +44,13 @@ class Slots:
 
 @dataclass(frozen=True)
 class Rows:
-    """Position of rows in a tensor that stacks parts of different widths, as the first product of Mamba-2."""
+    """Position of rows in a tensor that stacks parts of different widths, as the first product of Mamba-2.
+
+    Tensor-parallel ranks have the same share of every part, one part after the other.
+    """
 
     first: int
+    count: int
     of: int
     """Number of rows of all parts."""
 
@@ -84,7 +88,7 @@ class Tensor:
         if self.slots is not None:
             return (shape[0] // self.slots.count * self.slots.of, *shape[1:])
         if self.rows is not None:
-            return (self.rows.of, *shape[1:])
+            return (shape[0] * self.rows.of // self.rows.count, *shape[1:])
         return (shape[0] + self.skip, *shape[1:]) if self.skip else shape
 
     @property
@@ -95,8 +99,9 @@ class Tensor:
     def view(self, array: np.ndarray, parameter: Parameter) -> np.ndarray:
         """Selects this tensor's rows from the tensor in the file; returns a view if `array` is contiguous."""
         if self.rows is not None:
-            count = self._shape_without_slots(parameter.sizes)[0]
-            return array[self.rows.first : self.rows.first + count]
+            ranks = self.rows.of // array.shape[0]
+            first = self.rows.first // ranks
+            return array[first : first + self.rows.count // ranks]
         if self.slots is None:
             return array[self.skip :] if self.skip else array
         # [groups * of * width, ...] -> [groups, of, width, ...]

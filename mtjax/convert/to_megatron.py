@@ -56,6 +56,10 @@ class MtjaxRun:
                 f"{weights.folder} has the states of optimizer {optimizer}, and Megatron-LM's Adam is written from "
                 "adamw alone: remove --with-optimizer"
             )
+        if self.config.model.layer_pattern:
+            raise UserError(
+                f"{weights.folder} is a hybrid model, whose weights alone are converted: remove --with-optimizer"
+            )
         check_experts(self.config.model, expert)
         self.expert = expert
         self.step = int(weights.metadata["step"])

@@ -12,12 +12,12 @@ import numpy as np
 from mtjax.config.place import MEGATRON_TRACKER
 from mtjax.config.sizes import dense_layers
 from mtjax.convert.hugging_face import narrowed
-from mtjax.convert.megatron import Split, queries_per_group, written_names
+from mtjax.convert.megatron import Split, written_names
 from mtjax.convert.megatron_arguments import VOCAB_MULTIPLE, arguments_of
 from mtjax.convert.megatron_experts import BIAS, expert_arguments
 from mtjax.convert.megatron_files import EXTRA_STATE
 from mtjax.convert.megatron_formats import BACKEND, BACKEND_FILE, RELEASE, iteration_folder
-from mtjax.convert.megatron_tables import LOCAL, TRANSFORMER_ENGINE, table
+from mtjax.convert.megatron_tables import HYBRID, LOCAL, TRANSFORMER_ENGINE, table_of
 from mtjax.convert.parameters import Parameter
 from mtjax.convert.stream import Origin, carry_tokenizer, rows_of
 from mtjax.convert.table import VOCAB, Tensor, name_of, with_vocab
@@ -27,8 +27,8 @@ from mtjax.errors import UserError
 
 _LAYER = re.compile(rf"{re.escape(LAYERS)}(\d+)\.")
 _EXPERT = re.compile(r"\.mlp\.experts\.local_experts\.(\d+)\.")
-_LINEAR = re.compile(r"(.*\.linear_(?:qkv|proj|fc1|fc2))\.weight")
-_NORM = re.compile(r"(.*\.(?:[qk]_layernorm|pre_mlp_layernorm|final_layernorm))\.weight")
+_LINEAR = re.compile(r"(.*\.(?:linear_(?:qkv|proj|fc1|fc2)|in_proj|out_proj))\.weight(?:\.z)?")
+_NORM = re.compile(r"(.*\.(?:[qk]_layernorm|pre_mlp_layernorm|final_(?:layer)?norm))\.weight")
 
 
 class TorchDistSink:
@@ -65,11 +65,14 @@ class TorchDistSink:
                 + ("the model is a BERT" if model.family == "bert" else "--transformer-impl is legacy")
                 + ": use --ckpt-format torch"
             )
+        if model.family == "retro":
+            raise UserError("a retro is written in the format torch only: remove --ckpt-format torch_dist")
         self._rows = -(-rows_of(model) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
         self._arguments = arguments_of(model, self._names, 1, 1, self._dtype, self._rows)
         self._arguments |= expert_arguments(model, 1, 1, False)
-        self._selection = table(VERSION, TRANSFORMER_ENGINE, queries_per_group(model)).select(parameters)
-        self._is_stacked = not dense_layers(model)
+        keys = HYBRID if model.layer_pattern else TRANSFORMER_ENGINE
+        self._selection = table_of(model, keys, VERSION, is_distributed=True).select(parameters)
+        self._is_stacked = not dense_layers(model) and not model.layer_pattern
         self._content: dict[str, Any] = {
             "singleton_local_shards": False,
             "non_homogeneous_layers": not self._is_stacked,
@@ -137,10 +140,12 @@ class TorchDistSink:
 
     def _modules_with_state(self) -> Iterator[str]:
         """Yields the modules whose `_extra_state`, here an empty one, Megatron requires in a checkpoint."""
+        if self._names is HYBRID:
+            yield "output_layer"
         for name in self._selection.shapes(self._rows):
             if match := _LINEAR.fullmatch(name):
                 yield match[1]
-            if self._names is TRANSFORMER_ENGINE:  # in which attention and separate norms have one too
+            if self._names is not LOCAL:  # in which attention and separate norms have one too
                 if match := _NORM.fullmatch(name):
                     yield match[1]
                 if name.endswith(".linear_qkv.weight"):

@@ -16,6 +16,9 @@ from mtjax.data.samples.split import Split, split_bounds
 from mtjax.data.tokens.tokenizer import Tokenizer
 from mtjax.errors import UserError
 
+RETRO = "retro"
+"""The family whose samples have neighbours."""
+
 
 def open_in_order(config: Config, order: SampleOrder, tokenizer: Tokenizer | None = None) -> Dataset:
     """Opens the training samples of a run in its order, numbered as the run consumes them.
@@ -23,10 +26,17 @@ def open_in_order(config: Config, order: SampleOrder, tokenizer: Tokenizer | Non
     Raises:
       UserError: like `open_dataset`.
     """
-    opener = _SplitOpener(config, "train", tokenizer)
+    return _open_in_order(config, "train", order, tokenizer)
+
+
+def open_samples(opener: "SplitOpener", order: SampleOrder) -> Dataset:
+    """Opens the samples of a split in an order, numbered as the run consumes them.
+
+    Raises:
+      UserError: like `open_dataset`.
+    """
     *earlier, total = order.counts
-    dataset = _open(opener, total, earlier)
-    return shifted(dataset, order)
+    return shifted(_open(opener, total, earlier), order)
 
 
 def describe_texts(config: Config, tokenizer: Tokenizer | None = None) -> tuple[TrainingText, ...]:
@@ -35,7 +45,7 @@ def describe_texts(config: Config, tokenizer: Tokenizer | None = None) -> tuple[
     Raises:
       UserError: the data can't be read.
     """
-    opener = _SplitOpener(config, "train", tokenizer)
+    opener = SplitOpener(config, "train", tokenizer)
     return tuple(opener.describe(source) for source in opener.sources)
 
 
@@ -55,10 +65,24 @@ def open_dataset(config: Config, split: Split, num_samples: int, tokenizer: Toke
     Raises:
       UserError: the data can't be read, this split has none, or a blend without weights has too few.
     """
-    return _open(_SplitOpener(config, split, tokenizer), num_samples)
+    return _open_in_order(config, split, SampleOrder(0, (num_samples,)), tokenizer)
 
 
-def _open(opener: "_SplitOpener", num_samples: int, earlier: Sequence[int] = ()) -> Dataset:
+def _open_in_order(config: Config, split: Split, order: SampleOrder, tokenizer: Tokenizer | None) -> Dataset:
+    """Opens the samples of a split, with their neighbours where the config names them."""
+    if config.data.neighbours is not None:
+        from mtjax.data.neighbours.samples import with_neighbours
+
+        return with_neighbours(config, split, order, tokenizer)
+    if config.model.family == RETRO:
+        raise UserError(
+            "the family retro reads neighbours of the run's samples: make them with mtjax data neighbours, and name "
+            "their prefix with --neighbours"
+        )
+    return open_samples(SplitOpener(config, split, tokenizer), order)
+
+
+def _open(opener: "SplitOpener", num_samples: int, earlier: Sequence[int] = ()) -> Dataset:
     """Opens the samples of all sources, of which earlier starts of the run requested `earlier` numbers."""
     given = [source.weight for source in opener.sources if source.weight is not None]
     # Like Megatron, which opens a lone dataset with a weight as a blend when it is split, and directly when it isn't.
@@ -80,7 +104,7 @@ def vocabulary_size(config: Config, tokenizer: Tokenizer) -> int:
     return FAMILIES[config.model.family].vocabulary_size(tokenizer)
 
 
-def _unweighted(opener: "_SplitOpener", num_samples: int) -> BlendedDataset:
+def _unweighted(opener: "SplitOpener", num_samples: int) -> BlendedDataset:
     """Blends all samples of one pass over each dataset, in proportion to their numbers.
 
     Raises:
@@ -97,8 +121,15 @@ def _unweighted(opener: "_SplitOpener", num_samples: int) -> BlendedDataset:
     return blend
 
 
-class _SplitOpener:
-    """Opens the sources of one split of a run."""
+class SplitOpener:
+    """Opens the sources of one split of a run.
+
+    Attributes:
+      split: which one.
+      text: the run's text, with its tokenizer.
+      sources: the split's datasets.
+      shares: how each is divided into splits; None where the split has its own datasets.
+    """
 
     def __init__(self, config: Config, split: Split, tokenizer: Tokenizer | None) -> None:
         self.split: Split = split
@@ -109,14 +140,18 @@ class _SplitOpener:
 
     def open(self, source: Source, num_samples: int | None, earlier: Sequence[int] = ()) -> Dataset:
         """Opens the samples of one source, at least `num_samples` of them; those of one pass when None."""
-        corpus = self.text.indexed(source, self._family.encoding)
+        corpus = self.corpus(source)
         bounds = self._bounds(source, corpus)
         share = Share(corpus, bounds, self.split, num_samples, self.text.tokenizer, self.text.cache, tuple(earlier))
         return self._family.open(self._config, share)
 
+    def corpus(self, source: Source) -> IndexedDataset:
+        """Opens the token ids of a source."""
+        return self.text.indexed(source, self._family.encoding)
+
     def describe(self, source: Source) -> TrainingText:
         """Describes the content of a source, and which of its documents belong to this split."""
-        corpus = self.text.indexed(source, self._family.encoding)
+        corpus = self.corpus(source)
         begin, end = self._bounds(source, corpus)
         content = digest({"tokens": corpus.content(), "files": self.text.file_digests(source)})
         return TrainingText(source.name, content, end - begin, begin, source.weight)

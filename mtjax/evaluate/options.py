@@ -25,9 +25,14 @@ Examples:
   mtjax evaluate --task wikitext103 --data wiki.test.tokens --from runs/gpt2-1.2b-1 --overlap 32
   mtjax evaluate --task lambada --data lambada_test.jsonl --from hf:gpt2 --mesh 4x2 --out lambada.json
   mtjax evaluate --task perplexity --data book.txt --from runs/default-1
+  mtjax evaluate --task perplexity --neighbours near/books --from runs/retro-1
   mtjax evaluate --harness hellaswag,arc_easy --few-shot 5 --from hf:gpt2
   mtjax evaluate --harness my_task --harness-include my_tasks --from runs/default-1 --out results.json
 """
+
+
+NONE, SHUFFLED = "none", "shuffled"
+"""Values of --neighbours."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,9 @@ class Options:
     """The task."""
     data: Path | None = None
     """The task's file."""
+    neighbours: str | None = None
+    """perplexity of a run of Retro on its validation samples, in the place of --data: PREFIX of neighbours of theirs,
+    which are compared with none; or none, or shuffled, the run's own given to other chunks."""
     scorer: str | None = None
     """continuations: a classifier's run or folder, hf:DIR, or command:PROGRAM, as in mtjax data select."""
     score_label: str | None = None
@@ -109,9 +117,28 @@ class Options:
         if idle:
             required = "--task" if self.harness else "--harness"
             raise UserError(f"--{idle[0].replace('_', '-')} has no effect without {required}: remove it")
-        if self.task and self.data is None:
+        self._check_neighbours()
+        if self.task and self.data is None and self.neighbours is None:
             raise UserError(f"--data is missing: name the file of {self.task}")
         self._check_continuations()
+
+    def _check_neighbours(self) -> None:
+        """Checks that --neighbours is given with --task perplexity, and without options of other texts.
+
+        Raises:
+          UserError: it is not.
+        """
+        if self.neighbours is None:
+            return
+        if self.task != "perplexity":
+            raise UserError(f"--neighbours {self.neighbours} has no effect without --task perplexity: remove it")
+        for name in ("data", "overlap", "sequence_length", "config"):
+            if (value := getattr(self, name)) is not None:
+                option = f"--{name.replace('_', '-')}"
+                raise UserError(
+                    f"{option} {value} has no effect with --neighbours, which is for the run's own validation samples: "
+                    f"remove {option}"
+                )
 
     def _check_continuations(self) -> None:
         """Checks that the options of continuations are given with it, and no others.

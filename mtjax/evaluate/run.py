@@ -26,9 +26,9 @@ from mtjax.generate.first_tokens import first_tokens_of
 from mtjax.layout.mesh import MeshShape, check_no_sharding_groups, parse_mesh
 from mtjax.models.sharded_model import ShardedModel
 from mtjax.runtime.compile_cache import CompileCache
+from mtjax.runtime.devices import attach_devices
 from mtjax.runtime.processes.coordination import all_gather_text, this_process
 from mtjax.runtime.processes.peers import Peers
-from mtjax.sharding.mesh import attach_devices
 from mtjax.storage import write_whole
 from mtjax.waiting import waiting
 
@@ -239,8 +239,18 @@ def write(
         "seconds": round(seconds, 1),
         "results": results,
     }
-    write_whole("--out", options.out, json.dumps(facts, indent=2) + "\n")
-    print(f"\nwritten to {options.out}")
+    write_facts(options, facts)
+
+
+def write_facts(options: Options, facts: Mapping[str, Any]) -> None:
+    """Writes facts as JSON to `--out` if it is given.
+
+    Raises:
+      UserError: the file can't be written.
+    """
+    if options.out is not None:
+        write_whole("--out", options.out, json.dumps(facts, indent=2) + "\n")
+        print(f"\nwritten to {options.out}")
 
 
 def shown(value: float) -> str:

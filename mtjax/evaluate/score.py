@@ -14,12 +14,14 @@ from mtjax.errors import UserError
 from mtjax.evaluate.answers import SavedAnswers
 from mtjax.evaluate.rows import Row, Scores
 from mtjax.models.families.gpt import GPT
+from mtjax.models.final_hidden_states import final_hidden_states
 from mtjax.models.layer_context import PADDING_MASK
 from mtjax.models.sharded_model import ShardedModel, Tree
 from mtjax.sharding.axes import use_rules
 from mtjax.sharding.context.zigzag import token_order
-from mtjax.sharding.placement import context_degree, global_batch, process_rows, replicated
-from mtjax.sharding.vocab import vocab_parallel_scores
+from mtjax.sharding.global_batch import context_degree, global_batch, process_rows
+from mtjax.sharding.placement import replicated
+from mtjax.sharding.vocab_scores import vocab_parallel_scores
 
 SHORTEST = 64
 """Length of the shortest shape; each next one is twice as long, up to the longest row."""
@@ -40,6 +42,11 @@ class Scorer:
         if not issubclass(sharded_model.family, GPT):
             raise UserError(
                 f"{named(sharded_model.config.model)} does not predict the next token: evaluate a gpt or llama model"
+            )
+        if sharded_model.config.model.family == "retro":
+            raise UserError(
+                "a retro reads neighbours, which this text does not have: evaluate its run with --task perplexity "
+                "--neighbours, or its decoder, which mtjax convert --without-encoder writes as a gpt"
             )
         self.sharded_model = sharded_model
         self.longest = longest or sharded_model.config.model.sequence_length
@@ -103,7 +110,7 @@ class Scorer:
             model = sharded_model.inference_model(parameters)
             assert isinstance(model, GPT)  # checked in __init__
             read = {name: batch[name] for name in ("tokens", PADDING_MASK)}
-            hidden = model.final_norm(sharded_model.final_hidden_states(parameters, read))
+            hidden = model.final_norm(final_hidden_states(sharded_model, parameters, read))
             table, bias, _ = model.output_head()
             return vocab_parallel_scores(hidden, table, batch["labels"], sharded_model.loss_options, bias)
 

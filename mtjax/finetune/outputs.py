@@ -9,10 +9,12 @@ from jax import Array
 
 from mtjax.data.samples.sample import Dataset, stack
 from mtjax.models.families.finetuned import GivesOutputs
+from mtjax.models.final_hidden_states import final_hidden_states
 from mtjax.models.sharded_model import ShardedModel, Tree
 from mtjax.models.trunk import HiddenStates
 from mtjax.sharding.axes import use_rules
-from mtjax.sharding.placement import global_batch, process_rows, replicated
+from mtjax.sharding.global_batch import global_batch, process_rows
+from mtjax.sharding.placement import replicated
 
 
 class Outputs:
@@ -39,4 +41,4 @@ class Outputs:
     def _outputs(self, parameters: Tree, batch: dict[str, Array]) -> Array:
         with use_rules(self.sharded_model.layout.rules):
             model = cast(GivesOutputs, self.sharded_model.inference_model(parameters))
-            return model.outputs(HiddenStates(self.sharded_model.final_hidden_states(parameters, batch)), batch)
+            return model.outputs(HiddenStates(final_hidden_states(self.sharded_model, parameters, batch)), batch)

@@ -18,7 +18,7 @@ from mtjax.finetune.tasks.registry import task_of
 from mtjax.finetune.tasks.task import Encoded
 from mtjax.layout.mesh import parse_mesh
 from mtjax.models.sharded_model import ShardedModel
-from mtjax.sharding.mesh import attach_devices
+from mtjax.runtime.devices import attach_devices
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from mtjax.finetune.samples import Encoder
 from mtjax.finetune.tasks.registry import task_of
 from mtjax.layout.mesh import parse_mesh
 from mtjax.models.sharded_model import ShardedModel
-from mtjax.sharding.mesh import attach_devices
+from mtjax.runtime.devices import attach_devices
 
 Scorer = Callable[[Sequence[str]], list[float]]
 """Returns the score of each text."""

@@ -20,6 +20,7 @@ from mtjax.layout.layouts import gathers_in_compute_dtype
 from mtjax.models.families.distilled import TEACHER, TEACHER_TABLE
 from mtjax.models.families.finetuned import GivesOutputs
 from mtjax.models.families.gpt import GPT
+from mtjax.models.final_hidden_states import final_hidden_states
 from mtjax.models.sharded_model import Batch, ShardedModel, Tree
 from mtjax.models.trunk import HiddenStates
 from mtjax.sharding.axes import spec, use_rules
@@ -224,7 +225,7 @@ class TeacherTargets:
         count = num_microbatches(self.program.config, self.program.shape, batch["tokens"].shape[0])
         with use_rules(self.sharded_model.layout.rules):
             model = self.sharded_model.inference_model(parameters)
-            hidden_states = self.sharded_model.final_hidden_states(parameters, batch, count)
+            hidden_states = final_hidden_states(self.sharded_model, parameters, batch, count)
             if isinstance(model, GPT):
                 # The student's loss computes the teacher's logits in chunks, from hidden states and the output table.
                 return reshard(model.final_hidden(hidden_states), spec("batch", "seq", "embed"))

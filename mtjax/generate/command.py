@@ -3,7 +3,7 @@
 import itertools
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -41,13 +41,18 @@ def run(options: Options) -> None:
             )
         prompts = (sys.stdin.read().removesuffix("\n"),)
     with CompileCache(options.compile_cache):
-        model = load_model(options.source, options.mesh, options.dtype, options.tokenizer, storage=options.storage)
+        model = load_model(
+            options.source, options.mesh, options.dtype, options.tokenizer, storage=options.storage, neighbours=True
+        )
         say(f"model   {describe_config(model.placed.config, model.parameters)}")
         if model.family == "bert":
             fill_masks(options, model, prompts)
             return
         if options.fillings is not None:
             raise UserError(f"--fillings needs a bert, and the model is a {model.family}: remove it")
+        if model.family == "retro":
+            read_neighbours(options, model, prompts)
+            return
         decoder = Decoder(model.placed, model.parameters, model.start_id, storage=options.storage, grids=model.grids)
         job = Job(
             options, replace(model, parameters=None, grids=()), decoder
@@ -69,24 +74,8 @@ def fill_masks(options: Options, model: LoadedModel, prompts: Iterable[str]) -> 
     Raises:
       UserError: options of text generation are given, or a prompt has no mask.
     """
-    defaults = Options(options.source)
-    text_options = (
-        "storage",
-        "beams",
-        "documents",
-        "length_penalty",
-        "interactive",
-        "samples",
-        "stop",
-        "ignore_eos",
-        "echo",
-        "show_logprobs",
-        "logprobs",
-        "sampling",
-    )
-    if name := next((name for name in text_options if getattr(options, name) != getattr(defaults, name)), None):
-        option = "sampling parameters such as --temperature" if name == "sampling" else f"--{name.replace('_', '-')}"
-        raise UserError(f"a bert fills masks and does not support {option}: remove it")
+    of_texts = ("samples", "stop", "ignore_eos", "show_logprobs", "logprobs", "sampling")
+    _refuse(options, (*OF_ENGINES, *of_texts), "a bert fills masks")
     filler, number = Filler(model), options.fillings or 5
     if options.input is not None and options.output is not None:
         with json_lines(options, model, 1) as lines:
@@ -104,8 +93,67 @@ def fill_masks(options: Options, model: LoadedModel, prompts: Iterable[str]) -> 
                 print(f"{filling.probability:.4f}\t{filling.text}")
 
 
-def json_lines(options: Options, model: LoadedModel, samples: int) -> JsonLines:
-    """Opens `--input` and `--output`.
+OF_ENGINES = ("storage", "beams", "documents", "length_penalty", "interactive", "echo")
+"""Options that need a KV cache or the engine."""
+
+
+def _refuse(options: Options, names: Iterable[str], why: str) -> None:
+    defaults = Options(options.source)
+    if name := next((name for name in names if getattr(options, name) != getattr(defaults, name)), None):
+        option = "sampling parameters such as --temperature" if name == "sampling" else f"--{name.replace('_', '-')}"
+        raise UserError(f"{why} and does not support {option}: remove it")
+
+
+def read_neighbours(options: Options, model: LoadedModel, prompts: Iterable[str]) -> None:
+    """Continues prompts with a Retro: those of --input with the neighbours or passages of their lines.
+
+    Raises:
+      UserError: options of the engine are given, or a line's neighbours can't be read.
+    """
+    from mtjax.generate.neighbours import NEIGHBOURS, PASSAGES, NeighbourWriter
+
+    _refuse(options, OF_ENGINES, "a retro runs the whole model for each token")
+    writer, stop_ids = NeighbourWriter(model), frozenset[int]() if options.ignore_eos else model.stop_ids
+    logprobs = options.logprobs or options.show_logprobs
+
+    def completion(ids: list[int], sampling: Sampling, stops: tuple[str, ...]) -> Completion:
+        return Completion(model.tokenizer, tuple(ids), sampling, stop_ids, stops, logprobs)
+
+    if options.input is None or options.output is None:
+        texts = [(index, prompt, number) for index, prompt in enumerate(prompts) for number in range(options.samples)]
+        printer = TextPrinter(sys.stdout, options.show_logprobs)
+        for index, prompt, number in texts:
+            ids, found = writer.read(model.prompt_ids(prompt), {})
+            text = completion(ids, with_text_seed(options.sampling, number, index), options.stop)
+            if len(texts) > 1:
+                printer.title(f"{shortened(prompt, 60)!r}" + (f" ({number + 1})" if options.samples > 1 else ""))
+            text.on_piece = printer.piece
+            writer.complete(text, ids, found)
+            printer.end()
+        return
+    with json_lines(options, model, options.samples, (NEIGHBOURS, PASSAGES)) as lines:
+        for line in lines.remaining():
+            try:
+                ids, found = writer.read(model.prompt_ids(line.prompt), line.settings)
+                text = completion(ids, line.sampling, line.stops)
+                writer.complete(text, ids, found)
+            except UserError as e:
+                raise UserError(f"{options.input}:{line.number + 1}: {e}") from e
+            lines.write(line, record_of(text, logprobs=options.logprobs))
+    say(f"{lines.written:,} texts added to {options.output}")
+
+
+def record_of(completion: Completion, *, logprobs: bool) -> dict[str, Any]:
+    """Returns a text's fields in the output file."""
+    record: dict[str, Any] = {"text": completion.text, "finish_reason": completion.ended}
+    if logprobs:
+        tokens = [(piece.text, piece.token) for piece in completion.pieces if piece.token is not None]
+        record["logprobs"] = [{"text": text, "id": t.id, "logprob": t.logprob} for text, t in tokens]
+    return record
+
+
+def json_lines(options: Options, model: LoadedModel, samples: int, keys: Sequence[str] = ()) -> JsonLines:
+    """Opens `--input` and `--output`; `keys` are those of lines that determine texts, in addition to the settings.
 
     Raises:
       UserError: a file can't be read or written, or is invalid.
@@ -121,6 +169,7 @@ def json_lines(options: Options, model: LoadedModel, samples: int) -> JsonLines:
         options.sampling,
         options.stop,
         overwrite=options.overwrite,
+        keys=keys,
     )
 
 
@@ -231,11 +280,7 @@ class Job:
         say(f"{lines.written:,} texts added to {options.output}")
 
     def _write(self, lines: JsonLines, line: Line, completion: Completion) -> None:
-        record: dict[str, Any] = {"text": completion.text, "finish_reason": completion.ended}
-        if self._options.logprobs:
-            tokens = [(piece.text, piece.token) for piece in completion.pieces if piece.token is not None]
-            record["logprobs"] = [{"text": text, "id": t.id, "logprob": t.logprob} for text, t in tokens]
-        lines.write(line, record)
+        lines.write(line, record_of(completion, logprobs=self._options.logprobs))
 
     def chat(self) -> None:
         """Chats until the end of standard input."""

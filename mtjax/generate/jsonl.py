@@ -52,6 +52,7 @@ class JsonLines:
       sampling: default sampling parameters.
       stops: default stop sequences.
       overwrite: whether to replace an existing output.
+      keys: other keys of a line that determine its text; they are in its `settings`.
 
     Raises:
       UserError: a file can't be read or written, or is invalid.
@@ -67,7 +68,9 @@ class JsonLines:
         stops: Sequence[str],
         *,
         overwrite: bool = False,
+        keys: Sequence[str] = (),
     ) -> None:
+        self._keys = (*SETTINGS, "stop", *keys)
         self._target, self._record, self._samples = target, record, samples
         self._sampling, self._stops, self._overwrite = sampling, tuple(stops), overwrite
         self._source = Path("--documents") if isinstance(source, int) else source
@@ -158,7 +161,7 @@ class JsonLines:
         sampling = self._settings({name: record[name] for name in SETTINGS if name in record}, where)
         # A line that sets a seed samples the same text whatever its line number is.
         sampling = with_text_seed(sampling, sample, 0 if "seed" in record else number)
-        settings = {name: record[name] for name in (*SETTINGS, "stop") if name in record}
+        settings = {name: record[name] for name in self._keys if name in record}
         return Line(number, sample, record["prompt"], sampling, tuple(stops), settings)
 
     def _settings(self, given: dict[str, Any], where: str) -> Sampling:

@@ -59,7 +59,8 @@ class Options:
     token a line with its log-probability."""
     input: Path | None = None
     """JSONL file of objects with `prompt`, and optionally `stop` and sampling parameters that override the options for
-    that prompt."""
+    that prompt. A retro also reads `neighbours`, a list of texts for each chunk of the prompt, or `passages`, a list of
+    texts that the answer reads."""
     documents: int | None = at_least(1, None, most=2**31)
     """Write this many texts from the start of a document to --output, instead of texts for the prompts of --input."""
     output: Path | None = None

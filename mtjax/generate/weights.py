@@ -19,7 +19,7 @@ from mtjax.errors import UserError
 from mtjax.generate.first_tokens import first_tokens_of
 from mtjax.layout.mesh import MeshShape, check_generation_mesh, parse_mesh
 from mtjax.models.sharded_model import ShardedModel
-from mtjax.sharding.mesh import attach_devices
+from mtjax.runtime.devices import attach_devices
 from mtjax.waiting import waiting
 
 Tree = Any
@@ -84,6 +84,8 @@ def load_model(
     tokenizer: str | None = None,
     devices: Mesh | None = None,
     storage: Storage = PLAIN,
+    *,
+    neighbours: bool = False,
 ) -> LoadedModel:
     """Loads the weights that `DIR` or `KIND:DIR` names onto a mesh.
 
@@ -94,6 +96,7 @@ def load_model(
       tokenizer: a tokenizer in the form of `--tokenizer`; if None, the one that comes with the weights.
       devices: a mesh of this shape; if None, it is built from this machine's devices.
       storage: how matrices will be stored: if they were quantized so before, `LoadedModel.grids` has how.
+      neighbours: whether the caller gives a Retro its neighbours.
 
     Raises:
       UserError: the weights are missing, have no tokenizer or no language model head, or are not compatible with the
@@ -102,10 +105,17 @@ def load_model(
     shape = parse_mesh(mesh)
     check_generation_mesh(shape)
     with waiting(f"loading the weights {source}"):
-        return _load(source, shape, mesh, dtype, tokenizer, devices or attach_devices(shape), storage)
+        saved = SavedModel.open(source, Hints(vocab_multiple_for(shape)))
+        if saved.config.model.family == "retro" and not neighbours:
+            raise UserError(
+                f"{source} is a retro, which reads neighbours that a prompt does not have: write its decoder as a gpt "
+                "with mtjax convert --without-encoder, and take that"
+            )
+        return _load(saved, source, shape, mesh, dtype, tokenizer, devices or attach_devices(shape), storage)
 
 
 def _load(
+    saved: SavedModel,
     source: str,
     shape: MeshShape,
     mesh: str,
@@ -115,7 +125,6 @@ def _load(
     storage: Storage,
 ) -> LoadedModel:
     """See `load_model`."""
-    saved = SavedModel.open(source, Hints(vocab_multiple_for(shape)))
     if missing := sorted(name for name in saved.source.origin.fresh if name.startswith("head.")):
         raise UserError(f"{source} is an encoder without the masked language model head: it lacks {', '.join(missing)}")
     dtype = dtype or ("float32" if devices.devices.flat[0].platform == "cpu" else "bfloat16")

@@ -5,6 +5,7 @@ instruction's phase and, of a collective, its mesh axes. On GPUs the operations 
 device, on CPUs the thunks of the host's threads; both have the same names and are read the same way.
 """
 
+import re
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -34,6 +35,9 @@ HOLDS_OTHERS = ("while", "call", "conditional")
 PRODUCTS, ATTENTION, MEMORY = "products", "attention", "memory-bound"
 COLLECTIVES, NOTHING = "collectives", "nothing runs"
 """Causes of a step's time, keys of the JSON report: attention is fused kernels; collectives include overlapped ones."""
+_SHARED_KERNEL = re.compile(r'deduplicated_name="([^"]*)"')
+CUDA_GRAPH = "command_buffer"
+"""How the names of CUDA graphs begin in a trace."""
 UNKNOWN_SHARE = 0.02
 """Most of the time that operations may have that are not in the program."""
 DECIDE = (
@@ -123,8 +127,14 @@ def measure(report: Report, path: Path) -> Measured:
     if not operations:
         raise UserError(f"{trace} has no operation of {report.step.module.name}: it is not a trace of training steps")
     known = instructions(report.step)
+    known |= inside_fusions(known, report.step, {o.name for o in operations})
     total = sum(o.seconds for o in operations)
     unknown = {o.name for o in operations if o.name not in known}
+    if graphs := sorted(name for name in unknown if name.startswith(CUDA_GRAPH)):
+        raise UserError(
+            f"{trace} lacks the times of single operations: XLA ran {len(graphs)} groups of them as CUDA graphs "
+            f"({graphs[0]}); trace with mtjax train --profile, which turns CUDA graphs off"
+        )
     if sum(o.seconds for o in operations if o.name in unknown) > UNKNOWN_SHARE * total:
         raise UserError(
             f"{trace} is of another program: {min(unknown)} and {len(unknown) - 1} more operations are not in the one "
@@ -284,6 +294,27 @@ def instructions(step: CompiledStep) -> dict[str, tuple[str, str]]:
         for computation in step.module.computations.values()
         for i in computation.instructions
     }
+
+
+def inside_fusions(
+    known: dict[str, tuple[str, str]], step: CompiledStep, names: set[str]
+) -> dict[str, tuple[str, str]]:
+    """Returns the phase and operation of what asynchronous fusions run, by its name in a trace.
+
+    XLA: the text of a program has the names of such a fusion's start and of an operation with the same kernel
+    (`deduplicated_name`), but not of the operation itself, which differs from the latter in its number. Operations with
+    the same kernel in several phases are counted in the first.
+    """
+    starts: dict[str, tuple[str, str]] = {}
+    for computation in step.module.computations.values():
+        for i in computation.instructions:
+            if shared := _SHARED_KERNEL.search(i.attributes):
+                starts.setdefault(_unnumbered(shared[1]), known[i.name])
+    return {name: starts[_unnumbered(name)] for name in names - known.keys() if _unnumbered(name) in starts}
+
+
+def _unnumbered(name: str) -> str:
+    return name.rpartition(".")[0] if name.rpartition(".")[2].isdigit() else name
 
 
 def count_steps(step: CompiledStep, operations: Iterable[Operation]) -> int:

@@ -17,7 +17,8 @@ from mtjax.analysis import target as server_files
 from mtjax.analysis.hardware import SERVERS, Server, by_device_kind
 from mtjax.errors import UserError, install_extra
 from mtjax.layout.mesh import MeshShape
-from mtjax.sharding.mesh import MAX_CPU_DEVICES, attach_devices, has_gpu, make_mesh
+from mtjax.runtime.devices import MAX_CPU_DEVICES, attach_devices, has_gpu
+from mtjax.sharding.mesh import make_mesh
 
 CPU = "cpu"
 ATTACHED = "attached"

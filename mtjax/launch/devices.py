@@ -11,7 +11,7 @@ from mtjax.config import Config
 from mtjax.errors import UserError
 from mtjax.layout.divisibility import check_config
 from mtjax.layout.mesh import MeshShape, parse_mesh
-from mtjax.sharding.mesh import has_gpu
+from mtjax.runtime.devices import has_gpu
 
 QUERY = ["--query-gpu=index", "--format=csv,noheader"]
 

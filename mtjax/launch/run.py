@@ -11,9 +11,9 @@ from mtjax.errors import UserError
 from mtjax.launch.devices import mesh_within, working_gpus
 from mtjax.layout.divisibility import check_config
 from mtjax.layout.mesh import AUTO, parse_mesh
+from mtjax.runtime.devices import MAX_CPU_DEVICES
 from mtjax.runtime.processes.local import MAX_PROCESSES, Ended, Member, member_arguments, processes_needed, run_members
 from mtjax.sharding.launchers import find_launch
-from mtjax.sharding.mesh import MAX_CPU_DEVICES
 from mtjax.train.folder.run_folder import choose_folder
 
 LONGEST_PAUSE = 60.0

@@ -68,6 +68,8 @@ def _without_flash(config: Config, context: int) -> Iterator[str]:
         yield f"it has no dropout on probabilities, and attention_dropout is {model.attention_dropout}"
     if kind_of(model) == "encoder-decoder":
         yield f"it adds no bias to the scores, and family is {model.family}"
+    if kind_of(model) == "retrieval":
+        yield f"it has no cross-attention, and family is {model.family}"
 
 
 def _never_cudnn(config: Config, platform: str) -> Iterator[str]:

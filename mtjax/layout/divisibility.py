@@ -20,6 +20,7 @@ from mtjax.layout.hybrid import chunk_problems, inner_widths, sharing_problems, 
 from mtjax.layout.layouts import Layout, zero_problems
 from mtjax.layout.mesh import MeshShape
 from mtjax.layout.plan import Plan
+from mtjax.layout.retro import retro_problems
 from mtjax.layout.rules import CONTEXT, EXPERT
 from mtjax.layout.stacks import stacks_of
 from mtjax.layout.stages import balanced_layers
@@ -53,6 +54,7 @@ def check_config(config: Config, mesh: MeshShape) -> None:
 
 def _problems(model: Model, plan: Plan, microbatch: int | None) -> Iterator[str]:
     """Yields what does not fit; `microbatch` is None where the config sets no `microbatch_size`."""
+    yield from retro_problems(model, plan)
     yield from _context_problems(model, plan)
     yield from _expert_problems(model, plan)
     yield from _model_problems(model, plan)

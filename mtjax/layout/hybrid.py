@@ -5,14 +5,14 @@ from collections.abc import Iterator
 from mtjax.config import Model
 from mtjax.config.layer_pattern import chunk_letters
 from mtjax.config.sizes import dense_layers, divisors, expert_size, mlp_size
-from mtjax.config.ssm import has_attention, letters_of, ssm_heads
+from mtjax.config.ssm import has_attention, has_state_space, letters_of, ssm_groups, ssm_heads
 from mtjax.layout.plan import Plan
 
 
 def split_heads(model: Model) -> list[tuple[str, str, int]]:
     """Returns (logical axis, setting, size) of the heads of attention and of state-space layers."""
     heads = [("heads", "num_heads", model.num_heads)] if has_attention(model) else []
-    return [*heads, ("heads", "ssm_heads", ssm_heads(model))] if "M" in letters_of(model) else heads
+    return [*heads, ("heads", "ssm_heads", ssm_heads(model))] if has_state_space(model) else heads
 
 
 def inner_widths(model: Model) -> list[tuple[str, str, int]]:
@@ -29,7 +29,7 @@ def inner_widths(model: Model) -> list[tuple[str, str, int]]:
 def state_space_problems(model: Model, plan: Plan) -> Iterator[str]:
     """Yields groups of heads that can neither be sharded nor shared by tensor parallel ranks, and pieces of samples on
     context parallel ranks that are shorter than the convolution."""
-    if "M" not in letters_of(model):
+    if not has_state_space(model):
         return
     pieces, taps = 2 * plan.mesh.context, model.ssm_conv - 1
     if pieces > 2 and model.sequence_length // pieces < taps:
@@ -38,7 +38,7 @@ def state_space_problems(model: Model, plan: Plan) -> Iterator[str]:
             f"parallel ranks, is shorter than the {taps} tokens before a token that ssm_conv {model.ssm_conv} reads: "
             f"use {pieces * taps} or more"
         )
-    yield from sharing_problems("ssm_groups", model.ssm_groups, model, plan)
+    yield from sharing_problems("ssm_groups", ssm_groups(model), model, plan)
 
 
 def sharing_problems(name: str, count: int, model: Model, plan: Plan) -> Iterator[str]:

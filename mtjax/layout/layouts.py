@@ -7,6 +7,7 @@ from functools import cache
 
 from mtjax.config import Model
 from mtjax.config.sizes import num_kv_heads
+from mtjax.config.ssm import ssm_groups
 from mtjax.layout.mesh import MeshShape
 from mtjax.layout.rules import CONTEXT, DATA, EXPERT, MODEL, SHARD, STAGE, Axes, Rules
 
@@ -89,7 +90,7 @@ def layout_of(
     Grouped-query attention may have fewer key and value heads than tensor parallel ranks: then these are replicated,
     and `mtjax.sharding.kv_heads` selects a rank's. Likewise the groups of state-space layers.
     """
-    sizes = {"kv_heads": num_kv_heads(model), "groups": model.ssm_groups}
+    sizes = {"kv_heads": num_kv_heads(model), "groups": ssm_groups(model)}
     replicated = tuple(name for name, size in sizes.items() if size % mesh.degree(TENSOR_RULES.axes(name)))
     return _layout(sequence_parallel, replicated, zero, mesh.axes, splits_width)
 

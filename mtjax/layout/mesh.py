@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from mtjax.config.sizes import divisors
 from mtjax.errors import UserError, nearest
@@ -63,7 +64,7 @@ class MeshShape:
         """Devices of the mesh."""
         return self.degree(AXES)
 
-    @property
+    @cached_property  # asked for a hundred thousand times in a search
     def axes(self) -> Axes:
         """Axes of the JAX mesh of this shape: data and model always, others where their degree is above 1."""
         return tuple(axis for axis in AXES if axis in (DATA, MODEL) or getattr(self, axis) > 1)

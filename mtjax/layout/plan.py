@@ -240,7 +240,7 @@ class Plan:
         """Returns whether a layer's all-gathers and gradient reductions overlap with the computation of another layer,
         as `mtjax.sharding.prefetch` does in loops over single layers."""
         single_layers = self.recompute_group == model.moe_every == 1 and self.recompute_first is None
-        single_layers = single_layers and not model.layer_pattern
+        single_layers = single_layers and not model.layer_pattern and model.family != "retro"
         single_layers = single_layers and not self.recompute_offload and not self.unrolled and not self.is_staged
         return self.reduces_in_backward and self.residuals == "jax" and single_layers
 
@@ -307,7 +307,7 @@ class Plan:
                 "--attention blocks, a setting that allows cuDNN's kernel, or recompute none"
             )
         if len(stacks_of(model)) > 1:
-            yield f"unroll_layers needs a family with one stack of layers, and {model.family} has two: remove it"
+            yield f"unroll_layers needs a family with one stack of layers, and {model.family} has several: remove it"
 
     def layout(self, model: Model) -> Layout:
         """Returns the mesh axes over which the dimensions of a model are sharded."""

@@ -98,9 +98,9 @@ class Rules:
         """
         if name is None:
             return ()
-        names = [field.name for field in fields(self)]
+        names = self.__dataclass_fields__  # a search asks a million times, and `fields` makes a list each time
         if name not in names:
-            raise AttributeError(f"no logical axis is called {name!r}{nearest(name, names)}")
+            raise AttributeError(f"no logical axis is called {name!r}{nearest(name, [*names])}")
         return getattr(self, name)
 
     def replicas(self, names: Sequence[str | None]) -> Axes:

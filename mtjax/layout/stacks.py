@@ -6,6 +6,7 @@ from functools import cache
 from mtjax.config import Model
 from mtjax.config.families import kind_of
 from mtjax.config.layer_pattern import KIND_OF
+from mtjax.config.retro import first_retro_layer, later_retro_layers, neighbour_tokens, plain_layers
 from mtjax.config.sizes import decoder_layers, decoder_length, dense_layers, main_layers
 from mtjax.config.ssm import letters_of, numbers_of
 
@@ -30,6 +31,8 @@ class LayerStack:
     """Prefix of its symbols in formulas and of its settings."""
     numbers: tuple[int, ...] = ()
     """Numbers of its layers in its section, which may interleave two stacks; 0, 1, ... when empty."""
+    stream: str | None = None
+    """Prefix of the symbol of its tokens; `side` when None."""
     among: int | None = None
     """Layers of all stacks of its section; None where it is the only one."""
     is_encoder: bool = False
@@ -49,6 +52,8 @@ def stacks_of(model: Model) -> tuple[LayerStack, ...]:
         encoder = LayerStack(f"{ENCODER}.{STACK}", model.num_layers, tokens, is_encoder=True)
         side = f"{DECODER}_"
         return encoder, LayerStack(f"{DECODER}.{STACK}", decoder_layers(model), decoder_length(model), side=side)
+    if model.family == "retro":
+        return _stacks_of_retro(model)
     if letters := letters_of(model):
         return _stacks_of_pattern(model, letters)
     dense, others = dense_layers(model), main_layers(model)
@@ -68,6 +73,38 @@ def _stacks_of_pattern(model: Model, letters: str) -> tuple[LayerStack, ...]:
 
     *others, last = kinds
     return (*(stack(kind, numbers, f"{kind}_") for kind, numbers in others), stack(*last))
+
+
+ENCODER_FIRST, FIRST_ATTENTION, FIRST_REST = "encoder_first", "first_attention", "first_rest"
+"""Paths of Retro's first encoder layer, which also reads the chunk, and of the two parts of the first layer with
+chunked cross-attention: self-attention, and what follows the encoder."""
+PLAIN, RETRO = "plain", "retro"
+"""Paths of its layers without chunked cross-attention, and of the other ones with it."""
+
+
+def _stacks_of_retro(model: Model) -> tuple[LayerStack, ...]:
+    """Returns the stacks of a Retro, in the order in which they first run; the last has no prefix. In their section the
+    encoder runs within the first layer with chunked cross-attention."""
+    first, each, read = first_retro_layer(model), model.sequence_length, neighbour_tokens(model)
+    encoding = model.retro_encoder_layers
+    found = [
+        (PLAIN, plain_layers(model), each),
+        (FIRST_ATTENTION, (first,), each),
+        (ENCODER_FIRST, (0,), read),
+        (ENCODER, tuple(range(1, encoding)), read),
+        (RETRO, later_retro_layers(model), each),
+        (FIRST_REST, (first,), each),
+    ]
+
+    def stack(path: str, numbers: tuple[int, ...], tokens: int) -> LayerStack:
+        side, among = (
+            "" if path == FIRST_REST else f"{path}_",
+            encoding if path.startswith(ENCODER) else model.num_layers,
+        )
+        stream = f"{ENCODER_FIRST}_" if path.startswith(ENCODER) else ""
+        return LayerStack(path, len(numbers), tokens, side, numbers, stream, among, bool(stream))
+
+    return tuple(stack(*one) for one in found if one[1])
 
 
 def sections_of(model: Model) -> tuple[tuple[LayerStack, ...], ...]:

@@ -17,6 +17,7 @@ OF_MODEL = frozenset(row.dest for rows in MODEL.values() for row in rows)
 SAVED_AS: Mapping[str, str] = {
     "norm_epsilon": "layernorm_epsilon",
     "apply_layernorm_1p": "layernorm_zero_centered_gamma",
+    "hybrid_layer_pattern": "hybrid_override_pattern",
     "fp8_format": "fp8",
     "fp4_format": "fp4",
     "decoder_first_pipeline_num_layers": "num_layers_in_first_pipeline_stage",

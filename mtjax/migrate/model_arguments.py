@@ -37,7 +37,7 @@ _LAYOUT = (
     equal(
         "--position-embedding-type",
         "--position",
-        "learned_absolute is learned; mrope, relative and none have no equal in a GPT",
+        "learned_absolute is learned; none is --position none in a hybrid model; mrope and relative have no equal",
         default="learned_absolute",
         same=("learned_absolute", "rope", None),
     ),
@@ -117,9 +117,7 @@ _KINDS = (
     equal(
         "--squared-relu",
         "--activation relu2",
-        "checkpoints that have it can't be converted",
         default=False,
-        same=(False, None),
     ),
     none("--quick-geglu", "the activation stays GELU", default=False, same=(False, None)),
     none("--glu-linear-offset", "nothing is added to the half that is not the gate", default=0.0, same=(0, None)),
@@ -169,7 +167,23 @@ _KINDS = (
     same("--mtp-loss-scaling-factor", "mtp_loss_scaling_factor", default=0.1, note="only with --mtp-num-layers"),
     none("--heterogeneous-layers-config-path", "all layers are alike", same=(None,)),
     none("--heterogeneous-layers-config-encoded-json", "all layers are alike", same=(None,)),
-    none("--hybrid-layer-pattern --hybrid-override-pattern", "all layers have attention and an MLP", same=(None,)),
+    equal(
+        "--hybrid-layer-pattern --hybrid-override-pattern",
+        "--layer-pattern",
+        "family hybrid; stages (|) have equal numbers of layers; G, D, + and / have no equal",
+        same=(None,),
+    ),
+    *(
+        equal(f"--hybrid-{kind}-ratio", "--layer-pattern", "written out as Megatron places the layers", default=0.0)
+        for kind in ("attention", "mlp")
+    ),
+    equal("--is-hybrid-model", "--family hybrid", default=False),
+    same("--mamba-num-heads", "ssm_heads"),
+    same("--mamba-head-dim", "ssm_head_dim", default=64),
+    same("--mamba-state-dim", "ssm_state", default=128),
+    same("--mamba-num-groups", "ssm_groups", default=8),
+    always("--disable-mamba-mem-eff-path", "the scan is always recomputed in the backward pass", default=False),
+    none("--mamba-training-ssm-states-dtype", "states are float32", same=(None, "fp32")),
     none("--linear-attention-freq", "no layer has linear attention", same=(None, 0)),
     none("--experimental-attention-variant", "attention is the usual one", same=(None,)),
     none("--attention-output-gate", "attention's output has no gate", default=False, same=(False, None)),

@@ -8,7 +8,7 @@ from jaxtyping import Int, Key
 
 from mtjax.layout.dropout import keep_share, keep_threshold
 from mtjax.models.recompute import DROPOUT_MASK
-from mtjax.models.threefry import random_bits, random_halves
+from mtjax.models.threefry import random_halves
 from mtjax.models.unhoisted import where
 from mtjax.sharding.axes import spec
 from mtjax.sharding.no_hoist import no_hoist
@@ -43,30 +43,6 @@ def dropout(
     drawn = _halves(x, keys, site, names, positions)
     keep = checkpoint_name(drawn >= jnp.uint32(keep_threshold(rate)), saved_as)
     return where(keep, x / keep_share(rate), 0.0).astype(x.dtype)
-
-
-def jitter(
-    x: Array,
-    distance: float,
-    keys: Key[Array, " batch"] | None,
-    site: int,
-    names: tuple[str, ...],
-    positions: Int[Array, " seq"] | None = None,
-) -> Array:
-    """Multiplies `x` by numbers from U(1 - `distance`, 1 + `distance`).
-
-    Returns `x` when `keys` is None or `distance` 0. The other arguments are those of `dropout`, and the numbers too
-    depend on the sample alone.
-    """
-    if keys is None or distance == 0:
-        return x
-
-    def of_sample(key: Array, positions: Array | None) -> Array:
-        return random_bits(jax.random.fold_in(key, site), x.shape[1:], spec(*names[1:]), positions)
-
-    bits = no_hoist(jax.vmap(of_sample, in_axes=(0, None)), keys, positions)
-    uniform = bits.astype(jnp.float32) * 2.0**-32
-    return (x * (1 - distance + 2 * distance * uniform)).astype(x.dtype)
 
 
 def _halves(x: Array, keys: Array, site: int, names: tuple[str, ...], positions: Array | None) -> Array:

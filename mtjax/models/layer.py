@@ -11,9 +11,10 @@ from jax import Array, lax
 from jaxtyping import Float
 
 from mtjax.config import Model
-from mtjax.config.sizes import sublayer_norms
+from mtjax.config.sizes import layer_parallel, sublayer_norms
 from mtjax.models.dropout import dropout
 from mtjax.models.layer_context import RESIDUAL, LayerContext
+from mtjax.models.linear import scaled
 from mtjax.models.mixers.mixer import State
 from mtjax.models.mixers.registry import KINDS, MIXERS
 from mtjax.models.norms import make_norm
@@ -37,12 +38,17 @@ class Layer(nnx.Module):
             mixer_key = jax.random.fold_in(key, mixer.init_number)
             # The attributes' names are the parameters' names: `attention`, `attention_norm`, `mlp`, `mlp_norm`; norms
             # of outputs are `attention_output_norm` and `mlp_output_norm`.
-            for norm in sublayer_norms(model, is_first=name == self.mixers[0]):
+            for norm in sublayer_norms(model, is_first=name == self.mixers[0], kind=kind):
                 setattr(self, f"{name}_{norm}", make_norm(model, dtype))
             setattr(self, name, mixer(model, output_std=output_std, key=mixer_key))
-        self.is_post, self.is_parallel = model.norm_placement == "post", model.parallel_residual != "no"
+        self.is_post, self.is_parallel = model.norm_placement == "post", layer_parallel(model, kind) != "no"
         self.skips_first_norm = not model.first_attention_norm
         self.rate, self.scale = model.hidden_dropout, model.residual_scale
+        self.output_scales = {
+            "attention": model.attention_output_scale,
+            "mlp": model.mlp_output_scale,
+            "mamba": model.ssm_output_scale,
+        }
 
     def __call__(
         self, x: Float[Array, "batch act_seq embed"], context: LayerContext, states: Mapping[str, State] | None
@@ -59,51 +65,32 @@ class Layer(nnx.Module):
           The hidden states, and the new states of the mixers that have one; None if none has.
         """
         if self.is_parallel:
-            return self._side_by_side(x, context, states)
+            from mtjax.models.parallel_residual import run_side_by_side
+
+            return run_side_by_side(self, x, context, states)
         after: dict[str, Any] = {}
         for name in self.mixers:
             mixer = getattr(self, name)
             with jax.named_scope(mixer.scope):
-                normed = x if self.is_post else self._normalize(f"{name}_norm", x)
+                normed = x if self.is_post else self.normalize(f"{name}_norm", x)
                 if self.skips_first_norm and name == self.mixers[0]:
                     # All layers are one program, so that the first layer computes the norm, too.
                     normed = lax.select_n(jnp.asarray(context.layer) == 0, normed, x.astype(normed.dtype))
                 mixed, state = mixer(normed, context, (states or {}).get(name))
-                x = self._add(x, self._normalize(f"{name}_output_norm", mixed), mixer, context)
-                x = self._normalize(f"{name}_norm", x) if self.is_post else x
+                mixed = scaled(mixed, self.output_scales.get(name, 1.0))
+                x = self.add(x, self.normalize(f"{name}_output_norm", mixed), mixer, context)
+                x = self.normalize(f"{name}_norm", x) if self.is_post else x
             if state is not None:
                 after[name] = state
         return x, after or None
 
-    def _side_by_side(
-        self, x: Array, context: LayerContext, states: Mapping[str, State] | None
-    ) -> tuple[Array, dict[str, State] | None]:
-        """Runs the mixers on the same hidden states, and adds all outputs at once, with one dropout mask."""
-        outputs, after = [], {}
-        normed = [self._normalize(f"{name}_norm", x) for name in self.mixers]
-        if not hasattr(self, f"{self.mixers[-1]}_norm"):
-            # XLA: on GPUs, it would sum two arrays before it reduces them over the ranks, where nothing is between
-            # them, forward and backward; on CPUs it would not. With barriers the collectives are those of two sublayers
-            # everywhere.
-            normed = jax.lax.optimization_barrier([normed[0]] * len(self.mixers))
-        for name, of_mixer in zip(self.mixers, normed, strict=True):
-            mixer = getattr(self, name)
-            with jax.named_scope(mixer.scope):
-                mixed, state = mixer(of_mixer, context, (states or {}).get(name))
-            outputs.append(mixed)
-            if state is not None:
-                after[name] = state
-        total, *others = jax.lax.optimization_barrier(outputs)
-        for output in others:
-            total = total + output
-        return self._add(x, total, getattr(self, self.mixers[-1]), context), after or None
-
-    def _normalize(self, norm: str, x: Array) -> Array:
+    def normalize(self, norm: str, x: Array) -> Array:
         """Applies the norm of this name, if the layer has it."""
         return getattr(self, norm)(x) if hasattr(self, norm) else x
 
-    def _add(self, x: Array, output: Array, mixer: Any, context: LayerContext) -> Array:
+    def add(self, x: Array, output: Array, mixer: Any, context: LayerContext) -> Array:
         """Adds a mixer's output to the residual stream, with its dropout and scale."""
         keys, positions = context.dropout_keys, context.positions
         output = dropout(output, self.rate, keys, mixer.dropout_site, RESIDUAL, positions=positions)
+        # A factor of 1 would be one more operation of the program.
         return x + (output if self.scale == 1 else output * self.scale)

@@ -69,6 +69,8 @@ class LayerContext:
     """The encoder's hidden states, which cross-attention reads."""
     encoded_mask: Int[Array, "batch key_seq"] | None = None
     """1 on tokens that cross-attention reads, 0 on padding; None when there is no padding."""
+    normed: Float[Array, "batch act_seq embed"] | None = None
+    """Retro: normalized hidden states of the first layer with chunked cross-attention, which its encoder reads, too."""
     positions: Int[Array, " seq"] | None = None
     """Positions of this rank's tokens in their sample, with context parallelism; None where a rank has all of it."""
     context_method: ContextMethod = "ring"

@@ -8,12 +8,20 @@ from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array
 from jaxtyping import Float
 
 from mtjax.models.project import ProductRule, project
 from mtjax.sharding.axes import spec
+
+
+def scaled(x: Array, factor: float | np.ndarray) -> Array:
+    """Multiplies by a factor, or by one for each element, in float32: a factor has no rounding of its own."""
+    if isinstance(factor, float) and factor == 1:
+        return x
+    return (x.astype(jnp.float32) * factor).astype(x.dtype)
 
 
 def normal(key: Array, sizes: Mapping[str, int], std: float) -> nnx.Param:

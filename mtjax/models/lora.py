@@ -14,7 +14,7 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float
 
-from mtjax.config.adapters import ADAPTER, PARTS, LoraConfig, adapter_sizes
+from mtjax.config.adapters import ADAPTER, EXPERT, PARTS, LoraConfig, adapter_sizes
 from mtjax.models.dropout import dropout
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.project import project, reshard_sequence
@@ -39,7 +39,7 @@ class Adapter(nnx.Module):
         """Draws A and builds B, for a product of these inputs and outputs."""
         # A [*inputs, rank] and B [rank, *outputs]; a fused product has a component dimension in front of the rank.
         into, out = adapter_sizes(inputs, outputs, low.rank)
-        bound = prod(inputs.values()) ** -0.5
+        bound = prod(size for name, size in inputs.items() if name != EXPERT) ** -0.5
         drawn = jax.random.uniform(jax.random.fold_in(key, INIT), tuple(into.values()), out_sharding=spec(*into))
         self.a = nnx.Param(bound * (2 * drawn - 1), axes=tuple(into))
         self.b = nnx.Param(jnp.zeros(tuple(out.values()), jnp.float32, out_sharding=spec(*out)), axes=tuple(out))
@@ -91,10 +91,16 @@ def adapter_of(product: Any) -> Adapter:
 
 
 def lora_input_dropout(
-    x: Float[Array, "batch seq ..."], low: LoraConfig, context: LayerContext, site: int, *names: str
+    x: Float[Array, "batch seq ..."],
+    low: LoraConfig,
+    context: LayerContext,
+    site: int,
+    *names: str,
+    sequence: str = "seq",
 ) -> Array:
-    """Applies the adapter's dropout to x, the input of its product; `names` are those of x's dimensions after `seq`."""
-    dims = ("batch", "seq", *names)
+    """Applies the adapter's dropout to x, the input of its product; `names` are those of x's dimensions after its
+    sequence."""
+    dims = ("batch", sequence, *names)
     return dropout(x, low.dropout, context.dropout_keys, site, dims, positions=context.positions)
 
 

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from mtjax.config import Model
 from mtjax.config.sizes import norm_vectors
 from mtjax.models.linear import constant
-from mtjax.models.recompute import PRODUCT
+from mtjax.models.recompute import SAVED
 from mtjax.sharding.axes import varying_like, width_is_sharded
 from mtjax.sharding.unstack import is_unrolled
 
@@ -57,6 +57,7 @@ class LayerNorm(nnx.Module):
             from mtjax.models.width import layer_norm
 
             return layer_norm(self.epsilon, x, factor, self.bias).astype(self.dtype)
+        # Parameters are equal on all ranks, x is not: `_layer_norm`'s gradient of the factor varies like x.
         normalized: Array = _layer_norm(self.epsilon, x, varying_like(factor, x))
         if self.bias is not None:
             normalized = normalized + self.bias[...]
@@ -149,7 +150,7 @@ def _rms_norm(epsilon: float, x: Array, scale: Array) -> Array:
 def _rms_norm_forward(epsilon: float, x: Array, scale: Array) -> tuple[Array, tuple[Array, Array, Array]]:
     # A number per token, saved so that the backward pass reads x once less.
     wide = x.astype(jnp.float32)
-    rate = checkpoint_name(jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + epsilon), PRODUCT)
+    rate = checkpoint_name(jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + epsilon), SAVED)
     return wide * rate * scale, (x, scale, rate)
 
 

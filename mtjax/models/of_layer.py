@@ -17,6 +17,7 @@ def of_layer(values: Sequence[int], layer: Array | int | None) -> int | Array:
       An int where all layers have the same value, or where the number is known when the program is traced; else the
       selected value, int32 [].
     """
+    # A Python number where layers do not differ, so that kernels can specialize, and nothing is indexed.
     if len(set(values)) == 1:
         return values[0]
     assert layer is not None

@@ -12,8 +12,8 @@ from jaxtyping import Float, Int
 from mtjax.config.layer_pattern import Run, chunk_letters, runs_of
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.mixers.mixer import State
-from mtjax.models.recompute import run_alone
-from mtjax.models.stack import Chunk, LayerSlice, Residual, Stack, run_or_skip
+from mtjax.models.run_alone import run_alone
+from mtjax.models.stack import Chunk, LayerSlice, Residual, Stack, run_layer
 from mtjax.sharding.axes import varying_like
 from mtjax.sharding.param_comm import (
     accumulate_grads_into,
@@ -23,7 +23,7 @@ from mtjax.sharding.param_comm import (
     split_accumulators,
     zeros_like_shards,
 )
-from mtjax.sharding.prefetch import gather_upfront
+from mtjax.sharding.stacked_collectives import gather_upfront
 
 Carry = tuple[Array, Mapping[str, list[Array]]]
 """Hidden states, and each stack, unchanged: its cotangent is the accumulator of its gradients."""
@@ -44,13 +44,9 @@ class PatternStacks:
         """Runs all layers, or a chunk of them, in training; returned states are those of layers with experts."""
         assert states is None
         letters = self.letters if chunk is None else self._letters_of_chunk()
-        loop = _Loop.of({letter: self.stacks[letter] for letter in dict.fromkeys(letters)}, context, chunk)
-        carry, reports, done = (x, loop.carried), [], dict.fromkeys(letters, 0)
+        loop = PatternLoop.of({letter: self.stacks[letter] for letter in dict.fromkeys(letters)}, context, chunk)
         with jax.named_scope("layers"):
-            for unit, times in runs_of(letters):
-                carry, report = loop.run(Run(unit, times), dict(done), carry)
-                reports += [] if report is None else [report]
-                done = {letter: count + times * unit.count(letter) for letter, count in done.items()}
+            carry, reports = loop.run_all(letters, dict.fromkeys(letters, 0), (x, loop.carried))
             x = seed_cotangents(loop.sums, *carry)
         return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *reports) if reports else None
 
@@ -67,9 +63,9 @@ class PatternStacks:
 
 
 @dataclass(frozen=True)
-class _Loop:
+class PatternLoop:
     """What the loops over layers read. Every layer's parameters are taken from its stack by index, and its gradients
-    are added to the accumulators there, as in `recompute._scan_accumulating`."""
+    are added to the accumulators there, as in `recompute.scan_accumulating`."""
 
     context: LayerContext
     slices: Mapping[str, LayerSlice]
@@ -80,7 +76,7 @@ class _Loop:
     """Accumulators of the gradients of each stack."""
 
     @classmethod
-    def of(cls, stacks: Mapping[str, Stack], context: LayerContext, chunk: Chunk | None) -> "_Loop":
+    def of(cls, stacks: Mapping[str, Stack], context: LayerContext, chunk: Chunk | None) -> "PatternLoop":
         """Prepares the loops over layers of these stacks."""
         split = {letter: split_accumulators(gather_upfront(stack.layers)) for letter, stack in stacks.items()}
         carried = {letter: jax.tree.leaves(differentiable_shards(layers)) for letter, (layers, _) in split.items()}
@@ -90,6 +86,25 @@ class _Loop:
         slices = {letter: stack.layer_slice(chunk) for letter, stack in stacks.items()}
         fixed = {letter: jax.tree.map(lax.stop_gradient, layers) for letter, (layers, _) in split.items()}
         return cls(context, slices, fixed, carried, sums)
+
+    def run_all(self, letters: str, done: dict[str, int], carry: Carry) -> tuple[Carry, list[State]]:
+        """Runs the layers of a pattern.
+
+        Args:
+          letters: of the layers.
+          done: layers of each letter that ran before; those that run here are added.
+          carry: hidden states and stacks.
+
+        Returns:
+          The carry, and the states of the layers with experts, of each loop.
+        """
+        reports = []
+        for unit, times in runs_of(letters):
+            carry, report = self.run(Run(unit, times), dict(done), carry)
+            reports += [] if report is None else [report]
+            for letter in unit:
+                done[letter] += times
+        return carry, reports
 
     def run(self, run: Run, done: Mapping[str, int], carry: Carry) -> tuple[Carry, State]:
         """Runs a loop.
@@ -114,7 +129,11 @@ class _Loop:
             return (x, carried), states
 
         numbers = self.slices[run.unit[0]].numbers
-        carry, states = lax.scan(iteration, carry, varying_like(jnp.arange(run.times), numbers))
+        x, carried = carry
+        # Only the stacks of this loop: XLA would copy the others, too.
+        used = (x, {letter: carried[letter] for letter in dict.fromkeys(run.unit)})
+        (x, used), states = lax.scan(iteration, used, varying_like(jnp.arange(run.times), numbers))
+        carry = x, {**carried, **used}
         if not states:
             return carry, None
         # [iterations, ...] of each layer of an iteration -> [layers, ...].
@@ -130,7 +149,7 @@ class _Loop:
 
         def layer(x: Array, carried: list[Array], index: Array, number: Array) -> tuple[Array, list[Array], State]:
             layer, carried = accumulate_grads_into(index_layer(self.fixed[letter], index), carried, index)
-            x, state = run_or_skip(self.context, False, x, layer, number, None)
+            x, state = run_layer(self.context, False, x, layer, number, None)
             return x, carried, state
 
         # The layer is indexed inside of what is recomputed, or its parameters would be saved for the backward pass.

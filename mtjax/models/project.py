@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec, reshard
 from jaxtyping import Float
 
-from mtjax.models.recompute import PRODUCT
+from mtjax.models.recompute import SAVED
 from mtjax.sharding.axes import merge_both, sequence_is_sharded, spec, varying_like, width_is_sharded
 from mtjax.sharding.stored_weight import StoredWeight
 from mtjax.sharding.unstack import computes_apart, is_unrolled
@@ -55,7 +55,7 @@ def project(
     Returns:
       [batch, seq, *outputs].
     """
-    if is_unrolled() and isinstance(weight, Array) and computes_apart(outputs):
+    if isinstance(weight, Array) and computes_apart(outputs):
         return _project_apart(x, weight, bias, outputs, sequence, save_for_backward, by_sample)
     num_inputs = weight.ndim - len(outputs)
     # With sequence parallelism products are seq-major: see `seq_major`.
@@ -77,11 +77,11 @@ def project(
     # The name is given before or after the transpose back. XLA: it would transpose the stacks of saved products
     # if these were seq-major and their consumer batch-major.
     if save_for_backward and not by_sample:
-        result = checkpoint_name(result, PRODUCT)
+        result = checkpoint_name(result, SAVED)
     if is_seq_major:
         result = seq_major(result)
     if save_for_backward and by_sample:
-        result = checkpoint_name(result, PRODUCT)
+        result = checkpoint_name(result, SAVED)
     if bias is None and scales is None:
         return result
     # In float32, so that the bias' gradient is summed over tokens, and reduced over the mesh, in float32.

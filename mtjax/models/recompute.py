@@ -11,7 +11,7 @@ dropout masks of a byte per element; with sequence parallelism all of it is divi
 `10 + 24/t` bytes of arXiv 2205.05198, whose kernels save the results of norms and GELU.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -23,19 +23,24 @@ from jax.ad_checkpoint import checkpoint_name
 
 from mtjax.config import Training
 from mtjax.errors import UserError
+from mtjax.sharding.axes import explicit_axes
 from mtjax.sharding.param_comm import (
     accumulate_grads_into,
+    communicated,
     differentiable_shards,
     index_layer,
+    is_wrapped,
     seed_cotangents,
     split_accumulators,
+    stack_of,
     zeros_like_shards,
 )
-from mtjax.sharding.prefetch import can_prefetch, gather_upfront, scan_with_prefetch
+from mtjax.sharding.stacked_collectives import gather_upfront
 from mtjax.sharding.unstack import unrolled_layers, unstacked_layers
 
-PRODUCT = "product"
-"""Of activations with a weight; also what is as cheap to keep: rotated queries and keys, RMSNorm's factors."""
+SAVED = "saved"
+"""What layers save unless all of them is recomputed: products with weights; also what is as cheap to keep, such as
+rotated queries and keys, and RMSNorm's factors."""
 DROPOUT_MASK = "dropout mask"
 ATTENTION_OUTPUT = "attention output"
 ATTENTION_CORE = "attention core"
@@ -113,7 +118,7 @@ def scan_layers(
     - Unstacked parameters: no loop, a Python `for` (`unroll_layers`).
     - Communication that can be overlapped with computation: `scan_with_prefetch`.
     - Several policies (`block` recompute), gradient accumulators, or a stack that holds more than the layers to run:
-      `_scan_accumulating`.
+      `scan_accumulating`.
     - Else a plain `lax.scan`.
 
     Args:
@@ -129,17 +134,21 @@ def scan_layers(
       The output of the last layer, and the layers' new states, stacked.
     """
     count, group = len(numbers), recompute.group
-    loops = _loops(count, recompute)
+    loops = loops_of(count, recompute)
     if (unstacked := unstacked_layers(layers)) is not None:
         runs = [saved for loop in loops for saved in [loop.saved(run)] * loop.times]
         with unrolled_layers(unstacked):
             return _run_unrolled(runs, x, unstacked, numbers, states)
     layers, sums = split_accumulators(layers)
+    # Prefetch runs a stack from its first to its last layer, without states, and saves inputs on the device.
     prevents_prefetch = first is not None or states is not None or recompute.offload
     has_one_policy = len(loops) == 1 or any(recompute.unquantized)
     if has_one_policy and group == 1 and not prevents_prefetch and can_prefetch(layers):
+        from mtjax.sharding.prefetch.scan import scan_with_prefetch
+
         variants = [(loop.variant, loop.times) for loop in loops]
         return scan_with_prefetch(run, loops[0].saving, variants, x, layers, numbers, sums)
+    # What a loop with prefetch gathers a layer ahead is gathered before this one.
     layers = gather_upfront(layers)
     stack: Any = (layers, numbers, states)
     if group > 1:
@@ -147,79 +156,35 @@ def scan_layers(
         stack, sums = jax.tree.map(lambda a: a.reshape(-1, group, *a.shape[1:]), (stack, sums))
         run = partial(_run_group, run)
     if len(loops) > 1 or sums is not None or first is not None:
-        x, states = _scan_accumulating(run, x, stack, loops, sums, first)
+        x, states = scan_accumulating(run, x, stack, loops, sums, first)
     else:
         (loop,) = loops
-        x, states = _scan(loop.saved(run), x, stack)
+        x, states = plain_scan(loop.saved(run), x, stack)
     if group > 1:
         states = jax.tree.map(lambda a: a.reshape(count, *a.shape[2:]), states)
     return x, states
 
 
-def run_alone(run: Any, recompute: Recompute, *inputs: Any) -> Any:
-    """Runs a layer outside any stack: with full recompute it saves its inputs, else its products."""
-    saved = _save_input(run, False) if recompute.kind == "full" else _save_products(run, recompute.kind)
-    return saved(*inputs)
+def can_prefetch(layers: Layers) -> bool:
+    """Returns whether a stack has communication to overlap, and enough layers for a loop: at least four."""
+    found = [leaf for leaf in map(communicated, jax.tree.leaves(layers, is_leaf=is_wrapped)) if leaf is not None]
+    is_manual = bool(found) and not explicit_axes().issuperset(found[0].reduction.axes)
+    # The last layer is outside the loop. XLA: on CPUs, loops of two iterations or fewer are unrolled.
+    return is_manual and len(stack_of(found[0])) > 3
 
 
-def scan_interleaved(
-    run: RunLayer,
-    x: Array,
-    stacks: Sequence[Layers],
-    numbers: Array,
-    recompute: Recompute,
-    first: Array | None = None,
-) -> tuple[Array, States]:
-    """Runs layers of several stacks alternately: each iteration runs the next few of every stack, stack after stack.
-
-    Args:
-      run: one layer, of any of the stacks.
-      x: input of the first layer, [batch, act_seq, embed].
-      stacks: their parameters, [layers, ...] each.
-      numbers: the layers' numbers in the order in which they run, int32 [iterations, layers of an iteration].
-      recompute: what each layer saves for its backward pass.
-      first: index of the first iteration, where the stacks hold layers of more; None where they hold just these.
-
-    Returns:
-      The output of the last layer, and the state of the last layer of each iteration, stacked.
-    """
-    iterations, split = len(numbers), [split_accumulators(gather_upfront(layers)) for layers in stacks]
-    held = sum(len(jax.tree.leaves(layers)[0]) for layers, _ in split) // numbers.shape[1]
-    (loop,) = _loops(iterations, recompute)
-    saved = loop.saved(run)
-
-    def by_iteration(tree: Any) -> Any:
-        """[layers, ...] -> [iterations, layers of the stack in one, ...]."""
-        return jax.tree.map(lambda a: a.reshape(held, -1, *a.shape[1:]), tree)
-
-    def iteration(x: Array, stacks: Sequence[Layers], numbers: Array, _: None) -> tuple[Array, States]:
-        """Runs the next layers of every stack."""
-        next_number, state = iter(numbers), None
-        for layers in stacks:
-            for i in range(len(jax.tree.leaves(layers)[0])):
-                x, state = saved(x, jax.tree.map(lambda a, i=i: a[i], layers), next(next_number), None)
-        return x, state
-
-    stack: Any = (by_iteration([layers for layers, _ in split]), numbers, None)
-    sums = [accumulator for _, accumulators in split for accumulator in accumulators or []]
-    if not sums and first is None:
-        return _scan(iteration, x, stack)
-    # `saved` wraps each layer already, so the iteration itself is not wrapped.
-    loops = [Loop(_as_it_is, iterations, _as_it_is)]
-    return _scan_accumulating(iteration, x, stack, loops, by_iteration(sums) or None, first)
-
-
-def _as_it_is(run: Any) -> Any:
+def as_it_is(run: Any) -> Any:
+    """Returns a layer function: the variant, and the policy, of loops that need none."""
     return run
 
 
-def _loops(count: int, recompute: Recompute) -> list[Loop]:
+def loops_of(count: int, recompute: Recompute) -> list[Loop]:
     """Returns the loops over layers; a group is one iteration.
 
     Raises:
       UserError: the layers are not a multiple of the group.
     """
-    loops = [Loop(saving, each, _as_it_is) for saving, each in _policies(count, recompute)]
+    loops = [Loop(saving, each, as_it_is) for saving, each in _policies(count, recompute)]
     if not any(recompute.unquantized):
         return loops
     from mtjax.models.float8 import unquantized
@@ -238,23 +203,23 @@ def _policies(count: int, recompute: Recompute) -> list[tuple[SavePolicy, int]]:
     # `none`, `selective`: one loop. `full`: layers save their input, all of them (`uniform`, group by group) or the
     # first `num_layers` (`block`), where later layers save their products.
     if recompute.kind != "full":
-        return [(partial(_save_products, kind=recompute.kind), count)]
-    save_input = partial(_save_input, offload=recompute.offload)
+        return [(partial(save_products, kind=recompute.kind), count)]
+    saving_input = partial(save_input, offload=recompute.offload)
     if recompute.method == "block":
         first = min(recompute.num_layers, count)
         loops: list[tuple[SavePolicy, int]] = [
-            (save_input, first),
-            (partial(_save_products, kind="none"), count - first),
+            (saving_input, first),
+            (partial(save_products, kind="none"), count - first),
         ]
         return [loop for loop in loops if loop[1]]
     if count % recompute.group:
         raise UserError(f"{count} layers are not a multiple of recompute_num_layers {recompute.group}")
-    return [(save_input, count // recompute.group)]
+    return [(saving_input, count // recompute.group)]
 
 
 def _run_group(run: RunLayer, x: Array, layers: Layers, numbers: Array, states: States) -> tuple[Array, States]:
     """Runs the layers of one group; while the group is recomputed, its layers save their products."""
-    return _scan(_save_products(run, "none"), x, (layers, numbers, states))
+    return plain_scan(save_products(run, "none"), x, (layers, numbers, states))
 
 
 def _run_unrolled(
@@ -276,11 +241,12 @@ def _run_unrolled(
     return x, jax.tree.map(lambda *of_layers: jnp.stack(of_layers), *after)
 
 
-def _scan(run: RunLayer, x: Array, stack: tuple[Layers, Array, States]) -> tuple[Array, States]:
+def plain_scan(run: RunLayer, x: Array, stack: tuple[Layers, Array, States]) -> tuple[Array, States]:
+    """Runs one loop over a stack (parameters, numbers, states), each [layers, ...]."""
     return lax.scan(lambda x, layer: run(x, *layer), x, stack)
 
 
-def _scan_accumulating(
+def scan_accumulating(
     run: RunLayer,
     x: Array,
     stack: tuple[Layers, Array, States],
@@ -307,6 +273,7 @@ def _scan_accumulating(
       The output of the last layer, and the layers' states, stacked.
     """
     layers, *scanned = stack
+    # Gradients go through `carried` alone: the cotangent of an indexed stack would be as large as the stack.
     fixed = jax.tree.map(lax.stop_gradient, layers)
 
     def iteration(
@@ -331,16 +298,17 @@ def _scan_accumulating(
     return seed_cotangents(sums, x, carried), jax.tree.map(lambda *of_loops: jnp.concatenate(of_loops), *states)
 
 
-def _save_products(run: Any, kind: Literal["none", "selective"]) -> Any:
+def save_products(run: Any, kind: Literal["none", "selective"]) -> Any:
     """Wraps `run` to save its products with weights, and the attention core unless `kind` is selective."""
     # `jax.checkpoint` saves the arrays with these names and recomputes all other arrays in the backward pass.
-    always = (PRODUCT, DROPOUT_MASK, ATTENTION_OUTPUT, ATTENTION_STATISTICS)
+    always = (SAVED, DROPOUT_MASK, ATTENTION_OUTPUT, ATTENTION_STATISTICS)
     names = [*always, *([ATTENTION_CORE] if kind == "none" else [])]
+    # Norms, activations and casts have no name: they are cheaper to repeat than to store.
     policy = jax.checkpoint_policies.save_only_these_names(*names)
     return jax.checkpoint(run, policy=policy)
 
 
-def _save_input(run: Any, offload: bool) -> Any:
+def save_input(run: Any, offload: bool) -> Any:
     """Wraps `run` to save only its input, in host memory if `offload`."""
     policies = jax.checkpoint_policies
     if not offload:

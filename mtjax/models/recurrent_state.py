@@ -8,7 +8,7 @@ from jax import Array, lax
 from jaxtyping import Bool, Float
 
 from mtjax.config import Model
-from mtjax.config.ssm import ssm_heads
+from mtjax.config.ssm import ssm_groups, ssm_heads
 from mtjax.models.kv_cache import CachePositions
 from mtjax.sharding.axes import spec
 from mtjax.sharding.kv_heads import groups_in_use
@@ -29,7 +29,7 @@ class RecurrentState:
     @classmethod
     def empty(cls, model: Model, sequences: int, length: int, dtype: jax.typing.DTypeLike) -> "RecurrentState":
         """Builds the states of sequences that have not begun; each rank has those of its heads."""
-        groups = groups_in_use(model.ssm_groups)
+        groups = groups_in_use(ssm_groups(model))
         heads = ssm_heads(model) // groups
         channels = heads * model.ssm_head_dim + 2 * model.ssm_state
         taps = (sequences, model.ssm_conv - 1, groups, channels)

@@ -21,13 +21,12 @@ from mtjax.layout.mesh import MeshShape
 from mtjax.layout.plan import Plan
 from mtjax.layout.stages import Orders, layer_orders
 from mtjax.models.families.registry import LanguageModel, model_class
-from mtjax.models.layer_context import RESIDUAL, with_text_lengths
-from mtjax.models.pipeline_model import TrunkPipeline
-from mtjax.models.trunk import HiddenStates, run_sections
+from mtjax.models.layer_context import with_text_lengths
+from mtjax.models.trunk import TrunkLosses
 from mtjax.sharding import placement
 from mtjax.sharding.accumulate import Accumulate
-from mtjax.sharding.axes import current_rules, partition_spec, use_rules
-from mtjax.sharding.gradients import distributed_losses, distributed_output
+from mtjax.sharding.axes import use_rules
+from mtjax.sharding.gradients import distributed_losses
 from mtjax.sharding.manual_region import ManualRegion
 from mtjax.sharding.microbatch_schedule import MicrobatchSchedule
 from mtjax.sharding.param_specs import dotted, param_specs, partition_specs, replicated_names
@@ -189,30 +188,12 @@ class ShardedModel:
         """Lowers the program of `evaluate` from abstract values."""
         return self.on_mesh(self._compiled_evaluate.lower, self.restore_target, self.abstract_batch())
 
-    def final_hidden_states(self, parameters: Tree, batch: Batch, microbatches: int | None = None) -> Array:
-        """Computes the hidden states behind the last layer, by the rules in force, without dropout; call it in a trace.
+    def trunk_losses(self, options: LossOptions) -> TrunkLosses:
+        """Returns the model as a function of its parameters, with these options of its losses."""
+        if self.stages == 1:
+            return TrunkLosses(self.model, options, self.sections)
+        from mtjax.models.pipeline_model import TrunkPipeline
 
-        Args:
-          parameters: sharded as `storage_spec`.
-          batch: arrays [batch, ...].
-          microbatches: into which each rank divides its samples; None runs the batch outside the manual region, unless
-            pipeline or context parallelism needs the region.
-
-        Returns:
-          [batch, act_seq, embed].
-        """
-        rules, schedule = current_rules(), self.microbatch_schedule(microbatches or 1)
-        region, batch = dataclasses.replace(self.region, rules=rules), with_text_lengths(self.config.model, batch)
-        if self.stages > 1 or rules.seq or microbatches is not None:
-            specs: Any = HiddenStates(partition_spec(rules, RESIDUAL))  # pyright: ignore[reportArgumentType]
-            inputs = (batch, {}, None)
-            return distributed_output(
-                self.pipeline_model(self.loss_options), parameters, inputs, region, schedule, specs
-            ).x
-        return run_sections(self.inference_model(parameters), batch, None)[0].x
-
-    def pipeline_model(self, options: LossOptions) -> TrunkPipeline:
-        """Returns the model's `PipelineModel`, with these options of its losses."""
         return TrunkPipeline(self.model, options, self.sections)
 
     def microbatch_schedule(self, num_microbatches: int) -> MicrobatchSchedule:
@@ -259,7 +240,7 @@ class ShardedModel:
         weights, batch = self.family.loss_weights(batch), with_text_lengths(self.config.model, batch)
         with use_rules(self.layout.rules):
             inputs, schedule = (batch, weights, None), self.microbatch_schedule(1)
-            sums = distributed_losses(self.pipeline_model(plain), parameters, inputs, self.region, schedule)
+            sums = distributed_losses(self.trunk_losses(plain), parameters, inputs, self.region, schedule)
             return {name: (total, weights[name].sum()) for name, total in sums.items()}
 
     def _drawn(self, key: Array) -> Tree:

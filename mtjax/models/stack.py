@@ -1,7 +1,7 @@
 """Stacks of layers: parameters stacked along `layers`, and one traced program for all of them."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -19,8 +19,8 @@ from mtjax.layout.stages import PADDING, layer_order
 from mtjax.models.layer import Layer
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.mixers.mixer import State
-from mtjax.models.recompute import Recompute, scan_interleaved, scan_layers
-from mtjax.sharding.axes import cond_by_stage, num_shards, spec, varying_like
+from mtjax.models.recompute import Recompute, scan_layers
+from mtjax.sharding.axes import num_shards, spec
 from mtjax.sharding.param_comm import materialize
 
 Residual = Float[Array, "batch act_seq embed"]
@@ -37,10 +37,10 @@ class Chunk:
 
 
 class LayerSlice(NamedTuple):
-    """Layers of a stack that run one after the other: arguments of `run_layers`."""
+    """Which layers of a stack run one after the other."""
 
     numbers: Int[Array, " layers"]
-    """Numbers of the layers in the model."""
+    """Numbers of the layers in the model, from which their dropout keys derive."""
     recompute: Recompute
     first: Int[Array, ""] | None = None
     """Index of the first in the stack's arrays; None where these hold just these layers."""
@@ -61,6 +61,7 @@ class Stack(nnx.Module):
         parallel: Parallel,
         key: Array,
         layers: Sequence[int] | None = None,
+        layer_type: type[Layer] = Layer,
     ) -> None:
         """Draws the parameters.
 
@@ -72,6 +73,7 @@ class Stack(nnx.Module):
           parallel: which layers each stage has.
           key: split into one for each layer of the model.
           layers: their numbers, where the model has another stack too; all `num_layers` when None.
+          layer_type: class of the layers.
         """
         members = tuple(layers or range(model.num_layers))
         self.order = layer_order(model.num_layers, num_shards("layers"), parallel.chunks, parallel.layers_per_stage).of(
@@ -81,10 +83,11 @@ class Stack(nnx.Module):
         keys = jax.random.split(key, model.num_layers)
         numbers = np.asarray(self.order.flat)
         if not self.order.is_plain or len(members) < model.num_layers:
+            # Padding takes any key: its parameters become zeros.
             keys = keys[np.maximum(numbers, 0)]
 
         def layer(key: Array, number: Array) -> Layer:
-            drawn = Layer(model, dtype, kind=kind, key=key)
+            drawn = layer_type(model, dtype, kind=kind, key=key)
             # Padding, on stages with fewer layers than the maximum, is zeros: they stay zeros, and do not change a
             # checksum.
             return jax.tree.map(lambda a: jnp.where(number == PADDING, 0, a), drawn) if self.order.is_padded else drawn
@@ -92,15 +95,28 @@ class Stack(nnx.Module):
         keys_and_numbers = (keys, jnp.asarray(numbers))
         if num_shards("layers") > 1:
             keys_and_numbers = jax.tree.map(lambda a: reshard(a, spec("layers")), keys_and_numbers)
+        # Stacked by `vmap`, so that each rank draws its shards of all of its layers in one program.
         self.layers = jax.vmap(layer)(*keys_and_numbers)
         self.recompute = recompute
 
     def __call__(
         self, x: Residual, context: LayerContext, states: State = None, chunk: Chunk | None = None
     ) -> tuple[Residual, State]:
-        """Runs all layers, or a chunk of them; states, stacked along `layers`, go in and out as in `run_layers`."""
-        numbers, recompute, first, is_padded = self.layer_slice(chunk)
-        return run_layers(self.layers, numbers, x, context, recompute, states, first, is_padded)
+        """Runs all layers, or a chunk of them, one after the other.
+
+        Args:
+          x: hidden states.
+          context: other inputs of all layers.
+          states: the layers' states, each array stacked along `layers`; None in training.
+          chunk: which layers a pipeline stage runs; None for all.
+
+        Returns:
+          The hidden states, and the layers' new states, stacked likewise; None where no layer has any.
+        """
+        here = self.layer_slice(chunk)
+        run = partial(run_layer, context, here.is_padded)
+        with jax.named_scope("layers"):
+            return scan_layers(run, x, self.layers, here.numbers, here.recompute, states, here.first)
 
     def layer_slice(self, chunk: Chunk | None) -> LayerSlice:
         """Selects all layers, or those of a chunk.
@@ -127,67 +143,7 @@ class Stack(nnx.Module):
         return jnp.where(is_same, counts, 0).sum(1)
 
 
-@dataclass(frozen=True)
-class InterleavedStacks:
-    """Two stacks of one section, dense layers and layers with experts: one stack after the other, or interleaved."""
-
-    dense: Stack
-    stack: Stack
-    is_interleaved: bool
-    """Whether each layer of `stack` follows the dense layers before it in the model, instead of all dense layers."""
-
-    def __call__(
-        self, x: Residual, context: LayerContext, states: State = None, chunk: Chunk | None = None
-    ) -> tuple[Residual, State]:
-        """Runs all layers, or a chunk of them, in training; returned states are those of `stack` alone."""
-        assert states is None
-        if not self.is_interleaved:
-            x, _ = self.dense(x, context, chunk=chunk)
-            return self.stack(x, context, chunk=chunk)
-        sparse, recompute, first, is_padded = self.stack.layer_slice(chunk)
-        dense = self.dense.layer_slice(chunk).numbers.reshape(len(sparse), -1)
-        # [iterations, dense layers + 1]: each layer with experts follows the dense layers before it.
-        numbers, run = jnp.concatenate([dense, sparse[:, None]], 1), partial(run_or_skip, context, is_padded)
-        with jax.named_scope("layers"):
-            return scan_interleaved(run, x, (self.dense.layers, self.stack.layers), numbers, recompute, first)
-
-    def scatter_counts(self, counts: Float[Array, " chunk_layers ..."], chunk: Chunk) -> Float[Array, " layers ..."]:
-        """See `Stack.scatter_counts`: of `stack` alone."""
-        return self.stack.scatter_counts(counts, chunk)
-
-
-def run_layers(
-    layers: Layer,
-    numbers: Int[Array, " layers"],
-    x: Residual,
-    context: LayerContext,
-    recompute: Recompute,
-    states: State = None,
-    first: Int[Array, ""] | None = None,
-    is_padded: bool = False,
-) -> tuple[Residual, State]:
-    """Runs some layers of a stack, one after the other.
-
-    Args:
-      layers: their parameters, stacked.
-      numbers: the layers' numbers in the model, from which their dropout keys derive.
-      x: hidden states.
-      context: other inputs of all layers.
-      recompute: what each layer saves for its backward pass.
-      states: the layers' states, each array stacked along `layers`; None in training.
-      first: index of the first layer in `layers`, which may hold more; None where it holds just these.
-      is_padded: whether some numbers may be `PADDING`; such layers return the hidden states unchanged.
-
-    Returns:
-      The hidden states, and the layers' new states, stacked likewise; None where no layer has any.
-    """
-
-    run = partial(run_or_skip, context, is_padded)
-    with jax.named_scope("layers"):
-        return scan_layers(run, x, layers, numbers, recompute, states, first)
-
-
-def run_or_skip(
+def run_layer(
     context: LayerContext, is_padded: bool, x: Array, layer: Layer, number: Array, state: State
 ) -> tuple[Array, State]:
     """Runs one layer, with its number and its dropout keys; skips a padding layer.
@@ -201,21 +157,12 @@ def run_or_skip(
       state: of the layer.
     """
     keys = context.dropout_keys
+    # A key per sample and layer: masks depend neither on the mesh nor on the stage or loop in which a layer runs.
     layer_keys = None if keys is None else jax.vmap(lambda key: jax.random.fold_in(key, number))(keys)
-
-    def one(x: Array) -> tuple[Array, State]:
-        # Here ZeRO-3 gathers the layer's parameters, and reductions of gradients are attached (`param_comm`).
-        return materialize(layer)(x, dataclasses.replace(context, dropout_keys=layer_keys, layer=number), state)
-
+    own = dataclasses.replace(context, dropout_keys=layer_keys, layer=number)
     if not is_padded:
-        return one(x)
-    return cond_by_stage(number == PADDING, lambda x: (x, _zero_state(one, x)), one, x)
+        # Here ZeRO-3 gathers the layer's parameters, and reductions of gradients are attached (`param_comm`).
+        return materialize(layer)(x, own, state)
+    from mtjax.models.padding import run_unless_padding
 
-
-def _zero_state(run: Callable[[Array], tuple[Array, State]], x: Array) -> State:
-    """Builds zeros like the state that a layer would return."""
-
-    def zeros(like: jax.ShapeDtypeStruct) -> Array:
-        return varying_like(jnp.zeros(like.shape, like.dtype, out_sharding=like.sharding.spec), x)
-
-    return jax.tree.map(zeros, jax.eval_shape(run, x)[1])
+    return run_unless_padding(lambda x: materialize(layer)(x, own, state), number, x)

@@ -2,27 +2,34 @@
 
 A model's sections run one after the other. A section is a stack of layers, with the function that computes its input
 from the batch and the output of the section before. So different stages can run the embedding, some layers of a stack
-(`mtjax.models.stack.run_layers`), and the losses, if they send each other the hidden states.
+(`mtjax.models.stack.Chunk`), and the losses, if they send each other the hidden states.
 """
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
+import jax
 from jax import Array
 from jaxtyping import Float, Key
 
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.mixers.mixer import State
-from mtjax.models.routers import router_reports
-from mtjax.models.stack import InterleavedStacks, Stack
+from mtjax.models.stack import Stack
+from mtjax.sharding.trainable import merge_trees
 from mtjax.sharding.vocab import LossOptions
 
 if TYPE_CHECKING:
+    from mtjax.models.interleaved import InterleavedStacks
     from mtjax.models.pattern_stacks import PatternStacks
+    from mtjax.models.retro_stacks import RetroStacks
 
+Tree = Any
 Batch = Mapping[str, Any]
 Keys = Key[Array, " batch"] | None
 """A dropout key per sample; None turns dropout off."""
+Microbatch = tuple[Batch, Batch, Keys]
+"""A (micro)batch, the weights of its losses by name, and each sample's dropout key; None turns dropout off."""
 LOSS_WEIGHTS = "loss_weights"
 """Weights of a batch's losses, with which a decoder sums them at once."""
 
@@ -39,7 +46,7 @@ class HiddenStates(NamedTuple):
 class Section(NamedTuple):
     """A stack of layers, or several, and the functions that compute its inputs."""
 
-    stack: "Stack | InterleavedStacks | PatternStacks"
+    stack: "Stack | InterleavedStacks | PatternStacks | RetroStacks"
     embed: Callable[[Batch, Keys, HiddenStates | None], HiddenStates]
     """(batch, keys, output of the section before, None for the first) -> input of the first layer."""
     context: Callable[[Batch, Keys, HiddenStates], LayerContext]
@@ -89,6 +96,7 @@ def run_sections(
     hidden, after = None, {}
     for name, section in trunk.sections.items():
         hidden = section.embed(batch, keys, hidden)
+        # Outside the loop over layers: all layers read the same positions, rotations and segments.
         context = section.context(batch, keys, hidden)
         x, after[name] = section.stack(hidden.x, context, (states or {}).get(name))
         hidden = hidden._replace(x=x)
@@ -96,14 +104,57 @@ def run_sections(
     return hidden, after
 
 
-def batch_losses(trunk: Trunk, batch: Batch, keys: Keys, options: LossOptions) -> dict[str, Array]:
-    """Computes the values of each loss of a batch, float32, not weighted, and the routers' losses and counters.
+@dataclass(frozen=True)
+class TrunkLosses:
+    """A trunk as a function of its parameters: the `LossModel` of ranks that have all layers."""
+
+    model: Callable[[Tree], Trunk]
+    """Builds the model from its parameters."""
+    options: LossOptions
+    sections: Sequence[tuple[str, ...]]
+    """Names of the parameters of each section's stacks, in the order in which sections run."""
+
+    def with_frozen(self, frozen: Tree) -> Self:
+        """See `LossModel.with_frozen`."""
+        return replace(self, model=lambda parameters: self.model(merge_trees(parameters, frozen)))
+
+    def loss_sums(self, parameters: Tree, microbatch: Microbatch) -> dict[str, Array]:
+        """Computes the losses of a microbatch, each a weighted sum, [], and the routers' losses and counters."""
+        model, (batch, weights, keys) = self.model(parameters), microbatch
+        if self.options.at_once and "loss" in weights:
+            # A decoder sums its loss itself, so that its gradients are computed with it.
+            batch = {**batch, LOSS_WEIGHTS: weights["loss"]}
+        output, states = run_sections(model, batch, keys)
+        losses = model.losses(output, batch, keys, self.options)
+        if any(state is not None for state in states.values()):
+            from mtjax.models.routers import router_reports
+
+            losses |= router_reports(list(states.values()))
+        return weighted_sums(losses, weights)
+
+    def final_boundary(self, parameters: Tree, microbatch: Microbatch) -> HiddenStates:
+        """See `LossModel.final_boundary`."""
+        batch, _, keys = microbatch
+        return run_sections(self.model(parameters), batch, keys)[0]
+
+
+def weighted_sums(values: dict[str, Array], weights: Batch) -> dict[str, Array]:
+    """Sums values over samples and tokens, weighted.
 
     Args:
-      trunk: the model.
-      batch: its arrays, [batch, ...].
-      keys: dropout keys; None turns dropout off.
-      options: of the cross-entropy.
+      values: by name, [batch, ...] or [batch, seq, ...]; or [] if they are a weighted sum already.
+      weights: by name, [batch] or [batch, seq]; values without a weight are left out.
+
+    Returns:
+      [...] by name: scalars for losses.
     """
-    output, states = run_sections(trunk, batch, keys)
-    return trunk.losses(output, batch, keys, options) | router_reports(list(states.values()))
+
+    def one(values: Array, weights: Array) -> Array:
+        # Summed already, with its gradients (`LOSS_WEIGHTS`).
+        if not values.ndim:
+            return values
+        each = weights.reshape(weights.shape + (1,) * (values.ndim - weights.ndim))
+        return (values * each).sum(range(weights.ndim))
+
+    with jax.named_scope("loss"):
+        return {name: one(values[name], weight) for name, weight in weights.items()}

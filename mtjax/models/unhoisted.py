@@ -31,6 +31,7 @@ def _where_forward(keep: Array, x: Array, otherwise: float) -> tuple[Array, Arra
 
 
 def _where_backward(_: float, keep: Array, gradient: Array) -> tuple[None, Array]:
+    """Selects the gradient, in the shape of x, where `keep`."""
     return None, where(keep, gradient, 0.0)
 
 
@@ -63,6 +64,7 @@ def _plus_forward(x: Array, bias: Array) -> tuple[Array, None]:
 
 
 def _plus_backward(_: None, gradient: Array) -> tuple[Array, Array]:
+    """Returns the gradient of x, [batch, ...], and its sum over samples for the bias, [1, ...]."""
     return gradient, gradient.sum(0, keepdims=True)
 
 

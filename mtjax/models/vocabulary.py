@@ -42,5 +42,6 @@ class WithVocabulary(nnx.Module):
         x, sharding = reshard_sequence(hidden, "seq"), spec("batch", "seq", "vocab")
         table, bias, options = self.output_head()
         weight = table.astype(hidden.dtype)
+        # Accumulated in float32, as in the loss: differences of large logits matter.
         products = jnp.einsum("bsh,vh->bsv", x, weight, preferred_element_type=jnp.float32, out_sharding=sharding)
         return options.logits(products, bias)

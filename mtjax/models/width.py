@@ -12,7 +12,7 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import reshard
 
-from mtjax.models.recompute import PRODUCT
+from mtjax.models.recompute import SAVED
 from mtjax.sharding.axes import REPLICATED, dimension_axes, map_ranks, spec, varying_like
 from mtjax.sharding.no_hoist import no_hoist
 
@@ -75,8 +75,8 @@ def _layer_norm_forward(epsilon: float, x: Array, scale: Array) -> tuple[Array, 
     """Saves mean and rate, two numbers per token, so that only full recompute all-reduces them again."""
     wide = x.astype(jnp.float32)
     # The mean first: of a sum of squares the variance would lose digits.
-    mean = checkpoint_name(_mean(wide), PRODUCT)
-    rate = checkpoint_name(jax.lax.rsqrt(_mean(jnp.square(wide - mean)) + epsilon), PRODUCT)
+    mean = checkpoint_name(_mean(wide), SAVED)
+    rate = checkpoint_name(jax.lax.rsqrt(_mean(jnp.square(wide - mean)) + epsilon), SAVED)
     return (wide - mean) * rate * scale, (x, scale, mean, rate)
 
 
@@ -100,7 +100,7 @@ def _rms_norm(epsilon: float, x: Array, scale: Array) -> Array:
 def _rms_norm_forward(epsilon: float, x: Array, scale: Array) -> tuple[Array, tuple[Array, ...]]:
     """Saves the rate, a number per token."""
     wide = x.astype(jnp.float32)
-    rate = checkpoint_name(jax.lax.rsqrt(_mean(jnp.square(wide)) + epsilon), PRODUCT)
+    rate = checkpoint_name(jax.lax.rsqrt(_mean(jnp.square(wide)) + epsilon), SAVED)
     return wide * rate * scale, (x, scale, rate)
 
 

@@ -9,9 +9,10 @@ from jax.sharding import Mesh
 from mtjax.errors import UserError
 from mtjax.generate.engine import Engine
 from mtjax.layout.mesh import MeshShape
+from mtjax.runtime.devices import attach_devices
 from mtjax.serve.lockstep import LockstepLeader, follow
 from mtjax.serve.remote_replica import RemoteReplica, serve_replica
-from mtjax.sharding.mesh import attach_devices, replica_meshes
+from mtjax.sharding.mesh import replica_meshes
 
 ReplicaEngine = Engine | LockstepLeader | RemoteReplica
 """Process 0's interface to a replica: in this process, across processes, or in another process."""

@@ -7,7 +7,7 @@ import jax
 from jax import Array, lax
 
 from mtjax.sharding.grad_accumulation import add_gradients, with_accumulators
-from mtjax.sharding.microbatch_schedule import PipelineModel, Sums, total_loss
+from mtjax.sharding.microbatch_schedule import LossModel, Sums, total_loss
 from mtjax.sharding.param_comm import differentiable_shards, with_shards, zeros_like_shards
 from mtjax.sharding.param_specs import ParamSpec
 from mtjax.sharding.reduction import Reduction
@@ -27,10 +27,12 @@ class Accumulate:
     compute_dtype: str = "float32"
     """Type of the copy of their matrices that unrolled layers read."""
 
-    def gradients(self, model: PipelineModel, parameters: Tree, batch: Tree, reduction: Reduction) -> tuple[Sums, Tree]:
+    def gradients(self, model: LossModel, parameters: Tree, batch: Tree, reduction: Reduction) -> tuple[Sums, Tree]:
         """See `MicrobatchSchedule.gradients`."""
         records, wrapped = reduction.records, reduction.wrap(parameters)
         prepared = self.prepare_parameters(records, wrapped)
+        # Differentiated by shards, not by parameters: a gradient has its primal's shape, and that of a reduced one is a
+        # shard's.
         shards = differentiable_shards(prepared)
         sums = self._zeros(records, differentiable_shards(wrapped), shards)
         microbatches = self._microbatches(batch)
@@ -48,6 +50,7 @@ class Accumulate:
 
         # One trace for all microbatches; the carry is updated in place.
         gradients, losses = lax.scan(accumulate, sums, microbatches)
+        # Weights divide by the counts of the global batch, so that sums over microbatches are means.
         return jax.tree.map(lambda scalars: scalars.sum(0), losses), restack(gradients)
 
     def prepare_parameters(self, records: Tree, wrapped: Tree) -> Tree:
@@ -57,11 +60,11 @@ class Accumulate:
         one = lambda record, leaf: unstack(record, leaf, self.compute_dtype) if record.is_stacked else leaf  # noqa: E731
         return jax.tree.map(one, records, wrapped)
 
-    def losses(self, model: PipelineModel, parameters: Tree, batch: Tree, records: Tree) -> Sums:
+    def losses(self, model: LossModel, parameters: Tree, batch: Tree, records: Tree) -> Sums:
         """See `MicrobatchSchedule.losses`; the batch is one microbatch."""
         return model.loss_sums(gather_for_inference(records, parameters), batch)
 
-    def final_boundary(self, model: PipelineModel, parameters: Tree, batch: Tree, records: Tree) -> Tree:
+    def final_boundary(self, model: LossModel, parameters: Tree, batch: Tree, records: Tree) -> Tree:
         """See `MicrobatchSchedule.final_boundary`."""
         used = gather_for_inference(records, parameters)
         if self.num_microbatches == 1:

@@ -12,7 +12,6 @@ from contextvars import ContextVar
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec, reshard
 from jaxtyping import Int
@@ -22,6 +21,7 @@ from mtjax.layout.rules import MANUAL, Axes, Rules
 REPLICATED = PartitionSpec()
 """Replicated on every device."""
 
+# A variable, not an argument, which every module of a model would have to pass on; read while tracing alone.
 _in_force: ContextVar[Rules] = ContextVar("rules in force")
 
 
@@ -88,6 +88,7 @@ def _entry(axes: Axes) -> str | Axes | None:
 def num_shards(name: str) -> int:
     """Returns the number of shards of a dimension of this name, by the rules and the mesh in force."""
     sizes = jax.sharding.get_abstract_mesh().shape
+    # A mesh has only the axes that a run uses: a missing one has degree 1.
     return math.prod(sizes.get(axis, 1) for axis in _in_force.get().axes(name))
 
 
@@ -151,6 +152,7 @@ def merge(x: jax.Array, start: int, stop: int) -> jax.Array | None:
     """Merges dimensions `start` to `stop` (exclusive) of `x`; returns None if any but the first of them is sharded."""
     sharding = jax.typeof(x).sharding
     degrees = [math.prod(sharding.mesh.shape[axis] for axis in dimension_axes(sharding.spec, i)) for i in range(x.ndim)]
+    # Row-major, the elements of a rank would not be consecutive: merging them would move data between ranks.
     if any(n > 1 for n in degrees[start + 1 : stop]):
         return None
     partition = PartitionSpec(*sharding.spec[: start + 1], *sharding.spec[stop:])
@@ -184,19 +186,6 @@ def cond_by_stage(holds: jax.Array, then: Callable[..., Any], otherwise: Callabl
     """
     with jax.named_scope("stages"):
         return lax.cond(holds, then, otherwise, *arguments)
-
-
-def broadcast_from_rank0(x: jax.Array, besides: Axes) -> jax.Array:
-    """Broadcasts the first rank's `x` over the axes over which it varies, except those in `besides`.
-
-    The values are equal already, but their type does not express it: `x` is typed as varying over these axes.
-    """
-    axes = tuple(axis for axis in varying_axes(x) if axis not in besides)
-    if not axes:
-        return x
-    # A masked all-reduce, whose result `shard_map` types as equal on all ranks.
-    is_first = sum(lax.axis_index(axis) for axis in axes) == 0
-    return psum_shards(jnp.where(is_first, x, 0), axes)
 
 
 def varying_axes(x: jax.Array) -> tuple[str, ...]:

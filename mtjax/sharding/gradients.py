@@ -5,9 +5,9 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from mtjax.sharding.axes import broadcast_from_rank0, psum_varying
+from mtjax.sharding.axes import psum_varying
 from mtjax.sharding.manual_region import ManualRegion, mark_varying
-from mtjax.sharding.microbatch_schedule import MicrobatchSchedule, PipelineModel, Sums
+from mtjax.sharding.microbatch_schedule import LossModel, MicrobatchSchedule, Sums
 from mtjax.sharding.param_specs import partition_specs
 from mtjax.sharding.reduction import Reduction
 from mtjax.sharding.trainable import bind_frozen, select_trainable
@@ -16,7 +16,7 @@ Tree = Any
 
 
 def distributed_gradients(
-    model: PipelineModel,
+    model: LossModel,
     parameters: Tree,
     batch: Tree,
     region: ManualRegion,
@@ -44,19 +44,19 @@ def distributed_gradients(
         # What varies over an axis has a gradient that is local to each rank along it.
         batch = region.mark_stage_varying(batch)
         parameters = mark_varying(parameters, batch)
+        # Frozen parameters are bound to the model, so that what follows sees trainable ones alone.
         bound = bind_frozen(model, records, parameters, schedule)
         losses, gradients = schedule.gradients(bound, select_trainable(records, parameters), batch, reduction)
         # Losses are sums with global weights: their all-reduce over all ranks is the global mean.
         with jax.named_scope("gradients"):
             return jax.tree.map(psum_varying, losses), reduction.finish(gradients)
 
-    return region.map(
-        local, parameters, batch, (PartitionSpec(), partition_specs(select_trainable(records, records), "storage_spec"))
-    )
+    results = PartitionSpec(), partition_specs(select_trainable(records, records), "storage_spec")
+    return region.map(local, batch, results)(parameters, region.shard_batch(batch))
 
 
 def distributed_losses(
-    model: PipelineModel, parameters: Tree, batch: Tree, region: ManualRegion, schedule: MicrobatchSchedule
+    model: LossModel, parameters: Tree, batch: Tree, region: ManualRegion, schedule: MicrobatchSchedule
 ) -> Sums:
     """Computes losses of a global batch, float32 scalars by name, without gradients."""
 
@@ -66,23 +66,4 @@ def distributed_losses(
         losses = schedule.losses(model, mark_varying(parameters, batch), batch, region.records)
         return jax.tree.map(psum_varying, losses)
 
-    return region.map(local, parameters, batch, PartitionSpec())
-
-
-def distributed_output(
-    model: PipelineModel,
-    parameters: Tree,
-    batch: Tree,
-    region: ManualRegion,
-    schedule: MicrobatchSchedule,
-    specs: Tree,
-) -> Tree:
-    """Computes the last section's output for a global batch, [global_batch_size, ...] arrays sharded as `specs`."""
-
-    def local(parameters: Tree, batch: Tree) -> Tree:
-        """Runs on each rank."""
-        batch = region.mark_stage_varying(batch)
-        output = schedule.final_boundary(model, mark_varying(parameters, batch), batch, region.records)
-        return jax.tree.map(lambda a: broadcast_from_rank0(a, region.rules.shared_work), output)
-
-    return region.map(local, parameters, batch, specs)
+    return region.map(local, batch, PartitionSpec())(parameters, region.shard_batch(batch))

@@ -56,17 +56,21 @@ class ManualRegion:
         vary = lambda a: lax.pcast(a, (STAGE,), to="varying")  # noqa: E731
         return jax.tree.map(vary, batch)
 
-    def map(self, local: Callable[[Tree, Tree], Tree], parameters: Tree, batch: Tree, results: Tree) -> Tree:
-        """Runs `local` on every rank, with its shards of the parameters and of the batch, and `model` explicit inside.
+    def shard_batch(self, batch: Tree) -> Tree:
+        """Shards a batch, arrays [batch] or [batch, seq], over ranks."""
+        return jax.tree.map(lambda a: reshard(a, self.batch_spec(a.ndim)), batch)
+
+    def map(self, local: Callable[[Tree, Tree], Tree], batch: Tree, results: Tree) -> Callable[[Tree, Tree], Tree]:
+        """Returns a function that runs `local` on every rank, with `model` explicit inside.
 
         Args:
-          local: (parameters, batch) -> results.
-          parameters: sharded as `storage_spec`.
-          batch: arrays [batch] or [batch, seq].
+          local: (this rank's shards of the parameters, its shard of the batch) -> results.
+          batch: arrays like those of the batch, [batch] or [batch, seq].
           results: specs of what `local` returns; its values may vary only over the manual axes that these name.
+
+        Returns:
+          (parameters sharded as `storage_spec`, the result of `shard_batch`) -> results.
         """
-        sharded = jax.tree.map(lambda a: self.batch_spec(a.ndim), batch)
-        batch = jax.tree.map(reshard, batch, sharded)
         batch_specs = jax.tree.map(lambda a: PartitionSpec(*(None for _ in a.shape)), batch)
         param_specs = self._only(partition_specs(self.records, "compute_spec"), self.explicit)
         # `model` is explicit inside, but automatic at the border (`auto_axes` around `shard_map` around
@@ -75,10 +79,13 @@ class ManualRegion:
         mapped = jax.shard_map(
             explicit_axes(local, axes=self.explicit, in_sharding=(param_specs, batch_specs)),
             axis_names=set(self.manual),
-            in_specs=(self._only(partition_specs(self.records, "storage_spec"), self.manual), sharded),
+            in_specs=(
+                self._only(partition_specs(self.records, "storage_spec"), self.manual),
+                jax.tree.map(lambda a: self.batch_spec(a.ndim), batch),
+            ),
             out_specs=self._only(results, self.manual),
         )
-        return auto_axes(axes=self.explicit, out_sharding=results)(mapped)(parameters, batch)
+        return auto_axes(axes=self.explicit, out_sharding=results)(mapped)
 
     @staticmethod
     def _only(specs: Tree, axes: Axes) -> Tree:

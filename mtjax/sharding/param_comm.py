@@ -112,6 +112,18 @@ def is_wrapped(x: Any) -> bool:
     return isinstance(x, ReplicatedParam | ShardedParam | NoGrad)
 
 
+def communicated(leaf: Any) -> ShardedParam | ReplicatedParam | None:
+    """Returns the wrapper of a parameter that is gathered or whose gradient is reduced over ranks; else None."""
+    leaf = leaf.parameter if isinstance(leaf, NoGrad) else leaf
+    is_reduced = isinstance(leaf, ReplicatedParam) and bool(leaf.reduction.axes)
+    return leaf if is_reduced or isinstance(leaf, ShardedParam) else None
+
+
+def stack_of(leaf: ShardedParam | ReplicatedParam) -> Array:
+    """Returns the stacked array, [layers, ...], that a layer is taken from: this rank's shards, or all of it."""
+    return leaf.shard if isinstance(leaf, ShardedParam) else leaf.array
+
+
 def materialize(module: T) -> T:
     """Replaces every wrapped parameter of a module, or of any tree, by an array that products can use."""
     return jax.tree.map(_resolve, module, is_leaf=is_wrapped)
@@ -157,6 +169,7 @@ def _reduce_grad_forward(
 def _reduce_grad_backward(
     param_spec: PartitionSpec, reduction: GradReduction, _: None, gradient: Array
 ) -> tuple[None, Array]:
+    """Reduces the gradient [...] of `array` over ranks; it is that of `shard`, by which the step differentiates."""
     return None, reduce_gradient(gradient, param_spec, reduction)
 
 
@@ -195,10 +208,12 @@ def _gather(how: _Gathering, shard: Array, cast: tuple[Array, ...]) -> Array:
 
 
 def _gather_forward(how: _Gathering, shard: Array, cast: tuple[Array, ...]) -> tuple[Array, int]:
+    # Neither the shard nor the gathered parameter is a residual: only how many gradients are None.
     return _gather(how, shard, cast), len(cast)
 
 
 def _gather_backward(how: _Gathering, casts: int, gradient: Array) -> tuple[Array, tuple[None, ...]]:
+    """Reduce-scatters the gradient [...] of the full parameter: float32, in the shape of the shard."""
     none = (None,) * casts
     if how.parts is None:
         return reduce_gradient(gradient, how.spec, how.reduction), none
@@ -298,6 +313,7 @@ def _seed_forward(sums: Tree, x: Array, stack: Tree) -> tuple[Array, Tree]:
 
 
 def _seed_backward(sums: Tree, gradient: Array) -> tuple[None, Array, Tree]:
+    """Passes the gradient of `x` on; the cotangents of the stack, [layers, ...] each, begin as `sums`."""
     return None, gradient, sums
 
 
@@ -369,4 +385,5 @@ def with_shards(wrapped: Tree, shards: Tree) -> Tree:
 
 def zeros_like_shards(shards: Tree) -> Tree:
     """Builds float32 accumulators in the shapes of `shards`."""
+    # They are a loop's carry, whose type says over which axes it varies: those of the gradients that are added.
     return jax.tree.map(lambda p: varying_like(jnp.zeros_like(p, jnp.float32), p), shards)

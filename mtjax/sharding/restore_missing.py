@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, auto_axes
 
-from mtjax.sharding.placement import holders
+from mtjax.sharding.replicas import holders
 
 Array = Any
 """`jax.Array`, or `jax.ShapeDtypeStruct` with a sharding."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,9 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from mtjax.sharding.axes import fully_manual, spec
-from mtjax.sharding.param_comm import GradReduction, ShardedParam, index_layer, reduce_gradient
+from mtjax.sharding.param_comm import GradReduction, ShardedParam, index_layer, is_wrapped, reduce_gradient
+
+Tree = Any
 
 
 def gather_layers(stacks: list[ShardedParam]) -> list[Array]:
@@ -29,6 +32,26 @@ def gather_layers(stacks: list[ShardedParam]) -> list[Array]:
             return [gather_layer(index_layer(stack, number)) for stack in stacks]
 
     return _layer_by_layer(layer, len(stacks[0].shard))
+
+
+def gather_upfront(layers: Tree) -> Tree:
+    """Gathers the parameters that are gathered once for both passes, for a loop without prefetch.
+
+    Args:
+      layers: parameters, [layers, ...]; the `ShardedParam` among them are shards.
+
+    Returns:
+      The same tree, with each `ShardedParam` that has `keep_for_backward` gathered.
+    """
+    leaves, tree = jax.tree.flatten(layers, is_leaf=is_wrapped)
+    gathered_once = {
+        i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, ShardedParam) and leaf.keep_for_backward
+    }
+    if gathered_once:
+        arrays = gather_layers([lax.stop_gradient(leaf) for leaf in gathered_once.values()])
+        for (i, leaf), array in zip(gathered_once.items(), arrays, strict=True):
+            leaves[i] = leaf.with_gathered(array)
+    return jax.tree.unflatten(tree, leaves)
 
 
 def gather_layer(like: ShardedParam) -> Array:

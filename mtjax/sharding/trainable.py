@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from mtjax.sharding.microbatch_schedule import MicrobatchSchedule, PipelineModel
+from mtjax.sharding.microbatch_schedule import LossModel, MicrobatchSchedule
 from mtjax.sharding.param_comm import NoGrad
 from mtjax.sharding.param_specs import ParamSpec
 from mtjax.sharding.zero import materialize_outside_stacks, wrap_for_inference
@@ -44,7 +44,7 @@ def merge_trees(trainable: Tree, frozen: Tree) -> Tree:
     return {**trainable, **frozen, **both}
 
 
-def bind_frozen(model: PipelineModel, records: Tree, parameters: Tree, schedule: MicrobatchSchedule) -> PipelineModel:
+def bind_frozen(model: LossModel, records: Tree, parameters: Tree, schedule: MicrobatchSchedule) -> LossModel:
     """Makes a model a function of its trainable parameters alone; returns the model itself where all are.
 
     Args:

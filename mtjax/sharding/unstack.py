@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +24,8 @@ from mtjax.sharding.param_specs import ParamSpec
 Tree = Any
 T = TypeVar("T")
 
-_is_unrolled: ContextVar[bool] = ContextVar("layers are unrolled", default=False)
-_in_parts: ContextVar[bool] = ContextVar("parameters of fused products are gathered in parts", default=False)
+_traced: ContextVar[Literal["in a loop", "unrolled", "unrolled, in parts"]] = ContextVar("layer", default="in a loop")
+"""How the layer that is traced runs; in parts, where the matrices of a fused product are gathered one by one."""
 
 
 @contextmanager
@@ -33,12 +33,11 @@ def unrolled_layers(layers: Tree) -> Iterator[None]:
     """Marks that layers without a loop, with these parameters, are traced: see `is_unrolled` and `computes_apart`."""
     leaves = jax.tree.leaves(layers, is_leaf=lambda leaf: isinstance(leaf, ShardedParam))
     in_parts = any(isinstance(leaf, ShardedParam) and leaf.parts is not None for leaf in leaves)
-    tokens = _is_unrolled.set(True), _in_parts.set(in_parts)
+    token = _traced.set("unrolled, in parts" if in_parts else "unrolled")
     try:
         yield
     finally:
-        _is_unrolled.reset(tokens[0])
-        _in_parts.reset(tokens[1])
+        _traced.reset(token)
 
 
 def is_unrolled() -> bool:
@@ -47,7 +46,7 @@ def is_unrolled() -> bool:
     XLA: what a loop's body slices and concatenates is written out at the loop's boundaries; here it can be read where
     it is.
     """
-    return _is_unrolled.get()
+    return _traced.get() != "in a loop"
 
 
 def computes_apart(outputs: Sequence[str | None]) -> bool:
@@ -57,7 +56,7 @@ def computes_apart(outputs: Sequence[str | None]) -> bool:
     Args:
       outputs: logical names of the fused product's output dimensions.
     """
-    return _in_parts.get() and can_be_apart(outputs)
+    return _traced.get() == "unrolled, in parts" and can_be_apart(outputs)
 
 
 def can_be_apart(outputs: Sequence[str | None]) -> bool:

@@ -7,7 +7,7 @@ one chunk of tokens at a time, and are recomputed in the backward pass.
 Shape suffixes: B batch, S sequence, H hidden, V this rank's vocabulary rows, C tokens of a chunk.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 
 from mtjax.layout.rules import Axes
 from mtjax.sharding.axes import dimension_axes, map_ranks, psum_varying, spec, varying_like
@@ -165,7 +165,7 @@ def _cross_entropy_forward(
 
     def local(hidden_BSH: Array, table_VH: Array, bias_V: Array | None, labels_BS: Array) -> tuple[Array, Array]:
         """Computes losses and log Z of this rank's tokens, inside the map."""
-        of_logits = _summaries(specs, options, hidden_BSH, table_VH, bias_V, labels_BS)
+        of_logits = summaries_of(specs, options, hidden_BSH, table_VH, bias_V, labels_BS)
         log_z, smoothing = jnp.log(of_logits.exponentials) + of_logits.top, options.label_smoothing
         mean = 0.0 if of_logits.total is None else of_logits.total / options.vocab_size
         loss = log_z - (1 - smoothing) * of_logits.label - smoothing * mean
@@ -241,6 +241,7 @@ def logit_gradient(
     slope -= (column_V == labels_C[:, None]) * (1 - options.label_smoothing)
     slope -= options.label_smoothing / options.vocab_size
     slope = options.gradient(slope * gradient_C[:, None], logits_CV)
+    # Rows behind the vocabulary have probability 0, but the smoothed target would give them a gradient.
     return jnp.where(column_V < options.vocab_size, slope, 0)
 
 
@@ -254,13 +255,14 @@ def add_gradients(
     """
     of_table_VH, of_bias_V = sums
     of_bias_V = None if of_bias_V is None else of_bias_V + slope_CV.sum(0)
+    # Both products are in the compute type; the table's gradient is summed over chunks in float32.
     slope_CV = slope_CV.astype(hidden_CH.dtype)
     across = (((0,), (0,)), ((), ()))
     of_table_VH += lax.dot_general(slope_CV, hidden_CH, across, preferred_element_type=jnp.float32)
     return (of_table_VH, of_bias_V), slope_CV @ table_VH
 
 
-class _Summaries(NamedTuple):
+class Summaries(NamedTuple):
     """Of each token's logits, float32 [B, S]: the maximum, the sum of exp(logit - maximum), the label's logit, and with
     label smoothing the sum of logits."""
 
@@ -270,9 +272,9 @@ class _Summaries(NamedTuple):
     total: Array | None
 
 
-def _summaries(
+def summaries_of(
     specs: VocabSpecs, options: LossOptions, hidden_BSH: Array, table_VH: Array, bias_V: Array | None, labels_BS: Array
-) -> _Summaries:
+) -> Summaries:
     """Summarizes each token's logits, inside the map.
 
     Communication: a maximum, and one all-reduce of two or three numbers per token, over the ranks with the same rows.
@@ -288,6 +290,7 @@ def _summaries(
         # An online softmax over ranks: each has the maximum and the sum of exponentials of its columns.
         highest = logits_CV.max(-1)
         exponentials = jnp.exp(logits_CV - highest[:, None]).sum(-1)
+        # One rank has the label's row; the others contribute 0 to the sum over ranks.
         row, owned = local_rows(specs, labels_C, table_VH.shape[0])
         label = jnp.where(owned, jnp.take_along_axis(logits_CV, row[:, None], axis=1)[:, 0], 0)
         return None, (highest, exponentials, label, sum_of_real(logits_CV, column_V, options))
@@ -299,30 +302,7 @@ def _summaries(
     sums = (exponentials * jnp.exp(highest - top), label) + ((total,) if options.label_smoothing else ())
     # XLA: separate all-reduces may be moved behind the mean over tokens. One array is reduced here.
     exponentials, label, *totals = lax.psum(jnp.stack(sums), specs.rows)
-    return _Summaries(top, exponentials, label, totals[0] if totals else None)
-
-
-def vocab_parallel_scores(
-    hidden: Float[Array, "batch act_seq embed"],
-    table: Float[Array, "vocab embed"],
-    labels: Int[Array, "batch seq"],
-    options: LossOptions,
-    bias: Float[Array, " vocab"] | None = None,
-) -> tuple[Float[Array, "batch seq"], Bool[Array, "batch seq"]]:
-    """Computes the log-probability of each label, float32, and whether no token is more likely.
-
-    Arguments and communication are those of `vocab_parallel_cross_entropy`; smoothing and z-loss don't matter.
-    """
-    specs, plain = VocabSpecs.in_force(), replace(options, label_smoothing=0.0)
-
-    def local(hidden_BSH: Array, table_VH: Array, bias_V: Array | None, labels_BS: Array) -> tuple[Array, Array]:
-        of_logits = _summaries(specs, plain, hidden_BSH, table_VH, bias_V, labels_BS)
-        log_likelihood = of_logits.label - of_logits.top - jnp.log(of_logits.exponentials)
-        return log_likelihood, of_logits.label == of_logits.top
-
-    with jax.named_scope("loss"):
-        arguments = (specs.hidden, specs.table, specs.bias, specs.tokens)
-        return map_ranks(local, arguments, (specs.tokens, specs.tokens))(hidden, table, bias, labels)
+    return Summaries(top, exponentials, label, totals[0] if totals else None)
 
 
 def local_logits(

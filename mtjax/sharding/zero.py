@@ -76,6 +76,7 @@ def wrap_for_step(record: ParamSpec, shard: Array) -> ShardedParam | Array:
     if record.is_stacked and not record.is_matrix:
         return _gather_all_layers(record, shard)
     parameter = gather_on_use(record, shard)
+    # Outside stacks there is no loop to gather in: once, here.
     return parameter if record.is_stacked else materialize(parameter)
 
 

@@ -82,7 +82,7 @@ class Distilled(TrainStep):
         temperature = self.config.finetuning.teacher_temperature
         options = dataclasses.replace(self.loss_options, temperature=temperature)
         if not self._tables:
-            return LossInputs(self.pipeline_model(options), self.region, parameters, batch)
+            return LossInputs(self.trunk_losses(options), self.region, parameters, batch)
         tables = {name: batch[name] for name in self._tables}
         batch = {name: array for name, array in batch.items() if name not in tables}
         model = DistilledTrunkPipeline(self.model, options, self.sections)

@@ -7,7 +7,7 @@ from mtjax.config import Config
 from mtjax.data import BatchSchedule, Dataset, Loader
 from mtjax.errors import UserError
 from mtjax.models.sharded_model import ShardedModel
-from mtjax.sharding.placement import global_batch, process_rows
+from mtjax.sharding.global_batch import global_batch, process_rows
 
 
 def open_batches(

@@ -25,7 +25,6 @@ from mtjax.storage import shown
 from mtjax.train.changes import parse_allowed
 from mtjax.train.feed import next_batch, open_batches
 from mtjax.train.folder.run_folder import claim_folder, writing
-from mtjax.train.nonfinite_steps import NonfiniteSteps
 from mtjax.train.objective import PRETRAINING, Evaluations, Objective, RunData
 from mtjax.train.observability import start_timer
 from mtjax.train.observability.best import Goal
@@ -33,7 +32,7 @@ from mtjax.train.observability.corruption_checks import CorruptionChecks
 from mtjax.train.observability.expert_load import load_entries
 from mtjax.train.observability.goodput import TimeLog
 from mtjax.train.observability.metrics import MetricsLog, Rates, plot_losses
-from mtjax.train.observability.profiling import Profile, parse_steps
+from mtjax.train.observability.profiling import Profile, named_steps, parse_steps
 from mtjax.train.observability.progress import ProgressLine
 from mtjax.train.observability.start_timer import StartTimer
 from mtjax.train.observability.step_clock import StepClock
@@ -57,6 +56,7 @@ from mtjax.train.setup import (
     resume_command,
     with_mesh,
 )
+from mtjax.train.skipped_steps import NonfiniteSteps
 from mtjax.train.step import TrainStep
 
 
@@ -245,9 +245,9 @@ def run_steps(run: Run, start: Restored) -> tuple[State, str | None]:
     add_teacher_targets = run.objective.teacher_targets(run.program)
     state, consumed = start.state, start.consumed_samples
     signal_name = None
-    times, timeout = run.start.times, run.config.parallel.step_timeout
-    clock = StepClock(start.step, run.environment.folder, timeout, run.environment.peers, run.progress.say, times)
-    profile = Profile(parse_steps(run.start.options.profile), run.environment.folder, run.progress.say)
+    times, folder, say = run.start.times, run.environment.folder, run.progress.say
+    clock = StepClock(start.step, folder, run.config.parallel.step_timeout, run.environment.peers, say, times)
+    profile = Profile(named_steps(run.start.options.profile, run.program), folder, say)
     results = None
     stopped_before = run.best is not None and run.best.best.is_over
     train_batches = open_batches(run.program, run.config, run.data.train, consumed, run.environment.batch_schedule)

@@ -1,11 +1,10 @@
-"""Steps with a loss or gradients that are not finite: the first such tensor, and when such steps end a run.
+"""Finds the first tensor that is not finite in a step's loss and gradients.
 
-The devices detect it before a step changes anything (`first_bad`), and all of them skip the step. The host checks when
-it logs (`NonfiniteSteps`), for every step since the last check, so it names the first one exactly.
+The devices detect it before a step changes anything, and all of them skip the step; the host reports it when it logs
+(`mtjax.train.skipped_steps`).
 """
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from mtjax.config import Training
 from mtjax.layout.layouts import LAYERS
 from mtjax.layout.stacks import DENSE, STACK
 from mtjax.sharding.axes import shard_like_rows
@@ -27,8 +25,6 @@ Numbers = Callable[[str], Sequence[int]]
 
 GOOD = -1
 """Value of `first_bad` if everything is finite."""
-MOST_WAITING = 1000
-"""Steps after which the host checks even if nothing is logged: until then the results stay on the devices."""
 
 
 @dataclass(frozen=True)
@@ -117,78 +113,3 @@ def _backwards(in_tree_order: Sequence[Tensor]) -> list[int]:
         return False, "" if stack in (STACK, DENSE) else stack, -tensor.layer, index
 
     return sorted(range(len(in_tree_order)), key=key)
-
-
-@dataclass(frozen=True)
-class SkippedStep:
-    """A step that was skipped."""
-
-    step: int
-    samples: range
-    """Indices of its global batch, counted over the run."""
-    loss: float
-    tensor: Tensor | None
-    """The first tensor whose gradient is not finite; None if only the loss or the global norm is not."""
-
-    def __str__(self) -> str:
-        if self.tensor is not None:
-            gradient = f" and the first gradient that is not finite is that of {self.tensor}"
-        else:
-            gradient = ", with finite gradients" + (" of a norm that is not" if math.isfinite(self.loss) else "")
-        return f"its loss is {self.loss:g}{gradient} (samples {self.samples[0]} to {self.samples[-1]})"
-
-
-class NonfiniteSteps:
-    """Tracks the skipped steps of a run, and detects when there are too many in a row.
-
-    Args:
-      training: limits the skipped steps in a row, and configures the loss scale.
-      tensors: the model's `tensors`.
-    """
-
-    def __init__(self, training: Training, tensors: Sequence[Tensor]) -> None:
-        self.training, self.tensors = training, tensors
-        self.in_a_row: list[SkippedStep] = []
-        """The last steps, as far as they were skipped."""
-        self._waiting: list[tuple[int, range, dict[str, Any]]] = []
-
-    def add(self, step: int, samples: range, results: Mapping[str, Any]) -> None:
-        """Queues a step's results, which may still be being computed; does not wait for them."""
-        checked = {name: results[name] for name in ("loss", "first_bad", "loss_scale") if name in results}
-        self._waiting.append((step, samples, checked))
-
-    @property
-    def is_full(self) -> bool:
-        """Whether so many steps are queued that they should be checked."""
-        return len(self._waiting) >= MOST_WAITING
-
-    @property
-    def are_too_many(self) -> bool:
-        """Whether so many steps in a row were skipped that the run must end."""
-        return len(self.in_a_row) >= self.training.max_nonfinite_steps
-
-    def check(self) -> list[SkippedStep]:
-        """Checks the steps since the last check, until there are too many; returns those that were skipped.
-
-        float16 overflows are not reported while the dynamic loss scale can still shrink: that is how the scale is
-        found.
-        """
-        new = []
-        waiting, self._waiting = self._waiting, []
-        fetched = jax.device_get([results for _, _, results in waiting])
-        for (step, samples, _), results in zip(waiting, fetched, strict=True):
-            index, loss = int(results["first_bad"]), float(results["loss"])
-            if index == GOOD:
-                self.in_a_row = []
-            elif not self._is_scaling(loss, results.get("loss_scale")):
-                new.append(SkippedStep(step, samples, loss, self.tensors[index] if index < len(self.tensors) else None))
-                self.in_a_row.append(new[-1])
-                if self.are_too_many:
-                    break
-        return new
-
-    def _is_scaling(self, loss: float, scale: Any) -> bool:
-        """Returns whether an overflow only means that the dynamic loss scale is too large."""
-        if scale is None or self.training.loss_scale is not None:
-            return False
-        return math.isfinite(loss) and float(scale) > self.training.min_loss_scale

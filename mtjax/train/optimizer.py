@@ -7,14 +7,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
-from mtjax.config import Config, Model
+from mtjax.config import Config
 from mtjax.layout.layouts import is_decayed
 from mtjax.layout.optimizer_states import optimizer_states
-from mtjax.layout.stages import PLAIN, Orders, layer_numbers, order_of
-from mtjax.sharding.param_specs import ParamSpec
+from mtjax.layout.stages import PLAIN, Orders
 from mtjax.train.schedule import make_schedule, make_weight_decay
 
 
@@ -46,29 +44,11 @@ def make_optimizer(config: Config, records: Any, orders: Orders = PLAIN) -> opta
     factor = config.finetuning.layer_decay
     if factor == 1.0:
         return optax.chain(clip, rule)
+    from mtjax.train.layer_decay import layer_factors
+
     factors = jax.tree.map(lambda record: layer_factors(record, factor, config.model, orders), records)
     layer_decay = optax.stateless(lambda updates, _: jax.tree.map(jnp.multiply, updates, factors))
     return optax.chain(clip, rule, layer_decay)
-
-
-def layer_factors(record: ParamSpec, decay: float, model: Model, orders: Orders) -> np.ndarray:
-    """Computes the learning rate of a parameter relative to the head's: `decay^(L - l)` in layer l of 0 ... L - 1, and
-    `decay^(L + 1)` below the layers, as in ELECTRA and BEiT finetuning.
-
-    The final norm has the rate of the head.
-    """
-    num_layers = model.num_layers
-    if not record.is_stacked:
-        is_below = record.name.startswith(BELOW)
-        return np.asarray(decay ** (num_layers + 1) if is_below else 1.0, np.float32)
-    order = order_of(record.name, orders)
-    layers = np.asarray(layer_numbers(model, record.name))
-    numbers = layers if order is None else layers[np.maximum(order.flat, 0)]  # padding rows take any factor
-    return (decay ** (num_layers - numbers)).astype(np.float32).reshape(-1, *(1,) * (len(record.shape) - 1))
-
-
-BELOW = ("embedding", "positions", "token_types")
-"""Prefixes of the names of parameters below the layers."""
 
 
 def _growing(build: Callable[..., optax.GradientTransformation], decay: optax.Schedule) -> optax.GradientTransformation:

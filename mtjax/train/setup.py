@@ -30,9 +30,9 @@ from mtjax.runtime.checkpoints.past import Past, RunRecord, newest_past
 from mtjax.runtime.checkpoints.remote import RemoteCheckpoints
 from mtjax.runtime.checkpoints.saves import Saves
 from mtjax.runtime.checkpoints.weights import BEST, CHECKPOINTS
+from mtjax.runtime.devices import attach_devices, use_cpu_devices
 from mtjax.runtime.processes.coordination import all_gather_text
 from mtjax.runtime.processes.peers import Peers
-from mtjax.sharding.mesh import attach_devices, use_cpu_devices
 from mtjax.storage import shown, url_of
 from mtjax.train.changes import check_float8_layers, check_states, find_changes, rate_of, scheduled, table
 from mtjax.train.folder.remote import RemoteFolder

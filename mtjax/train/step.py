@@ -18,10 +18,9 @@ from mtjax.layout.layouts import Layout
 from mtjax.layout.optimizer_states import optimizer_states
 from mtjax.layout.stages import layer_numbers
 from mtjax.models.layer_context import with_text_lengths
-from mtjax.models.pipeline_model import TrunkPipeline
 from mtjax.models.recompute import Recompute, check_offload
-from mtjax.models.routers import LOAD, report_weights
 from mtjax.models.sharded_model import Batch, ShardedModel
+from mtjax.models.trunk import TrunkLosses
 from mtjax.runtime import xla_options
 from mtjax.runtime.train_state import State
 from mtjax.sharding import placement
@@ -44,7 +43,7 @@ Tree = Any
 class LossInputs(NamedTuple):
     """The differentiated function and its inputs, as `distributed_gradients` takes them."""
 
-    model: TrunkPipeline
+    model: TrunkLosses
     region: ManualRegion
     parameters: Tree
     batch: Batch
@@ -137,7 +136,9 @@ class TrainStep(ShardedModel):
 
     def lower_step(self, global_batch_size: int | None = None) -> jax.stages.Lowered:
         """Lowers the train step from abstract values, without touching a device."""
-        return self.on_mesh(self._compiled_step.lower, self.abstract_state, self.abstract_step_batch(global_batch_size))
+        arguments = self.abstract_state, self.abstract_step_batch(global_batch_size)
+        with jax.set_mesh(self.mesh):
+            return self._compiled_step.lower(*arguments)
 
     def abstract_step_batch(self, global_batch_size: int | None = None) -> Batch:
         """Returns shapes, dtypes and shardings of the step's inputs: a batch of data, and additions such as a teacher's
@@ -158,11 +159,13 @@ class TrainStep(ShardedModel):
     def _compiled_step(self) -> Any:
         everywhere = placement.replicated(self.mesh)
         shardings, options = (self.state_sharding, everywhere), self.xla.options
+        # The old state's memory becomes the new state's, so that a step never holds both.
         return jax.jit(self._step, donate_argnums=0, out_shardings=shardings, compiler_options=options or None)
 
     def _initial(self, key: Array, parameters: Tree = None) -> State:
         if parameters is None:
             parameters = self._drawn(key)
+        # Dropout draws from the half of the key that `_drawn` does not use.
         random = jax.random.key_data(jax.random.split(key)[1])
         optimizer = self.optimizer.init(self.optimized(parameters))
         loss_scale = precision.initial(self.config.training)
@@ -178,6 +181,7 @@ class TrainStep(ShardedModel):
         if self.config.optimizer.optimizer == "schedule-free":
             from mtjax.train.optimizers import training_point
 
+            # Gradients are taken between the averaged weights, which are stored, and the fast ones.
             point = training_point(self.config.optimizer, self.optimized(parameters), state.optimizer[1][0])
             parameters = merge_trees(point, select_frozen(self.records, parameters))
         return self.gradients(parameters, batch, jax.random.wrap_key_data(state.random), scale)
@@ -222,7 +226,8 @@ class TrainStep(ShardedModel):
         trainable = self.optimized(state.parameters)
         updates, optimizer = self.optimizer.update(gradients, state.optimizer, trainable)
         updated = optax.apply_updates(trainable, updates)
-        if self.config.model.router_bias:
+        if self.config.model.router_bias and not self.config.model.lora_rank:  # which freezes routers
+            from mtjax.models.routers import LOAD
             from mtjax.train.router_bias import update_router_bias
 
             rate, orders = self.config.model.router_bias_update_rate, self.layer_orders
@@ -244,7 +249,10 @@ class TrainStep(ShardedModel):
         """
         settings, samples = self.config.model, batch["sample_index"].shape[0]
         weights = self.loss_weights(batch)
-        weights |= report_weights(settings, samples)
+        if settings.num_experts:
+            from mtjax.models.routers import report_weights
+
+            weights |= report_weights(settings, samples)
         if settings.mtp_num_layers:
             from mtjax.models.prediction import prediction_reports
 
@@ -284,7 +292,7 @@ class TrainStep(ShardedModel):
 
     def loss_inputs(self, parameters: Tree, batch: Batch) -> LossInputs:
         """Returns the function and inputs that `gradients` differentiates."""
-        return LossInputs(self.pipeline_model(self.loss_options), self.region, parameters, batch)
+        return LossInputs(self.trunk_losses(self.loss_options), self.region, parameters, batch)
 
 
 def optimizer_step_count(optimizer: Tree) -> Array:

@@ -12,7 +12,7 @@ from mtjax.analysis.memory import stage_memory
 from mtjax.layout.mesh import parse_mesh
 from mtjax.layout.plan import Plan
 from mtjax.sharding.placement import is_names
-from tests.tiny import MODERNBERT, program_of
+from tests.tiny import LATENT, MODERNBERT, program_of
 
 MODELS = {
     "gpt": {},
@@ -49,6 +49,14 @@ MODELS = {
     },
     "llama, experts in every third layer": {"family": "llama", "num_experts": 4, "moe_every": 3, "num_layers": 6},
     "hybrid": {"family": "hybrid", "layer_pattern": "M-M*", "num_layers": 4, "ssm_heads": 8, "ssm_state": 10},
+    "hybrid, mixers side by side": {
+        "family": "hybrid",
+        "layer_pattern": "H-M*",
+        "num_layers": 4,
+        "ssm_heads": 8,
+        "ssm_norm": False,
+        "activation": "swiglu",
+    },
     "hybrid, experts, heads of state spaces that share groups": {
         "family": "hybrid",
         "layer_pattern": "ME*E",
@@ -64,6 +72,14 @@ MODELS = {
     "bert, ModernBERT": MODERNBERT,
     "gpt, adapters": {"lora_rank": 4},
     "llama, adapters of attention": {"family": "llama", "num_kv_heads": 4, "lora_rank": 2, "lora_targets": "attention"},
+    "llama, latent attention, adapters": {"family": "llama", "q_lora_rank": 14, "lora_rank": 2, **LATENT},
+    "llama, experts, adapters": {
+        "family": "llama",
+        "num_experts": 4,
+        "shared_expert_size": 16,
+        "first_dense_layers": 1,
+        "lora_rank": 2,
+    },
     "bert, adapters and a head": {"family": "bert", "head": "classification", "lora_rank": 2, "lora_targets": "mlp"},
     "gpt, finetuned": {"head": "classification", "num_labels": 3},
     "bert, finetuned": {"family": "bert", "head": "regression"},
@@ -71,6 +87,15 @@ MODELS = {
     "t5": {"family": "t5", "decoder_sequence_length": 8, "num_decoder_layers": 3},
     "t5, Megatron's": {"family": "t5", "position": "learned", "norm": "layernorm", "bias": True},
     "t5 1.1": {"family": "t5", "activation": "geglu", "tie_embeddings": False, "head_dim": 8},
+    "retro": {"family": "retro", "num_layers": 4, "retro_chunk": 4, "retro_first": 2, "retro_every": 2},
+    "retro, one layer of each, no final norm": {
+        "family": "retro",
+        "retro_chunk": 8,
+        "retro_first": 1,
+        "retro_encoder_layers": 1,
+        "retro_final_norm": False,
+        "norm": "rmsnorm",
+    },
     "umt5": {"family": "t5", "relative_bias_layers": "all", "num_decoder_layers": 3},
 }
 

@@ -65,16 +65,24 @@ def test_without_a_gpu_it_says_so_in_one_sentence() -> None:
     )
 
 
-@pytest.mark.long
-def test_rehearsed_to_the_last_line() -> None:
+@pytest.mark.parametrize(
+    "models",
+    [
+        pytest.param(["gpt2-1.2b"], marks=pytest.mark.long),
+        pytest.param(["gpt2-1.2b", "llama-1b"], marks=pytest.mark.exhaustive),
+    ],
+    ids=["one model", "both"],
+)
+def test_rehearsed_to_the_last_line(models: list[str]) -> None:
     """Every part runs, PyTorch's side where it is installed; nothing is written."""
     before = {p: p.read_bytes() for p in RESULTS.iterdir()}
-    done = run("--rehearse")
+    first, *others = [f"speed {model}" for model in models]
+    parts = ["numbers", first, "resume", "collectives", "meshes", *others]
+    done = run("--rehearse", "--only", *parts)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     lines = done.stdout.splitlines()
     ended = [line.partition(":")[0] for line in lines if ": done after" in line]
-    rehearsed = ["speed gpt2-1.2b", "resume", "collectives", "meshes", "speed llama-1b"]
-    assert ended == ["machine", "numbers", *rehearsed]
+    assert ended == ["machine", *parts]
     assert lines[-1].startswith("rehearsed in") and lines[-1].endswith("no results are written")
     assert {p: p.read_bytes() for p in RESULTS.iterdir()} == before
 

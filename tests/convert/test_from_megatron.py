@@ -371,6 +371,19 @@ SETTINGS = {
         "qk_norm_kind": "layernorm",
         "qk_norm_bias": True,
     },
+    "--hybrid-override-pattern M-M*|M-M* --mamba-num-groups 2 --mamba-head-dim 24 --squared-relu --qk-layernorm": {
+        "family": "hybrid",
+        "layer_pattern": "(M-M*)x2",
+        "num_layers": None,
+        "ssm_groups": 2,
+        "ssm_head_dim": 24,
+        "position": None,
+        "activation": None,  # relu2 is the family's default
+    },
+    "--mamba-num-groups 1 --hybrid-attention-ratio .25 --hybrid-mlp-ratio .5 --position-embedding-type rope": {
+        "layer_pattern": "M-*-M*--",
+        "position": "rope",
+    },
     "--distributed-timeout-minutes 30": {"step_timeout": 1800.0},
 }
 
@@ -422,7 +435,7 @@ WRONG = {
     "-- --num-layers three --hidden-size 8 --num-attention-heads 2 --seq-length 4": "three: must be an integer",
     "--gpus 3 SCRIPT": "3 GPUs are not a multiple of 128 (tensor 8 x pipeline 16 x context 1)",
     "--set X SCRIPT": "--set X is not NAME=VALUE",
-    "t5.sh": "starts pretrain_t5.py, but only pretrain_gpt.py and pretrain_bert.py can be translated",
+    "t5.sh": "starts pretrain_t5.py, but only pretrain_gpt.py, pretrain_bert.py, pretrain_mamba.py",
     "empty.sh": "contains no command with arguments of Megatron-LM",
     "quote.sh": 'quote.sh, line 2: the quote " is not closed',
     "deep.sh": "nested more than 20 deep",
@@ -440,7 +453,7 @@ WRONG = {
     "SMALL --moe-aux-loss-coeff x": "--moe-aux-loss-coeff x: must be a number",
     "SMALL --data-path --bf16": "--data-path: must be followed by a value",
     "SMALL --save to a folder": "--save to a folder: must be one value",
-    "hybrid.sh": "starts pretrain_hybrid.py, but only",
+    "hybrid.sh": "'M-/M' contains '/', in Megatron multi-token prediction",
     "SMALL --rampup-batch-size 16": "must be three integers: START INCREMENT SAMPLES",
     "SMALL --lr-warmup-fraction 3": "must be a number from 0 to 1",
     "SMALL --moe-layer-freq 1 --rotary-base x": "--rotary-base x: must be a number",
@@ -461,7 +474,7 @@ def test_wrong_input_is_one_sentence(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("t5.sh").write_text("torchrun pretrain_t5.py --num-layers 3 --hidden-size 4\n")
-    Path("hybrid.sh").write_text("torchrun pretrain_hybrid.py --num-layers 3 --hidden-size 4\n")
+    Path("hybrid.sh").write_text("torchrun pretrain_hybrid.py --hybrid-layer-pattern M-/M --hidden-size 4\n")
     Path("empty.sh").write_text("echo hello\n")
     Path("quote.sh").write_text('X=1\nY="open\n')
     Path("deep.sh").write_text("f() { f; }\nf\n")

@@ -252,7 +252,7 @@ def test_damaged_folders_are_one_sentence(folders: Path, tmp_path: Path, capsys:
 
     for name, file, size, said in (
         ("torchtitan/step-3", ".metadata", 100, ".metadata is corrupted: it is not a complete pickle"),
-        ("hf", "model.safetensors", 40, "is no safetensors file, or is not complete: it has no header"),
+        ("hf", "model.safetensors", 40, "is not a safetensors file, or is incomplete: it has no header"),
         ("orbax", "_METADATA", 20, "_METADATA does not list arrays: it is damaged"),
         ("mtjax", "weights/page/metadata", 30, "metadata does not list arrays: it is damaged"),
     ):

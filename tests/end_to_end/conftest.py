@@ -11,5 +11,5 @@ def launcher(tmp_path_factory: pytest.TempPathFactory) -> Launcher:
 
 @pytest.fixture(scope="session")
 def uninterrupted(launcher: Launcher) -> Finished:
-    """40 steps on 2x4 with dropout, start to end: what interrupted runs must equal."""
-    return launcher.train_here("uninterrupted", "--steps", "40", *MASKS)
+    """20 steps on 2x4 with dropout, start to end: what interrupted runs must equal."""
+    return launcher.train_here("uninterrupted", "--steps", "20", *MASKS)

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import chdir, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
@@ -69,6 +69,21 @@ sys.exit(main(sys.argv[1:]))
 """
 """`python -m mtjax.train` without pictures and a text at its end, for which programs are compiled."""
 
+AT = """
+import itertools, os, sys, time
+from pathlib import Path
+from mtjax.train import loop
+load, steps = loop.next_batch, itertools.count(1)
+def next_batch(*arguments):
+    if next(steps) == {step}:
+        {action}
+    return load(*arguments)
+loop.next_batch = next_batch
+"""
+"""Does something as the batch of a start's so many-th step is loaded: a signal from outside may come too late."""
+SIGNAL = "os.kill(os.getpid(), {number})"
+WAIT = "time.sleep(600)"
+
 
 @dataclass(frozen=True)
 class Launcher:
@@ -82,17 +97,24 @@ class Launcher:
         (folder / "tiny.toml").write_text(TINY)
         return cls(folder)
 
-    def command(self, *options: str, bare: bool = False) -> list[str]:
+    def command(self, *options: str, bare: bool = False, at: tuple[int, str] | None = None) -> list[str]:
+        """`at` is a step of this start, and what happens as its batch is loaded; then it ends `bare`, too."""
         given = ["--config", "tiny.toml"] if "--config" not in options else []
-        program = ["-c", BARE] if bare else ["-m", "mtjax.train"]
+        before = AT.format(step=at[0], action=at[1]) if at else ""
+        program = ["-c", before + BARE] if bare or at else ["-m", "mtjax.train"]
         return [sys.executable, *program, *given, "--cache-dir", "cache", *options]
 
     def start(
-        self, *options: str, data: str = "text.txt", stdout: "int | IO[str]" = PIPE, bare: bool = False
+        self,
+        *options: str,
+        data: str = "text.txt",
+        stdout: "int | IO[str]" = PIPE,
+        bare: bool = False,
+        at: tuple[int, str] | None = None,
     ) -> "subprocess.Popen[str]":
         """A run in the background; its output is read by `finish`, unless it goes to a file."""
         return subprocess.Popen(
-            self.command("--data", data, *options, bare=bare),
+            self.command("--data", data, *options, bare=bare, at=at),
             cwd=self.folder,
             stdout=stdout,
             stderr=PIPE,
@@ -121,12 +143,22 @@ class Launcher:
         return finished
 
     def start_together(
-        self, out: str, *options: str, processes: int = 2, stdout: "int | IO[str]" = PIPE, bare: bool = False
+        self,
+        out: str,
+        *options: str,
+        processes: int = 2,
+        stdout: "int | IO[str]" = PIPE,
+        bare: bool = False,
+        at: Mapping[int, tuple[int, str]] | None = None,
     ) -> "list[subprocess.Popen[str]]":
-        """The processes of one run."""
+        """The processes of one run, of which some do something at a step (see `command`)."""
+        at = at or {}
         together = ["--coordinator", f"localhost:{free_port()}", "--num-processes", str(processes)]
         command = ["--out", out, *together, *options]
-        return [self.start(*command, "--process-id", str(i), stdout=stdout, bare=bare) for i in range(processes)]
+        return [
+            self.start(*command, "--process-id", str(i), stdout=stdout, bare=bare, at=at.get(i))
+            for i in range(processes)
+        ]
 
     def train_together(self, out: str, *options: str, processes: int = 2, bare: bool = True) -> "list[Finished]":
         """Several processes as one run that must end well; process 0 comes first."""

@@ -52,7 +52,7 @@ def test_the_other_names_who_is_lost(victim: int, number: signal.Signals, launch
     assert said, finished.stderr
     if (victim, number) == (1, signal.SIGKILL):
         words = shlex.split(said[1])[2:]
-        again = finish(launcher.start(*words, "--steps", str(max(finished.losses) + 2)), out)
+        again = finish(launcher.start(*words, "--steps", str(max(finished.losses) + 2), bare=True), out)
         assert again.code == 0, again.stderr
         assert "resumed from step" in again.stdout
         assert "took" not in again.stdout  # the folder was given back
@@ -70,34 +70,15 @@ def test_one_process_with_wrong_input_ends_all(launcher: Launcher) -> None:
     assert re.fullmatch(said, the_error(finished[0].stderr))
 
 
-LATE = """
-import sys, time
-from mtjax.train import loop
-from mtjax.commands.train import main
-load, calls = loop.next_batch, []
-def load_slowly(*arguments):
-    calls.append(1)
-    if len(calls) == 6:
-        time.sleep(12)
-    return load(*arguments)
-loop.next_batch = load_slowly
-sys.exit(main(sys.argv[1:]))
-"""
-
-
 def test_a_step_that_takes_too_long_leaves_stacks_and_a_name(launcher: Launcher) -> None:
     out = launcher.folder / "late"
-    together = ["--coordinator", f"localhost:{free_port()}", "--num-processes", "2", "--out", "late", "--steps", "8"]
-    command = launcher.command("--data", "text.txt", *together, "--step-timeout", "3", "--process-id", "1")
-    prompt = launcher.start(*together, "--step-timeout", "3", "--process-id", "0")
-    late = subprocess.Popen([sys.executable, "-c", LATE, *command[3:]], cwd=launcher.folder, text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
-    with ended([prompt, late]) as started:
+    options, late = ("--steps", "8", "--step-timeout", "3"), {1: (6, "time.sleep(12)")}
+    with ended(launcher.start_together("late", *options, bare=True, at=late)) as started:
         finished = [finish(process, out) for process in started]
     assert [end.code for end in finished] == [0, 0], [end.stderr for end in finished]
-    name = rf"process 1 \(\S+, pid {late.pid}\)"
+    name = rf"process 1 \(\S+, pid {started[1].pid}\)"
     assert re.search(rf"step 6 takes far longer than earlier steps; {name} did not reach it", finished[0].stdout)
-    assert "load_slowly" in (out / "stacks/step-6-process-1.txt").read_text()
+    assert "in next_batch" in (out / "stacks/step-6-process-1.txt").read_text()
     assert (out / "stacks/step-6-process-0.txt").stat().st_size > 0
 
 

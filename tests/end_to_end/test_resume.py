@@ -17,6 +17,8 @@ from mtjax.train.folder.lock import lock_folder
 from tests.end_to_end.runs import (
     INTERRUPTS,
     MASKS,
+    SIGNAL,
+    WAIT,
     Finished,
     Launcher,
     ended,
@@ -26,7 +28,7 @@ from tests.end_to_end.runs import (
 )
 
 pytestmark = pytest.mark.usefixtures("bare_end")
-STEPS = ["--steps", "40", *MASKS]
+STEPS = ["--steps", "20", *MASKS]
 
 
 def test_stopped_by_sigterm_then_killed(
@@ -41,20 +43,21 @@ def test_stopped_by_sigterm_then_killed(
     assert f"stopped by SIGTERM after step {before}" in stopped.stdout
     assert max(stopped.losses) == before and stopped.checkpoints == {before}
 
-    with ended([launcher.start("--out", "interrupted", *STEPS, "--resume", "--checkpoint-every", "4")]) as started:
-        following = 4 * (before // 4 + 1)
+    following = 4 * (before // 4 + 1)
+    words = ("--out", "interrupted", *STEPS, "--resume", "--checkpoint-every", "4")
+    with ended([launcher.start(*words, at=(following + 2 - before, WAIT))]) as started:
         wait_for_checkpoint(out, following, started[0])
         wait_for_step(out, following + 1, started[0])
         started[0].kill()
         killed = finish(started[0], out)
     assert killed.code == -signal.SIGKILL
-    assert before < max(killed.losses) < 40
+    assert before < max(killed.losses) < 20
 
     last = launcher.train_here("interrupted", *STEPS, "--resume")
-    assert list(last.losses) == list(range(1, 41))  # no step twice, none missing
+    assert list(last.losses) == list(range(1, 21))  # no step twice, none missing
     assert last.losses == uninterrupted.losses
     assert [entry["grad_norm"] for entry in last.metrics] == [entry["grad_norm"] for entry in uninterrupted.metrics]
-    assert last.fingerprints(40) == uninterrupted.fingerprints(40)
+    assert last.fingerprints(20) == uninterrupted.fingerprints(20)
     assert killed.metrics[-1]["time/down"] == 0.0  # who was asked to stop had lost nothing
     assert last.metrics[-1]["time/down"] > 0.0
     assert last.metrics[-1]["time/done_again"] > 0.0
@@ -81,20 +84,18 @@ def test_stopped_in_a_process_of_its_own(name: str, launcher: Launcher, uninterr
     last = launcher.train_here(name, *STEPS, "--resume")
     assert f"resumed from step {max(stopped.losses)}" in last.stdout
     assert last.losses == uninterrupted.losses
-    assert last.fingerprints(40) == uninterrupted.fingerprints(40)
+    assert last.fingerprints(20) == uninterrupted.fingerprints(20)
 
 
 def stop(launcher: Launcher, name: str, number: signal.Signals, after_step: int) -> Finished:
-    """Starts or resumes a run, and sends it a signal when it has logged a step."""
-    out = launcher.folder / name
-    with ended([launcher.start("--out", name, *STEPS, "--resume")]) as started:
-        wait_for_step(out, after_step, started[0])
-        started[0].send_signal(number)
+    """Starts a run, which is sent a signal after a step."""
+    out, at = launcher.folder / name, (after_step + 1, SIGNAL.format(number=int(number)))
+    with ended([launcher.start("--out", name, *STEPS, "--resume", at=at)]) as started:
         finished = finish(started[0], out)
     assert finished.code == 0, finished.stderr
     assert "Traceback" not in finished.stderr
     reached = max(finished.losses)
-    assert after_step <= reached < 40, "the signal came too late to stop anything"
+    assert reached == after_step + 1  # the step whose batch was being loaded
     assert max(finished.checkpoints) == reached  # saved where it stopped: nothing is lost
     return finished
 
@@ -119,7 +120,7 @@ def test_a_run_goes_on_with_its_own_tokenizer_when_its_text_has_grown(launcher: 
 def test_a_finished_run_resumed_has_nothing_to_do(launcher: Launcher, uninterrupted: Finished) -> None:
     again = launcher.train_here("uninterrupted", *STEPS, "--resume")
     assert again.metrics == uninterrupted.metrics
-    assert again.checkpoints == {40}
+    assert again.checkpoints == {20}
 
 
 def test_a_folder_in_use_is_left_alone(launcher: Launcher, uninterrupted: Finished) -> None:
@@ -129,20 +130,24 @@ def test_a_folder_in_use_is_left_alone(launcher: Launcher, uninterrupted: Finish
     lock.release()
     assert second.code == 2
     assert f"error: uninterrupted is in use: process {os.getpid()} on " in second.stderr
-    assert (second.metrics, second.checkpoints) == (uninterrupted.metrics, {40})
+    assert (second.metrics, second.checkpoints) == (uninterrupted.metrics, {20})
 
 
 @pytest.mark.long
 def test_a_second_start_beside_a_running_one_changes_nothing(launcher: Launcher) -> None:
+    """The first one waits before its fifth step until the second one has ended."""
     out = launcher.folder / "two-starts"
-    with ended([launcher.start("--out", "two-starts", "--steps", "400", "--checkpoint-every", "50")]) as started:
-        wait_for_step(out, 60, started[0])
-        second = finish(launcher.start("--out", "two-starts", "--steps", "400", "--resume"), out)
+    steps, until = ("--out", "two-starts", "--steps", "8", "--checkpoint-every", "2"), "go-on"
+    waits = f"while not Path('{until}').exists(): time.sleep(0.05)"
+    with ended([launcher.start(*steps, at=(5, waits))]) as started:
+        wait_for_step(out, 4, started[0])
+        second = launcher.run_here("two-starts", "--steps", "8", "--resume")
+        (launcher.folder / until).touch()
         first = finish(started[0], out)
     assert second.code == 2
     assert f"error: two-starts is in use: process {started[0].pid} on " in second.stderr
     assert first.code == 0
-    assert list(first.losses) == list(range(1, 401))
+    assert list(first.losses) == list(range(1, 9))
 
 
 @pytest.mark.long
@@ -175,7 +180,7 @@ def worked_by_children() -> float:
 @pytest.mark.parametrize("mesh", ["4x2", "1x1"])
 def test_resumed_on_another_mesh(mesh: str, launcher: Launcher, uninterrupted: Finished) -> None:
     out = f"mesh-{mesh}"
-    launcher.train_here(out, "--steps", "20", *MASKS)
+    launcher.train_here(out, "--steps", "10", *MASKS)
     moved = launcher.train_here(out, *STEPS, "--resume", "--mesh", mesh)
     for step, loss in uninterrupted.losses.items():
         assert moved.losses[step] == pytest.approx(loss, rel=1e-5)

@@ -14,8 +14,8 @@ from mtjax.commands.predict import main as predict
 from mtjax.errors import UserError
 from mtjax.finetune.scorer import open_scorer
 from mtjax.runtime.checkpoints.weights import find_weights
+from mtjax.train.layer_decay import layer_factors
 from mtjax.train.observability.metrics import read_metrics
-from mtjax.train.optimizer import layer_factors
 from tests.convert.hf_folders import GPT2_CONFIG, gpt2_shapes, random_tensors, write_folder
 from tests.tiny import program_of
 

@@ -124,7 +124,11 @@ def test_h100s_send_tokens_to_those_ranks_alone_that_have_their_experts() -> Non
             marks=pytest.mark.exhaustive,
         ),
         pytest.param(CAPACITY, marks=pytest.mark.exhaustive),
-        SPLIT | {"zero": 2, "recompute": "none", "expert_groups": 2, "capacity_factor": 1.5, "shared_expert_size": 64},
+        pytest.param(
+            SPLIT
+            | {"zero": 2, "recompute": "none", "expert_groups": 2, "capacity_factor": 1.5, "shared_expert_size": 64},
+            marks=pytest.mark.exhaustive,
+        ),
         pytest.param(
             STAGES | {"recompute": "none", "zero": 2, "capacity_factor": 1.5, "shared_expert_size": 64},
             marks=pytest.mark.exhaustive,

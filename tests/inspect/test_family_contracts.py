@@ -131,7 +131,6 @@ COVERING = (
     "ModernBERT, split sequences, ZeRO-1",
     "post-LN, split sequences, ZeRO-0",
     "post-LN, ZeRO-1",
-    "T5, split sequences, ZeRO-2",
     "T5, ZeRO-3",
 )
 """Presets with one sample a microbatch (tests/inspect/test_presets.py) have the other ZeROs."""

@@ -93,7 +93,10 @@ def test_a_matmul_in_16_bits_is_a_violation_unless_its_sizes_are_no_multiples_of
     "settings",
     [
         {"mesh": "data=2,stage=2,model=2", "num_layers": 4, "fp8": "delayed"},
-        {"mesh": "data=2,stage=2,model=2", "num_layers": 4, "fp8": "tensorwise", "recompute": "none"},
+        pytest.param(
+            {"mesh": "data=2,stage=2,model=2", "num_layers": 4, "fp8": "tensorwise", "recompute": "none"},
+            marks=pytest.mark.exhaustive,
+        ),
         {"mesh": "data=2,shard=2,model=2", "zero": 3, "fp8": "delayed"},
         {"mesh": "data=2,context=2,model=2", "position": "rope", "fp8": "delayed", "recompute": "none"},
     ],

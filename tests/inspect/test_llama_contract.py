@@ -62,7 +62,11 @@ def test_a_layer_sends_figure_4_and_the_shared_heads_on_h100() -> None:
 
 @needs_aot
 @pytest.mark.long
-@pytest.mark.parametrize("settings", [{}, {"sequence_parallel": True, "zero": 3}], ids=["whole", "split, ZeRO-3"])
+@pytest.mark.parametrize(
+    "settings",
+    [pytest.param({}, marks=pytest.mark.exhaustive), {"sequence_parallel": True, "zero": 3}],
+    ids=["whole", "split, ZeRO-3"],
+)
 def test_norms_of_the_width_add_two_numbers_per_token_on_h100(settings: dict[str, Any]) -> None:
     report = inspect(tiny(num_layers=2, attention="xla", **LLAMA, **ATTENTION, **settings), find_target("h100x8"))
     assert report.verdict.violations == ()

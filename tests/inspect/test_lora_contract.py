@@ -9,8 +9,10 @@ from mtjax.inspect.report import Report, inspect
 from mtjax.inspect.targets import find_target
 from tests.inspect.steps import needs_aot, theory_of, tiny
 from tests.inspect.test_contract import sent
+from tests.tiny import LATENT
 
 LORA: dict[str, Any] = {"family": "llama", "num_kv_heads": 2, "mlp_size": 176, "lora_rank": 4}
+LATENTS: dict[str, Any] = {"num_kv_heads": None, "num_layers": 2, "attention": "xla", "q_lora_rank": 40, **LATENT}
 
 
 def check(report: Report) -> None:
@@ -25,9 +27,44 @@ def check(report: Report) -> None:
 
 
 @needs_aot
-@pytest.mark.parametrize("settings", [{}, {"sequence_parallel": True, "zero": 1, "num_kv_heads": 4}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"sequence_parallel": True, "zero": 1, "num_kv_heads": 4},
+        LATENTS | {"sequence_parallel": True, "zero": 1},
+        pytest.param(LATENTS, marks=pytest.mark.long),
+        pytest.param(LATENTS | {"q_lora_rank": 0, "sequence_parallel": True}, marks=pytest.mark.long),
+        pytest.param(LATENTS | {"lora_targets": "mlp", "sequence_parallel": True}, marks=pytest.mark.long),
+    ],
+)
 def test_only_adapters_travel_on_h100(settings: dict[str, Any]) -> None:
     check(inspect(tiny(**LORA | settings), find_target("h100x8")))
+
+
+EXPERTS: dict[str, Any] = {"num_experts": 4, "expert_size": 48, "num_layers": 2, "mesh": "data=2,expert=2,model=2"}
+
+
+@needs_aot
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"sequence_parallel": True, "zero": 1, "shared_expert_size": 32, "shared_expert_gate": True},
+        *(
+            pytest.param(settings, marks=pytest.mark.long)
+            for settings in (
+                {"shared_expert_size": 32, "expert_bias": True, "zero": 3, "first_dense_layers": 1},
+                {"lora_targets": "mlp", "expert_dispatch": "all-to-all", "num_layers": 1, "recompute": "none"},
+                {"lora_targets": "attention", "sequence_parallel": True},
+                {"mesh": "2x4", "capacity_factor": 1.0},
+            )
+        ),
+    ],
+)
+def test_experts_keep_their_matrices_on_h100(settings: dict[str, Any]) -> None:
+    """Each expert has adapters; their gradients are summed over the ranks that share the expert."""
+    report = inspect(tiny(**LORA | {"attention": "xla"} | EXPERTS | settings), find_target("h100x8"))
+    assert report.verdict.violations == ()
 
 
 @pytest.mark.long

@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 from contextlib import chdir
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,25 @@ def test_a_trace_of_something_else_is_an_error_with_its_reason(cpu_report: Repor
     write_trace(tmp_path / "a.xplane.pb", "/host:CPU", "1", [("fusion.of.theirs", 0, 5)], name)
     with pytest.raises(UserError, match=r"is of another program: fusion\.of\.theirs and 0 more operations are not in"):
         measure(cpu_report, tmp_path)
+
+
+def test_operations_in_cuda_graphs_and_in_asynchronous_fusions(cpu_report: Report, tmp_path: Path) -> None:
+    """The former have no times of their own; the latter are found by the kernel that they share."""
+    name, entry = cpu_report.step.module.name, cpu_report.step.module.entry
+    write_trace(tmp_path / "a.xplane.pb", "/device:GPU:0", "Stream #7", [("command_buffer_1", 0, 5)], name)
+    with pytest.raises(
+        UserError, match=r"1 groups of them as CUDA graphs \(command_buffer_1\); trace with mtjax train"
+    ):
+        measure(cpu_report, tmp_path)
+    started = replace(entry.instructions[-2], attributes='metadata={deduplicated_name="loop_copy_fusion.7"}')
+    changed = replace(entry, instructions=(*entry.instructions[:-2], started, entry.instructions[-1]))
+    computations = {**cpu_report.step.module.computations, entry.name: changed}
+    module = replace(cpu_report.step.module, computations=computations)
+    report = replace(cpu_report, step=replace(cpu_report.step, module=module))
+    events = [("loop_copy_fusion.12", 0, 5), (started.name, 0, 1)]
+    write_trace(tmp_path / "a.xplane.pb", "/device:GPU:0", "Stream #7", events, name)
+    phases = measure(report, tmp_path).phases
+    assert sum(spent.computing + spent.sending for spent in phases.values()) == pytest.approx(6e-6)
 
 
 def test_a_trace_of_a_run_with_other_settings_names_them(cpu_report: Report, tmp_path: Path) -> None:

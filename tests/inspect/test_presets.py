@@ -6,6 +6,7 @@ Counts of collectives follow from a preset's structure, not from its size: progr
 
 import itertools
 from collections.abc import Iterator
+from functools import cache
 
 import pytest
 
@@ -17,6 +18,8 @@ from mtjax.inspect.targets import find_target
 from mtjax.layout.mesh import parse_mesh
 from tests.inspect.steps import has_cudnn, needs_aot, tiny
 
+load = cache(config.load)
+"""Each preset is read once, not in each of the questions that collecting these tests asks."""
 PRESETS = sorted(path.stem for path in config.shipped_folder().glob("*.toml"))
 REPRESENTATIVES = (
     "gpt2-8.3b",
@@ -50,7 +53,7 @@ REPRESENTATIVES = (
 
 def structure(name: str) -> tuple[object, ...]:
     """What makes the programs of two presets differ in more than sizes."""
-    preset = config.load(name)
+    preset = load(name)
     model, training = preset.model, preset.training
     ways, groups = parse_mesh(preset.parallel.mesh).model, num_kv_heads(model)
     layer = (model.norm, model.norm_placement, model.position, model.activation, model.bias, model.tie_embeddings)
@@ -63,7 +66,7 @@ def structure(name: str) -> tuple[object, ...]:
 
 def narrow(name: str, *, zero: int, split: bool, one_sample: bool) -> Config:
     """A preset with its mesh and its heads, but two layers, heads of 8, and short sequences."""
-    preset = config.load(name)
+    preset = load(name)
     heads, several = preset.model.num_heads, preset.training.microbatch_size or 1
     decoder = {"decoder_sequence_length": 64} if preset.model.family == "t5" else {}
     heads_of = {"head_dim": 8} if not preset.model.kv_lora_rank else {}
@@ -85,7 +88,7 @@ def narrow(name: str, *, zero: int, split: bool, one_sample: bool) -> Config:
 
 def fits(name: str, split: bool) -> bool:
     """Whether a preset's mesh has model ways to split sequences over, if they are to be split."""
-    return not split or parse_mesh(config.load(name).parallel.mesh).model > 1
+    return not split or parse_mesh(load(name).parallel.mesh).model > 1
 
 
 def covering() -> Iterator[tuple[str, int, bool, bool]]:
@@ -95,7 +98,7 @@ def covering() -> Iterator[tuple[str, int, bool, bool]]:
     sample, with ZeRO 0 or 3.
     """
     for place, family in enumerate(FAMILIES):
-        names = [name for name in REPRESENTATIVES if config.load(name).model.family == family]
+        names = [name for name in REPRESENTATIVES if load(name).model.family == family]
         for zero in range(4):
             split, one_sample = (place + zero) % 2 == 1, (place + zero // 2) % 2 == 1
             able = [name for name in names if fits(name, split)]
@@ -104,12 +107,12 @@ def covering() -> Iterator[tuple[str, int, bool, bool]]:
 
 
 LAYOUTS = list(itertools.product(range(4), (False, True), (False, True)))
-FAMILIES = dict.fromkeys(config.load(name).model.family for name in REPRESENTATIVES)
+FAMILIES = dict.fromkeys(load(name).model.family for name in REPRESENTATIVES)
 COVERING = list(covering())
 PRODUCT = [(name, *case) for name in REPRESENTATIVES for case in LAYOUTS if fits(name, case[1])]
 LARGE = ("bert", "t5")
 """Families that take longest to compile; their contracts are in tests/inspect/test_family_contracts.py, too."""
-IN_CI = [case for case in COVERING if config.load(case[0]).model.family not in LARGE]
+IN_CI = [case for case in COVERING if load(case[0]).model.family not in LARGE]
 CASES = [pytest.param(*case, marks=pytest.mark.long) for case in IN_CI] + [
     pytest.param(*case, marks=pytest.mark.exhaustive) for case in PRODUCT if case not in IN_CI
 ]
@@ -118,7 +121,7 @@ CASES = [pytest.param(*case, marks=pytest.mark.long) for case in IN_CI] + [
 def test_every_preset_is_represented():
     """But for hybrid models, whose contracts are in tests/inspect/test_hybrid_contract.py."""
     represented = {structure(name) for name in REPRESENTATIVES}
-    others = [name for name in PRESETS if config.load(name).model.family != "hybrid"]
+    others = [name for name in PRESETS if load(name).model.family != "hybrid"]
     assert [name for name in others if structure(name) not in represented] == []
 
 

@@ -214,7 +214,14 @@ def test_blocks_are_as_long_as_an_experts_share_lets_them_be():
             {"num_experts": 4, "family": "t5"},
             "num_experts only works with the families gpt, llama and hybrid, and family is t5",
         ),
-        ({"num_experts": 4, "lora_rank": 2}, "lora_rank is 2, and experts have no adapters"),
+        (
+            {"num_experts": 4, "lora_rank": 2, "router_bias": True, "router_bias_update_rate": 0.1},
+            "router_bias_update_rate is 0.1, and lora_rank 2 freezes routers",
+        ),
+        (
+            {"num_experts": 4, "lora_rank": 2, "lora_dropout": 0.1},
+            "lora_dropout is 0.1, and adapters of experts have no dropout",
+        ),
         ({"num_experts": 4, "router_bias_update_rate": 0.1}, "router_bias_update_rate is 0.1, and there are no biases"),
         ({"num_experts": 6, "expert_groups": 4}, "num_experts 6 is not divisible by expert_groups 4; .* are 3 and 6"),
         ({"num_experts": 4, "expert_groups_top_k": 2}, "expert_groups_top_k 2 is above expert_groups 1"),

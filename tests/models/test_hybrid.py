@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mtjax.config import Config
+from mtjax.config import Config, replace, validate
 from mtjax.config.layer_pattern import chunk_letters, expanded, runs_of, shortened_pattern
+from mtjax.config.ssm import ssm_groups
 from mtjax.models.trunk import HiddenStates
 from mtjax.sharding.axes import use_rules
 from mtjax.train.step import make_train_step
@@ -41,6 +42,16 @@ EXPERTS: dict[str, Any] = {
     "router_scale": 1.5,
 }
 SPLIT = {"sequence_parallel": True}
+FACTORS: dict[str, Any] = {
+    "ssm_norm": False,
+    "ssm_scales": (0.9, 1.5, 0.7, 1.2, 0.8),
+    "ssm_output_scale": 0.7,
+    "attention_output_scale": 0.9,
+    "activation": "swiglu",
+    "mlp_gate_scale": 0.8,
+    "mlp_output_scale": 0.6,
+}
+"""Those of Falcon-H1."""
 
 
 def hybrid_config(pattern: str, **fields: Any) -> Config:
@@ -56,6 +67,13 @@ def test_loops_run_the_layers_of_the_pattern(letters: str) -> None:
     assert expanded(shortened_pattern(letters)) == letters
     assert sum(len(run.unit) for run in runs_of(letters * 2)) <= len(letters)
     assert chunk_letters(letters * 3, 3) == letters
+
+
+def test_groups_divide_the_heads_where_none_were_given() -> None:
+    for hidden, groups in ((96, 1), (128, 4), (4096, 8)):
+        config = replace(Config(), family="hybrid", layer_pattern="M", hidden_size=hidden)
+        validate(config)
+        assert ssm_groups(config.model) == groups
 
 
 def test_nemotron_h_leaves_few_layers_to_compile() -> None:
@@ -108,22 +126,28 @@ DOCUMENTS = {"reset_attention_mask": True, "reset_position_ids": True}
 @pytest.mark.parametrize(
     ("pattern", "mesh", "model", "fields"),
     [
-        ("M-M*", "2x2", {}, {**SPLIT, "zero": 1, "recompute": "full"}),
+        ("H-M", "2x2", FACTORS, {**SPLIT, "zero": 1, "recompute": "full"}),
         *(
             pytest.param(*case, marks=pytest.mark.long)
             for case in (
-                ("M-M*M-", "2x2", {}, {"zero": 3, "microbatch_size": 2}),
-                ("M-M*M-", "1x4", {"ssm_groups": 1, "ssm_heads": 8}, SPLIT),
-                ("M-M*M-", "1x1", {}, {"ssm_chunk": 2}),
-                ("MEM*ME", "data=2,expert=2,model=2", EXPERTS, {**SPLIT, "zero": 1}),
+                ("M-M*", "2x2", {}, {**SPLIT, "zero": 1, "recompute": "full"}),
+                ("M-M*", "2x2", {}, {"zero": 3, "microbatch_size": 2}),
+                ("(H-)x2", "2x1x2", FACTORS, {**STAGES, **SPLIT, "zero": 1, "recompute": "full"}),
+                ("H-", "data=1,context=2,model=2", FACTORS, {"recompute": "selective", "zero": 3}),
+                ("H-", "1x4", {"ssm_groups": 1, "ssm_heads": 8}, SPLIT),
+                ("M-*", "1x4", {"ssm_groups": 1, "ssm_heads": 8}, SPLIT),
+                ("M-M*", "1x1", {}, {"ssm_chunk": 2}),
+                ("ME*E", "data=2,expert=2,model=2", EXPERTS, {**SPLIT, "zero": 1}),
                 ("M-M*", "data=1,context=2,model=2", DOCUMENTS, {**SPLIT, "recompute": "full", "zero": 1}),
-                ("(M-M*)x2", "2x2x2", {}, {**STAGES, **SPLIT, "zero": 1, "recompute": "full"}),
+                ("(M*)x2", "2x2x2", {}, {**STAGES, **SPLIT, "zero": 1, "recompute": "full"}),
             )
         ),
         *(
             pytest.param(*case, marks=pytest.mark.exhaustive)
             for case in (
                 ("M-M*M-", "1x2", {}, {"recompute": "selective"}),
+                ("MEM*ME", "data=2,expert=2,model=2", EXPERTS, {**SPLIT, "zero": 1}),
+                ("(M-M*)x2", "2x2x2", {}, {**STAGES, **SPLIT, "zero": 1, "recompute": "full"}),
                 ("M-M*", "data=1,context=4,model=1", {}, {"zero": 3}),
                 ("(M-M*)x4", "1x2x1", {}, {**STAGES, "pipeline_schedule": "interleaved", "chunks": 2}),
                 ("(ME)x2", "1x2x1", EXPERTS, STAGES),

@@ -1,5 +1,6 @@
 """A mixer, a kind of layer and a family of a test's own, by rows in the registries; models cut; layers with a state."""
 
+from functools import partial
 from typing import Any, ClassVar
 
 import jax
@@ -19,9 +20,9 @@ from mtjax.models.families.registry import MODEL_CLASSES
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.linear import Linear, normal
 from mtjax.models.mixers.registry import KINDS, MIXERS
-from mtjax.models.recompute import Recompute
-from mtjax.models.stack import Stack, run_layers
-from mtjax.models.trunk import HiddenStates, Section, batch_losses, run_sections
+from mtjax.models.recompute import Recompute, scan_layers
+from mtjax.models.stack import Stack, run_layer
+from mtjax.models.trunk import HiddenStates, Section, run_sections
 from mtjax.sharding.axes import spec, use_rules
 from mtjax.sharding.vocab import LossOptions, vocab_parallel_cross_entropy
 from mtjax.train.step import make_train_step
@@ -149,6 +150,12 @@ def on_mesh(program: Any, function: Any) -> Any:
     return call
 
 
+def run_layers(
+    layers: Any, numbers: Any, x: Any, context: LayerContext, recompute: Recompute, states: Any = None
+) -> Any:
+    return scan_layers(partial(run_layer, context, False), x, layers, numbers, recompute, states)
+
+
 def cut(layers: Any, part: slice) -> Any:
     return jax.tree.map(lambda a: a[part], layers)
 
@@ -160,7 +167,8 @@ def test_a_model_can_be_cut_into_embedding_layers_and_losses(family: str):
     parameters, batch, options = program.initialize(0).parameters, batch_of(program, 0), LossOptions(VOCAB)
 
     def whole(parameters: Any, batch: Any, keys: Any) -> Any:
-        return batch_losses(program.model(parameters), batch, keys, options)
+        model = program.model(parameters)
+        return model.losses(run_sections(model, batch, keys)[0], batch, keys, options)
 
     def in_pieces(parameters: Any, batch: Any, keys: Any) -> Any:
         model, stream = program.model(parameters), None

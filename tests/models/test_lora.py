@@ -1,5 +1,9 @@
 """Dropout of low-rank adapters: on what they read and on nothing else, and the same whatever the mesh."""
 
+from functools import reduce
+from operator import getitem
+from typing import Any
+
 import jax
 import numpy as np
 import pytest
@@ -10,7 +14,8 @@ from mtjax.layout.layouts import TENSOR
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.lora import gather_sequence_shared
 from mtjax.sharding.axes import use_rules
-from tests.tiny import mesh_of, program_of, run_steps
+from mtjax.train.step import TrainStep
+from tests.tiny import batch_of, mesh_of, program_of, run_steps
 
 RATE = 0.3
 
@@ -46,3 +51,58 @@ def test_masks_of_adapters_are_the_same_on_every_mesh():
         losses.append([step["loss"] for step in metrics])
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-6)
     assert abs(losses[0][-1] - losses[2][-1]) > 1e-4
+
+
+EXPERTS = {"family": "llama", "num_experts": 4, "experts_top_k": 2, "expert_size": 24, "num_kv_heads": 4}
+EXPERTS |= {"shared_expert_size": 16, "expert_bias": True, "first_dense_layers": 1, "num_layers": 3}
+PRODUCTS = {
+    ("up",): ("lehgr", "legrm", "lehgm"),
+    ("down",): ("lemr", "lerh", "lemh"),
+    ("shared", "up"): ("lhgr", "lgrm", "lhgm"),
+    ("shared", "down"): ("lmr", "lrh", "lmh"),
+}
+"""Modules of experts -> dimensions of A, B and the matrix: layers, experts, hidden states, gate, inner width, rank."""
+
+
+def module_of(parameters: Any, path: tuple[str, ...]) -> dict[str, Any]:
+    return reduce(getitem, path, parameters["stack"]["layers"]["experts"])
+
+
+def gradients_of(program: TrainStep, parameters: Any) -> tuple[Any, Any]:
+    run = jax.jit(lambda p, b: program.gradients(p, b, None))
+    loss, _, gradients = program.on_mesh(run, parameters, batch_of(program, 0))
+    return float(loss), jax.tree.map(np.asarray, gradients)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "more"),
+    [
+        ("data=2,expert=2,model=2", {"sequence_parallel": True}),
+        pytest.param("data=2,expert=2,model=2", {"expert_dispatch": "all-to-all", "zero": 3}, marks=pytest.mark.long),
+        pytest.param("1x1", {"capacity_factor": 1.0, "expert_bias": False}, marks=pytest.mark.long),
+    ],
+)
+def test_adapters_of_experts_change_their_matrices_by_a_product(mesh, more):
+    """Loss and gradients are those of experts with the matrices W + scale A B, whose gradient G gives those of A and B:
+    scale G B' and scale A' G."""
+    adapted, scale = program_of(mesh, **EXPERTS | more, lora_rank=3, lora_alpha=6.0), 2.0
+    plain = program_of("1x1", **EXPERTS | {n: more[n] for n in ("capacity_factor", "expert_bias") if n in more})
+    parameters, merged = (program.initialize(0).parameters for program in (adapted, plain))
+    factors = {}
+    for number, (path, (a, b, whole)) in enumerate(PRODUCTS.items()):
+        lora, matrix = module_of(parameters, path)["lora"], module_of(merged, path)
+        drawn = 0.1 * np.random.default_rng(number).normal(size=lora["b"].shape).astype(np.float32)
+        lora["b"], factors[path] = jax.device_put(drawn, lora["b"].sharding), (np.asarray(lora["a"]), drawn)
+        change = scale * np.einsum(f"{a},{b}->{whole}", *factors[path])
+        matrix["weight"] = jax.device_put(np.asarray(matrix["weight"]) + change, matrix["weight"].sharding)
+
+    (loss, found), (expected, full) = gradients_of(adapted, parameters), gradients_of(plain, merged)
+    np.testing.assert_allclose(loss, expected, rtol=1e-6)
+    for path, (a, b, whole) in PRODUCTS.items():
+        of_matrix, (down, up) = scale * module_of(full, path)["weight"], factors[path]
+        lora = module_of(found, path)["lora"]
+        for gradient, known in (
+            (lora["a"], np.einsum(f"{whole},{b}->{a}", of_matrix, up)),
+            (lora["b"], np.einsum(f"{a},{whole}->{b}", down, of_matrix)),
+        ):
+            np.testing.assert_allclose(gradient, known, atol=1e-5 * np.abs(known).max())

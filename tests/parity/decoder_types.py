@@ -112,6 +112,27 @@ CASES = {
         },
     ),
     "bamba": Case("bamba", {**STATE_SPACE, "num_hidden_layers": 4, "attn_layer_indices": [1]}),
+    "falcon_h1": Case(
+        "falcon_h1",
+        {
+            **STATE_SPACE,
+            "mamba_d_ssm": 48,
+            "mamba_d_conv": 3,
+            "embedding_multiplier": 3.0,
+            "lm_head_multiplier": 0.4,
+            "mlp_multipliers": [0.8, 0.6],
+            "key_multiplier": 0.39,
+            "attention_in_multiplier": 0.5,  # powers of 2, whose products with other factors are exact
+            "attention_out_multiplier": 0.9,
+            "ssm_in_multiplier": 2.0,
+            "ssm_multipliers": [0.9, 1.5, 0.7, 1.2, 0.8],
+            "ssm_out_multiplier": 0.7,
+        },
+    ),
+    "falcon_h1, normalized": Case(
+        "falcon_h1",
+        {**STATE_SPACE, "mamba_d_ssm": None, "mamba_rms_norm": True, "mamba_norm_before_gate": False, "head_dim": 10},
+    ),
     "granitemoehybrid": Case(
         "granitemoehybrid",
         {

@@ -7,7 +7,7 @@ import pytest
 
 from mtjax.finetune.chat_encoding import EncodedSample
 from mtjax.finetune.chat_samples import PackedChats
-from mtjax.sharding.placement import global_batch
+from mtjax.sharding.global_batch import global_batch
 from tests.parity.compare import shaken
 from tests.parity.test_finetune import GPT2, LLAMA, check_five_steps, program_of
 

@@ -52,12 +52,12 @@ def tokens_of(case: Case) -> np.ndarray:
 
 def logits_of(network: Any, tokens: np.ndarray) -> np.ndarray:
     with torch.no_grad():
-        return network(torch.tensor(tokens).long(), use_cache=False).logits.numpy()
+        return network(torch.tensor(tokens).long(), use_cache=False).logits.float().numpy()
 
 
-def our_logits(source: Source, tokens: np.ndarray) -> np.ndarray:
-    """Logits of weights as they are read, in float32."""
-    config = replace(source.origin.config, compute_dtype="float32", attention="xla", vocab_multiple=1)
+def our_logits(source: Source, tokens: np.ndarray, dtype: str = "float32") -> np.ndarray:
+    """Logits of weights as they are read, computed in this type."""
+    config = replace(source.origin.config, compute_dtype=dtype, attention="xla", vocab_multiple=1)
     config = replace(config, hidden_dropout=0.0, attention_dropout=0.0)
     sharded = ShardedModel(config, make_mesh(MeshShape(), jax.devices("cpu")))
     arrays = SavedModel(Path(), source).parameters(sharded)
@@ -70,7 +70,7 @@ def our_logits(source: Source, tokens: np.ndarray) -> np.ndarray:
     with jax.set_mesh(sharded.mesh):
         placed = jax.device_put(tokens, sharded.batch_sharding)
         compiled = jax.jit(run).lower(arrays, placed).compile(compiler_options=LESS_COMPILING)
-        return np.asarray(compiled(arrays, placed))
+        return np.asarray(compiled(arrays, placed), np.float32)
 
 
 OF_5 = {"rope_parameters"}
@@ -112,6 +112,33 @@ def test_logits_are_transformers_own_there_and_back(name: str, tmp_path: Path) -
     again = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=case.attention).eval()
     again.load_state_dict(network.state_dict())
     np.testing.assert_array_equal(logits_of(again, tokens), expected)
+
+
+IN_BFLOAT16 = ("gemma3_text", "cohere2", "olmo2")
+MORE_IN_BFLOAT16 = (
+    *("qwen2", "phi", "gpt_neox", "granite", "bloom", "glm4", "gptj", "opt", "stablelm", "nemotron", "mpt"),
+)
+
+
+@pytest.mark.parametrize(
+    "name", [*IN_BFLOAT16, *(pytest.param(name, marks=pytest.mark.long) for name in MORE_IN_BFLOAT16)]
+)
+def test_logits_in_bfloat16_are_as_near_to_float32_as_transformers_own(name: str, tmp_path: Path) -> None:
+    """Both differ from the float32 logits of the same weights by their rounding errors. If ours are not larger than
+    theirs, of size d, both logits are at most 2 d apart."""
+    case = CASES[name]
+    network, tokens = network_of(case).bfloat16(), tokens_of(case)
+    network.save_pretrained(tmp_path)
+    theirs = logits_of(network, tokens)
+    exact = logits_of(network.float(), tokens)
+    ours = our_logits(HuggingFaceSource(tmp_path, 1), tokens, "bfloat16")
+    distance = rms(theirs - exact)
+    print(f"{name}: {rms(exact):.2f}, theirs {distance:.1e}, ours {rms(ours - exact):.1e}, {rms(ours - theirs):.1e}")
+    assert rms(ours - theirs) < 2 * distance
+
+
+def rms(array: np.ndarray) -> float:
+    return float(np.sqrt(np.square(array, dtype=np.float64).mean()))
 
 
 @pytest.mark.parametrize("model_type", sorted({case.model_type for case in CASES.values()}))

@@ -8,7 +8,7 @@ import pytest
 
 from mtjax.convert.saved_model import Hints
 from mtjax.finetune.teacher import Teacher
-from mtjax.sharding.placement import global_batch
+from mtjax.sharding.global_batch import global_batch
 from mtjax.train.step import TrainStep
 from tests.parity.test_chats import chats, network_of, packed_batch, their_loss
 from tests.parity.test_finetune import ANSWERING, BATCH, BERT, CHOICE, LENGTH, LLAMA, check_five_steps, program_of, rows

@@ -14,8 +14,8 @@ from mtjax.convert.hugging_face import HuggingFaceSource
 from mtjax.convert.saved_model import Hints
 from mtjax.convert.table import name_of, with_vocab
 from mtjax.finetune.pretrained_trunk import PretrainedTrunk
+from mtjax.sharding.global_batch import global_batch
 from mtjax.sharding.param_specs import dotted
-from mtjax.sharding.placement import global_batch
 from mtjax.train.step import State, TrainStep, make_train_step
 from tests.parity.compare import relative, shaken
 from tests.parity.converted import without_unused_positions

@@ -7,7 +7,8 @@ import pytest
 
 from mtjax.config import Config
 from mtjax.config.sizes import attention_biases, head_dim, mlp_bias, mlp_size, num_kv_heads
-from mtjax.models.rotary import attention_factor, frequencies
+from mtjax.models.rope_scaling import attention_factor
+from mtjax.models.rotary import frequencies
 from tests.parity.compare import Named, assert_next_token_parity, padded, relative, shaken
 from tests.tiny import tiny_config
 

@@ -10,7 +10,7 @@ import pytest
 from mtjax.commands.convert import main as convert
 from mtjax.commands.finetune import main as finetune
 from mtjax.runtime.train_state import State
-from mtjax.sharding.placement import global_batch
+from mtjax.sharding.global_batch import global_batch
 from mtjax.train.step import TrainStep
 from tests.convert.hf_folders import small_tokenizer
 from tests.parity.test_chats import BATCH, LENGTH, chats, mean_loss, network_of, packed_batch
@@ -20,28 +20,53 @@ torch = pytest.importorskip("torch", reason="needs the extra parity: pip install
 transformers = pytest.importorskip("transformers", reason="needs the extra parity: pip install '.[parity]'")
 peft = pytest.importorskip("peft", reason="needs the extra parity: pip install '.[parity]'")
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")  # peft asks transformers for it
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing"),  # peft asks transformers for it
+    pytest.mark.filterwarnings("ignore:.*_pattern keys did not match"),  # those that peft makes for fused experts
+]
 RANK, ALPHA = 4, 6.0
 SHARED = LLAMA | {"num_key_value_heads": 2}
+LATENT = LLAMA | {"q_lora_rank": 14, "kv_lora_rank": 20, "v_head_dim": 12}
+EXPERTS = SHARED | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}
+LATENT |= {"qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "tie_word_embeddings": False}
 TARGETS = {
     "all": [f"{x}_proj" for x in ("q", "k", "v", "o", "gate", "up", "down")],
     "attention": [f"{x}_proj" for x in "qkvo"],
+    "latent attention": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
 }
 CASES = {
-    "all, heads and ways alike": ("all", LLAMA, "1x4", {}),
+    "all, heads and ways alike": ("Llama", "all", LLAMA, "1x4", {}),
     "fewer key heads than ways, split sequences, ZeRO-3": (
+        "Llama",
         "all",
         SHARED,
         "2x4",
         {"sequence_parallel": True, "zero": 3, "microbatch_size": 2, "recompute": "full"},
     ),
-    "attention, stages": ("attention", SHARED, "data=2,stage=2,model=2", {"microbatch_size": 2}),
+    "latent attention, split sequences": (
+        "Youtu",
+        "latent attention",
+        LATENT,
+        "2x4",
+        {"lora_targets": "attention", "sequence_parallel": True, "recompute": "full"},
+    ),
+    "attention, stages": (
+        "Llama",
+        "attention",
+        SHARED,
+        "data=2,stage=2,model=2",
+        {"lora_targets": "attention", "microbatch_size": 2},
+    ),
 }
 MODULES = {
     "self_attn.o_proj": ("attention", "output", None, None),
     "mlp.down_proj": ("mlp", "down", None, None),
     "mlp.gate_proj": ("mlp", "up", None, 0),
     "mlp.up_proj": ("mlp", "up", None, 1),
+    "self_attn.q_a_proj": ("attention", "query_down", None, None),
+    "self_attn.q_b_proj": ("attention", "query_up", None, None),
+    "self_attn.kv_a_proj_with_mqa": ("attention", "key_value_down", None, None),
+    "self_attn.kv_b_proj": ("attention", "key_value_up", None, None),
 }
 FUSED = {f"self_attn.{x}_proj": ("attention", "qkv", None, i) for i, x in enumerate("qkv")}
 GROUPED = {
@@ -64,7 +89,7 @@ def adapters_of(parameters: Any, where: tuple[str, str, str | None, int | None],
 
 def with_their_adapters(program: TrainStep, state: State, network: Any, targets: str) -> State:
     """Our A's in their model: there is nothing else that was drawn."""
-    grouped = "query" in state.parameters["stack"]["layers"]["attention"]["qkv"]
+    grouped = "query" in state.parameters["stack"]["layers"]["attention"].get("qkv", {})
     modules = {**(GROUPED if grouped else FUSED), **MODULES}
     orders = [order.flat for order in program.layer_orders.values()] or [range(2)]
     with torch.no_grad():
@@ -82,12 +107,12 @@ def with_their_adapters(program: TrainStep, state: State, network: Any, targets:
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_five_steps_are_those_of_peft(case, tmp_path):
-    targets, settings, mesh, fields = case
-    network, written = network_of("LlamaForCausalLM", settings), chats()
+    kind, targets, settings, mesh, fields = case
+    network, written = network_of(f"{kind}ForCausalLM", settings), chats()
     network.save_pretrained(tmp_path)
     resets = {"reset_position_ids": True, "reset_attention_mask": True}
-    low = {"lora_rank": RANK, "lora_alpha": ALPHA, "lora_targets": targets}
-    program, trunk = program_of(tmp_path, mesh, fields | resets | low)
+    low = {"lora_rank": RANK, "lora_alpha": ALPHA}
+    program, trunk = program_of(tmp_path, mesh, resets | low | fields)
     trunk.check(program)
     state, host = program.initialize(0, trunk.read(program)), packed_batch(written)
     frozen = np.array(state.parameters["embedding"])
@@ -102,7 +127,9 @@ def test_five_steps_are_those_of_peft(case, tmp_path):
     np.testing.assert_array_equal(frozen, state.parameters["embedding"])
 
 
-@pytest.mark.parametrize("kind, settings", [("GPT2LMHeadModel", GPT2), ("LlamaForCausalLM", SHARED)])
+@pytest.mark.parametrize(
+    "kind, settings", [("GPT2LMHeadModel", GPT2), ("YoutuForCausalLM", LATENT), ("Qwen3MoeForCausalLM", EXPERTS)]
+)
 def test_a_run_s_adapters_load_in_peft_and_merge_to_the_same_logits(kind, settings, tmp_path):
     jax.devices()  # all eight, before a command asks for as many as its mesh needs
     words = 300
@@ -120,7 +147,7 @@ def test_a_run_s_adapters_load_in_peft_and_merge_to_the_same_logits(kind, settin
     assert finetune([*files, *low, *shape]) == 0
     for place in ("peft", "hf"):
         assert convert(["--from", f"mtjax:{tmp_path / 'run'}", "--to", f"{place}:{tmp_path / place}"]) == 0
-    ids = torch.tensor(np.random.default_rng(0).integers(0, words, (2, LENGTH)))
+    ids = torch.tensor(np.random.default_rng(0).integers(1, words, (2, LENGTH)))  # 0: padding, which they zero
     base = network.eval()(ids).logits.detach()
     adapted = peft.PeftModel.from_pretrained(network, tmp_path / "peft").eval()(ids).logits.detach()
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()(ids).logits.detach()

@@ -28,7 +28,7 @@ from mtjax.data.samples.gpt import GPTDataset, GPTOptions
 from mtjax.data.samples.split import SPLITS as PARTS
 from mtjax.data.samples.split import split_bounds
 from mtjax.runtime.checkpoints.weights import find_weights, restore_weights
-from mtjax.sharding.placement import global_batch
+from mtjax.sharding.global_batch import global_batch
 from mtjax.train.step import make_train_step
 from tests.parity.compare import relative
 from tests.parity.converted import our_logits

@@ -3,19 +3,21 @@
 megatron-core trains in four CPU processes with its distributed optimizer, on the corpus that mtjax reads, too.
 """
 
+import contextlib
+import io
 import json
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from mtjax.commands.convert import main
+from mtjax.commands.train import main as train_main
 from mtjax.data.corpus.writer import IndexedWriter
 from mtjax.runtime.checkpoints.weights import find_weights
 from tests.parity.megatron_core.cases import RESUMED, RUN, SAVED, VOCAB
@@ -26,6 +28,7 @@ pytestmark = [
     pytest.mark.long,
     pytest.mark.skipif(bool(NEEDED), reason=f"needs the extra parity, which has {', '.join(NEEDED)}"),
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning"),
+    pytest.mark.usefixtures("bare_end"),
 ]
 MODULE = "tests.parity.megatron_core.resumed"
 SHIFTED = ("gpt in bfloat16, small buckets", "fully_reshardable")
@@ -60,9 +63,10 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train(folder: Path, *options: str) -> np.ndarray:
     """Losses of the steps that the command trains."""
-    command = ["-m", "mtjax.train", "--config", str(folder / "config.toml"), "--resume", *options]
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-2000:]
+    jax.devices()  # all eight: else the first run in this process would ask for as many as its mesh has
+    with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.redirect_stderr(io.StringIO()) as complained:
+        code = train_main(["--config", str(folder / "config.toml"), "--resume", *options])
+    assert code == 0, complained.getvalue()[-3000:] + said.getvalue()[-2000:]
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return np.array([line["loss"] for line in lines if "loss" in line])
 

@@ -8,9 +8,9 @@ import time
 import pytest
 
 from mtjax.errors import UserError
+from mtjax.runtime.devices import MAX_CPU_DEVICES
 from mtjax.runtime.processes import local
 from mtjax.runtime.processes.local import Ended, Member, member_arguments, processes_needed, run_members
-from mtjax.sharding.mesh import MAX_CPU_DEVICES
 from tests.tiny import tiny_config
 
 

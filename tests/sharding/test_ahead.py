@@ -70,7 +70,7 @@ def test_gradients_are_those_of_layers_that_gather_for_themselves(mesh, fields, 
 
 
 @needs_aot
-@pytest.mark.parametrize("zero", [1, 3])
+@pytest.mark.parametrize("zero", [pytest.param(1, marks=pytest.mark.exhaustive), 3])
 def test_computing_waits_less_for_what_crosses_servers_on_h100s(zero, monkeypatch):
     """By half and more, of gathers and gradients that together take less time than what is computed beside them."""
     fields = {"mesh": "16x8", "num_layers": 8, "hidden_size": 4096, "num_heads": 32, "sequence_length": 4096}

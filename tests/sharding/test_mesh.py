@@ -6,8 +6,9 @@ from jax.sharding import AxisType
 
 from mtjax.errors import UserError
 from mtjax.layout.mesh import parse_mesh
-from mtjax.sharding import mesh as mesh_of_devices
-from mtjax.sharding.mesh import attach_devices, make_mesh
+from mtjax.runtime import devices
+from mtjax.runtime.devices import attach_devices
+from mtjax.sharding.mesh import make_mesh
 from tests.tiny import mesh_of
 
 
@@ -29,7 +30,7 @@ def test_places_must_divide_over_processes():
 
 def test_devices_have_threads_for_all_of_their_collectives(monkeypatch):
     """With a thread a device a pipeline's step stands still in every third run or so, and XLA ends the process."""
-    monkeypatch.setattr(mesh_of_devices, "has_gpu", lambda: False)
+    monkeypatch.setattr(devices, "has_gpu", lambda: False)
     for mesh, threads in (("1x1", None), ("2x4", "32"), ("2x2x2", "32"), ("data=2,expert=2,model=1", "16")):
         monkeypatch.delenv("NPROC", raising=False)
         attach_devices(parse_mesh(mesh))
@@ -38,7 +39,7 @@ def test_devices_have_threads_for_all_of_their_collectives(monkeypatch):
 
 @pytest.mark.parametrize(("platforms", "threads"), [("cpu", "32"), ("", None)])
 def test_on_a_machine_with_gpus_only_cpus_that_were_asked_for_get_threads(platforms, threads, monkeypatch):
-    monkeypatch.setattr(mesh_of_devices, "has_gpu", lambda: True)
+    monkeypatch.setattr(devices, "has_gpu", lambda: True)
     monkeypatch.setenv("JAX_PLATFORMS", platforms)
     monkeypatch.delenv("NPROC", raising=False)
     attach_devices(parse_mesh("2x4"))

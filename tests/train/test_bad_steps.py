@@ -17,7 +17,8 @@ from mtjax.errors import UserError
 from mtjax.models.pipeline_model import TrunkPipeline
 from mtjax.sharding.placement import shardings
 from mtjax.train import loop, setup
-from mtjax.train.nonfinite_steps import GOOD, NonfiniteSteps, Tensor, first_bad, tensors
+from mtjax.train.nonfinite_steps import GOOD, Tensor, first_bad, tensors
+from mtjax.train.skipped_steps import NonfiniteSteps
 from mtjax.train.step import TrainStep
 from tests.tiny import batch_of, initial_state, mesh_of, program_of, records_like, run_steps, tiny_config
 
@@ -70,8 +71,8 @@ class Spoilt(SpoiltGradient):
     sample = 13
     value, places = 1.5e19, (0, [0, -1])
 
-    def pipeline_model(self, options):
-        return SpoiltCut(**vars(super().pipeline_model(options)), sample=self.sample)
+    def trunk_losses(self, options):
+        return SpoiltCut(**vars(super().trunk_losses(options)), sample=self.sample)
 
 
 @cache

@@ -13,19 +13,19 @@ from tests.same_numbers import assert_same, by_name
 from tests.tiny import batch_of, host_batch, initial_state, program_of, tiny_config
 from tests.train.test_stages import PLAIN
 
+MASKS = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 EXPERTS: dict[str, Any] = {
     "family": "llama",
     "num_kv_heads": 4,
     "num_experts": 8,
     "mlp_size": 48,
     "init_std": 0.1,
-    "hidden_dropout": 0.1,
-    "attention_dropout": 0.1,
+    **MASKS,
     "router_aux_loss": 0.02,
     "router_z_loss": 1e-3,
 }
 """Softmax, the two best of eight, both losses and both dropouts."""
-DEEPSEEK: dict[str, Any] = {
+DEEPSEEK: dict[str, Any] = PLAIN | {
     "family": "gpt",
     "router_score": "sigmoid",
     "router_bias": True,
@@ -112,7 +112,7 @@ CASES: list[Any] = [
     pytest.param("2x2", TURNS, {"zero": 3, "recompute": "selective"}, marks=pytest.mark.exhaustive),
     pytest.param(
         "data=2,expert=2,model=2",
-        DEEPSEEK,
+        DEEPSEEK | MASKS,
         EXCHANGE,
         marks=pytest.mark.long,
     ),

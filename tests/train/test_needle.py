@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtjax.sharding.placement import global_batch
+from mtjax.sharding.global_batch import global_batch
 from mtjax.train.step import TrainStep
 from tests.tiny import program_of
 

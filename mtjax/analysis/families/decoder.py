@@ -11,6 +11,7 @@ from mtjax.analysis.parts.part import Norms, Part
 from mtjax.analysis.parts.prediction import AHEAD, Combined, LookupAhead
 from mtjax.config import Model
 from mtjax.config.adapters import adapters_of
+from mtjax.config.layer_pattern import SIDE_BY_SIDE
 from mtjax.config.sizes import (
     GATED,
     attention_biases,
@@ -82,8 +83,8 @@ def _predictors(model: Model) -> Predictors:
     )
 
 
-def self_attention(model: Model, tokens: int, *, is_causal: bool, is_ahead: bool = False) -> Part:
-    """Returns the attention of a model's layers, or of those of multi-token prediction."""
+def self_attention(model: Model, tokens: int, *, is_causal: bool, is_ahead: bool = False, kind: str = "") -> Part:
+    """Returns the attention of a model's layers, or of those of multi-token prediction, or of a kind."""
     if model.kv_lora_rank:
         return LatentAttention(
             hidden=model.hidden_size,
@@ -98,6 +99,7 @@ def self_attention(model: Model, tokens: int, *, is_causal: bool, is_ahead: bool
             is_causal=is_causal,
             is_capped=model.attention_softcap is not None,
             visible=_visible_share(model, tokens, is_ahead=is_ahead),
+            rank=low.rank if (low := adapters_of(model, "attention")) else 0,
         )
     has_table = model.position == "relative" and model.relative_bias_layers == "all"
     return Attention(
@@ -106,7 +108,7 @@ def self_attention(model: Model, tokens: int, *, is_causal: bool, is_ahead: bool
         heads=model.num_heads,
         kv_heads=num_kv_heads(model),
         head_dim=head_dim(model),
-        norm=Norms.of(model, is_first=True),
+        norm=Norms.of(model, is_first=kind != SIDE_BY_SIDE, kind=kind),
         biases=attention_biases(model),
         is_causal=is_causal,
         rank=low.rank if (low := adapters_of(model, "attention")) else 0,
@@ -148,6 +150,8 @@ def feed_forward(model: Model, tokens: int) -> Part:
         shared_gate=model.shared_expert_gate,
         capacity=expert_capacity(model, tokens),
         balances=model.router_aux_loss > 0,
+        rank=low.rank if (low := adapters_of(model, "mlp")) else 0,
+        is_frozen=model.lora_rank > 0,
     )
 
 

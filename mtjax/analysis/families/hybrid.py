@@ -7,17 +7,23 @@ from mtjax.analysis.families.decoder import decoder, feed_forward, mlp, self_att
 from mtjax.analysis.parts.mamba import Mamba
 from mtjax.analysis.parts.part import Norms, Part
 from mtjax.config import Model
+from mtjax.config.layer_pattern import SIDE_BY_SIDE
 from mtjax.layout.stacks import stacks_of
 
-PARTS: Mapping[str, Callable[[Model], Part]] = {
-    "mamba": lambda model: Mamba(model, Norms.of(model)),
-    "attention": lambda model: self_attention(model, model.sequence_length, is_causal=True),
-    "mlp": lambda model: mlp(model, model.sequence_length),
-    "experts": lambda model: feed_forward(model, model.sequence_length),
+PARTS: Mapping[str, Callable[[Model, str], Part]] = {
+    "mamba": lambda model, _: Mamba(model, Norms.of(model)),
+    "attention": lambda model, kind: self_attention(model, model.sequence_length, is_causal=True, kind=kind),
+    "mlp": lambda model, _: mlp(model, model.sequence_length),
+    "experts": lambda model, _: feed_forward(model, model.sequence_length),
 }
-"""Kind of layers -> the component of one."""
+"""Mixer -> its component in layers of a kind."""
 
 
 def hybrid(model: Model) -> Anatomy:
     """Builds the anatomy of a hybrid model."""
-    return decoder(model, tuple(Stack.of(stack, model, PARTS[stack.path](model)) for stack in stacks_of(model)))
+    kinds = {SIDE_BY_SIDE: ("mamba", "attention")}
+    stacks = (
+        Stack.of(stack, model, *(PARTS[mixer](model, stack.path) for mixer in kinds.get(stack.path, (stack.path,))))
+        for stack in stacks_of(model)
+    )
+    return decoder(model, tuple(stacks))

@@ -7,6 +7,7 @@ from mtjax.analysis.anatomy import Anatomy
 from mtjax.analysis.families.bert import bert
 from mtjax.analysis.families.decoder import decoder
 from mtjax.analysis.families.hybrid import hybrid
+from mtjax.analysis.families.retro import retro
 from mtjax.analysis.families.t5 import t5
 from mtjax.config import Model
 
@@ -16,6 +17,7 @@ FAMILIES: dict[str, Callable[[Model], Anatomy]] = {
     "hybrid": hybrid,
     "bert": bert,
     "t5": t5,
+    "retro": retro,
 }
 
 

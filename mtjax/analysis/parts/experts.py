@@ -8,6 +8,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from mtjax.analysis.contract import LAYER_BACKWARD, LAYER_FORWARD, LAYER_RECOMPUTE, Dtype, Expectation, Kind
+from mtjax.analysis.parts.expert_dispatch import (
+    LOADS,
+    ROUTES,
+    all_gather_dispatch,
+    all_to_all_dispatch,
+    capacity_dispatch,
+    chunk_loads,
+    grouped_times,
+)
 from mtjax.analysis.parts.mlp import MLP
 from mtjax.analysis.parts.part import (
     Elementwise,
@@ -21,6 +30,7 @@ from mtjax.analysis.parts.part import (
     weight,
 )
 from mtjax.analysis.parts.sublayer import (
+    adapter_collectives,
     local_gradient_sums,
     sublayer_collectives,
     sublayer_saved_bytes,
@@ -28,7 +38,7 @@ from mtjax.analysis.parts.sublayer import (
 )
 from mtjax.config import Model
 from mtjax.layout.plan import Plan
-from mtjax.layout.rules import CONTEXT, EXPERT
+from mtjax.layout.rules import CONTEXT
 
 
 @dataclass(frozen=True)
@@ -60,6 +70,10 @@ class Experts(Part):
     """Most tokens of a sample per expert; None drops no tokens."""
     balances: bool = True
     """Whether there is a load-balancing loss, by the mean load over a sample."""
+    rank: int = 0
+    """Of LoRA adapters, one for each expert; 0 without any."""
+    is_frozen: bool = False
+    """Whether experts have no gradients, but for their adapters."""
 
     @property
     def inputs(self) -> int:
@@ -71,7 +85,7 @@ class Experts(Part):
         """The shared expert as an MLP; its norm is the experts'."""
         if not self.shared:
             return None
-        return MLP(self.hidden, self.tokens, self.shared, self.is_gated, self.norm, bias=False)
+        return MLP(self.hidden, self.tokens, self.shared, self.is_gated, self.norm, bias=False, rank=self.rank)
 
     @property
     def weights(self) -> list[Weight]:
@@ -80,8 +94,8 @@ class Experts(Part):
         weights = [
             *self.norm.weights("experts", self.hidden),
             weight("experts.router.weight", {**embed, "routes": self.count}),
-            weight("experts.up.weight", {**experts, **embed, **gate, **inner}),
-            weight("experts.down.weight", {**experts, **inner, **embed}),
+            *linear("experts.up", {**experts, **embed}, {**gate, **inner}, bias=False, rank=self.rank),
+            *linear("experts.down", {**experts, **inner}, embed, bias=False, rank=self.rank),
         ]
         if self.router_bias:
             weights.append(weight("experts.router.bias", {"routes": self.count}))
@@ -93,8 +107,8 @@ class Experts(Part):
         if self.shared_gate:
             weights.append(weight("experts.shared_gate.weight", {**embed, "routes": 1}))
         if self.shared:
-            weights += linear("experts.shared.up", embed, {**gate, "mlp": self.shared}, bias=False)
-            weights += linear("experts.shared.down", {"mlp": self.shared}, embed, bias=False)
+            weights += linear("experts.shared.up", embed, {**gate, "mlp": self.shared}, bias=False, rank=self.rank)
+            weights += linear("experts.shared.down", {"mlp": self.shared}, embed, bias=False, rank=self.rank)
         return weights
 
     @property
@@ -110,6 +124,7 @@ class Experts(Part):
         if self.capacity is not None:
             rows = min(rows, self.count * self.capacity)
         return [
+            *self._adapter_products(rows, inner),
             Product(self.tokens, self.hidden, self.count, is_repeated=True),
             Product(rows, self.hidden, self.inputs * inner, experts=self.count, again=True),
             Product(rows, inner, self.hidden, experts=self.count),
@@ -117,10 +132,22 @@ class Experts(Part):
             *(self.shared_expert.products(tensor_degree) if self.shared_expert else []),
         ]
 
+    def _adapter_products(self, rows: float, inner: float) -> list[Product]:
+        """Returns the matmuls of the experts' adapters. Their backward pass recomputes all but the last."""
+        if not self.rank:
+            return []
+        sizes = (
+            *((self.hidden, self.inputs * self.rank), (self.rank, self.inputs * inner)),
+            *((inner, self.rank), (self.rank, self.hidden)),
+        )
+        one = Product(rows, 0, 0, is_adapter=True, experts=self.count)
+        return [replace(one, inner=n, outer=m, again=i < 3) for i, (n, m) in enumerate(sizes)]
+
     def saved_bytes(self, plan: Plan) -> Mapping[str, float]:
         """Returns the bytes of the router's float32 logits and the shared expert's activations."""
         tokens = plan.local_tokens(self.tokens) / (plan.mesh.model if plan.sequence_parallel else 1)
-        shared = {"MLP": self.shared_expert.saved_bytes(plan)["MLP"]} if self.shared_expert else {}
+        of_shared = self.shared_expert.saved_bytes(plan) if self.shared_expert else {}
+        shared = {name: of_shared[name] for name in ("MLP", "adapters") if name in of_shared}
         return {
             **sublayer_saved_bytes(self.tokens, self.hidden, plan),
             "routers' logits": 4 * tokens * (self.count + self.shared_gate),
@@ -136,12 +163,16 @@ class Experts(Part):
             received = plan.microbatch_size * self.count * self._rank_capacity(plan) * self.hidden
         elif plan.expert_dispatch == "all-to-all" and degree > 1:
             sent = min(self.top_k, degree) * local
-        matrices = self.count / degree * (self.inputs + 1) * self.hidden * self.inner / plan.mesh.model
+        inner = self.inner / plan.mesh.model
+        matrices = self.count / degree * (self.inputs + 1) * self.hidden * inner
+        if self.is_frozen:
+            matrices = self.count / degree * self.rank * (self.inputs + 1) * (self.hidden + inner)
         shared = self.shared_expert.backward_peak_bytes(plan) if self.shared_expert else 0.0
         return max((2 * plan.element_bytes + 4) * received + 2 * plan.element_bytes * sent + 4 * matrices, shared)
 
     def symbols(self, plan: Plan) -> Mapping[str, int]:
-        return {"top_k": self.top_k, "num_experts": self.count, "capacity": self._rank_capacity(plan)}
+        experts = {"num_experts": self.count, "rank_experts": self.count // plan.mesh.expert}
+        return {"top_k": self.top_k, **experts, "capacity": self._rank_capacity(plan)}
 
     def over_context(self, degree: int) -> "Experts":
         """Returns the experts with the slots of all context parallel ranks: each has slots for an expert's capacity of
@@ -160,10 +191,19 @@ class Experts(Part):
         lines += mean_loads(stream) if self.balances else []
         if stream.across and (self.balances or self.capacity is not None):
             lines += context_loads(stream, recomputed=self.balances)
+        if self.rank:
+            elements, why = f"rank_experts*rank*{self.inputs + 1}*hidden", "gradients of replicated parts of adapters"
+            settings = {"pooled": True, "also": LAYER_RECOMPUTE}
+            lines.append(over_model(LAYER_BACKWARD, "all-reduce", stream.times, elements, why, **settings))
+        learns = self.rank > 0 or not self.is_frozen
+        if self.shared:
+            # XLA: with adapters between them, it does not add the shared expert's sums to the experts'.
+            is_apart = stream.split or self.rank > 0
+            lines += sublayer_collectives(stream, "the shared expert", learns=learns) if is_apart else []
+            lines += adapter_collectives(stream, "the shared expert", self.inputs, self.rank)
         if stream.split:
-            lines += sublayer_collectives(stream, "the shared expert") if self.shared else []
             lines += vector_gradient_sums(stream, self.norm, bias=False)
-            lines += self._router_gradient_sums(stream)
+            lines += [] if self.is_frozen else self._router_gradient_sums(stream)
         if self.shared_gate:
             lines += shared_gate_collectives(stream)
         if self.capacity is not None:
@@ -182,18 +222,11 @@ class Experts(Part):
         return [local_gradient_sums(stream, f"{stream.side}layers*{size}", why) for size, why in sums.items() if why]
 
 
-ROUTES = "batch*sequence*top_k"
-"""Formula: elements of a microbatch's expert indices, and of their gates (weights of the experts' outputs)."""
-EVERY = "expert_ways*batch*sequence*hidden"
-"""Formula: elements of the tokens of all expert parallel ranks."""
-LOADS = "batch*num_experts"
-"""Formula: elements of the loads of a microbatch's samples, a number per expert."""
-
-
 def tensor_collectives(stream: ResidualStream) -> list[Expectation]:
     """Returns a sublayer's collectives without sequence parallelism, and the all-reduce of the gates' gradients."""
     # XLA: adds a shared expert's output to the experts' before the all-reduce.
-    line = over_model(LAYER_BACKWARD, "all-reduce", stream.times, ROUTES, "gradients of gates", dtype="float32")
+    times, why = stream.input_gradients, "gradients of gates"
+    line = over_model(LAYER_BACKWARD, "all-reduce", times, ROUTES, why, dtype="float32")
     return [*sublayer_collectives(stream, "the experts"), line]
 
 
@@ -208,19 +241,19 @@ def sequence_parallel_collectives(stream: ResidualStream) -> list[Expectation]:
     def line(phase: str, kind: Kind, count: str, elements: str, why: str, dtype: Dtype = "compute") -> None:
         lines.append(over_model(phase, kind, count, elements, why, dtype=dtype))
 
-    for phase, count in ((LAYER_FORWARD, stream.forward_times), (LAYER_RECOMPUTE, _grouped(stream))):
+    for phase, count in ((LAYER_FORWARD, stream.forward_times), (LAYER_RECOMPUTE, grouped_times(stream))):
         line(phase, "all-gather", count, stream.elements, "before the experts")
         line(phase, "reduce-scatter", count, stream.elements, "after the experts")
     line(LAYER_BACKWARD, "all-gather", f"2*{times}", stream.elements, "before the experts, and their output gradient")
-    line(LAYER_BACKWARD, "reduce-scatter", times, stream.elements, "input gradient of the experts")
+    line(LAYER_BACKWARD, "reduce-scatter", stream.input_gradients, stream.elements, "input gradient of the experts")
     for phase, count in (
         (LAYER_FORWARD, stream.forward_times),
-        (LAYER_RECOMPUTE, _grouped(stream)),
+        (LAYER_RECOMPUTE, grouped_times(stream)),
         (LAYER_BACKWARD, times),
     ):
         line(phase, "all-gather", count, ROUTES, "gates of tokens", "float32")
         line(phase, "all-gather", count, ROUTES, "expert indices of tokens", "int32")
-    line(LAYER_BACKWARD, "reduce-scatter", times, ROUTES, "gradients of gates", "float32")
+    line(LAYER_BACKWARD, "reduce-scatter", stream.input_gradients, ROUTES, "gradients of gates", "float32")
     line(LAYER_FORWARD, "all-reduce", times, LOADS, "expert loads of a sample", "float32")
     return lines
 
@@ -266,65 +299,6 @@ def context_loads(stream: ResidualStream, *, recomputed: bool) -> list[Expectati
     ]
 
 
-def _grouped(stream: ResidualStream) -> str:
-    """Returns the formula of how often layers are recomputed in groups."""
-    return f"{stream.side}grouped_layers*{stream.turns}"
-
-
-def all_gather_dispatch(stream: ResidualStream) -> list[Expectation]:
-    """Returns the collectives over `expert` of --expert-dispatch all-gather.
-
-    Every rank all-gathers all ranks' tokens, and its experts' outputs are reduce-scattered. The backward pass
-    all-gathers tokens and output gradients, and reduce-scatters input gradients. The recompute of a layer needs none of
-    it, but in a group of layers.
-    """
-    lines: list[Expectation] = []
-
-    def line(phase: str, kind: Kind, count: str, why: str) -> None:
-        lines.append(Expectation(phase, kind, EXPERT, count, EVERY, why=why))
-
-    for phase, count in ((LAYER_FORWARD, stream.forward_times), (LAYER_RECOMPUTE, _grouped(stream))):
-        line(phase, "all-gather", count, "tokens to experts")
-        line(phase, "reduce-scatter", count, "outputs of experts")
-    line(LAYER_BACKWARD, "all-gather", f"2*{stream.times}", "tokens and output gradients to experts")
-    line(LAYER_BACKWARD, "reduce-scatter", stream.times, "input gradients of experts")
-    return [*lines, *_gathered_routes(stream)]
-
-
-def all_to_all_dispatch(stream: ResidualStream) -> list[Expectation]:
-    """Returns the collectives over `expert` of --expert-dispatch all-to-all without a capacity.
-
-    Ragged all-to-alls send tokens only to the ranks of their experts and outputs back, in arrays sized for the worst
-    case. The backward pass sends tokens again, output gradients to experts and input gradients back.
-    """
-    lines: list[Expectation] = []
-
-    def line(phase: str, count: str, why: str) -> None:
-        sent = "exchanged_tokens*hidden"
-        lines.append(Expectation(phase, "ragged-all-to-all", EXPERT, count, EVERY, sent=sent, why=why))
-
-    for phase, count in ((LAYER_FORWARD, stream.forward_times), (LAYER_RECOMPUTE, _grouped(stream))):
-        line(phase, f"2*{count}", "tokens to experts, and outputs back")
-    line(LAYER_BACKWARD, f"3*{stream.times}", "tokens and output gradients to experts, input gradients back")
-    return [*lines, *_gathered_routes(stream)]
-
-
-def _gathered_routes(stream: ResidualStream) -> list[Expectation]:
-    """Returns the all-gathers of all ranks' expert indices and gates, from which a rank dispatches tokens."""
-    routes, lines = f"expert_ways*{ROUTES}", []
-
-    def line(phase: str, kind: Kind, count: str, why: str, dtype: Dtype) -> None:
-        lines.append(Expectation(phase, kind, EXPERT, count, routes, dtype, why=why))
-
-    for phase, count in ((LAYER_FORWARD, stream.forward_times), (LAYER_RECOMPUTE, _grouped(stream))):
-        line(phase, "all-gather", count, "gates of tokens", "float32")
-        line(phase, "all-gather", count, "expert indices of tokens", "int32")
-    line(LAYER_BACKWARD, "all-gather", stream.times, "gates of tokens", "float32")
-    line(LAYER_BACKWARD, "all-gather", stream.times, "expert indices of tokens", "int32")
-    line(LAYER_BACKWARD, "reduce-scatter", stream.times, "gradients of gates", "float32")
-    return lines
-
-
 def exchanged_share(model: Model, degree: int) -> float:
     """Returns the expected share of `degree` expert parallel ranks that a token is sent to, all choices equally likely.
 
@@ -354,31 +328,3 @@ def rank_capacity(capacity: int, tokens: int, degree: int) -> int:
     """Returns an expert's slots for a sample of `tokens` on each of `degree` context parallel ranks: its capacity, or
     the rank's tokens if these are fewer."""
     return min(capacity, tokens // degree)
-
-
-def capacity_dispatch(stream: ResidualStream) -> list[Expectation]:
-    """Returns the collectives over `expert` with a capacity: all-to-alls of each expert's slots, and back.
-
-    The backward pass sends tokens again, output gradients to experts and input gradients back.
-    """
-    slots, lines = "batch*num_experts*capacity", []
-
-    def line(phase: str, count: str, elements: str, why: str, dtype: Dtype = "compute") -> None:
-        lines.append(Expectation(phase, "all-to-all", EXPERT, count, elements, dtype, why=why))
-
-    for phase, count in ((LAYER_FORWARD, stream.forward_times), (LAYER_RECOMPUTE, _grouped(stream))):
-        line(phase, f"2*{count}", f"{slots}*hidden", "tokens to experts, and outputs back")
-        line(phase, count, slots, "gates of tokens", "float32")
-    why = "tokens and output gradients to experts, input gradients back"
-    line(LAYER_BACKWARD, f"3*{stream.times}", f"{slots}*hidden", why)
-    line(LAYER_BACKWARD, f"2*{stream.times}", slots, "gates of tokens, and their gradients", "float32")
-    return lines
-
-
-def chunk_loads(stream: ResidualStream) -> list[Expectation]:
-    """Returns the all-gathers of the expert loads of all context parallel chunks: earlier tokens fill slots first."""
-    why, elements = "expert loads of each chunk of a sample", f"2*context_ways*{LOADS}"
-    counts = {LAYER_FORWARD: stream.forward_times, LAYER_RECOMPUTE: _grouped(stream), LAYER_BACKWARD: stream.times}
-    return [
-        Expectation(phase, "all-gather", CONTEXT, count, elements, "int32", why=why) for phase, count in counts.items()
-    ]

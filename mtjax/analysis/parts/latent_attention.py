@@ -31,6 +31,8 @@ from mtjax.analysis.parts.part import (
     weight,
 )
 from mtjax.analysis.parts.sublayer import (
+    adapter_collectives,
+    adapter_saved_bytes,
     local_gradient_sums,
     stream_bytes,
     sublayer_collectives,
@@ -73,6 +75,8 @@ class LatentAttention(Part):
     """Whether scores have a cap."""
     visible: float = 0.5
     """Share of the scores that a causal model needs, in the mean of its layers."""
+    rank: int = 0
+    """Of LoRA adapters; 0 without any."""
 
     @property
     def query_size(self) -> int:
@@ -92,19 +96,19 @@ class LatentAttention(Part):
     @property
     def weights(self) -> list[Weight]:
         embed, query = {"embed": self.hidden}, {"heads": self.heads, "head_dim": self.still + self.rotated}
-        weights = [*self.norm.weights("attention", self.hidden)]
+        weights, low = [*self.norm.weights("attention", self.hidden)], {"bias": False, "rank": self.rank}
         if self.query_latent:
             latent = {"latent": self.query_latent}
-            weights += linear("attention.query_down", embed, latent, bias=False)
+            weights += linear("attention.query_down", embed, latent, **low)
             weights.append(weight("attention.query_norm.scale", latent))
-            weights += linear("attention.query_up", latent, query, bias=False)
+            weights += linear("attention.query_up", latent, query, **low)
         else:
-            weights += linear("attention.query", embed, query, bias=False)
+            weights += linear("attention.query", embed, query, **low)
         up = {"heads": self.heads, "head_dim": self.still + self.value}
-        weights += linear("attention.key_value_down", embed, {"latent": self.latent + self.rotated}, bias=False)
+        weights += linear("attention.key_value_down", embed, {"latent": self.latent + self.rotated}, **low)
         weights.append(weight("attention.key_value_norm.scale", {"latent": self.latent}))
-        weights += linear("attention.key_value_up", {"latent": self.latent}, up, bias=False)
-        return [*weights, *linear("attention.output", {"heads": self.heads, "head_dim": self.value}, embed, bias=False)]
+        weights += linear("attention.key_value_up", {"latent": self.latent}, up, **low)
+        return [*weights, *linear("attention.output", {"heads": self.heads, "head_dim": self.value}, embed, **low)]
 
     @property
     def scores(self) -> Scores:
@@ -131,12 +135,13 @@ class LatentAttention(Part):
         queries = [Product(self.tokens, self.query_latent or self.hidden, query)]
         if self.query_latent:
             queries.insert(0, Product(self.tokens, self.hidden, self.query_latent, is_repeated=True))
-        return [
+        products = [
             *queries,
             Product(self.tokens, self.hidden, self.latent + self.rotated, is_repeated=True),
             Product(self.tokens, self.latent, self.heads * self.still / tensor_degree + value),
             Product(self.tokens, value, self.hidden),
         ]
+        return [*(adapter for product in products for adapter in product.adapter(self.rank)), *products]
 
     def saved_bytes(self, plan: Plan) -> Mapping[str, float]:
         """Returns the bytes of the products' results and of probabilities; Megatron's kernels also save the normalized
@@ -153,7 +158,17 @@ class LatentAttention(Part):
             ATTENTION_OUTPUT: c * tokens * self.value_size / plan.mesh.model,
             PROBABILITIES: probability_bytes(self.scores, plan),
             STATISTICS: statistics_bytes(self.scores, plan),
+            **self._adapter_bytes(plan),
         }
+
+    def _adapter_bytes(self, plan: Plan) -> dict[str, float]:
+        """Returns the bytes that LoRA adapters save; with sequence parallelism, of those to the latents only a rank's
+        tokens."""
+        ways = plan.mesh.model if plan.sequence_parallel else 1
+        downs = 2 if self.query_latent else 1
+        reads = self.hidden / ways + (self.query_latent or self.hidden) + self.latent
+        reads += self.value_size / plan.tensor_degree
+        return adapter_saved_bytes(self.rank, 3 + downs / ways, reads, self.tokens, plan)
 
     def backward_peak_bytes(self, plan: Plan) -> float:
         """Returns the bytes of the keys of all heads and their gradient, and those of ordinary attention: gradients of
@@ -182,29 +197,41 @@ class LatentAttention(Part):
         read = [("latent", "latents of keys and values"), ("rotated_width", "rotated keys")]
         if self.query_latent:
             read.append(("query_latent", "latents of queries"))
-        lines = sublayer_collectives(stream, "attention")
+        learns = self.rank > 0 or not stream.is_frozen
+        lines = sublayer_collectives(stream, "attention", learns=learns)
         if self.query_latent:
             lines = [line for line in lines if (line.phase, line.kind) not in OF_INPUT]
         is_narrow = self.value != self.still + self.rotated
         lines += context_collectives(stream, has_narrow_values=is_narrow)
-        layers = f"{stream.side}layers"
+        layers = f"{stream.side}{'layers' if learns else 'recomputed_layers'}"
         again = f"({layers} + {stream.side}grouped_layers)*{stream.turns}"
+        times = stream.times if learns else stream.input_gradients
         for width, what in read:
             elements = f"batch*{stream.side}sequence*{width}"
             if not stream.split:
-                lines.append(over_model(LAYER_BACKWARD, "all-reduce", stream.times, elements, f"gradients of {what}"))
+                lines.append(over_model(LAYER_BACKWARD, "all-reduce", times, elements, f"gradients of {what}"))
                 continue
             lines += [
                 over_model(LAYER_FORWARD, "all-gather", stream.forward_times, elements, what),
                 over_model(LAYER_RECOMPUTE, "all-gather", again, elements, f"{what}, again"),
-                over_model(LAYER_BACKWARD, "reduce-scatter", stream.times, elements, f"gradients of {what}"),
+                over_model(LAYER_BACKWARD, "reduce-scatter", times, elements, f"gradients of {what}"),
             ]
-        if stream.split:
-            widths = "latent + rotated_width" + (" + query_latent" if self.query_latent else "")
-            norms = "latent" + (" + query_latent" if self.query_latent else "")
-            lines += vector_gradient_sums(stream, self.norm, bias=False)
-            lines.append(local_gradient_sums(stream, f"{layers}*({norms})", "norms of latents"))
-            # In the compute dtype, as the matmul that computes them.
-            elements, why = f"hidden*({widths})", "gradients of the matrices to the latents, from a rank's tokens"
-            lines.append(over_model(LAYER_BACKWARD, "all-reduce", stream.times, elements, why, pooled=True))
-        return lines
+        lines += adapter_collectives(stream, "attention", 2, self.rank)
+        return [*lines, *self._gradient_sums(stream)] if stream.split and learns else lines
+
+    def _gradient_sums(self, stream: ResidualStream) -> list[Expectation]:
+        """Returns the all-reduces of gradients from a rank's tokens, with sequence parallelism: of the matrices to the
+        latents, or of their adapters, and of norms."""
+        # In the compute dtype, as the matmul that computes them.
+        widths = "latent + rotated_width" + (" + query_latent" if self.query_latent else "")
+        if stream.is_frozen:
+            elements = f"rank*({'2*' if self.query_latent else ''}hidden + {widths})"
+            why = "gradients of the adapters of the matrices to the latents, from a rank's tokens"
+            return [over_model(LAYER_BACKWARD, "all-reduce", stream.times, elements, why, pooled=True)]
+        norms = "latent" + (" + query_latent" if self.query_latent else "")
+        why = "gradients of the matrices to the latents, from a rank's tokens"
+        return [
+            *vector_gradient_sums(stream, self.norm, bias=False),
+            local_gradient_sums(stream, f"{stream.side}layers*({norms})", "norms of latents"),
+            over_model(LAYER_BACKWARD, "all-reduce", stream.times, f"hidden*({widths})", why, pooled=True),
+        ]

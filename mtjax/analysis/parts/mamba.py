@@ -28,7 +28,7 @@ from mtjax.analysis.parts.sublayer import (
     vector_gradient_sums,
 )
 from mtjax.config import Model
-from mtjax.config.ssm import chunks_at_once, ssm_chunk, ssm_heads
+from mtjax.config.ssm import chunks_at_once, ssm_chunk, ssm_groups, ssm_heads
 from mtjax.layout.plan import Plan
 from mtjax.layout.rules import CONTEXT
 
@@ -68,7 +68,7 @@ class Mamba(Part):
     def weights(self) -> list[Weight]:
         embed, heads, taps = {"embed": self.hidden}, {"heads": self.heads}, {"taps": self.model.ssm_conv}
         inner = {**heads, "head_dim": self.model.ssm_head_dim}
-        shared = {"kv": 2, "groups": self.model.ssm_groups, "state": self.model.ssm_state}
+        shared = {"kv": 2, "groups": ssm_groups(self.model), "state": self.model.ssm_state}
         return [
             *self.norm.weights("mamba", self.hidden),
             weight("mamba.inputs.gate_value", {**embed, "gate": 2, **inner}),
@@ -81,7 +81,7 @@ class Mamba(Part):
             weight("mamba.rate_bias", heads),
             weight("mamba.a_log", heads),
             weight("mamba.skip", heads),
-            weight("mamba.norm_scale", inner),
+            *([weight("mamba.norm_scale", inner)] if self.model.ssm_norm else []),
             *linear("mamba.output", inner, embed, bias=False),
         ]
 
@@ -93,7 +93,7 @@ class Mamba(Part):
 
     def _groups(self, tensor_degree: int) -> float:
         """Groups whose B and C a rank computes."""
-        return max(self.model.ssm_groups / tensor_degree, 1)
+        return max(ssm_groups(self.model) / tensor_degree, 1)
 
     def _width(self, tensor_degree: int) -> float:
         """Outputs of the first matmul on a rank."""
@@ -160,8 +160,8 @@ class Mamba(Part):
         inner = heads * self.model.ssm_head_dim
         return {
             "taps": self.model.ssm_conv,
-            "groups": self.model.ssm_groups,
-            "shared_width": 2 * self.model.ssm_groups * state,
+            "groups": ssm_groups(self.model),
+            "shared_width": 2 * ssm_groups(self.model) * state,
             "rank_states": inner * state,
             "rank_ssm_heads": heads,
             "rank_channels": inner + 2 * int(self._groups(degree)) * state,
@@ -170,22 +170,22 @@ class Mamba(Part):
     def collectives(self, stream: ResidualStream) -> list[Expectation]:
         lines = sublayer_collectives(stream, "the Mamba-2 mixer")
         lines += vector_gradient_sums(stream, self.norm, bias=False) if stream.split else []
-        lines += _of_shared_groups(stream) if stream.shares_groups else []
+        lines += _of_shared_groups(stream, has_norm=self.model.ssm_norm) if stream.shares_groups else []
         return [*lines, *_of_pieces(stream)] if stream.across else lines
 
 
-def _of_shared_groups(stream: ResidualStream) -> list[Expectation]:
-    """Returns the collectives of groups that several ranks share: squares for the gated norm, and the gradients of the
-    parameters of B and C."""
+def _of_shared_groups(stream: ResidualStream, *, has_norm: bool) -> list[Expectation]:
+    """Returns the collectives of groups that several ranks share: squares for the gated norm, if it has one, and the
+    gradients of the parameters of B and C."""
     why, elements = "squares of shared groups for the gated norm", "batch*sequence*groups"
     line = partial(over_model, kind="all-reduce", elements=elements, dtype="float32", pooled=True)
     own = f"{stream.side}layers*shared_width*(hidden + taps + 1)"
-    return [
+    squares = [
         line(LAYER_FORWARD, count=stream.forward_times, why=why),
         line(LAYER_RECOMPUTE, count=stream.times, why=f"{why}, again"),
         line(LAYER_BACKWARD, count=stream.times, why=f"gradients of {why}", hoisted=True),
-        local_gradient_sums(stream, own, "B and C of shared groups"),
     ]
+    return [*(squares if has_norm else []), local_gradient_sums(stream, own, "B and C of shared groups")]
 
 
 def _of_pieces(stream: ResidualStream) -> list[Expectation]:

@@ -7,7 +7,7 @@ t tensor parallel degree, c bytes of an element. A product [m,k] x [k,n] costs 2
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mtjax.analysis.contract import Expectation
 from mtjax.config import Model
@@ -64,9 +64,9 @@ class Norms:
     """Kinds: `mtjax.config.sizes.sublayer_norms`."""
 
     @classmethod
-    def of(cls, model: Model, *, is_first: bool = False) -> "Norms":
-        """Returns the norms of a layer's first sublayer, or of another."""
-        return cls(norm_vectors(model), sublayer_norms(model, is_first=is_first))
+    def of(cls, model: Model, *, is_first: bool = False, kind: str = "") -> "Norms":
+        """Returns the norms of the first sublayer of a kind of layers, or of another."""
+        return cls(norm_vectors(model), sublayer_norms(model, is_first=is_first, kind=kind))
 
     @property
     def count(self) -> int:
@@ -99,6 +99,11 @@ class Product:
     def flops(self) -> float:
         """FLOPs."""
         return 2 * self.tokens * self.inner * self.outer
+
+    def adapter(self, rank: int) -> list["Product"]:
+        """Returns the two matmuls of its LoRA adapter, which are where it is; none where `rank` is 0."""
+        sizes = ((self.inner, rank), (rank, self.outer)) if rank else ()
+        return [replace(self, inner=inner, outer=outer, is_adapter=True) for inner, outer in sizes]
 
 
 def unrepeated(products: Sequence[Product]) -> list[Product]:
@@ -175,6 +180,8 @@ class ResidualStream:
 
     side: str = ""
     """Prefix of the stream's sizes in formulas: `decoder_` makes `decoder_sequence`."""
+    of: str | None = None
+    """That of its tokens, where stacks with other prefixes have the same stream."""
     split: bool = False
     """Whether it is sharded over the tensor parallel ranks, along the sequence (sequence parallelism) or its width."""
     width_sums: int = 0
@@ -210,7 +217,7 @@ class ResidualStream:
     @property
     def elements(self) -> str:
         """Formula: elements of a microbatch on a rank; `sequence` is a context parallel rank's tokens."""
-        return f"batch*{self.side}sequence*hidden"
+        return f"batch*{self.side if self.of is None else self.of}sequence*hidden"
 
     @property
     def times(self) -> str:
@@ -226,7 +233,12 @@ class ResidualStream:
     def input_gradients(self) -> str:
         """Formula: how often a step computes the component's input gradient."""
         # XLA: drops it where nothing reads it and the first layer is in no loop with others, `unread_gradients` times.
-        return self.times if self.learns_before else f"({self.times} - {self.side}unread_gradients)"
+        return self.with_input_gradients(1)
+
+    def with_input_gradients(self, count: int) -> str:
+        """Returns the formula of how often a step sends `count` arrays, of which one is for an input gradient."""
+        times = self.times if count == 1 else f"{count}*{self.times}"
+        return times if self.learns_before else f"({times} - {self.side}unread_gradients)"
 
 
 def over_model(phase: str, kind: str, count: str, elements: str, why: str, **settings: object) -> Expectation:

@@ -80,7 +80,7 @@ def vector_gradient_sums(stream: ResidualStream, norms: Norms, bias: bool) -> li
     return [local_gradient_sums(stream, f"{stream.side}layers*{vectors}*hidden", "norms and row-parallel biases")]
 
 
-def adapter_saved_bytes(rank: int, count: int, reads: float, tokens: int, plan: Plan) -> dict[str, float]:
+def adapter_saved_bytes(rank: int, count: float, reads: float, tokens: int, plan: Plan) -> dict[str, float]:
     """Returns the bytes that LoRA adapters save: the array between their two matmuls, replicated; with dropout also
     their dropped-out input with a mask of a byte per element.
 

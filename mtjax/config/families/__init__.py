@@ -4,10 +4,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from mtjax.config.families.bert import BERT
-from mtjax.config.families.family import DECODER, ENCODER, HYBRID, Family
+from mtjax.config.families.family import DECODER, ENCODER, HYBRID, RETRO, Family
 from mtjax.config.families.gpt import GPT
 from mtjax.config.families.hybrid import HYBRID_FAMILY
 from mtjax.config.families.llama import LLAMA
+from mtjax.config.families.retro import RETRO_FAMILY
 from mtjax.config.families.t5 import T5
 from mtjax.errors import UserError, listed
 
@@ -20,12 +21,13 @@ FAMILIES: Mapping[str, Family] = {
     "hybrid": HYBRID_FAMILY,
     "bert": BERT,
     "t5": T5,
+    "retro": RETRO_FAMILY,
 }
 """Name -> the family's defaults and checks. `Model.family` takes its choices from here."""
 
 
 def kind_of(model: "Model") -> str:
-    """Returns `decoder`, `encoder` or `encoder-decoder`."""
+    """Returns `decoder`, `encoder`, `encoder-decoder` or `retrieval`."""
     return FAMILIES[model.family].kind
 
 
@@ -40,7 +42,7 @@ def check_decoder_settings(model: "Model") -> None:
     Raises:
       UserError: one has another value; names it.
     """
-    for name in sorted((DECODER | HYBRID | ENCODER) - FAMILIES[model.family].own):
+    for name in sorted((DECODER | HYBRID | ENCODER | RETRO) - FAMILIES[model.family].own):
         if getattr(model, name) != getattr(type(model)(), name):
             known = [family for family, row in FAMILIES.items() if name in row.own]
             works = f"the famil{'ies' if known[1:] else 'y'} {listed(known)}"

@@ -49,10 +49,18 @@ but the default."""
 HYBRID = frozenset(
     {
         *("layer_pattern", "ssm_heads", "ssm_head_dim", "ssm_state", "ssm_groups", "ssm_conv", "ssm_rate_floor"),
-        "ssm_chunk",
+        *("ssm_chunk", "ssm_norm", "ssm_scales", "ssm_output_scale"),
+        *("attention_output_scale", "mlp_gate_scale", "mlp_output_scale"),
     }
 )
 """Settings of hybrid models, which others refuse likewise."""
+RETRO = frozenset(
+    {
+        *("retro_chunk", "retro_num_neighbours", "retro_retrieved_chunks", "retro_encoder_layers", "retro_first"),
+        *("retro_every", "retro_encoder_dropout", "retro_final_norm"),
+    }
+)
+"""Settings of Retro, which others refuse likewise."""
 ENCODER = frozenset({"head_bias", "pooler_activation", "relative_bias_layers"})
 """Settings of one of the families with an encoder, which others refuse likewise."""
 
@@ -81,8 +89,9 @@ def _nothing_more(model: "Model") -> None:
 class Family:
     """A family's defaults and checks, and the settings that have an effect only in this family."""
 
-    kind: Literal["decoder", "encoder", "encoder-decoder"]
-    """Whether the model continues a text, reads one in both directions, or reads one and writes another."""
+    kind: Literal["decoder", "encoder", "encoder-decoder", "retrieval"]
+    """Whether the model continues a text, reads one in both directions, reads one and writes another, or continues one
+    and reads others beside it."""
     defaults: Mapping[str, Any]
     """Defaults of the family; `mtjax.config.replace` sets them when the family changes."""
     choices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

@@ -35,6 +35,10 @@ def _read_types(kinds: Any, key: str) -> str:
     return "".join(_LETTERS[kind] for kind in kinds)
 
 
+NO_FLOOR = 1e-30
+"""A minimum of dt without effect: transformers takes the logarithm of time_step_min."""
+
+
 def _floor(values: Json) -> Settings:
     """Reads the limits of dt, of which the upper one must be infinite."""
     low, high = values["time_step_limit"] or (0.0, math.inf)
@@ -66,7 +70,8 @@ def _state_space(heads: str, width: str, expand: str, **keys: str) -> Part:
     return Part((heads, width, expand, *others.keys), read, write)
 
 
-def _rms_norm(key: str) -> Part:
+def rms_norm(key: str) -> Part:
+    """Returns the part of a hybrid model's norms, with the key of their epsilon."""
     defaults = {"family": "hybrid", "norm": "rmsnorm", "hidden_dropout": 0.0}
     return Part(
         (key,), lambda values: {**defaults, "norm_epsilon": values[key]}, lambda model: {key: model.norm_epsilon}
@@ -95,7 +100,7 @@ MAMBA2 = decoder(
         "tie_word_embeddings": False,
     },
     size_fields(num_layers="", num_heads="", num_kv_heads="", mlp_size="", sequence_length="", attention_dropout=""),
-    _rms_norm("layer_norm_epsilon"),
+    rms_norm("layer_norm_epsilon"),
     always(position="none", bias=False, sequence_length=4096),
     Part(
         ("num_hidden_layers",),
@@ -194,7 +199,7 @@ NEMOTRON_H = decoder(
     | {"num_experts_per_tok": 2, "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "norm_topk_prob": True},
     size_fields(num_layers=""),
     HEAD_DIM,
-    _rms_norm("layer_norm_epsilon"),
+    rms_norm("layer_norm_epsilon"),
     always(position="none"),
     activation("mlp_hidden_act", gate=False),
     biases("attention_bias", "mlp_bias"),
@@ -206,7 +211,11 @@ NEMOTRON_H = decoder(
         ssm_state="ssm_state_size",
         ssm_groups="n_groups",
         ssm_conv="conv_kernel",
-        ssm_rate_floor="time_step_min",
+    ),
+    Part(
+        ("time_step_min",),
+        lambda values: {"ssm_rate_floor": 0.0 if values["time_step_min"] <= NO_FLOOR else values["time_step_min"]},
+        lambda model: {"time_step_min": model.ssm_rate_floor or NO_FLOOR},
     ),
     INITIAL,
     unused("residual_in_fp32", "expand", "time_step_limit", "num_logits_to_keep", "use_mamba_kernels"),
@@ -238,7 +247,7 @@ def _pairs(mixers: str, feed_forward: str) -> str:
     return shortened_pattern("".join(mixer + feed_forward for mixer in mixers))
 
 
-def _halved(family: Family) -> Family:
+def halved(family: Family) -> Family:
     """Returns a type whose layers are two of mtjax's."""
     return replace(family, table=replace(family.table, sublayers=2))
 
@@ -273,7 +282,7 @@ _MAMBA_SIZES = {
 _MAMBA = (_state_space("mamba_n_heads", "mamba_d_head", "mamba_expand", **_MAMBA_KEYS), LIMIT)
 _PAIRED = {"mamba_conv_bias": (True,), "mamba_proj_bias": (False,)}
 
-BAMBA = _halved(
+BAMBA = halved(
     decoder(
         "bamba",
         "Bamba",
@@ -281,7 +290,7 @@ BAMBA = _halved(
         | {"rms_norm_eps": 1e-5, "attn_layer_indices": None, "partial_rotary_factor": 0.5}
         | _MAMBA_SIZES,
         size_fields(num_layers=""),
-        _rms_norm("rms_norm_eps"),
+        rms_norm("rms_norm_eps"),
         always(position="rope"),
         SWIGLU,
         rope(fraction="partial_rotary_factor"),
@@ -334,7 +343,7 @@ def _granite_rows(names: Names) -> tuple[Row, ...]:
     return (*GRANITE_NAMES.mixture_rows(names), *shared_rows(names))
 
 
-GRANITEMOEHYBRID = _halved(
+GRANITEMOEHYBRID = halved(
     decoder(
         "granitemoehybrid",
         "GraniteMoeHybrid",
@@ -343,7 +352,7 @@ GRANITEMOEHYBRID = _halved(
         | {"layers_block_type": None, "position_embedding_type": None}
         | _MAMBA_SIZES,
         size_fields(num_layers="", mlp_size=""),
-        _rms_norm("rms_norm_eps"),
+        rms_norm("rms_norm_eps"),
         SWIGLU,
         Part(
             ("position_embedding_type", *ROPE.keys),

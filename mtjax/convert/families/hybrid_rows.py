@@ -1,50 +1,56 @@
 """Rows of hybrid models: Mamba-2 layers, and a stack for each kind of layers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from mtjax.config import Model
-from mtjax.config.ssm import ssm_heads
+from mtjax.config.ssm import ssm_groups, ssm_heads
 from mtjax.convert.families.decoder_rows import LAYERS, Names, attention_rows, mlp_rows, outside_rows
 from mtjax.convert.families.rows import linear, norm, row
-from mtjax.convert.table import Dims, Row, Rows, Tensor, dims
+from mtjax.convert.table import Dims, Row, Rows, Tensor
+
+GROUPS, INNER = ("groups", "state"), ("heads", "head_dim")
+_PARTS: Mapping[str, tuple[str, ...]] = {"z": INNER, "x": INNER, "B": GROUPS, "C": GROUPS, "dt": ("heads",)}
+"""Parts of the first product, of which the convolution has x, B and C -> mtjax's dimensions of their rows."""
 
 
-def mamba_rows(model: Model, name: str, norm_name: str) -> tuple[Row, ...]:
-    """Returns the rows of Mamba-2 layers, of which transformers keeps the parts of a product in one tensor.
+def mamba_rows(model: Model, name: str, *, is_split: bool = False, stack: str = "mamba") -> tuple[Row, ...]:
+    """Returns the rows of Mamba-2 layers but their norm.
 
     Args:
       model: the model.
       name: full name of the mixer.
-      norm_name: full name of its norm.
+      stack: the stack of the layers that have Mamba-2.
+      is_split: whether the parts of a product are separate tensors, NAME.z and so on, and not one.
     """
-    ours, inner = "mamba.layers.mamba", ssm_heads(model) * model.ssm_head_dim
-    shared = model.ssm_groups * model.ssm_state
-    heads, groups_ = ("heads", "head_dim"), ("groups", "state")
+    ours, inner = f"{stack}.layers.mamba", ssm_heads(model) * model.ssm_head_dim
+    shared = ssm_groups(model) * model.ssm_state
+    widths = {"z": inner, "x": inner, "B": shared, "C": shared, "dt": ssm_heads(model)}
 
-    def parts(theirs: str, of: int, first: int, part: str, group: tuple[str, ...], width: int, rest: Dims) -> list[Any]:
-        return [
-            Tensor(f"{name}.{theirs}", (group, *rest), (part, i), rows=Rows(first + i * width, of)) for i in range(2)
-        ]
+    def part(theirs: str, letters: str, letter: str, rest: Dims, index: tuple[str, int] | None = None) -> Tensor:
+        shape: Dims = (_PARTS[letter], *rest)
+        if is_split:
+            return Tensor(f"{name}.{theirs}.{letter}", shape, index)
+        parts = letters.split()
+        first = sum(widths[other] for other in parts[: parts.index(letter)])
+        place = Rows(first, widths[letter], sum(widths[other] for other in parts))
+        return Tensor(f"{name}.{theirs}", shape, index, rows=place)
 
-    total, channels, embed = 2 * inner + 2 * shared + ssm_heads(model), inner + 2 * shared, (("embed",),)
-    rates = Tensor(f"{name}.in_proj.weight", dims("heads embed"), rows=Rows(2 * (inner + shared), total))
-    gate_value = parts("in_proj.weight", total, 0, "gate", heads, inner, embed)
-    b_c = parts("in_proj.weight", total, 2 * inner, "kv", groups_, shared, embed)
+    product = partial(part, "in_proj.weight", "z x B C dt", rest=(("embed",),))
     rows = [
-        Row(f"{ours}.inputs.gate_value", tuple(gate_value)),
-        Row(f"{ours}.inputs.b_c", tuple(b_c)),
-        Row(f"{ours}.inputs.rate", (rates,)),
+        Row(f"{ours}.inputs.gate_value", tuple(product(of, index=("gate", i)) for i, of in enumerate("zx"))),
+        Row(f"{ours}.inputs.b_c", tuple(product(of, index=("kv", i)) for i, of in enumerate("BC"))),
+        Row(f"{ours}.inputs.rate", (product("dt"),)),
     ]
     # torch's convolution is [channels, 1, taps].
     convolution: tuple[tuple[str, str, Dims], ...] = (("weight", "", ((), ("taps",))), ("bias", "_bias", ()))
     for kind, ending, rest in convolution:
-        value = Tensor(f"{name}.conv1d.{kind}", (heads, *rest), rows=Rows(0, channels))
-        b_c = parts(f"conv1d.{kind}", channels, inner, "kv", groups_, shared, rest)
-        rows += [Row(f"{ours}.conv{ending}", (value,)), Row(f"{ours}.conv_b_c{ending}", tuple(b_c))]
+        channels = partial(part, f"conv1d.{kind}", "x B C", rest=rest)
+        b_c = tuple(channels(of, index=("kv", i)) for i, of in enumerate("BC"))
+        rows += [Row(f"{ours}.conv{ending}", (channels("x"),)), Row(f"{ours}.conv_b_c{ending}", b_c)]
     return (
-        *norm("mamba.layers.mamba_norm", norm_name),
         *rows,
         row(f"{ours}.rate_bias", f"{name}.dt_bias", "heads"),
         row(f"{ours}.a_log", f"{name}.A_log", "heads"),
@@ -54,7 +60,7 @@ def mamba_rows(model: Model, name: str, norm_name: str) -> tuple[Row, ...]:
     )
 
 
-def _own_stacks(rows: tuple[Row, ...]) -> tuple[Row, ...]:
+def own_stacks(rows: tuple[Row, ...]) -> tuple[Row, ...]:
     """Renames the rows of a transformer's layers: each mixer has its own stack."""
 
     def renamed(ours: str) -> str:
@@ -66,12 +72,19 @@ def _own_stacks(rows: tuple[Row, ...]) -> tuple[Row, ...]:
     return tuple(replace(of, ours=renamed(of.ours)) for of in rows)
 
 
-def hybrid_rows(mixer: str, experts: Callable[[Names], tuple[Row, ...]] = lambda names: ()) -> Any:
-    """Returns a function for a type's rows; `mixer` is the name of Mamba-2 in a layer."""
+def hybrid_rows(
+    mixer: str, experts: Callable[[Names], tuple[Row, ...]] = lambda names: (), stack: str = "mamba"
+) -> Any:
+    """Returns a function for a type's rows; `mixer` is the name of Mamba-2 in a layer, `stack` that of the layers with
+    Mamba-2, which in another stack than mamba have attention, too."""
 
     def rows(names: Names, model: Model) -> tuple[Row, ...]:
         own = (*attention_rows(names, model), *mlp_rows(names), *experts(names))
-        mamba = mamba_rows(model, names.block + mixer, names.block + names.attention_norm)
-        return (*outside_rows(names), *_own_stacks(own), *mamba)
+        mamba = mamba_rows(model, names.block + mixer, stack=stack)
+        mamba_norm = norm(f"{stack}.layers.mamba_norm", names.block + names.attention_norm)
+        rows = own_stacks(own)
+        if stack != "mamba":
+            rows = tuple(replace(of, ours=of.ours.replace("attention.layers", f"{stack}.layers", 1)) for of in rows)
+        return (*outside_rows(names), *rows, *mamba_norm, *mamba)
 
     return rows

@@ -6,7 +6,7 @@ from typing import Any
 
 from mtjax.config import Model
 from mtjax.config.sizes import GATED, attention_bias, head_dim, mlp_bias, mlp_size, num_kv_heads
-from mtjax.config.ssm import ssm_heads
+from mtjax.config.ssm import ssm_groups, ssm_heads
 from mtjax.convert.families.family import Json
 from mtjax.errors import UserError
 
@@ -45,6 +45,7 @@ _EFFECTIVE: Mapping[str, Callable[[Model], Any]] = {
     "head_dim": head_dim,
     "mlp_size": mlp_size,
     "ssm_heads": ssm_heads,
+    "ssm_groups": ssm_groups,
 }
 """Settings with a default that depends on others -> their values."""
 

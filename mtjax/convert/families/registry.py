@@ -9,6 +9,7 @@ from mtjax.convert.families.cohere import COHERE, COHERE2
 from mtjax.convert.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, MINICPM3, SARVAM_MLA, YOUTU
 from mtjax.convert.families.distilbert import DISTILBERT
 from mtjax.convert.families.experts import DOTS1, GPT_OSS, GRANITEMOE, MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
+from mtjax.convert.families.falcon_h1 import FALCON_H1
 from mtjax.convert.families.family import Family, Json
 from mtjax.convert.families.gemma import GEMMA, GEMMA2, GEMMA3_TEXT, VAULTGEMMA
 from mtjax.convert.families.gpt2 import GPT2
@@ -64,12 +65,13 @@ _ALL = (
     *(GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3_TEXT, PHI, PHI3, OLMO, OLMO2, OLMO3, GRANITE),
     *(STARCODER2, GPT_NEOX, GPTJ, OPT, BLOOM, FALCON, MPT, COHERE, COHERE2, STABLELM, SMOLLM3, GLM4, EXAONE4),
     *(ERNIE4_5, HUNYUAN_V1_DENSE, NEMOTRON, MINISTRAL, MINISTRAL3),
-    *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GRANITEMOE, DOTS1, DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS),
+    # YOUTU before DEEPSEEK_V2, which experts distinguish.
+    *(YOUTU, MINICPM3, MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GRANITEMOE, DOTS1, DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS),
     *(GLM, ARCEE, JAIS2, HELIUM, SEED_OSS, CWM, HYPERCLOVAX, EXAONE, INTERNLM3, IQUESTCODER, VAULTGEMMA),
-    *(PERSIMMON, BIOGPT, GPT_BIGCODE, CODEGEN, YOUTU, MINICPM3, SARVAM_MLA),
+    *(PERSIMMON, BIOGPT, GPT_BIGCODE, CODEGEN, SARVAM_MLA),
     *(GLM4_MOE, GLM4_MOE_LITE, SOLAR_OPEN, SARVAM_MOE, MINIMAX_M2, EXAONE_MOE, MELLUM, FLEX_OLMO, HUNYUAN_V1_MOE),
     *(FLINT, HY_V3, GRANITEMOESHARED, GRANITE_SWA, GRANITEMOE_SWA, ERNIE4_5_MOE),
-    *(MAMBA2, NEMOTRON_H, BAMBA, GRANITEMOEHYBRID),
+    *(MAMBA2, NEMOTRON_H, BAMBA, GRANITEMOEHYBRID, FALCON_H1),
     *(BERT, MEGATRON_BERT, ROBERTA, XLM_ROBERTA, DISTILBERT, MODERNBERT, T5, MT5, UMT5),
 )
 FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _ALL}
@@ -106,6 +108,8 @@ def family_of_model(model: Model, original: str | None = None) -> Family:
     Raises:
       UserError: there is none; lists the settings that the closest family can't represent.
     """
+    if model.family == "retro":
+        raise UserError("transformers has no Retro: write its decoder as a gpt with --without-encoder")
     if original is not None and original in FAMILIES and not FAMILIES[original].misfits(model):
         return FAMILIES[original]
     misfits = {name: family.misfits(model) for name, family in FAMILIES.items()}

@@ -7,6 +7,7 @@ from typing import Any
 from mtjax.convert.from_megatron.given import GivenArguments
 from mtjax.convert.megatron_files import MegatronCheckpoint
 from mtjax.convert.megatron_formats import checkpoint_folder, is_torch_dist
+from mtjax.convert.megatron_hybrid import letters_in
 from mtjax.convert.torch_dist import TorchDistCheckpoint
 from mtjax.errors import UserError, shortened
 from mtjax.migrate.megatron import SAVED_AS, TABLE
@@ -28,7 +29,8 @@ def from_checkpoint(folder: Path) -> GivenArguments:
     if not found.arguments:
         raise UserError(f"{files} has no args: translate the launch script of its run")
     is_bert = any(name.startswith(("lm_head.", "binary_head.")) for name in found.shapes)
-    given = from_arguments(found.arguments, str(files), "bert" if is_bert else "gpt")
+    family = "bert" if is_bert else "hybrid" if letters_in(found.shapes) else "gpt"
+    given = from_arguments(found.arguments, str(files), family)
     for dest in ("save", "load"):  # a run of mtjax has a folder of its own
         given.values.pop(dest, None)
     unknown = len(set(found.arguments) - {row.dest for row in TABLE})
@@ -46,7 +48,7 @@ def from_arguments(arguments: Mapping[str, Any], source: str, family: str = "gpt
     Args:
       arguments: attribute -> value, as Megatron saves them after it has filled in what follows from others.
       source: the folder, for messages.
-      family: gpt or bert.
+      family: gpt, hybrid or bert.
     """
     given = GivenArguments(source, family=family)
     for row in TABLE:

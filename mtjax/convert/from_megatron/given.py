@@ -11,9 +11,9 @@ from mtjax.convert.from_megatron.script import Line, Script
 from mtjax.errors import UserError, require, shortened
 from mtjax.migrate.megatron import by_dest, by_name
 
-PROGRAMS = {"pretrain_gpt": "gpt", "pretrain_bert": "bert"}
+PROGRAMS = {"pretrain_gpt": "gpt", "pretrain_bert": "bert", "pretrain_mamba": "hybrid", "pretrain_hybrid": "hybrid"}
 """Megatron's programs that can be translated -> the family."""
-_OTHERS = re.compile(r"pretrain_(t5|ict|retro|vlm|mamba|hybrid|vision\w*)|train_rl|finetune\w*")
+_OTHERS = re.compile(r"pretrain_(t5|ict|retro|vlm|vision\w*)|train_rl|finetune\w*")
 _LARGEST = 2**24
 """Most bytes of a script."""
 
@@ -202,7 +202,7 @@ def from_script(text: str, source: str, positional: Sequence[str], variables: Ma
 
 def _family(program: str, source: str) -> str:
     if _OTHERS.fullmatch(program):
-        known = " and ".join(f"{name}.py" for name in PROGRAMS)
+        known = ", ".join(f"{name}.py" for name in PROGRAMS)
         raise UserError(f"{source} starts {program}.py, but only {known} can be translated")
     return PROGRAMS.get(program, "gpt")
 

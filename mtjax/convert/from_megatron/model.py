@@ -6,18 +6,21 @@ from mtjax.config import Config, replace
 from mtjax.convert.from_megatron.training_only import OF_TRAINING, translate_training_only
 from mtjax.convert.from_megatron.translated import Translation
 from mtjax.convert.megatron_arguments import described, unsupported
+from mtjax.convert.megatron_hybrid import ALLOWED, is_hybrid, pattern_of
 from mtjax.errors import UserError
 from mtjax.migrate.megatron import OF_MODEL, TABLE, default_of, supported
 from mtjax.migrate.model_arguments import LATENT
 
 _NAMES = {
     "gpt": frozenset({"decoder.layers."}),
+    "hybrid": frozenset({"decoder.layers."}),
     "bert": frozenset({"lm_head.", "binary_head.", "tokentype_embeddings"}),
 }
 """Prefixes of tensors' names in Megatron's checkpoints of each family, by which `described` recognizes it."""
 _NEEDED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
 
 _DECIDED_BY = {
+    "layer_pattern": "hybrid_layer_pattern",
     "norm": "normalization",
     "activation": "swiglu",
     "bias": "add_bias_linear",
@@ -50,18 +53,19 @@ def translate_model(to: Translation) -> None:
     given = to.given
     if given.values.get("seq_length") is None and given.values.get("max_position_embeddings") is not None:
         given.values["seq_length"] = given.values["max_position_embeddings"]
+    letters = _letters(to)
     missing = [row.names[0] for row in TABLE if row.dest in _NEEDED and given.values.get(row.dest) is None]
     if missing:
         unread = [f"{typed} ({why})" for typed, why in given.unread if typed.split()[0] in missing]
         raise UserError(f"{given.source}: missing {', '.join(missing)}{': ' if unread else ''}{'; '.join(unread)}")
-    arguments = _arguments(to)
+    arguments = _arguments(to, ALLOWED if letters else frozenset())
     names = _NAMES[given.family]
     if given.family == "bert" and not to.get("bert_binary_head"):
         names -= {"binary_head."}
-    norms_queries = {"qk_layernorm": False} if arguments.get("normalization") != "RMSNorm" else {}
-    for reason in unsupported(arguments | norms_queries, is_core=True):  # trained, but not converted
+    norms_queries = {"qk_layernorm": False} if arguments.get("normalization") != "RMSNorm" or letters else {}
+    for reason in unsupported(arguments | norms_queries, is_core=True, letters=letters):  # trained, but not converted
         to.differences.append(f"the model is not fully supported by mtjax: {reason}")
-    settings = described(arguments, names)
+    settings = described(arguments | ({"qk_layernorm": False} if letters else {}), names, letters)
     if settings["qk_norm"] and norms_queries:
         settings |= {"qk_norm_kind": "layernorm", "qk_norm_bias": True}
     for_training = translate_training_only(to)
@@ -84,21 +88,49 @@ def translate_model(to: Translation) -> None:
     dests = {row.setting: row.dest for row in TABLE if row.setting and row.dest in OF_MODEL} | _DECIDED_BY
     defaults = replace(Config(), family=settings["family"]).model
     for name, value in settings.items():
-        if value is None:
+        if value is None or (name == "num_layers" and letters):
             continue
         to.set(dests.get(name, "num_layers"), {name: value})
         if name not in dests and value == getattr(defaults, name) and name != "family":
             to.implied.add(name)
-    to.implied -= for_training.keys()
+    to.implied -= {*for_training, "layer_pattern"}
 
 
-def _arguments(to: Translation) -> dict[str, Any]:
-    """Returns Megatron's arguments with defaults filled in, and those that are not supported set to defaults."""
+def _letters(to: Translation) -> str:
+    """Returns the letters of a hybrid model's layers, "" for another model; notes what they replace.
+
+    Raises:
+      UserError: mtjax has no such layers.
+    """
+    given = to.given
+    if given.family != "hybrid" and not is_hybrid(given.values):
+        return ""
+    given.family, letters = "hybrid", pattern_of(given.values)
+    if (layers := given.values.get("num_layers")) not in (None, len(letters)):
+        to.differences.append(f"--layer-pattern: its {len(letters)} layers, not the {layers} of --num-layers")
+    if "|" in str(to.get("hybrid_layer_pattern")):
+        to.differences.append("--layer-pattern: the stages of a pipeline have equal patterns, whatever | says")
+    given.values["num_layers"] = len(letters)
+    to.unneeded |= {
+        dest: why
+        for dest, why in {
+            "moe_layer_freq": "the pattern says which layers have experts",
+            "qk_layernorm": "Megatron's hybrid models ignore it",
+            "spec": "the pattern says what the layers are",
+        }.items()
+        if dest in given.values
+    }
+    return letters
+
+
+def _arguments(to: Translation, allowed: frozenset[str]) -> dict[str, Any]:
+    """Returns Megatron's arguments with defaults filled in, and those that are not supported set to defaults, but for
+    those that are `allowed` to have other values."""
     defaults = {dest: default for dest in OF_MODEL if (default := default_of(dest)) is not None}
     arguments = defaults | to.given.values
     # Unsupported values are noted, and the model is translated with the default instead.
     for dest, values in supported().items():
-        if dest in to.given.values and arguments[dest] not in values and dest not in OF_TRAINING:
+        if dest in to.given.values and arguments[dest] not in values and dest not in OF_TRAINING | allowed:
             to.drop(dest)
     for dest in [*to.unsupported, *OF_TRAINING]:
         arguments[dest] = defaults.get(dest)

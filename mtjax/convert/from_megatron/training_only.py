@@ -49,7 +49,6 @@ def _pattern(setting: str, usual: str, last: str) -> Callable[[Any], dict[str, A
 
 
 _TRANSLATIONS: dict[str, Callable[[Any], dict[str, Any] | None]] = {
-    "squared_relu": lambda value: {"activation": "relu2"},
     "apply_layernorm_1p": lambda value: {"norm_weight": "offset"},
     "softmax_type": lambda value: {"learnable": {"attention_sinks": True}, "vanilla": {}}.get(value),
     "no_rope_freq": _pattern("rope_layers", "R", "N"),

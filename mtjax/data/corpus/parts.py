@@ -215,7 +215,7 @@ def in_order(datasets: Sequence[IndexedDataset]) -> list[IndexedDataset]:
     if len(parts) < len(records):
         whole = next(dataset for dataset, record in records if record is None)
         raise UserError(
-            f"{parts[0][0].prefix} is {parts[0][1].part}, and {whole.prefix} is no part: merge the parts of a run "
+            f"{parts[0][0].prefix} is {parts[0][1].part}, and {whole.prefix} is not a part: merge the parts of a run "
             "alone, and then the result with others"
         )
     for other in parts[1:]:

@@ -106,11 +106,16 @@ class Concatenated:
     def __len__(self) -> int:
         return int(self._ends[-1])
 
-    def __getitem__(self, index: int) -> Sample:
+    def part_of(self, index: int) -> tuple[Dataset, int]:
+        """Returns the dataset of a sample, and the sample's number in it."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         part = int(np.searchsorted(self._ends, index, side="right"))
-        return self.parts[part][index - (int(self._ends[part - 1]) if part else 0)]
+        return self.parts[part], index - (int(self._ends[part - 1]) if part else 0)
+
+    def __getitem__(self, index: int) -> Sample:
+        part, number = self.part_of(index)
+        return part[number]
 
 
 def shifted(dataset: Dataset, order: SampleOrder) -> Dataset:

@@ -9,4 +9,5 @@ FAMILIES: dict[str, FamilySamples] = {
     "hybrid": gpt.SAMPLES,
     "bert": bert.SAMPLES,
     "t5": t5.SAMPLES,
+    "retro": gpt.SAMPLES,
 }

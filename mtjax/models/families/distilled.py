@@ -6,8 +6,8 @@ from typing import Any, Self
 from jax import Array
 
 from mtjax.models.families.gpt import GPT
-from mtjax.models.pipeline_model import Microbatch, TrunkPipeline
-from mtjax.models.trunk import Batch, HiddenStates, Keys
+from mtjax.models.pipeline_model import TrunkPipeline
+from mtjax.models.trunk import Batch, HiddenStates, Keys, Microbatch
 from mtjax.sharding.distillation import vocab_parallel_distillation
 from mtjax.sharding.vocab import LossOptions
 
@@ -40,12 +40,12 @@ class DistilledTrunkPipeline(TrunkPipeline):
     tables: Batch = field(default_factory=dict)
 
     def with_frozen(self, frozen: Tree) -> Self:
-        """See `PipelineModel.with_frozen`."""
+        """See `LossModel.with_frozen`."""
         of_student = {name: below for name, below in frozen.items() if name != TEACHER}
         return replace(super().with_frozen(of_student), tables=frozen[TEACHER])
 
     def loss_sums(self, parameters: Tree, microbatch: Microbatch) -> dict[str, Array]:
-        """See `PipelineModel.loss_sums`."""
+        """See `LossModel.loss_sums`."""
         return super().loss_sums(parameters, self._with_tables(microbatch))
 
     def head_losses(self, parameters: Tree, boundary: HiddenStates, microbatch: Microbatch) -> dict[str, Array]:

@@ -27,7 +27,7 @@ from mtjax.models.mixers.registry import layer_kind
 from mtjax.models.norms import make_norm
 from mtjax.models.recompute import Recompute
 from mtjax.models.rotary import QueryScale, Rotary
-from mtjax.models.stack import InterleavedStacks, Stack
+from mtjax.models.stack import Stack
 from mtjax.models.trunk import (
     LOSS_WEIGHTS,
     Batch,
@@ -56,8 +56,8 @@ class Decoder(nnx.Module):
         self.rotary = Rotary(model) if model.position == "rope" else None
         self.query_scale = QueryScale(model) if model.attention_scale_beta else None
         recompute = Recompute.of(config.training)
-        stack = partial(Stack, model, dtype, recompute=recompute, parallel=config.parallel, key=stack_key)
-        self._draw_stacks(model, stack)
+        stack = partial(Stack, dtype=dtype, recompute=recompute, parallel=config.parallel)
+        self._draw_stacks(model, stack, stack_key)
         self.embedding_norm = make_norm(model, dtype) if model.embedding_norm else None
         self.final_norm = make_norm(model, dtype)
         self.rate, self.scale = model.hidden_dropout, model.embedding_scale
@@ -65,12 +65,12 @@ class Decoder(nnx.Module):
         self.expert_dispatch: ExpertDispatch = config.parallel.expert_dispatch
         self.dtype = dtype
 
-    def _draw_stacks(self, model: Model, stack: Callable[..., Stack]) -> None:
+    def _draw_stacks(self, model: Model, stack: Callable[..., Stack], key: Array) -> None:
         """Draws the layers. A stack has layers of one kind; models with dense layers and layers with experts have
         two."""
         dense = dense_layers(model)
-        self.dense = stack(kind="transformer", layers=dense) if dense else None
-        self.stack = stack(kind=layer_kind(model), layers=main_layers(model))
+        self.dense = stack(model, kind="transformer", layers=dense, key=key) if dense else None
+        self.stack = stack(model, kind=layer_kind(model), layers=main_layers(model), key=key)
         self.is_interleaved = model.moe_every > 1
 
     def __call__(
@@ -96,6 +96,8 @@ class Decoder(nnx.Module):
         """One section, of one stack, or of two where only some layers have experts."""
         if self.dense is None:
             return {STACK: Section(self.stack, self._embed, self._context)}
+        from mtjax.models.interleaved import InterleavedStacks
+
         stacks = InterleavedStacks(self.dense, self.stack, self.is_interleaved)
         return {STACK: Section(stacks, self._embed, self._context, (DENSE,))}
 
@@ -151,6 +153,7 @@ class GPT(Decoder, WithVocabulary):
         """Draws the parameters."""
         super().__init__(config, key=key)
         model = config.model
+        # From a key of its own, so that the other parameters are drawn alike with and without it.
         self.output = None if model.tie_embeddings else vocabulary_table(model, jax.random.fold_in(key, 1))
         rows = padded_vocab_size(model)
         self.output_bias = constant(0.0, {"vocab": rows}) if model.output_bias else None
@@ -171,6 +174,7 @@ class GPT(Decoder, WithVocabulary):
 
     def losses(self, trunk_output: HiddenStates, batch: Batch, keys: Keys, options: LossOptions) -> dict[str, Array]:
         """Computes the losses of each token, by name, [batch, seq]."""
+        # The final norm belongs to the head: with pipeline stages the last one computes it.
         return self.token_losses(self.final_norm(trunk_output.x), batch, keys, options)
 
     def token_losses(self, hidden: Array, batch: Batch, keys: Keys, options: LossOptions) -> dict[str, Array]:

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 
+from jax import Array
+
 from mtjax.config import Model
 from mtjax.config.layer_pattern import KIND_OF
 from mtjax.config.ssm import letters_of, numbers_of
@@ -14,11 +16,11 @@ from mtjax.models.trunk import Section
 class Hybrid(GPT):
     """GPT's embedding and head, and a stack of layers for each letter of the pattern."""
 
-    def _draw_stacks(self, model: Model, stack: Callable[..., Stack]) -> None:
+    def _draw_stacks(self, model: Model, stack: Callable[..., Stack], key: Array) -> None:
         """Draws the layers: a stack of each kind, whose attribute has the name of the kind."""
         self.letters = letters_of(model)
         for letter, kind in self._kinds.items():
-            setattr(self, kind, stack(kind=kind, layers=numbers_of(model, letter)))
+            setattr(self, kind, stack(model, kind=kind, layers=numbers_of(model, letter), key=key))
 
     @property
     def _kinds(self) -> dict[str, str]:

@@ -12,8 +12,9 @@ from mtjax.config import Config
 from mtjax.models.families.gpt import GPT
 from mtjax.models.mixers.registry import layer_kind
 from mtjax.models.prediction import PREFIX, Predictor, ahead, keys_of, loss_name, run_predictor
-from mtjax.models.recompute import Recompute, run_alone
+from mtjax.models.recompute import Recompute
 from mtjax.models.routers import router_reports
+from mtjax.models.run_alone import run_alone
 from mtjax.models.trunk import Batch, HiddenStates, Keys
 from mtjax.sharding.axes import num_shards
 from mtjax.sharding.vocab import LossOptions, vocab_parallel_cross_entropy

@@ -1,22 +1,15 @@
 """Families of models by name, and the interface that a train step requires of each."""
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Protocol
 
 import jax
-from flax import nnx
 from jax import Array
 
 from mtjax.config import Config
 from mtjax.config.families import is_decoder
 from mtjax.models.families.gpt import GPT
-from mtjax.models.layer_context import LayerContext
-from mtjax.models.stack import Stack
 from mtjax.models.trunk import Batch, Trunk
-from mtjax.sharding.vocab import OutputOptions
-
-if TYPE_CHECKING:
-    from mtjax.models.kv_cache import CachePositions
 
 
 class LanguageModel(Trunk, Protocol):
@@ -45,36 +38,6 @@ class LanguageModel(Trunk, Protocol):
         ...
 
 
-class Writer(LanguageModel, Protocol):
-    """A model that generates text, token by token."""
-
-    @property
-    def decoder_stacks(self) -> tuple[Stack, ...]:
-        """The stacks whose layers generate text, in their order."""
-        ...
-
-    @property
-    def output_table(self) -> nnx.Param:
-        """[vocab, embed]"""
-        ...
-
-    def output_head(self, vocab_size: int) -> tuple[Any, Array | None, OutputOptions]:
-        """Returns the output table, the bias of the logits, if any, and how logits of this many tokens are computed."""
-        ...
-
-    def embed_new(self, tokens: Array, cache_positions: "CachePositions", length: int) -> tuple[Array, LayerContext]:
-        """Embeds new tokens of sequences in KV caches of `length` tokens.
-
-        Returns:
-          Hidden states [batch, act_seq, embed], and the layers' other inputs.
-        """
-        ...
-
-    def final_hidden(self, x: Array) -> Array:
-        """Prepares the hidden states behind the last layer, [batch, act_seq, embed], for the output table."""
-        ...
-
-
 def _hybrid() -> type[LanguageModel]:
     from mtjax.models.families.hybrid import Hybrid
 
@@ -93,18 +56,26 @@ def _encoder_decoder() -> type[LanguageModel]:
     return T5
 
 
+def _retrieval() -> type[LanguageModel]:
+    from mtjax.models.families.retro import Retro
+
+    return Retro
+
+
 MODEL_CLASSES: Mapping[str, Callable[[], type[LanguageModel]]] = {
     "gpt": lambda: GPT,
     "llama": lambda: GPT,
     "hybrid": _hybrid,
     "bert": _encoder,
     "t5": _encoder_decoder,
+    "retro": _retrieval,
 }
 """Family -> returns its language model; what a run does not use is not imported."""
 
 
 def model_class(config: Config) -> type[LanguageModel]:
     """Returns the class of a config's family with its head, and with the losses of a student where it has a teacher."""
+    # Heads, teachers and further predictions are subclasses: the language model knows none of them.
     if config.model.head != "language":
         from mtjax.models.families.finetuned import FinetunedDecoder, FinetunedEncoder
 

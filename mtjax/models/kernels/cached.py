@@ -1,6 +1,6 @@
 """Attention to a KV cache."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +12,34 @@ from mtjax.models.kernels.options import AttentionOptions
 from mtjax.models.kernels.scores import softmax_with_sinks
 from mtjax.models.kernels.xla import HEADS
 from mtjax.models.kv_cache import CachePositions, LatentCache
+from mtjax.models.layer_context import LayerContext
 from mtjax.models.quantized_cache import Scaled, numbers_and_scales
 from mtjax.sharding.axes import spec
+
+if TYPE_CHECKING:
+    from mtjax.models.relative import RelativeBias
+
+
+def append_and_attend(
+    query: Float[Array, "batch seq heads head_dim"],
+    key: Float[Array, "batch seq groups head_dim"],
+    value: Float[Array, "batch seq groups head_dim"],
+    context: LayerContext,
+    cache: Any,
+    options: AttentionOptions,
+    relative: "RelativeBias | None",
+) -> tuple[Float[Array, "batch seq heads head_dim"], Any]:
+    """Appends keys and values to a `KVCache` or `WindowKVCache`, and attends to all that it has.
+
+    Returns:
+      The output, and the cache.
+    """
+    assert context.cache_positions is not None
+    cache, keys, values, at = cache.extended(key, value, context.cache_positions)
+    bias = context.bias
+    if relative is not None:
+        bias = relative.at(context.cache_positions.positions, cache.length)
+    return attend_cached(query, keys, values, at, context.cache_positions, options, bias), cache
 
 
 def attend_cached(

@@ -36,7 +36,7 @@ class Blocks(NamedTuple):
         # Pairs of other ranks' experts get an index past the last expert: they are sorted last, and not counted.
         is_here = (experts >= 0) & (experts < up.shape[0])
         owners = jnp.where(is_here, experts, up.shape[0]).reshape(-1)
-        run = _Run(ACTIVATIONS[self.activation], self.rows(owners.size), experts.shape[1])
+        run = Run(ACTIVATIONS[self.activation], self.rows(owners.size), experts.shape[1])
         return _blocked(run, x, gates.reshape(-1), owners, up, down, *biases)
 
     def rows(self, pairs: int) -> int:
@@ -45,7 +45,7 @@ class Blocks(NamedTuple):
         return min(max(1 << max(mean.bit_length() - 1, 0), SHORTEST), LONGEST)
 
 
-class _Run(NamedTuple):
+class Run(NamedTuple):
     """Static arguments of `_blocked`."""
 
     activation: Callable[[Array], Array]
@@ -56,9 +56,12 @@ class _Run(NamedTuple):
 
     def hidden(self, x: Array, up: Array, *biases: Array) -> Array:
         """Applies one expert's first layer: [rows, embed], [embed, ...], float32 [...] -> [rows, mlp]."""
-        product = jnp.tensordot(x, up, 1)
+        return self.activate(jnp.tensordot(x, up, 1), *biases)
+
+    def activate(self, product: Array, *biases: Array) -> Array:
+        """Applies the activation to a product, [rows, ...], after the addition of a bias."""
         for bias in biases:  # one or none
-            product = (product.astype(jnp.float32) + bias).astype(x.dtype)
+            product = (product.astype(jnp.float32) + bias).astype(product.dtype)
         return self.activation(product[None])[0]
 
 
@@ -74,10 +77,10 @@ class _Block(NamedTuple):
     """False in the padding."""
 
 
-class _Division(NamedTuple):
+class Division(NamedTuple):
     """All pairs, divided into blocks."""
 
-    run: _Run
+    run: Run
     order: Int[Array, " pairs"]
     """Indices of pairs sorted by expert, those of other ranks' experts last; padded by a block."""
     counts: Int[Array, " expert"]
@@ -88,7 +91,7 @@ class _Division(NamedTuple):
     """Their number."""
 
     @classmethod
-    def of(cls, run: _Run, owners: Array, experts: int) -> "_Division":
+    def of(cls, run: Run, owners: Array, experts: int) -> "Division":
         """Sorts pairs by expert.
 
         Args:
@@ -121,17 +124,19 @@ class _Division(NamedTuple):
         return _Block(expert, pairs, jnp.where(is_pair, pairs // self.run.chosen, self.tokens), is_pair)
 
 
-def _take(x: Array, rows: Array) -> Array:
+def take_rows(x: Array, rows: Array) -> Array:
+    """Gathers rows of x; zeros past the last."""
     return x.at[rows].get(mode="fill", fill_value=0)
 
 
-def _add(x: Array, rows: Array, values: Array) -> Array:
+def add_rows(x: Array, rows: Array, values: Array) -> Array:
+    """Adds values to different rows of x; those past the last are dropped."""
     return x.at[rows].add(values, mode="drop", unique_indices=True)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _blocked(
-    run: _Run,
+    run: Run,
     x: Float[Array, "tokens embed"],
     gates: Float[Array, " pairs"],
     owners: Int[Array, " pairs"],
@@ -140,15 +145,15 @@ def _blocked(
     *biases: Array,
 ) -> Float[Array, "tokens embed"]:
     """Computes each token's sum over its pairs of gate times expert output, accumulated in float32."""
-    blocks = _Division.of(run, owners, up.shape[0])
+    blocks = Division.of(run, owners, up.shape[0])
 
     def one(i: Array, y: Array) -> Array:
         """Adds the outputs of block i to y [tokens, embed]."""
         # The block's expert is known at run time only, so its matrices are gathered from the stack.
         block = blocks.block(i)
-        hidden = run.hidden(_take(x, block.tokens), up[block.expert], *(bias[block.expert] for bias in biases))
+        hidden = run.hidden(take_rows(x, block.tokens), up[block.expert], *(bias[block.expert] for bias in biases))
         out = jnp.dot(hidden, down[block.expert], preferred_element_type=jnp.float32)
-        return _add(y, block.tokens, out * gates[block.pairs][:, None])
+        return add_rows(y, block.tokens, out * gates[block.pairs][:, None])
 
     # A token's pairs may be in different blocks, so its output is accumulated, in float32.
     zeros = varying_like(jnp.zeros(x.shape, jnp.float32), x, up, gates)
@@ -157,11 +162,11 @@ def _blocked(
     )  # cast inside the custom_vjp, so that the gradient has this type too
 
 
-def _blocked_forward(run: _Run, *arrays: Array) -> tuple[Array, tuple[Array, ...]]:
+def _blocked_forward(run: Run, *arrays: Array) -> tuple[Array, tuple[Array, ...]]:
     return _blocked(run, *arrays), arrays
 
 
-def _blocked_backward(run: _Run, saved: tuple[Array, ...], gradient: Array) -> tuple[Array | None, ...]:
+def _blocked_backward(run: Run, saved: tuple[Array, ...], gradient: Array) -> tuple[Array | None, ...]:
     """Recomputes each block's inner layer, and accumulates all gradients in float32.
 
     With h the expert's inner layer and y = gate (h down): d gate = h . (dy down'), d h = gate (dy down'), d down = h'
@@ -177,7 +182,7 @@ def _blocked_backward(run: _Run, saved: tuple[Array, ...], gradient: Array) -> t
       Gradients of x, gates, up, down and biases, in their shapes and types; None for owners.
     """
     x, gates, owners, up, down, *biases = saved
-    blocks = _Division.of(run, owners, up.shape[0])
+    blocks = Division.of(run, owners, up.shape[0])
     dot_float32 = partial(jnp.dot, preferred_element_type=jnp.float32)
 
     def one(i: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -185,7 +190,7 @@ def _blocked_backward(run: _Run, saved: tuple[Array, ...], gradient: Array) -> t
         d_x, d_gates, d_up, d_down, *d_biases = sums
         block = blocks.block(i)
         expert, gate = block.expert, gates[block.pairs][:, None]
-        rows, d_out = _take(x, block.tokens), _take(gradient, block.tokens)
+        rows, d_out = take_rows(x, block.tokens), take_rows(gradient, block.tokens)
         hidden, vjp = jax.vjp(run.hidden, rows, up[expert], *(bias[expert] for bias in biases))
         d_hidden = dot_float32(d_out, down[expert].T)  # without the gate
         d_gate = (hidden.astype(jnp.float32) * d_hidden).sum(-1)
@@ -193,7 +198,7 @@ def _blocked_backward(run: _Run, saved: tuple[Array, ...], gradient: Array) -> t
         block_d_down = dot_float32(hidden.T, (d_out * gate).astype(x.dtype))
         pairs = jnp.where(block.is_pair, block.pairs, len(gates))
         return (
-            _add(d_x, block.tokens, d_rows.astype(jnp.float32)),
+            add_rows(d_x, block.tokens, d_rows.astype(jnp.float32)),
             d_gates.at[pairs].set(d_gate, mode="drop", unique_indices=True),
             d_up.at[expert].add(block_d_up.astype(jnp.float32)),
             d_down.at[expert].add(block_d_down),

@@ -20,7 +20,7 @@ from mtjax.models.layer_context import LayerContext
 from mtjax.models.linear import Linear, constant, normal
 from mtjax.models.mixers.mixer import State
 from mtjax.models.project import ProductRule, gather_sequence, project
-from mtjax.models.recompute import PRODUCT
+from mtjax.models.recompute import SAVED
 from mtjax.models.rotary import rotate
 from mtjax.sharding.axes import spec
 from mtjax.sharding.kv_heads import heads_in_use
@@ -28,6 +28,7 @@ from mtjax.sharding.unstack import computes_apart, is_unrolled
 
 if TYPE_CHECKING:
     from mtjax.models.head_norm import HeadNorm
+    from mtjax.models.mixers.assembled import AssembledQKV
     from mtjax.models.relative import RelativeBias
 
 Kernel = Callable[[Array, Array, Array, LayerContext, AttentionOptions], Array]
@@ -93,7 +94,7 @@ class SelfAttention(nnx.Module):
         query, key, value = self._prepared(query, key, value, context)
         if is_unrolled() and self.qkv.is_read_linearly:
             # What the backward pass reads, instead of the products from which it would rotate these again.
-            query, key, value = (checkpoint_name(a, PRODUCT) for a in (query, key, value))
+            query, key, value = (checkpoint_name(a, SAVED) for a in (query, key, value))
         options = self._options(context)
         # Training and evaluation have no state; generation has a KV cache.
         if state is None:
@@ -102,7 +103,10 @@ class SelfAttention(nnx.Module):
                 context = dataclasses.replace(context, bias=bias)
             mixed = self.attend(query, key, value, context, options)
         else:
-            mixed, state = self._attend_cached(query, key, value, context, state, options)
+            # Generation: keys and values of earlier tokens are in the cache.
+            from mtjax.models.kernels.cached import append_and_attend
+
+            mixed, state = append_and_attend(query, key, value, context, state, options, self.relative)
         return self.project_out(mixed, context), state
 
     def project_in(self, x: Array, context: LayerContext) -> tuple[Array, Array, Array]:
@@ -112,19 +116,6 @@ class SelfAttention(nnx.Module):
     def project_out(self, mixed: Array, context: LayerContext) -> Array:
         """Projects [batch, seq, heads, head_dim] to the residual stream, [batch, act_seq, embed]."""
         return self.output(mixed)
-
-    def _attend_cached(
-        self, query: Array, key: Array, value: Array, context: LayerContext, cache: State, options: AttentionOptions
-    ) -> tuple[Array, State]:
-        """Appends keys and values to a `KVCache` or `WindowKVCache`, and attends to all that it has."""
-        from mtjax.models.kernels.cached import attend_cached
-
-        assert context.cache_positions is not None
-        cache, keys, values, at = cache.extended(key, value, context.cache_positions)
-        bias = context.bias
-        if self.relative is not None:
-            bias = self.relative.at(context.cache_positions.positions, cache.length)
-        return attend_cached(query, keys, values, at, context.cache_positions, options, bias), cache
 
     def _options(self, context: LayerContext) -> AttentionOptions:
         """Returns the layer's options, with its window and sinks."""
@@ -142,6 +133,7 @@ class SelfAttention(nnx.Module):
         query, key = (rotate(a, context.rotation, context.layer) for a in (query, key))
         if self.norms_after_rope:
             query, key = _normalized(query, key, *norms)
+        # The factor belongs to the query's position: cached keys stay as they are.
         return scaled_by_position(query, context), key, value
 
 
@@ -184,6 +176,7 @@ class FusedQKV(nnx.Module):
 
     def __init__(self, model: Model, *, key: Array) -> None:
         """Draws the weight, [embed, 3, heads, head_dim]."""
+        # Sharded by heads, the third dimension: a rank's shard has the query, key and value of its heads.
         outputs = {"qkv": 3, "heads": model.num_heads, "head_dim": head_dim(model)}
         self.weight = normal(key, {"embed": model.hidden_size, **outputs}, model.init_std)
         if (scale := initial_query_scale(model)) != 1:
@@ -222,6 +215,7 @@ class GroupedQKV(nnx.Module):
 
     def __init__(self, model: Model, *, key: Array) -> None:
         """Draws the weights, [embed, heads, head_dim] and [embed, 2, kv_heads, head_dim]."""
+        # Two parameters: there may be fewer KV heads than tensor parallel ranks, which then all have them (`kv_heads`).
         query_key, kv_key = jax.random.split(key)
         embed, width = {"embed": model.hidden_size}, {"head_dim": head_dim(model)}
         settings = {"std": model.init_std, "bias": attention_biases(model)[0]}
@@ -236,8 +230,8 @@ class GroupedQKV(nnx.Module):
         The number of groups is that of KV heads, or the tensor parallel degree if that is larger.
         """
         save = not (is_unrolled() and self.is_read_linearly)
-        if not (is_unrolled() and computes_apart(("kv", "heads"))):
-            return _grouped_product(x, *self._assembled(), save_for_backward=save, rule=self.rule)
+        if not computes_apart(("kv", "heads")):
+            return grouped_product(x, *self._assembled(), save_for_backward=save, rule=self.rule)
         # No rank shares the gradient of their input: a product each.
         weights, biases = (self.query.weight, self.key_value.weight), (self.query.bias, self.key_value.bias)
         query, pair = (
@@ -249,6 +243,8 @@ class GroupedQKV(nnx.Module):
 
     def assembled(self) -> "AssembledQKV":
         """Assembles the parameters once, for many products with few tokens (generation)."""
+        from mtjax.models.mixers.assembled import AssembledQKV
+
         return AssembledQKV(*self._assembled())
 
     def _assembled(self) -> tuple[Array, Array | None]:
@@ -258,29 +254,13 @@ class GroupedQKV(nnx.Module):
         return weight, None if biases[0] is None or biases[1] is None else _by_groups(biases[0][...], biases[1][...])
 
 
-class AssembledQKV(nnx.Module):
-    """`GroupedQKV` with assembled parameters, [embed, groups, heads / groups + 2, head_dim]; not for training."""
-
-    is_read_linearly = False
-    rule: ProductRule | None = None
-
-    def __init__(self, weight: Array, bias: Array | None) -> None:
-        names = ("heads", None, "head_dim")
-        self.weight = nnx.Param(weight, axes=("embed", *names))
-        self.bias = None if bias is None else nnx.Param(bias, axes=names)
-
-    def __call__(self, x: Float[Array, "batch seq embed"]) -> tuple[Array, Array, Array]:
-        """See `GroupedQKV.__call__`."""
-        return _grouped_product(x, self.weight[...], None if self.bias is None else self.bias[...])
-
-
 def _is_linear(model: Model) -> bool:
     """Returns whether attention's inputs are linear in the products: rotated or scaled, neither normalized nor
     clipped."""
     return not model.qk_norm and model.qkv_clip is None
 
 
-def _grouped_product(
+def grouped_product(
     x: Array, weight: Array, bias: Array | None, *, save_for_backward: bool = True, rule: ProductRule | None = None
 ) -> tuple[Array, Array, Array]:
     """Computes query, key and value from x [batch, seq, embed] and assembled parameters."""

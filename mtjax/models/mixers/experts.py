@@ -14,17 +14,17 @@ from jaxtyping import Float, Int
 
 from mtjax.config import Model
 from mtjax.config.sizes import GATED, expert_capacity, expert_size
-from mtjax.models.dropout import jitter
+from mtjax.models.jitter import jitter
 from mtjax.models.kernels.grouped import Blocks
 from mtjax.models.layer_context import RESIDUAL, LayerContext, Padding
 from mtjax.models.linear import constant, normal
 from mtjax.models.mixers.mixer import State
 from mtjax.models.mixers.mlp import MLP
-from mtjax.models.recompute import PRODUCT
+from mtjax.models.recompute import SAVED
 from mtjax.models.routers import LOAD, LOST, ROUTER_AUX_LOSS, Z_LOSS
 from mtjax.sharding.axes import fully_manual, spec, varying_like
 from mtjax.sharding.context.zigzag import from_first_context_rank, sample_length, sum_over_context
-from mtjax.sharding.experts.dispatch import apply_experts
+from mtjax.sharding.experts.dispatch import ExpertCompute, apply_experts
 
 JITTER_SITE = 5
 EPSILON = 1e-20
@@ -75,7 +75,7 @@ class Router(nnx.Module):
         logits = jnp.einsum("bsh,he->bse", wide, weight, out_sharding=sharding, precision=lax.Precision.HIGHEST)
         if self.linear_bias is not None:
             logits += varying_like(self.linear_bias[...], x)
-        logits = checkpoint_name(logits, PRODUCT)
+        logits = checkpoint_name(logits, SAVED)
         scores = jax.nn.sigmoid(logits) if model.router_score == "sigmoid" else jax.nn.softmax(logits, -1)
         # The choice is not differentiable; gradients reach the router through the gates.
         ranked = lax.stop_gradient(scores)
@@ -179,7 +179,7 @@ class Matrices(nnx.Module):
         self.bias = constant(0.0, bias) if bias else None
 
 
-def _named(parameter: nnx.Param, dtype: Any) -> tuple[Array, tuple[str, ...]]:
+def named(parameter: nnx.Param, dtype: Any) -> tuple[Array, tuple[str, ...]]:
     """Casts a parameter; returns it with the logical names of its dimensions."""
     return parameter[...].astype(dtype), parameter.get_metadata()["axes"]
 
@@ -205,10 +205,16 @@ class Experts(nnx.Module):
         self.down = Matrices({**of_each, **inner, **embed}, output_std, down, down_bias)
         # The shared expert is a dense MLP of another width.
         like_dense = dataclasses.replace(model, mlp_size=model.shared_expert_size, bias=False, mlp_bias=False)
-        self.shared = MLP(like_dense, output_std=output_std, key=shared) if model.shared_expert_size else None
+        dense = self.shared_class(model)
+        self.shared = dense(like_dense, output_std=output_std, key=shared) if model.shared_expert_size else None
         key = jax.random.fold_in(shared, 1)
         self.shared_gate = Matrices({**embed, "routes": 1}, model.init_std, key) if model.shared_expert_gate else None
-        self.blocks = Blocks(model.activation, model.num_experts)
+        self.blocks: ExpertCompute = Blocks(model.activation, model.num_experts)
+
+    def shared_class(self, model: Model) -> type[MLP]:
+        """Returns the class of the shared expert."""
+        del model
+        return MLP
 
     def __call__(
         self, x: Float[Array, "batch act_seq embed"], context: LayerContext, state: State
@@ -222,9 +228,7 @@ class Experts(nnx.Module):
             # XLA: here, because gradients of x are added in reverse order, and only those of the experts and of the
             # shared expert, if nothing is between them, are added before one all-reduce.
             factor = self._shared_factor(x)
-        weights = [_named(self.up.weight, x.dtype), _named(self.down.weight, x.dtype)]
-        if self.up.bias is not None:
-            weights.append(_named(self.up.bias, jnp.float32))
+        weights = self.matrices(x.dtype)
         generates = context.cache_positions is not None
         model, length = self.router.model, sample_length(x.shape[1])
         # In generation a token must not depend on which other tokens are in the batch: no capacity.
@@ -239,13 +243,20 @@ class Experts(nnx.Module):
             out = (out.astype(jnp.float32) + self._weighted(self.down.bias[...], routes)).astype(x.dtype)
         return out, None if generates else routes.report
 
+    def matrices(self, dtype: Any) -> list[tuple[Array, tuple[str, ...]]]:
+        """Returns the experts' weights in this type, and biases, each with the logical names of its dimensions."""
+        weights = [named(self.up.weight, dtype), named(self.down.weight, dtype)]
+        if self.up.bias is not None:
+            weights.append(named(self.up.bias, jnp.float32))
+        return weights
+
     def _shared_factor(self, x: Float[Array, "batch act_seq embed"]) -> Float[Array, "batch seq 1"] | None:
         """Computes the factor of the shared expert's output, float32; None where it is 1."""
         if self.shared_gate is None:
             return None
         # Not a matmul: with one output it would be a kernel of its own.
         weight = varying_like(self.shared_gate.weight[...], x)[:, 0]
-        logits = checkpoint_name((x.astype(jnp.float32) * weight).sum(-1, keepdims=True), PRODUCT)
+        logits = checkpoint_name((x.astype(jnp.float32) * weight).sum(-1, keepdims=True), SAVED)
         return reshard(jax.nn.sigmoid(logits), spec("batch", "seq", None))
 
     def _weighted(

@@ -119,24 +119,40 @@ class LatentAttention(nnx.Module):
           The output, and the new state.
         """
         model, still = self.model, self.model.qk_nope_head_dim
-        query = self.query_up(self.query_norm(self.query_down(x))) if model.q_lora_rank else self.query(x)
+        query, down = self.project_in(x, context)
         query = jnp.concatenate(
             [query[..., :still], rotate(query[..., still:], context.rotation, context.layer)], axis=-1
         )
         query = scaled_by_position(query, context)
-        down = self.key_value_down(x)
         latent = self.key_value_norm(down[..., : model.kv_lora_rank])
         turned = down[..., model.kv_lora_rank :]
         if state is not None:
             mixed, state = self._attend_cached(query, latent, turned, context, state)
-            return self.output(mixed), state
-        assert isinstance(self.key_value_up, Up)
-        key_value = self.key_value_up(latent)
+            return self.project_out(mixed, context), state
+        key_value = self.project_latent(latent, context)
         # Repeated before it is rotated: a head's gradient is rotated, and the sum over heads is then sent as it is.
         turned = rotate(_for_each_head(turned, model.num_heads), context.rotation, context.layer)
         key = jnp.concatenate([key_value[..., :still], turned], axis=-1)
         options = self.options.in_layer(self.windows, context.layer)
-        return self.output(self.attend(query, key, key_value[..., still:], context, options)), None
+        return self.project_out(self.attend(query, key, key_value[..., still:], context, options), context), None
+
+    def project_in(self, x: Float[Array, "batch act_seq embed"], context: LayerContext) -> tuple[Array, Array]:
+        """Computes queries, [batch, seq, heads, head_dim], and the latents of keys and values with the rotated key,
+        [batch, act_seq, latent]; neither is normalized or rotated."""
+        del context
+        query = self.query_up(self.query_norm(self.query_down(x))) if self.model.q_lora_rank else self.query(x)
+        return query, self.key_value_down(x)
+
+    def project_latent(self, latent: Float[Array, "batch act_seq latent"], context: LayerContext) -> Array:
+        """Computes the parts of keys that are not rotated, and values: [batch, seq, heads, head_dim]."""
+        del context
+        assert isinstance(self.key_value_up, Up)
+        return self.key_value_up(latent)
+
+    def project_out(self, mixed: Float[Array, "batch seq heads head_dim"], context: LayerContext) -> Array:
+        """Computes the output, [batch, act_seq, embed]."""
+        del context
+        return self.output(mixed)
 
     def absorbed(self) -> "AbsorbedUp":
         """Splits `key_value_up` into the matrices of keys and of values, for generation."""

@@ -11,16 +11,17 @@ from typing import TYPE_CHECKING, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float
 
 from mtjax.config import Model
-from mtjax.config.ssm import chunks_at_once, ssm_chunk, ssm_heads
+from mtjax.config.ssm import chunks_at_once, ssm_chunk, ssm_groups, ssm_heads
 from mtjax.models.kernels.ssd import HIGHEST, ScanInputs, left_behind, pass_states, scan, step
 from mtjax.models.layer_context import LayerContext
-from mtjax.models.linear import Linear, constant, normal
+from mtjax.models.linear import Linear, constant, normal, scaled
 from mtjax.models.mixers.mixer import State
 from mtjax.models.project import project, reshard_sequence
 from mtjax.models.recompute import ATTENTION_OUTPUT
@@ -47,7 +48,7 @@ class Mamba(nnx.Module):
         self.model, count = model, ssm_heads(model)
         embed, heads = {"embed": model.hidden_size}, {"heads": count}
         inner, taps = {**heads, "head_dim": model.ssm_head_dim}, {"taps": model.ssm_conv}
-        shared = {"kv": 2, "groups": model.ssm_groups, "state": model.ssm_state}
+        shared = {"kv": 2, "groups": ssm_groups(model), "state": model.ssm_state}
         keys, bound = iter(jax.random.split(key, 6)), model.ssm_conv**-0.5
         self.inputs = InputProjection(model, key=next(keys))
         self.conv = uniform(next(keys), {**taps, **inner}, -bound, bound)
@@ -59,7 +60,8 @@ class Mamba(nnx.Module):
         self.rate_bias = nnx.Param(rate + jnp.log(-jnp.expm1(-rate)), axes=("heads",))  # softplus of it is the rate
         self.a_log = nnx.Param(jnp.log(uniform(next(keys), heads, 1.0, 16.0)[...]), axes=("heads",))
         self.skip = constant(1.0, heads)
-        self.norm_scale = constant(1.0, inner)
+        if model.ssm_norm:
+            self.norm_scale = constant(1.0, inner)
         self.output = Linear(inner, embed, std=output_std, bias=False, sequence="act_seq", key=next(keys))
 
     def __call__(
@@ -97,16 +99,19 @@ class Mamba(nnx.Module):
     # --- products and convolution
 
     def _by_groups(self, parameter: Array, before: int = 0) -> Array:
-        return by_groups(parameter, self.model.ssm_groups, before)
+        return by_groups(parameter, ssm_groups(self.model), before)
 
     @property
     def _heads_of_group(self) -> int:
-        return ssm_heads(self.model) // groups_in_use(self.model.ssm_groups)
+        return ssm_heads(self.model) // groups_in_use(ssm_groups(self.model))
 
     def _split(self, product: Float[Array, "b s u width"]) -> tuple[Array, Array, Array]:
         """Takes out the gate [b, s, u, h, p], the convolution's input [b, s, u, channels] and dt [b, s, u, h]."""
         heads, width = self._heads_of_group, self.model.ssm_head_dim
         inner = heads * width
+        if (scales := self.model.ssm_scales) is not None:
+            widths = (inner, inner, self.model.ssm_state, self.model.ssm_state, heads)
+            product = scaled(product, np.repeat(np.array(scales, np.float32), widths))
         gate, mixed, rate = jnp.split(product, [inner, 2 * inner + 2 * self.model.ssm_state], -1)
         return gate.reshape(*gate.shape[:-1], heads, width), mixed, rate
 
@@ -196,10 +201,13 @@ class Mamba(nnx.Module):
     # --- norm
 
     def _gated_norm(self, y: Float[Array, "b s u h p"], gate: Array) -> Array:
-        """Computes the RMS norm of y silu(gate) over each group; squares of a group of several ranks are added up."""
-        groups, ranks = self.model.ssm_groups, groups_in_use(self.model.ssm_groups)
+        """Computes the RMS norm of y silu(gate) over each group, or none; squares of a group of several ranks are added
+        up."""
+        groups, ranks = ssm_groups(self.model), groups_in_use(ssm_groups(self.model))
         count = ssm_heads(self.model) * self.model.ssm_head_dim // groups
         y = y.astype(jnp.float32) * jax.nn.silu(gate.astype(jnp.float32))
+        if not self.model.ssm_norm:
+            return y.astype(gate.dtype)
         squares = jnp.square(y).sum((-2, -1))
         if ranks > groups:
             own, place = heads_of_ranks(ranks, groups), spec("batch", "seq", None)
@@ -221,12 +229,12 @@ class InputProjection(nnx.Module):
     def __init__(self, model: Model, *, key: Array) -> None:
         """Draws the weights of gate and value, of B and C, and of dt."""
         embed, heads = {"embed": model.hidden_size}, {"heads": ssm_heads(model)}
-        shared = {"kv": 2, "groups": model.ssm_groups, "state": model.ssm_state}
+        shared = {"kv": 2, "groups": ssm_groups(model), "state": model.ssm_state}
         keys, std = jax.random.split(key, 3), model.init_std
         self.gate_value = normal(keys[0], {**embed, "gate": 2, **heads, "head_dim": model.ssm_head_dim}, std)
         self.b_c = normal(keys[1], {**embed, **shared}, std)
         self.rate = normal(keys[2], {**embed, **heads}, std)
-        self.groups = model.ssm_groups
+        self.groups = ssm_groups(model)
 
     def __call__(self, x: Float[Array, "b s embed"]) -> Float[Array, "b s u width"]:
         """Computes, of each group in use, gate | value | B | C | dt."""

@@ -4,6 +4,7 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array
 from jaxtyping import Float
@@ -12,7 +13,7 @@ from mtjax.config import Model
 from mtjax.config.sizes import GATED, mlp_bias, mlp_size
 from mtjax.models.activations import ACTIVATIONS
 from mtjax.models.layer_context import LayerContext
-from mtjax.models.linear import Linear
+from mtjax.models.linear import Linear, scaled
 from mtjax.models.mixers.mixer import State
 from mtjax.models.project import gather_sequence
 
@@ -33,7 +34,7 @@ class MLP(nnx.Module):
         bias = mlp_bias(model)
         self.up = Linear(embed, {**gate, **inner}, std=model.init_std, bias=bias, key=up_key)
         self.down = Linear(inner, embed, std=output_std, bias=bias, sequence="act_seq", key=down_key)
-        self.activation = ACTIVATIONS[model.activation]
+        self.activation, self.gate_scale = ACTIVATIONS[model.activation], model.mlp_gate_scale
 
     def __call__(
         self,
@@ -43,7 +44,10 @@ class MLP(nnx.Module):
         factor: Float[Array, "batch seq 1"] | None = None,
     ) -> tuple[Float[Array, "batch act_seq embed"], State]:
         """Applies to each token, and multiplies the output by `factor`, if any; there is no state."""
-        inner = self.activation(self.project_up(x, context))
+        inner = self.project_up(x, context)
+        if self.gate_scale != 1:
+            inner = scaled(inner, np.array([[self.gate_scale], [1.0]], np.float32))
+        inner = self.activation(inner)
         if factor is not None:
             # Before the row-parallel product, whose output is then reduced together with what is added to it; in
             # float32, so that the factor's gradient is reduced in float32.

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 
 from mtjax.config import Model
 from mtjax.config.adapters import adapters_of
+from mtjax.config.layer_pattern import SIDE_BY_SIDE
 from mtjax.models.mixers.attention import SelfAttention
 from mtjax.models.mixers.mixer import Mixer
 from mtjax.models.mixers.mlp import MLP
@@ -14,9 +15,13 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "transformer with cross-attention": ("attention", "cross", "mlp"),
     # Of hybrid models (`mtjax.config.layer_pattern`).
     "mamba": ("mamba",),
+    SIDE_BY_SIDE: ("mamba", "attention"),
     "attention": ("attention",),
     "mlp": ("mlp",),
     "experts": ("experts",),
+    # Of Retro (`mtjax.models.retro_stacks`).
+    "retro": ("attention", "chunked", "mlp"),
+    "retro after its encoder": ("chunked", "mlp"),
 }
 """Kind of layer -> its mixers, in the order in which they run."""
 
@@ -31,6 +36,10 @@ def layer_kind(model: Model) -> str:
 
 def _attention(model: Model) -> type[Mixer]:
     if model.kv_lora_rank:
+        if adapters_of(model, "attention"):
+            from mtjax.models.mixers.adapted_latent import AdaptedLatentAttention
+
+            return AdaptedLatentAttention
         from mtjax.models.mixers.latent_attention import LatentAttention
 
         return LatentAttention
@@ -49,13 +58,27 @@ def _mlp(model: Model) -> type[Mixer]:
     return MLP
 
 
-def _cross_attention(_: Model) -> type[Mixer]:
+def _cross_attention(model: Model) -> type[Mixer]:
+    if model.family == "retro":
+        from mtjax.models.mixers.chunked import NeighbourCrossAttention
+
+        return NeighbourCrossAttention
     from mtjax.models.mixers.cross import CrossAttention
 
     return CrossAttention
 
 
-def _experts(_: Model) -> type[Mixer]:
+def _chunked(_: Model) -> type[Mixer]:
+    from mtjax.models.mixers.chunked import ChunkedCrossAttention
+
+    return ChunkedCrossAttention
+
+
+def _experts(model: Model) -> type[Mixer]:
+    if model.lora_rank:
+        from mtjax.models.mixers.adapted_experts import AdaptedExperts
+
+        return AdaptedExperts
     from mtjax.models.mixers.experts import Experts
 
     return Experts
@@ -70,6 +93,7 @@ def _mamba(_: Model) -> type[Mixer]:
 MIXERS: Mapping[str, Callable[[Model], type[Mixer]]] = {
     "attention": _attention,
     "cross": _cross_attention,
+    "chunked": _chunked,
     "mlp": _mlp,
     "experts": _experts,
     "mamba": _mamba,

@@ -15,8 +15,8 @@ from typing import IO
 from mtjax.config import Config
 from mtjax.errors import UserError
 from mtjax.layout.mesh import AUTO, parse_mesh
+from mtjax.runtime.devices import MAX_CPU_DEVICES, has_gpu
 from mtjax.runtime.processes.signals import requests
-from mtjax.sharding.mesh import MAX_CPU_DEVICES, has_gpu
 from mtjax.sharding.processes import several_expected
 
 MAX_PROCESSES = 64

@@ -12,7 +12,7 @@ microbatch that does not count. The embedding and the head are in branches that 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +22,9 @@ from mtjax.config import Config
 from mtjax.layout.timetable import Phase, Timetable, forward_timetable, timetable
 from mtjax.sharding.axes import cond_by_stage, context_axes
 from mtjax.sharding.grad_accumulation import add_gradients
-from mtjax.sharding.microbatch_schedule import PipelineModel, Sums
+from mtjax.sharding.microbatch_schedule import LossModel, Sums
 from mtjax.sharding.param_comm import zeros_like_shards
+from mtjax.sharding.pipeline.model import PipelineModel
 from mtjax.sharding.pipeline.order import Order
 from mtjax.sharding.pipeline.residuals import (
     RecomputeChunk,
@@ -67,32 +68,39 @@ class PipelineSchedule:
             order=Order(is_needed=platform == "cpu"),
         )
 
-    def gradients(self, model: PipelineModel, parameters: Tree, batch: Tree, reduction: Reduction) -> tuple[Sums, Tree]:
+    def gradients(self, model: LossModel, parameters: Tree, batch: Tree, reduction: Reduction) -> tuple[Sums, Tree]:
         """See `MicrobatchSchedule.gradients`."""
         wrapped = self.prepare_parameters(reduction.records, reduction.wrap(parameters))
         microbatches = _microbatches(batch, self.training.microbatches)
-        run = _Run(model, reduction.records, wrapped, microbatches, self.training, self.order)
+        run = _Run(cast(PipelineModel, model), reduction.records, wrapped, microbatches, self.training, self.order)
         return run.gradients(keeps_inputs=self.keeps_inputs)
 
     def prepare_parameters(self, records: Tree, wrapped: Tree) -> Tree:
         """See `MicrobatchSchedule.prepare_parameters`: a chunk's layers are scanned, so stacks stay stacked."""
         return gather_for_step(records, wrapped)
 
-    def losses(self, model: PipelineModel, parameters: Tree, batch: Tree, records: Tree) -> Sums:
+    def losses(self, model: LossModel, parameters: Tree, batch: Tree, records: Tree) -> Sums:
         """See `MicrobatchSchedule.losses`."""
         return self._evaluation_run(model, parameters, batch, records).losses()
 
-    def final_boundary(self, model: PipelineModel, parameters: Tree, batch: Tree, records: Tree) -> Tree:
+    def final_boundary(self, model: LossModel, parameters: Tree, batch: Tree, records: Tree) -> Tree:
         """See `MicrobatchSchedule.final_boundary`."""
         return self._evaluation_run(model, parameters, batch, records).output()
 
-    def _evaluation_run(self, model: PipelineModel, parameters: Tree, batch: Tree, records: Tree) -> "_Run":
+    def _evaluation_run(self, model: LossModel, parameters: Tree, batch: Tree, records: Tree) -> "_Run":
         """Divides a batch, arrays [samples, ...], into microbatches, and gathers parameters for them."""
         samples = jax.tree.leaves(batch)[0].shape[0]
         size = self.microbatch_size or samples
         count = samples // size if samples % size == 0 else 1
         wrapped = gather_for_step(records, wrap_for_inference(records, parameters))
-        return _Run(model, records, wrapped, _microbatches(batch, count), self.evaluation(count), self.order)
+        return _Run(
+            cast(PipelineModel, model),
+            records,
+            wrapped,
+            _microbatches(batch, count),
+            self.evaluation(count),
+            self.order,
+        )
 
 
 def _microbatches(batch: Tree, count: int) -> Tree:

@@ -18,7 +18,7 @@ from mtjax.errors import UserError
 from mtjax.models.sharded_model import Batch
 from mtjax.runtime.checkpoints.checkpoint import hash_of, names_of, state_arrays
 from mtjax.runtime.train_state import State
-from mtjax.sharding.placement import holders, map_shards
+from mtjax.sharding.replicas import holders, map_shards
 from mtjax.train.step import TrainStep
 
 ADVICE = "a device, its memory or a link is faulty, or an operation is not deterministic; this state was not saved: \

@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 import jax
 
 from mtjax.errors import UserError
+from mtjax.runtime import xla_options
+from mtjax.train.step import TrainStep
 
 FOLDER = "profile"
 T = TypeVar("T")
@@ -28,6 +30,13 @@ def parse_steps(text: str | None) -> range:
     if not 1 <= first <= last:
         raise UserError(f"--profile {text!r}: give the first and the last step to trace, like 10:13")
     return range(first, last + 1)
+
+
+def named_steps(text: str | None, program: TrainStep) -> range:
+    """Parses the steps to trace; if there are any, has the program compiled so that a trace names its operations."""
+    if steps := parse_steps(text):
+        program.xla = xla_options.traced(program.xla, program.mesh.local_devices[0])
+    return steps
 
 
 class Profile:

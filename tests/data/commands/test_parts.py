@@ -130,7 +130,8 @@ def test_parts_that_do_not_belong_together(corpus, tokenizer, tmp_path, capsys):
     assert "parts 2, 3 of the 3 parts" in merge(one)[1]
     assert "part 2 of the 3 parts" in (error := merge(one, three)[1])
     assert "--part 2/3" in error
-    assert "is no part: merge the parts of a run alone" in merge(one, tmp_path / "whole_text_document", two, three)[1]
+    whole = tmp_path / "whole_text_document"
+    assert "is not a part: merge the parts of a run alone" in merge(one, whole, two, three)[1]
     damaged = bytearray(three.with_name(f"{three.name}.bin").read_bytes())
     damaged[0] ^= 1
     three.with_name(f"{three.name}.bin").write_bytes(damaged)

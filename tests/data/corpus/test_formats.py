@@ -572,7 +572,7 @@ def test_no_corpus_ends_in_a_traceback_or_in_silence(tokenizer, tmp_path_factory
     check_any_corpus(tokenizer, tmp_path_factory.getbasetemp(), corpus, on_error)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @given(corpus=corpora(), on_error=st.sampled_from(["fail", "skip"]))
 @settings(deadline=None, max_examples=500, derandomize=True, suppress_health_check=list(HealthCheck))
 def test_no_corpus_of_hundreds_does(tokenizer, tmp_path_factory, corpus, on_error):
@@ -638,7 +638,7 @@ def test_no_row_of_a_corpus_is_lost(tokenizer, tmp_path_factory, corpus, parts):
     check_nothing_is_lost(tokenizer, tmp_path_factory.getbasetemp(), corpus, parts)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @given(corpus=intact_corpora(), parts=st.integers(1, 5))
 @settings(max_examples=500, derandomize=True, suppress_health_check=list(HealthCheck))
 def test_no_row_of_hundreds_of_corpora_is_lost(tokenizer, tmp_path_factory, corpus, parts):

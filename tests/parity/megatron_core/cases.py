@@ -125,6 +125,24 @@ EXPERT_SPLITS = {
 """Of models with experts, one besides a single rank."""
 
 
+HYBRID: dict[str, Any] = EXPERTS | {
+    "num_layers": 6,
+    "hybrid_override_pattern": "M-*EM-",
+    "hybrid_attention_ratio": 0.0,
+    "hybrid_mlp_ratio": 0.0,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 12,
+    "mamba_state_dim": 10,
+    "mamba_num_groups": 4,
+    "swiglu": False,
+    "squared_relu": True,
+    "norm_epsilon": 1e-5,
+    "position_embedding_type": "none",
+}
+"""A hybrid model: all kinds of layers."""
+HYBRID_SPLITS = ((1, 1, 1), (2, 1, 1), (4, 3, 1), (2, 1, 2))
+
+
 def splits_of(name: str) -> tuple[tuple[int, int, int], ...]:
     """Those in which a model is saved."""
     return ((1, 1, 1), EXPERT_SPLITS[name]) if name in EXPERT_SPLITS else SPLITS

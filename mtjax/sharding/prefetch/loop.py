@@ -16,6 +16,7 @@ from mtjax.sharding.param_comm import (
     ReplicatedParam,
     ShardedParam,
     add_to_layer,
+    communicated,
     index_layer,
     materialize,
     reduce_gradient,
@@ -153,15 +154,6 @@ def scan_but_last(
             states.append(state)
         first = end
     return carry, states
-
-
-def communicated(leaf: Any) -> ShardedParam | ReplicatedParam | None:
-    """Returns the wrapper of a parameter that is gathered or whose gradient is reduced over ranks; else None."""
-    leaf = leaf.parameter if isinstance(leaf, NoGrad) else leaf
-    is_communicated = isinstance(leaf, ShardedParam) or (
-        isinstance(leaf, ReplicatedParam) and bool(leaf.reduction.axes)
-    )
-    return leaf if is_communicated else None
 
 
 def _without_arrays(leaf: ShardedParam | ReplicatedParam) -> ShardedParam | ReplicatedParam:

@@ -32,20 +32,19 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from mtjax.sharding.axes import explicit_axes, varying_like
+from mtjax.sharding.axes import varying_like
 from mtjax.sharding.param_comm import (
     NoGrad,
-    ReplicatedParam,
-    ShardedParam,
     accumulate_grads_into,
+    communicated,
     differentiable_shards,
     index_layer,
     is_wrapped,
     seed_cotangents,
+    stack_of,
     zeros_like_shards,
 )
-from mtjax.sharding.prefetch_loop import PrefetchLoop, Run, communicated, flattened, scan_but_last, traced
-from mtjax.sharding.stacked_collectives import gather_layers
+from mtjax.sharding.prefetch.loop import PrefetchLoop, Run, flattened, scan_but_last, traced
 
 Tree = Any
 
@@ -73,34 +72,6 @@ class _IterationInputs(NamedTuple):
     replicated ones in full."""
     layer_index: Array
     """Of the layer in the stack."""
-
-
-def can_prefetch(layers: Tree) -> bool:
-    """Returns whether a stack has communication to overlap, and enough layers for a loop: at least four."""
-    found = [leaf for leaf in map(communicated, jax.tree.leaves(layers, is_leaf=is_wrapped)) if leaf is not None]
-    is_manual = bool(found) and not explicit_axes().issuperset(found[0].reduction.axes)
-    # The last layer is outside the loop. XLA: on CPUs, loops of two iterations or fewer are unrolled.
-    return is_manual and len(_stack(found[0])) > 3
-
-
-def gather_upfront(layers: Tree) -> Tree:
-    """Gathers the parameters that are gathered once for both passes, for a loop without prefetch.
-
-    Args:
-      layers: parameters, [layers, ...]; the `ShardedParam` among them are shards.
-
-    Returns:
-      The same tree, with each `ShardedParam` that has `keep_for_backward` gathered.
-    """
-    leaves, tree = jax.tree.flatten(layers, is_leaf=is_wrapped)
-    gathered_once = {
-        i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, ShardedParam) and leaf.keep_for_backward
-    }
-    if gathered_once:
-        arrays = gather_layers([lax.stop_gradient(leaf) for leaf in gathered_once.values()])
-        for (i, leaf), array in zip(gathered_once.items(), arrays, strict=True):
-            leaves[i] = leaf.with_gathered(array)
-    return jax.tree.unflatten(tree, leaves)
 
 
 def scan_with_prefetch(
@@ -131,7 +102,7 @@ def scan_with_prefetch(
     prefetched, resident = _partition(leaves, is_prefetched)
 
     run_flat = flattened(run, tree, is_prefetched)
-    shards = [lax.stop_gradient(_stack(leaf)) for leaf in map(communicated, prefetched) if leaf is not None]
+    shards = [lax.stop_gradient(stack_of(leaf)) for leaf in map(communicated, prefetched) if leaf is not None]
     fixed, last = jax.tree.map(lax.stop_gradient, resident), len(numbers) - 1
     loop = PrefetchLoop.of(prefetched, run_flat, saving, sums is not None)
     example = (x, loop.of_layer(loop.gather(shards, 0), shards, 0), index_layer(fixed, 0), numbers[0])
@@ -193,7 +164,9 @@ def _add_to_forward(array: Array, carried: Array) -> tuple[tuple[Array, Array], 
 
 
 def _add_to_backward(_: None, gradients: tuple[Array, Array]) -> tuple[None, Array]:
+    """Adds the gradient of `array` to the accumulator, in its shape; `array` itself gets none."""
     gradient, accumulator = gradients
+    # The carried copy is read by no layer: its cotangent is an accumulator.
     return None, accumulator + gradient
 
 
@@ -348,10 +321,6 @@ class _VjpWithoutParameters:
         """Rebuilds the vjp function with these parameters, which were regathered."""
         saved = iter(self.saved)
         return jax.tree.unflatten(self.tree, [next(saved) if i is None else parameters[i] for i in self.indices])
-
-
-def _stack(leaf: ShardedParam | ReplicatedParam) -> Array:
-    return leaf.shard if isinstance(leaf, ShardedParam) else leaf.array
 
 
 def _zeros_like(arrays: list[Array]) -> list[Array]:

@@ -1,0 +1,105 @@
+"""Sizes of Retro (arXiv 2112.04426), and what it is not combined with."""
+
+from typing import TYPE_CHECKING
+
+from mtjax.errors import UserError
+
+if TYPE_CHECKING:
+    from mtjax.config.model import Model
+    from mtjax.config.run import Config
+
+SHALLOW = 15
+"""Layers up to which chunked cross-attention begins in layer 6 instead of 9, as in Megatron."""
+
+
+def first_retro_layer(model: "Model") -> int:
+    """Returns the number, counted from 0, of the first layer with chunked cross-attention."""
+    return (model.retro_first or (6 if model.num_layers <= SHALLOW else 9)) - 1
+
+
+def later_retro_layers(model: "Model") -> tuple[int, ...]:
+    """Returns the numbers, counted from 0, of the other layers with chunked cross-attention."""
+    return tuple(range(first_retro_layer(model), model.num_layers, model.retro_every))[1:]
+
+
+def plain_layers(model: "Model") -> tuple[int, ...]:
+    """Returns the numbers of the layers without chunked cross-attention."""
+    others = {first_retro_layer(model), *later_retro_layers(model)}
+    return tuple(number for number in range(model.num_layers) if number not in others)
+
+
+def letters_of_retro(model: "Model") -> str:
+    """Returns each layer's letter: R for the first with chunked cross-attention, X for the others, P for the rest."""
+    first, later = first_retro_layer(model), later_retro_layers(model)
+    return "".join("R" if n == first else "X" if n in later else "P" for n in range(model.num_layers))
+
+
+def neighbour_length(model: "Model") -> int:
+    """Returns the tokens of a neighbour."""
+    return model.retro_retrieved_chunks * model.retro_chunk
+
+
+def num_chunks(model: "Model") -> int:
+    """Returns the chunks of a sample."""
+    return model.sequence_length // model.retro_chunk
+
+
+def neighbour_tokens(model: "Model") -> int:
+    """Returns the tokens of all neighbours of a sample."""
+    return num_chunks(model) * model.retro_num_neighbours * neighbour_length(model)
+
+
+def check_retro(model: "Model") -> None:
+    """Checks the sizes of chunks and neighbours, and where chunked cross-attention begins.
+
+    Raises:
+      UserError: they are inconsistent; names the settings and what fits.
+    """
+    length, chunk, neighbour = model.sequence_length, model.retro_chunk, neighbour_length(model)
+    if length % chunk:
+        raise UserError(
+            f"sequence_length {length} is not a multiple of retro_chunk {chunk}, the tokens that read the same "
+            "neighbours: change one of the two"
+        )
+    if neighbour > length:
+        raise UserError(
+            f"a neighbour has {neighbour} tokens (retro_retrieved_chunks {model.retro_retrieved_chunks} x retro_chunk "
+            f"{chunk}), and sequence_length, the number of learned positions, is {length}: use {neighbour} or more"
+        )
+    if first_retro_layer(model) >= model.num_layers:
+        default = "" if model.retro_first else ", its default"
+        raise UserError(
+            f"retro_first is {first_retro_layer(model) + 1}{default}, and num_layers is {model.num_layers}: no layer "
+            "would read neighbours; use --retro-first with a number up to num_layers"
+        )
+    if model.num_kv_heads not in (None, model.num_heads):
+        raise UserError(
+            f"num_kv_heads is {model.num_kv_heads}, and the family retro needs as many as num_heads ({model.num_heads})"
+        )
+    if model.lora_rank:
+        raise UserError(f"lora_rank is {model.lora_rank}, and the family retro has no adapters: remove lora_rank")
+
+
+def check_retro_run(config: "Config") -> None:
+    """Checks that a run of Retro has no settings that its layers do not support.
+
+    Raises:
+      UserError: it has one.
+    """
+    model, training, data = config.model, config.training, config.data
+    if model.family != "retro":
+        return
+    refused = {
+        f"recompute_method {training.recompute_method}": training.recompute_method != "uniform",
+        f"recompute_num_layers {training.recompute_num_layers}": training.recompute_num_layers > 1,
+        "recompute_offload": training.recompute_offload,
+        "unroll_layers": training.unroll_layers,
+        f"fp8 {training.fp8}": training.fp8 != "none",
+        f"attention {model.attention}": model.attention in ("cudnn", "blocks"),
+        "reset_position_ids": data.reset_position_ids,
+        "reset_attention_mask": data.reset_attention_mask,
+        "a teacher": config.finetuning.teacher is not None,
+        f"task {config.finetuning.task}": config.finetuning.task != "none",
+    }
+    for setting in (name for name, is_set in refused.items() if is_set):
+        raise UserError(f"{setting} does not support the family retro: remove it")

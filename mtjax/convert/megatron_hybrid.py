@@ -1,0 +1,148 @@
+"""Megatron-Core's hybrid models: their patterns of layers, and translation of their arguments and settings."""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from mtjax.config import Model
+from mtjax.config.layer_pattern import expanded, shortened_pattern
+from mtjax.config.ssm import letters_of
+from mtjax.convert.families.parts import value_of
+from mtjax.convert.megatron_experts import has_experts
+from mtjax.errors import UserError
+from mtjax.migrate.megatron import default_of
+
+EPSILON, TAPS = 1e-5, 4
+"""Constants of Megatron's Mamba-2 layers: the epsilon of the gated norm, and the tokens of the convolution."""
+SIZES: Mapping[str, str] = {
+    "mamba_num_heads": "ssm_heads",
+    "mamba_head_dim": "ssm_head_dim",
+    "mamba_state_dim": "ssm_state",
+    "mamba_num_groups": "ssm_groups",
+}
+"""Arguments of Mamba-2 layers -> mtjax's settings."""
+PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
+"""Arguments of the pattern: now, and until Megatron-Core 0.16."""
+RATIOS = ("hybrid_attention_ratio", "hybrid_mlp_ratio")
+ALLOWED = frozenset({"position_embedding_type", *PATTERNS})
+"""Arguments of a GPT of which hybrid models have other values."""
+_SPECS = ("mamba_stack_spec", "hybrid_stack_spec")
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(mixer|self_attention|mlp\.router|mlp)\.")
+_LETTERS: Mapping[str, str] = {"mixer": "M", "self_attention": "*", "mlp": "-", "mlp.router": "E"}
+
+
+def is_hybrid(arguments: Mapping[str, Any]) -> bool:
+    """Returns whether arguments are those of a hybrid model."""
+    spec = arguments.get("spec") or ()
+    words = (spec,) if isinstance(spec, str) else spec
+    named = any(arguments.get(name) for name in (*PATTERNS, *RATIOS, "is_hybrid_model"))
+    return named or any(word in _SPECS for word in words)
+
+
+def letters_in(tensors: Iterable[str]) -> str:
+    """Returns the letter of each layer of a hybrid model, by its tensors' names; "" for another model."""
+    kinds: dict[int, set[str]] = {}
+    for name in tensors:
+        if match := _LAYER.match(name):
+            kinds.setdefault(int(match[1]), set()).add(_LETTERS[match[2]])
+    # A router is in an MLP's place; attention and an MLP in one layer are a transformer's.
+    found = ["E" if of == {"-", "E"} else "".join(sorted(of)) for _, of in sorted(kinds.items())]
+    return "".join(found) if all(len(letter) == 1 for letter in found) else ""
+
+
+def pattern_of(arguments: Mapping[str, Any]) -> str:
+    """Returns the letters of the layers that arguments describe.
+
+    Raises:
+      UserError: the pattern has layers that mtjax does not have, or there is neither a pattern nor a number of layers.
+    """
+    given = next((str(arguments[name]) for name in PATTERNS if arguments.get(name)), None)
+    if given is not None:
+        return expanded(given.replace("|", ""))  # stages have equal numbers of layers
+    if arguments.get("num_layers") is None:
+        raise UserError("missing --hybrid-layer-pattern or --num-layers")
+    attention, mlp = (float(arguments.get(name) or 0) for name in RATIOS)
+    if attention < 0 or mlp < 0 or attention + mlp > 1:
+        raise UserError(
+            f"--hybrid-attention-ratio {attention:g} and --hybrid-mlp-ratio {mlp:g} must be 0 or more, and 1 or less "
+            "together"
+        )
+    return _spread(arguments["num_layers"], attention, mlp)
+
+
+def _spread(layers: int, attention: float, mlp: float) -> str:
+    """Returns the layers by their shares, as Megatron-Core places them: attention evenly between sections of Mamba-2,
+    then MLPs evenly in place of Mamba-2, the last of each section first."""
+    places = round(layers * attention)
+    letters = _placed(["M"] * layers, "*", (layers - places) / (places + 1))
+    if not (replaced := round(layers * mlp)):
+        return "".join(letters)
+    return "".join(_placed(letters, "-", (layers - places - replaced) / replaced))
+
+
+def _placed(letters: list[str], letter: str, section: float) -> list[str]:
+    """Puts a letter behind every section of so many M, counted with fractions."""
+    found, left = [], section
+    for old in letters:
+        is_end = old == "M" and left < 0.5
+        found.append(letter if is_end else old)
+        left += section if is_end else -1 if old == "M" else 0
+    return found
+
+
+def unread_hybrid(arguments: Mapping[str, Any], letters: str) -> list[str]:
+    """Returns the arguments with which mtjax does not support a hybrid model."""
+    position = arguments.get("position_embedding_type") or default_of("position_embedding_type")
+    epsilon = arguments.get("norm_epsilon", arguments.get("layernorm_epsilon")) or EPSILON
+    wrong = {
+        f"position_embedding_type is {position!r} in a hybrid model": position not in ("none", "rope"),
+        f"norm_epsilon is {epsilon:g}, and the gated norm of Megatron's Mamba-2 layers has {EPSILON:g}": (
+            "M" in letters and epsilon != EPSILON
+        ),
+        "qk_layernorm is True, which Megatron's hybrid models ignore": bool(arguments.get("qk_layernorm")),
+        f"num_experts is {arguments.get('num_experts')!r} for layers with experts (E)": (
+            "E" in letters and not has_experts(arguments)
+        ),
+    }
+    return [what for what, holds in wrong.items() if holds]
+
+
+def hybrid_settings(arguments: Mapping[str, Any], letters: str) -> dict[str, Any]:
+    """Returns mtjax's settings of a hybrid model from the arguments, besides those of a decoder."""
+    sizes = {ours: arguments.get(theirs) or default_of(theirs) for theirs, ours in SIZES.items()}
+    is_rope = arguments.get("position_embedding_type") == "rope"
+    return {
+        "family": "hybrid",
+        "layer_pattern": shortened_pattern(letters),
+        "num_layers": len(letters),
+        "position": "rope" if is_rope else "none",
+        **sizes,
+    }
+
+
+def hybrid_misfits(model: Model, transformer_impl: str) -> dict[str, bool]:
+    """Returns descriptions of settings -> whether a hybrid model has them and Megatron does not support them."""
+    has_mamba, is_core = "M" in letters_of(model), transformer_impl == "transformer_engine"
+    return {
+        f"family hybrid in the implementation {transformer_impl}; remove --transformer-impl": not is_core,
+        f"ssm_rate_floor {model.ssm_rate_floor:g}": has_mamba and model.ssm_rate_floor != 0,
+        f"ssm_conv {model.ssm_conv} (only {TAPS})": has_mamba and model.ssm_conv != TAPS,
+        f"norm_epsilon {model.norm_epsilon:g} (only {EPSILON:g}) in the gated norm of Mamba-2": (
+            has_mamba and model.norm_epsilon != EPSILON
+        ),
+        "qk_norm in a hybrid model": model.qk_norm,
+    }
+
+
+def hybrid_arguments(model: Model) -> dict[str, Any]:
+    """Returns Megatron's arguments of a hybrid model, {} for others."""
+    if not model.layer_pattern:
+        return {}
+    return {
+        **{theirs: value_of(model, ours) for theirs, ours in SIZES.items()},
+        "is_hybrid_model": True,
+        **dict.fromkeys(PATTERNS, letters_of(model)),
+        **dict.fromkeys(RATIOS, 0.0),
+        "position_embedding_type": model.position,
+        "spec": ["megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec"],
+    }

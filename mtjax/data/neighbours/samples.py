@@ -1,0 +1,181 @@
+"""What neighbours have to know of a run's samples: what shapes them, and which documents each of them reads."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from mtjax.config import Config
+from mtjax.data.batches.batch_schedule import train_samples
+from mtjax.data.corpus.indexed import IndexedDataset
+from mtjax.data.datasets import RETRO, SplitOpener, open_samples
+from mtjax.data.neighbours.header import Settings
+from mtjax.data.neighbours.reader import Neighbours, WithNeighbours
+from mtjax.data.samples.blend import BlendedDataset
+from mtjax.data.samples.gpt import GPTDataset
+from mtjax.data.samples.order import Concatenated, SampleOrder, Shifted, TrainingText
+from mtjax.data.samples.sample import Dataset
+from mtjax.data.samples.split import Split
+from mtjax.data.tokens.identity import content_digest
+from mtjax.data.tokens.tokenizer import Tokenizer
+from mtjax.errors import UserError
+
+
+@dataclass(frozen=True)
+class Training:
+    """The training text of a run: the database in which neighbours are searched.
+
+    Attributes:
+      corpora: each once, in the order of the run's sources.
+      bounds: its training documents, first and one past the last.
+      texts: as the run describes them.
+    """
+
+    corpora: list[IndexedDataset]
+    bounds: list[tuple[int, int]]
+    texts: list[TrainingText]
+
+    def described(self) -> list[dict[str, Any]]:
+        """Returns the records of the corpora for the header."""
+        return [
+            {"name": str(corpus.prefix), "content": corpus.content(), "first": first, "documents": end - first}
+            for corpus, (first, end) in zip(self.corpora, self.bounds, strict=True)
+        ]
+
+
+def training_text(opener: SplitOpener) -> Training:
+    """Opens the corpora of a run's training text; one that is named twice is in it once."""
+    found: dict[str, tuple[IndexedDataset, tuple[int, int], TrainingText]] = {}
+    for source in opener.sources:
+        corpus, text = opener.corpus(source), opener.describe(source)
+        found.setdefault(corpus.content(), (corpus, (text.first, text.first + text.documents), text))
+    corpora, bounds, texts = zip(*found.values(), strict=True)
+    return Training(list(corpora), list(bounds), list(texts))
+
+
+def settings_of(config: Config, opener: SplitOpener, dataset: Dataset, order: SampleOrder, chunk: int) -> Settings:
+    """Returns what shapes the samples of a split.
+
+    Raises:
+      UserError: chunks don't divide a sample, or the samples are not those of a GPT.
+    """
+    length = config.model.sequence_length
+    if length % chunk:
+        raise UserError(f"sequence_length {length} must be a multiple of retro_chunk {chunk}")
+    texts = [asdict(opener.describe(source)) for source in opener.sources]
+    return Settings(
+        retro_chunk=chunk,
+        sequence_length=length,
+        seed=config.training.seed,
+        split=opener.shares,
+        add_extra_token_to_sequence=config.data.add_extra_token_to_sequence,
+        drop_last_partial_validation_sequence=(
+            config.data.drop_last_partial_validation_sequence if opener.split == "valid" else None
+        ),
+        tokenizer=content_digest(opener.text.tokenizer),
+        texts=texts,
+        order=order_of(dataset),
+        requested=list(order.counts),
+    )
+
+
+def order_of(dataset: Dataset) -> Any:
+    """Returns the numbers from which the order of samples follows, as JSON values: passes, and where they are cut.
+
+    Raises:
+      UserError: they are not samples of a GPT.
+    """
+    if isinstance(dataset, GPTDataset):
+        return {**asdict(dataset.plan), "seed": dataset.options.seed}
+    if isinstance(dataset, Concatenated):
+        return [order_of(part) for part in dataset.parts]
+    if isinstance(dataset, BlendedDataset):
+        return {"blend": [order_of(part) for part in dataset.datasets]}
+    if isinstance(dataset, Shifted):
+        return {"begins": dataset.begins, "of": order_of(dataset.dataset)}
+    raise UserError("neighbours are of the samples of a decoder: bert and t5 have none")
+
+
+def documents_of(dataset: Dataset, index: int) -> tuple[IndexedDataset, np.ndarray]:
+    """Returns the corpus of a sample, and the numbers of the sequences in it that the sample reads."""
+    if isinstance(dataset, Shifted):
+        return documents_of(dataset.dataset, index - dataset.begins)
+    if isinstance(dataset, Concatenated):
+        return documents_of(*dataset.part_of(index))
+    if isinstance(dataset, BlendedDataset):
+        return documents_of(dataset.datasets[int(dataset.dataset_index[index])], int(dataset.sample_index[index]))
+    assert isinstance(dataset, GPTDataset)  # `order_of` refuses others
+    number = int(dataset.shuffle_index[index])
+    first, last = int(dataset.sample_index[number][0]), int(dataset.sample_index[number + 1][0])
+    return dataset.tokens, np.unique(dataset.document_index[first : last + 1])
+
+
+def with_neighbours(config: Config, split: Split, order: SampleOrder, tokenizer: Tokenizer | None) -> WithNeighbours:
+    """Opens the samples of a split with the array `neighbours`: int32[chunks, k, retrieved_chunks x chunk].
+
+    Args:
+      config: names the prefix of the files that `mtjax data neighbours` wrote; see also `datasets.open_dataset`.
+      split: train or valid.
+      order: how many samples the run needs, and needed before.
+      tokenizer: the run's; the one that the config names when None.
+
+    Raises:
+      UserError: the neighbours are of other samples, missing or damaged; or as `datasets.open_dataset`.
+    """
+    model, prefix = config.model, str(config.data.neighbours)
+    if model.family != RETRO:
+        raise UserError(f"--neighbours {prefix} is for the family retro, and the run's is {model.family}: remove it")
+    opener = SplitOpener(config, split, tokenizer)
+    dataset = open_samples(opener, order)
+    training = training_text(opener if split == "train" else SplitOpener(config, "train", opener.text.tokenizer))
+    neighbours = Neighbours.open(
+        prefix,
+        split,
+        settings_of(config, opener, dataset, order, model.retro_chunk),
+        training.corpora,
+        eod=opener.text.tokenizer.eod,
+        vocab_size=opener.text.tokenizer.vocab_size,
+        num_neighbours=model.retro_num_neighbours,
+        retrieved_chunks=model.retro_retrieved_chunks,
+    )
+    _check_bounds(neighbours, training)
+    return WithNeighbours(dataset, neighbours, order.counts[-1])
+
+
+def _check_bounds(neighbours: Neighbours, training: Training) -> None:
+    """Refuses a database of other documents: they may be the run's validation text."""
+    pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]] = list(
+        zip(neighbours.header.database, training.described(), strict=True)
+    )
+    for made, run in pairs:
+        theirs, ours = ((each["first"], each["first"] + each["documents"]) for each in (made, run))
+        if theirs != ours:
+            raise UserError(
+                f"the neighbours {neighbours.prefix} were searched in the documents {theirs[0]} to {theirs[1]} of "
+                f"{made['name']}, and the run trains on {ours[0]} to {ours[1]}: make them anew with mtjax data "
+                "neighbours"
+            )
+
+
+def orders_of(config: Config, earlier: Sequence[int] = ()) -> dict[Split, SampleOrder]:
+    """Returns the orders of a run's training and validation samples; none of validation where it has none.
+
+    Args:
+      config: of the run.
+      earlier: numbers of training samples that it asked for before it was made longer, ascending.
+
+    Raises:
+      UserError: they don't ascend up to the run's own.
+    """
+    totals = (*earlier, train_samples(config.training))
+    if list(totals) != sorted(set(totals)) or totals[0] < 1:
+        numbers = ", ".join(map(str, totals))
+        raise UserError(
+            f"--earlier and the run's samples are {numbers}, and must ascend: give the numbers before the last"
+        )
+    orders: dict[Split, SampleOrder] = {"train": SampleOrder(0, totals)}
+    if config.output.valid_every:
+        count = config.output.valid_batches * config.training.global_batch_size
+        orders["valid"] = SampleOrder(0, (count,))
+    return orders

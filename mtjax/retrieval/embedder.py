@@ -1,0 +1,147 @@
+"""Embeds pieces of text: the mean of an encoder's last hidden states over the tokens of each."""
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from mtjax.config import Parallel
+from mtjax.convert.saved_model import Hints, SavedModel, for_rows, vocab_multiple_for
+from mtjax.data.cache import digest
+from mtjax.errors import UserError
+from mtjax.finetune.samples import Encoder
+from mtjax.layout.mesh import parse_mesh
+from mtjax.models.families.bert import Encoder as BERTEncoder
+from mtjax.models.final_hidden_states import final_hidden_states
+from mtjax.models.project import reshard_sequence
+from mtjax.models.sharded_model import ShardedModel, Tree
+from mtjax.runtime.devices import attach_devices
+from mtjax.sharding.axes import use_rules
+from mtjax.sharding.global_batch import global_batch, process_rows
+from mtjax.sharding.placement import replicated
+
+SHORTEST = 32
+"""Tokens of the shortest shape; each next one is twice as long."""
+HEADS = ("head", "order", "output")
+"""Modules behind the encoder."""
+RULE = "mean of the last hidden states, without [CLS] and [SEP]"
+
+
+class Embedder:
+    """An encoder on a mesh.
+
+    Attributes:
+      name: as the user typed it.
+      max_tokens: tokens that are read of a text, with those in front and behind; a longer one is cut.
+      width: of an embedding.
+    """
+
+    def __init__(
+        self, name: str, *, mesh: str = "1x1", rows: int = 128, max_tokens: int = 256, dtype: str = "float32"
+    ) -> None:
+        """Reads the weights.
+
+        Args:
+          name: `hf:FOLDER`, a run or other weights of a BERT.
+          mesh: DATAxMODEL.
+          rows: texts in a batch per data-parallel rank.
+          max_tokens: see the attribute.
+          dtype: in which the encoder computes.
+
+        Raises:
+          UserError: there are no such weights, or they are not of an encoder.
+        """
+        shape = parse_mesh(mesh)
+        self.name, self._saved = name, SavedModel.open(name, Hints(vocab_multiple_for(shape)), "--embedder")
+        model = self._saved.config.model
+        if model.family != "bert":
+            raise UserError(
+                f"--embedder {name} is of the family {model.family}, and must be a bert: it reads both ways"
+            )
+        if max_tokens > model.sequence_length:
+            raise UserError(
+                f"--embedder-tokens is {max_tokens}, and --embedder {name} reads {model.sequence_length} tokens: give "
+                "at most as many"
+            )
+        self.max_tokens, self.width, self._dtype = max_tokens, model.hidden_size, dtype
+        parallel = Parallel(mesh=mesh)
+        config = for_rows(self._saved.config, parallel, rows, compute_dtype=dtype)
+        self._placed = ShardedModel(config, attach_devices(shape))
+        if self._placed.stages > 1 or self._placed.layout.rules.seq:
+            raise UserError(
+                f"the mesh {mesh} has pipeline stages or context ranks, and an embedder runs without: take DATAxMODEL"
+            )
+        self._encoder = Encoder(self._saved.tokenizer()[1], model.family)
+        self._batch = config.training.global_batch_size
+        self._mine = process_rows(self._placed.batch_sharding, self._batch)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A digest of the weights' content, of type and tokens, and of how the states become one vector."""
+        return digest({"weights": self._saved.content, "tokens": self.max_tokens, "dtype": self._dtype, "rule": RULE})
+
+    @cached_property
+    def _parameters(self) -> Tree:
+        """The parameters of the encoder, and zeros for its heads, which folders of encoders alone don't have."""
+        return self._saved.parameters(self._placed, without=HEADS)
+
+    def embed(self, texts: Sequence[str]) -> np.ndarray:
+        """Returns float16[texts, width]; zeros for a text without tokens.
+
+        Raises:
+          UserError: a number is not finite in float16.
+        """
+        out = np.zeros((len(texts), self.width), np.float16)
+        ids = [ids for (ids,) in self._encoder.encode([(text,) for text in texts])]
+        sizes = np.array([min(len(each) + 2, self.max_tokens) if len(each) else 0 for each in ids])
+        for length in self._lengths:
+            chosen = np.flatnonzero((sizes > 0) & (sizes <= length))
+            sizes[chosen] = 0
+            for at in range(0, len(chosen), self._batch):
+                rows = chosen[at : at + self._batch]
+                out[rows] = self._embed([ids[row] for row in rows], length)
+        if not np.isfinite(out).all():
+            bad = texts[int(np.argmin(np.isfinite(out).all(axis=1)))]
+            raise UserError(f"--embedder {self.name} gives numbers beyond float16, for example for {bad[:60]!r}")
+        return out
+
+    @property
+    def _lengths(self) -> list[int]:
+        steps = (SHORTEST << i for i in range(self.max_tokens.bit_length()))
+        return [length for length in steps if length < self.max_tokens] + [self.max_tokens]
+
+    def _embed(self, ids: Sequence[np.ndarray], length: int) -> np.ndarray:
+        tokens = np.full((self._batch, length), self._encoder.format.pad, np.int32)
+        sizes = np.full(self._batch, 3)  # rows that fill up the batch have a token, so that no mean is of nothing
+        for i, each in enumerate(ids):
+            row, _ = self._encoder.format.row((each,), length)
+            tokens[i, : len(row)], sizes[i] = row, len(row)
+        place = np.arange(length)
+        is_text = ((place > 0) & (place < sizes[:, None] - 1)).astype(np.float32)
+        arrays = {
+            "tokens": tokens,
+            "token_types": np.zeros_like(tokens),
+            "padding_mask": (place < sizes[:, None]).astype(np.int32),
+            "is_text": is_text,
+        }
+        local = {name: array[self._mine] for name, array in arrays.items()}
+        batch = global_batch(self._placed.batch_sharding, local, self._batch)
+        return np.asarray(self._placed.on_mesh(self._compiled, self._parameters, batch))[: len(ids)]
+
+    @cached_property
+    def _compiled(self) -> Any:
+        return jax.jit(self._mean, out_shardings=replicated(self._placed.mesh))
+
+    def _mean(self, parameters: Tree, batch: dict[str, Array]) -> Array:
+        """Returns float16[batch, width]."""
+        with use_rules(self._placed.layout.rules):
+            model = self._placed.inference_model(parameters)
+            assert isinstance(model, BERTEncoder)  # checked in __init__
+            hidden = model.final_norm(final_hidden_states(self._placed, parameters, batch))
+            hidden = reshard_sequence(hidden, "seq").astype(jnp.float32)
+            weights = batch["is_text"][:, :, None]
+            return ((hidden * weights).sum(axis=1) / weights.sum(axis=1)).astype(jnp.float16)

@@ -1,0 +1,69 @@
+"""The devices of a process: the machine's GPUs, or virtual CPU devices."""
+
+import os
+from pathlib import Path
+
+import jax
+from jax.sharding import Mesh
+
+from mtjax.errors import UserError
+from mtjax.layout.mesh import MeshShape
+from mtjax.sharding.mesh import make_mesh
+
+MAX_CPU_DEVICES = 256
+"""Virtual devices of one process. XLA: on CPUs, their collectives block, on at most 256 threads (kMaxIntraOpThreads):
+with more devices, all threads may wait for a device without a thread."""
+THREADS_PER_DEVICE = 4
+"""XLA's threads for each virtual device. XLA: on CPUs, collectives of a device that do not depend on each other, such
+as all-reduces over two axes, run in any order, each blocking a thread. With one thread per device, XLA's default, all
+may wait for a device without a thread."""
+
+
+def attach_devices(shape: MeshShape, num_processes: int = 1) -> Mesh:
+    """Builds the mesh over this machine's devices (those of all processes when there are several).
+
+    On a machine with only CPUs it creates as many virtual devices as the mesh needs; call it before anything else
+    uses a device.
+
+    Raises:
+      UserError: there are fewer GPUs than the mesh needs, or its size is not a multiple of the number of processes.
+    """
+    if shape.size % num_processes:
+        raise UserError(
+            f"mesh {shape} has {shape.size} devices, which is not a multiple of {num_processes} processes: choose "
+            "another mesh or another number of processes"
+        )
+    on_cpus = os.environ.get("JAX_PLATFORMS") == "cpu" or not has_gpu()
+    if shape.size > 1 and on_cpus:  # XLA reads NPROC when it creates its devices
+        threads = THREADS_PER_DEVICE * shape.size // num_processes
+        os.environ.setdefault("NPROC", str(min(threads, MAX_CPU_DEVICES)))
+    use_cpu_devices(shape.size // num_processes)
+    devices = jax.devices()
+    if devices[0].platform == "cpu" and shape.size // num_processes > MAX_CPU_DEVICES:
+        raise UserError(
+            f"mesh {shape} gives a process {shape.size // num_processes} virtual CPU devices, and XLA deadlocks with "
+            f"more than {MAX_CPU_DEVICES}: use more processes (--num-processes), as `mtjax train` does automatically"
+        )
+    if len(devices) < shape.size:
+        kind = devices[0].device_kind
+        raise UserError(
+            f"mesh {shape} needs {shape.size} devices, and there are {len(devices)} ({kind}): choose a smaller mesh, "
+            f"or inspect the program without the devices: mtjax inspect --mesh {shape}"
+        )
+    return make_mesh(shape, devices)
+
+
+def use_cpu_devices(count: int) -> None:
+    """Requests `count` virtual CPU devices, and restricts jax to the CPU if the machine has no GPU."""
+    try:
+        jax.config.update("jax_num_cpu_devices", count)
+    except RuntimeError:  # devices exist already, as in tests: their number is fixed
+        return
+    # Without a GPU, CUDA's plugin (installed for compile-only programs) would warn about the missing driver.
+    if not os.environ.get("JAX_PLATFORMS") and not has_gpu():
+        jax.config.update("jax_platforms", "cpu")
+
+
+def has_gpu() -> bool:
+    """Returns whether the machine has an NVIDIA device file, without starting a driver."""
+    return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()

@@ -1,0 +1,46 @@
+"""Computes a model's output, instead of its losses, for a global batch."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from mtjax.layout.rules import Axes
+from mtjax.sharding.axes import psum_shards, varying_axes
+from mtjax.sharding.manual_region import ManualRegion, mark_varying
+from mtjax.sharding.microbatch_schedule import LossModel, MicrobatchSchedule
+
+Tree = Any
+
+
+def distributed_output(
+    model: LossModel,
+    parameters: Tree,
+    batch: Tree,
+    region: ManualRegion,
+    schedule: MicrobatchSchedule,
+    specs: Tree,
+) -> Tree:
+    """Computes the last section's output for a global batch, [global_batch_size, ...] arrays sharded as `specs`."""
+
+    def local(parameters: Tree, batch: Tree) -> Tree:
+        """Runs on each rank."""
+        batch = region.mark_stage_varying(batch)
+        output = schedule.final_boundary(model, mark_varying(parameters, batch), batch, region.records)
+        return jax.tree.map(lambda a: broadcast_from_rank0(a, region.rules.shared_work), output)
+
+    return region.map(local, batch, specs)(parameters, region.shard_batch(batch))
+
+
+def broadcast_from_rank0(x: jax.Array, besides: Axes) -> jax.Array:
+    """Broadcasts the first rank's `x` over the axes over which it varies, except those in `besides`.
+
+    The values are equal already, but their type does not express it: `x` is typed as varying over these axes.
+    """
+    axes = tuple(axis for axis in varying_axes(x) if axis not in besides)
+    if not axes:
+        return x
+    # A masked all-reduce, whose result `shard_map` types as equal on all ranks.
+    is_first = sum(lax.axis_index(axis) for axis in axes) == 0
+    return psum_shards(jnp.where(is_first, x, 0), axes)

@@ -1,0 +1,27 @@
+"""Layer-wise learning rate decay, for finetuning."""
+
+import numpy as np
+
+from mtjax.config import Model
+from mtjax.layout.stages import Orders, layer_numbers, order_of
+from mtjax.sharding.param_specs import ParamSpec
+
+
+def layer_factors(record: ParamSpec, decay: float, model: Model, orders: Orders) -> np.ndarray:
+    """Computes the learning rate of a parameter relative to the head's: `decay^(L - l)` in layer l of 0 ... L - 1, and
+    `decay^(L + 1)` below the layers, as in ELECTRA and BEiT finetuning.
+
+    The final norm has the rate of the head.
+    """
+    num_layers = model.num_layers
+    if not record.is_stacked:
+        is_below = record.name.startswith(BELOW)
+        return np.asarray(decay ** (num_layers + 1) if is_below else 1.0, np.float32)
+    order = order_of(record.name, orders)
+    layers = np.asarray(layer_numbers(model, record.name))
+    numbers = layers if order is None else layers[np.maximum(order.flat, 0)]  # padding rows take any factor
+    return (decay ** (num_layers - numbers)).astype(np.float32).reshape(-1, *(1,) * (len(record.shape) - 1))
+
+
+BELOW = ("embedding", "positions", "token_types")
+"""Prefixes of the names of parameters below the layers."""

@@ -1,0 +1,139 @@
+"""Texts of a Retro with neighbours that are given: token by token what one pass over the whole text predicts."""
+
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from mtjax.data.tokens.tokenizer import open_tokenizer
+from mtjax.errors import UserError
+from mtjax.generate.completion import Completion
+from mtjax.generate.neighbours import NeighbourWriter
+from mtjax.generate.request import Sampling
+from mtjax.generate.weights import LoadedModel
+from mtjax.models.sharded_model import ShardedModel
+from mtjax.models.trunk import run_sections
+from mtjax.sharding.axes import use_rules
+from tests.data.corpora import write_bert_vocab
+from tests.tiny import mesh_of, tiny_config
+
+CHUNK, LENGTH = 8, 32
+SETTINGS = {
+    "family": "retro",
+    "num_layers": 3,
+    "retro_chunk": CHUNK,
+    "retro_first": 2,
+    "retro_every": 1,
+    "retro_encoder_layers": 1,
+    "sequence_length": LENGTH,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "retro_encoder_dropout": 0.0,
+    "vocab_size": 71,
+    "vocab_multiple": 128,
+    "init_std": 0.3,
+}
+PROMPT = "the river and one stone under a green house never walks over"
+TEXTS = ["two light walks never over a river", "stone stone under under the house " * 9]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return open_tokenizer(f"bert:{write_bert_vocab(tmp_path_factory.mktemp('vocab') / 'vocab.txt')}")
+
+
+@pytest.fixture(scope="module")
+def parameters():
+    """Of one device; the norms' scales and biases are not those of the beginning."""
+    drawn = ShardedModel(tiny_config(**SETTINGS), mesh_of("1x1")).initialize_parameters(0)
+    draw = np.random.default_rng(0)
+    return jax.tree.map(lambda a: np.asarray(a) + 0.1 * draw.standard_normal(a.shape).astype(np.float32), drawn)
+
+
+def writer_of(tokenizer, parameters, mesh: str) -> NeighbourWriter:
+    placed = ShardedModel(tiny_config(**SETTINGS), mesh_of(mesh))
+    own = jax.tree.map(jax.device_put, parameters, placed.parameter_sharding)
+    return NeighbourWriter(LoadedModel(placed, own, tokenizer, frozenset(), Path(), "bert", "", []))
+
+
+@pytest.fixture(scope="module")
+def writer(tokenizer, parameters) -> NeighbourWriter:
+    return writer_of(tokenizer, parameters, "1x1")
+
+
+def written(writer: NeighbourWriter, tokenizer, line: dict, **sampling) -> tuple[list[int], list[int], np.ndarray]:
+    """The prompt's tokens, those of the text, and the neighbours."""
+    ids, neighbours = writer.read(tokenizer.encode(PROMPT), line)
+    completion = Completion(tokenizer, tuple(ids), Sampling(**sampling), logprobs=True)
+    writer.complete(completion, ids, neighbours)
+    found = [piece.token.id for piece in completion.pieces if piece.token is not None]
+    assert completion.ended == "length"
+    return ids, found, neighbours
+
+
+@pytest.mark.parametrize(
+    ("line", "mesh"),
+    [
+        ({"neighbours": [TEXTS, [], TEXTS[:1]]}, "1x1"),
+        ({"passages": TEXTS}, "1x1"),
+        ({"passages": TEXTS}, "2x4"),
+        ({}, "1x1"),
+    ],
+)
+def test_a_text_is_what_one_pass_over_it_predicts(writer, tokenizer, parameters, line: dict, mesh: str) -> None:
+    writes = writer if mesh == "1x1" else writer_of(tokenizer, parameters, mesh)
+    ids, found, neighbours = written(writes, tokenizer, line, max_tokens=40)
+    assert len(ids) + len(found) == LENGTH  # up to the end of the context
+    placed, batch = writer._placed, {"tokens": np.array([[*ids, *found]], np.int32)}
+    batch |= {} if neighbours is None else {"neighbours": neighbours[None]}
+
+    def logits(parameters, batch):
+        with use_rules(placed.layout.rules.with_whole_samples):
+            model = placed.inference_model(parameters)
+            return model.logits(model.final_hidden(run_sections(model, batch, None)[0].x))
+
+    wanted = np.asarray(placed.on_mesh(jax.jit(logits), writer._model.parameters, batch))[0, :, :71]
+    assert found == wanted[len(ids) - 1 : -1].argmax(-1).tolist()
+    assert len({*found}) > 2
+
+
+def test_neighbours_are_in_the_chunks_for_which_they_are_given(writer, tokenizer) -> None:
+    eod = tokenizer.eod
+    rows = [tokenizer.encode(text)[: 2 * CHUNK] for text in TEXTS]
+    rows = [row + [eod] * (2 * CHUNK - len(row)) for row in rows]
+    none = [eod] * (2 * CHUNK)
+    prompt = tokenizer.encode(PROMPT)
+    assert len(prompt) == 12
+    ids, found = writer.read(prompt, {"neighbours": [[], TEXTS]})
+    assert ids == prompt and found.tolist() == [[none, none], rows, [none, none], [none, none]]
+    # The answer begins with a chunk, and all of it reads the passages.
+    ids, found = writer.read(prompt, {"passages": TEXTS[:1]})
+    assert ids == [eod] * 4 + prompt and found.tolist() == [[none, none], *[[rows[0], none]] * 3]
+    texts = [written(writer, tokenizer, {"passages": texts}, max_tokens=9)[1] for texts in (TEXTS, TEXTS[1:], [])]
+    assert len({tuple(text) for text in texts}) == 3
+    sampled = [written(writer, tokenizer, {"passages": TEXTS}, temperature=2.0, seed=seed)[1] for seed in (1, 2, 1)]
+    assert sampled[0] == sampled[2] != sampled[1]
+    penalised = written(writer, tokenizer, {"passages": TEXTS}, presence_penalty=100.0)[1]
+    assert len(set(penalised)) == len(penalised)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (
+            {"neighbours": ["one", "two"]},
+            r'"neighbours" is .*, and must be a list of texts for each chunk of the prompt',
+        ),
+        ({"neighbours": [[]] * 5}, '"neighbours" has 5 chunks, and the model has 4: give at most as many'),
+        ({"neighbours": [["a", "b", "c"]]}, "there are 3 texts for a chunk, and the model reads 2"),
+        ({"passages": "one"}, '"passages" is one, and must be a list of texts'),
+        ({"passages": [], "neighbours": []}, "the line has neighbours and passages: give one of them"),
+        ({"passages": [], "prompt": " ".join(["river"] * 25)}, "the prompt has 32 tokens with those in front of it"),
+        ({"prompt": ""}, "the prompt has no tokens"),
+    ],
+)
+def test_wrong_lines_are_one_sentence(writer, tokenizer, line: dict, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        ids, neighbours = writer.read(tokenizer.encode(line.get("prompt", PROMPT)), line)
+        writer.complete(Completion(tokenizer, tuple(ids)), ids, neighbours)
