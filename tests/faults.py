@@ -135,6 +135,20 @@ FAULTS = (
         "train",
         "test_a_skipped_step_leaves",
     ),
+    Fault(
+        "8-bit floats: the first layers are not left in 16 bits",
+        "token = _is_unquantized.set(True)",
+        "token = _is_unquantized.set(False)",
+        "train",
+        "test_a_skipped_step_leaves",
+    ),
+    Fault(
+        "8-bit floats: rows have the scales of columns",
+        "enumerate(letters) if letter in contracted)",
+        "enumerate(letters) if letter not in contracted)",
+        "train",
+        "test_a_product_with_a_scale_for_each_row",
+    ),
     # --- coming from Megatron-LM
     Fault(
         "a script's unknown arguments are ignored",

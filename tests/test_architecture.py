@@ -31,8 +31,8 @@ ARROWS: dict[str, set[str]] = {
         f"sharding.{part}"
         for part in (
             *("axes", "context", "experts", "vocab", "vocab_embedding", "distillation", "trainable"),
-            *("vocab_weighted", "stacked_collectives"),
-            *("prefetch", "flash", "kv_heads", "stored_weight", "no_hoist", "param_comm", "unstack", "float8"),
+            *("vocab_weighted", "stacked_collectives", "float8", "float8_rows"),
+            *("prefetch", "flash", "kv_heads", "stored_weight", "no_hoist", "param_comm", "unstack"),
         )
     },
     "data": BASE,

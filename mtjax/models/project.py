@@ -19,13 +19,13 @@ from mtjax.sharding.unstack import computes_apart, is_unrolled
 
 
 class ProductRule(Protocol):
-    """Computes a product, and its gradients, in the place of `_product`."""
+    """Computes a product, and its gradients, in the place of `product`."""
 
     gathers_sequence: bool
     """Whether it gathers the sequences of its input itself, in fewer bits, where sequence parallelism shards them."""
 
     def __call__(self, dims: tuple[str, ...], sharding: PartitionSpec, x: Array, weight: Array, /) -> Array:
-        """Computes `x W`; arguments as of `_product`."""
+        """Computes `x W`; arguments as of `product`."""
         ...
 
 
@@ -50,7 +50,7 @@ def project(
       sequence: logical name of the result's sequence: "act_seq" where it is added to the hidden states.
       save_for_backward: whether layers that save their products save this one; else it is recomputed.
       by_sample: whether it is saved batch-major, for consumers that read it sample by sample, such as attention.
-      rule: computes the product of x and W, in the place of `_product`, and their gradients; for example in 8 bits.
+      rule: computes the product of x and W, in the place of `product`, and their gradients; for example in 8 bits.
 
     Returns:
       [batch, seq, *outputs].
@@ -69,25 +69,25 @@ def project(
         bias = _own_part(bias, x) if splits_width and bias is not None else bias
     scales = None
     if isinstance(weight, StoredWeight):
-        product, scales = weight.product(x, num_inputs, sharding), weight.scales
+        result, scales = weight.product(x, num_inputs, sharding), weight.scales
     else:
-        # `_product` is a custom_vjp, and its weight's gradient varies over mesh axes like x: so must the weight.
+        # `product` is a custom_vjp, and its weight's gradient varies over mesh axes like x: so must the weight.
         dims = letters_of(x.ndim - num_inputs, num_inputs, len(outputs))
-        # Unrolled layers compute the gradient in the type in which it is reduced: `_product` casts the weight.
+        # Unrolled layers compute the gradient in the type in which it is reduced: `product` casts the weight.
         matrix = weight if is_unrolled() else weight.astype(x.dtype)
-        product: Any = (rule or _product)(dims, sharding, x, varying_like(matrix, x))
+        result: Any = (rule or product)(dims, sharding, x, varying_like(matrix, x))
     # The name is given before or after the transpose back. XLA: it would transpose the stacks of saved products
     # if these were seq-major and their consumer batch-major.
     if save_for_backward and not by_sample:
-        product = checkpoint_name(product, SAVED)
+        result = checkpoint_name(result, SAVED)
     if is_seq_major:
-        product = seq_major(product)
+        result = seq_major(result)
     if save_for_backward and by_sample:
-        product = checkpoint_name(product, SAVED)
+        result = checkpoint_name(result, SAVED)
     if bias is None and scales is None:
-        return product
+        return result
     # In float32, so that the bias' gradient is summed over tokens, and reduced over the mesh, in float32.
-    wide = product.astype(jnp.float32) if scales is None else product.astype(jnp.float32) * scales
+    wide = result.astype(jnp.float32) if scales is None else result.astype(jnp.float32) * scales
     return (wide if bias is None else wide + bias).astype(x.dtype)
 
 
@@ -126,7 +126,7 @@ def seq_major(x: Float[Array, "one another ..."]) -> Float[Array, "another one .
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _product(dims: tuple[str, ...], sharding: PartitionSpec, x: Array, weight: Array) -> Array:
+def product(dims: tuple[str, ...], sharding: PartitionSpec, x: Array, weight: Array) -> Array:
     """Computes `x W`.
 
     Args:
@@ -145,7 +145,7 @@ def _product(dims: tuple[str, ...], sharding: PartitionSpec, x: Array, weight: A
 def _product_forward(
     dims: tuple[str, ...], sharding: PartitionSpec, x: Array, weight: Array
 ) -> tuple[Array, tuple[Array, Array]]:
-    return _product(dims, sharding, x, weight), (x, weight)
+    return product(dims, sharding, x, weight), (x, weight)
 
 
 def _product_backward(
@@ -185,4 +185,4 @@ def _product_backward(
     return x_gradient, weight_gradient.reshape(saved[1].shape, out_sharding=weight_spec)
 
 
-_product.defvjp(_product_forward, _product_backward)
+product.defvjp(_product_forward, _product_backward)
