@@ -84,8 +84,8 @@ class CompiledStep:
     @cached_property
     def plan(self) -> Plan:
         """The plan for formulas, with the compiled attention kernel."""
-        compiled = {"flash_attention": "fmha" in self.text, "joins_parallel": self.target.is_gpu}
-        return Plan.of(self.config, self.mesh, **compiled)
+        is_flash = "fmha" in self.text
+        return Plan.of(self.config, self.mesh, flash_attention=is_flash, joins_parallel=self.target.is_gpu)
 
     @property
     def guessed_matmuls(self) -> int:
