@@ -86,6 +86,13 @@ FAULTS = (
         "test_a_file_of_rows",
     ),
     Fault(
+        "neighbours: passages are read by the first chunk of the answer alone",
+        "[line[PASSAGES]] * (num_chunks(model) - read)",
+        "[line[PASSAGES]]",
+        "retrieval",
+        "test_neighbours_are_in_the_chunks",
+    ),
+    Fault(
         "neighbours: no more are searched where too many were dropped",
         "short.append(query)",
         "pass",
@@ -128,6 +135,20 @@ FAULTS = (
         "train",
         "test_a_skipped_step_leaves",
     ),
+    Fault(
+        "8-bit floats: the first layers are not left in 16 bits",
+        "token = _is_unquantized.set(True)",
+        "token = _is_unquantized.set(False)",
+        "train",
+        "test_a_skipped_step_leaves",
+    ),
+    Fault(
+        "8-bit floats: rows have the scales of columns",
+        "enumerate(letters) if letter in contracted)",
+        "enumerate(letters) if letter not in contracted)",
+        "train",
+        "test_a_product_with_a_scale_for_each_row",
+    ),
     # --- coming from Megatron-LM
     Fault(
         "a script's unknown arguments are ignored",
@@ -151,6 +172,13 @@ FAULTS = (
         "test_a_blend_is_compared_by_its_shares",
     ),
     # --- hybrid models
+    Fault(
+        "LoRA: the parts of Mamba-2's first product are not merged",
+        '("a", "b" if kind == "weight" else kind)',
+        '"ab"',
+        "models",
+        "test_merged_adapters_are_the_same_model",
+    ),
     Fault(
         "state space: decays have the type of the inputs",
         "triangle, rate * a, precision=HIGHEST)",

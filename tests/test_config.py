@@ -367,7 +367,10 @@ def test_a_file_may_name_its_family_last(tmp_path: Path) -> None:
             {"family": "hybrid", "layer_pattern": "H", "ssm_scales": (1.0, 2.0)},
             "ssm_scales has 2 numbers, and needs 5: of",
         ),
-        ({"family": "hybrid", "layer_pattern": "M", "lora_rank": 4}, "the family hybrid has no adapters"),
+        (
+            {"family": "hybrid", "layer_pattern": "M", "lora_rank": 4, "lora_targets": "mlp"},
+            "lora_targets is mlp, and layer_pattern 'M' has none of these layers",
+        ),
         (
             {"family": "hybrid", "layer_pattern": "M", "unroll_layers": True},
             "unroll_layers does not support the",

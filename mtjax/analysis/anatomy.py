@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from mtjax.analysis.parts.part import Part, Weight
 from mtjax.config import Model
+from mtjax.config.adapters import is_trainable
 from mtjax.config.sizes import layer_parallel
 from mtjax.layout.layouts import LAYERS
 from mtjax.layout.stacks import LayerStack
@@ -40,6 +41,11 @@ class Stack(LayerStack):
         if self.norms_outputs:
             return ()
         return self.sublayers[-1:] if self.parallel == "no" else self.sublayers
+
+    def joined(self, part: Part) -> dict[str, bool]:
+        """Returns what of a component of a parallel layer is summed with the next one's: `ResidualStream`'s fields."""
+        is_first = part is self.parts[0] and self.parallel != "no"
+        return {"joins_output": is_first, "joins_input": is_first and self.parallel == "one_norm"}
 
     @property
     def weights(self) -> list[Weight]:
@@ -115,6 +121,18 @@ class Anatomy:
         """Every parameter of the model, by its dotted name, with logical names and shape."""
         stacked = [w for stack in self.stacks for w in stack.weights]
         return [*self.outside_weights, *stacked]
+
+    @property
+    def learns_below(self) -> bool:
+        """Whether anything below the layers is trained."""
+        return any(is_trainable(self.model, weight.name) for part in self.embed for weight in part.weights)
+
+    def learns_before(self, stack: Stack, part: Part) -> bool:
+        """Returns whether a weight before a component is trained: below the layers, in its layer, or in the layers of
+        another stack, if the first layer is one of those."""
+        before = stack.parts[: stack.parts.index(part)]
+        is_above = stack is not self.stacks[0] and stack.among is not None and 0 not in stack.numbers
+        return self.learns_below or is_above or any(is_trainable(self.model, w.name) for p in before for w in p.weights)
 
     def layer_parts(self) -> Iterator[tuple[Stack, Part]]:
         """Returns the components of a layer of every stack."""

@@ -25,6 +25,7 @@ from mtjax.analysis.contract import (
 )
 from mtjax.analysis.counts import Counts, counts, peak_stage_counts, stage_weights, trainable_counts
 from mtjax.analysis.float8 import float8_symbols, with_float8
+from mtjax.analysis.frozen import unread_gradients
 from mtjax.analysis.groups import EXPERT_WAYS, across_groups, group_symbols
 from mtjax.analysis.optimizer import update_lines, update_symbols
 from mtjax.analysis.parts.embedding import Lookup, Positions
@@ -33,13 +34,13 @@ from mtjax.analysis.parts.part import ResidualStream
 from mtjax.analysis.prediction import expert_lines, expert_symbols, prediction_lines, prediction_symbols
 from mtjax.config.adapters import is_trainable
 from mtjax.config.families import is_decoder
-from mtjax.config.sizes import head_dim, num_kv_heads, output_is_tied, value_head_dim
+from mtjax.config.sizes import head_dim, joins_outputs, num_kv_heads, output_is_tied, value_head_dim
 from mtjax.layout.layouts import Layout
 from mtjax.layout.mesh import AXES
 from mtjax.layout.plan import ContextParallelism, ExpertDispatch, Plan
 from mtjax.layout.rules import MODEL, STAGE
 from mtjax.layout.stages import layers_in_chunk
-from mtjax.layout.timetable import num_ticks, timetable
+from mtjax.layout.timetable import num_ticks
 
 
 def contract_of(anatomy: Anatomy, plan: Plan) -> Contract:
@@ -54,6 +55,7 @@ def contract_of(anatomy: Anatomy, plan: Plan) -> Contract:
         plan.grad_reduce_dtype,
         plan.context_parallelism,
         plan.expert_dispatch,
+        plan.joins_parallel and plan.fp8 == "none" and joins_outputs(anatomy.model),
     )
     contract = _contract(anatomy, plan.layout(anatomy.model), *settings)
     return with_float8(contract.extended(update_lines(anatomy, plan)), anatomy, plan)
@@ -71,6 +73,7 @@ def _contract(
     wire: Dtype,
     across: ContextParallelism | None,
     expert_dispatch: ExpertDispatch,
+    joins: bool,
 ) -> Contract:
     """`pipeline`: whether the stages' chunks are "recomputed" or "kept"; "" without stages."""
     # Embedding and losses are in branches that a stage takes once a microbatch; chunks of layers run in every tick.
@@ -90,14 +93,11 @@ def _contract(
     lines = [line for part in anatomy.outside for line in part.collectives(ends)]
     for stack, part in anatomy.layer_parts():
         needed = part not in stack.unread or not drops_last
-        before = stack.parts[: stack.parts.index(part)]
-        learns = any(is_trainable(anatomy.model, w.name) for p in before for w in p.weights)
-        learns |= _learns_below(anatomy) or _is_above_others(anatomy, stack)
         turns = section_ticks(anatomy, stack) if pipeline else "microbatches"
         inside = replace(ends, turns=turns, forward_turns=f"2*{turns}" if pipeline == "recomputed" else turns)
-        lines += part.collectives(
-            replace(inside, side=stack.side, of=stack.stream, needed_again=needed, learns_before=learns)
-        )
+        reads = {"needed_again": needed, "learns_before": anatomy.learns_before(stack, part)}
+        reads |= stack.joined(part) if joins else {}
+        lines += part.collectives(replace(inside, side=stack.side, of=stack.stream, **reads))
     lines += prediction_lines(anatomy, ends, drops_last=drops_last)
     staged = [STAGE] if pipeline else []
     sharing = [axis for axis in AXES if axis in layout.rules.shared_work]
@@ -133,7 +133,7 @@ def over_stage_lines(anatomy: Anatomy, layout: Layout, scattered: bool, wire: Dt
     """
     lines = []
     # Where nothing below the layers is trained, nobody reads what the first chunk's backward half puts out.
-    dropped: dict[str, Any] = {} if _learns_below(anatomy) else {"pooled": True, "hoisted": True}
+    dropped: dict[str, Any] = {} if anatomy.learns_below else {"pooled": True, "hoisted": True}
     for *_, stack in anatomy.sections:
         elements = f"batch*{stack.side}sequence*hidden"
         why = "activations to the next chunk, gradients to the one before"
@@ -146,16 +146,6 @@ def over_stage_lines(anatomy: Anatomy, layout: Layout, scattered: bool, wire: Dt
     outside = anatomy.outside_weights
     shared = Expectation(GRADIENTS, "all-reduce", STAGE, "1", "shared_parameters", wire, pooled=True, why=why)
     return [*lines, shared] if any(is_trainable(anatomy.model, weight.name) for weight in outside) else lines
-
-
-def _learns_below(anatomy: Anatomy) -> bool:
-    """Whether anything below the layers is trained."""
-    return any(is_trainable(anatomy.model, weight.name) for part in anatomy.embed for weight in part.weights)
-
-
-def _is_above_others(anatomy: Anatomy, stack: Stack) -> bool:
-    """Whether layers of another stack, which have trained parameters, are always below those of this one."""
-    return stack is not anatomy.stacks[0] and stack.among is not None and 0 not in stack.numbers
 
 
 def over_ranks_lines_of_experts(
@@ -292,12 +282,13 @@ def symbols_of(anatomy: Anatomy, plan: Plan) -> Symbols:
         symbols |= expert_symbols(anatomy, plan, every, trained if model.lora_rank else every, in_turn)
     for stack in anatomy.stacks:
         layers = layers_in_chunk(stack, plan)
+        unread = 0 if anatomy.learns_below else unread_gradients(model, stack, plan, chunks)
         symbols |= {
             f"{stack.side}sequence": stack.tokens // plan.mesh.context,
             f"{stack.side}layers": layers,
             f"{stack.side}recomputed_layers": 0 if staged else plan.recomputed_layers(layers),
             f"{stack.side}grouped_layers": 0 if staged else plan.grouped_layers(layers),
-            f"{stack.side}unread_gradients": 0 if _learns_below(anatomy) else _unread_gradients(plan, layers, chunks),
+            f"{stack.side}unread_gradients": unread,
         }
     for part in (*anatomy.outside, *(part for _, part in anatomy.layer_parts())):
         symbols |= part.symbols(plan)
@@ -336,20 +327,6 @@ def _pipeline_symbols(anatomy: Anatomy, plan: Plan, held: Counts, adapters: Coun
             later = working * (sections - 1)
             symbols[section_ticks(anatomy, section[-1])] = working if number else ticks - later
     return symbols
-
-
-def _unread_gradients(plan: Plan, layers: int, chunks: int) -> int:
-    """Returns how often the compiler drops the gradient of the first layer's input, if nothing below it is trained.
-
-    It can if the layer is not in a loop with others; in a pipeline, whose backward halves send this gradient on, only
-    in the last tick, if that is not in a loop with others either.
-    """
-    if layers > 1 and not plan.unrolled:
-        return 0
-    if not plan.is_staged:
-        return plan.microbatches
-    last = timetable(plan.pipeline_schedule, plan.mesh.stage, plan.microbatches, chunks).phases[-1]
-    return int(last.stop - last.start == 1)
 
 
 def _gathered(held: Counts, trained: Counts, in_turn: int) -> dict[str, int]:

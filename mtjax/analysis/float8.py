@@ -34,12 +34,13 @@ def float8_bytes(product: Product, rows: float, plan: Plan) -> float:
 
     As XLA compiles them for H100 (jax 0.10.2). The weight is cast forward and again backward, where it is also
     transposed. The gradient is read for its largest value, and cast in both orders; the input is read for its own.
-    Tensorwise scaling reads inputs and weights before each cast, too.
+    Tensorwise scaling reads inputs and weights before each cast, too. Rowwise scaling rounds each operand for each
+    matmul that reads it, and multiplies the results by scales.
     """
     if not is_float8(product, plan):
         return 0.0
-    weight, inputs = (8, 2) if plan.fp8 == "delayed" else (12, 8)
-    return weight * product.inner * product.outer + rows * (6 * product.outer + inputs * product.inner)
+    weight, inputs, outputs = {"delayed": (8, 2, 6), "tensorwise": (12, 8, 6), "rowwise": (19, 16, 18)}[plan.fp8]
+    return weight * product.inner * product.outer + rows * (outputs * product.outer + inputs * product.inner)
 
 
 def num_products(model: Model, plan: Plan) -> int:
@@ -52,19 +53,29 @@ def with_float8(contract: Contract, anatomy: Anatomy, plan: Plan) -> Contract:
     if plan.fp8 == "none":
         return contract
     lines = _delayed(anatomy, plan) if plan.fp8 == "delayed" else _tensorwise(anatomy, plan)
-    if plan.fp8 == "delayed" and plan.sequence_parallel and not unfit_products(anatomy.model, plan.mesh.model):
-        lines += [_in_8_bits(line, plan) for line in contract.lines]
+    in_16_bits = anatomy.model.lora_rank or unfit_products(anatomy.model, plan.mesh.model)
+    if plan.fp8 == "delayed" and plan.sequence_parallel and not in_16_bits:
+        lines += [each for line in contract.lines for each in _in_8_bits(line, plan)]
     else:
         lines += contract.lines
     return replace(contract, name=f"{contract.name} + FP8 {plan.fp8}", lines=sum_expectations(lines))
 
 
-def _in_8_bits(line: Expectation, plan: Plan) -> Expectation:
+def _in_8_bits(line: Expectation, plan: Plan) -> list[Expectation]:
     """Returns a line as it is with 8-bit floats where it gathers sequences for a matmul of a layer."""
     if line.phase not in LAYER_PHASES or line.kind != "all-gather" or not line.elements.endswith("sequence*hidden"):
-        return line
+        return [line]
     is_wide = line.phase == LAYER_BACKWARD and plan.fp8_format == "hybrid"
-    return replace(line, dtype="float8_e5m2" if is_wide else "float8_e4m3fn")
+    eight = replace(line, dtype="float8_e5m2" if is_wide else "float8_e4m3fn")
+    if not any(plan.fp8_ends):
+        return [eight]
+    unquantized = replace(line, count=f"({line.count})*unquantized_layers/layers")
+    return [replace(eight, count=_of_float8(line.count, plan)), unquantized]
+
+
+def _of_float8(count: str, plan: Plan) -> str:
+    """Returns a formula for all layers as one for those with matmuls in 8 bits."""
+    return f"({count})*(layers - unquantized_layers)/layers" if any(plan.fp8_ends) else count
 
 
 def _delayed(anatomy: Anatomy, plan: Plan) -> list[Expectation]:
@@ -93,17 +104,32 @@ def _tensorwise(anatomy: Anatomy, plan: Plan) -> list[Expectation]:
         LAYER_BACKWARD: (f"layers*{turns}", columns),
     }
     return [
-        over_model(phase, "all-reduce", times, str(number), "largest values of operands, for 8-bit scales", pooled=True)
+        over_model(
+            phase,
+            "all-reduce",
+            _of_float8(times, plan),
+            str(number),
+            "largest values of operands, for 8-bit scales",
+            pooled=True,
+        )
         for phase, (times, number) in counts.items()
         if number
     ]
 
 
+def float8_state_bytes(anatomy: Anatomy, plan: Plan) -> tuple[float, float]:
+    """Returns the bytes of delayed scaling's states on a rank, float32, and of the gradients that count for them."""
+    symbols = float8_symbols(anatomy, plan)
+    ages, scales = symbols.get("float8_counts", 0), 3 * symbols.get("float8_exponents", 0) // (2 * EXPONENTS)
+    return 4.0 * (ages + scales), 4.0 * ages
+
+
 def float8_symbols(anatomy: Anatomy, plan: Plan) -> dict[str, int]:
-    """Returns the symbols of the formulas above, of a rank; none without delayed scaling."""
+    """Returns the symbols of the formulas above, of a rank."""
+    ends = {"unquantized_layers": sum(plan.fp8_ends)} if any(plan.fp8_ends) else {}
     if plan.fp8 != "delayed":
-        return {}
+        return ends
     model = anatomy.model
     layers = sum(layers_of_stage(stack, plan) for stack in anatomy.stacks)
     exponents = layers * num_products(model, plan) * 2 * EXPONENTS
-    return {"float8_exponents": exponents, "float8_counts": exponents * model.num_heads // plan.mesh.model}
+    return ends | {"float8_exponents": exponents, "float8_counts": exponents * model.num_heads // plan.mesh.model}

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from mtjax.analysis.anatomy import Anatomy, Predictors, Stack
 from mtjax.analysis.counts import Counts, largest_part, largest_stack, layer_counts, stage_counts, trainable_counts
 from mtjax.analysis.counts import counts as counts_of
+from mtjax.analysis.float8 import float8_state_bytes
 from mtjax.analysis.optimizer import point_bytes, states_on_device, streamed_bytes
 from mtjax.analysis.parts.attention import ATTENTION_OUTPUT, PROBABILITIES, QUERY_KEY_VALUE
 from mtjax.analysis.parts.prediction import INPUTS_AHEAD
@@ -140,10 +141,11 @@ def stage_memory(anatomy: Anatomy, plan: Plan, stage: int = 0) -> Memory:
         head = _saved_ahead(anatomy.predictors, plan) + max(head, _workspace(anatomy, anatomy.predictors, plan))
     outside = g * _accumulated_outside(plan, trainable)
     stacked = gradients * largest_stack(anatomy, plan) if plan.unrolled else 0.0
+    scales, found = float8_state_bytes(anatomy, plan)
     comes_late = plan.residuals == "jax" and plan.microbatches == 1 and not plan.is_staged
     return Memory(
-        weights=sum(state.weights for state in states),
-        gradients=sum(state.gradients for state in states) + (0 if plan.is_staged else outside),
+        weights=sum(state.weights for state in states) + scales,
+        gradients=sum(state.gradients for state in states) + found + (0 if plan.is_staged else outside),
         optimizer=states_on_device(anatomy, plan, stage, sum(state.optimizer for state in states)),
         activations=dict(saved),
         working=_peak_workspace(anatomy, plan),

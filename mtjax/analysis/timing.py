@@ -184,8 +184,16 @@ def _lock_step_time(anatomy: Anatomy, plan: Plan, machine: Machine, software: So
 
 def _layers(anatomy: Anatomy, plan: Plan, machine: Machine, software: Software) -> tuple[float, float, float]:
     """Seconds of a stage's layers and one microbatch, all passes: products, attention, element-wise."""
-    alike = _alike(plan)
-    each = [(stack.layers // plan.mesh.stage, _layer(stack, alike, machine, software)) for stack in anatomy.stacks]
+    wide = sum(plan.fp8_ends)
+    each = [
+        (count, _layer(stack, alike, machine, software))
+        for stack in anatomy.stacks
+        for count, alike in (
+            (stack.layers // plan.mesh.stage - wide, _alike(plan)),
+            (wide, _alike(replace(plan, fp8="none"))),
+        )
+        if count
+    ]
     products, attention, element_wise = (sum(n * times[i] for n, times in each) for i in range(3))
     return products, attention, element_wise
 

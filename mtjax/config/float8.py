@@ -12,6 +12,12 @@ FLOAT8_PRODUCTS = ("attention.qkv", "attention.output", "mlp.up", "mlp.down")
 """Products of a layer that run in 8 bits; attention's own, embedding and head do not."""
 STATE = "rule"
 """Name of the scales of a product among a training step's parameters, beside its weight; they are not weights."""
+ENDS = ("fp8_bf16_first_layers", "fp8_bf16_last_layers")
+"""Settings: how many layers at both ends of the model remain in the compute type."""
+FLOAT8_SETTINGS = ("fp8_format", "fp8_amax_history", *ENDS)
+"""Settings that nothing reads without `fp8`."""
+UNQUANTIZED = "unquantized"
+"""Scope of these layers in a compiled program."""
 EXPONENTS = 96
 """Powers of two that a scale may be."""
 MULTIPLE = 16
@@ -26,7 +32,7 @@ def check_float8(config: Config) -> None:
     """
     training, default = config.training, Training()
     if training.fp8 == "none":
-        for name in ("fp8_format", "fp8_amax_history"):
+        for name in FLOAT8_SETTINGS:
             if (value := getattr(training, name)) != getattr(default, name):
                 raise UserError(f"{name} is {value}, and fp8 is none: add --fp8 delayed, or remove {name}")
         return
@@ -37,6 +43,28 @@ def check_float8(config: Config) -> None:
         )
     for found, instead in _unsupported(config).items():
         raise UserError(f"fp8 {training.fp8} does not support {found}: {instead}")
+    _check_ends(config)
+
+
+def _check_ends(config: Config) -> None:
+    """Checks that some layers are left between those in 16 bits, and that they may run in loops of their own."""
+    training, layers = config.training, config.model.num_layers
+    for name in (name for name in ENDS if getattr(training, name)):
+        typed = f"{name} {getattr(training, name)}"
+        if sum(getattr(training, end) for end in ENDS) >= layers:
+            raise UserError(
+                f"{ENDS[0]} {training.fp8_bf16_first_layers} and {ENDS[1]} {training.fp8_bf16_last_layers} leave none "
+                f"of the {layers} layers in 8 bits: decrease one of them, or remove fp8"
+            )
+        if config.model.lora_rank:
+            raise UserError(f"{typed} does not support LoRA, and lora_rank is {config.model.lora_rank}: remove {name}")
+        if training.recompute == "full" and training.recompute_method == "block":
+            raise UserError(f"{typed} does not support recompute_method block: use uniform, or remove one of the two")
+        if training.recompute == "full" and training.recompute_num_layers > 1:
+            raise UserError(
+                f"{typed} does not support groups of layers, and recompute_num_layers is "
+                f"{training.recompute_num_layers}: remove one of the two"
+            )
 
 
 def _unsupported(config: Config) -> Mapping[str, str]:
@@ -46,15 +74,16 @@ def _unsupported(config: Config) -> Mapping[str, str]:
     found = {
         "compute_dtype float16": (training.compute_dtype == "float16", "use bfloat16"),
         f"the family {model.family}": (model.family not in ("gpt", "llama"), "remove fp8"),
-        f"the head {model.head}": (model.head != "language", "remove fp8"),
-        f"LoRA, and lora_rank is {model.lora_rank}": (model.lora_rank > 0, remove),
+        f"LoRA, and lora_rank is {model.lora_rank}": (
+            model.lora_rank > 0 and training.fp8 != "delayed",
+            "use --fp8 delayed, which keeps the scales of frozen weights",
+        ),
         "a teacher": (config.finetuning.teacher is not None, remove),
         f"experts, and num_experts is {model.num_experts}": (model.num_experts > 0, remove),
         f"latent attention, and kv_lora_rank is {model.kv_lora_rank}": (model.kv_lora_rank > 0, "remove fp8"),
         f"multi-token prediction, and mtp_num_layers is {model.mtp_num_layers}": (model.mtp_num_layers > 0, remove),
         f"the optimizer {config.optimizer.optimizer}": (config.optimizer.optimizer != "adamw", "use adamw"),
         "offload optimizer": (config.parallel.offload != "none", remove),
-        f"finetuning, and the task is {config.finetuning.task}": (config.finetuning.task != "none", "remove fp8"),
     }
     return {name: instead for name, (holds, instead) in found.items() if holds}
 

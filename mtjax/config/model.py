@@ -359,7 +359,7 @@ class Model:
     lora_dropout: float = share(0.0, shapes=NEVER)
     """Dropout on the input of the adapters."""
     lora_targets: Literal["all", "attention", "mlp"] = "all"
-    """Linear layers that have adapters: those of attention, of the MLP, or all."""
+    """Linear layers that have adapters: those of attention, of the MLP, or all, of Mamba-2, too."""
     hidden_dropout: float = share(0.1, shapes=NEVER)
     """Dropout on embeddings and on the output of each sublayer, before the residual addition."""
     attention_dropout: float = share(0.1, shapes=NEVER)

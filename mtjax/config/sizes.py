@@ -109,6 +109,13 @@ def layer_parallel(model: Model, kind: str) -> str:
     return "one_norm" if kind == SIDE_BY_SIDE else model.parallel_residual
 
 
+def joins_outputs(model: Model) -> bool:
+    """Returns whether the outputs of a parallel layer's attention and MLP are one sum, which tensor parallel ranks
+    reduce once: nothing, such as an adapter, is between their products and the sum."""
+    scales = (model.attention_output_scale, model.mlp_output_scale)
+    return model.parallel_residual != "no" and not model.lora_rank and scales == (1.0, 1.0)
+
+
 def sublayer_norms(model: Model, *, is_first: bool, kind: str = "") -> tuple[str, ...]:
     """Returns the kinds of norms of the first sublayer of a kind of layers, or of another: norm, output_norm or
     both."""

@@ -112,8 +112,12 @@ def check_hybrid(model: "Model") -> None:
     for name in ("first_dense_layers", "moe_every"):
         if (value := getattr(model, name)) != getattr(type(model)(), name):
             raise UserError(f"{name} is {value}, and layer_pattern says which layers have experts: remove {name}")
-    if model.lora_rank:
-        raise UserError(f"lora_rank is {model.lora_rank}, and the family hybrid has no adapters: remove lora_rank")
+    adapted = {"attention": ATTENTION, "mlp": "-E"}.get(model.lora_targets, letters)
+    if model.lora_rank and not set(adapted) & set(letters):
+        raise UserError(
+            f"lora_targets is {model.lora_targets}, and layer_pattern {model.layer_pattern!r} has none of these "
+            "layers: remove lora_targets"
+        )
     if has_state_space(model):
         _check_state_space(model)
 

@@ -26,9 +26,10 @@ class Training:
     over the rank's batch; the rank's entire batch when not given."""
     compute_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Type of activations and matrix multiplications. Parameters, gradients, reductions and the loss are float32."""
-    fp8: Literal["none", "tensorwise", "delayed"] = "none"
+    fp8: Literal["none", "tensorwise", "delayed", "rowwise"] = "none"
     """Products of layers in 8-bit floats, on GPUs that have them (Hopper and newer): tensorwise scales each tensor by
-    its own largest value, delayed by the largest of earlier steps, which is faster and does not depend on the mesh.
+    its own largest value, delayed by the largest of earlier steps, which is faster and does not depend on the mesh;
+    rowwise scales each row of activations and each column of weights, without tensor parallelism.
     Parameters, embedding, head, norms and attention keep their types."""
     fp8_format: Literal["hybrid", "e4m3"] = "hybrid"
     """fp8: type of the gradients of products, E5M2 (hybrid), which has more range, or E4M3, which has more digits; all
@@ -36,6 +37,12 @@ class Training:
     fp8_amax_history: int = at_least(1, 16, most=1024)
     """fp8 delayed: number of earlier steps whose largest value determines a scale (Megatron's
     --fp8-amax-history-len)."""
+    fp8_bf16_first_layers: int = at_least(0, 0)
+    """fp8: number of first layers whose products remain in the compute type (Megatron's --first-last-layers-bf16 and
+    --num-layers-at-start-in-bf16)."""
+    fp8_bf16_last_layers: int = at_least(0, 0)
+    """fp8: number of last layers whose products remain in the compute type (Megatron's --first-last-layers-bf16 and
+    --num-layers-at-end-in-bf16)."""
     loss_scale: float | None = above_zero(None)
     """float16: static loss scale (Megatron's --loss-scale); dynamic when not given."""
     initial_loss_scale: float = above_zero(2.0**32)

@@ -60,7 +60,9 @@ class Stored:
         """Returns with which settings generation stores the same numbers; None if there are none."""
         if self.bits == 4:
             return Storage("int4", self.shape[1] // self.groups, self.has_zeros)
-        return Storage("int8") if self.groups == 1 and not self.is_float and not self.has_zeros else None
+        if self.groups != 1 or self.has_zeros:
+            return None
+        return Storage("fp8" if self.is_float else "int8")
 
     def parts(self, name: str) -> list[str]:
         """Returns the names of its tensors in the files."""

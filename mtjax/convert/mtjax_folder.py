@@ -69,8 +69,9 @@ class MtjaxSource:
     def slices(self, parameter: Parameter) -> Iterator[np.ndarray]:
         """Yields the parameter layer by layer, float32, with its adapter merged."""
         module, _, kind = parameter.name.rpartition(".")
-        names = [f"{module}.{ADAPTER}.{matrix}" for matrix in "ab"]
-        if kind != "weight" or names[0] not in self.adapters:
+        # The parts of Mamba-2's first product share an A.
+        names = [f"{module}.{ADAPTER}.{matrix}" for matrix in ("a", "b" if kind == "weight" else kind)]
+        if names[1] not in self.adapters:
             yield from self.saved(parameter)
             return
         a, b = (self.adapters[name] for name in names)

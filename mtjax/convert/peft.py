@@ -42,6 +42,7 @@ def write_adapters(source: Source, folder: Path) -> int:
             "hf:DIR, which merges them, or train with --lora-targets attention"
         )
     family = family_of_model(source.origin.config.model, source.origin.hugging_face.get("model_type"))
+    _check_matrices(source)
     selection = family.table_of(model).select(source.parameters)
     is_transposed = family.model_type == "gpt2"  # transformers' Conv1D stores [inputs, outputs]
     tensors: dict[str, np.ndarray] = {}
@@ -62,6 +63,20 @@ def write_adapters(source: Source, folder: Path) -> int:
     (folder / "adapter_config.json").write_text(json.dumps(_config(source, ranks, is_transposed), indent=2) + "\n")
     require("safetensors.numpy", "convert").save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
     return sum(array.size for array in tensors.values())
+
+
+def _check_matrices(source: MtjaxSource) -> None:
+    """Checks that every adapter is of one matrix.
+
+    Raises:
+      UserError: several parameters share one, as the parts of Mamba-2's first product do.
+    """
+    of = {name.rpartition(f".{ADAPTER}.")[0] for name in source.adapters}
+    if shared := sorted(name for name in of if f"{name}.weight" not in source.parameters):
+        raise UserError(
+            f"peft: the adapters of {shared[0]} are shared by several parameters, which is not supported; use "
+            "--to hf:DIR, which merges them"
+        )
 
 
 def _check_order(tensor: Tensor, model_type: str) -> None:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mtjax.config import Config, Model, Parallel, Training, replace
+from mtjax.config.float8 import FLOAT8_SETTINGS
 from mtjax.config.sizes import padded_vocab_size
 from mtjax.config.storage import Storage
 from mtjax.convert import hugging_face, megatron
@@ -68,7 +69,7 @@ def without_training(saved: Config, parallel: Parallel, **settings: Any) -> Conf
       settings: other settings to replace, such as compute_dtype and global_batch_size.
     """
     plain = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "recompute": "none", "rampup_batch_size": None}
-    plain |= {"fp8": "none", "fp8_format": "hybrid", "fp8_amax_history": Training().fp8_amax_history}
+    plain |= {"fp8": "none"} | {name: getattr(Training(), name) for name in FLOAT8_SETTINGS}
     plain |= {"unroll_layers": False, "reset_position_ids": False, "reset_attention_mask": False}
     plain |= {"mtp_num_layers": 0, "mtp_loss_scaling_factor": Model().mtp_loss_scaling_factor}
     return replace(dataclasses.replace(saved, parallel=parallel), **(plain | settings))

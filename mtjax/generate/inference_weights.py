@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax import Array, lax
 
-from mtjax.generate.int8 import to_int8
+from mtjax.generate.int8 import to_bytes
 from mtjax.generate.weight_format import WeightFormat, with_matrices
 from mtjax.layout.stages import PADDING
 from mtjax.models.layer import Layer
@@ -96,7 +96,8 @@ def _outer_weights(weight_format: WeightFormat, model: Any) -> Any:
     """Converts the parameters outside of the layers."""
     table = model.output_table[...]
     model = with_matrices(model, lambda matrix, _: matrix.astype(weight_format.dtype))
-    if weight_format.storage.weights_dtype == "int8":
+    kind = weight_format.storage.weights_dtype
+    if kind in ("int8", "fp8"):
         # A scale for each row, so that a tied table also serves the embedding lookup.
-        model.output_table.set_value(to_int8(table, (1,)))
+        model.output_table.set_value(to_bytes(table, (1,), kind))
     return model

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec, reshard
 from jaxtyping import Float, Int
 
 from mtjax.errors import UserError
-from mtjax.models.project import matrix_product
+from mtjax.generate.matrix_product import matrix_product
 from mtjax.models.weight_grid import Grid, fitted_grid
 from mtjax.sharding.axes import dimension_axes, map_ranks
 from mtjax.sharding.stored_weight import StoredWeight

@@ -1,10 +1,11 @@
 """8-bit weights: symmetric quantization with a scale per output, by which the product is multiplied.
 
-Products cast the 8-bit values to the type of their input: -127 to 127 are exact in bfloat16.
+Products cast the 8-bit values to the type of their input: -127 to 127, and numbers of E4M3, are exact in bfloat16.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -12,21 +13,22 @@ from jax import Array
 from jax.sharding import PartitionSpec
 from jaxtyping import Float, Int
 
-from mtjax.models.project import matrix_product
+from mtjax.generate.matrix_product import matrix_product
 from mtjax.sharding.axes import map_ranks
 from mtjax.sharding.stored_weight import StoredWeight
 from mtjax.sharding.vocab import VocabSpecs, local_rows
 
-LARGEST = 127
+TYPES = {"int8": (jnp.int8, 127), "fp8": (jnp.float8_e4m3fn, 448)}
+"""By `--weights-dtype`: the type of the values, and the largest."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Int8Matrix(StoredWeight):
+class ByteMatrix(StoredWeight):
     """A matrix, as `values * scales`."""
 
-    values: Int[Array, "..."]
-    """int8, in the shape and sharding of the matrix."""
+    values: Int[Array, "..."] | Float[Array, "..."]
+    """int8 or E4M3, in the shape and sharding of the matrix."""
     scales: Float[Array, "..."]
     """float32, in the shape of the output dimensions."""
 
@@ -42,28 +44,36 @@ class Int8Matrix(StoredWeight):
     def rows(self, specs: VocabSpecs, tokens: Int[Array, "batch seq"], dtype: jnp.dtype) -> Array:
         """See `StoredWeight.rows`."""
 
-        def local(table_VH: Int8Matrix, tokens_BS: Array) -> Array:
+        def local(table_VH: ByteMatrix, tokens_BS: Array) -> Array:
             row, owned = local_rows(specs, tokens_BS, len(table_VH.values))
-            vectors = table_VH.values[row] * table_VH.scales[row][..., None]
+            vectors = table_VH.values[row].astype(jnp.float32) * table_VH.scales[row][..., None]
             return specs.sum_into_residual(jnp.where(owned[..., None], vectors, 0).astype(dtype))
 
-        arguments = (Int8Matrix(specs.table, specs.bias), specs.tokens)  # pyright: ignore[reportArgumentType]
+        arguments = (ByteMatrix(specs.table, specs.bias), specs.tokens)  # pyright: ignore[reportArgumentType]
         return map_ranks(local, arguments, specs.hidden)(self, tokens)
 
 
-def to_int8(matrix: Float[Array, "..."], inputs: Sequence[int], known: Float[Array, "..."] | None = None) -> Int8Matrix:
-    """Quantizes a matrix to 8 bits: `values = round(matrix / scale)`, `scale = max |matrix| / 127` per output.
+def to_bytes(
+    matrix: Float[Array, "..."],
+    inputs: Sequence[int],
+    kind: Literal["int8", "fp8"] = "int8",
+    known: Float[Array, "..."] | None = None,
+) -> ByteMatrix:
+    """Quantizes a matrix to 8 bits: `values = round(matrix / scale)`, `scale = max |matrix| / LARGEST` per output.
 
     Args:
       matrix: of any float type.
       inputs: the dimensions over which a product with it sums.
+      kind: the type of the values, a key of `TYPES` with the largest.
       known: scales in the shape of the matrix, where it was quantized before.
     """
-    axes, wide = tuple(inputs), matrix.astype(jnp.float32)
+    axes, wide, (dtype, most) = tuple(inputs), matrix.astype(jnp.float32), TYPES[kind]
     if known is None:
         largest = jnp.max(jnp.abs(wide), axis=axes, keepdims=True)
         # An output whose weights are all 0 has scale 1, not 0 / 0.
-        scales = jnp.where(largest > 0, largest / LARGEST, 1.0)
+        scales = jnp.where(largest > 0, largest / most, 1.0)
     else:
         scales = known.max(axis=axes, keepdims=True).astype(jnp.float32)
-    return Int8Matrix(jnp.round(wide / scales).astype(jnp.int8), scales.squeeze(axes))
+    scaled = wide / scales
+    values = jnp.round(scaled) if kind == "int8" else jnp.clip(scaled, -most, most)
+    return ByteMatrix(values.astype(dtype), scales.squeeze(axes))

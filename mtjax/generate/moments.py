@@ -16,11 +16,11 @@ from jaxtyping import Float
 from mtjax.data.progress import ProgressLine
 from mtjax.errors import UserError
 from mtjax.generate.inference_weights import layer_locations, take_layer
+from mtjax.generate.matrix_product import matrix_product
 from mtjax.generate.weights import LoadedModel
 from mtjax.layout.layouts import gathers_in_compute_dtype
 from mtjax.layout.stacks import stacks_of
 from mtjax.models.kv_cache import CachePositions, empty_caches
-from mtjax.models.project import matrix_product
 from mtjax.sharding.axes import REPLICATED, use_rules
 from mtjax.sharding.param_specs import dotted
 from mtjax.sharding.stored_weight import StoredWeight

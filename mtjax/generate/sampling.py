@@ -19,12 +19,12 @@ from jax import Array, lax
 from jaxtyping import Bool, Float, Int, UInt32
 
 from mtjax.analysis.decoding import REPORTED
-from mtjax.generate.int8 import Int8Matrix
+from mtjax.generate.int8 import ByteMatrix
 from mtjax.models.threefry import threefry
 from mtjax.sharding.axes import REPLICATED, map_ranks, spec, varying_like
 from mtjax.sharding.vocab import OutputOptions, VocabSpecs, local_logits, local_rows
 
-Table = Array | Int8Matrix
+Table = Array | ByteMatrix
 MOST_LIKELY = REPORTED
 """Number of most likely tokens that are reported with their log-probabilities."""
 IN_PROMPT = 1 << 30
@@ -80,7 +80,7 @@ class SampledTokens:
 
 def sample_tokens(
     hidden: Float[Array, "rows embed"],
-    table: Float[Array, "vocab embed"] | Int8Matrix,
+    table: Float[Array, "vocab embed"] | ByteMatrix,
     counts: Int[Array, "rows vocab"],
     draws: SamplingBatch,
     output: OutputOptions,
@@ -124,7 +124,7 @@ def sample_tokens(
 
 def score_tokens(
     hidden: Float[Array, "rows embed"],
-    table: Float[Array, "vocab embed"] | Int8Matrix,
+    table: Float[Array, "vocab embed"] | ByteMatrix,
     tokens: Int[Array, " rows"],
     output: OutputOptions,
     bias: Float[Array, " vocab"] | None = None,
@@ -146,13 +146,13 @@ def _logits(
 ) -> tuple[Array, Array]:
     """Computes the local logits [B, V] and the global column of each, [V]."""
     dtype = hidden_BH.dtype
-    if isinstance(table_VH, Int8Matrix):
+    if isinstance(table_VH, ByteMatrix):
         return local_logits(specs, hidden_BH, table_VH.values.astype(dtype), bias_V, output, table_VH.scales)
     return local_logits(specs, hidden_BH, table_VH.astype(dtype), bias_V, output)
 
 
 def _table_spec(specs: VocabSpecs, table: Table) -> Any:
-    return Int8Matrix(specs.table, specs.bias) if isinstance(table, Int8Matrix) else specs.table  # pyright: ignore[reportArgumentType]
+    return ByteMatrix(specs.table, specs.bias) if isinstance(table, ByteMatrix) else specs.table  # pyright: ignore[reportArgumentType]
 
 
 def count_prompt(

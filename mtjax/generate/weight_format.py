@@ -13,7 +13,7 @@ from mtjax.config.sizes import attention_windows, longest_text
 from mtjax.config.storage import Storage
 from mtjax.errors import UserError
 from mtjax.generate.int4 import to_int4
-from mtjax.generate.int8 import to_int8
+from mtjax.generate.int8 import to_bytes
 from mtjax.generate.transposed_weight import TransposedWeight
 from mtjax.layout.layouts import gathers_in_compute_dtype
 
@@ -38,8 +38,8 @@ class WeightFormat:
         # dimension is "embed", the only output); all other dimensions are on the other side.
         inputs = len(names) - 1 if names[-1] == "embed" else 1
         storage = self.storage
-        if storage.weights_dtype == "int8":
-            return to_int8(matrix, range(inputs), grid[0] if grid else None)
+        if storage.weights_dtype in ("int8", "fp8"):
+            return to_bytes(matrix, range(inputs), storage.weights_dtype, grid[0] if grid else None)
         if storage.weights_dtype == "int4":
             zero_point = storage.weights_zero_point
             known = (grid[0], grid[1] if zero_point else None) if grid else None

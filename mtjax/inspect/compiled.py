@@ -84,7 +84,8 @@ class CompiledStep:
     @cached_property
     def plan(self) -> Plan:
         """The plan for formulas, with the compiled attention kernel."""
-        return Plan.of(self.config, self.mesh, flash_attention="fmha" in self.text)
+        compiled = {"flash_attention": "fmha" in self.text, "joins_parallel": self.target.is_gpu}
+        return Plan.of(self.config, self.mesh, **compiled)
 
     @property
     def guessed_matmuls(self) -> int:

@@ -1,9 +1,12 @@
 """Checks that a compiled step multiplies in 8 bits wherever its config says so."""
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mtjax.analysis.contract import LAYER_PHASES
-from mtjax.config.float8 import unfit_products
+from mtjax.analysis.contract import LAYER_FORWARD, LAYER_PHASES
+from mtjax.config.adapters import ADAPTER
+from mtjax.config.float8 import UNQUANTIZED, unfit_products
 from mtjax.inspect.compiled import CompiledStep
 from mtjax.inspect.hlo_walk import Site
 from mtjax.inspect.phases import OTHER, locate
@@ -36,18 +39,41 @@ def float8_products(step: CompiledStep) -> Float8Products | None:
     left = [{size + -size % to for size in pair} for pair in sizes for to in (1, 8)]
     flops = eight = found = expected = 0
     missed: list[str] = []
+    forward = {True: 0, False: 0}  # in 8 bits or not, executions in the forward pass
     for site, product in executed_products(step.module):
         flops += product.flops * site.count
-        if product.dtype.startswith("f8"):
+        phase, is_eight = _phase(site), product.dtype.startswith("f8")
+        if is_eight:
             eight += product.flops * site.count
             found, expected = found + site.count, expected + site.count
-        elif _has_weight(product) and _phase(site) in LAYER_PHASES and not _is_left(product, left):
+        elif not (_has_weight(product) and phase in LAYER_PHASES) or _is_left(product, left) or _is_in(ADAPTER, site):
+            continue
+        forward[is_eight] += site.count if phase == LAYER_FORWARD else 0
+        if not is_eight and not _is_in(UNQUANTIZED, site):
             expected += site.count
             missed.append(
-                f"{site.count} matmuls [{product.m},{product.k}] x [{product.k},{product.n}] in {_phase(site)} are of "
+                f"{site.count} matmuls [{product.m},{product.k}] x [{product.k},{product.n}] in {phase} are of "
                 f"{product.dtype} instead of 8-bit floats, from {site.instruction.op_name}"
             )
+    missed += _wrong_ends(step, forward)
     return Float8Products(found, expected, eight / max(flops, 1), tuple(missed))
+
+
+def _wrong_ends(step: CompiledStep, forward: Mapping[bool, int]) -> list[str]:
+    """Says whether not as many layers as the config asks for are in 16 bits, by matmuls of their forward passes."""
+    wide, layers = sum(step.plan.fp8_ends), step.config.model.num_layers
+    if not wide or forward[False] * (layers - wide) == forward[True] * wide:
+        return []
+    return [
+        f"{wide} of {layers} layers should be in 16 bits, and {forward[False]} of "
+        f"{sum(forward.values())} matmuls of the layers' forward passes are"
+    ]
+
+
+def _is_in(scope: str, site: Site) -> bool:
+    """Returns whether an instruction, or a loop or fusion around it, is in a scope."""
+    names = (s.instruction.op_name for s in (site, *site.callers))
+    return any(scope in re.split(r"[/()]", name) for name in names)
 
 
 def _has_weight(product: Product) -> bool:

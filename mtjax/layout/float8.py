@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from mtjax.config import Model
-from mtjax.config.float8 import FLOAT8_PRODUCTS, MULTIPLE, unfit_products
+from mtjax.config.float8 import ENDS, FLOAT8_PRODUCTS, MULTIPLE, unfit_products
 from mtjax.layout.plan import Plan
 
 
@@ -14,6 +14,17 @@ def float8_problems(model: Model, plan: Plan) -> Iterator[str]:
         yield (
             f"fp8 {plan.fp8} multiplies matrices whose sizes are multiples of {MULTIPLE}, and a rank has {tokens} "
             "tokens of a sample: change sequence_length, or remove fp8"
+        )
+    for name, layers in zip(ENDS, plan.fp8_ends, strict=True):
+        if layers and plan.mesh.has_pipeline:
+            yield (
+                f"{name} {layers} does not support pipeline parallelism, whose stages all run one program, and mesh "
+                f"{plan.mesh} has {plan.stages} stages: remove one of the two"
+            )
+    if plan.fp8 == "rowwise" and plan.tensor_degree > 1:
+        yield (
+            f"fp8 rowwise does not support tensor parallelism, and mesh {plan.mesh} has {plan.tensor_degree} ranks: "
+            "ranks would multiply by scales of rows before they sum; use --fp8 delayed"
         )
     left = unfit_products(model, plan.tensor_degree)
     if len(left) == len(FLOAT8_PRODUCTS):

@@ -89,6 +89,9 @@ class Plan:
     dropout: bool = True
     attention_dropout: bool | None = None
     """Whether attention probabilities have dropout; the value of `dropout` when None."""
+    joins_parallel: bool = True
+    """Whether the compiler adds the outputs of a parallel layer's sublayers before it reduces them over tensor parallel
+    ranks, and their input gradients: on GPUs."""
     adapter_dropout: bool = False
     """Whether the inputs of LoRA adapters have dropout."""
     label_smoothing: bool = False
@@ -114,10 +117,12 @@ class Plan:
     """Full recompute of this many layers and none of the others; of all when None."""
     recompute_offload: bool = False
     """Whether saved layer inputs are offloaded to host memory."""
-    fp8: Literal["none", "tensorwise", "delayed"] = "none"
+    fp8: Literal["none", "tensorwise", "delayed", "rowwise"] = "none"
     """Recipe by which layers multiply in 8-bit floats."""
     fp8_format: Literal["hybrid", "e4m3"] = "hybrid"
     """Types of these: gradients are E5M2 or, as all else, E4M3."""
+    fp8_ends: tuple[int, int] = (0, 0)
+    """Numbers of first and of last layers that multiply in the compute type."""
     unrolled: bool = False
     """Whether layers are compiled one after the other, without a loop."""
     residuals: Residuals = "jax"
@@ -228,6 +233,7 @@ class Plan:
             recompute_offload=False,
             unrolled=False,
             fp8="none",
+            fp8_ends=(0, 0),
             dropout=False,
             attention_dropout=False,
             adapter_dropout=False,
@@ -345,6 +351,7 @@ class Plan:
             recompute_offload=training.recompute_offload,
             fp8=training.fp8,
             fp8_format=training.fp8_format,
+            fp8_ends=(training.fp8_bf16_first_layers, training.fp8_bf16_last_layers),
             context_method=run.parallel.context_method,
             expert_dispatch=run.parallel.expert_dispatch,
             keeps_documents_apart=run.data.reset_attention_mask or run.model.family == "bert",

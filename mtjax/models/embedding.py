@@ -68,12 +68,3 @@ def in_table(positions: nnx.Param | None, ids: Int[Array, "batch seq"]) -> Int[A
     """Clips position ids to the table's length: padding and idle slots may have any position, and rows outside the
     table would read as NaN."""
     return ids if positions is None else jnp.minimum(ids, len(positions[...]) - 1)
-
-
-def embed_types(
-    table: nnx.Param, token_types: Int[Array, "batch seq"], dtype: jax.typing.DTypeLike
-) -> Float[Array, "batch act_seq embed"]:
-    """Returns the vector of each token's type."""
-    # A product in float32 instead of a lookup, so that the table's gradient is accumulated in float32.
-    chosen = reshard(jax.nn.one_hot(token_types, len(table[...])), spec("batch", "act_seq", None))
-    return jnp.einsum("bst,th->bsh", chosen, table[...], out_sharding=spec(*RESIDUAL)).astype(dtype)

@@ -1,15 +1,20 @@
 """Products of layers in 8-bit floats: which they are, and the state of delayed scaling among the parameters."""
 
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from jax.sharding import PartitionSpec
 
 from mtjax.config import Config
-from mtjax.config.float8 import EXPONENTS, FLOAT8_PRODUCTS, unfit_products
+from mtjax.config.float8 import EXPONENTS, FLOAT8_PRODUCTS, UNQUANTIZED, unfit_products
 from mtjax.layout.stages import PADDING
+from mtjax.models.project import product
 from mtjax.sharding.axes import num_shards, sequence_is_sharded, spec, varying_like
 from mtjax.sharding.float8 import E4M3, E5M2, Recipe, Scales, float8_product
 
@@ -17,6 +22,23 @@ FIRST_SCALES = (4.0, 64.0, 2.0**24)
 """Of x, W and g in the first step, whose largest values are unknown; that of W is replaced by its own."""
 UNSEEN = 2.0**20
 """Age of an exponent that was never found: above any history."""
+
+
+_is_unquantized: ContextVar[bool] = ContextVar("products are not quantized", default=False)
+
+
+def unquantized(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps a function of layers so that it is traced with products in the compute type, in the scope `UNQUANTIZED`."""
+
+    def wide(*arguments: Any) -> Any:
+        token = _is_unquantized.set(True)
+        try:
+            with jax.named_scope(UNQUANTIZED):
+                return run(*arguments)
+        finally:
+            _is_unquantized.reset(token)
+
+    return wide
 
 
 class Float8Product(nnx.Module):
@@ -30,7 +52,7 @@ class Float8Product(nnx.Module):
           heads: rows of the counts; each tensor parallel rank has some of them.
           layers: float32 [layers], 0 for padding and else 1.
         """
-        self.recipe, self.gathers_sequence = recipe, recipe.gathers
+        self.recipe = recipe
         if layers is None:
             self.scale = self.age = None
             return
@@ -39,8 +61,19 @@ class Float8Product(nnx.Module):
         self.scale = nnx.Param(layers[:, None] * jnp.asarray(FIRST_SCALES), axes=names[:1])
         self.age = nnx.Param(layers[:, None, None, None] * ages, axes=names)
 
+    @property
+    def gathers_sequence(self) -> bool:
+        """See `ProductRule`."""
+        return self.recipe.gathers and not _is_unquantized.get()
+
     def __call__(self, dims: tuple[str, ...], sharding: PartitionSpec, x: Array, weight: Array) -> Array:
         """Computes `x W`; see `ProductRule`."""
+        if _is_unquantized.get():
+            return product(dims, sharding, x, weight)
+        if self.recipe.by_rows:
+            from mtjax.sharding.float8_rows import rowwise_product
+
+            return rowwise_product(self.recipe, dims, sharding, x, weight)
         if self.scale is None or self.age is None:
             return float8_product(self.recipe, dims, sharding, x, weight, None)
         scales = Scales(varying_like(self.scale[...], x), varying_like(self.age[...], x))
@@ -55,14 +88,18 @@ def quantize_products(model: Any, config: Config) -> None:
     training = config.training
     kind, left = E5M2 if training.fp8_format == "hybrid" else E4M3, unfit_products(config.model, num_shards("heads"))
     is_delayed = training.fp8 == "delayed"
-    recipe = Recipe(is_delayed, kind, gathers=is_delayed and sequence_is_sharded() and not left)
+    # Adapters read the same sequences in 16 bits.
+    gathers = is_delayed and sequence_is_sharded() and not left and not config.model.lora_rank
+    recipe = Recipe(is_delayed, kind, gathers=gathers, by_rows=training.fp8 == "rowwise")
+    ends = (training.fp8_bf16_first_layers, training.fp8_bf16_last_layers)
     for stack in model.decoder_stacks:
+        stack.recompute = replace(stack.recompute, unquantized=ends)
         layers = _is_layer(stack) if recipe.is_delayed else None
         for name in FLOAT8_PRODUCTS:
             if name not in left:
-                mixer, product = name.split(".")
+                mixer, linear = name.split(".")
                 rule = Float8Product(recipe, config.model.num_heads, layers)
-                getattr(getattr(stack.layers, mixer), product).rule = rule
+                getattr(getattr(stack.layers, mixer), linear).rule = rule
 
 
 def _is_layer(stack: Any) -> Array:

@@ -12,7 +12,17 @@ from jaxtyping import Float
 
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.mixers.mixer import State
-from mtjax.models.recompute import Layers, Recompute, RunLayer, States, loops_of, plain_scan, scan_accumulating
+from mtjax.models.recompute import (
+    Layers,
+    Loop,
+    Recompute,
+    RunLayer,
+    States,
+    as_it_is,
+    loops_of,
+    plain_scan,
+    scan_accumulating,
+)
 from mtjax.models.stack import Chunk, Residual, Stack, run_layer
 from mtjax.sharding.param_comm import split_accumulators
 from mtjax.sharding.stacked_collectives import gather_upfront
@@ -70,8 +80,8 @@ def scan_interleaved(
     """
     iterations, split = len(numbers), [split_accumulators(gather_upfront(layers)) for layers in stacks]
     held = sum(len(jax.tree.leaves(layers)[0]) for layers, _ in split) // numbers.shape[1]
-    ((saving, _),) = loops_of(iterations, recompute)
-    saved = saving(run)
+    (loop,) = loops_of(iterations, recompute)
+    saved = loop.saved(run)
 
     def by_iteration(tree: Any) -> Any:
         """[layers, ...] -> [iterations, layers of the stack in one, ...]."""
@@ -90,5 +100,5 @@ def scan_interleaved(
     if not sums and first is None:
         return plain_scan(iteration, x, stack)
     # `saved` wraps each layer already, so the iteration itself is not wrapped.
-    loops = [(lambda run: run, iterations)]
+    loops = [Loop(as_it_is, iterations, as_it_is)]
     return scan_accumulating(iteration, x, stack, loops, by_iteration(sums) or None, first)

@@ -11,7 +11,7 @@ from jax import Array, lax
 from jaxtyping import Float
 
 from mtjax.config import Model
-from mtjax.config.sizes import layer_parallel, sublayer_norms
+from mtjax.config.sizes import joins_outputs, layer_parallel, sublayer_norms
 from mtjax.models.dropout import dropout
 from mtjax.models.layer_context import RESIDUAL, LayerContext
 from mtjax.models.linear import scaled
@@ -44,6 +44,12 @@ class Layer(nnx.Module):
         self.is_post, self.is_parallel = model.norm_placement == "post", layer_parallel(model, kind) != "no"
         self.skips_first_norm = not model.first_attention_norm
         self.rate, self.scale = model.hidden_dropout, model.residual_scale
+        self.is_joined = self.is_parallel and joins_outputs(model)
+        if self.is_joined:
+            from mtjax.models.parallel_residual import last_products
+
+            for product in last_products(self):
+                product.adds_bias = False
         self.output_scales = {
             "attention": model.attention_output_scale,
             "mlp": model.mlp_output_scale,

@@ -47,6 +47,8 @@ class Linear(nnx.Module):
 
     rule: ProductRule | None = None
     """Of its product; see `project`."""
+    adds_bias: bool = True
+    """False where a layer adds the bias itself, to a sum of several products."""
 
     def __init__(
         self,
@@ -67,5 +69,5 @@ class Linear(nnx.Module):
     def __call__(self, x: Float[Array, "batch seq ..."]) -> Float[Array, "batch seq ..."]:
         """Applies to [batch, seq, *inputs]; returns [batch, seq, *outputs] in the type of x."""
         outputs = self.weight.get_metadata()["axes"][self.num_inputs :]
-        bias = None if self.bias is None else self.bias[...]
+        bias = None if self.bias is None or not self.adds_bias else self.bias[...]
         return project(x, self.weight[...], bias, outputs, self.sequence, rule=self.rule)

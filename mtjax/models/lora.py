@@ -14,7 +14,7 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float
 
-from mtjax.config.adapters import EXPERT, PARTS, LoraConfig, adapter_sizes
+from mtjax.config.adapters import ADAPTER, EXPERT, PARTS, LoraConfig, adapter_sizes
 from mtjax.models.dropout import dropout
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.project import project, reshard_sequence
@@ -56,7 +56,10 @@ class Adapter(nnx.Module):
           b: another B with more heads, where several ranks compute with the same KV head.
           outputs: logical names of that B's dimensions after the rank.
         """
-        b = self.b[...] if b is None else b
+        with jax.named_scope(ADAPTER):
+            return self._product(x, self.b[...] if b is None else b, outputs)
+
+    def _product(self, x: Array, b: Array, outputs: tuple[str, ...] | None) -> Array:
         names = self.b.get_metadata()["axes"][len(self.inner) :] if outputs is None else outputs
         low = self.scale * project(x, self.a[...], None, self.inner, self.sequence)
         if self.inner[0] not in PARTS:

@@ -4,10 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import Array, lax
 
 from mtjax.models.layer_context import LayerContext
-from mtjax.models.linear import scaled
+from mtjax.models.linear import Linear, scaled
 
 State = Any
 
@@ -21,11 +22,14 @@ def run_side_by_side(
     """
     outputs, after = [], {}
     normed = [layer.normalize(f"{name}_norm", x) for name in layer.mixers]
+    # XLA: on GPUs, it sums two arrays before it reduces them over the ranks, where nothing is between them: the
+    # outputs, whose biases are added to the sum, and with one norm the gradients of the inputs. On CPUs it does not.
+    # Where something may be between them, barriers make the collectives those of two sublayers everywhere.
+    products = last_products(layer) if layer.is_joined else []
+    is_joined = layer.is_joined and all(product.rule is None for product in products)
     if not hasattr(layer, f"{layer.mixers[-1]}_norm"):
-        # XLA: on GPUs, it would sum two arrays before it reduces them over the ranks, where nothing is between
-        # them, forward and backward; on CPUs it would not. With barriers the collectives are those of two sublayers
-        # everywhere.
-        normed = lax.optimization_barrier([normed[0]] * len(layer.mixers))
+        normed = [normed[0]] * len(layer.mixers)
+        normed = normed if is_joined else lax.optimization_barrier(normed)
     for name, of_mixer in zip(layer.mixers, normed, strict=True):
         mixer = getattr(layer, name)
         with jax.named_scope(mixer.scope):
@@ -33,7 +37,16 @@ def run_side_by_side(
         outputs.append(scaled(mixed, layer.output_scales.get(name, 1.0)))
         if state is not None:
             after[name] = state
-    total, *others = lax.optimization_barrier(outputs)
+    total, *others = outputs if is_joined else lax.optimization_barrier(outputs)
     for output in others:
         total = total + output
+    # XLA: the barrier keeps the biases' gradients, which are equal, two arrays to reduce.
+    biases = [product.bias[...] for product in products if product.bias is not None]
+    for bias in lax.optimization_barrier(biases):
+        total = (total.astype(jnp.float32) + bias).astype(total.dtype)
     return layer.add(x, total, getattr(layer, layer.mixers[-1]), context), after or None
+
+
+def last_products(layer: Any) -> list[Linear]:
+    """Returns the last products of a layer's attention and MLP."""
+    return [getattr(getattr(layer, mixer), name) for mixer, name in (("attention", "output"), ("mlp", "down"))]

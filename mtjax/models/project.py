@@ -19,13 +19,13 @@ from mtjax.sharding.unstack import computes_apart, is_unrolled
 
 
 class ProductRule(Protocol):
-    """Computes a product, and its gradients, in the place of `_product`."""
+    """Computes a product, and its gradients, in the place of `product`."""
 
     gathers_sequence: bool
     """Whether it gathers the sequences of its input itself, in fewer bits, where sequence parallelism shards them."""
 
     def __call__(self, dims: tuple[str, ...], sharding: PartitionSpec, x: Array, weight: Array, /) -> Array:
-        """Computes `x W`; arguments as of `_product`."""
+        """Computes `x W`; arguments as of `product`."""
         ...
 
 
@@ -50,13 +50,15 @@ def project(
       sequence: logical name of the result's sequence: "act_seq" where it is added to the hidden states.
       save_for_backward: whether layers that save their products save this one; else it is recomputed.
       by_sample: whether it is saved batch-major, for consumers that read it sample by sample, such as attention.
-      rule: computes the product of x and W, in the place of `_product`, and their gradients; for example in 8 bits.
+      rule: computes the product of x and W, in the place of `product`, and their gradients; for example in 8 bits.
 
     Returns:
       [batch, seq, *outputs].
     """
     if isinstance(weight, Array) and computes_apart(outputs):
-        return _project_apart(x, weight, bias, outputs, sequence, save_for_backward, by_sample)
+        from mtjax.models.project_apart import project_apart
+
+        return project_apart(x, weight, bias, outputs, sequence, save_for_backward, by_sample)
     num_inputs = weight.ndim - len(outputs)
     # With sequence parallelism products are seq-major: see `seq_major`.
     if is_seq_major := sequence_is_sharded():
@@ -67,25 +69,25 @@ def project(
         bias = _own_part(bias, x) if splits_width and bias is not None else bias
     scales = None
     if isinstance(weight, StoredWeight):
-        product, scales = weight.product(x, num_inputs, sharding), weight.scales
+        result, scales = weight.product(x, num_inputs, sharding), weight.scales
     else:
-        # `_product` is a custom_vjp, and its weight's gradient varies over mesh axes like x: so must the weight.
+        # `product` is a custom_vjp, and its weight's gradient varies over mesh axes like x: so must the weight.
         dims = letters_of(x.ndim - num_inputs, num_inputs, len(outputs))
-        # Unrolled layers compute the gradient in the type in which it is reduced: `_product` casts the weight.
+        # Unrolled layers compute the gradient in the type in which it is reduced: `product` casts the weight.
         matrix = weight if is_unrolled() else weight.astype(x.dtype)
-        product: Any = (rule or _product)(dims, sharding, x, varying_like(matrix, x))
+        result: Any = (rule or product)(dims, sharding, x, varying_like(matrix, x))
     # The name is given before or after the transpose back. XLA: it would transpose the stacks of saved products
     # if these were seq-major and their consumer batch-major.
     if save_for_backward and not by_sample:
-        product = checkpoint_name(product, SAVED)
+        result = checkpoint_name(result, SAVED)
     if is_seq_major:
-        product = seq_major(product)
+        result = seq_major(result)
     if save_for_backward and by_sample:
-        product = checkpoint_name(product, SAVED)
+        result = checkpoint_name(result, SAVED)
     if bias is None and scales is None:
-        return product
+        return result
     # In float32, so that the bias' gradient is summed over tokens, and reduced over the mesh, in float32.
-    wide = product.astype(jnp.float32) if scales is None else product.astype(jnp.float32) * scales
+    wide = result.astype(jnp.float32) if scales is None else result.astype(jnp.float32) * scales
     return (wide if bias is None else wide + bias).astype(x.dtype)
 
 
@@ -100,41 +102,6 @@ def letters_of(*dimensions: int) -> tuple[str, ...]:
     """Returns einsum's letters of groups of so many dimensions."""
     letters = iter(string.ascii_lowercase)
     return tuple("".join(next(letters) for _ in range(n)) for n in dimensions)
-
-
-def matrix_product(
-    x: Float[Array, "..."], matrix: Float[Array, "..."], inputs: int, sharding: PartitionSpec
-) -> Float[Array, "..."]:
-    """Computes `x W` over the last `inputs` dimensions of x, in `sharding`, where nothing is differentiated."""
-    row, inner, outer = letters_of(x.ndim - inputs, inputs, matrix.ndim - inputs)
-    return jnp.einsum(f"{row}{inner},{inner}{outer}->{row}{outer}", x, matrix, out_sharding=sharding)
-
-
-def _project_apart(
-    x: Array,
-    weight: Array,
-    bias: Array | None,
-    outputs: Sequence[str | None],
-    sequence: str,
-    save_for_backward: bool,
-    by_sample: bool,
-) -> Array:
-    """Computes the parts of a fused product one by one, and stacks them; arguments and result as of `project`."""
-    # XLA: consumers that take the parts out again (`jnp.split`, whose gradient is a concatenation) read the products,
-    # and nothing is copied.
-    parts, inner = outputs[1:], weight.ndim - len(outputs)
-    count = weight.shape[inner]
-
-    def each(array: Array, axis: int) -> list[Array]:
-        return [part.squeeze(axis) for part in jnp.split(array, count, axis=axis)]
-
-    biases = [None] * count if bias is None else each(bias, 0)
-    products = [
-        project(x, w, b, parts, sequence, save_for_backward=save_for_backward, by_sample=by_sample)
-        for w, b in zip(each(weight, inner), biases, strict=True)
-    ]
-    joined = [jnp.expand_dims(product, x.ndim - inner) for product in products]
-    return jnp.concatenate(joined, axis=x.ndim - inner)
 
 
 def reshard_sequence(x: Float[Array, "batch seq embed"], sequence: str) -> Float[Array, "batch seq embed"]:
@@ -159,7 +126,7 @@ def seq_major(x: Float[Array, "one another ..."]) -> Float[Array, "another one .
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _product(dims: tuple[str, ...], sharding: PartitionSpec, x: Array, weight: Array) -> Array:
+def product(dims: tuple[str, ...], sharding: PartitionSpec, x: Array, weight: Array) -> Array:
     """Computes `x W`.
 
     Args:
@@ -178,7 +145,7 @@ def _product(dims: tuple[str, ...], sharding: PartitionSpec, x: Array, weight: A
 def _product_forward(
     dims: tuple[str, ...], sharding: PartitionSpec, x: Array, weight: Array
 ) -> tuple[Array, tuple[Array, Array]]:
-    return _product(dims, sharding, x, weight), (x, weight)
+    return product(dims, sharding, x, weight), (x, weight)
 
 
 def _product_backward(
@@ -218,4 +185,4 @@ def _product_backward(
     return x_gradient, weight_gradient.reshape(saved[1].shape, out_sharding=weight_spec)
 
 
-_product.defvjp(_product_forward, _product_backward)
+product.defvjp(_product_forward, _product_backward)

@@ -14,7 +14,7 @@ dropout masks of a byte per element; with sequence parallelism all of it is divi
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -60,6 +60,20 @@ SavePolicy = Callable[[Any], Any]
 """Wraps a layer function so that it saves less for the backward pass."""
 
 
+class Loop(NamedTuple):
+    """A loop over some consecutive layers of a stack."""
+
+    saving: SavePolicy
+    times: int
+    """Number of iterations."""
+    variant: Callable[[Any], Any]
+    """Wraps a layer function so that it is traced in another way; most return it."""
+
+    def saved(self, run: Any) -> Any:
+        """Returns a layer function as this loop runs it."""
+        return self.saving(self.variant(run))
+
+
 @dataclass(frozen=True)
 class Recompute:
     """Megatron's `--recompute-granularity`, `--recompute-method` and `--recompute-num-layers`."""
@@ -69,6 +83,8 @@ class Recompute:
     num_layers: int = 1
     offload: bool = False
     """Whether layer inputs are offloaded to the host's memory."""
+    unquantized: tuple[int, int] = (0, 0)
+    """Numbers of first and last layers whose products are not in 8 bits, where others' are: each has a loop."""
 
     @property
     def group(self) -> int:
@@ -120,17 +136,18 @@ def scan_layers(
     count, group = len(numbers), recompute.group
     loops = loops_of(count, recompute)
     if (unstacked := unstacked_layers(layers)) is not None:
-        ((saving, _),) = loops
+        runs = [saved for loop in loops for saved in [loop.saved(run)] * loop.times]
         with unrolled_layers(unstacked):
-            return _run_unrolled(saving(run), x, unstacked, numbers, states)
+            return _run_unrolled(runs, x, unstacked, numbers, states)
     layers, sums = split_accumulators(layers)
     # Prefetch runs a stack from its first to its last layer, without states, and saves inputs on the device.
     prevents_prefetch = first is not None or states is not None or recompute.offload
-    if len(loops) == group == 1 and not prevents_prefetch and can_prefetch(layers):
+    has_one_policy = len(loops) == 1 or any(recompute.unquantized)
+    if has_one_policy and group == 1 and not prevents_prefetch and can_prefetch(layers):
         from mtjax.sharding.prefetch.scan import scan_with_prefetch
 
-        ((saving, _),) = loops
-        return scan_with_prefetch(run, saving, x, layers, numbers, sums)
+        variants = [(loop.variant, loop.times) for loop in loops]
+        return scan_with_prefetch(run, loops[0].saving, variants, x, layers, numbers, sums)
     # What a loop with prefetch gathers a layer ahead is gathered before this one.
     layers = gather_upfront(layers)
     stack: Any = (layers, numbers, states)
@@ -141,8 +158,8 @@ def scan_layers(
     if len(loops) > 1 or sums is not None or first is not None:
         x, states = scan_accumulating(run, x, stack, loops, sums, first)
     else:
-        ((saving, _),) = loops
-        x, states = plain_scan(saving(run), x, stack)
+        (loop,) = loops
+        x, states = plain_scan(loop.saved(run), x, stack)
     if group > 1:
         states = jax.tree.map(lambda a: a.reshape(count, *a.shape[2:]), states)
     return x, states
@@ -156,8 +173,29 @@ def can_prefetch(layers: Layers) -> bool:
     return is_manual and len(stack_of(found[0])) > 3
 
 
-def loops_of(count: int, recompute: Recompute) -> list[tuple[SavePolicy, int]]:
-    """Returns the loops over layers: the policy of each, and its number of iterations (a group is one iteration).
+def as_it_is(run: Any) -> Any:
+    """Returns a layer function: the variant, and the policy, of loops that need none."""
+    return run
+
+
+def loops_of(count: int, recompute: Recompute) -> list[Loop]:
+    """Returns the loops over layers; a group is one iteration.
+
+    Raises:
+      UserError: the layers are not a multiple of the group.
+    """
+    loops = [Loop(saving, each, as_it_is) for saving, each in _policies(count, recompute)]
+    if not any(recompute.unquantized):
+        return loops
+    from mtjax.models.float8 import unquantized
+
+    (loop,), (first, last) = loops, recompute.unquantized
+    ends = [loop._replace(times=each, variant=unquantized) for each in (first, last)]
+    return [loop for loop in (ends[0], loop._replace(times=count - first - last), ends[1]) if loop.times]
+
+
+def _policies(count: int, recompute: Recompute) -> list[tuple[SavePolicy, int]]:
+    """Returns the policies of loops over layers, each with its number of iterations.
 
     Raises:
       UserError: the layers are not a multiple of the group.
@@ -184,11 +222,13 @@ def _run_group(run: RunLayer, x: Array, layers: Layers, numbers: Array, states: 
     return plain_scan(save_products(run, "none"), x, (layers, numbers, states))
 
 
-def _run_unrolled(run: RunLayer, x: Array, layers: list[Any], numbers: Array, states: States) -> tuple[Array, States]:
+def _run_unrolled(
+    runs: list[RunLayer], x: Array, layers: list[Any], numbers: Array, states: States
+) -> tuple[Array, States]:
     """Runs layers without a loop, so that residuals are not copied into stacks.
 
     Args:
-      run: one layer.
+      runs: each layer.
       x: input of the first layer, [batch, act_seq, embed].
       layers: parameters of each.
       numbers: int32 [layers].
@@ -196,7 +236,7 @@ def _run_unrolled(run: RunLayer, x: Array, layers: list[Any], numbers: Array, st
     """
     after = []
     for i, layer in enumerate(layers):
-        x, state = run(x, layer, numbers[i], jax.tree.map(lambda a, i=i: a[i], states))
+        x, state = runs[i](x, layer, numbers[i], jax.tree.map(lambda a, i=i: a[i], states))
         after.append(state)
     return x, jax.tree.map(lambda *of_layers: jnp.stack(of_layers), *after)
 
@@ -210,7 +250,7 @@ def scan_accumulating(
     run: RunLayer,
     x: Array,
     stack: tuple[Layers, Array, States],
-    loops: list[tuple[SavePolicy, int]],
+    loops: list[Loop],
     sums: list[Array] | None,
     offset: Array | None,
 ) -> tuple[Array, States]:
@@ -225,7 +265,7 @@ def scan_accumulating(
       run: one layer.
       x: input of the first layer, [batch, act_seq, embed].
       stack: parameters [layers of the stack, ...], and numbers and states of the layers to run, [layers, ...].
-      loops: policy and number of iterations of each.
+      loops: over its layers.
       sums: accumulators, float32 [layers of the stack, ...]; zeros when None.
       offset: index in the stack of the first layer to run; 0 when None.
 
@@ -248,8 +288,9 @@ def scan_accumulating(
     carried, first = jax.tree.leaves(differentiable_shards(layers)), 0
     sums = zeros_like_shards(carried) if sums is None else sums
     states: list[States] = []
-    for saving, count in loops:
-        saved, indices = saving(iteration), jnp.arange(first, first + count) + (0 if offset is None else offset)
+    for loop in loops:
+        saved, count = loop.saved(iteration), loop.times
+        indices = jnp.arange(first, first + count) + (0 if offset is None else offset)
         inputs = (indices, *jax.tree.map(lambda a, s=slice(first, first + count): a[s], scanned))
         (x, carried), state = lax.scan(lambda carry, at, saved=saved: saved(*carry, *at), (x, carried), inputs)
         states.append(state)

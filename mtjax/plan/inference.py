@@ -151,18 +151,18 @@ def decoding_memory(
 
 def _bytes_of_weight(storage: Storage, inputs: int, element_bytes: float) -> float:
     """Returns the bytes of a quantized weight with its share of scales and zero points."""
-    if storage.weights_dtype == "int8":
+    if storage.weights_dtype in ("int8", "fp8"):
         return 1 + 4 / inputs
     return 0.5 + (element_bytes + 0.5 * storage.weights_zero_point) / storage.weights_group
 
 
 def quantized(anatomy: Anatomy, storage: Storage) -> frozenset[str]:
-    """Returns the names of the weights that are quantized: decoder matrices, and in int8 the output table."""
+    """Returns the names of the weights that are quantized: decoder matrices, and in 8 bits the output table."""
     if storage.weights_dtype is None:
         return frozenset()
     tables = [w for part in (*anatomy.embed, *anatomy.head) for w in part.weights if w.names == ("vocab", "embed")]
     layers = [w for stack in anatomy.decoder_stacks for w in stack.weights]
-    tables = tables[-1:] if storage.weights_dtype == "int8" else []
+    tables = tables[-1:] if storage.weights_dtype in ("int8", "fp8") else []
     return frozenset(w.name for w in (*layers, *tables) if is_matrix(w.names))
 
 

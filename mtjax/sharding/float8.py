@@ -34,6 +34,8 @@ class Recipe:
     """Of the gradients of the products' outputs; all other operands are `E4M3`."""
     gathers: bool = False
     """Whether sequences are gathered in 8 bits, which needs scales that are known before. Sums remain in 16 bits."""
+    by_rows: bool = False
+    """Whether each row and column has a scale (`mtjax.sharding.float8_rows`)."""
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["scale", "age"], meta_fields=[])

@@ -10,6 +10,7 @@ import numpy as np
 from mtjax import config as configs
 from mtjax import data
 from mtjax.config import Config
+from mtjax.config.float8 import ENDS
 from mtjax.config.horizon import Horizon
 from mtjax.config.run import section_by_setting
 from mtjax.data import DataPosition, SampleOrder, TrainingText
@@ -201,6 +202,22 @@ def check_states(past: Past, config: Config) -> None:
             raise UserError(
                 f"the checkpoint of step {past.step} was saved with {name} {before}, and {name} is {after}: resume "
                 f"with --{name.replace('_', '-')} {before}, or begin a new run from its weights with --init-from"
+            )
+
+
+def check_float8_layers(past: Past, config: Config) -> None:
+    """Checks that each layer with delayed scaling has scales of earlier steps.
+
+    Raises:
+      UserError: it was in 16 bits when the checkpoint was saved.
+    """
+    before, now = past.config.training, config.training
+    for name in ENDS if before.fp8 == now.fp8 == "delayed" else ():
+        if (then := getattr(before, name)) > (here := getattr(now, name)):
+            raise UserError(
+                f"the checkpoint of step {past.step} was saved with {name} {then}, and {name} is {here}: layers "
+                f"between have no scales of earlier steps; resume with --{name.replace('_', '-')} {then}, or begin a "
+                "new run from its weights with --init-from"
             )
 
 

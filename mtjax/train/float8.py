@@ -39,8 +39,10 @@ class Float8Step(TrainStep):
         super().__init__(config, mesh, layout)
 
     def is_trainable(self, name: str) -> bool:
-        """See `ShardedModel.is_trainable`; scales have no gradient."""
-        return super().is_trainable(name) and not name.endswith(f"{STATE}.scale")
+        """See `ShardedModel.is_trainable`; scales have no gradient, and counts are those of frozen weights, too."""
+        if STATE in name.split("."):
+            return name.endswith(".age")
+        return super().is_trainable(name)
 
     def optimized(self, tree: Tree) -> Tree:
         """See `TrainStep.optimized`: the weights."""

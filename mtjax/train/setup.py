@@ -34,7 +34,7 @@ from mtjax.runtime.devices import attach_devices, use_cpu_devices
 from mtjax.runtime.processes.coordination import all_gather_text
 from mtjax.runtime.processes.peers import Peers
 from mtjax.storage import shown, url_of
-from mtjax.train.changes import check_states, find_changes, rate_of, scheduled, table
+from mtjax.train.changes import check_float8_layers, check_states, find_changes, rate_of, scheduled, table
 from mtjax.train.folder.remote import RemoteFolder
 from mtjax.train.folder.run_folder import choose_folder
 from mtjax.train.objective import InitialWeights, Objective, RunData, position_in
@@ -183,6 +183,7 @@ def prepare(
     times.begin(MODEL)
     if past is not None:
         check_states(past, resolved)
+        check_float8_layers(past, resolved)
     horizon = objective.horizon(resolved, past)
     return Prepared(resolved, run_data, make_train_step(scheduled(resolved, horizon), environment.mesh), horizon, past)
 

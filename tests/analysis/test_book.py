@@ -49,6 +49,15 @@ MODELS = {
     },
     "llama, experts in every third layer": {"family": "llama", "num_experts": 4, "moe_every": 3, "num_layers": 6},
     "hybrid": {"family": "hybrid", "layer_pattern": "M-M*", "num_layers": 4, "ssm_heads": 8, "ssm_state": 10},
+    "hybrid, adapters": {"family": "hybrid", "layer_pattern": "MH-*", "num_layers": 4, "ssm_heads": 8, "lora_rank": 2},
+    "hybrid, adapters of experts": {
+        "family": "hybrid",
+        "layer_pattern": "ME",
+        "num_layers": 2,
+        "ssm_heads": 8,
+        "num_experts": 4,
+        "lora_rank": 2,
+    },
     "hybrid, mixers side by side": {
         "family": "hybrid",
         "layer_pattern": "H-M*",

@@ -353,6 +353,11 @@ SETTINGS = {
         "offload": None,
     },
     "--bf16 --fp8-hybrid": {"fp8": "delayed", "fp8_format": "hybrid"},
+    "--bf16 --fp8-format hybrid --fp8-recipe tensorwise --first-last-layers-bf16 --num-layers-at-end-in-bf16 2": {
+        "fp8": "tensorwise",
+        "fp8_bf16_first_layers": 1,
+        "fp8_bf16_last_layers": 2,
+    },
     "--attention-backend flash --reset-attention-mask": {"attention": "cudnn"},
     "--squared-relu --apply-layernorm-1p --softmax-type learnable": {
         "activation": "relu2",

@@ -107,14 +107,16 @@ def alone(port: int, number: int, meets: str) -> "subprocess.Popen[str]":
     )
 
 
-@pytest.mark.parametrize("number", [0, 1])
-def test_a_process_that_nobody_joins_says_so(number: int, tmp_path: Path) -> None:
-    with ended([alone(port := free_port(), number, "no")]) as (process,):
-        finished = finish(process, tmp_path)
-    assert finished.code == LOST
-    assert the_error(finished.stderr).startswith(
-        f"error: not all processes of this run connected at localhost:{port} within 5 s: check that each is started"
-    )
+def test_a_process_that_nobody_joins_says_so(tmp_path: Path) -> None:
+    """The first one of a run, and the second one of another: both wait at the same time."""
+    ports = free_port(), free_port()
+    with ended([alone(port, number, "no") for number, port in enumerate(ports)]) as started:
+        for port, process in zip(ports, started, strict=True):
+            finished = finish(process, tmp_path)
+            assert finished.code == LOST
+            assert the_error(finished.stderr).startswith(
+                f"error: not all processes of this run connected at localhost:{port} within 5 s: check that each is "
+            )
 
 
 def test_who_does_not_come_to_a_meeting_is_named(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from mtjax.config.storage import PLAIN, Storage
 from mtjax.errors import UserError
 from mtjax.generate.decoder import Decoder
 from mtjax.generate.engine import Engine
-from mtjax.generate.int8 import to_int8
+from mtjax.generate.int8 import to_bytes
 from mtjax.generate.request import Request, Sampling, Token
 from mtjax.generate.weight_format import check_storage
 from mtjax.generate.weights import load_model
@@ -43,13 +43,19 @@ PROMPTS = [np.random.default_rng(n).integers(0, 290, n).tolist() for n in (1, 9)
 
 STORED = {
     "int8": Storage("int8"),
+    "fp8": Storage("fp8"),
     "int4": Storage("int4", weights_group=GROUP),
     "int4 with zero points": Storage("int4", weights_group=GROUP, weights_zero_point=True),
 }
 
 
 def rounded(matrix: np.ndarray, inputs: int, kind: str) -> np.ndarray:
-    """Rounds to 255 values for each output channel, or to 15 or 16 for each group of its inputs."""
+    """Rounds to 255 integers or floats for each output channel, or to 15 or 16 for each group of its inputs."""
+    if kind == "fp8":
+        scale = np.abs(matrix).max(inputs, keepdims=True) / np.float32(448)
+        return (np.float32(matrix / scale).astype(ml_dtypes.float8_e4m3fn).astype(np.float32) * scale).astype(
+            np.float32
+        )
     if kind == "int8":
         scale = np.abs(matrix).max(inputs, keepdims=True) / 127
         return (np.rint(matrix / scale) * scale).astype(np.float32)
@@ -73,14 +79,14 @@ def gpt2(kind: str) -> tuple[dict, dict, dict]:
     by_hand = {
         name: rounded(a, 1 if "wte" in name else 0, kind)
         for name, a in matrices.items()
-        if kind == "int8" or "wte" not in name
+        if kind in ("int8", "fp8") or "wte" not in name
     }
     return tensors, by_hand, GPT2_CONFIG | {"n_positions": LONGEST}
 
 
 def llama(kind: str) -> tuple[dict, dict, dict]:
     tensors = random_tensors(llama_shapes())
-    outside = ("embed_tokens",) if kind == "int8" else ("embed_tokens", "lm_head")
+    outside = ("embed_tokens",) if kind in ("int8", "fp8") else ("embed_tokens", "lm_head")
     matrices = {name: a for name, a in tensors.items() if a.ndim == 2 and not any(each in name for each in outside)}
     return tensors, {name: rounded(a, 1, kind) for name, a in matrices.items()}, LLAMA_CONFIG
 
@@ -103,6 +109,8 @@ def greedy_texts(folder, mesh: str, storage: Storage = PLAIN) -> list[tuple[list
     [
         (gpt2, ("1x1", "1x4"), "int8"),
         (llama, ("2x2", "1x8"), "int8"),
+        (gpt2, ("1x1", "1x4"), "fp8"),
+        (llama, ("2x2",), "fp8"),
         (gpt2, ("1x4",), "int4 with zero points"),
         (llama, ("1x1", "2x2"), "int4"),
     ],
@@ -149,10 +157,41 @@ def test_a_quantized_folder_keeps_its_numbers(tmp_path, capsys) -> None:
             load_model(f"hf:{tmp_path / 'quantized'}", storage=other)
 
 
-def test_int8_matrix() -> None:
+@pytest.mark.long
+def test_a_folder_in_fp8_keeps_its_numbers(tmp_path) -> None:
+    """The output table is rounded in addition."""
+    from safetensors.numpy import load_file, save_file
+
+    write_folder(tmp_path / "whole", random_tensors(llama_shapes()), LLAMA_CONFIG, tokenizer=True)
+    for source, target, *options in (("whole", "fp8", "--quantize", "fp8"), ("fp8", "floats")):
+        names = ["--from", f"hf:{tmp_path / source}", "--to", f"hf:{tmp_path / target}"]
+        assert convert.main([*names, *options, "--dtype", "float32"]) == 0
+    (file,) = (tmp_path / "floats").glob("*.safetensors")
+    tensors = load_file(file)
+    tensors["lm_head.weight"] = rounded(tensors["lm_head.weight"], 1, "fp8")
+    save_file(tensors, file)
+    expected = greedy_texts(tmp_path / "floats", "1x1")
+    for (ids, logprobs), (own, theirs) in zip(
+        greedy_texts(tmp_path / "fp8", "1x2", STORED["fp8"]), expected, strict=True
+    ):
+        assert ids == own
+        np.testing.assert_allclose(logprobs, theirs, atol=2e-5)
+    with pytest.raises(UserError, match="would round again"):
+        load_model(f"hf:{tmp_path / 'fp8'}", storage=STORED["int8"])
+
+
+def test_matrices_of_8_bits() -> None:
     matrix = np.random.default_rng(0).standard_normal((5, 4, 3)).astype(np.float32)
+    floats = to_bytes(jax.numpy.asarray(matrix), (0,), "fp8")
+    np.testing.assert_allclose(floats.scales, np.abs(matrix).max(0) / 448, rtol=2e-7)
+    expected = (matrix / np.asarray(floats.scales)).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    np.testing.assert_array_equal(np.asarray(floats.values).astype(np.float32), expected)
+    known = np.broadcast_to(2 * np.asarray(floats.scales), matrix.shape)
+    again = to_bytes(jax.numpy.asarray(matrix), (0,), "fp8", jax.numpy.asarray(known))  # scales of a folder are kept
+    expected = (matrix / known).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    np.testing.assert_array_equal(np.asarray(again.values).astype(np.float32), expected)
     matrix[:, 1, 2] = 0
-    found = to_int8(jax.numpy.asarray(matrix), (0,))
+    found = to_bytes(jax.numpy.asarray(matrix), (0,))
     assert found.values.dtype == "int8" and found.scales.shape == (4, 3)
     assert np.abs(np.asarray(found.values)).max(0)[matrix.any(0)].min() == 127
     error = np.abs(np.asarray(found.values) * np.asarray(found.scales) - matrix)

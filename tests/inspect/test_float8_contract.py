@@ -10,6 +10,7 @@ from mtjax.runtime import xla_options
 from tests.inspect.steps import crossing_in_layers, needs_aot, tiny
 
 SPLIT: dict[str, Any] = {"sequence_parallel": True, "zero": 1}
+TWO_ENDS = {"fp8_bf16_first_layers": 2, "fp8_bf16_last_layers": 1}
 
 
 @needs_aot
@@ -24,6 +25,28 @@ SPLIT: dict[str, Any] = {"sequence_parallel": True, "zero": 1}
         ),
         pytest.param({"fp8": "delayed", **SPLIT}, 2, id="delayed, split sequences"),
         pytest.param({"fp8": "tensorwise", **SPLIT}, 2, id="tensorwise", marks=pytest.mark.long),
+        pytest.param(
+            {
+                "mesh": "8x1",
+                "zero": 3,
+                "microbatch_size": 1,
+                "fp8": "rowwise",
+                "num_layers": 4,
+                "fp8_bf16_last_layers": 1,
+            },
+            1,
+            id="rowwise, ZeRO-3",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            {"fp8": "delayed", **SPLIT, "fp8_bf16_first_layers": 1}, 2, id="a layer in 16 bits", marks=pytest.mark.long
+        ),
+        pytest.param(
+            {"mesh": "8x1", "zero": 3, "microbatch_size": 1, "fp8": "tensorwise", "num_layers": 6, **TWO_ENDS},
+            1,
+            id="layers in 16 bits, ZeRO-3",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_matmuls_and_sequences_are_in_8_bits_on_h100(settings: dict[str, Any], turns: int) -> None:
@@ -31,11 +54,23 @@ def test_matmuls_and_sequences_are_in_8_bits_on_h100(settings: dict[str, Any], t
     assert report.verdict.violations == ()
     # Of each layer 4 forward, 3 recomputed, as nothing reads the last one's result, and 8 backward.
     assert report.float8 is not None
-    assert (report.float8.found, report.float8.expected) == (15 * 3 * turns,) * 2
-    assert report.float8.share > 0.4
+    ends = settings.get("fp8_bf16_first_layers", 0) + settings.get("fp8_bf16_last_layers", 0)
+    assert (report.float8.found, report.float8.expected) == (15 * (settings.get("num_layers", 3) - ends) * turns,) * 2
+    assert report.float8.share > 0.4 - 0.1 * ends
     assert abs(report.flops.difference) < 0.01
     gathered = {array.split("[")[0] for _, kind, array in crossing_in_layers(report, "model") if kind == "all-gather"}
-    assert gathered == ({"f8e4m3fn", "f8e5m2"} if settings == {"fp8": "delayed", **SPLIT} else gathered & {"bf16"})
+    eight = {"f8e4m3fn", "f8e5m2"} if settings["fp8"] == "delayed" and "sequence_parallel" in settings else set()
+    assert gathered == eight | (gathered & {"bf16"} if ends or not eight else set())
+
+
+@needs_aot
+@pytest.mark.long
+def test_frozen_matrices_with_adapters_are_in_8_bits_and_adapters_are_not() -> None:
+    report = inspect(tiny(fp8="delayed", lora_rank=16, **SPLIT), find_target("h100x8"))
+    assert report.verdict.violations == ()
+    assert report.float8 is not None
+    # A frozen matrix has no gradient: 4 forward, 3 recomputed, 4 backward.
+    assert (report.float8.found, report.float8.expected) == (11 * 3 * 2,) * 2
 
 
 @needs_aot

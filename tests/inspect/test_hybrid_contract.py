@@ -24,6 +24,8 @@ def hybrid(pattern: str, **fields):
         pytest.param("M-M*M-", {**SPLIT, "zero": 1}, marks=RARE),
         pytest.param("MMM", {}, marks=RARE),
         pytest.param("H-H-", {**SPLIT, "zero": 1}, marks=LONG),
+        pytest.param("M-H*", {**SPLIT, "zero": 1, "lora_rank": 4}, marks=LONG),
+        pytest.param("M-M*", {"lora_rank": 4, "ssm_groups": 1, "num_kv_heads": 2}, marks=RARE),
         pytest.param("H-", {"recompute": "none", "mesh": "data=1,context=2,model=4", "ssm_groups": 1}, marks=RARE),
         pytest.param("M-M*", {**SPLIT, "ssm_groups": 1, "num_kv_heads": 2}, marks=RARE),
         pytest.param("M*-", {"zero": 3, "recompute": "none"}, marks=LONG),

@@ -73,6 +73,7 @@ def narrow(name: str, *, zero: int, split: bool, one_sample: bool) -> Config:
     return config.replace(
         preset,
         num_layers=2,
+        first_dense_layers=min(preset.model.first_dense_layers, 1),
         hidden_size=8 * heads,
         mlp_size=24 * heads,
         sequence_length=128,

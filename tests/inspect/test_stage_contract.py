@@ -61,7 +61,11 @@ def test_contracts_hold_on_cpus(settings: dict[str, Any]) -> None:
         (SPLIT, 18),
         ({"recompute": "selective", "pipeline_schedule": "interleaved", "chunks": 2, "zero": 2}, 2 * 17),
         ({"recompute": "full", "pipeline_schedule": "gpipe", "zero": 3, "layers_per_stage": (1, 3)}, 18),
-        ({"recompute": "none", "family": "bert", "sequence_parallel": True, "zero": 2}, 18),
+        pytest.param(
+            {"recompute": "none", "family": "bert", "sequence_parallel": True, "zero": 2},
+            18,
+            marks=pytest.mark.exhaustive,
+        ),
     ],
     ids=[
         "1f1b, split sequences, ZeRO-1",
@@ -125,7 +129,7 @@ def test_t5_on_stages_of_h100s_sends_both_streams_and_each_layer_its_own() -> No
     "layout",
     [
         SPLIT,
-        {"recompute": "none", "norm": "rmsnorm"},
+        pytest.param({"recompute": "none", "norm": "rmsnorm"}, marks=pytest.mark.exhaustive),
         pytest.param({"recompute": "full"}, marks=pytest.mark.exhaustive),
     ],
     ids=["split sequences", "tensor, residuals kept, RMSNorm", "tensor"],

@@ -2,6 +2,7 @@
 
 import dataclasses
 from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -13,6 +14,8 @@ from hypothesis import strategies as st
 from mtjax.config import Config, replace, validate
 from mtjax.config.layer_pattern import chunk_letters, expanded, runs_of, shortened_pattern
 from mtjax.config.ssm import ssm_groups
+from mtjax.convert.mtjax_folder import MtjaxSource
+from mtjax.convert.parameters import parameters_of
 from mtjax.models.trunk import HiddenStates
 from mtjax.sharding.axes import use_rules
 from mtjax.train.step import make_train_step
@@ -85,10 +88,21 @@ def test_nemotron_h_leaves_few_layers_to_compile() -> None:
 def gradients(config: Config, mesh: str) -> tuple[float, Any]:
     """Loss and gradients of the first batch, stacks in the order of their layers."""
     program = make_train_step(config, mesh_of(mesh))
-    parameters, batch = program.initialize(0).parameters, batch_of(program, 0)
+    parameters, batch = (
+        jax.tree_util.tree_map_with_path(_shaken, program.initialize(0).parameters),
+        batch_of(program, 0),
+    )
     with jax.set_mesh(program.mesh):
         loss, _, found = jax.jit(lambda p, b: program.gradients(p, b, None))(parameters, batch)
     return float(loss), by_name(program, found)
+
+
+def _shaken(path: Any, leaf: Any) -> Any:
+    """Adapters that add something, which are 0 at first."""
+    if ".lora." not in (name := jax.tree_util.keystr(path, simple=True, separator=".")):
+        return leaf
+    numbers = 0.05 * np.random.default_rng(len(name) + leaf.size).standard_normal(leaf.shape, np.float32)
+    return jax.device_put(numbers, leaf.sharding)
 
 
 @cache
@@ -134,6 +148,9 @@ DOCUMENTS = {"reset_attention_mask": True, "reset_position_ids": True}
                 ("M-M*", "2x2", {}, {"zero": 3, "microbatch_size": 2}),
                 ("(H-)x2", "2x1x2", FACTORS, {**STAGES, **SPLIT, "zero": 1, "recompute": "full"}),
                 ("H-", "data=1,context=2,model=2", FACTORS, {"recompute": "selective", "zero": 3}),
+                ("MH-", "2x2", {"lora_rank": 3}, {**SPLIT, "recompute": "full"}),
+                ("ME", "data=1,expert=2,model=2", {**EXPERTS, "lora_rank": 2, "router_bias": False}, {"zero": 1}),
+                ("MH-", "1x4", {"lora_rank": 3, "ssm_groups": 1, "ssm_heads": 8, "num_kv_heads": 4}, {"zero": 1}),
                 ("H-", "1x4", {"ssm_groups": 1, "ssm_heads": 8}, SPLIT),
                 ("M-*", "1x4", {"ssm_groups": 1, "ssm_heads": 8}, SPLIT),
                 ("M-M*", "1x1", {}, {"ssm_chunk": 2}),
@@ -189,3 +206,39 @@ def test_documents_that_are_packed_are_as_if_each_were_alone(chunk: int) -> None
         expected[row, own] = line[: own.sum()]
     assert relative(packed, expected) < 1e-5
     assert len(places) > 16
+
+
+def _logits(config: Config, of: Any) -> np.ndarray:
+    """Logits of the first batch with parameters that `of` makes of the initial ones, by path."""
+    program = make_train_step(config, mesh_of("1x1"))
+    parameters = jax.tree_util.tree_map_with_path(of, program.initialize(0).parameters)
+
+    def run(parameters: Any, tokens: Any) -> Any:
+        with use_rules(program.layout.rules):
+            model: Any = program.model(parameters)
+            return model.logits(model(tokens))
+
+    with jax.set_mesh(program.mesh):
+        return np.asarray(jax.jit(run)(parameters, batch_of(program, 0)["tokens"]))
+
+
+def test_merged_adapters_are_the_same_model() -> None:
+    """By what reads the checkpoints of finetuning."""
+    config, seen = hybrid_config("M", lora_rank=3), {}
+
+    def shaken(path: Any, leaf: Any) -> Any:
+        seen[jax.tree_util.keystr(path, simple=True, separator=".")] = leaf = _shaken(path, leaf)
+        return leaf
+
+    def merged(path: Any, leaf: Any) -> Any:
+        of = plain[jax.tree_util.keystr(path, simple=True, separator=".")]
+        return jax.device_put(np.stack(list(MtjaxSource.slices(folder, of))).reshape(leaf.shape), leaf.sharding)
+
+    adapted = _logits(config, shaken)
+    plain = parameters_of(hybrid_config("M"))
+    folder: Any = SimpleNamespace(
+        adapters={name: of for name, of in parameters_of(config).items() if name not in plain},
+        saved=lambda of: iter([seen[of.name]] if of.num_layers is None else np.asarray(seen[of.name])),
+        weights=SimpleNamespace(config=config),
+    )
+    assert relative(_logits(hybrid_config("M"), merged), adapted) < 1e-5

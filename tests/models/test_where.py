@@ -13,7 +13,8 @@ from mtjax.models.kernels.options import AttentionOptions
 from mtjax.models.kernels.xla import attend
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.recompute import ATTENTION_CORE
-from mtjax.models.unhoisted import plus, where
+from mtjax.models.unhoisted import where
+from mtjax.models.unhoisted_sums import plus
 from mtjax.sharding.axes import spec, use_rules
 from tests.tiny import mesh_of
 

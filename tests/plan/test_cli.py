@@ -141,7 +141,7 @@ def test_loads_that_experts_can_not_have_are_refused(capsys, words, said):
 
 
 def test_searches_and_says_why(capsys):
-    out = run(capsys, "--gpus", "64", "--target", "h100x8", "--tokens", "450e9", "--price", "2.5")
+    out = run(capsys, "--gpus", "16", "--target", "h100x8", "--tokens", "450e9", "--price", "2.5")
     assert "Fastest of" in out
     assert "cost of 450 Gtokens" in out and "25 published runs on H100 took 0.97 to 1.29 times" in out
     assert re.search(r"Train it:  mtjax train --config gpt2-8.3b --mesh \S+ ", out)
@@ -204,7 +204,7 @@ def test_a_vocabulary_that_only_a_tokenizer_knows(capsys):
 
 
 def test_a_plan_that_does_not_fit_names_the_nearest_that_does(capsys):
-    out = run(capsys, "--config", "gpt2-8.3b", "--mesh", "16x1", "--microbatch-size", "1", "--target", "h100x8")
+    out = run(capsys, "--config", "gpt2-8.3b", "--mesh", "8x1", "--microbatch-size", "1", "--target", "h100x8")
     assert "does NOT fit" in out
     assert re.search(r"does not fit h100x8: the nearest plan that does is mesh \S+", out)
 

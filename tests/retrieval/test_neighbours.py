@@ -154,6 +154,8 @@ def test_a_longer_run_keeps_the_samples_that_it_had(folder: Path) -> None:
         assert all((longer[number][name] == array).all() for name, array in first[number].items())
     with pytest.raises(UserError, match="was made for the order of 20, then 60 samples, and the run asks for 60"):
         opened(folder, prefix="long", train_samples=60)
+    with pytest.raises(UserError, match="and the run asks for 20, then 60, .* with mtjax data neighbours --earlier 20"):
+        opened(folder, train_samples=60, earlier=(TRAIN,))
     with pytest.raises(UserError, match="--earlier and the run's samples are 60, 20, and must ascend"):
         orders_of(config_of(folder), (60,))
 

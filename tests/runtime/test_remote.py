@@ -61,12 +61,12 @@ def test_every_bit_comes_back_and_damage_is_passed_over(store: Store, caplog: py
 
 def test_a_second_start_is_refused_and_a_dead_one_is_taken_over(store: Store, tmp_path: Path) -> None:
     said, url = list[str](), f"{store.url}/lock"
-    first = RemoteFolder(url, tmp_path / "first", lease=2, heartbeat=0.2)
+    first = RemoteFolder(url, tmp_path / "first", lease=60, heartbeat=0.2)  # in which it surely beats
     first.claim(said.append)
     (first.work / "metrics.jsonl").write_text("one\n")
-    second = RemoteFolder(url, tmp_path / "second", lease=2, heartbeat=0.2)
     with pytest.raises(UserError, match=rf"^{url} is in use: process {os.getpid()} on \S+ is training there"):
-        second.claim(said.append)
+        RemoteFolder(url, tmp_path / "second", lease=60, heartbeat=0.2).claim(said.append)
+    second = RemoteFolder(url, tmp_path / "third", lease=2, heartbeat=0.2)
     first.release()
     assert read_bytes(f"{url}/metrics.jsonl") == b"one\n"
     dead = {"host": "another", "pid": 1, "token": "x", "beat": 1}

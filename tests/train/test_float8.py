@@ -9,13 +9,17 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from mtjax.analysis.families.registry import anatomy_of
+from mtjax.analysis.float8 import float8_state_bytes
 from mtjax.config import replace
 from mtjax.config.checks import validate
 from mtjax.errors import UserError
 from mtjax.layout.layouts import TENSOR
+from mtjax.layout.plan import Plan
 from mtjax.models.sharded_model import ShardedModel
 from mtjax.sharding.axes import use_rules
 from mtjax.sharding.float8 import E4M3, E5M2, LOWEST, Recipe, Scales, float8_product, quantized
+from mtjax.sharding.float8_rows import rowwise_product
 from mtjax.train.float8 import next_states, split
 from tests.tiny import batch_of, mesh_of, program_of, run_steps, tiny_config
 
@@ -62,6 +66,30 @@ def test_a_product_and_its_gradients_are_those_of_numpys_rounded_operands_bit_by
         np.testing.assert_array_equal(np.asarray(counts.age).sum(-1), 1)
 
 
+@pytest.mark.parametrize("kind", [E4M3, E5M2])
+def test_a_product_with_a_scale_for_each_row_is_that_of_numpys_rounded_operands_bit_by_bit(kind: Any) -> None:
+    rng = np.random.default_rng(0)
+    sizes = {"x": (2, 8, 4, 8), "w": (4, 8, 2, 8), "g": (2, 8, 2, 8)}
+    x, w, g = (rng.integers(-200, 200, shape).astype(np.float32) for shape in sizes.values())
+    x *= 2.0 ** rng.integers(-3, 3, (2, 8, 1, 1))  # rows of other sizes
+    w, g = w * 2.0 ** rng.integers(-12, -8, (1, 1, 2, 8)).astype(np.float32), g / 2**20
+    w[:, :, 1, 2] = 0
+    with jax.set_mesh(mesh_of("1x1")):
+        dims = ("ab", "cd", "ef")
+        spec = PartitionSpec(None, None, None, None)
+        y, pull = jax.vjp(
+            lambda x, w: rowwise_product(Recipe(False, kind), dims, spec, x, w), *map(jnp.asarray, (x, w))
+        )
+        dx, dw = pull(jnp.asarray(g))
+    tall, flat, wide = x.reshape(16, 32), w.reshape(32, 16), g.reshape(16, 16)
+    known, g_kind = ml_dtypes.float8_e4m3fn, np.dtype(kind).type
+    by_row = lambda a, kind: np.stack([rounded(row, kind, scale_of(row, kind)) for row in a])  # noqa: E731
+    by_column = lambda a, kind: by_row(a.T, kind).T  # noqa: E731
+    np.testing.assert_array_equal(y, (by_row(tall, known) @ by_column(flat, known)).reshape(y.shape))
+    np.testing.assert_array_equal(dx, (by_row(wide, g_kind) @ by_row(flat, known).T).reshape(dx.shape))
+    np.testing.assert_array_equal(dw, (by_column(tall, known).T @ by_column(wide, g_kind)).reshape(dw.shape))
+
+
 def _sharded(x: Any, w: Any, g: Any) -> list[tuple[Any, PartitionSpec]]:
     """Operands of a column-parallel product with the shardings of their types."""
     return [(x, PartitionSpec()), (w, PartitionSpec(None, "model")), (g, PartitionSpec(None, None, "model"))]
@@ -88,13 +116,22 @@ def losses(mesh: str, steps: int = 3, **fields: Any) -> tuple[list[float], Any, 
     return [each["loss"] for each in metrics], state, program
 
 
-SAME = ("num_kv_heads", "family", "position", "sequence_length")
+"""Settings of the model, which a run on one device has too."""
+ENDS = {"fp8_bf16_first_layers", "fp8_bf16_last_layers"}
+SAME = {"lora_rank", "num_kv_heads", "family", "position", "sequence_length", "num_layers", *ENDS}
 """Settings of the model, which a run on one device has too."""
 MESHES = [
     pytest.param("2x2", {"zero": 3, "sequence_parallel": True, "microbatch_size": 2}, id="zero 3, split sequences"),
     pytest.param("1x2", {"microbatch_size": 4}, id="accumulation", marks=pytest.mark.long),
     pytest.param("2x1", {"zero": 1}, id="zero 1", marks=pytest.mark.long),
+    pytest.param("2x2", {"sequence_parallel": True, "lora_rank": 4}, id="LoRA", marks=pytest.mark.long),
     pytest.param("1x2x1", {"microbatch_size": 2}, id="stages", marks=pytest.mark.long),
+    pytest.param(
+        "4x1",
+        {"zero": 3, "num_layers": 6, "fp8_bf16_first_layers": 2, "fp8_bf16_last_layers": 1},
+        id="layers in 16 bits",
+        marks=pytest.mark.long,
+    ),
     pytest.param("data=1,context=2", {"position": "rope", "sequence_length": 32}, id="context", marks=pytest.mark.long),
 ]
 
@@ -104,12 +141,15 @@ def test_losses_of_delayed_scaling_do_not_depend_on_the_mesh(mesh: str, fields: 
     fields = {"num_kv_heads": 4, "family": "llama", **fields} if mesh == "2x2" else fields
     alone = {name: value for name, value in fields.items() if name in SAME}
     expected, state, _ = losses("1x1", fp8="delayed", **alone)
-    found, other, _ = losses(mesh, fp8="delayed", **fields)
-    plain, _, _ = losses("1x1", **alone)
+    found, other, program = losses(mesh, fp8="delayed", **fields)
+    plain, _, _ = losses("1x1", **{name: value for name, value in alone.items() if name not in ENDS})
     assert found == pytest.approx(expected, rel=1e-5)
     assert max(abs(a / b - 1) for a, b in zip(expected, plain, strict=True)) > 1e-6  # something was rounded
     scales = [jax.tree.map(np.asarray, split(s.parameters)[1]) for s in (state, other)]
     jax.tree.map(np.testing.assert_array_equal, *scales)
+    held = sum(a.addressable_shards[0].data.nbytes for a in jax.tree.leaves(split(other.parameters)[1]))
+    model, plan = program.config.model, Plan.of(program.config, program.shape)
+    assert held == float8_state_bytes(anatomy_of(model), plan)[0]
 
 
 def test_a_scale_fits_the_largest_value_of_the_last_steps_and_remains_where_there_is_none() -> None:
@@ -131,8 +171,17 @@ def test_a_scale_fits_the_largest_value_of_the_last_steps_and_remains_where_ther
             np.testing.assert_array_equal(np.log2(state["scale"])[:, ::2], np.where(recent == 999, kept, recent))
 
 
+def _scales(state: Any) -> list[np.ndarray]:
+    """Scales of each product, [layers, 3]."""
+    return [np.asarray(a) for a in jax.tree.leaves(split(state.parameters)[1]) if a.shape[1:] == (3,)]
+
+
 def test_a_skipped_step_leaves_weights_scales_and_ages_as_they_were() -> None:
-    _, state, program = losses("1x1", 1, fp8="delayed")
+    _, state, program = losses("1x1", 1, fp8="delayed", fp8_bf16_first_layers=1)
+    for scale in _scales(state):
+        first, second = np.log2(scale)[:, ::2]
+        np.testing.assert_array_equal(first, [2, 24])  # of a layer in 16 bits: as at the beginning
+        assert (first != second).all()
     bad = batch_of(program, 1)
     bad["loss_mask"] = bad["loss_mask"] * jnp.inf
     before = jax.tree.map(np.asarray, state.parameters)
@@ -150,16 +199,24 @@ def test_a_skipped_step_leaves_weights_scales_and_ages_as_they_were() -> None:
         ({"fp8": "none", "fp8_format": "e4m3"}, "fp8_format is e4m3, and fp8 is none"),
         ({"fp8": "none", "fp8_amax_history": 8}, "fp8_amax_history is 8, and fp8 is none"),
         ({"fp8": "tensorwise", "fp8_amax_history": 8}, "fp8 tensorwise has no history"),
+        ({"fp8": "rowwise", "fp8_amax_history": 8}, "fp8 rowwise has no history"),
+        ({"fp8": "none", "fp8_bf16_last_layers": 1}, "fp8_bf16_last_layers is 1, and fp8 is none"),
+        ({"fp8_bf16_first_layers": 1, "fp8_bf16_last_layers": 1}, "leave none of the 2 layers in 8 bits"),
+        (
+            {"fp8_bf16_first_layers": 1, "recompute": "full", "recompute_num_layers": 2},
+            "fp8_bf16_first_layers 1 does not support groups of layers",
+        ),
         ({"compute_dtype": "float16"}, "does not support compute_dtype float16"),
+        ({"fp8_bf16_first_layers": 1, "lora_rank": 4}, "fp8_bf16_first_layers 1 does not support LoRA"),
         ({"family": "bert"}, "does not support the family bert"),
         ({"family": "t5"}, "does not support the family t5"),
         ({"family": "hybrid", "layer_pattern": "*-"}, "does not support the family hybrid"),
-        ({"lora_rank": 4}, "does not support LoRA"),
+        ({"fp8": "tensorwise", "lora_rank": 4}, "does not support LoRA, and lora_rank is 4: use --fp8 delayed"),
         ({"num_experts": 4}, "does not support experts"),
         ({"mtp_num_layers": 1, "family": "llama"}, "does not support multi-token prediction"),
         ({"optimizer": "muon"}, "does not support the optimizer muon"),
         ({"offload": "optimizer", "zero": 1}, "does not support offload optimizer"),
-        ({"task": "chat"}, "does not support finetuning, and the task is chat"),
+        ({"task": "chat", "teacher": "run"}, "does not support a teacher"),
     ],
 )
 def test_what_does_not_go_along_is_refused(fields: dict[str, Any], said: str) -> None:

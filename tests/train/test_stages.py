@@ -61,15 +61,18 @@ STRUCTURE |= {"output_scale": 0.5, "output_softcap": 2.0, "output_bias": True}
 COVERING.append(("2x2x2", {"recompute": "full", "norm_placement": "sandwich", "zero": 3, **STRUCTURE, **PLAIN}))
 LONG: list[tuple[str, dict[str, Any]]] = [
     ("1x2x2", {"recompute": "selective", "pipeline_schedule": "interleaved", "chunks": 2, "sequence_parallel": True}),
-    ("2x2x2", {"recompute": "none", "family": "bert", "sequence_parallel": True, "norm_placement": "post"}),
-    ("2x2x2", {"recompute": "none", "parallel_residual": "one_norm", "sequence_parallel": True, **STRUCTURE}),
+    ("2x2x2", {"recompute": "none", "family": "bert", "sequence_parallel": True, "norm_placement": "post", **PLAIN}),
+    ("2x2x2", {"recompute": "none", "parallel_residual": "one_norm", "sequence_parallel": True, **STRUCTURE, **PLAIN}),
     ("1x2x2", {"recompute": "none", "family": "t5", "sequence_parallel": True, "zero": 0, **PLAIN}),
     (
         "2x2x2",
         {"recompute": "full", "family": "t5", "pipeline_schedule": "interleaved", "chunks": 2, "zero": 3, **PLAIN},
     ),
-    ("2x2x2", {"recompute": "full", "family": "llama", "sequence_parallel": True, "zero": 2, "num_kv_heads": 2}),
-    ("2x2x2", {"recompute": "full", "family": "llama", "sequence_parallel": True, "zero": 1, **LATENT}),
+    (
+        "2x2x2",
+        {"recompute": "full", "family": "llama", "sequence_parallel": True, "zero": 2, "num_kv_heads": 2, **PLAIN},
+    ),
+    ("2x2x2", {"recompute": "full", "family": "llama", "sequence_parallel": True, "zero": 1, **LATENT, **PLAIN}),
     ("1x4x2", {"recompute": "none", "num_layers": 9, "layers_per_stage": (2, 3, 3, 1), "global_batch_size": 5}),
     ("data=1,stage=2,context=2,model=2", {"recompute": "full", "sequence_parallel": True, "zero": 1}),
 ]

@@ -7,6 +7,7 @@ share B and C; N width of the state; K taps of the convolution; q tokens of a ch
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from mtjax.analysis.contract import LAYER_BACKWARD, LAYER_FORWARD, LAYER_RECOMPUTE, Dtype, Expectation
 from mtjax.analysis.parts.part import (
@@ -16,11 +17,14 @@ from mtjax.analysis.parts.part import (
     Product,
     ResidualStream,
     Weight,
+    adapter_products,
     linear,
     over_model,
     weight,
 )
 from mtjax.analysis.parts.sublayer import (
+    adapter_collectives,
+    adapter_saved_bytes,
     local_gradient_sums,
     stream_bytes,
     sublayer_collectives,
@@ -28,6 +32,7 @@ from mtjax.analysis.parts.sublayer import (
     vector_gradient_sums,
 )
 from mtjax.config import Model
+from mtjax.config.adapters import ADAPTER, RANK
 from mtjax.config.ssm import chunks_at_once, ssm_chunk, ssm_groups, ssm_heads
 from mtjax.layout.plan import Plan
 from mtjax.layout.rules import CONTEXT
@@ -41,6 +46,8 @@ class Mamba(Part):
 
     model: Model
     norm: Norms
+    rank: int = 0
+    """Of LoRA adapters; 0 without any."""
     context: int = 1
     """Context parallel ranks whose work is counted."""
 
@@ -82,7 +89,22 @@ class Mamba(Part):
             weight("mamba.a_log", heads),
             weight("mamba.skip", heads),
             *([weight("mamba.norm_scale", inner)] if self.model.ssm_norm else []),
-            *linear("mamba.output", inner, embed, bias=False),
+            *linear("mamba.output", inner, embed, bias=False, rank=self.rank),
+            *self._adapter_of_inputs,
+        ]
+
+    @property
+    def _adapter_of_inputs(self) -> list[Weight]:
+        """The adapter of the first product, whose B has its parts."""
+        if not self.rank:
+            return []
+        name, rank, heads = f"mamba.inputs.{ADAPTER}", {RANK: self.rank}, {"heads": self.heads}
+        shared = {"kv": 2, "groups": ssm_groups(self.model), "state": self.model.ssm_state}
+        return [
+            weight(f"{name}.a", {"embed": self.hidden, **rank}),
+            weight(f"{name}.gate_value", {**rank, "gate": 2, **heads, "head_dim": self.model.ssm_head_dim}),
+            weight(f"{name}.b_c", {**rank, **shared}),
+            weight(f"{name}.rate", {**rank, **heads}),
         ]
 
     @property
@@ -113,7 +135,9 @@ class Mamba(Part):
             Product(tokens, state, inner),
             Product(pieces * (self.context + 1), pieces, inner * state),
         ]
+        columns = (self.hidden, self._width(tensor_degree), 1)
         return [
+            *adapter_products(self.rank, tokens, columns, (inner, self.hidden)),
             Product(tokens, self.hidden, self._width(tensor_degree)),
             Product(tokens, chunk, self.heads / tensor_degree),
             Product(tokens, state, chunk * self._groups(tensor_degree)),
@@ -135,6 +159,7 @@ class Mamba(Part):
             **sublayer_saved_bytes(self.tokens, self.hidden, plan),
             STATE_SPACE_INPUTS: own * self._width(plan.mesh.model),
             STATE_SPACE_OUTPUT: own * self.inner / plan.mesh.model,
+            **adapter_saved_bytes(self.rank, 2, self.hidden + self.inner / plan.tensor_degree, self.tokens, plan),
         }
 
     def backward_peak_bytes(self, plan: Plan) -> float:
@@ -168,24 +193,31 @@ class Mamba(Part):
         }
 
     def collectives(self, stream: ResidualStream) -> list[Expectation]:
-        lines = sublayer_collectives(stream, "the Mamba-2 mixer")
+        name, learns = "the Mamba-2 mixer", self.rank > 0 or not stream.is_frozen
+        lines = sublayer_collectives(stream, name, learns=learns)
+        lines += adapter_collectives(stream, name, 1, self.rank)
         lines += vector_gradient_sums(stream, self.norm, bias=False) if stream.split else []
-        lines += _of_shared_groups(stream, has_norm=self.model.ssm_norm) if stream.shares_groups else []
+        if stream.shares_groups:
+            lines += _of_shared_groups(stream, has_norm=self.model.ssm_norm, learns=learns)
         return [*lines, *_of_pieces(stream)] if stream.across else lines
 
 
-def _of_shared_groups(stream: ResidualStream, *, has_norm: bool) -> list[Expectation]:
+def _of_shared_groups(stream: ResidualStream, *, has_norm: bool, learns: bool) -> list[Expectation]:
     """Returns the collectives of groups that several ranks share: squares for the gated norm, if it has one, and the
     gradients of the parameters of B and C."""
     why, elements = "squares of shared groups for the gated norm", "batch*sequence*groups"
     line = partial(over_model, kind="all-reduce", elements=elements, dtype="float32", pooled=True)
-    own = f"{stream.side}layers*shared_width*(hidden + taps + 1)"
+    also: dict[str, Any] = {"also": LAYER_RECOMPUTE} if stream.is_frozen else {}
+    inputs = "rank" if stream.is_frozen else "(hidden + taps + 1)"
+    own = f"{stream.side}layers*shared_width*{inputs}"
     squares = [
         line(LAYER_FORWARD, count=stream.forward_times, why=why),
-        line(LAYER_RECOMPUTE, count=stream.times, why=f"{why}, again"),
+        # XLA: with adapters, it may be sent together with what they send in the backward pass.
+        line(LAYER_BACKWARD if stream.is_frozen else LAYER_RECOMPUTE, count=stream.times, why=f"{why}, again", **also),
         line(LAYER_BACKWARD, count=stream.times, why=f"gradients of {why}", hoisted=True),
     ]
-    return [*(squares if has_norm else []), local_gradient_sums(stream, own, "B and C of shared groups")]
+    sums = [local_gradient_sums(stream, own, "B and C of shared groups")] if learns else []
+    return [*(squares if has_norm else []), *sums]
 
 
 def _of_pieces(stream: ResidualStream) -> list[Expectation]:

@@ -201,6 +201,11 @@ class ResidualStream:
     learns_before: bool = True
     """Whether a weight before the component, in its layer or below the layers, is trained: else nothing reads the first
     layer's input gradient."""
+    joins_output: bool = False
+    """Whether the component's output is added to that of the next one before the ranks reduce both (parallel
+    layers)."""
+    joins_input: bool = False
+    """Likewise its input gradient, where both read the same norm."""
     turns: str = "microbatches"
     """Formula: how often a step runs the component forward and backward. Pipeline stages run layers in every tick, also
     in those of the bubble, and everything outside the layers once per microbatch."""

@@ -35,32 +35,41 @@ def sublayer_collectives(stream: ResidualStream, name: str, *, learns: bool = Tr
       name: of the sublayer, for the reasons of the lines.
       learns: whether it has trainable weights.
     """
+    lines = _sublayer_collectives(stream, name, learns=learns)
+    once = {OUTPUT: stream.joins_output, INPUT_GRADIENT: stream.joins_input}
+    return [line for of, line in lines if not once.get(of)]
+
+
+OUTPUT, INPUT_GRADIENT, OTHERS = "output", "input gradient", "others"
+
+
+def _sublayer_collectives(stream: ResidualStream, name: str, *, learns: bool) -> list[tuple[str, Expectation]]:
+    """Returns the lines of `sublayer_collectives`, with what each reduces."""
     # Full recompute repeats g where its result is needed, and in every layer of a group.
     recomputed = f"{stream.side}{'recomputed' if stream.needed_again else 'grouped'}_layers*{stream.turns}"
+    times, elements = stream.forward_times, stream.elements
     if not stream.split:
         return [
-            over_model(LAYER_FORWARD, "all-reduce", stream.forward_times, stream.elements, f"g after {name}"),
-            over_model(LAYER_RECOMPUTE, "all-reduce", recomputed, stream.elements, f"g after {name}, recomputed"),
-            over_model(LAYER_BACKWARD, "all-reduce", stream.input_gradients, stream.elements, f"f before {name}"),
+            (OUTPUT, over_model(LAYER_FORWARD, "all-reduce", times, elements, f"g after {name}")),
+            (OUTPUT, over_model(LAYER_RECOMPUTE, "all-reduce", recomputed, elements, f"g after {name}, recomputed")),
+            (
+                INPUT_GRADIENT,
+                over_model(LAYER_BACKWARD, "all-reduce", stream.input_gradients, elements, f"f before {name}"),
+            ),
         ]
     # The gathered input is not saved: weight gradients need it a second time, a frozen sublayer only the recompute.
     gathering_layers = f"{stream.side}{'layers' if learns else 'recomputed_layers'}"
-    gathered_again = f"({gathering_layers} + {stream.side}grouped_layers)*{stream.turns}"
+    again = f"({gathering_layers} + {stream.side}grouped_layers)*{stream.turns}"
     output_gradients = stream.times if learns else stream.input_gradients
-    return [
-        over_model(LAYER_FORWARD, "all-gather", stream.forward_times, stream.elements, f"before {name}"),
-        over_model(LAYER_FORWARD, "reduce-scatter", stream.forward_times, stream.elements, f"after {name}"),
-        over_model(LAYER_RECOMPUTE, "all-gather", gathered_again, stream.elements, f"before {name}, again"),
-        over_model(LAYER_RECOMPUTE, "reduce-scatter", recomputed, stream.elements, f"after {name}, recomputed"),
-        over_model(LAYER_BACKWARD, "all-gather", output_gradients, stream.elements, f"output gradient of {name}"),
-        over_model(
-            LAYER_BACKWARD,
-            "reduce-scatter",
-            stream.input_gradients,
-            stream.elements,
-            f"input gradient of {name}",
-        ),
+    lines = [
+        (OTHERS, LAYER_FORWARD, "all-gather", times, f"before {name}"),
+        (OUTPUT, LAYER_FORWARD, "reduce-scatter", times, f"after {name}"),
+        (OTHERS, LAYER_RECOMPUTE, "all-gather", again, f"before {name}, again"),
+        (OUTPUT, LAYER_RECOMPUTE, "reduce-scatter", recomputed, f"after {name}, recomputed"),
+        (OTHERS, LAYER_BACKWARD, "all-gather", output_gradients, f"output gradient of {name}"),
+        (INPUT_GRADIENT, LAYER_BACKWARD, "reduce-scatter", stream.input_gradients, f"input gradient of {name}"),
     ]
+    return [(of, over_model(phase, kind, count, elements, why)) for of, phase, kind, count, why in lines]
 
 
 def local_gradient_sums(stream: ResidualStream, elements: str, why: str) -> Expectation:

@@ -123,10 +123,21 @@ def _translate_float8(to: Translation) -> None:
         to.drop("fp8_format", f"mtjax has the recipes delayed and tensorwise, and formats hybrid and e4m3: no {recipe}")
         return
     to.set("fp8_format", {"fp8": recipe, "fp8_format": kind})
+    if to.has("first_last_layers_bf16"):
+        _translate_ends(to)
     if recipe == "delayed":
         # With most_recent only the last step's largest value counts.
         steps = to.get("fp8_amax_history_len") if to.get("fp8_amax_compute_algo") == "max" else 1
         to.set("fp8_amax_history_len", {"fp8_amax_history": steps})
+
+
+def _translate_ends(to: Translation) -> None:
+    """Adds the numbers of first and last layers in 16 bits."""
+    if (stages := to.get("pipeline_model_parallel_size")) > 1:
+        to.drop("first_last_layers_bf16", f"it does not support pipeline parallelism, and there are {stages} stages")
+        return
+    first, last = (to.get(f"num_layers_at_{end}_in_bf16") for end in ("start", "end"))
+    to.set("first_last_layers_bf16", {"fp8_bf16_first_layers": first, "fp8_bf16_last_layers": last})
 
 
 def translate_optimizer_memory(to: Translation) -> None:

@@ -124,9 +124,10 @@ def check_settings(path: Path, made: Settings, run: Settings) -> None:
         raise UserError(f"{path} was made with the tokenizer {theirs}, and the run has the tokenizer {ours}{_REMEDY}")
     if made.order != run.order:
         numbers = [", then ".join(f"{number:,}" for number in each.requested) for each in (made, run)]
+        earlier = f" --earlier {' '.join(map(str, run.requested[:-1]))}" if run.requested[1:] else ""
         raise UserError(
             f"{path} was made for the order of {numbers[0]} samples, and the run asks for {numbers[1]}, whose order is "
-            f"another{_REMEDY}"
+            f"another: make neighbours for this run with mtjax data neighbours{earlier}"
         )
 
 

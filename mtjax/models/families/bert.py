@@ -11,11 +11,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jax.sharding import reshard
 from jaxtyping import Float, Int
 
 from mtjax.config import Config
 from mtjax.models.dropout import dropout
-from mtjax.models.embedding import EMBEDDING_SITE, embed_tokens, embed_types, position_table, vocabulary_table
+from mtjax.models.embedding import EMBEDDING_SITE, embed_tokens, position_table, vocabulary_table
 from mtjax.models.heads import MaskedLMHead, MaskedPositions, PoolerHead, class_losses
 from mtjax.models.layer_context import RESIDUAL, LayerContext
 from mtjax.models.linear import normal
@@ -26,7 +27,7 @@ from mtjax.models.rotary import Rotary
 from mtjax.models.stack import Stack
 from mtjax.models.trunk import Batch, HiddenStates, Keys, Section, run_sections
 from mtjax.models.vocabulary import WithVocabulary
-from mtjax.sharding.axes import local_positions, num_shards
+from mtjax.sharding.axes import local_positions, num_shards, spec
 from mtjax.sharding.context.ring_attention import Method
 from mtjax.sharding.context.zigzag import from_first_context_rank
 from mtjax.sharding.vocab import LossOptions, vocab_parallel_cross_entropy
@@ -92,7 +93,7 @@ class Encoder(nnx.Module):
                 # With a single type, as in RoBERTa, all tokens have it, also those of a second text.
                 has_one = self.token_types.shape[0] == 1
                 types = jnp.zeros_like(tokens) if types is None or has_one else types
-                x = x + embed_types(self.token_types, types, self.dtype)
+                x = x + _embed_types(self.token_types, types, self.dtype)
             return HiddenStates(
                 dropout(self.embedding_norm(x), self.rate, keys, EMBEDDING_SITE, RESIDUAL, positions=positions)
             )
@@ -178,3 +179,12 @@ class BERT(Encoder, WithVocabulary):
 
 def _unchanged(x: Array) -> Array:
     return x
+
+
+def _embed_types(
+    table: nnx.Param, token_types: Int[Array, "batch seq"], dtype: jax.typing.DTypeLike
+) -> Float[Array, "batch act_seq embed"]:
+    """Returns the vector of each token's type."""
+    # A product in float32 instead of a lookup, so that the table's gradient is accumulated in float32.
+    chosen = reshard(jax.nn.one_hot(token_types, len(table[...])), spec("batch", "act_seq", None))
+    return jnp.einsum("bst,th->bsh", chosen, table[...], out_sharding=spec(*RESIDUAL)).astype(dtype)

@@ -101,6 +101,11 @@ class Decoder(nnx.Module):
         stacks = InterleavedStacks(self.dense, self.stack, self.is_interleaved)
         return {STACK: Section(stacks, self._embed, self._context, (DENSE,))}
 
+    @property
+    def decoder_stacks(self) -> tuple[Stack, ...]:
+        """The stacks of layers, in their order."""
+        return (self.stack,) if self.dense is None else (self.dense, self.stack)
+
     def _embed(
         self, batch: Batch, keys: Keys, before: HiddenStates | None, positions: Array | None = None
     ) -> HiddenStates:
@@ -153,11 +158,6 @@ class GPT(Decoder, WithVocabulary):
         rows = padded_vocab_size(model)
         self.output_bias = constant(0.0, {"vocab": rows}) if model.output_bias else None
         self.output_options = OutputOptions(rows, **output_shape(model))
-
-    @property
-    def decoder_stacks(self) -> tuple[Stack, ...]:
-        """The stacks whose layers generate text, in their order."""
-        return (self.stack,) if self.dense is None else (self.dense, self.stack)
 
     def embed_new(
         self, tokens: Int[Array, "batch seq"], cache_positions: "CachePositions", length: int

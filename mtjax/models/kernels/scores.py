@@ -10,7 +10,7 @@ from jaxtyping import Float
 
 from mtjax.models.alibi import Alibi
 from mtjax.models.recompute import ATTENTION_CORE
-from mtjax.models.unhoisted import plus_difference
+from mtjax.models.unhoisted_sums import plus_difference
 
 
 def tilt(scores: Float[Array, "batch heads seq key_seq"], alibi: Alibi) -> Float[Array, "batch heads seq key_seq"]:

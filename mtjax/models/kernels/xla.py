@@ -13,7 +13,7 @@ from mtjax.models.dropout import dropout
 from mtjax.models.kernels.options import AttentionOptions
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.recompute import ATTENTION_CORE, ATTENTION_OUTPUT
-from mtjax.models.unhoisted import plus, where
+from mtjax.models.unhoisted import where
 from mtjax.sharding.axes import spec
 from mtjax.sharding.no_hoist import no_hoist
 
@@ -78,7 +78,11 @@ def softmax_attention(
         from mtjax.models.kernels.scores import tilt
 
         scores = tilt(scores, options.alibi)
-    scores = where(mask, scores if bias is None else plus(scores, bias), HIDDEN_SCORE)
+    if bias is not None:
+        from mtjax.models.unhoisted_sums import plus
+
+        scores = plus(scores, bias)
+    scores = where(mask, scores, HIDDEN_SCORE)
     if options.sinks is None:
         probabilities = _softmax(scores)
     else:

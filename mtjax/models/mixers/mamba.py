@@ -78,7 +78,7 @@ class Mamba(nnx.Module):
           The output, and the new state.
         """
         with jax.named_scope("inputs"):
-            gate, mixed, rate = self._split(self.inputs(reshard_sequence(x, "seq")))
+            gate, mixed, rate = self._split(self.project_in(x, context))
         rate = jax.nn.softplus(rate.astype(jnp.float32) + self._by_groups(self.rate_bias[...]))
         rate = jnp.maximum(rate, self.model.ssm_rate_floor) if self.model.ssm_rate_floor else rate
         a = varying_like(-jnp.exp(self._by_groups(self.a_log[...])), mixed)
@@ -94,7 +94,17 @@ class Mamba(nnx.Module):
         with jax.named_scope("gate"):
             y = self._gated_norm(y, gate)
         y = y.reshape(*y.shape[:2], -1, y.shape[-1], out_sharding=spec("batch", "seq", "heads", "head_dim"))
-        return self.output(y), state
+        return self.project_out(y, context), state
+
+    def project_in(self, x: Array, context: LayerContext) -> Array:
+        """All-gathers sequences, and computes the first product, [batch, seq, groups, width]."""
+        del context
+        return self.inputs(reshard_sequence(x, "seq"))
+
+    def project_out(self, y: Array, context: LayerContext) -> Array:
+        """Projects [batch, seq, heads, head_dim] to the residual stream, [batch, act_seq, embed]."""
+        del context
+        return self.output(y)
 
     # --- products and convolution
 
@@ -245,10 +255,7 @@ class InputProjection(nnx.Module):
         return AssembledInput(self._weight())
 
     def _weight(self) -> Float[Array, "embed u width"]:
-        gate_value = by_groups(self.gate_value[...], self.groups, 2)
-        b_c, rate = heads_in_use(self.b_c[...], "groups"), by_groups(self.rate[...], self.groups, 1)
-        parts = [_merged(gate_value[:, 0], 2), _merged(gate_value[:, 1], 2), b_c[:, 0], b_c[:, 1], rate]
-        return jnp.concatenate(parts, -1)
+        return assembled_by_groups(self.gate_value[...], self.b_c[...], self.rate[...], self.groups)
 
 
 class AssembledInput(nnx.Module):
@@ -264,6 +271,14 @@ class AssembledInput(nnx.Module):
 
 def _project(x: Array, weight: Array) -> Array:
     return project(x, weight, None, ("heads", None), by_sample=True)
+
+
+def assembled_by_groups(gate_value: Array, b_c: Array, rate: Array, groups: int) -> Float[Array, "inputs u width"]:
+    """Puts the parts of the first product's weight in the order of a group: gate | value | B | C | dt."""
+    gate_value = by_groups(gate_value, groups, 2)
+    b_c, rate = heads_in_use(b_c, "groups"), by_groups(rate, groups, 1)
+    parts = [_merged(gate_value[:, 0], 2), _merged(gate_value[:, 1], 2), b_c[:, 0], b_c[:, 1], rate]
+    return jnp.concatenate(parts, -1)
 
 
 def by_groups(parameter: Array, groups: int, before: int = 0) -> Array:

@@ -84,7 +84,11 @@ def _experts(model: Model) -> type[Mixer]:
     return Experts
 
 
-def _mamba(_: Model) -> type[Mixer]:
+def _mamba(model: Model) -> type[Mixer]:
+    if adapters_of(model, "mamba"):
+        from mtjax.models.mixers.adapted_mamba import AdaptedMamba
+
+        return AdaptedMamba
     from mtjax.models.mixers.mamba import Mamba
 
     return Mamba

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import jax
-from jax import Array
+import jax.numpy as jnp
+from jax import Array, lax
 
 from mtjax.layout.layouts import NOT_SHARDED
 from mtjax.sharding.axes import spec
@@ -107,6 +109,51 @@ class PrefetchLoop:
             return put(accumulator, reduce_gradient(gradient, layer_spec, like.reduction), index)
 
         return [one(*each) for each in zip(sums, gradients, trainable, strict=True)]
+
+
+def flattened(run: Run, tree: Any, is_prefetched: Sequence[bool]) -> Run:
+    """Returns a layer function whose parameters are lists of arrays, prefetched and others, instead of a module."""
+
+    def run_flat(x: Array, prefetched: list[Array], resident: list[Any], number: Array) -> tuple[Array, Tree]:
+        prefetched_iter, resident_iter = iter(prefetched), iter(resident)
+        layer = jax.tree.unflatten(tree, [next(prefetched_iter if flag else resident_iter) for flag in is_prefetched])
+        return run(x, layer, number, None)
+
+    return run_flat
+
+
+def traced(
+    run: Run, variants: Sequence[tuple[Callable[[Run], Run], int]], example: tuple[Any, ...]
+) -> tuple[list[Run], list[list[Array]], list[tuple[int, int]]]:
+    """Traces each variant of a layer once.
+
+    Returns:
+      Functions that close over no tracers; the arrays that each of them has as further arguments; and for each loop,
+      which function it runs, and its number of layers.
+    """
+    # `_step`, a custom_vjp, may not close over tracers such as attention's mask: those of `run` become arguments.
+    closed = {wrap: cast(Any, jax.closure_convert(wrap(run), *example)) for wrap in dict(variants)}
+    places = {wrap: place for place, wrap in enumerate(closed)}
+    functions, constants = zip(*closed.values(), strict=True)
+    return list(functions), list(constants), [(places[wrap], count) for wrap, count in variants]
+
+
+def scan_but_last(
+    iteration: Callable[[int, Tree, Any], tuple[Tree, Tree]],
+    carry: Tree,
+    parts: Sequence[tuple[int, int]],
+    numbers: Array,
+) -> tuple[Tree, list[Tree]]:
+    """Runs all layers but the last, a loop for each part; returns the carry, and the states of each loop."""
+    states, first, last = [], 0, len(numbers) - 1
+    for place, count in parts:
+        end = min(first + count, last)
+        if end > first:
+            indices = jnp.arange(end - first) + first if first else jnp.arange(end)
+            carry, state = lax.scan(partial(iteration, place), carry, (indices, numbers[first:end]))
+            states.append(state)
+        first = end
+    return carry, states
 
 
 def _without_arrays(leaf: ShardedParam | ReplicatedParam) -> ShardedParam | ReplicatedParam:

@@ -44,7 +44,7 @@ from mtjax.sharding.param_comm import (
     stack_of,
     zeros_like_shards,
 )
-from mtjax.sharding.prefetch.loop import PrefetchLoop, Run
+from mtjax.sharding.prefetch.loop import PrefetchLoop, Run, flattened, scan_but_last, traced
 
 Tree = Any
 
@@ -75,13 +75,20 @@ class _IterationInputs(NamedTuple):
 
 
 def scan_with_prefetch(
-    run: Run, saving: Callable[[Run], Run], x: Array, layers: Tree, numbers: Array, sums: list[Array] | None
+    run: Run,
+    saving: Callable[[Run], Run],
+    variants: Sequence[tuple[Callable[[Run], Run], int]],
+    x: Array,
+    layers: Tree,
+    numbers: Array,
+    sums: list[Array] | None,
 ) -> tuple[Array, Tree]:
     """Runs layers one after the other, with the communication of one overlapped with the computation of another.
 
     Args:
       run: one layer: (hidden states, layer, its number, None) -> (hidden states, state).
       saving: wraps such a function, of any arguments, so that it saves less for its backward pass.
+      variants: what wraps `run` in a loop of its own over the next layers, and how many; most models have one.
       x: input of the first layer, [batch, act_seq, embed].
       layers: their parameters, [layers, ...]; some are `ShardedParam`, or `ReplicatedParam` over ranks.
       numbers: the layers' numbers, int32 [layers].
@@ -94,19 +101,13 @@ def scan_with_prefetch(
     is_prefetched = [communicated(leaf) is not None for leaf in leaves]
     prefetched, resident = _partition(leaves, is_prefetched)
 
-    def run_flat(x: Array, prefetched: list[Array], resident: list[Any], number: Array) -> tuple[Array, Tree]:
-        """Runs one layer, whose parameters are lists of arrays instead of a module."""
-        prefetched_iter, resident_iter = iter(prefetched), iter(resident)
-        layer = jax.tree.unflatten(tree, [next(prefetched_iter if flag else resident_iter) for flag in is_prefetched])
-        return run(x, layer, number, None)
-
+    run_flat = flattened(run, tree, is_prefetched)
     shards = [lax.stop_gradient(stack_of(leaf)) for leaf in map(communicated, prefetched) if leaf is not None]
     fixed, last = jax.tree.map(lax.stop_gradient, resident), len(numbers) - 1
     loop = PrefetchLoop.of(prefetched, run_flat, saving, sums is not None)
-    # `_step`, a custom_vjp, may not close over tracers such as attention's mask: those of `run` become arguments.
     example = (x, loop.of_layer(loop.gather(shards, 0), shards, 0), index_layer(fixed, 0), numbers[0])
-    closed, constants = cast(Any, jax.closure_convert(run_flat, *example))
-    loop = replace(loop, run=closed)
+    runs, constants, parts = traced(run_flat, variants, example)
+    loops = [replace(loop, run=closed) for closed in runs]
 
     # Loops carry the differentiable stacks unchanged: their cotangents are the accumulators, `sums` (`seed_cotangents`)
     # at the end of the forward pass, the result at its beginning.
@@ -114,25 +115,24 @@ def scan_with_prefetch(
     is_trainable = [flag for leaf, flag in zip(leaves, is_prefetched, strict=True) if not isinstance(leaf, NoGrad)]
     accumulators = zeros_like_shards(stacks) if sums is None else _partition(sums, is_trainable)
 
-    def iteration(carry: Tree, scanned: tuple[Array, Array]) -> tuple[Tree, Tree]:
+    def iteration(place: int, carry: Tree, scanned: tuple[Array, Array]) -> tuple[Tree, Tree]:
         """Runs the layer at `index` and gathers the next; carries its parameters, the stacks and the constants."""
         (x, slots, stack, resident_stack, shared), (index, number) = carry, scanned
         layer, resident_stack = accumulate_grads_into(index_layer(fixed, index), resident_stack, index)
-        using, shared = _shared(constants, shared)
+        using, own = _shared(constants[place], shared[place])
         (x, slots, stack), state = cast(
-            Any, _step(loop, x, slots, stack, _IterationInputs(layer, number, using, shards, index))
+            Any, _step(loops[place], x, slots, stack, _IterationInputs(layer, number, using, shards, index))
         )
-        return (x, slots, stack, resident_stack, shared), state
+        return (x, slots, stack, resident_stack, [*shared[:place], own, *shared[place + 1 :]]), state
 
     slots, stack = cast(Any, _begin(loop, stacks[0], shards))
-    carry, states = lax.scan(iteration, (x, slots, stack, stacks[1], constants), (jnp.arange(last), numbers[:-1]))
-    x, slots, stack, resident_stack, shared = carry
-    # The last layer is outside the loop: it saves its gathered parameters, so that the backward pass begins without a
-    # gather.
+    carry, states = scan_but_last(iteration, (x, slots, stack, stacks[1], constants), parts, numbers)
+    (x, slots, stack, resident_stack, shared), place = carry, parts[-1][0]
+    # The last layer, outside the loop, saves its gathered parameters: the backward pass begins without a gather.
     layer, resident_stack = accumulate_grads_into(index_layer(fixed, last), resident_stack, jnp.asarray(last))
-    using, _ = _shared(constants, shared)
-    x, state = saving(closed)(x, _finish(loop, slots, shards), layer, numbers[-1], *using)
-    states = jax.tree.map(lambda before, final: jnp.concatenate([before, final[None]]), states, state)
+    using, _ = _shared(constants[place], shared[place])
+    x, state = saving(loops[place].run)(x, _finish(loop, slots, shards), layer, numbers[-1], *using)
+    states = jax.tree.map(lambda final, *before: jnp.concatenate([*before, final[None]]), state, *states)
     return seed_cotangents(accumulators, x, (stack, resident_stack)), states
 
 

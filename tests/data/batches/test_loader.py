@@ -123,7 +123,7 @@ def test_a_stopped_worker_is_an_error_in_time(monkeypatch):
     monkeypatch.setattr("mtjax.data.batches.loader.GRACE", 1.0)
     before = set(psutil.Process().children())
     loader = open_loader(
-        settings(1, timeout=20.0), Numbers(100_000), rows=np.arange(8), start_sample=0, schedule=constant(8)
+        settings(1, timeout=300.0), Numbers(100_000), rows=np.arange(8), start_sample=0, schedule=constant(8)
     )
     next(loader)
     loader._timeout = 1.0

@@ -1,10 +1,8 @@
 import json
-import os
 import random
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -213,32 +211,43 @@ def test_wrong_options(run, tmp_path, capsys, message):
     assert message in capsys.readouterr().err
 
 
+KILLED = """
+import itertools, os, signal, sys, threading, time
+from mtjax.commands.data import main
+from mtjax.data.corpus.resume_record import ResumeRecord
+number, delay = int(sys.argv.pop(1)), float(sys.argv.pop(1))
+write, writes = ResumeRecord.write, itertools.count(1)
+def write_once_more(*arguments):
+    now = next(writes)
+    if now > number + 1:
+        time.sleep(600)
+    write(*arguments)
+    if now == number:
+        threading.Timer(delay, os.killpg, (0, signal.SIGKILL)).start()
+ResumeRecord.write = write_once_more
+sys.exit(main(sys.argv[1:]))
+"""
+"""`mtjax data` until some seconds after it has written its record so many times: soon after, it waits for that."""
+
+
 @pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.long), 2])
 def test_killed_at_any_moment_and_resumed_is_as_if_uninterrupted(run, tokenizer, tmp_path, workers):
     for i in range(2):
         write_jsonl(tmp_path / f"in{i}.jsonl.gz", texts(4000, seed=i, words=160))
     assert run("--input", tmp_path / "in*.jsonl.gz", "--append-eod", output="whole") == 0
-    command = [sys.executable, "-m", "mtjax.data", "preprocess", "--input", tmp_path / "in*.jsonl.gz"]
-    command += ["--output", tmp_path / "out", "--tokenizer", tokenizer, "--append-eod"]
-    command += ["--save-every", "0", "--workers", workers]
-    record, draw = tmp_path / ".out_text_document.progress.partial", random.Random(workers)
-    kills = resumed = 0
+    words = ["preprocess", "--input", tmp_path / "in*.jsonl.gz", "--output", tmp_path / "out"]
+    words += ["--tokenizer", tokenizer, "--append-eod", "--save-every", "0", "--workers", workers]
+    draw, kills, resumed = random.Random(workers), 0, 0
     while True:
-        before = record.read_bytes() if record.exists() else b""
-        process = subprocess.Popen(
-            [str(word) for word in command], stderr=subprocess.PIPE, text=True, start_new_session=True
-        )
-        while kills < 3 and process.poll() is None and (not record.exists() or record.read_bytes() == before):
-            time.sleep(0.01)
-        time.sleep(draw.uniform(0, 0.2))
-        if kills < 3 and process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            kills += 1
-        error = process.communicate()[1]
+        program = ["-c", KILLED, 1 + kills, draw.uniform(0, 0.2)] if kills < 3 else ["-m", "mtjax.data"]
+        command = [str(word) for word in (sys.executable, *program, *words)]
+        process = subprocess.run(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+        error = process.stderr
         resumed += "continuing after" in error
         if process.returncode == 0 or idx_path(tmp_path / "out_text_document").exists():
             break  # also where the kill came behind the last write
         assert process.returncode == -signal.SIGKILL, error
+        kills += 1
     assert kills and resumed
     assert contents(tmp_path / "out_text_document") == contents(tmp_path / "whole_text_document")
     assert (

@@ -1,0 +1,16 @@
+"""Products with matrices that are not differentiated."""
+
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import PartitionSpec
+from jaxtyping import Float
+
+from mtjax.models.project import letters_of
+
+
+def matrix_product(
+    x: Float[Array, "..."], matrix: Float[Array, "..."], inputs: int, sharding: PartitionSpec
+) -> Float[Array, "..."]:
+    """Computes `x W` over the last `inputs` dimensions of x, in `sharding`, where nothing is differentiated."""
+    row, inner, outer = letters_of(x.ndim - inputs, inputs, matrix.ndim - inputs)
+    return jnp.einsum(f"{row}{inner},{inner}{outer}->{row}{outer}", x, matrix, out_sharding=sharding)
