@@ -132,11 +132,12 @@ def _of_corpus(options: Options, output: Path, queries: Path) -> None:
 
 def _of_run(config: Config, options: Options, output: Path, name: str) -> None:
     with waiting(IMPORTS):
-        from mtjax.data.datasets import SplitOpener, open_samples
+        from mtjax.data.datasets import open_samples
         from mtjax.data.neighbours.header import rows_path
         from mtjax.data.neighbours.samples import orders_of, settings_of, training_text
         from mtjax.data.samples.order import SampleOrder
         from mtjax.data.samples.split import Split
+        from mtjax.data.split_opener import SplitOpener
         from mtjax.data.tokens.identity import content_digest
         from mtjax.retrieval.embedder import Embedder
         from mtjax.retrieval.search import Asking, Rules, of_samples

@@ -2,22 +2,16 @@
 
 from collections.abc import Sequence
 
-from mtjax.config import Config, Data
-from mtjax.data.cache import digest
-from mtjax.data.corpus.indexed import IndexedDataset
-from mtjax.data.corpus.source import Source, parse_sources
-from mtjax.data.run_text import RunText
+from mtjax.config import Config
+from mtjax.config.families import kind_of
 from mtjax.data.samples.blend import BlendedDataset, normalise, samples_of_each
-from mtjax.data.samples.family import FamilySamples, Share
 from mtjax.data.samples.order import SampleOrder, TrainingText, shifted
 from mtjax.data.samples.registry import FAMILIES
-from mtjax.data.samples.sample import Bounds, Dataset
-from mtjax.data.samples.split import Split, split_bounds
+from mtjax.data.samples.sample import Dataset
+from mtjax.data.samples.split import Split
+from mtjax.data.split_opener import SplitOpener
 from mtjax.data.tokens.tokenizer import Tokenizer
 from mtjax.errors import UserError
-
-RETRO = "retro"
-"""The family whose samples have neighbours."""
 
 
 def open_in_order(config: Config, order: SampleOrder, tokenizer: Tokenizer | None = None) -> Dataset:
@@ -29,7 +23,7 @@ def open_in_order(config: Config, order: SampleOrder, tokenizer: Tokenizer | Non
     return _open_in_order(config, "train", order, tokenizer)
 
 
-def open_samples(opener: "SplitOpener", order: SampleOrder) -> Dataset:
+def open_samples(opener: SplitOpener, order: SampleOrder) -> Dataset:
     """Opens the samples of a split in an order, numbered as the run consumes them.
 
     Raises:
@@ -70,19 +64,21 @@ def open_dataset(config: Config, split: Split, num_samples: int, tokenizer: Toke
 
 def _open_in_order(config: Config, split: Split, order: SampleOrder, tokenizer: Tokenizer | None) -> Dataset:
     """Opens the samples of a split, with their neighbours where the config names them."""
-    if config.data.neighbours is not None:
-        from mtjax.data.neighbours.samples import with_neighbours
-
-        return with_neighbours(config, split, order, tokenizer)
-    if config.model.family == RETRO:
+    if config.data.neighbours is None and kind_of(config.model) == "retrieval":
         raise UserError(
             "the family retro reads neighbours of the run's samples: make them with mtjax data neighbours, and name "
             "their prefix with --neighbours"
         )
-    return open_samples(SplitOpener(config, split, tokenizer), order)
+    opener = SplitOpener(config, split, tokenizer)
+    samples = open_samples(opener, order)
+    if config.data.neighbours is None:
+        return samples
+    from mtjax.data.neighbours.samples import with_neighbours
+
+    return with_neighbours(config, opener, samples, order)
 
 
-def _open(opener: "SplitOpener", num_samples: int, earlier: Sequence[int] = ()) -> Dataset:
+def _open(opener: SplitOpener, num_samples: int, earlier: Sequence[int] = ()) -> Dataset:
     """Opens the samples of all sources, of which earlier starts of the run requested `earlier` numbers."""
     given = [source.weight for source in opener.sources if source.weight is not None]
     # Like Megatron, which opens a lone dataset with a weight as a blend when it is split, and directly when it isn't.
@@ -104,7 +100,7 @@ def vocabulary_size(config: Config, tokenizer: Tokenizer) -> int:
     return FAMILIES[config.model.family].vocabulary_size(tokenizer)
 
 
-def _unweighted(opener: "SplitOpener", num_samples: int) -> BlendedDataset:
+def _unweighted(opener: SplitOpener, num_samples: int) -> BlendedDataset:
     """Blends all samples of one pass over each dataset, in proportion to their numbers.
 
     Raises:
@@ -119,73 +115,3 @@ def _unweighted(opener: "SplitOpener", num_samples: int) -> BlendedDataset:
             "ask for fewer"
         )
     return blend
-
-
-class SplitOpener:
-    """Opens the sources of one split of a run.
-
-    Attributes:
-      split: which one.
-      text: the run's text, with its tokenizer.
-      sources: the split's datasets.
-      shares: how each is divided into splits; None where the split has its own datasets.
-    """
-
-    def __init__(self, config: Config, split: Split, tokenizer: Tokenizer | None) -> None:
-        self.split: Split = split
-        self.text = RunText(config.data, tokenizer)
-        self.sources, self.shares = _sources_of(self.text.data, split)
-        self._config = config
-        self._family: FamilySamples = FAMILIES[config.model.family]
-
-    def open(self, source: Source, num_samples: int | None, earlier: Sequence[int] = ()) -> Dataset:
-        """Opens the samples of one source, at least `num_samples` of them; those of one pass when None."""
-        corpus = self.corpus(source)
-        bounds = self._bounds(source, corpus)
-        share = Share(corpus, bounds, self.split, num_samples, self.text.tokenizer, self.text.cache, tuple(earlier))
-        return self._family.open(self._config, share)
-
-    def corpus(self, source: Source) -> IndexedDataset:
-        """Opens the token ids of a source."""
-        return self.text.indexed(source, self._family.encoding)
-
-    def describe(self, source: Source) -> TrainingText:
-        """Describes the content of a source, and which of its documents belong to this split."""
-        corpus = self.corpus(source)
-        begin, end = self._bounds(source, corpus)
-        content = digest({"tokens": corpus.content(), "files": self.text.file_digests(source)})
-        return TrainingText(source.name, content, end - begin, begin, source.weight)
-
-    def _bounds(self, source: Source, corpus: IndexedDataset) -> Bounds:
-        return _bounds(source, self.shares, self.split, self._family.items(corpus))
-
-
-def _sources_of(data: Data, split: Split) -> tuple[list[Source], str | None]:
-    """Returns the sources of a split, and the shares they are cut into; None when all of each belongs to the split.
-
-    Raises:
-      UserError: both kinds of options are given, or none for this split.
-    """
-    by_split = {"train": data.train_data, "valid": data.valid_data, "test": data.test_data}
-    if not any(by_split.values()):
-        return parse_sources(data.data or ""), data.split
-    if data.data:
-        raise UserError("give either --data, which is split, or --train-data, --valid-data and --test-data")
-    if not by_split[split]:
-        raise UserError(f"there is no --{split}-data, and the run asks for {split} samples")
-    return parse_sources(by_split[split] or ""), None
-
-
-def _bounds(source: Source, shares: str | None, split: Split, items: int) -> Bounds:
-    if shares is None:
-        return 0, items
-    bounds = split_bounds(shares, items)[split]
-    if bounds is None:
-        raise UserError(f"split {shares} leaves nothing for {split}; give it a share")
-    if bounds[0] == bounds[1]:
-        without = ", or train without with --valid-every 0" if split == "valid" else ""
-        raise UserError(
-            f"split {shares} leaves none of the {items} documents of {source.name} for {split}; give it a larger "
-            f"share{without}"
-        )
-    return bounds

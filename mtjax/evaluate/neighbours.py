@@ -14,9 +14,10 @@ import numpy as np
 
 from mtjax.config import Config, replace
 from mtjax.convert.saved_model import Hints, SavedModel, for_rows, vocab_multiple_for
+from mtjax.data.datasets import open_dataset
 from mtjax.data.neighbours.overlap import shared_runs
 from mtjax.data.neighbours.reader import WithNeighbours
-from mtjax.data.neighbours.samples import orders_of, with_neighbours
+from mtjax.data.neighbours.samples import orders_of
 from mtjax.data.progress import ProgressLine
 from mtjax.errors import UserError
 from mtjax.evaluate.options import NONE, SHUFFLED, Options
@@ -144,7 +145,8 @@ def open_text(options: Options, saved: SavedModel) -> Text:
     if "valid" not in orders:
         raise UserError(f"{options.source} has no validation samples (valid_every 0): nothing to evaluate")
     config = replace(config, neighbours=prefix)
-    dataset = with_neighbours(config, "valid", orders["valid"], saved.tokenizer(options.tokenizer)[1])
+    dataset = open_dataset(config, "valid", orders["valid"].counts[-1], saved.tokenizer(options.tokenizer)[1])
+    assert isinstance(dataset, WithNeighbours)  # the config names a prefix
     return Text(dataset, orders["valid"].counts[-1], config.model.retro_chunk)
 
 

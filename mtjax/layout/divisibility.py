@@ -111,7 +111,7 @@ def _context_problems(model: Model, plan: Plan) -> Iterator[str]:
         return
     # Not with both: the attention has a relative bias, and the decoder a cross-attention over the encoder's tokens.
     if kind_of(model) == "encoder-decoder":
-        names = [name for name, family in FAMILIES.items() if family.kind != "encoder-decoder"]
+        names = [name for name, family in FAMILIES.items() if family.kind in ("decoder", "encoder")]
         yield (
             f"context parallelism (context={degree} in mesh {mesh}) supports the families {listed(names)}, and family "
             f"is {model.family}: remove context from the mesh"

@@ -21,7 +21,9 @@ ARROWS = {
     "cleaning": SHARED | {"tokens", "corpus"},
     "batches": {"samples"},
     "run_text": SHARED | {"tokens", "corpus"},
-    "datasets": SHARED | {"tokens", "corpus", "samples", "run_text"},
+    "split_opener": SHARED | {"tokens", "corpus", "samples", "run_text"},
+    "neighbours": SHARED | {"tokens", "corpus", "samples", "batches", "split_opener"},
+    "datasets": SHARED | {"tokens", "corpus", "samples", "run_text", "split_opener", "neighbours"},
     "commands": SHARED | {"tokens", "corpus", "samples", "cleaning"},
 }
 """Room or file of `mtjax/data` -> what it may import there beside itself."""

@@ -72,7 +72,7 @@ def test_its_program_has_no_loop_over_layers():
         ({"recompute": "full"}, "1x1", "recompute none or selective, and recompute is full"),
         ({"recompute": "selective"}, "1x1", "holds no scores of all queries"),
         ({"microbatch_size": 1}, "1x2x1", "has 2 stages"),
-        ({"family": "t5", "position": "relative"}, "1x1", "t5 has two"),
+        ({"family": "t5", "position": "relative"}, "1x1", "t5 has several"),
     ],
     ids=["full", "selective", "stages", "T5"],
 )

@@ -19,11 +19,12 @@ from mtjax.config import Config, replace
 from mtjax.data.batches.batch_schedule import constant
 from mtjax.data.batches.loader import open_loader
 from mtjax.data.corpus.indexed import IndexedDataset
-from mtjax.data.datasets import SplitOpener, open_dataset, open_in_order
+from mtjax.data.datasets import open_dataset, open_in_order, open_samples
 from mtjax.data.neighbours.header import read_header
 from mtjax.data.neighbours.overlap import shares_run
 from mtjax.data.neighbours.reader import Neighbours, WithNeighbours
 from mtjax.data.neighbours.samples import documents_of, orders_of, with_neighbours
+from mtjax.data.split_opener import SplitOpener
 from mtjax.errors import UserError
 from mtjax.retrieval import embeddings as embedding
 from mtjax.retrieval.embedder import Embedder
@@ -74,7 +75,8 @@ def opened(folder: Path, of: str = "train", prefix: str = "near", k: int = 2, ch
     earlier = changes.pop("earlier", ())
     sizes = {"retro_num_neighbours": k, "retro_retrieved_chunks": chunks}
     config = config_of(folder, **{"neighbours": str(folder / prefix), **sizes, **changes})
-    return with_neighbours(config, of, orders_of(config, earlier)[of], None)
+    opener, order = SplitOpener(config, of, None), orders_of(config, earlier)[of]
+    return with_neighbours(config, opener, open_samples(opener, order), order)
 
 
 def chunks_of(corpus: IndexedDataset, count: int = 1) -> tuple[list[np.ndarray], list[int]]:

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from mtjax.config import Config
+from mtjax.config.families import kind_of
 from mtjax.data.batches.batch_schedule import train_samples
 from mtjax.data.corpus.indexed import IndexedDataset
-from mtjax.data.datasets import RETRO, SplitOpener, open_samples
 from mtjax.data.neighbours.header import Settings
 from mtjax.data.neighbours.reader import Neighbours, WithNeighbours
 from mtjax.data.samples.blend import BlendedDataset
@@ -17,8 +17,8 @@ from mtjax.data.samples.gpt import GPTDataset
 from mtjax.data.samples.order import Concatenated, SampleOrder, Shifted, TrainingText
 from mtjax.data.samples.sample import Dataset
 from mtjax.data.samples.split import Split
+from mtjax.data.split_opener import SplitOpener
 from mtjax.data.tokens.identity import content_digest
-from mtjax.data.tokens.tokenizer import Tokenizer
 from mtjax.errors import UserError
 
 
@@ -111,31 +111,29 @@ def documents_of(dataset: Dataset, index: int) -> tuple[IndexedDataset, np.ndarr
     return dataset.tokens, np.unique(dataset.document_index[first : last + 1])
 
 
-def with_neighbours(config: Config, split: Split, order: SampleOrder, tokenizer: Tokenizer | None) -> WithNeighbours:
-    """Opens the samples of a split with the array `neighbours`: int32[chunks, k, retrieved_chunks x chunk].
+def with_neighbours(config: Config, opener: SplitOpener, dataset: Dataset, order: SampleOrder) -> WithNeighbours:
+    """Adds the array `neighbours` to the samples of a split: int32[chunks, k, retrieved_chunks x chunk].
 
     Args:
       config: names the prefix of the files that `mtjax data neighbours` wrote; see also `datasets.open_dataset`.
-      split: train or valid.
+      opener: of the split, train or valid.
+      dataset: its samples.
       order: how many samples the run needs, and needed before.
-      tokenizer: the run's; the one that the config names when None.
 
     Raises:
-      UserError: the neighbours are of other samples, missing or damaged; or as `datasets.open_dataset`.
+      UserError: the neighbours are of other samples, missing or damaged.
     """
-    model, prefix = config.model, str(config.data.neighbours)
-    if model.family != RETRO:
+    model, prefix, split, text = config.model, str(config.data.neighbours), opener.split, opener.text
+    if kind_of(model) != "retrieval":
         raise UserError(f"--neighbours {prefix} is for the family retro, and the run's is {model.family}: remove it")
-    opener = SplitOpener(config, split, tokenizer)
-    dataset = open_samples(opener, order)
-    training = training_text(opener if split == "train" else SplitOpener(config, "train", opener.text.tokenizer))
+    training = training_text(opener if split == "train" else SplitOpener(config, "train", text.tokenizer))
     neighbours = Neighbours.open(
         prefix,
         split,
         settings_of(config, opener, dataset, order, model.retro_chunk),
         training.corpora,
-        eod=opener.text.tokenizer.eod,
-        vocab_size=opener.text.tokenizer.vocab_size,
+        eod=text.tokenizer.eod,
+        vocab_size=text.tokenizer.vocab_size,
         num_neighbours=model.retro_num_neighbours,
         retrieved_chunks=model.retro_retrieved_chunks,
     )
