@@ -86,6 +86,13 @@ FAULTS = (
         "test_a_file_of_rows",
     ),
     Fault(
+        "neighbours: a search goes on with another index",
+        'return f"{options.index}, sample {options.index_sample}, nprobe {options.nprobe}"',
+        "return options.index",
+        "retrieval",
+        "test_an_interrupted_search",
+    ),
+    Fault(
         "neighbours: passages are read by the first chunk of the answer alone",
         "[line[PASSAGES]] * (num_chunks(model) - read)",
         "[line[PASSAGES]]",

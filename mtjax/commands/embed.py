@@ -68,12 +68,13 @@ def run(options: Options) -> None:
         raise UserError(f"{corpus.prefix} doesn't say which tokenizer made it: name it with --tokenizer")
     with waiting(IMPORTS):
         from mtjax.retrieval.embedder import Embedder
-        from mtjax.retrieval.embeddings import default_path, embed_corpus
+        from mtjax.retrieval.embeddings import default_path, embed_corpus, record_of
     path = options.output or default_path(corpus.prefix)
     if path.suffix != ".npy":
         raise UserError(f"--output {path} must end in .npy")
-    if path.exists() and not options.overwrite:
-        raise UserError(f"{path} exists: name another --output, or replace it with --overwrite")
+    existing = next((each for each in (path, record_of(path)) if each.exists()), None)
+    if existing is not None and not options.overwrite:
+        raise UserError(f"{existing} exists: name another --output, or replace it with --overwrite")
     check_out(path, "--output")
     embedder = Embedder(
         options.embedder,

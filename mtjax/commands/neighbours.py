@@ -91,8 +91,6 @@ def run(config: Config, options: Options) -> None:
     output = options.output or (Path(config.data.neighbours) if config.data.neighbours else None)
     if output is None:
         raise UserError("--output is missing: the prefix of the files to write")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    check_out(output, "--output")
     if options.index == EXACT and options.nprobe is not None:
         raise UserError(f"--nprobe {options.nprobe} is for an index of faiss: remove it, or name one with --index")
     if options.queries is not None:
@@ -106,7 +104,7 @@ def run(config: Config, options: Options) -> None:
 def _of_corpus(options: Options, output: Path, queries: Path) -> None:
     if output.suffix != ".npy":
         raise UserError(f"--output {output} must end in .npy with --queries")
-    _refuse_existing([output], options)
+    _refuse_existing([output, output.with_suffix(".distances.npy")], options)
     if not options.embeddings:
         raise UserError("--embeddings is missing: the chunks among which --queries has neighbours")
     if options.without_overlap:
@@ -117,13 +115,21 @@ def _of_corpus(options: Options, output: Path, queries: Path) -> None:
         from mtjax.retrieval.search import Rules, of_corpus
     asked, found = Embeddings.open(queries), [Embeddings.open(path) for path in options.embeddings]
     check_together([asked, *found])
+    by_content: dict[str, Embeddings] = {}
+    for each in found:
+        if (first := by_content.setdefault(each.header.content, each)) is not each:
+            raise UserError(
+                f"--embeddings {first.path} and {each.path} are of the same text, and each chunk would find itself in "
+                "the other: remove one"
+            )
     corpora = [_corpus_of(each) for each in found]
     bounds = [(0, len(corpus)) for corpus in corpora]
     described: list[dict[str, Any]] = [{"name": str(each.prefix), "content": each.content()} for each in corpora]
+    _make_folder(output)
     database = _database(options, found, corpora, bounds, described)
     corpus = IndexedDataset(asked.header.corpus)
     _check_content(asked, corpus)
-    of_corpus(corpus, asked, database, Rules(options.nearest), output)
+    of_corpus(corpus, asked, database, Rules(options.nearest), output, _kind(options))
     print(
         f"{output}: {options.nearest} neighbours of {asked.header.chunks:,} chunks, {len(database.vectors):,} "
         "were searched"
@@ -133,7 +139,7 @@ def _of_corpus(options: Options, output: Path, queries: Path) -> None:
 def _of_run(config: Config, options: Options, output: Path, name: str) -> None:
     with waiting(IMPORTS):
         from mtjax.data.datasets import open_samples
-        from mtjax.data.neighbours.header import rows_path
+        from mtjax.data.neighbours.header import header_path, rows_path, sums_path
         from mtjax.data.neighbours.samples import orders_of, settings_of, training_text
         from mtjax.data.samples.order import SampleOrder
         from mtjax.data.samples.split import Split
@@ -144,7 +150,8 @@ def _of_run(config: Config, options: Options, output: Path, name: str) -> None:
     orders: dict[Split, SampleOrder] = {
         split: order for split, order in orders_of(config, options.earlier).items() if options.of in (split, "both")
     }
-    _refuse_existing([rows_path(output, split) for split in orders], options)
+    written = (rows_path, sums_path, header_path)
+    _refuse_existing([path(output, split) for split in orders for path in written], options)
     opener = SplitOpener(config, "train", None)
     tokenizer, training = opener.text.tokenizer, training_text(opener)
     splits = {}
@@ -170,16 +177,24 @@ def _of_run(config: Config, options: Options, output: Path, name: str) -> None:
             f"{found[0].path} was made by {found[0].header.embedder} with other weights, --embedder-tokens or "
             f"--embedder-dtype than {name}, {options.embedder_tokens} and {options.embedder_dtype}: take the same"
         )
+    _make_folder(output)
     database = _database(options, found, training.corpora, training.bounds, training.described())
     rules = Rules(options.nearest, options.without_overlap, config.model.retro_retrieved_chunks)
     for split, (dataset, settings, samples) in splits.items():
         asking = Asking(dataset, samples, split, settings, tokenizer, embedder)
-        header, counts = of_samples(asking, database, rules, output, options.index)
+        header, counts = of_samples(asking, database, rules, output, _kind(options))
         few = f", {counts[:-1].sum():,} of them fewer" if counts[:-1].any() else ""
         print(
             f"{rows_path(output, split)}: {rules.neighbours} neighbours of {header.rows:,} chunks{few}; "
             f"{len(database.vectors):,} were searched"
         )
+
+
+def _kind(options: Options) -> str:
+    """Returns the kind of index, with the settings on which what it finds depends."""
+    if options.index == EXACT:
+        return EXACT
+    return f"{options.index}, sample {options.index_sample}, nprobe {options.nprobe}"
 
 
 def _database(
@@ -251,6 +266,12 @@ def _check_content(each: "Embeddings", corpus: "IndexedDataset") -> None:
         raise UserError(
             f"{each.path} was made of {corpus.prefix} when it was another text: make it anew with mtjax data embed"
         )
+
+
+def _make_folder(output: Path) -> None:
+    """Makes the folder of the output, once all options are known to fit, and before anything is computed."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    check_out(output, "--output")
 
 
 def _refuse_existing(paths: Sequence[Path], options: Options) -> None:

@@ -12,6 +12,7 @@ from jax import Array
 from mtjax.config import Parallel
 from mtjax.convert.saved_model import Hints, SavedModel, for_rows, vocab_multiple_for
 from mtjax.data.cache import digest
+from mtjax.data.tokens.identity import content_digest
 from mtjax.errors import UserError
 from mtjax.finetune.samples import Encoder
 from mtjax.layout.mesh import parse_mesh
@@ -81,8 +82,9 @@ class Embedder:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A digest of the weights' content, of type and tokens, and of how the states become one vector."""
-        return digest({"weights": self._saved.content, "tokens": self.max_tokens, "dtype": self._dtype, "rule": RULE})
+        """A digest of weights and tokenizer, of type and tokens, and of how the states become one vector."""
+        made_by = {"weights": self._saved.content, "tokenizer": content_digest(self._encoder.tokenizer)}
+        return digest({**made_by, "tokens": self.max_tokens, "dtype": self._dtype, "rule": RULE})
 
     @cached_property
     def _parameters(self) -> Tree:

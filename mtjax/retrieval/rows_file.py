@@ -45,41 +45,47 @@ class RowsFile:
         Raises:
           UserError: another run writes it, or it can't be written.
         """
-        try:
+        with _writing(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self._partial.open("a+b") as file:
+            file = self._partial.open("a+b")
+        with file:
+            with _writing(self.path):
                 self._lock(file)
                 self.done = self._saved()
+                if not self.done:  # before the truncation: another job's record would vouch for these rows
+                    self._record.unlink(missing_ok=True)
                 file.truncate(len(self._header) + self.done * self._row_bytes if self.done else 0)
                 file.seek(0, os.SEEK_END)
                 if not self.done:
                     file.write(self._header)
-                self._file = file
-                yield self
-        except OSError as e:
-            raise UserError(f"{self.path} can't be written: {e.strerror or e}") from e
+                    file.flush()
+            self._file = file
+            yield self
 
     def rewind(self, rows: int) -> None:
         """Forgets all but the first rows: of files that are written together, one may be ahead."""
         self.done = min(rows, self.done)
-        self._file.truncate(len(self._header) + self.done * self._row_bytes)
+        with _writing(self.path):
+            self._file.truncate(len(self._header) + self.done * self._row_bytes)
 
     def append(self, rows: np.ndarray) -> None:
         """Writes the next rows, and records that they are there."""
         assert rows.shape[1:] == self.shape[1:] and self.done + len(rows) <= self.shape[0]
-        self._file.write(np.ascontiguousarray(rows, self.dtype).tobytes())
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self.done += len(rows)
-        temporary = self._record.with_name(self._record.name + ".tmp")
-        temporary.write_text(json.dumps({"identity": self._identity, "rows": self.done}))
-        temporary.replace(self._record)
+        with _writing(self.path):
+            self._file.write(np.ascontiguousarray(rows, self.dtype).tobytes())
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self.done += len(rows)
+            temporary = self._record.with_name(self._record.name + ".tmp")
+            temporary.write_text(json.dumps({"identity": self._identity, "rows": self.done}))
+            temporary.replace(self._record)
 
     def publish(self) -> None:
         """Gives the complete file its name."""
         assert self.done == self.shape[0]
-        self._partial.replace(self.path)
-        self._record.unlink(missing_ok=True)
+        with _writing(self.path):
+            self._partial.replace(self.path)
+            self._record.unlink(missing_ok=True)
 
     @property
     def _row_bytes(self) -> int:
@@ -106,8 +112,18 @@ class RowsFile:
 
 def write_with_header(array: RowsFile, header: Path, text: str) -> None:
     """Publishes an array and its record: the record of an earlier array goes first, and the new one comes last."""
-    header.unlink(missing_ok=True)
-    array.publish()
-    temporary = header.with_name(f".{header.name}.new")
-    temporary.write_text(text)
-    temporary.replace(header)
+    with _writing(header):
+        header.unlink(missing_ok=True)
+        array.publish()
+        temporary = header.with_name(f".{header.name}.new")
+        temporary.write_text(text)
+        temporary.replace(header)
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Says in a sentence that a file can't be written: around what writes, and not around what makes the rows."""
+    try:
+        yield
+    except OSError as e:
+        raise UserError(f"{path} can't be written: {e.strerror or e}") from e

@@ -150,7 +150,7 @@ def of_samples(
       database: what is searched.
       rules: which neighbours there are.
       prefix: of the files.
-      kind: of the index, for the header.
+      kind: of the index and all that its answers depend on, for the header: a search goes on only with the same.
       block: chunks that are searched together.
 
     Returns:
@@ -212,7 +212,6 @@ def _keeps(
             left = rules.neighbours
             for number in np.flatnonzero(kept):
                 text = database.tokens(int(candidates[number]), rules.retrieved_chunks)
-                # As the reader gives them, with an end of document behind.
                 kept[number] = left > 0 and not shares_run(following, text, rules.without_overlap)
                 left -= int(kept[number])
         return kept
@@ -221,7 +220,13 @@ def _keeps(
 
 
 def of_corpus(
-    corpus: IndexedDataset, embeddings: Embeddings, database: Database, rules: Rules, path: Path, block: int = BLOCK
+    corpus: IndexedDataset,
+    embeddings: Embeddings,
+    database: Database,
+    rules: Rules,
+    path: Path,
+    kind: str,
+    block: int = BLOCK,
 ) -> None:
     """Writes the neighbours of all chunks of a corpus, int64 [chunks, neighbours], and their squared distances.
 
@@ -234,11 +239,11 @@ def of_corpus(
       database: what is searched.
       rules: how many neighbours.
       path: a .npy file; the distances, float32, are in that name with .distances.npy.
+      kind: of the index and all that its answers depend on: a search goes on only with the same.
       block: chunks that are searched together.
     """
     own = ChunkDatabase([corpus], embeddings.header.chunk)
-    identity = {"of": asdict(embeddings.header), "in": database.described, "rules": asdict(rules)}
-    identity |= {"index": type(database.index).__name__}
+    identity = {"of": asdict(embeddings.header), "in": database.described, "rules": rules.described(kind)}
     shape = (len(own), rules.neighbours)
     rows = RowsFile(path, shape, "<i8", identity)
     distances = RowsFile(path.with_suffix(".distances.npy"), shape, "<f4", identity)

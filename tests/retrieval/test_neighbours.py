@@ -7,6 +7,7 @@ import re
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -28,6 +29,7 @@ from mtjax.data.split_opener import SplitOpener
 from mtjax.errors import UserError
 from mtjax.retrieval import embeddings as embedding
 from mtjax.retrieval.embedder import Embedder
+from mtjax.retrieval.faiss_index import FaissIndex
 from tests.retrieval.tiny_encoder import write_corpus, write_encoder
 
 CHUNK, LENGTH, COUNT, TRAIN, VALID = 8, 32, 5, 20, 4
@@ -331,6 +333,42 @@ def test_neighbours_of_a_corpus(folder: Path, tmp_path: Path, capsys) -> None:
     np.testing.assert_allclose(
         np.take_along_axis(distances, found.clip(0), 1)[real], wanted[real], atol=1e-3, rtol=1e-4
     )
+    (tmp_path / "near.npy").unlink()
+    assert command("neighbours", *words) == 2
+    assert "near.distances.npy exists: name another --output" in capsys.readouterr().err
+
+
+def test_an_interrupted_search_goes_on_with_its_own_index_only(folder: Path, tmp_path: Path, monkeypatch) -> None:
+    """Other settings of an index find other neighbours, which don't belong into the same file."""
+    pytest.importorskip("faiss", reason="needs the extra faiss: pip install '.[faiss]'")
+    shutil.copy(folder / "corpus.embeddings.npy", tmp_path)
+    shutil.copy(folder / "corpus.embeddings.json", tmp_path)
+    stored = tmp_path / "corpus.embeddings.npy"
+    words = ["--queries", stored, "--embeddings", stored, "--nearest", 2, "--index", "IVF4,Flat", "--output"]
+    search, calls = FaissIndex.search, []
+
+    def killed(self: FaissIndex, *args: Any) -> Any:
+        calls.append(len(args[0]))
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return search(self, *args)
+
+    monkeypatch.setattr("mtjax.retrieval.search.of_corpus.__defaults__", (150,))
+    monkeypatch.setattr(FaissIndex, "search", killed)
+    assert command("neighbours", *words, tmp_path / "x.npy", "--nprobe", 1) == 130
+    calls[:] = [0, 0]
+    assert command("neighbours", *words, tmp_path / "x.npy", "--nprobe", 4) == 0
+    assert command("neighbours", *words, tmp_path / "whole.npy", "--nprobe", 4) == 0
+    assert (tmp_path / "x.npy").read_bytes() == (tmp_path / "whole.npy").read_bytes()
+
+
+def test_an_embedders_tokenizer_is_part_of_it(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "bert", tmp_path / "bert")
+    same, path = Embedder(f"hf:{tmp_path / 'bert'}", max_tokens=40).fingerprint, tmp_path / "bert" / "vocab.txt"
+    assert same == Embedder(f"hf:{folder / 'bert'}", max_tokens=40).fingerprint
+    tokens = path.read_text().splitlines()
+    path.write_text("\n".join([*tokens[:-2], tokens[-1], tokens[-2]]) + "\n")
+    assert Embedder(f"hf:{tmp_path / 'bert'}", max_tokens=40).fingerprint != same
 
 
 @pytest.mark.parametrize(
@@ -343,6 +381,10 @@ def test_neighbours_of_a_corpus(folder: Path, tmp_path: Path, capsys) -> None:
         ),
         ("embed --input {0}/corpus --embedder hf:{0}/bert", "corpus.embeddings.npy exists: name another --output"),
         ("embed --input {0}/corpus --embedder hf:{0}/bert --output {0}/x.bin", "x.bin must end in .npy"),
+        (
+            "embed --input {0}/corpus --embedder hf:{0}/bert --output {0}/corpus.meta.npy",
+            "corpus.meta.json exists: name",
+        ),
         ("neighbours --data {0}/corpus --embedder hf:{0}/bert", "--output is missing: the prefix of the files"),
         ("neighbours --data {0}/corpus --output {0}/x", "--embedder is missing: the one that embedded"),
         (
@@ -362,6 +404,11 @@ def test_neighbours_of_a_corpus(folder: Path, tmp_path: Path, capsys) -> None:
         ),
         ("neighbours --queries {0}/corpus.embeddings.npy --output {0}/x.npy", "--embeddings is missing"),
         ("neighbours --queries {0}/corpus.npy --embeddings {0}/a.npy --output {0}/x.npy", "corpus.json does not exist"),
+        (
+            "neighbours --queries {0}/corpus.embeddings.npy --output {0}/x/x.npy --embeddings "
+            "{0}/corpus.embeddings.npy {0}/corpus.embeddings.npy",
+            "are of the same text, and each chunk would find itself in the other: remove one",
+        ),
         ("neighbours --output {0}/x --nprobe 3", "--nprobe 3 is for an index of faiss"),
         (
             "neighbours --output {0}/x --index IVF4,Flat --embedder a --nearest 0",

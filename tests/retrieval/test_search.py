@@ -120,6 +120,10 @@ def test_a_file_of_rows_goes_on_or_begins_anew(tmp_path) -> None:
     partial.write_bytes(partial.read_bytes() + b"half a row")
     with file("b").opened() as other:
         assert other.done == 0
+        other._file.write(rows[5:].tobytes())  # and is killed before it records them
+    with file("a").opened() as first:
+        assert first.done == 0  # its record doesn't vouch for the rows of the other
+    with file("b").opened() as other:
         other.append(rows[:3])
     with file("b").opened() as again:
         assert again.done == 3 and not path.exists()
@@ -127,4 +131,7 @@ def test_a_file_of_rows_goes_on_or_begins_anew(tmp_path) -> None:
         again.append(rows[2:])
         again.publish()
     np.testing.assert_array_equal(np.load(path), rows)
+    with pytest.raises(FileNotFoundError, match="weights"), file("c").opened():  # of what makes rows, not of the file
+        (tmp_path / "weights").read_bytes()
+    (tmp_path / ".rows.npy.partial").unlink()
     assert [each.name for each in tmp_path.iterdir()] == ["rows.npy"]
