@@ -20,7 +20,7 @@ def retro_settings(arguments: Mapping[str, Any], tensors: Iterable[str]) -> dict
     """Returns mtjax's settings of a Retro, from its arguments and the names of its tensors.
 
     Raises:
-      UserError: the layers with chunked cross-attention are not every so many.
+      UserError: the layers with chunked cross-attention are not every so many, or the encoder's dropouts differ.
     """
     tensors = tuple(tensors)
     encoded = _numbers(tensors, rf"decoder\.layers\.\d+\.{CROSS}\.encoder\.layers\.(\d+)\.")
@@ -29,12 +29,19 @@ def retro_settings(arguments: Mapping[str, Any], tensors: Iterable[str]) -> dict
     every = reading[1] - first if reading[1:] else int(arguments["num_layers"])
     if reading != list(range(first, int(arguments["num_layers"]), every)):
         raise UserError(f"layers {', '.join(str(n + 1) for n in reading)} read neighbours, which are not every so many")
+    dropout, other = (arguments.get(f"retro_encoder_{of}_dropout", 0.1) for of in ("hidden", "attention"))
+    if dropout != other:
+        raise UserError(
+            f"retro_encoder_hidden_dropout is {dropout} and retro_encoder_attention_dropout {other}: mtjax has one "
+            "number for both, retro_encoder_dropout"
+        )
     chunk = arguments.get("retro_chunk_length") or arguments.get("retro_gpt_chunk_length") or 64
     return {
         "family": "retro",
         "retro_first": first + 1,
         "retro_every": every,
         "retro_encoder_layers": encoded[-1] + 1,
+        "retro_encoder_dropout": dropout,
         "retro_chunk": chunk,
         "retro_num_neighbours": arguments.get("retro_num_neighbors") or 2,
         "retro_retrieved_chunks": arguments.get("retro_num_retrieved_chunks") or 2,

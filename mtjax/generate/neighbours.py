@@ -52,9 +52,11 @@ class NeighbourWriter:
           line: may have `neighbours` or `passages`.
 
         Raises:
-          UserError: they are not lists of texts, or more than the model reads.
+          UserError: they are not lists of texts, or more than the model reads; the prompt has no tokens.
         """
         model, tokenizer, ids = self._config, self._model.tokenizer, list(prompt)
+        if not ids:
+            raise UserError("the prompt has no tokens: give at least one")
         if NEIGHBOURS in line and PASSAGES in line:
             raise UserError("the line has neighbours and passages: give one of them")
         if NEIGHBOURS in line:
@@ -100,11 +102,9 @@ class NeighbourWriter:
           neighbours: see `read`.
 
         Raises:
-          UserError: the prompt has no tokens, or leaves none for the text.
+          UserError: the prompt leaves no tokens for the text.
         """
         request, longest = completion.request, self._config.sequence_length
-        if not ids:
-            raise UserError("the prompt has no tokens: give at least one")
         if len(ids) >= longest:
             raise UserError(
                 f"the prompt has {len(ids)} tokens with those in front of it, and the context is {longest}: shorten it"

@@ -79,7 +79,7 @@ class Embeddings:
         Raises:
           UserError: it or its record is missing or damaged.
         """
-        header = EmbeddingsHeader(**unsealed(record_of(path), FORMAT, "mtjax data embed"))
+        header = EmbeddingsHeader(**unsealed(record_of(path), FORMAT, "mtjax data embed", EmbeddingsHeader))
         return cls(path, header, open_array(path, (header.chunks, header.width), ("<f2",)))
 
 

@@ -22,8 +22,8 @@ QUERIES = 1 << 12
 """Queries of a product: with a block it makes a matrix of 1 GiB."""
 MARGIN = 8
 """More that are found in float32 than are wanted."""
-RESCORED = 256
-"""Queries whose distances are computed in float64 at a time."""
+RESCORED = 1 << 14
+"""Distances that are computed in float64 at a time."""
 KEPT_BYTES = 4 << 30
 """Vectors that stay on each device between searches, if they all fit."""
 
@@ -56,10 +56,14 @@ class ExactIndex:
         return np.concatenate(places), np.concatenate(distances)
 
     def _ordered(self, queries: np.ndarray, places: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Orders what was found by distances in float64: neither mesh nor block decides between near ones."""
+        """Orders what was found by distances in float64: neither mesh nor block decides between near ones.
+
+        Of more than `MARGIN` that float32 does not distinguish from the last wanted one, they decide which get here.
+        """
         distances = np.full(places.shape, np.inf)
-        for at in range(0, len(queries), RESCORED):
-            some = places[at : at + RESCORED]
+        step = max(1, RESCORED // places.shape[1])
+        for at in range(0, len(queries), step):
+            some = places[at : at + step]
             query, column = np.nonzero(some >= 0)
             vectors = self._vectors.take(some[query, column]).astype(np.float64)
             distances[at + query, column] = np.square(vectors - queries[at + query]).sum(axis=1)

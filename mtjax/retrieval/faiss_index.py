@@ -1,5 +1,6 @@
 """Approximate search with an index of faiss, named by its factory string; the extra `faiss`."""
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -94,10 +95,19 @@ class FaissIndex:
                 index.add(block.astype(np.float32))
                 progress.update(place + len(block))
         if path is not None:
-            temporary = path.with_name(f".{path.name}.new")
+            self._keep(index, path)
+        return index
+
+    def _keep(self, index: Any, path: Path) -> None:
+        temporary = path.with_name(f".{path.name}.new")
+        try:
             self._faiss.write_index(index, str(temporary))
             temporary.replace(path)
-        return index
+        except (RuntimeError, OSError) as e:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            reason = _reason(e) if isinstance(e, RuntimeError) else e.strerror or e
+            say(f"{path} can't be written ({reason}): the next search builds the index again")
 
     def _set_nprobe(self, nprobe: int) -> None:
         try:

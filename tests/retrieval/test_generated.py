@@ -131,6 +131,7 @@ def test_neighbours_are_in_the_chunks_for_which_they_are_given(writer, tokenizer
         ({"passages": [], "neighbours": []}, "the line has neighbours and passages: give one of them"),
         ({"passages": [], "prompt": " ".join(["river"] * 25)}, "the prompt has 32 tokens with those in front of it"),
         ({"prompt": ""}, "the prompt has no tokens"),
+        ({"prompt": "", "passages": ["a"]}, "the prompt has no tokens"),
     ],
 )
 def test_wrong_lines_are_one_sentence(writer, tokenizer, line: dict, message: str) -> None:

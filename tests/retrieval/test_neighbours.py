@@ -289,6 +289,9 @@ def test_what_does_not_fit_together_is_refused(folder: Path, tmp_path: Path) -> 
         database=[header.database[0] | {"documents": 40}],
     )
     refused("knows 170 chunks, and its corpora have 177", chunks=170)
+    shutil.copy(folder / "corpus.embeddings.json", tmp_path / "x.train.json")
+    with pytest.raises(UserError, match="x.train.json is another record than mtjax data neighbours writes"):
+        opened(folder, prefix=str(tmp_path / "x"))
 
 
 @given(st.sampled_from(["json", "npy", "samples.npy"]), st.integers(0, 3000), st.binary(max_size=3), st.integers(0, 3))
@@ -403,6 +406,7 @@ def test_an_embedders_tokenizer_is_part_of_it(folder: Path, tmp_path: Path) -> N
             "does not exist: make .* with mtjax data embed",
         ),
         ("neighbours --queries {0}/corpus.embeddings.npy --output {0}/x.npy", "--embeddings is missing"),
+        ("neighbours --queries {0}/near.train.npy --embeddings {0}/a.npy --output {0}/x.npy", "is another record than"),
         ("neighbours --queries {0}/corpus.npy --embeddings {0}/a.npy --output {0}/x.npy", "corpus.json does not exist"),
         (
             "neighbours --queries {0}/corpus.embeddings.npy --output {0}/x/x.npy --embeddings "

@@ -32,7 +32,8 @@ def reference(rows: np.ndarray, queries: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("devices", "block"), [(1, 1 << 16), (1, 16), (4, 8)])
-def test_exact_search_equals_float64(devices: int, block: int) -> None:
+def test_exact_search_equals_float64(devices: int, block: int, monkeypatch) -> None:
+    monkeypatch.setattr("mtjax.retrieval.exact.RESCORED", 100)  # some queries, or less than one, at a time
     assert len(jax.devices()) >= devices  # in use: their number is fixed
     random = np.random.default_rng(0)
     vectors, rows, chunks = database(random)
@@ -67,7 +68,7 @@ def test_more_are_searched_where_many_are_dropped() -> None:
         assert np.isinf(distances[query]).sum() == 5 - len(wanted)
 
 
-def test_faiss_finds_the_same_and_its_index_is_kept(tmp_path, monkeypatch) -> None:
+def test_faiss_finds_the_same_and_its_index_is_kept(tmp_path, monkeypatch, capsys) -> None:
     faiss = pytest.importorskip("faiss", reason="needs the extra faiss: pip install '.[faiss]'")
     random = np.random.default_rng(2)
     vectors, rows, _ = database(random)
@@ -89,6 +90,10 @@ def test_faiss_finds_the_same_and_its_index_is_kept(tmp_path, monkeypatch) -> No
     one_cell, _ = FaissIndex(vectors, "IVF4,Flat", **saved).search(queries, 8)
     assert 0.1 < np.mean([len(np.intersect1d(a, b)) / 8 for a, b in zip(one_cell, ours, strict=True)]) < 0.9
     monkeypatch.undo()
+    # Where it can't be kept, it is used all the same.
+    lost = FaissIndex(vectors, "Flat", saved=tmp_path / "absent" / "x")
+    np.testing.assert_array_equal(lost.search(queries, 8)[0], ours)
+    assert "can't be written" in capsys.readouterr().err
     for factory, more, message in [
         ("IVF4;Flat", {}, r"--index IVF4;Flat is exact or an index that faiss knows, for 24 numbers: "),
         ("IVF200,Flat", {}, r"--index IVF200,Flat can't be trained on 115 vectors .*take fewer cells"),

@@ -13,7 +13,9 @@ from mtjax.commands.convert import main as convert
 from mtjax.commands.evaluate import main as evaluate
 from mtjax.commands.generate import main as generate
 from mtjax.commands.train import main as train
+from mtjax.convert.megatron_retro_arguments import retro_settings
 from mtjax.convert.mtjax_folder import MtjaxSource
+from mtjax.errors import UserError
 from mtjax.runtime.checkpoints.weights import find_weights
 from tests.retrieval.tiny_encoder import write_corpus, write_encoder
 
@@ -27,6 +29,7 @@ SETTINGS = {
     "retro_first": 2,
     "retro_every": 1,
     "retro_encoder_layers": 1,
+    "retro_encoder_dropout": 0.05,
     "vocab_multiple": 128,
     "sequence_length": LENGTH,
     "steps": 3,
@@ -111,7 +114,17 @@ def test_megatrons_format_holds_the_same_weights(folder: Path, impl: str) -> Non
     names = [name for name in found if name != "parameters.embedding"]  # its rows of padding are not converted
     assert len(names) == 75 and all(found[name] == known[name] for name in names)
     models = [MtjaxSource(at).origin.config.model for at in (back, folder / "run")]
-    assert len({(m.retro_first, m.retro_every, m.retro_chunk, m.retro_encoder_layers) for m in models}) == 1
+    names = ("retro_first", "retro_every", "retro_chunk", "retro_encoder_layers", "retro_encoder_dropout")
+    assert len({tuple(getattr(model, name) for name in names) for model in models}) == 1
+
+
+def test_megatrons_dropout_of_the_encoder_is_one_number() -> None:
+    names = ("decoder.layers.1.cross_attention.encoder.layers.0.x", "decoder.layers.1.cross_attention.attn.x")
+    arguments = {"num_layers": 2, "retro_encoder_hidden_dropout": 0.0, "retro_encoder_attention_dropout": 0.0}
+    assert retro_settings(arguments, names)["retro_encoder_dropout"] == 0.0
+    assert retro_settings({"num_layers": 2}, names)["retro_encoder_dropout"] == 0.1
+    with pytest.raises(UserError, match="retro_encoder_hidden_dropout is 0.2 and retro_encoder_attention_dropout 0.0"):
+        retro_settings(arguments | {"retro_encoder_hidden_dropout": 0.2}, names)
 
 
 @pytest.mark.parametrize(
@@ -166,9 +179,11 @@ def test_texts_with_neighbours_of_their_lines(folder: Path, capsys: Any) -> None
         code = generate(["--from", str(folder / "run"), "--input", str(lines), "--output", str(out), *more])
         return code, [json.loads(line) for line in out.read_text().splitlines()]
 
-    code, found = written(1, "--max-tokens", "5", "--ignore-eos")
+    code, first = written(1, "--max-tokens", "5", "--ignore-eos")
+    assert code == 0
     code, found = written(3, "--max-tokens", "5", "--ignore-eos")
-    assert code == 0 and [each["finish_reason"] for each in found] == ["length"] * 3
+    assert code == 0 and found[:1] == first  # what was there is kept
+    assert [each["finish_reason"] for each in found] == ["length"] * 3
     assert [each.get("settings", {}) for each in found] == [
         {key: value for key, value in row.items() if key != "prompt"} for row in rows[:3]
     ]

@@ -94,7 +94,7 @@ def read_header(path: Path) -> Header:
     Raises:
       UserError: it isn't there or isn't as it was written.
     """
-    values = unsealed(path, FORMAT, "mtjax data neighbours")
+    values = unsealed(path, FORMAT, "mtjax data neighbours", Header)
     values["settings"] = Settings(**values["settings"])
     return Header(**values)
 

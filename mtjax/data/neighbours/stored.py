@@ -4,6 +4,7 @@ import io
 import json
 import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +20,17 @@ def sealed(values: Mapping[str, Any]) -> str:
     return json.dumps({**values, CHECKSUM: _checksum(values)}, indent=1) + "\n"
 
 
-def unsealed(path: Path, version: int, command: str) -> dict[str, Any]:
+def unsealed(path: Path, version: int, command: str, kind: type) -> dict[str, Any]:
     """Reads a record that `sealed` wrote.
 
     Args:
       path: of the file.
       version: the known one, under the key `format`.
       command: what makes the record, for messages.
+      kind: dataclass whose fields it has.
 
     Raises:
-      UserError: it isn't there, is of another version, or has other values than those that were written.
+      UserError: it isn't there, is another record or of another version, or has other values than were written.
     """
     if not path.is_file():
         raise UserError(f"{path} does not exist: make it with {command}")
@@ -38,6 +40,8 @@ def unsealed(path: Path, version: int, command: str) -> dict[str, Any]:
     checksum = values.pop(CHECKSUM, None)
     if checksum != _checksum(values):
         raise UserError(f"{path} is corrupted or was edited, as its checksum says: make it anew with {command}")
+    if values.keys() != {field.name for field in fields(kind)}:
+        raise UserError(f"{path} is another record than {command} writes: name a file that {command} made")
     return values
 
 
