@@ -165,8 +165,7 @@ def run(options: Options) -> None:
             from mtjax.convert.retro_decoder import DecoderSource
 
             source = DecoderSource(source)
-        for note in source.origin.notes:
-            print(note.partition("; --with-optimizer")[0] if options.with_optimizer else note)
+        _print_notes(source, to_kind, options)
         if to_kind in ("mtjax", "megatron"):
             # A tokenizer that can't be read is an error before any weights are written.
             tokenizer_to_write(source.origin)
@@ -186,6 +185,15 @@ def run(options: Options) -> None:
     elif to_kind == "mtjax":
         print(f"note    {describe_continued_training(source.origin.config.model)}")
         print(f"next    mtjax train --config {target_path / 'config.toml'} --init-from {target_path} --data TEXT")
+
+
+def _print_notes(source: "Source", to_kind: str, options: Options) -> None:
+    from mtjax.convert.megatron_retro_arguments import retro_note
+
+    for note in source.origin.notes:
+        print(note.partition("; --with-optimizer")[0] if options.with_optimizer else note)
+    if to_kind == "megatron" and (other := retro_note(source.origin.config.model)):
+        print(f"note    {other}")
 
 
 def _expert_parallelism(source: "Source", to_kind: str, degree: int) -> str:

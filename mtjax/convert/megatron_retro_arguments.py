@@ -1,10 +1,12 @@
 """Translation between the arguments of a Retro in Megatron-LM and mtjax's model settings."""
 
+import dataclasses
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mtjax.config import Model
+from mtjax.config.retro import first_retro_layer, later_retro_layers
 from mtjax.errors import UserError
 
 CROSS = "cross_attention"
@@ -47,6 +49,21 @@ def retro_settings(arguments: Mapping[str, Any], tensors: Iterable[str]) -> dict
         "retro_retrieved_chunks": arguments.get("retro_num_retrieved_chunks") or 2,
         "retro_final_norm": any(name.startswith("decoder.final_layernorm.") for name in tensors),
     }
+
+
+def retro_note(model: Model) -> str | None:
+    """Returns in what a model is not the RetroModel of Megatron-Core 0.15; None where it is, and for other families."""
+    if model.family != "retro":
+        return None
+    own, theirs = (
+        ", ".join(str(number + 1) for number in (first_retro_layer(each), *later_retro_layers(each)))
+        for each in (model, dataclasses.replace(model, retro_first=None, retro_every=Model().retro_every))
+    )
+    different = ["has no final norm (retro_final_norm true)"] if model.retro_final_norm else []
+    if own != theirs:
+        different.append(f"reads neighbours in the layers {theirs}, not {own} (retro_first, retro_every)")
+    what = " and ".join(different)
+    return f"the RetroModel of Megatron-Core 0.15 {what}: it is another model than these weights" if what else None
 
 
 def _numbers(tensors: Iterable[str], pattern: str) -> list[int]:

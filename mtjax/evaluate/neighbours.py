@@ -39,7 +39,8 @@ GRAM = 13
 """Tokens in a row that a chunk and its neighbours may have in common."""
 SHARES = (0.0, 0.1, 0.5, 1.0)
 """Largest share of each bin: none, up to a tenth, up to a half, more."""
-NAMES = ("none", "up to 10%", "up to 50%", "more")
+NAMES = ("none", "up to 10%", "up to 50%", "more", "too short")
+"""Of each bin; the last one has what is predicted in fewer than `GRAM` tokens, which are compared with nothing."""
 
 
 def evaluate_neighbours(options: Options) -> Results:
@@ -113,8 +114,8 @@ class Text:
                 common = np.zeros(max(len(predicted) - GRAM + 1, 0), bool)
                 for neighbour in neighbours:
                     common |= shared_runs(predicted, neighbour, GRAM)
-                share = common.mean() if common.size else 0.0
-                bins[begin : begin + self.chunk] = np.searchsorted(SHARES, share)
+                label = np.searchsorted(SHARES, common.mean()) if common.size else len(SHARES)
+                bins[begin : begin + self.chunk] = label
             found.append(bins)
         return np.stack(found)
 
@@ -138,8 +139,8 @@ def open_text(options: Options, saved: SavedModel) -> Text:
     prefix = own if options.neighbours in (NONE, SHUFFLED) else options.neighbours
     if prefix is None:
         raise UserError(
-            f"{options.source} names no neighbours, of whose samples --neighbours {options.neighbours} would be: name "
-            "a run of mtjax train --family retro"
+            f"{options.source} was not trained with neighbours, so --neighbours {options.neighbours} has no samples to "
+            "score: name a run of mtjax train --family retro"
         )
     orders = orders_of(config)
     if "valid" not in orders:

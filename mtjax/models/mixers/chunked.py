@@ -64,17 +64,17 @@ class NeighbourCrossAttention(ChunkedCrossAttention):
 
 
 def split_rows(x: Float[Array, "batch seq heads head_dim"], parts: int) -> Float[Array, "rows part heads head_dim"]:
-    """Makes rows of so many parts of each sample: [batch x parts, seq / parts, heads, head_dim]."""
+    """Cuts each sample into `parts` rows: [batch x parts, seq / parts, heads, head_dim]."""
     return x.reshape(len(x) * parts, -1, *x.shape[2:], out_sharding=spec(*HEADS))
 
 
 def merge_rows(x: Float[Array, "rows part heads head_dim"], parts: int) -> Float[Array, "batch seq heads head_dim"]:
-    """Joins so many consecutive rows to one: the inverse of `split_rows`."""
+    """Joins each `parts` consecutive rows: the inverse of `split_rows`."""
     return x.reshape(len(x) // parts, -1, *x.shape[2:], out_sharding=spec(*HEADS))
 
 
 def keys_of_rows(keys: Key[Array, " batch"] | None, rows: int) -> Key[Array, " rows"] | None:
-    """Derives a dropout key for each of so many rows, of which every sample has as many."""
+    """Derives a dropout key for each row; every sample has the same number of rows."""
     if keys is None:
         return None
     each = jnp.arange(rows // len(keys))
