@@ -174,8 +174,8 @@ def _of_run(config: Config, options: Options, output: Path, name: str) -> None:
     )
     if embedder.fingerprint != found[0].header.fingerprint:
         raise UserError(
-            f"{found[0].path} was made by {found[0].header.embedder} with other weights, --embedder-tokens or "
-            f"--embedder-dtype than {name}, {options.embedder_tokens} and {options.embedder_dtype}: take the same"
+            f"{found[0].path} was made by {found[0].header.embedder} with other weights, tokenizer, --embedder-tokens "
+            f"or --embedder-dtype than {name}, {options.embedder_tokens} and {options.embedder_dtype}: take the same"
         )
     _make_folder(output)
     database = _database(options, found, training.corpora, training.bounds, training.described())

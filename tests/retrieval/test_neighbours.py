@@ -398,7 +398,7 @@ def test_an_embedders_tokenizer_is_part_of_it(folder: Path, tmp_path: Path) -> N
         (
             "neighbours --data {0}/corpus --embedder hf:{0}/bert --output {0}/x --sequence-length 32 --train-samples 8 "
             "--embedder-tokens 30 --family retro --retro-chunk 8 --retro-first 1 --num-layers 2",
-            "other weights, --embedder-tokens or --embedder-dtype than",
+            "other weights, tokenizer, --embedder-tokens or --embedder-dtype than",
         ),
         (
             "neighbours --data {0}/texts.jsonl --tokenizer bert:{0}/vocab.txt --embedder hf:{0}/bert --output {0}/x "
