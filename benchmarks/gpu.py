@@ -1,6 +1,6 @@
 """Correctness and speed on a machine with NVIDIA GPUs, compared with predictions, in one command.
 
-    python benchmarks/gpu.py                              # 13 minutes on one H200, the most important parts first
+    python benchmarks/gpu.py                              # at most 15 minutes, the most important parts first
     python benchmarks/gpu.py --only machine "speed *"     # selected parts
     python benchmarks/gpu.py --rehearse                   # all parts with tiny shapes on the CPU; writes no results
 

@@ -1137,7 +1137,7 @@ FAULTS = (
         "jnp.round(scaled)",
         "jnp.trunc(scaled)",
         "generate",
-        "test_int8_matrix",
+        "test_matrices_of_8_bits",
     ),
     # --- evaluate
     Fault(

@@ -52,6 +52,8 @@ IN_MODELS = (
     *(
         "kernels",
         "mixers",
+        "padding_layers",
+        "parallel_residual",
         "layer",
         "stack",
         "interleaved",
@@ -212,7 +214,7 @@ def test_the_core_imports_what_is_optional_only_where_a_setting_asks_for_it() ->
 
 
 def test_the_core_is_short() -> None:
-    """What only some settings run belongs into a file of its own, which the core imports inside a function."""
+    """What only some settings run belongs in a file of its own, which the core imports inside a function."""
     paths = [
         path for path in FILES if module_of(path).partition(".")[2] in CORE.get(module_of(path).partition(".")[0], ())
     ]

@@ -63,7 +63,7 @@ def time_run(config: Config, child: Child, *, waits: bool = True) -> dict[str, A
         peak = predicted.time.tflops / predicted.time.mfu
         found["mfu"] = found["tflops"] / peak
     child.answer(found)
-    # Programs of their own, without CUDA graphs, whose operations a trace does not name.
+    # Compiled again without CUDA graphs: a trace does not name the operations in them.
     program = make_train_step(config, mesh)
     program.xla = traced(program.xla, mesh.local_devices[0])
     predicted = report(compile_program(program, running_target(mesh)))

@@ -31,7 +31,7 @@ class LoraConfig(NamedTuple):
 
 
 def adapters_of(model: Model, target: str) -> LoraConfig | None:
-    """Returns the settings of the adapters in `attention` or `mlp`; None where it has none."""
+    """Returns the settings of the adapters in `attention`, `mlp` or `mamba`; None where it has none."""
     if not model.lora_rank or model.lora_targets not in ("all", target):
         return None
     return LoraConfig(model.lora_rank, model.lora_alpha / model.lora_rank, model.lora_dropout)

@@ -18,6 +18,7 @@ from mtjax.config.prediction_checks import check_prediction
 from mtjax.config.retro import check_retro_run
 from mtjax.config.run import Config
 from mtjax.config.sizes import (
+    GATED,
     decoder_layers,
     decoder_length,
     expert_size,
@@ -49,6 +50,11 @@ def validate(config: Config) -> None:
     check_experts(config)
     check_prediction(config)
     check_hybrid_run(config)
+    if config.model.mlp_gate_scale != 1 and config.model.activation not in GATED:
+        raise UserError(
+            f"mlp_gate_scale is {config.model.mlp_gate_scale:g}, and activation {config.model.activation} has no gate: "
+            f"use one of {', '.join(GATED)}, or remove mlp_gate_scale"
+        )
     check_retro_run(config)
     check_recompute(config.model, config.training)
     check_adapters(config.model)

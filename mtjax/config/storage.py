@@ -13,9 +13,8 @@ class Storage:
 
     weights_dtype: Literal["int8", "fp8", "int4"] | None = None
     """Quantize matrices: int8 and fp8 (E4M3) those of the layers and of the output logits, with a scale for each output
-    channel; int4
-    those of the layers, with a scale for each group of --weights-group inputs of an output channel. Matrix products are
-    still computed in --dtype."""
+    channel; int4 those of the layers, with a scale for each group of --weights-group inputs of an output channel.
+    Matrix products are still computed in --dtype."""
     weights_group: int = at_least(2, 128, most=2**16)
     """With --weights-dtype int4: inputs that share a scale; divides the inputs of each matrix on a device."""
     weights_zero_point: bool = False

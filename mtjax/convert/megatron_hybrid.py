@@ -6,8 +6,7 @@ from typing import Any
 
 from mtjax.config import Model
 from mtjax.config.layer_pattern import expanded, shortened_pattern
-from mtjax.config.ssm import letters_of
-from mtjax.convert.families.parts import value_of
+from mtjax.config.ssm import letters_of, ssm_groups, ssm_heads
 from mtjax.convert.megatron_experts import has_experts
 from mtjax.errors import UserError
 from mtjax.migrate.megatron import default_of
@@ -120,6 +119,13 @@ def hybrid_settings(arguments: Mapping[str, Any], letters: str) -> dict[str, Any
     }
 
 
+NOT_IN_MEGATRON = (
+    *("ssm_norm", "ssm_scales", "ssm_output_scale"),
+    *("attention_output_scale", "mlp_gate_scale", "mlp_output_scale"),
+)
+"""Settings of hybrid models, Falcon-H1's, that Megatron does not have."""
+
+
 def hybrid_misfits(model: Model, transformer_impl: str) -> dict[str, bool]:
     """Returns descriptions of settings -> whether a hybrid model has them and Megatron does not support them."""
     has_mamba, is_core = "M" in letters_of(model), transformer_impl == "transformer_engine"
@@ -131,6 +137,10 @@ def hybrid_misfits(model: Model, transformer_impl: str) -> dict[str, bool]:
             has_mamba and model.norm_epsilon != EPSILON
         ),
         "qk_norm in a hybrid model": model.qk_norm,
+        "layers with Mamba-2 and attention side by side (H)": "H" in letters_of(model),
+        **{
+            f"{name} {getattr(model, name)}": getattr(model, name) != getattr(Model(), name) for name in NOT_IN_MEGATRON
+        },
     }
 
 
@@ -138,8 +148,9 @@ def hybrid_arguments(model: Model) -> dict[str, Any]:
     """Returns Megatron's arguments of a hybrid model, {} for others."""
     if not model.layer_pattern:
         return {}
+    effective = {"ssm_heads": ssm_heads(model), "ssm_groups": ssm_groups(model)}
     return {
-        **{theirs: value_of(model, ours) for theirs, ours in SIZES.items()},
+        **{theirs: effective.get(ours, getattr(model, ours)) for theirs, ours in SIZES.items()},
         "is_hybrid_model": True,
         **dict.fromkeys(PATTERNS, letters_of(model)),
         **dict.fromkeys(RATIOS, 0.0),

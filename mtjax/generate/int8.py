@@ -59,7 +59,9 @@ def to_bytes(
     kind: Literal["int8", "fp8"] = "int8",
     known: Float[Array, "..."] | None = None,
 ) -> ByteMatrix:
-    """Quantizes a matrix to 8 bits: `values = round(matrix / scale)`, `scale = max |matrix| / LARGEST` per output.
+    """Quantizes a matrix to 8 bits: `values = matrix / scale`, rounded, with a `scale` for each output.
+
+    The scale is `max |matrix| / 127` of int8, and `max |matrix| / 448` of fp8.
 
     Args:
       matrix: of any float type.

@@ -132,8 +132,8 @@ def measure(report: Report, path: Path) -> Measured:
     unknown = {o.name for o in operations if o.name not in known}
     if graphs := sorted(name for name in unknown if name.startswith(CUDA_GRAPH)):
         raise UserError(
-            f"{trace} lacks the times of single operations: XLA ran {len(graphs)} groups of them as CUDA graphs "
-            f"({graphs[0]}); trace with mtjax train --profile, which turns CUDA graphs off"
+            f"{trace} lacks the times of single operations: XLA ran some of them as CUDA graphs "
+            f"({len(graphs)}, such as {graphs[0]}); trace with mtjax train --profile, which turns CUDA graphs off"
         )
     if sum(o.seconds for o in operations if o.name in unknown) > UNKNOWN_SHARE * total:
         raise UserError(

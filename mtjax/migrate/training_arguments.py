@@ -107,7 +107,8 @@ _PRECISION = (
     equal(
         "--first-last-layers-bf16",
         "--fp8-bf16-first-layers 1 --fp8-bf16-last-layers 1",
-        "as many as --num-layers-at-start-in-bf16 and --num-layers-at-end-in-bf16 say; not with pipeline parallelism",
+        "as many as --num-layers-at-start-in-bf16 and --num-layers-at-end-in-bf16 say; not with pipeline parallelism "
+        "or recompute in groups",
         default=False,
     ),
     equal("--num-layers-at-start-in-bf16", "--fp8-bf16-first-layers N", "with --first-last-layers-bf16", default=1),

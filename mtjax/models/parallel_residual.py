@@ -9,8 +9,7 @@ from jax import Array, lax
 
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.linear import Linear, scaled
-
-State = Any
+from mtjax.models.mixers.mixer import State
 
 
 def run_side_by_side(

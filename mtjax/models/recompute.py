@@ -174,7 +174,7 @@ def can_prefetch(layers: Layers) -> bool:
 
 
 def as_it_is(run: Any) -> Any:
-    """Returns a layer function: the variant, and the policy, of loops that need none."""
+    """Returns a layer function unchanged, for loops without a variant or a policy."""
     return run
 
 

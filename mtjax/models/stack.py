@@ -163,6 +163,6 @@ def run_layer(
     if not is_padded:
         # Here ZeRO-3 gathers the layer's parameters, and reductions of gradients are attached (`param_comm`).
         return materialize(layer)(x, own, state)
-    from mtjax.models.padding import run_unless_padding
+    from mtjax.models.padding_layers import run_unless_padding
 
     return run_unless_padding(lambda x: materialize(layer)(x, own, state), number, x)

@@ -74,10 +74,11 @@ def test_without_a_gpu_it_says_so_in_one_sentence() -> None:
     ids=["one model", "both"],
 )
 def test_rehearsed_to_the_last_line(models: list[str]) -> None:
-    """Every part runs, PyTorch's side where it is installed; nothing is written."""
+    """Every part runs, the slow ones in one case; PyTorch's side where it is installed; nothing is written."""
     before = {p: p.read_bytes() for p in RESULTS.iterdir()}
     first, *others = [f"speed {model}" for model in models]
-    parts = ["numbers", first, "resume", "collectives", "meshes", *others]
+    more = (["features"], ["commands"]) if others else ([], [])
+    parts = ["numbers", first, *more[0], "resume", "collectives", "meshes", *others, *more[1]]
     done = run("--rehearse", "--only", *parts)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     lines = done.stdout.splitlines()
@@ -107,3 +108,12 @@ def test_tables_of_a_run_with_everything(kit) -> None:
     assert f"| m (1,200M) | 4 x 8 x 1,024 | {ours} | {theirs} | 900.0 (-10%) | 1,100.0 (+10%) |" in shown
     assert "| products | 600.0 | 500.0 |" in shown
     assert "Not run" not in shown
+    row = {"feature": "windows", "attention": "cudnn", "error": 0.01, "limit": 0.02, "ok": True}
+    failed = {"feature": "experts", "error": None, "limit": None, "ok": False, "why": "no kernel"}
+    ran = {"failed": {}, "perplexities": {"evaluate": 215.5}, "texts": {"generate": "a\nb"}, "ok": True}
+    parts = {"features": {"features": [row, failed], "state": "done"}, "commands": {**ran, "state": "done"}}
+    shown = kit["page"].page({**document, "parts": {"machine": best, **parts}})
+    assert "| windows | cudnn | 1.00e-02 | 2.00e-02 | holds |" in shown
+    assert "| experts | - | no kernel | - | **WRONG** |" in shown
+    assert "| evaluate | 215.500000 |" in shown and "| generate | a b |" in shown
+    assert "greedy text on GPU and CPU: holds" in shown

@@ -358,6 +358,8 @@ SETTINGS = {
         "fp8_bf16_first_layers": 1,
         "fp8_bf16_last_layers": 2,
     },
+    "--bf16 --fp8-format e4m3 --first-last-layers-bf16 --recompute-granularity full --recompute-method uniform "
+    "--recompute-num-layers 2": {"fp8": "delayed", "recompute_num_layers": 2, "fp8_bf16_first_layers": None},
     "--attention-backend flash --reset-attention-mask": {"attention": "cudnn"},
     "--squared-relu --apply-layernorm-1p --softmax-type learnable": {
         "activation": "relu2",

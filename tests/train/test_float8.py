@@ -13,6 +13,7 @@ from mtjax.analysis.families.registry import anatomy_of
 from mtjax.analysis.float8 import float8_state_bytes
 from mtjax.config import replace
 from mtjax.config.checks import validate
+from mtjax.config.float8 import ENDS
 from mtjax.errors import UserError
 from mtjax.layout.layouts import TENSOR
 from mtjax.layout.plan import Plan
@@ -116,8 +117,6 @@ def losses(mesh: str, steps: int = 3, **fields: Any) -> tuple[list[float], Any, 
     return [each["loss"] for each in metrics], state, program
 
 
-"""Settings of the model, which a run on one device has too."""
-ENDS = {"fp8_bf16_first_layers", "fp8_bf16_last_layers"}
 SAME = {"lora_rank", "num_kv_heads", "family", "position", "sequence_length", "num_layers", *ENDS}
 """Settings of the model, which a run on one device has too."""
 MESHES = [

@@ -100,6 +100,8 @@ def translate_precision(to: Translation) -> None:
     if to.settings.get("recompute") != "full":
         for setting in ("recompute_method", "recompute_num_layers"):
             to.settings.pop(setting, None)
+    if to.settings.get("fp8") and to.has("first_last_layers_bf16"):
+        _translate_ends(to)
     _attention(to)
     for row in TABLE:
         if row.same is not None and row.dest not in OF_MODEL and row.dest in to.given.values:
@@ -120,11 +122,10 @@ def _translate_float8(to: Translation) -> None:
         to.drop("fp8_format", f"FP8 does not support the family {to.given.family}")
         return
     if recipe not in ("delayed", "tensorwise") or kind not in ("hybrid", "e4m3"):
-        to.drop("fp8_format", f"mtjax has the recipes delayed and tensorwise, and formats hybrid and e4m3: no {recipe}")
+        why = "of Megatron's recipes mtjax has delayed and tensorwise, and of its formats hybrid and e4m3"
+        to.drop("fp8_format", f"{why}: no {recipe} with {kind}")
         return
     to.set("fp8_format", {"fp8": recipe, "fp8_format": kind})
-    if to.has("first_last_layers_bf16"):
-        _translate_ends(to)
     if recipe == "delayed":
         # With most_recent only the last step's largest value counts.
         steps = to.get("fp8_amax_history_len") if to.get("fp8_amax_compute_algo") == "max" else 1
@@ -137,6 +138,13 @@ def _translate_ends(to: Translation) -> None:
         to.drop("first_last_layers_bf16", f"it does not support pipeline parallelism, and there are {stages} stages")
         return
     first, last = (to.get(f"num_layers_at_{end}_in_bf16") for end in ("start", "end"))
+    method, group = (to.settings.get(f"recompute_{name}") for name in ("method", "num_layers"))
+    if method == "block" or (group or 1) > 1:
+        to.drop("first_last_layers_bf16", "it does not support recompute by blocks or by groups of layers")
+        return
+    if first + last >= (layers := to.settings["num_layers"]):
+        to.drop("first_last_layers_bf16", f"it would leave none of the {layers} layers in 8 bits")
+        return
     to.set("first_last_layers_bf16", {"fp8_bf16_first_layers": first, "fp8_bf16_last_layers": last})
 
 

@@ -204,7 +204,9 @@ class Experts(nnx.Module):
         self.up = Matrices({**of_each, **embed, **gate, **inner}, model.init_std, up, up_bias)
         self.down = Matrices({**of_each, **inner, **embed}, output_std, down, down_bias)
         # The shared expert is a dense MLP of another width.
-        like_dense = dataclasses.replace(model, mlp_size=model.shared_expert_size, bias=False, mlp_bias=False)
+        like_dense = dataclasses.replace(
+            model, mlp_size=model.shared_expert_size, bias=False, mlp_bias=False, mlp_gate_scale=1.0
+        )
         dense = self.shared_class(model)
         self.shared = dense(like_dense, output_std=output_std, key=shared) if model.shared_expert_size else None
         key = jax.random.fold_in(shared, 1)

@@ -1,17 +1,14 @@
 """Padding layers: rows of zeros in the stacks of pipeline stages with fewer layers than others, which do not run."""
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from mtjax.layout.stages import PADDING
+from mtjax.models.mixers.mixer import State
 from mtjax.sharding.axes import cond_by_stage, varying_like
-
-State = Any
-"""What a layer returns beside hidden states: `mtjax.models.mixers.mixer.State`."""
 
 
 def run_unless_padding(run: Callable[[Array], tuple[Array, State]], number: Array, x: Array) -> tuple[Array, State]:
