@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 from mtjax.config import Config
-from mtjax.config.families import kind_of
 from mtjax.data.samples.blend import BlendedDataset, normalise, samples_of_each
 from mtjax.data.samples.order import SampleOrder, TrainingText, shifted
 from mtjax.data.samples.registry import FAMILIES
@@ -64,7 +63,7 @@ def open_dataset(config: Config, split: Split, num_samples: int, tokenizer: Toke
 
 def _open_in_order(config: Config, split: Split, order: SampleOrder, tokenizer: Tokenizer | None) -> Dataset:
     """Opens the samples of a split, with their neighbours where the config names them."""
-    if config.data.neighbours is None and kind_of(config.model) == "retrieval":
+    if config.data.neighbours is None and config.model.family == "retro":
         raise UserError(
             "the family retro reads neighbours of the run's samples: make them with mtjax data neighbours, and name "
             "their prefix with --neighbours"

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 from mtjax.config import Config
-from mtjax.config.families import kind_of
 from mtjax.data.batches.batch_schedule import train_samples
 from mtjax.data.corpus.indexed import IndexedDataset
 from mtjax.data.neighbours.header import Settings
@@ -124,7 +123,7 @@ def with_neighbours(config: Config, opener: SplitOpener, dataset: Dataset, order
       UserError: the neighbours are of other samples, missing or damaged.
     """
     model, prefix, split, text = config.model, str(config.data.neighbours), opener.split, opener.text
-    if kind_of(model) != "retrieval":
+    if model.family != "retro":
         raise UserError(f"--neighbours {prefix} is for the family retro, and the run's is {model.family}: remove it")
     training = training_text(opener if split == "train" else SplitOpener(config, "train", text.tokenizer))
     neighbours = Neighbours.open(
