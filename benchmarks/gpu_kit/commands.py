@@ -1,13 +1,12 @@
 """Commands on the GPU and on the CPU: the same perplexity of a trained run, and the same greedy text."""
 
 import json
-import os
 import subprocess
 import sys
 from typing import Any
 
 from gpu_kit.child import Child
-from gpu_kit.resume import ROOT, last_line, train, write_inputs
+from gpu_kit.resume import environment, last_line, train, write_inputs
 from mtjax.errors import UserError
 
 RELATIVE = 1e-4
@@ -36,9 +35,8 @@ def run(child: Child) -> dict[str, Any]:
     if train(folder, "run", "--learning-rate", "0.01", "--warmup-steps", "5").wait():
         raise UserError(f"training failed: {last_line(folder / 'run.log')}")
     processes = {}
-    for name, (arguments, environment) in COMMANDS.items():
-        variables = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"} | environment
-        variables["JAX_DEFAULT_MATMUL_PRECISION"] = "highest"
+    for name, (arguments, platform) in COMMANDS.items():
+        variables = environment() | {"JAX_DEFAULT_MATMUL_PRECISION": "highest"} | platform
         command = [sys.executable, "-m", *arguments]
         with (folder / f"{name}.out").open("w") as out, (folder / f"{name}.log").open("w") as log:
             processes[name] = subprocess.Popen(command, cwd=folder, stdout=out, stderr=log, env=variables)

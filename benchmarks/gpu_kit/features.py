@@ -12,9 +12,7 @@ import jax
 import numpy as np
 
 from gpu_kit.child import Child
-from gpu_kit.numbers import TWICE, distance, program_on
-from mtjax import config as configs
-from mtjax.config import Config
+from gpu_kit.numbers import FAMILIES, TWICE, config_of, distance, program_on
 from mtjax.errors import UserError
 from mtjax.sharding.global_batch import global_batch
 from mtjax.train.step import TrainStep
@@ -34,7 +32,7 @@ class Feature:
     """Settings that are not for the float32 reference on the CPU."""
 
 
-_LLAMA: dict[str, Any] = {"family": "llama", "num_kv_heads": 2, "mlp_size": 512, "vocab_multiple": 128}
+_LLAMA = FAMILIES["llama"]
 _EXPERTS: dict[str, Any] = {"num_experts": 4, "experts_top_k": 2, "expert_size": 256}
 _HYBRID: dict[str, Any] = {
     "family": "hybrid",
@@ -67,18 +65,6 @@ FEATURES = (
     Feature("FP8, tensorwise", _LLAMA, {"fp8": "tensorwise"}),
     Feature("FP8, delayed", _LLAMA, {"fp8": "delayed"}),
 )
-_SIZES: dict[str, Any] = {
-    "num_layers": 2,
-    "hidden_size": 256,
-    "num_heads": 4,
-    "sequence_length": 256,
-    "vocab_size": 1000,
-    "mesh": "1x1",
-    "global_batch_size": 4,
-    "warmup_steps": 1,
-    "hidden_dropout": 0.0,
-    "attention_dropout": 0.0,
-}
 
 
 def run(child: Child) -> dict[str, Any]:
@@ -104,14 +90,14 @@ def _row(feature: Feature, smaller: dict[str, Any]) -> dict[str, Any]:
 def compare(feature: Feature, smaller: dict[str, Any]) -> dict[str, Any]:
     """Compares a feature's gradients on the GPU with those on the CPU."""
     cpu, gpu = jax.devices("cpu")[0], jax.devices()[0]
-    fields = _SIZES | smaller | feature.fields
-    reference = program_on(cpu, _config(fields, {"compute_dtype": "float32"}))
+    fields = FAMILIES["gpt"] | feature.fields | smaller
+    reference = program_on(cpu, config_of(fields | {"compute_dtype": "float32"}))
     loss, exact = gradients(reference, jax.device_get(reference.initialize(0).parameters))
     low = {"compute_dtype": "bfloat16"} | feature.only_gpu
-    rounded = program_on(cpu, _config(fields, low | ({"attention": "xla"} if "attention" in low else {})))
+    rounded = program_on(cpu, config_of(fields | low | ({"attention": "xla"} if "attention" in low else {})))
     parameters = jax.device_get(rounded.initialize(0).parameters)  # the reference's, and scales of FP8
     limit = TWICE * distance(_like(exact, gradients(rounded, parameters)[1]), exact)
-    program = program_on(gpu, _config(fields, low))
+    program = program_on(gpu, config_of(fields | low))
     their_loss, theirs = gradients(program, parameters)
     error = distance(_like(exact, theirs), exact)
     return {
@@ -123,10 +109,6 @@ def compare(feature: Feature, smaller: dict[str, Any]) -> dict[str, Any]:
         "loss_on_the_cpu": loss,
         "attention": program.config.model.attention,
     }
-
-
-def _config(fields: dict[str, Any], more: dict[str, Any]) -> Config:
-    return configs.replace(Config(), **(fields | more))
 
 
 def _like(tree: Tree, other: Tree) -> Tree:

@@ -70,13 +70,17 @@ def write_inputs(folder: Path) -> None:
     (folder / "tiny.toml").write_text(MODEL)
 
 
+def environment() -> dict[str, str]:
+    """Returns this process's environment, with the checkout's package."""
+    return os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+
+
 def train(folder: Path, name: str, *options: str) -> "subprocess.Popen[bytes]":
     """Starts a run in a separate process."""
     command = [sys.executable, "-m", "mtjax.train", "--config", "tiny.toml", "--data", "text.txt", "--out", name]
     command += ["--cache-dir", "cache", "--steps", str(STEPS), *options]
     with (folder / f"{name}.log").open("ab") as log:
-        environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-        return subprocess.Popen(command, cwd=folder, stdout=log, stderr=subprocess.STDOUT, env=environment)
+        return subprocess.Popen(command, cwd=folder, stdout=log, stderr=subprocess.STDOUT, env=environment())
 
 
 def outcome(out: Path) -> dict[str, Any]:

@@ -37,6 +37,12 @@ def adapters_of(model: Model, target: str) -> LoraConfig | None:
     return LoraConfig(model.lora_rank, model.lora_alpha / model.lora_rank, model.lora_dropout)
 
 
+def adapter_rank(model: Model, target: str) -> int:
+    """Returns the rank of the adapters in `attention`, `mlp` or `mamba`; 0 where it has none."""
+    low = adapters_of(model, target)
+    return low.rank if low else 0
+
+
 def adapter_sizes(inputs: Mapping[str, int], outputs: Mapping[str, int], rank: int) -> tuple[dict[str, int], ...]:
     """Returns the dimensions of A and of B, by logical names in their order."""
     experts = {name: size for name, size in inputs.items() if name == EXPERT}

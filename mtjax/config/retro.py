@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from mtjax.config.layer_loops import one_kind_only
 from mtjax.errors import UserError
 
 if TYPE_CHECKING:
@@ -90,15 +91,11 @@ def check_retro_run(config: "Config") -> None:
     if model.family != "retro":
         return
     refused = {
-        f"recompute_method {training.recompute_method}": training.recompute_method != "uniform",
-        f"recompute_num_layers {training.recompute_num_layers}": training.recompute_num_layers > 1,
-        "recompute_offload": training.recompute_offload,
-        "unroll_layers": training.unroll_layers,
+        **one_kind_only(config),
         f"fp8 {training.fp8}": training.fp8 != "none",
         f"attention {model.attention}": model.attention in ("cudnn", "blocks"),
         "reset_position_ids": data.reset_position_ids,
         "reset_attention_mask": data.reset_attention_mask,
-        "a teacher": config.finetuning.teacher is not None,
         f"task {config.finetuning.task}": config.finetuning.task != "none",
     }
     for setting in (name for name, is_set in refused.items() if is_set):

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from mtjax.config.layer_loops import one_kind_only
 from mtjax.config.layer_pattern import expanded
 from mtjax.errors import UserError
 
@@ -151,15 +152,7 @@ def check_hybrid_run(config: "Config") -> None:
     Raises:
       UserError: it has one.
     """
-    model, training = config.model, config.training
-    if model.family != "hybrid":
+    if config.model.family != "hybrid":
         return
-    refused = {
-        f"recompute_method {training.recompute_method}": training.recompute_method != "uniform",
-        f"recompute_num_layers {training.recompute_num_layers}": training.recompute_num_layers > 1,
-        "recompute_offload": training.recompute_offload,
-        "unroll_layers": training.unroll_layers,
-        "a teacher": config.finetuning.teacher is not None,
-    }
-    for setting in (name for name, is_set in refused.items() if is_set):
+    for setting in (name for name, is_set in one_kind_only(config).items() if is_set):
         raise UserError(f"{setting} does not support the family hybrid, whose layers differ: remove it")

@@ -20,7 +20,7 @@ class DecoderSource:
         """Selects the weights of another source.
 
         Raises:
-          UserError: they are not a Retro's, or its decoder is no GPT.
+          UserError: they are not a Retro's, or its decoder is not a GPT.
         """
         origin = source.origin
         if origin.config.model.family != "retro":

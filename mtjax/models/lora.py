@@ -39,9 +39,7 @@ class Adapter(nnx.Module):
         """Draws A and builds B, for a product of these inputs and outputs."""
         # A [*inputs, rank] and B [rank, *outputs]; a fused product has a component dimension in front of the rank.
         into, out = adapter_sizes(inputs, outputs, low.rank)
-        bound = prod(size for name, size in inputs.items() if name != EXPERT) ** -0.5
-        drawn = jax.random.uniform(jax.random.fold_in(key, INIT), tuple(into.values()), out_sharding=spec(*into))
-        self.a = nnx.Param(bound * (2 * drawn - 1), axes=tuple(into))
+        self.a = first_factor(into, prod(size for name, size in inputs.items() if name != EXPERT), key)
         self.b = nnx.Param(jnp.zeros(tuple(out.values()), jnp.float32, out_sharding=spec(*out)), axes=tuple(out))
         self.inner = tuple(name for name in into if name not in inputs)
         self.scale, self.sequence = low.scale, sequence
@@ -69,6 +67,18 @@ class Adapter(nnx.Module):
             project(low[:, :, i], b[i], None, names, self.sequence, save_for_backward=False) for i in range(b.shape[0])
         ]
         return jnp.stack(components, axis=2)
+
+
+def first_factor(sizes: Mapping[str, int], num_inputs: int, key: Array) -> nnx.Param:
+    """Draws A, uniform within `num_inputs ** -0.5`.
+
+    Args:
+      sizes: its dimensions by logical name.
+      num_inputs: numbers that a number of its product sums.
+      key: that of the weight.
+    """
+    drawn = jax.random.uniform(jax.random.fold_in(key, INIT), tuple(sizes.values()), out_sharding=spec(*sizes))
+    return nnx.Param(num_inputs**-0.5 * (2 * drawn - 1), axes=tuple(sizes))
 
 
 def add_adapter(product: Any, num_inputs: int, low: LoraConfig, key: Array) -> None:

@@ -12,6 +12,7 @@ from mtjax.convert.parameters import parameters_of
 from mtjax.convert.table import name_of
 from tests.models.test_hybrid import EXPERTS, FACTORS, hybrid_config
 from tests.parity.compare import assert_next_token_parity, shaken
+from tests.parity.trees import nested
 
 pytest.importorskip("torch", reason="needs the extra parity: pip install '.[parity]'")
 transformers = pytest.importorskip("transformers", reason="needs the extra parity: pip install '.[parity]'")
@@ -45,19 +46,13 @@ def as_ours(named: Mapping[str, np.ndarray], config: Config) -> dict[str, Any]:
             files |= {f"{head}experts.{i}.{matrix}.weight": one for i, one in enumerate(array)}
         else:
             files[name] = array
-    parameters, found = parameters_of(config), {}
+    parameters = parameters_of(config)
     arrays = {name: np.zeros(parameter.stacked_shape, np.float32) for name, parameter in parameters.items()}
     for parameter, layer, tensor in FAMILIES[model_type(config)].table_of(config.model).select(parameters).tensors():
         into = arrays[parameter.name] if layer is None else arrays[parameter.name][layer]
         if (name := name_of(tensor, layer)) in files:  # biases of routers have no gradient
             tensor.insert(tensor.view(files[name], parameter), into, parameter)
-    for name, array in arrays.items():
-        *parents, leaf = name.split(".")
-        place = found
-        for parent in parents:
-            place = place.setdefault(parent, {})
-        place[leaf] = array
-    return found
+    return nested(arrays)
 
 
 @pytest.mark.parametrize(

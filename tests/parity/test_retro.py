@@ -18,6 +18,7 @@ from mtjax.sharding.global_batch import global_batch
 from mtjax.train.step import make_train_step
 from tests.parity.compare import assert_same_gradients, relative
 from tests.parity.megatron_retro import FILE, SIZES, batch, weights
+from tests.parity.trees import nested
 from tests.tiny import mesh_of, tiny_config
 
 EXHAUSTIVE = pytest.mark.exhaustive
@@ -45,20 +46,14 @@ def theirs() -> dict[str, np.ndarray]:
 
 def as_ours(named: Mapping[str, np.ndarray], config: Config) -> dict[str, Any]:
     """Megatron's tensors under our names and in our shapes, by the table of the conversion."""
-    parameters, found, used = parameters_of(config), {}, set()
+    parameters, used = parameters_of(config), set()
     arrays = {name: np.zeros(parameter.stacked_shape, np.float32) for name, parameter in parameters.items()}
     for parameter, layer, tensor in retro_table(config.model, LOCAL).select(parameters).tensors():
         into = arrays[parameter.name] if layer is None else arrays[parameter.name][layer]
         used.add(name_of(tensor, layer))
         tensor.insert(tensor.view(named[name_of(tensor, layer)], parameter), into, parameter)
     assert used == named.keys(), used ^ named.keys()
-    for name, array in arrays.items():
-        *parents, leaf = name.split(".")
-        place = found
-        for parent in parents:
-            place = place.setdefault(parent, {})
-        place[leaf] = array
-    return found
+    return nested(arrays)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from mtjax.analysis.parts.mlp import MLP
 from mtjax.analysis.parts.part import Norms, Part
 from mtjax.analysis.parts.prediction import AHEAD, Combined, LookupAhead
 from mtjax.config import Model
-from mtjax.config.adapters import adapters_of
+from mtjax.config.adapters import adapter_rank
 from mtjax.config.layer_pattern import SIDE_BY_SIDE
 from mtjax.config.sizes import (
     GATED,
@@ -99,7 +99,7 @@ def self_attention(model: Model, tokens: int, *, is_causal: bool, is_ahead: bool
             is_causal=is_causal,
             is_capped=model.attention_softcap is not None,
             visible=_visible_share(model, tokens, is_ahead=is_ahead),
-            rank=low.rank if (low := adapters_of(model, "attention")) else 0,
+            rank=adapter_rank(model, "attention"),
         )
     has_table = model.position == "relative" and model.relative_bias_layers == "all"
     return Attention(
@@ -111,7 +111,7 @@ def self_attention(model: Model, tokens: int, *, is_causal: bool, is_ahead: bool
         norm=Norms.of(model, is_first=kind != SIDE_BY_SIDE, kind=kind),
         biases=attention_biases(model),
         is_causal=is_causal,
-        rank=low.rank if (low := adapters_of(model, "attention")) else 0,
+        rank=adapter_rank(model, "attention"),
         qk_norm=("scale", "bias")[: 1 + model.qk_norm_bias] if model.qk_norm else (),
         qk_norm_scope=model.qk_norm_scope,
         has_sinks=model.attention_sinks,
@@ -150,7 +150,7 @@ def feed_forward(model: Model, tokens: int) -> Part:
         shared_gate=model.shared_expert_gate,
         capacity=expert_capacity(model, tokens),
         balances=model.router_aux_loss > 0,
-        rank=low.rank if (low := adapters_of(model, "mlp")) else 0,
+        rank=adapter_rank(model, "mlp"),
         is_frozen=model.lora_rank > 0,
     )
 
@@ -164,5 +164,5 @@ def mlp(model: Model, tokens: int) -> MLP:
         is_gated=model.activation in GATED,
         norm=Norms.of(model),
         bias=mlp_bias(model),
-        rank=low.rank if (low := adapters_of(model, "mlp")) else 0,
+        rank=adapter_rank(model, "mlp"),
     )

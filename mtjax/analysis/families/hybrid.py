@@ -7,12 +7,12 @@ from mtjax.analysis.families.decoder import decoder, feed_forward, mlp, self_att
 from mtjax.analysis.parts.mamba import Mamba
 from mtjax.analysis.parts.part import Norms, Part
 from mtjax.config import Model
-from mtjax.config.adapters import adapters_of
+from mtjax.config.adapters import adapter_rank
 from mtjax.config.layer_pattern import SIDE_BY_SIDE
 from mtjax.layout.stacks import stacks_of
 
 PARTS: Mapping[str, Callable[[Model, str], Part]] = {
-    "mamba": lambda model, _: Mamba(model, Norms.of(model), low.rank if (low := adapters_of(model, "mamba")) else 0),
+    "mamba": lambda model, _: Mamba(model, Norms.of(model), adapter_rank(model, "mamba")),
     "attention": lambda model, kind: self_attention(model, model.sequence_length, is_causal=True, kind=kind),
     "mlp": lambda model, _: mlp(model, model.sequence_length),
     "experts": lambda model, _: feed_forward(model, model.sequence_length),

@@ -12,10 +12,9 @@ from mtjax.config.adapters import RANK, LoraConfig, adapters_of
 from mtjax.config.ssm import ssm_groups
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.linear import constant
-from mtjax.models.lora import INIT, adapter_of, add_adapter, gather_sequence_shared, lora_input_dropout
+from mtjax.models.lora import adapter_of, add_adapter, first_factor, gather_sequence_shared, lora_input_dropout
 from mtjax.models.mixers.mamba import InputProjection, Mamba, assembled_by_groups
 from mtjax.models.project import project
-from mtjax.sharding.axes import spec
 
 INPUT_SITE, OUTPUT_SITE = 10, 11
 """Dropout sites of the adapters' inputs."""
@@ -52,9 +51,7 @@ class InputAdapter(nnx.Module):
 
     def __init__(self, inputs: InputProjection, model: Model, low: LoraConfig, *, key: Array) -> None:
         """Draws A as `mtjax.models.lora.Adapter` does; B is 0."""
-        sizes = {"embed": model.hidden_size, RANK: low.rank}
-        drawn = jax.random.uniform(jax.random.fold_in(key, INIT), tuple(sizes.values()), out_sharding=spec(*sizes))
-        self.a = nnx.Param(model.hidden_size**-0.5 * (2 * drawn - 1), axes=tuple(sizes))
+        self.a = first_factor({"embed": model.hidden_size, RANK: low.rank}, model.hidden_size, key)
         parts = (inputs.gate_value, inputs.b_c, inputs.rate)
         self.gate_value, self.b_c, self.rate = (_second_factor(part, low.rank) for part in parts)
         self.scale, self.groups = low.scale, ssm_groups(model)
