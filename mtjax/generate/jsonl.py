@@ -12,8 +12,10 @@ from mtjax.config.checks import check_bounds
 from mtjax.data.json_lines import read_lines, surrogate_in
 from mtjax.data.progress import ProgressLine
 from mtjax.errors import UserError, parse_json, shortened
-from mtjax.generate.output_record import NEXT_STEP, OutputRecord
+from mtjax.generate.options import Options
+from mtjax.generate.output_record import NEXT_STEP, NO_FACTS, OutputRecord
 from mtjax.generate.request import Sampling, with_text_seed
+from mtjax.generate.weights import LoadedModel
 
 SETTINGS = {field.name: field.type for field in fields(Sampling)}
 Identity = tuple[str, Mapping[str, Any]]
@@ -81,6 +83,33 @@ class JsonLines:
         self._lines = ['{"prompt": ""}'] * source if isinstance(source, int) else read_lines(source)
         self._numbers = [number for number, text in enumerate(self._lines) if text.strip()]
         self._prompts = {number: self._line(number, 0, self._lines[number]).identity for number in self._numbers}
+
+    @classmethod
+    def of(
+        cls,
+        options: Options,
+        model: LoadedModel,
+        samples: int,
+        keys: Sequence[str] = (),
+        facts: Mapping[str, Any] = NO_FACTS,
+    ) -> "JsonLines":
+        """Opens `--input` and `--output`.
+
+        Args:
+          options: of the command.
+          model: writes the texts.
+          samples: number of texts for each prompt.
+          keys: see `__init__`.
+          facts: what else determines the texts, for the output's record.
+
+        Raises:
+          UserError: a file can't be read or written, or is invalid.
+        """
+        source = options.documents or options.input
+        assert source is not None and options.output is not None
+        record = OutputRecord.of(options, model, facts)
+        sampling, stops = options.sampling, options.stop
+        return cls(source, options.output, record, samples, sampling, stops, overwrite=options.overwrite, keys=keys)
 
     def __enter__(self) -> "JsonLines":
         with ExitStack() as stack, _file_errors(self._target):

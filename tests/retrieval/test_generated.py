@@ -62,14 +62,19 @@ def writer(tokenizer, parameters) -> NeighbourWriter:
     return writer_of(tokenizer, parameters, "1x1")
 
 
-def written(writer: NeighbourWriter, tokenizer, line: dict, **sampling) -> tuple[list[int], list[int], np.ndarray]:
+def written(
+    writer: NeighbourWriter, tokenizer, line: dict, **sampling
+) -> tuple[list[int], list[int], np.ndarray | None]:
     """The prompt's tokens, those of the text, and the neighbours."""
-    ids, neighbours = writer.read(tokenizer.encode(PROMPT), line)
-    completion = Completion(tokenizer, tuple(ids), Sampling(**sampling), logprobs=True)
-    writer.complete(completion, ids, neighbours)
-    found = [piece.token.id for piece in completion.pieces if piece.token is not None]
+    reading = writer.read(tokenizer.encode(PROMPT), line)
+    completion = Completion(tokenizer, tuple(reading.ids), Sampling(**sampling), logprobs=True)
+    writer.complete(completion, reading)
     assert completion.ended == "length"
-    return ids, found, neighbours
+    return reading.ids, ids_of(completion), reading.neighbours
+
+
+def ids_of(completion: Completion) -> list[int]:
+    return [piece.token.id for piece in completion.pieces if piece.token is not None]
 
 
 @pytest.mark.parametrize(
@@ -105,11 +110,13 @@ def test_neighbours_are_in_the_chunks_for_which_they_are_given(writer, tokenizer
     none = [eod] * (2 * CHUNK)
     prompt = tokenizer.encode(PROMPT)
     assert len(prompt) == 12
-    ids, found = writer.read(prompt, {"neighbours": [[], TEXTS]})
-    assert ids == prompt and found.tolist() == [[none, none], rows, [none, none], [none, none]]
+    read = writer.read(prompt, {"neighbours": [[], TEXTS]})
+    assert read.neighbours is not None and read.ids == prompt
+    assert read.neighbours.tolist() == [[none, none], rows, [none, none], [none, none]]
     # The answer begins with a chunk, and all of it reads the passages.
-    ids, found = writer.read(prompt, {"passages": TEXTS[:1]})
-    assert ids == [eod] * 4 + prompt and found.tolist() == [[none, none], *[[rows[0], none]] * 3]
+    read = writer.read(prompt, {"passages": TEXTS[:1]})
+    assert read.neighbours is not None and read.ids == [eod] * 4 + prompt
+    assert read.neighbours.tolist() == [[none, none], *[[rows[0], none]] * 3]
     texts = [written(writer, tokenizer, {"passages": texts}, max_tokens=9)[1] for texts in (TEXTS, TEXTS[1:], [])]
     assert len({tuple(text) for text in texts}) == 3
     sampled = [written(writer, tokenizer, {"passages": TEXTS}, temperature=2.0, seed=seed)[1] for seed in (1, 2, 1)]
@@ -136,5 +143,4 @@ def test_neighbours_are_in_the_chunks_for_which_they_are_given(writer, tokenizer
 )
 def test_wrong_lines_are_one_sentence(writer, tokenizer, line: dict, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        ids, neighbours = writer.read(tokenizer.encode(line.get("prompt", PROMPT)), line)
-        writer.complete(Completion(tokenizer, tuple(ids)), ids, neighbours)
+        writer.read(tokenizer.encode(line.get("prompt", PROMPT)), line)
