@@ -133,6 +133,11 @@ class JsonLines:
         self._progress.__exit__(*error)
         self._file.close()
 
+    @property
+    def left(self) -> int:
+        """How many texts the output does not have yet."""
+        return self._total - len(self._done)
+
     def remaining(self) -> Iterator[Line]:
         """Yields the texts that the output does not have yet, in the order of the input."""
         for number in self._numbers:

@@ -94,7 +94,7 @@ class _Job:
             facts |= {"sources": True} if options.sources else {}
         keys = (NEIGHBOURS, PASSAGES, WITHOUT)
         with JsonLines.of(options, self._model, options.samples, keys, facts) as lines:
-            writer = self._writer(options.batch)
+            writer = self._writer(lines.left)
             writer.run(self._texts(lines, writer))
         say(f"{lines.written:,} texts added to {options.output}")
 
@@ -116,7 +116,9 @@ class _Job:
 
     def _writer(self, texts: int) -> NeighbourWriter:
         options = self._options
-        return NeighbourWriter(self._model, min(options.batch, texts), self._retriever, options.without_document)
+        return NeighbourWriter(
+            self._model, max(min(options.batch, texts), 1), self._retriever, options.without_document
+        )
 
     def _completion(self, reading: Reading, sampling: Sampling, stops: tuple[str, ...]) -> Completion:
         logprobs = self._options.logprobs or self._options.show_logprobs
