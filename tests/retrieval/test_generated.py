@@ -177,7 +177,7 @@ def test_each_chunk_is_searched_when_it_is_complete(writer, tokenizer, parameter
 
 def test_texts_with_and_without_neighbours_are_written_together(writer, tokenizer) -> None:
     lines = [{"passages": TEXTS}, {}, {"neighbours": [TEXTS]}, {"passages": []}]
-    sampling = [Sampling(max_tokens=5), Sampling(presence_penalty=2.0), Sampling(temperature=2.0, seed=3), Sampling()]
+    sampling = [Sampling(max_tokens=5), Sampling(), Sampling(temperature=2.0, seed=3), Sampling(presence_penalty=2.0)]
 
     def started() -> list[tuple[Completion, Reading]]:
         pairs = zip([writer.read(tokenizer.encode(PROMPT), line) for line in lines], sampling, strict=True)
@@ -190,6 +190,20 @@ def test_texts_with_and_without_neighbours_are_written_together(writer, tokenize
         assert ids_of(ours) == ids_of(theirs)
         logprobs = [[piece.token.logprob for piece in each.pieces if piece.token] for each in (ours, theirs)]
         np.testing.assert_allclose(*logprobs, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ({"passages": ["a"]}, "the line has passages, and --retrieve searches for neighbours: remove one of the two"),
+        ({"without_documents": 3}, '"without_documents" is 3, and must be a list of documents:'),
+        ({"without_documents": [True]}, 'and must be a list of documents: .3, "books:12".'),
+    ],
+)
+def test_a_line_does_not_give_what_is_searched(writer, tokenizer, line: dict, message: str) -> None:
+    found: Any = Found()
+    with pytest.raises(UserError, match=message):
+        NeighbourWriter(writer._model, 1, found).read(tokenizer.encode(PROMPT), line)
 
 
 @pytest.mark.parametrize(
