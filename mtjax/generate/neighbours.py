@@ -21,7 +21,7 @@ from mtjax.config.sizes import padded_vocab_size
 from mtjax.errors import UserError, shortened
 from mtjax.generate.completion import Completion
 from mtjax.generate.engine import sampling_batch, to_tokens
-from mtjax.generate.request import FinishReason, Sampling
+from mtjax.generate.request import FinishReason, Sampling, Token
 from mtjax.generate.sampling import IN_PROMPT, SampledTokens, SamplingBatch, sample_tokens
 from mtjax.generate.weights import LoadedModel
 from mtjax.models.families.retro import NEIGHBOURS as ARRAY
@@ -243,7 +243,8 @@ class NeighbourWriter:
         with_logprobs = any(text.completion.request.logprobs for text in rows.values())
         tokens = to_tokens(drawn, np.asarray(drawn.token).tolist(), with_logprobs)
         for row, text in rows.items():
-            request, token = text.completion.request, tokens[row]
+            request = text.completion.request
+            token = tokens[row] if request.logprobs else Token(tokens[row].id)
             reason: FinishReason | None = None
             if token.id in request.stop_ids or request.on_token(token):
                 reason = "stop"

@@ -188,8 +188,8 @@ def test_texts_with_and_without_neighbours_are_written_together(writer, tokenize
     writer.run(alone)
     for (ours, _), (theirs, _) in zip(together, alone, strict=True):
         assert ids_of(ours) == ids_of(theirs)
-        logprobs = [[piece.token.logprob for piece in each.pieces if piece.token] for each in (ours, theirs)]
-        np.testing.assert_allclose(*logprobs, atol=1e-4)
+        first, second = ([p.token.logprob or 0.0 for p in each.pieces if p.token] for each in (ours, theirs))
+        np.testing.assert_allclose(first, second, atol=1e-4)
 
 
 @pytest.mark.parametrize(
