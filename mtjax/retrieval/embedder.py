@@ -58,6 +58,7 @@ class Embedder:
           UserError: there are no such weights, or they are not of an encoder.
         """
         shape = parse_mesh(mesh)
+        devices = attach_devices(shape)  # before the weights are looked at, which fixes the number of devices
         self.name, self._saved = name, SavedModel.open(name, Hints(vocab_multiple_for(shape)), "--embedder")
         model = self._saved.config.model
         if model.family != "bert":
@@ -72,7 +73,7 @@ class Embedder:
         self.max_tokens, self.width, self.dtype = max_tokens, model.hidden_size, dtype
         parallel = Parallel(mesh=mesh)
         config = for_rows(self._saved.config, parallel, rows, compute_dtype=dtype)
-        self._placed = ShardedModel(config, attach_devices(shape))
+        self._placed = ShardedModel(config, devices)
         if self._placed.stages > 1 or self._placed.layout.rules.seq:
             raise UserError(
                 f"the mesh {mesh} has pipeline stages or context ranks, and an embedder runs without: take DATAxMODEL"

@@ -2,7 +2,10 @@
 
 import json
 import math
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -347,6 +350,15 @@ def test_retrieved_neighbours_are_those_that_could_be_given(folder: Path, tmp_pa
         texts = ["--ignore-eos", "--max-tokens", "40", "--logprobs"]
         assert generate(["--from", str(folder / "run"), *files, *texts, *changed]) == 2
         assert "was generated with" in capsys.readouterr().err
+
+
+@pytest.mark.long
+def test_a_run_is_loaded_onto_virtual_devices(folder: Path) -> None:
+    """In a process of its own: looking at the weights must not fix the number of devices."""
+    words = ["--from", str(folder / "run"), "--mesh", "1x2", "--retrieve", str(folder / "near"), "the river"]
+    command = [sys.executable, "-m", "mtjax.generate", *words, "--max-tokens", "2", "--compile-cache", "off"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"XLA_FLAGS": ""})
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(
