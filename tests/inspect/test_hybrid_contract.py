@@ -9,6 +9,7 @@ from tests.inspect.steps import needs_aot, tiny
 
 SIZES = {"ssm_heads": 8, "ssm_head_dim": 16, "ssm_state": 16, "ssm_groups": 4, "ssm_chunk": 16, "num_kv_heads": 4}
 SPLIT = {"sequence_parallel": True}
+GATED = {"attention_output_gate": True, "qk_norm": True}
 LONG, RARE = pytest.mark.long, pytest.mark.exhaustive
 
 
@@ -21,6 +22,9 @@ def hybrid(pattern: str, **fields):
     ("pattern", "fields"),
     [
         ("M-*", {**SPLIT, "zero": 1}),
+        pytest.param("G-*", {**SPLIT, **GATED, "zero": 1}, marks=LONG),
+        pytest.param("GE*", {**GATED, "zero": 3, "num_experts": 4, "expert_size": 64}, marks=RARE),
+        pytest.param("G*G*", {**GATED, "mesh": "2x2x2", "ssm_groups": 1, "recompute": "none"}, marks=RARE),
         pytest.param("M-M*M-", {**SPLIT, "zero": 1}, marks=RARE),
         pytest.param("MMM", {}, marks=RARE),
         pytest.param("H-H-", {**SPLIT, "zero": 1}, marks=LONG),
