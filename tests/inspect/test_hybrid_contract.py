@@ -49,7 +49,9 @@ def test_programs_for_h100_keep_their_contracts(pattern, fields) -> None:
     off = {check.name: check.error for check in checks}
     assert off["parameters"] == 0
     # Of so small a model; of Nemotron-H 8B, within 1%.
-    assert abs(off["FLOPs of a step"]) < (0.08 if "context" in str(fields) else 0.06), off
+    # Without recompute of layers, no formula has what a gated delta net recomputes of its chunks.
+    within = 0.1 if "G" in pattern and fields.get("recompute") == "none" else 0.08 if "context" in str(fields) else 0.06
+    assert abs(off["FLOPs of a step"]) < within, off
     # The optimizer's scalars, which no formula has, are 116 bytes over `model`.
     sent = [check for check in checks if check.name.startswith("sent")]
     # With sequence parallelism on context ranks the formula has 942 bytes of 602,112 more than the program.
