@@ -28,6 +28,7 @@ from mtjax.analysis.link_time import (
     spent_on_stages,
     transfer_time,
 )
+from mtjax.analysis.loop_time import loop_seconds
 from mtjax.analysis.machine import Constants, Machine
 from mtjax.analysis.optimizer import exchanges, host_bytes, state_bytes
 from mtjax.analysis.parts.part import Elementwise, Product, Scores, unrepeated
@@ -245,7 +246,8 @@ def _layer(stack: Stack, plan: Plan, machine: Machine, software: Software) -> tu
     once, back = (machine.passes(_bytes(traffic, touched, plan)) for traffic in (moves.forward, moves.backward))
     ahead = sum(forward[product] for product in products)
     back += machine.passes(sum(float8_bytes(product, _rows(product, plan)[0], plan) for product in products))
-    return ahead + again + backward, core, once * (2 if plan.recompute == "full" else 1) + back
+    looped = sum(loop_seconds(stack, plan, machine))
+    return ahead + again + backward, core, once * (2 if plan.recompute == "full" else 1) + back + looped
 
 
 @cache
@@ -254,7 +256,7 @@ def _layer_forward(stack: Stack, plan: Plan, machine: Machine, software: Softwar
     products = sum(_forward(product, plan, machine) for product in _layer_products(stack, plan))
     cores = sum(forward for forward, _ in _layer_cores(stack, plan, machine, software))
     moved = _bytes(software.kernels.forward, [part.elementwise for part in stack.parts], plan)
-    return products + cores + machine.passes(moved)
+    return products + cores + machine.passes(moved) + loop_seconds(stack, plan, machine)[0]
 
 
 def _layer_products(stack: Stack, plan: Plan) -> list[Product]:

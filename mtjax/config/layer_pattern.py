@@ -9,12 +9,18 @@ from mtjax.errors import UserError, shortened
 
 SIDE_BY_SIDE = "parallel"
 """Kind of the layers with Mamba-2 and attention side by side."""
-KIND_OF: Mapping[str, str] = {"M": "mamba", "H": SIDE_BY_SIDE, "*": "attention", "-": "mlp", "E": "experts"}
+KIND_OF: Mapping[str, str] = {
+    "M": "mamba",
+    "H": SIDE_BY_SIDE,
+    "G": "delta",
+    "*": "attention",
+    "-": "mlp",
+    "E": "experts",
+}
 """Letter of a layer -> its kind, which is the name of its stack, and of its mixer if it has only one."""
 MOST_LAYERS = 1_000
 
 _ELSEWHERE = {
-    "G": "a gated delta net",
     "|": "a stage boundary (stages have equal numbers of layers)",
     "/": "multi-token prediction (hybrid models have none)",
 }
@@ -70,7 +76,7 @@ def _check_letters(letters: str, pattern: str) -> None:
     wrong = next((letter for letter in letters if letter not in KIND_OF), None)
     if letters and wrong is None:
         return
-    kinds = "M (Mamba-2), * (attention), H (both side by side), - (an MLP) and E (experts)"
+    kinds = "M (Mamba-2), * (attention), H (both side by side), G (a gated delta net), - (an MLP) and E (experts)"
     if wrong is None:
         raise UserError(f"layer_pattern {shortened(pattern)!r} repeats () without layers: use the letters {kinds}")
     means = f", in Megatron {_ELSEWHERE[wrong]}" if wrong in _ELSEWHERE else ""

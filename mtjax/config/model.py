@@ -53,9 +53,9 @@ class Model:
     """Model architecture. A family sets the defaults of norm, norm_epsilon, position, activation, bias, tie_embeddings
     and dropout, each of which can be overridden."""
     layer_pattern: str = ""
-    """hybrid: kind of each layer, in Megatron's letters (--hybrid-layer-pattern): M Mamba-2, * attention, - an MLP, E
-    experts. (M-M*-)x4 repeats the letters in parentheses four times. Each layer has one sublayer, and num_layers is the
-    number of letters."""
+    """hybrid: kind of each layer, in Megatron's letters (--hybrid-layer-pattern): M Mamba-2, G a gated delta net,
+    * attention, - an MLP, E experts. (M-M*-)x4 repeats the letters in parentheses four times. Each layer has one
+    sublayer, and num_layers is the number of letters."""
     num_layers: int = at_least(1, 24, most=LAYERS)
     """Number of transformer layers."""
     hidden_size: int = at_least(1, 1024, most=WIDTH)
@@ -126,18 +126,21 @@ class Model:
     """In training, multiply the router's input by uniform noise from 1 - router_jitter to 1 + router_jitter (Megatron's
     --moe-input-jitter-eps)."""
     ssm_heads: int | None = at_least(1, None, most=HEADS)
-    """hybrid: number of heads of a Mamba-2 layer (Megatron's --mamba-num-heads); 2 x hidden_size / ssm_head_dim when
-    not given."""
+    """hybrid: number of heads of a Mamba-2 layer (Megatron's --mamba-num-heads), or of value heads of a gated delta net
+    (--linear-num-value-heads); 2 x hidden_size / ssm_head_dim when not given."""
     ssm_head_dim: int = at_least(1, 64, most=WIDTH)
-    """hybrid: width of a head of a Mamba-2 layer (Megatron's --mamba-head-dim)."""
+    """hybrid: width of a head of a Mamba-2 layer (Megatron's --mamba-head-dim), or of a value of a gated delta net
+    (--linear-value-head-dim)."""
     ssm_state: int = at_least(1, 128, most=WIDTH)
-    """hybrid: width of the state that each channel of a head has (Megatron's --mamba-state-dim)."""
+    """hybrid: width of the state that each channel of a head has (Megatron's --mamba-state-dim), which in a gated delta
+    net is that of a query and key (--linear-key-head-dim)."""
     ssm_groups: int | None = at_least(1, None, most=HEADS)
     """hybrid: groups of heads that share the projections B and C into and out of the state, and that the gated norm
-    normalizes one by one (Megatron's --mamba-num-groups); 8, or the most below that divide the heads, when not
-    given."""
+    normalizes one by one (Megatron's --mamba-num-groups), or that share a query and a key in a gated delta net
+    (--linear-num-key-heads); 8, or the most below that divide the heads, when not given."""
     ssm_conv: int = at_least(2, 4, most=WIDTH)
-    """hybrid: tokens that the causal convolution of a Mamba-2 layer reads."""
+    """hybrid: tokens that the causal convolution of a Mamba-2 layer or of a gated delta net (Megatron's
+    --linear-conv-kernel-dim) reads."""
     ssm_rate_floor: float = amount(0.0)
     """hybrid: minimum of dt, the rate at which a state forgets and reads (0.001 in Nemotron-H of transformers, whose
     time_step_min it is)."""
@@ -266,6 +269,9 @@ class Model:
     """Replace each score s by c tanh(s / c) before the mask (Gemma 2: 50)."""
     attention_sinks: bool = False
     """Add a trained logit per head to the softmax's denominator (gpt-oss; Megatron's --softmax-type learnable)."""
+    attention_output_gate: bool = False
+    """hybrid: multiply each channel of attention's heads by the sigmoid of a product of the same input (Megatron's
+    --attention-output-gate; Qwen3-Next)."""
     attention_window: int | None = at_least(1, None, most=TOKENS)
     """Sliding window: a token attends to itself and the attention_window - 1 tokens before it, in bert also to as many
     after it, in the layers of window_layers (Mistral; Megatron's --window-size counts the tokens before it)."""

@@ -1,4 +1,4 @@
-"""Sizes of state-space layers (Mamba-2), and what hybrid models are not combined with."""
+"""Sizes of layers with a recurrent state (Mamba-2, gated delta nets), and what hybrid models are not combined with."""
 
 import math
 from collections.abc import Mapping
@@ -27,8 +27,10 @@ def letters_of(model: "Model") -> str:
     return expanded(model.layer_pattern)
 
 
-ATTENTION, STATE_SPACE = "*H", "MH"
-"""Letters of the layers with attention, and with Mamba-2."""
+ATTENTION, STATE_SPACE, DELTA = "*H", "MH", "G"
+"""Letters of the layers with attention, with Mamba-2, and with a gated delta net."""
+RECURRENT = STATE_SPACE + DELTA
+"""Letters of the layers with a recurrent state."""
 
 
 def numbers_of(model: "Model", letters: str) -> tuple[int, ...]:
@@ -42,12 +44,13 @@ def has_attention(model: "Model") -> bool:
 
 
 def has_state_space(model: "Model") -> bool:
-    """Returns whether a model has state-space layers."""
-    return bool(numbers_of(model, STATE_SPACE))
+    """Returns whether a model has layers with a recurrent state, of Mamba-2 or of a gated delta net."""
+    return bool(numbers_of(model, RECURRENT))
 
 
 READ_BY: Mapping[str, tuple[str, ...]] = {
-    STATE_SPACE: ("ssm_",),
+    STATE_SPACE: ("ssm_norm", "ssm_scales", "ssm_rate_floor", "ssm_output_scale"),
+    RECURRENT: ("ssm_",),
     ATTENTION: ("num_heads", "num_kv_heads", "head_dim", "attention_", "qk", "rope_", "window_layers"),
     "-": ("mlp_",),
     "E": ("expert", "router_", "shared_expert", "capacity_factor", "num_experts"),
@@ -77,7 +80,7 @@ def ssm_groups(model: "Model") -> int:
 
 
 def ssm_chunk(model: "Model") -> int:
-    """Returns the tokens of a chunk of a state-space layer."""
+    """Returns the tokens of a chunk of a layer with a recurrent state."""
     return model.ssm_chunk or min(CHUNK, model.sequence_length)
 
 
@@ -85,6 +88,13 @@ def chunks_at_once(model: "Model", samples: int, heads: int) -> int:
     """Returns how many chunks of each of `samples` a rank with so many heads computes at once."""
     # Of each chunk 2 q^2 bytes a head: fewer would leave a GPU idle between short products, more would need the memory.
     return max(1, BLOCK_BYTES // (2 * samples * heads * ssm_chunk(model) ** 2))
+
+
+def delta_chunks_at_once(model: "Model", samples: int, heads: int) -> int:
+    """Returns how many chunks of a gated delta net of each of `samples` a rank with so many heads computes at once."""
+    # Its states, one for each chunk, are float32, and mostly larger than the weights between the tokens of a chunk.
+    each = max(2 * ssm_chunk(model) ** 2, 4 * model.ssm_state * model.ssm_head_dim)
+    return max(1, BLOCK_BYTES // (samples * heads * each))
 
 
 def check_hybrid(model: "Model") -> None:
@@ -113,6 +123,9 @@ def check_hybrid(model: "Model") -> None:
     for name in ("first_dense_layers", "moe_every"):
         if (value := getattr(model, name)) != getattr(type(model)(), name):
             raise UserError(f"{name} is {value}, and layer_pattern says which layers have experts: remove {name}")
+    if model.lora_rank and model.lora_targets != "mlp" and (DELTA in letters or model.attention_output_gate):
+        what = "gated delta nets (G)" if DELTA in letters else "layers with attention_output_gate"
+        raise UserError(f"lora_targets is {model.lora_targets}, and {what} have no adapters: use --lora-targets mlp")
     adapted = {"attention": ATTENTION, "mlp": "-E"}.get(model.lora_targets, letters)
     if model.lora_rank and not set(adapted) & set(letters):
         raise UserError(
@@ -124,6 +137,12 @@ def check_hybrid(model: "Model") -> None:
 
 
 def _check_state_space(model: "Model") -> None:
+    for name in () if numbers_of(model, STATE_SPACE) else READ_BY[STATE_SPACE]:
+        if (value := getattr(model, name)) != getattr(type(model)(), name):
+            raise UserError(
+                f"{name} is {value}, and layer_pattern {model.layer_pattern!r} has no Mamba-2, which alone has it: "
+                f"remove {name}"
+            )
     if model.ssm_scales is not None and len(model.ssm_scales) != len(SCALED):
         raise UserError(
             f"ssm_scales has {len(model.ssm_scales)} numbers, and needs {len(SCALED)}: of {', '.join(SCALED)}"
@@ -132,7 +151,7 @@ def _check_state_space(model: "Model") -> None:
     if model.ssm_heads is None and 2 * model.hidden_size % width:
         raise UserError(
             f"2 x hidden_size {model.hidden_size} is not a multiple of ssm_head_dim {width}, the width of a head of "
-            "the state-space layers: set ssm_heads"
+            "the layers with a recurrent state: set ssm_heads"
         )
     if heads % ssm_groups(model):
         raise UserError(

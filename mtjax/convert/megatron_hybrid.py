@@ -57,7 +57,13 @@ def pattern_of(arguments: Mapping[str, Any]) -> str:
     """
     given = next((str(arguments[name]) for name in PATTERNS if arguments.get(name)), None)
     if given is not None:
-        return expanded(given.replace("|", ""))  # stages have equal numbers of layers
+        letters = expanded(given.replace("|", ""))  # stages have equal numbers of layers
+        if "G" in letters:
+            raise UserError(
+                f"the layers {given!r} have gated delta nets (G), which mtjax does not read from Megatron-LM: convert "
+                "the model from its Hugging Face weights"
+            )
+        return letters
     if arguments.get("num_layers") is None:
         raise UserError("missing --hybrid-layer-pattern or --num-layers")
     attention, mlp = (float(arguments.get(name) or 0) for name in RATIOS)
@@ -121,9 +127,9 @@ def hybrid_settings(arguments: Mapping[str, Any], letters: str) -> dict[str, Any
 
 NOT_IN_MEGATRON = (
     *("ssm_norm", "ssm_scales", "ssm_output_scale"),
-    *("attention_output_scale", "mlp_gate_scale", "mlp_output_scale"),
+    *("attention_output_scale", "mlp_gate_scale", "mlp_output_scale", "attention_output_gate"),
 )
-"""Settings of hybrid models, Falcon-H1's, that Megatron does not have."""
+"""Settings of hybrid models that are not written for Megatron: Falcon-H1's, which it does not have, and gates."""
 
 
 def hybrid_misfits(model: Model, transformer_impl: str) -> dict[str, bool]:
@@ -138,6 +144,7 @@ def hybrid_misfits(model: Model, transformer_impl: str) -> dict[str, bool]:
         ),
         "qk_norm in a hybrid model": model.qk_norm,
         "layers with Mamba-2 and attention side by side (H)": "H" in letters_of(model),
+        "gated delta nets (G)": "G" in letters_of(model),
         **{
             f"{name} {getattr(model, name)}": getattr(model, name) != getattr(Model(), name) for name in NOT_IN_MEGATRON
         },

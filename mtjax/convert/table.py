@@ -40,6 +40,8 @@ class Slots:
     """Number of heads in every group."""
     of: int
     """Number of heads of all kinds in a group."""
+    width: int | None = None
+    """Rows of what is counted here, such as 1 where heads have different widths; those of a head when None."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,7 @@ class Tensor:
         if self.slots is None:
             return array[self.skip :] if self.skip else array
         # [groups * of * width, ...] -> [groups, of, width, ...]
-        width = prod(parameter.sizes[axis] for axis in self.dims[0][1:])
+        width = self.slots.width or prod(parameter.sizes[axis] for axis in self.dims[0][1:])
         groups = array.reshape(-1, self.slots.of, width, *array.shape[1:])
         return groups[:, self.slots.first : self.slots.first + self.slots.count]
 

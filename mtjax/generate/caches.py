@@ -7,7 +7,7 @@ import jax
 
 from mtjax.config import Model
 from mtjax.config.sizes import attention_windows, decoder_layers, longest_text
-from mtjax.config.ssm import ATTENTION, STATE_SPACE, letters_of
+from mtjax.config.ssm import ATTENTION, DELTA, RECURRENT, letters_of
 from mtjax.models.kv_cache import empty_caches
 
 Cache = list[dict[str, Any]]
@@ -35,9 +35,9 @@ def empty_cache(
     from mtjax.models.recurrent_state import RecurrentState
 
     def of_layer(letter: str, window: int | None) -> dict[str, Any]:
-        state = RecurrentState.empty(model, sequences, length, dtype) if letter in STATE_SPACE else None
+        state = RecurrentState.empty(model, sequences, length, dtype) if letter in RECURRENT else None
         return {
-            **({} if state is None else {"mamba": state}),
+            **({} if state is None else {"delta" if letter in DELTA else "mamba": state}),
             **(attention(window=window) if letter in ATTENTION else {}),
         }
 

@@ -5,12 +5,12 @@ from collections.abc import Iterator
 from mtjax.config import Model
 from mtjax.config.layer_pattern import chunk_letters
 from mtjax.config.sizes import dense_layers, divisors, expert_size, mlp_size
-from mtjax.config.ssm import has_attention, has_state_space, letters_of, ssm_groups, ssm_heads
+from mtjax.config.ssm import DELTA, has_attention, has_state_space, letters_of, numbers_of, ssm_groups, ssm_heads
 from mtjax.layout.plan import Plan
 
 
 def split_heads(model: Model) -> list[tuple[str, str, int]]:
-    """Returns (logical axis, setting, size) of the heads of attention and of state-space layers."""
+    """Returns (logical axis, setting, size) of the heads of attention and of layers with a recurrent state."""
     heads = [("heads", "num_heads", model.num_heads)] if has_attention(model) else []
     return [*heads, ("heads", "ssm_heads", ssm_heads(model))] if has_state_space(model) else heads
 
@@ -31,6 +31,11 @@ def state_space_problems(model: Model, plan: Plan) -> Iterator[str]:
     context parallel ranks that are shorter than the convolution."""
     if not has_state_space(model):
         return
+    if plan.mesh.context > 1 and numbers_of(model, DELTA):
+        yield (
+            f"context parallelism (context={plan.mesh.context} in mesh {plan.mesh}) does not support gated delta nets, "
+            f"and layer_pattern {model.layer_pattern!r} has some (G): remove context from the mesh"
+        )
     pieces, taps = 2 * plan.mesh.context, model.ssm_conv - 1
     if pieces > 2 and model.sequence_length // pieces < taps:
         yield (

@@ -170,7 +170,8 @@ _KINDS = (
     equal(
         "--hybrid-layer-pattern --hybrid-override-pattern",
         "--layer-pattern",
-        "family hybrid; stages (|) have equal numbers of layers; G, D, + and / have no equal",
+        "family hybrid; stages (|) have equal numbers of layers; scripts with G are not translated; D, + and / have "
+        "no equal",
         same=(None,),
     ),
     *(
@@ -186,7 +187,12 @@ _KINDS = (
     none("--mamba-training-ssm-states-dtype", "states are float32", same=(None, "fp32")),
     none("--linear-attention-freq", "no layer has linear attention", same=(None, 0)),
     none("--experimental-attention-variant", "attention is the usual one", same=(None,)),
-    none("--attention-output-gate", "attention's output has no gate", default=False, same=(False, None)),
+    none(
+        "--attention-output-gate",
+        "scripts and weights are not translated; hybrid models have attention_output_gate",
+        default=False,
+        same=(False, None),
+    ),
     none("--use-mup", "nothing is scaled by widths", default=False, same=(False, None)),
     none("--spec", "the layers are mtjax's own"),
     off(equal("--bert-no-binary-head", "--no-sentence-order", "of BERT"), "bert_binary_head"),

@@ -1,4 +1,4 @@
-"""The states of state-space layers for generation: as large for a long sequence as for a short one."""
+"""The states of Mamba-2 and of gated delta nets for generation: as large for a long sequence as for a short one."""
 
 from dataclasses import dataclass, field
 
@@ -17,7 +17,7 @@ from mtjax.sharding.kv_heads import groups_in_use
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class RecurrentState:
-    """What a state-space layer remembers of each sequence."""
+    """What a layer with a recurrent state remembers of each sequence."""
 
     taps: Float[Array, "sequences taps groups channels"]
     """Inputs of the convolution: those of the newest tokens that the next token's convolution reads."""

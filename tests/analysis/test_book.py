@@ -49,6 +49,16 @@ MODELS = {
     },
     "llama, experts in every third layer": {"family": "llama", "num_experts": 4, "moe_every": 3, "num_layers": 6},
     "hybrid": {"family": "hybrid", "layer_pattern": "M-M*", "num_layers": 4, "ssm_heads": 8, "ssm_state": 10},
+    "hybrid, gated delta nets, gated attention": {
+        "family": "hybrid",
+        "layer_pattern": "G-*-",
+        "num_layers": 4,
+        "ssm_heads": 8,
+        "ssm_state": 10,
+        "ssm_groups": 4,
+        "attention_output_gate": True,
+        "bias": True,
+    },
     "hybrid, adapters": {"family": "hybrid", "layer_pattern": "MH-*", "num_layers": 4, "ssm_heads": 8, "lora_rank": 2},
     "hybrid, adapters of experts": {
         "family": "hybrid",

@@ -14,6 +14,8 @@ from mtjax.convert.megatron_hybrid import hybrid_misfits
         ({"ssm_norm": False}, "ssm_norm False"),
         ({"mlp_output_scale": 0.6}, "mlp_output_scale 0.6"),
         ({"layer_pattern": "H-", "num_layers": 2}, r"layers with Mamba-2 and attention side by side (H)"),
+        ({"layer_pattern": "G-", "num_layers": 2}, "gated delta nets (G)"),
+        ({"attention_output_gate": True}, "attention_output_gate True"),
         ({"ssm_conv": 3}, "ssm_conv 3 (only 4)"),
     ],
 )

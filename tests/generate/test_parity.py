@@ -144,11 +144,41 @@ def falcon_h1():
     return transformers.FalconH1ForCausalLM(config)
 
 
+def qwen3_next():
+    """Builds a model with gated delta nets, and experts behind them."""
+    config = transformers.Qwen3NextConfig(
+        vocab_size=301,
+        hidden_size=24,
+        intermediate_size=40,
+        num_hidden_layers=2,
+        layer_types=["linear_attention", "full_attention"],
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        partial_rotary_factor=0.5,
+        linear_num_value_heads=8,
+        linear_num_key_heads=2,
+        linear_value_head_dim=12,
+        linear_key_head_dim=10,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=20,
+        shared_expert_intermediate_size=28,
+        max_position_embeddings=80,
+        initializer_range=0.15,
+        eos_token_id=None,
+    )
+    network = transformers.Qwen3NextForCausalLM(config)
+    network.set_experts_implementation("eager")  # others have no float64
+    return network
+
+
 @pytest.mark.parametrize(
     ("family", "meshes"),
     [
         pytest.param(falcon_h1, ("2x2",), marks=pytest.mark.long),
         (nemotron_h, ("2x2",)),
+        pytest.param(qwen3_next, ("2x2", "1x4"), marks=pytest.mark.long),  # two groups on as many ranks, and on more
         pytest.param(one_group, ("1x4",), marks=pytest.mark.long),  # of four ranks
         (gpt2, ("1x1", "2x2")),
         (llama, ("1x2", "1x4")),  # two key heads on as many ranks, and on more

@@ -9,6 +9,7 @@ from tests.inspect.steps import needs_aot, tiny
 
 SIZES = {"ssm_heads": 8, "ssm_head_dim": 16, "ssm_state": 16, "ssm_groups": 4, "ssm_chunk": 16, "num_kv_heads": 4}
 SPLIT = {"sequence_parallel": True}
+GATED = {"attention_output_gate": True, "qk_norm": True}
 LONG, RARE = pytest.mark.long, pytest.mark.exhaustive
 
 
@@ -21,6 +22,9 @@ def hybrid(pattern: str, **fields):
     ("pattern", "fields"),
     [
         ("M-*", {**SPLIT, "zero": 1}),
+        pytest.param("G-*", {**SPLIT, **GATED, "zero": 1}, marks=LONG),
+        pytest.param("GE*", {**GATED, "zero": 3, "num_experts": 4, "expert_size": 64}, marks=RARE),
+        pytest.param("G*G*", {**GATED, "mesh": "2x2x2", "ssm_groups": 1, "recompute": "none"}, marks=RARE),
         pytest.param("M-M*M-", {**SPLIT, "zero": 1}, marks=RARE),
         pytest.param("MMM", {}, marks=RARE),
         pytest.param("H-H-", {**SPLIT, "zero": 1}, marks=LONG),
@@ -45,7 +49,9 @@ def test_programs_for_h100_keep_their_contracts(pattern, fields) -> None:
     off = {check.name: check.error for check in checks}
     assert off["parameters"] == 0
     # Of so small a model; of Nemotron-H 8B, within 1%.
-    assert abs(off["FLOPs of a step"]) < (0.08 if "context" in str(fields) else 0.06), off
+    # Without recompute of layers, no formula has what a gated delta net recomputes of its chunks.
+    within = 0.1 if "G" in pattern and fields.get("recompute") == "none" else 0.08 if "context" in str(fields) else 0.06
+    assert abs(off["FLOPs of a step"]) < within, off
     # The optimizer's scalars, which no formula has, are 116 bytes over `model`.
     sent = [check for check in checks if check.name.startswith("sent")]
     # With sequence parallelism on context ranks the formula has 942 bytes of 602,112 more than the program.

@@ -101,6 +101,11 @@ CONTEXT = [
         "sequence_length 24 .* context x tensor parallel degree 16 .* 16 and 32$",
     ),
     (
+        {"family": "hybrid", "layer_pattern": "G*", "num_layers": 2},
+        "data=1,context=2,model=1",
+        r"context=2 .* does not support gated delta nets, and layer_pattern 'G\*' has some \(G\): remove context",
+    ),
+    (
         {"family": "t5"},
         "data=1,context=2,model=1",
         "context=2 .* gpt, llama, hybrid and bert, and family is t5: remove",

@@ -57,6 +57,24 @@ FACTORS: dict[str, Any] = {
 """Those of Falcon-H1."""
 
 
+GATED = {"attention_output_gate": True}
+QWEN3_NEXT: dict[str, Any] = {
+    **GATED,
+    "norm_weight": "offset",
+    "qk_norm": True,
+    "position": "rope",
+    "head_dim": 8,
+    "rope_fraction": 0.5,
+    "activation": "swiglu",
+    "num_experts": 5,
+    "experts_top_k": 3,
+    "expert_size": 20,
+    "shared_expert_size": 28,
+    "shared_expert_gate": True,
+    "router_aux_loss": 0.0,
+}
+
+
 def hybrid_config(pattern: str, **fields: Any) -> Config:
     """A tiny model of a pattern, with odd sizes: chunks of 5 of 16 tokens, 10 states, heads of 12."""
     width = {"ssm_head_dim": 6} if fields.get("ssm_heads") == 8 else {}
@@ -64,7 +82,7 @@ def hybrid_config(pattern: str, **fields: Any) -> Config:
     return tiny_config(family="hybrid", layer_pattern=pattern, **settings)
 
 
-@given(st.text("M*-E", min_size=1, max_size=24))
+@given(st.text("MG*-E", min_size=1, max_size=24))
 def test_loops_run_the_layers_of_the_pattern(letters: str) -> None:
     assert "".join(run.unit * run.times for run in runs_of(letters)) == letters
     assert expanded(shortened_pattern(letters)) == letters
@@ -141,11 +159,17 @@ DOCUMENTS = {"reset_attention_mask": True, "reset_position_ids": True}
     ("pattern", "mesh", "model", "fields"),
     [
         ("H-M", "2x2", FACTORS, {**SPLIT, "zero": 1, "recompute": "full"}),
+        ("G*", "2x2", GATED, {**SPLIT, "zero": 1, "recompute": "full"}),
         *(
             pytest.param(*case, marks=pytest.mark.long)
             for case in (
                 ("M-M*", "2x2", {}, {**SPLIT, "zero": 1, "recompute": "full"}),
                 ("M-M*", "2x2", {}, {"zero": 3, "microbatch_size": 2}),
+                ("G-G*", "2x2", GATED, {"zero": 3, "microbatch_size": 2}),
+                ("GE*", "data=1,expert=2,model=2", {**GATED, **EXPERTS}, {**SPLIT, "zero": 1}),
+                ("G*", "1x4", {**GATED, "ssm_groups": 1, "ssm_heads": 8}, SPLIT),
+                ("G-", "2x2", {"lora_rank": 3, "lora_targets": "mlp"}, {**SPLIT, "recompute": "full"}),
+                ("(G*)x2", "2x2x2", GATED, {**STAGES, **SPLIT, "zero": 1, "recompute": "full"}),
                 ("(H-)x2", "2x1x2", FACTORS, {**STAGES, **SPLIT, "zero": 1, "recompute": "full"}),
                 ("H-", "data=1,context=2,model=2", FACTORS, {"recompute": "selective", "zero": 3}),
                 ("MH-", "2x2", {"lora_rank": 3}, {**SPLIT, "recompute": "full"}),
@@ -179,9 +203,12 @@ def test_every_mesh_computes_the_same(pattern: str, mesh: str, model: dict[str, 
     assert_same_gradients(found, expected, 1e-5)
 
 
-@pytest.mark.parametrize("chunk", [3, pytest.param(16, marks=pytest.mark.long)])
-def test_documents_that_are_packed_are_as_if_each_were_alone(chunk: int) -> None:
-    program = make_train_step(hybrid_config("M*M", ssm_chunk=chunk, **DOCUMENTS), mesh_of("1x1"))
+@pytest.mark.parametrize(
+    ("pattern", "chunk"),
+    [("M*M", 3), ("G*G", 3), *(pytest.param(pattern, 16, marks=pytest.mark.long) for pattern in ("M*M", "G*G"))],
+)
+def test_documents_that_are_packed_are_as_if_each_were_alone(pattern: str, chunk: int) -> None:
+    program = make_train_step(hybrid_config(pattern, ssm_chunk=chunk, **DOCUMENTS), mesh_of("1x1"))
     parameters, batch = program.initialize(0).parameters, batch_of(program, 0)
 
     @jax.jit

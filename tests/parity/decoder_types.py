@@ -91,6 +91,18 @@ NEMOTRON_H = {
     "time_step_min": 0.4,
 }
 
+QWEN3_NEXT = {
+    "head_dim": 8,
+    "linear_num_value_heads": 6,
+    "linear_num_key_heads": 2,
+    "linear_value_head_dim": 12,
+    "linear_key_head_dim": 10,
+    "num_experts": 5,
+    "moe_intermediate_size": 20,
+    "shared_expert_intermediate_size": 28,
+    "num_experts_per_tok": 3,
+}
+
 CASES = {
     "mamba2": Case("mamba2", base=OF_MAMBA2),
     "mamba2, three taps, limited, tied": Case(
@@ -155,6 +167,21 @@ CASES = {
             "shared_intermediate_size": 28,
             "position_embedding_type": "rope",
         },
+    ),
+    "qwen3_next": Case("qwen3_next", {**QWEN3_NEXT, "layer_types": ["linear_attention", "full_attention"]}),
+    "qwen3_next, three taps, biases, dense layers, a key for each query": Case(
+        "qwen3_next",
+        {
+            **QWEN3_NEXT,
+            "layer_types": ["full_attention", "linear_attention"],
+            "linear_conv_kernel_dim": 3,
+            "attention_bias": True,
+            "mlp_only_layers": [1],
+            "norm_topk_prob": False,
+            "num_key_value_heads": 6,
+            "tie_word_embeddings": True,
+        },
+        length=70,  # transformers' chunks have 64
     ),
     "llama, biases of attention": Case("llama", {**WIDE, "attention_bias": True}),
     "llama, biases of the MLP, tied, llama3": Case(

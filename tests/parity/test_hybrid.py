@@ -10,7 +10,7 @@ from mtjax.config import Config
 from mtjax.convert.families.registry import FAMILIES
 from mtjax.convert.parameters import parameters_of
 from mtjax.convert.table import name_of
-from tests.models.test_hybrid import EXPERTS, FACTORS, hybrid_config
+from tests.models.test_hybrid import EXPERTS, FACTORS, QWEN3_NEXT, hybrid_config
 from tests.parity.compare import assert_next_token_parity, shaken
 from tests.parity.trees import nested
 
@@ -21,15 +21,20 @@ pytestmark = pytest.mark.torch
 
 def theirs(config: Config) -> Any:
     """transformers' network of a config, with weights large enough for every part to matter."""
-    kind = {"mamba2": "Mamba2", "nemotron_h": "NemotronH", "falcon_h1": "FalconH1"}[model_type(config)]
+    kind = KINDS[model_type(config)]
     settings = FAMILIES[model_type(config)].config_json(config.model)
-    chunk = {"mamba_chunk_size" if kind == "FalconH1" else "chunk_size": 7}
+    chunk = {} if kind == "Qwen3Next" else {"mamba_chunk_size" if kind == "FalconH1" else "chunk_size": 7}
     # Falcon-H1's embedding would have no gradient of the padding's row.
     made = getattr(transformers, f"{kind}Config")(**settings, **chunk, attn_implementation="eager", pad_token_id=None)
     return shaken(lambda: getattr(transformers, f"{kind}ForCausalLM")(made))
 
 
+KINDS = {"mamba2": "Mamba2", "nemotron_h": "NemotronH", "falcon_h1": "FalconH1", "qwen3_next": "Qwen3Next"}
+
+
 def model_type(config: Config) -> str:
+    if "G" in config.model.layer_pattern:
+        return "qwen3_next"
     if "H" in config.model.layer_pattern:
         return "falcon_h1"
     return "mamba2" if set(config.model.layer_pattern) == {"M"} else "nemotron_h"
@@ -39,11 +44,15 @@ def as_ours(named: Mapping[str, np.ndarray], config: Config) -> dict[str, Any]:
     """transformers' tensors under our names and in our shapes, by the table of the conversion."""
     files = {}
     for name, array in named.items():
-        if name.startswith("model.") and model_type(config) != "falcon_h1":
+        if name.startswith("model.") and model_type(config) not in ("falcon_h1", "qwen3_next"):
             name = name.replace("model.", "backbone.", 1)
         head, is_of_experts, matrix = name.rpartition("experts.")
         if is_of_experts and "shared" not in head:  # one tensor of all in memory, one for each in files
-            files |= {f"{head}experts.{i}.{matrix}.weight": one for i, one in enumerate(array)}
+            halves = {"gate_proj": 0, "up_proj": 1} if matrix == "gate_up_proj" else {matrix: 0}
+            parts = np.split(array, len(halves), 1)
+            files |= {
+                f"{head}experts.{i}.{own}.weight": one for own, at in halves.items() for i, one in enumerate(parts[at])
+            }
         else:
             files[name] = array
     parameters = parameters_of(config)
@@ -62,6 +71,7 @@ def as_ours(named: Mapping[str, np.ndarray], config: Config) -> dict[str, Any]:
         pytest.param("MM", "1x2", {"ssm_heads": 8, "ssm_groups": 1}, marks=pytest.mark.long),
         ("M-M*-", "2x2", {"sequence_parallel": True}),
         ("H-", "1x2", {**FACTORS, "position": "rope", "attention_scale": 0.3, "sequence_parallel": True}),
+        ("GE*-", "1x2", {**QWEN3_NEXT, "sequence_parallel": True}),
         pytest.param(
             "ME*EM", "1x2", {**EXPERTS, "router_aux_loss": 0.0, "ssm_rate_floor": 0.3}, marks=pytest.mark.long
         ),

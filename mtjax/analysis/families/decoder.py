@@ -115,6 +115,7 @@ def self_attention(model: Model, tokens: int, *, is_causal: bool, is_ahead: bool
         qk_norm=("scale", "bias")[: 1 + model.qk_norm_bias] if model.qk_norm else (),
         qk_norm_scope=model.qk_norm_scope,
         has_sinks=model.attention_sinks,
+        has_gate=model.attention_output_gate,
         is_capped=model.attention_softcap is not None,
         visible=_visible_share(model, tokens, is_ahead=is_ahead),
         buckets=model.relative_buckets if has_table else 0,

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 
 from mtjax.analysis.anatomy import Anatomy, Stack
 from mtjax.analysis.families.decoder import decoder, feed_forward, mlp, self_attention
+from mtjax.analysis.parts.delta_net import DeltaNet
 from mtjax.analysis.parts.mamba import Mamba
 from mtjax.analysis.parts.part import Norms, Part
 from mtjax.config import Model
@@ -13,6 +14,7 @@ from mtjax.layout.stacks import stacks_of
 
 PARTS: Mapping[str, Callable[[Model, str], Part]] = {
     "mamba": lambda model, _: Mamba(model, Norms.of(model), adapter_rank(model, "mamba")),
+    "delta": lambda model, _: DeltaNet(model, Norms.of(model)),
     "attention": lambda model, kind: self_attention(model, model.sequence_length, is_causal=True, kind=kind),
     "mlp": lambda model, _: mlp(model, model.sequence_length),
     "experts": lambda model, _: feed_forward(model, model.sequence_length),

@@ -84,6 +84,8 @@ class Attention(_Heads):
     qk_norm_scope: str = "head"
     """What QK norm normalizes: `head`, `each_head` or `width`."""
     has_sinks: bool = False
+    has_gate: bool = False
+    """Whether the output passes a gate, a product of the input."""
     is_capped: bool = False
     """Whether scores have a cap, whose backward pass reads their hyperbolic tangents."""
     visible: float = 0.5
@@ -108,6 +110,7 @@ class Attention(_Heads):
             inputs += linear("attention.qkv.key_value", embed, kv_heads, bias=bias, rank=rank)
         output = linear("attention.output", heads, embed, bias=output_bias, rank=rank)
         sinks = [weight("attention.sinks", {"heads": self.heads})] if self.has_sinks else []
+        output += linear("attention.gate", embed, heads, bias=bias) if self.has_gate else []
         if self.buckets:
             output += [weight("attention.relative.table", {"buckets": self.buckets, "heads": self.heads})]
         return [*self.norm.weights("attention", self.hidden), *inputs, *output, *self._head_norms(), *sinks]
@@ -137,6 +140,7 @@ class Attention(_Heads):
         return [
             *adapter_products(self.rank, self.tokens, (self.hidden, qkv_width, 3), (query_width, self.hidden)),
             Product(self.tokens, self.hidden, qkv_width),
+            *([Product(self.tokens, self.hidden, query_width)] if self.has_gate else []),
             Product(self.tokens, query_width, self.hidden),
         ]
 
@@ -146,6 +150,7 @@ class Attention(_Heads):
             **sublayer_saved_bytes(self.tokens, self.hidden, plan),
             QUERY_KEY_VALUE: plan.element_bytes * tokens * (self.query_size + 2 * self.kv_size),
             ATTENTION_OUTPUT: plan.element_bytes * tokens * self.query_size,
+            **({GATE: plan.element_bytes * tokens * self.query_size} if self.has_gate else {}),
             PROBABILITIES: probability_bytes(self.scores, plan),
             STATISTICS: statistics_bytes(self.scores, plan),
             **({WIDTH_STATISTICS: 2 * 4 * plan.local_tokens(self.tokens)} if self.normalizes_width else {}),
@@ -268,6 +273,7 @@ class CrossAttention(_Heads):
 
 QUERY_KEY_VALUE = "query, key, value"
 ATTENTION_OUTPUT = "attention output"
+GATE = "attention gate"
 STATISTICS = "attention statistics"
 """Of flash attention's softmax (logsumexp): a float32 per query and head."""
 WIDTH_STATISTICS = "QK norm statistics"

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mtjax.analysis.contract import Expectation
+from mtjax.analysis.parts.loop import Loop
 from mtjax.config import Model
 from mtjax.config.adapters import ADAPTER, adapter_sizes
 from mtjax.config.sizes import norm_vectors, sublayer_norms
@@ -286,6 +287,11 @@ class Part:
         """Returns the bytes on a device at the peak of its backward pass, in addition to `saved_bytes`."""
         del plan
         return 0.0
+
+    def loop(self, plan: Plan) -> Loop | None:
+        """Returns the loop over pieces of a sample whose steps take the latency of their kernels, where it has one."""
+        del plan
+        return None
 
     def pending_bytes(self, plan: Plan) -> float:
         """Returns the bytes held for its weight gradients while the backward pass of the sublayer before it runs."""

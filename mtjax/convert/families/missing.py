@@ -9,7 +9,7 @@ _REASONS = {
     "several of its layers share one block, which reads the embeddings beside the hidden states": "zamba2",
     "some of its layers have linear attention": (
         "bailing_hybrid kimi_linear lara_mini minimax olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text "
-        "qwen3_next qwen4_exp qwen4_exp_text"
+        "qwen4_exp qwen4_exp_text"
     ),
     "its layers have short convolutions": "inkling_text inkling2_text inkling2_loop_text lfm2 lfm2_moe lfm3 zaya",
     "an indexer chooses the tokens that it attends to": (

@@ -83,7 +83,13 @@ class SelfAttention(nnx.Module):
         Returns:
           The output, and the new state.
         """
-        query, key, value = self.project_in(x, context)
+        mixed, state = self.mix(*self.project_in(x, context), context, state)
+        return self.project_out(mixed, context), state
+
+    def mix(
+        self, query: Array, key: Array, value: Array, context: LayerContext, state: State
+    ) -> tuple[Float[Array, "batch seq heads head_dim"], State]:
+        """Attends with products of the input; arguments and results otherwise as of `__call__`."""
         # With sequence parallelism the product's input was all-gathered along the sequence; from here to the output
         # projection each rank has its heads of all tokens.
         query, key, value = self._prepared(query, key, value, context)
@@ -96,13 +102,11 @@ class SelfAttention(nnx.Module):
             if self.relative is not None:
                 bias = self.relative(query.shape[1], is_causal=context.is_causal)
                 context = dataclasses.replace(context, bias=bias)
-            mixed = self.attend(query, key, value, context, options)
-        else:
-            # Generation: keys and values of earlier tokens are in the cache.
-            from mtjax.models.kernels.cached import append_and_attend
+            return self.attend(query, key, value, context, options), None
+        # Generation: keys and values of earlier tokens are in the cache.
+        from mtjax.models.kernels.cached import append_and_attend
 
-            mixed, state = append_and_attend(query, key, value, context, state, options, self.relative)
-        return self.project_out(mixed, context), state
+        return append_and_attend(query, key, value, context, state, options, self.relative)
 
     def project_in(self, x: Array, context: LayerContext) -> tuple[Array, Array, Array]:
         """All-gathers sequences, and computes query, key and value of the ranks' heads."""

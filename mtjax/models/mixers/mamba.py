@@ -19,6 +19,7 @@ from jaxtyping import Float
 
 from mtjax.config import Model
 from mtjax.config.ssm import chunks_at_once, ssm_chunk, ssm_groups, ssm_heads
+from mtjax.models.kernels.convolution import causal_convolution
 from mtjax.models.kernels.ssd import HIGHEST, ScanInputs, left_behind, pass_states, scan, step
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.linear import Linear, constant, normal, scaled
@@ -55,9 +56,7 @@ class Mamba(nnx.Module):
         self.conv_bias = constant(0.0, inner)
         self.conv_b_c = uniform(next(keys), {**taps, **shared}, -bound, bound)
         self.conv_b_c_bias = constant(0.0, shared)
-        rate = jnp.exp(uniform(next(keys), heads, math.log(SLOWEST), math.log(FASTEST))[...])
-        rate = jnp.maximum(rate, LEAST_RATE)
-        self.rate_bias = nnx.Param(rate + jnp.log(-jnp.expm1(-rate)), axes=("heads",))  # softplus of it is the rate
+        self.rate_bias = initial_rate_bias(next(keys), heads)
         self.a_log = nnx.Param(jnp.log(uniform(next(keys), heads, 1.0, 16.0)[...]), axes=("heads",))
         self.skip = constant(1.0, heads)
         if model.ssm_norm:
@@ -135,25 +134,10 @@ class Mamba(nnx.Module):
           before: those of the taps - 1 tokens before; zeros when None.
           segments: document of each token, which may begin with those of the tokens before: no tap crosses documents.
         """
-        taps, length = self.model.ssm_conv, mixed.shape[1]
         b_c, b_c_bias = (heads_in_use(p[...], "groups") for p in (self.conv_b_c, self.conv_b_c_bias))
         weights = jnp.concatenate([_merged(self._by_groups(self.conv[...], 1), 2), b_c[:, 0], b_c[:, 1]], -1)
         bias = jnp.concatenate([_merged(self._by_groups(self.conv_bias[...]), 1), b_c_bias[0], b_c_bias[1]], -1)
-        weights, bias = (varying_like(a.astype(jnp.float32), mixed) for a in (weights, bias))
-        with jax.named_scope("conv"):
-            if before is None:
-                seen = jnp.pad(mixed, [(0, 0), (taps - 1, 0), (0, 0), (0, 0)])
-            else:
-                seen = jnp.concatenate([before.astype(mixed.dtype), mixed], 1)
-            total = bias
-            for tap in range(taps):
-                back = taps - 1 - tap
-                term = seen[:, tap : tap + length].astype(jnp.float32) * weights[tap]
-                if segments is not None and back:
-                    same = jnp.pad(segments[:, back:] == segments[:, :-back], ((0, 0), (back, 0)))[:, -length:]
-                    term = jnp.where(same[..., None, None], term, 0)
-                total = total + term
-            return jax.nn.silu(total).astype(mixed.dtype)
+        return causal_convolution(mixed, weights, bias, before, segments)
 
     # --- scan
 
@@ -293,6 +277,13 @@ def uniform(key: Array, sizes: Mapping[str, int], low: float, high: float) -> nn
     """Draws a parameter uniformly from low to high, with the same values on every mesh."""
     drawn = jax.random.uniform(key, tuple(sizes.values()), out_sharding=spec(*sizes))
     return nnx.Param(low + (high - low) * drawn, axes=tuple(sizes))
+
+
+def initial_rate_bias(key: Array, heads: Mapping[str, int]) -> nnx.Param:
+    """Draws the rates' biases, whose softplus is log-uniform between `SLOWEST` and `FASTEST`."""
+    rate = jnp.exp(uniform(key, heads, math.log(SLOWEST), math.log(FASTEST))[...])
+    rate = jnp.maximum(rate, LEAST_RATE)
+    return nnx.Param(rate + jnp.log(-jnp.expm1(-rate)), axes=tuple(heads))
 
 
 def _merged(x: Array, start: int) -> Array:

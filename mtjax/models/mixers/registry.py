@@ -16,6 +16,7 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     # Of hybrid models (`mtjax.config.layer_pattern`).
     "mamba": ("mamba",),
     SIDE_BY_SIDE: ("mamba", "attention"),
+    "delta": ("delta",),
     "attention": ("attention",),
     "mlp": ("mlp",),
     "experts": ("experts",),
@@ -47,6 +48,10 @@ def _attention(model: Model) -> type[Mixer]:
         from mtjax.models.mixers.adapted import AdaptedSelfAttention
 
         return AdaptedSelfAttention
+    if model.attention_output_gate:
+        from mtjax.models.mixers.gated_attention import GatedSelfAttention
+
+        return GatedSelfAttention
     return SelfAttention
 
 
@@ -94,6 +99,12 @@ def _mamba(model: Model) -> type[Mixer]:
     return Mamba
 
 
+def _delta(_: Model) -> type[Mixer]:
+    from mtjax.models.mixers.delta_net import GatedDeltaNet
+
+    return GatedDeltaNet
+
+
 MIXERS: Mapping[str, Callable[[Model], type[Mixer]]] = {
     "attention": _attention,
     "cross": _cross_attention,
@@ -101,5 +112,6 @@ MIXERS: Mapping[str, Callable[[Model], type[Mixer]]] = {
     "mlp": _mlp,
     "experts": _experts,
     "mamba": _mamba,
+    "delta": _delta,
 }
 """Name of a mixer in a kind of layer -> returns its class for a model."""

@@ -1,0 +1,221 @@
+"""The gated delta rule in chunks (arXiv 2412.06464): products inside chunks, and a state that passes through them.
+
+`S_t = exp(g_t) S_(t-1) (I - beta_t k_t k_t') + beta_t v_t k_t'` and `y_t = S_t q_t`, for every head, with a state
+[value width, key width] each: a token replaces beta of what the state holds at its key.
+
+Within a chunk, the values that tokens write, less what they read of the state and of each other, are the solution of a
+triangular system (the WY representation of arXiv 2406.06484), whose inverse is computed once for all heads and chunks.
+
+Letters of shapes: b samples, s tokens, c chunks of q tokens, u groups of heads that share queries and keys, h heads of
+a group, p width of a value, n width of a key. Decays g are logarithms; decays, inverses and states are float32,
+products are computed in the type of the values.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jaxtyping import Float, Int
+
+from mtjax.models.kernels.ssd import HIGHEST
+from mtjax.models.unhoisted import where
+from mtjax.sharding.axes import spec, varying_like
+
+
+class DeltaInputs(NamedTuple):
+    """What the rule reads of each token."""
+
+    query: Float[Array, "b s u n"]
+    key: Float[Array, "b s u n"]
+    """Of length 1."""
+    value: Float[Array, "b s u h p"]
+    decay: Float[Array, "b s u h"]
+    """g: float32, 0 or less."""
+    beta: Float[Array, "b s u h"]
+    """float32, between 0 and 1."""
+    segments: Int[Array, "b s"] | None = None
+    """Document of each token: no state passes from one to the next."""
+
+
+def delta_scan(
+    inputs: DeltaInputs, size: int, at_once: int, state: Float[Array, "b u h p n"] | None = None
+) -> tuple[Float[Array, "b s u h p"], Float[Array, "b u h p n"]]:
+    """Runs the recurrence over all tokens.
+
+    Args:
+      inputs: of the tokens.
+      size: tokens of a chunk.
+      at_once: chunks whose products within are alive at the same time; longer samples go through a loop.
+      state: that comes in; zeros when None.
+
+    Returns:
+      What is read of the states, in the type of the values, and the last state, float32.
+    """
+    length = inputs.value.shape[1]
+    size = min(size, length)
+    inputs = _whole_chunks(inputs, size)
+    count = inputs.value.shape[1] // size
+    at_once = next(n for n in range(min(at_once, count), 0, -1) if count % n == 0)
+    if state is None:
+        batch, _, groups, heads, width = inputs.value.shape
+        shape, sharding = (batch, groups, heads, inputs.key.shape[-1], width), spec("batch", "heads", None, None, None)
+        state = varying_like(jnp.zeros(shape, jnp.float32, out_sharding=sharding), inputs.value)
+    else:
+        state = jnp.swapaxes(state, -1, -2)
+    before = None if inputs.segments is None else inputs.segments[:, 0]
+
+    def block(carry: tuple[Array, Array | None], own: DeltaInputs) -> tuple[tuple[Array, Array | None], Array]:
+        state, before = carry
+        state, y = lax.scan(jax.checkpoint(_pass_chunk), state, _Chunk.all_of(own, size, before))
+        # [c b u h q p] -> [b c q u h p]
+        y = jnp.transpose(y, (1, 0, 4, 2, 3, 5)).reshape(own.value.shape)
+        return (state, None if own.segments is None else own.segments[:, -1]), y
+
+    if at_once == count:
+        (state, _), y = block((state, before), inputs)
+        return y[:, :length], jnp.swapaxes(state, -1, -2)
+    blocks = jax.tree.map(lambda v: _cut(v, at_once * size), inputs)
+    (state, _), y = lax.scan(jax.checkpoint(block), (state, before), blocks)
+    return jnp.moveaxis(y, 0, 1).reshape(inputs.value.shape)[:, :length], jnp.swapaxes(state, -1, -2)
+
+
+def delta_step(
+    inputs: DeltaInputs, state: Float[Array, "b u h p n"]
+) -> tuple[Float[Array, "b 1 u h p"], Float[Array, "b u h p n"]]:
+    """Runs the recurrence for one token of each sequence, in float32; arguments and results as of `delta_scan`."""
+    query, key, value, decay, beta = (v[:, 0].astype(jnp.float32) for v in inputs[:5])
+    state = jnp.exp(decay)[..., None, None] * state
+    held = jnp.einsum("buhpn,bun->buhp", state, key, precision=HIGHEST)
+    written = (value - held) * beta[..., None]
+    state = state + written[..., None] * key[:, :, None, None]
+    y = jnp.einsum("buhpn,bun->buhp", state, query, precision=HIGHEST)
+    return y[:, None].astype(inputs.value.dtype), state
+
+
+class _Chunk(NamedTuple):
+    """What the loop over chunks reads of one; of all of them with a dimension c before the others.
+
+    XLA: each step of the loop is a few short kernels, which take their latency. So matrices that meet the same operand
+    are one, and decays are multiplied into them before.
+    """
+
+    readers: Float[Array, "b u h q+q n"]
+    """Meets the state that comes in: what tokens write less for it, then their queries. Rows of other documents than
+    the state's are 0."""
+    written: Float[Array, "b u h q p"]
+    """What the tokens write if no state comes in, float32."""
+    takers: Float[Array, "b u h q+n q"]
+    """Meets what the tokens write: what each reads of it, then what it leaves in the state. Columns of other documents
+    than the last token's are 0 in the latter."""
+    total: Float[Array, "b u h"]
+    """Decay of the state that comes in, at the chunk's end; 0 if another document has begun."""
+
+    @classmethod
+    def all_of(cls, inputs: DeltaInputs, size: int, before: Array | None) -> "_Chunk":
+        """Computes what needs no state, for all chunks; `before` is the document of the token before the first."""
+        query, key, value, decay, beta, segments = jax.tree.map(lambda v: _cut(v, size), inputs)
+        # XLA: a product with a triangle: prefix sums are slow on CPUs, and take several kernels on GPUs.
+        triangle = jnp.tril(jnp.ones((size, size), jnp.float32))
+        until = jnp.einsum("qk,cbkuh->cbuhq", triangle, decay, precision=HIGHEST)
+        sees = jnp.tril(jnp.ones((size, size), bool))[None, None, None, None]
+        from_start, to_end, total = jnp.exp(until), jnp.exp(until[..., -1:] - until), jnp.exp(until[..., -1])
+        if segments is not None:
+            assert before is not None
+            last = segments[:, :, -1]
+            earlier = jnp.concatenate([before[None], last[:-1]])
+            sees = sees & (segments[..., :, None] == segments[..., None, :])[:, :, None, None]
+            from_start = jnp.where((segments == earlier[..., None])[:, :, None, None], from_start, 0)
+            to_end = jnp.where((segments == last[..., None])[:, :, None, None], to_end, 0)
+            total = jnp.where((last == earlier)[..., None, None], total, 0)
+        fades = jnp.exp(where(sees, until[..., :, None] - until[..., None, :], -jnp.inf))
+        alike, scores = (_wide_einsum("cbqun,cbkun->cbuqk", of, key)[:, :, :, None] for of in (key, query))
+        rates = jnp.moveaxis(beta, 2, -1)
+        earlier_tokens = np.tril(np.ones((size, size), bool), -1)
+        system = where(jnp.asarray(earlier_tokens)[None, None, None, None], alike * fades, 0.0) * rates[..., None]
+        solved = inverse_of_unit_lower(system) * rates[..., None, :]
+        dtype = value.dtype
+        starts = (solved * from_start[..., None, :]).astype(dtype)
+        queries = jnp.moveaxis(query, 2, 3)[:, :, :, None] * from_start[..., None]
+        keys = jnp.moveaxis(key, 2, -1)[:, :, :, None] * to_end[..., None, :]
+        reads = jnp.einsum("cbuhqk,cbkun->cbuhqn", starts, key)
+        return cls(
+            jnp.concatenate([reads, queries.astype(dtype)], -2),
+            _wide_einsum("cbuhqk,cbkuhp->cbuhqp", solved.astype(dtype), value),
+            jnp.concatenate([(scores * fades).astype(dtype), keys.astype(dtype)], -2),
+            total,
+        )
+
+
+def _pass_chunk(state: Float[Array, "b u h n p"], chunk: _Chunk) -> tuple[Array, Float[Array, "b u h q p"]]:
+    """Passes the state through a chunk, and computes what its tokens read."""
+    dtype, size = chunk.readers.dtype, chunk.written.shape[-2]
+    held = _wide_einsum("buhqn,buhnp->buhqp", chunk.readers, state.astype(dtype))
+    written = chunk.written - held[..., :size, :]
+    taken = _wide_einsum("buhqk,buhkp->buhqp", chunk.takers, written.astype(dtype))
+    y = held[..., size:, :] + taken[..., :size, :]
+    return chunk.total[..., None, None] * state + taken[..., size:, :], y.astype(dtype)
+
+
+@jax.custom_vjp
+def inverse_of_unit_lower(system: Float[Array, "*batch q k"]) -> Float[Array, "*batch q k"]:
+    """Inverts `I + system`, strictly lower triangular matrices of float32.
+
+    Blocks of 1, 2, 4 ... are inverted from those of half their size, all at once: it is as stable as forward
+    substitution, where a sum of powers would cancel for keys that are alike.
+    """
+    size = system.shape[-1]
+    index = np.arange(size)
+    inverse = jnp.eye(size, dtype=system.dtype) - _below(system, index, 1)
+    half = 2
+    while half < size:
+        below = _product(_product(inverse, _below(system, index, half)), inverse)
+        inverse, half = inverse - below, 2 * half
+    return inverse
+
+
+def _below(system: Array, index: np.ndarray, half: int) -> Array:
+    """Selects, of blocks twice as large as `half`, what is below the two blocks on their diagonals."""
+    block, is_second = index // (2 * half), index // half % 2 == 1
+    chosen = (block[:, None] == block) & is_second[:, None] & ~is_second
+    return where(jnp.asarray(chosen).reshape((1,) * (system.ndim - 2) + chosen.shape), system, 0.0)
+
+
+def _inverse_forward(system: Array) -> tuple[Array, Array]:
+    inverse = inverse_of_unit_lower(system)
+    return inverse, inverse
+
+
+def _inverse_backward(inverse: Array, gradient: Array) -> tuple[Array]:
+    """Computes `-T' G T'`; the caller's mask takes what is on and above the diagonal."""
+    back = jnp.einsum("...qi,...qk->...ik", inverse, gradient, precision=HIGHEST)
+    return (-jnp.einsum("...ik,...jk->...ij", back, inverse, precision=HIGHEST),)
+
+
+inverse_of_unit_lower.defvjp(_inverse_forward, _inverse_backward)
+
+
+def _product(one: Array, other: Array) -> Array:
+    return jnp.einsum("...qi,...ik->...qk", one, other, precision=HIGHEST)
+
+
+def _wide_einsum(subscripts: str, *arrays: Array) -> Array:
+    return jnp.einsum(subscripts, *arrays, preferred_element_type=jnp.float32)
+
+
+def _cut(x: Array, size: int) -> Array:
+    """Cuts tokens into pieces: [b, s, ...] -> [pieces, b, size, ...]."""
+    return jnp.moveaxis(x.reshape(x.shape[0], -1, size, *x.shape[2:]), 1, 0)
+
+
+def _whole_chunks(inputs: DeltaInputs, size: int) -> DeltaInputs:
+    """Pads tokens to whole chunks: with decay and beta 0 they leave the state as it is."""
+    if not (rest := -inputs.value.shape[1] % size):
+        return inputs
+    padded = jax.tree.map(lambda v: jnp.pad(v, [(0, 0), (0, rest)] + [(0, 0)] * (v.ndim - 2)), inputs)
+    if inputs.segments is None:
+        return padded
+    # Padding belongs to the last document.
+    last = inputs.segments[:, -1:]
+    return padded._replace(segments=jnp.pad(inputs.segments - last, [(0, 0), (0, rest)]) + last)
