@@ -11,12 +11,9 @@ NUMBER = 3
 """From which the matrices' key is derived, so that the other parameters are drawn alike with and without them."""
 
 
-def table_projections(model: Model, key: Array) -> tuple[Linear, Linear] | tuple[None, None]:
-    """Draws the matrices from the width of the tables to that of the hidden states, and back; None if the widths are
-    equal."""
+def table_projections(model: Model, key: Array) -> tuple[Linear, Linear]:
+    """Draws the matrices from the width of the tables to that of the hidden states, and back."""
     table, hidden = embedding_width(model), model.hidden_size
-    if table == hidden:
-        return None, None
     in_key, out_key = jax.random.split(jax.random.fold_in(key, NUMBER))
     # Replicated over tensor parallel ranks: with sequence parallelism each applies them to its own tokens.
     return _matrix(table, hidden, model.init_std, in_key), _matrix(hidden, table, model.init_std, out_key)

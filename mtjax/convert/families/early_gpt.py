@@ -62,13 +62,15 @@ LETTERS = {"global": "F", "local": "S"}
 
 
 def _kinds(values: Json) -> Sequence[str]:
-    """Returns the kind of each layer, which config.json has in groups that repeat."""
-    groups, layers = values["attention_types"], values["num_layers"]
-    kinds = [kind for group, times in groups for _ in range(times) for kind in group]
+    """Returns the kind of each layer, which config.json has in groups that repeat, or in a list, which wins."""
+    groups, layers, key = values["attention_types"], values["num_layers"], "attention_layers"
+    kinds = values.get(key)
+    if not kinds:
+        kinds, key = [kind for group, times in groups for _ in range(times) for kind in group], "attention_types"
     if len(kinds) != layers:
-        raise UserError(f"attention_types has {len(kinds)} layers, but num_layers is {layers}")
+        raise UserError(f"{key} has {len(kinds)} layers, but num_layers is {layers}")
     if other := sorted(set(kinds) - set(LETTERS)):
-        raise UserError(f"attention_types has {', '.join(other)}, but must have {' or '.join(LETTERS)}")
+        raise UserError(f"{key} has {', '.join(other)}, but must have {' or '.join(LETTERS)}")
     return kinds
 
 

@@ -16,7 +16,7 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from mtjax.config import Config, Model
-from mtjax.config.sizes import dense_layers, main_layers, output_shape, padded_vocab_size
+from mtjax.config.sizes import dense_layers, embedding_width, main_layers, output_shape, padded_vocab_size
 from mtjax.layout.plan import ContextMethod, ExpertDispatch
 from mtjax.layout.stacks import DENSE, STACK
 from mtjax.models.dropout import dropout
@@ -28,7 +28,6 @@ from mtjax.models.norms import make_norm
 from mtjax.models.recompute import Recompute
 from mtjax.models.rotary import QueryScale, Rotary
 from mtjax.models.stack import Stack
-from mtjax.models.table_width import table_projections
 from mtjax.models.trunk import (
     LOSS_WEIGHTS,
     Batch,
@@ -62,7 +61,12 @@ class Decoder(nnx.Module):
         self.embedding_norm = make_norm(model, dtype) if model.embedding_norm else None
         # Post-LN layers normalize the residual stream themselves.
         self.final_norm = make_norm(model, dtype) if model.norm_placement != "post" else None
-        self.project_in, self.project_out = table_projections(model, key)
+        if embedding_width(model) == model.hidden_size:
+            self.project_in = self.project_out = None
+        else:
+            from mtjax.models.table_width import table_projections
+
+            self.project_in, self.project_out = table_projections(model, key)
         self.rate, self.scale = model.hidden_dropout, model.embedding_scale
         self.method: ContextMethod = config.parallel.context_method
         self.expert_dispatch: ExpertDispatch = config.parallel.expert_dispatch
