@@ -358,7 +358,7 @@ CASES = {
         | {"attention_types": [[["global"], 1], [["local"], 2]]},
         OF_GPT2,
     ),
-    "openai-gpt": Case("openai-gpt", {"n_embd": 24, "n_head": 3, "n_layer": 2, "n_positions": 32}, OF_GPT2),
+    "openai-gpt": Case("openai-gpt", {"n_embd": 24, "n_head": 6, "n_layer": 2, "n_positions": 32}, OF_GPT2),
     "codegen": Case("codegen", {"n_embd": 48, "n_head": 8, "n_layer": 2, "n_positions": 32, "rotary_dim": 4}, OF_GPT2),
     "youtu": Case("youtu", {**LATENT, "q_lora_rank": 14}),
     "minicpm3": Case(

@@ -33,7 +33,10 @@ MESHES: dict[str, tuple[str, dict[str, Any]]] = {
 ALWAYS = (("opt 350m", "stages"),)
 """Cases of the suite."""
 OF_350M = [("opt 350m", mesh) for mesh in MESHES]
-OTHERS = [(name, "2x2") for name in CASES if "mamba" not in name]
+OTHERS = [
+    (name, "2x2")
+    for name in ("gpt_neo", "openai-gpt", "opt without biases and weights of norms", "seed_oss, bias of the output")
+]
 
 
 def converted(source: HuggingFaceSource) -> Any:
