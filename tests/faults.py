@@ -86,6 +86,13 @@ FAULTS = (
         "test_a_single_layer_is_read_in_place",
     ),
     Fault(
+        "weights that attend to later tokens are no decoder's",
+        '"use_bidirectional_attention": (False, None),\n    "is_causal": (True, None),',
+        '"use_bidirectional_attention": (False, None),',
+        "convert",
+        "test_keys_that_change_a_network_are_known_to_its_type",
+    ),
+    Fault(
         "Gemma has no activation but the tanh GELU",
         'only={"hidden_act": ("gelu", *TANHS), "hidden_activation": (None, "gelu", *TANHS)},',
         "",
