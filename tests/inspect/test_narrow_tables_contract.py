@@ -4,10 +4,12 @@ from typing import Any
 
 import pytest
 
+from mtjax.generate.inspected import inspect_decoding
 from mtjax.inspect.report import inspect
 from mtjax.inspect.targets import find_target
 from mtjax.inspect.verify import compare
 from tests.inspect.steps import needs_aot, tiny
+from tests.tiny import tiny_config
 
 pytestmark = pytest.mark.long
 NARROW: dict[str, Any] = {"norm_placement": "post", "embedding_size": 48}
@@ -39,3 +41,9 @@ def test_narrow_tables_on_h100(fields: dict[str, Any]) -> None:
 def test_stages_look_rows_up_again_for_the_norm_of_embeddings(normed: dict[str, Any]) -> None:
     report = inspect(tiny(**normed, **STAGES), find_target("cpu"))
     assert report.verdict.violations == ()
+
+
+def test_a_decode_step_sends_rows_of_the_tables_width() -> None:
+    config = tiny_config(mesh="1x4", sequence_length=64, **NARROW | {"embedding_size": 24})
+    report = inspect_decoding(config, find_target("cpu"), 4, 64)
+    assert report.verdict.holds and not report.verdict.tolerated, report.verdict.violations
