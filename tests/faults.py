@@ -35,6 +35,70 @@ class Fault:
 
 
 FAULTS = (
+    # --- tables narrower than the hidden states, post-LN decoders
+    Fault(
+        "narrow tables: OPT's width of embeddings is read",
+        '"embedding_size": None if width == values["hidden_size"] else width',
+        '"embedding_size": None',
+        "convert",
+        "test_opt_350m_has_its_published_number_of_parameters",
+    ),
+    Fault(
+        "narrow tables: embeddings are taken to the hidden size before positions are added",
+        "x = x if project_in is None else project_in(x)",
+        "x = x if project_in is None else -project_in(x)",
+        "models",
+        "test_logits_are_numpys",
+    ),
+    Fault(
+        "a post-LN decoder has no final norm",
+        'make_norm(model, dtype) if model.norm_placement != "post" else None',
+        "make_norm(model, dtype)",
+        "models",
+        "test_logits_are_numpys",
+    ),
+    Fault(
+        "biases of attention's output alone are in no product of queries",
+        'return kind in ("qkv", "all"), kind in ("output", "all")',
+        'return kind != "none", kind in ("output", "all")',
+        "convert",
+        "test_gpt_neo_has_its_published_number_of_parameters",
+    ),
+    Fault(
+        "Qwen2-MoE's list of kinds of layers is read",
+        'Part(("layer_types",), _check_layers, lambda model: {}),',
+        "",
+        "convert",
+        "test_layers_of_a_qwen2_with_experts_that_slide_are_refused",
+    ),
+    Fault(
+        "memory: the gradient of an untied embedding comes after the layers' backward pass",
+        "below = [w for part in anatomy.embed for w in part.weights if w not in tied]",
+        "below = []",
+        "analysis",
+        "test_the_gradient_of_an_untied_embedding_comes_last",
+    ),
+    Fault(
+        "memory: a single layer is in no loop",
+        "return saved_per_loop(stack, plan) if layers_in_chunk(stack, plan) == 1 else {}",
+        "return {}",
+        "analysis",
+        "test_a_single_layer_is_read_in_place",
+    ),
+    Fault(
+        "weights that attend to later tokens are no decoder's",
+        '"use_bidirectional_attention": (False, None),\n    "is_causal": (True, None),',
+        '"use_bidirectional_attention": (False, None),',
+        "convert",
+        "test_keys_that_change_a_network_are_known_to_its_type",
+    ),
+    Fault(
+        "Gemma has no activation but the tanh GELU",
+        'only={"hidden_act": ("gelu", *TANHS), "hidden_activation": (None, "gelu", *TANHS)},',
+        "",
+        "convert",
+        "test_another_activation_of_gemma_is_refused",
+    ),
     # --- neighbours of chunks
     Fault(
         "neighbours: chunks of documents that a sample reads are found",
@@ -551,7 +615,7 @@ FAULTS = (
     ),
     Fault(
         "analysis: the contract forgets the gradient of the hidden states",
-        'return [*lines, over_model(LOSS_BACKWARD, "all-reduce", stream.turns, f"{tokens}*hidden", why)]',
+        'return [*lines, over_model(LOSS_BACKWARD, "all-reduce", stream.turns, elements, why)]',
         "return lines",
         "inspect",
         "test_the_whole_program_holds",

@@ -427,6 +427,7 @@ def test_every_setting_shapes_the_model_unless_its_field_says_otherwise(field: d
             "head_dim",
             "mlp_size",
             "expert_size",
+            "embedding_size",
             "num_kv_heads",
             "attention_bias",
             "mlp_bias",

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from mtjax.analysis.anatomy import Anatomy
 from mtjax.analysis.contract import EMBEDDING_FORWARD, LAYER_FORWARD, SAMPLING, Contract, Expectation, Symbols
 from mtjax.analysis.parts.part import over_model
-from mtjax.config.sizes import padded_vocab_size
+from mtjax.analysis.parts.table_width import TABLE_WIDTH
+from mtjax.config.sizes import embedding_width, padded_vocab_size
 from mtjax.config.ssm import STATE_SPACE, numbers_of, ssm_groups
 from mtjax.layout.layouts import layout_of
 from mtjax.layout.mesh import MeshShape
@@ -26,6 +27,7 @@ def decoding_contract(anatomy: Anatomy) -> Contract:
     sizes = {len(stack.parts) for stack in anatomy.decoder_stacks}
     sublayers = f"{sizes.pop()}*layers" if len(sizes) == 1 else "sublayers"
     stream, model = "sequences*hidden", anatomy.model
+    rows = stream if embedding_width(model) == model.hidden_size else f"sequences*{TABLE_WIDTH}"
     sums = "sums of squares for the norms of queries and of keys over all heads"
     width_norms = (
         (over_model(LAYER_FORWARD, "all-reduce", "2*layers", "sequences", sums, dtype="float32"),)
@@ -35,7 +37,7 @@ def decoding_contract(anatomy: Anatomy) -> Contract:
     squares = "squares of groups of heads that ranks share, for the gated norm of state-space layers"
     lines = (
         over_model(LAYER_FORWARD, "all-reduce", "sharing_layers", "sequences*groups", squares, dtype="float32"),
-        over_model(EMBEDDING_FORWARD, "all-reduce", "1", stream, "embeddings of the newest tokens"),
+        over_model(EMBEDDING_FORWARD, "all-reduce", "1", rows, "embeddings of the newest tokens"),
         over_model(LAYER_FORWARD, "all-reduce", sublayers, stream, "g after each sublayer"),
         *width_norms,
         *_sampling(),
@@ -65,7 +67,8 @@ def decoding_symbols(anatomy: Anatomy, sequences: int, mesh: MeshShape) -> Symbo
         "sublayers": sum(len(stack.parts) * stack.layers for stack in anatomy.decoder_stacks),
         "groups": ssm_groups(model),
         "sequences": sequences,
-        "hidden": anatomy.model.hidden_size,
+        "hidden": model.hidden_size,
+        TABLE_WIDTH: embedding_width(model),
         "layers": sum(stack.layers for stack in anatomy.decoder_stacks),
         "model_ways": degree,
         "reported": min(REPORTED, padded_vocab_size(anatomy.model) // degree),

@@ -16,7 +16,7 @@ from mtjax.analysis.optimizer import update_flops
 from mtjax.analysis.parts.part import Product, unrepeated
 from mtjax.analysis.parts.score_blocks import block_queries
 from mtjax.analysis.prediction import recomputed_predictors
-from mtjax.config.sizes import num_kv_heads
+from mtjax.config.sizes import embedding_width, num_kv_heads
 from mtjax.config.ssm import has_state_space, ssm_groups
 from mtjax.layout.attention_kernel import QUERIES_AT_A_TIME
 from mtjax.layout.mesh import MeshShape
@@ -74,7 +74,7 @@ def taught_flops(anatomy: Anatomy, plan: Plan) -> float:
     """
     if not plan.teacher_width:
         return 0.0
-    forward = logit_flops(anatomy) * plan.teacher_width / anatomy.model.hidden_size
+    forward = logit_flops(anatomy) * plan.teacher_width / embedding_width(anatomy.model)
     return 2 * forward if _is_in_chunks(anatomy, plan) else forward
 
 
@@ -134,9 +134,21 @@ def repeated_flops(stack: Stack, tensor_degree: int) -> float:
 
 
 def frozen_outside_flops(anatomy: Anatomy) -> float:
-    """Returns the FLOPs of the output table's gradient that LoRA omits, for a sample; 0 with a task's head."""
-    is_frozen = anatomy.model.lora_rank and anatomy.model.head == "language"
-    return outside_flops(anatomy) if is_frozen else 0.0
+    """Returns the FLOPs outside the layers that LoRA omits, for a sample: those of weight gradients, unless of a task's
+    head, and before the first layer also of input gradients."""
+    if not anatomy.model.lora_rank:
+        return 0.0
+    below, head = (sum(p.flops for part in parts for p in part.products()) for parts in (anatomy.embed, anatomy.head))
+    return 2 * below + (head if anatomy.model.head == "language" else 0.0)
+
+
+def outside_again(anatomy: Anatomy, plan: Plan) -> float:
+    """Returns the FLOPs of a sample's products outside the layers that are duplicated over tensor parallel ranks."""
+    of_rank = 3 * _again([p for part in anatomy.outside for p in part.products()], plan)
+    if not anatomy.model.lora_rank:
+        return of_rank
+    below = _again([p for part in anatomy.embed for p in part.products()], plan)
+    return of_rank - below - of_rank / 3
 
 
 def hardware_flops(anatomy: Anatomy, recompute: Recompute = "full", *, causal: bool = False) -> float:
@@ -167,7 +179,7 @@ def compiled_flops(anatomy: Anatomy, plan: Plan, *, causal: bool = False) -> flo
     if plan.is_staged:
         return update + _staged_flops(computed_over(anatomy, plan.mesh), plan, causal=causal)
     anatomy = computed_over(anatomy, plan.mesh)
-    flops = update + model_flops(anatomy, causal=causal) + taught_flops(anatomy, plan)
+    flops = update + model_flops(anatomy, causal=causal) + taught_flops(anatomy, plan) + outside_again(anatomy, plan)
     if _is_in_chunks(anatomy, plan) and not plan.sums_loss_at_once(anatomy.model):
         flops += logit_flops(anatomy)
     for stack in anatomy.all_stacks:
@@ -199,6 +211,7 @@ def _staged_flops(anatomy: Anatomy, plan: Plan, *, causal: bool) -> float:
     total = m * (
         3 * outside_flops(anatomy)
         - frozen_outside_flops(anatomy)
+        + outside_again(anatomy, plan)
         + taught_flops(anatomy, plan)
         + (logit_flops(anatomy) if _is_in_chunks(anatomy, plan) else 0)
     )

@@ -12,6 +12,7 @@ from mtjax.analysis.anatomy import Anatomy, Predictors, Stack
 from mtjax.analysis.counts import Counts, largest_part, largest_stack, layer_counts, stage_counts, trainable_counts
 from mtjax.analysis.counts import counts as counts_of
 from mtjax.analysis.float8 import float8_state_bytes
+from mtjax.analysis.model_states import bytes_per_parameter, gradient_bytes, model_states
 from mtjax.analysis.optimizer import point_bytes, states_on_device, streamed_bytes
 from mtjax.analysis.parts.attention import ATTENTION_OUTPUT, PROBABILITIES, QUERY_KEY_VALUE
 from mtjax.analysis.parts.prediction import INPUTS_AHEAD
@@ -21,7 +22,7 @@ from mtjax.analysis.schedules import megatron_in_flight, slots
 from mtjax.analysis.teacher_cost import forward_bytes, output_bytes, table_bytes, weight_bytes
 from mtjax.config.adapters import is_trainable
 from mtjax.config.sizes import output_is_tied
-from mtjax.layout.plan import Plan, Precision
+from mtjax.layout.plan import Plan
 from mtjax.layout.stages import layers_in_chunk
 
 LAYER_INPUTS = "layer inputs"
@@ -32,17 +33,6 @@ TAUGHT = "teacher's hidden states"
 TABLE = "teacher's output table, gathered"
 STAGE_INPUTS = "stage inputs"
 STAGE_OUTPUTS = "stage outputs"
-
-
-def bytes_per_parameter(precision: Precision, zero: int, degree: int) -> tuple[float, float, float]:
-    """Returns the bytes per parameter of weights, gradients and optimizer: w, g, k.
-
-    ZeRO-1 divides k by its degree d, ZeRO-2 also g, ZeRO-3 also w (arXiv 1910.02054, section 5); master weights are
-    sharded with k, and their gathered copies are not counted here.
-    """
-    w, g, k = precision.weights, precision.gradients, precision.optimizer
-    d, first = degree, 1 if precision.are_masters else 3
-    return (w / d if zero >= first else w, g / d if zero >= 2 else g, k / d if zero >= 1 else k)
 
 
 def layer_activations(stack: Stack, plan: Plan) -> dict[str, float]:
@@ -89,6 +79,8 @@ class Memory:
     shards need less than the gathered parameters, which are free by then."""
     later: float = 0.0
     """Gradients computed after the loss: the layers', with a single microbatch."""
+    last: float = 0.0
+    """Gradients computed after the layers' backward pass: what is below the layers, with a single microbatch."""
     comes_as_activations_go: bool = False
     """Whether `later` reuses the memory of saved activations: with unrolled layers."""
     teacher: float = 0.0
@@ -102,7 +94,8 @@ class Memory:
         """The peak. Logits are free when the layers' backward pass begins, activations when gradients are reduced, and
         there are no gradients during the teacher's forward pass."""
         working = self.working - (self.later if self.comes_as_activations_go else 0.0)
-        most = self.gradients + max(self.kept + max(working, self.logits + self.ahead - self.later), self.finishing)
+        inside = self.kept + max(working, self.logits + self.ahead - self.later) - self.last
+        most = self.gradients + max(inside, self.finishing)
         return self.weights + self.optimizer + self.teacher + max(most, self.teaching)
 
     @property
@@ -129,13 +122,13 @@ def stage_memory(anatomy: Anatomy, plan: Plan, stage: int = 0) -> Memory:
     saved.update(_saved_of_teacher(anatomy, plan))  # pyright: ignore[reportArgumentType]
     if copies := _copied_once(counts, trainable, plan) + point_bytes(anatomy, plan, stage):
         saved[COPIES] = copies  # pyright: ignore[reportArgumentType]
-    states = [_states(plan, counts.shared, trainable.shared, plan.zero_degree)]
+    states = [model_states(plan, counts.shared, trainable.shared, plan.zero_degree)]
     if counts.experts:
         experts = Counts(counts.experts, counts.replicated_experts)
         trained = Counts(trainable.experts, trainable.replicated_experts)
-        states.append(_states(plan, experts, trained, plan.expert_zero_degree))
+        states.append(model_states(plan, experts, trained, plan.expert_zero_degree))
     _, g, _ = bytes_per_parameter(plan.precision, plan.zero, plan.zero_degree)
-    gradients = _gradient_bytes(plan, plan.zero_degree)
+    gradients = gradient_bytes(plan, plan.zero_degree)
     head = max((part.backward_peak_bytes(plan) for part in anatomy.head), default=0.0)
     if anatomy.predictors is not None:
         head = _saved_ahead(anatomy.predictors, plan) + max(head, _workspace(anatomy, anatomy.predictors, plan))
@@ -153,10 +146,24 @@ def stage_memory(anatomy: Anatomy, plan: Plan, stage: int = 0) -> Memory:
         ahead=_prefetched(anatomy, plan),
         finishing=max(outside if plan.is_staged else 0.0, stacked, streamed_bytes(anatomy, plan)),
         later=gradients * trainable.in_layers if comes_late else 0.0,
+        last=_gradients_below(anatomy, plan) if comes_late else 0.0,
         comes_as_activations_go=plan.unrolled,
         teacher=(weight_bytes(plan) or table_bytes(anatomy, plan)) + output_bytes(anatomy, plan),
         teaching=forward_bytes(plan),
     )
+
+
+def _gradients_below(anatomy: Anatomy, plan: Plan) -> float:
+    """Returns the bytes of gradients that only the layers' backward pass leads to: of an output table's own embeddings,
+    and of positions. A tied table has a gradient from the loss, and so have tables that multi-token prediction or a
+    second stack reads."""
+    if anatomy.predictors is not None or len(anatomy.sections) > 1:
+        return 0.0
+    tied = anatomy.embed[0].weights if output_is_tied(anatomy.model) else []
+    below = [w for part in anatomy.embed for w in part.weights if w not in tied]
+    trainable = [w for w in below if is_trainable(anatomy.model, w.name)]
+    held, trained = (counts_of(weights, plan.layout(anatomy.model), plan.mesh) for weights in (below, trainable))
+    return model_states(plan, held, trained, plan.zero_degree).gradients
 
 
 def _saved_ahead(stack: Predictors, plan: Plan) -> float:
@@ -174,42 +181,6 @@ def _saved_of_teacher(anatomy: Anatomy, plan: Plan) -> dict[str, float]:
     copies = 2 if plan.microbatches > 1 else 1
     saved = {TAUGHT: hidden, TABLE: copies * table_bytes(anatomy, plan, gathered=True)}
     return {name: size for name, size in saved.items() if size}
-
-
-@dataclass(frozen=True)
-class _States:
-    """Bytes on a GPU of the model states of parameters with the same ZeRO degree."""
-
-    weights: float
-    gradients: float
-    optimizer: float
-
-
-def _states(plan: Plan, counts: Counts, trainable: Counts, degree: int) -> _States:
-    """Returns the bytes of the model states of parameters that ZeRO shards over `degree` ranks.
-
-    Args:
-      plan: of the run.
-      counts: of all these parameters, on a device before ZeRO.
-      trainable: of the trainable ones among them.
-      degree: of ZeRO.
-    """
-    w, _, k = bytes_per_parameter(plan.precision, plan.zero, degree)
-    # mtjax shards arrays along a dimension; Megatron's optimizer shards one buffer of all of them.
-    replicated, unsharded = (held.replicated if plan.residuals == "jax" else 0 for held in (counts, trainable))
-    sharded, full = trainable.all - unsharded, plan.precision
-    frozen = w if plan.zero == 3 else full.weights
-    return _States(
-        weights=w * sharded + frozen * (counts.all - replicated - sharded) + full.weights * replicated,
-        gradients=_gradient_bytes(plan, degree) * sharded + full.gradients * unsharded,
-        optimizer=k * sharded + full.optimizer * unsharded,
-    )
-
-
-def _gradient_bytes(plan: Plan, degree: int) -> float:
-    """Returns the bytes of the accumulated gradient of a parameter that ZeRO shards over `degree` ranks."""
-    _, g, _ = bytes_per_parameter(plan.precision, plan.zero, degree)
-    return g / degree if plan.zero == 1 and plan.reduces_in_backward else g
 
 
 def _copied_once(counts: Counts, trainable: Counts, plan: Plan) -> float:
@@ -374,15 +345,16 @@ def _jax_workspace(stack: Stack, plan: Plan, kinds: Mapping[str, float]) -> floa
 
     A loop over layers copies a layer's saved activations out of their stacks, or recomputes them: query, key, value and
     attention's output, probabilities with their mask, the inputs of norms and, with full recompute, their outputs.
-    Unrolled layers read them in place. During the MLP's backward pass the dropped-out probabilities are alive in the
-    compute dtype, during attention's the MLP's pending arrays. Outside the loop are the embeddings with their mask, the
-    last layer's output and its gradient.
+    Unrolled layers read them in place, and so does a single layer, as XLA removes a loop of one iteration.
+    During the MLP's backward pass the dropped-out probabilities are alive in the compute dtype, during attention's the
+    MLP's pending arrays. Outside the loop are the embeddings with their mask, the last layer's output and its gradient.
     """
     c = plan.element_bytes
     pairs = sum(part.scores.pairs for part in stack.parts if part.scores) if plan.keeps_scores else 0
     scores = pairs * plan.microbatch_size / plan.mesh.model
-    copied = sum(kinds.get(name, 0) for name in (QUERY_KEY_VALUE, ATTENTION_OUTPUT, PROBABILITIES))
-    copied += (2 if plan.recompute == "full" else 1) * kinds.get(NORM_INPUTS, 0)
+    names, in_place = (QUERY_KEY_VALUE, ATTENTION_OUTPUT, PROBABILITIES, NORM_INPUTS), _read_in_place(stack, plan)
+    copied = sum(kinds.get(name, 0) for name in names if name not in in_place)
+    copied += kinds.get(NORM_INPUTS, 0) if plan.recompute == "full" else 0
     copied = 0 if plan.unrolled else copied
     # 2: the gradient of the residual stream, with and without the dropout mask; 3: the arrays outside the loop.
     stream_element = (2 + 3) * c + (1 if plan.dropout else 0)
@@ -392,6 +364,14 @@ def _jax_workspace(stack: Stack, plan: Plan, kinds: Mapping[str, float]) -> floa
         peaks.append(part.backward_peak_bytes(plan) + (pending if part.scores else c * scores))
         pending = max(pending, part.pending_bytes(plan))
     return copied + stream + max(peaks)
+
+
+def _read_in_place(stack: Stack, plan: Plan) -> Mapping[str, float]:
+    """Returns the saved activations, by kind, of a single layer, which no loop copies: {} where there are several, and
+    without what is recomputed. Layers of multi-token prediction are single ones."""
+    if isinstance(stack, Predictors):
+        return {} if recomputed_predictors(stack, plan) else layer_activations(stack, plan)
+    return saved_per_loop(stack, plan) if layers_in_chunk(stack, plan) == 1 else {}
 
 
 def peak_stage_memory(anatomy: Anatomy, plan: Plan) -> Memory:

@@ -49,6 +49,6 @@ class Finetuning:
     teacher_weight: float = setting(0.5, bound=_ABOVE_0)
     """Weight of the distillation loss; the loss of the labels has 1 - teacher_weight."""
     teacher_width: int | None = at_least(1, None, most=WIDTH)
-    """chat: hidden size of the teacher; set from its weights."""
+    """chat: width of the teacher's output table; set from its weights."""
     chat_template: str | None = None
     """chat: a file with the Jinja chat template; the tokenizer's own when not given."""

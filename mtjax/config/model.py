@@ -176,8 +176,8 @@ class Model:
     has neither weight nor bias (OLMo)."""
     norm_placement: Literal["pre", "post", "output", "sandwich"] = "pre"
     """pre normalizes the input of each sublayer (pre-LN); post normalizes the residual stream after each sublayer
-    (post-LN), as the original BERT does (Figure 7 of the paper); output normalizes the output of each sublayer before
-    it is added (OLMo 2); sandwich both its input and its output (Gemma 2)."""
+    (post-LN), as the original BERT does (Figure 7 of the paper) and OPT-350M, without a final norm; output normalizes
+    the output of each sublayer before it is added (OLMo 2); sandwich both its input and its output (Gemma 2)."""
     first_attention_norm: bool = True
     """pre: normalize the input of the first layer's attention, too. ModernBERT, which normalizes the embeddings, does
     not; the norm's weight in that layer has no effect then."""
@@ -242,9 +242,9 @@ class Model:
     gated."""
     bias: bool = True
     """Add biases to the linear layers of attention and the MLP (Megatron's --disable-bias-linear turns them off)."""
-    attention_bias: Literal["auto", "none", "qkv", "all"] = "auto"
-    """Biases of attention alone: none, of query, key and value (Megatron's --add-qkv-bias; Qwen2), or all; auto is as
-    `bias`."""
+    attention_bias: Literal["auto", "none", "qkv", "output", "all"] = "auto"
+    """Biases of attention alone: none, of query, key and value (Megatron's --add-qkv-bias; Qwen2), of the output
+    (GPT-Neo), or all; auto is as `bias`."""
     mlp_bias: bool | None = None
     """Biases of the MLP alone; as `bias` when not given."""
     qk_norm: bool = False
@@ -293,6 +293,9 @@ class Model:
     """MLA: width of a value head (Megatron's --v-head-dim)."""
     embedding_scale: float = above_zero(1.0)
     """Factor of the token embeddings (Gemma: sqrt(hidden_size))."""
+    embedding_size: int | None = at_least(1, None, most=WIDTH)
+    """gpt, llama: width of the embedding and output tables; hidden_size when not given. Where it differs, one matrix
+    takes embeddings to hidden_size, and another the final hidden states back (OPT-350M)."""
     embedding_norm: bool = False
     """Normalize the embeddings (BLOOM, ModernBERT)."""
     output_scale: float = above_zero(1.0)

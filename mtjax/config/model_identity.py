@@ -20,6 +20,7 @@ def effective_settings(model: Model) -> dict[str, Any]:
         "family": FAMILIES[model.family].network or model.family,
         "mlp_size": sizes.mlp_size(model),
         "expert_size": sizes.expert_size(model),
+        "embedding_size": sizes.embedding_width(model),
         "head_dim": sizes.head_dim(model),
         "num_kv_heads": sizes.num_kv_heads(model),
         "attention_bias": sizes.attention_bias(model),

@@ -2,6 +2,7 @@
 
 from mtjax.config.model import Model
 from mtjax.config.run import Config
+from mtjax.config.sizes import embedding_width
 from mtjax.errors import UserError
 
 
@@ -26,6 +27,10 @@ def check_prediction(config: Config) -> None:
         )
     # The text of each problem, after "mtp_num_layers is N, and ".
     problems = {
+        "norm_placement is post, and its layers read hidden states of a final norm": model.norm_placement == "post",
+        f"embedding_size is {model.embedding_size} and hidden_size {model.hidden_size}, which its layers combine": (
+            embedding_width(model) != model.hidden_size
+        ),
         f"head is {model.head}, which predicts no tokens": model.head != "language",
         f"lora_rank is {model.lora_rank}, and its layers have no adapters": model.lora_rank > 0,
         f"teacher is {config.finetuning.teacher}, whose probabilities are of the next token only": (

@@ -23,6 +23,11 @@ def mlp_size(model: Model) -> int:
     return model.mlp_size or 4 * model.hidden_size
 
 
+def embedding_width(model: Model) -> int:
+    """Returns the width of the embedding and output tables."""
+    return model.embedding_size or model.hidden_size
+
+
 def expert_size(model: Model) -> int:
     """Returns the hidden size of an expert."""
     return model.expert_size or mlp_size(model)
@@ -85,11 +90,11 @@ def num_kv_heads(model: Model) -> int:
 def attention_biases(model: Model) -> tuple[bool, bool]:
     """Returns whether query, key and value have biases, and whether attention's output projection has one."""
     kind = attention_bias(model)
-    return kind != "none", kind == "all"
+    return kind in ("qkv", "all"), kind in ("output", "all")
 
 
 def attention_bias(model: Model) -> str:
-    """Returns which linear layers of attention have biases: none, qkv or all."""
+    """Returns which linear layers of attention have biases: none, qkv, output or all."""
     return model.attention_bias if model.attention_bias != "auto" else "all" if model.bias else "none"
 
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from mtjax.config import Model
 from mtjax.config.families import kind_of
-from mtjax.config.sizes import attention_bias, head_dim, mlp_bias, mlp_size, num_kv_heads
+from mtjax.config.sizes import attention_bias, embedding_width, head_dim, mlp_bias, mlp_size, num_kv_heads
 from mtjax.convert.megatron_experts import EXPERTS, expert_misfits, expert_settings, has_experts, unread_experts
 from mtjax.convert.megatron_hybrid import (
     ALLOWED,
@@ -238,6 +238,7 @@ def misfits(model: Model, names: "Names") -> list[str]:
         f"num_token_types {model.num_token_types}": is_bert and model.num_token_types not in (0, 2),
         "bias false in a bert": is_bert and biases != ("all", True),
         f"norm_placement {model.norm_placement}": model.norm_placement != "pre",
+        f"embedding_size {model.embedding_size}": embedding_width(model) != model.hidden_size,
         **(_rope_misfits(model, names) if model.position == "rope" else {}),
         **(hybrid_misfits(model, names.transformer_impl) if model.layer_pattern else {}),
     }

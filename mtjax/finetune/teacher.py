@@ -11,7 +11,7 @@ from jax.sharding import reshard
 from mtjax import config as configs
 from mtjax.config import Config, Model
 from mtjax.config.families import is_decoder
-from mtjax.config.sizes import output_shape
+from mtjax.config.sizes import embedding_width, output_shape
 from mtjax.convert.saved_model import NO_HINTS, Hints, SavedModel, model_of, without_training
 from mtjax.data import Tokenizer
 from mtjax.errors import UserError
@@ -185,8 +185,9 @@ def with_teacher(config: Config) -> tuple[Config, Model | None]:
 
 
 def _with_width(config: Config, theirs: Model) -> Config:
-    """Returns the config with the teacher's hidden size, if its targets are hidden states."""
-    return configs.replace(config, teacher_width=theirs.hidden_size if config.model.head == "language" else None)
+    """Returns the config with the width of the teacher's output table, if its targets are hidden states."""
+    width = embedding_width(theirs) if config.model.head == "language" else None
+    return configs.replace(config, teacher_width=width)
 
 
 class TeacherTargets:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from mtjax.config import Model
 from mtjax.config.families import is_decoder
+from mtjax.config.sizes import embedding_width
 from mtjax.layout.plan import Plan
 from mtjax.layout.rules import MODEL
 
@@ -25,7 +26,7 @@ def width_problems(model: Model, plan: Plan) -> Iterator[str]:
 
 def _unsupported(model: Model, plan: Plan) -> Iterator[tuple[str, object]]:
     """Yields what of a run 2D tensor parallelism does not support, with its value."""
-    mesh = plan.mesh
+    mesh, width = plan.mesh, model.hidden_size
     if not is_decoder(model):
         yield "the family", model.family
     if model.head != "language":
@@ -45,6 +46,7 @@ def _unsupported(model: Model, plan: Plan) -> Iterator[tuple[str, object]]:
         "offloading": ("recompute_offload", plan.recompute_offload, False),
         "other places of norms": ("norm_placement", model.norm_placement, "pre"),
         "parallel sublayers": ("parallel_residual", model.parallel_residual, "no"),
+        "embeddings of another width": ("embedding_size", embedding_width(model), width),
         "a norm of the embeddings": ("embedding_norm", model.embedding_norm, False),
         "a first layer without a norm": ("first_attention_norm", model.first_attention_norm, True),
     }

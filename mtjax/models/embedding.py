@@ -8,9 +8,9 @@ from jax.sharding import reshard
 from jaxtyping import Float, Int
 
 from mtjax.config import Model
-from mtjax.config.sizes import padded_vocab_size
+from mtjax.config.sizes import embedding_width, padded_vocab_size
 from mtjax.models.layer_context import RESIDUAL
-from mtjax.models.linear import normal
+from mtjax.models.linear import Linear, normal
 from mtjax.sharding.axes import spec
 from mtjax.sharding.vocab_embedding import vocab_parallel_embedding
 
@@ -20,7 +20,7 @@ EMBEDDING_SITE = 2**31 - 1
 
 def vocabulary_table(model: Model, key: Array, std: float | None = None) -> nnx.Param:
     """Draws a table [vocab, embed] with a row for each token of the padded vocabulary; `std` is init_std when None."""
-    sizes = {"vocab": padded_vocab_size(model), "embed": model.hidden_size}
+    sizes = {"vocab": padded_vocab_size(model), "embed": embedding_width(model)}
     return normal(key, sizes, model.init_std if std is None else std)
 
 
@@ -39,9 +39,10 @@ def embed_tokens(
     position_ids: Int[Array, "batch seq"] | None = None,
     local_positions: Int[Array, " seq"] | None = None,
     scale: float = 1.0,
+    project_in: Linear | None = None,
 ) -> Float[Array, "batch act_seq embed"]:
-    """Looks up the tokens' rows of the vocabulary's table, scales them, and adds the vectors of their positions if
-    learned.
+    """Looks up the tokens' rows of the vocabulary's table, scales them, takes them to the width of the hidden states if
+    they have another, and adds the vectors of their positions if learned.
 
     Args:
       table: [vocab, embed], float32.
@@ -51,9 +52,11 @@ def embed_tokens(
       position_ids: of each token; its position in the sample when None.
       local_positions: of this rank's tokens in their samples; 0, 1, ... when None.
       scale: factor of the rows, rounded to `dtype`, as Gemma's is.
+      project_in: the matrix from the table's width to that of the hidden states; None if they are equal.
     """
     x = vocab_parallel_embedding(table[...], tokens, dtype)
     x = x if scale == 1 else x * jnp.asarray(scale, dtype)
+    x = x if project_in is None else project_in(x)
     if positions is None:
         return x
     vectors = positions[...].astype(dtype)

@@ -10,7 +10,7 @@ from jax.sharding import reshard
 from jaxtyping import Bool, Float, Int, Key
 
 from mtjax.config import Model
-from mtjax.config.sizes import GATED, most_masked, padded_vocab_size
+from mtjax.config.sizes import GATED, embedding_width, most_masked, padded_vocab_size
 from mtjax.models.activations import ACTIVATIONS
 from mtjax.models.dropout import dropout
 from mtjax.models.linear import Linear, constant
@@ -119,7 +119,7 @@ class LastTokenHead(nnx.Module):
 
     def __init__(self, model: Model, outputs: int, *, key: Array) -> None:
         """Draws the parameters for `outputs` logits."""
-        embed = {"embed": model.hidden_size}
+        embed = {"embed": embedding_width(model)}
         self.classifier = Linear(embed, {"classes": outputs}, std=model.init_std, bias=False, key=key)
 
     def __call__(

@@ -17,6 +17,7 @@ from tests.tiny import LATENT, MODERNBERT, program_of
 MODELS = {
     "gpt": {},
     "gpt, grouped": {"num_kv_heads": 2, "position": "rope", "activation": "geglu"},
+    "gpt, post-LN, narrow tables": {"norm_placement": "post", "embedding_size": 24, "tie_embeddings": False},
     "llama": {"family": "llama", "num_kv_heads": 4, "qk_norm": True},
     "llama, norms of each head, sinks": {
         "family": "llama",

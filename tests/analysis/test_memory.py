@@ -260,7 +260,26 @@ def test_loss_chunk_bounds_the_logits():
 
 def test_logits_are_gone_before_the_layers_backward_pass():
     found = memory.stage_memory(GPT_8B, Plan(parse_mesh("64x1x8"), 512, 8, recompute="full"))
-    assert found.total == found.states + found.kept + max(found.working, found.logits)
+    assert found.last == 4 * 1024 * 3072  # the gradient of positions comes after the layers'
+    assert found.total == found.states - found.last + found.kept + max(found.working, found.logits)
+
+
+def test_the_gradient_of_an_untied_embedding_comes_last():
+    """Of a single microbatch: several add to one sum, and a tied table has a gradient from the loss."""
+    untied, tied = (gpt(4, 512, 8, 512, 51_200, tied_embeddings=is_tied) for is_tied in (False, True))
+    one, several = Plan(MeshShape(), 8, 8), Plan(MeshShape(), 8, 4)
+    positions, table = 4 * 512 * 512, 4 * 51_200 * 512
+    assert memory.stage_memory(untied, one).last == positions + table
+    assert memory.stage_memory(tied, one).last == positions
+    assert memory.stage_memory(untied, several).last == 0
+
+
+def test_a_single_layer_is_read_in_place():
+    one, two = (memory.stage_memory(gpt(n, 512, 8, 512, 51_200), Plan(MeshShape(), 8, 4)) for n in (1, 2))
+    (stack,) = gpt(1, 512, 8, 512, 51_200).stacks
+    saved = memory.layer_activations(stack, Plan(MeshShape(), 8, 4))
+    copied = ("query, key, value", "attention output", "attention probabilities", "norm inputs")
+    assert two.working - one.working == sum(saved[name] for name in copied)
 
 
 def test_zero_3_turns_what_it_splits_along_an_inner_dimension_and_scatters_the_output_table_last():

@@ -32,6 +32,14 @@ def test_a_network_that_mtjax_lacks_has_no_neighbour(name: str, reason: str) -> 
     assert "did you mean" not in said
 
 
+def test_another_activation_of_gemma_is_refused() -> None:
+    """transformers computes it; only "gelu" stands for the tanh approximation."""
+    family = FAMILIES["gemma"]
+    assert family.model_settings({"hidden_act": "gelu"}, frozenset(), "")["activation"] == "geglu"
+    with pytest.raises(UserError, match="hidden_act is 'silu', but must be 'gelu' or 'gelu_pytorch_tanh' or "):
+        family.model_settings({"hidden_act": "silu"}, frozenset(), "config.json")
+
+
 def test_a_name_of_the_hub_is_answered_with_the_download(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -64,8 +72,11 @@ def test_what_a_file_lacks_is_named() -> None:
         ("bert", "num_experts", 8, "num_experts is 8, which this type does not have"),
         ("gpt2", "attn_logit_softcapping", 50.0, "attn_logit_softcapping is 50.0, which this type does not have"),
         ("olmo2", "clip_qkv", 8.0, "clip_qkv is 8.0, which this type does not have"),
-        ("opt", "word_embed_proj_dim", 512, r"word_embed_proj_dim is 512, but must be hidden_size \(768\)"),
-        ("opt", "do_layer_norm_before", False, "do_layer_norm_before is False, but must be True"),
+        ("opt", "_remove_final_layer_norm", True, "_remove_final_layer_norm is True, but must be False"),
+        ("opt", "word_embed_proj_dim", 512, ""),
+        ("qwen2", "is_causal", False, "is_causal is False, but must be True"),
+        ("gpt2", "is_causal", False, "is_causal is False, but must be True"),
+        ("llama", "is_causal", True, ""),
         ("llama", "num_hidden_layers", 10**9, "num_hidden_layers is 1000000000, and must be between 1 and 10000"),
         ("gptj", "n_head", 0, "does not describe"),
         ("llama", "sliding_window", None, ""),

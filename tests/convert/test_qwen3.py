@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from mtjax.convert.families.experts import QWEN3_MOE
+from mtjax.convert.families.experts import QWEN2_MOE, QWEN3_MOE
 from mtjax.convert.stream import config_of
 from mtjax.errors import UserError
 
@@ -29,6 +29,15 @@ def test_layers_without_experts_are_read_and_written():
     for settings, written in (({"first_dense_layers": 2}, [0, 1]), ({"moe_every": 2}, [0, 2])):
         model = config_of({"num_layers": 4, "num_experts": 8} | settings, "").model
         assert QWEN3_MOE.write(model)["mlp_only_layers"] == written
+
+
+def test_layers_of_a_qwen2_with_experts_that_slide_are_refused():
+    """transformers masks them without use_sliding_window, too."""
+    kinds = ["full_attention", "sliding_attention"]
+    entries = {"num_hidden_layers": 2, "layer_types": kinds}
+    with pytest.raises(UserError, match="layer_types has sliding_attention, but must have full_attention alone"):
+        QWEN2_MOE.model_settings(CONFIG | entries, frozenset(), "config.json")
+    QWEN2_MOE.model_settings(CONFIG | entries | {"layer_types": kinds[:1] * 2}, frozenset(), "config.json")
 
 
 @pytest.mark.parametrize(

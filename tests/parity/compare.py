@@ -102,7 +102,7 @@ def assert_same_gradients(found: Any, expected: Any, tolerance: float) -> None:
 
 def assert_next_token_parity(network: Any, config: Config, mesh: str, as_ours: AsOurs, tolerance: float) -> None:
     """Logits, masked loss and every gradient of a decoder, relative to the largest number of each; no logits where
-    ranks share samples, which only the loss computes."""
+    ranks share samples or have some of the layers, which only the loss computes."""
     import torch
 
     batch = host_batch(config, 0)
@@ -112,7 +112,7 @@ def assert_next_token_parity(network: Any, config: Config, mesh: str, as_ours: A
     loss.backward()
 
     weights = as_ours(weights_of(network))
-    entire = "context" not in mesh
+    entire = "context" not in mesh and mesh.count("x") < 2
     found = computed(config, mesh, weights, lambda model, batch: model.logits(model(batch["tokens"])) if entire else 0)
     if entire:
         assert relative(found.outputs[..., : config.model.vocab_size], logits.detach().numpy()) < tolerance

@@ -261,6 +261,16 @@ CASES = {
     "opt": Case(
         "opt", {"ffn_dim": 40, "word_embed_proj_dim": 24, **without("intermediate_size", "num_key_value_heads")}
     ),
+    "opt 350m": Case(
+        "opt",
+        {"ffn_dim": 40, "word_embed_proj_dim": 14, "do_layer_norm_before": False}
+        | without("intermediate_size", "num_key_value_heads"),
+    ),
+    "opt without biases and weights of norms": Case(
+        "opt",
+        {"ffn_dim": 40, "word_embed_proj_dim": 24, "enable_bias": False, "layer_norm_elementwise_affine": False}
+        | without("intermediate_size", "num_key_value_heads"),
+    ),
     "bloom": Case("bloom", {"hidden_size": 24, "n_head": 3, "n_layer": 2}, OF_GPT2),
     "falcon 7B": Case("falcon", without("intermediate_size", "num_key_value_heads")),
     "falcon 40B": Case(
@@ -350,6 +360,7 @@ CASES = {
     "jais2": Case("jais2", WIDE),
     "helium": Case("helium", {"head_dim": 4, "attention_bias": True}),
     "seed_oss": Case("seed_oss", {**WIDE, "mlp_bias": True}),
+    "seed_oss, bias of the output": Case("seed_oss", {**WIDE, "attention_bias": False, "attention_out_bias": True}),
     "cwm": Case("cwm", {**WIDE, **WINDOW, "num_hidden_layers": 5, "rope_parameters": LLAMA3 | {"rope_theta": 1e6}}),
     "hyperclovax": Case(
         "hyperclovax",
@@ -368,6 +379,13 @@ CASES = {
     "gpt_bigcode, all heads": Case(
         "gpt_bigcode", {"n_embd": 24, "n_head": 3, "n_layer": 2, "n_positions": 32, "multi_query": False}, OF_GPT2
     ),
+    "gpt_neo": Case(
+        "gpt_neo",
+        {"num_layers": 3, "num_heads": 6, "hidden_size": 24, "max_position_embeddings": 64, "window_size": 5}
+        | {"attention_types": [[["global"], 1], [["local"], 2]]},
+        OF_GPT2,
+    ),
+    "openai-gpt": Case("openai-gpt", {"n_embd": 24, "n_head": 6, "n_layer": 2, "n_positions": 32}, OF_GPT2),
     "codegen": Case("codegen", {"n_embd": 48, "n_head": 8, "n_layer": 2, "n_positions": 32, "rotary_dim": 4}, OF_GPT2),
     "youtu": Case("youtu", {**LATENT, "q_lora_rank": 14}),
     "minicpm3": Case(

@@ -159,7 +159,8 @@ HARMLESS = {
     *transformers.PreTrainedConfig().to_dict(),
     *("bos_token_id", "eos_token_id", "pad_token_id", "eod_token_id", "sep_token_id", "use_cache", "pretraining_tp"),
     *("embd_pdrop", "emb_pdrop", "embedding_dropout", "classifier_dropout", "layerdrop", "is_decoder", "n_ctx"),
-    *("activation_dropout", "chunk_size", "mamba_chunk_size"),
+    *("activation_dropout", "chunk_size", "mamba_chunk_size", "embed_dropout"),
+    *("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout"),
     *("init_device", "slow_but_exact", "output_router_logits", "router_aux_loss_coef", "router_jitter_noise"),
 }
 """Keys that do not change logits: of training, of generation and of other classes."""

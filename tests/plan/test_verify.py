@@ -149,6 +149,33 @@ def test_compiled_memory_of_a_preset_is_as_planned(name, changes):
     assert checks["peak"].error == pytest.approx(0, abs=0.05), checks
 
 
+UNLIKE_GPT = SMALL | PLAIN | {"family": "llama", "num_layers": 2, "global_batch_size": 8, "attention": "xla"}
+UNLIKE_GPT |= {"microbatch_size": None, "unroll_layers": False, "recompute": "none", "vocab_size": 32_000}
+SPLIT = {"mesh": "1x2", "recompute": "full", "sequence_parallel": True}
+LATENT = {"kv_lora_rank": 128, "q_lora_rank": 192, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64}
+NARROW = {"mesh": "1x2x2", "recompute": "full", "microbatch_size": 2, "hidden_size": 256, "vocab_size": 2000}
+UMT5 = {"family": "t5", "relative_bias_layers": "all", "num_decoder_layers": 2, "decoder_sequence_length": 256}
+OTHERS = {
+    "latent attention": LATENT | SPLIT,
+    "latent attention, adapters, stages of one layer": LATENT | NARROW | {"lora_rank": 8},
+    "multi-token prediction": {"mtp_num_layers": 1},
+    "multi-token prediction, split sequences": {"mtp_num_layers": 2} | SPLIT,
+    "latent attention without recompute": LATENT,
+    "a relative bias in each layer": UMT5,
+}
+
+
+@pytest.mark.aot
+@pytest.mark.long
+@pytest.mark.parametrize("name", [next(iter(OTHERS)), *map(rare, [*OTHERS][1:])])
+def test_compiled_memory_of_other_layers_is_as_planned(name):
+    """Of untied tables, whose gradient comes last, and of single layers, which no loop copies."""
+    run = config.replace(config.Config(), **{"mesh": "1x1", **UNLIKE_GPT, **OTHERS[name]})
+    checks = errors(inspect(run, find_target("h100x8")))
+    assert checks["FLOPs of a step"].error == pytest.approx(0, abs=1e-3)
+    assert checks["peak"].error == pytest.approx(0, abs=0.05), checks
+
+
 STAGED = {"num_layers": 8, "global_batch_size": 32, "microbatch_size": 1, "zero": 1}
 TIMED = [
     (

@@ -22,7 +22,7 @@ def bert(model: Model) -> Anatomy:
     last = () if is_post else (Norm("final_norm", vectors, hidden),)
     parts = (self_attention(model, tokens, is_causal=False), mlp(model, tokens))
     positions = (Positions(tokens, hidden),) if model.position == "learned" else ()
-    embed = (Lookup(rows, hidden), *positions, TokenTypes(model.num_token_types, hidden))
+    embed = (Lookup(rows, hidden, read_again=is_normed), *positions, TokenTypes(model.num_token_types, hidden))
     if model.head == "language":
         head = _pretraining(model)
     else:

@@ -9,6 +9,7 @@ from mtjax.analysis.parts.latent_attention import LatentAttention
 from mtjax.analysis.parts.mlp import MLP
 from mtjax.analysis.parts.part import Norms, Part
 from mtjax.analysis.parts.prediction import AHEAD, Combined, LookupAhead
+from mtjax.analysis.parts.table_width import TABLE_WIDTH, TableProjection
 from mtjax.config import Model
 from mtjax.config.adapters import adapter_rank
 from mtjax.config.layer_pattern import SIDE_BY_SIDE
@@ -16,6 +17,7 @@ from mtjax.config.sizes import (
     GATED,
     attention_biases,
     attention_windows,
+    embedding_width,
     expert_capacity,
     expert_size,
     head_dim,
@@ -38,26 +40,34 @@ def decoder(model: Model, stacks: tuple[Stack, ...] | None = None) -> Anatomy:
     layers = model.mtp_num_layers
     sides = ("", *(AHEAD,) * layers)
     positions: tuple[Part, ...] = (Positions(tokens, hidden, sides),) if model.position == "learned" else ()
-    final = Norm("final_norm", norm_vectors(model), hidden)
+    final: tuple[Part, ...] = (Norm("final_norm", norm_vectors(model), hidden),)
+    table, symbol, projected = embedding_width(model), "hidden", ()
+    if model.norm_placement == "post":
+        final = ()
+    if table != hidden:
+        symbol, projected = TABLE_WIDTH, (TableProjection("project_in", table, hidden, tokens),)
+        final = (*final, TableProjection("project_out", table, hidden, tokens))
     if model.head == "language":
-        head: Part = Output(rows, hidden, tokens, owns_table=not model.tie_embeddings, bias=model.output_bias)
+        is_tied, bias = model.tie_embeddings, model.output_bias
+        head: Part = Output(rows, table, tokens, owns_table=not is_tied, bias=bias, width=symbol)
     else:
-        head = OneToken(hidden, num_outputs(model), has_pooler=False)
+        head = OneToken(table, num_outputs(model), has_pooler=False, width=symbol)
+    read_again = bool(projected) or model.embedding_norm
     if model.embedding_norm:
         positions = (*positions, Norm("embedding_norm", norm_vectors(model), hidden))
     ahead = (LookupAhead(rows, hidden, owns_table=False), Output(rows, hidden, tokens, owns_table=False)) * layers
     return Anatomy(
         model,
-        embed=(Lookup(rows, hidden), *positions),
+        embed=(Lookup(rows, table, width=symbol, read_again=read_again), *projected, *positions),
         stacks=_stacks(model) if stacks is None else stacks,
-        head=(final, head, *ahead),
+        head=(*final, head, *ahead),
         predictors=_predictors(model) if layers else None,
     )
 
 
 def _stacks(model: Model) -> tuple[Stack, ...]:
     """Returns one stack, or two interleaved ones in a model with dense and expert layers."""
-    tokens, norms_outputs = model.sequence_length, model.norm_placement in ("output", "sandwich")
+    tokens, norms_outputs = model.sequence_length, model.norm_placement != "pre"
     attention = self_attention(model, tokens, is_causal=True)
     *dense, last = stacks_of(model)
     return (

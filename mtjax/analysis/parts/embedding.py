@@ -20,6 +20,10 @@ class Lookup(Part):
     """Prefix of the symbol of its tokens: `decoder_` for `decoder_sequence`."""
     owns_table: bool = True
     """False where it reads another lookup's table."""
+    width: str = "hidden"
+    """Symbol of the table's width."""
+    read_again: bool = False
+    """Whether the backward pass of what follows reads the rows."""
     has_neighbour: bool = False
     """Whether another lookup is next to it in the program, so that XLA may combine the all-reduces of both."""
 
@@ -28,9 +32,12 @@ class Lookup(Part):
         return [weight("embedding", {"vocab": self.rows, "embed": self.hidden})] if self.owns_table else []
 
     def collectives(self, stream: ResidualStream) -> list[Expectation]:
-        elements, why = f"batch*{self.side}sequence*hidden", "embeddings from the vocabulary shards"
+        elements, why = f"batch*{self.side}sequence*{self.width}", "embeddings from the vocabulary shards"
         # Pipeline stages save the first stack's embeddings, and recompute those of a second stack.
         count = stream.embedding_turns if self.owns_table else stream.forward_turns
+        is_staged = stream.embedding_turns != stream.turns
+        if self.read_again and is_staged and not stream.is_frozen:
+            count = f"({count} + {stream.turns})"
         if stream.split:
             forward = over_model(EMBEDDING_FORWARD, "reduce-scatter", count, elements, why)
             backward = over_model(EMBEDDING_BACKWARD, "all-gather", stream.turns, elements, "gradient of embeddings")

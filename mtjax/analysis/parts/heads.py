@@ -25,6 +25,8 @@ class Output(Part):
     side: str = ""
     bias: bool = False
     """Whether there is a bias per row."""
+    width: str = "hidden"
+    """Symbol of `hidden`, the table's width."""
 
     @property
     def weights(self) -> list[Weight]:
@@ -49,15 +51,15 @@ class Output(Part):
 
     def collectives(self, stream: ResidualStream) -> list[Expectation]:
         tokens = f"batch*{self.side}sequence"
-        lines = [_scalars(tokens, stream, "max, sum, target logit")]
+        lines, elements = [_scalars(tokens, stream, "max, sum, target logit")], f"{tokens}*{self.width}"
         why = "gradient of the hidden states"
         if not stream.split:
-            return [*lines, over_model(LOSS_BACKWARD, "all-reduce", stream.turns, f"{tokens}*hidden", why)]
+            return [*lines, over_model(LOSS_BACKWARD, "all-reduce", stream.turns, elements, why)]
         gathered = "hidden states"
         return [
             *lines,
-            over_model(LOSS_FORWARD, "all-gather", stream.turns, f"{tokens}*hidden", gathered, also=LOSS_BACKWARD),
-            over_model(LOSS_BACKWARD, "reduce-scatter", stream.turns, f"{tokens}*hidden", why),
+            over_model(LOSS_FORWARD, "all-gather", stream.turns, elements, gathered, also=LOSS_BACKWARD),
+            over_model(LOSS_BACKWARD, "reduce-scatter", stream.turns, elements, why),
         ]
 
 
@@ -138,6 +140,8 @@ class OneToken(Part):
     """If not, the linear layer has no bias either."""
     stands_alone: bool = True
     """False where another head gathers the hidden state in its collective."""
+    width: str = "hidden"
+    """Symbol of `hidden`."""
 
     @property
     def weights(self) -> list[Weight]:
@@ -158,7 +162,7 @@ class OneToken(Part):
         if not stream.split or not self.stands_alone:
             return []
         why = "hidden state of the head's token, from all sequence shards"
-        return [over_model(LOSS_FORWARD, "all-reduce", stream.turns, "batch*hidden", why)]
+        return [over_model(LOSS_FORWARD, "all-reduce", stream.turns, f"batch*{self.width}", why)]
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,8 @@ LATENT = frozenset({"kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_
 
 DECODER = frozenset(
     {
-        *("embedding_scale", "embedding_norm", "first_attention_norm", "parallel_residual", "residual_scale"),
+        *("embedding_scale", "embedding_size", "embedding_norm"),
+        *("first_attention_norm", "parallel_residual", "residual_scale"),
         *("output_scale", "output_softcap", "output_bias"),
         *("mtp_num_layers", "mtp_loss_scaling_factor"),
         *("qk_norm", "qk_norm_scope", "qk_norm_kind", "qk_norm_bias", "qk_norm_after_rope", "qkv_clip"),

@@ -4,7 +4,7 @@ from mtjax.config.families.family import DECODER, EXPERTS, HYBRID, LATENT, Famil
 from mtjax.config.ssm import check_hybrid
 
 UNSUPPORTED = LATENT | {
-    *("first_attention_norm", "parallel_residual", "mtp_num_layers", "mtp_loss_scaling_factor"),
+    *("embedding_size", "first_attention_norm", "parallel_residual", "mtp_num_layers", "mtp_loss_scaling_factor"),
 }
 """Settings of decoders that layers with one sublayer do not have."""
 

@@ -16,7 +16,7 @@ LLAMA = Family(
     },
     choices={
         "position": ("learned", "rope", "alibi", "none"),
-        "norm_placement": ("pre", "output", "sandwich"),
+        "norm_placement": ("pre", "post", "output", "sandwich"),
         "head": ("language", "classification", "regression", "choices"),
     },
     own=DECODER | EXPERTS,

@@ -3,12 +3,13 @@
 from dataclasses import replace
 
 from mtjax.config import Model
-from mtjax.config.sizes import num_kv_heads
+from mtjax.config.sizes import embedding_width, num_kv_heads
 from mtjax.convert.families.decoder import NO_BIASES, decoder, layer_norm, size_fields, sizes
 from mtjax.convert.families.decoder_rows import Names, decoder_rows
 from mtjax.convert.families.family import Json
 from mtjax.convert.families.parts import Part, Settings, activation, always, biases
 from mtjax.convert.families.rope import rope
+from mtjax.convert.families.rows import linear
 from mtjax.convert.table import Row
 from mtjax.errors import UserError
 
@@ -127,11 +128,17 @@ MPT = decoder(
 )
 
 
-def _read_projection(values: Json) -> Settings:
-    width, hidden = values.get("word_embed_proj_dim"), values["hidden_size"]
-    if width not in (None, hidden):
-        raise UserError(f"word_embed_proj_dim is {width}, but must be hidden_size ({hidden})")
-    return {}
+def _read_width(values: Json) -> Settings:
+    width = values.get("word_embed_proj_dim") or values["hidden_size"]
+    return {"embedding_size": None if width == values["hidden_size"] else width}
+
+
+def _opt_rows(names: Names, model: Model) -> tuple[Row, ...]:
+    """Returns the rows of a decoder with matrices between its tables and its hidden states (OPT-350M)."""
+    ends = ("project_in", "project_out")
+    return *decoder_rows(names, model), *(
+        linear(end, f"{names.prefix}decoder.{end}", "embed", "features")[0] for end in ends
+    )
 
 
 OPT = decoder(
@@ -139,12 +146,23 @@ OPT = decoder(
     "OPT",
     {"hidden_size": 768, "ffn_dim": 3072, "num_hidden_layers": 12, "num_attention_heads": 12, "vocab_size": 50_272}
     | {"max_position_embeddings": 2048, "activation_function": "relu", "dropout": 0.1, "attention_dropout": 0.0}
-    | {"init_std": 0.02, "tie_word_embeddings": True},
+    | {"init_std": 0.02, "tie_word_embeddings": True, "enable_bias": True}
+    | {"do_layer_norm_before": True, "layer_norm_elementwise_affine": True},
     always(family="gpt", norm="layernorm", norm_epsilon=1e-5, position="learned"),
     size_fields(num_kv_heads="", mlp_size="ffn_dim", init_std="init_std", hidden_dropout="dropout"),
     activation("activation_function", gate=False),
-    biases(always="all", with_mlp=True),
-    Part(("word_embed_proj_dim",), _read_projection, lambda model: {"word_embed_proj_dim": model.hidden_size}),
+    biases("enable_bias", "enable_bias"),
+    Part(("word_embed_proj_dim",), _read_width, lambda model: {"word_embed_proj_dim": embedding_width(model)}),
+    Part(
+        ("do_layer_norm_before",),
+        lambda values: {"norm_placement": "pre" if values["do_layer_norm_before"] else "post"},
+        lambda model: {"do_layer_norm_before": model.norm_placement == "pre"},
+    ),
+    Part(
+        ("layer_norm_elementwise_affine",),
+        lambda values: {"norm_weight": "scale" if values["layer_norm_elementwise_affine"] else "none"},
+        lambda model: {"layer_norm_elementwise_affine": model.norm_weight != "none"},
+    ),
     names=Names(
         embedding="decoder.embed_tokens",
         positions="decoder.embed_positions",
@@ -158,12 +176,8 @@ OPT = decoder(
         up="fc1",
         down="fc2",
     ),
-    only={
-        "do_layer_norm_before": (True,),
-        "enable_bias": (True,),
-        "layer_norm_elementwise_affine": (True,),
-        "_remove_final_layer_norm": (False,),
-    },
+    rows=_opt_rows,
+    only={"_remove_final_layer_norm": (False,)},
 )
 
 FALCON_ROPE = rope()

@@ -19,6 +19,7 @@ UNSUPPORTED: Only = {
     "is_encoder_decoder": (False, None),
     "add_cross_attention": (False, None),
     "use_bidirectional_attention": (False, None),
+    "is_causal": (True, None),
 }
 """Keys of any type that would change the network."""
 

@@ -25,7 +25,7 @@ from mtjax.convert.families.decoder_rows import (
 )
 from mtjax.convert.families.family import Json
 from mtjax.convert.families.llama import GRANITE_SIZES, MULTIPLIERS
-from mtjax.convert.families.parts import Part, Settings, always, biases, fields, given, unused, window, windows
+from mtjax.convert.families.parts import FULL, Part, Settings, always, biases, fields, given, unused, window, windows
 from mtjax.convert.families.rope import ORIGINAL
 from mtjax.convert.families.rows import experts, linear, norm, row, stacked
 from mtjax.convert.table import Dims, Row, Tensor
@@ -162,6 +162,13 @@ def counted(*keys: str, default: int | None = None) -> Part:
     return Part(keys, read, lambda model: dict.fromkeys(keys, model.num_experts))
 
 
+def _check_layers(values: Json) -> Settings:
+    """Checks that no layer slides: a list of kinds has an effect without use_sliding_window, too."""
+    if other := sorted({str(kind) for kind in values.get("layer_types") or ()} - {FULL}):
+        raise UserError(f"layer_types has {', '.join(other)}, but must have {FULL} alone")
+    return {}
+
+
 QWEN3_MOE = decoder(
     "qwen3_moe",
     "Qwen3Moe",
@@ -192,6 +199,7 @@ QWEN2_MOE = decoder(
     fields(num_experts="num_experts", shared_expert_size="shared_expert_intermediate_size"),
     *QWEN_EXPERTS,
     UNUSED,
+    Part(("layer_types",), _check_layers, lambda model: {}),
     rows=QWEN_ROWS,
     only=NO_WINDOW,
 )
@@ -241,7 +249,10 @@ def groups() -> Part:
     """Returns the part of groups of experts; null is one group."""
     return Part(
         ("n_group", "topk_group"),
-        lambda values: {"expert_groups": values["n_group"] or 1, "expert_groups_top_k": values["topk_group"] or 1},
+        lambda values: {
+            "expert_groups": 1 if values["n_group"] is None else values["n_group"],
+            "expert_groups_top_k": 1 if values["topk_group"] is None else values["topk_group"],
+        },
         lambda model: {"n_group": model.expert_groups, "topk_group": model.expert_groups_top_k},
     )
 

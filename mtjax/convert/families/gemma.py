@@ -9,6 +9,8 @@ from mtjax.convert.families.parts import Part, activation, always, biases, every
 from mtjax.convert.families.rope import rope_by_layer
 
 TANH = "gelu_pytorch_tanh"
+TANHS = (TANH, "gelu_new", "gelu_fast")
+"""transformers' names of it."""
 EMBEDDING = Part((), lambda values: {"embedding_scale": values["hidden_size"] ** 0.5}, lambda model: {})
 COMMON = (SIZES, RMS_NORM, ROTARY, HEAD_DIM, biases("attention_bias"), always(norm_weight="offset"), EMBEDDING)
 HEADS = {"head_dim": 256, "tie_word_embeddings": True}
@@ -22,6 +24,7 @@ GEMMA = decoder(
     # Published configs say "gelu", by which they mean the tanh approximation.
     always(activation="geglu"),
     given(hidden_act=TANH, hidden_activation=TANH),
+    only={"hidden_act": ("gelu", *TANHS), "hidden_activation": (None, "gelu", *TANHS)},
 )
 
 SANDWICH = Names(

@@ -73,5 +73,6 @@ GPT2 = Family(
         "scale_attn_weights": (True,),
         "scale_attn_by_inverse_layer_idx": (False,),
         "add_cross_attention": (False,),
+        "is_causal": (True, None),
     },
 )

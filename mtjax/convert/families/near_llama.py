@@ -1,7 +1,7 @@
 """transformers' further types that are Llama but for the activation, biases, windows or scales."""
 
 from mtjax.config import Model
-from mtjax.config.sizes import attention_bias
+from mtjax.config.sizes import attention_biases
 from mtjax.convert.families.decoder import (
     HEAD_DIM,
     LIKE_LLAMA,
@@ -27,7 +27,6 @@ from mtjax.convert.families.parts import (
     windows,
 )
 from mtjax.convert.families.rope import ORIGINAL
-from mtjax.errors import UserError
 
 RELU2 = activation(gate=False, usual="relu2")
 BIASES = biases("attention_bias", "mlp_bias")
@@ -59,16 +58,13 @@ HELIUM = decoder(
 def _read_output_bias(values: Json) -> Settings:
     """Reads the biases of query, key and value, and that of attention's output."""
     inputs, output = bool(values["attention_bias"]), bool(values["attention_out_bias"])
-    if output and not inputs:
-        raise UserError(
-            "attention_out_bias is True and attention_bias False, but mtjax has no bias of the output alone"
-        )
-    return attention_settings("all" if output else "qkv" if inputs else "none", mlp=bool(values["mlp_bias"]))
+    kinds = {(True, True): "all", (True, False): "qkv", (False, True): "output", (False, False): "none"}
+    return attention_settings(kinds[inputs, output], mlp=bool(values["mlp_bias"]))
 
 
 def _write_output_bias(model: Model) -> Json:
-    kind = attention_bias(model)
-    return {"attention_bias": kind != "none", "attention_out_bias": kind == "all", **BIASES.write(model)}
+    inputs, output = attention_biases(model)
+    return {**BIASES.write(model), "attention_bias": inputs, "attention_out_bias": output}
 
 
 SEED_OSS = decoder(

@@ -135,7 +135,7 @@ def activation(key: str = "hidden_act", *, gate: bool = True, usual: str = "gelu
 
 
 def attention_settings(attention: str, *, mlp: bool) -> Settings:
-    """Returns the settings of biases: attention's are none, qkv or all, and the MLP's are those of `bias`."""
+    """Returns the settings of biases: attention's are none, qkv, output or all, and the MLP's are those of `bias`."""
     return {"bias": mlp, "attention_bias": "auto" if attention == ("all" if mlp else "none") else attention}
 
 

@@ -8,6 +8,7 @@ from mtjax.convert.families.bloom import BLOOM, FALCON, MPT, OPT
 from mtjax.convert.families.cohere import COHERE, COHERE2
 from mtjax.convert.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, MINICPM3, SARVAM_MLA, YOUTU
 from mtjax.convert.families.distilbert import DISTILBERT
+from mtjax.convert.families.early_gpt import GPT_NEO, OPENAI_GPT
 from mtjax.convert.families.experts import DOTS1, GPT_OSS, GRANITEMOE, MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
 from mtjax.convert.families.falcon_h1 import FALCON_H1
 from mtjax.convert.families.family import Family, Json
@@ -69,7 +70,7 @@ _ALL = (
     # YOUTU before DEEPSEEK_V2, which experts distinguish.
     *(YOUTU, MINICPM3, MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GRANITEMOE, DOTS1, DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS),
     *(GLM, ARCEE, JAIS2, HELIUM, SEED_OSS, CWM, HYPERCLOVAX, EXAONE, INTERNLM3, IQUESTCODER, VAULTGEMMA),
-    *(PERSIMMON, BIOGPT, GPT_BIGCODE, CODEGEN, SARVAM_MLA),
+    *(PERSIMMON, BIOGPT, GPT_BIGCODE, CODEGEN, GPT_NEO, OPENAI_GPT, SARVAM_MLA),
     *(GLM4_MOE, GLM4_MOE_LITE, SOLAR_OPEN, SARVAM_MOE, MINIMAX_M2, EXAONE_MOE, MELLUM, FLEX_OLMO, HUNYUAN_V1_MOE),
     *(FLINT, HY_V3, GRANITEMOESHARED, GRANITE_SWA, GRANITEMOE_SWA, ERNIE4_5_MOE),
     *(MAMBA2, NEMOTRON_H, BAMBA, GRANITEMOEHYBRID, FALCON_H1, QWEN3_NEXT),

@@ -134,4 +134,4 @@ class FinetunedDecoder(_Finetuned, Decoder):
 
     def outputs(self, trunk_output: HiddenStates, batch: Batch, keys: Keys = None) -> Float[Array, "batch outputs"]:
         """See `GivesOutputs.outputs`."""
-        return self.head(self.final_norm(trunk_output.x), batch["padding_mask"])
+        return self.head(self.final_hidden(trunk_output.x), batch["padding_mask"])

@@ -16,7 +16,7 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from mtjax.config import Config, Model
-from mtjax.config.sizes import dense_layers, main_layers, output_shape, padded_vocab_size
+from mtjax.config.sizes import dense_layers, embedding_width, main_layers, output_shape, padded_vocab_size
 from mtjax.layout.plan import ContextMethod, ExpertDispatch
 from mtjax.layout.stacks import DENSE, STACK
 from mtjax.models.dropout import dropout
@@ -58,7 +58,14 @@ class Decoder(nnx.Module):
         stack = partial(Stack, dtype=dtype, recompute=recompute, parallel=config.parallel)
         self._draw_stacks(model, stack, stack_key)
         self.embedding_norm = make_norm(model, dtype) if model.embedding_norm else None
-        self.final_norm = make_norm(model, dtype)
+        # Post-LN layers normalize the residual stream themselves.
+        self.final_norm = make_norm(model, dtype) if model.norm_placement != "post" else None
+        if embedding_width(model) == model.hidden_size:
+            self.project_in = self.project_out = None
+        else:
+            from mtjax.models.table_width import table_projections
+
+            self.project_in, self.project_out = table_projections(model, key)
         self.rate, self.scale = model.hidden_dropout, model.embedding_scale
         self.method: ContextMethod = config.parallel.context_method
         self.expert_dispatch: ExpertDispatch = config.parallel.expert_dispatch
@@ -79,7 +86,7 @@ class Decoder(nnx.Module):
         segment_ids: Int[Array, "batch seq"] | None = None,
         keys: Keys = None,
     ) -> Float[Array, "batch act_seq embed"]:
-        """Computes the final hidden states, normalized.
+        """Computes the final hidden states, as the output table reads them.
 
         Args:
           tokens: ids.
@@ -88,7 +95,15 @@ class Decoder(nnx.Module):
           keys: one dropout key per sample; None turns dropout off.
         """
         batch = {"tokens": tokens, "position_ids": position_ids, "segment_ids": segment_ids}
-        return self.final_norm(run_sections(self, batch, keys)[0].x)
+        return self.final_hidden(run_sections(self, batch, keys)[0].x)
+
+    def final_hidden(self, x: Float[Array, "batch act_seq embed"]) -> Float[Array, "batch act_seq embed"]:
+        """Normalizes the hidden states behind the last layer, and takes them to the width of the output table."""
+        x = x if self.final_norm is None else self.final_norm(x)
+        if self.project_out is None:
+            return x
+        with jax.named_scope("loss"):
+            return self.project_out(x)
 
     @property
     def sections(self) -> dict[str, Section]:
@@ -112,9 +127,8 @@ class Decoder(nnx.Module):
         with jax.named_scope("embedding"):
             tokens = batch["tokens"]
             positions = local_positions(tokens.shape[1]) if positions is None else positions
-            x = embed_tokens(
-                self.embedding, self.positions, tokens, self.dtype, batch.get("position_ids"), positions, self.scale
-            )
+            ids, into = batch.get("position_ids"), self.project_in
+            x = embed_tokens(self.embedding, self.positions, tokens, self.dtype, ids, positions, self.scale, into)
             x = x if self.embedding_norm is None else self.embedding_norm(x)
             return HiddenStates(dropout(x, self.rate, keys, EMBEDDING_SITE, RESIDUAL, positions=positions))
 
@@ -177,17 +191,13 @@ class GPT(Decoder, WithVocabulary):
         hidden = self._embed(batch, None, None)
         return hidden.x, dataclasses.replace(self._context(batch, None, hidden), cache_positions=cache_positions)
 
-    def final_hidden(self, x: Float[Array, "batch act_seq embed"]) -> Float[Array, "batch act_seq embed"]:
-        """Normalizes the hidden states behind the last layer, for the output table."""
-        return self.final_norm(x)
-
     def losses(self, trunk_output: HiddenStates, batch: Batch, keys: Keys, options: LossOptions) -> dict[str, Array]:
         """Computes the losses of each token, by name, [batch, seq]."""
         # The final norm belongs to the head: with pipeline stages the last one computes it.
-        return self.token_losses(self.final_norm(trunk_output.x), batch, keys, options)
+        return self.token_losses(self.final_hidden(trunk_output.x), batch, keys, options)
 
     def token_losses(self, hidden: Array, batch: Batch, keys: Keys, options: LossOptions) -> dict[str, Array]:
-        """Computes the cross-entropy of each next token, [batch, seq], from normalized hidden states."""
+        """Computes the cross-entropy of each next token, [batch, seq], from final hidden states."""
         del keys
         # The logits are never gathered: the loss is fused with the product with the sharded output table.
         table, bias, _ = self.output_head()

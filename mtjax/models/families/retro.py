@@ -10,7 +10,6 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float
 
 from mtjax.config import Config, Model
 from mtjax.config.retro import letters_of_retro, neighbour_length, num_chunks
@@ -24,7 +23,6 @@ from mtjax.models.retro_stacks import KINDS, LETTERS, RetroLayer, RetroStacks, n
 from mtjax.models.stack import Stack
 from mtjax.models.trunk import Batch, HiddenStates, Keys, Section
 from mtjax.sharding.axes import spec
-from mtjax.sharding.vocab import LossOptions
 
 NEIGHBOURS = "neighbours"
 """Array of a batch: tokens of neighbours, [batch, chunks, neighbours, tokens]."""
@@ -82,14 +80,6 @@ class Retro(GPT):
     def _context(self, batch: Batch, keys: Keys, hidden: HiddenStates) -> LayerContext:
         """Adds the embedded neighbours."""
         return dataclasses.replace(super()._context(batch, keys, hidden), encoded=hidden.encoded)
-
-    def final_hidden(self, x: Float[Array, "batch act_seq embed"]) -> Float[Array, "batch act_seq embed"]:
-        """Normalizes the hidden states behind the last layer, if the model does."""
-        return x if self.final_norm is None else self.final_norm(x)
-
-    def losses(self, trunk_output: HiddenStates, batch: Batch, keys: Keys, options: LossOptions) -> dict[str, Array]:
-        """Computes the losses of each token, by name, [batch, seq]."""
-        return self.token_losses(self.final_hidden(trunk_output.x), batch, keys, options)
 
     @staticmethod
     def batch_arrays(config: Config) -> dict[str, jax.ShapeDtypeStruct]:
