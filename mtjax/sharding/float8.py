@@ -79,9 +79,10 @@ def current_scale(a: Array, kind: Any) -> Float[Array, ""]:
 def quantized(a: Array, kind: Any, scale: Array) -> Array:
     """Rounds `a scale` to an 8-bit type; values beyond its largest become that, infinite ones NaN."""
     # An infinite value would become an ordinary one, and hide an overflow for which a step is skipped.
-    top = float(jnp.finfo(kind).max)
-    scaled = jnp.clip(a.astype(jnp.float32) * scale, -top, top)
-    return jnp.where(jnp.isinf(a), jnp.nan, scaled).astype(kind)
+    wide, top = a.astype(jnp.float32), float(jnp.finfo(kind).max)
+    # Of an infinite value the difference is NaN. A constant's broadcast would be hoisted out of the scan over layers
+    # (`lax.scan`), and each kernel would read it from memory: 4 bytes an element.
+    return jnp.where(jnp.isinf(a), wide - wide, jnp.clip(wide * scale, -top, top)).astype(kind)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
