@@ -87,7 +87,13 @@ def quantized(a: Array, kind: Any, scale: Array) -> Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def float8_product(
-    recipe: Recipe, dims: tuple[str, ...], sharding: PartitionSpec, x: Array, weight: Array, scales: Scales | None
+    recipe: Recipe,
+    dims: tuple[str, ...],
+    sharding: PartitionSpec,
+    x: Array,
+    weight: Array,
+    scales: Scales | None,
+    weight8: Array | None = None,
 ) -> Array:
     """Computes `x W` of quantized x and W; its gradients are products of these and the quantized gradient.
 
@@ -96,14 +102,21 @@ def float8_product(
       dims: (row, inner, outer), einsum letters: x is [row, inner] and W [inner, outer], each letter a dimension.
       sharding: of the result.
       x: activations.
-      weight: in the type of x.
+      weight: in the type of x; with `weight8`, zeros that have W's gradient.
       scales: of delayed scaling; None without. The gradient of their `age` counts largest values; `scale` has none.
+      weight8: W in 8 bits, with the scale of `scales`, where it exists before.
     """
-    return _product_forward(recipe, dims, sharding, x, weight, scales)[0]
+    return _product_forward(recipe, dims, sharding, x, weight, scales, weight8)[0]
 
 
 def _operands(
-    recipe: Recipe, rows: int, sharding: PartitionSpec, x: Array, weight: Array, scales: Scales | None
+    recipe: Recipe,
+    rows: int,
+    sharding: PartitionSpec,
+    x: Array,
+    weight: Array,
+    scales: Scales | None,
+    weight8: Array | None,
 ) -> tuple[Array, Array, tuple[Array, Array]]:
     """Returns x, gathered along the first `rows` dimensions where it is sharded more than the product, and W in 8 bits,
     and their scales."""
@@ -111,7 +124,8 @@ def _operands(
     x8, x_spec = quantized(x, E4M3, of_both[0]), jax.typeof(x).sharding.spec
     if recipe.gathers and not any(x_spec[rows:]):  # column-parallel
         x8 = reshard(x8, PartitionSpec(*sharding[:rows], *x_spec[rows:]))
-    return x8, quantized(weight, E4M3, of_both[1]), (of_both[0], of_both[1])
+    weight8 = quantized(weight, E4M3, of_both[1]) if weight8 is None else weight8
+    return x8, weight8, (of_both[0], of_both[1])
 
 
 def _scaled(
@@ -131,10 +145,16 @@ def _scaled(
 
 
 def _product_forward(
-    recipe: Recipe, dims: tuple[str, ...], sharding: PartitionSpec, x: Array, weight: Array, scales: Scales | None
+    recipe: Recipe,
+    dims: tuple[str, ...],
+    sharding: PartitionSpec,
+    x: Array,
+    weight: Array,
+    scales: Scales | None,
+    weight8: Array | None = None,
 ) -> tuple[Array, Any]:
     row, inner, outer = dims
-    x8, weight8, both = _operands(recipe, len(row), sharding, x, weight, scales)
+    x8, weight8, both = _operands(recipe, len(row), sharding, x, weight, scales, weight8)
     y = _scaled(f"{row}{inner},{inner}{outer}->{row}{outer}", x8, weight8, both, x.dtype, sharding)
     # The largest value of x is found in the backward pass, once: forward passes alone need none.
     counted = None if scales is None else x
@@ -143,7 +163,7 @@ def _product_forward(
 
 def _product_backward(
     recipe: Recipe, dims: tuple[str, ...], _: PartitionSpec, saved: Any, gradient: Array
-) -> tuple[Array, Array, Scales | None]:
+) -> tuple[Array, Array, Scales | None, None]:
     """Computes `dx = g W'`, `dW = x' g` and counts of the largest values of x and g."""
     row, inner, outer = dims
     x8, weight8, (x_scale, weight_scale), scales, x, of_x = saved
@@ -164,7 +184,7 @@ def _product_backward(
     row, x8, g8 = merge_both(row, (x8, 0), (g8, 0))
     formula, merged_spec = f"{row}{inner},{row}{outer}->{inner}{outer}", jax.typeof(weight8).sharding.spec
     weight_gradient = _scaled(formula, x8, g8, (x_scale, scale), dtype, merged_spec, precise)
-    return x_gradient, weight_gradient.reshape(shape, out_sharding=weight_spec), counts
+    return x_gradient, weight_gradient.reshape(shape, out_sharding=weight_spec), counts, None
 
 
 float8_product.defvjp(_product_forward, _product_backward)

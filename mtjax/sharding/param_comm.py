@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec, reshard
 from mtjax.layout.layouts import NOT_SHARDED
 from mtjax.layout.rules import Axes
 from mtjax.sharding.axes import explicit_axes, explicit_only, fully_manual, psum_varying, spec, varying_like
+from mtjax.sharding.stored_weight import QuantizedWeight
 
 Tree = Any
 T = TypeVar("T")
@@ -47,7 +48,7 @@ class ReplicatedParam:
     """
 
     array: Any
-    """The parameter, or the `ShardedParam` from which it is gathered once per step."""
+    """The parameter, perhaps a `QuantizedWeight`, or the `ShardedParam` from which it is gathered once per step."""
     shard: Any
     """float32 zeros in the shape of the reduced gradient, to differentiate by."""
     spec: PartitionSpec
@@ -71,7 +72,7 @@ class ShardedParam:
     reduction: GradReduction
     """Likewise without the leading `layers`."""
     gather_dtype: str
-    """Type in which it is gathered: the compute type for matrices."""
+    """Type in which it is gathered: the compute type for matrices, or 8 bits for quantized ones."""
     dtype: str
     """Type of the gathered parameter, and of its gradient. For a layer's matrices it is `gather_dtype`, so that no
     second copy is saved."""
@@ -82,9 +83,23 @@ class ShardedParam:
     parts: int | None = None
     """Dimension whose elements are gathered, and their gradients reduced, one by one: a product of each reads one."""
 
+    @property
+    def is_quantized(self) -> bool:
+        """Whether it is gathered in 8 bits, from `cast`."""
+        return self.gather_dtype.startswith("float8")
+
+    @property
+    def sent(self) -> Any:
+        """The shard that is gathered."""
+        return self.cast[0] if self.is_quantized and self.cast else self.shard
+
+    def in_full(self, full: Array) -> Array | QuantizedWeight:
+        """Returns the parameter of this gathered array."""
+        return QuantizedWeight(full, self.dtype) if self.is_quantized else full
+
     def with_gathered(self, full: Array) -> ReplicatedParam:
         """Returns the same parameter once it has been gathered, as `full`, for both passes."""
-        return ReplicatedParam(full, self.shard, spec(*self.names), self.reduction)
+        return ReplicatedParam(self.in_full(full), self.shard, spec(*self.names), self.reduction)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["parameter"], meta_fields=[])
@@ -121,7 +136,9 @@ def communicated(leaf: Any) -> ShardedParam | ReplicatedParam | None:
 
 def stack_of(leaf: ShardedParam | ReplicatedParam) -> Array:
     """Returns the stacked array, [layers, ...], that a layer is taken from: this rank's shards, or all of it."""
-    return leaf.shard if isinstance(leaf, ShardedParam) else leaf.array
+    if isinstance(leaf, ShardedParam):
+        return leaf.sent
+    return leaf.array.values if isinstance(leaf.array, QuantizedWeight) else leaf.array
 
 
 def materialize(module: T) -> T:
@@ -134,6 +151,9 @@ def _resolve(leaf: Any) -> Any:
     match leaf:
         case NoGrad(parameter):
             return _resolve(parameter)
+        case ReplicatedParam(QuantizedWeight() as weight, shard, param_spec, reduction):
+            weight = weight.with_carrier()
+            return replace(weight, carrier=_reduce_grad(param_spec, reduction, weight.carrier, shard))
         case ReplicatedParam(array, shard, param_spec, reduction):
             return _reduce_grad(param_spec, reduction, array, shard)
         case ShardedParam(shard, names, reduction, gather_dtype, dtype) if explicit_axes().issuperset(
@@ -141,9 +161,18 @@ def _resolve(leaf: Any) -> Any:
         ):
             # Outside the manual region, where nothing is differentiated: the partitioner inserts the all-gather.
             return reshard(shard.astype(gather_dtype), spec(*names)).astype(dtype)
-        case ShardedParam(shard, names, reduction, gather_dtype, dtype):
-            return _gather(_Gathering(spec(*names), reduction, gather_dtype, dtype, leaf.parts), shard, leaf.cast)
+        case ShardedParam(is_quantized=True):
+            return _resolve(leaf.with_gathered(gather(leaf)))
+        case ShardedParam():
+            return gather(leaf)
     return leaf
+
+
+def gather(leaf: ShardedParam) -> Array:
+    """All-gathers a parameter where it is used, in the manual region."""
+    dtype = leaf.gather_dtype if leaf.is_quantized else leaf.dtype
+    how = _Gathering(spec(*leaf.names), leaf.reduction, leaf.gather_dtype, dtype, leaf.parts)
+    return _gather(how, lax.stop_gradient(leaf.sent) if leaf.is_quantized else leaf.shard, leaf.cast)
 
 
 # Forward: `array`. Backward: the gradient of `array`, reduced, becomes the gradient of `shard`.
