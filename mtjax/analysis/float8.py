@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 
-from mtjax.analysis.anatomy import Anatomy
+from mtjax.analysis.anatomy import Anatomy, Stack
 from mtjax.analysis.contract import (
     GRADIENTS,
     JOINED,
@@ -19,7 +19,7 @@ from mtjax.analysis.contract import (
     Expectation,
     sum_expectations,
 )
-from mtjax.analysis.counts import Counts, counts, stage_weights
+from mtjax.analysis.counts import Counts, counts, layer_counts, stage_weights
 from mtjax.analysis.parts.part import Product, Weight, over_model
 from mtjax.config import Model
 from mtjax.config.float8 import EXPONENTS, FLOAT8_PRODUCTS, MULTIPLE, quantizes_once, unfit_products
@@ -115,6 +115,12 @@ def _counts_in_8_bits(weights: tuple[Weight, ...], model: Model, plan: Plan) -> 
 def counts_in_8_bits(weights: Iterable[Weight], model: Model, plan: Plan) -> Counts:
     """Counts the elements on a device of those of some weights that are quantized once a step."""
     return _counts_in_8_bits(tuple(weights), model, plan) if _quantizes_once(model, plan) else Counts()
+
+
+def layer_bytes(stack: Stack, model: Model, plan: Plan) -> float:
+    """Returns the bytes of a layer's parameters on a device, gathered by ZeRO-3."""
+    eight = counts_in_8_bits([w for part in stack.parts for w in part.weights], model, plan).all
+    return plan.element_bytes * (layer_counts(stack, plan.layout(model), plan.mesh).all - eight) + eight
 
 
 def float8_weight_bytes(anatomy: Anatomy, plan: Plan) -> float:

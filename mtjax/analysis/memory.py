@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from mtjax.analysis.anatomy import Anatomy, Predictors, Stack
 from mtjax.analysis.counts import Counts, largest_part, largest_stack, layer_counts, stage_counts, trainable_counts
 from mtjax.analysis.counts import counts as counts_of
-from mtjax.analysis.float8 import counts_in_8_bits, float8_state_bytes, float8_weight_bytes
+from mtjax.analysis.float8 import float8_state_bytes, float8_weight_bytes, layer_bytes
 from mtjax.analysis.optimizer import point_bytes, states_on_device, streamed_bytes
 from mtjax.analysis.parts.attention import ATTENTION_OUTPUT, PROBABILITIES, QUERY_KEY_VALUE
 from mtjax.analysis.parts.prediction import INPUTS_AHEAD
@@ -350,24 +350,14 @@ def _gathered(anatomy: Anatomy, stack: Stack, plan: Plan) -> float:
     """Returns the bytes of two layers' gathered parameters with ZeRO-3, the current and the prefetched one's, and of
     the previous layer's gradients, whose reduction is overlapped."""
     in_flight = plan.precision.gradients if plan.overlaps_data(anatomy.model) else 0
-    return 2 * _layer_bytes(anatomy, stack, plan) + in_flight * _in_layer(anatomy, stack, plan)
+    parameters = layer_counts(stack, plan.layout(anatomy.model), plan.mesh).all
+    return 2 * layer_bytes(stack, anatomy.model, plan) + in_flight * parameters
 
 
 def _prefetched(anatomy: Anatomy, plan: Plan) -> float:
     """Returns the bytes of the last two layers' parameters, which ZeRO-3 prefetches while the loss is computed."""
     is_prefetched = plan.zero == 3 and plan.prefetches(anatomy.model)
-    return 2 * _layer_bytes(anatomy, anatomy.stacks[-1], plan) if is_prefetched else 0.0
-
-
-def _layer_bytes(anatomy: Anatomy, stack: Stack, plan: Plan) -> float:
-    """Returns the bytes of a layer's gathered parameters."""
-    eight = counts_in_8_bits([w for part in stack.parts for w in part.weights], anatomy.model, plan).all
-    return plan.element_bytes * _in_layer(anatomy, stack, plan) - (plan.element_bytes - 1) * eight
-
-
-def _in_layer(anatomy: Anatomy, stack: Stack, plan: Plan) -> float:
-    """Returns the parameters of a layer on a device, before ZeRO."""
-    return layer_counts(stack, plan.layout(anatomy.model), plan.mesh).all
+    return 2 * layer_bytes(anatomy.stacks[-1], anatomy.model, plan) if is_prefetched else 0.0
 
 
 def _group(plan: Plan, kinds: Mapping[str, float]) -> float:

@@ -134,13 +134,6 @@ def communicated(leaf: Any) -> ShardedParam | ReplicatedParam | None:
     return leaf if is_reduced or isinstance(leaf, ShardedParam) else None
 
 
-def stack_of(leaf: ShardedParam | ReplicatedParam) -> Array:
-    """Returns the stacked array, [layers, ...], that a layer is taken from: this rank's shards, or all of it."""
-    if isinstance(leaf, ShardedParam):
-        return leaf.sent
-    return leaf.array.values if isinstance(leaf.array, QuantizedWeight) else leaf.array
-
-
 def materialize(module: T) -> T:
     """Replaces every wrapped parameter of a module, or of any tree, by an array that products can use."""
     return jax.tree.map(_resolve, module, is_leaf=is_wrapped)
@@ -161,18 +154,15 @@ def _resolve(leaf: Any) -> Any:
         ):
             # Outside the manual region, where nothing is differentiated: the partitioner inserts the all-gather.
             return reshard(shard.astype(gather_dtype), spec(*names)).astype(dtype)
-        case ShardedParam(is_quantized=True):
-            return _resolve(leaf.with_gathered(gather(leaf)))
         case ShardedParam():
-            return gather(leaf)
+            return _resolve(leaf.with_gathered(gather(leaf))) if leaf.is_quantized else gather(leaf)
     return leaf
 
 
 def gather(leaf: ShardedParam) -> Array:
     """All-gathers a parameter where it is used, in the manual region."""
-    dtype = leaf.gather_dtype if leaf.is_quantized else leaf.dtype
-    how = _Gathering(spec(*leaf.names), leaf.reduction, leaf.gather_dtype, dtype, leaf.parts)
-    return _gather(how, lax.stop_gradient(leaf.sent) if leaf.is_quantized else leaf.shard, leaf.cast)
+    shard = lax.stop_gradient(leaf.sent) if leaf.is_quantized else leaf.shard
+    return _gather(replace(leaf, shard=None, cast=()), shard, leaf.cast)
 
 
 # Forward: `array`. Backward: the gradient of `array`, reduced, becomes the gradient of `shard`.
@@ -205,49 +195,40 @@ def _reduce_grad_backward(
 _reduce_grad.defvjp(_reduce_grad_forward, _reduce_grad_backward)
 
 
-@dataclass(frozen=True)
-class _Gathering:
-    """Static arguments of `_gather`: fields of a `ShardedParam`, and the sharding of the gathered parameter."""
-
-    spec: PartitionSpec
-    reduction: GradReduction
-    gather_dtype: str
-    dtype: str
-    parts: int | None
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gather(how: _Gathering, shard: Array, cast: tuple[Array, ...]) -> Array:
+def _gather(how: ShardedParam, shard: Array, cast: tuple[Array, ...]) -> Array:
     """All-gathers a shard along `reduction.dim`; backward, reduce-scatters the gradient along the same dimension.
 
     Args:
-      how: static arguments.
+      how: the parameter, without arrays.
       shard: float32, 1 / `reduction.num_shards` of the parameter.
       cast: the same in `gather_dtype`, if it exists already, in parts.
     """
-    axes, dim = how.reduction.shard_axes, how.reduction.dim
+    axes, dim, dtype = how.reduction.shard_axes, how.reduction.dim, how.gather_dtype if how.is_quantized else how.dtype
 
     def local(a: Array) -> Array:
-        return lax.all_gather(a.astype(how.gather_dtype), axes, axis=dim, tiled=True).astype(how.dtype)
+        return lax.all_gather(a.astype(how.gather_dtype), axes, axis=dim, tiled=True).astype(dtype)
 
     with jax.named_scope("parameters"):
-        full = [fully_manual(local, how.spec)(a) for a in cast or (shard,)]
+        full = [fully_manual(local, spec(*how.names))(a) for a in cast or (shard,)]
         # XLA: a product that reads one part of the concatenation reads that part's own array.
         return full[0] if how.parts is None else jnp.concatenate(full, axis=how.parts)
 
 
-def _gather_forward(how: _Gathering, shard: Array, cast: tuple[Array, ...]) -> tuple[Array, int]:
+def _gather_forward(how: ShardedParam, shard: Array, cast: tuple[Array, ...]) -> tuple[Array, int]:
     # Neither the shard nor the gathered parameter is a residual: only how many gradients are None.
     return _gather(how, shard, cast), len(cast)
 
 
-def _gather_backward(how: _Gathering, casts: int, gradient: Array) -> tuple[Array, tuple[None, ...]]:
+def _gather_backward(how: ShardedParam, casts: int, gradient: Array) -> tuple[Array, tuple[None, ...]]:
     """Reduce-scatters the gradient [...] of the full parameter: float32, in the shape of the shard."""
     none = (None,) * casts
     if how.parts is None:
-        return reduce_gradient(gradient, how.spec, how.reduction), none
+        return reduce_gradient(gradient, spec(*how.names), how.reduction), none
     parts = jnp.split(gradient, gradient.shape[how.parts], axis=how.parts)
-    return jnp.concatenate([reduce_gradient(part, how.spec, how.reduction) for part in parts], axis=how.parts), none
+    return jnp.concatenate(
+        [reduce_gradient(part, spec(*how.names), how.reduction) for part in parts], axis=how.parts
+    ), none
 
 
 _gather.defvjp(_gather_forward, _gather_backward)

@@ -164,6 +164,13 @@ def scan_but_last(
     return carry, states
 
 
+def stack_of(leaf: ShardedParam | ReplicatedParam) -> Array:
+    """Returns the stacked array, [layers, ...], that a layer is taken from: this rank's shards, or all of it."""
+    if isinstance(leaf, ShardedParam):
+        return leaf.sent
+    return leaf.array.values if isinstance(leaf.array, QuantizedWeight) else leaf.array
+
+
 def _without_arrays(leaf: ShardedParam | ReplicatedParam) -> ShardedParam | ReplicatedParam:
     if isinstance(leaf, ShardedParam):
         return replace(leaf, shard=None, cast=())
