@@ -98,7 +98,8 @@ def _casts(jaxpr: Any) -> Iterator[tuple[int, ...]]:
     """Shapes of all that a program rounds to the 8-bit type of weights, loops and calls included."""
     for equation in jaxpr.eqns:
         if equation.primitive.name == "convert_element_type" and equation.params["new_dtype"] == E4M3:
-            yield equation.outvars[0].aval.shape
+            shaped: Any = equation.outvars[0].aval
+            yield shaped.shape
         for inner in jaxprs_in_params(equation.params):
             yield from _casts(inner)
 
