@@ -137,8 +137,8 @@ FAULTS = (
     ),
     Fault(
         "8-bit floats: each product quantizes its weight again",
-        'return {"weight": quantize_stack(parameters["weight"], scale, compute_dtype)}',
-        "return {}",
+        'if of_layer["weight"].is_trainable:',
+        'if not of_layer["weight"].is_trainable:',
         "train",
         "test_each_matrix_is_quantized_once_a_step",
     ),

@@ -16,8 +16,7 @@ from mtjax.config.float8 import EXPONENTS, FLOAT8_PRODUCTS, UNQUANTIZED, unfit_p
 from mtjax.layout.stages import PADDING
 from mtjax.models.project import product
 from mtjax.sharding.axes import num_shards, sequence_is_sharded, spec, varying_like
-from mtjax.sharding.float8 import E4M3, E5M2, Recipe, Scales, float8_product
-from mtjax.sharding.stored_weight import QuantizedWeight
+from mtjax.sharding.float8 import E4M3, E5M2, QuantizedWeight, Recipe, Scales, float8_product
 
 FIRST_SCALES = (4.0, 64.0, 2.0**24)
 """Of x, W and g in the first step, whose largest values are unknown; that of W is replaced by its own."""

@@ -3,7 +3,7 @@
 import string
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +14,11 @@ from jaxtyping import Float
 
 from mtjax.models.recompute import SAVED
 from mtjax.sharding.axes import merge_both, sequence_is_sharded, spec, varying_like, width_is_sharded
-from mtjax.sharding.stored_weight import QuantizedWeight, StoredWeight
+from mtjax.sharding.stored_weight import StoredWeight
 from mtjax.sharding.unstack import computes_apart, is_unrolled
+
+if TYPE_CHECKING:
+    from mtjax.sharding.float8 import QuantizedWeight
 
 
 class ProductRule(Protocol):
@@ -31,7 +34,7 @@ class ProductRule(Protocol):
 
 def project(
     x: Float[Array, "batch seq ..."],
-    weight: Array | StoredWeight | QuantizedWeight,
+    weight: "Array | StoredWeight | QuantizedWeight",
     bias: Array | None,
     outputs: Sequence[str | None],
     sequence: str = "seq",

@@ -4,7 +4,8 @@ A tensor is multiplied by a power of two, so that its largest value just fits in
 powers of two, because they are exact in every type: the same tensor has the same digits whatever the scale.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -48,6 +49,44 @@ class Scales:
     age: Float[Array, "2 heads exponents"]
     """Of x and g: steps since 2^(LOWEST + i) was the scale that fits; its gradient counts who found which one. Each
     tensor parallel rank counts in its rows."""
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["values", "carrier"], meta_fields=["dtype"])
+@dataclass(frozen=True)
+class QuantizedWeight:
+    """A matrix in 8 bits, quantized once for all products of a step; its gradient has more bits."""
+
+    values: Any
+    """[*inputs, *outputs], or stacked, [layers, ...]."""
+    dtype: str
+    """Type of the matrix without quantization, and so of its gradient."""
+    carrier: Any = None
+    """Zeros in the shape of the matrix that no product reads: their gradient is the matrix's. None in a stack."""
+
+    def __getitem__(self, key: object) -> "QuantizedWeight":
+        """Returns itself for `[...]`, by which `nnx.Variable` is read."""
+        assert key is Ellipsis
+        return self
+
+    @property
+    def ndim(self) -> int:
+        """Dimensions of the matrix."""
+        return self.values.ndim
+
+    def astype(self, dtype: jax.typing.DTypeLike) -> "QuantizedWeight":
+        """Returns the matrix for products with gradients of this type."""
+        return replace(self, carrier=self.carrier.astype(dtype))
+
+    def with_carrier(self) -> "QuantizedWeight":
+        """Returns the matrix with zeros to differentiate by."""
+        values = lax.stop_gradient(self.values)
+        zeros = jnp.zeros(values.shape, self.dtype, out_sharding=jax.typeof(values).sharding.spec)
+        return replace(self, values=values, carrier=varying_like(zeros, values))
+
+    def reduced(self, reduce: Callable[[Array, Array], Array], shard: Array) -> "QuantizedWeight":
+        """Returns the matrix with zeros whose gradient `reduce` makes that of `shard`."""
+        weight = self.with_carrier()
+        return replace(weight, carrier=reduce(weight.carrier, shard))
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["spec"])

@@ -17,7 +17,6 @@ from jax.sharding import PartitionSpec, reshard
 from mtjax.layout.layouts import NOT_SHARDED
 from mtjax.layout.rules import Axes
 from mtjax.sharding.axes import explicit_axes, explicit_only, fully_manual, psum_varying, spec, varying_like
-from mtjax.sharding.stored_weight import QuantizedWeight
 
 Tree = Any
 T = TypeVar("T")
@@ -93,9 +92,13 @@ class ShardedParam:
         """The shard that is gathered."""
         return self.cast[0] if self.is_quantized and self.cast else self.shard
 
-    def in_full(self, full: Array) -> Array | QuantizedWeight:
+    def in_full(self, full: Array) -> Any:
         """Returns the parameter of this gathered array."""
-        return QuantizedWeight(full, self.dtype) if self.is_quantized else full
+        if not self.is_quantized:
+            return full
+        from mtjax.sharding.float8 import QuantizedWeight
+
+        return QuantizedWeight(full, self.dtype)
 
     def with_gathered(self, full: Array) -> ReplicatedParam:
         """Returns the same parameter once it has been gathered, as `full`, for both passes."""
@@ -144,9 +147,8 @@ def _resolve(leaf: Any) -> Any:
     match leaf:
         case NoGrad(parameter):
             return _resolve(parameter)
-        case ReplicatedParam(QuantizedWeight() as weight, shard, param_spec, reduction):
-            weight = weight.with_carrier()
-            return replace(weight, carrier=_reduce_grad(param_spec, reduction, weight.carrier, shard))
+        case ReplicatedParam(array, shard, param_spec, reduction) if not isinstance(array, Array):
+            return array.reduced(partial(_reduce_grad, param_spec, reduction), shard)
         case ReplicatedParam(array, shard, param_spec, reduction):
             return _reduce_grad(param_spec, reduction, array, shard)
         case ShardedParam(shard, names, reduction, gather_dtype, dtype) if explicit_axes().issuperset(
@@ -161,8 +163,7 @@ def _resolve(leaf: Any) -> Any:
 
 def gather(leaf: ShardedParam) -> Array:
     """All-gathers a parameter where it is used, in the manual region."""
-    shard = lax.stop_gradient(leaf.sent) if leaf.is_quantized else leaf.shard
-    return _gather(replace(leaf, shard=None, cast=()), shard, leaf.cast)
+    return _gather(replace(leaf, shard=None, cast=()), leaf.sent, leaf.cast)
 
 
 # Forward: `array`. Backward: the gradient of `array`, reduced, becomes the gradient of `shard`.

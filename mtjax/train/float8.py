@@ -138,20 +138,11 @@ def _quantize_weights(records: Tree, parameters: Tree, compute_dtype: str) -> Tr
     if STATE not in parameters:
         return after
     scale = parameters[STATE]["scale"][..., 1]
-    if "weight" in parameters:
-        return after | _weight_quantized(records, parameters, scale, compute_dtype)
-    for name in JOINED:
-        after[name] |= _weight_quantized(records[name], parameters[name], scale, compute_dtype)
+    layers = [(records, after)] if "weight" in after else [(records[name], after[name]) for name in JOINED]
+    for of_layer, linear in layers:
+        if of_layer["weight"].is_trainable:
+            linear["weight"] = quantize_stack(linear["weight"], scale, compute_dtype)
     return after
-
-
-def _weight_quantized(records: Tree, parameters: Tree, scale: Array, compute_dtype: str) -> Tree:
-    """Returns the quantized weight of a linear layer, by its name; nothing if it can't be."""
-    record = records["weight"]
-    # Frozen ones are not wrapped for gradients; ranks that have different layers gather all of them in one array.
-    if not record.is_trainable or (record.gather_dtype is not None and not record.is_sharded_within_layers):
-        return {}
-    return {"weight": quantize_stack(parameters["weight"], scale, compute_dtype)}
 
 
 def _with_weight_scales(parameters: Tree) -> Tree:

@@ -193,6 +193,7 @@ MESHES = [
         ("2x1", {"zero": 1, "num_layers": 5}),
         ("2x2", {"zero": 2, "microbatch_size": 1, "recompute": "full"}),
         ("2x1", {"microbatch_size": 1}),
+        ("3x1", {"zero": 1, "num_layers": 3, "global_batch_size": 6}),
         ("1x4", {"zero": 1, "family": "llama", "num_kv_heads": 2}),
         ("data=2,stage=2,model=1", {"zero": 1, "microbatch_size": 1}),
     ],

@@ -23,7 +23,6 @@ from mtjax.sharding.param_comm import (
     set_layer,
 )
 from mtjax.sharding.stacked_collectives import gather_layer
-from mtjax.sharding.stored_weight import QuantizedWeight
 
 Tree = Any
 Run = Callable[..., tuple[Array, Tree]]
@@ -89,7 +88,7 @@ class PrefetchLoop:
         fewer bits. Frozen parameters have none."""
         # In float32 XLA would copy them in each iteration: the reduction reads the slot of one layer while the backward
         # pass of the next writes it. Cast by the reduction, they are read before.
-        whole = [g.carrier if isinstance(g, QuantizedWeight) else g for g in gradients]
+        whole = [g if isinstance(g, Array) else g.carrier for g in gradients]
         of_layer = zip(self.communicated, whole, self.is_trainable, strict=True)
         return [_narrow(gradient, like.reduction.comm_dtype) for like, gradient, is_trained in of_layer if is_trained]
 
@@ -168,13 +167,13 @@ def stack_of(leaf: ShardedParam | ReplicatedParam) -> Array:
     """Returns the stacked array, [layers, ...], that a layer is taken from: this rank's shards, or all of it."""
     if isinstance(leaf, ShardedParam):
         return leaf.sent
-    return leaf.array.values if isinstance(leaf.array, QuantizedWeight) else leaf.array
+    return leaf.array if isinstance(leaf.array, Array) else leaf.array.values
 
 
 def _without_arrays(leaf: ShardedParam | ReplicatedParam) -> ShardedParam | ReplicatedParam:
     if isinstance(leaf, ShardedParam):
         return replace(leaf, shard=None, cast=())
-    kept = replace(leaf.array, values=None) if isinstance(leaf.array, QuantizedWeight) else None
+    kept = None if isinstance(leaf.array, Array) else replace(leaf.array, values=None)
     return replace(leaf, array=kept, shard=None)
 
 
@@ -182,7 +181,7 @@ def _parameter_of(like: ShardedParam | ReplicatedParam, array: Array) -> Any:
     """Returns a layer's parameter: the array, or the matrix in 8 bits with zeros to differentiate by."""
     if isinstance(like, ShardedParam):
         full = like.in_full(array)
-        return full.with_carrier() if isinstance(full, QuantizedWeight) else full
+        return full if isinstance(full, Array) else full.with_carrier()
     return array if like.array is None else replace(like.array, values=array).with_carrier()
 
 
@@ -191,4 +190,4 @@ def _narrow(gradient: Array, dtype: str) -> Array:
 
 
 def _array_of(parameter: Any) -> Array:
-    return parameter.values if isinstance(parameter, QuantizedWeight) else parameter
+    return parameter if isinstance(parameter, Array) else parameter.values
