@@ -110,7 +110,8 @@ def test_each_matrix_is_quantized_once_a_step(fields: dict[str, Any], times: int
     arguments = program.abstract_state, program.abstract_step_batch()
     with jax.set_mesh(program.mesh):
         casts = Counter(_casts(jax.make_jaxpr(program._step)(*arguments).jaxpr))
-    shapes = [r.shape for r in jax.tree.leaves(program.records) if r.is_matrix and r.is_stacked]
+    records: list[Any] = jax.tree.leaves(program.records)
+    shapes = [r.shape for r in records if r.is_matrix and r.is_stacked]
     assert len(shapes) == 4
     for shape in shapes:
         assert casts[shape] == times
