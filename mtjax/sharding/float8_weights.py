@@ -11,7 +11,7 @@ from jaxtyping import Float
 
 from mtjax.sharding.axes import spec
 from mtjax.sharding.float8 import E4M3, QuantizedWeight, quantized
-from mtjax.sharding.param_comm import ReplicatedParam, ShardedParam, gather
+from mtjax.sharding.param_comm import ReplicatedParam, ShardedParam
 from mtjax.sharding.param_specs import ParamSpec
 from mtjax.sharding.reduction import NO_REDUCTION, Reduction, zeros_like_reduced
 
@@ -66,11 +66,7 @@ class Float8Reduction(Reduction):
             full = wrapped.array
             if isinstance(full, ShardedParam):
                 return replace(wrapped, array=self._quantized(record, pair, full))
-            values = pair.values
-            if record.is_gathered_per_step:  # ranks have other layers: all are gathered at once
-                eight = jnp.dtype(E4M3).name
-                values = gather(ShardedParam(values, record.axes, record.grad_reduction, eight, eight))
-            return replace(wrapped, array=QuantizedWeight(values, full.dtype.name))
+            return replace(wrapped, array=QuantizedWeight(pair.values, full.dtype.name))
         zeros = zeros_like_reduced(wrapped.shape, wrapped, record, NO_REDUCTION)
         weight = QuantizedWeight(pair.values, wrapped.dtype.name)
         return ReplicatedParam(weight, zeros, spec(*record.layer_axes), NO_REDUCTION)

@@ -132,7 +132,7 @@ def test_a_product_with_a_scale_for_each_row_is_that_of_numpys_rounded_operands_
         y, pull = jax.vjp(
             lambda x, w: rowwise_product(Recipe(False, kind), dims, spec, x, w), *map(jnp.asarray, (x, w))
         )
-        dx, dw = pull(jnp.asarray(g))
+        dx, dw = map(np.asarray, pull(jnp.asarray(g)))
     tall, flat, wide = x.reshape(16, 32), w.reshape(32, 16), g.reshape(16, 16)
     known, g_kind = ml_dtypes.float8_e4m3fn, np.dtype(kind).type
     by_row = lambda a, kind: np.stack([rounded(row, kind, scale_of(row, kind)) for row in a])  # noqa: E731
@@ -194,7 +194,6 @@ MESHES = [
         ("2x1", {"zero": 1, "num_layers": 5}),
         ("2x2", {"zero": 2, "microbatch_size": 1, "recompute": "full"}),
         ("2x1", {"microbatch_size": 1}),
-        ("3x1", {"zero": 1, "num_layers": 3, "global_batch_size": 6}),
         ("1x4", {"zero": 1, "family": "llama", "num_kv_heads": 2}),
         ("data=2,stage=2,model=1", {"zero": 1, "microbatch_size": 1}),
     ],
