@@ -75,6 +75,12 @@ def group_of(path: str) -> int:
 
 
 @pytest.fixture(autouse=True, scope="session")
+def eight_devices() -> None:
+    """Uses them, which fixes their number: a command on one device would else leave one to all tests behind it."""
+    assert os.environ["JAX_PLATFORMS"] != "cpu" or len(jax.devices()) == 8
+
+
+@pytest.fixture(autouse=True, scope="session")
 def sliced_by_numpy() -> Iterator[None]:
     """Orbax cuts what several devices hold, so that each writes a part: on CPUs a copy, for which it compiles a program
     of each shape, place and device, a hundred for a tiny run's first checkpoint."""

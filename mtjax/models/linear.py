@@ -34,6 +34,7 @@ def normal(key: Array, sizes: Mapping[str, int], std: float) -> nnx.Param:
 
 def constant(value: float, sizes: Mapping[str, int]) -> nnx.Param:
     """Builds a parameter filled with `value`."""
+    # Sharded from the beginning, like drawn ones: a device never holds all of a large parameter.
     names, shape = tuple(sizes), tuple(sizes.values())
     return nnx.Param(jnp.full(shape, value, jnp.float32, out_sharding=spec(*names)), axes=names)
 
@@ -68,6 +69,7 @@ class Linear(nnx.Module):
 
     def __call__(self, x: Float[Array, "batch seq ..."]) -> Float[Array, "batch seq ..."]:
         """Applies to [batch, seq, *inputs]; returns [batch, seq, *outputs] in the type of x."""
+        # The names are the parameter's own, so that a product is sharded as its weight is.
         outputs = self.weight.get_metadata()["axes"][self.num_inputs :]
         bias = None if self.bias is None or not self.adds_bias else self.bias[...]
         return project(x, self.weight[...], bias, outputs, self.sequence, rule=self.rule)

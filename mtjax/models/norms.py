@@ -55,6 +55,7 @@ class LayerNorm(nnx.Module):
         """Applies to the last dimension."""
         factor = jnp.broadcast_to(norm_factor(self.weight_kind, self.scale), x.shape[-1:])
         if width_is_sharded():
+            # The 2D layout: mean and variance are sums over ranks.
             from mtjax.models.width import layer_norm
 
             return layer_norm(self.epsilon, x, factor, self.bias).astype(self.dtype)
@@ -107,6 +108,7 @@ def _statistics(epsilon: float, x: Array) -> tuple[Array, Array]:
     """Computes the mean of each token, and its variance plus epsilon: [..., 1] each."""
     x = x.astype(jnp.float32)
     mean = x.mean(-1, keepdims=True)
+    # Of differences: the mean of squares minus the square of the mean would cancel where the mean is large.
     return mean, jnp.square(x - mean).mean(-1, keepdims=True) + epsilon
 
 

@@ -22,6 +22,7 @@ def logical_axes(state: nnx.State) -> dict[str, Any]:
     """
 
     def names(variable: nnx.Variable) -> nnx.Variable:
+        # `vmap` over layers (`Stack`) adds a leading dimension to the array, but no name to its metadata.
         axes = tuple(variable.get_metadata()["axes"])
         return variable.replace(("layers",) * (len(variable.shape) - len(axes)) + axes)
 

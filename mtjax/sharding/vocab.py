@@ -97,6 +97,7 @@ class OutputOptions:
 
     def logits(self, products: Array, bias: Array | None) -> Array:
         """Computes logits from products with the output table."""
+        # A factor of 1 would be one more operation on all logits.
         logits = products if bias is None else products + bias
         logits = logits * self.scale if self.scale != 1 else logits
         return logits if self.softcap is None else self.softcap * jnp.tanh(logits / self.softcap)
@@ -104,6 +105,7 @@ class OutputOptions:
     def gradient(self, slope: Array, logits: Array) -> Array:
         """Computes the gradient of the products from that of the logits."""
         slope = slope if self.scale == 1 else slope * self.scale
+        # The derivative of tanh(u) is 1 - tanh(u)^2, and logits / softcap is tanh(u).
         return slope if self.softcap is None else slope * (1 - jnp.square(logits / self.softcap))
 
 
@@ -166,6 +168,7 @@ def _cross_entropy_forward(
     def local(hidden_BSH: Array, table_VH: Array, bias_V: Array | None, labels_BS: Array) -> tuple[Array, Array]:
         """Computes losses and log Z of this rank's tokens, inside the map."""
         of_logits = summaries_of(specs, options, hidden_BSH, table_VH, bias_V, labels_BS)
+        # Each exponential is relative to the token's largest logit, so that none overflows.
         log_z, smoothing = jnp.log(of_logits.exponentials) + of_logits.top, options.label_smoothing
         mean = 0.0 if of_logits.total is None else of_logits.total / options.vocab_size
         loss = log_z - (1 - smoothing) * of_logits.label - smoothing * mean
@@ -175,6 +178,7 @@ def _cross_entropy_forward(
         arguments = (specs.hidden, specs.table, specs.bias, specs.tokens)
         mapped = map_ranks(local, arguments, (specs.tokens, specs.tokens))
         loss, log_z = mapped(hidden, table, bias, labels)
+        # With log Z the backward pass has the probabilities without another reduction over ranks.
         return loss, (hidden, table, bias, labels, log_z)
 
 
@@ -208,6 +212,7 @@ def _cross_entropy_backward(
             slope = logit_gradient(options, logits_CV, column_V, labels_C, log_z_C, gradient_C)
             return add_gradients(sums, slope, hidden_CH, cast_VH)
 
+        # A scan's carry has one type from the first chunk on: zeros vary over all axes over which what is added does.
         like = (hidden_BSH, table_VH, labels_BS, gradient_BS)
         zeros = varying_like(jnp.zeros(table_VH.shape, jnp.float32), *like)
         bias_zeros = None if bias_V is None else varying_like(jnp.zeros(bias_V.shape, jnp.float32), *like)
@@ -215,6 +220,7 @@ def _cross_entropy_backward(
         (table_gradient, bias_gradient), hidden_gradient = lax.scan(differentiate_chunk, (zeros, bias_zeros), pieces)
         # Each rank has the contribution of its columns to the gradient of hidden states: reduced over `rows`.
         hidden_gradient = specs.sum_into_residual(chunks.join(hidden_gradient, hidden_BSH.shape))
+        # Manual axes are not among `samples`: over these the step reduces gradients itself (`param_comm`).
         bias_gradient = None if bias_gradient is None else psum_varying(bias_gradient, specs.samples)
         return hidden_gradient, psum_varying(table_gradient, specs.samples), bias_gradient
 
@@ -236,6 +242,7 @@ def logit_gradient(
     `d loss / d logits = g (p (1 + 2 z_loss log Z) - (1 - e) onehot(label) - e / vocab_size)`, from which
     `OutputOptions.gradient` follows.
     """
+    # The derivative of z_loss (log Z)^2 is 2 z_loss log Z times that of log Z, which is the probability.
     z_term = 1 + 2 * options.z_loss * log_z_C
     slope = jnp.exp(logits_CV - log_z_C[:, None]) * z_term[:, None]
     slope -= (column_V == labels_C[:, None]) * (1 - options.label_smoothing)
@@ -298,6 +305,7 @@ def summaries_of(
     _, summaries = lax.scan(reduce_chunk, None, (chunks.split(hidden_BSH), chunks.split(labels_BS)))
     highest, exponentials, label, total = (chunks.join(a, labels_BS.shape) for a in summaries)
     # sum exp(z - top) = sum over ranks of exp(highest - top) * (their sum exp(z - highest))
+    # `pmax` has no derivative, and needs none: losses have backward passes of their own.
     top = lax.pmax(highest, specs.rows)
     sums = (exponentials * jnp.exp(highest - top), label) + ((total,) if options.label_smoothing else ())
     # XLA: separate all-reduces may be moved behind the mean over tokens. One array is reduced here.
@@ -326,6 +334,7 @@ def local_logits(
     Returns:
       float32 logits [C, V], and the index of each column in the entire vocabulary, [V].
     """
+    # Sums of exponentials over the vocabulary need float32; the operands stay in the compute type.
     logits = lax.dot_general(hidden_CH, table_VH, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
     logits = logits if scales_V is None else logits * scales_V
     logits, vocab_size = options.logits(logits, bias_V), options.vocab_size
@@ -363,12 +372,14 @@ class Chunks:
     @property
     def length(self) -> int:
         """Tokens of a chunk."""
+        # As few as make `count` chunks, so that the last one has little padding.
         return -(-self.tokens // self.count)
 
     def split(self, a: Array) -> Array:
         """[B, S, ...] -> [chunks, C, ...]."""
         flat = a.reshape(self.tokens, *a.shape[2:])
         if padding := self.count * self.length - self.tokens:
+            # What the loss says of it is cut off by `join`; in the backward pass its gradient is 0.
             flat = jnp.pad(flat, [(0, padding)] + [(0, 0)] * (flat.ndim - 1))
         return flat.reshape(self.count, self.length, *a.shape[2:])
 

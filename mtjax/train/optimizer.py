@@ -33,6 +33,7 @@ def make_optimizer(config: Config, records: Any, orders: Orders = PLAIN) -> opta
             b1=options.beta1,
             b2=options.beta2,
             eps=options.epsilon,
+            # Biases and norms are not decayed.
             mask=jax.tree.map(lambda record: is_decayed(record.axes), records),
         )
     else:
@@ -46,6 +47,7 @@ def make_optimizer(config: Config, records: Any, orders: Orders = PLAIN) -> opta
         return optax.chain(clip, rule)
     from mtjax.train.layer_decay import layer_factors
 
+    # Behind the rule: Adam's updates do not depend on the scale of its gradients.
     factors = jax.tree.map(lambda record: layer_factors(record, factor, config.model, orders), records)
     layer_decay = optax.stateless(lambda updates, _: jax.tree.map(jnp.multiply, updates, factors))
     return optax.chain(clip, rule, layer_decay)

@@ -11,7 +11,7 @@ from mtjax.generate.engine import Engine
 from mtjax.generate.request import Request
 from mtjax.generate.training_sample import SAMPLING, continue_text, lower_continuation, reshard_for_generation
 from mtjax.models.sharded_model import ShardedModel
-from tests.tiny import VOCAB, program_of
+from tests.tiny import VOCAB, initial_state, program_of
 
 LAYERS = {"num_layers": 5}
 EXPERTS = {
@@ -62,7 +62,7 @@ TOKENIZER: Any = Numbers()
 def written_alone(model: tuple[tuple[str, Any], ...]) -> str:
     """Returns the engine's text with weights on one device."""
     program = program_of("1x1", **dict(model))
-    decoder = Decoder(program, program.initialize(0).parameters, vocab_size=TOKENIZER.vocab_size)
+    decoder = Decoder(program, initial_state(program).parameters, vocab_size=TOKENIZER.vocab_size)
     engine, ids = Engine(decoder, sequences=1), TOKENIZER.encode("hello")
 
     def on_token(token: Any) -> bool:
@@ -81,7 +81,7 @@ def test_sample_equals_that_of_one_device(model, mesh, layout, devices, monkeypa
     program = program_of(mesh, **model, **layout)
     if devices == "all write":
         monkeypatch.setattr(continued, "generation_model", everywhere)
-    text = continue_text(program, program.initialize(0).parameters, TOKENIZER, "hello ")
+    text = continue_text(program, initial_state(program).parameters, TOKENIZER, "hello ")
     assert text == written_alone(tuple(model.items()))
 
 
@@ -94,7 +94,7 @@ def everywhere(trained: ShardedModel) -> ShardedModel:
 
 def test_long_prompt_is_truncated_to_its_end():
     program = program_of("1x1", **LAYERS)
-    parameters = program.initialize(0).parameters
+    parameters = initial_state(program).parameters
     text = continue_text(program, parameters, TOKENIZER, "a long prompt, of which the second half is read: hello")
     assert text.startswith(TOKENIZER.decode(TOKENIZER.encode("d: hello")))
     assert len(text.split()) <= program.config.model.sequence_length

@@ -46,7 +46,7 @@ def unstacked(program: Any, tree: Any) -> dict[str, Any]:
             _, rows, columns = matrices.sizes(record.shape)
             array = array.transpose(*matrices.stacked, *matrices.rows, *matrices.columns).reshape(-1, rows, columns)
         layers = array if matrices or record.is_stacked else [array]
-        found |= {f"{record.name}/{i}": jnp.asarray(layer) for i, layer in enumerate(layers)}
+        found |= {f"{record.name}/{i}": layer for i, layer in enumerate(layers)}
     return found
 
 
@@ -116,6 +116,19 @@ def update_of(program: TrainStep) -> Any:
     return jax.jit(updated, out_shardings=(places.parameters, places.optimizer))
 
 
+def reference_step(rule: Any, optimizer: str) -> Any:
+    """A step on one device: (gradients, state, parameters) -> (parameters, state, parameters for evaluation). One
+    program, where each operation on each shape would be one."""
+
+    def stepped(gradients: Any, state: Any, parameters: Any) -> Any:
+        updates, state = rule.update(gradients, state, parameters)
+        parameters = optax.apply_updates(parameters, updates)
+        is_average = optimizer == "schedule-free"
+        return parameters, state, contrib.schedule_free_eval_params(state[1], parameters) if is_average else parameters
+
+    return jax.jit(stepped)
+
+
 @pytest.mark.parametrize(("optimizer", "mesh", "settings"), CASES, ids=str)
 def test_updates_are_those_of_optax(optimizer: str, mesh: str, settings: dict[str, Any]) -> None:
     """Random gradients on the mesh, and on the whole layers of one device."""
@@ -124,16 +137,14 @@ def test_updates_are_those_of_optax(optimizer: str, mesh: str, settings: dict[st
     state, rule, random = initial_state(program), reference(program), np.random.default_rng(0)
     ours, parameters = state.optimizer, state.parameters
     flat: Any = unstacked(program, parameters)
-    theirs: Any = rule.init(flat)
+    theirs: Any = jax.jit(rule.init)(flat)
 
-    update = update_of(program)
+    update, reference_update = update_of(program), reference_step(rule, optimizer)
     for step in range(STEPS):
         gradients = jax.tree.map(lambda a: random.normal(size=a.shape).astype(np.float32), parameters)
         placed = jax.tree.map(jax.device_put, gradients, places.parameters)
         parameters, ours = program.on_mesh(update, placed, ours, parameters)
-        updates, theirs = jax.jit(rule.update)(unstacked(program, gradients), theirs, flat)
-        flat = optax.apply_updates(flat, updates)
-        expected: Any = contrib.schedule_free_eval_params(theirs[1], flat) if optimizer == "schedule-free" else flat
+        flat, theirs, expected = reference_update(unstacked(program, gradients), theirs, flat)
         for name, array in unstacked(program, parameters).items():
             np.testing.assert_allclose(array, expected[name], rtol=2e-5, atol=3e-6, err_msg=f"{step} {name}")
 
@@ -143,8 +154,9 @@ def test_schedule_free_takes_gradients_between_average_and_iterate() -> None:
     # Of gradients near 0 only the sign would count with a small epsilon, and that is rounding.
     program = program_of("1x2", optimizer="schedule-free", decay_style="constant", epsilon=1e-4, **SETTINGS)
     state, rule = initial_state(program), reference(program)
-    point = jax.tree.map(jnp.copy, state.parameters)  # the step donates its state
-    theirs: Any = rule.init(unstacked(program, point))
+    point = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))(state.parameters)  # the step donates its state
+    theirs: Any = jax.jit(rule.init)(unstacked(program, point))
+    reference_update = reference_step(rule, "schedule-free")
     gradients_of = jax.jit(lambda p, batch: program.gradients(p, batch, None))
     for step in range(STEPS):
         batch = batch_of(program, step)
@@ -152,9 +164,7 @@ def test_schedule_free_takes_gradients_between_average_and_iterate() -> None:
         state, metrics = program.step(state, batch)
         np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
         flat: Any = unstacked(program, point)
-        updates, theirs = rule.update(unstacked(program, gradients), theirs, flat)
-        flat = optax.apply_updates(flat, updates)
-        average: Any = contrib.schedule_free_eval_params(theirs[1], flat)
+        flat, theirs, average = reference_update(unstacked(program, gradients), theirs, flat)
         for name, array in unstacked(program, state.parameters).items():
             np.testing.assert_allclose(array, average[name], rtol=2e-5, atol=3e-6, err_msg=f"{step} {name}")
         restacked = [

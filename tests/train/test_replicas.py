@@ -14,7 +14,7 @@ from mtjax.runtime.train_state import State
 from mtjax.train.observability.corruption_checks import CorruptionChecks
 from mtjax.train.step import TrainStep
 from tests.end_to_end.runs import Launcher
-from tests.tiny import batch_of, program_of
+from tests.tiny import batch_of, initial_state, program_of
 
 EMBEDDING, MOMENT = "parameters.embedding", "optimizer.1.0.nu.stack.layers.mlp.up.bias"
 
@@ -35,7 +35,7 @@ def flipped(state: State, name: str, device: int) -> State:
 
 def checked(mesh: str, **fields: Any) -> tuple[TrainStep, CorruptionChecks, State]:
     program = program_of(mesh, check_replicas=2, **fields)
-    return program, CorruptionChecks(program), program.initialize(0)
+    return program, CorruptionChecks(program), initial_state(program)
 
 
 @pytest.mark.parametrize("name", [EMBEDDING, MOMENT, "step"])

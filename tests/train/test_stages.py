@@ -97,7 +97,8 @@ PRODUCT = [
     )
 ]
 CASES = [
-    *COVERING,
+    # Of the second case `test_steps_and_evaluation_on_stages` compares gradients, too: with whole steps.
+    *(pytest.param(*case, marks=[pytest.mark.exhaustive] if case is COVERING[1] else []) for case in COVERING),
     *(pytest.param(*case, marks=pytest.mark.long) for case in LONG),
     *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in RARE + PRODUCT + CONTEXT),
 ]

@@ -139,7 +139,9 @@ def traced(
       which function it runs, and its number of layers.
     """
     # `_step`, a custom_vjp, may not close over tracers such as attention's mask: those of `run` become arguments.
-    closed = {wrap: cast(Any, jax.closure_convert(wrap(run), *example)) for wrap in dict(variants)}
+    closed: dict[Callable[[Run], Run], Any] = {}
+    for wrap in dict(variants):
+        closed[wrap] = jax.closure_convert(wrap(run), *example)
     places = {wrap: place for place, wrap in enumerate(closed)}
     functions, constants = zip(*closed.values(), strict=True)
     return list(functions), list(constants), [(places[wrap], count) for wrap, count in variants]
