@@ -243,8 +243,8 @@ FAULTS = (
     # --- 8-bit floats
     Fault(
         "8-bit floats: an infinite value becomes the largest number",
-        "jnp.where(jnp.isinf(a), jnp.nan, scaled).astype(kind)",
-        "scaled.astype(kind)",
+        "jnp.where(jnp.isinf(a), wide - wide, jnp.clip(wide * scale, -top, top)).astype(kind)",
+        "jnp.clip(wide * scale, -top, top).astype(kind)",
         "train",
         "test_what_is_not_finite_stays_so",
     ),
@@ -254,6 +254,27 @@ FAULTS = (
         "_scaled(formula, x8, g8, (scale / scale, scale),",
         "train",
         "test_a_product_and_its_gradients_are_those_of_numpys",
+    ),
+    Fault(
+        "8-bit floats: weights quantized once a step are not rounded to the compute type before",
+        "quantized(stack.astype(compute_dtype), E4M3, of_layers)",
+        "quantized(stack, E4M3, of_layers)",
+        "train",
+        "test_matrices_are_quantized_as_numpy",
+    ),
+    Fault(
+        "8-bit floats: weights are quantized once a step where some layers read them in 16 bits",
+        'return fp8 == "delayed" and not any(ends) and not lora_rank',
+        'return fp8 == "delayed" and not lora_rank',
+        "train",
+        "test_each_matrix_is_quantized_once_a_step",
+    ),
+    Fault(
+        "8-bit floats: each product quantizes its weight again",
+        'if of_layer["weight"].is_trainable:',
+        'if not of_layer["weight"].is_trainable:',
+        "train",
+        "test_each_matrix_is_quantized_once_a_step",
     ),
     Fault(
         "delayed scaling: smaller values of other ranks count, too",

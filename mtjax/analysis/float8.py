@@ -1,8 +1,11 @@
 """Formulas of training in 8-bit floats: which matmuls, their additional kernels, and their collectives."""
 
+import re
+from collections.abc import Iterable
 from dataclasses import replace
+from functools import cache
 
-from mtjax.analysis.anatomy import Anatomy
+from mtjax.analysis.anatomy import Anatomy, Stack
 from mtjax.analysis.contract import (
     GRADIENTS,
     JOINED,
@@ -11,13 +14,15 @@ from mtjax.analysis.contract import (
     LAYER_PHASES,
     LAYER_RECOMPUTE,
     OPTIMIZER,
+    PARAMETERS,
     Contract,
     Expectation,
     sum_expectations,
 )
-from mtjax.analysis.parts.part import Product, over_model
+from mtjax.analysis.counts import Counts, counts, layer_counts, stage_weights
+from mtjax.analysis.parts.part import Product, Weight, over_model
 from mtjax.config import Model
-from mtjax.config.float8 import EXPONENTS, FLOAT8_PRODUCTS, MULTIPLE, unfit_products
+from mtjax.config.float8 import EXPONENTS, FLOAT8_PRODUCTS, MULTIPLE, quantizes_once, unfit_products
 from mtjax.layout.plan import Plan
 from mtjax.layout.rules import MANUAL, MODEL
 from mtjax.layout.stages import layers_of_stage
@@ -33,13 +38,15 @@ def float8_bytes(product: Product, rows: float, plan: Plan) -> float:
     """Returns the bytes that kernels move around a matmul in 8 bits, beyond those of one in 16: all passes of a layer.
 
     As XLA compiles them for H100 (jax 0.10.2). The weight is cast forward and again backward, where it is also
-    transposed. The gradient is read for its largest value, and cast in both orders; the input is read for its own.
-    Tensorwise scaling reads inputs and weights before each cast, too. Rowwise scaling rounds each operand for each
-    matmul that reads it, and multiplies the results by scales.
+    transposed; one that is quantized once a step is only transposed, forward and in the recompute. The gradient is read
+    for its largest value, and cast in both orders; the input is read for its own. Tensorwise scaling reads inputs and
+    weights before each cast, too. Rowwise scaling rounds each operand for each matmul that reads it, and multiplies the
+    results by scales.
     """
     if not is_float8(product, plan):
         return 0.0
     weight, inputs, outputs = {"delayed": (8, 2, 6), "tensorwise": (12, 8, 6), "rowwise": (19, 16, 18)}[plan.fp8]
+    weight = 4 if quantizes_once(plan.fp8, plan.fp8_ends, 0) else weight
     return weight * product.inner * product.outer + rows * (outputs * product.outer + inputs * product.inner)
 
 
@@ -58,6 +65,8 @@ def with_float8(contract: Contract, anatomy: Anatomy, plan: Plan) -> Contract:
         lines += [each for line in contract.lines for each in _in_8_bits(line, plan)]
     else:
         lines += contract.lines
+    if _quantizes_once(anatomy.model, plan):
+        lines = [each for line in lines for each in _gathered_in_8_bits(line, plan)]
     return replace(contract, name=f"{contract.name} + FP8 {plan.fp8}", lines=sum_expectations(lines))
 
 
@@ -76,6 +85,52 @@ def _in_8_bits(line: Expectation, plan: Plan) -> list[Expectation]:
 def _of_float8(count: str, plan: Plan) -> str:
     """Returns a formula for all layers as one for those with matmuls in 8 bits."""
     return f"({count})*(layers - unquantized_layers)/layers" if any(plan.fp8_ends) else count
+
+
+def _quantizes_once(model: Model, plan: Plan) -> bool:
+    return quantizes_once(plan.fp8, plan.fp8_ends, model.lora_rank)
+
+
+def _gathered_in_8_bits(line: Expectation, plan: Plan) -> list[Expectation]:
+    """Returns a line as two, if it gathers matrices of layers: of those in 8 bits, and of the others."""
+    matrices = re.search(r"\b(layer|split)_matrices\b", line.elements)
+    if line.phase != PARAMETERS or line.dtype != "compute" or matrices is None:
+        return [line]
+    others = line.elements.replace(matrices[0], f"{matrices[0]} - float8_matrices")
+    why = "matrices that layers multiply by in 8 bits, quantized once a step"
+    return [
+        replace(line, elements=others),
+        replace(line, elements="float8_matrices", dtype="float8_e4m3fn", why=why),
+    ]
+
+
+@cache
+def _counts_in_8_bits(weights: tuple[Weight, ...], model: Model, plan: Plan) -> Counts:
+    fit = [name for name in FLOAT8_PRODUCTS if name not in unfit_products(model, plan.mesh.model)]
+    paths = tuple(f".{name}." for name in fit)
+    chosen = [w for w in weights if w.name.endswith(".weight") and any(path in f".{w.name}" for path in paths)]
+    return counts(chosen, plan.layout(model), plan.mesh)
+
+
+def counts_in_8_bits(weights: Iterable[Weight], model: Model, plan: Plan) -> Counts:
+    """Counts the elements on a device of those of some weights that are quantized once a step."""
+    return _counts_in_8_bits(tuple(weights), model, plan) if _quantizes_once(model, plan) else Counts()
+
+
+def layer_bytes(stack: Stack, model: Model, plan: Plan) -> float:
+    """Returns the bytes of a layer's parameters on a device, gathered by ZeRO-3."""
+    eight = counts_in_8_bits([w for part in stack.parts for w in part.weights], model, plan).all
+    return plan.element_bytes * (layer_counts(stack, plan.layout(model), plan.mesh).all - eight) + eight
+
+
+def float8_weight_bytes(anatomy: Anatomy, plan: Plan) -> float:
+    """Returns the bytes of the weights in 8 bits that live through the step: this rank's shards of those that ZeRO-3
+    gathers; of others all, less the copies in the compute type that ZeRO-1 and 2 need without."""
+    held = counts_in_8_bits(stage_weights(anatomy, plan), anatomy.model, plan)
+    whole = held.all - held.layer_matrices
+    if plan.zero == 3:
+        return whole + held.layer_matrices / plan.zero_degree
+    return whole + (1 - plan.element_bytes if plan.zero else 1) * held.layer_matrices
 
 
 def _delayed(anatomy: Anatomy, plan: Plan) -> list[Expectation]:
@@ -132,4 +187,8 @@ def float8_symbols(anatomy: Anatomy, plan: Plan) -> dict[str, int]:
     model = anatomy.model
     layers = sum(layers_of_stage(stack, plan) for stack in anatomy.stacks)
     exponents = layers * num_products(model, plan) * 2 * EXPONENTS
-    return ends | {"float8_exponents": exponents, "float8_counts": exponents * model.num_heads // plan.mesh.model}
+    symbols = {"float8_exponents": exponents, "float8_counts": exponents * model.num_heads // plan.mesh.model}
+    if _quantizes_once(model, plan):
+        held = counts_in_8_bits(stage_weights(anatomy, plan), model, plan).layer_matrices
+        symbols["float8_matrices"] = held // plan.chunks if plan.is_staged and plan.zero == 3 else held
+    return ends | symbols

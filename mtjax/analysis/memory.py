@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from mtjax.analysis.anatomy import Anatomy, Predictors, Stack
 from mtjax.analysis.counts import Counts, largest_part, largest_stack, layer_counts, stage_counts, trainable_counts
 from mtjax.analysis.counts import counts as counts_of
-from mtjax.analysis.float8 import float8_state_bytes
+from mtjax.analysis.float8 import float8_state_bytes, float8_weight_bytes, layer_bytes
 from mtjax.analysis.model_states import bytes_per_parameter, gradient_bytes, model_states
 from mtjax.analysis.optimizer import point_bytes, states_on_device, streamed_bytes
 from mtjax.analysis.parts.attention import ATTENTION_OUTPUT, PROBABILITIES, QUERY_KEY_VALUE
@@ -120,7 +120,8 @@ def stage_memory(anatomy: Anatomy, plan: Plan, stage: int = 0) -> Memory:
     if plan.residuals == "jax" and counts.transposed:
         saved[TRANSPOSED] = plan.precision.weights * counts.transposed  # pyright: ignore[reportArgumentType]
     saved.update(_saved_of_teacher(anatomy, plan))  # pyright: ignore[reportArgumentType]
-    if copies := _copied_once(counts, trainable, plan) + point_bytes(anatomy, plan, stage):
+    copies = _copied_once(counts, trainable, plan) + point_bytes(anatomy, plan, stage)
+    if copies := copies + float8_weight_bytes(anatomy, plan):
         saved[COPIES] = copies  # pyright: ignore[reportArgumentType]
     states = [model_states(plan, counts.shared, trainable.shared, plan.zero_degree)]
     if counts.experts:
@@ -320,18 +321,14 @@ def _gathered(anatomy: Anatomy, stack: Stack, plan: Plan) -> float:
     """Returns the bytes of two layers' gathered parameters with ZeRO-3, the current and the prefetched one's, and of
     the previous layer's gradients, whose reduction is overlapped."""
     in_flight = plan.precision.gradients if plan.overlaps_data(anatomy.model) else 0
-    return (2 * plan.element_bytes + in_flight) * _in_layer(anatomy, stack, plan)
+    parameters = layer_counts(stack, plan.layout(anatomy.model), plan.mesh).all
+    return 2 * layer_bytes(stack, anatomy.model, plan) + in_flight * parameters
 
 
 def _prefetched(anatomy: Anatomy, plan: Plan) -> float:
     """Returns the bytes of the last two layers' parameters, which ZeRO-3 prefetches while the loss is computed."""
     is_prefetched = plan.zero == 3 and plan.prefetches(anatomy.model)
-    return 2 * plan.element_bytes * _in_layer(anatomy, anatomy.stacks[-1], plan) if is_prefetched else 0.0
-
-
-def _in_layer(anatomy: Anatomy, stack: Stack, plan: Plan) -> float:
-    """Returns the parameters of a layer on a device, before ZeRO."""
-    return layer_counts(stack, plan.layout(anatomy.model), plan.mesh).all
+    return 2 * layer_bytes(anatomy.stacks[-1], anatomy.model, plan) if is_prefetched else 0.0
 
 
 def _group(plan: Plan, kinds: Mapping[str, float]) -> float:

@@ -107,6 +107,8 @@ def _element_bytes(line: Expectation, plan: Plan) -> int:
     """Returns bytes per element of a line: gradients and gathered parameters as the plan's precision sends them."""
     if line.axis != STAGE and line.phase == GRADIENTS:
         return plan.precision.reduced
+    if line.dtype.startswith("float8"):
+        return 1
     if line.phase == PARAMETERS and plan.zero < 3 and plan.precision.gathered is not None:
         return plan.precision.gathered
     return {"compute": plan.element_bytes, "float32": 4, "bfloat16": 2, "int32": 4}.get(line.dtype, 1)

@@ -88,6 +88,14 @@ def _unsupported(config: Config) -> Mapping[str, str]:
     return {name: instead for name, (holds, instead) in found.items() if holds}
 
 
+def quantizes_once(fp8: str, ends: tuple[int, int], lora_rank: int) -> bool:
+    """Returns whether weights are quantized once a step, for all microbatches and passes, and not by each product.
+
+    That needs their scales before, weights that no layer reads in 16 bits, and gradients of them.
+    """
+    return fp8 == "delayed" and not any(ends) and not lora_rank
+
+
 def float8_sizes(model: Model, tensor_degree: int) -> dict[str, tuple[int, int]]:
     """Returns the sizes (inputs, outputs) of a rank's matrix in each of `FLOAT8_PRODUCTS`."""
     hidden, heads, mlp = model.hidden_size, model.num_heads // tensor_degree, mlp_size(model) // tensor_degree

@@ -16,7 +16,7 @@ from mtjax.config.float8 import EXPONENTS, FLOAT8_PRODUCTS, UNQUANTIZED, unfit_p
 from mtjax.layout.stages import PADDING
 from mtjax.models.project import product
 from mtjax.sharding.axes import num_shards, sequence_is_sharded, spec, varying_like
-from mtjax.sharding.float8 import E4M3, E5M2, Recipe, Scales, float8_product
+from mtjax.sharding.float8 import E4M3, E5M2, QuantizedWeight, Recipe, Scales, float8_product
 
 FIRST_SCALES = (4.0, 64.0, 2.0**24)
 """Of x, W and g in the first step, whose largest values are unknown; that of W is replaced by its own."""
@@ -66,7 +66,9 @@ class Float8Product(nnx.Module):
         """See `ProductRule`."""
         return self.recipe.gathers and not _is_unquantized.get()
 
-    def __call__(self, dims: tuple[str, ...], sharding: PartitionSpec, x: Array, weight: Array) -> Array:
+    def __call__(
+        self, dims: tuple[str, ...], sharding: PartitionSpec, x: Array, weight: Array | QuantizedWeight
+    ) -> Array:
         """Computes `x W`; see `ProductRule`."""
         if _is_unquantized.get():
             return product(dims, sharding, x, weight)
@@ -77,6 +79,8 @@ class Float8Product(nnx.Module):
         if self.scale is None or self.age is None:
             return float8_product(self.recipe, dims, sharding, x, weight, None)
         scales = Scales(varying_like(self.scale[...], x), varying_like(self.age[...], x))
+        if isinstance(weight, QuantizedWeight):
+            return float8_product(self.recipe, dims, sharding, x, weight.carrier, scales, weight.values)
         return float8_product(self.recipe, dims, sharding, x, weight, scales)
 
 

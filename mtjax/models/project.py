@@ -3,7 +3,7 @@
 import string
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,9 @@ from mtjax.sharding.axes import merge_both, sequence_is_sharded, spec, varying_l
 from mtjax.sharding.stored_weight import StoredWeight
 from mtjax.sharding.unstack import computes_apart, is_unrolled
 
+if TYPE_CHECKING:
+    from mtjax.sharding.float8 import QuantizedWeight
+
 
 class ProductRule(Protocol):
     """Computes a product, and its gradients, in the place of `product`."""
@@ -24,14 +27,14 @@ class ProductRule(Protocol):
     gathers_sequence: bool
     """Whether it gathers the sequences of its input itself, in fewer bits, where sequence parallelism shards them."""
 
-    def __call__(self, dims: tuple[str, ...], sharding: PartitionSpec, x: Array, weight: Array, /) -> Array:
-        """Computes `x W`; arguments as of `product`."""
+    def __call__(self, dims: tuple[str, ...], sharding: PartitionSpec, x: Array, weight: Any, /) -> Array:
+        """Computes `x W`; arguments as of `product`; the weight may be a `QuantizedWeight`."""
         ...
 
 
 def project(
     x: Float[Array, "batch seq ..."],
-    weight: Array | StoredWeight,
+    weight: "Array | StoredWeight | QuantizedWeight",
     bias: Array | None,
     outputs: Sequence[str | None],
     sequence: str = "seq",
@@ -44,7 +47,7 @@ def project(
 
     Args:
       x: [batch, seq, *inputs].
-      weight: [*inputs, *outputs]; or stored in another form, without gradients.
+      weight: [*inputs, *outputs]; or stored in another form, without gradients; or quantized, for a `rule`.
       bias: [*outputs], if any.
       outputs: logical names.
       sequence: logical name of the result's sequence: "act_seq" where it is added to the hidden states.
@@ -74,8 +77,8 @@ def project(
         # `product` is a custom_vjp, and its weight's gradient varies over mesh axes like x: so must the weight.
         dims = letters_of(x.ndim - num_inputs, num_inputs, len(outputs))
         # Unrolled layers compute the gradient in the type in which it is reduced: `product` casts the weight.
-        matrix = weight if is_unrolled() else weight.astype(x.dtype)
-        result: Any = (rule or product)(dims, sharding, x, varying_like(matrix, x))
+        matrix = jax.tree.map(lambda a: varying_like(a, x), weight if is_unrolled() else weight.astype(x.dtype))
+        result: Any = (rule or product)(dims, sharding, x, matrix)
     # The name is given before or after the transpose back. XLA: it would transpose the stacks of saved products
     # if these were seq-major and their consumer batch-major.
     if save_for_backward and not by_sample:

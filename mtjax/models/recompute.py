@@ -32,7 +32,6 @@ from mtjax.sharding.param_comm import (
     is_wrapped,
     seed_cotangents,
     split_accumulators,
-    stack_of,
     zeros_like_shards,
 )
 from mtjax.sharding.stacked_collectives import gather_upfront
@@ -170,7 +169,7 @@ def can_prefetch(layers: Layers) -> bool:
     found = [leaf for leaf in map(communicated, jax.tree.leaves(layers, is_leaf=is_wrapped)) if leaf is not None]
     is_manual = bool(found) and not explicit_axes().issuperset(found[0].reduction.axes)
     # The last layer is outside the loop. XLA: on CPUs, loops of two iterations or fewer are unrolled.
-    return is_manual and len(stack_of(found[0])) > 3
+    return is_manual and len(jax.tree.leaves(found[0])[0]) > 3
 
 
 def as_it_is(run: Any) -> Any:

@@ -4,7 +4,8 @@ A tensor is multiplied by a power of two, so that its largest value just fits in
 powers of two, because they are exact in every type: the same tensor has the same digits whatever the scale.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -50,6 +51,44 @@ class Scales:
     tensor parallel rank counts in its rows."""
 
 
+@partial(jax.tree_util.register_dataclass, data_fields=["values", "carrier"], meta_fields=["dtype"])
+@dataclass(frozen=True)
+class QuantizedWeight:
+    """A matrix in 8 bits, quantized once for all products of a step; its gradient has more bits."""
+
+    values: Any
+    """[*inputs, *outputs], or stacked, [layers, ...]."""
+    dtype: str
+    """Type of the matrix without quantization, and so of its gradient."""
+    carrier: Any = None
+    """Zeros in the shape of the matrix that no product reads: their gradient is the matrix's. None in a stack."""
+
+    def __getitem__(self, key: object) -> "QuantizedWeight":
+        """Returns itself for `[...]`, by which `nnx.Variable` is read."""
+        assert key is Ellipsis
+        return self
+
+    @property
+    def ndim(self) -> int:
+        """Dimensions of the matrix."""
+        return self.values.ndim
+
+    def astype(self, dtype: jax.typing.DTypeLike) -> "QuantizedWeight":
+        """Returns the matrix for products with gradients of this type."""
+        return replace(self, carrier=self.carrier.astype(dtype))
+
+    def with_carrier(self) -> "QuantizedWeight":
+        """Returns the matrix with zeros to differentiate by."""
+        values = lax.stop_gradient(self.values)
+        zeros = jnp.zeros(values.shape, self.dtype, out_sharding=jax.typeof(values).sharding.spec)
+        return replace(self, values=values, carrier=varying_like(zeros, values))
+
+    def reduced(self, reduce: Callable[[Array, Array], Array], shard: Array) -> "QuantizedWeight":
+        """Returns the matrix with zeros whose gradient `reduce` makes that of `shard`."""
+        weight = self.with_carrier()
+        return replace(weight, carrier=reduce(weight.carrier, shard))
+
+
 @partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["spec"])
 @dataclass(frozen=True)
 class Placed:
@@ -79,14 +118,21 @@ def current_scale(a: Array, kind: Any) -> Float[Array, ""]:
 def quantized(a: Array, kind: Any, scale: Array) -> Array:
     """Rounds `a scale` to an 8-bit type; values beyond its largest become that, infinite ones NaN."""
     # An infinite value would become an ordinary one, and hide an overflow for which a step is skipped.
-    top = float(jnp.finfo(kind).max)
-    scaled = jnp.clip(a.astype(jnp.float32) * scale, -top, top)
-    return jnp.where(jnp.isinf(a), jnp.nan, scaled).astype(kind)
+    wide, top = a.astype(jnp.float32), float(jnp.finfo(kind).max)
+    # Of an infinite value the difference is NaN. A constant's broadcast would be hoisted out of the scan over layers
+    # (`lax.scan`), and each kernel would read it from memory: 4 bytes an element.
+    return jnp.where(jnp.isinf(a), wide - wide, jnp.clip(wide * scale, -top, top)).astype(kind)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def float8_product(
-    recipe: Recipe, dims: tuple[str, ...], sharding: PartitionSpec, x: Array, weight: Array, scales: Scales | None
+    recipe: Recipe,
+    dims: tuple[str, ...],
+    sharding: PartitionSpec,
+    x: Array,
+    weight: Array,
+    scales: Scales | None,
+    weight8: Array | None = None,
 ) -> Array:
     """Computes `x W` of quantized x and W; its gradients are products of these and the quantized gradient.
 
@@ -95,14 +141,21 @@ def float8_product(
       dims: (row, inner, outer), einsum letters: x is [row, inner] and W [inner, outer], each letter a dimension.
       sharding: of the result.
       x: activations.
-      weight: in the type of x.
+      weight: in the type of x; with `weight8`, zeros that have W's gradient.
       scales: of delayed scaling; None without. The gradient of their `age` counts largest values; `scale` has none.
+      weight8: W in 8 bits, with the scale of `scales`, where it exists before.
     """
-    return _product_forward(recipe, dims, sharding, x, weight, scales)[0]
+    return _product_forward(recipe, dims, sharding, x, weight, scales, weight8)[0]
 
 
 def _operands(
-    recipe: Recipe, rows: int, sharding: PartitionSpec, x: Array, weight: Array, scales: Scales | None
+    recipe: Recipe,
+    rows: int,
+    sharding: PartitionSpec,
+    x: Array,
+    weight: Array,
+    scales: Scales | None,
+    weight8: Array | None,
 ) -> tuple[Array, Array, tuple[Array, Array]]:
     """Returns x, gathered along the first `rows` dimensions where it is sharded more than the product, and W in 8 bits,
     and their scales."""
@@ -110,7 +163,8 @@ def _operands(
     x8, x_spec = quantized(x, E4M3, of_both[0]), jax.typeof(x).sharding.spec
     if recipe.gathers and not any(x_spec[rows:]):  # column-parallel
         x8 = reshard(x8, PartitionSpec(*sharding[:rows], *x_spec[rows:]))
-    return x8, quantized(weight, E4M3, of_both[1]), (of_both[0], of_both[1])
+    weight8 = quantized(weight, E4M3, of_both[1]) if weight8 is None else weight8
+    return x8, weight8, (of_both[0], of_both[1])
 
 
 def _scaled(
@@ -130,10 +184,16 @@ def _scaled(
 
 
 def _product_forward(
-    recipe: Recipe, dims: tuple[str, ...], sharding: PartitionSpec, x: Array, weight: Array, scales: Scales | None
+    recipe: Recipe,
+    dims: tuple[str, ...],
+    sharding: PartitionSpec,
+    x: Array,
+    weight: Array,
+    scales: Scales | None,
+    weight8: Array | None = None,
 ) -> tuple[Array, Any]:
     row, inner, outer = dims
-    x8, weight8, both = _operands(recipe, len(row), sharding, x, weight, scales)
+    x8, weight8, both = _operands(recipe, len(row), sharding, x, weight, scales, weight8)
     y = _scaled(f"{row}{inner},{inner}{outer}->{row}{outer}", x8, weight8, both, x.dtype, sharding)
     # The largest value of x is found in the backward pass, once: forward passes alone need none.
     counted = None if scales is None else x
@@ -142,7 +202,7 @@ def _product_forward(
 
 def _product_backward(
     recipe: Recipe, dims: tuple[str, ...], _: PartitionSpec, saved: Any, gradient: Array
-) -> tuple[Array, Array, Scales | None]:
+) -> tuple[Array, Array, Scales | None, None]:
     """Computes `dx = g W'`, `dW = x' g` and counts of the largest values of x and g."""
     row, inner, outer = dims
     x8, weight8, (x_scale, weight_scale), scales, x, of_x = saved
@@ -163,7 +223,7 @@ def _product_backward(
     row, x8, g8 = merge_both(row, (x8, 0), (g8, 0))
     formula, merged_spec = f"{row}{inner},{row}{outer}->{inner}{outer}", jax.typeof(weight8).sharding.spec
     weight_gradient = _scaled(formula, x8, g8, (x_scale, scale), dtype, merged_spec, precise)
-    return x_gradient, weight_gradient.reshape(shape, out_sharding=weight_spec), counts
+    return x_gradient, weight_gradient.reshape(shape, out_sharding=weight_spec), counts, None
 
 
 float8_product.defvjp(_product_forward, _product_backward)

@@ -47,7 +47,7 @@ class ReplicatedParam:
     """
 
     array: Any
-    """The parameter, or the `ShardedParam` from which it is gathered once per step."""
+    """The parameter, perhaps a `QuantizedWeight`, or the `ShardedParam` from which it is gathered once per step."""
     shard: Any
     """float32 zeros in the shape of the reduced gradient, to differentiate by."""
     spec: PartitionSpec
@@ -71,7 +71,7 @@ class ShardedParam:
     reduction: GradReduction
     """Likewise without the leading `layers`."""
     gather_dtype: str
-    """Type in which it is gathered: the compute type for matrices."""
+    """Type in which it is gathered: the compute type for matrices, or 8 bits for quantized ones."""
     dtype: str
     """Type of the gathered parameter, and of its gradient. For a layer's matrices it is `gather_dtype`, so that no
     second copy is saved."""
@@ -82,9 +82,27 @@ class ShardedParam:
     parts: int | None = None
     """Dimension whose elements are gathered, and their gradients reduced, one by one: a product of each reads one."""
 
+    @property
+    def is_quantized(self) -> bool:
+        """Whether it is gathered in 8 bits, from `cast`."""
+        return self.gather_dtype.startswith("float8")
+
+    @property
+    def sent(self) -> Any:
+        """The shard that is gathered."""
+        return self.cast[0] if self.is_quantized and self.cast else self.shard
+
+    def in_full(self, full: Array) -> Any:
+        """Returns the parameter of this gathered array."""
+        if not self.is_quantized:
+            return full
+        from mtjax.sharding.float8 import QuantizedWeight
+
+        return QuantizedWeight(full, self.dtype)
+
     def with_gathered(self, full: Array) -> ReplicatedParam:
         """Returns the same parameter once it has been gathered, as `full`, for both passes."""
-        return ReplicatedParam(full, self.shard, spec(*self.names), self.reduction)
+        return ReplicatedParam(self.in_full(full), self.shard, spec(*self.names), self.reduction)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["parameter"], meta_fields=[])
@@ -119,11 +137,6 @@ def communicated(leaf: Any) -> ShardedParam | ReplicatedParam | None:
     return leaf if is_reduced or isinstance(leaf, ShardedParam) else None
 
 
-def stack_of(leaf: ShardedParam | ReplicatedParam) -> Array:
-    """Returns the stacked array, [layers, ...], that a layer is taken from: this rank's shards, or all of it."""
-    return leaf.shard if isinstance(leaf, ShardedParam) else leaf.array
-
-
 def materialize(module: T) -> T:
     """Replaces every wrapped parameter of a module, or of any tree, by an array that products can use."""
     return jax.tree.map(_resolve, module, is_leaf=is_wrapped)
@@ -134,6 +147,8 @@ def _resolve(leaf: Any) -> Any:
     match leaf:
         case NoGrad(parameter):
             return _resolve(parameter)
+        case ReplicatedParam(array, shard, param_spec, reduction) if not isinstance(array, Array):
+            return array.reduced(partial(_reduce_grad, param_spec, reduction), shard)
         case ReplicatedParam(array, shard, param_spec, reduction):
             return _reduce_grad(param_spec, reduction, array, shard)
         case ShardedParam(shard, names, reduction, gather_dtype, dtype) if explicit_axes().issuperset(
@@ -141,9 +156,14 @@ def _resolve(leaf: Any) -> Any:
         ):
             # Outside the manual region, where nothing is differentiated: the partitioner inserts the all-gather.
             return reshard(shard.astype(gather_dtype), spec(*names)).astype(dtype)
-        case ShardedParam(shard, names, reduction, gather_dtype, dtype):
-            return _gather(_Gathering(spec(*names), reduction, gather_dtype, dtype, leaf.parts), shard, leaf.cast)
+        case ShardedParam():
+            return _resolve(leaf.with_gathered(gather(leaf))) if leaf.is_quantized else gather(leaf)
     return leaf
+
+
+def gather(leaf: ShardedParam) -> Array:
+    """All-gathers a parameter where it is used, in the manual region."""
+    return _gather(replace(leaf, shard=None, cast=()), leaf.sent, leaf.cast)
 
 
 # Forward: `array`. Backward: the gradient of `array`, reduced, becomes the gradient of `shard`.
@@ -176,49 +196,40 @@ def _reduce_grad_backward(
 _reduce_grad.defvjp(_reduce_grad_forward, _reduce_grad_backward)
 
 
-@dataclass(frozen=True)
-class _Gathering:
-    """Static arguments of `_gather`: fields of a `ShardedParam`, and the sharding of the gathered parameter."""
-
-    spec: PartitionSpec
-    reduction: GradReduction
-    gather_dtype: str
-    dtype: str
-    parts: int | None
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gather(how: _Gathering, shard: Array, cast: tuple[Array, ...]) -> Array:
+def _gather(how: ShardedParam, shard: Array, cast: tuple[Array, ...]) -> Array:
     """All-gathers a shard along `reduction.dim`; backward, reduce-scatters the gradient along the same dimension.
 
     Args:
-      how: static arguments.
+      how: the parameter, without arrays.
       shard: float32, 1 / `reduction.num_shards` of the parameter.
       cast: the same in `gather_dtype`, if it exists already, in parts.
     """
-    axes, dim = how.reduction.shard_axes, how.reduction.dim
+    axes, dim, dtype = how.reduction.shard_axes, how.reduction.dim, how.gather_dtype if how.is_quantized else how.dtype
 
     def local(a: Array) -> Array:
-        return lax.all_gather(a.astype(how.gather_dtype), axes, axis=dim, tiled=True).astype(how.dtype)
+        return lax.all_gather(a.astype(how.gather_dtype), axes, axis=dim, tiled=True).astype(dtype)
 
     with jax.named_scope("parameters"):
-        full = [fully_manual(local, how.spec)(a) for a in cast or (shard,)]
+        full = [fully_manual(local, spec(*how.names))(a) for a in cast or (shard,)]
         # XLA: a product that reads one part of the concatenation reads that part's own array.
         return full[0] if how.parts is None else jnp.concatenate(full, axis=how.parts)
 
 
-def _gather_forward(how: _Gathering, shard: Array, cast: tuple[Array, ...]) -> tuple[Array, int]:
+def _gather_forward(how: ShardedParam, shard: Array, cast: tuple[Array, ...]) -> tuple[Array, int]:
     # Neither the shard nor the gathered parameter is a residual: only how many gradients are None.
     return _gather(how, shard, cast), len(cast)
 
 
-def _gather_backward(how: _Gathering, casts: int, gradient: Array) -> tuple[Array, tuple[None, ...]]:
+def _gather_backward(how: ShardedParam, casts: int, gradient: Array) -> tuple[Array, tuple[None, ...]]:
     """Reduce-scatters the gradient [...] of the full parameter: float32, in the shape of the shard."""
     none = (None,) * casts
     if how.parts is None:
-        return reduce_gradient(gradient, how.spec, how.reduction), none
+        return reduce_gradient(gradient, spec(*how.names), how.reduction), none
     parts = jnp.split(gradient, gradient.shape[how.parts], axis=how.parts)
-    return jnp.concatenate([reduce_gradient(part, how.spec, how.reduction) for part in parts], axis=how.parts), none
+    return jnp.concatenate(
+        [reduce_gradient(part, spec(*how.names), how.reduction) for part in parts], axis=how.parts
+    ), none
 
 
 _gather.defvjp(_gather_forward, _gather_backward)

@@ -72,7 +72,7 @@ def gather_layer(like: ShardedParam) -> Array:
         return memory_layout.with_layout_constraint(full, row_major)
 
     # XLA: a layout constraint on an operand with explicit axes makes the partitioner gather it, so all are manual.
-    return fully_manual(local, spec(*like.names))(like.shard)
+    return fully_manual(local, spec(*like.names))(like.sent)
 
 
 def scatter_layers(gradients: list[Array], reductions: list[GradReduction], specs: list[PartitionSpec]) -> list[Array]:

@@ -107,7 +107,8 @@ def gather_for_step(records: Tree, wrapped: Tree) -> Tree:
     for members in stacks:
         if sharded := [i for i in members if i in pending]:
             for i, array in zip(sharded, gather_layers([_parameter(leaves[i]) for i in sharded]), strict=True):
-                leaves[i] = replace(leaves[i], array=array) if isinstance(leaves[i], ReplicatedParam) else array
+                full = _parameter(leaves[i]).in_full(array)
+                leaves[i] = replace(leaves[i], array=full) if isinstance(leaves[i], ReplicatedParam) else full
     for i in pending.difference(*stacks):
         leaves[i] = materialize(leaves[i])
     return jax.tree.unflatten(tree, leaves)

@@ -10,15 +10,18 @@ from jax import Array
 from jax.sharding import Mesh
 
 from mtjax.config import Config
-from mtjax.config.float8 import STATE
+from mtjax.config.float8 import STATE, quantizes_once
 from mtjax.errors import UserError
 from mtjax.layout.layouts import Layout
 from mtjax.models.sharded_model import Batch
 from mtjax.runtime.train_state import State
 from mtjax.sharding.float8 import E4M3, LOWEST, fitting_exponent, power_of_two
+from mtjax.sharding.float8_weights import Float8Reduction, quantize_stack
 from mtjax.train.step import TrainStep
 
 Tree = Any
+JOINED = ("query", "key_value")
+"""Linear layers of grouped attention, which are one product with one state."""
 
 
 class Float8Step(TrainStep):
@@ -27,6 +30,8 @@ class Float8Step(TrainStep):
     Raises:
       UserError: the mesh's devices have no 8-bit products, or the mesh does not divide the model or its batch.
     """
+
+    reduction_type = Float8Reduction
 
     def __init__(self, config: Config, mesh: Mesh, layout: Layout | None = None) -> None:
         device = mesh.devices.flat[0]
@@ -59,6 +64,20 @@ class Float8Step(TrainStep):
             parameters = merge(parameters, split(self._drawn(key))[1])
         state = super()._initial(key, parameters)
         return dataclasses.replace(state, parameters=_with_weight_scales(state.parameters))
+
+    def gradients(
+        self, parameters: Tree, batch: Batch, key: Array | None, scale: Array | None = None
+    ) -> tuple[Array, dict[str, Array], Tree]:
+        """See `TrainStep.gradients`; before, quantizes the weights, for all microbatches and passes."""
+        return super().gradients(self._with_quantized(parameters), batch, key, scale)
+
+    def _with_quantized(self, parameters: Tree) -> Tree:
+        """Returns parameters in which the layers' matrices are quantized, except those that some products read wide."""
+        training = self.config.training
+        ends = (training.fp8_bf16_first_layers, training.fp8_bf16_last_layers)
+        if not quantizes_once(training.fp8, ends, self.config.model.lora_rank):
+            return parameters
+        return _quantize_weights(self.records, parameters, training.compute_dtype)
 
     def apply_gradients(
         self, state: State, batch: Batch, loss: Array, parts: dict[str, Array], gradients: Tree
@@ -111,6 +130,21 @@ def _map_states(function: Callable[..., Tree], states: Tree, *others: Tree) -> T
     return {name: _map_states(function, below, *(o[name] for o in others)) for name, below in states.items()}
 
 
+def _quantize_weights(records: Tree, parameters: Tree, compute_dtype: str) -> Tree:
+    """Quantizes the trained weights beside the states of products, with the scales of these."""
+    if not isinstance(parameters, dict):
+        return parameters
+    after = {name: _quantize_weights(records[name], below, compute_dtype) for name, below in parameters.items()}
+    if STATE not in parameters:
+        return after
+    scale = parameters[STATE]["scale"][..., 1]
+    layers = [(records, after)] if "weight" in after else [(records[name], after[name]) for name in JOINED]
+    for of_layer, linear in layers:
+        if of_layer["weight"].is_trainable:
+            linear["weight"] = quantize_stack(linear["weight"], scale, compute_dtype)
+    return after
+
+
 def _with_weight_scales(parameters: Tree) -> Tree:
     """Returns parameters whose weights' scales fit the weights: the largest value of each layer's matrix."""
     if not isinstance(parameters, dict):
@@ -119,7 +153,7 @@ def _with_weight_scales(parameters: Tree) -> Tree:
     if STATE not in parameters:
         return after
     state = parameters[STATE]
-    matrices = [after["weight"]] if "weight" in after else [after[name]["weight"] for name in ("query", "key_value")]
+    matrices = [after["weight"]] if "weight" in after else [after[name]["weight"] for name in JOINED]
     largest = jnp.stack([jnp.max(jnp.abs(m), axis=tuple(range(1, m.ndim))) for m in matrices]).max(0)
     scale = power_of_two(fitting_exponent(largest, E4M3))
     # Of padding layers, whose weights are 0, the state remains 0.

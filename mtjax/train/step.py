@@ -4,7 +4,7 @@
 """
 
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -58,6 +58,8 @@ class TrainStep(ShardedModel):
     Raises:
       UserError: the mesh does not divide the model or its batch.
     """
+
+    reduction_type: ClassVar[type[Reduction]] = Reduction
 
     def __init__(self, config: Config, mesh: Mesh, layout: Layout | None = None) -> None:
         check_offload(Recompute.of(config.training), mesh.devices.flat[0].platform)
@@ -266,7 +268,7 @@ class TrainStep(ShardedModel):
         inputs = (batch, weights, keys)
         schedule = self.microbatch_schedule(count)
         records = select_trainable(self.records, self.records)
-        reduction = Reduction(records, self.layout.zero, count, self.stages)
+        reduction = self.reduction_type(records, self.layout.zero, count, self.stages)
         with use_rules(self.layout.rules):
             parts, gradients = distributed_gradients(model, parameters, inputs, region, schedule, reduction)
         loss = total_loss(parts)

@@ -1,5 +1,7 @@
 """Training in 8-bit floats: products beside NumPy's, losses on any mesh, scales of delayed scaling, steps skipped."""
 
+from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -7,6 +9,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec
 
 from mtjax.analysis.families.registry import anatomy_of
@@ -21,7 +24,9 @@ from mtjax.models.sharded_model import ShardedModel
 from mtjax.sharding.axes import use_rules
 from mtjax.sharding.float8 import E4M3, E5M2, LOWEST, Recipe, Scales, float8_product, quantized
 from mtjax.sharding.float8_rows import rowwise_product
+from mtjax.sharding.float8_weights import quantize_stack
 from mtjax.train.float8 import next_states, split
+from mtjax.train.step import make_train_step
 from tests.tiny import batch_of, mesh_of, program_of, run_steps, tiny_config
 
 PLAIN = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
@@ -38,8 +43,14 @@ def rounded(a: np.ndarray, kind: Any, scale: float) -> np.ndarray:
     return np.clip(a.astype(np.float64) * scale, -top, top).astype(kind).astype(np.float64) / scale
 
 
-@pytest.mark.parametrize("recipe", [Recipe(False), Recipe(False, E4M3), Recipe(True)], ids=str)
-def test_a_product_and_its_gradients_are_those_of_numpys_rounded_operands_bit_by_bit(recipe: Recipe) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "is_quantized"),
+    [(Recipe(False), False), (Recipe(False, E4M3), False), (Recipe(True), False), (Recipe(True), True)],
+    ids=str,
+)
+def test_a_product_and_its_gradients_are_those_of_numpys_rounded_operands_bit_by_bit(
+    recipe: Recipe, is_quantized: bool
+) -> None:
     # Integers, so that float32 adds them without rounding, in any order; of more digits than 8-bit types have.
     rng = np.random.default_rng(0)
     x, w, g = (rng.integers(-200, 200, shape).astype(np.float32) for shape in ((2, 8, 32), (32, 16), (2, 8, 16)))
@@ -49,8 +60,11 @@ def test_a_product_and_its_gradients_are_those_of_numpys_rounded_operands_bit_by
     dims = ("ab", "c", "d")
     with jax.set_mesh(mesh_of("1x2")), use_rules(TENSOR.rules):
         on_ranks = [jax.device_put(a, jax.NamedSharding(jax.sharding.get_mesh(), s)) for a, s in _sharded(x, w, g)]
-        run = jax.jit(lambda x, w, s: float8_product(recipe, dims, PartitionSpec(None, None, "model"), x, w, s))
-        y, pull = jax.vjp(run, *on_ranks[:2], scales)
+        before = quantized(on_ranks[1], E4M3, jnp.float32(given[1])) if is_quantized else None
+        place = PartitionSpec(None, None, "model")
+        run = jax.jit(lambda x, w, s: float8_product(recipe, dims, place, x, w, s, before))
+        # A weight that was quantized before is not read: zeros have its gradient.
+        y, pull = jax.vjp(run, on_ranks[0], jnp.zeros_like(on_ranks[1]) if is_quantized else on_ranks[1], scales)
         dx, dw, counts = pull(on_ranks[2])
     kinds = (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e4m3fn, np.dtype(recipe.gradient_type).type)
     of = given if recipe.is_delayed else [scale_of(a, kind) for a, kind in zip((x, w, g), kinds, strict=True)]
@@ -67,6 +81,43 @@ def test_a_product_and_its_gradients_are_those_of_numpys_rounded_operands_bit_by
         np.testing.assert_array_equal(np.asarray(counts.age).sum(-1), 1)
 
 
+def test_matrices_are_quantized_as_numpy_rounds_their_compute_type_each_with_its_scale() -> None:
+    stack = np.random.default_rng(0).normal(size=(3, 64, 64)).astype(np.float32)
+    scale = np.asarray([16.0, 64.0, 128.0], np.float32)
+    with jax.set_mesh(mesh_of("1x1")):
+        pair = quantize_stack(jnp.asarray(stack), jnp.asarray(scale), "bfloat16")
+    wide = stack.astype(ml_dtypes.bfloat16).astype(np.float32)
+    expected = np.stack([rounded(a, ml_dtypes.float8_e4m3fn, s) * s for a, s in zip(wide, scale, strict=True)])
+    np.testing.assert_array_equal(np.asarray(pair.values).astype(np.float64), expected)
+    np.testing.assert_array_equal(pair.master, stack)
+    at_once = np.clip(stack * scale[:, None, None], -448, 448).astype(ml_dtypes.float8_e4m3fn)
+    assert (at_once.astype(np.float64) != expected).any()  # in two steps, some numbers round to another one
+
+
+def _casts(jaxpr: Any) -> Iterator[tuple[int, ...]]:
+    """Shapes of all that a program rounds to the 8-bit type of weights, loops and calls included."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "convert_element_type" and equation.params["new_dtype"] == E4M3:
+            shaped: Any = equation.outvars[0].aval
+            yield shaped.shape
+        for inner in jaxprs_in_params(equation.params):
+            yield from _casts(inner)
+
+
+@pytest.mark.parametrize(("fields", "times"), [({}, 1), ({"fp8_bf16_last_layers": 1}, 0)], ids=str)
+def test_each_matrix_is_quantized_once_a_step(fields: dict[str, Any], times: int) -> None:
+    program = program_of("2x1", zero=1, microbatch_size=1, recompute="full", fp8="delayed", **fields, **PLAIN)
+    arguments = program.abstract_state, program.abstract_step_batch()
+    with jax.set_mesh(program.mesh):
+        casts = Counter(_casts(jax.make_jaxpr(program._step)(*arguments).jaxpr))
+    records: list[Any] = jax.tree.leaves(program.records)
+    shapes = [r.shape for r in records if r.is_matrix and r.is_stacked]
+    assert len(shapes) == 4
+    for shape in shapes:
+        assert casts[shape] == times
+        assert (casts[shape[1:]] == 0) == bool(times)  # a layer's alone, in a loop
+
+
 @pytest.mark.parametrize("kind", [E4M3, E5M2])
 def test_a_product_with_a_scale_for_each_row_is_that_of_numpys_rounded_operands_bit_by_bit(kind: Any) -> None:
     rng = np.random.default_rng(0)
@@ -81,7 +132,7 @@ def test_a_product_with_a_scale_for_each_row_is_that_of_numpys_rounded_operands_
         y, pull = jax.vjp(
             lambda x, w: rowwise_product(Recipe(False, kind), dims, spec, x, w), *map(jnp.asarray, (x, w))
         )
-        dx, dw = pull(jnp.asarray(g))
+        dx, dw = map(np.asarray, pull(jnp.asarray(g)))
     tall, flat, wide = x.reshape(16, 32), w.reshape(32, 16), g.reshape(16, 16)
     known, g_kind = ml_dtypes.float8_e4m3fn, np.dtype(kind).type
     by_row = lambda a, kind: np.stack([rounded(row, kind, scale_of(row, kind)) for row in a])  # noqa: E731
@@ -133,6 +184,33 @@ MESHES = [
     ),
     pytest.param("data=1,context=2", {"position": "rope", "sequence_length": 32}, id="context", marks=pytest.mark.long),
 ]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("mesh", "fields"),
+    [
+        ("4x1", {"zero": 3, "num_layers": 5}),
+        ("2x1", {"zero": 1, "num_layers": 5}),
+        ("2x2", {"zero": 2, "microbatch_size": 1, "recompute": "full"}),
+        ("2x1", {"microbatch_size": 1}),
+        ("1x4", {"zero": 1, "family": "llama", "num_kv_heads": 2}),
+        ("data=2,stage=2,model=1", {"zero": 1, "microbatch_size": 1}),
+    ],
+    ids=str,
+)
+def test_weights_quantized_once_a_step_change_no_bit(mesh: str, fields: dict[str, Any]) -> None:
+    fields = {"fp8": "delayed", "compute_dtype": "bfloat16", **PLAIN, **fields}
+    once = make_train_step(tiny_config(**fields), mesh_of(mesh))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("mtjax.train.float8.quantizes_once", lambda *_: False)
+        often = make_train_step(tiny_config(**fields), mesh_of(mesh))
+        expected = run_steps(often, 2, often.initialize(1))
+    found = run_steps(once, 2, once.initialize(1))
+    jax.tree.map(
+        np.testing.assert_array_equal, *(jax.tree.map(np.asarray, s.parameters) for s in (found[0], expected[0]))
+    )
+    assert [m["loss"] for m in found[1]] == [m["loss"] for m in expected[1]]
 
 
 @pytest.mark.parametrize(("mesh", "fields"), MESHES)

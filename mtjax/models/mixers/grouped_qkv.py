@@ -68,7 +68,7 @@ class GroupedQKV(nnx.Module):
 
     def _assembled(self) -> tuple[Array, Array | None]:
         """Returns weight [embed, groups, heads / groups + 2, head_dim], and bias without the first dimension."""
-        weight = _by_groups(self.query.weight[...], self.key_value.weight[...])
+        weight = jax.tree.map(_by_groups, self.query.weight[...], self.key_value.weight[...])
         biases = (self.query.bias, self.key_value.bias)
         return weight, None if biases[0] is None or biases[1] is None else _by_groups(biases[0][...], biases[1][...])
 
@@ -92,4 +92,4 @@ def _by_groups(query: Array, key_value: Array) -> Array:
     groups, width = used.shape[-3], used.shape[-1]
     sharding = spec(*(None,) * (query.ndim - 2), "heads", None, None)
     grouped = query.reshape(*query.shape[:-2], groups, -1, width, out_sharding=sharding)
-    return jnp.concatenate([grouped, used], axis=-2)
+    return jnp.concatenate([grouped, used.astype(query.dtype)], axis=-2)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +17,8 @@ from mtjax.sharding.param_comm import (
     ShardedParam,
     add_to_layer,
     communicated,
+    gather,
     index_layer,
-    materialize,
     reduce_gradient,
     set_layer,
 )
@@ -65,25 +65,32 @@ class PrefetchLoop:
         of_layer = zip(self.communicated, index_layer(shards, index), strict=True)
         wrapped = [replace(like, shard=shard) for like, shard in of_layer if isinstance(like, ShardedParam)]
         if not self.saves_gathered:
-            return materialize(cast(Any, wrapped))
+            return [gather(each) for each in wrapped]
         with jax.named_scope("parameters"):
             return [gather_layer(each) for each in wrapped]
 
-    def of_layer(self, gathered: list[Array], shards: list[Array], index: Any) -> list[Array]:
+    def of_layer(self, gathered: list[Array], shards: list[Array], index: Any) -> list[Any]:
         """Returns all prefetched parameters of a layer: `gathered` ones, and the replicated ones from their stacks."""
         arrays, gathered_iter = index_layer(shards, index), iter(gathered)
         pairs = zip(self.communicated, arrays, strict=True)
-        return [next(gathered_iter) if isinstance(like, ShardedParam) else array for like, array in pairs]
+        return [
+            _parameter_of(like, next(gathered_iter) if isinstance(like, ShardedParam) else array)
+            for like, array in pairs
+        ]
 
-    def regathered(self, parameters: list[Array]) -> list[Array]:
+    def regathered(self, parameters: list[Any]) -> list[Array]:
         """Selects the parameters that the backward pass regathers, or reads once more from their stacks."""
-        pairs = zip(self.communicated, parameters, strict=True)
+        pairs = zip(self.communicated, map(_array_of, parameters), strict=True)
         return [array for like, array in pairs if not (isinstance(like, ShardedParam) and like.keep_for_backward)]
 
-    def unreduced(self, gradients: list[Array]) -> list[Array]:
-        """Casts a layer's local gradients to their communication dtype, and leaves out frozen parameters."""
-        of_layer = zip(self.communicated, gradients, self.is_trainable, strict=True)
-        return [gradient.astype(like.reduction.comm_dtype) for like, gradient, is_trainable in of_layer if is_trainable]
+    def unreduced(self, gradients: list[Any]) -> list[Array]:
+        """Returns a layer's local gradients as slots hold them: in their own type, or in the reduction's if it has
+        fewer bits. Frozen parameters have none."""
+        # In float32 XLA would copy them in each iteration: the reduction reads the slot of one layer while the backward
+        # pass of the next writes it. Cast by the reduction, they are read before.
+        whole = [g if isinstance(g, Array) else g.carrier for g in gradients]
+        of_layer = zip(self.communicated, whole, self.is_trainable, strict=True)
+        return [_narrow(gradient, like.reduction.comm_dtype) for like, gradient, is_trained in of_layer if is_trained]
 
     def reduce_into(self, sums: list[Array], gradients: list[Array], index: Any) -> list[Array]:
         """Reduces (-scatters) the gradients of a layer over ranks, and writes them to their accumulators.
@@ -158,5 +165,31 @@ def scan_but_last(
     return carry, states
 
 
+def stack_of(leaf: ShardedParam | ReplicatedParam) -> Array:
+    """Returns the stacked array, [layers, ...], that a layer is taken from: this rank's shards, or all of it."""
+    if isinstance(leaf, ShardedParam):
+        return leaf.sent
+    return leaf.array if isinstance(leaf.array, Array) else leaf.array.values
+
+
 def _without_arrays(leaf: ShardedParam | ReplicatedParam) -> ShardedParam | ReplicatedParam:
-    return replace(leaf, shard=None) if isinstance(leaf, ShardedParam) else replace(leaf, array=None, shard=None)
+    if isinstance(leaf, ShardedParam):
+        return replace(leaf, shard=None, cast=())
+    kept = None if isinstance(leaf.array, Array) else replace(leaf.array, values=None)
+    return replace(leaf, array=kept, shard=None)
+
+
+def _parameter_of(like: ShardedParam | ReplicatedParam, array: Array) -> Any:
+    """Returns a layer's parameter: the array, or the matrix in 8 bits with zeros to differentiate by."""
+    if isinstance(like, ShardedParam):
+        full = like.in_full(array)
+        return full if isinstance(full, Array) else full.with_carrier()
+    return array if like.array is None else replace(like.array, values=array).with_carrier()
+
+
+def _narrow(gradient: Array, dtype: str) -> Array:
+    return gradient.astype(dtype) if jnp.dtype(dtype).itemsize < gradient.dtype.itemsize else gradient
+
+
+def _array_of(parameter: Any) -> Array:
+    return parameter if isinstance(parameter, Array) else parameter.values

@@ -41,10 +41,9 @@ from mtjax.sharding.param_comm import (
     index_layer,
     is_wrapped,
     seed_cotangents,
-    stack_of,
     zeros_like_shards,
 )
-from mtjax.sharding.prefetch.loop import PrefetchLoop, Run, flattened, scan_but_last, traced
+from mtjax.sharding.prefetch.loop import PrefetchLoop, Run, flattened, scan_but_last, stack_of, traced
 
 Tree = Any
 
