@@ -145,8 +145,8 @@ def with_head(config: Config) -> Config:
     """
     family = config.model.family
     if config.finetuning.task == CHAT:
-        if not is_decoder(config.model):
-            raise UserError(f"--task chat requires a decoder, gpt or llama, but --init-from is a {family}")
+        if not is_decoder(config.model) and kind_of(config.model) != "retrieval":
+            raise UserError(f"--task chat requires a decoder, gpt, llama or retro, but --init-from is a {family}")
         return replace(config, head="language")
     task = TASKS[config.finetuning.task]
     if kind_of(config.model) == "encoder-decoder":

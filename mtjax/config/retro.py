@@ -50,6 +50,16 @@ def neighbour_tokens(model: "Model") -> int:
     return num_chunks(model) * model.retro_num_neighbours * neighbour_length(model)
 
 
+def text_step(model: "Model") -> int:
+    """Returns what the length of a sample must be a multiple of, for chunks; 1 in other families."""
+    return model.retro_chunk if model.family == "retro" else 1
+
+
+def shortest_text(model: "Model") -> int:
+    """Returns the least length of a sample, for the positions of a neighbour; 1 in other families."""
+    return neighbour_length(model) if model.family == "retro" else 1
+
+
 def check_retro(model: "Model") -> None:
     """Checks the sizes of chunks and neighbours, and where chunked cross-attention begins.
 
@@ -87,16 +97,23 @@ def check_retro_run(config: "Config") -> None:
     Raises:
       UserError: it has one.
     """
-    model, training, data = config.model, config.training, config.data
+    model, training, data, finetuning = config.model, config.training, config.data, config.finetuning
+    is_chat = finetuning.task == "chat"
+    if finetuning.passages and not (is_chat and model.family == "retro"):
+        raise UserError(
+            f"passages is true, and only --task chat of the family retro reads passages, not --task {finetuning.task} "
+            f"of the family {model.family}: remove it"
+        )
     if model.family != "retro":
         return
     refused = {
         **one_kind_only(config),
         f"fp8 {training.fp8}": training.fp8 != "none",
         f"attention {model.attention}": model.attention in ("cudnn", "blocks"),
-        "reset_position_ids": data.reset_position_ids,
-        "reset_attention_mask": data.reset_attention_mask,
-        f"task {config.finetuning.task}": config.finetuning.task != "none",
+        # Conversations are packed so that each begins with a chunk; documents are not.
+        "reset_position_ids": data.reset_position_ids and not is_chat,
+        "reset_attention_mask": data.reset_attention_mask and not is_chat,
+        f"task {finetuning.task}": finetuning.task not in ("none", "chat"),
     }
     for setting in (name for name, is_set in refused.items() if is_set):
         raise UserError(f"{setting} does not support the family retro: remove it")

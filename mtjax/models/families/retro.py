@@ -28,6 +28,8 @@ from mtjax.sharding.vocab import LossOptions
 
 NEIGHBOURS = "neighbours"
 """Array of a batch: tokens of neighbours, [batch, chunks, neighbours, tokens]."""
+READS = "reads_neighbours"
+"""Array of a batch of packed rows: 1 on tokens that read neighbours, [batch, seq]."""
 
 
 class Retro(GPT):
@@ -80,8 +82,9 @@ class Retro(GPT):
             return HiddenStates(x, read)
 
     def _context(self, batch: Batch, keys: Keys, hidden: HiddenStates) -> LayerContext:
-        """Adds the embedded neighbours."""
-        return dataclasses.replace(super()._context(batch, keys, hidden), encoded=hidden.encoded)
+        """Adds the embedded neighbours, and which tokens read them."""
+        context = super()._context(batch, keys, hidden)
+        return dataclasses.replace(context, encoded=hidden.encoded, reads=batch.get(READS))
 
     def final_hidden(self, x: Float[Array, "batch act_seq embed"]) -> Float[Array, "batch act_seq embed"]:
         """Normalizes the hidden states behind the last layer, if the model does."""
@@ -93,7 +96,11 @@ class Retro(GPT):
 
     @staticmethod
     def batch_arrays(config: Config) -> dict[str, jax.ShapeDtypeStruct]:
-        """Returns the arrays of next-token prediction, and the neighbours."""
-        model = config.model
+        """Returns the arrays of next-token prediction, and the neighbours; of conversations only if some have any."""
+        model, arrays, is_chat = config.model, GPT.batch_arrays(config), config.finetuning.task == "chat"
+        if is_chat and not config.finetuning.passages:
+            return arrays
         shape = (num_chunks(model), model.retro_num_neighbours, neighbour_length(model))
-        return GPT.batch_arrays(config) | {NEIGHBOURS: jax.ShapeDtypeStruct(shape, jnp.int32)}
+        arrays[NEIGHBOURS] = jax.ShapeDtypeStruct(shape, jnp.int32)
+        reads = {READS: jax.ShapeDtypeStruct((model.sequence_length,), jnp.int32)} if is_chat else {}
+        return arrays | reads
