@@ -1,0 +1,160 @@
+"""Rows of a Retro with passages: laid out as `mtjax generate` does, packed so that no row reads another's, trained."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from mtjax.config import replace
+from mtjax.data.tokens.tokenizer import open_tokenizer
+from mtjax.errors import UserError
+from mtjax.finetune.chat_encoding import ChatEncoder, EncodedSample
+from mtjax.finetune.chat_rows import Chat, chat_of, passages_of, read_chats
+from mtjax.finetune.passages import PackedPassages, PassageEncoder, have_passages, pack_rows
+from mtjax.generate.neighbours import NeighbourWriter
+from mtjax.generate.weights import LoadedModel
+from mtjax.models.sharded_model import ShardedModel
+from mtjax.models.trunk import run_sections
+from mtjax.sharding.axes import use_rules
+from tests.data.corpora import write_bert_vocab
+from tests.tiny import mesh_of, tiny_config
+
+CHUNK, LENGTH = 8, 48
+MODEL: dict[str, Any] = {
+    "family": "retro",
+    "num_layers": 3,
+    "retro_chunk": CHUNK,
+    "retro_first": 2,
+    "retro_every": 1,
+    "retro_encoder_layers": 1,
+    "sequence_length": LENGTH,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "retro_encoder_dropout": 0.0,
+    "vocab_size": 71,
+    "vocab_multiple": 128,
+    "init_std": 0.3,
+}
+PASSAGES = ("two light walks never over a river", "stone stone under under the house " * 9)
+CHAT = {"task": "chat", "passages": True, "reset_position_ids": True, "reset_attention_mask": True}
+ROWS = [
+    Chat(prompt="the river and one stone under", completion=" a green house never walks", passages=PASSAGES),
+    Chat(prompt="never over light", completion=" two stone the river"),
+    Chat(prompt="a house", completion=" walks over one light", passages=PASSAGES[:1]),
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return open_tokenizer(f"bert:{write_bert_vocab(tmp_path_factory.mktemp('vocab') / 'vocab.txt')}")
+
+
+@pytest.fixture(scope="module")
+def placed() -> ShardedModel:
+    return ShardedModel(tiny_config(**MODEL), mesh_of("1x1"))
+
+
+def encoded(tokenizer, chats: list[Chat]) -> list[EncodedSample]:
+    encoder = ChatEncoder(tokenizer, None, PassageEncoder(tokenizer, tiny_config(**MODEL).model))
+    return [sample for chat in chats for sample in encoder.samples(chat)[0]]
+
+
+def test_rows_are_laid_out_as_generation_reads_them(tokenizer, placed) -> None:
+    writer = NeighbourWriter(LoadedModel(placed, None, tokenizer, frozenset(), Path(), "bert", "", []))
+    for chat, sample in zip(ROWS, encoded(tokenizer, ROWS), strict=True):
+        prompt = tokenizer.encode_prompt(chat.prompt)
+        line = {} if chat.passages is None else {"passages": list(chat.passages)}
+        ids, neighbours = writer.read(prompt, line)
+        assert sample.ids[: len(ids)].tolist() == ids and not sample.trained[: len(ids)].any()
+        assert sample.trained[len(ids) :].all()
+        rows = pack_rows([sample], placed.config.model, LENGTH, tokenizer.eod, with_passages=True)
+        if neighbours is None:
+            assert not rows[0]["reads_neighbours"].any()
+            continue
+        # Behind the row there is nothing that reads.
+        chunks = -(-(len(sample.ids) - 1) // CHUNK)
+        np.testing.assert_array_equal(rows[0]["neighbours"][:chunks], neighbours[:chunks])
+        places = np.arange(LENGTH)
+        wanted = (places >= CHUNK - 1) & (places < len(sample.ids) - 1)
+        np.testing.assert_array_equal(rows[0]["reads_neighbours"], wanted)
+
+
+def test_packed_rows_are_read_as_each_alone(tokenizer, placed) -> None:
+    """A row's logits are those of its tokens and neighbours as `mtjax generate` gives them to the model."""
+    drawn, draw = placed.initialize_parameters(0), np.random.default_rng(0)
+    moved = jax.tree.map(lambda a: np.asarray(a) + 0.1 * draw.standard_normal(a.shape).astype(np.float32), drawn)
+    parameters = jax.tree.map(jax.device_put, moved, placed.parameter_sharding)
+    samples = encoded(tokenizer, ROWS)
+    rows = pack_rows(samples, placed.config.model, LENGTH, tokenizer.eod, with_passages=True)
+    assert isinstance(rows, PackedPassages) and len(rows) == 1
+    reader = ShardedModel(replace(placed.config, **CHAT), placed.mesh)
+
+    @jax.jit
+    def logits(parameters, batch):
+        with use_rules(placed.layout.rules.with_whole_samples):
+            model = reader.inference_model(parameters)
+            return model.logits(model.final_hidden(run_sections(model, batch, None)[0].x))
+
+    sample, at = rows[0], 0
+    names = reader.family.batch_arrays(reader.config)
+    assert {*names} == {*sample}
+    together = placed.on_mesh(logits, parameters, {name: sample[name][None] for name in names})[0]
+    writer = NeighbourWriter(LoadedModel(placed, None, tokenizer, frozenset(), Path(), "bert", "", []))
+    for number in rows.packs[0]:
+        chat, own = ROWS[number], samples[number]
+        line = {} if chat.passages is None else {"passages": list(chat.passages)}
+        _, neighbours = writer.read(tokenizer.encode_prompt(chat.prompt), line)
+        size = len(own.ids) - 1
+        batch = {"tokens": np.pad(own.ids[:-1], (0, LENGTH - size))[None]}
+        batch |= {} if neighbours is None else {"neighbours": neighbours[None]}
+        alone = placed.on_mesh(logits, parameters, batch)[0]
+        np.testing.assert_allclose(together[at : at + size], alone[:size], atol=2e-5)
+        at += rows.room(own)
+
+
+def test_without_passages_rows_are_packed_as_a_gpts(tokenizer) -> None:
+    samples = encoded(tokenizer, ROWS[1:2] * 2)
+    assert not have_passages(samples)
+    rows = pack_rows(samples, tiny_config(**MODEL).model, LENGTH, tokenizer.eod, with_passages=False)
+    assert "neighbours" not in rows[0] and rows[0]["padding_mask"].sum() == 2 * (len(samples[0].ids) - 1)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"passages": "one"}, r'has passages one, which must be a list of texts: \["one", "two"\]'),
+        ({"passages": ["one", 2]}, "has passages .*, which must be a list of texts"),
+        ({"neighbours": [["one"]]}, "has neighbours, which mtjax finetune does not read: give passages"),
+        ({"passages": ["a", "b", "c"]}, "there are 3 passages, and the model reads 2 .retro_num_neighbours."),
+        ({"passages": ["a"], "prompt": ""}, "the prompt has no tokens, and reads passages"),
+        (
+            {
+                "passages": ["a"],
+                "prompt": [{"role": "user", "content": "x"}],
+                "completion": [{"role": "assistant", "content": "y"}],
+            },
+            "has passages beside messages, and mtjax generate reads passages beside a prompt that is text",
+        ),
+    ],
+)
+def test_bad_passages_are_one_sentence(tokenizer, row: dict, message: str) -> None:
+    whole = {"prompt": "the river", "completion": " over"} | row
+    with pytest.raises(UserError, match=message):
+        encoded(tokenizer, [Chat(**vars(chat_of(whole)) | {"passages": passages_of(whole)})])
+
+
+def test_lines_of_bad_rows_are_named(tmp_path) -> None:
+    file = tmp_path / "rows.jsonl"
+    good = {"prompt": "the", "completion": " river", "passages": ["a"]}
+    file.write_text("".join(json.dumps(row) + "\n" for row in (good, good | {"passages": "b"}, good)))
+    found = read_chats(file, with_passages=True)
+    assert found.notes == [f'1 of 3 rows of {file} are skipped: line 2 has passages b, which must be a list of texts: '
+                           '["one", "two"]']  # fmt: skip
+    assert [chat.passages for chat in found.rows] == [("a",), ("a",)]
+    # Another model does not read them, and is told so.
+    assert "unused fields in" in read_chats(file).notes[0]
