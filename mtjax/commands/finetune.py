@@ -122,7 +122,8 @@ def base_config(start: Config, words: Sequence[str]) -> Config:
 
     model = model_of(init_from, "--init-from", hints_of(argument(words, "--mesh") or config.parallel.mesh))
     overrides = {
-        name: getattr(config.model, name) for name in ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets")
+        name: getattr(config.model, name)
+        for name in ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "retro_frozen", "retro_reads")
     }
     if argument(words, "--task") == CHAT:
         overrides["sequence_length"] = min(model.sequence_length, LONGEST_CHATS)

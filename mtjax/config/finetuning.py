@@ -50,7 +50,5 @@ class Finetuning:
     """Weight of the distillation loss; the loss of the labels has 1 - teacher_weight."""
     teacher_width: int | None = at_least(1, None, most=WIDTH)
     """chat: hidden size of the teacher; set from its weights."""
-    passages: bool = False
-    """chat, retro: rows have passages, which the encoder reads; set from the rows."""
     chat_template: str | None = None
     """chat: a file with the Jinja chat template; the tokenizer's own when not given."""

@@ -1,5 +1,6 @@
 """Sizes of Retro (arXiv 2112.04426), and what it is not combined with."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mtjax.config.layer_loops import one_kind_only
@@ -50,6 +51,13 @@ def neighbour_tokens(model: "Model") -> int:
     return num_chunks(model) * model.retro_num_neighbours * neighbour_length(model)
 
 
+def is_frozen_in_retro(model: "Model", modules: Sequence[str]) -> bool:
+    """Returns whether a parameter, whose dotted name has these modules, is among those that `retro_frozen` names."""
+    in_encoder = modules[0].startswith("encoder")
+    is_added = in_encoder or modules[0] == "first_norm" or any(name.startswith("chunked") for name in modules)
+    return {"none": False, "encoder": in_encoder, "retrieval": is_added, "decoder": not is_added}[model.retro_frozen]
+
+
 def text_step(model: "Model") -> int:
     """Returns what the length of a sample must be a multiple of, for chunks; 1 in other families."""
     return model.retro_chunk if model.family == "retro" else 1
@@ -87,6 +95,11 @@ def check_retro(model: "Model") -> None:
         raise UserError(
             f"num_kv_heads is {model.num_kv_heads}, and the family retro needs as many as num_heads ({model.num_heads})"
         )
+    if not model.retro_reads and model.retro_frozen != "retrieval":
+        raise UserError(
+            f"retro_reads is false, and retro_frozen is {model.retro_frozen}: nothing would train the encoder and "
+            "chunked cross-attention, which weight decay alone would change; add --retro-frozen retrieval"
+        )
     if model.lora_rank:
         raise UserError(f"lora_rank is {model.lora_rank}, and the family retro has no adapters: remove lora_rank")
 
@@ -97,15 +110,10 @@ def check_retro_run(config: "Config") -> None:
     Raises:
       UserError: it has one.
     """
-    model, training, data, finetuning = config.model, config.training, config.data, config.finetuning
-    is_chat = finetuning.task == "chat"
-    if finetuning.passages and not (is_chat and model.family == "retro"):
-        raise UserError(
-            f"passages is true, and only --task chat of the family retro reads passages, not --task {finetuning.task} "
-            f"of the family {model.family}: remove it"
-        )
+    model, training, data, task = config.model, config.training, config.data, config.finetuning.task
     if model.family != "retro":
         return
+    is_chat = task == "chat"
     refused = {
         **one_kind_only(config),
         f"fp8 {training.fp8}": training.fp8 != "none",
@@ -113,7 +121,9 @@ def check_retro_run(config: "Config") -> None:
         # Conversations are packed so that each begins with a chunk; documents are not.
         "reset_position_ids": data.reset_position_ids and not is_chat,
         "reset_attention_mask": data.reset_attention_mask and not is_chat,
-        f"task {finetuning.task}": finetuning.task not in ("none", "chat"),
+        f"task {task}": task not in ("none", "chat"),
+        "neighbours without retro_reads": data.neighbours is not None and not model.retro_reads and not is_chat,
+        "neighbours in --task chat, whose rows have passages,": data.neighbours is not None and is_chat,
     }
     for setting in (name for name, is_set in refused.items() if is_set):
         raise UserError(f"{setting} does not support the family retro: remove it")

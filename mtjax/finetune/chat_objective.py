@@ -24,7 +24,7 @@ from mtjax.finetune.chat_rows import Chat, read_chats
 from mtjax.finetune.chat_samples import PackedChats, truncation_notes
 from mtjax.finetune.files import read_task
 from mtjax.finetune.options import CHAT
-from mtjax.finetune.passages import PassageEncoder, have_passages, pack_rows
+from mtjax.finetune.passages import PassageEncoder, have_passages, pack_rows, reading
 from mtjax.finetune.pretrained import FinetuningObjective, FinetuningTokenizer
 from mtjax.finetune.rows import SHOWN, Examples
 from mtjax.finetune.tasks.task import DEV, HeldOut
@@ -81,8 +81,6 @@ class ChatFinetuning(FinetuningObjective):
         notes += [f"{count:,} conversations {remark}" for remark, count in sorted(counts.items())]
         limit = config.model.sequence_length
         reads = have_passages([*train, *held_out])
-        if config.finetuning.passages and not reads:
-            raise UserError("passages is true, as in the run before, and no row has passages: give the same rows")
         pack = partial(pack_rows, model=config.model, pad=tokenizer.eod, with_passages=reads)
         packed = pack(train, length=limit)
         if not len(packed):
@@ -93,7 +91,7 @@ class ChatFinetuning(FinetuningObjective):
             self.with_steps(self.with_text(config, longest, found.name, tokenizer), len(packed), folder, past),
             reset_position_ids=True,
             reset_attention_mask=True,
-            passages=reads,
+            **reading(config.model, train=packed.chats, reads=reads),
         )
         config = self.teacher.checked(config, tokenizer) if self.teacher else config
         unit = "samples" if SEVERAL in counts else "conversations"

@@ -77,6 +77,6 @@ DECIDED = (
         "decay-steps",
         "teacher-width",
     ),
-    *("evaluate", "evaluate-every", "keep-best", "neighbours", "passages", "no-passages"),
+    *("evaluate", "evaluate-every", "keep-best", "neighbours", "retro-reads", "no-retro-reads"),
 )
 """Options that are determined by the task, the rows and other settings."""

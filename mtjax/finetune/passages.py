@@ -106,3 +106,25 @@ def pack_rows(chats: Sequence[EncodedSample], model: Model, length: int, pad: in
 def have_passages(samples: Sequence[EncodedSample]) -> bool:
     """Returns whether any of the samples has passages."""
     return any(sample.passages is not None for sample in samples)
+
+
+def reading(model: Model, train: Sequence[EncodedSample], *, reads: bool) -> dict[str, bool]:
+    """Returns the settings of a run whose rows are known.
+
+    Args:
+      model: of the run.
+      train: the rows that it trains on.
+      reads: whether any of its rows has passages, those of validation included.
+
+    Raises:
+      UserError: no row trains the encoder and chunked cross-attention of a Retro, and they are not frozen.
+    """
+    if model.family != "retro":
+        return {}
+    if not have_passages(train) and model.retro_frozen != "retrieval":
+        raise UserError(
+            f"no training row has passages, and retro_frozen is {model.retro_frozen}: nothing would train the encoder "
+            "and chunked cross-attention, which weight decay alone would change; add --retro-frozen retrieval to train "
+            "the decoder as a GPT, or give rows passages"
+        )
+    return {"retro_reads": reads}

@@ -1,8 +1,6 @@
 """Rows of a Retro with passages: laid out as `mtjax generate` does, packed so that no row reads another's, trained."""
 
 import json
-import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +8,8 @@ import jax
 import numpy as np
 import pytest
 
+from mtjax.commands.finetune import main as finetune
+from mtjax.commands.generate import main as generate
 from mtjax.config import replace
 from mtjax.data.tokens.tokenizer import open_tokenizer
 from mtjax.errors import UserError
@@ -21,7 +21,9 @@ from mtjax.generate.weights import LoadedModel
 from mtjax.models.sharded_model import ShardedModel
 from mtjax.models.trunk import run_sections
 from mtjax.sharding.axes import use_rules
+from mtjax.train.observability.metrics import read_metrics
 from tests.data.corpora import write_bert_vocab
+from tests.finetune.test_chats import resumed_to_the_bit
 from tests.tiny import mesh_of, tiny_config
 
 CHUNK, LENGTH = 8, 48
@@ -41,7 +43,7 @@ MODEL: dict[str, Any] = {
     "init_std": 0.3,
 }
 PASSAGES = ("two light walks never over a river", "stone stone under under the house " * 9)
-CHAT = {"task": "chat", "passages": True, "reset_position_ids": True, "reset_attention_mask": True}
+CHAT = {"task": "chat", "reset_position_ids": True, "reset_attention_mask": True}
 ROWS = [
     Chat(prompt="the river and one stone under", completion=" a green house never walks", passages=PASSAGES),
     Chat(prompt="never over light", completion=" two stone the river"),
@@ -158,3 +160,79 @@ def test_lines_of_bad_rows_are_named(tmp_path) -> None:
     assert [chat.passages for chat in found.rows] == [("a",), ("a",)]
     # Another model does not read them, and is told so.
     assert "unused fields in" in read_chats(file).notes[0]
+
+
+RUN = [
+    *("--task", "chat", "--global-batch-size", "2", "--compute-dtype", "float32", "--zero", "1"),
+    *("--learning-rate", "1e-2", "--epochs", "4", "--checkpoint-every", "4", "--valid-every", "4", "--keep-last", "9"),
+]
+
+
+def write_rows(file: Path, *, with_passages: bool = True) -> Path:
+    """What stands in the passage is the answer; every third row has none."""
+    rows = []
+    for i, word in enumerate(("river", "stone", "house", "light") * 6):
+        row = {"prompt": "the green one " + "over " * (i % 5), "completion": f" {word} walks"}
+        rows.append(row | ({"passages": [f"two {word}", "under"]} if with_passages and i % 3 else {}))
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def write_config(folder: Path, vocab: Path) -> Path:
+    settings = {name: value for name, value in MODEL.items() if name not in ("vocab_size", "init_std")}
+    settings |= {"hidden_size": 32, "num_heads": 4, "sequence_length": 64, "hidden_dropout": 0.1}
+    file = folder / "retro.toml"
+    data = f'[data]\ntokenizer = "bert:{vocab}"\n'
+    file.write_text("[model]\n" + "".join(f"{n} = {json.dumps(v)}\n" for n, v in settings.items()) + data)
+    return file
+
+
+@pytest.mark.long
+def test_a_run_with_passages_is_resumed_to_the_bit_and_asked_as_it_was_trained(tmp_path, capsys) -> None:
+    jax.devices()
+    config = write_config(tmp_path, write_bert_vocab(tmp_path / "vocab.txt"))
+    rows, run = write_rows(tmp_path / "rows.jsonl"), tmp_path / "run"
+    begin = [*RUN, "--config", str(config), "--data", str(rows), "--mesh", "2x2", "--out", str(run)]
+    assert finetune([*begin, "--sequence-parallel", "--microbatch-size", "1"]) == 0
+    resumed_to_the_bit(run)
+    losses = [e["valid_loss"] for e in read_metrics(run / "metrics.jsonl") if "valid_loss" in e]
+    assert losses[-1] < losses[0]
+    # The same data on another mesh gives the same losses.
+    other = tmp_path / "other"
+    assert finetune([*begin[:-3], "1x1", "--out", str(other)]) == 0
+    found = [e["valid_loss"] for e in read_metrics(other / "metrics.jsonl") if "valid_loss" in e]
+    assert found == pytest.approx(losses, rel=1e-4)
+    lines, out = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    lines.write_text(json.dumps({"prompt": "the green one", "passages": ["two stone"], "max_tokens": 2}) + "\n")
+    assert generate(["--from", str(run), "--input", str(lines), "--output", str(out)]) == 0
+    assert len(out.read_text().splitlines()) == 1
+    # What no row trains is frozen, or the run does not begin; what is frozen does not move.
+    plain = write_rows(tmp_path / "plain.jsonl", with_passages=False)
+    begin = [*RUN, "--init-from", str(run), "--data", str(plain), "--mesh", "1x2", "--out", str(tmp_path / "retrieval" / "run")]
+    capsys.readouterr()
+    assert finetune(begin) == 2
+    assert "no training row has passages, and retro_frozen is none" in capsys.readouterr().err
+    assert finetune([*begin, "--retro-frozen", "retrieval"]) == 0
+    first, last = resumed_to_the_bit(tmp_path / "retrieval" / "run")
+    assert changed(first, last) == {name for name in parameters(first) if not is_added(name)}
+    begin = [*RUN, "--init-from", str(run), "--data", str(rows), "--mesh", "1x2"]
+    for frozen, wanted in (
+        ("encoder", lambda name: not name.startswith("parameters.encoder")),
+        ("decoder", is_added),
+    ):
+        assert finetune([*begin, "--retro-frozen", frozen, "--out", str(tmp_path / frozen / "run")]) == 0
+        first, last = resumed_to_the_bit(tmp_path / frozen / "run")
+        assert changed(first, last) == {name for name in parameters(first) if wanted(name)}
+
+
+def parameters(prints: dict[str, int]) -> set[str]:
+    return {name for name in prints if name.startswith("parameters.")}
+
+
+def changed(first: dict[str, int], last: dict[str, int]) -> set[str]:
+    return {name for name in parameters(first) if first[name] != last[name]}
+
+
+def is_added(name: str) -> bool:
+    """Whether a GPT does not have the parameter."""
+    return "chunked" in name or name.startswith(("parameters.encoder", "parameters.first_norm"))

@@ -96,9 +96,9 @@ class Retro(GPT):
 
     @staticmethod
     def batch_arrays(config: Config) -> dict[str, jax.ShapeDtypeStruct]:
-        """Returns the arrays of next-token prediction, and the neighbours; of conversations only if some have any."""
+        """Returns the arrays of next-token prediction, and the neighbours; of conversations also who reads them."""
         model, arrays, is_chat = config.model, GPT.batch_arrays(config), config.finetuning.task == "chat"
-        if is_chat and not config.finetuning.passages:
+        if not model.retro_reads:
             return arrays
         shape = (num_chunks(model), model.retro_num_neighbours, neighbour_length(model))
         arrays[NEIGHBOURS] = jax.ShapeDtypeStruct(shape, jnp.int32)
