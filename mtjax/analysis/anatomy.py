@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from mtjax.analysis.parts.part import Part, Weight
 from mtjax.config import Model
 from mtjax.config.adapters import is_trainable
+from mtjax.config.retro import first_retro_layer
 from mtjax.config.sizes import layer_parallel
 from mtjax.layout.layouts import LAYERS
 from mtjax.layout.stacks import LayerStack
@@ -122,9 +123,28 @@ class Anatomy:
         stacked = [w for stack in self.stacks for w in stack.weights]
         return [*self.outside_weights, *stacked]
 
+    def is_frozen(self, part: Part, stack: Stack | None = None) -> bool:
+        """Returns whether a component has no trained weights but adapters; one without weights is as the embedding."""
+        if self.model.lora_rank:
+            return True
+        path = "" if stack is None else f"{stack.path}.layers."
+        names = [f"{path}{weight.name}" for weight in part.weights] or ["embedding"]
+        return not any(is_trainable(self.model, name) for name in names)
+
+    def idle_layers(self, stack: Stack) -> int:
+        """Returns the layers of a stack that have no backward pass, because nothing in them and below is trained: of a
+        Retro whose decoder is frozen, those below the first that reads neighbours."""
+        model = self.model
+        if model.retro_frozen != "decoder" or stack.is_encoder or stack is self.stacks[-1]:
+            return 0
+        last = first_retro_layer(model)
+        return sum(number <= last for number in stack.layer_numbers)
+
     @property
     def learns_below(self) -> bool:
-        """Whether anything below the layers is trained."""
+        """Whether anything below the layers that have a backward pass is trained."""
+        if self.model.retro_frozen == "decoder":
+            return True  # the norm that the encoder reads, and above it whatever is in a layer
         return any(is_trainable(self.model, weight.name) for part in self.embed for weight in part.weights)
 
     def learns_before(self, stack: Stack, part: Part) -> bool:

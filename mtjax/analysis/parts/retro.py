@@ -67,7 +67,7 @@ class Asking(_InEncoder, CrossAttention):
 
     def collectives(self, stream: ResidualStream) -> list[Expectation]:
         """Returns the sublayer's collectives, and those of the chunks that it reads."""
-        lines = sublayer_collectives(stream, "the encoder's cross-attention")
+        lines = sublayer_collectives(stream, "the encoder's cross-attention", learns=not stream.is_frozen)
         elements, what = "batch*sequence*hidden", "chunks that the encoder reads"
         if not stream.split:
             return lines  # the gradient of the chunks is in a line of `Chunked`, and so is their all-gather
@@ -100,7 +100,7 @@ class Chunked(CrossAttention):
     def collectives(self, stream: ResidualStream) -> list[Expectation]:
         """Returns the sublayer's collectives, and those of the encoded neighbours that it reads."""
         name = "chunked cross-attention"
-        lines = sublayer_collectives(stream, name)
+        lines = sublayer_collectives(stream, name, learns=not stream.is_frozen)
         if self.layers:
             # XLA: the encoder reads what the first chunked cross-attention reads. One gradient is sent.
             first, *lines, own = lines
