@@ -91,6 +91,9 @@ class Options:
     Default: transformer_engine, or legacy for a BERT or an older --checkpoint-version."""
     without_encoder: bool = False
     """Write the decoder of a Retro as a GPT, without the encoder and chunked cross-attention."""
+    with_encoder: Annotated[Path | None, tyro.conf.arg(metavar="CONFIG")] = None
+    """Write a GPT as the decoder of a Retro with the retro settings of this config (TOML); the encoder and chunked
+    cross-attention are drawn with its seed."""
     with_optimizer: bool = False
     """Between megatron and mtjax, convert also the optimizer's state, the schedules and the position in the data: the
     run goes on where it stopped. An mtjax folder is then a run's, for mtjax train --resume."""
@@ -165,6 +168,10 @@ def run(options: Options) -> None:
             from mtjax.convert.retro_decoder import DecoderSource
 
             source = DecoderSource(source)
+        if options.with_encoder is not None:
+            from mtjax.convert.retro_from_gpt import RetroSource
+
+            source = RetroSource(source, options.with_encoder)
         _print_notes(source, to_kind, options)
         if to_kind in ("mtjax", "megatron"):
             # A tokenizer that can't be read is an error before any weights are written.
@@ -222,6 +229,9 @@ def check_options(options: Options, from_kind: str, to_kind: str) -> None:
             raise UserError(f"--{name} has no effect on a conversion from {from_kind} to {to_kind}: remove it")
     if options.without_encoder and options.with_optimizer:
         raise UserError("--without-encoder writes a gpt, and --with-optimizer goes on with a retro: remove one of them")
+    if options.with_encoder is not None and (options.without_encoder or options.with_optimizer):
+        other = "--without-encoder" if options.without_encoder else "--with-optimizer"
+        raise UserError(f"--with-encoder makes a retro of a gpt, and does not go along with {other}: remove one of them")
     check_quantization(options)
 
 

@@ -53,9 +53,17 @@ def neighbour_tokens(model: "Model") -> int:
 
 def is_frozen_in_retro(model: "Model", modules: Sequence[str]) -> bool:
     """Returns whether a parameter, whose dotted name has these modules, is among those that `retro_frozen` names."""
-    in_encoder = modules[0].startswith("encoder")
-    is_added = in_encoder or modules[0] == "first_norm" or any(name.startswith("chunked") for name in modules)
-    return {"none": False, "encoder": in_encoder, "retrieval": is_added, "decoder": not is_added}[model.retro_frozen]
+    frozen = {"none": False, "encoder": _in_encoder(modules), "retrieval": is_added(modules)}
+    return {**frozen, "decoder": not is_added(modules)}[model.retro_frozen]
+
+
+def is_added(modules: Sequence[str]) -> bool:
+    """Returns whether a GPT does not have the parameter whose dotted name has these modules."""
+    return _in_encoder(modules) or modules[0] == "first_norm" or any(name.startswith("chunked") for name in modules)
+
+
+def _in_encoder(modules: Sequence[str]) -> bool:
+    return modules[0].startswith("encoder")
 
 
 def text_step(model: "Model") -> int:
