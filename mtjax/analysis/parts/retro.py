@@ -130,6 +130,17 @@ class Chunked(CrossAttention):
 
 
 @dataclass(frozen=True)
+class Unread(Part):
+    """The weights of a component that does not run: nothing reads neighbours."""
+
+    of: Part
+
+    @property
+    def weights(self) -> list[Weight]:
+        return self.of.weights
+
+
+@dataclass(frozen=True)
 class NeighbourPositions(Part):
     """The positions of neighbours, from the decoder's table."""
 
@@ -140,7 +151,7 @@ class NeighbourPositions(Part):
     def collectives(self, stream: ResidualStream) -> list[Expectation]:
         why = "gradients of neighbours' positions"
         gather = over_model(EMBEDDING_BACKWARD, "all-gather", stream.turns, f"{self.tokens}*hidden", why)
-        return [gather] if stream.split else []
+        return [gather] if stream.split and not stream.is_frozen else []
 
 
 @dataclass(frozen=True)
