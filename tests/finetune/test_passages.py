@@ -1,5 +1,6 @@
 """Rows of a Retro with passages: laid out as `mtjax generate` does, packed so that no row reads another's, trained."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -10,18 +11,20 @@ import pytest
 
 from mtjax.commands.finetune import main as finetune
 from mtjax.commands.generate import main as generate
-from mtjax.config import replace
+from mtjax.config import replace, validate
 from mtjax.data.tokens.tokenizer import open_tokenizer
 from mtjax.errors import UserError
 from mtjax.finetune.chat_encoding import ChatEncoder, EncodedSample
 from mtjax.finetune.chat_rows import Chat, chat_of, passages_of, read_chats
-from mtjax.finetune.passages import PackedPassages, PassageEncoder, have_passages, pack_rows
+from mtjax.finetune.passages import PackedPassages, PassageEncoder, have_passages, pack_rows, reading
 from mtjax.generate.neighbours import NeighbourWriter
 from mtjax.generate.weights import LoadedModel
 from mtjax.models.sharded_model import ShardedModel
 from mtjax.models.trunk import run_sections
 from mtjax.sharding.axes import use_rules
+from mtjax.sharding.param_specs import dotted
 from mtjax.train.observability.metrics import read_metrics
+from mtjax.train.step import make_train_step
 from tests.data.corpora import write_bert_vocab
 from tests.finetune.test_chats import resumed_to_the_bit
 from tests.tiny import mesh_of, tiny_config
@@ -162,6 +165,38 @@ def test_lines_of_bad_rows_are_named(tmp_path) -> None:
     assert "unused fields in" in read_chats(file).notes[0]
 
 
+ENCODER = {"encoder_first"}  # with one layer it has no other stack
+CHUNKED = {"first_norm", "first_rest.layers.chunked", "retro.layers.chunked", "retro.layers.chunked_norm"}
+
+
+@pytest.mark.parametrize(
+    ("frozen", "wanted"), [("none", set()), ("encoder", ENCODER), ("retrieval", ENCODER | CHUNKED), ("decoder", None)]
+)
+def test_what_is_frozen_has_no_optimizer_state(frozen: str, wanted: set[str] | None) -> None:
+    program = make_train_step(tiny_config(**MODEL, retro_frozen=frozen), mesh_of("1x1"))
+    names, trained = (names_of(tree) for tree in (program.records, program.trainable_records))
+    added = {name for name in names if name.startswith(tuple(f"{each}." for each in ENCODER | CHUNKED))}
+    known = names - added if wanted is None else {n for n in names if n.startswith(tuple(f"{w}." for w in wanted))}
+    assert names - trained == known and (len(names), len(added)) == (76, 20 + 16)
+    moments = {name.partition(".mu.")[2] for name in names_of(program.abstract_state.optimizer) if ".mu." in name}
+    assert moments == trained
+
+
+def names_of(tree: Any) -> set[str]:
+    return {dotted(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def test_what_no_row_trains_must_be_frozen(tokenizer) -> None:
+    model, samples = tiny_config(**MODEL).model, encoded(tokenizer, ROWS)
+    assert reading(model, samples, reads=True) == {"retro_reads": True}
+    frozen = dataclasses.replace(model, retro_frozen="retrieval")
+    assert reading(frozen, samples[1:2], reads=False) == {"retro_reads": False}
+    with pytest.raises(UserError, match="no training row has passages, and retro_frozen is none: .* add --retro-froz"):
+        reading(model, samples[1:2], reads=True)
+    with pytest.raises(UserError, match="retro_reads is false, and retro_frozen is encoder"):
+        validate(tiny_config(**MODEL, retro_frozen="encoder", retro_reads=False))
+
+
 RUN = [
     *("--task", "chat", "--global-batch-size", "2", "--compute-dtype", "float32", "--zero", "1"),
     *("--learning-rate", "1e-2", "--epochs", "4", "--checkpoint-every", "4", "--valid-every", "4", "--keep-last", "9"),
@@ -206,23 +241,28 @@ def test_a_run_with_passages_is_resumed_to_the_bit_and_asked_as_it_was_trained(t
     lines.write_text(json.dumps({"prompt": "the green one", "passages": ["two stone"], "max_tokens": 2}) + "\n")
     assert generate(["--from", str(run), "--input", str(lines), "--output", str(out)]) == 0
     assert len(out.read_text().splitlines()) == 1
-    # What no row trains is frozen, or the run does not begin; what is frozen does not move.
-    plain = write_rows(tmp_path / "plain.jsonl", with_passages=False)
-    begin = [*RUN, "--init-from", str(run), "--data", str(plain), "--mesh", "1x2", "--out", str(tmp_path / "retrieval" / "run")]
-    capsys.readouterr()
-    assert finetune(begin) == 2
-    assert "no training row has passages, and retro_frozen is none" in capsys.readouterr().err
-    assert finetune([*begin, "--retro-frozen", "retrieval"]) == 0
-    first, last = resumed_to_the_bit(tmp_path / "retrieval" / "run")
-    assert changed(first, last) == {name for name in parameters(first) if not is_added(name)}
-    begin = [*RUN, "--init-from", str(run), "--data", str(rows), "--mesh", "1x2"]
-    for frozen, wanted in (
-        ("encoder", lambda name: not name.startswith("parameters.encoder")),
-        ("decoder", is_added),
-    ):
-        assert finetune([*begin, "--retro-frozen", frozen, "--out", str(tmp_path / frozen / "run")]) == 0
-        first, last = resumed_to_the_bit(tmp_path / frozen / "run")
-        assert changed(first, last) == {name for name in parameters(first) if wanted(name)}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("frozen", ["encoder", "retrieval", "decoder"])
+def test_what_is_frozen_does_not_move_and_the_run_is_resumed_to_the_bit(tmp_path, frozen: str) -> None:
+    """From weights of the same model; without passages for a frozen retrieval, as InstructRetro's decoder."""
+    jax.devices()
+    config = write_config(tmp_path, write_bert_vocab(tmp_path / "vocab.txt"))
+    rows = write_rows(tmp_path / "rows.jsonl", with_passages=frozen != "retrieval")
+    begin = [*RUN, "--data", str(rows), "--mesh", "1x2"]
+    first_run = [*begin, "--config", str(config), "--epochs", "1", "--out", str(tmp_path / "weights")]
+    assert finetune([*first_run, "--retro-frozen", "retrieval"]) == 0
+    run = tmp_path / "run"
+    begin += ["--init-from", str(tmp_path / "weights"), "--out", str(run)]
+    assert finetune([*begin, "--retro-frozen", frozen]) == 0
+    first, last = resumed_to_the_bit(run)
+    wanted = {
+        "encoder": lambda name: not name.startswith("parameters.encoder"),
+        "retrieval": lambda name: not is_added(name),
+        "decoder": is_added,
+    }[frozen]
+    assert changed(first, last) == {name for name in parameters(first) if wanted(name)}
 
 
 def parameters(prints: dict[str, int]) -> set[str]:
