@@ -136,7 +136,9 @@ def without_idle(line: Expectation, stack: Stack) -> Expectation:
     if line.phase not in (LAYER_BACKWARD, LAYER_RECOMPUTE):
         return line
     layers = re.compile(rf"\b{stack.side}layers\b")
-    changed = {name: layers.sub(f"{stack.side}{LEARNING}", getattr(line, name)) for name in ("count", "elements", "sent")}
+    changed = {
+        name: layers.sub(f"{stack.side}{LEARNING}", getattr(line, name)) for name in ("count", "elements", "sent")
+    }
     return replace(line, **changed)
 
 

@@ -231,7 +231,9 @@ def check_options(options: Options, from_kind: str, to_kind: str) -> None:
         raise UserError("--without-encoder writes a gpt, and --with-optimizer goes on with a retro: remove one of them")
     if options.with_encoder is not None and (options.without_encoder or options.with_optimizer):
         other = "--without-encoder" if options.without_encoder else "--with-optimizer"
-        raise UserError(f"--with-encoder makes a retro of a gpt, and does not go along with {other}: remove one of them")
+        raise UserError(
+            f"--with-encoder makes a retro of a gpt, and does not go along with {other}: remove one of them"
+        )
     check_quantization(options)
 
 

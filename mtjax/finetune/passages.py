@@ -87,7 +87,9 @@ class PackedPassages(PackedChats):
         return {**sample, NEIGHBOURS: neighbours, READS: reads}
 
 
-def pack_rows(chats: Sequence[EncodedSample], model: Model, length: int, pad: int, *, with_passages: bool) -> PackedChats:
+def pack_rows(
+    chats: Sequence[EncodedSample], model: Model, length: int, pad: int, *, with_passages: bool
+) -> PackedChats:
     """Packs rows into sequences; truncates longer ones, and drops those that then have no trained tokens.
 
     Args:
