@@ -10,7 +10,7 @@ CHAT = "chat"
 LONGEST_CHATS = 1024
 """Default sequence length of chat, unless the model's is shorter."""
 
-DESCRIPTION = """Finetunes pretrained weights: a BERT, GPT or Llama with a head for a task, or a GPT, Llama or Retro on chats.
+DESCRIPTION = """Finetunes pretrained weights: a BERT, GPT or Llama with a head for a task, or a decoder on chats.
 
 Tasks:
   mnli, qqp, rte  GLUE's, from its folders: train.tsv and dev.tsv (MNLI: dev_matched.tsv, dev_mismatched.tsv), or .jsonl
