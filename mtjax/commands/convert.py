@@ -163,15 +163,7 @@ def run(options: Options) -> None:
         hints = Hints(options.vocab_multiple, options.vocab_size, options.config)
         if options.with_optimizer and from_kind == "mtjax":
             source_path = newest_checkpoint(source_path)
-        source = open_source(from_kind, source_path, hints)
-        if options.without_encoder:
-            from mtjax.convert.retro_decoder import DecoderSource
-
-            source = DecoderSource(source)
-        if options.with_encoder is not None:
-            from mtjax.convert.retro_from_gpt import RetroSource
-
-            source = RetroSource(source, options.with_encoder)
+        source = _with_or_without_encoder(open_source(from_kind, source_path, hints), options)
         _print_notes(source, to_kind, options)
         if to_kind in ("mtjax", "megatron"):
             # A tokenizer that can't be read is an error before any weights are written.
@@ -192,6 +184,19 @@ def run(options: Options) -> None:
     elif to_kind == "mtjax":
         print(f"note    {describe_continued_training(source.origin.config.model)}")
         print(f"next    mtjax train --config {target_path / 'config.toml'} --init-from {target_path} --data TEXT")
+
+
+def _with_or_without_encoder(source: "Source", options: Options) -> "Source":
+    """Returns the weights of a Retro as a GPT's, those of a GPT as a Retro's, or as they are."""
+    if options.without_encoder:
+        from mtjax.convert.retro_decoder import DecoderSource
+
+        return DecoderSource(source)
+    if options.with_encoder is not None:
+        from mtjax.convert.retro_from_gpt import RetroSource
+
+        return RetroSource(source, options.with_encoder)
+    return source
 
 
 def _print_notes(source: "Source", to_kind: str, options: Options) -> None:
