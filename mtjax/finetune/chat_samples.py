@@ -93,7 +93,7 @@ class PackedChats:
 
     @property
     def longest(self) -> int:
-        """Tokens of the fullest sequence."""
+        """Most tokens of a sequence, up to where another row could begin."""
         return max((sum(self.room(self.chats[i]) for i in pack) for pack in self.packs), default=0)
 
     def __len__(self) -> int:
