@@ -150,7 +150,7 @@ def test_without_passages_rows_are_packed_as_a_gpts(tokenizer) -> None:
 def test_bad_passages_are_one_sentence(tokenizer, row: dict, message: str) -> None:
     whole = {"prompt": "the river", "completion": " over"} | row
     with pytest.raises(UserError, match=message):
-        encoded(tokenizer, [Chat(**vars(chat_of(whole)) | {"passages": passages_of(whole)})])
+        encoded(tokenizer, [dataclasses.replace(chat_of(whole), passages=passages_of(whole))])
 
 
 def test_lines_of_bad_rows_are_named(tmp_path) -> None:
