@@ -11,7 +11,7 @@ import pytest
 
 from mtjax.commands.finetune import main as finetune
 from mtjax.commands.generate import main as generate
-from mtjax.config import replace, validate
+from mtjax.config import replace, to_dict, validate
 from mtjax.data.tokens.tokenizer import open_tokenizer
 from mtjax.errors import UserError
 from mtjax.finetune.chat_encoding import ChatEncoder, EncodedSample
@@ -21,6 +21,7 @@ from mtjax.generate.neighbours import NeighbourWriter
 from mtjax.generate.weights import LoadedModel
 from mtjax.models.sharded_model import ShardedModel
 from mtjax.models.trunk import run_sections
+from mtjax.runtime.checkpoints.checkpoint import check_same_model
 from mtjax.sharding.axes import use_rules
 from mtjax.sharding.param_specs import dotted
 from mtjax.train.observability.metrics import read_metrics
@@ -195,6 +196,14 @@ def test_what_no_row_trains_must_be_frozen(tokenizer) -> None:
         reading(model, samples[1:2], reads=True)
     with pytest.raises(UserError, match="retro_reads is false, and retro_frozen is encoder"):
         validate(tiny_config(**MODEL, retro_frozen="encoder", retro_reads=False))
+
+
+def test_a_run_is_resumed_with_what_it_trained() -> None:
+    config = tiny_config(**MODEL, retro_frozen="encoder")
+    check_same_model(to_dict(config), config, "checkpoint 4")
+    message = "checkpoint 4 has retro_frozen encoder, and this run none: resume with encoder, or --init-from it"
+    with pytest.raises(UserError, match=message):
+        check_same_model(to_dict(config), tiny_config(**MODEL), "checkpoint 4")
 
 
 RUN = [
