@@ -21,9 +21,10 @@ from mtjax.generate.neighbours import NeighbourWriter
 from mtjax.generate.weights import LoadedModel
 from mtjax.models.sharded_model import ShardedModel
 from mtjax.models.trunk import run_sections
-from mtjax.runtime.checkpoints.checkpoint import check_same_model
+from mtjax.runtime.checkpoints.past import Past
 from mtjax.sharding.axes import use_rules
 from mtjax.sharding.param_specs import dotted
+from mtjax.train.changes import check_trained
 from mtjax.train.observability.metrics import read_metrics
 from mtjax.train.step import make_train_step
 from tests.data.corpora import write_bert_vocab
@@ -200,10 +201,10 @@ def test_what_no_row_trains_must_be_frozen(tokenizer) -> None:
 
 def test_a_run_is_resumed_with_what_it_trained() -> None:
     config = tiny_config(**MODEL, retro_frozen="encoder")
-    check_same_model(to_dict(config), config, "checkpoint 4")
-    message = "checkpoint 4 has retro_frozen encoder, and this run none: resume with encoder, or --init-from it"
-    with pytest.raises(UserError, match=message):
-        check_same_model(to_dict(config), tiny_config(**MODEL), "checkpoint 4")
+    past = Past.from_metadata(4, {"config": to_dict(config), "consumed_samples": 8})
+    check_trained(past, config)
+    with pytest.raises(UserError, match="the run trained with retro_frozen encoder, and retro_frozen is none: resume"):
+        check_trained(past, tiny_config(**MODEL))
 
 
 RUN = [

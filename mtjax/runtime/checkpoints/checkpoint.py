@@ -290,13 +290,11 @@ def check_same_model(saved: Mapping[str, Any], config: Config, source: str) -> N
     """Checks that a checkpoint's config describes this model.
 
     Raises:
-      UserError: names each setting of the model that differs, with both values; or other parameters were trained.
+      UserError: names each setting of the model that differs, with both values.
     """
     theirs = configs.from_dict({"model": saved["model"]}, source=source).model
     if differing := differences(theirs, config.model):
         raise UserError(f"{source} is of another model: {'; '.join(differing)}")
-    if (then := theirs.retro_frozen) != (now := config.model.retro_frozen):
-        raise UserError(f"{source} has retro_frozen {then}, and this run {now}: resume with {then}, or --init-from it")
 
 
 def check_same_names(saved: Collection[str], tree: Any, source: str) -> None:
