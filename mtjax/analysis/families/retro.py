@@ -76,7 +76,14 @@ def _parts(model: Model, path: str) -> tuple[Part, ...]:
     neighbours = model.retro_num_neighbours * neighbour_length(model)
     counted = layers if path == FIRST_REST else ""
     chunked = Chunked(
-        **sizes, tokens=tokens, norm=norm, read=read, neighbours=neighbours, layers=counted, loops=_loops(model)
+        **sizes,
+        tokens=tokens,
+        norm=norm,
+        read=read,
+        neighbours=neighbours,
+        layers=counted,
+        loops=_loops(model),
+        ends_backward=model.retro_frozen == "decoder",
     )
     return {
         PLAIN: (own, feed_forward),

@@ -88,6 +88,8 @@ class Chunked(CrossAttention):
     """Formula: layers that read the neighbours; empty in all stacks but one, which counts for all."""
     loops: int
     """Loops over layers that read the neighbours, each of which may send once what all its layers read."""
+    ends_backward: bool = False
+    """Whether nothing below is trained, so that the backward pass ends here and in the encoder."""
 
     @property
     def weights(self) -> list[Weight]:
@@ -110,7 +112,7 @@ class Chunked(CrossAttention):
                 replace(first, **both, also=OTHER, why=f"{first.why} and the encoder's") if stream.split else first
             )
             why = f"{own.why} and the encoder's, once for their sum"
-            lines += [gathered, replace(own, **both, sent=each, hoisted=True, why=why)]
+            lines += [gathered, replace(own, **both, sent=each, hoisted=True, also=self._also(stream), why=why)]
         lines += vector_gradient_sums(stream, self.norm, self.biases[1]) if stream.split else []
         if not self.layers:
             return lines
@@ -120,13 +122,18 @@ class Chunked(CrossAttention):
         merged = {"pooled": True, "hoisted": True, "sent": f"{1 + self.loops}*{each}"}
         if not stream.split:
             why = f"gradient of {what}, once for the sum of a loop's layers"
-            return [*lines, over_model(LAYER_BACKWARD, "all-reduce", "1", every, why, **merged)]
+            settings = {**merged, "also": self._also(stream)}
+            return [*lines, over_model(LAYER_BACKWARD, "all-reduce", "1", every, why, **settings)]
         return [
             *lines,
             over_model(LAYER_FORWARD, "all-gather", "1", every, f"{what}, once a loop", also=OTHER, **merged),
             over_model(LAYER_RECOMPUTE, "all-gather", f"{self.layers}*{stream.turns}", READ, f"{what}, again"),
             over_model(LAYER_BACKWARD, "reduce-scatter", f"{self.layers}*{stream.turns}", READ, f"gradient of {what}"),
         ]
+
+    def _also(self, stream: ResidualStream) -> str:
+        # XLA: names one all-reduce of the backward pass after the recompute of attention's output.
+        return LAYER_RECOMPUTE if self.ends_backward and not stream.split else ""
 
 
 @dataclass(frozen=True)
