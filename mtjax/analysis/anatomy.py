@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from mtjax.analysis.parts.part import Part, Weight
 from mtjax.config import Model
 from mtjax.config.adapters import is_trainable
-from mtjax.config.retro import first_retro_layer
 from mtjax.config.sizes import layer_parallel
 from mtjax.layout.layouts import LAYERS
 from mtjax.layout.stacks import LayerStack
@@ -22,6 +21,8 @@ class Stack(LayerStack):
     """Components of a layer, in the order in which they run."""
     norms_outputs: bool = False
     """Whether a norm follows each sublayer, or each residual add, and needs its input in the backward pass."""
+    idle: int = 0
+    """Layers without a backward pass, because nothing in them and below them is trained."""
     parallel: str = "no"
     """The setting parallel_residual: whether the components read the same hidden states."""
 
@@ -130,15 +131,6 @@ class Anatomy:
         path = "" if stack is None else f"{stack.path}.layers."
         names = [f"{path}{weight.name}" for weight in part.weights] or ["embedding"]
         return not any(is_trainable(self.model, name) for name in names)
-
-    def idle_layers(self, stack: Stack) -> int:
-        """Returns the layers of a stack that have no backward pass, because nothing in them and below is trained: of a
-        Retro whose decoder is frozen, those below the first that reads neighbours."""
-        model = self.model
-        if model.retro_frozen != "decoder" or stack.is_encoder or stack is self.stacks[-1]:
-            return 0
-        last = first_retro_layer(model)
-        return sum(number <= last for number in stack.layer_numbers)
 
     @property
     def learns_below(self) -> bool:

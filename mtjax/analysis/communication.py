@@ -102,7 +102,7 @@ def _contract(
         reads["is_frozen"] = anatomy.is_frozen(part, stack)
         reads |= stack.joined(part) if joins else {}
         of_part = part.collectives(replace(inside, side=stack.side, of=stack.stream, **reads))
-        lines += [without_idle(line, stack) for line in of_part] if anatomy.idle_layers(stack) else of_part
+        lines += [without_idle(line, stack) for line in of_part] if stack.idle else of_part
     lines += prediction_lines(anatomy, ends, drops_last=drops_last)
     staged = [STAGE] if pipeline else []
     sharing = [axis for axis in AXES if axis in layout.rules.shared_work]
@@ -303,7 +303,7 @@ def symbols_of(anatomy: Anatomy, plan: Plan) -> Symbols:
     for stack in anatomy.stacks:
         layers = layers_in_chunk(stack, plan)
         unread = 0 if anatomy.learns_below else unread_gradients(model, stack, plan, chunks)
-        learning = layers - anatomy.idle_layers(stack)
+        learning = layers - stack.idle
         symbols |= {
             f"{stack.side}sequence": stack.tokens // plan.mesh.context,
             f"{stack.side}layers": layers,

@@ -103,11 +103,8 @@ def model_flops(anatomy: Anatomy, *, causal: bool = False) -> float:
     gradient: the backward pass has one matmul for each of theirs, not two.
     """
     frozen = sum(stack.layers * frozen_flops(anatomy, stack) for stack in anatomy.stacks)
-    frozen += sum(
-        idle * (2 * layer_flops(stack, causal=causal) - frozen_flops(anatomy, stack))
-        for stack in anatomy.stacks
-        if (idle := anatomy.idle_layers(stack))
-    )
+    for stack in anatomy.stacks:  # layers without a backward pass
+        frozen += stack.idle * (2 * layer_flops(stack, causal=causal) - frozen_flops(anatomy, stack))
     return 3 * forward_flops(anatomy, causal=causal) - frozen - frozen_outside_flops(anatomy)
 
 
@@ -183,7 +180,7 @@ def compiled_flops(anatomy: Anatomy, plan: Plan, *, causal: bool = False) -> flo
         if isinstance(stack, Predictors):
             recomputed, grouped = recomputed_predictors(stack, plan), 0
         full_core, core = core_flops(stack, causal=causal), _computed_core_flops(stack, plan, causal=causal)
-        idle = anatomy.idle_layers(stack)
+        idle = stack.idle
         recomputed -= idle if recomputed else 0
         learning = stack.layers - idle
         # Forward, two matmuls backward for each forward one, and recompute.

@@ -18,7 +18,13 @@ from mtjax.analysis.parts.retro import (
 )
 from mtjax.config import Model
 from mtjax.config.layer_pattern import runs_of
-from mtjax.config.retro import later_retro_layers, letters_of_retro, neighbour_length, neighbour_tokens
+from mtjax.config.retro import (
+    first_retro_layer,
+    later_retro_layers,
+    letters_of_retro,
+    neighbour_length,
+    neighbour_tokens,
+)
 from mtjax.config.sizes import attention_biases, head_dim, norm_vectors
 from mtjax.layout.stacks import ENCODER, ENCODER_FIRST, FIRST_ATTENTION, FIRST_REST, PLAIN, RETRO, LayerStack, stacks_of
 
@@ -46,7 +52,9 @@ def _stack(stack: LayerStack, model: Model) -> Stack:
     """Returns a stack with its components; those that read neighbours do not run where there are none."""
     parts = _parts(model, stack.path)
     if model.retro_reads:
-        return Stack.of(stack, model, *parts)
+        is_below = model.retro_frozen == "decoder" and stack.path in (PLAIN, FIRST_ATTENTION)
+        idle = sum(number <= first_retro_layer(model) for number in stack.layer_numbers) if is_below else 0
+        return replace(Stack.of(stack, model, *parts), idle=idle)
     if stack.is_encoder:
         return Stack.of(replace(stack, tokens=0), model, *(Unread(part) for part in parts))
     return Stack.of(stack, model, *(Unread(part) if isinstance(part, Chunked) else part for part in parts))
