@@ -71,12 +71,17 @@ def encoded(tokenizer, chats: list[Chat]) -> list[EncodedSample]:
     return [sample for chat in chats for sample in encoder.samples(chat)[0]]
 
 
-def test_rows_are_laid_out_as_generation_reads_them(tokenizer, placed) -> None:
+def read_by_generation(placed, tokenizer, chat: Chat) -> tuple[list[int], np.ndarray | None]:
+    """The prompt's tokens, and the neighbours of all chunks."""
     writer = NeighbourWriter(LoadedModel(placed, None, tokenizer, frozenset(), Path(), "bert", "", []))
+    line = {} if chat.passages is None else {"passages": list(chat.passages)}
+    found: Any = writer.read(tokenizer.encode_prompt(chat.prompt), line)
+    return found if isinstance(found, tuple) else (found.ids, found.neighbours)
+
+
+def test_rows_are_laid_out_as_generation_reads_them(tokenizer, placed) -> None:
     for chat, sample in zip(ROWS, encoded(tokenizer, ROWS), strict=True):
-        prompt = tokenizer.encode_prompt(chat.prompt)
-        line = {} if chat.passages is None else {"passages": list(chat.passages)}
-        ids, neighbours = writer.read(prompt, line)
+        ids, neighbours = read_by_generation(placed, tokenizer, chat)
         assert sample.ids[: len(ids)].tolist() == ids and not sample.trained[: len(ids)].any()
         assert sample.trained[len(ids) :].all()
         rows = pack_rows([sample], placed.config.model, LENGTH, tokenizer.eod, with_passages=True)
@@ -111,11 +116,9 @@ def test_packed_rows_are_read_as_each_alone(tokenizer, placed) -> None:
     names = reader.family.batch_arrays(reader.config)
     assert {*names} == {*sample}
     together = placed.on_mesh(logits, parameters, {name: sample[name][None] for name in names})[0]
-    writer = NeighbourWriter(LoadedModel(placed, None, tokenizer, frozenset(), Path(), "bert", "", []))
     for number in rows.packs[0]:
-        chat, own = ROWS[number], samples[number]
-        line = {} if chat.passages is None else {"passages": list(chat.passages)}
-        _, neighbours = writer.read(tokenizer.encode_prompt(chat.prompt), line)
+        own = samples[number]
+        _, neighbours = read_by_generation(placed, tokenizer, ROWS[number])
         size = len(own.ids) - 1
         batch = {"tokens": np.pad(own.ids[:-1], (0, LENGTH - size))[None]}
         batch |= {} if neighbours is None else {"neighbours": neighbours[None]}
