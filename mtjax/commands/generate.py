@@ -55,6 +55,9 @@ def check_options(options: Options) -> None:
         raise UserError("--logprobs requires --output: use --show-logprobs to print log-probabilities")
     if options.overwrite and options.output is None:
         raise UserError("--overwrite requires --output: remove it")
+    for name in ("embedder", "without_document", "sources"):
+        if getattr(options, name) and not options.retrieve:
+            raise UserError(f"--{name.replace('_', '-')} requires --retrieve: add that, or remove it")
     check_beams(options)
     ignored = {"--samples": options.samples > 1, "--echo": options.echo} if options.interactive else {}
     ignored |= {"--show-logprobs": options.show_logprobs} if options.output else {}

@@ -9,13 +9,13 @@ from mtjax import cli
 from mtjax.config import Config
 from mtjax.config.field_metadata import WIDTH, at_least
 from mtjax.errors import UserError, listed
+from mtjax.retrieval.kind import EXACT, SAMPLE, IndexKind
 from mtjax.storage import check_out
 from mtjax.waiting import IMPORTS, waiting
 
 if TYPE_CHECKING:
     from mtjax.data.corpus.indexed import IndexedDataset
     from mtjax.retrieval.embeddings import Embeddings
-    from mtjax.retrieval.search import Database
 
 DESCRIPTION = """Finds the nearest chunks of a run's training text for every chunk of its samples, as Retro reads them.
 
@@ -29,7 +29,6 @@ Examples:
   mtjax data neighbours --config retro.toml --embedder hf:bert-base-uncased --output clean --without-overlap 13
   mtjax data neighbours --queries new.embeddings.npy --embeddings old.embeddings.npy --output near.npy --nearest 1
 """
-EXACT = "exact"
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ class Options:
     0 drops none. Of a neighbour, --retro-retrieved-chunks are compared."""
     index: str = EXACT
     """exact, or the factory string of an index of faiss, such as IVF65536_HNSW8,PQ32."""
-    index_sample: int = at_least(1, 1 << 20)
+    index_sample: int = at_least(1, SAMPLE)
     """Most vectors on which an index of faiss is trained."""
     nprobe: int | None = at_least(1, None)
     """Cells that a query visits in an index of faiss with IVF; faiss' default is 1."""
@@ -110,7 +109,8 @@ def _of_corpus(options: Options, output: Path, queries: Path) -> None:
     if options.without_overlap:
         raise UserError(f"--without-overlap {options.without_overlap} is for samples of a run: remove it, or --queries")
     with waiting(IMPORTS):
-        from mtjax.data.corpus.indexed import IndexedDataset
+        from mtjax.layout.mesh import parse_mesh
+        from mtjax.retrieval.database import open_database
         from mtjax.retrieval.embeddings import Embeddings, check_together
         from mtjax.retrieval.search import Rules, of_corpus
     asked, found = Embeddings.open(queries), [Embeddings.open(path) for path in options.embeddings]
@@ -122,14 +122,13 @@ def _of_corpus(options: Options, output: Path, queries: Path) -> None:
                 f"--embeddings {first.path} and {each.path} are of the same text, and each chunk would find itself in "
                 "the other: remove one"
             )
-    corpora = [_corpus_of(each) for each in found]
+    corpora = [each.corpus() for each in found]
     bounds = [(0, len(corpus)) for corpus in corpora]
     described: list[dict[str, Any]] = [{"name": str(each.prefix), "content": each.content()} for each in corpora]
     _make_folder(output)
-    database = _database(options, found, corpora, bounds, described)
-    corpus = IndexedDataset(asked.header.corpus)
-    _check_content(asked, corpus)
-    of_corpus(corpus, asked, database, Rules(options.nearest), output, _kind(options))
+    kind = _kind(options)
+    database = open_database(kind, parse_mesh(options.search_mesh).size, found, corpora, bounds, described)
+    of_corpus(asked.corpus(), asked, database, Rules(options.nearest), output, kind.text())
     print(
         f"{output}: {options.nearest} neighbours of {asked.header.chunks:,} chunks, {len(database.vectors):,} "
         "were searched"
@@ -145,6 +144,8 @@ def _of_run(config: Config, options: Options, output: Path, name: str) -> None:
         from mtjax.data.samples.split import Split
         from mtjax.data.split_opener import SplitOpener
         from mtjax.data.tokens.identity import content_digest
+        from mtjax.layout.mesh import parse_mesh
+        from mtjax.retrieval.database import open_database
         from mtjax.retrieval.embedder import Embedder
         from mtjax.retrieval.search import Asking, Rules, of_samples
     orders: dict[Split, SampleOrder] = {
@@ -178,11 +179,12 @@ def _of_run(config: Config, options: Options, output: Path, name: str) -> None:
             f"or --embedder-dtype than {name}, {options.embedder_tokens} and {options.embedder_dtype}: take the same"
         )
     _make_folder(output)
-    database = _database(options, found, training.corpora, training.bounds, training.described())
+    kind, devices = _kind(options), parse_mesh(options.search_mesh).size
+    database = open_database(kind, devices, found, training.corpora, training.bounds, training.described())
     rules = Rules(options.nearest, options.without_overlap, config.model.retro_retrieved_chunks)
     for split, (dataset, settings, samples) in splits.items():
         asking = Asking(dataset, samples, split, settings, tokenizer, embedder)
-        header, counts = of_samples(asking, database, rules, output, _kind(options))
+        header, counts = of_samples(asking, database, rules, output, kind.text())
         few = f", {counts[:-1].sum():,} of them fewer" if counts[:-1].any() else ""
         print(
             f"{rows_path(output, split)}: {rules.neighbours} neighbours of {header.rows:,} chunks{few}; "
@@ -190,44 +192,8 @@ def _of_run(config: Config, options: Options, output: Path, name: str) -> None:
         )
 
 
-def _kind(options: Options) -> str:
-    """Returns the kind of index, with the settings on which what it finds depends."""
-    if options.index == EXACT:
-        return EXACT
-    return f"{options.index}, sample {options.index_sample}, nprobe {options.nprobe}"
-
-
-def _database(
-    options: Options,
-    found: "Sequence[Embeddings]",
-    corpora: "Sequence[IndexedDataset]",
-    bounds: Sequence[tuple[int, int]],
-    described: list[dict[str, Any]],
-) -> "Database":
-    from mtjax.data.neighbours.chunks import ChunkDatabase
-    from mtjax.layout.mesh import parse_mesh
-    from mtjax.retrieval.search import Database, vectors_of
-
-    chunks = ChunkDatabase(corpora, found[0].header.chunk)
-    vectors = vectors_of(chunks, found, bounds)
-    if not len(vectors):
-        raise UserError("the training text has no chunks to search")
-    if options.index == EXACT:
-        from mtjax.retrieval.exact import ExactIndex
-
-        return Database(chunks, vectors, ExactIndex(vectors, parse_mesh(options.search_mesh).size), described)
-    from mtjax.retrieval.faiss_index import FaissIndex
-
-    identity = [described, found[0].header.fingerprint, found[0].header.chunk]
-    index = FaissIndex(
-        vectors,
-        options.index,
-        sample=options.index_sample,
-        nprobe=options.nprobe,
-        saved=found[0].path.with_suffix(""),
-        identity=identity,
-    )
-    return Database(chunks, vectors, index, described)
+def _kind(options: Options) -> IndexKind:
+    return IndexKind(options.index, options.index_sample, options.nprobe)
 
 
 def _embeddings(options: Options, corpora: "Sequence[IndexedDataset]", chunk: int) -> "list[Embeddings]":
@@ -251,21 +217,6 @@ def _embeddings(options: Options, corpora: "Sequence[IndexedDataset]", chunk: in
             f"{found[0].path} was made with --chunk {found[0].header.chunk}, and retro_chunk is {chunk}: take the same"
         )
     return found
-
-
-def _corpus_of(each: "Embeddings") -> "IndexedDataset":
-    from mtjax.data.corpus.indexed import IndexedDataset
-
-    corpus = IndexedDataset(each.header.corpus)
-    _check_content(each, corpus)
-    return corpus
-
-
-def _check_content(each: "Embeddings", corpus: "IndexedDataset") -> None:
-    if corpus.content() != each.header.content:
-        raise UserError(
-            f"{each.path} was made of {corpus.prefix} when it was another text: make it anew with mtjax data embed"
-        )
 
 
 def _make_folder(output: Path) -> None:

@@ -3,9 +3,9 @@
 from typing import TYPE_CHECKING
 
 from mtjax.data.batches.batch_schedule import BatchSchedule, batch_schedule, constant, train_samples, train_steps
-from mtjax.data.datasets import describe_texts, open_dataset, open_in_order, vocabulary_size
+from mtjax.data.datasets import describe_neighbours, describe_texts, open_dataset, open_in_order, vocabulary_size
 from mtjax.data.run_text import load_tokenizer
-from mtjax.data.samples.order import DataPosition, SampleOrder, TrainingText
+from mtjax.data.samples.order import DataPosition, NeighbourFile, SampleOrder, TrainingText
 from mtjax.data.samples.sample import Dataset
 from mtjax.data.tokens.tokenizer import Tokenizer
 
@@ -17,11 +17,13 @@ __all__ = [
     "DataPosition",
     "Dataset",
     "Loader",
+    "NeighbourFile",
     "SampleOrder",
     "Tokenizer",
     "TrainingText",
     "batch_schedule",
     "constant",
+    "describe_neighbours",
     "describe_texts",
     "load_tokenizer",
     "open_dataset",

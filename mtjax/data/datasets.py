@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from mtjax.config import Config
 from mtjax.data.samples.blend import BlendedDataset, normalise, samples_of_each
-from mtjax.data.samples.order import SampleOrder, TrainingText, shifted
+from mtjax.data.samples.order import NeighbourFile, SampleOrder, TrainingText, shifted
 from mtjax.data.samples.registry import FAMILIES
 from mtjax.data.samples.sample import Dataset
 from mtjax.data.samples.split import Split
@@ -40,6 +40,28 @@ def describe_texts(config: Config, tokenizer: Tokenizer | None = None) -> tuple[
     """
     opener = SplitOpener(config, "train", tokenizer)
     return tuple(opener.describe(source) for source in opener.sources)
+
+
+def describe_neighbours(config: Config, recorded: Sequence[NeighbourFile] = ()) -> tuple[NeighbourFile, ...]:
+    """Describes the neighbours of a run's samples; none where the config names none.
+
+    Args:
+      config: of the run.
+      recorded: describe as many samples as these have, of the same splits; all of those that the run reads if empty.
+
+    Raises:
+      UserError: a file is missing or damaged.
+    """
+    if config.data.neighbours is None:
+        return ()
+    from mtjax.data.neighbours.reader import digest_of_neighbours
+
+    of_run = {"train": None, **({"valid": None} if config.output.valid_every else {})}
+    counts = {file.split: file.samples for file in recorded if file.split in of_run} or of_run
+    return tuple(
+        NeighbourFile(split, *digest_of_neighbours(config.data.neighbours, split, count))
+        for split, count in counts.items()
+    )
 
 
 def open_dataset(config: Config, split: Split, num_samples: int, tokenizer: Tokenizer | None = None) -> Dataset:

@@ -3,10 +3,9 @@
 import itertools
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any
 
 from mtjax.data.progress import say
 from mtjax.errors import UserError, shortened
@@ -17,8 +16,7 @@ from mtjax.generate.decoder import Decoder
 from mtjax.generate.engine import Engine
 from mtjax.generate.fill import Filler
 from mtjax.generate.jsonl import JsonLines, Line
-from mtjax.generate.options import Options
-from mtjax.generate.output_record import OutputRecord
+from mtjax.generate.options import OF_ENGINES, OF_RETRIEVAL, Options, refuse
 from mtjax.generate.request import Sampling, with_text_seed
 from mtjax.generate.show import TextPrinter
 from mtjax.generate.text import TextWriter
@@ -51,8 +49,11 @@ def run(options: Options) -> None:
         if options.fillings is not None:
             raise UserError(f"--fillings needs a bert, and the model is a {model.family}: remove it")
         if model.family == "retro":
-            read_neighbours(options, model, prompts)
+            from mtjax.generate.retro import write_with_neighbours
+
+            write_with_neighbours(options, model, prompts)
             return
+        refuse(options, OF_RETRIEVAL, f"a {model.family} reads no neighbours")
         decoder = Decoder(model.placed, model.parameters, model.start_id, storage=options.storage, grids=model.grids)
         job = Job(
             options, replace(model, parameters=None, grids=()), decoder
@@ -75,10 +76,10 @@ def fill_masks(options: Options, model: LoadedModel, prompts: Iterable[str]) -> 
       UserError: options of text generation are given, or a prompt has no mask.
     """
     of_texts = ("samples", "stop", "ignore_eos", "show_logprobs", "logprobs", "sampling")
-    _refuse(options, (*OF_ENGINES, *of_texts), "a bert fills masks")
+    refuse(options, (*OF_ENGINES, *OF_RETRIEVAL, *of_texts), "a bert fills masks")
     filler, number = Filler(model), options.fillings or 5
     if options.input is not None and options.output is not None:
-        with json_lines(options, model, 1) as lines:
+        with JsonLines.of(options, model, 1) as lines:
             for line in lines.remaining():
                 try:
                     masks = filler.fill(line.prompt, number)
@@ -91,86 +92,6 @@ def fill_masks(options: Options, model: LoadedModel, prompts: Iterable[str]) -> 
             print(f"--- {shortened(prompt, 60)!r}, mask {index + 1}")
             for filling in fillings:
                 print(f"{filling.probability:.4f}\t{filling.text}")
-
-
-OF_ENGINES = ("storage", "beams", "documents", "length_penalty", "interactive", "echo")
-"""Options that need a KV cache or the engine."""
-
-
-def _refuse(options: Options, names: Iterable[str], why: str) -> None:
-    defaults = Options(options.source)
-    if name := next((name for name in names if getattr(options, name) != getattr(defaults, name)), None):
-        option = "sampling parameters such as --temperature" if name == "sampling" else f"--{name.replace('_', '-')}"
-        raise UserError(f"{why} and does not support {option}: remove it")
-
-
-def read_neighbours(options: Options, model: LoadedModel, prompts: Iterable[str]) -> None:
-    """Continues prompts with a Retro: those of --input with the neighbours or passages of their lines.
-
-    Raises:
-      UserError: options of the engine are given, or a line's neighbours can't be read.
-    """
-    from mtjax.generate.neighbours import NEIGHBOURS, PASSAGES, NeighbourWriter
-
-    _refuse(options, OF_ENGINES, "a retro runs the whole model for each token")
-    writer, stop_ids = NeighbourWriter(model), frozenset[int]() if options.ignore_eos else model.stop_ids
-    logprobs = options.logprobs or options.show_logprobs
-
-    def completion(ids: list[int], sampling: Sampling, stops: tuple[str, ...]) -> Completion:
-        return Completion(model.tokenizer, tuple(ids), sampling, stop_ids, stops, logprobs)
-
-    if options.input is None or options.output is None:
-        texts = [(index, prompt, number) for index, prompt in enumerate(prompts) for number in range(options.samples)]
-        printer = TextPrinter(sys.stdout, options.show_logprobs)
-        for index, prompt, number in texts:
-            ids, found = writer.read(model.prompt_ids(prompt), {})
-            text = completion(ids, with_text_seed(options.sampling, number, index), options.stop)
-            if len(texts) > 1:
-                printer.title(f"{shortened(prompt, 60)!r}" + (f" ({number + 1})" if options.samples > 1 else ""))
-            text.on_piece = printer.piece
-            writer.complete(text, ids, found)
-            printer.end()
-        return
-    with json_lines(options, model, options.samples, (NEIGHBOURS, PASSAGES)) as lines:
-        for line in lines.remaining():
-            try:
-                ids, found = writer.read(model.prompt_ids(line.prompt), line.settings)
-                text = completion(ids, line.sampling, line.stops)
-                writer.complete(text, ids, found)
-            except UserError as e:
-                raise UserError(f"{options.input}:{line.number + 1}: {e}") from e
-            lines.write(line, record_of(text, logprobs=options.logprobs))
-    say(f"{lines.written:,} texts added to {options.output}")
-
-
-def record_of(completion: Completion, *, logprobs: bool) -> dict[str, Any]:
-    """Returns a text's fields in the output file."""
-    record: dict[str, Any] = {"text": completion.text, "finish_reason": completion.ended}
-    if logprobs:
-        tokens = [(piece.text, piece.token) for piece in completion.pieces if piece.token is not None]
-        record["logprobs"] = [{"text": text, "id": t.id, "logprob": t.logprob} for text, t in tokens]
-    return record
-
-
-def json_lines(options: Options, model: LoadedModel, samples: int, keys: Sequence[str] = ()) -> JsonLines:
-    """Opens `--input` and `--output`; `keys` are those of lines that determine texts, in addition to the settings.
-
-    Raises:
-      UserError: a file can't be read or written, or is invalid.
-    """
-    source = options.documents or options.input
-    assert source is not None and options.output is not None
-    record = OutputRecord.of(options, model)
-    return JsonLines(
-        source,
-        options.output,
-        record,
-        samples,
-        options.sampling,
-        options.stop,
-        overwrite=options.overwrite,
-        keys=keys,
-    )
 
 
 def search_beams(options: Options, job: "Job", prompts: Iterable[str]) -> None:
@@ -186,7 +107,7 @@ def search_beams(options: Options, job: "Job", prompts: Iterable[str]) -> None:
                     print(f"--- {shortened(prompt, 60)!r} ({number + 1}, {beam.score:.4f})")
                 print(text)
         return
-    with json_lines(options, job.model, options.samples) as lines:
+    with JsonLines.of(options, job.model, options.samples) as lines:
         # A search finds all samples of a prompt at once: the result is reused for the following samples of the line.
         found: tuple[int, list[tuple[str, Beam]]] = (-1, [])
         for line in lines.remaining():
@@ -265,7 +186,7 @@ class Job:
         options = self._options
         # Lines are submitted as the queue drains, so that a long file is not in memory as requests.
         engine, max_queued = Engine(self._decoder, options.batch), 2 * options.batch
-        with json_lines(options, self.model, options.samples) as lines:
+        with JsonLines.of(options, self.model, options.samples) as lines:
             for line in lines.remaining():
                 ids = self.model.first_ids if options.documents else self.model.prompt_ids(line.prompt)
                 completion = self._completion(ids, line.sampling, line.stops)
@@ -280,7 +201,7 @@ class Job:
         say(f"{lines.written:,} texts added to {options.output}")
 
     def _write(self, lines: JsonLines, line: Line, completion: Completion) -> None:
-        lines.write(line, record_of(completion, logprobs=self._options.logprobs))
+        lines.write(line, completion.record(logprobs=self._options.logprobs))
 
     def chat(self) -> None:
         """Chats until the end of standard input."""

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mtjax.data.tokens.tokenizer import Tokenizer
 from mtjax.generate.request import FinishReason, Request, Sampling, Token
@@ -66,6 +66,14 @@ class Completion:
     def text(self) -> str:
         """The generated text so far, without stop sequences."""
         return self._writer.text
+
+    def record(self, *, logprobs: bool) -> dict[str, Any]:
+        """Returns the text's fields in an output file."""
+        record: dict[str, Any] = {"text": self.text, "finish_reason": self.ended}
+        if logprobs:
+            tokens = [(piece.text, piece.token) for piece in self.pieces if piece.token is not None]
+            record["logprobs"] = [{"text": text, "id": t.id, "logprob": t.logprob} for text, t in tokens]
+        return record
 
     def _on_prompt_tokens(self, tokens: list[Token]) -> None:
         writer = TextWriter(self.tokenizer)

@@ -12,8 +12,10 @@ from mtjax.config.checks import check_bounds
 from mtjax.data.json_lines import read_lines, surrogate_in
 from mtjax.data.progress import ProgressLine
 from mtjax.errors import UserError, parse_json, shortened
-from mtjax.generate.output_record import NEXT_STEP, OutputRecord
+from mtjax.generate.options import Options
+from mtjax.generate.output_record import NEXT_STEP, NO_FACTS, OutputRecord
 from mtjax.generate.request import Sampling, with_text_seed
+from mtjax.generate.weights import LoadedModel
 
 SETTINGS = {field.name: field.type for field in fields(Sampling)}
 Identity = tuple[str, Mapping[str, Any]]
@@ -82,6 +84,33 @@ class JsonLines:
         self._numbers = [number for number, text in enumerate(self._lines) if text.strip()]
         self._prompts = {number: self._line(number, 0, self._lines[number]).identity for number in self._numbers}
 
+    @classmethod
+    def of(
+        cls,
+        options: Options,
+        model: LoadedModel,
+        samples: int,
+        keys: Sequence[str] = (),
+        facts: Mapping[str, Any] = NO_FACTS,
+    ) -> "JsonLines":
+        """Opens `--input` and `--output`.
+
+        Args:
+          options: of the command.
+          model: writes the texts.
+          samples: number of texts for each prompt.
+          keys: see `__init__`.
+          facts: what else determines the texts, for the output's record.
+
+        Raises:
+          UserError: a file can't be read or written, or is invalid.
+        """
+        source = options.documents or options.input
+        assert source is not None and options.output is not None
+        record = OutputRecord.of(options, model, facts)
+        sampling, stops = options.sampling, options.stop
+        return cls(source, options.output, record, samples, sampling, stops, overwrite=options.overwrite, keys=keys)
+
     def __enter__(self) -> "JsonLines":
         with ExitStack() as stack, _file_errors(self._target):
             self._file = stack.enter_context(self._target.open("a+b"))
@@ -103,6 +132,11 @@ class JsonLines:
     def __exit__(self, *error: Any) -> None:
         self._progress.__exit__(*error)
         self._file.close()
+
+    @property
+    def left(self) -> int:
+        """How many texts the output does not have yet."""
+        return self._total - len(self._done)
 
     def remaining(self) -> Iterator[Line]:
         """Yields the texts that the output does not have yet, in the order of the input."""

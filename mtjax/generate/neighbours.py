@@ -1,17 +1,19 @@
-"""Texts of a Retro, which reads neighbours that the caller gives: the whole model runs again for every token.
+"""Texts of a Retro, which reads neighbours: the whole model runs again for every token.
 
-As in Megatron-LM up to 0.15, without a KV cache: one program of the model's sequence length, one text at a time.
+As in Megatron-LM up to 0.15, without a KV cache: one program of the model's sequence length, for some texts at a time.
+Neighbours are given by the caller, or a retriever finds those of each chunk when it is complete.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 from jax.sharding import reshard
 
 from mtjax.config.retro import neighbour_length, num_chunks
@@ -19,16 +21,51 @@ from mtjax.config.sizes import padded_vocab_size
 from mtjax.errors import UserError, shortened
 from mtjax.generate.completion import Completion
 from mtjax.generate.engine import sampling_batch, to_tokens
-from mtjax.generate.request import FinishReason
+from mtjax.generate.request import FinishReason, Sampling, Token
 from mtjax.generate.sampling import IN_PROMPT, SampledTokens, SamplingBatch, sample_tokens
 from mtjax.generate.weights import LoadedModel
 from mtjax.models.families.retro import NEIGHBOURS as ARRAY
 from mtjax.models.families.retro import Retro
 from mtjax.models.trunk import run_sections
+from mtjax.retrieval.retriever import Retriever, Source
 from mtjax.sharding.axes import spec, use_rules
 
-NEIGHBOURS, PASSAGES = "neighbours", "passages"
-"""Keys of a line: a list of texts for each chunk of the prompt, or a list of texts that the whole answer reads."""
+NEIGHBOURS, PASSAGES, WITHOUT = "neighbours", "passages", "without_documents"
+"""Keys of a line: a list of texts for each chunk of the prompt, a list of texts that the whole answer reads, and the
+documents that a retriever leaves out."""
+
+
+@dataclass(eq=False)
+class Reading:
+    """A prompt and what is read with it.
+
+    Attributes:
+      ids: tokens of the prompt.
+      neighbours: of all chunks of the context, int32[chunks, k, r]; those of a retriever are filled in as they are
+        found. None where the model reads none.
+      without: documents that a retriever leaves out.
+      sources: what it found for each chunk so far.
+    """
+
+    ids: list[int]
+    neighbours: np.ndarray | None
+    without: frozenset[int] = frozenset()
+    sources: list[list[Source]] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class _Row:
+    """A text that is being written."""
+
+    completion: Completion
+    reading: Reading
+    draws: SamplingBatch
+    generated: int = 0
+
+    @property
+    def length(self) -> int:
+        """Tokens of the prompt and of the text so far."""
+        return len(self.reading.ids) + self.generated
 
 
 class NeighbourWriter:
@@ -37,50 +74,90 @@ class NeighbourWriter:
     Two programs are compiled: with neighbours, and without any, which is a GPT's.
     """
 
-    def __init__(self, model: LoadedModel) -> None:
-        """Stores the model."""
+    def __init__(
+        self, model: LoadedModel, rows: int = 1, retriever: Retriever | None = None, without: Iterable[str] = ()
+    ) -> None:
+        """Stores the model.
+
+        Args:
+          model: with its parameters.
+          rows: texts that are written at a time.
+          retriever: finds the neighbours of chunks, unless they are given.
+          without: documents that it leaves out for all texts, as `Retriever.document` reads them.
+
+        Raises:
+          UserError: the retriever's database has no such document.
+        """
         self._model, self._placed, self._config = model, model.placed, model.placed.config.model
         self._rules = model.placed.layout.rules.with_whole_samples
+        self._rows, self._retriever = rows, retriever
+        self._without = frozenset(retriever.document(name) for name in without) if retriever else frozenset[int]()
+        longest, vocab = self._config.sequence_length, padded_vocab_size(self._config)
+        self._tokens, self._counts = np.zeros((rows, longest), np.int32), np.zeros((rows, vocab), np.int32)
+        self._idle = sampling_batch(Sampling(), logprobs=False)
 
-    def read(self, prompt: Sequence[int], line: Mapping[str, Any]) -> tuple[list[int], np.ndarray | None]:
-        """Returns a prompt's tokens and the neighbours of all chunks, int32[chunks, k, r]; None where there are none.
+    def read(self, prompt: Sequence[int], line: Mapping[str, Any]) -> Reading:
+        """Returns a prompt's tokens and the neighbours of all chunks.
 
         A prompt with passages gets ends of documents in front, so that the answer begins with a chunk.
 
         Args:
           prompt: its tokens.
-          line: may have `neighbours` or `passages`.
+          line: may have `neighbours` or `passages`; with a retriever, `without_documents`.
 
         Raises:
-          UserError: they are not lists of texts, or more than the model reads; the prompt has no tokens.
+          UserError: they are not lists of texts, or more than the model reads; the prompt has no tokens, or leaves none
+            for the text; the database has no such document.
         """
-        model, tokenizer, ids = self._config, self._model.tokenizer, list(prompt)
+        model, ids = self._config, list(prompt)
         if not ids:
             raise UserError("the prompt has no tokens: give at least one")
+        given = [name for name in (NEIGHBOURS, PASSAGES) if name in line]
+        if self._retriever is not None:
+            if given:
+                raise UserError(
+                    f"the line has {given[0]}, and --retrieve searches for neighbours: remove one of the two"
+                )
+            reading = Reading(ids, self._texts_of([]), self._without | self._documents(line))
+        elif WITHOUT in line:
+            raise UserError(f"the line has {WITHOUT}, which are those of --retrieve: add that, or remove them")
+        elif not given:
+            reading = Reading(ids, None)
+        else:
+            reading = self._given(ids, line)
+        if len(reading.ids) >= model.sequence_length:
+            raise UserError(
+                f"the prompt has {len(reading.ids)} tokens with those in front of it, and the context is "
+                f"{model.sequence_length}: shorten it"
+            )
+        return reading
+
+    def _given(self, ids: list[int], line: Mapping[str, Any]) -> Reading:
+        model = self._config
         if NEIGHBOURS in line and PASSAGES in line:
             raise UserError("the line has neighbours and passages: give one of them")
-        if NEIGHBOURS in line:
-            by_chunk = line[NEIGHBOURS]
-            is_list = isinstance(by_chunk, list) and all(_are_texts(each) for each in by_chunk)
-            if not is_list:
-                raise UserError(
-                    f'"neighbours" is {shortened(by_chunk)}, and must be a list of texts for each chunk of the prompt: '
-                    '[["one", "two"], []]'
-                )
-            if len(by_chunk) > (most := num_chunks(model)):
-                raise UserError(
-                    f'"neighbours" has {len(by_chunk)} chunks, and the model has {most}: give at most as many'
-                )
-        elif PASSAGES in line:
+        if PASSAGES in line:
             if not _are_texts(line[PASSAGES]):
                 raise UserError(
                     f'"passages" is {shortened(line[PASSAGES])}, and must be a list of texts: ["one", "two"]'
                 )
-            ids = [tokenizer.eod] * (-len(ids) % model.retro_chunk) + ids
+            ids = [self._model.tokenizer.eod] * (-len(ids) % model.retro_chunk) + ids
             read = len(ids) // model.retro_chunk - 1
-            by_chunk = [[]] * read + [line[PASSAGES]] * (num_chunks(model) - read)
-        else:
-            return ids, None
+            return Reading(ids, self._texts_of([[]] * read + [line[PASSAGES]] * (num_chunks(model) - read)))
+        by_chunk = line[NEIGHBOURS]
+        is_list = isinstance(by_chunk, list) and all(_are_texts(each) for each in by_chunk)
+        if not is_list:
+            raise UserError(
+                f'"neighbours" is {shortened(by_chunk)}, and must be a list of texts for each chunk of the prompt: '
+                '[["one", "two"], []]'
+            )
+        if len(by_chunk) > (most := num_chunks(model)):
+            raise UserError(f'"neighbours" has {len(by_chunk)} chunks, and the model has {most}: give at most as many')
+        return Reading(ids, self._texts_of(by_chunk))
+
+    def _texts_of(self, by_chunk: Sequence[Sequence[str]]) -> np.ndarray:
+        """Returns the tokens of each chunk's texts; ends of documents where there are none."""
+        model, tokenizer = self._config, self._model.tokenizer
         out = np.full((num_chunks(model), model.retro_num_neighbours, neighbour_length(model)), tokenizer.eod, np.int32)
         for chunk, texts in enumerate(by_chunk):
             if len(texts) > model.retro_num_neighbours:
@@ -91,62 +168,110 @@ class NeighbourWriter:
             for number, text in enumerate(texts):
                 tokens = tokenizer.encode(text)[: out.shape[-1]]
                 out[chunk, number, : len(tokens)] = tokens
-        return ids, out
+        return out
 
-    def complete(self, completion: Completion, ids: Sequence[int], neighbours: np.ndarray | None) -> None:
-        """Generates a text, and calls the listeners of the completion's request.
+    def _documents(self, line: Mapping[str, Any]) -> frozenset[int]:
+        """Returns the documents that a line leaves out."""
+        names = line.get(WITHOUT, [])
+        if not isinstance(names, list) or not all(type(name) in (int, str) for name in names):
+            raise UserError(f'"{WITHOUT}" is {shortened(names)}, and must be a list of documents: [3, "books:12"]')
+        assert self._retriever is not None
+        return frozenset(self._retriever.document(str(name)) for name in names)
+
+    def complete(self, completion: Completion, reading: Reading) -> None:
+        """Generates a text, and calls the listeners of the completion's request; see `run`."""
+        self.run([(completion, reading)])
+
+    def run(self, texts: Iterable[tuple[Completion, Reading]]) -> None:
+        """Generates texts, some at a time, and calls the listeners of their completions' requests.
 
         Args:
-          completion: with its sampling parameters.
-          ids: the prompt's tokens, as `read` returns them.
-          neighbours: see `read`.
-
-        Raises:
-          UserError: the prompt leaves no tokens for the text.
+          texts: each with what `read` returned; taken as there is place for them.
         """
-        request, longest = completion.request, self._config.sequence_length
-        if len(ids) >= longest:
-            raise UserError(
-                f"the prompt has {len(ids)} tokens with those in front of it, and the context is {longest}: shorten it"
-            )
-        draws = sampling_batch(request.sampling, request.logprobs)
-        tokens, end = np.zeros((1, longest), np.int32), len(ids)
-        tokens[0, :end] = ids
-        reason: FinishReason = "length"
-        for index in range(min(request.sampling.max_tokens, longest - end)):
-            counts = np.bincount(tokens[0, end : end + index], minlength=padded_vocab_size(self._config)).astype(
-                np.int32
-            )[None]
-            counts[0, np.unique(tokens[0, :end])] |= IN_PROMPT
-            draws = dataclasses.replace(draws, draw_index=jnp.full(1, index, jnp.int32))
-            drawn = self._next(tokens, end + index, neighbours, draws, counts)
-            token = int(drawn.token[0])
-            if token in request.stop_ids or request.on_token(to_tokens(drawn, [token], request.logprobs)[0]):
-                reason = "stop"
-                break
-            tokens[0, end + index] = token
-        request.on_end(reason)
+        waiting, running = iter(texts), dict[int, _Row]()
+        while True:
+            for row in range(self._rows):
+                if row not in running and (text := next(waiting, None)) is not None:
+                    running[row] = self._begin(row, *text)
+            if not running:
+                return
+            if self._retriever is not None:
+                self._retrieve(running, self._retriever)
+            for reads in (False, True):
+                rows = {row: text for row, text in running.items() if (text.reading.neighbours is not None) == reads}
+                if rows:
+                    for row in self._step(rows):
+                        del running[row]
 
-    def _next(
-        self, tokens: np.ndarray, count: int, neighbours: np.ndarray | None, draws: SamplingBatch, counts: np.ndarray
-    ) -> SampledTokens:
-        read = {} if neighbours is None else {ARRAY: neighbours[None]}
-        batch = {"tokens": tokens, **read}
-        return self._placed.on_mesh(self._compiled, self._model.parameters, batch, np.int32(count), draws, counts)
+    def _begin(self, row: int, completion: Completion, reading: Reading) -> _Row:
+        self._tokens[row], self._counts[row] = 0, 0
+        self._tokens[row, : len(reading.ids)] = reading.ids
+        self._counts[row, np.unique(reading.ids)] = IN_PROMPT
+        return _Row(completion, reading, sampling_batch(completion.request.sampling, completion.request.logprobs))
+
+    def _retrieve(self, running: Mapping[int, _Row], retriever: Retriever) -> None:
+        """Finds the neighbours of all chunks that are complete: the next token is the first that reads them."""
+        size = self._config.retro_chunk
+        done = [
+            (row, text.reading, chunk)
+            for row, text in running.items()
+            for chunk in range(len(text.reading.sources), text.length // size)
+        ]
+        if not done:
+            return
+        chunks = [self._tokens[row, chunk * size : (chunk + 1) * size] for row, _, chunk in done]
+        found = retriever.find(chunks, [reading.without for _, reading, _ in done])
+        for (_, reading, chunk), numbers, distances in zip(done, *found, strict=True):
+            assert reading.neighbours is not None
+            reading.neighbours[chunk] = retriever.tokens(numbers)
+            reading.sources.append(retriever.sources(numbers, distances))
+
+    def _step(self, rows: Mapping[int, _Row]) -> list[int]:
+        """Writes a token of each of these texts, which all read neighbours or all read none; returns those that
+        ended."""
+        texts, ended = [rows.get(row) for row in range(self._rows)], []
+        draws = jax.tree.map(lambda *a: np.concatenate(a), *(text.draws if text else self._idle for text in texts))
+        generated = np.array([text.generated if text else 0 for text in texts], np.int32)
+        lengths = np.array([text.length if text else 1 for text in texts], np.int32)
+        read = {row: text.reading.neighbours for row, text in rows.items() if text.reading.neighbours is not None}
+        batch = {"tokens": self._tokens}
+        if read:
+            none = np.zeros_like(next(iter(read.values())))
+            batch[ARRAY] = np.stack([read.get(row, none) for row in range(self._rows)])
+        draws = dataclasses.replace(draws, draw_index=generated)
+        drawn = self._placed.on_mesh(self._compiled, self._model.parameters, batch, lengths, draws, self._counts)
+        with_logprobs = any(text.completion.request.logprobs for text in rows.values())
+        tokens = to_tokens(drawn, np.asarray(drawn.token).tolist(), with_logprobs)
+        for row, text in rows.items():
+            request = text.completion.request
+            token = tokens[row] if request.logprobs else Token(tokens[row].id)
+            reason: FinishReason | None = None
+            if token.id in request.stop_ids or request.on_token(token):
+                reason = "stop"
+            else:
+                self._tokens[row, text.length] = token.id
+                self._counts[row, token.id] += 1
+                text.generated += 1
+                if text.generated == request.sampling.max_tokens or text.length == self._config.sequence_length:
+                    reason = "length"
+            if reason is not None:
+                request.on_end(reason)
+                ended.append(row)
+        return ended
 
     @cached_property
     def _compiled(self) -> Any:
         return jax.jit(self._traced)
 
     def _traced(
-        self, parameters: Any, batch: dict[str, Array], count: Array, draws: SamplingBatch, counts: Array
+        self, parameters: Any, batch: dict[str, Array], lengths: Array, draws: SamplingBatch, counts: Array
     ) -> SampledTokens:
         with use_rules(self._rules):
             model = self._placed.inference_model(parameters)
             assert isinstance(model, Retro)
             hidden = model.final_hidden(run_sections(model, batch, None)[0].x)
             table, bias, output = model.output_head(self._config.vocab_size or 0)
-            last = lax.dynamic_index_in_dim(hidden[0], count - 1, keepdims=True)
+            last = jnp.take_along_axis(hidden, lengths[:, None, None] - 1, axis=1)[:, 0]
             return sample_tokens(last, table, reshard(counts, spec("batch", "vocab")), draws, output, bias)
 
 

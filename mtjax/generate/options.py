@@ -1,5 +1,6 @@
 """Options of `mtjax generate`."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
@@ -9,6 +10,7 @@ import tyro
 from mtjax.analysis.decoding import REPORTED
 from mtjax.config.field_metadata import Bound, at_least, setting
 from mtjax.config.storage import Storage
+from mtjax.errors import UserError
 from mtjax.generate.request import Sampling
 
 DESCRIPTION = """Generates text with a trained model: GPT and Llama continue a prompt, T5 answers it, BERT fills [MASK].
@@ -22,6 +24,7 @@ Examples:
   mtjax generate --from runs/default-1 --temperature 0.8 --top-p 0.95 --samples 3 --seed 7 "The "
   mtjax generate --from hf:gpt2 --input prompts.jsonl --output texts.jsonl --batch 32
   mtjax generate --from runs/default-1 --documents 1000 --output texts.jsonl --top-p 0.9 --max-tokens 500
+  mtjax generate --from runs/retro-1 --retrieve near/books --sources "The whale "
   mtjax generate --from hf:bert-base-uncased "The capital of France is [MASK]."
   mtjax generate --from hf:llama --mesh 1x4 --show-logprobs < prompt.txt
 """
@@ -61,6 +64,19 @@ class Options:
     """JSONL file of objects with `prompt`, and optionally `stop` and sampling parameters that override the options for
     that prompt. A retro also reads `neighbours`, a list of texts for each chunk of the prompt, or `passages`, a list of
     texts that the answer reads."""
+    retrieve: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="PREFIX")]] = ()
+    """retro: search the neighbours of each chunk of the prompt and of the text as it is complete. PREFIX is the one
+    that mtjax data neighbours wrote: its training text, index and embedder are used. Or a corpus with the embeddings
+    of mtjax data embed, which is searched exactly; may then be given several times."""
+    embedder: str | None = None
+    """With --retrieve: the embedder that made the database, if it is no longer where it was: hf:DIR or a run."""
+    without_document: tyro.conf.UseAppendAction[
+        Annotated[tuple[str, ...], tyro.conf.arg(metavar="[CORPUS:]NUMBER")]
+    ] = ()
+    """With --retrieve: read no chunks of this document of the database, from 0, such as the one that the prompt comes
+    from. May be given several times; --input lines may have others as `without_documents`, a list."""
+    sources: bool = False
+    """With --retrieve: print which documents were read behind each text; with --output, write them as `sources`."""
     documents: int | None = at_least(1, None, most=2**31)
     """Write this many texts from the start of a document to --output, instead of texts for the prompts of --input."""
     output: Path | None = None
@@ -85,3 +101,21 @@ class Options:
     compile_cache: str | None = None
     """Folder for the persistent compilation cache, as for `mtjax train`; off disables it."""
     sampling: tyro.conf.OmitArgPrefixes[Sampling] = field(default_factory=Sampling)
+
+
+OF_ENGINES = ("storage", "beams", "documents", "length_penalty", "interactive", "echo")
+"""Options that need a KV cache or the engine."""
+OF_RETRIEVAL = ("retrieve", "embedder", "without_document", "sources")
+"""Options of `--retrieve`."""
+
+
+def refuse(options: Options, names: Iterable[str], why: str) -> None:
+    """Refuses options that are given.
+
+    Raises:
+      UserError: one of them is not the default; begins with `why`.
+    """
+    defaults = Options(options.source)
+    if name := next((name for name in names if getattr(options, name) != getattr(defaults, name)), None):
+        option = "sampling parameters such as --temperature" if name == "sampling" else f"--{name.replace('_', '-')}"
+        raise UserError(f"{why} and does not support {option}: remove it")

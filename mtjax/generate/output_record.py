@@ -1,7 +1,7 @@
 """The record of the weights and options of an output file: only a command with the same ones may continue it."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ OPTIONS = ("stop", "ignore_eos", "logprobs", "fillings", "beams", "length_penalt
 """Options that change the texts, in addition to the sampling parameters."""
 
 Facts = dict[str, Any]
+NO_FACTS: Mapping[str, Any] = {}
 
 
 class OutputRecord:
@@ -39,8 +40,8 @@ class OutputRecord:
         self._output, self._facts = output, json.loads(json.dumps(facts))
 
     @classmethod
-    def of(cls, options: Options, model: LoadedModel) -> "OutputRecord":
-        """Builds the record for these options and this model; mesh and batch are not in it, as they change no text."""
+    def of(cls, options: Options, model: LoadedModel, others: Mapping[str, Any] = NO_FACTS) -> "OutputRecord":
+        """Builds the record of options, model and other facts; mesh and batch are not in it, as they change no text."""
         assert options.output is not None
         placed, name = model.placed.config, model.tokenizer_name
         facts = {
@@ -53,6 +54,7 @@ class OutputRecord:
             "weights_dtype": options.storage.weights_dtype,
             **{name: value for name, value in asdict(options.storage).items() if value != getattr(PLAIN, name)},
             **asdict(options.sampling),
+            **others,
         }
         return cls(options.output, facts)
 
@@ -65,7 +67,9 @@ class OutputRecord:
         if not self.path.is_file():
             raise UserError(f"{self._output} has texts, but the record {self.path.name} is missing: {NEXT_STEP}")
         before = parse_json_object(self.path.read_bytes(), self.path)
-        differing = [name for name, value in self._facts.items() if _comparable(before.get(name)) != _comparable(value)]
+        # Settings that were left out then, or are now, have no effect there.
+        names = [*self._facts, *(name for name in before if name not in self._facts)]
+        differing = [n for n in names if _comparable(before.get(n)) != _comparable(self._facts.get(n))]
         if differing:
             then, now = (_describe(facts, differing) for facts in (before, self._facts))
             raise UserError(f"{self._output} was generated with {then}, and this command has {now}: {NEXT_STEP}")

@@ -105,13 +105,15 @@ def load_model(
     shape = parse_mesh(mesh)
     check_generation_mesh(shape)
     with waiting(f"loading the weights {source}"):
+        # Before the weights are looked at, which uses a device: their number is fixed from then on.
+        devices = devices or attach_devices(shape)
         saved = SavedModel.open(source, Hints(vocab_multiple_for(shape)))
         if saved.config.model.family == "retro" and not neighbours:
             raise UserError(
                 f"{source} is a retro, which reads neighbours that a prompt does not have: write its decoder as a gpt "
                 "with mtjax convert --without-encoder, and take that"
             )
-        return _load(saved, source, shape, mesh, dtype, tokenizer, devices or attach_devices(shape), storage)
+        return _load(saved, source, shape, mesh, dtype, tokenizer, devices, storage)
 
 
 def _load(

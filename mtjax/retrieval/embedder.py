@@ -39,6 +39,7 @@ class Embedder:
       name: as the user typed it.
       max_tokens: tokens that are read of a text, with those in front and behind; a longer one is cut.
       width: of an embedding.
+      dtype: in which the encoder computes.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Embedder:
           UserError: there are no such weights, or they are not of an encoder.
         """
         shape = parse_mesh(mesh)
+        devices = attach_devices(shape)  # before the weights are looked at, which fixes the number of devices
         self.name, self._saved = name, SavedModel.open(name, Hints(vocab_multiple_for(shape)), "--embedder")
         model = self._saved.config.model
         if model.family != "bert":
@@ -68,10 +70,10 @@ class Embedder:
                 f"--embedder-tokens is {max_tokens}, and --embedder {name} reads {model.sequence_length} tokens: give "
                 "at most as many"
             )
-        self.max_tokens, self.width, self._dtype = max_tokens, model.hidden_size, dtype
+        self.max_tokens, self.width, self.dtype = max_tokens, model.hidden_size, dtype
         parallel = Parallel(mesh=mesh)
         config = for_rows(self._saved.config, parallel, rows, compute_dtype=dtype)
-        self._placed = ShardedModel(config, attach_devices(shape))
+        self._placed = ShardedModel(config, devices)
         if self._placed.stages > 1 or self._placed.layout.rules.seq:
             raise UserError(
                 f"the mesh {mesh} has pipeline stages or context ranks, and an embedder runs without: take DATAxMODEL"
@@ -84,7 +86,7 @@ class Embedder:
     def fingerprint(self) -> str:
         """A digest of weights and tokenizer, of type and tokens, and of how the states become one vector."""
         made_by = {"weights": self._saved.content, "tokenizer": content_digest(self._encoder.tokenizer)}
-        return digest({**made_by, "tokens": self.max_tokens, "dtype": self._dtype, "rule": RULE})
+        return digest({**made_by, "tokens": self.max_tokens, "dtype": self.dtype, "rule": RULE})
 
     @cached_property
     def _parameters(self) -> Tree:

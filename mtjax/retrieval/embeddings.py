@@ -34,6 +34,8 @@ class EmbeddingsHeader:
       width: of an embedding.
       embedder: its name.
       fingerprint: digest of the embedder.
+      embedder_tokens: tokens that it read of a chunk; None in records of before they were recorded.
+      embedder_dtype: in which it computed, likewise.
       format: version.
     """
 
@@ -45,6 +47,8 @@ class EmbeddingsHeader:
     width: int
     embedder: str
     fingerprint: str
+    embedder_tokens: int | None = None
+    embedder_dtype: str | None = None
     format: int = FORMAT
 
 
@@ -81,6 +85,22 @@ class Embeddings:
         """
         header = EmbeddingsHeader(**unsealed(record_of(path), FORMAT, "mtjax data embed", EmbeddingsHeader))
         return cls(path, header, open_array(path, (header.chunks, header.width), ("<f2",)))
+
+    def corpus(self, prefix: str | Path | None = None) -> IndexedDataset:
+        """Opens the corpus whose chunks these are.
+
+        Args:
+          prefix: where it is now; where it was embedded when None.
+
+        Raises:
+          UserError: it is missing or damaged, or is another text now.
+        """
+        corpus = IndexedDataset(prefix or self.header.corpus)
+        if corpus.content() != self.header.content:
+            raise UserError(
+                f"{self.path} was made of {corpus.prefix} when it was another text: make it anew with mtjax data embed"
+            )
+        return corpus
 
 
 def text_of_chunk(tokens: np.ndarray, tokenizer: Tokenizer, source: Path) -> str:
@@ -122,7 +142,7 @@ def embed_corpus(
         raise UserError(f"{corpus.prefix} has no tokens: there is nothing to embed")
     header = EmbeddingsHeader(
         *(str(corpus.prefix), corpus.content(), content_digest(tokenizer), chunk, len(database)),
-        *(embedder.width, embedder.name, embedder.fingerprint),
+        *(embedder.width, embedder.name, embedder.fingerprint, embedder.max_tokens, embedder.dtype),
     )
     identity = {**asdict(header), "corpus": "", "embedder": ""}
     rows = RowsFile(path, (len(database), embedder.width), "<f2", identity)

@@ -1,6 +1,6 @@
 """Searches neighbours, and writes those of a run's samples, or of a corpus, into files."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,11 @@ from mtjax.data.neighbours.samples import documents_of
 from mtjax.data.progress import ProgressLine
 from mtjax.data.samples.sample import Dataset
 from mtjax.data.tokens.tokenizer import Tokenizer
+from mtjax.retrieval.database import Database
 from mtjax.retrieval.embedder import Embedder
 from mtjax.retrieval.embeddings import Embeddings, text_of_chunk
 from mtjax.retrieval.rows_file import RowsFile, write_with_header
-from mtjax.retrieval.vectors import Index, Part, Vectors
+from mtjax.retrieval.vectors import Index, Vectors
 
 BLOCK = 1 << 13
 """Chunks that are embedded and searched between two records of the progress."""
@@ -81,34 +82,6 @@ def find(
 
 
 @dataclass(frozen=True)
-class Database:
-    """What is searched.
-
-    Attributes:
-      chunks: of whole corpora.
-      vectors: embeddings of those that may be found.
-      index: of the vectors.
-      described: the corpora, for the header.
-    """
-
-    chunks: ChunkDatabase
-    vectors: Vectors
-    index: Index
-    described: list[dict[str, Any]]
-
-
-def vectors_of(database: ChunkDatabase, embeddings: Sequence[Embeddings], bounds: Sequence[tuple[int, int]]) -> Vectors:
-    """Returns the embeddings of some documents of each corpus of a database."""
-    parts = []
-    for number, (each, (begin, end)) in enumerate(zip(embeddings, bounds, strict=True)):
-        first_document = int(database.first_documents[number])
-        base, _ = database.chunks_of(first_document, first_document)
-        first, last = database.chunks_of(first_document + begin, first_document + end)
-        parts.append(Part(each.rows, first - base, last - base, base))
-    return Vectors(parts)
-
-
-@dataclass(frozen=True)
 class Asking:
     """The samples of a split, whose chunks have neighbours.
 
@@ -158,6 +131,7 @@ def of_samples(
     """
     split, chunks = asking.split, asking.chunks
     described = {"name": asking.embedder.name, "fingerprint": asking.embedder.fingerprint}
+    described |= {"embeddings": list(map(str, database.embeddings))}
     header = Header(
         *(asking.settings, asking.count, database.described, len(database.chunks), rules.neighbours),
         *(described, rules.described(kind)),

@@ -13,7 +13,7 @@ from mtjax.config import Config
 from mtjax.config.float8 import ENDS
 from mtjax.config.horizon import Horizon
 from mtjax.config.run import section_by_setting
-from mtjax.data import DataPosition, SampleOrder, TrainingText
+from mtjax.data import DataPosition, NeighbourFile, SampleOrder, TrainingText
 from mtjax.data.samples.blend import normalise
 from mtjax.errors import UserError, shortened
 from mtjax.layout.dropout import DROPOUT_BITS
@@ -22,9 +22,9 @@ from mtjax.layout.optimizer_states import optimizer_states
 from mtjax.runtime.checkpoints.past import Past
 from mtjax.train.schedule import make_schedule
 
-ORDER, DATA = "order", "data"
-KINDS = (ORDER, DATA)
-"""Changes that need `--allow-changed`: they start a new order of samples in the middle of a run."""
+ORDER, DATA, NEIGHBOURS = "order", "data", "neighbours"
+KINDS = (ORDER, DATA, NEIGHBOURS)
+"""Changes that need `--allow-changed`. The first two start a new order of samples in the middle of a run."""
 
 COMPARED = ("model", "parallel", "data", "optimizer", "training", "finetuning")
 """Sections whose settings are compared."""
@@ -105,7 +105,7 @@ def position_of(
         ],
         DATA: _changed_texts(past, config, texts),
     }
-    changed = [kind for kind in KINDS if reasons[kind]]
+    changed = [kind for kind, why in reasons.items() if why]
     if not changed:
         return DataPosition(past.order.extended(total), tuple(texts))
     if missing := [kind for kind in changed if kind not in allowed]:
@@ -146,6 +146,30 @@ def _changed_texts(past: Past, config: Config, texts: Sequence[TrainingText]) ->
             if not first.is_same(second)
         ]
     return [f"training text was {' and '.join(map(_described, before))} and is {' and '.join(map(_described, texts))}"]
+
+
+def neighbours_of(past: Past | None, config: Config, allowed: Collection[str]) -> tuple[NeighbourFile, ...]:
+    """Returns the neighbours that a run reads from now on; none where the config names none.
+
+    Raises:
+      UserError: under the prefix that it has read there are others now, and this change was not allowed; or a file is
+        missing or damaged.
+    """
+    if past is not None and config.data.neighbours == past.config.data.neighbours and NEIGHBOURS not in allowed:
+        for then, now in _changed_neighbours(past, config):
+            raise UserError(
+                f"{config.data.neighbours}.{then.split}.npy holds other neighbours than the run has read: those of "
+                f"{then.samples:,} samples were {then.content}, and those of {now.samples:,} are {now.content}. Take "
+                "the earlier files back, or read the new ones from the next step on: --allow-changed neighbours"
+            )
+    return data.describe_neighbours(config)
+
+
+def _changed_neighbours(past: Past, config: Config) -> list[tuple[NeighbourFile, NeighbourFile]]:
+    """Returns the recorded neighbours that are others now, of the samples that had some then: a file may have grown."""
+    recorded = past.record.position.neighbours if past.record is not None else ()
+    found = {now.split: now for now in data.describe_neighbours(config, recorded)} if recorded else {}
+    return [(then, now) for then in recorded if (now := found.get(then.split)) not in (None, then)]
 
 
 def _with_shares(texts: Sequence[TrainingText]) -> list[TrainingText]:
@@ -258,6 +282,8 @@ def find_changes(past: Past, config: Config, now: Config, position: DataPosition
             if before.content != text.content:
                 then, here = (f"{one.documents:,} documents" for one in (before, text))
                 rows.append(Change(f"text {shortened(text.name)}", then, here, _new_order(position)))
+    for then, here in _changed_neighbours(past, config):
+        rows.append(Change(f"neighbours of {then.split}", then.content[:12], here.content[:12], EFFECT))
     return rows + _dropout_bits(past, config) + _rates(past, config, now)
 
 

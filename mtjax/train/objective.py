@@ -20,7 +20,7 @@ from mtjax.models.sharded_model import Batch, ShardedModel
 from mtjax.runtime.checkpoints.past import Past
 from mtjax.runtime.checkpoints.weights import Weights, check_same_weights, find_weights, restore_weights
 from mtjax.runtime.processes.coordination import this_process
-from mtjax.train.changes import check_learning_rate, position_of, scheduled
+from mtjax.train.changes import check_learning_rate, neighbours_of, position_of, scheduled
 from mtjax.train.feed import next_batch, open_batches
 from mtjax.train.folder.tokenizer import find_tokenizer
 from mtjax.train.observability.best import Goal
@@ -296,6 +296,7 @@ class Pretraining:
         texts = data.describe_texts(config, tokenizer)
         position = position_of(past, config, texts, total, order_settings=ORDER_SETTINGS, allowed=allowed)
         train = data.open_in_order(config, position.order, tokenizer)
+        position = replace(position, neighbours=neighbours_of(past, config, allowed))
         count = config.output.valid_batches * config.training.global_batch_size
         held_out = data.open_dataset(config, "valid", count, tokenizer) if config.output.valid_every else None
         return config, RunData(tokenizer, train, held_out, position, found.files, found.is_saved)

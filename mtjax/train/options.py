@@ -26,7 +26,8 @@ class Options:
     track: Literal["wandb", "mlflow"] | None = None
     """Also log metrics to this experiment tracker, which must be installed."""
     allow_changed: str | None = None
-    """With --resume, allow changes that start a new order of samples in the middle of the run: order (another seed or
-    sequence length), data (other training text or another split), or both, separated by a comma."""
+    """With --resume, allow changes, separated by commas. Two start a new order of samples in the middle of the run:
+    order (another seed or sequence length) and data (other training text or another split). With neighbours, a retro
+    reads those that replaced its own under the same prefix."""
     profile: str | None = None
     """Profile these steps, such as 10:13, into the run's folder, for XProf, Perfetto and mtjax inspect --measured."""

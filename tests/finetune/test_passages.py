@@ -75,8 +75,8 @@ def read_by_generation(placed, tokenizer, chat: Chat) -> tuple[list[int], np.nda
     """The prompt's tokens, and the neighbours of all chunks."""
     writer = NeighbourWriter(LoadedModel(placed, None, tokenizer, frozenset(), Path(), "bert", "", []))
     line = {} if chat.passages is None else {"passages": list(chat.passages)}
-    found: Any = writer.read(tokenizer.encode_prompt(chat.prompt), line)
-    return found if isinstance(found, tuple) else (found.ids, found.neighbours)
+    reading = writer.read(tokenizer.encode_prompt(chat.prompt), line)
+    return reading.ids, reading.neighbours
 
 
 def test_rows_are_laid_out_as_generation_reads_them(tokenizer, placed) -> None:

@@ -19,8 +19,8 @@ SIZES = {
 }
 
 
-def write_encoder(folder: Path) -> Path:
-    """A BertModel without pooler."""
+def write_encoder(folder: Path, factor: float = 1.0) -> Path:
+    """A BertModel without pooler; with another factor, other weights."""
     from safetensors.numpy import save_file
 
     folder.mkdir()
@@ -28,7 +28,8 @@ def write_encoder(folder: Path) -> Path:
     config = {"architectures": ["BertModel"], "model_type": "bert", "hidden_act": "gelu", "vocab_size": vocab_size}
     (folder / "config.json").write_text(json.dumps(config | SIZES))
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "BertTokenizer", "do_lower_case": true}')
-    save_file(random_tensors(_shapes(vocab_size)), folder / "model.safetensors", metadata={"format": "pt"})
+    tensors = {name: factor * tensor for name, tensor in random_tensors(_shapes(vocab_size)).items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 

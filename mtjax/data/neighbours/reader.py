@@ -1,5 +1,6 @@
 """Neighbours as a run reads them: checked against its settings, sample by sample."""
 
+import hashlib
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -169,6 +170,22 @@ class Neighbours:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._map()
+
+
+def digest_of_neighbours(prefix: str | Path, split: str, samples: int | None = None) -> tuple[int, str]:
+    """Returns how many samples of a split have neighbours, and a digest of the checksums of these and their neighbours.
+
+    Args:
+      prefix: of the files.
+      split: train or valid.
+      samples: read those of the first ones only; of all if there are not as many.
+
+    Raises:
+      UserError: a file is missing or damaged.
+    """
+    header = read_header(header_path(prefix, split))
+    sums = open_array(sums_path(prefix, split), (header.samples, 2), ("<u4",))[:samples]
+    return len(sums), hashlib.blake2b(np.ascontiguousarray(sums).data, digest_size=16).hexdigest()
 
 
 def checksum(numbers: np.ndarray) -> int:

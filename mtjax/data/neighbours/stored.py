@@ -4,7 +4,7 @@ import io
 import json
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ def unsealed(path: Path, version: int, command: str, kind: type) -> dict[str, An
       path: of the file.
       version: the known one, under the key `format`.
       command: what makes the record, for messages.
-      kind: dataclass whose fields it has.
+      kind: dataclass whose fields it has; those with defaults may be missing.
 
     Raises:
       UserError: it isn't there, is another record or of another version, or has other values than were written.
@@ -40,7 +40,8 @@ def unsealed(path: Path, version: int, command: str, kind: type) -> dict[str, An
     checksum = values.pop(CHECKSUM, None)
     if checksum != _checksum(values):
         raise UserError(f"{path} is corrupted or was edited, as its checksum says: make it anew with {command}")
-    if values.keys() != {field.name for field in fields(kind)}:
+    required = {field.name for field in fields(kind) if field.default is MISSING}
+    if not required <= values.keys() <= {field.name for field in fields(kind)}:
         raise UserError(f"{path} is another record than {command} writes: name a file that {command} made")
     return values
 

@@ -63,11 +63,27 @@ class TrainingText:
 
 
 @dataclass(frozen=True)
+class NeighbourFile:
+    """The neighbours of one split's samples, as they were when the run read them.
+
+    Attributes:
+      split: train or valid.
+      samples: how many samples have neighbours.
+      content: digest of the checksums of these samples and of their neighbours.
+    """
+
+    split: str
+    samples: int
+    content: str
+
+
+@dataclass(frozen=True)
 class DataPosition:
-    """The order of a run's samples, and the texts they are built from."""
+    """The order of a run's samples, the texts they are built from, and the neighbours that a Retro reads with them."""
 
     order: SampleOrder
     texts: tuple[TrainingText, ...] = ()
+    neighbours: tuple[NeighbourFile, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON values."""
@@ -77,7 +93,9 @@ class DataPosition:
     def from_dict(cls, values: Mapping[str, Any]) -> "DataPosition":
         """Builds an order from the output of `to_dict`."""
         order = SampleOrder(values["order"]["begins"], tuple(values["order"]["totals"]))
-        return cls(order, tuple(TrainingText(**text) for text in values["texts"]))
+        # Runs of before they were recorded have no neighbours here.
+        neighbours = tuple(NeighbourFile(**file) for file in values.get("neighbours", ()))
+        return cls(order, tuple(TrainingText(**text) for text in values["texts"]), neighbours)
 
 
 @dataclass(frozen=True)
