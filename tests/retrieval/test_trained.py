@@ -70,6 +70,7 @@ def words(**settings: Any) -> list[str]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`corpus`, its neighbours `near`, and `run`, trained with them on two devices."""
+    jax.devices()  # all eight, before a command asks for as many as its mesh needs
     pytest.importorskip("safetensors", reason="needs the extra convert: pip install '.[convert]'")
     folder = tmp_path_factory.mktemp("retro")
     write_corpus(folder, 60)
