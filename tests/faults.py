@@ -99,6 +99,49 @@ FAULTS = (
         "convert",
         "test_another_activation_of_gemma_is_refused",
     ),
+    # --- Retro
+    Fault(
+        "Retro: a packed row reads the neighbours of the row before",
+        "reads = reads if context.reads is None else reads & (context.reads > 0)",
+        "del context",
+        "finetune",
+        "test_packed_rows_are_read_as_each_alone",
+    ),
+    Fault(
+        "Retro: an answer begins within a chunk of its prompt",
+        "front = -prompt % self.model.retro_chunk",
+        "front = 0",
+        "finetune",
+        "test_rows_are_laid_out_as_generation_reads_them",
+    ),
+    Fault(
+        "Retro: the chunks of a row after its first answer's read nothing",
+        "neighbours[first : (at + self.room(chat)) // chunk] = chat.passages",
+        "neighbours[first : first + 1] = chat.passages",
+        "finetune",
+        "test_rows_are_laid_out_as_generation_reads_them",
+    ),
+    Fault(
+        "Retro: the norms of a frozen encoder's chunked cross-attention are the decoder's",
+        'any(name.startswith("chunked") for name in modules)',
+        '"chunked" in modules',
+        "finetune",
+        "test_what_is_frozen_has_no_optimizer_state",
+    ),
+    Fault(
+        "Retro: weight decay shrinks an encoder that no row trains",
+        'if not have_passages(train) and model.retro_frozen != "retrieval":',
+        "if False:",
+        "finetune",
+        "test_what_no_row_trains_must_be_frozen",
+    ),
+    Fault(
+        "Retro: layers of a GPT change places in the new model",
+        "if number in parameter.numbers:",
+        "if number < len(parameter.numbers):",
+        "retrieval",
+        "test_a_gpt_becomes_the_decoder_of_a_new_retro",
+    ),
     # --- neighbours of chunks
     Fault(
         "neighbours: chunks of documents that a sample reads are found",

@@ -148,10 +148,11 @@ def gpt_batch(config: Config, random: np.random.Generator) -> dict[str, np.ndarr
 
 
 def retro_batch(config: Config, random: np.random.Generator) -> dict[str, np.ndarray]:
-    """A GPT's, and neighbours of random tokens."""
-    batch, wanted = gpt_batch(config, random), Retro.batch_arrays(config)["neighbours"].shape
-    shape = (config.training.global_batch_size, *wanted)
-    return batch | {"neighbours": random.integers(0, config.model.vocab_size, shape).astype(np.int32)}
+    """A GPT's, and neighbours of random tokens, which half of the tokens read where rows are packed."""
+    batch, size = gpt_batch(config, random), config.training.global_batch_size
+    wanted = {name: (size, *array.shape) for name, array in Retro.batch_arrays(config).items() if name not in batch}
+    tops = {"neighbours": config.model.vocab_size, "reads_neighbours": 2}
+    return batch | {name: random.integers(0, tops[name], shape).astype(np.int32) for name, shape in wanted.items()}
 
 
 def bert_batch(config: Config, random: np.random.Generator) -> dict[str, np.ndarray]:

@@ -21,6 +21,8 @@ class Stack(LayerStack):
     """Components of a layer, in the order in which they run."""
     norms_outputs: bool = False
     """Whether a norm follows each sublayer, or each residual add, and needs its input in the backward pass."""
+    idle: int = 0
+    """Layers without a backward pass, because nothing in them and below them is trained."""
     parallel: str = "no"
     """The setting parallel_residual: whether the components read the same hidden states."""
 
@@ -122,9 +124,19 @@ class Anatomy:
         stacked = [w for stack in self.stacks for w in stack.weights]
         return [*self.outside_weights, *stacked]
 
+    def is_frozen(self, part: Part, stack: Stack | None = None) -> bool:
+        """Returns whether a component has no trained weights but adapters; one without weights is as the embedding."""
+        if self.model.lora_rank:
+            return True
+        path = "" if stack is None else f"{stack.path}.layers."
+        names = [f"{path}{weight.name}" for weight in part.weights] or ["embedding"]
+        return not any(is_trainable(self.model, name) for name in names)
+
     @property
     def learns_below(self) -> bool:
-        """Whether anything below the layers is trained."""
+        """Whether anything below the layers that have a backward pass is trained."""
+        if self.model.retro_frozen == "decoder":
+            return True  # the norm that the encoder reads, and above it whatever is in a layer
         return any(is_trainable(self.model, weight.name) for part in self.embed for weight in part.weights)
 
     def learns_before(self, stack: Stack, part: Part) -> bool:

@@ -5,6 +5,7 @@ all-reduces forward, two backward, and one more when the layer is recomputed, si
 needed then. With sequence parallelism each all-reduce becomes a reduce-scatter and an all-gather of the same bytes.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -14,6 +15,8 @@ from mtjax.analysis.anatomy import Anatomy, Stack
 from mtjax.analysis.contract import (
     GRADIENTS,
     JOINED,
+    LAYER_BACKWARD,
+    LAYER_RECOMPUTE,
     PARAMETERS,
     STAGES,
     Contract,
@@ -32,7 +35,7 @@ from mtjax.analysis.parts.embedding import Lookup, Positions
 from mtjax.analysis.parts.heads import teacher_lines, teacher_table
 from mtjax.analysis.parts.part import ResidualStream
 from mtjax.analysis.prediction import expert_lines, expert_symbols, prediction_lines, prediction_symbols
-from mtjax.config.adapters import is_trainable
+from mtjax.config.adapters import is_trainable, trains_all
 from mtjax.config.families import is_decoder
 from mtjax.config.sizes import head_dim, joins_outputs, num_kv_heads, output_is_tied, value_head_dim
 from mtjax.layout.layouts import Layout
@@ -84,27 +87,29 @@ def _contract(
         distils=distils,
         shares_heads=not layout.rules.axes("kv_heads"),
         shares_groups=not layout.rules.axes("groups"),
-        is_frozen=anatomy.model.lora_rank > 0,
         forward_turns="2*microbatches" if pipeline == "recomputed" else "microbatches",
         embedding_turns="embedding_ticks" if pipeline else "microbatches",
         across=across,
         expert_dispatch=expert_dispatch,
     )
-    lines = [line for part in anatomy.outside for line in part.collectives(ends)]
+    outside = ((part, replace(ends, is_frozen=anatomy.is_frozen(part))) for part in anatomy.outside)
+    lines = [line for part, stream in outside for line in part.collectives(stream)]
     for stack, part in anatomy.layer_parts():
         needed = part not in stack.unread or not drops_last
         turns = section_ticks(anatomy, stack) if pipeline else "microbatches"
         inside = replace(ends, turns=turns, forward_turns=f"2*{turns}" if pipeline == "recomputed" else turns)
         reads = {"needed_again": needed, "learns_before": anatomy.learns_before(stack, part)}
+        reads["is_frozen"] = anatomy.is_frozen(part, stack)
         reads |= stack.joined(part) if joins else {}
-        lines += part.collectives(replace(inside, side=stack.side, of=stack.stream, **reads))
+        of_part = part.collectives(replace(inside, side=stack.side, of=stack.stream, **reads))
+        lines += [without_idle(line, stack) for line in of_part] if stack.idle else of_part
     lines += prediction_lines(anatomy, ends, drops_last=drops_last)
     staged = [STAGE] if pipeline else []
     sharing = [axis for axis in AXES if axis in layout.rules.shared_work]
     group = [axis for axis in sharing if axis in layout.zero_axes]
     between, ranks = tuple(axis for axis in sharing if axis not in group), JOINED.join(group)
     ticks = {section_ticks(anatomy, stack): stack.side for *_, stack in anatomy.sections} if pipeline else {}
-    adapts = anatomy.model.lora_rank > 0
+    adapts = not trains_all(anatomy.model)
     over_ranks = over_ranks_lines(layout.zero, ticks, wire, ranks, adapts=adapts)
     lines += across_groups(over_ranks, between, "adapters" if adapts else "parameters", wire)
     lines += teacher_lines(ranks) if distils and layout.zero == 3 else []
@@ -120,6 +125,21 @@ def _contract(
     name = layout.name if is_decoder(anatomy.model) else f"{anatomy.model.family}, {layout.name}"
     name = f"{name} + LoRA" if anatomy.model.lora_rank else name
     return Contract(f"{name} + teacher" if distils else name, sum_expectations(lines), split=("heads", "mlp", "vocab"))
+
+
+LEARNING = "learning_layers"
+"""Symbol of the layers of a stack that have a backward pass."""
+
+
+def without_idle(line: Expectation, stack: Stack) -> Expectation:
+    """Returns a line of a stack some of whose layers have no backward pass."""
+    if line.phase not in (LAYER_BACKWARD, LAYER_RECOMPUTE):
+        return line
+    layers = re.compile(rf"\b{stack.side}layers\b")
+    changed = {
+        name: layers.sub(f"{stack.side}{LEARNING}", getattr(line, name)) for name in ("count", "elements", "sent")
+    }
+    return replace(line, **changed)
 
 
 def over_stage_lines(anatomy: Anatomy, layout: Layout, scattered: bool, wire: Dtype = "float32") -> list[Expectation]:
@@ -265,7 +285,7 @@ def symbols_of(anatomy: Anatomy, plan: Plan) -> Symbols:
         "adapters": adapters.all,
         "unsplit_adapters": adapters.replicated,
         "rank": model.lora_rank,
-        **_gathered(held, adapters if model.lora_rank else held, in_turn),
+        **_gathered(held, held if trains_all(model) else adapters, in_turn),
         **group_symbols(plan),
     }
     if plan.teacher_width:
@@ -283,11 +303,13 @@ def symbols_of(anatomy: Anatomy, plan: Plan) -> Symbols:
     for stack in anatomy.stacks:
         layers = layers_in_chunk(stack, plan)
         unread = 0 if anatomy.learns_below else unread_gradients(model, stack, plan, chunks)
+        learning = layers - stack.idle
         symbols |= {
             f"{stack.side}sequence": stack.tokens // plan.mesh.context,
             f"{stack.side}layers": layers,
-            f"{stack.side}recomputed_layers": 0 if staged else plan.recomputed_layers(layers),
-            f"{stack.side}grouped_layers": 0 if staged else plan.grouped_layers(layers),
+            f"{stack.side}{LEARNING}": learning,
+            f"{stack.side}recomputed_layers": 0 if staged else plan.recomputed_layers(learning),
+            f"{stack.side}grouped_layers": 0 if staged else plan.grouped_layers(learning),
             f"{stack.side}unread_gradients": unread,
         }
     for part in (*anatomy.outside, *(part for _, part in anatomy.layer_parts())):

@@ -8,7 +8,7 @@ from functools import cache
 from mtjax.analysis.anatomy import Anatomy, Stack
 from mtjax.analysis.parts.part import Weight
 from mtjax.config import Model
-from mtjax.config.adapters import is_trainable
+from mtjax.config.adapters import is_trainable, trains_all
 from mtjax.config.sizes import output_is_tied
 from mtjax.layout.layouts import (
     LAYERS,
@@ -199,8 +199,9 @@ def _stage_counts(anatomy: Anatomy, layout: Layout, plan: Plan, stage: int) -> C
 
 
 def trainable_counts(anatomy: Anatomy, plan: Plan, stage: int = 0) -> Counts:
-    """Counts the elements of trainable parameters on a device of a stage: all, or LoRA adapters and a task's head."""
-    if not anatomy.model.lora_rank:
+    """Counts the elements of trainable parameters on a device of a stage: all, LoRA adapters and a task's head, or what
+    is not frozen of a Retro."""
+    if trains_all(anatomy.model):
         return stage_counts(anatomy, plan, stage)
     weights = [w for w in stage_weights(anatomy, plan, stage) if is_trainable(anatomy.model, w.name)]
     return counts(weights, plan.layout(anatomy.model), plan.mesh)

@@ -16,6 +16,7 @@ from mtjax.analysis.optimizer import update_flops
 from mtjax.analysis.parts.part import Product, unrepeated
 from mtjax.analysis.parts.score_blocks import block_queries
 from mtjax.analysis.prediction import recomputed_predictors
+from mtjax.config.adapters import is_trainable, trains_all
 from mtjax.config.sizes import embedding_width, num_kv_heads
 from mtjax.config.ssm import has_state_space, ssm_groups
 from mtjax.layout.attention_kernel import QUERIES_AT_A_TIME
@@ -102,14 +103,17 @@ def model_flops(anatomy: Anatomy, *, causal: bool = False) -> float:
     gradient: the backward pass has one matmul for each of theirs, not two.
     """
     frozen = sum(stack.layers * frozen_flops(anatomy, stack) for stack in anatomy.stacks)
+    for stack in anatomy.stacks:  # layers without a backward pass
+        frozen += stack.idle * (2 * layer_flops(stack, causal=causal) - frozen_flops(anatomy, stack))
     return 3 * forward_flops(anatomy, causal=causal) - frozen - frozen_outside_flops(anatomy)
 
 
 def frozen_flops(anatomy: Anatomy, stack: Stack) -> float:
-    """Returns the FLOPs of weight gradients of one layer that LoRA omits, for a sample."""
-    if not anatomy.model.lora_rank:
+    """Returns the FLOPs of weight gradients of one layer that frozen weights omit, for a sample."""
+    if trains_all(anatomy.model):
         return 0.0
-    return sum(product.flops for part in stack.parts for product in part.products() if not product.is_adapter)
+    parts = [part for part in stack.parts if anatomy.is_frozen(part, stack)]
+    return sum(product.flops for part in parts for product in part.products() if not product.is_adapter)
 
 
 def frozen_again(anatomy: Anatomy, stack: Stack, plan: Plan) -> float:
@@ -134,9 +138,9 @@ def repeated_flops(stack: Stack, tensor_degree: int) -> float:
 
 
 def frozen_outside_flops(anatomy: Anatomy) -> float:
-    """Returns the FLOPs outside the layers that LoRA omits, for a sample: those of weight gradients, unless of a task's
-    head, and before the first layer also of input gradients."""
-    if not anatomy.model.lora_rank:
+    """Returns the FLOPs outside the layers that frozen tables omit, for a sample: those of weight gradients, unless of
+    a task's head, and before the first layer also of input gradients."""
+    if is_trainable(anatomy.model, "embedding"):
         return 0.0
     below, head = (sum(p.flops for part in parts for p in part.products()) for parts in (anatomy.embed, anatomy.head))
     return 2 * below + (head if anatomy.model.head == "language" else 0.0)
@@ -145,7 +149,7 @@ def frozen_outside_flops(anatomy: Anatomy) -> float:
 def outside_again(anatomy: Anatomy, plan: Plan) -> float:
     """Returns the FLOPs of a sample's products outside the layers that are duplicated over tensor parallel ranks."""
     of_rank = 3 * _again([p for part in anatomy.outside for p in part.products()], plan)
-    if not anatomy.model.lora_rank:
+    if is_trainable(anatomy.model, "embedding"):
         return of_rank
     below = _again([p for part in anatomy.embed for p in part.products()], plan)
     return of_rank - below - of_rank / 3
@@ -187,11 +191,15 @@ def compiled_flops(anatomy: Anatomy, plan: Plan, *, causal: bool = False) -> flo
         if isinstance(stack, Predictors):
             recomputed, grouped = recomputed_predictors(stack, plan), 0
         full_core, core = core_flops(stack, causal=causal), _computed_core_flops(stack, plan, causal=causal)
-        passes = 3 * stack.layers + recomputed  # forward, two matmuls backward for each forward one, and recompute
+        idle = stack.idle
+        recomputed -= idle if recomputed else 0
+        learning = stack.layers - idle
+        # Forward, two matmuls backward for each forward one, and recompute.
+        passes = 3 * stack.layers - 2 * idle + recomputed
         flops -= passes * (full_core - core)
         flops -= (recomputed - grouped) * _deduplicated_score_flops(stack, plan, causal=causal)
         if not plan.keeps_scores or plan.recompute == "selective":
-            flops += stack.layers * core / 2  # the scores only: attention's output is saved
+            flops += learning * core / 2  # the scores only: attention's output is saved
         flops += passes * repeated_flops(stack, plan.mesh.model)
         flops += passes * routing_again(stack, plan) - stack.layers * frozen_again(anatomy, stack, plan)
         last = [product for part in stack.unread for product in unrepeated(part.products())]

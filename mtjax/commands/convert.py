@@ -91,6 +91,9 @@ class Options:
     Default: transformer_engine, or legacy for a BERT or an older --checkpoint-version."""
     without_encoder: bool = False
     """Write the decoder of a Retro as a GPT, without the encoder and chunked cross-attention."""
+    with_encoder: Annotated[Path | None, tyro.conf.arg(metavar="CONFIG")] = None
+    """Write a GPT as the decoder of a Retro with the retro settings of this config (TOML); the encoder and chunked
+    cross-attention are drawn with its seed."""
     with_optimizer: bool = False
     """Between megatron and mtjax, convert also the optimizer's state, the schedules and the position in the data: the
     run goes on where it stopped. An mtjax folder is then a run's, for mtjax train --resume."""
@@ -160,11 +163,7 @@ def run(options: Options) -> None:
         hints = Hints(options.vocab_multiple, options.vocab_size, options.config)
         if options.with_optimizer and from_kind == "mtjax":
             source_path = newest_checkpoint(source_path)
-        source = open_source(from_kind, source_path, hints)
-        if options.without_encoder:
-            from mtjax.convert.retro_decoder import DecoderSource
-
-            source = DecoderSource(source)
+        source = _with_or_without_encoder(open_source(from_kind, source_path, hints), options)
         _print_notes(source, to_kind, options)
         if to_kind in ("mtjax", "megatron"):
             # A tokenizer that can't be read is an error before any weights are written.
@@ -185,6 +184,19 @@ def run(options: Options) -> None:
     elif to_kind == "mtjax":
         print(f"note    {describe_continued_training(source.origin.config.model)}")
         print(f"next    mtjax train --config {target_path / 'config.toml'} --init-from {target_path} --data TEXT")
+
+
+def _with_or_without_encoder(source: "Source", options: Options) -> "Source":
+    """Returns the weights of a Retro as a GPT's, those of a GPT as a Retro's, or as they are."""
+    if options.without_encoder:
+        from mtjax.convert.retro_decoder import DecoderSource
+
+        return DecoderSource(source)
+    if options.with_encoder is not None:
+        from mtjax.convert.retro_from_gpt import RetroSource
+
+        return RetroSource(source, options.with_encoder)
+    return source
 
 
 def _print_notes(source: "Source", to_kind: str, options: Options) -> None:
@@ -222,6 +234,11 @@ def check_options(options: Options, from_kind: str, to_kind: str) -> None:
             raise UserError(f"--{name} has no effect on a conversion from {from_kind} to {to_kind}: remove it")
     if options.without_encoder and options.with_optimizer:
         raise UserError("--without-encoder writes a gpt, and --with-optimizer goes on with a retro: remove one of them")
+    if options.with_encoder is not None and (options.without_encoder or options.with_optimizer):
+        other = "--without-encoder" if options.without_encoder else "--with-optimizer"
+        raise UserError(
+            f"--with-encoder makes a retro of a gpt, and does not go along with {other}: remove one of them"
+        )
     check_quantization(options)
 
 

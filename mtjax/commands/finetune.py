@@ -122,7 +122,8 @@ def base_config(start: Config, words: Sequence[str]) -> Config:
 
     model = model_of(init_from, "--init-from", hints_of(argument(words, "--mesh") or config.parallel.mesh))
     overrides = {
-        name: getattr(config.model, name) for name in ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets")
+        name: getattr(config.model, name)
+        for name in ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "retro_frozen", "retro_reads")
     }
     if argument(words, "--task") == CHAT:
         overrides["sequence_length"] = min(model.sequence_length, LONGEST_CHATS)
@@ -145,8 +146,8 @@ def with_head(config: Config) -> Config:
     """
     family = config.model.family
     if config.finetuning.task == CHAT:
-        if not is_decoder(config.model):
-            raise UserError(f"--task chat requires a decoder, gpt or llama, but --init-from is a {family}")
+        if not is_decoder(config.model) and kind_of(config.model) != "retrieval":
+            raise UserError(f"--task chat requires a decoder, gpt, llama or retro, but --init-from is a {family}")
         return replace(config, head="language")
     task = TASKS[config.finetuning.task]
     if kind_of(config.model) == "encoder-decoder":

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from mtjax.config import Model
+from mtjax.config.retro import is_frozen_in_retro
 
 ADAPTER = "lora"
 """Name of an adapter's module, next to the weight that it adds to."""
@@ -52,6 +53,14 @@ def adapter_sizes(inputs: Mapping[str, int], outputs: Mapping[str, int], rank: i
 
 
 def is_trainable(model: Model, name: str) -> bool:
-    """Returns whether the parameter of this dotted name is trained: with LoRA adapters and a task's head, else all."""
+    """Returns whether the parameter of this dotted name is trained: with LoRA adapters and a task's head, of a Retro
+    what `retro_frozen` leaves, else all."""
     modules = name.split(".")
+    if model.retro_frozen != "none":
+        return not is_frozen_in_retro(model, modules)
     return not model.lora_rank or ADAPTER in modules or modules[0] == HEAD
+
+
+def trains_all(model: Model) -> bool:
+    """Returns whether all parameters are trained."""
+    return not model.lora_rank and model.retro_frozen == "none"

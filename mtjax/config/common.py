@@ -27,7 +27,15 @@ COMMON_FINETUNING: Mapping[str, tuple[str, ...]] = {
         *("task", "epochs", "warmup_fraction", "patience", "class_weights", "text_fields", "label_field", "labels"),
         *("teacher", "chat_template"),
     ),
-    "model": ("init_from", "sequence_length", "lora_rank", "lora_alpha", "lora_targets", "attention_dropout"),
+    "model": (
+        "init_from",
+        "sequence_length",
+        "lora_rank",
+        "lora_alpha",
+        "lora_targets",
+        "retro_frozen",
+        "attention_dropout",
+    ),
     "data": _DATA,
     "batch and schedule": (
         *("global_batch_size", "microbatch_size", "learning_rate", "min_learning_rate", "decay_style"),

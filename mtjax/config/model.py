@@ -344,6 +344,12 @@ class Model:
     --retro-encoder-attention-dropout)."""
     retro_final_norm: bool = True
     """retro: normalize the decoder's output. The models of Megatron-Core 0.15 do not."""
+    retro_frozen: Literal["none", "encoder", "retrieval", "decoder"] = setting("none", shapes=NEVER)
+    """retro: what is not trained: encoder, the encoder of neighbours; retrieval, that and chunked cross-attention;
+    decoder, all that a GPT has, so that only what Retro adds is trained (InstructRetro, arXiv 2310.07713)."""
+    retro_reads: bool = setting(True, shapes=NEVER)
+    """retro: neighbours are read in training. Without, the model is trained as a GPT, and retro_frozen must be
+    retrieval; mtjax finetune sets it: whether rows have passages."""
     num_token_types: int = at_least(0, 2, most=HEADS)
     """bert: number of token types (segments), each with an embedding; 0 for no token type embeddings."""
     sentence_order: bool = True

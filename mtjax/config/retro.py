@@ -1,5 +1,6 @@
 """Sizes of Retro (arXiv 2112.04426), and what it is not combined with."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mtjax.config.layer_loops import one_kind_only
@@ -50,6 +51,31 @@ def neighbour_tokens(model: "Model") -> int:
     return num_chunks(model) * model.retro_num_neighbours * neighbour_length(model)
 
 
+def is_frozen_in_retro(model: "Model", modules: Sequence[str]) -> bool:
+    """Returns whether a parameter, whose dotted name has these modules, is among those that `retro_frozen` names."""
+    frozen = {"none": False, "encoder": _in_encoder(modules), "retrieval": is_added(modules)}
+    return {**frozen, "decoder": not is_added(modules)}[model.retro_frozen]
+
+
+def is_added(modules: Sequence[str]) -> bool:
+    """Returns whether a GPT does not have the parameter whose dotted name has these modules."""
+    return _in_encoder(modules) or modules[0] == "first_norm" or any(name.startswith("chunked") for name in modules)
+
+
+def _in_encoder(modules: Sequence[str]) -> bool:
+    return modules[0].startswith("encoder")
+
+
+def text_step(model: "Model") -> int:
+    """Returns what the length of a sample must be a multiple of, for chunks; 1 in other families."""
+    return model.retro_chunk if model.family == "retro" else 1
+
+
+def shortest_text(model: "Model") -> int:
+    """Returns the least length of a sample, for the positions of a neighbour; 1 in other families."""
+    return neighbour_length(model) if model.family == "retro" else 1
+
+
 def check_retro(model: "Model") -> None:
     """Checks the sizes of chunks and neighbours, and where chunked cross-attention begins.
 
@@ -77,6 +103,11 @@ def check_retro(model: "Model") -> None:
         raise UserError(
             f"num_kv_heads is {model.num_kv_heads}, and the family retro needs as many as num_heads ({model.num_heads})"
         )
+    if not model.retro_reads and model.retro_frozen != "retrieval":
+        raise UserError(
+            f"retro_reads is false, and retro_frozen is {model.retro_frozen}: nothing would train the encoder and "
+            "chunked cross-attention, which weight decay alone would change; add --retro-frozen retrieval"
+        )
     if model.lora_rank:
         raise UserError(f"lora_rank is {model.lora_rank}, and the family retro has no adapters: remove lora_rank")
 
@@ -87,16 +118,20 @@ def check_retro_run(config: "Config") -> None:
     Raises:
       UserError: it has one.
     """
-    model, training, data = config.model, config.training, config.data
+    model, training, data, task = config.model, config.training, config.data, config.finetuning.task
     if model.family != "retro":
         return
+    is_chat = task == "chat"
     refused = {
         **one_kind_only(config),
         f"fp8 {training.fp8}": training.fp8 != "none",
         f"attention {model.attention}": model.attention in ("cudnn", "blocks"),
-        "reset_position_ids": data.reset_position_ids,
-        "reset_attention_mask": data.reset_attention_mask,
-        f"task {config.finetuning.task}": config.finetuning.task != "none",
+        # Conversations are packed so that each begins with a chunk; documents are not.
+        "reset_position_ids": data.reset_position_ids and not is_chat,
+        "reset_attention_mask": data.reset_attention_mask and not is_chat,
+        f"task {task}": task not in ("none", "chat"),
+        "neighbours without retro_reads": data.neighbours is not None and not model.retro_reads and not is_chat,
+        "neighbours in --task chat, whose rows have passages,": data.neighbours is not None and is_chat,
     }
     for setting in (name for name, is_set in refused.items() if is_set):
         raise UserError(f"{setting} does not support the family retro: remove it")

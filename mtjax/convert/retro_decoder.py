@@ -31,7 +31,9 @@ class DecoderSource:
         if not origin.config.model.retro_final_norm:
             raise UserError("--without-encoder writes a gpt, which has a final norm, and retro_final_norm is false")
         plain = {name: getattr(Model(), name) for name in RETRO_SETTINGS}
-        config = replace(origin.config, neighbours=None, **{**plain, **_kept(origin.config.model), "family": "gpt"})
+        config = replace(
+            origin.config, neighbours=None, **{**plain, **of_decoder(origin.config.model), "family": "gpt"}
+        )
         self._source = source
         self.parameters: Mapping[str, Parameter] = parameters_of(config)
         note = "without the encoder and chunked cross-attention: it reads no neighbours"
@@ -54,7 +56,7 @@ class DecoderSource:
             assert left is None
 
 
-def _kept(model: Model) -> dict[str, object]:
+def of_decoder(model: Model) -> dict[str, object]:
     """Returns the settings that a change of family would set to its defaults."""
     names = ("norm", "norm_epsilon", "position", "activation", "bias", "tie_embeddings")
     return {name: getattr(model, name) for name in (*names, "hidden_dropout", "attention_dropout")}

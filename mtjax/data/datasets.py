@@ -85,7 +85,7 @@ def open_dataset(config: Config, split: Split, num_samples: int, tokenizer: Toke
 
 def _open_in_order(config: Config, split: Split, order: SampleOrder, tokenizer: Tokenizer | None) -> Dataset:
     """Opens the samples of a split, with their neighbours where the config names them."""
-    if config.data.neighbours is None and config.model.family == "retro":
+    if config.data.neighbours is None and config.model.family == "retro" and config.model.retro_reads:
         raise UserError(
             "the family retro reads neighbours of the run's samples: make them with mtjax data neighbours, and name "
             "their prefix with --neighbours"

@@ -1,6 +1,7 @@
 """Encodes conversations: prompts with the tokens that the model gets at inference, and a mask of trained tokens."""
 
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -41,6 +42,8 @@ class EncodedSample:
 
     ids: np.ndarray
     trained: np.ndarray
+    passages: np.ndarray | None = None
+    """Of a Retro: tokens of the passages, int32 [neighbours, tokens], which `mtjax.finetune.passages` lays out."""
 
     def begins(self, other: "EncodedSample") -> bool:
         """Returns whether the other sample begins with this one, up to its last trained token."""
@@ -54,19 +57,26 @@ class EncodedSample:
         return EncodedSample(other.ids, trained)
 
 
+WithPassages = Callable[[EncodedSample, Sequence[str], set[str]], EncodedSample]
+"""Lays out a sample with the passages that its completion reads, and adds remarks."""
+
+
 class ChatEncoder:
     """Encodes conversations with the same tokens as at inference.
 
     Args:
       tokenizer: the model's tokenizer.
       template: its chat template, if any.
+      with_passages: lays out samples with passages, of a Retro.
 
     Attributes:
       end: the token with which the template ends an answer, if any.
     """
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
-        self._tokenizer, self._template = tokenizer, template
+    def __init__(
+        self, tokenizer: Tokenizer, template: ChatTemplate | None, with_passages: "WithPassages | None" = None
+    ) -> None:
+        self._tokenizer, self._template, self._with_passages = tokenizer, template, with_passages
         self.end = None if template is None else self._end_of_answer(template)
 
     @property
@@ -88,7 +98,11 @@ class ChatEncoder:
         """
         remarks: set[str] = set()
         if not chat.messages:
-            return [self._completion(chat, remarks)], remarks
+            sample = self._completion(chat, remarks)
+            if chat.passages is not None:
+                assert self._with_passages is not None  # only rows of a Retro have passages
+                sample = self._with_passages(sample, chat.passages, remarks)
+            return [sample], remarks
         if self._template is None:
             raise UserError(
                 "the tokenizer has no chat_template to render messages: add --chat-template FILE (Jinja), or use rows "

@@ -1,9 +1,11 @@
 """Supervised finetuning on the answers of conversations, as an objective of the trainer."""
 
 import json
+import zlib
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from mtjax.finetune.chat_rows import Chat, read_chats
 from mtjax.finetune.chat_samples import PackedChats, truncation_notes
 from mtjax.finetune.files import read_task
 from mtjax.finetune.options import CHAT
+from mtjax.finetune.passages import PassageEncoder, have_passages, pack_rows, reading
 from mtjax.finetune.pretrained import FinetuningObjective, FinetuningTokenizer
 from mtjax.finetune.rows import SHOWN, Examples
 from mtjax.finetune.tasks.task import DEV, HeldOut
@@ -48,7 +51,7 @@ class ChatFiles:
 
     def examples(self, path: Path, config: Config) -> Examples:
         """Reads the conversations of a file."""
-        return read_chats(path)
+        return read_chats(path, with_passages=config.model.family == "retro")
 
 
 class ChatFinetuning(FinetuningObjective):
@@ -69,32 +72,36 @@ class ChatFinetuning(FinetuningObjective):
             )
         found = self.open_tokenizer(config, folder)
         tokenizer, template = found.tokenizer, _template_file(config.finetuning.chat_template, found)
-        encoder = ChatEncoder(tokenizer, ChatTemplate.of(found.folder, template))
+        passages = PassageEncoder(tokenizer, config.model)
+        encoder = ChatEncoder(tokenizer, ChatTemplate.of(found.folder, template), passages)
         rows = read_task(config, ChatFiles())
         notes, counts = list(rows.notes), Counter[str]()
         sets = (rows.train, rows.held_out[0][1])
         train, held_out = (self._encoded(chats, encoder, notes, counts) for chats in sets)
         notes += [f"{count:,} conversations {remark}" for remark, count in sorted(counts.items())]
         limit = config.model.sequence_length
-        packed = PackedChats.of(train, limit, tokenizer.eod)
+        reads = have_passages([*train, *held_out])
+        pack = partial(pack_rows, model=config.model, pad=tokenizer.eod, with_passages=reads)
+        packed = pack(train, length=limit)
         if not len(packed):
             raise UserError(f"no training row has an answer within the first {limit} tokens: raise --sequence-length")
         # Packed once with the maximum length; the sequence length is then reduced to what the packs need.
-        longest = max(sum(len(packed.chats[i].ids) - 1 for i in pack) for pack in packed.packs)
-        longest = max([longest, *(len(chat.ids) - 1 for chat in held_out)])
+        longest = max([packed.longest, *(packed.room(chat) for chat in held_out)])
         config = configs.replace(
             self.with_steps(self.with_text(config, longest, found.name, tokenizer), len(packed), folder, past),
             reset_position_ids=True,
             reset_attention_mask=True,
+            **reading(config.model, train=packed.chats, reads=reads),
         )
         config = self.teacher.checked(config, tokenizer) if self.teacher else config
         unit = "samples" if SEVERAL in counts else "conversations"
         self._print_notes(notes, [*train, *held_out], packed, limit, unit)
         length = config.model.sequence_length
-        packed, validation = (PackedChats.of(chats, length, tokenizer.eod) for chats in (train, held_out))
+        packed, validation = (pack(chats, length=length) for chats in (train, held_out))
         if not len(validation):
             raise UserError(f"no validation row has an answer within the first {limit} tokens: raise --sequence-length")
-        lengths = [len(chat.ids) for chat in packed.chats] + [len(pack) for pack in packed.packs]
+        lengths = [len(chat.ids) for chat in packed.chats] + [len(numbers) for numbers in packed.packs]
+        lengths += [zlib.crc32(chat.passages.tobytes()) for chat in packed.chats if chat.passages is not None]
         ordered, position = self.in_order(config, packed, lengths, past, allowed)
         files = self._tokenizer_files(found, encoder, template)
         return config, RunData(tokenizer, ordered, validation, position, files, found.is_saved)
@@ -119,6 +126,8 @@ class ChatFinetuning(FinetuningObjective):
 
     def next_commands(self, config: Config, out: str) -> list[str]:
         """Returns commands that chat with the model, or train it longer."""
+        if config.model.family == "retro":
+            return [f"mtjax generate --from {out} --input PROMPTS.jsonl", *super().next_commands(config, out)]
         return [f"mtjax generate --from {out} --interactive", *super().next_commands(config, out)]
 
     def _encoded(

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ from mtjax.generate.chat import REASONING, Message, TemplateInputs
 
 ASSISTANT = "assistant"
 """The role whose messages are trained on."""
+PASSAGES = "passages"
+"""Field of a row of a Retro: texts that its encoder reads for the completion, as in a line of `mtjax generate`."""
 KNOWN = ("messages", "prompt", "completion", "tools", "documents", "chat_template_kwargs")
 """Fields of a row that have an effect."""
 REFUSED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
@@ -44,6 +46,7 @@ class Chat:
       messages: the messages, including answers of the assistant; empty for a prompt and its completion.
       prompt: text of the prompt.
       completion: text of the completion.
+      passages: texts that the encoder of a Retro reads for the completion; None where it reads none.
       untrained: indices of the assistant's messages that are not trained on.
       inputs: inputs of the template other than the messages.
       line: number of the line in `file`, from 1.
@@ -53,6 +56,7 @@ class Chat:
     messages: tuple[Message, ...] = ()
     prompt: str = ""
     completion: str = ""
+    passages: tuple[str, ...] | None = None
     untrained: frozenset[int] = frozenset()
     inputs: TemplateInputs = field(default_factory=TemplateInputs)
     line: int = field(default=0, compare=False)
@@ -65,8 +69,8 @@ class Chat:
         return [number for number in answers if number not in self.untrained]
 
 
-def read_chats(path: Path) -> Examples:
-    """Reads the conversations of a file.
+def read_chats(path: Path, *, with_passages: bool = False) -> Examples:
+    """Reads the conversations of a file, and their passages if the model reads any.
 
     Raises:
       UserError: it can't be read, or most rows are bad.
@@ -77,8 +81,11 @@ def read_chats(path: Path) -> Examples:
         try:
             if isinstance(row, str):
                 raise UserError(row)
-            chats.rows.append(chat_of(row, number, str(path)))
-            ignored.update(_ignored(row))
+            chat, used = chat_of(row, number, str(path)), ()
+            if with_passages:
+                chat, used = replace(chat, passages=passages_of(row)), (PASSAGES,)
+            chats.rows.append(chat)
+            ignored.update(name for name in _ignored(row) if name not in used)
         except UserError as e:
             chats.bad.append(f"line {number} {e}")
     if ignored:
@@ -119,6 +126,27 @@ def chat_of(row: Mapping[str, Any], line: int = 0, file: str = "") -> Chat:
         "has neither messages nor a prompt and its completion, both as text or both as lists of messages "
         f"(its fields are {named or 'none'})"
     )
+
+
+def passages_of(row: Mapping[str, Any]) -> tuple[str, ...] | None:
+    """Returns the passages of a valid row; None if it has none.
+
+    Raises:
+      UserError: they are not texts, or can't be read as `mtjax generate` reads those of its lines.
+    """
+    if row.get("neighbours") is not None:
+        raise UserError("has neighbours, which mtjax finetune does not read: give passages, which the completion reads")
+    passages = row.get(PASSAGES)
+    if passages is None:
+        return None
+    if not isinstance(passages, list) or not all(isinstance(text, str) for text in passages):
+        raise UserError(f'has passages {shortened(passages, 60)}, which must be a list of texts: ["one", "two"]')
+    if not isinstance(row.get("prompt"), str):
+        raise UserError(
+            "has passages beside messages, and mtjax generate reads passages beside a prompt that is text: give prompt "
+            "and completion as texts"
+        )
+    return tuple(passages)
 
 
 def _ignored(row: Mapping[str, Any]) -> list[str]:

@@ -2,7 +2,7 @@
 
 import bisect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -63,6 +63,7 @@ class PackedChats:
       length: sequence length.
       pad: id of padding.
       group: samples that stay adjacent when shuffled: 1, as each sequence is independent.
+      step: each conversation begins at a multiple of it.
     """
 
     chats: Sequence[EncodedSample]
@@ -70,13 +71,30 @@ class PackedChats:
     length: int
     pad: int
     group: int = 1
+    step: int = 1
 
     @classmethod
-    def of(cls, chats: Sequence[EncodedSample], length: int, pad: int) -> "PackedChats":
-        """Packs conversations; truncates longer ones, and drops those that then have no trained tokens."""
-        cut = [EncodedSample(chat.ids[: length + 1], chat.trained[: length + 1]) for chat in chats]
+    def of(cls, chats: Sequence[EncodedSample], length: int, pad: int, step: int = 1) -> "PackedChats":
+        """Packs conversations; truncates longer ones, and drops those that then have no trained tokens.
+
+        Args:
+          chats: the conversations.
+          length: of a sequence, a multiple of `step`.
+          pad: id of padding.
+          step: each conversation begins at a multiple of it.
+        """
+        cut = [replace(chat, ids=chat.ids[: length + 1], trained=chat.trained[: length + 1]) for chat in chats]
         cut = [chat for chat in cut if chat.trained[1:].any()]
-        return cls(cut, pack([len(chat.ids) - 1 for chat in cut], length), length, pad)
+        return cls(cut, pack([_room(chat, step) for chat in cut], length), length, pad, step=step)
+
+    def room(self, chat: EncodedSample) -> int:
+        """Returns the tokens of a sequence that a conversation takes, up to where the next may begin."""
+        return _room(chat, self.step)
+
+    @property
+    def longest(self) -> int:
+        """Most tokens of a sequence, up to where another row could begin."""
+        return max((sum(self.room(self.chats[i]) for i in pack) for pack in self.packs), default=0)
 
     def __len__(self) -> int:
         return len(self.packs)
@@ -101,5 +119,9 @@ class PackedChats:
             arrays["position_ids"][tokens], arrays["segment_ids"][tokens] = np.arange(size), segment
             arrays["padding_mask"][tokens] = 1
             mask[tokens] = chat.trained[1:]
-            at += size
+            at += self.room(chat)
         return {**arrays, "loss_mask": mask}
+
+
+def _room(chat: EncodedSample, step: int) -> int:
+    return -(-(len(chat.ids) - 1) // step) * step

@@ -10,7 +10,7 @@ CHAT = "chat"
 LONGEST_CHATS = 1024
 """Default sequence length of chat, unless the model's is shorter."""
 
-DESCRIPTION = """Finetunes pretrained weights: a BERT, GPT or Llama with a head for a task, or a GPT or Llama on chats.
+DESCRIPTION = """Finetunes pretrained weights: a BERT, GPT or Llama with a head for a task, or a decoder on chats.
 
 Tasks:
   mnli, qqp, rte  GLUE's, from its folders: train.tsv and dev.tsv (MNLI: dev_matched.tsv, dev_mismatched.tsv), or .jsonl
@@ -18,7 +18,8 @@ Tasks:
   squad1, squad2  SQuAD 1.1 and 2.0: answers that are spans of a passage, from train-v2.0.json and dev-v2.0.json
   classify        classification of a text or a pair of texts, from your own rows: TSV with a header, or JSON lines
   regress         regression: numbers instead of classes
-  chat            supervised finetuning on conversations: JSON lines with messages, or with prompt and completion
+  chat            supervised finetuning on conversations: JSON lines with messages, or with prompt and completion; for
+                  a Retro also with passages
 
 --data is a folder with train.tsv and dev.tsv, or one file, which --split divides (90,10,0). The best checkpoint by the
 task's metric is saved in OUT/best. Steps and warmup follow from --epochs and --warmup-fraction; validation and
@@ -32,6 +33,7 @@ Examples:
   mtjax finetune --task race --data RACE --init-from hf:bert-base-uncased --sweep learning-rate=1e-5,2e-5
   mtjax finetune --task chat --data chats.jsonl --init-from hf:SmolLM2 --lora-rank 16 --learning-rate 2e-4
   mtjax finetune --task chat --data chats.jsonl --init-from hf:small --teacher hf:large --teacher-weight 0.9
+  mtjax finetune --task chat --data questions.jsonl --init-from runs/retro-1 --retro-frozen encoder
   mtjax finetune --config runs/rte-1/config.toml --resume
 """
 
@@ -77,6 +79,6 @@ DECIDED = (
         "decay-steps",
         "teacher-width",
     ),
-    *("evaluate", "evaluate-every", "keep-best"),
+    *("evaluate", "evaluate-every", "keep-best", "neighbours", "retro-reads", "no-retro-reads"),
 )
 """Options that are determined by the task, the rows and other settings."""

@@ -11,6 +11,7 @@ import numpy as np
 from mtjax import config as configs
 from mtjax.config import Config
 from mtjax.config.horizon import Horizon, horizon_of
+from mtjax.config.retro import shortest_text, text_step
 from mtjax.data import DataPosition, Dataset, Tokenizer, TrainingText, train_samples
 from mtjax.data.samples.order import digest_of_lengths, shifted
 from mtjax.data.tokens.identity import same_path
@@ -150,7 +151,10 @@ class FinetuningObjective(Objective):
         """Returns the config with the tokenizer's vocabulary size and the rows' sequence length."""
         mesh = parse_mesh(config.parallel.mesh)
         # Context and sequence parallelism divide the sequence.
-        step = math.lcm(LENGTH_STEP, parts_of_samples(Plan.of(config, mesh).layout(config.model), mesh))
+        step = math.lcm(
+            LENGTH_STEP, parts_of_samples(Plan.of(config, mesh).layout(config.model), mesh), text_step(config.model)
+        )
+        longest = max(longest, shortest_text(config.model))
         return configs.replace(
             config,
             tokenizer=name,

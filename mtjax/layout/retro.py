@@ -18,6 +18,9 @@ def retro_problems(model: Model, plan: Plan) -> Iterator[str]:
                 f"{what} parallelism ({name}={degree} in mesh {mesh}) does not support the family retro, whose encoder "
                 f"runs within a layer: remove {name} from the mesh"
             )
+    if plan.zero == 3 and (model.retro_frozen == "decoder" or not model.retro_reads):
+        what = "retro_frozen decoder" if model.retro_reads else "retro_reads false"
+        yield f"--zero 3 does not support {what}, with which some layers have no backward pass: use --zero 2"
     length, axes = neighbour_length(model), plan.layout(model).rules.act_seq
     if length % mesh.degree(axes):
         yield (

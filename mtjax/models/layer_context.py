@@ -71,6 +71,8 @@ class LayerContext:
     """1 on tokens that cross-attention reads, 0 on padding; None when there is no padding."""
     normed: Float[Array, "batch act_seq embed"] | None = None
     """Retro: normalized hidden states of the first layer with chunked cross-attention, which its encoder reads, too."""
+    reads: Int[Array, "batch seq"] | None = None
+    """Retro: 1 on tokens that read neighbours, 0 on others; None where all do that have a chunk before them."""
     positions: Int[Array, " seq"] | None = None
     """Positions of this rank's tokens in their sample, with context parallelism; None where a rank has all of it."""
     context_method: ContextMethod = "ring"

@@ -92,7 +92,9 @@ class RetroStacks:
             if neighbours is not None:
                 normed = self.norm(x)
                 keys = neighbour_keys(context.dropout_keys, len(neighbours))
-                inside = dataclasses.replace(below, normed=normed, is_causal=False, dropout_keys=keys)
+                # Segments and padding are the decoder's: a neighbour is one text, all of which is read.
+                alone = {"segment_ids": None, "padding": None, "reads": None}
+                inside = dataclasses.replace(below, **alone, normed=normed, is_causal=False, dropout_keys=keys)
                 encoder = "F" + "E" * (len(self.stacks["E"].order.flat) if "E" in self.stacks else 0)
                 encoding = dataclasses.replace(loop, context=inside)
                 (encoded, carried), _ = encoding.run_all(encoder, done, (neighbours, carried))

@@ -90,11 +90,13 @@ def position_of(
       allowed: kinds of changes that may begin a new order.
 
     Raises:
-      UserError: the order can't be continued, and this change of the order was not allowed.
+      UserError: the order can't be continued, and this change of the order was not allowed; or the run trained other
+        parameters.
     """
     fresh = DataPosition(SampleOrder(0, (total,)), tuple(texts))
     if past is None:
         return fresh
+    check_trained(past, config)
     reasons = {
         ORDER: [
             f"{name} was {then} and is {now}"
@@ -114,6 +116,20 @@ def position_of(
             f"which may repeat text that was read before: --allow-changed {','.join(changed)}"
         )
     return DataPosition(SampleOrder(past.consumed_samples, (total,)), tuple(texts))
+
+
+def check_trained(past: Past, config: Config) -> None:
+    """Checks that a run trains the parameters whose optimizer states were saved.
+
+    Raises:
+      UserError: it trains others.
+    """
+    then, now = past.config.model.retro_frozen, config.model.retro_frozen
+    if then != now:
+        raise UserError(
+            f"the run trained with retro_frozen {then}, and retro_frozen is {now}: resume with {then}, or start a new "
+            "run from its weights with --init-from"
+        )
 
 
 def _changed_texts(past: Past, config: Config, texts: Sequence[TrainingText]) -> list[str]:

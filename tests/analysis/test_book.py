@@ -114,13 +114,17 @@ MODELS = {
         "retro_first": 1,
         "retro_encoder_layers": 1,
         "retro_final_norm": False,
+        "retro_frozen": "encoder",
         "norm": "rmsnorm",
     },
     "umt5": {"family": "t5", "relative_bias_layers": "all", "num_decoder_layers": 3},
 }
 
 
-@pytest.mark.parametrize("fields", MODELS.values(), ids=MODELS)
+UNREAD = MODELS["retro"] | {"retro_frozen": "retrieval", "retro_reads": False}
+
+
+@pytest.mark.parametrize("fields", [*MODELS.values(), UNREAD], ids=[*MODELS, "retro, the decoder alone"])
 def test_every_parameter_of_a_model_stands_in_the_book(fields):
     program = program_of("1x1", **fields)
     axes = jax.tree.leaves(program.axes, is_leaf=is_names)

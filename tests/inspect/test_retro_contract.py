@@ -28,6 +28,11 @@ LONG, RARE = pytest.mark.long, pytest.mark.exhaustive
         pytest.param({**SPLIT, "zero": 1}, marks=LONG),
         pytest.param({}, marks=RARE),
         pytest.param({"recompute": "none", "microbatch_size": 4, "zero": 3}, marks=RARE),
+        pytest.param({**SPLIT, "zero": 1, "retro_frozen": "encoder"}, marks=RARE),
+        pytest.param({**SPLIT, "zero": 1, "retro_frozen": "retrieval"}, marks=RARE),
+        pytest.param({**SPLIT, "zero": 1, "retro_frozen": "retrieval", "retro_reads": False}, marks=RARE),
+        pytest.param({**SPLIT, "zero": 1, "retro_frozen": "decoder"}, marks=RARE),
+        pytest.param({"zero": 1, "retro_frozen": "decoder"}, marks=RARE),
     ],
 )
 def test_programs_for_h100_keep_their_contracts(fields: dict[str, Any]) -> None:
@@ -36,6 +41,8 @@ def test_programs_for_h100_keep_their_contracts(fields: dict[str, Any]) -> None:
     checks = {check.name: check for check in compare(report)}
     for name in ("parameters", "FLOPs of a step", "weights"):
         assert checks[name].formula == checks[name].program, name
+    step_counter = 8
+    assert checks["optimizer"].program - checks["optimizer"].formula == step_counter
     # The optimizer's scalars, which no formula has.
     sent = [check for name, check in checks.items() if name.startswith("sent")]
     assert all(abs(check.program - check.formula) <= 0.001 * check.program for check in sent), sent

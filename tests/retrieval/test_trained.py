@@ -1,5 +1,6 @@
 """A Retro from `mtjax train` to its evaluation with and without neighbours, and to other formats."""
 
+import dataclasses
 import json
 import math
 import os
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -18,7 +20,8 @@ from mtjax.commands.convert import main as convert
 from mtjax.commands.evaluate import main as evaluate
 from mtjax.commands.generate import main as generate
 from mtjax.commands.train import main as train
-from mtjax.config import Config, replace
+from mtjax.config import Config, Parallel, replace
+from mtjax.config.model_identity import differences
 from mtjax.convert.megatron_retro_arguments import retro_settings
 from mtjax.convert.mtjax_folder import MtjaxSource
 from mtjax.data.datasets import open_dataset
@@ -27,11 +30,14 @@ from mtjax.data.samples.split import Split
 from mtjax.data.split_opener import SplitOpener
 from mtjax.errors import UserError
 from mtjax.evaluate.neighbours import Text
+from mtjax.models.sharded_model import ShardedModel
 from mtjax.retrieval.retriever import Retriever
 from mtjax.runtime.checkpoints.past import newest_past
 from mtjax.runtime.checkpoints.weights import find_weights
+from mtjax.sharding.param_specs import dotted
 from mtjax.train.changes import find_changes, neighbours_of, scheduled
 from tests.retrieval.tiny_encoder import write_corpus, write_encoder
+from tests.tiny import mesh_of
 
 LENGTH, CHUNK, VALID = 32, 8, 8
 SETTINGS = {
@@ -64,6 +70,7 @@ def words(**settings: Any) -> list[str]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`corpus`, its neighbours `near`, and `run`, trained with them on two devices."""
+    jax.devices()  # all eight, before a command asks for as many as its mesh needs
     pytest.importorskip("safetensors", reason="needs the extra convert: pip install '.[convert]'")
     folder = tmp_path_factory.mktemp("retro")
     write_corpus(folder, 60)
@@ -134,6 +141,32 @@ def test_the_decoder_alone_is_a_gpt(folder: Path) -> None:
         np.testing.assert_array_equal(found, wanted)
     own, theirs = (next(iter(source.slices(source.parameters["final_norm.scale"]))) for source in (gpt, retro))
     np.testing.assert_array_equal(own, theirs)
+
+
+def test_a_gpt_becomes_the_decoder_of_a_new_retro(folder: Path, capsys: Any) -> None:
+    """What a GPT has is kept to the bit, and the rest is what a run with this seed would draw."""
+    gpt, back = folder / "a-gpt", folder / "from-gpt"
+    assert convert(["--from", f"mtjax:{folder / 'run'}", "--to", f"mtjax:{gpt}", "--without-encoder"]) == 0
+    file = folder / "retro.toml"
+    wrong = {"num_layers = 4": "num_layers 4, and the weights of the gpt have 3", 'family = "bert"': "the family bert"}
+    for line, message in wrong.items():
+        file.write_text(f"[model]\n{line}\n")
+        assert convert(["--from", f"mtjax:{gpt}", "--to", f"mtjax:{back}", "--with-encoder", str(file)]) == 2
+        assert message in capsys.readouterr().err
+    names = ("retro_chunk", "retro_first", "retro_every", "retro_encoder_layers", "retro_encoder_dropout")
+    lines = [f"{name} = {SETTINGS[name]}" for name in names]
+    file.write_text("\n".join(["[model]", *lines, "[training]", "seed = 7"]))
+    assert convert(["--from", f"mtjax:{gpt}", "--to", f"mtjax:{back}", "--with-encoder", str(file)]) == 0
+    assert "are drawn with seed 7" in capsys.readouterr().out
+    found, known = MtjaxSource(back), MtjaxSource(folder / "run")
+    assert not differences(found.origin.config.model, known.origin.config.model)
+    drawn = ShardedModel(dataclasses.replace(known.origin.config, parallel=Parallel()), mesh_of("1x1"))
+    drawn = {dotted(path): array for path, array in jax.tree_util.tree_leaves_with_path(drawn.initialize_parameters(7))}
+    for name, parameter in found.parameters.items():
+        kept = list(known.slices(known.parameters[name]))
+        is_new = "chunked" in name or name.startswith(("encoder", "first_norm"))
+        wanted = drawn[name] if is_new and parameter.num_layers else [drawn[name]] if is_new else kept
+        np.testing.assert_array_equal(list(found.slices(parameter)), wanted, err_msg=name)
 
 
 @pytest.mark.parametrize("impl", ["local", "transformer_engine"])

@@ -24,6 +24,9 @@ BIASED = EXPERTS | {"router_score": "sigmoid", "router_bias": True, "router_bias
 TEACHER = {"teacher": "a test", "teacher_weight": 0.7, "teacher_temperature": 3.0, "teacher_width": 24}
 HYBRID: dict[str, Any] = {"family": "hybrid", "layer_pattern": "(M-M*)x4", "num_layers": 16, "mlp_size": 40}
 HYBRID |= {"ssm_heads": 8, "ssm_head_dim": 6, "ssm_state": 10, "ssm_groups": 2, "ssm_chunk": 4, "ssm_conv": 3}
+RETRO: dict[str, Any] = {"family": "retro", "retro_chunk": 4, "retro_first": 2}
+RETRO |= {"num_layers": 3, "retro_every": 1, "retro_encoder_layers": 1, "retro_encoder_dropout": 0.0, "init_std": 0.1}
+ROWS = {"task": "chat", "reset_attention_mask": True, "reset_position_ids": True}
 FEATURES: Mapping[str, dict[str, Any]] = {
     "GPT": {},
     "untied tables": {"tie_embeddings": False},
@@ -32,6 +35,10 @@ FEATURES: Mapping[str, dict[str, Any]] = {
     "sinks": {"family": "llama", "num_kv_heads": 4, "attention_sinks": True},
     "BERT": {"family": "bert"},
     "T5": {"family": "t5", "num_decoder_layers": 4},
+    "Retro": RETRO,
+    "Retro, rows with passages": RETRO | ROWS,
+    "Retro, encoder frozen": RETRO | ROWS | {"retro_frozen": "encoder"},
+    "Retro, decoder frozen": RETRO | {"retro_frozen": "decoder"},
     "classes": {"family": "bert", "head": "classification", "num_labels": 3},
     "a number": {"family": "llama", "head": "regression"},
     "choices": {"family": "bert", "head": "choices", "num_labels": 2, "microbatch_size": 2},
@@ -80,7 +87,7 @@ MESHES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "experts, all-to-all": ("data=2,expert=2,model=2", {"expert_dispatch": "all-to-all", "sequence_parallel": True}),
 }
 COVERING = [("sinks", "ZeRO-2"), ("distillation", "tensor and sequence"), ("Llama, grouped queries", "groups")]
-COVERING += [("Llama, grouped queries", "2.5D"), ("GPT", "2D")]
+COVERING += [("Llama, grouped queries", "2.5D"), ("GPT", "2D"), ("Retro, encoder frozen", "tensor and sequence")]
 COVERING += [("router losses", "groups of experts"), ("GPT", "groups on stages"), ("GPT", "groups of tokens")]
 """Those that no other test of the suite compiles."""
 

@@ -1,5 +1,6 @@
 """Retro: a GPT some of whose layers read neighbours, and the encoder of these."""
 
+from dataclasses import replace
 from typing import Any
 
 from mtjax.analysis.anatomy import Anatomy, Stack
@@ -13,28 +14,50 @@ from mtjax.analysis.parts.retro import (
     NeighbourAttention,
     NeighbourMLP,
     NeighbourPositions,
+    Unread,
 )
 from mtjax.config import Model
 from mtjax.config.layer_pattern import runs_of
-from mtjax.config.retro import later_retro_layers, letters_of_retro, neighbour_length, neighbour_tokens
+from mtjax.config.retro import (
+    first_retro_layer,
+    later_retro_layers,
+    letters_of_retro,
+    neighbour_length,
+    neighbour_tokens,
+)
 from mtjax.config.sizes import attention_biases, head_dim, norm_vectors
-from mtjax.layout.stacks import ENCODER, ENCODER_FIRST, FIRST_ATTENTION, FIRST_REST, PLAIN, RETRO, stacks_of
+from mtjax.layout.stacks import ENCODER, ENCODER_FIRST, FIRST_ATTENTION, FIRST_REST, PLAIN, RETRO, LayerStack, stacks_of
 
 
 def retro(model: Model) -> Anatomy:
     """Builds the anatomy of a Retro."""
-    stacks = tuple(Stack.of(stack, model, *_parts(model, stack.path)) for stack in stacks_of(model))
+    stacks = tuple(_stack(stack, model) for stack in stacks_of(model))
     gpt, hidden, read = decoder(model, stacks), model.hidden_size, neighbour_tokens(model)
     table, *positions = gpt.embed
     assert isinstance(table, Lookup)
+    final, *head = gpt.head
+    head = (*((final,) if model.retro_final_norm else ()), *head)
     lookups = (
         Lookup(table.rows, hidden, has_neighbour=True),
         Lookup(table.rows, hidden, side=f"{ENCODER_FIRST}_", owns_table=False, has_neighbour=True),
     )
     first = FirstNorm("first_norm", norm_vectors(model), hidden, model.sequence_length, read)
+    if not model.retro_reads:
+        return Anatomy(model, embed=(table, *positions, Unread(first)), stacks=stacks, head=head)
     embed = (*lookups, *positions, NeighbourPositions(neighbour_length(model), hidden), first)
-    final, *head = gpt.head
-    return Anatomy(model, embed=embed, stacks=stacks, head=(*((final,) if model.retro_final_norm else ()), *head))
+    return Anatomy(model, embed=embed, stacks=stacks, head=head)
+
+
+def _stack(stack: LayerStack, model: Model) -> Stack:
+    """Returns a stack with its components; those that read neighbours do not run where there are none."""
+    parts = _parts(model, stack.path)
+    if model.retro_reads:
+        is_below = model.retro_frozen == "decoder" and stack.path in (PLAIN, FIRST_ATTENTION)
+        idle = sum(number <= first_retro_layer(model) for number in stack.layer_numbers) if is_below else 0
+        return replace(Stack.of(stack, model, *parts), idle=idle)
+    if stack.is_encoder:
+        return Stack.of(replace(stack, tokens=0), model, *(Unread(part) for part in parts))
+    return Stack.of(stack, model, *(Unread(part) if isinstance(part, Chunked) else part for part in parts))
 
 
 def _loops(model: Model) -> int:
@@ -61,7 +84,14 @@ def _parts(model: Model, path: str) -> tuple[Part, ...]:
     neighbours = model.retro_num_neighbours * neighbour_length(model)
     counted = layers if path == FIRST_REST else ""
     chunked = Chunked(
-        **sizes, tokens=tokens, norm=norm, read=read, neighbours=neighbours, layers=counted, loops=_loops(model)
+        **sizes,
+        tokens=tokens,
+        norm=norm,
+        read=read,
+        neighbours=neighbours,
+        layers=counted,
+        loops=_loops(model),
+        ends_backward=model.retro_frozen == "decoder",
     )
     return {
         PLAIN: (own, feed_forward),

@@ -67,7 +67,7 @@ class Asking(_InEncoder, CrossAttention):
 
     def collectives(self, stream: ResidualStream) -> list[Expectation]:
         """Returns the sublayer's collectives, and those of the chunks that it reads."""
-        lines = sublayer_collectives(stream, "the encoder's cross-attention")
+        lines = sublayer_collectives(stream, "the encoder's cross-attention", learns=not stream.is_frozen)
         elements, what = "batch*sequence*hidden", "chunks that the encoder reads"
         if not stream.split:
             return lines  # the gradient of the chunks is in a line of `Chunked`, and so is their all-gather
@@ -88,6 +88,8 @@ class Chunked(CrossAttention):
     """Formula: layers that read the neighbours; empty in all stacks but one, which counts for all."""
     loops: int
     """Loops over layers that read the neighbours, each of which may send once what all its layers read."""
+    ends_backward: bool = False
+    """Whether nothing below is trained, so that the backward pass ends here and in the encoder."""
 
     @property
     def weights(self) -> list[Weight]:
@@ -100,7 +102,7 @@ class Chunked(CrossAttention):
     def collectives(self, stream: ResidualStream) -> list[Expectation]:
         """Returns the sublayer's collectives, and those of the encoded neighbours that it reads."""
         name = "chunked cross-attention"
-        lines = sublayer_collectives(stream, name)
+        lines = sublayer_collectives(stream, name, learns=not stream.is_frozen)
         if self.layers:
             # XLA: the encoder reads what the first chunked cross-attention reads. One gradient is sent.
             first, *lines, own = lines
@@ -110,7 +112,7 @@ class Chunked(CrossAttention):
                 replace(first, **both, also=OTHER, why=f"{first.why} and the encoder's") if stream.split else first
             )
             why = f"{own.why} and the encoder's, once for their sum"
-            lines += [gathered, replace(own, **both, sent=each, hoisted=True, why=why)]
+            lines += [gathered, replace(own, **both, sent=each, hoisted=True, also=self._also(stream), why=why)]
         lines += vector_gradient_sums(stream, self.norm, self.biases[1]) if stream.split else []
         if not self.layers:
             return lines
@@ -120,13 +122,29 @@ class Chunked(CrossAttention):
         merged = {"pooled": True, "hoisted": True, "sent": f"{1 + self.loops}*{each}"}
         if not stream.split:
             why = f"gradient of {what}, once for the sum of a loop's layers"
-            return [*lines, over_model(LAYER_BACKWARD, "all-reduce", "1", every, why, **merged)]
+            settings = {**merged, "also": self._also(stream)}
+            return [*lines, over_model(LAYER_BACKWARD, "all-reduce", "1", every, why, **settings)]
         return [
             *lines,
             over_model(LAYER_FORWARD, "all-gather", "1", every, f"{what}, once a loop", also=OTHER, **merged),
             over_model(LAYER_RECOMPUTE, "all-gather", f"{self.layers}*{stream.turns}", READ, f"{what}, again"),
             over_model(LAYER_BACKWARD, "reduce-scatter", f"{self.layers}*{stream.turns}", READ, f"gradient of {what}"),
         ]
+
+    def _also(self, stream: ResidualStream) -> str:
+        # XLA: names one all-reduce of the backward pass after the recompute of attention's output.
+        return LAYER_RECOMPUTE if self.ends_backward and not stream.split else ""
+
+
+@dataclass(frozen=True)
+class Unread(Part):
+    """The weights of a component that does not run: nothing reads neighbours."""
+
+    of: Part
+
+    @property
+    def weights(self) -> list[Weight]:
+        return self.of.weights
 
 
 @dataclass(frozen=True)
@@ -140,7 +158,7 @@ class NeighbourPositions(Part):
     def collectives(self, stream: ResidualStream) -> list[Expectation]:
         why = "gradients of neighbours' positions"
         gather = over_model(EMBEDDING_BACKWARD, "all-gather", stream.turns, f"{self.tokens}*hidden", why)
-        return [gather] if stream.split else []
+        return [gather] if stream.split and not stream.is_frozen else []
 
 
 @dataclass(frozen=True)

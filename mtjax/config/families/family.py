@@ -58,7 +58,7 @@ HYBRID = frozenset(
 RETRO = frozenset(
     {
         *("retro_chunk", "retro_num_neighbours", "retro_retrieved_chunks", "retro_encoder_layers", "retro_first"),
-        *("retro_every", "retro_encoder_dropout", "retro_final_norm"),
+        *("retro_every", "retro_encoder_dropout", "retro_final_norm", "retro_frozen", "retro_reads"),
     }
 )
 """Settings of Retro, which others refuse likewise."""

@@ -26,6 +26,8 @@ from mtjax.sharding.axes import spec
 
 NEIGHBOURS = "neighbours"
 """Array of a batch: tokens of neighbours, [batch, chunks, neighbours, tokens]."""
+READS = "reads_neighbours"
+"""Array of a batch of packed rows: 1 on tokens that read neighbours, [batch, seq]."""
 
 
 class Retro(GPT):
@@ -78,12 +80,17 @@ class Retro(GPT):
             return HiddenStates(x, read)
 
     def _context(self, batch: Batch, keys: Keys, hidden: HiddenStates) -> LayerContext:
-        """Adds the embedded neighbours."""
-        return dataclasses.replace(super()._context(batch, keys, hidden), encoded=hidden.encoded)
+        """Adds the embedded neighbours, and which tokens read them."""
+        context = super()._context(batch, keys, hidden)
+        return dataclasses.replace(context, encoded=hidden.encoded, reads=batch.get(READS))
 
     @staticmethod
     def batch_arrays(config: Config) -> dict[str, jax.ShapeDtypeStruct]:
-        """Returns the arrays of next-token prediction, and the neighbours."""
-        model = config.model
+        """Returns the arrays of next-token prediction, and the neighbours; of conversations also who reads them."""
+        model, arrays, is_chat = config.model, GPT.batch_arrays(config), config.finetuning.task == "chat"
+        if not model.retro_reads:
+            return arrays
         shape = (num_chunks(model), model.retro_num_neighbours, neighbour_length(model))
-        return GPT.batch_arrays(config) | {NEIGHBOURS: jax.ShapeDtypeStruct(shape, jnp.int32)}
+        arrays[NEIGHBOURS] = jax.ShapeDtypeStruct(shape, jnp.int32)
+        reads = {READS: jax.ShapeDtypeStruct((model.sequence_length,), jnp.int32)} if is_chat else {}
+        return arrays | reads

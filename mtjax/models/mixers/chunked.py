@@ -37,8 +37,9 @@ class ChunkedCrossAttention(CrossAttention):
         mixed = merge_rows(self._attend(rows, key, value, keys), query.shape[1] // self.chunk)
         mixed = jnp.pad(mixed, ((0, 0), (ahead, 0), (0, 0), (0, 0)))[:, : query.shape[1]]
         # The first tokens read nothing, and get nothing: not even the bias.
-        place = jnp.arange(query.shape[1])[None, :, None]
-        return jnp.where(place < ahead, 0, self.output(mixed)), state
+        reads = jnp.arange(query.shape[1])[None] >= ahead
+        reads = reads if context.reads is None else reads & (context.reads > 0)
+        return jnp.where(reads[..., None], self.output(mixed), 0), state
 
     def _attend(self, query: Array, key: Array, value: Array, dropout_keys: Array | None) -> Array:
         """Attends from all queries of a row to all of its keys: padding is read, too, as in Megatron."""

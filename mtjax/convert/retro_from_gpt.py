@@ -1,0 +1,93 @@
+"""A GPT as the decoder of a new Retro, whose encoder and chunked cross-attention are drawn (Retro-fitting, arXiv
+2112.04426, section 4.4)."""
+
+import dataclasses
+import tomllib
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from mtjax.config import Config, Parallel, from_dict, replace, validate
+from mtjax.config.families.family import RETRO as RETRO_SETTINGS
+from mtjax.config.retro import is_added
+from mtjax.convert.parameters import Parameter, parameters_of
+from mtjax.convert.retro_decoder import of_decoder
+from mtjax.convert.stream import Source
+from mtjax.errors import UserError
+from mtjax.layout.mesh import MeshShape
+from mtjax.layout.stacks import STACK
+from mtjax.models.sharded_model import ShardedModel
+from mtjax.sharding.mesh import make_mesh
+
+
+class RetroSource:
+    """The weights of a GPT, and drawn ones of what Retro adds."""
+
+    def __init__(self, source: Source, file: Path) -> None:
+        """Reads the settings of Retro from a config.
+
+        Args:
+          source: weights of a GPT with learned positions.
+          file: a TOML config with `[model]`, whose other settings, if it has any, are the GPT's.
+
+        Raises:
+          UserError: the weights are not those of such a GPT, or the config can't be read or describes another model.
+        """
+        origin = source.origin
+        gpt, tables = origin.config.model, _tables(file)
+        if gpt.family != "gpt":
+            raise UserError(f"--with-encoder makes a retro of a gpt, and the weights are of a {gpt.family}: remove it")
+        wanted = from_dict(tables, source=str(file))
+        given = tables.get("model", {})
+        if given.get("family", "retro") != "retro":
+            raise UserError(f"{file} has the family {given['family']}, and --with-encoder makes a retro: change it")
+        for name in given.keys() - RETRO_SETTINGS - {"family", "vocab_multiple"}:
+            theirs, ours = getattr(gpt, name), getattr(wanted.model, name)
+            if theirs != ours:
+                raise UserError(
+                    f"{file} has {name} {ours}, and the weights of the gpt have {theirs}: remove it from the file, of "
+                    "which only retro settings are needed"
+                )
+        own = {name: getattr(wanted.model, name) for name in RETRO_SETTINGS}
+        config = replace(origin.config, **{**own, **of_decoder(gpt), "family": "retro"})
+        validate(config)
+        self._source, self._seed = source, wanted.training.seed
+        self._config: Config = dataclasses.replace(config, parallel=Parallel())
+        self.parameters: Mapping[str, Parameter] = parameters_of(config)
+        added = [parameter for name, parameter in self.parameters.items() if is_added(name.split("."))]
+        count = sum(parameter.nbytes // 4 * (parameter.num_layers or 1) for parameter in added)
+        note = f"{count:,} parameters of the encoder and chunked cross-attention are drawn with seed {self._seed}"
+        self.origin = dataclasses.replace(origin, config=config, notes=(*origin.notes, note), hugging_face={})
+
+    def slices(self, parameter: Parameter) -> Iterator[np.ndarray]:
+        """Yields the parameter layer by layer."""
+        name = parameter.name
+        if name in self._drawn:
+            array = self._drawn[name]
+            yield from [array] if parameter.num_layers is None else array
+            return
+        if parameter.num_layers is None:
+            yield from self._source.slices(self._source.parameters[name])
+            return
+        own = self._source.parameters[f"{STACK}.layers.{name.partition('.layers.')[2]}"]
+        # To the end: a source verifies its fingerprint there.
+        for number, array in enumerate(self._source.slices(own)):
+            if number in parameter.numbers:
+                yield array
+
+    @cached_property
+    def _drawn(self) -> dict[str, np.ndarray]:
+        model = ShardedModel(self._config, make_mesh(MeshShape(), jax.devices("cpu")))
+        names = [name for name in self.parameters if is_added(name.split("."))]
+        return {name: np.asarray(array) for name, array in model.initialize_named(self._seed, names).items()}
+
+
+def _tables(file: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as e:
+        raise UserError(f"--with-encoder {file} can't be read as a TOML config: {e}") from e
