@@ -9,7 +9,17 @@ from mtjax.errors import UserError, shortened
 
 SIDE_BY_SIDE = "parallel"
 """Kind of the layers with Mamba-2 and attention side by side."""
-KIND_OF: Mapping[str, str] = {"M": "mamba", "H": SIDE_BY_SIDE, "*": "attention", "-": "mlp", "E": "experts"}
+SHARED: Mapping[str, str] = {"Z": "shared_1", "z": "shared_2"}
+"""Letter of the Mamba-2 layers that read a shared block (`mtjax.config.shared_blocks`) -> their kind: those of the first
+block, and of the second."""
+KIND_OF: Mapping[str, str] = {
+    "M": "mamba",
+    "H": SIDE_BY_SIDE,
+    **SHARED,
+    "*": "attention",
+    "-": "mlp",
+    "E": "experts",
+}
 """Letter of a layer -> its kind, which is the name of its stack, and of its mixer if it has only one."""
 MOST_LAYERS = 1_000
 
@@ -70,7 +80,10 @@ def _check_letters(letters: str, pattern: str) -> None:
     wrong = next((letter for letter in letters if letter not in KIND_OF), None)
     if letters and wrong is None:
         return
-    kinds = "M (Mamba-2), * (attention), H (both side by side), - (an MLP) and E (experts)"
+    kinds = (
+        "M (Mamba-2), * (attention), H (both side by side), Z and z (Mamba-2 that reads a shared block), - (an MLP) "
+        "and E (experts)"
+    )
     if wrong is None:
         raise UserError(f"layer_pattern {shortened(pattern)!r} repeats () without layers: use the letters {kinds}")
     means = f", in Megatron {_ELSEWHERE[wrong]}" if wrong in _ELSEWHERE else ""

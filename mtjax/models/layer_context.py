@@ -13,6 +13,7 @@ from mtjax.models.rotary import Rotation, Rotations
 
 if TYPE_CHECKING:
     from mtjax.models.kv_cache import CachePositions
+    from mtjax.models.shared_block import SharedInputs
 
 RESIDUAL = ("batch", "act_seq", "act_embed")
 """Logical names of the dimensions of hidden states (the residual stream)."""
@@ -71,6 +72,8 @@ class LayerContext:
     """1 on tokens that cross-attention reads, 0 on padding; None when there is no padding."""
     normed: Float[Array, "batch act_seq embed"] | None = None
     """Retro: normalized hidden states of the first layer with chunked cross-attention, which its encoder reads, too."""
+    shared: "SharedInputs | None" = None
+    """Blocks that several layers share, and the embeddings that they read."""
     positions: Int[Array, " seq"] | None = None
     """Positions of this rank's tokens in their sample, with context parallelism; None where a rank has all of it."""
     context_method: ContextMethod = "ring"
