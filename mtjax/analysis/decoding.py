@@ -7,7 +7,7 @@ as the vocabulary.
 
 from collections.abc import Iterator
 
-from mtjax.analysis.anatomy import Anatomy
+from mtjax.analysis.anatomy import Anatomy, Stack
 from mtjax.analysis.contract import EMBEDDING_FORWARD, LAYER_FORWARD, SAMPLING, Contract, Expectation, Symbols
 from mtjax.analysis.parts.part import over_model
 from mtjax.config.sizes import padded_vocab_size
@@ -23,7 +23,7 @@ THRESHOLD_BITS = 32
 
 def decoding_contract(anatomy: Anatomy) -> Contract:
     """Returns the contract of a decode step with all features of sampling: top-k, top-p and log-probabilities."""
-    sizes = {len(stack.parts) for stack in anatomy.decoder_stacks}
+    sizes = {_reduced(stack) for stack in anatomy.decoder_stacks}
     sublayers = f"{sizes.pop()}*layers" if len(sizes) == 1 else "sublayers"
     stream, model = "sequences*hidden", anatomy.model
     sums = "sums of squares for the norms of queries and of keys over all heads"
@@ -41,6 +41,11 @@ def decoding_contract(anatomy: Anatomy) -> Contract:
         *_sampling(),
     )
     return Contract("decoding", lines)
+
+
+def _reduced(stack: Stack) -> int:
+    """Returns the sublayers of a layer whose outputs the tensor parallel ranks add up."""
+    return sum(part.reduces_output for part in stack.parts)
 
 
 def _sampling() -> Iterator[Expectation]:
@@ -62,7 +67,7 @@ def decoding_symbols(anatomy: Anatomy, sequences: int, mesh: MeshShape) -> Symbo
     shares_groups = layout_of(model, mesh).rules.axes("groups") == ()
     return {
         "sharing_layers": len(numbers_of(model, STATE_SPACE)) if shares_groups and model.ssm_norm else 0,
-        "sublayers": sum(len(stack.parts) * stack.layers for stack in anatomy.decoder_stacks),
+        "sublayers": sum(_reduced(stack) * stack.layers for stack in anatomy.decoder_stacks),
         "groups": ssm_groups(model),
         "sequences": sequences,
         "hidden": anatomy.model.hidden_size,

@@ -10,8 +10,8 @@ from mtjax.errors import UserError, shortened
 SIDE_BY_SIDE = "parallel"
 """Kind of the layers with Mamba-2 and attention side by side."""
 SHARED: Mapping[str, str] = {"Z": "shared_1", "z": "shared_2"}
-"""Letter of the Mamba-2 layers that read a shared block (`mtjax.config.shared_blocks`) -> their kind: those of the first
-block, and of the second."""
+"""Letter of the Mamba-2 layers that read the first shared block, or the second (`mtjax.config.shared_blocks`) -> their
+kind."""
 KIND_OF: Mapping[str, str] = {
     "M": "mamba",
     "H": SIDE_BY_SIDE,

@@ -53,8 +53,9 @@ class Model:
     """Model architecture. A family sets the defaults of norm, norm_epsilon, position, activation, bias, tie_embeddings
     and dropout, each of which can be overridden."""
     layer_pattern: str = ""
-    """hybrid: kind of each layer, in Megatron's letters (--hybrid-layer-pattern): M Mamba-2, * attention, H both side
-    by side, Z and z Mamba-2 with a shared block, - an MLP, E experts. (M-M*-)x4 repeats the letters in parentheses four times. Each layer has one sublayer, and num_layers is the
+    """hybrid: kind of each layer, in Megatron's letters (--hybrid-layer-pattern): M Mamba-2, * attention, - an MLP, E
+    experts; and H, Mamba-2 and attention side by side, Z and z, Mamba-2 that reads the first or the second shared
+    block. (M-M*-)x4 repeats the letters in parentheses four times. Each layer has one sublayer, and num_layers is the
     number of letters."""
     num_layers: int = at_least(1, 24, most=LAYERS)
     """Number of transformer layers."""

@@ -42,7 +42,9 @@ def check_shared_blocks(model: "Model") -> None:
         raise UserError(f"{shown} has the second shared block ({SECOND}) without the first: use {FIRST}")
     for name, default in _UNSUPPORTED.items():
         if (value := getattr(model, name)) != default:
-            raise UserError(f"{name} is {value}, and shared blocks ({letters[0]} in {shown}) do not support it: remove {name}")
+            raise UserError(
+                f"{name} is {value}, and shared blocks ({letters[0]} in {shown}) do not support it: remove {name}"
+            )
     if model.block_attention_adapters and model.num_kv_heads not in (None, model.num_heads):
         raise UserError(
             f"block_attention_adapters needs as many key heads as query heads, and num_kv_heads is "

@@ -49,6 +49,16 @@ MODELS = {
     },
     "llama, experts in every third layer": {"family": "llama", "num_experts": 4, "moe_every": 3, "num_layers": 6},
     "hybrid": {"family": "hybrid", "layer_pattern": "M-M*", "num_layers": 4, "ssm_heads": 8, "ssm_state": 10},
+    "hybrid, shared blocks": {
+        "family": "hybrid",
+        "layer_pattern": "MZz",
+        "num_layers": 3,
+        "ssm_heads": 8,
+        "activation": "geglu_exact",
+        "head_dim": 10,
+        "block_rank": 6,
+        "block_attention_adapters": True,
+    },
     "hybrid, adapters": {"family": "hybrid", "layer_pattern": "MH-*", "num_layers": 4, "ssm_heads": 8, "lora_rank": 2},
     "hybrid, adapters of experts": {
         "family": "hybrid",

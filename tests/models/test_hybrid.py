@@ -55,6 +55,17 @@ FACTORS: dict[str, Any] = {
     "mlp_output_scale": 0.6,
 }
 """Those of Falcon-H1."""
+SHARED: dict[str, Any] = {
+    "head_dim": 12,
+    "num_kv_heads": 4,
+    "activation": "geglu_exact",
+    "position": "rope",
+    "tie_embeddings": True,
+    "attention_scale": 6**-0.5,
+    "block_rank": 3,
+    "block_attention_adapters": True,
+}
+"""Those of Zamba2."""
 
 
 def hybrid_config(pattern: str, **fields: Any) -> Config:

@@ -10,7 +10,7 @@ from mtjax.config import Config
 from mtjax.convert.families.registry import FAMILIES
 from mtjax.convert.parameters import parameters_of
 from mtjax.convert.table import name_of
-from tests.models.test_hybrid import EXPERTS, FACTORS, hybrid_config
+from tests.models.test_hybrid import EXPERTS, FACTORS, SHARED, hybrid_config
 from tests.parity.compare import assert_next_token_parity, shaken
 from tests.parity.trees import nested
 
@@ -19,9 +19,14 @@ transformers = pytest.importorskip("transformers", reason="needs the extra parit
 pytestmark = pytest.mark.torch
 
 
+ONE_BLOCK: dict[str, Any] = {"num_kv_heads": 2, "block_attention_adapters": False, "position": "none"}
+
+
 def theirs(config: Config) -> Any:
     """transformers' network of a config, with weights large enough for every part to matter."""
-    kind = {"mamba2": "Mamba2", "nemotron_h": "NemotronH", "falcon_h1": "FalconH1"}[model_type(config)]
+    kind = {"mamba2": "Mamba2", "nemotron_h": "NemotronH", "falcon_h1": "FalconH1", "zamba2": "Zamba2"}[
+        model_type(config)
+    ]
     settings = FAMILIES[model_type(config)].config_json(config.model)
     chunk = {"mamba_chunk_size" if kind == "FalconH1" else "chunk_size": 7}
     # Falcon-H1's embedding would have no gradient of the padding's row.
@@ -32,6 +37,8 @@ def theirs(config: Config) -> Any:
 def model_type(config: Config) -> str:
     if "H" in config.model.layer_pattern:
         return "falcon_h1"
+    if "Z" in config.model.layer_pattern:
+        return "zamba2"
     return "mamba2" if set(config.model.layer_pattern) == {"M"} else "nemotron_h"
 
 
@@ -39,7 +46,7 @@ def as_ours(named: Mapping[str, np.ndarray], config: Config) -> dict[str, Any]:
     """transformers' tensors under our names and in our shapes, by the table of the conversion."""
     files = {}
     for name, array in named.items():
-        if name.startswith("model.") and model_type(config) != "falcon_h1":
+        if name.startswith("model.") and model_type(config) in ("mamba2", "nemotron_h"):
             name = name.replace("model.", "backbone.", 1)
         head, is_of_experts, matrix = name.rpartition("experts.")
         if is_of_experts and "shared" not in head:  # one tensor of all in memory, one for each in files
@@ -61,6 +68,8 @@ def as_ours(named: Mapping[str, np.ndarray], config: Config) -> dict[str, Any]:
         ("MM", "1x1", {"ssm_heads": 8}),
         pytest.param("MM", "1x2", {"ssm_heads": 8, "ssm_groups": 1}, marks=pytest.mark.long),
         ("M-M*-", "2x2", {"sequence_parallel": True}),
+        ("MZMzZ", "2x2", {**SHARED, "sequence_parallel": True, "ssm_rate_floor": 0.001}),
+        pytest.param("ZMZ", "1x1", {**SHARED, **ONE_BLOCK, "ssm_rate_floor": 0.3}, marks=pytest.mark.long),
         ("H-", "1x2", {**FACTORS, "position": "rope", "attention_scale": 0.3, "sequence_parallel": True}),
         pytest.param(
             "ME*EM", "1x2", {**EXPERTS, "router_aux_loss": 0.0, "ssm_rate_floor": 0.3}, marks=pytest.mark.long

@@ -85,9 +85,7 @@ def _write_position(model: Model) -> Json:
     return {"use_mem_rope": is_rotated, **(ROPE.write(model) if is_rotated else {})}
 
 
-NAMES = Names(
-    final_norm="final_layernorm", mlp="feed_forward", mlp_norm="pre_ff_layernorm", gate_up="gate_up_proj"
-)
+NAMES = Names(final_norm="final_layernorm", mlp="feed_forward", mlp_norm="pre_ff_layernorm", gate_up="gate_up_proj")
 
 
 def _first_layers(model: Model) -> Iterator[tuple[int, str, str]]:
