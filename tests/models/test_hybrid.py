@@ -66,6 +66,7 @@ SHARED: dict[str, Any] = {
     "block_attention_adapters": True,
 }
 """Those of Zamba2."""
+ONE_KEY_HEAD: dict[str, Any] = {"num_kv_heads": 1, "block_attention_adapters": False, "position": "none"}
 
 
 def hybrid_config(pattern: str, **fields: Any) -> Config:
@@ -152,11 +153,15 @@ DOCUMENTS = {"reset_attention_mask": True, "reset_position_ids": True}
     ("pattern", "mesh", "model", "fields"),
     [
         ("H-M", "2x2", FACTORS, {**SPLIT, "zero": 1, "recompute": "full"}),
+        ("MZz", "2x2", SHARED, {**SPLIT, "zero": 1, "recompute": "full"}),
         *(
             pytest.param(*case, marks=pytest.mark.long)
             for case in (
                 ("M-M*", "2x2", {}, {**SPLIT, "zero": 1, "recompute": "full"}),
                 ("M-M*", "2x2", {}, {"zero": 3, "microbatch_size": 2}),
+                ("(MZ)x2", "2x2", SHARED, {"zero": 3, "microbatch_size": 2, "recompute": "selective"}),
+                ("ZMZ", "data=1,context=2,model=2", {**SHARED, **DOCUMENTS}, {**SPLIT, "recompute": "full"}),
+                ("ZMz", "1x4", {**SHARED, **ONE_KEY_HEAD}, {"zero": 1}),
                 ("(H-)x2", "2x1x2", FACTORS, {**STAGES, **SPLIT, "zero": 1, "recompute": "full"}),
                 ("H-", "data=1,context=2,model=2", FACTORS, {"recompute": "selective", "zero": 3}),
                 ("MH-", "2x2", {"lora_rank": 3}, {**SPLIT, "recompute": "full"}),
