@@ -152,14 +152,14 @@ class SharedLayer(Layer):
     ) -> tuple[Float[Array, "batch act_seq embed"], dict[str, State] | None]:
         """See `Layer.__call__`; the states are those of the block's attention and of Mamba-2."""
         assert context.shared is not None
-        before = states or {}
+        before, mamba = states or {}, getattr(self, self.mixers[0])
         own = dataclasses.replace(context, shared=dataclasses.replace(context.shared, layer=self))
         read, cache = context.shared.blocks[self.block](x, own, before.get("attention"))
         with jax.named_scope("projection"):
             read = self.projection(read)
-        with jax.named_scope(self.mamba.scope):
-            mixed, state = self.mamba(self.normalize("mamba_norm", x + read), context, before.get("mamba"))
-            x = self.add(x, scaled(mixed, self.output_scales["mamba"]), self.mamba, context)
+        with jax.named_scope(mamba.scope):
+            mixed, state = mamba(self.normalize("mamba_norm", x + read), context, before.get("mamba"))
+            x = self.add(x, scaled(mixed, self.output_scales["mamba"]), mamba, context)
         return x, None if state is None else {"attention": cache, "mamba": state}
 
 

@@ -6,7 +6,7 @@ the rank of the adapters.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from mtjax.analysis.contract import LAYER_BACKWARD, LAYER_RECOMPUTE, Expectation
 from mtjax.analysis.parts.attention import Attention
@@ -54,8 +54,9 @@ class BlockAttention(Attention):
 
     @property
     def shared_weights(self) -> list[Weight]:
-        fields = {name: value for name, value in vars(self).items() if name != "low"}
-        *own, output = Attention(**fields | {"hidden": 2 * self.hidden}).weights
+        fields: dict[str, Any] = {**vars(self), "hidden": 2 * self.hidden}
+        del fields["low"]
+        *own, output = Attention(**fields).weights
         return [*own, replace(output, shape=(*output.shape[:-1], self.hidden))]
 
     @property

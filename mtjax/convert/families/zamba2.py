@@ -189,6 +189,7 @@ ZAMBA2 = decoder(
         "add_bias_linear": (False,),
         "use_conv_bias": (True,),
         "use_long_context": (False,),
+        "use_shared_mlp_adapter": (True,),  # of old configs; transformers does not read it
     },
     classifies=False,
 )

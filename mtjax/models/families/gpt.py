@@ -57,13 +57,13 @@ class Decoder(nnx.Module):
         self.query_scale = QueryScale(model) if model.attention_scale_beta else None
         recompute = Recompute.of(config.training)
         stack = partial(Stack, dtype=dtype, recompute=recompute, parallel=config.parallel)
+        self.dtype = dtype
         self._draw_stacks(model, stack, stack_key)
         self.embedding_norm = make_norm(model, dtype) if model.embedding_norm else None
         self.final_norm = make_norm(model, dtype)
         self.rate, self.scale = model.hidden_dropout, model.embedding_scale
         self.method: ContextMethod = config.parallel.context_method
         self.expert_dispatch: ExpertDispatch = config.parallel.expert_dispatch
-        self.dtype = dtype
 
     def _draw_stacks(self, model: Model, stack: Callable[..., Stack], key: Array) -> None:
         """Draws the layers. A stack has layers of one kind; models with dense layers and layers with experts have

@@ -1,7 +1,7 @@
 """Hybrid models: a decoder whose layers are of several kinds, by a pattern (`mtjax.config.layer_pattern`)."""
 
 import dataclasses
-from functools import partial
+from collections.abc import Callable
 
 from jax import Array
 
@@ -20,13 +20,13 @@ from mtjax.models.trunk import Batch, HiddenStates, Keys, Section
 class Hybrid(GPT):
     """GPT's embedding and head, and a stack of layers for each letter of the pattern."""
 
-    def _draw_stacks(self, model: Model, stack: partial[Stack], key: Array) -> None:
+    def _draw_stacks(self, model: Model, stack: Callable[..., Stack], key: Array) -> None:
         """Draws the layers: a stack of each kind, whose attribute has the name of the kind."""
         self.letters = letters_of(model)
         for letter, kind in self._kinds.items():
             own = {"layer_type": SharedLayer} if letter in SHARED else {}
             setattr(self, kind, stack(model, kind=kind, layers=numbers_of(model, letter), key=key, **own))
-        blocks = draw_blocks(model, num_blocks(model), stack.keywords["dtype"], key)
+        blocks = draw_blocks(model, num_blocks(model), self.dtype, key)
         self.blocks = tuple(blocks)
         for name, block in blocks.items():
             setattr(self, name, block)
