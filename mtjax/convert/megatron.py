@@ -147,7 +147,6 @@ class MegatronSink:
         Raises:
           UserError: Megatron does not support the model, or the degrees do not divide it.
         """
-        require("torch", "megatron")
         model = origin.config.model
         self._folder, self._origin, self._split = folder, origin, split
         self._dtype = dtype or origin.dtype
@@ -160,6 +159,7 @@ class MegatronSink:
         check_split(model, split, self._names)
         rows = table_of(model, self._names, split.version, is_grouped=split.grouped_experts)
         self._selection = rows.select(parameters)
+        require("torch", "megatron")  # after what can't be converted at all, and before any file
         # With tied embeddings, the last stage has a copy of the embedding to compute logits.
         self._copies = {self._names.words: (self._names.head_copy,)} if model.tie_embeddings else {}
         stages = self._staged(local_shapes(self._selection, self._rows, split.tensor))

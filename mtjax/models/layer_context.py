@@ -9,10 +9,10 @@ from jaxtyping import Bool, Float, Int, Key
 
 from mtjax.config import Model
 from mtjax.layout.plan import ContextMethod, ExpertDispatch
-from mtjax.models.rotary import Rotation, Rotations
 
 if TYPE_CHECKING:
     from mtjax.models.kv_cache import CachePositions
+    from mtjax.models.rotary import Rotation, Rotations
     from mtjax.models.shared_block import SharedInputs
 
 RESIDUAL = ("batch", "act_seq", "act_embed")
@@ -58,7 +58,7 @@ class LayerContext:
     """When given, tokens attend within their segment only; padding is a separate segment."""
     layer: Int[Array, ""] | int | None = None
     """The layer's number in the model, by which settings that differ between layers are selected."""
-    rotation: Rotation | Rotations | None = None
+    rotation: "Rotation | Rotations | None" = None
     """When given, queries and keys are rotated by it, or by that of the layer."""
     query_scale: Float[Array, "#batch seq"] | None = None
     """When given, factors of the queries, by position."""

@@ -11,7 +11,8 @@ from mtjax.config import Model
 from mtjax.layout.layouts import TENSOR
 from mtjax.models.activations import ACTIVATIONS
 from mtjax.models.head_norm import HeadNorm
-from mtjax.models.norms import LayerNorm, RMSNorm
+from mtjax.models.norms import LayerNorm
+from mtjax.models.rms_norm import RMSNorm
 from mtjax.sharding.axes import use_rules
 from tests.tiny import mesh_of
 

@@ -153,12 +153,13 @@ DOCUMENTS = {"reset_attention_mask": True, "reset_position_ids": True}
     ("pattern", "mesh", "model", "fields"),
     [
         ("H-M", "2x2", FACTORS, {**SPLIT, "zero": 1, "recompute": "full"}),
-        ("MZz", "2x2", SHARED, {**SPLIT, "zero": 1, "recompute": "full"}),
+        ("Z", "2x2", SHARED, {**SPLIT, "zero": 1, "recompute": "full"}),
         *(
             pytest.param(*case, marks=pytest.mark.long)
             for case in (
                 ("M-M*", "2x2", {}, {**SPLIT, "zero": 1, "recompute": "full"}),
                 ("M-M*", "2x2", {}, {"zero": 3, "microbatch_size": 2}),
+                ("MZz", "2x2", SHARED, {**SPLIT, "zero": 1, "recompute": "full"}),
                 ("(MZ)x2", "2x2", SHARED, {"zero": 3, "microbatch_size": 2, "recompute": "selective"}),
                 ("ZMZ", "data=1,context=2,model=2", {**SHARED, **DOCUMENTS}, {**SPLIT, "recompute": "full"}),
                 ("ZMz", "1x4", {**SHARED, **ONE_KEY_HEAD}, {"zero": 1}),

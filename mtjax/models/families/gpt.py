@@ -26,7 +26,6 @@ from mtjax.models.linear import constant
 from mtjax.models.mixers.registry import layer_kind
 from mtjax.models.norms import make_norm
 from mtjax.models.recompute import Recompute
-from mtjax.models.rotary import QueryScale, Rotary
 from mtjax.models.stack import Stack
 from mtjax.models.trunk import (
     LOSS_WEIGHTS,
@@ -42,6 +41,7 @@ from mtjax.sharding.vocab import LossOptions, OutputOptions, vocab_parallel_cros
 
 if TYPE_CHECKING:
     from mtjax.models.kv_cache import CachePositions
+    from mtjax.models.rotary import QueryScale, Rotary
 
 
 class Decoder(nnx.Module):
@@ -53,8 +53,7 @@ class Decoder(nnx.Module):
         table_key, position_key, stack_key = jax.random.split(key, 3)
         self.embedding = vocabulary_table(model, table_key)
         self.positions = position_table(model, model.sequence_length, position_key)
-        self.rotary = Rotary(model) if model.position == "rope" else None
-        self.query_scale = QueryScale(model) if model.attention_scale_beta else None
+        self.rotary, self.query_scale = _rotary(model)
         recompute = Recompute.of(config.training)
         stack = partial(Stack, dtype=dtype, recompute=recompute, parallel=config.parallel)
         self.dtype = dtype
@@ -139,6 +138,16 @@ class Decoder(nnx.Module):
         rotation = None if self.rotary is None else self.rotary(ids, length * num_shards("seq"))
         scale = None if self.query_scale is None else self.query_scale(ids)
         return dataclasses.replace(context, rotation=rotation, query_scale=scale)
+
+
+def _rotary(model: Model) -> "tuple[Rotary | None, QueryScale | None]":
+    """Builds the rotary embedding and the factors of queries by position, if the model has them."""
+    if model.position != "rope" and not model.attention_scale_beta:
+        return None, None
+    from mtjax.models.rotary import QueryScale, Rotary
+
+    rotary = Rotary(model) if model.position == "rope" else None
+    return rotary, QueryScale(model) if model.attention_scale_beta else None
 
 
 class GPT(Decoder, WithVocabulary):

@@ -4,7 +4,7 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float
 
-from mtjax.models.mixers.attention import grouped_product
+from mtjax.models.mixers.grouped_qkv import grouped_product
 from mtjax.models.project import ProductRule
 
 
