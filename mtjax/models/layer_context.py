@@ -13,7 +13,7 @@ from mtjax.layout.plan import ContextMethod, ExpertDispatch
 if TYPE_CHECKING:
     from mtjax.models.kv_cache import CachePositions
     from mtjax.models.rotary import Rotation, Rotations
-    from mtjax.models.shared_block import SharedInputs
+    from mtjax.models.shared_inputs import SharedInputs
 
 RESIDUAL = ("batch", "act_seq", "act_embed")
 """Logical names of the dimensions of hidden states (the residual stream)."""

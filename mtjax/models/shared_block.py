@@ -6,7 +6,6 @@ layer adds low-rank adapters of its own to them.
 """
 
 import dataclasses
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -34,17 +33,6 @@ _KEY = 2**31 - 1
 """Folded into the key of the layers, for the blocks' initial values."""
 _SITE = 0
 """Dropout site of the adapters' inputs, which have no dropout."""
-
-
-@dataclass(frozen=True)
-class SharedInputs:
-    """What layers with shared blocks read, besides the hidden states."""
-
-    blocks: tuple["SharedBlock", ...]
-    embedded: Float[Array, "batch act_seq embed"]
-    """Input of the first layer."""
-    layer: "SharedLayer | None" = None
-    """The layer that runs a block, with its adapters."""
 
 
 def draw_blocks(model: Model, count: int, dtype: jax.typing.DTypeLike, key: Array) -> dict[str, "SharedBlock"]:

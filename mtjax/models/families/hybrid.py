@@ -12,7 +12,8 @@ from mtjax.config.ssm import letters_of, numbers_of
 from mtjax.models.families.gpt import GPT
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.pattern_stacks import PatternStacks
-from mtjax.models.shared_block import SharedInputs, SharedLayer, draw_blocks
+from mtjax.models.shared_block import SharedLayer, draw_blocks
+from mtjax.models.shared_inputs import SharedInputs
 from mtjax.models.stack import Stack
 from mtjax.models.trunk import Batch, HiddenStates, Keys, Section
 
