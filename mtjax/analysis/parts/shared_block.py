@@ -211,8 +211,10 @@ def _adapter_gradients(stream: ResidualStream, count: int, name: str) -> list[Ex
 
 
 def _norm_gradients(stream: ResidualStream, vectors: int) -> list[Expectation]:
-    """Returns the sums of the gradients of a block's norm, with sequence parallelism, in each layer that reads it."""
+    """Returns the sum of the gradients of a block's norm, with sequence parallelism."""
     if not stream.split or not vectors:
         return []
-    why = "norms of shared blocks"
-    return [local_gradient_sums(stream, f"{stream.side}layers*{vectors}*hidden", why)]
+    # XLA: once a step, or in each layer that reads the block where these are in a loop.
+    every = f"{stream.turns}*{stream.side}layers*{vectors}*hidden"
+    line = local_gradient_sums(stream, every, "norms of shared blocks, once for all layers or in each")
+    return [replace(line, count="1", sent=f"{vectors}*hidden")]
