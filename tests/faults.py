@@ -378,6 +378,34 @@ FAULTS = (
     ),
     # --- hybrid models
     Fault(
+        "shared blocks: layers that read the second read the first",
+        'self.block = int(kind.rpartition("_")[2]) - 1',
+        "self.block = 0",
+        "models",
+        "test_layers_with_shared_blocks_are_their_formulas",
+    ),
+    Fault(
+        "shared blocks: attention reads the hidden states twice, and no embeddings",
+        "jnp.concatenate([x, context.shared.embedded.astype(x.dtype)], -1)",
+        "jnp.concatenate([x, x], -1)",
+        "models",
+        "test_layers_with_shared_blocks_are_their_formulas",
+    ),
+    Fault(
+        "shared blocks: the MLP leaves a layer's adapter out",
+        'self.up(for_product) + _adapter(context, "mlp_adapter")(for_adapter)',
+        "self.up(for_product)",
+        "models",
+        "test_layers_with_shared_blocks_are_their_formulas",
+    ),
+    Fault(
+        "shared blocks: their output enters the residual stream",
+        'x = self.add(x, scaled(mixed, self.output_scales["mamba"])',
+        'x = self.add(x + read, scaled(mixed, self.output_scales["mamba"])',
+        "models",
+        "test_layers_with_shared_blocks_are_their_formulas",
+    ),
+    Fault(
         "LoRA: the parts of Mamba-2's first product are not merged",
         '("a", "b" if kind == "weight" else kind)',
         '"ab"',

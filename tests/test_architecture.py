@@ -57,6 +57,7 @@ IN_MODELS = (
         "layer",
         "stack",
         "interleaved",
+        "shared_block",
         "pattern_stacks",
         "retro_stacks",
         "trunk",

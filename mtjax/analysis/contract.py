@@ -126,7 +126,8 @@ def _added(lines: list[Expectation]) -> Expectation:
     """Merges lines that differ in `why`, and in their counts or, if pooled, in their elements."""
     first, why = lines[0], "; ".join(dict.fromkeys(line.why for line in lines))
     if first.pooled:
-        return replace(first, elements=_sum([line.elements for line in lines]), why=why)
+        sent = _sum([line.sent for line in lines]) if first.sent else ""
+        return replace(first, elements=_sum([line.elements for line in lines]), sent=sent, why=why)
     return replace(first, count=_sum([line.count for line in lines]), why=why)
 
 

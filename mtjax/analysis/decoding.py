@@ -7,7 +7,7 @@ as the vocabulary.
 
 from collections.abc import Iterator
 
-from mtjax.analysis.anatomy import Anatomy
+from mtjax.analysis.anatomy import Anatomy, Stack
 from mtjax.analysis.contract import EMBEDDING_FORWARD, LAYER_FORWARD, SAMPLING, Contract, Expectation, Symbols
 from mtjax.analysis.parts.part import over_model
 from mtjax.analysis.parts.table_width import TABLE_WIDTH
@@ -24,7 +24,7 @@ THRESHOLD_BITS = 32
 
 def decoding_contract(anatomy: Anatomy) -> Contract:
     """Returns the contract of a decode step with all features of sampling: top-k, top-p and log-probabilities."""
-    sizes = {len(stack.parts) for stack in anatomy.decoder_stacks}
+    sizes = {_reduced(stack) for stack in anatomy.decoder_stacks}
     sublayers = f"{sizes.pop()}*layers" if len(sizes) == 1 else "sublayers"
     stream, model = "sequences*hidden", anatomy.model
     rows = stream if embedding_width(model) == model.hidden_size else f"sequences*{TABLE_WIDTH}"
@@ -43,6 +43,11 @@ def decoding_contract(anatomy: Anatomy) -> Contract:
         *_sampling(),
     )
     return Contract("decoding", lines)
+
+
+def _reduced(stack: Stack) -> int:
+    """Returns the sublayers of a layer whose outputs the tensor parallel ranks add up."""
+    return sum(part.reduces_output for part in stack.parts)
 
 
 def _sampling() -> Iterator[Expectation]:
@@ -64,7 +69,7 @@ def decoding_symbols(anatomy: Anatomy, sequences: int, mesh: MeshShape) -> Symbo
     shares_groups = layout_of(model, mesh).rules.axes("groups") == ()
     return {
         "sharing_layers": len(numbers_of(model, STATE_SPACE)) if shares_groups and model.ssm_norm else 0,
-        "sublayers": sum(len(stack.parts) * stack.layers for stack in anatomy.decoder_stacks),
+        "sublayers": sum(_reduced(stack) * stack.layers for stack in anatomy.decoder_stacks),
         "groups": ssm_groups(model),
         "sequences": sequences,
         "hidden": model.hidden_size,

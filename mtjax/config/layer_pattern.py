@@ -9,9 +9,13 @@ from mtjax.errors import UserError, shortened
 
 SIDE_BY_SIDE = "parallel"
 """Kind of the layers with Mamba-2 and attention side by side."""
+SHARED: Mapping[str, str] = {"Z": "shared_1", "z": "shared_2"}
+"""Letter of the Mamba-2 layers that read the first shared block, or the second (`mtjax.config.shared_blocks`) -> their
+kind."""
 KIND_OF: Mapping[str, str] = {
     "M": "mamba",
     "H": SIDE_BY_SIDE,
+    **SHARED,
     "G": "delta",
     "*": "attention",
     "-": "mlp",
@@ -76,7 +80,10 @@ def _check_letters(letters: str, pattern: str) -> None:
     wrong = next((letter for letter in letters if letter not in KIND_OF), None)
     if letters and wrong is None:
         return
-    kinds = "M (Mamba-2), * (attention), H (both side by side), G (a gated delta net), - (an MLP) and E (experts)"
+    kinds = (
+        "M (Mamba-2), G (a gated delta net), * (attention), H (Mamba-2 and attention side by side), Z and z (Mamba-2 "
+        "that reads a shared block), - (an MLP) and E (experts)"
+    )
     if wrong is None:
         raise UserError(f"layer_pattern {shortened(pattern)!r} repeats () without layers: use the letters {kinds}")
     means = f", in Megatron {_ELSEWHERE[wrong]}" if wrong in _ELSEWHERE else ""

@@ -54,8 +54,9 @@ class Model:
     and dropout, each of which can be overridden."""
     layer_pattern: str = ""
     """hybrid: kind of each layer, in Megatron's letters (--hybrid-layer-pattern): M Mamba-2, G a gated delta net,
-    * attention, - an MLP, E experts. (M-M*-)x4 repeats the letters in parentheses four times. Each layer has one
-    sublayer, and num_layers is the number of letters."""
+    * attention, - an MLP, E experts; and H, Mamba-2 and attention side by side, Z and z, Mamba-2 that reads the first
+    or the second shared block. (M-M*-)x4 repeats the letters in parentheses four times. Each layer has one sublayer,
+    and num_layers is the number of letters."""
     num_layers: int = at_least(1, 24, most=LAYERS)
     """Number of transformer layers."""
     hidden_size: int = at_least(1, 1024, most=WIDTH)
@@ -157,6 +158,11 @@ class Model:
     """hybrid: factor of the gate of MLPs before the activation (Falcon-H1)."""
     mlp_output_scale: float = above_zero(1.0)
     """hybrid: factor of the outputs of MLPs (Falcon-H1)."""
+    block_rank: int = at_least(1, 128, most=WIDTH)
+    """hybrid: rank of the low-rank adapters with which each layer Z or z of layer_pattern reads its shared block
+    (Zamba2)."""
+    block_attention_adapters: bool = False
+    """hybrid: give the query, key and value of shared blocks adapters, too, and not only their MLP (Zamba2)."""
     ssm_chunk: int | None = at_least(1, None, most=TOKENS, shapes=NEVER)
     """hybrid: tokens of a chunk: products inside chunks, one state between them. It concerns speed and memory only.
     128, or the sequence length if that is less, when not given."""

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from mtjax.config.layer_loops import one_kind_only
 from mtjax.config.layer_pattern import expanded
+from mtjax.config.shared_blocks import check_shared_blocks
 from mtjax.errors import UserError
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ def letters_of(model: "Model") -> str:
     return expanded(model.layer_pattern)
 
 
-ATTENTION, STATE_SPACE, DELTA = "*H", "MH", "G"
+ATTENTION, STATE_SPACE, DELTA = "*HZz", "MHZz", "G"
 """Letters of the layers with attention, with Mamba-2, and with a gated delta net."""
 RECURRENT = STATE_SPACE + DELTA
 """Letters of the layers with a recurrent state."""
@@ -52,7 +53,8 @@ READ_BY: Mapping[str, tuple[str, ...]] = {
     STATE_SPACE: ("ssm_norm", "ssm_scales", "ssm_rate_floor", "ssm_output_scale"),
     RECURRENT: ("ssm_",),
     ATTENTION: ("num_heads", "num_kv_heads", "head_dim", "attention_", "qk", "rope_", "window_layers"),
-    "-": ("mlp_",),
+    "-Zz": ("mlp_",),
+    "Zz": ("block_",),
     "E": ("expert", "router_", "shared_expert", "capacity_factor", "num_experts"),
 }
 """Letters -> beginnings of the settings that their layers alone read."""
@@ -64,7 +66,7 @@ def without_effect(model: "Model") -> frozenset[str]:
     if not letters:
         return frozenset()
     unread = tuple(start for own, starts in READ_BY.items() if not set(own) & set(letters) for start in starts)
-    unread += () if set("-E") & set(letters) else ("activation",)
+    unread += () if set("-EZz") & set(letters) else ("activation",)
     return frozenset(name for name in vars(model) if unread and name.startswith(unread))
 
 
@@ -123,6 +125,7 @@ def check_hybrid(model: "Model") -> None:
     for name in ("first_dense_layers", "moe_every"):
         if (value := getattr(model, name)) != getattr(type(model)(), name):
             raise UserError(f"{name} is {value}, and layer_pattern says which layers have experts: remove {name}")
+    check_shared_blocks(model)
     if model.lora_rank and model.lora_targets != "mlp" and (DELTA in letters or model.attention_output_gate):
         what = "gated delta nets (G)" if DELTA in letters else "layers with attention_output_gate"
         raise UserError(f"lora_targets is {model.lora_targets}, and {what} have no adapters: use --lora-targets mlp")

@@ -6,6 +6,7 @@ from typing import Any
 
 from mtjax.config import Model
 from mtjax.config.layer_pattern import expanded, shortened_pattern
+from mtjax.config.shared_blocks import block_letters
 from mtjax.config.ssm import letters_of, ssm_groups, ssm_heads
 from mtjax.convert.megatron_experts import has_experts
 from mtjax.errors import UserError
@@ -145,6 +146,7 @@ def hybrid_misfits(model: Model, transformer_impl: str) -> dict[str, bool]:
         "qk_norm in a hybrid model": model.qk_norm,
         "layers with Mamba-2 and attention side by side (H)": "H" in letters_of(model),
         "gated delta nets (G)": "G" in letters_of(model),
+        "layers that read a shared block (Z)": bool(block_letters(model)),
         **{
             f"{name} {getattr(model, name)}": getattr(model, name) != getattr(Model(), name) for name in NOT_IN_MEGATRON
         },

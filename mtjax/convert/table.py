@@ -83,6 +83,8 @@ class Tensor:
     """The number of the expert, if there is one tensor for each."""
     numbers: tuple[int, ...] = ()
     """The layers' numbers in the model, which appear in the names, if there is one tensor for each layer."""
+    uses: tuple[int, ...] = ()
+    """What `{use}` in the name stands for in each layer: which use of a shared module the layer is."""
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Returns the shape of the tensor in the file, with other heads if any, from the sizes of dimensions."""
@@ -284,7 +286,10 @@ class Selection:
 
 def name_of(tensor: Tensor, layer: int | None) -> str:
     """Returns the full name of a tensor in one layer."""
-    return tensor.name if layer is None else tensor.name.format(layer=tensor.numbers[layer])
+    if layer is None:
+        return tensor.name
+    use = {"use": tensor.uses[layer]} if tensor.uses else {}
+    return tensor.name.format(layer=tensor.numbers[layer], **use)
 
 
 def with_vocab(array: np.ndarray, parameter: Parameter, rows: int) -> np.ndarray:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from mtjax.config import Model
 from mtjax.config.layer_pattern import chunk_letters
+from mtjax.config.shared_blocks import block_letters
 from mtjax.config.sizes import dense_layers, divisors, expert_size, mlp_size
 from mtjax.config.ssm import DELTA, has_attention, has_state_space, letters_of, numbers_of, ssm_groups, ssm_heads
 from mtjax.layout.plan import Plan
@@ -18,7 +19,7 @@ def split_heads(model: Model) -> list[tuple[str, str, int]]:
 def inner_widths(model: Model) -> list[tuple[str, str, int]]:
     """Returns (logical axis, setting, size) of the inner width of MLPs and of experts."""
     letters = letters_of(model)
-    has_mlp = "-" in letters if letters else not model.num_experts or dense_layers(model)
+    has_mlp = bool(set("-Zz") & set(letters)) if letters else not model.num_experts or dense_layers(model)
     dense = [("mlp", "mlp_size", mlp_size(model))] if has_mlp else []
     if not model.num_experts:
         return dense
@@ -60,7 +61,12 @@ def sharing_problems(name: str, count: int, model: Model, plan: Plan) -> Iterato
 def chunk_problems(model: Model, plan: Plan) -> Iterator[str]:
     """Yields a pattern of layers whose chunks on pipeline stages differ: all stages run one program."""
     letters, chunks = letters_of(model), plan.mesh.stage * plan.chunks
-    if plan.layers_per_stage is not None:
+    if blocks := block_letters(model):
+        yield (
+            f"layer_pattern {model.layer_pattern!r} has shared blocks ({blocks[0]}), which layers of every stage would "
+            f"read, with the embeddings, and mesh {plan.mesh} has {plan.mesh.stage} stages: use a mesh without them"
+        )
+    elif plan.layers_per_stage is not None:
         yield (
             "layers_per_stage does not support the family hybrid, whose stages run equal patterns of layers: remove it"
         )

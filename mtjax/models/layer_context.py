@@ -13,6 +13,7 @@ from mtjax.layout.plan import ContextMethod, ExpertDispatch
 if TYPE_CHECKING:
     from mtjax.models.kv_cache import CachePositions
     from mtjax.models.rotary import Rotation, Rotations
+    from mtjax.models.shared_inputs import SharedInputs
 
 RESIDUAL = ("batch", "act_seq", "act_embed")
 """Logical names of the dimensions of hidden states (the residual stream)."""
@@ -73,6 +74,8 @@ class LayerContext:
     """Retro: normalized hidden states of the first layer with chunked cross-attention, which its encoder reads, too."""
     reads: Int[Array, "batch seq"] | None = None
     """Retro: 1 on tokens that read neighbours, 0 on others; None where all do that have a chunk before them."""
+    shared: "SharedInputs | None" = None
+    """Blocks that several layers share, and the embeddings that they read."""
     positions: Int[Array, " seq"] | None = None
     """Positions of this rank's tokens in their sample, with context parallelism; None where a rank has all of it."""
     context_method: ContextMethod = "ring"

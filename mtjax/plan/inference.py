@@ -46,7 +46,8 @@ def flops_per_token(anatomy: Anatomy, context: int = 0) -> float:
 
 
 def _layer_flops(anatomy: Anatomy, stack: Stack, context: int) -> float:
-    weights = [w for part in stack.parts for w in part.weights if not w.name.startswith(READS_ENCODED)]
+    read = [w for part in stack.parts for w in (*part.weights, *part.shared_weights)]
+    weights = [w for w in read if not w.name.startswith(READS_ENCODED)]
     scores = [part.scores for part in stack.parts if part.scores]
     active = sum(w.size * active_share(anatomy.model, w) for w in weights)
     # Latent attention scores and mixes cached latents (`mtjax.models.mixers.latent_attention.AbsorbedUp`).

@@ -60,6 +60,16 @@ MODELS = {
         "attention_output_gate": True,
         "bias": True,
     },
+    "hybrid, shared blocks": {
+        "family": "hybrid",
+        "layer_pattern": "MZz",
+        "num_layers": 3,
+        "ssm_heads": 8,
+        "activation": "geglu_exact",
+        "head_dim": 10,
+        "block_rank": 6,
+        "block_attention_adapters": True,
+    },
     "hybrid, adapters": {"family": "hybrid", "layer_pattern": "MH-*", "num_layers": 4, "ssm_heads": 8, "lora_rank": 2},
     "hybrid, adapters of experts": {
         "family": "hybrid",

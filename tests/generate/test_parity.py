@@ -173,9 +173,34 @@ def qwen3_next():
     return network
 
 
+def zamba2():
+    """Builds a model whose layers share two blocks, with a KV cache for each layer that reads one."""
+    config = transformers.Zamba2Config(
+        vocab_size=301,
+        hidden_size=24,
+        intermediate_size=40,
+        layers_block_type=["linear_attention", "hybrid", "hybrid", "linear_attention", "hybrid"],
+        num_hidden_layers=5,
+        num_mem_blocks=2,
+        use_shared_attention_adapter=True,
+        adapter_rank=3,
+        use_mem_rope=True,
+        num_attention_heads=4,
+        mamba_d_state=10,
+        mamba_ngroups=2,
+        n_mamba_heads=4,
+        chunk_size=8,
+        max_position_embeddings=80,
+        initializer_range=0.15,
+        eos_token_id=None,
+    )
+    return transformers.Zamba2ForCausalLM(config)
+
+
 @pytest.mark.parametrize(
     ("family", "meshes"),
     [
+        pytest.param(zamba2, ("2x2",), marks=pytest.mark.long),
         pytest.param(falcon_h1, ("2x2",), marks=pytest.mark.long),
         (nemotron_h, ("2x2",)),
         pytest.param(qwen3_next, ("2x2", "1x4"), marks=pytest.mark.long),  # two groups on as many ranks, and on more

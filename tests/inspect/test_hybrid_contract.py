@@ -10,6 +10,14 @@ from tests.inspect.steps import needs_aot, tiny
 SIZES = {"ssm_heads": 8, "ssm_head_dim": 16, "ssm_state": 16, "ssm_groups": 4, "ssm_chunk": 16, "num_kv_heads": 4}
 SPLIT = {"sequence_parallel": True}
 GATED = {"attention_output_gate": True, "qk_norm": True}
+SHARED = {
+    "activation": "geglu_exact",
+    "position": "rope",
+    "head_dim": 16,
+    "block_rank": 8,
+    "block_attention_adapters": True,
+    "tie_embeddings": True,
+}
 LONG, RARE = pytest.mark.long, pytest.mark.exhaustive
 
 
@@ -28,6 +36,7 @@ def hybrid(pattern: str, **fields):
         pytest.param("M-M*M-", {**SPLIT, "zero": 1}, marks=RARE),
         pytest.param("MMM", {}, marks=RARE),
         pytest.param("H-H-", {**SPLIT, "zero": 1}, marks=LONG),
+        pytest.param("MZMz", {**SHARED, **SPLIT, "zero": 1}, marks=LONG),
         pytest.param("M-H*", {**SPLIT, "zero": 1, "lora_rank": 4}, marks=LONG),
         pytest.param("M-M*", {"lora_rank": 4, "ssm_groups": 1, "num_kv_heads": 2}, marks=RARE),
         pytest.param("H-", {"recompute": "none", "mesh": "data=1,context=2,model=4", "ssm_groups": 1}, marks=RARE),

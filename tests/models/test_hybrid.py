@@ -55,6 +55,18 @@ FACTORS: dict[str, Any] = {
     "mlp_output_scale": 0.6,
 }
 """Those of Falcon-H1."""
+SHARED: dict[str, Any] = {
+    "head_dim": 12,
+    "num_kv_heads": 4,
+    "activation": "geglu_exact",
+    "position": "rope",
+    "tie_embeddings": True,
+    "attention_scale": 6**-0.5,
+    "block_rank": 3,
+    "block_attention_adapters": True,
+}
+"""Those of Zamba2."""
+ONE_KEY_HEAD: dict[str, Any] = {"num_kv_heads": 1, "block_attention_adapters": False, "position": "none"}
 
 
 GATED = {"attention_output_gate": True}
@@ -160,6 +172,7 @@ DOCUMENTS = {"reset_attention_mask": True, "reset_position_ids": True}
     [
         ("H-M", "2x2", FACTORS, {**SPLIT, "zero": 1, "recompute": "full"}),
         ("G*", "2x2", GATED, {**SPLIT, "zero": 1, "recompute": "full"}),
+        ("Z", "2x2", SHARED, {**SPLIT, "zero": 1, "recompute": "full"}),
         *(
             pytest.param(*case, marks=pytest.mark.long)
             for case in (
@@ -170,6 +183,10 @@ DOCUMENTS = {"reset_attention_mask": True, "reset_position_ids": True}
                 ("G*", "1x4", {**GATED, "ssm_groups": 1, "ssm_heads": 8}, SPLIT),
                 ("G-", "2x2", {"lora_rank": 3, "lora_targets": "mlp"}, {**SPLIT, "recompute": "full"}),
                 ("(G*)x2", "2x2x2", GATED, {**STAGES, **SPLIT, "zero": 1, "recompute": "full"}),
+                ("MZz", "2x2", SHARED, {**SPLIT, "zero": 1, "recompute": "full"}),
+                ("(MZ)x2", "2x2", SHARED, {"zero": 3, "microbatch_size": 2, "recompute": "selective"}),
+                ("ZMZ", "data=1,context=2,model=2", {**SHARED, **DOCUMENTS}, {**SPLIT, "recompute": "full"}),
+                ("ZMz", "1x4", {**SHARED, **ONE_KEY_HEAD}, {"zero": 1}),
                 ("(H-)x2", "2x1x2", FACTORS, {**STAGES, **SPLIT, "zero": 1, "recompute": "full"}),
                 ("H-", "data=1,context=2,model=2", FACTORS, {"recompute": "selective", "zero": 3}),
                 ("MH-", "2x2", {"lora_rank": 3}, {**SPLIT, "recompute": "full"}),

@@ -103,6 +103,16 @@ QWEN3_NEXT = {
     "num_experts_per_tok": 3,
 }
 
+ZAMBA2 = {
+    "num_key_value_heads": 6,
+    "mamba_d_state": 10,
+    "mamba_d_conv": 3,
+    "mamba_ngroups": 2,
+    "n_mamba_heads": 4,
+    "adapter_rank": 3,
+    "chunk_size": 7,
+}
+
 CASES = {
     "mamba2": Case("mamba2", base=OF_MAMBA2),
     "mamba2, three taps, limited, tied": Case(
@@ -144,6 +154,29 @@ CASES = {
     "falcon_h1, normalized": Case(
         "falcon_h1",
         {**STATE_SPACE, "mamba_d_ssm": None, "mamba_rms_norm": True, "mamba_norm_before_gate": False, "head_dim": 10},
+    ),
+    "zamba2": Case(
+        "zamba2",
+        {
+            **ZAMBA2,
+            "layers_block_type": ["linear_attention", "hybrid", "hybrid", "linear_attention", "hybrid"],
+            "num_hidden_layers": 5,
+            "num_mem_blocks": 2,
+            "use_shared_attention_adapter": True,
+            "use_mem_rope": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+            "time_step_min": 0.4,
+        },
+    ),
+    "zamba2, one block, grouped keys": Case(
+        "zamba2",
+        {
+            **ZAMBA2,
+            "layers_block_type": ["hybrid", "linear_attention", "hybrid"],
+            "num_hidden_layers": 3,
+            "num_key_value_heads": 2,
+            "num_mem_blocks": 1,
+        },
     ),
     "granitemoehybrid": Case(
         "granitemoehybrid",

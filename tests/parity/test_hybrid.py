@@ -10,13 +10,16 @@ from mtjax.config import Config
 from mtjax.convert.families.registry import FAMILIES
 from mtjax.convert.parameters import parameters_of
 from mtjax.convert.table import name_of
-from tests.models.test_hybrid import EXPERTS, FACTORS, QWEN3_NEXT, hybrid_config
+from tests.models.test_hybrid import EXPERTS, FACTORS, QWEN3_NEXT, SHARED, hybrid_config
 from tests.parity.compare import assert_next_token_parity, shaken
 from tests.parity.trees import nested
 
 pytest.importorskip("torch", reason="needs the extra parity: pip install '.[parity]'")
 transformers = pytest.importorskip("transformers", reason="needs the extra parity: pip install '.[parity]'")
 pytestmark = pytest.mark.torch
+
+
+ONE_BLOCK: dict[str, Any] = {"num_kv_heads": 2, "block_attention_adapters": False, "position": "none"}
 
 
 def theirs(config: Config) -> Any:
@@ -29,7 +32,13 @@ def theirs(config: Config) -> Any:
     return shaken(lambda: getattr(transformers, f"{kind}ForCausalLM")(made))
 
 
-KINDS = {"mamba2": "Mamba2", "nemotron_h": "NemotronH", "falcon_h1": "FalconH1", "qwen3_next": "Qwen3Next"}
+KINDS = {
+    "mamba2": "Mamba2",
+    "nemotron_h": "NemotronH",
+    "falcon_h1": "FalconH1",
+    "qwen3_next": "Qwen3Next",
+    "zamba2": "Zamba2",
+}
 
 
 def model_type(config: Config) -> str:
@@ -37,6 +46,8 @@ def model_type(config: Config) -> str:
         return "qwen3_next"
     if "H" in config.model.layer_pattern:
         return "falcon_h1"
+    if "Z" in config.model.layer_pattern:
+        return "zamba2"
     return "mamba2" if set(config.model.layer_pattern) == {"M"} else "nemotron_h"
 
 
@@ -44,7 +55,7 @@ def as_ours(named: Mapping[str, np.ndarray], config: Config) -> dict[str, Any]:
     """transformers' tensors under our names and in our shapes, by the table of the conversion."""
     files = {}
     for name, array in named.items():
-        if name.startswith("model.") and model_type(config) not in ("falcon_h1", "qwen3_next"):
+        if name.startswith("model.") and model_type(config) in ("mamba2", "nemotron_h"):
             name = name.replace("model.", "backbone.", 1)
         head, is_of_experts, matrix = name.rpartition("experts.")
         if is_of_experts and "shared" not in head:  # one tensor of all in memory, one for each in files
@@ -70,6 +81,8 @@ def as_ours(named: Mapping[str, np.ndarray], config: Config) -> dict[str, Any]:
         ("MM", "1x1", {"ssm_heads": 8}),
         pytest.param("MM", "1x2", {"ssm_heads": 8, "ssm_groups": 1}, marks=pytest.mark.long),
         ("M-M*-", "2x2", {"sequence_parallel": True}),
+        ("MZMzZ", "2x2", {**SHARED, "sequence_parallel": True, "ssm_rate_floor": 0.001}),
+        pytest.param("ZMZ", "1x1", {**SHARED, **ONE_BLOCK, "ssm_rate_floor": 0.3}, marks=pytest.mark.long),
         ("H-", "1x2", {**FACTORS, "position": "rope", "attention_scale": 0.3, "sequence_parallel": True}),
         ("GE*-", "1x2", {**QWEN3_NEXT, "sequence_parallel": True}),
         pytest.param(

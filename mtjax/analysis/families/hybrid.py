@@ -1,15 +1,19 @@
 """Hybrid models: GPT's embedding and head, and a stack for each kind of layers."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
 
 from mtjax.analysis.anatomy import Anatomy, Stack
 from mtjax.analysis.families.decoder import decoder, feed_forward, mlp, self_attention
 from mtjax.analysis.parts.delta_net import DeltaNet
 from mtjax.analysis.parts.mamba import Mamba
 from mtjax.analysis.parts.part import Norms, Part
+from mtjax.analysis.parts.shared_block import Block, BlockAttention, BlockMLP, Projection
 from mtjax.config import Model
 from mtjax.config.adapters import adapter_rank
-from mtjax.config.layer_pattern import SIDE_BY_SIDE
+from mtjax.config.layer_pattern import SHARED, SIDE_BY_SIDE
+from mtjax.config.shared_blocks import num_blocks
 from mtjax.layout.stacks import stacks_of
 
 PARTS: Mapping[str, Callable[[Model, str], Part]] = {
@@ -24,9 +28,23 @@ PARTS: Mapping[str, Callable[[Model, str], Part]] = {
 
 def hybrid(model: Model) -> Anatomy:
     """Builds the anatomy of a hybrid model."""
-    kinds = {SIDE_BY_SIDE: ("mamba", "attention")}
-    stacks = (
-        Stack.of(stack, model, *(PARTS[mixer](model, stack.path) for mixer in kinds.get(stack.path, (stack.path,))))
-        for stack in stacks_of(model)
-    )
-    return decoder(model, tuple(stacks))
+    blocks = _block_parts(model) if num_blocks(model) else ()
+
+    def parts(kind: str) -> tuple[Part, ...]:
+        if kind in SHARED.values():
+            return *blocks, Projection(model.hidden_size, model.sequence_length), PARTS["mamba"](model, kind)
+        mixers = ("mamba", "attention") if kind == SIDE_BY_SIDE else (kind,)
+        return tuple(PARTS[mixer](model, kind) for mixer in mixers)
+
+    stacks = (Stack.of(stack, model, *parts(stack.path)) for stack in stacks_of(model))
+    anatomy = decoder(model, tuple(stacks))
+    own = (Block(f"block_{n + 1}", blocks, keeps_embeddings=n == 0) for n in range(num_blocks(model)) if blocks)
+    return replace(anatomy, embed=(*anatomy.embed, *own))
+
+
+def _block_parts(model: Model) -> tuple[BlockAttention, BlockMLP]:
+    """Returns what a layer computes with a shared block."""
+    attention: Any = PARTS["attention"](model, "")
+    low = model.block_rank if model.block_attention_adapters else 0
+    inner: Any = PARTS["mlp"](model, "")
+    return BlockAttention(**vars(attention), low=low), BlockMLP(**vars(inner), low=model.block_rank)

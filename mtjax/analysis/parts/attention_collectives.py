@@ -34,9 +34,10 @@ def context_collectives(stream: ResidualStream, *, has_narrow_values: bool = Fal
     """
     if stream.across is None:
         return []
-    recomputed, hops = f"recomputed_layers*{stream.turns}", "(context_ways - 1)"
+    layers, hops = f"{stream.side}layers", "(context_ways - 1)"
+    recomputed = f"{stream.side}recomputed_layers*{stream.turns}"
     # XLA: the backward pass's first transfer is the recompute's last, but for layers in groups.
-    sent_before = "(recomputed_layers - grouped_layers)"
+    sent_before = f"({stream.side}recomputed_layers - {stream.side}grouped_layers)"
     both = [(1, "rank_key_width"), (1, "rank_value_width")] if has_narrow_values else [(2, "rank_key_width")]
     lines: list[Expectation] = []
 
@@ -58,7 +59,7 @@ def context_collectives(stream: ResidualStream, *, has_narrow_values: bool = Fal
             line(LAYER_FORWARD, "collective-permute", count, elements, f"{what}, ring steps", **settings)
             count = f"{permutes}*{recomputed}"
             line(LAYER_RECOMPUTE, "collective-permute", count, elements, f"{what}, ring steps", **settings)
-            count = f"{arrays}*({hops}*layers - {sent_before})*{stream.turns}"
+            count = f"{arrays}*({hops}*{layers} - {sent_before})*{stream.turns}"
             line(LAYER_BACKWARD, "collective-permute", count, elements, f"{what}, ring steps", **settings)
         why, dtype = "gradients of keys and values", "compute" if stream.across.sends_rounded else "float32"
         for arrays, width in both:
@@ -66,7 +67,7 @@ def context_collectives(stream: ResidualStream, *, has_narrow_values: bool = Fal
             line(LAYER_BACKWARD, "collective-permute", count, local, f"{why}, ring steps", dtype=dtype)
             line(LAYER_BACKWARD, "collective-permute", f"{arrays}*{stream.times}", local, f"{why}, back to their rank")
         return lines
-    why, count = "gradients of keys and values", f"(layers - {sent_before})*{stream.turns}"
+    why, count = "gradients of keys and values", f"({layers} - {sent_before})*{stream.turns}"
     for arrays, width in both:
         every = f"context_ways*batch*sequence*{width}"
         line(LAYER_FORWARD, "all-gather", f"{arrays}*{stream.forward_times}", every, "keys and values")

@@ -8,6 +8,7 @@ t tensor parallel degree, c bytes of an element. A product [m,k] x [k,n] costs 2
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from mtjax.analysis.contract import Expectation
 from mtjax.analysis.parts.loop import Loop
@@ -258,9 +259,17 @@ class Part:
     Defaults are those of a component without any; subclasses override what they have.
     """
 
+    reduces_output: ClassVar[bool] = True
+    """Whether tensor parallel ranks add up the output of a layer's component."""
+
     @property
     def weights(self) -> list[Weight]:
         """Its parameters; of a layer's component, those of one layer."""
+        return []
+
+    @property
+    def shared_weights(self) -> list[Weight]:
+        """Parameters that a layer's component reads, and that are outside the layers, as several read them."""
         return []
 
     @property

@@ -51,7 +51,7 @@ HYBRID = frozenset(
     {
         *("layer_pattern", "ssm_heads", "ssm_head_dim", "ssm_state", "ssm_groups", "ssm_conv", "ssm_rate_floor"),
         *("ssm_chunk", "ssm_norm", "ssm_scales", "ssm_output_scale", "attention_output_gate"),
-        *("attention_output_scale", "mlp_gate_scale", "mlp_output_scale"),
+        *("attention_output_scale", "mlp_gate_scale", "mlp_output_scale", "block_rank", "block_attention_adapters"),
     }
 )
 """Settings of hybrid models, which others refuse likewise."""

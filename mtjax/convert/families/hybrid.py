@@ -47,6 +47,11 @@ def _floor(values: Json) -> Settings:
     return {"ssm_rate_floor": float(low)}
 
 
+FLOOR = Part(
+    ("time_step_min",),
+    lambda values: {"ssm_rate_floor": 0.0 if values["time_step_min"] <= NO_FLOOR else values["time_step_min"]},
+    lambda model: {"time_step_min": model.ssm_rate_floor or NO_FLOOR},
+)
 LIMIT = Part(("time_step_limit",), _floor, lambda model: {"time_step_limit": [model.ssm_rate_floor, math.inf]})
 
 
@@ -212,11 +217,7 @@ NEMOTRON_H = decoder(
         ssm_groups="n_groups",
         ssm_conv="conv_kernel",
     ),
-    Part(
-        ("time_step_min",),
-        lambda values: {"ssm_rate_floor": 0.0 if values["time_step_min"] <= NO_FLOOR else values["time_step_min"]},
-        lambda model: {"time_step_min": model.ssm_rate_floor or NO_FLOOR},
-    ),
+    FLOOR,
     INITIAL,
     unused("residual_in_fp32", "expand", "time_step_limit", "num_logits_to_keep", "use_mamba_kernels"),
     unused(

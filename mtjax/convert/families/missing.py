@@ -6,7 +6,6 @@ _REASONS = {
     "some of its layers have a recurrence other than Mamba-2 instead of attention": (
         "falcon_mamba jamba mamba recurrent_gemma rwkv xlstm zamba"
     ),
-    "several of its layers share one block, which reads the embeddings beside the hidden states": "zamba2",
     "some of its layers have linear attention": (
         "bailing_hybrid kimi_linear lara_mini minimax olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text "
         "qwen4_exp qwen4_exp_text"

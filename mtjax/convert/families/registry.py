@@ -61,6 +61,7 @@ from mtjax.convert.families.qwen import QWEN2, QWEN3
 from mtjax.convert.families.qwen3_next import QWEN3_NEXT
 from mtjax.convert.families.roberta import ROBERTA, XLM_ROBERTA
 from mtjax.convert.families.t5 import MT5, T5, UMT5
+from mtjax.convert.families.zamba2 import ZAMBA2
 from mtjax.errors import UserError
 
 _ALL = (
@@ -73,7 +74,7 @@ _ALL = (
     *(PERSIMMON, BIOGPT, GPT_BIGCODE, CODEGEN, GPT_NEO, OPENAI_GPT, SARVAM_MLA),
     *(GLM4_MOE, GLM4_MOE_LITE, SOLAR_OPEN, SARVAM_MOE, MINIMAX_M2, EXAONE_MOE, MELLUM, FLEX_OLMO, HUNYUAN_V1_MOE),
     *(FLINT, HY_V3, GRANITEMOESHARED, GRANITE_SWA, GRANITEMOE_SWA, ERNIE4_5_MOE),
-    *(MAMBA2, NEMOTRON_H, BAMBA, GRANITEMOEHYBRID, FALCON_H1, QWEN3_NEXT),
+    *(MAMBA2, NEMOTRON_H, BAMBA, GRANITEMOEHYBRID, FALCON_H1, QWEN3_NEXT, ZAMBA2),
     *(BERT, MEGATRON_BERT, ROBERTA, XLM_ROBERTA, DISTILBERT, MODERNBERT, T5, MT5, UMT5),
 )
 FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _ALL}

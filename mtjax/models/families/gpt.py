@@ -56,6 +56,7 @@ class Decoder(nnx.Module):
         self.rotary, self.query_scale = _rotary(model)
         recompute = Recompute.of(config.training)
         stack = partial(Stack, dtype=dtype, recompute=recompute, parallel=config.parallel)
+        self.dtype = dtype
         self._draw_stacks(model, stack, stack_key)
         self.embedding_norm = make_norm(model, dtype) if model.embedding_norm else None
         # Post-LN layers normalize the residual stream themselves.
@@ -69,7 +70,6 @@ class Decoder(nnx.Module):
         self.rate, self.scale = model.hidden_dropout, model.embedding_scale
         self.method: ContextMethod = config.parallel.context_method
         self.expert_dispatch: ExpertDispatch = config.parallel.expert_dispatch
-        self.dtype = dtype
 
     def _draw_stacks(self, model: Model, stack: Callable[..., Stack], key: Array) -> None:
         """Draws the layers. A stack has layers of one kind; models with dense layers and layers with experts have

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 
 from mtjax.config import Model
 from mtjax.config.adapters import adapters_of
-from mtjax.config.layer_pattern import SIDE_BY_SIDE
+from mtjax.config.layer_pattern import SHARED, SIDE_BY_SIDE
 from mtjax.models.mixers.attention import SelfAttention
 from mtjax.models.mixers.mixer import Mixer
 from mtjax.models.mixers.mlp import MLP
@@ -17,6 +17,7 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "mamba": ("mamba",),
     SIDE_BY_SIDE: ("mamba", "attention"),
     "delta": ("delta",),
+    **dict.fromkeys(SHARED.values(), ("mamba",)),
     "attention": ("attention",),
     "mlp": ("mlp",),
     "experts": ("experts",),

@@ -1,0 +1,220 @@
+"""Shared blocks of hybrid models (`mtjax.models.shared_block`): what a layer computes with a block, and the blocks.
+
+A layer's components have the layer's own weights, its adapters; the weights of the blocks are outside the layers. r is
+the rank of the adapters.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from mtjax.analysis.contract import LAYER_BACKWARD, LAYER_RECOMPUTE, Expectation
+from mtjax.analysis.parts.attention import Attention
+from mtjax.analysis.parts.attention_collectives import context_collectives
+from mtjax.analysis.parts.mlp import MLP
+from mtjax.analysis.parts.part import (
+    Elementwise,
+    Part,
+    Product,
+    ResidualStream,
+    Weight,
+    over_model,
+    weight,
+)
+from mtjax.analysis.parts.sublayer import (
+    adapter_saved_bytes,
+    local_gradient_sums,
+    stream_bytes,
+    sublayer_collectives,
+    sublayer_saved_bytes,
+)
+from mtjax.config.adapters import RANK
+from mtjax.layout.plan import Plan
+
+EMBEDDED = "embeddings that shared blocks read"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockAttention(Attention):
+    """A norm of hidden states and embeddings side by side, and attention, with a layer's adapters of query, key and
+    value; `hidden` is the width of the output, half of that of the input."""
+
+    low: int
+    """Rank of the adapters; 0 without any."""
+
+    @property
+    def weights(self) -> list[Weight]:
+        if not self.low:
+            return []
+        rank, parts = {RANK: self.low}, {"qkv": 3}
+        return [
+            weight("attention_adapter.a", {"embed": 2 * self.hidden, **parts, **rank}),
+            weight("attention_adapter.b", {**parts, **rank, "heads": self.heads, "head_dim": self.head_dim}),
+        ]
+
+    @property
+    def shared_weights(self) -> list[Weight]:
+        fields: dict[str, Any] = {**vars(self), "hidden": 2 * self.hidden}
+        del fields["low"]
+        *own, output = Attention(**fields).weights
+        return [*own, replace(output, shape=(*output.shape[:-1], self.hidden))]
+
+    @property
+    def elementwise(self) -> Elementwise:
+        return replace(super().elementwise, stream=2 * self.tokens * self.hidden)
+
+    def products(self, tensor_degree: int = 1) -> list[Product]:
+        key_size = max(self.kv_heads, tensor_degree) * self.head_dim
+        width = (self.query_size + 2 * key_size) / tensor_degree
+        into = Product(self.tokens, 2 * self.hidden, width)
+        return [
+            *_adapter(self.tokens, 2 * self.hidden, 3 * self.low, self.low, width),
+            into,
+            Product(self.tokens, self.query_size / tensor_degree, self.hidden),
+        ]
+
+    def saved_bytes(self, plan: Plan) -> Mapping[str, float]:
+        return {**super().saved_bytes(plan), **adapter_saved_bytes(self.low, 3, 0, self.tokens, plan)}
+
+    def backward_peak_bytes(self, plan: Plan) -> float:
+        """Returns those of attention, and the wider input, with its gradient."""
+        return super().backward_peak_bytes(plan) + 2 * stream_bytes(self.tokens, self.hidden, plan)
+
+    def symbols(self, plan: Plan) -> Mapping[str, int]:
+        return {**super().symbols(plan), "block_rank": self.low}
+
+    def collectives(self, stream: ResidualStream) -> list[Expectation]:
+        lines = _wide_input(sublayer_collectives(stream, "attention of a shared block"))
+        lines += _adapter_gradients(stream, 3 if self.low else 0, "query, key and value of a shared block")
+        lines += context_collectives(stream)
+        if stream.shares_heads:
+            why = "gradients of replicated key and value heads of a shared block"
+            lines.append(local_gradient_sums(stream, f"{stream.side}layers*4*key_width*hidden", why))
+        return [*lines, *_norm_gradients(stream, 2 * self.norm.count)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockMLP(MLP):
+    """A norm and a gated MLP, with a layer's adapter, whose gate and up have one A."""
+
+    low: int
+    """Rank of the adapter."""
+
+    @property
+    def weights(self) -> list[Weight]:
+        rank = {RANK: self.low}
+        gate = {"gate": 2} if self.is_gated else {}
+        return [
+            weight("mlp_adapter.a", {"embed": self.hidden, **rank}),
+            weight("mlp_adapter.b", {**rank, **gate, "mlp": self.inner}),
+        ]
+
+    @property
+    def shared_weights(self) -> list[Weight]:
+        return super().weights
+
+    def products(self, tensor_degree: int = 1) -> list[Product]:
+        outer = self.inputs * self.inner / tensor_degree
+        return [*_adapter(self.tokens, self.hidden, self.low, self.low, outer), *super().products(tensor_degree)]
+
+    def saved_bytes(self, plan: Plan) -> Mapping[str, float]:
+        return {**super().saved_bytes(plan), **adapter_saved_bytes(self.low, 1, 0, self.tokens, plan)}
+
+    def symbols(self, plan: Plan) -> Mapping[str, int]:
+        return {"block_rank": self.low}
+
+    def collectives(self, stream: ResidualStream) -> list[Expectation]:
+        lines = sublayer_collectives(stream, "the MLP of a shared block")
+        lines += _adapter_gradients(stream, 1, "the MLP of a shared block")
+        return [*lines, *_norm_gradients(stream, self.norm.count)]
+
+
+@dataclass(frozen=True)
+class Projection(Part):
+    """The replicated product of a shared block's output, before it is added to the input of Mamba-2."""
+
+    hidden: int
+    tokens: int
+    """Of a sample."""
+    reduces_output: ClassVar[bool] = False
+
+    @property
+    def weights(self) -> list[Weight]:
+        return [weight("projection.weight", {"embed": self.hidden, "features": self.hidden})]
+
+    @property
+    def elementwise(self) -> Elementwise:
+        return Elementwise(stream=self.tokens * self.hidden)
+
+    def products(self, tensor_degree: int = 1) -> list[Product]:
+        return [Product(self.tokens, self.hidden, self.hidden, is_repeated=True)]
+
+    def saved_bytes(self, plan: Plan) -> Mapping[str, float]:
+        return sublayer_saved_bytes(self.tokens, self.hidden, plan)
+
+    def backward_peak_bytes(self, plan: Plan) -> float:
+        return 2 * stream_bytes(self.tokens, self.hidden, plan) / (plan.mesh.model if plan.splits_stream else 1)
+
+    def collectives(self, stream: ResidualStream) -> list[Expectation]:
+        """Returns the sum of the gradients that each rank computed from its tokens, with sequence parallelism."""
+        if not stream.split:
+            return []
+        # In the compute dtype, as the matmul that computes them.
+        why = "gradients of the projection behind a shared block, from a rank's tokens"
+        return [over_model(LAYER_BACKWARD, "all-reduce", stream.times, "hidden*hidden", why, pooled=True)]
+
+
+@dataclass(frozen=True)
+class Block(Part):
+    """The weights of a shared block, which is outside the layers, and the embeddings that layers read."""
+
+    name: str
+    parts: tuple[BlockAttention, BlockMLP]
+    keeps_embeddings: bool
+    """Whether the embeddings count here: of one of the blocks."""
+
+    @property
+    def weights(self) -> list[Weight]:
+        own = [weight for part in self.parts for weight in part.shared_weights]
+        return [replace(weight, name=f"{self.name}.{weight.name}") for weight in own]
+
+    def saved_bytes(self, plan: Plan) -> Mapping[str, float]:
+        """Returns the bytes of the embeddings and of the sum of their gradients."""
+        attention, _ = self.parts
+        each = stream_bytes(attention.tokens, attention.hidden, plan) / (plan.mesh.model if plan.splits_stream else 1)
+        return {EMBEDDED: 2 * each} if self.keeps_embeddings else {}
+
+
+def _adapter(tokens: float, inner: float, low: float, rank: float, outer: float) -> list[Product]:
+    """Returns the matmuls of a layer's adapter, whose A has `low` outputs; none where `rank` is 0."""
+    sizes = ((inner, low), (rank, outer)) if rank else ()
+    return [Product(tokens, *size, is_adapter=True) for size in sizes]
+
+
+def _wide_input(lines: list[Expectation]) -> list[Expectation]:
+    """Doubles what is sent of a sublayer's input, and of its gradient, in the lines of `sublayer_collectives`."""
+
+    def is_of_input(line: Expectation) -> bool:
+        return line.why.startswith(("before", "f before", "input gradient"))
+
+    return [replace(line, elements=f"2*{line.elements}") if is_of_input(line) else line for line in lines]
+
+
+def _adapter_gradients(stream: ResidualStream, count: int, name: str) -> list[Expectation]:
+    """Returns the sums of partial gradients between the two matmuls of so many adapters."""
+    if not count:
+        return []
+    why = f"gradient in the adapters of {name}"
+    elements = f"{count}*batch*sequence*block_rank"
+    settings: dict[str, object] = {"pooled": True, "also": LAYER_RECOMPUTE}
+    return [over_model(LAYER_BACKWARD, "all-reduce", stream.times, elements, why, **settings)]
+
+
+def _norm_gradients(stream: ResidualStream, vectors: int) -> list[Expectation]:
+    """Returns the sum of the gradients of a block's norm, with sequence parallelism."""
+    if not stream.split or not vectors:
+        return []
+    # XLA: once a step, or in each layer that reads the block where these are in a loop.
+    every = f"{stream.turns}*{stream.side}layers*{vectors}*hidden"
+    line = local_gradient_sums(stream, every, "norms of shared blocks, once for all layers or in each")
+    return [replace(line, count="1", sent=f"{vectors}*hidden")]

@@ -1,0 +1,167 @@
+"""Shared blocks of hybrid models (Zamba2, arXiv 2411.15242): attention and an MLP that several Mamba-2 layers run.
+
+A block reads the hidden states and the embeddings side by side. What it computes enters the layer's Mamba-2, through a
+product of the layer's own, but not the residual stream. Its weights are one copy, outside the stacks of layers; each
+layer adds low-rank adapters of its own to them.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jaxtyping import Float
+
+from mtjax.config import Model
+from mtjax.config.adapters import RANK, LoraConfig
+from mtjax.config.sizes import head_dim, mlp_size, num_kv_heads
+from mtjax.models.layer import Layer
+from mtjax.models.layer_context import LayerContext
+from mtjax.models.linear import Linear, constant, scaled
+from mtjax.models.lora import Adapter, first_factor, gather_sequence_shared
+from mtjax.models.mixers.attention import SelfAttention
+from mtjax.models.mixers.mixer import State
+from mtjax.models.mixers.mlp import MLP
+from mtjax.models.norms import make_norm
+from mtjax.models.project import project
+
+BLOCK = "block_"
+"""Prefix of the names of the blocks, which count from 1."""
+_KEY = 2**31 - 1
+"""Folded into the key of the layers, for the blocks' initial values."""
+_SITE = 0
+"""Dropout site of the adapters' inputs, which have no dropout."""
+
+
+def draw_blocks(model: Model, count: int, dtype: jax.typing.DTypeLike, key: Array) -> dict[str, "SharedBlock"]:
+    """Draws so many blocks, by the names of their parameters; `key` is that of the layers."""
+    keys = jax.random.split(jax.random.fold_in(key, _KEY), count)
+    return {f"{BLOCK}{number}": SharedBlock(model, dtype, key=own) for number, own in enumerate(keys, 1)}
+
+
+class SharedBlock(nnx.Module):
+    """Attention and an MLP, each behind a norm, without residual additions."""
+
+    def __init__(self, model: Model, dtype: jax.typing.DTypeLike, *, key: Array) -> None:
+        """Draws the parameters."""
+        attention_key, mlp_key = jax.random.split(key)
+        self.attention_norm = make_norm(_wide(model), dtype)
+        self.attention = BlockAttention(model, key=attention_key)
+        self.mlp_norm = make_norm(model, dtype)
+        self.mlp = BlockMLP(model, output_std=model.init_std, key=mlp_key)
+
+    def __call__(
+        self, x: Float[Array, "batch act_seq embed"], context: LayerContext, state: State
+    ) -> tuple[Float[Array, "batch act_seq embed"], State]:
+        """Runs the block for the context's layer; `state` is the KV cache of that layer."""
+        assert context.shared is not None
+        with jax.named_scope(self.attention.scope):
+            both = jnp.concatenate([x, context.shared.embedded.astype(x.dtype)], -1)
+            x, state = self.attention(self.attention_norm(both), context, state)
+        with jax.named_scope(self.mlp.scope):
+            return self.mlp(self.mlp_norm(x), context, None)[0], state
+
+
+class BlockAttention(SelfAttention):
+    """Self-attention whose input is twice as wide as its output, with the adapters of a layer."""
+
+    def __init__(self, model: Model, *, key: Array) -> None:
+        """Draws the parameters."""
+        super().__init__(_wide(model), output_std=model.init_std, key=key)
+        heads, embed = {"heads": model.num_heads, "head_dim": head_dim(model)}, {"embed": model.hidden_size}
+        output_key = jax.random.split(key)[1]
+        self.output = Linear(heads, embed, std=model.init_std, bias=False, sequence="act_seq", key=output_key)
+
+    def project_in(self, x: Array, context: LayerContext) -> tuple[Array, Array, Array]:
+        """See `SelfAttention.project_in`."""
+        adapter = _adapter(context, "attention_adapter")
+        if adapter is None:
+            return super().project_in(x, context)
+        for_product, for_adapter = gather_sequence_shared(x, _LOW, context, _SITE)
+        qkv: Any = self.qkv  # a `FusedQKV`: there are as many key heads as query heads
+        return qkv.split(qkv.product(for_product) + adapter(for_adapter))
+
+
+class BlockMLP(MLP):
+    """An MLP with the adapter of a layer."""
+
+    def project_up(self, x: Array, context: LayerContext) -> Array:
+        """See `MLP.project_up`."""
+        for_product, for_adapter = gather_sequence_shared(x, _LOW, context, _SITE)
+        return self.up(for_product) + _adapter(context, "mlp_adapter")(for_adapter)
+
+
+class UpAdapter(nnx.Module):
+    """`(x A) B` of a gated MLP's first product, of which gate and up have one A, and each a B, 0 at first."""
+
+    def __init__(self, model: Model, *, key: Array) -> None:
+        """Draws A."""
+        rank = {RANK: model.block_rank}
+        self.a = first_factor({"embed": model.hidden_size, **rank}, model.hidden_size, key)
+        self.b = constant(0.0, {**rank, "gate": 2, "mlp": mlp_size(model)})
+
+    def __call__(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq 2 mlp"]:
+        """Computes what is added to the product."""
+        low = project(x, self.a[...], None, (RANK,), "seq")
+        return project(low, self.b[...], None, ("gate", "mlp"), save_for_backward=False)
+
+
+class SharedLayer(Layer):
+    """A Mamba-2 layer that reads a shared block, with its adapters of the block and its product behind it."""
+
+    def __init__(self, model: Model, dtype: jax.typing.DTypeLike, *, kind: str, key: Array) -> None:
+        """Draws the parameters of a layer of a kind in `mtjax.config.layer_pattern.SHARED`."""
+        super().__init__(model, dtype, kind=kind, key=key)
+        self.block = int(kind.rpartition("_")[2]) - 1
+        attention_key, mlp_key, projection_key = jax.random.split(jax.random.fold_in(key, _KEY), 3)
+        heads = {"qkv": 3, "heads": model.num_heads, "head_dim": head_dim(model)}
+        low = _LOW._replace(rank=model.block_rank)
+        self.attention_adapter = (
+            Adapter({"embed": 2 * model.hidden_size}, heads, low, key=attention_key)
+            if model.block_attention_adapters
+            else None
+        )
+        self.mlp_adapter = UpAdapter(model, key=mlp_key)
+        width = model.hidden_size
+        # `features`, as a matrix has `embed` once.
+        self.projection = Linear(
+            {"embed": width},
+            {"features": width},
+            std=model.init_std,
+            bias=False,
+            sequence="act_seq",
+            key=projection_key,
+        )
+
+    def __call__(
+        self, x: Float[Array, "batch act_seq embed"], context: LayerContext, states: Any
+    ) -> tuple[Float[Array, "batch act_seq embed"], dict[str, State] | None]:
+        """See `Layer.__call__`; the states are those of the block's attention and of Mamba-2."""
+        assert context.shared is not None
+        before, mamba = states or {}, getattr(self, self.mixers[0])
+        own = dataclasses.replace(context, shared=dataclasses.replace(context.shared, layer=self))
+        read, cache = context.shared.blocks[self.block](x, own, before.get("attention"))
+        with jax.named_scope("projection"):
+            read = self.projection(read)
+        with jax.named_scope(mamba.scope):
+            mixed, state = mamba(self.normalize("mamba_norm", x + read), context, before.get("mamba"))
+            x = self.add(x, scaled(mixed, self.output_scales["mamba"]), mamba, context)
+        return x, None if state is None else {"attention": cache, "mamba": state}
+
+
+_LOW = LoraConfig(1, 1.0, 0.0)
+"""Adapters without scale and dropout; of a model's rank."""
+
+
+def _adapter(context: LayerContext, name: str) -> Any:
+    """Returns an adapter of the layer that runs a block; None where it has none."""
+    assert context.shared is not None
+    return getattr(context.shared.layer, name)
+
+
+def _wide(model: Model) -> Model:
+    """Returns the settings of what reads hidden states and embeddings side by side."""
+    widths = {"head_dim": head_dim(model), "num_kv_heads": num_kv_heads(model)}
+    return dataclasses.replace(model, hidden_size=2 * model.hidden_size, **widths)
