@@ -17,6 +17,7 @@ from mtjax.config.positions import check_positions
 from mtjax.config.prediction_checks import check_prediction
 from mtjax.config.retro import check_retro_run
 from mtjax.config.run import Config
+from mtjax.config.shared_blocks import block_letters
 from mtjax.config.sizes import (
     GATED,
     decoder_layers,
@@ -54,6 +55,11 @@ def validate(config: Config) -> None:
         raise UserError(
             f"mlp_gate_scale is {config.model.mlp_gate_scale:g}, and activation {config.model.activation} has no gate: "
             f"use one of {', '.join(GATED)}, or remove mlp_gate_scale"
+        )
+    if block_letters(config.model) and config.model.activation not in GATED:
+        raise UserError(
+            f"layer_pattern {config.model.layer_pattern!r} has shared blocks, whose MLP has a gate, and activation "
+            f"{config.model.activation} has none: use one of {', '.join(GATED)}"
         )
     check_retro_run(config)
     check_recompute(config.model, config.training)

@@ -55,8 +55,8 @@ class Model:
     layer_pattern: str = ""
     """hybrid: kind of each layer, in Megatron's letters (--hybrid-layer-pattern): M Mamba-2, G a gated delta net,
     * attention, - an MLP, E experts; and H, Mamba-2 and attention side by side, Z and z, Mamba-2 that reads the first
-    or the second shared block. (M-M*-)x4 repeats the letters in parentheses four times. Each layer has one sublayer,
-    and num_layers is the number of letters."""
+    or the second shared block. (M-M*-)x4 repeats the letters in parentheses four times. Each letter is a layer,
+    and num_layers is their number."""
     num_layers: int = at_least(1, 24, most=LAYERS)
     """Number of transformer layers."""
     hidden_size: int = at_least(1, 1024, most=WIDTH)

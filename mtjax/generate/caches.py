@@ -1,4 +1,4 @@
-"""What a model keeps of each sequence in generation: KV caches of attention layers, states of state-space layers."""
+"""What a model keeps of each sequence in generation: KV caches of attention, recurrent states."""
 
 from functools import partial
 from typing import Any, Literal

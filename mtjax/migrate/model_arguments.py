@@ -185,7 +185,7 @@ _KINDS = (
     same("--mamba-num-groups", "ssm_groups", default=8),
     always("--disable-mamba-mem-eff-path", "the scan is always recomputed in the backward pass", default=False),
     none("--mamba-training-ssm-states-dtype", "states are float32", same=(None, "fp32")),
-    none("--linear-attention-freq", "no layer has linear attention", same=(None, 0)),
+    none("--linear-attention-freq", "scripts are not translated; hybrid models have layers G", same=(None, 0)),
     none("--experimental-attention-variant", "attention is the usual one", same=(None,)),
     none(
         "--attention-output-gate",

@@ -19,7 +19,7 @@ from mtjax.errors import UserError
         ("qwen", ""),
         ("gemma3", ": it reads more than text"),
         ("phimoe", ": its router is a sparse mixer, which scores each chosen expert apart"),
-        ("qwen3_next", ": some of its layers have linear attention"),
+        ("kimi_linear", ": some of its layers have linear attention"),
         ("apertus", ": its activation is xielu, which has trained parameters"),
     ],
 )
@@ -75,6 +75,8 @@ def test_what_a_file_lacks_is_named() -> None:
         ("opt", "_remove_final_layer_norm", True, "_remove_final_layer_norm is True, but must be False"),
         ("opt", "word_embed_proj_dim", 512, ""),
         ("qwen2", "is_causal", False, "is_causal is False, but must be True"),
+        ("qwen3_next", "hidden_act", "gelu", "hidden_act is 'gelu', but must be 'silu' or 'swish'"),
+        ("bamba", "hidden_act", "gelu", "hidden_act is 'gelu', but must be 'silu' or 'swish'"),
         ("gpt2", "is_causal", False, "is_causal is False, but must be True"),
         ("llama", "is_causal", True, ""),
         ("llama", "num_hidden_layers", 10**9, "num_hidden_layers is 1000000000, and must be between 1 and 10000"),

@@ -129,7 +129,8 @@ def gradients(config: Config, mesh: str) -> tuple[float, Any]:
 
 def _shaken(path: Any, leaf: Any) -> Any:
     """Adapters that add something, which are 0 at first."""
-    if ".lora." not in (name := jax.tree_util.keystr(path, simple=True, separator=".")):
+    name = jax.tree_util.keystr(path, simple=True, separator=".")
+    if ".lora." not in name and "_adapter." not in name:
         return leaf
     numbers = 0.05 * np.random.default_rng(len(name) + leaf.size).standard_normal(leaf.shape, np.float32)
     return jax.device_put(numbers, leaf.sharding)

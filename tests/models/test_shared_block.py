@@ -81,6 +81,7 @@ def test_layers_with_shared_blocks_are_their_formulas() -> None:
         ("MZ", {"lora_rank": 2}, r"lora_rank is 2, and shared blocks \(Z in layer_pattern 'MZ'\) do not support it"),
         ("MZ", {"num_kv_heads": 2}, "needs as many key heads as query heads, and num_kv_heads is 2 and num_heads 4"),
         ("MZ", {"qk_norm": True}, "qk_norm is True, and shared blocks"),
+        ("MZ", {"activation": "relu2"}, "has shared blocks, whose MLP has a gate, and activation relu2 has none"),
     ],
 )
 def test_what_shared_blocks_do_not_support(pattern: str, fields: dict[str, Any], why: str) -> None:

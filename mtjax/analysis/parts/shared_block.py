@@ -103,10 +103,9 @@ class BlockMLP(MLP):
     @property
     def weights(self) -> list[Weight]:
         rank = {RANK: self.low}
-        gate = {"gate": 2} if self.is_gated else {}
         return [
             weight("mlp_adapter.a", {"embed": self.hidden, **rank}),
-            weight("mlp_adapter.b", {**rank, **gate, "mlp": self.inner}),
+            weight("mlp_adapter.b", {**rank, "gate": 2, "mlp": self.inner}),
         ]
 
     @property

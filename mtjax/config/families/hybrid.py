@@ -1,4 +1,4 @@
-"""Hybrid models: Mamba-2 (arXiv 2405.21060), attention, MLPs and experts, by a pattern of layers."""
+"""Hybrid models: Mamba-2 (arXiv 2405.21060), gated delta nets, attention, MLPs and experts, by a pattern of layers."""
 
 from mtjax.config.families.family import DECODER, EXPERTS, HYBRID, LATENT, Family
 from mtjax.config.ssm import check_hybrid

@@ -151,6 +151,7 @@ FALCON_H1 = halved(
         names=Names(final_norm="final_layernorm", mlp="feed_forward", mlp_norm="pre_ff_layernorm"),
         rows=hybrid_rows("mamba", stack=SIDE_BY_SIDE),
         only={
+            "hidden_act": ("silu", "swish"),  # that of the convolutions, too
             "attention_bias": (False,),
             "mlp_bias": (False,),
             "projectors_bias": (False,),

@@ -281,7 +281,7 @@ _MAMBA_SIZES = {
     "time_step_limit": None,
 }
 _MAMBA = (_state_space("mamba_n_heads", "mamba_d_head", "mamba_expand", **_MAMBA_KEYS), LIMIT)
-_PAIRED = {"mamba_conv_bias": (True,), "mamba_proj_bias": (False,)}
+_PAIRED = {"mamba_conv_bias": (True,), "mamba_proj_bias": (False,), "hidden_act": ("silu", "swish")}
 
 BAMBA = halved(
     decoder(

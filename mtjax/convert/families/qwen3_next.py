@@ -157,6 +157,8 @@ QWEN3_NEXT = halved(
         Part((*_PATTERN_KEYS, *_EXPERTS.keys), _read_pattern, _write_pattern),
         fields(**_DELTA),
         rows=_rows,
+        # It is that of the convolutions, too, which have SiLU.
+        only={"hidden_act": ("silu", "swish")},
         # Layers of multi-token prediction, which transformers skips, too.
         ignored=lambda model: (r"mtp\..*",),
         classifies=False,
