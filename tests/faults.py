@@ -73,14 +73,14 @@ FAULTS = (
     ),
     Fault(
         "memory: the gradient of an untied embedding comes after the layers' backward pass",
-        "below = [w for part in anatomy.embed for w in part.weights if w not in tied]",
+        "below = [w for part in parts for w in part.weights if w not in tied]",
         "below = []",
         "analysis",
         "test_the_gradient_of_an_untied_embedding_comes_last",
     ),
     Fault(
         "memory: a single layer is in no loop",
-        "return saved_per_loop(stack, plan) if layers_in_chunk(stack, plan) == 1 else {}",
+        "return saved_per_loop(stack, plan) if layers_in_chunk(stack, plan) == plan.chunks == 1 else {}",
         "return {}",
         "analysis",
         "test_a_single_layer_is_read_in_place",
@@ -109,10 +109,10 @@ FAULTS = (
     ),
     Fault(
         "Retro: an answer begins within a chunk of its prompt",
-        "front = -prompt % self.model.retro_chunk",
-        "front = 0",
-        "finetune",
-        "test_rows_are_laid_out_as_generation_reads_them",
+        "return -prompt % chunk",
+        "return 0",
+        "retrieval",
+        "test_neighbours_are_in_the_chunks",
     ),
     Fault(
         "Retro: the chunks of a row after its first answer's read nothing",
@@ -271,8 +271,8 @@ FAULTS = (
     ),
     Fault(
         "neighbours: passages are read by the first chunk of the answer alone",
-        "[line[PASSAGES]] * (num_chunks(model) - read)",
-        "[line[PASSAGES]]",
+        "neighbours[first_with_passages(len(ids), model.retro_chunk) :] = self._tokens_of",
+        "neighbours[first_with_passages(len(ids), model.retro_chunk)] = self._tokens_of",
         "retrieval",
         "test_neighbours_are_in_the_chunks",
     ),

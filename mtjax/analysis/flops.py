@@ -138,12 +138,13 @@ def repeated_flops(stack: Stack, tensor_degree: int) -> float:
 
 
 def frozen_outside_flops(anatomy: Anatomy) -> float:
-    """Returns the FLOPs outside the layers that frozen tables omit, for a sample: those of weight gradients, unless of
-    a task's head, and before the first layer also of input gradients."""
+    """Returns the FLOPs outside the layers that frozen weights omit, for a sample: those of weight gradients, and
+    before the first layer also of input gradients. A task's head is trained."""
     if is_trainable(anatomy.model, "embedding"):
         return 0.0
-    below, head = (sum(p.flops for part in parts for p in part.products()) for parts in (anatomy.embed, anatomy.head))
-    return 2 * below + (head if anatomy.model.head == "language" else 0.0)
+    above = [part for part in anatomy.head if not any(is_trainable(anatomy.model, w.name) for w in part.weights)]
+    below, head = (sum(p.flops for part in parts for p in part.products()) for parts in (anatomy.embed, above))
+    return 2 * below + head
 
 
 def outside_again(anatomy: Anatomy, plan: Plan) -> float:

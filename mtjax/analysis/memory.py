@@ -16,6 +16,7 @@ from mtjax.analysis.model_states import bytes_per_parameter, gradient_bytes, mod
 from mtjax.analysis.optimizer import point_bytes, states_on_device, streamed_bytes
 from mtjax.analysis.parts.attention import ATTENTION_OUTPUT, PROBABILITIES, QUERY_KEY_VALUE
 from mtjax.analysis.parts.prediction import INPUTS_AHEAD
+from mtjax.analysis.parts.shared_block import Block
 from mtjax.analysis.parts.sublayer import NORM_INPUTS
 from mtjax.analysis.prediction import recomputed_predictors
 from mtjax.analysis.schedules import megatron_in_flight, slots
@@ -157,11 +158,12 @@ def stage_memory(anatomy: Anatomy, plan: Plan, stage: int = 0) -> Memory:
 def _gradients_below(anatomy: Anatomy, plan: Plan) -> float:
     """Returns the bytes of gradients that only the layers' backward pass leads to: of an output table's own embeddings,
     and of positions. A tied table has a gradient from the loss, and so have tables that multi-token prediction or a
-    second stack reads."""
+    second stack reads; that of a shared block grows through the layers' backward pass."""
     if anatomy.predictors is not None or len(anatomy.sections) > 1:
         return 0.0
     tied = anatomy.embed[0].weights if output_is_tied(anatomy.model) else []
-    below = [w for part in anatomy.embed for w in part.weights if w not in tied]
+    parts = [part for part in anatomy.embed if not isinstance(part, Block)]
+    below = [w for part in parts for w in part.weights if w not in tied]
     trainable = [w for w in below if is_trainable(anatomy.model, w.name)]
     held, trained = (counts_of(weights, plan.layout(anatomy.model), plan.mesh) for weights in (below, trainable))
     return model_states(plan, held, trained, plan.zero_degree).gradients
@@ -364,11 +366,12 @@ def _jax_workspace(stack: Stack, plan: Plan, kinds: Mapping[str, float]) -> floa
 
 
 def _read_in_place(stack: Stack, plan: Plan) -> Mapping[str, float]:
-    """Returns the saved activations, by kind, of a single layer, which no loop copies: {} where there are several, and
-    without what is recomputed. Layers of multi-token prediction are single ones."""
+    """Returns the saved activations, by kind, of a single layer, which no loop copies: {} where there are several, also
+    as chunks of an interleaved pipeline, and without what is recomputed. Layers of multi-token prediction are single
+    ones."""
     if isinstance(stack, Predictors):
         return {} if recomputed_predictors(stack, plan) else layer_activations(stack, plan)
-    return saved_per_loop(stack, plan) if layers_in_chunk(stack, plan) == 1 else {}
+    return saved_per_loop(stack, plan) if layers_in_chunk(stack, plan) == plan.chunks == 1 else {}
 
 
 def peak_stage_memory(anatomy: Anatomy, plan: Plan) -> Memory:

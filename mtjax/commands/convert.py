@@ -183,7 +183,8 @@ def run(options: Options) -> None:
         print(f"next    {_NEXT[to_kind].format(target_path)}{_expert_parallelism(source, to_kind, options.expert)}")
     elif to_kind == "mtjax":
         print(f"note    {describe_continued_training(source.origin.config.model)}")
-        print(f"next    mtjax train --config {target_path / 'config.toml'} --init-from {target_path} --data TEXT")
+        more = " --neighbours PREFIX" if source.origin.config.model.family == "retro" else ""
+        print(f"next    mtjax train --config {target_path / 'config.toml'} --init-from {target_path} --data TEXT{more}")
 
 
 def _with_or_without_encoder(source: "Source", options: Options) -> "Source":

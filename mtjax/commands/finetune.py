@@ -10,6 +10,7 @@ from mtjax.cli import Command, argument, parse, run_main, typed_options
 from mtjax.config import Config, replace
 from mtjax.config.common import COMMON_FINETUNING
 from mtjax.config.families import is_decoder, kind_of
+from mtjax.config.retro import shortest_text, text_step
 from mtjax.errors import UserError
 from mtjax.finetune.options import CHAT, DECIDED, DEFAULTS, DESCRIPTION, LONGEST_CHATS, Options
 from mtjax.finetune.tasks.registry import TASKS
@@ -123,10 +124,13 @@ def base_config(start: Config, words: Sequence[str]) -> Config:
     model = model_of(init_from, "--init-from", hints_of(argument(words, "--mesh") or config.parallel.mesh))
     overrides = {
         name: getattr(config.model, name)
-        for name in ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "retro_frozen", "retro_reads")
+        for name in ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "retro_frozen")
     }
+    overrides["retro_reads"] = True  # the rows decide it when they are read
     if argument(words, "--task") == CHAT:
-        overrides["sequence_length"] = min(model.sequence_length, LONGEST_CHATS)
+        step = text_step(model)
+        longest = max(LONGEST_CHATS // step * step, shortest_text(model))
+        overrides["sequence_length"] = min(model.sequence_length, longest)
     model = dataclasses.replace(model, **overrides)
     return dataclasses.replace(config, model=model)
 

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from mtjax.config import Config, Parallel, from_dict, replace, validate
+from mtjax.config import Config, Model, from_dict, replace, validate
 from mtjax.config.families.family import RETRO as RETRO_SETTINGS
 from mtjax.config.retro import is_added
 from mtjax.convert.parameters import Parameter, parameters_of
@@ -45,23 +45,30 @@ class RetroSource:
         given = tables.get("model", {})
         if given.get("family", "retro") != "retro":
             raise UserError(f"{file} has the family {given['family']}, and --with-encoder makes a retro: change it")
-        for name in given.keys() - RETRO_SETTINGS - {"family", "vocab_multiple"}:
+        for name in sorted(given.keys() - RETRO_SETTINGS - {"family", "vocab_multiple"}):
             theirs, ours = getattr(gpt, name), getattr(wanted.model, name)
             if theirs != ours:
                 raise UserError(
                     f"{file} has {name} {ours}, and the weights of the gpt have {theirs}: remove it from the file, of "
                     "which only retro settings are needed"
                 )
+        if not wanted.model.retro_final_norm:
+            raise UserError(
+                f"{file} has retro_final_norm false, and the gpt has a final norm, which would be lost: remove it from "
+                "the file"
+            )
         own = {name: getattr(wanted.model, name) for name in RETRO_SETTINGS}
-        config = replace(origin.config, **{**own, **of_decoder(gpt), "family": "retro"})
-        validate(config)
+        # Of a run only the model is kept: how it was trained may not go along with a retro.
+        plain = dataclasses.replace(Config(), model=gpt)
+        own |= {"attention": Model().attention}
+        self._config = replace(plain, **{**own, **of_decoder(gpt), "family": "retro"})
+        validate(self._config)
         self._source, self._seed = source, wanted.training.seed
-        self._config: Config = dataclasses.replace(config, parallel=Parallel())
-        self.parameters: Mapping[str, Parameter] = parameters_of(config)
+        self.parameters: Mapping[str, Parameter] = parameters_of(self._config)
         added = [parameter for name, parameter in self.parameters.items() if is_added(name.split("."))]
         count = sum(parameter.nbytes // 4 * (parameter.num_layers or 1) for parameter in added)
         note = f"{count:,} parameters of the encoder and chunked cross-attention are drawn with seed {self._seed}"
-        self.origin = dataclasses.replace(origin, config=config, notes=(*origin.notes, note), hugging_face={})
+        self.origin = dataclasses.replace(origin, config=self._config, notes=(*origin.notes, note), hugging_face={})
 
     def slices(self, parameter: Parameter) -> Iterator[np.ndarray]:
         """Yields the parameter layer by layer."""

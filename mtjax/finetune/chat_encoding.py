@@ -38,12 +38,12 @@ class EncodedSample:
     Attributes:
       ids: int32 [tokens].
       trained: bool [tokens]: whether the loss includes the token.
+      passages: of a Retro: their tokens, int32 [neighbours, tokens], which `mtjax.finetune.passages` lays out.
     """
 
     ids: np.ndarray
     trained: np.ndarray
     passages: np.ndarray | None = None
-    """Of a Retro: tokens of the passages, int32 [neighbours, tokens], which `mtjax.finetune.passages` lays out."""
 
     def begins(self, other: "EncodedSample") -> bool:
         """Returns whether the other sample begins with this one, up to its last trained token."""

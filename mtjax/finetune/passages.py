@@ -1,10 +1,5 @@
-"""Rows of a Retro with passages: laid out in chunks as `mtjax generate` does it, and packed so that each begins with a
-chunk.
-
-The layout of a row with passages (arXiv 2310.07713 has the same, with two long chunks): ends of documents fill the
-prompt up in front until its last chunk is complete, so the answer begins with a chunk. The last chunk of the prompt and
-all behind it have the passages as neighbours, the chunks before it neighbours of padding. A row without passages is a
-GPT's: its tokens read nothing.
+"""Rows of a Retro with passages: laid out in chunks as `mtjax.data.neighbours.given` says, and packed so that each
+begins with a chunk. A row without passages is a GPT's: its tokens read nothing.
 """
 
 from collections.abc import Sequence
@@ -15,6 +10,7 @@ import numpy as np
 from mtjax.config import Model
 from mtjax.config.retro import neighbour_length
 from mtjax.data import Tokenizer
+from mtjax.data.neighbours.given import ends_in_front, first_with_passages, tokens_of_texts
 from mtjax.data.samples.sample import Sample
 from mtjax.errors import UserError
 from mtjax.finetune.chat_encoding import EncodedSample
@@ -40,23 +36,14 @@ class PassageEncoder:
         Raises:
           UserError: there are more passages than the model reads, or the prompt has no tokens.
         """
-        most, length, eod = self.model.retro_num_neighbours, neighbour_length(self.model), self.tokenizer.eod
-        if len(passages) > most:
-            raise UserError(
-                f"there are {len(passages)} passages, and the model reads {most} (retro_num_neighbours): give at most "
-                "as many"
-            )
         prompt = int(sample.trained.argmax())
         if not prompt:
             raise UserError("the prompt has no tokens, and reads passages: give it at least one")
-        tokens = np.full((most, length), eod, np.int32)
-        for number, text in enumerate(passages):
-            ids = self.tokenizer.encode(text)
-            if len(ids) > length:
-                remarks.add(f"have a passage of more than {length} tokens, which is truncated to so many")
-            tokens[number, : min(len(ids), length)] = ids[:length]
-        front = -prompt % self.model.retro_chunk
-        ids = np.concatenate([np.full(front, eod, np.int32), sample.ids])
+        tokens, is_cut = tokens_of_texts(passages, self.model, self.tokenizer)
+        if is_cut:
+            remarks.add(f"have a passage of more than {tokens.shape[1]} tokens, which is truncated")
+        front = ends_in_front(prompt, self.model.retro_chunk)
+        ids = np.concatenate([np.full(front, self.tokenizer.eod, np.int32), sample.ids])
         return EncodedSample(ids, np.concatenate([np.zeros(front, bool), sample.trained]), tokens)
 
 
@@ -78,8 +65,7 @@ class PackedPassages(PackedChats):
         for chat in (self.chats[number] for number in self.packs[index]):
             size = len(chat.ids) - 1
             if chat.passages is not None:
-                # The token before the first that is trained ends the prompt's last chunk.
-                first = (at + int(chat.trained.argmax()) - 1) // chunk
+                first = at // chunk + first_with_passages(int(chat.trained.argmax()), chunk)
                 neighbours[first : (at + self.room(chat)) // chunk] = chat.passages
                 # As in a sample of its own, the tokens before the end of its first chunk read nothing.
                 reads[at + chunk - 1 : at + size] = 1

@@ -82,7 +82,7 @@ class JsonLines:
         """Texts written since the start."""
         self._lines = ['{"prompt": ""}'] * source if isinstance(source, int) else read_lines(source)
         self._numbers = [number for number, text in enumerate(self._lines) if text.strip()]
-        self._prompts = {number: self._line(number, 0, self._lines[number]).identity for number in self._numbers}
+        self.prompts = {number: self._line(number, 0, self._lines[number]).identity for number in self._numbers}
 
     @classmethod
     def of(
@@ -133,11 +133,6 @@ class JsonLines:
         self._progress.__exit__(*error)
         self._file.close()
 
-    @property
-    def left(self) -> int:
-        """How many texts the output does not have yet."""
-        return self._total - len(self._done)
-
     def remaining(self) -> Iterator[Line]:
         """Yields the texts that the output does not have yet, in the order of the input."""
         for number in self._numbers:
@@ -163,9 +158,9 @@ class JsonLines:
         """
         for (number, sample), (prompt, settings) in self._done.items():
             where, has = f"{self._source}:{number + 1}", f"{self._target} has a text"
-            if number not in self._prompts:
+            if number not in self.prompts:
                 raise UserError(f"{has} for {where}, which has no prompt: {NEXT_STEP}")
-            expected, line_settings = self._prompts[number]
+            expected, line_settings = self.prompts[number]
             if prompt != expected:
                 raise UserError(
                     f"{has} for the prompt {shortened(prompt)!r}, and {where} has {shortened(expected)!r}: {NEXT_STEP}"

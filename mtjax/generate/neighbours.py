@@ -18,6 +18,8 @@ from jax.sharding import reshard
 
 from mtjax.config.retro import neighbour_length, num_chunks
 from mtjax.config.sizes import padded_vocab_size
+from mtjax.data.neighbours.given import ends_in_front, first_with_passages, tokens_of_texts
+from mtjax.data.progress import say
 from mtjax.errors import UserError, shortened
 from mtjax.generate.completion import Completion
 from mtjax.generate.engine import sampling_batch, to_tokens
@@ -44,12 +46,14 @@ class Reading:
       neighbours: of all chunks of the context, int32[chunks, k, r]; those of a retriever are filled in as they are
         found. None where the model reads none.
       without: documents that a retriever leaves out.
+      front: ends of documents in front of the prompt, which are no part of it.
       sources: what it found for each chunk so far.
     """
 
     ids: list[int]
     neighbours: np.ndarray | None
     without: frozenset[int] = frozenset()
+    front: int = 0
     sources: list[list[Source]] = field(default_factory=list)
 
 
@@ -95,6 +99,7 @@ class NeighbourWriter:
         longest, vocab = self._config.sequence_length, padded_vocab_size(self._config)
         self._tokens, self._counts = np.zeros((rows, longest), np.int32), np.zeros((rows, vocab), np.int32)
         self._idle = sampling_batch(Sampling(), logprobs=False)
+        self._has_cut = False
 
     def read(self, prompt: Sequence[int], line: Mapping[str, Any]) -> Reading:
         """Returns a prompt's tokens and the neighbours of all chunks.
@@ -141,9 +146,9 @@ class NeighbourWriter:
                 raise UserError(
                     f'"passages" is {shortened(line[PASSAGES])}, and must be a list of texts: ["one", "two"]'
                 )
-            ids = [self._model.tokenizer.eod] * (-len(ids) % model.retro_chunk) + ids
-            read = len(ids) // model.retro_chunk - 1
-            return Reading(ids, self._texts_of([[]] * read + [line[PASSAGES]] * (num_chunks(model) - read)))
+            front, neighbours = ends_in_front(len(ids), model.retro_chunk), self._texts_of([])
+            neighbours[first_with_passages(len(ids), model.retro_chunk) :] = self._tokens_of(line[PASSAGES])
+            return Reading([self._model.tokenizer.eod] * front + ids, neighbours, front=front)
         by_chunk = line[NEIGHBOURS]
         is_list = isinstance(by_chunk, list) and all(_are_texts(each) for each in by_chunk)
         if not is_list:
@@ -160,14 +165,15 @@ class NeighbourWriter:
         model, tokenizer = self._config, self._model.tokenizer
         out = np.full((num_chunks(model), model.retro_num_neighbours, neighbour_length(model)), tokenizer.eod, np.int32)
         for chunk, texts in enumerate(by_chunk):
-            if len(texts) > model.retro_num_neighbours:
-                raise UserError(
-                    f"there are {len(texts)} texts for a chunk, and the model reads {model.retro_num_neighbours} "
-                    "(retro_num_neighbours): give at most as many"
-                )
-            for number, text in enumerate(texts):
-                tokens = tokenizer.encode(text)[: out.shape[-1]]
-                out[chunk, number, : len(tokens)] = tokens
+            out[chunk] = self._tokens_of(texts)
+        return out
+
+    def _tokens_of(self, texts: Sequence[str]) -> np.ndarray:
+        """Returns the tokens of a chunk's texts; says the first time that one is truncated."""
+        out, is_cut = tokens_of_texts(texts, self._config, self._model.tokenizer)
+        if is_cut and not self._has_cut:
+            say(f"a given text has more than {out.shape[-1]} tokens and is truncated: the model reads so many of each")
+        self._has_cut |= is_cut
         return out
 
     def _documents(self, line: Mapping[str, Any]) -> frozenset[int]:
@@ -206,7 +212,7 @@ class NeighbourWriter:
     def _begin(self, row: int, completion: Completion, reading: Reading) -> _Row:
         self._tokens[row], self._counts[row] = 0, 0
         self._tokens[row, : len(reading.ids)] = reading.ids
-        self._counts[row, np.unique(reading.ids)] = IN_PROMPT
+        self._counts[row, np.unique(reading.ids[reading.front :])] = IN_PROMPT
         return _Row(completion, reading, sampling_batch(completion.request.sampling, completion.request.logprobs))
 
     def _retrieve(self, running: Mapping[int, _Row], retriever: Retriever) -> None:

@@ -2,9 +2,10 @@
 
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from functools import partial
+from typing import Any
 
 from mtjax.data.progress import say
 from mtjax.errors import UserError, shortened
@@ -93,20 +94,27 @@ class _Job:
             facts |= {"without_document": options.without_document} if options.without_document else {}
             facts |= {"sources": True} if options.sources else {}
         keys = (NEIGHBOURS, PASSAGES, WITHOUT)
-        with JsonLines.of(options, self._model, options.samples, keys, facts) as lines:
-            writer = self._writer(lines.left)
+        lines = JsonLines.of(options, self._model, options.samples, keys, facts)
+        # Before the output is opened, which --overwrite empties: the documents to leave out, and every line.
+        writer = self._writer(options.samples * len(lines.prompts))
+        for number, (prompt, settings) in lines.prompts.items():
+            self._read(writer, number, prompt, settings)
+        with lines:
             writer.run(self._texts(lines, writer))
         say(f"{lines.written:,} texts added to {options.output}")
 
     def _texts(self, lines: JsonLines, writer: NeighbourWriter) -> Iterator[Text]:
         for line in lines.remaining():
-            try:
-                reading = writer.read(self._model.prompt_ids(line.prompt), line.settings)
-            except UserError as e:
-                raise UserError(f"{self._options.input}:{line.number + 1}: {e}") from e
+            reading = self._read(writer, line.number, line.prompt, line.settings)
             completion = self._completion(reading, line.sampling, line.stops)
             completion.on_end = partial(self._write, lines, line, completion, reading)
             yield completion, reading
+
+    def _read(self, writer: NeighbourWriter, number: int, prompt: str, settings: Mapping[str, Any]) -> Reading:
+        try:
+            return writer.read(self._model.prompt_ids(prompt), settings)
+        except UserError as e:
+            raise UserError(f"{self._options.input}:{number + 1}: {e}") from e
 
     def _write(self, lines: JsonLines, line: Line, completion: Completion, reading: Reading) -> None:
         record = completion.record(logprobs=self._options.logprobs)

@@ -102,7 +102,11 @@ _PRECISION = (
     ),
     none("--fp8-margin", "scales let the largest value just fit"),
     none("--fp8-interval", "scales are updated in every step"),
-    always("--fp8-param-gather", "on with --fp8 delayed; other recipes gather in --compute-dtype", default=False),
+    always(
+        "--fp8-param-gather",
+        "on with --fp8 delayed and no layers in bf16; else gathered in --compute-dtype",
+        default=False,
+    ),
     *(none(f"--fp4-{name}", "matmuls run in --compute-dtype: no FP4") for name in ("format", "recipe", "param-gather")),
     equal(
         "--first-last-layers-bf16",

@@ -233,7 +233,13 @@ def _header_of(prefix: str) -> tuple[Path, Header] | None:
 
 def _of_run(path: Path, header: Header) -> _Opened:
     """Opens the database in which the neighbours of a run were searched: its training documents."""
-    corpora = [IndexedDataset(each["name"]) for each in header.database]
+    try:
+        corpora = [IndexedDataset(each["name"]) for each in header.database]
+    except UserError as e:
+        raise UserError(
+            f"{e}; {path} names the corpora as they were typed: run the command where mtjax data neighbours was run, "
+            "or name the corpora with --retrieve"
+        ) from e
     for corpus, each in zip(corpora, header.database, strict=True):
         if corpus.content() != each["content"]:
             raise UserError(

@@ -11,7 +11,7 @@ from jaxtyping import Float
 
 from mtjax.sharding.axes import spec
 from mtjax.sharding.float8 import E4M3, QuantizedWeight, quantized
-from mtjax.sharding.param_comm import ReplicatedParam, ShardedParam
+from mtjax.sharding.param_comm import ReplicatedParam, ShardedParam, gather
 from mtjax.sharding.param_specs import ParamSpec
 from mtjax.sharding.reduction import NO_REDUCTION, Reduction, zeros_like_reduced
 
@@ -54,7 +54,7 @@ class Float8Reduction(Reduction):
         masters = jax.tree.map(lambda leaf: leaf.master if is_pair(leaf) else leaf, parameters, is_leaf=is_pair)
 
         def one(record: ParamSpec, leaf: Any, wrapped: Any) -> Any:
-            return self._quantized(record, leaf, wrapped) if is_pair(leaf) else wrapped
+            return self._quantized(record, _of_all_layers(record, leaf), wrapped) if is_pair(leaf) else wrapped
 
         return jax.tree.map(one, self.records, parameters, super().wrap(masters))
 
@@ -70,3 +70,11 @@ class Float8Reduction(Reduction):
         zeros = zeros_like_reduced(wrapped.shape, wrapped, record, NO_REDUCTION)
         weight = QuantizedWeight(pair.values, wrapped.dtype.name)
         return ReplicatedParam(weight, zeros, spec(*record.layer_axes), NO_REDUCTION)
+
+
+def _of_all_layers(record: ParamSpec, pair: MasterAndValues) -> MasterAndValues:
+    """Gathers the 8 bits where ZeRO-1 gives ranks different layers, as a loop over layers reads all of them."""
+    if record.gather_dtype is None or record.is_sharded_within_layers:
+        return pair
+    kind = jnp.dtype(E4M3).name
+    return replace(pair, values=gather(ShardedParam(pair.values, record.axes, record.grad_reduction, kind, kind)))

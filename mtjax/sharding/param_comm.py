@@ -73,8 +73,8 @@ class ShardedParam:
     gather_dtype: str
     """Type in which it is gathered: the compute type for matrices, or 8 bits for quantized ones."""
     dtype: str
-    """Type of the gathered parameter, and of its gradient. For a layer's matrices it is `gather_dtype`, so that no
-    second copy is saved."""
+    """Type of the gathered parameter, and of its gradient. For a layer's matrices that are not quantized it is
+    `gather_dtype`, so that no second copy is saved."""
     keep_for_backward: bool = False
     """Whether it is gathered once for both passes."""
     cast: tuple[Any, ...] = ()
@@ -126,7 +126,7 @@ class AccumulateInto:
 
 
 def is_wrapped(x: Any) -> bool:
-    """Returns whether `x` is a wrapped parameter, which `materialize` turns into an array."""
+    """Returns whether `x` is a wrapped parameter, which `materialize` unwraps."""
     return isinstance(x, ReplicatedParam | ShardedParam | NoGrad)
 
 
@@ -138,12 +138,12 @@ def communicated(leaf: Any) -> ShardedParam | ReplicatedParam | None:
 
 
 def materialize(module: T) -> T:
-    """Replaces every wrapped parameter of a module, or of any tree, by an array that products can use."""
+    """Replaces every wrapped parameter of a module, or of any tree, by what products use."""
     return jax.tree.map(_resolve, module, is_leaf=is_wrapped)
 
 
 def _resolve(leaf: Any) -> Any:
-    """Returns a wrapped parameter as an array; any other leaf unchanged."""
+    """Returns a wrapped parameter as an array or a `QuantizedWeight`; any other leaf unchanged."""
     match leaf:
         case NoGrad(parameter):
             return _resolve(parameter)

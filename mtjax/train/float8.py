@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.sharding import Mesh
+from jax.sharding import Mesh, reshard
 
 from mtjax.config import Config
 from mtjax.config.float8 import STATE, quantizes_once
@@ -154,10 +154,14 @@ def _with_weight_scales(parameters: Tree) -> Tree:
         return after
     state = parameters[STATE]
     matrices = [after["weight"]] if "weight" in after else [after[name]["weight"] for name in JOINED]
-    largest = jnp.stack([jnp.max(jnp.abs(m), axis=tuple(range(1, m.ndim))) for m in matrices]).max(0)
+    known = state["scale"][..., 1]
+    # ZeRO-1 may shard weights along `layers`, and never scales.
+    place = jax.typeof(known).sharding.spec
+    each = [reshard(jnp.max(jnp.abs(m), axis=tuple(range(1, m.ndim))), place) for m in matrices]
+    largest = jnp.stack(each).max(0)
     scale = power_of_two(fitting_exponent(largest, E4M3))
     # Of padding layers, whose weights are 0, the state remains 0.
-    fitted = jnp.where(largest > 0, scale, state["scale"][..., 1])
+    fitted = jnp.where(largest > 0, scale, known)
     return {**after, STATE: {**state, "scale": state["scale"].at[..., 1].set(fitted)}}
 
 

@@ -23,5 +23,5 @@ def layer_factors(record: ParamSpec, decay: float, model: Model, orders: Orders)
     return (decay ** (num_layers - numbers)).astype(np.float32).reshape(-1, *(1,) * (len(record.shape) - 1))
 
 
-BELOW = ("embedding", "positions", "token_types")
+BELOW = ("embedding", "positions", "token_types", "project_in")
 """Prefixes of the names of parameters below the layers."""

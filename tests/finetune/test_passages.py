@@ -140,7 +140,7 @@ def test_without_passages_rows_are_packed_as_a_gpts(tokenizer) -> None:
         ({"passages": "one"}, r'has passages one, which must be a list of texts: \["one", "two"\]'),
         ({"passages": ["one", 2]}, "has passages .*, which must be a list of texts"),
         ({"neighbours": [["one"]]}, "has neighbours, which mtjax finetune does not read: give passages"),
-        ({"passages": ["a", "b", "c"]}, "there are 3 passages, and the model reads 2 .retro_num_neighbours."),
+        ({"passages": ["a", "b", "c"]}, "there are 3 texts for a chunk, and the model reads 2 .retro_num_neighbours."),
         ({"passages": ["a"], "prompt": ""}, "the prompt has no tokens, and reads passages"),
         (
             {

@@ -203,6 +203,10 @@ def test_lower_layers_learn_more_slowly():
         np.testing.assert_array_equal(factors("stack.layers.mlp.up.bias")[:, 0], expected)
         assert factors("embedding") == factors("positions") == 0.5**5
         assert factors("head.classifier.weight") == factors("final_norm.scale") == 1.0
+    program = program_of("1x1", head="classification", num_layers=4, embedding_size=24)
+    records = {record.name: record for record in jax.tree.leaves(program.records)}
+    for name, expected in (("project_in.weight", 0.5**5), ("project_out.weight", 1.0)):
+        assert layer_factors(records[name], 0.5, program.config.model, program.layer_orders) == expected
 
 
 def test_layers_with_experts_count_on_from_those_without():

@@ -181,7 +181,7 @@ def test_flash_attention_is_refused_with_its_reason():
     ("fields", "message"),
     [
         ({"family": "bert", "position": "alibi"}, "position is 'alibi', and the family bert supports learned or rope"),
-        ({"norm_placement": "post"}, "norm_placement is 'post', and the family gpt supports pre or output or sandwich"),
+        ({"norm_placement": "before"}, "norm_placement is 'before'"),
         ({"family": "bert", "num_token_types": -1}, "num_token_types is -1"),
         ({"family": "bert", "norm_placement": "post", "embedding_norm": True}, "norm on the embeddings already"),
         ({"norm_placement": "output", "first_attention_norm": False}, "needs norm_placement pre"),

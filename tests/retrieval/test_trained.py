@@ -148,7 +148,11 @@ def test_a_gpt_becomes_the_decoder_of_a_new_retro(folder: Path, capsys: Any) -> 
     gpt, back = folder / "a-gpt", folder / "from-gpt"
     assert convert(["--from", f"mtjax:{folder / 'run'}", "--to", f"mtjax:{gpt}", "--without-encoder"]) == 0
     file = folder / "retro.toml"
-    wrong = {"num_layers = 4": "num_layers 4, and the weights of the gpt have 3", 'family = "bert"': "the family bert"}
+    wrong = {
+        "num_layers = 4": "num_layers 4, and the weights of the gpt have 3",
+        'family = "bert"': "the family bert",
+        "retro_final_norm = false": "has a final norm, which would be lost",
+    }
     for line, message in wrong.items():
         file.write_text(f"[model]\n{line}\n")
         assert convert(["--from", f"mtjax:{gpt}", "--to", f"mtjax:{back}", "--with-encoder", str(file)]) == 2
@@ -295,7 +299,7 @@ def test_a_corpus_by_itself_is_searched_whole(folder: Path, tmp_path: Path) -> N
     stored = str(folder / "corpus.embeddings.npy")
     words = ["--queries", stored, "--embeddings", stored, "--nearest", "2", "--output", str(tmp_path / "near.npy")]
     assert data(["data", "neighbours", *words]) == 0
-    found, wanted = retriever_of(folder, "corpus", rows=64), np.load(tmp_path / "near.npy")
+    found, wanted = retriever_of(folder, "corpus", rows=16), np.load(tmp_path / "near.npy")
     chunks = found.database.chunks
     pieces = [chunks.tokens(number) for number in range(len(chunks))]
     own = chunks.documents(np.arange(len(chunks)))
@@ -378,11 +382,12 @@ def test_retrieved_neighbours_are_those_that_could_be_given(folder: Path, tmp_pa
     first = found[0]["sources"][0][0]
     assert out[1].startswith(f"chunk 1 read {folder / 'corpus'}:{first['document']} from token {first['token']} (dist")
     # An output goes on with the same search only.
-    for changed in (["--retrieve", str(folder / "near"), "--sources"], []):
+    others = ((["--retrieve", str(folder / "near"), "--sources"], "was generated with"), ([], "those of --retrieve"))
+    for changed, message in others:
         files = ["--input", str(tmp_path / "found.jsonl"), "--output", str(tmp_path / "found.out")]
         texts = ["--ignore-eos", "--max-tokens", "40", "--logprobs"]
         assert generate(["--from", str(folder / "run"), *files, *texts, *changed]) == 2
-        assert "was generated with" in capsys.readouterr().err
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.long

@@ -192,6 +192,7 @@ MESHES = [
     [
         ("4x1", {"zero": 3, "num_layers": 5}),
         ("2x1", {"zero": 1, "num_layers": 5}),
+        ("3x1", {"zero": 1, "num_layers": 3, "global_batch_size": 6}),  # ranks have other layers
         ("2x2", {"zero": 2, "microbatch_size": 1, "recompute": "full"}),
         ("2x1", {"microbatch_size": 1}),
         ("1x4", {"zero": 1, "family": "llama", "num_kv_heads": 2}),

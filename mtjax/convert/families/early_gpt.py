@@ -55,6 +55,12 @@ OPENAI_GPT = decoder(
     names=Names(prefix="transformer.", embedding="tokens_embed", positions="positions_embed"),
     rows=lambda names, model: (*outside_rows(names), *LAYER),
     architecture="LMHeadModel",
+    aliases={
+        "num_hidden_layers": "n_layer",
+        "hidden_size": "n_embd",
+        "num_attention_heads": "n_head",
+        "max_position_embeddings": "n_positions",
+    },
 )
 
 LETTERS = {"global": "F", "local": "S"}
@@ -113,4 +119,5 @@ GPT_NEO = decoder(
         up="c_fc",
         down="c_proj",
     ),
+    aliases={"num_attention_heads": "num_heads", "num_hidden_layers": "num_layers"},
 )

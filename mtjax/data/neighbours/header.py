@@ -64,7 +64,8 @@ class Header:
       database: of each corpus that was searched its name, content, first document and documents.
       chunks: in the database, of whole corpora.
       neighbours: of each chunk, at most; -1 stands where fewer were found.
-      embedder: its name and a digest of its weights and of how it is used.
+      embedder: its name, a digest of its weights and of how it is used, and the files of the embeddings that were
+        searched.
       search: kind of index, and which neighbours were dropped.
       format: version.
     """
