@@ -116,7 +116,7 @@ FAULTS = (
     ),
     Fault(
         "Retro: the chunks of a row after its first answer's read nothing",
-        "neighbours[first : (at + self.room(chat)) // chunk] = chat.passages",
+        "neighbours[first : (at + self.tokens_taken(chat)) // chunk] = chat.passages",
         "neighbours[first : first + 1] = chat.passages",
         "finetune",
         "test_rows_are_laid_out_as_generation_reads_them",

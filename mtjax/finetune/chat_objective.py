@@ -86,7 +86,7 @@ class ChatFinetuning(FinetuningObjective):
         if not len(packed):
             raise UserError(f"no training row has an answer within the first {limit} tokens: raise --sequence-length")
         # Packed once with the maximum length; the sequence length is then reduced to what the packs need.
-        longest = max([packed.longest, *(packed.room(chat) for chat in held_out)])
+        longest = max([packed.longest, *(packed.tokens_taken(chat) for chat in held_out)])
         config = configs.replace(
             self.with_steps(self.with_text(config, longest, found.name, tokenizer), len(packed), folder, past),
             reset_position_ids=True,

@@ -85,16 +85,16 @@ class PackedChats:
         """
         cut = [replace(chat, ids=chat.ids[: length + 1], trained=chat.trained[: length + 1]) for chat in chats]
         cut = [chat for chat in cut if chat.trained[1:].any()]
-        return cls(cut, pack([_room(chat, step) for chat in cut], length), length, pad, step=step)
+        return cls(cut, pack([_tokens_taken(chat, step) for chat in cut], length), length, pad, step=step)
 
-    def room(self, chat: EncodedSample) -> int:
+    def tokens_taken(self, chat: EncodedSample) -> int:
         """Returns the tokens of a sequence that a conversation takes, up to where the next may begin."""
-        return _room(chat, self.step)
+        return _tokens_taken(chat, self.step)
 
     @property
     def longest(self) -> int:
         """Most tokens of a sequence, up to where another row could begin."""
-        return max((sum(self.room(self.chats[i]) for i in pack) for pack in self.packs), default=0)
+        return max((sum(self.tokens_taken(self.chats[i]) for i in pack) for pack in self.packs), default=0)
 
     def __len__(self) -> int:
         return len(self.packs)
@@ -119,9 +119,9 @@ class PackedChats:
             arrays["position_ids"][tokens], arrays["segment_ids"][tokens] = np.arange(size), segment
             arrays["padding_mask"][tokens] = 1
             mask[tokens] = chat.trained[1:]
-            at += self.room(chat)
+            at += self.tokens_taken(chat)
         return {**arrays, "loss_mask": mask}
 
 
-def _room(chat: EncodedSample, step: int) -> int:
+def _tokens_taken(chat: EncodedSample, step: int) -> int:
     return -(-(len(chat.ids) - 1) // step) * step

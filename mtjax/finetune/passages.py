@@ -66,10 +66,10 @@ class PackedPassages(PackedChats):
             size = len(chat.ids) - 1
             if chat.passages is not None:
                 first = at // chunk + first_with_passages(int(chat.trained.argmax()), chunk)
-                neighbours[first : (at + self.room(chat)) // chunk] = chat.passages
+                neighbours[first : (at + self.tokens_taken(chat)) // chunk] = chat.passages
                 # As in a sample of its own, the tokens before the end of its first chunk read nothing.
                 reads[at + chunk - 1 : at + size] = 1
-            at += self.room(chat)
+            at += self.tokens_taken(chat)
         return {**sample, NEIGHBOURS: neighbours, READS: reads}
 
 

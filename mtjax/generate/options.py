@@ -69,7 +69,7 @@ class Options:
     that mtjax data neighbours wrote: its training text, index and embedder are used. Or a corpus with the embeddings
     of mtjax data embed, which is searched exactly; may then be given several times."""
     embedder: str | None = None
-    """With --retrieve: the embedder that made the database, if it is no longer where it was: hf:DIR or a run."""
+    """With --retrieve: the embedder that made the database, if it has moved: hf:DIR or a run."""
     without_document: tyro.conf.UseAppendAction[
         Annotated[tuple[str, ...], tyro.conf.arg(metavar="[CORPUS:]NUMBER")]
     ] = ()

@@ -29,24 +29,11 @@ from mtjax.train.observability.metrics import read_metrics
 from mtjax.train.step import make_train_step
 from tests.data.corpora import write_bert_vocab
 from tests.finetune.test_chats import resumed_to_the_bit
+from tests.retrieval.test_generated import CHUNK, SETTINGS
 from tests.tiny import mesh_of, tiny_config
 
-CHUNK, LENGTH = 8, 48
-MODEL: dict[str, Any] = {
-    "family": "retro",
-    "num_layers": 3,
-    "retro_chunk": CHUNK,
-    "retro_first": 2,
-    "retro_every": 1,
-    "retro_encoder_layers": 1,
-    "sequence_length": LENGTH,
-    "hidden_dropout": 0.0,
-    "attention_dropout": 0.0,
-    "retro_encoder_dropout": 0.0,
-    "vocab_size": 71,
-    "vocab_multiple": 128,
-    "init_std": 0.3,
-}
+LENGTH = 48
+MODEL: dict[str, Any] = {**SETTINGS, "sequence_length": LENGTH}
 PASSAGES = ("two light walks never over a river", "stone stone under under the house " * 9)
 CHAT = {"task": "chat", "reset_position_ids": True, "reset_attention_mask": True}
 ROWS = [
@@ -124,7 +111,7 @@ def test_packed_rows_are_read_as_each_alone(tokenizer, placed) -> None:
         batch |= {} if neighbours is None else {"neighbours": neighbours[None]}
         alone = placed.on_mesh(logits, parameters, batch)[0]
         np.testing.assert_allclose(together[at : at + size], alone[:size], atol=2e-5)
-        at += rows.room(own)
+        at += rows.tokens_taken(own)
 
 
 def test_without_passages_rows_are_packed_as_a_gpts(tokenizer) -> None:
