@@ -141,8 +141,42 @@ def lower(fields: dict[str, Any]) -> dict[str, Any]:
     if is_decoder(program.config.model) and one_stage and not program.config.model.lora_rank:
         plain = without_training(program.config, Parallel(mesh=str(program.shape)), compute_dtype="float32")
         lowered["decode"] = Decoder.abstract(ShardedModel(plain, mesh)).lower_decode(4, 16)
-    texts = {name: hashlib.sha256(one.as_text().encode()).hexdigest() for name, one in lowered.items()}
-    return {"parameters": [jax.tree_util.keystr(p, simple=True, separator=".") for p, _ in leaves], **texts}
+    hashes = {name: program_hash(one.compiler_ir("stablehlo")) for name, one in lowered.items()}
+    return {"parameters": [jax.tree_util.keystr(p, simple=True, separator=".") for p, _ in leaves], **hashes}
+
+
+def program_hash(module: Any) -> str:
+    """Hashes the expressions that a StableHLO module returns: in whatever order its operations stand, without those
+    that nothing reads, and without the names of its functions."""
+    functions = {
+        op.attributes["sym_name"].value: op for op in module.body.operations if op.operation.name == "func.func"
+    }
+    found: dict[str, str] = {}
+
+    def digest(*parts: Any) -> str:
+        return hashlib.sha256("|".join(map(str, parts)).encode()).hexdigest()
+
+    def of_function(name: str) -> str:
+        if name not in found:
+            (region,) = functions[name].regions
+            found[name] = digest(functions[name].attributes["function_type"], of_region(region, {}))
+        return found[name]
+
+    def of_region(region: Any, outer: dict[Any, str]) -> str:
+        values, last = dict(outer), ""
+        for block in region:
+            values |= {argument: digest("argument", len(outer), i) for i, argument in enumerate(block.arguments)}
+            for op in block.operations:
+                attributes = {a: str(op.attributes[a]) for a in op.attributes}
+                if op.operation.name == "func.call":
+                    attributes = {"callee": of_function(op.attributes["callee"].value)}
+                inner = [of_region(each, values) for each in op.regions]
+                last = digest(op.operation.name, sorted(attributes.items()), *(values[v] for v in op.operands), *inner)
+                types = [str(result.type) for result in op.results]
+                values |= {result: digest(last, i, types[i]) for i, result in enumerate(op.results)}
+        return last
+
+    return of_function("main")
 
 
 def run_on_cpu(fields: dict[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,8 @@ from mtjax.config.ssm import ssm_groups
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.linear import constant
 from mtjax.models.lora import adapter_of, add_adapter, first_factor, gather_sequence_shared, lora_input_dropout
-from mtjax.models.mixers.mamba import InputProjection, Mamba, assembled_by_groups
+from mtjax.models.mixers.mamba import Mamba
+from mtjax.models.mixers.recurrent import GroupedProjection, assembled_by_groups
 from mtjax.models.project import project
 
 INPUT_SITE, OUTPUT_SITE = 10, 11
@@ -49,17 +50,16 @@ class InputAdapter(nnx.Module):
     """`scale (x A) B` of the first product: one A, as `in_proj` is one matrix elsewhere, and B in the parts of its
     weight."""
 
-    def __init__(self, inputs: InputProjection, model: Model, low: LoraConfig, *, key: Array) -> None:
+    def __init__(self, inputs: GroupedProjection, model: Model, low: LoraConfig, *, key: Array) -> None:
         """Draws A as `mtjax.models.lora.Adapter` does; B is 0."""
         self.a = first_factor({"embed": model.hidden_size, RANK: low.rank}, model.hidden_size, key)
-        parts = (inputs.gate_value, inputs.b_c, inputs.rate)
-        self.gate_value, self.b_c, self.rate = (_second_factor(part, low.rank) for part in parts)
+        self.gate_value, self.b_c, self.rate = (_second_factor(part, low.rank) for part in inputs.parts())
         self.scale, self.groups = low.scale, ssm_groups(model)
 
     def __call__(self, x: Float[Array, "b s embed"]) -> Float[Array, "b s u width"]:
         """Computes what is added to the product, in its order."""
         low = self.scale * project(x, self.a[...], None, (RANK,), "seq")
-        b = assembled_by_groups(self.gate_value[...], self.b_c[...], self.rate[...], self.groups)
+        b = assembled_by_groups((self.gate_value, self.b_c, self.rate), self.groups)
         return project(low, b, None, ("heads", None), save_for_backward=False)
 
 
