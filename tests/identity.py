@@ -146,37 +146,60 @@ def lower(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def program_hash(module: Any) -> str:
-    """Hashes the expressions that a StableHLO module returns: in whatever order its operations stand, without those
-    that nothing reads, and without the names of its functions."""
+    """Hashes the expressions that a StableHLO module returns: functions inlined, in whatever order operations and the
+    constants of loops stand, and without what nothing reads."""
     functions = {
         op.attributes["sym_name"].value: op for op in module.body.operations if op.operation.name == "func.func"
     }
-    found: dict[str, str] = {}
+    called: dict[tuple[str, ...], list[str]] = {}
 
     def digest(*parts: Any) -> str:
         return hashlib.sha256("|".join(map(str, parts)).encode()).hexdigest()
 
-    def of_function(name: str) -> str:
-        if name not in found:
-            (region,) = functions[name].regions
-            found[name] = digest(functions[name].attributes["function_type"], of_region(region, {}))
-        return found[name]
+    def call(name: str, arguments: list[str]) -> list[str]:
+        if (name, *arguments) not in called:
+            (block,) = functions[name].regions[0]
+            called[name, *arguments] = run(block, {}, arguments)
+        return called[name, *arguments]
 
-    def of_region(region: Any, outer: dict[Any, str]) -> str:
-        values, last = dict(outer), ""
-        for block in region:
-            values |= {argument: digest("argument", len(outer), i) for i, argument in enumerate(block.arguments)}
-            for op in block.operations:
-                attributes = {a: str(op.attributes[a]) for a in op.attributes}
-                if op.operation.name == "func.call":
-                    attributes = {"callee": of_function(op.attributes["callee"].value)}
-                inner = [of_region(each, values) for each in op.regions]
-                last = digest(op.operation.name, sorted(attributes.items()), *(values[v] for v in op.operands), *inner)
-                types = [str(result.type) for result in op.results]
-                values |= {result: digest(last, i, types[i]) for i, result in enumerate(op.results)}
-        return last
+    def run(block: Any, outer: dict[Any, str], arguments: list[str]) -> list[str]:
+        """Returns the hashes of what a block returns."""
+        values = outer | dict(zip(block.arguments, arguments, strict=True))
+        for op in block.operations:
+            operands, name = [values[v] for v in op.operands], op.operation.name
+            if op is block.operations[-1] or name.endswith(".return"):
+                return operands
+            if name == "func.call":
+                results = call(op.attributes["callee"].value, operands)
+            elif name == "stablehlo.while":
+                results = loop(op, values, operands)
+            else:
+                bodies = [
+                    run(inner, values, [digest("argument", name, i) for i in range(len(inner.arguments))])
+                    for region in op.regions
+                    for inner in region
+                ]
+                # Autodiff adds two cotangents in the order in which they come.
+                operands = sorted(operands) if name == "stablehlo.add" else operands
+                one = digest(name, sorted((a, str(op.attributes[a])) for a in op.attributes), operands, bodies)
+                results = [digest(one, i, result.type) for i, result in enumerate(op.results)]
+            values |= dict(zip(op.results, results, strict=True))
+        return []
 
-    return of_function("main")
+    def loop(op: Any, outer: dict[Any, str], operands: list[str]) -> list[str]:
+        """Returns the hashes of a loop's results; what its body returns unchanged is a constant of it."""
+        (condition,), (body,) = op.regions
+        *_, last = body.operations
+        fixed = [new == old for new, old in zip(last.operands, body.arguments, strict=True)]
+        places = {i: len([f for f in fixed[:i] if not f]) for i in range(len(fixed))}
+        inside = [operands[i] if fixed[i] else digest("carry", places[i]) for i in range(len(fixed))]
+        after = [run(block, outer, inside) for block in (condition, body)]
+        carried = [(operands[i], after[1][i]) for i in range(len(fixed)) if not fixed[i]]
+        return [operands[i] if fixed[i] else digest("loop", places[i], after[0], carried) for i in range(len(fixed))]
+
+    return digest(
+        call("main", [digest("main", i) for i in range(len(functions["main"].regions[0].blocks[0].arguments))])
+    )
 
 
 def run_on_cpu(fields: dict[str, Any]) -> dict[str, Any]:

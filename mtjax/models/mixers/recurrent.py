@@ -80,10 +80,10 @@ class RecurrentMixer(nnx.Module):
         del context
         return self.inputs(reshard_sequence(x, "seq"))
 
-    def project_out(self, y: Array, context: LayerContext) -> Array:
+    def project_out(self, mixed: Array, context: LayerContext) -> Array:
         """Projects [batch, seq, heads, head_dim] to the residual stream, [batch, act_seq, embed]."""
         del context
-        return self.output(y)
+        return self.output(mixed)
 
     def split(self, product: Float[Array, "b s u width"]) -> tuple[Array, ...]:
         """Takes the first product apart: the gate [b, s, u, h, p], the convolution's input [b, s, u, channels], and the
