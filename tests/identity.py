@@ -135,7 +135,7 @@ def lower(fields: dict[str, Any]) -> dict[str, Any]:
     program = make_train_step(tiny_config(**{k: v for k, v in fields.items() if k != "mesh"}), mesh)
     lowered = {"step": program.lower_step(), "initialize": program.lower_initialize(0)}
     if program.config.training.fp8 == "none":
-        lowered["evaluate"] = program.lower_evaluate()
+        lowered["evaluate"] = program.evaluation.lower()
     leaves = jax.tree_util.tree_leaves_with_path(program.abstract_parameters)
     one_stage = not {"stage", "context", "expert"} & set(program.shape.axes)
     if is_decoder(program.config.model) and one_stage and not program.config.model.lora_rank:
