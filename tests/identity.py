@@ -34,6 +34,11 @@ from tests.tiny import LATENT, MODERNBERT, mesh_of, run_steps, tiny_config
 GROUPED = {"family": "llama", "num_kv_heads": 2}
 POST = {"family": "bert", "norm_placement": "post"}
 SHORT = {"family": "t5", "decoder_sequence_length": 32}
+EXPERTS = {"family": "llama", "num_kv_heads": 4, "mlp_size": 48, "num_experts": 4}
+FIRST = EXPERTS | {"num_layers": 5, "first_dense_layers": 1}
+TURNS = EXPERTS | {"num_layers": 4, "moe_every": 2}
+BY_EXPERTS = "data=2,expert=2,model=2"
+STAGED = "data=1,stage=2,expert=2,model=2"
 
 RUNS: dict[str, dict[str, Any]] = {
     "gpt 2x4": {"mesh": "2x4"},
@@ -55,6 +60,31 @@ RUNS: dict[str, dict[str, Any]] = {
         "zero": 3,
         "recompute": "full",
     },
+    "experts behind a dense layer 2x2x2 zero 1": {"mesh": BY_EXPERTS, **FIRST, "zero": 1, "microbatch_size": 1},
+    "experts behind a dense layer 2x2 split zero 3": {"mesh": "2x2", **FIRST, "sequence_parallel": True, "zero": 3},
+    "experts behind a dense layer stages": {
+        "mesh": STAGED,
+        **(FIRST | {"first_dense_layers": 3}),
+        "layers_per_stage": (2, 3),
+        "zero": 1,
+        "recompute": "full",
+        "microbatch_size": 2,
+    },
+    "experts in turns 2x2x2 zero 2 full": {
+        "mesh": BY_EXPERTS,
+        **TURNS,
+        "zero": 2,
+        "recompute": "full",
+        "microbatch_size": 1,
+    },
+    "experts in turns 2x2 zero 3": {"mesh": "2x2", **TURNS, "zero": 3, "recompute": "selective"},
+    "experts in turns stages": {
+        "mesh": STAGED,
+        **(TURNS | {"num_layers": 6}),
+        "layers_per_stage": (2, 4),
+        "microbatch_size": 2,
+        "zero": 3,
+    },
 }
 """Name -> fields over those of `tests.tiny`: three steps on CPU devices, dropout on."""
 
@@ -68,6 +98,17 @@ PROGRAMS: dict[str, dict[str, Any]] = {
     "bert 2x4 split": {"family": "bert", "sequence_parallel": True},
     "t5 2x4": {**SHORT},
     "t5 2x4 split zero 1": {**SHORT, "sequence_parallel": True, "zero": 1},
+    "experts behind a dense layer zero 1": {"mesh": BY_EXPERTS, **FIRST, "zero": 1, "sequence_parallel": True},
+    "experts behind a dense layer one microbatch": {"mesh": BY_EXPERTS, **FIRST, "zero": 2, "microbatch_size": None},
+    "experts behind dense layers stages": {
+        "mesh": STAGED,
+        **(FIRST | {"first_dense_layers": 3}),
+        "layers_per_stage": (2, 3),
+    },
+    "experts in turns zero 1": {"mesh": BY_EXPERTS, **TURNS, "zero": 1, "recompute": "full"},
+    "experts in turns zero 3": {"mesh": BY_EXPERTS, **TURNS, "zero": 3, "sequence_parallel": True},
+    "experts in turns one microbatch": {"mesh": BY_EXPERTS, **TURNS, "zero": 2, "microbatch_size": None},
+    "experts in turns stages": {"mesh": STAGED, **TURNS, "zero": 1},
 }
 """Name -> fields over those of `tests.inspect.steps`: programs for H100s and for CPUs, compiled only."""
 

@@ -29,11 +29,6 @@ KINDS: Mapping[str, tuple[str, ...]] = {
 """Kind of layer -> its mixers, in the order in which they run."""
 
 
-def layer_kind(model: Model) -> str:
-    """Returns the kind of a decoder's layers, or of those with experts."""
-    return "transformer with experts" if model.num_experts else "transformer"
-
-
 def _attention(model: Model) -> type[Mixer]:
     is_adapted = bool(adapters_of(model, "attention"))
     if model.kv_lora_rank:
