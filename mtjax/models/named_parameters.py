@@ -30,3 +30,9 @@ def parameters_of(placed: ShardedModel, parameters: Tree) -> Tree:
         return {k: select(below, tree[k]) for k, below in wanted.items()} if isinstance(wanted, dict) else tree
 
     return select(placed.abstract_parameters, parameters)
+
+
+def replicated_names(placed: ShardedModel) -> list[str]:
+    """Returns the names of parameters that ZeRO leaves replicated because none of their dimensions is divisible."""
+    records = jax.tree.leaves(placed.records) if placed.layout.zero else []
+    return [record.name for record in records if record.grad_reduction.axes and not record.is_zero_sharded]
