@@ -850,8 +850,8 @@ FAULTS = (
     ),
     Fault(
         "offloaded moments of skipped steps move",
-        "new, *moments = precision.choose(self.finite, (new[0], after.mu[0], after.nu[0]), (p, mu, nu))",
-        "new, *moments = new[0], after.mu[0], after.nu[0]",
+        "= jax.tree.map(partial(jnp.where, self.finite), (new[0], after.mu[0], after.nu[0]), (p, mu, nu))",
+        "= new[0], after.mu[0], after.nu[0]",
         "train",
         "test_a_skipped_step_moves_no_offloaded_state",
     ),
@@ -864,8 +864,8 @@ FAULTS = (
     ),
     Fault(
         "train: a skipped step moves the optimizer's state",
-        "return precision.choose(finite, (updated, optimizer), (trainable, state.optimizer))",
-        "return precision.choose(finite, updated, trainable), optimizer",
+        "return jax.tree.map(partial(jnp.where, finite), (updated, optimizer), (trainable, state.optimizer))",
+        "return jax.tree.map(partial(jnp.where, finite), updated, trainable), optimizer",
         "train",
         "test_a_nan_of_one_replica_skips_its_step_on_all_and_no_other[float32]",
     ),
