@@ -259,7 +259,10 @@ def _peak_workspace(anatomy: Anatomy, plan: Plan) -> float:
     the decoder's saved activations are free."""
     is_interleaved = anatomy.model.moe_every > 1 or anatomy.model.layer_pattern or anatomy.model.family == "retro"
     if plan.is_staged or is_interleaved:  # layers of interleaved stacks are freed together
-        return max(_workspace(anatomy, stack, plan) for stack in anatomy.stacks)
+        # XLA: delays a layer's weight gradients, to overlap them with collectives of the layer before it.
+        waits = anatomy.model.layer_pattern and plan.mesh.model > 1
+        waiting = max(p.pending_bytes(plan) for _, p in anatomy.layer_parts()) if waits else 0.0
+        return max(_workspace(anatomy, stack, plan) for stack in anatomy.stacks) + waiting
     free, peak = 0.0, 0.0
     for stack in reversed(anatomy.stacks):
         peak = max(peak, _workspace(anatomy, stack, plan) - free)
@@ -334,9 +337,11 @@ def _workspace(anatomy: Anatomy, stack: Stack, plan: Plan) -> float:
 
 def _gathered(anatomy: Anatomy, stack: Stack, plan: Plan) -> float:
     """Returns the bytes of two layers' gathered parameters with ZeRO-3, the current and the prefetched one's, and of
-    the previous layer's gradients, whose reduction is overlapped."""
-    in_flight = plan.precision.gradients if plan.overlaps_data(anatomy.model) else 0
-    parameters = layer_counts(stack, plan.layout(anatomy.model), plan.mesh).all
+    the previous layer's gradients, whose reduction is overlapped; in a pattern, that layer may be of any kind."""
+    is_mixed = anatomy.model.layer_pattern and len(anatomy.stacks) > 1
+    in_flight = plan.precision.gradients if plan.overlaps_data(anatomy.model) or is_mixed else 0
+    before = anatomy.stacks if is_mixed else (stack,)
+    parameters = max(layer_counts(one, plan.layout(anatomy.model), plan.mesh).all for one in before)
     return 2 * layer_bytes(stack, anatomy.model, plan) + in_flight * parameters
 
 

@@ -125,10 +125,13 @@ class DeltaNet(Mamba):
         # A selection of blocks for each doubling, and two products.
         forward = 4 * (max(0, math.ceil(math.log2(chunk)) - 1) + 2) * pairs + alike
         outside = c * (inner + 2 * shared) + 2 * c * shared
+        if self.scans_in_blocks(plan):
+            # Of all blocks what they read, its gradients and those of the output; and the gate in float32.
+            outside += c * (2 * (inner + 2 * shared) + inner) + 2 * 4 * inner
         tokens, at_once = plan.local_tokens(self.tokens), self._tokens_at_once(plan)
         peak = max(loop + 4 * c * inner, solver + 3 * c * inner, forward)
-        streams = stream_bytes(self.tokens, self.hidden, plan)
-        return tokens * outside + at_once * peak + self._parameter_bytes(plan) + streams
+        gathered = (2 if plan.splits_stream else 1) * stream_bytes(self.tokens, self.hidden, plan)
+        return tokens * outside + at_once * peak + self._assembled_bytes(plan) + gathered
 
     def symbols(self, plan: Plan) -> Mapping[str, int]:
         del plan

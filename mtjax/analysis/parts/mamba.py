@@ -179,26 +179,28 @@ class Mamba(Part):
         }
 
     def backward_peak_bytes(self, plan: Plan) -> float:
-        """Returns the bytes at the gated norm, whose backward pass comes before the scan's: what the scan reads and
-        writes, and gate, values and their gradients, partly in float32.
+        """Returns the bytes at the larger of two moments, of the gated norm's backward pass and of the scan's.
 
-        XLA: the layer's parameters in the compute dtype and the accumulators of their gradients are alive, too.
+        XLA: one group is laid out with the tokens innermost, in float32 around the norm.
         """
-        c, inner, state = plan.element_bytes, self.inner / plan.mesh.model, self.model.ssm_state
-        tokens, at_once, chunk = plan.local_tokens(self.tokens), self._tokens_at_once(plan), ssm_chunk(self.model)
-        channels = inner + 2 * state * self._groups(plan.mesh.model)
-        # Gate, what passes it, values and gradients; what is before the convolution's SiLU, and after it.
-        outside = (5 * 4 + 3 * c) * inner + (4 + c) * channels
-        weights = c * chunk * self.heads / plan.mesh.model
-        states = (4 + c) * inner * state / chunk
-        streams = stream_bytes(self.tokens, self.hidden, plan)
-        return tokens * outside + at_once * (weights + states) + self._parameter_bytes(plan) + streams
+        c, degree, state = plan.element_bytes, plan.mesh.model, self.model.ssm_state
+        inner, shared, chunk = self.inner / degree, state * self._groups(degree), ssm_chunk(self.model)
+        pairs, states = chunk * self.heads / degree, inner * state / chunk
+        tokens, at_once, channels = plan.local_tokens(self.tokens), self._tokens_at_once(plan), inner + 2 * shared
+        in_blocks = at_once < tokens
+        # Of the norm: what the scan reads and writes, weights between tokens, and states.
+        norm = tokens * ((4 * 4 + 7 * c) * inner + c * channels)
+        norm += 0 if in_blocks else at_once * (c * pairs + (4 + c) * states)
+        # Of the scan: gradients of what the norm read, and its output; of the tokens at once products of B and C, too.
+        scan = tokens * c * (3 * inner + (2 * channels + inner if in_blocks else 0))
+        products = 3 * c * inner + (4 + 2 * c) * shared + 4 * chunk * shared / state
+        scan += at_once * (products + 2 * c * pairs + (8 + c) * states)
+        gathered = (2 if plan.splits_stream else 1) * stream_bytes(self.tokens, self.hidden, plan)
+        return tokens * c * channels + max(norm, scan) + self._assembled_bytes(plan) + gathered
 
-    def _parameter_bytes(self, plan: Plan) -> float:
-        """Returns the bytes of the assembled weight of the first product, and of a layer's accumulated gradients."""
-        assembled = plan.element_bytes * self.hidden * self._width(plan.mesh.model)
-        matrices = self.hidden * (self._width(plan.mesh.model) + self.inner / plan.mesh.model)
-        return assembled + (0 if plan.zero >= 2 else plan.precision.gradients * matrices)
+    def _assembled_bytes(self, plan: Plan) -> float:
+        """Returns the bytes of the assembled weight of the first product."""
+        return plan.element_bytes * self.hidden * self._width(plan.mesh.model)
 
     def state_bytes(self, tensor_degree: int, element_bytes: float) -> float:
         """Returns the bytes of the float32 state and of the convolution's last inputs."""

@@ -15,6 +15,7 @@ from jaxtyping import Float
 
 from mtjax.config import Model
 from mtjax.config.ssm import delta_chunks_at_once, ssm_chunk, ssm_groups, ssm_heads
+from mtjax.models.gradients_together import gradients_together
 from mtjax.models.kernels.convolution import causal_convolution
 from mtjax.models.kernels.delta_rule import DeltaInputs, delta_scan, delta_step
 from mtjax.models.layer_context import LayerContext
@@ -84,7 +85,7 @@ class GatedDeltaNet(nnx.Module):
             y, state = self._continue(mixed, decay, beta, context.cache_positions, state)
         y = checkpoint_name(y, ATTENTION_OUTPUT)
         with jax.named_scope("gate"):
-            y = self._gated_norm(y, gate)
+            y = self._gated_norm(*gradients_together(y, gate))
         y = y.reshape(*y.shape[:2], -1, y.shape[-1], out_sharding=spec("batch", "seq", "heads", "head_dim"))
         return self.output(y), state
 

@@ -19,6 +19,7 @@ from jaxtyping import Float
 
 from mtjax.config import Model
 from mtjax.config.ssm import chunks_at_once, ssm_chunk, ssm_groups, ssm_heads
+from mtjax.models.gradients_together import gradients_together
 from mtjax.models.kernels.convolution import causal_convolution
 from mtjax.models.kernels.ssd import HIGHEST, ScanInputs, left_behind, pass_states, scan, step
 from mtjax.models.layer_context import LayerContext
@@ -91,7 +92,7 @@ class Mamba(nnx.Module):
             y = self._add_skip(self._scan(inputs, a)[0], inputs)
         y = checkpoint_name(y, ATTENTION_OUTPUT)
         with jax.named_scope("gate"):
-            y = self._gated_norm(y, gate)
+            y = self._gated_norm(*gradients_together(y, gate))
         y = y.reshape(*y.shape[:2], -1, y.shape[-1], out_sharding=spec("batch", "seq", "heads", "head_dim"))
         return self.project_out(y, context), state
 
