@@ -20,6 +20,7 @@ from mtjax.analysis.parts.mamba import STATE_SPACE_INPUTS, STATE_SPACE_OUTPUT
 from mtjax.analysis.parts.prediction import INPUTS_AHEAD
 from mtjax.analysis.parts.shared_block import Block
 from mtjax.analysis.parts.sublayer import NORM_INPUTS
+from mtjax.analysis.pattern_memory import waiting_bytes
 from mtjax.analysis.prediction import recomputed_predictors
 from mtjax.analysis.schedules import megatron_in_flight, slots
 from mtjax.analysis.teacher_cost import forward_bytes, output_bytes, table_bytes, weight_bytes
@@ -259,10 +260,7 @@ def _peak_workspace(anatomy: Anatomy, plan: Plan) -> float:
     the decoder's saved activations are free."""
     is_interleaved = anatomy.model.moe_every > 1 or anatomy.model.layer_pattern or anatomy.model.family == "retro"
     if plan.is_staged or is_interleaved:  # layers of interleaved stacks are freed together
-        # XLA: delays a layer's weight gradients, to overlap them with collectives of the layer before it.
-        waits = anatomy.model.layer_pattern and plan.mesh.model > 1
-        waiting = max(p.pending_bytes(plan) for _, p in anatomy.layer_parts()) if waits else 0.0
-        return max(_workspace(anatomy, stack, plan) for stack in anatomy.stacks) + waiting
+        return max(_workspace(anatomy, stack, plan) + waiting_bytes(anatomy, stack, plan) for stack in anatomy.stacks)
     free, peak = 0.0, 0.0
     for stack in reversed(anatomy.stacks):
         peak = max(peak, _workspace(anatomy, stack, plan) - free)

@@ -75,7 +75,7 @@ def test_flops_are_exactly_those_of_a_program_for_cpus(recompute, chunks_at_once
     """XLA pads and divides no products there. A scan over blocks of chunks recomputes each in its backward pass."""
     settings = {"mesh": "1x1", "microbatch_size": 1, "sequence_length": 128, "compute_dtype": "float32"}
     run = hybrid("MG-", recompute=recompute, attention="xla", **settings)
-    each = 2 * run.model.ssm_heads * run.model.ssm_chunk**2
+    each = 2 * SIZES["ssm_heads"] * SIZES["ssm_chunk"] ** 2
     monkeypatch.setattr("mtjax.config.ssm.BLOCK_BYTES", chunks_at_once * each)
     (check,) = (c for c in compare(inspect(run, find_target("cpu"))) if c.name == "FLOPs of a step")
     assert check.formula == check.program
