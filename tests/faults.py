@@ -484,10 +484,24 @@ FAULTS = (
     ),
     Fault(
         "every layer of a loop over a pattern is the first of its kind",
-        "place = done[letter] + run.unit.count(letter) * index + seen[letter]",
-        "place = done[letter] + run.unit.count(letter) * index",
+        "place = before[letter] + run.unit.count(letter) * index + seen[letter]",
+        "place = before[letter] + run.unit.count(letter) * index",
         "models",
         "test_layers_run_in_the_order_of_the_pattern",
+    ),
+    Fault(
+        "a stage puts a layer into a slot of another kind",
+        "numbers = [waiting.pop(0) if waiting and pattern[waiting[0]] == slot else PADDING for slot in slots]",
+        "numbers = [waiting.pop(0) if waiting else PADDING for slot in slots]",
+        "models",
+        "test_stages_with_other_layers_leave_slots_empty",
+    ),
+    Fault(
+        "the time of a layer counts for the last kind in its path",
+        r'rf"layers\)*/(?:[^:]*?/)??(?:',
+        r'rf"layers\)*/(?:[^:]*/)?(?:',
+        "inspect",
+        "test_an_operation_counts_for_the_first_kind_in_its_path",
     ),
     # --- unrolled layers
     Fault(

@@ -56,7 +56,6 @@ IN_MODELS = (
         "parallel_residual",
         "layer",
         "stack",
-        "interleaved",
         "shared_block",
         "pattern_stacks",
         "retro_stacks",
