@@ -842,8 +842,8 @@ FAULTS = (
     ),
     Fault(
         "train: gradients are clipped array by array",
-        "return jax.tree.map(lambda gradient: gradient * factor, gradients)",
-        "return jax.tree.map(lambda g: g * jnp.minimum(1.0, max_norm / optax.tree.norm(g)), gradients)",
+        "return jax.tree.map(lambda gradient: gradient * factor, updates), state",
+        "return jax.tree.map(lambda g: g * jnp.minimum(1.0, max_norm / optax.tree.norm(g)), updates), state",
         "train",
         "test_update_is_clipped_adamw_with_decoupled_decay",
     ),

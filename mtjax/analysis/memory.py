@@ -97,7 +97,8 @@ class Memory:
     last: float = 0.0
     """Gradients computed after the layers' backward pass: of what is below the layers."""
     comes_as_activations_go: bool = False
-    """Whether `later` reuses the memory of saved activations: with unrolled layers."""
+    """Whether `later` reuses the memory of saved activations: with unrolled layers, unless these save their input
+    only."""
     teacher: float = 0.0
     """The teacher's weights (of an unknown teacher only the output table, which the step reads) and its outputs for the
     batch."""
@@ -163,7 +164,7 @@ def stage_memory(anatomy: Anatomy, plan: Plan, stage: int = 0) -> Memory:
         finishing=max(outside if plan.is_staged else 0.0, stacked, streamed_bytes(anatomy, plan)),
         later=gradients * trainable.in_layers if comes_late else 0.0,
         last=_gradients_below(anatomy, plan) if comes_late or (outside and not plan.is_staged) else 0.0,
-        comes_as_activations_go=plan.unrolled,
+        comes_as_activations_go=plan.unrolled and plan.recompute != "full",
         teacher=(weight_bytes(plan) or table_bytes(anatomy, plan)) + output_bytes(anatomy, plan),
         teaching=forward_bytes(plan),
     )
