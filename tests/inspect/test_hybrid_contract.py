@@ -64,12 +64,25 @@ def test_programs_for_h100_keep_their_contracts(pattern, fields) -> None:
     checks = compare(report)
     off = {check.name: check.error for check in checks}
     assert off["parameters"] == 0
-    # Of so small a model; of Nemotron-H 8B, within 1%.
-    # Without recompute of layers, no formula has what a gated delta net recomputes of its chunks.
-    within = 0.1 if "G" in pattern and fields.get("recompute") == "none" else 0.08 if "context" in str(fields) else 0.06
+    # XLA divides products into parts that it adds up, and pads the few columns of these models: Mamba-2's 98 to 128.
+    within = 0.08 if "context" in str(fields) else 0.05
     assert abs(off["FLOPs of a step"]) < within, off
     # The optimizer's scalars, which no formula has, are 116 bytes over `model`.
     sent = [check for check in checks if check.name.startswith("sent")]
     # With sequence parallelism on context ranks the formula has 942 bytes of 602,112 more than the program.
     within = 0.002 if "context" in str(fields) else 0.001
     assert all(abs(check.program - check.formula) <= max(within * check.program, 128) for check in sent), sent
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("recompute", "chunks_at_once"), [("none", 16), pytest.param("full", 16, marks=RARE), ("full", 4)]
+)
+def test_flops_are_exactly_those_of_a_program_for_cpus(recompute, chunks_at_once, monkeypatch) -> None:
+    """XLA pads and divides no products there. A scan over blocks of chunks recomputes each in its backward pass."""
+    settings = {"mesh": "1x1", "microbatch_size": 1, "sequence_length": 128, "compute_dtype": "float32"}
+    run = hybrid("MG-", recompute=recompute, attention="xla", **settings)
+    each = 2 * SIZES["ssm_heads"] * SIZES["ssm_chunk"] ** 2
+    monkeypatch.setattr("mtjax.config.ssm.BLOCK_BYTES", chunks_at_once * each)
+    (check,) = (c for c in compare(inspect(run, find_target("cpu"))) if c.name == "FLOPs of a step")
+    assert check.formula == check.program
