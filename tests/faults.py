@@ -477,8 +477,8 @@ FAULTS = (
     ),
     Fault(
         "the convolution reads across documents",
-        "term = jnp.where(same[..., None, None], term, 0)",
-        "pass",
+        "return jnp.where(same[..., None, None], x, 0)",
+        "return x",
         "models",
         "test_documents_that_are_packed",
     ),
