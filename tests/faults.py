@@ -850,7 +850,7 @@ FAULTS = (
     ),
     Fault(
         "offloaded moments of skipped steps move",
-        "new, *moments = precision.choose(self.finite, (rounded, after.mu[0], after.nu[0]), (p, mu, nu))",
+        "new, *moments = jax.tree.map(partial(jnp.where, self.finite), (rounded, after.mu[0], after.nu[0]), (p, mu, nu))",
         "new, *moments = rounded, after.mu[0], after.nu[0]",
         "train",
         "test_a_skipped_step_moves_no_offloaded_state",
