@@ -175,7 +175,7 @@ def test_losses_are_those_of_the_same_values_in_float32(mesh: str, settings: dic
     placed = lambda a, like: jax.device_put(np.asarray(a).astype(like.dtype), like.sharding)  # noqa: E731
     same = jax.tree.map(placed, parameters, initial_state(wide).parameters)
     batch = batch_of(narrow, 0)
-    assert jax.device_get(narrow.evaluate(parameters, batch)) == jax.device_get(wide.evaluate(same, batch))
+    assert jax.device_get(narrow.evaluation(parameters, batch)) == jax.device_get(wide.evaluation(same, batch))
 
 
 def test_a_skipped_step_rounds_nothing() -> None:
