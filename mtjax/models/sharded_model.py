@@ -27,7 +27,7 @@ from mtjax.sharding.accumulate import Accumulate
 from mtjax.sharding.axes import use_rules
 from mtjax.sharding.manual_region import ManualRegion
 from mtjax.sharding.microbatch_schedule import MicrobatchSchedule
-from mtjax.sharding.param_specs import param_specs, partition_specs, replicated_names
+from mtjax.sharding.param_specs import param_specs, partition_specs
 from mtjax.sharding.vocab import LossOptions
 from mtjax.sharding.zero import gather_for_inference
 
@@ -118,11 +118,6 @@ class ShardedModel:
     def restore_target(self) -> Tree:
         """Shapes, types and shardings of the parameters: the target of restoring a checkpoint."""
         return placement.with_sharding(self.abstract_parameters, self.parameter_sharding)
-
-    @property
-    def replicated_names(self) -> list[str]:
-        """Names of parameters that ZeRO leaves replicated because none of their dimensions is divisible."""
-        return replicated_names(self.records, self.layout.zero)
 
     def initialize_parameters(self, seed: int) -> Tree:
         """Draws the initial parameters of a training run with this seed, each shard on its device."""

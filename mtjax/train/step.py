@@ -31,7 +31,7 @@ from mtjax.sharding.microbatch_schedule import total_loss
 from mtjax.sharding.param_specs import partition_specs
 from mtjax.sharding.reduction import Reduction
 from mtjax.sharding.trainable import merge_trees, select_frozen, select_trainable
-from mtjax.train.nonfinite_steps import GOOD, Tensor, first_bad, tensors
+from mtjax.train.nonfinite_steps import GOOD, Tensor, first_bad, norm_and_first_bad, tensors
 from mtjax.train.optimizer import make_optimizer
 from mtjax.train.schedule import make_schedule
 
@@ -199,8 +199,10 @@ class TrainStep(ShardedModel):
         """Traces the optimizer update; returns the next state and metrics."""
         loss_scale = state.loss_scale
         with jax.named_scope("optimizer"):
-            norm = optax.tree.norm(gradients)  # shared with gradient clipping (common subexpression)
-            bad = first_bad(loss + norm, gradients, self.trainable_records, self.layer_numbers)
+            settings = (self.trainable_records, self.layer_numbers)
+            norm, bad = norm_and_first_bad(
+                loss, gradients, *settings, unrolled=bool(self.config.training.unroll_layers)
+            )
             finite = bad == GOOD
             updated, optimizer = self.updated(state, gradients, parts, norm, finite)
             metrics = {
@@ -234,7 +236,7 @@ class TrainStep(ShardedModel):
         """
         trainable = self.optimized(state.parameters)
         masters = optax.tree.cast(trainable, jnp.float32)
-        updates, optimizer = self.optimizer.update(gradients, state.optimizer, masters)
+        updates, optimizer = self.optimizer.update(gradients, state.optimizer, masters, norm=norm)
         updated = optax.apply_updates(masters, updates)
         if self.config.model.router_bias and not self.config.model.lora_rank:  # which freezes routers
             from mtjax.models.routers import LOAD

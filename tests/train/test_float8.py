@@ -20,7 +20,7 @@ from mtjax.config.float8 import ENDS
 from mtjax.errors import UserError
 from mtjax.layout.layouts import TENSOR
 from mtjax.layout.plan import Plan
-from mtjax.models.evaluation import parameters_of
+from mtjax.models.named_parameters import parameters_of
 from mtjax.models.sharded_model import ShardedModel
 from mtjax.sharding.axes import use_rules
 from mtjax.sharding.float8 import E4M3, E5M2, LOWEST, Recipe, Scales, float8_product, quantized
