@@ -27,7 +27,7 @@ from mtjax.analysis.contract import (
     sum_expectations,
 )
 from mtjax.analysis.counts import Counts, counts, peak_stage_counts, stage_weights, trainable_counts
-from mtjax.analysis.float8 import float8_symbols, with_float8
+from mtjax.analysis.float8 import float8_symbols, gathered_types, with_float8
 from mtjax.analysis.frozen import unread_gradients
 from mtjax.analysis.groups import EXPERT_WAYS, across_groups, group_symbols
 from mtjax.analysis.optimizer import update_lines, update_symbols
@@ -59,6 +59,7 @@ def contract_of(anatomy: Anatomy, plan: Plan) -> Contract:
         plan.context_parallelism,
         plan.expert_dispatch,
         plan.joins_parallel and plan.fp8 == "none" and joins_outputs(anatomy.model),
+        gathered_types(anatomy.model, plan),
     )
     contract = _contract(anatomy, plan.layout(anatomy.model), *settings)
     return with_float8(contract.extended(update_lines(anatomy, plan)), anatomy, plan)
@@ -77,6 +78,7 @@ def _contract(
     across: ContextParallelism | None,
     expert_dispatch: ExpertDispatch,
     joins: bool,
+    gathers: tuple[Dtype, Dtype],
 ) -> Contract:
     """`pipeline`: whether the stages' chunks are "recomputed" or "kept"; "" without stages."""
     # Embedding and losses are in branches that a stage takes once a microbatch; chunks of layers run in every tick.
@@ -97,7 +99,8 @@ def _contract(
     for stack, part in anatomy.layer_parts():
         needed = part not in stack.unread or not drops_last
         turns = section_ticks(anatomy, stack) if pipeline else "microbatches"
-        inside = replace(ends, turns=turns, forward_turns=f"2*{turns}" if pipeline == "recomputed" else turns)
+        forward_turns = f"2*{turns}" if pipeline == "recomputed" else turns
+        inside = replace(ends, turns=turns, forward_turns=forward_turns, gathers=gathers)
         reads = {"needed_again": needed, "learns_before": anatomy.learns_before(stack, part)}
         reads["is_frozen"] = anatomy.is_frozen(part, stack)
         reads |= stack.joined(part) if joins else {}

@@ -280,6 +280,7 @@ class Plan:
         # XLA: its scheduler begins an unrolled layer's gathers too late for these links. Llama 2 7B with ZeRO-3 on
         # 256x2 H100s is predicted at 964 ms unrolled, of which 258 are exposed, and at 838 ms in the loop.
         loop_is_faster = self.mesh.size > GPUS_OF_A_SERVER and replace(self, unrolled=False).prefetches(model)
+        loop_is_faster = loop_is_faster or self.fp8 != "none"
         return not loop_is_faster and not any(self.unrolling_problems(model))
 
     def unrolling_problems(self, model: Model) -> Iterator[str]:
@@ -289,8 +290,6 @@ class Plan:
             yield f"unroll_layers does not support experts, and num_experts is {count}: remove one of the two"
         if self.splits_width:
             yield "unroll_layers does not support tensor_layout 2d: remove one of the two"
-        if self.fp8 != "none":
-            yield f"unroll_layers does not support fp8, and fp8 is {self.fp8}: remove one of the two"
         if model.layer_pattern:
             yield f"unroll_layers does not support layer_pattern {model.layer_pattern!r}: remove one of the two"
         if self.mesh.has_pipeline:

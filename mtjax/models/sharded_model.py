@@ -201,7 +201,8 @@ class ShardedModel:
         stages = self.stages
         if stages == 1:
             training = self.config.training
-            return Accumulate(num_microbatches, bool(training.unroll_layers), training.compute_dtype)
+            unrolled, is_float8 = bool(training.unroll_layers), training.fp8 != "none"
+            return Accumulate(num_microbatches, unrolled, training.compute_dtype, is_float8)
         from mtjax.sharding.pipeline.executor import PipelineSchedule
 
         platform = self.mesh.devices.flat[0].platform

@@ -26,6 +26,8 @@ class Accumulate:
     """Whether layers are unrolled instead of scanned."""
     compute_dtype: str = "float32"
     """Type of the copy of their matrices that unrolled layers read."""
+    is_float8: bool = False
+    """Whether layers multiply in 8 bits."""
 
     def gradients(self, model: LossModel, parameters: Tree, batch: Tree, reduction: Reduction) -> tuple[Sums, Tree]:
         """See `MicrobatchSchedule.gradients`."""
@@ -57,7 +59,10 @@ class Accumulate:
         """See `MicrobatchSchedule.prepare_parameters`."""
         if not self.unrolled:
             return gather_for_step(records, wrapped)
-        one = lambda record, leaf: unstack(record, leaf, self.compute_dtype) if record.is_stacked else leaf  # noqa: E731
+
+        def one(record: ParamSpec, leaf: Any) -> Any:
+            return unstack(record, leaf, self.compute_dtype, is_float8=self.is_float8) if record.is_stacked else leaf
+
         return jax.tree.map(one, records, wrapped)
 
     def losses(self, model: LossModel, parameters: Tree, batch: Tree, records: Tree) -> Sums:

@@ -125,12 +125,17 @@ class Experts(Part):
             rows = min(rows, self.count * self.capacity)
         return [
             *self._adapter_products(rows, inner),
-            Product(self.tokens, self.hidden, self.count, is_repeated=True),
+            Product(self.tokens, self.hidden, self.count, is_repeated=True, is_wide=True),
             Product(rows, self.hidden, self.inputs * inner, experts=self.count, again=True),
             Product(rows, inner, self.hidden, experts=self.count),
-            *([Product(self.tokens, self.count, self.hidden, is_repeated=True, is_output=True)] if self.bias else []),
+            *([self._biases] if self.bias else []),
             *(self.shared_expert.products(tensor_degree) if self.shared_expert else []),
         ]
+
+    @property
+    def _biases(self) -> Product:
+        """The matmul of gates with biases."""
+        return Product(self.tokens, self.count, self.hidden, is_repeated=True, is_output=True, is_wide=True)
 
     def _adapter_products(self, rows: float, inner: float) -> list[Product]:
         """Returns the matmuls of the experts' adapters. Their backward pass recomputes all but the last."""

@@ -106,6 +106,9 @@ class PrefetchLoop:
         trainable = [
             like for like, is_trainable in zip(self.communicated, self.is_trainable, strict=True) if is_trainable
         ]
+        # XLA: arithmetic would be computed in each kernel that reads or writes a layer, which then are not one: see
+        # `add_to_layer`.
+        index = lax.optimization_barrier(index)
 
         def one(accumulator: Array, gradient: Array, like: ShardedParam | ReplicatedParam) -> Array:
             """Reduces one parameter's gradient [...] into its accumulator [layers, ...]."""
