@@ -208,7 +208,7 @@ def _product_backward(
     x8, weight8, (x_scale, weight_scale), scales, x, of_x = saved
     kind, dtype, precise = recipe.gradient_type, gradient.dtype, lax.Precision.HIGHEST
     x_spec, weight_spec = (jax.typeof(a).sharding.spec for a in (x8, weight8))
-    num_inputs, counts = len(inner), None
+    counts = None
     if scales is not None:
         counts = _counts(scales, _largest_of_ranks(x), _largest_of_parts(gradient, len(row)), kind)
     # As in `mtjax.models.project`: gathered once along the sequence for both products, and dimensions merged.
@@ -226,9 +226,10 @@ def _product_backward(
     formula, merged_spec = f"{row}{inner},{row}{outer}->{inner}{outer}", jax.typeof(weight8).sharding.spec
     weight_gradient = _scaled(formula, x8, g8, (x_scale, scale), dtype, merged_spec, precise)
     weight_gradient = weight_gradient.reshape(shape, out_sharding=weight_spec)
-    if any(weight_spec[num_inputs:]):
-        # XLA: what reads the gradient of x waits for both, so that its sum over ranks overlaps with the weight's
-        # gradient. XLA's scheduler would compute those of all products while one of the sums is sent.
+    if of_x.spec != x_spec:
+        # XLA: what reads the gradient of x, which is reduce-scattered, waits for both, so that the weight's gradient
+        # is computed meanwhile. The scheduler would compute those of all of a layer's products while one of the sums
+        # is sent, and wait for the others.
         x_gradient, weight_gradient = lax.optimization_barrier((x_gradient, weight_gradient))
     return x_gradient, weight_gradient, counts, None
 

@@ -77,7 +77,7 @@ LATENT |= {"qk_rope_head_dim": 16, "v_head_dim": 16}
         pytest.param(
             {**EXPERTS, "mesh": "data=2,expert=2,model=2", "shared_expert_size": 0, "num_layers": 4, "moe_every": 2},
             # A layer's first two, recomputed and backward; its last two are the experts'.
-            (15 + 8) * 2 * 2,
+            (15 + 8) * 2,
             id="experts in every other layer",
         ),
         pytest.param({**LATENT, **SPLIT}, (7 + 6 + 14) * 3 * 2, id="latent attention"),
