@@ -23,6 +23,7 @@ from mtjax.layout.float8 import float8_note, float8_problems
 from mtjax.layout.layouts import TENSOR
 from mtjax.layout.mesh import parse_mesh
 from mtjax.layout.plan import Plan
+from mtjax.models.families.distilled import HARD, SOFT
 from mtjax.models.sharded_model import ShardedModel
 from mtjax.sharding.axes import use_rules
 from mtjax.sharding.float8 import E4M3, E5M2, LOWEST, Recipe, Scales, float8_product, quantized
@@ -30,6 +31,7 @@ from mtjax.sharding.float8_rows import rowwise_product
 from mtjax.sharding.float8_weights import quantize_stack
 from mtjax.train.float8 import next_states, split
 from mtjax.train.step import make_train_step
+from tests.same_numbers import BATCHES, LOSSES, numbers
 from tests.tiny import batch_of, initial_state, mesh_of, program_of, run_steps, tiny_config
 
 PLAIN = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
@@ -175,7 +177,6 @@ LLAMA = {"family": "llama", "num_kv_heads": 4}
 EXPERTS = {"num_experts": 4, "shared_expert_size": 32, "num_layers": 3, "first_dense_layers": 1, **LLAMA}
 LATENT: dict[str, Any] = {"kv_lora_rank": 16, "q_lora_rank": 32, "num_heads": 4, "family": "llama"}
 LATENT |= {"qk_nope_head_dim": 8, "qk_rope_head_dim": 16, "v_head_dim": 16}
-TEACHER = {"teacher": "a test", "teacher_width": 24, "task": "chat"}
 PARALLEL = {"zero", "microbatch_size", "sequence_parallel", "unroll_layers", "recompute", "offload"}
 """Settings that a run on one device has not."""
 LONG = pytest.mark.long
@@ -200,7 +201,6 @@ MESHES = [
     pytest.param("data=2,expert=2", {"zero": 3, **EXPERTS, "moe_every": 2} | NO_FIRST, id="experts apart", marks=LONG),
     pytest.param("2x2", {"zero": 3, "sequence_parallel": True, **LATENT}, id="latent attention", marks=LONG),
     pytest.param("2x2", {"sequence_parallel": True, "mtp_num_layers": 1, **LLAMA}, id="prediction", marks=LONG),
-    pytest.param("2x2", {"zero": 1, "microbatch_size": 2, "family": "llama", **TEACHER}, id="teacher", marks=LONG),
     pytest.param("2x1", {"zero": 1, "offload": "optimizer"}, id="offload", marks=LONG),
     pytest.param("2x2", {"zero": 1, "optimizer": "muon", "sequence_parallel": True}, id="muon", marks=LONG),
     pytest.param("2x2", {"zero": 3, "optimizer": "lion"}, id="lion", marks=LONG),
@@ -274,6 +274,17 @@ def test_losses_of_delayed_scaling_do_not_depend_on_the_mesh(mesh: str, fields: 
     held = sum(a.addressable_shards[0].data.nbytes for a in jax.tree.leaves(split(other.parameters)[1]))
     model, plan = program.config.model, Plan.of(program.config, program.shape)
     assert held == float8_state_bytes(anatomy_of(model), plan)[0]
+
+
+@LONG
+def test_losses_of_a_student_do_not_depend_on_the_mesh() -> None:
+    fields = {"fp8": "delayed", "family": "llama", "task": "chat", "teacher": "a test", "teacher_width": 24, **PLAIN}
+    found = numbers(program_of("2x2", zero=1, microbatch_size=2, **fields), BATCHES[0])
+    expected = numbers(program_of("1x1", **fields), BATCHES[0])
+    names = [name for name in LOSSES if name in expected]
+    assert {HARD, SOFT} <= set(names)
+    for name in names:
+        assert float(found[name]) == pytest.approx(float(expected[name]), rel=1e-5)
 
 
 def test_a_scale_fits_the_largest_value_of_the_last_steps_and_remains_where_there_is_none() -> None:
