@@ -45,7 +45,7 @@ ARROWS: dict[str, set[str]] = {
 TOOLS = {"evaluate", "retrieval", "finetune", "generate", "serve", "convert", "launch", "compile"}
 COMMANDS = "commands"
 """The only package that may import all others, and that no other imports but for `python -m mtjax.NAME`."""
-PLACES_MODELS = {"models.sharded_model", "models.final_hidden_states"}
+PLACES_MODELS = {"models.sharded_model", "models.final_hidden_states", "models.evaluation"}
 """Where models meet the mesh."""
 
 IN_MODELS = (
@@ -65,6 +65,7 @@ IN_MODELS = (
         "pipeline_model",
         "families",
         "sharded_model",
+        "evaluation",
         "final_hidden_states",
     ),
 )
@@ -184,7 +185,7 @@ CORE = {
         *("mixers.attention", "mixers.mlp", "mixers.registry", "layer", "recompute", "stack", "trunk"),
         *("families.gpt", "families.registry", "sharded_model"),
     ),
-    "train": ("precision", "schedule", "optimizer", "nonfinite_steps", "step"),
+    "train": ("schedule", "optimizer", "nonfinite_steps", "step"),
 }
 """What the step of a dense decoder runs, in the order in which to read it."""
 LINES_OF_CORE = 6100

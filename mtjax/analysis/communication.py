@@ -99,15 +99,14 @@ def _contract(
     for stack, part in anatomy.layer_parts():
         needed = part not in stack.unread or not drops_last
         turns = section_ticks(anatomy, stack) if pipeline else "microbatches"
-        forward_turns = f"2*{turns}" if pipeline == "recomputed" else turns
-        inside = replace(ends, turns=turns, forward_turns=forward_turns, gathers=gathers)
+        ahead = f"2*{turns}" if pipeline == "recomputed" else turns
+        inside = replace(ends, turns=turns, forward_turns=ahead, gathers=gathers)
         reads = {"needed_again": needed, "learns_before": anatomy.learns_before(stack, part)}
         reads["is_frozen"] = anatomy.is_frozen(part, stack)
         reads |= stack.joined(part) if joins else {}
         of_part = part.collectives(replace(inside, side=stack.side, of=stack.stream, **reads))
         lines += [without_idle(line, stack) for line in of_part] if stack.idle else of_part
     lines += prediction_lines(anatomy, ends, drops_last=drops_last)
-    staged = [STAGE] if pipeline else []
     sharing = [axis for axis in AXES if axis in layout.rules.shared_work]
     group = [axis for axis in sharing if axis in layout.zero_axes]
     between, ranks = tuple(axis for axis in sharing if axis not in group), JOINED.join(group)
@@ -117,7 +116,7 @@ def _contract(
     lines += across_groups(over_ranks, between, "adapters" if adapts else "parameters", wire)
     lines += teacher_lines(ranks) if distils and layout.zero == 3 else []
     if anatomy.model.num_experts:
-        lines.append(load_line([axis for axis in AXES if axis in (*sharing, *staged)]))
+        lines.append(load_line([axis for axis in AXES if axis in (*sharing, *([STAGE] if pipeline else []))]))
         same = [axis for axis in group if axis not in layout.rules.expert]
         turns = "ticks" if pipeline else "microbatches"
         biases = anatomy.model.expert_bias
@@ -125,9 +124,12 @@ def _contract(
         lines += across_groups(of_experts, between, "expert_parameters", wire, EXPERT_WAYS)
         lines += expert_lines(anatomy, layout.zero, wire, JOINED.join(same))
     lines += over_stage_lines(anatomy, layout, scattered, wire) if pipeline else []
-    name = layout.name if is_decoder(anatomy.model) else f"{anatomy.model.family}, {layout.name}"
-    name = f"{name} + LoRA" if anatomy.model.lora_rank else name
-    return Contract(f"{name} + teacher" if distils else name, sum_expectations(lines), split=("heads", "mlp", "vocab"))
+    return Contract(_name(anatomy, layout, distils), sum_expectations(lines), split=("heads", "mlp", "vocab"))
+
+
+def _name(anatomy: Anatomy, layout: Layout, distils: bool) -> str:
+    family = "" if is_decoder(anatomy.model) else f"{anatomy.model.family}, "
+    return f"{family}{layout.name}{' + LoRA' if anatomy.model.lora_rank else ''}{' + teacher' if distils else ''}"
 
 
 LEARNING = "learning_layers"
@@ -305,7 +307,7 @@ def symbols_of(anatomy: Anatomy, plan: Plan) -> Symbols:
         symbols |= expert_symbols(anatomy, plan, every, trained if model.lora_rank else every, in_turn)
     for stack in anatomy.stacks:
         layers = layers_in_chunk(stack, plan)
-        unread = 0 if anatomy.learns_below else unread_gradients(model, stack, plan, chunks)
+        unread = 0 if anatomy.learns_below else unread_gradients(stack, plan, chunks)
         learning = layers - stack.idle
         symbols |= {
             f"{stack.side}sequence": stack.tokens // plan.mesh.context,

@@ -245,11 +245,11 @@ def _saved_in_chunk(section: Sequence[Stack], plan: Plan) -> dict[str, float]:
 def _peak_workspace(anatomy: Anatomy, plan: Plan) -> float:
     """Returns the workspace of a layer's backward pass at the peak: a decoder's layer, or an encoder's, which runs when
     the decoder's saved activations are free."""
-    is_interleaved = anatomy.model.moe_every > 1 or anatomy.model.layer_pattern or anatomy.model.family == "retro"
-    if plan.is_staged or is_interleaved:  # layers of interleaved stacks are freed together
+    if plan.is_staged or not all(stack.has_own_loop for stack in anatomy.stacks):  # layers of a loop are freed together
         return max(_workspace(anatomy, stack, plan) for stack in anatomy.stacks)
     free, peak = 0.0, 0.0
-    for stack in reversed(anatomy.stacks):
+    in_order = sorted(anatomy.stacks, key=lambda stack: stack.layer_numbers[0])
+    for stack in reversed(in_order):
         peak = max(peak, _workspace(anatomy, stack, plan) - free)
         free += sum(_saved(stack, plan).values())
     return peak

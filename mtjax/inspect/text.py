@@ -301,8 +301,18 @@ def time_lines(report: Report) -> str:
         *([f"  {guessed_text(report.step.guessed_matmuls)}"] if report.step.guessed_matmuls else []),
         f"  {t.tflops:.1f} model TFLOP/s per GPU, MFU {t.mfu:.1%}; "
         f"with recompute {t.hardware_tflops:.1f}, HFU {t.hfu:.1%}",
+        *([kinds_line(t)] if t.kinds else []),
     ]
     return "\n".join(lines)
+
+
+def kinds_line(time: TimeReport) -> str:
+    """Returns the line on the computing time of each kind of layers."""
+    each = (
+        f"{name} ({kind.letter}) {duration(kind.each)}, {kind.layers} layers {kind.seconds / time.seconds:.1%}"
+        for name, kind in sorted(time.kinds.items(), key=lambda item: -item[1].seconds)
+    )
+    return f"  computing of a layer and microbatch, forward and backward, and share of the step: {'; '.join(each)}"
 
 
 WORTH_UNROLLING = 0.03

@@ -16,7 +16,7 @@ from mtjax.config.sizes import (
 from mtjax.config.ssm import has_attention
 from mtjax.errors import UserError, listed
 from mtjax.layout.float8 import float8_problems
-from mtjax.layout.hybrid import chunk_problems, inner_widths, sharing_problems, split_heads, state_space_problems
+from mtjax.layout.hybrid import inner_widths, shared_block_problems, sharing_problems, split_heads, state_space_problems
 from mtjax.layout.layouts import Layout, zero_problems
 from mtjax.layout.mesh import MeshShape
 from mtjax.layout.plan import Plan
@@ -237,7 +237,7 @@ def _layer_problems(model: Model, plan: Plan) -> Iterator[str]:
     stages, chunks, per_stage = plan.mesh.stage, plan.chunks, plan.layers_per_stage
     if stacks_of(model)[0].among is not None:
         stacks = {"num_layers": model.num_layers}
-        yield from chunk_problems(model, plan) if model.layer_pattern else _cut_groups(model, plan)
+        yield from shared_block_problems(model, plan)
     else:
         stacks = {f"num_{stack.side}layers": stack.layers for stack in stacks_of(model)}
     if per_stage is not None and len(set(stacks.values())) > 1:
@@ -254,19 +254,6 @@ def _layer_problems(model: Model, plan: Plan) -> Iterator[str]:
             yield _unequal_shares(name, count, stages, chunks)
         elif per_stage is not None:
             yield from _layers_per_stage_problems(name, count, plan, per_stage)
-
-
-def _cut_groups(model: Model, plan: Plan) -> Iterator[str]:
-    """Yields chunks that would cut a group of `moe_every` layers, the unit of which the layer loop runs over."""
-    if model.moe_every == 1:
-        return
-    shares = plan.layers_per_stage or (model.num_layers // plan.mesh.stage,)
-    if odd := next((n for n in shares if n % (plan.chunks * model.moe_every)), None):
-        yield (
-            f"moe_every {model.moe_every} does not divide the {odd / plan.chunks:g} layers of a stage's chunk: "
-            f"choose num_layers, stages, chunks and layers_per_stage so that each chunk has a multiple of "
-            f"{model.moe_every} layers"
-        )
 
 
 def _unequal_shares(name: str, count: int, stages: int, chunks: int) -> str:

@@ -305,11 +305,6 @@ def add_to_layer(stack: Array, value: Array, index: Any) -> Array:
     return lax.dynamic_update_slice_in_dim(stack, before + value[None], index, 0, allow_negative_indices=False)
 
 
-def set_layer(stack: Array, value: Array, index: Any) -> Array:
-    """Overwrites one layer of a stack [layers, ...] with `value` [...]; `index` is from 0."""
-    return lax.dynamic_update_index_in_dim(stack, value, index, 0, allow_negative_indices=False)
-
-
 @jax.custom_vjp
 def seed_cotangents(sums: Tree, x: Array, stack: Tree) -> Array:
     """Returns `x`; in the backward pass, the cotangents of `stack` begin as `sums` instead of zeros.

@@ -65,7 +65,7 @@ class Float8Step(TrainStep):
     def _initial(self, key: Array, parameters: Tree = None) -> State:
         # Weights from elsewhere have no scales: those of a new run are drawn, and then found.
         if parameters is not None:
-            parameters = merge(parameters, split(self._drawn(key))[1])
+            parameters = merge(parameters, split(self.draw(key))[1])
         return self._with_weight_scales(super()._initial(key, parameters))
 
     def gradients(

@@ -143,11 +143,6 @@ CONTEXT = [
         "data=1,stage=2,expert=2,model=1",
         "num_layers 5 is not divisible by 2 stages; .* layers_per_stage",
     ),
-    (
-        {"num_experts": 4, "moe_every": 2, "num_layers": 6, "microbatch_size": 1},
-        "data=1,stage=2,expert=2,model=1",
-        "moe_every 2 does not divide the 3 layers of a stage's chunk: choose num_layers, stages",
-    ),
 ]
 """The same with context parallelism, sharding groups and experts."""
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from mtjax.analysis.contract import Expectation
 from mtjax.analysis.parts.loop import Loop
 from mtjax.analysis.parts.mamba import Mamba
-from mtjax.analysis.parts.part import Elementwise, Product, ResidualStream, Weight, linear, weight
+from mtjax.analysis.parts.part import Product, ResidualStream, Weight, linear, weight
 from mtjax.analysis.parts.sublayer import (
     local_gradient_sums,
     stream_bytes,
@@ -47,12 +47,6 @@ class DeltaNet(Mamba):
             weight("delta.norm_scale", {"head_dim": self.model.ssm_head_dim}),
             *linear("delta.output", inner, embed, bias=False),
         ]
-
-    @property
-    def elementwise(self) -> Elementwise:
-        """The residual stream; gate, value and the weights between the tokens of a chunk."""
-        inside = 2 * self.inner + ssm_chunk(self.model) * self.heads
-        return Elementwise(stream=self.tokens * self.hidden, mlp=self.tokens * inside)
 
     def _width(self, tensor_degree: int) -> float:
         """Outputs of the first matmul on a rank."""

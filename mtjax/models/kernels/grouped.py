@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
-from mtjax.models.activations import ACTIVATIONS
+from mtjax.models.activations import activation_of
 from mtjax.sharding.axes import varying_like
 
 LONGEST, SHORTEST = 1024, 8
@@ -36,7 +36,7 @@ class Blocks(NamedTuple):
         # Pairs of other ranks' experts get an index past the last expert: they are sorted last, and not counted.
         is_here = (experts >= 0) & (experts < up.shape[0])
         owners = jnp.where(is_here, experts, up.shape[0]).reshape(-1)
-        run = Run(ACTIVATIONS[self.activation], self.rows(owners.size), experts.shape[1])
+        run = Run(activation_of(self.activation), self.rows(owners.size), experts.shape[1])
         return _blocked(run, x, gates.reshape(-1), owners, up, down, *biases)
 
     def rows(self, pairs: int) -> int:

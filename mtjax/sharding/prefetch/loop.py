@@ -20,7 +20,6 @@ from mtjax.sharding.param_comm import (
     gather,
     index_layer,
     reduce_gradient,
-    set_layer,
 )
 from mtjax.sharding.stacked_collectives import gather_layer
 
@@ -119,6 +118,11 @@ class PrefetchLoop:
             return put(accumulator, reduce_gradient(gradient, layer_spec, like.reduction), index)
 
         return [one(*each) for each in zip(sums, gradients, trainable, strict=True)]
+
+
+def set_layer(stack: Array, value: Array, index: Any) -> Array:
+    """Overwrites one layer of a stack [layers, ...] with `value` [...]; `index` is from 0."""
+    return lax.dynamic_update_index_in_dim(stack, value, index, 0, allow_negative_indices=False)
 
 
 def flattened(run: Run, tree: Any, is_prefetched: Sequence[bool]) -> Run:
