@@ -32,9 +32,11 @@ from mtjax.analysis.frozen import unread_gradients
 from mtjax.analysis.groups import EXPERT_WAYS, across_groups, group_symbols
 from mtjax.analysis.optimizer import update_lines, update_symbols
 from mtjax.analysis.parts.embedding import Lookup, Positions
+from mtjax.analysis.parts.experts import load_line
 from mtjax.analysis.parts.heads import teacher_lines, teacher_table
 from mtjax.analysis.parts.part import ResidualStream
 from mtjax.analysis.prediction import expert_lines, expert_symbols, prediction_lines, prediction_symbols
+from mtjax.config import Model
 from mtjax.config.adapters import is_trainable, trains_all
 from mtjax.config.families import is_decoder
 from mtjax.config.sizes import head_dim, joins_outputs, num_kv_heads, output_is_tied, value_head_dim
@@ -124,12 +126,12 @@ def _contract(
         lines += across_groups(of_experts, between, "expert_parameters", wire, EXPERT_WAYS)
         lines += expert_lines(anatomy, layout.zero, wire, JOINED.join(same))
     lines += over_stage_lines(anatomy, layout, scattered, wire) if pipeline else []
-    return Contract(_name(anatomy, layout, distils), sum_expectations(lines), split=("heads", "mlp", "vocab"))
+    return Contract(_name(anatomy.model, layout, distils), sum_expectations(lines), split=("heads", "mlp", "vocab"))
 
 
-def _name(anatomy: Anatomy, layout: Layout, distils: bool) -> str:
-    family = "" if is_decoder(anatomy.model) else f"{anatomy.model.family}, "
-    return f"{family}{layout.name}{' + LoRA' if anatomy.model.lora_rank else ''}{' + teacher' if distils else ''}"
+def _name(model: Model, layout: Layout, distils: bool) -> str:
+    name = layout.name if is_decoder(model) else f"{model.family}, {layout.name}"
+    return f"{name}{' + LoRA' if model.lora_rank else ''}{' + teacher' if distils else ''}"
 
 
 LEARNING = "learning_layers"
@@ -198,12 +200,6 @@ def over_ranks_lines_of_experts(
         return [*lines, matrices]
     why = f"experts' biases, {often}"
     return [*lines, matrices, line(PARAMETERS, "all-gather", times, f"{prefix}expert_vectors", why, "float32")]
-
-
-def load_line(axes: list[str]) -> Expectation:
-    """How many tokens went to each expert of each layer, of all ranks' samples and all stages' layers."""
-    every, why = "routers*num_experts", "the load of each layer's experts, once a step"
-    return Expectation(GRADIENTS, "all-reduce", JOINED.join(axes), "1", every, "float32", pooled=True, why=why)
 
 
 def section_ticks(anatomy: Anatomy, stack: Stack) -> str:

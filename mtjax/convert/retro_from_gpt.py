@@ -20,7 +20,7 @@ from mtjax.convert.stream import Source
 from mtjax.errors import UserError
 from mtjax.layout.mesh import MeshShape
 from mtjax.layout.stacks import STACK
-from mtjax.models.evaluation import draw_named
+from mtjax.models.named_parameters import draw_named
 from mtjax.models.sharded_model import ShardedModel
 from mtjax.sharding.mesh import make_mesh
 

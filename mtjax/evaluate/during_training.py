@@ -16,7 +16,7 @@ from mtjax.evaluate.score import Scorer, score_all
 from mtjax.evaluate.tasks.registry import KINDS, check_data
 from mtjax.evaluate.tasks.task import Kind, Settings, Task
 from mtjax.generate.first_tokens import first_tokens
-from mtjax.models.evaluation import parameters_of
+from mtjax.models.named_parameters import parameters_of
 from mtjax.models.sharded_model import ShardedModel
 from mtjax.runtime.checkpoints.weights import SPECIAL_IDS
 from mtjax.train.objective import VALID_LOSS, RunData

@@ -12,7 +12,7 @@ from mtjax.config import Model
 from mtjax.config.model_identity import differences
 from mtjax.convert.saved_model import Hints, SavedModel
 from mtjax.errors import UserError
-from mtjax.models.evaluation import draw_named
+from mtjax.models.named_parameters import draw_named
 from mtjax.sharding.param_specs import dotted
 from mtjax.train.step import TrainStep
 

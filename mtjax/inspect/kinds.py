@@ -9,6 +9,7 @@ from mtjax.analysis.anatomy import Stack
 from mtjax.inspect.causes import executed
 from mtjax.inspect.phases import locate
 from mtjax.inspect.roofline import Roofline
+from mtjax.inspect.units import duration
 from mtjax.layout.plan import Plan
 from mtjax.layout.stages import layers_of_stage
 
@@ -52,3 +53,12 @@ def scope_pattern(names: Sequence[str]) -> re.Pattern[str]:
     kind of layers."""
     # In the loops over layers, jax writes "jvp(layers)/while/body/closed_call/checkpoint/mamba/mamba/dot_general".
     return re.compile(rf"layers\)*/(?:[^:]*?/)??(?:\w+\()*({'|'.join(map(re.escape, names))})\)*/")
+
+
+def kinds_text(kinds: Mapping[str, KindTime], step: float) -> str:
+    """Returns the text on the computing time of each kind of layers, of a step of so many seconds."""
+    each = (
+        f"{name} ({kind.letter}) {duration(kind.each)}, {kind.layers} layers {kind.seconds / step:.1%}"
+        for name, kind in sorted(kinds.items(), key=lambda item: -item[1].seconds)
+    )
+    return f"computing of a layer and microbatch, forward and backward, and share of the step: {'; '.join(each)}"

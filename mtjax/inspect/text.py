@@ -14,6 +14,7 @@ from mtjax.inspect.causes import LABELS, STACKS, by_cause
 from mtjax.inspect.check import Line, Verdict
 from mtjax.inspect.hlo import Array
 from mtjax.inspect.kernels.show import KERNEL_HEADS, guessed_text, kernel_notes, kernel_rows
+from mtjax.inspect.kinds import kinds_text
 from mtjax.inspect.measured import Measured, in_order
 from mtjax.inspect.predict import TimeReport
 from mtjax.inspect.report import Report, Row
@@ -301,18 +302,9 @@ def time_lines(report: Report) -> str:
         *([f"  {guessed_text(report.step.guessed_matmuls)}"] if report.step.guessed_matmuls else []),
         f"  {t.tflops:.1f} model TFLOP/s per GPU, MFU {t.mfu:.1%}; "
         f"with recompute {t.hardware_tflops:.1f}, HFU {t.hfu:.1%}",
-        *([kinds_line(t)] if t.kinds else []),
+        *([f"  {kinds_text(t.kinds, t.seconds)}"] if t.kinds else []),
     ]
     return "\n".join(lines)
-
-
-def kinds_line(time: TimeReport) -> str:
-    """Returns the line on the computing time of each kind of layers."""
-    each = (
-        f"{name} ({kind.letter}) {duration(kind.each)}, {kind.layers} layers {kind.seconds / time.seconds:.1%}"
-        for name, kind in sorted(time.kinds.items(), key=lambda item: -item[1].seconds)
-    )
-    return f"  computing of a layer and microbatch, forward and backward, and share of the step: {'; '.join(each)}"
 
 
 WORTH_UNROLLING = 0.03

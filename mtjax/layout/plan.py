@@ -297,11 +297,13 @@ class Plan:
                 f"unroll_layers does not support pipeline parallelism, and mesh {self.mesh} has {self.stages} stages, "
                 "which save activations in slots that a loop indexes: remove it"
             )
-        if self.recompute == "full":
+        if self.recompute == "full" and self.recompute_group > 1:
             yield (
-                "unroll_layers needs recompute none or selective, and recompute is full: without a loop XLA would "
-                "recompute several layers at the same time, each in separate memory; remove one of the two"
+                f"unroll_layers does not support recompute_num_layers {self.recompute_group}, which recomputes layers "
+                "in groups: remove one of the two"
             )
+        if self.recompute_offload:
+            yield "unroll_layers does not support recompute_offload: remove one of the two"
         if self.recompute == "selective" and self.keeps_scores:
             yield (
                 "unroll_layers with recompute selective needs attention that holds no scores of all queries, and here "

@@ -1,7 +1,6 @@
-"""The losses of a model on a mesh without dropout, and parameters by their names."""
+"""The losses of a model on a mesh without dropout."""
 
 import dataclasses
-from collections.abc import Collection
 from functools import cached_property
 from typing import Any
 
@@ -9,18 +8,18 @@ import jax
 from jax import Array
 
 from mtjax.models.layer_context import with_text_lengths
-from mtjax.models.sharded_model import Batch, ShardedModel
 from mtjax.sharding.axes import use_rules
 from mtjax.sharding.gradients import distributed_losses
-from mtjax.sharding.param_specs import dotted
 
 Tree = Any
+Batch = dict[str, Any]
 
 
 class Evaluation:
     """Computes losses of a model, by one program for all batches of a size."""
 
-    def __init__(self, placed: ShardedModel) -> None:
+    def __init__(self, placed: Any) -> None:
+        """Takes a `ShardedModel`, which imports this file."""
         self._placed = placed
 
     def __call__(self, parameters: Tree, batch: Batch) -> dict[str, tuple[Array, Array]]:
@@ -45,23 +44,3 @@ class Evaluation:
             inputs, schedule = (batch, weights, None), placed.microbatch_schedule(1)
             sums = distributed_losses(model, parameters, inputs, placed.region, schedule)
             return {name: (total, weights[name].sum()) for name, total in sums.items()}
-
-
-def draw_named(placed: ShardedModel, seed: int, names: Collection[str]) -> dict[str, Array]:
-    """Draws some of the initial parameters of a run with this seed, by their dotted names."""
-
-    def chosen(tree: Tree) -> dict[str, Any]:
-        named = {dotted(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
-        return {name: named[name] for name in names}
-
-    draw = jax.jit(lambda key: chosen(placed.draw(key)), out_shardings=chosen(placed.parameter_sharding))
-    return placed.on_mesh(draw, jax.random.key(seed))
-
-
-def parameters_of(placed: ShardedModel, parameters: Tree) -> Tree:
-    """Selects a model's parameters from those of one with more modules, such as layers that only training runs."""
-
-    def select(wanted: Tree, tree: Tree) -> Tree:
-        return {k: select(below, tree[k]) for k, below in wanted.items()} if isinstance(wanted, dict) else tree
-
-    return select(placed.abstract_parameters, parameters)

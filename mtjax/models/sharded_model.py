@@ -27,7 +27,7 @@ from mtjax.sharding.accumulate import Accumulate
 from mtjax.sharding.axes import use_rules
 from mtjax.sharding.manual_region import ManualRegion
 from mtjax.sharding.microbatch_schedule import MicrobatchSchedule
-from mtjax.sharding.param_specs import param_specs, partition_specs, replicated_names
+from mtjax.sharding.param_specs import param_specs, partition_specs
 from mtjax.sharding.vocab import LossOptions
 from mtjax.sharding.zero import gather_for_inference
 
@@ -116,11 +116,6 @@ class ShardedModel:
         """Shapes, types and shardings of the parameters: the target of restoring a checkpoint."""
         return placement.with_sharding(self.abstract_parameters, self.parameter_sharding)
 
-    @property
-    def replicated_names(self) -> list[str]:
-        """Names of parameters that ZeRO leaves replicated because none of their dimensions is divisible."""
-        return replicated_names(self.records, self.layout.zero)
-
     def initialize_parameters(self, seed: int) -> Tree:
         """Draws the initial parameters of a training run with this seed, each shard on its device."""
         return self.on_mesh(jax.jit(self.draw, out_shardings=self.parameter_sharding), jax.random.key(seed))
@@ -182,8 +177,8 @@ class ShardedModel:
         stages = self.stages
         if stages == 1:
             training = self.config.training
-            unrolled, is_float8 = bool(training.unroll_layers), training.fp8 != "none"
-            return Accumulate(num_microbatches, unrolled, training.compute_dtype, is_float8)
+            settings = bool(training.unroll_layers), training.compute_dtype, training.fp8 != "none"
+            return Accumulate(num_microbatches, *settings)
         from mtjax.sharding.pipeline.executor import PipelineSchedule
 
         platform = self.mesh.devices.flat[0].platform

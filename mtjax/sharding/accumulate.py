@@ -59,11 +59,8 @@ class Accumulate:
         """See `MicrobatchSchedule.prepare_parameters`."""
         if not self.unrolled:
             return gather_for_step(records, wrapped)
-
-        def one(record: ParamSpec, leaf: Any) -> Any:
-            return unstack(record, leaf, self.compute_dtype, is_float8=self.is_float8) if record.is_stacked else leaf
-
-        return jax.tree.map(one, records, wrapped)
+        how = {"dtype": self.compute_dtype, "is_float8": self.is_float8}
+        return jax.tree.map(lambda r, leaf: unstack(r, leaf, **how) if r.is_stacked else leaf, records, wrapped)
 
     def losses(self, model: LossModel, parameters: Tree, batch: Tree, records: Tree) -> Sums:
         """See `MicrobatchSchedule.losses`; the batch is one microbatch."""

@@ -31,7 +31,7 @@ from mtjax.sharding.microbatch_schedule import total_loss
 from mtjax.sharding.param_specs import partition_specs
 from mtjax.sharding.reduction import Reduction
 from mtjax.sharding.trainable import merge_trees, select_frozen, select_trainable
-from mtjax.train.nonfinite_steps import GOOD, Tensor, first_bad, tensors
+from mtjax.train.nonfinite_steps import GOOD, Tensor, first_bad, norm_and_first_bad, tensors
 from mtjax.train.optimizer import make_optimizer
 from mtjax.train.schedule import make_schedule
 
@@ -188,14 +188,13 @@ class TrainStep(ShardedModel):
 
     def training_point(self, state: State) -> Tree:
         """Returns the parameters at which gradients are taken: those of the state, unless these are averages."""
-        parameters = state.parameters
         if self.config.optimizer.optimizer != "schedule-free":
-            return parameters
+            return state.parameters
         from mtjax.train.optimizers import training_point
 
         # Gradients are taken between the averaged weights, which are stored, and the fast ones.
-        point = training_point(self.config.optimizer, self.optimized(parameters), state.optimizer[1][0])
-        return self.with_optimized(parameters, point)
+        point = training_point(self.config.optimizer, self.optimized(state.parameters), state.optimizer[1][0])
+        return self.with_optimized(state.parameters, point)
 
     def with_optimized(self, parameters: Tree, optimized: Tree) -> Tree:
         """Returns parameters in which what the optimizer changes is that of `optimized`."""
@@ -207,8 +206,10 @@ class TrainStep(ShardedModel):
         """Traces the optimizer update; returns the next state and metrics."""
         loss_scale = state.loss_scale
         with jax.named_scope("optimizer"):
-            norm = optax.tree.norm(gradients)  # shared with gradient clipping (common subexpression)
-            bad = first_bad(loss + norm, gradients, self.trainable_records, self.layer_numbers)
+            settings = (self.trainable_records, self.layer_numbers)
+            norm, bad = norm_and_first_bad(
+                loss, gradients, *settings, unrolled=bool(self.config.training.unroll_layers)
+            )
             finite = bad == GOOD
             updated, optimizer = self.updated(state, gradients, parts, norm, finite)
             metrics = {
@@ -241,7 +242,7 @@ class TrainStep(ShardedModel):
           finite: whether the step counts.
         """
         trainable = self.optimized(state.parameters)
-        updates, optimizer = self.optimizer.update(gradients, state.optimizer, trainable)
+        updates, optimizer = self.optimizer.update(gradients, state.optimizer, trainable, norm=norm)
         updated = optax.apply_updates(trainable, updates)
         if self.config.model.router_bias and not self.config.model.lora_rank:  # which freezes routers
             from mtjax.models.routers import LOAD
@@ -324,21 +325,7 @@ def make_train_step(config: Config, mesh: Mesh) -> TrainStep:
     Raises:
       UserError: the mesh does not divide the model or its batch.
     """
-    # These modules import TrainStep from here.
-    kinds: list[type[TrainStep]] = []
-    if config.parallel.offload == "optimizer":
-        from mtjax.train.offload import OffloadedStep
+    # It imports TrainStep from here.
+    from mtjax.train.kinds import kind_of
 
-        kinds.append(OffloadedStep)
-    if config.finetuning.teacher is not None:
-        from mtjax.train.distilled import Distilled
-
-        kinds.append(Distilled)
-    if config.training.fp8 != "none":
-        from mtjax.train.float8 import Float8Step
-
-        kinds.append(Float8Step)
-    if len(kinds) < 2:
-        return (kinds or [TrainStep])[0](config, mesh)
-    # Each extends other methods of `TrainStep`, or calls those of the next.
-    return type("And".join(kind.__name__ for kind in kinds), tuple(kinds), {})(config, mesh)
+    return kind_of(config)(config, mesh)

@@ -235,6 +235,8 @@ DOCUMENTS = {"reset_attention_mask": True, "reset_position_ids": True}
                 ("ME*E", "data=2,expert=2,model=2", EXPERTS, {**SPLIT, "zero": 1}),
                 ("M-M*", "data=1,context=2,model=2", DOCUMENTS, {**SPLIT, "recompute": "full", "zero": 1}),
                 ("(M*)x2", "2x2x2", {}, {**STAGES, **SPLIT, "zero": 1, "recompute": "full"}),
+                ("M-M*-M", "1x2x2", {}, {**STAGES, **SPLIT, "zero": 1, "recompute": "full"}),
+                ("M*-M", "data=1,stage=2,context=2,model=1", {}, {**STAGES, "context_method": "all-gather"}),
             )
         ),
         *(
@@ -246,6 +248,8 @@ DOCUMENTS = {"reset_attention_mask": True, "reset_position_ids": True}
                 ("M-M*", "data=1,context=4,model=1", {}, {"zero": 3}),
                 ("(M-M*)x4", "1x2x1", {}, {**STAGES, "pipeline_schedule": "interleaved", "chunks": 2}),
                 ("(ME)x2", "1x2x1", EXPERTS, STAGES),
+                ("EM*E-", "2x2x1", EXPERTS, {**STAGES, "layers_per_stage": (2, 3), "zero": 3, "recompute": "none"}),
+                ("M-*MM-M*", "1x2x1", {}, {**STAGES, "pipeline_schedule": "interleaved", "chunks": 2}),
             )
         ),
     ],

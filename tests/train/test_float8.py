@@ -23,8 +23,8 @@ from mtjax.layout.float8 import float8_note, float8_problems
 from mtjax.layout.layouts import TENSOR
 from mtjax.layout.mesh import parse_mesh
 from mtjax.layout.plan import Plan
-from mtjax.models.evaluation import parameters_of
 from mtjax.models.families.distilled import HARD, SOFT
+from mtjax.models.named_parameters import parameters_of
 from mtjax.models.sharded_model import ShardedModel
 from mtjax.sharding.axes import use_rules
 from mtjax.sharding.float8 import E4M3, E5M2, LOWEST, Recipe, Scales, float8_product, quantized

@@ -7,7 +7,16 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from mtjax.analysis.contract import LAYER_BACKWARD, LAYER_FORWARD, LAYER_RECOMPUTE, Dtype, Expectation, Kind
+from mtjax.analysis.contract import (
+    GRADIENTS,
+    JOINED,
+    LAYER_BACKWARD,
+    LAYER_FORWARD,
+    LAYER_RECOMPUTE,
+    Dtype,
+    Expectation,
+    Kind,
+)
 from mtjax.analysis.parts.expert_dispatch import (
     LOADS,
     ROUTES,
@@ -288,6 +297,12 @@ def mean_loads(stream: ResidualStream) -> list[Expectation]:
         over_model(phase, "all-reduce", stream.times, LOADS, why, dtype="float32")
         for phase in (LAYER_FORWARD, LAYER_RECOMPUTE)
     ]
+
+
+def load_line(axes: list[str]) -> Expectation:
+    """How many tokens went to each expert of each layer, of all ranks' samples and all stages' layers."""
+    every, why = "routers*num_experts", "the load of each layer's experts, once a step"
+    return Expectation(GRADIENTS, "all-reduce", JOINED.join(axes), "1", every, "float32", pooled=True, why=why)
 
 
 def context_loads(stream: ResidualStream, *, recomputed: bool) -> list[Expectation]:

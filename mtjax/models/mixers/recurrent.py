@@ -18,6 +18,7 @@ from jaxtyping import Float
 
 from mtjax.config import Model
 from mtjax.config.ssm import ssm_groups, ssm_heads
+from mtjax.models.gradients_together import gradients_together
 from mtjax.models.kernels.convolution import causal_convolution
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.linear import Linear, normal
@@ -71,7 +72,7 @@ class RecurrentMixer(nnx.Module):
         y, state = self.recur(mixed, rates, context, state)
         y = checkpoint_name(y, ATTENTION_OUTPUT)
         with jax.named_scope("gate"):
-            y = self.gated_norm(y, gate)
+            y = self.gated_norm(*gradients_together(y, gate))
         y = y.reshape(*y.shape[:2], -1, y.shape[-1], out_sharding=spec("batch", "seq", "heads", "head_dim"))
         return self.project_out(y, context), state
 
