@@ -335,8 +335,8 @@ FAULTS = (
     ),
     Fault(
         "delayed scaling: a skipped step changes scales",
-        "lambda new, old: jnp.where(keep, new, old), moved, unchanged",
-        "lambda new, old: new, moved, unchanged",
+        "lambda new, old: jnp.where(keep, new, old), moved.parameters",
+        "lambda new, old: new, moved.parameters",
         "train",
         "test_a_skipped_step_leaves",
     ),
