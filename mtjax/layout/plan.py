@@ -242,8 +242,8 @@ class Plan:
     def prefetches(self, model: Model) -> bool:
         """Returns whether a layer's all-gathers and gradient reductions overlap with the computation of another layer,
         as `mtjax.sharding.prefetch` does in loops over single layers."""
-        single_layers = self.recompute_group == model.moe_every == 1 and self.recompute_first is None
-        single_layers = single_layers and not model.layer_pattern and model.family != "retro"
+        single_layers = self.recompute_group == 1 and self.recompute_first is None
+        single_layers = single_layers and all(stack.has_own_loop for stack in stacks_of(model))
         single_layers = single_layers and not self.recompute_offload and not self.unrolled and not self.is_staged
         return self.reduces_in_backward and self.residuals == "jax" and single_layers
 
@@ -298,11 +298,13 @@ class Plan:
                 f"unroll_layers does not support pipeline parallelism, and mesh {self.mesh} has {self.stages} stages, "
                 "which save activations in slots that a loop indexes: remove it"
             )
-        if self.recompute == "full":
+        if self.recompute == "full" and self.recompute_group > 1:
             yield (
-                "unroll_layers needs recompute none or selective, and recompute is full: without a loop XLA would "
-                "recompute several layers at the same time, each in separate memory; remove one of the two"
+                f"unroll_layers does not support recompute_num_layers {self.recompute_group}, which recomputes layers "
+                "in groups: remove one of the two"
             )
+        if self.recompute_offload:
+            yield "unroll_layers does not support recompute_offload: remove one of the two"
         if self.recompute == "selective" and self.keeps_scores:
             yield (
                 "unroll_layers with recompute selective needs attention that holds no scores of all queries, and here "

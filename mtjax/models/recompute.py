@@ -35,7 +35,7 @@ from mtjax.sharding.param_comm import (
     zeros_like_shards,
 )
 from mtjax.sharding.stacked_collectives import gather_upfront
-from mtjax.sharding.unstack import unrolled_layers, unstacked_layers
+from mtjax.sharding.unstack import unstacked_layers
 
 SAVED = "saved"
 """What layers save unless all of them is recomputed: products with weights; also what is as cheap to keep, such as
@@ -135,9 +135,9 @@ def scan_layers(
     count, group = len(numbers), recompute.group
     loops = loops_of(count, recompute)
     if (unstacked := unstacked_layers(layers)) is not None:
-        runs = [saved for loop in loops for saved in [loop.saved(run)] * loop.times]
-        with unrolled_layers(unstacked):
-            return _run_unrolled(runs, x, unstacked, numbers, states)
+        from mtjax.models.unrolled import run_unrolled
+
+        return run_unrolled(run, recompute, x, unstacked, numbers, states)
     layers, sums = split_accumulators(layers)
     # Prefetch runs a stack from its first to its last layer, without states, and saves inputs on the device.
     prevents_prefetch = first is not None or states is not None or recompute.offload
@@ -219,25 +219,6 @@ def _policies(count: int, recompute: Recompute) -> list[tuple[SavePolicy, int]]:
 def _run_group(run: RunLayer, x: Array, layers: Layers, numbers: Array, states: States) -> tuple[Array, States]:
     """Runs the layers of one group; while the group is recomputed, its layers save their products."""
     return plain_scan(save_products(run, "none"), x, (layers, numbers, states))
-
-
-def _run_unrolled(
-    runs: list[RunLayer], x: Array, layers: list[Any], numbers: Array, states: States
-) -> tuple[Array, States]:
-    """Runs layers without a loop, so that residuals are not copied into stacks.
-
-    Args:
-      runs: each layer.
-      x: input of the first layer, [batch, act_seq, embed].
-      layers: parameters of each.
-      numbers: int32 [layers].
-      states: stacked, [layers, ...].
-    """
-    after = []
-    for i, layer in enumerate(layers):
-        x, state = runs[i](x, layer, numbers[i], jax.tree.map(lambda a, i=i: a[i], states))
-        after.append(state)
-    return x, jax.tree.map(lambda *of_layers: jnp.stack(of_layers), *after)
 
 
 def plain_scan(run: RunLayer, x: Array, stack: tuple[Layers, Array, States]) -> tuple[Array, States]:

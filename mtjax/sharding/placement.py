@@ -1,9 +1,10 @@
 """Shardings of parameters, optimizer state and batches, from logical axis names."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax import lax
@@ -65,17 +66,27 @@ def of_dimensions(sharding: NamedSharding, count: int) -> NamedSharding:
     return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:count]))
 
 
-def min_over_shards(function: Callable[[Tree], jax.Array], arrays: Tree) -> jax.Array:
-    """Computes the minimum over devices of the scalar `function` of each device's shards; only scalars are sent."""
+def min_and_sum_over_shards(
+    function: Callable[[Tree], tuple[jax.Array, Sequence[jax.Array]]], arrays: Tree
+) -> tuple[jax.Array, jax.Array]:
+    """Computes two scalars of each device's shards, and returns the first's minimum over devices and the second's sum,
+    which `function` returns as terms that depend on one array each; only scalars are sent."""
 
-    def least(shards: Tree) -> jax.Array:
-        value = function(shards)
+    def reduced(shards: Tree) -> tuple[jax.Array, jax.Array]:
+        least, terms = function(shards)
+        by_axes: dict[tuple[str, ...], list[jax.Array]] = {}
+        for term in terms:
+            by_axes.setdefault(_varying(term), []).append(term)
         # Along other axes the shards are replicas, so that the values are equal already.
-        axes = tuple(sorted(jax.typeof(value).mat.varying))
-        return lax.pmin(value, axes) if axes else value
+        total = sum((lax.psum(sum(each), axes) if axes else sum(each)) for axes, each in sorted(by_axes.items()))
+        return lax.pmin(least, _varying(least)) if _varying(least) else least, jnp.asarray(total)
 
     specs = jax.tree.map(lambda a: jax.typeof(a).sharding.spec, arrays)
-    return jax.shard_map(least, in_specs=(specs,), out_specs=REPLICATED)(arrays)
+    return jax.shard_map(reduced, in_specs=(specs,), out_specs=(REPLICATED, REPLICATED))(arrays)
+
+
+def _varying(x: jax.Array) -> tuple[str, ...]:
+    return tuple(sorted(jax.typeof(x).mat.varying))
 
 
 def with_sharding(abstract: Tree, shardings: Tree) -> Tree:

@@ -16,7 +16,7 @@ from jax import Array
 from mtjax.layout.layouts import LAYERS
 from mtjax.layout.stacks import DENSE, STACK
 from mtjax.sharding.axes import shard_like_rows
-from mtjax.sharding.placement import min_over_shards
+from mtjax.sharding.placement import min_and_sum_over_shards
 
 Tree = Any
 
@@ -55,39 +55,57 @@ def tensors(records: Tree, numbers_of: Numbers = lambda _: ()) -> list[Tensor]:
 
 
 def first_bad(scalar: Array, values: Tree, records: Tree, numbers_of: Numbers = lambda _: ()) -> Array:
-    """Returns the index in `tensors` of the first tensor that is not finite, as an int32 that is replicated on all
-    devices.
+    """Returns the second result of `norm_and_first_bad`, for which the norm may be anything."""
+    return norm_and_first_bad(scalar, values, records, numbers_of, any_norm=True)[1]
 
-    A tensor counts as finite if the sum of squares / 4 of each device's shard is finite.
+
+def norm_and_first_bad(
+    scalar: Array, values: Tree, records: Tree, numbers_of: Numbers, unrolled: bool = False, any_norm: bool = False
+) -> tuple[Array, Array]:
+    """Returns the norm of all values, float32, and the index in `tensors` of the first that is not finite, int32, from
+    one pass over the values; both are replicated on all devices.
+
+    A tensor counts as finite if the sum of squares of each device's shard is finite.
 
     Args:
-      scalar: has to be finite, too. If only this is not, the result is the number of tensors.
+      scalar: has to be finite, too, and so has the norm unless `any_norm`. If only they are not, the index is the
+        number of tensors.
       values: gradients or parameters, with any sharding.
       records: of every parameter.
       numbers_of: the numbers of the layers that an array stacks, by its name; () for 0, 1, 2 ...
+      unrolled: whether stacked matrices have just been concatenated from those of the layers.
+      any_norm: see `scalar`.
 
     Returns:
-      `GOOD` when everything is finite.
+      The norm; and the index, `GOOD` when everything is finite.
     """
     in_tree_order = _in_tree_order(records, numbers_of)
-    leaves = jax.tree.leaves(values)
-    stacked = [record.is_stacked for record in jax.tree.leaves(records)]
-    counts = [a.shape[0] if is_stack else 1 for a, is_stack in zip(leaves, stacked, strict=True)]
+    leaves, kinds = jax.tree.leaves(values), jax.tree.leaves(records)
+    counts = [a.shape[0] if kind.is_stacked else 1 for a, kind in zip(leaves, kinds, strict=True)]
     indices = np.split(np.argsort(_backwards(in_tree_order)).astype(np.int32), np.cumsum(counts)[:-1])
     # Shard the indices like the layers (pipeline stages): a device that has only some layers needs only theirs.
-    spread = [shard_like_rows(p, a) if is_stack else p for p, a, is_stack in zip(indices, leaves, stacked, strict=True)]
+    spread = [shard_like_rows(p, a) if k.is_stacked else p for p, a, k in zip(indices, leaves, kinds, strict=True)]
 
-    def first_of(parts: tuple[list[Array], list[Array]]) -> Array:
-        firsts = []
-        for a, index, is_stack in zip(*parts, stacked, strict=True):
-            # Per layer of a stacked array, or of the entire array. XLA: without the factor 1/2, XLA on CPUs would
-            # share these squares with those of the gradient norm, and write them all to memory.
-            squares = jnp.square(a / 2).sum(axis=tuple(range(is_stack, a.ndim)))
+    def of_shards(parts: tuple[list[Array], list[Array]]) -> tuple[Array, list[Array]]:
+        firsts, sums = [], []
+        for a, index, kind in zip(*parts, kinds, strict=True):
+            squares = _squares_of_layers(a, unrolled and kind.is_matrix) if kind.is_stacked else jnp.square(a).sum()
             firsts.append(jnp.where(jnp.isfinite(squares), len(in_tree_order), index))
-        return jnp.concatenate(firsts).min()
+            sums.append(squares.sum())
+        return jnp.concatenate(firsts).min(), sums
 
-    first = min_over_shards(first_of, (leaves, spread))
-    return jnp.where((first == len(in_tree_order)) & jnp.isfinite(scalar), GOOD, first).astype(jnp.int32)
+    first, total = min_and_sum_over_shards(of_shards, (leaves, spread))
+    norm = jnp.sqrt(total)
+    is_finite = jnp.isfinite(scalar if any_norm else scalar + norm)
+    return norm, jnp.where((first == len(in_tree_order)) & is_finite, GOOD, first).astype(jnp.int32)
+
+
+def _squares_of_layers(stack: Array, concatenated: bool) -> Array:
+    """Returns the sum of squares of each layer, [layers]."""
+    if not concatenated:
+        return jnp.square(stack).sum(axis=tuple(range(1, stack.ndim)))
+    # XLA: a slice of a concatenation is its operand; a sum over all of it takes 4 to 7 times as long as reading it.
+    return jnp.stack([jnp.square(stack[i]).sum() for i in range(stack.shape[0])])
 
 
 def _in_tree_order(records: Tree, numbers_of: Numbers) -> list[Tensor]:

@@ -16,7 +16,7 @@ from mtjax.layout.stages import PLAIN, Orders
 from mtjax.train.schedule import make_schedule, make_weight_decay
 
 
-def make_optimizer(config: Config, records: Any, orders: Orders = PLAIN) -> optax.GradientTransformation:
+def make_optimizer(config: Config, records: Any, orders: Orders = PLAIN) -> optax.GradientTransformationExtraArgs:
     """Builds global-norm clipping followed by the optimizer, with layer-wise learning rate decay if the config sets it.
 
     Args:
@@ -25,7 +25,7 @@ def make_optimizer(config: Config, records: Any, orders: Orders = PLAIN) -> opta
       orders: order of layers in stacked parameters.
     """
     options, steps = config.optimizer, config.training.steps
-    clip = optax.stateless(partial(_clipped, options.clip_grad_norm)) if options.clip_grad_norm else optax.identity()
+    clip = _clip(options.clip_grad_norm) if options.clip_grad_norm else optax.identity()
     if optimizer_states(config).is_plain:
         build = partial(
             optax.adamw,
@@ -66,9 +66,13 @@ def _growing(build: Callable[..., optax.GradientTransformation], decay: optax.Sc
     return optax.GradientTransformation(build(weight_decay=0.0).init, update)
 
 
-def _clipped(max_norm: float, gradients: Any, _: Any) -> Any:
-    """Scales gradients to a global norm of at most `max_norm`."""
-    # XLA: optax's own clipping divides each gradient, which is not fused into the three updates that read it, so all
-    # clipped gradients would be written to memory. A multiplication by one factor is recomputed in each fusion.
-    factor = jnp.minimum(1.0, max_norm / optax.tree.norm(gradients))
-    return jax.tree.map(lambda gradient: gradient * factor, gradients)
+def _clip(max_norm: float) -> optax.GradientTransformationExtraArgs:
+    """Builds a scaling of gradients to a global norm of at most `max_norm`; their norm may be given to `update`."""
+
+    def update(updates: Any, state: Any, params: Any = None, *, norm: Any = None, **_: Any) -> tuple[Any, Any]:
+        # XLA: optax's own clipping divides each gradient, which is not fused into the three updates that read it, so
+        # all clipped gradients would be written to memory. A multiplication by one factor is recomputed in each fusion.
+        factor = jnp.minimum(1.0, max_norm / (optax.tree.norm(updates) if norm is None else norm))
+        return jax.tree.map(lambda gradient: gradient * factor, updates), state
+
+    return optax.GradientTransformationExtraArgs(optax.identity().init, update)

@@ -26,10 +26,14 @@ LLAMA = {
     [
         ("2x4", SPLIT | {"zero": 1}),
         ("4x1", LLAMA | {"zero": 3, "recompute": "selective", "attention": "blocks"}),
+        ("2x2", SPLIT | {"zero": 3, "recompute": "full"}),
         *(
             pytest.param(mesh, fields, marks=pytest.mark.long)
             for mesh, fields in [
                 ("1x1", {"compute_dtype": "bfloat16"}),
+                ("1x1", {"recompute": "full", "recompute_method": "block", "recompute_num_layers": 1}),
+                ("4x1", LLAMA | {"recompute": "full", "zero": 1, "microbatch_size": 1}),
+                ("2x4", {"recompute": "full", "attention_dropout": 0.1}),
                 ("2x2", LLAMA | {"zero": 2}),
                 ("2x2", SPLIT | {"zero": 3}),
                 ("4x1", {"zero": 3, "microbatch_size": 1, "attention_dropout": 0.1}),
@@ -69,12 +73,13 @@ def test_its_program_has_no_loop_over_layers():
 @pytest.mark.parametrize(
     ("fields", "mesh", "what"),
     [
-        ({"recompute": "full"}, "1x1", "recompute none or selective, and recompute is full"),
+        ({"recompute": "full", "recompute_num_layers": 2}, "1x1", "does not support recompute_num_layers 2"),
+        ({"recompute": "full", "recompute_offload": True}, "1x1", "does not support recompute_offload"),
         ({"recompute": "selective"}, "1x1", "holds no scores of all queries"),
         ({"microbatch_size": 1}, "1x2x1", "has 2 stages"),
         ({"family": "t5", "position": "relative"}, "1x1", "t5 has several"),
     ],
-    ids=["full", "selective", "stages", "T5"],
+    ids=["groups", "offload", "selective", "stages", "T5"],
 )
 def test_what_it_does_not_go_with_is_said(fields, mesh, what):
     with pytest.raises(UserError, match=what):

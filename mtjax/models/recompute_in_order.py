@@ -1,0 +1,132 @@
+"""Full recompute of layers without a loop: one layer after the other, each when the gradient of its output is known.
+
+Without a loop XLA orders the operations of a step. What a layer recomputes depends only on its saved input, so XLA
+would recompute several layers at once, to have work next to collectives, and hold the activations of all of them; and
+it would compute gradients of matrices late, and hold what they are computed from. The barriers of `jax.checkpoint` do
+not prevent it: they are gone when XLA orders operations. Here a recomputed layer depends on the gradient of its output,
+and on the reduced gradients of the matrices two layers above, which leaves a layer's time to reduce them.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+from jax.sharding import reshard
+
+from mtjax.sharding.axes import PartitionSpec, explicit_axes, joined_spec, map_ranks, varying_like
+
+Tree = Any
+Run = Callable[..., tuple[Array, Tree]]
+
+
+class Tokens(NamedTuple):
+    """Arrays, a number of each rank, that layers pass on unchanged. Their cotangents are not derivatives: XLA can't
+    compute them before the gradients of a layer."""
+
+    above: Array
+    """Of the layer above."""
+    next_above: Array
+    """Of the layer above that one."""
+
+
+def run_in_order(
+    run: Run, saving: Callable[[Run], Run], x: Array, layers: Sequence[Any], numbers: Array, states: Sequence[Any]
+) -> tuple[Array, list[Tree]]:
+    """Runs layers one after the other; each saves its input, and the backward pass recomputes one at a time.
+
+    Args:
+      run: one layer: (hidden states, layer, its number, its state) -> (hidden states, state).
+      saving: wraps such a function so that it saves its inputs only.
+      x: input of the first layer, [batch, act_seq, embed].
+      layers: parameters of each.
+      numbers: int32 [layers] or longer.
+      states: of each layer.
+
+    Returns:
+      The output of the last layer, and each layer's state.
+    """
+    # A custom_vjp may not close over tracers such as attention's mask: those of `run` become arguments.
+    closed, constants = jax.closure_convert(run, x, layers[0], numbers[0], states[0])
+    saved, after, tokens = saving(closed), [], Tokens(_no_token(x), _no_token(x))
+    for i, layer in enumerate(layers):
+        x, tokens, state = cast(Any, _run(saved, x, tokens, (layer, numbers[i], states[i], *constants)))
+        after.append(state)
+    return x, after
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _run(run: Run, x: Array, tokens: Tokens, inputs: tuple[Any, ...]) -> tuple[Array, Tokens, Tree]:
+    """Returns hidden states, `tokens` and the layer's state."""
+    x, state = run(x, *inputs)
+    return x, tokens, state
+
+
+def _run_forward(run: Run, x: Array, tokens: Tokens, inputs: tuple[Any, ...]) -> tuple[Any, Any]:
+    return _run(run, x, tokens, inputs), (x, inputs)
+
+
+def _run_backward(run: Run, saved: Any, cotangents: tuple[Array, Tokens, Tree]) -> tuple[Any, ...]:
+    """Recomputes the layer from its input, [batch, act_seq, embed]; returns the gradients of its inputs, and tokens."""
+    (x, inputs), (gradient, tokens, state) = saved, cotangents
+    _, vjp = jax.vjp(run, _after((gradient, tokens.next_above), x), *inputs)
+    gradient, *others = vjp((gradient, state))
+    return gradient, Tokens(_token_of(others, tokens.above), tokens.above), tuple(others)
+
+
+_run.defvjp(_run_forward, _run_backward)
+
+
+def _no_token(x: Array) -> Array:
+    """Returns zeros of the type of a token."""
+    count = math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in explicit_axes())
+    zeros = jnp.zeros((count,), jnp.float32)
+    return varying_like(reshard(zeros, _over_ranks()) if explicit_axes() else zeros, x)
+
+
+def _over_ranks() -> PartitionSpec:
+    """Returns the sharding of an array of a number per rank along explicit axes."""
+    return joined_spec(tuple(sorted(explicit_axes())))
+
+
+def _token_of(gradients: Tree, like: Array) -> Array:
+    """Returns a token of the gradients of a layer's matrices, with the type of `like`."""
+    arrays = [a for a in jax.tree.leaves(gradients) if jnp.issubdtype(a.dtype, jnp.floating)]
+    # Those of vectors may be reduced together, behind the last layer.
+    largest = max((a.size for a in arrays), default=0)
+    arrays = [a for a in arrays if a.size > largest // 16]
+    return varying_like(_of_ranks(lambda *each: jnp.reshape(sum(map(_first, each)), 1), _over_ranks(), *arrays), like)
+
+
+def _after(known: tuple[Array, ...], x: Array) -> Array:
+    """Returns `x`, with which XLA can't compute before it has computed all of `known`."""
+    return _of_ranks(lambda *arrays: _after_p.bind(*arrays), jax.typeof(x).sharding.spec, x, *known)
+
+
+def _select(x: Array, *known: Array) -> Array:
+    bits = sum(lax.bitcast_convert_type(_first(a), jnp.uint32) & 1 for a in known)
+    # True of all numbers, which XLA does not find out. Fused into what reads `x`: no copy, and the same bits.
+    return jnp.where(bits <= len(known), x, jnp.zeros_like(x))
+
+
+# A primitive, because the result varies over no more axes than `x`, whatever `known` varies over.
+_after_p = Primitive("after")
+_after_p.def_abstract_eval(lambda x, *known: x)
+_after_p.def_impl(_select)
+mlir.register_lowering(_after_p, mlir.lower_fun(_select, multiple_results=False))
+
+
+def _of_ranks(function: Callable[..., Array], out_spec: PartitionSpec, *arrays: Array) -> Array:
+    """Calls a function of each rank's shards."""
+    if not explicit_axes():
+        return function(*arrays)
+    return map_ranks(function, tuple(jax.typeof(a).sharding.spec for a in arrays), out_spec)(*arrays)
+
+
+def _first(a: Array) -> Array:
+    return a[(0,) * a.ndim].astype(jnp.float32)

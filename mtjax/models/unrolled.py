@@ -1,0 +1,44 @@
+"""Layers without a loop over them (`unroll_layers`)."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from mtjax.models.recompute import Recompute, RunLayer, States, loops_of
+from mtjax.models.recompute_in_order import run_in_order
+from mtjax.sharding.unstack import unrolled_layers
+
+
+def run_unrolled(
+    run: RunLayer, recompute: Recompute, x: Array, layers: list[Any], numbers: Array, states: States
+) -> tuple[Array, States]:
+    """Runs layers without a loop, so that residuals are not copied into stacks.
+
+    Args:
+      run: one layer.
+      recompute: what each saves for its backward pass.
+      x: input of the first layer, [batch, act_seq, embed].
+      layers: parameters of each.
+      numbers: int32 [layers].
+      states: stacked, [layers, ...].
+    """
+    each = [jax.tree.map(lambda a, i=i: a[i], states) for i in range(len(layers))]
+    loops, after = loops_of(len(layers), recompute), []
+    from_input = _saving_input(recompute, len(layers))
+    with unrolled_layers(layers):
+        if from_input:
+            x, after = run_in_order(run, loops[0].saved, x, layers[:from_input], numbers, each)
+        runs = [saved for loop in loops for saved in [loop.saved(run)] * loop.times]
+        for i in range(from_input, len(layers)):
+            x, state = runs[i](x, layers[i], numbers[i], each[i])
+            after.append(state)
+    return x, jax.tree.map(lambda *of_layers: jnp.stack(of_layers), *after)
+
+
+def _saving_input(recompute: Recompute, count: int) -> int:
+    """Returns how many of `count` layers save their input only: the first ones."""
+    if recompute.kind != "full":
+        return 0
+    return min(recompute.num_layers, count) if recompute.method == "block" else count
