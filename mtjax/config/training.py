@@ -81,5 +81,5 @@ class Training:
     seed: int = at_least(0, 1234, most=2**32 - 1)
     """Random seed of initialization, dropout and the order of samples."""
     init_from: Path | None = None
-    """Initialize the model from the weights in this folder (of a run, or written by mtjax convert), or in hf:DIR or
-    megatron:DIR, instead of randomly; the run starts at step 0."""
+    """Initialize the model from the weights in this folder (of a run, or written by mtjax convert), or in hf:DIR,
+    megatron:DIR or peft:DIR (adapters, merged into their base model), instead of randomly; the run starts at step 0."""
