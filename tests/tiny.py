@@ -196,6 +196,12 @@ def initial_state(program: TrainStep) -> State:
 _initial_states: dict[Any, Any] = {}
 
 
+def step_gradients(program: TrainStep, state: State, batch: dict[str, jax.Array]) -> tuple[jax.Array, Any, Any]:
+    """The loss of a step, its losses by name, and its gradients."""
+    run = jax.jit(lambda state, batch: program.gradients(*program.gradient_inputs(state, batch)))
+    return program.on_mesh(run, state, batch)
+
+
 def run_steps(program: TrainStep, steps: int, state: State | None = None) -> tuple[State, list[dict[str, float]]]:
     """Steps from `state`, or from seed 0; the last state and every step's metrics."""
     state = state or initial_state(program)

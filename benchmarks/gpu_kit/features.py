@@ -131,5 +131,7 @@ def gradients(program: TrainStep, parameters: Tree) -> tuple[float, Tree]:
     batch = global_batch(program.batch_sharding, arrays, size)
     state = program.initialize(0)
     state = dataclasses.replace(state, parameters=jax.device_put(parameters, program.parameter_sharding))
-    loss, _, found = program.on_mesh(jax.jit(program.loss_and_grads), state, batch)
+    loss, _, found = program.on_mesh(
+        jax.jit(lambda s, b: program.gradients(*program.gradient_inputs(s, b))), state, batch
+    )
     return float(loss), jax.device_get(found)

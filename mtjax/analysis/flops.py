@@ -5,7 +5,7 @@ GPT-2's, with an MLP of 4h. A matmul [m,k] x [k,n] costs 2mkn.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 from mtjax.analysis.anatomy import Anatomy, Predictors, Stack
 from mtjax.analysis.families.registry import anatomy_of
 from mtjax.analysis.optimizer import update_flops
-from mtjax.analysis.parts.part import Product, unrepeated
+from mtjax.analysis.parts.part import Part, Product, unrepeated
 from mtjax.analysis.parts.score_blocks import block_queries
 from mtjax.analysis.prediction import recomputed_predictors
 from mtjax.config.adapters import is_trainable, trains_all
@@ -38,9 +38,29 @@ def core_flops(stack: Stack, *, causal: bool = False) -> float:
     return sum(part.scores.flops(causal=causal) for part in stack.parts if part.scores)
 
 
-def once_more_flops(stack: Stack) -> float:
-    """Returns the FLOPs of one layer's matmuls that their backward pass recomputes, for a sample: experts' first."""
-    return sum(product.flops for part in stack.parts for product in part.products() if product.again)
+def once_more_flops(stack: Stack, plan: Plan, *, saves_products: bool) -> float:
+    """Returns the FLOPs of one layer's matmuls that their backward pass recomputes, for a sample: experts' first, and
+    those of scans, which are not saved with the products with weights.
+
+    Args:
+      stack: of the layer.
+      plan: of the run.
+      saves_products: whether the layer saves its products with weights, instead of its input alone.
+    """
+    times = [(part, times_again(part, plan, saves_products=saves_products)) for part in stack.parts]
+    return sum(again(product) * product.flops for part, again in times for product in part.products())
+
+
+def times_again(part: Part, plan: Plan, *, saves_products: bool) -> Callable[[Product], int]:
+    """Returns how often the backward pass of a component recomputes each of its matmuls, besides the recompute of an
+    entire layer; arguments as of `once_more_flops`."""
+    scans = saves_products + part.scans_in_blocks(plan)
+    return lambda product: product.again + (scans if product.in_scan and not product.is_unread else 0)
+
+
+def _gradients_less(stack: Stack) -> float:
+    """Returns the FLOPs of one layer's matmuls, for a sample, that their gradients have fewer than twice as many."""
+    return sum((2 - product.gradients) * product.flops for part in stack.parts for product in part.products())
 
 
 def routing_again(stack: Stack, plan: Plan) -> float:
@@ -102,9 +122,10 @@ def model_flops(anatomy: Anatomy, *, causal: bool = False) -> float:
     Megatron papers) attention is counted in full; `causal=True` halves the `s/(6h)` term. Frozen weights have no
     gradient: the backward pass has one matmul for each of theirs, not two.
     """
-    frozen = sum(stack.layers * frozen_flops(anatomy, stack) for stack in anatomy.stacks)
+    frozen = sum(stack.layers * (frozen_flops(anatomy, stack) + _gradients_less(stack)) for stack in anatomy.stacks)
     for stack in anatomy.stacks:  # layers without a backward pass
-        frozen += stack.idle * (2 * layer_flops(stack, causal=causal) - frozen_flops(anatomy, stack))
+        left_out = frozen_flops(anatomy, stack) + _gradients_less(stack)
+        frozen += stack.idle * (2 * layer_flops(stack, causal=causal) - left_out)
     return 3 * forward_flops(anatomy, causal=causal) - frozen - frozen_outside_flops(anatomy)
 
 
@@ -113,7 +134,8 @@ def frozen_flops(anatomy: Anatomy, stack: Stack) -> float:
     if trains_all(anatomy.model):
         return 0.0
     parts = [part for part in stack.parts if anatomy.is_frozen(part, stack)]
-    return sum(product.flops for part in parts for product in part.products() if not product.is_adapter)
+    products = [product for part in parts for product in part.products()]
+    return sum(product.flops for product in products if not product.is_adapter and not product.in_scan)
 
 
 def frozen_again(anatomy: Anatomy, stack: Stack, plan: Plan) -> float:
@@ -206,7 +228,9 @@ def compiled_flops(anatomy: Anatomy, plan: Plan, *, causal: bool = False) -> flo
         last = [product for part in stack.unread for product in unrepeated(part.products())]
         omitted = sum(product.flops for product in last) + _again(last, plan)
         flops += recomputed * layer_flops(stack, causal=causal) - (recomputed - grouped) * omitted
-        flops += stack.layers * once_more_flops(stack)
+        saving = learning - recomputed
+        flops += recomputed * once_more_flops(stack, plan, saves_products=False)
+        flops += saving * once_more_flops(stack, plan, saves_products=True)
     return flops
 
 
@@ -230,15 +254,16 @@ def _staged_flops(anatomy: Anatomy, plan: Plan, *, causal: bool) -> float:
     if (ahead := anatomy.predictors) is not None:  # with the head, once per microbatch, and not recomputed
         full_core, core = core_flops(ahead, causal=causal), _computed_core_flops(ahead, plan, causal=causal)
         layer = 3 * (layer_flops(ahead, causal=causal) - full_core + core + routing_again(ahead, plan))
-        total += m * ahead.layers * (layer + once_more_flops(ahead) + core_recompute * core)
+        total += m * ahead.layers * (layer + once_more_flops(ahead, plan, saves_products=True) + core_recompute * core)
     for number, section in enumerate(anatomy.sections):
         ticks = m * plan.chunks + (0 if number else idle)
         for stack in section:
             full_core, core = core_flops(stack, causal=causal), _computed_core_flops(stack, plan, causal=causal)
             forward = layer_flops(stack, causal=causal) - full_core + core + repeated_flops(stack, plan.mesh.model)
             forward += routing_again(stack, plan)
-            layer = (4 if is_full else 3) * forward - frozen_flops(anatomy, stack) + once_more_flops(stack)
-            layer -= frozen_again(anatomy, stack, plan)
+            # A chunk that is recomputed saves its products with weights for its backward pass.
+            layer = (4 if is_full else 3) * forward + once_more_flops(stack, plan, saves_products=True)
+            layer -= frozen_flops(anatomy, stack) + _gradients_less(stack) + frozen_again(anatomy, stack, plan)
             total += ticks * layers_in_chunk(stack, plan) * (layer + core_recompute * core)
     return total * plan.stages / m
 

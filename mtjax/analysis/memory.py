@@ -15,9 +15,12 @@ from mtjax.analysis.float8 import float8_state_bytes, float8_weight_bytes, layer
 from mtjax.analysis.model_states import bytes_per_parameter, gradient_bytes, model_states
 from mtjax.analysis.optimizer import point_bytes, states_on_device, streamed_bytes
 from mtjax.analysis.parts.attention import ATTENTION_OUTPUT, PROBABILITIES, QUERY_KEY_VALUE
+from mtjax.analysis.parts.delta_net import DELTA_INPUTS, DELTA_OUTPUT
+from mtjax.analysis.parts.mamba import STATE_SPACE_INPUTS, STATE_SPACE_OUTPUT
 from mtjax.analysis.parts.prediction import INPUTS_AHEAD
 from mtjax.analysis.parts.shared_block import Block
 from mtjax.analysis.parts.sublayer import NORM_INPUTS
+from mtjax.analysis.pattern_memory import waiting_bytes
 from mtjax.analysis.prediction import recomputed_predictors
 from mtjax.analysis.schedules import megatron_in_flight, slots
 from mtjax.analysis.teacher_cost import forward_bytes, output_bytes, table_bytes, weight_bytes
@@ -32,6 +35,17 @@ TRANSPOSED = "parameters transposed for the all-gather"
 COPIES = "parameters gathered, or in the compute dtype"
 TAUGHT = "teacher's hidden states"
 TABLE = "teacher's output table, gathered"
+COPIED = (
+    QUERY_KEY_VALUE,
+    ATTENTION_OUTPUT,
+    PROBABILITIES,
+    NORM_INPUTS,
+    STATE_SPACE_INPUTS,
+    STATE_SPACE_OUTPUT,
+    DELTA_INPUTS,
+    DELTA_OUTPUT,
+)
+"""What a loop over layers copies out of its stacks."""
 STAGE_INPUTS = "stage inputs"
 STAGE_OUTPUTS = "stage outputs"
 
@@ -81,7 +95,7 @@ class Memory:
     later: float = 0.0
     """Gradients computed after the loss: the layers', with a single microbatch."""
     last: float = 0.0
-    """Gradients computed after the layers' backward pass: what is below the layers, with a single microbatch."""
+    """Gradients computed after the layers' backward pass: of what is below the layers."""
     comes_as_activations_go: bool = False
     """Whether `later` reuses the memory of saved activations: with unrolled layers, unless these save their input
     only."""
@@ -149,7 +163,7 @@ def stage_memory(anatomy: Anatomy, plan: Plan, stage: int = 0) -> Memory:
         ahead=_prefetched(anatomy, plan),
         finishing=max(outside if plan.is_staged else 0.0, stacked, streamed_bytes(anatomy, plan)),
         later=gradients * trainable.in_layers if comes_late else 0.0,
-        last=_gradients_below(anatomy, plan) if comes_late else 0.0,
+        last=_gradients_below(anatomy, plan) if comes_late or (outside and not plan.is_staged) else 0.0,
         comes_as_activations_go=plan.unrolled and plan.recompute != "full",
         teacher=(weight_bytes(plan) or table_bytes(anatomy, plan)) + output_bytes(anatomy, plan),
         teaching=forward_bytes(plan),
@@ -245,11 +259,11 @@ def _saved_in_chunk(section: Sequence[Stack], plan: Plan) -> dict[str, float]:
 def _peak_workspace(anatomy: Anatomy, plan: Plan) -> float:
     """Returns the workspace of a layer's backward pass at the peak: a decoder's layer, or an encoder's, which runs when
     the decoder's saved activations are free."""
-    is_interleaved = anatomy.model.moe_every > 1 or anatomy.model.layer_pattern or anatomy.model.family == "retro"
-    if plan.is_staged or is_interleaved:  # layers of interleaved stacks are freed together
-        return max(_workspace(anatomy, stack, plan) for stack in anatomy.stacks)
+    if plan.is_staged or not all(stack.has_own_loop for stack in anatomy.stacks):  # layers of a loop are freed together
+        return max(_workspace(anatomy, stack, plan) + waiting_bytes(anatomy, stack, plan) for stack in anatomy.stacks)
     free, peak = 0.0, 0.0
-    for stack in reversed(anatomy.stacks):
+    in_order = sorted(anatomy.stacks, key=lambda stack: stack.layer_numbers[0])
+    for stack in reversed(in_order):
         peak = max(peak, _workspace(anatomy, stack, plan) - free)
         free += sum(_saved(stack, plan).values())
     return peak
@@ -322,9 +336,11 @@ def _workspace(anatomy: Anatomy, stack: Stack, plan: Plan) -> float:
 
 def _gathered(anatomy: Anatomy, stack: Stack, plan: Plan) -> float:
     """Returns the bytes of two layers' gathered parameters with ZeRO-3, the current and the prefetched one's, and of
-    the previous layer's gradients, whose reduction is overlapped."""
-    in_flight = plan.precision.gradients if plan.overlaps_data(anatomy.model) else 0
-    parameters = layer_counts(stack, plan.layout(anatomy.model), plan.mesh).all
+    the previous layer's gradients, whose reduction is overlapped; in a pattern, that layer may be of any kind."""
+    is_mixed = anatomy.model.layer_pattern and len(anatomy.stacks) > 1
+    in_flight = plan.precision.gradients if plan.overlaps_data(anatomy.model) or is_mixed else 0
+    before = anatomy.stacks if is_mixed else (stack,)
+    parameters = max(layer_counts(one, plan.layout(anatomy.model), plan.mesh).all for one in before)
     return 2 * layer_bytes(stack, anatomy.model, plan) + in_flight * parameters
 
 
@@ -352,16 +368,17 @@ def _jax_workspace(stack: Stack, plan: Plan, kinds: Mapping[str, float]) -> floa
     c = plan.element_bytes
     pairs = sum(part.scores.pairs for part in stack.parts if part.scores) if plan.keeps_scores else 0
     scores = pairs * plan.microbatch_size / plan.mesh.model
-    names, in_place = (QUERY_KEY_VALUE, ATTENTION_OUTPUT, PROBABILITIES, NORM_INPUTS), _read_in_place(stack, plan)
-    copied = sum(kinds.get(name, 0) for name in names if name not in in_place)
+    in_place = _read_in_place(stack, plan)
+    copied = sum(kinds.get(name, 0) for name in COPIED if name not in in_place)
     copied += kinds.get(NORM_INPUTS, 0) if plan.recompute == "full" else 0
     copied = 0 if plan.unrolled else copied
     # 2: the gradient of the residual stream, with and without the dropout mask; 3: the arrays outside the loop.
     stream_element = (2 + 3) * c + (1 if plan.dropout else 0)
     stream = stream_element * plan.microbatch_size * _stream_elements(stack, plan)
-    peaks, pending = [], 0.0
+    peaks, pending, before = [], 0.0, sum(part.waiting_bytes(plan) for part in stack.parts)
     for part in reversed(stack.parts):
-        peaks.append(part.backward_peak_bytes(plan) + (pending if part.scores else c * scores))
+        before -= part.waiting_bytes(plan)
+        peaks.append(part.backward_peak_bytes(plan) + before + (pending if part.scores else c * scores))
         pending = max(pending, part.pending_bytes(plan))
     return copied + stream + max(peaks)
 

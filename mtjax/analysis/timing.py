@@ -16,6 +16,7 @@ from mtjax.analysis.copies import FLOAT32, SUMS, Copy, copies, copies_in_step, c
 from mtjax.analysis.counts import on_device, peak_stage_counts, zero_degree
 from mtjax.analysis.expert_blocks import block_copies, blocks_of
 from mtjax.analysis.float8 import float8_bytes, is_float8
+from mtjax.analysis.flops import times_again
 from mtjax.analysis.hardware import Server
 from mtjax.analysis.kernels import CORE, ElementWise, Traffic
 from mtjax.analysis.link_time import (
@@ -231,8 +232,10 @@ def _layer(stack: Stack, plan: Plan, machine: Machine, software: Software) -> tu
     """Seconds of one layer and microbatch, forward, recomputed and backward: products, attention, element-wise."""
     products = _layer_products(stack, plan)
     forward = {product: _forward(product, plan, machine) for product in products}
-    once_more = sum(forward[product] for product in products if product.again)
-    backward = once_more + sum(_backward(product, plan, machine) for product in products)
+    saves_products = plan.is_staged or plan.recompute != "full"
+    times = [(part, times_again(part, plan, saves_products=saves_products)) for part in stack.parts]
+    own = ((product, again(product)) for part, again in times for product in part.products(plan.mesh.model))
+    backward = sum(number * forward[product] + _backward(product, plan, machine) for product, number in own)
     again = 0.0
     if plan.recompute == "full":
         # What comes out of a layer is not needed again, but by a norm, or where the next one of a chunk reads it.
@@ -277,6 +280,8 @@ def _backward(product: Product, plan: Plan, machine: Machine) -> float:
     """The gradients of what it reads and of its weights."""
     (rows, times), eight = _rows(product, plan), is_float8(product, plan)
     of_read = machine.product(rows, product.outer, product.inner, is_float8=eight)
+    if product.in_scan:
+        return product.gradients * of_read
     return times * (of_read + machine.product(product.inner, rows, product.outer, is_float8=eight))
 
 

@@ -36,8 +36,6 @@ Examples:
   mtjax train --config run.toml
 """
 
-_Repeated = tyro.conf.UseAppendAction
-
 
 @dataclass(frozen=True)
 class Options:

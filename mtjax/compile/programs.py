@@ -79,7 +79,7 @@ def programs(program: TrainStep, tokenizer: Tokenizer, batch_sizes: tuple[int, .
     for size in batch_sizes:
         yield f"step of {size} samples", lambda size=size: [program.lower_step(size)]
     if config.output.valid_every:
-        yield "validation", lambda: [program.lower_evaluate()]
+        yield "validation", lambda: [program.evaluation.lower()]
     orders = program.layer_orders
     yield "fingerprints", lambda: [lower_fingerprints(program.abstract_state, program.mesh, orders)]
     if continues_text(config):

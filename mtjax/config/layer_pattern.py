@@ -118,7 +118,37 @@ def shortened_pattern(letters: str) -> str:
     return "".join(min((f"({unit})x{times}", unit * times), key=len) for unit, times in runs_of(letters))
 
 
-def chunk_letters(letters: str, chunks: int) -> str | None:
-    """Returns the pattern that all of so many equal chunks have; None if they differ."""
-    unit = letters[: len(letters) // chunks]
-    return unit if unit * chunks == letters else None
+def loops_of_pattern(letters: str) -> tuple[Run, ...]:
+    """Returns the loops over the layers of a model or a chunk: those of `runs_of`, but several layers that run once
+    and are the only ones of their kinds are a loop each."""
+    loops: list[Run] = []
+    for run in runs_of(letters):
+        are_single = run.times == 1 and all(letters.count(letter) == 1 for letter in run.unit)
+        loops += [Run(letter, 1) for letter in run.unit] if are_single else [run]
+    return tuple(loops)
+
+
+@cache
+def common_pattern(patterns: tuple[str, ...]) -> str:
+    """Returns a short pattern from which each of these results when layers are left out; their order is kept."""
+    common, *others = dict.fromkeys(patterns)
+    for pattern in others:
+        common = _merged(common, pattern)
+    return common
+
+
+def _merged(first: str, second: str) -> str:
+    """Returns the shortest pattern that contains the layers of both in their order, those of the first ahead."""
+    # fewest[i][j]: letters of the shortest pattern of first[i:] and second[j:].
+    fewest = [[len(first) - i + len(second) - j for j in range(len(second) + 1)] for i in range(len(first) + 1)]
+    for i in reversed(range(len(first))):
+        for j in reversed(range(len(second))):
+            is_same = first[i] == second[j]
+            fewest[i][j] = 1 + (fewest[i + 1][j + 1] if is_same else min(fewest[i + 1][j], fewest[i][j + 1]))
+    merged, i, j = "", 0, 0
+    while i < len(first) and j < len(second):
+        is_same = first[i] == second[j]
+        takes_first = is_same or fewest[i + 1][j] <= fewest[i][j + 1]
+        merged += first[i] if takes_first else second[j]
+        i, j = i + takes_first, j + (is_same or not takes_first)
+    return merged + first[i:] + second[j:]

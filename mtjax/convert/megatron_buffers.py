@@ -21,7 +21,6 @@ from mtjax.errors import UserError
 
 ALIGNMENT = 64
 """Tensors begin at multiples of this number of elements."""
-BUCKET_ALIGNMENT = 128
 DEFAULT_BUCKET, DEFAULT_BUCKET_OF_RANK = 40_000_000, 1_000_000
 """Elements that a bucket has at least, in all and for each data-parallel rank, by default."""
 SAVE_AGAIN = "save it again with --dist-ckpt-optim-fully-reshardable (torch_dist), or convert without --with-optimizer"

@@ -58,7 +58,7 @@ def pattern_of(arguments: Mapping[str, Any]) -> str:
     """
     given = next((str(arguments[name]) for name in PATTERNS if arguments.get(name)), None)
     if given is not None:
-        letters = expanded(given.replace("|", ""))  # stages have equal numbers of layers
+        letters = expanded(given.replace("|", ""))  # between the layers of two stages
         if "G" in letters:
             raise UserError(
                 f"the layers {given!r} have gated delta nets (G), which mtjax does not read from Megatron-LM: convert "

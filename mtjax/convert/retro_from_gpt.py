@@ -20,6 +20,7 @@ from mtjax.convert.stream import Source
 from mtjax.errors import UserError
 from mtjax.layout.mesh import MeshShape
 from mtjax.layout.stacks import STACK
+from mtjax.models.named_parameters import draw_named
 from mtjax.models.sharded_model import ShardedModel
 from mtjax.sharding.mesh import make_mesh
 
@@ -90,7 +91,7 @@ class RetroSource:
     def _drawn(self) -> dict[str, np.ndarray]:
         model = ShardedModel(self._config, make_mesh(MeshShape(), jax.devices("cpu")))
         names = [name for name in self.parameters if is_added(name.split("."))]
-        return {name: np.asarray(array) for name, array in model.initialize_named(self._seed, names).items()}
+        return {name: np.asarray(array) for name, array in draw_named(model, self._seed, names).items()}
 
 
 def _tables(file: Path) -> dict[str, Any]:

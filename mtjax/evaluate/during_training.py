@@ -16,6 +16,7 @@ from mtjax.evaluate.score import Scorer, score_all
 from mtjax.evaluate.tasks.registry import KINDS, check_data
 from mtjax.evaluate.tasks.task import Kind, Settings, Task
 from mtjax.generate.first_tokens import first_tokens
+from mtjax.models.named_parameters import parameters_of
 from mtjax.models.sharded_model import ShardedModel
 from mtjax.runtime.checkpoints.weights import SPECIAL_IDS
 from mtjax.train.objective import VALID_LOSS, RunData
@@ -142,7 +143,9 @@ class RunEvaluations:
         entries = {}
         for opened in self._opened:
             answers = SavedAnswers(None, "")
-            for _ in score_all(self._scorer, self._scorer.sharded_model.own(parameters), opened.task.rows, answers):
+            for _ in score_all(
+                self._scorer, parameters_of(self._scorer.sharded_model, parameters), opened.task.rows, answers
+            ):
                 pass
             results = opened.task.results(scores_of(answers.answers))
             entries |= {f"{opened.kind.name}/{name}": float(results[name]) for name in opened.kind.measures}

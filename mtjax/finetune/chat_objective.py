@@ -116,7 +116,7 @@ class ChatFinetuning(FinetuningObjective):
             local = stack([held_out[int(k)] if k < len(held_out) else blank for k in start + mine])
             local["sample_index"] = np.zeros(len(mine), np.uint32)
             batch = global_batch(program.batch_sharding, {n: local[n] for n in program.batch_names}, size)
-            ((loss, weight),) = program.evaluate(parameters, batch).values()
+            ((loss, weight),) = program.evaluation(parameters, batch).values()
             total, tokens = total + float(loss), tokens + float(weight)
         return {"valid_loss": total / tokens}
 

@@ -12,6 +12,7 @@ from mtjax.config import Model
 from mtjax.config.model_identity import differences
 from mtjax.convert.saved_model import Hints, SavedModel
 from mtjax.errors import UserError
+from mtjax.models.named_parameters import draw_named
 from mtjax.sharding.param_specs import dotted
 from mtjax.train.step import TrainStep
 
@@ -75,7 +76,7 @@ class PretrainedTrunk:
         read = {source: targets[name] for name, source in sources.items() if source in theirs}
         arrays = self.saved.read({name: leaf for name, leaf in read.items() if name is not None}, program)
         missing = {name for name, source in sources.items() if source not in arrays}
-        fresh = program.initialize_named(program.config.training.seed, missing) if missing else {}
+        fresh = draw_named(program, program.config.training.seed, missing) if missing else {}
         parameters = [fresh[name] if name in missing else arrays[str(sources[name])] for name in targets]
         return jax.tree_util.tree_unflatten(structure, parameters)
 

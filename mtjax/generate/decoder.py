@@ -118,7 +118,7 @@ class Decoder:
           placed: the model on its mesh.
           parameters: as they are stored in training.
           start_id: the decoder's first token in an encoder-decoder model; 0 in all published T5 models.
-          storage: how matrices are quantized (`mtjax.generate.int8`, `int4`); a T5's encoder is not.
+          storage: how matrices are quantized (`mtjax.generate.byte_matrix`, `int4`); a T5's encoder is not.
           grids: scales, and perhaps zero points, of matrices that were quantized before, as trees like `parameters`.
           trained: the GPT or Llama that `parameters` are sharded for, if it is not `placed` but on another mesh of the
             same devices (`mtjax.generate.resharding`).

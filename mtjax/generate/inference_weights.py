@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax import Array, lax
 
-from mtjax.generate.int8 import to_bytes
+from mtjax.generate.byte_matrix import to_bytes
 from mtjax.generate.weight_format import WeightFormat, with_matrices
 from mtjax.layout.stages import PADDING
 from mtjax.models.layer import Layer

@@ -2,10 +2,10 @@
 
 import jax.numpy as jnp
 from jax import Array
-from jax.sharding import PartitionSpec
 from jaxtyping import Float
 
 from mtjax.models.project import letters_of
+from mtjax.sharding.axes import PartitionSpec
 
 
 def matrix_product(

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array
-from jax.sharding import PartitionSpec
 from jaxtyping import Float
 
 from mtjax.data.progress import ProgressLine
@@ -21,7 +20,7 @@ from mtjax.generate.weights import LoadedModel
 from mtjax.layout.layouts import gathers_in_compute_dtype
 from mtjax.layout.stacks import stacks_of
 from mtjax.models.kv_cache import CachePositions, empty_caches
-from mtjax.sharding.axes import REPLICATED, use_rules
+from mtjax.sharding.axes import REPLICATED, PartitionSpec, use_rules
 from mtjax.sharding.param_specs import dotted
 from mtjax.sharding.stored_weight import StoredWeight
 

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array, lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from mtjax.generate.inference_weights import Call, Stacks, layer_locations
 from mtjax.layout.layouts import gathers_in_compute_dtype
 from mtjax.models.sharded_model import ShardedModel
-from mtjax.sharding.axes import dimension_axes, partition_spec
+from mtjax.sharding.axes import REPLICATED, dimension_axes, joined_spec, partition_spec
 
 Tree = Any
 
@@ -65,7 +65,7 @@ class LayerwiseTransfer:
         if placed.mesh.size == self._trained.mesh.size:
             return Transfer(jax.jit(move, out_shardings=shardings), None)
         # XLA: a program's outputs are on all of its devices. For fewer devices they are replicated, and `put` reshards.
-        return Transfer(jax.jit(move, out_shardings=NamedSharding(self._trained.mesh, PartitionSpec())), shardings)
+        return Transfer(jax.jit(move, out_shardings=NamedSharding(self._trained.mesh, REPLICATED)), shardings)
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def _layer_at(stack: Array, index: Array) -> Array:
     sharding = jax.typeof(stack).sharding
     first, *dimensions = sharding.spec
     degree = math.prod(sharding.mesh.shape[axis] for axis in dimension_axes(sharding.spec, 0))
-    shards = stack.reshape(degree, -1, *stack.shape[1:], out_sharding=PartitionSpec(first, None, *dimensions))
+    shards = stack.reshape(degree, -1, *stack.shape[1:], out_sharding=joined_spec(first, None, *dimensions))
     layers = shards.shape[1]
     layer = lax.dynamic_index_in_dim(shards, index % layers, axis=1)
     if degree == 1:

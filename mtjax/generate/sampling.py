@@ -19,7 +19,7 @@ from jax import Array, lax
 from jaxtyping import Bool, Float, Int, UInt32
 
 from mtjax.analysis.decoding import REPORTED
-from mtjax.generate.int8 import ByteMatrix
+from mtjax.generate.byte_matrix import ByteMatrix
 from mtjax.models.threefry import threefry
 from mtjax.sharding.axes import REPLICATED, map_ranks, spec, varying_like
 from mtjax.sharding.vocab import OutputOptions, VocabSpecs, local_logits, local_rows

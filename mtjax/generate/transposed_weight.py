@@ -6,10 +6,9 @@ from dataclasses import dataclass, field
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.sharding import PartitionSpec
 from jaxtyping import Float
 
-from mtjax.sharding.axes import REPLICATED
+from mtjax.sharding.axes import REPLICATED, PartitionSpec
 from mtjax.sharding.stored_weight import StoredWeight
 
 

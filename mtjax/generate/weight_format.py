@@ -12,8 +12,8 @@ from mtjax.config import Model
 from mtjax.config.sizes import attention_windows, longest_text
 from mtjax.config.storage import Storage
 from mtjax.errors import UserError
+from mtjax.generate.byte_matrix import to_bytes
 from mtjax.generate.int4 import to_int4
-from mtjax.generate.int8 import to_bytes
 from mtjax.generate.transposed_weight import TransposedWeight
 from mtjax.layout.layouts import gathers_in_compute_dtype
 

@@ -25,8 +25,7 @@ UPDATE = "optimizer"
 ENDS = "embedding and loss"
 SMALL = "small operations, as long as a launch"
 REST = "other"
-CAUSES = (STACKS, ZEROS, SPLIT, CASTS, AGAIN, FORWARD, BACKWARD, SUMS, UPDATE, ENDS, SMALL, REST)
-"""All causes, keys of the JSON report; the first that applies is an operation's, `UPDATE` and `ENDS` before others."""
+"""Causes, keys of the JSON report; the first that applies is an operation's, `UPDATE` and `ENDS` before others."""
 LABELS: Mapping[str, str] = {
     STACKS: "stacks of the layer loop: writes and slices",
     ZEROS: "fills with zeros",

@@ -14,6 +14,7 @@ from mtjax.inspect.causes import Causes, memory_bound_by_cause
 from mtjax.inspect.collectives import Collective
 from mtjax.inspect.compiled import CompiledStep
 from mtjax.inspect.kernels.audit import KernelReport, audit
+from mtjax.inspect.kinds import KindTime, time_of_kinds
 from mtjax.inspect.roofline import Event, Roofline, Spent
 from mtjax.runtime.xla_options import MULTI_STREAMING
 
@@ -55,6 +56,8 @@ class TimeReport:
     """Range of seconds by the errors on published runs."""
     layers: Mapping[str, tuple[Event, ...]]
     """Timeline of one layer's forward and one layer's backward pass (with its recompute)."""
+    kinds: Mapping[str, KindTime]
+    """Computing time of each kind of layers, where there are several."""
     copying: float = 0.0
     """Seconds of copies from and to the host's memory, which nothing hides: offloaded optimizer states."""
     kernels: KernelReport | None = None
@@ -112,6 +115,7 @@ def predict(
         mfu=model_flops / seconds / peak,
         hfu=flops / seconds / peak,
         layers=layer_timelines(roofline),
+        kinds=time_of_kinds(roofline, step.anatomy.stacks, step.plan),
         kernels=kernels,
     )
 

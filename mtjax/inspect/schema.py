@@ -188,6 +188,7 @@ def _time(time: TimeReport) -> dict[str, Any]:
         "exposed_by_axes": dict(time.exposed_by_axes),
         "hidden_by_axes": dict(time.hidden_by_axes),
         "phases": {phase: asdict(spent) for phase, spent in time.phases.items()},
+        "kinds_of_layers": {name: {**kind._asdict(), "each": kind.each} for name, kind in time.kinds.items()},
         "kernels": kernels_json(time.kernels) if time.kernels else None,
         "memory_bound_by_cause": {phase: dict(causes) for phase, causes in time.causes.items()},
         "model_tflops_per_gpu": time.tflops,

@@ -14,6 +14,7 @@ from mtjax.inspect.causes import LABELS, STACKS, by_cause
 from mtjax.inspect.check import Line, Verdict
 from mtjax.inspect.hlo import Array
 from mtjax.inspect.kernels.show import KERNEL_HEADS, guessed_text, kernel_notes, kernel_rows
+from mtjax.inspect.kinds import kinds_text
 from mtjax.inspect.measured import Measured, in_order
 from mtjax.inspect.predict import TimeReport
 from mtjax.inspect.report import Report, Row
@@ -301,6 +302,7 @@ def time_lines(report: Report) -> str:
         *([f"  {guessed_text(report.step.guessed_matmuls)}"] if report.step.guessed_matmuls else []),
         f"  {t.tflops:.1f} model TFLOP/s per GPU, MFU {t.mfu:.1%}; "
         f"with recompute {t.hardware_tflops:.1f}, HFU {t.hfu:.1%}",
+        *([f"  {kinds_text(t.kinds, t.seconds)}"] if t.kinds else []),
     ]
     return "\n".join(lines)
 

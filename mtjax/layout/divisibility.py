@@ -16,14 +16,14 @@ from mtjax.config.sizes import (
 from mtjax.config.ssm import has_attention
 from mtjax.errors import UserError, listed
 from mtjax.layout.float8 import float8_problems
-from mtjax.layout.hybrid import chunk_problems, inner_widths, sharing_problems, split_heads, state_space_problems
+from mtjax.layout.hybrid import inner_widths, shared_block_problems, sharing_problems, split_heads, state_space_problems
 from mtjax.layout.layouts import Layout, zero_problems
 from mtjax.layout.mesh import MeshShape
 from mtjax.layout.plan import Plan
 from mtjax.layout.retro import retro_problems
 from mtjax.layout.rules import CONTEXT, EXPERT
 from mtjax.layout.stacks import stacks_of
-from mtjax.layout.stages import balanced_layers
+from mtjax.layout.stages import balanced_layers, order_in_plan
 from mtjax.layout.width import width_problems
 
 
@@ -234,38 +234,41 @@ def _schedule_problems(model: Model, plan: Plan) -> Iterator[str]:
 
 def _layer_problems(model: Model, plan: Plan) -> Iterator[str]:
     """Yields stacks whose layers can't be distributed over the stages and their chunks."""
-    stages, chunks, per_stage = plan.mesh.stage, plan.chunks, plan.layers_per_stage
+    per_stage = plan.layers_per_stage
     if stacks_of(model)[0].among is not None:
         stacks = {"num_layers": model.num_layers}
-        yield from chunk_problems(model, plan) if model.layer_pattern else _cut_groups(model, plan)
+        yield from shared_block_problems(model, plan)
     else:
         stacks = {f"num_{stack.side}layers": stack.layers for stack in stacks_of(model)}
     if per_stage is not None and len(set(stacks.values())) > 1:
         counts = " and ".join(f"{name} {count}" for name, count in stacks.items())
         yield f"layers_per_stage {_listed(per_stage)} applies to both stacks, and {counts} differ: make them equal"
         return
-    for name, count in stacks.items():
-        if count < stages:
-            yield (
-                f"{name} {count} leaves some of the {stages} stages of the mesh without a layer: "
-                f"use {count} stages or {stages} layers"
-            )
-        elif per_stage is None and count % (stages * chunks):
-            yield _unequal_shares(name, count, stages, chunks)
-        elif per_stage is not None:
-            yield from _layers_per_stage_problems(name, count, plan, per_stage)
+    problems = [reason for name, count in stacks.items() for reason in _count_problems(name, count, plan)]
+    yield from problems or _ring_problems(model, plan)
 
 
-def _cut_groups(model: Model, plan: Plan) -> Iterator[str]:
-    """Yields chunks that would cut a group of `moe_every` layers, the unit of which the layer loop runs over."""
-    if model.moe_every == 1:
-        return
-    shares = plan.layers_per_stage or (model.num_layers // plan.mesh.stage,)
-    if odd := next((n for n in shares if n % (plan.chunks * model.moe_every)), None):
+def _count_problems(name: str, count: int, plan: Plan) -> Iterator[str]:
+    """Yields why the layers of a section can't be distributed over the stages and their chunks."""
+    stages, chunks, per_stage = plan.mesh.stage, plan.chunks, plan.layers_per_stage
+    if count < stages:
         yield (
-            f"moe_every {model.moe_every} does not divide the {odd / plan.chunks:g} layers of a stage's chunk: "
-            f"choose num_layers, stages, chunks and layers_per_stage so that each chunk has a multiple of "
-            f"{model.moe_every} layers"
+            f"{name} {count} leaves some of the {stages} stages of the mesh without a layer: "
+            f"use {count} stages or {stages} layers"
+        )
+    elif per_stage is None and count % (stages * chunks):
+        yield _unequal_shares(name, count, stages, chunks)
+    elif per_stage is not None:
+        yield from _layers_per_stage_problems(name, count, plan, per_stage)
+
+
+def _ring_problems(model: Model, plan: Plan) -> Iterator[str]:
+    """Yields stages that skip layers in which ring attention sends keys: all stages take part in every permute."""
+    is_ring = plan.is_staged and plan.mesh.context > 1 and plan.context_method == "ring" and has_attention(model)
+    if is_ring and any(order_in_plan(stack, plan).is_padded for stack in stacks_of(model)):
+        yield (
+            f"context_method is ring, in whose permutes all stages of mesh {plan.mesh} take part, and some stages have "
+            "fewer or other layers than others: use context_method all-gather, or stages with the same layers"
         )
 
 

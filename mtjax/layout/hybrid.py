@@ -3,9 +3,8 @@
 from collections.abc import Iterator
 
 from mtjax.config import Model
-from mtjax.config.layer_pattern import chunk_letters
 from mtjax.config.shared_blocks import block_letters
-from mtjax.config.sizes import dense_layers, divisors, expert_size, mlp_size
+from mtjax.config.sizes import dense_layers, expert_size, mlp_size
 from mtjax.config.ssm import DELTA, has_attention, has_state_space, letters_of, numbers_of, ssm_groups, ssm_heads
 from mtjax.layout.plan import Plan
 
@@ -58,23 +57,10 @@ def sharing_problems(name: str, count: int, model: Model, plan: Plan) -> Iterato
         )
 
 
-def chunk_problems(model: Model, plan: Plan) -> Iterator[str]:
-    """Yields a pattern of layers whose chunks on pipeline stages differ: all stages run one program."""
-    letters, chunks = letters_of(model), plan.mesh.stage * plan.chunks
+def shared_block_problems(model: Model, plan: Plan) -> Iterator[str]:
+    """Yields shared blocks on a mesh with pipeline stages."""
     if blocks := block_letters(model):
         yield (
             f"layer_pattern {model.layer_pattern!r} has shared blocks ({blocks[0]}), which layers of every stage would "
             f"read, with the embeddings, and mesh {plan.mesh} has {plan.mesh.stage} stages: use a mesh without them"
-        )
-    elif plan.layers_per_stage is not None:
-        yield (
-            "layers_per_stage does not support the family hybrid, whose stages run equal patterns of layers: remove it"
-        )
-    elif len(letters) % chunks == 0 and chunk_letters(letters, chunks) is None:
-        fits = [n for n in divisors(len(letters)) if chunk_letters(letters, n)]
-        also = f" x {plan.chunks} chunks" if plan.chunks > 1 else ""
-        yield (
-            f"layer_pattern {model.layer_pattern!r} is not {chunks} times the same pattern, one for each of the "
-            f"{plan.mesh.stage} stages{also} of the mesh: use a pattern such as ({letters[: len(letters) // chunks]})"
-            f"x{chunks}, or {' or '.join(map(str, fits))} chunks"
         )

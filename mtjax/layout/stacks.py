@@ -1,14 +1,15 @@
 """The stacks of layers of a model: their parameters' paths, how many layers they have, and which."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
 
 from mtjax.config import Model
 from mtjax.config.families import kind_of
-from mtjax.config.layer_pattern import KIND_OF
+from mtjax.config.layer_pattern import KIND_OF, loops_of_pattern
 from mtjax.config.retro import first_retro_layer, later_retro_layers, neighbour_tokens, plain_layers
-from mtjax.config.sizes import decoder_layers, decoder_length, dense_layers, main_layers
-from mtjax.config.ssm import letters_of, numbers_of
+from mtjax.config.sizes import decoder_layers, decoder_length, dense_layers
+from mtjax.config.ssm import letters_of
 
 STACK = "stack"
 """Path of the stack of layers; in a model with dense and expert layers, of those with experts."""
@@ -16,6 +17,12 @@ DENSE = "dense"
 """Path of the stack of dense layers in a model with experts; with an underscore, the prefix of its symbols."""
 ENCODER, DECODER = "encoder", "decoder"
 """In a model with both, the modules of the stacks; with an underscore, the prefix of the decoder's symbols."""
+
+Kinds = Mapping[str, tuple[str, str]]
+"""Letter of a pattern -> the path of the stack of its layers, and their kind in `mtjax.models.mixers.registry`."""
+_HYBRID: Kinds = {letter: (kind, kind) for letter, kind in KIND_OF.items()}
+_WITH_EXPERTS: Kinds = {"T": (DENSE, "transformer"), "X": (STACK, "transformer with experts")}
+"""Kinds of a decoder in which some layers have experts: `first_dense_layers` 2 of 5 is TTXXX, `moe_every` 3 TTXTTX."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,18 +37,31 @@ class LayerStack:
     side: str = ""
     """Prefix of its symbols in formulas and of its settings."""
     numbers: tuple[int, ...] = ()
-    """Numbers of its layers in its section, which may interleave two stacks; 0, 1, ... when empty."""
+    """Numbers of its layers in its section, which may have several stacks; 0, 1, ... when empty."""
     stream: str | None = None
     """Prefix of the symbol of its tokens; `side` when None."""
     among: int | None = None
     """Layers of all stacks of its section; None where it is the only one."""
     is_encoder: bool = False
     """Whether it encodes a text that another stack reads."""
+    kind: str = "transformer"
+    """Kind of its layers."""
+    pattern: str = ""
+    """Letter of each layer of its section; empty in a section of one stack, and in Retro's."""
+    letter: str = ""
+    """Of its layers in the pattern."""
 
     @property
     def layer_numbers(self) -> tuple[int, ...]:
         """Numbers of its layers in its section."""
         return self.numbers or tuple(range(self.layers))
+
+    @property
+    def has_own_loop(self) -> bool:
+        """Whether its layers follow one another in the model, and run in a loop of their own."""
+        if not self.pattern:
+            return self.among is None
+        return (self.letter, self.layers) in loops_of_pattern(self.pattern)
 
 
 @cache
@@ -51,28 +71,29 @@ def stacks_of(model: Model) -> tuple[LayerStack, ...]:
     if kind_of(model) == "encoder-decoder":
         encoder = LayerStack(f"{ENCODER}.{STACK}", model.num_layers, tokens, is_encoder=True)
         side = f"{DECODER}_"
-        return encoder, LayerStack(f"{DECODER}.{STACK}", decoder_layers(model), decoder_length(model), side=side)
+        kind, layers = "transformer with cross-attention", decoder_layers(model)
+        return encoder, LayerStack(f"{DECODER}.{STACK}", layers, decoder_length(model), side=side, kind=kind)
     if model.family == "retro":
         return _stacks_of_retro(model)
     if letters := letters_of(model):
-        return _stacks_of_pattern(model, letters)
-    dense, others = dense_layers(model), main_layers(model)
-    if not dense:
-        return (LayerStack(STACK, model.num_layers, tokens),)
-    last = LayerStack(STACK, len(others), tokens, numbers=others, among=model.num_layers)
-    return replace(last, path=DENSE, layers=len(dense), side=f"{DENSE}_", numbers=dense), last
+        return _stacks_of_pattern(letters, _HYBRID, tokens)
+    if dense := dense_layers(model):
+        return _stacks_of_pattern("".join("XT"[n in dense] for n in range(model.num_layers)), _WITH_EXPERTS, tokens)
+    kind = "transformer with experts" if model.num_experts else "transformer"
+    return (LayerStack(STACK, model.num_layers, tokens, kind=kind),)
 
 
-def _stacks_of_pattern(model: Model, letters: str) -> tuple[LayerStack, ...]:
-    """Returns a stack for each kind of layers of a hybrid model; the last has no prefix, whose symbols are those of the
+def _stacks_of_pattern(pattern: str, kinds: Kinds, tokens: int) -> tuple[LayerStack, ...]:
+    """Returns a stack for each kind of layers of a pattern; the last has no prefix, whose symbols are those of the
     embedding and the head."""
-    kinds = [(kind, numbers_of(model, letter)) for letter, kind in KIND_OF.items() if letter in letters]
 
-    def stack(kind: str, numbers: tuple[int, ...], side: str = "") -> LayerStack:
-        return LayerStack(kind, len(numbers), model.sequence_length, side, numbers=numbers, among=model.num_layers)
+    def stack(letter: str, *, is_last: bool) -> LayerStack:
+        numbers, (path, kind) = tuple(n for n, own in enumerate(pattern) if own == letter), kinds[letter]
+        side, section = "" if is_last else f"{path}_", {"among": len(pattern), "pattern": pattern, "letter": letter}
+        return LayerStack(path, len(numbers), tokens, side, numbers, kind=kind, **section)
 
-    *others, last = kinds
-    return (*(stack(kind, numbers, f"{kind}_") for kind, numbers in others), stack(*last))
+    letters = [letter for letter in kinds if letter in pattern]
+    return tuple(stack(letter, is_last=letter == letters[-1]) for letter in letters)
 
 
 ENCODER_FIRST, FIRST_ATTENTION, FIRST_REST = "encoder_first", "first_attention", "first_rest"
@@ -88,23 +109,23 @@ def _stacks_of_retro(model: Model) -> tuple[LayerStack, ...]:
     first, each, read = first_retro_layer(model), model.sequence_length, neighbour_tokens(model)
     encoding = model.retro_encoder_layers
     found = [
-        (PLAIN, plain_layers(model), each),
-        (FIRST_ATTENTION, (first,), each),
-        (ENCODER_FIRST, (0,), read),
-        (ENCODER, tuple(range(1, encoding)), read),
-        (RETRO, later_retro_layers(model), each),
-        (FIRST_REST, (first,), each),
+        (PLAIN, "transformer", plain_layers(model), each),
+        (FIRST_ATTENTION, "attention", (first,), each),
+        (ENCODER_FIRST, "transformer with cross-attention", (0,), read),
+        (ENCODER, "transformer", tuple(range(1, encoding)), read),
+        (RETRO, "retro", later_retro_layers(model), each),
+        (FIRST_REST, "retro after its encoder", (first,), each),
     ]
 
-    def stack(path: str, numbers: tuple[int, ...], tokens: int) -> LayerStack:
+    def stack(path: str, kind: str, numbers: tuple[int, ...], tokens: int) -> LayerStack:
         side, among = (
             "" if path == FIRST_REST else f"{path}_",
             encoding if path.startswith(ENCODER) else model.num_layers,
         )
         stream = f"{ENCODER_FIRST}_" if path.startswith(ENCODER) else ""
-        return LayerStack(path, len(numbers), tokens, side, numbers, stream, among, bool(stream))
+        return LayerStack(path, len(numbers), tokens, side, numbers, stream, among, bool(stream), kind)
 
-    return tuple(stack(*one) for one in found if one[1])
+    return tuple(stack(*one) for one in found if one[2])
 
 
 def sections_of(model: Model) -> tuple[tuple[LayerStack, ...], ...]:

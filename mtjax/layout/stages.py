@@ -1,11 +1,12 @@
 """Assignment of layers to pipeline stages, and the order in which their parameters are stacked."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
 
 from mtjax.config import Model, Parallel
+from mtjax.config.layer_pattern import common_pattern
 from mtjax.layout.mesh import parse_mesh
 from mtjax.layout.plan import Plan
 from mtjax.layout.stacks import LayerStack, stacks_of
@@ -24,6 +25,8 @@ class LayerOrder:
 
     numbers: tuple[tuple[tuple[int, ...], ...], ...]
     """[stage][chunk][slot]: number of the layer in the model, or `PADDING`."""
+    pattern: str = ""
+    """Letters of the slots of a chunk of its section, where that has several stacks."""
 
     @property
     def flat(self) -> tuple[int, ...]:
@@ -45,12 +48,24 @@ class LayerOrder:
         """Whether parameters are stacked in the order of the layers."""
         return not self.is_padded and list(self.flat) == sorted(self.flat)
 
-    def of(self, layers: Collection[int]) -> "LayerOrder":
-        """Returns the order of a stack that has only these of the layers."""
-        chunks = [[[number for number in chunk if number in layers] for chunk in stage] for stage in self.numbers]
-        slots = max(len(chunk) for stage in chunks for chunk in stage)
-        padded = (tuple((*chunk, *(PADDING,) * (slots - len(chunk))) for chunk in stage) for stage in chunks)
-        return LayerOrder(tuple(padded))
+    def chunk_pattern(self, pattern: str) -> str:
+        """Returns the letters of the slots of a chunk, in a section with this pattern: the same for all chunks, as all
+        stages run one program, with the layers of each."""
+        chunks = range(len(self.numbers[0]))
+        each = (self.numbers[stage][chunk] for chunk in chunks for stage in range(len(self.numbers)))
+        return common_pattern(tuple("".join(pattern[n] for n in chunk if n != PADDING) for chunk in each))
+
+    def of(self, letter: str, pattern: str) -> "LayerOrder":
+        """Returns the order of the layers of one letter, in a section with this pattern."""
+        slots = self.chunk_pattern(pattern)
+
+        def placed(chunk: tuple[int, ...]) -> tuple[int, ...]:
+            """Puts each layer into the next slot of its letter; returns the numbers in the slots of `letter`."""
+            waiting = [number for number in chunk if number != PADDING]
+            numbers = [waiting.pop(0) if waiting and pattern[waiting[0]] == slot else PADDING for slot in slots]
+            return tuple(number for number, slot in zip(numbers, slots, strict=True) if slot == letter)
+
+        return LayerOrder(tuple(tuple(map(placed, stage)) for stage in self.numbers), slots)
 
     @property
     def in_stack(self) -> "LayerOrder":
@@ -100,14 +115,22 @@ def stack_order(
     stack: LayerStack, stages: int = 1, chunks: int = 1, per_stage: tuple[int, ...] | None = None
 ) -> LayerOrder:
     """Returns the order of a stack's layers, with its section distributed over the stages as in `layer_order`."""
-    return layer_order(stack.among or stack.layers, stages, chunks, per_stage).of(stack.layer_numbers)
+    if stack.pattern:
+        return layer_order(len(stack.pattern), stages, chunks, per_stage).of(stack.letter, stack.pattern)
+    # Retro's stacks run on one stage.
+    return LayerOrder(((stack.numbers,),)) if stack.numbers else layer_order(stack.layers, stages, chunks, per_stage)
+
+
+def order_in_plan(stack: LayerStack, plan: Plan) -> LayerOrder:
+    """Returns the order of a stack's layers on the stages of a plan."""
+    return stack_order(stack, plan.mesh.stage, plan.chunks, plan.layers_per_stage)
 
 
 def layers_in_chunk(stack: LayerStack, plan: Plan) -> int:
     """Returns the slots for a stack's layers in a chunk; without pipeline, or in Megatron, all layers of a stage."""
     if not plan.is_staged:
         return -(-stack.layers // plan.mesh.stage)
-    return stack_order(stack, plan.mesh.stage, plan.chunks, plan.layers_per_stage).places
+    return order_in_plan(stack, plan).places
 
 
 def layers_of_stage(stack: LayerStack, plan: Plan) -> int:

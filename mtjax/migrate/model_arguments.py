@@ -170,7 +170,7 @@ _KINDS = (
     equal(
         "--hybrid-layer-pattern --hybrid-override-pattern",
         "--layer-pattern",
-        "family hybrid; stages (|) have equal numbers of layers; scripts with G are not translated; D, + and / have "
+        "family hybrid; for stages (|) set --layers-per-stage; scripts with G are not translated; D, + and / have "
         "no equal",
         same=(None,),
     ),

@@ -1,4 +1,4 @@
-"""Activation functions by name; gated ones have two projections as input."""
+"""Activation functions by name."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -7,38 +7,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from mtjax.sharding.unstack import is_unrolled
-
-
-def _gated(activation: Callable[[Array], Array]) -> Callable[[Array], Array]:
-    """Gates an activation: [batch, seq, 2, mlp], the gate first -> [batch, seq, mlp] (GLU, arXiv 2002.05202)."""
-
-    def gated(x: Array) -> Array:
-        gate, up = _halves(x)
-        return activation(gate) * up
-
-    return gated
-
-
-def _halves(x: Array) -> tuple[Array, Array]:
-    """Takes gate and up, [batch, seq, mlp] each, out of [batch, seq, 2, mlp]."""
-    if not is_unrolled():
-        return x[:, :, 0], x[:, :, 1]
-    # XLA: the gradient of a split is a concatenation, of which each product's gradient reads its part.
-    gate, up = jnp.split(x, 2, axis=2)
-    return gate.squeeze(2), up.squeeze(2)
-
-
-def _swiglu_clamped(x: Array) -> Array:
-    """Computes gpt-oss's gated activation: the gate is clamped above, the other half on both sides, and 1 is added to
-    it."""
-    wide = x.astype(jnp.float32)
-    gate, up = _halves(wide)
-    gate, up = jnp.minimum(gate, _LIMIT), jnp.clip(up, -_LIMIT, _LIMIT)
-    return ((up + 1) * gate * jax.nn.sigmoid(_STEEPNESS * gate)).astype(x.dtype)
-
-
-_LIMIT, _STEEPNESS = 7.0, 1.702
 _SCALE, _CUBIC = math.sqrt(2 / math.pi), 0.044715
 
 
@@ -86,16 +54,18 @@ def _with_slope(value: Callable[[Array], Array], slope: Callable[[Array], Array]
     return activation
 
 
-_gelu_with_slope = _with_slope(_gelu, _gelu_slope)
-_gelu_exact_with_slope = _with_slope(_gelu_exact, _gelu_exact_slope)
-
 ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {
-    "gelu": _gelu_with_slope,
-    "gelu_exact": _gelu_exact_with_slope,
+    "gelu": _with_slope(_gelu, _gelu_slope),
+    "gelu_exact": _with_slope(_gelu_exact, _gelu_exact_slope),
     "relu": jax.nn.relu,
     "relu2": lambda x: jnp.square(jax.nn.relu(x)),
-    "swiglu": _gated(jax.nn.silu),
-    "swiglu_clamped": _swiglu_clamped,
-    "geglu": _gated(_gelu_with_slope),
-    "geglu_exact": _gated(_gelu_exact_with_slope),
 }
+
+
+def activation_of(name: str) -> Callable[[Array], Array]:
+    """Returns the function of the setting `activation`, gated or not."""
+    if name in ACTIVATIONS:
+        return ACTIVATIONS[name]
+    from mtjax.models.gated_activations import gated_activation
+
+    return gated_activation(name)

@@ -9,13 +9,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
-from jax.sharding import PartitionSpec
 
 from mtjax.config import Config
 from mtjax.config.float8 import EXPONENTS, FLOAT8_PRODUCTS, UNQUANTIZED, unfit_products
 from mtjax.layout.stages import PADDING
 from mtjax.models.project import product
-from mtjax.sharding.axes import num_shards, sequence_is_sharded, spec, varying_like
+from mtjax.sharding.axes import PartitionSpec, num_shards, sequence_is_sharded, spec, varying_like
 from mtjax.sharding.float8 import E4M3, E5M2, QuantizedWeight, Recipe, Scales, float8_product
 
 FIRST_SCALES = (4.0, 64.0, 2.0**24)

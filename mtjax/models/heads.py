@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int, Key
 
 from mtjax.config import Model
 from mtjax.config.sizes import GATED, embedding_width, most_masked, padded_vocab_size
-from mtjax.models.activations import ACTIVATIONS
+from mtjax.models.activations import activation_of
 from mtjax.models.dropout import dropout
 from mtjax.models.linear import Linear, constant
 from mtjax.models.norms import make_norm
@@ -75,7 +75,7 @@ class MaskedLMHead(nnx.Module):
         self.norm = make_norm(model, dtype)
         self.bias = constant(0.0, {"vocab": padded_vocab_size(model)})
         ungated = "gelu" if model.activation in GATED else model.activation
-        self.activation = ACTIVATIONS["gelu_exact" if model.activation == "geglu_exact" else ungated]
+        self.activation = activation_of("gelu_exact" if model.activation == "geglu_exact" else ungated)
 
     def __call__(self, hidden: Float[Array, "batch masked embed"]) -> Float[Array, "batch masked embed"]:
         """Computes the vectors that are multiplied with the output table."""

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int
 
-from mtjax.config.layer_pattern import Run, chunk_letters, runs_of
+from mtjax.config.layer_pattern import Run, loops_of_pattern, runs_of
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.mixers.mixer import State
 from mtjax.models.run_alone import run_alone
@@ -31,35 +31,39 @@ Carry = tuple[Array, Mapping[str, list[Array]]]
 
 @dataclass(frozen=True)
 class PatternStacks:
-    """A stack for each letter of a pattern. Its repeats are loops, so that few layers are compiled."""
+    """A stack for each letter of a pattern. Repeats are loops, so that few layers are compiled. A stack whose layers
+    follow one another runs as in a model of one stack, with prefetch."""
 
     stacks: Mapping[str, Stack]
     """By letter."""
-    letters: str
-    """Letter of each layer of the model."""
 
     def __call__(
         self, x: Residual, context: LayerContext, states: State = None, chunk: Chunk | None = None
     ) -> tuple[Residual, State]:
         """Runs all layers, or a chunk of them, in training; returned states are those of layers with experts."""
         assert states is None
-        letters = self.letters if chunk is None else self._letters_of_chunk()
-        loop = PatternLoop.of({letter: self.stacks[letter] for letter in dict.fromkeys(letters)}, context, chunk)
+        letters = next(iter(self.stacks.values())).order.pattern
+        runs = loops_of_pattern(letters)
+        alone = {unit for unit, times in runs if unit in self.stacks and times == letters.count(unit)}
+        mixed = {letter: stack for letter, stack in self.stacks.items() if letter not in alone}
+        loop, done, reports = PatternLoop.of(mixed, context, chunk), dict.fromkeys(mixed, 0), []
+        carried = loop.carried
+        for run in runs:
+            with jax.named_scope("layers"):
+                if run.unit in alone:
+                    with jax.named_scope((stack := self.stacks[run.unit]).path):
+                        x, report = stack(x, context, chunk=chunk)
+                else:
+                    (x, carried), report = loop.run(run, done, (x, carried))
+            reports += [] if report is None else [report]
         with jax.named_scope("layers"):
-            carry, reports = loop.run_all(letters, dict.fromkeys(letters, 0), (x, loop.carried))
-            x = seed_cotangents(loop.sums, *carry)
+            x = seed_cotangents(loop.sums, x, carried) if mixed else x
         return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *reports) if reports else None
-
-    def _letters_of_chunk(self) -> str:
-        """Returns the pattern of a chunk, which is the same on every stage: all stages run one program."""
-        numbers = next(iter(self.stacks.values())).order.numbers
-        letters = chunk_letters(self.letters, len(numbers) * len(numbers[0]))
-        assert letters is not None, "layout.hybrid checks it"
-        return letters
 
     def scatter_counts(self, counts: Float[Array, " chunk_layers ..."], chunk: Chunk) -> Float[Array, " layers ..."]:
         """See `Stack.scatter_counts`: of the layers with experts."""
-        return self.stacks["E"].scatter_counts(counts, chunk)
+        stack = next(stack for stack in self.stacks.values() if "experts" in stack.layers.mixers)
+        return stack.scatter_counts(counts, chunk)
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,8 @@ class PatternLoop:
     carried: Mapping[str, list[Array]]
     sums: Mapping[str, list[Array]]
     """Accumulators of the gradients of each stack."""
+    paths: Mapping[str, str]
+    """Names of the stacks, and of the scopes of their layers."""
 
     @classmethod
     def of(cls, stacks: Mapping[str, Stack], context: LayerContext, chunk: Chunk | None) -> "PatternLoop":
@@ -85,7 +91,7 @@ class PatternLoop:
         }
         slices = {letter: stack.layer_slice(chunk) for letter, stack in stacks.items()}
         fixed = {letter: jax.tree.map(lax.stop_gradient, layers) for letter, (layers, _) in split.items()}
-        return cls(context, slices, fixed, carried, sums)
+        return cls(context, slices, fixed, carried, sums, {letter: stack.path for letter, stack in stacks.items()})
 
     def run_all(self, letters: str, done: dict[str, int], carry: Carry) -> tuple[Carry, list[State]]:
         """Runs the layers of a pattern.
@@ -100,18 +106,16 @@ class PatternLoop:
         """
         reports = []
         for unit, times in runs_of(letters):
-            carry, report = self.run(Run(unit, times), dict(done), carry)
+            carry, report = self.run(Run(unit, times), done, carry)
             reports += [] if report is None else [report]
-            for letter in unit:
-                done[letter] += times
         return carry, reports
 
-    def run(self, run: Run, done: Mapping[str, int], carry: Carry) -> tuple[Carry, State]:
+    def run(self, run: Run, done: dict[str, int], carry: Carry) -> tuple[Carry, State]:
         """Runs a loop.
 
         Args:
           run: letters of an iteration, and the number of iterations.
-          done: layers of each letter that ran before.
+          done: layers of each letter that ran before; those that run here are added.
           carry: hidden states and stacks.
 
         Returns:
@@ -122,13 +126,15 @@ class PatternLoop:
             (x, carried), seen, states = carry, dict.fromkeys(run.unit, 0), []
             carried = dict(carried)
             for letter in run.unit:
-                place = done[letter] + run.unit.count(letter) * index + seen[letter]
+                place = before[letter] + run.unit.count(letter) * index + seen[letter]
                 x, carried[letter], state = self._layer(letter, x, carried[letter], place)
                 seen[letter] += 1
                 states += [] if state is None else [state]
             return (x, carried), states
 
-        numbers = self.slices[run.unit[0]].numbers
+        numbers, before = self.slices[run.unit[0]].numbers, dict(done)
+        for letter in run.unit:
+            done[letter] += run.times
         x, carried = carry
         # Only the stacks of this loop: XLA would copy the others, too.
         used = (x, {letter: carried[letter] for letter in dict.fromkeys(run.unit)})
@@ -149,7 +155,8 @@ class PatternLoop:
 
         def layer(x: Array, carried: list[Array], index: Array, number: Array) -> tuple[Array, list[Array], State]:
             layer, carried = accumulate_grads_into(index_layer(self.fixed[letter], index), carried, index)
-            x, state = run_layer(self.context, False, x, layer, number, None)
+            with jax.named_scope(self.paths[letter]):
+                x, state = run_layer(self.context, own.is_padded, x, layer, number, None)
             return x, carried, state
 
         # The layer is indexed inside of what is recomputed, or its parameters would be saved for the backward pass.

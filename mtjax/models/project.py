@@ -9,11 +9,19 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import PartitionSpec, reshard
+from jax.sharding import reshard
 from jaxtyping import Float
 
 from mtjax.models.recompute import SAVED
-from mtjax.sharding.axes import merge_both, sequence_is_sharded, spec, varying_like, width_is_sharded
+from mtjax.sharding.axes import (
+    PartitionSpec,
+    joined_spec,
+    merge_both,
+    sequence_is_sharded,
+    spec,
+    varying_like,
+    width_is_sharded,
+)
 from mtjax.sharding.stored_weight import StoredWeight
 from mtjax.sharding.unstack import computes_apart, is_unrolled
 
@@ -171,7 +179,7 @@ def _product_backward(
     # With sequence parallelism, the gradient of a row-parallel product is sharded along the sequence. It is
     # all-gathered once for both products. XLA: it may gather it for each of them, as it does where a microbatch is one
     # sample.
-    gradient = reshard(gradient, PartitionSpec(*x_spec[: len(row)], *weight_spec[len(inner) :]))
+    gradient = reshard(gradient, joined_spec(*x_spec[: len(row)], *weight_spec[len(inner) :]))
     # XLA: on CPUs, it copies an operand into another order for a product over several dimensions, so they are merged.
     outer, gradient, weight = merge_both(outer, (gradient, len(row)), (weight, len(inner)))
     x_gradient = jnp.einsum(f"{row}{outer},{inner}{outer}->{row}{inner}", gradient, weight, out_sharding=x_spec)

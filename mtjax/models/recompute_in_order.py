@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
-from jax.sharding import PartitionSpec, reshard
+from jax.sharding import reshard
 
-from mtjax.sharding.axes import explicit_axes, map_ranks, varying_like
+from mtjax.sharding.axes import PartitionSpec, explicit_axes, joined_spec, map_ranks, varying_like
 
 Tree = Any
 Run = Callable[..., tuple[Array, Tree]]
@@ -90,7 +90,7 @@ def _no_token(x: Array) -> Array:
 
 def _over_ranks() -> PartitionSpec:
     """Returns the sharding of an array of a number per rank along explicit axes."""
-    return PartitionSpec(tuple(sorted(explicit_axes())))
+    return joined_spec(tuple(sorted(explicit_axes())))
 
 
 def _token_of(gradients: Tree, like: Array) -> Array:

@@ -56,15 +56,17 @@ class RecurrentState:
         return jnp.where(begins, 0, taps), jnp.where(begins, 0, state)
 
     def replaced(
-        self, seen: Float[Array, "batch seq groups channels"], state: Array, positions: CachePositions
+        self, taps: Array, tokens: Float[Array, "batch seq groups channels"], state: Array, positions: CachePositions
     ) -> "RecurrentState":
         """Returns the states after new tokens.
 
         Args:
-          seen: the taps before, then the inputs of the tokens.
+          taps: before them.
+          tokens: their inputs of the convolution.
           state: after the tokens.
           positions: of the tokens.
         """
+        seen = jnp.concatenate([taps, tokens.astype(taps.dtype)], 1)
         count, kept = self.is_new(positions).sum(1), self.taps.shape[1]
         newest = jax.vmap(lambda row, first: lax.dynamic_slice_in_dim(row, first, kept))(seen, count)
         newest = newest.astype(self.taps.dtype)

@@ -28,21 +28,12 @@ LETTERS: Mapping[str, str] = {
     RETRO: "X",
 }
 """Stack -> its letter in the pattern of layers."""
-KINDS: Mapping[str, str] = {
-    PLAIN: "transformer",
-    FIRST_ATTENTION: "attention",
-    ENCODER_FIRST: "transformer with cross-attention",
-    ENCODER: "transformer",
-    FIRST_REST: "retro after its encoder",
-    RETRO: "retro",
-}
-"""Stack -> its kind of layers."""
 ENCODER_SITE = 2**31 - 2
 """Folded into the dropout keys, so that the encoder's differ from the decoder's."""
 
 
 class RetroLayer(Layer):
-    """A layer of one of `KINDS`."""
+    """A layer of a Retro."""
 
     def __init__(self, model: Model, dtype: jax.typing.DTypeLike, *, kind: str, key: Array) -> None:
         """Draws the parameters."""

@@ -1,9 +1,9 @@
 """A model on a mesh, without an optimizer: the basis of conversion, generation, evaluation and training."""
 
 import dataclasses
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -21,17 +21,18 @@ from mtjax.layout.mesh import MeshShape
 from mtjax.layout.plan import Plan
 from mtjax.layout.stages import Orders, layer_orders
 from mtjax.models.families.registry import LanguageModel, model_class
-from mtjax.models.layer_context import with_text_lengths
 from mtjax.models.trunk import TrunkLosses
 from mtjax.sharding import placement
 from mtjax.sharding.accumulate import Accumulate
 from mtjax.sharding.axes import use_rules
-from mtjax.sharding.gradients import distributed_losses
 from mtjax.sharding.manual_region import ManualRegion
 from mtjax.sharding.microbatch_schedule import MicrobatchSchedule
-from mtjax.sharding.param_specs import dotted, param_specs, partition_specs, replicated_names
+from mtjax.sharding.param_specs import param_specs, partition_specs
 from mtjax.sharding.vocab import LossOptions
 from mtjax.sharding.zero import gather_for_inference
+
+if TYPE_CHECKING:
+    from mtjax.models.evaluation import Evaluation
 
 Tree = Any
 Batch = dict[str, Any]
@@ -115,39 +116,15 @@ class ShardedModel:
         """Shapes, types and shardings of the parameters: the target of restoring a checkpoint."""
         return placement.with_sharding(self.abstract_parameters, self.parameter_sharding)
 
-    @property
-    def replicated_names(self) -> list[str]:
-        """Names of parameters that ZeRO leaves replicated because none of their dimensions is divisible."""
-        return replicated_names(self.records, self.layout.zero)
-
     def initialize_parameters(self, seed: int) -> Tree:
         """Draws the initial parameters of a training run with this seed, each shard on its device."""
-        return self.on_mesh(jax.jit(self._drawn, out_shardings=self.parameter_sharding), jax.random.key(seed))
-
-    def initialize_named(self, seed: int, names: Collection[str]) -> dict[str, Array]:
-        """Draws some of these initial parameters alone, by their dotted names."""
-
-        def chosen(tree: Tree) -> dict[str, Any]:
-            named = {dotted(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
-            return {name: named[name] for name in names}
-
-        draw = jax.jit(lambda key: chosen(self._drawn(key)), out_shardings=chosen(self.parameter_sharding))
-        return self.on_mesh(draw, jax.random.key(seed))
+        return self.on_mesh(jax.jit(self.draw, out_shardings=self.parameter_sharding), jax.random.key(seed))
 
     def model(self, parameters: Tree) -> LanguageModel:
         """Builds the model with these parameters."""
         state = jax.tree.map(lambda v: v, self._template)
         nnx.replace_by_pure_dict(state, parameters)
         return nnx.merge(self._graph, state)
-
-    def own(self, parameters: Tree) -> Tree:
-        """Selects the model's parameters from those of a model with more modules, such as layers that only training
-        runs."""
-
-        def select(wanted: Tree, tree: Tree) -> Tree:
-            return {k: select(below, tree[k]) for k, below in wanted.items()} if isinstance(wanted, dict) else tree
-
-        return select(self.abstract_parameters, parameters)
 
     def inference_model(self, parameters: Tree) -> LanguageModel:
         """Builds the model with parameters sharded as `storage_spec`, to be traced without differentiation."""
@@ -180,13 +157,12 @@ class ShardedModel:
 
     # --- losses
 
-    def evaluate(self, parameters: Tree, batch: Batch) -> dict[str, tuple[Array, Array]]:
-        """Computes each loss of a batch without dropout: its weighted sum, and the sum of the weights."""
-        return self.on_mesh(self._compiled_evaluate, parameters, batch)
+    @cached_property
+    def evaluation(self) -> "Evaluation":
+        """Computes the losses of a batch without dropout."""
+        from mtjax.models.evaluation import Evaluation
 
-    def lower_evaluate(self) -> jax.stages.Lowered:
-        """Lowers the program of `evaluate` from abstract values."""
-        return self.on_mesh(self._compiled_evaluate.lower, self.restore_target, self.abstract_batch())
+        return Evaluation(self)
 
     def trunk_losses(self, options: LossOptions) -> TrunkLosses:
         """Returns the model as a function of its parameters, with these options of its losses."""
@@ -227,23 +203,9 @@ class ShardedModel:
         with jax.set_mesh(self.mesh):
             return function(*arguments)
 
-    # --- what is compiled
+    # --- what is traced
 
-    @cached_property
-    def _compiled_evaluate(self) -> Any:
-        return jax.jit(self._evaluate)
-
-    def _evaluate(self, parameters: Tree, batch: Batch) -> dict[str, tuple[Array, Array]]:
-        """Computes weighted sums of the losses, and sums of the weights."""
-        # Evaluation reports the plain cross-entropy, comparable between runs.
-        plain = dataclasses.replace(self.loss_options, label_smoothing=0.0, z_loss=0.0)
-        weights, batch = self.family.loss_weights(batch), with_text_lengths(self.config.model, batch)
-        with use_rules(self.layout.rules):
-            inputs, schedule = (batch, weights, None), self.microbatch_schedule(1)
-            sums = distributed_losses(self.trunk_losses(plain), parameters, inputs, self.region, schedule)
-            return {name: (total, weights[name].sum()) for name, total in sums.items()}
-
-    def _drawn(self, key: Array) -> Tree:
+    def draw(self, key: Array) -> Tree:
         """Draws parameters from one half of a run's key; dropout keys derive from the other half."""
         model_key, _ = jax.random.split(key)
         return nnx.to_pure_dict(nnx.state(self._build(model_key)))

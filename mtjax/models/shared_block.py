@@ -81,7 +81,7 @@ class BlockAttention(SelfAttention):
             return super().project_in(x, context)
         for_product, for_adapter = gather_sequence_shared(x, _LOW, context, _SITE)
         qkv: Any = self.qkv  # a `FusedQKV`: there are as many key heads as query heads
-        return qkv.split(qkv.product(for_product) + adapter(for_adapter))
+        return qkv(for_product, lambda: adapter(for_adapter))
 
 
 class BlockMLP(MLP):

@@ -1,7 +1,6 @@
 """Stacks of layers: parameters stacked along `layers`, and one traced program for all of them."""
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -15,7 +14,8 @@ from jax.sharding import reshard
 from jaxtyping import Float, Int
 
 from mtjax.config import Model, Parallel
-from mtjax.layout.stages import PADDING, layer_order
+from mtjax.layout.stacks import LayerStack
+from mtjax.layout.stages import PADDING, stack_order
 from mtjax.models.layer import Layer
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.mixers.mixer import State
@@ -49,18 +49,17 @@ class LayerSlice(NamedTuple):
 
 
 class Stack(nnx.Module):
-    """Layers of one kind, whose parameters are stacked along `layers`, in the order of `layer_order`."""
+    """Layers of one kind, whose parameters are stacked along `layers`, in the order of `stack_order`."""
 
     def __init__(
         self,
         model: Model,
         dtype: jax.typing.DTypeLike,
         *,
-        kind: str,
+        own: LayerStack,
         recompute: Recompute,
         parallel: Parallel,
         key: Array,
-        layers: Sequence[int] | None = None,
         layer_type: type[Layer] = Layer,
     ) -> None:
         """Draws the parameters.
@@ -68,26 +67,23 @@ class Stack(nnx.Module):
         Args:
           model: sizes.
           dtype: of the products.
-          kind: in `KINDS`.
+          own: kind and numbers of the layers.
           recompute: what each layer saves for its backward pass.
           parallel: which layers each stage has.
-          key: split into one for each layer of the model.
-          layers: their numbers, where the model has another stack too; all `num_layers` when None.
+          key: split into one for each layer of the section.
           layer_type: class of the layers.
         """
-        members = tuple(layers or range(model.num_layers))
-        self.order = layer_order(model.num_layers, num_shards("layers"), parallel.chunks, parallel.layers_per_stage).of(
-            members
-        )
+        self.path = own.path
+        self.order = stack_order(own, num_shards("layers"), parallel.chunks, parallel.layers_per_stage)
         # A layer draws from the key of its number, so that parameters do not depend on the pipeline's layer order.
-        keys = jax.random.split(key, model.num_layers)
+        keys = jax.random.split(key, own.among or own.layers)
         numbers = np.asarray(self.order.flat)
-        if not self.order.is_plain or len(members) < model.num_layers:
+        if not self.order.is_plain or own.layers < len(keys):
             # Padding takes any key: its parameters become zeros.
             keys = keys[np.maximum(numbers, 0)]
 
         def layer(key: Array, number: Array) -> Layer:
-            drawn = layer_type(model, dtype, kind=kind, key=key)
+            drawn = layer_type(model, dtype, kind=own.kind, key=key)
             # Padding, on stages with fewer layers than the maximum, is zeros: they stay zeros, and do not change a
             # checksum.
             return jax.tree.map(lambda a: jnp.where(number == PADDING, 0, a), drawn) if self.order.is_padded else drawn

@@ -20,7 +20,6 @@ from mtjax.sharding.trainable import merge_trees
 from mtjax.sharding.vocab import LossOptions
 
 if TYPE_CHECKING:
-    from mtjax.models.interleaved import InterleavedStacks
     from mtjax.models.pattern_stacks import PatternStacks
     from mtjax.models.retro_stacks import RetroStacks
 
@@ -46,7 +45,7 @@ class HiddenStates(NamedTuple):
 class Section(NamedTuple):
     """A stack of layers, or several, and the functions that compute its inputs."""
 
-    stack: "Stack | InterleavedStacks | PatternStacks | RetroStacks"
+    stack: "Stack | PatternStacks | RetroStacks"
     embed: Callable[[Batch, Keys, HiddenStates | None], HiddenStates]
     """(batch, keys, output of the section before, None for the first) -> input of the first layer."""
     context: Callable[[Batch, Keys, HiddenStates], LayerContext]

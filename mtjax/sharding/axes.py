@@ -13,7 +13,8 @@ from typing import Any
 
 import jax
 from jax import Array, lax
-from jax.sharding import PartitionSpec, reshard
+from jax.sharding import PartitionSpec as PartitionSpec
+from jax.sharding import reshard
 from jaxtyping import Int
 
 from mtjax.layout.rules import MANUAL, Axes, Rules
@@ -58,6 +59,11 @@ def spec(*names: str | None) -> PartitionSpec:
 def partition_spec(rules: Rules, names: Sequence[str | None]) -> PartitionSpec:
     """Returns the sharding of an array whose dimensions have these names, outside of any `shard_map`."""
     return PartitionSpec(*(_entry(rules.axes(name)) for name in names))
+
+
+def joined_spec(*entries: Any) -> PartitionSpec:
+    """Returns the sharding of an array whose dimensions are sharded as some of others' are: an entry for each."""
+    return PartitionSpec(*entries)
 
 
 def dimension_axes(partition: PartitionSpec, dim: int) -> Axes:

@@ -166,9 +166,3 @@ def sharded_stacks(records: Iterable[ParamSpec]) -> list[list[int]]:
         if record.is_sharded_within_layers:
             stacks.setdefault(record.shape[0], []).append(index)
     return list(stacks.values())
-
-
-def replicated_names(records: Tree, zero: int) -> list[str]:
-    """Returns the names of parameters that ZeRO leaves replicated because none of their dimensions is divisible."""
-    replicated = [r.name for r in jax.tree.leaves(records) if r.grad_reduction.axes and not r.is_zero_sharded]
-    return replicated if zero else []

@@ -61,7 +61,7 @@ class Float8Step(TrainStep):
     def _initial(self, key: Array, parameters: Tree = None) -> State:
         # Weights from elsewhere have no scales: those of a new run are drawn, and then found.
         if parameters is not None:
-            parameters = merge(parameters, split(self._drawn(key))[1])
+            parameters = merge(parameters, split(self.draw(key))[1])
         state = super()._initial(key, parameters)
         return dataclasses.replace(state, parameters=_with_weight_scales(state.parameters))
 

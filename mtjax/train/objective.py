@@ -324,7 +324,7 @@ class Pretraining:
         totals: dict[str, tuple[Any, Any]] = {}
         with open_batches(program, config, held_out, 0, data.constant(size)) as batches:
             for _ in range(config.output.valid_batches):
-                sums = program.evaluate(parameters, next_batch(program, batches, size))
+                sums = program.evaluation(parameters, next_batch(program, batches, size))
                 totals = {n: (s + totals[n][0], w + totals[n][1]) if totals else (s, w) for n, (s, w) in sums.items()}
         means = {f"valid_{name}": float(s) / max(float(w), 1.0) for name, (s, w) in totals.items()}
         return means | {"valid_loss": sum(means.values())}

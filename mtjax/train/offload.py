@@ -8,7 +8,7 @@ keeps a second copy of the stacks (docs/notes/memory.md).
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -25,7 +25,6 @@ from mtjax.layout.mesh import MeshShape
 from mtjax.runtime.train_state import State
 from mtjax.sharding.host_memory import DEVICE, HOST, PINNED, AbsentHost
 from mtjax.sharding.param_specs import ParamSpec
-from mtjax.train import precision
 from mtjax.train.optimizer import make_optimizer
 from mtjax.train.step import TrainStep
 
@@ -159,7 +158,7 @@ class Streamed:
         updates, state = rule.update([g * self.factor], state, [p])
         new: Any = optax.apply_updates([p], updates)
         after = adam_of(state)
-        new, *moments = precision.choose(self.finite, (new[0], after.mu[0], after.nu[0]), (p, mu, nu))
+        new, *moments = jax.tree.map(partial(jnp.where, self.finite), (new[0], after.mu[0], after.nu[0]), (p, mu, nu))
         mu, nu = (jax.device_put(m, self.memory) for m in moments)
         return new, mu, nu
 
@@ -167,7 +166,7 @@ class Streamed:
         """Returns the optimizer's state after the step, without moments."""
         rule: Any = make_optimizer(self.config, [])
         _, state = rule.update([], on_adam(lambda a: a._replace(mu=[], nu=[]), self.others), [])
-        return precision.choose(self.finite, without_moments(state), self.others)
+        return jax.tree.map(partial(jnp.where, self.finite), without_moments(state), self.others)
 
 
 def streamed_update(

@@ -24,6 +24,7 @@ from mtjax.layout.divisibility import check_config, check_ramp
 from mtjax.layout.float8 import float8_note
 from mtjax.layout.mesh import AUTO, MeshShape, parse_mesh
 from mtjax.layout.plan import Plan
+from mtjax.models.named_parameters import replicated_names
 from mtjax.runtime.checkpoints.checkpoint import Checkpoints, Restored
 from mtjax.runtime.checkpoints.local import LocalCheckpoints
 from mtjax.runtime.checkpoints.past import Past, RunRecord, newest_past
@@ -264,8 +265,8 @@ def print_run_summary(config: Config, environment: RunEnvironment, program: Trai
             f"note    warmup_steps {config.optimizer.warmup_steps} is not below the run's {training.steps} steps: the "
             f"learning rate reaches {last} in the last step, and the peak is {config.optimizer.learning_rate:.2e}"
         )
-    if program.replicated_names:
-        names, axes = ", ".join(program.replicated_names), program.layout.zero_axes
+    if replicated := replicated_names(program):
+        names, axes = ", ".join(replicated), program.layout.zero_axes
         degree = shape.degree(axes)
         progress.say(f"note    replicated over {axes[0]} (no dimension is divisible by {degree}): {names}")
 

@@ -3,7 +3,7 @@
 `inspect` and the planner build the same `TrainStep` on compile-only devices.
 """
 
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -31,10 +31,8 @@ from mtjax.sharding.microbatch_schedule import total_loss
 from mtjax.sharding.param_specs import partition_specs
 from mtjax.sharding.reduction import Reduction
 from mtjax.sharding.trainable import merge_trees, select_frozen, select_trainable
-from mtjax.train import precision
 from mtjax.train.nonfinite_steps import GOOD, Tensor, first_bad, norm_and_first_bad, tensors
 from mtjax.train.optimizer import make_optimizer
-from mtjax.train.precision import LossScale
 from mtjax.train.schedule import make_schedule
 
 Tree = Any
@@ -76,8 +74,8 @@ class TrainStep(ShardedModel):
     @cached_property
     def state_sharding(self) -> State:
         """The sharding of each array of the state."""
-        everywhere, scaled = placement.replicated(self.mesh), self.config.training.compute_dtype == "float16"
-        loss_scale = LossScale(everywhere, everywhere, everywhere) if scaled else None
+        everywhere = placement.replicated(self.mesh)
+        loss_scale = jax.tree.map(lambda _: everywhere, jax.eval_shape(self._initial_loss_scale))
         return State(everywhere, everywhere, self.parameter_sharding, self.optimizer_sharding(), loss_scale)
 
     def optimizer_sharding(self) -> Tree:
@@ -166,18 +164,25 @@ class TrainStep(ShardedModel):
 
     def _initial(self, key: Array, parameters: Tree = None) -> State:
         if parameters is None:
-            parameters = self._drawn(key)
-        # Dropout draws from the half of the key that `_drawn` does not use.
+            parameters = self.draw(key)
+        # Dropout draws from the half of the key that `draw` does not use.
         random = jax.random.key_data(jax.random.split(key)[1])
         optimizer = self.optimizer.init(self.optimized(parameters))
-        loss_scale = precision.initial(self.config.training)
-        return State(jnp.zeros((), jnp.int32), random, parameters, optimizer, loss_scale)
+        return State(jnp.zeros((), jnp.int32), random, parameters, optimizer, self._initial_loss_scale())
+
+    def _initial_loss_scale(self) -> Any:
+        """Builds the loss scale of float16; None of other types, which need none."""
+        if self.config.training.compute_dtype != "float16":
+            return None
+        from mtjax.train.loss_scale import initial
+
+        return initial(self.config.training)
 
     def _step(self, state: State, batch: Batch) -> tuple[State, dict[str, Array]]:
-        return self.apply_gradients(state, batch, *self.loss_and_grads(state, batch))
+        return self.apply_gradients(state, batch, *self.gradients(*self.gradient_inputs(state, batch)))
 
-    def loss_and_grads(self, state: State, batch: Batch) -> tuple[Array, dict[str, Array], Tree]:
-        """Traces the forward and backward pass: see `gradients`."""
+    def gradient_inputs(self, state: State, batch: Batch) -> tuple[Tree, Batch, Array, Array | None]:
+        """Returns the arguments of `gradients` in a step."""
         scale = None if state.loss_scale is None else state.loss_scale.scale
         parameters = state.parameters
         if self.config.optimizer.optimizer == "schedule-free":
@@ -186,7 +191,7 @@ class TrainStep(ShardedModel):
             # Gradients are taken between the averaged weights, which are stored, and the fast ones.
             point = training_point(self.config.optimizer, self.optimized(parameters), state.optimizer[1][0])
             parameters = merge_trees(point, select_frozen(self.records, parameters))
-        return self.gradients(parameters, batch, jax.random.wrap_key_data(state.random), scale)
+        return parameters, batch, jax.random.wrap_key_data(state.random), scale
 
     def apply_gradients(
         self, state: State, batch: Batch, loss: Array, parts: dict[str, Array], gradients: Tree
@@ -210,8 +215,10 @@ class TrainStep(ShardedModel):
                 **parts,
             }
             if loss_scale is not None:
+                from mtjax.train.loss_scale import update
+
                 metrics["loss_scale"] = loss_scale.scale
-                loss_scale = precision.update(loss_scale, finite, self.config.training)
+                loss_scale = update(loss_scale, finite, self.config.training)
         parameters = merge_trees(updated, select_frozen(self.records, state.parameters))
         return State(state.step + 1, state.random, parameters, optimizer, loss_scale), metrics
 
@@ -237,7 +244,7 @@ class TrainStep(ShardedModel):
             rate, orders = self.config.model.router_bias_update_rate, self.layer_orders
             updated = update_router_bias(self.trainable_records, updated, parts[LOAD], rate, orders)
         # A step with nonfinite gradients is skipped on all devices, by selects instead of a conditional.
-        return precision.choose(finite, (updated, optimizer), (trainable, state.optimizer))
+        return jax.tree.map(partial(jnp.where, finite), (updated, optimizer), (trainable, state.optimizer))
 
     def gradients(
         self, parameters: Tree, batch: Batch, key: Array | None, scale: Array | None = None

@@ -265,13 +265,14 @@ def test_logits_are_gone_before_the_layers_backward_pass():
 
 
 def test_the_gradient_of_an_untied_embedding_comes_last():
-    """Of a single microbatch: several add to one sum, and a tied table has a gradient from the loss."""
+    """After the layers' backward pass, whatever the microbatches; a tied table has a gradient from the loss."""
     untied, tied = (gpt(4, 512, 8, 512, 51_200, tied_embeddings=is_tied) for is_tied in (False, True))
     one, several = Plan(MeshShape(), 8, 8), Plan(MeshShape(), 8, 4)
     positions, table = 4 * 512 * 512, 4 * 51_200 * 512
     assert memory.stage_memory(untied, one).last == positions + table
     assert memory.stage_memory(tied, one).last == positions
-    assert memory.stage_memory(untied, several).last == 0
+    assert memory.stage_memory(untied, several).last == positions + table
+    assert memory.stage_memory(tied, several).last == positions
 
 
 def test_a_single_layer_is_read_in_place():

@@ -68,7 +68,7 @@ def test_a_teacher_lies_on_a_mesh_as_planned(mesh, fields):
 def test_a_teacher_s_forward_pass_is_as_planned():
     student, placed = student_and_teacher("2x2")
     places = jax.tree.map(lambda leaf: leaf.sharding, placed.restore_target)
-    drawn = placed.on_mesh(jax.jit(placed._drawn, out_shardings=places), jax.random.key(0))
+    drawn = placed.on_mesh(jax.jit(placed.draw, out_shardings=places), jax.random.key(0))
     lessons = TeacherTargets(student, placed, drawn)
     batch = {name: array for name, array in student.abstract_batch().items() if name != "sample_index"}
     compiled = placed.on_mesh(lessons._compiled.lower, lessons.parameters, batch).compile()

@@ -381,6 +381,8 @@ SETTINGS = {
         "position": None,
         "activation": None,  # relu2 is the family's default
     },
+    "--hybrid-layer-pattern M-M|*- --mamba-num-groups 2 --mamba-head-dim 24 --pipeline-model-parallel-size 2 "
+    "--micro-batch-size 1": {"layer_pattern": "M-M*-", "layers_per_stage": [3, 2]},
     "--mamba-num-groups 1 --hybrid-attention-ratio .25 --hybrid-mlp-ratio .5 --position-embedding-type rope": {
         "layer_pattern": "M-*-M*--",
         "position": "rope",

@@ -12,9 +12,9 @@ from mtjax import config
 from mtjax.commands import convert
 from mtjax.config.storage import PLAIN, Storage
 from mtjax.errors import UserError
+from mtjax.generate.byte_matrix import to_bytes
 from mtjax.generate.decoder import Decoder
 from mtjax.generate.engine import Engine
-from mtjax.generate.int8 import to_bytes
 from mtjax.generate.request import Request, Sampling, Token
 from mtjax.generate.weight_format import check_storage
 from mtjax.generate.weights import load_model

@@ -45,6 +45,7 @@ def hybrid(pattern: str, **fields):
         pytest.param("M-M*", {**SPLIT, "mesh": "data=1,context=2,model=4"}, marks=LONG),
         pytest.param("MM", {"mesh": "data=1,context=4,model=2", "recompute": "none"}, marks=RARE),
         pytest.param("M*M*", {**SPLIT, "mesh": "2x2x2", "zero": 1}, marks=LONG),
+        pytest.param("M*-M", {**SPLIT, "mesh": "2x2x2", "zero": 1}, marks=RARE),
         pytest.param("M-M*M-M*", {**SPLIT, "mesh": "2x2x2", "zero": 1}, marks=RARE),
         pytest.param("ME*", {**SPLIT, "zero": 1, "num_experts": 4, "expert_size": 64}, marks=LONG),
         pytest.param("M-M*M-", {**SPLIT, "zero": 1, "mesh": "8x8", "ssm_groups": 8, "num_heads": 8}, marks=RARE),
@@ -54,15 +55,34 @@ def test_programs_for_h100_keep_their_contracts(pattern, fields) -> None:
     fields = {"global_batch_size": 16} | fields if fields.get("mesh") == "8x8" else fields
     report = inspect(hybrid(pattern, **fields), find_target("h100x8"))
     assert report.verdict.violations == ()
+    assert report.time is not None
+    kinds, in_layers = report.time.kinds, [s for p, s in report.time.phases.items() if p.startswith("layer ")]
+    computing = sum(spent.products + spent.memory_bound for spent in in_layers)
+    # The remaining operations slice and add what loops carry.
+    assert not kinds or 0.75 * computing < sum(kind.seconds for kind in kinds.values()) <= computing
+    assert all(kind.seconds > 0 for kind in kinds.values())
     checks = compare(report)
     off = {check.name: check.error for check in checks}
     assert off["parameters"] == 0
-    # Of so small a model; of Nemotron-H 8B, within 1%.
-    # Without recompute of layers, no formula has what a gated delta net recomputes of its chunks.
-    within = 0.1 if "G" in pattern and fields.get("recompute") == "none" else 0.08 if "context" in str(fields) else 0.06
+    # XLA divides products into parts that it adds up, and pads the few columns of these models: Mamba-2's 98 to 128.
+    within = 0.08 if "context" in str(fields) else 0.05
     assert abs(off["FLOPs of a step"]) < within, off
     # The optimizer's scalars, which no formula has, are 116 bytes over `model`.
     sent = [check for check in checks if check.name.startswith("sent")]
     # With sequence parallelism on context ranks the formula has 942 bytes of 602,112 more than the program.
     within = 0.002 if "context" in str(fields) else 0.001
     assert all(abs(check.program - check.formula) <= max(within * check.program, 128) for check in sent), sent
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("recompute", "chunks_at_once"), [("none", 16), pytest.param("full", 16, marks=RARE), ("full", 4)]
+)
+def test_flops_are_exactly_those_of_a_program_for_cpus(recompute, chunks_at_once, monkeypatch) -> None:
+    """XLA pads and divides no products there. A scan over blocks of chunks recomputes each in its backward pass."""
+    settings = {"mesh": "1x1", "microbatch_size": 1, "sequence_length": 128, "compute_dtype": "float32"}
+    run = hybrid("MG-", recompute=recompute, attention="xla", **settings)
+    each = 2 * SIZES["ssm_heads"] * SIZES["ssm_chunk"] ** 2
+    monkeypatch.setattr("mtjax.config.ssm.BLOCK_BYTES", chunks_at_once * each)
+    (check,) = (c for c in compare(inspect(run, find_target("cpu"))) if c.name == "FLOPs of a step")
+    assert check.formula == check.program

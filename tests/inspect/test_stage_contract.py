@@ -148,7 +148,7 @@ def test_permutes_travel_behind_layers_on_h100s(layout: dict[str, Any]) -> None:
 def test_evaluation_on_stages_gathers_parameters_once():
     """Of ZeRO-1, however many ticks there are: in the four microbatches of a batch each chunk works once and again."""
     program = program_of("2x2x2", num_layers=4, microbatch_size=1, zero=1)
-    module = parse(program.lower_evaluate().compile().as_text())
+    module = parse(program.evaluation.lower().compile().as_text())
     found = [c for c in find_collectives(module, program.mesh.shape, 8) if c.kind == "all-gather" and c.axes == (DATA,)]
     held = peak_stage_counts(anatomy_of(program.config.model), Plan.of(program.config, program.shape))
     assert sum(c.count * c.elements for c in found) == held.all - held.replicated

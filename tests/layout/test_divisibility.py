@@ -139,14 +139,19 @@ CONTEXT = [
         "context_method all-gather needs .* mesh 2x4 has none: .* data=2,context=2,model=4",
     ),
     (
+        {"num_layers": 5, "layers_per_stage": (2, 3), "microbatch_size": 1},
+        "data=1,stage=2,context=2,model=1",
+        "context_method is ring, in whose permutes all stages of mesh .* take part, .* use context_method all-gather",
+    ),
+    (
+        {"family": "hybrid", "layer_pattern": "M*-M", "num_layers": 4, "microbatch_size": 1},
+        "data=1,stage=2,context=2,model=1",
+        "context_method is ring, .* some stages have fewer or other layers than others",
+    ),
+    (
         {"num_experts": 4, "first_dense_layers": 1, "num_layers": 5, "microbatch_size": 1},
         "data=1,stage=2,expert=2,model=1",
         "num_layers 5 is not divisible by 2 stages; .* layers_per_stage",
-    ),
-    (
-        {"num_experts": 4, "moe_every": 2, "num_layers": 6, "microbatch_size": 1},
-        "data=1,stage=2,expert=2,model=1",
-        "moe_every 2 does not divide the 3 layers of a stage's chunk: choose num_layers, stages",
     ),
 ]
 """The same with context parallelism, sharding groups and experts."""

@@ -79,7 +79,7 @@ def test_without_the_order_the_loss_is_that_of_the_masked_tokens(mesh, settings)
     assert set(program.batch_names) == {n for n in bert("1x1").batch_names if n != "sentence_order"}
     _, found = run_steps(program, 2)
     parameters, batch = initial_state(program).parameters, batch_of(program, 0)
-    sums = program.evaluate(parameters, batch)
+    sums = program.evaluation(parameters, batch)
     assert set(sums) == {"masked_lm"} and float(sums["masked_lm"][1]) == np.asarray(batch["loss_mask"]).sum()
     np.testing.assert_allclose(found[0]["loss"], sums["masked_lm"][0] / sums["masked_lm"][1], rtol=1e-6)
     _, known = run_steps(bert("1x1", **plain), 2)
@@ -89,7 +89,7 @@ def test_without_the_order_the_loss_is_that_of_the_masked_tokens(mesh, settings)
 def test_the_loss_is_the_sum_of_two_means():
     program = bert("2x4")
     parameters, batch = initial_state(program).parameters, batch_of(program, 0)
-    sums = program.evaluate(parameters, batch)
+    sums = program.evaluation(parameters, batch)
     assert float(sums["masked_lm"][1]) == np.asarray(batch["loss_mask"]).sum()
     assert float(sums["sentence_order"][1]) == 8
     off = bert("2x4", hidden_dropout=0.0, attention_dropout=0.0)
@@ -158,7 +158,7 @@ def test_a_masked_token_too_many_has_no_number():
     for masked, finite in ((2, True), (3, False)):
         mask = np.zeros((8, 16), np.float32)
         mask[:, 1 : 1 + masked] = 1
-        total, count = program.evaluate(parameters, batch | {"loss_mask": jax.device_put(mask, place)})["masked_lm"]
+        total, count = program.evaluation(parameters, batch | {"loss_mask": jax.device_put(mask, place)})["masked_lm"]
         assert np.isfinite(float(total)) == finite and float(count) == 8 * masked
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from mtjax.config import Model
 from mtjax.layout.layouts import TENSOR
-from mtjax.models.activations import ACTIVATIONS
+from mtjax.models.activations import activation_of
 from mtjax.models.head_norm import HeadNorm
 from mtjax.models.norms import LayerNorm
 from mtjax.models.rms_norm import RMSNorm
@@ -40,7 +40,7 @@ def close(found: jax.Array, known: np.ndarray) -> None:
 def test_activations_and_their_slopes(name, dtype):
     known = KNOWN[name]
     x = jnp.linspace(-8, 8, 4001).astype(dtype)
-    value, pull = jax.vjp(ACTIVATIONS[name], x)
+    value, pull = jax.vjp(activation_of(name), x)
     (slope,) = pull(jnp.ones_like(x))
     exact = np.asarray(x, np.float64)
     close(value, known(exact))
@@ -53,7 +53,7 @@ def test_gated_activations(name):
     """Numbers beyond what gpt-oss clamps."""
     gate, up = np.random.default_rng(0).normal(0, 6, (2, 500))
     given = jnp.asarray(np.stack([gate, up])[None, None], jnp.float32)
-    close(ACTIVATIONS[name](given)[0, 0], KNOWN[name](gate, up))
+    close(activation_of(name)(given)[0, 0], KNOWN[name](gate, up))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

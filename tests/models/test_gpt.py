@@ -11,6 +11,7 @@ from mtjax.config import Parallel
 from mtjax.config.sizes import padded_vocab_size
 from mtjax.layout.layouts import TENSOR
 from mtjax.layout.rules import MODEL
+from mtjax.layout.stacks import stacks_of
 from mtjax.models.dropout import dropout
 from mtjax.models.layer import Layer
 from mtjax.models.layer_context import LayerContext
@@ -170,9 +171,8 @@ def test_each_layer_draws_from_its_own_key(monkeypatch):
     model = tiny_config(num_layers=3).model
     key = jax.random.key(5)
     with use_rules(TENSOR.rules), jax.set_mesh(mesh_of("1x1")):
-        stack = Stack(
-            model, jnp.float32, kind="transformer", recompute=Recompute(), parallel=Parallel(), key=jax.random.key(0)
-        )
+        (own,), key_0 = stacks_of(model), jax.random.key(0)
+        stack = Stack(model, jnp.float32, own=own, recompute=Recompute(), parallel=Parallel(), key=key_0)
         x, _ = stack(jnp.zeros((1, 1, 1)), LayerContext(key[None]))
     drawn = [float(jax.random.uniform(jax.random.fold_in(key, number))) for number in range(3)]
     np.testing.assert_allclose(float(x[0, 0, 0]), 4 * drawn[0] + 2 * drawn[1] + drawn[2], rtol=1e-6)

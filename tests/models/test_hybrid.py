@@ -2,6 +2,7 @@
 
 import dataclasses
 from functools import cache, partial
+from itertools import combinations
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,10 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mtjax.config import Config, replace, validate
-from mtjax.config.layer_pattern import chunk_letters, expanded, runs_of, shortened_pattern
+from mtjax.config.layer_pattern import common_pattern, expanded, loops_of_pattern, runs_of, shortened_pattern
 from mtjax.config.ssm import ssm_groups
 from mtjax.convert.mtjax_folder import MtjaxSource
 from mtjax.convert.parameters import parameters_of
+from mtjax.layout.stages import layer_order
 from mtjax.models.trunk import HiddenStates
 from mtjax.sharding.axes import use_rules
 from mtjax.train.step import make_train_step
@@ -99,7 +101,41 @@ def test_loops_run_the_layers_of_the_pattern(letters: str) -> None:
     assert "".join(run.unit * run.times for run in runs_of(letters)) == letters
     assert expanded(shortened_pattern(letters)) == letters
     assert sum(len(run.unit) for run in runs_of(letters * 2)) <= len(letters)
-    assert chunk_letters(letters * 3, 3) == letters
+    assert "".join(run.unit * run.times for run in loops_of_pattern(letters)) == letters
+
+
+def is_within(letters: str, pattern: str) -> bool:
+    """Whether the letters are what is left of a pattern of which some are left out."""
+    rest = iter(pattern)
+    return all(letter in rest for letter in letters)
+
+
+@given(st.lists(st.text("M*-", min_size=1, max_size=7), min_size=1, max_size=4))
+def test_the_pattern_of_a_chunk_has_the_layers_of_every_stage(chunks: list[str]) -> None:
+    common = common_pattern(tuple(chunks))
+    assert all(is_within(chunk, common) for chunk in chunks)
+    assert common_pattern((common, common)) == common
+    first, second = chunks[0], chunks[-1]
+    kept = ("".join(letters) for n in range(len(first) + 1) for letters in combinations(first, n))
+    longest = max(len(letters) for letters in kept if is_within(letters, second))
+    assert len(common_pattern((first, second))) == len(first) + len(second) - longest
+
+
+@pytest.mark.parametrize(
+    ("pattern", "per_stage", "slots", "numbers"),
+    [
+        ("TTTXX", (2, 3), "TTXX", {"T": ((0, 1), (2, -1)), "X": ((-1, -1), (3, 4))}),
+        ("TXTXTX", (2, 4), "TXTX", {"T": ((0, -1), (2, 4)), "X": ((1, -1), (3, 5))}),
+        ("M-M*-M", (3, 3), "M*-M", {"M": ((0, 2), (-1, 5)), "*": ((-1,), (3,)), "-": ((1,), (4,))}),
+    ],
+)
+def test_stages_with_other_layers_leave_slots_empty(
+    pattern: str, per_stage: tuple[int, ...], slots: str, numbers: dict[str, Any]
+) -> None:
+    order = layer_order(len(pattern), 2, 1, per_stage)
+    assert order.chunk_pattern(pattern) == slots
+    for letter, expected in numbers.items():
+        assert tuple(stage[0] for stage in order.of(letter, pattern).numbers) == expected
 
 
 def test_groups_divide_the_heads_where_none_were_given() -> None:
@@ -199,6 +235,8 @@ DOCUMENTS = {"reset_attention_mask": True, "reset_position_ids": True}
                 ("ME*E", "data=2,expert=2,model=2", EXPERTS, {**SPLIT, "zero": 1}),
                 ("M-M*", "data=1,context=2,model=2", DOCUMENTS, {**SPLIT, "recompute": "full", "zero": 1}),
                 ("(M*)x2", "2x2x2", {}, {**STAGES, **SPLIT, "zero": 1, "recompute": "full"}),
+                ("M-M*-M", "1x2x2", {}, {**STAGES, **SPLIT, "zero": 1, "recompute": "full"}),
+                ("M*-M", "data=1,stage=2,context=2,model=1", {}, {**STAGES, "context_method": "all-gather"}),
             )
         ),
         *(
@@ -210,6 +248,8 @@ DOCUMENTS = {"reset_attention_mask": True, "reset_position_ids": True}
                 ("M-M*", "data=1,context=4,model=1", {}, {"zero": 3}),
                 ("(M-M*)x4", "1x2x1", {}, {**STAGES, "pipeline_schedule": "interleaved", "chunks": 2}),
                 ("(ME)x2", "1x2x1", EXPERTS, STAGES),
+                ("EM*E-", "2x2x1", EXPERTS, {**STAGES, "layers_per_stage": (2, 3), "zero": 3, "recompute": "none"}),
+                ("M-*MM-M*", "1x2x1", {}, {**STAGES, "pipeline_schedule": "interleaved", "chunks": 2}),
             )
         ),
     ],

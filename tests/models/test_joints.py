@@ -1,5 +1,6 @@
 """A mixer, a kind of layer and a family of a test's own, by rows in the registries; models cut; layers with a state."""
 
+import dataclasses
 from functools import partial
 from typing import Any, ClassVar
 
@@ -14,6 +15,7 @@ from mtjax.analysis.families.registry import FAMILIES as ANATOMIES
 from mtjax.config import Parallel
 from mtjax.config.families import FAMILIES
 from mtjax.layout.layouts import TENSOR
+from mtjax.layout.stacks import stacks_of
 from mtjax.models.embedding import embed_tokens, vocabulary_table
 from mtjax.models.families.gpt import GPT
 from mtjax.models.families.registry import MODEL_CLASSES
@@ -72,8 +74,9 @@ class Plain(GPT):
         table_key, stack_key = jax.random.split(key)
         model, recompute = config.model, Recompute.of(config.training)
         self.table = vocabulary_table(model, table_key)
+        own = dataclasses.replace(stacks_of(model)[0], kind="plain")
         self.layers_of_mine = Stack(
-            model, jnp.float32, kind="plain", recompute=recompute, parallel=config.parallel, key=stack_key
+            model, jnp.float32, own=own, recompute=recompute, parallel=config.parallel, key=stack_key
         )
 
     @property
@@ -198,7 +201,8 @@ RECOMPUTE = {
 def metered(recompute: Recompute) -> Any:
     """(layers, states) -> (the stream, the states), of a stack of metered layers; and its layers."""
     model = tiny_config(num_layers=LAYERS, attention="xla").model
-    stack = Stack(model, jnp.float32, kind="metered", recompute=recompute, parallel=Parallel(), key=jax.random.key(0))
+    own = dataclasses.replace(stacks_of(model)[0], kind="metered")
+    stack = Stack(model, jnp.float32, own=own, recompute=recompute, parallel=Parallel(), key=jax.random.key(0))
     x = jax.random.normal(jax.random.key(2), (2, 16, 32), out_sharding=spec("batch", "act_seq", "embed"))
 
     def run(layers: Any, states: Any) -> Any:

@@ -19,7 +19,7 @@ def test_a_placed_model_is_the_one_that_a_run_begins_with():
         assert leaf.sharding == target.sharding == trained.sharding
         assert (leaf.shape, leaf.dtype) == (target.shape, target.dtype) == (trained.shape, trained.dtype)
     batch = batch_of(program, 0)
-    found, wanted = (p.evaluate(parameters, batch)["loss"] for p in (placed, program))
+    found, wanted = (p.evaluation(parameters, batch)["loss"] for p in (placed, program))
     assert (float(found[0]), float(found[1])) == (float(wanted[0]), float(wanted[1]))
 
 

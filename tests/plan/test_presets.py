@@ -70,6 +70,8 @@ def test_divides_over_its_mesh_and_states_its_size(path):
     if gib := re.search(r"by formula: ([\d.]+) GiB, of which ([\d.]+) GiB", header):
         whole = memory.peak_stage_memory(shape, plan)
         assert (gib[1], gib[2]) == (f"{whole.total / 2**30:.1f}", f"{whole.states / 2**30:.1f}")
+        if compiled := re.search(r"compiled ([\d.]+) GiB", header):
+            assert whole.total / 2**30 == pytest.approx(float(compiled[1]), rel=0.05)
 
 
 @pytest.mark.parametrize(

@@ -176,6 +176,30 @@ def test_compiled_memory_of_other_layers_is_as_planned(name):
     assert checks["peak"].error == pytest.approx(0, abs=0.05), checks
 
 
+HYBRID = PLAIN | {"family": "hybrid", "hidden_size": 512, "num_heads": 8, "sequence_length": 1024, "vocab_size": 4096}
+HYBRID |= {"global_batch_size": 8, "microbatch_size": 2, "mesh": "1x1", "recompute": "full", "unroll_layers": False}
+HYBRID |= {"attention": "auto" if has_cudnn else "xla"}
+SHARED = {"activation": "geglu_exact", "position": "rope", "head_dim": 128, "block_rank": 64}
+SHARED |= {"block_attention_adapters": True, "tie_embeddings": True}
+PATTERNS = {
+    "(M)x4": {},
+    "(G)x4": {},
+    "(MMZ)x2": SHARED,
+    "(H-)x3": {"mesh": "2x4", "sequence_parallel": True, "zero": 1},
+    "(M-M*)x2": {"mesh": "2x4", "sequence_parallel": True, "zero": 1, "hidden_size": 1024},
+}
+
+
+@pytest.mark.aot
+@pytest.mark.long
+@pytest.mark.parametrize("pattern", [next(iter(PATTERNS)), *map(rare, [*PATTERNS][1:])])
+def test_compiled_memory_of_a_pattern_is_as_planned(pattern):
+    run = config.replace(config.Config(), **HYBRID, **{"layer_pattern": pattern, **PATTERNS[pattern]})
+    checks = errors(inspect(run, find_target("h100x8")))
+    assert checks["FLOPs of a step"].error == pytest.approx(0, abs=2e-3)
+    assert checks["peak"].error == pytest.approx(0, abs=0.05), checks
+
+
 STAGED = {"num_layers": 8, "global_batch_size": 32, "microbatch_size": 1, "zero": 1}
 TIMED = [
     (

@@ -9,7 +9,7 @@ import pytest
 from mtjax.inspect.report import inspect
 from mtjax.inspect.targets import find_target
 from tests.inspect.steps import needs_aot, tiny
-from tests.tiny import batch_of, initial_state, program_of
+from tests.tiny import batch_of, initial_state, program_of, step_gradients
 
 LAYERS: dict[str, Any] = {"num_layers": 4, "zero": 3, "hidden_dropout": 0.0, "attention_dropout": 0.0}
 LONG = pytest.mark.long
@@ -20,7 +20,7 @@ def differentiated(mesh: str, fields: dict[str, Any]) -> tuple[Any, Any]:
     """A batch's loss, and gradients by name."""
     program = program_of(mesh, **LAYERS | fields)
     state, batch = initial_state(program), batch_of(program, 0)
-    loss, _, gradients = program.on_mesh(jax.jit(program.loss_and_grads), state, batch)
+    loss, _, gradients = step_gradients(program, state, batch)
     return loss, jax.tree.map(np.asarray, gradients)
 
 

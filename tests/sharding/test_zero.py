@@ -14,8 +14,9 @@ from mtjax.layout.layouts import NOT_SHARDED, TENSOR_RULES, Layout, sharded_dime
 from mtjax.layout.mesh import MeshShape
 from mtjax.layout.plan import Plan
 from mtjax.layout.rules import DATA
+from mtjax.models.named_parameters import replicated_names
 from mtjax.train.step import TrainStep
-from tests.tiny import batch_of, initial_state, program_of, run_steps
+from tests.tiny import batch_of, initial_state, program_of, run_steps, step_gradients
 
 NAMES = st.lists(st.sampled_from(["embed", "mlp", "heads", "head_dim", "qkv"]), min_size=1, max_size=4, unique=True)
 
@@ -45,8 +46,8 @@ def test_a_dimension_is_chosen_whenever_one_divides(names, sizes, ways, zero, st
 def test_what_does_not_divide_takes_another_dimension_or_is_reported():
     program = program_of("4x2", zero=2, hidden_size=40)  # head_dim 5, embed 40, mlp 160 over model
     assert program.records["stack"]["layers"]["attention"]["qkv"]["weight"].grad_reduction.dim == 1
-    assert program.replicated_names == ["stack.layers.attention.qkv.bias", "stack.layers.mlp.up.bias"]
-    assert program_of("4x2", zero=0).replicated_names == []
+    assert replicated_names(program) == ["stack.layers.attention.qkv.bias", "stack.layers.mlp.up.bias"]
+    assert replicated_names(program_of("4x2", zero=0)) == []
 
 
 def counts_of(program: TrainStep) -> Counts:
@@ -110,7 +111,7 @@ def test_gradients_by_matrices_gathered_in_16_bits_are_those_by_matrices_cast_in
 def gradients_of(mesh: str, **fields):
     program = program_of(mesh, hidden_dropout=0.0, attention_dropout=0.0, **fields)
     state, batch = initial_state(program), batch_of(program, 0)
-    return jax.tree.map(np.asarray, program.on_mesh(jax.jit(program.loss_and_grads), state, batch)[2])
+    return jax.tree.map(np.asarray, step_gradients(program, state, batch)[2])
 
 
 @pytest.mark.long

@@ -100,7 +100,7 @@ def results(program):
     """Losses and norms of two steps with dropout, the moments after the first, in which all gradients are, and the
     losses of a batch without dropout."""
     state, batch = initial_state(program), batch_of(program, 0)
-    evaluated = program.evaluate(state.parameters, batch).values()
+    evaluated = program.evaluation(state.parameters, batch).values()
     state, first = run_steps(program, 1, state)
     moments = {name: a for name, a in by_name(program, state.optimizer).items() if MOMENT in name}
     _, second = run_steps(program, 1, state)

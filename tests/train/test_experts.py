@@ -254,7 +254,7 @@ def results(program: Any, *, evaluates: bool = True) -> dict[str, np.ndarray]:
     and the loss of a batch without dropout."""
     state, found = initial_state(program), {}
     if evaluates:
-        total, count = program.evaluate(state.parameters, batch_of(program, 0))["loss"]
+        total, count = program.evaluation(state.parameters, batch_of(program, 0))["loss"]
         found["evaluated"] = np.asarray(total / count)
     for step in range(2):
         state, metrics = program.step(state, batch_of(program, step))

@@ -20,6 +20,7 @@ from mtjax.config.float8 import ENDS
 from mtjax.errors import UserError
 from mtjax.layout.layouts import TENSOR
 from mtjax.layout.plan import Plan
+from mtjax.models.named_parameters import parameters_of
 from mtjax.models.sharded_model import ShardedModel
 from mtjax.sharding.axes import use_rules
 from mtjax.sharding.float8 import E4M3, E5M2, LOWEST, Recipe, Scales, float8_product, quantized
@@ -268,7 +269,7 @@ def test_a_skipped_step_leaves_weights_scales_and_ages_as_they_were() -> None:
     jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.asarray, state.parameters))
     assert not split(state.optimizer[1][0].mu)[1]  # no moments of scales
     plain = ShardedModel(replace(program.config, fp8="none"), program.mesh, trains=True)
-    assert jax.tree.structure(plain.own(state.parameters)) == jax.tree.structure(plain.abstract_parameters)
+    assert jax.tree.structure(parameters_of(plain, state.parameters)) == jax.tree.structure(plain.abstract_parameters)
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ def test_a_needle_is_found_whichever_rank_has_it():
     chunk, found = TOKENS // (2 * WAYS), []
     for owner in range(WAYS):
         batch = global_batch(program.batch_sharding, samples(10_000 + owner, owner * chunk + chunk // 2), BATCH)
-        total, weight = program.evaluate(parameters, batch)["loss"]
+        total, weight = program.evaluation(parameters, batch)["loss"]
         found.append(float(jnp.exp(-total / weight)))
     apart = np.abs(np.array(alone) / losses[:ALONE] - 1).max()
     print("losses", losses[::10], "apart from one device", apart, "probability of the needle, by its rank", found)

@@ -16,7 +16,7 @@ from mtjax.layout.mesh import parse_mesh
 from mtjax.runtime.checkpoints.checkpoint import Checkpoints
 from mtjax.sharding.host_memory import DEVICE, PINNED, is_on_host
 from mtjax.train.offload import check_offload, streamed_update
-from tests.tiny import batch_of, initial_state, program_of, run_steps, tiny_config
+from tests.tiny import batch_of, initial_state, program_of, run_steps, step_gradients, tiny_config
 
 SETTINGS: dict[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "num_layers": 3, "family": "llama"}
 SETTINGS |= {"num_kv_heads": 4, "mlp_size": 48}
@@ -76,7 +76,7 @@ def test_the_copies_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     state, plain = initial_state(program), program_of("2x2", zero=1, **SETTINGS)
     on_device = jax.tree.map(lambda a, s: jax.device_put(a, s), state.optimizer, plain.state_sharding.optimizer)
     batch = batch_of(program, 0)
-    _, _, gradients = program.on_mesh(jax.jit(program.loss_and_grads), state, batch)
+    _, _, gradients = step_gradients(program, state, batch)
 
     def update(memory: Any, optimizer: Any) -> Any:
         def traced(gradients: Any, optimizer: Any, parameters: Any) -> Any:

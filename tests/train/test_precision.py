@@ -10,7 +10,7 @@ import pytest
 from mtjax.config import Training, validate
 from mtjax.errors import UserError
 from mtjax.runtime.checkpoints.checkpoint import Checkpoints
-from mtjax.train.precision import LossScale, update
+from mtjax.train.loss_scale import LossScale, update
 from tests.tiny import batch_of, initial_state, program_of, run_steps, tiny_config
 
 # finite, then scale, growth and hysteresis after it; window 3, hysteresis 2, minimum 2, from scale 16.

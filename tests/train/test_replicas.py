@@ -87,8 +87,8 @@ def faulty(program: TrainStep) -> Any:
     """The examined step of a program, in which one bit of a gradient is flipped."""
 
     class Faulty(TrainStep):
-        def loss_and_grads(self, *of: Any) -> Any:
-            loss, parts, gradients = super().loss_and_grads(*of)
+        def gradients(self, parameters: Any, batch: Any, key: Any, scale: Any = None) -> Any:
+            loss, parts, gradients = super().gradients(parameters, batch, key, scale)
             leaves, structure = jax.tree.flatten(gradients)
             bits = jax.lax.bitcast_convert_type(leaves[-1], jnp.uint32) ^ jnp.uint32(1)
             leaves[-1] = jax.lax.bitcast_convert_type(bits, jnp.float32)

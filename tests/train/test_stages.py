@@ -139,7 +139,7 @@ def test_steps_and_evaluation_on_stages():
     np.testing.assert_allclose([m["loss"] for m in found], [m["loss"] for m in expected], rtol=1e-5)
     np.testing.assert_allclose([m["grad_norm"] for m in found], [m["grad_norm"] for m in expected], rtol=1e-5)
     (loss, weight), (known, same) = (
-        p.evaluate(s.parameters, batch_of(p, 9))["loss"] for p, s in ((program, state), (one, expected_state))
+        p.evaluation(s.parameters, batch_of(p, 9))["loss"] for p, s in ((program, state), (one, expected_state))
     )
     np.testing.assert_allclose((loss, weight), (known, same), rtol=1e-5)
     assert_same(program, one)

@@ -104,7 +104,7 @@ def test_dropout_is_on_and_its_keys_follow_the_sample():
     assert losses[0] == losses[1] != losses[2]
     off = program_of("2x4", **PLAIN)
     loss = float(off.step(initial_state(off), batch)[1]["loss"])
-    total, tokens = program.evaluate(state.parameters, batch)["loss"]
+    total, tokens = program.evaluation(state.parameters, batch)["loss"]
     np.testing.assert_allclose(loss, float(total) / float(tokens), rtol=1e-6)
     assert loss != losses[0]
 

@@ -7,11 +7,12 @@ share queries and keys; N width of a key; K taps of the convolution; q tokens of
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from mtjax.analysis.contract import Expectation
 from mtjax.analysis.parts.loop import Loop
 from mtjax.analysis.parts.mamba import Mamba
-from mtjax.analysis.parts.part import Elementwise, Product, ResidualStream, Weight, linear, weight
+from mtjax.analysis.parts.part import Product, ResidualStream, Weight, linear, weight
 from mtjax.analysis.parts.sublayer import (
     local_gradient_sums,
     stream_bytes,
@@ -48,12 +49,6 @@ class DeltaNet(Mamba):
             *linear("delta.output", inner, embed, bias=False),
         ]
 
-    @property
-    def elementwise(self) -> Elementwise:
-        """The residual stream; gate, value and the weights between the tokens of a chunk."""
-        inside = 2 * self.inner + ssm_chunk(self.model) * self.heads
-        return Elementwise(stream=self.tokens * self.hidden, mlp=self.tokens * inside)
-
     def _width(self, tensor_degree: int) -> float:
         """Outputs of the first matmul on a rank."""
         shared = 2 * self.model.ssm_state * self._groups(tensor_degree)
@@ -67,19 +62,24 @@ class DeltaNet(Mamba):
         heads, chunk, pairs = self.heads / tensor_degree, ssm_chunk(self.model), self._groups(tensor_degree)
         # Two for each doubling of the blocks but the first; the backward pass has two for all of them.
         doublings = 2 * max(0, math.ceil(math.log2(chunk)) - 1)
+        scanned = partial(Product, tokens, in_scan=True)
+        inverse = [scanned(chunk, chunk * heads * doublings, gradients=2 / doublings)] if doublings else []
         return [
             Product(tokens, self.hidden, self._width(tensor_degree)),
-            Product(tokens, chunk, heads),
-            Product(tokens, key, chunk * pairs),
-            Product(tokens, key, chunk * pairs),
-            Product(tokens, chunk, chunk * heads * (doublings + 2) / 3),
-            Product(tokens, chunk, inner),
-            Product(tokens, chunk, heads * key),
-            Product(tokens, key, 2 * inner, again=True),
-            Product(tokens, chunk, inner),
-            Product(tokens, key, inner),
+            scanned(chunk, heads, gradients=1),
+            scanned(key, chunk * pairs),
+            scanned(key, chunk * pairs),
+            *inverse,
+            scanned(chunk, inner),
+            scanned(chunk, heads * key),
+            scanned(key, 2 * inner, again=True),
+            scanned(chunk, inner),
+            scanned(key, inner),
             Product(tokens, inner, self.hidden),
         ]
+
+    def _most_chunks(self, samples: int, heads: int) -> int:
+        return delta_chunks_at_once(self.model, samples, heads)
 
     def over_context(self, degree: int) -> "DeltaNet":
         assert degree == 1, "layout.hybrid refuses context parallelism"
@@ -103,16 +103,29 @@ class DeltaNet(Mamba):
         return Loop(math.ceil(self.tokens / chunk), (reads, takes), (*[reads] * 3, *[takes] * 2), kernels=(9, 17))
 
     def backward_peak_bytes(self, plan: Plan) -> float:
-        """Returns the bytes of the matrices between the tokens of chunks and their gradients, of one state for each
-        chunk, of what tokens write and read with its gradients, and of the inner width in float32."""
-        degree, chunk, key = plan.mesh.model, ssm_chunk(self.model), self.model.ssm_state
-        heads, tokens, inner = self.heads // degree, plan.local_tokens(self.tokens), self.inner / degree
-        at_once = delta_chunks_at_once(self.model, plan.microbatch_size, heads)
-        alive = min(tokens, plan.microbatch_size * at_once * chunk)
-        matrices = (18 + 4 * plan.element_bytes) * alive * chunk * heads
-        states = 4 * alive / chunk * inner * key
-        written = 2 * alive * (4 * inner + plan.element_bytes * heads * (3 * key + chunk))
-        return matrices + states + written + 12 * tokens * inner + stream_bytes(self.tokens, self.hidden, plan)
+        """Returns the bytes at the largest of three moments: the backward pass of the loop over chunks, that of the
+        inverse, and the inverse's recompute, before them. Each has the product's convolved channels, and, of what is
+        between the tokens of a chunk, the products of keys with keys and with queries."""
+        c, degree, chunk, key = plan.element_bytes, plan.mesh.model, ssm_chunk(self.model), self.model.ssm_state
+        heads, inner, shared = self.heads / degree, self.inner / degree, key * self._groups(degree)
+        pairs, alike = chunk * heads, 4 * chunk * self._groups(degree)
+        # What a step of the loop reads, for each token, in the compute dtype: `_Chunk`'s readers and takers.
+        read = c * heads * (3 * key + chunk)
+        # The inverse in float32, and twice in the compute dtype, for values and for keys.
+        inverse = (4 + 2 * c) * pairs
+        loop = 2 * (read + 4 * inner) + 4 * inner * key / chunk + inverse + 2 * alike
+        # Two products with the inverse, and gradients of what read it.
+        solver = read + 4 * inner + inverse + (2 * 4 + 3 * c) * pairs + 2 * alike
+        # A selection of blocks for each doubling, and two products.
+        forward = 4 * (max(0, math.ceil(math.log2(chunk)) - 1) + 2) * pairs + alike
+        outside = c * (inner + 2 * shared) + 2 * c * shared
+        if self.scans_in_blocks(plan):
+            # Of all blocks what they read, its gradients and those of the output; and the gate in float32.
+            outside += c * (2 * (inner + 2 * shared) + inner) + 2 * 4 * inner
+        tokens, at_once = plan.local_tokens(self.tokens), self._tokens_at_once(plan)
+        peak = max(loop + 4 * c * inner, solver + 3 * c * inner, forward)
+        gathered = (2 if plan.splits_stream else 1) * stream_bytes(self.tokens, self.hidden, plan)
+        return tokens * outside + at_once * peak + self._assembled_bytes(plan) + gathered
 
     def symbols(self, plan: Plan) -> Mapping[str, int]:
         del plan

@@ -4,6 +4,7 @@ Symbols besides those of `mtjax.analysis.parts.part`: i inner width, heads times
 share B and C; N width of the state; K taps of the convolution; q tokens of a chunk.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -129,25 +130,40 @@ class Mamba(Part):
         chunk = ssm_chunk(self.model)
         chunks = min(chunks_at_once(self.model, 1, self.heads // tensor_degree), tokens / chunk)
         # What pieces of samples leave behind is computed before the scan, and passed on by every rank.
-        pieces = 2 * self.context
+        pieces, scanned = 2 * self.context, partial(Product, in_scan=True)
+        decays = scanned(tokens, chunk, self.heads / tensor_degree, gradients=1)
         before = [
-            Product(tokens, chunk, self.heads / tensor_degree),
-            Product(tokens, state, inner),
-            Product(pieces * (self.context + 1), pieces, inner * state),
+            decays,
+            scanned(tokens, state, inner),
+            scanned(pieces * (self.context + 1), pieces, inner * state),
         ]
         columns = (self.hidden, self._width(tensor_degree), 1)
         return [
             *adapter_products(self.rank, tokens, columns, (inner, self.hidden)),
             Product(tokens, self.hidden, self._width(tensor_degree)),
-            Product(tokens, chunk, self.heads / tensor_degree),
-            Product(tokens, state, chunk * self._groups(tensor_degree)),
-            Product(tokens, chunk, inner),
-            Product(tokens, state, inner),
-            Product(tokens, state, inner),
-            Product(tokens, chunks, inner * state / chunk),
+            decays,
+            scanned(tokens, state, chunk * self._groups(tensor_degree)),
+            scanned(tokens, chunk, inner, is_unread=True),
+            scanned(tokens, state, inner),
+            scanned(tokens, state, inner),
+            scanned(tokens, chunks, inner * state / chunk),
             *(before if self.context > 1 else []),
             Product(tokens, inner, self.hidden),
         ]
+
+    def scans_in_blocks(self, plan: Plan) -> bool:
+        return self._tokens_at_once(plan) < plan.local_tokens(self.tokens)
+
+    def _tokens_at_once(self, plan: Plan) -> float:
+        """Returns the tokens of a microbatch whose chunks a rank computes at once."""
+        chunk, tokens = ssm_chunk(self.model), plan.local_tokens(self.tokens)
+        count = math.ceil(tokens / plan.microbatch_size / chunk)
+        most = min(count, self._most_chunks(plan.microbatch_size, self.heads // plan.mesh.model))
+        return tokens * next(number for number in range(most, 0, -1) if count % number == 0) / count
+
+    def _most_chunks(self, samples: int, heads: int) -> int:
+        """Returns the most chunks of each of so many samples that a rank with so many heads computes at once."""
+        return chunks_at_once(self.model, samples, heads)
 
     def over_context(self, degree: int) -> "Mamba":
         return replace(self, context=degree)
@@ -163,15 +179,28 @@ class Mamba(Part):
         }
 
     def backward_peak_bytes(self, plan: Plan) -> float:
-        """Returns the bytes of the weights between tokens of chunks and their gradients, of states and theirs, and of
-        the inner width in float32."""
-        degree, chunk = plan.mesh.model, ssm_chunk(self.model)
-        heads, tokens = self.heads // degree, plan.local_tokens(self.tokens)
-        at_once = chunks_at_once(self.model, plan.microbatch_size, heads)
-        alive = min(tokens, plan.microbatch_size * at_once * chunk)
-        scores = 2 * plan.element_bytes * alive * chunk * heads
-        states = (8 + plan.element_bytes) * alive / chunk * self.inner / degree * self.model.ssm_state
-        return scores + states + 12 * tokens * self.inner / degree + stream_bytes(self.tokens, self.hidden, plan)
+        """Returns the bytes at the larger of two moments, of the gated norm's backward pass and of the scan's.
+
+        XLA: one group is laid out with the tokens innermost, in float32 around the norm.
+        """
+        c, degree, state = plan.element_bytes, plan.mesh.model, self.model.ssm_state
+        inner, shared, chunk = self.inner / degree, state * self._groups(degree), ssm_chunk(self.model)
+        pairs, states = chunk * self.heads / degree, inner * state / chunk
+        tokens, at_once, channels = plan.local_tokens(self.tokens), self._tokens_at_once(plan), inner + 2 * shared
+        in_blocks = at_once < tokens
+        # Of the norm: what the scan reads and writes, weights between tokens, and states.
+        norm = tokens * ((4 * 4 + 7 * c) * inner + c * channels)
+        norm += 0 if in_blocks else at_once * (c * pairs + (4 + c) * states)
+        # Of the scan: gradients of what the norm read, and its output; of the tokens at once products of B and C, too.
+        scan = tokens * c * (3 * inner + (2 * channels + inner if in_blocks else 0))
+        products = 3 * c * inner + (4 + 2 * c) * shared + 4 * chunk * shared / state
+        scan += at_once * (products + 2 * c * pairs + (8 + c) * states)
+        gathered = (2 if plan.splits_stream else 1) * stream_bytes(self.tokens, self.hidden, plan)
+        return tokens * c * channels + max(norm, scan) + self._assembled_bytes(plan) + gathered
+
+    def _assembled_bytes(self, plan: Plan) -> float:
+        """Returns the bytes of the assembled weight of the first product."""
+        return plan.element_bytes * self.hidden * self._width(plan.mesh.model)
 
     def state_bytes(self, tensor_degree: int, element_bytes: float) -> float:
         """Returns the bytes of the float32 state and of the convolution's last inputs."""

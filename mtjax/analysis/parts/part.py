@@ -92,6 +92,12 @@ class Product:
     """Experts whose matrices share the rows of tokens (a grouped matmul); 0 for a single matrix."""
     again: bool = False
     """Whether its backward pass recomputes it."""
+    in_scan: bool = False
+    """Whether it has no weight, but is one of a scan over tokens, which saves nothing for the backward pass."""
+    is_unread: bool = False
+    """Of a scan: whether its result is not needed in the backward pass."""
+    gradients: float = 2
+    """FLOPs of its gradients, in units of its own."""
     is_repeated: bool = False
     """Whether it is replicated: every tensor parallel rank computes it, for all its tokens."""
     is_output: bool = False
@@ -297,6 +303,11 @@ class Part:
         del plan
         return 0.0
 
+    def scans_in_blocks(self, plan: Plan) -> bool:
+        """Returns whether its scan is a loop over blocks of tokens, whose backward pass recomputes each block."""
+        del plan
+        return False
+
     def loop(self, plan: Plan) -> Loop | None:
         """Returns the loop over pieces of a sample whose steps take the latency of their kernels, where it has one."""
         del plan
@@ -304,6 +315,12 @@ class Part:
 
     def pending_bytes(self, plan: Plan) -> float:
         """Returns the bytes held for its weight gradients while the backward pass of the sublayer before it runs."""
+        del plan
+        return 0.0
+
+    def waiting_bytes(self, plan: Plan) -> float:
+        """Returns the bytes that wait for its backward pass while those of later components of its layer run, besides
+        what every loop over layers copies out of its stacks."""
         del plan
         return 0.0
 

@@ -29,6 +29,7 @@ from mtjax.analysis.parts.sublayer import (
     sublayer_saved_bytes,
 )
 from mtjax.config.adapters import RANK
+from mtjax.layout.layouts import is_matrix
 from mtjax.layout.plan import Plan
 
 EMBEDDED = "embeddings that shared blocks read"
@@ -80,6 +81,10 @@ class BlockAttention(Attention):
         """Returns those of attention, and the wider input, with its gradient."""
         return super().backward_peak_bytes(plan) + 2 * stream_bytes(self.tokens, self.hidden, plan)
 
+    def waiting_bytes(self, plan: Plan) -> float:
+        """Returns the bytes of the block's weights in the compute dtype, and of the wider input."""
+        return _cast_bytes(self.shared_weights, plan) + 2 * stream_bytes(self.tokens, self.hidden, plan)
+
     def symbols(self, plan: Plan) -> Mapping[str, int]:
         return {**super().symbols(plan), "block_rank": self.low}
 
@@ -118,6 +123,13 @@ class BlockMLP(MLP):
 
     def saved_bytes(self, plan: Plan) -> Mapping[str, float]:
         return {**super().saved_bytes(plan), **adapter_saved_bytes(self.low, 1, 0, self.tokens, plan)}
+
+    def waiting_bytes(self, plan: Plan) -> float:
+        """Returns the bytes of the block's weights in the compute dtype, of what its first product and the adapter
+        compute, and of the gate, the other half, and what passes the gate."""
+        inner = self.inner / plan.mesh.model
+        arrays = plan.element_bytes * plan.local_tokens(self.tokens) * ((2 * self.inputs + 3) * inner + self.low)
+        return _cast_bytes(self.shared_weights, plan) + arrays
 
     def symbols(self, plan: Plan) -> Mapping[str, int]:
         return {"block_rank": self.low}
@@ -182,6 +194,12 @@ class Block(Part):
         attention, _ = self.parts
         each = stream_bytes(attention.tokens, attention.hidden, plan) / (plan.mesh.model if plan.splits_stream else 1)
         return {EMBEDDED: 2 * each} if self.keeps_embeddings else {}
+
+
+def _cast_bytes(weights: list[Weight], plan: Plan) -> float:
+    """Returns the bytes of a block's matrices on a device in the compute dtype, to which each layer casts them."""
+    matrices = sum(weight.size for weight in weights if is_matrix(weight.names))
+    return plan.element_bytes * matrices / plan.mesh.model
 
 
 def _adapter(tokens: float, inner: float, low: float, rank: float, outer: float) -> list[Product]:

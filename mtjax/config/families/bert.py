@@ -1,19 +1,11 @@
 """BERT (arXiv 1810.04805, and section 5.3 of arXiv 1909.08053): an encoder that guesses masked tokens."""
 
 from mtjax.config.families.family import Family
+from mtjax.config.families.gpt import GPT
 
 BERT = Family(
     kind="encoder",
-    defaults={
-        "norm": "layernorm",
-        "norm_epsilon": 1e-5,
-        "position": "learned",
-        "activation": "gelu",
-        "bias": True,
-        "tie_embeddings": True,
-        "hidden_dropout": 0.1,
-        "attention_dropout": 0.1,
-    },
+    defaults=GPT.defaults,
     choices={"position": ("learned", "rope"), "norm_placement": ("pre", "post")},
     own=frozenset(
         {

@@ -1,6 +1,7 @@
 """Hybrid models: Mamba-2 (arXiv 2405.21060), gated delta nets, attention, MLPs and experts, by a pattern of layers."""
 
 from mtjax.config.families.family import DECODER, EXPERTS, HYBRID, LATENT, Family
+from mtjax.config.families.llama import LLAMA
 from mtjax.config.ssm import check_hybrid
 
 UNSUPPORTED = LATENT | {
@@ -10,16 +11,7 @@ UNSUPPORTED = LATENT | {
 
 HYBRID_FAMILY = Family(
     kind="decoder",
-    defaults={
-        "norm": "rmsnorm",
-        "norm_epsilon": 1e-5,
-        "position": "none",
-        "activation": "relu2",
-        "bias": False,
-        "tie_embeddings": False,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-    },
+    defaults={**LLAMA.defaults, "position": "none", "activation": "relu2"},
     choices={"position": ("none", "rope"), "norm_placement": ("pre",), "head": ("language",)},
     own=(DECODER | EXPERTS | HYBRID) - UNSUPPORTED,
     check=check_hybrid,

@@ -1,9 +1,11 @@
 """Llama (arXiv 2302.13971): GPT's decoder with rotary positions, RMS norm, a gated MLP and no biases."""
 
-from mtjax.config.families.family import DECODER, EXPERTS, Family, check_parallel_residual
+from dataclasses import replace
 
-LLAMA = Family(
-    kind="decoder",
+from mtjax.config.families.gpt import GPT
+
+LLAMA = replace(
+    GPT,
     defaults={
         "norm": "rmsnorm",
         "norm_epsilon": 1e-5,
@@ -14,12 +16,5 @@ LLAMA = Family(
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
     },
-    choices={
-        "position": ("learned", "rope", "alibi", "none"),
-        "norm_placement": ("pre", "post", "output", "sandwich"),
-        "head": ("language", "classification", "regression", "choices"),
-    },
-    own=DECODER | EXPERTS,
-    check=check_parallel_residual,
     network="gpt",
 )

@@ -3,6 +3,7 @@
 from typing import Any
 
 from mtjax.config import Config, replace
+from mtjax.config.layer_pattern import expanded
 from mtjax.convert.from_megatron.training_only import OF_TRAINING, translate_training_only
 from mtjax.convert.from_megatron.translated import Translation
 from mtjax.convert.megatron_arguments import described, unsupported
@@ -96,6 +97,19 @@ def translate_model(to: Translation) -> None:
     to.implied -= {*for_training, "layer_pattern"}
 
 
+def _stages_of_pattern(to: Translation) -> None:
+    """Adds the layers of each pipeline stage, where a hybrid pattern divides them by |."""
+    parts = str(to.get("hybrid_layer_pattern") or "").split("|")
+    counts, stages = [len(expanded(part)) for part in parts], to.get("pipeline_model_parallel_size") or 1
+    if len(counts) == stages and min(counts):
+        to.settings |= {"layers_per_stage": counts} if len(set(counts)) > 1 else {}
+    elif len(counts) > 1:
+        to.differences.append(
+            f"--layer-pattern: its {len(counts)} parts between | are ignored, as there are {stages} pipeline stages, "
+            "which have equal numbers of layers"
+        )
+
+
 def _letters(to: Translation) -> str:
     """Returns the letters of a hybrid model's layers, "" for another model; notes what they replace.
 
@@ -108,8 +122,7 @@ def _letters(to: Translation) -> str:
     given.family, letters = "hybrid", pattern_of(given.values)
     if (layers := given.values.get("num_layers")) not in (None, len(letters)):
         to.differences.append(f"--layer-pattern: its {len(letters)} layers, not the {layers} of --num-layers")
-    if "|" in str(to.get("hybrid_layer_pattern")):
-        to.differences.append("--layer-pattern: the stages of a pipeline have equal patterns, whatever | says")
+    _stages_of_pattern(to)
     given.values["num_layers"] = len(letters)
     to.unneeded |= {
         dest: why

@@ -15,7 +15,6 @@ from mtjax.errors import UserError
 ALU, FMA, MULTIPLY, HALF, DOUBLE = "ALU", "FMA", "integer multiply", "half", "double"
 SPECIAL, CONVERT, PACK, MEMORY, SHUFFLE = "special", "convert", "pack", "memory", "shuffle"
 ISSUE, SECTORS = "issue", "sectors"
-PIPES = (ALU, FMA, MULTIPLY, HALF, DOUBLE, SPECIAL, CONVERT, PACK, MEMORY, SHUFFLE)
 ISSUED = 128
 """Threads whose instruction an SM issues in a clock."""
 L1_SECTORS, L2_SECTORS = 4, 2

@@ -15,6 +15,7 @@ from jax.sharding import reshard
 from jaxtyping import Float, Int
 
 from mtjax.config import Config
+from mtjax.layout.stacks import stacks_of
 from mtjax.models.dropout import dropout
 from mtjax.models.embedding import EMBEDDING_SITE, embed_tokens, position_table, vocabulary_table
 from mtjax.models.heads import MaskedLMHead, MaskedPositions, PoolerHead, class_losses
@@ -48,9 +49,8 @@ class Encoder(nnx.Module):
         self.embedding = vocabulary_table(model, table_key)
         self.positions = position_table(model, model.sequence_length, position_key)
         self.token_types = normal(type_key, types, model.init_std) if model.num_token_types else None
-        self.stack = Stack(
-            model, dtype, kind="transformer", recompute=recompute, parallel=config.parallel, key=stack_key
-        )
+        (own,) = stacks_of(model)
+        self.stack = Stack(model, dtype, own=own, recompute=recompute, parallel=config.parallel, key=stack_key)
         # Pre-LN has a norm after the last layer, post-LN one on the embeddings.
         is_normed = model.norm_placement == "post" or model.embedding_norm
         self.embedding_norm = make_norm(model, dtype) if is_normed else _unchanged

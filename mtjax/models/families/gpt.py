@@ -16,14 +16,14 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from mtjax.config import Config, Model
-from mtjax.config.sizes import dense_layers, embedding_width, main_layers, output_shape, padded_vocab_size
+from mtjax.config.sizes import embedding_width, output_shape, padded_vocab_size
 from mtjax.layout.plan import ContextMethod, ExpertDispatch
-from mtjax.layout.stacks import DENSE, STACK
+from mtjax.layout.stacks import stacks_of
 from mtjax.models.dropout import dropout
 from mtjax.models.embedding import EMBEDDING_SITE, embed_tokens, in_table, position_table, vocabulary_table
+from mtjax.models.layer import Layer
 from mtjax.models.layer_context import PADDING_MASK, RESIDUAL, LayerContext, Padding
 from mtjax.models.linear import constant
-from mtjax.models.mixers.registry import layer_kind
 from mtjax.models.norms import make_norm
 from mtjax.models.recompute import Recompute
 from mtjax.models.stack import Stack
@@ -72,12 +72,18 @@ class Decoder(nnx.Module):
         self.expert_dispatch: ExpertDispatch = config.parallel.expert_dispatch
 
     def _draw_stacks(self, model: Model, stack: Callable[..., Stack], key: Array) -> None:
-        """Draws the layers. A stack has layers of one kind; models with dense layers and layers with experts have
-        two."""
-        dense = dense_layers(model)
-        self.dense = stack(model, kind="transformer", layers=dense, key=key) if dense else None
-        self.stack = stack(model, kind=layer_kind(model), layers=main_layers(model), key=key)
-        self.is_interleaved = model.moe_every > 1
+        """Draws the layers: a stack of each kind, whose attribute has the name of its parameters."""
+        stacks = stacks_of(model)
+        for own in stacks:
+            setattr(self, own.path, stack(model, own=own, key=key, layer_type=self.layer_type(own.kind)))
+        self.paths = tuple(own.path for own in stacks)
+        self.letters = "".join(own.letter for own in stacks)
+
+    @staticmethod
+    def layer_type(kind: str) -> type[Layer]:
+        """Returns the class of the layers of a kind."""
+        del kind
+        return Layer
 
     def __call__(
         self,
@@ -107,18 +113,19 @@ class Decoder(nnx.Module):
 
     @property
     def sections(self) -> dict[str, Section]:
-        """One section, of one stack, or of two where only some layers have experts."""
-        if self.dense is None:
-            return {STACK: Section(self.stack, self._embed, self._context)}
-        from mtjax.models.interleaved import InterleavedStacks
+        """One section, of one stack, or of several where layers differ."""
+        (name, *others), (stack, *_) = self.paths, self.decoder_stacks
+        if not others:
+            return {name: Section(stack, self._embed, self._context)}
+        from mtjax.models.pattern_stacks import PatternStacks
 
-        stacks = InterleavedStacks(self.dense, self.stack, self.is_interleaved)
-        return {STACK: Section(stacks, self._embed, self._context, (DENSE,))}
+        stacks = PatternStacks(dict(zip(self.letters, self.decoder_stacks, strict=True)))
+        return {name: Section(stacks, self._embed, self._context, tuple(others))}
 
     @property
     def decoder_stacks(self) -> tuple[Stack, ...]:
-        """The stacks of layers, in their order."""
-        return (self.stack,) if self.dense is None else (self.dense, self.stack)
+        """The stacks of layers, whose layers generate text."""
+        return tuple(getattr(self, path) for path in self.paths)
 
     def _embed(
         self, batch: Batch, keys: Keys, before: HiddenStates | None, positions: Array | None = None

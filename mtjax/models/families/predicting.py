@@ -9,8 +9,8 @@ from jax import Array
 from jaxtyping import Float
 
 from mtjax.config import Config
+from mtjax.layout.stacks import stacks_of
 from mtjax.models.families.gpt import GPT
-from mtjax.models.mixers.registry import layer_kind
 from mtjax.models.prediction import PREFIX, Predictor, ahead, keys_of, loss_name, run_predictor
 from mtjax.models.recompute import Recompute
 from mtjax.models.routers import router_reports
@@ -33,7 +33,7 @@ class PredictingGPT(GPT):
         self.num_predictors = model.mtp_num_layers
         for number in range(1, self.num_predictors + 1):
             # The attributes' names are the parameters' names: `mtp_1`, `mtp_2`, ...
-            kind, predictor_key = layer_kind(model), jax.random.fold_in(key, 2)
+            kind, predictor_key = stacks_of(model)[-1].kind, jax.random.fold_in(key, 2)
             predictor = Predictor(model, self.dtype, kind=kind, number=number, key=predictor_key)
             setattr(self, f"{PREFIX}{number}", predictor)
 

@@ -1,6 +1,7 @@
 """Families of models by name, and the interface that a train step requires of each."""
 
 from collections.abc import Callable, Mapping
+from pkgutil import resolve_name
 from typing import Protocol
 
 import jax
@@ -38,54 +39,27 @@ class LanguageModel(Trunk, Protocol):
         ...
 
 
-def _hybrid() -> type[LanguageModel]:
-    from mtjax.models.families.hybrid import Hybrid
-
-    return Hybrid
-
-
-def _encoder() -> type[LanguageModel]:
-    from mtjax.models.families.bert import BERT
-
-    return BERT
-
-
-def _encoder_decoder() -> type[LanguageModel]:
-    from mtjax.models.families.t5 import T5
-
-    return T5
-
-
-def _retrieval() -> type[LanguageModel]:
-    from mtjax.models.families.retro import Retro
-
-    return Retro
+def _late(name: str) -> type[LanguageModel]:
+    """Imports a class of this package by the name of its file and its own: what a run does not use is not."""
+    return resolve_name(f"{__package__}.{name}")
 
 
 MODEL_CLASSES: Mapping[str, Callable[[], type[LanguageModel]]] = {
     "gpt": lambda: GPT,
     "llama": lambda: GPT,
-    "hybrid": _hybrid,
-    "bert": _encoder,
-    "t5": _encoder_decoder,
-    "retro": _retrieval,
+    "hybrid": lambda: _late("hybrid:Hybrid"),
+    "bert": lambda: _late("bert:BERT"),
+    "t5": lambda: _late("t5:T5"),
+    "retro": lambda: _late("retro:Retro"),
 }
-"""Family -> returns its language model; what a run does not use is not imported."""
+"""Family -> returns its language model."""
 
 
 def model_class(config: Config) -> type[LanguageModel]:
     """Returns the class of a config's family with its head, and with the losses of a student where it has a teacher."""
     # Heads, teachers and further predictions are subclasses: the language model knows none of them.
     if config.model.head != "language":
-        from mtjax.models.families.finetuned import FinetunedDecoder, FinetunedEncoder
-
-        return FinetunedDecoder if is_decoder(config.model) else FinetunedEncoder
+        return _late("finetuned:FinetunedDecoder" if is_decoder(config.model) else "finetuned:FinetunedEncoder")
     if config.finetuning.teacher is not None:
-        from mtjax.models.families.distilled import DistilledGPT
-
-        return DistilledGPT
-    if config.model.mtp_num_layers:
-        from mtjax.models.families.predicting import PredictingGPT
-
-        return PredictingGPT
-    return MODEL_CLASSES[config.model.family]()
+        return _late("distilled:DistilledGPT")
+    return _late("predicting:PredictingGPT") if config.model.mtp_num_layers else MODEL_CLASSES[config.model.family]()

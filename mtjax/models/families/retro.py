@@ -19,7 +19,7 @@ from mtjax.models.embedding import EMBEDDING_SITE, embed_tokens
 from mtjax.models.families.gpt import GPT
 from mtjax.models.layer_context import RESIDUAL, LayerContext
 from mtjax.models.norms import make_norm
-from mtjax.models.retro_stacks import KINDS, LETTERS, RetroLayer, RetroStacks, neighbour_keys
+from mtjax.models.retro_stacks import LETTERS, RetroLayer, RetroStacks, neighbour_keys
 from mtjax.models.stack import Stack
 from mtjax.models.trunk import Batch, HiddenStates, Keys, Section
 from mtjax.sharding.axes import spec
@@ -49,9 +49,7 @@ class Retro(GPT):
         encoder_key, self.paths = jax.random.fold_in(key, 1), tuple(own.path for own in stacks_of(model))
         for own in stacks_of(model):
             of, drawn_from = (encoder, encoder_key) if own.path.startswith(ENCODER) else (model, key)
-            kind = KINDS[own.path]
-            layers = stack(of, kind=kind, layers=own.numbers, key=drawn_from, layer_type=RetroLayer)
-            setattr(self, own.path, layers)
+            setattr(self, own.path, stack(of, own=own, key=drawn_from, layer_type=RetroLayer))
         self.letters = letters_of_retro(model)
 
     @property

@@ -16,6 +16,7 @@ from jaxtyping import Float, Int
 
 from mtjax.config import Config, Model
 from mtjax.config.sizes import decoder_layers, decoder_length
+from mtjax.layout.stacks import LayerStack, stacks_of
 from mtjax.models.dropout import dropout
 from mtjax.models.embedding import EMBEDDING_SITE, embed_tokens, in_table, position_table, vocabulary_table
 from mtjax.models.kv_cache import CachePositions
@@ -37,14 +38,14 @@ FINAL_SITE = 2**31 - 3
 class T5Stack(nnx.Module):
     """The encoder or the decoder: layers, their relative positions if any, and a norm and dropout at the end."""
 
-    def __init__(self, config: Config, model: Model, kind: str, *, is_causal: bool, key: Array) -> None:
-        """Draws the parameters of a stack of layers of `kind`, with the sizes of `model`."""
+    def __init__(self, config: Config, model: Model, own: LayerStack, *, is_causal: bool, key: Array) -> None:
+        """Draws the parameters of a stack of layers, with the sizes of `model`."""
         dtype, recompute = jnp.dtype(config.training.compute_dtype), Recompute.of(config.training)
         bias_key, stack_key = jax.random.split(key)
         is_relative = model.position == "relative"
         has_table = is_relative and model.relative_bias_layers == "first"  # else every layer has one
         self.relative = RelativeBias(model, key=bias_key) if has_table else None
-        self.stack = Stack(model, dtype, kind=kind, recompute=recompute, parallel=config.parallel, key=stack_key)
+        self.stack = Stack(model, dtype, own=own, recompute=recompute, parallel=config.parallel, key=stack_key)
         self.final_norm = make_norm(model, dtype)
         self.rate = model.hidden_dropout
         self.is_causal = is_causal
@@ -78,8 +79,9 @@ class T5(WithVocabulary):
         # A scaled output needs a table of unit variance, as in T5's code; else logits start tiny, and stay so for long.
         self.embedding = vocabulary_table(model, table_key, std=1.0 if is_scaled else None)
         self.positions = position_table(model, max(model.sequence_length, decoder_length(model)), position_key)
-        self.encoder = T5Stack(config, model, "transformer", is_causal=False, key=encoder_key)
-        self.decoder = T5Stack(config, decoder, "transformer with cross-attention", is_causal=True, key=decoder_key)
+        encoding, decoding = stacks_of(model)
+        self.encoder = T5Stack(config, model, encoding, is_causal=False, key=encoder_key)
+        self.decoder = T5Stack(config, decoder, decoding, is_causal=True, key=decoder_key)
         self.output = None if model.tie_embeddings else vocabulary_table(model, output_key)
         self.output_scale = model.hidden_size**-0.5 if is_scaled else 1.0
         self.rate = model.hidden_dropout

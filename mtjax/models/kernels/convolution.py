@@ -1,8 +1,10 @@
 """The short causal convolution of layers with a recurrent state: each channel reads its own newest tokens."""
 
+from typing import Any, cast
+
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jaxtyping import Float, Int
 
 from mtjax.sharding.axes import varying_like
@@ -24,19 +26,68 @@ def causal_convolution(
       before: inputs of the taps - 1 tokens before; zeros when None.
       segments: document of each token, which may begin with those of the tokens before: no tap crosses documents.
     """
-    taps, length = weights.shape[0], mixed.shape[1]
     weights = varying_like(weights.astype(jnp.float32), mixed)
-    total: Array | float = 0.0 if bias is None else varying_like(bias.astype(jnp.float32), mixed)
+    if bias is not None:
+        bias = varying_like(bias.astype(jnp.float32), mixed)
     with jax.named_scope("conv"):
-        if before is None:
-            seen = jnp.pad(mixed, [(0, 0), (taps - 1, 0), (0, 0), (0, 0)])
-        else:
-            seen = jnp.concatenate([before.astype(mixed.dtype), mixed], 1)
-        for tap in range(taps):
-            back = taps - 1 - tap
-            term = seen[:, tap : tap + length].astype(jnp.float32) * weights[tap]
-            if segments is not None and back:
-                same = jnp.pad(segments[:, back:] == segments[:, :-back], ((0, 0), (back, 0)))[:, -length:]
-                term = jnp.where(same[..., None, None], term, 0)
-            total = total + term
-        return jax.nn.silu(total).astype(mixed.dtype)
+        return cast(Array, _convolved(mixed, weights, bias, before, segments))
+
+
+@jax.custom_vjp
+def _convolved(mixed: Array, weights: Array, bias: Array | None, before: Array | None, segments: Array | None) -> Array:
+    return jax.nn.silu(_total(mixed, weights, bias, before, segments)).astype(mixed.dtype)
+
+
+def _total(mixed: Array, weights: Array, bias: Array | None, before: Array | None, segments: Array | None) -> Array:
+    total: Any = 0.0 if bias is None else bias
+    for tap in range(len(weights)):
+        total = total + _seen(tap, mixed, len(weights), before, segments) * weights[tap]
+    return total
+
+
+def _seen(tap: int, mixed: Array, taps: int, before: Array | None, segments: Array | None) -> Array:
+    """Returns what a tap reads of each token's channels, in float32; zeros of other documents."""
+    if before is None:
+        seen = jnp.pad(mixed, [(0, 0), (taps - 1, 0), (0, 0), (0, 0)])
+    else:
+        seen = jnp.concatenate([before.astype(mixed.dtype), mixed], 1)
+    seen = seen[:, tap : tap + mixed.shape[1]].astype(jnp.float32)
+    return _of_document(seen, taps - 1 - tap, segments)
+
+
+def _of_document(x: Array, back: int, segments: Array | None) -> Array:
+    """Selects the tokens whose document is that of the token `back` before them."""
+    if segments is None or not back:
+        return x
+    same = jnp.pad(segments[:, back:] == segments[:, :-back], ((0, 0), (back, 0)))[:, -x.shape[1] :]
+    return jnp.where(same[..., None, None], x, 0)
+
+
+def _forward(*inputs: Any) -> tuple[Array, tuple[Any, ...]]:
+    return _convolved(*inputs), inputs
+
+
+def _backward(inputs: tuple[Any, ...], gradient: Array) -> tuple[Array | None, ...]:
+    """Computes the gradients, tap by tap.
+
+    XLA: would compute what each tap reads, in float32, with the recompute of a layer, and keep all of it through the
+    backward pass of the scan behind the convolution.
+    """
+    mixed, weights, bias, before, segments = inputs
+    (mixed, gradient), taps, length = lax.optimization_barrier((mixed, gradient)), len(weights), mixed.shape[1]
+    _, back = jax.vjp(jax.nn.silu, _total(mixed, weights, bias, before, segments))
+    (own,) = back(gradient.astype(jnp.float32))
+    of_seen: Any = 0.0
+    of_weights = []
+    for tap in range(taps):
+        of_tap = (own * _seen(tap, mixed, taps, before, segments)).sum((0, 1))
+        own, of_tap = lax.optimization_barrier((own, of_tap))
+        of_weights.append(of_tap)
+        term = _of_document(own * weights[tap], taps - 1 - tap, segments)
+        of_seen = of_seen + jnp.pad(term, [(0, 0), (tap, taps - 1 - tap), (0, 0), (0, 0)])
+    of_bias = None if bias is None else own.sum((0, 1))
+    of_before = None if before is None else of_seen[:, : taps - 1].astype(before.dtype)
+    return of_seen[:, -length:].astype(mixed.dtype), jnp.stack(of_weights), of_bias, of_before, None
+
+
+_convolved.defvjp(_forward, _backward)

@@ -19,7 +19,7 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Int
 
-from mtjax.models.kernels.ssd import HIGHEST
+from mtjax.models.kernels.ssd import HIGHEST, whole_chunks
 from mtjax.models.unhoisted import where
 from mtjax.sharding.axes import spec, varying_like
 
@@ -55,7 +55,8 @@ def delta_scan(
     """
     length = inputs.value.shape[1]
     size = min(size, length)
-    inputs = _whole_chunks(inputs, size)
+    # With decay and beta 0, padding leaves the state as it is.
+    inputs = whole_chunks(inputs, size)
     count = inputs.value.shape[1] // size
     at_once = next(n for n in range(min(at_once, count), 0, -1) if count % n == 0)
     if state is None:
@@ -207,15 +208,3 @@ def _wide_einsum(subscripts: str, *arrays: Array) -> Array:
 def _cut(x: Array, size: int) -> Array:
     """Cuts tokens into pieces: [b, s, ...] -> [pieces, b, size, ...]."""
     return jnp.moveaxis(x.reshape(x.shape[0], -1, size, *x.shape[2:]), 1, 0)
-
-
-def _whole_chunks(inputs: DeltaInputs, size: int) -> DeltaInputs:
-    """Pads tokens to whole chunks: with decay and beta 0 they leave the state as it is."""
-    if not (rest := -inputs.value.shape[1] % size):
-        return inputs
-    padded = jax.tree.map(lambda v: jnp.pad(v, [(0, 0), (0, rest)] + [(0, 0)] * (v.ndim - 2)), inputs)
-    if inputs.segments is None:
-        return padded
-    # Padding belongs to the last document.
-    last = inputs.segments[:, -1:]
-    return padded._replace(segments=jnp.pad(inputs.segments - last, [(0, 0), (0, rest)]) + last)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
-from mtjax.models.activations import ACTIVATIONS
+from mtjax.models.activations import activation_of
 from mtjax.sharding.axes import varying_like
 
 LONGEST, SHORTEST = 1024, 8
@@ -36,7 +36,7 @@ class Blocks(NamedTuple):
         # Pairs of other ranks' experts get an index past the last expert: they are sorted last, and not counted.
         is_here = (experts >= 0) & (experts < up.shape[0])
         owners = jnp.where(is_here, experts, up.shape[0]).reshape(-1)
-        run = Run(ACTIVATIONS[self.activation], self.rows(owners.size), experts.shape[1])
+        run = Run(activation_of(self.activation), self.rows(owners.size), experts.shape[1])
         return _blocked(run, x, gates.reshape(-1), owners, up, down, *biases)
 
     def rows(self, pairs: int) -> int:
@@ -206,10 +206,18 @@ def _blocked_backward(run: Run, saved: tuple[Array, ...], gradient: Array) -> tu
         )
 
     learned = (x, gates, up, down, *biases)
-    zeros = tuple(varying_like(jnp.zeros(a.shape, jnp.float32), x, up, gradient) for a in learned)
+    zeros = tuple(varying_like(_zeros_like(a), x, up, gradient) for a in learned)
     sums = lax.fori_loop(0, blocks.num_blocks, one, zeros)
     d_x, d_gates, *d_weights = (a.astype(b.dtype) for a, b in zip(sums, learned, strict=True))
     return d_x, d_gates, None, *d_weights
+
+
+def _zeros_like(a: Array) -> Array:
+    """Returns float32 zeros that depend on `a`.
+
+    XLA: layers in one iteration of a loop would share others, and copy them for each layer but the last.
+    """
+    return (a > jnp.inf).astype(jnp.float32)
 
 
 _blocked.defvjp(_blocked_forward, _blocked_backward)

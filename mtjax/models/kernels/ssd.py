@@ -7,7 +7,7 @@ p width of a head, n width of the state. Decays are logarithms; decays and state
 the type of x.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from mtjax.models.unhoisted import where
 from mtjax.sharding.axes import spec, varying_like
 
 HIGHEST = lax.Precision.HIGHEST
+Inputs = TypeVar("Inputs", bound=Any)
 
 
 class ScanInputs(NamedTuple):
@@ -55,7 +56,7 @@ def scan(
     """
     length = inputs.x.shape[1]
     size = min(size, length)
-    inputs = _whole_chunks(inputs, size)
+    inputs = whole_chunks(inputs, size)
     count = inputs.x.shape[1] // size
     at_once = next(n for n in range(min(at_once, count), 0, -1) if count % n == 0)
 
@@ -106,7 +107,7 @@ def left_behind(inputs: ScanInputs, a: Float[Array, "u h"], size: int) -> tuple[
       The last state if none comes in, [b, u, h, p, n], and the decay of one that does, [b, u, h].
     """
     size = min(size, inputs.x.shape[1])
-    chunks = _Chunks.of(_whole_chunks(inputs, size), a, size, None)
+    chunks = _Chunks.of(whole_chunks(inputs, size), a, size, None)
     total = chunks.total
     behind = jnp.flip(jnp.cumsum(jnp.flip(total, 1), 1), 1) - total
     weights = jnp.exp(behind)
@@ -228,9 +229,9 @@ def _cut(x: Array, size: int) -> Array:
     return x.reshape(x.shape[0], -1, size, *x.shape[2:])
 
 
-def _whole_chunks(inputs: ScanInputs, size: int) -> ScanInputs:
-    """Pads tokens to whole chunks: dt is 0 there, so that they leave the state as it is."""
-    if not (rest := -inputs.x.shape[1] % size):
+def whole_chunks(inputs: Inputs, size: int) -> Inputs:
+    """Pads tokens, [b, s, ...] each, to whole chunks with zeros: where dt is 0, they leave the state as it is."""
+    if not (rest := -inputs[0].shape[1] % size):
         return inputs
     padded = jax.tree.map(lambda v: jnp.pad(v, [(0, 0), (0, rest)] + [(0, 0)] * (v.ndim - 2)), inputs)
     if inputs.segments is None:

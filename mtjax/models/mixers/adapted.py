@@ -1,6 +1,9 @@
-"""Attention and MLP with low-rank adapters on their products (LoRA, `mtjax.models.lora`)."""
+"""Attention and MLP with low-rank adapters on their products (LoRA, `mtjax.models.lora`), and their base class."""
+
+from typing import Any, ClassVar, Literal
 
 import jax
+from flax import nnx
 from jax import Array
 
 from mtjax.config import Model
@@ -15,53 +18,73 @@ QKV_SITE, OUTPUT_SITE, UP_SITE, DOWN_SITE = 5, 6, 7, 8
 """Dropout sites of the adapters' inputs."""
 
 
-class AdaptedSelfAttention(SelfAttention):
-    """Self-attention with adapters."""
+class Adapted(nnx.Module):
+    """A mixer with adapters: the first base of such a class, before the mixer."""
+
+    target: ClassVar[Literal["attention", "mlp", "mamba"]]
+    """In `lora_targets`."""
+    output_site: ClassVar[int]
+    """Dropout site of the input of the output product's adapter."""
+    output: Any
 
     def __init__(self, model: Model, *, output_std: float, key: Array) -> None:
-        """Draws the parameters."""
-        super().__init__(model, output_std=output_std, key=key)
-        low = adapters_of(model, "attention")
-        assert low is not None
+        """Draws the parameters of the mixer, then those of the adapters, from the same key."""
+        super().__init__(model, output_std=output_std, key=key)  # pyright: ignore[reportCallIssue]
+        low = adapters_of(model, self.target)
+        assert low is not None, "mixers.registry has asked"
         self.low = low
+        self.add_adapters(model, key)
+
+    def add_adapters(self, model: Model, key: Array) -> None:
+        """Adds the adapters to the products."""
+        raise NotImplementedError
+
+    def project_out(self, mixed: Array, context: LayerContext) -> Array:
+        """Projects [batch, seq, heads, head_dim] to the residual stream, [batch, act_seq, embed]."""
+        dropped = lora_input_dropout(mixed, self.low, context, self.output_site, "heads", "head_dim")
+        return self.output(mixed) + adapter_of(self.output)(dropped)
+
+
+class AdaptedSelfAttention(Adapted, SelfAttention):
+    """Self-attention with adapters."""
+
+    target = "attention"
+    output_site = OUTPUT_SITE
+
+    def add_adapters(self, model: Model, key: Array) -> None:
+        """See `Adapted.add_adapters`."""
+        del model
         qkv_key, output_key = jax.random.split(key)
         if isinstance(self.qkv, FusedQKV):
-            add_adapter(self.qkv, 1, low, qkv_key)
+            add_adapter(self.qkv, 1, self.low, qkv_key)
         else:
             query_key, kv_key = jax.random.split(qkv_key)
-            add_adapter(self.qkv.query, 1, low, query_key)
-            add_adapter(self.qkv.key_value, 1, low, kv_key)
-        add_adapter(self.output, 2, low, output_key)
+            add_adapter(self.qkv.query, 1, self.low, query_key)
+            add_adapter(self.qkv.key_value, 1, self.low, kv_key)
+        add_adapter(self.output, 2, self.low, output_key)
 
     def project_in(self, x: Array, context: LayerContext) -> tuple[Array, Array, Array]:
         """See `SelfAttention.project_in`."""
         for_product, for_adapter = gather_sequence_shared(x, self.low, context, QKV_SITE)
         if isinstance(self.qkv, FusedQKV):
-            return self.qkv.split(self.qkv.product(for_product) + adapter_of(self.qkv)(for_adapter))
+            return self.qkv(for_product, lambda: adapter_of(self.qkv)(for_adapter))
         query, key, value = self.qkv(for_product)
         # The adapter's B has a column per KV head, like its matrix: ranks select theirs in the same way.
         lora = adapter_of(self.qkv.key_value)
         added = lora(for_adapter, heads_in_use(lora.b[...]), ("heads", "head_dim"))
         return query + adapter_of(self.qkv.query)(for_adapter), key + added[:, :, 0], value + added[:, :, 1]
 
-    def project_out(self, mixed: Array, context: LayerContext) -> Array:
-        """See `SelfAttention.project_out`."""
-        dropped = lora_input_dropout(mixed, self.low, context, OUTPUT_SITE, "heads", "head_dim")
-        return self.output(mixed) + adapter_of(self.output)(dropped)
 
-
-class AdaptedMLP(MLP):
+class AdaptedMLP(Adapted, MLP):
     """An MLP with adapters."""
 
-    def __init__(self, model: Model, *, output_std: float, key: Array) -> None:
-        """Draws the parameters."""
-        super().__init__(model, output_std=output_std, key=key)
-        low = adapters_of(model, "mlp")
-        assert low is not None
-        self.low = low
-        up_key, down_key = jax.random.split(key)
-        add_adapter(self.up, 1, low, up_key)
-        add_adapter(self.down, 1, low, down_key)
+    target = "mlp"
+
+    def add_adapters(self, model: Model, key: Array) -> None:
+        """See `Adapted.add_adapters`."""
+        del model
+        for product, each in zip((self.up, self.down), jax.random.split(key), strict=True):
+            add_adapter(product, 1, self.low, each)
 
     def project_up(self, x: Array, context: LayerContext) -> Array:
         """See `MLP.project_up`."""

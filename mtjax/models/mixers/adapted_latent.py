@@ -4,34 +4,33 @@ import jax
 from jax import Array
 
 from mtjax.config import Model
-from mtjax.config.adapters import adapters_of
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.linear import Linear
 from mtjax.models.lora import adapter_of, add_adapter, gather_sequence_shared, lora_input_dropout
+from mtjax.models.mixers.adapted import Adapted
 from mtjax.models.mixers.latent_attention import LatentAttention, Up
 
 DOWN_SITE, QUERY_SITE, LATENT_SITE, OUTPUT_SITE = 9, 10, 11, 12
 """Dropout sites of the adapters' inputs."""
 
 
-class AdaptedLatentAttention(LatentAttention):
+class AdaptedLatentAttention(Adapted, LatentAttention):
     """Latent attention with adapters on its products, those to the latents among them; for training."""
 
-    def __init__(self, model: Model, *, output_std: float, key: Array) -> None:
-        """Draws the parameters."""
-        super().__init__(model, output_std=output_std, key=key)
-        low = adapters_of(model, "attention")
-        assert low is not None
-        self.low = low
+    target = "attention"
+    output_site = OUTPUT_SITE
+
+    def add_adapters(self, model: Model, key: Array) -> None:
+        """See `Adapted.add_adapters`."""
         keys = jax.random.split(key, 5)
         if model.q_lora_rank:
-            add_adapter(self.query_down, 1, low, keys[0])
-            add_adapter(self.query_up, 1, low, keys[1])
+            add_adapter(self.query_down, 1, self.low, keys[0])
+            add_adapter(self.query_up, 1, self.low, keys[1])
         else:
-            add_adapter(self.query, 1, low, keys[1])
-        add_adapter(self.key_value_down, 1, low, keys[2])
-        add_adapter(self.key_value_up, 1, low, keys[3])
-        add_adapter(self.output, 2, low, keys[4])
+            add_adapter(self.query, 1, self.low, keys[1])
+        add_adapter(self.key_value_down, 1, self.low, keys[2])
+        add_adapter(self.key_value_up, 1, self.low, keys[3])
+        add_adapter(self.output, 2, self.low, keys[4])
 
     def project_in(self, x: Array, context: LayerContext) -> tuple[Array, Array]:
         """See `LatentAttention.project_in`."""
@@ -51,11 +50,6 @@ class AdaptedLatentAttention(LatentAttention):
         """See `LatentAttention.project_latent`."""
         assert isinstance(self.key_value_up, Up)
         return self._up(self.key_value_up, latent, context, LATENT_SITE)
-
-    def project_out(self, mixed: Array, context: LayerContext) -> Array:
-        """See `LatentAttention.project_out`."""
-        dropped = lora_input_dropout(mixed, self.low, context, OUTPUT_SITE, "heads", "head_dim")
-        return self.output(mixed) + adapter_of(self.output)(dropped)
 
     def _up(self, product: Up, x: Array, context: LayerContext, site: int) -> Array:
         """Computes the heads of all tokens from a latent or from hidden states."""

@@ -8,58 +8,53 @@ from jax import Array
 from jaxtyping import Float
 
 from mtjax.config import Model
-from mtjax.config.adapters import RANK, LoraConfig, adapters_of
+from mtjax.config.adapters import RANK, LoraConfig
 from mtjax.config.ssm import ssm_groups
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.linear import constant
-from mtjax.models.lora import adapter_of, add_adapter, first_factor, gather_sequence_shared, lora_input_dropout
-from mtjax.models.mixers.mamba import InputProjection, Mamba, assembled_by_groups
+from mtjax.models.lora import adapter_of, add_adapter, first_factor, gather_sequence_shared
+from mtjax.models.mixers.adapted import Adapted
+from mtjax.models.mixers.mamba import Mamba
+from mtjax.models.mixers.recurrent import GroupedProjection, assembled_by_groups
 from mtjax.models.project import project
 
 INPUT_SITE, OUTPUT_SITE = 10, 11
 """Dropout sites of the adapters' inputs."""
 
 
-class AdaptedMamba(Mamba):
+class AdaptedMamba(Adapted, Mamba):
     """Mamba-2 with adapters."""
 
-    def __init__(self, model: Model, *, output_std: float, key: Array) -> None:
-        """Draws the parameters."""
-        super().__init__(model, output_std=output_std, key=key)
-        low = adapters_of(model, "mamba")
-        assert low is not None
-        self.low = low
+    target = "mamba"
+    output_site = OUTPUT_SITE
+
+    def add_adapters(self, model: Model, key: Array) -> None:
+        """See `Adapted.add_adapters`."""
         input_key, output_key = jax.random.split(key)
         inputs: Any = self.inputs
-        inputs.lora = InputAdapter(self.inputs, model, low, key=input_key)
-        add_adapter(self.output, 2, low, output_key)
+        inputs.lora = InputAdapter(self.inputs, model, self.low, key=input_key)
+        add_adapter(self.output, 2, self.low, output_key)
 
     def project_in(self, x: Array, context: LayerContext) -> Array:
         """See `Mamba.project_in`."""
         for_product, for_adapter = gather_sequence_shared(x, self.low, context, INPUT_SITE)
         return self.inputs(for_product) + adapter_of(self.inputs)(for_adapter)
 
-    def project_out(self, y: Array, context: LayerContext) -> Array:
-        """See `Mamba.project_out`."""
-        dropped = lora_input_dropout(y, self.low, context, OUTPUT_SITE, "heads", "head_dim")
-        return self.output(y) + adapter_of(self.output)(dropped)
-
 
 class InputAdapter(nnx.Module):
     """`scale (x A) B` of the first product: one A, as `in_proj` is one matrix elsewhere, and B in the parts of its
     weight."""
 
-    def __init__(self, inputs: InputProjection, model: Model, low: LoraConfig, *, key: Array) -> None:
+    def __init__(self, inputs: GroupedProjection, model: Model, low: LoraConfig, *, key: Array) -> None:
         """Draws A as `mtjax.models.lora.Adapter` does; B is 0."""
         self.a = first_factor({"embed": model.hidden_size, RANK: low.rank}, model.hidden_size, key)
-        parts = (inputs.gate_value, inputs.b_c, inputs.rate)
-        self.gate_value, self.b_c, self.rate = (_second_factor(part, low.rank) for part in parts)
+        self.gate_value, self.b_c, self.rate = (_second_factor(part, low.rank) for part in inputs.parts())
         self.scale, self.groups = low.scale, ssm_groups(model)
 
     def __call__(self, x: Float[Array, "b s embed"]) -> Float[Array, "b s u width"]:
         """Computes what is added to the product, in its order."""
         low = self.scale * project(x, self.a[...], None, (RANK,), "seq")
-        b = assembled_by_groups(self.gate_value[...], self.b_c[...], self.rate[...], self.groups)
+        b = assembled_by_groups((self.gate_value, self.b_c, self.rate), self.groups)
         return project(low, b, None, ("heads", None), save_for_backward=False)
 
 

@@ -196,20 +196,19 @@ class FusedQKV(nnx.Module):
         self.bias = constant(0.0, outputs) if attention_biases(model)[0] else None
         self.is_read_linearly = is_linear(model)
 
-    def __call__(self, x: Float[Array, "batch seq embed"]) -> tuple[Array, Array, Array]:
-        """Computes query, key and value, each [batch, seq, heads, head_dim]."""
-        return self.split(self.product(x))
+    def __call__(
+        self, x: Float[Array, "batch seq embed"], adapter: Callable[[], Array] | None = None
+    ) -> tuple[Array, Array, Array]:
+        """Computes query, key and value, each [batch, seq, heads, head_dim].
 
-    def product(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq 3 heads head_dim"]:
-        """Computes query, key and value in one array."""
+        Args:
+          x: the input.
+          adapter: computes what is added to the product, [batch, seq, 3, heads, head_dim], if anything is.
+        """
         bias = None if self.bias is None else self.bias[...]
-        save = not (is_unrolled() and self.is_read_linearly)
-        names = ("qkv", "heads", "head_dim")
-        return project(x, self.weight[...], bias, names, save_for_backward=save, by_sample=True, rule=self.rule)
-
-    @staticmethod
-    def split(product: Float[Array, "batch seq 3 heads head_dim"]) -> tuple[Array, Array, Array]:
-        """Takes query, key and value out of their array."""
+        save, names = not (is_unrolled() and self.is_read_linearly), ("qkv", "heads", "head_dim")
+        product = project(x, self.weight[...], bias, names, save_for_backward=save, by_sample=True, rule=self.rule)
+        product = product if adapter is None else product + adapter()
         query, key, value = (a.squeeze(2) for a in jnp.split(product, 3, axis=2))
         return query, key, value
 

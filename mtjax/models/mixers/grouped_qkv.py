@@ -1,7 +1,5 @@
 """Grouped-query attention: query, key and value where there are fewer KV heads than query heads."""
 
-from typing import TYPE_CHECKING
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -17,9 +15,6 @@ from mtjax.models.project import ProductRule, project
 from mtjax.sharding.axes import spec
 from mtjax.sharding.kv_heads import heads_in_use
 from mtjax.sharding.unstack import computes_apart, is_unrolled
-
-if TYPE_CHECKING:
-    from mtjax.models.mixers.assembled import AssembledQKV
 
 
 class GroupedQKV(nnx.Module):
@@ -62,8 +57,6 @@ class GroupedQKV(nnx.Module):
 
     def assembled(self) -> "AssembledQKV":
         """Assembles the parameters once, for many products with few tokens (generation)."""
-        from mtjax.models.mixers.assembled import AssembledQKV
-
         return AssembledQKV(*self._assembled())
 
     def _assembled(self) -> tuple[Array, Array | None]:
@@ -71,6 +64,22 @@ class GroupedQKV(nnx.Module):
         weight = jax.tree.map(_by_groups, self.query.weight[...], self.key_value.weight[...])
         biases = (self.query.bias, self.key_value.bias)
         return weight, None if biases[0] is None or biases[1] is None else _by_groups(biases[0][...], biases[1][...])
+
+
+class AssembledQKV(nnx.Module):
+    """`GroupedQKV` with assembled parameters, [embed, groups, heads / groups + 2, head_dim]; not for training."""
+
+    is_read_linearly = False
+    rule: ProductRule | None = None
+
+    def __init__(self, weight: Array, bias: Array | None) -> None:
+        names = ("heads", None, "head_dim")
+        self.weight = nnx.Param(weight, axes=("embed", *names))
+        self.bias = None if bias is None else nnx.Param(bias, axes=names)
+
+    def __call__(self, x: Float[Array, "batch seq embed"]) -> tuple[Array, Array, Array]:
+        """See `GroupedQKV.__call__`."""
+        return grouped_product(x, self.weight[...], None if self.bias is None else self.bias[...])
 
 
 def grouped_product(

@@ -11,7 +11,7 @@ from jaxtyping import Float
 
 from mtjax.config import Model
 from mtjax.config.sizes import GATED, mlp_bias, mlp_size
-from mtjax.models.activations import ACTIVATIONS
+from mtjax.models.activations import activation_of
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.linear import Linear, scaled
 from mtjax.models.mixers.mixer import State
@@ -34,7 +34,7 @@ class MLP(nnx.Module):
         bias = mlp_bias(model)
         self.up = Linear(embed, {**gate, **inner}, std=model.init_std, bias=bias, key=up_key)
         self.down = Linear(inner, embed, std=output_std, bias=bias, sequence="act_seq", key=down_key)
-        self.activation, self.gate_scale = ACTIVATIONS[model.activation], model.mlp_gate_scale
+        self.activation, self.gate_scale = activation_of(model.activation), model.mlp_gate_scale
 
     def __call__(
         self,

@@ -1,6 +1,7 @@
 """Mixers by name, and kinds of layers as sequences of mixers."""
 
 from collections.abc import Callable, Mapping
+from pkgutil import resolve_name
 
 from mtjax.config import Model
 from mtjax.config.adapters import adapters_of
@@ -28,91 +29,27 @@ KINDS: Mapping[str, tuple[str, ...]] = {
 """Kind of layer -> its mixers, in the order in which they run."""
 
 
-def layer_kind(model: Model) -> str:
-    """Returns the kind of a decoder's layers, or of those with experts."""
-    return "transformer with experts" if model.num_experts else "transformer"
-
-
-# What a model does not have is not imported.
-
-
 def _attention(model: Model) -> type[Mixer]:
+    is_adapted = bool(adapters_of(model, "attention"))
     if model.kv_lora_rank:
-        if adapters_of(model, "attention"):
-            from mtjax.models.mixers.adapted_latent import AdaptedLatentAttention
-
-            return AdaptedLatentAttention
-        from mtjax.models.mixers.latent_attention import LatentAttention
-
-        return LatentAttention
-    if adapters_of(model, "attention"):
-        from mtjax.models.mixers.adapted import AdaptedSelfAttention
-
-        return AdaptedSelfAttention
-    if model.attention_output_gate:
-        from mtjax.models.mixers.gated_attention import GatedSelfAttention
-
-        return GatedSelfAttention
-    return SelfAttention
+        return _late("adapted_latent:AdaptedLatentAttention" if is_adapted else "latent_attention:LatentAttention")
+    if is_adapted:
+        return _late("adapted:AdaptedSelfAttention")
+    return _late("gated_attention:GatedSelfAttention") if model.attention_output_gate else SelfAttention
 
 
-def _mlp(model: Model) -> type[Mixer]:
-    if adapters_of(model, "mlp"):
-        from mtjax.models.mixers.adapted import AdaptedMLP
-
-        return AdaptedMLP
-    return MLP
-
-
-def _cross_attention(model: Model) -> type[Mixer]:
-    if model.family == "retro":
-        from mtjax.models.mixers.chunked import NeighbourCrossAttention
-
-        return NeighbourCrossAttention
-    from mtjax.models.mixers.cross import CrossAttention
-
-    return CrossAttention
-
-
-def _chunked(_: Model) -> type[Mixer]:
-    from mtjax.models.mixers.chunked import ChunkedCrossAttention
-
-    return ChunkedCrossAttention
-
-
-def _experts(model: Model) -> type[Mixer]:
-    if model.lora_rank:
-        from mtjax.models.mixers.adapted_experts import AdaptedExperts
-
-        return AdaptedExperts
-    from mtjax.models.mixers.experts import Experts
-
-    return Experts
-
-
-def _mamba(model: Model) -> type[Mixer]:
-    if adapters_of(model, "mamba"):
-        from mtjax.models.mixers.adapted_mamba import AdaptedMamba
-
-        return AdaptedMamba
-    from mtjax.models.mixers.mamba import Mamba
-
-    return Mamba
-
-
-def _delta(_: Model) -> type[Mixer]:
-    from mtjax.models.mixers.delta_net import GatedDeltaNet
-
-    return GatedDeltaNet
+def _late(name: str) -> type[Mixer]:
+    """Imports a class of this package by the name of its file and its own: what a model does not have is not."""
+    return resolve_name(f"{__package__}.{name}")
 
 
 MIXERS: Mapping[str, Callable[[Model], type[Mixer]]] = {
     "attention": _attention,
-    "cross": _cross_attention,
-    "chunked": _chunked,
-    "mlp": _mlp,
-    "experts": _experts,
-    "mamba": _mamba,
-    "delta": _delta,
+    "cross": lambda m: _late("chunked:NeighbourCrossAttention" if m.family == "retro" else "cross:CrossAttention"),
+    "chunked": lambda _: _late("chunked:ChunkedCrossAttention"),
+    "mlp": lambda model: _late("adapted:AdaptedMLP") if adapters_of(model, "mlp") else MLP,
+    "experts": lambda model: _late("adapted_experts:AdaptedExperts" if model.lora_rank else "experts:Experts"),
+    "mamba": lambda model: _late("adapted_mamba:AdaptedMamba" if adapters_of(model, "mamba") else "mamba:Mamba"),
+    "delta": lambda _: _late("delta_net:GatedDeltaNet"),
 }
 """Name of a mixer in a kind of layer -> returns its class for a model."""

@@ -75,7 +75,7 @@ class CorruptionChecks:
 
     def _step_results(self, state: State, batch: Batch) -> dict[str, Any]:
         """Computes all results of a step; only fingerprints leave the program, so few of them are stored."""
-        loss, parts, gradients = self._program.loss_and_grads(state, batch)
+        loss, parts, gradients = self._program.gradients(*self._program.gradient_inputs(state, batch))
         following, _ = self._program.apply_gradients(state, batch, loss, parts, gradients)
         return {"gradients": gradients, **state_arrays(following)}
 

@@ -17,8 +17,6 @@ from mtjax.config import Training
 GROWTH = 2.0
 BACKOFF = 0.5
 
-Tree = Any
-
 
 @partial(jax.tree_util.register_dataclass, data_fields=["scale", "growth", "hysteresis"], meta_fields=[])
 @dataclass(frozen=True)
@@ -33,10 +31,8 @@ class LossScale:
     """Remaining overflows until the scale shrinks, int32; at 0 and below every overflow shrinks it."""
 
 
-def initial(options: Training) -> LossScale | None:
-    """Returns the scale of the first step; None for dtypes that need none."""
-    if options.compute_dtype != "float16":
-        return None
+def initial(options: Training) -> LossScale:
+    """Returns the scale of the first step."""
     scale = options.initial_loss_scale if options.loss_scale is None else options.loss_scale
     return LossScale(jnp.float32(scale), jnp.int32(0), jnp.int32(options.hysteresis))
 
@@ -57,9 +53,4 @@ def update(state: LossScale, finite: Array, options: Training) -> LossScale:
         jnp.where(grows, 0, growth),
         jnp.where(grows, options.hysteresis, state.hysteresis),
     )
-    return choose(finite, good, overflowed)
-
-
-def choose(condition: Array, yes: Tree, no: Tree) -> Tree:
-    """Selects one of two trees of the same shapes."""
-    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), yes, no)
+    return jax.tree.map(lambda a, b: jnp.where(finite, a, b), good, overflowed)

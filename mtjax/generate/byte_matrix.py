@@ -1,4 +1,4 @@
-"""8-bit weights: symmetric quantization with a scale per output, by which the product is multiplied.
+"""Weights in a byte, int8 or FP8: symmetric quantization with a scale per output, by which the product is multiplied.
 
 Products cast the 8-bit values to the type of their input: -127 to 127, and numbers of E4M3, are exact in bfloat16.
 """
@@ -10,11 +10,10 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.sharding import PartitionSpec
 from jaxtyping import Float, Int
 
 from mtjax.generate.matrix_product import matrix_product
-from mtjax.sharding.axes import map_ranks
+from mtjax.sharding.axes import PartitionSpec, map_ranks
 from mtjax.sharding.stored_weight import StoredWeight
 from mtjax.sharding.vocab import VocabSpecs, local_rows
 

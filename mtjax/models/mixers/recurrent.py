@@ -1,0 +1,230 @@
+"""What mixers with a recurrent state share (Mamba-2, the gated delta net): parameters, the order of a call, products.
+
+Letters of shapes: b samples, s tokens, u groups of heads that share two vectors of the state's width (B and C, or query
+and key), h heads of a group, p width of a head, n width of the state. With fewer groups than tensor parallel ranks,
+several ranks share one, and each computes its two vectors.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Float
+
+from mtjax.config import Model
+from mtjax.config.ssm import ssm_groups, ssm_heads
+from mtjax.models.gradients_together import gradients_together
+from mtjax.models.kernels.convolution import causal_convolution
+from mtjax.models.layer_context import LayerContext
+from mtjax.models.linear import Linear, normal
+from mtjax.models.mixers.mixer import State
+from mtjax.models.project import project, reshard_sequence
+from mtjax.models.recompute import ATTENTION_OUTPUT
+from mtjax.sharding.axes import spec, varying_like
+from mtjax.sharding.kv_heads import groups_in_use, heads_in_use
+
+LEAST_RATE, SLOWEST, FASTEST = 1e-4, 0.001, 0.1
+"""Initial dt: log-uniform between the last two, and at least the first (mamba-ssm, Megatron)."""
+
+
+class RecurrentMixer(nnx.Module):
+    """One product, a causal convolution, a recurrence, a norm with a gate, and a row-parallel product."""
+
+    scope: ClassVar[str]
+    init_number: ClassVar[int]
+    dropout_site: ClassVar[int]
+    shared_taps: ClassVar[str]
+    """Name of the parameter with the convolution of the two vectors that a group shares."""
+
+    def __init__(self, model: Model, inputs: "type[GroupedProjection]", *, output_std: float, key: Array) -> None:
+        """Draws the parameters: A uniform in 1 to 16, the convolution uniform within taps^-0.5 (mamba-ssm)."""
+        self.model, heads = model, {"heads": ssm_heads(model)}
+        inner, taps = {**heads, "head_dim": model.ssm_head_dim}, {"taps": model.ssm_conv}
+        keys, bound = iter(jax.random.split(key, 6)), model.ssm_conv**-0.5
+        self.inputs = inputs(model, key=next(keys))
+        self.conv = uniform(next(keys), {**taps, **inner}, -bound, bound)
+        setattr(self, self.shared_taps, uniform(next(keys), {**taps, **shared_sizes(model)}, -bound, bound))
+        self.rate_bias = _initial_rate_bias(next(keys), heads)
+        self.a_log = nnx.Param(jnp.log(uniform(next(keys), heads, 1.0, 16.0)[...]), axes=("heads",))
+        embed = {"embed": model.hidden_size}
+        self.output = Linear(inner, embed, std=output_std, bias=False, sequence="act_seq", key=next(keys))
+
+    def __call__(
+        self, x: Float[Array, "batch act_seq embed"], context: LayerContext, state: State
+    ) -> tuple[Float[Array, "batch act_seq embed"], State]:
+        """Reads, for each token, what the tokens up to it, in its document, have left in the states of the heads.
+
+        Args:
+          x: the input.
+          context: documents, positions with context parallelism, cache positions.
+          state: None, or a `RecurrentState`, which the tokens change.
+
+        Returns:
+          The output, and the new state.
+        """
+        with jax.named_scope("inputs"):
+            gate, mixed, *rates = self.split(self.project_in(x, context))
+        y, state = self.recur(mixed, rates, context, state)
+        y = checkpoint_name(y, ATTENTION_OUTPUT)
+        with jax.named_scope("gate"):
+            y = self.gated_norm(*gradients_together(y, gate))
+        y = y.reshape(*y.shape[:2], -1, y.shape[-1], out_sharding=spec("batch", "seq", "heads", "head_dim"))
+        return self.project_out(y, context), state
+
+    def project_in(self, x: Array, context: LayerContext) -> Array:
+        """All-gathers sequences, and computes the first product, [batch, seq, groups, width]."""
+        del context
+        return self.inputs(reshard_sequence(x, "seq"))
+
+    def project_out(self, mixed: Array, context: LayerContext) -> Array:
+        """Projects [batch, seq, heads, head_dim] to the residual stream, [batch, act_seq, embed]."""
+        del context
+        return self.output(mixed)
+
+    def split(self, product: Float[Array, "b s u width"]) -> tuple[Array, ...]:
+        """Takes the first product apart: the gate [b, s, u, h, p], the convolution's input [b, s, u, channels], and the
+        numbers of each head, [b, s, u, h] each, the rate last."""
+        inner = self.heads_of_group * self.model.ssm_head_dim
+        mixed = 2 * inner + 2 * self.model.ssm_state
+        ends = [inner, *range(mixed, product.shape[-1], self.heads_of_group)]
+        gate, *parts = jnp.split(product, ends, -1)
+        return gate.reshape(*gate.shape[:-1], self.heads_of_group, self.model.ssm_head_dim), *parts
+
+    def recur(
+        self, mixed: Float[Array, "b s u channels"], rates: list[Array], context: LayerContext, state: State
+    ) -> tuple[Float[Array, "b s u h p"], State]:
+        """Runs the convolution and the recurrence, in training or from a state; see `split` and `__call__`."""
+        raise NotImplementedError
+
+    def gated_norm(self, y: Float[Array, "b s u h p"], gate: Array) -> Array:
+        """Normalizes what was read of the states, with the gate."""
+        raise NotImplementedError
+
+    def convolve(
+        self, mixed: Float[Array, "b s u channels"], before: Array | None, segments: Array | None
+    ) -> Float[Array, "b s u channels"]:
+        """Computes the convolution of the value and of the shared vectors; see `causal_convolution`."""
+        shared = heads_in_use(getattr(self, self.shared_taps)[...], "groups")
+        weights = jnp.concatenate([merged(self.by_groups(self.conv[...], 1), 2), shared[:, 0], shared[:, 1]], -1)
+        return causal_convolution(mixed, weights, self.convolution_bias(), before, segments)
+
+    def convolution_bias(self) -> Float[Array, "u channels"] | None:
+        """Returns the bias of each channel, if there are any."""
+        return None
+
+    def split_convolved(self, convolved: Array) -> tuple[Array, Array, Array]:
+        """Takes apart what was convolved: the value [b, s, u, h, p], and the shared vectors, [b, s, u, n] each."""
+        heads, width, state = self.heads_of_group, self.model.ssm_head_dim, self.model.ssm_state
+        value, first, second = jnp.split(convolved, [heads * width, heads * width + state], -1)
+        return value.reshape(*value.shape[:-1], heads, width), first, second
+
+    def rate_of(self, logits: Array) -> Float[Array, "b s u h"]:
+        """Computes dt, float32."""
+        return jax.nn.softplus(logits.astype(jnp.float32) + self.by_groups(self.rate_bias[...]))
+
+    def negative_a(self, like: Array) -> Float[Array, "u h"]:
+        """Returns A, below 0, which varies over mesh axes like an array."""
+        return varying_like(-jnp.exp(self.by_groups(self.a_log[...])), like)
+
+    def by_groups(self, parameter: Array, before: int = 0) -> Array:
+        """Splits heads into groups in use: see `by_groups`."""
+        return by_groups(parameter, ssm_groups(self.model), before)
+
+    @property
+    def heads_of_group(self) -> int:
+        """h."""
+        return ssm_heads(self.model) // groups_in_use(ssm_groups(self.model))
+
+
+class GroupedProjection(nnx.Module):
+    """The parts of the first product, each a parameter that is sharded on its own.
+
+    Their weight is assembled by groups, as `GroupedQKV`'s is, so that a rank computes entire groups, and the backward
+    pass reduces one cotangent of the input.
+    """
+
+    shared: ClassVar[str]
+    """Name of the parameter of the two vectors that a group shares."""
+    of_heads: ClassVar[tuple[str, ...]]
+    """Names of those with one number for each head."""
+
+    def __init__(self, model: Model, *, key: Array) -> None:
+        """Draws the weights of gate and value, of the two shared vectors, and of the numbers of each head."""
+        embed, heads = {"embed": model.hidden_size}, {"heads": ssm_heads(model)}
+        keys, std = jax.random.split(key, 2 + len(self.of_heads)), model.init_std
+        self.gate_value = normal(keys[0], {**embed, "gate": 2, **heads, "head_dim": model.ssm_head_dim}, std)
+        setattr(self, self.shared, normal(keys[1], {**embed, **shared_sizes(model)}, std))
+        for i, name in enumerate(self.of_heads):
+            setattr(self, name, normal(keys[2 + i], {**embed, **heads}, std))
+        self.groups = ssm_groups(model)
+
+    def __call__(self, x: Float[Array, "b s embed"]) -> Float[Array, "b s u width"]:
+        """Computes, of each group in use: gate, value, the two shared vectors, the numbers of each head."""
+        return _project(x, assembled_by_groups(self.parts(), self.groups))
+
+    def parts(self) -> tuple[nnx.Param, ...]:
+        """Returns the parameters in the order of the product."""
+        return self.gate_value, *(getattr(self, name) for name in (self.shared, *self.of_heads))
+
+    def assembled(self) -> "AssembledProjection":
+        """Assembles the parameters once, for many products with few tokens (generation)."""
+        return AssembledProjection(assembled_by_groups(self.parts(), self.groups))
+
+
+class AssembledProjection(nnx.Module):
+    """A `GroupedProjection` with an assembled weight, [embed, groups, width]; not for training."""
+
+    def __init__(self, weight: Array) -> None:
+        self.weight = nnx.Param(weight, axes=("embed", "heads", None))
+
+    def __call__(self, x: Float[Array, "b s embed"]) -> Float[Array, "b s u width"]:
+        """See `GroupedProjection.__call__`."""
+        return _project(x, self.weight[...])
+
+
+def _project(x: Array, weight: Array) -> Array:
+    return project(x, weight, None, ("heads", None), by_sample=True)
+
+
+def assembled_by_groups(parts: Sequence[nnx.Param], groups: int) -> Float[Array, "inputs u width"]:
+    """Puts the parts of the first product's weight in the order of a group; see `GroupedProjection`."""
+    gate_value, shared, *of_heads = (part[...] for part in parts)
+    gate_value, shared = by_groups(gate_value, groups, 2), heads_in_use(shared, "groups")
+    halves = [merged(gate_value[:, 0], 2), merged(gate_value[:, 1], 2), shared[:, 0], shared[:, 1]]
+    return jnp.concatenate([*halves, *(by_groups(part, groups, 1) for part in of_heads)], -1)
+
+
+def shared_sizes(model: Model) -> dict[str, int]:
+    """Returns the dimensions of the two vectors that a group shares."""
+    return {"kv": 2, "groups": ssm_groups(model), "state": model.ssm_state}
+
+
+def by_groups(parameter: Array, groups: int, before: int = 0) -> Array:
+    """Splits heads into groups in use: [*before, heads, ...] -> [*before, u, h, ...]."""
+    groups, heads = groups_in_use(groups), parameter.shape[before]
+    shape = (*parameter.shape[:before], groups, heads // groups, *parameter.shape[before + 1 :])
+    sharding = spec(*(None,) * before, "heads", *(None,) * (len(shape) - before - 1))
+    return parameter.reshape(shape, out_sharding=sharding)
+
+
+def uniform(key: Array, sizes: Mapping[str, int], low: float, high: float) -> nnx.Param:
+    """Draws a parameter uniformly from low to high, with the same values on every mesh."""
+    drawn = jax.random.uniform(key, tuple(sizes.values()), out_sharding=spec(*sizes))
+    return nnx.Param(low + (high - low) * drawn, axes=tuple(sizes))
+
+
+def _initial_rate_bias(key: Array, heads: Mapping[str, int]) -> nnx.Param:
+    """Draws the rates' biases, whose softplus is log-uniform between `SLOWEST` and `FASTEST`."""
+    rate = jnp.exp(uniform(key, heads, math.log(SLOWEST), math.log(FASTEST))[...])
+    rate = jnp.maximum(rate, LEAST_RATE)
+    return nnx.Param(rate + jnp.log(-jnp.expm1(-rate)), axes=tuple(heads))
+
+
+def merged(x: Array, start: int) -> Array:
+    """Merges the dimensions from `start` on."""
+    return x.reshape(*x.shape[:start], -1)
