@@ -35,6 +35,21 @@ class Fault:
 
 
 FAULTS = (
+    # --- other names of keys, adapters of peft
+    Fault(
+        "other names of keys of config.json are read",
+        "found.setdefault(key, value := config[other])",
+        "found.get(key, value := config[other])",
+        "convert",
+        "test_bloom_560m_has_its_published_number",
+    ),
+    Fault(
+        "adapters of peft are multiplied by alpha over rank",
+        'if self.config.get("use_rslora") else alpha / rank',
+        'if self.config.get("use_rslora") else alpha',
+        "convert",
+        "test_a_merged_export_has_the_sum",
+    ),
     # --- tables narrower than the hidden states, post-LN decoders
     Fault(
         "narrow tables: OPT's width of embeddings is read",
