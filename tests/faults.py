@@ -335,8 +335,8 @@ FAULTS = (
     ),
     Fault(
         "delayed scaling: a skipped step changes scales",
-        "lambda new, old: jnp.where(keep, new, old), moved, unchanged",
-        "lambda new, old: new, moved, unchanged",
+        "lambda new, old: jnp.where(keep, new, old), moved.parameters",
+        "lambda new, old: new, moved.parameters",
         "train",
         "test_a_skipped_step_leaves",
     ),
@@ -477,8 +477,8 @@ FAULTS = (
     ),
     Fault(
         "the convolution reads across documents",
-        "term = jnp.where(same[..., None, None], term, 0)",
-        "pass",
+        "return jnp.where(same[..., None, None], x, 0)",
+        "return x",
         "models",
         "test_documents_that_are_packed",
     ),

@@ -211,7 +211,8 @@ def _copied_once(counts: Counts, trainable: Counts, plan: Plan) -> float:
     others = gathered.layer_vectors + gathered.expert_vectors + gathered.outside_vectors
     if plan.unrolled and plan.zero == 3:
         sharded = counts.layer_matrices + counts.layer_vectors
-        cast = counts.in_layers - sharded + counts.layer_matrices / plan.zero_degree
+        own = counts.layer_matrices / plan.zero_degree if plan.fp8 == "none" else 0.0
+        cast = counts.in_layers - sharded + own
     else:
         cast = counts.in_layers - gathered.layer_vectors if plan.unrolled else matrices
     return plan.element_bytes * cast + plan.precision.weights * others + plan.precision.matrices * tables

@@ -180,7 +180,8 @@ class ShardedModel:
         stages = self.stages
         if stages == 1:
             training = self.config.training
-            return Accumulate(num_microbatches, bool(training.unroll_layers), training.compute_dtype)
+            settings = bool(training.unroll_layers), training.compute_dtype, training.fp8 != "none"
+            return Accumulate(num_microbatches, *settings)
         from mtjax.sharding.pipeline.executor import PipelineSchedule
 
         platform = self.mesh.devices.flat[0].platform

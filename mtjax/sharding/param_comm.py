@@ -293,18 +293,16 @@ _tie.defvjp(_tie_forward, _tie_backward)
 
 
 def index_layer(stacks: T, index: Any) -> T:
-    """Takes one layer out of stacks: [layers, ...] -> [...]."""
-    return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, keepdims=False), stacks)
+    """Takes one layer out of stacks: [layers, ...] -> [...]; `index` is from 0."""
+    return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, 0, False, allow_negative_indices=False), stacks)
 
 
 def add_to_layer(stack: Array, value: Array, index: Any) -> Array:
-    """Adds `value` [...] to one layer of a stack [layers, ...]."""
-    return set_layer(stack, index_layer(stack, index) + value, index)
-
-
-def set_layer(stack: Array, value: Array, index: Any) -> Array:
-    """Overwrites one layer of a stack [layers, ...] with `value` [...]."""
-    return lax.dynamic_update_index_in_dim(stack, value, index, 0)
+    """Adds `value` [...] to one layer of a stack [layers, ...]; `index` is from 0."""
+    # XLA: one kernel reads and writes the layer only if both have the same index, without arithmetic for indices below
+    # 0, and if the layer is not reshaped between; else the layer is copied before.
+    before = lax.dynamic_slice_in_dim(stack, index, 1, allow_negative_indices=False)
+    return lax.dynamic_update_slice_in_dim(stack, before + value[None], index, 0, allow_negative_indices=False)
 
 
 @jax.custom_vjp

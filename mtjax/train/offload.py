@@ -77,11 +77,6 @@ class OffloadedStep(TrainStep):
         return streamed_update(self.config, records, gradients, state.optimizer, trainable, finite, norm)
 
 
-def offloaded(kind: type[TrainStep]) -> type[TrainStep]:
-    """Returns a kind of train step, such as one with a teacher, with the moments in the host's memory."""
-    return OffloadedStep if kind is TrainStep else type(f"Offloaded{kind.__name__}", (OffloadedStep, kind), {})
-
-
 def check_offload(config: Config, shape: MeshShape) -> None:
     """Checks that the optimizer's states can be offloaded on this mesh.
 

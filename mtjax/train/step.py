@@ -184,14 +184,21 @@ class TrainStep(ShardedModel):
     def gradient_inputs(self, state: State, batch: Batch) -> tuple[Tree, Batch, Array, Array | None]:
         """Returns the arguments of `gradients` in a step."""
         scale = None if state.loss_scale is None else state.loss_scale.scale
-        parameters = state.parameters
-        if self.config.optimizer.optimizer == "schedule-free":
-            from mtjax.train.optimizers import training_point
+        return self.training_point(state), batch, jax.random.wrap_key_data(state.random), scale
 
-            # Gradients are taken between the averaged weights, which are stored, and the fast ones.
-            point = training_point(self.config.optimizer, self.optimized(parameters), state.optimizer[1][0])
-            parameters = merge_trees(point, select_frozen(self.records, parameters))
-        return parameters, batch, jax.random.wrap_key_data(state.random), scale
+    def training_point(self, state: State) -> Tree:
+        """Returns the parameters at which gradients are taken: those of the state, unless these are averages."""
+        if self.config.optimizer.optimizer != "schedule-free":
+            return state.parameters
+        from mtjax.train.optimizers import training_point
+
+        # Gradients are taken between the averaged weights, which are stored, and the fast ones.
+        point = training_point(self.config.optimizer, self.optimized(state.parameters), state.optimizer[1][0])
+        return self.with_optimized(state.parameters, point)
+
+    def with_optimized(self, parameters: Tree, optimized: Tree) -> Tree:
+        """Returns parameters in which what the optimizer changes is that of `optimized`."""
+        return merge_trees(optimized, select_frozen(self.records, parameters))
 
     def apply_gradients(
         self, state: State, batch: Batch, loss: Array, parts: dict[str, Array], gradients: Tree
@@ -219,7 +226,7 @@ class TrainStep(ShardedModel):
 
                 metrics["loss_scale"] = loss_scale.scale
                 loss_scale = update(loss_scale, finite, self.config.training)
-        parameters = merge_trees(updated, select_frozen(self.records, state.parameters))
+        parameters = self.with_optimized(state.parameters, updated)
         return State(state.step + 1, state.random, parameters, optimizer, loss_scale), metrics
 
     def updated(
@@ -324,18 +331,7 @@ def make_train_step(config: Config, mesh: Mesh) -> TrainStep:
     Raises:
       UserError: the mesh does not divide the model or its batch.
     """
-    kind = TrainStep
-    # These modules import TrainStep from here.
-    if config.finetuning.teacher is not None:
-        from mtjax.train.distilled import Distilled
+    # It imports TrainStep from here.
+    from mtjax.train.kinds import kind_of
 
-        kind = Distilled
-    elif config.training.fp8 != "none":
-        from mtjax.train.float8 import Float8Step
-
-        kind = Float8Step
-    if config.parallel.offload == "optimizer":
-        from mtjax.train.offload import offloaded
-
-        kind = offloaded(kind)
-    return kind(config, mesh)
+    return kind_of(config)(config, mesh)
