@@ -167,7 +167,9 @@ def test_gradients_are_those_of_the_same_values_in_float32(mesh: str, settings: 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("mesh", "settings"), [("4x2", {"zero": 3}), ("1x2x2", {"layers_per_stage": (2, 1)})])
+@pytest.mark.parametrize(
+    ("mesh", "settings"), [("4x2", {"zero": 3}), ("1x2x2", {"layers_per_stage": (2, 1), "microbatch_size": 4})]
+)
 def test_losses_are_those_of_the_same_values_in_float32(mesh: str, settings: dict[str, Any]) -> None:
     """Of an evaluation during training, to the bit."""
     wide, narrow = (program_of(mesh, **{**masters, **settings}) for masters in (SETTINGS, MASTERS))
