@@ -135,9 +135,8 @@ def test_a_product_with_a_scale_for_each_row_is_that_of_numpys_rounded_operands_
     with jax.set_mesh(mesh_of("1x1")):
         dims = ("ab", "cd", "ef")
         spec = PartitionSpec(None, None, None, None)
-        y, pull = jax.vjp(
-            lambda x, w: rowwise_product(Recipe(False, kind), dims, spec, x, w), *map(jnp.asarray, (x, w))
-        )
+        run: Any = lambda x, w: rowwise_product(Recipe(False, kind), dims, spec, x, w)  # noqa: E731
+        y, pull = jax.vjp(run, *map(jnp.asarray, (x, w)))
         dx, dw = map(np.asarray, pull(jnp.asarray(g)))
     tall, flat, wide = x.reshape(16, 32), w.reshape(32, 16), g.reshape(16, 16)
     known, g_kind = ml_dtypes.float8_e4m3fn, np.dtype(kind).type
@@ -313,7 +312,7 @@ def _scales(state: Any) -> list[np.ndarray]:
 
 
 def test_weights_scales_fit_the_point_at_which_schedule_free_takes_gradients() -> None:
-    program = program_of("1x1", fp8="delayed", **AVERAGED, **PLAIN)
+    program: Any = program_of("1x1", fp8="delayed", **AVERAGED, **PLAIN)
     state = initial_state(program)
     averaged = state.optimizer[1][0]
     fast = jax.tree.map(lambda z: 40 * z, averaged.z)
