@@ -9,7 +9,7 @@ from mtjax.config.families import is_decoder
 from mtjax.layout.attention_kernel import HOPPER, Capability, choose_kernel
 from mtjax.layout.layouts import Layout, layout_of, zero_axes
 from mtjax.layout.mesh import MeshShape
-from mtjax.layout.optimizer_states import ADAMW, OptimizerStates, optimizer_states
+from mtjax.layout.optimizer_states import ADAMW, BYTES, OptimizerStates, optimizer_states
 from mtjax.layout.stacks import stacks_of
 from mtjax.layout.timetable import ScheduleName
 
@@ -49,6 +49,8 @@ class Precision:
     """Bytes per element of gradients in their reduction."""
     gathered: int | None = None
     """Bytes per element in the all-gather of updated parameters; None: the compute dtype's for matrices, else 4."""
+    matrices: int = 4
+    """Of the stored trained matrices and tables, where weights are masters."""
     are_masters: bool = False
     """Whether weights are the master weights: then ZeRO shards them from stage 1 on, and gathers copies once a step."""
 
@@ -374,6 +376,8 @@ class Plan:
 
 
 def _precision(run: Config, states: OptimizerStates) -> Precision:
-    """Returns the bytes of a run's states: the type of AdamW's moments may be set, and that of the reduction."""
+    """Returns the bytes of a run's states: the types of AdamW's moments and of matrices may be set, and that of the
+    reduction."""
     precision = MTJAX if run.parallel.grad_reduce_dtype == "float32" else MTJAX_BF16_WIRE
-    return replace(precision, optimizer=states.mu_bytes + states.nu_bytes)
+    matrices = BYTES[run.optimizer.master_dtype]
+    return replace(precision, optimizer=states.mu_bytes + states.nu_bytes, matrices=matrices)

@@ -1,10 +1,9 @@
-"""Full recompute of layers without a loop: one layer after the other, each when the gradient of its output is known.
+"""Full recompute of layers without a loop: one layer after the other, when gradients of the layers above are known.
 
-Without a loop XLA orders the operations of a step. What a layer recomputes depends only on its saved input, so XLA
-would recompute several layers at once, to have work next to collectives, and hold the activations of all of them; and
-it would compute gradients of matrices late, and hold what they are computed from. The barriers of `jax.checkpoint` do
-not prevent it: they are gone when XLA orders operations. Here a recomputed layer depends on the gradient of its output,
-and on the reduced gradients of the matrices two layers above, which leaves a layer's time to reduce them.
+Without a loop XLA orders the operations of a step. With `jax.checkpoint` alone it computes gradients of matrices late,
+behind the recompute of other layers, and holds the activations of several layers for them. Here a recomputed layer
+depends on the gradient of its output, and on the reduced gradients of the matrices two layers above, which leaves a
+layer's time to reduce them.
 """
 
 import math
@@ -17,9 +16,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
-from jax.sharding import PartitionSpec, reshard
+from jax.sharding import reshard
 
-from mtjax.sharding.axes import explicit_axes, map_ranks, varying_like
+from mtjax.sharding.axes import PartitionSpec, explicit_axes, joined_spec, map_ranks, varying_like
 
 Tree = Any
 Run = Callable[..., tuple[Array, Tree]]
@@ -91,7 +90,7 @@ def _no_token(x: Array) -> Array:
 
 def _over_ranks() -> PartitionSpec:
     """Returns the sharding of an array of a number per rank along explicit axes."""
-    return PartitionSpec(tuple(sorted(explicit_axes())))
+    return joined_spec(tuple(sorted(explicit_axes())))
 
 
 def _token_of(gradients: Tree, like: Array) -> Array:

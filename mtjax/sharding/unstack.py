@@ -126,7 +126,7 @@ def _for_unrolled(layer: ShardedParam) -> ShardedParam:
     # Its gradient is computed in the type in which it is sent; XLA casts nothing where products read it.
     dtype = "float32" if layer.reduction.comm_dtype == "float32" else layer.dtype
     # The master copy stays out of the layer, or all of its slices would be alive from the forward to the backward pass.
-    shard = lax.stop_gradient(layer.shard)
+    shard = lax.stop_gradient(layer.sent)
     pieces = [shard] if parts is None else jnp.split(shard, shard.shape[parts], axis=parts)
     cast = tuple(piece.astype(layer.gather_dtype) for piece in pieces)
     return replace(layer, cast=cast, dtype=dtype, parts=parts)

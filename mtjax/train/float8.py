@@ -163,7 +163,7 @@ def _fitted(states: Tree, weights: Tree) -> Tree:
     # ZeRO-1 may shard weights along `layers`, and never scales.
     place = jax.typeof(known).sharding.spec
     each = [reshard(jnp.max(jnp.abs(m), axis=tuple(range(1, m.ndim))), place) for m in matrices]
-    largest = jnp.stack(each).max(0)
+    largest = jnp.stack(each).max(0).astype(jnp.float32)
     scale = power_of_two(fitting_exponent(largest, E4M3))
     # Of padding layers, whose weights are 0, the state remains 0.
     fitted = jnp.where(largest > 0, scale, known)

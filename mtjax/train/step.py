@@ -167,7 +167,7 @@ class TrainStep(ShardedModel):
             parameters = self.draw(key)
         # Dropout draws from the half of the key that `draw` does not use.
         random = jax.random.key_data(jax.random.split(key)[1])
-        optimizer = self.optimizer.init(self.optimized(parameters))
+        optimizer = self.optimizer.init(optax.tree.cast(self.optimized(parameters), jnp.float32))
         return State(jnp.zeros((), jnp.int32), random, parameters, optimizer, self._initial_loss_scale())
 
     def _initial_loss_scale(self) -> Any:
@@ -242,14 +242,20 @@ class TrainStep(ShardedModel):
           finite: whether the step counts.
         """
         trainable = self.optimized(state.parameters)
-        updates, optimizer = self.optimizer.update(gradients, state.optimizer, trainable, norm=norm)
-        updated = optax.apply_updates(trainable, updates)
+        masters = optax.tree.cast(trainable, jnp.float32)
+        updates, optimizer = self.optimizer.update(gradients, state.optimizer, masters, norm=norm)
+        updated = optax.apply_updates(masters, updates)
         if self.config.model.router_bias and not self.config.model.lora_rank:  # which freezes routers
             from mtjax.models.routers import LOAD
             from mtjax.train.router_bias import update_router_bias
 
             rate, orders = self.config.model.router_bias_update_rate, self.layer_orders
             updated = update_router_bias(self.trainable_records, updated, parts[LOAD], rate, orders)
+        if self.config.optimizer.master_dtype != "float32":
+            from mtjax.train.rounding import round_masters
+
+            step, seed = optimizer_step_count(state.optimizer), self.config.training.seed
+            updated = round_masters(updated, self.trainable_records, self.layer_orders, seed, step)
         # A step with nonfinite gradients is skipped on all devices, by selects instead of a conditional.
         return jax.tree.map(partial(jnp.where, finite), (updated, optimizer), (trainable, state.optimizer))
 

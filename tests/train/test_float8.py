@@ -135,9 +135,13 @@ def test_a_product_with_a_scale_for_each_row_is_that_of_numpys_rounded_operands_
     with jax.set_mesh(mesh_of("1x1")):
         dims = ("ab", "cd", "ef")
         spec = PartitionSpec(None, None, None, None)
-        run: Any = lambda x, w: rowwise_product(Recipe(False, kind), dims, spec, x, w)  # noqa: E731
-        y, pull = jax.vjp(run, *map(jnp.asarray, (x, w)))
-        dx, dw = map(np.asarray, pull(jnp.asarray(g)))
+
+        @jax.jit
+        def run(x: Any, w: Any, g: Any) -> tuple[Any, ...]:
+            y, pull = jax.vjp(lambda x, w: rowwise_product(Recipe(False, kind), dims, spec, x, w), x, w)
+            return y, *pull(g)
+
+        y, dx, dw = map(np.asarray, run(x, w, g))
     tall, flat, wide = x.reshape(16, 32), w.reshape(32, 16), g.reshape(16, 16)
     known, g_kind = ml_dtypes.float8_e4m3fn, np.dtype(kind).type
     by_row = lambda a, kind: np.stack([rounded(row, kind, scale_of(row, kind)) for row in a])  # noqa: E731
