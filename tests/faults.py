@@ -356,6 +356,13 @@ FAULTS = (
         "test_a_skipped_step_leaves",
     ),
     Fault(
+        "delayed scaling: scales of weights fit Schedule-Free's averages instead of the point of gradients",
+        "_fitted(split(state.parameters)[1], self.training_point(state))",
+        "_fitted(split(state.parameters)[1], state.parameters)",
+        "train",
+        "test_weights_scales_fit_the_point",
+    ),
+    Fault(
         "8-bit floats: the first layers are not left in 16 bits",
         "token = _is_unquantized.set(True)",
         "token = _is_unquantized.set(False)",

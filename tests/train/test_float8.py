@@ -316,7 +316,7 @@ def _scales(state: Any) -> list[np.ndarray]:
 
 
 def test_weights_scales_fit_the_point_at_which_schedule_free_takes_gradients() -> None:
-    program = program_of("1x1", fp8="delayed", **AVERAGED, **PLAIN)
+    program: Any = program_of("1x1", fp8="delayed", **AVERAGED, **PLAIN)
     state = initial_state(program)
     averaged = state.optimizer[1][0]
     fast = jax.tree.map(lambda z: 40 * z, averaged.z)
