@@ -1,10 +1,9 @@
-"""Full recompute of layers without a loop: one layer after the other, each when the gradient of its output is known.
+"""Full recompute of layers without a loop: one layer after the other, when gradients of the layers above are known.
 
-Without a loop XLA orders the operations of a step. What a layer recomputes depends only on its saved input, so XLA
-would recompute several layers at once, to have work next to collectives, and hold the activations of all of them; and
-it would compute gradients of matrices late, and hold what they are computed from. The barriers of `jax.checkpoint` do
-not prevent it: they are gone when XLA orders operations. Here a recomputed layer depends on the gradient of its output,
-and on the reduced gradients of the matrices two layers above, which leaves a layer's time to reduce them.
+Without a loop XLA orders the operations of a step. With `jax.checkpoint` alone it computes gradients of matrices late,
+behind the recompute of other layers, and holds the activations of several layers for them. Here a recomputed layer
+depends on the gradient of its output, and on the reduced gradients of the matrices two layers above, which leaves a
+layer's time to reduce them.
 """
 
 import math

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from mtjax.config import Model
 from mtjax.convert.families.decoder import decoder, layer_norm, size_fields
 from mtjax.convert.families.decoder_rows import Names, outside_rows
-from mtjax.convert.families.family import Json
+from mtjax.convert.families.family import GPT2_ALIASES, Json
 from mtjax.convert.families.gpt2 import LAYER
 from mtjax.convert.families.parts import (
     Part,
@@ -55,12 +55,7 @@ OPENAI_GPT = decoder(
     names=Names(prefix="transformer.", embedding="tokens_embed", positions="positions_embed"),
     rows=lambda names, model: (*outside_rows(names), *LAYER),
     architecture="LMHeadModel",
-    aliases={
-        "num_hidden_layers": "n_layer",
-        "hidden_size": "n_embd",
-        "num_attention_heads": "n_head",
-        "max_position_embeddings": "n_positions",
-    },
+    aliases=GPT2_ALIASES,
 )
 
 LETTERS = {"global": "F", "local": "S"}

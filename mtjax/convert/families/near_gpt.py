@@ -13,7 +13,7 @@ from mtjax.convert.families.decoder_rows import (
     outside_rows,
     rotation_order,
 )
-from mtjax.convert.families.family import Json
+from mtjax.convert.families.family import GPT2_ALIASES, Json
 from mtjax.convert.families.neox import GPT_SIZE_FIELDS, GPTJ_NAMES, GPTJ_PARTS, GPTJ_SIZES
 from mtjax.convert.families.parts import Part, Settings, activation, always, biases, unused
 from mtjax.convert.families.phi import HEAD_NORM
@@ -117,6 +117,7 @@ GPT_BIGCODE = decoder(
     ),
     rows=_bigcode_rows,
     only={"scale_attn_weights": (True,)},
+    aliases=GPT2_ALIASES,
 )
 
 PARTS = 4
@@ -160,5 +161,6 @@ CODEGEN = decoder(
     names=GPTJ_NAMES,
     rows=_codegen_rows,
     ignored=lambda model: (r".*\.attn\.causal_mask",),
+    aliases=GPT2_ALIASES,
     classifies=False,
 )
