@@ -250,7 +250,6 @@ DOCUMENTS = {"reset_attention_mask": True, "reset_position_ids": True}
                 ("(M-M*)x4", "1x2x1", {}, {**STAGES, "pipeline_schedule": "interleaved", "chunks": 2}),
                 ("(ME)x2", "1x2x1", EXPERTS, STAGES),
                 ("EM*E-", "2x2x1", EXPERTS, {**STAGES, "layers_per_stage": (2, 3), "zero": 3, "recompute": "none"}),
-                ("M-*MM-M*", "1x2x1", {}, {**STAGES, "pipeline_schedule": "interleaved", "chunks": 2}),
             )
         ),
     ],
