@@ -27,14 +27,16 @@ from mtjax.analysis.contract import (
     sum_expectations,
 )
 from mtjax.analysis.counts import Counts, counts, peak_stage_counts, stage_weights, trainable_counts
-from mtjax.analysis.float8 import float8_symbols, with_float8
+from mtjax.analysis.float8 import float8_symbols, gathered_types, with_float8
 from mtjax.analysis.frozen import unread_gradients
 from mtjax.analysis.groups import EXPERT_WAYS, across_groups, group_symbols
 from mtjax.analysis.optimizer import update_lines, update_symbols
 from mtjax.analysis.parts.embedding import Lookup, Positions
+from mtjax.analysis.parts.experts import load_line
 from mtjax.analysis.parts.heads import teacher_lines, teacher_table
 from mtjax.analysis.parts.part import ResidualStream
 from mtjax.analysis.prediction import expert_lines, expert_symbols, prediction_lines, prediction_symbols
+from mtjax.config import Model
 from mtjax.config.adapters import is_trainable, trains_all
 from mtjax.config.families import is_decoder
 from mtjax.config.sizes import head_dim, joins_outputs, num_kv_heads, output_is_tied, value_head_dim
@@ -59,6 +61,7 @@ def contract_of(anatomy: Anatomy, plan: Plan) -> Contract:
         plan.context_parallelism,
         plan.expert_dispatch,
         plan.joins_parallel and plan.fp8 == "none" and joins_outputs(anatomy.model),
+        gathered_types(anatomy.model, plan),
     )
     contract = _contract(anatomy, plan.layout(anatomy.model), *settings)
     return with_float8(contract.extended(update_lines(anatomy, plan)), anatomy, plan)
@@ -77,6 +80,7 @@ def _contract(
     across: ContextParallelism | None,
     expert_dispatch: ExpertDispatch,
     joins: bool,
+    gathers: tuple[Dtype, Dtype],
 ) -> Contract:
     """`pipeline`: whether the stages' chunks are "recomputed" or "kept"; "" without stages."""
     # Embedding and losses are in branches that a stage takes once a microbatch; chunks of layers run in every tick.
@@ -97,14 +101,14 @@ def _contract(
     for stack, part in anatomy.layer_parts():
         needed = part not in stack.unread or not drops_last
         turns = section_ticks(anatomy, stack) if pipeline else "microbatches"
-        inside = replace(ends, turns=turns, forward_turns=f"2*{turns}" if pipeline == "recomputed" else turns)
+        ahead = f"2*{turns}" if pipeline == "recomputed" else turns
+        inside = replace(ends, turns=turns, forward_turns=ahead, gathers=gathers)
         reads = {"needed_again": needed, "learns_before": anatomy.learns_before(stack, part)}
         reads["is_frozen"] = anatomy.is_frozen(part, stack)
         reads |= stack.joined(part) if joins else {}
         of_part = part.collectives(replace(inside, side=stack.side, of=stack.stream, **reads))
         lines += [without_idle(line, stack) for line in of_part] if stack.idle else of_part
     lines += prediction_lines(anatomy, ends, drops_last=drops_last)
-    staged = [STAGE] if pipeline else []
     sharing = [axis for axis in AXES if axis in layout.rules.shared_work]
     group = [axis for axis in sharing if axis in layout.zero_axes]
     between, ranks = tuple(axis for axis in sharing if axis not in group), JOINED.join(group)
@@ -114,7 +118,7 @@ def _contract(
     lines += across_groups(over_ranks, between, "adapters" if adapts else "parameters", wire)
     lines += teacher_lines(ranks) if distils and layout.zero == 3 else []
     if anatomy.model.num_experts:
-        lines.append(load_line([axis for axis in AXES if axis in (*sharing, *staged)]))
+        lines.append(load_line([axis for axis in AXES if axis in (*sharing, *([STAGE] if pipeline else []))]))
         same = [axis for axis in group if axis not in layout.rules.expert]
         turns = "ticks" if pipeline else "microbatches"
         biases = anatomy.model.expert_bias
@@ -122,9 +126,12 @@ def _contract(
         lines += across_groups(of_experts, between, "expert_parameters", wire, EXPERT_WAYS)
         lines += expert_lines(anatomy, layout.zero, wire, JOINED.join(same))
     lines += over_stage_lines(anatomy, layout, scattered, wire) if pipeline else []
-    name = layout.name if is_decoder(anatomy.model) else f"{anatomy.model.family}, {layout.name}"
-    name = f"{name} + LoRA" if anatomy.model.lora_rank else name
-    return Contract(f"{name} + teacher" if distils else name, sum_expectations(lines), split=("heads", "mlp", "vocab"))
+    return Contract(_name(anatomy.model, layout, distils), sum_expectations(lines), split=("heads", "mlp", "vocab"))
+
+
+def _name(model: Model, layout: Layout, distils: bool) -> str:
+    name = layout.name if is_decoder(model) else f"{model.family}, {layout.name}"
+    return f"{name}{' + LoRA' if model.lora_rank else ''}{' + teacher' if distils else ''}"
 
 
 LEARNING = "learning_layers"
@@ -193,12 +200,6 @@ def over_ranks_lines_of_experts(
         return [*lines, matrices]
     why = f"experts' biases, {often}"
     return [*lines, matrices, line(PARAMETERS, "all-gather", times, f"{prefix}expert_vectors", why, "float32")]
-
-
-def load_line(axes: list[str]) -> Expectation:
-    """How many tokens went to each expert of each layer, of all ranks' samples and all stages' layers."""
-    every, why = "routers*num_experts", "the load of each layer's experts, once a step"
-    return Expectation(GRADIENTS, "all-reduce", JOINED.join(axes), "1", every, "float32", pooled=True, why=why)
 
 
 def section_ticks(anatomy: Anatomy, stack: Stack) -> str:

@@ -2,7 +2,7 @@
 
 Each factor was read off programs compiled for H100 and H200 (`mtjax inspect`, "memory-bound, by cause"), and none is
 fitted. A copy reads and writes every byte, and so counts 2. c are the bytes of the compute dtype; parameters and
-accumulated gradients have 4.
+accumulated gradients have 4, matrices of master weights in bfloat16 2 where 4 is read of a parameter below.
 
 - Saved activations of a layer are copied into the scan's stack (2) and out of it (2), which is first filled with zeros
   (1): five times their size. Without full recompute pipeline stages also copy them into a slot and out of it (4). A
@@ -87,6 +87,10 @@ class _Parameter:
         """Whether ZeRO shards it."""
         return self.shard < self.elements
 
+    def bytes_of(self, plan: Plan) -> int:
+        """Returns the bytes of a stored element of a matrix."""
+        return plan.precision.matrices if self.is_trainable else FLOAT32
+
 
 def copies(anatomy: Anatomy, plan: Plan) -> list[Copy]:
     """Returns the copies of a step on a GPU; with pipeline parallelism without those of the bubble."""
@@ -132,10 +136,10 @@ def _saved(stack: Stack, plan: Plan) -> Iterator[Copy]:
 def _casts(parameters: Sequence[_Parameter], plan: Plan) -> Iterator[Copy]:
     """Yields the casts of matrices when they are read from their stacks."""
     passes = 3 if plan.recompute == "full" and plan.is_staged else 2
-    each = FLOAT32 + plan.element_bytes
     for parameter in parameters:
         if not parameter.is_matrix:
             continue
+        each = parameter.bytes_of(plan) + plan.element_bytes
         if _is_gathered_once(parameter, plan):
             yield Copy(CASTS, 2 * plan.element_bytes * parameter.elements, passes)
         elif plan.zero == 3 and parameter.is_sharded:
@@ -144,7 +148,7 @@ def _casts(parameters: Sequence[_Parameter], plan: Plan) -> Iterator[Copy]:
             yield Copy(CASTS, each * parameter.elements, passes)
         else:
             yield Copy(CASTS, each * parameter.elements)
-            yield Copy(CASTS, 2 * FLOAT32 * parameter.elements)
+            yield Copy(CASTS, 2 * parameter.bytes_of(plan) * parameter.elements)
 
 
 def _sums(parameters: Sequence[_Parameter], plan: Plan) -> Iterator[Copy]:
@@ -178,7 +182,7 @@ def _once(parameter: _Parameter, plan: Plan, layers: int) -> Iterator[Copy]:
         yield from _gathered(parameter, plan, layers)
     elif plan.unrolled and parameter.is_matrix:
         cast = parameter.shard if plan.zero == 3 else parameter.elements
-        yield Copy(CASTS, (FLOAT32 + plan.element_bytes) * cast * layers)
+        yield Copy(CASTS, (parameter.bytes_of(plan) + plan.element_bytes) * cast * layers)
     if not parameter.is_trainable:
         return
     accumulated = layers * _accumulated(parameter, plan)
@@ -193,7 +197,7 @@ def _gathered(parameter: _Parameter, plan: Plan, layers: int) -> Iterator[Copy]:
     if not parameter.is_matrix:
         yield Copy(SHARDS, 2 * FLOAT32 * parameter.elements * layers)
         return
-    yield Copy(SHARDS, (FLOAT32 + c) * parameter.shard, layers)
+    yield Copy(SHARDS, (parameter.bytes_of(plan) + c) * parameter.shard, layers)
     yield Copy(SHARDS, 2 * c * parameter.elements, layers)
     if not plan.unrolled:
         yield Copy(ZEROS, c * parameter.elements * layers)

@@ -16,13 +16,15 @@ from mtjax.analysis.contract import (
     OPTIMIZER,
     PARAMETERS,
     Contract,
+    Dtype,
     Expectation,
     sum_expectations,
 )
 from mtjax.analysis.counts import Counts, counts, layer_counts, stage_weights
 from mtjax.analysis.parts.part import Product, Weight, over_model
 from mtjax.config import Model
-from mtjax.config.float8 import EXPONENTS, FLOAT8_PRODUCTS, MULTIPLE, quantizes_once, unfit_products
+from mtjax.config.float8 import EXPONENTS, MULTIPLE, float8_products, quantizes_once, unfit_products
+from mtjax.layout.layouts import LAYERS
 from mtjax.layout.plan import Plan
 from mtjax.layout.rules import MANUAL, MODEL
 from mtjax.layout.stages import layers_of_stage
@@ -31,7 +33,7 @@ from mtjax.layout.stages import layers_of_stage
 def is_float8(product: Product, plan: Plan) -> bool:
     """Returns whether a layer's matmul is computed in 8 bits."""
     fits = product.inner % MULTIPLE == product.outer % MULTIPLE == 0
-    return plan.fp8 != "none" and fits and not product.is_adapter and not product.experts
+    return plan.fp8 != "none" and fits and not (product.is_adapter or product.experts or product.is_wide)
 
 
 def float8_bytes(product: Product, rows: float, plan: Plan) -> float:
@@ -50,9 +52,11 @@ def float8_bytes(product: Product, rows: float, plan: Plan) -> float:
     return weight * product.inner * product.outer + rows * (outputs * product.outer + inputs * product.inner)
 
 
-def num_products(model: Model, plan: Plan) -> int:
-    """Returns the number of a layer's matmuls in 8 bits."""
-    return len(FLOAT8_PRODUCTS) - len(unfit_products(model, plan.mesh.model))
+def products_in_8_bits(stack: Stack, model: Model, plan: Plan) -> list[str]:
+    """Returns the matmuls of a stack's layer in 8 bits, by the paths of their weights."""
+    names = [f"{w.name}." for part in stack.parts for w in part.weights]
+    every = float8_products(model, plan.mesh.model)
+    return [path for path in every if any(name.startswith(f"{path}.") for name in names)]
 
 
 def with_float8(contract: Contract, anatomy: Anatomy, plan: Plan) -> Contract:
@@ -60,26 +64,26 @@ def with_float8(contract: Contract, anatomy: Anatomy, plan: Plan) -> Contract:
     if plan.fp8 == "none":
         return contract
     lines = _delayed(anatomy, plan) if plan.fp8 == "delayed" else _tensorwise(anatomy, plan)
-    in_16_bits = anatomy.model.lora_rank or unfit_products(anatomy.model, plan.mesh.model)
-    if plan.fp8 == "delayed" and plan.sequence_parallel and not in_16_bits:
-        lines += [each for line in contract.lines for each in _in_8_bits(line, plan)]
-    else:
-        lines += contract.lines
+    lines += [each for line in contract.lines for each in _by_ends(line, plan)]
     if _quantizes_once(anatomy.model, plan):
         lines = [each for line in lines for each in _gathered_in_8_bits(line, plan)]
     return replace(contract, name=f"{contract.name} + FP8 {plan.fp8}", lines=sum_expectations(lines))
 
 
-def _in_8_bits(line: Expectation, plan: Plan) -> list[Expectation]:
-    """Returns a line as it is with 8-bit floats where it gathers sequences for a matmul of a layer."""
-    if line.phase not in LAYER_PHASES or line.kind != "all-gather" or not line.elements.endswith("sequence*hidden"):
+def gathered_types(model: Model, plan: Plan) -> tuple[Dtype, Dtype]:
+    """Returns the types in which sequences are gathered for matmuls of layers, and for those of gradients."""
+    in_16_bits = model.lora_rank or unfit_products(model, plan.mesh.model)
+    if plan.fp8 != "delayed" or not plan.sequence_parallel or in_16_bits:
+        return "compute", "compute"
+    return "float8_e4m3fn", "float8_e5m2" if plan.fp8_format == "hybrid" else "float8_e4m3fn"
+
+
+def _by_ends(line: Expectation, plan: Plan) -> list[Expectation]:
+    """Returns a line as two, if it gathers sequences in 8 bits and some layers are in 16."""
+    if line.phase not in LAYER_PHASES or not line.dtype.startswith("float8") or not any(plan.fp8_ends):
         return [line]
-    is_wide = line.phase == LAYER_BACKWARD and plan.fp8_format == "hybrid"
-    eight = replace(line, dtype="float8_e5m2" if is_wide else "float8_e4m3fn")
-    if not any(plan.fp8_ends):
-        return [eight]
-    unquantized = replace(line, count=f"({line.count})*unquantized_layers/layers")
-    return [replace(eight, count=_of_float8(line.count, plan)), unquantized]
+    unquantized = replace(line, count=f"({line.count})*unquantized_layers/layers", dtype="compute")
+    return [replace(line, count=_of_float8(line.count, plan)), unquantized]
 
 
 def _of_float8(count: str, plan: Plan) -> str:
@@ -106,8 +110,7 @@ def _gathered_in_8_bits(line: Expectation, plan: Plan) -> list[Expectation]:
 
 @cache
 def _counts_in_8_bits(weights: tuple[Weight, ...], model: Model, plan: Plan) -> Counts:
-    fit = [name for name in FLOAT8_PRODUCTS if name not in unfit_products(model, plan.mesh.model)]
-    paths = tuple(f".{name}." for name in fit)
+    paths = tuple(f".{name}." for name in float8_products(model, plan.mesh.model))
     chosen = [w for w in weights if w.name.endswith(".weight") and any(path in f".{w.name}" for path in paths)]
     return counts(chosen, plan.layout(model), plan.mesh)
 
@@ -125,12 +128,18 @@ def layer_bytes(stack: Stack, model: Model, plan: Plan) -> float:
 
 def float8_weight_bytes(anatomy: Anatomy, plan: Plan) -> float:
     """Returns the bytes of the weights in 8 bits that live through the step: this rank's shards of those that ZeRO-3
-    gathers; of others all, less the copies in the compute type that ZeRO-1 and 2 need without."""
-    held = counts_in_8_bits(stage_weights(anatomy, plan), anatomy.model, plan)
-    whole = held.all - held.layer_matrices
+    gathers; of others all, less the copies in the compute type that ZeRO-1 and 2, and unrolled layers, need without."""
+    held, whole_copies = _held_in_8_bits(anatomy, plan), plan.element_bytes if plan.unrolled else 0
+    whole = (1 - whole_copies) * (held.all - held.layer_matrices)
     if plan.zero == 3:
         return whole + held.layer_matrices / plan.zero_degree
     return whole + (1 - plan.element_bytes if plan.zero else 1) * held.layer_matrices
+
+
+def _held_in_8_bits(anatomy: Anatomy, plan: Plan) -> Counts:
+    """Counts the elements on a device of the stacks' matrices that are quantized once a step."""
+    stacked = [weight for weight in stage_weights(anatomy, plan) if weight.names[0] == LAYERS]
+    return counts_in_8_bits(stacked, anatomy.model, plan)
 
 
 def _delayed(anatomy: Anatomy, plan: Plan) -> list[Expectation]:
@@ -147,16 +156,23 @@ def _delayed(anatomy: Anatomy, plan: Plan) -> list[Expectation]:
 
 def _tensorwise(anatomy: Anatomy, plan: Plan) -> list[Expectation]:
     """Returns the maxima over tensor parallel ranks, a number each, of operands that these shard."""
-    fit = set(FLOAT8_PRODUCTS) - set(unfit_products(anatomy.model, plan.mesh.model))
-    columns = len(fit & {"attention.qkv", "mlp.up"})
+    return [line for stack in anatomy.stacks for line in _tensorwise_of(stack, anatomy, plan)]
+
+
+def _tensorwise_of(stack: Stack, anatomy: Anatomy, plan: Plan) -> list[Expectation]:
+    """Returns the lines of `_tensorwise` of one stack."""
+    products = products_in_8_bits(stack, anatomy.model, plan)
+    columns = sum(path.endswith((".qkv", ".up")) for path in products)
     # Weights, and the inputs of row-parallel matmuls; backward, the gradients of column-parallel ones' outputs.
-    operands = len(fit) + len(fit) - columns
+    operands = len(products) + len(products) - columns
     turns = "ticks" if plan.is_staged else "microbatches"
     ahead = f"2*{turns}" if plan.is_staged and plan.recompute == "full" else turns
+    layers = f"{stack.side}layers"
     counts = {
-        LAYER_FORWARD: (f"layers*{ahead}", operands),
-        LAYER_RECOMPUTE: (f"(layers + grouped_layers)*{turns}", operands),  # 8-bit operands are never saved
-        LAYER_BACKWARD: (f"layers*{turns}", columns),
+        LAYER_FORWARD: (f"{layers}*{ahead}", operands),
+        # 8-bit operands are never saved.
+        LAYER_RECOMPUTE: (f"({layers} + {stack.side}grouped_layers)*{turns}", operands),
+        LAYER_BACKWARD: (f"{layers}*{turns}", columns),
     }
     return [
         over_model(
@@ -185,10 +201,10 @@ def float8_symbols(anatomy: Anatomy, plan: Plan) -> dict[str, int]:
     if plan.fp8 != "delayed":
         return ends
     model = anatomy.model
-    layers = sum(layers_of_stage(stack, plan) for stack in anatomy.stacks)
-    exponents = layers * num_products(model, plan) * 2 * EXPONENTS
+    products = sum(layers_of_stage(s, plan) * len(products_in_8_bits(s, model, plan)) for s in anatomy.stacks)
+    exponents = products * 2 * EXPONENTS
     symbols = {"float8_exponents": exponents, "float8_counts": exponents * model.num_heads // plan.mesh.model}
     if _quantizes_once(model, plan):
-        held = counts_in_8_bits(stage_weights(anatomy, plan), model, plan).layer_matrices
+        held = _held_in_8_bits(anatomy, plan).layer_matrices
         symbols["float8_matrices"] = held // plan.chunks if plan.is_staged and plan.zero == 3 else held
     return ends | symbols

@@ -13,7 +13,7 @@ from mtjax.analysis.counts import Counts, largest_part, largest_stack, layer_cou
 from mtjax.analysis.counts import counts as counts_of
 from mtjax.analysis.float8 import float8_state_bytes, float8_weight_bytes, layer_bytes
 from mtjax.analysis.model_states import bytes_per_parameter, gradient_bytes, model_states
-from mtjax.analysis.optimizer import point_bytes, states_on_device, streamed_bytes
+from mtjax.analysis.optimizer import narrow_bytes, point_bytes, states_on_device, streamed_bytes
 from mtjax.analysis.parts.attention import ATTENTION_OUTPUT, PROBABILITIES, QUERY_KEY_VALUE
 from mtjax.analysis.parts.delta_net import DELTA_INPUTS, DELTA_OUTPUT
 from mtjax.analysis.parts.mamba import STATE_SPACE_INPUTS, STATE_SPACE_OUTPUT
@@ -134,7 +134,7 @@ def stage_memory(anatomy: Anatomy, plan: Plan, stage: int = 0) -> Memory:
     if unreduced := _unreduced_gradients(anatomy, plan):
         saved[GRADIENTS_OUTSIDE] = unreduced  # pyright: ignore[reportArgumentType]
     if plan.residuals == "jax" and counts.transposed:
-        saved[TRANSPOSED] = plan.precision.weights * counts.transposed  # pyright: ignore[reportArgumentType]
+        saved[TRANSPOSED] = plan.precision.matrices * counts.transposed  # pyright: ignore[reportArgumentType]
     saved.update(_saved_of_teacher(anatomy, plan))  # pyright: ignore[reportArgumentType]
     copies = _copied_once(counts, trainable, plan) + point_bytes(anatomy, plan, stage)
     if copies := copies + float8_weight_bytes(anatomy, plan):
@@ -154,7 +154,7 @@ def stage_memory(anatomy: Anatomy, plan: Plan, stage: int = 0) -> Memory:
     scales, found = float8_state_bytes(anatomy, plan)
     comes_late = plan.residuals == "jax" and plan.microbatches == 1 and not plan.is_staged
     return Memory(
-        weights=sum(state.weights for state in states) + scales,
+        weights=sum(state.weights for state in states) + scales - narrow_bytes(anatomy, plan, stage),
         gradients=sum(state.gradients for state in states) + found + (0 if plan.is_staged else outside),
         optimizer=states_on_device(anatomy, plan, stage, sum(state.optimizer for state in states)),
         activations=dict(saved),
@@ -203,17 +203,19 @@ def _saved_of_teacher(anatomy: Anatomy, plan: Plan) -> dict[str, float]:
 
 def _copied_once(counts: Counts, trainable: Counts, plan: Plan) -> float:
     """Returns the bytes of copies of parameters that live through the step: those that ZeRO-1 and 2 all-gather, with
-    the layers' matrices in the compute dtype; of unrolled layers all matrices in the compute dtype, with ZeRO-3 this
-    rank's shards of them."""
+    the layers' matrices in the compute dtype, and tables in that of master weights; of unrolled layers all matrices in
+    the compute dtype, with ZeRO-3 this rank's shards of them."""
     gathered = trainable if plan.gathers_per_step else Counts()
     matrices = gathered.layer_matrices + gathered.expert_matrices
-    others = gathered.layer_vectors + gathered.expert_vectors + gathered.outside_matrices + gathered.outside_vectors
+    tables = gathered.outside_matrices
+    others = gathered.layer_vectors + gathered.expert_vectors + gathered.outside_vectors
     if plan.unrolled and plan.zero == 3:
         sharded = counts.layer_matrices + counts.layer_vectors
-        cast = counts.in_layers - sharded + counts.layer_matrices / plan.zero_degree
+        own = counts.layer_matrices / plan.zero_degree if plan.fp8 == "none" else 0.0
+        cast = counts.in_layers - sharded + own
     else:
         cast = counts.in_layers - gathered.layer_vectors if plan.unrolled else matrices
-    return plan.element_bytes * cast + plan.precision.weights * others
+    return plan.element_bytes * cast + plan.precision.weights * others + plan.precision.matrices * tables
 
 
 def _saved_in_flight(anatomy: Anatomy, plan: Plan, stage: int) -> dict[str, float]:

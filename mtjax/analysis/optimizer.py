@@ -14,7 +14,7 @@ from mtjax.analysis.contract import JOINED, OPTIMIZER, Dtype, Expectation, phase
 from mtjax.analysis.counts import stage_weights, zero_axes
 from mtjax.analysis.parts.part import Weight
 from mtjax.config.adapters import is_trainable
-from mtjax.layout.layouts import LAYERS, Layout, sharded_dimension
+from mtjax.layout.layouts import LAYERS, Layout, gathers_in_compute_dtype, sharded_dimension
 from mtjax.layout.mesh import MeshShape
 from mtjax.layout.optimizer_states import ITERATIONS, Matrices, factored_dimensions, kept_arrays, matrices_of
 from mtjax.layout.plan import Plan
@@ -85,6 +85,14 @@ def states_on_device(anatomy: Anatomy, plan: Plan, stage: int, adam: float) -> f
 def host_bytes(anatomy: Anatomy, plan: Plan) -> float:
     """Returns the bytes of offloaded states of a device, each of which a step reads once and writes once."""
     return state_bytes(anatomy, plan) if plan.offloads_optimizer else 0.0
+
+
+def narrow_bytes(anatomy: Anatomy, plan: Plan, stage: int = 0) -> float:
+    """Returns the bytes that a device saves by stored matrices in a type of less than 4 bytes."""
+    if not plan.precision.are_masters or plan.precision.matrices == FLOAT32:
+        return 0.0
+    shards = (shard for shard in _shards_of(anatomy, plan, stage) if gathers_in_compute_dtype(shard.weight.names))
+    return (FLOAT32 - plan.precision.matrices) * sum(math.prod(shard.sizes) for shard in shards)
 
 
 def point_bytes(anatomy: Anatomy, plan: Plan, stage: int = 0) -> float:

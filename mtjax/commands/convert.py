@@ -27,7 +27,8 @@ Source and target are KIND:DIR. Kinds:
   hf        a folder with config.json and *.safetensors, as save_pretrained writes and from_pretrained reads; read
             also: a model on the Hugging Face hub, OWNER/NAME or OWNER/NAME@REVISION, which is downloaded
   mtjax     a run (its newest checkpoint), one of its checkpoints, or a converted folder; written: a converted folder
-  peft      written only: the LoRA adapters of a run of mtjax finetune --lora-rank; other kinds get them merged
+  peft      read: adapters (LoRA) that peft saved, merged into their base model, which adapter_config.json names;
+            written: the adapters of a run of mtjax finetune --lora-rank; other kinds get them merged
   megatron  GPT, Llama, BERT: a folder with latest_checkpointed_iteration.txt, or one of its iterations, in Megatron's
             format torch (mp_rank_*/model_optim_rng.pt) or torch_dist (.metadata and *.distcp)
   torchtitan  read only: Llama, a folder with step-N, or one of these; needs --config, which describes the model
@@ -42,6 +43,7 @@ Examples:
   mtjax convert --from hf:llama --to megatron:ckpt --tensor 8 --transformer-impl local
   mtjax convert --from mtjax:runs/default-1 --to megatron:ckpt --ckpt-format torch_dist
   mtjax convert --from mtjax:runs/chat-1 --to peft:my-adapters
+  mtjax convert --from peft:my-adapters --to hf:merged
   mtjax convert --from megatron:ckpt --to mtjax:runs/continued --with-optimizer
   mtjax convert --from mtjax:runs/continued --to megatron:ckpt-2 --ckpt-format torch_dist --with-optimizer
 

@@ -4,12 +4,18 @@ from collections.abc import Mapping
 
 from mtjax.config.model import Model
 from mtjax.config.run import Config
-from mtjax.config.sizes import GATED, head_dim, mlp_size, num_kv_heads
+from mtjax.config.sizes import GATED, dense_layers, head_dim, mlp_size, num_kv_heads
 from mtjax.config.training import Training
 from mtjax.errors import UserError
 
-FLOAT8_PRODUCTS = ("attention.qkv", "attention.output", "mlp.up", "mlp.down")
-"""Products of a layer that run in 8 bits; attention's own, embedding and head do not."""
+ATTENTION, LATENT, MLP, SHARED = (
+    ("attention.qkv", "attention.output"),
+    ("attention.key_value_down", "attention.key_value_up", "attention.output"),
+    ("mlp.up", "mlp.down"),
+    ("experts.shared.up", "experts.shared.down"),
+)
+"""Products of layers that run in 8 bits, by the paths of their weights. Others do not: attention's own, routers', the
+grouped ones of experts, embedding and head."""
 STATE = "rule"
 """Name of the scales of a product among a training step's parameters, beside its weight; they are not weights."""
 ENDS = ("fp8_bf16_first_layers", "fp8_bf16_last_layers")
@@ -18,6 +24,8 @@ FLOAT8_SETTINGS = ("fp8_format", "fp8_amax_history", *ENDS)
 """Settings that nothing reads without `fp8`."""
 UNQUANTIZED = "unquantized"
 """Scope of these layers in a compiled program."""
+PREDICTION = "prediction"
+"""Scope of layers of multi-token prediction, none of which is in 8 bits."""
 EXPONENTS = 96
 """Powers of two that a scale may be."""
 MULTIPLE = 16
@@ -56,6 +64,11 @@ def _check_ends(config: Config) -> None:
                 f"{ENDS[0]} {training.fp8_bf16_first_layers} and {ENDS[1]} {training.fp8_bf16_last_layers} leave none "
                 f"of the {layers} layers in 8 bits: decrease one of them, or remove fp8"
             )
+        if config.model.num_experts and dense_layers(config.model):
+            raise UserError(
+                f"{typed} does not support dense layers beside layers with experts, which run in loops of their own: "
+                f"remove {name}"
+            )
         if config.model.lora_rank:
             raise UserError(f"{typed} does not support LoRA, and lora_rank is {config.model.lora_rank}: remove {name}")
         if training.recompute == "full" and training.recompute_method == "block":
@@ -70,7 +83,6 @@ def _check_ends(config: Config) -> None:
 def _unsupported(config: Config) -> Mapping[str, str]:
     """Returns what the config has that 8-bit training does not support, each with what to do."""
     model, training = config.model, config.training
-    remove = "remove one of the two"
     found = {
         "compute_dtype float16": (training.compute_dtype == "float16", "use bfloat16"),
         f"the family {model.family}": (model.family not in ("gpt", "llama"), "remove fp8"),
@@ -78,12 +90,14 @@ def _unsupported(config: Config) -> Mapping[str, str]:
             model.lora_rank > 0 and training.fp8 != "delayed",
             "use --fp8 delayed, which keeps the scales of frozen weights",
         ),
-        "a teacher": (config.finetuning.teacher is not None, remove),
-        f"experts, and num_experts is {model.num_experts}": (model.num_experts > 0, remove),
-        f"latent attention, and kv_lora_rank is {model.kv_lora_rank}": (model.kv_lora_rank > 0, "remove fp8"),
-        f"multi-token prediction, and mtp_num_layers is {model.mtp_num_layers}": (model.mtp_num_layers > 0, remove),
-        f"the optimizer {config.optimizer.optimizer}": (config.optimizer.optimizer != "adamw", "use adamw"),
-        "offload optimizer": (config.parallel.offload != "none", remove),
+        f"LoRA of experts, and num_experts is {model.num_experts}": (
+            model.lora_rank > 0 and model.num_experts > 0,
+            "remove fp8",
+        ),
+        f"LoRA of latent attention, and kv_lora_rank is {model.kv_lora_rank}": (
+            model.lora_rank > 0 and model.kv_lora_rank > 0,
+            "remove fp8",
+        ),
     }
     return {name: instead for name, (holds, instead) in found.items() if holds}
 
@@ -97,17 +111,51 @@ def quantizes_once(fp8: str, ends: tuple[int, int], lora_rank: int) -> bool:
 
 
 def float8_sizes(model: Model, tensor_degree: int) -> dict[str, tuple[int, int]]:
-    """Returns the sizes (inputs, outputs) of a rank's matrix in each of `FLOAT8_PRODUCTS`."""
-    hidden, heads, mlp = model.hidden_size, model.num_heads // tensor_degree, mlp_size(model) // tensor_degree
+    """Returns the sizes (inputs, outputs) of a rank's matrix in each product of layers that may run in 8 bits."""
+    hidden = model.hidden_size
+    sizes = (_latent_sizes if model.kv_lora_rank else _attention_sizes)(model, model.num_heads // tensor_degree)
+    has_dense = not model.num_experts or bool(dense_layers(model))
+    for names, width in ((MLP, mlp_size(model) if has_dense else 0), (SHARED, model.shared_expert_size)):
+        inner = width // tensor_degree
+        up = 2 * inner if model.activation in GATED else inner
+        sizes |= dict(zip(names, ((hidden, up), (inner, hidden)), strict=True)) if width else {}
+    return sizes
+
+
+def _attention_sizes(model: Model, heads: int) -> dict[str, tuple[int, int]]:
+    """Returns the sizes of attention's matrices for so many heads."""
     # Ranks that share a key head have a copy each.
-    keys = max(num_kv_heads(model) // tensor_degree, 1)
+    keys = max(num_kv_heads(model) * heads // model.num_heads, 1)
     columns = (heads + 2 * keys) * head_dim(model)
-    up = 2 * mlp if model.activation in GATED else mlp
-    sizes = ((hidden, columns), (heads * head_dim(model), hidden), (hidden, up), (mlp, hidden))
-    return dict(zip(FLOAT8_PRODUCTS, sizes, strict=True))
+    return dict(
+        zip(ATTENTION, ((model.hidden_size, columns), (heads * head_dim(model), model.hidden_size)), strict=True)
+    )
+
+
+def _latent_sizes(model: Model, heads: int) -> dict[str, tuple[int, int]]:
+    """Returns the sizes of latent attention's matrices for so many heads; those to the latents are replicated."""
+    hidden, latent, query = model.hidden_size, model.kv_lora_rank, heads * head_dim(model)
+    of_values = (
+        (hidden, latent + model.qk_rope_head_dim),
+        (latent, heads * (model.qk_nope_head_dim + model.v_head_dim)),
+        (heads * model.v_head_dim, hidden),
+    )
+    queries = {"attention.query": (hidden, query)}
+    if model.q_lora_rank:
+        queries = {
+            "attention.query_down": (hidden, model.q_lora_rank),
+            "attention.query_up": (model.q_lora_rank, query),
+        }
+    return queries | dict(zip(LATENT, of_values, strict=True))
 
 
 def unfit_products(model: Model, tensor_degree: int) -> dict[str, tuple[int, int]]:
     """Returns those of `float8_sizes` that are not multiples of 16: these products remain in the compute type."""
     sizes = float8_sizes(model, tensor_degree)
     return {name: size for name, size in sizes.items() if any(n % MULTIPLE for n in size)}
+
+
+def float8_products(model: Model, tensor_degree: int) -> tuple[str, ...]:
+    """Returns the products of layers that run in 8 bits, by the paths of their weights in a layer that has them."""
+    left = unfit_products(model, tensor_degree)
+    return tuple(name for name in float8_sizes(model, tensor_degree) if name not in left)

@@ -45,6 +45,10 @@ class Optimizer:
     adam_nu_dtype: Literal["float32", "bfloat16"] = "float32"
     """optimizer adamw: type in which the moving average of squared gradients is stored between steps; bfloat16 is
     rounded stochastically, as changes below half of its precision would be lost otherwise."""
+    master_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type in which the trained matrices and tables are stored between steps (Megatron's --main-params-dtype); bfloat16
+    is rounded stochastically, as updates below half of its precision would be lost otherwise. Vectors and routers stay
+    in float32."""
     muon_momentum: float = share(0.95)
     """optimizer muon: decay rate of the momentum of matrices (Megatron's --muon-momentum)."""
     sgd_momentum: float = share(0.9)

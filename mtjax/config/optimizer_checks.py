@@ -28,6 +28,7 @@ def check_optimizer(config: Config) -> None:
                 f"{name} {getattr(options, name)} is for optimizer adamw, and optimizer is {options.optimizer}, whose "
                 f"states are float32: remove {name}"
             )
+    check_master_dtype(config)
     check_offload(config)
     if options.optimizer != "schedule-free":
         return
@@ -40,6 +41,27 @@ def check_optimizer(config: Config) -> None:
         raise UserError(
             f"optimizer schedule-free has one learning rate for all layers, and layer_decay is "
             f"{config.finetuning.layer_decay:g}: set layer_decay 1, or optimizer adamw"
+        )
+
+
+def check_master_dtype(config: Config) -> None:
+    """Checks that master weights can be stored in the type that is set.
+
+    Raises:
+      UserError: they can not.
+    """
+    kind = config.optimizer.master_dtype
+    if kind == "float32":
+        return
+    if config.training.compute_dtype != kind:
+        raise UserError(
+            f"master_dtype {kind} stores weights in the type in which products read them, and compute_dtype is "
+            f"{config.training.compute_dtype}: set compute_dtype {kind}, or master_dtype float32"
+        )
+    if config.optimizer.optimizer == "schedule-free":
+        raise UserError(
+            f"optimizer schedule-free stores an average of weights whose changes become smaller with every step, and "
+            f"master_dtype is {kind}: set master_dtype float32"
         )
 
 

@@ -68,8 +68,8 @@ class Training:
     """Full recompute: offload the saved layer inputs to host memory until the backward pass (GPUs only)."""
     unroll_layers: bool | None = None
     """Compile each layer separately instead of one loop (scan) over layers, so that saved activations are not copied
-    into stacked arrays: steps are faster, and compiling takes a minute or two. When not given: on GPUs with recompute
-    none or selective, without stages and experts, unless a loop prefetches over links between servers."""
+    into stacked arrays: steps are faster, and compiling takes a minute or two. When not given: on GPUs, without
+    recompute in groups, stages, experts and fp8, unless a loop prefetches over links between servers."""
     loss_chunk: int = at_least(1, 1024)
     """Number of tokens whose logits are computed at a time."""
     deterministic: bool = False
@@ -81,5 +81,5 @@ class Training:
     seed: int = at_least(0, 1234, most=2**32 - 1)
     """Random seed of initialization, dropout and the order of samples."""
     init_from: Path | None = None
-    """Initialize the model from the weights in this folder (of a run, or written by mtjax convert), or in hf:DIR or
-    megatron:DIR, instead of randomly; the run starts at step 0."""
+    """Initialize the model from the weights in this folder (of a run, or written by mtjax convert), or in hf:DIR,
+    megatron:DIR or peft:DIR (adapters, merged into their base model), instead of randomly; the run starts at step 0."""

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,6 +18,7 @@ from mtjax.convert.parameters import Parameter, parameters_of
 from mtjax.convert.safetensors_files import DTYPES, LARGEST_FILE, SafetensorsReader, SafetensorsWriter
 from mtjax.convert.stream import Origin, carry_files, check_folder, config_of, looks_like, rows_of, understood
 from mtjax.convert.table import Table, name_of
+from mtjax.data.tokens.folder import GENERATION_CONFIG
 from mtjax.data.tokens.special_tokens import added_tokens, named_token
 from mtjax.data.tokens.tokenizer import Tokenizer, open_tokenizer
 from mtjax.errors import UserError, parse_json_object
@@ -53,14 +54,21 @@ class HuggingFaceSource:
           UserError: it is not such a folder, mtjax does not support the model, or tensors are missing, unexpected or of
             another shape (lists all of them).
         """
-        raw, family, tensors, config, notes = describe(folder, vocab_multiple)
+        self._open(folder, describe(folder, vocab_multiple), folder)
+
+    def _open(self, folder: Path, described: "Described", files: Path) -> None:
+        """Checks the tensors of a folder; `files` is the folder with the tokenizer."""
+        raw, family, tensors, config, notes = described
         self.parameters: Mapping[str, Parameter] = parameters_of(config)
         selection = family.table_of(config.model).select(self.parameters)
         self._weights = NamedWeights(selection, tensors, config, rows_of(config.model), str(folder))
         fresh = self._weights.fresh_modules
         if fresh:
             notes += (f"not in {folder}, and therefore randomly initialized: {', '.join(fresh)}",)
-        self.origin = Origin(config, tensors.dtype, folder, raw, notes, self._weights.fresh)
+        self.origin = Origin(
+            config, tensors.dtype, files, raw, notes, self._weights.fresh, generation=folder / GENERATION_CONFIG
+        )
+        self.weight_files = (folder / "config.json", *sorted(folder.glob("*.safetensors")))
 
     def slices(self, parameter: Parameter) -> Iterator[np.ndarray]:
         """Yields the parameter layer by layer, in the files' dtype."""
@@ -83,21 +91,31 @@ class Described(NamedTuple):
     raw: dict[str, Any]
     """Its config.json."""
     family: Family
-    tensors: "_Renamed"
+    tensors: "FolderTensors"
     config: Config
     notes: tuple[str, ...]
     """Notes for the user."""
 
 
-def describe(folder: Path, vocab_multiple: int | None = None) -> Described:
+def describe(
+    folder: Path,
+    vocab_multiple: int | None = None,
+    tensors_of: "Callable[[SafetensorsReader, Family], FolderTensors] | None" = None,
+) -> Described:
     """Reads the config.json of a folder, and the names and shapes of its tensors.
+
+    Args:
+      folder: the folder.
+      vocab_multiple: the vocabulary is padded to a multiple of it.
+      tensors_of: makes the tensors that are read from those of the files; the same when None.
 
     Raises:
       UserError: it is not such a folder, or mtjax does not support the model.
     """
     raw, source = read_config(folder), str(folder / "config.json")
     family = family_of_config(raw, source)
-    tensors = _Renamed(SafetensorsReader(folder), family.table)
+    reader = SafetensorsReader(folder)
+    tensors = tensors_of(reader, family) if tensors_of else FolderTensors(reader, family.table)
     with understood(source):
         settings = family.model_settings(raw, frozenset(tensors.shapes), source)
     if vocab_multiple:
@@ -116,7 +134,7 @@ def describe(folder: Path, vocab_multiple: int | None = None) -> Described:
     return Described(raw, family, tensors, config, notes)
 
 
-class _Renamed:
+class FolderTensors:
     """A folder's tensors by the names in the tables: adds the prefix of a bare model, and replaces old names."""
 
     ranks = 1
@@ -227,7 +245,7 @@ class HuggingFaceSink:
     def close(self) -> None:
         """Writes config.json and the tokenizer."""
         self._writer.close()
-        names = carry_files(self._origin.files, self._folder)
+        names = carry_files(self._origin, self._folder)
         tokenizer = open_tokenizer(str(self._folder / "tokenizer.json")) if "tokenizer.json" in names else None
         if tokenizer is not None and "tokenizer_config.json" not in names:
             text = json.dumps(tokenizer_config(tokenizer), indent=2)
@@ -238,7 +256,7 @@ class HuggingFaceSink:
             # Of another type of model, only the ids of special tokens have the same meaning.
             original = special_ids(original) or self._special_ids(tokenizer)
         # transformers 5 writes dtype, 4 torch_dtype: keep only the latter, which both read.
-        dropped = {"dtype", *QUANTIZED, *self._family.keys}
+        dropped = {"dtype", *QUANTIZED, *self._family.keys, *self._family.aliases}
         config = {k: v for k, v in original.items() if k not in dropped} | self._family.config_json(model)
         config |= {"torch_dtype": self._dtype} | (self._packed.config_json() if self._packed else {})
         if model.head != "language" and is_decoder(model):

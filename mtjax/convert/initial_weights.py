@@ -1,4 +1,4 @@
-"""Initial weights of a run in another format, `--init-from hf:DIR` or `megatron:DIR`: read onto the run's mesh."""
+"""Initial weights in another format, `--init-from hf:DIR`, `megatron:DIR` or `peft:DIR`, read onto a mesh."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -8,11 +8,13 @@ from typing import Any
 
 from mtjax.config.model_identity import differences
 from mtjax.convert.saved_model import SavedModel
+from mtjax.convert.weights_path import ADAPTERS
+from mtjax.data.tokens.folder import GENERATION_CONFIG
 from mtjax.errors import UserError
-from mtjax.train.folder.tokenizer import files_of_weights
+from mtjax.train.folder.tokenizer import files_of_weights, read_files
 from mtjax.train.step import TrainStep
 
-KINDS = ("hf", "megatron")
+KINDS = ("hf", "megatron", ADAPTERS)
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,8 @@ class ForeignWeights:
     def files(self) -> Mapping[str, bytes]:
         """The files beside them that the run's folder keeps, by name."""
         origin = self.saved.source.origin
-        return files_of_weights(origin.files, origin.hugging_face, vocabulary=False)
+        files = files_of_weights(origin.files, origin.hugging_face, vocabulary=False)
+        return read_files(origin.generation_config.parent, (GENERATION_CONFIG,)) | files
 
     def check(self, program: TrainStep) -> None:
         """Checks that they are of a program's model; the padding of the vocabulary may differ.

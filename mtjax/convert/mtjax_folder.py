@@ -82,7 +82,7 @@ class MtjaxSource:
             yield (weight + update).astype(np.float32)
 
     def saved(self, parameter: Parameter, prefix: str = PREFIX) -> Iterator[np.ndarray]:
-        """Yields the parameter layer by layer as it was saved, float32, and verifies its fingerprint at the end.
+        """Yields the parameter layer by layer, float32, and verifies the fingerprint of what was saved at the end.
 
         `prefix` is another one for the optimizer's state.
 
@@ -93,13 +93,15 @@ class MtjaxSource:
         for block in self._blocks(parameter, prefix):
             fingerprint += fingerprint_of_slice(block, offset)
             offset += block.size
-            for array in [block] if parameter.num_layers is None else block:
+            wide = np.asarray(block, np.float32)
+            for array in [wide] if parameter.num_layers is None else wide:
                 yield with_vocab(array, parameter, rows_of(self.origin.config.model))
         if fingerprint % 2**32 != self.weights.metadata["fingerprints"][f"{prefix}.{parameter.name}"]:
             raise UserError(f"{self.weights.folder} is corrupted: {parameter.name} differs from what was saved")
 
     def _blocks(self, parameter: Parameter, prefix: str) -> Iterator[np.ndarray]:
-        """Yields a stacked parameter in blocks of as many layers as a chunk of the file contains."""
+        """Yields a stacked parameter in blocks of as many layers as a chunk of the file contains, in the type in which
+        it was saved."""
         store = self.weights.open(parameter.name, prefix)
         if store.shape != parameter.stacked_shape:
             raise UserError(
@@ -107,12 +109,12 @@ class MtjaxSource:
             )
         try:
             if parameter.num_layers is None:
-                yield np.asarray(store.read().result(), np.float32)
+                yield np.asarray(store.read().result())
                 return
             shape: Any = store.chunk_layout.read_chunk.shape
             layers = int(shape[0] or 1)  # 1 if layers are stored in another order
             for first in range(0, parameter.num_layers, layers):
-                yield np.asarray(store[first : first + layers].read().result(), np.float32)
+                yield np.asarray(store[first : first + layers].read().result())
         except ValueError as e:
             raise UserError(f"{self.weights.folder} is corrupted: {parameter.name} can't be read: {e}") from e
 

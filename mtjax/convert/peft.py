@@ -15,10 +15,14 @@ from mtjax.convert.mtjax_folder import MtjaxSource
 from mtjax.convert.parameters import Parameter
 from mtjax.convert.stream import Source
 from mtjax.convert.table import Tensor, name_of
+from mtjax.convert.weights_path import ADAPTER_CONFIG
 from mtjax.errors import UserError, require
 
 PREFIX = "base_model.model."
 """Prefix of peft's names of tensors."""
+TENSORS = "adapter_model.safetensors"
+IS_TRANSPOSED = ("gpt2", "openai-gpt")
+"""Types whose matrices are [inputs, outputs]: transformers' Conv1D."""
 
 
 def write_adapters(source: Source, folder: Path) -> int:
@@ -44,7 +48,7 @@ def write_adapters(source: Source, folder: Path) -> int:
     family = family_of_model(source.origin.config.model, source.origin.hugging_face.get("model_type"))
     _check_matrices(source)
     selection = family.table_of(model).select(source.parameters)
-    is_transposed = family.model_type == "gpt2"  # transformers' Conv1D stores [inputs, outputs]
+    is_transposed = family.model_type in IS_TRANSPOSED
     tensors: dict[str, np.ndarray] = {}
     ranks: dict[str, int] = {}
     for weight, row in selection.rows:
@@ -60,8 +64,8 @@ def write_adapters(source: Source, folder: Path) -> int:
                 name = name_of(tensor, layer).removesuffix(".weight")
                 tensors |= {f"{PREFIX}{name}.lora_A.weight": down, f"{PREFIX}{name}.lora_B.weight": up}
                 ranks[name.rpartition(".")[2] if not is_transposed else re.sub(r".*\.\d+\.", "", name)] = len(down)
-    (folder / "adapter_config.json").write_text(json.dumps(_config(source, ranks, is_transposed), indent=2) + "\n")
-    require("safetensors.numpy", "convert").save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(_config(source, ranks, is_transposed), indent=2) + "\n")
+    require("safetensors.numpy", "convert").save_file(tensors, folder / TENSORS, {"format": "pt"})
     return sum(array.size for array in tensors.values())
 
 

@@ -16,7 +16,7 @@ from mtjax.convert.megatron_formats import (
 from mtjax.convert.stream import check_folder
 from mtjax.convert.torch_dist_files import METADATA_FILE, DistributedCheckpoint
 from mtjax.convert.torchtitan import is_torchtitan
-from mtjax.convert.weights_path import KINDS, parse_weights_path
+from mtjax.convert.weights_path import ADAPTER_CONFIG, ADAPTERS, KINDS, parse_weights_path
 from mtjax.errors import UserError
 
 PAGE = Path("page") / "metadata"
@@ -75,7 +75,7 @@ def recognized(folder: Path) -> Recognized:
       UserError: there is no such folder, or its content is not known.
     """
     check_folder(folder)
-    for look in (_mtjax, _megatron, _torchtitan_steps, _hugging_face, _orbax):
+    for look in (_mtjax, _megatron, _torchtitan_steps, _peft, _hugging_face, _orbax):
         if found := look(folder):
             return found
     raise UserError(
@@ -134,6 +134,12 @@ def _torchtitan_steps(folder: Path) -> Recognized | None:
     found = _megatron(newest)
     assert found is not None  # it has .metadata
     return Recognized(folder, newest, found.kind, found.what, max(numbered))
+
+
+def _peft(folder: Path) -> Recognized | None:
+    if not (folder / ADAPTER_CONFIG).is_file() or any(folder.glob("model*.safetensors")):
+        return None
+    return Recognized(folder, folder, ADAPTERS, "a folder of peft, with adapters of a model of Hugging Face")
 
 
 def _hugging_face(folder: Path) -> Recognized | None:

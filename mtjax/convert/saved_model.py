@@ -20,10 +20,11 @@ from mtjax.convert import hugging_face, megatron
 from mtjax.convert.hugging_face import HuggingFaceSource
 from mtjax.convert.megatron import MegatronSource
 from mtjax.convert.mtjax_folder import MtjaxSource, without_adapters
+from mtjax.convert.peft_source import PeftSource, describe_adapted
 from mtjax.convert.stream import Source, download_command, looks_like, may_be_on_hub
 from mtjax.convert.table import with_vocab
 from mtjax.convert.torchtitan import TorchtitanSource
-from mtjax.convert.weights_path import parse_weights
+from mtjax.convert.weights_path import ADAPTERS, parse_weights
 from mtjax.data.progress import ProgressLine
 from mtjax.data.tokens.tokenizer import Tokenizer, open_tokenizer
 from mtjax.errors import UserError
@@ -108,6 +109,8 @@ def model_of(text: str, option: str, hints: Hints = NO_HINTS) -> Model:
     kind, folder = parse_named(text, option)
     if kind == "hf":
         return hugging_face.describe(folder, hints.vocab_multiple).config.model
+    if kind == ADAPTERS:
+        return describe_adapted(folder, hints.vocab_multiple)[1].config.model
     if kind == "megatron":
         return megatron.describe(folder, hints.vocab_size, hints.vocab_multiple, hints.config)[-1].model
     if kind == "torchtitan":
@@ -146,6 +149,8 @@ def open_source(kind: str, folder: Path, hints: Hints = NO_HINTS) -> Source:
     """
     if kind == "hf":
         return HuggingFaceSource(folder, hints.vocab_multiple)
+    if kind == ADAPTERS:
+        return PeftSource(folder, hints.vocab_multiple)
     if kind == "megatron":
         return MegatronSource(folder, hints.vocab_size, hints.vocab_multiple, hints.config)
     if kind == "torchtitan":
@@ -206,8 +211,8 @@ class SavedModel:
         if isinstance(self.source, MtjaxSource):
             facts: list[Any] = sorted(self.source.weights.metadata["fingerprints"].items())
         else:
-            stats = {path: path.stat() for path in self._files()}
-            facts = [(str(p.relative_to(self.folder)), s.st_size, s.st_mtime_ns) for p, s in stats.items()]
+            stats = [(name, path.stat()) for name, path in self._files()]
+            facts = [(name, s.st_size, s.st_mtime_ns) for name, s in stats]
         return hashlib.sha256(repr(facts).encode()).hexdigest()
 
     @property
@@ -216,17 +221,18 @@ class SavedModel:
         if isinstance(self.source, MtjaxSource):
             return self.identity
         hashed = hashlib.sha256()
-        for path in self._files():
-            hashed.update(str(path.relative_to(self.folder)).encode())
+        for name, path in self._files():
+            hashed.update(name.encode())
             with path.open("rb") as file:
                 hashed.update(hashlib.file_digest(file, "sha256").digest())
         return hashed.hexdigest()
 
-    def _files(self) -> list[Path]:
+    def _files(self) -> list[tuple[str, Path]]:
+        """Returns the files with the weights, and their names within the folder."""
         # A Hugging Face folder may contain unrelated files that change, such as the output of this command.
-        is_hf = isinstance(self.source, HuggingFaceSource)
-        patterns = ("config.json", "*.safetensors") if is_hf else ("**/*",)
-        return sorted({path for pattern in patterns for path in self.folder.glob(pattern) if path.is_file()})
+        if isinstance(self.source, HuggingFaceSource):
+            return [(path.name, path) for path in self.source.weight_files if path.is_file()]
+        return [(str(p.relative_to(self.folder)), p) for p in sorted(self.folder.glob("**/*")) if p.is_file()]
 
     def quantized(self, storage: Storage) -> "list[SavedModel]":
         """Returns scales, and perhaps zero points, with which the matrices were quantized, each as a model.

@@ -16,7 +16,7 @@ from mtjax.config.place import MEGATRON_TRACKER
 from mtjax.convert.parameters import Parameter
 from mtjax.data.progress import ProgressLine
 from mtjax.data.tokens.end_file import TOKENIZER_JSON
-from mtjax.data.tokens.folder import tokenizer_files, tokenizer_of, tokenizer_of_run
+from mtjax.data.tokens.folder import GENERATION_CONFIG, tokenizer_files, tokenizer_of, tokenizer_of_run
 from mtjax.data.tokens.tokenizer import Tokenizer, open_tokenizer
 from mtjax.errors import UserError
 
@@ -39,6 +39,14 @@ class Origin:
     """Parameters that the files don't have, and that are initialized randomly."""
     is_run: bool = False
     """Whether the tokenizer's files are in a run's folder (`tokenizer_of_run`)."""
+    generation: Path | None = None
+    """A generation_config.json for `files` without one: that of the model below adapters."""
+
+    @property
+    def generation_config(self) -> Path:
+        """Path of the generation_config.json, which may not exist."""
+        own = self.files / GENERATION_CONFIG
+        return self.generation if self.generation and not own.is_file() else own
 
     @property
     def tokenizer(self) -> str | None:
@@ -109,13 +117,15 @@ def new_folder(target: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def carry_files(source: Path, target: Path) -> list[str]:
+def carry_files(origin: Origin, target: Path) -> list[str]:
     """Copies the tokenizer's files; returns their names."""
-    names = tokenizer_files(source)
-    for name in names:
+    paths = {name: origin.files / name for name in tokenizer_files(origin.files)}
+    if origin.generation_config.is_file():
+        paths[GENERATION_CONFIG] = origin.generation_config
+    for name, path in paths.items():
         (target / name).parent.mkdir(exist_ok=True)
-        shutil.copyfile(source / name, target / name)
-    return names
+        shutil.copyfile(path, target / name)
+    return list(paths)
 
 
 def carry_tokenizer(origin: Origin, target: Path) -> list[str]:
@@ -127,7 +137,7 @@ def carry_tokenizer(origin: Origin, target: Path) -> list[str]:
     Raises:
       UserError: mtjax can't read the tokenizer.
     """
-    names = carry_files(origin.files, target)
+    names = carry_files(origin, target)
     if tokenizer := tokenizer_to_write(origin):
         tokenizer.save(target)
         names.append(TOKENIZER_JSON)
@@ -179,6 +189,7 @@ def looks_like(folder: Path) -> str:
     """Returns the end of a message, "; it looks like KIND:DIR", for a folder of another kind; "" for an unknown one."""
     signs = {
         "hf": ("config.json",),
+        "peft": ("adapter_config.json",),
         "mtjax": ("weights/page", "checkpoints", "page"),
         "megatron": ("mp_rank_*", "*.distcp", MEGATRON_TRACKER),
     }

@@ -7,13 +7,14 @@ from mtjax.errors import UserError, nearest
 
 READ = ("torchtitan",)
 """Kinds that can be read, and not written."""
-KINDS = ("hf", "mtjax", "megatron", *READ)
+ADAPTER_CONFIG = "adapter_config.json"
 ADAPTERS = "peft"
-"""A kind that can be written, and not read."""
+"""Low-rank adapters; read together with the weights below them, and written alone."""
+KINDS = ("hf", "mtjax", "megatron", ADAPTERS, *READ)
 
 
 def parse_weights_path(text: str, *, is_target: bool = False) -> tuple[str, Path]:
-    """Parses "hf:DIR" to ("hf", Path("DIR")); a target may also be "peft:DIR".
+    """Parses "hf:DIR" to ("hf", Path("DIR")).
 
     The DIR of a source of kind hf may be a model on the hub, `owner/name[@revision]`, which is downloaded.
 
@@ -22,16 +23,14 @@ def parse_weights_path(text: str, *, is_target: bool = False) -> tuple[str, Path
     """
     kind, colon, folder = text.partition(":")
     if not colon or not folder:
-        named = [kind for kind in KINDS if not is_target or kind not in READ]
+        named = [kind for kind in KINDS if kind != ADAPTERS and not (is_target and kind in READ)]
         raise UserError(f"{text!r} is not KIND:DIR; use {' or '.join(f'{kind}:{text}' for kind in named)}")
-    if kind == ADAPTERS and is_target:
-        return kind, Path(folder).expanduser()
     if kind not in KINDS:
         raise UserError(f"unknown kind of weights {kind!r}{nearest(kind, KINDS)}; the kinds are {', '.join(KINDS)}")
     if is_target and kind in READ:
         raise UserError(f"{kind} can be read, and not written: write {' or '.join(k for k in KINDS if k not in READ)}")
     path = Path(folder).expanduser()
-    return kind, local_folder(path) if kind == "hf" and not is_target else path
+    return kind, local_folder(path) if kind in ("hf", ADAPTERS) and not is_target else path
 
 
 def parse_weights(text: str) -> tuple[str, Path]:

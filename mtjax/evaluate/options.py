@@ -19,7 +19,8 @@ Tasks:
 
 --harness runs tasks of EleutherAI's lm-eval instead (requires the extra evaluate).
 
-Weights are a run (its newest checkpoint), one of its checkpoints, a converted folder, hf:DIR or megatron:DIR.
+Weights are a run (its newest checkpoint), one of its checkpoints, a converted folder, hf:DIR,
+megatron:DIR, or peft:DIR (adapters).
 
 Examples:
   mtjax evaluate --task wikitext103 --data wiki.test.tokens --from runs/gpt2-1.2b-1 --overlap 32
@@ -40,7 +41,7 @@ class Options:
     """The options of `mtjax evaluate`."""
 
     source: Annotated[str, tyro.conf.arg(name="from", metavar="WEIGHTS")]
-    """The model: RUN, hf:DIR or megatron:DIR."""
+    """The model: RUN, hf:DIR, megatron:DIR or peft:DIR."""
     task: Literal["wikitext103", "lambada", "perplexity", "continuations"] | None = None
     """The task."""
     data: Path | None = None

@@ -16,7 +16,8 @@ from mtjax.generate.request import Sampling
 DESCRIPTION = """Generates text with a trained model: GPT and Llama continue a prompt, T5 answers it, BERT fills [MASK].
 
 Weights come from a run (its newest checkpoint), one of its checkpoints or a converted folder; hf:DIR is a Hugging Face
-folder, megatron:DIR a Megatron-LM checkpoint. The mesh may differ from the one the model was trained on.
+folder, peft:DIR one with adapters of peft, which names its base model, and megatron:DIR a Megatron-LM checkpoint. The
+mesh may differ from the one the model was trained on.
 
 Examples:
   mtjax generate --from runs/default-1 "The function returns"

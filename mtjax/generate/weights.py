@@ -12,7 +12,6 @@ from mtjax.config import Config, Parallel
 from mtjax.config.storage import PLAIN, Storage
 from mtjax.convert.saved_model import Hints, SavedModel, vocab_multiple_for, without_training
 from mtjax.data.samples.t5 import t5_ids
-from mtjax.data.tokens.folder import GENERATION_CONFIG
 from mtjax.data.tokens.pretrained_settings import read_object
 from mtjax.data.tokens.tokenizer import Tokenizer
 from mtjax.errors import UserError
@@ -90,7 +89,7 @@ def load_model(
     """Loads the weights that `DIR` or `KIND:DIR` names onto a mesh.
 
     Args:
-      source: a folder of `mtjax train` or `mtjax convert`, a checkpoint, hf:DIR or megatron:DIR.
+      source: a folder of `mtjax train` or `mtjax convert`, a checkpoint, hf:DIR, megatron:DIR or peft:DIR.
       mesh: DATAxMODEL.
       dtype: dtype of matrices and activations; if None, bfloat16 on GPUs and float32 on CPUs.
       tokenizer: a tokenizer in the form of `--tokenizer`; if None, the one that comes with the weights.
@@ -166,7 +165,7 @@ def start_id_of(saved: SavedModel, tokenizer: Tokenizer) -> int:
 
 def _settings(saved: SavedModel) -> list[Mapping[str, Any]]:
     origin = saved.source.origin
-    return [origin.hugging_face, read_object(origin.files / GENERATION_CONFIG)]
+    return [origin.hugging_face, read_object(origin.generation_config)]
 
 
 def special_id(tokenizer: Tokenizer, name: str) -> int:

@@ -196,11 +196,14 @@ def _claim(entries: list[Entry], required: Requirement, landmarks: Landmarks, is
     compares_dtypes = is_gpu or required.line.kind in SUMS
     if required.line.pooled and compares_dtypes:
         same_dtype = [e for e in fitting if e.dtype == required.dtype]
+        arrays = [e for e in fitting if e.array.elements > 1]
         others = any(e.array.bytes > SMALL_BYTES for e in fitting if e.dtype != required.dtype)
         # XLA: not all conversions to float32 in CPU programs can be recognised.
         unsure = not is_gpu and required.dtype == NARROW
-        enough = not unsure or sum(e.array.elements * e.left for e in same_dtype) >= required.min_elements
-        if enough and (not others or any(e.array.elements > 1 for e in same_dtype)):
+        enough = not unsure or _elements(same_dtype) >= required.min_elements
+        if unsure and _elements(arrays) <= required.total:
+            fitting = arrays  # all of them together are what the line asks for
+        elif enough and (not others or any(e.array.elements > 1 for e in same_dtype)):
             fitting = same_dtype  # those of other dtypes are left for other lines
     claimed = _pool(fitting) if required.line.pooled else _match(fitting, required)
     found = sum(n for _, n in claimed)
@@ -219,6 +222,11 @@ def _claim(entries: list[Entry], required: Requirement, landmarks: Landmarks, is
         return Line(required, found, found * required.elements, "missing", (_missing_note(required, found),))
     status = "differs" if wrong else "holds"
     return Line(required, found, found * required.elements, status, tuple(wrong or notes))
+
+
+def _elements(entries: Sequence[Entry]) -> int:
+    """Returns the elements that are left in entries."""
+    return sum(entry.array.elements * entry.left for entry in entries)
 
 
 def _is_integer(dtype: str) -> bool:

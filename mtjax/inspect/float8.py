@@ -6,11 +6,14 @@ from dataclasses import dataclass
 
 from mtjax.analysis.contract import LAYER_FORWARD, LAYER_PHASES
 from mtjax.config.adapters import ADAPTER
-from mtjax.config.float8 import UNQUANTIZED, unfit_products
+from mtjax.config.float8 import PREDICTION, UNQUANTIZED, unfit_products
 from mtjax.inspect.compiled import CompiledStep
 from mtjax.inspect.hlo_walk import Site
 from mtjax.inspect.phases import OTHER, locate
 from mtjax.inspect.products import Product, executed_products
+
+IN_16_BITS = (ADAPTER, "experts", "router", PREDICTION)
+"""Scopes of matmuls of layers with weights that are not in 8 bits."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ def float8_products(step: CompiledStep) -> Float8Products | None:
         if is_eight:
             eight += product.flops * site.count
             found, expected = found + site.count, expected + site.count
-        elif not (_has_weight(product) and phase in LAYER_PHASES) or _is_left(product, left) or _is_in(ADAPTER, site):
+        elif phase not in LAYER_PHASES or not _has_weight(product, site) or _is_left(product, left):
             continue
         forward[is_eight] += site.count if phase == LAYER_FORWARD else 0
         if not is_eight and not _is_in(UNQUANTIZED, site):
@@ -76,9 +79,10 @@ def _is_in(scope: str, site: Site) -> bool:
     return any(scope in re.split(r"[/()]", name) for name in names)
 
 
-def _has_weight(product: Product) -> bool:
-    """Returns whether it is not a part of attention, which multiplies by samples and heads."""
-    return not product.is_flash and product.batch == 1
+def _has_weight(product: Product, site: Site) -> bool:
+    """Returns whether it multiplies by a weight that may be in 8 bits: it is not a part of attention, which multiplies
+    by samples and heads, and not in the scopes of others."""
+    return not product.is_flash and product.batch == 1 and not any(_is_in(scope, site) for scope in IN_16_BITS)
 
 
 def _is_left(product: Product, left: list[set[int]]) -> bool:

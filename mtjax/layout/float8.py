@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from mtjax.config import Model
-from mtjax.config.float8 import ENDS, FLOAT8_PRODUCTS, MULTIPLE, unfit_products
+from mtjax.config.float8 import ENDS, MULTIPLE, float8_products, unfit_products
 from mtjax.layout.plan import Plan
 
 
@@ -26,8 +26,13 @@ def float8_problems(model: Model, plan: Plan) -> Iterator[str]:
             f"fp8 rowwise does not support tensor parallelism, and mesh {plan.mesh} has {plan.tensor_degree} ranks: "
             "ranks would multiply by scales of rows before they sum; use --fp8 delayed"
         )
+    if plan.fp8 == "tensorwise" and plan.tensor_degree > 1 and model.kv_lora_rank:
+        yield (
+            f"fp8 tensorwise does not support latent attention with tensor parallelism, and mesh {plan.mesh} has "
+            f"{plan.tensor_degree} ranks: use --fp8 delayed"
+        )
     left = unfit_products(model, plan.tensor_degree)
-    if len(left) == len(FLOAT8_PRODUCTS):
+    if not float8_products(model, plan.tensor_degree):
         yield (
             f"fp8 {plan.fp8} multiplies matrices whose sizes are multiples of {MULTIPLE}, and with mesh {plan.mesh} no "
             f"layer has one: they are {_listed(left)}; change the model's sizes or the mesh, or remove fp8"
@@ -36,10 +41,21 @@ def float8_problems(model: Model, plan: Plan) -> Iterator[str]:
 
 def float8_note(model: Model, plan: Plan) -> str | None:
     """Returns a sentence about the matmuls that remain in 16 bits; None where there are none."""
-    left = unfit_products(model, plan.tensor_degree) if plan.fp8 != "none" else {}
-    if not left:
+    if plan.fp8 == "none":
         return None
-    return f"not in 8 bits, as a rank's sizes are not multiples of {MULTIPLE}: {_listed(left)}"
+    left = unfit_products(model, plan.tensor_degree)
+    sizes = f"as a rank's sizes are not multiples of {MULTIPLE}: {_listed(left)}" if left else ""
+    kinds = " and ".join(_kinds_in_16_bits(model))
+    reasons = "; ".join(filter(None, (kinds, sizes)))
+    return f"not in 8 bits: {reasons}" if reasons else None
+
+
+def _kinds_in_16_bits(model: Model) -> Iterator[str]:
+    """Yields the matmuls of layers with weights that have no 8-bit form, whatever their sizes."""
+    if model.num_experts:
+        yield "the grouped matmuls of experts and their routers"
+    if model.mtp_num_layers:
+        yield "layers of multi-token prediction"
 
 
 def _listed(sizes: dict[str, tuple[int, int]]) -> str:

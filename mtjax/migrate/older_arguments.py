@@ -57,9 +57,11 @@ _FORMER = (
     ),
 )
 _RARE = (
-    *(
-        none(f"--{name}", "float32 weights and gradients are kept", same=("fp32", "float32", None))
-        for name in ("main-grads-dtype", "main-params-dtype")
+    none("--main-grads-dtype", "gradients are accumulated in float32", same=("fp32", "float32", None)),
+    none(
+        "--main-params-dtype",
+        "float32 is kept; fp16 has no equal, but --master-dtype bfloat16 stores 2 bytes too, rounded stochastically",
+        same=("fp32", "float32", None),
     ),
     none("--optimizer-offload-fraction", "--offload optimizer offloads all of Adam's moments", default=1.0),
     none(

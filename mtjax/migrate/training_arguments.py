@@ -91,7 +91,11 @@ _OPTIMIZER = (
 _PRECISION = (
     equal("--bf16", "--compute-dtype bfloat16", default=False),
     equal("--fp16", "--compute-dtype float16", default=False),
-    equal("--fp8-format --fp8", "--fp8 delayed --fp8-format N", note="--fp8 is the value of --fp8-recipe"),
+    equal(
+        "--fp8-format --fp8",
+        "--fp8 delayed --fp8-format N",
+        note="--fp8 is the value of --fp8-recipe; experts' grouped matmuls stay in --compute-dtype",
+    ),
     equal("--fp8-recipe", "--fp8 N", note="delayed and tensorwise alone", default="delayed"),
     equal("--fp8-amax-history-len", "--fp8-amax-history N", note="16 when not given", default=1),
     equal(
@@ -111,8 +115,8 @@ _PRECISION = (
     equal(
         "--first-last-layers-bf16",
         "--fp8-bf16-first-layers 1 --fp8-bf16-last-layers 1",
-        "as many as --num-layers-at-start-in-bf16 and --num-layers-at-end-in-bf16 say; not with pipeline parallelism "
-        "or recompute in groups",
+        "as many as --num-layers-at-start-in-bf16 and --num-layers-at-end-in-bf16 say; not with pipeline "
+        "parallelism, recompute in groups, or dense layers beside layers with experts",
         default=False,
     ),
     equal("--num-layers-at-start-in-bf16", "--fp8-bf16-first-layers N", "with --first-last-layers-bf16", default=1),

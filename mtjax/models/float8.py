@@ -11,7 +11,7 @@ from flax import nnx
 from jax import Array
 
 from mtjax.config import Config
-from mtjax.config.float8 import EXPONENTS, FLOAT8_PRODUCTS, UNQUANTIZED, unfit_products
+from mtjax.config.float8 import EXPONENTS, UNQUANTIZED, float8_products, unfit_products
 from mtjax.layout.stages import PADDING
 from mtjax.models.project import product
 from mtjax.sharding.axes import PartitionSpec, num_shards, sequence_is_sharded, spec, varying_like
@@ -86,9 +86,9 @@ class Float8Product(nnx.Module):
 def quantize_products(model: Any, config: Config) -> None:
     """Makes the products of a decoder's layers run in 8 bits, except those whose sizes do not fit.
 
-    Embedding, head, norms and attention's own products remain in the compute type.
+    Embedding, head, norms, experts, routers and attention's own products remain as they are.
     """
-    training = config.training
+    training, heads = config.training, config.model.num_heads
     kind, left = E5M2 if training.fp8_format == "hybrid" else E4M3, unfit_products(config.model, num_shards("heads"))
     is_delayed = training.fp8 == "delayed"
     # Adapters read the same sequences in 16 bits.
@@ -98,11 +98,12 @@ def quantize_products(model: Any, config: Config) -> None:
     for stack in model.decoder_stacks:
         stack.recompute = replace(stack.recompute, unquantized=ends)
         layers = _is_layer(stack) if recipe.is_delayed else None
-        for name in FLOAT8_PRODUCTS:
-            if name not in left:
-                mixer, linear = name.split(".")
-                rule = Float8Product(recipe, config.model.num_heads, layers)
-                getattr(getattr(stack.layers, mixer), linear).rule = rule
+        for name in float8_products(config.model, num_shards("heads")):
+            linear: Any = stack.layers
+            for part in name.split("."):
+                linear = getattr(linear, part, None)
+            if linear is not None:
+                linear.rule = Float8Product(recipe, heads, layers)
 
 
 def _is_layer(stack: Any) -> Array:

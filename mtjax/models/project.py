@@ -85,8 +85,8 @@ def project(
         # `product` is a custom_vjp, and its weight's gradient varies over mesh axes like x: so must the weight.
         dims = letters_of(x.ndim - num_inputs, num_inputs, len(outputs))
         # Unrolled layers compute the gradient in the type in which it is reduced: `product` casts the weight.
-        matrix = jax.tree.map(lambda a: varying_like(a, x), weight if is_unrolled() else weight.astype(x.dtype))
-        result: Any = (rule or product)(dims, sharding, x, matrix)
+        narrow = weight if is_unrolled() and rule is None else weight.astype(x.dtype)
+        result: Any = (rule or product)(dims, sharding, x, jax.tree.map(lambda a: varying_like(a, x), narrow))
     # The name is given before or after the transpose back. XLA: it would transpose the stacks of saved products
     # if these were seq-major and their consumer batch-major.
     if save_for_backward and not by_sample:

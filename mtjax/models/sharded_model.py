@@ -81,7 +81,10 @@ class ShardedModel:
             compute_dtype=config.training.compute_dtype,
             grad_reduce_dtype=config.parallel.grad_reduce_dtype,
             is_trainable=lambda name: trains and self.is_trainable(name),
+            master_dtype=config.optimizer.master_dtype,
         )
+        stored = lambda array, record: array.update(dtype=record.dtype)  # noqa: E731
+        self.abstract_parameters = jax.tree.map(stored, self.abstract_parameters, self.records)
         self.region = ManualRegion(self.shape, self.layout.rules, self.records)
 
     def is_trainable(self, name: str) -> bool:
@@ -177,7 +180,8 @@ class ShardedModel:
         stages = self.stages
         if stages == 1:
             training = self.config.training
-            return Accumulate(num_microbatches, bool(training.unroll_layers), training.compute_dtype)
+            settings = bool(training.unroll_layers), training.compute_dtype, training.fp8 != "none"
+            return Accumulate(num_microbatches, *settings)
         from mtjax.sharding.pipeline.executor import PipelineSchedule
 
         platform = self.mesh.devices.flat[0].platform
@@ -208,7 +212,8 @@ class ShardedModel:
     def draw(self, key: Array) -> Tree:
         """Draws parameters from one half of a run's key; dropout keys derive from the other half."""
         model_key, _ = jax.random.split(key)
-        return nnx.to_pure_dict(nnx.state(self._build(model_key)))
+        drawn = nnx.to_pure_dict(nnx.state(self._build(model_key)))
+        return jax.tree.map(lambda array, record: array.astype(record.dtype), drawn, self.records)
 
     def _build(self, key: Array) -> LanguageModel:
         with use_rules(self.layout.rules):

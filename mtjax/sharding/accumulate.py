@@ -26,6 +26,8 @@ class Accumulate:
     """Whether layers are unrolled instead of scanned."""
     compute_dtype: str = "float32"
     """Type of the copy of their matrices that unrolled layers read."""
+    is_float8: bool = False
+    """Whether layers multiply in 8 bits."""
 
     def gradients(self, model: LossModel, parameters: Tree, batch: Tree, reduction: Reduction) -> tuple[Sums, Tree]:
         """See `MicrobatchSchedule.gradients`."""
@@ -57,8 +59,8 @@ class Accumulate:
         """See `MicrobatchSchedule.prepare_parameters`."""
         if not self.unrolled:
             return gather_for_step(records, wrapped)
-        one = lambda record, leaf: unstack(record, leaf, self.compute_dtype) if record.is_stacked else leaf  # noqa: E731
-        return jax.tree.map(one, records, wrapped)
+        how = {"dtype": self.compute_dtype, "is_float8": self.is_float8}
+        return jax.tree.map(lambda r, leaf: unstack(r, leaf, **how) if r.is_stacked else leaf, records, wrapped)
 
     def losses(self, model: LossModel, parameters: Tree, batch: Tree, records: Tree) -> Sums:
         """See `MicrobatchSchedule.losses`; the batch is one microbatch."""

@@ -208,7 +208,9 @@ def _product_backward(
     x8, weight8, (x_scale, weight_scale), scales, x, of_x = saved
     kind, dtype, precise = recipe.gradient_type, gradient.dtype, lax.Precision.HIGHEST
     x_spec, weight_spec = (jax.typeof(a).sharding.spec for a in (x8, weight8))
-    counts = None if scales is None else _counts(scales, _largest_of_ranks(x), _largest_of_ranks(gradient), kind)
+    counts = None
+    if scales is not None:
+        counts = _counts(scales, _largest_of_ranks(x), _largest_of_parts(gradient, len(row)), kind)
     # As in `mtjax.models.project`: gathered once along the sequence for both products, and dimensions merged.
     whole = PartitionSpec(*x_spec[: len(row)], *weight_spec[len(inner) :])
     gradient = gradient if recipe.gathers else reshard(gradient, whole)
@@ -223,7 +225,13 @@ def _product_backward(
     row, x8, g8 = merge_both(row, (x8, 0), (g8, 0))
     formula, merged_spec = f"{row}{inner},{row}{outer}->{inner}{outer}", jax.typeof(weight8).sharding.spec
     weight_gradient = _scaled(formula, x8, g8, (x_scale, scale), dtype, merged_spec, precise)
-    return x_gradient, weight_gradient.reshape(shape, out_sharding=weight_spec), counts, None
+    weight_gradient = weight_gradient.reshape(shape, out_sharding=weight_spec)
+    if of_x.spec != x_spec:
+        # XLA: what reads the gradient of x, which is reduce-scattered, waits for both, so that the weight's gradient
+        # is computed meanwhile. The scheduler would compute those of all of a layer's products while one of the sums
+        # is sent, and wait for the others.
+        x_gradient, weight_gradient = lax.optimization_barrier((x_gradient, weight_gradient))
+    return x_gradient, weight_gradient, counts, None
 
 
 float8_product.defvjp(_product_forward, _product_backward)
@@ -236,6 +244,14 @@ def _largest_of_ranks(a: Array) -> Float[Array, " ranks"]:
         return jnp.max(jnp.abs(part)).astype(jnp.float32)[None]
 
     return map_ranks(largest, (jax.typeof(a).sharding.spec,), spec("heads"))(a)
+
+
+def _largest_of_parts(gradient: Array, dim: int) -> Float[Array, " ranks"]:
+    """Returns `_largest_of_ranks` of a gradient; where its outputs are the two of a gated MLP, `dim`, of each."""
+    if gradient.ndim <= dim + 1 or gradient.shape[dim] != 2 or jax.typeof(gradient).sharding.spec[dim] is not None:
+        return _largest_of_ranks(gradient)
+    # XLA: finds each where it is computed. Of both together it would read them once more.
+    return jnp.maximum(*(_largest_of_ranks(lax.index_in_dim(gradient, i, dim, keepdims=False)) for i in range(2)))
 
 
 def _counts(scales: Scales, x_largest: Array, g_largest: Array, gradient_type: Any) -> Scales:

@@ -21,7 +21,7 @@ Tree = Any
 @partial(jax.tree_util.register_dataclass, data_fields=["master", "values"], meta_fields=[])
 @dataclass(frozen=True)
 class MasterAndValues:
-    """A stack of matrices in float32 and in 8 bits, with the same sharding."""
+    """A stack of matrices as they are stored and in 8 bits, with the same sharding."""
 
     master: Any
     values: Any
@@ -33,7 +33,7 @@ def quantize_stack(
     """Quantizes a stack of matrices, each with its scale.
 
     Args:
-      stack: float32, sharded in any way.
+      stack: float32, or in the compute type; sharded in any way.
       scale: of each layer.
       compute_dtype: to which products would cast the matrices: they are rounded to it first.
     """

@@ -38,7 +38,7 @@ class GradReduction:
     """Type in which the collective sends and adds."""
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["array", "shard"], meta_fields=["spec", "reduction"])
+@partial(jax.tree_util.register_dataclass, data_fields=["array", "shard"], meta_fields=["spec", "reduction", "dtype"])
 @dataclass(frozen=True)
 class ReplicatedParam:
     """A replicated parameter whose gradient is reduced in the backward pass, and is the gradient of `shard`.
@@ -54,6 +54,8 @@ class ReplicatedParam:
     """Of the parameter where it is used, without the leading `layers`."""
     reduction: GradReduction
     """Likewise without the leading `layers`."""
+    dtype: str | None = None
+    """Type to which it is cast where it is used; None: as it is."""
 
 
 @partial(
@@ -78,7 +80,7 @@ class ShardedParam:
     keep_for_backward: bool = False
     """Whether it is gathered once for both passes."""
     cast: tuple[Any, ...] = ()
-    """The shard in `gather_dtype`, where it is cast once per step instead of by each gather; one array per part."""
+    """The shard in `gather_dtype`, where it is stored in it, or cast once per step; one array per part."""
     parts: int | None = None
     """Dimension whose elements are gathered, and their gradients reduced, one by one: a product of each reads one."""
 
@@ -89,8 +91,8 @@ class ShardedParam:
 
     @property
     def sent(self) -> Any:
-        """The shard that is gathered."""
-        return self.cast[0] if self.is_quantized and self.cast else self.shard
+        """The shard that is gathered, if it is gathered in one part."""
+        return self.cast[0] if self.cast and self.parts is None else self.shard
 
     def in_full(self, full: Array) -> Any:
         """Returns the parameter of this gathered array."""
@@ -150,12 +152,10 @@ def _resolve(leaf: Any) -> Any:
         case ReplicatedParam(array, shard, param_spec, reduction) if not isinstance(array, Array):
             return array.reduced(partial(_reduce_grad, param_spec, reduction), shard)
         case ReplicatedParam(array, shard, param_spec, reduction):
-            return _reduce_grad(param_spec, reduction, array, shard)
-        case ShardedParam(shard, names, reduction, gather_dtype, dtype) if explicit_axes().issuperset(
-            reduction.shard_axes
-        ):
+            return _reduce_grad(param_spec, reduction, array if leaf.dtype is None else array.astype(leaf.dtype), shard)
+        case ShardedParam() if explicit_axes().issuperset(leaf.reduction.shard_axes):
             # Outside the manual region, where nothing is differentiated: the partitioner inserts the all-gather.
-            return reshard(shard.astype(gather_dtype), spec(*names)).astype(dtype)
+            return reshard(leaf.sent.astype(leaf.gather_dtype), spec(*leaf.names)).astype(leaf.dtype)
         case ShardedParam():
             return _resolve(leaf.with_gathered(gather(leaf))) if leaf.is_quantized else gather(leaf)
     return leaf
@@ -163,7 +163,7 @@ def _resolve(leaf: Any) -> Any:
 
 def gather(leaf: ShardedParam) -> Array:
     """All-gathers a parameter where it is used, in the manual region."""
-    return _gather(replace(leaf, shard=None, cast=()), leaf.sent, leaf.cast)
+    return _gather(replace(leaf, shard=None, cast=()), leaf.sent if leaf.is_quantized else leaf.shard, leaf.cast)
 
 
 # Forward: `array`. Backward: the gradient of `array`, reduced, becomes the gradient of `shard`.
@@ -293,18 +293,16 @@ _tie.defvjp(_tie_forward, _tie_backward)
 
 
 def index_layer(stacks: T, index: Any) -> T:
-    """Takes one layer out of stacks: [layers, ...] -> [...]."""
-    return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, keepdims=False), stacks)
+    """Takes one layer out of stacks: [layers, ...] -> [...]; `index` is from 0."""
+    return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, 0, False, allow_negative_indices=False), stacks)
 
 
 def add_to_layer(stack: Array, value: Array, index: Any) -> Array:
-    """Adds `value` [...] to one layer of a stack [layers, ...]."""
-    return set_layer(stack, index_layer(stack, index) + value, index)
-
-
-def set_layer(stack: Array, value: Array, index: Any) -> Array:
-    """Overwrites one layer of a stack [layers, ...] with `value` [...]."""
-    return lax.dynamic_update_index_in_dim(stack, value, index, 0)
+    """Adds `value` [...] to one layer of a stack [layers, ...]; `index` is from 0."""
+    # XLA: one kernel reads and writes the layer only if both have the same index, without arithmetic for indices below
+    # 0, and if the layer is not reshaped between; else the layer is copied before.
+    before = lax.dynamic_slice_in_dim(stack, index, 1, allow_negative_indices=False)
+    return lax.dynamic_update_slice_in_dim(stack, before + value[None], index, 0, allow_negative_indices=False)
 
 
 @jax.custom_vjp

@@ -55,6 +55,8 @@ class ParamSpec:
     """Whether it is gathered once per step, by ZeRO-1 and 2."""
     is_trainable: bool
     """Whether it is trained; a frozen parameter has no gradient and no moments."""
+    dtype: str = "float32"
+    """Type in which it is stored between steps."""
 
     @property
     def is_stacked(self) -> bool:
@@ -99,6 +101,7 @@ def param_specs(
     compute_dtype: str,
     grad_reduce_dtype: str = "float32",
     is_trainable: Callable[[str], bool] = lambda name: True,
+    master_dtype: str = "float32",
 ) -> Tree:
     """Builds the record of each parameter, in a tree like the parameters'.
 
@@ -110,12 +113,11 @@ def param_specs(
       compute_dtype: type in which ZeRO gathers matrices.
       grad_reduce_dtype: type in which gradients are reduced over ranks.
       is_trainable: returns whether the parameter of a dotted name is trained.
+      master_dtype: type in which trained matrices are stored.
     """
-
     rules = layout.rules
 
     def spec(path: Any, names: tuple[str, ...], array: Any) -> ParamSpec:
-        """Builds the record of one parameter."""
         trainable = is_trainable(dotted(path))
         # Ranks along `replicas` hold the same parameter. Along those in `shared_work` they also process different
         # samples or tokens: the gradient is reduced over these. Along the remaining ones, stages, it is reduced after
@@ -125,16 +127,15 @@ def param_specs(
         replicas = tuple(axis for axis in replicas if axis not in deferred)
         # ZeRO shards along one dimension that is divisible by its axes; where there is none, the parameter stays
         # replicated.
-        zero_axes = tuple(axis for axis in layout.zero_axes if axis in replicas)
+        zero_axes, is_narrow = tuple(a for a in layout.zero_axes if a in replicas), gathers_in_compute_dtype(names)
         dim = sharded_dimension(names, array.shape, layout, mesh, mesh.degree(zero_axes))
-        zero_axes = () if dim == NOT_SHARDED else zero_axes
+        zero_axes = zero_axes if dim != NOT_SHARDED else ()
         # Only shards are reduced between sharding groups, and only once per step, as links between servers are slow.
         between = tuple(axis for axis in replicas if zero_axes and axis not in zero_axes)
         replicas = tuple(axis for axis in replicas if axis not in between)
         compute_spec = partition_spec(rules, names)
         # A frozen parameter has no gradient and no moments to shard: ZeRO-1 and 2 leave it replicated.
         is_stored_sharded = bool(zero_axes) and (trainable or layout.zero == 3)
-        gather_dtype = compute_dtype if gathers_in_compute_dtype(names) else "float32"
         return ParamSpec(
             name=dotted(path),
             axes=names,
@@ -145,9 +146,10 @@ def param_specs(
             grad_reduction=GradReduction(replicas, dim, zero_axes, mesh.degree(zero_axes), grad_reduce_dtype),
             between_groups=between,
             deferred_axes=deferred,
-            gather_dtype=gather_dtype if is_stored_sharded else None,
+            gather_dtype=(compute_dtype if is_narrow else "float32") if is_stored_sharded else None,
             is_gathered_per_step=is_stored_sharded and layout.zero < 3,
             is_trainable=trainable,
+            dtype=master_dtype if trainable and is_narrow else "float32",
         )
 
     return jax.tree_util.tree_map_with_path(spec, axes, shapes, is_leaf=is_names)

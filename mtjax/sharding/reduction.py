@@ -72,11 +72,13 @@ class Reduction:
                 return gather_and_keep(record, array)
             # Otherwise ZeRO-1 and 2 gather once per step, for all microbatches. Without ZeRO: the parameter itself.
             full = wrap_for_step(record, array) if record.is_gathered_per_step else array
+            # Master weights in the compute type: outside stacks consumers read float32, as of float32 ones.
+            dtype = None if record.is_stacked or record.dtype == "float32" else "float32"
             if self.is_reduced_in_backward(record):
                 # Autodiff gives a cotangent the shape of its primal. The reduced gradient has the shape of a shard, so
                 # the function is differentiated by zeros of that shape, not by the parameter.
                 zeros = zeros_like_reduced(array.shape, array, record, record.grad_reduction)
-                return ReplicatedParam(full, zeros, spec(*record.layer_axes), record.layer_grad_reduction)
+                return ReplicatedParam(full, zeros, spec(*record.layer_axes), record.layer_grad_reduction, dtype)
             if isinstance(full, ShardedParam) or full.dtype != jnp.float32:
                 # Reduced after the last microbatch, but accumulated in float32: the gradient has the full shape.
                 shape = [
@@ -88,6 +90,7 @@ class Reduction:
                     zeros_like_reduced(shape, array, record, NO_REDUCTION),
                     spec(*record.layer_axes),
                     NO_REDUCTION,
+                    dtype,
                 )
             return full
 

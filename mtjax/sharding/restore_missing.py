@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, auto_axes
 
@@ -29,7 +28,7 @@ def restore_missing(array: Array, read: Callable[[Any], np.ndarray], processes: 
     """Builds an array on its devices, of which only some processes can read shards. All processes call it.
 
     Args:
-      array: shape, type of 4 bytes and sharding.
+      array: shape, type of 4 or 2 bytes and sharding.
       read: reads the shard at an index, in the processes that can.
       processes: those that can; `have_all` holds of them.
     """
@@ -48,9 +47,10 @@ def restore_missing(array: Array, read: Callable[[Any], np.ndarray], processes: 
 
     def bits(index: Any) -> np.ndarray:
         shape = stacked.shard_shape((replicas, *array.shape))
+        kind = _bits_of(array.dtype)
         if owners[str(index[1:])] != (index[0].start or 0):
-            return np.zeros(shape, np.uint32)
-        return np.ascontiguousarray(read(index[1:])).view(np.uint32).reshape(shape)
+            return np.zeros(shape, kind)
+        return np.ascontiguousarray(read(index[1:])).view(kind).reshape(shape)
 
     contributed = jax.make_array_from_callback((replicas, *array.shape), stacked, bits)
     with jax.set_mesh(sharding.mesh):
@@ -59,9 +59,14 @@ def restore_missing(array: Array, read: Callable[[Any], np.ndarray], processes: 
 
 @partial(jax.jit, static_argnums=(1, 2))
 def _summed(bits: jax.Array, dtype: np.dtype, sharding: NamedSharding) -> Any:
-    """Sums bits [replicas, ...], uint32, over replicas, and casts them to `dtype`."""
+    """Sums bits [replicas, ...], unsigned integers, over replicas, and casts them to `dtype`."""
 
     def add(bits: jax.Array) -> jax.Array:
-        return jax.lax.bitcast_convert_type(bits.sum(axis=0, dtype=jnp.uint32), dtype)
+        return jax.lax.bitcast_convert_type(bits.sum(axis=0, dtype=bits.dtype), dtype)
 
     return auto_axes(add, out_sharding=sharding.spec)(bits)
+
+
+def _bits_of(dtype: np.dtype) -> type[np.unsignedinteger]:
+    """Returns the unsigned integers of as many bytes."""
+    return np.uint32 if np.dtype(dtype).itemsize == 4 else np.uint16

@@ -18,7 +18,7 @@ from jax import lax
 
 from mtjax.config.adapters import PARTS
 from mtjax.sharding.axes import num_shards, sequence_is_sharded
-from mtjax.sharding.param_comm import NoGrad, ReplicatedParam, ShardedParam, materialize
+from mtjax.sharding.param_comm import NoGrad, ReplicatedParam, ShardedParam, gather, materialize
 from mtjax.sharding.param_specs import ParamSpec
 
 Tree = Any
@@ -75,13 +75,14 @@ class LayerList:
     """An array of each layer, or a wrapped parameter of `mtjax.sharding.param_comm`."""
 
 
-def unstack(record: ParamSpec, stack: Any, dtype: str) -> LayerList:
+def unstack(record: ParamSpec, stack: Any, dtype: str, *, is_float8: bool = False) -> LayerList:
     """Unstacks a parameter.
 
     Args:
       record: of the parameter.
       stack: [layers, ...], an array or a wrapped parameter.
       dtype: compute type, to which matrices are cast.
+      is_float8: whether layers multiply in 8 bits: then ZeRO-3 gathers a matrix as it does in a loop over layers.
     """
 
     def take(stack: Any, i: int) -> Any:
@@ -89,10 +90,10 @@ def unstack(record: ParamSpec, stack: Any, dtype: str) -> LayerList:
         layer = jax.tree.map(lambda array: jax.lax.index_in_dim(array, i, keepdims=False), stack)
         if isinstance(layer, ShardedParam) and record.is_gathered_per_step:
             # ZeRO-1 and 2: gathered here, once per step. ZeRO-3's are gathered by each pass of a layer.
-            return materialize(layer)
+            return layer.in_full(_gathered(layer))
         if isinstance(layer, ShardedParam):
-            return _for_unrolled(layer) if record.is_matrix else layer
-        return layer.astype(dtype) if record.is_matrix else layer
+            return _for_unrolled(layer) if record.is_matrix and not is_float8 else layer
+        return layer.astype(dtype) if record.is_matrix and isinstance(layer, jax.Array) else layer
 
     def layer(i: int) -> Any:
         """Unstacks layer i, with its wrapper."""
@@ -104,12 +105,17 @@ def unstack(record: ParamSpec, stack: Any, dtype: str) -> LayerList:
             return replace(stack, array=take(stack.array, i), shard=shard)
         # The full array is read by the layer; the shard receives the reduce-scattered gradient.
         if isinstance(stack, ShardedParam) and stack.keep_for_backward:
-            taken = replace(stack, shard=jax.lax.index_in_dim(stack.shard, i, keepdims=False))
-            return taken.with_gathered(take(stack, i))
+            kept = jax.tree.map(lambda array: jax.lax.index_in_dim(array, i, keepdims=False), stack)
+            return kept.with_gathered(_gathered(kept))
         return take(stack, i)
 
     with jax.named_scope("parameters"):
         return LayerList(tuple(layer(i) for i in range(record.shape[0])))
+
+
+def _gathered(layer: ShardedParam) -> jax.Array:
+    """All-gathers a layer's parameter, in 8 bits if it is quantized."""
+    return gather(layer) if layer.is_quantized else materialize(layer)  # pyright: ignore[reportReturnType]
 
 
 def _for_unrolled(layer: ShardedParam) -> ShardedParam:
@@ -120,7 +126,7 @@ def _for_unrolled(layer: ShardedParam) -> ShardedParam:
     # Its gradient is computed in the type in which it is sent; XLA casts nothing where products read it.
     dtype = "float32" if layer.reduction.comm_dtype == "float32" else layer.dtype
     # The master copy stays out of the layer, or all of its slices would be alive from the forward to the backward pass.
-    shard = lax.stop_gradient(layer.shard)
+    shard = lax.stop_gradient(layer.sent)
     pieces = [shard] if parts is None else jnp.split(shard, shard.shape[parts], axis=parts)
     cast = tuple(piece.astype(layer.gather_dtype) for piece in pieces)
     return replace(layer, cast=cast, dtype=dtype, parts=parts)

@@ -51,20 +51,24 @@ def gather_on_use(record: ParamSpec, shard: Array) -> ShardedParam | Array:
     dtype = record.gather_dtype if record.is_stacked else "float32"
     if record.is_stacked and not record.is_sharded_within_layers:
         return _gather_all_layers(record, shard)
-    return ShardedParam(shard, record.layer_axes, record.layer_grad_reduction, record.gather_dtype, dtype)
+    gather_dtype, reduction = record.gather_dtype, record.layer_grad_reduction
+    return _as_stored(record, ShardedParam(shard, record.layer_axes, reduction, gather_dtype, dtype))
 
 
 def gather_and_keep(record: ParamSpec, shard: Array) -> ShardedParam:
     """Wraps a sharded parameter of a stack, so that the loop over layers gathers it once for both passes."""
     assert record.gather_dtype is not None
-    return ShardedParam(
-        shard,
-        record.layer_axes,
-        record.layer_grad_reduction,
-        record.gather_dtype,
-        record.gather_dtype,
-        keep_for_backward=True,
-    )
+    dtype, reduction = record.gather_dtype, record.layer_grad_reduction
+    return _as_stored(record, ShardedParam(shard, record.layer_axes, reduction, dtype, dtype, keep_for_backward=True))
+
+
+def _as_stored(record: ParamSpec, parameter: ShardedParam) -> ShardedParam:
+    """Returns a parameter that is gathered as it is stored, and differentiated by float32 numbers."""
+    if record.dtype == "float32":
+        return parameter
+    from mtjax.sharding.narrow import narrow_shard
+
+    return narrow_shard(parameter)
 
 
 def wrap_for_step(record: ParamSpec, shard: Array) -> ShardedParam | Array:
@@ -76,15 +80,18 @@ def wrap_for_step(record: ParamSpec, shard: Array) -> ShardedParam | Array:
     if record.is_stacked and not record.is_matrix:
         return _gather_all_layers(record, shard)
     parameter = gather_on_use(record, shard)
-    # Outside stacks there is no loop to gather in: once, here.
-    return parameter if record.is_stacked else materialize(parameter)
+    if record.is_stacked or not isinstance(parameter, ShardedParam):
+        return parameter
+    # Outside stacks there is no loop to gather in: once, here. Narrow master weights are cast where they are used.
+    return materialize(parameter if record.dtype == "float32" else replace(parameter, dtype=parameter.gather_dtype))
 
 
 def _gather_all_layers(record: ParamSpec, shard: Array) -> Array:
     """Gathers a stack in one collective."""
     assert record.gather_dtype is not None
     dtype = record.gather_dtype
-    return materialize(ShardedParam(shard, record.axes, record.grad_reduction, dtype, dtype))  # pyright: ignore[reportReturnType]
+    whole = ShardedParam(shard, record.axes, record.grad_reduction, dtype, dtype)
+    return materialize(_as_stored(record, whole))  # pyright: ignore[reportReturnType]
 
 
 def gather_for_step(records: Tree, wrapped: Tree) -> Tree:

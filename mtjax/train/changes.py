@@ -236,7 +236,7 @@ def check_states(past: Past, config: Config) -> None:
             f"the checkpoint of step {past.step} was saved with sgd_momentum {rates[0]:g}, and sgd_momentum is "
             f"{rates[1]:g}: only one of them has momentum in its states; resume with --sgd-momentum {rates[0]:g}"
         )
-    for name in ("adam_mu_dtype", "adam_nu_dtype"):
+    for name in ("adam_mu_dtype", "adam_nu_dtype", "master_dtype"):
         before, after = getattr(past.config.optimizer, name), getattr(config.optimizer, name)
         if before != after:
             raise UserError(

@@ -53,6 +53,10 @@ class Float8Step(TrainStep):
         """See `TrainStep.optimized`: the weights."""
         return split(super().optimized(tree))[0]
 
+    def with_optimized(self, parameters: Tree, optimized: Tree) -> Tree:
+        """See `TrainStep.with_optimized`; the states of products remain."""
+        return merge(super().with_optimized(parameters, optimized), split(parameters)[1])
+
     @property
     def restore_target(self) -> Tree:
         """See `ShardedModel.restore_target`; weights have no scales."""
@@ -62,8 +66,7 @@ class Float8Step(TrainStep):
         # Weights from elsewhere have no scales: those of a new run are drawn, and then found.
         if parameters is not None:
             parameters = merge(parameters, split(self.draw(key))[1])
-        state = super()._initial(key, parameters)
-        return dataclasses.replace(state, parameters=_with_weight_scales(state.parameters))
+        return self._with_weight_scales(super()._initial(key, parameters))
 
     def gradients(
         self, parameters: Tree, batch: Batch, key: Array | None, scale: Array | None = None
@@ -87,13 +90,17 @@ class Float8Step(TrainStep):
         after, metrics = super().apply_gradients(state, batch, loss, parts, weights)
         if not counts:
             return after, metrics
-        before = split(state.parameters)[1]
         with jax.named_scope("optimizer"):
-            states = next_states(before, counts, self.config.training.fp8_amax_history)
-            moved = _with_weight_scales(merge(after.parameters, states))
-            unchanged, keep = merge(after.parameters, before), metrics["skipped"] == 0
-            parameters = jax.tree.map(lambda new, old: jnp.where(keep, new, old), moved, unchanged)
+            states = next_states(split(state.parameters)[1], counts, self.config.training.fp8_amax_history)
+            moved = self._with_weight_scales(dataclasses.replace(after, parameters=merge(after.parameters, states)))
+            keep = metrics["skipped"] == 0
+            parameters = jax.tree.map(lambda new, old: jnp.where(keep, new, old), moved.parameters, after.parameters)
         return dataclasses.replace(after, parameters=parameters), metrics
+
+    def _with_weight_scales(self, state: State) -> State:
+        """Returns a state whose scales of weights fit the next step's weights."""
+        states = _fitted(split(state.parameters)[1], self.training_point(state))
+        return dataclasses.replace(state, parameters=merge(state.parameters, states))
 
 
 def next_states(states: Tree, counts: Tree, history: int) -> Tree:
@@ -145,20 +152,18 @@ def _quantize_weights(records: Tree, parameters: Tree, compute_dtype: str) -> Tr
     return after
 
 
-def _with_weight_scales(parameters: Tree) -> Tree:
-    """Returns parameters whose weights' scales fit the weights: the largest value of each layer's matrix."""
-    if not isinstance(parameters, dict):
-        return parameters
-    after = {name: _with_weight_scales(below) for name, below in parameters.items()}
-    if STATE not in parameters:
+def _fitted(states: Tree, weights: Tree) -> Tree:
+    """Returns states of products whose scales of weights fit these: the largest value of each layer's matrix."""
+    after = {name: _fitted(below, weights[name]) for name, below in states.items() if name != STATE}
+    if STATE not in states:
         return after
-    state = parameters[STATE]
-    matrices = [after["weight"]] if "weight" in after else [after[name]["weight"] for name in JOINED]
+    state = states[STATE]
+    matrices = [weights["weight"]] if "weight" in weights else [weights[name]["weight"] for name in JOINED]
     known = state["scale"][..., 1]
     # ZeRO-1 may shard weights along `layers`, and never scales.
     place = jax.typeof(known).sharding.spec
     each = [reshard(jnp.max(jnp.abs(m), axis=tuple(range(1, m.ndim))), place) for m in matrices]
-    largest = jnp.stack(each).max(0)
+    largest = jnp.stack(each).max(0).astype(jnp.float32)
     scale = power_of_two(fitting_exponent(largest, E4M3))
     # Of padding layers, whose weights are 0, the state remains 0.
     fitted = jnp.where(largest > 0, scale, known)

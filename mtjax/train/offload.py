@@ -26,7 +26,8 @@ from mtjax.runtime.train_state import State
 from mtjax.sharding.host_memory import DEVICE, HOST, PINNED, AbsentHost
 from mtjax.sharding.param_specs import ParamSpec
 from mtjax.train.optimizer import make_optimizer
-from mtjax.train.step import TrainStep
+from mtjax.train.rounding import round_master
+from mtjax.train.step import TrainStep, optimizer_step_count
 
 Tree = Any
 
@@ -74,11 +75,6 @@ class OffloadedStep(TrainStep):
         """See `TrainStep.updated`."""
         trainable, records = self.optimized(state.parameters), self.trainable_records
         return streamed_update(self.config, records, gradients, state.optimizer, trainable, finite, norm)
-
-
-def offloaded(kind: type[TrainStep]) -> type[TrainStep]:
-    """Returns a kind of train step, such as one with a teacher, with the moments in the host's memory."""
-    return OffloadedStep if kind is TrainStep else type(f"Offloaded{kind.__name__}", (OffloadedStep, kind), {})
 
 
 def check_offload(config: Config, shape: MeshShape) -> None:
@@ -150,15 +146,19 @@ class Streamed:
     memory: Any = HOST
     """Where the moments are; tests have them on the device, to compare."""
 
-    def __call__(self, record: ParamSpec, g: Array, p: Array, mu: Array, nu: Array) -> tuple[Array, Array, Array]:
-        """Returns the parameter and its moments, which are in `memory` before and after."""
+    def __call__(
+        self, record: ParamSpec, g: Array, p: Array, mu: Array, nu: Array, layer: Array | None = None
+    ) -> tuple[Array, Array, Array]:
+        """Returns the parameter, or its layer of a number, and its moments, which are in `memory` before and after."""
         mu, nu = (jax.device_put(m, DEVICE) for m in (mu, nu))
         rule: Any = make_optimizer(self.config, [record])
         state = on_adam(lambda a: a._replace(mu=[mu], nu=[nu]), self.others)
-        updates, state = rule.update([g * self.factor], state, [p])
-        new: Any = optax.apply_updates([p], updates)
-        after = adam_of(state)
-        new, *moments = jax.tree.map(partial(jnp.where, self.finite), (new[0], after.mu[0], after.nu[0]), (p, mu, nu))
+        master = p.astype(jnp.float32)
+        updates, state = rule.update([g * self.factor], state, [master])
+        new: Any = optax.apply_updates([master], updates)
+        after, seed = adam_of(state), self.config.training.seed
+        rounded = round_master(new[0], record, seed, optimizer_step_count(self.others), layer=layer)
+        new, *moments = jax.tree.map(partial(jnp.where, self.finite), (rounded, after.mu[0], after.nu[0]), (p, mu, nu))
         mu, nu = (jax.device_put(m, self.memory) for m in moments)
         return new, mu, nu
 
@@ -230,7 +230,7 @@ def _through_layers(
         following = []
         for record, stack in zip(records, carry, strict=True):
             layer = (lax.dynamic_index_in_dim(a, k, keepdims=False) for a in stack)
-            after = one(record, *layer)
+            after = one(record, *layer, layer=k)
             written = (lax.dynamic_update_index_in_dim(a, b, k, 0) for a, b in zip(stack[1:], after, strict=True))
             following.append((stack[0], *written))
         return following

@@ -18,7 +18,7 @@ from mtjax.layout.optimizer_states import factored_dimensions, matrices_of, opti
 from mtjax.layout.stages import Orders, order_of
 from mtjax.sharding.newton_schulz import orthogonalize
 from mtjax.sharding.param_specs import ParamSpec
-from mtjax.train.rounding import round_stochastically
+from mtjax.train.rounding import round_stochastically, rows_of
 from mtjax.train.schedule import make_schedule
 
 Tree = Any
@@ -188,7 +188,7 @@ def _adam(config: Config, records: Tree, orders: Orders) -> optax.GradientTransf
             # A step changes it by a share of 1 - beta2, less than half of the distance between two numbers.
             key = jax.random.fold_in(jax.random.key(config.training.seed), count)
             leaves = [
-                round_stochastically(v, jax.random.fold_in(key, number), record, order_of(record.name, orders))
+                round_stochastically(v, jax.random.fold_in(key, number), record, rows_of(order_of(record.name, orders)))
                 for number, (v, record) in enumerate(zip(jax.tree.leaves(nu), every, strict=True))
             ]
             nu = structure.unflatten(leaves)

@@ -167,7 +167,7 @@ class TrainStep(ShardedModel):
             parameters = self.draw(key)
         # Dropout draws from the half of the key that `draw` does not use.
         random = jax.random.key_data(jax.random.split(key)[1])
-        optimizer = self.optimizer.init(self.optimized(parameters))
+        optimizer = self.optimizer.init(optax.tree.cast(self.optimized(parameters), jnp.float32))
         return State(jnp.zeros((), jnp.int32), random, parameters, optimizer, self._initial_loss_scale())
 
     def _initial_loss_scale(self) -> Any:
@@ -184,14 +184,21 @@ class TrainStep(ShardedModel):
     def gradient_inputs(self, state: State, batch: Batch) -> tuple[Tree, Batch, Array, Array | None]:
         """Returns the arguments of `gradients` in a step."""
         scale = None if state.loss_scale is None else state.loss_scale.scale
-        parameters = state.parameters
-        if self.config.optimizer.optimizer == "schedule-free":
-            from mtjax.train.optimizers import training_point
+        return self.training_point(state), batch, jax.random.wrap_key_data(state.random), scale
 
-            # Gradients are taken between the averaged weights, which are stored, and the fast ones.
-            point = training_point(self.config.optimizer, self.optimized(parameters), state.optimizer[1][0])
-            parameters = merge_trees(point, select_frozen(self.records, parameters))
-        return parameters, batch, jax.random.wrap_key_data(state.random), scale
+    def training_point(self, state: State) -> Tree:
+        """Returns the parameters at which gradients are taken: those of the state, unless these are averages."""
+        if self.config.optimizer.optimizer != "schedule-free":
+            return state.parameters
+        from mtjax.train.optimizers import training_point
+
+        # Gradients are taken between the averaged weights, which are stored, and the fast ones.
+        point = training_point(self.config.optimizer, self.optimized(state.parameters), state.optimizer[1][0])
+        return self.with_optimized(state.parameters, point)
+
+    def with_optimized(self, parameters: Tree, optimized: Tree) -> Tree:
+        """Returns parameters in which what the optimizer changes is that of `optimized`."""
+        return merge_trees(optimized, select_frozen(self.records, parameters))
 
     def apply_gradients(
         self, state: State, batch: Batch, loss: Array, parts: dict[str, Array], gradients: Tree
@@ -219,7 +226,7 @@ class TrainStep(ShardedModel):
 
                 metrics["loss_scale"] = loss_scale.scale
                 loss_scale = update(loss_scale, finite, self.config.training)
-        parameters = merge_trees(updated, select_frozen(self.records, state.parameters))
+        parameters = self.with_optimized(state.parameters, updated)
         return State(state.step + 1, state.random, parameters, optimizer, loss_scale), metrics
 
     def updated(
@@ -235,14 +242,20 @@ class TrainStep(ShardedModel):
           finite: whether the step counts.
         """
         trainable = self.optimized(state.parameters)
-        updates, optimizer = self.optimizer.update(gradients, state.optimizer, trainable, norm=norm)
-        updated = optax.apply_updates(trainable, updates)
+        masters = optax.tree.cast(trainable, jnp.float32)
+        updates, optimizer = self.optimizer.update(gradients, state.optimizer, masters, norm=norm)
+        updated = optax.apply_updates(masters, updates)
         if self.config.model.router_bias and not self.config.model.lora_rank:  # which freezes routers
             from mtjax.models.routers import LOAD
             from mtjax.train.router_bias import update_router_bias
 
             rate, orders = self.config.model.router_bias_update_rate, self.layer_orders
             updated = update_router_bias(self.trainable_records, updated, parts[LOAD], rate, orders)
+        if self.config.optimizer.master_dtype != "float32":
+            from mtjax.train.rounding import round_masters
+
+            step, seed = optimizer_step_count(state.optimizer), self.config.training.seed
+            updated = round_masters(updated, self.trainable_records, self.layer_orders, seed, step)
         # A step with nonfinite gradients is skipped on all devices, by selects instead of a conditional.
         return jax.tree.map(partial(jnp.where, finite), (updated, optimizer), (trainable, state.optimizer))
 
@@ -318,18 +331,7 @@ def make_train_step(config: Config, mesh: Mesh) -> TrainStep:
     Raises:
       UserError: the mesh does not divide the model or its batch.
     """
-    kind = TrainStep
-    # These modules import TrainStep from here.
-    if config.finetuning.teacher is not None:
-        from mtjax.train.distilled import Distilled
+    # It imports TrainStep from here.
+    from mtjax.train.kinds import kind_of
 
-        kind = Distilled
-    elif config.training.fp8 != "none":
-        from mtjax.train.float8 import Float8Step
-
-        kind = Float8Step
-    if config.parallel.offload == "optimizer":
-        from mtjax.train.offload import offloaded
-
-        kind = offloaded(kind)
-    return kind(config, mesh)
+    return kind_of(config)(config, mesh)

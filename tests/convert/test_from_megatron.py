@@ -359,6 +359,13 @@ SETTINGS = {
     },
     "--bf16 --fp8-format e4m3 --first-last-layers-bf16 --recompute-granularity full --recompute-method uniform "
     "--recompute-num-layers 2": {"fp8": "delayed", "recompute_num_layers": 2, "fp8_bf16_first_layers": None},
+    "--bf16 --fp8-hybrid --num-experts 4 --moe-layer-freq ([0]*1+[1]*7) --first-last-layers-bf16 "
+    "--optimizer-cpu-offload": {
+        "fp8": "delayed",
+        "first_dense_layers": 1,
+        "fp8_bf16_first_layers": None,
+        "offload": "optimizer",
+    },
     "--attention-backend flash --reset-attention-mask": {"attention": "cudnn"},
     "--squared-relu --apply-layernorm-1p --softmax-type learnable": {
         "activation": "relu2",

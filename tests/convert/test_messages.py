@@ -20,6 +20,7 @@ from mtjax.errors import UserError
         ("gemma3", ": it reads more than text"),
         ("phimoe", ": its router is a sparse mixer, which scores each chosen expert apart"),
         ("kimi_linear", ": some of its layers have linear attention"),
+        ("deberta-v2", ": its scores have terms of distances apart from those of tokens"),
         ("apertus", ": its activation is xielu, which has trained parameters"),
     ],
 )
@@ -30,6 +31,12 @@ def test_a_network_that_mtjax_lacks_has_no_neighbour(name: str, reason: str) -> 
     said = str(refused.value)
     assert said.startswith(f"config.json: model_type '{name}' is not supported{reason}; supported are gpt2, ")
     assert "did you mean" not in said
+
+
+def test_a_type_made_of_other_models_is_refused_with_their_names() -> None:
+    config = {"text_config": {"model_type": "qwen2"}, "vision_config": {"model_type": "siglip"}, "other_config": {}}
+    with pytest.raises(UserError, match=r"is made of other models, text_config \(qwen2\) and vision_config \(siglip\)"):
+        family_of_config({"model_type": "llava_onevision", **config}, "config.json")
 
 
 def test_another_activation_of_gemma_is_refused() -> None:

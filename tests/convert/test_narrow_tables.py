@@ -46,6 +46,16 @@ def test_opt_350m_has_its_published_number_of_parameters_and_is_written_as_read(
     }
 
 
+def test_bloom_560m_has_its_published_number_of_parameters_and_heads():
+    """559,214,592 of bigscience/bloom-560m; its config.json has other names of keys than transformers writes."""
+    published = {"model_type": "bloom", "n_embed": 1024, "n_layer": 24, "num_attention_heads": 16}
+    model = read(published).model
+    assert (parameters(anatomy_of(model)), model.num_heads) == (559_214_592, 16)
+    assert read({"model_type": "bloom", "hidden_size": 1024, "n_layer": 24, "n_head": 16}).model == model
+    with pytest.raises(UserError, match="num_attention_heads is 16, but n_head, the same setting, is 8: remove one"):
+        read({**published, "n_head": 8})
+
+
 def test_gpt_neo_has_its_published_number_of_parameters():
     """125,198,592 of EleutherAI/gpt-neo-125m, whose layers have a window of 256 tokens in turn."""
     small = {"hidden_size": 768, "num_layers": 12, "num_heads": 12, "attention_types": [[["global", "local"], 6]]}

@@ -63,6 +63,47 @@ def test_matmuls_and_sequences_are_in_8_bits_on_h100(settings: dict[str, Any], t
     assert gathered == eight | (gathered & {"bf16"} if ends or not eight else set())
 
 
+EXPERTS = {"family": "llama", "num_experts": 4, "shared_expert_size": 64}
+LATENT: dict[str, Any] = {"family": "llama", "kv_lora_rank": 32, "q_lora_rank": 48, "qk_nope_head_dim": 16}
+LATENT |= {"qk_rope_head_dim": 16, "v_head_dim": 16}
+
+
+@needs_aot
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("settings", "matmuls"),
+    [
+        pytest.param({**EXPERTS, **SPLIT}, 15 * 3 * 2, id="experts, split sequences"),
+        pytest.param(
+            {**EXPERTS, "mesh": "data=2,expert=2,model=2", "shared_expert_size": 0, "num_layers": 4, "moe_every": 2},
+            # A layer's first two, recomputed and backward; its last two are the experts'.
+            (15 + 8) * 2,
+            id="experts in every other layer",
+        ),
+        pytest.param({**LATENT, **SPLIT}, (7 + 6 + 14) * 3 * 2, id="latent attention"),
+        pytest.param({"unroll_layers": True, "recompute": "none", **SPLIT}, 12 * 3 * 2, id="unrolled"),
+        pytest.param(
+            {"unroll_layers": True, "recompute": "none", "mesh": "8x1", "zero": 3, "microbatch_size": 1},
+            12 * 3,
+            id="unrolled, ZeRO-3",
+        ),
+    ],
+)
+def test_matmuls_are_in_8_bits_beside_others_that_are_not(settings: dict[str, Any], matmuls: int) -> None:
+    report = inspect(tiny(fp8="delayed", **settings), find_target("h100x8"))
+    assert report.verdict.violations == ()
+    assert report.float8 is not None and (report.float8.found, report.float8.expected) == (matmuls, matmuls)
+    assert abs(report.flops.difference) < 0.01
+
+
+@needs_aot
+@pytest.mark.long
+def test_layers_of_multi_token_prediction_are_in_16_bits() -> None:
+    report = inspect(tiny(fp8="delayed", family="llama", mtp_num_layers=1, **SPLIT), find_target("h100x8"))
+    assert report.float8 is not None and report.float8.missed == ()
+    assert (report.float8.found, report.float8.expected) == (15 * 3 * 2,) * 2
+
+
 @needs_aot
 @pytest.mark.long
 def test_frozen_matrices_with_adapters_are_in_8_bits_and_adapters_are_not() -> None:

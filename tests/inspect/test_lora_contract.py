@@ -68,8 +68,9 @@ def test_experts_keep_their_matrices_on_h100(settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.long
-def test_only_adapters_travel_on_cpus() -> None:
-    check(inspect(tiny(**LORA, num_layers=2), find_target("cpu")))
+@pytest.mark.parametrize("settings", [{}, {"mesh": "2x2", "sequence_parallel": True}])
+def test_only_adapters_travel_on_cpus(settings: dict[str, Any]) -> None:
+    check(inspect(tiny(**LORA, num_layers=2, **settings), find_target("cpu")))
 
 
 @pytest.mark.long

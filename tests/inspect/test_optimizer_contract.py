@@ -46,6 +46,19 @@ def test_offloaded_moments_cross_to_the_host_and_back_once() -> None:
     assert plain.memory.temporaries * 1.1 > memory.temporaries
 
 
+@needs_aot
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_master_weights_in_bfloat16_are_what_is_gathered(zero: int) -> None:
+    """The contract of float32 masters holds; parameters have half of their bytes, and nothing casts or copies more."""
+    settings = {"zero": zero, "mesh": "4x2", "num_layers": 3, "compute_dtype": "bfloat16"}
+    wide, narrow = (
+        inspect(tiny(master_dtype=kind, **settings), find_target("h100x8")) for kind in ("float32", "bfloat16")
+    )
+    assert narrow.verdict.violations == ()
+    assert narrow.memory.parameters == round(narrow.memory.formula.weights) < 0.6 * wide.memory.parameters
+    assert narrow.memory.temporaries <= wide.memory.temporaries * 1.02
+
+
 @pytest.mark.parametrize(
     "settings", [{**MUON, "mesh": "2x2", "compute_dtype": "float32", "recompute": "none"}], ids=["muon"]
 )

@@ -44,7 +44,9 @@ def test_gradients_are_those_of_a_depthwise_convolution(is_packed: bool) -> None
         return (convolution(*inputs) * upstream).sum()
 
     ours = jax.jit(
-        jax.value_and_grad(lambda *given: value(lambda *a: causal_convolution(*a, segments), *given), range(4))
+        jax.value_and_grad(
+            lambda *given: value(lambda m, w, b, s: causal_convolution(m, w, b, s, segments), *given), range(4)
+        )
     )
     other = documents_alone if is_packed else one_document
     expected = jax.jit(jax.value_and_grad(lambda *given: value(other, *given), range(4)))

@@ -215,6 +215,7 @@ DOCUMENTS = {"reset_attention_mask": True, "reset_position_ids": True}
             for case in (
                 ("M-M*", "2x2", {}, {**SPLIT, "zero": 1, "recompute": "full"}),
                 ("M-M*", "2x2", {}, {"zero": 3, "microbatch_size": 2}),
+                ("MMMMM*", "2x2", {}, {"zero": 3, "microbatch_size": 2}),
                 ("G-G*", "2x2", GATED, {"zero": 3, "microbatch_size": 2}),
                 ("GE*", "data=1,expert=2,model=2", {**GATED, **EXPERTS}, {**SPLIT, "zero": 1}),
                 ("G*", "1x4", {**GATED, "ssm_groups": 1, "ssm_heads": 8}, SPLIT),

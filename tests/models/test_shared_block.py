@@ -1,5 +1,6 @@
 """Layers that read a shared block, beside their formulas in float64, and what shared blocks do not support."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -55,21 +56,21 @@ def test_layers_with_shared_blocks_are_their_formulas() -> None:
         hidden = model.sections["shared_1"].embed(batch, None, None)
         return hidden.x, model(tokens)
 
-    def mamba(model: Any, stack: str, index: int, x: Any) -> Any:
+    def mamba(stack: str, index: int, model: Any, x: Any) -> Any:
         layer = jax.tree.map(lambda a: a[index], getattr(model, stack).layers)
         context = model.sections["shared_1"].context({"tokens": tokens}, None, HiddenStates(x))
         return layer.mamba(layer.mamba_norm(x), context, None)[0]
 
     def run(function: Any, *inputs: Any) -> Any:
         with jax.set_mesh(program.mesh), use_rules(program.layout.rules):
-            return function(program.model(parameters), *inputs)
+            return jax.jit(lambda p, *i: function(program.model(p), *i))(parameters, *inputs)
 
     embedded, found = (np.asarray(a) for a in run(embed, tokens))
     x = np.asarray(embedded, np.float64)
     for stack, index, block in (("shared_1", 0, "block_1"), ("shared_2", 0, "block_2"), ("shared_1", 1, "block_1")):
         layer = jax.tree.map(lambda a, index=index: a[index], exact[stack]["layers"])
         read = block_output(exact[block], layer, x, np.asarray(embedded, np.float64), config.model.attention_scale or 0)
-        x = x + np.asarray(run(mamba, stack, index, np.asarray(x + read, np.float32)))
+        x = x + np.asarray(run(partial(mamba, stack, index), np.asarray(x + read, np.float32)))
     assert relative(found, normed(x, exact["final_norm"]["scale"])) < 1e-5
 
 

@@ -15,7 +15,7 @@ from tests.tiny import mesh_of
 
 def bits_of(seed, *shape):
     with jax.set_mesh(mesh_of("1x1")):
-        return np.asarray(random_bits(jax.random.key(seed), shape, jax.P()))
+        return np.asarray(jax.jit(lambda key: random_bits(key, shape, jax.P()))(jax.random.key(seed)))
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**31 + 7])
@@ -23,7 +23,7 @@ def test_is_the_function_of_jax_random(seed):
     key = jax.random.key_data(jax.random.key(seed))
     counters = jnp.asarray(np.random.default_rng(seed).integers(0, 2**32, 512, dtype=np.uint32))
     expected = threefry_2x32(key, counters)
-    np.testing.assert_array_equal(jnp.concatenate(threefry(key, *jnp.split(counters, 2))), expected)
+    np.testing.assert_array_equal(jnp.concatenate(jax.jit(threefry)(key, *jnp.split(counters, 2))), expected)
 
 
 def test_published_vectors():
@@ -33,7 +33,7 @@ def test_published_vectors():
         ((0xFFFFFFFF, 0xFFFFFFFF), (0xFFFFFFFF, 0xFFFFFFFF), (0x1CB996FC, 0xBB002BE7)),
         ((0x243F6A88, 0x85A308D3), (0x13198A2E, 0x03707344), (0xC4923A9C, 0x483DF7A0)),
     ):
-        words = threefry(jnp.array(key, jnp.uint32), *(jnp.uint32(c) for c in counter))
+        words = jax.jit(threefry)(jnp.array(key, jnp.uint32), *(jnp.uint32(c) for c in counter))
         assert tuple(int(w) for w in words) == expected
 
 
@@ -61,7 +61,8 @@ def test_four_neighbours_share_the_words_of_one_counter(shape, site):
     """By jax's Threefry, also where the last dimension is no multiple of four."""
     keys = jax.random.split(jax.random.key(3), shape[0])
     with jax.set_mesh(mesh_of("1x1")):
-        found = np.asarray(random_halves(keys, shape, jax.P(*[None] * len(shape)), site=site))
+        place = jax.P(*[None] * len(shape))
+        found = np.asarray(jax.jit(lambda keys: random_halves(keys, shape, place, site=site))(keys))
     rows, length = math.prod(shape[1:-1]), shape[-1]
     stride = -(-length // 4) * 4
     order = np.arange(rows, dtype=np.uint32)[:, None] ^ np.uint32(site)
@@ -76,7 +77,8 @@ def test_four_neighbours_share_the_words_of_one_counter(shape, site):
 def test_large_samples_repeat_no_counter():
     """Rows whose elements are 2^32 and more apart, as scores of 128k tokens."""
     row, column = jnp.uint32([0, 2**14, 2**14 + 1, 2**20]), jnp.uint32([5])
-    drawn = [halves(jnp.uint32([1, 2]), row, column + step, 2**18) for step in (0, 4, 8)]
+    draw = jax.jit(lambda row, column: halves(jnp.uint32([1, 2]), row, column, 2**18))
+    drawn = [draw(row, column + step) for step in (0, 4, 8)]
     assert len({tuple(map(int, line)) for line in np.stack(drawn).T}) == 4
     words = threefry(jnp.uint32([1, 2]), jnp.uint32(1), jnp.uint32((2**18 + 5) >> 2))
     assert int(halves(jnp.uint32([1, 2]), jnp.uint32(2**14 + 1), jnp.uint32(5), 2**18)) == int(words[0]) >> 16

@@ -75,8 +75,9 @@ def roberta(kind: str, head: str, **settings: Any) -> Any:
 
 def without_unused_positions(network: Any) -> Any:
     """Zeros RoBERTa's first two rows of positions, which no token has, as mtjax writes them."""
-    if hasattr(network, "roberta"):
-        network.roberta.embeddings.position_embeddings.weight.data[:2] = 0
+    for name in ("roberta", "data2vec_text"):
+        if hasattr(network, name):
+            getattr(network, name).embeddings.position_embeddings.weight.data[:2] = 0
     return network
 
 

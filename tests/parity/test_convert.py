@@ -115,6 +115,9 @@ ENCODERS = {
         "Roberta", "ForMaskedLM", type_vocab_size=2, tie_word_embeddings=False
     ),
     "xlm-roberta": lambda: roberta("XLMRoberta", "ForMaskedLM"),
+    "camembert": lambda: roberta("Camembert", "ForMaskedLM"),
+    "data2vec-text": lambda: roberta("Data2VecText", "ForMaskedLM"),
+    "ernie": lambda: bert("Ernie", "ForPreTraining"),
     "distilbert": lambda: distilbert("ForMaskedLM"),
     "distilbert, relu, no head": lambda: distilbert("Model", activation="relu"),
     "pre-LN bert": lambda: bert("MegatronBert", "ForPreTraining"),

@@ -14,6 +14,7 @@ from mtjax.convert.families.registry import FAMILIES
 from mtjax.convert.hugging_face import HuggingFaceSource
 from mtjax.convert.saved_model import SavedModel
 from mtjax.convert.stream import Source
+from mtjax.errors import UserError
 from mtjax.layout.mesh import MeshShape
 from mtjax.models.sharded_model import ShardedModel
 from mtjax.sharding.axes import use_rules
@@ -153,6 +154,23 @@ def test_missing_keys_have_transformers_defaults_and_all_keys_are_known(model_ty
     full = transformers.AutoConfig.for_model(model_type, **needed).to_dict()
     assert model_of(model_type, {"model_type": model_type, **needed}) == model_of(model_type, full)
     assert set(full) - family.keys <= HARMLESS
+
+
+@pytest.mark.parametrize("model_type", sorted({case.model_type for case in CASES.values()}))
+def test_other_names_of_keys_are_read_and_must_not_contradict(model_type: str) -> None:
+    case = next(case for case in CASES.values() if case.model_type == model_type)
+    made = transformers.AutoConfig.for_model(model_type, **case.config)
+    config = {key: value for key, value in made.to_dict().items() if key not in type(made).attribute_map}
+    expected = model_of(model_type, config)
+    for other, key in type(made).attribute_map.items():
+        value = config.get(key)
+        if value is None or hasattr(type(made), key):  # one that transformers computes
+            continue
+        without = {name: each for name, each in config.items() if name != key}
+        assert model_of(model_type, {**without, other: value}) == expected
+        if key not in ("num_nextn_predict_layers", "attention_head_dim"):  # not read by all types
+            with pytest.raises(UserError, match=f"{other}.* the same setting|{key}.* the same setting"):
+                model_of(model_type, {**config, other: "another"})
 
 
 HARMLESS = {

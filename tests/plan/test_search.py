@@ -59,7 +59,7 @@ def brute_force(shape: Anatomy, base: Plan, gpus: int, server, limit: float) -> 
             for recompute, zero, split, chunks, unrolled in itertools.product(
                 ("none", "selective", "full"), range(4), (False, True), range(1, 7), (False, True)
             ):
-                if unrolled and (stage > 1 or recompute != "none"):  # scores are stored
+                if unrolled and (stage > 1 or recompute == "selective"):  # scores are stored
                     continue
                 if (split and model == 1) or (zero and data == 1) or (chunks > 1 and stage == 1):
                     continue

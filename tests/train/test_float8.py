@@ -1,5 +1,6 @@
 """Training in 8-bit floats: products beside NumPy's, losses on any mesh, scales of delayed scaling, steps skipped."""
 
+import dataclasses
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -18,8 +19,11 @@ from mtjax.config import replace
 from mtjax.config.checks import validate
 from mtjax.config.float8 import ENDS
 from mtjax.errors import UserError
+from mtjax.layout.float8 import float8_note, float8_problems
 from mtjax.layout.layouts import TENSOR
+from mtjax.layout.mesh import parse_mesh
 from mtjax.layout.plan import Plan
+from mtjax.models.families.distilled import HARD, SOFT
 from mtjax.models.named_parameters import parameters_of
 from mtjax.models.sharded_model import ShardedModel
 from mtjax.sharding.axes import use_rules
@@ -28,7 +32,8 @@ from mtjax.sharding.float8_rows import rowwise_product
 from mtjax.sharding.float8_weights import quantize_stack
 from mtjax.train.float8 import next_states, split
 from mtjax.train.step import make_train_step
-from tests.tiny import batch_of, mesh_of, program_of, run_steps, tiny_config
+from tests.same_numbers import BATCHES, LOSSES, numbers
+from tests.tiny import batch_of, initial_state, mesh_of, program_of, run_steps, tiny_config
 
 PLAIN = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 
@@ -130,10 +135,13 @@ def test_a_product_with_a_scale_for_each_row_is_that_of_numpys_rounded_operands_
     with jax.set_mesh(mesh_of("1x1")):
         dims = ("ab", "cd", "ef")
         spec = PartitionSpec(None, None, None, None)
-        y, pull = jax.vjp(
-            lambda x, w: rowwise_product(Recipe(False, kind), dims, spec, x, w), *map(jnp.asarray, (x, w))
-        )
-        dx, dw = map(np.asarray, pull(jnp.asarray(g)))
+
+        @jax.jit
+        def run(x: Any, w: Any, g: Any) -> tuple[Any, ...]:
+            y, pull = jax.vjp(lambda x, w: rowwise_product(Recipe(False, kind), dims, spec, x, w), x, w)
+            return y, *pull(g)
+
+        y, dx, dw = map(np.asarray, run(x, w, g))
     tall, flat, wide = x.reshape(16, 32), w.reshape(32, 16), g.reshape(16, 16)
     known, g_kind = ml_dtypes.float8_e4m3fn, np.dtype(kind).type
     by_row = lambda a, kind: np.stack([rounded(row, kind, scale_of(row, kind)) for row in a])  # noqa: E731
@@ -169,8 +177,15 @@ def losses(mesh: str, steps: int = 3, **fields: Any) -> tuple[list[float], Any, 
     return [each["loss"] for each in metrics], state, program
 
 
-SAME = {"lora_rank", "num_kv_heads", "family", "position", "sequence_length", "num_layers", *ENDS}
-"""Settings of the model, which a run on one device has too."""
+LLAMA = {"family": "llama", "num_kv_heads": 4}
+EXPERTS = {"num_experts": 4, "shared_expert_size": 32, "num_layers": 3, "first_dense_layers": 1, **LLAMA}
+LATENT: dict[str, Any] = {"kv_lora_rank": 16, "q_lora_rank": 32, "num_heads": 4, "family": "llama"}
+LATENT |= {"qk_nope_head_dim": 8, "qk_rope_head_dim": 16, "v_head_dim": 16}
+PARALLEL = {"zero", "microbatch_size", "sequence_parallel", "unroll_layers", "recompute", "offload"}
+"""Settings that a run on one device has not."""
+LONG = pytest.mark.long
+NO_FIRST = {"first_dense_layers": 0, "num_layers": 4}
+AVERAGED = {"optimizer": "schedule-free", "decay_style": "constant"}
 MESHES = [
     pytest.param("2x2", {"zero": 3, "sequence_parallel": True, "microbatch_size": 2}, id="zero 3, split sequences"),
     pytest.param("1x2", {"microbatch_size": 4}, id="accumulation", marks=pytest.mark.long),
@@ -184,6 +199,18 @@ MESHES = [
         marks=pytest.mark.long,
     ),
     pytest.param("data=1,context=2", {"position": "rope", "sequence_length": 32}, id="context", marks=pytest.mark.long),
+    pytest.param(
+        "2x2", {"zero": 1, "sequence_parallel": True, "microbatch_size": 2, **EXPERTS}, id="experts", marks=LONG
+    ),
+    pytest.param("data=2,expert=2", {"zero": 3, **EXPERTS, "moe_every": 2} | NO_FIRST, id="experts apart", marks=LONG),
+    pytest.param("2x2", {"zero": 3, "sequence_parallel": True, **LATENT}, id="latent attention", marks=LONG),
+    pytest.param("2x2", {"sequence_parallel": True, "mtp_num_layers": 1, **LLAMA}, id="prediction", marks=LONG),
+    pytest.param("2x1", {"zero": 1, "offload": "optimizer"}, id="offload", marks=LONG),
+    pytest.param("2x2", {"zero": 1, "optimizer": "muon", "sequence_parallel": True}, id="muon", marks=LONG),
+    pytest.param("2x2", {"zero": 3, "optimizer": "lion"}, id="lion", marks=LONG),
+    pytest.param("1x2x1", {"zero": 1, "optimizer": "sgd", "microbatch_size": 2}, id="sgd", marks=LONG),
+    pytest.param("2x2", {"zero": 1, "optimizer": "adafactor"}, id="adafactor", marks=LONG),
+    pytest.param("2x2", {"zero": 1, **AVERAGED}, id="schedule-free", marks=LONG),
 ]
 
 
@@ -215,10 +242,32 @@ def test_weights_quantized_once_a_step_change_no_bit(mesh: str, fields: dict[str
     assert [m["loss"] for m in found[1]] == [m["loss"] for m in expected[1]]
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("mesh", "fields"),
+    [
+        ("2x1", {"zero": 1}),
+        ("2x1", {"zero": 1, "microbatch_size": 2}),
+        ("2x2", {"microbatch_size": 2, "recompute": "none", "fp8_bf16_last_layers": 1}),
+        ("2x2", {"zero": 3, "sequence_parallel": True, **LLAMA}),
+        ("2x1", {"zero": 3, "fp8": "tensorwise", **LLAMA}),
+    ],
+    ids=str,
+)
+def test_unrolled_layers_change_no_bit(mesh: str, fields: dict[str, Any]) -> None:
+    fields = {"fp8": "delayed", "compute_dtype": "bfloat16", **PLAIN, **fields}
+    programs = [program_of(mesh, unroll_layers=unrolled, **fields) for unrolled in (True, False)]
+    found, expected = (run_steps(program, 2, program.initialize(1)) for program in programs)
+    jax.tree.map(
+        np.testing.assert_array_equal, *(jax.tree.map(np.asarray, s.parameters) for s in (found[0], expected[0]))
+    )
+    assert [m["loss"] for m in found[1]] == [m["loss"] for m in expected[1]]
+
+
 @pytest.mark.parametrize(("mesh", "fields"), MESHES)
 def test_losses_of_delayed_scaling_do_not_depend_on_the_mesh(mesh: str, fields: dict[str, Any]) -> None:
-    fields = {"num_kv_heads": 4, "family": "llama", **fields} if mesh == "2x2" else fields
-    alone = {name: value for name, value in fields.items() if name in SAME}
+    fields = {**LLAMA, **fields} if fields.get("lora_rank") or fields.get("zero") == 3 else fields
+    alone = {name: value for name, value in fields.items() if name not in PARALLEL}
     expected, state, _ = losses("1x1", fp8="delayed", **alone)
     found, other, program = losses(mesh, fp8="delayed", **fields)
     plain, _, _ = losses("1x1", **{name: value for name, value in alone.items() if name not in ENDS})
@@ -229,6 +278,17 @@ def test_losses_of_delayed_scaling_do_not_depend_on_the_mesh(mesh: str, fields: 
     held = sum(a.addressable_shards[0].data.nbytes for a in jax.tree.leaves(split(other.parameters)[1]))
     model, plan = program.config.model, Plan.of(program.config, program.shape)
     assert held == float8_state_bytes(anatomy_of(model), plan)[0]
+
+
+@LONG
+def test_losses_of_a_student_do_not_depend_on_the_mesh() -> None:
+    fields = {"fp8": "delayed", "family": "llama", "task": "chat", "teacher": "a test", "teacher_width": 24, **PLAIN}
+    found = numbers(program_of("2x2", zero=1, microbatch_size=2, **fields), BATCHES[0])
+    expected = numbers(program_of("1x1", **fields), BATCHES[0])
+    names = [name for name in LOSSES if name in expected]
+    assert {HARD, SOFT} <= set(names)
+    for name in names:
+        assert float(found[name]) == pytest.approx(float(expected[name]), rel=1e-5)
 
 
 def test_a_scale_fits_the_largest_value_of_the_last_steps_and_remains_where_there_is_none() -> None:
@@ -253,6 +313,21 @@ def test_a_scale_fits_the_largest_value_of_the_last_steps_and_remains_where_ther
 def _scales(state: Any) -> list[np.ndarray]:
     """Scales of each product, [layers, 3]."""
     return [np.asarray(a) for a in jax.tree.leaves(split(state.parameters)[1]) if a.shape[1:] == (3,)]
+
+
+def test_weights_scales_fit_the_point_at_which_schedule_free_takes_gradients() -> None:
+    program: Any = program_of("1x1", fp8="delayed", **AVERAGED, **PLAIN)
+    state = initial_state(program)
+    averaged = state.optimizer[1][0]
+    fast = jax.tree.map(lambda z: 40 * z, averaged.z)
+    optimizer = (state.optimizer[0], (averaged._replace(z=fast),))
+    state = program.on_mesh(program._with_weight_scales, dataclasses.replace(state, optimizer=optimizer))
+    weights = split(state.parameters)[0]["stack"]["layers"]["mlp"]["up"]["weight"]
+    scales = state.parameters["stack"]["layers"]["mlp"]["up"]["rule"]["scale"][:, 1]
+    share = 1 - program.config.optimizer.beta1
+    for weight, scale in zip(np.asarray(weights), np.asarray(scales), strict=True):
+        assert scale == scale_of((share * 40 + 1 - share) * weight, ml_dtypes.float8_e4m3fn)
+        assert scale != scale_of(weight, ml_dtypes.float8_e4m3fn)
 
 
 def test_a_skipped_step_leaves_weights_scales_and_ages_as_they_were() -> None:
@@ -291,13 +366,31 @@ def test_a_skipped_step_leaves_weights_scales_and_ages_as_they_were() -> None:
         ({"family": "t5"}, "does not support the family t5"),
         ({"family": "hybrid", "layer_pattern": "*-"}, "does not support the family hybrid"),
         ({"fp8": "tensorwise", "lora_rank": 4}, "does not support LoRA, and lora_rank is 4: use --fp8 delayed"),
-        ({"num_experts": 4}, "does not support experts"),
-        ({"mtp_num_layers": 1, "family": "llama"}, "does not support multi-token prediction"),
-        ({"optimizer": "muon"}, "does not support the optimizer muon"),
-        ({"offload": "optimizer", "zero": 1}, "does not support offload optimizer"),
-        ({"task": "chat", "teacher": "run"}, "does not support a teacher"),
+        ({"num_experts": 4, "lora_rank": 4}, "does not support LoRA of experts, and num_experts is 4"),
+        ({"lora_rank": 4, **LATENT}, "does not support LoRA of latent attention, and kv_lora_rank is 16"),
+        (
+            {"fp8_bf16_first_layers": 1, **EXPERTS},
+            "fp8_bf16_first_layers 1 does not support dense layers",
+        ),
     ],
 )
 def test_what_does_not_go_along_is_refused(fields: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
         validate(tiny_config(**{"fp8": "delayed", **fields}))
+
+
+def test_what_remains_in_16_bits_is_said_and_latent_attention_has_no_maxima_over_ranks() -> None:
+    plan = Plan.of(tiny_config(fp8="delayed", **EXPERTS), parse_mesh("1x1"))
+    assert plan.fp8 == "delayed"
+    assert float8_note(tiny_config(**EXPERTS).model, plan) == (
+        "not in 8 bits: the grouped matmuls of experts and their routers"
+    )
+    ahead = tiny_config(mtp_num_layers=1, mlp_size=40).model
+    assert float8_note(ahead, plan) == (
+        "not in 8 bits: layers of multi-token prediction; as a rank's sizes are not multiples of 16: mlp.up 32 x 40, "
+        "mlp.down 40 x 32"
+    )
+    config = tiny_config(fp8="tensorwise", **LATENT)
+    assert not list(float8_problems(config.model, Plan.of(config, parse_mesh("2x1"))))
+    (problem,) = float8_problems(config.model, Plan.of(config, parse_mesh("1x2")))
+    assert problem.startswith("fp8 tensorwise does not support latent attention with tensor parallelism, and mesh 1x2")

@@ -7,7 +7,16 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from mtjax.analysis.contract import LAYER_BACKWARD, LAYER_FORWARD, LAYER_RECOMPUTE, Dtype, Expectation, Kind
+from mtjax.analysis.contract import (
+    GRADIENTS,
+    JOINED,
+    LAYER_BACKWARD,
+    LAYER_FORWARD,
+    LAYER_RECOMPUTE,
+    Dtype,
+    Expectation,
+    Kind,
+)
 from mtjax.analysis.parts.expert_dispatch import (
     LOADS,
     ROUTES,
@@ -125,12 +134,17 @@ class Experts(Part):
             rows = min(rows, self.count * self.capacity)
         return [
             *self._adapter_products(rows, inner),
-            Product(self.tokens, self.hidden, self.count, is_repeated=True),
+            Product(self.tokens, self.hidden, self.count, is_repeated=True, is_wide=True),
             Product(rows, self.hidden, self.inputs * inner, experts=self.count, again=True),
             Product(rows, inner, self.hidden, experts=self.count),
-            *([Product(self.tokens, self.count, self.hidden, is_repeated=True, is_output=True)] if self.bias else []),
+            *([self._biases] if self.bias else []),
             *(self.shared_expert.products(tensor_degree) if self.shared_expert else []),
         ]
+
+    @property
+    def _biases(self) -> Product:
+        """The matmul of gates with biases."""
+        return Product(self.tokens, self.count, self.hidden, is_repeated=True, is_output=True, is_wide=True)
 
     def _adapter_products(self, rows: float, inner: float) -> list[Product]:
         """Returns the matmuls of the experts' adapters. Their backward pass recomputes all but the last."""
@@ -283,6 +297,12 @@ def mean_loads(stream: ResidualStream) -> list[Expectation]:
         over_model(phase, "all-reduce", stream.times, LOADS, why, dtype="float32")
         for phase in (LAYER_FORWARD, LAYER_RECOMPUTE)
     ]
+
+
+def load_line(axes: list[str]) -> Expectation:
+    """How many tokens went to each expert of each layer, of all ranks' samples and all stages' layers."""
+    every, why = "routers*num_experts", "the load of each layer's experts, once a step"
+    return Expectation(GRADIENTS, "all-reduce", JOINED.join(axes), "1", every, "float32", pooled=True, why=why)
 
 
 def context_loads(stream: ResidualStream, *, recomputed: bool) -> list[Expectation]:

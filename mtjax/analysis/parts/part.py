@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from mtjax.analysis.contract import Expectation
+from mtjax.analysis.contract import Dtype, Expectation
 from mtjax.analysis.parts.loop import Loop
 from mtjax.config import Model
 from mtjax.config.adapters import ADAPTER, adapter_sizes
@@ -102,6 +102,8 @@ class Product:
     """Whether it is replicated: every tensor parallel rank computes it, for all its tokens."""
     is_output: bool = False
     """Whether its result is only added to the residual stream, though it is not the last of the matmuls."""
+    is_wide: bool = False
+    """Whether it is computed in float32, whatever the compute type."""
 
     @property
     def flops(self) -> float:
@@ -222,6 +224,8 @@ class ResidualStream:
     ticks."""
     forward_turns: str = "microbatches"
     """Formula: how often it runs forward, without the recompute of a layer's backward pass."""
+    gathers: tuple[Dtype, Dtype] = ("compute", "compute")
+    """Types in which sequences are gathered for matmuls with a single weight, and their gradients."""
     across: ContextParallelism | None = None
     """How attention reads the tokens of other context parallel ranks; None without context parallelism."""
     expert_dispatch: ExpertDispatch = "all-gather"

@@ -61,15 +61,18 @@ def _sublayer_collectives(stream: ResidualStream, name: str, *, learns: bool) ->
     gathering_layers = f"{stream.side}{'layers' if learns else 'recomputed_layers'}"
     again = f"({gathering_layers} + {stream.side}grouped_layers)*{stream.turns}"
     output_gradients = stream.times if learns else stream.input_gradients
+    (ahead, back), sums = stream.gathers, "compute"
     lines = [
-        (OTHERS, LAYER_FORWARD, "all-gather", times, f"before {name}"),
-        (OUTPUT, LAYER_FORWARD, "reduce-scatter", times, f"after {name}"),
-        (OTHERS, LAYER_RECOMPUTE, "all-gather", again, f"before {name}, again"),
-        (OUTPUT, LAYER_RECOMPUTE, "reduce-scatter", recomputed, f"after {name}, recomputed"),
-        (OTHERS, LAYER_BACKWARD, "all-gather", output_gradients, f"output gradient of {name}"),
-        (INPUT_GRADIENT, LAYER_BACKWARD, "reduce-scatter", stream.input_gradients, f"input gradient of {name}"),
+        (OTHERS, LAYER_FORWARD, "all-gather", times, ahead, f"before {name}"),
+        (OUTPUT, LAYER_FORWARD, "reduce-scatter", times, sums, f"after {name}"),
+        (OTHERS, LAYER_RECOMPUTE, "all-gather", again, ahead, f"before {name}, again"),
+        (OUTPUT, LAYER_RECOMPUTE, "reduce-scatter", recomputed, sums, f"after {name}, recomputed"),
+        (OTHERS, LAYER_BACKWARD, "all-gather", output_gradients, back, f"output gradient of {name}"),
+        (INPUT_GRADIENT, LAYER_BACKWARD, "reduce-scatter", stream.input_gradients, sums, f"input gradient of {name}"),
     ]
-    return [(of, over_model(phase, kind, count, elements, why)) for of, phase, kind, count, why in lines]
+    return [
+        (of, over_model(phase, kind, count, elements, why, dtype=dtype)) for of, phase, kind, count, dtype, why in lines
+    ]
 
 
 def local_gradient_sums(stream: ResidualStream, elements: str, why: str) -> Expectation:

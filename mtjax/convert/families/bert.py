@@ -1,5 +1,6 @@
 """transformers' `bert`, the original with post-LN layers, and `megatron-bert`, with the pre-LN layers of the paper."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from mtjax.config import Model
@@ -14,7 +15,7 @@ from mtjax.convert.families.family import (
     head_json,
     head_settings,
 )
-from mtjax.convert.families.rows import attention, linear, norm, row
+from mtjax.convert.families.rows import attention, linear, norm, row, with_prefix
 from mtjax.convert.table import Row, Table, Tensor, dims
 from mtjax.data.tokens.tokenizer import Tokenizer
 
@@ -121,7 +122,9 @@ def _ids(tokenizer: Tokenizer | None) -> dict[str, Any]:
     return {} if pad is None else {"pad_token_id": pad}
 
 
-def _family(model_type: str, model_class: str, placement: str, table: Table) -> Family:
+def _family(
+    model_type: str, model_class: str, placement: str, table: Table, only: Mapping[str, tuple[Any, ...]] = ONLY
+) -> Family:
     """Returns a family of BERTs with norms before ("pre") or after ("post") each sublayer."""
 
     def read(config: Json, names: frozenset[str]) -> dict[str, Any]:
@@ -146,8 +149,9 @@ def _family(model_type: str, model_class: str, placement: str, table: Table) -> 
             "is_decoder": False,
         }
 
-    return Family(model_type, model_class, table, FIELDS, read, write, ONLY, _ids)
+    return Family(model_type, model_class, table, FIELDS, read, write, only, _ids)
 
 
 BERT = _family("bert", "Bert", "post", POST_LN)
 MEGATRON_BERT = _family("megatron-bert", "MegatronBert", "pre", PRE_LN)
+ERNIE = _family("ernie", "Ernie", "post", with_prefix(POST_LN, "ernie."), ONLY | {"use_task_id": (False,)})

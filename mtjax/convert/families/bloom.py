@@ -44,11 +44,11 @@ BLOOM = decoder(
         sequence_length="seq_length",
         hidden_dropout="hidden_dropout",
     ),
-    Part(("n_embed",), lambda values: {"hidden_size": values.get("n_embed") or values["hidden_size"]}, lambda m: {}),
     *ALIBI_BIASES,
     always(embedding_norm=True, activation="gelu"),
     names=BLOOM_NAMES,
     only={"apply_residual_connection_post_layernorm": (False,)},
+    aliases={"n_embed": "hidden_size", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"},
 )
 
 WITHOUT_EFFECT = {
@@ -110,6 +110,7 @@ MPT = decoder(
     NO_BIASES,
     always(position="alibi", norm_bias=False, activation="gelu_exact"),
     Part(("attn_config",), _read_attention, _write_attention),
+    aliases={"num_hidden_layers": "n_layers", "hidden_size": "d_model", "num_attention_heads": "n_heads"},
     names=Names(
         prefix="transformer.",
         embedding="wte",

@@ -97,14 +97,13 @@ def layer_norm(key: str = "layer_norm_eps") -> Part:
     )
 
 
-def _settings(parts: tuple[Part, ...], defaults: Json, config: Json, aliases: Mapping[str, str]) -> dict[str, Any]:
+def _settings(parts: tuple[Part, ...], defaults: Json, config: Json) -> dict[str, Any]:
     """Returns mtjax's settings, for arguments as of `decoder`.
 
     Raises:
       UserError: a value is not supported.
     """
-    renamed = {ours: config[theirs] for theirs, ours in aliases.items() if theirs in config}
-    values = {**defaults, **renamed, **config}
+    values = {**defaults, **config}
     for key in ("num_hidden_layers", "n_layer", "n_layers"):
         # Patterns of layers are made from it.
         count = values.get(key, 1)
@@ -146,14 +145,14 @@ def decoder(
       architecture: ending of the class with a language head.
       packed: the quantized weights that are read, as in `Family.packed`.
       classifies: whether transformers has a class for sequence classification.
-      aliases: other names of keys -> the names in `defaults`.
+      aliases: other names of keys -> the names in `defaults`, as in `Family.aliases`.
     """
     names = names or Names()
     language = f"{name}{architecture}"
     supported = {**UNSUPPORTED, **(only or {})}
 
     def read(config: Json, tensors: frozenset[str]) -> dict[str, Any]:
-        settings = _settings(parts, defaults, config, aliases or {})
+        settings = _settings(parts, defaults, config)
         return settings | head_settings(config)
 
     def write(model: Model) -> dict[str, Any]:
@@ -173,5 +172,6 @@ def decoder(
         only=supported,
         fit=lambda table, model: replace(table, rows=rows(names, model), ignored=(*table.ignored, *ignored(model))),
         keys=frozenset(key for part in parts for key in part.keys) | frozenset(supported) | frozenset(aliases or ()),
+        aliases=aliases or {},
         packed=packed,
     )

@@ -219,6 +219,7 @@ DEEPSEEK_V2 = decoder(
     names=NEIGHBOURS,
     rows=latent_rows,
     only={**ONLY, "mlp_bias": (False,), "topk_method": ("greedy", "group_limited_greedy")},
+    aliases={"num_experts": "n_routed_experts"},
 )
 NO_MORE_TOKENS = Part(
     ("num_nextn_predict_layers", "num_mtp_layers"),
@@ -257,7 +258,7 @@ _WITHOUT_COPIES = decoder(
     # Read with the language head only.
     ignored=lambda model: (rf"model\.layers\.{model.num_layers + model.mtp_num_layers}\..*",),
     only=V3_ONLY,
-    aliases={"num_mtp_layers": "num_nextn_predict_layers"},
+    aliases={"num_mtp_layers": "num_nextn_predict_layers", "num_local_experts": "n_routed_experts"},
 )
 DEEPSEEK_V3 = replace(_WITHOUT_COPIES, read=_read, fit=_table)
 SARVAM_MLA = decoder(
@@ -272,7 +273,11 @@ SARVAM_MLA = decoder(
     names=NEIGHBOURS,
     rows=latent_rows,
     only=V3_ONLY,
-    aliases={"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts"},
+    aliases={
+        "num_experts": "n_routed_experts",
+        "num_local_experts": "n_routed_experts",
+        "num_shared_experts": "n_shared_experts",
+    },
     classifies=False,
 )
 

@@ -100,4 +100,5 @@ DISTILBERT = Family(
     # sinusoidal_pos_embds only says how the positions were initialized.
     only={"activation": tuple(ACTIVATIONS)},
     ids=_ids,
+    aliases={"hidden_size": "dim", "num_attention_heads": "n_heads", "num_hidden_layers": "n_layers"},
 )

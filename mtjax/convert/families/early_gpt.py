@@ -1,11 +1,12 @@
 """transformers' `openai-gpt`, the first GPT, whose norms follow the sublayers, and `gpt_neo`."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from mtjax.config import Model
 from mtjax.convert.families.decoder import decoder, layer_norm, size_fields
 from mtjax.convert.families.decoder_rows import Names, outside_rows
-from mtjax.convert.families.family import Json
+from mtjax.convert.families.family import GPT2_ALIASES, Json
 from mtjax.convert.families.gpt2 import LAYER
 from mtjax.convert.families.parts import (
     Part,
@@ -55,12 +56,7 @@ OPENAI_GPT = decoder(
     names=Names(prefix="transformer.", embedding="tokens_embed", positions="positions_embed"),
     rows=lambda names, model: (*outside_rows(names), *LAYER),
     architecture="LMHeadModel",
-    aliases={
-        "num_hidden_layers": "n_layer",
-        "hidden_size": "n_embd",
-        "num_attention_heads": "n_head",
-        "max_position_embeddings": "n_positions",
-    },
+    aliases=GPT2_ALIASES,
 )
 
 LETTERS = {"global": "F", "local": "S"}
@@ -93,6 +89,21 @@ def _write_windows(model: Model) -> Json:
     return {"window_size": model.attention_window or 256, "attention_types": [[layers, 1]]}
 
 
+GPT2_NAMES = Names(
+    prefix="transformer.",
+    embedding="wte",
+    positions="wpe",
+    final_norm="ln_f",
+    layer="h.{layer}",
+    attention="attn",
+    attention_norm="ln_1",
+    attention_output="c_proj",
+    mlp_norm="ln_2",
+    up="c_fc",
+    down="c_proj",
+)
+"""Those of GPT-2, which types after it kept."""
+
 GPT_NEO = decoder(
     "gpt_neo",
     "GPTNeo",
@@ -106,18 +117,6 @@ GPT_NEO = decoder(
     always(position="learned", attention_scale=1.0, **attention_settings("output", mlp=True)),
     Part(("attention_types", "window_size", "attention_layers"), _read_windows, _write_windows),
     Part((), lambda values: {}, lambda model: {"embed_dropout": model.hidden_dropout}),
-    names=Names(
-        prefix="transformer.",
-        embedding="wte",
-        positions="wpe",
-        final_norm="ln_f",
-        layer="h.{layer}",
-        attention="attn.attention",
-        attention_norm="ln_1",
-        attention_output="out_proj",
-        mlp_norm="ln_2",
-        up="c_fc",
-        down="c_proj",
-    ),
+    names=replace(GPT2_NAMES, attention="attn.attention", attention_output="out_proj"),
     aliases={"num_attention_heads": "num_heads", "num_hidden_layers": "num_layers"},
 )

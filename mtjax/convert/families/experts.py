@@ -115,6 +115,7 @@ MIXTRAL = decoder(
     TOP_K,
     SAME_SIZE,
     rows=Experts(SPARSE, gate="w1", up="w3", down="w2").rows,
+    aliases={"num_experts": "num_local_experts"},
 )
 
 
@@ -157,7 +158,12 @@ def counted(*keys: str, default: int | None = None) -> Part:
     """Returns the part of the number of experts, which versions of transformers read from different keys."""
 
     def read(values: Json) -> Settings:
-        return {"num_experts": next((values[key] for key in keys if values.get(key) is not None), default)}
+        given = {key: values[key] for key in keys if values.get(key) is not None}
+        if len(set(given.values())) > 1:
+            raise UserError(
+                f"{' and '.join(given)} are the same setting, but are {' and '.join(map(str, given.values()))}"
+            )
+        return {"num_experts": next(iter(given.values()), default)}
 
     return Part(keys, read, lambda model: dict.fromkeys(keys, model.num_experts))
 
@@ -220,6 +226,7 @@ OLMOE = decoder(
     ),
     SAME_SIZE,
     rows=QWEN_ROWS,
+    aliases={"num_local_experts": "num_experts"},
     classifies=False,
 )
 
@@ -351,5 +358,6 @@ GPT_OSS = decoder(
         down_shape="expert mlp embed",
     ).rows,
     only={"swiglu_alpha": (1.702,), "swiglu_limit": (7.0,), "hidden_act": ("silu",)},
+    aliases={"num_experts": "num_local_experts"},
     packed="mxfp4",
 )

@@ -1,7 +1,7 @@
 """Description of a Hugging Face model family, from which configs are read, written and checked."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from mtjax.config import Config, Model, replace
@@ -16,6 +16,14 @@ from mtjax.data.tokens.tokenizer import Tokenizer
 from mtjax.errors import UserError
 
 Json = Mapping[str, Any]
+
+GPT2_ALIASES: Mapping[str, str] = {
+    "num_hidden_layers": "n_layer",
+    "hidden_size": "n_embd",
+    "num_attention_heads": "n_head",
+    "max_position_embeddings": "n_positions",
+}
+"""Names that transformers also reads in the types with GPT-2's keys."""
 
 CHOICES = 4
 """Number of choices of a question, which config.json does not contain: as in RACE and SWAG."""
@@ -76,6 +84,8 @@ class Family:
     keys: frozenset[str] = frozenset()
     """All keys of config.json that `read` uses or `only` lists, of which an export keeps none that it does not write;
     empty for a family that keeps them."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Other names of keys of config.json -> the names that `read`, `fields` and `only` have."""
     packed: str = "fp8"
     """Quantized weights that are read: fp8, in blocks (`convert/fp8.py`), or mxfp4 (`convert/mxfp4.py`)."""
     unties: bool = True
@@ -92,21 +102,32 @@ class Family:
         Raises:
           UserError: values are not supported (lists all of them).
         """
-        wrong = [
+        config, wrong = self._renamed(config)
+        wrong += [
             f"{key} is {config[key]!r}, but must be {' or '.join(map(repr, values))}"
             for key, values in self.only.items()
             if key in config and config[key] not in values
         ]
         wrong += quantized(config, self.packed)
-        wrong += foreign(config, {*self.keys, *self.only, *(field.theirs for field in self.fields)})
+        wrong += foreign(config, {*self.keys, *self.only, *(each.theirs for each in self.fields)})
         if wrong:
             raise UserError(f"{source} is a {self.model_type} that mtjax does not support: {'; '.join(wrong)}")
-        simple = {field.ours: config.get(field.theirs, field.default) for field in self.fields}
+        simple = {each.ours: config.get(each.theirs, each.default) for each in self.fields}
         return simple | self.read(config, names)
+
+    def _renamed(self, config: Json) -> tuple[Json, list[str]]:
+        """Returns a config.json without other names of keys, and which of them contradict the key."""
+        found, wrong = {key: value for key, value in config.items() if key not in self.aliases}, []
+        for other, key in self.aliases.items():
+            if other in config and found.setdefault(key, value := config[other]) != value:
+                wrong.append(
+                    f"{other} is {value!r}, but {key}, the same setting, is {found[key]!r}: remove one of them"
+                )
+        return found, wrong
 
     def config_json(self, model: Model) -> dict[str, Any]:
         """Returns the config.json of an mtjax model."""
-        simple = {field.theirs: getattr(model, field.ours) for field in self.fields}
+        simple = {each.theirs: getattr(model, each.ours) for each in self.fields}
         head = {"architectures": [self.architecture], "model_type": self.model_type}
         return head | simple | self.write(model)
 

@@ -3,7 +3,16 @@
 from typing import Any
 
 from mtjax.config import Model
-from mtjax.convert.families.family import ACTIVATIONS, Family, Field, Json, activation_name, head_json, head_settings
+from mtjax.convert.families.family import (
+    ACTIVATIONS,
+    GPT2_ALIASES,
+    Family,
+    Field,
+    Json,
+    activation_name,
+    head_json,
+    head_settings,
+)
 from mtjax.convert.families.rows import decoder, norm, row
 from mtjax.convert.table import Row
 
@@ -75,4 +84,5 @@ GPT2 = Family(
         "add_cross_attention": (False,),
         "is_causal": (True, None),
     },
+    aliases=GPT2_ALIASES,
 )

@@ -240,6 +240,7 @@ NEMOTRON_H = decoder(
         "moe_latent_size": (None,),
     },
     classifies=False,
+    aliases={"layer_types": "layers_block_type", "num_local_experts": "n_routed_experts"},
 )
 
 

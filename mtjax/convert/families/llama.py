@@ -45,6 +45,18 @@ BETA = "llama_4_scaling_beta"
 """Key within the object of RoPE."""
 
 
+DEFAULT_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    ORIGINAL: 16_384,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    BETA: 0.1,
+}
+"""RoPE of a `ministral3` without or with null rope_parameters."""
+
+
 def _write_beta(model: Model) -> Json:
     found = dict(ROPE.write(model))
     # transformers needs the length, whatever the kind of scaling.
@@ -53,6 +65,7 @@ def _write_beta(model: Model) -> Json:
 
 
 def _read_beta(values: Json) -> Settings:
+    values = {**values, "rope_parameters": values.get("rope_parameters") or DEFAULT_ROPE}
     given = rope_object(values)
     found = {"rope_original_length": given.get(ORIGINAL, values["max_position_embeddings"])}
     return {**found, **rope(BETA).read(values), "attention_scale_beta": float(given.get(BETA) or 0.0)}
@@ -62,18 +75,8 @@ MINISTRAL3 = decoder(
     "ministral3",
     "Ministral3",
     sizes(4096, 14336, 34, 32, 8, 131_072, 262_144)
-    | {"head_dim": 128, "rms_norm_eps": 1e-5, "sliding_window": None, "rope_theta": 1e6}
-    | {
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 1e6,
-            "factor": 16.0,
-            ORIGINAL: 16_384,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-            BETA: 0.1,
-        }
-    },
+    | {"head_dim": 128, "rms_norm_eps": 1e-5, "sliding_window": None}
+    | {"rope_parameters": DEFAULT_ROPE},
     *LIKE_LLAMA,
     HEAD_DIM,
     Part(ROPE.keys, _read_beta, _write_beta),

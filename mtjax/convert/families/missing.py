@@ -32,14 +32,31 @@ _REASONS = {
     "its norms of queries and keys have no weight": "nanochat",
     "its positions are sinusoids": "ctrl xglm",
     "the last layer alone has a bias of attention's output": "gpt_neox_japanese",
-    "it computes positions relative to segments of the text": "cpmant xlnet xlm",
+    "it computes positions relative to segments of the text": "cpmant flaubert xlnet xlm",
     "its tokens are bytes in patches": "blt",
     "its config.json has the settings of attention and of experts in objects of their own": "dbrx",
     "its embeddings are narrower than its layers": "electra rembert",
     "its output has a linear layer and a norm before the table": "modernbert-decoder",
     "it is the decoder of an encoder-decoder": (
-        "bart bigbird_pegasus blenderbot blenderbot-small marian mbart mvp pegasus plbart prophetnet trocr whisper"
+        "bart bert-generation bigbird_pegasus blenderbot blenderbot-small fsmt led m2m_100 marian mbart mvp nllb-moe "
+        "pegasus pegasus_x plbart prophetnet trocr whisper"
     ),
+    "it is an encoder-decoder with experts": "switch_transformers",
+    "it is an encoder-decoder with the layers of Gemma": "t5gemma t5gemma2",
+    "it attends to a part of the tokens, or to summaries of them": (
+        "big_bird funnel longformer longt5 mra nystromformer reformer yoso"
+    ),
+    "its layers share their weights": "albert",
+    "its layers have convolutions": "convbert squeezebert",
+    "its scores have terms of distances apart from those of tokens": "deberta deberta-v2",
+    "it has Fourier transforms instead of attention": "fnet",
+    "its layers are narrower inside than outside": "mobilebert",
+    "its layers share a table of relative positions, in an encoder": "mpnet",
+    "it has RoBERTa's names, and norms before the sublayers": "roberta-prelayernorm xlm-roberta-xl",
+    "its layers have adapters of languages": "xmod",
+    "its tokens also have embeddings of shape and pronunciation": "roc_bert",
+    "its tokens are hashed characters": "canine",
+    "it also reads entities, or places on a page": "bros layoutlm lilt luke markuplm tapas",
     "it reads more than text": (
         "cohere_compass_text emu3 fuyu gemma3 gemma3n gemma4 gemma4_unified git got_ocr2 llama4 mllama moshi musicgen "
         "musicgen_melody moss_transcribe_diarize phi4_multimodal"

@@ -128,6 +128,7 @@ MINIMAX_M2 = decoder(
     only={"scoring_func": ("sigmoid",), "use_routing_bias": (True,), "use_qk_norm": (True,)}
     | {"qk_norm_type": ("per_layer",), "shared_intermediate_size": (0,)},
     classifies=False,
+    aliases={"num_experts": "num_local_experts"},
 )
 
 
@@ -168,6 +169,7 @@ GLM4_MOE_LITE = decoder(
     ignored=after_last,
     only={key: values for key, values in V3_ONLY.items() if key != "mlp_only_layers"},
     classifies=False,
+    aliases={"num_local_experts": "n_routed_experts", "head_dim": "qk_rope_head_dim"},
 )
 EXAONE_MOE = decoder(
     "exaone_moe",
@@ -204,17 +206,27 @@ HY_V3 = decoder(
     classifies=False,
 )
 ROPE_OF_MELLUM = rope_by_layer(local_theta=10_000.0)
+MELLUM_THETA = 5e5
+
+
+def _read_mellum_rope(values: Json) -> Settings:
+    """Reads RoPE; transformers ignores rope_theta outside of rope_parameters."""
+    if values["rope_theta"] != MELLUM_THETA and not values.get("rope_parameters"):
+        raise UserError(f"rope_theta is {values['rope_theta']}, but must be in rope_parameters, by kind of layers")
+    return ROPE_OF_MELLUM.read(values)
+
+
 MELLUM = decoder(
     "mellum",
     "Mellum",
     sizes(2304, 7168, 28, 32, 4, 98_304, 131_072)
-    | {"rope_theta": 5e5, "head_dim": 128, "sliding_window": 1024, "moe_intermediate_size": 896}
+    | {"rope_theta": MELLUM_THETA, "head_dim": 128, "sliding_window": 1024, "moe_intermediate_size": 896}
     | {"num_experts_per_tok": 8, "norm_topk_prob": True},
     *(*LIKE_LLAMA, HEAD_DIM, biases("attention_bias"), always(qk_norm=True)),
     # In transformers 5 alone, which drops its RoPE where the keys of 4 are null.
     Part(
         ROPE_OF_MELLUM.keys,
-        ROPE_OF_MELLUM.read,
+        _read_mellum_rope,
         lambda model: {"rope_parameters": ROPE_OF_MELLUM.write(model)["rope_parameters"]},
     ),
     windows(lambda values, layer: False),

@@ -13,7 +13,8 @@ from mtjax.convert.families.decoder_rows import (
     outside_rows,
     rotation_order,
 )
-from mtjax.convert.families.family import Json
+from mtjax.convert.families.early_gpt import GPT2_NAMES
+from mtjax.convert.families.family import GPT2_ALIASES, Json
 from mtjax.convert.families.neox import GPT_SIZE_FIELDS, GPTJ_NAMES, GPTJ_PARTS, GPTJ_SIZES
 from mtjax.convert.families.parts import Part, Settings, activation, always, biases, unused
 from mtjax.convert.families.phi import HEAD_NORM
@@ -101,22 +102,10 @@ GPT_BIGCODE = decoder(
     # Precision alone.
     unused("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"),
     Part((), lambda values: {}, lambda model: {"embd_pdrop": model.hidden_dropout}),
-    names=Names(
-        prefix="transformer.",
-        embedding="wte",
-        positions="wpe",
-        final_norm="ln_f",
-        layer="h.{layer}",
-        attention="attn",
-        attention_norm="ln_1",
-        qkv="c_attn",
-        attention_output="c_proj",
-        mlp_norm="ln_2",
-        up="c_fc",
-        down="c_proj",
-    ),
+    names=replace(GPT2_NAMES, qkv="c_attn"),
     rows=_bigcode_rows,
     only={"scale_attn_weights": (True,)},
+    aliases=GPT2_ALIASES,
 )
 
 PARTS = 4
@@ -160,5 +149,6 @@ CODEGEN = decoder(
     names=GPTJ_NAMES,
     rows=_codegen_rows,
     ignored=lambda model: (r".*\.attn\.causal_mask",),
+    aliases=GPT2_ALIASES,
     classifies=False,
 )

@@ -15,7 +15,7 @@ from mtjax.convert.families.decoder import (
     sizes,
 )
 from mtjax.convert.families.decoder_rows import Names
-from mtjax.convert.families.family import Json
+from mtjax.convert.families.family import GPT2_ALIASES, Json
 from mtjax.convert.families.parts import Part, Settings, activation, always, biases, fields, window
 from mtjax.convert.families.rope import rope
 
@@ -94,7 +94,7 @@ GPTJ_NAMES = Names(
     down="fc_out",
     interleaved=True,
 )
-GPTJ = decoder("gptj", "GPTJ", GPTJ_SIZES, *GPTJ_PARTS, names=GPTJ_NAMES)
+GPTJ = decoder("gptj", "GPTJ", GPTJ_SIZES, *GPTJ_PARTS, names=GPTJ_NAMES, aliases=GPT2_ALIASES)
 
 
 def _read_stablelm(values: Json) -> Settings:

@@ -189,7 +189,7 @@ def window(key: str = "sliding_window") -> Part:
     """Returns the part of a window in all layers; null is none."""
     return Part(
         (key,),
-        lambda values: {"attention_window": values[key] or None, "window_layers": "S"},
+        lambda values: {"attention_window": values[key], "window_layers": "S"},
         lambda model: {key: model.attention_window},
     )
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from mtjax.config import Model
-from mtjax.convert.families.bert import BERT, MEGATRON_BERT
+from mtjax.convert.families.bert import BERT, ERNIE, MEGATRON_BERT
 from mtjax.convert.families.bloom import BLOOM, FALCON, MPT, OPT
 from mtjax.convert.families.cohere import COHERE, COHERE2
 from mtjax.convert.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, MINICPM3, SARVAM_MLA, YOUTU
@@ -59,7 +59,7 @@ from mtjax.convert.families.olmo import EXAONE4, OLMO, OLMO2, OLMO3
 from mtjax.convert.families.phi import PHI, PHI3
 from mtjax.convert.families.qwen import QWEN2, QWEN3
 from mtjax.convert.families.qwen3_next import QWEN3_NEXT
-from mtjax.convert.families.roberta import ROBERTA, XLM_ROBERTA
+from mtjax.convert.families.roberta import CAMEMBERT, DATA2VEC_TEXT, ROBERTA, XLM_ROBERTA
 from mtjax.convert.families.t5 import MT5, T5, UMT5
 from mtjax.convert.families.zamba2 import ZAMBA2
 from mtjax.errors import UserError
@@ -76,6 +76,7 @@ _ALL = (
     *(FLINT, HY_V3, GRANITEMOESHARED, GRANITE_SWA, GRANITEMOE_SWA, ERNIE4_5_MOE),
     *(MAMBA2, NEMOTRON_H, BAMBA, GRANITEMOEHYBRID, FALCON_H1, QWEN3_NEXT, ZAMBA2),
     *(BERT, MEGATRON_BERT, ROBERTA, XLM_ROBERTA, DISTILBERT, MODERNBERT, T5, MT5, UMT5),
+    *(ERNIE, CAMEMBERT, DATA2VEC_TEXT),
 )
 FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _ALL}
 """In the order in which an export prefers types that can represent a model equally well."""
@@ -92,12 +93,22 @@ def family_of_config(config: Json, source: str) -> Family:
     name = str(config["model_type"])
     if name not in FAMILIES:
         # No suggestion of a similar name: mistral and mixtral are spelled alike, but are different models.
-        why = MISSING.get(name, "")
+        why = MISSING.get(name) or _models_inside(config)
         raise UserError(
             f"{source}: model_type {name!r} is not supported{': ' if why else ''}{why}; supported are "
             f"{', '.join(FAMILIES)} (docs/convert.md)"
         )
     return FAMILIES[name]
+
+
+def _models_inside(config: Json) -> str:
+    """Returns that a type has models of its own, such as one of images beside one of text; "" for one that has none."""
+    inside = {key: value for key, value in config.items() if key.endswith("_config") and isinstance(value, dict)}
+    types = {key: value["model_type"] for key, value in inside.items() if "model_type" in value}
+    if not types:
+        return ""
+    named = " and ".join(f"{key} ({kind})" for key, kind in types.items())
+    return f"it is made of other models, {named}, of which mtjax reads those of text alone, from a folder of their own"
 
 
 def family_of_model(model: Model, original: str | None = None) -> Family:

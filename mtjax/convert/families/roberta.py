@@ -1,4 +1,4 @@
-"""transformers' `roberta` and `xlm-roberta`: a post-LN BERT whose positions start at 2, without sentence order."""
+"""transformers' `roberta` and its copies: a post-LN BERT whose positions start at 2, without sentence order."""
 
 from dataclasses import replace
 from typing import Any
@@ -7,7 +7,7 @@ from mtjax.config import Model
 from mtjax.config.sizes import mlp_size
 from mtjax.convert.families.bert import FIELDS, HEADS, ONLY, POST_NORMS, encoder_rows
 from mtjax.convert.families.family import ENDINGS, Family, Field, Json, head_json, head_settings
-from mtjax.convert.families.rows import linear, norm, row
+from mtjax.convert.families.rows import linear, norm, row, with_prefix
 from mtjax.convert.table import Row, Table, Tensor, dims
 from mtjax.data.tokens.tokenizer import Tokenizer
 
@@ -72,8 +72,8 @@ def _ids(tokenizer: Tokenizer | None) -> dict[str, Any]:
     return {"bos_token_id": 0, "eos_token_id": 2}
 
 
-def _family(model_type: str, model_class: str) -> Family:
-    """Returns one of the two families, which differ in names of classes."""
+def _family(model_type: str, model_class: str, prefix: str = TABLE.prefix) -> Family:
+    """Returns one of the families, which differ in names of classes and in the prefix of the modules."""
 
     def write(model: Model) -> dict[str, Any]:
         return {
@@ -95,8 +95,12 @@ def _family(model_type: str, model_class: str) -> Family:
     )
     # The language head computes the exact GELU, whatever the layers do.
     only = ONLY | {"hidden_act": ("gelu",), "pad_token_id": (PAD,)}
-    return Family(model_type, model_class, TABLE, fields, _read, write, only, _ids, _fit)
+    table = with_prefix(TABLE, prefix)
+    fit = lambda table, model: with_prefix(_fit(TABLE, model), prefix)  # noqa: E731
+    return Family(model_type, model_class, table, fields, _read, write, only, _ids, fit)
 
 
 ROBERTA = _family("roberta", "Roberta")
 XLM_ROBERTA = _family("xlm-roberta", "XLMRoberta")
+CAMEMBERT = _family("camembert", "Camembert")
+DATA2VEC_TEXT = _family("data2vec-text", "Data2VecText", "data2vec_text.")

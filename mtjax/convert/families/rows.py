@@ -1,8 +1,27 @@
 """Rows that several families have in common, and the table of a decoder."""
 
 import re
+from dataclasses import replace
 
 from mtjax.convert.table import Row, Table, Tensor, dims
+
+
+def with_prefix(table: Table, prefix: str) -> Table:
+    """Returns the table of a type whose modules have another prefix."""
+
+    def renamed(text: str) -> str:
+        return prefix + text.removeprefix(table.prefix) if text.startswith(table.prefix) else text
+
+    def tensors(of: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return tuple(replace(tensor, name=renamed(tensor.name)) for tensor in of)
+
+    return replace(
+        table,
+        prefix=prefix,
+        rows=tuple(replace(each, tensors=tensors(each.tensors), untied=tensors(each.untied)) for each in table.rows),
+        ignored=tuple(pattern.replace(re.escape(table.prefix), re.escape(prefix)) for pattern in table.ignored),
+        copies={renamed(copy): renamed(name) for copy, name in table.copies.items()},
+    )
 
 
 def row(ours: str, theirs: str, shape: str) -> Row:

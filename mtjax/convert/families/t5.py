@@ -141,6 +141,12 @@ def _family(model_type: str, model_class: str, layers: int, heads: int, vocab: i
         write=write,
         only={"feed_forward_proj": tuple(ACTIVATIONS)},
         ids=_ids,
+        aliases={
+            "hidden_size": "d_model",
+            "num_attention_heads": "num_heads",
+            "num_hidden_layers": "num_layers",
+            "head_dim": "d_kv",
+        },
         unties=False,
     )
 

@@ -114,16 +114,15 @@ def translate_precision(to: Translation) -> None:
 def _translate_float8(to: Translation) -> None:
     """Adds products in 8 bits, with the recipes that mtjax has."""
     recipe, kind = to.get("fp8_recipe"), to.get("fp8_format")
-    for setting in ("num_experts", "kv_lora_rank", "mtp_num_layers"):
-        if to.settings.get(setting):
-            to.drop("fp8_format", f"FP8 does not support {setting}")
-            return
     if to.given.family != "gpt":
         to.drop("fp8_format", f"FP8 does not support the family {to.given.family}")
         return
     if recipe not in ("delayed", "tensorwise") or kind not in ("hybrid", "e4m3"):
         why = "of Megatron's recipes mtjax has delayed and tensorwise, and of its formats hybrid and e4m3"
         to.drop("fp8_format", f"{why}: no {recipe} with {kind}")
+        return
+    if recipe == "tensorwise" and to.settings.get("kv_lora_rank") and to.get("tensor_model_parallel_size") > 1:
+        to.drop("fp8_format", "FP8 tensorwise does not support latent attention with tensor parallelism")
         return
     to.set("fp8_format", {"fp8": recipe, "fp8_format": kind})
     if recipe == "delayed":
@@ -136,6 +135,9 @@ def _translate_ends(to: Translation) -> None:
     """Adds the numbers of first and last layers in 16 bits."""
     if (stages := to.get("pipeline_model_parallel_size")) > 1:
         to.drop("first_last_layers_bf16", f"it does not support pipeline parallelism, and there are {stages} stages")
+        return
+    if to.settings.get("first_dense_layers") or (to.settings.get("moe_every") or 1) > 1:
+        to.drop("first_last_layers_bf16", "it does not support dense layers beside layers with experts")
         return
     first, last = (to.get(f"num_layers_at_{end}_in_bf16") for end in ("start", "end"))
     method, group = (to.settings.get(f"recompute_{name}") for name in ("method", "num_layers"))

@@ -9,6 +9,7 @@ from jax import Array
 from jaxtyping import Float
 
 from mtjax.config import Config
+from mtjax.config.float8 import PREDICTION
 from mtjax.layout.stacks import stacks_of
 from mtjax.models.families.gpt import GPT
 from mtjax.models.prediction import PREFIX, Predictor, ahead, keys_of, loss_name, run_predictor
@@ -60,7 +61,7 @@ class PredictingGPT(GPT):
             tokens, _ = jax.lax.optimization_barrier((batch["tokens"], jax.lax.stop_gradient(hidden)))
             embedded = self._embed_ahead({**batch, "tokens": tokens}, own_keys, number)
             own = dataclasses.replace(context, dropout_keys=own_keys, layer=predictor.layer_number)
-            with jax.named_scope("layers"):
+            with jax.named_scope("layers"), jax.named_scope(PREDICTION):
                 run = partial(run_predictor, context=own)
                 x, report = run_alone(run, self.predictor_recompute, hidden, predictor, embedded)
             hidden, labels = predictor.final_norm(x), ahead(batch["labels"], number)

@@ -242,7 +242,9 @@ class Experts(nnx.Module):
             out = out + self.shared(x, context, None, factor)[0]
         if self.down.bias is not None:
             # XLA: last, or it would not add the shared expert's output before the all-reduce.
-            out = (out.astype(jnp.float32) + self._weighted(self.down.bias[...], routes)).astype(x.dtype)
+            with jax.named_scope("router"):
+                biases = self._weighted(self.down.bias[...], routes)
+            out = (out.astype(jnp.float32) + biases).astype(x.dtype)
         return out, None if generates else routes.report
 
     def matrices(self, dtype: Any) -> list[tuple[Array, tuple[str, ...]]]:

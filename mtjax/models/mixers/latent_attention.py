@@ -37,7 +37,7 @@ from mtjax.models.layer_context import LayerContext
 from mtjax.models.linear import Linear, constant, normal
 from mtjax.models.mixers.attention import attention_options, kernel_of, scaled_by_position
 from mtjax.models.mixers.mixer import State
-from mtjax.models.project import project, reshard_sequence, seq_major
+from mtjax.models.project import ProductRule, project, reshard_sequence, seq_major
 from mtjax.models.rotary import rotate
 from mtjax.sharding.axes import sequence_is_sharded, spec
 
@@ -62,6 +62,9 @@ class LatentNorm(nnx.Module):
 class Up(nnx.Module):
     """The product of a latent, or of hidden states, with a matrix of columns per head."""
 
+    rule: ProductRule | None = None
+    """Of the product; see `project`."""
+
     def __init__(self, inputs: dict[str, int], heads: int, width: int, std: float, key: Array) -> None:
         """Draws the weight, [*inputs, heads, head_dim]."""
         self.weight = normal(key, {**inputs, "heads": heads, "head_dim": width}, std)
@@ -69,7 +72,8 @@ class Up(nnx.Module):
     def __call__(self, x: Float[Array, "batch act_seq width"]) -> Float[Array, "batch seq heads head_dim"]:
         """Computes the heads of all tokens of a sequence."""
         # Column-parallel. With sequence parallelism the latent is all-gathered, not the wider hidden states.
-        return project(reshard_sequence(x, "seq"), self.weight[...], None, ("heads", "head_dim"), by_sample=True)
+        x, outputs = reshard_sequence(x, "seq"), ("heads", "head_dim")
+        return project(x, self.weight[...], None, outputs, by_sample=True, rule=self.rule)
 
 
 class LatentAttention(nnx.Module):

@@ -387,11 +387,11 @@ def hash_of(a: jax.Array, order: LayerOrder | None = None) -> jax.Array:
 
 
 def fingerprint_of_slice(part: np.ndarray, offset: int) -> int:
-    """Computes the contribution to the fingerprint of a float32 array's slice that starts at element `offset`.
+    """Computes the contribution to the fingerprint of an array's slice that starts at element `offset`.
 
-    The sum over all slices, modulo 2^32, is the fingerprint: an array can be written and verified slice by slice.
-    """
-    total, bits, block = 0, np.ascontiguousarray(part).reshape(-1).view(np.uint32), 1 << 22
+    The sum over all slices, modulo 2^32, is the fingerprint: an array can be written and verified slice by slice."""
+    kind, block, total = np.uint32 if part.dtype.itemsize == 4 else np.uint16, 1 << 22, 0
+    bits = np.ascontiguousarray(part).reshape(-1).view(kind)
     for start in range(0, bits.size, block):
         piece = bits[start : start + block]
         index = np.arange(offset + start, offset + start + piece.size, dtype=np.uint64).astype(np.uint32)

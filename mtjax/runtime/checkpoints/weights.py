@@ -163,8 +163,13 @@ def restore_weights(weights: Weights, abstract: Tree, orders: Orders = PLAIN) ->
     source = f"the weights in {weights.folder}"
 
     def read() -> list[jax.Array]:
-        named = [(dotted(path), leaf) for path, leaf in leaves]
-        return [place_array(weights.open(name), leaf, order_of(name, orders)) for name, leaf in named]
+        arrays = []
+        for path, leaf in leaves:
+            name = dotted(path)
+            store = weights.open(name)
+            saved = leaf.update(dtype=store.dtype.numpy_dtype)
+            arrays.append(place_array(store, saved, order_of(name, orders)))
+        return arrays
 
     try:
         tree = jax.tree_util.tree_unflatten(structure, read_on_all_processes(source, weights.folder, read))
@@ -174,7 +179,9 @@ def restore_weights(weights: Weights, abstract: Tree, orders: Orders = PLAIN) ->
     wrong = [name for name, number in now.items() if weights.metadata["fingerprints"][name] != number]
     if wrong:
         raise UserError(f"{source} are corrupted: {', '.join(wrong)} are not what was saved")
-    return tree
+    # Master weights may have been saved in another type; fingerprints are of the bits that were saved.
+    cast = lambda array, leaf: array if array.dtype == leaf.dtype else array.astype(leaf.dtype)  # noqa: E731
+    return jax.tree.map(cast, tree, abstract)
 
 
 def check_same_weights(weights: Weights, abstract: Tree, config: Config, orders: Orders = PLAIN) -> None:

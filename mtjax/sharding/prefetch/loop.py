@@ -20,7 +20,6 @@ from mtjax.sharding.param_comm import (
     gather,
     index_layer,
     reduce_gradient,
-    set_layer,
 )
 from mtjax.sharding.stacked_collectives import gather_layer
 
@@ -106,6 +105,9 @@ class PrefetchLoop:
         trainable = [
             like for like, is_trainable in zip(self.communicated, self.is_trainable, strict=True) if is_trainable
         ]
+        # XLA: arithmetic would be computed in each kernel that reads or writes a layer, which then are not one: see
+        # `add_to_layer`.
+        index = lax.optimization_barrier(index)
 
         def one(accumulator: Array, gradient: Array, like: ShardedParam | ReplicatedParam) -> Array:
             """Reduces one parameter's gradient [...] into its accumulator [layers, ...]."""
@@ -116,6 +118,11 @@ class PrefetchLoop:
             return put(accumulator, reduce_gradient(gradient, layer_spec, like.reduction), index)
 
         return [one(*each) for each in zip(sums, gradients, trainable, strict=True)]
+
+
+def set_layer(stack: Array, value: Array, index: Any) -> Array:
+    """Overwrites one layer of a stack [layers, ...] with `value` [...]; `index` is from 0."""
+    return lax.dynamic_update_index_in_dim(stack, value, index, 0, allow_negative_indices=False)
 
 
 def flattened(run: Run, tree: Any, is_prefetched: Sequence[bool]) -> Run:

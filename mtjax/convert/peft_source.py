@@ -1,0 +1,298 @@
+"""Reads a folder that `peft` wrote: the weights of its base model with the adapters (LoRA) merged into them."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mtjax.convert.hub import local_folder
+from mtjax.convert.hugging_face import FolderTensors, HuggingFaceSource, describe
+from mtjax.convert.peft import IS_TRANSPOSED, PREFIX, TENSORS
+from mtjax.convert.safetensors_files import SafetensorsReader
+from mtjax.convert.stream import check_folder, looks_like
+from mtjax.convert.table import Table
+from mtjax.convert.weights_path import ADAPTER_CONFIG
+from mtjax.data.tokens.folder import tokenizer_files, tokenizer_of
+from mtjax.errors import UserError, parse_json_object, require
+
+WITHOUT_EFFECT = {
+    *("peft_type", "task_type", "base_model_name_or_path", "revision", "auto_mapping", "peft_version"),
+    *("inference_mode", "lora_dropout", "target_modules", "exclude_modules", "layers_pattern", "modules_to_save"),
+    *("megatron_config", "megatron_core", "qalora_group_size", "eva_config", "corda_config", "lora_ga_config"),
+    *("loftq_config", "runtime_config", "fan_in_fan_out", "bias"),
+}
+"""Keys of adapter_config.json that say nothing about the weights beyond what the tensors and other keys say."""
+READ = {
+    *("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "init_lora_weights"),
+    *("layers_to_transform", "ensure_weight_tying"),
+}
+STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
+"""Values of init_lora_weights with which the base model's weights are those of its files."""
+TASKS = (None, "CAUSAL_LM", "FEATURE_EXTRACTION")
+"""Values of task_type whose models have the heads of the base model."""
+FACTORS = {
+    "lora_A.weight": "down",
+    "lora_B.weight": "up",
+    "lora_embedding_A": "down",
+    "lora_embedding_B": "up",
+    "lora_magnitude_vector": "magnitude",
+    "lora_magnitude_vector.weight": "magnitude",
+}
+"""Ends of names of tensors -> what they are in `Adapter`."""
+
+
+@dataclass
+class Adapter:
+    """Names of the tensors that change a matrix."""
+
+    names: dict[str, str] = field(default_factory=dict)
+    """`down` [rank, inputs], `up` [outputs, rank] and perhaps `magnitude` [outputs] -> names in the file."""
+
+    @property
+    def is_of_embedding(self) -> bool:
+        """Whether the matrix is a table, stored as [inputs, outputs]."""
+        return "lora_embedding_A" in self.names["down"]
+
+
+class Adapters:
+    """The adapters of a folder, and the tensors that replace those of the base model."""
+
+    def __init__(self, folder: Path) -> None:
+        """Reads the settings, and the names of the tensors.
+
+        Raises:
+          UserError: it is not such a folder, or its adapters are of a kind that is not read.
+        """
+        check_folder(folder)
+        self.path = folder / ADAPTER_CONFIG
+        if not self.path.is_file():
+            raise UserError(f"{folder} has no {ADAPTER_CONFIG}, which peft writes{looks_like(folder)}")
+        self.config = parse_json_object(self.path.read_bytes(), self.path)
+        if wrong := unread(self.config):
+            raise UserError(f"{self.path} has adapters that mtjax does not read: {'; '.join(wrong)}")
+        if not (folder / TENSORS).is_file():
+            raise UserError(
+                f"{folder} has no {TENSORS}: save the adapters with peft's save_pretrained, which writes it"
+            )
+        try:
+            self._file = require("safetensors", "convert").safe_open(folder / TENSORS, framework="np")
+        except Exception as e:  # the library's exception class is not public
+            raise UserError(f"{folder / TENSORS} can't be read as safetensors; it may be incomplete: {e}") from e
+        self.modules: dict[str, Adapter] = {}
+        self.full: dict[str, str] = {}
+        for name in self._file.keys():  # noqa: SIM118 (it is not a dict)
+            self._sort(name)
+        for module, adapter in self.modules.items():
+            if lacking := sorted({"down", "up"} - set(adapter.names)):
+                raise UserError(f"{folder / TENSORS} has no lora_{'AB'['du'.index(lacking[0][0])]} of {module}")
+
+    def _sort(self, name: str) -> None:
+        """Finds out what a tensor of the file is.
+
+        Raises:
+          UserError: it is of a kind that is not read.
+        """
+        if not name.startswith(PREFIX):
+            raise UserError(f"{self.path.parent / TENSORS} has {name}, which does not start with {PREFIX}")
+        own = name.removeprefix(PREFIX).replace(".base_layer.", ".").replace(".modules_to_save.", ".")
+        end = next((end for end in FACTORS if own.endswith(f".{end}")), None)
+        if end is not None:
+            self.modules.setdefault(own.removesuffix(f".{end}"), Adapter()).names[FACTORS[end]] = name
+        elif re.search(r"\.(lora_|trainable_tokens)", own):
+            raise UserError(f"{self.path.parent / TENSORS} has {name}, which mtjax does not read")
+        else:
+            self.full[own] = name
+
+    @cached_property
+    def base(self) -> Path:
+        """The folder of the base model, downloaded if it is on the hub.
+
+        Raises:
+          UserError: it is not named, is not a Hugging Face folder, or can't be downloaded.
+        """
+        name, revision = self.config.get("base_model_name_or_path"), self.config.get("revision")
+        if not name or not isinstance(name, str):
+            raise UserError(f"{self.path} does not name the base model: set base_model_name_or_path to its folder")
+        path = Path(name).expanduser()
+        folder = path if path.exists() else local_folder(Path(f"{name}@{revision}" if revision else name))
+        if not (folder / "config.json").is_file():
+            raise UserError(
+                f"{self.path} names the base model {name}, which is not a folder with a config.json of Hugging Face: "
+                "set base_model_name_or_path to one"
+            )
+        return folder
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Returns the shape of a tensor of the file."""
+        return tuple(self._file.get_slice(name).get_shape())
+
+    def read(self, name: str) -> np.ndarray:
+        """Reads a tensor of the file, as float32."""
+        return np.asarray(self._file.get_tensor(name), np.float32)
+
+    def scale(self, module: str, rank: int) -> float:
+        """Returns the factor of `up down`.
+
+        Raises:
+          UserError: the config has another rank.
+        """
+        ranks, alphas = (self.config.get(key) or {} for key in ("rank_pattern", "alpha_pattern"))
+        expected = _matching(ranks, module, self.config.get("r"))
+        if expected != rank:
+            raise UserError(f"the adapter of {module} has rank {rank}, but {self.path} says {expected}")
+        alpha = _matching(alphas, module, self.config.get("lora_alpha"))
+        if type(alpha) not in (int, float):
+            raise UserError(f"{self.path}: lora_alpha of {module} is {alpha!r}, and must be a number")
+        return alpha / rank**0.5 if self.config.get("use_rslora") else alpha / rank
+
+
+def _matching(patterns: Mapping[str, Any], module: str, otherwise: Any) -> Any:
+    """Returns the value of the first pattern that matches the end of a module's name, as in peft."""
+    return next((v for pattern, v in patterns.items() if re.match(rf"(.*\.)?({pattern})$", module)), otherwise)
+
+
+def unread(config: Mapping[str, Any]) -> list[str]:
+    """Returns what of an adapter_config.json is not read."""
+    kind, start, task = (config.get(key) for key in ("peft_type", "init_lora_weights", "task_type"))
+    wrong = [] if kind == "LORA" else [f"peft_type is {kind!r}, but must be 'LORA'"]
+    if start not in STARTS:
+        wrong.append(
+            f"init_lora_weights is {start!r}, with which the base model's weights change when the adapters are loaded: "
+            "save them with path_initial_model_for_weight_conversion, or merge them with peft"
+        )
+    if task not in TASKS:
+        wrong.append(f"task_type is {task!r}, whose head the base model lacks: merge the adapters with peft")
+    others = [key for key in config if key not in WITHOUT_EFFECT | READ and config[key]]
+    return wrong + [f"{key} is {config[key]!r}: merge the adapters with peft" for key in others]
+
+
+class AdaptedTensors(FolderTensors):
+    """The tensors of the base model with the adapters merged into them, in float32."""
+
+    def __init__(self, reader: SafetensorsReader, table: Table, model_type: str, adapters: Adapters) -> None:
+        """Checks the adapters' names and shapes against the base model's.
+
+        Raises:
+          UserError: they do not fit.
+        """
+        super().__init__(reader, table)
+        self._adapters, self._is_transposed = adapters, model_type in IS_TRANSPOSED
+        self._base_shapes, self.dtype = dict(self.shapes), "float32"
+        self._full = {self._own_name(name, table): name for name in adapters.full}
+        self._modules = {self._own_name(f"{module}.weight", table): module for module in adapters.modules}
+        source = adapters.path.parent / TENSORS
+        unknown = [name for name in self._modules if name not in self.shapes]
+        unknown += [name for name in self._full if name not in {*self.shapes, *table.copies}]
+        if unknown:
+            raise UserError(
+                f"{source} adapts {', '.join(sorted(unknown)[:4])}{' ...' if len(unknown) > 4 else ''}, which the base "
+                f"model {adapters.base} does not have"
+            )
+        tied = {name for copy, name in table.copies.items() if not {copy} & {*self.shapes, *self._full}}
+        both = sorted(tied & {*self._modules, *self._full})
+        if both and not adapters.config.get("ensure_weight_tying"):
+            raise UserError(
+                f"{source} changes {both[0]}, to which the base model ties its output, which peft leaves as it is: "
+                "merge the adapters with peft"
+            )
+        self._check_layers()
+        for own, name in self._full.items():
+            of = self.shapes.get(own, self.shapes[table.copies.get(own, own)])
+            self._check(source, own, adapters.shape(adapters.full[name]), of)
+            self.shapes = {**self.shapes, own: of}
+            self._names.setdefault(own, own)
+        for own, module in self._modules.items():
+            names, of = adapters.modules[module].names, self.shapes[own]
+            down, up = adapters.shape(names["down"]), adapters.shape(names["up"])
+            of = of[::-1] if adapters.modules[module].is_of_embedding or self._is_transposed else of
+            self._check(source, own, (up[0], down[1]), of)
+            adapters.scale(module, down[0])
+
+    def _own_name(self, name: str, table: Table) -> str:
+        """Returns the name in the files of a tensor in memory: the modules of some types are renamed when loaded."""
+        renamed = table.prefix + name.removeprefix("model.")
+        return renamed if name not in self.shapes and renamed in self.shapes else name
+
+    def _check_layers(self) -> None:
+        """Checks that only layers have adapters that the config says.
+
+        Raises:
+          UserError: another layer has one.
+        """
+        layers = self._adapters.config.get("layers_to_transform")
+        allowed = None if layers is None or layers == [] else layers if isinstance(layers, list) else [layers]
+        for module in self._modules.values():
+            number = re.search(r"\.(\d+)\.", module)
+            if allowed is not None and number and int(number[1]) not in allowed:
+                raise UserError(f"{self._adapters.path}: layers_to_transform is {layers}, but {module} has an adapter")
+
+    def _check(self, source: Path, name: str, shape: tuple[int, ...], of: tuple[int, ...]) -> None:
+        if shape != of:
+            raise UserError(f"{source}: {name} is for a tensor of shape {shape}, but the base model's has {of}")
+
+    def _is_changed(self, name: str) -> bool:
+        return name in self._modules or name in self._full
+
+    def shard(self, name: str, rank: int) -> np.ndarray:
+        """Reads a tensor, merged with its adapter; `rank` is 0."""
+        if name in self._full:
+            base = self._adapters.read(self._adapters.full[self._full[name]])
+        else:
+            base = super().shard(name, rank).astype(np.float32, copy=False)
+        if name not in self._modules:
+            return base
+        adapter = self._adapters.modules[self._modules[name]]
+        down, up = (self._adapters.read(adapter.names[part]) for part in ("down", "up"))
+        update = self._adapters.scale(self._modules[name], len(down)) * (up @ down)
+        turned = adapter.is_of_embedding or self._is_transposed
+        merged = base + (update.T if turned else update)
+        if "magnitude" in adapter.names:  # DoRA, arXiv 2402.09353: the length of each output's weights
+            magnitude = self._adapters.read(adapter.names["magnitude"]).reshape(-1)
+            inputs = 0 if turned else 1
+            lengths = magnitude / np.linalg.norm(merged, axis=inputs)
+            merged *= np.expand_dims(lengths, inputs)
+        return merged
+
+    def grid(self, name: str) -> Any:
+        """Returns the values that a quantized tensor may have, in full size; None for any other."""
+        return None if self._is_changed(name) else super().grid(name)
+
+    def stored(self, name: str) -> Any:
+        """Returns how a quantized tensor is stored; None for any other."""
+        return None if self._is_changed(name) else super().stored(name)
+
+
+def describe_adapted(folder: Path, vocab_multiple: int | None = None) -> tuple[Adapters, Any]:
+    """Reads the settings of a folder of peft, and what `describe` does of its base model.
+
+    Raises:
+      UserError: it is not such a folder, the adapters do not fit, or mtjax does not support the model.
+    """
+    adapters = Adapters(folder)
+    described = describe(
+        adapters.base,
+        vocab_multiple,
+        lambda reader, family: AdaptedTensors(reader, family.table, family.model_type, adapters),
+    )
+    count = len(adapters.modules)
+    note = f"{folder}: {count} adapters, merged into the weights of {adapters.base}"
+    return adapters, described._replace(notes=(note, *described.notes))
+
+
+class PeftSource(HuggingFaceSource):
+    """Weights in a Hugging Face folder with adapters in another one, which names it."""
+
+    def __init__(self, folder: Path, vocab_multiple: int | None = None) -> None:
+        """Opens the files of both folders, and checks every tensor's name and shape.
+
+        Raises:
+          UserError: as `describe_adapted`.
+        """
+        adapters, described = describe_adapted(folder, vocab_multiple)
+        has_tokenizer = tokenizer_of(tokenizer_files(folder), folder) is not None
+        self._open(adapters.base, described, files=folder if has_tokenizer else adapters.base)
+        self.weight_files = (*self.weight_files, adapters.path, folder / TENSORS)

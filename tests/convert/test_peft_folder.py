@@ -1,0 +1,107 @@
+"""Folders of peft without peft: merged weights, commands, tokenizers, and what does not fit."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from mtjax.commands.convert import main as convert
+from mtjax.convert.saved_model import SavedModel, model_of
+from mtjax.generate.weights import stop_ids_of
+from tests.convert.hf_folders import (
+    LLAMA_CONFIG,
+    llama_shapes,
+    random_tensors,
+    small_tokenizer,
+    tensors_in,
+    write_folder,
+)
+
+MODULE = "model.layers.2.self_attn.q_proj"
+SETTINGS = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 2, "lora_alpha": 6, "target_modules": ["q_proj"]}
+
+
+def write_adapters(folder: Path, base: Path, module: str = MODULE, **settings: Any) -> tuple[np.ndarray, np.ndarray]:
+    """An adapter of one matrix [48, 32], as peft names it."""
+    random = np.random.default_rng(1)
+    a, b = random.standard_normal((2, 32)).astype(np.float32), random.standard_normal((48, 2)).astype(np.float32)
+    folder.mkdir()
+    name = f"base_model.model.{module}"
+    save_file({f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b}, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(
+        json.dumps({**SETTINGS, "base_model_name_or_path": str(base), **settings})
+    )
+    return a, b
+
+
+def base_of(tmp_path: Path) -> Path:
+    return write_folder(tmp_path / "base", random_tensors(llama_shapes(), "bfloat16"), LLAMA_CONFIG, tokenizer=True)
+
+
+def test_a_merged_export_has_the_sum_and_the_base_s_other_tensors(tmp_path, capsys):
+    base = base_of(tmp_path)
+    (base / "generation_config.json").write_text('{"eos_token_id": [3, 4]}')
+    a, b = write_adapters(tmp_path / "adapters", base)
+    small_tokenizer().save(str(tmp_path / "adapters/tokenizer.json"))
+    (tmp_path / "adapters/chat_template.jinja").write_text("{{ messages }}")
+    assert convert(["--from", str(tmp_path / "adapters"), "--to", f"hf:{tmp_path / 'merged'}"]) == 0
+    assert f"1 adapters, merged into the weights of {base}" in capsys.readouterr().out
+    theirs, merged = tensors_in(base), tensors_in(tmp_path / "merged")
+    expected = {name: array.astype(np.float32) for name, array in theirs.items()}
+    expected[f"{MODULE}.weight"] = theirs[f"{MODULE}.weight"].astype(np.float64) + 3.0 * b.astype(np.float64) @ a
+    assert merged.keys() == expected.keys()
+    for name, array in expected.items():
+        np.testing.assert_allclose(merged[name], array, rtol=1e-6, atol=1e-6 if name.startswith(MODULE) else 0)
+    for name, folder in (("generation_config.json", base), ("chat_template.jinja", tmp_path / "adapters")):
+        assert (tmp_path / "merged" / name).read_bytes() == (folder / name).read_bytes()
+
+
+def test_other_commands_read_adapters(tmp_path):
+    base = base_of(tmp_path)
+    (base / "generation_config.json").write_text('{"eos_token_id": [3, 4]}')
+    write_adapters(tmp_path / "adapters", base)
+    saved = SavedModel.open(f"peft:{tmp_path / 'adapters'}")
+    assert model_of(f"peft:{tmp_path / 'adapters'}", "--from") == saved.config.model
+    name, tokenizer = saved.tokenizer()
+    assert name == str(base / "tokenizer.json")
+    assert {3, 4} <= stop_ids_of(saved, tokenizer)
+    identity = saved.identity
+    (tmp_path / "adapters/adapter_model.safetensors").touch()
+    assert SavedModel.open(f"peft:{tmp_path / 'adapters'}").identity != identity
+    (base / "config.json").touch()
+
+
+@pytest.mark.parametrize(
+    ("module", "settings", "said"),
+    [
+        (MODULE, {"peft_type": "IA3"}, "peft_type is 'IA3', but must be 'LORA'"),
+        (MODULE, {"task_type": "SEQ_CLS"}, "task_type is 'SEQ_CLS'"),
+        (MODULE, {"layer_replication": [[0, 2]]}, "layer_replication is [[0, 2]]"),
+        (MODULE, {"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4'"),
+        (MODULE, {"r": 4}, f"the adapter of {MODULE} has rank 2, but"),
+        (MODULE, {"rank_pattern": {"q_proj": 3}}, "adapter_config.json says 3"),
+        (MODULE, {"lora_alpha": None}, f"lora_alpha of {MODULE} is None, and must be a number"),
+        (MODULE, {"layers_to_transform": [0, 1]}, f"layers_to_transform is [0, 1], but {MODULE} has an adapter"),
+        (MODULE, {"base_model_name_or_path": None}, "does not name the base model"),
+        (MODULE, {"base_model_name_or_path": "/nowhere/at/all"}, "names the base model /nowhere/at/all, which is not"),
+        ("model.layers.2.mlp.gate_proj", {}, "is for a tensor of shape (48, 32), but the base model's has (80, 32)"),
+        ("model.layers.7.self_attn.q_proj", {}, "adapts model.layers.7.self_attn.q_proj.weight, which the base model"),
+    ],
+)
+def test_what_does_not_fit_is_one_sentence(module, settings, said, tmp_path, capsys):
+    write_adapters(tmp_path / "adapters", base_of(tmp_path), module, **settings)
+    assert convert(["--from", f"peft:{tmp_path / 'adapters'}", "--to", f"hf:{tmp_path / 'merged'}"]) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "merged").exists()
+
+
+def test_a_folder_of_another_kind_is_named(tmp_path, capsys):
+    base = base_of(tmp_path)
+    write_adapters(tmp_path / "adapters", base)
+    assert convert(["--from", f"hf:{tmp_path / 'adapters'}", "--to", f"mtjax:{tmp_path / 'ours'}"]) == 2
+    assert f"it looks like peft:{tmp_path / 'adapters'}" in capsys.readouterr().err
+    assert convert(["--from", f"peft:{base}", "--to", f"mtjax:{tmp_path / 'ours'}"]) == 2
+    assert f"it looks like hf:{base}" in capsys.readouterr().err

@@ -1,0 +1,99 @@
+"""Adapters that peft saved, merged into their base model: logits are those of peft, or the key is refused by name."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mtjax.convert.peft_source import PeftSource
+from mtjax.errors import UserError
+from tests.parity.compare import relative
+from tests.parity.decoder_types import CASES, OF_GPT2, Case
+from tests.parity.test_decoder_types import TOLERANCE, logits_of, network_of, our_logits, tokens_of
+
+torch = pytest.importorskip("torch", reason="needs the extra parity: pip install '.[parity]'")
+transformers = pytest.importorskip(
+    "transformers", minversion="5", reason="needs the extra parity: pip install '.[parity]'"
+)
+peft = pytest.importorskip("peft", reason="needs the extra parity: pip install '.[parity]'")
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*_pattern keys did not match"),  # those that peft makes for fused experts
+]
+
+LLAMA, TIED = Case("llama"), Case("llama", {"tie_word_embeddings": True})
+GPT2 = Case("gpt2", {"n_embd": 24, "n_head": 6, "n_layer": 2, "n_positions": 32}, OF_GPT2)
+MATRICES = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
+
+
+def adapted(case: Case, folder: Path, **settings: Any) -> Any:
+    """Saves a network, and drawn adapters beside it; returns peft's network."""
+    network_of(case).save_pretrained(folder / "base")
+    network = transformers.AutoModelForCausalLM.from_pretrained(folder / "base", attn_implementation="eager").eval()
+    torch.manual_seed(1)
+    network = peft.get_peft_model(network, peft.LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=6, **settings))
+    with torch.no_grad():
+        for parameter in network.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    network.save_pretrained(folder / "peft")
+    return network.eval()
+
+
+READ: dict[str, tuple[Case, dict[str, Any]]] = {
+    "ranks and alphas of modules, DoRA with rsLoRA, norms": (
+        LLAMA,
+        {"target_modules": MATRICES, "use_dora": True, "use_rslora": True, "modules_to_save": ["input_layernorm"]}
+        | {"rank_pattern": {"q_proj": 2, "layers.1.mlp.down_proj": 3}}
+        | {"alpha_pattern": {"layers.0.self_attn.k_proj": 9, "v_proj": 2}},
+    ),
+    "one layer, output that was tied": (
+        TIED,
+        {"target_modules": MATRICES, "layers_to_transform": 1, "modules_to_save": ["lm_head"]},
+    ),
+    "embedding and output": (LLAMA, {"target_modules": ["q_proj", "embed_tokens", "lm_head"], "use_dora": True}),
+    "transposed matrices, biases": (GPT2, {"target_modules": ["c_attn", "c_proj"], "use_dora": True, "bias": "all"}),
+    "renamed modules": (CASES["nemotron_h"], {"target_modules": ["q_proj", "o_proj"]}),
+}
+LONG = ("renamed modules", "embedding and output")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.long) if n in LONG else n for n in READ])
+def test_merged_weights_give_the_logits_of_peft(name: str, tmp_path: Path) -> None:
+    case, settings = READ[name]
+    network, tokens = adapted(case, tmp_path, **settings), tokens_of(case)
+    expected = logits_of(network, tokens)
+    with network.disable_adapter():
+        assert relative(logits_of(network, tokens), expected) > 0.1  # there is something to compare
+    assert relative(our_logits(PeftSource(tmp_path / "peft", 1), tokens), expected) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("case", "settings", "said"),
+    [
+        (LLAMA, {"init_lora_weights": "olora"}, "init_lora_weights is 'olora'"),
+        (
+            TIED,
+            {"modules_to_save": ["embed_tokens"]},
+            "changes model.embed_tokens.weight, to which the base model ties",
+        ),
+        (CASES["qwen3_moe"], {"target_modules": MATRICES}, "target_parameters is"),
+    ],
+)
+def test_what_peft_computes_otherwise_is_refused(
+    case: Case, settings: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    adapted(case, tmp_path, **{"target_modules": ["q_proj"], **settings})
+    with pytest.raises(UserError, match=said):
+        PeftSource(tmp_path / "peft", 1)
+
+
+def test_every_key_of_peft_is_known_or_refused(tmp_path: Path) -> None:
+    """A key that a later version of peft adds is refused, unless it is off."""
+    adapted(LLAMA, tmp_path, target_modules=["q_proj"])
+    path = tmp_path / "peft/adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"use_new_kind": True, "use_other_kind": False}))
+    with pytest.raises(UserError, match="adapters that mtjax does not read: use_new_kind is True: merge"):
+        PeftSource(tmp_path / "peft", 1)
