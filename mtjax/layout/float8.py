@@ -53,7 +53,7 @@ def float8_note(model: Model, plan: Plan) -> str | None:
 def _kinds_in_16_bits(model: Model) -> Iterator[str]:
     """Yields the matmuls of layers with weights that have no 8-bit form, whatever their sizes."""
     if model.num_experts:
-        yield "the grouped matmuls of experts and their routers"
+        yield "experts' grouped matmuls, and routers"
     if model.mtp_num_layers:
         yield "layers of multi-token prediction"
 

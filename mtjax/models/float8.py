@@ -88,8 +88,9 @@ def quantize_products(model: Any, config: Config) -> None:
 
     Embedding, head, norms, experts, routers and attention's own products remain as they are.
     """
-    training, heads = config.training, config.model.num_heads
-    kind, left = E5M2 if training.fp8_format == "hybrid" else E4M3, unfit_products(config.model, num_shards("heads"))
+    training, heads, degree = config.training, config.model.num_heads, num_shards("heads")
+    kind = E5M2 if training.fp8_format == "hybrid" else E4M3
+    names, left = float8_products(config.model, degree), unfit_products(config.model, degree)
     is_delayed = training.fp8 == "delayed"
     # Adapters read the same sequences in 16 bits.
     gathers = is_delayed and sequence_is_sharded() and not left and not config.model.lora_rank
@@ -98,7 +99,7 @@ def quantize_products(model: Any, config: Config) -> None:
     for stack in model.decoder_stacks:
         stack.recompute = replace(stack.recompute, unquantized=ends)
         layers = _is_layer(stack) if recipe.is_delayed else None
-        for name in float8_products(config.model, num_shards("heads")):
+        for name in names:
             linear: Any = stack.layers
             for part in name.split("."):
                 linear = getattr(linear, part, None)

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from mtjax.config import Config
 from mtjax.config.float8 import STATE, quantizes_once
 from mtjax.errors import UserError
 from mtjax.layout.layouts import Layout
+from mtjax.models.evaluation import Evaluation
 from mtjax.models.sharded_model import Batch
 from mtjax.runtime.train_state import State
 from mtjax.sharding.float8 import E4M3, LOWEST, fitting_exponent, power_of_two
@@ -68,6 +70,11 @@ class Float8Step(TrainStep):
             parameters = merge(parameters, split(self.draw(key))[1])
         return self._with_weight_scales(super()._initial(key, parameters))
 
+    @cached_property
+    def evaluation(self) -> Evaluation:
+        """See `ShardedModel.evaluation`."""
+        return _Fitted(self)
+
     def gradients(
         self, parameters: Tree, batch: Batch, key: Array | None, scale: Array | None = None
     ) -> tuple[Array, dict[str, Array], Tree]:
@@ -101,6 +108,14 @@ class Float8Step(TrainStep):
         """Returns a state whose scales of weights fit the next step's weights."""
         states = _fitted(split(state.parameters)[1], self.training_point(state))
         return dataclasses.replace(state, parameters=merge(state.parameters, states))
+
+
+class _Fitted(Evaluation):
+    """An evaluation whose scales of weights fit them: schedule-free's fit the point of its gradients."""
+
+    def _losses(self, parameters: Tree, batch: Batch) -> dict[str, tuple[Array, Array]]:
+        states = split(parameters)[1]
+        return super()._losses(merge(parameters, _fitted(states, parameters)), batch)
 
 
 def next_states(states: Tree, counts: Tree, history: int) -> Tree:

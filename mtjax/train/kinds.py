@@ -4,7 +4,7 @@ from mtjax.config import Config
 from mtjax.train.step import TrainStep
 
 
-def kind_of(config: Config) -> type[TrainStep]:
+def step_class(config: Config) -> type[TrainStep]:
     """Returns the class of a config's train step."""
     kinds: list[type[TrainStep]] = []
     if config.parallel.offload == "optimizer":

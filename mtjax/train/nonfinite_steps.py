@@ -55,12 +55,13 @@ def tensors(records: Tree, numbers_of: Numbers = lambda _: ()) -> list[Tensor]:
 
 
 def first_bad(scalar: Array, values: Tree, records: Tree, numbers_of: Numbers = lambda _: ()) -> Array:
-    """Returns the second result of `norm_and_first_bad`, for which the norm may be anything."""
-    return norm_and_first_bad(scalar, values, records, numbers_of, any_norm=True)[1]
+    """Returns the index of the first tensor that is not finite; see `norm_and_first_bad`. The norm may overflow."""
+    first, _, count = _search(values, records, numbers_of)
+    return _chosen(first, count, scalar)
 
 
 def norm_and_first_bad(
-    scalar: Array, values: Tree, records: Tree, numbers_of: Numbers, unrolled: bool = False, any_norm: bool = False
+    scalar: Array, values: Tree, records: Tree, numbers_of: Numbers, unrolled: bool = False
 ) -> tuple[Array, Array]:
     """Returns the norm of all values, float32, and the index in `tensors` of the first that is not finite, int32, from
     one pass over the values; both are replicated on all devices.
@@ -68,17 +69,21 @@ def norm_and_first_bad(
     A tensor counts as finite if the sum of squares of each device's shard is finite.
 
     Args:
-      scalar: has to be finite, too, and so has the norm unless `any_norm`. If only they are not, the index is the
-        number of tensors.
+      scalar: has to be finite, too, and so has the norm. If only they are not, the index is the number of tensors.
       values: gradients or parameters, with any sharding.
       records: of every parameter.
       numbers_of: the numbers of the layers that an array stacks, by its name; () for 0, 1, 2 ...
       unrolled: whether stacked matrices have just been concatenated from those of the layers.
-      any_norm: see `scalar`.
 
     Returns:
       The norm; and the index, `GOOD` when everything is finite.
     """
+    first, norm, count = _search(values, records, numbers_of, unrolled)
+    return norm, _chosen(first, count, scalar + norm)
+
+
+def _search(values: Tree, records: Tree, numbers_of: Numbers, unrolled: bool = False) -> tuple[Array, Array, int]:
+    """Returns the index of the first tensor that is not finite, or their number; the norm; their number."""
     in_tree_order = _in_tree_order(records, numbers_of)
     leaves, kinds = jax.tree.leaves(values), jax.tree.leaves(records)
     counts = [a.shape[0] if kind.is_stacked else 1 for a, kind in zip(leaves, kinds, strict=True)]
@@ -95,9 +100,11 @@ def norm_and_first_bad(
         return jnp.concatenate(firsts).min(), sums
 
     first, total = min_and_sum_over_shards(of_shards, (leaves, spread))
-    norm = jnp.sqrt(total)
-    is_finite = jnp.isfinite(scalar if any_norm else scalar + norm)
-    return norm, jnp.where((first == len(in_tree_order)) & is_finite, GOOD, first).astype(jnp.int32)
+    return first, jnp.sqrt(total), len(in_tree_order)
+
+
+def _chosen(first: Array, count: int, scalar: Array) -> Array:
+    return jnp.where((first == count) & jnp.isfinite(scalar), GOOD, first).astype(jnp.int32)
 
 
 def _squares_of_layers(stack: Array, concatenated: bool) -> Array:

@@ -331,7 +331,7 @@ def make_train_step(config: Config, mesh: Mesh) -> TrainStep:
     Raises:
       UserError: the mesh does not divide the model or its batch.
     """
-    # It imports TrainStep from here.
-    from mtjax.train.kinds import kind_of
+    # Imported here, as it imports this file.
+    from mtjax.train.kinds import step_class
 
-    return kind_of(config)(config, mesh)
+    return step_class(config)(config, mesh)
