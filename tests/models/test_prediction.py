@@ -36,7 +36,7 @@ def test_a_prediction_counts_where_its_token_does_and_in_its_document() -> None:
 
 def test_an_evaluation_has_the_loss_of_the_model_alone() -> None:
     program = program_of("1x1", **PLAIN)
-    assert program.on_mesh(lambda: jax.eval_shape(program._evaluate, *abstract(program))).keys() == {"loss"}
+    assert program.evaluation.lower().out_info.keys() == {"loss"}
 
 
 def abstract(program: TrainStep) -> tuple[Any, Any]:
