@@ -277,13 +277,14 @@ class Plan:
         return on_gpus and is_one_program and is_short and self.gains_by_unrolling(run.model)
 
     def gains_by_unrolling(self, model: Model) -> bool:
-        """Returns whether unrolled layers are possible, of known memory and not slower than a loop: not with fp8, and
-        not where the loop prefetches over links between servers."""
+        """Returns whether unrolled layers are the default: possible, and not worse than a loop in time or memory."""
         # XLA: its scheduler begins an unrolled layer's gathers too late for these links. Llama 2 7B with ZeRO-3 on
         # 256x2 H100s is predicted at 964 ms unrolled, of which 258 are exposed, and at 838 ms in the loop.
         loop_is_faster = self.mesh.size > GPUS_OF_A_SERVER and replace(self, unrolled=False).prefetches(model)
-        # XLA keeps more of an unrolled step in 8 bits alive than the formulas of memory know.
-        return self.fp8 == "none" and not loop_is_faster and not any(self.unrolling_problems(model))
+        # Full recompute is for the least memory, and a loop holds less. XLA keeps more of an unrolled step in 8 bits
+        # alive than the formulas of memory know.
+        holds_more = self.recompute == "full" or self.fp8 != "none"
+        return not loop_is_faster and not holds_more and not any(self.unrolling_problems(model))
 
     def unrolling_problems(self, model: Model) -> Iterator[str]:
         """Yields what unrolled layers are not compatible with."""

@@ -237,6 +237,7 @@ DOCUMENTS = {"reset_attention_mask": True, "reset_position_ids": True}
                 ("M-M*", "data=1,context=2,model=2", DOCUMENTS, {**SPLIT, "recompute": "full", "zero": 1}),
                 ("(M*)x2", "2x2x2", {}, {**STAGES, **SPLIT, "zero": 1, "recompute": "full"}),
                 ("M-M*-M", "1x2x2", {}, {**STAGES, **SPLIT, "zero": 1, "recompute": "full"}),
+                ("(M-)x2", "1x2x1", {"ssm_groups": 1, "ssm_heads": 8}, STAGES),
                 ("M*-M", "data=1,stage=2,context=2,model=1", {}, {**STAGES, "context_method": "all-gather"}),
             )
         ),

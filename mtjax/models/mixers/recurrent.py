@@ -226,5 +226,6 @@ def _initial_rate_bias(key: Array, heads: Mapping[str, int]) -> nnx.Param:
 
 
 def merged(x: Array, start: int) -> Array:
-    """Merges the dimensions from `start` on."""
-    return x.reshape(*x.shape[:start], -1)
+    """Merges the dimensions of a group's heads, from `start` on."""
+    # A reshape by itself would drop the axis of a single group on one tensor rank.
+    return x.reshape(*x.shape[:start], -1, out_sharding=spec(*(None,) * (start - 1), "heads", None))
