@@ -1074,7 +1074,21 @@ FAULTS = (
         "data",
         "test_gpt2s_two_files_are_the_same_tokenizer",
     ),
+    Fault(
+        "analysis: gradients of each microbatch cross the ranks also where no loop over layers is",
+        "    if not stream.unstacked:\n",
+        "    if True:\n",
+        "inspect",
+        "test_sums_of_microbatches_may_be_reduced_where_no_loop_over_layers_is",
+    ),
     # --- inspect and plan
+    Fault(
+        "inspect: whether a total may be smaller depends on the order of its lines",
+        "hoisted = before.line.hoisted or line.hoisted",
+        "hoisted = line.hoisted",
+        "inspect",
+        "test_sums_of_gradients_in_loops_and_once_a_step_are_counted_together",
+    ),
     Fault(
         "inspect: what a loop sends counts once",
         "if branch else count * inner",

@@ -56,7 +56,7 @@ def contract_of(anatomy: Anatomy, plan: Plan) -> Contract:
     )
     settings = (
         *(plan.label_smoothing, plan.teacher_width > 0, plan.drops_last_reduction),
-        *(pipeline, scattered),
+        *(pipeline, scattered, plan.unrolled),
         plan.grad_reduce_dtype,
         plan.context_parallelism,
         plan.expert_dispatch,
@@ -76,6 +76,7 @@ def _contract(
     drops_last: bool,
     pipeline: str,
     scattered: bool,
+    unrolled: bool,
     wire: Dtype,
     across: ContextParallelism | None,
     expert_dispatch: ExpertDispatch,
@@ -102,7 +103,7 @@ def _contract(
         needed = part not in stack.unread or not drops_last
         turns = section_ticks(anatomy, stack) if pipeline else "microbatches"
         ahead = f"2*{turns}" if pipeline == "recomputed" else turns
-        inside = replace(ends, turns=turns, forward_turns=ahead, gathers=gathers)
+        inside = replace(ends, turns=turns, forward_turns=ahead, gathers=gathers, unstacked=unrolled)
         reads = {"needed_again": needed, "learns_before": anatomy.learns_before(stack, part)}
         reads["is_frozen"] = anatomy.is_frozen(part, stack)
         reads |= stack.joined(part) if joins else {}

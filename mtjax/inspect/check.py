@@ -161,7 +161,9 @@ def _pools(requirements: Sequence[Requirement], is_gpu: bool) -> list[Requiremen
         if before := merged.get(key):
             kind = REDUCE_SCATTER if REDUCE_SCATTER in (before.line.kind, line.kind) else line.kind
             dtype = NARROW if NARROW in (before.dtype, required.dtype) else required.dtype
-            line = replace(line, kind=kind, count="1", elements=f"{_product(before.line)} + {_product(line)}")
+            elements = f"{_product(before.line)} + {_product(line)}"
+            hoisted = before.line.hoisted or line.hoisted
+            line = replace(line, kind=kind, count="1", elements=elements, hoisted=hoisted)
             required = _Pool(line, 1, before.total + required.total, dtype, before.min_elements + required.min_elements)
         merged[key] = required
     return list(merged.values())

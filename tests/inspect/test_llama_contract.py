@@ -8,7 +8,7 @@ from mtjax.analysis.counts import rank_parameters
 from mtjax.analysis.families.registry import anatomy_of
 from mtjax.inspect.report import Report, inspect
 from mtjax.inspect.targets import find_target
-from tests.inspect.steps import needs_aot, tiny
+from tests.inspect.steps import needs_aot, required_of, tiny
 from tests.inspect.test_contract import sent
 from tests.tiny import LATENT
 
@@ -88,6 +88,50 @@ def test_split_latents_are_gathered_in_place_of_hidden_states_on_h100() -> None:
     matrices = sum(size * n for (kind, size, dtype), n in found["backward"].items() if (kind, dtype) == SUMS)
     assert matrices == 4 * 64 * (26 + 40)
     assert abs(report.flops.difference) < 0.01
+
+
+@needs_aot
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("settings", "own", "in_loops"),
+    [
+        ({**AHEAD, **LATENTS, "sequence_parallel": True, "zero": 1}, 2 * (2 * 64 * 64 + 64 * 66), 2 * 2 * 64 * 66),
+        ({**LLAMA, "unroll_layers": True, "recompute": "none"}, 2 * SHARED, 0),
+        pytest.param({**LLAMA, "mtp_num_layers": 1}, SHARED, 2 * 2 * SHARED, marks=pytest.mark.exhaustive),
+    ],
+    ids=["tokens ahead, latent attention", "unrolled, shared heads", "tokens ahead, shared heads"],
+)
+def test_gradients_of_replicated_matrices_outside_loops_are_added_once_a_step_on_h100(
+    settings: dict[str, Any], own: int, in_loops: int
+) -> None:
+    """XLA adds up those of both microbatches first; in a loop over layers it adds the ranks' for each microbatch."""
+    report = inspect(tiny(num_layers=2, attention="xla", **settings), find_target("h100x8"))
+    assert report.verdict.violations == ()
+    dtype = "bf16" if "sequence_parallel" in settings else "f32"
+
+    def added(*phases: str) -> int:
+        found = [s for phase in phases for s in sent(report, phase).items()]
+        return sum(elements * n for (kind, elements, of), n in found if (kind, of) == ("all-reduce", dtype))
+
+    assert (added("layer backward"), added("gradients", "other")) == (in_loops, own)
+    assert abs(report.flops.difference) < 0.01
+
+
+@pytest.mark.parametrize(
+    ("settings", "least", "most"),
+    [
+        (AHEAD, 2 * 2 * 64 * 64, 2 * 2 * 2 * 64 * 64),
+        (LATENTS, 2 * 2 * 64 * 66, 2 * 2 * 64 * 66),
+        (LATENTS | {"unroll_layers": True, "recompute": "none"}, 2 * 64 * 66, 2 * 2 * 64 * 66),
+    ],
+    ids=["tokens ahead", "latents in a loop", "latents, unrolled"],
+)
+def test_sums_of_microbatches_may_be_reduced_where_no_loop_over_layers_is(
+    settings: dict[str, Any], least: int, most: int
+) -> None:
+    required = required_of(tiny(num_layers=2, sequence_parallel=True, zero=1, **settings))
+    (own,) = (r for r in required if r.line.phase == "layer backward" and (r.line.kind, r.dtype) == SUMS)
+    assert (own.min_elements, own.total) == (least, most)
 
 
 @pytest.mark.parametrize(

@@ -145,6 +145,25 @@ def test_loops_of_different_lengths_add_up_to_each_line():
     assert "of 456 all-gather over model missing in layer forward" in found
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_sums_of_gradients_in_loops_and_once_a_step_are_counted_together(order):
+    """Of 2 microbatches: 6 arrays of layers in a loop, and of an own layer 2, or 1 of their sum."""
+    asked = [
+        Requirement(Expectation("layer backward", "all-reduce", MODEL, "6", "64", pooled=True), 6, 64, "bf16"),
+        Requirement(
+            Expectation("layer backward", "all-reduce", MODEL, "2", "128", pooled=True, hoisted=True), 2, 128, "bf16"
+        ),
+    ][::order]
+    looped = [collective("layer backward", count=6, arrays=((64,),))]
+    for own in (
+        collective("layer backward", count=2, arrays=((128,),)),
+        collective("gradients", count=1, arrays=((128,),)),
+    ):
+        assert check([*looped, own], asked, Landmarks(), is_gpu=True).violations == ()
+    (found,) = check(looped, asked, Landmarks(), is_gpu=True).violations
+    assert "sends 384 elements per step instead of 640" in found
+
+
 def test_wider_types_break_bytes_on_gpus_and_are_noted_on_cpus():
     wide = [collective(dtype="f32"), *whole_program()[1:]]
     (found,) = violations(wide)

@@ -23,6 +23,7 @@ from mtjax.analysis.parts.sublayer import (
     adapter_collectives,
     adapter_saved_bytes,
     local_gradient_sums,
+    matrix_gradient_sums,
     stream_bytes,
     sublayer_collectives,
     sublayer_saved_bytes,
@@ -180,10 +181,7 @@ class Attention(_Heads):
         if stream.is_frozen:
             if self.rank and stream.shares_heads:
                 why = "gradient of B of replicated key and value heads"
-                settings = {"dtype": "float32", "pooled": True, "also": LAYER_RECOMPUTE}
-                lines.append(
-                    over_model(LAYER_BACKWARD, "all-reduce", stream.times, "2*key_width*rank", why, **settings)
-                )
+                lines.append(matrix_gradient_sums(stream, "2*key_width*rank", why, "float32", LAYER_RECOMPUTE))
             return [*lines, *adapter_collectives(stream, "attention", 3, self.rank)]
         if self.qk_norm and self.qk_norm_scope == "head":
             vectors = f"{stream.side}layers*{2 * len(self.qk_norm)}*head_width"
@@ -196,8 +194,7 @@ class Attention(_Heads):
                 )
         elif stream.shares_heads:
             why = "gradients of replicated key and value heads"
-            settings = {"dtype": "float32", "pooled": True}
-            lines.append(over_model(LAYER_BACKWARD, "all-reduce", stream.times, kv_gradients, why, **settings))
+            lines.append(matrix_gradient_sums(stream, kv_gradients, why, "float32"))
         return lines
 
 

@@ -34,6 +34,7 @@ from mtjax.analysis.parts.sublayer import (
     adapter_collectives,
     adapter_saved_bytes,
     local_gradient_sums,
+    matrix_gradient_sums,
     stream_bytes,
     sublayer_collectives,
     sublayer_saved_bytes,
@@ -227,11 +228,11 @@ class LatentAttention(Part):
         if stream.is_frozen:
             elements = f"rank*({'2*' if self.query_latent else ''}hidden + {widths})"
             why = "gradients of the adapters of the matrices to the latents, from a rank's tokens"
-            return [over_model(LAYER_BACKWARD, "all-reduce", stream.times, elements, why, pooled=True)]
+            return [matrix_gradient_sums(stream, elements, why)]
         norms = "latent" + (" + query_latent" if self.query_latent else "")
         why = "gradients of the matrices to the latents, from a rank's tokens"
         return [
             *vector_gradient_sums(stream, self.norm, bias=False),
             local_gradient_sums(stream, f"{stream.side}layers*({norms})", "norms of latents"),
-            over_model(LAYER_BACKWARD, "all-reduce", stream.times, f"hidden*({widths})", why, pooled=True),
+            matrix_gradient_sums(stream, f"hidden*({widths})", why),
         ]

@@ -226,6 +226,9 @@ class ResidualStream:
     """Formula: how often it runs forward, without the recompute of a layer's backward pass."""
     gathers: tuple[Dtype, Dtype] = ("compute", "compute")
     """Types in which sequences are gathered for matmuls with a single weight, and their gradients."""
+    unstacked: bool = False
+    """Whether each layer has separate arrays of gradients, and not a part of a stack's: unrolled layers, and those of
+    multi-token prediction."""
     across: ContextParallelism | None = None
     """How attention reads the tokens of other context parallel ranks; None without context parallelism."""
     expert_dispatch: ExpertDispatch = "all-gather"

@@ -6,7 +6,7 @@ Their embeddings are looked up again, and their losses computed like the model's
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mtjax.analysis.contract import EMBEDDING_BACKWARD, EMBEDDING_FORWARD, LAYER_BACKWARD, Expectation
+from mtjax.analysis.contract import EMBEDDING_BACKWARD, EMBEDDING_FORWARD, Expectation
 from mtjax.analysis.parts.embedding import Lookup
 from mtjax.analysis.parts.part import (
     Elementwise,
@@ -18,7 +18,7 @@ from mtjax.analysis.parts.part import (
     over_model,
     weight,
 )
-from mtjax.analysis.parts.sublayer import local_gradient_sums
+from mtjax.analysis.parts.sublayer import local_gradient_sums, matrix_gradient_sums
 from mtjax.layout.plan import Plan
 
 INPUTS_AHEAD = "embeddings and hidden states of multi-token prediction"
@@ -78,5 +78,4 @@ class Combined(Part):
         norms = local_gradient_sums(stream, f"{stream.side}layers*{vectors}*hidden", "norms of multi-token prediction")
         # In the compute dtype, as the matmul that computes them.
         why = "gradients of the projections of multi-token prediction, from a rank's tokens"
-        line = over_model(LAYER_BACKWARD, "all-reduce", stream.times, "2*hidden*hidden", why, pooled=True)
-        return [*([norms] if vectors else []), line]
+        return [*([norms] if vectors else []), matrix_gradient_sums(stream, "2*hidden*hidden", why)]

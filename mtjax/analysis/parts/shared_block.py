@@ -24,6 +24,7 @@ from mtjax.analysis.parts.part import (
 from mtjax.analysis.parts.sublayer import (
     adapter_saved_bytes,
     local_gradient_sums,
+    matrix_gradient_sums,
     stream_bytes,
     sublayer_collectives,
     sublayer_saved_bytes,
@@ -172,7 +173,7 @@ class Projection(Part):
             return []
         # In the compute dtype, as the matmul that computes them.
         why = "gradients of the projection behind a shared block, from a rank's tokens"
-        return [over_model(LAYER_BACKWARD, "all-reduce", stream.times, "hidden*hidden", why, pooled=True)]
+        return [matrix_gradient_sums(stream, "hidden*hidden", why)]
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,8 @@
 """Formulas common to all sublayers: a norm, a tensor-parallel block, a residual add."""
 
-from mtjax.analysis.contract import LAYER_BACKWARD, LAYER_FORWARD, LAYER_RECOMPUTE, Expectation
+from typing import Any
+
+from mtjax.analysis.contract import LAYER_BACKWARD, LAYER_FORWARD, LAYER_RECOMPUTE, Dtype, Expectation
 from mtjax.analysis.parts.part import Norms, ResidualStream, over_model
 from mtjax.analysis.parts.width import width_collectives
 from mtjax.layout.plan import Plan
@@ -80,6 +82,27 @@ def local_gradient_sums(stream: ResidualStream, elements: str, why: str) -> Expe
     return over_model(
         LAYER_BACKWARD, "all-reduce", stream.turns, elements, why, dtype="float32", pooled=True, hoisted=True
     )
+
+
+def matrix_gradient_sums(
+    stream: ResidualStream, elements: str, why: str, dtype: Dtype = "compute", also: str = ""
+) -> Expectation:
+    """Returns the all-reduce of gradients of matrices that several tensor parallel ranks hold alike, each computed from
+    the rank's tokens or heads only.
+
+    Args:
+      stream: that the layers read.
+      elements: formula, a product: of a layer's matrices.
+      why: what they are.
+      dtype: of the matmul that computes the gradients.
+      also: another phase in which they are reduced.
+    """
+    settings: dict[str, Any] = {"dtype": dtype, "also": also, "pooled": True}
+    if not stream.unstacked:
+        return over_model(LAYER_BACKWARD, "all-reduce", stream.times, elements, why, **settings)
+    # XLA: it may add up the gradients of all microbatches first, and reduce the sum once a step.
+    every = f"{stream.side}layers*{elements}"
+    return over_model(LAYER_BACKWARD, "all-reduce", stream.turns, every, why, hoisted=True, **settings)
 
 
 def vector_gradient_sums(stream: ResidualStream, norms: Norms, bias: bool) -> list[Expectation]:
