@@ -159,7 +159,9 @@ def _sums(parameters: Sequence[_Parameter], plan: Plan) -> Iterator[Copy]:
         size = _accumulated(parameter, plan)
         if _accumulates(plan):
             new = plan.element_bytes if parameter.is_matrix and not plan.reduces_in_backward else FLOAT32
-            yield Copy(SUMS, 2 * FLOAT32 * size)
+            if plan.is_staged:
+                # XLA: the loop over ticks copies the accumulated gradients of a layer before it adds to them.
+                yield Copy(SUMS, 2 * FLOAT32 * size)
             yield Copy(SUMS, (2 * FLOAT32 + new) * size)
         else:
             yield Copy(SUMS, 2 * FLOAT32 * size)
