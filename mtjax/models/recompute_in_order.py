@@ -35,12 +35,17 @@ class Tokens(NamedTuple):
 
 
 def run_in_order(
-    run: Run, saving: Callable[[Run], Run], x: Array, layers: Sequence[Any], numbers: Array, states: Sequence[Any]
+    runs: Sequence[Run],
+    saving: Callable[[Run], Run],
+    x: Array,
+    layers: Sequence[Any],
+    numbers: Array,
+    states: Sequence[Any],
 ) -> tuple[Array, list[Tree]]:
     """Runs layers one after the other; each saves its input, and the backward pass recomputes one at a time.
 
     Args:
-      run: one layer: (hidden states, layer, its number, its state) -> (hidden states, state).
+      runs: of each layer: (hidden states, layer, its number, its state) -> (hidden states, state).
       saving: wraps such a function so that it saves its inputs only.
       x: input of the first layer, [batch, act_seq, embed].
       layers: parameters of each.
@@ -50,11 +55,13 @@ def run_in_order(
     Returns:
       The output of the last layer, and each layer's state.
     """
-    # A custom_vjp may not close over tracers such as attention's mask: those of `run` become arguments.
-    closed, constants = jax.closure_convert(run, x, layers[0], numbers[0], states[0])
-    saved, after, tokens = saving(closed), [], Tokens(_no_token(x), _no_token(x))
+    # A custom_vjp may not close over tracers such as attention's mask: those of `runs` become arguments.
+    closed = {run: jax.closure_convert(run, x, layers[0], numbers[0], states[0]) for run in dict.fromkeys(runs)}
+    saved = {run: (saving(function), constants) for run, (function, constants) in closed.items()}
+    after, tokens = [], Tokens(_no_token(x), _no_token(x))
     for i, layer in enumerate(layers):
-        x, tokens, state = cast(Any, _run(saved, x, tokens, (layer, numbers[i], states[i], *constants)))
+        function, constants = saved[runs[i]]
+        x, tokens, state = cast(Any, _run(function, x, tokens, (layer, numbers[i], states[i], *constants)))
         after.append(state)
     return x, after
 

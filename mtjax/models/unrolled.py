@@ -29,7 +29,8 @@ def run_unrolled(
     from_input = _saving_input(recompute, len(layers))
     with unrolled_layers(layers):
         if from_input:
-            x, after = run_in_order(run, loops[0].saved, x, layers[:from_input], numbers, each)
+            variants = [variant for loop in loops for variant in [loop.variant(run)] * loop.times]
+            x, after = run_in_order(variants, loops[0].saving, x, layers[:from_input], numbers, each)
         runs = [saved for loop in loops for saved in [loop.saved(run)] * loop.times]
         for i in range(from_input, len(layers)):
             x, state = runs[i](x, layers[i], numbers[i], each[i])

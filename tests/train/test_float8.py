@@ -264,6 +264,17 @@ def test_unrolled_layers_change_no_bit(mesh: str, fields: dict[str, Any]) -> Non
     assert [m["loss"] for m in found[1]] == [m["loss"] for m in expected[1]]
 
 
+@LONG
+def test_ends_of_unrolled_layers_are_recomputed_in_16_bits_too() -> None:
+    fields = {"fp8": "tensorwise", "recompute": "full"}
+    (found, *_), (expected, *_), (without, *_) = (
+        losses("1x1", unroll_layers=unrolled, fp8_bf16_last_layers=last, **fields)
+        for unrolled, last in ((True, 1), (False, 1), (True, 0))
+    )
+    assert found == pytest.approx(expected, rel=1e-6)
+    assert found[0] != pytest.approx(without[0], rel=1e-6)
+
+
 @pytest.mark.parametrize(("mesh", "fields"), MESHES)
 def test_losses_of_delayed_scaling_do_not_depend_on_the_mesh(mesh: str, fields: dict[str, Any]) -> None:
     fields = {**LLAMA, **fields} if fields.get("lora_rank") or fields.get("zero") == 3 else fields
