@@ -31,8 +31,8 @@ Carry = tuple[Array, Mapping[str, list[Array]]]
 
 @dataclass(frozen=True)
 class PatternStacks:
-    """A stack for each letter of a pattern. Repeats are loops, so that few layers are compiled. A stack whose layers
-    follow one another runs as in a model of one stack, with prefetch."""
+    """A stack for each letter of a pattern. Repeats are loops, so that few layers are compiled. Where the layers of
+    every stack follow one another, each runs as in a model of one stack, with prefetch (`Plan.prefetches`)."""
 
     stacks: Mapping[str, Stack]
     """By letter."""
@@ -45,6 +45,7 @@ class PatternStacks:
         letters = next(iter(self.stacks.values())).order.pattern
         runs = loops_of_pattern(letters)
         alone = {unit for unit, times in runs if unit in self.stacks and times == letters.count(unit)}
+        alone = alone if len(alone) == len(self.stacks) else set()
         mixed = {letter: stack for letter, stack in self.stacks.items() if letter not in alone}
         loop, done, reports = PatternLoop.of(mixed, context, chunk), dict.fromkeys(mixed, 0), []
         carried = loop.carried
