@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from mtjax.config.layer_pattern import KIND_OF
 from mtjax.layout.layouts import LAYERS
 from mtjax.layout.stacks import DENSE, STACK
 from mtjax.sharding.axes import shard_like_rows
@@ -130,11 +131,13 @@ def _backwards(in_tree_order: Sequence[Tensor]) -> list[int]:
     """Returns the indices into `in_tree_order` in the order of `tensors`; a decoder's stack comes before an
     encoder's."""
 
+    one_section = {STACK, DENSE, *KIND_OF.values()}
+
     def key(index: int) -> tuple[bool, str, int, int]:
         tensor = in_tree_order[index]
         if tensor.layer is None:
             return True, "", 0, index
         stack = tensor.name.partition(f".{LAYERS}.")[0]
-        return False, "" if stack in (STACK, DENSE) else stack, -tensor.layer, index
+        return False, "" if stack in one_section else stack, -tensor.layer, index
 
     return sorted(range(len(in_tree_order)), key=key)

@@ -188,37 +188,38 @@ def test_a_parameter_that_is_not_finite_is_found_and_a_large_one_is_not():
     assert str(program.bad_parameter(parameters)) == "stack.layers.mlp.up.weight, layer 0"
 
 
-def test_tensors_come_as_the_backward_pass_meets_them():
-    """Here layers of "stack" and "dense" take turns."""
+@pytest.mark.parametrize(("one", "other"), [("stack", "dense"), ("mamba", "attention")])
+def test_tensors_come_as_the_backward_pass_meets_them(one, other):
+    """Layers of two stacks take turns."""
     axes = {
-        "stack": {"layers": {"a": ("layers", "embed"), "b": ("layers", "embed")}},
+        one: {"layers": {"a": ("layers", "embed"), "b": ("layers", "embed")}},
         "embedding": ("vocab", "embed"),
         "encoder": {"layers": {"a": ("layers", "embed")}},
-        "dense": {"layers": {"a": ("layers", "embed")}},
+        other: {"layers": {"a": ("layers", "embed")}},
     }
     stack = np.zeros((2, 3), np.float32)
     values = {
-        "stack": {"layers": {"a": stack, "b": stack}},
+        one: {"layers": {"a": stack, "b": stack}},
         "embedding": np.zeros((5, 3), np.float32),
         "encoder": {"layers": {"a": stack}},
-        "dense": {"layers": {"a": stack}},
+        other: {"layers": {"a": stack}},
     }
     records = records_like(axes, values)
-    numbers_of = lambda name: {"stack": (1, 3), "dense": (0, 2)}.get(name.partition(".")[0], ())  # noqa: E731
+    numbers_of = lambda name: {one: (1, 3), other: (0, 2)}.get(name.partition(".")[0], ())  # noqa: E731
     order = tensors(records, numbers_of)
     assert list(map(str, order)) == [
-        "stack.layers.a, layer 3",
-        "stack.layers.b, layer 3",
-        "dense.layers.a, layer 2",
-        "stack.layers.a, layer 1",
-        "stack.layers.b, layer 1",
-        "dense.layers.a, layer 0",
+        f"{one}.layers.a, layer 3",
+        f"{one}.layers.b, layer 3",
+        f"{other}.layers.a, layer 2",
+        f"{one}.layers.a, layer 1",
+        f"{one}.layers.b, layer 1",
+        f"{other}.layers.a, layer 0",
         "encoder.layers.a, layer 1",
         "encoder.layers.a, layer 0",
         "embedding",
     ]
     values["encoder"]["layers"]["a"] = np.full((2, 3), np.nan, np.float32)
-    values["stack"]["layers"]["b"] = np.array([[0, np.inf, 0], [0, 0, 0]], np.float32)
+    values[one]["layers"]["b"] = np.array([[0, np.inf, 0], [0, 0, 0]], np.float32)
     with jax.set_mesh(mesh_of("1x1")):
         assert int(first_bad(jnp.float32(0), values, records, numbers_of)) == 4
 
