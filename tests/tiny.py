@@ -187,7 +187,7 @@ def initial_state(program: TrainStep) -> State:
     like = program.abstract_state
     kinds = tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(like))
     model = replace(program.config, hidden_dropout=0.0, attention_dropout=0.0).model
-    key = model, kinds, tuple(program.layer_orders.items())
+    key = model, kinds, jax.tree.structure(like), tuple(program.layer_orders.items())
     if key not in _initial_states:
         _initial_states[key] = jax.tree.map(np.array, program.initialize(0))
     return jax.tree.map(lambda value, leaf: jax.device_put(value, leaf.sharding), _initial_states[key], like)

@@ -178,7 +178,9 @@ def losses(mesh: str, steps: int = 3, **fields: Any) -> tuple[list[float], Any, 
 
 
 LLAMA = {"family": "llama", "num_kv_heads": 4}
-EXPERTS = {"num_experts": 4, "shared_expert_size": 32, "num_layers": 3, "first_dense_layers": 1, **LLAMA}
+# All experts of a token: what 8 bits round to another number would choose another expert where two are nearly equal.
+EXPERTS = {"num_experts": 4, "experts_top_k": 4, "shared_expert_size": 32, "num_layers": 3, "first_dense_layers": 1}
+EXPERTS |= LLAMA
 LATENT: dict[str, Any] = {"kv_lora_rank": 16, "q_lora_rank": 32, "num_heads": 4, "family": "llama"}
 LATENT |= {"qk_nope_head_dim": 8, "qk_rope_head_dim": 16, "v_head_dim": 16}
 PARALLEL = {"zero", "microbatch_size", "sequence_parallel", "unroll_layers", "recompute", "offload"}
