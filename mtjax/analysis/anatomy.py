@@ -110,8 +110,8 @@ class Anatomy:
     @property
     def sections(self) -> tuple[tuple[Stack, ...], ...]:
         """The stacks of each section: sections run one after the other, the layers of a section by their numbers."""
-        interleaved = tuple(stack for stack in self.stacks if stack.among is not None)
-        return (interleaved,) if interleaved else tuple((stack,) for stack in self.stacks)
+        of_one_section = tuple(stack for stack in self.stacks if stack.among is not None)
+        return (of_one_section,) if of_one_section else tuple((stack,) for stack in self.stacks)
 
     @property
     def decoder_stacks(self) -> tuple[Stack, ...]:

@@ -241,9 +241,11 @@ def check_recompute(model: Model, training: Training) -> None:
             f"{model.first_dense_layers}: use uniform"
         )
     if model.moe_every > 1 and (training.recompute_method == "block" or number > 1):
+        named = [f"recompute_method {training.recompute_method}"] if training.recompute_method == "block" else []
+        named += [f"recompute_num_layers {number}"] if number > 1 else []
         raise UserError(
             f"moe_every is {model.moe_every}, and each layer is then recomputed separately: remove "
-            f"recompute_method {training.recompute_method} and recompute_num_layers {number}"
+            f"{' and '.join(named)}"
         )
     stacks = {"num_layers": layers}
     if dense := model.first_dense_layers:

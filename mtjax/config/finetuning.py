@@ -43,7 +43,8 @@ class Finetuning:
     null_threshold: float = 0.0
     """squad2: predict no answer if the score of no answer exceeds that of the best answer by more than this."""
     teacher: str | None = None
-    """Weights of a teacher trained on the task (a run's folder, hf:DIR or megatron:DIR) for knowledge distillation."""
+    """Weights of a teacher trained on the task (a run's folder, hf:DIR, peft:DIR or megatron:DIR) for knowledge
+    distillation."""
     teacher_temperature: float = above_zero(2.0)
     """Softmax temperature of the distillation loss, for teacher and student."""
     teacher_weight: float = setting(0.5, bound=_ABOVE_0)

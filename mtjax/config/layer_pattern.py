@@ -25,7 +25,7 @@ KIND_OF: Mapping[str, str] = {
 MOST_LAYERS = 1_000
 
 _ELSEWHERE = {
-    "|": "a stage boundary (stages have equal numbers of layers)",
+    "|": "a stage boundary (use layers_per_stage)",
     "/": "multi-token prediction (hybrid models have none)",
 }
 """Characters of Megatron's patterns that have no layer here -> what they stand for."""

@@ -46,9 +46,9 @@ class Optimizer:
     """optimizer adamw: type in which the moving average of squared gradients is stored between steps; bfloat16 is
     rounded stochastically, as changes below half of its precision would be lost otherwise."""
     master_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type in which the trained matrices and tables are stored between steps (Megatron's --main-params-dtype); bfloat16
-    is rounded stochastically, as updates below half of its precision would be lost otherwise. Vectors and routers stay
-    in float32."""
+    """Type in which the trained matrices and tables are stored between steps (as Megatron's --main-params-dtype fp16,
+    but bfloat16, rounded stochastically: updates below half of its precision would be lost otherwise). Vectors and
+    routers stay in float32."""
     muon_momentum: float = share(0.95)
     """optimizer muon: decay rate of the momentum of matrices (Megatron's --muon-momentum)."""
     sgd_momentum: float = share(0.9)

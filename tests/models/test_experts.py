@@ -258,7 +258,7 @@ def test_blocks_are_as_long_as_an_experts_share_lets_them_be():
         ),
         (
             {"num_experts": 4, "moe_every": 2, "num_layers": 4, "recompute": "full", "recompute_num_layers": 2},
-            "moe_every is 2, .* remove recompute_method uniform and recompute_num_layers 2",
+            "moe_every is 2, .* remove recompute_num_layers 2",
         ),
         ({"moe_every": 2}, "moe_every is 2, and num_experts is 0"),
         ({"expert_bias": True}, "expert_bias is True, and num_experts is 0"),

@@ -66,7 +66,7 @@ def decoder(model: Model, stacks: tuple[Stack, ...] | None = None) -> Anatomy:
 
 
 def _stacks(model: Model) -> tuple[Stack, ...]:
-    """Returns one stack, or two interleaved ones in a model with dense and expert layers."""
+    """Returns one stack, or several of one section in a model with dense and expert layers."""
     tokens, norms_outputs = model.sequence_length, model.norm_placement != "pre"
     attention = self_attention(model, tokens, is_causal=True)
     *dense, last = stacks_of(model)

@@ -1,4 +1,4 @@
-"""transformers' decoder types that mtjax does not support, and what of each no setting says."""
+"""transformers' types that mtjax does not support, and what of each no setting says."""
 
 from collections.abc import Mapping
 
@@ -32,15 +32,17 @@ _REASONS = {
     "its norms of queries and keys have no weight": "nanochat",
     "its positions are sinusoids": "ctrl xglm",
     "the last layer alone has a bias of attention's output": "gpt_neox_japanese",
-    "it computes positions relative to segments of the text": "cpmant flaubert xlnet xlm",
+    "it computes positions relative to segments of the text": "cpmant xlnet",
+    "it may add embeddings of languages, and its tensors have XLM's names": "flaubert xlm",
     "its tokens are bytes in patches": "blt",
     "its config.json has the settings of attention and of experts in objects of their own": "dbrx",
     "its embeddings are narrower than its layers": "electra rembert",
     "its output has a linear layer and a norm before the table": "modernbert-decoder",
-    "it is the decoder of an encoder-decoder": (
-        "bart bert-generation bigbird_pegasus blenderbot blenderbot-small fsmt led m2m_100 marian mbart mvp nllb-moe "
-        "pegasus pegasus_x plbart prophetnet trocr whisper"
+    "it is an encoder-decoder": (
+        "bart bigbird_pegasus blenderbot blenderbot-small fsmt led m2m_100 marian mbart mvp nllb-moe pegasus pegasus_x "
+        "plbart prophetnet whisper"
     ),
+    "it is the decoder of an encoder-decoder": "bert-generation trocr",
     "it is an encoder-decoder with experts": "switch_transformers",
     "it is an encoder-decoder with the layers of Gemma": "t5gemma t5gemma2",
     "it attends to a part of the tokens, or to summaries of them": (
@@ -51,7 +53,7 @@ _REASONS = {
     "its scores have terms of distances apart from those of tokens": "deberta deberta-v2",
     "it has Fourier transforms instead of attention": "fnet",
     "its layers are narrower inside than outside": "mobilebert",
-    "its layers share a table of relative positions, in an encoder": "mpnet",
+    "its encoder has T5's relative positions, shared by all layers": "mpnet",
     "it has RoBERTa's names, and norms before the sublayers": "roberta-prelayernorm xlm-roberta-xl",
     "its layers have adapters of languages": "xmod",
     "its tokens also have embeddings of shape and pronunciation": "roc_bert",

@@ -104,9 +104,12 @@ def _stages_of_pattern(to: Translation) -> None:
     if len(counts) == stages and min(counts):
         to.settings |= {"layers_per_stage": counts} if len(set(counts)) > 1 else {}
     elif len(counts) > 1:
+        why = f"there are {stages} pipeline stages" if stages > 1 else "there is 1 pipeline stage"
+        if len(counts) == stages:
+            why = "one is empty, and each pipeline stage of mtjax has a layer"
         to.differences.append(
-            f"--layer-pattern: its {len(counts)} parts between | are ignored, as there are {stages} pipeline stages, "
-            "which have equal numbers of layers"
+            f"--layer-pattern: its {len(counts)} parts between | are ignored, as {why}; stages have equal numbers of "
+            "layers"
         )
 
 

@@ -121,9 +121,6 @@ def _translate_float8(to: Translation) -> None:
         why = "of Megatron's recipes mtjax has delayed and tensorwise, and of its formats hybrid and e4m3"
         to.drop("fp8_format", f"{why}: no {recipe} with {kind}")
         return
-    if recipe == "tensorwise" and to.settings.get("kv_lora_rank") and to.get("tensor_model_parallel_size") > 1:
-        to.drop("fp8_format", "FP8 tensorwise does not support latent attention with tensor parallelism")
-        return
     to.set("fp8_format", {"fp8": recipe, "fp8_format": kind})
     if recipe == "delayed":
         # With most_recent only the last step's largest value counts.

@@ -387,9 +387,7 @@ def hash_of(a: jax.Array, order: LayerOrder | None = None) -> jax.Array:
 
 
 def fingerprint_of_slice(part: np.ndarray, offset: int) -> int:
-    """Computes the contribution to the fingerprint of an array's slice that starts at element `offset`.
-
-    The sum over all slices, modulo 2^32, is the fingerprint: an array can be written and verified slice by slice."""
+    """Computes what a slice from element `offset` on adds to its array's fingerprint, the sum of slices modulo 2^32."""
     kind, block, total = np.uint32 if part.dtype.itemsize == 4 else np.uint16, 1 << 22, 0
     bits = np.ascontiguousarray(part).reshape(-1).view(kind)
     for start in range(0, bits.size, block):

@@ -134,7 +134,7 @@ def _candidates(folder: Path) -> list[Path]:
 
 
 def _advice(folder: Path) -> str:
-    if str(folder).startswith(("hf:", "megatron:")) and not folder.exists():
+    if str(folder).startswith(("hf:", "megatron:", "peft:")) and not folder.exists():
         return f": convert them first, `mtjax convert --from {folder} --to mtjax:NEW`, and use NEW"
     if not folder.exists():
         return ": it does not exist"
