@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import isfinite, prod
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,8 @@ STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 """Values of init_lora_weights with which the base model's weights are those of its files."""
 TASKS = (None, "CAUSAL_LM", "FEATURE_EXTRACTION")
 """Values of task_type whose models have the heads of the base model."""
+DTYPES = ("F32", "F16", "BF16")
+"""Dtypes of adapters, as safetensors names them."""
 FACTORS = {
     "lora_A.weight": "down",
     "lora_B.weight": "up",
@@ -89,6 +92,41 @@ class Adapters:
         for module, adapter in self.modules.items():
             if lacking := sorted({"down", "up"} - set(adapter.names)):
                 raise UserError(f"{folder / TENSORS} has no lora_{'AB'['du'.index(lacking[0][0])]} of {module}")
+        if not self.modules and not self.full:
+            raise UserError(
+                f"{folder / TENSORS} has no tensors: save the adapters again, under DeepSpeed ZeRO-3 with the "
+                "parameters gathered"
+            )
+        self._check_tensors(folder / TENSORS)
+
+    def _check_tensors(self, source: Path) -> None:
+        """Checks dtypes and shapes of the tensors, and that the config says which adapters have magnitudes.
+
+        Raises:
+          UserError: a tensor is not of floating-point numbers, shapes are not those of an adapter, or the config says
+            otherwise.
+        """
+        for name in (*self.full.values(), *(name for each in self.modules.values() for name in each.names.values())):
+            if (dtype := self._file.get_slice(name).get_dtype()) not in DTYPES:
+                raise UserError(f"{source}: {name} has dtype {dtype}, but must have {', '.join(DTYPES)}")
+        is_dora = bool(self.config.get("use_dora"))
+        for module, adapter in self.modules.items():
+            down, up = (self.shape(adapter.names[part]) for part in ("down", "up"))
+            if len(down) != 2 or len(up) != 2 or not down[0] or down[0] != up[1]:
+                raise UserError(
+                    f"{source}: the adapter of {module} has shapes {down} and {up}, not [rank, inputs] and [outputs, "
+                    "rank]"
+                )
+            if is_dora != ("magnitude" in adapter.names):
+                raise UserError(
+                    f"{self.path}: use_dora is {self.config.get('use_dora')!r}, but the adapter of {module} in "
+                    f"{source} has {'no' if is_dora else 'a'} lora_magnitude_vector"
+                )
+            if is_dora and prod(size := self.shape(adapter.names["magnitude"])) != up[0]:
+                raise UserError(
+                    f"{source}: the lora_magnitude_vector of {module} has shape {size}, but its matrix has "
+                    f"{up[0]} outputs"
+                )
 
     def _sort(self, name: str) -> None:
         """Finds out what a tensor of the file is.
@@ -140,14 +178,30 @@ class Adapters:
         Raises:
           UserError: the config has another rank.
         """
-        ranks, alphas = (self.config.get(key) or {} for key in ("rank_pattern", "alpha_pattern"))
+        ranks, alphas = (self._pattern(key) for key in ("rank_pattern", "alpha_pattern"))
         expected = _matching(ranks, module, self.config.get("r"))
         if expected != rank:
-            raise UserError(f"the adapter of {module} has rank {rank}, but {self.path} says {expected}")
+            raise UserError(f"the adapter of {module} has rank {rank}, but {self.path} says {expected!r}")
         alpha = _matching(alphas, module, self.config.get("lora_alpha"))
-        if type(alpha) not in (int, float):
+        if type(alpha) not in (int, float) or not isfinite(alpha):
             raise UserError(f"{self.path}: lora_alpha of {module} is {alpha!r}, and must be a number")
         return alpha / rank**0.5 if self.config.get("use_rslora") else alpha / rank
+
+    def _pattern(self, key: str) -> dict[str, Any]:
+        """Returns rank_pattern or alpha_pattern.
+
+        Raises:
+          UserError: it is not an object with numbers, or a name in it is not a regular expression.
+        """
+        pattern = self.config.get(key) or {}
+        if not isinstance(pattern, dict) or any(type(value) not in (int, float) for value in pattern.values()):
+            raise UserError(f"{self.path}: {key} is {pattern!r}, and must be an object with numbers")
+        for name in pattern:
+            try:
+                re.compile(name)
+            except re.error as e:
+                raise UserError(f"{self.path}: {name!r} in {key} is not a regular expression: {e}") from e
+        return pattern
 
 
 def _matching(patterns: Mapping[str, Any], module: str, otherwise: Any) -> Any:
@@ -180,6 +234,7 @@ class AdaptedTensors(FolderTensors):
           UserError: they do not fit.
         """
         super().__init__(reader, table)
+        self._outputs = frozenset(table.copies)
         self._adapters, self._is_transposed = adapters, model_type in IS_TRANSPOSED
         self._base_shapes, self.dtype = dict(self.shapes), "float32"
         self._full = {self._own_name(name, table): name for name in adapters.full}
@@ -208,7 +263,7 @@ class AdaptedTensors(FolderTensors):
         for own, module in self._modules.items():
             names, of = adapters.modules[module].names, self.shapes[own]
             down, up = adapters.shape(names["down"]), adapters.shape(names["up"])
-            of = of[::-1] if adapters.modules[module].is_of_embedding or self._is_transposed else of
+            of = of[::-1] if self._is_turned(own) else of
             self._check(source, own, (up[0], down[1]), of)
             adapters.scale(module, down[0])
 
@@ -234,6 +289,11 @@ class AdaptedTensors(FolderTensors):
         if shape != of:
             raise UserError(f"{source}: {name} is for a tensor of shape {shape}, but the base model's has {of}")
 
+    def _is_turned(self, name: str) -> bool:
+        """Returns whether a matrix is [inputs, outputs] in the files; an output is a Linear in every type."""
+        is_conv = self._is_transposed and name not in self._outputs
+        return is_conv or self._adapters.modules[self._modules[name]].is_of_embedding
+
     def _is_changed(self, name: str) -> bool:
         return name in self._modules or name in self._full
 
@@ -248,13 +308,15 @@ class AdaptedTensors(FolderTensors):
         adapter = self._adapters.modules[self._modules[name]]
         down, up = (self._adapters.read(adapter.names[part]) for part in ("down", "up"))
         update = self._adapters.scale(self._modules[name], len(down)) * (up @ down)
-        turned = adapter.is_of_embedding or self._is_transposed
+        turned = self._is_turned(name)
         merged = base + (update.T if turned else update)
         if "magnitude" in adapter.names:  # DoRA, arXiv 2402.09353: the length of each output's weights
             magnitude = self._adapters.read(adapter.names["magnitude"]).reshape(-1)
             inputs = 0 if turned else 1
             lengths = magnitude / np.linalg.norm(merged, axis=inputs)
             merged *= np.expand_dims(lengths, inputs)
+        if not np.isfinite(merged).all():
+            raise UserError(f"{self._adapters.path.parent / TENSORS}: {name}, merged with its adapter, is not finite")
         return merged
 
     def grid(self, name: str) -> Any:
@@ -279,7 +341,7 @@ def describe_adapted(folder: Path, vocab_multiple: int | None = None) -> tuple[A
         lambda reader, family: AdaptedTensors(reader, family.table, family.model_type, adapters),
     )
     count = len(adapters.modules)
-    note = f"{folder}: {count} adapters, merged into the weights of {adapters.base}"
+    note = f"{folder}: {count} adapter{'' if count == 1 else 's'}, merged into the weights of {adapters.base}"
     return adapters, described._replace(notes=(note, *described.notes))
 
 

@@ -1,6 +1,7 @@
 """Folders of peft without peft: merged weights, commands, tokenizers, and what does not fit."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ def test_a_merged_export_has_the_sum_and_the_base_s_other_tensors(tmp_path, caps
     small_tokenizer().save(str(tmp_path / "adapters/tokenizer.json"))
     (tmp_path / "adapters/chat_template.jinja").write_text("{{ messages }}")
     assert convert(["--from", str(tmp_path / "adapters"), "--to", f"hf:{tmp_path / 'merged'}"]) == 0
-    assert f"1 adapters, merged into the weights of {base}" in capsys.readouterr().out
+    assert f"1 adapter, merged into the weights of {base}" in capsys.readouterr().out
     theirs, merged = tensors_in(base), tensors_in(tmp_path / "merged")
     expected = {name: array.astype(np.float32) for name, array in theirs.items()}
     expected[f"{MODULE}.weight"] = theirs[f"{MODULE}.weight"].astype(np.float64) + 3.0 * b.astype(np.float64) @ a
@@ -69,9 +70,10 @@ def test_other_commands_read_adapters(tmp_path):
     assert name == str(base / "tokenizer.json")
     assert {3, 4} <= stop_ids_of(saved, tokenizer)
     identity = saved.identity
-    (tmp_path / "adapters/adapter_model.safetensors").touch()
-    assert SavedModel.open(f"peft:{tmp_path / 'adapters'}").identity != identity
-    (base / "config.json").touch()
+    for path in (tmp_path / "adapters/adapter_model.safetensors", base / "config.json"):
+        os.utime(path, ns=(0, path.stat().st_mtime_ns + 1_000_000_000))
+        before, identity = identity, SavedModel.open(f"peft:{tmp_path / 'adapters'}").identity
+        assert identity != before
 
 
 @pytest.mark.parametrize(
@@ -81,6 +83,10 @@ def test_other_commands_read_adapters(tmp_path):
         (MODULE, {"task_type": "SEQ_CLS"}, "task_type is 'SEQ_CLS'"),
         (MODULE, {"layer_replication": [[0, 2]]}, "layer_replication is [[0, 2]]"),
         (MODULE, {"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4'"),
+        (MODULE, {"use_dora": True}, f"use_dora is True, but the adapter of {MODULE} in"),
+        (MODULE, {"rank_pattern": {"q_proj(": 2}}, "'q_proj(' in rank_pattern is not a regular expression"),
+        (MODULE, {"alpha_pattern": ["q_proj"]}, "alpha_pattern is ['q_proj'], and must be an object with numbers"),
+        (MODULE, {"lora_alpha": float("nan")}, f"lora_alpha of {MODULE} is nan, and must be a number"),
         (MODULE, {"r": 4}, f"the adapter of {MODULE} has rank 2, but"),
         (MODULE, {"rank_pattern": {"q_proj": 3}}, "adapter_config.json says 3"),
         (MODULE, {"lora_alpha": None}, f"lora_alpha of {MODULE} is None, and must be a number"),
@@ -93,6 +99,39 @@ def test_other_commands_read_adapters(tmp_path):
 )
 def test_what_does_not_fit_is_one_sentence(module, settings, said, tmp_path, capsys):
     write_adapters(tmp_path / "adapters", base_of(tmp_path), module, **settings)
+    assert convert(["--from", f"peft:{tmp_path / 'adapters'}", "--to", f"hf:{tmp_path / 'merged'}"]) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "merged").exists()
+
+
+@pytest.mark.parametrize(
+    ("tensors", "said"),
+    [
+        ({}, "has no tensors: save the adapters again"),
+        ({"lora_A.weight": np.zeros(0), "lora_B.weight": np.zeros(0)}, "has shapes (0,) and (0,), not [rank, inputs]"),
+        (
+            {"lora_A.weight": np.ones((2, 32, 1)), "lora_B.weight": np.ones((48, 2))},
+            "has shapes (2, 32, 1) and (48, 2)",
+        ),
+        ({"lora_A.weight": np.ones((2, 32), np.int8), "lora_B.weight": np.ones((48, 2))}, "has dtype I8, but must"),
+        ({"lora_A.weight": np.full((2, 32), np.nan), "lora_B.weight": np.ones((48, 2))}, "adapter, is not finite"),
+        (
+            {
+                "lora_A.weight": np.ones((2, 32)),
+                "lora_B.weight": np.ones((48, 2)),
+                "lora_magnitude_vector": np.ones(48),
+            },
+            "use_dora is None, but the adapter of",
+        ),
+    ],
+)
+def test_tensors_that_are_no_adapter_are_one_sentence(tensors, said, tmp_path, capsys):
+    write_adapters(tmp_path / "adapters", base_of(tmp_path))
+    named = {
+        f"base_model.model.{MODULE}.{name}": array.astype(np.float32) if array.dtype == np.float64 else array
+        for name, array in tensors.items()
+    }
+    save_file(named, tmp_path / "adapters/adapter_model.safetensors")
     assert convert(["--from", f"peft:{tmp_path / 'adapters'}", "--to", f"hf:{tmp_path / 'merged'}"]) == 2
     assert said in capsys.readouterr().err
     assert not (tmp_path / "merged").exists()

@@ -2,7 +2,8 @@
 
 import json
 
-from mtjax.convert.stream import carry_files
+from mtjax.config import Config
+from mtjax.convert.stream import Origin, carry_files
 from mtjax.data import DataPosition, SampleOrder
 from mtjax.data.tokens.tokenizer import FastTokenizer
 from mtjax.finetune.chat_encoding import ChatEncoder
@@ -21,7 +22,7 @@ def test_templates_with_names_are_carried_along(tmp_path):
     (source / "additional_chat_templates").mkdir()
     (source / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools | length }} tools")
     (source / "tokenizer_config.json").write_text(json.dumps({"chat_template": "overridden"}))
-    carry_files(source, copied)
+    carry_files(Origin(Config(), "float32", source), copied)
     tokenizer = FastTokenizer(byte_level_tokenizer(), "a test")
     found = FinetuningTokenizer("hf:source", tokenizer, source, {})
     kept = ChatFinetuning(None)._tokenizer_files(found, ChatEncoder(tokenizer, ChatTemplate.of(source)), None)

@@ -119,7 +119,7 @@ class Family:
         """Returns a config.json without other names of keys, and which of them contradict the key."""
         found, wrong = {key: value for key, value in config.items() if key not in self.aliases}, []
         for other, key in self.aliases.items():
-            if other in config and found.setdefault(key, value := config[other]) != value:
+            if config.get(other) is not None and found.setdefault(key, value := config[other]) != value:
                 wrong.append(
                     f"{other} is {value!r}, but {key}, the same setting, is {found[key]!r}: remove one of them"
                 )
