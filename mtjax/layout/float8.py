@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from mtjax.config import Model
 from mtjax.config.float8 import ENDS, MULTIPLE, float8_products, unfit_products
+from mtjax.layout.mesh import parse_mesh
 from mtjax.layout.plan import Plan
 
 
@@ -37,6 +38,11 @@ def float8_problems(model: Model, plan: Plan) -> Iterator[str]:
             f"fp8 {plan.fp8} multiplies matrices whose sizes are multiples of {MULTIPLE}, and with mesh {plan.mesh} no "
             f"layer has one: they are {_listed(left)}; change the model's sizes or the mesh, or remove fp8"
         )
+
+
+def products_on(model: Model, mesh: str) -> set[str]:
+    """Returns the matmuls of layers that run in 8 bits on a mesh, by the paths of their weights in a layer."""
+    return set(float8_products(model, parse_mesh(mesh).model))
 
 
 def float8_note(model: Model, plan: Plan) -> str | None:

@@ -10,7 +10,6 @@ import numpy as np
 from mtjax import config as configs
 from mtjax import data
 from mtjax.config import Config
-from mtjax.config.float8 import ENDS, float8_products
 from mtjax.config.horizon import Horizon
 from mtjax.config.run import section_by_setting
 from mtjax.data import DataPosition, NeighbourFile, SampleOrder, TrainingText
@@ -242,36 +241,6 @@ def check_states(past: Past, config: Config) -> None:
             raise UserError(
                 f"the checkpoint of step {past.step} was saved with {name} {before}, and {name} is {after}: resume "
                 f"with --{name.replace('_', '-')} {before}, or begin a new run from its weights with --init-from"
-            )
-
-
-def check_float8_layers(past: Past, config: Config) -> None:
-    """Checks that each product with delayed scaling has scales of earlier steps, and the others none.
-
-    Raises:
-      UserError: other products had scales when the checkpoint was saved.
-    """
-    before, now = past.config.training, config.training
-    if (before.fp8 == "delayed") != (now.fp8 == "delayed"):
-        raise UserError(
-            f"the checkpoint of step {past.step} was saved with fp8 {before.fp8}, and fp8 is {now.fp8}: only delayed "
-            f"has scales of earlier steps; resume with --fp8 {before.fp8}, or begin a new run from its weights with "
-            "--init-from"
-        )
-    meshes = [parse_mesh(of.parallel.mesh) for of in (past.config, config)]
-    then, here = (set(float8_products(config.model, mesh.model)) for mesh in meshes)
-    if now.fp8 == "delayed" and then != here:
-        raise UserError(
-            f"the checkpoint of step {past.step} was saved on mesh {meshes[0]}, and the mesh is {meshes[1]}, where "
-            f"other matmuls fit fp8 ({', '.join(sorted(then ^ here))}), without scales of earlier steps: resume on a "
-            "mesh with the former tensor parallel degree, or begin a new run from its weights with --init-from"
-        )
-    for name in ENDS if before.fp8 == now.fp8 == "delayed" else ():
-        if (then := getattr(before, name)) > (here := getattr(now, name)):
-            raise UserError(
-                f"the checkpoint of step {past.step} was saved with {name} {then}, and {name} is {here}: layers "
-                f"between have no scales of earlier steps; resume with --{name.replace('_', '-')} {then}, or begin a "
-                "new run from its weights with --init-from"
             )
 
 

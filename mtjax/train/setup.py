@@ -35,7 +35,8 @@ from mtjax.runtime.devices import attach_devices, use_cpu_devices
 from mtjax.runtime.processes.coordination import all_gather_text
 from mtjax.runtime.processes.peers import Peers
 from mtjax.storage import shown, url_of
-from mtjax.train.changes import check_float8_layers, check_states, find_changes, rate_of, scheduled, table
+from mtjax.train.changes import check_states, find_changes, rate_of, scheduled, table
+from mtjax.train.float8_resume import check_float8_layers
 from mtjax.train.folder.remote import RemoteFolder
 from mtjax.train.folder.run_folder import choose_folder
 from mtjax.train.objective import InitialWeights, Objective, RunData, position_in

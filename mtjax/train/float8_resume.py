@@ -1,0 +1,37 @@
+"""What a run with scales of earlier steps can go on with."""
+
+from mtjax.config import Config
+from mtjax.config.float8 import ENDS
+from mtjax.errors import UserError
+from mtjax.layout.float8 import products_on
+from mtjax.runtime.checkpoints.past import Past
+
+
+def check_float8_layers(past: Past, config: Config) -> None:
+    """Checks that each product with delayed scaling has scales of earlier steps, and the others none.
+
+    Raises:
+      UserError: other products had scales when the checkpoint was saved.
+    """
+    before, now = past.config.training, config.training
+    if (before.fp8 == "delayed") != (now.fp8 == "delayed"):
+        raise UserError(
+            f"the checkpoint of step {past.step} was saved with fp8 {before.fp8}, and fp8 is {now.fp8}: only delayed "
+            f"has scales of earlier steps; resume with --fp8 {before.fp8}, or begin a new run from its weights with "
+            "--init-from"
+        )
+    then, here = (products_on(config.model, of.parallel.mesh) for of in (past.config, config))
+    if now.fp8 == "delayed" and then != here:
+        raise UserError(
+            f"the checkpoint of step {past.step} was saved on mesh {past.config.parallel.mesh}, and mesh is "
+            f"{config.parallel.mesh}, where other matmuls fit fp8 ({', '.join(sorted(then ^ here))}), without scales "
+            "of earlier steps: resume on a mesh with the former tensor parallel degree, or begin a new run from its "
+            "weights with --init-from"
+        )
+    for name in ENDS if before.fp8 == now.fp8 == "delayed" else ():
+        if (then := getattr(before, name)) > (here := getattr(now, name)):
+            raise UserError(
+                f"the checkpoint of step {past.step} was saved with {name} {then}, and {name} is {here}: layers "
+                f"between have no scales of earlier steps; resume with --{name.replace('_', '-')} {then}, or begin a "
+                "new run from its weights with --init-from"
+            )
