@@ -3,6 +3,7 @@
 import dataclasses
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 from mtjax.analysis.families.registry import anatomy_of
 from mtjax.analysis.float8 import float8_state_bytes
-from mtjax.config import replace
+from mtjax.config import replace, to_dict
 from mtjax.config.checks import validate
 from mtjax.config.float8 import ENDS
 from mtjax.errors import UserError
@@ -26,11 +27,13 @@ from mtjax.layout.plan import Plan
 from mtjax.models.families.distilled import HARD, SOFT
 from mtjax.models.named_parameters import parameters_of
 from mtjax.models.sharded_model import ShardedModel
+from mtjax.runtime.checkpoints.past import Past
 from mtjax.sharding.axes import use_rules
 from mtjax.sharding.float8 import E4M3, E5M2, LOWEST, Recipe, Scales, float8_product, quantized
 from mtjax.sharding.float8_rows import rowwise_product
 from mtjax.sharding.float8_weights import quantize_stack
 from mtjax.train.float8 import next_states, split
+from mtjax.train.float8_resume import check_float8_layers
 from mtjax.train.step import make_train_step
 from tests.same_numbers import BATCHES, LOSSES, numbers
 from tests.tiny import batch_of, initial_state, mesh_of, program_of, run_steps, tiny_config
@@ -408,3 +411,22 @@ def test_what_remains_in_16_bits_is_said_and_latent_attention_has_no_maxima_over
     assert not list(float8_problems(config.model, Plan.of(config, parse_mesh("2x1"))))
     (problem,) = float8_problems(config.model, Plan.of(config, parse_mesh("1x2")))
     assert problem.startswith("fp8 tensorwise does not support latent attention with tensor parallelism, and mesh 1x2")
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "message"),
+    [
+        ({}, {"fp8": "delayed"}, "saved with fp8 none, and fp8 is delayed: .*; resume with --fp8 none, or"),
+        ({"fp8": "delayed"}, {"fp8": "tensorwise"}, "saved with fp8 delayed, and fp8 is tensorwise"),
+        ({"fp8": "delayed"}, {"fp8": "delayed", "mesh": "1x4"}, r"mesh 1x1, and mesh is 1x4, .* \(mlp.down, mlp.up\)"),
+        ({"fp8": "delayed", "fp8_bf16_last_layers": 1}, {"fp8": "delayed"}, "last_layers 1, and .* is 0: layers"),
+        ({"fp8": "tensorwise"}, {}, None),
+        ({"fp8": "delayed"}, {"fp8": "delayed", "mesh": "2x2"}, None),
+    ],
+    ids=str,
+)
+def test_scales_of_earlier_steps_are_needed_and_may_not_be_lost(then: Any, now: Any, message: str | None) -> None:
+    sizes = {"hidden_size": 64, "num_heads": 4, "mlp_size": 96}
+    past = Past(step=5, consumed_samples=40, tables=to_dict(tiny_config(**{"mesh": "1x1"} | sizes | then)))
+    with nullcontext() if message is None else pytest.raises(UserError, match=message):
+        check_float8_layers(past, tiny_config(**{"mesh": "1x1"} | sizes | now))
