@@ -18,6 +18,7 @@ from mtjax.convert.parameters import Parameter, parameters_of
 from mtjax.convert.safetensors_files import DTYPES, LARGEST_FILE, SafetensorsReader, SafetensorsWriter
 from mtjax.convert.stream import Origin, carry_files, check_folder, config_of, looks_like, rows_of, understood
 from mtjax.convert.table import Table, name_of
+from mtjax.convert.weights_path import ADAPTER_CONFIG
 from mtjax.data.tokens.folder import GENERATION_CONFIG
 from mtjax.data.tokens.special_tokens import added_tokens, named_token
 from mtjax.data.tokens.tokenizer import Tokenizer, open_tokenizer
@@ -113,6 +114,11 @@ def describe(
       UserError: it is not such a folder, or mtjax does not support the model.
     """
     raw, source = read_config(folder), str(folder / "config.json")
+    if (folder / ADAPTER_CONFIG).is_file():
+        raise UserError(
+            f"{folder} has a model and adapters ({ADAPTER_CONFIG}), which transformers loads on top of the base model "
+            "that they name: move one of the two to another folder"
+        )
     family = family_of_config(raw, source)
     reader = SafetensorsReader(folder)
     tensors = tensors_of(reader, family) if tensors_of else FolderTensors(reader, family.table)

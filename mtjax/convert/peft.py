@@ -45,6 +45,11 @@ def write_adapters(source: Source, folder: Path) -> int:
             "peft: cannot be told that experts and other MLPs, such as a shared expert, both have adapters; use --to "
             "hf:DIR, which merges them, or train with --lora-targets attention"
         )
+    if (base := str(source.weights.config.training.init_from or "")).startswith("peft:"):
+        raise UserError(
+            f"peft: needs the folder of a base model, and these adapters were trained on weights merged from {base}: "
+            "use --to hf:DIR, which merges both"
+        )
     family = family_of_model(source.origin.config.model, source.origin.hugging_face.get("model_type"))
     _check_matrices(source)
     selection = family.table_of(model).select(source.parameters)

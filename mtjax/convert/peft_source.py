@@ -334,7 +334,9 @@ def describe_adapted(folder: Path, vocab_multiple: int | None = None) -> tuple[A
     Raises:
       UserError: it is not such a folder, the adapters do not fit, or mtjax does not support the model.
     """
-    adapters = Adapters(folder)
+    adapters, files = Adapters(folder), tokenizer_files(folder)
+    if tokenizer_of(files, folder) is None and (templates := [name for name in files if name.endswith(".jinja")]):
+        raise UserError(f"{folder} has {templates[0]}, but no tokenizer: copy that of the base model, {adapters.base}")
     described = describe(
         adapters.base,
         vocab_multiple,

@@ -137,6 +137,18 @@ def test_tensors_that_are_no_adapter_are_one_sentence(tensors, said, tmp_path, c
     assert not (tmp_path / "merged").exists()
 
 
+def test_what_two_folders_both_have_is_one_sentence(tmp_path, capsys):
+    base = base_of(tmp_path)
+    write_adapters(tmp_path / "adapters", base)
+    (tmp_path / "adapters/chat_template.jinja").write_text("another")
+    assert convert(["--from", f"peft:{tmp_path / 'adapters'}", "--to", f"hf:{tmp_path / 'merged'}"]) == 2
+    assert f"has chat_template.jinja, but no tokenizer: copy that of the base model, {base}" in capsys.readouterr().err
+    (base / "adapter_config.json").write_text("{}")
+    assert convert(["--from", f"hf:{base}", "--to", f"mtjax:{tmp_path / 'merged'}"]) == 2
+    assert f"{base} has a model and adapters (adapter_config.json)" in capsys.readouterr().err
+    assert not (tmp_path / "merged").exists()
+
+
 def test_a_folder_of_another_kind_is_named(tmp_path, capsys):
     base = base_of(tmp_path)
     write_adapters(tmp_path / "adapters", base)
