@@ -399,9 +399,7 @@ def test_what_does_not_go_along_is_refused(fields: dict[str, Any], said: str) ->
 def test_what_remains_in_16_bits_is_said_and_latent_attention_has_no_maxima_over_ranks() -> None:
     plan = Plan.of(tiny_config(fp8="delayed", **EXPERTS), parse_mesh("1x1"))
     assert plan.fp8 == "delayed"
-    assert float8_note(tiny_config(**EXPERTS).model, plan) == (
-        "not in 8 bits: experts' grouped matmuls, and routers"
-    )
+    assert float8_note(tiny_config(**EXPERTS).model, plan) == ("not in 8 bits: experts' grouped matmuls, and routers")
     ahead = tiny_config(mtp_num_layers=1, mlp_size=40).model
     assert float8_note(ahead, plan) == (
         "not in 8 bits: layers of multi-token prediction; as a rank's sizes are not multiples of 16: mlp.up 32 x 40, "
