@@ -114,7 +114,6 @@ def test_gradients_of_replicated_matrices_outside_loops_are_added_once_a_step_on
         return sum(elements * n for (kind, elements, of), n in found if (kind, of) == ("all-reduce", dtype))
 
     assert (added("layer backward"), added("gradients", "other")) == (in_loops, own)
-    assert abs(report.flops.difference) < 0.01
 
 
 @pytest.mark.parametrize(
