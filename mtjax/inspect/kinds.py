@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from mtjax.analysis.anatomy import Stack
+from mtjax.analysis.contract import LAYER_PHASES
 from mtjax.inspect.causes import executed
 from mtjax.inspect.phases import locate
 from mtjax.inspect.roofline import Roofline
@@ -38,7 +39,9 @@ def time_of_kinds(roofline: Roofline, stacks: Sequence[Stack], plan: Plan) -> di
         return {}
     scope, seconds = scope_pattern([stack.path for stack in stacks]), Counter[str]()
     for computation, instruction, times, _ in executed(roofline, roofline.module.entry, 1, in_loop=False):
-        if found := scope.search(locate(computation, instruction)[1]):
+        phase, path, _ = locate(computation, instruction)
+        # Casts and slices of parameters that a loop over layers prefetches are in its scope, too.
+        if phase in LAYER_PHASES and (found := scope.search(path)):
             seconds[found[1]] += times * roofline.seconds(computation, instruction)[0]  # pyright: ignore[reportArgumentType]
     return {stack.path: _kind_time(stack, seconds, plan) for stack in stacks}
 

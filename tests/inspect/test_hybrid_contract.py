@@ -58,20 +58,25 @@ def test_programs_for_h100_keep_their_contracts(pattern, fields) -> None:
     assert report.time is not None
     kinds, in_layers = report.time.kinds, [s for p, s in report.time.phases.items() if p.startswith("layer ")]
     computing = sum(spent.products + spent.memory_bound for spent in in_layers)
-    # The remaining operations slice and add what loops carry.
-    assert not kinds or 0.75 * computing < sum(kind.seconds for kind in kinds.values()) <= computing
+    # The remaining operations slice and add what loops carry. The sums are in another order, and round.
+    assert not kinds or 0.75 * computing < sum(kind.seconds for kind in kinds.values()) <= computing + 1e-12
     assert all(kind.seconds > 0 for kind in kinds.values())
     checks = compare(report)
     off = {check.name: check.error for check in checks}
     assert off["parameters"] == 0
     # XLA divides products into parts that it adds up, and pads the few columns of these models: Mamba-2's 98 to 128.
-    within = 0.08 if "context" in str(fields) else 0.05
+    # With adapters, XLA drops the gradient of the first layer's input, much of so small a model; no formula knows it.
+    within = 0.08 if "context" in str(fields) else 0.06 if "lora_rank" in fields else 0.05
     assert abs(off["FLOPs of a step"]) < within, off
     # The optimizer's scalars, which no formula has, are 116 bytes over `model`.
     sent = [check for check in checks if check.name.startswith("sent")]
     # With sequence parallelism on context ranks the formula has 942 bytes of 602,112 more than the program.
     within = 0.002 if "context" in str(fields) else 0.001
-    assert all(abs(check.program - check.formula) <= max(within * check.program, 128) for check in sent), sent
+    # Without recompute XLA gathers ZeRO-3's final norm once for both passes: 64 x 4 bytes in 2 microbatches, half of it sent.
+    merged = 256 if fields.get("zero") == 3 and fields.get("recompute") == "none" else 0
+    formulas = [check.formula - (merged if "data" in check.name else 0) for check in sent]
+    pairs = list(zip([check.program for check in sent], formulas, strict=True))
+    assert all(abs(program - formula) <= max(within * program, 128) for program, formula in pairs), sent
 
 
 @pytest.mark.long
