@@ -18,7 +18,7 @@ def waiting_bytes(anatomy: Anatomy, stack: Stack, plan: Plan) -> float:
 
 
 def _pending(part: Part, hidden: int, plan: Plan) -> float:
-    """Returns what the weight gradients of a component read; attention's, in a layer of its own, wait, too."""
+    """Returns what the weight gradients of a component read; attention's, in a separate layer, wait, too."""
     if part.scores is None:
         return part.pending_bytes(plan)
     saved = part.saved_bytes(plan)

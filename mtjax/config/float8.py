@@ -66,7 +66,7 @@ def _check_ends(config: Config) -> None:
             )
         if config.model.num_experts and dense_layers(config.model):
             raise UserError(
-                f"{typed} does not support dense layers beside layers with experts, which run in loops of their own: "
+                f"{typed} does not support dense layers beside layers with experts, which run in separate loops: "
                 f"remove {name}"
             )
         if config.model.lora_rank:

@@ -58,7 +58,7 @@ class LayerStack:
 
     @property
     def has_own_loop(self) -> bool:
-        """Whether its layers follow one another in the model, and run in a loop of their own."""
+        """Whether its layers follow one another in the model, and run in a separate loop."""
         if not self.pattern:
             return self.among is None
         return (self.letter, self.layers) in loops_of_pattern(self.pattern)

@@ -47,7 +47,7 @@ def restore_missing(array: Array, read: Callable[[Any], np.ndarray], processes: 
 
     def bits(index: Any) -> np.ndarray:
         shape = stacked.shard_shape((replicas, *array.shape))
-        kind = _bits_of(array.dtype)
+        kind = bits_of(array.dtype)
         if owners[str(index[1:])] != (index[0].start or 0):
             return np.zeros(shape, kind)
         return np.ascontiguousarray(read(index[1:])).view(kind).reshape(shape)
@@ -67,6 +67,6 @@ def _summed(bits: jax.Array, dtype: np.dtype, sharding: NamedSharding) -> Any:
     return auto_axes(add, out_sharding=sharding.spec)(bits)
 
 
-def _bits_of(dtype: np.dtype) -> type[np.unsignedinteger]:
-    """Returns the unsigned integers of as many bytes."""
+def bits_of(dtype: np.dtype) -> type[np.unsignedinteger]:
+    """Returns the unsigned integers of as many bytes, 4 or 2."""
     return np.uint32 if np.dtype(dtype).itemsize == 4 else np.uint16

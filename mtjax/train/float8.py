@@ -72,8 +72,8 @@ class Float8Step(TrainStep):
 
     @cached_property
     def evaluation(self) -> Evaluation:
-        """See `ShardedModel.evaluation`."""
-        return _Fitted(self)
+        """See `ShardedModel.evaluation`; schedule-free evaluates other weights than those that the scales fit."""
+        return _Fitted(self) if self.config.optimizer.optimizer == "schedule-free" else Evaluation(self)
 
     def gradients(
         self, parameters: Tree, batch: Batch, key: Array | None, scale: Array | None = None
@@ -111,7 +111,7 @@ class Float8Step(TrainStep):
 
 
 class _Fitted(Evaluation):
-    """An evaluation whose scales of weights fit them: schedule-free's fit the point of its gradients."""
+    """An evaluation that fits the scales to the weights it is given, not to the point of schedule-free's gradients."""
 
     def _losses(self, parameters: Tree, batch: Batch) -> dict[str, tuple[Array, Array]]:
         states = split(parameters)[1]

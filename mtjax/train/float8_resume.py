@@ -20,15 +20,17 @@ def check_float8_layers(past: Past, config: Config) -> None:
             f"has scales of earlier steps; resume with --fp8 {before.fp8}, or begin a new run from its weights with "
             "--init-from"
         )
-    then, here = (products_on(config.model, of.parallel.mesh) for of in (past.config, config))
-    if now.fp8 == "delayed" and then != here:
+    if now.fp8 != "delayed":
+        return
+    fitted, fit = (products_on(config.model, of.parallel.mesh) for of in (past.config, config))
+    if fitted != fit:
         raise UserError(
             f"the checkpoint of step {past.step} was saved on mesh {past.config.parallel.mesh}, and mesh is "
-            f"{config.parallel.mesh}, where other matmuls fit fp8 ({', '.join(sorted(then ^ here))}), without scales "
+            f"{config.parallel.mesh}, where other matmuls fit fp8 ({', '.join(sorted(fitted ^ fit))}), without scales "
             "of earlier steps: resume on a mesh with the former tensor parallel degree, or begin a new run from its "
             "weights with --init-from"
         )
-    for name in ENDS if before.fp8 == now.fp8 == "delayed" else ():
+    for name in ENDS:
         if (then := getattr(before, name)) > (here := getattr(now, name)):
             raise UserError(
                 f"the checkpoint of step {past.step} was saved with {name} {then}, and {name} is {here}: layers "

@@ -51,7 +51,7 @@ def test_bloom_560m_has_its_published_number_of_parameters_and_heads():
     published = {"model_type": "bloom", "n_embed": 1024, "n_layer": 24, "num_attention_heads": 16}
     model = read(published).model
     assert (parameters(anatomy_of(model)), model.num_heads) == (559_214_592, 16)
-    for other in ({}, {"n_embed": None}):  # null is no other name's value
+    for other in ({}, {"n_embed": None}):  # null is not a value
         assert read({"model_type": "bloom", "hidden_size": 1024, "n_layer": 24, "n_head": 16, **other}).model == model
     with pytest.raises(UserError, match="num_attention_heads is 16, but n_head, the same setting, is 8: remove one"):
         read({**published, "n_head": 8})

@@ -97,7 +97,7 @@ class Product:
     is_unread: bool = False
     """Of a scan: whether its result is not needed in the backward pass."""
     gradients: float = 2
-    """FLOPs of its gradients, in units of its own."""
+    """FLOPs of its gradients, as a multiple of its FLOPs."""
     is_repeated: bool = False
     """Whether it is replicated: every tensor parallel rank computes it, for all its tokens."""
     is_output: bool = False

@@ -102,13 +102,13 @@ def family_of_config(config: Json, source: str) -> Family:
 
 
 def _models_inside(config: Json) -> str:
-    """Returns that a type has models of its own, such as one of images beside one of text; "" for one that has none."""
+    """Returns that a type contains other models, such as one of images beside one of text; "" for one that has none."""
     inside = {key: value for key, value in config.items() if key.endswith("_config") and isinstance(value, dict)}
     types = {key: value["model_type"] for key, value in inside.items() if "model_type" in value}
     if not types:
         return ""
     named = " and ".join(f"{key} ({kind})" for key, kind in types.items())
-    return f"it is made of other models, {named}, of which mtjax reads those of text alone, from a folder of their own"
+    return f"it is made of other models, {named}, of which mtjax reads those of text alone, from a separate folder"
 
 
 def family_of_model(model: Model, original: str | None = None) -> Family:

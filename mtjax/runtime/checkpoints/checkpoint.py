@@ -44,6 +44,7 @@ from mtjax.runtime.train_state import State
 from mtjax.sharding.axes import REPLICATED
 from mtjax.sharding.host_memory import by_memory, on_device
 from mtjax.sharding.param_specs import dotted
+from mtjax.sharding.restore_missing import bits_of
 from mtjax.storage import shown
 
 TIMEOUT = 600
@@ -376,7 +377,7 @@ def hash_of(a: jax.Array, order: LayerOrder | None = None) -> jax.Array:
     """
     # sum_i bits_i (2 h(i) + 1) mod 2^32, with h(i) = 2654435761 i (Knuth's multiplicative hash): an odd factor, so that
     # any flipped bit changes the sum. It does not depend on the order of additions, so it is the same on every mesh.
-    bits = jax.lax.bitcast_convert_type(a, jnp.uint32 if a.dtype.itemsize == 4 else jnp.uint16).astype(jnp.uint32)
+    bits = jax.lax.bitcast_convert_type(a, bits_of(a.dtype)).astype(jnp.uint32)
     index = jnp.zeros(a.shape, jnp.uint32)
     for dimension, size in enumerate(a.shape):
         position = jax.lax.broadcasted_iota(jnp.uint32, a.shape, dimension)
@@ -387,9 +388,9 @@ def hash_of(a: jax.Array, order: LayerOrder | None = None) -> jax.Array:
 
 
 def fingerprint_of_slice(part: np.ndarray, offset: int) -> int:
-    """Computes what a slice from element `offset` on adds to its array's fingerprint, the sum of slices modulo 2^32."""
-    kind, block, total = np.uint32 if part.dtype.itemsize == 4 else np.uint16, 1 << 22, 0
-    bits = np.ascontiguousarray(part).reshape(-1).view(kind)
+    """Computes what a slice from element `offset` on adds to its array's fingerprint, the sum modulo 2^32: an array can
+    be written and verified slice by slice."""
+    total, bits, block = 0, np.ascontiguousarray(part).reshape(-1).view(bits_of(part.dtype)), 1 << 22
     for start in range(0, bits.size, block):
         piece = bits[start : start + block]
         index = np.arange(offset + start, offset + start + piece.size, dtype=np.uint64).astype(np.uint32)
