@@ -72,7 +72,7 @@ def test_programs_for_h100_keep_their_contracts(pattern, fields) -> None:
     sent = [check for check in checks if check.name.startswith("sent")]
     # With sequence parallelism on context ranks the formula has 942 bytes of 602,112 more than the program.
     within = 0.002 if "context" in str(fields) else 0.001
-    # Without recompute XLA gathers ZeRO-3's final norm once for both passes: 64 x 4 bytes in 2 microbatches, half of it sent.
+    # Without recompute XLA gathers ZeRO-3's final norm once for both passes: 64 x 4 bytes, twice, half of it sent.
     merged = 256 if fields.get("zero") == 3 and fields.get("recompute") == "none" else 0
     formulas = [check.formula - (merged if "data" in check.name else 0) for check in sent]
     pairs = list(zip([check.program for check in sent], formulas, strict=True))
