@@ -35,6 +35,28 @@ class Fault:
 
 
 FAULTS = (
+    # --- prefix reuse of recurrent states
+    Fault(
+        "snapshots: the states of a reused prefix are restored",
+        "cache = self._restored(request.prompt[:shared], slot, cache)",
+        "pass",
+        "generate",
+        "test_texts_are_those_without_reuse",
+    ),
+    Fault(
+        "snapshots: one that was taken because there was room goes first",
+        "key=lambda each: (not each.is_spare, each.used)",
+        "key=lambda each: each.used",
+        "generate",
+        "test_spare_snapshots_are_evicted_first",
+    ),
+    Fault(
+        "snapshots: they leave with the keys of their tokens",
+        "snapshot.slots.discard(slot)",
+        "pass",
+        "generate",
+        "test_snapshots_leave_with_the_keys",
+    ),
     # --- other names of keys, adapters of peft
     Fault(
         "other names of keys of config.json are read",

@@ -66,14 +66,15 @@ def test_snapshots_leave_with_the_keys_of_their_tokens(pattern: str, reused: int
 def test_spare_snapshots_are_evicted_first() -> None:
     """Then the one that was not used for longest."""
     slots = Slots("M", 2, 3)
-    slots.write("abcdefghi")
-    slots.write("1234567890123")
-    assert slots.kept == ["1234", "123456789012", "abcdefgh"]
-    assert slots.write("abcdefgh!") == 8
     slots.write("vwxyz")
+    slots.write("abcdefghi")
+    assert slots.kept == ["abcd", "abcdefgh", "vwxy"]
+    slots.write("12345")
+    assert slots.kept == ["1234", "abcdefgh", "vwxy"]
+    assert slots.write("vwxy!") == 4
     slots.write("VWXYZ")
-    assert slots.kept == ["VWXY", "abcdefgh", "vwxy"]
-    assert slots.write("123456") == 0
+    assert slots.kept == ["1234", "VWXY", "vwxy"]
+    assert slots.write("abcdef") == 0
 
 
 @pytest.mark.parametrize(("most", "kept"), [(0, 0), (1, 1), (None, 6)])
