@@ -9,6 +9,7 @@ from flax import nnx
 from jax import Array
 
 from mtjax.config import Model
+from mtjax.config.adapters import PARTS
 from mtjax.config.sizes import attention_windows, longest_text
 from mtjax.config.storage import Storage
 from mtjax.errors import UserError
@@ -30,7 +31,7 @@ class WeightFormat:
     storage: Storage
     """How matrices are quantized."""
     transposed: bool
-    """Whether matrices are stored transposed, except for those of experts."""
+    """Whether matrices are stored transposed, where a product reads all of them."""
 
     def __call__(self, matrix: Array, names: Names, *grid: Array) -> Any:
         """Converts a layer's matrix; `grid`: scales, and perhaps zero points, with which it was quantized."""
@@ -45,7 +46,9 @@ class WeightFormat:
             known = (grid[0], grid[1] if zero_point else None) if grid else None
             return to_int4(matrix, inputs, storage.weights_group, self.dtype, zero_point=zero_point, known=known)
         matrix = matrix.astype(self.dtype)
-        return TransposedWeight.of(matrix, inputs) if self.transposed and "expert" not in names else matrix
+        # Of experts, and of the components of a fused product's adapter, one is indexed at a time.
+        indexed = "expert" in names or names[0] in PARTS
+        return TransposedWeight.of(matrix, inputs) if self.transposed and not indexed else matrix
 
 
 def check_storage(model: Model, storage: Storage) -> None:
