@@ -2,7 +2,7 @@
 
 import json
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
@@ -46,7 +46,7 @@ class SafetensorsReader:
           UserError: there are none, one is missing, or one is corrupted.
         """
         open_file = require("safetensors", "convert").safe_open
-        self._stack, self._files, self._paths = ExitStack(), {}, {}
+        self._folder, self._stack, self._files, self._paths = folder, ExitStack(), {}, {}
         for path in _files_of(folder):
             try:
                 opened = self._stack.enter_context(open_file(path, framework="np"))
@@ -65,7 +65,13 @@ class SafetensorsReader:
         self.shapes = {name: shape for name, shape in self.shapes.items() if name not in compressed_parts}
         self.shapes |= {name: stored.shape for name, stored in self.compressed.items()}
         of_packed = parts | self._in_blocks | compressed_parts - {n + compressed.SCALE for n in self.compressed}
-        self.dtype = _common_dtype(folder, {name: code for name, code in codes.items() if name not in of_packed})
+        self._codes = {name: code for name, code in codes.items() if name not in of_packed}
+        self.dtype = _common_dtype(folder, self._codes)
+
+    def ignore(self, names: Set[str]) -> None:
+        """Leaves tensors that are not weights out of `dtype`."""
+        if kept := {name: code for name, code in self._codes.items() if name not in names}:
+            self.dtype = _common_dtype(self._folder, kept)
 
     def read(self, name: str) -> np.ndarray:
         """Reads one tensor; a packed one in `dtype`."""
