@@ -64,6 +64,7 @@ class HuggingFaceSource:
         self.parameters: Mapping[str, Parameter] = parameters_of(config)
         selection = family.table_of(config.model).select(self.parameters)
         self._weights = NamedWeights(selection, tensors, config, rows_of(config.model), str(folder))
+        tensors.check_floats()
         fresh = self._weights.fresh_modules
         if fresh:
             notes += (f"not in {folder}, and therefore randomly initialized: {', '.join(fresh)}",)
@@ -170,6 +171,10 @@ class FolderTensors:
         """Leaves tensors out of `dtype` whose names match a regular expression: they are not weights."""
         found = {name for name in self.shapes if any(re.fullmatch(pattern, name) for pattern in patterns)}
         self._reader.ignore({self._names[name] for name in found})
+
+    def check_floats(self) -> None:
+        """Checks that all weights are floating-point numbers, as `SafetensorsReader.check_floats`."""
+        self._reader.check_floats()
 
     def shard(self, name: str, rank: int) -> np.ndarray:
         """Reads a tensor; `rank` is 0."""
