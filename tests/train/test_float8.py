@@ -25,7 +25,7 @@ from mtjax.layout.layouts import TENSOR
 from mtjax.layout.mesh import parse_mesh
 from mtjax.layout.plan import Plan
 from mtjax.models.families.distilled import HARD, SOFT
-from mtjax.models.named_parameters import parameters_of
+from mtjax.models.named_parameters import without_other_modules
 from mtjax.models.sharded_model import ShardedModel
 from mtjax.runtime.checkpoints.past import Past
 from mtjax.sharding.axes import use_rules
@@ -361,7 +361,9 @@ def test_a_skipped_step_leaves_weights_scales_and_ages_as_they_were() -> None:
     jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.asarray, state.parameters))
     assert not split(state.optimizer[1][0].mu)[1]  # no moments of scales
     plain = ShardedModel(replace(program.config, fp8="none"), program.mesh, trains=True)
-    assert jax.tree.structure(parameters_of(plain, state.parameters)) == jax.tree.structure(plain.abstract_parameters)
+    assert jax.tree.structure(without_other_modules(plain, state.parameters)) == jax.tree.structure(
+        plain.abstract_parameters
+    )
 
 
 @pytest.mark.parametrize(
