@@ -304,8 +304,8 @@ def symbols_of(anatomy: Anatomy, plan: Plan) -> Symbols:
         symbols |= expert_symbols(anatomy, plan, every, trained if model.lora_rank else every, in_turn)
     for stack in anatomy.stacks:
         layers = layers_in_chunk(stack, plan)
-        unread = 0 if anatomy.learns_below else unread_gradients(stack, plan, chunks)
-        learning = layers - stack.idle
+        unread = unread_gradients(anatomy, stack, plan, chunks)
+        learning = layers - (0 if staged else stack.idle)
         symbols |= {
             f"{stack.side}sequence": stack.tokens // plan.mesh.context,
             f"{stack.side}layers": layers,

@@ -133,12 +133,12 @@ class LatentAttention(Part):
     def products(self, tensor_degree: int = 1) -> list[Product]:
         """Returns the matmuls; those to the latents are repeated on every rank."""
         query, value = self.query_size / tensor_degree, self.value_size / tensor_degree
-        queries = [Product(self.tokens, self.query_latent or self.hidden, query)]
+        queries = [Product(self.tokens, self.query_latent or self.hidden, query, reads_input=not self.query_latent)]
         if self.query_latent:
-            queries.insert(0, Product(self.tokens, self.hidden, self.query_latent, is_repeated=True))
+            queries.insert(0, Product(self.tokens, self.hidden, self.query_latent, is_repeated=True, reads_input=True))
         products = [
             *queries,
-            Product(self.tokens, self.hidden, self.latent + self.rotated, is_repeated=True),
+            Product(self.tokens, self.hidden, self.latent + self.rotated, is_repeated=True, reads_input=True),
             Product(self.tokens, self.latent, self.heads * self.still / tensor_degree + value),
             Product(self.tokens, value, self.hidden),
         ]
