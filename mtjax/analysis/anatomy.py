@@ -114,6 +114,11 @@ class Anatomy:
         return (of_one_section,) if of_one_section else tuple((stack,) for stack in self.stacks)
 
     @property
+    def sent_with_streams(self) -> int:
+        """Arrays of a stream's size that pipeline stages send with it: embeddings that shared blocks read."""
+        return int(any(part.is_read_by_layers for part in self.embed))
+
+    @property
     def decoder_stacks(self) -> tuple[Stack, ...]:
         """The stacks of the decoder, which generation runs for every token."""
         return tuple(stack for stack in self.stacks if not stack.is_encoder)

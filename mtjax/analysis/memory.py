@@ -237,7 +237,7 @@ def _saved_in_slots(anatomy: Anatomy, plan: Plan) -> dict[str, float]:
     """
     # One more slot receives the activations of halves in the bubble.
     count = 1 + slots(plan.pipeline_schedule, plan.mesh.stage, plan.microbatches, plan.chunks * len(anatomy.sections))
-    boundary = sum(_stream_bytes(stack, plan) for stack, *_ in anatomy.sections)
+    boundary = sum(_stream_bytes(stack, plan) for stack, *_ in anatomy.sections) * (1 + anatomy.sent_with_streams)
     saved: Counter[str] = Counter({STAGE_INPUTS: count * boundary})
     chunks = [_saved_in_chunk(section, plan) for section in anatomy.sections]
     largest = max(chunks, key=lambda kinds: sum(kinds.values()))

@@ -226,6 +226,8 @@ DOCUMENTS = {"reset_attention_mask": True, "reset_position_ids": True}
                 ("(G*)x2", "2x2x2", GATED, {**STAGES, **SPLIT, "zero": 1, "recompute": "full"}),
                 ("MZz", "2x2", SHARED, {**SPLIT, "zero": 1, "recompute": "full"}),
                 ("(MZ)x2", "2x2", SHARED, {"zero": 3, "microbatch_size": 2, "recompute": "selective"}),
+                ("MZMz", "1x2x1", SHARED, {**STAGES, "zero": 1}),
+                ("MZMMz", "2x2x2", SHARED, {**STAGES, **SPLIT, "layers_per_stage": (2, 3), "recompute": "full"}),
                 ("ZMZ", "data=1,context=2,model=2", {**SHARED, **DOCUMENTS}, {**SPLIT, "recompute": "full"}),
                 ("ZMz", "1x4", {**SHARED, **ONE_KEY_HEAD}, {"zero": 1}),
                 ("(H-)x2", "2x1x2", FACTORS, {**STAGES, **SPLIT, "zero": 1, "recompute": "full"}),
@@ -313,7 +315,7 @@ def _logits(config: Config, of: Any) -> np.ndarray:
 
 def test_merged_adapters_are_the_same_model() -> None:
     """By what reads the checkpoints of finetuning."""
-    config, seen = hybrid_config("M", lora_rank=3), {}
+    config, seen = hybrid_config("MG*", **GATED, lora_rank=3), {}
 
     def shaken(path: Any, leaf: Any) -> Any:
         seen[jax.tree_util.keystr(path, simple=True, separator=".")] = leaf = _shaken(path, leaf)
@@ -324,10 +326,10 @@ def test_merged_adapters_are_the_same_model() -> None:
         return jax.device_put(np.stack(list(MtjaxSource.slices(folder, of))).reshape(leaf.shape), leaf.sharding)
 
     adapted = _logits(config, shaken)
-    plain = parameters_of(hybrid_config("M"))
+    plain = parameters_of(hybrid_config("MG*", **GATED))
     folder: Any = SimpleNamespace(
         adapters={name: of for name, of in parameters_of(config).items() if name not in plain},
         saved=lambda of: iter([seen[of.name]] if of.num_layers is None else np.asarray(seen[of.name])),
         weights=SimpleNamespace(config=config),
     )
-    assert relative(_logits(hybrid_config("M"), merged), adapted) < 1e-5
+    assert relative(_logits(hybrid_config("MG*", **GATED), merged), adapted) < 1e-5
