@@ -41,7 +41,7 @@ def core_flops(stack: Stack, *, causal: bool = False) -> float:
 
 def once_more_flops(stack: Stack, plan: Plan, *, saves_products: bool) -> float:
     """Returns the FLOPs of one layer's matmuls that their backward pass recomputes, for a sample: experts' first, and
-    those of scans, which are not saved with the products with weights.
+    those of scans and the second of adapters, which are not saved with the products with weights.
 
     Args:
       stack: of the layer.
@@ -49,7 +49,11 @@ def once_more_flops(stack: Stack, plan: Plan, *, saves_products: bool) -> float:
       saves_products: whether the layer saves its products with weights, instead of its input alone.
     """
     times = [(part, times_again(part, plan, saves_products=saves_products)) for part in stack.parts]
-    return sum(again(product) * product.flops for part, again in times for product in part.products())
+    flops = sum(again(product) * product.flops for part, again in times for product in part.products())
+    if not saves_products or plan.unrolled:  # XLA merges both where there is no loop
+        return flops
+    unsaved = [(part, product) for part in stack.parts for product in part.products() if product.is_unsaved]
+    return flops + sum(p.flops for part, p in unsaved if not (p.is_output and part in stack.unread))
 
 
 def times_again(part: Part, plan: Plan, *, saves_products: bool) -> Callable[[Product], int]:

@@ -126,8 +126,8 @@ class DeltaNet(Mamba):
         forward = 4 * (max(0, math.ceil(math.log2(chunk)) - 1) + 2) * pairs + alike
         outside = c * (inner + 2 * shared) + 2 * c * shared
         if plan.recompute != "full":
-            # XLA: takes the saved product out of its stack, and, before the inverse's recompute, writes the zeros in which
-            # the gradients of what the loop reads begin, and copies them; keys' products wait, too.
+            # XLA: takes the saved product out of its stack, and, before the inverse's recompute, writes the zeros in
+            # which the gradients of what the loop reads begin, and copies them; keys' products wait, too.
             outside += c * self._width(degree)
             forward += 2 * (2 * c * heads * key + 4 * inner) + 2 * alike
         if self.scans_in_blocks(plan):

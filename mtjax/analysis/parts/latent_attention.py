@@ -5,7 +5,7 @@ the width of the queries' latent.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mtjax.analysis.contract import LAYER_BACKWARD, LAYER_FORWARD, LAYER_RECOMPUTE, Expectation
 from mtjax.analysis.parts.attention import (
@@ -142,7 +142,8 @@ class LatentAttention(Part):
             Product(self.tokens, self.latent, self.heads * self.still / tensor_degree + value),
             Product(self.tokens, value, self.hidden),
         ]
-        return [*(adapter for product in products for adapter in product.adapter(self.rank)), *products]
+        adapters = [adapter for product in products for adapter in product.adapter(self.rank)]
+        return [*adapters[:-1], *(replace(last, is_output=True) for last in adapters[-1:]), *products]
 
     def saved_bytes(self, plan: Plan) -> Mapping[str, float]:
         """Returns the bytes of the products' results and of probabilities; Megatron's kernels also save the normalized

@@ -90,6 +90,8 @@ class Product:
     is_adapter: bool = False
     is_of_model: bool = False
     """Of an adapter: whether the model itself has it (Zamba2), so that LoRA freezes it."""
+    is_unsaved: bool = False
+    """Of an adapter: whether it is the second matmul, which is not saved with the products with weights."""
     reads_input: bool = False
     """Whether its input is that of a layer's component, behind the norm: the gradient goes to the layers below."""
     experts: int = 0
@@ -118,7 +120,7 @@ class Product:
         """Returns the two matmuls of its LoRA adapter, which are where it is; none where `rank` is 0."""
         sizes = ((self.inner, rank), (rank, self.outer)) if rank else ()
         both = [replace(self, inner=inner, outer=outer, is_adapter=True) for inner, outer in sizes]
-        return [*both[:1], *(replace(b, reads_input=False) for b in both[1:])]
+        return [*both[:1], *(replace(second, reads_input=False, is_unsaved=True) for second in both[1:])]
 
 
 def unrepeated(products: Sequence[Product]) -> list[Product]:
@@ -140,7 +142,8 @@ def adapter_products(
     """
     inner, outer, count = columns
     sizes = ((inner, count * rank), (rank, outer), (row[0], rank), (rank, row[1]))
-    return [Product(tokens, *size, is_adapter=True, reads_input=size is sizes[0]) for size in sizes] if rank else []
+    factors = [Product(tokens, *size, is_adapter=True, is_unsaved=n % 2 > 0) for n, size in enumerate(sizes) if rank]
+    return [replace(p, reads_input=n == 0, is_output=n == 3) for n, p in enumerate(factors)]
 
 
 @dataclass(frozen=True)

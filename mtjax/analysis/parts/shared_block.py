@@ -225,7 +225,7 @@ def _adapter(tokens: float, inner: float, low: float, rank: float, outer: float)
     """Returns the matmuls of a layer's adapter, whose A has `low` outputs; none where `rank` is 0."""
     sizes = ((inner, low), (rank, outer)) if rank else ()
     into = {"is_adapter": True, "is_of_model": True}
-    return [Product(tokens, *size, reads_input=size is sizes[0], **into) for size in sizes]
+    return [Product(tokens, *size, reads_input=n == 0, is_unsaved=n == 1, **into) for n, size in enumerate(sizes)]
 
 
 def _with_own_adapter(
