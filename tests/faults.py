@@ -437,10 +437,17 @@ FAULTS = (
     ),
     Fault(
         "shared blocks: the MLP leaves a layer's adapter out",
-        'self.up(for_product) + _adapter(context, "mlp_adapter")(for_adapter)',
+        "self.up(for_product) + own(for_adapter)",
         "self.up(for_product)",
         "models",
         "test_layers_with_shared_blocks_are_their_formulas",
+    ),
+    Fault(
+        "LoRA: the gate of attention has an adapter that nothing reads",
+        "self.gate(for_product) + adapter_of(self.gate)(for_adapter)",
+        "self.gate(for_product)",
+        "models",
+        "test_merged_adapters_are_the_same_model",
     ),
     Fault(
         "shared blocks: their output enters the residual stream",
