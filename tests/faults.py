@@ -342,6 +342,20 @@ FAULTS = (
         "test_losses_of_delayed_scaling_do_not_depend_on_the_mesh",
     ),
     Fault(
+        "delayed scaling: weights are updated while the first scales are found",
+        "return state.step >= 0",
+        "return state.step >= -9",
+        "train",
+        "test_the_first_scales_are_found_before_the_first_update_and_nothing_else_changes",
+    ),
+    Fault(
+        "delayed scaling: one pass finds the first scales",
+        "if passes > 1 and (",
+        "if passes > 0 or (",
+        "train",
+        "test_the_first_scales_are_found_before_the_first_update_and_nothing_else_changes",
+    ),
+    Fault(
         "delayed scaling: a scale is of the last step alone",
         'is_recent = jnp.where(largest, 0.0, 1 - jnp.max(-state["age"], -2)) < history',
         'is_recent = jnp.where(largest, 0.0, 1 - jnp.max(-state["age"], -2)) < 1',

@@ -41,6 +41,6 @@ def add_gradients(records: Tree, sums: Tree, gradients: Tree, adds_up: AddsUp) -
         # Unrolled layers: matrices have an accumulator per layer, vectors a stacked one (`Accumulate._zeros`).
         gradient = gradient if isinstance(accumulator, LayerList) else restack(gradient)
         # In float32: sums of many microbatches in bfloat16 would lose the small ones.
-        return jax.tree.map(lambda total, g: total + g.astype(jnp.float32), accumulator, gradient)
+        return jax.tree.map(lambda a, g: record.grad_reduction.add(a, g.astype(jnp.float32)), accumulator, gradient)
 
     return jax.tree.map(one, records, sums, gradients)
