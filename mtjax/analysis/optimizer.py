@@ -166,7 +166,8 @@ def update_symbols(anatomy: Anatomy, plan: Plan) -> dict[str, int]:
     symbols = {_symbol(axes): elements for axes, elements in _sent(anatomy, plan).items()}
     if plan.optimizer.clips_scores:
         layers = sum(layers_of_stage(stack, plan) for stack in anatomy.stacks)
-        symbols["observed_scores"] = layers * anatomy.model.num_heads // plan.mesh.model
+        symbols["all_scores"] = layers * anatomy.model.num_heads
+        symbols["observed_scores"] = symbols["all_scores"] // plan.mesh.model
     return symbols
 
 
@@ -177,10 +178,10 @@ def _observed_lines(anatomy: Anatomy, plan: Plan) -> tuple[Expectation, ...]:
         JOINED.join(axis for axis in MANUAL if axis in shared),
         "largest attention scores of heads, for QK-clip",
     )
-    found, scores = partial(Expectation, dtype="float32", pooled=True, why=why), "observed_scores"
+    line = partial(Expectation, dtype="float32", pooled=True, why=why)
     return (
-        found(GRADIENTS, "all-reduce", ranks, "1", scores),
-        found(OPTIMIZER, "all-gather", MODEL, "1", scores),
+        line(GRADIENTS, "all-reduce", ranks, "1", "observed_scores"),
+        line(OPTIMIZER, "all-gather", MODEL, "1", "all_scores"),
     )
 
 

@@ -95,4 +95,4 @@ class Accumulate:
 
     def _adds_up(self, record: ParamSpec) -> bool:
         """Returns whether the backward pass adds a gradient to its accumulator layer by layer (`AccumulateInto`)."""
-        return record.is_added_by_layer and self.num_microbatches > 1 and not self.unrolled
+        return record.is_stacked and self.num_microbatches > 1 and not self.unrolled

@@ -65,11 +65,6 @@ class ParamSpec:
         return self.axes[:1] == (LAYERS,)
 
     @property
-    def is_added_by_layer(self) -> bool:
-        """Whether gradients of microbatches may be added up layer by layer."""
-        return self.is_stacked and not self.grad_reduction.is_maximum
-
-    @property
     def is_zero_sharded(self) -> bool:
         """Whether ZeRO shards it if it is trainable; a frozen one is sharded by ZeRO-3 alone."""
         return self.grad_reduction.dim != NOT_SHARDED

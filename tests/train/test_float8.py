@@ -300,9 +300,10 @@ def test_losses_of_delayed_scaling_do_not_depend_on_the_mesh(mesh: str, fields: 
 
 
 @LONG
-def test_losses_of_a_student_do_not_depend_on_the_mesh() -> None:
+@pytest.mark.parametrize("offload", ["none", "optimizer"])
+def test_losses_of_a_student_do_not_depend_on_the_mesh(offload: str) -> None:
     fields = {"fp8": "delayed", "family": "llama", "task": "chat", "teacher": "a test", "teacher_width": 24, **PLAIN}
-    found = numbers(program_of("2x2", zero=1, microbatch_size=2, **fields), BATCHES[0])
+    found = numbers(program_of("2x2", zero=1, microbatch_size=2, offload=offload, **fields), BATCHES[0])
     expected = numbers(program_of("1x1", **fields), BATCHES[0])
     names = [name for name in LOSSES if name in expected]
     assert {HARD, SOFT} <= set(names)
