@@ -342,6 +342,20 @@ FAULTS = (
         "test_losses_of_delayed_scaling_do_not_depend_on_the_mesh",
     ),
     Fault(
+        "QK-clip: largest scores of microbatches are added up",
+        "return jnp.maximum(total, gradient) if self.is_maximum else total + gradient",
+        "return total + gradient",
+        "train",
+        "test_scores_and_weights_do_not_depend_on_the_mesh",
+    ),
+    Fault(
+        "QK-clip: a group of query heads is scaled by its least largest score",
+        "_factors(scores.reshape(layers, keys, -1).max(-1), threshold)",
+        "_factors(scores.reshape(layers, keys, -1).min(-1), threshold)",
+        "train",
+        "test_weights_of_heads_with_too_large_scores_are_those_of_numpy",
+    ),
+    Fault(
         "delayed scaling: weights are updated while the first scales are found",
         "return state.step >= 0",
         "return state.step >= -9",

@@ -26,6 +26,13 @@ def observe_scores(model: Any, heads: int) -> None:
         stack.layers.attention.largest_scores = nnx.Param(zeros, axes=names[1:])
 
 
+def observe_given(model: Any, parameters: Tree) -> None:
+    """Removes the zeros from a model of parameters that have none."""
+    if not only_observers(parameters):
+        for stack in model.decoder_stacks:
+            stack.layers.attention.largest_scores = None
+
+
 def without_observers(tree: Tree) -> Tree:
     """Returns a tree like the parameters' without the zeros."""
     return _select(tree, is_observer=False)

@@ -144,11 +144,16 @@ class ShardedModel:
         """Builds the model with these parameters."""
         state = jax.tree.map(lambda v: v, self._template)
         nnx.replace_by_pure_dict(state, parameters)
-        return nnx.merge(self._graph, state)
+        model = nnx.merge(self._graph, state)
+        if self._observes_scores:
+            from mtjax.models.largest_scores import observe_given
+
+            observe_given(model, parameters)
+        return model
 
     def inference_model(self, parameters: Tree) -> LanguageModel:
         """Builds the model with parameters sharded as `storage_spec`, to be traced without differentiation."""
-        return self.model(gather_for_inference(self.region.records, self.with_observers(parameters)))
+        return self.model(gather_for_inference(self.records, parameters))
 
     # --- batches
 

@@ -178,7 +178,8 @@ def _found(states: Tree) -> tuple[Array, Array]:
         known = [(state["age"] < UNSEEN).any((1, 2, 3)) & (state["scale"][:, 1] > 0) for state in leaves]
         return jnp.concatenate(known).any(), jnp.concatenate([state["scale"][:, ::2] for state in leaves])
 
-    return auto_axes(find, out_sharding=(REPLICATED, REPLICATED))(states)
+    found: Any = auto_axes(find, out_sharding=(REPLICATED, REPLICATED))
+    return found(states)
 
 
 def next_states(states: Tree, counts: Tree, history: int, forgets: Array | bool = False) -> Tree:
