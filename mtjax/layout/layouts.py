@@ -32,6 +32,8 @@ def zero_axes(axes: Axes) -> Axes:
 
 
 NOT_SHARDED = -1
+LARGEST_SCORES = "largest_scores"
+"""Name of what attention scores are observed by: zeros whose gradient is the largest score of each head."""
 """In place of a dimension: ZeRO shards none."""
 
 LAYERS = "layers"

@@ -3,7 +3,7 @@ paper)."""
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -52,6 +52,8 @@ class SelfAttention(nnx.Module):
     scope: ClassVar[str] = "attention"
     init_number: ClassVar[int] = 0
     dropout_site: ClassVar[int] = 1
+    largest_scores: nnx.Param | None = None
+    """See `AttentionOptions`."""
 
     def __init__(self, model: Model, *, output_std: float, key: Array) -> None:
         """Draws the parameters."""
@@ -118,7 +120,7 @@ class SelfAttention(nnx.Module):
 
     def _options(self, context: LayerContext) -> AttentionOptions:
         """Returns the layer's options, with its window and sinks."""
-        options = self.options.in_layer(self.windows, context.layer)
+        options = options_in_layer(self, context)
         return options if self.sinks is None else dataclasses.replace(options, sinks=self.sinks[...])
 
     def _prepared(self, query: Array, key: Array, value: Array, context: LayerContext) -> tuple[Array, Array, Array]:
@@ -137,6 +139,12 @@ class SelfAttention(nnx.Module):
             query, key = _normalized(query, key, *norms)
         # The factor belongs to the query's position: cached keys stay as they are.
         return scaled_by_position(query, context), key, value
+
+
+def options_in_layer(mixer: Any, context: LayerContext) -> AttentionOptions:
+    """Returns the options of attention in a layer, with its window and what its scores are observed by."""
+    options, zeros = mixer.options.in_layer(mixer.windows, context.layer), mixer.largest_scores
+    return options if zeros is None else dataclasses.replace(options, largest_scores=zeros[...])
 
 
 def scaled_by_position(query: Float[Array, "batch seq heads head_dim"], context: LayerContext) -> Array:
