@@ -7,7 +7,7 @@ from mtjax.train.step import TrainStep
 def step_class(config: Config) -> type[TrainStep]:
     """Returns the class of a config's train step."""
     kinds: list[type[TrainStep]] = []
-    if config.parallel.offload == "optimizer":
+    if config.parallel.offload != "none":
         from mtjax.train.offload import OffloadedStep
 
         kinds.append(OffloadedStep)

@@ -124,6 +124,10 @@ class TrainStep(ShardedModel):
         """The tensors that `first_bad` indexes."""
         return tensors(self.trainable_records, self.layer_numbers)
 
+    def weights_on_device(self, parameters: Tree) -> Tree:
+        """Returns the parameters of a state where models read them: on the device."""
+        return parameters
+
     def bad_parameter(self, parameters: Tree) -> Tensor | None:
         """Returns a trained parameter that is not finite; None if all are finite."""
 
@@ -289,7 +293,7 @@ class TrainStep(ShardedModel):
         model, region, parameters, batch = self.loss_inputs(parameters, with_text_lengths(self.config.model, batch))
         inputs = (batch, weights, keys)
         schedule = self.microbatch_schedule(count)
-        records = select_trainable(self.records, self.records)
+        records = select_trainable(region.records, region.records)
         reduction = self.reduction_type(records, self.layout.zero, count, self.stages)
         with use_rules(self.layout.rules):
             parts, gradients = distributed_gradients(model, parameters, inputs, region, schedule, reduction)

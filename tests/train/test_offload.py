@@ -15,7 +15,7 @@ from mtjax.errors import UserError
 from mtjax.layout.mesh import parse_mesh
 from mtjax.runtime.checkpoints.checkpoint import Checkpoints
 from mtjax.sharding.host_memory import DEVICE, PINNED, is_on_host
-from mtjax.train.offload import check_offload, streamed_update
+from mtjax.train.offload import Update, streamed_update
 from tests.tiny import batch_of, initial_state, program_of, run_steps, step_gradients, tiny_config
 
 SETTINGS: dict[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "num_layers": 3, "family": "llama"}
