@@ -295,7 +295,9 @@ def streamed_update(
     adam, (leaves, structure) = adam_of(optimizer), jax.tree.flatten(parameters)
     every = jax.tree.leaves(how.records)
     arrays = list(zip(*map(jax.tree.leaves, (gradients, parameters, adam.mu, adam.nu)), strict=True))
-    new: list[Any] = [None if record.is_stacked else one(record, *arrays[i]) for i, record in enumerate(every)]
+    # XLA: without the barrier what the step has read of a parameter at its beginning would be kept for its update.
+    behind = lambda g, p, *moments: (*lax.optimization_barrier((g, p)), *moments)  # noqa: E731
+    new: list[Any] = [None if r.is_stacked else one(r, *behind(*each)) for r, each in zip(every, arrays, strict=True)]
     for ranks, members in stacks_by_ranks(every, leaves).items():
         results = _through_layers(one, ranks, [every[i] for i in members], [arrays[i] for i in members], how.orders)
         for i, result in zip(members, results, strict=True):
