@@ -75,9 +75,9 @@ class OffloadedStep(TrainStep):
         state = replace(state, parameters=jax.device_put(state.parameters, self.state_sharding.parameters))
         return replace(state, optimizer=zero_moments(state.optimizer, self.abstract_state.optimizer))
 
-    def weights_on_device(self, parameters: Tree) -> Tree:
-        """See `TrainStep.weights_on_device`."""
-        return jax.device_put(parameters, self.parameter_sharding)
+    def weights(self, state: State) -> Tree:
+        """See `TrainStep.weights`; in float32, which fits where gradients do."""
+        return jax.device_put(state.parameters, self.parameter_sharding)
 
     @cached_property
     def _compiled_initial(self) -> Any:
@@ -193,7 +193,8 @@ class Ranks:
     def joined(self, stack: Array) -> Array:
         """Undoes `divided`."""
         spec = jax.typeof(stack).sharding.spec
-        return lax.reshape(stack, (self.count * self.layers, *stack.shape[2:]), out_sharding=PartitionSpec(spec[0], *spec[2:]))
+        shape = self.count * self.layers, *stack.shape[2:]
+        return lax.reshape(stack, shape, out_sharding=PartitionSpec(spec[0], *spec[2:]))
 
     def layer(self, stack: Array, k: Array) -> Array:
         """Takes a layer of each rank: [ranks, layers, ...] -> [ranks, ...]."""
