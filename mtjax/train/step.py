@@ -135,6 +135,10 @@ class TrainStep(ShardedModel):
         """The tensors that `first_bad` indexes."""
         return tensors(self.trainable_records, self.layer_numbers)
 
+    def weights(self, state: State) -> Tree:
+        """Returns the parameters of a state on the device, where evaluations read them."""
+        return state.parameters
+
     def bad_parameter(self, parameters: Tree) -> Tensor | None:
         """Returns a trained parameter that is not finite; None if all are finite."""
 
@@ -311,7 +315,7 @@ class TrainStep(ShardedModel):
         model, region, parameters, batch = self.loss_inputs(self.with_observers(parameters), batch)
         inputs = (batch, weights, keys)
         schedule = self.microbatch_schedule(count)
-        records = select_trainable(self.region.records, self.region.records)
+        records = select_trainable(region.records, region.records)
         reduction = self.reduction_type(records, self.layout.zero, count, self.stages)
         with use_rules(self.layout.rules):
             parts, gradients = distributed_gradients(model, parameters, inputs, region, schedule, reduction)

@@ -108,7 +108,7 @@ def test_an_update_below_half_of_the_precision_is_made_by_chance(optimizer: str)
     ("mesh", "settings"),
     [
         ("2x2x2", {"zero": 1, "microbatch_size": 1, "layers_per_stage": (2, 1)}),
-        ("1x1", {"offload": "optimizer"}),
+        ("1x2x1", {"offload": "optimizer", "layers_per_stage": (2, 1), "microbatch_size": 2}),
         pytest.param("4x2", {"zero": 3}, marks=pytest.mark.long),
         pytest.param("data=2,expert=2", {"zero": 2, "num_experts": 4}, marks=pytest.mark.long),
     ],
