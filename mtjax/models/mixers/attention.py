@@ -19,8 +19,7 @@ from mtjax.models.layer_context import LayerContext
 from mtjax.models.linear import Linear, constant, normal
 from mtjax.models.mixers.mixer import State
 from mtjax.models.project import ProductRule, gather_sequence, project
-from mtjax.models.recompute import SAVED
-from mtjax.sharding.unstack import is_unrolled
+from mtjax.models.recompute import SAVED, is_unrolled
 
 if TYPE_CHECKING:
     from mtjax.models.head_norm import HeadNorm

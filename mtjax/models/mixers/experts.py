@@ -16,12 +16,12 @@ from mtjax.config import Model
 from mtjax.config.sizes import GATED, expert_capacity, expert_size
 from mtjax.models.jitter import jitter
 from mtjax.models.kernels.grouped import Blocks
-from mtjax.models.layer_context import RESIDUAL, LayerContext, Padding
+from mtjax.models.layer_context import RESIDUAL, LayerContext
 from mtjax.models.linear import constant, normal
 from mtjax.models.mixers.mixer import State
 from mtjax.models.mixers.mlp import MLP
 from mtjax.models.recompute import SAVED
-from mtjax.models.routers import LOAD, LOST, ROUTER_AUX_LOSS, Z_LOSS
+from mtjax.models.routers import LOAD, LOST, ROUTER_AUX_LOSS, Z_LOSS, Padding
 from mtjax.sharding.axes import fully_manual, spec, varying_like
 from mtjax.sharding.context.zigzag import from_first_context_rank, sample_length, sum_over_context
 from mtjax.sharding.experts.dispatch import ExpertCompute, apply_experts

@@ -12,9 +12,10 @@ from mtjax.models.kernels.xla import HEADS
 from mtjax.models.linear import Linear
 from mtjax.models.mixers.attention import is_linear
 from mtjax.models.project import ProductRule, project
+from mtjax.models.project_apart import computes_apart
+from mtjax.models.recompute import is_unrolled
 from mtjax.sharding.axes import spec
 from mtjax.sharding.kv_heads import heads_in_use
-from mtjax.sharding.unstack import computes_apart, is_unrolled
 
 
 class GroupedQKV(nnx.Module):
