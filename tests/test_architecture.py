@@ -181,7 +181,7 @@ CORE = {
     ),
     "models": (
         *("linear", "project", "norms", "activations", "dropout", "threefry"),
-        *("embedding", "vocabulary", "layer_context", "kernels.options", "kernels.xla", "mixers.mixer"),
+        *("embedding", "layer_context", "kernels.options", "kernels.xla", "mixers.mixer"),
         *("mixers.attention", "mixers.mlp", "mixers.registry", "layer", "recompute", "stack", "trunk"),
         *("families.gpt", "families.registry", "sharded_model"),
     ),

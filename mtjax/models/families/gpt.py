@@ -20,7 +20,14 @@ from mtjax.config.sizes import embedding_width, output_shape, padded_vocab_size
 from mtjax.layout.plan import ContextMethod, ExpertDispatch
 from mtjax.layout.stacks import stacks_of
 from mtjax.models.dropout import dropout
-from mtjax.models.embedding import EMBEDDING_SITE, embed_tokens, in_table, position_table, vocabulary_table
+from mtjax.models.embedding import (
+    EMBEDDING_SITE,
+    WithVocabulary,
+    embed_tokens,
+    in_table,
+    position_table,
+    vocabulary_table,
+)
 from mtjax.models.layer import Layer
 from mtjax.models.layer_context import PADDING_MASK, RESIDUAL, TEXT_LENGTH, LayerContext
 from mtjax.models.linear import constant
@@ -35,7 +42,6 @@ from mtjax.models.trunk import (
     Section,
     run_sections,
 )
-from mtjax.models.vocabulary import WithVocabulary
 from mtjax.sharding.axes import local_positions, num_shards
 from mtjax.sharding.vocab import LossOptions, OutputOptions, vocab_parallel_cross_entropy
 
