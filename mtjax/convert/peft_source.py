@@ -1,6 +1,7 @@
 """Reads a folder that `peft` wrote: the weights of its base model with the adapters (LoRA) merged into them."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import isfinite, prod
