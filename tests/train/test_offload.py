@@ -37,7 +37,7 @@ def moments_are_on_host(state: Any) -> bool:
 @pytest.mark.parametrize(
     ("mesh", "settings"),
     [
-        ("4x1", {"zero": 3, "microbatch_size": 1}),
+        pytest.param("4x1", {"zero": 3, "microbatch_size": 1}, marks=pytest.mark.long),
         pytest.param("2x2", {"zero": 1}, marks=pytest.mark.long),
         pytest.param("data=2,expert=2", {"zero": 2, "num_experts": 4}, marks=pytest.mark.long),
     ],
