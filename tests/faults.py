@@ -1,4 +1,4 @@
-"""Plants faults in a copy of the package, one at a time, and shows that the fast tests notice each: `make test-faults`.
+"""Plants faults in a copy of the package, one at a time, and shows that a test notices each: `make test-faults`.
 
 `python -m tests.faults` tries them all; words choose those whose description has one of them. Exit code 1 when a fault
 escapes, or its text is no longer in the package exactly once: then point it at the code that has taken its place.
@@ -16,8 +16,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LEFT_OUT = shutil.ignore_patterns(".git", ".venv", ".*_cache", ".hypothesis", "__pycache__", "runs", "build", "dist")
-FAST = "not (long or exhaustive or aot or torch)"
-"""What `make test` runs."""
+TRIED = "not (exhaustive or aot or torch)"
+"""What `make test` runs, and the long tests that need no extra."""
 ATTEMPTS_AT_ONCE = 2
 
 
@@ -1716,11 +1716,11 @@ def failure(tree: Path, faults: Sequence[Fault], cache: Path) -> str:
     """What pytest says where a test of these faults fails in a copy of the checkout; empty where none does.
 
     Raises:
-      LookupError: a fault's test is not among those of `make test`.
+      LookupError: a fault's test is not among `TRIED`.
     """
     folders = sorted({f"tests/{fault.folder}" for fault in faults})
     names = " or ".join(sorted({fault.test for fault in faults}))
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", FAST, "-k", names, *folders]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", TRIED, "-k", names, *folders]
     environment = os.environ | {"PYTHONPATH": str(tree), "JAX_COMPILATION_CACHE_DIR": str(cache)}
     ended = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
     if ended.returncode not in (0, 1):

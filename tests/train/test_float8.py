@@ -194,7 +194,12 @@ LONG = pytest.mark.long
 NO_FIRST = {"first_dense_layers": 0, "num_layers": 4}
 AVERAGED = {"optimizer": "schedule-free", "decay_style": "constant"}
 MESHES = [
-    pytest.param("2x2", {"zero": 3, "sequence_parallel": True, "microbatch_size": 2}, id="zero 3, split sequences"),
+    pytest.param(
+        "2x2",
+        {"zero": 3, "sequence_parallel": True, "microbatch_size": 2},
+        id="zero 3, split sequences",
+        marks=pytest.mark.long,
+    ),
     pytest.param("1x2", {"microbatch_size": 4}, id="accumulation", marks=pytest.mark.long),
     pytest.param("2x1", {"zero": 1}, id="zero 1", marks=pytest.mark.long),
     pytest.param("2x2", {"sequence_parallel": True, "lora_rank": 4}, id="LoRA", marks=pytest.mark.long),
