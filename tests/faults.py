@@ -35,6 +35,14 @@ class Fault:
 
 
 FAULTS = (
+    # --- weights of generation
+    Fault(
+        "transposed weights: an adapter's components are transposed together",
+        'indexed = "expert" in names or names[0] in PARTS',
+        'indexed = "expert" in names',
+        "models",
+        "test_components_of_an_adapter_are_not_turned",
+    ),
     # --- prefix reuse of recurrent states
     Fault(
         "snapshots: the states of a reused prefix are restored",

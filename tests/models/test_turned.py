@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from mtjax.config.storage import PLAIN
 from mtjax.generate.transposed_weight import TransposedWeight
+from mtjax.generate.weight_format import WeightFormat
 from tests.tiny import mesh_of
 
 
@@ -19,3 +21,12 @@ def test_a_product_is_that_of_the_matrix(shape: tuple[int, ...], inputs: int) ->
         product = turned[...].product(jnp.asarray(x, jnp.float32), inputs, PartitionSpec())
     assert turned.ndim == len(shape)
     np.testing.assert_allclose(product, np.tensordot(x, matrix, inputs), rtol=1e-5, atol=1e-6)
+
+
+def test_components_of_an_adapter_are_not_turned() -> None:
+    """One of the two is indexed at a time, as one of the experts is."""
+    kept, turned = np.ones((2, 3, 4)), np.ones((3, 4))
+    convert = WeightFormat(jnp.float32, PLAIN, True)
+    with jax.set_mesh(mesh_of("1x1")):
+        assert not isinstance(convert(jnp.asarray(kept), ("gate", "rank", "mlp")), TransposedWeight)
+        assert isinstance(convert(jnp.asarray(turned), ("embed", "mlp")), TransposedWeight)
