@@ -206,7 +206,8 @@ class Ranks:
 
     def numbers(self, order: LayerOrder | None) -> Array:
         """Returns the numbers of the layers in their stack, [layers, ranks]."""
-        flat = jnp.arange(self.count * self.layers) if order is None else rows_of(order)
+        rows = rows_of(order)
+        flat = jnp.arange(self.count * self.layers) if rows is None else rows
         return flat.reshape(self.count, self.layers).T
 
 

@@ -21,6 +21,7 @@ from mtjax.layout.mesh import parse_mesh
 from mtjax.layout.plan import Plan
 from mtjax.runtime.checkpoints.checkpoint import Checkpoints
 from mtjax.sharding.host_memory import is_on_host
+from mtjax.train.step import TrainStep
 from tests.tiny import batch_of, initial_state, program_of, run_steps, tiny_config
 
 SETTINGS: dict[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "num_layers": 3, "family": "llama"}
@@ -83,15 +84,10 @@ def test_runs_and_checkpoints_with_and_without_offload(
     batch = batch_of(offloaded, 0)
     evaluated = [program.evaluation(program.weights(at), batch) for program, at in ((offloaded, state), (plain, begun))]
     assert jax.device_get(evaluated[0]) == jax.device_get(evaluated[1])
-    for program, saved, name in ((plain, begun, "plain"), (offloaded, state, "offloaded")):
-        with closing(Checkpoints(tmp_path / name, keep_last=1)) as checkpoints:
-            checkpoints.save(saved, program.config, 16)
-            after, more = run_steps(program, 2, saved)  # while it is written
-        if program is plain:
-            expected, losses = after, losses + more
-        else:
-            equal(after, expected)
-            assert found + more == losses
+    expected, rest = saved_and_continued(plain, begun, tmp_path / "plain")
+    after, more = saved_and_continued(offloaded, state, tmp_path / "offloaded")
+    equal(after, expected)
+    assert found + more == losses + rest
     for reader, name, where in (
         (offloaded, "plain", kind),
         (plain, "offloaded", "none"),
@@ -102,6 +98,13 @@ def test_runs_and_checkpoints_with_and_without_offload(
         assert restored is not None and restored.skipped == ()
         check_memories(restored.state, where)
         equal(run_steps(reader, 2, restored.state)[0], expected)
+
+
+def saved_and_continued(program: TrainStep, state: Any, folder: Path) -> tuple[Any, list[dict[str, float]]]:
+    """Saves a state, and runs two steps while it is written."""
+    with closing(Checkpoints(folder, keep_last=1)) as checkpoints:
+        checkpoints.save(state, program.config, 16)
+        return run_steps(program, 2, state)
 
 
 def equal(found: Any, expected: Any) -> None:
