@@ -27,6 +27,7 @@ from tests.tiny import batch_of, initial_state, program_of, run_steps, tiny_conf
 SETTINGS: dict[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "num_layers": 3, "family": "llama"}
 SETTINGS |= {"num_kv_heads": 4, "mlp_size": 48, "compute_dtype": "bfloat16"}
 BOTH = "optimizer,parameters"
+HYBRID: dict[str, Any] = {"num_layers": 4, "layer_pattern": "(M*)x2", "ssm_head_dim": 8}
 GROWN: dict[str, Any] = {
     "pipeline_schedule": "interleaved",
     "start_weight_decay": 0.001,
@@ -65,6 +66,8 @@ CASES = [
     pytest.param("2x2x1", BOTH, {"layers_per_stage": (2, 1), "zero": 2, "microbatch_size": 2}, marks=LONG),
     pytest.param("2x2x1", BOTH, {"num_layers": 4, "zero": 1, "microbatch_size": 1, "chunks": 2} | GROWN, marks=LONG),
     pytest.param("2x1", BOTH, {"compute_dtype": "float16"}, marks=LONG),
+    pytest.param("2x1", BOTH, {"family": "t5", "zero": 1, "num_kv_heads": None, "microbatch_size": 2}, marks=LONG),
+    pytest.param("2x1", BOTH, {"family": "hybrid", "zero": 3} | HYBRID, marks=LONG),
 ]
 
 
