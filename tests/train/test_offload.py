@@ -85,7 +85,7 @@ def test_runs_and_checkpoints_with_and_without_offload(
     check_memories(state, kind)
     equal(state, begun)
     batch = batch_of(offloaded, 0)
-    evaluated = [program.evaluation(program.weights(at), batch) for program, at in ((offloaded, state), (plain, begun))]
+    evaluated = [program.evaluation(at.weights, batch) for program, at in ((offloaded, state), (plain, begun))]
     assert jax.device_get(evaluated[0]) == jax.device_get(evaluated[1])
     expected, rest = saved_and_continued(plain, begun, tmp_path / "plain")
     after, more = saved_and_continued(offloaded, state, tmp_path / "offloaded")
@@ -167,7 +167,7 @@ def test_a_skipped_step_moves_no_offloaded_state(kind: str) -> None:
     check_memories(after, kind)
     for name, array in arrays_of(after).items():
         np.testing.assert_array_equal(array, before[name], err_msg=name)
-    assert "embedding" in str(program.bad_parameter(program.weights(after)))
+    assert "embedding" in str(program.bad_parameter(after.weights))
 
 
 @LONG
