@@ -237,7 +237,7 @@ def _saved_in_slots(anatomy: Anatomy, plan: Plan) -> dict[str, float]:
     """
     # One more slot receives the activations of halves in the bubble.
     count = 1 + slots(plan.pipeline_schedule, plan.mesh.stage, plan.microbatches, plan.chunks * len(anatomy.sections))
-    boundary = sum(_stream_bytes(stack, plan) for stack, *_ in anatomy.sections)
+    boundary = sum(_stream_bytes(stack, plan) for stack, *_ in anatomy.sections) * (1 + anatomy.sent_with_streams)
     saved: Counter[str] = Counter({STAGE_INPUTS: count * boundary})
     chunks = [_saved_in_chunk(section, plan) for section in anatomy.sections]
     largest = max(chunks, key=lambda kinds: sum(kinds.values()))
@@ -259,8 +259,7 @@ def _saved_in_chunk(section: Sequence[Stack], plan: Plan) -> dict[str, float]:
 
 
 def _peak_workspace(anatomy: Anatomy, plan: Plan) -> float:
-    """Returns the workspace of a layer's backward pass at the peak: a decoder's layer, or an encoder's, which runs when
-    the decoder's saved activations are free."""
+    """Returns the workspace of a layer's backward pass at the peak, of a decoder's or, after it, an encoder's layer."""
     if plan.is_staged or not all(stack.has_own_loop for stack in anatomy.stacks):  # layers of a loop are freed together
         return max(_workspace(anatomy, stack, plan) + waiting_bytes(anatomy, stack, plan) for stack in anatomy.stacks)
     free, peak = 0.0, 0.0
@@ -273,7 +272,8 @@ def _peak_workspace(anatomy: Anatomy, plan: Plan) -> float:
 
 def _saved(stack: Stack, plan: Plan) -> dict[str, float]:
     """Returns the bytes that a stage's layers save of one microbatch, by kind."""
-    layers, kinds = stack.layers // plan.mesh.stage - stack.idle, layer_activations(stack, plan)
+    layers = stack.layers // plan.mesh.stage - stack.idle * (not plan.is_staged)
+    kinds = layer_activations(stack, plan)
     if plan.recompute != "full":
         return {n: layers * size for n, size in kinds.items() if plan.recompute == "none" or n != PROBABILITIES}
     recomputed = plan.recomputed_layers(layers)

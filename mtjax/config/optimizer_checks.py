@@ -30,6 +30,7 @@ def check_optimizer(config: Config) -> None:
             )
     check_master_dtype(config)
     check_offload(config)
+    check_qk_clip(config)
     if options.optimizer != "schedule-free":
         return
     if options.decay_style != "constant":
@@ -100,3 +101,31 @@ def check_offload(config: Config) -> None:
                 f"offload {kind} works with {name} {str(only).lower()} only, and {name} is {str(value).lower()}: "
                 f"change it, or set offload {less}"
             )
+
+
+def check_qk_clip(config: Config) -> None:
+    """Checks that query and key weights can be scaled by the largest attention scores.
+
+    Raises:
+      UserError: a setting is not supported together with it.
+    """
+    options, model = config.optimizer, config.model
+    if not options.qk_clip:
+        if options.qk_clip_alpha != Optimizer().qk_clip_alpha:
+            raise UserError(
+                f"qk_clip_alpha is {options.qk_clip_alpha:g}, and qk_clip is 0: add --qk-clip 100, or remove "
+                "qk_clip_alpha"
+            )
+        return
+    against = {
+        f"the family {model.family}": model.family not in ("gpt", "llama"),
+        f"attention {model.attention}, which does not keep the largest scores": model.attention in ("cudnn", "blocks"),
+        "qk_norm, which normalizes queries and keys whatever their weights": model.qk_norm,
+        f"qkv_clip {model.qkv_clip}, which clips queries and keys": model.qkv_clip is not None,
+        f"LoRA, which freezes query and key weights, and lora_rank is {model.lora_rank}": model.lora_rank > 0,
+        f"multi-token prediction, and mtp_num_layers is {model.mtp_num_layers}": model.mtp_num_layers > 0,
+        "optimizer schedule-free, which averages weights": options.optimizer == "schedule-free",
+        f"offload {config.parallel.offload}": config.parallel.offload != "none",
+    }
+    for found in (found for found, holds in against.items() if holds):
+        raise UserError(f"qk_clip {options.qk_clip:g} does not support {found}: change it, or remove qk_clip")

@@ -57,7 +57,7 @@ from mtjax.train.setup import (
     with_mesh,
 )
 from mtjax.train.skipped_steps import NonfiniteSteps
-from mtjax.train.step import TrainStep
+from mtjax.train.step import FirstScales, TrainStep
 
 
 @dataclass
@@ -243,12 +243,11 @@ def run_steps(run: Run, start: Restored) -> tuple[State, str | None]:
     """
     training, output = run.config.training, run.config.output
     add_teacher_targets = run.objective.teacher_targets(run.program)
-    state, consumed = start.state, start.consumed_samples
-    signal_name = None
+    state, consumed, signal_name = start.state, start.consumed_samples, None
     times, folder, say = run.start.times, run.environment.folder, run.progress.say
     clock = StepClock(start.step, folder, run.config.parallel.step_timeout, run.environment.peers, say, times)
     profile = Profile(named_steps(run.start.options.profile, run.program), folder, say)
-    results = None
+    results, prepared = None, FirstScales(run.program, say)
     stopped_before = run.best is not None and run.best.best.is_over
     train_batches = open_batches(run.program, run.config, run.data.train, consumed, run.environment.batch_schedule)
     with StopRequest() as stop, train_batches as batches, clock, profile:
@@ -260,7 +259,7 @@ def run_steps(run: Run, start: Restored) -> tuple[State, str | None]:
             check_replicas(run, step, state, batch, clock)
             clock.begin(step)
             # Dispatches the step; `state` is donated, and `results` are futures until something fetches them.
-            state, results = profile.run(step, results, partial(run.program.step, state, batch))
+            state, results = profile.run(step, results, partial(run.program.step, prepared(state, batch), batch))
             run.nonfinite_steps.add(step, range(consumed, consumed + size), results)
             consumed += size
             run.progress.advance(step)

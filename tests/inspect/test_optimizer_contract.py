@@ -35,6 +35,21 @@ STAGES: dict[str, Any] = {"mesh": "1x2x2", "layers_per_stage": (2, 1)}
 
 
 @needs_aot
+@pytest.mark.long
+@pytest.mark.parametrize("settings", [{"zero": 3, "sequence_parallel": True, "microbatch_size": 4}, {"mesh": "4x2"}])
+def test_largest_scores_leave_the_layers_with_the_gradients(settings: dict[str, Any]) -> None:
+    """A number for each of 20 layers and 64 heads crosses once, over data parallel ranks, and then over tensor ones."""
+    sizes = {"num_layers": 20, "num_heads": 64, "hidden_size": 512, "attention": "xla"}
+    report = inspect(tiny(qk_clip=100.0, **sizes, **settings), find_target("h100x8"))
+    assert report.verdict.violations == ()
+    lines = {line.required.line.elements: line for line in report.verdict.lines}
+    (gathered,) = (lines[elements] for elements in lines if elements == "all_scores")
+    assert gathered.found_elements == gathered.required.total == 20 * 64
+    checks = {one.name: one for one in compare(report)}
+    assert checks["FLOPs of a step"].formula == checks["FLOPs of a step"].program
+
+
+@needs_aot
 @pytest.mark.parametrize(
     "settings", [{"zero": 3, "mesh": "4x2"}, pytest.param(STAGES, marks=pytest.mark.long)], ids=str
 )
