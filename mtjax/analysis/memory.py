@@ -136,9 +136,8 @@ def stage_memory(anatomy: Anatomy, plan: Plan, stage: int = 0) -> Memory:
     if plan.residuals == "jax" and counts.transposed:
         saved[TRANSPOSED] = plan.precision.matrices * counts.transposed  # pyright: ignore[reportArgumentType]
     saved.update(_saved_of_teacher(anatomy, plan))  # pyright: ignore[reportArgumentType]
-    hosted = weight_copies(anatomy, plan, stage)
-    copies = _copied_once(counts, trainable, plan) + point_bytes(anatomy, plan, stage)
-    if copies := copies + hosted + float8_weight_bytes(anatomy, plan):
+    hosted, copies = weight_copies(anatomy, plan, stage), _copied_once(counts, trainable, plan)
+    if copies := copies + hosted + point_bytes(anatomy, plan, stage) + float8_weight_bytes(anatomy, plan):
         saved[COPIES] = copies  # pyright: ignore[reportArgumentType]
     states = [model_states(plan, counts.shared, trainable.shared, plan.zero_degree)]
     if counts.experts:

@@ -379,8 +379,7 @@ def _optimizer(anatomy: Anatomy, plan: Plan, machine: Machine, software: Softwar
     and of Muon's products or the copies of offloaded states, which nothing hides."""
     precision, counts = plan.precision, peak_stage_counts(anatomy, plan)
     shards, of_experts = (plan.zero_degree, plan.expert_zero_degree) if plan.zero else (1, 1)
-    is_narrow = precision.are_masters and not plan.offloads_parameters  # what the host has is float32
-    stored = precision.matrices if is_narrow else precision.weights
+    stored = precision.matrices if precision.are_masters and not plan.offloads_parameters else precision.weights
     states = 2 * (stored + precision.optimizer) + 2 * precision.gradients
     own = counts.shared.all / shards + counts.experts / of_experts
     if plan.residuals == "jax" and plan.optimizer.name != "adamw":

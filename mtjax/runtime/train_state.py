@@ -6,6 +6,8 @@ from typing import Any
 
 import jax
 
+from mtjax.sharding.host_memory import copied_to_device
+
 Tree = Any
 
 
@@ -28,3 +30,8 @@ class State:
     """optax state."""
     loss_scale: Any = None
     """Only for float16."""
+
+    @property
+    def weights(self) -> Tree:
+        """The parameters on the devices, where evaluations read them."""
+        return copied_to_device(self.parameters)

@@ -40,6 +40,12 @@ def on_device(tree: Any) -> Any:
     return jax.tree.map(lambda a: jax.device_put(a, DEVICE) if jax.typeof(a).memory_space == HOST else a, tree)
 
 
+def copied_to_device(tree: Any) -> Any:
+    """Copies arrays of the host's memory to the device; others are returned as they are."""
+    place = lambda a: NamedSharding(a.sharding.mesh, a.sharding.spec)  # noqa: E731
+    return jax.tree.map(lambda a: jax.device_put(a, place(a)) if is_on_host(a) else a, tree)
+
+
 def by_memory(function: Callable[[Any, tuple[Any, ...]], Any], tree: Any, own: tuple[Any, ...]) -> Any:
     """Applies a compiled function to a tree of arrays; if some are in the host's memory, to one array at a time.
 

@@ -16,13 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array, lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from mtjax.config import Config
 from mtjax.layout.layouts import gathers_in_compute_dtype
 from mtjax.layout.stages import LayerOrder, Orders, order_of
 from mtjax.models.sharded_model import Batch
 from mtjax.runtime.train_state import State
+from mtjax.sharding.axes import PartitionSpec
 from mtjax.sharding.host_memory import PINNED, AbsentHost, on_device
 from mtjax.sharding.param_specs import ParamSpec
 from mtjax.train.optimizer import make_optimizer
@@ -74,10 +75,6 @@ class OffloadedStep(TrainStep):
         state = super().initialize(seed, parameters)
         state = replace(state, parameters=jax.device_put(state.parameters, self.state_sharding.parameters))
         return replace(state, optimizer=zero_moments(state.optimizer, self.abstract_state.optimizer))
-
-    def weights(self, state: State) -> Tree:
-        """See `TrainStep.weights`; in float32, which fits where gradients do."""
-        return jax.device_put(state.parameters, self.parameter_sharding)
 
     @cached_property
     def _compiled_initial(self) -> Any:
@@ -206,7 +203,8 @@ class Ranks:
 
     def numbers(self, order: LayerOrder | None) -> Array:
         """Returns the numbers of the layers in their stack, [layers, ranks]."""
-        flat = jnp.arange(self.count * self.layers) if order is None else rows_of(order)
+        rows = rows_of(order)
+        flat = jnp.arange(self.count * self.layers) if rows is None else rows
         return flat.reshape(self.count, self.layers).T
 
 

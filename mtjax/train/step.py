@@ -136,10 +136,6 @@ class TrainStep(ShardedModel):
         """The tensors that `first_bad` indexes."""
         return tensors(self.trainable_records, self.layer_numbers)
 
-    def weights(self, state: State) -> Tree:
-        """Returns the parameters of a state on the device, where evaluations read them."""
-        return state.parameters
-
     def bad_parameter(self, parameters: Tree) -> Tensor | None:
         """Returns a trained parameter that is not finite; None if all are finite."""
 

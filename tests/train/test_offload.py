@@ -21,11 +21,13 @@ from mtjax.layout.mesh import parse_mesh
 from mtjax.layout.plan import Plan
 from mtjax.runtime.checkpoints.checkpoint import Checkpoints
 from mtjax.sharding.host_memory import is_on_host
+from mtjax.train.step import TrainStep
 from tests.tiny import batch_of, initial_state, program_of, run_steps, tiny_config
 
 SETTINGS: dict[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "num_layers": 3, "family": "llama"}
 SETTINGS |= {"num_kv_heads": 4, "mlp_size": 48, "compute_dtype": "bfloat16"}
 BOTH = "optimizer,parameters"
+HYBRID: dict[str, Any] = {"num_layers": 4, "layer_pattern": "(M*)x2", "ssm_head_dim": 8}
 GROWN: dict[str, Any] = {
     "pipeline_schedule": "interleaved",
     "start_weight_decay": 0.001,
@@ -64,6 +66,8 @@ CASES = [
     pytest.param("2x2x1", BOTH, {"layers_per_stage": (2, 1), "zero": 2, "microbatch_size": 2}, marks=LONG),
     pytest.param("2x2x1", BOTH, {"num_layers": 4, "zero": 1, "microbatch_size": 1, "chunks": 2} | GROWN, marks=LONG),
     pytest.param("2x1", BOTH, {"compute_dtype": "float16"}, marks=LONG),
+    pytest.param("2x1", BOTH, {"family": "t5", "zero": 1, "num_kv_heads": None, "microbatch_size": 2}, marks=LONG),
+    pytest.param("2x1", BOTH, {"family": "hybrid", "zero": 3} | HYBRID, marks=LONG),
 ]
 
 
@@ -81,17 +85,12 @@ def test_runs_and_checkpoints_with_and_without_offload(
     check_memories(state, kind)
     equal(state, begun)
     batch = batch_of(offloaded, 0)
-    evaluated = [program.evaluation(program.weights(at), batch) for program, at in ((offloaded, state), (plain, begun))]
+    evaluated = [program.evaluation(at.weights, batch) for program, at in ((offloaded, state), (plain, begun))]
     assert jax.device_get(evaluated[0]) == jax.device_get(evaluated[1])
-    for program, saved, name in ((plain, begun, "plain"), (offloaded, state, "offloaded")):
-        with closing(Checkpoints(tmp_path / name, keep_last=1)) as checkpoints:
-            checkpoints.save(saved, program.config, 16)
-            after, more = run_steps(program, 2, saved)  # while it is written
-        if program is plain:
-            expected, losses = after, losses + more
-        else:
-            equal(after, expected)
-            assert found + more == losses
+    expected, rest = saved_and_continued(plain, begun, tmp_path / "plain")
+    after, more = saved_and_continued(offloaded, state, tmp_path / "offloaded")
+    equal(after, expected)
+    assert found + more == losses + rest
     for reader, name, where in (
         (offloaded, "plain", kind),
         (plain, "offloaded", "none"),
@@ -102,6 +101,13 @@ def test_runs_and_checkpoints_with_and_without_offload(
         assert restored is not None and restored.skipped == ()
         check_memories(restored.state, where)
         equal(run_steps(reader, 2, restored.state)[0], expected)
+
+
+def saved_and_continued(program: TrainStep, state: Any, folder: Path) -> tuple[Any, list[dict[str, float]]]:
+    """Saves a state, and runs two steps while it is written."""
+    with closing(Checkpoints(folder, keep_last=1)) as checkpoints:
+        checkpoints.save(state, program.config, 16)
+        return run_steps(program, 2, state)
 
 
 def equal(found: Any, expected: Any) -> None:
@@ -161,7 +167,7 @@ def test_a_skipped_step_moves_no_offloaded_state(kind: str) -> None:
     check_memories(after, kind)
     for name, array in arrays_of(after).items():
         np.testing.assert_array_equal(array, before[name], err_msg=name)
-    assert "embedding" in str(program.bad_parameter(program.weights(after)))
+    assert "embedding" in str(program.bad_parameter(after.weights))
 
 
 @LONG
