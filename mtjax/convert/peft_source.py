@@ -1,6 +1,7 @@
 """Reads a folder that `peft` wrote: the weights of its base model with the adapters (LoRA) merged into them."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import isfinite, prod
@@ -156,6 +157,41 @@ class Adapters:
     def read(self, name: str) -> np.ndarray:
         """Reads a tensor of the file, as float32."""
         return np.asarray(self._file.get_tensor(name), np.float32)
+
+    def join_copies(self, shared: Mapping[str, str]) -> None:
+        """Leaves out what changes modules that share their weights with others, of which mtjax has one copy.
+
+        Args:
+          shared: as `Family.shared`.
+
+        Raises:
+          UserError: it is not the same change.
+        """
+        for copy, first in shared.items():
+            changed = (*self.modules, *self.full)
+            ends = {n.removeprefix(own) for own in (copy, first) for n in changed if n.startswith(f"{own}.")}
+            for end in sorted(ends):
+                pair = zip(self._change(first + end), self._change(copy + end), strict=True)
+                if not all(np.all(one == other) for one, other in pair):
+                    raise UserError(
+                        f"{self.path.parent / TENSORS} changes {first + end} and {copy + end}, which share their "
+                        "weights, in different ways, and mtjax has one copy of them: train the same adapter for both"
+                    )
+                self.modules.pop(copy + end, None)
+                self.full.pop(copy + end, None)
+
+    def _change(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """Returns what is added to a matrix, or replaces a tensor, and DoRA's magnitudes; zeros for neither."""
+        none = np.zeros((), np.float32)
+        if name in self.full:
+            return self.read(self.full[name]), none
+        if name not in self.modules:
+            return none, none
+        names = self.modules[name].names
+        down, up = self.read(names["down"]), self.read(names["up"])
+        return self.scale(name, len(down)) * (up @ down), self.read(
+            names["magnitude"]
+        ) if "magnitude" in names else none
 
     def scale(self, module: str, rank: int) -> float:
         """Returns the factor of `up down`.
@@ -343,6 +379,8 @@ def describe_adapted(folder: Path, vocab_multiple: int | None = None) -> tuple[A
     adapters, files = Adapters(folder), tokenizer_files(folder)
     if tokenizer_of(files, folder) is None and (templates := [name for name in files if name.endswith(".jinja")]):
         raise UserError(f"{folder} has {templates[0]}, but no tokenizer: copy that of the base model, {adapters.base}")
+    plain = describe(adapters.base, vocab_multiple)
+    adapters.join_copies(plain.family.shared(plain.config.model))
     described = describe(
         adapters.base,
         vocab_multiple,

@@ -58,6 +58,10 @@ READ: dict[str, tuple[Case, dict[str, Any]]] = {
     "embedding and output": (LLAMA, {"target_modules": ["q_proj", "embed_tokens", "lm_head"], "use_dora": True}),
     "transposed matrices, biases": (GPT2, {"target_modules": ["c_attn", "c_proj"], "use_dora": True, "bias": "all"}),
     "renamed modules": (CASES["nemotron_h"], {"target_modules": ["q_proj", "o_proj"]}),
+    "delta nets, gated attention": (
+        CASES["qwen3_next, three taps, biases, dense layers, a key for each query"],
+        {"target_modules": [*MATRICES, "in_proj_qkvz", "in_proj_ba", "out_proj"]},
+    ),
 }
 LONG = ("renamed modules", "embedding and output")
 
@@ -104,6 +108,7 @@ def test_adapters_of_an_encoder_decoder_are_merged(tmp_path: Path) -> None:
             "changes model.embed_tokens.weight, to which the base model ties",
         ),
         (CASES["qwen3_moe"], {"target_modules": MATRICES}, "target_parameters is"),
+        (CASES["zamba2"], {"target_modules": ["o_proj"]}, "o_proj, which share their weights, in different ways"),
     ],
 )
 def test_what_peft_computes_otherwise_is_refused(

@@ -81,6 +81,9 @@ class Family:
     """Returns ids of special tokens from the tokenizer, if any, for weights that came without a config.json."""
     fit: Callable[[Table, Model], Table] = lambda table, model: table
     """Returns the table of a model, whose rows may depend on its settings."""
+    shared: Callable[[Model], Mapping[str, str]] = lambda model: {}
+    """Returns the full names of modules that share their weights with an earlier module -> the name of that one, of
+    which alone the table has tensors."""
     keys: frozenset[str] = frozenset()
     """All keys of config.json that `read` uses or `only` lists, of which an export keeps none that it does not write;
     empty for a family that keeps them."""

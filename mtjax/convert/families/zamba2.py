@@ -141,11 +141,14 @@ def _adapters(stack: str, block: str, model: Model) -> list[Row]:
     ]
 
 
-def _copies(model: Model) -> tuple[str, ...]:
-    """Returns the names of copies of the blocks in all layers but the first that reads each; transformers ties them."""
-    firsts = {first for first, _, _ in _first_layers(model)}
-    others = [number for number in numbers_of(model, "".join(SHARED)) if number not in firsts]
-    return tuple(rf"model\.layers\.{number}\.shared_transformer\..*" for number in others)
+def _copies(model: Model) -> dict[str, str]:
+    """Returns the names of copies of the blocks in all layers but the first that reads each -> the block in that one;
+    transformers ties them."""
+    block, found = "model.layers.{}.shared_transformer", {}
+    for letter in SHARED:
+        numbers = numbers_of(model, letter)
+        found |= {block.format(number): block.format(numbers[0]) for number in numbers[1:]}
+    return found
 
 
 DEFAULTS: dict[str, Any] = {
@@ -189,7 +192,7 @@ ZAMBA2 = decoder(
     unused("use_mamba_kernels", "use_mem_eff_path", "num_logits_to_keep"),
     names=NAMES,
     rows=_rows,
-    ignored=_copies,
+    shared=_copies,
     only={
         # The epsilon of the gated norm is always this, and mtjax has one for all norms.
         "rms_norm_eps": (1e-5,),
