@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import cached_property
 from math import isfinite, prod
 from pathlib import Path
@@ -13,7 +12,7 @@ import numpy as np
 from mtjax.convert.hub import local_folder
 from mtjax.convert.hugging_face import FolderTensors, HuggingFaceSource, describe
 from mtjax.convert.peft import IS_TRANSPOSED, PREFIX, TENSORS
-from mtjax.convert.peft_config import is_named, matching, unread
+from mtjax.convert.peft_config import FACTORS, Adapter, is_named, matching, unread
 from mtjax.convert.safetensors_files import SafetensorsReader
 from mtjax.convert.stream import check_folder, looks_like
 from mtjax.convert.table import Table
@@ -23,28 +22,6 @@ from mtjax.errors import UserError, parse_json_object, require
 
 DTYPES = ("F32", "F16", "BF16")
 """Dtypes of adapters, as safetensors names them."""
-FACTORS = {
-    "lora_A.weight": "down",
-    "lora_B.weight": "up",
-    "lora_embedding_A": "down",
-    "lora_embedding_B": "up",
-    "lora_magnitude_vector": "magnitude",
-    "lora_magnitude_vector.weight": "magnitude",
-}
-"""Ends of names of tensors -> what they are in `Adapter`."""
-
-
-@dataclass
-class Adapter:
-    """Names of the tensors that change a matrix."""
-
-    names: dict[str, str] = field(default_factory=dict)
-    """`down` [rank, inputs], `up` [outputs, rank] and perhaps `magnitude` [outputs] -> names in the file."""
-
-    @property
-    def is_of_embedding(self) -> bool:
-        """Whether the matrix is a table, stored as [inputs, outputs]."""
-        return "lora_embedding_A" in self.names["down"]
 
 
 class Adapters:

@@ -58,7 +58,7 @@ def test_a_merged_export_has_the_sum_and_the_base_s_other_tensors(tmp_path, caps
     assert convert(["--from", str(tmp_path / "adapters"), "--to", f"hf:{tmp_path / 'merged'}"]) == 0
     assert f"1 adapter, merged into the weights of {base}" in capsys.readouterr().out
     theirs, merged = tensors_in(base), tensors_in(tmp_path / "merged")
-    expected = {name: array.astype(np.float32) for name, array in theirs.items()}
+    expected: dict[str, Any] = {name: array.astype(np.float32) for name, array in theirs.items()}
     expected[f"{MODULE}.weight"] = theirs[f"{MODULE}.weight"].astype(np.float64) + 3.0 * b.astype(np.float64) @ a
     assert merged.keys() == expected.keys()
     for name, array in expected.items():
