@@ -49,6 +49,7 @@ class Adapters:
         except Exception as e:  # the library's exception class is not public
             raise UserError(f"{folder / TENSORS} can't be read as safetensors; it may be incomplete: {e}") from e
         self.modules: dict[str, Adapter] = {}
+        self.joined: tuple[str, ...] = ()
         self.full: dict[str, str] = {}
         for name in self._file.keys():  # noqa: SIM118 (it is not a dict)
             self._sort(name)
@@ -144,6 +145,7 @@ class Adapters:
         Raises:
           UserError: it is not the same change.
         """
+        self.joined = tuple(f"{copy}." for copy in shared)
         for copy, first in shared.items():
             changed = (*self.modules, *self.full)
             ends = {n.removeprefix(own) for own in (copy, first) for n in changed if n.startswith(f"{own}.")}
@@ -284,6 +286,7 @@ class AdaptedTensors(FolderTensors):
         matrices = [name for name, shape in self.shapes.items() if len(shape) == 2 and ".experts." not in name]
         modules = [name.removesuffix(".weight") for name in matrices if name.endswith(".weight")]
         changed = {name.removesuffix(".weight") for name in self._modules}
+        modules = [module for module in modules if not module.startswith(self._adapters.joined)]
         wanted = [m for m in modules if is_named(m, targets) and not is_named(m, others) and self._is_in_layers(m)]
         full = {name.rpartition(".")[0] for name in self._full}
         outputs = [name.removesuffix(".weight") for name in self._outputs]
