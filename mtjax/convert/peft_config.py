@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 WITHOUT_EFFECT = {
@@ -19,6 +20,28 @@ STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 """Values of init_lora_weights with which the base model's weights are those of its files."""
 TASKS = (None, "CAUSAL_LM", "SEQ_2_SEQ_LM", "FEATURE_EXTRACTION")
 """Values of task_type whose models have the heads of the base model."""
+FACTORS = {
+    "lora_A.weight": "down",
+    "lora_B.weight": "up",
+    "lora_embedding_A": "down",
+    "lora_embedding_B": "up",
+    "lora_magnitude_vector": "magnitude",
+    "lora_magnitude_vector.weight": "magnitude",
+}
+"""Ends of names of tensors -> what they are in `Adapter`."""
+
+
+@dataclass
+class Adapter:
+    """Names of the tensors that change a matrix."""
+
+    names: dict[str, str] = field(default_factory=dict)
+    """`down` [rank, inputs], `up` [outputs, rank] and perhaps `magnitude` [outputs] -> names in the file."""
+
+    @property
+    def is_of_embedding(self) -> bool:
+        """Whether the matrix is a table, stored as [inputs, outputs]."""
+        return "lora_embedding_A" in self.names["down"]
 
 
 def matching(patterns: Mapping[str, Any], module: str, otherwise: Any) -> Any:

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import cached_property
 from math import isfinite, prod
 from pathlib import Path
@@ -13,7 +12,7 @@ import numpy as np
 from mtjax.convert.hub import local_folder
 from mtjax.convert.hugging_face import FolderTensors, HuggingFaceSource, describe
 from mtjax.convert.peft import IS_TRANSPOSED, PREFIX, TENSORS
-from mtjax.convert.peft_config import is_named, matching, unread
+from mtjax.convert.peft_config import FACTORS, Adapter, is_named, matching, unread
 from mtjax.convert.safetensors_files import SafetensorsReader
 from mtjax.convert.stream import check_folder, looks_like
 from mtjax.convert.table import Table
@@ -23,28 +22,6 @@ from mtjax.errors import UserError, parse_json_object, require
 
 DTYPES = ("F32", "F16", "BF16")
 """Dtypes of adapters, as safetensors names them."""
-FACTORS = {
-    "lora_A.weight": "down",
-    "lora_B.weight": "up",
-    "lora_embedding_A": "down",
-    "lora_embedding_B": "up",
-    "lora_magnitude_vector": "magnitude",
-    "lora_magnitude_vector.weight": "magnitude",
-}
-"""Ends of names of tensors -> what they are in `Adapter`."""
-
-
-@dataclass
-class Adapter:
-    """Names of the tensors that change a matrix."""
-
-    names: dict[str, str] = field(default_factory=dict)
-    """`down` [rank, inputs], `up` [outputs, rank] and perhaps `magnitude` [outputs] -> names in the file."""
-
-    @property
-    def is_of_embedding(self) -> bool:
-        """Whether the matrix is a table, stored as [inputs, outputs]."""
-        return "lora_embedding_A" in self.names["down"]
 
 
 class Adapters:
@@ -72,6 +49,7 @@ class Adapters:
         except Exception as e:  # the library's exception class is not public
             raise UserError(f"{folder / TENSORS} can't be read as safetensors; it may be incomplete: {e}") from e
         self.modules: dict[str, Adapter] = {}
+        self.joined: tuple[str, ...] = ()
         self.full: dict[str, str] = {}
         for name in self._file.keys():  # noqa: SIM118 (it is not a dict)
             self._sort(name)
@@ -167,6 +145,7 @@ class Adapters:
         Raises:
           UserError: it is not the same change.
         """
+        self.joined = tuple(f"{copy}." for copy in shared)
         for copy, first in shared.items():
             changed = (*self.modules, *self.full)
             ends = {n.removeprefix(own) for own in (copy, first) for n in changed if n.startswith(f"{own}.")}
@@ -307,6 +286,7 @@ class AdaptedTensors(FolderTensors):
         matrices = [name for name, shape in self.shapes.items() if len(shape) == 2 and ".experts." not in name]
         modules = [name.removesuffix(".weight") for name in matrices if name.endswith(".weight")]
         changed = {name.removesuffix(".weight") for name in self._modules}
+        modules = [module for module in modules if not module.startswith(self._adapters.joined)]
         wanted = [m for m in modules if is_named(m, targets) and not is_named(m, others) and self._is_in_layers(m)]
         full = {name.rpartition(".")[0] for name in self._full}
         outputs = [name.removesuffix(".weight") for name in self._outputs]

@@ -468,6 +468,7 @@ WRONG = {
     "SMALL --data-path --bf16": "--data-path: must be followed by a value",
     "SMALL --save to a folder": "--save to a folder: must be one value",
     "hybrid.sh": "'M-/M' contains '/', in Megatron multi-token prediction",
+    "parts.sh": "--hybrid-layer-pattern M-|M*- and --decoder-first-pipeline-num-layers both divide the layers",
     "delta.sh": "'G-G-' have gated delta nets (G), which mtjax does not read from Megatron-LM: convert",
     "SMALL --rampup-batch-size 16": "must be three integers: START INCREMENT SAMPLES",
     "SMALL --lr-warmup-fraction 3": "must be a number from 0 to 1",
@@ -491,6 +492,8 @@ def test_wrong_input_is_one_sentence(
     Path("t5.sh").write_text("torchrun pretrain_t5.py --num-layers 3 --hidden-size 4\n")
     Path("hybrid.sh").write_text("torchrun pretrain_hybrid.py --hybrid-layer-pattern M-/M --hidden-size 4\n")
     Path("delta.sh").write_text("torchrun pretrain_hybrid.py --hybrid-layer-pattern G-G- --hidden-size 4\n")
+    divided = "--hybrid-layer-pattern M-|M*- --pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 2"
+    Path("parts.sh").write_text(f"torchrun pretrain_hybrid.py {divided.replace('|', chr(92) + '|')} --hidden-size 4\n")
     Path("empty.sh").write_text("echo hello\n")
     Path("quote.sh").write_text('X=1\nY="open\n')
     Path("deep.sh").write_text("f() { f; }\nf\n")

@@ -140,7 +140,6 @@ def test_an_output_that_differs_from_the_embedding_is_not_tied(hf, tmp_path, cap
         ({"model_type": "gpt3"}, "model_type 'gpt3' is not supported; supported are gpt2, llama"),
         ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
         ({"activation_function": "quick_gelu"}, "activation_function is 'quick_gelu'"),
-        ({"n_head": 5}, "hidden_size 32 is not divisible by num_heads 5"),
     ],
 )
 def test_a_model_that_mtjax_does_not_have_is_refused(hf, tmp_path, capsys, changes, said):
@@ -154,6 +153,9 @@ def test_a_model_that_mtjax_does_not_have_is_refused(hf, tmp_path, capsys, chang
     ("changes", "said"),
     [
         ({"n_embd": "many"}, "hidden_size = 'many' should be"),
+        ({"n_head": 5}, "config.json: hidden_size 32 is not divisible by num_heads 5"),
+        ({"model_type": "mistral", "sliding_window": 0}, "hf/config.json: "),
+        ({"bos_token_id": "7"}, "config.json: bos_token_id is '7', and must be a token's id, a list of them, or null"),
         ({"n_layer": None}, "config.json is missing num_layers"),
         ({"n_head": 2.5}, "num_heads = 2.5 should be"),
         (

@@ -111,6 +111,7 @@ OUTPUT = frozenset({"shared.weight", "lm_head.weight"})
         ("umt5", {"tie_word_embeddings": True, "scale_decoder_outputs": True}, OUTPUT, True),
         ("mt5", {"tie_word_embeddings": True}, OUTPUT, False),
         ("t5", {"scale_decoder_outputs": False}, OUTPUT - {"lm_head.weight"}, None),
+        ("t5", {"scale_decoder_outputs": None}, OUTPUT, False),
         ("mt5", {}, OUTPUT - {"lm_head.weight"}, None),
     ],
 )
@@ -122,3 +123,21 @@ def test_a_t5_s_output_is_tied_where_it_is_scaled(
             FAMILIES[kind].model_settings(config, names, "config.json")
     else:
         assert FAMILIES[kind].model_settings(config, names, "config.json")["tie_embeddings"] == is_tied
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (
+            {"feed_forward_proj": "gelu", "dense_act_fn": "relu"},
+            "dense_act_fn is 'relu', but feed_forward_proj is 'gelu'",
+        ),
+        ({"feed_forward_proj": "relu", "is_gated_act": True}, "is_gated_act is True, but feed_forward_proj is 'relu'"),
+    ],
+)
+def test_a_t5_s_activation_is_the_same_in_all_keys(config: dict, said: str) -> None:
+    """transformers saves three keys, and follows those that `feed_forward_proj` does not have."""
+    with pytest.raises(UserError, match=said):
+        FAMILIES["t5"].model_settings(config, OUTPUT, "config.json")
+    gated = {"feed_forward_proj": "gated-gelu", "dense_act_fn": "gelu_new", "is_gated_act": True}
+    assert FAMILIES["t5"].model_settings(gated, OUTPUT, "config.json")["activation"] == "geglu"

@@ -11,6 +11,7 @@ from safetensors.numpy import save_file
 
 from mtjax.commands.convert import main as convert
 from mtjax.convert.saved_model import SavedModel, model_of
+from mtjax.errors import UserError
 from mtjax.generate.weights import stop_ids_of
 from tests.convert.hf_folders import (
     LLAMA_CONFIG,
@@ -57,7 +58,7 @@ def test_a_merged_export_has_the_sum_and_the_base_s_other_tensors(tmp_path, caps
     assert convert(["--from", str(tmp_path / "adapters"), "--to", f"hf:{tmp_path / 'merged'}"]) == 0
     assert f"1 adapter, merged into the weights of {base}" in capsys.readouterr().out
     theirs, merged = tensors_in(base), tensors_in(tmp_path / "merged")
-    expected = {name: array.astype(np.float32) for name, array in theirs.items()}
+    expected: dict[str, Any] = {name: array.astype(np.float32) for name, array in theirs.items()}
     expected[f"{MODULE}.weight"] = theirs[f"{MODULE}.weight"].astype(np.float64) + 3.0 * b.astype(np.float64) @ a
     assert merged.keys() == expected.keys()
     for name, array in expected.items():
@@ -66,15 +67,19 @@ def test_a_merged_export_has_the_sum_and_the_base_s_other_tensors(tmp_path, caps
         assert (tmp_path / "merged" / name).read_bytes() == (folder / name).read_bytes()
 
 
-def test_other_commands_read_adapters(tmp_path):
+def test_other_commands_read_adapters(tmp_path, capsys):
     base = base_of(tmp_path)
     (base / "generation_config.json").write_text('{"eos_token_id": [3, 4]}')
     write_adapters(tmp_path / "adapters", base)
     saved = SavedModel.open(f"peft:{tmp_path / 'adapters'}")
+    assert f"note    {tmp_path / 'adapters'}: 1 adapter, merged into the weights of {base}" in capsys.readouterr().err
     assert model_of(f"peft:{tmp_path / 'adapters'}", "--from") == saved.config.model
     name, tokenizer = saved.tokenizer()
     assert name == str(base / "tokenizer.json")
-    assert {3, 4} <= stop_ids_of(saved, tokenizer)
+    assert stop_ids_of(saved, tokenizer) == {3, 4}  # as in transformers, without the config.json's
+    (base / "generation_config.json").write_text('{"eos_token_id": "3"}')
+    with pytest.raises(UserError, match="generation_config.json: eos_token_id is '3', and must be a token's id"):
+        stop_ids_of(saved, tokenizer)
     identity = saved.identity
     for path in (tmp_path / "adapters/adapter_model.safetensors", base / "config.json"):
         os.utime(path, ns=(0, path.stat().st_mtime_ns + 1_000_000_000))

@@ -142,17 +142,25 @@ def kinds() -> Iterator[tuple[str, Callable[[], Kind]]]:
         firsts.setdefault(case.model_type, name)
     for model_type, name in firsts.items():
         yield model_type, lambda name=name: decoder(name)
-    roberta = {"type_vocab_size": 1, "pad_token_id": 1}
+    roberta: dict[str, Any] = {"type_vocab_size": 1, "pad_token_id": 1}
     yield "bert", lambda: encoder("Bert", "ForPreTraining")
     yield "ernie", lambda: encoder("Ernie", "ForPreTraining")
     yield "megatron-bert", lambda: encoder("MegatronBert", "ForPreTraining")
     for model_type, kind in (("roberta", "Roberta"), ("xlm-roberta", "XLMRoberta"), ("camembert", "Camembert")):
         yield model_type, lambda kind=kind: encoder(kind, **roberta)
     yield "data2vec-text", lambda: encoder("Data2VecText", **roberta)
-    plain = dict.fromkeys(("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"))
-    dims = {"dim": 24, "hidden_dim": 40, "n_layers": 3, "n_heads": 4}
+    plain: dict[str, Any] = dict.fromkeys(
+        ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    )
+    dims: dict[str, Any] = {"dim": 24, "hidden_dim": 40, "n_layers": 3, "n_heads": 4}
     yield "distilbert", lambda: encoder("DistilBert", **plain, **dims)
-    ids = {"pad_token_id": 1, "bos_token_id": 2, "eos_token_id": 2, "cls_token_id": 2, "sep_token_id": 2}
+    ids: dict[str, Any] = {
+        "pad_token_id": 1,
+        "bos_token_id": 2,
+        "eos_token_id": 2,
+        "cls_token_id": 2,
+        "sep_token_id": 2,
+    }
     yield "modernbert", lambda: encoder("ModernBert", local_attention=8, num_hidden_layers=4, **ids)
     yield "t5", lambda: text_to_text("T5")
     yield "t5, gated", lambda: text_to_text("T5", feed_forward_proj="gated-gelu")

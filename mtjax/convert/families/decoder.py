@@ -1,7 +1,7 @@
 """A decoder type of transformers: its defaults, the parts of its config.json, and the names of its tensors."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -118,6 +118,14 @@ def _settings(parts: tuple[Part, ...], defaults: Json, config: Json) -> dict[str
     return settings
 
 
+def _written(parts: Sequence[Part], model: Model) -> dict[str, Any]:
+    """Returns the keys of config.json that parts write; of two that write the same, the later wins."""
+    found: dict[str, Any] = {}
+    for part in parts:
+        found |= part.write(model)
+    return found
+
+
 def decoder(
     model_type: str,
     name: str,
@@ -154,14 +162,8 @@ def decoder(
     language = f"{name}{architecture}"
     supported = {**UNSUPPORTED, **(only or {})}
 
-    def read(config: Json, tensors: frozenset[str]) -> dict[str, Any]:
-        settings = _settings(parts, defaults, config)
-        return settings | head_settings(config)
-
     def write(model: Model) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for part in parts:
-            found |= part.write(model)
+        found = _written(parts, model)
         # A head that transformers lacks is not written, which `Family.misfits` then rejects.
         return found | (head_json(model, name, language) if classifies else {})
 
@@ -174,7 +176,7 @@ def decoder(
         architecture=language,
         table=names.table(model_type),
         fields=(),
-        read=read,
+        read=lambda config, tensors: _settings(parts, defaults, config) | head_settings(config),
         write=write,
         only=supported,
         fit=fit,

@@ -84,7 +84,21 @@ def is_scaled(config: Json, model_type: str) -> bool:
     """
     if model_type == "mt5":
         return False
-    return config.get("scale_decoder_outputs", config.get("tie_word_embeddings") is not False) is not False
+    return bool(config.get("scale_decoder_outputs", config.get("tie_word_embeddings") is not False))
+
+
+def _activation(config: Json, projection: str) -> str:
+    """Returns the activation of `feed_forward_proj`, which transformers saves in two other keys, too.
+
+    Raises:
+      UserError: these say something else; transformers follows them.
+    """
+    name = config.get("feed_forward_proj", projection)
+    function = "gelu_new" if name == "gated-gelu" else name.removeprefix("gated-")
+    for key, value in (("dense_act_fn", function), ("is_gated_act", name.startswith("gated-"))):
+        if config.get(key, value) != value:
+            raise UserError(f"{key} is {config[key]!r}, but feed_forward_proj is {name!r}: remove {key} or correct it")
+    return ACTIVATIONS[name]
 
 
 def _ids(tokenizer: Tokenizer | None) -> dict[str, Any]:
@@ -112,7 +126,7 @@ def _family(model_type: str, model_class: str, layers: int, heads: int, vocab: i
             "num_decoder_layers": config.get("num_decoder_layers"),
             "head_dim": config.get("d_kv", 64),
             "mlp_size": config.get("d_ff", inner),
-            "activation": ACTIVATIONS[config.get("feed_forward_proj", projection)],
+            "activation": _activation(config, projection),
             "attention_dropout": config.get("dropout_rate", 0.1),
             "tie_embeddings": scaled,
             "relative_bias_layers": tables,
