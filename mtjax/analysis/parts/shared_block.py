@@ -252,7 +252,9 @@ def _adapter_gradients(stream: ResidualStream, count: int, name: str) -> list[Ex
     why = f"gradient in the adapters of {name}"
     elements = f"{count}*batch*sequence*block_rank"
     settings: dict[str, object] = {"pooled": True, "also": LAYER_RECOMPUTE}
-    return [over_model(LAYER_BACKWARD, "all-reduce", stream.times, elements, why, **settings)]
+    # Frozen adapters have only the gradient of their input.
+    times = stream.input_gradients if stream.is_frozen else stream.times
+    return [over_model(LAYER_BACKWARD, "all-reduce", times, elements, why, **settings)]
 
 
 def _norm_gradients(stream: ResidualStream, vectors: int) -> list[Expectation]:
