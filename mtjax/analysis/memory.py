@@ -13,7 +13,7 @@ from mtjax.analysis.counts import Counts, largest_part, largest_stack, layer_cou
 from mtjax.analysis.counts import counts as counts_of
 from mtjax.analysis.float8 import float8_state_bytes, float8_weight_bytes, layer_bytes
 from mtjax.analysis.model_states import bytes_per_parameter, gradient_bytes, model_states
-from mtjax.analysis.optimizer import narrow_bytes, point_bytes, states_on_device, streamed_bytes
+from mtjax.analysis.optimizer import narrow_bytes, point_bytes, states_on_device, streamed_bytes, weight_copies
 from mtjax.analysis.parts.attention import ATTENTION_OUTPUT, PROBABILITIES, QUERY_KEY_VALUE
 from mtjax.analysis.parts.delta_net import DELTA_INPUTS, DELTA_OUTPUT
 from mtjax.analysis.parts.mamba import STATE_SPACE_INPUTS, STATE_SPACE_OUTPUT
@@ -136,8 +136,9 @@ def stage_memory(anatomy: Anatomy, plan: Plan, stage: int = 0) -> Memory:
     if plan.residuals == "jax" and counts.transposed:
         saved[TRANSPOSED] = plan.precision.matrices * counts.transposed  # pyright: ignore[reportArgumentType]
     saved.update(_saved_of_teacher(anatomy, plan))  # pyright: ignore[reportArgumentType]
+    hosted = weight_copies(anatomy, plan, stage)
     copies = _copied_once(counts, trainable, plan) + point_bytes(anatomy, plan, stage)
-    if copies := copies + float8_weight_bytes(anatomy, plan):
+    if copies := copies + hosted + float8_weight_bytes(anatomy, plan):
         saved[COPIES] = copies  # pyright: ignore[reportArgumentType]
     states = [model_states(plan, counts.shared, trainable.shared, plan.zero_degree)]
     if counts.experts:
@@ -154,7 +155,7 @@ def stage_memory(anatomy: Anatomy, plan: Plan, stage: int = 0) -> Memory:
     scales, found = float8_state_bytes(anatomy, plan)
     comes_late = plan.residuals == "jax" and plan.microbatches == 1 and not plan.is_staged
     return Memory(
-        weights=sum(state.weights for state in states) + scales - narrow_bytes(anatomy, plan, stage),
+        weights=sum(state.weights for state in states) + scales - narrow_bytes(anatomy, plan, stage) - hosted,
         gradients=sum(state.gradients for state in states) + found + (0 if plan.is_staged else outside),
         optimizer=states_on_device(anatomy, plan, stage, sum(state.optimizer for state in states)),
         activations=dict(saved),

@@ -39,6 +39,7 @@ def block_output(block: Any, layer: Any, x: np.ndarray, embedded: np.ndarray, sc
     return (gate * up[1]) @ block["mlp"]["down"]["weight"] @ layer["projection"]["weight"]
 
 
+@pytest.mark.long
 def test_layers_with_shared_blocks_are_their_formulas() -> None:
     """Mamba-2 itself is the layer's own; the first and the third layer read the same block."""
     config = hybrid_config("ZzZ", **{**SHARED, "position": "none"})

@@ -31,6 +31,7 @@ from mtjax.analysis.parts.sublayer import (
 )
 from mtjax.layout.attention_kernel import QUERIES_AT_A_TIME, documents_at_most
 from mtjax.layout.plan import Plan
+from mtjax.layout.weights import attention_products, cross_products
 
 
 @dataclass(frozen=True)
@@ -101,20 +102,17 @@ class Attention(_Heads):
 
     @property
     def weights(self) -> list[Weight]:
-        embed, heads = {"embed": self.hidden}, {"heads": self.heads, "head_dim": self.head_dim}
-        (bias, output_bias), rank = self.biases, self.rank
-        if self.kv_heads == self.heads:
-            inputs = linear("attention.qkv", embed, {"qkv": 3, **heads}, bias=bias, rank=rank)
-        else:
-            kv_heads = {"kv": 2, "kv_heads": self.kv_heads, "head_dim": self.head_dim}
-            inputs = linear("attention.qkv.query", embed, heads, bias=bias, rank=rank)
-            inputs += linear("attention.qkv.key_value", embed, kv_heads, bias=bias, rank=rank)
-        output = linear("attention.output", heads, embed, bias=output_bias, rank=rank)
-        sinks = [weight("attention.sinks", {"heads": self.heads})] if self.has_sinks else []
-        output += linear("attention.gate", embed, heads, bias=bias, rank=rank) if self.has_gate else []
+        (bias, output_bias), weights = self.biases, self.norm.weights("attention", self.hidden)
+        for name, sizes in attention_products(self.hidden, self.heads, self.kv_heads, self.head_dim).items():
+            has_bias = output_bias if name == "output" else bias
+            weights += linear(f"attention.{name}", *sizes, bias=has_bias, rank=self.rank)
+        if self.has_gate:
+            heads = {"heads": self.heads, "head_dim": self.head_dim}
+            weights += linear("attention.gate", {"embed": self.hidden}, heads, bias=bias, rank=self.rank)
         if self.buckets:
-            output += [weight("attention.relative.table", {"buckets": self.buckets, "heads": self.heads})]
-        return [*self.norm.weights("attention", self.hidden), *inputs, *output, *self._head_norms(), *sinks]
+            weights.append(weight("attention.relative.table", {"buckets": self.buckets, "heads": self.heads}))
+        sinks = [weight("attention.sinks", {"heads": self.heads})] if self.has_sinks else []
+        return [*weights, *self._head_norms(), *sinks]
 
     def _head_norms(self) -> list[Weight]:
         """Returns the vectors of QK norm: one for all heads, or one for each."""
@@ -216,14 +214,10 @@ class CrossAttention(_Heads):
 
     @property
     def weights(self) -> list[Weight]:
-        embed, heads = {"embed": self.hidden}, {"heads": self.heads, "head_dim": self.head_dim}
-        bias, output_bias = self.biases
-        return [
-            *self.norm.weights("cross", self.hidden),
-            *linear("cross.query", embed, heads, bias=bias),
-            *linear("cross.key_value", embed, {"kv": 2, **heads}, bias=bias),
-            *linear("cross.output", heads, embed, bias=output_bias),
-        ]
+        (bias, output_bias), weights = self.biases, self.norm.weights("cross", self.hidden)
+        for name, sizes in cross_products(self.hidden, self.heads, self.head_dim).items():
+            weights += linear(f"cross.{name}", *sizes, bias=output_bias if name == "output" else bias)
+        return weights
 
     @property
     def scores(self) -> Scores:

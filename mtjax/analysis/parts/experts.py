@@ -48,6 +48,7 @@ from mtjax.analysis.parts.sublayer import (
 from mtjax.config import Model
 from mtjax.layout.plan import Plan
 from mtjax.layout.rules import CONTEXT
+from mtjax.layout.weights import expert_products, mlp_products
 
 
 @dataclass(frozen=True)
@@ -98,26 +99,24 @@ class Experts(Part):
 
     @property
     def weights(self) -> list[Weight]:
-        experts, embed, inner = {"expert": self.count}, {"embed": self.hidden}, {"mlp": self.inner}
-        gate = {"gate": 2} if self.is_gated else {}
-        weights = [
-            *self.norm.weights("experts", self.hidden),
-            weight("experts.router.weight", {**embed, "routes": self.count}),
-            *linear("experts.up", {**experts, **embed}, {**gate, **inner}, bias=False, rank=self.rank),
-            *linear("experts.down", {**experts, **inner}, embed, bias=False, rank=self.rank),
-        ]
+        embed = {"embed": self.hidden}
+        sizes = expert_products(self.hidden, self.inner, self.count, is_gated=self.is_gated)
+        weights = self.norm.weights("experts", self.hidden)
+        weights.append(weight("experts.router.weight", {**embed, "routes": self.count}))
+        for name, each in sizes.items():
+            weights += linear(f"experts.{name}", *each, bias=False, rank=self.rank)
         if self.router_bias:
             weights.append(weight("experts.router.bias", {"routes": self.count}))
         if self.router_linear_bias:
             weights.append(weight("experts.router.linear_bias", {"routes": self.count}))
         if self.bias:
-            weights.append(weight("experts.up.bias", {**experts, **gate, **inner}))
+            weights.append(weight("experts.up.bias", {"expert": self.count, **sizes["up"].outputs}))
             weights.append(weight("experts.down.bias", {"every_expert": self.count, **embed}))
         if self.shared_gate:
             weights.append(weight("experts.shared_gate.weight", {**embed, "routes": 1}))
-        if self.shared:
-            weights += linear("experts.shared.up", embed, {**gate, "mlp": self.shared}, bias=False, rank=self.rank)
-            weights += linear("experts.shared.down", {"mlp": self.shared}, embed, bias=False, rank=self.rank)
+        shared = mlp_products(self.hidden, self.shared, is_gated=self.is_gated) if self.shared else {}
+        for name, each in shared.items():
+            weights += linear(f"experts.shared.{name}", *each, bias=False, rank=self.rank)
         return weights
 
     @property
