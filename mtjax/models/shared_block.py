@@ -50,7 +50,7 @@ class SharedBlock(nnx.Module):
         self.attention_norm = make_norm(_wide(model), dtype)
         attention, mlp = BlockAttention, BlockMLP
         if model.lora_rank:
-            from mtjax.models.mixers.adapted_block import AdaptedBlockAttention, AdaptedBlockMLP
+            from mtjax.models.adapted_block import AdaptedBlockAttention, AdaptedBlockMLP
 
             attention = AdaptedBlockAttention if adapters_of(model, "attention") else attention
             mlp = AdaptedBlockMLP if adapters_of(model, "mlp") else mlp
