@@ -62,5 +62,6 @@ def shared_block_problems(model: Model, plan: Plan) -> Iterator[str]:
     if (blocks := block_letters(model)) and plan.zero >= 2:
         yield (
             f"layer_pattern {model.layer_pattern!r} has shared blocks ({blocks[0]}), whose gradients the "
-            f"stages of mesh {plan.mesh} add up once a step, and zero {plan.zero} scatters them in each tick: use zero 1"
+            f"stages of mesh {plan.mesh} add up once a step, and zero {plan.zero} scatters them in every tick: use "
+            "zero 1"
         )
