@@ -57,6 +57,7 @@ IN_MODELS = (
         "layer",
         "stack",
         "shared_block",
+        "adapted_block",
         "pattern_stacks",
         "retro_stacks",
         "trunk",

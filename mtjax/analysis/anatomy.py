@@ -32,6 +32,10 @@ class Stack(LayerStack):
         rest = {"hidden": model.hidden_size, "parts": parts, "parallel": layer_parallel(model, stack.path)}
         return cls(**vars(stack), **rest, norms_outputs=norms_outputs)
 
+    def learning_layers(self, stages: int) -> int:
+        """Returns how many layers of a stage have a backward pass: stages send each other every gradient."""
+        return self.layers // stages - (self.idle if stages == 1 else 0)
+
     @property
     def sublayers(self) -> tuple[Part, ...]:
         """The components of a layer that add to the residual stream."""

@@ -272,8 +272,7 @@ def _peak_workspace(anatomy: Anatomy, plan: Plan) -> float:
 
 def _saved(stack: Stack, plan: Plan) -> dict[str, float]:
     """Returns the bytes that a stage's layers save of one microbatch, by kind."""
-    layers = stack.layers // plan.mesh.stage - stack.idle * (not plan.is_staged)
-    kinds = layer_activations(stack, plan)
+    layers, kinds = stack.learning_layers(plan.mesh.stage), layer_activations(stack, plan)
     if plan.recompute != "full":
         return {n: layers * size for n, size in kinds.items() if plan.recompute == "none" or n != PROBABILITIES}
     recomputed = plan.recomputed_layers(layers)

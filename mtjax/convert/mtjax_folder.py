@@ -68,9 +68,7 @@ class MtjaxSource:
 
     def slices(self, parameter: Parameter) -> Iterator[np.ndarray]:
         """Yields the parameter layer by layer, float32, with its adapter merged."""
-        module, _, kind = parameter.name.rpartition(".")
-        # The parts of Mamba-2's first product share an A.
-        names = [f"{module}.{ADAPTER}.{matrix}" for matrix in ("a", "b" if kind == "weight" else kind)]
+        names = adapter_names(parameter.name)
         if names[1] not in self.adapters:
             yield from self.saved(parameter)
             return
@@ -117,6 +115,14 @@ class MtjaxSource:
                 yield np.asarray(store[first : first + layers].read().result())
         except ValueError as e:
             raise UserError(f"{self.weights.folder} is corrupted: {parameter.name} can't be read: {e}") from e
+
+
+def adapter_names(weight: str) -> tuple[str, str]:
+    """Returns the names of A and B of a weight's adapter, if it has one."""
+    module, _, kind = weight.rpartition(".")
+    # The parts of Mamba-2's first product share an A.
+    first, second = (f"{module}.{ADAPTER}.{matrix}" for matrix in ("a", "b" if kind == "weight" else kind))
+    return first, second
 
 
 def without_adapters(config: Config) -> Config:

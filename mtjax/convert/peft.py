@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 
 from mtjax.config import Model
-from mtjax.config.adapters import ADAPTER, EXPERT, PARTS, adapts
+from mtjax.config.adapters import EXPERT, PARTS, adapts
 from mtjax.config.families import is_decoder
 from mtjax.config.sizes import dense_layers
 from mtjax.config.ssm import has_state_space, letters_of
 from mtjax.convert.families.family import Family
 from mtjax.convert.families.registry import family_of_model
-from mtjax.convert.mtjax_folder import MtjaxSource
+from mtjax.convert.mtjax_folder import MtjaxSource, adapter_names
 from mtjax.convert.parameters import Parameter
 from mtjax.convert.stream import Source
 from mtjax.convert.table import Tensor, name_of
@@ -96,8 +96,7 @@ def _adapted_matrices(source: MtjaxSource, family: Family) -> dict[str, tuple[np
     """
     found: dict[str, dict[tuple[str, Any], tuple[np.ndarray, np.ndarray]]] = {}
     for weight, row in family.table_of(source.origin.config.model).select(source.parameters).rows:
-        module, _, kind = weight.name.rpartition(".")
-        names = [f"{module}.{ADAPTER}.{matrix}" for matrix in ("a", "b" if kind == "weight" else kind)]
+        names = adapter_names(weight.name)
         if names[1] not in source.adapters:
             continue
         a, b = (source.adapters[name] for name in names)

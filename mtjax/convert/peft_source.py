@@ -1,7 +1,6 @@
 """Reads a folder that `peft` wrote: the weights of its base model with the adapters (LoRA) merged into them."""
 
 import re
-from collections.abc import Mapping
 from functools import cached_property
 from math import isfinite, prod
 from pathlib import Path
@@ -13,6 +12,7 @@ from mtjax.convert.hub import local_folder
 from mtjax.convert.hugging_face import FolderTensors, HuggingFaceSource, describe
 from mtjax.convert.peft import IS_TRANSPOSED, PREFIX, TENSORS
 from mtjax.convert.peft_config import FACTORS, Adapter, is_named, matching, unread
+from mtjax.convert.peft_copies import join_copies
 from mtjax.convert.safetensors_files import SafetensorsReader
 from mtjax.convert.stream import check_folder, looks_like
 from mtjax.convert.table import Table
@@ -135,42 +135,6 @@ class Adapters:
     def read(self, name: str) -> np.ndarray:
         """Reads a tensor of the file, as float32."""
         return np.asarray(self._file.get_tensor(name), np.float32)
-
-    def join_copies(self, shared: Mapping[str, str]) -> None:
-        """Leaves out what changes modules that share their weights with others, of which mtjax has one copy.
-
-        Args:
-          shared: as `Family.shared`.
-
-        Raises:
-          UserError: it is not the same change.
-        """
-        self.joined = tuple(f"{copy}." for copy in shared)
-        for copy, first in shared.items():
-            changed = (*self.modules, *self.full)
-            ends = {n.removeprefix(own) for own in (copy, first) for n in changed if n.startswith(f"{own}.")}
-            for end in sorted(ends):
-                pair = zip(self._change(first + end), self._change(copy + end), strict=True)
-                if not all(np.all(one == other) for one, other in pair):
-                    raise UserError(
-                        f"{self.path.parent / TENSORS} changes {first + end} and {copy + end}, which share their "
-                        "weights, in different ways, and mtjax has one copy of them: train the same adapter for both"
-                    )
-                self.modules.pop(copy + end, None)
-                self.full.pop(copy + end, None)
-
-    def _change(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Returns what is added to a matrix, or replaces a tensor, and DoRA's magnitudes; zeros for neither."""
-        none = np.zeros((), np.float32)
-        if name in self.full:
-            return self.read(self.full[name]), none
-        if name not in self.modules:
-            return none, none
-        names = self.modules[name].names
-        down, up = self.read(names["down"]), self.read(names["up"])
-        return self.scale(name, len(down)) * (up @ down), self.read(
-            names["magnitude"]
-        ) if "magnitude" in names else none
 
     def scale(self, module: str, rank: int) -> float:
         """Returns the factor of `up down`.
@@ -360,7 +324,7 @@ def describe_adapted(folder: Path, vocab_multiple: int | None = None) -> tuple[A
     if tokenizer_of(files, folder) is None and (templates := [name for name in files if name.endswith(".jinja")]):
         raise UserError(f"{folder} has {templates[0]}, but no tokenizer: copy that of the base model, {adapters.base}")
     plain = describe(adapters.base, vocab_multiple)
-    adapters.join_copies(plain.family.shared(plain.config.model))
+    join_copies(adapters, plain.family.shared(plain.config.model))
     described = describe(
         adapters.base,
         vocab_multiple,

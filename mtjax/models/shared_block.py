@@ -6,6 +6,7 @@ layer adds low-rank adapters of its own to them.
 """
 
 import dataclasses
+from pkgutil import resolve_name
 from typing import Any
 
 import jax
@@ -31,6 +32,8 @@ BLOCK = "block_"
 """Prefix of the names of the blocks, which count from 1."""
 _KEY = 2**31 - 1
 """Folded into the key of the layers, for the blocks' initial values."""
+_ADAPTED = "mtjax.models.adapted_block"
+"""Imported where a model has adapters."""
 _SITE = 0
 """Dropout site of the adapters' inputs, which have no dropout."""
 
@@ -49,11 +52,10 @@ class SharedBlock(nnx.Module):
         attention_key, mlp_key = jax.random.split(key)
         self.attention_norm = make_norm(_wide(model), dtype)
         attention, mlp = BlockAttention, BlockMLP
-        if model.lora_rank:
-            from mtjax.models.mixers.adapted_block import AdaptedBlockAttention, AdaptedBlockMLP
-
-            attention = AdaptedBlockAttention if adapters_of(model, "attention") else attention
-            mlp = AdaptedBlockMLP if adapters_of(model, "mlp") else mlp
+        if adapters_of(model, "attention"):
+            attention = resolve_name(f"{_ADAPTED}:AdaptedBlockAttention")
+        if adapters_of(model, "mlp"):
+            mlp = resolve_name(f"{_ADAPTED}:AdaptedBlockMLP")
         self.attention = attention(model, output_std=model.init_std, key=attention_key)
         self.mlp_norm = make_norm(model, dtype)
         self.mlp = mlp(model, output_std=model.init_std, key=mlp_key)

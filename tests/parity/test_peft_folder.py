@@ -60,7 +60,7 @@ READ: dict[str, tuple[Case, dict[str, Any]]] = {
     "renamed modules": (CASES["nemotron_h"], {"target_modules": ["q_proj", "o_proj"]}),
     "delta nets, gated attention": (
         CASES["qwen3_next, three taps, biases, dense layers, a key for each query"],
-        {"target_modules": [*MATRICES, "in_proj_qkvz", "in_proj_ba", "out_proj"]},
+        {"target_modules": ["q_proj", "in_proj_qkvz"]},
     ),
 }
 LONG = ("renamed modules", "embedding and output")

@@ -101,7 +101,7 @@ class BlockAttention(Attention):
         learns = self.rank > 0 or not stream.is_frozen
         lines = _wide_input(sublayer_collectives(stream, "attention of a shared block", learns=learns))
         lines += _adapter_gradients(stream, 3 if self.low else 0, "query, key and value of a shared block")
-        lines += adapter_collectives(stream, "attention of a shared block", 3, self.rank)
+        lines += _adapter_lines(stream, "attention of a shared block", 3, self.rank)
         lines += context_collectives(stream)
         if stream.is_frozen:
             if self.rank and stream.shares_heads:
@@ -154,7 +154,7 @@ class BlockMLP(MLP):
         learns = self.rank > 0 or not stream.is_frozen
         lines = sublayer_collectives(stream, "the MLP of a shared block", learns=learns)
         lines += _adapter_gradients(stream, 1, "the MLP of a shared block")
-        lines += adapter_collectives(stream, "the MLP of a shared block", self.inputs, self.rank)
+        lines += _adapter_lines(stream, "the MLP of a shared block", self.inputs, self.rank)
         return [*lines, *_norm_gradients(stream, self.norm.count)]
 
 
@@ -252,7 +252,21 @@ def _adapter_gradients(stream: ResidualStream, count: int, name: str) -> list[Ex
     why = f"gradient in the adapters of {name}"
     elements = f"{count}*batch*sequence*block_rank"
     settings: dict[str, object] = {"pooled": True, "also": LAYER_RECOMPUTE}
-    return [over_model(LAYER_BACKWARD, "all-reduce", stream.times, elements, why, **settings)]
+    # Frozen adapters have only the gradient of their input.
+    times = stream.input_gradients if stream.is_frozen else stream.times
+    return [over_model(LAYER_BACKWARD, "all-reduce", times, elements, why, **settings)]
+
+
+def _adapter_lines(stream: ResidualStream, name: str, columns: int, rank: int) -> list[Expectation]:
+    """Returns `adapter_collectives` of a block, which XLA sums once a step, or in each layer where these are in a
+    loop."""
+
+    def once(line: Expectation) -> Expectation:
+        is_of_block = line.why.startswith("gradients of B")
+        every = f"{stream.turns}*{line.elements}"
+        return replace(line, count="1", elements=every, sent="rank*hidden") if is_of_block else line
+
+    return [once(line) for line in adapter_collectives(stream, name, columns, rank)]
 
 
 def _norm_gradients(stream: ResidualStream, vectors: int) -> list[Expectation]:

@@ -1,7 +1,7 @@
 """A decoder type of transformers: its defaults, the parts of its config.json, and the names of its tensors."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -126,6 +126,16 @@ def _written(parts: Sequence[Part], model: Model) -> dict[str, Any]:
     return found
 
 
+def _fitted(table: Table, rows: tuple[Row, ...], ignored: tuple[str, ...]) -> Table:
+    """Returns a table with the rows of a model, and with further tensors that are not read."""
+    return replace(table, rows=rows, ignored=(*table.ignored, *ignored))
+
+
+def _inside(modules: Iterable[str]) -> tuple[str, ...]:
+    """Returns regular expressions of the tensors in modules."""
+    return tuple(rf"{re.escape(module)}\..*" for module in modules)
+
+
 def decoder(
     model_type: str,
     name: str,
@@ -158,18 +168,13 @@ def decoder(
       classifies: whether transformers has a class for sequence classification.
       aliases: other names of keys -> the names in `defaults`, as in `Family.aliases`.
     """
-    names = names or Names()
-    language = f"{name}{architecture}"
+    names, language = names or Names(), f"{name}{architecture}"
     supported = {**UNSUPPORTED, **(only or {})}
 
     def write(model: Model) -> dict[str, Any]:
         found = _written(parts, model)
         # A head that transformers lacks is not written, which `Family.misfits` then rejects.
         return found | (head_json(model, name, language) if classifies else {})
-
-    def fit(table: Table, model: Model) -> Table:
-        copies = tuple(rf"{re.escape(copy)}\..*" for copy in shared(model))
-        return replace(table, rows=rows(names, model), ignored=(*table.ignored, *ignored(model), *copies))
 
     return Family(
         model_type=model_type,
@@ -179,7 +184,7 @@ def decoder(
         read=lambda config, tensors: _settings(parts, defaults, config) | head_settings(config),
         write=write,
         only=supported,
-        fit=fit,
+        fit=lambda table, model: _fitted(table, rows(names, model), (*ignored(model), *_inside(shared(model)))),
         shared=shared,
         keys=frozenset(key for part in parts for key in part.keys) | frozenset(supported) | frozenset(aliases or ()),
         aliases=aliases or {},
