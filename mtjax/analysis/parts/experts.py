@@ -133,8 +133,8 @@ class Experts(Part):
             rows = min(rows, self.count * self.capacity)
         return [
             *self._adapter_products(rows, inner),
-            Product(self.tokens, self.hidden, self.count, is_repeated=True, is_wide=True),
-            Product(rows, self.hidden, self.inputs * inner, experts=self.count, again=True),
+            Product(self.tokens, self.hidden, self.count, is_repeated=True, is_wide=True, reads_input=True),
+            Product(rows, self.hidden, self.inputs * inner, experts=self.count, again=True, reads_input=True),
             Product(rows, inner, self.hidden, experts=self.count),
             *([self._biases] if self.bias else []),
             *(self.shared_expert.products(tensor_degree) if self.shared_expert else []),
@@ -154,7 +154,7 @@ class Experts(Part):
             *((inner, self.rank), (self.rank, self.hidden)),
         )
         one = Product(rows, 0, 0, is_adapter=True, experts=self.count)
-        return [replace(one, inner=n, outer=m, again=i < 3) for i, (n, m) in enumerate(sizes)]
+        return [replace(one, inner=n, outer=m, again=i < 3, reads_input=i == 0) for i, (n, m) in enumerate(sizes)]
 
     def saved_bytes(self, plan: Plan) -> Mapping[str, float]:
         """Returns the bytes of the router's float32 logits and the shared expert's activations."""

@@ -62,7 +62,7 @@ class MLP(Part):
         columns = (self.hidden, self.inputs * inner, self.inputs)
         return [
             *adapter_products(self.rank, self.tokens, columns, (inner, self.hidden)),
-            Product(self.tokens, self.hidden, self.inputs * inner),
+            Product(self.tokens, self.hidden, self.inputs * inner, reads_input=True),
             Product(self.tokens, inner, self.hidden),
         ]
 

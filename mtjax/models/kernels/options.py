@@ -30,6 +30,9 @@ class AttentionOptions:
     alibi: "Alibi | None" = None
     """When given, its biases are added to the scores."""
 
+    largest_scores: Float[Array, " heads"] | None = None
+    """When given, its gradient is each head's largest score, before cap, bias and mask: zeros, which nothing reads."""
+
     def scale_of(self, width: int) -> float:
         """Returns the factor of the scores of heads of this width."""
         return width**-0.5 if self.scale is None else self.scale

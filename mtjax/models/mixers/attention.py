@@ -3,7 +3,7 @@ paper)."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from mtjax.models.project import ProductRule, gather_sequence, project
 from mtjax.models.recompute import SAVED, is_unrolled
 
 if TYPE_CHECKING:
+    from mtjax.models.head_norm import HeadNorm
     from mtjax.models.mixers.grouped_qkv import GroupedQKV
     from mtjax.models.relative import RelativeBias
 
@@ -56,6 +57,8 @@ class SelfAttention(nnx.Module):
     scope: ClassVar[str] = "attention"
     init_number: ClassVar[int] = 0
     dropout_site: ClassVar[int] = 1
+    largest_scores: nnx.Param | None = None
+    """See `AttentionOptions`."""
 
     def __init__(self, model: Model, *, output_std: float, key: Array) -> None:
         """Draws the parameters."""
@@ -64,11 +67,7 @@ class SelfAttention(nnx.Module):
         self.qkv = _qkv(model, qkv_key)
         sizes, bias = self_attention_products(model)["output"], attention_biases(model)[1]
         self.output = Linear(*sizes, std=output_std, bias=bias, sequence="act_seq", key=output_key)
-        self.query_norm = self.key_norm = None
-        if model.qk_norm:
-            from mtjax.models.mixers.query_key import head_norms
-
-            self.query_norm, self.key_norm = head_norms(model)
+        self.query_norm, self.key_norm = _head_norms(model)
         self.norms_after_rope = model.qk_norm_after_rope
         self.clip = model.qkv_clip
         self.sinks = constant(0.0, {"heads": model.num_heads}) if model.attention_sinks else None
@@ -128,8 +127,23 @@ class SelfAttention(nnx.Module):
 
     def _options(self, context: LayerContext) -> AttentionOptions:
         """Returns the layer's options, with its window and sinks."""
-        options = self.options.in_layer(self.windows, context.layer)
+        options = options_in_layer(self, context)
         return options if self.sinks is None else dataclasses.replace(options, sinks=self.sinks[...])
+
+
+def options_in_layer(mixer: Any, context: LayerContext) -> AttentionOptions:
+    """Returns the options of attention in a layer, with its window and what its scores are observed by."""
+    options, zeros = mixer.options.in_layer(mixer.windows, context.layer), mixer.largest_scores
+    return options if zeros is None else dataclasses.replace(options, largest_scores=zeros[...])
+
+
+def _head_norms(model: Model) -> "tuple[HeadNorm | None, HeadNorm | None]":
+    """Builds the norms of queries and of keys (QK norm), where a model has them."""
+    if not model.qk_norm:
+        return None, None
+    from mtjax.models.mixers.query_key import head_norms
+
+    return head_norms(model)
 
 
 def scaled_by_position(query: Float[Array, "batch seq heads head_dim"], context: LayerContext) -> Array:
