@@ -494,8 +494,9 @@ FAULTS = (
     ),
     Fault(
         "LoRA: the parts of Mamba-2's first product are not merged",
-        '("a", "b" if kind == "weight" else kind)',
-        '"ab"',
+        'share an A.\n        names = [f"{module}.{ADAPTER}.{matrix}" for matrix in '
+        '("a", "b" if kind == "weight" else kind)]',
+        'share an A.\n        names = [f"{module}.{ADAPTER}.{matrix}" for matrix in "ab"]',
         "models",
         "test_merged_adapters_are_the_same_model",
     ),
@@ -808,8 +809,8 @@ FAULTS = (
     ),
     Fault(
         "sharding: microbatches overwrite each other's gradients outside the layers",
-        "lambda total, g: total + g.astype(jnp.float32)",
-        "lambda total, g: g.astype(jnp.float32)",
+        "record.grad_reduction.add(a, g.astype(jnp.float32))",
+        "g.astype(jnp.float32)",
         "train",
         "test_layouts_accumulation_and_recompute_change_nothing[1x1-full-1]",
     ),

@@ -23,7 +23,8 @@ from mtjax.sharding.manual_region import ManualRegion
 from mtjax.sharding.mesh import make_mesh
 from mtjax.sharding.param_specs import param_specs
 from mtjax.sharding.reduction import Reduction
-from mtjax.train.step import FirstScales, State, TrainStep, make_train_step
+from mtjax.train.first_scales import FirstScales
+from mtjax.train.step import State, TrainStep, make_train_step
 
 VOCAB = 250
 LATENT: dict[str, Any] = {"kv_lora_rank": 20, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 12}

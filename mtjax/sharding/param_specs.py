@@ -119,36 +119,32 @@ def param_specs(
     rules = layout.rules
 
     def spec(path: Any, names: tuple[str, ...], array: Any) -> ParamSpec:
-        trainable = is_trainable(dotted(path))
-        # Ranks along `replicas` hold the same parameter. Along those in `shared_work` they also process different
-        # samples or tokens: the gradient is reduced over these. Along the remaining ones, stages, it is reduced after
-        # the last microbatch.
+        name, is_narrow = dotted(path), gathers_in_compute_dtype(names)
+        trainable, is_maximum = is_trainable(name), name.endswith(f".{LARGEST_SCORES}")
+        # Ranks along `replicas` hold the same parameter. Along those in `shared_work` they process different samples or
+        # tokens: the gradient is reduced over these. Along the others, stages, it is after the last microbatch.
         replicas = tuple(axis for axis in rules.replicas(names) if mesh.degree((axis,)) > 1)
         deferred = tuple(axis for axis in replicas if axis not in rules.shared_work)
         replicas = tuple(axis for axis in replicas if axis not in deferred)
-        # ZeRO shards along one dimension that is divisible by its axes; where there is none, the parameter stays
-        # replicated.
-        zero_axes, is_narrow = tuple(a for a in layout.zero_axes if a in replicas), gathers_in_compute_dtype(names)
-        is_maximum = dotted(path).endswith(f".{LARGEST_SCORES}")
+        # ZeRO shards one dimension that is divisible by its axes; where there is none, the parameter stays replicated.
+        zero_axes = tuple(axis for axis in layout.zero_axes if axis in replicas)
         dim = sharded_dimension(names, array.shape, layout, mesh, mesh.degree(zero_axes))
         dim = NOT_SHARDED if is_maximum else dim
         zero_axes = zero_axes if dim != NOT_SHARDED else ()
         # Only shards are reduced between sharding groups, and only once per step, as links between servers are slow.
         between = tuple(axis for axis in replicas if zero_axes and axis not in zero_axes)
         replicas = tuple(axis for axis in replicas if axis not in between)
-        compute_spec = partition_spec(rules, names)
+        compute_spec, shards = partition_spec(rules, names), mesh.degree(zero_axes)
         # A frozen parameter has no gradient and no moments to shard: ZeRO-1 and 2 leave it replicated.
         is_stored_sharded = bool(zero_axes) and (trainable or layout.zero == 3)
         return ParamSpec(
-            name=dotted(path),
+            name=name,
             axes=names,
             shape=tuple(array.shape),
             is_matrix=is_matrix(names),
             compute_spec=compute_spec,
             storage_spec=with_axes(compute_spec, dim, zero_axes) if is_stored_sharded else compute_spec,
-            grad_reduction=GradReduction(
-                replicas, dim, zero_axes, mesh.degree(zero_axes), grad_reduce_dtype, is_maximum
-            ),
+            grad_reduction=GradReduction(replicas, dim, zero_axes, shards, grad_reduce_dtype, is_maximum),
             between_groups=between,
             deferred_axes=deferred,
             gather_dtype=(compute_dtype if is_narrow else "float32") if is_stored_sharded else None,

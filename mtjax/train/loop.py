@@ -24,6 +24,7 @@ from mtjax.runtime.train_state import State
 from mtjax.storage import shown
 from mtjax.train.changes import parse_allowed
 from mtjax.train.feed import next_batch, open_batches
+from mtjax.train.first_scales import FirstScales
 from mtjax.train.folder.run_folder import claim_folder, writing
 from mtjax.train.objective import PRETRAINING, Evaluations, Objective, RunData
 from mtjax.train.observability import start_timer
@@ -57,7 +58,7 @@ from mtjax.train.setup import (
     with_mesh,
 )
 from mtjax.train.skipped_steps import NonfiniteSteps
-from mtjax.train.step import FirstScales, TrainStep
+from mtjax.train.step import TrainStep
 
 
 @dataclass

@@ -3,7 +3,6 @@
 `inspect` and the planner build the same `TrainStep` on compile-only devices.
 """
 
-from collections.abc import Callable
 from functools import cached_property, partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -343,24 +342,6 @@ class TrainStep(ShardedModel):
     def loss_inputs(self, parameters: Tree, batch: Batch) -> LossInputs:
         """Returns the function and inputs that `gradients` differentiates."""
         return LossInputs(self.trunk_losses(self.loss_options), self.region, parameters, batch)
-
-
-class FirstScales:
-    """Calls `TrainStep.with_first_scales` before each step of a run, until it has nothing more to do."""
-
-    def __init__(self, program: TrainStep, say: Callable[[str], object]) -> None:
-        """Takes the program, and what reports a line."""
-        self._program, self._say, self._is_due = program, say, True
-
-    def __call__(self, state: State, batch: Batch) -> State:
-        """Returns the state for a step with this batch."""
-        if not self._is_due:
-            return state
-        state, done = self._program.with_first_scales(state, batch)
-        self._is_due = done == ""
-        if done:
-            self._say(f"note    {done}")
-        return state
 
 
 def optimizer_step_count(optimizer: Tree) -> Array:

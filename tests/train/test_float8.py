@@ -34,9 +34,10 @@ from mtjax.sharding.float8 import E4M3, E5M2, LOWEST, Recipe, Scales, float8_pro
 from mtjax.sharding.float8_rows import rowwise_product
 from mtjax.sharding.float8_weights import quantize_stack
 from mtjax.sharding.trainable import select_frozen
+from mtjax.train.first_scales import FirstScales
 from mtjax.train.float8 import next_states, split
 from mtjax.train.float8_resume import check_float8_layers
-from mtjax.train.step import FirstScales, make_train_step
+from mtjax.train.step import make_train_step
 from tests.same_numbers import BATCHES, LOSSES, numbers
 from tests.tiny import batch_of, initial_state, mesh_of, program_of, run_steps, tiny_config
 

@@ -33,6 +33,11 @@ class AttentionOptions:
     largest_scores: Float[Array, " heads"] | None = None
     """When given, its gradient is each head's largest score, before cap, bias and mask: zeros, which nothing reads."""
 
+    @property
+    def adjusts_scores(self) -> bool:
+        """Whether scores are more than scaled products before they are masked."""
+        return any(setting is not None for setting in (self.softcap, self.alibi, self.largest_scores))
+
     def scale_of(self, width: int) -> float:
         """Returns the factor of the scores of heads of this width."""
         return width**-0.5 if self.scale is None else self.scale

@@ -10,9 +10,28 @@ from jaxtyping import Bool, Float
 
 from mtjax.layout.attention_kernel import HIDDEN_SCORE
 from mtjax.models.alibi import Alibi
+from mtjax.models.kernels.options import AttentionOptions
 from mtjax.models.recompute import ATTENTION_CORE, ATTENTION_STATISTICS
-from mtjax.models.unhoisted_sums import plus_difference
+from mtjax.models.unhoisted_sums import plus, plus_difference
 from mtjax.sharding.no_hoist import where
+
+
+def adjusted(
+    scores: Float[Array, "batch heads seq key_seq"],
+    mask: Bool[Array, "#batch 1 #seq key_seq"],
+    options: AttentionOptions,
+    bias: Float[Array, "1 heads seq key_seq"] | None,
+) -> Float[Array, "batch heads seq key_seq"]:
+    """Caps scores and adds biases, as options say, and observes them before."""
+    if options.largest_scores is not None:
+        scores = observed(scores, mask, options.largest_scores)
+    if options.softcap is not None:
+        scores = cap(options.softcap, scores)
+    if options.alibi is not None:
+        scores = tilt(scores, options.alibi)
+    if bias is not None:
+        scores = plus(scores, bias)
+    return scores
 
 
 def tilt(scores: Float[Array, "batch heads seq key_seq"], alibi: Alibi) -> Float[Array, "batch heads seq key_seq"]:
