@@ -84,8 +84,30 @@ def states_on_device(anatomy: Anatomy, plan: Plan, stage: int, adam: float) -> f
 
 
 def host_bytes(anatomy: Anatomy, plan: Plan) -> float:
-    """Returns the bytes of offloaded states of a device, each of which a step reads once and writes once."""
-    return state_bytes(anatomy, plan) if plan.offloads_optimizer else 0.0
+    """Returns the bytes of a device's states in the host's memory, which a step also writes."""
+    return state_bytes(anatomy, plan) + _master_bytes(anatomy, plan) if plan.offloads_optimizer else 0.0
+
+
+def host_reads(anatomy: Anatomy, plan: Plan) -> float:
+    """Returns the bytes that a step reads from the host's memory: all that is there, and master weights twice, for the
+    copies in the compute dtype and for the update."""
+    return host_bytes(anatomy, plan) + _master_bytes(anatomy, plan)
+
+
+def _master_bytes(anatomy: Anatomy, plan: Plan, stage: int = 0) -> float:
+    """Returns the bytes of a device's master weights in the host's memory."""
+    return FLOAT32 * sum(math.prod(shard.sizes) for shard in _offloaded(anatomy, plan, stage))
+
+
+def weight_copies(anatomy: Anatomy, plan: Plan, stage: int = 0) -> float:
+    """Returns the bytes of the copies on a device of master weights in the host's memory."""
+    sizes = {True: plan.precision.matrices, False: FLOAT32}
+    shards = _offloaded(anatomy, plan, stage)
+    return sum(sizes[gathers_in_compute_dtype(shard.weight.names)] * math.prod(shard.sizes) for shard in shards)
+
+
+def _offloaded(anatomy: Anatomy, plan: Plan, stage: int) -> tuple[Shard, ...]:
+    return _shards_of(anatomy, plan, stage) if plan.offloads_parameters else ()
 
 
 def narrow_bytes(anatomy: Anatomy, plan: Plan, stage: int = 0) -> float:
@@ -105,15 +127,13 @@ def point_bytes(anatomy: Anatomy, plan: Plan, stage: int = 0) -> float:
 
 
 def streamed_bytes(anatomy: Anatomy, plan: Plan) -> float:
-    """Returns the bytes of offloaded moments that are on a device during the update: those outside the layers, and one
+    """Returns the bytes of offloaded states that are on a device during the update: those outside the layers, and one
     layer's."""
     if not plan.offloads_optimizer:
         return 0.0
-    elements = 0.0
-    for shard in _shards_of(anatomy, plan):
-        size = math.prod(shard.sizes)
-        elements += size / shard.sizes[0] if shard.weight.names[0] == LAYERS and not shard.axes[0] else size
-    return 2 * FLOAT32 * elements
+    arrays = 3 if plan.offloads_parameters else 2
+    sizes = ((shard.weight.names[0] == LAYERS, shard.sizes) for shard in _shards_of(anatomy, plan))
+    return arrays * FLOAT32 * sum(math.prod(size[1:] if is_stacked else size) for is_stacked, size in sizes)
 
 
 def update_flops(anatomy: Anatomy, plan: Plan) -> float:

@@ -67,25 +67,39 @@ def check_master_dtype(config: Config) -> None:
 
 
 def check_offload(config: Config) -> None:
-    """Checks that the optimizer's states can be offloaded.
+    """Checks that the optimizer's states, and master weights, can be offloaded.
 
     Raises:
       UserError: a setting is not supported together with it.
     """
-    if config.parallel.offload == "none":
+    kind = config.parallel.offload
+    if kind == "none":
         return
-    for name, value, only in (
+    needed: list[tuple[str, object, object]] = [
         ("optimizer", config.optimizer.optimizer, "adamw"),
         ("adam_mu_dtype", config.optimizer.adam_mu_dtype, "float32"),
         ("adam_nu_dtype", config.optimizer.adam_nu_dtype, "float32"),
         ("layer_decay", config.finetuning.layer_decay, 1.0),
         ("router_bias", config.model.router_bias, False),
         ("check_replicas", config.training.check_replicas, 0),
-    ):
-        if value != only:
+    ]
+    if kind == "optimizer,parameters":
+        if config.training.compute_dtype == "float32":
             raise UserError(
-                f"offload optimizer works with {name} {str(only).lower()} only, and {name} is {str(value).lower()}: "
-                f"change it, or set offload none"
+                "offload optimizer,parameters keeps copies of the weights in the compute dtype on the device, and "
+                "compute_dtype is float32, so that they would be as large: set compute_dtype bfloat16, or offload "
+                "optimizer"
+            )
+        needed += [
+            ("master_dtype", config.optimizer.master_dtype, "float32"),
+            ("fp8", config.training.fp8, "none"),  # whose scales are found from masters behind the update
+        ]
+    for name, value, only in needed:
+        if value != only:
+            less = "optimizer" if name in ("master_dtype", "fp8") else "none"
+            raise UserError(
+                f"offload {kind} works with {name} {str(only).lower()} only, and {name} is {str(value).lower()}: "
+                f"change it, or set offload {less}"
             )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax import Array
 
-from mtjax.models.layer_context import with_text_lengths
+from mtjax.models.routers import with_text_lengths
 from mtjax.sharding.axes import use_rules
 from mtjax.sharding.gradients import distributed_losses
 

@@ -13,7 +13,6 @@ from flax import nnx
 
 from mtjax.layout.layouts import LARGEST_SCORES
 from mtjax.sharding.axes import spec
-from mtjax.sharding.param_specs import ParamSpec
 
 Tree = Any
 
@@ -58,7 +57,7 @@ def with_observers(records: Tree, parameters: Tree) -> Tree:
     """Adds the zeros to a tree of parameters; `records` has those of both."""
     found = {}
     for name, below in records.items():
-        if not isinstance(below, ParamSpec):
+        if isinstance(below, dict):
             found[name] = with_observers(below, parameters[name])
         elif name == LARGEST_SCORES:
             found[name] = jnp.zeros(below.shape, out_sharding=below.storage_spec)

@@ -23,10 +23,9 @@ from mtjax.layout.stages import Orders, layer_orders
 from mtjax.models.families.registry import LanguageModel, model_class
 from mtjax.models.trunk import TrunkLosses
 from mtjax.sharding import placement
-from mtjax.sharding.accumulate import Accumulate
+from mtjax.sharding.accumulate import Accumulate, MicrobatchSchedule
 from mtjax.sharding.axes import use_rules
 from mtjax.sharding.manual_region import ManualRegion
-from mtjax.sharding.microbatch_schedule import MicrobatchSchedule
 from mtjax.sharding.param_specs import param_specs, partition_specs
 from mtjax.sharding.vocab import LossOptions
 from mtjax.sharding.zero import gather_for_inference
@@ -200,10 +199,13 @@ class ShardedModel:
     def microbatch_schedule(self, num_microbatches: int) -> MicrobatchSchedule:
         """Returns the schedule: gradient accumulation, or the config's pipeline schedule."""
         stages = self.stages
+        if stages == 1 and not self.config.training.unroll_layers:
+            return Accumulate(num_microbatches)
         if stages == 1:
+            from mtjax.sharding.unstack import AccumulateUnrolled
+
             training = self.config.training
-            settings = bool(training.unroll_layers), training.compute_dtype, training.fp8 != "none"
-            return Accumulate(num_microbatches, *settings)
+            return AccumulateUnrolled(num_microbatches, training.compute_dtype, training.fp8 != "none")
         from mtjax.sharding.pipeline.executor import PipelineSchedule
 
         platform = self.mesh.devices.flat[0].platform

@@ -9,7 +9,6 @@ from jax import Array
 
 from mtjax.sharding.param_comm import AccumulateInto
 from mtjax.sharding.param_specs import ParamSpec
-from mtjax.sharding.unstack import LayerList, restack
 
 Tree = Any
 AddsUp = Callable[[ParamSpec], bool]
@@ -40,8 +39,6 @@ def add_gradients(records: Tree, sums: Tree, gradients: Tree, adds_up: AddsUp) -
     def one(record: ParamSpec, accumulator: Any, gradient: Any) -> Any:
         if adds_up(record) and not record.grad_reduction.is_maximum:
             return gradient
-        # Unrolled layers: matrices have an accumulator per layer, vectors a stacked one (`Accumulate._zeros`).
-        gradient = gradient if isinstance(accumulator, LayerList) else restack(gradient)
         # In float32: sums of many microbatches in bfloat16 would lose the small ones.
         return jax.tree.map(lambda a, g: record.grad_reduction.add(a, g.astype(jnp.float32)), accumulator, gradient)
 

@@ -160,6 +160,15 @@ def param_specs(
     return jax.tree_util.tree_map_with_path(spec, axes, shapes, is_leaf=is_names)
 
 
+def trained(records: Tree, tree: Tree) -> Tree:
+    """Selects the leaves of trained parameters from a tree like the parameters'."""
+    if all(record.is_trainable for record in jax.tree.leaves(records)):
+        return tree
+    from mtjax.sharding.trainable import select_trainable
+
+    return select_trainable(records, tree)
+
+
 def partition_specs(records: Tree, which: Literal["compute_spec", "storage_spec"]) -> Tree:
     """Returns one of these shardings of every parameter, in a tree like the parameters'."""
     return jax.tree.map(lambda record: getattr(record, which), records)

@@ -11,7 +11,7 @@ def step_class(config: Config) -> type[TrainStep]:
         from mtjax.train.qk_clip import QKClipStep
 
         kinds.append(QKClipStep)
-    if config.parallel.offload == "optimizer":
+    if config.parallel.offload != "none":
         from mtjax.train.offload import OffloadedStep
 
         kinds.append(OffloadedStep)

@@ -321,7 +321,7 @@ def check_steps(run: Run, state: State) -> None:
     if not run.nonfinite_steps.are_too_many:
         return
     in_a_row, saved = run.nonfinite_steps.in_a_row, run.checkpoints.latest()
-    nonfinite_parameter = run.program.bad_parameter(state.parameters)
+    nonfinite_parameter = run.program.bad_parameter(run.program.weights(state))
     checkpoint = (
         "there is no checkpoint yet"
         if saved is None
@@ -352,9 +352,9 @@ def validate_and_evaluate(run: Run, state: State, step: int, clock: StepClock) -
         return entries
     clock.pause(start_timer.VALIDATION)
     if validate and run.data.held_out is not None:
-        entries |= run.objective.validate(run.program, state.parameters, run.data.held_out)
+        entries |= run.objective.validate(run.program, run.program.weights(state), run.data.held_out)
     if evaluate and evaluations is not None:
-        entries |= evaluations.evaluate(state.parameters)
+        entries |= evaluations.evaluate(run.program.weights(state))
     clock.restart(step)
     return entries
 
@@ -376,7 +376,7 @@ def print_summary(run: Run, state: State) -> None:
     if run.best is not None and run.best.best.step:
         found = run.best.best
         best = f", best {found.goal.metric.removeprefix('valid_')} {found.value:.4f} after step {found.step}"
-    sample = run.objective.sample(run.program, state.parameters, run.data.tokenizer)
+    sample = run.objective.sample(run.program, run.program.weights(state), run.data.tokenizer)
     next_commands = f"\n{' ' * 8}".join(run.objective.next_commands(run.config, out))
     time = ""
     if run.metrics is not None and run.time_log is not None:

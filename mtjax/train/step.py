@@ -18,20 +18,17 @@ from mtjax.layout.divisibility import num_microbatches
 from mtjax.layout.layouts import Layout
 from mtjax.layout.optimizer_states import optimizer_states
 from mtjax.layout.stages import layer_numbers
-from mtjax.models.layer_context import with_text_lengths
-from mtjax.models.recompute import Recompute, check_offload
 from mtjax.models.sharded_model import Batch, ShardedModel
 from mtjax.models.trunk import TrunkLosses
 from mtjax.runtime import xla_options
 from mtjax.runtime.train_state import State
 from mtjax.sharding import placement
+from mtjax.sharding.accumulate import total_loss
 from mtjax.sharding.axes import use_rules
 from mtjax.sharding.gradients import distributed_gradients
 from mtjax.sharding.manual_region import ManualRegion
-from mtjax.sharding.microbatch_schedule import total_loss
-from mtjax.sharding.param_specs import partition_specs
+from mtjax.sharding.param_specs import partition_specs, trained
 from mtjax.sharding.reduction import Reduction
-from mtjax.sharding.trainable import merge_trees, select_frozen, select_trainable
 from mtjax.train.nonfinite_steps import GOOD, Tensor, first_bad, norm_and_first_bad, tensors
 from mtjax.train.optimizer import make_optimizer
 from mtjax.train.schedule import make_schedule
@@ -61,7 +58,11 @@ class TrainStep(ShardedModel):
     reduction_type: ClassVar[type[Reduction]] = Reduction
 
     def __init__(self, config: Config, mesh: Mesh, layout: Layout | None = None) -> None:
-        check_offload(Recompute.of(config.training), mesh.devices.flat[0].platform)
+        if config.training.recompute_offload:
+            from mtjax.models.recompute import Recompute
+            from mtjax.models.recompute_methods import check_offload
+
+            check_offload(Recompute.of(config.training), mesh.devices.flat[0].platform)
         super().__init__(config, mesh, layout, trains=True)
         self.xla = xla_options.choose(self.config, mesh)
         self.trainable_records = self.optimized(self.records)
@@ -70,7 +71,7 @@ class TrainStep(ShardedModel):
 
     def optimized(self, tree: Tree) -> Tree:
         """Selects what the optimizer changes from a tree like the parameters'."""
-        return select_trainable(self.records, tree)
+        return trained(self.records, tree)
 
     @cached_property
     def state_sharding(self) -> State:
@@ -134,6 +135,10 @@ class TrainStep(ShardedModel):
     def tensors(self) -> list[Tensor]:
         """The tensors that `first_bad` indexes."""
         return tensors(self.trainable_records, self.layer_numbers)
+
+    def weights(self, state: State) -> Tree:
+        """Returns the parameters of a state on the device, where evaluations read them."""
+        return state.parameters
 
     def bad_parameter(self, parameters: Tree) -> Tensor | None:
         """Returns a trained parameter that is not finite; None if all are finite."""
@@ -209,6 +214,10 @@ class TrainStep(ShardedModel):
 
     def with_optimized(self, parameters: Tree, optimized: Tree) -> Tree:
         """Returns parameters in which what the optimizer changes is that of `optimized`."""
+        if self.optimized(parameters) is parameters:
+            return optimized
+        from mtjax.sharding.trainable import merge_trees, select_frozen
+
         return merge_trees(optimized, select_frozen(self.records, parameters))
 
     def apply_gradients(
@@ -295,9 +304,9 @@ class TrainStep(ShardedModel):
         settings, samples = self.config.model, batch["sample_index"].shape[0]
         weights = self.loss_weights(batch)
         if settings.num_experts:
-            from mtjax.models.routers import report_weights
+            from mtjax.models.routers import report_weights, with_text_lengths
 
-            weights |= report_weights(settings, samples)
+            weights, batch = weights | report_weights(settings, samples), with_text_lengths(settings, batch)
         if settings.mtp_num_layers:
             from mtjax.models.prediction import prediction_reports
 
@@ -307,11 +316,10 @@ class TrainStep(ShardedModel):
         # One dropout key per sample, derived from its index in the run: the same masks on every mesh.
         keys = None if key is None else jax.vmap(lambda i: jax.random.fold_in(key, i))(batch["sample_index"])
         count = num_microbatches(self.config, self.shape, samples)
-        batch = with_text_lengths(self.config.model, batch)
         model, region, parameters, batch = self.loss_inputs(self.with_observers(parameters), batch)
         inputs = (batch, weights, keys)
         schedule = self.microbatch_schedule(count)
-        records = select_trainable(self.region.records, self.region.records)
+        records = trained(region.records, region.records)
         reduction = self.reduction_type(records, self.layout.zero, count, self.stages)
         with use_rules(self.layout.rules):
             parts, gradients = distributed_gradients(model, parameters, inputs, region, schedule, reduction)

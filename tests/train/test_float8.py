@@ -26,7 +26,7 @@ from mtjax.layout.layouts import TENSOR
 from mtjax.layout.mesh import parse_mesh
 from mtjax.layout.plan import Plan
 from mtjax.models.families.distilled import HARD, SOFT
-from mtjax.models.named_parameters import parameters_of
+from mtjax.models.named_parameters import without_other_modules
 from mtjax.models.sharded_model import ShardedModel
 from mtjax.runtime.checkpoints.past import Past
 from mtjax.sharding.axes import use_rules
@@ -194,7 +194,12 @@ LONG = pytest.mark.long
 NO_FIRST = {"first_dense_layers": 0, "num_layers": 4}
 AVERAGED = {"optimizer": "schedule-free", "decay_style": "constant"}
 MESHES = [
-    pytest.param("2x2", {"zero": 3, "sequence_parallel": True, "microbatch_size": 2}, id="zero 3, split sequences"),
+    pytest.param(
+        "2x2",
+        {"zero": 3, "sequence_parallel": True, "microbatch_size": 2},
+        id="zero 3, split sequences",
+        marks=pytest.mark.long,
+    ),
     pytest.param("1x2", {"microbatch_size": 4}, id="accumulation", marks=pytest.mark.long),
     pytest.param("2x1", {"zero": 1}, id="zero 1", marks=pytest.mark.long),
     pytest.param("2x2", {"sequence_parallel": True, "lora_rank": 4}, id="LoRA", marks=pytest.mark.long),
@@ -401,7 +406,9 @@ def test_a_skipped_step_leaves_weights_scales_and_ages_as_they_were() -> None:
     jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.asarray, state.parameters))
     assert not split(state.optimizer[1][0].mu)[1]  # no moments of scales
     plain = ShardedModel(replace(program.config, fp8="none"), program.mesh, trains=True)
-    assert jax.tree.structure(parameters_of(plain, state.parameters)) == jax.tree.structure(plain.abstract_parameters)
+    assert jax.tree.structure(without_other_modules(plain, state.parameters)) == jax.tree.structure(
+        plain.abstract_parameters
+    )
 
 
 def test_a_product_that_no_layer_has_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

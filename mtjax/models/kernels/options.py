@@ -7,8 +7,6 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from mtjax.models.of_layer import of_layer
-
 if TYPE_CHECKING:
     from mtjax.models.alibi import Alibi
 
@@ -45,4 +43,8 @@ class AttentionOptions:
 
     def in_layer(self, windows: tuple[int, ...] | None, layer: Int[Array, ""] | int | None) -> "AttentionOptions":
         """Returns the options of a layer, by its number, where `windows` are those of all layers; None for none."""
-        return self if windows is None else replace(self, window=of_layer(windows, layer), windows=windows)
+        if windows is None:
+            return self
+        from mtjax.models.of_layer import of_layer
+
+        return replace(self, window=of_layer(windows, layer), windows=windows)

@@ -11,8 +11,8 @@ from jaxtyping import Bool, Float
 from mtjax.layout.attention_kernel import HIDDEN_SCORE
 from mtjax.models.alibi import Alibi
 from mtjax.models.recompute import ATTENTION_CORE, ATTENTION_STATISTICS
-from mtjax.models.unhoisted import where
 from mtjax.models.unhoisted_sums import plus_difference
+from mtjax.sharding.no_hoist import where
 
 
 def tilt(scores: Float[Array, "batch heads seq key_seq"], alibi: Alibi) -> Float[Array, "batch heads seq key_seq"]:
