@@ -800,8 +800,8 @@ FAULTS = (
     ),
     Fault(
         "sharding: microbatches overwrite each other's gradients outside the layers",
-        "lambda total, g: total + g.astype(jnp.float32)",
-        "lambda total, g: g.astype(jnp.float32)",
+        "lambda a, g: record.grad_reduction.add(a, g.astype(jnp.float32))",
+        "lambda a, g: g.astype(jnp.float32)",
         "train",
         "test_layouts_accumulation_and_recompute_change_nothing[1x1-full-1]",
     ),

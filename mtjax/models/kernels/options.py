@@ -33,6 +33,11 @@ class AttentionOptions:
     largest_scores: Float[Array, " heads"] | None = None
     """When given, its gradient is each head's largest score, before cap, bias and mask: zeros, which nothing reads."""
 
+    @property
+    def are_changed(self) -> bool:
+        """Whether `mtjax.models.kernels.scores.changed` does anything."""
+        return any(one is not None for one in (self.largest_scores, self.softcap, self.alibi))
+
     def scale_of(self, width: int) -> float:
         """Returns the factor of the scores of heads of this width."""
         return width**-0.5 if self.scale is None else self.scale

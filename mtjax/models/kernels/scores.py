@@ -10,9 +10,23 @@ from jaxtyping import Bool, Float
 
 from mtjax.layout.attention_kernel import HIDDEN_SCORE
 from mtjax.models.alibi import Alibi
+from mtjax.models.kernels.options import AttentionOptions
 from mtjax.models.recompute import ATTENTION_CORE, ATTENTION_STATISTICS
 from mtjax.models.unhoisted_sums import plus_difference
 from mtjax.sharding.no_hoist import where
+
+
+def changed(
+    scores: Float[Array, "batch heads seq key_seq"],
+    mask: Bool[Array, "#batch 1 #seq key_seq"],
+    options: AttentionOptions,
+) -> Float[Array, "batch heads seq key_seq"]:
+    """Observes, caps and tilts scores, as options say."""
+    if options.largest_scores is not None:
+        scores = observed(scores, mask, options.largest_scores)
+    if options.softcap is not None:
+        scores = cap(options.softcap, scores)
+    return scores if options.alibi is None else tilt(scores, options.alibi)
 
 
 def tilt(scores: Float[Array, "batch heads seq key_seq"], alibi: Alibi) -> Float[Array, "batch heads seq key_seq"]:

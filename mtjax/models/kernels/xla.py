@@ -72,18 +72,10 @@ def softmax_attention(
     # would add a transpose of an array of seq x key_seq.
     scores = _scores(query.transpose(0, 2, 3, 1, 4), key)
     scores = scores.reshape(shape[0], shape[2], *scores.shape[3:], out_sharding=spec(*SCORES))
-    if options.largest_scores is not None:
-        from mtjax.models.kernels.scores import observed
+    if options.are_changed:
+        from mtjax.models.kernels.scores import changed
 
-        scores = observed(scores, mask, options.largest_scores)
-    if options.softcap is not None:
-        from mtjax.models.kernels.scores import cap
-
-        scores = cap(options.softcap, scores)
-    if options.alibi is not None:
-        from mtjax.models.kernels.scores import tilt
-
-        scores = tilt(scores, options.alibi)
+        scores = changed(scores, mask, options)
     if bias is not None:
         from mtjax.models.unhoisted_sums import plus
 
