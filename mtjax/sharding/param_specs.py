@@ -128,7 +128,7 @@ def param_specs(
         replicas = tuple(axis for axis in replicas if axis not in deferred)
         # ZeRO shards along a dimension that is divisible by its axes; without one, the parameter stays replicated.
         zero_axes, is_narrow = tuple(a for a in layout.zero_axes if a in replicas), gathers_in_compute_dtype(names)
-        is_max = dotted(path).endswith(f".{LARGEST_SCORES}")
+        is_max, wire = (True, "float32") if dotted(path).endswith(f".{LARGEST_SCORES}") else (False, grad_reduce_dtype)
         dim = NOT_SHARDED if is_max else sharded_dimension(names, array.shape, layout, mesh, mesh.degree(zero_axes))
         zero_axes = zero_axes if dim != NOT_SHARDED else ()
         # Only shards are reduced between sharding groups, and only once per step, as links between servers are slow.
@@ -144,7 +144,7 @@ def param_specs(
             is_matrix=is_matrix(names),
             compute_spec=compute_spec,
             storage_spec=with_axes(compute_spec, dim, zero_axes) if is_stored_sharded else compute_spec,
-            grad_reduction=GradReduction(replicas, dim, zero_axes, mesh.degree(zero_axes), grad_reduce_dtype, is_max),
+            grad_reduction=GradReduction(replicas, dim, zero_axes, mesh.degree(zero_axes), wire, is_max),
             between_groups=between,
             deferred_axes=deferred,
             gather_dtype=(compute_dtype if is_narrow else "float32") if is_stored_sharded else None,
