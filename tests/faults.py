@@ -373,8 +373,8 @@ FAULTS = (
     ),
     Fault(
         "QK-clip: largest scores of microbatches are added up",
-        "return jnp.maximum(total, gradient) if self.is_maximum else total + gradient",
-        "return total + gradient",
+        "add = jnp.maximum if record.grad_reduction.is_maximum else jnp.add",
+        "add = jnp.add",
         "train",
         "test_scores_and_weights_do_not_depend_on_the_mesh",
     ),
@@ -809,8 +809,8 @@ FAULTS = (
     ),
     Fault(
         "sharding: microbatches overwrite each other's gradients outside the layers",
-        "record.grad_reduction.add(a, g.astype(jnp.float32))",
-        "g.astype(jnp.float32)",
+        "lambda a, g: add(a, g.astype(jnp.float32))",
+        "lambda a, g: g.astype(jnp.float32)",
         "train",
         "test_layouts_accumulation_and_recompute_change_nothing[1x1-full-1]",
     ),

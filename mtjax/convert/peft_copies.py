@@ -22,6 +22,7 @@ def join_copies(adapters: "Adapters", shared: Mapping[str, str]) -> None:
     Raises:
       UserError: it is not the same change.
     """
+    adapters.joined = tuple(f"{copy}." for copy in shared)
     for copy, first in shared.items():
         changed = (*adapters.modules, *adapters.full)
         ends = {name.removeprefix(own) for own in (copy, first) for name in changed if name.startswith(f"{own}.")}

@@ -100,6 +100,11 @@ def _model_problems(model: Model, plan: Plan) -> Iterator[str]:
 
 def _context_problems(model: Model, plan: Plan) -> Iterator[str]:
     """Yields what context parallelism is not compatible with."""
+    if plan.optimizer.clips_scores and plan.mesh.context > 1:
+        yield (
+            f"qk_clip needs all scores of a sample, and mesh {plan.mesh} divides samples into {plan.mesh.context} parts"
+            ": use a mesh without context parallelism, or remove qk_clip"
+        )
     mesh, degree = plan.mesh, plan.mesh.context
     if degree == 1:
         if plan.context_method != "ring":

@@ -40,6 +40,7 @@ def add_gradients(records: Tree, sums: Tree, gradients: Tree, adds_up: AddsUp) -
         if adds_up(record) and not record.grad_reduction.is_maximum:
             return gradient
         # In float32: sums of many microbatches in bfloat16 would lose the small ones.
-        return jax.tree.map(lambda a, g: record.grad_reduction.add(a, g.astype(jnp.float32)), accumulator, gradient)
+        add = jnp.maximum if record.grad_reduction.is_maximum else jnp.add
+        return jax.tree.map(lambda a, g: add(a, g.astype(jnp.float32)), accumulator, gradient)
 
     return jax.tree.map(one, records, sums, gradients)

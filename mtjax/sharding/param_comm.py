@@ -39,10 +39,6 @@ class GradReduction:
     is_maximum: bool = False
     """Whether the largest gradient is taken, of ranks and microbatches, and not the sum."""
 
-    def add(self, total: Array, gradient: Array) -> Array:
-        """Adds a microbatch's gradient to those before."""
-        return jnp.maximum(total, gradient) if self.is_maximum else total + gradient
-
 
 @partial(jax.tree_util.register_dataclass, data_fields=["array", "shard"], meta_fields=["spec", "reduction", "dtype"])
 @dataclass(frozen=True)
@@ -357,8 +353,6 @@ def reduce_gradient(gradient: Array, grad_spec: PartitionSpec, reduction: GradRe
 
     def local(g: Array) -> Array:
         """Reduces with all axes manual: [shard of the gradient] -> [shard of the sum]."""
-        if reduction.is_maximum:
-            return lax.pmax(g, all_reduced)
         g = g.astype(reduction.comm_dtype)
         if reduction.dim == NOT_SHARDED or reduction.comm_dtype != "float32":
             # XLA: with sequence parallelism a norm's gradient has just been reduced over `model`; the barrier prevents
@@ -366,7 +360,7 @@ def reduce_gradient(gradient: Array, grad_spec: PartitionSpec, reduction: GradRe
             g = lax.optimization_barrier(g)
         if reduction.dim != NOT_SHARDED:
             g = lax.psum_scatter(g, reduction.shard_axes, scatter_dimension=reduction.dim, tiled=True)
-        return psum_varying(g, all_reduced).astype(jnp.float32)
+        return (lax.pmax if reduction.is_maximum else psum_varying)(g, all_reduced).astype(jnp.float32)
 
     with jax.named_scope("gradients"):
         return fully_manual(local, explicit_only(grad_spec))(gradient.astype(jnp.float32))

@@ -129,7 +129,7 @@ def param_specs(
         # ZeRO shards one dimension that is divisible by its axes; where there is none, the parameter stays replicated.
         zero_axes = tuple(axis for axis in layout.zero_axes if axis in replicas)
         dim = sharded_dimension(names, array.shape, layout, mesh, mesh.degree(zero_axes))
-        dim = NOT_SHARDED if is_maximum else dim
+        dim, wire = (NOT_SHARDED, "float32") if is_maximum else (dim, grad_reduce_dtype)
         zero_axes = zero_axes if dim != NOT_SHARDED else ()
         # Only shards are reduced between sharding groups, and only once per step, as links between servers are slow.
         between = tuple(axis for axis in replicas if zero_axes and axis not in zero_axes)
@@ -144,7 +144,7 @@ def param_specs(
             is_matrix=is_matrix(names),
             compute_spec=compute_spec,
             storage_spec=with_axes(compute_spec, dim, zero_axes) if is_stored_sharded else compute_spec,
-            grad_reduction=GradReduction(replicas, dim, zero_axes, shards, grad_reduce_dtype, is_maximum),
+            grad_reduction=GradReduction(replicas, dim, zero_axes, shards, wire, is_maximum),
             between_groups=between,
             deferred_axes=deferred,
             gather_dtype=(compute_dtype if is_narrow else "float32") if is_stored_sharded else None,

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.sharding import Mesh, PartitionSpec, reshard
+from jax.sharding import Mesh
 from jaxtyping import Float
 
 from mtjax.config import Config, Model
@@ -21,6 +21,7 @@ from mtjax.layout.layouts import LARGEST_SCORES, Layout
 from mtjax.models.largest_scores import only_observers, without_observers
 from mtjax.models.sharded_model import Batch
 from mtjax.runtime.train_state import State
+from mtjax.sharding.factors import sharded_by_rows, times_factors
 from mtjax.train.step import TrainStep
 
 Tree = Any
@@ -43,11 +44,6 @@ class QKClipStep(TrainStep):
             raise UserError(
                 f"{typed} needs the largest attention score of each head, which attention {kernel} does not keep: add "
                 "--attention xla, which writes all scores of a layer to memory, or remove qk_clip"
-            )
-        if self.shape.context > 1:
-            raise UserError(
-                f"{typed} needs all scores of a sample, and mesh {config.parallel.mesh} divides samples into "
-                f"{self.shape.context} parts: use a mesh without context parallelism, or remove qk_clip"
             )
 
     def gradients(
@@ -84,7 +80,7 @@ def clipped(model: Model, threshold: float, alpha: float, weights: Tree, largest
     """
     if LARGEST_SCORES in largest:
         scores = largest[LARGEST_SCORES]
-        scores = reshard(scores, PartitionSpec(jax.typeof(scores).sharding.spec[0], None))
+        scores = sharded_by_rows(scores)
         clip = _clip_latent if model.kv_lora_rank else _clip_heads
         return clip(model, threshold, alpha, weights, scores)
     below = {name: clipped(model, threshold, alpha, weights[name], inside) for name, inside in largest.items()}
@@ -129,12 +125,5 @@ def _clip_latent(
 
 def _scaled(linear: Tree, factor: Float[Array, "layers ..."]) -> Tree:
     """Multiplies a product's weight [layers, input, ...] and bias, if any, [layers, ...] by factors [layers, ...]."""
-    after = {**linear, "weight": _times(linear["weight"], factor[:, None])}
-    return after if linear.get("bias") is None else {**after, "bias": _times(linear["bias"], factor)}
-
-
-def _times(weight: Array, factor: Array) -> Array:
-    """Multiplies an array by factors, with 1 in dimensions in which these are equal."""
-    place = jax.typeof(weight).sharding.spec
-    entries = [entry if size > 1 else None for entry, size in zip(place, factor.shape, strict=True)]
-    return weight * reshard(factor, PartitionSpec(*entries))
+    after = {**linear, "weight": times_factors(linear["weight"], factor[:, None])}
+    return after if linear.get("bias") is None else {**after, "bias": times_factors(linear["bias"], factor)}

@@ -280,7 +280,7 @@ def test_unrolled_layers_change_no_bit(mesh: str, fields: dict[str, Any]) -> Non
 
 @LONG
 def test_ends_of_unrolled_layers_are_recomputed_in_16_bits_too() -> None:
-    fields = {"fp8": "tensorwise", "recompute": "full"}
+    fields: dict[str, Any] = {"fp8": "tensorwise", "recompute": "full"}
     (found, *_), (expected, *_), (without, *_) = (
         losses("1x1", unroll_layers=unrolled, fp8_bf16_last_layers=last, **fields)
         for unrolled, last in ((True, 1), (False, 1), (True, 0))

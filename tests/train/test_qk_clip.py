@@ -194,5 +194,5 @@ def test_what_does_not_go_along_is_refused(fields: dict[str, Any], said: str) ->
 
 def test_context_parallelism_is_refused_as_no_rank_has_all_scores() -> None:
     config = tiny_config(qk_clip=100.0, mesh="data=1,context=2", position="rope", sequence_length=32)
-    with pytest.raises(UserError, match="qk_clip 100 needs all scores of a sample, and mesh data=1,context=2 divides"):
+    with pytest.raises(UserError, match="qk_clip needs all scores of a sample, and mesh .* divides"):
         make_train_step(config, mesh_of("data=1,context=2"))
