@@ -42,6 +42,10 @@ EXPECTED: dict[tuple[str, str], str] = {
         "models/project.py",
     ): "4 bytes a thread of a Triton matmul on A100, whose tiles XLA guesses without a GPU",
     (
+        "spills",
+        "sharding/experts/dispatch.py",
+    ): "8 bytes a thread of the sums that are the gradients of gates; the kernel takes as long as its bytes",
+    (
         "slow",
         "models/dropout.py",
     ): "a mask that is kept is a byte an element, and the 20 rounds of Threefry that four share "

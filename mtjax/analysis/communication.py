@@ -6,7 +6,7 @@ needed then. With sequence parallelism each all-reduce becomes a reduce-scatter 
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -17,12 +17,10 @@ from mtjax.analysis.contract import (
     JOINED,
     LAYER_BACKWARD,
     LAYER_RECOMPUTE,
-    PARAMETERS,
     STAGES,
     Contract,
     Dtype,
     Expectation,
-    Kind,
     Symbols,
     sum_expectations,
 )
@@ -31,6 +29,7 @@ from mtjax.analysis.float8 import float8_symbols, gathered_types, with_float8
 from mtjax.analysis.frozen import unread_gradients
 from mtjax.analysis.groups import EXPERT_WAYS, across_groups, group_symbols
 from mtjax.analysis.optimizer import update_lines, update_symbols
+from mtjax.analysis.over_ranks import over_ranks_lines, over_ranks_lines_of_experts
 from mtjax.analysis.parts.embedding import Lookup, Positions
 from mtjax.analysis.parts.experts import load_line
 from mtjax.analysis.parts.heads import teacher_lines, teacher_table
@@ -61,7 +60,7 @@ def contract_of(anatomy: Anatomy, plan: Plan) -> Contract:
         plan.context_parallelism,
         plan.expert_dispatch,
         plan.joins_parallel and plan.fp8 == "none" and joins_outputs(anatomy.model),
-        gathered_types(anatomy.model, plan),
+        (gathered_types(anatomy.model, plan), _type_of_matrix_gradients(plan)),
     )
     contract = _contract(anatomy, plan.layout(anatomy.model), *settings)
     return with_float8(contract.extended(update_lines(anatomy, plan)), anatomy, plan)
@@ -81,7 +80,7 @@ def _contract(
     across: ContextParallelism | None,
     expert_dispatch: ExpertDispatch,
     joins: bool,
-    gathers: tuple[Dtype, Dtype],
+    types: tuple[tuple[Dtype, Dtype], Dtype],
 ) -> Contract:
     """`pipeline`: whether the stages' chunks are "recomputed" or "kept"; "" without stages."""
     # Embedding and losses are in branches that a stage takes once a microbatch; chunks of layers run in every tick.
@@ -103,7 +102,8 @@ def _contract(
         needed = part not in stack.unread or not drops_last
         turns = section_ticks(anatomy, stack) if pipeline else "microbatches"
         ahead = f"2*{turns}" if pipeline == "recomputed" else turns
-        inside = replace(ends, turns=turns, forward_turns=ahead, gathers=gathers, unstacked=unrolled)
+        inside = replace(ends, turns=turns, forward_turns=ahead, unstacked=unrolled)
+        inside = replace(inside, gathers=types[0], matrix_gradients=types[1])
         reads = {"needed_again": needed, "learns_before": anatomy.learns_before(stack, part)}
         reads["is_frozen"] = anatomy.is_frozen(part, stack)
         reads |= stack.joined(part) if joins else {}
@@ -115,19 +115,25 @@ def _contract(
     between, ranks = tuple(axis for axis in sharing if axis not in group), JOINED.join(group)
     ticks = {section_ticks(anatomy, stack): stack.side for *_, stack in anatomy.sections} if pipeline else {}
     adapts = not trains_all(anatomy.model)
-    over_ranks = over_ranks_lines(layout.zero, ticks, wire, ranks, adapts=adapts)
+    over_ranks = over_ranks_lines(layout.zero, ticks, wire, ranks, adapts, unrolled and anatomy.predictors is None)
     lines += across_groups(over_ranks, between, "adapters" if adapts else "parameters", wire)
     lines += teacher_lines(ranks) if distils and layout.zero == 3 else []
     if anatomy.model.num_experts:
         lines.append(load_line([axis for axis in AXES if axis in (*sharing, *([STAGE] if pipeline else []))]))
         same = [axis for axis in group if axis not in layout.rules.expert]
         turns = "ticks" if pipeline else "microbatches"
-        biases = anatomy.model.expert_bias
-        of_experts = over_ranks_lines_of_experts(layout.zero, wire, JOINED.join(same), turns, has_biases=biases)
+        of_experts = over_ranks_lines_of_experts(layout.zero, wire, JOINED.join(same), turns, anatomy.model.expert_bias)
         lines += across_groups(of_experts, between, "expert_parameters", wire, EXPERT_WAYS)
         lines += expert_lines(anatomy, layout.zero, wire, JOINED.join(same))
     lines += over_stage_lines(anatomy, layout, scattered, wire) if pipeline else []
     return Contract(_name(anatomy.model, layout, distils), sum_expectations(lines), split=("heads", "mlp", "vocab"))
+
+
+def _type_of_matrix_gradients(plan: Plan) -> Dtype:
+    """Returns the type in which layers compute the gradients of matrices: unrolled ones with ZeRO-3 that in which they
+    are sent."""
+    is_sent = plan.unrolled and plan.zero == 3 and plan.fp8 == "none" and plan.grad_reduce_dtype == "float32"
+    return "float32" if is_sent else "compute"
 
 
 def _name(model: Model, layout: Layout, distils: bool) -> str:
@@ -177,99 +183,10 @@ def over_stage_lines(anatomy: Anatomy, layout: Layout, scattered: bool, wire: Dt
     return [*lines, shared] if any(is_trainable(anatomy.model, weight.name) for weight in outside) else lines
 
 
-def over_ranks_lines_of_experts(
-    zero: int, wire: Dtype, ranks: str, turns: str, *, has_biases: bool
-) -> list[Expectation]:
-    """The same of experts' matrices and biases, which the axes of `ranks` hold alike and `expert` splits; `turns`: how
-    often a step goes through the layers."""
-
-    def line(phase: str, kind: Kind, count: str, elements: str, why: str, dtype: Dtype = wire) -> Expectation:
-        return Expectation(phase, kind, ranks, count, elements, dtype, pooled=True, why=why)
-
-    if not zero:
-        return [line(GRADIENTS, "all-reduce", "1", "expert_parameters", "experts' gradients, once a step")]
-    whole = line(GRADIENTS, "all-reduce", "1", "unsplit_expert_parameters", "experts' that ZeRO can't divide")
-    split = "expert_parameters - unsplit_expert_parameters"
-    times, part = (turns, "turn_experts") if zero >= 2 else ("1", split)
-    lines = [whole, line(GRADIENTS, "reduce-scatter", times, part, "each rank sums its part of experts' gradients")]
-    times, prefix, often = "1", "all_", "once a step"
-    if zero == 3:
-        times, prefix, often = f"parameter_gathers*{turns}", "", "forward and again backward"
-    matrices = line(
-        PARAMETERS, "all-gather", times, f"{prefix}expert_matrices", f"experts' matrices, {often}", "compute"
-    )
-    if not has_biases:
-        return [*lines, matrices]
-    why = f"experts' biases, {often}"
-    return [*lines, matrices, line(PARAMETERS, "all-gather", times, f"{prefix}expert_vectors", why, "float32")]
-
-
 def section_ticks(anatomy: Anatomy, stack: Stack) -> str:
     """Returns the word for the ticks in which a stage runs layers of a stack's section: of several sections a tick runs
     one, and idle ticks the first."""
     return "ticks" if len(anatomy.sections) == 1 else f"{stack.side or 'encoder_'}ticks"
-
-
-def over_ranks_lines(
-    zero: int, ticks: Mapping[str, str], wire: Dtype, ranks: str, adapts: bool = False
-) -> list[Expectation]:
-    """Returns the gradients (of dtype `wire`) and ZeRO parameters that cross `data` and the other axes of `ranks`.
-
-    `ticks`: a section's symbol -> its last stack's side; `adapts` (LoRA): only adapters and a head are trained.
-    """
-    staged = bool(ticks)
-    of = "adapters" if adapts else "parameters"
-
-    def line(
-        phase: str, kind: Kind, count: str, elements: str, why: str, dtype: Dtype = wire, hoisted: bool = False
-    ) -> Expectation:
-        return Expectation(phase, kind, ranks, count, elements, dtype, pooled=True, hoisted=hoisted, why=why)
-
-    if not zero:
-        why = "every gradient once a step, however many microbatches"
-        return [line(GRADIENTS, "all-reduce", "1", of, why)]
-    whole = line(GRADIENTS, "all-reduce", "1", f"unsplit_{of}", "gradients that the ways of ZeRO do not divide")
-    split, turns = f"{of} - unsplit_{of}", "ticks" if staged else "microbatches"
-    often = "in every microbatch, so that full gradients never live" if zero >= 2 else "once a step"
-    why = f"each rank sums its part of the gradients, {often}"
-    if staged and zero >= 2:
-        scattered = [(each, f"{side}turn_{of}") for each, side in ticks.items()]
-        scattered.append(("microbatches", f"outside_{of} - unsplit_outside_{of}"))
-    else:
-        scattered = [("microbatches" if zero >= 2 else "1", split)]
-    scatters = [line(GRADIENTS, "reduce-scatter", times, elements, why) for times, elements in scattered]
-    if staged and zero >= 2 and not adapts:
-        why = "once more where embeddings and head, each a branch of its own, have a table in common"
-        scatters.append(line(GRADIENTS, "reduce-scatter", "microbatches", "parameters_used_again", why))
-    if zero < 3:
-        why = "matrices, once a step, however many microbatches"
-        gathers = [line(PARAMETERS, "all-gather", "1", "split_matrices", why, "compute")]
-        gathers.append(line(PARAMETERS, "all-gather", "1", "split_vectors", "biases and norms, once a step", "float32"))
-        return [whole, *scatters, *gathers]
-    times = f"parameter_gathers*{turns}"
-    often = "forward and backward; in groups of recomputed layers also in the recompute"
-    vectors, small = "layer_vectors + outside_vectors", "biases and norms, as often as they are needed"
-    outside = "outside_matrices + parameters_used_again" if staged else "outside_matrices"
-    of_layers = {f"parameter_gathers*{each}": f"{side}layer_matrices" for each, side in ticks.items()}
-    why = f"matrices of the layers, {often}"
-    return [
-        whole,
-        *scatters,
-        *(
-            line(PARAMETERS, "all-gather", count, elements, why, "compute")
-            for count, elements in (of_layers or {times: "layer_matrices"}).items()
-        ),
-        line(
-            PARAMETERS,
-            "all-gather",
-            "embedding_ticks" if staged else turns,
-            outside,
-            "matrices outside the layers",
-            "compute",
-            True,
-        ),
-        line(PARAMETERS, "all-gather", times, vectors, small, "float32", True),
-    ]
 
 
 def symbols_of(anatomy: Anatomy, plan: Plan) -> Symbols:

@@ -49,7 +49,7 @@ def choose_kernel(
     requested, context = config.model.attention, 1 if mesh is None else mesh.context
     if requested == "xla":
         return "xla", None
-    reason = next(_without_flash(config, context), None)
+    reason = next(_without_flash(config), None)
     if requested == "blocks":
         return ("xla", reason) if reason else ("blocks", None)
     # Where neither kernel can be, the scores are materialized; otherwise what rules out cuDNN's alone leaves blocks.
@@ -61,11 +61,9 @@ def choose_kernel(
     return "xla" if is_whole else "blocks", here if requested == "cudnn" else None
 
 
-def _without_flash(config: Config, context: int) -> Iterator[str]:
+def _without_flash(config: Config) -> Iterator[str]:
     """Yields what no kernel does that keeps only some of the scores."""
     model = config.model
-    if model.attention_dropout > 0 and context == 1:
-        yield f"it has no dropout on probabilities, and attention_dropout is {model.attention_dropout}"
     if kind_of(model) == "encoder-decoder":
         yield f"it adds no bias to the scores, and family is {model.family}"
     if kind_of(model) == "retrieval":

@@ -282,16 +282,13 @@ class Plan:
         # XLA: its scheduler begins an unrolled layer's gathers too late for these links. Llama 2 7B with ZeRO-3 on
         # 256x2 H100s is predicted at 964 ms unrolled, of which 258 are exposed, and at 838 ms in the loop.
         loop_is_faster = self.mesh.size > GPUS_OF_A_SERVER and replace(self, unrolled=False).prefetches(model)
-        # Full recompute is for the least memory, and a loop holds less. XLA keeps more of an unrolled step in 8 bits
-        # alive than the formulas of memory know.
-        holds_more = self.recompute == "full" or self.fp8 != "none"
+        # Full recompute is for the least memory, and a loop holds less. XLA keeps more of an unrolled step in 8 bits or
+        # with experts alive than the formulas of memory know; with experts it is slower, too (docs/notes/speed.md).
+        holds_more = self.recompute == "full" or self.fp8 != "none" or model.num_experts > 0
         return not loop_is_faster and not holds_more and not any(self.unrolling_problems(model))
 
     def unrolling_problems(self, model: Model) -> Iterator[str]:
         """Yields what unrolled layers are not compatible with."""
-        if model.num_experts:
-            count = model.num_experts
-            yield f"unroll_layers does not support experts, and num_experts is {count}: remove one of the two"
         if self.splits_width:
             yield "unroll_layers does not support tensor_layout 2d: remove one of the two"
         if model.layer_pattern:
@@ -315,7 +312,10 @@ class Plan:
                 "--attention blocks, a setting that allows cuDNN's kernel, or recompute none"
             )
         if len(stacks_of(model)) > 1:
-            yield f"unroll_layers needs a family with one stack of layers, and {model.family} has several: remove it"
+            yield (
+                f"unroll_layers needs a model with one stack of layers, and this one of family {model.family} has "
+                "several: remove it"
+            )
 
     def layout(self, model: Model) -> Layout:
         """Returns the mesh axes over which the dimensions of a model are sharded."""

@@ -51,7 +51,8 @@ def cudnn(query: Array, key: Array, value: Array, *, scale: float | None = None,
 class FlashKernel(Protocol):
     """Attention of one rank's samples and heads, which does not materialize the probabilities.
 
-    `more` is a tree of inputs without gradients: [batch, seq] of the tokens, [heads], or scalars.
+    `more` is a tree of inputs without gradients: [batch, seq] of the tokens, [batch, 2] of random keys, [heads], or
+    scalars.
     """
 
     def __call__(self, query: Array, key: Array, value: Array, more: Any) -> Array:
@@ -168,7 +169,7 @@ def flash_attention(
       value: values.
       names: of the arrays saved for the backward pass: the output, and float32 statistics [rows, heads, seq].
       kernel: of one rank.
-      more: a tree of what else the kernel reads, without gradients: arrays [batch, seq], [heads], or scalars.
+      more: a tree of what else the kernel reads, without gradients; see `FlashKernel`.
       sinks: of each head, a logit added to the softmax's denominator; the kernel's statistics are log-sums then.
     """
     sinks = None if sinks is None else varying_like(sinks, query)

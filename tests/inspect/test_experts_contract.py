@@ -158,3 +158,20 @@ def test_contracts_hold_on_h100s(settings: dict[str, Any]) -> None:
     report = inspect(tiny(**settings), find_target("h100x8"))
     assert report.verdict.violations == ()
     assert abs(report.flops.difference) <= (1e-3 if "stage" in settings["mesh"] else 0)  # beside layers, the timetable
+
+
+@needs_aot
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "settings",
+    [
+        GATHER,
+        SPLIT | {"zero": 3, "recompute": "full"},
+        pytest.param(SPLIT | {"zero": 1, "recompute": "none"}, marks=pytest.mark.exhaustive),
+    ],
+    ids=["gather", "split sequences, ZeRO-3, full recompute", "split sequences, ZeRO-1"],
+)
+def test_unrolled_layers_with_experts_keep_the_contract_on_h100(settings: dict[str, Any]) -> None:
+    report = inspect(tiny(**settings, unroll_layers=True), find_target("h100x8"))
+    assert report.verdict.violations == ()
+    assert abs(report.flops.difference) < 0.01

@@ -96,7 +96,7 @@ def test_split_latents_are_gathered_in_place_of_hidden_states_on_h100() -> None:
     ("settings", "own", "in_loops"),
     [
         ({**AHEAD, **LATENTS, "sequence_parallel": True, "zero": 1}, 2 * (2 * 64 * 64 + 64 * 66), 2 * 2 * 64 * 66),
-        ({**LLAMA, "unroll_layers": True, "recompute": "none"}, 2 * SHARED, 0),
+        ({**LLAMA, "mlp_size": 192, "unroll_layers": True, "recompute": "none"}, 2 * SHARED, 0),
         pytest.param({**LLAMA, "mtp_num_layers": 1}, SHARED, 2 * 2 * SHARED, marks=pytest.mark.exhaustive),
     ],
     ids=["tokens ahead, latent attention", "unrolled, shared heads", "tokens ahead, shared heads"],
@@ -104,9 +104,13 @@ def test_split_latents_are_gathered_in_place_of_hidden_states_on_h100() -> None:
 def test_gradients_of_replicated_matrices_outside_loops_are_added_once_a_step_on_h100(
     settings: dict[str, Any], own: int, in_loops: int
 ) -> None:
-    """XLA adds up those of both microbatches first; in a loop over layers it adds the ranks' for each microbatch."""
+    """XLA adds up those of both microbatches first; in a loop over layers it adds the ranks' for each microbatch.
+
+    192 are 48 on a rank: an MLP of 44 would be padded by XLA to 48 for cuBLAS, which computes unrolled layers' matmuls.
+    """
     report = inspect(tiny(num_layers=2, attention="xla", **settings), find_target("h100x8"))
     assert report.verdict.violations == ()
+    assert abs(report.flops.difference) < 0.01
     dtype = "bf16" if "sequence_parallel" in settings else "f32"
 
     def added(*phases: str) -> int:

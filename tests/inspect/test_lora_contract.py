@@ -42,6 +42,21 @@ def test_only_adapters_travel_on_h100(settings: dict[str, Any]) -> None:
     check(inspect(tiny(**LORA | settings), find_target("h100x8")))
 
 
+WIDE: dict[str, Any] = {"mlp_size": 192, "lora_rank": 8, "kv_lora_rank": 24, "qk_nope_head_dim": 8, "v_head_dim": 16}
+"""Widths of multiples of 8 on a rank: without a loop matmuls are cuBLAS's, for which XLA pads others."""
+
+
+@needs_aot
+@pytest.mark.long
+def test_unrolled_layers_with_zero_3_sum_gradients_in_the_type_that_is_sent_on_h100() -> None:
+    """Those of adapters that ranks hold alike, from their own tokens. No first layer's input has a gradient, and
+    matrices that only this one needs are gathered once."""
+    fields = {"sequence_parallel": True, "zero": 3, "unroll_layers": True, "recompute": "none", "qk_rope_head_dim": 8}
+    report = inspect(tiny(**LORA | LATENTS | WIDE | fields), find_target("h100x8"))
+    assert report.verdict.violations == ()
+    assert abs(report.flops.difference) < 0.06
+
+
 EXPERTS: dict[str, Any] = {"num_experts": 4, "expert_size": 48, "num_layers": 2, "mesh": "data=2,expert=2,model=2"}
 
 

@@ -19,6 +19,7 @@ LLAMA = {
     "bias": False,
     "tie_embeddings": False,
 }
+EXPERTS = LLAMA | {"num_experts": 4}
 
 
 @pytest.mark.parametrize(
@@ -41,6 +42,10 @@ LLAMA = {
                 ("2x1", LLAMA | {"zero": 3, "compute_dtype": "bfloat16", "num_kv_heads": 4, "qk_norm": True}),
                 ("2x2", {"family": "bert", "norm_placement": "post"}),
                 ("2x2", LLAMA | {"zero": 1, "microbatch_size": 2, "lora_rank": 4, "lora_dropout": 0.1}),
+                ("data=2,expert=2", EXPERTS | {"zero": 1, "microbatch_size": 2, "router_bias": True}),
+                ("data=2,expert=2", EXPERTS | {"zero": 3, "recompute": "full", "expert_dispatch": "all-to-all"}),
+                ("data=1,expert=2,model=2", EXPERTS | SPLIT | {"zero": 3, "capacity_factor": 1.0}),
+                ("2x2", EXPERTS | {"recompute": "selective", "attention": "blocks", "lora_rank": 4}),
             ]
         ),
     ],

@@ -19,7 +19,7 @@ from mtjax.models.kernels.xla import softmax_attention
 from mtjax.models.layer_context import LayerContext
 from mtjax.sharding.axes import partition_spec, use_rules
 from mtjax.sharding.flash import Differentiable, flash_attention
-from tests.tiny import gradients_like, mesh_of, tiny_config
+from tests.tiny import gradients_like, mesh_of, program_of, run_steps, tiny_config
 
 HEADS = partition_spec(TENSOR.rules, ("batch", "seq", "heads", "head_dim"))
 TOKENS = partition_spec(TENSOR.rules, ("batch", "seq"))
@@ -230,6 +230,18 @@ def test_flash_equals_plain_attention_and_its_gradients(attend, mesh, groups, mo
         np.testing.assert_allclose(slope, known, atol=1e-5 * np.abs(known).max())
 
 
+@pytest.mark.parametrize("mesh", ["2x2", pytest.param("1x1", marks=pytest.mark.long)])
+def test_dropout_in_blocks_has_the_masks_of_all_scores_at_once(mesh, monkeypatch):
+    """Of four queries at a time, forward and backward, on ranks with two samples of two heads."""
+    monkeypatch.setattr(in_blocks, "queries_at_a_time", lambda rows, keys: 4)
+    fields = {"attention_dropout": 0.3, "recompute": "selective", "num_layers": 1}
+    (_, expected), (_, found) = (
+        run_steps(program_of(mesh, **fields, attention=attention), 2) for attention in ("xla", "blocks")
+    )
+    for name in ("loss", "grad_norm"):
+        np.testing.assert_allclose([m[name] for m in found], [m[name] for m in expected], rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("fields", "device", "kernel", "reason"),
     [
@@ -251,7 +263,8 @@ def test_flash_equals_plain_attention_and_its_gradients(attend, mesh, groups, mo
         ({"attention_window": 16}, "gpu", "cudnn", None),
         ({"attention": "cudnn", "attention_softcap": 5.0}, "gpu", "xla", "attention_softcap is 5.0"),
         ({"attention": "blocks"}, "cpu", "blocks", None),
-        ({"attention": "blocks", "attention_dropout": 0.1}, "gpu", "xla", "attention_dropout is 0.1"),
+        ({"attention": "blocks", "attention_dropout": 0.1}, "gpu", "blocks", None),
+        ({"attention_dropout": 0.1, "sequence_length": 16384}, "gpu", "xla", None),
     ],
 )
 def test_kernel_is_cudnn_where_it_can_be(fields, device, kernel, reason):

@@ -237,6 +237,8 @@ class ResidualStream:
     unstacked: bool = False
     """Whether each layer has separate arrays of gradients, and not a part of a stack's: unrolled layers, and those of
     multi-token prediction."""
+    matrix_gradients: Dtype = "compute"
+    """Type in which the gradients of matrices are computed, and added up over tensor parallel ranks."""
     across: ContextParallelism | None = None
     """How attention reads the tokens of other context parallel ranks; None without context parallelism."""
     expert_dispatch: ExpertDispatch = "all-gather"

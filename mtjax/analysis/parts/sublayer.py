@@ -85,7 +85,7 @@ def local_gradient_sums(stream: ResidualStream, elements: str, why: str) -> Expe
 
 
 def matrix_gradient_sums(
-    stream: ResidualStream, elements: str, why: str, dtype: Dtype = "compute", also: str = ""
+    stream: ResidualStream, elements: str, why: str, dtype: Dtype | None = None, also: str = ""
 ) -> Expectation:
     """Returns the all-reduce of gradients of matrices that several tensor parallel ranks hold alike, each computed from
     the rank's tokens or heads only.
@@ -94,10 +94,10 @@ def matrix_gradient_sums(
       stream: that the layers read.
       elements: formula, a product: of a layer's matrices.
       why: what they are.
-      dtype: of the matmul that computes the gradients.
+      dtype: in which they are added up, if it is not that of other gradients of matrices.
       also: another phase in which they are reduced.
     """
-    settings: dict[str, Any] = {"dtype": dtype, "also": also, "pooled": True}
+    settings: dict[str, Any] = {"dtype": dtype or stream.matrix_gradients, "also": also, "pooled": True}
     if not stream.unstacked:
         return over_model(LAYER_BACKWARD, "all-reduce", stream.times, elements, why, **settings)
     # XLA: it may add up the gradients of all microbatches first, and reduce the sum once a step.
@@ -154,8 +154,9 @@ def adapter_collectives(stream: ResidualStream, name: str, columns: int, rank: i
     if not stream.split:
         return lines
     b_gradients, b_why = f"{stream.side}layers*rank*hidden", "gradients of B of row-parallel adapters"
+    of_b: dict[str, Any] = {"hoisted": True, "dtype": stream.matrix_gradients, **back}
     return [
         *lines,
         over_model(LAYER_BACKWARD, "all-gather", stream.times, small, f"gradient in the {why}", **pooled),
-        over_model(LAYER_BACKWARD, "all-reduce", stream.turns, b_gradients, b_why, hoisted=True, **back),
+        over_model(LAYER_BACKWARD, "all-reduce", stream.turns, b_gradients, b_why, **of_b),
     ]

@@ -42,11 +42,7 @@ def attend_across(
     """Computes self-attention to the tokens of all context parallel ranks."""
     assert context.bias is None and context.positions is not None
     scale = options.scale_of(query.shape[-1])
-    # The same keys and element indices as in `xla.softmax_attention`, so that masks are equal on every mesh.
-    dropout = None
-    if options.rate and context.dropout_keys is not None:
-        key_data = jax.vmap(lambda key: jax.random.key_data(jax.random.fold_in(key, 0)))(context.dropout_keys)
-        dropout = DropoutState(key_data, jnp.arange(query.shape[2]))
+    dropout = dropout_of(query, context, options)
     length = query.shape[1] * num_shards("seq")
     blocks: BlockKernel = (
         XlaBlocks(scale, options.rate, length, options.softcap, options.alibi)
@@ -60,6 +56,17 @@ def attend_across(
         queries = queries._replace(slopes=options.alibi.by_head())
     method, is_causal = context.context_method, context.is_causal
     return context_attention(blocks, method, is_causal, queries, key, value, dropout, names, options.sinks)
+
+
+def dropout_of(
+    query: Float[Array, "batch seq heads head_dim"], context: LayerContext, options: AttentionOptions
+) -> DropoutState | None:
+    """Returns what dropout's masks are computed from, with the keys and element indices of `xla.softmax_attention`, so
+    that they are equal with every kernel and on every mesh; None without dropout."""
+    if not options.rate or context.dropout_keys is None:
+        return None
+    keys = jax.vmap(lambda key: jax.random.key_data(jax.random.fold_in(key, 0)))(context.dropout_keys)
+    return DropoutState(keys, jnp.arange(query.shape[2]))
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ from jaxtyping import Float, Int
 
 from mtjax.layout.attention_kernel import queries_at_a_time
 from mtjax.models.alibi import Alibi
-from mtjax.models.kernels.blocks import XlaBlocks, attend_across
+from mtjax.models.kernels.blocks import XlaBlocks, attend_across, dropout_of
 from mtjax.models.kernels.options import AttentionOptions
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.recompute import ATTENTION_OUTPUT, ATTENTION_STATISTICS
-from mtjax.sharding.context.block_attention import KVBlock, QueryBlock
+from mtjax.sharding.context.block_attention import DropoutState, KVBlock, QueryBlock
 from mtjax.sharding.flash import flash_attention
 
 
@@ -24,16 +24,15 @@ def attend(
     context: LayerContext,
     options: AttentionOptions,
 ) -> Float[Array, "batch seq heads value_dim"]:
-    """Computes self-attention, without dropout on probabilities and without a bias: `mtjax.layout.attention_kernel`
-    chooses it only for models without these."""
-    assert context.bias is None and options.rate == 0
+    """Computes self-attention, without a bias: `mtjax.layout.attention_kernel` chooses it for no other models."""
+    assert context.bias is None
     if context.positions is not None:
         return attend_across("xla", query, key, value, context, options)
     scale = options.scale_of(query.shape[-1])
-    kernel = InBlocks(scale, context.is_causal, options.softcap, options.alibi)
+    kernel = InBlocks(scale, context.is_causal, options.softcap, options.alibi, options.rate)
     window = None if options.window is None else jnp.asarray(options.window)
     slopes = None if options.alibi is None else options.alibi.by_head()
-    inputs = Inputs(context.segment_ids, window, slopes)
+    inputs = Inputs(context.segment_ids, window, slopes, dropout_of(query, context, options))
     names = (ATTENTION_OUTPUT, ATTENTION_STATISTICS)
     return flash_attention(query, key, value, names, kernel, inputs, options.sinks)
 
@@ -44,6 +43,7 @@ class Inputs(NamedTuple):
     segments: Int[Array, "batch seq"] | None
     window: Int[Array, ""] | None
     slopes: Float[Array, " heads"] | None
+    dropout: DropoutState | None
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,8 @@ class InBlocks:
     is_causal: bool
     softcap: float | None
     alibi: Alibi | None
+    rate: float
+    """Of the dropout on probabilities."""
 
     def __call__(self, query: Array, key: Array, value: Array, more: Inputs) -> Array:
         """See `FlashKernel`."""
@@ -62,7 +64,7 @@ class InBlocks:
     def forward(self, query: Array, key: Array, value: Array, more: Inputs) -> tuple[Array, Array]:
         """See `FlashKernel`."""
         queries, keys = _blocks(query, key, value, more)
-        mixed, log_sums = self._kernel(query, key).forward(queries, keys, None, self.is_causal)
+        mixed, log_sums = self._kernel(query, key).forward(queries, keys, more.dropout, self.is_causal)
         return mixed, log_sums.swapaxes(1, 2)
 
     def backward(
@@ -72,15 +74,14 @@ class InBlocks:
         query, key, value = inputs
         queries, keys = _blocks(query, key, value, more)
         rows = queries._replace(mixed=out, log_sums=statistics.swapaxes(1, 2), gradient=gradient)
-        gradients = self._kernel(query, key).backward(rows, keys, None, self.is_causal)
+        gradients = self._kernel(query, key).backward(rows, keys, more.dropout, self.is_causal)
         d_query, d_key, d_value = (a.astype(b.dtype) for a, b in zip(gradients, inputs, strict=True))
         return d_query, d_key, d_value
 
     def _kernel(self, query: Array, key: Array) -> XlaBlocks:
         rows = query.shape[0] * query.shape[2]
-        return XlaBlocks(
-            self.scale, softcap=self.softcap, alibi=self.alibi, at_a_time=queries_at_a_time(rows, key.shape[1])
-        )
+        at_a_time = queries_at_a_time(rows, key.shape[1])
+        return XlaBlocks(self.scale, self.rate, key.shape[1], self.softcap, self.alibi, at_a_time)
 
 
 def _blocks(query: Array, key: Array, value: Array, more: Inputs) -> tuple[QueryBlock, KVBlock]:
