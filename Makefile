@@ -11,7 +11,7 @@ help:
 	@echo "make test       set up and run the tests: 10 minutes on 2 cores"
 	@echo "make test-all   what make test leaves out: long tests, and those that need the extras aot, parity and megatron"
 	@echo "make test-newest  the contracts on the newest jax, where there is a Python 3.12 or newer; NEWEST=/path/to/python names it"
-	@echo "make test-faults  plants faults in a copy, one at a time, and shows that make test's tests notice them"
+	@echo "make test-faults  plants faults in a copy, one at a time, and shows that a test notices each"
 	@echo "make test-layouts  every combination of settings where the other tests take a covering few: hours"
 	@echo "make docs       the documentation as a site in .docs-site; writes docs/reference from the code first"
 	@echo "make check      ruff and pyright"

@@ -4,7 +4,8 @@ import difflib
 import errno
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -29,6 +30,21 @@ _DISK = tuple(
 
 class UserError(Exception):
     """Invalid input: the message names what was wrong, with the values, and what to do."""
+
+
+@contextmanager
+def naming(source: object) -> Iterator[None]:
+    """Puts the name of a file before the message of an error that lacks it.
+
+    Raises:
+      UserError: one was raised.
+    """
+    try:
+        yield
+    except UserError as e:
+        if str(source) in str(e):
+            raise
+        raise UserError(f"{source}: {e}") from e
 
 
 def nearest(name: str, known: Iterable[str], similarity: float = 0.5) -> str:

@@ -349,8 +349,8 @@ def test_a_file_may_name_its_family_last(tmp_path: Path) -> None:
         ({"family": "hybrid"}, "layer_pattern is empty, and the family hybrid needs the kind of each layer"),
         ({"family": "hybrid", "layer_pattern": "G", "ssm_norm": False}, "ssm_norm is False, and .* has no Mamba-2, wh"),
         (
-            {"family": "hybrid", "layer_pattern": "G*", "lora_rank": 4},
-            "lora_targets is all, and gated delta nets .G. have no adapters: use --lora-targets mlp",
+            {"family": "hybrid", "layer_pattern": "-", "lora_rank": 4, "lora_targets": "mixers"},
+            "lora_targets is mixers, and layer_pattern '-' has none of these layers",
         ),
         ({"attention_output_gate": True}, "attention_output_gate only works with the family hybrid, and family is gpt"),
         ({"family": "hybrid", "layer_pattern": "M|M"}, r"contains '\|', in Megatron a stage boundary"),

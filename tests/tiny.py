@@ -23,7 +23,7 @@ from mtjax.sharding.manual_region import ManualRegion
 from mtjax.sharding.mesh import make_mesh
 from mtjax.sharding.param_specs import param_specs
 from mtjax.sharding.reduction import Reduction
-from mtjax.train.step import State, TrainStep, make_train_step
+from mtjax.train.step import FirstScales, State, TrainStep, make_train_step
 
 VOCAB = 250
 LATENT: dict[str, Any] = {"kv_lora_rank": 20, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 12}
@@ -205,9 +205,10 @@ def step_gradients(program: TrainStep, state: State, batch: dict[str, jax.Array]
 def run_steps(program: TrainStep, steps: int, state: State | None = None) -> tuple[State, list[dict[str, float]]]:
     """Steps from `state`, or from seed 0; the last state and every step's metrics."""
     state = state or initial_state(program)
-    metrics = []
+    metrics, with_first_scales = [], FirstScales(program, print)
     for step in range(int(state.step), int(state.step) + steps):
-        state, results = program.step(state, batch_of(program, step))
+        batch = batch_of(program, step)
+        state, results = program.step(with_first_scales(state, batch), batch)
         metrics.append({name: float(value) for name, value in results.items() if not value.ndim})
     return state, metrics
 

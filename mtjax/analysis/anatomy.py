@@ -115,6 +115,11 @@ class Anatomy:
         return (of_one_section,) if of_one_section else tuple((stack,) for stack in self.stacks)
 
     @property
+    def sent_with_streams(self) -> int:
+        """Arrays of a stream's size that pipeline stages send with it: embeddings that shared blocks read."""
+        return int(any(part.is_read_by_layers for part in self.embed))
+
+    @property
     def decoder_stacks(self) -> tuple[Stack, ...]:
         """The stacks of the decoder, which generation runs for every token."""
         return tuple(stack for stack in self.stacks if not stack.is_encoder)
@@ -138,14 +143,21 @@ class Anatomy:
         """Whether anything below the layers that have a backward pass is trained."""
         if self.model.retro_frozen == "decoder":
             return True  # the norm that the encoder reads, and above it whatever is in a layer
-        return any(is_trainable(self.model, weight.name) for part in self.embed for weight in part.weights)
+        below = [w.name for part in self.embed for w in part.weights if not part.is_read_by_layers]
+        return any(is_trainable(self.model, name) for name in below)
+
+    @property
+    def first_learning(self) -> int:
+        """Number of the first layer that has a backward pass, also where nothing below the layers is trained."""
+        return min(stack.layer_numbers[stack.idle] for stack in self.stacks if stack.idle < stack.layers)
 
     def learns_before(self, stack: Stack, part: Part) -> bool:
         """Returns whether a weight before a component is trained: below the layers, in its layer, or in the layers of
         another stack, if the first layer is one of those."""
         before = stack.parts[: stack.parts.index(part)]
-        is_above = stack is not self.stacks[0] and stack.among is not None and 0 not in stack.numbers
-        return self.learns_below or is_above or any(is_trainable(self.model, w.name) for p in before for w in p.weights)
+        is_above = stack is not self.stacks[0] and stack.among is not None and self.first_learning not in stack.numbers
+        weights = [w for p in before for w in (*p.weights, *p.shared_weights)]
+        return self.learns_below or is_above or any(is_trainable(self.model, w.name) for w in weights)
 
     def layer_parts(self) -> Iterator[tuple[Stack, Part]]:
         """Returns the components of a layer of every stack."""

@@ -162,14 +162,15 @@ def over_stage_lines(anatomy: Anatomy, layout: Layout, scattered: bool, wire: Dt
     lines = []
     # Where nothing below the layers is trained, nobody reads what the first chunk's backward half puts out.
     dropped: dict[str, Any] = {} if anatomy.learns_below else {"pooled": True, "hoisted": True}
+    often = f"{2 + 2 * anatomy.sent_with_streams}*ticks"
     for *_, stack in anatomy.sections:
         elements = f"batch*{stack.side}sequence*hidden"
         why = "activations to the next chunk, gradients to the one before"
         each = f"{elements}/model_ways" if layout.sequence or scattered else elements
-        lines.append(Expectation(STAGES, "collective-permute", STAGE, "2*ticks", each, why=why))
+        lines.append(Expectation(STAGES, "collective-permute", STAGE, often, each, why=why))
         if scattered and not layout.sequence:
             whole = "the stream, which travelled in parts"
-            lines.append(Expectation(STAGES, "all-gather", MODEL, "2*ticks", elements, why=whole, **dropped))
+            lines.append(Expectation(STAGES, "all-gather", MODEL, often, elements, why=whole, **dropped))
     why = "gradients of what is outside the layers, which every stage holds"
     outside = anatomy.outside_weights
     shared = Expectation(GRADIENTS, "all-reduce", STAGE, "1", "shared_parameters", wire, pooled=True, why=why)
@@ -304,8 +305,8 @@ def symbols_of(anatomy: Anatomy, plan: Plan) -> Symbols:
         symbols |= expert_symbols(anatomy, plan, every, trained if model.lora_rank else every, in_turn)
     for stack in anatomy.stacks:
         layers = layers_in_chunk(stack, plan)
-        unread = 0 if anatomy.learns_below else unread_gradients(stack, plan, chunks)
-        learning = layers - stack.idle
+        unread = unread_gradients(anatomy, stack, plan, chunks)
+        learning = layers - (0 if staged else stack.idle)
         symbols |= {
             f"{stack.side}sequence": stack.tokens // plan.mesh.context,
             f"{stack.side}layers": layers,

@@ -167,13 +167,16 @@ def _tensorwise_of(stack: Stack, anatomy: Anatomy, plan: Plan) -> list[Expectati
     columns = sum(path.endswith((".qkv", ".up")) for path in products)
     # Weights, and the inputs of row-parallel matmuls; backward, the gradients of column-parallel ones' outputs.
     operands = len(products) + len(products) - columns
+    # No gradient of a frozen matrix reads its input: that of a last matmul, which is not recomputed, needs no scale.
+    unread = [w.name for part in stack.unread for w in part.weights] if anatomy.model.lora_rank else []
+    dropped = [p for p in products if p.endswith((".output", ".down")) and any(n.startswith(f"{p}.") for n in unread)]
     turns = "ticks" if plan.is_staged else "microbatches"
     ahead = f"2*{turns}" if plan.is_staged and plan.recompute == "full" else turns
     layers = f"{stack.side}layers"
     counts = {
         LAYER_FORWARD: (f"{layers}*{ahead}", operands),
         # 8-bit operands are never saved.
-        LAYER_RECOMPUTE: (f"({layers} + {stack.side}grouped_layers)*{turns}", operands),
+        LAYER_RECOMPUTE: (f"({layers} + {stack.side}grouped_layers)*{turns}", operands - len(dropped)),
         LAYER_BACKWARD: (f"{layers}*{turns}", columns),
     }
     return [

@@ -12,6 +12,7 @@ from typing import Any
 
 from mtjax.analysis.anatomy import Anatomy, Predictors, Stack
 from mtjax.analysis.families.registry import anatomy_of
+from mtjax.analysis.frozen import unread_gradients
 from mtjax.analysis.optimizer import update_flops
 from mtjax.analysis.parts.part import Part, Product, unrepeated
 from mtjax.analysis.parts.score_blocks import block_queries
@@ -40,7 +41,7 @@ def core_flops(stack: Stack, *, causal: bool = False) -> float:
 
 def once_more_flops(stack: Stack, plan: Plan, *, saves_products: bool) -> float:
     """Returns the FLOPs of one layer's matmuls that their backward pass recomputes, for a sample: experts' first, and
-    those of scans, which are not saved with the products with weights.
+    those of scans and the second of adapters, which are not saved with the products with weights.
 
     Args:
       stack: of the layer.
@@ -48,7 +49,11 @@ def once_more_flops(stack: Stack, plan: Plan, *, saves_products: bool) -> float:
       saves_products: whether the layer saves its products with weights, instead of its input alone.
     """
     times = [(part, times_again(part, plan, saves_products=saves_products)) for part in stack.parts]
-    return sum(again(product) * product.flops for part, again in times for product in part.products())
+    flops = sum(again(product) * product.flops for part, again in times for product in part.products())
+    if not saves_products or plan.unrolled:  # XLA merges both where there is no loop
+        return flops
+    unsaved = [(part, product) for part in stack.parts for product in part.products() if product.is_unsaved]
+    return flops + sum(p.flops for part, p in unsaved if not (p.is_output and part in stack.unread))
 
 
 def times_again(part: Part, plan: Plan, *, saves_products: bool) -> Callable[[Product], int]:
@@ -135,7 +140,8 @@ def frozen_flops(anatomy: Anatomy, stack: Stack) -> float:
         return 0.0
     parts = [part for part in stack.parts if anatomy.is_frozen(part, stack)]
     products = [product for part in parts for product in part.products()]
-    return sum(product.flops for product in products if not product.is_adapter and not product.in_scan)
+    frozen = [product for product in products if product.is_of_model or not product.is_adapter]
+    return sum(product.flops for product in frozen if not product.in_scan)
 
 
 def frozen_again(anatomy: Anatomy, stack: Stack, plan: Plan) -> float:
@@ -228,6 +234,8 @@ def compiled_flops(anatomy: Anatomy, plan: Plan, *, causal: bool = False) -> flo
         last = [product for part in stack.unread for product in unrepeated(part.products())]
         omitted = sum(product.flops for product in last) + _again(last, plan)
         flops += recomputed * layer_flops(stack, causal=causal) - (recomputed - grouped) * omitted
+        unread = unread_gradients(anatomy, stack, plan, 1) / plan.microbatches
+        flops -= unread * _unread_flops(anatomy, stack, plan, causal=causal)
         saving = learning - recomputed
         flops += recomputed * once_more_flops(stack, plan, saves_products=False)
         flops += saving * once_more_flops(stack, plan, saves_products=True)
@@ -265,7 +273,33 @@ def _staged_flops(anatomy: Anatomy, plan: Plan, *, causal: bool) -> float:
             layer = (4 if is_full else 3) * forward + once_more_flops(stack, plan, saves_products=True)
             layer -= frozen_flops(anatomy, stack) + _gradients_less(stack) + frozen_again(anatomy, stack, plan)
             total += ticks * layers_in_chunk(stack, plan) * (layer + core_recompute * core)
+            unread = unread_gradients(anatomy, stack, plan, plan.chunks * len(anatomy.sections))
+            total -= unread * _unread_flops(anatomy, stack, plan, causal=causal)
     return total * plan.stages / m
+
+
+def _unread_flops(anatomy: Anatomy, stack: Stack, plan: Plan, *, causal: bool) -> float:
+    """Returns the FLOPs of a layer's backward pass, for a sample, that nothing reads in the first layer above a frozen
+    embedding (LoRA): input gradients, and everything up to the first component with adapters."""
+    if anatomy.learns_below or not anatomy.model.lora_rank:
+        return 0.0
+    flops, degree = 0.0, plan.mesh.model
+    for part in stack.parts:
+        learns = any(is_trainable(anatomy.model, w.name) for w in (*part.weights, *part.shared_weights))
+        if not learns and part.scores:
+            recomputed = 0.0 if plan.keeps_scores and plan.recompute != "selective" else 0.5
+            flops += (2 + recomputed) * _computed_core_flops(stack, plan, causal=causal)
+            if plan.recomputed_layers(stack.layers):
+                flops -= _deduplicated_score_flops(stack, plan, causal=causal)
+        for product in part.products(degree):
+            whole = degree * product.flops
+            if product.in_scan and not learns:
+                flops += whole * product.gradients
+            elif not product.in_scan and (product.reads_input or not learns):
+                flops += whole
+        if learns and stack.parallel == "no":
+            break
+    return flops
 
 
 def _computed_core_flops(stack: Stack, plan: Plan, *, causal: bool) -> float:

@@ -13,7 +13,7 @@ from mtjax.analysis.counts import Counts, largest_part, largest_stack, layer_cou
 from mtjax.analysis.counts import counts as counts_of
 from mtjax.analysis.float8 import float8_state_bytes, float8_weight_bytes, layer_bytes
 from mtjax.analysis.model_states import bytes_per_parameter, gradient_bytes, model_states
-from mtjax.analysis.optimizer import narrow_bytes, point_bytes, states_on_device, streamed_bytes
+from mtjax.analysis.optimizer import narrow_bytes, point_bytes, states_on_device, streamed_bytes, weight_copies
 from mtjax.analysis.parts.attention import ATTENTION_OUTPUT, PROBABILITIES, QUERY_KEY_VALUE
 from mtjax.analysis.parts.delta_net import DELTA_INPUTS, DELTA_OUTPUT
 from mtjax.analysis.parts.mamba import STATE_SPACE_INPUTS, STATE_SPACE_OUTPUT
@@ -136,8 +136,9 @@ def stage_memory(anatomy: Anatomy, plan: Plan, stage: int = 0) -> Memory:
     if plan.residuals == "jax" and counts.transposed:
         saved[TRANSPOSED] = plan.precision.matrices * counts.transposed  # pyright: ignore[reportArgumentType]
     saved.update(_saved_of_teacher(anatomy, plan))  # pyright: ignore[reportArgumentType]
+    hosted = weight_copies(anatomy, plan, stage)
     copies = _copied_once(counts, trainable, plan) + point_bytes(anatomy, plan, stage)
-    if copies := copies + float8_weight_bytes(anatomy, plan):
+    if copies := copies + hosted + float8_weight_bytes(anatomy, plan):
         saved[COPIES] = copies  # pyright: ignore[reportArgumentType]
     states = [model_states(plan, counts.shared, trainable.shared, plan.zero_degree)]
     if counts.experts:
@@ -154,7 +155,7 @@ def stage_memory(anatomy: Anatomy, plan: Plan, stage: int = 0) -> Memory:
     scales, found = float8_state_bytes(anatomy, plan)
     comes_late = plan.residuals == "jax" and plan.microbatches == 1 and not plan.is_staged
     return Memory(
-        weights=sum(state.weights for state in states) + scales - narrow_bytes(anatomy, plan, stage),
+        weights=sum(state.weights for state in states) + scales - narrow_bytes(anatomy, plan, stage) - hosted,
         gradients=sum(state.gradients for state in states) + found + (0 if plan.is_staged else outside),
         optimizer=states_on_device(anatomy, plan, stage, sum(state.optimizer for state in states)),
         activations=dict(saved),
@@ -237,7 +238,7 @@ def _saved_in_slots(anatomy: Anatomy, plan: Plan) -> dict[str, float]:
     """
     # One more slot receives the activations of halves in the bubble.
     count = 1 + slots(plan.pipeline_schedule, plan.mesh.stage, plan.microbatches, plan.chunks * len(anatomy.sections))
-    boundary = sum(_stream_bytes(stack, plan) for stack, *_ in anatomy.sections)
+    boundary = sum(_stream_bytes(stack, plan) for stack, *_ in anatomy.sections) * (1 + anatomy.sent_with_streams)
     saved: Counter[str] = Counter({STAGE_INPUTS: count * boundary})
     chunks = [_saved_in_chunk(section, plan) for section in anatomy.sections]
     largest = max(chunks, key=lambda kinds: sum(kinds.values()))
@@ -259,8 +260,7 @@ def _saved_in_chunk(section: Sequence[Stack], plan: Plan) -> dict[str, float]:
 
 
 def _peak_workspace(anatomy: Anatomy, plan: Plan) -> float:
-    """Returns the workspace of a layer's backward pass at the peak: a decoder's layer, or an encoder's, which runs when
-    the decoder's saved activations are free."""
+    """Returns the workspace of a layer's backward pass at the peak, of a decoder's or, after it, an encoder's layer."""
     if plan.is_staged or not all(stack.has_own_loop for stack in anatomy.stacks):  # layers of a loop are freed together
         return max(_workspace(anatomy, stack, plan) + waiting_bytes(anatomy, stack, plan) for stack in anatomy.stacks)
     free, peak = 0.0, 0.0
@@ -273,7 +273,8 @@ def _peak_workspace(anatomy: Anatomy, plan: Plan) -> float:
 
 def _saved(stack: Stack, plan: Plan) -> dict[str, float]:
     """Returns the bytes that a stage's layers save of one microbatch, by kind."""
-    layers, kinds = stack.layers // plan.mesh.stage - stack.idle, layer_activations(stack, plan)
+    layers = stack.layers // plan.mesh.stage - stack.idle * (not plan.is_staged)
+    kinds = layer_activations(stack, plan)
     if plan.recompute != "full":
         return {n: layers * size for n, size in kinds.items() if plan.recompute == "none" or n != PROBABILITIES}
     recomputed = plan.recomputed_layers(layers)

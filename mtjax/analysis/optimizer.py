@@ -7,10 +7,10 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 from mtjax.analysis.anatomy import Anatomy
-from mtjax.analysis.contract import JOINED, OPTIMIZER, Dtype, Expectation, phase_over
+from mtjax.analysis.contract import GRADIENTS, JOINED, OPTIMIZER, Dtype, Expectation, phase_over
 from mtjax.analysis.counts import stage_weights, zero_axes
 from mtjax.analysis.parts.part import Weight
 from mtjax.config.adapters import is_trainable
@@ -18,7 +18,8 @@ from mtjax.layout.layouts import LAYERS, Layout, gathers_in_compute_dtype, shard
 from mtjax.layout.mesh import MeshShape
 from mtjax.layout.optimizer_states import ITERATIONS, Matrices, factored_dimensions, kept_arrays, matrices_of
 from mtjax.layout.plan import Plan
-from mtjax.layout.rules import Axes
+from mtjax.layout.rules import MANUAL, MODEL, Axes
+from mtjax.layout.stages import layers_of_stage
 
 FLOAT32 = 4
 
@@ -83,8 +84,30 @@ def states_on_device(anatomy: Anatomy, plan: Plan, stage: int, adam: float) -> f
 
 
 def host_bytes(anatomy: Anatomy, plan: Plan) -> float:
-    """Returns the bytes of offloaded states of a device, each of which a step reads once and writes once."""
-    return state_bytes(anatomy, plan) if plan.offloads_optimizer else 0.0
+    """Returns the bytes of a device's states in the host's memory, which a step also writes."""
+    return state_bytes(anatomy, plan) + _master_bytes(anatomy, plan) if plan.offloads_optimizer else 0.0
+
+
+def host_reads(anatomy: Anatomy, plan: Plan) -> float:
+    """Returns the bytes that a step reads from the host's memory: all that is there, and master weights twice, for the
+    copies in the compute dtype and for the update."""
+    return host_bytes(anatomy, plan) + _master_bytes(anatomy, plan)
+
+
+def _master_bytes(anatomy: Anatomy, plan: Plan, stage: int = 0) -> float:
+    """Returns the bytes of a device's master weights in the host's memory."""
+    return FLOAT32 * sum(math.prod(shard.sizes) for shard in _offloaded(anatomy, plan, stage))
+
+
+def weight_copies(anatomy: Anatomy, plan: Plan, stage: int = 0) -> float:
+    """Returns the bytes of the copies on a device of master weights in the host's memory."""
+    sizes = {True: plan.precision.matrices, False: FLOAT32}
+    shards = _offloaded(anatomy, plan, stage)
+    return sum(sizes[gathers_in_compute_dtype(shard.weight.names)] * math.prod(shard.sizes) for shard in shards)
+
+
+def _offloaded(anatomy: Anatomy, plan: Plan, stage: int) -> tuple[Shard, ...]:
+    return _shards_of(anatomy, plan, stage) if plan.offloads_parameters else ()
 
 
 def narrow_bytes(anatomy: Anatomy, plan: Plan, stage: int = 0) -> float:
@@ -104,15 +127,13 @@ def point_bytes(anatomy: Anatomy, plan: Plan, stage: int = 0) -> float:
 
 
 def streamed_bytes(anatomy: Anatomy, plan: Plan) -> float:
-    """Returns the bytes of offloaded moments that are on a device during the update: those outside the layers, and one
+    """Returns the bytes of offloaded states that are on a device during the update: those outside the layers, and one
     layer's."""
     if not plan.offloads_optimizer:
         return 0.0
-    elements = 0.0
-    for shard in _shards_of(anatomy, plan):
-        size = math.prod(shard.sizes)
-        elements += size / shard.sizes[0] if shard.weight.names[0] == LAYERS and not shard.axes[0] else size
-    return 2 * FLOAT32 * elements
+    arrays = 3 if plan.offloads_parameters else 2
+    sizes = ((shard.weight.names[0] == LAYERS, shard.sizes) for shard in _shards_of(anatomy, plan))
+    return arrays * FLOAT32 * sum(math.prod(size[1:] if is_stacked else size) for is_stacked, size in sizes)
 
 
 def update_flops(anatomy: Anatomy, plan: Plan) -> float:
@@ -148,12 +169,13 @@ def update_lines(anatomy: Anatomy, plan: Plan) -> tuple[Expectation, ...]:
         "muon": ("all-to-all", "2", wire, "matrices' shards for entire matrices of some layers, and back"),
         "adafactor": ("all-reduce", "1", "float32", "averages of rows and columns that ranks share"),
     }
+    observed = _observed_lines(anatomy, plan) if plan.optimizer.clips_scores else ()
     if plan.optimizer.name not in kinds:
-        return ()
+        return observed
     kind, count, dtype, why = kinds[plan.optimizer.name]
     # XLA: combines Adafactor's sums over ranks with those of gradients.
     phase = lambda axes: (phase_over(kind, axes) if kind == "all-reduce" else None) or OPTIMIZER  # noqa: E731
-    return tuple(
+    return observed + tuple(
         Expectation(phase(axes), kind, JOINED.join(axes), count, _symbol(axes), dtype, pooled=True, why=why)  # pyright: ignore[reportArgumentType]
         for axes in _sent(anatomy, plan)
     )
@@ -161,7 +183,26 @@ def update_lines(anatomy: Anatomy, plan: Plan) -> tuple[Expectation, ...]:
 
 def update_symbols(anatomy: Anatomy, plan: Plan) -> dict[str, int]:
     """Returns the symbols of `update_lines`."""
-    return {_symbol(axes): elements for axes, elements in _sent(anatomy, plan).items()}
+    symbols = {_symbol(axes): elements for axes, elements in _sent(anatomy, plan).items()}
+    if plan.optimizer.clips_scores:
+        layers = sum(layers_of_stage(stack, plan) for stack in anatomy.stacks)
+        symbols["all_scores"] = layers * anatomy.model.num_heads
+        symbols["observed_scores"] = symbols["all_scores"] // plan.mesh.model
+    return symbols
+
+
+def _observed_lines(anatomy: Anatomy, plan: Plan) -> tuple[Expectation, ...]:
+    """Returns the collectives of the largest scores: over ranks with other samples, and over those with other heads."""
+    shared = plan.layout(anatomy.model).rules.shared_work
+    ranks, why = (
+        JOINED.join(axis for axis in MANUAL if axis in shared),
+        "largest attention scores of heads, for QK-clip",
+    )
+    line = partial(Expectation, dtype="float32", pooled=True, why=why)
+    return (
+        line(GRADIENTS, "all-reduce", ranks, "1", "observed_scores"),
+        line(OPTIMIZER, "all-gather", MODEL, "1", "all_scores"),
+    )
 
 
 def _symbol(axes: Axes) -> str:

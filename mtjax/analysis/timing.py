@@ -28,7 +28,7 @@ from mtjax.analysis.link_time import (
     transfer_time,
 )
 from mtjax.analysis.machine import Constants, Machine
-from mtjax.analysis.optimizer import exchanges, host_bytes, state_bytes
+from mtjax.analysis.optimizer import exchanges, host_bytes, host_reads, state_bytes
 from mtjax.analysis.schedules import megatron_bubble
 from mtjax.analysis.software import MTJAX, Software
 from mtjax.analysis.teacher_cost import teacher_of
@@ -288,7 +288,8 @@ def _optimizer(anatomy: Anatomy, plan: Plan, machine: Machine, software: Softwar
     and of Muon's products or the copies of offloaded states, which nothing hides."""
     precision, counts = plan.precision, peak_stage_counts(anatomy, plan)
     shards, of_experts = (plan.zero_degree, plan.expert_zero_degree) if plan.zero else (1, 1)
-    stored = precision.matrices if precision.are_masters else precision.weights
+    is_narrow = precision.are_masters and not plan.offloads_parameters  # what the host has is float32
+    stored = precision.matrices if is_narrow else precision.weights
     states = 2 * (stored + precision.optimizer) + 2 * precision.gradients
     own = counts.shared.all / shards + counts.experts / of_experts
     if plan.residuals == "jax" and plan.optimizer.name != "adamw":
@@ -296,7 +297,7 @@ def _optimizer(anatomy: Anatomy, plan: Plan, machine: Machine, software: Softwar
         moved = own * (states + software.kernels.optimizer_extra) + 2 * state_bytes(anatomy, plan)
         return machine.passes(moved) + _newton_schulz(anatomy, plan, machine)
     seconds = machine.passes(own * (states + software.kernels.optimizer_extra))
-    return seconds + 2 * host_bytes(anatomy, plan) / machine.host_bandwidth
+    return seconds + (host_reads(anatomy, plan) + host_bytes(anatomy, plan)) / machine.host_bandwidth
 
 
 def _newton_schulz(anatomy: Anatomy, plan: Plan, machine: Machine) -> float:

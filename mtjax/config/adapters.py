@@ -7,7 +7,7 @@ matmuls that share a matrix - query, key and value; gate and up - has a separate
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from mtjax.config import Model
+from mtjax.config.model import Model
 from mtjax.config.retro import is_frozen_in_retro
 
 ADAPTER = "lora"
@@ -32,14 +32,19 @@ class LoraConfig(NamedTuple):
 
 
 def adapters_of(model: Model, target: str) -> LoraConfig | None:
-    """Returns the settings of the adapters in `attention`, `mlp` or `mamba`; None where it has none."""
-    if not model.lora_rank or model.lora_targets not in ("all", target):
+    """Returns the settings of the adapters in `attention`, `mlp`, `mamba` or `delta`; None where it has none."""
+    if not model.lora_rank or not adapts(model, target):
         return None
     return LoraConfig(model.lora_rank, model.lora_alpha / model.lora_rank, model.lora_dropout)
 
 
+def adapts(model: Model, target: str) -> bool:
+    """Returns whether lora_targets includes `attention`, `mlp`, `mamba` or `delta`."""
+    return model.lora_targets in ("all", target) or (model.lora_targets == "mixers" and target != "mlp")
+
+
 def adapter_rank(model: Model, target: str) -> int:
-    """Returns the rank of the adapters in `attention`, `mlp` or `mamba`; 0 where it has none."""
+    """Returns the rank of the adapters in `attention`, `mlp`, `mamba` or `delta`; 0 where it has none."""
     low = adapters_of(model, target)
     return low.rank if low else 0
 

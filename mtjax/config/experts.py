@@ -1,5 +1,6 @@
 """Checks of the settings of experts."""
 
+from mtjax.config.adapters import adapts
 from mtjax.config.families import FAMILIES
 from mtjax.config.families.family import EXPERTS
 from mtjax.config.model import Model
@@ -60,10 +61,10 @@ def check_expert_adapters(model: Model) -> None:
             f"router_bias_update_rate is {rate:g}, and lora_rank {model.lora_rank} freezes routers: remove "
             "router_bias_update_rate"
         )
-    if model.lora_dropout and model.lora_targets != "attention":
+    if model.lora_dropout and adapts(model, "mlp"):
         raise UserError(
             f"lora_dropout is {model.lora_dropout:g}, and adapters of experts have no dropout (as in peft): use "
-            "lora_dropout 0, or lora_targets attention"
+            "lora_dropout 0, or lora_targets mixers"
         )
 
 

@@ -86,10 +86,6 @@ def _unsupported(config: Config) -> Mapping[str, str]:
     found = {
         "compute_dtype float16": (training.compute_dtype == "float16", "use bfloat16"),
         f"the family {model.family}": (model.family not in ("gpt", "llama"), "remove fp8"),
-        f"LoRA, and lora_rank is {model.lora_rank}": (
-            model.lora_rank > 0 and training.fp8 != "delayed",
-            "use --fp8 delayed, which keeps the scales of frozen weights",
-        ),
         f"LoRA of experts, and num_experts is {model.num_experts}": (
             model.lora_rank > 0 and model.num_experts > 0,
             "remove fp8",

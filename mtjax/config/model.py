@@ -379,8 +379,9 @@ class Model:
     """Scale of the adapters: their output is multiplied by lora_alpha / lora_rank."""
     lora_dropout: float = share(0.0, shapes=NEVER)
     """Dropout on the input of the adapters."""
-    lora_targets: Literal["all", "attention", "mlp"] = "all"
-    """Linear layers that have adapters: those of attention, of the MLP, or all, of Mamba-2, too."""
+    lora_targets: Literal["all", "attention", "mlp", "mixers"] = "all"
+    """Linear layers that have adapters: those of attention, of MLPs, of mixers of tokens (attention, Mamba-2, gated
+    delta nets), or all."""
     hidden_dropout: float = share(0.1, shapes=NEVER)
     """Dropout on embeddings and on the output of each sublayer, before the residual addition."""
     attention_dropout: float = share(0.1, shapes=NEVER)

@@ -49,6 +49,12 @@ class Optimizer:
     """Type in which the trained matrices and tables are stored between steps (as Megatron's --main-params-dtype fp16,
     but bfloat16, rounded stochastically: updates below half of its precision would be lost otherwise). Vectors and
     routers stay in float32."""
+    qk_clip: float = amount(0.0)
+    """Largest attention score: of heads with a larger one in a step, query and key weights are scaled after the update,
+    so that it would be this one (QK-clip, arXiv 2507.20534; Megatron's --qk-clip with --qk-clip-threshold); 0 turns it
+    off."""
+    qk_clip_alpha: float = share(0.5)
+    """qk_clip: share of queries in the scaling, the rest is that of keys (Megatron's --qk-clip-alpha)."""
     muon_momentum: float = share(0.95)
     """optimizer muon: decay rate of the momentum of matrices (Megatron's --muon-momentum)."""
     sgd_momentum: float = share(0.9)

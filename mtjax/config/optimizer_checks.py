@@ -30,6 +30,7 @@ def check_optimizer(config: Config) -> None:
             )
     check_master_dtype(config)
     check_offload(config)
+    check_qk_clip(config)
     if options.optimizer != "schedule-free":
         return
     if options.decay_style != "constant":
@@ -66,23 +67,65 @@ def check_master_dtype(config: Config) -> None:
 
 
 def check_offload(config: Config) -> None:
-    """Checks that the optimizer's states can be offloaded.
+    """Checks that the optimizer's states, and master weights, can be offloaded.
 
     Raises:
       UserError: a setting is not supported together with it.
     """
-    if config.parallel.offload == "none":
+    kind = config.parallel.offload
+    if kind == "none":
         return
-    for name, value, only in (
+    needed: list[tuple[str, object, object]] = [
         ("optimizer", config.optimizer.optimizer, "adamw"),
         ("adam_mu_dtype", config.optimizer.adam_mu_dtype, "float32"),
         ("adam_nu_dtype", config.optimizer.adam_nu_dtype, "float32"),
         ("layer_decay", config.finetuning.layer_decay, 1.0),
         ("router_bias", config.model.router_bias, False),
         ("check_replicas", config.training.check_replicas, 0),
-    ):
-        if value != only:
+    ]
+    if kind == "optimizer,parameters":
+        if config.training.compute_dtype == "float32":
             raise UserError(
-                f"offload optimizer works with {name} {str(only).lower()} only, and {name} is {str(value).lower()}: "
-                f"change it, or set offload none"
+                "offload optimizer,parameters keeps copies of the weights in the compute dtype on the device, and "
+                "compute_dtype is float32, so that they would be as large: set compute_dtype bfloat16, or offload "
+                "optimizer"
             )
+        needed += [
+            ("master_dtype", config.optimizer.master_dtype, "float32"),
+            ("fp8", config.training.fp8, "none"),  # whose scales are found from masters behind the update
+        ]
+    for name, value, only in needed:
+        if value != only:
+            less = "optimizer" if name in ("master_dtype", "fp8") else "none"
+            raise UserError(
+                f"offload {kind} works with {name} {str(only).lower()} only, and {name} is {str(value).lower()}: "
+                f"change it, or set offload {less}"
+            )
+
+
+def check_qk_clip(config: Config) -> None:
+    """Checks that query and key weights can be scaled by the largest attention scores.
+
+    Raises:
+      UserError: a setting is not supported together with it.
+    """
+    options, model = config.optimizer, config.model
+    if not options.qk_clip:
+        if options.qk_clip_alpha != Optimizer().qk_clip_alpha:
+            raise UserError(
+                f"qk_clip_alpha is {options.qk_clip_alpha:g}, and qk_clip is 0: add --qk-clip 100, or remove "
+                "qk_clip_alpha"
+            )
+        return
+    against = {
+        f"the family {model.family}": model.family not in ("gpt", "llama"),
+        f"attention {model.attention}, which does not keep the largest scores": model.attention in ("cudnn", "blocks"),
+        "qk_norm, which normalizes queries and keys whatever their weights": model.qk_norm,
+        f"qkv_clip {model.qkv_clip}, which clips queries and keys": model.qkv_clip is not None,
+        f"LoRA, which freezes query and key weights, and lora_rank is {model.lora_rank}": model.lora_rank > 0,
+        f"multi-token prediction, and mtp_num_layers is {model.mtp_num_layers}": model.mtp_num_layers > 0,
+        "optimizer schedule-free, which averages weights": options.optimizer == "schedule-free",
+        f"offload {config.parallel.offload}": config.parallel.offload != "none",
+    }
+    for found in (found for found, holds in against.items() if holds):
+        raise UserError(f"qk_clip {options.qk_clip:g} does not support {found}: change it, or remove qk_clip")

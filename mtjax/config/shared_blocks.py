@@ -53,7 +53,6 @@ def check_shared_blocks(model: "Model") -> None:
 
 
 _UNSUPPORTED = {
-    "lora_rank": 0,
     "qk_norm": False,
     "qkv_clip": None,
     "attention_sinks": False,

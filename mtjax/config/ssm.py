@@ -126,10 +126,7 @@ def check_hybrid(model: "Model") -> None:
         if (value := getattr(model, name)) != getattr(type(model)(), name):
             raise UserError(f"{name} is {value}, and layer_pattern says which layers have experts: remove {name}")
     check_shared_blocks(model)
-    if model.lora_rank and model.lora_targets != "mlp" and (DELTA in letters or model.attention_output_gate):
-        what = "gated delta nets (G)" if DELTA in letters else "layers with attention_output_gate"
-        raise UserError(f"lora_targets is {model.lora_targets}, and {what} have no adapters: use --lora-targets mlp")
-    adapted = {"attention": ATTENTION, "mlp": "-E"}.get(model.lora_targets, letters)
+    adapted = {"attention": ATTENTION, "mlp": "-EZz", "mixers": ATTENTION + RECURRENT}.get(model.lora_targets, letters)
     if model.lora_rank and not set(adapted) & set(letters):
         raise UserError(
             f"lora_targets is {model.lora_targets}, and layer_pattern {model.layer_pattern!r} has none of these "

@@ -35,5 +35,8 @@ class Storage:
                 raise UserError(f"--{name.replace('_', '-')} needs --weights-dtype int4: add that, or remove it")
 
 
+SNAPSHOTS_PER_SEQUENCE = 2
+"""Snapshots of recurrent states for each sequence of --batch, where --state-snapshots is not given: for the end of its
+prompt, and for where that departs from another one."""
 PLAIN = Storage()
 """Matrices in the compute dtype."""

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,6 +20,7 @@ from mtjax.convert.stream import Origin, carry_files, check_folder, config_of, l
 from mtjax.convert.table import Table, name_of
 from mtjax.convert.weights_path import ADAPTER_CONFIG
 from mtjax.data.tokens.folder import GENERATION_CONFIG
+from mtjax.data.tokens.pretrained_settings import ids_in
 from mtjax.data.tokens.special_tokens import added_tokens, named_token
 from mtjax.data.tokens.tokenizer import Tokenizer, open_tokenizer
 from mtjax.errors import UserError, parse_json_object
@@ -63,6 +64,7 @@ class HuggingFaceSource:
         self.parameters: Mapping[str, Parameter] = parameters_of(config)
         selection = family.table_of(config.model).select(self.parameters)
         self._weights = NamedWeights(selection, tensors, config, rows_of(config.model), str(folder))
+        tensors.check_floats()
         fresh = self._weights.fresh_modules
         if fresh:
             notes += (f"not in {folder}, and therefore randomly initialized: {', '.join(fresh)}",)
@@ -122,6 +124,9 @@ def describe(
     family = family_of_config(raw, source)
     reader = SafetensorsReader(folder)
     tensors = tensors_of(reader, family) if tensors_of else FolderTensors(reader, family.table)
+    for key in raw:
+        if key.endswith("_token_id"):
+            ids_in(raw, key, folder / "config.json")
     with understood(source):
         settings = family.model_settings(raw, frozenset(tensors.shapes), source)
     if vocab_multiple:
@@ -131,7 +136,8 @@ def describe(
     if untied:
         settings["tie_embeddings"] = False
     config = config_of(settings, source)
-    count = raw.get("num_nextn_predict_layers") or 0
+    tensors.ignore(family.table_of(config.model).ignored)
+    count = family.renamed(raw)[0].get("num_nextn_predict_layers") or 0
     if count != config.model.mtp_num_layers:
         notes += (f"num_nextn_predict_layers is {count}, and {folder} has no such layers: none are read",)
     names = raw.get("id2label")
@@ -146,7 +152,7 @@ class FolderTensors:
     ranks = 1
 
     def __init__(self, reader: SafetensorsReader, table: Table) -> None:
-        self._reader, self.dtype = reader, reader.dtype
+        self._reader = reader
         added = table.prefix if tensors_without(reader.shapes, table.prefix) else ""
         # The output has no prefix.
         self._names = {("" if name in table.copies else added) + _new_name(name): name for name in reader.shapes}
@@ -155,6 +161,20 @@ class FolderTensors:
             if copy in self._names and name not in self._names:
                 self._names[name] = self._names.pop(copy)
         self.shapes: Mapping[str, tuple[int, ...]] = {new: reader.shapes[old] for new, old in self._names.items()}
+
+    @property
+    def dtype(self) -> str:
+        """The dtype that represents every weight exactly."""
+        return self._reader.dtype
+
+    def ignore(self, patterns: Iterable[str]) -> None:
+        """Leaves tensors out of `dtype` whose names match a regular expression: they are not weights."""
+        found = {name for name in self.shapes if any(re.fullmatch(pattern, name) for pattern in patterns)}
+        self._reader.ignore({self._names[name] for name in found})
+
+    def check_floats(self) -> None:
+        """Checks that all weights are floating-point numbers, as `SafetensorsReader.check_floats`."""
+        self._reader.check_floats()
 
     def shard(self, name: str, rank: int) -> np.ndarray:
         """Reads a tensor; `rank` is 0."""

@@ -7,9 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from mtjax.config.adapters import ADAPTER, EXPERT, PARTS
+from mtjax.config import Model
+from mtjax.config.adapters import ADAPTER, EXPERT, PARTS, adapts
 from mtjax.config.families import is_decoder
 from mtjax.config.sizes import dense_layers
+from mtjax.config.ssm import has_state_space, letters_of
+from mtjax.convert.families.family import Family
 from mtjax.convert.families.registry import family_of_model
 from mtjax.convert.mtjax_folder import MtjaxSource
 from mtjax.convert.parameters import Parameter
@@ -23,6 +26,11 @@ PREFIX = "base_model.model."
 TENSORS = "adapter_model.safetensors"
 IS_TRANSPOSED = ("gpt2", "openai-gpt")
 """Types whose matrices are [inputs, outputs]: transformers' Conv1D."""
+
+FUSED = ("qwen3_next",)
+"""Types with experts, of which peft 0.21 takes every MLP for experts', also where a model has none."""
+WITHOUT_OUT_PROJ = ("falcon_h1", "mamba2", "nemotron_h")
+"""Types in which peft 0.21 refuses adapters of out_proj."""
 
 
 def write_adapters(source: Source, folder: Path) -> int:
@@ -40,62 +48,93 @@ def write_adapters(source: Source, folder: Path) -> int:
         raise UserError(
             "peft: needs adapters of a gpt or llama with a language head; for a task's model use --to hf:DIR"
         )
-    if model.num_experts and model.lora_targets != "attention" and (model.shared_expert_size or dense_layers(model)):
-        raise UserError(
-            "peft: cannot be told that experts and other MLPs, such as a shared expert, both have adapters; use --to "
-            "hf:DIR, which merges them, or train with --lora-targets attention"
-        )
     if (base := str(source.weights.config.training.init_from or "")).startswith("peft:"):
         raise UserError(
             f"peft: needs the folder of a base model, and these adapters were trained on weights merged from {base}: "
             "use --to hf:DIR, which merges both"
         )
     family = family_of_model(source.origin.config.model, source.origin.hugging_face.get("model_type"))
-    _check_matrices(source)
-    selection = family.table_of(model).select(source.parameters)
+    _check_type(model, family.model_type)
     is_transposed = family.model_type in IS_TRANSPOSED
     tensors: dict[str, np.ndarray] = {}
     ranks: dict[str, int] = {}
-    for weight, row in selection.rows:
-        module = weight.name.removesuffix(".weight")
-        names = [f"{module}.{ADAPTER}.{matrix}" for matrix in "ab"]
-        if names[0] not in source.adapters:
-            continue
-        a, b = (source.adapters[name] for name in names)
-        for layer, layer_a, layer_b in zip(a.layers, source.saved(a), source.saved(b), strict=True):
-            for tensor in (one for each in row.tensors for one in each.spread(weight)):
-                _check_order(tensor, family.model_type)
-                down, up = factors(tensor, (a, b), (layer_a, layer_b))
-                name = name_of(tensor, layer).removesuffix(".weight")
-                tensors |= {f"{PREFIX}{name}.lora_A.weight": down, f"{PREFIX}{name}.lora_B.weight": up}
-                ranks[name.rpartition(".")[2] if not is_transposed else re.sub(r".*\.\d+\.", "", name)] = len(down)
+    matrices = _adapted_matrices(source, family)
+    for copy, first in family.shared(model).items():  # peft has an adapter for each use of a shared module
+        matrices |= {copy + n.removeprefix(first): m for n, m in matrices.items() if n.startswith(f"{first}.")}
+    for name, (down, up) in matrices.items():
+        tensors |= {f"{PREFIX}{name}.lora_A.weight": down, f"{PREFIX}{name}.lora_B.weight": up}
+        ranks[name.rpartition(".")[2] if not is_transposed else re.sub(r".*\.\d+\.", "", name)] = len(down)
     (folder / ADAPTER_CONFIG).write_text(json.dumps(_config(source, ranks, is_transposed), indent=2) + "\n")
     require("safetensors.numpy", "convert").save_file(tensors, folder / TENSORS, {"format": "pt"})
     return sum(array.size for array in tensors.values())
 
 
-def _check_matrices(source: MtjaxSource) -> None:
-    """Checks that every adapter is of one matrix.
+def _check_type(model: Model, model_type: str) -> None:
+    """Checks that peft loads the adapters of a type.
 
     Raises:
-      UserError: several parameters share one, as the parts of Mamba-2's first product do.
+      UserError: it refuses them, or takes those of MLPs for experts'.
     """
-    of = {name.rpartition(f".{ADAPTER}.")[0] for name in source.adapters}
-    if shared := sorted(name for name in of if f"{name}.weight" not in source.parameters):
+    has_mlps = model.shared_expert_size or dense_layers(model) or "-" in letters_of(model)
+    if has_mlps and (model.num_experts or model_type in FUSED) and adapts(model, "mlp"):
         raise UserError(
-            f"peft: the adapters of {shared[0]} are shared by several parameters, which is not supported; use "
-            "--to hf:DIR, which merges them"
+            f"peft: cannot be told which MLPs of a {model_type}, such as a shared expert, are not those of experts; "
+            "use --to hf:DIR, which merges the adapters, or train with --lora-targets mixers"
         )
+    if model_type in WITHOUT_OUT_PROJ and adapts(model, "mamba") and has_state_space(model):
+        raise UserError(
+            f"peft: refuses adapters of Mamba-2's out_proj in a {model_type}, and these weights have some; use --to "
+            "hf:DIR, which merges them, or train with --lora-targets attention or mlp"
+        )
+
+
+def _adapted_matrices(source: MtjaxSource, family: Family) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Returns A [rank, inputs] and B [outputs, rank] of transformers' matrices, by the names of their modules.
+
+    Of a matrix with several of mtjax's parameters, those that share an A add up their B's, each 0 outside its own rows
+    (Mamba-2's in_proj); of others the ranks add up (queries and their gates).
+    """
+    found: dict[str, dict[tuple[str, Any], tuple[np.ndarray, np.ndarray]]] = {}
+    for weight, row in family.table_of(source.origin.config.model).select(source.parameters).rows:
+        module, _, kind = weight.name.rpartition(".")
+        names = [f"{module}.{ADAPTER}.{matrix}" for matrix in ("a", "b" if kind == "weight" else kind)]
+        if names[1] not in source.adapters:
+            continue
+        a, b = (source.adapters[name] for name in names)
+        has_parts = bool(set(PARTS) & set(a.axes))  # each of query, key and value has an A
+        for layer, layer_a, layer_b in zip(a.layers, source.saved(a), source.saved(b), strict=True):
+            for tensor in (one for each in row.tensors for one in each.spread(weight)):
+                _check_order(tensor, family.model_type)
+                down, up = factors(tensor, (a, b), (layer_a, layer_b))
+                up = _in_rows_of_file(tensor, weight, up)
+                own = found.setdefault(name_of(tensor, layer).removesuffix(".weight"), {})
+                of = names[0], tensor.part if has_parts else None
+                before = own.get(of)
+                own[of] = (down, up if before is None else before[1] + up)
+    return {
+        name: (np.concatenate([down for down, _ in own.values()]), np.hstack([up for _, up in own.values()]))
+        for name, own in found.items()
+    }
+
+
+def _in_rows_of_file(tensor: Tensor, weight: Parameter, up: np.ndarray) -> np.ndarray:
+    """Puts the rows of B [outputs, rank] into their places in the tensor of the file, which may have others: zeros."""
+    if not tensor.is_part:
+        return up
+    rows = np.zeros((tensor.shape(weight.sizes)[0], up.shape[1]), np.float32)
+    into = tensor.view(rows, weight)
+    into[...] = up.reshape(into.shape)
+    return rows
 
 
 def _check_order(tensor: Tensor, model_type: str) -> None:
     """Checks that the rows of a matrix are in mtjax's order, part by part.
 
     Raises:
-      UserError: transformers has one matrix for several of mtjax's, or another order of rows.
+      UserError: transformers has another order of rows.
     """
     inner = {axis for group in tensor.dims for axis in group[1:]}
-    if tensor.is_part or inner & set(PARTS) or tensor.first or (EXPERT in tensor.axes and tensor.expert is None):
+    if inner & set(PARTS) or tensor.first or (EXPERT in tensor.axes and tensor.expert is None):
         raise UserError(
             f"peft: adapters of a {model_type} are not supported, since {tensor.name} has another order of rows; use "
             "--to hf:DIR, which merges them"
@@ -118,6 +157,8 @@ def factors(
         axis, order = tensor.order
         b = b.take(np.argsort(order), outputs.index(axis))
     part = next((axis for axis in inputs if axis in PARTS), None)
+    if part is None and tensor.part is not None:  # of B alone, as of the parts of Mamba-2's first product
+        b = b.take(tensor.part[1], outputs.index(tensor.part[0]))
     if part is None:
         return _matrices(a, b)
     # One adapter for each of query, key and value (or gate and up), which are stacked in mtjax.

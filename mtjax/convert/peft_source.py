@@ -13,6 +13,7 @@ import numpy as np
 from mtjax.convert.hub import local_folder
 from mtjax.convert.hugging_face import FolderTensors, HuggingFaceSource, describe
 from mtjax.convert.peft import IS_TRANSPOSED, PREFIX, TENSORS
+from mtjax.convert.peft_config import is_named, matching, unread
 from mtjax.convert.safetensors_files import SafetensorsReader
 from mtjax.convert.stream import check_folder, looks_like
 from mtjax.convert.table import Table
@@ -20,21 +21,6 @@ from mtjax.convert.weights_path import ADAPTER_CONFIG
 from mtjax.data.tokens.folder import tokenizer_files, tokenizer_of
 from mtjax.errors import UserError, parse_json_object, require
 
-WITHOUT_EFFECT = {
-    *("peft_type", "task_type", "base_model_name_or_path", "revision", "auto_mapping", "peft_version"),
-    *("inference_mode", "lora_dropout", "target_modules", "exclude_modules", "layers_pattern", "modules_to_save"),
-    *("megatron_config", "megatron_core", "qalora_group_size", "eva_config", "corda_config", "lora_ga_config"),
-    *("loftq_config", "runtime_config", "fan_in_fan_out", "bias"),
-}
-"""Keys of adapter_config.json that say nothing about the weights beyond what the tensors and other keys say."""
-READ = {
-    *("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "init_lora_weights"),
-    *("layers_to_transform", "ensure_weight_tying"),
-}
-STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
-"""Values of init_lora_weights with which the base model's weights are those of its files."""
-TASKS = (None, "CAUSAL_LM", "FEATURE_EXTRACTION")
-"""Values of task_type whose models have the heads of the base model."""
 DTYPES = ("F32", "F16", "BF16")
 """Dtypes of adapters, as safetensors names them."""
 FACTORS = {
@@ -172,6 +158,41 @@ class Adapters:
         """Reads a tensor of the file, as float32."""
         return np.asarray(self._file.get_tensor(name), np.float32)
 
+    def join_copies(self, shared: Mapping[str, str]) -> None:
+        """Leaves out what changes modules that share their weights with others, of which mtjax has one copy.
+
+        Args:
+          shared: as `Family.shared`.
+
+        Raises:
+          UserError: it is not the same change.
+        """
+        for copy, first in shared.items():
+            changed = (*self.modules, *self.full)
+            ends = {n.removeprefix(own) for own in (copy, first) for n in changed if n.startswith(f"{own}.")}
+            for end in sorted(ends):
+                pair = zip(self._change(first + end), self._change(copy + end), strict=True)
+                if not all(np.all(one == other) for one, other in pair):
+                    raise UserError(
+                        f"{self.path.parent / TENSORS} changes {first + end} and {copy + end}, which share their "
+                        "weights, in different ways, and mtjax has one copy of them: train the same adapter for both"
+                    )
+                self.modules.pop(copy + end, None)
+                self.full.pop(copy + end, None)
+
+    def _change(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """Returns what is added to a matrix, or replaces a tensor, and DoRA's magnitudes; zeros for neither."""
+        none = np.zeros((), np.float32)
+        if name in self.full:
+            return self.read(self.full[name]), none
+        if name not in self.modules:
+            return none, none
+        names = self.modules[name].names
+        down, up = self.read(names["down"]), self.read(names["up"])
+        return self.scale(name, len(down)) * (up @ down), self.read(
+            names["magnitude"]
+        ) if "magnitude" in names else none
+
     def scale(self, module: str, rank: int) -> float:
         """Returns the factor of `up down`.
 
@@ -179,10 +200,10 @@ class Adapters:
           UserError: the config has another rank.
         """
         ranks, alphas = (self._pattern(key) for key in ("rank_pattern", "alpha_pattern"))
-        expected = _matching(ranks, module, self.config.get("r"))
+        expected = matching(ranks, module, self.config.get("r"))
         if expected != rank:
             raise UserError(f"the adapter of {module} has rank {rank}, but {self.path} says {expected!r}")
-        alpha = _matching(alphas, module, self.config.get("lora_alpha"))
+        alpha = matching(alphas, module, self.config.get("lora_alpha"))
         if type(alpha) not in (int, float) or not isfinite(alpha):
             raise UserError(f"{self.path}: lora_alpha of {module} is {alpha!r}, and must be a number")
         return alpha / rank**0.5 if self.config.get("use_rslora") else alpha / rank
@@ -204,26 +225,6 @@ class Adapters:
         return pattern
 
 
-def _matching(patterns: Mapping[str, Any], module: str, otherwise: Any) -> Any:
-    """Returns the value of the first pattern that matches the end of a module's name, as in peft."""
-    return next((v for pattern, v in patterns.items() if re.match(rf"(.*\.)?({pattern})$", module)), otherwise)
-
-
-def unread(config: Mapping[str, Any]) -> list[str]:
-    """Returns what of an adapter_config.json is not read."""
-    kind, start, task = (config.get(key) for key in ("peft_type", "init_lora_weights", "task_type"))
-    wrong = [] if kind == "LORA" else [f"peft_type is {kind!r}, but must be 'LORA'"]
-    if start not in STARTS:
-        wrong.append(
-            f"init_lora_weights is {start!r}, with which the base model's weights change when the adapters are loaded: "
-            "save them with path_initial_model_for_weight_conversion, or merge them with peft"
-        )
-    if task not in TASKS:
-        wrong.append(f"task_type is {task!r}, whose head the base model lacks: merge the adapters with peft")
-    others = [key for key in config if key not in WITHOUT_EFFECT | READ and config[key]]
-    return wrong + [f"{key} is {config[key]!r}: merge the adapters with peft" for key in others]
-
-
 class AdaptedTensors(FolderTensors):
     """The tensors of the base model with the adapters merged into them, in float32."""
 
@@ -234,9 +235,8 @@ class AdaptedTensors(FolderTensors):
           UserError: they do not fit.
         """
         super().__init__(reader, table)
-        self._outputs = frozenset(table.copies)
+        self._outputs, self._table_copies = frozenset(table.copies), table.copies
         self._adapters, self._is_transposed = adapters, model_type in IS_TRANSPOSED
-        self._base_shapes, self.dtype = dict(self.shapes), "float32"
         self._full = {self._own_name(name, table): name for name in adapters.full}
         self._modules = {self._own_name(f"{module}.weight", table): module for module in adapters.modules}
         source = adapters.path.parent / TENSORS
@@ -252,7 +252,7 @@ class AdaptedTensors(FolderTensors):
         if both and not adapters.config.get("ensure_weight_tying"):
             raise UserError(
                 f"{source} changes {both[0]}, to which the base model ties its output, which peft leaves as it is: "
-                "merge the adapters with peft"
+                "save the base model untied (tie_word_embeddings false, with a tensor of the output), and name that one"
             )
         self._check_layers()
         for own, name in self._full.items():
@@ -266,6 +266,12 @@ class AdaptedTensors(FolderTensors):
             of = of[::-1] if self._is_turned(own) else of
             self._check(source, own, (up[0], down[1]), of)
             adapters.scale(module, down[0])
+        self._check_complete(source)
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of merged weights."""
+        return "float32"
 
     def _own_name(self, name: str, table: Table) -> str:
         """Returns the name in the files of a tensor in memory: the modules of some types are renamed when loaded."""
@@ -278,16 +284,52 @@ class AdaptedTensors(FolderTensors):
         Raises:
           UserError: another layer has one.
         """
-        layers = self._adapters.config.get("layers_to_transform")
-        allowed = None if layers is None or layers == [] else layers if isinstance(layers, list) else [layers]
         for module in self._modules.values():
-            number = re.search(r"\.(\d+)\.", module)
-            if allowed is not None and number and int(number[1]) not in allowed:
+            if not self._is_in_layers(module):
+                layers = self._adapters.config["layers_to_transform"]
                 raise UserError(f"{self._adapters.path}: layers_to_transform is {layers}, but {module} has an adapter")
 
+    def _is_in_layers(self, module: str) -> bool:
+        """Returns whether layers_to_transform has the layer of a module, or does not say."""
+        layers = self._adapters.config.get("layers_to_transform")
+        allowed = None if layers is None or layers == [] else layers if isinstance(layers, list) else [layers]
+        number = re.search(r"\.(\d+)\.", module)
+        return allowed is None or number is None or int(number[1]) in allowed
+
+    def _check_complete(self, source: Path) -> None:
+        """Checks that the file has the modules that the config names, as far as the base model's files have them.
+
+        Raises:
+          UserError: it lacks some (experts excepted, which transformers holds under other names).
+        """
+        config = self._adapters.config
+        targets, others, saved = (config.get(key) for key in ("target_modules", "exclude_modules", "modules_to_save"))
+        matrices = [name for name, shape in self.shapes.items() if len(shape) == 2 and ".experts." not in name]
+        modules = [name.removesuffix(".weight") for name in matrices if name.endswith(".weight")]
+        changed = {name.removesuffix(".weight") for name in self._modules}
+        wanted = [m for m in modules if is_named(m, targets) and not is_named(m, others) and self._is_in_layers(m)]
+        full = {name.rpartition(".")[0] for name in self._full}
+        outputs = [name.removesuffix(".weight") for name in self._outputs]
+        for key, names in (
+            ("target_modules", [module for module in wanted if module not in changed | full]),
+            ("modules_to_save", [m for m in dict.fromkeys(modules + outputs) if is_named(m, saved) and m not in full]),
+        ):
+            if names:
+                raise UserError(
+                    f"{source} has no tensors of {names[0]}, which {key} of {self._adapters.path} names "
+                    f"({len(names)} such module{'' if len(names) == 1 else 's'}): the file is incomplete, save it again"
+                )
+
     def _check(self, source: Path, name: str, shape: tuple[int, ...], of: tuple[int, ...]) -> None:
-        if shape != of:
-            raise UserError(f"{source}: {name} is for a tensor of shape {shape}, but the base model's has {of}")
+        if shape == of:
+            return
+        tables = {*self._outputs, *self._table_copies.values()}
+        if name in tables and len(shape) == len(of) == 2 and shape[1] == of[1]:
+            raise UserError(
+                f"{source}: {name} has {shape[0]} tokens, but that of the base model has {of[0]}: save the base model "
+                f"after resize_token_embeddings({shape[0]}), and name that one in {self._adapters.path}"
+            )
+        raise UserError(f"{source}: {name} is for a tensor of shape {shape}, but the base model's has {of}")
 
     def _is_turned(self, name: str) -> bool:
         """Returns whether a matrix is [inputs, outputs] in the files; an output is a Linear in every type."""
@@ -337,6 +379,8 @@ def describe_adapted(folder: Path, vocab_multiple: int | None = None) -> tuple[A
     adapters, files = Adapters(folder), tokenizer_files(folder)
     if tokenizer_of(files, folder) is None and (templates := [name for name in files if name.endswith(".jinja")]):
         raise UserError(f"{folder} has {templates[0]}, but no tokenizer: copy that of the base model, {adapters.base}")
+    plain = describe(adapters.base, vocab_multiple)
+    adapters.join_copies(plain.family.shared(plain.config.model))
     described = describe(
         adapters.base,
         vocab_multiple,

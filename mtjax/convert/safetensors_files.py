@@ -2,7 +2,7 @@
 
 import json
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
@@ -46,12 +46,14 @@ class SafetensorsReader:
           UserError: there are none, one is missing, or one is corrupted.
         """
         open_file = require("safetensors", "convert").safe_open
-        self._stack, self._files, self._paths = ExitStack(), {}, {}
+        self._folder, self._stack, self._files, self._paths = folder, ExitStack(), {}, {}
         for path in _files_of(folder):
             try:
                 opened = self._stack.enter_context(open_file(path, framework="np"))
             except Exception as e:  # the library's exception class is not public
                 raise UserError(f"{path} can't be read as safetensors; it may be incomplete: {e}") from e
+            if both := sorted(self._files.keys() & set(opened.keys())):
+                raise UserError(f"{both[0]} is in two files, {self._paths[both[0]]} and {path}: remove one of them")
             self._files |= dict.fromkeys(opened.keys(), opened)
             self._paths |= dict.fromkeys(opened.keys(), path)
         shapes = {name: tuple(file.get_slice(name).get_shape()) for name, file in self._files.items()}
@@ -65,7 +67,26 @@ class SafetensorsReader:
         self.shapes = {name: shape for name, shape in self.shapes.items() if name not in compressed_parts}
         self.shapes |= {name: stored.shape for name, stored in self.compressed.items()}
         of_packed = parts | self._in_blocks | compressed_parts - {n + compressed.SCALE for n in self.compressed}
-        self.dtype = _common_dtype(folder, {name: code for name, code in codes.items() if name not in of_packed})
+        self._codes = {name: code for name, code in codes.items() if name not in of_packed}
+        self.dtype = _common_dtype(folder, self._codes)
+
+    def ignore(self, names: Set[str]) -> None:
+        """Leaves tensors that are not weights out of `dtype`."""
+        self._codes = {name: code for name, code in self._codes.items() if name not in names}
+        if self._codes:
+            self.dtype = _common_dtype(self._folder, self._codes)
+
+    def check_floats(self) -> None:
+        """Checks that all weights are floating-point numbers.
+
+        Raises:
+          UserError: some are integers, whose scales the folder does not have or describe.
+        """
+        if odd := {code: name for name, code in self._codes.items() if code not in CODES.values()}:
+            kinds = ", ".join(f"{code} ({odd[code]})" for code in sorted(odd))
+            raise UserError(
+                f"{self._folder} contains weights of type {kinds}, which are quantized: save them without quantization"
+            )
 
     def read(self, name: str) -> np.ndarray:
         """Reads one tensor; a packed one in `dtype`."""
@@ -122,13 +143,15 @@ def _read_8_bits(path: Path, name: str) -> np.ndarray:
 
 
 def _files_of(folder: Path) -> list[Path]:
-    """Returns the safetensors files of a folder.
+    """Returns the safetensors files of a folder: as in transformers, the one file wins over those of an index.
 
     Raises:
       UserError: there are none, or files of the index are missing.
     """
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder")
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
     if (folder / INDEX).is_file():
         try:
             files = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
@@ -141,8 +164,6 @@ def _files_of(folder: Path) -> list[Path]:
         if missing:
             raise UserError(f"{folder} is missing {', '.join(missing)}, which its {INDEX} names")
         return [folder / name for name in files]
-    if (folder / SINGLE).is_file():
-        return [folder / SINGLE]
     hint = ""
     if any(folder.glob("pytorch_model*.bin")):
         hint = (

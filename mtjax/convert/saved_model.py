@@ -36,6 +36,7 @@ from mtjax.models.sharded_model import ShardedModel
 from mtjax.runtime.checkpoints.weights import check_same_weights, find_weights, restore_weights
 from mtjax.sharding.param_specs import dotted
 from mtjax.train.folder.tokenizer import check_weights, readable_tokenizer
+from mtjax.train.objective import say_notes
 
 Tree = Any
 
@@ -167,13 +168,16 @@ class SavedModel:
 
     @classmethod
     def open(cls, text: str, hints: Hints = NO_HINTS, option: str = "--from") -> "SavedModel":
-        """Opens the weights that an option names.
+        """Opens the weights that an option names, and prints notes on them.
 
         Raises:
           UserError: there are no such weights.
         """
         kind, folder = parse_named(text, option)
-        return cls(folder, open_source(kind, folder, hints))
+        source = open_source(kind, folder, hints)
+        if isinstance(source, HuggingFaceSource):  # notes of other kinds are for `mtjax convert`
+            say_notes(source.origin.notes)
+        return cls(folder, source)
 
     @property
     def config(self) -> Config:

@@ -18,7 +18,7 @@ from mtjax.data.progress import ProgressLine
 from mtjax.data.tokens.end_file import TOKENIZER_JSON
 from mtjax.data.tokens.folder import GENERATION_CONFIG, tokenizer_files, tokenizer_of, tokenizer_of_run
 from mtjax.data.tokens.tokenizer import Tokenizer, open_tokenizer
-from mtjax.errors import UserError
+from mtjax.errors import UserError, naming
 
 
 @dataclass(frozen=True)
@@ -227,8 +227,9 @@ def config_of(settings: Mapping[str, Any], source: str) -> Config:
     if missing:
         raise UserError(f"{source} is missing {', '.join(missing)}")
     given = {name: list(v) if isinstance(v, tuple) else v for name, v in settings.items() if v is not None}
-    config = from_dict({"model": given}, source=source)
-    validate(config)
+    with naming(source):
+        config = from_dict({"model": given}, source=source)
+        validate(config)
     model = config.model
     # Default values are dropped, so that a converted config equals that of a run.
     if model.head_dim and model.head_dim * model.num_heads == model.hidden_size:

@@ -16,7 +16,7 @@ from mtjax.evaluate.score import Scorer, score_all
 from mtjax.evaluate.tasks.registry import KINDS, check_data
 from mtjax.evaluate.tasks.task import Kind, Settings, Task
 from mtjax.generate.first_tokens import first_tokens
-from mtjax.models.named_parameters import parameters_of
+from mtjax.models.named_parameters import without_other_modules
 from mtjax.models.sharded_model import ShardedModel
 from mtjax.runtime.checkpoints.weights import SPECIAL_IDS
 from mtjax.train.objective import VALID_LOSS, RunData
@@ -144,7 +144,7 @@ class RunEvaluations:
         for opened in self._opened:
             answers = SavedAnswers(None, "")
             for _ in score_all(
-                self._scorer, parameters_of(self._scorer.sharded_model, parameters), opened.task.rows, answers
+                self._scorer, without_other_modules(self._scorer.sharded_model, parameters), opened.task.rows, answers
             ):
                 pass
             results = opened.task.results(scores_of(answers.answers))

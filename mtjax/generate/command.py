@@ -17,6 +17,7 @@ from mtjax.generate.engine import Engine
 from mtjax.generate.fill import Filler
 from mtjax.generate.jsonl import JsonLines, Line
 from mtjax.generate.options import OF_ENGINES, OF_RETRIEVAL, Options, refuse
+from mtjax.generate.prefix_cache import check_snapshots
 from mtjax.generate.request import Sampling, with_text_seed
 from mtjax.generate.show import TextPrinter
 from mtjax.generate.text import TextWriter
@@ -54,6 +55,9 @@ def run(options: Options) -> None:
             write_with_neighbours(options, model, prompts)
             return
         refuse(options, OF_RETRIEVAL, f"a {model.family} reads no neighbours")
+        check_snapshots(model.placed.config.model, options.state_snapshots)
+        if options.beams is not None:
+            refuse(options, ("state_snapshots",), "beam search prefills each prompt from its start")
         decoder = Decoder(model.placed, model.parameters, model.start_id, storage=options.storage, grids=model.grids)
         job = Job(
             options, replace(model, parameters=None, grids=()), decoder
@@ -160,7 +164,9 @@ class Job:
         numbered = list(enumerate(prompts))
         texts = [(index, prompt, number) for index, prompt in numbered for number in range(options.samples)]
         sequences = min(options.batch, len(texts))
-        engine = Engine(self._decoder, sequences)
+        # A single text finds no prompt before it.
+        snapshots = options.state_snapshots if len(texts) > 1 else 0
+        engine = Engine(self._decoder, sequences, state_snapshots=snapshots)
         printer = TextPrinter(sys.stdout, options.show_logprobs)
         rate, done = TokenRate(sequences), list[Completion]()
         with waiting(f"compiling, and generating {len(texts)} texts" if len(texts) > 1 else COMPILING) as silence:
@@ -185,7 +191,8 @@ class Job:
         """Continues the prompts of a JSONL file, except for texts that the output already has."""
         options = self._options
         # Lines are submitted as the queue drains, so that a long file is not in memory as requests.
-        engine, max_queued = Engine(self._decoder, options.batch), 2 * options.batch
+        engine = Engine(self._decoder, options.batch, state_snapshots=options.state_snapshots)
+        max_queued = 2 * options.batch
         with JsonLines.of(options, self.model, options.samples) as lines:
             for line in lines.remaining():
                 ids = self.model.first_ids if options.documents else self.model.prompt_ids(line.prompt)
@@ -206,7 +213,8 @@ class Job:
     def chat(self) -> None:
         """Chats until the end of standard input."""
         options, template = self._options, ChatTemplate.of(self.model.folder)
-        engine, tokenizer = Engine(self._decoder, 1), self.model.tokenizer
+        engine = Engine(self._decoder, 1, state_snapshots=options.state_snapshots)
+        tokenizer = self.model.tokenizer
         if template is None and options.system is not None:
             raise UserError(f"--system needs a chat_template, and {self.model.folder} has none: remove --system")
         say("press Ctrl-D to end" + ("" if template else "; without a chat_template each line is continued separately"))

@@ -200,10 +200,10 @@ class Decoder:
         with self._traced():
             return self._call(self._compiled_prefill_encoder, self._leaves, cache, sequences, text, chunk)
 
-    def copy_sequence(self, cache: Cache, source: int, target: int) -> Cache:
-        """Copies one sequence's keys and values to another slot; the cache is donated."""
+    def call(self, program: Any, *arguments: Any) -> Any:
+        """Calls a program of caches, as those of `mtjax.generate.sequence_copies`."""
         with self._traced():
-            return self._call(self._compiled_copy, cache, jnp.int32(source), jnp.int32(target))
+            return self._call(program, *arguments)
 
     def reorder(self, cache: Cache, sequences: Sequences, sources: Any, tokens: Any) -> tuple[Cache, Sequences]:
         """Replaces each sequence by a copy of `sources` [sequences] with newest tokens `tokens` (beam search)."""
@@ -251,13 +251,6 @@ class Decoder:
     @cached_property
     def _compiled_prefill_encoder(self) -> Any:
         return jax.jit(self._on_leaves(self._prefill_encoder), donate_argnums=(1, 2))
-
-    @cached_property
-    def _compiled_copy(self) -> Any:
-        def copy(cache: Cache, source: Array, target: Array) -> Cache:
-            return jax.tree.map(lambda rows: rows.at[target].set(rows[source]), cache)
-
-        return jax.jit(copy, donate_argnums=0)
 
     @cached_property
     def _compiled_reorder(self) -> Any:

@@ -2,8 +2,8 @@
 
 One thread owns the device: it calls `step` (or `run`) of an `Engine`. Any thread may `submit` and `cancel`; the queue
 between them is bounded. Each step prefills some prompt chunks and decodes one token of every sequence that is already
-prefilled, so that long prompts do not delay the other sequences. Prefix caching: if a prompt begins with complete
-chunks that are in the cache of any slot, active or free, their keys and values are reused.
+prefilled, so that long prompts do not delay the other sequences. A prompt that begins with complete chunks which are in
+the cache of any slot, active or free, reuses them (`mtjax.generate.prefix_cache`).
 """
 
 import threading
@@ -16,8 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from mtjax.errors import UserError
-from mtjax.generate.caches import Cache, cache_length, keeps_prefix
+from mtjax.generate.caches import Cache, cache_length
 from mtjax.generate.decoder import Decoder, Sequences, encoder_input, prompt_chunk
+from mtjax.generate.prefix_cache import PrefixCache
 from mtjax.generate.request import FinishReason, Request, Sampling, Token
 from mtjax.generate.sampling import LogitsParams, SampledTokens, SamplingBatch
 from mtjax.generate.shapes import CHUNKS, chunk_length, doubled
@@ -69,10 +70,10 @@ class Engine:
       prefill_tokens_per_step: budget of a step: once this many prompt tokens were prefilled, the step decodes.
       min_cache_length: the cache holds this many tokens of each sequence, or 2, 4, 8, ... times as many: the smallest
         length that the running requests need.
+      state_snapshots: maximum number of snapshots of recurrent states; None for the default of `PrefixCache`.
 
     Attributes:
       decoder: the model.
-      reused: total number of prompt tokens that were served from the prefix cache.
       max_context: maximum number of tokens of a sequence, prompt included; for an encoder-decoder model, of the
         decoder's sequence.
       is_encoder_decoder: whether the encoder reads the prompt, as in T5.
@@ -87,16 +88,13 @@ class Engine:
         chunks: tuple[int, ...] = CHUNKS,
         prefill_tokens_per_step: int = 512,
         min_cache_length: int = 128,
+        state_snapshots: int | None = None,
     ) -> None:
         self.decoder, self._chunks, self._min_cache_length = decoder, tuple(sorted(chunks)), min_cache_length
         self.max_context, self.is_encoder_decoder = decoder.max_sequence_length, decoder.is_encoder_decoder
         self._most_waiting, self._prefill_tokens_per_step = most_waiting, prefill_tokens_per_step
         self._free_slots = list(range(sequences))
-        # For each slot, the tokens whose keys and values are in the cache: what the prefix cache matches against.
-        self._cached_tokens: list[tuple[int, ...]] = [()] * sequences
-        # And of how many tokens the keys were written, generated ones included: windows keep the last of them only.
-        self._written = [0] * sequences
-        self.reused = 0
+        self._prefixes = PrefixCache(decoder, sequences, self._chunks[-1], state_snapshots)
         self._sequences = sequences
         self._running: dict[int, _Running] = {}
         self._waiting: deque[Request] = deque()
@@ -163,6 +161,11 @@ class Engine:
         """Numbers of waiting and of running requests."""
         return len(self._waiting) + len(self._jobs), len(self._running)
 
+    @property
+    def reused(self) -> int:
+        """Total number of prompt tokens that were served from the prefix cache."""
+        return self._prefixes.reused
+
     # --- shapes, without running anything
 
     def cache_length_for(self, request: Request) -> int:
@@ -226,8 +229,7 @@ class Engine:
         for running in [r for r in self._running.values() if r.request in cancelled]:
             self._end(running, "cancelled")
         for request in joining:
-            # `max` returns the first of equals: without a shared prefix, the slot that has been free for longest.
-            slot = max(self._free_slots, key=lambda slot: self._shared_prefix(request, slot))
+            slot = self._prefixes.best_slot(request, self._free_slots, None if self._state is None else self._state[0])
             self._free_slots.remove(slot)
             start = (self.decoder.start_id,) if self.decoder.is_encoder_decoder else request.prompt
             self._running[slot] = _Running(request, slot, start)
@@ -251,7 +253,7 @@ class Engine:
         length = cache_length(cache)
         # Shrinking only below a quarter avoids copies (and new shapes to compile for) with each short request.
         if length < need or length > 4 * need:
-            self._cached_tokens = [cached[:need] for cached in self._cached_tokens]
+            self._prefixes.truncate(need)
             self._state = self.decoder.resized(cache, need), sequences
 
     def _required_length(self, running: _Running) -> int:
@@ -269,50 +271,19 @@ class Engine:
         tokens = len(request.prompt)
         return doubled(chunk_length(self._chunks, tokens), tokens)
 
-    def _shared_prefix(self, request: Request, slot: int) -> int:
-        """Returns how many tokens of a prompt can be reused from a slot.
-
-        A multiple of the longest chunk, so that the reused keys and values are bit-identical to those that prefilling
-        this prompt would compute; never the last token, whose logits are needed. 0 if the prompt is echoed (its tokens
-        need log-probabilities) or has a repetition penalty (its tokens must be counted), or if layers with a window no
-        longer have the last of these tokens, or states of state-space layers have later ones.
-        """
-        if self._state is None or self.decoder.is_encoder_decoder:
-            return 0
-        if request.echo or request.sampling.repetition_penalty != 1:
-            return 0
-        pairs = enumerate(zip(request.prompt[:-1], self._cached_tokens[slot], strict=False))
-        shared = next((index for index, (token, cached) in pairs if token != cached), None)
-        shared = min(len(request.prompt) - 1, len(self._cached_tokens[slot])) if shared is None else shared
-        shared, written = shared // self._chunks[-1] * self._chunks[-1], self._written[slot]
-        return shared if keeps_prefix(self._state[0], written, shared) else 0
-
-    def _reuse_prefix(self, running: _Running) -> None:
-        """Copies the longest cached prefix of a prompt into its slot, before the prompt is prefilled."""
-        # The request's own slot comes first: `max` prefers it to equally long prefixes, and it needs no copy.
-        slots = sorted(range(self._sequences), key=lambda slot: slot != running.slot)
-        source = max(slots, key=lambda slot: self._shared_prefix(running.request, slot))
-        shared = self._shared_prefix(running.request, source)
-        if shared and source != running.slot:
-            assert self._state is not None
-            cache, sequences = self._state
-            self._state = self.decoder.copy_sequence(cache, source, running.slot), sequences
-        self._written[running.slot] = self._written[source] if shared else 0
-        running.prefilled = running.reused = shared
-        self._cached_tokens[running.slot] = running.prompt[:shared]
-        self.reused += shared
-
     # --- tokens
 
     def _prefill_chunk(self, running: _Running) -> int:
         """Prefills a chunk of a prompt, after the last one also samples the first token; returns the chunk's length."""
+        request, prompt = running.request, running.prompt
+        assert self._state is not None
         if not running.prefilled:
-            self._reuse_prefix(running)
-        request, prompt, start = running.request, running.prompt, running.prefilled
+            cache, running.reused = self._prefixes.reuse(request, prompt, running.slot, self._state[0])
+            self._state, running.prefilled = (cache, self._state[1]), running.reused
+        start = running.prefilled
         length = 1 if self.decoder.is_encoder_decoder else chunk_length(self._chunks, len(prompt) - start)
         draws = sampling_batch(request.sampling, request.logprobs)
         chunk = prompt_chunk(prompt, start, length, running.slot, draws, running.reused)
-        assert self._state is not None
         if self.decoder.is_encoder_decoder:
             length = self._encoder_length(request)
             text = encoder_input(request.prompt, length)
@@ -321,8 +292,7 @@ class Engine:
             cache, sequences, drawn, scores = self.decoder.prefill(*self._state, chunk, request.echo)
         self._state = cache, sequences
         running.prefilled = min(start + length, len(prompt))
-        self._cached_tokens[running.slot] = prompt[: running.prefilled]
-        self._written[running.slot] = max(self._written[running.slot], running.prefilled)
+        self._prefixes.prefilled(request, prompt, running.prefilled, running.slot, cache)
         if request.echo:
             running.prompt_tokens += to_tokens(scores, prompt[start + 1 : start + length + 1])
         if running.is_prefilled:
@@ -345,7 +315,7 @@ class Engine:
         with_logprobs = any(running.request.logprobs for running in decoding)
         rows = to_tokens(drawn, tokens, with_logprobs)
         for running in decoding:
-            self._written[running.slot] = max(self._written[running.slot], running.length)
+            self._prefixes.decoded(running.slot, running.length)
             row = rows[running.slot]
             self._emit(running, row if running.request.logprobs else Token(row.id))
 

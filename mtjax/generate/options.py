@@ -49,6 +49,10 @@ class Options:
     """A tokenizer, named as for `mtjax train`. Default: the tokenizer that comes with the weights."""
     batch: int = at_least(1, 8, most=4096)
     """Maximum number of sequences that are generated at a time (continuous batching)."""
+    state_snapshots: int | None = at_least(0, None, most=2**16)
+    """Models with Mamba-2 or gated delta nets: maximum number of snapshots of their recurrent states, from which
+    prompts with the same beginning continue; each takes as much memory as the state of a sequence. Default: 2 for each
+    sequence of --batch."""
     samples: int = at_least(1, 1, most=2**20)
     """Number of texts for each prompt. The first one uses --seed, each further one the next seed."""
     stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
@@ -104,7 +108,7 @@ class Options:
     sampling: tyro.conf.OmitArgPrefixes[Sampling] = field(default_factory=Sampling)
 
 
-OF_ENGINES = ("storage", "beams", "documents", "length_penalty", "interactive", "echo")
+OF_ENGINES = ("storage", "state_snapshots", "beams", "documents", "length_penalty", "interactive", "echo")
 """Options that need a KV cache or the engine."""
 OF_RETRIEVAL = ("retrieve", "embedder", "without_document", "sources")
 """Options of `--retrieve`."""

@@ -45,7 +45,7 @@ def continue_text(trained: ShardedModel, parameters: Tree, tokenizer: Tokenizer,
 
     if prompt_tokens.fits:
         decoder = Decoder(generation_model(trained), parameters, trained=trained, vocab_size=tokenizer.vocab_size)
-        engine = Engine(decoder, sequences=1)
+        engine = Engine(decoder, sequences=1, state_snapshots=0)
         engine.submit(Request(prompt_tokens.ids, SAMPLING, frozenset({tokenizer.eod}), on_token=on_token))
         engine.run()
     return tokenizer.decode(ids)

@@ -12,7 +12,7 @@ from mtjax.config import Config, Parallel
 from mtjax.config.storage import PLAIN, Storage
 from mtjax.convert.saved_model import Hints, SavedModel, vocab_multiple_for, without_training
 from mtjax.data.samples.t5 import t5_ids
-from mtjax.data.tokens.pretrained_settings import read_object
+from mtjax.data.tokens.pretrained_settings import ids_in, read_object
 from mtjax.data.tokens.tokenizer import Tokenizer
 from mtjax.errors import UserError
 from mtjax.generate.first_tokens import first_tokens_of
@@ -146,26 +146,36 @@ def _load(
 
 
 def stop_ids_of(saved: SavedModel, tokenizer: Tokenizer) -> frozenset[int]:
-    """Returns the stop tokens: `eos_token_id` in Hugging Face's configs, else the end-of-document token of training."""
-    ends: set[int] = set()
-    for named in (entry.get("eos_token_id") for entry in _settings(saved)):
-        ends |= {index for index in (named if isinstance(named, list) else [named]) if type(index) is int}
+    """Returns the stop tokens: `eos_token_id` of generation_config.json, else of config.json, as in transformers.
+
+    Without either, it is the end-of-document token of training.
+
+    Raises:
+      UserError: one is not a token id.
+    """
+    named = (ids_in(entry, "eos_token_id", source) for source, entry in _settings(saved))
+    ends = next((ids for ids in named if ids), [])
     default = t5_ids(tokenizer).eos if saved.config.model.family == "t5" and not ends else tokenizer.eod
     return frozenset(ends or {default})
 
 
 def start_id_of(saved: SavedModel, tokenizer: Tokenizer) -> int:
-    """Returns the first token of a T5's decoder, from the same sources; 0 for families without an encoder."""
+    """Returns the first token of a T5's decoder, from the same sources; 0 for families without an encoder.
+
+    Raises:
+      UserError: it is not a token id.
+    """
     if saved.config.model.family != "t5":
         return 0
-    named = [entry.get("decoder_start_token_id") for entry in _settings(saved)]
-    start = next((start for start in named if isinstance(start, int)), None)
-    return t5_ids(tokenizer).bos if start is None else start
+    named = (ids_in(entry, "decoder_start_token_id", source) for source, entry in _settings(saved))
+    return next((ids[0] for ids in named if ids), t5_ids(tokenizer).bos)
 
 
-def _settings(saved: SavedModel) -> list[Mapping[str, Any]]:
+def _settings(saved: SavedModel) -> list[tuple[Path, Mapping[str, Any]]]:
+    """Returns what Hugging Face's files say of generation, with their names; the first wins."""
     origin = saved.source.origin
-    return [origin.hugging_face, read_object(origin.generation_config)]
+    own = origin.generation_config
+    return [(own, read_object(own)), (saved.folder / "config.json", origin.hugging_face)]
 
 
 def special_id(tokenizer: Tokenizer, name: str) -> int:

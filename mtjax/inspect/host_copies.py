@@ -30,6 +30,13 @@ def host_copies(text: str, module: Module) -> tuple[int, int]:
     return read, written
 
 
+def hosted_arguments(text: str) -> set[str]:
+    """Returns the names of a program's parameters that are in the host's memory."""
+    found = (line.partition(" parameter(") for line in text.splitlines())
+    names = (_NAME.match(result) for result, is_parameter, _ in found if is_parameter and ON_HOST in result)
+    return {name[1] for name in names if name}
+
+
 def _sizes(text: str) -> Iterator[tuple[str, tuple[int, int]]]:
     """Yields the name of each copy and the bytes that it reads and writes each time."""
     for line in text.splitlines():

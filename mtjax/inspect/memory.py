@@ -1,15 +1,16 @@
 """Memory per device: the compiler's allocation, divided by kind as far as the program shows it, and the formulas."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from mtjax.analysis.counts import trainable_counts
 from mtjax.analysis.memory import Memory, stage_memory
-from mtjax.analysis.optimizer import host_bytes
+from mtjax.analysis.optimizer import host_bytes, host_reads
 from mtjax.analysis.teacher_cost import table_bytes, weight_bytes
 from mtjax.config import Model
 from mtjax.inspect.compiled import CompiledStep
 from mtjax.inspect.hlo import Array, Module
-from mtjax.inspect.host_copies import host_copies
+from mtjax.inspect.host_copies import host_copies, hosted_arguments
 
 
 @dataclass(frozen=True)
@@ -36,13 +37,15 @@ class MemoryReport:
     formula: Memory
     """Memory of the same plan by formula."""
     host: int = 0
-    """Optimizer states in the host's memory."""
+    """States in the host's memory."""
     host_reads: int = 0
     """Bytes that a step reads from the host's memory."""
     host_writes: int = 0
     """Bytes that a step writes to the host's memory."""
     host_formula: int = 0
-    """Of each of the last three, by formula."""
+    """Of `host` and `host_writes`, by formula."""
+    host_reads_formula: int = 0
+    """Of `host_reads`, by formula."""
     beside: int = 0
     """A teacher's weights on the device that are not arguments of the step, by formula."""
 
@@ -61,9 +64,10 @@ def memory_report(step: CompiledStep, capacity: int | None, teacher: Model | Non
       teacher: the teacher's model, of which the step reads the output table only.
     """
     stats = step.memory
-    arguments = argument_arrays(step.module)
+    hosted = hosted_arguments(step.text) if stats.host else set[str]()
+    arguments = argument_arrays(step.module, without=hosted)
     parameters = sum(a.bytes for name, a in arguments if name.startswith("state.parameters"))
-    optimizer = sum(a.bytes for name, a in arguments if name.startswith("state.optimizer")) - stats.host
+    optimizer = sum(a.bytes for name, a in arguments if name.startswith("state.optimizer"))
     plan = step.plan
     formula = stage_memory(step.anatomy, plan)
     moments = plan.precision.optimizer / plan.precision.gradients  # of a gradient's size
@@ -78,6 +82,7 @@ def memory_report(step: CompiledStep, capacity: int | None, teacher: Model | Non
         host_reads=reads,
         host_writes=writes,
         host_formula=round(host_bytes(step.anatomy, plan)),
+        host_reads_formula=round(host_reads(step.anatomy, plan)),
         arguments=stats.arguments,
         outputs=stats.outputs,
         aliased=stats.aliased,
@@ -94,9 +99,10 @@ def memory_report(step: CompiledStep, capacity: int | None, teacher: Model | Non
     )
 
 
-def argument_arrays(module: Module) -> list[tuple[str, Array]]:
-    """Returns the name and local array of each of the program's arguments: "state.parameters['embedding']"."""
-    return [(p.op_name, array) for p in module.entry.parameters for array in p.arrays]
+def argument_arrays(module: Module, without: Collection[str] = ()) -> list[tuple[str, Array]]:
+    """Returns the name and local array of each of the program's arguments, "state.parameters['embedding']", but of
+    those whose names in the program are `without`."""
+    return [(p.op_name, array) for p in module.entry.parameters if p.name not in without for array in p.arrays]
 
 
 def host_violations(memory: MemoryReport, *, saves_inputs: bool = False) -> list[str]:
@@ -106,10 +112,12 @@ def host_violations(memory: MemoryReport, *, saves_inputs: bool = False) -> list
       memory: of the step.
       saves_inputs: whether layers' inputs are saved there as well, whose copies no formula has.
     """
-    found = {"keeps": memory.host}
-    found |= {} if saves_inputs else {"reads": memory.host_reads, "writes": memory.host_writes}
+    found = {"keeps": (memory.host, memory.host_formula)}
+    if not saves_inputs:
+        found["reads"] = memory.host_reads, memory.host_reads_formula
+        found["writes"] = memory.host_writes, memory.host_formula
     return [
-        f"a step {does} {size:,} bytes of the host's memory instead of {memory.host_formula:,}"
-        for does, size in found.items()
-        if size != memory.host_formula
+        f"a step {does} {size:,} bytes of the host's memory instead of {formula:,}"
+        for does, (size, formula) in found.items()
+        if size != formula
     ]

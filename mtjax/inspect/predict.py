@@ -8,7 +8,7 @@ from mtjax.analysis import flops as formulas
 from mtjax.analysis.accuracy import accuracy_on
 from mtjax.analysis.contract import LAYER_BACKWARD, LAYER_FORWARD, LAYER_PHASES
 from mtjax.analysis.hardware import Server
-from mtjax.analysis.optimizer import host_bytes
+from mtjax.analysis.optimizer import host_bytes, host_reads
 from mtjax.analysis.timing import step_time
 from mtjax.inspect.causes import Causes, memory_bound_by_cause
 from mtjax.inspect.collectives import Collective
@@ -91,7 +91,8 @@ def predict(
     config = step.config
     model_flops = formulas.model_flops(step.anatomy) * config.training.global_batch_size / step.mesh.size
     by_plan = step_time(step.anatomy, step.plan, server)
-    copying = 2 * host_bytes(step.anatomy, step.plan) / roofline.machines[2].host_bandwidth
+    copied = host_reads(step.anatomy, step.plan) + host_bytes(step.anatomy, step.plan)
+    copying = copied / roofline.machines[2].host_bandwidth
     seconds = walked.seconds + copying
     peak = roofline.machines[4 if config.training.compute_dtype == "float32" else 2].peak
     return TimeReport(

@@ -263,8 +263,8 @@ def memory_lines(report: Report) -> str:
         + (f"teacher {size(f.teacher)}, " if f.teacher else "")
         + f"peak {size(f.total)}"
         + (
-            f"\n  in the host: optimizer {size(m.host)}; a step reads {size(m.host_reads)} of it and writes "
-            f"{size(m.host_writes)}; by formula {size(m.host_formula)} each"
+            f"\n  in the host: {size(m.host)} of states; a step reads {size(m.host_reads)} (by formula "
+            f"{size(m.host_reads_formula)}) and writes {size(m.host_writes)} (by formula {size(m.host_formula)})"
         )
         * bool(m.host)
         + (f"\n  outside the step: teacher's weights {size(m.beside)}, by formula" if m.beside else "")

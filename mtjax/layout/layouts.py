@@ -33,6 +33,8 @@ def zero_axes(axes: Axes) -> Axes:
 
 NOT_SHARDED = -1
 """In place of a dimension: ZeRO shards none."""
+LARGEST_SCORES = "largest_scores"
+"""Name of what attention scores are observed by: zeros whose gradient is the largest score of each head."""
 
 LAYERS = "layers"
 """Logical name of the dimension along which the layers of a stack are stacked: the first."""

@@ -35,6 +35,8 @@ class OptimizerStates:
     """Bytes of an element of AdamW's moments."""
     newton_schulz: Literal["bfloat16", "float32"] = "bfloat16"
     """Type in which Muon's matrices are exchanged and orthogonalized."""
+    clips_scores: bool = False
+    """Whether weights are scaled by the largest attention scores (QK-clip)."""
 
     @property
     def is_plain(self) -> bool:
@@ -57,6 +59,7 @@ def optimizer_states(config: Config) -> OptimizerStates:
         BYTES[options.adam_mu_dtype],
         BYTES[options.adam_nu_dtype],
         "bfloat16" if is_narrow else "float32",
+        options.qk_clip > 0,
     )
 
 

@@ -110,6 +110,7 @@ class Plan:
     """Tokens per chunk of the loss, whose logits are alive together; all of the microbatch's when None."""
     optimizer: OptimizerStates = ADAMW
     offloads_optimizer: bool = False
+    offloads_parameters: bool = False
     """Whether AdamW's moments are in the host's memory."""
     precision: Precision = MTJAX
     element_bytes: int = 2
@@ -376,7 +377,8 @@ class Plan:
             teacher_width=run.finetuning.teacher_width or 0,
             loss_chunk=training.loss_chunk,
             optimizer=states,
-            offloads_optimizer=run.parallel.offload == "optimizer",
+            offloads_optimizer=run.parallel.offload != "none",
+            offloads_parameters=run.parallel.offload == "optimizer,parameters",
             precision=_precision(run, states),
             element_bytes=4 if training.compute_dtype == "float32" else 2,
         )
@@ -388,5 +390,6 @@ def _precision(run: Config, states: OptimizerStates) -> Precision:
     """Returns the bytes of a run's states: the types of AdamW's moments and of matrices may be set, and that of the
     reduction."""
     precision = MTJAX if run.parallel.grad_reduce_dtype == "float32" else MTJAX_BF16_WIRE
-    matrices = BYTES[run.optimizer.master_dtype]
+    # Of offloaded master weights the device has copies in the compute dtype, of 16 bits.
+    matrices = 2 if run.parallel.offload == "optimizer,parameters" else BYTES[run.optimizer.master_dtype]
     return replace(precision, optimizer=states.mu_bytes + states.nu_bytes, matrices=matrices)

@@ -72,7 +72,7 @@ _RARE = (
     none("--torch-fsdp2-no-reshard-after-forward", "--zero 3 gathers weights for each use; see --zero 2"),
     none("--exit-signal", "SIGTERM saves and ends a run", same=("SIGTERM", None)),
     none("--renormalize-blend-weights", "blends are sampled by the weights as given", default=False),
-    none("--log-max-attention-logit", "it is not logged", default=False),
+    none("--log-max-attention-logit", "--qk-clip logs largest_score; not logged without it", default=False),
     none("--log-energy", "it is not logged", default=False),
     always("--non-persistent-local-ckpt-dir", "--local-checkpoints DIR, with --non-persistent-save-interval"),
     *(

@@ -9,9 +9,8 @@ from jaxtyping import Int, Key
 from mtjax.layout.dropout import keep_share, keep_threshold
 from mtjax.models.recompute import DROPOUT_MASK
 from mtjax.models.threefry import random_halves
-from mtjax.models.unhoisted import where
 from mtjax.sharding.axes import spec
-from mtjax.sharding.no_hoist import no_hoist
+from mtjax.sharding.no_hoist import no_hoist, where
 
 
 def dropout(

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax import Array
 
-from mtjax.models.layer_context import with_text_lengths
+from mtjax.models.routers import with_text_lengths
 from mtjax.sharding.axes import use_rules
 from mtjax.sharding.gradients import distributed_losses
 
@@ -40,6 +40,7 @@ class Evaluation:
         # The plain cross-entropy, comparable between runs.
         model = placed.trunk_losses(dataclasses.replace(placed.loss_options, label_smoothing=0.0, z_loss=0.0))
         weights, batch = placed.family.loss_weights(batch), with_text_lengths(placed.config.model, batch)
+        parameters = placed.with_observers(parameters)
         with use_rules(placed.layout.rules):
             inputs, schedule = (batch, weights, None), placed.microbatch_schedule(1)
             sums = distributed_losses(model, parameters, inputs, placed.region, schedule)

@@ -5,7 +5,8 @@ from typing import Any
 
 from jax import Array
 
-from mtjax.models.layer_context import RESIDUAL, with_text_lengths
+from mtjax.models.layer_context import RESIDUAL
+from mtjax.models.routers import with_text_lengths
 from mtjax.models.sharded_model import Batch, ShardedModel
 from mtjax.models.trunk import HiddenStates, run_sections
 from mtjax.sharding.axes import current_rules, partition_spec

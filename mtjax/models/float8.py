@@ -87,6 +87,9 @@ def quantize_products(model: Any, config: Config) -> None:
     """Makes the products of a decoder's layers run in 8 bits, except those whose sizes do not fit.
 
     Embedding, head, norms, experts, routers and attention's own products remain as they are.
+
+    Raises:
+      LookupError: no layer has one of the products.
     """
     training, heads, degree = config.training, config.model.num_heads, num_shards("heads")
     kind = E5M2 if training.fp8_format == "hybrid" else E4M3
@@ -96,6 +99,7 @@ def quantize_products(model: Any, config: Config) -> None:
     gathers = is_delayed and sequence_is_sharded() and not left and not config.model.lora_rank
     recipe = Recipe(is_delayed, kind, gathers=gathers, by_rows=training.fp8 == "rowwise")
     ends = (training.fp8_bf16_first_layers, training.fp8_bf16_last_layers)
+    missing = set(names)
     for stack in model.decoder_stacks:
         stack.recompute = replace(stack.recompute, unquantized=ends)
         layers = _is_layer(stack) if recipe.is_delayed else None
@@ -105,6 +109,9 @@ def quantize_products(model: Any, config: Config) -> None:
                 linear = getattr(linear, part, None)
             if linear is not None:
                 linear.rule = Float8Product(recipe, heads, layers)
+                missing.discard(name)
+    if missing:
+        raise LookupError(f"no layer has {', '.join(sorted(missing))}, which mtjax.config.float8 lists as products")
 
 
 def _is_layer(stack: Any) -> Array:

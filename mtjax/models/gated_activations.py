@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from mtjax.models.activations import ACTIVATIONS
-from mtjax.sharding.unstack import is_unrolled
+from mtjax.models.recompute import is_unrolled
 
 _LIMIT, _STEEPNESS = 7.0, 1.702
 

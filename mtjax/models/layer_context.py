@@ -1,50 +1,24 @@
 """Inputs of every layer of a stack other than the hidden states."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from jax import Array
-from jaxtyping import Bool, Float, Int, Key
+from jaxtyping import Float, Int, Key
 
-from mtjax.config import Model
 from mtjax.layout.plan import ContextMethod, ExpertDispatch
 
 if TYPE_CHECKING:
     from mtjax.models.kv_cache import CachePositions
     from mtjax.models.rotary import Rotation, Rotations
+    from mtjax.models.routers import Padding
     from mtjax.models.shared_inputs import SharedInputs
 
 RESIDUAL = ("batch", "act_seq", "act_embed")
 """Logical names of the dimensions of hidden states (the residual stream)."""
 
-
 PADDING_MASK, TEXT_LENGTH = "padding_mask", "text_length"
 """Arrays of a batch: 1 on text and 0 on padding, [batch, seq]; and the number of text tokens per sample, [batch]."""
-
-
-class Padding(NamedTuple):
-    """Which tokens of samples are text, and how many."""
-
-    is_text: Bool[Array, "batch seq"]
-    length: Int[Array, " batch"]
-    """Text tokens of each sample; with context parallelism, those of all ranks."""
-
-    @classmethod
-    def of(cls, batch: Mapping[str, Array]) -> "Padding | None":
-        """Returns the padding of a batch; None unless `with_text_lengths` has counted its text."""
-        if TEXT_LENGTH not in batch:
-            return None
-        return cls(batch[PADDING_MASK] > 0, batch[TEXT_LENGTH])
-
-
-def with_text_lengths(model: Model, batch: Mapping[str, Array]) -> dict[str, Array]:
-    """Adds the text lengths of samples to a batch with a padding mask, for models whose routers need them."""
-    # Called outside the manual region: there a row is an entire sample also with context parallelism, and the sum is
-    # one small reduction per step instead of one per layer.
-    if not model.num_experts or PADDING_MASK not in batch:
-        return dict(batch)
-    return {**batch, TEXT_LENGTH: batch[PADDING_MASK].sum(1)}
 
 
 @dataclass(frozen=True)
@@ -82,7 +56,7 @@ class LayerContext:
     """How context parallelism sends keys and values to the queries of other ranks."""
     expert_dispatch: ExpertDispatch = "all-gather"
     """How expert parallelism sends tokens to the experts of other ranks."""
-    padding: Padding | None = None
+    padding: "Padding | None" = None
     """Which tokens are padding, which routers neither count nor send to experts; None where all are text."""
     cache_positions: "CachePositions | None" = None
     """Positions of the tokens in sequences whose earlier tokens are in a KV cache, the layers' state; None without

@@ -23,7 +23,7 @@ def draw_named(placed: ShardedModel, seed: int, names: Collection[str]) -> dict[
     return placed.on_mesh(draw, jax.random.key(seed))
 
 
-def parameters_of(placed: ShardedModel, parameters: Tree) -> Tree:
+def without_other_modules(placed: ShardedModel, parameters: Tree) -> Tree:
     """Selects a model's parameters from those of one with more modules, such as layers that only training runs."""
 
     def select(wanted: Tree, tree: Tree) -> Tree:

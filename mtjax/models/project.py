@@ -3,7 +3,7 @@
 import string
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import reshard
 from jaxtyping import Float
 
-from mtjax.models.recompute import SAVED
+from mtjax.models.recompute import SAVED, is_unrolled
 from mtjax.sharding.axes import (
     PartitionSpec,
     joined_spec,
@@ -22,11 +22,6 @@ from mtjax.sharding.axes import (
     varying_like,
     width_is_sharded,
 )
-from mtjax.sharding.stored_weight import StoredWeight
-from mtjax.sharding.unstack import computes_apart, is_unrolled
-
-if TYPE_CHECKING:
-    from mtjax.sharding.float8 import QuantizedWeight
 
 
 class ProductRule(Protocol):
@@ -42,7 +37,7 @@ class ProductRule(Protocol):
 
 def project(
     x: Float[Array, "batch seq ..."],
-    weight: "Array | StoredWeight | QuantizedWeight",
+    weight: Any,
     bias: Array | None,
     outputs: Sequence[str | None],
     sequence: str = "seq",
@@ -55,7 +50,7 @@ def project(
 
     Args:
       x: [batch, seq, *inputs].
-      weight: [*inputs, *outputs]; or stored in another form, without gradients; or quantized, for a `rule`.
+      weight: [*inputs, *outputs]: an array; a `StoredWeight`, without gradients; or a `QuantizedWeight`, for a `rule`.
       bias: [*outputs], if any.
       outputs: logical names.
       sequence: logical name of the result's sequence: "act_seq" where it is added to the hidden states.
@@ -66,12 +61,12 @@ def project(
     Returns:
       [batch, seq, *outputs].
     """
-    if isinstance(weight, Array) and computes_apart(outputs):
-        from mtjax.models.project_apart import project_apart
+    if is_unrolled() and isinstance(weight, Array):
+        from mtjax.models.project_apart import computes_apart, project_apart
 
-        return project_apart(x, weight, bias, outputs, sequence, save_for_backward, by_sample)
+        if computes_apart(outputs):
+            return project_apart(x, weight, bias, outputs, sequence, save_for_backward, by_sample)
     num_inputs = weight.ndim - len(outputs)
-    # With sequence parallelism products are seq-major: see `seq_major`.
     if is_seq_major := sequence_is_sharded():
         x, sharding = seq_major(x), spec(sequence, "batch", *outputs)
     else:
@@ -79,7 +74,7 @@ def project(
         sharding = spec("batch", sequence, *(("act_embed",) if splits_width else outputs))
         bias = _own_part(bias, x) if splits_width and bias is not None else bias
     scales = None
-    if isinstance(weight, StoredWeight):
+    if rule is None and not isinstance(weight, Array):
         result, scales = weight.product(x, num_inputs, sharding), weight.scales
     else:
         # `product` is a custom_vjp, and its weight's gradient varies over mesh axes like x: so must the weight.

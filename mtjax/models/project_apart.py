@@ -6,6 +6,18 @@ import jax.numpy as jnp
 from jax import Array
 
 from mtjax.models.project import project
+from mtjax.models.recompute import traced_layer
+from mtjax.sharding.unstack import can_be_apart
+
+
+def computes_apart(outputs: Sequence[str | None]) -> bool:
+    """Returns whether an unrolled layer computes query, key and value, or gate and up, in a product each: with ZeRO-3,
+    which gathers a matrix for each. One product's result would be taken apart, and its gradients concatenated.
+
+    Args:
+      outputs: logical names of the fused product's output dimensions.
+    """
+    return traced_layer.get() == "unrolled, in parts" and can_be_apart(outputs)
 
 
 def project_apart(

@@ -12,6 +12,7 @@ dropout masks of a byte per element; with sequence parallelism all of it is divi
 """
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -19,10 +20,8 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.ad_checkpoint import checkpoint_name
 
 from mtjax.config import Training
-from mtjax.errors import UserError
 from mtjax.sharding.axes import explicit_axes
 from mtjax.sharding.param_comm import (
     accumulate_grads_into,
@@ -35,7 +34,6 @@ from mtjax.sharding.param_comm import (
     zeros_like_shards,
 )
 from mtjax.sharding.stacked_collectives import gather_upfront
-from mtjax.sharding.unstack import unstacked_layers
 
 SAVED = "saved"
 """What layers save unless all of them is recomputed: products with weights; also what is as cheap to keep, such as
@@ -46,7 +44,6 @@ ATTENTION_CORE = "attention core"
 """Probabilities and their dropout mask: `5 a s^2 b / t` bytes, which selective recompute does not save."""
 ATTENTION_STATISTICS = "attention statistics"
 """Log-sum-exp of flash attention's softmax: a float32 per query and head."""
-LAYER_INPUT = "layer input"
 
 Layers = Any
 """A tree of arrays whose first dimension is the layer."""
@@ -57,6 +54,21 @@ RunLayer = Callable[[Array, Any, Array, Any], tuple[Array, Any]]
 """(hidden states, one layer, its number, its state) -> (hidden states, state)."""
 SavePolicy = Callable[[Any], Any]
 """Wraps a layer function so that it saves less for the backward pass."""
+
+
+traced_layer: ContextVar[Literal["in a loop", "unrolled", "unrolled, in parts"]] = ContextVar(
+    "layer", default="in a loop"
+)
+"""How the layer that is traced runs; in parts, where the matrices of a fused product are gathered one by one."""
+
+
+def is_unrolled() -> bool:
+    """Returns whether the traced layer is in no loop over layers.
+
+    XLA: what a loop's body slices and concatenates is written out at the loop's boundaries; here it can be read where
+    it is.
+    """
+    return traced_layer.get() != "in a loop"
 
 
 class Loop(NamedTuple):
@@ -82,6 +94,8 @@ class Recompute:
     num_layers: int = 1
     offload: bool = False
     """Whether layer inputs are offloaded to the host's memory."""
+    unrolls: bool = False
+    """Whether layers of training steps are unrolled instead of scanned."""
     unquantized: tuple[int, int] = (0, 0)
     """Numbers of first and last layers whose products are not in 8 bits, where others' are: each has a loop."""
 
@@ -91,6 +105,12 @@ class Recompute:
         return self.num_layers if self.kind == "full" and self.method == "uniform" else 1
 
     @property
+    def is_uniform(self) -> bool:
+        """Whether all layers save the same, each in its turn: one loop."""
+        is_plain = self.kind != "full" or (self.method == "uniform" and self.group == 1 and not self.offload)
+        return is_plain and not any(self.unquantized)
+
+    @property
     def in_chunk(self) -> "Recompute":
         """The policy inside a pipeline chunk: `none` with full recompute, as the schedule recomputes the chunk."""
         return Recompute() if self.kind == "full" else self
@@ -98,9 +118,8 @@ class Recompute:
     @classmethod
     def of(cls, training: Training) -> "Recompute":
         """Reads the config's settings."""
-        return cls(
-            training.recompute, training.recompute_method, training.recompute_num_layers, training.recompute_offload
-        )
+        method, number = training.recompute_method, training.recompute_num_layers
+        return cls(training.recompute, method, number, training.recompute_offload, bool(training.unroll_layers))
 
 
 def scan_layers(
@@ -132,36 +151,32 @@ def scan_layers(
     Returns:
       The output of the last layer, and the layers' new states, stacked.
     """
-    count, group = len(numbers), recompute.group
-    loops = loops_of(count, recompute)
-    if (unstacked := unstacked_layers(layers)) is not None:
+    if recompute.unrolls:
         from mtjax.models.unrolled import run_unrolled
+        from mtjax.sharding.unstack import unstacked_layers
 
-        return run_unrolled(run, recompute, x, unstacked, numbers, states)
+        if (unstacked := unstacked_layers(layers)) is not None:
+            return run_unrolled(run, recompute, x, unstacked, numbers, states)
+    loops = loops_of(len(numbers), recompute)
     layers, sums = split_accumulators(layers)
     # Prefetch runs a stack from its first to its last layer, without states, and saves inputs on the device.
     prevents_prefetch = first is not None or states is not None or recompute.offload
     has_one_policy = len(loops) == 1 or any(recompute.unquantized)
-    if has_one_policy and group == 1 and not prevents_prefetch and can_prefetch(layers):
+    if has_one_policy and recompute.group == 1 and not prevents_prefetch and can_prefetch(layers):
         from mtjax.sharding.prefetch.scan import scan_with_prefetch
 
         variants = [(loop.variant, loop.times) for loop in loops]
         return scan_with_prefetch(run, loops[0].saving, variants, x, layers, numbers, sums)
     # What a loop with prefetch gathers a layer ahead is gathered before this one.
-    layers = gather_upfront(layers)
-    stack: Any = (layers, numbers, states)
-    if group > 1:
-        # `uniform` recompute of several layers from one input: scan over groups, [layers / group, group, ...].
-        stack, sums = jax.tree.map(lambda a: a.reshape(-1, group, *a.shape[1:]), (stack, sums))
-        run = partial(_run_group, run)
+    stack: Any = (gather_upfront(layers), numbers, states)
+    if recompute.group > 1:
+        from mtjax.models.recompute_methods import scan_groups
+
+        return scan_groups(run, x, stack, loops, sums, first, recompute.group)
     if len(loops) > 1 or sums is not None or first is not None:
-        x, states = scan_accumulating(run, x, stack, loops, sums, first)
-    else:
-        (loop,) = loops
-        x, states = plain_scan(loop.saved(run), x, stack)
-    if group > 1:
-        states = jax.tree.map(lambda a: a.reshape(count, *a.shape[2:]), states)
-    return x, states
+        return scan_accumulating(run, x, stack, loops, sums, first)
+    saved = loops[0].saved(run)
+    return lax.scan(lambda x, layer: saved(x, *layer), x, stack)
 
 
 def can_prefetch(layers: Layers) -> bool:
@@ -183,47 +198,12 @@ def loops_of(count: int, recompute: Recompute) -> list[Loop]:
     Raises:
       UserError: the layers are not a multiple of the group.
     """
-    loops = [Loop(saving, each, as_it_is) for saving, each in _policies(count, recompute)]
-    if not any(recompute.unquantized):
-        return loops
-    from mtjax.models.float8 import unquantized
+    if recompute.is_uniform:
+        saving = save_input if recompute.kind == "full" else partial(save_products, kind=recompute.kind)
+        return [Loop(saving, count, as_it_is)]
+    from mtjax.models.recompute_methods import loops_by_method
 
-    (loop,), (first, last) = loops, recompute.unquantized
-    ends = [loop._replace(times=each, variant=unquantized) for each in (first, last)]
-    return [loop for loop in (ends[0], loop._replace(times=count - first - last), ends[1]) if loop.times]
-
-
-def _policies(count: int, recompute: Recompute) -> list[tuple[SavePolicy, int]]:
-    """Returns the policies of loops over layers, each with its number of iterations.
-
-    Raises:
-      UserError: the layers are not a multiple of the group.
-    """
-    # `none`, `selective`: one loop. `full`: layers save their input, all of them (`uniform`, group by group) or the
-    # first `num_layers` (`block`), where later layers save their products.
-    if recompute.kind != "full":
-        return [(partial(save_products, kind=recompute.kind), count)]
-    saving_input = partial(save_input, offload=recompute.offload)
-    if recompute.method == "block":
-        first = min(recompute.num_layers, count)
-        loops: list[tuple[SavePolicy, int]] = [
-            (saving_input, first),
-            (partial(save_products, kind="none"), count - first),
-        ]
-        return [loop for loop in loops if loop[1]]
-    if count % recompute.group:
-        raise UserError(f"{count} layers are not a multiple of recompute_num_layers {recompute.group}")
-    return [(saving_input, count // recompute.group)]
-
-
-def _run_group(run: RunLayer, x: Array, layers: Layers, numbers: Array, states: States) -> tuple[Array, States]:
-    """Runs the layers of one group; while the group is recomputed, its layers save their products."""
-    return plain_scan(save_products(run, "none"), x, (layers, numbers, states))
-
-
-def plain_scan(run: RunLayer, x: Array, stack: tuple[Layers, Array, States]) -> tuple[Array, States]:
-    """Runs one loop over a stack (parameters, numbers, states), each [layers, ...]."""
-    return lax.scan(lambda x, layer: run(x, *layer), x, stack)
+    return loops_by_method(count, recompute)
 
 
 def scan_accumulating(
@@ -288,29 +268,6 @@ def save_products(run: Any, kind: Literal["none", "selective"]) -> Any:
     return jax.checkpoint(run, policy=policy)
 
 
-def save_input(run: Any, offload: bool) -> Any:
-    """Wraps `run` to save only its input, in host memory if `offload`."""
-    policies = jax.checkpoint_policies
-    if not offload:
-        return jax.checkpoint(run, policy=policies.nothing_saveable)
-    # XLA's host offloading copies the input to pinned host memory after the forward pass of a layer, and back before
-    # its backward pass.
-    to_host = policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[],
-        names_which_can_be_offloaded=[LAYER_INPUT],
-        offload_src="device",
-        offload_dst="pinned_host",
-    )
-    return jax.checkpoint(lambda x, *inputs: run(checkpoint_name(x, LAYER_INPUT), *inputs), policy=to_host)
-
-
-def check_offload(recompute: Recompute, platform: str) -> None:
-    """Checks that devices of `platform` have a host to offload to.
-
-    Raises:
-      UserError: they don't.
-    """
-    if recompute.offload and platform == "cpu":
-        raise UserError(
-            "recompute_offload moves layer inputs from a GPU to its host, and the mesh consists of CPUs: remove it"
-        )
+def save_input(run: Any) -> Any:
+    """Wraps `run` to save only its input."""
+    return jax.checkpoint(run, policy=jax.checkpoint_policies.nothing_saveable)

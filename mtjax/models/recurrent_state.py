@@ -75,11 +75,9 @@ class RecurrentState:
         at = positions.sequence
         return RecurrentState(self.taps.at[at].set(newest[0]), self.state.at[at].set(state[0]), self.length)
 
-    def keeps_prefix(self, written: int, shared: int) -> bool:
-        """Returns whether a sequence can be continued from its first `shared` tokens: never, as a state that has read
-        more tokens cannot be taken back, and decode steps are launched before it is known which token is the last."""
-        del written, shared
-        return False
+    def of(self, taps: Array, state: Array) -> "RecurrentState":
+        """Returns other states of the same sequences."""
+        return RecurrentState(taps, state, self.length)
 
     def resized(self, length: int) -> "RecurrentState":
         """Returns the states with another capacity of the sequences."""

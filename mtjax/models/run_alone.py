@@ -7,5 +7,5 @@ from mtjax.models.recompute import Recompute, save_input, save_products
 
 def run_alone(run: Any, recompute: Recompute, *inputs: Any) -> Any:
     """Runs a layer outside any stack: with full recompute it saves its inputs, else its products."""
-    saved = save_input(run, False) if recompute.kind == "full" else save_products(run, recompute.kind)
+    saved = save_input(run) if recompute.kind == "full" else save_products(run, recompute.kind)
     return saved(*inputs)

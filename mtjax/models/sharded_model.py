@@ -23,10 +23,9 @@ from mtjax.layout.stages import Orders, layer_orders
 from mtjax.models.families.registry import LanguageModel, model_class
 from mtjax.models.trunk import TrunkLosses
 from mtjax.sharding import placement
-from mtjax.sharding.accumulate import Accumulate
+from mtjax.sharding.accumulate import Accumulate, MicrobatchSchedule
 from mtjax.sharding.axes import use_rules
 from mtjax.sharding.manual_region import ManualRegion
-from mtjax.sharding.microbatch_schedule import MicrobatchSchedule
 from mtjax.sharding.param_specs import param_specs, partition_specs
 from mtjax.sharding.vocab import LossOptions
 from mtjax.sharding.zero import gather_for_inference
@@ -86,10 +85,27 @@ class ShardedModel:
         stored = lambda array, record: array.update(dtype=record.dtype)  # noqa: E731
         self.abstract_parameters = jax.tree.map(stored, self.abstract_parameters, self.records)
         self.region = ManualRegion(self.shape, self.layout.rules, self.records)
+        if self._observes_scores:
+            from mtjax.models.largest_scores import without_observers
+
+            trees = self.axes, self.abstract_parameters, self.records
+            self.axes, self.abstract_parameters, self.records = map(without_observers, trees)
 
     def is_trainable(self, name: str) -> bool:
         """Returns whether a training step differentiates by the parameter of a dotted name."""
         return is_trainable(self.config.model, name)
+
+    @property
+    def _observes_scores(self) -> bool:
+        return self.trains and self.config.optimizer.qk_clip > 0
+
+    def with_observers(self, parameters: Tree) -> Tree:
+        """Returns parameters with the zeros by which a training step observes scores; themselves where none does."""
+        if not self._observes_scores:
+            return parameters
+        from mtjax.models.largest_scores import with_observers
+
+        return with_observers(self.region.records, parameters)
 
     def _choose_kernel(self, config: Config) -> tuple[Kernel, str | None]:
         """Chooses the attention kernel for the mesh's devices."""
@@ -127,7 +143,12 @@ class ShardedModel:
         """Builds the model with these parameters."""
         state = jax.tree.map(lambda v: v, self._template)
         nnx.replace_by_pure_dict(state, parameters)
-        return nnx.merge(self._graph, state)
+        model = nnx.merge(self._graph, state)
+        if self._observes_scores:
+            from mtjax.models.largest_scores import observe_given
+
+            observe_given(model, parameters)
+        return model
 
     def inference_model(self, parameters: Tree) -> LanguageModel:
         """Builds the model with parameters sharded as `storage_spec`, to be traced without differentiation."""
@@ -178,10 +199,13 @@ class ShardedModel:
     def microbatch_schedule(self, num_microbatches: int) -> MicrobatchSchedule:
         """Returns the schedule: gradient accumulation, or the config's pipeline schedule."""
         stages = self.stages
+        if stages == 1 and not self.config.training.unroll_layers:
+            return Accumulate(num_microbatches)
         if stages == 1:
+            from mtjax.sharding.unstack import AccumulateUnrolled
+
             training = self.config.training
-            settings = bool(training.unroll_layers), training.compute_dtype, training.fp8 != "none"
-            return Accumulate(num_microbatches, *settings)
+            return AccumulateUnrolled(num_microbatches, training.compute_dtype, training.fp8 != "none")
         from mtjax.sharding.pipeline.executor import PipelineSchedule
 
         platform = self.mesh.devices.flat[0].platform
@@ -213,6 +237,10 @@ class ShardedModel:
         """Draws parameters from one half of a run's key; dropout keys derive from the other half."""
         model_key, _ = jax.random.split(key)
         drawn = nnx.to_pure_dict(nnx.state(self._build(model_key)))
+        if self._observes_scores:
+            from mtjax.models.largest_scores import without_observers
+
+            drawn = without_observers(drawn)
         return jax.tree.map(lambda array, record: array.astype(record.dtype), drawn, self.records)
 
     def _build(self, key: Array) -> LanguageModel:
@@ -222,4 +250,8 @@ class ShardedModel:
                 from mtjax.models.float8 import quantize_products
 
                 quantize_products(model, self.config)
+            if self._observes_scores:
+                from mtjax.models.largest_scores import observe_scores
+
+                observe_scores(model, self.config.model.num_heads)
             return model

@@ -15,7 +15,7 @@ from jax import Array
 from jaxtyping import Float
 
 from mtjax.config import Model
-from mtjax.config.adapters import RANK, LoraConfig
+from mtjax.config.adapters import RANK, LoraConfig, adapters_of
 from mtjax.config.sizes import head_dim, mlp_size, num_kv_heads
 from mtjax.models.layer import Layer
 from mtjax.models.layer_context import LayerContext
@@ -48,9 +48,15 @@ class SharedBlock(nnx.Module):
         """Draws the parameters."""
         attention_key, mlp_key = jax.random.split(key)
         self.attention_norm = make_norm(_wide(model), dtype)
-        self.attention = BlockAttention(model, key=attention_key)
+        attention, mlp = BlockAttention, BlockMLP
+        if model.lora_rank:
+            from mtjax.models.mixers.adapted_block import AdaptedBlockAttention, AdaptedBlockMLP
+
+            attention = AdaptedBlockAttention if adapters_of(model, "attention") else attention
+            mlp = AdaptedBlockMLP if adapters_of(model, "mlp") else mlp
+        self.attention = attention(model, output_std=model.init_std, key=attention_key)
         self.mlp_norm = make_norm(model, dtype)
-        self.mlp = BlockMLP(model, output_std=model.init_std, key=mlp_key)
+        self.mlp = mlp(model, output_std=model.init_std, key=mlp_key)
 
     def __call__(
         self, x: Float[Array, "batch act_seq embed"], context: LayerContext, state: State
@@ -67,21 +73,24 @@ class SharedBlock(nnx.Module):
 class BlockAttention(SelfAttention):
     """Self-attention whose input is twice as wide as its output, with the adapters of a layer."""
 
-    def __init__(self, model: Model, *, key: Array) -> None:
+    def __init__(self, model: Model, *, output_std: float, key: Array) -> None:
         """Draws the parameters."""
-        super().__init__(_wide(model), output_std=model.init_std, key=key)
+        super().__init__(_wide(model), output_std=output_std, key=key)
         heads, embed = {"heads": model.num_heads, "head_dim": head_dim(model)}, {"embed": model.hidden_size}
         output_key = jax.random.split(key)[1]
-        self.output = Linear(heads, embed, std=model.init_std, bias=False, sequence="act_seq", key=output_key)
+        self.output = Linear(heads, embed, std=output_std, bias=False, sequence="act_seq", key=output_key)
 
     def project_in(self, x: Array, context: LayerContext) -> tuple[Array, Array, Array]:
         """See `SelfAttention.project_in`."""
-        adapter = _adapter(context, "attention_adapter")
-        if adapter is None:
+        for_product, for_adapter, own = self.with_own_adapter(x, context)
+        if own is None:
             return super().project_in(x, context)
-        for_product, for_adapter = gather_sequence_shared(x, _LOW, context, _SITE)
         qkv: Any = self.qkv  # a `FusedQKV`: there are as many key heads as query heads
-        return qkv(for_product, lambda: adapter(for_adapter))
+        return qkv(for_product, lambda: own(for_adapter))
+
+    def with_own_adapter(self, x: Array, context: LayerContext) -> tuple[Array, Array, Any]:
+        """Returns the gathered input for the product, and for adapters, and the layer's adapter, if it has one."""
+        return *gather_sequence_shared(x, _LOW, context, _SITE), _adapter(context, "attention_adapter")
 
 
 class BlockMLP(MLP):
@@ -89,8 +98,12 @@ class BlockMLP(MLP):
 
     def project_up(self, x: Array, context: LayerContext) -> Array:
         """See `MLP.project_up`."""
-        for_product, for_adapter = gather_sequence_shared(x, _LOW, context, _SITE)
-        return self.up(for_product) + _adapter(context, "mlp_adapter")(for_adapter)
+        for_product, for_adapter, own = self.with_own_adapter(x, context)
+        return self.up(for_product) + own(for_adapter)
+
+    def with_own_adapter(self, x: Array, context: LayerContext) -> tuple[Array, Array, Any]:
+        """Returns the gathered input for the product, and for adapters, and the layer's adapter."""
+        return *gather_sequence_shared(x, _LOW, context, _SITE), _adapter(context, "mlp_adapter")
 
 
 class UpAdapter(nnx.Module):

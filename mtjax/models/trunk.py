@@ -16,7 +16,6 @@ from jaxtyping import Float, Key
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.mixers.mixer import State
 from mtjax.models.stack import Stack
-from mtjax.sharding.trainable import merge_trees
 from mtjax.sharding.vocab import LossOptions
 
 if TYPE_CHECKING:
@@ -115,6 +114,8 @@ class TrunkLosses:
 
     def with_frozen(self, frozen: Tree) -> Self:
         """See `LossModel.with_frozen`."""
+        from mtjax.sharding.trainable import merge_trees
+
         return replace(self, model=lambda parameters: self.model(merge_trees(parameters, frozen)))
 
     def loss_sums(self, parameters: Tree, microbatch: Microbatch) -> dict[str, Array]:

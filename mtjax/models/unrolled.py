@@ -1,14 +1,28 @@
 """Layers without a loop over them (`unroll_layers`)."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from mtjax.models.recompute import Recompute, RunLayer, States, loops_of
+from mtjax.models.recompute import Recompute, RunLayer, States, loops_of, traced_layer
 from mtjax.models.recompute_in_order import run_in_order
-from mtjax.sharding.unstack import unrolled_layers
+from mtjax.sharding.param_comm import ShardedParam
+
+
+@contextmanager
+def unrolled_layers(layers: Any) -> Iterator[None]:
+    """Marks that layers without a loop, with these parameters, are traced: see `is_unrolled` and `computes_apart`."""
+    leaves = jax.tree.leaves(layers, is_leaf=lambda leaf: isinstance(leaf, ShardedParam))
+    in_parts = any(isinstance(leaf, ShardedParam) and leaf.parts is not None for leaf in leaves)
+    token = traced_layer.set("unrolled, in parts" if in_parts else "unrolled")
+    try:
+        yield
+    finally:
+        traced_layer.reset(token)
 
 
 def run_unrolled(

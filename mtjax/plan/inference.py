@@ -97,11 +97,13 @@ class DecodingMemory:
     """KV cache of the device's heads, at least one key and one value head, and states of state-space layers."""
     sampling: float
     """Arrays of the length of the device's vocabulary shard (`SAMPLING_ARRAYS`)."""
+    snapshots: float
+    """Snapshots of recurrent states (`mtjax.generate.prefix_cache`)."""
 
     @property
     def total(self) -> float:
         """Bytes of all."""
-        return self.weights + self.cache + self.sampling
+        return self.weights + self.cache + self.sampling + self.snapshots
 
 
 def decoding_memory(
@@ -111,6 +113,7 @@ def decoding_memory(
     context: int,
     element_bytes: float = 2,
     storage: Storage = PLAIN,
+    snapshots: int = 0,
 ) -> DecodingMemory:
     """Returns the memory of a decode step; a T5's with its encoder, and a cross-attention cache of the same length.
 
@@ -121,6 +124,7 @@ def decoding_memory(
       context: length of the KV cache in tokens.
       element_bytes: of the compute dtype.
       storage: how matrices are quantized.
+      snapshots: number of snapshots of recurrent states.
     """
     mesh, model = MeshShape(model=tensor_degree), anatomy.model
     layout = layout_of(model, mesh)
@@ -147,7 +151,7 @@ def decoding_memory(
             elif isinstance(part, LatentAttention):
                 cached += kept * part.kv_elements(1) * element_bytes
     sampling = SAMPLING_ARRAYS * 4 * sequences * padded_vocab_size(model) / tensor_degree
-    return DecodingMemory(weights, sequences * (cached + states), sampling)
+    return DecodingMemory(weights, sequences * (cached + states), sampling, snapshots * states)
 
 
 def _bytes_of_weight(storage: Storage, inputs: int, element_bytes: float) -> float:

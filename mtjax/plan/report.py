@@ -115,8 +115,9 @@ def memory_table(anatomy: Anatomy, plan: Plan, server: Server, usable: float) ->
     memory, p = stage_memory(anatomy, plan), plan.precision
     hosted = host_bytes(anatomy, plan)
     kind = plan.optimizer.name if plan.residuals == "jax" and plan.optimizer.name != "adamw" else f"{p.optimizer} bytes"
+    stored = f"{p.matrices if p.are_masters else p.weights} bytes"
     components = {
-        f"weights ({p.matrices if p.are_masters else p.weights} bytes)": memory.weights,
+        f"weights ({'in the host' if plan.offloads_parameters else stored})": memory.weights,
         f"gradients ({p.gradients} bytes)": memory.gradients,
         f"optimizer ({'in the host' if hosted else kind})": memory.optimizer,
         **{f"saved: {kind}": size for kind, size in memory.activations.items()},

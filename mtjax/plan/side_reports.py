@@ -9,7 +9,8 @@ from mtjax.analysis.anatomy import Anatomy
 from mtjax.analysis.counts import parameters
 from mtjax.analysis.families.registry import anatomy_of
 from mtjax.analysis.hardware import Server
-from mtjax.config.storage import PLAIN, Storage
+from mtjax.config.ssm import has_state_space
+from mtjax.config.storage import PLAIN, SNAPSHOTS_PER_SEQUENCE, Storage
 from mtjax.plan import inference, published
 from mtjax.plan.published import Point
 from mtjax.plan.report import show, table
@@ -45,9 +46,13 @@ def cache_table(anatomy: Anatomy, server: Server, tensor_degree: int, context: i
         "times are predictions, not measurements: compute and memory bounds, without communication between GPUs; "
         "memory per GPU: weights, KV cache and sampling of mtjax generate while it decodes"
     )
+    snapshots = SNAPSHOTS_PER_SEQUENCE if has_state_space(anatomy.model) else 0
+    if snapshots:
+        note += f"; and {snapshots} snapshots of recurrent states for each sequence (--state-snapshots of mtjax serve)"
     heads = (
         "batch x context",
         "KV cache",
+        *(("state snapshots per GPU",) if snapshots else ()),
         "memory per GPU",
         "with int8 weights",
         "int4, int8 cache",
@@ -62,7 +67,9 @@ def cache_table(anatomy: Anatomy, server: Server, tensor_degree: int, context: i
         for tokens in lengths:
             cache = inference.cache_bytes(anatomy, batch, tokens)
             memories = [
-                inference.decoding_memory(anatomy, tensor_degree, batch, tokens, storage=storage)
+                inference.decoding_memory(
+                    anatomy, tensor_degree, batch, tokens, storage=storage, snapshots=snapshots * batch
+                )
                 for storage in (PLAIN, Storage("int8"), SMALLEST)
             ]
             speed = inference.generation(anatomy, server, tensor_degree, batch, tokens)
@@ -70,6 +77,7 @@ def cache_table(anatomy: Anatomy, server: Server, tensor_degree: int, context: i
             result.add_row(
                 f"{batch} x {tokens}",
                 gib(cache),
+                *((gib(memories[0].snapshots),) if snapshots else ()),
                 *(_with_capacity(memory.total, server) for memory in memories),
                 seconds(speed.prefill_seconds),
                 seconds(speed.token_seconds),

@@ -48,6 +48,10 @@ class Options:
     """A tokenizer, named as for `mtjax train`. Default: the tokenizer that comes with the weights."""
     batch: int = at_least(1, 8, most=4096)
     """Maximum number of sequences that each replica generates at a time (continuous batching)."""
+    state_snapshots: int | None = at_least(0, None, most=2**16)
+    """Models with Mamba-2 or gated delta nets: maximum number of snapshots of their recurrent states that each replica
+    keeps, from which prompts with the same beginning continue; each takes as much memory as the state of a sequence.
+    Default: 2 for each sequence of --batch."""
     most_waiting: int = at_least(0, 256, most=2**20)
     """Maximum number of texts that wait in the queue; requests beyond it get HTTP status 429."""
     most_tokens: int | None = at_least(1, None, most=2**24)

@@ -9,7 +9,6 @@ from jax import Array
 
 from mtjax.sharding.param_comm import AccumulateInto
 from mtjax.sharding.param_specs import ParamSpec
-from mtjax.sharding.unstack import LayerList, restack
 
 Tree = Any
 AddsUp = Callable[[ParamSpec], bool]
@@ -20,7 +19,9 @@ def with_accumulators(records: Tree, wrapped: Tree, sums: Tree, adds_up: AddsUp)
     """Wraps parameters in `AccumulateInto` where `adds_up`: their gradients come out added to `sums`."""
 
     def one(record: ParamSpec, leaf: Any, accumulator: Array) -> Any:
-        return AccumulateInto(leaf, accumulator) if adds_up(record) else leaf
+        if not adds_up(record):
+            return leaf
+        return AccumulateInto(leaf, jnp.zeros_like(accumulator) if record.grad_reduction.is_maximum else accumulator)
 
     return jax.tree.map(one, records, wrapped, sums)
 
@@ -36,11 +37,9 @@ def add_gradients(records: Tree, sums: Tree, gradients: Tree, adds_up: AddsUp) -
     """
 
     def one(record: ParamSpec, accumulator: Any, gradient: Any) -> Any:
-        if adds_up(record):
+        if adds_up(record) and not record.grad_reduction.is_maximum:
             return gradient
-        # Unrolled layers: matrices have an accumulator per layer, vectors a stacked one (`Accumulate._zeros`).
-        gradient = gradient if isinstance(accumulator, LayerList) else restack(gradient)
         # In float32: sums of many microbatches in bfloat16 would lose the small ones.
-        return jax.tree.map(lambda total, g: total + g.astype(jnp.float32), accumulator, gradient)
+        return jax.tree.map(lambda a, g: record.grad_reduction.add(a, g.astype(jnp.float32)), accumulator, gradient)
 
     return jax.tree.map(one, records, sums, gradients)

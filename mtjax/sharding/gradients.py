@@ -5,12 +5,11 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
+from mtjax.sharding.accumulate import LossModel, MicrobatchSchedule, Sums
 from mtjax.sharding.axes import psum_varying
 from mtjax.sharding.manual_region import ManualRegion, mark_varying
-from mtjax.sharding.microbatch_schedule import LossModel, MicrobatchSchedule, Sums
-from mtjax.sharding.param_specs import partition_specs
+from mtjax.sharding.param_specs import partition_specs, trained
 from mtjax.sharding.reduction import Reduction
-from mtjax.sharding.trainable import bind_frozen, select_trainable
 
 Tree = Any
 
@@ -44,14 +43,18 @@ def distributed_gradients(
         # What varies over an axis has a gradient that is local to each rank along it.
         batch = region.mark_stage_varying(batch)
         parameters = mark_varying(parameters, batch)
-        # Frozen parameters are bound to the model, so that what follows sees trainable ones alone.
-        bound = bind_frozen(model, records, parameters, schedule)
-        losses, gradients = schedule.gradients(bound, select_trainable(records, parameters), batch, reduction)
+        of_trained, own = model, trained(records, parameters)
+        if own is not parameters:
+            # Frozen parameters are bound to the model, so that what follows sees trained ones alone.
+            from mtjax.sharding.trainable import bind_frozen
+
+            of_trained = bind_frozen(model, records, parameters, schedule)
+        losses, gradients = schedule.gradients(of_trained, own, batch, reduction)
         # Losses are sums with global weights: their all-reduce over all ranks is the global mean.
         with jax.named_scope("gradients"):
             return jax.tree.map(psum_varying, losses), reduction.finish(gradients)
 
-    results = PartitionSpec(), partition_specs(select_trainable(records, records), "storage_spec")
+    results = PartitionSpec(), partition_specs(trained(records, records), "storage_spec")
     return region.map(local, batch, results)(parameters, region.shard_batch(batch))
 
 

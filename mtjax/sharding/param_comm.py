@@ -36,6 +36,12 @@ class GradReduction:
     """Number of shards along this dimension."""
     comm_dtype: str = "float32"
     """Type in which the collective sends and adds."""
+    is_maximum: bool = False
+    """Whether the largest gradient is taken, of ranks and microbatches, and not the sum."""
+
+    def add(self, total: Array, gradient: Array) -> Array:
+        """Adds a microbatch's gradient to those before."""
+        return jnp.maximum(total, gradient) if self.is_maximum else total + gradient
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["array", "shard"], meta_fields=["spec", "reduction", "dtype"])
@@ -351,6 +357,8 @@ def reduce_gradient(gradient: Array, grad_spec: PartitionSpec, reduction: GradRe
 
     def local(g: Array) -> Array:
         """Reduces with all axes manual: [shard of the gradient] -> [shard of the sum]."""
+        if reduction.is_maximum:
+            return lax.pmax(g, all_reduced)
         g = g.astype(reduction.comm_dtype)
         if reduction.dim == NOT_SHARDED or reduction.comm_dtype != "float32":
             # XLA: with sequence parallelism a norm's gradient has just been reduced over `model`; the barrier prevents

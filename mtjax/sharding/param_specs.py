@@ -8,6 +8,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from mtjax.layout.layouts import (
+    LARGEST_SCORES,
     LAYERS,
     NOT_SHARDED,
     Layout,
@@ -128,7 +129,9 @@ def param_specs(
         # ZeRO shards along one dimension that is divisible by its axes; where there is none, the parameter stays
         # replicated.
         zero_axes, is_narrow = tuple(a for a in layout.zero_axes if a in replicas), gathers_in_compute_dtype(names)
+        is_maximum = dotted(path).endswith(f".{LARGEST_SCORES}")
         dim = sharded_dimension(names, array.shape, layout, mesh, mesh.degree(zero_axes))
+        dim = NOT_SHARDED if is_maximum else dim
         zero_axes = zero_axes if dim != NOT_SHARDED else ()
         # Only shards are reduced between sharding groups, and only once per step, as links between servers are slow.
         between = tuple(axis for axis in replicas if zero_axes and axis not in zero_axes)
@@ -143,7 +146,9 @@ def param_specs(
             is_matrix=is_matrix(names),
             compute_spec=compute_spec,
             storage_spec=with_axes(compute_spec, dim, zero_axes) if is_stored_sharded else compute_spec,
-            grad_reduction=GradReduction(replicas, dim, zero_axes, mesh.degree(zero_axes), grad_reduce_dtype),
+            grad_reduction=GradReduction(
+                replicas, dim, zero_axes, mesh.degree(zero_axes), grad_reduce_dtype, is_maximum
+            ),
             between_groups=between,
             deferred_axes=deferred,
             gather_dtype=(compute_dtype if is_narrow else "float32") if is_stored_sharded else None,
@@ -153,6 +158,15 @@ def param_specs(
         )
 
     return jax.tree_util.tree_map_with_path(spec, axes, shapes, is_leaf=is_names)
+
+
+def trained(records: Tree, tree: Tree) -> Tree:
+    """Selects the leaves of trained parameters from a tree like the parameters'."""
+    if all(record.is_trainable for record in jax.tree.leaves(records)):
+        return tree
+    from mtjax.sharding.trainable import select_trainable
+
+    return select_trainable(records, tree)
 
 
 def partition_specs(records: Tree, which: Literal["compute_spec", "storage_spec"]) -> Tree:

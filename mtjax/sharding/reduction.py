@@ -103,6 +103,7 @@ class Reduction:
         if self.zero >= 2:
             return record.is_zero_sharded
         inside = record.is_stacked and (not self.zero or record.is_sharded_within_layers)
+        inside = inside and not record.grad_reduction.is_maximum
         return inside and self.num_microbatches == self.stages == 1 and bool(record.grad_reduction.axes)
 
     def finish(self, gradients: Tree) -> Tree:

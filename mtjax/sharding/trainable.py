@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from mtjax.sharding.microbatch_schedule import LossModel, MicrobatchSchedule
+from mtjax.sharding.accumulate import LossModel, MicrobatchSchedule
 from mtjax.sharding.param_comm import NoGrad
 from mtjax.sharding.param_specs import ParamSpec
 from mtjax.sharding.zero import materialize_outside_stacks, wrap_for_inference

@@ -5,65 +5,78 @@ Unrolled layers save no copies. Between steps parameters stay stacked: they are 
 first microbatch, matrices in the compute type, so that they are cast once per step.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from mtjax.config.adapters import PARTS
+from mtjax.sharding.accumulate import Accumulate, LossModel, Sums
 from mtjax.sharding.axes import num_shards, sequence_is_sharded
-from mtjax.sharding.param_comm import NoGrad, ReplicatedParam, ShardedParam, gather, materialize
+from mtjax.sharding.param_comm import (
+    NoGrad,
+    ReplicatedParam,
+    ShardedParam,
+    differentiable_shards,
+    gather,
+    materialize,
+    zeros_like_shards,
+)
 from mtjax.sharding.param_specs import ParamSpec
+from mtjax.sharding.reduction import Reduction
 
 Tree = Any
 T = TypeVar("T")
 
-_traced: ContextVar[Literal["in a loop", "unrolled", "unrolled, in parts"]] = ContextVar("layer", default="in a loop")
-"""How the layer that is traced runs; in parts, where the matrices of a fused product are gathered one by one."""
-
-
-@contextmanager
-def unrolled_layers(layers: Tree) -> Iterator[None]:
-    """Marks that layers without a loop, with these parameters, are traced: see `is_unrolled` and `computes_apart`."""
-    leaves = jax.tree.leaves(layers, is_leaf=lambda leaf: isinstance(leaf, ShardedParam))
-    in_parts = any(isinstance(leaf, ShardedParam) and leaf.parts is not None for leaf in leaves)
-    token = _traced.set("unrolled, in parts" if in_parts else "unrolled")
-    try:
-        yield
-    finally:
-        _traced.reset(token)
-
-
-def is_unrolled() -> bool:
-    """Returns whether the traced layer is in no loop over layers.
-
-    XLA: what a loop's body slices and concatenates is written out at the loop's boundaries; here it can be read where
-    it is.
-    """
-    return _traced.get() != "in a loop"
-
-
-def computes_apart(outputs: Sequence[str | None]) -> bool:
-    """Returns whether an unrolled layer computes query, key and value, or gate and up, in a product each: with ZeRO-3,
-    which gathers a matrix for each. One product's result would be taken apart, and its gradients concatenated.
-
-    Args:
-      outputs: logical names of the fused product's output dimensions.
-    """
-    return _traced.get() == "unrolled, in parts" and can_be_apart(outputs)
-
 
 def can_be_apart(outputs: Sequence[str | None]) -> bool:
     """Returns whether a fused product may be several: not with tensor parallelism, which reduces the gradient of its
-    input once; `outputs` are those of `computes_apart`."""
+    input once; `outputs` are the logical names of its output dimensions."""
     is_fused = len(outputs) > 1 and outputs[0] in PARTS and outputs[1] is not None
     return is_fused and num_shards(outputs[1]) == 1 and not sequence_is_sharded()  # pyright: ignore[reportArgumentType]
+
+
+@dataclass(frozen=True)
+class AccumulateUnrolled(Accumulate):
+    """Accumulates gradients of layers that are unrolled instead of scanned."""
+
+    compute_dtype: str = "float32"
+    """Type of the copy of their matrices that they read."""
+    is_float8: bool = False
+    """Whether layers multiply in 8 bits."""
+
+    def gradients(self, model: LossModel, parameters: Tree, batch: Tree, reduction: Reduction) -> tuple[Sums, Tree]:
+        """See `Accumulate.gradients`."""
+        losses, gradients = super().gradients(model, parameters, batch, reduction)
+        return losses, restack(gradients)
+
+    def prepare_parameters(self, records: Tree, wrapped: Tree) -> Tree:
+        """Unstacks the parameters of layers."""
+        how = {"dtype": self.compute_dtype, "is_float8": self.is_float8}
+        return jax.tree.map(lambda r, leaf: unstack(r, leaf, **how) if r.is_stacked else leaf, records, wrapped)
+
+    def zeros(self, records: Tree, wrapped: Tree, shards: Tree) -> Tree:
+        """See `Accumulate.zeros`."""
+        # Matrices are accumulated as they are used, so that XLA fuses the addition into the product. For vectors each
+        # addition would be a kernel, so they are accumulated stacked.
+        stacked = differentiable_shards(wrapped)
+        return zeros_like_shards(
+            jax.tree.map(lambda r, stack, layers: layers if r.is_matrix else stack, records, stacked, shards)
+        )
+
+    def add(self, records: Tree, sums: Tree, gradients: Tree) -> Tree:
+        """See `Accumulate.add`."""
+        # Matrices have an accumulator per layer, vectors a stacked one (`zeros`).
+        alike = lambda _, total, gradient: gradient if _is_layer_list(total) else restack(gradient)  # noqa: E731
+        return super().add(records, sums, jax.tree.map(alike, records, sums, gradients))
+
+    def adds_up(self, record: ParamSpec) -> bool:
+        """See `Accumulate.adds_up`: there is no loop to add in."""
+        return False
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["layers"], meta_fields=[])

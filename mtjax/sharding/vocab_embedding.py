@@ -4,7 +4,7 @@ Shape suffixes: B batch, S sequence, H hidden, V this rank's vocabulary rows.
 """
 
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +13,14 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Float, Int
 
 from mtjax.sharding.axes import map_ranks, psum_varying, varying_like
-from mtjax.sharding.stored_weight import StoredWeight
 from mtjax.sharding.vocab import VocabSpecs, local_rows
+
+if TYPE_CHECKING:
+    from mtjax.sharding.stored_weight import StoredWeight
 
 
 def vocab_parallel_embedding(
-    table: Float[Array, "vocab embed"] | StoredWeight, tokens: Int[Array, "batch seq"], dtype: jax.typing.DTypeLike
+    table: "Array | StoredWeight", tokens: Int[Array, "batch seq"], dtype: jax.typing.DTypeLike
 ) -> Float[Array, "batch act_seq embed"]:
     """Looks up rows of a table whose rows are sharded.
 
@@ -33,7 +35,7 @@ def vocab_parallel_embedding(
       [batch, act_seq, embed], sharded like hidden states.
     """
     specs, dtype = VocabSpecs.in_force(), jnp.dtype(dtype)
-    if isinstance(table, StoredWeight):
+    if not isinstance(table, Array):
         with jax.named_scope("embedding"):
             return table.rows(specs, tokens, dtype)
     return _embedding(specs, dtype, table, tokens)

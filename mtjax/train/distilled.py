@@ -46,7 +46,7 @@ class Distilled(TrainStep):
         shapes, names = {TEACHER: self._tables}, {TEACHER: dict.fromkeys(self._tables, ("vocab", "embed"))}
         dtypes = config.training.compute_dtype, config.parallel.grad_reduce_dtype
         records = param_specs(names, shapes, self.layout, self.shape, *dtypes, lambda name: False)
-        self._region = dataclasses.replace(self.region, records={**self.records, **records})
+        self._region = dataclasses.replace(self.region, records={**self.region.records, **records})
         self._table_shardings = placement.shardings(partition_specs(records, "storage_spec"), self.mesh)[TEACHER]
 
     def abstract_step_batch(self, global_batch_size: int | None = None) -> Batch:

@@ -7,16 +7,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
-from jax.sharding import Mesh, reshard
+from jax.sharding import Mesh, auto_axes, reshard
 
 from mtjax.config import Config
 from mtjax.config.float8 import STATE, quantizes_once
 from mtjax.errors import UserError
 from mtjax.layout.layouts import Layout
 from mtjax.models.evaluation import Evaluation
+from mtjax.models.float8 import UNSEEN
 from mtjax.models.sharded_model import Batch
 from mtjax.runtime.train_state import State
+from mtjax.sharding.axes import REPLICATED
 from mtjax.sharding.float8 import E4M3, LOWEST, fitting_exponent, power_of_two
 from mtjax.sharding.float8_weights import Float8Reduction, quantize_stack
 from mtjax.train.step import TrainStep
@@ -97,12 +100,59 @@ class Float8Step(TrainStep):
         after, metrics = super().apply_gradients(state, batch, loss, parts, weights)
         if not counts:
             return after, metrics
+        is_update = self.is_update(state)
         with jax.named_scope("optimizer"):
-            states = next_states(split(state.parameters)[1], counts, self.config.training.fp8_amax_history)
+            known, history = split(state.parameters)[1], self.config.training.fp8_amax_history
+            states = next_states(known, counts, history, forgets=~is_update)
             moved = self._with_weight_scales(dataclasses.replace(after, parameters=merge(after.parameters, states)))
             keep = metrics["skipped"] == 0
             parameters = jax.tree.map(lambda new, old: jnp.where(keep, new, old), moved.parameters, after.parameters)
-        return dataclasses.replace(after, parameters=parameters), metrics
+        step = jnp.where(is_update, after.step, ~state.step)
+        return dataclasses.replace(after, step=step, parameters=parameters), metrics
+
+    def is_update(self, state: State) -> Array:
+        """See `TrainStep.is_update`; a step whose number is inverted (`~`) only finds scales."""
+        return state.step >= 0
+
+    def with_first_scales(self, state: State, batch: Batch) -> tuple[State, str | None]:
+        """Finds the scales of delayed scaling with a batch, if no step has found any; nothing else changes.
+
+        Each pass computes the gradients of the batch by the program of a step. With the first scales, which are fixed
+        numbers, values of one layer may be clipped or vanish, so that those of the next are found wrong: passes are
+        repeated until no scale becomes smaller, and none more than twice as large.
+
+        Returns:
+          The state, which was donated; and what was done, in words. None if the state has scales; "" if the batch's
+          gradients are not finite.
+        """
+        is_known, before = self._scales_of(state)
+        if is_known:
+            return state, None
+        most = self.config.model.num_layers + 2
+        for passes in range(1, most + 1):
+            state, metrics = self.step(dataclasses.replace(state, step=~state.step), batch)
+            _, after = self._scales_of(state)
+            if float(metrics["skipped"]):
+                return state, ""
+            growth = after / np.where(before > 0, before, 1)
+            if passes > 1 and ((growth >= 1) & (growth <= 2) | (before == 0)).all():
+                return (
+                    state,
+                    f"fp8's first scales were found in {passes} passes over the first batch, without an update",
+                )
+            before = after
+        return (
+            state,
+            f"fp8's first scales still changed after {most} passes over the first batch: gradients may be clipped",
+        )
+
+    def _scales_of(self, state: State) -> tuple[bool, np.ndarray]:
+        """Returns whether a step has found any scale, and the scales of activations and gradients, [products, 2]."""
+        states = split(state.parameters)[1]
+        if not states:
+            return True, np.ones(0)
+        is_known, scales = self.on_mesh(_found, states)
+        return bool(is_known), np.asarray(scales)
 
     def _with_weight_scales(self, state: State) -> State:
         """Returns a state whose scales of weights fit the next step's weights."""
@@ -118,16 +168,32 @@ class _Fitted(Evaluation):
         return super()._losses(merge(parameters, _fitted(states, parameters)), batch)
 
 
-def next_states(states: Tree, counts: Tree, history: int) -> Tree:
+@jax.jit
+def _found(states: Tree) -> tuple[Array, Array]:
+    """Returns whether any exponent was found, and the scales of x and g of all products and layers, [products, 2]."""
+
+    def find(states: Tree) -> tuple[Array, Array]:
+        leaves = jax.tree.leaves(states, is_leaf=lambda below: "scale" in below)
+        # Of padding layers scale and ages are 0.
+        known = [(state["age"] < UNSEEN).any((1, 2, 3)) & (state["scale"][:, 1] > 0) for state in leaves]
+        return jnp.concatenate(known).any(), jnp.concatenate([state["scale"][:, ::2] for state in leaves])
+
+    found: Any = auto_axes(find, out_sharding=(REPLICATED, REPLICATED))
+    return found(states)
+
+
+def next_states(states: Tree, counts: Tree, history: int, forgets: Array | bool = False) -> Tree:
     """Returns the states of products in the next step, by the counts of this one; weights' scales as they are.
 
     Args:
       states: of products, stacked along `layers`.
       counts: gradients of their `age`.
       history: number of steps whose largest values determine a scale.
+      forgets: whether only this step's do.
     """
 
     def one(state: Tree, counted: Tree) -> Tree:
+        state = {**state, "age": jnp.where(forgets, UNSEEN, state["age"])}
         # Smaller values of other ranks and microbatches count too: the state would depend on the mesh with them.
         found = jnp.max(counted["age"], -2) > 0
         largest = found & (jnp.cumsum(found, -1) == 1)

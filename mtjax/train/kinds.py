@@ -1,4 +1,4 @@
-"""Which train step a config has: one that offloads, has a teacher or multiplies in 8 bits, or several of these."""
+"""Which train step a config has: one that clips scores, offloads, has a teacher or multiplies in 8 bits, or several."""
 
 from mtjax.config import Config
 from mtjax.train.step import TrainStep
@@ -7,7 +7,11 @@ from mtjax.train.step import TrainStep
 def step_class(config: Config) -> type[TrainStep]:
     """Returns the class of a config's train step."""
     kinds: list[type[TrainStep]] = []
-    if config.parallel.offload == "optimizer":
+    if config.optimizer.qk_clip:
+        from mtjax.train.qk_clip import QKClipStep
+
+        kinds.append(QKClipStep)
+    if config.parallel.offload != "none":
         from mtjax.train.offload import OffloadedStep
 
         kinds.append(OffloadedStep)

@@ -57,7 +57,7 @@ from mtjax.train.setup import (
     with_mesh,
 )
 from mtjax.train.skipped_steps import NonfiniteSteps
-from mtjax.train.step import TrainStep
+from mtjax.train.step import FirstScales, TrainStep
 
 
 @dataclass
@@ -243,12 +243,11 @@ def run_steps(run: Run, start: Restored) -> tuple[State, str | None]:
     """
     training, output = run.config.training, run.config.output
     add_teacher_targets = run.objective.teacher_targets(run.program)
-    state, consumed = start.state, start.consumed_samples
-    signal_name = None
+    state, consumed, signal_name = start.state, start.consumed_samples, None
     times, folder, say = run.start.times, run.environment.folder, run.progress.say
     clock = StepClock(start.step, folder, run.config.parallel.step_timeout, run.environment.peers, say, times)
     profile = Profile(named_steps(run.start.options.profile, run.program), folder, say)
-    results = None
+    results, prepared = None, FirstScales(run.program, say)
     stopped_before = run.best is not None and run.best.best.is_over
     train_batches = open_batches(run.program, run.config, run.data.train, consumed, run.environment.batch_schedule)
     with StopRequest() as stop, train_batches as batches, clock, profile:
@@ -260,7 +259,7 @@ def run_steps(run: Run, start: Restored) -> tuple[State, str | None]:
             check_replicas(run, step, state, batch, clock)
             clock.begin(step)
             # Dispatches the step; `state` is donated, and `results` are futures until something fetches them.
-            state, results = profile.run(step, results, partial(run.program.step, state, batch))
+            state, results = profile.run(step, results, partial(run.program.step, prepared(state, batch), batch))
             run.nonfinite_steps.add(step, range(consumed, consumed + size), results)
             consumed += size
             run.progress.advance(step)
@@ -322,7 +321,7 @@ def check_steps(run: Run, state: State) -> None:
     if not run.nonfinite_steps.are_too_many:
         return
     in_a_row, saved = run.nonfinite_steps.in_a_row, run.checkpoints.latest()
-    nonfinite_parameter = run.program.bad_parameter(state.parameters)
+    nonfinite_parameter = run.program.bad_parameter(run.program.weights(state))
     checkpoint = (
         "there is no checkpoint yet"
         if saved is None
@@ -353,9 +352,9 @@ def validate_and_evaluate(run: Run, state: State, step: int, clock: StepClock) -
         return entries
     clock.pause(start_timer.VALIDATION)
     if validate and run.data.held_out is not None:
-        entries |= run.objective.validate(run.program, state.parameters, run.data.held_out)
+        entries |= run.objective.validate(run.program, run.program.weights(state), run.data.held_out)
     if evaluate and evaluations is not None:
-        entries |= evaluations.evaluate(state.parameters)
+        entries |= evaluations.evaluate(run.program.weights(state))
     clock.restart(step)
     return entries
 
@@ -377,7 +376,7 @@ def print_summary(run: Run, state: State) -> None:
     if run.best is not None and run.best.best.step:
         found = run.best.best
         best = f", best {found.goal.metric.removeprefix('valid_')} {found.value:.4f} after step {found.step}"
-    sample = run.objective.sample(run.program, state.parameters, run.data.tokenizer)
+    sample = run.objective.sample(run.program, run.program.weights(state), run.data.tokenizer)
     next_commands = f"\n{' ' * 8}".join(run.objective.next_commands(run.config, out))
     time = ""
     if run.metrics is not None and run.time_log is not None:

@@ -28,30 +28,25 @@ def round_masters(updated: Tree, records: Tree, orders: Orders, seed: int, step:
       seed: of the run.
       step: number of updates before this one.
     """
-    rounded = lambda a, record: round_master(a, record, seed, step, order_of(record.name, orders))  # noqa: E731
-    return jax.tree.map(rounded, updated, records)
+    rows = lambda record: rows_of(order_of(record.name, orders))  # noqa: E731
+    return jax.tree.map(lambda a, record: round_master(a, record, seed, step, rows(record)), updated, records)
 
 
-def round_master(
-    array: Array, record: ParamSpec, seed: int, step: Array, order: LayerOrder | None = None, layer: Array | None = None
-) -> Array:
-    """Rounds an updated parameter, or one layer of a stack, stochastically to the type in which it is stored.
+def round_master(array: Array, record: ParamSpec, seed: int, step: Array, rows: Array | None = None) -> Array:
+    """Rounds an updated parameter, or some layers of a stack, stochastically to the type in which it is stored.
 
     Args:
       array: float32, finite where the step counts.
       record: of the parameter.
       seed: of the run.
       step: number of updates before this one.
-      order: order in which its layers are stacked; None for the model's order.
-      layer: number of the layer that `array` is; None for all of a parameter.
+      rows: numbers of the layers that it stacks; 0, 1, ... when None.
     """
     if record.dtype == "float32":
         return array
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), step), OF_MASTERS)
     key = jax.random.fold_in(key, zlib.crc32(record.name.encode()))  # so that it does not depend on other parameters
-    if layer is None:
-        return round_stochastically(array, key, record, rows_of(order))
-    return round_stochastically(array[None], key, record, layer[None])[0]
+    return round_stochastically(array, key, record, rows)
 
 
 def rows_of(order: LayerOrder | None) -> Array | None:

@@ -257,11 +257,6 @@ def print_run_summary(config: Config, environment: RunEnvironment, program: Trai
         progress.say(f"note    attention is {used}, not {config.model.attention}: {program.attention_fallback}")
     if note := float8_note(program.config.model, Plan.of(program.config, program.shape)):
         progress.say(f"note    {note}")
-    if training.fp8 == "delayed" and not config.output.resume and float(rate := rate_of(program.config, 0)):
-        progress.say(
-            "note    the scales of the first step of fp8 delayed are fixed numbers, which may clip gradients, and its "
-            f"learning rate is {rate}: with --warmup-steps 1 it would be 0"
-        )
     if program.xla.refused:
         names = ", ".join(program.xla.refused)
         progress.say(f"note    steps may be slower: this XLA does not support {names}")

@@ -3,6 +3,7 @@
 `inspect` and the planner build the same `TrainStep` on compile-only devices.
 """
 
+from collections.abc import Callable
 from functools import cached_property, partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -17,20 +18,17 @@ from mtjax.layout.divisibility import num_microbatches
 from mtjax.layout.layouts import Layout
 from mtjax.layout.optimizer_states import optimizer_states
 from mtjax.layout.stages import layer_numbers
-from mtjax.models.layer_context import with_text_lengths
-from mtjax.models.recompute import Recompute, check_offload
 from mtjax.models.sharded_model import Batch, ShardedModel
 from mtjax.models.trunk import TrunkLosses
 from mtjax.runtime import xla_options
 from mtjax.runtime.train_state import State
 from mtjax.sharding import placement
+from mtjax.sharding.accumulate import total_loss
 from mtjax.sharding.axes import use_rules
 from mtjax.sharding.gradients import distributed_gradients
 from mtjax.sharding.manual_region import ManualRegion
-from mtjax.sharding.microbatch_schedule import total_loss
-from mtjax.sharding.param_specs import partition_specs
+from mtjax.sharding.param_specs import partition_specs, trained
 from mtjax.sharding.reduction import Reduction
-from mtjax.sharding.trainable import merge_trees, select_frozen, select_trainable
 from mtjax.train.nonfinite_steps import GOOD, Tensor, first_bad, norm_and_first_bad, tensors
 from mtjax.train.optimizer import make_optimizer
 from mtjax.train.schedule import make_schedule
@@ -60,7 +58,11 @@ class TrainStep(ShardedModel):
     reduction_type: ClassVar[type[Reduction]] = Reduction
 
     def __init__(self, config: Config, mesh: Mesh, layout: Layout | None = None) -> None:
-        check_offload(Recompute.of(config.training), mesh.devices.flat[0].platform)
+        if config.training.recompute_offload:
+            from mtjax.models.recompute import Recompute
+            from mtjax.models.recompute_methods import check_offload
+
+            check_offload(Recompute.of(config.training), mesh.devices.flat[0].platform)
         super().__init__(config, mesh, layout, trains=True)
         self.xla = xla_options.choose(self.config, mesh)
         self.trainable_records = self.optimized(self.records)
@@ -69,7 +71,7 @@ class TrainStep(ShardedModel):
 
     def optimized(self, tree: Tree) -> Tree:
         """Selects what the optimizer changes from a tree like the parameters'."""
-        return select_trainable(self.records, tree)
+        return trained(self.records, tree)
 
     @cached_property
     def state_sharding(self) -> State:
@@ -115,6 +117,16 @@ class TrainStep(ShardedModel):
         """
         return self.on_mesh(self._compiled_step, state, batch)
 
+    def with_first_scales(self, state: State, batch: Batch) -> tuple[State, str | None]:
+        """Returns a state, which is donated, with what its next step needs beforehand, found with that step's batch.
+
+        Returns:
+          The state; and what was done, in words. None if nothing had to be done, "" if it could not be done with this
+          batch.
+        """
+        del batch
+        return state, None
+
     def layer_numbers(self, name: str) -> tuple[int, ...]:
         """Returns the indices of the layers whose parameters an array stacks, by its dotted name."""
         return layer_numbers(self.config.model, name)
@@ -123,6 +135,10 @@ class TrainStep(ShardedModel):
     def tensors(self) -> list[Tensor]:
         """The tensors that `first_bad` indexes."""
         return tensors(self.trainable_records, self.layer_numbers)
+
+    def weights(self, state: State) -> Tree:
+        """Returns the parameters of a state on the device, where evaluations read them."""
+        return state.parameters
 
     def bad_parameter(self, parameters: Tree) -> Tensor | None:
         """Returns a trained parameter that is not finite; None if all are finite."""
@@ -198,6 +214,10 @@ class TrainStep(ShardedModel):
 
     def with_optimized(self, parameters: Tree, optimized: Tree) -> Tree:
         """Returns parameters in which what the optimizer changes is that of `optimized`."""
+        if self.optimized(parameters) is parameters:
+            return optimized
+        from mtjax.sharding.trainable import merge_trees, select_frozen
+
         return merge_trees(optimized, select_frozen(self.records, parameters))
 
     def apply_gradients(
@@ -211,7 +231,7 @@ class TrainStep(ShardedModel):
                 loss, gradients, *settings, unrolled=bool(self.config.training.unroll_layers)
             )
             finite = bad == GOOD
-            updated, optimizer = self.updated(state, gradients, parts, norm, finite)
+            updated, optimizer = self.updated(state, gradients, parts, norm, finite & self.is_update(state))
             metrics = {
                 "loss": loss,
                 "grad_norm": jnp.where(finite, norm, 0.0),
@@ -229,6 +249,11 @@ class TrainStep(ShardedModel):
         parameters = self.with_optimized(state.parameters, updated)
         return State(state.step + 1, state.random, parameters, optimizer, loss_scale), metrics
 
+    def is_update(self, state: State) -> Array | bool:
+        """Returns whether a step from this state updates anything, if its gradients are finite."""
+        del state
+        return True
+
     def updated(
         self, state: State, gradients: Tree, parts: dict[str, Array], norm: Array, finite: Array
     ) -> tuple[Tree, Tree]:
@@ -244,7 +269,7 @@ class TrainStep(ShardedModel):
         trainable = self.optimized(state.parameters)
         masters = optax.tree.cast(trainable, jnp.float32)
         updates, optimizer = self.optimizer.update(gradients, state.optimizer, masters, norm=norm)
-        updated = optax.apply_updates(masters, updates)
+        updated = self.rescaled(optax.apply_updates(masters, updates), parts)
         if self.config.model.router_bias and not self.config.model.lora_rank:  # which freezes routers
             from mtjax.models.routers import LOAD
             from mtjax.train.router_bias import update_router_bias
@@ -258,6 +283,11 @@ class TrainStep(ShardedModel):
             updated = round_masters(updated, self.trainable_records, self.layer_orders, seed, step)
         # A step with nonfinite gradients is skipped on all devices, by selects instead of a conditional.
         return jax.tree.map(partial(jnp.where, finite), (updated, optimizer), (trainable, state.optimizer))
+
+    def rescaled(self, updated: Tree, parts: dict[str, Any]) -> Tree:
+        """Rescales trained parameters, float32, after their update; `parts` are those of `gradients`."""
+        del parts
+        return updated
 
     def gradients(
         self, parameters: Tree, batch: Batch, key: Array | None, scale: Array | None = None
@@ -274,9 +304,9 @@ class TrainStep(ShardedModel):
         settings, samples = self.config.model, batch["sample_index"].shape[0]
         weights = self.loss_weights(batch)
         if settings.num_experts:
-            from mtjax.models.routers import report_weights
+            from mtjax.models.routers import report_weights, with_text_lengths
 
-            weights |= report_weights(settings, samples)
+            weights, batch = weights | report_weights(settings, samples), with_text_lengths(settings, batch)
         if settings.mtp_num_layers:
             from mtjax.models.prediction import prediction_reports
 
@@ -286,10 +316,10 @@ class TrainStep(ShardedModel):
         # One dropout key per sample, derived from its index in the run: the same masks on every mesh.
         keys = None if key is None else jax.vmap(lambda i: jax.random.fold_in(key, i))(batch["sample_index"])
         count = num_microbatches(self.config, self.shape, samples)
-        model, region, parameters, batch = self.loss_inputs(parameters, with_text_lengths(self.config.model, batch))
+        model, region, parameters, batch = self.loss_inputs(self.with_observers(parameters), batch)
         inputs = (batch, weights, keys)
         schedule = self.microbatch_schedule(count)
-        records = select_trainable(self.records, self.records)
+        records = trained(region.records, region.records)
         reduction = self.reduction_type(records, self.layout.zero, count, self.stages)
         with use_rules(self.layout.rules):
             parts, gradients = distributed_gradients(model, parameters, inputs, region, schedule, reduction)
@@ -317,6 +347,24 @@ class TrainStep(ShardedModel):
     def loss_inputs(self, parameters: Tree, batch: Batch) -> LossInputs:
         """Returns the function and inputs that `gradients` differentiates."""
         return LossInputs(self.trunk_losses(self.loss_options), self.region, parameters, batch)
+
+
+class FirstScales:
+    """Calls `TrainStep.with_first_scales` before each step of a run, until it has nothing more to do."""
+
+    def __init__(self, program: TrainStep, say: Callable[[str], object]) -> None:
+        """Takes the program, and what reports a line."""
+        self._program, self._say, self._is_due = program, say, True
+
+    def __call__(self, state: State, batch: Batch) -> State:
+        """Returns the state for a step with this batch."""
+        if not self._is_due:
+            return state
+        state, done = self._program.with_first_scales(state, batch)
+        self._is_due = done == ""
+        if done:
+            self._say(f"note    {done}")
+        return state
 
 
 def optimizer_step_count(optimizer: Tree) -> Array:

@@ -351,6 +351,10 @@ SETTINGS = {
         "adam_mu_dtype": "bfloat16",
         "offload": None,
     },
+    "--qk-clip --qk-clip-threshold 50": {"qk_clip": 50.0, "qk_clip_alpha": None, "attention": "xla"},
+    "--qk-clip --qk-clip-alpha 0.25": {"qk_clip": 100.0, "qk_clip_alpha": 0.25},
+    "--qk-clip --qk-layernorm --qk-clip-threshold 50": {"qk_clip": None, "attention": None},
+    "--qk-clip-alpha 0.25": {"qk_clip": None, "qk_clip_alpha": None},
     "--bf16 --fp8-hybrid": {"fp8": "delayed", "fp8_format": "hybrid"},
     "--bf16 --fp8-format hybrid --fp8-recipe tensorwise --first-last-layers-bf16 --num-layers-at-end-in-bf16 2": {
         "fp8": "tensorwise",

@@ -14,6 +14,7 @@ from tests.convert import hf_folders
 from tests.convert.hf_folders import GPT2_CONFIG, gpt2_shapes, random_tensors, tensors_in, write_folder
 
 pytest.importorskip("safetensors", reason="needs the extra convert: pip install '.[convert]'")
+from safetensors.numpy import save_file
 
 
 def run(source, target, *options: str) -> int:
@@ -244,6 +245,42 @@ def test_damage_is_noticed(hf, ours, tmp_path, capsys):
     assert run(f"mtjax:{flipped}", f"hf:{tmp_path / 'a'}") == 2
     assert "its metadata is not what was saved" in capsys.readouterr().err
     assert not (tmp_path / "a").exists()
+
+
+def test_one_file_wins_over_those_of_an_index_as_in_transformers(hf, tmp_path):
+    tensors = tensors_in(hf)
+    both = shutil.copytree(hf, tmp_path / "both")
+    save_file({name: array + 1 for name, array in tensors.items()}, both / "model-00001-of-00001.safetensors")
+    index = {"weight_map": dict.fromkeys(tensors, "model-00001-of-00001.safetensors")}
+    (both / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert run(f"hf:{both}", f"hf:{tmp_path / 'a'}") == 0
+    assert_same(tensors_in(tmp_path / "a"), tensors)
+
+
+def test_a_tensor_in_two_files_is_refused(hf, tmp_path, capsys):
+    tensors = tensors_in(hf)
+    twice = shutil.copytree(hf, tmp_path / "twice")
+    (twice / "model.safetensors").rename(twice / "b.safetensors")
+    save_file({"transformer.wte.weight": tensors["transformer.wte.weight"] + 1}, twice / "a.safetensors")
+    index = {"weight_map": dict.fromkeys(tensors, "b.safetensors") | {"transformer.wte.weight": "a.safetensors"}}
+    (twice / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert run(f"hf:{twice}", f"mtjax:{tmp_path / 'a'}") == 2
+    assert f"transformer.wte.weight is in two files, {twice / 'a.safetensors'} and" in capsys.readouterr().err
+
+
+def test_weights_of_integers_are_refused(hf, tmp_path, capsys):
+    name, folder = "transformer.h.0.mlp.c_fc.weight", shutil.copytree(hf, tmp_path / "integers")
+    tensors = tensors_in(hf)
+    save_file({**tensors, name: (20 * tensors[name]).astype(np.int8)}, folder / "model.safetensors")
+    assert run(f"hf:{folder}", f"mtjax:{tmp_path / 'a'}") == 2
+    assert f"contains weights of type I8 ({name}), which are quantized" in capsys.readouterr().err
+
+
+def test_the_type_of_a_buffer_that_is_not_read_does_not_count(tmp_path):
+    tensors = random_tensors(gpt2_shapes(), "bfloat16") | {"transformer.h.0.attn.masked_bias": np.zeros((), np.float32)}
+    folder = write_folder(tmp_path / "hf", tensors, GPT2_CONFIG, tokenizer=True)
+    assert run(f"hf:{folder}", f"hf:{tmp_path / 'back'}") == 0
+    assert tensors_in(tmp_path / "back")["transformer.wte.weight"].dtype == tensors["transformer.wte.weight"].dtype
 
 
 def test_numbers_too_large_for_float16_are_refused(hf, tmp_path, capsys):

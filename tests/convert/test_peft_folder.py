@@ -22,7 +22,13 @@ from tests.convert.hf_folders import (
 )
 
 MODULE = "model.layers.2.self_attn.q_proj"
-SETTINGS = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 2, "lora_alpha": 6, "target_modules": ["q_proj"]}
+SETTINGS = {
+    "peft_type": "LORA",
+    "task_type": "CAUSAL_LM",
+    "r": 2,
+    "lora_alpha": 6,
+    "target_modules": ["2.self_attn.q_proj"],
+}
 
 
 def write_adapters(folder: Path, base: Path, module: str = MODULE, **settings: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -93,6 +99,17 @@ def test_other_commands_read_adapters(tmp_path):
         (MODULE, {"layers_to_transform": [0, 1]}, f"layers_to_transform is [0, 1], but {MODULE} has an adapter"),
         (MODULE, {"base_model_name_or_path": None}, "does not name the base model"),
         (MODULE, {"base_model_name_or_path": "/nowhere/at/all"}, "names the base model /nowhere/at/all, which is not"),
+        (
+            MODULE,
+            {"target_modules": ["q_proj"]},
+            "has no tensors of model.layers.0.self_attn.q_proj, which target_modules",
+        ),
+        (
+            MODULE,
+            {"target_modules": r".*\.2\..*_proj"},
+            "has no tensors of model.layers.2.",
+        ),
+        (MODULE, {"modules_to_save": ["lm_head"]}, "has no tensors of lm_head, which modules_to_save of"),
         ("model.layers.2.mlp.gate_proj", {}, "is for a tensor of shape (48, 32), but the base model's has (80, 32)"),
         ("model.layers.7.self_attn.q_proj", {}, "adapts model.layers.7.self_attn.q_proj.weight, which the base model"),
     ],
@@ -135,6 +152,25 @@ def test_tensors_that_are_no_adapter_are_one_sentence(tensors, said, tmp_path, c
     assert convert(["--from", f"peft:{tmp_path / 'adapters'}", "--to", f"hf:{tmp_path / 'merged'}"]) == 2
     assert said in capsys.readouterr().err
     assert not (tmp_path / "merged").exists()
+
+
+def test_a_resized_vocabulary_says_how_to_resize_that_of_the_base_model(tmp_path, capsys):
+    write_adapters(tmp_path / "adapters", base_of(tmp_path))
+    table = np.zeros((310, 32), np.float32)
+    save_file({"base_model.model.model.embed_tokens.weight": table}, tmp_path / "adapters/adapter_model.safetensors")
+    (tmp_path / "adapters/adapter_config.json").write_text(
+        json.dumps({**SETTINGS, "target_modules": [], "base_model_name_or_path": str(tmp_path / "base")})
+    )
+    assert convert(["--from", f"peft:{tmp_path / 'adapters'}", "--to", f"hf:{tmp_path / 'merged'}"]) == 2
+    assert "embed_tokens.weight has 310 tokens, but that of the base model has 300: save the base model after " in (
+        capsys.readouterr().err
+    )
+
+
+def test_exclusions_and_layers_need_no_tensors(tmp_path):
+    settings = {"target_modules": ["q_proj", "k_proj"], "exclude_modules": ["k_proj"], "layers_to_transform": [2]}
+    write_adapters(tmp_path / "adapters", base_of(tmp_path), **settings)
+    assert len(SavedModel.open(f"peft:{tmp_path / 'adapters'}").source.parameters) > 0
 
 
 def test_what_two_folders_both_have_is_one_sentence(tmp_path, capsys):

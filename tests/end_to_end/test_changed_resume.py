@@ -67,6 +67,7 @@ def counts(rows: np.ndarray) -> np.ndarray:
     return np.unique(rows, axis=0, return_counts=True)[1]
 
 
+@pytest.mark.long
 def test_more_samples_go_on_in_the_order_of_the_run(short: Launcher, run: Finished) -> None:
     """By the command that the run itself advises."""
     out = copy(run, "longer")
@@ -192,6 +193,7 @@ def test_the_decay_of_the_run_is_kept_unless_another_is_typed(short: Launcher, r
     assert "--decay-steps 20 keeps the earlier decay" in typed.stdout
 
 
+@pytest.mark.long
 def test_steps_without_a_learning_rate_are_refused(short: Launcher) -> None:
     options = ["--min-learning-rate", "0", "--steps", "6", *SMALL]
     first = short.train_here("to-zero", *options)
@@ -202,6 +204,7 @@ def test_steps_without_a_learning_rate_are_refused(short: Launcher) -> None:
     assert resume(short, "to-zero", "--steps", "8", "--min-learning-rate", "0.0002").code == 0
 
 
+@pytest.mark.long
 def test_a_moved_folder_and_a_copy_are_the_runs_that_go_on(short: Launcher, run: Finished) -> None:
     moved = copy(run, "moved-away", 20).rename(short.folder / "moved")
     here = resume(short, "moved")
@@ -263,6 +266,7 @@ def test_a_warmup_longer_than_the_run_is_said(short: Launcher) -> None:
     assert "note    warmup_steps 4 is not below the run's 3 steps: the learning rate reaches 1.00e-03" in said.stdout
 
 
+@pytest.mark.long
 def test_a_run_that_is_resumed_twice_within_its_warmup_decays_over_its_last_steps(short: Launcher) -> None:
     short.train_here("climbing", "--steps", "3", *SMALL)
     assert resume(short, "climbing", "--steps", "4").code == 0

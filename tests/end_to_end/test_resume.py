@@ -31,6 +31,7 @@ pytestmark = pytest.mark.usefixtures("bare_end")
 STEPS = ["--steps", "20", *MASKS]
 
 
+@pytest.mark.long
 def test_stopped_by_sigterm_then_killed(
     launcher: Launcher, uninterrupted: Finished, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -38,7 +38,7 @@ def log_softmax(rows: list[Row]) -> np.ndarray:
     ("mesh", "fields"),
     [
         ("2x4", {"sequence_parallel": True, "zero": 3}),
-        ("1x2x2", {"microbatch_size": 2}),
+        pytest.param("1x2x2", {"microbatch_size": 2}, marks=pytest.mark.long),
         ("data=1,context=2,model=2", {"sequence_parallel": True}),
         pytest.param("data=1,stage=2,context=2,model=1", {"microbatch_size": 2}, marks=pytest.mark.long),
     ],

@@ -83,6 +83,7 @@ def test_rows_are_laid_out_as_generation_reads_them(tokenizer, placed) -> None:
         np.testing.assert_array_equal(rows[0]["reads_neighbours"], wanted)
 
 
+@pytest.mark.long
 def test_packed_rows_are_read_as_each_alone(tokenizer, placed) -> None:
     """A row's logits are those of its tokens and neighbours as `mtjax generate` gives them to the model."""
     drawn, draw = placed.initialize_parameters(0), np.random.default_rng(0)

@@ -92,6 +92,7 @@ def copy_after(whole, out, step):
     return ["--config", str(out / "config.toml"), "--resume"]
 
 
+@pytest.mark.long
 def test_another_batch_size_goes_through_the_epochs_that_are_left(whole, tmp_path, capsys):
     """Of 2 epochs of 44 rows, 48 rows are read after step 6: 40 are left, 10 batches of 4."""
     resumed = copy_after(whole, tmp_path / "other", 6)
@@ -101,6 +102,7 @@ def test_another_batch_size_goes_through_the_epochs_that_are_left(whole, tmp_pat
     assert "global_batch_size" in said and "10 steps left, which read samples 49 to 88" in said
 
 
+@pytest.mark.long
 def test_more_epochs_say_how_the_learning_rate_jumps(whole, tmp_path, capsys):
     resumed = copy_after(whole, tmp_path / "longer", 11)
     assert main([*resumed, "--epochs", "3"]) == 0
@@ -147,6 +149,7 @@ def test_a_run_keeps_its_own_tokenizer_and_what_the_weights_say_of_tokens(whole,
     assert (whole / "tokenizer.json").read_bytes() == own
 
 
+@pytest.mark.long
 def test_a_run_that_does_not_get_better_ends_early_and_stays_so(folder, tmp_path):
     out = tmp_path / "early"
     still = ["--epochs", "9", "--learning-rate", "0", "--patience", "2", "--valid-every", "1"]

@@ -118,7 +118,7 @@ def test_decode_logprobs_equal_prefill_logprobs(family: str) -> None:
     assert all(token.top_logprobs[token.id] == token.logprob for token in out)
 
 
-@pytest.mark.parametrize("kind", ["attention", "latents"])
+@pytest.mark.parametrize("kind", ["attention", pytest.param("latents", marks=pytest.mark.long)])
 def test_attention_to_a_cache_is_that_of_training(kind: str) -> None:
     """With everything that attention may do to queries, keys and scores."""
     (out,) = texts(engine_of(kind, "2x4"), [PROMPTS[1]], Sampling(12), logprobs=True)
@@ -133,6 +133,7 @@ def test_attention_to_a_cache_is_that_of_training(kind: str) -> None:
     np.testing.assert_allclose([token.logprob for token in out], known, atol=1e-4)
 
 
+@pytest.mark.long
 def test_bfloat16_logprobs_are_close_to_float32() -> None:
     results: list[list[Token]] = [[], []]
     for dtype, out in zip(("float32", "bfloat16"), results, strict=True):

@@ -160,6 +160,7 @@ def test_output_of_other_weights_or_settings_is_rejected(folder, tmp_path, capsy
     assert "--overwrite requires --output" in refused(capsys, "--from", "x", "--overwrite", "y")
 
 
+@pytest.mark.long
 def test_every_prompt_uses_its_own_seed(folder, tmp_path, capsys, monkeypatch) -> None:
     draws = ("--temperature", "1", "--seed", "5")
     step = 0x9E3779B97F4A7C15

@@ -134,6 +134,7 @@ def test_texts_are_those_of_rounded_weights(family, meshes: tuple[str, ...], kin
     )
 
 
+@pytest.mark.long
 def test_a_quantized_folder_keeps_its_numbers(tmp_path, capsys) -> None:
     """GPTQ's numbers are not those that rounding to the nearest would find again; other settings are refused."""
     text = tmp_path / "text"

@@ -229,6 +229,15 @@ def test_greedy_texts_and_logprobs_equal_transformers(family, meshes, tmp_path) 
         for prompt, out, (ids, logprobs) in zip(PROMPTS, received, expected, strict=True):
             assert [token.id for token in out] == [*prompt, *ids], mesh
             np.testing.assert_allclose([t.logprob for t in out[1:]], logprobs, atol=1e-5)
+        # The longest prompt again, without scores of its tokens, and once more: then from what the cache has of it.
+        for _ in range(2):
+            again: list[Token] = []
+            before = engine.reused
+            engine.submit(Request(tuple(PROMPTS[-1]), Sampling(NEW), logprobs=True, on_token=again.append))
+            engine.run()
+            assert [token.id for token in again] == expected[-1][0], mesh
+            np.testing.assert_allclose([t.logprob for t in again], expected[-1][1][-NEW:], atol=1e-5)
+        assert engine.reused == before + 32
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,13 @@ FIELDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("fields", FIELDS.values(), ids=FIELDS)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        pytest.param(fields, id=name, marks=[pytest.mark.long] if name != next(iter(FIELDS)) else [])
+        for name, fields in FIELDS.items()
+    ],
+)
 def test_cached_logprobs_are_those_of_the_model_without_a_cache(fields: dict[str, Any]) -> None:
     config = tiny_config(**fields)
     placed = ShardedModel(config, mesh_of("1x4"))

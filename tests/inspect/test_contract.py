@@ -79,9 +79,14 @@ def test_cpu_programs_keep_the_contract_in_elements(cpu_report):
     "settings",
     [
         {"label_smoothing": 0.1, "z_loss": 1e-4, "hidden_dropout": 0.1, "attention_dropout": 0.1, "loss_chunk": 100},
-        {"mesh": "1x4", "recompute": "none", "microbatch_size": None},
-        {"mesh": "8x1", "microbatch_size": 1, "compute_dtype": "float32"},
-        {"mesh": "1x1"},
+        *(
+            pytest.param(settings, marks=pytest.mark.long)
+            for settings in (
+                {"mesh": "1x4", "recompute": "none", "microbatch_size": None},
+                {"mesh": "8x1", "microbatch_size": 1, "compute_dtype": "float32"},
+                {"mesh": "1x1"},
+            )
+        ),
     ],
 )
 def test_the_contract_holds_on_cpus_whatever_the_run(settings):
@@ -116,7 +121,7 @@ SPLIT = [
 ]
 
 
-@pytest.mark.parametrize("settings", SPLIT)
+@pytest.mark.parametrize("settings", [*SPLIT[:2], *(pytest.param(each, marks=pytest.mark.long) for each in SPLIT[2:])])
 def test_split_sequences_and_zero_keep_their_contract_on_cpus(settings):
     report = inspect(tiny(num_layers=2, **settings), find_target("cpu"))
     assert report.verdict.violations == ()

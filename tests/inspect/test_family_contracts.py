@@ -39,6 +39,7 @@ def test_a_post_ln_layer_computes_both_of_its_sums_again():
     assert sent(post, "layer forward") == sent(post, "layer backward") == {array: 2 * 3 * 2}
 
 
+@pytest.mark.long
 def test_berts_loss_sends_the_masked_tokens_alone():
     """10 of 64 tokens at most, in 2 microbatches of 2: their gradient, and with split sequences the tokens before."""
     array, first = ("all-reduce", 2 * 10 * 64, "f32"), ("all-reduce", 2 * 64, "f32")
@@ -83,6 +84,7 @@ def test_a_t5_decoder_layer_has_three_sublayers():
     assert sent(report, "layer backward") == {read: 2 * 3 * 2 + 2 * 2, written: 3 * 2 * 2}
 
 
+@pytest.mark.long
 def test_logits_are_recognised_by_the_tokens_that_have_any():
     """Those that T5's decoder writes, and BERT's masked ones; of 256 rows, in microbatches of 2."""
     assert landmarks(report_of(**T5).step).logits == 2 * 32 * 256

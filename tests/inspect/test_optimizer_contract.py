@@ -31,19 +31,50 @@ def test_updates_on_h100(settings: dict[str, Any]) -> None:
     check(settings, "h100x8")
 
 
+STAGES: dict[str, Any] = {"mesh": "1x2x2", "layers_per_stage": (2, 1)}
+
+
 @needs_aot
-def test_offloaded_moments_cross_to_the_host_and_back_once() -> None:
-    """8 bytes a parameter of the device each way; none of them stay on it."""
-    settings = {"zero": 3, "mesh": "4x2", "num_layers": 3}
-    plain, offloaded = (
-        inspect(tiny(offload=kind, **settings), find_target("h100x8")) for kind in ("none", "optimizer")
+@pytest.mark.long
+@pytest.mark.parametrize("settings", [{"zero": 3, "sequence_parallel": True, "microbatch_size": 4}, {"mesh": "4x2"}])
+def test_largest_scores_leave_the_layers_with_the_gradients(settings: dict[str, Any]) -> None:
+    """A number for each of 20 layers and 64 heads crosses once, over data parallel ranks, and then over tensor ones."""
+    sizes = {"num_layers": 20, "num_heads": 64, "hidden_size": 512, "attention": "xla"}
+    report = inspect(tiny(qk_clip=100.0, **sizes, **settings), find_target("h100x8"))
+    assert report.verdict.violations == ()
+    lines = {line.required.line.elements: line for line in report.verdict.lines}
+    (gathered,) = (lines[elements] for elements in lines if elements == "all_scores")
+    assert gathered.found_elements == gathered.required.total == 20 * 64
+    checks = {one.name: one for one in compare(report)}
+    assert checks["FLOPs of a step"].formula == checks["FLOPs of a step"].program
+
+
+@needs_aot
+@pytest.mark.parametrize(
+    "settings", [{"zero": 3, "mesh": "4x2"}, pytest.param(STAGES, marks=pytest.mark.long)], ids=str
+)
+def test_offloaded_states_cross_to_the_host_and_back(settings: dict[str, Any]) -> None:
+    """Moments once, 8 bytes a parameter of the device each way, and master weights another time for their copies; none
+    of them stay on the device. The update divides as often as without: XLA may multiply by an inverse instead, which
+    rounds otherwise."""
+    wide: dict[str, Any] = {"num_layers": 3, "compute_dtype": "bfloat16", **settings}
+    plain, moments, both = (
+        inspect(tiny(offload=kind, **wide), find_target("h100x8"))
+        for kind in ("none", "optimizer", "optimizer,parameters")
     )
-    assert offloaded.verdict.violations == ()
-    memory = offloaded.memory
-    moments = plain.memory.optimizer - 8  # and two counters
-    assert memory.optimizer == 8 and memory.host == memory.host_reads == memory.host_writes == moments
-    assert plain.memory.arguments - memory.arguments == moments
+    of_moments, masters = plain.memory.optimizer - 8, plain.memory.parameters  # and two counters
+    memory = moments.memory
+    assert moments.verdict.violations == both.verdict.violations == ()
+    assert memory.optimizer == 8 and memory.host == memory.host_reads == memory.host_writes == of_moments
+    assert plain.memory.arguments - memory.arguments == of_moments
     assert plain.memory.temporaries * 1.1 > memory.temporaries
+    memory = both.memory
+    assert (memory.parameters, memory.optimizer) == (0, 8)
+    assert memory.host == memory.host_writes == of_moments + masters
+    assert memory.host_reads == of_moments + 2 * masters
+    assert memory.peak < moments.memory.peak - masters / 4
+    divisions = [report.step.text.count(" divide(") for report in (plain, moments, both)]
+    assert len(set(divisions)) == 1
 
 
 @needs_aot

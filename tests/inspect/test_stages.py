@@ -34,6 +34,7 @@ def rendered(report: Report) -> str:
     return console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
 
 
+@pytest.mark.long
 def test_permutes_are_the_tables_and_carry_a_part_of_the_stream(staged):
     ticks = num_ticks(stages=2, microbatches=4)
     found = {permutes.carries: permutes for permutes in staged.stages.permutes}

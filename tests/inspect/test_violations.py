@@ -60,6 +60,7 @@ def test_a_replicated_weight():
     assert any("the weight stack.layers.mlp.up.weight is replicated on every device" in v for v in violations)
 
 
+@pytest.mark.long
 def test_gathered_logits(monkeypatch):
     def naive(self, stream, batch, keys, options):
         with jax.named_scope("loss"):
@@ -184,6 +185,7 @@ def test_gradients_summed_in_bf16_are_seen_in_programs_for_cpus_too():
     assert "2,000 too few" in few and "1 extra all-reduce over data in gradients: f32[2000]" in extra
 
 
+@pytest.mark.long
 def test_layers_gathered_all_at_once_are_called_that(monkeypatch):
     def early(records, wrapped):
         def one(record, leaf):

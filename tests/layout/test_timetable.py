@@ -175,6 +175,7 @@ def test_in_lock_step_1f1b_keeps_two_for_each_stage_behind(stages, microbatches)
     assert flying == [min(microbatches, 2 * (stages - s) - 1) for s in range(stages)]
 
 
+@pytest.mark.long
 @given(**SIZES)
 def test_gpipe_keeps_everything(stages, microbatches, chunks):
     table = timetable("gpipe", stages, microbatches, chunks)

@@ -42,7 +42,7 @@ def test_parameters_count_what_megatron_counts(placement):
 @pytest.mark.parametrize(
     ("mesh", "settings"),
     [
-        pytest.param("2x4", {}, id="2x4-pre-LN"),
+        pytest.param("2x4", {}, id="2x4-pre-LN", marks=pytest.mark.long),
         pytest.param("1x8", POST, id="1x8-post-LN", marks=pytest.mark.long),
         *(
             pytest.param(*case, id=name, marks=pytest.mark.exhaustive)
@@ -69,7 +69,7 @@ def test_losses_with_dropout_agree_on_every_mesh(mesh, settings):
 @pytest.mark.parametrize(
     ("mesh", "settings"),
     [
-        ("2x2", {}),
+        pytest.param("2x2", {}, marks=pytest.mark.long),
         pytest.param("data=1,stage=2,model=2", {"microbatch_size": 1, "recompute": "full"}, marks=pytest.mark.long),
     ],
 )

@@ -14,9 +14,9 @@ from mtjax.config.sizes import expert_capacity
 from mtjax.errors import UserError
 from mtjax.layout.layouts import TENSOR_RULES
 from mtjax.models.kernels import grouped
-from mtjax.models.layer_context import LayerContext, Padding
+from mtjax.models.layer_context import LayerContext
 from mtjax.models.mixers.experts import Experts
-from mtjax.models.routers import LOAD, LOST, ROUTER_AUX_LOSS, Z_LOSS
+from mtjax.models.routers import LOAD, LOST, ROUTER_AUX_LOSS, Z_LOSS, Padding
 from mtjax.sharding.axes import use_rules
 from tests.tiny import mesh_of, tiny_config
 

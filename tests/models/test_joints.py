@@ -108,6 +108,7 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(registry, name, row)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("rows")
 def test_a_mixer_and_a_family_are_a_class_and_a_row_each():
     results = {}
@@ -163,7 +164,7 @@ def cut(layers: Any, part: slice) -> Any:
     return jax.tree.map(lambda a: a[part], layers)
 
 
-@pytest.mark.parametrize("family", ["gpt", pytest.param("t5", marks=pytest.mark.long)])
+@pytest.mark.parametrize("family", [pytest.param(name, marks=pytest.mark.long) for name in ("gpt", "t5")])
 def test_a_model_can_be_cut_into_embedding_layers_and_losses(family: str):
     """Every piece by itself, with nothing but the stream between them: the losses are those of the whole model."""
     program = program_of("1x4", family=family, num_layers=3)

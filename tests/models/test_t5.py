@@ -26,7 +26,7 @@ def t5(mesh, **fields):
 @pytest.mark.parametrize(
     ("settings", "mesh"),
     [
-        pytest.param(RELATIVE, "2x4", id="relative-2x4"),
+        pytest.param(RELATIVE, "2x4", id="relative-2x4", marks=pytest.mark.long),
         pytest.param(MEGATRON, "1x8", id="learned-1x8", marks=pytest.mark.long),
         *(
             pytest.param(*case, id=name, marks=pytest.mark.exhaustive)

@@ -24,9 +24,9 @@ LLAMA = {
 @pytest.mark.parametrize(
     ("mesh", "fields"),
     [
-        ("2x4", SPLIT | {"zero": 1}),
+        pytest.param("2x4", SPLIT | {"zero": 1}, marks=pytest.mark.long),
         ("4x1", LLAMA | {"zero": 3, "recompute": "selective", "attention": "blocks"}),
-        ("2x2", SPLIT | {"zero": 3, "recompute": "full"}),
+        pytest.param("2x2", SPLIT | {"zero": 3, "recompute": "full"}, marks=pytest.mark.long),
         *(
             pytest.param(mesh, fields, marks=pytest.mark.long)
             for mesh, fields in [

@@ -10,6 +10,7 @@ import pytest
 
 from mtjax.config import Config, replace
 from mtjax.config.model_identity import effective_settings
+from mtjax.convert.families.missing import MISSING
 from mtjax.convert.families.registry import FAMILIES
 from mtjax.convert.hugging_face import HuggingFaceSource
 from mtjax.convert.saved_model import SavedModel
@@ -171,6 +172,16 @@ def test_other_names_of_keys_are_read_and_must_not_contradict(model_type: str) -
         if key not in ("num_nextn_predict_layers", "attention_head_dim"):  # not read by all types
             with pytest.raises(UserError, match=f"{other}.* the same setting|{key}.* the same setting"):
                 model_of(model_type, {**config, other: "another"})
+
+
+def test_every_type_of_transformers_is_read_or_has_a_reason() -> None:
+    from transformers.models.auto import modeling_auto
+
+    kinds = ("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM")
+    types = {name for kind in kinds for name in getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING_NAMES")}
+    assert len(types) > 200
+    assert types - {*FAMILIES, *MISSING} == set()
+    assert {*FAMILIES} & {*MISSING} == set()
 
 
 HARMLESS = {

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from mtjax.config import validate
-from mtjax.models.layer_context import LayerContext, Padding
+from mtjax.models.layer_context import LayerContext
 from mtjax.models.mixers.experts import Router
-from mtjax.models.routers import LOAD, ROUTER_AUX_LOSS
+from mtjax.models.routers import LOAD, ROUTER_AUX_LOSS, Padding
 from mtjax.sharding.axes import use_rules
 from tests.models.test_experts import RULES, SOFTMAX, apply, mixer_of
 from tests.tiny import mesh_of, tiny_config

@@ -29,6 +29,14 @@ SHARED = LLAMA | {"num_key_value_heads": 2}
 LATENT = LLAMA | {"q_lora_rank": 14, "kv_lora_rank": 20, "v_head_dim": 12}
 EXPERTS = SHARED | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}
 LATENT |= {"qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "tie_word_embeddings": False}
+DELTA = SHARED | {"head_dim": 8, "layer_types": ["linear_attention", "full_attention"], "num_experts": 0}
+DELTA |= {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 6, "linear_value_head_dim": 10}
+MAMBA = SHARED | {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 6, "mamba_n_groups": 2}
+MAMBA |= {"mamba_chunk_size": 8, "attn_layer_indices": [1]}
+BLOCKS = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 40, "tie_word_embeddings": True}
+BLOCKS |= {"layers_block_type": ["mamba", *["hybrid"] * 4], "num_hidden_layers": 5, "num_mem_blocks": 2}
+BLOCKS |= {"mamba_d_state": 6, "n_mamba_heads": 4, "mamba_ngroups": 2, "chunk_size": 8, "adapter_rank": 3}
+BLOCKS |= {"use_shared_attention_adapter": True, "max_position_embeddings": 64}
 TARGETS = {
     "all": [f"{x}_proj" for x in ("q", "k", "v", "o", "gate", "up", "down")],
     "attention": [f"{x}_proj" for x in "qkvo"],
@@ -128,7 +136,15 @@ def test_five_steps_are_those_of_peft(case, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "kind, settings", [("GPT2LMHeadModel", GPT2), ("YoutuForCausalLM", LATENT), ("Qwen3MoeForCausalLM", EXPERTS)]
+    "kind, settings",
+    [
+        ("GPT2LMHeadModel", GPT2),
+        ("YoutuForCausalLM", LATENT),
+        ("Qwen3MoeForCausalLM", EXPERTS),
+        ("Qwen3NextForCausalLM", DELTA),
+        pytest.param("Zamba2ForCausalLM", BLOCKS, marks=pytest.mark.long),
+        pytest.param("BambaForCausalLM", MAMBA, marks=pytest.mark.long),
+    ],
 )
 def test_a_run_s_adapters_load_in_peft_and_merge_to_the_same_logits(kind, settings, tmp_path):
     jax.devices()  # all eight, before a command asks for as many as its mesh needs
@@ -143,6 +159,7 @@ def test_a_run_s_adapters_load_in_peft_and_merge_to_the_same_logits(kind, settin
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     files = ["--task", "chat", "--data", str(tmp_path / "rows.jsonl"), "--init-from", f"hf:{tmp_path / 'base'}"]
     low = ["--lora-rank", "4", "--lora-alpha", "6", "--learning-rate", "1e-2", "--epochs", "6"]
+    low += ["--lora-targets", "mixers" if "Next" in kind else "all"]
     shape = ["--mesh", "1x1", "--global-batch-size", "4", "--compute-dtype", "float32", "--out", str(tmp_path / "run")]
     assert finetune([*files, *low, *shape]) == 0
     for place in ("peft", "hf"):

@@ -4,10 +4,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from mtjax.convert.peft_source import PeftSource
 from mtjax.errors import UserError
+from tests.convert.hf_folders import tensors_in, write_back
 from tests.parity.compare import relative
 from tests.parity.decoder_types import CASES, OF_GPT2, Case
 from tests.parity.test_decoder_types import TOLERANCE, logits_of, network_of, our_logits, tokens_of
@@ -56,6 +58,10 @@ READ: dict[str, tuple[Case, dict[str, Any]]] = {
     "embedding and output": (LLAMA, {"target_modules": ["q_proj", "embed_tokens", "lm_head"], "use_dora": True}),
     "transposed matrices, biases": (GPT2, {"target_modules": ["c_attn", "c_proj"], "use_dora": True, "bias": "all"}),
     "renamed modules": (CASES["nemotron_h"], {"target_modules": ["q_proj", "o_proj"]}),
+    "delta nets, gated attention": (
+        CASES["qwen3_next, three taps, biases, dense layers, a key for each query"],
+        {"target_modules": [*MATRICES, "in_proj_qkvz", "in_proj_ba", "out_proj"]},
+    ),
 }
 LONG = ("renamed modules", "embedding and output")
 
@@ -70,6 +76,28 @@ def test_merged_weights_give_the_logits_of_peft(name: str, tmp_path: Path) -> No
     assert relative(our_logits(PeftSource(tmp_path / "peft", 1), tokens), expected) < TOLERANCE
 
 
+def test_adapters_of_an_encoder_decoder_are_merged(tmp_path: Path) -> None:
+    """Every tensor of the merged model is that of peft's own merging."""
+    sizes = {"vocab_size": 90, "d_model": 24, "d_kv": 6, "d_ff": 40, "num_layers": 2, "num_heads": 4}
+    torch.manual_seed(0)
+    transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes)).save_pretrained(tmp_path / "base")
+    network = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path / "base")
+    config = peft.LoraConfig(task_type="SEQ_2_SEQ_LM", r=3, target_modules=["q", "v", "wo"])
+    network = peft.get_peft_model(network, config)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    network.save_pretrained(tmp_path / "peft")
+    write_back(PeftSource(tmp_path / "peft", 1), tmp_path / "back")
+    network.merge_and_unload().save_pretrained(tmp_path / "merged")
+    theirs, ours, base = (tensors_in(tmp_path / folder) for folder in ("merged", "back", "base"))
+    changed = {name for name in theirs if not np.array_equal(theirs[name], base[name])}
+    assert len(changed) == 2 * 3 + 2 * 5
+    for name, array in theirs.items():
+        np.testing.assert_allclose(ours[name], array, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("case", "settings", "said"),
     [
@@ -80,6 +108,7 @@ def test_merged_weights_give_the_logits_of_peft(name: str, tmp_path: Path) -> No
             "changes model.embed_tokens.weight, to which the base model ties",
         ),
         (CASES["qwen3_moe"], {"target_modules": MATRICES}, "target_parameters is"),
+        (CASES["zamba2"], {"target_modules": ["o_proj"]}, "o_proj, which share their weights, in different ways"),
     ],
 )
 def test_what_peft_computes_otherwise_is_refused(

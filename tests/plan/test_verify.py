@@ -186,6 +186,7 @@ PATTERNS = {
     "(G)x4": {},
     "(MMZ)x2": SHARED,
     "(H-)x3": {"mesh": "2x4", "sequence_parallel": True, "zero": 1},
+    "(G-)x3": {"mesh": "2x4", "sequence_parallel": True, "zero": 1, "recompute": "none"},
     "(M-M*)x2": {"mesh": "2x4", "sequence_parallel": True, "zero": 1, "hidden_size": 1024},
 }
 

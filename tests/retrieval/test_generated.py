@@ -82,9 +82,9 @@ def ids_of(completion: Completion) -> list[int]:
 @pytest.mark.parametrize(
     ("line", "mesh"),
     [
-        ({"neighbours": [TEXTS, [], TEXTS[:1]]}, "1x1"),
+        pytest.param({"neighbours": [TEXTS, [], TEXTS[:1]]}, "1x1", marks=pytest.mark.long),
         ({"passages": TEXTS}, "1x1"),
-        ({"passages": TEXTS}, "2x4"),
+        pytest.param({"passages": TEXTS}, "2x4", marks=pytest.mark.long),
         ({}, "1x1"),
     ],
 )
@@ -175,6 +175,7 @@ def test_each_chunk_is_searched_when_it_is_complete(writer, tokenizer, parameter
     assert sorted(found.asked) == sorted(asked)
 
 
+@pytest.mark.long
 def test_texts_with_and_without_neighbours_are_written_together(writer, tokenizer) -> None:
     lines = [{"passages": TEXTS}, {}, {"neighbours": [TEXTS]}, {"passages": []}]
     sampling = [Sampling(max_tokens=5), Sampling(), Sampling(temperature=2.0, seed=3), Sampling(presence_penalty=2.0)]

@@ -101,6 +101,7 @@ def results(folder: Path, neighbours: str, mesh: str = "1x1") -> dict[str, float
     return json.loads(out.read_text())["results"]
 
 
+@pytest.mark.long
 def test_perplexity_with_neighbours_is_that_of_training_and_others_differ(folder: Path) -> None:
     """Of the same validation samples, on another mesh."""
     own, none = results(folder, str(folder / "near"), "1x2"), results(folder, "none")
@@ -143,6 +144,7 @@ def test_the_decoder_alone_is_a_gpt(folder: Path) -> None:
     np.testing.assert_array_equal(own, theirs)
 
 
+@pytest.mark.long
 def test_a_gpt_becomes_the_decoder_of_a_new_retro(folder: Path, capsys: Any) -> None:
     """What a GPT has is kept to the bit, and the rest is what a run with this seed would draw."""
     gpt, back = folder / "a-gpt", folder / "from-gpt"
@@ -343,6 +345,7 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
     return sorted((json.loads(line) for line in path.read_text().splitlines()), key=lambda line: line["index"])
 
 
+@pytest.mark.long
 def test_retrieved_neighbours_are_those_that_could_be_given(folder: Path, tmp_path: Path, capsys: Any) -> None:
     """Texts of a file, some at a time, one by one on the command line, and with what was found given by hand."""
     texts = [json.loads(line)["text"].split() for line in (folder / "texts.jsonl").read_text().splitlines()]
@@ -466,6 +469,7 @@ def test_settings_that_do_not_go_along_are_refused(folder: Path, settings: dict,
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_texts_with_neighbours_of_their_lines(folder: Path, capsys: Any) -> None:
     rows = [
         {"prompt": "the river and one stone", "passages": ["two light"], "max_tokens": 3},

@@ -55,6 +55,7 @@ def test_cpu_programs_get_their_own_table_whatever_the_overlap():
         assert choose(config, mesh_of("2x4")) == Chosen(dict.fromkeys(names(CPU), True))
 
 
+@pytest.mark.long
 def test_moments_are_not_copied_on_cpus():
     def copies(program):
         text = program.lower_step().compile().as_text() or ""

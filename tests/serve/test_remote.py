@@ -79,6 +79,7 @@ def ask(engine: Engine | RemoteReplica) -> list[RecordedEvents]:
     return recorded
 
 
+@pytest.mark.long
 def test_remote_replica_of_two_processes_equals_local_engine(monkeypatch) -> None:
     placed = ShardedModel(tiny_config(init_std=0.3, sequence_length=64), mesh_of("1x1"))
     decoder, service = Decoder(placed, placed.initialize_parameters(0)), Service()

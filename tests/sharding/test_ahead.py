@@ -27,7 +27,12 @@ def differentiated(mesh: str, fields: dict[str, Any]) -> tuple[Any, Any]:
 @pytest.mark.parametrize(
     ("mesh", "fields"),
     [
-        pytest.param("2x4", {"recompute": "full", "sequence_parallel": True}, id="full recompute, split sequences"),
+        pytest.param(
+            "2x4",
+            {"recompute": "full", "sequence_parallel": True},
+            id="full recompute, split sequences",
+            marks=LONG,
+        ),
         pytest.param("4x2", {"recompute": "none", "zero": 1}, id="ZeRO-1, gathered once"),
         pytest.param("8x1", {"recompute": "selective", "zero": 2}, id="ZeRO-2, gathered once", marks=LONG),
         pytest.param("4x2", {"zero": 2, "microbatch_size": 1}, id="ZeRO-2, two microbatches", marks=LONG),

@@ -81,6 +81,7 @@ def deep(zero: int) -> tuple[int, int]:
     return counts_of(program).all * 4, program.lower_step().compile().memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.long
 def test_full_gradients_never_live_with_zero_2():
     """Temporary memory of the compiled step falls by what the other half of the gradients takes."""
 
@@ -97,7 +98,7 @@ def test_microbatches_add_to_one_sum_of_gradients():
 @pytest.mark.parametrize(
     ("zero", "fields"),
     [
-        pytest.param(1, {"microbatch_size": 1}, id="four microbatches"),
+        pytest.param(1, {"microbatch_size": 1}, id="four microbatches", marks=pytest.mark.long),
         pytest.param(2, {"microbatch_size": 4, "sequence_parallel": True}, id="one", marks=pytest.mark.long),
         pytest.param(1, {"microbatch_size": 1, "unroll_layers": True}, id="unrolled", marks=pytest.mark.long),
     ],

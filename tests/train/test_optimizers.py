@@ -90,12 +90,12 @@ def reference(program: Any) -> Any:
 
 
 CASES = [
-    ("muon", "1x1", {}),
+    pytest.param("muon", "1x1", {}, marks=pytest.mark.long),
     pytest.param("muon", "2x2", {"zero": 1, **LLAMA}, marks=pytest.mark.long),
     pytest.param("muon", "4x2", {"zero": 3, "num_layers": 3}, marks=pytest.mark.long),
     ("muon", "2x2x2", {"zero": 2, "microbatch_size": 2}),
     pytest.param("muon", "data=2,shard=2,model=2", {"zero": 1}, marks=pytest.mark.long),
-    ("muon", "context=2,expert=2,model=2", {"zero": 1, "num_experts": 4}),
+    pytest.param("muon", "context=2,expert=2,model=2", {"zero": 1, "num_experts": 4}, marks=pytest.mark.long),
     pytest.param("adafactor", "1x2", {"hidden_size": 128}, marks=pytest.mark.long),
     ("adafactor", "2x2", {"zero": 1, "hidden_size": 128}),
     ("lion", "2x2", {"zero": 3}),
@@ -149,6 +149,7 @@ def test_updates_are_those_of_optax(optimizer: str, mesh: str, settings: dict[st
             np.testing.assert_allclose(array, expected[name], rtol=2e-5, atol=3e-6, err_msg=f"{step} {name}")
 
 
+@pytest.mark.long
 def test_schedule_free_takes_gradients_between_average_and_iterate() -> None:
     """A step against optax, which keeps that point as the parameters, and gradients of the same model there."""
     # Of gradients near 0 only the sign would count with a small epsilon, and that is rounding.
@@ -202,6 +203,7 @@ def moments_after(mesh: str, steps: int, settings: dict[str, Any]) -> tuple[dict
     return by_name(program, parameters), share
 
 
+@pytest.mark.long
 def test_moments_in_bfloat16_are_those_of_adam_on_every_mesh() -> None:
     """With random bits that depend on the element alone; rounding to nearest would lose changes of a thousandth."""
     steps = 40
@@ -216,7 +218,10 @@ def test_moments_in_bfloat16_are_those_of_adam_on_every_mesh() -> None:
         np.testing.assert_allclose(other[name], alone[name], rtol=1e-6, atol=1e-6, err_msg=name)
 
 
-@pytest.mark.parametrize("optimizer", ["muon", "adafactor", "schedule-free", "adamw"])
+@pytest.mark.parametrize(
+    "optimizer",
+    ["muon", *(pytest.param(name, marks=pytest.mark.long) for name in ("adafactor", "schedule-free", "adamw"))],
+)
 def test_states_are_restored_to_the_bit_on_other_meshes(optimizer: str, tmp_path: Path) -> None:
     """Saved on two unequal stages, restored on one with ZeRO-3, saved there, and restored on the stages."""
     settings = {"optimizer": optimizer, "hidden_size": 128, "num_layers": 3, "microbatch_size": 1, **SETTINGS}

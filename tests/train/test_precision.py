@@ -95,7 +95,7 @@ def test_losses_are_near_those_of_float32(mesh, fields):
 @pytest.mark.parametrize(
     ("mesh", "layout"),
     [
-        ("2x4", {"zero": 3, "sequence_parallel": True, "microbatch_size": 1}),
+        pytest.param("2x4", {"zero": 3, "sequence_parallel": True, "microbatch_size": 1}, marks=pytest.mark.long),
         pytest.param(SHARED, {}, marks=pytest.mark.long),
     ],
 )

@@ -33,6 +33,7 @@ LAYOUTS = [
     ("1x8", True, 0, "none", 1),
     ("data=1,context=4,model=2", True, 1, "full", 1),
 ]
+LONG = [LAYOUTS[number] for number in (0, 1, 5, 6, 8)]
 ALL_LAYOUTS = [
     case
     for case in itertools.product(("2x4", "4x2", "8x1", "1x8"), (False, True), (0, 1, 2, 3), RECOMPUTE, MICROBATCH)
@@ -41,7 +42,8 @@ ALL_LAYOUTS = [
 PLAIN = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 MASKED = (LAYOUTS[2], LAYOUTS[-1])
 """Dropout more than doubles what a program takes to compile: only these and the exhaustive ones have it."""
-LAYOUT_CASES = LAYOUTS + [pytest.param(*case, marks=pytest.mark.exhaustive) for case in ALL_LAYOUTS]
+LAYOUT_CASES = [pytest.param(*case, marks=[pytest.mark.long] if case in LONG else []) for case in LAYOUTS]
+LAYOUT_CASES += [pytest.param(*case, marks=pytest.mark.exhaustive) for case in ALL_LAYOUTS]
 
 
 def flat(tree):
@@ -52,7 +54,7 @@ def agree(losses, expected, rtol):
     np.testing.assert_allclose([m["loss"] for m in losses], [m["loss"] for m in expected], rtol=rtol)
 
 
-@pytest.mark.parametrize("mesh", ["8x1", "1x8", "2x4"])
+@pytest.mark.parametrize("mesh", [*(pytest.param(mesh, marks=pytest.mark.long) for mesh in ("8x1", "1x8")), "2x4"])
 def test_ten_losses_with_dropout_agree_on_every_mesh(mesh):
     expected = run_steps(program_of("1x1"), 10)[1]
     found = run_steps(program_of(mesh), 10)[1]

@@ -31,6 +31,7 @@ from mtjax.analysis.parts.sublayer import (
 )
 from mtjax.layout.attention_kernel import QUERIES_AT_A_TIME, documents_at_most
 from mtjax.layout.plan import Plan
+from mtjax.layout.weights import attention_products, cross_products
 
 
 @dataclass(frozen=True)
@@ -101,20 +102,17 @@ class Attention(_Heads):
 
     @property
     def weights(self) -> list[Weight]:
-        embed, heads = {"embed": self.hidden}, {"heads": self.heads, "head_dim": self.head_dim}
-        (bias, output_bias), rank = self.biases, self.rank
-        if self.kv_heads == self.heads:
-            inputs = linear("attention.qkv", embed, {"qkv": 3, **heads}, bias=bias, rank=rank)
-        else:
-            kv_heads = {"kv": 2, "kv_heads": self.kv_heads, "head_dim": self.head_dim}
-            inputs = linear("attention.qkv.query", embed, heads, bias=bias, rank=rank)
-            inputs += linear("attention.qkv.key_value", embed, kv_heads, bias=bias, rank=rank)
-        output = linear("attention.output", heads, embed, bias=output_bias, rank=rank)
-        sinks = [weight("attention.sinks", {"heads": self.heads})] if self.has_sinks else []
-        output += linear("attention.gate", embed, heads, bias=bias) if self.has_gate else []
+        (bias, output_bias), weights = self.biases, self.norm.weights("attention", self.hidden)
+        for name, sizes in attention_products(self.hidden, self.heads, self.kv_heads, self.head_dim).items():
+            has_bias = output_bias if name == "output" else bias
+            weights += linear(f"attention.{name}", *sizes, bias=has_bias, rank=self.rank)
+        if self.has_gate:
+            heads = {"heads": self.heads, "head_dim": self.head_dim}
+            weights += linear("attention.gate", {"embed": self.hidden}, heads, bias=bias, rank=self.rank)
         if self.buckets:
-            output += [weight("attention.relative.table", {"buckets": self.buckets, "heads": self.heads})]
-        return [*self.norm.weights("attention", self.hidden), *inputs, *output, *self._head_norms(), *sinks]
+            weights.append(weight("attention.relative.table", {"buckets": self.buckets, "heads": self.heads}))
+        sinks = [weight("attention.sinks", {"heads": self.heads})] if self.has_sinks else []
+        return [*weights, *self._head_norms(), *sinks]
 
     def _head_norms(self) -> list[Weight]:
         """Returns the vectors of QK norm: one for all heads, or one for each."""
@@ -134,19 +132,28 @@ class Attention(_Heads):
         sizes = (self.heads, self.tokens, self.tokens, self.head_dim)
         return Scores(*sizes, self.is_causal, self.kv_heads, self.is_capped, self.visible)
 
+    @property
+    def _columns(self) -> int:
+        """Column-parallel matmuls, each of which has an adapter."""
+        return 3 + self.has_gate
+
     def products(self, tensor_degree: int = 1) -> list[Product]:
         """Returns the matmuls; a rank computes one key and one value head where there are fewer than ranks."""
         key_size = max(self.kv_heads, tensor_degree) * self.head_dim
         qkv_width, query_width = (self.query_size + 2 * key_size) / tensor_degree, self.query_size / tensor_degree
+        columns = (self.hidden, qkv_width + self.has_gate * query_width, self._columns)
         return [
-            *adapter_products(self.rank, self.tokens, (self.hidden, qkv_width, 3), (query_width, self.hidden)),
-            Product(self.tokens, self.hidden, qkv_width),
-            *([Product(self.tokens, self.hidden, query_width)] if self.has_gate else []),
+            *adapter_products(self.rank, self.tokens, columns, (query_width, self.hidden)),
+            Product(self.tokens, self.hidden, qkv_width, reads_input=True),
+            *([Product(self.tokens, self.hidden, query_width, reads_input=True)] if self.has_gate else []),
             Product(self.tokens, query_width, self.hidden),
         ]
 
     def saved_bytes(self, plan: Plan) -> Mapping[str, float]:
-        tokens = plan.local_tokens(self.tokens) / plan.mesh.model
+        tokens, read = (
+            plan.local_tokens(self.tokens) / plan.mesh.model,
+            self.hidden + self.query_size / plan.tensor_degree,
+        )
         return {
             **sublayer_saved_bytes(self.tokens, self.hidden, plan),
             QUERY_KEY_VALUE: plan.element_bytes * tokens * (self.query_size + 2 * self.kv_size),
@@ -155,7 +162,7 @@ class Attention(_Heads):
             PROBABILITIES: probability_bytes(self.scores, plan),
             STATISTICS: statistics_bytes(self.scores, plan),
             **({WIDTH_STATISTICS: 2 * 4 * plan.local_tokens(self.tokens)} if self.normalizes_width else {}),
-            **adapter_saved_bytes(self.rank, 4, self.hidden + self.query_size / plan.tensor_degree, self.tokens, plan),
+            **adapter_saved_bytes(self.rank, 1 + self._columns, read, self.tokens, plan),
         }
 
     def backward_peak_bytes(self, plan: Plan) -> float:
@@ -182,7 +189,7 @@ class Attention(_Heads):
             if self.rank and stream.shares_heads:
                 why = "gradient of B of replicated key and value heads"
                 lines.append(matrix_gradient_sums(stream, "2*key_width*rank", why, "float32", LAYER_RECOMPUTE))
-            return [*lines, *adapter_collectives(stream, "attention", 3, self.rank)]
+            return [*lines, *adapter_collectives(stream, "attention", self._columns, self.rank)]
         if self.qk_norm and self.qk_norm_scope == "head":
             vectors = f"{stream.side}layers*{2 * len(self.qk_norm)}*head_width"
             lines.append(local_gradient_sums(stream, vectors, "gradients of QK norms"))
@@ -207,14 +214,10 @@ class CrossAttention(_Heads):
 
     @property
     def weights(self) -> list[Weight]:
-        embed, heads = {"embed": self.hidden}, {"heads": self.heads, "head_dim": self.head_dim}
-        bias, output_bias = self.biases
-        return [
-            *self.norm.weights("cross", self.hidden),
-            *linear("cross.query", embed, heads, bias=bias),
-            *linear("cross.key_value", embed, {"kv": 2, **heads}, bias=bias),
-            *linear("cross.output", heads, embed, bias=output_bias),
-        ]
+        (bias, output_bias), weights = self.biases, self.norm.weights("cross", self.hidden)
+        for name, sizes in cross_products(self.hidden, self.heads, self.head_dim).items():
+            weights += linear(f"cross.{name}", *sizes, bias=output_bias if name == "output" else bias)
+        return weights
 
     @property
     def scores(self) -> Scores:

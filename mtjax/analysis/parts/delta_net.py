@@ -12,8 +12,10 @@ from functools import partial
 from mtjax.analysis.contract import Expectation
 from mtjax.analysis.parts.loop import Loop
 from mtjax.analysis.parts.mamba import Mamba
-from mtjax.analysis.parts.part import Elementwise, Product, ResidualStream, Weight, linear, weight
+from mtjax.analysis.parts.part import Elementwise, Product, ResidualStream, Weight, adapter_products, linear, weight
 from mtjax.analysis.parts.sublayer import (
+    adapter_collectives,
+    adapter_saved_bytes,
     local_gradient_sums,
     stream_bytes,
     sublayer_collectives,
@@ -46,7 +48,8 @@ class DeltaNet(Mamba):
             weight("delta.rate_bias", heads),
             weight("delta.a_log", heads),
             weight("delta.norm_scale", {"head_dim": self.model.ssm_head_dim}),
-            *linear("delta.output", inner, embed, bias=False),
+            *linear("delta.output", inner, embed, bias=False, rank=self.rank),
+            *self._adapter_of_inputs("delta", "query_key", "beta", "rate"),
         ]
 
     def _width(self, tensor_degree: int) -> float:
@@ -64,8 +67,10 @@ class DeltaNet(Mamba):
         doublings = 2 * max(0, math.ceil(math.log2(chunk)) - 1)
         scanned = partial(Product, tokens, in_scan=True)
         inverse = [scanned(chunk, chunk * heads * doublings, gradients=2 / doublings)] if doublings else []
+        columns = (self.hidden, self._width(tensor_degree), 1)
         return [
-            Product(tokens, self.hidden, self._width(tensor_degree)),
+            *adapter_products(self.rank, tokens, columns, (inner, self.hidden)),
+            Product(tokens, self.hidden, self._width(tensor_degree), reads_input=True),
             scanned(chunk, heads, gradients=1),
             scanned(key, chunk * pairs),
             scanned(key, chunk * pairs),
@@ -101,6 +106,7 @@ class DeltaNet(Mamba):
             **sublayer_saved_bytes(self.tokens, self.hidden, plan),
             DELTA_INPUTS: own * self._width(plan.mesh.model),
             DELTA_OUTPUT: own * self.inner / plan.mesh.model,
+            **adapter_saved_bytes(self.rank, 2, self.hidden + self.inner / plan.tensor_degree, self.tokens, plan),
         }
 
     def loop(self, plan: Plan) -> Loop:
@@ -128,6 +134,11 @@ class DeltaNet(Mamba):
         # A selection of blocks for each doubling, and two products.
         forward = 4 * (max(0, math.ceil(math.log2(chunk)) - 1) + 2) * pairs + alike
         outside = c * (inner + 2 * shared) + 2 * c * shared
+        if plan.recompute != "full":
+            # XLA: takes the saved product out of its stack, and, before the inverse's recompute, writes the zeros in
+            # which the gradients of what the loop reads begin, and copies them; keys' products wait, too.
+            outside += c * self._width(degree)
+            forward += 2 * (2 * c * heads * key + 4 * inner) + 2 * alike
         if self.scans_in_blocks(plan):
             # Of all blocks what they read, its gradients and those of the output; and the gate in float32.
             outside += c * (2 * (inner + 2 * shared) + inner) + 2 * 4 * inner
@@ -145,10 +156,14 @@ class DeltaNet(Mamba):
         }
 
     def collectives(self, stream: ResidualStream) -> list[Expectation]:
-        learns = not stream.is_frozen
-        lines = sublayer_collectives(stream, "the gated delta net", learns=learns)
+        name, learns = "the gated delta net", self.rank > 0 or not stream.is_frozen
+        lines = sublayer_collectives(stream, name, learns=learns)
+        lines += adapter_collectives(stream, name, 1, self.rank)
         lines += vector_gradient_sums(stream, self.norm, bias=False) if stream.split else []
-        if not learns:
+        if stream.is_frozen:
+            if self.rank and stream.shares_groups:
+                shared = f"{stream.side}layers*shared_width*rank"
+                lines.append(local_gradient_sums(stream, shared, "queries and keys of shared groups"))
             return lines
         lines.append(local_gradient_sums(stream, f"{stream.side}layers*value_width", "norms of the heads' values"))
         if stream.shares_groups:

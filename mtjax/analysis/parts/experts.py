@@ -48,6 +48,7 @@ from mtjax.analysis.parts.sublayer import (
 from mtjax.config import Model
 from mtjax.layout.plan import Plan
 from mtjax.layout.rules import CONTEXT
+from mtjax.layout.weights import expert_products, mlp_products
 
 
 @dataclass(frozen=True)
@@ -98,26 +99,24 @@ class Experts(Part):
 
     @property
     def weights(self) -> list[Weight]:
-        experts, embed, inner = {"expert": self.count}, {"embed": self.hidden}, {"mlp": self.inner}
-        gate = {"gate": 2} if self.is_gated else {}
-        weights = [
-            *self.norm.weights("experts", self.hidden),
-            weight("experts.router.weight", {**embed, "routes": self.count}),
-            *linear("experts.up", {**experts, **embed}, {**gate, **inner}, bias=False, rank=self.rank),
-            *linear("experts.down", {**experts, **inner}, embed, bias=False, rank=self.rank),
-        ]
+        embed = {"embed": self.hidden}
+        sizes = expert_products(self.hidden, self.inner, self.count, is_gated=self.is_gated)
+        weights = self.norm.weights("experts", self.hidden)
+        weights.append(weight("experts.router.weight", {**embed, "routes": self.count}))
+        for name, each in sizes.items():
+            weights += linear(f"experts.{name}", *each, bias=False, rank=self.rank)
         if self.router_bias:
             weights.append(weight("experts.router.bias", {"routes": self.count}))
         if self.router_linear_bias:
             weights.append(weight("experts.router.linear_bias", {"routes": self.count}))
         if self.bias:
-            weights.append(weight("experts.up.bias", {**experts, **gate, **inner}))
+            weights.append(weight("experts.up.bias", {"expert": self.count, **sizes["up"].outputs}))
             weights.append(weight("experts.down.bias", {"every_expert": self.count, **embed}))
         if self.shared_gate:
             weights.append(weight("experts.shared_gate.weight", {**embed, "routes": 1}))
-        if self.shared:
-            weights += linear("experts.shared.up", embed, {**gate, "mlp": self.shared}, bias=False, rank=self.rank)
-            weights += linear("experts.shared.down", {"mlp": self.shared}, embed, bias=False, rank=self.rank)
+        shared = mlp_products(self.hidden, self.shared, is_gated=self.is_gated) if self.shared else {}
+        for name, each in shared.items():
+            weights += linear(f"experts.shared.{name}", *each, bias=False, rank=self.rank)
         return weights
 
     @property
@@ -134,8 +133,8 @@ class Experts(Part):
             rows = min(rows, self.count * self.capacity)
         return [
             *self._adapter_products(rows, inner),
-            Product(self.tokens, self.hidden, self.count, is_repeated=True, is_wide=True),
-            Product(rows, self.hidden, self.inputs * inner, experts=self.count, again=True),
+            Product(self.tokens, self.hidden, self.count, is_repeated=True, is_wide=True, reads_input=True),
+            Product(rows, self.hidden, self.inputs * inner, experts=self.count, again=True, reads_input=True),
             Product(rows, inner, self.hidden, experts=self.count),
             *([self._biases] if self.bias else []),
             *(self.shared_expert.products(tensor_degree) if self.shared_expert else []),
@@ -155,7 +154,7 @@ class Experts(Part):
             *((inner, self.rank), (self.rank, self.hidden)),
         )
         one = Product(rows, 0, 0, is_adapter=True, experts=self.count)
-        return [replace(one, inner=n, outer=m, again=i < 3) for i, (n, m) in enumerate(sizes)]
+        return [replace(one, inner=n, outer=m, again=i < 3, reads_input=i == 0) for i, (n, m) in enumerate(sizes)]
 
     def saved_bytes(self, plan: Plan) -> Mapping[str, float]:
         """Returns the bytes of the router's float32 logits and the shared expert's activations."""

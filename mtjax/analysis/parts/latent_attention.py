@@ -5,7 +5,7 @@ the width of the queries' latent.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mtjax.analysis.contract import LAYER_BACKWARD, LAYER_FORWARD, LAYER_RECOMPUTE, Expectation
 from mtjax.analysis.parts.attention import (
@@ -133,16 +133,17 @@ class LatentAttention(Part):
     def products(self, tensor_degree: int = 1) -> list[Product]:
         """Returns the matmuls; those to the latents are repeated on every rank."""
         query, value = self.query_size / tensor_degree, self.value_size / tensor_degree
-        queries = [Product(self.tokens, self.query_latent or self.hidden, query)]
+        queries = [Product(self.tokens, self.query_latent or self.hidden, query, reads_input=not self.query_latent)]
         if self.query_latent:
-            queries.insert(0, Product(self.tokens, self.hidden, self.query_latent, is_repeated=True))
+            queries.insert(0, Product(self.tokens, self.hidden, self.query_latent, is_repeated=True, reads_input=True))
         products = [
             *queries,
-            Product(self.tokens, self.hidden, self.latent + self.rotated, is_repeated=True),
+            Product(self.tokens, self.hidden, self.latent + self.rotated, is_repeated=True, reads_input=True),
             Product(self.tokens, self.latent, self.heads * self.still / tensor_degree + value),
             Product(self.tokens, value, self.hidden),
         ]
-        return [*(adapter for product in products for adapter in product.adapter(self.rank)), *products]
+        adapters = [adapter for product in products for adapter in product.adapter(self.rank)]
+        return [*adapters[:-1], *(replace(last, is_output=True) for last in adapters[-1:]), *products]
 
     def saved_bytes(self, plan: Plan) -> Mapping[str, float]:
         """Returns the bytes of the products' results and of probabilities; Megatron's kernels also save the normalized

@@ -92,21 +92,20 @@ class Mamba(Part):
             weight("mamba.skip", heads),
             *([weight("mamba.norm_scale", inner)] if self.model.ssm_norm else []),
             *linear("mamba.output", inner, embed, bias=False, rank=self.rank),
-            *self._adapter_of_inputs,
+            *self._adapter_of_inputs("mamba", "b_c", "rate"),
         ]
 
-    @property
-    def _adapter_of_inputs(self) -> list[Weight]:
-        """The adapter of the first product, whose B has its parts."""
+    def _adapter_of_inputs(self, mixer: str, shared_part: str, *of_heads: str) -> list[Weight]:
+        """Returns the adapter of the first product, whose B has its parts, by their names."""
         if not self.rank:
             return []
-        name, rank, heads = f"mamba.inputs.{ADAPTER}", {RANK: self.rank}, {"heads": self.heads}
+        name, rank, heads = f"{mixer}.inputs.{ADAPTER}", {RANK: self.rank}, {"heads": self.heads}
         shared = {"kv": 2, "groups": ssm_groups(self.model), "state": self.model.ssm_state}
         return [
             weight(f"{name}.a", {"embed": self.hidden, **rank}),
             weight(f"{name}.gate_value", {**rank, "gate": 2, **heads, "head_dim": self.model.ssm_head_dim}),
-            weight(f"{name}.b_c", {**rank, **shared}),
-            weight(f"{name}.rate", {**rank, **heads}),
+            weight(f"{name}.{shared_part}", {**rank, **shared}),
+            *(weight(f"{name}.{part}", {**rank, **heads}) for part in of_heads),
         ]
 
     @property
@@ -139,7 +138,7 @@ class Mamba(Part):
         columns = (self.hidden, self._width(tensor_degree), 1)
         return [
             *adapter_products(self.rank, tokens, columns, (inner, self.hidden)),
-            Product(tokens, self.hidden, self._width(tensor_degree)),
+            Product(tokens, self.hidden, self._width(tensor_degree), reads_input=True),
             decays,
             scanned(tokens, state, chunk * self._groups(tensor_degree)),
             scanned(tokens, chunk, inner, is_unread=True),

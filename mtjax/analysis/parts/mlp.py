@@ -23,6 +23,7 @@ from mtjax.analysis.parts.sublayer import (
     vector_gradient_sums,
 )
 from mtjax.layout.plan import Plan
+from mtjax.layout.weights import mlp_products
 
 
 @dataclass(frozen=True)
@@ -47,13 +48,10 @@ class MLP(Part):
 
     @property
     def weights(self) -> list[Weight]:
-        embed, inner = {"embed": self.hidden}, {"mlp": self.inner}
-        gate = {"gate": 2} if self.is_gated else {}
-        return [
-            *self.norm.weights("mlp", self.hidden),
-            *linear("mlp.up", embed, {**gate, **inner}, bias=self.bias, rank=self.rank),
-            *linear("mlp.down", inner, embed, bias=self.bias, rank=self.rank),
-        ]
+        weights = self.norm.weights("mlp", self.hidden)
+        for name, sizes in mlp_products(self.hidden, self.inner, is_gated=self.is_gated).items():
+            weights += linear(f"mlp.{name}", *sizes, bias=self.bias, rank=self.rank)
+        return weights
 
     @property
     def elementwise(self) -> Elementwise:
@@ -64,7 +62,7 @@ class MLP(Part):
         columns = (self.hidden, self.inputs * inner, self.inputs)
         return [
             *adapter_products(self.rank, self.tokens, columns, (inner, self.hidden)),
-            Product(self.tokens, self.hidden, self.inputs * inner),
+            Product(self.tokens, self.hidden, self.inputs * inner, reads_input=True),
             Product(self.tokens, inner, self.hidden),
         ]
 

@@ -89,6 +89,12 @@ class Product:
     inner: float
     outer: float
     is_adapter: bool = False
+    is_of_model: bool = False
+    """Of an adapter: whether the model itself has it (Zamba2), so that LoRA freezes it."""
+    is_unsaved: bool = False
+    """Of an adapter: whether it is the second matmul, which is not saved with the products with weights."""
+    reads_input: bool = False
+    """Whether its input is that of a layer's component, behind the norm: the gradient goes to the layers below."""
     experts: int = 0
     """Experts whose matrices share the rows of tokens (a grouped matmul); 0 for a single matrix."""
     again: bool = False
@@ -114,7 +120,8 @@ class Product:
     def adapter(self, rank: int) -> list["Product"]:
         """Returns the two matmuls of its LoRA adapter, which are where it is; none where `rank` is 0."""
         sizes = ((self.inner, rank), (rank, self.outer)) if rank else ()
-        return [replace(self, inner=inner, outer=outer, is_adapter=True) for inner, outer in sizes]
+        both = [replace(self, inner=inner, outer=outer, is_adapter=True) for inner, outer in sizes]
+        return [*both[:1], *(replace(second, reads_input=False, is_unsaved=True) for second in both[1:])]
 
 
 def unrepeated(products: Sequence[Product]) -> list[Product]:
@@ -136,7 +143,8 @@ def adapter_products(
     """
     inner, outer, count = columns
     sizes = ((inner, count * rank), (rank, outer), (row[0], rank), (rank, row[1]))
-    return [Product(tokens, *size, is_adapter=True) for size in sizes] if rank else []
+    factors = [Product(tokens, *size, is_adapter=True, is_unsaved=n % 2 > 0) for n, size in enumerate(sizes) if rank]
+    return [replace(p, reads_input=n == 0, is_output=n == 3) for n, p in enumerate(factors)]
 
 
 @dataclass(frozen=True)
@@ -273,6 +281,8 @@ class Part:
     Defaults are those of a component without any; subclasses override what they have.
     """
 
+    is_read_by_layers: ClassVar[bool] = False
+    """Of a component outside the layers: whether layers read its weights, and not the embedding."""
     reduces_output: ClassVar[bool] = True
     """Whether tensor parallel ranks add up the output of a layer's component."""
 

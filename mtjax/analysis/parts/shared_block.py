@@ -18,10 +18,12 @@ from mtjax.analysis.parts.part import (
     Product,
     ResidualStream,
     Weight,
+    adapter_products,
     over_model,
     weight,
 )
 from mtjax.analysis.parts.sublayer import (
+    adapter_collectives,
     adapter_saved_bytes,
     local_gradient_sums,
     matrix_gradient_sums,
@@ -58,8 +60,12 @@ class BlockAttention(Attention):
     def shared_weights(self) -> list[Weight]:
         fields: dict[str, Any] = {**vars(self), "hidden": 2 * self.hidden}
         del fields["low"]
-        *own, output = Attention(**fields).weights
-        return [*own, replace(output, shape=(*output.shape[:-1], self.hidden))]
+
+        def own(of: Weight) -> Weight:
+            is_output = of.name.startswith("attention.output.") and of.names[-1] == "embed"
+            return replace(of, shape=(*of.shape[:-1], self.hidden)) if is_output else of
+
+        return [own(weight) for weight in Attention(**fields).weights]
 
     @property
     def elementwise(self) -> Elementwise:
@@ -68,15 +74,17 @@ class BlockAttention(Attention):
     def products(self, tensor_degree: int = 1) -> list[Product]:
         key_size = max(self.kv_heads, tensor_degree) * self.head_dim
         width = (self.query_size + 2 * key_size) / tensor_degree
-        into = Product(self.tokens, 2 * self.hidden, width)
+        into = Product(self.tokens, 2 * self.hidden, width, reads_input=True)
+        inner = self.query_size / tensor_degree
         return [
             *_adapter(self.tokens, 2 * self.hidden, 3 * self.low, self.low, width),
+            *adapter_products(self.rank, self.tokens, (2 * self.hidden, width, 3), (inner, self.hidden)),
             into,
-            Product(self.tokens, self.query_size / tensor_degree, self.hidden),
+            Product(self.tokens, inner, self.hidden),
         ]
 
     def saved_bytes(self, plan: Plan) -> Mapping[str, float]:
-        return {**super().saved_bytes(plan), **adapter_saved_bytes(self.low, 3, 0, self.tokens, plan)}
+        return _with_own_adapter(super().saved_bytes(plan), 3, self.low, self.tokens, plan)
 
     def backward_peak_bytes(self, plan: Plan) -> float:
         """Returns those of attention, and the wider input, with its gradient."""
@@ -90,9 +98,16 @@ class BlockAttention(Attention):
         return {**super().symbols(plan), "block_rank": self.low}
 
     def collectives(self, stream: ResidualStream) -> list[Expectation]:
-        lines = _wide_input(sublayer_collectives(stream, "attention of a shared block"))
+        learns = self.rank > 0 or not stream.is_frozen
+        lines = _wide_input(sublayer_collectives(stream, "attention of a shared block", learns=learns))
         lines += _adapter_gradients(stream, 3 if self.low else 0, "query, key and value of a shared block")
+        lines += adapter_collectives(stream, "attention of a shared block", 3, self.rank)
         lines += context_collectives(stream)
+        if stream.is_frozen:
+            if self.rank and stream.shares_heads:
+                why = "gradient of B of replicated key and value heads of a shared block"
+                lines.append(local_gradient_sums(stream, f"{stream.side}layers*2*key_width*rank", why))
+            return lines
         if stream.shares_heads:
             why = "gradients of replicated key and value heads of a shared block"
             lines.append(local_gradient_sums(stream, f"{stream.side}layers*4*key_width*hidden", why))
@@ -123,7 +138,7 @@ class BlockMLP(MLP):
         return [*_adapter(self.tokens, self.hidden, self.low, self.low, outer), *super().products(tensor_degree)]
 
     def saved_bytes(self, plan: Plan) -> Mapping[str, float]:
-        return {**super().saved_bytes(plan), **adapter_saved_bytes(self.low, 1, 0, self.tokens, plan)}
+        return _with_own_adapter(super().saved_bytes(plan), 1, self.low, self.tokens, plan)
 
     def waiting_bytes(self, plan: Plan) -> float:
         """Returns the bytes of the block's weights in the compute dtype, of what its first product and the adapter
@@ -136,8 +151,10 @@ class BlockMLP(MLP):
         return {"block_rank": self.low}
 
     def collectives(self, stream: ResidualStream) -> list[Expectation]:
-        lines = sublayer_collectives(stream, "the MLP of a shared block")
+        learns = self.rank > 0 or not stream.is_frozen
+        lines = sublayer_collectives(stream, "the MLP of a shared block", learns=learns)
         lines += _adapter_gradients(stream, 1, "the MLP of a shared block")
+        lines += adapter_collectives(stream, "the MLP of a shared block", self.inputs, self.rank)
         return [*lines, *_norm_gradients(stream, self.norm.count)]
 
 
@@ -169,7 +186,7 @@ class Projection(Part):
 
     def collectives(self, stream: ResidualStream) -> list[Expectation]:
         """Returns the sum of the gradients that each rank computed from its tokens, with sequence parallelism."""
-        if not stream.split:
+        if not stream.split or stream.is_frozen:
             return []
         # In the compute dtype, as the matmul that computes them.
         why = "gradients of the projection behind a shared block, from a rank's tokens"
@@ -180,6 +197,7 @@ class Projection(Part):
 class Block(Part):
     """The weights of a shared block, which is outside the layers, and the embeddings that layers read."""
 
+    is_read_by_layers: ClassVar[bool] = True
     name: str
     parts: tuple[BlockAttention, BlockMLP]
     keeps_embeddings: bool
@@ -206,7 +224,16 @@ def _cast_bytes(weights: list[Weight], plan: Plan) -> float:
 def _adapter(tokens: float, inner: float, low: float, rank: float, outer: float) -> list[Product]:
     """Returns the matmuls of a layer's adapter, whose A has `low` outputs; none where `rank` is 0."""
     sizes = ((inner, low), (rank, outer)) if rank else ()
-    return [Product(tokens, *size, is_adapter=True) for size in sizes]
+    into = {"is_adapter": True, "is_of_model": True}
+    return [Product(tokens, *size, reads_input=n == 0, is_unsaved=n == 1, **into) for n, size in enumerate(sizes)]
+
+
+def _with_own_adapter(
+    saved: Mapping[str, float], count: int, rank: int, tokens: int, plan: Plan
+) -> Mapping[str, float]:
+    """Adds what a layer's own adapter saves, of so many products, to the bytes of a component."""
+    own = adapter_saved_bytes(rank, count, 0, tokens, plan)
+    return {**saved, **{name: size + saved.get(name, 0) for name, size in own.items()}}
 
 
 def _wide_input(lines: list[Expectation]) -> list[Expectation]:
@@ -230,7 +257,7 @@ def _adapter_gradients(stream: ResidualStream, count: int, name: str) -> list[Ex
 
 def _norm_gradients(stream: ResidualStream, vectors: int) -> list[Expectation]:
     """Returns the sum of the gradients of a block's norm, with sequence parallelism."""
-    if not stream.split or not vectors:
+    if not stream.split or stream.is_frozen or not vectors:
         return []
     # XLA: once a step, or in each layer that reads the block where these are in a loop.
     every = f"{stream.turns}*{stream.side}layers*{vectors}*hidden"

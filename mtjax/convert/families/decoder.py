@@ -1,5 +1,6 @@
 """A decoder type of transformers: its defaults, the parts of its config.json, and the names of its tensors."""
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -10,7 +11,7 @@ from mtjax.convert.families.decoder_rows import Names, decoder_rows
 from mtjax.convert.families.family import Family, Json, head_json, head_settings
 from mtjax.convert.families.parts import Part, activation, always, fields, no_biases
 from mtjax.convert.families.rope import rope
-from mtjax.convert.table import Row
+from mtjax.convert.table import Row, Table
 from mtjax.errors import UserError
 
 Only = Mapping[str, tuple[Any, ...]]
@@ -125,6 +126,7 @@ def decoder(
     names: Names | None = None,
     rows: Callable[[Names, Model], tuple[Row, ...]] = decoder_rows,
     ignored: Callable[[Model], tuple[str, ...]] = lambda model: (),
+    shared: Callable[[Model], Mapping[str, str]] = lambda model: {},
     only: Only | None = None,
     architecture: str = "ForCausalLM",
     classifies: bool = True,
@@ -141,6 +143,7 @@ def decoder(
       names: transformers' names of its modules; Llama's when None.
       rows: returns the rows of its table.
       ignored: returns regular expressions of further tensors that are not read.
+      shared: as `Family.shared`; what files have of these modules is not read.
       only: keys -> the only values that are supported; a missing key is.
       architecture: ending of the class with a language head.
       packed: the quantized weights that are read, as in `Family.packed`.
@@ -162,6 +165,10 @@ def decoder(
         # A head that transformers lacks is not written, which `Family.misfits` then rejects.
         return found | (head_json(model, name, language) if classifies else {})
 
+    def fit(table: Table, model: Model) -> Table:
+        copies = tuple(rf"{re.escape(copy)}\..*" for copy in shared(model))
+        return replace(table, rows=rows(names, model), ignored=(*table.ignored, *ignored(model), *copies))
+
     return Family(
         model_type=model_type,
         architecture=language,
@@ -170,7 +177,8 @@ def decoder(
         read=read,
         write=write,
         only=supported,
-        fit=lambda table, model: replace(table, rows=rows(names, model), ignored=(*table.ignored, *ignored(model))),
+        fit=fit,
+        shared=shared,
         keys=frozenset(key for part in parts for key in part.keys) | frozenset(supported) | frozenset(aliases or ()),
         aliases=aliases or {},
         packed=packed,

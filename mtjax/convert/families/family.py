@@ -13,7 +13,7 @@ from mtjax.convert.fp8 import BLOCK
 from mtjax.convert.table import Table
 from mtjax.data.tokens.special_tokens import added_tokens
 from mtjax.data.tokens.tokenizer import Tokenizer
-from mtjax.errors import UserError
+from mtjax.errors import UserError, naming
 
 Json = Mapping[str, Any]
 
@@ -81,6 +81,9 @@ class Family:
     """Returns ids of special tokens from the tokenizer, if any, for weights that came without a config.json."""
     fit: Callable[[Table, Model], Table] = lambda table, model: table
     """Returns the table of a model, whose rows may depend on its settings."""
+    shared: Callable[[Model], Mapping[str, str]] = lambda model: {}
+    """Returns the full names of modules that share their weights with an earlier module -> the name of that one, of
+    which alone the table has tensors."""
     keys: frozenset[str] = frozenset()
     """All keys of config.json that `read` uses or `only` lists, of which an export keeps none that it does not write;
     empty for a family that keeps them."""
@@ -102,7 +105,7 @@ class Family:
         Raises:
           UserError: values are not supported (lists all of them).
         """
-        config, wrong = self._renamed(config)
+        config, wrong = self.renamed(config)
         wrong += [
             f"{key} is {config[key]!r}, but must be {' or '.join(map(repr, values))}"
             for key, values in self.only.items()
@@ -113,10 +116,11 @@ class Family:
         if wrong:
             raise UserError(f"{source} is a {self.model_type} that mtjax does not support: {'; '.join(wrong)}")
         simple = {each.ours: config.get(each.theirs, each.default) for each in self.fields}
-        return simple | self.read(config, names)
+        with naming(source):
+            return simple | self.read(config, names)
 
-    def _renamed(self, config: Json) -> tuple[Json, list[str]]:
-        """Returns a config.json without other names of keys, and which of them contradict the key."""
+    def renamed(self, config: Json) -> tuple[Json, list[str]]:
+        """Returns a config.json with the names of keys that `read` has, and which other names contradict theirs."""
         found, wrong = {key: value for key, value in config.items() if key not in self.aliases}, []
         for other, key in self.aliases.items():
             if config.get(other) is not None and found.setdefault(key, value := config[other]) != value:

@@ -39,8 +39,8 @@ _REASONS = {
     "its embeddings are narrower than its layers": "electra rembert",
     "its output has a linear layer and a norm before the table": "modernbert-decoder",
     "it is an encoder-decoder": (
-        "bart bigbird_pegasus blenderbot blenderbot-small fsmt led m2m_100 marian mbart mvp nllb-moe pegasus pegasus_x "
-        "plbart prophetnet whisper"
+        "bart bigbird_pegasus blenderbot blenderbot-small encoder-decoder fsmt led m2m_100 marian mbart mvp nllb-moe "
+        "pegasus pegasus_x plbart prophetnet whisper"
     ),
     "it is the decoder of an encoder-decoder": "bert-generation trocr",
     "it is an encoder-decoder with experts": "switch_transformers",
@@ -56,12 +56,19 @@ _REASONS = {
     "its encoder has T5's relative positions, shared by all layers": "mpnet",
     "it has RoBERTa's names, and norms before the sublayers": "roberta-prelayernorm xlm-roberta-xl",
     "its layers have adapters of languages": "xmod",
+    "its layers are BERT's, with rotated queries and keys": "gte jina_embeddings_v3 nomic_bert roformer",
+    "its layers are Llama's without a causal mask, and its output is not that of a BERT": "eurobert ultrabert",
+    "its weights and activations are integers": "ibert",
+    "its layers are those of gpt2, which model_type may say": "gpt-sw3",
+    "it reads proteins": "esm esmc",
     "its tokens also have embeddings of shape and pronunciation": "roc_bert",
     "its tokens are hashed characters": "canine",
     "it also reads entities, or places on a page": "bros layoutlm lilt luke markuplm tapas",
     "it reads more than text": (
-        "cohere_compass_text emu3 fuyu gemma3 gemma3n gemma4 gemma4_unified git got_ocr2 llama4 mllama moshi musicgen "
-        "musicgen_melody moss_transcribe_diarize phi4_multimodal"
+        "audioflamingo3 cohere_compass_text emu3 fuyu gemma3 gemma3n gemma4 gemma4_unified git glmasr got_ocr2 "
+        "granite_speech granite_speech_plus llama4 mllama modernvbert moshi moss_transcribe_diarize musicflamingo "
+        "musicgen musicgen_melody nemo_speechlm neomme omniasr perceiver phi4_multimodal qwen2_audio qwen3_asr "
+        "seamless_m4t seamless_m4t_v2 ultravbert vibevoice_asr voxtral voxtral_realtime"
     ),
 }
 """What is missing -> types that need it."""

@@ -36,6 +36,12 @@ def _read_pattern(values: Json) -> Settings:
             kinds += [PLAIN[0]] * (count - 1) + [HYBRID if number < len(others) else PLAIN[0]]
     if wrong := sorted({str(kind) for kind in kinds} - {HYBRID, *PLAIN}):
         raise UserError(f"layers_block_type has {', '.join(wrong)}, but must have {', '.join((HYBRID, *PLAIN))}")
+    with_block = [number for number, kind in enumerate(kinds) if kind == HYBRID]
+    if values["hybrid_layer_ids"] not in (None, with_block):
+        raise UserError(
+            f"hybrid_layer_ids is {values['hybrid_layer_ids']}, but must have the layers that are {HYBRID} in "
+            f"layers_block_type, in order: {with_block}"
+        )
     letters, used = "", 0
     for kind in kinds:
         letters += (FIRST, SECOND)[used % blocks] if kind == HYBRID else "M"
@@ -135,11 +141,14 @@ def _adapters(stack: str, block: str, model: Model) -> list[Row]:
     ]
 
 
-def _copies(model: Model) -> tuple[str, ...]:
-    """Returns the names of copies of the blocks in all layers but the first that reads each; transformers ties them."""
-    firsts = {first for first, _, _ in _first_layers(model)}
-    others = [number for number in numbers_of(model, "".join(SHARED)) if number not in firsts]
-    return tuple(rf"model\.layers\.{number}\.shared_transformer\..*" for number in others)
+def _copies(model: Model) -> dict[str, str]:
+    """Returns the names of copies of the blocks in all layers but the first that reads each -> the block in that one;
+    transformers ties them."""
+    block, found = "model.layers.{}.shared_transformer", {}
+    for letter in SHARED:
+        numbers = numbers_of(model, letter)
+        found |= {block.format(number): block.format(numbers[0]) for number in numbers[1:]}
+    return found
 
 
 DEFAULTS: dict[str, Any] = {
@@ -147,6 +156,7 @@ DEFAULTS: dict[str, Any] = {
     "hidden_act": "gelu",
     "tie_word_embeddings": True,
     "layers_block_type": None,
+    "hybrid_layer_ids": None,
     "num_mem_blocks": 1,
     "n_mamba_heads": 8,
     "mamba_expand": 2,
@@ -167,7 +177,9 @@ ZAMBA2 = decoder(
     rms_norm("rms_norm_eps"),
     always(bias=False),
     activation(),
-    Part(("layers_block_type", "num_mem_blocks", "num_hidden_layers"), _read_pattern, _write_pattern),
+    Part(
+        ("layers_block_type", "num_mem_blocks", "num_hidden_layers", "hybrid_layer_ids"), _read_pattern, _write_pattern
+    ),
     Part(("n_mamba_heads", "mamba_expand"), _read_state_space, _write_state_space),
     fields(ssm_state="mamba_d_state", ssm_groups="mamba_ngroups", ssm_conv="mamba_d_conv"),
     FLOOR,
@@ -177,10 +189,10 @@ ZAMBA2 = decoder(
     fields(block_rank="adapter_rank", block_attention_adapters="use_shared_attention_adapter"),
     # What follows from others, and transformers computes anew.
     unused("attention_hidden_size", "attention_head_dim", "mamba_headdim", "kv_channels", "num_query_groups"),
-    unused("hybrid_layer_ids", "use_mamba_kernels", "use_mem_eff_path", "num_logits_to_keep"),
+    unused("use_mamba_kernels", "use_mem_eff_path", "num_logits_to_keep"),
     names=NAMES,
     rows=_rows,
-    ignored=_copies,
+    shared=_copies,
     only={
         # The epsilon of the gated norm is always this, and mtjax has one for all norms.
         "rms_norm_eps": (1e-5,),

@@ -8,6 +8,7 @@ from mtjax.convert.from_megatron.training_only import OF_TRAINING, translate_tra
 from mtjax.convert.from_megatron.translated import Translation
 from mtjax.convert.megatron_arguments import described, unsupported
 from mtjax.convert.megatron_hybrid import ALLOWED, is_hybrid, pattern_of
+from mtjax.convert.megatron_stages import uneven_arguments
 from mtjax.errors import UserError
 from mtjax.migrate.megatron import OF_MODEL, TABLE, default_of, supported
 from mtjax.migrate.model_arguments import LATENT
@@ -98,8 +99,18 @@ def translate_model(to: Translation) -> None:
 
 
 def _stages_of_pattern(to: Translation) -> None:
-    """Adds the layers of each pipeline stage, where a hybrid pattern divides them by |."""
-    parts = str(to.get("hybrid_layer_pattern") or "").split("|")
+    """Adds the layers of each pipeline stage, where a hybrid pattern divides them by |.
+
+    Raises:
+      UserError: another argument divides them, too.
+    """
+    pattern = str(to.get("hybrid_layer_pattern") or "")
+    parts, others = pattern.split("|"), uneven_arguments(to.given.values)
+    if len(parts) > 1 and others:
+        raise UserError(
+            f"{to.given.source}: --hybrid-layer-pattern {pattern} and --{others[0].replace('_', '-')} both divide the "
+            "layers among pipeline stages: remove one of them, as Megatron takes no such script"
+        )
     counts, stages = [len(expanded(part)) for part in parts], to.get("pipeline_model_parallel_size") or 1
     if len(counts) == stages and min(counts):
         to.settings |= {"layers_per_stage": counts} if len(set(counts)) > 1 else {}

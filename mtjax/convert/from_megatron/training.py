@@ -171,6 +171,28 @@ def translate_optimizer_memory(to: Translation) -> None:
             to.set("optimizer_cpu_offload", {"offload": "optimizer"})
 
 
+def translate_qk_clip(to: Translation) -> None:
+    """Adds the bound of attention scores to a translation."""
+    details = ("qk_clip_threshold", "qk_clip_alpha")
+    if not to.has("qk_clip"):
+        to.unneeded |= {dest: "without --qk-clip" for dest in details if dest in to.given.values}
+        return
+    against = [name for name in ("qk_norm", "mtp_num_layers", "offload") if to.settings.get(name)]
+    against += [f"the family {to.given.family}"] if to.given.family != "gpt" else []
+    against += ["context parallelism"] if to.get("context_parallel_size") > 1 else []
+    if against:
+        to.drop("qk_clip", f"scores are not bounded: --qk-clip does not support {against[0]}")
+        to.unneeded |= {dest: "without --qk-clip" for dest in details if dest in to.given.values}
+        return
+    to.set("qk_clip", {"qk_clip": to.get("qk_clip_threshold"), "attention": "xla"})
+    if to.get("qk_clip_alpha") != by_dest()["qk_clip_alpha"].default:
+        to.set("qk_clip_alpha", {"qk_clip_alpha": to.get("qk_clip_alpha")})
+    to.differences.append(
+        "--attention xla: --qk-clip needs the largest scores, which flash attention does not keep; all of them are"
+        " in memory"
+    )
+
+
 def _attention(to: Translation) -> None:
     """Adds the attention kernel: mtjax uses flash attention with separate documents only where it is asked for."""
     if to.given.values.get("attention_backend") in ("unfused", "local"):

@@ -12,6 +12,7 @@ from mtjax.convert.from_megatron.training import (
     translate_optimizer_memory,
     translate_plain,
     translate_precision,
+    translate_qk_clip,
     translate_schedule,
 )
 from mtjax.convert.from_megatron.translated import Translation
@@ -36,6 +37,7 @@ def translate(given: GivenArguments) -> tuple[Translation, MeshShape]:
     translate_precision(to)
     translate_layout(to, mesh)
     translate_optimizer_memory(to)
+    translate_qk_clip(to)
     translate_data(to)
     translate_output(to)
     for dest in given.values:

@@ -231,6 +231,19 @@ def read_object(path: Path) -> dict[str, Any]:
     return parse_json_object(path.read_bytes(), path) if path.is_file() else {}
 
 
+def ids_in(settings: Mapping[str, Any], key: str, source: Path) -> list[int]:
+    """Returns the token ids that a file's settings give under a key: a number, a list of numbers, or null.
+
+    Raises:
+      UserError: it is something else, such as a number in quotes; `source` names the file.
+    """
+    value = settings.get(key)
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if any(type(index) is not int for index in ids):
+        raise UserError(f"{source}: {key} is {value!r}, and must be a token's id, a list of them, or null")
+    return ids
+
+
 def special_names_in(folder: Path) -> dict[str, str]:
     """Reads which tokens the settings in a folder call `bos_token` and the like.
 

@@ -8,7 +8,7 @@ _ROW = re.compile(r'^(\d+) (?:"(.*)"|\{(.*)\})$')
 _NUMBER = re.compile(r"(\w+)=(\d+)")
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 _PACKAGE = "/mtjax/"
-_WRAPPERS = ("/mtjax/sharding/no_hoist.py", "/mtjax/models/unhoisted.py")
+_WRAPPERS = ("/mtjax/sharding/no_hoist.py",)
 """Files whose functions call others, which say more."""
 
 

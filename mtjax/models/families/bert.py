@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from mtjax.config import Config
 from mtjax.layout.stacks import stacks_of
 from mtjax.models.dropout import dropout
-from mtjax.models.embedding import EMBEDDING_SITE, embed_tokens, position_table, vocabulary_table
+from mtjax.models.embedding import EMBEDDING_SITE, WithVocabulary, embed_tokens, position_table, vocabulary_table
 from mtjax.models.heads import MaskedLMHead, MaskedPositions, PoolerHead, class_losses
 from mtjax.models.layer_context import RESIDUAL, LayerContext
 from mtjax.models.linear import normal
@@ -27,7 +27,6 @@ from mtjax.models.recompute import Recompute
 from mtjax.models.rotary import Rotary
 from mtjax.models.stack import Stack
 from mtjax.models.trunk import Batch, HiddenStates, Keys, Section, run_sections
-from mtjax.models.vocabulary import WithVocabulary
 from mtjax.sharding.axes import local_positions, num_shards, spec
 from mtjax.sharding.context.ring_attention import Method
 from mtjax.sharding.context.zigzag import from_first_context_rank

@@ -20,9 +20,16 @@ from mtjax.config.sizes import embedding_width, output_shape, padded_vocab_size
 from mtjax.layout.plan import ContextMethod, ExpertDispatch
 from mtjax.layout.stacks import stacks_of
 from mtjax.models.dropout import dropout
-from mtjax.models.embedding import EMBEDDING_SITE, embed_tokens, in_table, position_table, vocabulary_table
+from mtjax.models.embedding import (
+    EMBEDDING_SITE,
+    WithVocabulary,
+    embed_tokens,
+    in_table,
+    position_table,
+    vocabulary_table,
+)
 from mtjax.models.layer import Layer
-from mtjax.models.layer_context import PADDING_MASK, RESIDUAL, LayerContext, Padding
+from mtjax.models.layer_context import PADDING_MASK, RESIDUAL, TEXT_LENGTH, LayerContext
 from mtjax.models.linear import constant
 from mtjax.models.norms import make_norm
 from mtjax.models.recompute import Recompute
@@ -35,7 +42,6 @@ from mtjax.models.trunk import (
     Section,
     run_sections,
 )
-from mtjax.models.vocabulary import WithVocabulary
 from mtjax.sharding.axes import local_positions, num_shards
 from mtjax.sharding.vocab import LossOptions, OutputOptions, vocab_parallel_cross_entropy
 
@@ -149,8 +155,11 @@ class Decoder(nnx.Module):
             positions=positions,
             context_method=self.method,
             expert_dispatch=self.expert_dispatch,
-            padding=Padding.of(batch),
         )
+        if TEXT_LENGTH in batch:
+            from mtjax.models.routers import Padding
+
+            context = dataclasses.replace(context, padding=Padding.of(batch))
         if self.rotary is None and self.query_scale is None:
             return context
         # Without position ids, all samples have the same positions: [1, seq], broadcast over the batch.

@@ -33,10 +33,18 @@ class Hybrid(GPT):
         """Returns the class of the layers of a kind."""
         return SharedLayer if kind in SHARED.values() else Layer
 
+    def _embed(
+        self, batch: Batch, keys: Keys, before: HiddenStates | None, positions: Array | None = None
+    ) -> HiddenStates:
+        """Embeds tokens; where layers of any stage read shared blocks, the embeddings go with the hidden states."""
+        hidden = super()._embed(batch, keys, before, positions)
+        return hidden._replace(encoded=hidden.x) if self.blocks else hidden
+
     def _context(self, batch: Batch, keys: Keys, hidden: HiddenStates) -> LayerContext:
         """Adds the shared blocks, and the embeddings that they read."""
         context = super()._context(batch, keys, hidden)
         if not self.blocks:
             return context
         blocks = tuple(getattr(self, name) for name in self.blocks)
-        return dataclasses.replace(context, shared=SharedInputs(blocks, hidden.x))
+        assert hidden.encoded is not None
+        return dataclasses.replace(context, shared=SharedInputs(blocks, hidden.encoded))

@@ -18,7 +18,14 @@ from mtjax.config import Config, Model
 from mtjax.config.sizes import decoder_layers, decoder_length
 from mtjax.layout.stacks import LayerStack, stacks_of
 from mtjax.models.dropout import dropout
-from mtjax.models.embedding import EMBEDDING_SITE, embed_tokens, in_table, position_table, vocabulary_table
+from mtjax.models.embedding import (
+    EMBEDDING_SITE,
+    WithVocabulary,
+    embed_tokens,
+    in_table,
+    position_table,
+    vocabulary_table,
+)
 from mtjax.models.kv_cache import CachePositions
 from mtjax.models.layer_context import RESIDUAL, LayerContext
 from mtjax.models.norms import make_norm
@@ -26,7 +33,6 @@ from mtjax.models.recompute import Recompute
 from mtjax.models.relative import RelativeBias
 from mtjax.models.stack import Stack
 from mtjax.models.trunk import Batch, HiddenStates, Keys, Section, run_sections
-from mtjax.models.vocabulary import WithVocabulary
 from mtjax.sharding.vocab import LossOptions, vocab_parallel_cross_entropy
 
 DECODER_SITE = 2**31 - 2

@@ -20,8 +20,8 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 from mtjax.models.kernels.ssd import HIGHEST, whole_chunks
-from mtjax.models.unhoisted import where
 from mtjax.sharding.axes import spec, varying_like
+from mtjax.sharding.no_hoist import where
 
 
 class DeltaInputs(NamedTuple):

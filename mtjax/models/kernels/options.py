@@ -7,8 +7,6 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from mtjax.models.of_layer import of_layer
-
 if TYPE_CHECKING:
     from mtjax.models.alibi import Alibi
 
@@ -32,6 +30,9 @@ class AttentionOptions:
     alibi: "Alibi | None" = None
     """When given, its biases are added to the scores."""
 
+    largest_scores: Float[Array, " heads"] | None = None
+    """When given, its gradient is each head's largest score, before cap, bias and mask: zeros, which nothing reads."""
+
     def scale_of(self, width: int) -> float:
         """Returns the factor of the scores of heads of this width."""
         return width**-0.5 if self.scale is None else self.scale
@@ -42,4 +43,8 @@ class AttentionOptions:
 
     def in_layer(self, windows: tuple[int, ...] | None, layer: Int[Array, ""] | int | None) -> "AttentionOptions":
         """Returns the options of a layer, by its number, where `windows` are those of all layers; None for none."""
-        return self if windows is None else replace(self, window=of_layer(windows, layer), windows=windows)
+        if windows is None:
+            return self
+        from mtjax.models.of_layer import of_layer
+
+        return replace(self, window=of_layer(windows, layer), windows=windows)

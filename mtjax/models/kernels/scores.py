@@ -6,11 +6,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 
+from mtjax.layout.attention_kernel import HIDDEN_SCORE
 from mtjax.models.alibi import Alibi
-from mtjax.models.recompute import ATTENTION_CORE
+from mtjax.models.recompute import ATTENTION_CORE, ATTENTION_STATISTICS
 from mtjax.models.unhoisted_sums import plus_difference
+from mtjax.sharding.no_hoist import where
 
 
 def tilt(scores: Float[Array, "batch heads seq key_seq"], alibi: Alibi) -> Float[Array, "batch heads seq key_seq"]:
@@ -18,6 +20,28 @@ def tilt(scores: Float[Array, "batch heads seq key_seq"], alibi: Alibi) -> Float
     # XLA: computed with the scores in one fusion; all pairs of positions would be hoisted out of the scan over layers.
     of_keys = alibi.at(jnp.arange(scores.shape[-1]), alibi.by_head()[:, None])
     return plus_difference(scores, of_keys[None, :, None, :], of_keys[None, :, :, None])
+
+
+@jax.custom_vjp
+def observed(
+    scores: Float[Array, "batch heads seq key_seq"],
+    mask: Bool[Array, "#batch 1 #seq key_seq"],
+    zeros: Float[Array, " heads"],
+) -> Float[Array, "batch heads seq key_seq"]:
+    """Returns scores; the gradient of `zeros` is the largest score of each head where the mask is True."""
+    return scores
+
+
+def _observed_forward(scores: Array, mask: Array, zeros: Array) -> tuple[Array, Array]:
+    largest = where(mask, scores, HIDDEN_SCORE).max((0, 2, 3))
+    return scores, checkpoint_name(largest, ATTENTION_STATISTICS)
+
+
+def _observed_backward(largest: Array, gradient: Array) -> tuple[Array, None, Array]:
+    return gradient, None, largest
+
+
+observed.defvjp(_observed_forward, _observed_backward)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
-from mtjax.models.unhoisted import where
 from mtjax.sharding.axes import spec, varying_like
+from mtjax.sharding.no_hoist import where
 
 HIGHEST = lax.Precision.HIGHEST
 Inputs = TypeVar("Inputs", bound=Any)

@@ -1,21 +1,18 @@
 """Softmax attention with materialized probabilities: on any device, with dropout, masks and biases."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Bool, Float, Int, Key
+from jaxtyping import Bool, Float, Key
 
 from mtjax.layout.attention_kernel import HIDDEN_SCORE
 from mtjax.models.dropout import dropout
 from mtjax.models.kernels.options import AttentionOptions
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.recompute import ATTENTION_CORE, ATTENTION_OUTPUT
-from mtjax.models.unhoisted import where
 from mtjax.sharding.axes import spec
-from mtjax.sharding.no_hoist import no_hoist
+from mtjax.sharding.no_hoist import where
 
 HEADS = ("batch", "seq", "heads", "head_dim")
 SCORES = ("batch", "heads", "seq", "key_seq")
@@ -33,7 +30,12 @@ def attend(
         from mtjax.models.kernels.blocks import attend_across
 
         return attend_across("xla", query, key, value, context, options)
-    mask = attention_mask(query.shape[1], context, options.window)
+    if context.is_causal and context.segment_ids is None and options.window is None:
+        mask = jnp.tril(jnp.ones((query.shape[1],) * 2, bool))[None, None]
+    else:
+        from mtjax.models.kernels.masks import attention_mask
+
+        mask = attention_mask(query.shape[1], context, options.window)
     return softmax_attention(query, key, value, mask, options, context.dropout_keys, bias=context.bias)
 
 
@@ -70,6 +72,10 @@ def softmax_attention(
     # would add a transpose of an array of seq x key_seq.
     scores = _scores(query.transpose(0, 2, 3, 1, 4), key)
     scores = scores.reshape(shape[0], shape[2], *scores.shape[3:], out_sharding=spec(*SCORES))
+    if options.largest_scores is not None:
+        from mtjax.models.kernels.scores import observed
+
+        scores = observed(scores, mask, options.largest_scores)
     if options.softcap is not None:
         from mtjax.models.kernels.scores import cap
 
@@ -97,48 +103,6 @@ def softmax_attention(
     mixed = _mixed(probabilities, value)
     shape = (*shape[:3], value.shape[-1])
     return checkpoint_name(mixed.transpose(0, 3, 1, 2, 4).reshape(shape, out_sharding=output_spec), ATTENTION_OUTPUT)
-
-
-def attention_mask(
-    length: int, context: LayerContext, window: int | Int[Array, ""] | None = None
-) -> Bool[Array, "#batch 1 seq key_seq"]:
-    """Returns the mask of self-attention over `length` tokens: True where a query (dimension 2) attends to a key
-    (3)."""
-    if context.is_causal:
-        return causal_mask(length, context.segment_ids, window)
-    if window is None:
-        near = jnp.ones((1, 1, length, length), bool)
-    else:
-        near = no_hoist(partial(_near, length, is_causal=False), jnp.asarray(window))[None, None]
-    return near if context.segment_ids is None else near & _same_segment(context.segment_ids)
-
-
-def causal_mask(
-    length: int, segment_ids: Int[Array, "batch seq"] | None, window: int | Int[Array, ""] | None = None
-) -> Bool[Array, "#batch 1 seq key_seq"]:
-    """Returns the causal mask: True where a query (dimension 2) attends to a key (3), itself or one before it.
-
-    With a window, only the window - 1 tokens before it; one selected by the layer's number makes the layer's own mask.
-    """
-    causal = jnp.tril(jnp.ones((length, length), bool))[None, None]
-    if isinstance(window, int):
-        causal = jnp.triu(causal, 1 - window)
-    elif window is not None:
-        # XLA: the distances alone would be hoisted out of the scan over layers, in 32 bits.
-        causal = no_hoist(partial(_near, length), window)[None, None]
-    if segment_ids is None:
-        return causal
-    return causal & _same_segment(segment_ids)
-
-
-def _near(length: int, window: Array, *, is_causal: bool = True) -> Bool[Array, "seq key_seq"]:
-    """Returns the mask with a window, which is on both sides of a token unless causal."""
-    back = lax.broadcasted_iota(jnp.int32, (length, length), 0) - lax.broadcasted_iota(jnp.int32, (length, length), 1)
-    return (back >= 0) & (back < window) if is_causal else jnp.abs(back) < window
-
-
-def _same_segment(segment_ids: Int[Array, "batch seq"]) -> Bool[Array, "batch 1 seq key_seq"]:
-    return segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
 
 
 @jax.custom_vjp

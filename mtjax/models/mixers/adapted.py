@@ -21,7 +21,7 @@ QKV_SITE, OUTPUT_SITE, UP_SITE, DOWN_SITE = 5, 6, 7, 8
 class Adapted(nnx.Module):
     """A mixer with adapters: the first base of such a class, before the mixer."""
 
-    target: ClassVar[Literal["attention", "mlp", "mamba"]]
+    target: ClassVar[Literal["attention", "mlp", "mamba", "delta"]]
     """In `lora_targets`."""
     output_site: ClassVar[int]
     """Dropout site of the input of the output product's adapter."""
@@ -65,7 +65,10 @@ class AdaptedSelfAttention(Adapted, SelfAttention):
 
     def project_in(self, x: Array, context: LayerContext) -> tuple[Array, Array, Array]:
         """See `SelfAttention.project_in`."""
-        for_product, for_adapter = gather_sequence_shared(x, self.low, context, QKV_SITE)
+        return self.add_to_qkv(*gather_sequence_shared(x, self.low, context, QKV_SITE))
+
+    def add_to_qkv(self, for_product: Array, for_adapter: Array) -> tuple[Array, Array, Array]:
+        """Returns query, key and value, each [batch, seq, heads, head_dim]: products and adapters of these inputs."""
         if isinstance(self.qkv, FusedQKV):
             return self.qkv(for_product, lambda: adapter_of(self.qkv)(for_adapter))
         query, key, value = self.qkv(for_product)

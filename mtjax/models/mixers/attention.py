@@ -2,8 +2,8 @@
 paper)."""
 
 import dataclasses
-from collections.abc import Callable
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +14,13 @@ from jaxtyping import Float
 
 from mtjax.config import Model
 from mtjax.config.sizes import attention_biases, attention_windows, head_dim, num_kv_heads
+from mtjax.layout.weights import ProductSizes, attention_products
 from mtjax.models.kernels.options import AttentionOptions
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.linear import Linear, constant, normal
 from mtjax.models.mixers.mixer import State
 from mtjax.models.project import ProductRule, gather_sequence, project
-from mtjax.models.recompute import SAVED
-from mtjax.sharding.unstack import is_unrolled
+from mtjax.models.recompute import SAVED, is_unrolled
 
 if TYPE_CHECKING:
     from mtjax.models.head_norm import HeadNorm
@@ -46,21 +46,27 @@ def kernel_of(attention: str) -> Kernel:
     return attend
 
 
+def self_attention_products(model: Model) -> Mapping[str, ProductSizes]:
+    """Returns the dimensions of attention's products, by name."""
+    return attention_products(model.hidden_size, model.num_heads, num_kv_heads(model), head_dim(model))
+
+
 class SelfAttention(nnx.Module):
     """Self-attention with one product for query, key and value."""
 
     scope: ClassVar[str] = "attention"
     init_number: ClassVar[int] = 0
     dropout_site: ClassVar[int] = 1
+    largest_scores: nnx.Param | None = None
+    """See `AttentionOptions`."""
 
     def __init__(self, model: Model, *, output_std: float, key: Array) -> None:
         """Draws the parameters."""
         qkv_key, output_key = jax.random.split(key)
-        heads, embed = {"heads": model.num_heads, "head_dim": head_dim(model)}, {"embed": model.hidden_size}
         # Column-parallel query, key and value (sharded over heads), row-parallel output.
         self.qkv = _qkv(model, qkv_key)
-        bias = attention_biases(model)[1]
-        self.output = Linear(heads, embed, std=output_std, bias=bias, sequence="act_seq", key=output_key)
+        sizes, bias = self_attention_products(model)["output"], attention_biases(model)[1]
+        self.output = Linear(*sizes, std=output_std, bias=bias, sequence="act_seq", key=output_key)
         self.query_norm, self.key_norm = _head_norms(model)
         self.norms_after_rope = model.qk_norm_after_rope
         self.clip = model.qkv_clip
@@ -92,7 +98,10 @@ class SelfAttention(nnx.Module):
         """Attends with products of the input; arguments and results otherwise as of `__call__`."""
         # With sequence parallelism the product's input was all-gathered along the sequence; from here to the output
         # projection each rank has its heads of all tokens.
-        query, key, value = self._prepared(query, key, value, context)
+        if not self.qkv.is_read_linearly or context.rotation is not None or context.query_scale is not None:
+            from mtjax.models.mixers.query_key import prepared
+
+            query, key, value = prepared(self, query, key, value, context)
         if is_unrolled() and self.qkv.is_read_linearly:
             # What the backward pass reads, instead of the products from which it would rotate these again.
             query, key, value = (checkpoint_name(a, SAVED) for a in (query, key, value))
@@ -118,25 +127,23 @@ class SelfAttention(nnx.Module):
 
     def _options(self, context: LayerContext) -> AttentionOptions:
         """Returns the layer's options, with its window and sinks."""
-        options = self.options.in_layer(self.windows, context.layer)
+        options = options_in_layer(self, context)
         return options if self.sinks is None else dataclasses.replace(options, sinks=self.sinks[...])
 
-    def _prepared(self, query: Array, key: Array, value: Array, context: LayerContext) -> tuple[Array, Array, Array]:
-        """Normalizes, clips, rotates and scales query, key and value, [batch, seq, heads, head_dim] each."""
-        norms = (self.query_norm, self.key_norm)
-        if not self.norms_after_rope:
-            query, key = _normalized(query, key, *norms)
-        if self.clip is not None:
-            query, key, value = (jnp.clip(a, -self.clip, self.clip) for a in (query, key, value))
-        if context.rotation is not None:
-            from mtjax.models.rotary import rotate
 
-            # Cached keys are stored rotated, by their positions.
-            query, key = (rotate(a, context.rotation, context.layer) for a in (query, key))
-        if self.norms_after_rope:
-            query, key = _normalized(query, key, *norms)
-        # The factor belongs to the query's position: cached keys stay as they are.
-        return scaled_by_position(query, context), key, value
+def options_in_layer(mixer: Any, context: LayerContext) -> AttentionOptions:
+    """Returns the options of attention in a layer, with its window and what its scores are observed by."""
+    options, zeros = mixer.options.in_layer(mixer.windows, context.layer), mixer.largest_scores
+    return options if zeros is None else dataclasses.replace(options, largest_scores=zeros[...])
+
+
+def _head_norms(model: Model) -> "tuple[HeadNorm | None, HeadNorm | None]":
+    """Builds the norms of queries and of keys (QK norm), where a model has them."""
+    if not model.qk_norm:
+        return None, None
+    from mtjax.models.mixers.query_key import head_norms
+
+    return head_norms(model)
 
 
 def scaled_by_position(query: Float[Array, "batch seq heads head_dim"], context: LayerContext) -> Array:
@@ -164,21 +171,6 @@ def _relative_bias(model: Model, key: Array) -> "RelativeBias | None":
     return RelativeBias(model, key=key)
 
 
-def _head_norms(model: Model) -> "tuple[HeadNorm, HeadNorm] | tuple[None, None]":
-    """Builds the norms of queries and of keys, if the model has them (QK norm)."""
-    if not model.qk_norm:
-        return None, None
-    from mtjax.models.head_norm import HeadNorm
-
-    return HeadNorm(model, "heads", model.num_heads), HeadNorm(model, "kv_heads", num_kv_heads(model))
-
-
-def _normalized(
-    query: Array, key: Array, query_norm: "HeadNorm | None", key_norm: "HeadNorm | None"
-) -> tuple[Array, ...]:
-    return query if query_norm is None else query_norm(query), key if key_norm is None else key_norm(key)
-
-
 class FusedQKV(nnx.Module):
     """One product for query, key and value, with the same number of heads each."""
 
@@ -188,12 +180,12 @@ class FusedQKV(nnx.Module):
     def __init__(self, model: Model, *, key: Array) -> None:
         """Draws the weight, [embed, 3, heads, head_dim]."""
         # Sharded by heads, the third dimension: a rank's shard has the query, key and value of its heads.
-        outputs = {"qkv": 3, "heads": model.num_heads, "head_dim": head_dim(model)}
-        self.weight = normal(key, {"embed": model.hidden_size, **outputs}, model.init_std)
+        sizes = self_attention_products(model)["qkv"]
+        self.weight = normal(key, sizes.weight, model.init_std)
         if (scale := initial_query_scale(model)) != 1:
             # Of [embed, 3, heads, head_dim], the query's third alone.
             self.weight[...] = self.weight[...] * jnp.array([scale, 1.0, 1.0])[None, :, None, None]
-        self.bias = constant(0.0, outputs) if attention_biases(model)[0] else None
+        self.bias = constant(0.0, sizes.outputs) if attention_biases(model)[0] else None
         self.is_read_linearly = is_linear(model)
 
     def __call__(

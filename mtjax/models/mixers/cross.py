@@ -10,6 +10,7 @@ from jaxtyping import Float
 
 from mtjax.config import Model
 from mtjax.config.sizes import attention_biases, head_dim
+from mtjax.layout.weights import cross_products
 from mtjax.models.kernels.cached import attend_grouped
 from mtjax.models.kernels.xla import softmax_attention
 from mtjax.models.kv_cache import CrossKVCache
@@ -32,12 +33,12 @@ class CrossAttention(nnx.Module):
     def __init__(self, model: Model, *, output_std: float, key: Array) -> None:
         """Draws the parameters."""
         query_key, kv_key, output_key = jax.random.split(key, 3)
-        embed, heads = {"embed": model.hidden_size}, {"heads": model.num_heads, "head_dim": head_dim(model)}
+        sizes = cross_products(model.hidden_size, model.num_heads, head_dim(model))
         query_std = model.init_std * initial_query_scale(model)
         bias, output_bias = attention_biases(model)
-        self.query = Linear(embed, heads, std=query_std, bias=bias, key=query_key)
-        self.key_value = Linear(embed, {"kv": 2, **heads}, std=model.init_std, bias=bias, key=kv_key)
-        self.output = Linear(heads, embed, std=output_std, bias=output_bias, sequence="act_seq", key=output_key)
+        self.query = Linear(*sizes["query"], std=query_std, bias=bias, key=query_key)
+        self.key_value = Linear(*sizes["key_value"], std=model.init_std, bias=bias, key=kv_key)
+        self.output = Linear(*sizes["output"], std=output_std, bias=output_bias, sequence="act_seq", key=output_key)
         self.options = attention_options(model)
 
     def __call__(

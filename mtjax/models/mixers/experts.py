@@ -14,14 +14,15 @@ from jaxtyping import Float, Int
 
 from mtjax.config import Model
 from mtjax.config.sizes import GATED, expert_capacity, expert_size
+from mtjax.layout.weights import expert_products
 from mtjax.models.jitter import jitter
 from mtjax.models.kernels.grouped import Blocks
-from mtjax.models.layer_context import RESIDUAL, LayerContext, Padding
+from mtjax.models.layer_context import RESIDUAL, LayerContext
 from mtjax.models.linear import constant, normal
 from mtjax.models.mixers.mixer import State
 from mtjax.models.mixers.mlp import MLP
 from mtjax.models.recompute import SAVED
-from mtjax.models.routers import LOAD, LOST, ROUTER_AUX_LOSS, Z_LOSS
+from mtjax.models.routers import LOAD, LOST, ROUTER_AUX_LOSS, Z_LOSS, Padding
 from mtjax.sharding.axes import fully_manual, spec, varying_like
 from mtjax.sharding.context.zigzag import from_first_context_rank, sample_length, sum_over_context
 from mtjax.sharding.experts.dispatch import ExpertCompute, apply_experts
@@ -195,14 +196,14 @@ class Experts(nnx.Module):
         """Draws the parameters."""
         # Experts are stacked, [experts, embed, gate, mlp] and [experts, mlp, embed].
         up, down, router, shared = jax.random.split(key, 4)
-        of_each, embed, inner = {"expert": model.num_experts}, {"embed": model.hidden_size}, {"mlp": expert_size(model)}
-        gate = {"gate": 2} if model.activation in GATED else {}
+        count, embed, is_gated = model.num_experts, {"embed": model.hidden_size}, model.activation in GATED
+        sizes = expert_products(model.hidden_size, expert_size(model), count, is_gated=is_gated)
         self.router = Router(model, key=router)
-        up_bias, down_bias = {**of_each, **gate, **inner}, {"every_expert": model.num_experts, **embed}
+        up_bias, down_bias = {"expert": count, **sizes["up"].outputs}, {"every_expert": count, **embed}
         if not model.expert_bias:
             up_bias, down_bias = {}, {}
-        self.up = Matrices({**of_each, **embed, **gate, **inner}, model.init_std, up, up_bias)
-        self.down = Matrices({**of_each, **inner, **embed}, output_std, down, down_bias)
+        self.up = Matrices(sizes["up"].weight, model.init_std, up, up_bias)
+        self.down = Matrices(sizes["down"].weight, output_std, down, down_bias)
         # The shared expert is a dense MLP of another width.
         like_dense = dataclasses.replace(
             model, mlp_size=model.shared_expert_size, bias=False, mlp_bias=False, mlp_gate_scale=1.0

@@ -28,8 +28,13 @@ class GatedSelfAttention(SelfAttention):
         self, x: Float[Array, "batch act_seq embed"], context: LayerContext, state: State
     ) -> tuple[Float[Array, "batch act_seq embed"], State]:
         """See `SelfAttention.__call__`."""
-        gathered = gather_sequence(x, None)
-        gate = self.gate(gathered)
-        mixed, state = self.mix(*self.qkv(gathered), context, state)
+        gate, query, key, value = self.project_with_gate(x, context)
+        mixed, state = self.mix(query, key, value, context, state)
         opened = mixed.astype(jnp.float32) * jax.nn.sigmoid(gate.astype(jnp.float32))
-        return self.output(opened.astype(mixed.dtype)), state
+        return self.project_out(opened.astype(mixed.dtype), context), state
+
+    def project_with_gate(self, x: Array, context: LayerContext) -> tuple[Array, Array, Array, Array]:
+        """Returns the gate, before the sigmoid, and query, key and value, each [batch, seq, heads, head_dim]."""
+        del context
+        gathered = gather_sequence(x, None)
+        return self.gate(gathered), *self.qkv(gathered)

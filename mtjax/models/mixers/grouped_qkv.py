@@ -7,14 +7,15 @@ from jax import Array
 from jaxtyping import Float
 
 from mtjax.config import Model
-from mtjax.config.sizes import attention_biases, head_dim, num_kv_heads
+from mtjax.config.sizes import attention_biases
 from mtjax.models.kernels.xla import HEADS
 from mtjax.models.linear import Linear
-from mtjax.models.mixers.attention import is_linear
+from mtjax.models.mixers.attention import is_linear, self_attention_products
 from mtjax.models.project import ProductRule, project
+from mtjax.models.project_apart import computes_apart
+from mtjax.models.recompute import is_unrolled
 from mtjax.sharding.axes import spec
 from mtjax.sharding.kv_heads import heads_in_use
-from mtjax.sharding.unstack import computes_apart, is_unrolled
 
 
 class GroupedQKV(nnx.Module):
@@ -31,11 +32,10 @@ class GroupedQKV(nnx.Module):
         """Draws the weights, [embed, heads, head_dim] and [embed, 2, kv_heads, head_dim]."""
         # Two parameters: there may be fewer KV heads than tensor parallel ranks, which then all have them (`kv_heads`).
         query_key, kv_key = jax.random.split(key)
-        embed, width = {"embed": model.hidden_size}, {"head_dim": head_dim(model)}
+        sizes = self_attention_products(model)
         settings = {"std": model.init_std, "bias": attention_biases(model)[0]}
-        self.query = Linear(embed, {"heads": model.num_heads, **width}, **settings, key=query_key)
-        shared = {"kv": 2, "kv_heads": num_kv_heads(model), **width}
-        self.key_value = Linear(embed, shared, **settings, key=kv_key)
+        self.query = Linear(*sizes["qkv.query"], **settings, key=query_key)
+        self.key_value = Linear(*sizes["qkv.key_value"], **settings, key=kv_key)
         self.is_read_linearly = is_linear(model)
 
     def __call__(self, x: Float[Array, "batch seq embed"]) -> tuple[Array, Array, Array]:

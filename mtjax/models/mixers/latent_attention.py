@@ -35,7 +35,7 @@ from mtjax.models.kernels.xla import HEADS
 from mtjax.models.kv_cache import LatentCache
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.linear import Linear, constant, normal
-from mtjax.models.mixers.attention import attention_options, kernel_of, scaled_by_position
+from mtjax.models.mixers.attention import attention_options, kernel_of, options_in_layer, scaled_by_position
 from mtjax.models.mixers.mixer import State
 from mtjax.models.project import ProductRule, project, reshard_sequence, seq_major
 from mtjax.models.rotary import rotate
@@ -82,6 +82,8 @@ class LatentAttention(nnx.Module):
     scope: ClassVar[str] = "attention"
     init_number: ClassVar[int] = 0
     dropout_site: ClassVar[int] = 1
+    largest_scores: nnx.Param | None = None
+    """See `AttentionOptions`."""
 
     def __init__(self, model: Model, *, output_std: float, key: Array) -> None:
         """Draws the parameters."""
@@ -137,7 +139,7 @@ class LatentAttention(nnx.Module):
         # Repeated before it is rotated: a head's gradient is rotated, and the sum over heads is then sent as it is.
         turned = rotate(_for_each_head(turned, model.num_heads), context.rotation, context.layer)
         key = jnp.concatenate([key_value[..., :still], turned], axis=-1)
-        options = self.options.in_layer(self.windows, context.layer)
+        options = options_in_layer(self, context)
         return self.project_out(self.attend(query, key, key_value[..., still:], context, options), context), None
 
     def project_in(self, x: Float[Array, "batch act_seq embed"], context: LayerContext) -> tuple[Array, Array]:

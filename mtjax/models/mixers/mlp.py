@@ -11,6 +11,7 @@ from jaxtyping import Float
 
 from mtjax.config import Model
 from mtjax.config.sizes import GATED, mlp_bias, mlp_size
+from mtjax.layout.weights import mlp_products
 from mtjax.models.activations import activation_of
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.linear import Linear, scaled
@@ -28,12 +29,12 @@ class MLP(nnx.Module):
     def __init__(self, model: Model, *, output_std: float, key: Array) -> None:
         """Draws the parameters."""
         up_key, down_key = jax.random.split(key)
-        embed, inner = {"embed": model.hidden_size}, {"mlp": mlp_size(model)}
-        # A gated activation has a fused product for gate and up: [embed, 2, mlp].
-        gate = {"gate": 2} if model.activation in GATED else {}
-        bias = mlp_bias(model)
-        self.up = Linear(embed, {**gate, **inner}, std=model.init_std, bias=bias, key=up_key)
-        self.down = Linear(inner, embed, std=output_std, bias=bias, sequence="act_seq", key=down_key)
+        sizes, bias = (
+            mlp_products(model.hidden_size, mlp_size(model), is_gated=model.activation in GATED),
+            mlp_bias(model),
+        )
+        self.up = Linear(*sizes["up"], std=model.init_std, bias=bias, key=up_key)
+        self.down = Linear(*sizes["down"], std=output_std, bias=bias, sequence="act_seq", key=down_key)
         self.activation, self.gate_scale = activation_of(model.activation), model.mlp_gate_scale
 
     def __call__(

@@ -33,9 +33,9 @@ def _attention(model: Model) -> type[Mixer]:
     is_adapted = bool(adapters_of(model, "attention"))
     if model.kv_lora_rank:
         return _late("adapted_latent:AdaptedLatentAttention" if is_adapted else "latent_attention:LatentAttention")
-    if is_adapted:
-        return _late("adapted:AdaptedSelfAttention")
-    return _late("gated_attention:GatedSelfAttention") if model.attention_output_gate else SelfAttention
+    if model.attention_output_gate:
+        return _late("adapted_gated:AdaptedGatedAttention" if is_adapted else "gated_attention:GatedSelfAttention")
+    return _late("adapted:AdaptedSelfAttention") if is_adapted else SelfAttention
 
 
 def _late(name: str) -> type[Mixer]:
@@ -49,7 +49,9 @@ MIXERS: Mapping[str, Callable[[Model], type[Mixer]]] = {
     "chunked": lambda _: _late("chunked:ChunkedCrossAttention"),
     "mlp": lambda model: _late("adapted:AdaptedMLP") if adapters_of(model, "mlp") else MLP,
     "experts": lambda model: _late("adapted_experts:AdaptedExperts" if model.lora_rank else "experts:Experts"),
-    "mamba": lambda model: _late("adapted_mamba:AdaptedMamba" if adapters_of(model, "mamba") else "mamba:Mamba"),
-    "delta": lambda _: _late("delta_net:GatedDeltaNet"),
+    "mamba": lambda model: _late("adapted_recurrent:AdaptedMamba" if adapters_of(model, "mamba") else "mamba:Mamba"),
+    "delta": lambda m: _late(
+        "adapted_recurrent:AdaptedDeltaNet" if adapters_of(m, "delta") else "delta_net:GatedDeltaNet"
+    ),
 }
 """Name of a mixer in a kind of layer -> returns its class for a model."""

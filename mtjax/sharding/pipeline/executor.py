@@ -20,9 +20,9 @@ from jax import Array, lax
 
 from mtjax.config import Config
 from mtjax.layout.timetable import Phase, Timetable, forward_timetable, timetable
+from mtjax.sharding.accumulate import LossModel, Sums
 from mtjax.sharding.axes import cond_by_stage, context_axes
 from mtjax.sharding.grad_accumulation import add_gradients
-from mtjax.sharding.microbatch_schedule import LossModel, Sums
 from mtjax.sharding.param_comm import zeros_like_shards
 from mtjax.sharding.pipeline.model import PipelineModel
 from mtjax.sharding.pipeline.order import Order
@@ -69,22 +69,22 @@ class PipelineSchedule:
         )
 
     def gradients(self, model: LossModel, parameters: Tree, batch: Tree, reduction: Reduction) -> tuple[Sums, Tree]:
-        """See `MicrobatchSchedule.gradients`."""
+        """See `Accumulate.gradients`."""
         wrapped = self.prepare_parameters(reduction.records, reduction.wrap(parameters))
         microbatches = _microbatches(batch, self.training.microbatches)
         run = _Run(cast(PipelineModel, model), reduction.records, wrapped, microbatches, self.training, self.order)
         return run.gradients(keeps_inputs=self.keeps_inputs)
 
     def prepare_parameters(self, records: Tree, wrapped: Tree) -> Tree:
-        """See `MicrobatchSchedule.prepare_parameters`: a chunk's layers are scanned, so stacks stay stacked."""
+        """See `Accumulate.prepare_parameters`: a chunk's layers are scanned, so stacks stay stacked."""
         return gather_for_step(records, wrapped)
 
     def losses(self, model: LossModel, parameters: Tree, batch: Tree, records: Tree) -> Sums:
-        """See `MicrobatchSchedule.losses`."""
+        """See `Accumulate.losses`."""
         return self._evaluation_run(model, parameters, batch, records).losses()
 
     def final_boundary(self, model: LossModel, parameters: Tree, batch: Tree, records: Tree) -> Tree:
-        """See `MicrobatchSchedule.final_boundary`."""
+        """See `Accumulate.final_boundary`."""
         return self._evaluation_run(model, parameters, batch, records).output()
 
     def _evaluation_run(self, model: LossModel, parameters: Tree, batch: Tree, records: Tree) -> "_Run":

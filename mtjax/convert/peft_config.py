@@ -1,0 +1,48 @@
+"""What adapter_config.json of peft says: which of its keys are read, and which modules it means."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+WITHOUT_EFFECT = {
+    *("peft_type", "task_type", "base_model_name_or_path", "revision", "auto_mapping", "peft_version"),
+    *("inference_mode", "lora_dropout", "target_modules", "exclude_modules", "layers_pattern", "modules_to_save"),
+    *("megatron_config", "megatron_core", "qalora_group_size", "eva_config", "corda_config", "lora_ga_config"),
+    *("loftq_config", "runtime_config", "fan_in_fan_out", "bias"),
+}
+"""Keys of adapter_config.json that say nothing about the weights beyond what the tensors and other keys say."""
+READ = {
+    *("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "init_lora_weights"),
+    *("layers_to_transform", "ensure_weight_tying"),
+}
+STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
+"""Values of init_lora_weights with which the base model's weights are those of its files."""
+TASKS = (None, "CAUSAL_LM", "SEQ_2_SEQ_LM", "FEATURE_EXTRACTION")
+"""Values of task_type whose models have the heads of the base model."""
+
+
+def matching(patterns: Mapping[str, Any], module: str, otherwise: Any) -> Any:
+    """Returns the value of the first pattern that matches the end of a module's name, as in peft."""
+    return next((v for pattern, v in patterns.items() if re.match(rf"(.*\.)?({pattern})$", module)), otherwise)
+
+
+def is_named(module: str, names: Any) -> bool:
+    """Returns whether a module is one of these, as in peft: a list of names or their ends, or a regular expression."""
+    if isinstance(names, str):
+        return names != "all-linear" and re.fullmatch(names, module) is not None
+    return any(module == name or module.endswith(f".{name}") for name in names or ())
+
+
+def unread(config: Mapping[str, Any]) -> list[str]:
+    """Returns what of an adapter_config.json is not read."""
+    kind, start, task = (config.get(key) for key in ("peft_type", "init_lora_weights", "task_type"))
+    wrong = [] if kind == "LORA" else [f"peft_type is {kind!r}, but must be 'LORA'"]
+    if start not in STARTS:
+        wrong.append(
+            f"init_lora_weights is {start!r}, with which the base model's weights change when the adapters are loaded: "
+            "save them with path_initial_model_for_weight_conversion, or merge them with peft"
+        )
+    if task not in TASKS:
+        wrong.append(f"task_type is {task!r}, whose head the base model lacks: merge the adapters with peft")
+    others = [key for key in config if key not in WITHOUT_EFFECT | READ and config[key]]
+    return wrong + [f"{key} is {config[key]!r}: merge the adapters with peft" for key in others]

@@ -1,0 +1,107 @@
+"""Recompute that differs between layers, is of several layers from one input, or saves inputs in the host's memory."""
+
+from functools import partial
+from typing import Any
+
+import jax
+from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
+
+from mtjax.errors import UserError
+from mtjax.models.recompute import (
+    Loop,
+    Recompute,
+    RunLayer,
+    SavePolicy,
+    States,
+    as_it_is,
+    save_input,
+    save_products,
+    scan_accumulating,
+)
+
+LAYER_INPUT = "layer input"
+
+
+def loops_by_method(count: int, recompute: Recompute) -> list[Loop]:
+    """Returns the loops over layers; see `recompute.loops_of`."""
+    loops = [Loop(saving, each, as_it_is) for saving, each in _policies(count, recompute)]
+    if not any(recompute.unquantized):
+        return loops
+    from mtjax.models.float8 import unquantized
+
+    (loop,), (first, last) = loops, recompute.unquantized
+    ends = [loop._replace(times=each, variant=unquantized) for each in (first, last)]
+    return [loop for loop in (ends[0], loop._replace(times=count - first - last), ends[1]) if loop.times]
+
+
+def _policies(count: int, recompute: Recompute) -> list[tuple[SavePolicy, int]]:
+    """Returns the policies of loops over layers, each with its number of iterations.
+
+    Raises:
+      UserError: the layers are not a multiple of the group.
+    """
+    # `none`, `selective`: one loop. `full`: layers save their input, all of them (`uniform`, group by group) or the
+    # first `num_layers` (`block`), where later layers save their products.
+    if recompute.kind != "full":
+        return [(partial(save_products, kind=recompute.kind), count)]
+    saving_input = save_input_on_host if recompute.offload else save_input
+    if recompute.method == "block":
+        first = min(recompute.num_layers, count)
+        loops: list[tuple[SavePolicy, int]] = [
+            (saving_input, first),
+            (partial(save_products, kind="none"), count - first),
+        ]
+        return [loop for loop in loops if loop[1]]
+    if count % recompute.group:
+        raise UserError(f"{count} layers are not a multiple of recompute_num_layers {recompute.group}")
+    return [(saving_input, count // recompute.group)]
+
+
+def save_input_on_host(run: Any) -> Any:
+    """Wraps `run` to save only its input, in host memory."""
+    # XLA's host offloading copies the input to pinned host memory after the forward pass of a layer, and back before
+    # its backward pass.
+    to_host = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=[LAYER_INPUT],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+    return jax.checkpoint(lambda x, *inputs: run(checkpoint_name(x, LAYER_INPUT), *inputs), policy=to_host)
+
+
+def scan_groups(
+    run: RunLayer, x: Array, stack: Any, loops: list[Loop], sums: list[Array] | None, first: Array | None, group: int
+) -> tuple[Array, States]:
+    """Scans over groups of layers that are recomputed from one input; arguments otherwise as of `scan_accumulating`."""
+    count = len(stack[1])
+    # [layers / group, group, ...]
+    stack, sums = jax.tree.map(lambda a: a.reshape(-1, group, *a.shape[1:]), (stack, sums))
+    of_group = partial(_run_group, run)
+    if len(loops) > 1 or sums is not None or first is not None:
+        x, states = scan_accumulating(of_group, x, stack, loops, sums, first)
+    else:
+        x, states = _scan(loops[0].saved(of_group), x, stack)
+    return x, jax.tree.map(lambda a: a.reshape(count, *a.shape[2:]), states)
+
+
+def _run_group(run: RunLayer, x: Array, layers: Any, numbers: Array, states: States) -> tuple[Array, States]:
+    """Runs the layers of one group; while the group is recomputed, its layers save their products."""
+    return _scan(save_products(run, "none"), x, (layers, numbers, states))
+
+
+def _scan(run: RunLayer, x: Array, stack: Any) -> tuple[Array, States]:
+    return lax.scan(lambda x, layer: run(x, *layer), x, stack)
+
+
+def check_offload(recompute: Recompute, platform: str) -> None:
+    """Checks that devices of `platform` have a host to offload to.
+
+    Raises:
+      UserError: they don't.
+    """
+    if recompute.offload and platform == "cpu":
+        raise UserError(
+            "recompute_offload moves layer inputs from a GPU to its host, and the mesh consists of CPUs: remove it"
+        )

@@ -1,0 +1,140 @@
+"""QK-clip (arXiv 2507.20534, algorithm 1): after an update, scales queries and keys of heads with too large scores.
+
+Where the largest score of a head in a step, s, exceeds the threshold t, its query weights are multiplied by (t/s)^alpha
+and its key weights by (t/s)^(1 - alpha), so that the same score would be t. Query heads that share a key head are
+scaled together, by the largest score of them all, as in Megatron-Core. Of latent attention the rotated part of keys
+belongs to all heads and remains; that of queries is multiplied by t/s.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import Mesh, PartitionSpec, reshard
+from jaxtyping import Float
+
+from mtjax.config import Config, Model
+from mtjax.config.sizes import num_kv_heads
+from mtjax.errors import UserError
+from mtjax.layout.layouts import LARGEST_SCORES, Layout
+from mtjax.models.largest_scores import only_observers, without_observers
+from mtjax.models.sharded_model import Batch
+from mtjax.runtime.train_state import State
+from mtjax.train.step import TrainStep
+
+Tree = Any
+
+METRIC = "largest_score"
+"""Name of the largest score of all heads among a step's metrics; 0 if none is above 0."""
+
+
+class QKClipStep(TrainStep):
+    """A train step that bounds attention scores.
+
+    Raises:
+      UserError: as of `TrainStep`, or scores are not written out.
+    """
+
+    def __init__(self, config: Config, mesh: Mesh, layout: Layout | None = None) -> None:
+        super().__init__(config, mesh, layout)
+        kernel, typed = self.config.model.attention, f"qk_clip {config.optimizer.qk_clip:g}"
+        if kernel != "xla":
+            raise UserError(
+                f"{typed} needs the largest attention score of each head, which attention {kernel} does not keep: add "
+                "--attention xla, which writes all scores of a layer to memory, or remove qk_clip"
+            )
+        if self.shape.context > 1:
+            raise UserError(
+                f"{typed} needs all scores of a sample, and mesh {config.parallel.mesh} divides samples into "
+                f"{self.shape.context} parts: use a mesh without context parallelism, or remove qk_clip"
+            )
+
+    def gradients(
+        self, parameters: Tree, batch: Batch, key: Array | None, scale: Array | None = None
+    ) -> tuple[Array, dict[str, Any], Tree]:
+        """See `TrainStep.gradients`; the largest scores are among the losses by name."""
+        loss, parts, gradients = super().gradients(parameters, batch, key, scale)
+        return loss, {**parts, LARGEST_SCORES: only_observers(gradients)}, without_observers(gradients)
+
+    def apply_gradients(
+        self, state: State, batch: Batch, loss: Array, parts: dict[str, Any], gradients: Tree
+    ) -> tuple[State, dict[str, Array]]:
+        """See `TrainStep.apply_gradients`."""
+        after, metrics = super().apply_gradients(state, batch, loss, parts, gradients)
+        every = jax.tree.leaves(metrics.pop(LARGEST_SCORES))
+        return after, {**metrics, METRIC: jnp.stack([jnp.max(scores) for scores in every]).max()}
+
+    def rescaled(self, updated: Tree, parts: dict[str, Any]) -> Tree:
+        """See `TrainStep.rescaled`."""
+        with jax.named_scope("qk_clip"):
+            options = self.config.optimizer
+            return clipped(self.config.model, options.qk_clip, options.qk_clip_alpha, updated, parts[LARGEST_SCORES])
+
+
+def clipped(model: Model, threshold: float, alpha: float, weights: Tree, largest: Tree) -> Tree:
+    """Returns weights in which queries and keys of heads with larger scores than `threshold` are scaled.
+
+    Args:
+      model: the model.
+      threshold: of scores.
+      alpha: the share of queries in the factor's logarithm.
+      weights: of layers, stacked; float32.
+      largest: scores [layers, heads], in a tree like the weights', named `LARGEST_SCORES`.
+    """
+    if LARGEST_SCORES in largest:
+        scores = largest[LARGEST_SCORES]
+        scores = reshard(scores, PartitionSpec(jax.typeof(scores).sharding.spec[0], None))
+        clip = _clip_latent if model.kv_lora_rank else _clip_heads
+        return clip(model, threshold, alpha, weights, scores)
+    below = {name: clipped(model, threshold, alpha, weights[name], inside) for name, inside in largest.items()}
+    return {**weights, **below}
+
+
+def _factors(scores: Array, threshold: float) -> Array:
+    return jnp.where(scores > threshold, threshold / jnp.maximum(scores, threshold), 1.0)
+
+
+def _clip_heads(
+    model: Model, threshold: float, alpha: float, weights: Tree, scores: Float[Array, "layers heads"]
+) -> Tree:
+    """Scales the weights and biases of ordinary or grouped attention."""
+    layers, keys = len(scores), num_kv_heads(model)
+    of_groups = _factors(scores.reshape(layers, keys, -1).max(-1), threshold)
+    of_queries, of_keys = jnp.repeat(of_groups, model.num_heads // keys, axis=1) ** alpha, of_groups ** (1 - alpha)
+    product = weights["qkv"]
+    if keys == model.num_heads:
+        both = jnp.stack([of_queries, of_keys, jnp.ones_like(of_keys)], axis=1)
+        return {**weights, "qkv": _scaled(product, both[..., None])}
+    pair = jnp.stack([of_keys, jnp.ones_like(of_keys)], axis=1)
+    query, key_value = _scaled(product["query"], of_queries[..., None]), _scaled(product["key_value"], pair[..., None])
+    return {**weights, "qkv": {**product, "query": query, "key_value": key_value}}
+
+
+def _clip_latent(
+    model: Model, threshold: float, alpha: float, weights: Tree, scores: Float[Array, "layers heads"]
+) -> Tree:
+    """Scales the weights of latent attention: its queries, and the part of its keys that each head has."""
+    factor = _factors(scores, threshold)[..., None]
+    still, turned, values = model.qk_nope_head_dim, model.qk_rope_head_dim, model.v_head_dim
+    of_query = jnp.concatenate([factor**alpha] * still + [factor] * turned, axis=-1)
+    of_keys = jnp.concatenate([factor ** (1 - alpha)] * still + [jnp.ones_like(factor)] * values, axis=-1)
+    query = "query_up" if model.q_lora_rank else "query"
+    return {
+        **weights,
+        query: _scaled(weights[query], of_query),
+        "key_value_up": _scaled(weights["key_value_up"], of_keys),
+    }
+
+
+def _scaled(linear: Tree, factor: Float[Array, "layers ..."]) -> Tree:
+    """Multiplies a product's weight [layers, input, ...] and bias, if any, [layers, ...] by factors [layers, ...]."""
+    after = {**linear, "weight": _times(linear["weight"], factor[:, None])}
+    return after if linear.get("bias") is None else {**after, "bias": _times(linear["bias"], factor)}
+
+
+def _times(weight: Array, factor: Array) -> Array:
+    """Multiplies an array by factors, with 1 in dimensions in which these are equal."""
+    place = jax.typeof(weight).sharding.spec
+    entries = [entry if size > 1 else None for entry, size in zip(place, factor.shape, strict=True)]
+    return weight * reshard(factor, PartitionSpec(*entries))
