@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 from mtjax.analysis.parts.part import Part, Weight
 from mtjax.config import Model
@@ -53,7 +54,7 @@ class Stack(LayerStack):
         is_first = part is self.parts[0] and self.parallel != "no"
         return {"joins_output": is_first, "joins_input": is_first and self.parallel == "one_norm"}
 
-    @property
+    @cached_property
     def weights(self) -> list[Weight]:
         """Its parameters, stacked along `layers`, with their names in the model."""
         return [
@@ -73,7 +74,7 @@ class Predictors(Stack):
         """The components after the first one."""
         return self.parts[1:]
 
-    @property
+    @cached_property
     def weights(self) -> list[Weight]:
         """Their parameters, with their names in the model: `mtp_1.projection.weight`, `mtp_1.layer.mlp.up.weight`."""
         combined, *layer = self.parts
@@ -95,7 +96,7 @@ class Anatomy:
     predictors: Predictors | None = None
     """Layers of multi-token prediction; their lookups and losses are among the components of the head."""
 
-    @property
+    @cached_property
     def outside_weights(self) -> list[Weight]:
         """Parameters outside the stacks, of which every pipeline stage has all."""
         ahead = self.predictors.weights if self.predictors else []
@@ -127,7 +128,7 @@ class Anatomy:
         """The stacks of the decoder, which generation runs for every token."""
         return tuple(stack for stack in self.stacks if not stack.is_encoder)
 
-    @property
+    @cached_property
     def weights(self) -> list[Weight]:
         """Every parameter of the model, by its dotted name, with logical names and shape."""
         stacked = [w for stack in self.stacks for w in stack.weights]

@@ -6,7 +6,6 @@ needed then. With sequence parallelism each all-reduce becomes a reduce-scatter 
 """
 
 import re
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -24,21 +23,21 @@ from mtjax.analysis.contract import (
     Symbols,
     sum_expectations,
 )
-from mtjax.analysis.counts import Counts, counts, peak_stage_counts, stage_weights, trainable_counts
+from mtjax.analysis.counts import Counts, counts, peak_stage_counts, trainable_counts
 from mtjax.analysis.float8 import float8_symbols, gathered_types, with_float8
 from mtjax.analysis.frozen import unread_gradients
 from mtjax.analysis.groups import EXPERT_WAYS, across_groups, group_symbols
 from mtjax.analysis.optimizer import update_lines, update_symbols
 from mtjax.analysis.over_ranks import over_ranks_lines, over_ranks_lines_of_experts
-from mtjax.analysis.parts.embedding import Lookup, Positions
 from mtjax.analysis.parts.experts import load_line
 from mtjax.analysis.parts.heads import teacher_lines, teacher_table
 from mtjax.analysis.parts.part import ResidualStream
 from mtjax.analysis.prediction import expert_lines, expert_symbols, prediction_lines, prediction_symbols
+from mtjax.analysis.stage_symbols import symbols_of_stages
 from mtjax.config import Model
 from mtjax.config.adapters import is_trainable, trains_all
 from mtjax.config.families import is_decoder
-from mtjax.config.sizes import head_dim, joins_outputs, num_kv_heads, output_is_tied, value_head_dim
+from mtjax.config.sizes import head_dim, joins_outputs, num_kv_heads, value_head_dim
 from mtjax.layout.layouts import Layout
 from mtjax.layout.mesh import AXES
 from mtjax.layout.plan import ContextParallelism, ExpertDispatch, Plan
@@ -213,7 +212,7 @@ def symbols_of(anatomy: Anatomy, plan: Plan) -> Symbols:
         symbols["teacher_table"] = counts([table], plan.layout(model), plan.mesh).outside_matrices
     staged, chunks = plan.is_staged, plan.chunks * len(anatomy.sections)
     if staged:
-        symbols |= _pipeline_symbols(anatomy, plan, held, adapters)
+        symbols |= _tick_symbols(anatomy, plan) | symbols_of_stages(anatomy, plan.shards)
     if plan.context_parallelism:
         keys = max(num_kv_heads(model), plan.mesh.model) // plan.mesh.model
         symbols |= {"context_ways": plan.mesh.context, "rank_key_width": keys * head_dim(model)}
@@ -239,8 +238,8 @@ def symbols_of(anatomy: Anatomy, plan: Plan) -> Symbols:
     return symbols
 
 
-def _pipeline_symbols(anatomy: Anatomy, plan: Plan, held: Counts, adapters: Counts) -> dict[str, int]:
-    """Returns the symbols that only pipelines have: ticks, and the parameters that each of them gathers."""
+def _tick_symbols(anatomy: Anatomy, plan: Plan) -> dict[str, int]:
+    """Returns the symbols of a pipeline's ticks."""
     sections = len(anatomy.sections)
     ticks = num_ticks(plan.mesh.stage, plan.microbatches, plan.chunks * sections)
     working = plan.microbatches * plan.chunks
@@ -248,26 +247,10 @@ def _pipeline_symbols(anatomy: Anatomy, plan: Plan, held: Counts, adapters: Coun
         "ticks": ticks,
         # An idle stage runs the first chunk, so the first stage computes its input then too.
         "embedding_ticks": ticks - working * sections + plan.microbatches,
-        "model_ways": plan.mesh.model,
-        "shared_parameters": _shared_parameters(anatomy, plan),
-        "parameters_used_again": _used_again(anatomy, plan),
-        "outside_parameters": held.all - held.in_layers,
-        "unsplit_outside_parameters": held.replicated - held.replicated_in_layers,
-        "outside_adapters": adapters.all - adapters.in_layers,
-        "unsplit_outside_adapters": adapters.replicated - adapters.replicated_in_layers,
         "parameter_gathers": 3 if plan.recompute == "full" else 2,
     }
-    for number, section in enumerate(anatomy.sections):
-        side, sharded = section[-1].side, _section_counts(anatomy, plan, section)
-        trained = sharded if anatomy.model.lora_rank == 0 else _section_counts(anatomy, plan, section, trained=True)
-        symbols |= {
-            f"{side}turn_parameters": (sharded.all - sharded.replicated) // plan.chunks,
-            f"{side}turn_adapters": (trained.all - trained.replicated) // plan.chunks,
-            f"{side}layer_matrices": sharded.layer_matrices // plan.chunks,
-        }
-        if sections > 1:
-            later = working * (sections - 1)
-            symbols[section_ticks(anatomy, section[-1])] = working if number else ticks - later
+    for number, section in enumerate(anatomy.sections if sections > 1 else ()):
+        symbols[section_ticks(anatomy, section[-1])] = working if number else ticks - working * (sections - 1)
     return symbols
 
 
@@ -281,36 +264,3 @@ def _gathered(held: Counts, trained: Counts, in_turn: int) -> dict[str, int]:
         "outside_matrices": held.outside_matrices,
         "outside_vectors": held.outside_vectors,
     }
-
-
-def _section_counts(anatomy: Anatomy, plan: Plan, section: Sequence[Stack], *, trained: bool = False) -> Counts:
-    """Counts what a stage holds of a section's layers, without experts' matrices; if `trained`, of what is trained."""
-    paths = tuple(f"{stack.path}.layers." for stack in section)
-    weights = [weight for weight in stage_weights(anatomy, plan) if weight.name.startswith(paths)]
-    chosen = [weight for weight in weights if not trained or is_trainable(anatomy.model, weight.name)]
-    return counts(chosen, plan.layout(anatomy.model), plan.mesh).shared
-
-
-def _shared_parameters(anatomy: Anatomy, plan: Plan) -> int:
-    """Elements outside the layers whose gradients a device sums over the stages: its part of those that ZeRO splits."""
-    layout = plan.layout(anatomy.model)
-    outside = anatomy.outside_weights
-    held = counts([weight for weight in outside if is_trainable(anatomy.model, weight.name)], layout, plan.mesh)
-    if not layout.zero:
-        return held.all
-    experts, others = held.experts - held.replicated_experts, held.shared
-    shards = experts // plan.expert_zero_degree + (others.all - others.replicated) // plan.zero_degree
-    return held.replicated + shards
-
-
-def _used_again(anatomy: Anatomy, plan: Plan) -> int:
-    """Elements of tables outside the layers that ZeRO splits, for each of their uses but the first."""
-    layout, again = plan.layout(anatomy.model), 0
-    lookups = sum(isinstance(part, Lookup) for part in anatomy.embed)
-    for part in anatomy.embed:
-        uses = len(set(part.sides)) if isinstance(part, Positions) else 1
-        with_head = output_is_tied(anatomy.model) or anatomy.predictors is not None
-        uses = lookups + with_head if isinstance(part, Lookup) else uses
-        held = counts(part.weights, layout, plan.mesh)
-        again += (uses - 1) * (held.all - held.replicated)
-    return again

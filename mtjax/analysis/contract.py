@@ -7,7 +7,7 @@ checked. `mtjax.analysis.communication` has the lines of a run.
 import ast
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, Literal
 
 from mtjax.errors import UserError, nearest
@@ -85,7 +85,7 @@ class Expectation:
     sent: str = ""
     """Formula: elements of each array expected to be sent, where only run time decides; empty: all."""
 
-    @property
+    @cached_property
     def axes(self) -> Axes:
         """The mesh axes that it crosses together."""
         return tuple(self.axis.split(JOINED))
@@ -176,11 +176,12 @@ def requirements(contract: Contract, symbols: Symbols, mesh: MeshShape, compute_
     types["compute"] = types[compute_dtype]
     required = []
     for line in contract.lines:
-        for axis in line.axes:
+        axes = line.axes
+        for axis in axes:
             if axis not in AXES:
                 raise UserError(f"contract {contract.name}: no mesh axis is called {axis!r}{nearest(axis, AXES)}")
         count, elements = evaluate(line.count, symbols), evaluate(line.elements, symbols)
-        if count and mesh.degree(line.axes) > 1:
+        if count and mesh.degree(axes) > 1:
             sent = evaluate(line.sent, symbols) if line.sent else None
             required.append(Requirement(line.on(mesh), count, elements, types[line.dtype], sent=sent))
     return required

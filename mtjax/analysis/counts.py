@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 
 from mtjax.analysis.anatomy import Anatomy, Stack
 from mtjax.analysis.parts.part import Weight
@@ -97,7 +97,7 @@ class Counts:
     """Of ZeRO-3's shards, those that XLA transposes before the all-gather: of parameters that are sharded along another
     dimension than the outermost of a layer."""
 
-    @property
+    @cached_property
     def shared(self) -> "Counts":
         """The counts without experts' parameters."""
         return replace(
@@ -169,6 +169,11 @@ def stage_weights(anatomy: Anatomy, plan: Plan, stage: int = 0) -> list[Weight]:
     because all run one program. In Megatron embeddings are on the first stage and heads on the last, a tied table on
     both.
     """
+    return _stage_weights(anatomy, plan.shards, stage)
+
+
+@cache
+def _stage_weights(anatomy: Anatomy, plan: Plan, stage: int) -> list[Weight]:
     stages = plan.mesh.stage
     if stages == 1:
         return anatomy.weights
@@ -188,19 +193,22 @@ def stage_weights(anatomy: Anatomy, plan: Plan, stage: int = 0) -> list[Weight]:
 
 def stage_counts(anatomy: Anatomy, plan: Plan, stage: int = 0) -> Counts:
     """Counts the elements of parameters on a device of a stage."""
-    # Only the settings that weights depend on, so that plans which differ in others share an entry of the cache.
-    key = Plan(plan.mesh, 1, 1, chunks=plan.chunks, layers_per_stage=plan.layers_per_stage, residuals=plan.residuals)
-    return _stage_counts(anatomy, plan.layout(anatomy.model), key, stage)
+    return _stage_counts(anatomy, plan.shards, stage)
 
 
 @cache
-def _stage_counts(anatomy: Anatomy, layout: Layout, plan: Plan, stage: int) -> Counts:
-    return counts(stage_weights(anatomy, plan, stage), layout, plan.mesh)
+def _stage_counts(anatomy: Anatomy, plan: Plan, stage: int) -> Counts:
+    return counts(stage_weights(anatomy, plan, stage), plan.layout(anatomy.model), plan.mesh)
 
 
 def trainable_counts(anatomy: Anatomy, plan: Plan, stage: int = 0) -> Counts:
     """Counts the elements of trainable parameters on a device of a stage: all, LoRA adapters and a task's head, or what
     is not frozen of a Retro."""
+    return _trainable_counts(anatomy, plan.shards, stage)
+
+
+@cache
+def _trainable_counts(anatomy: Anatomy, plan: Plan, stage: int) -> Counts:
     if trains_all(anatomy.model):
         return stage_counts(anatomy, plan, stage)
     weights = [w for w in stage_weights(anatomy, plan, stage) if is_trainable(anatomy.model, w.name)]
@@ -213,10 +221,16 @@ def layer_counts(stack: Stack, layout: Layout, mesh: MeshShape) -> Counts:
     return counts([weight for part in stack.parts for weight in part.weights], layout, mesh)
 
 
-def largest_part(anatomy: Anatomy, stack: Stack, layout: Layout, mesh: MeshShape) -> int:
+def largest_part(anatomy: Anatomy, stack: Stack, plan: Plan) -> int:
     """Returns the trainable elements on a device of the largest component of a layer."""
+    return _largest_part(anatomy, stack, plan.shards)
+
+
+@cache
+def _largest_part(anatomy: Anatomy, stack: Stack, plan: Plan) -> int:
+    layout = plan.layout(anatomy.model)
     trainable = [[w for w in part.weights if is_trainable(anatomy.model, w.name)] for part in stack.parts]
-    return max(counts(weights, layout, mesh).all for weights in trainable)
+    return max(counts(weights, layout, plan.mesh).all for weights in trainable)
 
 
 def largest_stack(anatomy: Anatomy, plan: Plan) -> int:

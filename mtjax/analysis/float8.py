@@ -129,6 +129,8 @@ def layer_bytes(stack: Stack, model: Model, plan: Plan) -> float:
 def float8_weight_bytes(anatomy: Anatomy, plan: Plan) -> float:
     """Returns the bytes of the weights in 8 bits that live through the step: this rank's shards of those that ZeRO-3
     gathers; of others all, less the copies in the compute type that ZeRO-1 and 2, and unrolled layers, need without."""
+    if plan.fp8 == "none":
+        return 0.0
     held, whole_copies = _held_in_8_bits(anatomy, plan), plan.element_bytes if plan.unrolled else 0
     whole = (1 - whole_copies) * (held.all - held.layer_matrices)
     if plan.zero == 3:

@@ -1,5 +1,7 @@
 """Seconds that a step's collectives take on the links they cross, and what of them nothing hides."""
 
+from functools import cache
+
 from mtjax.analysis.anatomy import Anatomy
 from mtjax.analysis.contract import (
     EMBEDDING_BACKWARD,
@@ -17,7 +19,7 @@ from mtjax.analysis.parts.experts import exchanged_share
 from mtjax.analysis.schedules import full_ticks
 from mtjax.analysis.software import Software
 from mtjax.analysis.traffic import Transfer, transfers
-from mtjax.layout.mesh import AXES
+from mtjax.layout.mesh import AXES, MeshShape
 from mtjax.layout.plan import Plan
 from mtjax.layout.rules import CONTEXT, DATA, EXPERT, MODEL, STAGE
 from mtjax.layout.timetable import num_ticks
@@ -25,9 +27,14 @@ from mtjax.layout.timetable import num_ticks
 
 def members_inside(plan: Plan, axis: str, server: Server) -> int:
     """How many ranks of one group of a mesh axis, or of several, sit in the same server: inner axes vary fastest."""
+    return _members_inside(plan.mesh, axis, server.gpus)
+
+
+@cache
+def _members_inside(mesh: MeshShape, axis: str, gpus: int) -> int:
     axes = tuple(axis.split(JOINED))
-    stride = plan.mesh.degree(AXES[AXES.index(axes[-1]) + 1 :])
-    return max(1, min(plan.mesh.degree(axes), server.gpus // stride))
+    stride = mesh.degree(AXES[AXES.index(axes[-1]) + 1 :])
+    return max(1, min(mesh.degree(axes), gpus // stride))
 
 
 def transfer_time(entry: Transfer, anatomy: Anatomy, plan: Plan, machine: Machine) -> float:

@@ -1,4 +1,4 @@
-"""Time of the loops within a layer (`mtjax.analysis.parts.loop`)."""
+"""Time of the loops and scans within a layer (`mtjax.analysis.parts.loop`, `scan_kernels`)."""
 
 from mtjax.analysis.anatomy import Stack
 from mtjax.analysis.machine import Machine
@@ -16,4 +16,15 @@ def loop_seconds(stack: Stack, plan: Plan, machine: Machine) -> tuple[float, flo
             for products, kernels in zip((loop.forward, loop.backward), loop.kernels, strict=True)
         )
         forward, backward = forward + once, backward + once + back
+    return forward, backward
+
+
+def scan_seconds(stack: Stack, plan: Plan, machine: Machine) -> tuple[float, float]:
+    """Returns the seconds of the kernels of scans that are known one by one, forward, and backward with what it
+    computes again."""
+    known = [kernels for part in stack.parts if (kernels := part.scan_kernels(plan)) is not None]
+    forward, backward = (
+        sum(kernel.times * machine.kernel(kernel.size) for kernels in known for kernel in kernels[way])
+        for way in (0, 1)
+    )
     return forward, backward

@@ -326,10 +326,9 @@ def _workspace(anatomy: Anatomy, stack: Stack, plan: Plan) -> float:
     if plan.residuals == "megatron":
         saved = {} if plan.recompute == "full" else _saved(stack, plan)
         return gathered + sum(size for name, size in kinds.items() if name not in saved) + _group(plan, kinds)
-    layout = plan.layout(anatomy.model)
     staged = 0.0
     if plan.is_staged:  # a component's weight gradients, before they are accumulated
-        staged = plan.precision.gradients * largest_part(anatomy, stack, layout, plan.mesh)
+        staged = plan.precision.gradients * largest_part(anatomy, stack, plan)
     if plan.is_staged and plan.sequence_parallel:  # attention's gathered input is alive together with the MLP's
         staged += 2 * plan.mesh.model * _stream_bytes(stack, plan)
     return gathered + staged + _jax_workspace(stack, plan, kinds) + _group(plan, kinds)

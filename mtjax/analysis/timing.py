@@ -14,11 +14,9 @@ from mtjax.analysis.anatomy import Anatomy, Stack
 from mtjax.analysis.contract import GRADIENTS, LOSS_FORWARD
 from mtjax.analysis.copies import FLOAT32, SUMS, Copy, copies, copies_in_step, copies_in_turn
 from mtjax.analysis.counts import on_device, peak_stage_counts, zero_degree
-from mtjax.analysis.expert_blocks import block_copies, blocks_of
-from mtjax.analysis.float8 import float8_bytes, is_float8
-from mtjax.analysis.flops import times_again
+from mtjax.analysis.expert_blocks import block_copies
 from mtjax.analysis.hardware import Server
-from mtjax.analysis.kernels import CORE, ElementWise, Traffic
+from mtjax.analysis.layer_time import head_seconds, layer_forward_seconds, layer_seconds
 from mtjax.analysis.link_time import (
     axis_of,
     exposed_ahead,
@@ -29,10 +27,8 @@ from mtjax.analysis.link_time import (
     spent_on_stages,
     transfer_time,
 )
-from mtjax.analysis.loop_time import loop_seconds
 from mtjax.analysis.machine import Constants, Machine
 from mtjax.analysis.optimizer import exchanges, host_bytes, host_reads, state_bytes
-from mtjax.analysis.parts.part import Elementwise, Product, Scores, unrepeated
 from mtjax.analysis.schedules import megatron_bubble
 from mtjax.analysis.software import MTJAX, Software
 from mtjax.analysis.teacher_cost import teacher_of
@@ -89,6 +85,9 @@ class StepTime:
 
 _machine = cache(Machine)
 
+ROUNDING = 1e-9
+"""Share by which sums of the same numbers in another order may differ at most."""
+
 
 def step_time(
     anatomy: Anatomy, plan: Plan, server: Server, software: Software = MTJAX, constants: Constants | None = None
@@ -97,10 +96,10 @@ def step_time(
     machine = _machine(server, plan.element_bytes, constants)
     if plan.is_staged:
         return _lock_step_time(anatomy, plan, machine, software)
-    plan = replace(plan, drops_last_reduction=software.drops_last_reduction)
+    plan = _as_run_by(software, plan)
     m = plan.microbatches
     products, attention, element_wise = (m * x for x in _layers(anatomy, plan, machine, software))
-    head = m * _head(anatomy, _alike(plan), machine, software)
+    head = m * head_seconds(anatomy, _alike(plan), machine, software)
     spent: dict[str, float] = dict.fromkeys((DATA, STAGE, CONTEXT, EXPERT, MODEL), 0.0)
     for entry in transfers(anatomy, plan):
         spent[axis_of(entry)] += transfer_time(entry, anatomy, plan, machine)
@@ -132,6 +131,27 @@ def step_time(
     )
 
 
+def least_seconds(anatomy: Anatomy, plan: Plan, server: Server, software: Software = MTJAX) -> float:
+    """Returns a lower bound of `step_time`: of the layers' kernels, with the bubble of stages in lockstep."""
+    machine = _machine(server, plan.element_bytes, None)
+    if not plan.is_staged:
+        plan = _as_run_by(software, plan)
+        return (1 - ROUNDING) * plan.microbatches * sum(_layers(anatomy, plan, machine, software))
+    alike = _alike(plan)
+    longest = max(
+        sum(layers_in_chunk(stack, plan) * sum(layer_seconds(stack, alike, machine, software)) for stack in section)
+        for section in anatomy.sections
+    )
+    ticks = num_ticks(plan.mesh.stage, plan.microbatches, plan.chunks * len(anatomy.sections))
+    return (1 - ROUNDING) * ticks * longest
+
+
+def _as_run_by(software: Software, plan: Plan) -> Plan:
+    """Returns the plan with what the software's recompute leaves out."""
+    drops = software.drops_last_reduction
+    return plan if plan.drops_last_reduction == drops else replace(plan, drops_last_reduction=drops)
+
+
 def _lock_step_time(anatomy: Anatomy, plan: Plan, machine: Machine, software: Software) -> StepTime:
     """Returns the seconds of a step of a pipeline, whose stages run a timetable in lockstep, idle or not.
 
@@ -147,13 +167,15 @@ def _lock_step_time(anatomy: Anatomy, plan: Plan, machine: Machine, software: So
         """Seconds of its layers in a chunk: products, attention, element-wise, copies."""
         made = [*copies_in_turn(stack, anatomy.model, plan), *block_copies(stack, anatomy.model, plan)]
         turn = _copies(made, machine, software)
-        return [layers_in_chunk(stack, plan) * s for s in (*_layer(stack, alike, machine, software), turn)]
+        return [layers_in_chunk(stack, plan) * s for s in (*layer_seconds(stack, alike, machine, software), turn)]
 
     chunks = [[sum(parts) for parts in zip(*map(of_stack, own), strict=True)] for own in anatomy.sections]
     products, attention, element_wise, copied = (m * plan.chunks * sum(chunk[i] for chunk in chunks) for i in range(4))
     work = products + attention + element_wise + copied
     longest = max(sum(chunk) for chunk in chunks)
-    ahead = sum(layers_in_chunk(s, plan) * _layer_forward(s, alike, machine, software) for s in anatomy.sections[-1])
+    ahead = sum(
+        layers_in_chunk(s, plan) * layer_forward_seconds(s, alike, machine, software) for s in anatomy.sections[-1]
+    )
     skipped = (
         ahead
         if plan.recompute == "full" and plan.pipeline_schedule != "gpipe" and not plan.context_parallelism
@@ -168,7 +190,7 @@ def _lock_step_time(anatomy: Anatomy, plan: Plan, machine: Machine, software: So
         products=products,
         attention=attention,
         element_wise=element_wise,
-        logits=m * max(0.0, _head(anatomy, alike, machine, software) - skipped),
+        logits=m * max(0.0, head_seconds(anatomy, alike, machine, software) - skipped),
         model_axis=on_layers * counts + spent[LOSS_FORWARD],
         stage_axis=sent + spent[GRADIENTS],
         bubble=ticks * longest - work + (on_layers + to_experts + turns) * (1 - counts),
@@ -188,7 +210,7 @@ def _layers(anatomy: Anatomy, plan: Plan, machine: Machine, software: Software) 
     """Seconds of a stage's layers and one microbatch, all passes: products, attention, element-wise."""
     wide = sum(plan.fp8_ends)
     each = [
-        (count, _layer(stack, alike, machine, software))
+        (count, layer_seconds(stack, alike, machine, software))
         for stack in anatomy.stacks
         for count, alike in (
             (stack.layers // plan.mesh.stage - wide, _alike(plan)),
@@ -200,6 +222,7 @@ def _layers(anatomy: Anatomy, plan: Plan, machine: Machine, software: Software) 
     return products, attention, element_wise
 
 
+@cache
 def _alike(plan: Plan) -> Plan:
     """The plan as far as computing a microbatch depends on it: plans that differ in the rest share its time."""
     ways = {axis: plan.mesh.degree((axis,)) for axis in (CONTEXT, EXPERT, MODEL)}
@@ -222,123 +245,9 @@ def _teacher(plan: Plan, machine: Machine, software: Software) -> float:
     (anatomy, own), turns = teacher, plan.microbatches
     if own.is_staged:
         turns = num_ticks(own.mesh.stage, own.microbatches, own.chunks * len(anatomy.sections))
-    each = (layers_in_chunk(s, own) * _layer_forward(s, _alike(own), machine, software) for s in anatomy.stacks)
+    each = (layers_in_chunk(s, own) * layer_forward_seconds(s, _alike(own), machine, software) for s in anatomy.stacks)
     sent = (machine.transfer(e, members_inside(own, e.axis, machine.server)) for e in teacher_transfers(plan))
     return turns * sum(each) + sum(sent)
-
-
-@cache
-def _layer(stack: Stack, plan: Plan, machine: Machine, software: Software) -> tuple[float, float, float]:
-    """Seconds of one layer and microbatch, forward, recomputed and backward: products, attention, element-wise."""
-    products = _layer_products(stack, plan)
-    forward = {product: _forward(product, plan, machine) for product in products}
-    saves_products = plan.is_staged or plan.recompute != "full"
-    times = [(part, times_again(part, plan, saves_products=saves_products)) for part in stack.parts]
-    own = ((product, again(product)) for part, again in times for product in part.products(plan.mesh.model))
-    backward = sum(number * forward[product] + _backward(product, plan, machine) for product, number in own)
-    again = 0.0
-    if plan.recompute == "full":
-        # What comes out of a layer is not needed again, but by a norm, or where the next one of a chunk reads it.
-        unread = stack.unread if software.drops_last_reduction and not plan.is_staged else ()
-        left_out = [product for part in unread for product in unrepeated(part.products(plan.mesh.model))]
-        again = sum(forward[product] for product in products) - sum(forward[product] for product in left_out)
-    cores = _layer_cores(stack, plan, machine, software)
-    times = 1 if plan.recompute == "none" else 2
-    core = sum(times * core_forward + core_backward for core_forward, core_backward in cores)
-    moves, touched = software.kernels, [part.elementwise for part in stack.parts]
-    once, back = (machine.passes(_bytes(traffic, touched, plan)) for traffic in (moves.forward, moves.backward))
-    ahead = sum(forward[product] for product in products)
-    back += machine.passes(sum(float8_bytes(product, _rows(product, plan)[0], plan) for product in products))
-    looped = sum(loop_seconds(stack, plan, machine))
-    return ahead + again + backward, core, once * (2 if plan.recompute == "full" else 1) + back + looped
-
-
-@cache
-def _layer_forward(stack: Stack, plan: Plan, machine: Machine, software: Software) -> float:
-    """Seconds of one layer and microbatch, forward."""
-    products = sum(_forward(product, plan, machine) for product in _layer_products(stack, plan))
-    cores = sum(forward for forward, _ in _layer_cores(stack, plan, machine, software))
-    moved = _bytes(software.kernels.forward, [part.elementwise for part in stack.parts], plan)
-    return products + cores + machine.passes(moved) + loop_seconds(stack, plan, machine)[0]
-
-
-def _layer_products(stack: Stack, plan: Plan) -> list[Product]:
-    return [product for part in stack.parts for product in part.products(plan.mesh.model)]
-
-
-def _layer_cores(stack: Stack, plan: Plan, machine: Machine, software: Software) -> list[tuple[float, float]]:
-    """Seconds of the core of each attention, forward and backward."""
-    return [_core(part.scores, plan, machine, software.kernels) for part in stack.parts if part.scores]
-
-
-def _forward(product: Product, plan: Plan, machine: Machine) -> float:
-    rows, times = _rows(product, plan)
-    return times * machine.product(rows, product.inner, product.outer, is_float8=is_float8(product, plan))
-
-
-def _backward(product: Product, plan: Plan, machine: Machine) -> float:
-    """The gradients of what it reads and of its weights."""
-    (rows, times), eight = _rows(product, plan), is_float8(product, plan)
-    of_read = machine.product(rows, product.outer, product.inner, is_float8=eight)
-    if product.in_scan:
-        return product.gradients * of_read
-    return times * (of_read + machine.product(product.inner, rows, product.outer, is_float8=eight))
-
-
-def _rows(product: Product, plan: Plan) -> tuple[float, float]:
-    """Rows of a product and how often it runs: once, or on the rank that has most for each block of experts' tokens."""
-    rows = plan.local_tokens(product.tokens)
-    if not product.experts:
-        return rows, 1
-    blocks = blocks_of(int(plan.mesh.expert * rows), product.experts, plan.mesh.expert)
-    return blocks.rows, plan.expert_imbalance * blocks.number
-
-
-def _bytes(traffic: Traffic, touched: list[Elementwise], plan: Plan) -> float:
-    """Bytes of a pass over a layer: elements outside and inside the split regions, times what the kernels move."""
-    c, ways = plan.element_bytes, plan.mesh.model
-    outside = sum(t.stream for t in touched) / (ways if plan.splits_stream else 1)
-    inside, mlp = (sum(getattr(t, name) for t in touched) / ways for name in ("inside", "mlp"))
-    moved = outside * traffic.sublayer(c) + inside * traffic.inside(c) + mlp * traffic.mlp(c)
-    return plan.local_tokens(1) * moved
-
-
-def _core(scores: Scores, plan: Plan, machine: Machine, kernels: ElementWise) -> tuple[float, float]:
-    """Seconds of scores, softmax and context of a layer, forward and backward."""
-    heads = scores.heads / plan.mesh.model * plan.microbatch_size
-    queries, keys, width = scores.queries / plan.mesh.context, scores.keys, scores.width
-    if plan.flash_attention:
-        causal_half = 2 * queries * keys * width * heads
-        return machine.flash(causal_half), machine.flash(2.5 * causal_half)
-    pairs = heads * queries * keys
-    both = machine.product(queries, width, keys, heads) + machine.product(queries, keys, width - scores.narrower, heads)
-    core = CORE[kernels.name]
-    element = plan.element_bytes
-    forward = both + machine.passes(pairs * core.forward(element, plan.has_attention_dropout))
-    backward = 2 * both + machine.passes(pairs * core.backward(element, plan.has_attention_dropout))
-    if plan.attention_in_blocks and not plan.context_parallelism:  # the scores and probabilities are computed again
-        backward += forward - machine.product(queries, keys, width, heads)
-    return forward, backward
-
-
-@cache
-def _head(anatomy: Anatomy, plan: Plan, machine: Machine, software: Software) -> float:
-    """Seconds of output projection and loss of a microbatch, with a teacher's logits; with stages, on the last one."""
-    plan = replace(plan, fp8="none")
-    head = (part.over_context(plan.mesh.context) for part in anatomy.head)
-    sizes = [product for part in head for product in part.products(plan.mesh.model)]
-    seconds = sum(_forward(product, plan, machine) + _backward(product, plan, machine) for product in sizes)
-    logits = max(sizes, key=lambda product: product.flops)
-    made = [logits, *([replace(logits, inner=plan.teacher_width)] if plan.teacher_width else [])]
-    seconds += sum(_forward(product, plan, machine) for product in made[1:])
-    losses = 1 + anatomy.model.mtp_num_layers
-    again = losses * sum(_forward(product, plan, machine) for product in made)
-    if not software.recomputes_logits or plan.sums_loss_at_once(anatomy.model):
-        again = 0.0
-    columns = losses * len(made) * plan.local_tokens(logits.tokens) * logits.outer
-    if (ahead := anatomy.predictors) is not None:
-        seconds += ahead.layers * sum(_layer(ahead, plan, machine, software))
-    return seconds + again + machine.passes(columns * software.kernels.logits)
 
 
 def _all_copies(anatomy: Anatomy, plan: Plan) -> list[Copy]:

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 from mtjax.config import Model
 from mtjax.config.sizes import num_kv_heads
@@ -53,6 +53,14 @@ class Layout:
     zero: int = 0
     """ZeRO stage over `zero_axes`: 1 shards the optimizer state, and parameters between steps; 2 also gradients; 3 also
     parameters in use."""
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.rules, self.zero))
+
+    def __hash__(self) -> int:
+        """Returns the hash, computed once: a search asks caches for the layouts of thousands of plans."""
+        return self._hash
 
     @property
     def zero_axes(self) -> Axes:

@@ -113,7 +113,7 @@ class MeshShape:
 
     def degree(self, axes: Axes) -> int:
         """Returns the number of shards of a dimension that is sharded over these axes; 1 for ()."""
-        return math.prod(getattr(self, axis) for axis in axes)
+        return math.prod(map(vars(self).__getitem__, axes))  # asked for a hundred thousand times, too
 
     def degree_text(self, axes: Axes) -> str:
         """Returns the degree of these axes in the terms of messages: "tensor parallel degree 8 (mesh axis model)"."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 from mtjax.config import Config, Model
@@ -134,6 +135,12 @@ class Plan:
     drops_last_reduction: bool = True
     """Whether the recompute of a layer omits its last matmul with the reduction, whose result is not needed (XLA does;
     PyTorch's checkpoint does not)."""
+
+    @cached_property
+    def shards(self) -> "Plan":
+        """The plan as far as it says which parameters a device holds: a key for caches of what follows from these."""
+        names = ("sequence_parallel", "splits_width", "zero", "chunks", "layers_per_stage", "residuals")
+        return Plan(self.mesh, 1, 1, **{name: getattr(self, name) for name in names})
 
     @property
     def splits_stream(self) -> bool:
@@ -279,13 +286,14 @@ class Plan:
 
     def gains_by_unrolling(self, model: Model) -> bool:
         """Returns whether unrolled layers are the default: possible, and not worse than a loop in time or memory."""
-        # XLA: its scheduler begins an unrolled layer's gathers too late for these links. Llama 2 7B with ZeRO-3 on
-        # 256x2 H100s is predicted at 964 ms unrolled, of which 258 are exposed, and at 838 ms in the loop.
-        loop_is_faster = self.mesh.size > GPUS_OF_A_SERVER and replace(self, unrolled=False).prefetches(model)
         # Full recompute is for the least memory, and a loop holds less. XLA keeps more of an unrolled step in 8 bits or
         # with experts alive than the formulas of memory know; with experts it is slower, too (docs/notes/speed.md).
         holds_more = self.recompute == "full" or self.fp8 != "none" or model.num_experts > 0
-        return not loop_is_faster and not holds_more and not any(self.unrolling_problems(model))
+        if holds_more or any(self.unrolling_problems(model)):
+            return False
+        # XLA: its scheduler begins an unrolled layer's gathers too late for links between servers. Llama 2 7B with
+        # ZeRO-3 on 256x2 H100s is predicted at 964 ms unrolled, of which 258 are exposed, and at 838 ms in the loop.
+        return self.mesh.size <= GPUS_OF_A_SERVER or not replace(self, unrolled=False).prefetches(model)
 
     def unrolling_problems(self, model: Model) -> Iterator[str]:
         """Yields what unrolled layers are not compatible with."""

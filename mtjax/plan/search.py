@@ -1,7 +1,7 @@
 """The fastest plan that fits, by the scaling model: meshes, microbatches, recompute, ZeRO and sequence splits."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from itertools import groupby
@@ -11,7 +11,7 @@ from mtjax.analysis.flops import SECONDS_PER_DAY, model_flops, steps_for_tokens
 from mtjax.analysis.hardware import Server
 from mtjax.analysis.memory import Memory, peak_stage_memory
 from mtjax.analysis.software import MTJAX, Software
-from mtjax.analysis.timing import StepTime, step_time
+from mtjax.analysis.timing import StepTime, least_seconds, step_time
 from mtjax.config.sizes import divisors
 from mtjax.errors import UserError
 from mtjax.layout.divisibility import problems
@@ -47,11 +47,22 @@ class Candidate:
     plan: Plan
     memory: Memory
     timed: Callable[[Plan], StepTime]
+    bounded: Callable[[Plan], float]
 
     @cached_property
     def time(self) -> StepTime:
         """Of a step: worked out where it is asked for, as it takes longer than the memory."""
         return self.timed(self.plan)
+
+    @cached_property
+    def least(self) -> float:
+        """Seconds that a step takes at least, which take less to work out."""
+        return self.bounded(self.plan)
+
+    @property
+    def kind(self) -> tuple[MeshShape, Recompute]:
+        """Mesh and recompute: plans that differ in other settings are alike."""
+        return (self.plan.mesh, self.plan.recompute)
 
     @property
     def order(self) -> tuple[float, float]:
@@ -59,26 +70,45 @@ class Candidate:
         return (self.time.total, self.memory.total)
 
 
+def fastest_kinds(candidates: Sequence[Candidate], most: int, limit: float = math.inf) -> list[Candidate]:
+    """Returns the fastest plan of each mesh and recompute that takes at most `limit` seconds, fastest first.
+
+    It works out the time of those alone whose lower bound does not rule them out.
+
+    Args:
+      candidates: plans; of equal ones the first is taken.
+      most: number of plans to return.
+      limit: seconds of a step.
+    """
+    best: dict[tuple[MeshShape, Recompute], tuple[tuple[float, float], int]] = {}
+    for number in sorted(range(len(candidates)), key=lambda number: candidates[number].least):
+        candidate = candidates[number]
+        slowest = sorted(order[0] for order, _ in best.values())[most - 1] if len(best) >= most else math.inf
+        if candidate.least > min(slowest, limit):
+            break
+        now = best.get(candidate.kind)
+        if (now and candidate.least > now[0][0]) or candidate.time.total > limit:
+            continue
+        best[candidate.kind] = min(now or (candidate.order, number), (candidate.order, number))
+    return [candidates[number] for _, number in sorted(best.values())[:most]]
+
+
 @dataclass(frozen=True)
 class Found:
     """The results of a search."""
 
     fitting: list[Candidate]
-    """Fastest first."""
+    """Plans that fit, in no order."""
     excessive: list[Candidate]
     """Would-be plans that exceed the memory, in no order."""
     limit: float
     """Bytes a plan may fill."""
 
     @cached_property
-    def too_large(self) -> list[Candidate]:
-        """Those that exceed the memory, fastest first."""
-        return sorted(self.excessive, key=lambda c: c.order)
-
-    @property
     def best(self) -> Candidate:
-        """The winner."""
-        return self.fitting[0]
+        """The winner: the fastest that fits."""
+        (best,) = fastest_kinds(self.fitting, 1)
+        return best
 
 
 def meshes(anatomy: Anatomy, base: Plan, gpus: int, server: Server, space: Space) -> Iterator[MeshShape]:
@@ -158,7 +188,8 @@ def variants(anatomy: Anatomy, base: Plan, mesh: MeshShape, space: Space) -> Ite
                         )
                         for method in expert_dispatches(anatomy, plan):
                             for unrolled in _unrolled(anatomy, plan, space):
-                                yield replace(plan, expert_dispatch=method, unrolled=unrolled)
+                                own = plan.expert_dispatch == method and plan.unrolled == unrolled
+                                yield plan if own else replace(plan, expert_dispatch=method, unrolled=unrolled)
 
 
 def _unrolled(anatomy: Anatomy, plan: Plan, space: Space) -> tuple[bool, ...]:
@@ -206,7 +237,7 @@ def chunk_shares(anatomy: Anatomy, stages: int, uneven: float) -> dict[int, tupl
 def search(
     anatomy: Anatomy, base: Plan, gpus: int, server: Server, space: Space | None = None, software: Software = MTJAX
 ) -> Found:
-    """All plans on `gpus`, those that fit fastest first.
+    """All plans on `gpus`.
 
     `base` gives what is not searched: global batch, precision, attention kernel, dropout.
     """
@@ -215,13 +246,13 @@ def search(
     fitting: list[Candidate] = []
     excessive: list[Candidate] = []
     timed = partial(step_time, anatomy, server=server, software=software)
+    bounded = partial(least_seconds, anatomy, server=server, software=software)
     for mesh in meshes(anatomy, base, gpus, server, space):
         for plan in variants(anatomy, base, mesh, space):
             if next(problems(anatomy.model, plan), None):
                 continue
-            candidate = Candidate(plan, peak_stage_memory(anatomy, plan), timed)
+            candidate = Candidate(plan, peak_stage_memory(anatomy, plan), timed, bounded)
             (fitting if candidate.memory.total <= limit else excessive).append(candidate)
-    fitting.sort(key=lambda c: c.order)
     return Found(fitting, excessive, limit)
 
 

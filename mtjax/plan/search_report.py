@@ -16,10 +16,11 @@ from mtjax.layout.plan import Plan
 from mtjax.plan.hints import hints
 from mtjax.plan.options import Options
 from mtjax.plan.report import MATMULS, show, table, time_parts
-from mtjax.plan.search import Candidate, Found, describe, rejections
+from mtjax.plan.search import Candidate, Found, describe, fastest_kinds, rejections
 from mtjax.plan.units import days, gib, percent, seconds, si
 
 SHOWN = 10
+"""Plans in a table, each of another kind: ten that differ in the microbatch size would show little."""
 
 
 def print_search(
@@ -36,25 +37,15 @@ def print_search(
     console.print(f"Train it:  {train_command(found.best.plan, run, source)}", soft_wrap=True)
 
 
-def of_different_kinds(fitting: list[Candidate]) -> list[Candidate]:
-    """Returns the fastest plan of each mesh and recompute, fastest first, ten at most."""
-    # Ten plans that differ in the microbatch size alone would show little.
-    kinds: dict[tuple[str, str], Candidate] = {}
-    for candidate in fitting:
-        kinds.setdefault((str(candidate.plan.mesh), candidate.plan.recompute), candidate)
-    return list(kinds.values())[:SHOWN]
-
-
 def best_table(anatomy: Anatomy, found: Found, server: Server, options: Options) -> Table:
     """Builds the table of the ten fastest kinds of plans that fit."""
-    first, *_ = found.fitting
-    title = f"Fastest of {len(found.fitting):,} plans that fit {first.plan.mesh.size} x {server.gpu.description}"
+    title = f"Fastest of {len(found.fitting):,} plans that fit {found.best.plan.mesh.size} x {server.gpu.description}"
     lengths = ["days"] if options.tokens else []
     price, tokens = options.price, options.tokens or 1e9
     costs = [f"cost of {si(tokens, '')}tokens"] if price is not None else []
     note = f"by formula; the fastest plan of each mesh and recompute; {accuracy_on(server).in_words}"
     result = table(title, "plan", "step", "MFU", "memory", *lengths, *costs, "largest overheads", note=note)
-    for candidate in of_different_kinds(found.fitting):
+    for candidate in fastest_kinds(found.fitting, SHOWN):
         row = [describe(candidate.plan), seconds(candidate.time.total), percent(mfu(anatomy, candidate, server))]
         row.append(gib(candidate.memory.total))
         if options.tokens:
@@ -90,8 +81,8 @@ def reasons(candidate: Candidate) -> str:
 def failed_table(found: Found) -> Table:
     """Builds the table of plans that are as fast as those of `best_table` and need too much memory."""
     result = table("As fast, but out of memory", "plan", "step", "memory", "over the limit by")
-    slowest = of_different_kinds(found.fitting)[-1].time.total
-    for candidate in of_different_kinds([c for c in found.too_large if c.time.total <= slowest])[:5]:
+    *_, slowest = fastest_kinds(found.fitting, SHOWN)
+    for candidate in fastest_kinds(found.excessive, SHOWN // 2, slowest.time.total):
         size = candidate.memory.total
         row = describe(candidate.plan), seconds(candidate.time.total), gib(size), gib(size - found.limit)
         result.add_row(*row)

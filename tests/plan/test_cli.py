@@ -67,7 +67,8 @@ def test_a_setting_that_costs_time_is_hinted_at_with_the_step_without_it(capsys)
     assert hint and f"{hint[2]} (" in without
     without = run(capsys, *asked, "--attention-dropout", "0", "--recompute", "none")
     assert not re.search(r"Hint: +recompute", without) and f"{hint[1]} (" in without
-    asked = ("--config", "llama3-8b", "--mesh", "8x1", "--target", "h100x8", "--reset-attention-mask")
+    asked = ("--config", "llama3-8b", "--mesh", "8x1", "--target", "h100x8", "--global-batch-size", "64")
+    asked = (*asked, "--reset-attention-mask")
     hint = re.search(r"Hint: +reset_attention_mask .* --attention cudnn a step takes (\S+ m?s)", run(capsys, *asked))
     assert hint and f"{hint[1]} (" in run(capsys, *asked, "--attention", "cudnn")
 
@@ -141,7 +142,10 @@ def test_loads_that_experts_can_not_have_are_refused(capsys, words, said):
 
 
 def test_searches_and_says_why(capsys):
-    out = run(capsys, "--gpus", "16", "--target", "h100x8", "--tokens", "450e9", "--price", "2.5")
+    out = run(
+        capsys,
+        *("--gpus", "16", "--target", "h100x8", "--tokens", "450e9", "--price", "2.5", "--global-batch-size", "64"),
+    )
     assert "Fastest of" in out
     assert "cost of 450 Gtokens" in out and "25 published runs on H100 took 0.97 to 1.29 times" in out
     assert re.search(r"Train it:  mtjax train --config gpt2-8.3b --mesh \S+ ", out)
@@ -150,7 +154,7 @@ def test_searches_and_says_why(capsys):
 
 
 def test_the_winners_command_is_one_that_train_understands(capsys):
-    out = run(capsys, "--config", "gpt2-small", "--gpus", "8")
+    out = run(capsys, "--config", "gpt2-small", "--gpus", "8", "--global-batch-size", "32")
     command = re.search(r"Train it: +mtjax train (--config \S+ --mesh \S+ .*)", out)
     assert command
     parsed = cli.parse(command[1].split(), "mtjax train", "", TrainOptions)
@@ -204,7 +208,7 @@ def test_a_vocabulary_that_only_a_tokenizer_knows(capsys):
 
 
 def test_a_plan_that_does_not_fit_names_the_nearest_that_does(capsys):
-    out = run(capsys, "--config", "gpt2-8.3b", "--mesh", "8x1", "--microbatch-size", "1", "--target", "h100x8")
+    out = run(capsys, "--config", "gpt2-8.3b", "--mesh", "8x1", "--global-batch-size", "64", "--target", "h100x8")
     assert "does NOT fit" in out
     assert re.search(r"does not fit h100x8: the nearest plan that does is mesh \S+", out)
 
@@ -223,7 +227,7 @@ def test_a_plan_that_does_not_fit_names_the_nearest_that_does(capsys):
         (["--usable", "1.5"], "--usable is 1.5"),
         (["--config", "gpt2-small", "--gpus", "13"], "13 GPUs form no mesh"),
         (["--config", "gpt2-large", "--mesh", "8x1", "--target", "h100x7"], "8 GPUs don't fill servers of 7"),
-        (["--gpus", "1", "--target", "v100x16"], "no plan for 1 GPUs fits"),
+        (["--gpus", "1", "--target", "v100x16", "--global-batch-size", "32"], "no plan for 1 GPUs fits"),
         (["--plot", "x.txt"], "should end in one of"),
         (["--plot", "/nowhere/x.png"], "the folder /nowhere does not exist"),
         (["--verify", "--gpus", "8"], "--verify compiles one plan"),

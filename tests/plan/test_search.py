@@ -21,15 +21,15 @@ from mtjax.plan import search
 from mtjax.plan.hints import zero_hint
 from mtjax.plan.report import choice_table
 from mtjax.plan.search import Space, best_plan, gpus_within
-from mtjax.plan.search_report import of_different_kinds, train_command
+from mtjax.plan.search_report import train_command
 
 SHAPE = gpt(6, 1536, 12, 1024, 51_200)
 BASE = Plan(MeshShape(), 24, 1)
 
 
 def test_the_ten_best_differ_in_kind():
-    found = search.search(SHAPE, BASE, 8, DGX_H100).fitting
-    shown = of_different_kinds(found)
+    found = sorted(search.search(SHAPE, BASE, 8, DGX_H100).fitting, key=lambda c: c.order)
+    shown = search.fastest_kinds(found, 10)
     kinds = [(c.plan.mesh, c.plan.recompute) for c in shown]
     assert len(kinds) == len(set(kinds)) == 10 and shown[0] == found[0]
     for candidate, kind in zip(shown, kinds, strict=True):
@@ -120,7 +120,7 @@ def test_nothing_too_large_is_called_fitting():
     found = search.search(SHAPE, BASE, 8, DGX_2H)
     assert found.fitting
     assert all(c.memory.total <= found.limit for c in found.fitting)
-    assert all(c.memory.total > found.limit for c in found.too_large)
+    assert all(c.memory.total > found.limit for c in found.excessive)
 
 
 def test_days_find_the_fewest_gpus():

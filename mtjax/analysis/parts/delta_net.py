@@ -12,7 +12,7 @@ from functools import partial
 from mtjax.analysis.contract import Expectation
 from mtjax.analysis.parts.loop import Loop
 from mtjax.analysis.parts.mamba import Mamba
-from mtjax.analysis.parts.part import Product, ResidualStream, Weight, adapter_products, linear, weight
+from mtjax.analysis.parts.part import Elementwise, Product, ResidualStream, Weight, adapter_products, linear, weight
 from mtjax.analysis.parts.sublayer import (
     adapter_collectives,
     adapter_saved_bytes,
@@ -82,6 +82,15 @@ class DeltaNet(Mamba):
             scanned(key, inner),
             Product(tokens, inner, self.hidden),
         ]
+
+    @property
+    def elementwise(self) -> Elementwise:
+        """The residual stream; gate, value and the weights between the tokens of a chunk."""
+        inside = 2 * self.inner + ssm_chunk(self.model) * self.heads
+        return Elementwise(stream=self.tokens * self.hidden, mlp=self.tokens * inside)
+
+    def scan_kernels(self, plan: Plan) -> None:
+        del plan
 
     def _most_chunks(self, samples: int, heads: int) -> int:
         return delta_chunks_at_once(self.model, samples, heads)

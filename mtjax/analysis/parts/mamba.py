@@ -23,6 +23,7 @@ from mtjax.analysis.parts.part import (
     over_model,
     weight,
 )
+from mtjax.analysis.parts.scan_kernels import ScanKernels, ScanSizes, scan_kernels
 from mtjax.analysis.parts.sublayer import (
     adapter_collectives,
     adapter_saved_bytes,
@@ -109,9 +110,7 @@ class Mamba(Part):
 
     @property
     def elementwise(self) -> Elementwise:
-        """The residual stream; gate, value and the weights between the tokens of a chunk."""
-        inside = 2 * self.inner + ssm_chunk(self.model) * self.heads
-        return Elementwise(stream=self.tokens * self.hidden, mlp=self.tokens * inside)
+        return Elementwise(stream=self.tokens * self.hidden)
 
     def _groups(self, tensor_degree: int) -> float:
         """Groups whose B and C a rank computes."""
@@ -163,6 +162,22 @@ class Mamba(Part):
     def _most_chunks(self, samples: int, heads: int) -> int:
         """Returns the most chunks of each of so many samples that a rank with so many heads computes at once."""
         return chunks_at_once(self.model, samples, heads)
+
+    def scan_kernels(self, plan: Plan) -> ScanKernels | None:
+        degree, chunk, state = plan.mesh.model, ssm_chunk(self.model), self.model.ssm_state
+        inner, groups = self.inner / degree, self._groups(degree)
+        sizes = ScanSizes(
+            bytes=plan.element_bytes,
+            inner=inner,
+            shared=groups * state,
+            width=self._width(degree),
+            pairs=chunk * self.heads / degree,
+            scores=chunk * groups,
+            states=inner * state / chunk,
+            taps=self.model.ssm_conv,
+        )
+        tokens = plan.local_tokens(self.tokens)
+        return scan_kernels(sizes, tokens, round(tokens / self._tokens_at_once(plan)))
 
     def over_context(self, degree: int) -> "Mamba":
         return replace(self, context=degree)

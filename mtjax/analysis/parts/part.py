@@ -12,6 +12,7 @@ from typing import ClassVar
 
 from mtjax.analysis.contract import Dtype, Expectation
 from mtjax.analysis.parts.loop import Loop
+from mtjax.analysis.parts.scan_kernels import ScanKernels
 from mtjax.config import Model
 from mtjax.config.adapters import ADAPTER, adapter_sizes
 from mtjax.config.sizes import norm_vectors, sublayer_norms
@@ -329,6 +330,12 @@ class Part:
 
     def loop(self, plan: Plan) -> Loop | None:
         """Returns the loop over pieces of a sample whose steps take the latency of their kernels, where it has one."""
+        del plan
+        return None
+
+    def scan_kernels(self, plan: Plan) -> ScanKernels | None:
+        """Returns the kernels of its scan and of what surrounds it, where they are known one by one: then its
+        element-wise elements are those of the residual stream alone."""
         del plan
         return None
 

@@ -1,0 +1,163 @@
+"""Seconds of the kernels of a layer, and of the head, in one microbatch."""
+
+from dataclasses import replace
+from functools import cache
+
+from mtjax.analysis.anatomy import Anatomy, Stack
+from mtjax.analysis.copies import FLOAT32
+from mtjax.analysis.expert_blocks import blocks_of
+from mtjax.analysis.float8 import float8_bytes, is_float8
+from mtjax.analysis.flops import times_again
+from mtjax.analysis.kernels import CORE, ElementWise, Traffic
+from mtjax.analysis.loop_time import loop_seconds, scan_seconds
+from mtjax.analysis.machine import Machine
+from mtjax.analysis.parts.part import Elementwise, Part, Product, Scores, unrepeated
+from mtjax.analysis.software import Software
+from mtjax.layout.plan import Plan
+
+
+@cache
+def layer_seconds(stack: Stack, plan: Plan, machine: Machine, software: Software) -> tuple[float, float, float]:
+    """Seconds of one layer and microbatch, forward, recomputed and backward: products, attention, element-wise."""
+    products = _layer_products(stack, plan)
+    forward = {product: _forward(product, plan, machine) for product in products}
+    saves_products = plan.is_staged or plan.recompute != "full"
+    times = [(part, times_again(part, plan, saves_products=saves_products)) for part in stack.parts]
+    own = ((product, again(product)) for part, again in times for product in _products(part, plan))
+    backward = sum(number * forward[product] + _backward(product, plan, machine) for product, number in own)
+    again = 0.0
+    if plan.recompute == "full":
+        # What comes out of a layer is not needed again, but by a norm, or where the next one of a chunk reads it.
+        unread = stack.unread if software.drops_last_reduction and not plan.is_staged else ()
+        left_out = [product for part in unread for product in unrepeated(part.products(plan.mesh.model))]
+        again = sum(forward[product] for product in products) - sum(forward[product] for product in left_out)
+    cores = _layer_cores(stack, plan, machine, software)
+    times = 1 if plan.recompute == "none" else 2
+    core = sum(times * core_forward + core_backward for core_forward, core_backward in cores)
+    moves, touched = software.kernels, [part.elementwise for part in stack.parts]
+    once, back = (machine.passes(_bytes(traffic, touched, plan)) for traffic in (moves.forward, moves.backward))
+    ahead = sum(forward[product] for product in products)
+    back += machine.passes(sum(float8_bytes(product, _rows(product, plan)[0], plan) for product in products))
+    looped = sum(loop_seconds(stack, plan, machine)) + sum(scan_seconds(stack, plan, machine))
+    return ahead + again + backward, core, once * (2 if plan.recompute == "full" else 1) + back + looped
+
+
+@cache
+def layer_forward_seconds(stack: Stack, plan: Plan, machine: Machine, software: Software) -> float:
+    """Seconds of one layer and microbatch, forward."""
+    products = sum(_forward(product, plan, machine) for product in _layer_products(stack, plan))
+    cores = sum(forward for forward, _ in _layer_cores(stack, plan, machine, software))
+    moved = _bytes(software.kernels.forward, [part.elementwise for part in stack.parts], plan)
+    looped = loop_seconds(stack, plan, machine)[0] + scan_seconds(stack, plan, machine)[0]
+    return products + cores + machine.passes(moved) + looped
+
+
+def _layer_products(stack: Stack, plan: Plan) -> list[Product]:
+    return [product for part in stack.parts for product in _products(part, plan)]
+
+
+def _products(part: Part, plan: Plan) -> list[Product]:
+    """Returns the products of a component, without those that are among the kernels of its scan."""
+    has_kernels = part.scan_kernels(plan) is not None
+    return [product for product in part.products(plan.mesh.model) if not (has_kernels and product.in_scan)]
+
+
+def _layer_cores(stack: Stack, plan: Plan, machine: Machine, software: Software) -> list[tuple[float, float]]:
+    """Seconds of the core of each attention, forward and backward."""
+    return [_core(part.scores, plan, machine, software.kernels) for part in stack.parts if part.scores]
+
+
+def _forward(product: Product, plan: Plan, machine: Machine) -> float:
+    rows, times = _rows(product, plan)
+    return times * machine.product(rows, product.inner, product.outer, is_float8=is_float8(product, plan))
+
+
+def _backward(product: Product, plan: Plan, machine: Machine) -> float:
+    """The gradients of what it reads and of its weights."""
+    (rows, times), eight = _rows(product, plan), is_float8(product, plan)
+    of_read = machine.product(rows, product.outer, product.inner, is_float8=eight)
+    if product.in_scan:
+        return product.gradients * of_read
+    return times * (of_read + machine.product(product.inner, rows, product.outer, is_float8=eight))
+
+
+def _rows(product: Product, plan: Plan) -> tuple[float, float]:
+    """Rows of a product and how often it runs: once, or on the rank that has most for each block of experts' tokens."""
+    rows = plan.local_tokens(product.tokens)
+    if not product.experts:
+        return rows, 1
+    blocks = blocks_of(int(plan.mesh.expert * rows), product.experts, plan.mesh.expert)
+    return blocks.rows, plan.expert_imbalance * blocks.number
+
+
+def _bytes(traffic: Traffic, touched: list[Elementwise], plan: Plan) -> float:
+    """Bytes of a pass over a layer: elements outside and inside the split regions, times what the kernels move."""
+    c, ways = plan.element_bytes, plan.mesh.model
+    outside = sum(t.stream for t in touched) / (ways if plan.splits_stream else 1)
+    inside, mlp = (sum(getattr(t, name) for t in touched) / ways for name in ("inside", "mlp"))
+    moved = outside * traffic.sublayer(c) + inside * traffic.inside(c) + mlp * traffic.mlp(c)
+    return plan.local_tokens(1) * moved
+
+
+def _core(scores: Scores, plan: Plan, machine: Machine, kernels: ElementWise) -> tuple[float, float]:
+    """Seconds of scores, softmax and context of a layer, forward and backward."""
+    heads = scores.heads / plan.mesh.model * plan.microbatch_size
+    queries, keys, width = scores.queries / plan.mesh.context, scores.keys, scores.width
+    if plan.flash_attention:
+        causal_half = 2 * queries * keys * width * heads
+        return machine.flash(causal_half), machine.flash(2.5 * causal_half)
+    pairs = heads * queries * keys
+    both = machine.product(queries, width, keys, heads) + machine.product(queries, keys, width - scores.narrower, heads)
+    core = CORE[kernels.name]
+    element = plan.element_bytes
+    forward = both + machine.passes(pairs * core.forward(element, plan.has_attention_dropout))
+    backward = 2 * both + machine.passes(pairs * core.backward(element, plan.has_attention_dropout))
+    if plan.attention_in_blocks and not plan.context_parallelism:  # the scores and probabilities are computed again
+        backward += forward - machine.product(queries, keys, width, heads)
+    return forward, backward
+
+
+@cache
+def head_seconds(anatomy: Anatomy, plan: Plan, machine: Machine, software: Software) -> float:
+    """Seconds of output projection and loss of a microbatch, with a teacher's logits; with stages, on the last one."""
+    plan = replace(plan, fp8="none")
+    head = (part.over_context(plan.mesh.context) for part in anatomy.head)
+    sizes = [product for part in head for product in part.products(plan.mesh.model)]
+    logits = max(sizes, key=lambda product: product.flops)
+    others = [product for product in sizes if product is not logits and product != logits]
+    losses = 1 + anatomy.model.mtp_num_layers
+    made = [logits, *([replace(logits, inner=plan.teacher_width)] if plan.teacher_width else [])]
+    pieces = _loss_chunks(logits, plan) if software.recomputes_logits else 1
+    forward = sum(pieces * _forward(_piece(product, pieces), plan, machine) for product in made)
+    seconds = forward + (len(sizes) - len(others)) * _logits_backward(logits, pieces, plan, machine)
+    seconds += (len(sizes) - len(others) - 1) * pieces * _forward(_piece(logits, pieces), plan, machine)
+    seconds += sum(_forward(product, plan, machine) + _backward(product, plan, machine) for product in others)
+    again = losses * forward
+    if not software.recomputes_logits or plan.sums_loss_at_once(anatomy.model):
+        again = 0.0
+    columns = losses * len(made) * plan.local_tokens(logits.tokens) * logits.outer
+    if (ahead := anatomy.predictors) is not None:
+        seconds += ahead.layers * sum(layer_seconds(ahead, plan, machine, software))
+    return seconds + again + machine.passes(columns * software.kernels.logits)
+
+
+def _loss_chunks(logits: Product, plan: Plan) -> float:
+    """Returns the number of chunks in which the loss of a microbatch is computed, each with products of its own."""
+    rows = plan.local_tokens(logits.tokens)
+    return rows / min(rows, plan.loss_chunk or rows)
+
+
+def _piece(product: Product, pieces: float) -> Product:
+    return replace(product, tokens=product.tokens / pieces)
+
+
+def _logits_backward(logits: Product, pieces: float, plan: Plan, machine: Machine) -> float:
+    """Returns the seconds of the gradients of logits; every chunk but one adds to the table's, a sum in float32."""
+    chunk = _piece(logits, pieces)
+    both = _backward(chunk, plan, machine)
+    if pieces == 1:
+        return both
+    rows = plan.local_tokens(chunk.tokens)
+    of_table = machine.product(chunk.inner, rows, chunk.outer)
+    moved = 2 * FLOAT32 * chunk.inner * chunk.outer + plan.element_bytes * rows * (chunk.inner + chunk.outer)
+    return pieces * (both - of_table + max(of_table, machine.passes(moved)))

@@ -1,0 +1,143 @@
+"""Kernels of a Mamba-2 mixer other than its projections: each takes as long as the bytes that it moves, the matmuls of
+the scan included, whose tiles are small.
+
+Read off two programs of layers `MM` compiled for an H100 (jax 0.10.2): Nemotron-H 8B's in one block of tokens, Mamba-2
+2.7B's in two. An array that a kernel reads counts in full, also where it reads a slice of it, as in the roofline of
+`mtjax.inspect`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Kernel(NamedTuple):
+    """A number of equal kernels."""
+
+    size: float
+    """Bytes that one of them reads and writes; 0: a kernel as long as its launch."""
+    times: float = 1
+
+
+class ScanKernels(NamedTuple):
+    """Kernels of one layer and microbatch on a device."""
+
+    forward: Sequence[Kernel]
+    backward: Sequence[Kernel]
+    """With what it computes again: all but the projections, whatever the recompute."""
+
+
+@dataclass(frozen=True)
+class ScanSizes:
+    """Elements per token on a device."""
+
+    bytes: int
+    """Of an element in the compute type."""
+    inner: float
+    """Heads times their width."""
+    shared: float
+    """B of all groups; C is as wide."""
+    width: float
+    """Outputs of the first matmul."""
+    pairs: float
+    """Weights between the tokens of a chunk, of all heads."""
+    scores: float
+    """The same of a group: products of B and C."""
+    states: float
+    """States of a chunk's end, over the chunk's tokens."""
+    taps: int
+    """Of the convolution."""
+
+    @property
+    def channels(self) -> float:
+        """What is convolved: values, B and C."""
+        return self.inner + 2 * self.shared
+
+    @property
+    def states_of_chunks(self) -> list[float]:
+        """Bytes of the matmuls up to what a chunk's tokens read of the state: scores; states that chunks leave; these,
+        passed on; and read."""
+        c, state = self.bytes, 4 * self.states
+        leaves, read = c * (self.shared + self.inner), c * (self.states + self.inner + self.shared)
+        return [2 * c * self.shared + 4 * self.scores, leaves + state, state + c * self.states, read]
+
+    @property
+    def scan(self) -> list[float]:
+        """Bytes of the scan's kernels, forward: the weights, values laid out by chunks, and what tokens read of each
+        other, too."""
+        weights, values = self.bytes * self.pairs, self.bytes * self.inner
+        return [weights + 4 * self.scores, 2 * values, weights + 2 * values, *self.states_of_chunks]
+
+    @property
+    def forward(self) -> list[float]:
+        """Bytes of what is outside the scan: the convolution of values, of B and of C; the sum of the scan's output and
+        the skip; the gated norm."""
+        read, values = self.bytes * self.width, self.bytes * self.inner
+        shared = read + self.bytes * self.shared
+        return [read + 2 * values, shared, shared, 4 * values, 4 * values, 3 * values]
+
+    @property
+    def again(self) -> list[float]:
+        """Bytes of what the backward pass computes again outside the scan: the gate and the skip in float32, and the
+        convolution."""
+        wide, values, read = 4 * self.inner, self.bytes * self.inner, self.bytes * self.width
+        gate = [wide + 3 * values, wide + 2 * values, 2 * wide, wide + 2 * values, wide]
+        return [*gate, read + 2 * values, read + 2 * self.bytes * self.shared, 2 * self.bytes * self.channels]
+
+    @property
+    def gradients(self) -> list[float]:
+        """Bytes of gradients outside the scan: of the convolution, which takes one kernel for each tap, and of the
+        gated norm and the skip."""
+        c, wide, values, channels = self.bytes, 4 * self.inner, self.bytes * self.inner, self.channels
+        taps = [(4 + c) * channels] * (self.taps - 1)
+        joined = 4 * self.taps * channels + values + c * self.width
+        conv = [joined, (4 + 2 * c) * channels, *taps, 4 * channels, 2 * c * channels]
+        gate = [6 * values, wide + 3 * values, wide + 3 * values, 5 * values, 3 * values, wide, 2 * values]
+        return [*conv, *gate]
+
+    @property
+    def scan_gradients(self) -> list[float]:
+        """Bytes of the scan's gradients: of weights and decays, of states, of B and C, and transposes before them."""
+        c, state, scores = self.bytes, 4 * self.states, 4 * self.scores
+        weights, values, shared = c * self.pairs, c * self.inner, c * self.shared
+        of_weights = [2 * weights + scores, weights + 2 * scores, weights + scores, weights + scores]
+        of_weights += 2 * [weights + 2 * values]
+        passed = [*3 * [2 * state], *2 * [state + c * self.states]]
+        left = [values + state + 2 * shared, values + state + shared]
+        read = 2 * [c * self.states + values + shared]
+        of_shared = [*2 * [2 * shared + scores], 2 * scores, *2 * [3 * shared]]
+        return [*of_weights, *passed, *left, *read, *of_shared, 4 * values, 3 * values, 2 * values, 2 * values]
+
+    @property
+    def of_block(self) -> list[float]:
+        """Bytes of what a block of tokens adds, where the scan is a loop over blocks: the state before it, transposes
+        of states, and slices of what it reads and writes."""
+        state, values = 4 * self.states, self.bytes * self.inner
+        return [2 * state, 2 * state, 2 * values, 2 * values, 3 * values]
+
+
+SMALL = (9, 33)
+"""Kernels as long as their launch, forward and backward: decays, sums over tokens, gradients of vectors."""
+SMALL_OF_BLOCK = (10, 33)
+"""Those of each block, where there are several."""
+
+
+def scan_kernels(sizes: ScanSizes, tokens: float, blocks: int) -> ScanKernels:
+    """Returns the kernels of a mixer.
+
+    Args:
+      sizes: per token on a device.
+      tokens: of a microbatch on the device.
+      blocks: of tokens over which the scan is a loop; its backward pass computes each again, after the states before.
+    """
+    outside, again = [*sizes.forward], [*sizes.again, *sizes.gradients]
+    scan, back = [*sizes.scan], [*sizes.states_of_chunks, *sizes.scan_gradients]
+    if blocks > 1:
+        scan += sizes.of_block
+        back += scan + sizes.of_block
+    launches = [number + (blocks * own if blocks > 1 else 0) for number, own in zip(SMALL, SMALL_OF_BLOCK, strict=True)]
+    forward, backward = (
+        [*(Kernel(tokens * n) for n in once), *(Kernel(tokens * n / blocks, blocks) for n in each), Kernel(0, number)]
+        for once, each, number in zip((outside, again), (scan, back), launches, strict=True)
+    )
+    return ScanKernels(forward, backward)

@@ -1,0 +1,68 @@
+"""Symbols of a pipeline's parameters in the formulas of contracts."""
+
+from collections.abc import Sequence
+from functools import cache
+
+from mtjax.analysis.anatomy import Anatomy, Stack
+from mtjax.analysis.counts import Counts, counts, peak_stage_counts, stage_weights, trainable_counts
+from mtjax.analysis.parts.embedding import Lookup, Positions
+from mtjax.config.adapters import is_trainable
+from mtjax.config.sizes import output_is_tied
+from mtjax.layout.plan import Plan
+
+
+@cache
+def symbols_of_stages(anatomy: Anatomy, plan: Plan) -> dict[str, int]:
+    """Returns the symbols of a pipeline's parameters, and of those that each tick gathers."""
+    held, adapters = peak_stage_counts(anatomy, plan).shared, trainable_counts(anatomy, plan).shared
+    symbols = {
+        "model_ways": plan.mesh.model,
+        "shared_parameters": _shared_parameters(anatomy, plan),
+        "parameters_used_again": _used_again(anatomy, plan),
+        "outside_parameters": held.all - held.in_layers,
+        "unsplit_outside_parameters": held.replicated - held.replicated_in_layers,
+        "outside_adapters": adapters.all - adapters.in_layers,
+        "unsplit_outside_adapters": adapters.replicated - adapters.replicated_in_layers,
+    }
+    for section in anatomy.sections:
+        side, sharded = section[-1].side, _section_counts(anatomy, plan, section)
+        trained = sharded if anatomy.model.lora_rank == 0 else _section_counts(anatomy, plan, section, trained=True)
+        symbols |= {
+            f"{side}turn_parameters": (sharded.all - sharded.replicated) // plan.chunks,
+            f"{side}turn_adapters": (trained.all - trained.replicated) // plan.chunks,
+            f"{side}layer_matrices": sharded.layer_matrices // plan.chunks,
+        }
+    return symbols
+
+
+def _section_counts(anatomy: Anatomy, plan: Plan, section: Sequence[Stack], *, trained: bool = False) -> Counts:
+    """Counts what a stage holds of a section's layers, without experts' matrices; if `trained`, of what is trained."""
+    paths = tuple(f"{stack.path}.layers." for stack in section)
+    weights = [weight for weight in stage_weights(anatomy, plan) if weight.name.startswith(paths)]
+    chosen = [weight for weight in weights if not trained or is_trainable(anatomy.model, weight.name)]
+    return counts(chosen, plan.layout(anatomy.model), plan.mesh).shared
+
+
+def _shared_parameters(anatomy: Anatomy, plan: Plan) -> int:
+    """Elements outside the layers whose gradients a device sums over the stages: its part of those that ZeRO splits."""
+    layout = plan.layout(anatomy.model)
+    outside = anatomy.outside_weights
+    held = counts([weight for weight in outside if is_trainable(anatomy.model, weight.name)], layout, plan.mesh)
+    if not layout.zero:
+        return held.all
+    experts, others = held.experts - held.replicated_experts, held.shared
+    shards = experts // plan.expert_zero_degree + (others.all - others.replicated) // plan.zero_degree
+    return held.replicated + shards
+
+
+def _used_again(anatomy: Anatomy, plan: Plan) -> int:
+    """Elements of tables outside the layers that ZeRO splits, for each of their uses but the first."""
+    layout, again = plan.layout(anatomy.model), 0
+    lookups = sum(isinstance(part, Lookup) for part in anatomy.embed)
+    for part in anatomy.embed:
+        uses = len(set(part.sides)) if isinstance(part, Positions) else 1
+        with_head = output_is_tied(anatomy.model) or anatomy.predictors is not None
+        uses = lookups + with_head if isinstance(part, Lookup) else uses
+        held = counts(part.weights, layout, plan.mesh)
+        again += (uses - 1) * (held.all - held.replicated)
+    return again
