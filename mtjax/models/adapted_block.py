@@ -3,6 +3,8 @@
 They are the block's, as its matrices are: every layer that runs the block has the same.
 """
 
+from typing import Any
+
 from jax import Array
 
 from mtjax.models.layer_context import LayerContext
@@ -20,7 +22,8 @@ class AdaptedBlockAttention(AdaptedSelfAttention, BlockAttention):
         dropped = lora_input_dropout(for_adapters, self.low, context, QKV_SITE, "embed")
         if own is None:
             return self.add_to_qkv(for_product, dropped)
-        return self.qkv(for_product, lambda: adapter_of(self.qkv)(dropped) + own(for_adapters))
+        qkv: Any = self.qkv  # a `FusedQKV`: there are as many key heads as query heads
+        return qkv(for_product, lambda: adapter_of(qkv)(dropped) + own(for_adapters))
 
 
 class AdaptedBlockMLP(AdaptedMLP, BlockMLP):
