@@ -19,10 +19,14 @@ from mtjax.models.routers import ROUTER_BIAS
 class Shards(Protocol):
     """Tensors by name, each in as many shards as there are tensor-parallel ranks."""
 
-    dtype: str
     ranks: int
     shapes: Mapping[str, tuple[int, ...]]
     """Shapes of one rank's shards."""
+
+    @property
+    def dtype(self) -> str:
+        """The dtype that represents every weight exactly."""
+        ...
 
     def shard(self, name: str, rank: int) -> np.ndarray:
         """Returns a rank's shard of a tensor, or all of a tensor that is replicated."""

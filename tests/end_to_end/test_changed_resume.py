@@ -67,7 +67,6 @@ def counts(rows: np.ndarray) -> np.ndarray:
     return np.unique(rows, axis=0, return_counts=True)[1]
 
 
-@pytest.mark.long
 def test_more_samples_go_on_in_the_order_of_the_run(short: Launcher, run: Finished) -> None:
     """By the command that the run itself advises."""
     out = copy(run, "longer")

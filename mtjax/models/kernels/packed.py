@@ -94,10 +94,10 @@ class Packed:
 
     @property
     def _blocks(self) -> InBlocks:
-        return InBlocks(self.scale, is_causal=True, softcap=None, alibi=None)
+        return InBlocks(self.scale, is_causal=True, softcap=None, alibi=None, rate=0.0)
 
     def _inputs(self, segments: Array) -> Inputs:
-        return Inputs(segments, None if self.window is None else jnp.asarray(self.window), None)
+        return Inputs(segments, None if self.window is None else jnp.asarray(self.window), None, None)
 
 
 def documents(
