@@ -128,6 +128,7 @@ def test_tokens_are_counted_by_what_their_neighbours_share() -> None:
     assert bins.tolist() == [-1] * 15 + [0] * 16 + [3] * 16 + [4]  # one token is left: too short
 
 
+@pytest.mark.long
 def test_the_decoder_alone_is_a_gpt(folder: Path) -> None:
     """Its loss is the Retro's without neighbours."""
     assert convert(["--from", f"mtjax:{folder / 'run'}", "--to", f"mtjax:{folder / 'gpt'}", "--without-encoder"]) == 0
@@ -175,6 +176,7 @@ def test_a_gpt_becomes_the_decoder_of_a_new_retro(folder: Path, capsys: Any) -> 
         np.testing.assert_array_equal(list(found.slices(parameter)), wanted, err_msg=name)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("impl", ["local", "transformer_engine"])
 def test_megatrons_format_holds_the_same_weights(folder: Path, impl: str, capsys: Any) -> None:
     pytest.importorskip("torch", reason="needs the extra megatron: pip install '.[megatron]'")
@@ -219,6 +221,7 @@ def search(folder: Path, tmp_path: Path) -> Iterator[Callable[..., None]]:
         shutil.copy(path, folder)
 
 
+@pytest.mark.long
 def test_a_resumed_run_reads_the_neighbours_that_it_has_read(
     folder: Path, tmp_path: Path, search: Callable[..., None], capsys: Any
 ) -> None:
@@ -279,6 +282,7 @@ def retriever_of(folder: Path, *prefixes: str, **options: Any) -> Retriever:
     return Retriever([str(folder / prefix) for prefix in prefixes], *parts_of(folder), **options)
 
 
+@pytest.mark.long
 def test_a_retriever_finds_what_a_runs_files_have(folder: Path) -> None:
     """For the chunks of its samples, without the documents that these read; the file has int32 numbers."""
     config, found = find_weights(folder / "run").config, retriever_of(folder, "near", rows=3)
@@ -296,6 +300,7 @@ def test_a_retriever_finds_what_a_runs_files_have(folder: Path) -> None:
         np.testing.assert_array_equal(np.concatenate(written), rows)
 
 
+@pytest.mark.long
 def test_a_corpus_by_itself_is_searched_whole(folder: Path, tmp_path: Path) -> None:
     """As `data neighbours --queries` does, and by an index of faiss where the run's neighbours were made with one."""
     stored = str(folder / "corpus.embeddings.npy")
@@ -322,6 +327,7 @@ def test_a_corpus_by_itself_is_searched_whole(folder: Path, tmp_path: Path) -> N
     )
 
 
+@pytest.mark.long
 def test_an_index_of_faiss_is_that_of_the_runs_neighbours(folder: Path, capsys: Any) -> None:
     pytest.importorskip("faiss", reason="needs the extra faiss: pip install '.[faiss]'")
     own = words(data=folder / "corpus", **SETTINGS)
@@ -402,6 +408,7 @@ def test_a_run_is_loaded_onto_virtual_devices(folder: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("command", "options", "message"),
     [
@@ -451,6 +458,7 @@ def test_wrong_input_is_one_sentence(
     assert message.format(folder) in error and "Traceback" not in error
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

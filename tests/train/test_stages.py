@@ -148,6 +148,7 @@ def test_steps_and_evaluation_on_stages():
     assert_same(program, one)
 
 
+@pytest.mark.long
 def test_padding_stays_zero():
     """Where a stage has fewer layers than others, nothing is learned, and nothing counts."""
     program = staged(*COVERING[1])
