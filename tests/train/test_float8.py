@@ -293,6 +293,8 @@ def test_ends_of_unrolled_layers_are_recomputed_in_16_bits_too() -> None:
 def test_losses_of_delayed_scaling_do_not_depend_on_the_mesh(mesh: str, fields: dict[str, Any]) -> None:
     fields = {**LLAMA, **fields} if fields.get("lora_rank") or fields.get("zero") == 3 else fields
     alone = {name: value for name, value in fields.items() if name not in PARALLEL}
+    if mesh == "4x1":  # in the order of these ranks' sums: 8 bits round those of another order to other numbers
+        alone |= {"microbatch_size": 2}
     expected, state, _ = losses("1x1", fp8="delayed", **alone)
     found, other, program = losses(mesh, fp8="delayed", **fields)
     plain, _, _ = losses("1x1", **{name: value for name, value in alone.items() if name not in ENDS})
