@@ -35,6 +35,14 @@ class Fault:
 
 
 FAULTS = (
+    # --- lower bounds of the search for a plan
+    Fault(
+        "plan: the lower bound of a step's time is none",
+        "return (1 - ROUNDING) * ticks * longest",
+        "return 1.3 * ticks * longest",
+        "plan",
+        "test_lower_bounds_leave_out_no_plan",
+    ),
     # --- weights of generation
     Fault(
         "transposed weights: an adapter's components are transposed together",

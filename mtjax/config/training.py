@@ -68,8 +68,8 @@ class Training:
     """Full recompute: offload the saved layer inputs to host memory until the backward pass (GPUs only)."""
     unroll_layers: bool | None = None
     """Compile each layer separately instead of one loop (scan) over layers, so that saved activations are not copied
-    into stacked arrays: steps are faster, and compiling takes a minute or two. When not given: on GPUs with recompute
-    none or selective, without stages, experts and fp8, unless a loop prefetches over links between servers."""
+    into stacked arrays: steps are faster, and compiling takes a minute or two. When not given: on GPUs, where it is
+    possible and no slower (docs/memory.md has the list)."""
     loss_chunk: int = at_least(1, 1024)
     """Number of tokens whose logits are computed at a time."""
     deterministic: bool = False

@@ -63,5 +63,5 @@ def shared_block_problems(model: Model, plan: Plan) -> Iterator[str]:
         yield (
             f"layer_pattern {model.layer_pattern!r} has shared blocks ({blocks[0]}), whose gradients the "
             f"stages of mesh {plan.mesh} add up once a step, and zero {plan.zero} scatters them in every tick: use "
-            "zero 1"
+            "zero 0 or 1"
         )

@@ -110,8 +110,9 @@ class Plan:
     """Tokens per chunk of the loss, whose logits are alive together; all of the microbatch's when None."""
     optimizer: OptimizerStates = ADAMW
     offloads_optimizer: bool = False
-    offloads_parameters: bool = False
     """Whether AdamW's moments are in the host's memory."""
+    offloads_parameters: bool = False
+    """Whether master weights are there, too."""
     precision: Precision = MTJAX
     element_bytes: int = 2
     """Bytes of an activation."""

@@ -84,9 +84,9 @@ class BlockAttention(SelfAttention):
 
     def project_in(self, x: Array, context: LayerContext) -> tuple[Array, Array, Array]:
         """See `SelfAttention.project_in`."""
-        for_product, for_adapter, own = self.with_own_adapter(x, context)
-        if own is None:
+        if _adapter(context, "attention_adapter") is None:
             return super().project_in(x, context)
+        for_product, for_adapter, own = self.with_own_adapter(x, context)
         qkv: Any = self.qkv  # a `FusedQKV`: there are as many key heads as query heads
         return qkv(for_product, lambda: own(for_adapter))
 

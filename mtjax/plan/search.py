@@ -129,7 +129,7 @@ def meshes(anatomy: Anatomy, base: Plan, gpus: int, server: Server, space: Space
 def _obstacle(anatomy: Anatomy, base: Plan, mesh: MeshShape) -> str | None:
     """Returns why no plan is possible on a mesh, whatever the microbatch; None if one is."""
     plainest = replace(base, mesh=mesh, microbatch_size=1, sequence_parallel=False, pipeline_schedule="1f1b", chunks=1)
-    plainest = replace(plainest, splits_width=False)
+    plainest = replace(plainest, splits_width=False, zero=0)
     shares = chunk_shares(anatomy, plainest.stages, math.inf).get(1)
     plainest = replace(plainest, layers_per_stage=shares, unrolled=False)
     return next(problems(anatomy.model, plainest), None)
@@ -194,9 +194,11 @@ def variants(anatomy: Anatomy, base: Plan, mesh: MeshShape, space: Space) -> Ite
 
 def _unrolled(anatomy: Anatomy, plan: Plan, space: Space) -> tuple[bool, ...]:
     """Returns whether layers of a plan may be unrolled, and whether they may be in a loop."""
-    # The formulas of time assume that unrolled layers overlap as much as loops that prefetch.
-    may_gain = plan.residuals == "jax" and plan.gains_by_unrolling(anatomy.model)
-    return tuple(unrolled for unrolled in space.unrolled if may_gain or not unrolled)
+    # The formulas of time assume that unrolled layers overlap as much as loops that prefetch. Where they were asked
+    # for, it is enough that they are possible.
+    is_asked_for = False not in space.unrolled
+    may_be = not any(plan.unrolling_problems(anatomy.model)) if is_asked_for else plan.gains_by_unrolling(anatomy.model)
+    return tuple(unrolled for unrolled in space.unrolled if (may_be and plan.residuals == "jax") or not unrolled)
 
 
 def expert_dispatches(anatomy: Anatomy, plan: Plan) -> tuple[ExpertDispatch, ...]:

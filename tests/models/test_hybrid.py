@@ -228,6 +228,13 @@ DOCUMENTS = {"reset_attention_mask": True, "reset_position_ids": True}
                 ("(MZ)x2", "2x2", SHARED, {"zero": 3, "microbatch_size": 2, "recompute": "selective"}),
                 ("(MZ)x2", "1x2x1", SHARED, {**STAGES, "zero": 1}),
                 ("(MZ)x2", "2x2x2", SHARED, {**STAGES, **SPLIT, "zero": 1, "recompute": "full"}),
+                ("(MZ)x2", "1x2x1", {**SHARED, "lora_rank": 2}, {**STAGES, "zero": 1}),
+                (
+                    "(MZ)x2",
+                    "2x2x2",
+                    {**SHARED, "lora_rank": 2, "lora_targets": "mixers"},
+                    {**STAGES, **SPLIT, "zero": 1, "recompute": "full"},
+                ),
                 ("ZMZ", "data=1,context=2,model=2", {**SHARED, **DOCUMENTS}, {**SPLIT, "recompute": "full"}),
                 ("ZMz", "1x4", {**SHARED, **ONE_KEY_HEAD}, {"zero": 1}),
                 ("(H-)x2", "2x1x2", FACTORS, {**STAGES, **SPLIT, "zero": 1, "recompute": "full"}),

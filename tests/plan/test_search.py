@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 import shlex
 
 import pytest
@@ -34,6 +35,51 @@ def test_the_ten_best_differ_in_kind():
     assert len(kinds) == len(set(kinds)) == 10 and shown[0] == found[0]
     for candidate, kind in zip(shown, kinds, strict=True):
         assert candidate == next(c for c in found if (c.plan.mesh, c.plan.recompute) == kind)  # the fastest of its kind
+
+
+def by_sorting(candidates: list[search.Candidate], most: int, limit: float = math.inf) -> list[search.Candidate]:
+    """The fastest candidate of each kind, the fastest kinds first, without lower bounds."""
+    kinds: dict[tuple, search.Candidate] = {}
+    for candidate in sorted(candidates, key=lambda c: c.order):
+        if candidate.time.total <= limit:
+            kinds.setdefault(candidate.kind, candidate)
+    return list(kinds.values())[:most]
+
+
+@pytest.mark.parametrize(
+    ("preset", "fields"),
+    [
+        ("zamba2-1.2b", {}),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (("gpt2-1.2b", {}), ("llama3-8b", {"fp8": "tensorwise"}), ("nemotron-h-8b", {}))
+        ),
+        pytest.param("qwen3-30b-a3b", {}, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_lower_bounds_leave_out_no_plan(preset: str, fields: dict) -> None:
+    run = config.replace(config.load(preset), **fields)
+    found = search.search(anatomy_of(run.model), Plan.of(run, MeshShape(data=8)), 8, DGX_H100)
+    assert all(c.least <= c.time.total for c in (*found.fitting, *found.excessive))
+    ten = search.fastest_kinds(found.fitting, 10)
+    assert ten == by_sorting(found.fitting, 10)
+    limit = ten[-1].time.total
+    assert search.fastest_kinds(found.excessive, 5, limit) == by_sorting(found.excessive, 5, limit)
+
+
+def test_meshes_do_not_depend_on_the_zero_stage_of_a_run() -> None:
+    run = config.load("zamba2-1.2b")  # whose shared blocks allow stages with ZeRO-0 and 1 alone
+    bases = [Plan.of(config.replace(run, zero=zero), MeshShape(data=8)) for zero in (0, 3)]
+    first, second = ([*search.meshes(anatomy_of(run.model), base, 8, DGX_H100, Space())] for base in bases)
+    assert first == second and any(mesh.stage > 1 for mesh in first)
+
+
+@pytest.mark.parametrize("fields", [{"num_experts": 8, "family": "llama"}, {"recompute": "full"}])
+def test_unrolled_layers_that_are_asked_for_need_not_gain(fields: dict) -> None:
+    run = config.replace(config.load("gpt2-small"), zero=1, **fields)
+    space = Space(unrolled=(True,))
+    found = search.search(anatomy_of(run.model), Plan.of(run, MeshShape(data=8)), 8, DGX_H100, space).fitting
+    assert found and all(c.plan.unrolled for c in found)
 
 
 def shares_of(layers: int, stages: int, chunks: int) -> tuple[int, ...] | None:

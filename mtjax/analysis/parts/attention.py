@@ -150,10 +150,8 @@ class Attention(_Heads):
         ]
 
     def saved_bytes(self, plan: Plan) -> Mapping[str, float]:
-        tokens, read = (
-            plan.local_tokens(self.tokens) / plan.mesh.model,
-            self.hidden + self.query_size / plan.tensor_degree,
-        )
+        tokens = plan.local_tokens(self.tokens) / plan.mesh.model
+        read = self.hidden + self.query_size / plan.tensor_degree
         return {
             **sublayer_saved_bytes(self.tokens, self.hidden, plan),
             QUERY_KEY_VALUE: plan.element_bytes * tokens * (self.query_size + 2 * self.kv_size),

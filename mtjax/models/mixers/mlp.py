@@ -29,10 +29,8 @@ class MLP(nnx.Module):
     def __init__(self, model: Model, *, output_std: float, key: Array) -> None:
         """Draws the parameters."""
         up_key, down_key = jax.random.split(key)
-        sizes, bias = (
-            mlp_products(model.hidden_size, mlp_size(model), is_gated=model.activation in GATED),
-            mlp_bias(model),
-        )
+        sizes = mlp_products(model.hidden_size, mlp_size(model), is_gated=model.activation in GATED)
+        bias = mlp_bias(model)
         self.up = Linear(*sizes["up"], std=model.init_std, bias=bias, key=up_key)
         self.down = Linear(*sizes["down"], std=output_std, bias=bias, sequence="act_seq", key=down_key)
         self.activation, self.gate_scale = activation_of(model.activation), model.mlp_gate_scale
