@@ -74,14 +74,14 @@ test-newest: $(NEWEST_VENV)/done
 	@$(NEWEST_VENV)/bin/python -c 'import sys, jax; print("jax", jax.__version__, "on Python", sys.version.split()[0])'
 	$(NEWEST_VENV)/bin/python -m pytest -n $(WORKERS) --durations=10 --durations-min=1 --dist loadfile -m 'not (long or exhaustive or torch)' tests/inspect $(ARGS)
 
-test-faults: $(VENV)/dev
+test-faults: $(VENV)/extras
 	$(BIN)/python -m tests.faults $(ARGS)
 
 docs: $(VENV)/docs
 	$(BIN)/python docs/make_reference.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
-test-layouts: $(VENV)/dev
+test-layouts: $(VENV)/extras
 	$(BIN)/python -m pytest -m exhaustive $(ARGS)
 
 check: $(VENV)/dev

@@ -319,7 +319,8 @@ def _one_sentence(box: str, argv: Sequence[str] = (), known: Collection[str] = (
     output = " ".join(" ".join(lines[:rule]).split())
     if match := _CHOICE.fullmatch(output):
         choices = [choice for choice in re.findall(r"'([^']*)'", match[3]) if choice != "None"]
-        return f"{match[2]} {match[1]} is not one of {', '.join(choices)}{nearest(match[1], choices)}"
+        shown = ", ".join(repr(choice) if "," in choice else choice for choice in choices)
+        return f"{match[2]} {match[1]} is not one of {shown}{nearest(match[1], choices)}"
     if output.startswith("Unrecognized options: "):
         arguments = output.partition(": ")[2].split(", ")
         unknown = next((word.partition("=")[0] for word in arguments if word.startswith("--")), None)

@@ -16,8 +16,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LEFT_OUT = shutil.ignore_patterns(".git", ".venv", ".*_cache", ".hypothesis", "__pycache__", "runs", "build", "dist")
-TRIED = "not (exhaustive or aot or torch)"
-"""What `make test` runs, and the long tests that need no extra."""
+TRIED = "not (exhaustive or aot)"
+"""What `make test` runs, long tests, and those that compare with torch."""
 ATTEMPTS_AT_ONCE = 2
 
 

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -40,6 +42,17 @@ def test_the_files_and_functions_that_the_architecture_page_names_exist():
     where = text[text.index("### Where is ...?") : text.index("## Packages")]
     names = re.findall(r"`([a-z_]+)`(?: makes| decides| \()", where)
     assert len(names) >= 10 and [name for name in names if not re.search(rf"\b{name}\b", code)] == []
+
+
+@pytest.mark.long
+def test_the_page_on_the_same_numbers_has_the_marks_of_today() -> None:
+    noted = json.loads((ROOT / "docs/same_numbers.json").read_text())["tests"]
+    files = sorted({name.partition("::")[0] for name in noted})
+    for level, marks in (("suite", "not (long or exhaustive)"), ("long", "long and not exhaustive")):
+        command = [sys.executable, "-m", "pytest", "--collect-only", "-qq", "-p", "tests.listed", "-m", marks, *files]
+        listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        collected = set(re.findall(r"^listed (.*)$", listed, re.MULTILINE))
+        assert {name for name, note in noted.items() if note["level"] == level} <= collected, level
 
 
 def test_the_tests_that_the_page_on_the_same_numbers_counts_exist():

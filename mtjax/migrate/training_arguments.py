@@ -65,7 +65,7 @@ _OPTIMIZER = (
     ),
     none("--sgd-momentum", "AdamW has none; set --optimizer sgd for it", default=0.9),
     none("--muon-momentum", "AdamW has none; set --optimizer muon for it"),
-    equal("--qk-clip", "--qk-clip N --attention xla", "N is that of --qk-clip-threshold", default=False),
+    equal("--qk-clip", "--qk-clip N", "N is that of --qk-clip-threshold", default=False),
     equal("--qk-clip-threshold", "--qk-clip N", "with --qk-clip", default=100.0),
     equal("--qk-clip-alpha", "--qk-clip-alpha N", "with --qk-clip", default=0.5),
     equal(

@@ -11,13 +11,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.sharding import Mesh
 from jaxtyping import Float
 
-from mtjax.config import Config, Model
+from mtjax.config import Model
 from mtjax.config.sizes import num_kv_heads
-from mtjax.errors import UserError
-from mtjax.layout.layouts import LARGEST_SCORES, Layout
+from mtjax.layout.layouts import LARGEST_SCORES
 from mtjax.models.largest_scores import only_observers, without_observers
 from mtjax.models.sharded_model import Batch
 from mtjax.runtime.train_state import State
@@ -31,20 +29,7 @@ METRIC = "largest_score"
 
 
 class QKClipStep(TrainStep):
-    """A train step that bounds attention scores.
-
-    Raises:
-      UserError: as of `TrainStep`, or scores are not written out.
-    """
-
-    def __init__(self, config: Config, mesh: Mesh, layout: Layout | None = None) -> None:
-        super().__init__(config, mesh, layout)
-        kernel, typed = self.config.model.attention, f"qk_clip {config.optimizer.qk_clip:g}"
-        if kernel != "xla":
-            raise UserError(
-                f"{typed} needs the largest attention score of each head, which attention {kernel} does not keep: add "
-                "--attention xla, which writes all scores of a layer to memory, or remove qk_clip"
-            )
+    """A train step that bounds attention scores, which XLA's attention writes out (`choose_kernel`)."""
 
     def gradients(
         self, parameters: Tree, batch: Batch, key: Array | None, scale: Array | None = None

@@ -69,7 +69,7 @@ def test_losses_with_dropout_agree_on_every_mesh(mesh, settings):
 @pytest.mark.parametrize(
     ("mesh", "settings"),
     [
-        pytest.param("2x2", {}, marks=pytest.mark.long),
+        ("2x2", {}),
         pytest.param("data=1,stage=2,model=2", {"microbatch_size": 1, "recompute": "full"}, marks=pytest.mark.long),
     ],
 )

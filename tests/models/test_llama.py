@@ -37,7 +37,7 @@ DIFFERENT = GROUPED | {"num_layers": 4, "attention_window": 5, "window_layers": 
     ("fields", "mesh", "layout"),
     [
         (GROUPED, "2x4", {"sequence_parallel": True, "zero": 3}),
-        pytest.param(LATENTS, "2x2", {"sequence_parallel": True, "zero": 3}, marks=pytest.mark.long),
+        (LATENTS, "2x2", {"sequence_parallel": True, "zero": 3}),
         pytest.param(MIXED, "1x8", {}, marks=pytest.mark.long),
         pytest.param(
             DIFFERENT,

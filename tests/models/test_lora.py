@@ -42,7 +42,6 @@ def test_an_adapter_reads_what_dropout_leaves_and_its_product_reads_all():
     assert len({kept[i].tobytes() for i in range(4)}) == 4
 
 
-@pytest.mark.long
 def test_masks_of_adapters_are_the_same_on_every_mesh():
     fields = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "lora_rank": 4, "lora_alpha": 32.0, "num_kv_heads": 4}
     losses = []

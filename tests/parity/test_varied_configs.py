@@ -216,3 +216,6 @@ def test_no_key_is_ignored_in_silence(model_type: str, tmp_path: Path) -> None:
             counts[outcome(label)] += 1
     print(f"{model_type}: {dict(counts)}")
     assert not [result for result in counts if result.startswith("WRONG")]
+    if not only:  # the variations do change the network, and no known one is out of date
+        assert counts["changed alike"] > 0
+        assert counts["known"] == sum(name == model_type for name, _ in KNOWN)

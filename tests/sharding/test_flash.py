@@ -265,6 +265,7 @@ def test_dropout_in_blocks_has_the_masks_of_all_scores_at_once(mesh, monkeypatch
         ({"attention": "blocks"}, "cpu", "blocks", None),
         ({"attention": "blocks", "attention_dropout": 0.1}, "gpu", "blocks", None),
         ({"attention_dropout": 0.1, "sequence_length": 16384}, "gpu", "xla", None),
+        ({"qk_clip": 50.0, "sequence_length": 16384}, "gpu", "xla", None),
     ],
 )
 def test_kernel_is_cudnn_where_it_can_be(fields, device, kernel, reason):

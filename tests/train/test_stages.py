@@ -134,7 +134,6 @@ def test_stages_change_nothing(mesh, fields):
         np.testing.assert_allclose(gradients[name], known, rtol=0, atol=1e-5 * np.abs(known).max(), err_msg=name)
 
 
-@pytest.mark.long
 def test_steps_and_evaluation_on_stages():
     """Whole steps - the norm over all stages, the optimizer, what ZeRO gathers - and a forward pass alone."""
     program, one = staged(*COVERING[1]), alone(COVERING[1][1])

@@ -180,8 +180,9 @@ def translate_qk_clip(to: Translation) -> None:
     against = [name for name in ("qk_norm", "mtp_num_layers", "offload") if to.settings.get(name)]
     against += [f"the family {to.given.family}"] if to.given.family != "gpt" else []
     against += ["context parallelism"] if to.get("context_parallel_size") > 1 else []
-    if against:
-        to.drop("qk_clip", f"scores are not bounded: --qk-clip does not support {against[0]}")
+    reason = f"--qk-clip does not support {against[0]}" if against else "--qk-clip-threshold is 0"
+    if against or not to.get("qk_clip_threshold"):
+        to.drop("qk_clip", f"scores are not bounded: {reason}")
         to.unneeded |= {dest: "without --qk-clip" for dest in details if dest in to.given.values}
         return
     to.set("qk_clip", {"qk_clip": to.get("qk_clip_threshold"), "attention": "xla"})

@@ -243,6 +243,7 @@ def test_a_run_that_was_interrupted_continues_in_the_middle(name, chunk, tmp_pat
         ]
 
 
+@pytest.mark.torch
 def test_what_datasets_writes_is_read(tokenizer, expected, tmp_path):
     datasets = pytest.importorskip("datasets")
     (tmp_path / "x.jsonl").write_bytes(lines())
