@@ -319,8 +319,8 @@ def _one_sentence(box: str, argv: Sequence[str] = (), known: Collection[str] = (
     output = " ".join(" ".join(lines[:rule]).split())
     if match := _CHOICE.fullmatch(output):
         choices = [choice for choice in re.findall(r"'([^']*)'", match[3]) if choice != "None"]
-        shown = ", ".join(repr(choice) if "," in choice else choice for choice in choices)
-        return f"{match[2]} {match[1]} is not one of {shown}{nearest(match[1], choices)}"
+        shown = (repr(choice) if "," in choice else choice for choice in choices)
+        return f"{match[2]} {match[1]} is not one of {', '.join(shown)}{nearest(match[1], choices)}"
     if output.startswith("Unrecognized options: "):
         arguments = output.partition(": ")[2].split(", ")
         unknown = next((word.partition("=")[0] for word in arguments if word.startswith("--")), None)
@@ -338,9 +338,8 @@ def _one_sentence(box: str, argv: Sequence[str] = (), known: Collection[str] = (
         return f"{match[1]} needs a value"
     if output.startswith("Missing from"):
         names = [line.split()[0] for line in lines[1:rule] if re.match(r"--\w|[A-Z]+$", line)]
-        names = [
-            name for name in names if not name.startswith("--") or not known or name in known
-        ]  # others are of help
+        # Others are of help.
+        names = [name for name in names if not name.startswith("--") or not known or name in known]
         return f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} missing"
     return shortened(output.rstrip(". "), 400)
 

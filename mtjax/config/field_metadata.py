@@ -121,6 +121,11 @@ def share(default: T, *, shapes: Condition | None = ALWAYS) -> T:
     return setting(default, bound=Bound(lambda value: 0 <= value < 1, "at least 0 and below 1"), shapes=shapes)
 
 
+def part_of_one(default: T) -> T:
+    """Builds a field for a number from 0 to 1."""
+    return setting(default, bound=Bound(lambda value: 0 <= value <= 1, "from 0 to 1"))
+
+
 def amount(default: T, *, shapes: Condition | None = ALWAYS) -> T:
     """Builds a field for a finite number >= 0."""
     bound = Bound(lambda value: math.isfinite(value) and value >= 0, "a finite number, 0 or more", LARGEST_FLOAT)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from mtjax.config.field_metadata import amount, at_least, share
+from mtjax.config.field_metadata import amount, at_least, part_of_one, share
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Optimizer:
     """Largest attention score: of heads with a larger one in a step, query and key weights are scaled after the update,
     so that it would be this one (QK-clip, arXiv 2507.20534; Megatron's --qk-clip with --qk-clip-threshold); 0 turns it
     off."""
-    qk_clip_alpha: float = share(0.5)
+    qk_clip_alpha: float = part_of_one(0.5)
     """qk_clip: share of queries in the scaling, the rest is that of keys (Megatron's --qk-clip-alpha)."""
     muon_momentum: float = share(0.95)
     """optimizer muon: decay rate of the momentum of matrices (Megatron's --muon-momentum)."""

@@ -1,4 +1,5 @@
-"""Observes the largest attention scores of a training step: as gradients of zeros, which ride with the others.
+"""Observes the largest attention scores of a training step: as the gradients of zeros, which are reduced with the
+other gradients.
 
 A layer's attention has zeros [heads] that no score depends on. The backward rule of `observed`
 (`mtjax.models.kernels.scores`) returns the largest score of each head as their gradient. Where other gradients of

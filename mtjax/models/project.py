@@ -74,7 +74,7 @@ def project(
         sharding = spec("batch", sequence, *(("act_embed",) if splits_width else outputs))
         bias = _own_part(bias, x) if splits_width and bias is not None else bias
     scales = None
-    if rule is None and not isinstance(weight, Array):
+    if not isinstance(weight, Array) and _is_stored(weight):
         result, scales = weight.product(x, num_inputs, sharding), weight.scales
     else:
         # `product` is a custom_vjp, and its weight's gradient varies over mesh axes like x: so must the weight.
@@ -95,6 +95,13 @@ def project(
     # In float32, so that the bias' gradient is summed over tokens, and reduced over the mesh, in float32.
     wide = result.astype(jnp.float32) if scales is None else result.astype(jnp.float32) * scales
     return (wide if bias is None else wide + bias).astype(x.dtype)
+
+
+def _is_stored(weight: Any) -> bool:
+    """Returns whether a weight computes its products itself, whatever the rule, as those of generation do."""
+    from mtjax.sharding.stored_weight import StoredWeight
+
+    return isinstance(weight, StoredWeight)
 
 
 def _own_part(bias: Array, x: Array) -> Array:

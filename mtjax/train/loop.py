@@ -258,9 +258,13 @@ def run_steps(run: Run, start: Restored) -> tuple[State, str | None]:
                 batch = next_batch(run.program, batches, size)
             batch = add_teacher_targets(batch) if add_teacher_targets else batch
             check_replicas(run, step, state, batch, clock)
+            if prepared.is_due:
+                clock.pause(start_timer.SCALES)
+                state = prepared(state, batch)
+                clock.restart(step - 1)
             clock.begin(step)
             # Dispatches the step; `state` is donated, and `results` are futures until something fetches them.
-            state, results = profile.run(step, results, partial(run.program.step, prepared(state, batch), batch))
+            state, results = profile.run(step, results, partial(run.program.step, state, batch))
             run.nonfinite_steps.add(step, range(consumed, consumed + size), results)
             consumed += size
             run.progress.advance(step)

@@ -36,7 +36,10 @@ class QKClipStep(TrainStep):
     ) -> tuple[Array, dict[str, Any], Tree]:
         """See `TrainStep.gradients`; the largest scores are among the losses by name."""
         loss, parts, gradients = super().gradients(parameters, batch, key, scale)
-        return loss, {**parts, LARGEST_SCORES: only_observers(gradients)}, without_observers(gradients)
+        largest = only_observers(gradients)
+        if scale is not None:  # a power of two, by which all gradients were divided; scores are not scaled
+            largest = jax.tree.map(lambda scores: scores * scale, largest)
+        return loss, {**parts, LARGEST_SCORES: largest}, without_observers(gradients)
 
     def apply_gradients(
         self, state: State, batch: Batch, loss: Array, parts: dict[str, Any], gradients: Tree

@@ -9,6 +9,9 @@ from jax.sharding import PartitionSpec
 from mtjax.config.storage import PLAIN
 from mtjax.generate.transposed_weight import TransposedWeight
 from mtjax.generate.weight_format import WeightFormat
+from mtjax.layout.layouts import TENSOR
+from mtjax.models.project import project
+from mtjax.sharding.axes import use_rules
 from tests.tiny import mesh_of
 
 
@@ -30,3 +33,17 @@ def test_components_of_an_adapter_are_not_turned() -> None:
     with jax.set_mesh(mesh_of("1x1")):
         assert not isinstance(convert(jnp.asarray(kept), ("gate", "rank", "mlp")), TransposedWeight)
         assert isinstance(convert(jnp.asarray(turned), ("embed", "mlp")), TransposedWeight)
+
+
+def test_a_product_in_8_bits_of_training_is_none_of_a_turned_matrix() -> None:
+    """A run that trains in 8 bits writes its sample with the rules of its products in place."""
+    draw = np.random.default_rng(0)
+    matrix, x = draw.standard_normal((6, 4)), draw.standard_normal((2, 3, 6))
+
+    def rule(*_: object) -> None:
+        raise AssertionError("the rule of training was called")
+
+    with jax.set_mesh(mesh_of("1x1")), use_rules(TENSOR.rules.over(())):
+        turned = TransposedWeight.of(jnp.asarray(matrix, jnp.float32), 1)
+        found = project(jnp.asarray(x, jnp.float32), turned, None, ("mlp",), rule=rule)
+    np.testing.assert_allclose(found, x @ matrix, rtol=1e-5, atol=1e-6)

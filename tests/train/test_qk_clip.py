@@ -9,6 +9,8 @@ import pytest
 
 from mtjax.config.checks import validate
 from mtjax.errors import UserError
+from mtjax.models.final_hidden_states import final_hidden_states
+from mtjax.sharding.axes import use_rules
 from mtjax.train.qk_clip import METRIC
 from mtjax.train.step import make_train_step
 from tests.tiny import batch_of, host_batch, initial_state, mesh_of, program_of, run_steps, tiny_config
@@ -159,6 +161,27 @@ def test_scores_and_weights_do_not_depend_on_the_mesh(mesh: str, fields: dict[st
     for name in (METRIC, "loss"):
         assert [one[name] for one in found] == pytest.approx([one[name] for one in expected], rel=2e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4), others, weights)
+
+
+def test_the_scale_of_float16s_loss_is_not_that_of_scores() -> None:
+    (state, half), (_, whole) = (
+        run_steps(program_of("1x1", qk_clip=0.02, compute_dtype=dtype, **PLAIN), 1) for dtype in ("float16", "float32")
+    )
+    assert float(np.asarray(state.loss_scale.scale)) > 1e3
+    assert half[0][METRIC] == pytest.approx(whole[0][METRIC], rel=1e-2)
+
+
+def test_hidden_states_on_stages_observe_nothing() -> None:
+    """As finetuning evaluates them."""
+    program = program_of("1x2x1", qk_clip=0.02, microbatch_size=2, **PLAIN)
+    state = initial_state(program)
+
+    def run(parameters: Any, batch: Any) -> Any:
+        with use_rules(program.layout.rules):
+            return final_hidden_states(program, parameters, batch)
+
+    found = program.on_mesh(lambda *given: jax.eval_shape(run, *given), state.parameters, batch_of(program, 0))
+    assert found.shape[-1] == program.config.model.hidden_size
 
 
 def test_a_model_without_a_step_observes_nothing() -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 from mtjax.waiting import Waiting
 
-IMPORTS, PROCESSES, DEVICES, TEXT, MODEL, STATE = (
-    f"start-up/{what}" for what in ("imports", "processes", "devices", "text", "model", "state")
+IMPORTS, PROCESSES, DEVICES, TEXT, MODEL, STATE, SCALES = (
+    f"start-up/{what}" for what in ("imports", "processes", "devices", "text", "model", "state", "first scales")
 )
 ACTIVITIES = (START, COMPILATION, STEPS, DATA, SAVE, VALIDATION, REPLICAS, SUMMARY) = (
     *("start-up", "compilation", "steps", "waiting for data", "save", "validation", "check of replicas", "summary"),
@@ -20,6 +20,7 @@ NAMES = {
     TEXT: "preparing the data",
     MODEL: "building the model",
     STATE: "initializing or restoring the state",
+    SCALES: "finding the first scales of 8-bit floats",
     STEPS: "compiling and running the first step",
     SAVE: "saving a checkpoint",
     VALIDATION: "validating",
