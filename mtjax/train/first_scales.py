@@ -4,27 +4,29 @@ from collections.abc import Callable
 
 from mtjax.models.sharded_model import Batch
 from mtjax.runtime.train_state import State
+from mtjax.train.observability.start_timer import SCALES
+from mtjax.train.observability.step_clock import StepClock
 from mtjax.train.step import TrainStep
 
 
 class FirstScales:
-    """Calls `TrainStep.with_first_scales` before each step of a run, until it has nothing more to do.
+    """Calls `TrainStep.with_first_scales` before each step of a run, until it has nothing more to do."""
 
-    Attributes:
-      is_due: whether it may have something to do.
-    """
+    def __init__(self, program: TrainStep, say: Callable[[str], object], clock: StepClock | None = None) -> None:
+        """Takes the program, what reports a line, and the clock of the steps, which leaves out the time of this."""
+        self._program, self._say, self._clock = program, say, clock
+        self._is_due = program.config.training.fp8 == "delayed"
 
-    def __init__(self, program: TrainStep, say: Callable[[str], object]) -> None:
-        """Takes the program, and what reports a line."""
-        self._program, self._say = program, say
-        self.is_due = program.config.training.fp8 == "delayed"
-
-    def __call__(self, state: State, batch: Batch) -> State:
-        """Returns the state for a step with this batch."""
-        if not self.is_due:
+    def __call__(self, state: State, batch: Batch, step: int = 1) -> State:
+        """Returns the state for a step with this batch; `step` is its number."""
+        if not self._is_due:
             return state
+        if self._clock is not None:
+            self._clock.pause(SCALES)
         state, done = self._program.with_first_scales(state, batch)
-        self.is_due = done == ""
+        self._is_due = done == ""
         if done:
             self._say(f"note    {done}")
+        if self._clock is not None:
+            self._clock.restart(step - 1)
         return state

@@ -248,7 +248,7 @@ def run_steps(run: Run, start: Restored) -> tuple[State, str | None]:
     times, folder, say = run.start.times, run.environment.folder, run.progress.say
     clock = StepClock(start.step, folder, run.config.parallel.step_timeout, run.environment.peers, say, times)
     profile = Profile(named_steps(run.start.options.profile, run.program), folder, say)
-    results, prepared = None, FirstScales(run.program, say)
+    results, prepared = None, FirstScales(run.program, say, clock)
     stopped_before = run.best is not None and run.best.best.is_over
     train_batches = open_batches(run.program, run.config, run.data.train, consumed, run.environment.batch_schedule)
     with StopRequest() as stop, train_batches as batches, clock, profile:
@@ -258,10 +258,7 @@ def run_steps(run: Run, start: Restored) -> tuple[State, str | None]:
                 batch = next_batch(run.program, batches, size)
             batch = add_teacher_targets(batch) if add_teacher_targets else batch
             check_replicas(run, step, state, batch, clock)
-            if prepared.is_due:
-                clock.pause(start_timer.SCALES)
-                state = prepared(state, batch)
-                clock.restart(step - 1)
+            state = prepared(state, batch, step)
             clock.begin(step)
             # Dispatches the step; `state` is donated, and `results` are futures until something fetches them.
             state, results = profile.run(step, results, partial(run.program.step, state, batch))
