@@ -353,10 +353,11 @@ def validate_and_evaluate(run: Run, state: State, step: int, clock: StepClock) -
     if not (validate or evaluate):
         return entries
     clock.pause(start_timer.VALIDATION)
+    weights = state.weights  # copied to the device where they are in the host's memory
     if validate and run.data.held_out is not None:
-        entries |= run.objective.validate(run.program, state.weights, run.data.held_out)
+        entries |= run.objective.validate(run.program, weights, run.data.held_out)
     if evaluate and evaluations is not None:
-        entries |= evaluations.evaluate(state.weights)
+        entries |= evaluations.evaluate(weights)
     clock.restart(step)
     return entries
 
@@ -387,9 +388,7 @@ def print_summary(run: Run, state: State) -> None:
         time = f"time    {run.time_log.describe()}\n{' ' * 8}{describe_programs(run.start.cache)}\n"
     run.progress.say(
         f"\ndone    {int(state.step)} steps{best}; metrics, loss.png, goodput.png, TensorBoard events and "
-        f"checkpoints are in {out}\n"
-        f"{sample}{time}"
-        f"next    {next_commands}"
+        f"checkpoints are in {out}\n{sample}{time}next    {next_commands}"
     )
 
 
