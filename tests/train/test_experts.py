@@ -140,7 +140,7 @@ PADDING: list[Any] = [
         "data=1,stage=2,expert=2,model=2",
         CAPACITY | PADDED | PLAIN,
         {"sequence_parallel": True, "zero": 1, "recompute": "full"},
-        marks=pytest.mark.long,
+        marks=pytest.mark.exhaustive,
     ),
     pytest.param("2x2", PADDED, {"zero": 2, "recompute": "none"}, marks=pytest.mark.exhaustive),
 ]
@@ -190,7 +190,7 @@ MIXED: list[Any] = [
         "data=1,stage=2,expert=2,model=2",
         PLAIN | {"num_layers": 5, "first_dense_layers": 3},
         {"sequence_parallel": True, "zero": 1, "recompute": "full", "layers_per_stage": (2, 3)},
-        marks=pytest.mark.long,
+        marks=pytest.mark.exhaustive,
     ),
     pytest.param(
         "data=1,stage=2,expert=2,model=1",

@@ -221,9 +221,11 @@ MESHES = [
     pytest.param("2x1", {"zero": 1, "offload": "optimizer"}, id="offload", marks=LONG),
     pytest.param("2x2", {"zero": 1, "optimizer": "muon", "sequence_parallel": True}, id="muon", marks=LONG),
     pytest.param("2x2", {"zero": 3, "optimizer": "lion"}, id="lion", marks=LONG),
-    pytest.param("1x2x1", {"zero": 1, "optimizer": "sgd", "microbatch_size": 2}, id="sgd", marks=LONG),
-    pytest.param("2x2", {"zero": 1, "optimizer": "adafactor"}, id="adafactor", marks=LONG),
-    pytest.param("2x2", {"zero": 1, **AVERAGED}, id="schedule-free", marks=LONG),
+    pytest.param(
+        "1x2x1", {"zero": 1, "optimizer": "sgd", "microbatch_size": 2}, id="sgd", marks=pytest.mark.exhaustive
+    ),
+    pytest.param("2x2", {"zero": 1, "optimizer": "adafactor"}, id="adafactor", marks=pytest.mark.exhaustive),
+    pytest.param("2x2", {"zero": 1, **AVERAGED}, id="schedule-free", marks=pytest.mark.exhaustive),
 ]
 
 
@@ -232,10 +234,10 @@ MESHES = [
     ("mesh", "fields"),
     [
         ("4x1", {"zero": 3, "num_layers": 5}),
-        ("2x1", {"zero": 1, "num_layers": 5}),
+        pytest.param("2x1", {"zero": 1, "num_layers": 5}, marks=pytest.mark.exhaustive),
         ("3x1", {"zero": 1, "num_layers": 3, "global_batch_size": 6}),  # ranks have other layers
         ("2x2", {"zero": 2, "microbatch_size": 1, "recompute": "full"}),
-        ("2x1", {"microbatch_size": 1}),
+        pytest.param("2x1", {"microbatch_size": 1}, marks=pytest.mark.exhaustive),
         ("1x4", {"zero": 1, "family": "llama", "num_kv_heads": 2}),
         ("data=2,stage=2,model=1", {"zero": 1, "microbatch_size": 1}),
     ],
@@ -259,8 +261,8 @@ def test_weights_quantized_once_a_step_change_no_bit(mesh: str, fields: dict[str
 @pytest.mark.parametrize(
     ("mesh", "fields"),
     [
-        ("2x1", {"zero": 1}),
-        ("2x1", {"zero": 1, "microbatch_size": 2}),
+        pytest.param("2x1", {"zero": 1}, marks=pytest.mark.exhaustive),
+        pytest.param("2x1", {"zero": 1, "microbatch_size": 2}, marks=pytest.mark.exhaustive),
         ("2x2", {"microbatch_size": 2, "recompute": "none", "fp8_bf16_last_layers": 1}),
         ("2x2", {"zero": 3, "sequence_parallel": True, **LLAMA}),
         ("2x1", {"zero": 3, "fp8": "tensorwise", **LLAMA}),
