@@ -80,6 +80,7 @@ def check_beams(options: Options) -> None:
         "--interactive": options.interactive,
         "--stop": options.stop,
         "--echo": options.echo,
+        "--state-snapshots": options.state_snapshots is not None,
         "--show-logprobs": options.show_logprobs,
         "--logprobs": options.logprobs,
         "sampling parameters such as --temperature": replace(options.sampling, max_tokens=Sampling().max_tokens)

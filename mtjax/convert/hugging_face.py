@@ -20,7 +20,7 @@ from mtjax.convert.stream import Origin, carry_files, check_folder, config_of, l
 from mtjax.convert.table import Table, name_of
 from mtjax.convert.weights_path import ADAPTER_CONFIG
 from mtjax.data.tokens.folder import GENERATION_CONFIG
-from mtjax.data.tokens.pretrained_settings import ids_in
+from mtjax.data.tokens.pretrained_settings import TOKEN_IDS, ids_in
 from mtjax.data.tokens.special_tokens import added_tokens, named_token
 from mtjax.data.tokens.tokenizer import Tokenizer, open_tokenizer
 from mtjax.errors import UserError, parse_json_object
@@ -124,9 +124,8 @@ def describe(
     family = family_of_config(raw, source)
     reader = SafetensorsReader(folder)
     tensors = tensors_of(reader, family) if tensors_of else FolderTensors(reader, family.table)
-    for key in raw:
-        if key.endswith("_token_id"):
-            ids_in(raw, key, folder / "config.json")
+    for key in TOKEN_IDS:
+        ids_in(raw, key, folder / "config.json")
     with understood(source):
         settings = family.model_settings(raw, frozenset(tensors.shapes), source)
     if vocab_multiple:

@@ -78,8 +78,8 @@ def _check_type(model: Model, model_type: str) -> None:
     has_mlps = model.shared_expert_size or dense_layers(model) or "-" in letters_of(model)
     if has_mlps and (model.num_experts or model_type in FUSED) and adapts(model, "mlp"):
         raise UserError(
-            f"peft: cannot be told which MLPs of a {model_type}, such as a shared expert, are not those of experts; "
-            "use --to hf:DIR, which merges the adapters, or train with --lora-targets mixers"
+            "peft cannot distinguish MLPs outside of experts (a shared expert, dense layers) from experts in a "
+            f"{model_type}: use --to hf:DIR, which merges the adapters, or train with --lora-targets mixers"
         )
     if model_type in WITHOUT_OUT_PROJ and adapts(model, "mamba") and has_state_space(model):
         raise UserError(

@@ -3,7 +3,10 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+from mtjax.errors import UserError
 
 WITHOUT_EFFECT = {
     *("peft_type", "task_type", "base_model_name_or_path", "revision", "auto_mapping", "peft_version"),
@@ -54,6 +57,24 @@ def is_named(module: str, names: Any) -> bool:
     if isinstance(names, str):
         return names != "all-linear" and re.fullmatch(names, module) is not None
     return any(module == name or module.endswith(f".{name}") for name in names or ())
+
+
+def check_names(config: Mapping[str, Any], source: Path) -> None:
+    """Checks the keys of an adapter_config.json that name modules.
+
+    Raises:
+      UserError: one is no list of names, or a string that is no regular expression; `source` names the file.
+    """
+    for key in ("target_modules", "exclude_modules", "modules_to_save"):
+        value, may_match = config.get(key), key != "modules_to_save"
+        if isinstance(value, str) and may_match:
+            try:
+                re.compile(value)
+            except re.error as e:
+                raise UserError(f"{source}: {key} is {value!r}, which is not a regular expression: {e}") from e
+        elif value is not None and not (isinstance(value, list) and all(isinstance(name, str) for name in value)):
+            kinds = "a list of names, a regular expression" if may_match else "a list of names"
+            raise UserError(f"{source}: {key} is {value!r}, and must be {kinds} or null")
 
 
 def unread(config: Mapping[str, Any]) -> list[str]:

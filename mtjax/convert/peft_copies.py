@@ -27,8 +27,8 @@ def join_copies(adapters: "Adapters", shared: Mapping[str, str]) -> None:
         changed = (*adapters.modules, *adapters.full)
         ends = {name.removeprefix(own) for own in (copy, first) for name in changed if name.startswith(f"{own}.")}
         for end in sorted(ends):
-            pair = zip(_change(adapters, first + end), _change(adapters, copy + end), strict=True)
-            if not all(np.all(one == other) for one, other in pair):
+            one, other = _change(adapters, first + end), _change(adapters, copy + end)
+            if one.keys() != other.keys() or not all(np.array_equal(one[part], other[part]) for part in one):
                 raise UserError(
                     f"{adapters.path.parent / TENSORS} changes {first + end} and {copy + end}, which share their "
                     "weights, in different ways, and mtjax has one copy of them: train the same adapter for both"
@@ -37,14 +37,15 @@ def join_copies(adapters: "Adapters", shared: Mapping[str, str]) -> None:
             adapters.full.pop(copy + end, None)
 
 
-def _change(adapters: "Adapters", name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Returns what is added to a matrix, or replaces a tensor, and DoRA's magnitudes; zeros for neither."""
-    none = np.zeros((), np.float32)
+def _change(adapters: "Adapters", name: str) -> dict[str, np.ndarray]:
+    """Returns what replaces a tensor, or is added to a matrix, and DoRA's magnitudes; nothing if it stays as it is."""
     if name in adapters.full:
-        return adapters.read(adapters.full[name]), none
+        return {"replacement": adapters.read(adapters.full[name])}
     if name not in adapters.modules:
-        return none, none
+        return {}
     names = adapters.modules[name].names
     down, up = adapters.read(names["down"]), adapters.read(names["up"])
-    magnitude = adapters.read(names["magnitude"]) if "magnitude" in names else none
-    return adapters.scale(name, len(down)) * (up @ down), magnitude
+    update = {"update": adapters.scale(name, len(down)) * (up @ down)}
+    if "magnitude" in names:
+        return update | {"magnitude": adapters.read(names["magnitude"])}
+    return update if update["update"].any() else {}

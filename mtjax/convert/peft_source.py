@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from mtjax.config import Model
+from mtjax.config.sizes import decoder_layers
 from mtjax.convert.hub import local_folder
 from mtjax.convert.hugging_face import FolderTensors, HuggingFaceSource, describe
 from mtjax.convert.peft import IS_TRANSPOSED, PREFIX, TENSORS
-from mtjax.convert.peft_config import FACTORS, Adapter, is_named, matching, unread
+from mtjax.convert.peft_config import FACTORS, Adapter, check_names, is_named, matching, unread
 from mtjax.convert.peft_copies import join_copies
 from mtjax.convert.safetensors_files import SafetensorsReader
 from mtjax.convert.stream import check_folder, looks_like
@@ -40,6 +42,7 @@ class Adapters:
         self.config = parse_json_object(self.path.read_bytes(), self.path)
         if wrong := unread(self.config):
             raise UserError(f"{self.path} has adapters that mtjax does not read: {'; '.join(wrong)}")
+        check_names(self.config, self.path)
         if not (folder / TENSORS).is_file():
             raise UserError(
                 f"{folder} has no {TENSORS}: save the adapters with peft's save_pretrained, which writes it"
@@ -171,8 +174,24 @@ class Adapters:
 class AdaptedTensors(FolderTensors):
     """The tensors of the base model with the adapters merged into them, in float32."""
 
-    def __init__(self, reader: SafetensorsReader, table: Table, model_type: str, adapters: Adapters) -> None:
+    def __init__(
+        self,
+        reader: SafetensorsReader,
+        table: Table,
+        model_type: str,
+        adapters: Adapters,
+        model: Model,
+        ignored: tuple[str, ...],
+    ) -> None:
         """Checks the adapters' names and shapes against the base model's.
+
+        Args:
+          reader: the base model's files.
+          table: of its family.
+          model_type: its type.
+          adapters: the adapters.
+          model: the base model.
+          ignored: regular expressions of tensors in the files that the model does not read.
 
         Raises:
           UserError: they do not fit.
@@ -209,7 +228,7 @@ class AdaptedTensors(FolderTensors):
             of = of[::-1] if self._is_turned(own) else of
             self._check(source, own, (up[0], down[1]), of)
             adapters.scale(module, down[0])
-        self._check_complete(source)
+        self._check_complete(source, model, ignored)
 
     @property
     def dtype(self) -> str:
@@ -236,11 +255,13 @@ class AdaptedTensors(FolderTensors):
         """Returns whether layers_to_transform has the layer of a module, or does not say."""
         layers = self._adapters.config.get("layers_to_transform")
         allowed = None if layers is None or layers == [] else layers if isinstance(layers, list) else [layers]
-        number = re.search(r"\.(\d+)\.", module)
-        return allowed is None or number is None or int(number[1]) in allowed
+        number = _layer_of(module)
+        return allowed is None or number is None or number in allowed
 
-    def _check_complete(self, source: Path) -> None:
+    def _check_complete(self, source: Path, model: Model, ignored: tuple[str, ...]) -> None:
         """Checks that the file has the modules that the config names, as far as the base model's files have them.
+
+        `target_modules` needs those in layers: of poolers and heads, each class of transformers has others.
 
         Raises:
           UserError: it lacks some (experts excepted, which transformers holds under other names).
@@ -251,7 +272,11 @@ class AdaptedTensors(FolderTensors):
         modules = [name.removesuffix(".weight") for name in matrices if name.endswith(".weight")]
         changed = {name.removesuffix(".weight") for name in self._modules}
         modules = [module for module in modules if not module.startswith(self._adapters.joined)]
-        wanted = [m for m in modules if is_named(m, targets) and not is_named(m, others) and self._is_in_layers(m)]
+        modules = [m for m in modules if not any(re.fullmatch(pattern, f"{m}.weight") for pattern in ignored)]
+        # In these layers only: transformers has none of multi-token prediction.
+        modules = [m for m in modules if (number := _layer_of(m)) is None or number < _layers_beside(m, model)]
+        in_layers = [m for m in modules if _layer_of(m) is not None and self._is_in_layers(m)]
+        wanted = [m for m in in_layers if is_named(m, targets) and not is_named(m, others)]
         full = {name.rpartition(".")[0] for name in self._full}
         outputs = [name.removesuffix(".weight") for name in self._outputs]
         for key, names in (
@@ -314,6 +339,17 @@ class AdaptedTensors(FolderTensors):
         return None if self._is_changed(name) else super().stored(name)
 
 
+def _layer_of(module: str) -> int | None:
+    """Returns the number of a module's layer in its stack; None for one outside of layers."""
+    number = re.search(r"\.(\d+)\.", module)
+    return None if number is None else int(number[1])
+
+
+def _layers_beside(module: str, model: Model) -> int:
+    """Returns the number of layers of a module's stack, or more: a layer of a hybrid may be two of mtjax."""
+    return decoder_layers(model) if module.startswith("decoder.") else model.num_layers
+
+
 def describe_adapted(folder: Path, vocab_multiple: int | None = None) -> tuple[Adapters, Any]:
     """Reads the settings of a folder of peft, and what `describe` does of its base model.
 
@@ -325,10 +361,12 @@ def describe_adapted(folder: Path, vocab_multiple: int | None = None) -> tuple[A
         raise UserError(f"{folder} has {templates[0]}, but no tokenizer: copy that of the base model, {adapters.base}")
     plain = describe(adapters.base, vocab_multiple)
     join_copies(adapters, plain.family.shared(plain.config.model))
+    model = plain.config.model
+    ignored = plain.family.table_of(model).ignored
     described = describe(
         adapters.base,
         vocab_multiple,
-        lambda reader, family: AdaptedTensors(reader, family.table, family.model_type, adapters),
+        lambda reader, family: AdaptedTensors(reader, family.table, family.model_type, adapters, model, ignored),
     )
     count = len(adapters.modules)
     note = f"{folder}: {count} adapter{'' if count == 1 else 's'}, merged into the weights of {adapters.base}"

@@ -30,6 +30,8 @@ WRITTEN = {**DTYPES, "int32": np.dtype(np.int32), "int64": np.dtype(np.int64), "
 """dtypes of tensors that are written: of weights, and of their quantized parts."""
 WRITTEN_CODES = {**CODES, "int32": "I32", "int64": "I64", "float8": fp8.CODE}
 _ALIGNMENT = 8
+_COMPARED = 2**26
+"""Bytes of two copies of a tensor that are compared at a time."""
 
 
 class SafetensorsReader:
@@ -52,8 +54,12 @@ class SafetensorsReader:
                 opened = self._stack.enter_context(open_file(path, framework="np"))
             except Exception as e:  # the library's exception class is not public
                 raise UserError(f"{path} can't be read as safetensors; it may be incomplete: {e}") from e
-            if both := sorted(self._files.keys() & set(opened.keys())):
-                raise UserError(f"{both[0]} is in two files, {self._paths[both[0]]} and {path}: remove one of them")
+            for name in sorted(self._files.keys() & set(opened.keys())):
+                if not _are_equal(self._paths[name], path, name):
+                    raise UserError(
+                        f"{name} differs between {self._paths[name]} and {path}: save the model again with "
+                        "save_pretrained"
+                    )
             self._files |= dict.fromkeys(opened.keys(), opened)
             self._paths |= dict.fromkeys(opened.keys(), path)
         shapes = {name: tuple(file.get_slice(name).get_shape()) for name, file in self._files.items()}
@@ -134,12 +140,30 @@ def _common_dtype(folder: Path, codes: Mapping[str, str]) -> str:
 
 def _read_8_bits(path: Path, name: str) -> np.ndarray:
     """Reads a tensor of 8-bit floats, a type that the safetensors library does not have for numpy."""
+    entry, start, size = _entry_of(path, name)
+    return np.fromfile(path, ml_dtypes.float8_e4m3fn, size, offset=start).reshape(entry["shape"])
+
+
+def _are_equal(one: Path, other: Path, name: str) -> bool:
+    """Returns whether a tensor has the same type, shape and bytes in two files."""
+    (entry, start, size), (other_entry, other_start, _) = (_entry_of(path, name) for path in (one, other))
+    if any(entry[key] != other_entry[key] for key in ("dtype", "shape")):
+        return False
+    for done in range(0, size, _COMPARED):
+        count = min(_COMPARED, size - done)
+        own = np.fromfile(one, np.uint8, count, offset=start + done)
+        if not np.array_equal(own, np.fromfile(other, np.uint8, count, offset=other_start + done)):
+            return False
+    return True
+
+
+def _entry_of(path: Path, name: str) -> tuple[dict[str, Any], int, int]:
+    """Returns what the header of a file says of a tensor, at which byte of the file it starts, and its bytes."""
     with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
         entry = json.loads(file.read(length))[name]
-        start, end = entry["data_offsets"]
-        file.seek(8 + length + start)
-        return np.fromfile(file, ml_dtypes.float8_e4m3fn, end - start).reshape(entry["shape"])
+    start, end = entry["data_offsets"]
+    return entry, 8 + length + start, end - start
 
 
 def _files_of(folder: Path) -> list[Path]:

@@ -17,7 +17,6 @@ from mtjax.generate.engine import Engine
 from mtjax.generate.fill import Filler
 from mtjax.generate.jsonl import JsonLines, Line
 from mtjax.generate.options import OF_ENGINES, OF_RETRIEVAL, Options, refuse
-from mtjax.generate.prefix_cache import check_snapshots
 from mtjax.generate.request import Sampling, with_text_seed
 from mtjax.generate.show import TextPrinter
 from mtjax.generate.text import TextWriter
@@ -41,7 +40,13 @@ def run(options: Options) -> None:
         prompts = (sys.stdin.read().removesuffix("\n"),)
     with CompileCache(options.compile_cache):
         model = load_model(
-            options.source, options.mesh, options.dtype, options.tokenizer, storage=options.storage, neighbours=True
+            options.source,
+            options.mesh,
+            options.dtype,
+            options.tokenizer,
+            storage=options.storage,
+            neighbours=True,
+            state_snapshots=options.state_snapshots,
         )
         say(f"model   {describe_config(model.placed.config, model.parameters)}")
         if model.family == "bert":
@@ -55,9 +60,6 @@ def run(options: Options) -> None:
             write_with_neighbours(options, model, prompts)
             return
         refuse(options, OF_RETRIEVAL, f"a {model.family} reads no neighbours")
-        check_snapshots(model.placed.config.model, options.state_snapshots)
-        if options.beams is not None:
-            refuse(options, ("state_snapshots",), "beam search prefills each prompt from its start")
         decoder = Decoder(model.placed, model.parameters, model.start_id, storage=options.storage, grids=model.grids)
         job = Job(
             options, replace(model, parameters=None, grids=()), decoder

@@ -82,12 +82,20 @@ class PrefixCache:
     def best_slot(self, request: Request, free: Sequence[int], cache: Cache | None) -> int:
         """Returns the free slot for a request: one whose text it continues, which then needs no copy.
 
-        Of others it takes one with the least that it could copy from there, as that would be overwritten.
+        Otherwise it takes the slot with the shortest shared prefix, so that longer ones remain to be copied.
         """
         if not self._has_attention:
             return free[0]
-        shared = {slot: self._shared(request, slot, cache) for slot in free}
-        continued = [slot for slot in free if 0 < shared[slot] == self._complete(len(self._tokens[slot]))]
+        common = {slot: _common(request.prompt, self._tokens[slot]) for slot in free}
+        shared = {slot: self._shared(request, slot, common[slot], cache) for slot in free}
+        # The last token of a prompt is never shared, so a prompt of complete chunks shares one chunk less.
+        whole = self._complete(len(request.prompt) - 1)
+        complete = {slot: self._complete(len(self._tokens[slot])) for slot in free}
+        continued = [
+            slot
+            for slot in free
+            if 0 < shared[slot] == min(complete[slot], whole) and self._complete(common[slot]) == complete[slot]
+        ]
         # `max` and `min` return the first of equals: the slot that has been free for longest.
         return max(continued, key=shared.__getitem__) if continued else min(free, key=shared.__getitem__)
 
@@ -99,10 +107,12 @@ class PrefixCache:
         """
         # The slot itself comes first: `max` prefers it to equally long prefixes, and it needs no copy.
         slots = sorted(range(self._sequences), key=lambda other: other != slot) if self._has_attention else [slot]
-        source = max(slots, key=lambda other: self._shared(request, other, cache))
-        shared = self._shared(request, source, cache)
+        common = [_common(request.prompt, tokens) for tokens in self._tokens]
+        lengths = {other: self._shared(request, other, common[other], cache) for other in slots}
+        source = max(slots, key=lengths.__getitem__)
+        shared = lengths[source]
         if self._has_states:
-            self._branch[slot] = max(self._complete(_common(request.prompt, tokens)) for tokens in self._tokens)
+            self._branch[slot] = self._complete(max(common))
         if shared and source != slot:
             cache = self._decoder.call(copied, cache, jnp.int32(source), jnp.int32(slot))
         if shared and self._has_states:
@@ -141,8 +151,8 @@ class PrefixCache:
         """Returns the tokens of the complete chunks."""
         return tokens // self._chunk * self._chunk
 
-    def _shared(self, request: Request, slot: int, cache: Cache | None) -> int:
-        """Returns how many tokens of a prompt can be reused from a slot.
+    def _shared(self, request: Request, slot: int, common: int, cache: Cache | None) -> int:
+        """Returns how many tokens of a prompt can be reused from a slot, which begins with `common` of them.
 
         A multiple of the longest chunk, so that what is reused is bit-identical to what prefilling this prompt would
         compute; never the last token, whose logits are needed. 0 if the prompt is echoed (its tokens need
@@ -151,13 +161,14 @@ class PrefixCache:
         """
         if cache is None or self._decoder.is_encoder_decoder or not _may_reuse(request):
             return 0
-        prompt, written = request.prompt[:-1], self._written[slot]
+        prompt, written, most = request.prompt, self._written[slot], len(request.prompt) - 1
         lengths: Iterable[int] = ()
         if not self._has_attention:
-            lengths = (len(each) for each in self._snapshots if prompt[: len(each)] == each.tokens)
-        elif common := self._complete(_common(prompt, self._tokens[slot])):
-            snapshots = (len(each) for each in self._snapshots if slot in each.slots and len(each) <= common)
-            lengths = snapshots if self._has_states else (common,)
+            snapshots = (each for each in self._snapshots if len(each) <= most)
+            lengths = (len(each) for each in snapshots if prompt[: len(each)] == each.tokens)
+        elif complete := self._complete(min(common, most)):
+            own = (len(each) for each in self._snapshots if slot in each.slots and len(each) <= complete)
+            lengths = own if self._has_states else (complete,)
         return max((length for length in lengths if keeps_prefix(cache, written, length)), default=0)
 
     # --- snapshots of recurrent states

@@ -16,6 +16,7 @@ from mtjax.data.tokens.pretrained_settings import ids_in, read_object
 from mtjax.data.tokens.tokenizer import Tokenizer
 from mtjax.errors import UserError
 from mtjax.generate.first_tokens import first_tokens_of
+from mtjax.generate.prefix_cache import check_snapshots
 from mtjax.layout.mesh import MeshShape, check_generation_mesh, parse_mesh
 from mtjax.models.sharded_model import ShardedModel
 from mtjax.runtime.devices import attach_devices
@@ -85,6 +86,7 @@ def load_model(
     storage: Storage = PLAIN,
     *,
     neighbours: bool = False,
+    state_snapshots: int | None = None,
 ) -> LoadedModel:
     """Loads the weights that `DIR` or `KIND:DIR` names onto a mesh.
 
@@ -96,6 +98,7 @@ def load_model(
       devices: a mesh of this shape; if None, it is built from this machine's devices.
       storage: how matrices will be stored: if they were quantized so before, `LoadedModel.grids` has how.
       neighbours: whether the caller gives a Retro its neighbours.
+      state_snapshots: maximum number of snapshots of recurrent states, if it is given: the model must have such states.
 
     Raises:
       UserError: the weights are missing, have no tokenizer or no language model head, or are not compatible with the
@@ -112,6 +115,7 @@ def load_model(
                 f"{source} is a retro, which reads neighbours that a prompt does not have: write its decoder as a gpt "
                 "with mtjax convert --without-encoder, and take that"
             )
+        check_snapshots(saved.config.model, state_snapshots)
         return _load(saved, source, shape, mesh, dtype, tokenizer, devices, storage)
 
 
@@ -146,7 +150,8 @@ def _load(
 
 
 def stop_ids_of(saved: SavedModel, tokenizer: Tokenizer) -> frozenset[int]:
-    """Returns the stop tokens: `eos_token_id` of generation_config.json, else of config.json, as in transformers.
+    """Returns the stop tokens: `eos_token_id` of generation_config.json, as in transformers, or, if that has none, of
+    config.json.
 
     Without either, it is the end-of-document token of training.
 
@@ -171,11 +176,11 @@ def start_id_of(saved: SavedModel, tokenizer: Tokenizer) -> int:
     return next((ids[0] for ids in named if ids), t5_ids(tokenizer).bos)
 
 
-def _settings(saved: SavedModel) -> list[tuple[Path, Mapping[str, Any]]]:
+def _settings(saved: SavedModel) -> list[tuple[object, Mapping[str, Any]]]:
     """Returns what Hugging Face's files say of generation, with their names; the first wins."""
     origin = saved.source.origin
     own = origin.generation_config
-    return [(own, read_object(own)), (saved.folder / "config.json", origin.hugging_face)]
+    return [(own, read_object(own)), (f"the metadata of the weights {saved.folder}", origin.hugging_face)]
 
 
 def special_id(tokenizer: Tokenizer, name: str) -> int:

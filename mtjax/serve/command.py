@@ -13,7 +13,6 @@ from mtjax.data.progress import say
 from mtjax.errors import UserError
 from mtjax.generate.decoder import Decoder
 from mtjax.generate.engine import Engine
-from mtjax.generate.prefix_cache import check_snapshots
 from mtjax.generate.weights import LoadedModel, describe_config, load_model
 from mtjax.layout.mesh import check_generation_mesh, parse_mesh
 from mtjax.runtime.compile_cache import CompileCache
@@ -75,8 +74,13 @@ def load(options: Options, processes: int) -> Loaded:
     replicas = replicas_on(shape, processes)
     local = [replica for replica in replicas if this_process() in replica.processes]
     given = (str(shape.replica_shape), options.dtype, options.tokenizer)
-    model = load_model(options.source, *given, devices=local[0].mesh, storage=options.storage)
-    check_snapshots(model.placed.config.model, options.state_snapshots)
+    model = load_model(
+        options.source,
+        *given,
+        devices=local[0].mesh,
+        storage=options.storage,
+        state_snapshots=options.state_snapshots,
+    )
     if this_process() == 0:
         count = f" ({len(replicas)} replicas)" if len(replicas) > 1 else ""
         say(f"model   {describe_config(model.placed.config, model.parameters)}{count}")

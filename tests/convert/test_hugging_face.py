@@ -156,6 +156,8 @@ def test_a_model_that_mtjax_does_not_have_is_refused(hf, tmp_path, capsys, chang
         ({"n_head": 5}, "config.json: hidden_size 32 is not divisible by num_heads 5"),
         ({"model_type": "mistral", "sliding_window": 0}, "hf/config.json: "),
         ({"bos_token_id": "7"}, "config.json: bos_token_id is '7', and must be a token's id, a list of them, or null"),
+        ({"pad_token_id": False}, "config.json: pad_token_id is False, and must be a token's id"),
+        ({"eos_token_id": [7, None]}, "config.json: eos_token_id is [7, None], and must be a token's id"),
         ({"n_layer": None}, "config.json is missing num_layers"),
         ({"n_head": 2.5}, "num_heads = 2.5 should be"),
         (
@@ -259,7 +261,7 @@ def test_one_file_wins_over_those_of_an_index_as_in_transformers(hf, tmp_path):
     assert_same(tensors_in(tmp_path / "a"), tensors)
 
 
-def test_a_tensor_in_two_files_is_refused(hf, tmp_path, capsys):
+def test_a_tensor_in_two_files_must_be_the_same(hf, tmp_path, capsys):
     tensors = tensors_in(hf)
     twice = shutil.copytree(hf, tmp_path / "twice")
     (twice / "model.safetensors").rename(twice / "b.safetensors")
@@ -267,7 +269,25 @@ def test_a_tensor_in_two_files_is_refused(hf, tmp_path, capsys):
     index = {"weight_map": dict.fromkeys(tensors, "b.safetensors") | {"transformer.wte.weight": "a.safetensors"}}
     (twice / "model.safetensors.index.json").write_text(json.dumps(index))
     assert run(f"hf:{twice}", f"mtjax:{tmp_path / 'a'}") == 2
-    assert f"transformer.wte.weight is in two files, {twice / 'a.safetensors'} and" in capsys.readouterr().err
+    said = (
+        f"differs between {twice / 'a.safetensors'} and {twice / 'b.safetensors'}: save the model again with save_pre"
+    )
+    assert f"transformer.wte.weight {said}" in capsys.readouterr().err
+    save_file({"transformer.wte.weight": tensors["transformer.wte.weight"]}, twice / "a.safetensors")
+    assert run(f"hf:{twice}", f"hf:{tmp_path / 'b'}") == 0
+    assert_same(tensors_in(tmp_path / "b"), tensors)
+    # Nor are the same bytes of another type or shape the same tensor.
+    for other in (tensors["transformer.wte.weight"].view(np.int32), tensors["transformer.wte.weight"].reshape(-1)):
+        save_file({"transformer.wte.weight": other}, twice / "a.safetensors")
+        assert run(f"hf:{twice}", f"mtjax:{tmp_path / 'a'}") == 2
+        assert said in capsys.readouterr().err
+
+
+def test_ids_that_are_not_read_may_be_anything(hf, tmp_path):
+    folder = shutil.copytree(hf, tmp_path / "hf")
+    odd = {"image_token_id": "x", "audio_token_id": False, "pad_token_id": [None], "bos_token_id": [7, None]}
+    (folder / "config.json").write_text(json.dumps(GPT2_CONFIG | odd))
+    assert run(f"hf:{folder}", f"mtjax:{tmp_path / 'ours'}") == 0
 
 
 def test_weights_of_integers_are_refused(hf, tmp_path, capsys):

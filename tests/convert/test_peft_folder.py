@@ -10,6 +10,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from mtjax.commands.convert import main as convert
+from mtjax.convert.peft_copies import join_copies
+from mtjax.convert.peft_source import Adapters
 from mtjax.convert.saved_model import SavedModel, model_of
 from mtjax.errors import UserError
 from mtjax.generate.weights import stop_ids_of
@@ -77,6 +79,14 @@ def test_other_commands_read_adapters(tmp_path, capsys):
     name, tokenizer = saved.tokenizer()
     assert name == str(base / "tokenizer.json")
     assert stop_ids_of(saved, tokenizer) == {3, 4}  # as in transformers, without the config.json's
+    # A chat model whose config.json has more ends; and one whose generation_config.json has none.
+    (base / "config.json").write_text(json.dumps(LLAMA_CONFIG | {"eos_token_id": [3, 4, 5]}))
+    saved = SavedModel.open(f"peft:{tmp_path / 'adapters'}")
+    for own, ends in (("[4]", {4}), ("4", {4}), ("[]", {3, 4, 5}), ("null", {3, 4, 5})):
+        (base / "generation_config.json").write_text(f'{{"eos_token_id": {own}}}')
+        assert stop_ids_of(saved, tokenizer) == ends
+    (base / "generation_config.json").write_text('{"do_sample": true}')
+    assert stop_ids_of(saved, tokenizer) == {3, 4, 5}
     (base / "generation_config.json").write_text('{"eos_token_id": "3"}')
     with pytest.raises(UserError, match="generation_config.json: eos_token_id is '3', and must be a token's id"):
         stop_ids_of(saved, tokenizer)
@@ -115,6 +125,17 @@ def test_other_commands_read_adapters(tmp_path, capsys):
             "has no tensors of model.layers.2.",
         ),
         (MODULE, {"modules_to_save": ["lm_head"]}, "has no tensors of lm_head, which modules_to_save of"),
+        (
+            MODULE,
+            {"target_modules": "*q_proj"},
+            "target_modules is '*q_proj', which is not a regular expression: nothing",
+        ),
+        (MODULE, {"exclude_modules": "(("}, "adapter_config.json: exclude_modules is '((', which is not a regular"),
+        (MODULE, {"target_modules": 5}, "target_modules is 5, and must be a list of names, a regular expression or"),
+        (MODULE, {"target_modules": True}, "adapter_config.json: target_modules is True, and must be a list of names"),
+        (MODULE, {"modules_to_save": 7}, "adapter_config.json: modules_to_save is 7, and must be a list of names or"),
+        (MODULE, {"modules_to_save": "lm_head"}, "modules_to_save is 'lm_head', and must be a list of names or null"),
+        (MODULE, {"exclude_modules": ["q", 1]}, "exclude_modules is ['q', 1], and must be a list of names"),
         ("model.layers.2.mlp.gate_proj", {}, "is for a tensor of shape (48, 32), but the base model's has (80, 32)"),
         ("model.layers.7.self_attn.q_proj", {}, "adapts model.layers.7.self_attn.q_proj.weight, which the base model"),
     ],
@@ -176,6 +197,46 @@ def test_exclusions_and_layers_need_no_tensors(tmp_path):
     settings = {"target_modules": ["q_proj", "k_proj"], "exclude_modules": ["k_proj"], "layers_to_transform": [2]}
     write_adapters(tmp_path / "adapters", base_of(tmp_path), **settings)
     assert len(SavedModel.open(f"peft:{tmp_path / 'adapters'}").source.parameters) > 0
+
+
+def test_layers_to_transform_leave_the_output_as_it_is(tmp_path):
+    """In peft, a module without a layer's number is in none of the layers."""
+    write_adapters(
+        tmp_path / "adapters", base_of(tmp_path), target_modules=["q_proj", "lm_head"], layers_to_transform=[2]
+    )
+    assert len(SavedModel.open(f"peft:{tmp_path / 'adapters'}").source.parameters) > 0
+
+
+@pytest.mark.parametrize(
+    ("first", "other", "differ"),
+    [
+        ({"a.weight": np.ones((2, 3))}, {"a.weight": np.ones((2, 3))}, False),
+        ({"a.weight": np.ones((2, 3))}, {"a.weight": np.ones((2, 4))}, True),
+        ({"a.weight": np.ones((2, 3))}, {"a.weight": np.ones(3)}, True),
+        ({"a.weight": np.zeros((2, 3))}, {}, True),  # zeros replace the weights
+        ({}, {"a.weight": np.zeros((2, 3))}, True),
+        ({"a.lora_A.weight": np.ones((2, 3)), "a.lora_B.weight": np.zeros((4, 2))}, {}, False),  # nothing is added
+        (
+            {"a.lora_A.weight": np.ones((2, 3)), "a.lora_B.weight": np.ones((4, 2))},
+            {"a.lora_A.weight": np.ones((2, 5)), "a.lora_B.weight": np.ones((4, 2))},
+            True,
+        ),
+    ],
+)
+def test_a_shared_block_and_its_copy_have_the_same_change(first, other, differ, tmp_path):
+    tensors = {f"first.{n}": array for n, array in first.items()} | {f"copy.{n}": array for n, array in other.items()}
+    write_adapters(tmp_path / "adapters", tmp_path)
+    named = {f"base_model.model.{name}": array.astype(np.float32) for name, array in tensors.items()}
+    save_file(named, tmp_path / "adapters/adapter_model.safetensors")
+    adapters = Adapters(tmp_path / "adapters")
+    if differ:
+        with pytest.raises(
+            UserError, match=r"changes first\.a.* and copy\.a.*, which share their weights, in different"
+        ):
+            join_copies(adapters, {"copy": "first"})
+    else:
+        join_copies(adapters, {"copy": "first"})
+        assert not [name for name in (*adapters.modules, *adapters.full) if name.startswith("copy")]
 
 
 def test_what_two_folders_both_have_is_one_sentence(tmp_path, capsys):

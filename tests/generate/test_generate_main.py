@@ -204,6 +204,12 @@ def test_beams_are_printed_and_written(folder, tmp_path, capsys) -> None:
     assert f"{source}:1: --beams (beam search) supports max_tokens only" in capsys.readouterr().err
     few = ("--from", f"hf:{folder}", "--beams", "2")
     assert "at least as many beams" in refused(capsys, *few, "--samples", "3", "x")
+    # Before the weights are looked at, and before they are read.
+    nowhere = ("--from", "hf:/nowhere", "--state-snapshots", "3", "x")
+    assert "does not support --state-snapshots" in refused(capsys, *nowhere, "--beams", "2")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mtjax.convert.saved_model.SavedModel.parameters", None)
+        assert "a gpt has none: remove it" in refused(capsys, *few[:2], "--state-snapshots", "3", "x")
     assert "does not support --stop" in refused(capsys, *few, "--stop", "a", "x")
     assert "--length-penalty requires --beams" in refused(
         capsys, "--from", f"hf:{folder}", "--length-penalty", "2", "x"

@@ -46,6 +46,11 @@ class Slots:
         return shared
 
     @property
+    def texts(self) -> list[str]:
+        """The texts of the slots, in their order."""
+        return sorted("".join(map(chr, tokens)) for tokens in self.prefixes._tokens)
+
+    @property
     def kept(self) -> list[str]:
         """The texts that have snapshots, in their order."""
         for snapshot in self.prefixes._snapshots:
@@ -102,11 +107,23 @@ def test_a_text_is_overwritten_by_what_continues_it() -> None:
     slots.write("abcdefghi")
     assert slots.write("abcd1234") == slots.write("abcd5678") == 4
     assert slots.write("abcdefghijklm") == 8
-    assert sorted("".join(map(chr, tokens)) for tokens in slots.prefixes._tokens) == [
-        "abcd1234",
-        "abcd5678",
-        "abcdefghijklm",
-    ]
+    assert slots.texts == ["abcd1234", "abcd5678", "abcdefghijklm"]
+
+
+def test_a_prompt_of_complete_chunks_continues_its_own_text() -> None:
+    """It shares a chunk less than it has: its last token is never shared."""
+    slots = Slots("M*", 3, 9)
+    slots.write("12345678")
+    slots.write("abcdefgh")
+    assert slots.write("abcdefgh") == 4 and slots.texts == ["", "12345678", "abcdefgh"]
+    # A prompt that leaves a text early, or is only its beginning, would lose the rest of it.
+    assert slots.write("abcdXY") == 4 and slots.texts == ["12345678", "abcdXY", "abcdefgh"]
+
+
+def test_the_beginning_of_a_text_does_not_overwrite_it() -> None:
+    slots = Slots("M*", 2, 9)
+    slots.write("abcdefghijklm")
+    assert slots.write("abcdef") == 4 and slots.texts == ["abcdef", "abcdefghijklm"]
 
 
 def test_a_shorter_cache_has_no_later_tokens() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from mtjax.convert.peft_source import PeftSource
 from mtjax.errors import UserError
@@ -96,6 +97,57 @@ def test_adapters_of_an_encoder_decoder_are_merged(tmp_path: Path) -> None:
     assert len(changed) == 2 * 3 + 2 * 5
     for name, array in theirs.items():
         np.testing.assert_allclose(ours[name], array, atol=1e-6)
+
+
+def with_predictions(folder: Path) -> None:
+    """Adds a layer of multi-token prediction to a saved network, which transformers does not build."""
+    tensors, path = tensors_in(folder), folder / "config.json"
+    config = json.loads(path.read_text())
+    count, size = config["num_hidden_layers"], config["hidden_size"]
+    of_last, own = f"model.layers.{count - 1}.", f"model.layers.{count}."
+    if config["model_type"] == "qwen3_next":
+        own = "mtp.layers.0."
+    tensors |= {own + n.removeprefix(of_last): array for n, array in tensors.items() if n.startswith(of_last)}
+    norms = {
+        own + name: np.ones(size, np.float32) for name in ("enorm.weight", "hnorm.weight", "shared_head.norm.weight")
+    }
+    tensors |= norms | {f"{own}eh_proj.weight": np.ones((size, 2 * size), np.float32)}
+    save_file({name: np.ascontiguousarray(array) for name, array in tensors.items()}, folder / "model.safetensors")
+    path.write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+
+
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    [
+        ("qwen3_next, three taps, biases, dense layers, a key for each query", ["q_proj", "v_proj", "in_proj_ba"]),
+        pytest.param("glm4_moe", ["q_proj", "v_proj"], marks=pytest.mark.long),
+        ("deepseek_v3", ["q_b_proj", "o_proj"]),
+    ],
+)
+def test_layers_of_predictions_have_no_adapters(name: str, targets: list[str], tmp_path: Path) -> None:
+    adapted(CASES[name], tmp_path, target_modules=targets)
+    with_predictions(tmp_path / "base")
+    source = PeftSource(tmp_path / "peft", 1)
+    assert source.origin.config.model.mtp_num_layers == (name == "deepseek_v3")
+
+
+@pytest.mark.parametrize("kind", ["BertModel", "BertForMaskedLM"])
+def test_classes_without_a_pooler_or_a_head_are_complete(kind: str, tmp_path: Path) -> None:
+    sizes = {"vocab_size": 90, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.BertConfig(**sizes, intermediate_size=40, max_position_embeddings=16)
+    transformers.BertForPreTraining(config).save_pretrained(tmp_path / "base")
+    network = getattr(transformers, kind).from_pretrained(tmp_path / "base")
+    task = "FEATURE_EXTRACTION" if kind == "BertModel" else None
+    config = peft.LoraConfig(task_type=task, r=3, target_modules=["query", "dense"])
+    peft.get_peft_model(network, config).save_pretrained(tmp_path / "peft")
+    assert PeftSource(tmp_path / "peft", 1).origin.config.model.num_layers == 2
+    tensors = load_file(tmp_path / "peft/adapter_model.safetensors")
+    lacking = {name: array for name, array in tensors.items() if ".layer.1.intermediate." not in name}
+    save_file(lacking, tmp_path / "peft/adapter_model.safetensors")
+    with pytest.raises(
+        UserError, match=r"has no tensors of bert\.encoder\.layer\.1\.intermediate\.dense, which target"
+    ):
+        PeftSource(tmp_path / "peft", 1)
 
 
 @pytest.mark.parametrize(

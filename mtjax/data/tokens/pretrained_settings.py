@@ -20,6 +20,8 @@ CONFIG, SPECIAL, ADDED, MODEL = (
     "added_tokens.json",
     "config.json",
 )
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
+"""Keys of a config.json with ids of tokens that are read, or exported for a model of another type."""
 BACKEND = "TokenizersBackend"
 """The general class of transformers, which it takes where no other class applies."""
 CLASSES = {
@@ -231,14 +233,18 @@ def read_object(path: Path) -> dict[str, Any]:
     return parse_json_object(path.read_bytes(), path) if path.is_file() else {}
 
 
-def ids_in(settings: Mapping[str, Any], key: str, source: Path) -> list[int]:
+def ids_in(settings: Mapping[str, Any], key: str, source: object) -> list[int]:
     """Returns the token ids that a file's settings give under a key: a number, a list of numbers, or null.
+
+    Null in a list counts for nothing, except among the ends of texts, where it would leave out one.
 
     Raises:
       UserError: it is something else, such as a number in quotes; `source` names the file.
     """
     value = settings.get(key)
     ids = value if isinstance(value, list) else [] if value is None else [value]
+    if key != "eos_token_id":
+        ids = [index for index in ids if index is not None]
     if any(type(index) is not int for index in ids):
         raise UserError(f"{source}: {key} is {value!r}, and must be a token's id, a list of them, or null")
     return ids
