@@ -68,7 +68,7 @@ def test_without_a_gpu_it_says_so_in_one_sentence() -> None:
 @pytest.mark.parametrize(
     "models",
     [
-        pytest.param(["gpt2-1.2b"], marks=pytest.mark.long),
+        pytest.param(["gpt2-1.2b"], marks=pytest.mark.exhaustive),
         pytest.param(["gpt2-1.2b", "llama-1b"], marks=pytest.mark.exhaustive),
     ],
     ids=["one model", "both"],

@@ -62,7 +62,7 @@ def test_a_mesh_axis_may_cross_processes(mesh: str, launcher: Launcher) -> None:
     assert relative_difference(two[0].losses, one.losses) < 1e-6
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_four_processes_with_two_devices_each(launcher: Launcher, uninterrupted: Finished) -> None:
     four = launcher.train_together("four", "--steps", "5", *MASKS, processes=4)
     assert relative_difference(four[0].losses, first_steps(uninterrupted, 5)) < 1e-6
@@ -97,7 +97,7 @@ def from_weights(folder: Path, mesh: str) -> list[str]:
     return [*options, "--learning-rate", "1e-2", "--valid-every", "0"]
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mesh", ["1x8"])
 def test_two_processes_start_from_converted_weights_like_one(mesh: str, launcher: Launcher, converted: Path) -> None:
     one = launcher.train_here(f"from-one-{mesh}", *from_weights(converted, mesh))

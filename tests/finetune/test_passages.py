@@ -245,7 +245,9 @@ def test_a_run_with_passages_is_resumed_to_the_bit_and_asked_as_it_was_trained(t
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("frozen", ["encoder", "retrieval", "decoder"])
+@pytest.mark.parametrize(
+    "frozen", ["encoder", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("retrieval", "decoder"))]
+)
 def test_what_is_frozen_does_not_move_and_the_run_is_resumed_to_the_bit(tmp_path, frozen: str) -> None:
     """From weights of the same model; without passages for a frozen retrieval, as InstructRetro's decoder."""
     jax.devices()

@@ -39,7 +39,10 @@ TWO_ENDS = {"fp8_bf16_first_layers": 2, "fp8_bf16_last_layers": 1}
             marks=pytest.mark.long,
         ),
         pytest.param(
-            {"fp8": "delayed", **SPLIT, "fp8_bf16_first_layers": 1}, 2, id="a layer in 16 bits", marks=pytest.mark.long
+            {"fp8": "delayed", **SPLIT, "fp8_bf16_first_layers": 1},
+            2,
+            id="a layer in 16 bits",
+            marks=pytest.mark.exhaustive,
         ),
         pytest.param(
             {"mesh": "8x1", "zero": 3, "microbatch_size": 1, "fp8": "tensorwise", "num_layers": 6, **TWO_ENDS},
@@ -109,7 +112,11 @@ def test_layers_of_multi_token_prediction_are_in_16_bits() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("fp8", "settings"),
-    [("delayed", SPLIT), ("tensorwise", SPLIT), ("rowwise", {"mesh": "8x1", "zero": 3, "microbatch_size": 1})],
+    [
+        ("delayed", SPLIT),
+        pytest.param("tensorwise", SPLIT, marks=pytest.mark.exhaustive),
+        pytest.param("rowwise", {"mesh": "8x1", "zero": 3, "microbatch_size": 1}, marks=pytest.mark.exhaustive),
+    ],
     ids=["delayed", "tensorwise", "rowwise"],
 )
 def test_frozen_matrices_with_adapters_are_in_8_bits_and_adapters_are_not(fp8: str, settings: dict[str, Any]) -> None:

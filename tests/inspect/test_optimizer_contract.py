@@ -51,7 +51,7 @@ def test_largest_scores_leave_the_layers_with_the_gradients(settings: dict[str, 
 
 @needs_aot
 @pytest.mark.parametrize(
-    "settings", [{"zero": 3, "mesh": "4x2"}, pytest.param(STAGES, marks=pytest.mark.long)], ids=str
+    "settings", [{"zero": 3, "mesh": "4x2"}, pytest.param(STAGES, marks=pytest.mark.exhaustive)], ids=str
 )
 def test_offloaded_states_cross_to_the_host_and_back(settings: dict[str, Any]) -> None:
     """Moments once, 8 bytes a parameter of the device each way, and master weights another time for their copies; none
@@ -78,7 +78,7 @@ def test_offloaded_states_cross_to_the_host_and_back(settings: dict[str, Any]) -
 
 
 @needs_aot
-@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.parametrize("zero", [0, pytest.param(1, marks=pytest.mark.exhaustive), 3])
 def test_master_weights_in_bfloat16_are_what_is_gathered(zero: int) -> None:
     """The contract of float32 masters holds; parameters have half of their bytes, and nothing casts or copies more."""
     settings = {"zero": zero, "mesh": "4x2", "num_layers": 3, "compute_dtype": "bfloat16"}

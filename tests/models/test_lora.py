@@ -78,7 +78,7 @@ def gradients_of(program: TrainStep, parameters: Any) -> tuple[Any, Any]:
     [
         pytest.param("data=2,expert=2,model=2", {"sequence_parallel": True}, marks=pytest.mark.long),
         pytest.param("data=2,expert=2,model=2", {"expert_dispatch": "all-to-all", "zero": 3}, marks=pytest.mark.long),
-        pytest.param("1x1", {"capacity_factor": 1.0, "expert_bias": False}, marks=pytest.mark.long),
+        pytest.param("1x1", {"capacity_factor": 1.0, "expert_bias": False}, marks=pytest.mark.exhaustive),
     ],
 )
 def test_adapters_of_experts_change_their_matrices_by_a_product(mesh, more):

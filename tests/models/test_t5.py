@@ -27,7 +27,7 @@ def t5(mesh, **fields):
     ("settings", "mesh"),
     [
         pytest.param(RELATIVE, "2x4", id="relative-2x4", marks=pytest.mark.long),
-        pytest.param(MEGATRON, "1x8", id="learned-1x8", marks=pytest.mark.long),
+        pytest.param(MEGATRON, "1x8", id="learned-1x8", marks=pytest.mark.exhaustive),
         *(
             pytest.param(*case, id=name, marks=pytest.mark.exhaustive)
             for name, case in {
