@@ -40,7 +40,6 @@ class Evaluation:
         # The plain cross-entropy, comparable between runs.
         model = placed.trunk_losses(dataclasses.replace(placed.loss_options, label_smoothing=0.0, z_loss=0.0))
         weights, batch = placed.family.loss_weights(batch), with_text_lengths(placed.config.model, batch)
-        parameters = placed.with_observers(parameters)
         with use_rules(placed.layout.rules):
             inputs, schedule = (batch, weights, None), placed.microbatch_schedule(1)
             sums = distributed_losses(model, parameters, inputs, placed.region, schedule)

@@ -34,11 +34,6 @@ def final_hidden_states(placed: ShardedModel, parameters: Tree, batch: Batch, mi
         specs: Any = HiddenStates(partition_spec(rules, RESIDUAL))  # pyright: ignore[reportArgumentType]
         inputs = (batch, {}, None)
         return distributed_output(
-            placed.trunk_losses(placed.loss_options),
-            placed.with_observers(parameters),
-            inputs,
-            region,
-            schedule,
-            specs,
+            placed.trunk_losses(placed.loss_options), parameters, inputs, region, schedule, specs
         ).x
     return run_sections(placed.inference_model(parameters), batch, None)[0].x

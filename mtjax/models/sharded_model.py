@@ -84,12 +84,13 @@ class ShardedModel:
         )
         stored = lambda array, record: array.update(dtype=record.dtype)  # noqa: E731
         self.abstract_parameters = jax.tree.map(stored, self.abstract_parameters, self.records)
-        self.region = ManualRegion(self.shape, self.layout.rules, self.records)
+        self.region = self.step_region = ManualRegion(self.shape, self.layout.rules, self.records)
         if self._observes_scores:
             from mtjax.models.largest_scores import without_observers
 
             trees = self.axes, self.abstract_parameters, self.records
             self.axes, self.abstract_parameters, self.records = map(without_observers, trees)
+            self.region = dataclasses.replace(self.region, records=self.records)
 
     def is_trainable(self, name: str) -> bool:
         """Returns whether a training step differentiates by the parameter of a dotted name."""
@@ -105,7 +106,7 @@ class ShardedModel:
             return parameters
         from mtjax.models.largest_scores import with_observers
 
-        return with_observers(self.region.records, parameters)
+        return with_observers(self.step_region.records, parameters)
 
     def _choose_kernel(self, config: Config) -> tuple[Kernel, str | None]:
         """Chooses the attention kernel for the mesh's devices."""

@@ -46,7 +46,7 @@ class Distilled(TrainStep):
         shapes, names = {TEACHER: self._tables}, {TEACHER: dict.fromkeys(self._tables, ("vocab", "embed"))}
         dtypes = config.training.compute_dtype, config.parallel.grad_reduce_dtype
         records = param_specs(names, shapes, self.layout, self.shape, *dtypes, lambda name: False)
-        self._region = dataclasses.replace(self.region, records={**self.region.records, **records})
+        self._region = dataclasses.replace(self.step_region, records={**self.step_region.records, **records})
         self._table_shardings = placement.shardings(partition_specs(records, "storage_spec"), self.mesh)[TEACHER]
 
     def abstract_step_batch(self, global_batch_size: int | None = None) -> Batch:
@@ -82,7 +82,7 @@ class Distilled(TrainStep):
         temperature = self.config.finetuning.teacher_temperature
         options = dataclasses.replace(self.loss_options, temperature=temperature)
         if not self._tables:
-            return LossInputs(self.trunk_losses(options), self.region, parameters, batch)
+            return LossInputs(self.trunk_losses(options), self.step_region, parameters, batch)
         tables = {name: batch[name] for name in self._tables}
         batch = {name: array for name, array in batch.items() if name not in tables}
         model = DistilledTrunkPipeline(self.model, options, self.sections)

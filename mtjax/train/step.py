@@ -341,7 +341,7 @@ class TrainStep(ShardedModel):
 
     def loss_inputs(self, parameters: Tree, batch: Batch) -> LossInputs:
         """Returns the function and inputs that `gradients` differentiates."""
-        return LossInputs(self.trunk_losses(self.loss_options), self.region, parameters, batch)
+        return LossInputs(self.trunk_losses(self.loss_options), self.step_region, parameters, batch)
 
 
 def optimizer_step_count(optimizer: Tree) -> Array:
