@@ -63,18 +63,27 @@ def check_names(config: Mapping[str, Any], source: Path) -> None:
     """Checks the keys of an adapter_config.json that name modules.
 
     Raises:
-      UserError: one is no list of names, or a string that is no regular expression; `source` names the file.
+      UserError: one is not a list of names or, where that is read, a regular expression; `source` names the file.
     """
     for key in ("target_modules", "exclude_modules", "modules_to_save"):
         value, may_match = config.get(key), key != "modules_to_save"
         if isinstance(value, str) and may_match:
-            try:
-                re.compile(value)
-            except re.error as e:
-                raise UserError(f"{source}: {key} is {value!r}, which is not a regular expression: {e}") from e
+            check_expression(value, f"{source}: {key} is {value!r}, which")
         elif value is not None and not (isinstance(value, list) and all(isinstance(name, str) for name in value)):
             kinds = "a list of names, a regular expression" if may_match else "a list of names"
             raise UserError(f"{source}: {key} is {value!r}, and must be {kinds} or null")
+
+
+def check_expression(text: str, subject: str) -> None:
+    """Checks that a text is a regular expression.
+
+    Raises:
+      UserError: it is not one; `subject` is that of the sentence.
+    """
+    try:
+        re.compile(text)
+    except re.error as e:
+        raise UserError(f"{subject} is not a regular expression: {e}") from e
 
 
 def unread(config: Mapping[str, Any]) -> list[str]:

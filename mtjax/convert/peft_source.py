@@ -13,7 +13,7 @@ from mtjax.config.sizes import decoder_layers
 from mtjax.convert.hub import local_folder
 from mtjax.convert.hugging_face import FolderTensors, HuggingFaceSource, describe
 from mtjax.convert.peft import IS_TRANSPOSED, PREFIX, TENSORS
-from mtjax.convert.peft_config import FACTORS, Adapter, check_names, is_named, matching, unread
+from mtjax.convert.peft_config import FACTORS, Adapter, check_expression, check_names, is_named, matching, unread
 from mtjax.convert.peft_copies import join_copies
 from mtjax.convert.safetensors_files import SafetensorsReader
 from mtjax.convert.stream import check_folder, looks_like
@@ -164,10 +164,7 @@ class Adapters:
         if not isinstance(pattern, dict) or any(type(value) not in (int, float) for value in pattern.values()):
             raise UserError(f"{self.path}: {key} is {pattern!r}, and must be an object with numbers")
         for name in pattern:
-            try:
-                re.compile(name)
-            except re.error as e:
-                raise UserError(f"{self.path}: {name!r} in {key} is not a regular expression: {e}") from e
+            check_expression(name, f"{self.path}: {name!r} in {key}")
         return pattern
 
 

@@ -10,7 +10,7 @@ from jax import Array
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.lora import adapter_of, lora_input_dropout
 from mtjax.models.mixers.adapted import QKV_SITE, UP_SITE, AdaptedMLP, AdaptedSelfAttention
-from mtjax.models.shared_block import BlockAttention, BlockMLP
+from mtjax.models.shared_block import BlockAttention, BlockMLP, with_own_adapter
 
 
 class AdaptedBlockAttention(AdaptedSelfAttention, BlockAttention):
@@ -18,7 +18,7 @@ class AdaptedBlockAttention(AdaptedSelfAttention, BlockAttention):
 
     def project_in(self, x: Array, context: LayerContext) -> tuple[Array, Array, Array]:
         """See `SelfAttention.project_in`; the layer's own adapter, whose input has no dropout, is added, too."""
-        for_product, for_adapters, own = self.with_own_adapter(x, context)
+        for_product, for_adapters, own = with_own_adapter(x, context, "attention_adapter")
         dropped = lora_input_dropout(for_adapters, self.low, context, QKV_SITE, "embed")
         if own is None:
             return self.add_to_qkv(for_product, dropped)
@@ -31,6 +31,6 @@ class AdaptedBlockMLP(AdaptedMLP, BlockMLP):
 
     def project_up(self, x: Array, context: LayerContext) -> Array:
         """See `MLP.project_up`; the layer's own adapter, whose input has no dropout, is added, too."""
-        for_product, for_adapters, own = self.with_own_adapter(x, context)
+        for_product, for_adapters, own = with_own_adapter(x, context, "mlp_adapter")
         dropped = lora_input_dropout(for_adapters, self.low, context, UP_SITE, "embed")
         return self.up(for_product) + own(for_adapters) + adapter_of(self.up)(dropped)

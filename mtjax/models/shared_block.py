@@ -72,6 +72,11 @@ class SharedBlock(nnx.Module):
             return self.mlp(self.mlp_norm(x), context, None)[0], state
 
 
+def with_own_adapter(x: Array, context: LayerContext, name: str) -> tuple[Array, Array, Any]:
+    """Returns the gathered input for a block's product, and for adapters, and the layer's adapter, if it has one."""
+    return *gather_sequence_shared(x, _LOW, context, _SITE), _adapter(context, name)
+
+
 class BlockAttention(SelfAttention):
     """Self-attention whose input is twice as wide as its output, with the adapters of a layer."""
 
@@ -86,13 +91,9 @@ class BlockAttention(SelfAttention):
         """See `SelfAttention.project_in`."""
         if _adapter(context, "attention_adapter") is None:
             return super().project_in(x, context)
-        for_product, for_adapter, own = self.with_own_adapter(x, context)
+        for_product, for_adapter, own = with_own_adapter(x, context, "attention_adapter")
         qkv: Any = self.qkv  # a `FusedQKV`: there are as many key heads as query heads
         return qkv(for_product, lambda: own(for_adapter))
-
-    def with_own_adapter(self, x: Array, context: LayerContext) -> tuple[Array, Array, Any]:
-        """Returns the gathered input for the product, and for adapters, and the layer's adapter, if it has one."""
-        return *gather_sequence_shared(x, _LOW, context, _SITE), _adapter(context, "attention_adapter")
 
 
 class BlockMLP(MLP):
@@ -100,12 +101,8 @@ class BlockMLP(MLP):
 
     def project_up(self, x: Array, context: LayerContext) -> Array:
         """See `MLP.project_up`."""
-        for_product, for_adapter, own = self.with_own_adapter(x, context)
+        for_product, for_adapter, own = with_own_adapter(x, context, "mlp_adapter")
         return self.up(for_product) + own(for_adapter)
-
-    def with_own_adapter(self, x: Array, context: LayerContext) -> tuple[Array, Array, Any]:
-        """Returns the gathered input for the product, and for adapters, and the layer's adapter."""
-        return *gather_sequence_shared(x, _LOW, context, _SITE), _adapter(context, "mlp_adapter")
 
 
 class UpAdapter(nnx.Module):

@@ -1,6 +1,7 @@
 """Every decoder type of transformers gives its own logits here, and comes back to the bit."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -59,18 +60,23 @@ def logits_of(network: Any, tokens: np.ndarray) -> np.ndarray:
 
 def our_logits(source: Source, tokens: np.ndarray, dtype: str = "float32") -> np.ndarray:
     """Logits of weights as they are read, computed in this type."""
+    return logits_of_source(source, tokens, lambda model, tokens: model(tokens), dtype)
+
+
+def logits_of_source(source: Source, batch: Any, forward: Callable[[Any, Any], Any], dtype: str = "float32") -> Any:
+    """Logits of what `forward` returns of a source's model and a batch, computed in this type."""
     config = replace(source.origin.config, compute_dtype=dtype, attention="xla", vocab_multiple=1)
     config = replace(config, hidden_dropout=0.0, attention_dropout=0.0)
     sharded = ShardedModel(config, make_mesh(MeshShape(), jax.devices("cpu")))
     arrays = SavedModel(Path(), source).parameters(sharded)
 
-    def run(parameters: Any, tokens: Any) -> Any:
+    def run(parameters: Any, batch: Any) -> Any:
         with use_rules(sharded.layout.rules):
             model: Any = sharded.model(parameters)
-            return model.logits(model(tokens))
+            return model.logits(forward(model, batch))
 
     with jax.set_mesh(sharded.mesh):
-        placed = jax.device_put(tokens, sharded.batch_sharding)
+        placed = jax.device_put(batch, sharded.batch_sharding)
         compiled = jax.jit(run).lower(arrays, placed).compile(compiler_options=LESS_COMPILING)
         return np.asarray(compiled(arrays, placed), np.float32)
 

@@ -8,23 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 
-from mtjax.config import replace
 from mtjax.config.model_identity import effective_settings
 from mtjax.convert.hugging_face import HuggingFaceSource
-from mtjax.convert.saved_model import SavedModel
 from mtjax.convert.stream import Source
 from mtjax.errors import UserError
-from mtjax.layout.mesh import MeshShape
-from mtjax.models.sharded_model import ShardedModel
-from mtjax.sharding.axes import use_rules
-from mtjax.sharding.mesh import make_mesh
 from tests.parity.compare import relative, shaken
 from tests.parity.decoder_types import CASES
-from tests.parity.test_decoder_types import LESS_COMPILING, logits_of, network_of, our_logits, tokens_of
+from tests.parity.test_decoder_types import logits_of, logits_of_source, network_of, our_logits, tokens_of
 from tests.parity.varied_configs import varied
 
 torch = pytest.importorskip("torch", reason="needs the extra parity: pip install '.[parity]'")
@@ -68,20 +61,7 @@ def batch_of(read: int = 16, written: int = 12) -> dict[str, np.ndarray]:
 
 def of_model(source: Source, forward: Callable[[Any, Any], Any]) -> Logits:
     """Our logits of `batch_of`."""
-    config = replace(source.origin.config, compute_dtype="float32", attention="xla", vocab_multiple=1)
-    config = replace(config, hidden_dropout=0.0, attention_dropout=0.0)
-    sharded = ShardedModel(config, make_mesh(MeshShape(), jax.devices("cpu")))
-    arrays = SavedModel(Path(), source).parameters(sharded)
-
-    def run(parameters: Any, batch: Any) -> Any:
-        with use_rules(sharded.layout.rules):
-            model: Any = sharded.model(parameters)
-            return model.logits(forward(model, batch))
-
-    with jax.set_mesh(sharded.mesh):
-        placed = jax.device_put(batch_of(), sharded.batch_sharding)
-        compiled = jax.jit(run).lower(arrays, placed).compile(compiler_options=LESS_COMPILING)
-        return np.asarray(compiled(arrays, placed), np.float32)
+    return logits_of_source(source, batch_of(), forward)
 
 
 def decoder(name: str) -> Kind:
