@@ -112,7 +112,7 @@ def _core(scores: Scores, plan: Plan, machine: Machine, kernels: ElementWise) ->
     element = plan.element_bytes
     forward = both + machine.passes(pairs * core.forward(element, plan.has_attention_dropout))
     backward = 2 * both + machine.passes(pairs * core.backward(element, plan.has_attention_dropout))
-    if plan.attention_in_blocks and not plan.context_parallelism:  # the scores and probabilities are computed again
+    if plan.attention_in_blocks and not plan.context_parallelism:  # the scores and probabilities are recomputed
         backward += forward - machine.product(queries, keys, width, heads)
     return forward, backward
 
@@ -142,7 +142,7 @@ def head_seconds(anatomy: Anatomy, plan: Plan, machine: Machine, software: Softw
 
 
 def _loss_chunks(logits: Product, plan: Plan) -> float:
-    """Returns the number of chunks in which the loss of a microbatch is computed, each with products of its own."""
+    """Returns the number of chunks in which the loss of a microbatch is computed, each with separate products."""
     rows = plan.local_tokens(logits.tokens)
     return rows / min(rows, plan.loss_chunk or rows)
 

@@ -35,7 +35,7 @@ def over_ranks_lines(
         scattered = [("microbatches" if zero >= 2 else "1", split)]
     scatters = [line(GRADIENTS, "reduce-scatter", times, elements, why) for times, elements in scattered]
     if staged and zero >= 2 and not adapts:
-        why = "once more where embeddings and head, each a branch of its own, have a table in common"
+        why = "once more where embeddings and head, each a separate branch, have a table in common"
         scatters.append(line(GRADIENTS, "reduce-scatter", "microbatches", "parameters_used_again", why))
     if zero < 3:
         why = "matrices, once a step, however many microbatches"

@@ -92,7 +92,7 @@ def check_offload(config: Config) -> None:
             )
         needed += [
             ("master_dtype", config.optimizer.master_dtype, "float32"),
-            ("fp8", config.training.fp8, "none"),  # whose scales are found from masters behind the update
+            ("fp8", config.training.fp8, "none"),  # whose scales are found from masters after the update
         ]
     for name, value, only in needed:
         if value != only:

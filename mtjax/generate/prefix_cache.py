@@ -7,7 +7,7 @@ follow their slots: one that no slot has the keys of is dropped.
 
 The number of snapshots is limited. They are taken where later prompts are likely to continue: at the last complete
 chunk of a prompt (a conversation goes on), and where a prompt departs from a slot's text (a system prompt ends). Others
-are taken while there is room, and evicted first; then the one that was not used for longest.
+are taken while there is space, and evicted first; then the one that was not used for longest.
 """
 
 from collections.abc import Iterable, Sequence
@@ -40,7 +40,7 @@ class _Snapshot:
     tokens: tuple[int, ...]
     states: States
     is_spare: bool
-    """Whether it was taken only because there was room, and has not been used."""
+    """Whether it was taken only because there was space, and has not been used."""
     used: int
     """Number of the event in which it was taken or last used."""
     slots: set[int] = field(default_factory=set)
@@ -174,7 +174,7 @@ class PrefixCache:
     # --- snapshots of recurrent states
 
     def _take(self, tokens: tuple[int, ...], is_spare: bool, slot: int, cache: Cache) -> None:
-        """Takes a snapshot after these tokens of a slot, unless there is one, or room only for one that matters."""
+        """Takes a snapshot after these tokens of a slot, unless there is one, or space only for one that matters."""
         snapshot = self._snapshot_of(tokens)
         if snapshot is None and len(self._snapshots) >= self._most:
             if is_spare:

@@ -23,7 +23,7 @@ from mtjax.layout.layouts import gathers_in_compute_dtype
 from mtjax.layout.stages import LayerOrder, Orders, order_of
 from mtjax.models.sharded_model import Batch
 from mtjax.runtime.train_state import State
-from mtjax.sharding.axes import PartitionSpec
+from mtjax.sharding.axes import joined_spec
 from mtjax.sharding.host_memory import PINNED, AbsentHost, on_device
 from mtjax.sharding.param_specs import ParamSpec
 from mtjax.train.optimizer import make_optimizer
@@ -184,14 +184,14 @@ class Ranks:
     def divided(self, stack: Array) -> Array:
         """Divides the first dimension: [layers of all ranks, ...] -> [ranks, layers, ...]."""
         spec = jax.typeof(stack).sharding.spec
-        place = PartitionSpec(spec[0], None, *spec[1:])
+        place = joined_spec(spec[0], None, *spec[1:])
         return lax.reshape(stack, (self.count, self.layers, *stack.shape[1:]), out_sharding=place)
 
     def joined(self, stack: Array) -> Array:
         """Undoes `divided`."""
         spec = jax.typeof(stack).sharding.spec
         shape = self.count * self.layers, *stack.shape[2:]
-        return lax.reshape(stack, shape, out_sharding=PartitionSpec(spec[0], *spec[2:]))
+        return lax.reshape(stack, shape, out_sharding=joined_spec(spec[0], *spec[2:]))
 
     def layer(self, stack: Array, k: Array) -> Array:
         """Takes a layer of each rank: [ranks, layers, ...] -> [ranks, ...]."""
@@ -295,8 +295,8 @@ def streamed_update(
     every = jax.tree.leaves(how.records)
     arrays = list(zip(*map(jax.tree.leaves, (gradients, parameters, adam.mu, adam.nu)), strict=True))
     # XLA: without the barrier what the step has read of a parameter at its beginning would be kept for its update.
-    behind = lambda g, p, *moments: (*lax.optimization_barrier((g, p)), *moments)  # noqa: E731
-    new: list[Any] = [None if r.is_stacked else one(r, *behind(*each)) for r, each in zip(every, arrays, strict=True)]
+    apart = lambda g, p, *moments: (*lax.optimization_barrier((g, p)), *moments)  # noqa: E731
+    new: list[Any] = [None if r.is_stacked else one(r, *apart(*each)) for r, each in zip(every, arrays, strict=True)]
     for ranks, members in stacks_by_ranks(every, leaves).items():
         results = _through_layers(one, ranks, [every[i] for i in members], [arrays[i] for i in members], how.orders)
         for i, result in zip(members, results, strict=True):
