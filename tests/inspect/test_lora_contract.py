@@ -30,12 +30,12 @@ def check(report: Report) -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.exhaustive),
         {"sequence_parallel": True, "zero": 1, "num_kv_heads": 4},
         LATENTS | {"sequence_parallel": True, "zero": 1},
-        pytest.param(LATENTS, marks=pytest.mark.long),
-        pytest.param(LATENTS | {"q_lora_rank": 0, "sequence_parallel": True}, marks=pytest.mark.long),
-        pytest.param(LATENTS | {"lora_targets": "mlp", "sequence_parallel": True}, marks=pytest.mark.long),
+        pytest.param(LATENTS, marks=pytest.mark.exhaustive),
+        pytest.param(LATENTS | {"q_lora_rank": 0, "sequence_parallel": True}, marks=pytest.mark.exhaustive),
+        pytest.param(LATENTS | {"lora_targets": "mlp", "sequence_parallel": True}, marks=pytest.mark.exhaustive),
     ],
 )
 def test_only_adapters_travel_on_h100(settings: dict[str, Any]) -> None:
