@@ -132,7 +132,6 @@ H100 = {
 COVERING = (
     "ModernBERT, split sequences, ZeRO-1",
     "post-LN, split sequences, ZeRO-0",
-    "post-LN, ZeRO-1",
     "T5, ZeRO-3",
 )
 """Presets with one sample a microbatch (tests/inspect/test_presets.py) have the other ZeROs; BERT's and T5's are

@@ -68,12 +68,17 @@ EXPERTS: dict[str, Any] = {"num_experts": 4, "expert_size": 48, "num_layers": 2,
         *(
             pytest.param(settings, marks=pytest.mark.long)
             for settings in (
-                {"shared_expert_size": 32, "expert_bias": True, "zero": 3, "first_dense_layers": 1},
                 {"lora_targets": "mlp", "expert_dispatch": "all-to-all", "num_layers": 1, "recompute": "none"},
                 {"lora_targets": "attention", "sequence_parallel": True},
             )
         ),
-        pytest.param({"mesh": "2x4", "capacity_factor": 1.0}, marks=pytest.mark.exhaustive),
+        *(
+            pytest.param(settings, marks=pytest.mark.exhaustive)
+            for settings in (
+                {"shared_expert_size": 32, "expert_bias": True, "zero": 3, "first_dense_layers": 1},
+                {"mesh": "2x4", "capacity_factor": 1.0},
+            )
+        ),
     ],
 )
 def test_experts_keep_their_matrices_on_h100(settings: dict[str, Any]) -> None:
