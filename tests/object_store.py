@@ -46,7 +46,7 @@ class Store:
             self._server.start()
         else:
             self._server = subprocess.Popen(self._command(), stderr=subprocess.DEVNULL)
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + 300
             while not self._answers():
                 assert time.monotonic() < deadline, "fake-gcs-server does not come up"
                 time.sleep(0.05)

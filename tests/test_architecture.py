@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,13 @@ import mtjax
 
 PACKAGE = Path(mtjax.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
-TREES = {path: ast.parse(path.read_text()) for path in FILES}
+
+
+@cache
+def trees() -> dict[Path, ast.Module]:
+    """The sources, parsed by the worker that asks first."""
+    return {path: ast.parse(path.read_text()) for path in FILES}
+
 
 BASE = {"config", "errors", "storage", "waiting"}
 ARROWS: dict[str, set[str]] = {
@@ -93,7 +100,7 @@ MODULES = {module_of(path) for path in FILES}
 
 def imports_of(path: Path) -> Iterator[str]:
     """Modules of mtjax that a file imports anywhere, as `sharding.mesh`."""
-    for node in ast.walk(TREES[path]):
+    for node in ast.walk(trees()[path]):
         if isinstance(node, ast.Import):
             yield from (a.name.removeprefix("mtjax.") for a in node.names if a.name.startswith("mtjax."))
         elif isinstance(node, ast.ImportFrom):
@@ -117,7 +124,7 @@ def may_import(path: Path) -> set[str] | None:
         return None
     assert top in ARROWS, f"say in ARROWS where {top} stands"
     allowed = ARROWS[top] | {top, ""}
-    if any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in TREES[path].body):
+    if any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in trees()[path].body):
         allowed |= {"cli"}
     allowed |= {COMMANDS} if module.endswith("__main__") else set()
     return allowed | {"sharding"} if module in PLACES_MODELS else allowed
@@ -195,7 +202,7 @@ BELOW_CORE = {"config", "errors", "layout", "runtime.train_state", "runtime.xla_
 
 def imports_at_once(path: Path) -> Iterator[str]:
     """Modules of mtjax that are imported with a file: not inside functions, nor for types alone."""
-    for node in TREES[path].body:
+    for node in trees()[path].body:
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "mtjax":
             source = node.module.removeprefix("mtjax").removeprefix(".")
             inner = [f"{source}.{alias.name}".removeprefix(".") for alias in node.names]
@@ -239,7 +246,7 @@ def test_plans_need_no_jax() -> None:
         if module_of(p).partition(".")[0] in {*BASE, "cli", "help", "migrate", "layout", "analysis", "plan"}
     ]
     heavy = {"jax", "flax", "optax", "orbax"}
-    wrong = [p for p in light if heavy & set(imported_libraries(TREES[p]))]
+    wrong = [p for p in light if heavy & set(imported_libraries(trees()[p]))]
     assert not wrong
 
 
@@ -297,7 +304,7 @@ def imports_partition_spec(tree: ast.AST) -> bool:
 def test_mesh_axes_are_named_in_sharding_layout_and_analysis_alone() -> None:
     """Elsewhere, say a logical axis."""
     wrong = []
-    for path, tree in TREES.items():
+    for path, tree in trees().items():
         if module_of(path).partition(".")[0] not in ("sharding", "layout", "analysis"):
             wrong += [f"{path}:{line} names a mesh axis" for line in axis_literals(tree)]
             wrong += [f"{path} imports the name of a mesh axis"] if imports_axis_constants(tree) else []
@@ -330,7 +337,7 @@ def test_the_search_for_axis_names_lets_other_words_be() -> None:
 
 def test_files_and_functions_are_short() -> None:
     wrong = [f"{path} has {n} lines" for path in FILES if (n := len(path.read_text().splitlines())) > 400]
-    for path, tree in TREES.items():
+    for path, tree in trees().items():
         functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
         lengths = {f"{path}:{n.lineno} {n.name}": (n.end_lineno or 0) - n.lineno + 1 for n in functions}
         wrong += [f"{name} has {length} lines" for name, length in lengths.items() if length > 60]
@@ -339,7 +346,7 @@ def test_files_and_functions_are_short() -> None:
 
 SAID_BY_PART = {
     member.name
-    for node in TREES[PACKAGE / "analysis" / "parts" / "part.py"].body
+    for node in trees()[PACKAGE / "analysis" / "parts" / "part.py"].body
     if isinstance(node, ast.ClassDef) and node.name == "Part"
     for member in node.body
     if isinstance(member, ast.FunctionDef)
@@ -348,8 +355,8 @@ SAID_BY_PART = {
 
 
 def test_public_things_are_documented() -> None:
-    wrong = [f"{path} has no docstring" for path, tree in TREES.items() if not ast.get_docstring(tree)]
-    for path, tree in TREES.items():
+    wrong = [f"{path} has no docstring" for path, tree in trees().items() if not ast.get_docstring(tree)]
+    for path, tree in trees().items():
         bare = [node for node in public_definitions(tree) if not ast.get_docstring(node)]
         bare = [node for node in bare if node.name not in SAID_BY_PART or "analysis/parts" not in str(path)]
         wrong += [f"{path}:{node.lineno} {node.name} has no docstring" for node in bare]

@@ -22,7 +22,7 @@ def test_an_activity_is_named_again_while_it_lasts_and_not_after_it_ends(monkeyp
 
     current = Waiting(say)
     current.begin("compiling")
-    assert twice.wait(60)
+    assert twice.wait(300)
     current.begin(None)
     assert [line.startswith("compiling ...") for line in said] == [True, True]
 

@@ -94,7 +94,7 @@ def test_it_is_converted_without_torch_and_back_to_the_bit(saved: Path, tmp_path
         ("--from", f"mtjax:{tmp_path / 'ours'}", "--to", f"megatron:{tmp_path / 'again'}", *DISTRIBUTED),
     )
     code = f"{WITHOUT_TORCH}\nfrom mtjax.commands.convert import main\nsys.exit(max(map(main, {steps})))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     old, new = TorchDistCheckpoint(saved / ITERATION), TorchDistCheckpoint(tmp_path / "again")
     assert old.shapes == {**new.shapes, **{n: (24, 8) for n in new.shapes if new.shapes[n] == (128, 8)}}

@@ -50,7 +50,7 @@ def test_many_processes_build_once(tmp_path):
     processes = [context.Process(target=_slow, args=(tmp_path, queue)) for _ in range(6)]
     for process in processes:
         process.start()
-    found = [queue.get(timeout=60) for _ in range(7)]
+    found = [queue.get(timeout=300) for _ in range(7)]
     for process in processes:
         process.join()
     assert found.count("built") == 1

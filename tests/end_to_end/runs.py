@@ -24,7 +24,7 @@ import jax
 
 from mtjax.commands.train import main
 
-TIMEOUT = 240
+TIMEOUT = 300
 TINY = """
 [model]
 num_layers = 2

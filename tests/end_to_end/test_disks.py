@@ -106,7 +106,7 @@ def test_a_folder_that_vanishes_ends_the_run(launcher: Launcher) -> None:
         wait_for_checkpoint(out, 2, process)
         # One rename, as deleting file by file can leave what the run writes meanwhile.
         shutil.rmtree(out.rename(launcher.folder / "vanished"))
-        stdout, stderr = process.communicate(timeout=120)
+        stdout, stderr = process.communicate(timeout=300)
     run = look(process.returncode, stdout, stderr, out)
     assert run.code in (2, 75), stderr
     line = stderr.strip().splitlines()[-1]
@@ -150,7 +150,7 @@ def test_a_disk_that_fails_under_a_run_costs_no_checkpoint(
         wait_for_checkpoint(out, 2, process)
         subprocess.run(["sync", "-f", out], check=True)
         subprocess.run([*fault, out.parent], check=True)
-        _, stderr = process.communicate(timeout=120)
+        _, stderr = process.communicate(timeout=300)
     assert process.returncode in (2, 75), stderr
     assert "Traceback" not in stderr
     (line,) = (line for line in stderr.splitlines() if line.startswith("error: "))

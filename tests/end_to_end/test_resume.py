@@ -78,7 +78,7 @@ def with_signal_at(step: int, number: signal.Signals) -> Callable[..., Any]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", INTERRUPTS)
+@pytest.mark.parametrize("name", ["SIGTERM", pytest.param("Ctrl-C", marks=pytest.mark.exhaustive)])
 def test_stopped_in_a_process_of_its_own(name: str, launcher: Launcher, uninterrupted: Finished) -> None:
     stopped = stop(launcher, name, INTERRUPTS[name], after_step=5)
     assert f"stopped by {name} after step" in stopped.stdout
@@ -178,7 +178,7 @@ def worked_by_children() -> float:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("mesh", ["4x2", "1x1"])
+@pytest.mark.parametrize("mesh", ["4x2", pytest.param("1x1", marks=pytest.mark.exhaustive)])
 def test_resumed_on_another_mesh(mesh: str, launcher: Launcher, uninterrupted: Finished) -> None:
     out = f"mesh-{mesh}"
     launcher.train_here(out, "--steps", "10", *MASKS)

@@ -72,7 +72,7 @@ def test_slurm_saves_before_the_time_is_up(programs, tmp_path):
     while not (tmp_path / "begun").exists():
         time.sleep(0.02)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(120) == 0
+    assert process.wait(300) == 0
     assert programs.said("scancel") == [["--signal=TERM", "7"]]
     assert programs.said("scontrol") == [["requeue", "7"]]
     assert any("--signal=B:TERM@" in line for line in batch_lines())

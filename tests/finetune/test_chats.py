@@ -24,6 +24,7 @@ from mtjax.runtime.checkpoints.weights import find_weights
 from mtjax.train.observability.metrics import read_metrics
 from tests.convert.hf_folders import GPT2_CONFIG, gpt2_shapes, random_tensors, small_tokenizer, write_folder
 
+pytestmark = pytest.mark.usefixtures("bare_end")
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] + m.content + '<|endoftext|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'a' }}{% endif %}"

@@ -32,6 +32,7 @@ from tests.finetune.test_chats import resumed_to_the_bit
 from tests.retrieval.test_generated import CHUNK, SETTINGS
 from tests.tiny import mesh_of, tiny_config
 
+pytestmark = pytest.mark.usefixtures("bare_end")
 LENGTH = 48
 MODEL: dict[str, Any] = {**SETTINGS, "sequence_length": LENGTH}
 PASSAGES = ("two light walks never over a river", "stone stone under under the house " * 9)

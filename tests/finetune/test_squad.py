@@ -20,6 +20,7 @@ from mtjax.finetune.tasks.windows import Windows
 from mtjax.train.observability.metrics import read_metrics
 from tests.finetune.tiny_bert import squad_file, write_config
 
+pytestmark = pytest.mark.usefixtures("bare_end")
 LENGTH, STRIDE = 32, 10
 OFFICIAL = (
     ("the 10th and 11th centuries", ("10th and 11th centuries", "in the 10th and 11th centuries"), 1, 1.0),

@@ -35,6 +35,7 @@ CASES: list[Any] = [
         "2x2x2",
         {"layers_per_stage": (3, 2), "sequence_parallel": True, "zero": 3, "microbatch_size": 1},
         id="stages",
+        marks=pytest.mark.long,
     ),
     pytest.param(
         EXPERTS, "data=1,stage=2,expert=2,model=2", {"microbatch_size": 1}, id="experts", marks=pytest.mark.long

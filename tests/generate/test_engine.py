@@ -231,12 +231,12 @@ def test_engine_thread_serves_other_threads() -> None:
         engine.submit(requests[3])
     worker.start()
     for _ in range(3):
-        assert ended.acquire(timeout=120)
+        assert ended.acquire(timeout=300)
     engine.submit(requests[3])
-    assert ended.acquire(timeout=120)
+    assert ended.acquire(timeout=300)
     stopped.set()
     engine.wake()
-    worker.join(timeout=120)
+    worker.join(timeout=300)
     assert not worker.is_alive()
 
 

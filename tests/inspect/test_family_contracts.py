@@ -53,7 +53,7 @@ def test_berts_loss_sends_the_masked_tokens_alone():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", ["bert", "gpt"])
+@pytest.mark.parametrize("family", [pytest.param("bert", marks=pytest.mark.exhaustive), "gpt"])
 def test_a_finetuned_head_sends_one_token_of_each_sample_where_sequences_are_split(family):
     """In 2 microbatches of 2; without split sequences every rank has what it needs."""
     head = {"family": family, "head": "classification", "num_labels": 3}

@@ -85,7 +85,12 @@ LATENT |= {"qk_rope_head_dim": 16, "v_head_dim": 16}
             marks=pytest.mark.exhaustive,
         ),
         pytest.param({**LATENT, **SPLIT}, (7 + 6 + 14) * 3 * 2, id="latent attention"),
-        pytest.param({"unroll_layers": True, "recompute": "none", **SPLIT}, 12 * 3 * 2, id="unrolled"),
+        pytest.param(
+            {"unroll_layers": True, "recompute": "none", **SPLIT},
+            12 * 3 * 2,
+            id="unrolled",
+            marks=pytest.mark.exhaustive,
+        ),
         pytest.param(
             {"unroll_layers": True, "recompute": "none", "mesh": "8x1", "zero": 3, "microbatch_size": 1},
             12 * 3,
@@ -154,7 +159,10 @@ def test_a_matmul_in_16_bits_is_a_violation_unless_its_sizes_are_no_multiples_of
             marks=pytest.mark.exhaustive,
         ),
         {"mesh": "data=2,shard=2,model=2", "zero": 3, "fp8": "delayed"},
-        {"mesh": "data=2,context=2,model=2", "position": "rope", "fp8": "delayed", "recompute": "none"},
+        pytest.param(
+            {"mesh": "data=2,context=2,model=2", "position": "rope", "fp8": "delayed", "recompute": "none"},
+            marks=pytest.mark.exhaustive,
+        ),
     ],
     ids=str,
 )

@@ -40,8 +40,8 @@ def hybrid(pattern: str, **fields):
         pytest.param("M-H*", {**SPLIT, "zero": 1, "lora_rank": 4}, marks=RARE),
         pytest.param("G*-", {**SPLIT, **GATED, "lora_rank": 4, "zero": 1}, marks=RARE),
         pytest.param("G-G*", {**GATED, "lora_rank": 4, "ssm_groups": 1, "num_kv_heads": 2}, marks=RARE),
-        pytest.param("MZMz", {**SHARED, **SPLIT, "zero": 1, "lora_rank": 4}, marks=LONG),
-        pytest.param("ZM", {**SHARED, "lora_rank": 4, "lora_targets": "mlp"}, marks=RARE),
+        pytest.param("MZMz", {**SHARED, **SPLIT, "zero": 1, "lora_rank": 4}, marks=RARE),
+        pytest.param("ZM", {**SHARED, "lora_rank": 4, "lora_targets": "mlp"}, marks=pytest.mark.long),
         pytest.param("M-M*", {"lora_rank": 4, "ssm_groups": 1, "num_kv_heads": 2}, marks=RARE),
         pytest.param("H-", {"recompute": "none", "mesh": "data=1,context=2,model=4", "ssm_groups": 1}, marks=RARE),
         pytest.param("M-M*", {**SPLIT, "ssm_groups": 1, "num_kv_heads": 2}, marks=RARE),
@@ -84,7 +84,8 @@ def test_programs_for_h100_keep_their_contracts(pattern, fields) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("recompute", "chunks_at_once"), [("none", 16), pytest.param("full", 16, marks=RARE), ("full", 4)]
+    ("recompute", "chunks_at_once"),
+    [pytest.param("none", 16, marks=RARE), pytest.param("full", 16, marks=RARE), ("full", 4)],
 )
 def test_flops_are_exactly_those_of_a_program_for_cpus(recompute, chunks_at_once, monkeypatch) -> None:
     """XLA pads and divides no products there. A scan over blocks of chunks recomputes each in its backward pass."""

@@ -37,7 +37,14 @@ def test_narrow_tables_on_h100(fields: dict[str, Any]) -> None:
     assert abs(off["FLOPs of a step"]) < (0.005 if "num_layers" in fields else 1e-6)
 
 
-@pytest.mark.parametrize("normed", [{"embedding_norm": True}, {"family": "bert", "norm_placement": "post"}], ids=str)
+@pytest.mark.parametrize(
+    "normed",
+    [
+        {"embedding_norm": True},
+        pytest.param({"family": "bert", "norm_placement": "post"}, marks=pytest.mark.exhaustive),
+    ],
+    ids=str,
+)
 def test_stages_look_rows_up_again_for_the_norm_of_embeddings(normed: dict[str, Any]) -> None:
     report = inspect(tiny(**normed, **STAGES), find_target("cpu"))
     assert report.verdict.violations == ()

@@ -26,7 +26,9 @@ def check(settings: dict[str, Any], target: str) -> None:
 
 
 @needs_aot
-@pytest.mark.parametrize("settings", [MUON, ADAFACTOR], ids=["muon", "adafactor"])
+@pytest.mark.parametrize(
+    "settings", [pytest.param(MUON, marks=pytest.mark.exhaustive), ADAFACTOR], ids=["muon", "adafactor"]
+)
 def test_updates_on_h100(settings: dict[str, Any]) -> None:
     check(settings, "h100x8")
 

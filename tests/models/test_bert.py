@@ -42,7 +42,7 @@ def test_parameters_count_what_megatron_counts(placement):
 @pytest.mark.parametrize(
     ("mesh", "settings"),
     [
-        pytest.param("2x4", {}, id="2x4-pre-LN", marks=pytest.mark.long),
+        pytest.param("2x4", {}, id="2x4-pre-LN", marks=pytest.mark.exhaustive),
         pytest.param("1x8", POST, id="1x8-post-LN", marks=pytest.mark.long),
         *(
             pytest.param(*case, id=name, marks=pytest.mark.exhaustive)
@@ -69,8 +69,10 @@ def test_losses_with_dropout_agree_on_every_mesh(mesh, settings):
 @pytest.mark.parametrize(
     ("mesh", "settings"),
     [
-        ("2x2", {}),
-        pytest.param("data=1,stage=2,model=2", {"microbatch_size": 1, "recompute": "full"}, marks=pytest.mark.long),
+        pytest.param("2x2", {}, marks=pytest.mark.long),
+        pytest.param(
+            "data=1,stage=2,model=2", {"microbatch_size": 1, "recompute": "full"}, marks=pytest.mark.exhaustive
+        ),
     ],
 )
 def test_without_the_order_the_loss_is_that_of_the_masked_tokens(mesh, settings):
@@ -105,7 +107,7 @@ def test_the_loss_is_the_sum_of_two_means():
     "layout",
     [
         pytest.param({"zero": 1}, marks=pytest.mark.exhaustive),
-        {"zero": 2, "microbatch_size": 2},
+        pytest.param({"zero": 2, "microbatch_size": 2}, marks=pytest.mark.exhaustive),
         {"zero": 3, "sequence_parallel": True, "recompute": "full"},
     ],
     ids=str,

@@ -42,6 +42,7 @@ def test_an_adapter_reads_what_dropout_leaves_and_its_product_reads_all():
     assert len({kept[i].tobytes() for i in range(4)}) == 4
 
 
+@pytest.mark.long
 def test_masks_of_adapters_are_the_same_on_every_mesh():
     fields = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "lora_rank": 4, "lora_alpha": 32.0, "num_kv_heads": 4}
     losses = []
@@ -77,7 +78,9 @@ def gradients_of(program: TrainStep, parameters: Any) -> tuple[Any, Any]:
     ("mesh", "more"),
     [
         pytest.param("data=2,expert=2,model=2", {"sequence_parallel": True}, marks=pytest.mark.long),
-        pytest.param("data=2,expert=2,model=2", {"expert_dispatch": "all-to-all", "zero": 3}, marks=pytest.mark.long),
+        pytest.param(
+            "data=2,expert=2,model=2", {"expert_dispatch": "all-to-all", "zero": 3}, marks=pytest.mark.exhaustive
+        ),
         pytest.param("1x1", {"capacity_factor": 1.0, "expert_bias": False}, marks=pytest.mark.exhaustive),
     ],
 )

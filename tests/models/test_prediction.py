@@ -48,7 +48,7 @@ def abstract(program: TrainStep) -> tuple[Any, Any]:
         pytest.param(
             PLAIN | {"reset_attention_mask": True},
             *("2x2", {"sequence_parallel": True, "zero": 3, "microbatch_size": 2}),
-            marks=pytest.mark.long,
+            marks=pytest.mark.exhaustive,
         ),
         pytest.param(PLAIN, *("data=2,stage=2,model=2", {"microbatch_size": 2, "zero": 2}), marks=pytest.mark.long),
         pytest.param(

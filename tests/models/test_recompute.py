@@ -125,7 +125,11 @@ KINDS = [
 @pytest.mark.long
 @pytest.mark.parametrize(
     "fields",
-    [*KINDS, KINDS[1] | {"microbatch_size": 1}, KINDS[2] | {"microbatch_size": 1}],
+    [
+        *KINDS,
+        pytest.param(KINDS[1] | {"microbatch_size": 1}, marks=pytest.mark.exhaustive),
+        pytest.param(KINDS[2] | {"microbatch_size": 1}, marks=pytest.mark.exhaustive),
+    ],
     ids=lambda f: "-".join(map(str, f.values())),
 )
 def test_every_kind_trains_as_one_device_does(fields):

@@ -55,7 +55,7 @@ def test_losses_with_dropout_agree_on_every_mesh(mesh, settings):
     "layout",
     [
         pytest.param({"zero": 1}, marks=pytest.mark.exhaustive),
-        {"zero": 2, "microbatch_size": 2},
+        pytest.param({"zero": 2, "microbatch_size": 2}, marks=pytest.mark.exhaustive),
         {"zero": 3, "sequence_parallel": True, "recompute": "full"},
     ],
     ids=str,
@@ -98,7 +98,7 @@ def test_the_decoder_sees_what_is_before_it_and_the_encoder_but_no_padding():
 
 
 def test_it_learns_one_batch():
-    program = t5("2x4", recompute="full", microbatch_size=1, **RELATIVE)
+    program = t5("2x4", hidden_dropout=0.0, attention_dropout=0.0, **RELATIVE)
     state, losses = initial_state(program), []
     for _ in range(20):
         state, metrics = program.step(state, batch_of(program, 0))

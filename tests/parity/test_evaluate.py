@@ -35,7 +35,9 @@ def log_probabilities(network, ids: list[int]) -> np.ndarray:
         return torch.log_softmax(network(torch.tensor([ids[:-1]])).logits.double(), -1)[0].numpy()
 
 
-@pytest.mark.parametrize(("make", "mesh"), [(gpt2, "2x3"), (llama, "2x2x2"), (llama, "1x1")])
+@pytest.mark.parametrize(
+    ("make", "mesh"), [(gpt2, "2x3"), (llama, "2x2x2"), pytest.param(llama, "1x1", marks=pytest.mark.exhaustive)]
+)
 def test_results_are_those_of_transformers(tmp_path, make, mesh: str) -> None:
     jax.devices()  # all eight, before the command asks for as many as its mesh needs
     network = shaken(make).eval()

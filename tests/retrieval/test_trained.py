@@ -39,6 +39,7 @@ from mtjax.train.changes import find_changes, neighbours_of, scheduled
 from tests.retrieval.tiny_encoder import write_corpus, write_encoder
 from tests.tiny import mesh_of
 
+pytestmark = pytest.mark.usefixtures("bare_end")
 LENGTH, CHUNK, VALID = 32, 8, 8
 SETTINGS = {
     "family": "retro",

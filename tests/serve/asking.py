@@ -29,7 +29,7 @@ def send(
     address: str, method: str, path: str, body: bytes | None = None, headers: Mapping[str, str] = MappingProxyType({})
 ) -> Answer:
     """Sends a request over a new connection."""
-    connection = http.client.HTTPConnection(urlsplit(address).netloc, timeout=120)
+    connection = http.client.HTTPConnection(urlsplit(address).netloc, timeout=300)
     try:
         connection.request(method, path, body, dict(headers))
         answer = connection.getresponse()

@@ -69,7 +69,7 @@ def served(folder: Path, sequences: int, mesh: str = "1x1") -> Iterator[Live]:
     server = Server(service, 10, ready.set)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve([bound])), name="server")
     thread.start()
-    assert ready.wait(120)
+    assert ready.wait(300)
     yield Live(address_of(bound), service, folder)
     server.drain()
     thread.join(120)

@@ -179,7 +179,7 @@ def engine_at_rest(live: Live) -> Iterator[None]:
     assert isinstance(engine, Engine)
 
     def rest() -> None:
-        over.wait(60)
+        over.wait(300)
 
     engine.submit_job(rest)
     try:
@@ -190,7 +190,7 @@ def engine_at_rest(live: Live) -> Iterator[None]:
 
 def until_idle(live: Live) -> None:
     """Waits until the server has noticed that clients disconnected."""
-    end = time.monotonic() + 120
+    end = time.monotonic() + 300
     while not live.service.host.idle.is_set():
         assert time.monotonic() < end
         time.sleep(0.01)

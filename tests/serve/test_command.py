@@ -71,7 +71,7 @@ def test_curl_as_documented_and_sigterm(folder) -> None:
             assert "'tiny'" in ready and "no API key" in ready and address is not None
             check_curl(address[0])
             check_drain(address[0], process)
-            assert process.wait(60) == 0
+            assert process.wait(300) == 0
             assert process.stderr.read().endswith("stopped\n")
         finally:
             process.kill()

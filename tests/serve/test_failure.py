@@ -32,7 +32,7 @@ class Failing(Engine):
 
     def run(self, stopped=None) -> None:
         if stopped is not None:
-            assert self._asked.wait(60)
+            assert self._asked.wait(300)
             raise RuntimeError("out of memory")
         self._asked.clear()
 
@@ -51,7 +51,7 @@ class Silent(Failing):
         self._stopped.set()
 
     def run(self, stopped=None) -> None:
-        assert stopped is None or self._stopped.wait(60)
+        assert stopped is None or self._stopped.wait(300)
 
 
 @contextmanager
@@ -63,9 +63,9 @@ def running(live, engine: Engine, **limits: float) -> Iterator[tuple[str, Host, 
     server = Server(dataclasses.replace(live.service, **own), 0.1, ready.set)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve([bound])))
     thread.start()
-    assert ready.wait(60)
+    assert ready.wait(300)
     yield address_of(bound), host, server, thread
-    thread.join(60)
+    thread.join(300)
     bound.close()
     assert not thread.is_alive()
 

@@ -146,13 +146,13 @@ def test_invalid_bodies(live, monkeypatch) -> None:
         ("nonsense\r\n\r\n", b"400"),
         (f"{head}X: {'x' * 70_000}\r\n\r\n", b"400"),
     ):
-        with socket.create_connection((host.hostname, host.port), timeout=120) as raw:
+        with socket.create_connection((host.hostname, host.port), timeout=300) as raw:
             raw.sendall(sent.encode())
             assert expected in raw.recv(4096).split(b"\r\n")[0], sent[-60:]
     monkeypatch.setattr(server, "HEADER_SECONDS", 0.3)
     complete = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
     for first, slow in ((b"", b"GET /health HTTP/1.1\r\nHo"), (b"", b""), (complete, b"GET /he")):
-        with socket.create_connection((host.hostname, host.port), timeout=120) as raw:
+        with socket.create_connection((host.hostname, host.port), timeout=300) as raw:
             raw.sendall(first)
             answered = b""
             while first and not answered.endswith(b"ok\n"):

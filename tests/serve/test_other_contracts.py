@@ -105,7 +105,7 @@ def searched(log_probabilities, prompt: list[int], tokens: int, width: int, pena
     return sorted(finished, key=lambda each: -each[0])[:width]
 
 
-@pytest.mark.parametrize(("width", "penalty"), [(2, 2.0), (4, -2.0)])
+@pytest.mark.parametrize(("width", "penalty"), [(2, 2.0), pytest.param(4, -2.0, marks=pytest.mark.long)])
 def test_beams_equal_megatron_search(live, log_probabilities, width: int, penalty: float) -> None:
     tokenizer = live.service.tokens.decoder
     prompt, tokens = tokenizer.encode("the cat and the dog"), 6

@@ -230,7 +230,9 @@ def test_flash_equals_plain_attention_and_its_gradients(attend, mesh, groups, mo
         np.testing.assert_allclose(slope, known, atol=1e-5 * np.abs(known).max())
 
 
-@pytest.mark.parametrize("mesh", [pytest.param("2x2", marks=pytest.mark.long), "1x1"])
+@pytest.mark.parametrize(
+    "mesh", [pytest.param("2x2", marks=pytest.mark.exhaustive), pytest.param("1x1", marks=pytest.mark.long)]
+)
 def test_dropout_in_blocks_has_the_masks_of_all_scores_at_once(mesh, monkeypatch):
     """Of four queries at a time, forward and backward, on ranks with two samples of two heads."""
     monkeypatch.setattr(in_blocks, "queries_at_a_time", lambda rows, keys: 4)

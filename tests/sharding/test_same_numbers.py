@@ -86,10 +86,14 @@ MESHES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "experts, all-gather": ("data=2,expert=2,model=2", {"expert_dispatch": "all-gather"}),
     "experts, all-to-all": ("data=2,expert=2,model=2", {"expert_dispatch": "all-to-all", "sequence_parallel": True}),
 }
-COVERING = [("Llama, grouped queries", "groups"), ("Llama, grouped queries", "2.5D")]
-COVERING += [("router losses", "groups of experts")]
+COVERING = [("Llama, grouped queries", "groups"), ("router losses", "groups of experts")]
 """Those that no other test of the suite compiles."""
-LONG = [("GPT", "2D"), ("Retro, encoder frozen", "tensor and sequence"), ("GPT", "groups of tokens")]
+LONG = [
+    ("GPT", "2D"),
+    ("Llama, grouped queries", "2.5D"),
+    ("Retro, encoder frozen", "tensor and sequence"),
+    ("GPT", "groups of tokens"),
+]
 LONG += [("GPT", "groups on stages"), ("sinks", "ZeRO-2"), ("distillation", "tensor and sequence")]
 
 
@@ -108,7 +112,7 @@ def is_allowed(feature: str, mesh: str) -> bool:
 PRODUCT = [
     pytest.param(*pair, marks=pytest.mark.exhaustive)
     for pair in itertools.product(FEATURES, MESHES)
-    if pair not in COVERING + LONG and is_allowed(*pair)
+    if pair not in COVERING + LONG
 ]
 
 
@@ -116,6 +120,8 @@ PRODUCT = [
     ("feature", "mesh"), [*COVERING, *(pytest.param(*pair, marks=pytest.mark.long) for pair in LONG), *PRODUCT]
 )
 def test_a_step_is_that_of_one_device(feature: str, mesh: str) -> None:
+    if not is_allowed(feature, mesh):  # asked here, as it takes two seconds of all pairs
+        pytest.skip("no run takes this feature on this mesh")
     model = PLAIN | FEATURES[feature]
     shape, settings = MESHES[mesh]
     assert_same(program_of(shape, **model | settings), program_of("1x1", **model))

@@ -89,7 +89,7 @@ CASES: list[Any] = [
         {"sequence_parallel": True, "zero": 1, "microbatch_size": 1, "recompute": "full"},
         marks=pytest.mark.long,
     ),
-    pytest.param("data=2,expert=2,model=2", BIASED | PLAIN, EXCHANGE),
+    pytest.param("data=2,expert=2,model=2", BIASED | PLAIN, EXCHANGE, marks=pytest.mark.long),
     pytest.param(
         "data=1,stage=2,expert=2,model=2", BIASED, {"zero": 1, "recompute": "full"}, marks=pytest.mark.exhaustive
     ),
@@ -150,7 +150,7 @@ STAGES: list[Any] = [
         "data=1,stage=2,expert=2,model=2",
         CAPACITY,
         {"sequence_parallel": True, "zero": 1, "recompute": "full"},
-        marks=pytest.mark.long,
+        marks=pytest.mark.exhaustive,
     ),
     pytest.param(
         "data=2,stage=2,expert=2,model=1",
@@ -188,7 +188,7 @@ MIXED: list[Any] = [
     ),
     pytest.param(
         "data=1,stage=2,expert=2,model=2",
-        PLAIN | {"num_layers": 5, "first_dense_layers": 3},
+        CAPACITY | PLAIN | {"num_layers": 5, "first_dense_layers": 3},
         {"sequence_parallel": True, "zero": 1, "recompute": "full", "layers_per_stage": (2, 3)},
         marks=pytest.mark.long,
     ),

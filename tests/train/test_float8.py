@@ -203,7 +203,7 @@ MESHES = [
     ),
     pytest.param("1x2", {"microbatch_size": 4}, id="accumulation", marks=pytest.mark.exhaustive),
     pytest.param("2x1", {"zero": 1}, id="zero 1", marks=pytest.mark.exhaustive),
-    pytest.param("2x2", {"sequence_parallel": True, "lora_rank": 4}, id="LoRA", marks=pytest.mark.long),
+    pytest.param("2x2", {"sequence_parallel": True, "lora_rank": 4}, id="LoRA", marks=pytest.mark.exhaustive),
     pytest.param("1x2x1", {"microbatch_size": 2}, id="stages", marks=pytest.mark.long),
     pytest.param(
         "4x1",
@@ -219,7 +219,9 @@ MESHES = [
         marks=pytest.mark.exhaustive,
     ),
     pytest.param("data=2,expert=2", {"zero": 3, **EXPERTS, "moe_every": 2} | NO_FIRST, id="experts apart", marks=LONG),
-    pytest.param("2x2", {"zero": 3, "sequence_parallel": True, **LATENT}, id="latent attention", marks=LONG),
+    pytest.param(
+        "2x2", {"zero": 3, "sequence_parallel": True, **LATENT}, id="latent attention", marks=pytest.mark.exhaustive
+    ),
     pytest.param(
         "2x2", {"sequence_parallel": True, "mtp_num_layers": 1, **LLAMA}, id="prediction", marks=pytest.mark.exhaustive
     ),
@@ -268,7 +270,9 @@ def test_weights_quantized_once_a_step_change_no_bit(mesh: str, fields: dict[str
     [
         pytest.param("2x1", {"zero": 1}, marks=pytest.mark.exhaustive),
         pytest.param("2x1", {"zero": 1, "microbatch_size": 2}, marks=pytest.mark.exhaustive),
-        ("2x2", {"microbatch_size": 2, "recompute": "none", "fp8_bf16_last_layers": 1}),
+        pytest.param(
+            "2x2", {"microbatch_size": 2, "recompute": "none", "fp8_bf16_last_layers": 1}, marks=pytest.mark.exhaustive
+        ),
         ("2x2", {"zero": 3, "sequence_parallel": True, **LLAMA}),
         pytest.param("2x1", {"zero": 3, "fp8": "tensorwise", **LLAMA}, marks=pytest.mark.exhaustive),
     ],

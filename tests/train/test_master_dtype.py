@@ -108,9 +108,11 @@ def test_an_update_below_half_of_the_precision_is_made_by_chance(optimizer: str)
     ("mesh", "settings"),
     [
         pytest.param("2x2x2", {"zero": 1, "microbatch_size": 1, "layers_per_stage": (2, 1)}, marks=pytest.mark.long),
-        ("1x2x1", {"offload": "optimizer", "layers_per_stage": (2, 1), "microbatch_size": 2}),
-        pytest.param("4x2", {"zero": 3}, marks=pytest.mark.long),
-        pytest.param("data=2,expert=2", {"zero": 2, "num_experts": 4}, marks=pytest.mark.long),
+        pytest.param(
+            "1x2x1", {"offload": "optimizer", "layers_per_stage": (2, 1), "microbatch_size": 2}, marks=pytest.mark.long
+        ),
+        pytest.param("4x2", {"zero": 3}, marks=pytest.mark.exhaustive),
+        pytest.param("data=2,expert=2", {"zero": 2, "num_experts": 4}, marks=pytest.mark.exhaustive),
     ],
 )
 def test_rounding_is_the_same_on_every_mesh(mesh: str, settings: dict[str, Any]) -> None:
@@ -127,7 +129,9 @@ def test_rounding_is_the_same_on_every_mesh(mesh: str, settings: dict[str, Any])
 
 CASES = [
     pytest.param("2x2", {"zero": 1}, marks=pytest.mark.exhaustive),
-    pytest.param("1x2", {"sequence_parallel": True, "microbatch_size": 2, "family": "gpt"}, marks=pytest.mark.long),
+    pytest.param(
+        "1x2", {"sequence_parallel": True, "microbatch_size": 2, "family": "gpt"}, marks=pytest.mark.exhaustive
+    ),
     pytest.param("2x2", {"zero": 1, "microbatch_size": 2}, marks=pytest.mark.exhaustive),
     pytest.param("2x2", {"zero": 2, "microbatch_size": 2}, marks=pytest.mark.exhaustive),
     pytest.param("4x2", {"zero": 3}, marks=pytest.mark.long),

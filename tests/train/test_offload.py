@@ -63,7 +63,7 @@ CASES = [
     pytest.param("data=2,expert=2", "optimizer", {"zero": 2, "num_experts": 4}, marks=pytest.mark.exhaustive),
     pytest.param("data=2,expert=2", BOTH, {"zero": 1, "num_experts": 4, "microbatch_size": 2}, marks=LONG),
     pytest.param("data=2,shard=2", BOTH, {"zero": 1, "microbatch_size": 1}, marks=pytest.mark.exhaustive),
-    pytest.param("context=2", BOTH, {"zero": 1}, marks=LONG),
+    pytest.param("context=2", BOTH, {"zero": 1}, marks=pytest.mark.exhaustive),
     pytest.param("1x3x1", "optimizer", {"microbatch_size": 4}, marks=pytest.mark.exhaustive),
     pytest.param("2x2x1", BOTH, {"layers_per_stage": (2, 1), "zero": 2, "microbatch_size": 2}, marks=LONG),
     pytest.param(
@@ -73,7 +73,7 @@ CASES = [
     pytest.param(
         "2x1", BOTH, {"family": "t5", "zero": 1, "num_kv_heads": None, "microbatch_size": 2}, marks=EXHAUSTIVE
     ),
-    pytest.param("2x1", BOTH, {"family": "hybrid", "zero": 3} | HYBRID, marks=LONG),
+    pytest.param("2x1", BOTH, {"family": "hybrid", "zero": 3} | HYBRID, marks=pytest.mark.exhaustive),
 ]
 
 
@@ -125,8 +125,8 @@ def equal(found: Any, expected: Any) -> None:
 @pytest.mark.parametrize(
     ("mesh", "settings"),
     [
-        pytest.param("2x2", {"zero": 1}, marks=LONG),
-        ("2x2x1", {"zero": 1, "layers_per_stage": (2, 1), "microbatch_size": 2}),
+        pytest.param("2x2", {"zero": 1}, marks=pytest.mark.exhaustive),
+        pytest.param("2x2x1", {"zero": 1, "layers_per_stage": (2, 1), "microbatch_size": 2}, marks=pytest.mark.long),
     ],
 )
 def test_the_copies_change_no_bit(mesh: str, settings: dict[str, Any]) -> None:

@@ -97,8 +97,8 @@ CASES = [
     pytest.param("muon", "data=2,shard=2,model=2", {"zero": 1}, marks=pytest.mark.long),
     pytest.param("muon", "context=2,expert=2,model=2", {"zero": 1, "num_experts": 4}, marks=pytest.mark.long),
     pytest.param("adafactor", "1x2", {"hidden_size": 128}, marks=pytest.mark.long),
-    ("adafactor", "2x2", {"zero": 1, "hidden_size": 128}),
-    ("lion", "2x2", {"zero": 3}),
+    pytest.param("adafactor", "2x2", {"zero": 1, "hidden_size": 128}, marks=pytest.mark.long),
+    pytest.param("lion", "2x2", {"zero": 3}, marks=pytest.mark.long),
     ("sgd", "2x1x2", {"zero": 1}),
     ("schedule-free", "2x2", {"zero": 1, "decay_style": "constant"}),
 ]

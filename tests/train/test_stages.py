@@ -81,7 +81,7 @@ RARE: list[tuple[str, dict[str, Any]]] = [
     ("1x2x2", {"recompute": "full", "family": "t5", "num_layers": 2, "num_decoder_layers": 2}),
     ("2x2x2", {"recompute": "full", "zero": 1, "tie_embeddings": False}),
 ]
-SELDOM = (COVERING[0], COVERING[4], LONG[2], LONG[3], LONG[5])
+SELDOM = (COVERING[0], COVERING[4], LONG[2], LONG[3], LONG[5], LONG[7])
 """Each of their settings is in another case."""
 SCHEDULES = ({}, {"pipeline_schedule": "gpipe"}, {"pipeline_schedule": "interleaved", "chunks": 2})
 CONTEXT = [

@@ -134,7 +134,7 @@ def test_processes_that_start_at_once(tmp_path):
     processes = [context.Process(target=_build, args=(prefix, tmp_path / "cache", queue)) for _ in range(4)]
     for process in processes:
         process.start()
-    found = [queue.get(timeout=120) for _ in processes]
+    found = [queue.get(timeout=300) for _ in processes]
     for process in processes:
         process.join()
     assert all(samples == found[0] for samples in found)
