@@ -51,18 +51,20 @@ def check_memories(state: Any, kind: str) -> None:
 LONG, EXHAUSTIVE = pytest.mark.long, pytest.mark.exhaustive
 CASES = [
     ("4x1", BOTH, {"zero": 3, "microbatch_size": 1}),
-    pytest.param("4x1", "optimizer", {"zero": 3, "microbatch_size": 1}, marks=LONG),
+    pytest.param("4x1", "optimizer", {"zero": 3, "microbatch_size": 1}, marks=pytest.mark.exhaustive),
     pytest.param("2x2", "optimizer", {"zero": 1}, marks=EXHAUSTIVE),
     pytest.param("2x2", BOTH, {"zero": 1, "microbatch_size": 2}, marks=EXHAUSTIVE),
     pytest.param("2x2", BOTH, {"zero": 2, "microbatch_size": 2, "recompute": "full"}, marks=LONG),
-    pytest.param("1x2", BOTH, {"sequence_parallel": True, "microbatch_size": 2, "family": "gpt"}, marks=LONG),
+    pytest.param(
+        "1x2", BOTH, {"sequence_parallel": True, "microbatch_size": 2, "family": "gpt"}, marks=pytest.mark.exhaustive
+    ),
     pytest.param("1x2", BOTH, {"tie_embeddings": True}, marks=EXHAUSTIVE),
     pytest.param("2x1", BOTH, {"zero": 3, "unroll_layers": True}, marks=LONG),
-    pytest.param("data=2,expert=2", "optimizer", {"zero": 2, "num_experts": 4}, marks=LONG),
+    pytest.param("data=2,expert=2", "optimizer", {"zero": 2, "num_experts": 4}, marks=pytest.mark.exhaustive),
     pytest.param("data=2,expert=2", BOTH, {"zero": 1, "num_experts": 4, "microbatch_size": 2}, marks=LONG),
-    pytest.param("data=2,shard=2", BOTH, {"zero": 1, "microbatch_size": 1}, marks=LONG),
+    pytest.param("data=2,shard=2", BOTH, {"zero": 1, "microbatch_size": 1}, marks=pytest.mark.exhaustive),
     pytest.param("context=2", BOTH, {"zero": 1}, marks=LONG),
-    pytest.param("1x3x1", "optimizer", {"microbatch_size": 4}, marks=LONG),
+    pytest.param("1x3x1", "optimizer", {"microbatch_size": 4}, marks=pytest.mark.exhaustive),
     pytest.param("2x2x1", BOTH, {"layers_per_stage": (2, 1), "zero": 2, "microbatch_size": 2}, marks=LONG),
     pytest.param(
         "2x2x1", BOTH, {"num_layers": 4, "zero": 1, "microbatch_size": 1, "chunks": 2} | GROWN, marks=EXHAUSTIVE
