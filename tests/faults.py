@@ -58,6 +58,13 @@ FAULTS = (
         "parity",
         "test_text_to_text_models_are_transformers_own_there_and_back",
     ),
+    Fault(
+        "adapters of experts: B has the experts next to each other for each rank",
+        "b.reshape(len(b), -1, self.experts)",
+        "b.reshape(len(b), self.experts, -1).swapaxes(1, 2)",
+        "convert",
+        "test_adapters_of_experts_are_added_to_each_expert",
+    ),
     # --- weights of generation
     Fault(
         "transposed weights: an adapter's components are transposed together",
