@@ -103,8 +103,9 @@ def _over_ranks() -> PartitionSpec:
 def _token_of(gradients: Tree, like: Array) -> Array:
     """Returns a token of the gradients of a layer's matrices, with the type of `like`."""
     arrays = [a for a in jax.tree.leaves(gradients) if jnp.issubdtype(a.dtype, jnp.floating)]
-    # Those of vectors may be reduced together, behind the last layer.
-    largest = max((a.size for a in arrays), default=0)
+    # Those of vectors and routers may be reduced together, behind the last layer. Of experts the size of one matrix
+    # counts, or other matrices would seem to be as small beside that of many experts.
+    largest = max((math.prod(sorted(a.shape)[-2:]) for a in arrays), default=0)
     arrays = [a for a in arrays if a.size > largest // 16]
     return varying_like(_of_ranks(lambda *each: jnp.reshape(sum(map(_first, each)), 1), _over_ranks(), *arrays), like)
 

@@ -379,7 +379,7 @@ def print_summary(run: Run, state: State) -> None:
     if run.best is not None and run.best.best.step:
         found = run.best.best
         best = f", best {found.goal.metric.removeprefix('valid_')} {found.value:.4f} after step {found.step}"
-    sample = run.objective.sample(run.program, state.weights, run.data.tokenizer)
+    sample = run.objective.sample(run.program, state, run.data.tokenizer)
     next_commands = f"\n{' ' * 8}".join(run.objective.next_commands(run.config, out))
     time = ""
     if run.metrics is not None and run.time_log is not None:
