@@ -8,6 +8,7 @@ from mtjax.analysis.contract import (
     EMBEDDING_FORWARD,
     GRADIENTS,
     JOINED,
+    LAYER_BACKWARD,
     LOSS_BACKWARD,
     LOSS_FORWARD,
     OPTIMIZER,
@@ -111,9 +112,10 @@ def exposed_by_axis(
 def exposed_ahead(anatomy: Anatomy, plan: Plan, machine: Machine, compute: float) -> float:
     """Seconds of gathers and sums over data ranks that other layers do not hide.
 
-    Sums pass behind the backward pass. ZeRO-3's gathers pass behind either, those of ZeRO-1 and 2 behind the forward
-    pass of a step's only microbatch; before the first of several nothing hides them. What sharding groups send each
-    other comes after the last layer's backward pass, and so does the optimizer's update.
+    Sums pass behind the backward pass. ZeRO-3's gathers pass behind either without a loop; in a loop, where XLA sends
+    one at a time, the backward pass waits for its gathers before it sends sums. Those of ZeRO-1 and 2 pass behind the
+    forward pass of a step's only microbatch; before the first of several nothing hides them. What sharding groups send
+    each other comes after the last layer's backward pass, and so does the optimizer's update.
 
     Args:
       anatomy: of the model.
@@ -133,9 +135,32 @@ def exposed_ahead(anatomy: Anatomy, plan: Plan, machine: Machine, compute: float
     gathers, again = sent[PARAMETERS], 0.0
     if plan.zero == 3:
         gathers = again = gathers / 2
+        if plan.prefetches(anatomy.model):
+            last, again = last + again, 0.0
     elif plan.microbatches > 1:
         return gathers + last + max(0.0, sent[GRADIENTS] - (compute - forward))
     return last + max(0.0, gathers - forward) + max(0.0, again + sent[GRADIENTS] - (compute - forward))
+
+
+def hidden_sums(anatomy: Anatomy, plan: Plan, machine: Machine, products: float) -> float:
+    """Returns the seconds of a step's sums over tensor parallel ranks that pass behind the gradients of matrices: those
+    of the input gradient of each layer's first component, in the backward pass.
+
+    Args:
+      anatomy: of the model.
+      plan: without stages.
+      machine: on which it runs.
+      products: seconds of the products of all layers.
+    """
+    if plan.splits_stream or plan.residuals != "jax":
+        return 0.0
+    sums = (
+        e for e in transfers(anatomy, plan) if (e.axis, e.phase, e.operation) == (MODEL, LAYER_BACKWARD, "all-reduce")
+    )
+    seconds = sum(transfer_time(entry, anatomy, plan, machine) for entry in sums)
+    firsts = sum(stack.layers for stack in anatomy.stacks)
+    components = sum(stack.layers * len(stack.sublayers) for stack in anatomy.stacks)
+    return min(seconds * firsts / components, products / (4 if plan.recompute == "full" else 3))
 
 
 def exposed_turns(spent: float, plan: Plan, attention: float) -> float:

@@ -23,6 +23,7 @@ from mtjax.analysis.link_time import (
     exposed_by_axis,
     exposed_sends,
     exposed_turns,
+    hidden_sums,
     members_inside,
     spent_on_stages,
     transfer_time,
@@ -105,6 +106,7 @@ def step_time(
         spent[axis_of(entry)] += transfer_time(entry, anatomy, plan, machine)
     exposed = exposed_by_axis(spent, plan, software, products, products + attention + element_wise)
     exposed[CONTEXT] = exposed_turns(spent[CONTEXT], plan, attention)
+    exposed[MODEL] -= hidden_sums(anatomy, plan, machine, products)
     if plan.overlaps_data(anatomy.model):
         beside = exposed[MODEL] if plan.mesh.size > server.gpus else 0.0  # on other links, and as good as computing
         exposed[DATA] = exposed_ahead(anatomy, plan, machine, products + attention + element_wise + beside)
