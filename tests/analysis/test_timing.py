@@ -6,7 +6,7 @@ import pytest
 
 from mtjax import config
 from mtjax.analysis.anatomy import Anatomy
-from mtjax.analysis.contract import PARAMETERS
+from mtjax.analysis.contract import LAYER_PHASES, PARAMETERS
 from mtjax.analysis.copies import copies_in_step
 from mtjax.analysis.counts import parameters
 from mtjax.analysis.families.registry import anatomy_of, gpt
@@ -271,3 +271,15 @@ def test_attention_that_writes_scores_out_copies_what_it_reads():
         for residuals in ("jax", "megatron")
     )
     assert ours - theirs == pytest.approx(3 * machine.passes(2 * 2 * 4 * 8 * 512 * 1024))
+
+
+def test_half_of_what_chunks_of_one_layer_send_passes_beside_the_other_half_of_a_tick():
+    model = gpt(8, 4096, 32, 2048, 51_200)
+    plan = Plan(parse_mesh("2x4x8"), 64, 1, recompute="full", sequence_parallel=True)
+    single = dataclasses.replace(plan, pipeline_schedule="interleaved", chunks=2)
+    found, several = (step_time(model, p, DGX_H100) for p in (single, plan))
+    assert several.hidden[MODEL] == 0 < found.hidden[MODEL]
+    sums = [t for t in transfers(model, single) if t.axis == MODEL and t.phase in LAYER_PHASES]
+    machine = Machine(DGX_H100)
+    assert 2 * found.hidden[MODEL] == pytest.approx(sum(machine.transfer(t, 8) for t in sums))
+    assert found.contention > several.contention
