@@ -14,6 +14,7 @@ from mtjax.analysis.contract import (
     OPTIMIZER,
     PARAMETERS,
 )
+from mtjax.analysis.counts import stage_counts
 from mtjax.analysis.hardware import Server
 from mtjax.analysis.machine import Machine
 from mtjax.analysis.parts.experts import exchanged_share
@@ -112,10 +113,10 @@ def exposed_by_axis(
 def exposed_ahead(anatomy: Anatomy, plan: Plan, machine: Machine, compute: float) -> float:
     """Seconds of gathers and sums over data ranks that other layers do not hide.
 
-    Sums pass behind the backward pass. ZeRO-3's gathers pass behind either without a loop; in a loop, where XLA sends
-    one at a time, the backward pass waits for its gathers before it sends sums. Those of ZeRO-1 and 2 pass behind the
-    forward pass of a step's only microbatch; before the first of several nothing hides them. What sharding groups send
-    each other comes after the last layer's backward pass, and so does the optimizer's update.
+    Sums pass behind the backward pass. ZeRO-3's gathers pass behind either, those of ZeRO-1 and 2 behind the forward
+    pass of a step's only microbatch; before the first of several nothing hides them. Nor does anything hide ZeRO-3's
+    gathers before the first layer, and sums after its backward pass: of what is outside the layers. What sharding
+    groups send each other comes after the last layer's backward pass, and so does the optimizer's update.
 
     Args:
       anatomy: of the model.
@@ -134,17 +135,24 @@ def exposed_ahead(anatomy: Anatomy, plan: Plan, machine: Machine, compute: float
     forward = compute / (4 if plan.recompute == "full" else 3)
     gathers, again = sent[PARAMETERS], 0.0
     if plan.zero == 3:
-        gathers = again = gathers / 2
-        if plan.prefetches(anatomy.model):
-            last, again = last + again, 0.0
+        share = _outside(anatomy, plan)
+        last += share * sent[GRADIENTS] + share / (2 - share) * gathers
+        sent[GRADIENTS] *= 1 - share
+        gathers = again = gathers * (1 - share) / (2 - share)
     elif plan.microbatches > 1:
         return gathers + last + max(0.0, sent[GRADIENTS] - (compute - forward))
     return last + max(0.0, gathers - forward) + max(0.0, again + sent[GRADIENTS] - (compute - forward))
 
 
+def _outside(anatomy: Anatomy, plan: Plan) -> float:
+    """Returns the share of a device's parameters that is outside the layers."""
+    counts = stage_counts(anatomy, plan)
+    return 1 - counts.in_layers / counts.all
+
+
 def hidden_sums(anatomy: Anatomy, plan: Plan, machine: Machine, products: float) -> float:
-    """Returns the seconds of a step's sums over tensor parallel ranks that pass behind the gradients of matrices: those
-    of the input gradient of each layer's first component, in the backward pass.
+    """Returns the seconds of a step's collectives over tensor parallel ranks that pass behind the gradients of
+    matrices: in the backward pass, those of each layer's first component.
 
     Args:
       anatomy: of the model.
@@ -152,11 +160,9 @@ def hidden_sums(anatomy: Anatomy, plan: Plan, machine: Machine, products: float)
       machine: on which it runs.
       products: seconds of the products of all layers.
     """
-    if plan.splits_stream or plan.residuals != "jax":
+    if plan.residuals != "jax" or (plan.zero == 3 and plan.splits_stream):  # parameters are sent at that time
         return 0.0
-    sums = (
-        e for e in transfers(anatomy, plan) if (e.axis, e.phase, e.operation) == (MODEL, LAYER_BACKWARD, "all-reduce")
-    )
+    sums = (entry for entry in transfers(anatomy, plan) if (entry.axis, entry.phase) == (MODEL, LAYER_BACKWARD))
     seconds = sum(transfer_time(entry, anatomy, plan, machine) for entry in sums)
     firsts = sum(stack.layers for stack in anatomy.stacks)
     components = sum(stack.layers * len(stack.sublayers) for stack in anatomy.stacks)
