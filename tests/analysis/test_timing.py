@@ -6,7 +6,7 @@ import pytest
 
 from mtjax import config
 from mtjax.analysis.anatomy import Anatomy
-from mtjax.analysis.contract import LAYER_PHASES
+from mtjax.analysis.contract import LAYER_BACKWARD, LAYER_PHASES
 from mtjax.analysis.copies import copies_in_step
 from mtjax.analysis.counts import parameters, stage_counts
 from mtjax.analysis.families.registry import anatomy_of, gpt
@@ -80,7 +80,8 @@ def test_model_groups_fill_servers_first(mesh, server, model, data):
 
 
 def test_parts_sum_to_the_step_and_a_stage_adds_its_bubble():
-    time = step_time(GPT_8B, dataclasses.replace(PLAN, microbatch_size=4), DGX_H100)
+    plan, machine = dataclasses.replace(PLAN, microbatch_size=4), Machine(DGX_H100)
+    time = step_time(GPT_8B, plan, DGX_H100)
     parts = [
         time.products,
         time.attention,
@@ -92,7 +93,9 @@ def test_parts_sum_to_the_step_and_a_stage_adds_its_bubble():
         time.optimizer,
     ]
     # One reduction after all microbatches; the input gradient of each layer's attention is summed beside products.
-    assert time.contention == pytest.approx(Machine(DGX_H100).contention(time.hidden[MODEL]))
+    backward = [t for t in transfers(GPT_8B, plan) if (t.axis, t.phase) == (MODEL, LAYER_BACKWARD)]
+    assert 2 * time.hidden[MODEL] == pytest.approx(sum(machine.transfer(t, 8) for t in backward))
+    assert time.contention == pytest.approx(machine.contention(time.hidden[MODEL]))
     assert time.hidden[DATA] == 0 and time.total == pytest.approx(sum(parts) + time.contention)
     assert time.bubble == time.stage_axis == 0
     staged = step_time(GPT_8B, Plan(parse_mesh("8x4x8"), 512, 8, recompute="full", residuals="megatron"), DGX_H100)
