@@ -43,6 +43,28 @@ FAULTS = (
         "plan",
         "test_lower_bounds_leave_out_no_plan",
     ),
+    # --- weights that are read
+    Fault(
+        "NaN in weights: said",
+        "if count := sum(count_not_finite(shard) for shard in shards):",
+        "if count := 0:",
+        "convert",
+        "test_nan_and_infinities_are_named_and_kept",
+    ),
+    Fault(
+        "a T5 that is tied and not scaled: its factor",
+        "return hidden**0.5 if tied and not scaled else 1.0",
+        "return 1.0",
+        "parity",
+        "test_text_to_text_models_are_transformers_own_there_and_back",
+    ),
+    Fault(
+        "adapters of experts: B has the experts next to each other for each rank",
+        "b.reshape(len(b), -1, self.experts)",
+        "b.reshape(len(b), self.experts, -1).swapaxes(1, 2)",
+        "convert",
+        "test_adapters_of_experts_are_added_to_each_expert",
+    ),
     # --- weights of generation
     Fault(
         "transposed weights: an adapter's components are transposed together",

@@ -9,7 +9,7 @@ from mtjax.convert.peft import TENSORS
 from mtjax.errors import UserError
 
 if TYPE_CHECKING:
-    from mtjax.convert.peft_source import Adapters
+    from mtjax.convert.peft_adapters import Adapters
 
 
 def join_copies(adapters: "Adapters", shared: Mapping[str, str]) -> None:

@@ -110,11 +110,6 @@ class Recompute:
         is_plain = self.kind != "full" or (self.method == "uniform" and self.group == 1 and not self.offload)
         return is_plain and not any(self.unquantized)
 
-    @property
-    def in_chunk(self) -> "Recompute":
-        """The policy inside a pipeline chunk: `none` with full recompute, as the schedule recomputes the chunk."""
-        return Recompute() if self.kind == "full" else self
-
     @classmethod
     def of(cls, training: Training) -> "Recompute":
         """Reads the config's settings."""

@@ -110,16 +110,17 @@ OUTPUT = frozenset({"shared.weight", "lm_head.weight"})
         ("t5", {"tie_word_embeddings": True, "scale_decoder_outputs": False}, OUTPUT, False),  # transformers 5's T5 1.1
         ("umt5", {"tie_word_embeddings": True, "scale_decoder_outputs": True}, OUTPUT, True),
         ("mt5", {"tie_word_embeddings": True}, OUTPUT, False),
-        ("t5", {"scale_decoder_outputs": False}, OUTPUT - {"lm_head.weight"}, None),
+        ("t5", {"scale_decoder_outputs": False}, OUTPUT - {"lm_head.weight"}, True),
         ("t5", {"scale_decoder_outputs": None}, OUTPUT, False),
-        ("mt5", {}, OUTPUT - {"lm_head.weight"}, None),
+        ("mt5", {}, OUTPUT - {"lm_head.weight"}, True),
+        ("mt5", {"tie_word_embeddings": False}, OUTPUT - {"lm_head.weight"}, None),
     ],
 )
-def test_a_t5_s_output_is_tied_where_it_is_scaled(
+def test_a_t5_s_output_is_tied_as_in_transformers_5(
     kind: str, config: dict, names: frozenset, is_tied: bool | None
 ) -> None:
     if is_tied is None:
-        with pytest.raises(UserError, match=f"this {kind} has no lm_head.weight, and its outputs are not scaled"):
+        with pytest.raises(UserError, match=f"tie_word_embeddings of this {kind} is false, but there is no lm_head"):
             FAMILIES[kind].model_settings(config, names, "config.json")
     else:
         assert FAMILIES[kind].model_settings(config, names, "config.json")["tie_embeddings"] == is_tied
