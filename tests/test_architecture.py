@@ -30,7 +30,7 @@ ARROWS: dict[str, set[str]] = {
     | {
         f"sharding.{part}"
         for part in (
-            *("axes", "context", "experts", "vocab", "vocab_embedding", "distillation", "trainable"),
+            *("after", "axes", "context", "experts", "vocab", "vocab_embedding", "distillation", "trainable"),
             *("vocab_weighted", "zero", "grad_accumulation", "rank_values", "float8", "float8_rows"),
             *("prefetch", "flash", "kv_heads", "stored_weight", "no_hoist", "param_comm", "unstack"),
         )
