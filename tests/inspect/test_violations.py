@@ -1,6 +1,7 @@
 """Planted breaches of the contract: each is caught, and called by its name."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -163,6 +164,20 @@ def test_sums_of_gradients_in_loops_and_once_a_step_are_counted_together(order):
         assert check([*looped, own], asked, Landmarks(), is_gpu=True).violations == ()
     (found,) = check(looped, asked, Landmarks(), is_gpu=True).violations
     assert "sends 384 elements per step instead of 640" in found
+
+
+def test_numbers_are_counted_apart_from_wide_arrays_of_another_type():
+    """Largest values for scales in 8 bits, of the compute dtype, beside sums of norms' gradients in float32."""
+    line = partial(Expectation, "layer backward", "all-reduce", MODEL, pooled=True)
+    asked = [
+        Requirement(line("1", "512"), 1, 512, "bf16"),
+        Requirement(line("1", "8192", hoisted=True), 1, 8192, "f32"),
+    ]
+    scalars = collective("layer backward", count=512, arrays=((),))
+    arrays = collective("layer backward", count=2, arrays=((4096,),), dtype="f32")
+    assert check([scalars, arrays], asked, Landmarks(), is_gpu=True).violations == ()
+    fewer = replace(scalars, count=500)
+    assert "sends f32 instead of bf16" in check([fewer, arrays], asked, Landmarks(), is_gpu=True).violations[0]
 
 
 def test_wider_types_break_bytes_on_gpus_and_are_noted_on_cpus():
