@@ -202,15 +202,25 @@ def test_layers_run_in_the_order_of_the_pattern() -> None:
 
 STAGES = {"microbatch_size": 2}
 DOCUMENTS = {"reset_attention_mask": True, "reset_position_ids": True}
+CHUNKS = {"sequence_length": 40, "ssm_chunk": 3}
+"""With which pieces of samples, on two or four context parallel ranks, are several chunks, the last with padding."""
 
 
 @pytest.mark.parametrize(
     ("pattern", "mesh", "model", "fields"),
     [
-        ("G*", "2x2", GATED, {**SPLIT, "zero": 1, "recompute": "full"}),
+        (
+            "G*",
+            "data=1,context=2,model=2",
+            {**GATED, **DOCUMENTS, "ssm_chunk": 3},
+            {**SPLIT, "zero": 1, "recompute": "full"},
+        ),
         *(
             pytest.param(*case, marks=pytest.mark.long)
             for case in (
+                ("G*", "2x2", GATED, {**SPLIT, "zero": 1, "recompute": "full"}),
+                ("G-G*", "data=1,context=4,model=1", {**GATED, **DOCUMENTS, **CHUNKS}, {"zero": 3}),
+                ("GE*E", "data=1,context=2,expert=2,model=2", {**GATED, **EXPERTS, **CHUNKS}, {**SPLIT, "zero": 1}),
                 ("H-M", "2x2", FACTORS, {**SPLIT, "zero": 1, "recompute": "full"}),
                 ("Z", "2x2", SHARED, {**SPLIT, "zero": 1, "recompute": "full"}),
                 ("M-M*", "2x2", {}, {"zero": 3, "microbatch_size": 2}),
@@ -246,6 +256,17 @@ DOCUMENTS = {"reset_attention_mask": True, "reset_position_ids": True}
         *(
             pytest.param(*case, marks=pytest.mark.exhaustive)
             for case in (
+                ("GM", "data=1,context=2,model=4", {"ssm_groups": 4, **CHUNKS}, {"microbatch_size": 1}),
+                ("GM*", "data=2,context=4,model=1", {**DOCUMENTS, **CHUNKS}, {"recompute": "selective", "zero": 3}),
+                ("G-", "data=2,context=2,model=2", CHUNKS, {**SPLIT, "zero": 2, "microbatch_size": 2}),
+                ("G*-", "data=1,context=2,model=2", {**GATED, "lora_rank": 3}, {**SPLIT, "recompute": "full"}),
+                (
+                    "(G*)x2",
+                    "data=1,stage=2,context=2,model=2",
+                    {**GATED, **DOCUMENTS, **CHUNKS},
+                    {**STAGES, **SPLIT, "zero": 1, "recompute": "full"},
+                ),
+                ("G*-G", "data=1,stage=2,context=2,model=1", {}, {**STAGES, "context_method": "all-gather"}),
                 ("M-M*M-", "1x2", {}, {"recompute": "selective"}),
                 ("M-M*", "2x2", {}, {**SPLIT, "zero": 1, "recompute": "full"}),
                 ("MMMMM*", "2x2", {}, {"zero": 3, "microbatch_size": 2}),
