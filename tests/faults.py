@@ -572,6 +572,20 @@ FAULTS = (
         "test_documents_that_are_packed",
     ),
     Fault(
+        "gated delta nets: a state does not pass through pieces of samples on other ranks",
+        "state = one[..., :width] + kept",
+        "state = one[..., :width]",
+        "models",
+        "test_every_mesh_computes_the_same",
+    ),
+    Fault(
+        "gated delta nets: a state passes from one document to the next between pieces of samples on several ranks",
+        "passage = delta_passage(inputs, ssm_chunk(self.model), self._chunks_at_once(inputs), before)",
+        "passage = delta_passage(inputs, ssm_chunk(self.model), self._chunks_at_once(inputs), None)",
+        "models",
+        "test_every_mesh_computes_the_same",
+    ),
+    Fault(
         "convolutions: gradients of channels pass from one document to the one before",
         "term = _of_document(own * weights[tap], taps - 1 - tap, segments)",
         "term = own * weights[tap]",
