@@ -1,12 +1,14 @@
 """Layers without a loop: the numbers are those of the loop, and so are the parameters."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from mtjax.errors import UserError
 from mtjax.layout.divisibility import check_config
 from mtjax.layout.mesh import parse_mesh
+from mtjax.models.recompute_in_order import _token_of
 from tests.tiny import program_of, run_steps, tiny_config
 
 SPLIT = {"sequence_parallel": True, "microbatch_size": 2}
@@ -67,6 +69,21 @@ def test_numbers_are_those_of_the_loop(mesh, fields):
         there = np.asarray(there)  # Adam's steps of gradients that are rounding noise may be any
         if "compute_dtype" not in fields:
             assert np.abs(np.asarray(own) - there).mean() < 1e-5 * max(1.0, np.abs(there).max())
+
+
+def test_a_recomputed_layer_waits_for_all_matrices_of_the_layers_above_beside_many_experts():
+    """A router and vectors may be reduced later; attention's matrices are small beside those of 64 experts together."""
+    shapes = {
+        "experts": (64, 128, 2, 96),
+        "query": (128, 4, 32),
+        "shared": (128, 2, 48),
+        "router": (64, 10),
+        "scale": (128,),
+        "bias": (3, 4, 32),
+    }
+    gradients = {name: jnp.full(shape, 2.0**n) for n, (name, shape) in enumerate(shapes.items())}
+    token = _token_of((gradients, jnp.zeros((), jnp.int32)), jnp.zeros(1))
+    assert token == 1 + 2 + 4
 
 
 def test_its_program_has_no_loop_over_layers():
