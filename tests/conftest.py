@@ -39,10 +39,6 @@ from mtjax.runtime.devices import THREADS_PER_DEVICE
 from tests import assembler
 
 gc.set_threshold(*GARBAGE)
-# glibc returns to the system what compiling frees, and asks for it again: four hundredths of the time.
-M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
-for setting, size in ((M_MMAP_THRESHOLD, 32 << 20), (M_TRIM_THRESHOLD, 512 << 20), (M_TOP_PAD, 16 << 20)):
-    getattr(ctypes.CDLL(None), "mallopt", lambda *_: None)(setting, size)
 os.environ.setdefault("NPROC", str(8 * THREADS_PER_DEVICE))
 jax.config.update("jax_num_cpu_devices", 8)
 if os.environ["JAX_PLATFORMS"] == "cpu":
