@@ -48,6 +48,7 @@ hypothesis.settings.register_profile("suite", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("suite")
 
 GROUPS = (
+    ("parity/test_resumed.py", "parity/test_torch_dist.py"),  # minutes in four processes
     (
         "train",
         "runtime",
