@@ -32,7 +32,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from mtjax.sharding.after import after
+from mtjax.sharding.after import after, is_tensor_parallel
 from mtjax.sharding.axes import varying_like
 from mtjax.sharding.param_comm import (
     NoGrad,
@@ -266,8 +266,9 @@ def _step_backward(loop: PrefetchLoop, residuals: Any, cotangents: Any) -> tuple
     (gradient, slots, accumulators), state_cotangent = cotangents
     # Neither of these two collectives depends on this layer's backward pass, so XLA can overlap them with it.
     accumulators = loop.reduce_into(accumulators, slots.gradients, index + 1)
-    # XLA: sends one at a time, and would begin with the gather, for which it would wait before it sends the gradients.
-    next_index = jnp.maximum(after(accumulators, index) - 1, 0)
+    # XLA: sends one at a time over the ranks of data. Beside tensor parallel collectives it would begin with the
+    # gather, and wait for it before it sends gradients; without them it hides both, and this order would wait.
+    next_index = jnp.maximum((after(accumulators, index) if is_tensor_parallel() else index) - 1, 0)
     below = slots.parameters if loop.saves_gathered else loop.gather(shards, next_index)
     regathered = loop.regathered(loop.of_layer(slots.parameters, shards, index))
     gradient, gradients, resident, number, *constants = vjp.of(regathered)((gradient, state_cotangent))
