@@ -368,7 +368,7 @@ FAULTS = (
     ),
     Fault(
         "8-bit floats: the gradient of the weight has the scale of the gradient alone",
-        "_scaled(formula, x8, g8, (x_scale, scale),",
+        "_scaled(recipe, formula, x8, g8, (x_scale, scale),",
         "_scaled(formula, x8, g8, (scale / scale, scale),",
         "train",
         "test_a_product_and_its_gradients_are_those_of_numpys",
@@ -379,6 +379,20 @@ FAULTS = (
         "quantized(stack, E4M3, of_layers)",
         "train",
         "test_matrices_are_quantized_as_numpy",
+    ),
+    Fault(
+        "8-bit floats: an exact scale is so large that the largest value does not fit",
+        "(mantissa + unit - 1) // unit",
+        "mantissa // unit",
+        "train",
+        "test_a_scale_is_the_largest",
+    ),
+    Fault(
+        "8-bit floats: a run that has counted powers of two goes on with exact scales",
+        "if before.fp8_scales != now.fp8_scales:",
+        "if False:",
+        "train",
+        "test_scales_of_earlier_steps",
     ),
     Fault(
         "8-bit floats: weights are quantized once a step where some layers read them in 16 bits",
@@ -556,6 +570,20 @@ FAULTS = (
         "pass",
         "models",
         "test_documents_that_are_packed",
+    ),
+    Fault(
+        "gated delta nets: a state does not pass through pieces of samples on other ranks",
+        "state = one[..., :width] + kept",
+        "state = one[..., :width]",
+        "models",
+        "test_every_mesh_computes_the_same",
+    ),
+    Fault(
+        "gated delta nets: a state passes from one document to the next between pieces of samples on several ranks",
+        "passage = delta_passage(inputs, ssm_chunk(self.model), self._chunks_at_once(inputs), before)",
+        "passage = delta_passage(inputs, ssm_chunk(self.model), self._chunks_at_once(inputs), None)",
+        "models",
+        "test_every_mesh_computes_the_same",
     ),
     Fault(
         "convolutions: gradients of channels pass from one document to the one before",

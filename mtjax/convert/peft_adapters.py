@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from mtjax.convert.hub import local_folder
-from mtjax.convert.peft import PREFIX, TENSORS
-from mtjax.convert.peft_config import FACTORS, Adapter, check_expression, check_names, matching, unread
+from mtjax.convert.peft import PREFIX
+from mtjax.convert.peft_config import FACTORS, TENSORS, Adapter, check_expression, check_names, matching, unread
 from mtjax.convert.peft_experts import NAME, check_parameters
 from mtjax.convert.stream import check_folder, looks_like
 from mtjax.convert.weights_path import ADAPTER_CONFIG

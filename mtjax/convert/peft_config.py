@@ -8,6 +8,8 @@ from typing import Any
 
 from mtjax.errors import UserError
 
+TENSORS = "adapter_model.safetensors"
+"""File with the tensors."""
 WITHOUT_EFFECT = {
     *("peft_type", "task_type", "base_model_name_or_path", "revision", "auto_mapping", "peft_version"),
     *("inference_mode", "lora_dropout", "target_modules", "exclude_modules", "layers_pattern", "modules_to_save"),

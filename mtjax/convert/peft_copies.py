@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mtjax.convert.peft import TENSORS
+from mtjax.convert.peft_config import TENSORS
 from mtjax.errors import UserError
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from mtjax.config import Model
 from mtjax.config.sizes import decoder_layers
 from mtjax.convert.hugging_face import FolderTensors, HuggingFaceSource, describe
 from mtjax.convert.parameters import parameters_of
-from mtjax.convert.peft import IS_TRANSPOSED, TENSORS
+from mtjax.convert.peft import IS_TRANSPOSED
 from mtjax.convert.peft_adapters import Adapters
-from mtjax.convert.peft_config import is_named
+from mtjax.convert.peft_config import TENSORS, is_named
 from mtjax.convert.peft_copies import join_copies
 from mtjax.convert.peft_experts import updates_of
 from mtjax.convert.safetensors_files import SafetensorsReader

@@ -10,7 +10,8 @@ from jax.sharding import reshard
 
 from mtjax.layout.stages import PADDING, LayerOrder
 from mtjax.models.mixers.mixer import State
-from mtjax.sharding.axes import cond_by_stage, spec, varying_like
+from mtjax.sharding.axes import spec, varying_like
+from mtjax.sharding.rank_values import cond_by_stage
 
 
 def draw_on_stages(draw: Callable[[Array], Any], keys: Array, order: LayerOrder) -> Any:

@@ -16,15 +16,14 @@ from mtjax.models.run_alone import run_alone
 from mtjax.models.stack import Residual, Stack
 from mtjax.models.stack_chunks import Chunk, LayerSlice, layer_slice, run_chunk
 from mtjax.sharding.axes import varying_like
-from mtjax.sharding.param_comm import (
+from mtjax.sharding.grad_accumulation import (
     accumulate_grads_into,
-    differentiable_shards,
-    index_layer,
     seed_cotangents,
     split_accumulators,
     zeros_like_shards,
 )
-from mtjax.sharding.stacked_collectives import gather_upfront
+from mtjax.sharding.param_comm import differentiable_shards, index_layer
+from mtjax.sharding.zero import gather_upfront
 
 Carry = tuple[Array, Mapping[str, list[Array]]]
 """Hidden states, and each stack, unchanged: its cotangent is the accumulator of its gradients."""

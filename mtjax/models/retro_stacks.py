@@ -17,7 +17,7 @@ from mtjax.models.mixers.mixer import State
 from mtjax.models.norms import Norm
 from mtjax.models.pattern_stacks import PatternLoop
 from mtjax.models.stack import Residual, Stack
-from mtjax.sharding.param_comm import seed_cotangents
+from mtjax.sharding.grad_accumulation import seed_cotangents
 
 LETTERS: Mapping[str, str] = {
     PLAIN: "P",

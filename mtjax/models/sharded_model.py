@@ -23,8 +23,8 @@ from mtjax.layout.stages import Orders, layer_orders
 from mtjax.models.families.registry import LanguageModel, model_class
 from mtjax.models.trunk import TrunkLosses
 from mtjax.sharding import placement
-from mtjax.sharding.accumulate import Accumulate, MicrobatchSchedule
 from mtjax.sharding.axes import use_rules
+from mtjax.sharding.gradients import Accumulate, MicrobatchSchedule
 from mtjax.sharding.manual_region import ManualRegion
 from mtjax.sharding.param_specs import param_specs, partition_specs
 from mtjax.sharding.vocab import LossOptions

@@ -3,6 +3,7 @@
 from pkgutil import resolve_name
 
 from mtjax.config import Config
+from mtjax.layout.optimizer_states import optimizer_states
 from mtjax.train.step import TrainStep
 
 
@@ -19,6 +20,7 @@ def step_class(config: Config) -> type[TrainStep]:
         "distilled:Distilled": config.finetuning.teacher is not None,
         "float8:Float8Step": training.fp8 != "none",
         "variants:Float16Step": training.compute_dtype == "float16",
+        "variants:OtherOptimizerStep": not optimizer_states(config).is_plain,
         "variants:ScheduleFreeStep": optimizer.optimizer == "schedule-free",
     }
     kinds: list[type[TrainStep]] = [

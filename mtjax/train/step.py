@@ -15,19 +15,17 @@ from jax.sharding import Mesh
 from mtjax.config import Config
 from mtjax.layout.divisibility import num_microbatches
 from mtjax.layout.layouts import Layout
-from mtjax.layout.optimizer_states import optimizer_states
 from mtjax.layout.stages import layer_numbers
 from mtjax.models.sharded_model import Batch, ShardedModel
 from mtjax.models.trunk import TrunkLosses
 from mtjax.runtime import xla_options
 from mtjax.runtime.train_state import State
 from mtjax.sharding import placement
-from mtjax.sharding.accumulate import total_loss
 from mtjax.sharding.axes import use_rules
-from mtjax.sharding.gradients import distributed_gradients
+from mtjax.sharding.gradients import distributed_gradients, total_loss
 from mtjax.sharding.manual_region import ManualRegion
 from mtjax.sharding.param_specs import partition_specs, trained
-from mtjax.sharding.reduction import Reduction
+from mtjax.sharding.zero import Reduction
 from mtjax.train.nonfinite_steps import GOOD, norm_and_first_bad
 from mtjax.train.optimizer import make_optimizer
 from mtjax.train.schedule import make_schedule
@@ -83,14 +81,8 @@ class TrainStep(ShardedModel):
         """Returns the sharding of each array of the optimizer's state."""
         # Adam's moments are sharded like the stored parameters: with ZeRO over the data parallel ranks as well.
         moments = placement.shardings(partition_specs(self.trainable_records, "storage_spec"), self.mesh)
-        like, states = self.optimized(self.abstract_parameters), optimizer_states(self.config)
-        if states.is_plain:
-            return placement.optimizer_shardings(self.optimizer, like, moments, self.mesh)
-        from mtjax.sharding.optimizer_shardings import shardings_by_name
-
-        with jax.set_mesh(self.mesh):
-            abstract = jax.eval_shape(self.optimizer.init, placement.with_sharding(like, moments))
-        return shardings_by_name(abstract, self.trainable_records, states, self.mesh)
+        like = self.optimized(self.abstract_parameters)
+        return placement.optimizer_shardings(self.optimizer, like, moments, self.mesh)
 
     @cached_property
     def abstract_state(self) -> State:

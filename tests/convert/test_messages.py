@@ -142,3 +142,14 @@ def test_a_t5_s_activation_is_the_same_in_all_keys(config: dict, said: str) -> N
         FAMILIES["t5"].model_settings(config, OUTPUT, "config.json")
     gated = {"feed_forward_proj": "gated-gelu", "dense_act_fn": "gelu_new", "is_gated_act": True}
     assert FAMILIES["t5"].model_settings(gated, OUTPUT, "config.json")["activation"] == "geglu"
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "cwm", "ministral3"])
+def test_null_rope_parameters_are_the_type_s_default(kind: str) -> None:
+    """A null was no scaling for two of these types, for all of which transformers takes YaRN or Llama 3's."""
+    family = FAMILIES[kind]
+    missing, null = (
+        family.model_settings({"model_type": kind, **more}, frozenset(), "") for more in ({}, {"rope_parameters": None})
+    )
+    assert null == missing
+    assert null["rope_scaling"] == ("llama3" if kind == "cwm" else "yarn")

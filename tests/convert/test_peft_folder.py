@@ -307,7 +307,7 @@ def test_adapters_of_experts_are_added_to_each_expert(tmp_path):
     adapters = load_file(folder / "adapter_model.safetensors")
     # B has the experts next to each other for each rank, A one after the other.
     a, b = (adapters[f"base_model.model.model.layers.1.mlp.experts.base_layer.lora_{x}.weight"] for x in "AB")
-    update = 5 * sum(np.outer(b[:, rank * 3 + 2].astype(np.float64), a[2 * 2 + rank]) for rank in range(2))
+    update = 5 * np.sum([np.outer(b[:, rank * 3 + 2].astype(np.float64), a[4 + rank]) for rank in range(2)], 0)
     for name, half in (("w1", update[:12]), ("w3", update[12:])):
         name = f"model.layers.1.block_sparse_moe.experts.2.{name}.weight"
         np.testing.assert_allclose(merged[name] - base[name], half, atol=1e-5)

@@ -26,6 +26,21 @@ TWO_ENDS = {"fp8_bf16_first_layers": 2, "fp8_bf16_last_layers": 1}
         pytest.param({"fp8": "delayed", **SPLIT}, 2, id="delayed, split sequences"),
         pytest.param({"fp8": "tensorwise", **SPLIT}, 2, id="tensorwise", marks=pytest.mark.exhaustive),
         pytest.param(
+            {"fp8": "delayed", "fp8_scales": "exact", **SPLIT}, 2, id="delayed, exact scales", marks=pytest.mark.long
+        ),
+        pytest.param(
+            {"fp8": "tensorwise", "fp8_scales": "exact", **SPLIT},
+            2,
+            id="tensorwise, exact scales",
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(
+            {"mesh": "8x1", "zero": 3, "microbatch_size": 1, "fp8": "rowwise", "fp8_scales": "exact"},
+            1,
+            id="rowwise, exact scales",
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(
             {
                 "mesh": "8x1",
                 "zero": 3,

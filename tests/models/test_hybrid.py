@@ -202,6 +202,8 @@ def test_layers_run_in_the_order_of_the_pattern() -> None:
 
 STAGES = {"microbatch_size": 2}
 DOCUMENTS = {"reset_attention_mask": True, "reset_position_ids": True}
+CHUNKS = {"sequence_length": 40, "ssm_chunk": 3}
+"""With which pieces of samples, on two or four context parallel ranks, are several chunks, the last with padding."""
 long = partial(pytest.param, marks=pytest.mark.long)
 rare = partial(pytest.param, marks=pytest.mark.exhaustive)
 """Of what has each of its settings in another case: make test-layouts."""
@@ -210,7 +212,15 @@ rare = partial(pytest.param, marks=pytest.mark.exhaustive)
 @pytest.mark.parametrize(
     ("pattern", "mesh", "model", "fields"),
     [
-        ("G*", "2x2", GATED, {**SPLIT, "zero": 1, "recompute": "full"}),
+        (
+            "G*",
+            "data=1,context=2,model=2",
+            {**GATED, **DOCUMENTS, "ssm_chunk": 3},
+            {**SPLIT, "zero": 1, "recompute": "full"},
+        ),
+        long("G*", "2x2", GATED, {**SPLIT, "zero": 1, "recompute": "full"}),
+        long("G-G*", "data=1,context=4,model=1", {**GATED, **DOCUMENTS, **CHUNKS}, {"zero": 3}),
+        long("GE*E", "data=1,context=2,expert=2,model=2", {**GATED, **EXPERTS, **CHUNKS}, {**SPLIT, "zero": 1}),
         rare("H-M", "2x2", FACTORS, {**SPLIT, "zero": 1, "recompute": "full"}),
         rare("Z", "2x2", SHARED, {**SPLIT, "zero": 1, "recompute": "full"}),
         rare("M-M*", "2x2", {}, {"zero": 3, "microbatch_size": 2}),
@@ -244,6 +254,17 @@ rare = partial(pytest.param, marks=pytest.mark.exhaustive)
         *(
             pytest.param(*case, marks=pytest.mark.exhaustive)
             for case in (
+                ("GM", "data=1,context=2,model=4", {"ssm_groups": 4, **CHUNKS}, {"microbatch_size": 1}),
+                ("GM*", "data=2,context=4,model=1", {**DOCUMENTS, **CHUNKS}, {"recompute": "selective", "zero": 3}),
+                ("G-", "data=2,context=2,model=2", CHUNKS, {**SPLIT, "zero": 2, "microbatch_size": 2}),
+                ("G*-", "data=1,context=2,model=2", {**GATED, "lora_rank": 3}, {**SPLIT, "recompute": "full"}),
+                (
+                    "(G*)x2",
+                    "data=1,stage=2,context=2,model=2",
+                    {**GATED, **DOCUMENTS, **CHUNKS},
+                    {**STAGES, **SPLIT, "zero": 1, "recompute": "full"},
+                ),
+                ("G*-G", "data=1,stage=2,context=2,model=1", {}, {**STAGES, "context_method": "all-gather"}),
                 ("M-M*M-", "1x2", {}, {"recompute": "selective"}),
                 ("M-M*", "2x2", {}, {**SPLIT, "zero": 1, "recompute": "full"}),
                 ("MMMMM*", "2x2", {}, {"zero": 3, "microbatch_size": 2}),

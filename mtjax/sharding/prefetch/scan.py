@@ -34,17 +34,10 @@ from jax import Array, lax
 
 from mtjax.sharding.after import after, is_tensor_parallel
 from mtjax.sharding.axes import varying_like
-from mtjax.sharding.param_comm import (
-    NoGrad,
-    accumulate_grads_into,
-    communicated,
-    differentiable_shards,
-    index_layer,
-    is_wrapped,
-    seed_cotangents,
-    zeros_like_shards,
-)
+from mtjax.sharding.grad_accumulation import accumulate_grads_into, seed_cotangents, zeros_like_shards
+from mtjax.sharding.param_comm import communicated, differentiable_shards, index_layer, is_wrapped
 from mtjax.sharding.prefetch.loop import PrefetchLoop, Run, flattened, scan_but_last, stack_of, traced
+from mtjax.sharding.trainable import NoGrad
 
 Tree = Any
 
