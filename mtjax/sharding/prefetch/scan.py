@@ -232,8 +232,8 @@ def _step_forward(
     """
     run, parameters = loop.saving(loop.run), loop.of_layer(slots.parameters, inputs.shards, inputs.layer_index)
     (x, state), vjp = jax.vjp(run, x, parameters, inputs.resident, inputs.number, *inputs.constants)
-    after = slots._replace(parameters=loop.gather(inputs.shards, inputs.layer_index + 1))
-    return ((x, after, stack), state), (
+    filled = slots._replace(parameters=loop.gather(inputs.shards, inputs.layer_index + 1))
+    return ((x, filled, stack), state), (
         _VjpWithoutParameters.without(vjp, loop.regathered(parameters)),
         inputs.shards,
         inputs.layer_index,
