@@ -33,11 +33,11 @@ from mtjax.layout.plan import Plan
 
 TARGET = "h100x8"
 PROGRAMS: dict[str, tuple[str, dict[str, Any]]] = {
-    "gpt2-1.2b": ("gpt2-1.2b", {}),
     "gpt2-8.3b": ("gpt2-8.3b", {}),
     "gpt-76b": ("gpt-76b", {}),
     "bert-336m": ("bert-336m", {}),
     "t5-large": ("t5-large", {}),
+    "t5-220m": ("t5-220m", {}),
     "llama2-7b, ZeRO-3 on a server": (
         "llama2-7b",
         {"mesh": "8x1", "zero": 3, "recompute": "selective", "global_batch_size": 16, "microbatch_size": 2},

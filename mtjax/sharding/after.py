@@ -1,5 +1,6 @@
 """What must wait: arrays with which XLA can't compute before others are known, in the order of a schedule."""
 
+import math
 from collections.abc import Callable, Sequence
 
 import jax
@@ -27,6 +28,11 @@ _after_p = Primitive("after")
 _after_p.def_abstract_eval(lambda x, *known: x)
 _after_p.def_impl(_select)
 mlir.register_lowering(_after_p, mlir.lower_fun(_select, multiple_results=False))
+
+
+def is_tensor_parallel() -> bool:
+    """Returns whether several ranks share what is computed here, over axes that are not manual."""
+    return math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in explicit_axes()) > 1
 
 
 def of_ranks(function: Callable[..., Array], out_spec: PartitionSpec, *arrays: Array) -> Array:

@@ -8,8 +8,10 @@ import pytest
 
 from mtjax.inspect.report import inspect
 from mtjax.inspect.targets import find_target
+from mtjax.sharding.prefetch import scan
+from mtjax.train.step import make_train_step
 from tests.inspect.steps import needs_aot, tiny
-from tests.tiny import batch_of, initial_state, program_of, step_gradients
+from tests.tiny import batch_of, initial_state, mesh_of, program_of, step_gradients, tiny_config
 
 LAYERS: dict[str, Any] = {"num_layers": 4, "zero": 3, "hidden_dropout": 0.0, "attention_dropout": 0.0}
 LONG = pytest.mark.long
@@ -96,3 +98,15 @@ def test_computing_waits_less_for_what_crosses_servers_on_h100s(zero, monkeypatc
     alone = inspect(run, target).time
     assert ahead is not None and alone is not None
     assert ahead.exposed_by_axes["data"] < 0.5 * alone.exposed_by_axes["data"]
+
+
+@pytest.mark.parametrize(("mesh", "times"), [("4x2", 1), ("4x1", 0)])
+def test_gradients_are_sent_before_the_next_gather_beside_tensor_parallel_collectives(mesh, times, monkeypatch):
+    """In the one backward loop; the parameters' index then waits for all accumulators."""
+    waited = []
+    monkeypatch.setattr(scan, "after", lambda known, x: waited.append((list(known), x)) or x)
+    program = make_train_step(tiny_config(**LAYERS, mesh=mesh), mesh_of(mesh))
+    program.lower_step()
+    assert len(waited) == times
+    for known, index in waited:
+        assert known and all(array.shape[0] == LAYERS["num_layers"] for array in known) and index.shape == ()

@@ -32,7 +32,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from mtjax.sharding.after import after
+from mtjax.sharding.after import after, is_tensor_parallel
 from mtjax.sharding.axes import varying_like
 from mtjax.sharding.grad_accumulation import accumulate_grads_into, seed_cotangents, zeros_like_shards
 from mtjax.sharding.param_comm import communicated, differentiable_shards, index_layer, is_wrapped
@@ -232,8 +232,8 @@ def _step_forward(
     """
     run, parameters = loop.saving(loop.run), loop.of_layer(slots.parameters, inputs.shards, inputs.layer_index)
     (x, state), vjp = jax.vjp(run, x, parameters, inputs.resident, inputs.number, *inputs.constants)
-    after = slots._replace(parameters=loop.gather(inputs.shards, inputs.layer_index + 1))
-    return ((x, after, stack), state), (
+    filled = slots._replace(parameters=loop.gather(inputs.shards, inputs.layer_index + 1))
+    return ((x, filled, stack), state), (
         _VjpWithoutParameters.without(vjp, loop.regathered(parameters)),
         inputs.shards,
         inputs.layer_index,
@@ -259,8 +259,9 @@ def _step_backward(loop: PrefetchLoop, residuals: Any, cotangents: Any) -> tuple
     (gradient, slots, accumulators), state_cotangent = cotangents
     # Neither of these two collectives depends on this layer's backward pass, so XLA can overlap them with it.
     accumulators = loop.reduce_into(accumulators, slots.gradients, index + 1)
-    # XLA: sends one at a time, and would begin with the gather, for which it would wait before it sends the gradients.
-    next_index = jnp.maximum(after(accumulators, index) - 1, 0)
+    # XLA: sends one at a time over the ranks of data. Beside tensor parallel collectives it would begin with the
+    # gather, and wait for it before it sends gradients; without them it hides both, and this order would wait.
+    next_index = jnp.maximum((after(accumulators, index) if is_tensor_parallel() else index) - 1, 0)
     below = slots.parameters if loop.saves_gathered else loop.gather(shards, next_index)
     regathered = loop.regathered(loop.of_layer(slots.parameters, shards, index))
     gradient, gradients, resident, number, *constants = vjp.of(regathered)((gradient, state_cotangent))
