@@ -98,6 +98,8 @@ class Recompute:
     """Whether layers of training steps are unrolled instead of scanned."""
     unquantized: tuple[int, int] = (0, 0)
     """Numbers of first and last layers whose products are not in 8 bits, where others' are: each has a loop."""
+    in_turn: bool = False
+    """Whether unrolled layers compute all gradients of one before those of the next."""
 
     @property
     def group(self) -> int:
