@@ -20,7 +20,7 @@ from mtjax.layout.mesh import parse_mesh
 from mtjax.layout.rules import DATA, MODEL, Rules
 from mtjax.models.families.gpt import GPT
 from mtjax.models.mixers.mlp import MLP
-from mtjax.sharding import accumulate
+from mtjax.sharding import gradients
 from mtjax.sharding.axes import spec
 from mtjax.sharding.param_comm import is_wrapped, materialize
 from mtjax.train.step import TrainStep
@@ -210,7 +210,7 @@ def test_layers_gathered_all_at_once_are_called_that(monkeypatch):
 
         return jax.tree.map(one, records, wrapped, is_leaf=is_wrapped)
 
-    monkeypatch.setattr(accumulate, "materialize_outside_stacks", early)
+    monkeypatch.setattr(gradients, "materialize_outside_stacks", early)
     (found,) = inspect_tiny(replace(TENSOR, zero=3), zero=3, microbatch_size=None).verdict.violations
     assert found.startswith("all-gather over data in parameters gathers all layers at once, outside the loop")
     assert "stack.layers.mlp.up.weight (f32[2,64,64])" in found and "too few" not in found
