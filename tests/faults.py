@@ -648,6 +648,14 @@ FAULTS = (
         "inspect",
         "test_an_operation_counts_for_the_first_kind_in_its_path",
     ),
+    # --- contracts
+    Fault(
+        "inspect: numbers of the compute dtype are not all of a line beside wide arrays of another type",
+        "or _elements(same_dtype) >= max(required.min_elements, 1) or are_arrays",
+        "or are_arrays",
+        "inspect",
+        "test_numbers_are_counted_apart_from_wide_arrays_of_another_type",
+    ),
     # --- unrolled layers
     Fault(
         "the gradients that are computed with the loss ignore the gradient of the sum",

@@ -45,8 +45,7 @@ ATTENTION_STATISTICS = "attention statistics"
 Layers = Any
 """A tree of arrays whose first dimension is the layer."""
 States = Any
-"""Arrays that layers read and return in addition to hidden states, such as a KV cache, stacked like `Layers`; or
-None."""
+"""Arrays that layers read and return besides hidden states, such as a KV cache, stacked like `Layers`; or None."""
 RunLayer = Callable[[Array, Any, Array, Any], tuple[Array, Any]]
 """(hidden states, one layer, its number, its state) -> (hidden states, state)."""
 SavePolicy = Callable[[Any], Any]
@@ -62,8 +61,7 @@ traced_layer: ContextVar[Literal["in a loop", "unrolled", "unrolled, in parts"]]
 def is_unrolled() -> bool:
     """Returns whether the traced layer is in no loop over layers.
 
-    XLA: what a loop's body slices and concatenates is written out at the loop's boundaries; here it can be read where
-    it is.
+    XLA: what a loop's body slices and concatenates is written out at the loop's boundaries; here it is read in place.
     """
     return traced_layer.get() != "in a loop"
 
@@ -95,6 +93,8 @@ class Recompute:
     """Whether layers of training steps are unrolled instead of scanned."""
     unquantized: tuple[int, int] = (0, 0)
     """Numbers of first and last layers whose products are not in 8 bits, where others' are: each has a loop."""
+    in_turn: bool = False
+    """Whether unrolled layers compute all gradients of one before those of the next."""
 
     @property
     def group(self) -> int:

@@ -18,6 +18,7 @@ from jax.sharding import reshard
 
 from mtjax.sharding.after import after, first, of_ranks
 from mtjax.sharding.axes import PartitionSpec, explicit_axes, joined_spec, varying_like
+from mtjax.sharding.param_comm import materialize
 
 Tree = Any
 Run = Callable[..., tuple[Array, Tree]]
@@ -87,6 +88,32 @@ def _run_backward(run: Run, saved: Any, cotangents: tuple[Array, Tokens, Tree]) 
 _run.defvjp(_run_forward, _run_backward)
 
 
+def gradients_in_turn(run: Run) -> Run:
+    """Wraps a layer so that the gradient of its input is not used before all of its gradients are computed.
+
+    XLA: would compute many of them after the backward pass of all layers, and hold for each what it is computed from.
+    """
+    return lambda x, layer, *others: run(*_in_turn(x, materialize(layer)), *others)
+
+
+@jax.custom_vjp
+def _in_turn(x: Array, layer: Any) -> tuple[Array, Any]:
+    """Returns a layer's input, and its parameters as products read them: their gradients are not yet reduced."""
+    return x, layer
+
+
+def _in_turn_forward(x: Array, layer: Any) -> tuple[tuple[Array, Any], None]:
+    return (x, layer), None
+
+
+def _in_turn_backward(_: None, gradients: tuple[Array, Any]) -> tuple[Array, Any]:
+    x, layer = gradients
+    return after((_token(jax.tree.leaves(layer), x),), x), layer
+
+
+_in_turn.defvjp(_in_turn_forward, _in_turn_backward)
+
+
 def _no_token(x: Array) -> Array:
     """Returns zeros of the type of a token."""
     count = math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in explicit_axes())
@@ -105,5 +132,9 @@ def _token_of(gradients: Tree, like: Array) -> Array:
     # Those of vectors and routers may be reduced together, behind the last layer. Of experts the size of one matrix
     # counts, or other matrices would seem to be as small beside that of many experts.
     largest = max((math.prod(sorted(a.shape)[-2:]) for a in arrays), default=0)
-    arrays = [a for a in arrays if a.size > largest // 16]
+    return _token([a for a in arrays if a.size > largest // 16], like)
+
+
+def _token(arrays: Sequence[Array], like: Array) -> Array:
+    """Returns a token of these arrays, which varies over the mesh axes over which `like` does."""
     return varying_like(of_ranks(lambda *each: jnp.reshape(sum(map(first, each)), 1), _over_ranks(), *arrays), like)

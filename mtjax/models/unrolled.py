@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from mtjax.models.recompute import Recompute, RunLayer, States, loops_of, traced_layer
-from mtjax.models.recompute_in_order import run_in_order
+from mtjax.models.recompute_in_order import gradients_in_turn, run_in_order
 from mtjax.sharding.param_comm import ShardedParam
 
 
@@ -45,6 +45,7 @@ def run_unrolled(
         if from_input:
             variants = [variant for loop in loops for variant in [loop.variant(run)] * loop.times]
             x, after = run_in_order(variants, loops[0].saving, x, layers[:from_input], numbers, each)
+        run = gradients_in_turn(run) if recompute.in_turn else run
         runs = [saved for loop in loops for saved in [loop.saved(run)] * loop.times]
         for i in range(from_input, len(layers)):
             x, state = runs[i](x, layers[i], numbers[i], each[i])

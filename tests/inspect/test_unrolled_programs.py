@@ -61,3 +61,16 @@ def test_the_norm_of_gradients_reads_each_layers_array() -> None:
         joined = [i for i in computation.instructions if i.opcode == "concatenate" and re.search("64", str(i.arrays))]
         summed = [i for i in computation.instructions if i.opcode == "reduce" and "optimizer" in i.op_name]
         assert not (joined and summed), computation.name
+
+
+@needs_aot
+@pytest.mark.long
+def test_gradients_in_8_bits_wait_for_those_of_the_matrices_above() -> None:
+    """Else XLA computes those of many matrices at the end, and holds the activations and gradients of all layers."""
+    fields = {"mesh": "8x1", "zero": 1, "microbatch_size": 1, "num_layers": LAYERS, "fp8": "delayed"}
+    step = compile_step(tiny(**fields, recompute="none", unroll_layers=True), find_target("h100x8"))
+    entry, kinds = step.module.entry, products_of(step.module.entry)
+    back = [name for name, kind in kinds.items() if kind == "backward"]
+    each, above = len(back) // LAYERS, [sum(kinds.get(n) == "backward" for n in needs(entry, name)) for name in back]
+    assert each >= 8
+    assert sorted(n // each for n in above) == [layer for layer in range(LAYERS) for _ in range(each)]
