@@ -39,6 +39,10 @@ ALWAYS = {
 """Cases of the suite, which together have all kinds of attention and positions -> what each has."""
 
 
+WITHOUT_CACHE = ("mamba2, three taps, limited, tied", "nemotron_h", "zamba2")
+"""Beginnings of the names of cases whose text in transformers 5.24 is another one with its cache than without."""
+
+
 def longer(case: Case) -> Case:
     """The case with room for the text; RoPE that is scaled by the text's length keeps its own."""
     keys = [key for key in LENGTH_KEYS if key in case.config] or ["max_position_embeddings"]
@@ -76,6 +80,7 @@ def test_text_equals_transformers(name: str, tmp_path: Path) -> None:
     new = min(NEW, longest_text(source.origin.config.model) - PROMPT)
     prompt = np.random.default_rng(1).integers(3, case.config["vocab_size"], PROMPT).tolist()
     asked = {"max_new_tokens": new, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    asked |= {"use_cache": False} if name.startswith(WITHOUT_CACHE) else {}
     with torch.no_grad():
         ids = network.generate(torch.tensor([prompt]), **asked)[0]
         logprobs = torch.log_softmax(network(ids[None], use_cache=False).logits[0].double(), -1)
