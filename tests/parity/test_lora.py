@@ -146,7 +146,7 @@ def test_five_steps_are_those_of_peft(case, tmp_path):
         pytest.param("GraniteMoeForCausalLM", STACKED, marks=pytest.mark.long),
         ("Qwen3NextForCausalLM", DELTA),
         pytest.param("Zamba2ForCausalLM", BLOCKS, marks=pytest.mark.long),
-        pytest.param("BambaForCausalLM", MAMBA, marks=pytest.mark.long),
+        pytest.param("BambaForCausalLM", MAMBA, marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_run_s_adapters_load_in_peft_and_merge_to_the_same_logits(kind, settings, tmp_path):
