@@ -49,7 +49,8 @@ def longer(case: Case) -> Case:
     kind = (case.settings.get("rope_parameters") or {}).get("rope_type")
     keys = keys if kind not in ("dynamic", "longrope") or "alpha" in case.settings["rope_parameters"] else []
     # Tied to their embedding, random networks often repeat one token.
-    return replace_case(case, settings={**case.settings, **dict.fromkeys(keys, 96), "tie_word_embeddings": False})
+    untied = {} if case.model_type == "zamba2" else {"tie_word_embeddings": False}
+    return replace_case(case, settings={**case.settings, **dict.fromkeys(keys, 96), **untied})
 
 
 def our_text(source: HuggingFaceSource, prompt: list[int], new: int) -> list[Token]:
