@@ -39,7 +39,8 @@ OTHERS = [
 ]
 ON_STAGES = (
     *("qwen2", "mistral", "phi3", "gemma3_text", "granite", "olmo2", "glm4", "gpt_neox", "falcon 7B"),
-    *("deepseek_v3", "qwen3_moe"),
+    *("deepseek_v3", "qwen3_moe", "llama, biases of attention", "qwen3, windows, biases", "gemma", "phi", "olmo"),
+    "starcoder2",
 )
 OTHERS += [(name, "stages") for name in ON_STAGES]
 
