@@ -66,9 +66,11 @@ def _downloaded(name: str, revision: str | None) -> Path:
             file.truncate(0)
             file.write(f"{time.time()}\t{revision}\t{folder}")
     except Exception as e:  # the library's errors are those of its HTTP client, too
+        is_offline = type(e).__name__ == "LocalEntryNotFoundError" and constants.HF_HUB_OFFLINE
+        why = "HF_HUB_OFFLINE is set, and its cache does not have it" if is_offline else first_line(e).rstrip(".")
         raise UserError(
             f"{name}{f'@{revision}' if revision else ''} does not exist here, and can't be downloaded from the Hugging "
-            f"Face hub ({first_line(e).rstrip('.')}): {advice}"
+            f"Face hub ({why}): {advice}"
         ) from e
     print(f"{name} is in {folder}", file=sys.stderr, flush=True)
     if not any(Path(folder).glob("*.safetensors")):

@@ -107,7 +107,11 @@ def test_the_real_library_without_a_network(
     assert cli.main(["convert", "--from", "hf:someone/tiny@v2", "--to", "mtjax:ours"]) == 2
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 2  # that it is downloaded, and why not
-    assert said[1].startswith("error: someone/tiny@v2 does not exist here, and can't be downloaded")
+    assert said[1] == (
+        "error: someone/tiny@v2 does not exist here, and can't be downloaded from the Hugging Face hub (HF_HUB_OFFLINE "
+        "is set, and its cache does not have it): run `hf download someone/tiny --revision v2 --local-dir tiny` where "
+        "the hub can be reached, and name that folder instead"
+    )
     # A complete download is found without a network.
     snapshot = tmp_path / "cache/models--someone--tiny/snapshots/0123"
     write_folder(snapshot, random_tensors(gpt2_shapes()), GPT2_CONFIG)

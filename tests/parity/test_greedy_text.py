@@ -39,13 +39,18 @@ ALWAYS = {
 """Cases of the suite, which together have all kinds of attention and positions -> what each has."""
 
 
+WITHOUT_CACHE = ("mamba2, three taps, limited, tied", "nemotron_h", "zamba2")
+"""Beginnings of the names of cases whose text in transformers 5.24 is another one with its cache than without."""
+
+
 def longer(case: Case) -> Case:
     """The case with room for the text; RoPE that is scaled by the text's length keeps its own."""
     keys = [key for key in LENGTH_KEYS if key in case.config] or ["max_position_embeddings"]
     kind = (case.settings.get("rope_parameters") or {}).get("rope_type")
     keys = keys if kind not in ("dynamic", "longrope") or "alpha" in case.settings["rope_parameters"] else []
     # Tied to their embedding, random networks often repeat one token.
-    return replace_case(case, settings={**case.settings, **dict.fromkeys(keys, 96), "tie_word_embeddings": False})
+    untied = {} if case.model_type == "zamba2" else {"tie_word_embeddings": False}
+    return replace_case(case, settings={**case.settings, **dict.fromkeys(keys, 96), **untied})
 
 
 def our_text(source: HuggingFaceSource, prompt: list[int], new: int) -> list[Token]:
@@ -76,6 +81,7 @@ def test_text_equals_transformers(name: str, tmp_path: Path) -> None:
     new = min(NEW, longest_text(source.origin.config.model) - PROMPT)
     prompt = np.random.default_rng(1).integers(3, case.config["vocab_size"], PROMPT).tolist()
     asked = {"max_new_tokens": new, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    asked |= {"use_cache": False} if name.startswith(WITHOUT_CACHE) else {}
     with torch.no_grad():
         ids = network.generate(torch.tensor([prompt]), **asked)[0]
         logprobs = torch.log_softmax(network(ids[None], use_cache=False).logits[0].double(), -1)

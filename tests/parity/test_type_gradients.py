@@ -7,15 +7,14 @@ import jax
 import numpy as np
 import pytest
 
-from mtjax.config import replace
+from mtjax.config import Config, replace
 from mtjax.convert.hugging_face import HuggingFaceSource
 from mtjax.convert.saved_model import SavedModel
-from mtjax.layout.mesh import MeshShape
 from mtjax.models.sharded_model import ShardedModel
-from mtjax.sharding.mesh import make_mesh
 from tests.parity.compare import Named, assert_next_token_parity
 from tests.parity.decoder_types import CASES
 from tests.parity.test_decoder_types import network_of
+from tests.tiny import mesh_of
 
 torch = pytest.importorskip("torch", reason="needs the extra parity: pip install '.[parity]'")
 pytest.importorskip("transformers", minversion="5", reason="needs the extra parity: pip install '.[parity]'")
@@ -25,6 +24,7 @@ TOLERANCE = 1e-5
 SPLIT = {"sequence_parallel": True}
 MESHES: dict[str, tuple[str, dict[str, Any]]] = {
     "1x1": ("1x1", {}),
+    "1x2": ("1x2", {}),
     "2x2": ("2x2", SPLIT),
     "stages": ("2x2x2", SPLIT),
     "context": ("data=1,context=2,model=2", {}),
@@ -37,11 +37,17 @@ OTHERS = [
     (name, "2x2")
     for name in ("gpt_neo", "openai-gpt", "opt without biases and weights of norms", "seed_oss, bias of the output")
 ]
+ON_STAGES = (
+    *("qwen2", "mistral", "phi3", "gemma3_text", "granite", "olmo2", "glm4", "gpt_neox", "falcon 7B"),
+    *("deepseek_v3", "qwen3_moe", "llama, biases of attention", "qwen3, windows, biases", "gemma", "phi", "olmo"),
+    "starcoder2",
+)
+OTHERS += [(name, "stages") for name in ON_STAGES]
 
 
-def converted(source: HuggingFaceSource) -> Any:
-    """The tree of a folder's arrays, with our names and shapes."""
-    placed = ShardedModel(source.origin.config, make_mesh(MeshShape(), jax.devices("cpu")))
+def converted(source: HuggingFaceSource, config: Config, shape: str) -> Any:
+    """The tree of a folder's arrays, with our names and shapes, and layers in the order of a mesh's stages."""
+    placed = ShardedModel(config, mesh_of(shape))
     return jax.tree.map(np.asarray, SavedModel(Path(), source).parameters(placed))
 
 
@@ -61,17 +67,23 @@ def test_logits_loss_and_gradients(name: str, mesh: str, tmp_path: Path) -> None
     for module in network.modules():
         if isinstance(module, torch.nn.Embedding):
             module.padding_idx = None  # this token has no gradient there
+        if "e_score_correction_bias" in module._buffers:  # a parameter of ours, without a gradient
+            module.e_score_correction_bias = torch.nn.Parameter(module._buffers.pop("e_score_correction_bias"))
     folder = tmp_path / "weights"
     network.save_pretrained(folder)
     shape, settings = MESHES[mesh]
     fields = {"compute_dtype": "float32", "attention": "xla", "hidden_dropout": 0.0, "attention_dropout": 0.0}
     fields |= {"global_batch_size": 4, "microbatch_size": 2 if "stages" in mesh else None, "vocab_multiple": 2}
-    config = replace(HuggingFaceSource(folder, 2).origin.config, mesh=shape, **fields, **settings)
+    config = HuggingFaceSource(folder, 2).origin.config
+    if config.model.num_experts:  # its loss is that of the tokens alone
+        fields |= {"router_aux_loss": 0.0, "router_z_loss": 0.0, "router_bias_update_rate": 0.0}
+    config = replace(config, mesh=shape, **fields, **settings)
 
     def as_ours(named: Named) -> Any:
         """Rows of positions that no token reads have no gradient, and a gradient of a tied table is of both uses."""
         saved = tmp_path / f"{len(list(tmp_path.iterdir()))}"
-        network.save_pretrained(saved, state_dict={tensor: torch.tensor(array) for tensor, array in named.items()})
-        return converted(HuggingFaceSource(saved, 2))
+        zeros = {name: torch.zeros_like(parameter) for name, parameter in network.named_parameters()}
+        network.save_pretrained(saved, state_dict=zeros | {name: torch.tensor(array) for name, array in named.items()})
+        return converted(HuggingFaceSource(saved, 2), config, shape)
 
     assert_next_token_parity(network, config, shape, as_ours, TOLERANCE)
