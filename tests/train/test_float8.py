@@ -592,6 +592,7 @@ def test_what_remains_in_16_bits_is_said_and_latent_attention_has_no_maxima_over
     ("then", "now", "message"),
     [
         ({}, {"fp8": "delayed"}, "saved with fp8 none, and fp8 is delayed: .*; resume with --fp8 none, or"),
+        ({"fp8": "delayed"}, {}, "saved with fp8 delayed, and fp8 is none: .*; resume with --fp8 delayed, or"),
         ({"fp8": "delayed"}, {"fp8": "tensorwise"}, "saved with fp8 delayed, and fp8 is tensorwise"),
         ({"fp8": "delayed"}, {"fp8": "delayed", "mesh": "1x4"}, r"mesh 1x1, and mesh is 1x4, .* \(mlp.down, mlp.up\)"),
         ({"fp8": "delayed", "fp8_bf16_last_layers": 1}, {"fp8": "delayed"}, "last_layers 1, and .* is 0: layers"),
