@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from mtjax.config import Model
 from mtjax.config.shared_blocks import block_letters
 from mtjax.config.sizes import dense_layers, expert_size, mlp_size
-from mtjax.config.ssm import DELTA, has_attention, has_state_space, letters_of, numbers_of, ssm_groups, ssm_heads
+from mtjax.config.ssm import has_attention, has_state_space, letters_of, ssm_groups, ssm_heads
 from mtjax.layout.plan import Plan
 
 
@@ -31,11 +31,6 @@ def state_space_problems(model: Model, plan: Plan) -> Iterator[str]:
     context parallel ranks that are shorter than the convolution."""
     if not has_state_space(model):
         return
-    if plan.mesh.context > 1 and numbers_of(model, DELTA):
-        yield (
-            f"context parallelism (context={plan.mesh.context} in mesh {plan.mesh}) does not support gated delta nets, "
-            f"and layer_pattern {model.layer_pattern!r} has some (G): remove context from the mesh"
-        )
     pieces, taps = 2 * plan.mesh.context, model.ssm_conv - 1
     if pieces > 2 and model.sequence_length // pieces < taps:
         yield (

@@ -101,9 +101,9 @@ CONTEXT = [
         "sequence_length 24 .* context x tensor parallel degree 16 .* 16 and 32$",
     ),
     (
-        {"family": "hybrid", "layer_pattern": "G*", "num_layers": 2},
+        {"family": "hybrid", "layer_pattern": "G*", "num_layers": 2, "sequence_length": 8, "ssm_conv": 4},
         "data=1,context=2,model=1",
-        r"context=2 .* does not support gated delta nets, and layer_pattern 'G\*' has some \(G\): remove context",
+        "sequence_length 8 in 4 pieces, 2 for each of 2 context parallel ranks, is shorter than the 3 tokens before",
     ),
     (
         {"family": "t5"},

@@ -278,10 +278,10 @@ MESHES = [
         "2x2",
         {"zero": 3, "sequence_parallel": True, "microbatch_size": 2},
         id="zero 3, split sequences",
-        marks=pytest.mark.long,
+        marks=pytest.mark.exhaustive,
     ),
-    pytest.param("1x2", {"microbatch_size": 4}, id="accumulation", marks=pytest.mark.long),
-    pytest.param("2x1", {"zero": 1}, id="zero 1", marks=pytest.mark.long),
+    pytest.param("1x2", {"microbatch_size": 4}, id="accumulation", marks=pytest.mark.exhaustive),
+    pytest.param("2x1", {"zero": 1}, id="zero 1", marks=pytest.mark.exhaustive),
     pytest.param("2x2", {"sequence_parallel": True, "lora_rank": 4}, id="LoRA", marks=pytest.mark.long),
     pytest.param("1x2x1", {"microbatch_size": 2}, id="stages", marks=pytest.mark.long),
     pytest.param(
@@ -292,12 +292,17 @@ MESHES = [
     ),
     pytest.param("data=1,context=2", {"position": "rope", "sequence_length": 32}, id="context", marks=pytest.mark.long),
     pytest.param(
-        "2x2", {"zero": 1, "sequence_parallel": True, "microbatch_size": 2, **EXPERTS}, id="experts", marks=LONG
+        "2x2",
+        {"zero": 1, "sequence_parallel": True, "microbatch_size": 2, **EXPERTS},
+        id="experts",
+        marks=pytest.mark.exhaustive,
     ),
     pytest.param("data=2,expert=2", {"zero": 3, **EXPERTS, "moe_every": 2} | NO_FIRST, id="experts apart", marks=LONG),
     pytest.param("2x2", {"zero": 3, "sequence_parallel": True, **LATENT}, id="latent attention", marks=LONG),
-    pytest.param("2x2", {"sequence_parallel": True, "mtp_num_layers": 1, **LLAMA}, id="prediction", marks=LONG),
-    pytest.param("2x1", {"zero": 1, "offload": "optimizer"}, id="offload", marks=LONG),
+    pytest.param(
+        "2x2", {"sequence_parallel": True, "mtp_num_layers": 1, **LLAMA}, id="prediction", marks=pytest.mark.exhaustive
+    ),
+    pytest.param("2x1", {"zero": 1, "offload": "optimizer"}, id="offload", marks=pytest.mark.exhaustive),
     pytest.param(
         "2x2",
         {"zero": 3, "sequence_parallel": True, "microbatch_size": 2, "fp8_scales": "exact"},
@@ -305,7 +310,7 @@ MESHES = [
         marks=LONG,
     ),
     pytest.param("2x2", {"zero": 1, "optimizer": "muon", "sequence_parallel": True}, id="muon", marks=LONG),
-    pytest.param("2x2", {"zero": 3, "optimizer": "lion"}, id="lion", marks=LONG),
+    pytest.param("2x2", {"zero": 3, "optimizer": "lion"}, id="lion", marks=pytest.mark.exhaustive),
     pytest.param(
         "1x2x1", {"zero": 1, "optimizer": "sgd", "microbatch_size": 2}, id="sgd", marks=pytest.mark.exhaustive
     ),
@@ -318,13 +323,13 @@ MESHES = [
 @pytest.mark.parametrize(
     ("mesh", "fields"),
     [
-        ("4x1", {"zero": 3, "num_layers": 5}),
+        pytest.param("4x1", {"zero": 3, "num_layers": 5}, marks=pytest.mark.exhaustive),
         pytest.param("2x1", {"zero": 1, "num_layers": 5}, marks=pytest.mark.exhaustive),
         ("3x1", {"zero": 1, "num_layers": 3, "global_batch_size": 6}),  # ranks have other layers
         ("2x2", {"zero": 2, "microbatch_size": 1, "recompute": "full"}),
         pytest.param("2x1", {"microbatch_size": 1}, marks=pytest.mark.exhaustive),
-        ("1x4", {"zero": 1, "family": "llama", "num_kv_heads": 2}),
-        ("data=2,stage=2,model=1", {"zero": 1, "microbatch_size": 1}),
+        pytest.param("1x4", {"zero": 1, "family": "llama", "num_kv_heads": 2}, marks=pytest.mark.exhaustive),
+        pytest.param("data=2,stage=2,model=1", {"zero": 1, "microbatch_size": 1}, marks=pytest.mark.exhaustive),
     ],
     ids=str,
 )
@@ -350,7 +355,7 @@ def test_weights_quantized_once_a_step_change_no_bit(mesh: str, fields: dict[str
         pytest.param("2x1", {"zero": 1, "microbatch_size": 2}, marks=pytest.mark.exhaustive),
         ("2x2", {"microbatch_size": 2, "recompute": "none", "fp8_bf16_last_layers": 1}),
         ("2x2", {"zero": 3, "sequence_parallel": True, **LLAMA}),
-        ("2x1", {"zero": 3, "fp8": "tensorwise", **LLAMA}),
+        pytest.param("2x1", {"zero": 3, "fp8": "tensorwise", **LLAMA}, marks=pytest.mark.exhaustive),
     ],
     ids=str,
 )
@@ -518,7 +523,7 @@ LORA: dict[str, Any] = {"lora_rank": 4, **LLAMA}
     ("recipe", "mesh", "fields"),
     [
         ("tensorwise", "2x2", {"zero": 3, "sequence_parallel": True}),
-        ("tensorwise", "2x1", {"zero": 1, "recompute": "full"}),
+        pytest.param("tensorwise", "2x1", {"zero": 1, "recompute": "full"}, marks=pytest.mark.exhaustive),
         ("rowwise", "2x1", {"zero": 1}),
     ],
     ids=str,

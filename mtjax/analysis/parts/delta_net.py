@@ -6,12 +6,12 @@ share queries and keys; N width of a key; K taps of the convolution; q tokens of
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from mtjax.analysis.contract import Expectation
 from mtjax.analysis.parts.loop import Loop
-from mtjax.analysis.parts.mamba import Mamba
+from mtjax.analysis.parts.mamba import Mamba, of_convolution, of_pieces
 from mtjax.analysis.parts.part import Elementwise, Product, ResidualStream, Weight, adapter_products, linear, weight
 from mtjax.analysis.parts.sublayer import (
     adapter_collectives,
@@ -63,13 +63,23 @@ class DeltaNet(Mamba):
         they write less, read of the state and of each other, and leave in the state."""
         inner, tokens, key = self.inner / tensor_degree, self.tokens, self.model.ssm_state
         heads, chunk, pairs = self.heads / tensor_degree, ssm_chunk(self.model), self._groups(tensor_degree)
+        columns, of_context = self._columns(tensor_degree), []
         # Two for each doubling of the blocks but the first; the backward pass has two for all of them.
         doublings = 2 * max(0, math.ceil(math.log2(chunk)) - 1)
         scanned = partial(Product, tokens, in_scan=True)
         inverse = [scanned(chunk, chunk * heads * doublings, gradients=2 / doublings)] if doublings else []
-        columns = (self.hidden, self._width(tensor_degree), 1)
+        if self.context > 1:
+            # The convolution's last inputs of the pieces before a rank's; what is read of the state that comes into a
+            # piece; states from piece to piece, whose backward pass computes them again.
+            ends = (self.model.ssm_conv - 1) * (inner + 2 * key * pairs)
+            of_context = [
+                Product(2 * self.context, 2 * self.context, ends, in_scan=True, gradients=1),
+                scanned(key, inner, is_unread=True),
+                Product((2 * self.context - 2) * key, key, inner, in_scan=True, again=True),
+            ]
+        width = (self.hidden, self._width(tensor_degree), 1)
         return [
-            *adapter_products(self.rank, tokens, columns, (inner, self.hidden)),
+            *adapter_products(self.rank, tokens, width, (inner, self.hidden)),
             Product(tokens, self.hidden, self._width(tensor_degree), reads_input=True),
             scanned(chunk, heads, gradients=1),
             scanned(key, chunk * pairs),
@@ -77,11 +87,18 @@ class DeltaNet(Mamba):
             *inverse,
             scanned(chunk, inner),
             scanned(chunk, heads * key),
-            scanned(key, 2 * inner, again=True),
-            scanned(chunk, inner),
-            scanned(key, inner),
+            scanned(key, 2 * columns, again=True),
+            scanned(chunk, columns),
+            scanned(key, columns),
+            *of_context,
             Product(tokens, inner, self.hidden),
         ]
+
+    def _columns(self, tensor_degree: int) -> float:
+        """Columns of the states that pass through the chunks on a rank: with context parallelism, of a matrix of each
+        head besides, for a state that comes in."""
+        identity = self.heads * self.model.ssm_state if self.context > 1 else 0
+        return (self.inner + identity) / tensor_degree
 
     @property
     def elementwise(self) -> Elementwise:
@@ -96,8 +113,7 @@ class DeltaNet(Mamba):
         return delta_chunks_at_once(self.model, samples, heads)
 
     def over_context(self, degree: int) -> "DeltaNet":
-        assert degree == 1, "layout.hybrid refuses context parallelism"
-        return self
+        return replace(self, context=degree)
 
     def saved_bytes(self, plan: Plan) -> Mapping[str, float]:
         """Returns the bytes of the first matmul's output and of the delta rule's, which is recomputed."""
@@ -112,10 +128,12 @@ class DeltaNet(Mamba):
     def loop(self, plan: Plan) -> Loop:
         """Returns the loop that passes the state from chunk to chunk."""
         chunk, key, value = ssm_chunk(self.model), self.model.ssm_state, self.model.ssm_head_dim
-        batch = plan.microbatch_size * self.heads / plan.mesh.model
+        batch, tokens = plan.microbatch_size * self.heads / plan.mesh.model, self.tokens
+        if plan.context_parallelism:  # two pieces of each sample side by side, and the matrices of `_columns`
+            batch, tokens, value = 2 * batch, tokens / (2 * plan.mesh.context), value + key
         reads, takes = (2 * chunk, key, value, batch), (chunk + key, chunk, value, batch)
         # The backward pass has the first again, and two gradients of each.
-        return Loop(math.ceil(self.tokens / chunk), (reads, takes), (*[reads] * 3, *[takes] * 2), kernels=(9, 17))
+        return Loop(math.ceil(tokens / chunk), (reads, takes), (*[reads] * 3, *[takes] * 2), kernels=(9, 17))
 
     def backward_peak_bytes(self, plan: Plan) -> float:
         """Returns the bytes at the largest of three moments: the backward pass of the loop over chunks, that of the
@@ -148,11 +166,15 @@ class DeltaNet(Mamba):
         return tokens * outside + at_once * peak + self._assembled_bytes(plan) + gathered
 
     def symbols(self, plan: Plan) -> Mapping[str, int]:
-        del plan
+        model, degree, ways = self.model, plan.mesh.model, plan.mesh.context
+        heads = plan.microbatch_size * self.heads // degree
         return {
-            "taps": self.model.ssm_conv,
-            "shared_width": 2 * ssm_groups(self.model) * self.model.ssm_state,
-            "value_width": self.model.ssm_head_dim,
+            "taps": model.ssm_conv,
+            "shared_width": 2 * ssm_groups(model) * model.ssm_state,
+            "value_width": model.ssm_head_dim,
+            "state_width": model.ssm_state,
+            "passed_heads": math.ceil(heads / ways) * ways,
+            "rank_channels": self.inner // degree + 2 * int(self._groups(degree)) * model.ssm_state,
         }
 
     def collectives(self, stream: ResidualStream) -> list[Expectation]:
@@ -160,6 +182,7 @@ class DeltaNet(Mamba):
         lines = sublayer_collectives(stream, name, learns=learns)
         lines += adapter_collectives(stream, name, 1, self.rank)
         lines += vector_gradient_sums(stream, self.norm, bias=False) if stream.split else []
+        lines += _of_pieces(stream) if stream.across else []
         if stream.is_frozen:
             if self.rank and stream.shares_groups:
                 shared = f"{stream.side}layers*shared_width*rank"
@@ -170,3 +193,18 @@ class DeltaNet(Mamba):
             shared = f"{stream.side}layers*shared_width*(hidden + taps)"
             lines.append(local_gradient_sums(stream, shared, "queries and keys of shared groups"))
         return lines
+
+
+def _of_pieces(stream: ResidualStream) -> list[Expectation]:
+    """Returns what context parallel ranks send each other of every piece of a sample: the convolution's last inputs,
+    and, by heads, what the piece leaves for any state that comes in, and the state that does."""
+    matrices, states = (
+        "2*passed_heads*state_width*(state_width + value_width)",
+        "2*passed_heads*state_width*value_width",
+    )
+    exchanged = ("all-to-all", "all-to-all")
+    return [
+        *of_convolution(stream),
+        *of_pieces(stream, exchanged, matrices, "float32", "matrices that pieces multiply a state by, and add"),
+        *of_pieces(stream, exchanged, states, "compute", "states that come into pieces"),
+    ]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from mtjax.analysis.contract import LAYER_BACKWARD, LAYER_FORWARD, LAYER_RECOMPUTE, Dtype, Expectation
+from mtjax.analysis.contract import LAYER_BACKWARD, LAYER_FORWARD, LAYER_RECOMPUTE, Dtype, Expectation, Kind
 from mtjax.analysis.parts.part import (
     Elementwise,
     Norms,
@@ -242,7 +242,7 @@ class Mamba(Part):
         lines += vector_gradient_sums(stream, self.norm, bias=False) if stream.split else []
         if stream.shares_groups:
             lines += _of_shared_groups(stream, has_norm=self.model.ssm_norm, learns=learns)
-        return [*lines, *_of_pieces(stream)] if stream.across else lines
+        return [*lines, *_of_states(stream)] if stream.across else lines
 
 
 def _of_shared_groups(stream: ResidualStream, *, has_norm: bool, learns: bool) -> list[Expectation]:
@@ -263,21 +263,50 @@ def _of_shared_groups(stream: ResidualStream, *, has_norm: bool, learns: bool) -
     return [*(squares if has_norm else []), *sums]
 
 
-def _of_pieces(stream: ResidualStream) -> list[Expectation]:
+def _of_states(stream: ResidualStream) -> list[Expectation]:
     """Returns what context parallel ranks send each other of every piece of a sample: the convolution's last inputs,
     the state that the piece leaves, and the decay of one that comes in."""
-    arrays: tuple[tuple[str, Dtype, str], ...] = (
-        ("(taps - 1)*rank_channels", "compute", "last inputs of the convolution of all pieces"),
-        ("rank_states", "float32", "states that all pieces leave"),
-        ("rank_ssm_heads", "float32", "decays of all pieces"),
-    )
-    lines = []
-    for size, dtype, why in arrays:
-        elements = f"2*batch*context_ways*{size}"
-        line = partial(Expectation, axis=CONTEXT, elements=elements, dtype=dtype, pooled=True)
-        lines += [
-            line(LAYER_FORWARD, "all-gather", count=stream.forward_times, why=why),
-            line(LAYER_RECOMPUTE, "all-gather", count=stream.times, why=f"{why}, again"),
-            line(LAYER_BACKWARD, "reduce-scatter", count=stream.times, why=f"gradients of the {why}"),
-        ]
-    return lines
+    arrays = (("rank_states", "states that all pieces leave"), ("rank_ssm_heads", "decays of all pieces"))
+    lines = of_convolution(stream)
+    for size, why in arrays:
+        lines += of_pieces(stream, _GATHERED, f"2*batch*context_ways*{size}", "float32", why)
+    return [*lines, *_of_documents(stream, "1", "pieces that one document goes through")]
+
+
+_GATHERED: tuple[Kind, Kind] = ("all-gather", "reduce-scatter")
+
+
+def of_convolution(stream: ResidualStream) -> list[Expectation]:
+    """Returns the lines of the convolution's last inputs of all pieces."""
+    elements = "2*batch*context_ways*(taps - 1)*rank_channels"
+    lines = of_pieces(stream, _GATHERED, elements, "compute", "last inputs of the convolution of all pieces")
+    return [*lines, *_of_documents(stream, "(taps - 1)", "document ids of the last tokens of all pieces")]
+
+
+def _of_documents(stream: ResidualStream, size: str, why: str) -> list[Expectation]:
+    """Returns the line of integers of all pieces, where documents are kept apart; the same for all layers."""
+    if stream.across is None or not stream.across.keeps_documents_apart:
+        return []
+    line = partial(Expectation, axis=CONTEXT, dtype="int32", pooled=True, hoisted=True, also=LAYER_RECOMPUTE)
+    elements = f"2*batch*context_ways*{size}"
+    return [line(LAYER_FORWARD, "all-gather", count=f"3*{stream.times}", elements=elements, why=why)]
+
+
+def of_pieces(
+    stream: ResidualStream, kinds: tuple[Kind, Kind], elements: str, dtype: Dtype, why: str
+) -> list[Expectation]:
+    """Returns the lines of an array of pieces of samples that context parallel ranks send each other.
+
+    Args:
+      stream: of the layer.
+      kinds: of the collective, and of that of the gradient.
+      elements: formula.
+      dtype: of the array.
+      why: what it is.
+    """
+    line = partial(Expectation, axis=CONTEXT, elements=elements, dtype=dtype, pooled=True)
+    return [
+        line(LAYER_FORWARD, kinds[0], count=stream.forward_times, why=why),
+        line(LAYER_RECOMPUTE, kinds[0], count=stream.times, why=f"{why}, again"),
+        line(LAYER_BACKWARD, kinds[1], count=stream.times, why=f"gradients of the {why}"),
+    ]

@@ -53,33 +53,82 @@ def delta_scan(
     Returns:
       What is read of the states, in the type of the values, and the last state, float32.
     """
+    if state is None:
+        state = _constant_state(inputs, jnp.zeros((inputs.key.shape[-1], inputs.value.shape[-1])))
+    else:
+        state = jnp.swapaxes(state, -1, -2)
+    y, state = _pass_chunks(inputs, size, at_once, state, None)
+    return y, jnp.swapaxes(state, -1, -2)
+
+
+class Passage(NamedTuple):
+    """What tokens do to a state that comes in, S, whatever it is: they read and leave affine functions of it."""
+
+    own: Float[Array, "b s u h p"]
+    """What is read where S is 0."""
+    reads: Float[Array, "b s u h n"]
+    """Meets S, and gives what is read of it besides."""
+    leaves: Float[Array, "b u h n p+n"]
+    """[B T]: B + T S is left, float32."""
+
+    def read(self, state: Float[Array, "b u h n p"]) -> Float[Array, "b s u h p"]:
+        """Computes what the tokens read where a state comes in, which has the type of the values."""
+        # XLA for CPUs has no such product of 16-bit types where tokens come before the heads.
+        of_state = _wide_einsum("buhsn,buhnp->buhsp", jnp.moveaxis(self.reads, 1, 3), state)
+        return (self.own.astype(jnp.float32) + jnp.moveaxis(of_state, 3, 1)).astype(self.own.dtype)
+
+
+def delta_passage(inputs: DeltaInputs, size: int, at_once: int, before: Int[Array, " b"] | None) -> Passage:
+    """Runs the recurrence over all tokens for any state that comes in: for zeros, and beside them for the identity.
+
+    The loop over chunks, whose steps take their latency, runs once; what is read of the state is one product behind it.
+
+    Args:
+      inputs: of the tokens.
+      size: tokens of a chunk.
+      at_once: see `delta_scan`.
+      before: document of the token before the first, with the tokens' `segments`.
+    """
+    key, width = inputs.key.shape[-1], inputs.value.shape[-1]
+    y, state = _pass_chunks(inputs, size, at_once, _constant_state(inputs, jnp.eye(key, width + key, width)), before)
+    return Passage(y[..., :width], y[..., width:], state)
+
+
+def _constant_state(inputs: DeltaInputs, state: Float[Array, "n columns"]) -> Float[Array, "b u h n columns"]:
+    """Returns the same state for every head."""
+    batch, _, groups, heads, _ = inputs.value.shape
+    shape, sharding = (batch, groups, heads, *state.shape), spec("batch", "heads", None, None, None)
+    return varying_like(jnp.broadcast_to(state, shape, out_sharding=sharding), inputs.value)
+
+
+def _pass_chunks(
+    inputs: DeltaInputs, size: int, at_once: int, state: Float[Array, "b u h n columns"], before: Array | None
+) -> tuple[Float[Array, "b s u h columns"], Float[Array, "b u h n columns"]]:
+    """Passes a state through all chunks: its columns meet the values', and any more columns values of 0."""
     length = inputs.value.shape[1]
     size = min(size, length)
     # With decay and beta 0, padding leaves the state as it is.
     inputs = whole_chunks(inputs, size)
-    count = inputs.value.shape[1] // size
+    padded = inputs.value.shape[1]
+    count = padded // size
     at_once = next(n for n in range(min(at_once, count), 0, -1) if count % n == 0)
-    if state is None:
-        batch, _, groups, heads, width = inputs.value.shape
-        shape, sharding = (batch, groups, heads, inputs.key.shape[-1], width), spec("batch", "heads", None, None, None)
-        state = varying_like(jnp.zeros(shape, jnp.float32, out_sharding=sharding), inputs.value)
-    else:
-        state = jnp.swapaxes(state, -1, -2)
-    before = None if inputs.segments is None else inputs.segments[:, 0]
+    if before is None and inputs.segments is not None:
+        before = inputs.segments[:, 0]
 
     def block(carry: tuple[Array, Array | None], own: DeltaInputs) -> tuple[tuple[Array, Array | None], Array]:
         state, before = carry
         state, y = lax.scan(jax.checkpoint(_pass_chunk), state, _Chunk.all_of(own, size, before))
         # [c b u h q p] -> [b c q u h p]
-        y = jnp.transpose(y, (1, 0, 4, 2, 3, 5)).reshape(own.value.shape)
+        y = jnp.transpose(y, (1, 0, 4, 2, 3, 5)).reshape(*own.value.shape[:-1], y.shape[-1])
         return (state, None if own.segments is None else own.segments[:, -1]), y
 
     if at_once == count:
         (state, _), y = block((state, before), inputs)
-        return y[:, :length], jnp.swapaxes(state, -1, -2)
+        return y[:, :length], state
     blocks = jax.tree.map(lambda v: _cut(v, at_once * size), inputs)
     (state, _), y = lax.scan(jax.checkpoint(block), (state, before), blocks)
-    return jnp.moveaxis(y, 0, 1).reshape(inputs.value.shape)[:, :length], jnp.swapaxes(state, -1, -2)
+    y = jnp.moveaxis(y, 0, 1)
+    return y.reshape(len(y), padded, *y.shape[3:])[:, :length], state
 
 
 def delta_step(
@@ -149,11 +198,14 @@ class _Chunk(NamedTuple):
         )
 
 
-def _pass_chunk(state: Float[Array, "b u h n p"], chunk: _Chunk) -> tuple[Array, Float[Array, "b u h q p"]]:
+def _pass_chunk(state: Float[Array, "b u h n columns"], chunk: _Chunk) -> tuple[Array, Float[Array, "b u h q columns"]]:
     """Passes the state through a chunk, and computes what its tokens read."""
-    dtype, size = chunk.readers.dtype, chunk.written.shape[-2]
+    dtype, (size, width) = chunk.readers.dtype, chunk.written.shape[-2:]
     held = _wide_einsum("buhqn,buhnp->buhqp", chunk.readers, state.astype(dtype))
-    written = chunk.written - held[..., :size, :]
+    values = chunk.written
+    if more := state.shape[-1] - width:
+        values = jnp.pad(values, [(0, 0)] * 4 + [(0, more)])
+    written = values - held[..., :size, :]
     taken = _wide_einsum("buhqk,buhkp->buhqp", chunk.takers, written.astype(dtype))
     y = held[..., size:, :] + taken[..., :size, :]
     return chunk.total[..., None, None] * state + taken[..., size:, :], y.astype(dtype)

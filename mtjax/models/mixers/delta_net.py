@@ -13,7 +13,7 @@ from jaxtyping import Float
 
 from mtjax.config import Model
 from mtjax.config.ssm import delta_chunks_at_once, ssm_chunk, ssm_heads
-from mtjax.models.kernels.delta_rule import DeltaInputs, delta_scan, delta_step
+from mtjax.models.kernels.delta_rule import DeltaInputs, delta_passage, delta_scan, delta_step
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.linear import constant
 from mtjax.models.mixers.mixer import State
@@ -46,13 +46,14 @@ class GatedDeltaNet(RecurrentMixer):
         self, mixed: Float[Array, "b s u channels"], rates: list[Array], context: LayerContext, state: State
     ) -> tuple[Float[Array, "b s u h p"], State]:
         """See `RecurrentMixer.recur`; before the rate is beta."""
-        assert context.positions is None, "layout.hybrid checks it"
         beta, rate = rates
         beta = jax.nn.sigmoid(beta.astype(jnp.float32))
         decay = self.rate_of(rate) * self.negative_a(mixed)
         if state is not None:
             assert context.cache_positions is not None
             return self._continue(mixed, decay, beta, context.cache_positions, state)
+        if context.positions is not None:
+            return self._scan_pieces(mixed, decay, beta, context), state
         inputs = self._inputs_of(self.convolve(mixed, None, context.segment_ids), decay, beta)
         return self._scan(inputs._replace(segments=context.segment_ids))[0], state
 
@@ -63,9 +64,22 @@ class GatedDeltaNet(RecurrentMixer):
         return DeltaInputs(query, key, value, decay, beta)
 
     def _scan(self, inputs: DeltaInputs, state: Array | None = None) -> tuple[Array, Array]:
-        at_once = delta_chunks_at_once(self.model, inputs.value.shape[0], ssm_heads(self.model) // num_shards("heads"))
         with jax.named_scope("scan"):
-            return delta_scan(inputs, ssm_chunk(self.model), at_once, state)
+            return delta_scan(inputs, ssm_chunk(self.model), self._chunks_at_once(inputs), state)
+
+    def _scan_pieces(self, mixed: Array, decay: Array, beta: Array, context: LayerContext) -> Array:
+        """Scans a rank's two pieces of each sample (context parallelism): ranks send each other the convolution's last
+        inputs, and what their pieces do to a state that comes in."""
+        from mtjax.sharding.context.states import states_before
+
+        pieces, convolved, segments, before = self.convolve_pieces(mixed, context)
+        inputs = self._inputs_of(convolved, pieces.split(decay), pieces.split(beta))._replace(segments=segments)
+        with jax.named_scope("scan"):
+            passage = delta_passage(inputs, ssm_chunk(self.model), self._chunks_at_once(inputs), before)
+            return pieces.join(passage.read(states_before(pieces, passage.leaves, mixed.dtype)))
+
+    def _chunks_at_once(self, inputs: DeltaInputs) -> int:
+        return delta_chunks_at_once(self.model, inputs.value.shape[0], ssm_heads(self.model) // num_shards("heads"))
 
     def _continue(
         self, mixed: Array, decay: Array, beta: Array, positions: "CachePositions", state: "RecurrentState"

@@ -93,23 +93,14 @@ class Mamba(RecurrentMixer):
     def _scan_pieces(self, mixed: Array, rate: Array, a: Array, context: LayerContext) -> Array:
         """Scans a rank's two pieces of each sample (context parallelism): ranks send each other what their pieces leave
         behind, which is the convolution's last inputs and the states, and no tokens."""
-        from mtjax.sharding.context.states import Pieces
-
-        pieces, taps = Pieces.of(context.positions), self.model.ssm_conv - 1
-        mixed, rate, segments, goes_on = pieces.split(mixed), pieces.split(rate), None, None
-        before = pieces.before(mixed[:, -taps:])
-        if context.segment_ids is not None:
-            segments = pieces.split(context.segment_ids)
-            segments = jnp.concatenate([pieces.before(segments[:, -taps:]), segments], 1)
-            goes_on = segments[:, taps - 1] == segments[:, -1]
-        convolved = self.convolve(mixed, before, segments)
-        last, own = (None, None) if segments is None else (segments[:, taps - 1], segments[:, taps:])
-        inputs = self._scan_inputs(convolved, rate, own)
+        pieces, convolved, segments, before = self.convolve_pieces(mixed, context)
+        goes_on = None if segments is None else before == segments[:, -1]
+        inputs = self._scan_inputs(convolved, pieces.split(rate), segments)
         left, total = left_behind(inputs, a, ssm_chunk(self.model))
         states, totals = (jnp.moveaxis(pieces.in_order(v), 0, 1) for v in (left, total))
         kept = None if goes_on is None else jnp.moveaxis(pieces.in_order(goes_on.astype(jnp.int32)), 0, 1) > 0
         incoming, _ = pass_states(totals, states, None, kept)
-        y, _ = self._scan(inputs, a, pieces.own_of(jnp.moveaxis(incoming, 1, 0)), last)
+        y, _ = self._scan(inputs, a, pieces.own_of(jnp.moveaxis(incoming, 1, 0)), before)
         return pieces.join(self._add_skip(y, inputs))
 
     def _continue(

@@ -7,14 +7,14 @@ several ranks share one, and each computes its two vectors.
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from mtjax.config import Model
 from mtjax.config.ssm import ssm_groups, ssm_heads
@@ -27,6 +27,9 @@ from mtjax.models.project import project, reshard_sequence
 from mtjax.models.recompute import ATTENTION_OUTPUT
 from mtjax.sharding.axes import spec, varying_like
 from mtjax.sharding.kv_heads import groups_in_use, heads_in_use
+
+if TYPE_CHECKING:
+    from mtjax.sharding.context.states import Pieces
 
 LEAST_RATE, SLOWEST, FASTEST = 1e-4, 0.001, 0.1
 """Initial dt: log-uniform between the last two, and at least the first (mamba-ssm, Megatron)."""
@@ -113,6 +116,22 @@ class RecurrentMixer(nnx.Module):
         weights = jnp.concatenate([merged(self.by_groups(self.conv[...], 1), 2), shared[:, 0], shared[:, 1]], -1)
         return causal_convolution(mixed, weights, self.convolution_bias(), before, segments)
 
+    def convolve_pieces(self, mixed: Float[Array, "b s u channels"], context: LayerContext) -> "ConvolvedPieces":
+        """Computes the convolution of a rank's two pieces of each sample (context parallelism), which begins with the
+        last inputs of the piece before; ranks send each other these, and no other tokens."""
+        from mtjax.sharding.context.states import Pieces
+
+        pieces, taps = Pieces.of(context.positions), self.model.ssm_conv - 1
+        mixed, segments = pieces.split(mixed), None
+        before = pieces.before(mixed[:, -taps:])
+        if context.segment_ids is not None:
+            segments = pieces.split(context.segment_ids)
+            segments = jnp.concatenate([pieces.before(segments[:, -taps:]), segments], 1)
+        convolved = self.convolve(mixed, before, segments)
+        if segments is None:
+            return ConvolvedPieces(pieces, convolved, None, None)
+        return ConvolvedPieces(pieces, convolved, segments[:, taps:], segments[:, taps - 1])
+
     def convolution_bias(self) -> Float[Array, "u channels"] | None:
         """Returns the bias of each channel, if there are any."""
         return None
@@ -139,6 +158,17 @@ class RecurrentMixer(nnx.Module):
     def heads_of_group(self) -> int:
         """h."""
         return ssm_heads(self.model) // groups_in_use(ssm_groups(self.model))
+
+
+class ConvolvedPieces(NamedTuple):
+    """What was convolved of a rank's pieces of samples, [2 b, s / 2, ...]."""
+
+    pieces: "Pieces"
+    convolved: Float[Array, "2b s u channels"]
+    segments: Int[Array, "2b s"] | None
+    """Document of each token."""
+    before: Int[Array, " 2b"] | None
+    """Document of the token before each piece."""
 
 
 class GroupedProjection(nnx.Module):

@@ -1,7 +1,8 @@
-"""State-space layers over context parallel ranks: what pieces of samples leave behind travels, and no tokens.
+"""Layers with a recurrent state over context parallel ranks: what pieces of samples leave travels, and no tokens.
 
 A rank has two pieces of each sample (`mtjax.sharding.context.zigzag`). It gathers what every piece leaves, which is
-small and does not grow with the sequence, and takes what comes into its own pieces.
+small and does not grow with the sequence, and takes what comes into its own pieces. A gated delta net leaves a matrix
+besides, by which a state that comes in is multiplied; ranks exchange these by heads (`states_before`).
 """
 
 import math
@@ -97,3 +98,88 @@ def _gathered_backward(axes: Axes, _: None, gradient: Array) -> tuple[Array]:
 
 
 _gathered.defvjp(_gathered_forward, _gathered_backward)
+
+
+def states_before(
+    pieces: Pieces, leaves: Float[Array, "2b u h n p+n"], dtype: jax.typing.DTypeLike
+) -> Float[Array, "2b u h n p"]:
+    """Computes the states that come into this rank's pieces: zeros into the first of a sample.
+
+    An all-to-all gives each rank what all pieces leave in its part of the heads; it passes their states from piece to
+    piece, and a second one brings each state to the rank of its piece. An all-gather would send 2/3 of the number of
+    ranks as much, and have every rank pass the states of all heads.
+
+    Args:
+      pieces: of the rank.
+      leaves: [B T] of each piece and head, which leaves B + T S where S comes in; float32.
+      dtype: of the result, which is sent in it.
+    """
+    return _passed(pieces.axes, dtype, leaves)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _passed(axes: Axes, dtype: jax.typing.DTypeLike, leaves: Array) -> Array:
+    return _passed_forward(axes, dtype, leaves)[0]
+
+
+def _passed_forward(axes: Axes, dtype: jax.typing.DTypeLike, leaves: Array) -> tuple[Array, Array]:
+    batch, partition = leaves.shape[0] // 2, jax.typeof(leaves).sharding.spec
+
+    def passed(own: Array) -> tuple[Array, Array]:
+        maps = _by_heads(axes, own)
+        return _by_pieces(axes, _pass_on(maps).astype(dtype), (batch, *own.shape[1:3])), maps
+
+    return no_hoist(map_ranks(passed, (partition,), (partition, _of_heads(partition))), leaves)
+
+
+def _passed_backward(axes: Axes, _: jax.typing.DTypeLike, maps: Array, gradient: Array) -> tuple[Array]:
+    batch, partition = gradient.shape[0] // 2, jax.typeof(gradient).sharding.spec
+
+    def passed(maps: Array, own: Array) -> Array:
+        _, back = jax.vjp(_pass_on, maps)
+        return _by_pieces(axes, *back(_by_heads(axes, own).astype(maps.dtype)), (batch, *own.shape[1:3]))
+
+    return (no_hoist(map_ranks(passed, (_of_heads(partition), partition), partition), maps, gradient),)
+
+
+_passed.defvjp(_passed_forward, _passed_backward)
+
+
+def _of_heads(partition: PartitionSpec) -> PartitionSpec:
+    """Returns the sharding of `_by_heads`' result."""
+    return PartitionSpec(None, partition[1], None, None)
+
+
+def _pass_on(maps: Float[Array, "pieces k n p+n"]) -> Float[Array, "pieces k n p"]:
+    """Passes states from piece to piece, and returns those that come in."""
+    width = maps.shape[-1] - maps.shape[-2]
+
+    def through(state: Array, one: Array) -> tuple[Array, Array]:
+        kept = jnp.einsum("knm,kmp->knp", one[..., width:], state, precision=lax.Precision.HIGHEST)
+        state = one[..., :width] + kept
+        return state, state
+
+    first = maps[0, ..., :width]
+    _, others = lax.scan(through, first, maps[1:-1])
+    return jnp.concatenate([jnp.zeros_like(first)[None], first[None], others])
+
+
+def _by_heads(axes: Axes, own: Float[Array, "2b u h n m"]) -> Float[Array, "pieces k n m"]:
+    """Exchanges arrays of this rank's two pieces for those of all pieces, in order, of its k of the b u h heads."""
+    ranks, (n, m) = lax.axis_size(axes), own.shape[-2:]
+    heads = jnp.moveaxis(own.reshape(-1, 2, *own.shape[1:]), 1, 0).reshape(2, -1, n, m)
+    # Heads of zeros fill up a number that the ranks do not divide.
+    heads = jnp.pad(heads, [(0, 0), (0, -heads.shape[1] % ranks), (0, 0), (0, 0)])
+    sent = jnp.moveaxis(heads.reshape(2, ranks, -1, n, m), 1, 0)
+    every = lax.all_to_all(sent, axes, 0, 0)
+    return jnp.concatenate([every[:, 0], jnp.flip(every[:, 1], 0)])
+
+
+def _by_pieces(
+    axes: Axes, ordered: Float[Array, "pieces k n m"], heads: tuple[int, int, int]
+) -> Float[Array, "2b u h n m"]:
+    """Exchanges arrays back: the reverse of `_by_heads`, with b, u and h."""
+    ranks, (n, m) = lax.axis_size(axes), ordered.shape[-2:]
+    sent = jnp.stack([ordered[:ranks], jnp.flip(ordered[ranks:], 0)], 1)
+    own = jnp.moveaxis(lax.all_to_all(sent, axes, 0, 0), 1, 0).reshape(2, -1, n, m)[:, : math.prod(heads)]
+    return jnp.moveaxis(own.reshape(2, *heads, n, m), 0, 1).reshape(-1, *heads[1:], n, m)
