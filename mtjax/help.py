@@ -14,6 +14,8 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import tyro
 
+from mtjax.config.field_metadata import setting_of
+
 HELP = ("-h", "--help")
 """Options that show help."""
 HELP_ALL = "--help-all"
@@ -40,12 +42,14 @@ class Option:
     """Help text."""
     is_optional: bool = False
     """Whether its value may be None."""
+    alone: str | None = None
+    """Its value if it is typed without one; None if it needs one."""
 
     @property
     def spelling(self) -> str:
         """Its spelling in the help: `--hidden-size N`, `--bias/--no-bias`."""
         if self.kind:
-            return f"{self.name} {self.kind}"
+            return f"{self.name} {self.kind if self.alone is None else f'[{self.kind}]'}"
         has_both = self.name.startswith("--") and (self.default or self.is_optional)
         return f"{self.name}/--no-{self.name[2:]}" if has_both else self.name
 
@@ -93,7 +97,8 @@ def options_of(cls: type, values: Any = None, group: str = "") -> Iterator[Optio
             name, metavar = named.get("metavar") or field.name.upper(), ""
         text = named.get("help") or texts.get(field.name, "")
         text = " ".join(text.split())
-        yield Option(name, field.name, group, kind, metavar, default, text, NoneType in get_args(hints[field.name]))
+        is_optional, alone = NoneType in get_args(hints[field.name]), setting_of(field).alone
+        yield Option(name, field.name, group, kind, metavar, default, text, is_optional, alone)
 
 
 def names_of(options: Sequence[Option]) -> set[str]:
@@ -103,13 +108,17 @@ def names_of(options: Sequence[Option]) -> set[str]:
 
 
 def with_values(arguments: Sequence[str], options: Sequence[Option]) -> list[str]:
-    """Returns the arguments with a value behind each switch that may be None, as tyro reads it: `--bias True`."""
+    """Returns the arguments with a value behind each option typed without one, as tyro reads it: `--bias True` of a
+    switch that may be None, `--fp8 delayed`."""
     values = ("True", "False", "None")
     switches = {o.name: "True" for o in options if o.is_optional and not o.kind}
     switches |= {f"--no-{name[2:]}": "False" for name in switches}
+    alone = {o.name: o.alone for o in options if o.alone is not None}
     found: list[str] = []
-    for word, after in itertools.pairwise([*arguments, ""]):
-        if word not in switches or after in values:
+    for word, after in itertools.pairwise([*arguments, "--"]):
+        if word in alone and after.startswith("-"):
+            found += [word, alone[word]]
+        elif word not in switches or after in values:
             found.append(word)
         else:
             found += [word.replace("--no-", "--", 1) if switches[word] == "False" else word, switches[word]]

@@ -369,7 +369,7 @@ FAULTS = (
     Fault(
         "8-bit floats: the gradient of the weight has the scale of the gradient alone",
         "_scaled(recipe, formula, x8, g8, (x_scale, scale),",
-        "_scaled(formula, x8, g8, (scale / scale, scale),",
+        "_scaled(recipe, formula, x8, g8, (scale / scale, scale),",
         "train",
         "test_a_product_and_its_gradients_are_those_of_numpys",
     ),

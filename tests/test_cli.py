@@ -50,6 +50,20 @@ def test_a_switch_whose_default_is_a_rule_is_typed_like_any_other(typed, expecte
     assert parsed.model.mlp_bias is expected and parsed.model.num_layers == 2
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--fp8"], "delayed"),
+        (["--fp8", "--fp8-amax-history", "4"], "delayed"),
+        (["--fp8", "tensorwise"], "tensorwise"),
+        (["--fp8=rowwise"], "rowwise"),
+    ],
+    ids=str,
+)
+def test_fp8_without_a_recipe_is_delayed(words: list[str], expected: str) -> None:
+    assert parse(*words).config.training.fp8 == expected
+
+
 def test_without_options_it_is_the_default_config() -> None:
     command = parse()
     assert command.config == config.load("default")

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from mtjax.config.field_metadata import SAMPLES, TOKENS, above_zero, at_least, numbers
+from mtjax.config.field_metadata import SAMPLES, TOKENS, above_zero, at_least, numbers, setting
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,11 @@ class Training:
     over the rank's batch; the rank's entire batch when not given."""
     compute_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Type of activations and matrix multiplications. Parameters, gradients, reductions and the loss are float32."""
-    fp8: Literal["none", "tensorwise", "delayed", "rowwise"] = "none"
+    fp8: Literal["none", "tensorwise", "delayed", "rowwise"] = setting("none", alone="delayed")
     """Products of layers in 8-bit floats, on GPUs that have them (Hopper and newer): tensorwise scales each tensor by
     its own largest value, delayed by the largest of earlier steps, which is faster and does not depend on the mesh;
-    rowwise scales each row of activations and each column of weights, without tensor parallelism.
+    rowwise scales each row of activations and each column of weights, without tensor parallelism. --fp8 alone is
+    delayed.
     Parameters, embedding, head, norms and attention keep their types."""
     fp8_format: Literal["hybrid", "e4m3"] = "hybrid"
     """fp8: type of the gradients of products, E5M2 (hybrid), which has more range, or E4M3, which has more digits; all

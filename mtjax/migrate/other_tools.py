@@ -63,6 +63,9 @@ OTHERS: Mapping[str, tuple[str, ...]] = {
     "lora-r": ("--lora-rank",),
     "torch-dtype": ("--compute-dtype", "--dtype"),
     "attn-implementation": ("--attention",),
+    # Transformer Engine, torchao.
+    "use-power-2-scales": ("--fp8-scales power-of-two",),
+    "round-scales-to-power-of-2": ("--fp8-scales power-of-two",),
     # MaxText.
     "per-device-batch-size": ("--microbatch-size N; --global-batch-size counts all devices",),
     "max-target-length": ("--sequence-length",),

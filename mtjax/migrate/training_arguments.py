@@ -99,7 +99,13 @@ _PRECISION = (
         "--fp8 delayed --fp8-format N",
         note="--fp8 is the value of --fp8-recipe; experts' grouped matmuls stay in --compute-dtype",
     ),
-    equal("--fp8-recipe", "--fp8 N", note="Megatron's delayed and tensorwise; others are dropped", default="delayed"),
+    equal(
+        "--fp8-recipe",
+        "--fp8 N",
+        note="Megatron's delayed and tensorwise; others are dropped; scales are powers of two, and with "
+        "--fp8-scales exact as Transformer Engine's",
+        default="delayed",
+    ),
     equal("--fp8-amax-history-len", "--fp8-amax-history N", note="16 when not given", default=1),
     equal(
         "--fp8-amax-compute-algo",

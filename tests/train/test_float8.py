@@ -232,6 +232,29 @@ def test_what_is_not_finite_stays_so_and_zeros_are_zeros() -> None:
         assert not any(np.asarray(a).any() for a in (y, *pull(zeros)))
 
 
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise"])
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+def test_one_value_that_is_not_finite_makes_all_results_nan_that_read_it_and_no_others(recipe: str, bad: float) -> None:
+    rng = np.random.default_rng(0)
+    x, w, g = (rng.integers(1, 9, shape).astype(np.float32) for shape in ((4, 16), (16, 32), (4, 32)))
+    x[1, 3] = g[2, 5] = bad
+    dims, digits = (("a", "b", "c"), PartitionSpec(None, None)), 8 if recipe == "tensorwise" else 1
+    how = Recipe(recipe == "delayed", digits=digits)
+    scales = Scales(jnp.ones(3), jnp.zeros((2, 4, 96))) if how.is_delayed else None
+
+    @jax.jit
+    def run(x: Any, w: Any, g: Any) -> tuple[Any, ...]:
+        product = rowwise_product if recipe == "rowwise" else lambda *given: float8_product(*given, scales)
+        y, pull = jax.vjp(lambda x, w: product(how, *dims, x, w), x, w)
+        return y, *pull(g)
+
+    with jax.set_mesh(mesh_of("1x1")), use_rules(TENSOR.rules):
+        found = run(x, w, g)
+    for own, numpys in zip(found, (x @ w, g @ w.T, x.T @ g), strict=True):
+        assert 0 < np.isnan(own).sum() < own.size
+        np.testing.assert_array_equal(np.isfinite(own), np.isfinite(numpys))
+
+
 def losses(mesh: str, steps: int = 3, **fields: Any) -> tuple[list[float], Any, Any]:
     """Losses of the first steps, the state after them, and the program."""
     program = program_of(mesh, **PLAIN, **fields)
@@ -578,6 +601,7 @@ def test_what_remains_in_16_bits_is_said_and_latent_attention_has_no_maxima_over
     ("then", "now", "message"),
     [
         ({}, {"fp8": "delayed"}, "saved with fp8 none, and fp8 is delayed: .*; resume with --fp8 none, or"),
+        ({"fp8": "delayed"}, {}, "saved with fp8 delayed, and fp8 is none: .*; resume with --fp8 delayed, or"),
         ({"fp8": "delayed"}, {"fp8": "tensorwise"}, "saved with fp8 delayed, and fp8 is tensorwise"),
         ({"fp8": "delayed"}, {"fp8": "delayed", "mesh": "1x4"}, r"mesh 1x1, and mesh is 1x4, .* \(mlp.down, mlp.up\)"),
         ({"fp8": "delayed", "fp8_bf16_last_layers": 1}, {"fp8": "delayed"}, "last_layers 1, and .* is 0: layers"),
