@@ -24,6 +24,7 @@ from mtjax.analysis.link_time import (
     exposed_sends,
     exposed_turns,
     members_inside,
+    ring_seconds,
     spent_on_stages,
     transfer_time,
 )
@@ -103,8 +104,9 @@ def step_time(
     spent: dict[str, float] = dict.fromkeys((DATA, STAGE, CONTEXT, EXPERT, MODEL), 0.0)
     for entry in transfers(anatomy, plan):
         spent[axis_of(entry)] += transfer_time(entry, anatomy, plan, machine)
+    ring = ring_seconds(anatomy, plan, machine)
     exposed = exposed_by_axis(spent, plan, software, products, products + attention + element_wise)
-    exposed[CONTEXT] = exposed_turns(spent[CONTEXT], plan, attention)
+    exposed[CONTEXT] = exposed_turns(spent[CONTEXT], ring, plan, attention)
     if plan.overlaps_data(anatomy.model):
         beside = exposed[MODEL] if plan.mesh.size > server.gpus else 0.0  # on other links, and as good as computing
         exposed[DATA] = exposed_ahead(anatomy, plan, machine, products + attention + element_wise + beside)
@@ -185,7 +187,7 @@ def _lock_step_time(anatomy: Anatomy, plan: Plan, machine: Machine, software: So
     counts = m * plan.chunks * sections / ticks
     on_layers, to_experts = spent[MODEL], spent[EXPERT]
     sent = exposed_sends(anatomy, plan, spent[STAGE] / ticks, ahead, longest - ahead)
-    turns = exposed_turns(spent[CONTEXT], plan, attention / counts)
+    turns = exposed_turns(spent[CONTEXT], ring_seconds(anatomy, plan, machine), plan, attention / counts)
     return StepTime(
         products=products,
         attention=attention,

@@ -63,8 +63,12 @@ class Pieces:
 
     def before(self, ends: Float[Array, "2b ..."]) -> Float[Array, "2b ..."]:
         """Returns, for each of this rank's pieces, what the piece before it ends with; zeros for the first."""
-        ordered = self.in_order(ends)
-        return self.own_of(jnp.concatenate([jnp.zeros_like(ordered[:1]), ordered[:-1]]))
+        return self.own_of(one_later(self.in_order(ends)))
+
+
+def one_later(ordered: Float[Array, "pieces ..."]) -> Float[Array, "pieces ..."]:
+    """Returns what the piece before each piece has; zeros for the first."""
+    return jnp.concatenate([jnp.zeros_like(ordered[:1]), ordered[:-1]])
 
 
 def _reshaped(x: Array, *shape: int) -> Array:
