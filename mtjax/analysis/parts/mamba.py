@@ -177,7 +177,8 @@ class Mamba(Part):
             taps=self.model.ssm_conv,
         )
         tokens = plan.local_tokens(self.tokens)
-        return scan_kernels(sizes, tokens, round(tokens / self._tokens_at_once(plan)))
+        blocks = round(tokens / self._tokens_at_once(plan))
+        return scan_kernels(sizes, tokens, blocks, over_context=plan.mesh.context > 1)
 
     def over_context(self, degree: int) -> "Mamba":
         return replace(self, context=degree)
