@@ -134,7 +134,7 @@ class DeltaNet(Mamba):
             **adapter_saved_bytes(self.rank, 2, self.hidden + self.inner / plan.tensor_degree, self.tokens, plan),
         }
 
-    def loops(self, plan: Plan) -> Sequence[Loop]:
+    def step_loops(self, plan: Plan) -> Sequence[Loop]:
         """Returns the loop that passes the state from chunk to chunk, and with context parallelism that from piece to
         piece."""
         chunk, key, value = ssm_chunk(self.model), self.model.ssm_state, self.model.ssm_head_dim

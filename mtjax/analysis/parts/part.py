@@ -328,7 +328,7 @@ class Part:
         del plan
         return False
 
-    def loops(self, plan: Plan) -> Sequence[Loop]:
+    def step_loops(self, plan: Plan) -> Sequence[Loop]:
         """Returns its loops over pieces of a sample, whose steps take the latency of their kernels."""
         del plan
         return ()

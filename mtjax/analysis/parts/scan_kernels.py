@@ -140,7 +140,7 @@ def scan_kernels(sizes: ScanSizes, tokens: float, blocks: int, *, over_context: 
       sizes: per token on a device.
       tokens: of a microbatch on the device.
       blocks: of tokens over which the scan is a loop; its backward pass computes each again, after the states before.
-      over_context: whether context parallel ranks share samples.
+      over_context: whether samples are sharded over context parallel ranks.
     """
     outside, again = [*sizes.forward], [*sizes.again, *sizes.gradients]
     scan, back = [*sizes.scan], [*sizes.states_of_chunks, *sizes.scan_gradients]
