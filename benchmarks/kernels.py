@@ -46,6 +46,11 @@ EXPECTED: dict[tuple[str, str], str] = {
         "sharding/experts/dispatch.py",
     ): "8 bytes a thread of the sums that are the gradients of gates; the kernel takes as long as its bytes",
     (
+        "spills",
+        "train/step.py",
+    ): "8 bytes a thread of Adam's update of an array of five dimensions (query, key and value of GPT-2 "
+    "8.3B); the kernel takes as long as its bytes",
+    (
         "slow",
         "models/dropout.py",
     ): "a mask that is kept is a byte an element, and the 20 rounds of Threefry that four share "

@@ -43,6 +43,28 @@ FAULTS = (
         "plan",
         "test_lower_bounds_leave_out_no_plan",
     ),
+    # --- weights that are read
+    Fault(
+        "NaN in weights: said",
+        "if count := sum(count_not_finite(shard) for shard in shards):",
+        "if count := 0:",
+        "convert",
+        "test_nan_and_infinities_are_named_and_kept",
+    ),
+    Fault(
+        "a T5 that is tied and not scaled: its factor",
+        "return hidden**0.5 if tied and not scaled else 1.0",
+        "return 1.0",
+        "parity",
+        "test_text_to_text_models_are_transformers_own_there_and_back",
+    ),
+    Fault(
+        "adapters of experts: B has the experts next to each other for each rank",
+        "b.reshape(len(b), -1, self.experts)",
+        "b.reshape(len(b), self.experts, -1).swapaxes(1, 2)",
+        "convert",
+        "test_adapters_of_experts_are_added_to_each_expert",
+    ),
     # --- weights of generation
     Fault(
         "transposed weights: an adapter's components are transposed together",
@@ -346,7 +368,7 @@ FAULTS = (
     ),
     Fault(
         "8-bit floats: the gradient of the weight has the scale of the gradient alone",
-        "_scaled(formula, x8, g8, (x_scale, scale),",
+        "_scaled(recipe, formula, x8, g8, (x_scale, scale),",
         "_scaled(formula, x8, g8, (scale / scale, scale),",
         "train",
         "test_a_product_and_its_gradients_are_those_of_numpys",
@@ -357,6 +379,20 @@ FAULTS = (
         "quantized(stack, E4M3, of_layers)",
         "train",
         "test_matrices_are_quantized_as_numpy",
+    ),
+    Fault(
+        "8-bit floats: an exact scale is so large that the largest value does not fit",
+        "(mantissa + unit - 1) // unit",
+        "mantissa // unit",
+        "train",
+        "test_a_scale_is_the_largest",
+    ),
+    Fault(
+        "8-bit floats: a run that has counted powers of two goes on with exact scales",
+        "if before.fp8_scales != now.fp8_scales:",
+        "if False:",
+        "train",
+        "test_scales_of_earlier_steps",
     ),
     Fault(
         "8-bit floats: weights are quantized once a step where some layers read them in 16 bits",
@@ -1238,6 +1274,34 @@ FAULTS = (
         "return self.pairs * self.widths",
         "analysis",
         "test_closed_forms_of_the_flops",
+    ),
+    Fault(
+        "analysis: every sum over tensor parallel ranks waits, also in the backward pass",
+        "exposed[MODEL] -= hidden_sums(anatomy, plan, machine, products)",
+        "exposed[MODEL] -= 0 * hidden_sums(anatomy, plan, machine, products)",
+        "analysis",
+        "test_parts_sum_to_the_step",
+    ),
+    Fault(
+        "analysis: attention that writes scores out copies nothing",
+        "forward, backward = forward + each, backward + each",
+        "forward, backward = forward + each, backward",
+        "analysis",
+        "test_attention_that_writes_scores_out",
+    ),
+    Fault(
+        "analysis: small kernels of loops are not counted",
+        "found.append(Copy(LAUNCHES, 0, _launches(stack, parameters, plan)))",
+        "pass",
+        "analysis",
+        "test_small_kernels_of_a_loop",
+    ),
+    Fault(
+        "unrolled recompute: beside many experts a layer waits for their gradients alone",
+        "largest = max((math.prod(sorted(a.shape)[-2:]) for a in arrays), default=0)",
+        "largest = max((a.size for a in arrays), default=0)",
+        "models",
+        "test_a_recomputed_layer_waits",
     ),
     Fault(
         "analysis: with ZeRO-2 gradients are reduced once a step",

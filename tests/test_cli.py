@@ -507,6 +507,8 @@ def test_a_family_on_the_command_line_brings_its_settings() -> None:
             ["--context-method", "ring", "--prompt", "schedule"],
             (["--context-method", "ring", "--prompt", "schedule"], []),
         ),
+        (["--offload", "parameters, optimizer"], (["--offload", "optimizer,parameters"], [])),
+        (["--offload=parameters,optimizer"], (["--offload=optimizer,parameters"], [])),
     ],
 )
 def test_options_by_their_old_names_are_read_with_a_note(words, expected) -> None:

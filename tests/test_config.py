@@ -155,6 +155,11 @@ def test_whole_numbers_are_floats_where_a_float_is_asked_for() -> None:
     assert type(loaded.optimizer.weight_decay) is float
 
 
+def test_what_is_offloaded_is_named_in_any_order() -> None:
+    loaded = config.from_dict({"parallel": {"offload": "parameters,optimizer"}})
+    assert loaded.parallel.offload == "optimizer,parameters"
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [

@@ -16,13 +16,12 @@ from mtjax.layout.mesh import parse_mesh
 from mtjax.models.families.bert import BERT
 from mtjax.models.families.gpt import GPT
 from mtjax.models.families.retro import Retro
-from mtjax.sharding.accumulate import Accumulate
 from mtjax.sharding.global_batch import global_batch
-from mtjax.sharding.gradients import distributed_gradients
+from mtjax.sharding.gradients import Accumulate, distributed_gradients
 from mtjax.sharding.manual_region import ManualRegion
 from mtjax.sharding.mesh import make_mesh
 from mtjax.sharding.param_specs import param_specs
-from mtjax.sharding.reduction import Reduction
+from mtjax.sharding.zero import Reduction
 from mtjax.train.first_scales import FirstScales
 from mtjax.train.step import State, TrainStep, make_train_step
 

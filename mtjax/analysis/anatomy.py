@@ -55,13 +55,13 @@ class Stack(LayerStack):
         return {"joins_output": is_first, "joins_input": is_first and self.parallel == "one_norm"}
 
     @cached_property
-    def weights(self) -> list[Weight]:
+    def weights(self) -> tuple[Weight, ...]:
         """Its parameters, stacked along `layers`, with their names in the model."""
-        return [
+        return tuple(
             Weight(f"{self.path}.layers.{w.name}", (LAYERS, *w.names), (self.layers, *w.shape))
             for part in self.parts
             for w in part.weights
-        ]
+        )
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -75,13 +75,13 @@ class Predictors(Stack):
         return self.parts[1:]
 
     @cached_property
-    def weights(self) -> list[Weight]:
+    def weights(self) -> tuple[Weight, ...]:
         """Their parameters, with their names in the model: `mtp_1.projection.weight`, `mtp_1.layer.mlp.up.weight`."""
         combined, *layer = self.parts
         names = {w.name: w for w in combined.weights}
         names |= {f"layer.{w.name}": w for part in layer for w in part.weights}
         numbers = range(1, self.layers + 1)
-        return [Weight(f"{self.path}{k}.{name}", w.names, w.shape) for k in numbers for name, w in names.items()]
+        return tuple(Weight(f"{self.path}{k}.{name}", w.names, w.shape) for k in numbers for name, w in names.items())
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,10 +97,10 @@ class Anatomy:
     """Layers of multi-token prediction; their lookups and losses are among the components of the head."""
 
     @cached_property
-    def outside_weights(self) -> list[Weight]:
+    def outside_weights(self) -> tuple[Weight, ...]:
         """Parameters outside the stacks, of which every pipeline stage has all."""
-        ahead = self.predictors.weights if self.predictors else []
-        return [*(w for part in self.outside for w in part.weights), *ahead]
+        ahead = self.predictors.weights if self.predictors else ()
+        return (*(w for part in self.outside for w in part.weights), *ahead)
 
     @property
     def all_stacks(self) -> tuple[Stack, ...]:
@@ -129,10 +129,10 @@ class Anatomy:
         return tuple(stack for stack in self.stacks if not stack.is_encoder)
 
     @cached_property
-    def weights(self) -> list[Weight]:
+    def weights(self) -> tuple[Weight, ...]:
         """Every parameter of the model, by its dotted name, with logical names and shape."""
         stacked = [w for stack in self.stacks for w in stack.weights]
-        return [*self.outside_weights, *stacked]
+        return (*self.outside_weights, *stacked)
 
     def is_frozen(self, part: Part, stack: Stack | None = None) -> bool:
         """Returns whether a component has no trained weights but adapters; one without weights is as the embedding."""

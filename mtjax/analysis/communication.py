@@ -212,7 +212,7 @@ def symbols_of(anatomy: Anatomy, plan: Plan) -> Symbols:
         symbols["teacher_table"] = counts([table], plan.layout(model), plan.mesh).outside_matrices
     staged, chunks = plan.is_staged, plan.chunks * len(anatomy.sections)
     if staged:
-        symbols |= _tick_symbols(anatomy, plan) | symbols_of_stages(anatomy, plan.shards)
+        symbols |= _tick_symbols(anatomy, plan) | dict(symbols_of_stages(anatomy, plan.shards))
     if plan.context_parallelism:
         keys = max(num_kv_heads(model), plan.mesh.model) // plan.mesh.model
         symbols |= {"context_ways": plan.mesh.context, "rank_key_width": keys * head_dim(model)}

@@ -13,12 +13,16 @@ accumulated gradients have 4, matrices of master weights in bfloat16 2 where 4 i
   time.
 - Gradients with several microbatches: a layer's accumulated gradient is copied out (8), then read with the new
   gradient and written (8 plus the gradient's bytes). With one microbatch they are copied into zeros (8 and 4).
-- Gradients that are reduced in the backward pass are first converted to float32 (4 + c).
+- Gradients that are reduce-scattered in the backward pass are first converted to float32 (4 + c). Those that are
+  all-reduced are computed in float32, joined to one array of a layer (8) and sliced out of it (8).
 - Once a step: zeros for accumulated gradients (4); ZeRO-1's accumulated gradients copied out and laid out for the
   reduce-scatter (16); of parameters that ZeRO-1 and 2 gather, a rank's shard is cast (4 + c), and the full parameter
   written into stacks (2c) that are first filled with zeros (c).
 - Unrolled layers have no stacks: their matrices are cast (4 + c), and their gradients stacked (8), once a step. With
   ZeRO-3 these are a rank's shards, and products compute gradients in float32, so that nothing is converted.
+
+- A loop's body has small kernels, which take a launch each: counters, vectors read from their stacks, the last sums of
+  vectors' gradients, statistics of norms, and dropout's keys.
 
 With ZeRO-2 and 3 accumulated gradients, and with pipeline parallelism cast matrices, are a rank's shards. A copy takes
 at least a kernel launch, which is the time of vectors. Not counted: parameters outside the layers, experts' blocks
@@ -47,8 +51,9 @@ SAVED = "saved activations, into stacks and out of them"
 ZEROS = "zeros for stacks"
 CASTS = "casts of matrices"
 SUMS = "accumulated gradients"
-SENT = "gradients converted to float32 for their reduction"
+SENT = "gradients converted or joined for their reduction"
 SHARDS = "ZeRO's shards of stacks"
+LAUNCHES = "small kernels of the loop"
 
 FLOAT32 = 4
 
@@ -108,6 +113,7 @@ def copies_in_turn(stack: Stack, model: Model, plan: Plan) -> list[Copy]:
     found = list(_sent(parameters, plan))
     if not plan.unrolled:
         found += [*_saved(stack, plan), *_casts(parameters, plan), *_sums(parameters, plan)]
+        found.append(Copy(LAUNCHES, 0, _launches(stack, parameters, plan)))
     return found
 
 
@@ -131,6 +137,19 @@ def _saved(stack: Stack, plan: Plan) -> Iterator[Copy]:
             yield Copy(ZEROS, size, 1 / layers)
         if size and in_slots:
             yield Copy(SAVED, 2 * size, 2 / layers)
+
+
+def _launches(stack: Stack, parameters: Sequence[_Parameter], plan: Plan) -> int:
+    """Returns the kernels of a layer that take no longer than a launch, besides those that copy."""
+    norms = [weight.name for part in stack.parts for weight in part.weights if "norm." in weight.name]
+    matrices = sum(parameter.is_matrix for parameter in parameters)
+    vectors, keys = len(parameters) - matrices, 2 if plan.dropout else 0
+    reads = min(vectors, 3)  # those of a shape are read by one kernel
+    forward, backward = 1 + reads + keys, 3 + reads + vectors + sum(name.endswith("scale") for name in norms)
+    if plan.recompute != "full":
+        return forward + backward
+    # With one microbatch matrices that were copied in float32 are cast before they are read.
+    return forward + backward + len(norms) + keys + (0 if _accumulates(plan) else matrices)
 
 
 def _casts(parameters: Sequence[_Parameter], plan: Plan) -> Iterator[Copy]:
@@ -168,8 +187,15 @@ def _sums(parameters: Sequence[_Parameter], plan: Plan) -> Iterator[Copy]:
 
 
 def _sent(parameters: Sequence[_Parameter], plan: Plan) -> Iterator[Copy]:
-    """Yields the conversions of gradients that the backward pass reduces over ranks in float32."""
+    """Yields the conversions of gradients that the backward pass reduces over ranks in float32, or the copies into one
+    array and out of it for an all-reduce."""
     if not plan.reduces_in_backward or plan.grad_reduce_dtype != "float32":
+        return
+    if plan.zero == 0 and not plan.unrolled:
+        reduced = [parameter for parameter in parameters if parameter.is_trainable and parameter.is_replicated]
+        if reduced:
+            yield Copy(SENT, 2 * FLOAT32 * sum(parameter.elements for parameter in reduced))
+        yield from (Copy(SENT, 2 * FLOAT32 * parameter.elements) for parameter in reduced)
         return
     for parameter in parameters:
         if plan.unrolled and plan.zero == 3 and parameter.is_sharded:

@@ -162,7 +162,7 @@ def _transposed(weight: Weight, layout: Layout, mesh: MeshShape) -> int:
     return math.prod(sizes) // degree if math.prod(outer) > 1 else 0
 
 
-def stage_weights(anatomy: Anatomy, plan: Plan, stage: int = 0) -> list[Weight]:
+def stage_weights(anatomy: Anatomy, plan: Plan, stage: int = 0) -> tuple[Weight, ...]:
     """Returns the parameters of which a pipeline stage holds a shard: its layers, and those outside the stacks.
 
     In mtjax every stage holds all parameters outside the stacks, and as many layer slots as the stage with most layers,
@@ -173,7 +173,7 @@ def stage_weights(anatomy: Anatomy, plan: Plan, stage: int = 0) -> list[Weight]:
 
 
 @cache
-def _stage_weights(anatomy: Anatomy, plan: Plan, stage: int) -> list[Weight]:
+def _stage_weights(anatomy: Anatomy, plan: Plan, stage: int) -> tuple[Weight, ...]:
     stages = plan.mesh.stage
     if stages == 1:
         return anatomy.weights
@@ -183,12 +183,12 @@ def _stage_weights(anatomy: Anatomy, plan: Plan, stage: int) -> list[Weight]:
         stacked += [Weight(w.name, w.names, (layers, *w.shape[1:])) for w in stack.weights]
     first = [w for part in anatomy.embed for w in part.weights]
     last = [w for part in anatomy.head for w in part.weights]
-    last += anatomy.predictors.weights if anatomy.predictors else []
+    last += anatomy.predictors.weights if anatomy.predictors else ()
     if plan.is_staged:
-        return [*stacked, *first, *last]
+        return (*stacked, *first, *last)
     tied = anatomy.embed[0].weights if output_is_tied(anatomy.model) else []
     ends = {0: first, stages - 1: [*last, *tied]}
-    return [*stacked, *ends.get(stage, [])]
+    return (*stacked, *ends.get(stage, []))
 
 
 def stage_counts(anatomy: Anatomy, plan: Plan, stage: int = 0) -> Counts:

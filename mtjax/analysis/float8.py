@@ -23,7 +23,7 @@ from mtjax.analysis.contract import (
 from mtjax.analysis.counts import Counts, counts, layer_counts, stage_weights
 from mtjax.analysis.parts.part import Product, Weight, over_model
 from mtjax.config import Model
-from mtjax.config.float8 import EXPONENTS, MULTIPLE, float8_products, quantizes_once, unfit_products
+from mtjax.config.float8 import MULTIPLE, float8_products, num_scales, quantizes_once, unfit_products
 from mtjax.layout.layouts import LAYERS
 from mtjax.layout.plan import Plan
 from mtjax.layout.rules import MANUAL, MODEL
@@ -48,6 +48,8 @@ def float8_bytes(product: Product, rows: float, plan: Plan) -> float:
     if not is_float8(product, plan):
         return 0.0
     weight, inputs, outputs = {"delayed": (8, 2, 6), "tensorwise": (12, 8, 6), "rowwise": (19, 16, 18)}[plan.fp8]
+    if plan.fp8 == "rowwise" and plan.fp8_digits > 1:  # results are written and read in float32
+        weight, inputs, outputs = weight + 4, inputs + 4, outputs + 4
     weight = 4 if quantizes_once(plan.fp8, plan.fp8_ends, 0) else weight
     return weight * product.inner * product.outer + rows * (outputs * product.outer + inputs * product.inner)
 
@@ -152,7 +154,7 @@ def _delayed(anatomy: Anatomy, plan: Plan) -> list[Expectation]:
     wire = plan.grad_reduce_dtype
     over_ranks = Expectation(GRADIENTS, "all-reduce", ranks, "1", "float8_counts", wire, pooled=True, why=why)
     why = "the largest over the tensor parallel ranks, and its age"
-    pair = "2*float8_exponents"
+    pair = "2*float8_scales"
     return [over_ranks, Expectation(OPTIMIZER, "all-reduce", MODEL, "1", pair, "float32", pooled=True, why=why)]
 
 
@@ -196,7 +198,10 @@ def _tensorwise_of(stack: Stack, anatomy: Anatomy, plan: Plan) -> list[Expectati
 def float8_state_bytes(anatomy: Anatomy, plan: Plan) -> tuple[float, float]:
     """Returns the bytes of delayed scaling's states on a rank, float32, and of the gradients that count for them."""
     symbols = float8_symbols(anatomy, plan)
-    ages, scales = symbols.get("float8_counts", 0), 3 * symbols.get("float8_exponents", 0) // (2 * EXPONENTS)
+    ages, scales = (
+        symbols.get("float8_counts", 0),
+        3 * symbols.get("float8_scales", 0) // (2 * num_scales(plan.fp8_digits)),
+    )
     return 4.0 * (ages + scales), 4.0 * ages
 
 
@@ -207,8 +212,8 @@ def float8_symbols(anatomy: Anatomy, plan: Plan) -> dict[str, int]:
         return ends
     model = anatomy.model
     products = sum(layers_of_stage(s, plan) * len(products_in_8_bits(s, model, plan)) for s in anatomy.stacks)
-    exponents = products * 2 * EXPONENTS
-    symbols = {"float8_exponents": exponents, "float8_counts": exponents * model.num_heads // plan.mesh.model}
+    scales = products * 2 * num_scales(plan.fp8_digits)
+    symbols = {"float8_scales": scales, "float8_counts": scales * model.num_heads // plan.mesh.model}
     if _quantizes_once(model, plan):
         held = _held_in_8_bits(anatomy, plan).layer_matrices
         symbols["float8_matrices"] = held // plan.chunks if plan.is_staged and plan.zero == 3 else held

@@ -5,7 +5,7 @@ and writes one moves 2c; a dropout mask has one byte.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 PerElement = Callable[[int], float]
 
@@ -20,6 +20,8 @@ class Traffic:
     """Of attention, without the scores."""
     mlp: PerElement
     """Of the MLP, per element of its inner width."""
+    gate: PerElement = lambda c: 0
+    """What a gated MLP moves in addition, per element of its inner width."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,13 @@ FUSED = ElementWise(
     backward=Traffic(sublayer=lambda c: 6 * c + 1, inside=lambda c: 6 * c, mlp=lambda c: 3 * c),
     logits=16,
     optimizer_extra=0,
+)
+# XLA: a gated activation reads two arrays and writes one, 3c; its backward pass reads a third, and writes the gradients
+# of both and, for the next product, the activation's value, 6c.
+XLA = replace(
+    FUSED,
+    forward=replace(FUSED.forward, gate=lambda c: c),
+    backward=replace(FUSED.backward, gate=lambda c: 3 * c),
 )
 
 

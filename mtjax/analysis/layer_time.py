@@ -101,8 +101,8 @@ def _bytes(traffic: Traffic, touched: list[Elementwise], plan: Plan) -> float:
     """Bytes of a pass over a layer: elements outside and inside the split regions, times what the kernels move."""
     c, ways = plan.element_bytes, plan.mesh.model
     outside = sum(t.stream for t in touched) / (ways if plan.splits_stream else 1)
-    inside, mlp = (sum(getattr(t, name) for t in touched) / ways for name in ("inside", "mlp"))
-    moved = outside * traffic.sublayer(c) + inside * traffic.inside(c) + mlp * traffic.mlp(c)
+    inside, mlp, gate = (sum(getattr(t, name) for t in touched) / ways for name in ("inside", "mlp", "gate"))
+    moved = outside * traffic.sublayer(c) + inside * traffic.inside(c) + mlp * traffic.mlp(c) + gate * traffic.gate(c)
     return plan.local_tokens(1) * moved
 
 
@@ -116,9 +116,17 @@ def _core(scores: Scores, plan: Plan, machine: Machine, kernels: ElementWise) ->
     pairs = heads * queries * keys
     both = machine.product(queries, width, keys, heads) + machine.product(queries, keys, width - scores.narrower, heads)
     core = CORE[kernels.name]
-    element = plan.element_bytes
+    element, values = plan.element_bytes, width - scores.narrower
     forward = both + machine.passes(pairs * core.forward(element, plan.has_attention_dropout))
     backward = 2 * both + machine.passes(pairs * core.backward(element, plan.has_attention_dropout))
+    if plan.residuals == "jax" and plan.keeps_scores:
+        # XLA: query, key and value are sliced out of their product's transpose, attention's output is transposed, and
+        # so are the gradients of these.
+        copied = scores.heads * queries * (width + values) + scores.groups * keys * (width + values)
+        each = machine.passes(2 * element * copied / plan.mesh.model * plan.microbatch_size)
+        forward, backward = forward + each, backward + each
+        # XLA: a bias is written for each sample in float32 and read again, not in the recompute, and so are gradients.
+        backward += machine.passes(2 * 8 * pairs) if scores.is_biased else 0.0
     if plan.attention_in_blocks and not plan.context_parallelism:  # the scores and probabilities are recomputed
         backward += forward - machine.product(queries, keys, width, heads)
     return forward, backward

@@ -8,11 +8,13 @@ from mtjax.analysis.contract import (
     EMBEDDING_FORWARD,
     GRADIENTS,
     JOINED,
+    LAYER_BACKWARD,
     LOSS_BACKWARD,
     LOSS_FORWARD,
     OPTIMIZER,
     PARAMETERS,
 )
+from mtjax.analysis.counts import stage_counts
 from mtjax.analysis.hardware import Server
 from mtjax.analysis.machine import Machine
 from mtjax.analysis.parts.experts import exchanged_share
@@ -112,8 +114,9 @@ def exposed_ahead(anatomy: Anatomy, plan: Plan, machine: Machine, compute: float
     """Seconds of gathers and sums over data ranks that other layers do not hide.
 
     Sums pass behind the backward pass. ZeRO-3's gathers pass behind either, those of ZeRO-1 and 2 behind the forward
-    pass of a step's only microbatch; before the first of several nothing hides them. What sharding groups send each
-    other comes after the last layer's backward pass, and so does the optimizer's update.
+    pass of a step's only microbatch; before the first of several nothing hides them. Nor does anything hide ZeRO-3's
+    gathers before the first layer, and sums after its backward pass: of what is outside the layers. What sharding
+    groups send each other comes after the last layer's backward pass, and so does the optimizer's update.
 
     Args:
       anatomy: of the model.
@@ -132,7 +135,10 @@ def exposed_ahead(anatomy: Anatomy, plan: Plan, machine: Machine, compute: float
     forward = compute / (4 if plan.recompute == "full" else 3)
     gathers, again = sent[PARAMETERS], 0.0
     if plan.zero == 3:
-        gathers = again = gathers / 2
+        share = _outside(anatomy, plan)
+        last += share * sent[GRADIENTS] + share / (2 - share) * gathers
+        sent[GRADIENTS] *= 1 - share
+        gathers = again = gathers * (1 - share) / (2 - share)
     elif plan.microbatches > 1:
         return gathers + last + max(0.0, sent[GRADIENTS] - (compute - forward))
     return last + max(0.0, gathers - forward) + max(0.0, again + sent[GRADIENTS] - (compute - forward))
@@ -144,6 +150,31 @@ def ring_seconds(anatomy: Anatomy, plan: Plan, machine: Machine) -> float:
         return 0.0
     ring = (e for e in transfers(anatomy, plan) if e.axis == CONTEXT and e.operation == "collective-permute")
     return sum(transfer_time(entry, anatomy, plan, machine) for entry in ring)
+
+
+def _outside(anatomy: Anatomy, plan: Plan) -> float:
+    """Returns the share of a device's parameters that is outside the layers."""
+    counts = stage_counts(anatomy, plan)
+    return 1 - counts.in_layers / counts.all
+
+
+def hidden_sums(anatomy: Anatomy, plan: Plan, machine: Machine, products: float) -> float:
+    """Returns the seconds of a step's collectives over tensor parallel ranks that pass behind the gradients of
+    matrices: in the backward pass, those of each layer's first component.
+
+    Args:
+      anatomy: of the model.
+      plan: without stages.
+      machine: on which it runs.
+      products: seconds of the products of all layers.
+    """
+    if plan.residuals != "jax" or (plan.zero == 3 and plan.splits_stream):  # parameters are sent at that time
+        return 0.0
+    sums = (entry for entry in transfers(anatomy, plan) if (entry.axis, entry.phase) == (MODEL, LAYER_BACKWARD))
+    seconds = sum(transfer_time(entry, anatomy, plan, machine) for entry in sums)
+    firsts = sum(stack.layers for stack in anatomy.stacks)
+    components = sum(stack.layers * len(stack.sublayers) for stack in anatomy.stacks)
+    return min(seconds * firsts / components, products / (4 if plan.recompute == "full" else 3))
 
 
 def exposed_turns(spent: float, ring: float, plan: Plan, attention: float) -> float:

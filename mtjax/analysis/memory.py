@@ -96,9 +96,8 @@ class Memory:
     """Gradients computed after the loss: the layers', with a single microbatch."""
     last: float = 0.0
     """Gradients computed after the layers' backward pass: of what is below the layers."""
-    comes_as_activations_go: bool = False
-    """Whether `later` reuses the memory of saved activations: with unrolled layers, unless these save their input
-    only."""
+    reused: float = 0.0
+    """Bytes of saved activations that `later` reuses: of unrolled layers that save more than their input."""
     teacher: float = 0.0
     """The teacher's weights (of an unknown teacher only the output table, which the step reads) and its outputs for the
     batch."""
@@ -109,7 +108,7 @@ class Memory:
     def total(self) -> float:
         """The peak. Logits are free when the layers' backward pass begins, activations when gradients are reduced, and
         there are no gradients during the teacher's forward pass."""
-        working = self.working - (self.later if self.comes_as_activations_go else 0.0)
+        working = self.working - min(self.later, self.reused)
         inside = self.kept + max(working, self.logits + self.ahead - self.later) - self.last
         most = self.gradients + max(inside, self.finishing)
         return self.weights + self.optimizer + self.teacher + max(most, self.teaching)
@@ -164,7 +163,9 @@ def stage_memory(anatomy: Anatomy, plan: Plan, stage: int = 0) -> Memory:
         finishing=max(outside if plan.is_staged else 0.0, stacked, streamed_bytes(anatomy, plan)),
         later=gradients * trainable.in_layers if comes_late else 0.0,
         last=_gradients_below(anatomy, plan) if comes_late or (outside and not plan.is_staged) else 0.0,
-        comes_as_activations_go=plan.unrolled and plan.recompute != "full",
+        reused=sum(s for stack in anatomy.stacks for n, s in _saved(stack, plan).items() if n != LAYER_INPUTS)
+        if plan.unrolled
+        else 0.0,
         teacher=(weight_bytes(plan) or table_bytes(anatomy, plan)) + output_bytes(anatomy, plan),
         teaching=forward_bytes(plan),
     )

@@ -54,7 +54,7 @@ def expert_lines(anatomy: Anatomy, zero: int, wire: Dtype, ranks: str) -> list[E
 
 def counts_of_predictors(anatomy: Anatomy, plan: Plan) -> Counts:
     """Counts the elements of the layers' parameters on a device."""
-    weights = anatomy.predictors.weights if anatomy.predictors else []
+    weights = anatomy.predictors.weights if anatomy.predictors else ()
     return counts(weights, plan.layout(anatomy.model), plan.mesh)
 
 

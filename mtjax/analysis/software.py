@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from mtjax.analysis.kernels import FUSED, UNFUSED, ElementWise
+from mtjax.analysis.kernels import FUSED, UNFUSED, XLA, ElementWise
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Software:
     """Whether layers are compiled as a loop, with the copies of `mtjax.analysis.copies`."""
 
 
-MTJAX = Software("mtjax", FUSED, recomputes_logits=True, loops_over_layers=True)
+MTJAX = Software("mtjax", XLA, recomputes_logits=True, loops_over_layers=True)
 """XLA fuses element-wise work; one reduction of the gradients after the last microbatch."""
 MEGATRON_2019 = Software("Megatron-LM of 2019", UNFUSED, drops_last_reduction=False)
 """Unfused PyTorch kernels; gradients all-reduced after the backward pass (`USE_TORCH_DDP = False`)."""

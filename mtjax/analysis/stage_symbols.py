@@ -1,6 +1,6 @@
 """Symbols of a pipeline's parameters in the formulas of contracts."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 
 from mtjax.analysis.anatomy import Anatomy, Stack
@@ -12,7 +12,7 @@ from mtjax.layout.plan import Plan
 
 
 @cache
-def symbols_of_stages(anatomy: Anatomy, plan: Plan) -> dict[str, int]:
+def symbols_of_stages(anatomy: Anatomy, plan: Plan) -> Mapping[str, int]:
     """Returns the symbols of a pipeline's parameters, and of those that each tick gathers."""
     held, adapters = peak_stage_counts(anatomy, plan).shared, trainable_counts(anatomy, plan).shared
     symbols = {

@@ -23,6 +23,7 @@ from mtjax.analysis.link_time import (
     exposed_by_axis,
     exposed_sends,
     exposed_turns,
+    hidden_sums,
     members_inside,
     ring_seconds,
     spent_on_stages,
@@ -107,6 +108,7 @@ def step_time(
     ring = ring_seconds(anatomy, plan, machine)
     exposed = exposed_by_axis(spent, plan, software, products, products + attention + element_wise)
     exposed[CONTEXT] = exposed_turns(spent[CONTEXT], ring, plan, attention)
+    exposed[MODEL] -= hidden_sums(anatomy, plan, machine, products)
     if plan.overlaps_data(anatomy.model):
         beside = exposed[MODEL] if plan.mesh.size > server.gpus else 0.0  # on other links, and as good as computing
         exposed[DATA] = exposed_ahead(anatomy, plan, machine, products + attention + element_wise + beside)
@@ -185,7 +187,10 @@ def _lock_step_time(anatomy: Anatomy, plan: Plan, machine: Machine, software: So
     )
     spent = spent_on_stages(anatomy, plan, machine)
     counts = m * plan.chunks * sections / ticks
-    on_layers, to_experts = spent[MODEL], spent[EXPERT]
+    # XLA: chunks of one layer are in no loop, so that the sums of one half of a tick run beside the products of the
+    # other: half of their time, read off two programs.
+    beside = 0.5 * spent[MODEL] if all(layers_in_chunk(stack, plan) == 1 for stack in anatomy.stacks) else 0.0
+    on_layers, to_experts = spent[MODEL] - beside, spent[EXPERT]
     sent = exposed_sends(anatomy, plan, spent[STAGE] / ticks, ahead, longest - ahead)
     turns = exposed_turns(spent[CONTEXT], ring_seconds(anatomy, plan, machine), plan, attention / counts)
     return StepTime(
@@ -199,12 +204,12 @@ def _lock_step_time(anatomy: Anatomy, plan: Plan, machine: Machine, software: So
         data_axis=spent[DATA],
         optimizer=_optimizer(anatomy, plan, machine, software),
         copies=copied + _copies([*copies_in_step(anatomy, plan), *table_copies(anatomy, plan)], machine, software),
-        contention=machine.contention(spent[STAGE] - sent + spent[CONTEXT] - turns),
+        contention=machine.contention(spent[STAGE] - sent + spent[CONTEXT] - turns + beside),
         context_axis=turns * counts,
         expert_axis=to_experts * counts,
         teacher=_teacher(plan, machine, software),
-        hidden=dict.fromkeys((DATA, EXPERT, MODEL), 0.0)
-        | {STAGE: spent[STAGE] - sent, CONTEXT: spent[CONTEXT] - turns},
+        hidden=dict.fromkeys((DATA, EXPERT), 0.0)
+        | {MODEL: beside, STAGE: spent[STAGE] - sent, CONTEXT: spent[CONTEXT] - turns},
     )
 
 

@@ -20,7 +20,7 @@ STATE = "rule"
 """Name of the scales of a product among a training step's parameters, beside its weight; they are not weights."""
 ENDS = ("fp8_bf16_first_layers", "fp8_bf16_last_layers")
 """Settings: how many layers at both ends of the model remain in the compute type."""
-FLOAT8_SETTINGS = ("fp8_format", "fp8_amax_history", *ENDS)
+FLOAT8_SETTINGS = ("fp8_format", "fp8_scales", "fp8_amax_history", *ENDS)
 """Settings that nothing reads without `fp8`."""
 UNQUANTIZED = "unquantized"
 """Scope of these layers in a compiled program."""
@@ -28,6 +28,9 @@ PREDICTION = "prediction"
 """Scope of layers of multi-token prediction, none of which is in 8 bits."""
 EXPONENTS = 96
 """Powers of two that a scale may be."""
+EXACT_DIGITS, COUNTED_DIGITS = 8, 4
+"""Binary digits of inverse exact scales: as many as bfloat16 has; of delayed scaling, which has a count for each scale,
+as many as E4M3 has."""
 MULTIPLE = 16
 """cuBLASLt multiplies 8-bit matrices of which all sizes are multiples of this."""
 
@@ -96,6 +99,18 @@ def _unsupported(config: Config) -> Mapping[str, str]:
         ),
     }
     return {name: instead for name, (holds, instead) in found.items() if holds}
+
+
+def scale_digits(fp8: str, scales: str) -> int:
+    """Returns the binary digits of inverse scales; with one they are powers of two."""
+    if scales == "power-of-two":
+        return 1
+    return COUNTED_DIGITS if fp8 == "delayed" else EXACT_DIGITS
+
+
+def num_scales(digits: int) -> int:
+    """Returns how many scales there are, whose inverses have so many binary digits."""
+    return EXPONENTS << (digits - 1)
 
 
 def quantizes_once(fp8: str, ends: tuple[int, int], lora_rank: int) -> bool:

@@ -306,7 +306,7 @@ class Model:
     """Normalize the embeddings (BLOOM, ModernBERT)."""
     output_scale: float = above_zero(1.0)
     """Factor of the logits, before output_softcap and after output_bias (Cohere's logit_scale; Granite's
-    1 / logits_scaling)."""
+    1 / logits_scaling). A tied t5 with relative positions also has its own factor, 1 / sqrt(hidden_size)."""
     output_softcap: float | None = above_zero(None)
     """Replace each logit l by c tanh(l / c) (Gemma 2: 30)."""
     output_bias: bool = False

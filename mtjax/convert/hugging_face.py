@@ -13,6 +13,7 @@ from mtjax.config.families import is_decoder
 from mtjax.config.storage import Storage
 from mtjax.convert.families.family import QUANTIZED, Family, begin_of_text, labels_json, tensors_without
 from mtjax.convert.families.registry import family_of_config, family_of_model
+from mtjax.convert.finite import are_equal
 from mtjax.convert.named import NamedWeights
 from mtjax.convert.parameters import Parameter, parameters_of
 from mtjax.convert.safetensors_files import DTYPES, LARGEST_FILE, SafetensorsReader, SafetensorsWriter
@@ -69,7 +70,14 @@ class HuggingFaceSource:
         if fresh:
             notes += (f"not in {folder}, and therefore randomly initialized: {', '.join(fresh)}",)
         self.origin = Origin(
-            config, tensors.dtype, files, raw, notes, self._weights.fresh, generation=folder / GENERATION_CONFIG
+            config,
+            tensors.dtype,
+            files,
+            raw,
+            notes,
+            self._weights.fresh,
+            not_finite=self._weights.not_finite,
+            generation=folder / GENERATION_CONFIG,
         )
         self.weight_files = (folder / "config.json", *sorted(folder.glob("*.safetensors")))
 
@@ -191,7 +199,7 @@ class FolderTensors:
         """Returns a tensor that may be saved as a copy of the embedding, but differs from it; None if there is none."""
         for copy, name in table.copies.items():
             both = copy in self._names and name in self._names
-            if both and not np.array_equal(self.shard(copy, 0), self.shard(name, 0)):
+            if both and not are_equal(self.shard(copy, 0), self.shard(name, 0)):
                 return copy
         return None
 
@@ -325,9 +333,9 @@ def narrowed(array: np.ndarray, dtype: str, name: str) -> np.ndarray:
     # An overflow gives infinity, which is reported below with the tensor's name.
     with np.errstate(over="ignore"):
         cast = array.astype(DTYPES[dtype], copy=False)
-    if dtype == "float16" and np.isinf(cast).any() and not np.isinf(array).any():
+    if dtype == "float16" and (too_large := np.isinf(cast) & np.isfinite(array)).any():
         raise UserError(
-            f"{name} has values up to {np.abs(array).max():g}, which overflow float16: use --dtype bfloat16"
+            f"{name} has values up to {np.abs(array[too_large]).max():g}, which overflow float16: use --dtype bfloat16"
         )
     return cast
 

@@ -103,7 +103,9 @@ class MegatronSource:
         self.files, self.rows, self.selection = files, rows, selection
         self._weights = NamedWeights(selection, files, config, rows, str(files.folder))
         notes = self._notes(files, config, rows)
-        self.origin = Origin(config, files.dtype, folder, notes=notes, fresh=self._weights.fresh)
+        self.origin = Origin(
+            config, files.dtype, folder, notes=notes, fresh=self._weights.fresh, not_finite=self._weights.not_finite
+        )
 
     def slices(self, parameter: Parameter) -> Iterator[np.ndarray]:
         """Yields the parameter layer by layer, in the files' dtype."""

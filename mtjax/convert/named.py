@@ -8,6 +8,7 @@ import numpy as np
 
 from mtjax.config import Config
 from mtjax.convert.check import check_complete
+from mtjax.convert.finite import NotFinite, are_equal
 from mtjax.convert.parameters import Parameter
 from mtjax.convert.safetensors_files import DTYPES
 from mtjax.convert.stream import rows_of
@@ -44,7 +45,7 @@ class NamedWeights:
 
     def __init__(self, selection: Selection, shards: Shards, config: Config, vocab_rows: int, source: str) -> None:
         self.selection, self.shards, self.config, self.vocab_rows = selection, shards, config, vocab_rows
-        self.source = source
+        self.source, self.not_finite = source, NotFinite(source)
         expected = local_shapes(selection, vocab_rows, shards.ranks)
         self.fresh = check_complete(selection, expected, shards.shapes, source)
         self._check_copies()
@@ -87,14 +88,16 @@ class NamedWeights:
         # Replicated tensors must be equal on all ranks; sharded ones are read rank by rank.
         first = self.shards.shard(name, 0)
         if tensor.split is None:
+            self.not_finite.add(name, [first])
             tensor.insert(tensor.view(first, parameter), into, parameter)
             for rank in range(1, self.shards.ranks):
-                if not np.array_equal(first, self.shards.shard(name, rank)):
+                if not are_equal(first, self.shards.shard(name, rank)):
                     raise UserError(f"{self.source}: {name} must be replicated, but ranks 0 and {rank} differ")
             return
-        for rank in range(self.shards.ranks):
-            shard = tensor.view(self.shards.shard(name, rank), parameter)
-            tensor.insert(shard, into, parameter, (rank, self.shards.ranks))
+        shards = [first, *(self.shards.shard(name, rank) for rank in range(1, self.shards.ranks))]
+        self.not_finite.add(name, shards)
+        for rank, shard in enumerate(shards):
+            tensor.insert(tensor.view(shard, parameter), into, parameter, (rank, self.shards.ranks))
 
     def _check_copies(self) -> None:
         """Checks that tensors that are copies of others are equal to them.
@@ -107,7 +110,7 @@ class NamedWeights:
             if not present or any(name_of(t, layer) == copy for _, layer, t in self.selection.tensors()):
                 continue
             for rank in range(self.shards.ranks):
-                if not np.array_equal(self.shards.shard(copy, rank), self.shards.shard(name, rank)):
+                if not are_equal(self.shards.shard(copy, rank), self.shards.shard(name, rank)):
                     why = "" if copy in self.selection.table.duplicates else " (tie_embeddings)"
                     raise UserError(f"{self.source}: {copy} differs from {name}, but the model ties them{why}")
 

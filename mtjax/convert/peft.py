@@ -2,13 +2,14 @@
 
 import json
 import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mtjax.config import Model
-from mtjax.config.adapters import EXPERT, PARTS, adapts
+from mtjax.config.adapters import PARTS, adapts
 from mtjax.config.families import is_decoder
 from mtjax.config.sizes import dense_layers
 from mtjax.config.ssm import has_state_space, letters_of
@@ -16,6 +17,8 @@ from mtjax.convert.families.family import Family
 from mtjax.convert.families.registry import family_of_model
 from mtjax.convert.mtjax_folder import MtjaxSource, adapter_names
 from mtjax.convert.parameters import Parameter
+from mtjax.convert.peft_config import TENSORS
+from mtjax.convert.peft_experts import is_of_all_experts, named_factors, stacked_factors, with_experts
 from mtjax.convert.stream import Source
 from mtjax.convert.table import Tensor, name_of
 from mtjax.convert.weights_path import ADAPTER_CONFIG
@@ -23,7 +26,6 @@ from mtjax.errors import UserError, require
 
 PREFIX = "base_model.model."
 """Prefix of peft's names of tensors."""
-TENSORS = "adapter_model.safetensors"
 IS_TRANSPOSED = ("gpt2", "openai-gpt")
 """Types whose matrices are [inputs, outputs]: transformers' Conv1D."""
 
@@ -58,13 +60,20 @@ def write_adapters(source: Source, folder: Path) -> int:
     is_transposed = family.model_type in IS_TRANSPOSED
     tensors: dict[str, np.ndarray] = {}
     ranks: dict[str, int] = {}
-    matrices = _adapted_matrices(source, family)
+    adapted = list(_adapted_tensors(source, family))
+    matrices = _adapted_matrices(adapted, family.model_type)
     for copy, first in family.shared(model).items():  # peft has an adapter for each use of a shared module
         matrices |= {copy + n.removeprefix(first): m for n, m in matrices.items() if n.startswith(f"{first}.")}
     for name, (down, up) in matrices.items():
         tensors |= {f"{PREFIX}{name}.lora_A.weight": down, f"{PREFIX}{name}.lora_B.weight": up}
         ranks[name.rpartition(".")[2] if not is_transposed else re.sub(r".*\.\d+\.", "", name)] = len(down)
-    (folder / ADAPTER_CONFIG).write_text(json.dumps(_config(source, ranks, is_transposed), indent=2) + "\n")
+    config = _config(source, ranks, is_transposed)
+    if of_experts := [each for each in adapted if is_of_all_experts(each.tensor)]:
+        for each in of_experts:
+            pair = stacked_factors(each.tensor, each.names, each.arrays)
+            tensors |= {PREFIX + name: array for name, array in named_factors(each.tensor, each.layer, pair).items()}
+        config = with_experts(config, [each.tensor for each in of_experts])
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     require("safetensors.numpy", "convert").save_file(tensors, folder / TENSORS, {"format": "pt"})
     return sum(array.size for array in tensors.values())
 
@@ -88,28 +97,48 @@ def _check_type(model: Model, model_type: str) -> None:
         )
 
 
-def _adapted_matrices(source: MtjaxSource, family: Family) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+class Adapted(NamedTuple):
+    """A tensor of transformers with adapters."""
+
+    weight: Parameter
+    tensor: Tensor
+    layer: int | None
+    names: tuple[Parameter, Parameter]
+    """mtjax's A and B."""
+    arrays: tuple[np.ndarray, np.ndarray]
+    """Of the layer."""
+
+
+def _adapted_tensors(source: MtjaxSource, family: Family) -> Iterator[Adapted]:
+    """Yields every tensor with adapters, layer by layer of each parameter."""
+    for weight, row in family.table_of(source.origin.config.model).select(source.parameters).rows:
+        names = adapter_names(weight.name)
+        if names[1] not in source.adapters:
+            continue
+        a, b = (source.adapters[name] for name in names)
+        for layer, *arrays in zip(a.layers, source.saved(a), source.saved(b), strict=True):
+            for tensor in (one for each in row.tensors for one in each.spread(weight)):
+                yield Adapted(weight, tensor, layer, (a, b), (arrays[0], arrays[1]))
+
+
+def _adapted_matrices(adapted: Iterable[Adapted], model_type: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Returns A [rank, inputs] and B [outputs, rank] of transformers' matrices, by the names of their modules.
 
     Of a matrix with several of mtjax's parameters, those that share an A add up their B's, each 0 outside its own rows
     (Mamba-2's in_proj); of others the ranks add up (queries and their gates).
     """
     found: dict[str, dict[tuple[str, Any], tuple[np.ndarray, np.ndarray]]] = {}
-    for weight, row in family.table_of(source.origin.config.model).select(source.parameters).rows:
-        names = adapter_names(weight.name)
-        if names[1] not in source.adapters:
+    for weight, tensor, layer, names, arrays in adapted:
+        if is_of_all_experts(tensor):
             continue
-        a, b = (source.adapters[name] for name in names)
-        has_parts = bool(set(PARTS) & set(a.axes))  # each of query, key and value has an A
-        for layer, layer_a, layer_b in zip(a.layers, source.saved(a), source.saved(b), strict=True):
-            for tensor in (one for each in row.tensors for one in each.spread(weight)):
-                _check_order(tensor, family.model_type)
-                down, up = factors(tensor, (a, b), (layer_a, layer_b))
-                up = _in_rows_of_file(tensor, weight, up)
-                own = found.setdefault(name_of(tensor, layer).removesuffix(".weight"), {})
-                of = names[0], tensor.part if has_parts else None
-                before = own.get(of)
-                own[of] = (down, up if before is None else before[1] + up)
+        _check_order(tensor, model_type)
+        down, up = factors(tensor, names, arrays)
+        up = _in_rows_of_file(tensor, weight, up)
+        own = found.setdefault(name_of(tensor, layer).removesuffix(".weight"), {})
+        has_parts = bool(set(PARTS) & set(names[0].axes))  # each of query, key and value has an A
+        of = names[0].name, tensor.part if has_parts else None
+        before = own.get(of)
+        own[of] = (down, up if before is None else before[1] + up)
     return {
         name: (np.concatenate([down for down, _ in own.values()]), np.hstack([up for _, up in own.values()]))
         for name, own in found.items()
@@ -133,7 +162,7 @@ def _check_order(tensor: Tensor, model_type: str) -> None:
       UserError: transformers has another order of rows.
     """
     inner = {axis for group in tensor.dims for axis in group[1:]}
-    if inner & set(PARTS) or tensor.first or (EXPERT in tensor.axes and tensor.expert is None):
+    if inner & set(PARTS) or tensor.first:
         raise UserError(
             f"peft: adapters of a {model_type} are not supported, since {tensor.name} has another order of rows; use "
             "--to hf:DIR, which merges them"

@@ -8,6 +8,8 @@ from typing import Any
 
 from mtjax.errors import UserError
 
+TENSORS = "adapter_model.safetensors"
+"""File with the tensors."""
 WITHOUT_EFFECT = {
     *("peft_type", "task_type", "base_model_name_or_path", "revision", "auto_mapping", "peft_version"),
     *("inference_mode", "lora_dropout", "target_modules", "exclude_modules", "layers_pattern", "modules_to_save"),
@@ -17,7 +19,7 @@ WITHOUT_EFFECT = {
 """Keys of adapter_config.json that say nothing about the weights beyond what the tensors and other keys say."""
 READ = {
     *("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "init_lora_weights"),
-    *("layers_to_transform", "ensure_weight_tying"),
+    *("layers_to_transform", "ensure_weight_tying", "target_parameters"),
 }
 STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 """Values of init_lora_weights with which the base model's weights are those of its files."""

@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mtjax.convert.peft import TENSORS
+from mtjax.convert.peft_config import TENSORS
 from mtjax.errors import UserError
 
 if TYPE_CHECKING:
-    from mtjax.convert.peft_source import Adapters
+    from mtjax.convert.peft_adapters import Adapters
 
 
 def join_copies(adapters: "Adapters", shared: Mapping[str, str]) -> None:

@@ -9,7 +9,8 @@ from mtjax.config import Config
 from mtjax.config.horizon import Horizon, horizon_of
 from mtjax.data import train_steps
 from mtjax.errors import UserError
-from mtjax.train.schedule import make_schedule, make_weight_decay
+from mtjax.train.schedule import make_schedule
+from mtjax.train.weight_decay import make_weight_decay
 
 _ROUNDED = 1e-4
 """Relative difference of numbers that are computed in float32."""

@@ -290,6 +290,7 @@ class SavedModel:
                 arrays[name] = jax.make_array_from_callback(leaf.shape, leaf.sharding, array.__getitem__)
                 done += arrays[name].nbytes
                 progress.update(done, done)
+        say_notes(self.source.origin.not_finite.notes)
         return arrays
 
 

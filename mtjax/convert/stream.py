@@ -13,8 +13,9 @@ import numpy as np
 
 from mtjax.config import Config, Model, from_dict, replace, validate
 from mtjax.config.place import MEGATRON_TRACKER
+from mtjax.convert.finite import NotFinite
 from mtjax.convert.parameters import Parameter
-from mtjax.data.progress import ProgressLine
+from mtjax.data.progress import ProgressLine, say
 from mtjax.data.tokens.end_file import TOKENIZER_JSON
 from mtjax.data.tokens.folder import GENERATION_CONFIG, tokenizer_files, tokenizer_of, tokenizer_of_run
 from mtjax.data.tokens.tokenizer import Tokenizer, open_tokenizer
@@ -39,6 +40,8 @@ class Origin:
     """Parameters that the files don't have, and that are initialized randomly."""
     is_run: bool = False
     """Whether the tokenizer's files are in a run's folder (`tokenizer_of_run`)."""
+    not_finite: NotFinite = field(default_factory=NotFinite)
+    """NaN and infinities in the tensors that have been read so far."""
     generation: Path | None = None
     """A generation_config.json for `files` without one: that of the model below adapters."""
 
@@ -90,6 +93,8 @@ def convert(source: Source, sink: Sink, task: str) -> int:
                 numbers += array.size
                 done += parameter.nbytes
                 progress.update(done, done)
+    for note in source.origin.not_finite.notes:
+        say(f"note    {note}")
     sink.close()
     return numbers
 

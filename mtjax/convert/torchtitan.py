@@ -119,7 +119,7 @@ class TorchtitanSource:
             # The order of a head's rows depends on the size of heads, which no shape shows.
             f"{model.num_heads} heads of {head_dim(model)} and rope_theta {model.rope_theta:g} are those of --config",
         )
-        self.origin = Origin(config, tensors.dtype, folder, notes=notes)
+        self.origin = Origin(config, tensors.dtype, folder, notes=notes, not_finite=self._weights.not_finite)
 
     def slices(self, parameter: Parameter) -> Iterator[np.ndarray]:
         """Yields the parameter layer by layer, in the files' dtype."""

@@ -4,7 +4,6 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -24,6 +23,7 @@ from mtjax.layout.divisibility import parts_of_samples
 from mtjax.layout.mesh import parse_mesh
 from mtjax.layout.plan import Plan
 from mtjax.runtime.checkpoints.past import Past
+from mtjax.runtime.train_state import State
 from mtjax.train.changes import position_of
 from mtjax.train.folder.tokenizer import check_resumed, files_beside, files_of_weights, owned_by_run, with_end
 from mtjax.train.objective import Objective, position_in, say_notes
@@ -74,7 +74,7 @@ class FinetuningObjective(Objective):
         """Loads the teacher, if any."""
         return self.teacher.load(program) if self.teacher else None
 
-    def sample(self, program: TrainStep, parameters: Any, tokenizer: Tokenizer) -> str:
+    def sample(self, program: TrainStep, state: State, tokenizer: Tokenizer) -> str:
         """Returns "": metrics are printed instead of a sample."""
         return ""
 

@@ -199,13 +199,14 @@ def _claim(entries: list[Entry], required: Requirement, landmarks: Landmarks, is
     if required.line.pooled and compares_dtypes:
         same_dtype = [e for e in fitting if e.dtype == required.dtype]
         arrays = [e for e in fitting if e.array.elements > 1]
+        are_arrays = any(e.array.elements > 1 for e in same_dtype)
         others = any(e.array.bytes > SMALL_BYTES for e in fitting if e.dtype != required.dtype)
         # XLA: not all conversions to float32 in CPU programs can be recognised.
         unsure = not is_gpu and required.dtype == NARROW
         enough = not unsure or _elements(same_dtype) >= required.min_elements
         if unsure and _elements(arrays) <= required.total:
             fitting = arrays  # all of them together are what the line asks for
-        elif enough and (not others or any(e.array.elements > 1 for e in same_dtype)):
+        elif enough and (not others or _elements(same_dtype) >= max(required.min_elements, 1) or are_arrays):
             fitting = same_dtype  # those of other dtypes are left for other lines
     claimed = _pool(fitting) if required.line.pooled else _match(fitting, required)
     found = sum(n for _, n in claimed)

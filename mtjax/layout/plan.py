@@ -7,6 +7,7 @@ from typing import Literal
 
 from mtjax.config import Config, Model
 from mtjax.config.families import is_decoder
+from mtjax.config.float8 import scale_digits
 from mtjax.layout.attention_kernel import HOPPER, Capability, choose_kernel
 from mtjax.layout.layouts import Layout, layout_of, zero_axes
 from mtjax.layout.mesh import MeshShape
@@ -126,6 +127,8 @@ class Plan:
     """Recipe by which layers multiply in 8-bit floats."""
     fp8_format: Literal["hybrid", "e4m3"] = "hybrid"
     """Types of these: gradients are E5M2 or, as all else, E4M3."""
+    fp8_digits: int = 1
+    """Binary digits of inverse scales: with one, scales are powers of two."""
     fp8_ends: tuple[int, int] = (0, 0)
     """Numbers of first and of last layers that multiply in the compute type."""
     unrolled: bool = False
@@ -365,6 +368,7 @@ class Plan:
             recompute_offload=training.recompute_offload,
             fp8=training.fp8,
             fp8_format=training.fp8_format,
+            fp8_digits=scale_digits(training.fp8, training.fp8_scales),
             fp8_ends=(training.fp8_bf16_first_layers, training.fp8_bf16_last_layers),
             context_method=run.parallel.context_method,
             expert_dispatch=run.parallel.expert_dispatch,

@@ -81,8 +81,8 @@ class Rules:
     """Rank of a LoRA adapter."""
     operands: Axes = ()
     """Operands of an 8-bit product, which have a scale each: replicated."""
-    exponents: Axes = ()
-    """Powers of two that a scale may be: replicated."""
+    scales: Axes = ()
+    """Scales that delayed scaling counts: replicated."""
 
     def __post_init__(self) -> None:
         for field in fields(self):

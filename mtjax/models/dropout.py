@@ -8,7 +8,6 @@ from jaxtyping import Int, Key
 
 from mtjax.layout.dropout import keep_share, keep_threshold
 from mtjax.models.recompute import DROPOUT_MASK
-from mtjax.models.threefry import random_halves
 from mtjax.sharding.axes import spec
 from mtjax.sharding.no_hoist import no_hoist, where
 
@@ -46,6 +45,7 @@ def dropout(
 
 def _halves(x: Array, keys: Array, site: int, names: tuple[str, ...], positions: Array | None) -> Array:
     """Draws a random number of 16 bits for each element of x, uint32 in its shape."""
+    from mtjax.models.threefry import random_halves
 
     def draw(keys: Array, positions: Array | None) -> Array:
         of_site = jax.vmap(lambda key: jax.random.fold_in(key, site))(keys)

@@ -11,7 +11,7 @@ from flax import nnx
 from jax import Array
 
 from mtjax.config import Config
-from mtjax.config.float8 import EXPONENTS, UNQUANTIZED, float8_products, unfit_products
+from mtjax.config.float8 import UNQUANTIZED, float8_products, num_scales, scale_digits, unfit_products
 from mtjax.layout.stages import PADDING
 from mtjax.models.project import product
 from mtjax.sharding.axes import PartitionSpec, num_shards, sequence_is_sharded, spec, varying_like
@@ -55,8 +55,8 @@ class Float8Product(nnx.Module):
         if layers is None:
             self.scale = self.age = None
             return
-        names = ("operands", "heads", "exponents")
-        ages = jnp.full((len(layers), 2, heads, EXPONENTS), UNSEEN, out_sharding=spec("layers", *names))
+        names = ("operands", "heads", "scales")
+        ages = jnp.full((len(layers), 2, heads, num_scales(recipe.digits)), UNSEEN, out_sharding=spec("layers", *names))
         self.scale = nnx.Param(layers[:, None] * jnp.asarray(FIRST_SCALES), axes=names[:1])
         self.age = nnx.Param(layers[:, None, None, None] * ages, axes=names)
 
@@ -97,7 +97,8 @@ def quantize_products(model: Any, config: Config) -> None:
     is_delayed = training.fp8 == "delayed"
     # Adapters read the same sequences in 16 bits.
     gathers = is_delayed and sequence_is_sharded() and not left and not config.model.lora_rank
-    recipe = Recipe(is_delayed, kind, gathers=gathers, by_rows=training.fp8 == "rowwise")
+    digits = scale_digits(training.fp8, training.fp8_scales)
+    recipe = Recipe(is_delayed, kind, gathers=gathers, by_rows=training.fp8 == "rowwise", digits=digits)
     ends = (training.fp8_bf16_first_layers, training.fp8_bf16_last_layers)
     missing = set(names)
     for stack in model.decoder_stacks:

@@ -1,14 +1,28 @@
-"""Padding layers: rows of zeros in the stacks of pipeline stages with fewer layers than others, which do not run."""
+"""Draws the layers of pipeline stages; those with fewer than others have padding: rows of zeros, which do not run."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import reshard
 
-from mtjax.layout.stages import PADDING
+from mtjax.layout.stages import PADDING, LayerOrder
 from mtjax.models.mixers.mixer import State
-from mtjax.sharding.axes import cond_by_stage, varying_like
+from mtjax.sharding.axes import spec, varying_like
+from mtjax.sharding.rank_values import cond_by_stage
+
+
+def draw_on_stages(draw: Callable[[Array], Any], keys: Array, order: LayerOrder) -> Any:
+    """Draws layers of these keys, in this order, each stage its own."""
+
+    def layer(key: Array, number: Array) -> Any:
+        # Padding, on stages with fewer layers than others, is zeros: they stay zeros, and do not change a checksum.
+        drawn = draw(key)
+        return jax.tree.map(lambda a: jnp.where(number == PADDING, 0, a), drawn) if order.is_padded else drawn
+
+    return jax.vmap(layer)(*(reshard(a, spec("layers")) for a in (keys, jnp.asarray(order.flat))))
 
 
 def run_unless_padding(run: Callable[[Array], tuple[Array, State]], number: Array, x: Array) -> tuple[Array, State]:

@@ -7,23 +7,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Float, Int
+from jaxtyping import Int
 
 from mtjax.config.layer_pattern import Run, loops_of_pattern, runs_of
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.mixers.mixer import State
 from mtjax.models.run_alone import run_alone
-from mtjax.models.stack import Chunk, LayerSlice, Residual, Stack, run_layer
+from mtjax.models.stack import Residual, Stack
+from mtjax.models.stack_chunks import Chunk, LayerSlice, layer_slice, run_chunk
 from mtjax.sharding.axes import varying_like
-from mtjax.sharding.param_comm import (
+from mtjax.sharding.grad_accumulation import (
     accumulate_grads_into,
-    differentiable_shards,
-    index_layer,
     seed_cotangents,
     split_accumulators,
     zeros_like_shards,
 )
-from mtjax.sharding.stacked_collectives import gather_upfront
+from mtjax.sharding.param_comm import differentiable_shards, index_layer
+from mtjax.sharding.zero import gather_upfront
 
 Carry = tuple[Array, Mapping[str, list[Array]]]
 """Hidden states, and each stack, unchanged: its cotangent is the accumulator of its gradients."""
@@ -37,11 +37,13 @@ class PatternStacks:
     stacks: Mapping[str, Stack]
     """By letter."""
 
-    def __call__(
-        self, x: Residual, context: LayerContext, states: State = None, chunk: Chunk | None = None
-    ) -> tuple[Residual, State]:
-        """Runs all layers, or a chunk of them, in training; returned states are those of layers with experts."""
+    def __call__(self, x: Residual, context: LayerContext, states: State = None) -> tuple[Residual, State]:
+        """Runs all layers in training; returned states are those of layers with experts."""
         assert states is None
+        return self.run_chunk(x, context, None)
+
+    def run_chunk(self, x: Residual, context: LayerContext, chunk: Chunk | None) -> tuple[Residual, State]:
+        """Runs the layers of a chunk; all of them when None."""
         letters = next(iter(self.stacks.values())).order.pattern
         runs = loops_of_pattern(letters)
         alone = {unit for unit, times in runs if unit in self.stacks and times == letters.count(unit)}
@@ -53,7 +55,7 @@ class PatternStacks:
             with jax.named_scope("layers"):
                 if run.unit in alone:
                     with jax.named_scope((stack := self.stacks[run.unit]).path):
-                        x, report = stack(x, context, chunk=chunk)
+                        x, report = run_chunk(stack, x, context, chunk)
                 else:
                     (x, carried), report = loop.run(run, done, (x, carried))
             reports += [] if report is None else [report]
@@ -61,10 +63,10 @@ class PatternStacks:
             x = seed_cotangents(loop.sums, x, carried) if mixed else x
         return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *reports) if reports else None
 
-    def scatter_counts(self, counts: Float[Array, " chunk_layers ..."], chunk: Chunk) -> Float[Array, " layers ..."]:
-        """See `Stack.scatter_counts`: of the layers with experts."""
-        stack = next(stack for stack in self.stacks.values() if "experts" in stack.layers.mixers)
-        return stack.scatter_counts(counts, chunk)
+    @property
+    def with_experts(self) -> Stack:
+        """The stack of layers with experts, whose counters training reports; any other where there are none."""
+        return max(self.stacks.values(), key=lambda stack: "experts" in stack.layers.mixers)
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ class PatternLoop:
         sums = {
             letter: zeros_like_shards(carried[letter]) if sums is None else sums for letter, (_, sums) in split.items()
         }
-        slices = {letter: stack.layer_slice(chunk) for letter, stack in stacks.items()}
+        slices = {letter: layer_slice(stack, chunk) for letter, stack in stacks.items()}
         fixed = {letter: jax.tree.map(lax.stop_gradient, layers) for letter, (layers, _) in split.items()}
         return cls(context, slices, fixed, carried, sums, {letter: stack.path for letter, stack in stacks.items()})
 
@@ -157,7 +159,7 @@ class PatternLoop:
         def layer(x: Array, carried: list[Array], index: Array, number: Array) -> tuple[Array, list[Array], State]:
             layer, carried = accumulate_grads_into(index_layer(self.fixed[letter], index), carried, index)
             with jax.named_scope(self.paths[letter]):
-                x, state = run_layer(self.context, own.is_padded, x, layer, number, None)
+                x, state = own.run(self.context, x, layer, number, None)
             return x, carried, state
 
         # The layer is indexed inside of what is recomputed, or its parameters would be saved for the backward pass.

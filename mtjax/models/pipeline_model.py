@@ -1,11 +1,14 @@
 """Divides a model into what pipeline stages run: the embedding, chunks of layers, and the head."""
 
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 from jax import Array
 
+from mtjax.models.pattern_stacks import PatternStacks
 from mtjax.models.routers import COUNTS, REPORTED, router_reports
-from mtjax.models.stack import Chunk
+from mtjax.models.stack import Stack
+from mtjax.models.stack_chunks import Chunk, run_chunk, scatter_counts
 from mtjax.models.trunk import HiddenStates, Microbatch, Section, TrunkLosses, weighted_sums
 
 Tree = Any
@@ -54,12 +57,14 @@ class TrunkPipeline(TrunkLosses):
         batch, weights, keys = microbatch
         module, hidden = self._section(parameters, section), self._hidden_states(section, boundary)
         # The context is recomputed on each stage from the batch, which all stages have, and not sent.
-        layers = Chunk(stage, chunk)
-        x, states = module.stack(hidden.x, module.context(batch, keys, hidden), chunk=layers)
+        layers, stack = Chunk(stage, chunk), cast(Stack | PatternStacks, module.stack)  # Retro has no stages
+        is_one = isinstance(stack, Stack)
+        run, counted = (partial(run_chunk, stack), stack) if is_one else (stack.run_chunk, stack.with_experts)
+        x, states = run(hidden.x, module.context(batch, keys, hidden), layers)
         # Routers' losses belong to the layers, so to this stage; all other losses belong to the head.
         router_weights = {name: weight for name, weight in weights.items() if name in REPORTED}
         sums = weighted_sums(router_reports([states]), router_weights)
-        sums = {name: module.stack.scatter_counts(a, layers) if name in COUNTS else a for name, a in sums.items()}
+        sums = {name: scatter_counts(counted, a, layers) if name in COUNTS else a for name, a in sums.items()}
         return self._boundary(section, hidden._replace(x=x), boundary), sums
 
     def head_losses(self, parameters: Tree, boundary: HiddenStates, microbatch: Microbatch) -> dict[str, Array]:

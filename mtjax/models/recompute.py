@@ -23,17 +23,14 @@ from jax import Array, lax
 
 from mtjax.config import Training
 from mtjax.sharding.axes import explicit_axes
-from mtjax.sharding.param_comm import (
+from mtjax.sharding.grad_accumulation import (
     accumulate_grads_into,
-    communicated,
-    differentiable_shards,
-    index_layer,
-    is_wrapped,
     seed_cotangents,
     split_accumulators,
     zeros_like_shards,
 )
-from mtjax.sharding.stacked_collectives import gather_upfront
+from mtjax.sharding.param_comm import communicated, differentiable_shards, index_layer, is_wrapped
+from mtjax.sharding.zero import gather_upfront
 
 SAVED = "saved"
 """What layers save unless all of them is recomputed: products with weights; also what is as cheap to keep, such as
@@ -109,11 +106,6 @@ class Recompute:
         """Whether all layers save the same, each in its turn: one loop."""
         is_plain = self.kind != "full" or (self.method == "uniform" and self.group == 1 and not self.offload)
         return is_plain and not any(self.unquantized)
-
-    @property
-    def in_chunk(self) -> "Recompute":
-        """The policy inside a pipeline chunk: `none` with full recompute, as the schedule recomputes the chunk."""
-        return Recompute() if self.kind == "full" else self
 
     @classmethod
     def of(cls, training: Training) -> "Recompute":

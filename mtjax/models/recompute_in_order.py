@@ -13,12 +13,11 @@ from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
-from jax.extend.core import Primitive
-from jax.interpreters import mlir
+from jax import Array
 from jax.sharding import reshard
 
-from mtjax.sharding.axes import PartitionSpec, explicit_axes, joined_spec, map_ranks, varying_like
+from mtjax.sharding.after import after, first, of_ranks
+from mtjax.sharding.axes import PartitionSpec, explicit_axes, joined_spec, varying_like
 
 Tree = Any
 Run = Callable[..., tuple[Array, Tree]]
@@ -80,7 +79,7 @@ def _run_forward(run: Run, x: Array, tokens: Tokens, inputs: tuple[Any, ...]) ->
 def _run_backward(run: Run, saved: Any, cotangents: tuple[Array, Tokens, Tree]) -> tuple[Any, ...]:
     """Recomputes the layer from its input, [batch, act_seq, embed]; returns the gradients of its inputs, and tokens."""
     (x, inputs), (gradient, tokens, state) = saved, cotangents
-    _, vjp = jax.vjp(run, _after((gradient, tokens.next_above), x), *inputs)
+    _, vjp = jax.vjp(run, after((gradient, tokens.next_above), x), *inputs)
     gradient, *others = vjp((gradient, state))
     return gradient, Tokens(_token_of(others, tokens.above), tokens.above), tuple(others)
 
@@ -103,36 +102,8 @@ def _over_ranks() -> PartitionSpec:
 def _token_of(gradients: Tree, like: Array) -> Array:
     """Returns a token of the gradients of a layer's matrices, with the type of `like`."""
     arrays = [a for a in jax.tree.leaves(gradients) if jnp.issubdtype(a.dtype, jnp.floating)]
-    # Those of vectors may be reduced together, behind the last layer.
-    largest = max((a.size for a in arrays), default=0)
+    # Those of vectors and routers may be reduced together, behind the last layer. Of experts the size of one matrix
+    # counts, or other matrices would seem to be as small beside that of many experts.
+    largest = max((math.prod(sorted(a.shape)[-2:]) for a in arrays), default=0)
     arrays = [a for a in arrays if a.size > largest // 16]
-    return varying_like(_of_ranks(lambda *each: jnp.reshape(sum(map(_first, each)), 1), _over_ranks(), *arrays), like)
-
-
-def _after(known: tuple[Array, ...], x: Array) -> Array:
-    """Returns `x`, with which XLA can't compute before it has computed all of `known`."""
-    return _of_ranks(lambda *arrays: _after_p.bind(*arrays), jax.typeof(x).sharding.spec, x, *known)
-
-
-def _select(x: Array, *known: Array) -> Array:
-    bits = sum(lax.bitcast_convert_type(_first(a), jnp.uint32) & 1 for a in known)
-    # True of all numbers, which XLA does not find out. Fused into what reads `x`: no copy, and the same bits.
-    return jnp.where(bits <= len(known), x, jnp.zeros_like(x))
-
-
-# A primitive, because the result varies over no more axes than `x`, whatever `known` varies over.
-_after_p = Primitive("after")
-_after_p.def_abstract_eval(lambda x, *known: x)
-_after_p.def_impl(_select)
-mlir.register_lowering(_after_p, mlir.lower_fun(_select, multiple_results=False))
-
-
-def _of_ranks(function: Callable[..., Array], out_spec: PartitionSpec, *arrays: Array) -> Array:
-    """Calls a function of each rank's shards."""
-    if not explicit_axes():
-        return function(*arrays)
-    return map_ranks(function, tuple(jax.typeof(a).sharding.spec for a in arrays), out_spec)(*arrays)
-
-
-def _first(a: Array) -> Array:
-    return a[(0,) * a.ndim].astype(jnp.float32)
+    return varying_like(of_ranks(lambda *each: jnp.reshape(sum(map(first, each)), 1), _over_ranks(), *arrays), like)

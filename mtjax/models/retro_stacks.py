@@ -16,8 +16,8 @@ from mtjax.models.mixers.chunked import keys_of_rows
 from mtjax.models.mixers.mixer import State
 from mtjax.models.norms import Norm
 from mtjax.models.pattern_stacks import PatternLoop
-from mtjax.models.stack import Chunk, Residual, Stack
-from mtjax.sharding.param_comm import seed_cotangents
+from mtjax.models.stack import Residual, Stack
+from mtjax.sharding.grad_accumulation import seed_cotangents
 
 LETTERS: Mapping[str, str] = {
     PLAIN: "P",
@@ -68,12 +68,10 @@ class RetroStacks:
     letters: str
     """Letter of each layer of the decoder; of the first layer with chunked cross-attention R."""
 
-    def __call__(
-        self, x: Residual, context: LayerContext, states: State = None, chunk: Chunk | None = None
-    ) -> tuple[Residual, State]:
+    def __call__(self, x: Residual, context: LayerContext, states: State = None) -> tuple[Residual, State]:
         """Runs all layers; the context's `encoded` are the embedded neighbours, [samples x chunks x neighbours, tokens,
         embed], or None."""
-        assert states is None and chunk is None
+        assert states is None
         neighbours, below = context.encoded, dataclasses.replace(context, encoded=None)
         used = {letter: stack for letter, stack in self.stacks.items() if neighbours is not None or letter not in "FE"}
         loop, done = PatternLoop.of(used, below, None), dict.fromkeys(used, 0)
@@ -92,10 +90,6 @@ class RetroStacks:
                 loop = dataclasses.replace(loop, context=dataclasses.replace(below, normed=normed, encoded=encoded))
             carry, _ = loop.run_all(f"R{behind}", done, (x, carried))
             return seed_cotangents(loop.sums, *carry), None
-
-    def scatter_counts(self, counts: Array, chunk: Chunk) -> Array:
-        """Refuses: there are no layers with experts."""
-        raise NotImplementedError
 
 
 def neighbour_keys(keys: Array | None, rows: int) -> Array | None:

@@ -23,8 +23,8 @@ from mtjax.layout.stages import Orders, layer_orders
 from mtjax.models.families.registry import LanguageModel, model_class
 from mtjax.models.trunk import TrunkLosses
 from mtjax.sharding import placement
-from mtjax.sharding.accumulate import Accumulate, MicrobatchSchedule
 from mtjax.sharding.axes import use_rules
+from mtjax.sharding.gradients import Accumulate, MicrobatchSchedule
 from mtjax.sharding.manual_region import ManualRegion
 from mtjax.sharding.param_specs import param_specs, partition_specs
 from mtjax.sharding.vocab import LossOptions
@@ -84,29 +84,15 @@ class ShardedModel:
         )
         stored = lambda array, record: array.update(dtype=record.dtype)  # noqa: E731
         self.abstract_parameters = jax.tree.map(stored, self.abstract_parameters, self.records)
-        self.region = self.step_region = ManualRegion(self.shape, self.layout.rules, self.records)
-        if self._observes_scores:
-            from mtjax.models.largest_scores import without_observers
+        self.bind_records()
 
-            trees = self.axes, self.abstract_parameters, self.records
-            self.axes, self.abstract_parameters, self.records = map(without_observers, trees)
-            self.region = dataclasses.replace(self.region, records=self.records)
+    def bind_records(self) -> None:
+        """Builds the manual region of these parameters."""
+        self.region = ManualRegion(self.shape, self.layout.rules, self.records)
 
     def is_trainable(self, name: str) -> bool:
         """Returns whether a training step differentiates by the parameter of a dotted name."""
         return is_trainable(self.config.model, name)
-
-    @property
-    def _observes_scores(self) -> bool:
-        return self.trains and self.config.optimizer.qk_clip > 0
-
-    def with_observers(self, parameters: Tree) -> Tree:
-        """Returns parameters with the zeros by which a training step observes scores; themselves where none does."""
-        if not self._observes_scores:
-            return parameters
-        from mtjax.models.largest_scores import with_observers
-
-        return with_observers(self.step_region.records, parameters)
 
     def _choose_kernel(self, config: Config) -> tuple[Kernel, str | None]:
         """Chooses the attention kernel for the mesh's devices."""
@@ -144,12 +130,7 @@ class ShardedModel:
         """Builds the model with these parameters."""
         state = jax.tree.map(lambda v: v, self._template)
         nnx.replace_by_pure_dict(state, parameters)
-        model = nnx.merge(self._graph, state)
-        if self._observes_scores:
-            from mtjax.models.largest_scores import observe_given
-
-            observe_given(model, parameters)
-        return model
+        return nnx.merge(self._graph, state)
 
     def inference_model(self, parameters: Tree) -> LanguageModel:
         """Builds the model with parameters sharded as `storage_spec`, to be traced without differentiation."""
@@ -236,23 +217,22 @@ class ShardedModel:
 
     def draw(self, key: Array) -> Tree:
         """Draws parameters from one half of a run's key; dropout keys derive from the other half."""
-        model_key, _ = jax.random.split(key)
-        drawn = nnx.to_pure_dict(nnx.state(self._build(model_key)))
-        if self._observes_scores:
-            from mtjax.models.largest_scores import without_observers
+        return jax.tree.map(lambda array, record: array.astype(record.dtype), self.drawn(key), self.records)
 
-            drawn = without_observers(drawn)
-        return jax.tree.map(lambda array, record: array.astype(record.dtype), drawn, self.records)
+    def drawn(self, key: Array) -> Tree:
+        """Draws parameters in float32."""
+        model_key, _ = jax.random.split(key)
+        return nnx.to_pure_dict(nnx.state(self._build(model_key)))
 
     def _build(self, key: Array) -> LanguageModel:
         with use_rules(self.layout.rules):
-            model = self.family(self.config, key=key)
-            if self.trains and self.config.training.fp8 != "none":
-                from mtjax.models.float8 import quantize_products
+            return self.build(key)
 
-                quantize_products(model, self.config)
-            if self._observes_scores:
-                from mtjax.models.largest_scores import observe_scores
+    def build(self, key: Array) -> LanguageModel:
+        """Draws the model, with the rules in force."""
+        model = self.family(self.config, key=key)
+        if self.trains and self.config.training.fp8 != "none":
+            from mtjax.models.float8 import quantize_products
 
-                observe_scores(model, self.config.model.num_heads)
-            return model
+            quantize_products(model, self.config)
+        return model

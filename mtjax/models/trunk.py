@@ -2,7 +2,7 @@
 
 A model's sections run one after the other. A section is a stack of layers, with the function that computes its input
 from the batch and the output of the section before. So different stages can run the embedding, some layers of a stack
-(`mtjax.models.stack.Chunk`), and the losses, if they send each other the hidden states.
+(`mtjax.models.stack_chunks`), and the losses, if they send each other the hidden states.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,7 @@
 """The fastest plan that fits, by the scaling model: meshes, microbatches, recompute, ZeRO and sequence splits."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from itertools import groupby
@@ -215,7 +215,7 @@ def chunk_counts(anatomy: Anatomy, stages: int) -> list[int]:
 
 
 @cache
-def chunk_shares(anatomy: Anatomy, stages: int, uneven: float) -> dict[int, tuple[int, ...] | None]:
+def chunk_shares(anatomy: Anatomy, stages: int, uneven: float) -> Mapping[int, tuple[int, ...] | None]:
     """Numbers of chunks of a stage's layers, each with the layers of every stage; None as these where all are equal.
 
     Equal shares alone where the stages divide the layers of every section; else shares as equal as they can be, which

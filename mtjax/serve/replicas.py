@@ -12,7 +12,7 @@ from mtjax.layout.mesh import MeshShape
 from mtjax.runtime.devices import attach_devices
 from mtjax.serve.lockstep import LockstepLeader, follow
 from mtjax.serve.remote_replica import RemoteReplica, serve_replica
-from mtjax.sharding.mesh import replica_meshes
+from mtjax.sharding.replicas import replica_meshes
 
 ReplicaEngine = Engine | LockstepLeader | RemoteReplica
 """Process 0's interface to a replica: in this process, across processes, or in another process."""

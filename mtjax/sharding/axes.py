@@ -149,11 +149,6 @@ def psum_varying(x: jax.Array, axes: Axes = MANUAL) -> jax.Array:
     return lax.psum(x, varying) if varying else x
 
 
-def psum_shards(x: jax.Array, axes: Axes) -> jax.Array:
-    """All-reduces `x`, which may be sharded over explicit axes, over manual axes."""
-    return fully_manual(lambda shard: lax.psum(shard, axes), jax.typeof(x).sharding.spec)(x)
-
-
 def merge(x: jax.Array, start: int, stop: int) -> jax.Array | None:
     """Merges dimensions `start` to `stop` (exclusive) of `x`; returns None if any but the first of them is sharded."""
     sharding = jax.typeof(x).sharding
@@ -179,19 +174,6 @@ def merge_both(dims: str, left: tuple[Array, int], right: tuple[Array, int]) -> 
 def shard_like_rows(x: jax.typing.ArrayLike, like: jax.Array) -> jax.Array:
     """Shards a vector like the first dimension of `like`."""
     return reshard(x, PartitionSpec(jax.typeof(like).sharding.spec[0]))
-
-
-def cond_by_stage(holds: jax.Array, then: Callable[..., Any], otherwise: Callable[..., Any], *arguments: Any) -> Any:
-    """Runs `then(*arguments)` on ranks where `holds`, and `otherwise(*arguments)` elsewhere.
-
-    Args:
-      holds: a bool that is equal on all ranks of a pipeline stage.
-      then: a branch; its collectives may be over any axes but `stage`.
-      otherwise: the other branch.
-      *arguments: of both.
-    """
-    with jax.named_scope("stages"):
-        return lax.cond(holds, then, otherwise, *arguments)
 
 
 def varying_axes(x: jax.Array) -> tuple[str, ...]:

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from mtjax.layout.rules import Axes
-from mtjax.sharding.accumulate import LossModel, MicrobatchSchedule
-from mtjax.sharding.axes import psum_shards, varying_axes
+from mtjax.sharding.axes import varying_axes
+from mtjax.sharding.gradients import LossModel, MicrobatchSchedule
 from mtjax.sharding.manual_region import ManualRegion, mark_varying
+from mtjax.sharding.rank_values import psum_shards
 
 Tree = Any
 

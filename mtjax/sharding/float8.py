@@ -1,7 +1,7 @@
 """The product of two matrices in 8-bit floats, and its gradients: scales, rounding, and counts of largest values.
 
-A tensor is multiplied by a power of two, so that its largest value just fits into the type, and rounded. Scales are
-powers of two, because they are exact in every type: the same tensor has the same digits whatever the scale.
+A tensor is multiplied by its scale (`mtjax.sharding.float8_scales`), so that its largest value just fits into the type,
+and rounded.
 """
 
 from collections.abc import Callable
@@ -13,16 +13,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec, reshard
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
-from mtjax.config.float8 import EXPONENTS
 from mtjax.sharding.axes import map_ranks, merge_both, spec, varying_like
+from mtjax.sharding.float8_scales import fitting_scale, inverse_of, scale_index
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
-LOWEST = -32
-"""Scales are 2^LOWEST ... 2^(LOWEST + EXPONENTS - 1): the inverse of two scales is a normal number in bfloat16."""
-_MANTISSA, _LARGEST_MANTISSA = 0x7FFFFF, 0x600000
-"""Of a float32; and of 1.75, with which the largest numbers of both 8-bit types begin."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +33,8 @@ class Recipe:
     """Whether sequences are gathered in 8 bits, which needs scales that are known before. Sums remain in 16 bits."""
     by_rows: bool = False
     """Whether each row and column has a scale (`mtjax.sharding.float8_rows`)."""
+    digits: int = 1
+    """Binary digits of inverse scales: with one, scales are powers of two."""
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["scale", "age"], meta_fields=[])
@@ -45,9 +43,9 @@ class Scales:
     """What delayed scaling knows of a product's operands: x and g are activations and gradients of the output."""
 
     scale: Float[Array, "3"]
-    """Of x, the weight and g: powers of two."""
-    age: Float[Array, "2 heads exponents"]
-    """Of x and g: steps since 2^(LOWEST + i) was the scale that fits; its gradient counts who found which one. Each
+    """Of x, the weight and g."""
+    age: Float[Array, "2 heads scales"]
+    """Of x and g: steps since `scale_at(i)` was the scale that fits; its gradient counts who found which one. Each
     tensor parallel rank counts in its rows."""
 
 
@@ -97,22 +95,9 @@ class Placed:
     spec: PartitionSpec
 
 
-def fitting_exponent(largest: Float[Array, "..."], kind: Any) -> Int[Array, "..."]:
-    """Returns the largest k for which `largest` 2^k is a number of an 8-bit type, in the bounds of scales; 0 for 0."""
-    bits = lax.bitcast_convert_type(largest.astype(jnp.float32), jnp.int32)
-    top = jnp.finfo(kind).maxexp - 1
-    k = top - ((bits >> 23) - 127) - ((bits & _MANTISSA) > _LARGEST_MANTISSA)
-    return jnp.where(largest == 0, 0, jnp.clip(k, LOWEST, LOWEST + EXPONENTS - 1))
-
-
-def power_of_two(k: Int[Array, "..."]) -> Float[Array, "..."]:
-    """Returns 2^k, exactly, of a normal float32."""
-    return lax.bitcast_convert_type((k.astype(jnp.int32) + 127) << 23, jnp.float32)
-
-
-def current_scale(a: Array, kind: Any) -> Float[Array, ""]:
+def current_scale(a: Array, kind: Any, digits: int) -> Float[Array, ""]:
     """Returns the scale that fits a tensor now: of all of its shards over explicit axes."""
-    return power_of_two(fitting_exponent(jnp.max(jnp.abs(a)), kind))
+    return fitting_scale(jnp.max(jnp.abs(a)), kind, digits)
 
 
 def quantized(a: Array, kind: Any, scale: Array) -> Array:
@@ -159,7 +144,7 @@ def _operands(
 ) -> tuple[Array, Array, tuple[Array, Array]]:
     """Returns x, gathered along the first `rows` dimensions where it is sharded more than the product, and W in 8 bits,
     and their scales."""
-    of_both = (current_scale(x, E4M3), current_scale(weight, E4M3)) if scales is None else scales.scale[:2]
+    of_both = [current_scale(a, E4M3, recipe.digits) for a in (x, weight)] if scales is None else scales.scale[:2]
     x8, x_spec = quantized(x, E4M3, of_both[0]), jax.typeof(x).sharding.spec
     if recipe.gathers and not any(x_spec[rows:]):  # column-parallel
         x8 = reshard(x8, PartitionSpec(*sharding[:rows], *x_spec[rows:]))
@@ -168,6 +153,7 @@ def _operands(
 
 
 def _scaled(
+    recipe: Recipe,
     formula: str,
     a: Array,
     b: Array,
@@ -179,8 +165,12 @@ def _scaled(
     """Computes einsum(a, b) of 8-bit operands, divided by both scales, in `dtype`."""
     # XLA: an 8-bit product of cuBLASLt. The scales stand on an operand: a factor of the product would stand between it
     # and the sum over ranks, which would then be an all-reduce where sequence parallelism needs a reduce-scatter.
-    inverse = (1 / (scales[0] * scales[1])).astype(dtype)
-    return jnp.einsum(formula, a.astype(dtype) * inverse, b.astype(dtype), out_sharding=sharding, precision=precision)
+    a, b = a.astype(dtype), b.astype(dtype)
+    if recipe.digits == 1:
+        a *= (1 / (scales[0] * scales[1])).astype(dtype)
+    else:  # each its own: their product has more digits than the compute type
+        a, b = (each * inverse_of(scale).astype(dtype) for each, scale in zip((a, b), scales, strict=True))
+    return jnp.einsum(formula, a, b, out_sharding=sharding, precision=precision)
 
 
 def _product_forward(
@@ -194,7 +184,7 @@ def _product_forward(
 ) -> tuple[Array, Any]:
     row, inner, outer = dims
     x8, weight8, both = _operands(recipe, len(row), sharding, x, weight, scales, weight8)
-    y = _scaled(f"{row}{inner},{inner}{outer}->{row}{outer}", x8, weight8, both, x.dtype, sharding)
+    y = _scaled(recipe, f"{row}{inner},{inner}{outer}->{row}{outer}", x8, weight8, both, x.dtype, sharding)
     # The largest value of x is found in the backward pass, once: forward passes alone need none.
     counted = None if scales is None else x
     return y, (x8, weight8, both, scales, counted, Placed(jax.typeof(x).sharding.spec))
@@ -210,21 +200,21 @@ def _product_backward(
     x_spec, weight_spec = (jax.typeof(a).sharding.spec for a in (x8, weight8))
     counts = None
     if scales is not None:
-        counts = _counts(scales, _largest_of_ranks(x), _largest_of_parts(gradient, len(row)), kind)
+        counts = _counts(recipe, scales, _largest_of_ranks(x), _largest_of_parts(gradient, len(row)))
     # As in `mtjax.models.project`: gathered once along the sequence for both products, and dimensions merged.
     whole = PartitionSpec(*x_spec[: len(row)], *weight_spec[len(inner) :])
     gradient = gradient if recipe.gathers else reshard(gradient, whole)
-    scale = current_scale(gradient, kind) if scales is None else scales.scale[2]
+    scale = current_scale(gradient, kind, recipe.digits) if scales is None else scales.scale[2]
     g8 = reshard(quantized(gradient, kind, scale), whole)
     outer, g8, weight8 = merge_both(outer, (g8, len(row)), (weight8, len(inner)))
     formula = f"{row}{outer},{inner}{outer}->{row}{inner}"
     # HIGHEST: cuBLASLt adds in float32, instead of with the fewer bits that suffice forward, as in Transformer Engine.
-    x_gradient = _scaled(formula, g8, weight8, (scale, weight_scale), dtype, of_x.spec, precise)
+    x_gradient = _scaled(recipe, formula, g8, weight8, (scale, weight_scale), dtype, of_x.spec, precise)
     shape = saved[1].shape
     inner, x8, weight8 = merge_both(inner, (x8, len(row)), (weight8, 0))
     row, x8, g8 = merge_both(row, (x8, 0), (g8, 0))
     formula, merged_spec = f"{row}{inner},{row}{outer}->{inner}{outer}", jax.typeof(weight8).sharding.spec
-    weight_gradient = _scaled(formula, x8, g8, (x_scale, scale), dtype, merged_spec, precise)
+    weight_gradient = _scaled(recipe, formula, x8, g8, (x_scale, scale), dtype, merged_spec, precise)
     weight_gradient = weight_gradient.reshape(shape, out_sharding=weight_spec)
     if of_x.spec != x_spec:
         # XLA: what reads the gradient of x, which is reduce-scattered, waits for both, so that the weight's gradient
@@ -254,18 +244,18 @@ def _largest_of_parts(gradient: Array, dim: int) -> Float[Array, " ranks"]:
     return jnp.maximum(*(_largest_of_ranks(lax.index_in_dim(gradient, i, dim, keepdims=False)) for i in range(2)))
 
 
-def _counts(scales: Scales, x_largest: Array, g_largest: Array, gradient_type: Any) -> Scales:
+def _counts(recipe: Recipe, scales: Scales, x_largest: Array, g_largest: Array) -> Scales:
     """Returns the gradient of `scales`: in each rank's rows, which scale its part of x, and of g, would fit."""
 
     def rows(largest: Array, kind: Any) -> Array:
-        """Returns [heads, exponents] from [ranks]; zeros where all values are."""
-        index = fitting_exponent(largest, kind) - LOWEST
-        is_found = (jnp.arange(EXPONENTS) == index[:, None]) & (largest > 0)[:, None]
+        """Returns [heads, scales] from [ranks]; zeros where all values are."""
+        count, index = scales.age.shape[-1], scale_index(largest, kind, recipe.digits)
+        is_found = (jnp.arange(count) == index[:, None]) & (largest > 0)[:, None]
         repeats = scales.age.shape[1] // len(largest)
         place = PartitionSpec(jax.typeof(is_found).sharding.spec[0], None, None)
-        shape = (len(largest), repeats, EXPONENTS)
+        shape = (len(largest), repeats, count)
         every = lax.broadcast_in_dim(is_found.astype(jnp.float32), shape, (0, 2), out_sharding=place)
-        return every.reshape(-1, EXPONENTS, out_sharding=PartitionSpec(place[0], None))
+        return every.reshape(-1, count, out_sharding=PartitionSpec(place[0], None))
 
-    counts = jnp.stack([rows(x_largest, E4M3), rows(g_largest, gradient_type)])
+    counts = jnp.stack([rows(x_largest, E4M3), rows(g_largest, recipe.gradient_type)])
     return Scales(jnp.zeros_like(scales.scale), varying_like(counts, scales.age))

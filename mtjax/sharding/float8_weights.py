@@ -13,7 +13,7 @@ from mtjax.sharding.axes import spec
 from mtjax.sharding.float8 import E4M3, QuantizedWeight, quantized
 from mtjax.sharding.param_comm import ReplicatedParam, ShardedParam, gather
 from mtjax.sharding.param_specs import ParamSpec
-from mtjax.sharding.reduction import NO_REDUCTION, Reduction, zeros_like_reduced
+from mtjax.sharding.zero import NO_REDUCTION, Reduction, zeros_like_reduced
 
 Tree = Any
 

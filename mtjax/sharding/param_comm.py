@@ -2,7 +2,7 @@
 
 Models call `materialize` where they use a layer's parameters. For a plain array that does nothing. A parameter that is
 gathered for each use is a `ShardedParam`, one whose gradient is reduced in the backward pass a `ReplicatedParam`
-(`mtjax.sharding.reduction` decides which), and `materialize` is where the collectives are inserted.
+(`mtjax.sharding.zero` decides which), and `materialize` is where the collectives are inserted.
 """
 
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec, reshard
 
 from mtjax.layout.layouts import NOT_SHARDED
 from mtjax.layout.rules import Axes
-from mtjax.sharding.axes import explicit_axes, explicit_only, fully_manual, psum_varying, spec, varying_like
+from mtjax.sharding.axes import explicit_axes, explicit_only, fully_manual, psum_varying, spec
 
 Tree = Any
 T = TypeVar("T")
@@ -40,9 +40,29 @@ class GradReduction:
     """Whether the largest gradient is taken, of ranks and microbatches, and not the sum."""
 
 
+class WrappedParam:
+    """A parameter with communication where it is used."""
+
+    shard: Any
+    """What a loss is differentiated by in its place; None if it has no gradient."""
+
+    def used(self) -> Any:
+        """Returns what products use: an array or a `QuantizedWeight`."""
+        raise NotImplementedError
+
+    def with_shard(self, shard: Any) -> Any:
+        """Returns the same parameter with another array to differentiate by."""
+        return replace(self, shard=shard)  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+    @property
+    def communicated(self) -> "ShardedParam | ReplicatedParam | None":
+        """Itself, if ranks communicate for it."""
+        return self  # pyright: ignore[reportReturnType]
+
+
 @partial(jax.tree_util.register_dataclass, data_fields=["array", "shard"], meta_fields=["spec", "reduction", "dtype"])
 @dataclass(frozen=True)
-class ReplicatedParam:
+class ReplicatedParam(WrappedParam):
     """A replicated parameter whose gradient is reduced in the backward pass, and is the gradient of `shard`.
 
     `reduction` may have no axes, for a parameter in the compute type: then its gradient is only cast to float32.
@@ -59,6 +79,18 @@ class ReplicatedParam:
     dtype: str | None = None
     """Type to which it is cast where it is used; None: as it is."""
 
+    def used(self) -> Any:
+        """See `WrappedParam.used`; its gradient is reduced."""
+        if not isinstance(self.array, Array):
+            return self.array.reduced(partial(_reduce_grad, self.spec, self.reduction), self.shard)
+        array = self.array if self.dtype is None else self.array.astype(self.dtype)
+        return _reduce_grad(self.spec, self.reduction, array, self.shard)
+
+    @property
+    def communicated(self) -> "ReplicatedParam | None":
+        """See `WrappedParam.communicated`."""
+        return self if self.reduction.axes else None
+
 
 @partial(
     jax.tree_util.register_dataclass,
@@ -66,7 +98,7 @@ class ReplicatedParam:
     meta_fields=["names", "reduction", "gather_dtype", "dtype", "keep_for_backward", "parts"],
 )
 @dataclass(frozen=True)
-class ShardedParam:
+class ShardedParam(WrappedParam):
     """A rank's shard of a parameter that is all-gathered where it is used; its gradient is reduce-scattered."""
 
     shard: Any
@@ -96,6 +128,13 @@ class ShardedParam:
         """The shard that is gathered, if it is gathered in one part."""
         return self.cast[0] if self.cast and self.parts is None else self.shard
 
+    def used(self) -> Any:
+        """See `WrappedParam.used`; it is all-gathered."""
+        if explicit_axes().issuperset(self.reduction.shard_axes):
+            # Outside the manual region, where nothing is differentiated: the partitioner inserts the all-gather.
+            return reshard(self.sent.astype(self.gather_dtype), spec(*self.names)).astype(self.dtype)
+        return self.with_gathered(gather(self)).used() if self.is_quantized else gather(self)
+
     def in_full(self, full: Array) -> Any:
         """Returns the parameter of this gathered array."""
         if not self.is_quantized:
@@ -109,58 +148,19 @@ class ShardedParam:
         return ReplicatedParam(self.in_full(full), self.shard, spec(*self.names), self.reduction)
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["parameter"], meta_fields=[])
-@dataclass(frozen=True)
-class NoGrad:
-    """A frozen parameter of a stack: it has no gradient."""
-
-    parameter: Any
-    """An array, or a `ShardedParam`."""
-
-
-@partial(jax.tree_util.register_dataclass, data_fields=["parameter", "accumulator"], meta_fields=[])
-@dataclass(frozen=True)
-class AccumulateInto:
-    """A stack's parameter whose gradient is `accumulator` plus this microbatch's gradient."""
-
-    parameter: Any
-    """An array, or one of the above."""
-    accumulator: Any
-    """The sum of earlier microbatches' gradients, float32."""
-
-
 def is_wrapped(x: Any) -> bool:
     """Returns whether `x` is a wrapped parameter, which `materialize` unwraps."""
-    return isinstance(x, ReplicatedParam | ShardedParam | NoGrad)
+    return isinstance(x, WrappedParam)
 
 
-def communicated(leaf: Any) -> ShardedParam | ReplicatedParam | None:
+def communicated(leaf: Any) -> "ShardedParam | ReplicatedParam | None":
     """Returns the wrapper of a parameter that is gathered or whose gradient is reduced over ranks; else None."""
-    leaf = leaf.parameter if isinstance(leaf, NoGrad) else leaf
-    is_reduced = isinstance(leaf, ReplicatedParam) and bool(leaf.reduction.axes)
-    return leaf if is_reduced or isinstance(leaf, ShardedParam) else None
+    return leaf.communicated if is_wrapped(leaf) else None
 
 
 def materialize(module: T) -> T:
     """Replaces every wrapped parameter of a module, or of any tree, by what products use."""
-    return jax.tree.map(_resolve, module, is_leaf=is_wrapped)
-
-
-def _resolve(leaf: Any) -> Any:
-    """Returns a wrapped parameter as an array or a `QuantizedWeight`; any other leaf unchanged."""
-    match leaf:
-        case NoGrad(parameter):
-            return _resolve(parameter)
-        case ReplicatedParam(array, shard, param_spec, reduction) if not isinstance(array, Array):
-            return array.reduced(partial(_reduce_grad, param_spec, reduction), shard)
-        case ReplicatedParam(array, shard, param_spec, reduction):
-            return _reduce_grad(param_spec, reduction, array if leaf.dtype is None else array.astype(leaf.dtype), shard)
-        case ShardedParam() if explicit_axes().issuperset(leaf.reduction.shard_axes):
-            # Outside the manual region, where nothing is differentiated: the partitioner inserts the all-gather.
-            return reshard(leaf.sent.astype(leaf.gather_dtype), spec(*leaf.names)).astype(leaf.dtype)
-        case ShardedParam():
-            return _resolve(leaf.with_gathered(gather(leaf))) if leaf.is_quantized else gather(leaf)
-    return leaf
+    return jax.tree.map(lambda leaf: leaf.used() if is_wrapped(leaf) else leaf, module, is_leaf=is_wrapped)
 
 
 def gather(leaf: ShardedParam) -> Array:
@@ -237,100 +237,6 @@ def _gather_backward(how: ShardedParam, casts: int, gradient: Array) -> tuple[Ar
 _gather.defvjp(_gather_forward, _gather_backward)
 
 
-# --- gradients accumulated in place, iteration by iteration of a loop over layers. A loop carries the stack of
-# parameters unchanged; the cotangent of that carry is the accumulator.
-
-
-def split_accumulators(layers: T) -> tuple[T, list[Array] | None]:
-    """Separates a stack's parameters from their gradient accumulators.
-
-    Args:
-      layers: parameters, [layers, ...]; some are `AccumulateInto`.
-
-    Returns:
-      The parameters, and the accumulators in their order; None where there are none.
-    """
-    # `AccumulateInto` reaches the model as a parameter, and is unwrapped here, before the loop over layers.
-    is_leaf = lambda x: isinstance(x, AccumulateInto)  # noqa: E731
-    sums = [leaf.accumulator for leaf in jax.tree.leaves(layers, is_leaf=is_leaf) if is_leaf(leaf)]
-    plain = jax.tree.map(lambda leaf: leaf.parameter if is_leaf(leaf) else leaf, layers, is_leaf=is_leaf)
-    return plain, sums or None
-
-
-def accumulate_grads_into(layer: T, stack: list[Array], index: Array) -> tuple[T, list[Array]]:
-    """Returns both unchanged; in the backward pass, adds the layer's gradients to the cotangents of `stack`.
-
-    Args:
-      layer: parameters of one layer.
-      stack: the `differentiable_shards` of all layers, each [layers, ...], in the same order.
-      index: the layer's position in the stack.
-    """
-    # The layer itself was indexed from a copy without gradient, so its gradient goes nowhere else.
-    shards, tree = jax.tree.flatten(differentiable_shards(layer))
-    shards, stack = _tie(shards, stack, index)
-    return with_shards(layer, jax.tree.unflatten(tree, shards)), stack
-
-
-@jax.custom_vjp
-def _tie(shards: list[Array], stack: list[Array], index: Array) -> tuple[list[Array], list[Array]]:
-    """Returns `shards` and `stack`; their cotangents are added up into those of `stack`, at `index`."""
-    return shards, stack
-
-
-def _tie_forward(shards: list[Array], stack: list[Array], index: Array) -> tuple[Any, Array]:
-    return (shards, stack), index
-
-
-def _tie_backward(index: Array, gradients: tuple[list[Array], list[Array]]) -> tuple[None, list[Array], None]:
-    """Adds the layer's gradients [...] to the accumulators [layers, ...] at `index`."""
-    of_layer, sums = gradients
-    return (
-        None,
-        [add_to_layer(accumulator, grad, index) for accumulator, grad in zip(sums, of_layer, strict=True)],
-        None,
-    )
-
-
-_tie.defvjp(_tie_forward, _tie_backward)
-
-
-def index_layer(stacks: T, index: Any) -> T:
-    """Takes one layer out of stacks: [layers, ...] -> [...]; `index` is from 0."""
-    return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, 0, False, allow_negative_indices=False), stacks)
-
-
-def add_to_layer(stack: Array, value: Array, index: Any) -> Array:
-    """Adds `value` [...] to one layer of a stack [layers, ...]; `index` is from 0."""
-    # XLA: one kernel reads and writes the layer only if both have the same index, without arithmetic for indices below
-    # 0, and if the layer is not reshaped between; else the layer is copied before.
-    before = lax.dynamic_slice_in_dim(stack, index, 1, allow_negative_indices=False)
-    return lax.dynamic_update_slice_in_dim(stack, before + value[None], index, 0, allow_negative_indices=False)
-
-
-@jax.custom_vjp
-def seed_cotangents(sums: Tree, x: Array, stack: Tree) -> Array:
-    """Returns `x`; in the backward pass, the cotangents of `stack` begin as `sums` instead of zeros.
-
-    Args:
-      sums: gradient accumulators, float32, in the shapes of `stack`.
-      x: hidden states behind the last layer.
-      stack: what the loop over layers carried unchanged; nothing else may read it.
-    """
-    return x
-
-
-def _seed_forward(sums: Tree, x: Array, stack: Tree) -> tuple[Array, Tree]:
-    return x, sums
-
-
-def _seed_backward(sums: Tree, gradient: Array) -> tuple[None, Array, Tree]:
-    """Passes the gradient of `x` on; the cotangents of the stack, [layers, ...] each, begin as `sums`."""
-    return None, gradient, sums
-
-
-seed_cotangents.defvjp(_seed_forward, _seed_backward)
-
-
 # --- reduction over ranks, and the arrays by which a loss is differentiated
 
 
@@ -368,33 +274,18 @@ def reduce_gradient(gradient: Array, grad_spec: PartitionSpec, reduction: GradRe
 
 def differentiable_shards(wrapped: Tree) -> Tree:
     """Returns the arrays to differentiate by: shards of wrapped parameters, plain parameters, None for frozen ones."""
-
-    def one(leaf: Any) -> Any:
-        match leaf:
-            case NoGrad():
-                return None
-            case ReplicatedParam() | ShardedParam():
-                return leaf.shard
-        return leaf
-
-    return jax.tree.map(one, wrapped, is_leaf=is_wrapped)
+    return jax.tree.map(lambda leaf: leaf.shard if is_wrapped(leaf) else leaf, wrapped, is_leaf=is_wrapped)
 
 
 def with_shards(wrapped: Tree, shards: Tree) -> Tree:
     """Replaces the arrays that `differentiable_shards` returns; frozen parameters stay as they are."""
 
     def one(leaf: Any, shard: Any) -> Any:
-        match leaf:
-            case NoGrad():
-                return leaf
-            case ReplicatedParam() | ShardedParam():
-                return replace(leaf, shard=shard)
-        return shard
+        return leaf.with_shard(shard) if is_wrapped(leaf) else shard
 
     return jax.tree.map(one, wrapped, shards, is_leaf=is_wrapped)
 
 
-def zeros_like_shards(shards: Tree) -> Tree:
-    """Builds float32 accumulators in the shapes of `shards`."""
-    # They are a loop's carry, whose type says over which axes it varies: those of the gradients that are added.
-    return jax.tree.map(lambda p: varying_like(jnp.zeros_like(p, jnp.float32), p), shards)
+def index_layer(stacks: T, index: Any) -> T:
+    """Takes one layer out of stacks: [layers, ...] -> [...]; `index` is from 0."""
+    return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, 0, False, allow_negative_indices=False), stacks)

@@ -1,14 +1,25 @@
-"""Reads each device's shards, replicas included: which devices should be equal, and what each of them holds."""
+"""Builds meshes of replicas; and reads each device's shards, replicas included: which should be equal, and what each
+of them holds."""
 
 from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec, reshard
+import numpy as np
+from jax.sharding import AxisType, Mesh, PartitionSpec, reshard
 
+from mtjax.layout.rules import DATA
 from mtjax.sharding.axes import REPLICATED
 
 Tree = Any
+
+
+def replica_meshes(mesh: Mesh) -> list[Mesh]:
+    """Builds a mesh of the devices of each index along `data`: a replica that can run without the other ones."""
+    # Slices of the device array along `data`, each with a `data` axis of size 1.
+    names, axis = mesh.axis_names, mesh.axis_names.index(DATA)
+    replicas = np.split(mesh.devices, mesh.shape[DATA], axis=axis)
+    return [Mesh(replica, names, axis_types=(AxisType.Explicit,) * len(names)) for replica in replicas]
 
 
 def map_shards(function: Callable[[Tree], jax.Array], arrays: Tree) -> jax.Array:

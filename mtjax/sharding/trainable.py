@@ -4,16 +4,42 @@ A tree of parameters is a dict of dicts; the trainable ones are the same tree wi
 differentiated, and have gradients, reductions and moments.
 """
 
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 
-from mtjax.sharding.accumulate import LossModel, MicrobatchSchedule
-from mtjax.sharding.param_comm import NoGrad
+from mtjax.sharding.gradients import LossModel, MicrobatchSchedule
+from mtjax.sharding.param_comm import ReplicatedParam, ShardedParam, WrappedParam, communicated, materialize
 from mtjax.sharding.param_specs import ParamSpec
 from mtjax.sharding.zero import materialize_outside_stacks, wrap_for_inference
 
 Tree = Any
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["parameter"], meta_fields=[])
+@dataclass(frozen=True)
+class NoGrad(WrappedParam):
+    """A frozen parameter of a stack: it has no gradient."""
+
+    parameter: Any
+    """An array, or a `ShardedParam`."""
+    shard = None
+
+    def used(self) -> Any:
+        """See `WrappedParam.used`."""
+        return materialize(self.parameter)
+
+    def with_shard(self, shard: Any) -> "NoGrad":
+        """See `WrappedParam.with_shard`."""
+        assert shard is None
+        return self
+
+    @property
+    def communicated(self) -> ShardedParam | ReplicatedParam | None:
+        """See `WrappedParam.communicated`."""
+        return communicated(self.parameter)
 
 
 def select_trainable(records: Tree, tree: Tree) -> Tree:

@@ -15,19 +15,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from mtjax.config.adapters import PARTS
-from mtjax.sharding.accumulate import Accumulate, LossModel, Sums
 from mtjax.sharding.axes import num_shards, sequence_is_sharded
-from mtjax.sharding.param_comm import (
-    NoGrad,
-    ReplicatedParam,
-    ShardedParam,
-    differentiable_shards,
-    gather,
-    materialize,
-    zeros_like_shards,
-)
+from mtjax.sharding.grad_accumulation import zeros_like_shards
+from mtjax.sharding.gradients import Accumulate, LossModel, Sums
+from mtjax.sharding.param_comm import ReplicatedParam, ShardedParam, differentiable_shards, gather, materialize
 from mtjax.sharding.param_specs import ParamSpec
-from mtjax.sharding.reduction import Reduction
+from mtjax.sharding.trainable import NoGrad
+from mtjax.sharding.zero import Reduction
 
 Tree = Any
 T = TypeVar("T")

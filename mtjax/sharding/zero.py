@@ -2,21 +2,172 @@
 
 Stage 1 shards the optimizer state and the float32 parameters, which are the master copy; stage 2 also the gradients.
 Stage 3 (FSDP) all-gathers each layer's parameters for each use, where 1 and 2 gather all of them once per step. A
-parameter is sharded along one of its dimensions, which its `ParamSpec` names. This module gathers sharded parameters;
-`mtjax.sharding.reduction` reduces their gradients.
+parameter is sharded along one of its dimensions, which its `ParamSpec` names.
+
+A gradient is reduced over the mesh axes that replicate its parameter, in the type of `grad_reduce_dtype`. Usually that
+happens once per step, after the last microbatch. It happens inside the backward pass, layer by layer, where the
+remaining backward pass can overlap it (a single microbatch), and where full gradients must never exist (ZeRO-2 and 3).
 """
 
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-from jax import Array
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import layout as memory_layout
+from jax.sharding import PartitionSpec
+from jax.typing import ArrayLike
 
-from mtjax.sharding.param_comm import ReplicatedParam, ShardedParam, is_wrapped, materialize
+from mtjax.layout.layouts import NOT_SHARDED
+from mtjax.sharding.axes import explicit_only, fully_manual, spec, varying_axes
+from mtjax.sharding.param_comm import (
+    GradReduction,
+    ReplicatedParam,
+    ShardedParam,
+    index_layer,
+    is_wrapped,
+    materialize,
+    reduce_gradient,
+)
 from mtjax.sharding.param_specs import ParamSpec, sharded_stacks
-from mtjax.sharding.stacked_collectives import gather_layers
 
 Tree = Any
+
+NO_REDUCTION = GradReduction((), NOT_SHARDED, (), 1)
+"""Reduces over no axis; the gradient is still cast to float32."""
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """The reduction of one step's gradients."""
+
+    records: Tree
+    """The `ParamSpec` of each parameter."""
+    zero: int
+    """ZeRO's stage."""
+    num_microbatches: int
+    """Of the step."""
+    stages: int = 1
+    """Of the pipeline. With several stages the backward pass runs once per tick of the timetable, idle ticks included,
+    so a reduction inside it would run too often."""
+
+    def wrap(self, parameters: Tree) -> Tree:
+        """Wraps parameters for differentiation: some gather themselves, or reduce their gradients, where they are used.
+
+        Each parameter becomes one of:
+
+        - `ShardedParam` without `keep_for_backward`: ZeRO-3. All-gathered for each use, its gradient reduce-scattered.
+        - `ShardedParam` with `keep_for_backward`: ZeRO-1 and 2 in a step of one microbatch, where the loop over layers
+          overlaps the gather (`mtjax.sharding.prefetch`); gathered once for both passes.
+        - `ShardedParam`, perhaps inside a `ReplicatedParam`: layers' matrices of ZeRO-1 and 2 in steps of several
+          microbatches. `zero.gather_for_step` gathers them, once per step.
+        - `ReplicatedParam`: replicated, its gradient reduced in the backward pass (`is_reduced_in_backward`), or only
+          cast to float32.
+        - itself: a float32 array whose gradient `finish` reduces.
+
+        Args:
+          parameters: sharded as `storage_spec`, and varying over the axes over which the batch does.
+        """
+
+        def one(record: ParamSpec, array: Array) -> Any:
+            """Wraps one parameter."""
+            # ZeRO-3.
+            if record.gather_dtype is not None and not record.is_gathered_per_step:
+                return gather_on_use(record, array)
+            # ZeRO-1 and 2, one microbatch: the gather is overlapped with the layers before.
+            if (
+                record.is_gathered_per_step
+                and record.is_sharded_within_layers
+                and self.num_microbatches == self.stages == 1
+            ):
+                return gather_and_keep(record, array)
+            # Otherwise ZeRO-1 and 2 gather once per step, for all microbatches. Without ZeRO: the parameter itself.
+            full = wrap_for_step(record, array) if record.is_gathered_per_step else array
+            # Master weights in the compute type: outside stacks consumers read float32, as of float32 ones.
+            dtype = None if record.is_stacked or record.dtype == "float32" else "float32"
+            if self.is_reduced_in_backward(record):
+                # Autodiff gives a cotangent the shape of its primal. The reduced gradient has the shape of a shard, so
+                # the function is differentiated by zeros of that shape, not by the parameter.
+                zeros = zeros_like_reduced(array.shape, array, record, record.grad_reduction)
+                return ReplicatedParam(full, zeros, spec(*record.layer_axes), record.layer_grad_reduction, dtype)
+            if isinstance(full, ShardedParam) or full.dtype != jnp.float32:
+                # Reduced after the last microbatch, but accumulated in float32: the gradient has the full shape.
+                shape = [
+                    n * record.grad_reduction.num_shards if i == record.grad_reduction.dim else n
+                    for i, n in enumerate(array.shape)
+                ]
+                return ReplicatedParam(
+                    full,
+                    zeros_like_reduced(shape, array, record, NO_REDUCTION),
+                    spec(*record.layer_axes),
+                    NO_REDUCTION,
+                    dtype,
+                )
+            return full
+
+        return jax.tree.map(one, self.records, parameters)
+
+    def is_reduced_in_backward(self, record: ParamSpec) -> bool:
+        """Returns whether a gradient is reduced over ranks inside the backward pass of each microbatch."""
+        # ZeRO-2 and 3 accumulate shards, so each microbatch's gradients are reduce-scattered. Otherwise gradients are
+        # accumulated locally and reduced once, except where one microbatch allows to overlap the reduction.
+        if self.zero >= 2:
+            return record.is_zero_sharded
+        inside = record.is_stacked and (not self.zero or record.is_sharded_within_layers)
+        inside = inside and not record.grad_reduction.is_maximum
+        return inside and self.num_microbatches == self.stages == 1 and bool(record.grad_reduction.axes)
+
+    def finish(self, gradients: Tree) -> Tree:
+        """Reduces the gradients that the backward pass has not reduced, and those of parameters that stages share.
+
+        Args:
+          gradients: float32, in the shapes of the arrays that `wrap` differentiates by: local to each rank's samples
+            where they are not reduced yet.
+
+        Returns:
+          The reduced gradients, sharded as `storage_spec`.
+        """
+        # Stacks sharded within layers are reduced layer by layer, all other gradients one by one.
+        leaves, tree = jax.tree.flatten(gradients)
+        table = jax.tree.leaves(self.records)
+        stacks = [members for members in sharded_stacks(table) if not self.is_reduced_in_backward(table[members[0]])]
+        for i in set(range(len(leaves))).difference(*stacks):
+            if not self.is_reduced_in_backward(table[i]):
+                leaves[i] = reduce_gradient(leaves[i], table[i].compute_spec, table[i].grad_reduction)
+        # XLA: a reduce-scatter needs its sharded dimension outermost. Of an entire stack it would make a second,
+        # transposed copy; layer by layer that copy is of one layer.
+        for members in stacks:
+            specs, reductions = [table[i].compute_spec for i in members], [table[i].grad_reduction for i in members]
+            reduced = scatter_layers([leaves[i] for i in members], reductions, specs)
+            for i, leaf in zip(members, reduced, strict=True):
+                leaves[i] = leaf
+        # Each sharding group has the sum of its samples. Of parameters that several stages have, such as a tied
+        # embedding, each stage has a partial sum.
+        for i, record in enumerate(table):
+            for axes in filter(None, (record.between_groups, record.deferred_axes)):
+                deferred = GradReduction(axes, NOT_SHARDED, (), 1, record.grad_reduction.comm_dtype)
+                leaves[i] = reduce_gradient(leaves[i], record.storage_spec, deferred)
+        return jax.tree.unflatten(tree, leaves)
+
+
+def zeros_like_reduced(shape: Sequence[int], like: Array, record: ParamSpec, reduction: GradReduction) -> Array:
+    """Builds float32 zeros like a rank's reduced gradient, to differentiate by.
+
+    Args:
+      shape: of the result.
+      like: an array that varies over the mesh axes over which gradients vary before they are reduced.
+      record: of the parameter.
+      reduction: how its gradient is reduced.
+    """
+    zeros = jnp.zeros(shape, jnp.float32, out_sharding=explicit_only(record.compute_spec))
+    # An all-reduce makes values equal over its axes; a reduce-scatter leaves them different over its shard axes.
+    axes = tuple(axis for axis in varying_axes(like) if axis in reduction.shard_axes or axis not in reduction.axes)
+    return lax.pcast(zeros, axes, to="varying") if axes else zeros
+
+
+# --- gathers parameters
 
 
 def gather_for_inference(records: Tree, parameters: Tree) -> Tree:
@@ -132,3 +283,94 @@ def _parameter(leaf: Any) -> Any:
 def materialize_outside_stacks(records: Tree, wrapped: Tree) -> Tree:
     """Materializes wrapped parameters outside the stacks; those of stacks are where the model scans over layers."""
     return jax.tree.map(lambda record, leaf: leaf if record.is_stacked else materialize(leaf), records, wrapped)
+
+
+# --- one layer after the other, so that buffers of one layer suffice
+
+
+def gather_layers(stacks: list[ShardedParam]) -> list[Array]:
+    """All-gathers stacked parameters, which are sharded within layers, one layer after the other.
+
+    Args:
+      stacks: shards, [layers, ...] each; all of the same number of layers.
+
+    Returns:
+      The gathered stacks, in their `gather_dtype`.
+    """
+
+    def layer(number: ArrayLike) -> list[Array]:
+        with jax.named_scope("parameters"):
+            return [gather_layer(index_layer(stack, number)) for stack in stacks]
+
+    return _layer_by_layer(layer, len(stacks[0].shard))
+
+
+def gather_upfront(layers: Tree) -> Tree:
+    """Gathers the parameters that are gathered once for both passes, for a loop without prefetch.
+
+    Args:
+      layers: parameters, [layers, ...]; the `ShardedParam` among them are shards.
+
+    Returns:
+      The same tree, with each `ShardedParam` that has `keep_for_backward` gathered.
+    """
+    leaves, tree = jax.tree.flatten(layers, is_leaf=is_wrapped)
+    gathered_once = {
+        i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, ShardedParam) and leaf.keep_for_backward
+    }
+    if gathered_once:
+        arrays = gather_layers([lax.stop_gradient(leaf) for leaf in gathered_once.values()])
+        for (i, leaf), array in zip(gathered_once.items(), arrays, strict=True):
+            leaves[i] = leaf.with_gathered(array)
+    return jax.tree.unflatten(tree, leaves)
+
+
+def gather_layer(like: ShardedParam) -> Array:
+    """All-gathers one layer's parameter, in row-major memory layout.
+
+    Args:
+      like: its shard, without the leading `layers`.
+    """
+
+    def local(a: Array) -> Array:
+        """Gathers with all axes manual."""
+        full = lax.all_gather(
+            a.astype(like.gather_dtype), like.reduction.shard_axes, axis=like.reduction.dim, tiled=True
+        )
+        # XLA: a gather's result has the sharded dimension outermost. That layout would spread to the stack into which
+        # it is written, and the stack would be copied once more to be transposed.
+        row_major = memory_layout.Layout(major_to_minor=tuple(range(full.ndim)))
+        return memory_layout.with_layout_constraint(full, row_major)
+
+    # XLA: a layout constraint on an operand with explicit axes makes the partitioner gather it, so all are manual.
+    return fully_manual(local, spec(*like.names))(like.sent)
+
+
+def scatter_layers(gradients: list[Array], reductions: list[GradReduction], specs: list[PartitionSpec]) -> list[Array]:
+    """Reduce-scatters stacked gradients one layer after the other.
+
+    Args:
+      gradients: [layers, ...] each, local to a rank's samples.
+      reductions: of each, `layers` counted among the dimensions.
+      specs: sharding of each before the reduction.
+
+    Returns:
+      This rank's shards of the reduced gradients, float32 [layers, ...].
+    """
+
+    def reduce_layer(index: ArrayLike) -> list[Array]:
+        of_layer = zip(index_layer(gradients, index), specs, reductions, strict=True)
+        return [reduce_gradient(a, PartitionSpec(*spec[1:]), replace(r, dim=r.dim - 1)) for a, spec, r in of_layer]
+
+    return _layer_by_layer(reduce_layer, gradients[0].shape[0])
+
+
+def _layer_by_layer(compute: Callable[[ArrayLike], list[Array]], count: int) -> list[Array]:
+    """Stacks the results of `compute(index)` for `count` layers, computed one after the other."""
+
+    def one(index: Array, stacks: list[Array]) -> list[Array]:
+        return [lax.dynamic_update_index_in_dim(s, a, index, 0) for s, a in zip(stacks, compute(index), strict=True)]
+
+    # XLA: zeros depend on nothing, so they would be allocated at the beginning of the step and be alive through its
+    # memory peak. The stacks begin as copies of the first layer's result instead.
+    return lax.fori_loop(1, count, one, [jnp.broadcast_to(a, (count, *a.shape)) for a in compute(0)])

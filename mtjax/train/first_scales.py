@@ -10,7 +10,7 @@ from mtjax.train.step import TrainStep
 
 
 class FirstScales:
-    """Calls `TrainStep.with_first_scales` before each step of a run, until it has nothing more to do."""
+    """Calls `Float8Step.with_first_scales` before each step of a run, until it has nothing more to do."""
 
     def __init__(self, program: TrainStep, say: Callable[[str], object], clock: StepClock | None = None) -> None:
         """Takes the program, what reports a line, and the clock of the steps, which leaves out the time of this."""
@@ -23,6 +23,9 @@ class FirstScales:
             return state
         if self._clock is not None:
             self._clock.pause(SCALES)
+        from mtjax.train.float8 import Float8Step
+
+        assert isinstance(self._program, Float8Step)
         state, done = self._program.with_first_scales(state, batch)
         self._is_due = done == ""
         if done:

@@ -12,7 +12,7 @@ from jax import Array
 from jax.sharding import Mesh, auto_axes, reshard
 
 from mtjax.config import Config
-from mtjax.config.float8 import STATE, quantizes_once
+from mtjax.config.float8 import EXPONENTS, STATE, quantizes_once
 from mtjax.errors import UserError
 from mtjax.layout.layouts import Layout
 from mtjax.models.evaluation import Evaluation
@@ -20,7 +20,8 @@ from mtjax.models.float8 import UNSEEN
 from mtjax.models.sharded_model import Batch
 from mtjax.runtime.train_state import State
 from mtjax.sharding.axes import REPLICATED
-from mtjax.sharding.float8 import E4M3, LOWEST, fitting_exponent, power_of_two
+from mtjax.sharding.float8 import E4M3
+from mtjax.sharding.float8_scales import fitting_scale, scale_at
 from mtjax.sharding.float8_weights import Float8Reduction, quantize_stack
 from mtjax.train.step import TrainStep
 
@@ -199,7 +200,7 @@ def next_states(states: Tree, counts: Tree, history: int, forgets: Array | bool 
         largest = found & (jnp.cumsum(found, -1) == 1)
         is_recent = jnp.where(largest, 0.0, 1 - jnp.max(-state["age"], -2)) < history
         index = jnp.argmax(is_recent, -1)  # the least scale is that of the largest value
-        new, is_known = power_of_two(index + LOWEST), is_recent.any(-1)
+        new, is_known = scale_at(index, _digits(state)), is_recent.any(-1)
         x, g = (jnp.where(is_known[..., i], new[..., i], state["scale"][..., 2 * i]) for i in (0, 1))
         ages = jnp.where(largest[..., None, :], 0.0, state["age"] + 1)
         is_layer = state["scale"][..., 2:] > 0  # the state of padding remains 0
@@ -209,6 +210,11 @@ def next_states(states: Tree, counts: Tree, history: int, forgets: Array | bool 
         }
 
     return _map_states(one, states, counts)
+
+
+def _digits(state: Tree) -> int:
+    """Returns the binary digits of the inverse scales that a state counts: it has 2^(digits - 1) for each exponent."""
+    return (state["age"].shape[-1] // EXPONENTS).bit_length()
 
 
 def _map_states(function: Callable[..., Tree], states: Tree, *others: Tree) -> Tree:
@@ -245,7 +251,7 @@ def _fitted(states: Tree, weights: Tree) -> Tree:
     place = jax.typeof(known).sharding.spec
     each = [reshard(jnp.max(jnp.abs(m), axis=tuple(range(1, m.ndim))), place) for m in matrices]
     largest = jnp.stack(each).max(0).astype(jnp.float32)
-    scale = power_of_two(fitting_exponent(largest, E4M3))
+    scale = fitting_scale(largest, E4M3, _digits(state))
     # Of padding layers, whose weights are 0, the state remains 0.
     fitted = jnp.where(largest > 0, scale, known)
     return {**after, STATE: {**state, "scale": state["scale"].at[..., 1].set(fitted)}}

@@ -1,10 +1,22 @@
 """Layer-wise learning rate decay, for finetuning."""
 
-import numpy as np
+from typing import Any
 
-from mtjax.config import Model
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from mtjax.config import Config, Model
 from mtjax.layout.stages import Orders, layer_numbers, order_of
 from mtjax.sharding.param_specs import ParamSpec
+
+
+def layer_decay(config: Config, records: Any, orders: Orders) -> optax.GradientTransformation:
+    """Scales the updates of parameters, `records` of them, by their layers' factors."""
+    decay, model = config.finetuning.layer_decay, config.model
+    factors = jax.tree.map(lambda record: layer_factors(record, decay, model, orders), records)
+    return optax.stateless(lambda updates, _: jax.tree.map(jnp.multiply, updates, factors))
 
 
 def layer_factors(record: ParamSpec, decay: float, model: Model, orders: Orders) -> np.ndarray:

@@ -57,7 +57,7 @@ from mtjax.train.setup import (
     resume_command,
     with_mesh,
 )
-from mtjax.train.skipped_steps import NonfiniteSteps
+from mtjax.train.skipped_steps import NonfiniteSteps, bad_parameter, tensors_of
 from mtjax.train.step import TrainStep
 
 
@@ -192,7 +192,7 @@ def train_with(peers: Peers, config: Config, name: str, this_start: StartOptions
         saves = Saves(checkpoints, output.max_failed_saves, lambda: peers.advice, progress.say)
         goal = this_start.goal(objective, config)
         best = open_best_checkpoint(goal, config, environment, start.step, stack, progress.say)
-        monitors = (best, NonfiniteSteps(config.training, program.tensors), CorruptionChecks(program))
+        monitors = (best, NonfiniteSteps(config.training, tensors_of(program)), CorruptionChecks(program))
         tiers = (checkpoints, saves, local)
         run = Run(config, objective, environment, data, program, progress, *tiers, *logs, *monitors, this_start)
         stack.enter_context(progress)
@@ -323,7 +323,7 @@ def check_steps(run: Run, state: State) -> None:
     if not run.nonfinite_steps.are_too_many:
         return
     in_a_row, saved = run.nonfinite_steps.in_a_row, run.checkpoints.latest()
-    nonfinite_parameter = run.program.bad_parameter(state.weights)
+    nonfinite_parameter = bad_parameter(run.program, state.weights)
     checkpoint = (
         "there is no checkpoint yet"
         if saved is None
@@ -379,7 +379,7 @@ def print_summary(run: Run, state: State) -> None:
     if run.best is not None and run.best.best.step:
         found = run.best.best
         best = f", best {found.goal.metric.removeprefix('valid_')} {found.value:.4f} after step {found.step}"
-    sample = run.objective.sample(run.program, state.weights, run.data.tokenizer)
+    sample = run.objective.sample(run.program, state, run.data.tokenizer)
     next_commands = f"\n{' ' * 8}".join(run.objective.next_commands(run.config, out))
     time = ""
     if run.metrics is not None and run.time_log is not None:

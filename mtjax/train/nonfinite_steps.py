@@ -41,20 +41,6 @@ class Tensor:
         return self.name if self.layer is None else f"{self.name}, layer {self.layer}"
 
 
-def tensors(records: Tree, numbers_of: Numbers = lambda _: ()) -> list[Tensor]:
-    """Lists the tensors of a model in the order of the backward pass; `first_bad` is an index into this list.
-
-    Layers come from the last to the first, then the parameters outside of layers. A cotangent that overflows in a layer
-    makes the gradients of all layers before it nonfinite, so the first in this order is nearest to the cause.
-
-    Args:
-      records: of every parameter.
-      numbers_of: the numbers of the layers that an array stacks, by its name; () for 0, 1, 2 ...
-    """
-    in_tree_order = _in_tree_order(records, numbers_of)
-    return [in_tree_order[i] for i in _backwards(in_tree_order)]
-
-
 def first_bad(scalar: Array, values: Tree, records: Tree, numbers_of: Numbers = lambda _: ()) -> Array:
     """Returns the index of the first tensor that is not finite; see `norm_and_first_bad`. The norm may overflow."""
     first, _, count = _search(values, records, numbers_of)
@@ -64,8 +50,8 @@ def first_bad(scalar: Array, values: Tree, records: Tree, numbers_of: Numbers = 
 def norm_and_first_bad(
     scalar: Array, values: Tree, records: Tree, numbers_of: Numbers, unrolled: bool = False
 ) -> tuple[Array, Array]:
-    """Returns the norm of all values, float32, and the index in `tensors` of the first that is not finite, int32, from
-    one pass over the values; both are replicated on all devices.
+    """Returns the norm of all values, float32, and the index of the first tensor that is not finite, int32, in the
+    order of the backward pass (`skipped_steps.tensors`), from one pass over the values; both are replicated.
 
     A tensor counts as finite if the sum of squares of each device's shard is finite.
 
@@ -85,10 +71,10 @@ def norm_and_first_bad(
 
 def _search(values: Tree, records: Tree, numbers_of: Numbers, unrolled: bool = False) -> tuple[Array, Array, int]:
     """Returns the index of the first tensor that is not finite, or their number; the norm; their number."""
-    in_tree_order = _in_tree_order(records, numbers_of)
+    in_tree_order = tensors_in_tree_order(records, numbers_of)
     leaves, kinds = jax.tree.leaves(values), jax.tree.leaves(records)
     counts = [a.shape[0] if kind.is_stacked else 1 for a, kind in zip(leaves, kinds, strict=True)]
-    indices = np.split(np.argsort(_backwards(in_tree_order)).astype(np.int32), np.cumsum(counts)[:-1])
+    indices = np.split(np.argsort(backwards(in_tree_order)).astype(np.int32), np.cumsum(counts)[:-1])
     # Shard the indices like the layers (pipeline stages): a device that has only some layers needs only theirs.
     spread = [shard_like_rows(p, a) if k.is_stacked else p for p, a, k in zip(indices, leaves, kinds, strict=True)]
 
@@ -116,7 +102,8 @@ def _squares_of_layers(stack: Array, concatenated: bool) -> Array:
     return jnp.stack([jnp.square(stack[i]).sum() for i in range(stack.shape[0])])
 
 
-def _in_tree_order(records: Tree, numbers_of: Numbers) -> list[Tensor]:
+def tensors_in_tree_order(records: Tree, numbers_of: Numbers) -> list[Tensor]:
+    """Lists the tensors of a model in the order of its parameters."""
     named: list[Tensor] = []
     for record in jax.tree.leaves(records):
         layers: Sequence[int | None] = [None]
@@ -127,8 +114,8 @@ def _in_tree_order(records: Tree, numbers_of: Numbers) -> list[Tensor]:
     return named
 
 
-def _backwards(in_tree_order: Sequence[Tensor]) -> list[int]:
-    """Returns the indices into `in_tree_order` in the order of `tensors`; a decoder's stack comes before an
+def backwards(in_tree_order: Sequence[Tensor]) -> list[int]:
+    """Returns the indices into `in_tree_order` in the order of the backward pass; a decoder's stack comes before an
     encoder's."""
 
     one_section = {STACK, DENSE, *KIND_OF.values()}

@@ -20,6 +20,7 @@ from mtjax.models.sharded_model import Batch, ShardedModel
 from mtjax.runtime.checkpoints.past import Past
 from mtjax.runtime.checkpoints.weights import Weights, check_same_weights, find_weights, restore_weights
 from mtjax.runtime.processes.coordination import this_process
+from mtjax.runtime.train_state import State
 from mtjax.train.changes import check_learning_rate, neighbours_of, position_of, scheduled
 from mtjax.train.feed import next_batch, open_batches
 from mtjax.train.folder.tokenizer import find_tokenizer
@@ -172,7 +173,7 @@ class Objective(Protocol):
         """Returns the metric that selects the best checkpoint; None to keep none."""
         ...
 
-    def sample(self, program: TrainStep, parameters: Tree, tokenizer: Tokenizer) -> str:
+    def sample(self, program: TrainStep, state: State, tokenizer: Tokenizer) -> str:
         """Returns a sample of the trained model for the summary: indented lines, or ""."""
         ...
 
@@ -333,11 +334,11 @@ class Pretraining:
         """Returns the validation loss if `keep_best` selects it; otherwise only the last checkpoints are kept."""
         return Goal(VALID_LOSS, higher_is_better=False) if config.output.keep_best == VALID_LOSS else None
 
-    def sample(self, program: TrainStep, parameters: Tree, tokenizer: Tokenizer) -> str:
+    def sample(self, program: TrainStep, state: State, tokenizer: Tokenizer) -> str:
         """Generates a continuation of the prompt; "" for models that do not predict the next token."""
         if self.continue_text is None or not continues_text(program.config):
             return ""
-        text = self.continue_text(program, parameters, tokenizer, program.config.output.prompt)
+        text = self.continue_text(program, state.weights, tokenizer, program.config.output.prompt)
         printable = "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text.expandtabs(4))
         without_gaps = re.sub(r"\n\s*\n", "\n", printable)  # blank lines would take most of the summary
         return f"sample  {textwrap.indent(without_gaps, ' ' * 8).strip()}\n"

@@ -1,7 +1,6 @@
 """The optimizer of the paper (section 4.2): AdamW with gradient clipping, and weight decay of matrices and tables
 only."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,7 +12,7 @@ from mtjax.config import Config
 from mtjax.layout.layouts import is_decayed
 from mtjax.layout.optimizer_states import optimizer_states
 from mtjax.layout.stages import PLAIN, Orders
-from mtjax.train.schedule import make_schedule, make_weight_decay
+from mtjax.train.schedule import make_schedule
 
 
 def make_optimizer(config: Config, records: Any, orders: Orders = PLAIN) -> optax.GradientTransformationExtraArgs:
@@ -40,30 +39,18 @@ def make_optimizer(config: Config, records: Any, orders: Orders = PLAIN) -> opta
         from mtjax.train.optimizers import make_rule
 
         build = partial(make_rule, config, records, orders)
-    decay = make_weight_decay(options, steps)
-    rule = _growing(build, decay) if callable(decay) else build(weight_decay=decay)
-    factor = config.finetuning.layer_decay
-    if factor == 1.0:
+    if options.start_weight_decay is None:
+        rule = build(weight_decay=options.weight_decay)
+    else:
+        from mtjax.train.weight_decay import with_weight_decay
+
+        rule = with_weight_decay(build, options, steps)
+    if config.finetuning.layer_decay == 1.0:
         return optax.chain(clip, rule)
-    from mtjax.train.layer_decay import layer_factors
+    from mtjax.train.layer_decay import layer_decay
 
     # Behind the rule: Adam's updates do not depend on the scale of its gradients.
-    factors = jax.tree.map(lambda record: layer_factors(record, factor, config.model, orders), records)
-    layer_decay = optax.stateless(lambda updates, _: jax.tree.map(jnp.multiply, updates, factors))
-    return optax.chain(clip, rule, layer_decay)
-
-
-def _growing(build: Callable[..., optax.GradientTransformation], decay: optax.Schedule) -> optax.GradientTransformation:
-    """Builds an optimizer with a weight decay that depends on the step.
-
-    optax supports a schedule too, but adds a counter to the state. This reads the learning rate's counter instead, so
-    that a checkpoint has the same structure with and without a growing weight decay.
-    """
-
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        return build(weight_decay=decay(state[-1].count)).update(updates, state, params)
-
-    return optax.GradientTransformation(build(weight_decay=0.0).init, update)
+    return optax.chain(clip, rule, layer_decay(config, records, orders))
 
 
 def _clip(max_norm: float) -> optax.GradientTransformationExtraArgs:

@@ -6,6 +6,7 @@ scaled together, by the largest score of them all, as in Megatron-Core. Of laten
 belongs to all heads and remains; that of queries is multiplied by t/s.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -16,11 +17,19 @@ from jaxtyping import Float
 from mtjax.config import Model
 from mtjax.config.sizes import num_kv_heads
 from mtjax.layout.layouts import LARGEST_SCORES
-from mtjax.models.largest_scores import only_observers, without_observers
+from mtjax.models.families.registry import LanguageModel
+from mtjax.models.largest_scores import (
+    observe_given,
+    observe_scores,
+    only_observers,
+    with_observers,
+    without_observers,
+)
 from mtjax.models.sharded_model import Batch
 from mtjax.runtime.train_state import State
 from mtjax.sharding.factors import sharded_by_rows, times_factors
-from mtjax.train.step import TrainStep
+from mtjax.sharding.manual_region import ManualRegion
+from mtjax.train.step import LossInputs, TrainStep
 
 Tree = Any
 
@@ -30,6 +39,39 @@ METRIC = "largest_score"
 
 class QKClipStep(TrainStep):
     """A train step that bounds attention scores, which XLA's attention writes out (`choose_kernel`)."""
+
+    def bind_records(self) -> None:
+        """See `ShardedModel.bind_records`: the region of a step has the zeros; states and other readers have none."""
+        super().bind_records()
+        self._observed = self.region
+        trees = self.axes, self.abstract_parameters, self.records
+        self.axes, self.abstract_parameters, self.records = map(without_observers, trees)
+        self.region = dataclasses.replace(self.region, records=self.records)
+
+    @property
+    def step_region(self) -> ManualRegion:
+        """See `TrainStep.step_region`."""
+        return self._observed
+
+    def build(self, key: Array) -> LanguageModel:
+        """See `ShardedModel.build`; adds the zeros."""
+        model = super().build(key)
+        observe_scores(model, self.config.model.num_heads)
+        return model
+
+    def drawn(self, key: Array) -> Tree:
+        """See `ShardedModel.drawn`."""
+        return without_observers(super().drawn(key))
+
+    def model(self, parameters: Tree) -> LanguageModel:
+        """See `ShardedModel.model`."""
+        model = super().model(parameters)
+        observe_given(model, parameters)
+        return model
+
+    def loss_inputs(self, parameters: Tree, batch: Batch) -> LossInputs:
+        """See `TrainStep.loss_inputs`."""
+        return super().loss_inputs(with_observers(self.step_region.records, parameters), batch)
 
     def gradients(
         self, parameters: Tree, batch: Batch, key: Array | None, scale: Array | None = None
@@ -49,8 +91,9 @@ class QKClipStep(TrainStep):
         every = jax.tree.leaves(metrics.pop(LARGEST_SCORES))
         return after, {**metrics, METRIC: jnp.stack([jnp.max(scores) for scores in every]).max()}
 
-    def rescaled(self, updated: Tree, parts: dict[str, Any]) -> Tree:
+    def rescaled(self, updated: Tree, parts: dict[str, Any], state: State) -> Tree:
         """See `TrainStep.rescaled`."""
+        updated = super().rescaled(updated, parts, state)
         with jax.named_scope("qk_clip"):
             options = self.config.optimizer
             return clipped(self.config.model, options.qk_clip, options.qk_clip_alpha, updated, parts[LARGEST_SCORES])

@@ -1,4 +1,4 @@
-"""Learning rate and weight decay schedules, as in Megatron's `OptimizerParamScheduler`.
+"""Learning rate schedules, as in Megatron's `OptimizerParamScheduler`.
 
 Megatron counts samples; each step has the same number of samples, so ratios of samples equal ratios of steps. Update k,
 counted from 0, uses the value at k.
@@ -65,13 +65,3 @@ def _decayed(options: Optimizer, last: int) -> Callable[[jax.Array], jax.Array]:
         assert options.wsd_decay_steps is not None  # the config is checked
         first, shape = last - options.wsd_decay_steps, options.wsd_decay_style
     return lambda k: floor + (peak - floor) * SHAPES[shape](jnp.clip((k - first) / (last - first), 0, 1))
-
-
-def make_weight_decay(options: Optimizer, steps: int) -> float | optax.Schedule:
-    """Builds the weight decay: a number, or a schedule of the step, counted from 0, if it grows over the run's
-    `steps`."""
-    end, start = options.weight_decay, options.start_weight_decay
-    if start is None or options.weight_decay_style == "constant":
-        return end
-    left = SHAPES[options.weight_decay_style]
-    return lambda step: end - (end - start) * left(jnp.clip(jnp.asarray(step, jnp.float32) / steps, 0, 1))

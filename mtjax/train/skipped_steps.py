@@ -9,9 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import Array
 
 from mtjax.config import Training
-from mtjax.train.nonfinite_steps import GOOD, Tensor
+from mtjax.train.nonfinite_steps import GOOD, Numbers, Tensor, backwards, first_bad, tensors_in_tree_order
+from mtjax.train.step import TrainStep
+
+Tree = Any
 
 MOST_WAITING = 1000
 """Steps after which the host checks even if nothing is logged: until then the results stay on the devices."""
@@ -90,3 +95,33 @@ class NonfiniteSteps:
         if scale is None or self.training.loss_scale is not None:
             return False
         return math.isfinite(loss) and float(scale) > self.training.min_loss_scale
+
+
+def tensors(records: Tree, numbers_of: Numbers = lambda _: ()) -> list[Tensor]:
+    """Lists the tensors of a model in the order of the backward pass; `first_bad` is an index into this list.
+
+    Layers come from the last to the first, then the parameters outside of layers. A cotangent that overflows in a layer
+    makes the gradients of all layers before it nonfinite, so the first in this order is nearest to the cause.
+
+    Args:
+      records: of every parameter.
+      numbers_of: the numbers of the layers that an array stacks, by its name; () for 0, 1, 2 ...
+    """
+    in_tree_order = tensors_in_tree_order(records, numbers_of)
+    return [in_tree_order[i] for i in backwards(in_tree_order)]
+
+
+def tensors_of(program: TrainStep) -> list[Tensor]:
+    """Lists the tensors that a step's `first_bad` indexes."""
+    return tensors(program.trainable_records, program.layer_numbers)
+
+
+def bad_parameter(program: TrainStep, parameters: Tree) -> Tensor | None:
+    """Returns a trained parameter that is not finite; None if all are finite."""
+
+    def find(parameters: Tree) -> Array:  # finite values become 0, as squares may overflow
+        bad = jax.tree.map(lambda a: jnp.where(jnp.isfinite(a), 0.0, a), program.optimized(parameters))
+        return first_bad(jnp.zeros(()), bad, program.trainable_records, program.layer_numbers)
+
+    index = int(program.on_mesh(jax.jit(find), parameters))
+    return None if index == GOOD else tensors_of(program)[index]

@@ -15,20 +15,18 @@ from jax.sharding import Mesh
 from mtjax.config import Config
 from mtjax.layout.divisibility import num_microbatches
 from mtjax.layout.layouts import Layout
-from mtjax.layout.optimizer_states import optimizer_states
 from mtjax.layout.stages import layer_numbers
 from mtjax.models.sharded_model import Batch, ShardedModel
 from mtjax.models.trunk import TrunkLosses
 from mtjax.runtime import xla_options
 from mtjax.runtime.train_state import State
 from mtjax.sharding import placement
-from mtjax.sharding.accumulate import total_loss
 from mtjax.sharding.axes import use_rules
-from mtjax.sharding.gradients import distributed_gradients
+from mtjax.sharding.gradients import distributed_gradients, total_loss
 from mtjax.sharding.manual_region import ManualRegion
 from mtjax.sharding.param_specs import partition_specs, trained
-from mtjax.sharding.reduction import Reduction
-from mtjax.train.nonfinite_steps import GOOD, Tensor, first_bad, norm_and_first_bad, tensors
+from mtjax.sharding.zero import Reduction
+from mtjax.train.nonfinite_steps import GOOD, norm_and_first_bad
 from mtjax.train.optimizer import make_optimizer
 from mtjax.train.schedule import make_schedule
 
@@ -76,21 +74,15 @@ class TrainStep(ShardedModel):
     def state_sharding(self) -> State:
         """The sharding of each array of the state."""
         everywhere = placement.replicated(self.mesh)
-        loss_scale = jax.tree.map(lambda _: everywhere, jax.eval_shape(self._initial_loss_scale))
+        loss_scale = jax.tree.map(lambda _: everywhere, jax.eval_shape(self.initial_loss_scale))
         return State(everywhere, everywhere, self.parameter_sharding, self.optimizer_sharding(), loss_scale)
 
     def optimizer_sharding(self) -> Tree:
         """Returns the sharding of each array of the optimizer's state."""
         # Adam's moments are sharded like the stored parameters: with ZeRO over the data parallel ranks as well.
         moments = placement.shardings(partition_specs(self.trainable_records, "storage_spec"), self.mesh)
-        like, states = self.optimized(self.abstract_parameters), optimizer_states(self.config)
-        if states.is_plain:
-            return placement.optimizer_shardings(self.optimizer, like, moments, self.mesh)
-        from mtjax.sharding.optimizer_shardings import shardings_by_name
-
-        with jax.set_mesh(self.mesh):
-            abstract = jax.eval_shape(self.optimizer.init, placement.with_sharding(like, moments))
-        return shardings_by_name(abstract, self.trainable_records, states, self.mesh)
+        like = self.optimized(self.abstract_parameters)
+        return placement.optimizer_shardings(self.optimizer, like, moments, self.mesh)
 
     @cached_property
     def abstract_state(self) -> State:
@@ -111,39 +103,15 @@ class TrainStep(ShardedModel):
 
         The metrics are scalars, except those of experts: loss, grad_norm, learning_rate, tokens, skipped; each loss by
         name if there are several (with experts, "loss" is that of the tokens, without the router losses); expert_load,
-        the tokens per expert of each layer; and first_bad, the index in `tensors` of the first tensor that is not
-        finite. If there is one, the step is skipped: only the step number changes, skipped is 1 and grad_norm 0.
+        the tokens per expert of each layer; and first_bad, the index of the first tensor that is not finite, in
+        `skipped_steps.tensors_of`. If there is one, the step is skipped: only the step number changes, skipped is 1 and
+        grad_norm 0.
         """
         return self.on_mesh(self._compiled_step, state, batch)
-
-    def with_first_scales(self, state: State, batch: Batch) -> tuple[State, str | None]:
-        """Returns a state, which is donated, with what its next step needs beforehand, found with that step's batch.
-
-        Returns:
-          The state; and what was done, in words. None if nothing had to be done, "" if it could not be done with this
-          batch.
-        """
-        del batch
-        return state, None
 
     def layer_numbers(self, name: str) -> tuple[int, ...]:
         """Returns the indices of the layers whose parameters an array stacks, by its dotted name."""
         return layer_numbers(self.config.model, name)
-
-    @cached_property
-    def tensors(self) -> list[Tensor]:
-        """The tensors that `first_bad` indexes."""
-        return tensors(self.trainable_records, self.layer_numbers)
-
-    def bad_parameter(self, parameters: Tree) -> Tensor | None:
-        """Returns a trained parameter that is not finite; None if all are finite."""
-
-        def find(parameters: Tree) -> Array:  # finite values become 0, as squares may overflow
-            bad = jax.tree.map(lambda a: jnp.where(jnp.isfinite(a), 0.0, a), self.optimized(parameters))
-            return first_bad(jnp.zeros(()), bad, self.trainable_records, self.layer_numbers)
-
-        index = int(self.on_mesh(jax.jit(find), parameters))
-        return None if index == GOOD else self.tensors[index]
 
     def lower_step(self, global_batch_size: int | None = None) -> jax.stages.Lowered:
         """Lowers the train step from abstract values, without touching a device."""
@@ -179,15 +147,11 @@ class TrainStep(ShardedModel):
         # Dropout draws from the half of the key that `draw` does not use.
         random = jax.random.key_data(jax.random.split(key)[1])
         optimizer = self.optimizer.init(optax.tree.cast(self.optimized(parameters), jnp.float32))
-        return State(jnp.zeros((), jnp.int32), random, parameters, optimizer, self._initial_loss_scale())
+        return State(jnp.zeros((), jnp.int32), random, parameters, optimizer, self.initial_loss_scale())
 
-    def _initial_loss_scale(self) -> Any:
+    def initial_loss_scale(self) -> Any:
         """Builds the loss scale of float16; None of other types, which need none."""
-        if self.config.training.compute_dtype != "float16":
-            return None
-        from mtjax.train.loss_scale import initial
-
-        return initial(self.config.training)
+        return None
 
     def _step(self, state: State, batch: Batch) -> tuple[State, dict[str, Array]]:
         return self.apply_gradients(state, batch, *self.gradients(*self.gradient_inputs(state, batch)))
@@ -198,14 +162,8 @@ class TrainStep(ShardedModel):
         return self.training_point(state), batch, jax.random.wrap_key_data(state.random), scale
 
     def training_point(self, state: State) -> Tree:
-        """Returns the parameters at which gradients are taken: those of the state, unless these are averages."""
-        if self.config.optimizer.optimizer != "schedule-free":
-            return state.parameters
-        from mtjax.train.optimizers import training_point
-
-        # Gradients are taken between the averaged weights, which are stored, and the fast ones.
-        point = training_point(self.config.optimizer, self.optimized(state.parameters), state.optimizer[1][0])
-        return self.with_optimized(state.parameters, point)
+        """Returns the parameters at which gradients are taken."""
+        return state.parameters
 
     def with_optimized(self, parameters: Tree, optimized: Tree) -> Tree:
         """Returns parameters in which what the optimizer changes is that of `optimized`."""
@@ -219,12 +177,9 @@ class TrainStep(ShardedModel):
         self, state: State, batch: Batch, loss: Array, parts: dict[str, Array], gradients: Tree
     ) -> tuple[State, dict[str, Array]]:
         """Traces the optimizer update; returns the next state and metrics."""
-        loss_scale = state.loss_scale
         with jax.named_scope("optimizer"):
-            settings = (self.trainable_records, self.layer_numbers)
-            norm, bad = norm_and_first_bad(
-                loss, gradients, *settings, unrolled=bool(self.config.training.unroll_layers)
-            )
+            how = (self.trainable_records, self.layer_numbers, bool(self.config.training.unroll_layers))
+            norm, bad = norm_and_first_bad(loss, gradients, *how)
             finite = bad == GOOD
             updated, optimizer = self.updated(state, gradients, parts, norm, finite & self.is_update(state))
             metrics = {
@@ -236,13 +191,8 @@ class TrainStep(ShardedModel):
                 "first_bad": bad,
                 **parts,
             }
-            if loss_scale is not None:
-                from mtjax.train.loss_scale import update
-
-                metrics["loss_scale"] = loss_scale.scale
-                loss_scale = update(loss_scale, finite, self.config.training)
         parameters = self.with_optimized(state.parameters, updated)
-        return State(state.step + 1, state.random, parameters, optimizer, loss_scale), metrics
+        return State(state.step + 1, state.random, parameters, optimizer, state.loss_scale), metrics
 
     def is_update(self, state: State) -> Array | bool:
         """Returns whether a step from this state updates anything, if its gradients are finite."""
@@ -264,24 +214,13 @@ class TrainStep(ShardedModel):
         trainable = self.optimized(state.parameters)
         masters = optax.tree.cast(trainable, jnp.float32)
         updates, optimizer = self.optimizer.update(gradients, state.optimizer, masters, norm=norm)
-        updated = self.rescaled(optax.apply_updates(masters, updates), parts)
-        if self.config.model.router_bias and not self.config.model.lora_rank:  # which freezes routers
-            from mtjax.models.routers import LOAD
-            from mtjax.train.router_bias import update_router_bias
-
-            rate, orders = self.config.model.router_bias_update_rate, self.layer_orders
-            updated = update_router_bias(self.trainable_records, updated, parts[LOAD], rate, orders)
-        if self.config.optimizer.master_dtype != "float32":
-            from mtjax.train.rounding import round_masters
-
-            step, seed = optimizer_step_count(state.optimizer), self.config.training.seed
-            updated = round_masters(updated, self.trainable_records, self.layer_orders, seed, step)
+        updated = self.rescaled(optax.apply_updates(masters, updates), parts, state)
         # A step with nonfinite gradients is skipped on all devices, by selects instead of a conditional.
         return jax.tree.map(partial(jnp.where, finite), (updated, optimizer), (trainable, state.optimizer))
 
-    def rescaled(self, updated: Tree, parts: dict[str, Any]) -> Tree:
-        """Rescales trained parameters, float32, after their update; `parts` are those of `gradients`."""
-        del parts
+    def rescaled(self, updated: Tree, parts: dict[str, Any], state: State) -> Tree:
+        """Changes trained parameters, float32, after their update; `parts` are those of `gradients`."""
+        del parts, state
         return updated
 
     def gradients(
@@ -296,22 +235,13 @@ class TrainStep(ShardedModel):
           The loss, the sum of the family's and the routers' losses, each a mean over the global batch; each loss by
           name if there are several, with the load of each layer's experts; and the gradients.
         """
-        settings, samples = self.config.model, batch["sample_index"].shape[0]
         weights = self.loss_weights(batch)
-        if settings.num_experts:
-            from mtjax.models.routers import report_weights, with_text_lengths
-
-            weights, batch = weights | report_weights(settings, samples), with_text_lengths(settings, batch)
-        if settings.mtp_num_layers:
-            from mtjax.models.prediction import prediction_reports
-
-            weights |= prediction_reports(settings, samples)
         if scale is not None:  # scaling the weights scales the loss and all cotangents
             weights = {name: w * scale for name, w in weights.items()}
         # One dropout key per sample, derived from its index in the run: the same masks on every mesh.
         keys = None if key is None else jax.vmap(lambda i: jax.random.fold_in(key, i))(batch["sample_index"])
-        count = num_microbatches(self.config, self.shape, samples)
-        model, region, parameters, batch = self.loss_inputs(self.with_observers(parameters), batch)
+        count = num_microbatches(self.config, self.shape, len(batch["sample_index"]))
+        model, region, parameters, batch = self.loss_inputs(parameters, batch)
         inputs = (batch, weights, keys)
         schedule = self.microbatch_schedule(count)
         records = trained(region.records, region.records)
@@ -320,10 +250,6 @@ class TrainStep(ShardedModel):
             parts, gradients = distributed_gradients(model, parameters, inputs, region, schedule, reduction)
         loss = total_loss(parts)
         parts = parts if len(parts) > 1 else {}
-        if settings.mtp_num_layers:
-            from mtjax.models.prediction import with_predictions
-
-            parts = with_predictions(settings, parts)
         if scale is not None:
             loss, parts, gradients = jax.tree.map(lambda value: value / scale, (loss, parts, gradients))
         return loss, parts, gradients
@@ -332,12 +258,12 @@ class TrainStep(ShardedModel):
         """Returns weights for the values of each loss; the loss is the weighted sum."""
         # Divided by the global token count here, so that sums over microbatches and ranks give the global mean, not a
         # mean of per-microbatch means.
-        weights = {name: w / jnp.maximum(w.sum(), 1) for name, w in self.family.loss_weights(batch).items()}
-        if not self.config.model.mtp_num_layers:
-            return weights
-        from mtjax.models.prediction import prediction_weights
+        return {name: w / jnp.maximum(w.sum(), 1) for name, w in self.family.loss_weights(batch).items()}
 
-        return weights | prediction_weights(self.config.model, batch)
+    @property
+    def step_region(self) -> ManualRegion:
+        """The manual region of the step."""
+        return self.region
 
     def loss_inputs(self, parameters: Tree, batch: Batch) -> LossInputs:
         """Returns the function and inputs that `gradients` differentiates."""

@@ -36,7 +36,7 @@ def by_kind(plan: Plan, anatomy=SMALL) -> dict[str, float]:
     found: Counter[str] = Counter()
     for copy in copies(anatomy, plan):
         found[copy.kind] += copy.total  # pyright: ignore[reportArgumentType]
-    return dict(found)
+    return {kind: total for kind, total in found.items() if total}
 
 
 def changed(**settings) -> Plan:
@@ -96,6 +96,28 @@ def test_zero_copies_parts():
     assert unrolled == {theory.CASTS: LAYERS * 6 * MATRICES / 2, theory.SUMS: LAYERS * 8 * split / 2}
 
 
+def test_gradients_that_are_all_reduced_are_joined():
+    """One microbatch of two ranks without ZeRO: into one array of a layer, and out of it."""
+    alone, several = changed(global_batch_size=2), changed(mesh=parse_mesh("2x1"), global_batch_size=4)
+    assert theory.SENT not in by_kind(alone)
+    assert by_kind(several)[theory.SENT] == LAYERS * 16 * (MATRICES + VECTORS * H)
+    assert theory.SENT not in by_kind(dataclasses.replace(several, global_batch_size=8))  # after the last microbatch
+
+
+def test_small_kernels_of_a_loop():
+    """Of GPT-2's eight vectors, of which four are of two norms; more where there is dropout, and with recompute."""
+
+    def launches(**settings) -> float:
+        found = copies(SMALL, changed(**settings))
+        return sum(copy.times for copy in found if copy.kind == theory.LAUNCHES) / LAYERS
+
+    none = 8 + 4 + 6 + 2
+    assert launches() == 4 * none and launches(dropout=True) == 4 * (none + 2)
+    assert launches(recompute="full", dropout=True) == 4 * (none + 2 + 4 + 2)
+    assert launches(recompute="full", global_batch_size=2) == none + 4 + 4
+    assert launches(unrolled=True) == 0
+
+
 def test_experts_are_split_over_the_ranks_that_have_the_same():
     """Eight experts over four of eight ranks: ZeRO-3 splits them in two, what is not an expert's in eight."""
     run = tiny(family="llama", norm="rmsnorm", num_experts=8, experts_top_k=2, mesh="data=2,expert=4,model=1")
@@ -123,7 +145,8 @@ def test_seconds_are_bytes_at_the_memorys_speed_and_launches():
     free = Constants(launch=0)
     copied = step_time(big, PLAN, DGX_H100, MTJAX, free).copies
     assert copied == pytest.approx(sum(by_kind(PLAN, big).values()) / (3.35e12 * 0.9 * 0.795), rel=0.01)
-    launches = 8 * 4 * 4 * Machine(DGX_H100).constants.launch  # of eight vectors, which are added up
+    # Of eight vectors, which are added up, and as many sums; counters, reads of vectors, and statistics of two norms.
+    launches = (8 + 8 + 4 + 6 + 2) * 4 * 4 * Machine(DGX_H100).constants.launch
     assert step_time(big, PLAN, DGX_H100).copies == pytest.approx(copied + launches, rel=0.01)
     assert step_time(big, PLAN, DGX_H100, MEGATRON_CORE).copies == 0
 

@@ -231,7 +231,13 @@ def test_layers_without_a_loop_keep_their_matrices_cast_and_nothing_twice():
     assert one.later == 4 * layers and unrolled.later == looped.later == 0
     assert dataclasses.replace(one, later=0.0).total - one.total == 4 * layers  # the loss is the fullest moment
     without_loss = dataclasses.replace(one, logits=0.0)
-    assert dataclasses.replace(without_loss, comes_as_activations_go=False).total - without_loss.total == 4 * layers
+    assert dataclasses.replace(without_loss, reused=0.0).total - without_loss.total == 4 * layers
+    # Of four layers two keep their input only; gradients of the other two come as their activations go.
+    blocks = dataclasses.replace(plan, unrolled=True, microbatch_size=8, recompute="full", recompute_first=2)
+    half = memory.stage_memory(model, blocks)
+    inputs = half.activations[memory.LAYER_INPUTS]
+    assert inputs == 2 * 2 * 8 * 512 * 512 and half.reused == half.kept - inputs - half.activations[memory.COPIES]
+    assert memory.stage_memory(model, dataclasses.replace(blocks, recompute_first=None)).reused == 0
 
 
 def test_what_waits_for_gradients_of_weights_where_something_is_sent():

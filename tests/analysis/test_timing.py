@@ -6,10 +6,12 @@ import pytest
 
 from mtjax import config
 from mtjax.analysis.anatomy import Anatomy
+from mtjax.analysis.contract import LAYER_BACKWARD, LAYER_PHASES
 from mtjax.analysis.copies import copies_in_step
-from mtjax.analysis.counts import parameters
+from mtjax.analysis.counts import parameters, stage_counts
 from mtjax.analysis.families.registry import anatomy_of, gpt
 from mtjax.analysis.hardware import DGX_2H, DGX_H100
+from mtjax.analysis.layer_time import layer_seconds
 from mtjax.analysis.link_time import members_inside
 from mtjax.analysis.machine import Constants, Machine
 from mtjax.analysis.software import MEGATRON_CORE, MTJAX
@@ -78,7 +80,8 @@ def test_model_groups_fill_servers_first(mesh, server, model, data):
 
 
 def test_parts_sum_to_the_step_and_a_stage_adds_its_bubble():
-    time = step_time(GPT_8B, dataclasses.replace(PLAN, microbatch_size=4), DGX_H100)
+    plan, machine = dataclasses.replace(PLAN, microbatch_size=4), Machine(DGX_H100)
+    time = step_time(GPT_8B, plan, DGX_H100)
     parts = [
         time.products,
         time.attention,
@@ -89,8 +92,11 @@ def test_parts_sum_to_the_step_and_a_stage_adds_its_bubble():
         time.data_axis,
         time.optimizer,
     ]
-    assert time.contention == 0  # one reduction after all microbatches: nothing runs beside it
-    assert time.total == pytest.approx(sum(parts))
+    # One reduction after all microbatches; the input gradient of each layer's attention is summed beside products.
+    backward = [t for t in transfers(GPT_8B, plan) if (t.axis, t.phase) == (MODEL, LAYER_BACKWARD)]
+    assert 2 * time.hidden[MODEL] == pytest.approx(sum(machine.transfer(t, 8) for t in backward))
+    assert time.contention == pytest.approx(machine.contention(time.hidden[MODEL]))
+    assert time.hidden[DATA] == 0 and time.total == pytest.approx(sum(parts) + time.contention)
     assert time.bubble == time.stage_axis == 0
     staged = step_time(GPT_8B, Plan(parse_mesh("8x4x8"), 512, 8, recompute="full", residuals="megatron"), DGX_H100)
     busy = staged.compute + staged.model_axis + staged.stage_axis
@@ -192,12 +198,20 @@ def test_sends_between_stages_are_exposed_where_a_tick_has_one_half_only():
 
 
 def test_zero_3_waits_for_what_other_layers_do_not_hide():
-    """Forward a quarter of the computing hides half the gathers, backward the rest hides the others and the sums.
-    Layers in groups gather for themselves, and wait for all."""
+    """Forward a quarter of the computing hides half the layers' gathers, backward the rest hides the others and the
+    sums; nothing hides those of the tables. Layers in groups gather for themselves, and wait for all."""
     plan = Plan(parse_mesh("64x8"), 512, 8, recompute="full", zero=3)
     grouped = dataclasses.replace(plan, recompute_group=2)
     ahead, alone = (step_time(GPT_8B, p, DGX_H100) for p in (plan, grouped))
-    assert ahead.data_axis == 0 < ahead.hidden[DATA] and alone.hidden[DATA] == 0 < alone.data_axis
+    assert 0 < ahead.data_axis < ahead.hidden[DATA] and alone.hidden[DATA] == 0 < alone.data_axis
+    of_device = stage_counts(GPT_8B, plan)
+    layers, tables, sent = (
+        of_device.in_layers,
+        of_device.all - of_device.in_layers,
+        ahead.data_axis + ahead.hidden[DATA],
+    )
+    # Gradients take 4 bytes, twice the parameters' 2, which the layers gather twice.
+    assert ahead.data_axis == pytest.approx(sent * 3 * tables / (3 * tables + 4 * layers), rel=0.02)
     slow = Constants(network=Constants().network / 100)
     late = step_time(GPT_8B, plan, DGX_H100, constants=slow)
     assert late.data_axis > 0
@@ -238,3 +252,42 @@ def test_matmuls_in_8_bits_are_faster_and_the_kernels_around_them_are_not_free()
     )
     assert wide.compute - eight.compute == pytest.approx(7.45 - 5.06 - (1.71 - 1.28), rel=0.1)
     assert wide.logits == eight.logits and wide.attention == eight.attention
+
+
+def test_gates_and_biases_of_scores_are_read_and_written():
+    """Beside the same sizes without: a gated MLP of 11,008 moves 5 arrays more in three passes, T5's positions 16 bytes
+    a score."""
+
+    def seconds(preset: str, part: str, **settings) -> float:
+        run = config.replace(config.load(preset), mesh="1x1", global_batch_size=2, microbatch_size=2, **settings)
+        plan = Plan.of(run, parse_mesh("1x1"), recompute="full", unrolled=False)
+        return getattr(step_time(anatomy_of(run.model), plan, DGX_H100), part)
+
+    passes = Machine(DGX_H100).passes
+    gated, plain = (seconds("llama2-7b", "element_wise", activation=name) for name in ("swiglu", "gelu"))
+    assert gated - plain == pytest.approx(passes(32 * 2 * 4096 * 11008 * 2 * 5))
+    relative, learned = (seconds("t5-220m", "attention", position=name) for name in ("relative", "learned"))
+    assert relative - learned == pytest.approx(passes(12 * 2 * 12 * (512 * 512 + 128 * 128) * 16))
+
+
+def test_attention_that_writes_scores_out_copies_what_it_reads():
+    """Query, key, value and the output: forward, again and backward."""
+    model, plan = gpt(1, 1024, 8, 512, 51_200), Plan(parse_mesh("1x1"), 8, 8, recompute="full")
+    stack, machine = model.stacks[0], Machine(DGX_H100)
+    ours, theirs = (
+        layer_seconds(stack, dataclasses.replace(plan, residuals=residuals), machine, MTJAX)[1]
+        for residuals in ("jax", "megatron")
+    )
+    assert ours - theirs == pytest.approx(3 * machine.passes(2 * 2 * 4 * 8 * 512 * 1024))
+
+
+def test_half_of_what_chunks_of_one_layer_send_passes_beside_the_other_half_of_a_tick():
+    model = gpt(8, 4096, 32, 2048, 51_200)
+    plan = Plan(parse_mesh("2x4x8"), 64, 1, recompute="full", sequence_parallel=True)
+    single = dataclasses.replace(plan, pipeline_schedule="interleaved", chunks=2)
+    found, several = (step_time(model, p, DGX_H100) for p in (single, plan))
+    assert several.hidden[MODEL] == 0 < found.hidden[MODEL]
+    sums = [t for t in transfers(model, single) if t.axis == MODEL and t.phase in LAYER_PHASES]
+    machine = Machine(DGX_H100)
+    assert 2 * found.hidden[MODEL] == pytest.approx(sum(machine.transfer(t, 8) for t in sums))
+    assert found.contention > several.contention

@@ -4,12 +4,17 @@ import json
 import shutil
 import sys
 
+import jax
 import numpy as np
 import pytest
 
 from mtjax import config as configs
 from mtjax.commands.convert import main
+from mtjax.convert.saved_model import SavedModel
+from mtjax.layout.mesh import MeshShape
+from mtjax.models.sharded_model import ShardedModel
 from mtjax.runtime.checkpoints.weights import find_weights
+from mtjax.sharding.mesh import make_mesh
 from tests.convert import hf_folders
 from tests.convert.hf_folders import GPT2_CONFIG, gpt2_shapes, random_tensors, tensors_in, write_folder
 
@@ -307,7 +312,30 @@ def test_the_type_of_a_buffer_that_is_not_read_does_not_count(tmp_path):
 
 def test_numbers_too_large_for_float16_are_refused(hf, tmp_path, capsys):
     tensors = tensors_in(hf)
-    tensors["transformer.ln_f.weight"][3] = 1e5
+    tensors["transformer.ln_f.weight"][2:4] = np.inf, 1e5
     write_folder(tmp_path / "large", tensors, GPT2_CONFIG)
     assert run(f"hf:{tmp_path / 'large'}", f"hf:{tmp_path / 'half'}", "--dtype", "float16") == 2
-    assert "which overflow float16" in capsys.readouterr().err
+    assert "values up to 100000, which overflow float16" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_nan_and_infinities_are_named_and_kept(tmp_path, capsys, dtype):
+    tensors = random_tensors(gpt2_shapes(), dtype)
+    tensors["transformer.h.1.attn.c_attn.weight"][3, 5:7] = np.nan
+    tensors["transformer.wte.weight"][2, 1] = -np.inf
+    tensors["lm_head.weight"] = tensors["transformer.wte.weight"]  # the same, though a NaN is not equal to itself
+    tensors["lm_head.weight"][1, 0] = np.nan
+    write_folder(tmp_path / "hf", tensors, GPT2_CONFIG)
+    expected = (
+        f"note    {tmp_path / 'hf'}: transformer.wte.weight has 2 NaN or infinities among its "
+        f"{tensors['transformer.wte.weight'].size:,} numbers, and 1 other tensor has some"
+    )
+    assert run(f"hf:{tmp_path / 'hf'}", f"mtjax:{tmp_path / 'ours'}") == 0
+    assert capsys.readouterr().err.splitlines() == [expected]
+    saved = SavedModel.open(f"hf:{tmp_path / 'hf'}")
+    model = ShardedModel(saved.config, make_mesh(MeshShape(), jax.devices("cpu")))
+    saved.parameters(model)
+    assert capsys.readouterr().err.splitlines() == [expected]
+    assert run(f"mtjax:{tmp_path / 'ours'}", f"hf:{tmp_path / 'back'}") == 0
+    del tensors["lm_head.weight"]
+    assert_same(tensors_in(tmp_path / "back"), tensors)

@@ -110,16 +110,17 @@ OUTPUT = frozenset({"shared.weight", "lm_head.weight"})
         ("t5", {"tie_word_embeddings": True, "scale_decoder_outputs": False}, OUTPUT, False),  # transformers 5's T5 1.1
         ("umt5", {"tie_word_embeddings": True, "scale_decoder_outputs": True}, OUTPUT, True),
         ("mt5", {"tie_word_embeddings": True}, OUTPUT, False),
-        ("t5", {"scale_decoder_outputs": False}, OUTPUT - {"lm_head.weight"}, None),
+        ("t5", {"scale_decoder_outputs": False}, OUTPUT - {"lm_head.weight"}, True),
         ("t5", {"scale_decoder_outputs": None}, OUTPUT, False),
-        ("mt5", {}, OUTPUT - {"lm_head.weight"}, None),
+        ("mt5", {}, OUTPUT - {"lm_head.weight"}, True),
+        ("mt5", {"tie_word_embeddings": False}, OUTPUT - {"lm_head.weight"}, None),
     ],
 )
-def test_a_t5_s_output_is_tied_where_it_is_scaled(
+def test_a_t5_s_output_is_tied_as_in_transformers_5(
     kind: str, config: dict, names: frozenset, is_tied: bool | None
 ) -> None:
     if is_tied is None:
-        with pytest.raises(UserError, match=f"this {kind} has no lm_head.weight, and its outputs are not scaled"):
+        with pytest.raises(UserError, match=f"tie_word_embeddings of this {kind} is false, but there is no lm_head"):
             FAMILIES[kind].model_settings(config, names, "config.json")
     else:
         assert FAMILIES[kind].model_settings(config, names, "config.json")["tie_embeddings"] == is_tied
@@ -141,3 +142,14 @@ def test_a_t5_s_activation_is_the_same_in_all_keys(config: dict, said: str) -> N
         FAMILIES["t5"].model_settings(config, OUTPUT, "config.json")
     gated = {"feed_forward_proj": "gated-gelu", "dense_act_fn": "gelu_new", "is_gated_act": True}
     assert FAMILIES["t5"].model_settings(gated, OUTPUT, "config.json")["activation"] == "geglu"
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "cwm", "ministral3"])
+def test_null_rope_parameters_are_the_type_s_default(kind: str) -> None:
+    """A null was no scaling for two of these types, for all of which transformers takes YaRN or Llama 3's."""
+    family = FAMILIES[kind]
+    missing, null = (
+        family.model_settings({"model_type": kind, **more}, frozenset(), "") for more in ({}, {"rope_parameters": None})
+    )
+    assert null == missing
+    assert null["rope_scaling"] == ("llama3" if kind == "cwm" else "yarn")

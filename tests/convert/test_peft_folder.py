@@ -7,12 +7,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from mtjax.commands.convert import main as convert
+from mtjax.convert.families.registry import FAMILIES
+from mtjax.convert.parameters import parameters_of
+from mtjax.convert.peft_adapters import Adapters
 from mtjax.convert.peft_copies import join_copies
-from mtjax.convert.peft_source import Adapters
+from mtjax.convert.peft_source import PeftSource
 from mtjax.convert.saved_model import SavedModel, model_of
+from mtjax.convert.stream import config_of
 from mtjax.errors import UserError
 from mtjax.generate.weights import stop_ids_of
 from tests.convert.hf_folders import (
@@ -258,3 +262,95 @@ def test_a_folder_of_another_kind_is_named(tmp_path, capsys):
     assert f"it looks like peft:{tmp_path / 'adapters'}" in capsys.readouterr().err
     assert convert(["--from", f"peft:{base}", "--to", f"mtjax:{tmp_path / 'ours'}"]) == 2
     assert f"it looks like hf:{base}" in capsys.readouterr().err
+
+
+MIXTRAL = {
+    "model_type": "mixtral",
+    "hidden_size": 16,
+    "intermediate_size": 12,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 30,
+    "num_local_experts": 3,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 8,
+    "tie_word_embeddings": False,
+}
+
+
+def experts_folder(folder: Path, **changes: Any) -> Path:
+    """Adapters of a Mixtral's experts, rank 2: both parameters in both layers; `changes` replace keys or tensors."""
+    family = FAMILIES["mixtral"]
+    config = config_of(family.model_settings(MIXTRAL, frozenset(), ""), "")
+    shapes = family.table_of(config.model).select(parameters_of(config)).shapes(30)
+    write_folder(folder / "base", random_tensors(shapes), MIXTRAL)
+    random, tensors = np.random.default_rng(1), {}
+    for module in (f"base_model.model.model.layers.{layer}.mlp.experts" for layer in range(2)):
+        for wrapped, (inputs, outputs) in ((".base_layer", (16, 24)), ("", (12, 16))):
+            for matrix, shape in (("A", (6, inputs)), ("B", (outputs, 6))):
+                tensors[f"{module}{wrapped}.lora_{matrix}.weight"] = random.standard_normal(shape).astype(np.float32)
+    settings = {"target_modules": [], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+    settings |= SETTINGS | settings | {"base_model_name_or_path": str(folder / "base")}
+    tensors |= {name: array for name, array in changes.items() if ".lora_" in name}
+    settings |= {key: value for key, value in changes.items() if ".lora_" not in key}
+    (folder / "adapters").mkdir()
+    save_file({n: a for n, a in tensors.items() if a is not None}, folder / "adapters/adapter_model.safetensors")
+    (folder / "adapters/adapter_config.json").write_text(json.dumps(settings))
+    return folder / "adapters"
+
+
+def test_adapters_of_experts_are_added_to_each_expert(tmp_path):
+    folder = experts_folder(tmp_path, alpha_pattern={r".*\.gate_up_proj": 10})
+    assert convert(["--from", f"peft:{folder}", "--to", f"hf:{tmp_path / 'merged'}"]) == 0
+    merged, base = tensors_in(tmp_path / "merged"), tensors_in(tmp_path / "base")
+    adapters = load_file(folder / "adapter_model.safetensors")
+    # B has the experts next to each other for each rank, A one after the other.
+    a, b = (adapters[f"base_model.model.model.layers.1.mlp.experts.base_layer.lora_{x}.weight"] for x in "AB")
+    update = 5 * np.sum([np.outer(b[:, rank * 3 + 2].astype(np.float64), a[4 + rank]) for rank in range(2)], 0)
+    for name, half in (("w1", update[:12]), ("w3", update[12:])):
+        name = f"model.layers.1.block_sparse_moe.experts.2.{name}.weight"
+        np.testing.assert_allclose(merged[name] - base[name], half, atol=1e-5)
+
+
+FIRST = "base_model.model.model.layers.1.mlp.experts"
+WRONG_EXPERTS: dict[str, tuple[dict[str, Any], str]] = {
+    "a layer without": (
+        {f"{FIRST}{wrapped}.lora_{x}.weight": None for wrapped in ("", ".base_layer") for x in "AB"},
+        r"has no adapter of model\.layers\.1\.mlp\.experts\.gate_up_proj, which target_parameters of .* names",
+    ),
+    "one of two": (
+        {f"{FIRST}.base_layer.lora_{x}.weight": None for x in "AB"},
+        r"has 1 adapter of model\.layers\.1\.mlp\.experts, but .* names gate_up_proj and down_proj",
+    ),
+    "none named": ({"target_parameters": None}, r"has 2 adapters of model\.layers\.0\.mlp\.experts, but .* names none"),
+    "half of an adapter": ({f"{FIRST}.lora_B.weight": None}, r"has no lora_B of model\.layers\.1\.mlp\.experts"),
+    "another rank": ({"r": 3}, r"experts\.gate_up_proj has rank 2, but .* says 3"),
+    "another size": (
+        {f"{FIRST}.lora_A.weight": np.zeros((6, 13), np.float32)},
+        r"experts\.down_proj has shapes \(6, 13\) and \(16, 6\), but the 3 experts .* \[experts \* rank, 12\]",
+    ),
+    "no layer with": (
+        {
+            f"base_model.model.model.layers.{layer}.mlp.experts{wrapped}.lora_{x}.weight": None
+            for layer in range(2)
+            for wrapped in ("", ".base_layer")
+            for x in "AB"
+        }
+        | {"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": np.zeros((2, 16), np.float32)}
+        | {"base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight": np.zeros((16, 2), np.float32)},
+        "has no adapter of experts, which target_parameters of .* names",
+    ),
+    "a router": (
+        {"target_parameters": ["mlp.gate.weight"]},
+        r"target_parameters has mlp\.gate\.weight, and mtjax reads",
+    ),
+    "a word": ({"target_parameters": "experts.down_proj"}, "must be a list of names or null"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_EXPERTS)
+def test_adapters_of_experts_that_do_not_fit_are_refused(case, tmp_path):
+    changes, said = WRONG_EXPERTS[case]
+    with pytest.raises(UserError, match=said):
+        PeftSource(experts_folder(tmp_path, **changes), 1)

@@ -74,9 +74,9 @@ EVERY = [
     ("M*", "1x2", {}),
     pytest.param("MG", "1x1", {}, marks=pytest.mark.long),
     pytest.param("M*G-", "1x2", {"dtype": "bfloat16"}, marks=pytest.mark.long),
-    pytest.param("HM", "2x2", {"chunks": (8, 16)}, marks=pytest.mark.long),
+    pytest.param("HM", "2x2", {"chunks": (8, 16)}, marks=pytest.mark.exhaustive),
     pytest.param("MZz", "1x2", {}, marks=pytest.mark.long),
-    pytest.param("G*", "1x4", {}, marks=pytest.mark.long),
+    pytest.param("G*", "1x4", {}, marks=pytest.mark.exhaustive),
     pytest.param("GE*E", "1x2", {}, marks=pytest.mark.long),
 ]
 
@@ -104,7 +104,7 @@ def test_texts_are_those_without_reuse(pattern: str, mesh: str, options: dict[st
     ("pattern", "mesh"),
     [
         ("M*", "1x2"),
-        pytest.param("MG", "1x2", marks=pytest.mark.long),
+        pytest.param("MG", "1x2", marks=pytest.mark.exhaustive),
         pytest.param("MZz", "1x1", marks=pytest.mark.long),  # adapters beside matrices that are stored transposed
     ],
 )

@@ -97,7 +97,11 @@ def test_a_ring_of_h100s_sends_keys_and_values_and_their_gradients_and_nothing_e
             id="gather for cuDNN's kernel, ZeRO-3",
         ),
         pytest.param(STAGES, id="ring on stages, ZeRO-1"),
-        pytest.param(BERT | {"sequence_parallel": True, "zero": 3}, id="both ways and padding, split sequences"),
+        pytest.param(
+            BERT | {"sequence_parallel": True, "zero": 3},
+            id="both ways and padding, split sequences",
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_contracts_hold_on_h100s(settings):

@@ -115,7 +115,9 @@ def test_h100s_send_tokens_to_those_ranks_alone_that_have_their_experts() -> Non
             SPLIT | {"zero": 3, "expert_dispatch": "all-to-all", "experts_top_k": 3, "recompute": "full"},
             marks=pytest.mark.exhaustive,
         ),
-        SPLIT | BIASED | {"zero": 3, "first_dense_layers": 1, "router_bias": True},
+        pytest.param(
+            SPLIT | BIASED | {"zero": 3, "first_dense_layers": 1, "router_bias": True}, marks=pytest.mark.exhaustive
+        ),
         pytest.param(GATHER | BIASED | {"recompute": "full"}, marks=pytest.mark.exhaustive),
         SPLIT | {"zero": 2, "moe_every": 3, "num_layers": 6, "recompute": "selective", "microbatch_size": 1},
         pytest.param(
@@ -135,8 +137,17 @@ def test_h100s_send_tokens_to_those_ranks_alone_that_have_their_experts() -> Non
         ),
         pytest.param(INTERLEAVED, marks=pytest.mark.exhaustive),
         pytest.param(INTERLEAVED | {"moe_every": 2}, marks=pytest.mark.exhaustive),
-        STAGES
-        | {"num_layers": 5, "first_dense_layers": 3, "layers_per_stage": (2, 3), "sequence_parallel": True, "zero": 1},
+        pytest.param(
+            STAGES
+            | {
+                "num_layers": 5,
+                "first_dense_layers": 3,
+                "layers_per_stage": (2, 3),
+                "sequence_parallel": True,
+                "zero": 1,
+            },
+            marks=pytest.mark.exhaustive,
+        ),
         EXPERTS | {"mesh": "data=2,context=2,expert=2,model=1", "recompute": "full", "zero": 3, "capacity_factor": 1.0},
     ],
     ids=[
@@ -166,7 +177,7 @@ def test_contracts_hold_on_h100s(settings: dict[str, Any]) -> None:
     "settings",
     [
         GATHER,
-        SPLIT | {"zero": 3, "recompute": "full"},
+        pytest.param(SPLIT | {"zero": 3, "recompute": "full"}, marks=pytest.mark.exhaustive),
         pytest.param(SPLIT | {"zero": 1, "recompute": "none"}, marks=pytest.mark.exhaustive),
     ],
     ids=["gather", "split sequences, ZeRO-3, full recompute", "split sequences, ZeRO-1"],

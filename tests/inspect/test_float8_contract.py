@@ -21,10 +21,25 @@ TWO_ENDS = {"fp8_bf16_first_layers": 2, "fp8_bf16_last_layers": 1}
             {"mesh": "8x1", "zero": 3, "microbatch_size": 1, "fp8": "delayed"},
             1,
             id="delayed, ZeRO-3",
-            marks=pytest.mark.long,
+            marks=pytest.mark.exhaustive,
         ),
         pytest.param({"fp8": "delayed", **SPLIT}, 2, id="delayed, split sequences"),
-        pytest.param({"fp8": "tensorwise", **SPLIT}, 2, id="tensorwise", marks=pytest.mark.long),
+        pytest.param({"fp8": "tensorwise", **SPLIT}, 2, id="tensorwise", marks=pytest.mark.exhaustive),
+        pytest.param(
+            {"fp8": "delayed", "fp8_scales": "exact", **SPLIT}, 2, id="delayed, exact scales", marks=pytest.mark.long
+        ),
+        pytest.param(
+            {"fp8": "tensorwise", "fp8_scales": "exact", **SPLIT},
+            2,
+            id="tensorwise, exact scales",
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(
+            {"mesh": "8x1", "zero": 3, "microbatch_size": 1, "fp8": "rowwise", "fp8_scales": "exact"},
+            1,
+            id="rowwise, exact scales",
+            marks=pytest.mark.exhaustive,
+        ),
         pytest.param(
             {
                 "mesh": "8x1",
@@ -82,6 +97,7 @@ LATENT |= {"qk_rope_head_dim": 16, "v_head_dim": 16}
             # A layer's first two, recomputed and backward; its last two are the experts'.
             (15 + 8) * 2,
             id="experts in every other layer",
+            marks=pytest.mark.exhaustive,
         ),
         pytest.param({**LATENT, **SPLIT}, (7 + 6 + 14) * 3 * 2, id="latent attention"),
         pytest.param({"unroll_layers": True, "recompute": "none", **SPLIT}, 12 * 3 * 2, id="unrolled"),
@@ -89,6 +105,7 @@ LATENT |= {"qk_rope_head_dim": 16, "v_head_dim": 16}
             {"unroll_layers": True, "recompute": "none", "mesh": "8x1", "zero": 3, "microbatch_size": 1},
             12 * 3,
             id="unrolled, ZeRO-3",
+            marks=pytest.mark.exhaustive,
         ),
     ],
 )

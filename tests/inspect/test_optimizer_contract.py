@@ -36,7 +36,13 @@ STAGES: dict[str, Any] = {"mesh": "1x2x2", "layers_per_stage": (2, 1)}
 
 @needs_aot
 @pytest.mark.long
-@pytest.mark.parametrize("settings", [{"zero": 3, "sequence_parallel": True, "microbatch_size": 4}, {"mesh": "4x2"}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"zero": 3, "sequence_parallel": True, "microbatch_size": 4},
+        pytest.param({"mesh": "4x2"}, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_largest_scores_leave_the_layers_with_the_gradients(settings: dict[str, Any]) -> None:
     """A number for each of 20 layers and 64 heads crosses once, over data parallel ranks, and then over tensor ones."""
     sizes = {"num_layers": 20, "num_heads": 64, "hidden_size": 512, "attention": "xla"}
@@ -78,7 +84,9 @@ def test_offloaded_states_cross_to_the_host_and_back(settings: dict[str, Any]) -
 
 
 @needs_aot
-@pytest.mark.parametrize("zero", [0, pytest.param(1, marks=pytest.mark.exhaustive), 3])
+@pytest.mark.parametrize(
+    "zero", [pytest.param(0, marks=pytest.mark.exhaustive), pytest.param(1, marks=pytest.mark.exhaustive), 3]
+)
 def test_master_weights_in_bfloat16_are_what_is_gathered(zero: int) -> None:
     """The contract of float32 masters holds; parameters have half of their bytes, and nothing casts or copies more."""
     settings = {"zero": zero, "mesh": "4x2", "num_layers": 3, "compute_dtype": "bfloat16"}

@@ -40,7 +40,7 @@ def permutes(report: Report) -> dict[tuple[int, str], int]:
     "settings",
     [
         SPLIT,
-        pytest.param({"recompute": "none"}, marks=pytest.mark.long),
+        pytest.param({"recompute": "none"}, marks=pytest.mark.exhaustive),
         pytest.param({"recompute": "full", "zero": 3}, marks=pytest.mark.long),
         pytest.param({"recompute": "none", "sequence_parallel": True, "zero": 2}, marks=pytest.mark.long),
     ],

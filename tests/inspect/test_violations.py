@@ -1,6 +1,7 @@
 """Planted breaches of the contract: each is caught, and called by its name."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from mtjax.layout.mesh import parse_mesh
 from mtjax.layout.rules import DATA, MODEL, Rules
 from mtjax.models.families.gpt import GPT
 from mtjax.models.mixers.mlp import MLP
-from mtjax.sharding import accumulate
+from mtjax.sharding import gradients
 from mtjax.sharding.axes import spec
 from mtjax.sharding.param_comm import is_wrapped, materialize
 from mtjax.train.step import TrainStep
@@ -165,6 +166,20 @@ def test_sums_of_gradients_in_loops_and_once_a_step_are_counted_together(order):
     assert "sends 384 elements per step instead of 640" in found
 
 
+def test_numbers_are_counted_apart_from_wide_arrays_of_another_type():
+    """Largest values for scales in 8 bits, of the compute dtype, beside sums of norms' gradients in float32."""
+    line = partial(Expectation, "layer backward", "all-reduce", MODEL, pooled=True)
+    asked = [
+        Requirement(line("1", "512"), 1, 512, "bf16"),
+        Requirement(line("1", "8192", hoisted=True), 1, 8192, "f32"),
+    ]
+    scalars = collective("layer backward", count=512, arrays=((),))
+    arrays = collective("layer backward", count=2, arrays=((4096,),), dtype="f32")
+    assert check([scalars, arrays], asked, Landmarks(), is_gpu=True).violations == ()
+    fewer = replace(scalars, count=500)
+    assert "sends f32 instead of bf16" in check([fewer, arrays], asked, Landmarks(), is_gpu=True).violations[0]
+
+
 def test_wider_types_break_bytes_on_gpus_and_are_noted_on_cpus():
     wide = [collective(dtype="f32"), *whole_program()[1:]]
     (found,) = violations(wide)
@@ -195,7 +210,7 @@ def test_layers_gathered_all_at_once_are_called_that(monkeypatch):
 
         return jax.tree.map(one, records, wrapped, is_leaf=is_wrapped)
 
-    monkeypatch.setattr(accumulate, "materialize_outside_stacks", early)
+    monkeypatch.setattr(gradients, "materialize_outside_stacks", early)
     (found,) = inspect_tiny(replace(TENSOR, zero=3), zero=3, microbatch_size=None).verdict.violations
     assert found.startswith("all-gather over data in parameters gathers all layers at once, outside the loop")
     assert "stack.layers.mlp.up.weight (f32[2,64,64])" in found and "too few" not in found

@@ -204,6 +204,9 @@ STAGES = {"microbatch_size": 2}
 DOCUMENTS = {"reset_attention_mask": True, "reset_position_ids": True}
 CHUNKS = {"sequence_length": 40, "ssm_chunk": 3}
 """With which pieces of samples, on two or four context parallel ranks, are several chunks, the last with padding."""
+long = partial(pytest.param, marks=pytest.mark.long)
+rare = partial(pytest.param, marks=pytest.mark.exhaustive)
+"""Of what has each of its settings in another case: make test-layouts."""
 
 
 @pytest.mark.parametrize(
@@ -215,44 +218,39 @@ CHUNKS = {"sequence_length": 40, "ssm_chunk": 3}
             {**GATED, **DOCUMENTS, "ssm_chunk": 3},
             {**SPLIT, "zero": 1, "recompute": "full"},
         ),
-        *(
-            pytest.param(*case, marks=pytest.mark.long)
-            for case in (
-                ("G*", "2x2", GATED, {**SPLIT, "zero": 1, "recompute": "full"}),
-                ("G-G*", "data=1,context=4,model=1", {**GATED, **DOCUMENTS, **CHUNKS}, {"zero": 3}),
-                ("GE*E", "data=1,context=2,expert=2,model=2", {**GATED, **EXPERTS, **CHUNKS}, {**SPLIT, "zero": 1}),
-                ("H-M", "2x2", FACTORS, {**SPLIT, "zero": 1, "recompute": "full"}),
-                ("Z", "2x2", SHARED, {**SPLIT, "zero": 1, "recompute": "full"}),
-                ("M-M*", "2x2", {}, {"zero": 3, "microbatch_size": 2}),
-                ("G-G*", "2x2", GATED, {"zero": 3, "microbatch_size": 2}),
-                ("GE*", "data=1,expert=2,model=2", {**GATED, **EXPERTS}, {**SPLIT, "zero": 1}),
-                ("G*-", "2x2", {**GATED, "lora_rank": 3}, {**SPLIT, "recompute": "full"}),
-                ("G-", "1x4", {"lora_rank": 3, "ssm_groups": 1, "ssm_heads": 8}, {"zero": 1}),
-                ("MZz", "2x2", {**SHARED, "lora_rank": 2}, {**SPLIT, "zero": 1, "recompute": "full"}),
-                ("ZM", "1x4", {**SHARED, **ONE_KEY_HEAD, "lora_rank": 2}, {"zero": 3}),
-                ("(G*)x2", "2x2x2", GATED, {**STAGES, **SPLIT, "zero": 1, "recompute": "full"}),
-                ("(MZ)x2", "2x2", SHARED, {"zero": 3, "microbatch_size": 2, "recompute": "selective"}),
-                ("(MZ)x2", "2x2x2", SHARED, {**STAGES, **SPLIT, "zero": 1, "recompute": "full"}),
-                ("(MZ)x2", "1x2x1", {**SHARED, "lora_rank": 2}, {**STAGES, "zero": 1}),
-                (
-                    "(MZ)x2",
-                    "2x2x2",
-                    {**SHARED, "lora_rank": 2, "lora_targets": "mixers"},
-                    {**STAGES, **SPLIT, "zero": 1, "recompute": "full"},
-                ),
-                ("ZMZ", "data=1,context=2,model=2", {**SHARED, **DOCUMENTS}, {**SPLIT, "recompute": "full"}),
-                ("(H-)x2", "2x1x2", FACTORS, {**STAGES, **SPLIT, "zero": 1, "recompute": "full"}),
-                ("H-", "data=1,context=2,model=2", FACTORS, {"recompute": "selective", "zero": 3}),
-                ("MH-", "2x2", {"lora_rank": 3}, {**SPLIT, "recompute": "full"}),
-                ("ME", "data=1,expert=2,model=2", {**EXPERTS, "lora_rank": 2, "router_bias": False}, {"zero": 1}),
-                ("M-*", "1x4", {"ssm_groups": 1, "ssm_heads": 8}, SPLIT),
-                ("M-M*", "1x1", {}, {"ssm_chunk": 2}),
-                ("ME*E", "data=2,expert=2,model=2", EXPERTS, {**SPLIT, "zero": 1}),
-                ("M-M*", "data=1,context=2,model=2", DOCUMENTS, {**SPLIT, "recompute": "full", "zero": 1}),
-                ("M-M*-M", "1x2x2", {}, {**STAGES, **SPLIT, "zero": 1, "recompute": "full"}),
-                ("M*-M", "data=1,stage=2,context=2,model=1", {}, {**STAGES, "context_method": "all-gather"}),
-            )
+        long("G*", "2x2", GATED, {**SPLIT, "zero": 1, "recompute": "full"}),
+        long("G-G*", "data=1,context=4,model=1", {**GATED, **DOCUMENTS, **CHUNKS}, {"zero": 3}),
+        long("GE*E", "data=1,context=2,expert=2,model=2", {**GATED, **EXPERTS, **CHUNKS}, {**SPLIT, "zero": 1}),
+        rare("H-M", "2x2", FACTORS, {**SPLIT, "zero": 1, "recompute": "full"}),
+        rare("Z", "2x2", SHARED, {**SPLIT, "zero": 1, "recompute": "full"}),
+        rare("M-M*", "2x2", {}, {"zero": 3, "microbatch_size": 2}),
+        rare("G-G*", "2x2", GATED, {"zero": 3, "microbatch_size": 2}),
+        long("GE*", "data=1,expert=2,model=2", {**GATED, **EXPERTS}, {**SPLIT, "zero": 1}),
+        rare("G*-", "2x2", {**GATED, "lora_rank": 3}, {**SPLIT, "recompute": "full"}),
+        long("G-", "1x4", {"lora_rank": 3, "ssm_groups": 1, "ssm_heads": 8}, {"zero": 1}),
+        long("MZz", "2x2", {**SHARED, "lora_rank": 2}, {**SPLIT, "zero": 1, "recompute": "full"}),
+        rare("ZM", "1x4", {**SHARED, **ONE_KEY_HEAD, "lora_rank": 2}, {"zero": 3}),
+        rare("(G*)x2", "2x2x2", GATED, {**STAGES, **SPLIT, "zero": 1, "recompute": "full"}),
+        long("(MZ)x2", "2x2", SHARED, {"zero": 3, "microbatch_size": 2, "recompute": "selective"}),
+        long("(MZ)x2", "2x2x2", SHARED, {**STAGES, **SPLIT, "zero": 1, "recompute": "full"}),
+        rare("(MZ)x2", "1x2x1", {**SHARED, "lora_rank": 2}, {**STAGES, "zero": 1}),
+        rare(
+            "(MZ)x2",
+            "2x2x2",
+            {**SHARED, "lora_rank": 2, "lora_targets": "mixers"},
+            {**STAGES, **SPLIT, "zero": 1, "recompute": "full"},
         ),
+        long("ZMZ", "data=1,context=2,model=2", {**SHARED, **DOCUMENTS}, {**SPLIT, "recompute": "full"}),
+        long("(H-)x2", "2x1x2", FACTORS, {**STAGES, **SPLIT, "zero": 1, "recompute": "full"}),
+        rare("H-", "data=1,context=2,model=2", FACTORS, {"recompute": "selective", "zero": 3}),
+        long("MH-", "2x2", {"lora_rank": 3}, {**SPLIT, "recompute": "full"}),
+        rare("ME", "data=1,expert=2,model=2", {**EXPERTS, "lora_rank": 2, "router_bias": False}, {"zero": 1}),
+        long("M-*", "1x4", {"ssm_groups": 1, "ssm_heads": 8}, SPLIT),
+        long("M-M*", "1x1", {}, {"ssm_chunk": 2}),
+        rare("ME*E", "data=2,expert=2,model=2", EXPERTS, {**SPLIT, "zero": 1}),
+        rare("M-M*", "data=1,context=2,model=2", DOCUMENTS, {**SPLIT, "recompute": "full", "zero": 1}),
+        rare("M-M*-M", "1x2x2", {}, {**STAGES, **SPLIT, "zero": 1, "recompute": "full"}),
+        long("M*-M", "data=1,stage=2,context=2,model=1", {}, {**STAGES, "context_method": "all-gather"}),
         *(
             pytest.param(*case, marks=pytest.mark.exhaustive)
             for case in (

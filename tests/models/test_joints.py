@@ -157,7 +157,7 @@ def on_mesh(program: Any, function: Any) -> Any:
 def run_layers(
     layers: Any, numbers: Any, x: Any, context: LayerContext, recompute: Recompute, states: Any = None
 ) -> Any:
-    return scan_layers(partial(run_layer, context, False), x, layers, numbers, recompute, states)
+    return scan_layers(partial(run_layer, context), x, layers, numbers, recompute, states)
 
 
 def cut(layers: Any, part: slice) -> Any:

@@ -175,7 +175,7 @@ def t5(kind: str = "T5", *, is_tied: bool = True, **settings: Any) -> Any:
     sizes = {"vocab_size": 300, "d_model": 48, "d_kv": 8, "d_ff": 80, "num_layers": 2, "num_heads": 6}
     network_of = getattr(transformers, f"{kind}ForConditionalGeneration")
     config = getattr(transformers, f"{kind}Config")(
-        **(sizes | settings), decoder_start_token_id=0, tie_word_embeddings=is_tied
+        **(sizes | {"tie_word_embeddings": is_tied} | settings), decoder_start_token_id=0
     )
     if is_tied:
         return network_of(config)
@@ -193,6 +193,9 @@ TEXT_TO_TEXT = {
     "mt5": lambda: t5("MT5", is_tied=False),
     "umt5": lambda: t5("UMT5", is_tied=False, num_decoder_layers=3, relative_attention_num_buckets=8),
     "umt5, tied": lambda: t5("UMT5"),
+    # transformers 5 ties a new model whatever it is told, and then scales it only if that was to be tied.
+    "mt5, tied": lambda: t5("MT5"),
+    "t5 1.1, tied": lambda: t5(tie_word_embeddings=False, feed_forward_proj="gated-gelu"),
 }
 
 

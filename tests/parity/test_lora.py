@@ -28,6 +28,7 @@ RANK, ALPHA = 4, 6.0
 SHARED = LLAMA | {"num_key_value_heads": 2}
 LATENT = LLAMA | {"q_lora_rank": 14, "kv_lora_rank": 20, "v_head_dim": 12}
 EXPERTS = SHARED | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}
+STACKED = SHARED | {"num_local_experts": 3, "num_experts_per_tok": 2, "head_dim": 8, "max_position_embeddings": 64}
 LATENT |= {"qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "tie_word_embeddings": False}
 DELTA = SHARED | {"head_dim": 8, "layer_types": ["linear_attention", "full_attention"], "num_experts": 0}
 DELTA |= {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 6, "linear_value_head_dim": 10}
@@ -141,9 +142,11 @@ def test_five_steps_are_those_of_peft(case, tmp_path):
         ("GPT2LMHeadModel", GPT2),
         ("YoutuForCausalLM", LATENT),
         ("Qwen3MoeForCausalLM", EXPERTS),
+        ("GptOssForCausalLM", STACKED),
+        pytest.param("GraniteMoeForCausalLM", STACKED, marks=pytest.mark.long),
         ("Qwen3NextForCausalLM", DELTA),
         pytest.param("Zamba2ForCausalLM", BLOCKS, marks=pytest.mark.long),
-        pytest.param("BambaForCausalLM", MAMBA, marks=pytest.mark.long),
+        pytest.param("BambaForCausalLM", MAMBA, marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_run_s_adapters_load_in_peft_and_merge_to_the_same_logits(kind, settings, tmp_path):

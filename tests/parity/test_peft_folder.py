@@ -64,7 +64,25 @@ READ: dict[str, tuple[Case, dict[str, Any]]] = {
         {"target_modules": ["q_proj", "in_proj_qkvz"]},
     ),
 }
-LONG = ("renamed modules", "embedding and output")
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+READ |= {
+    "experts, named as modules": (CASES["mixtral"], {"target_modules": ["w1", "w2", "w3", "q_proj"]}),
+    "experts, stacked and turned": (CASES["gpt_oss"], {"target_modules": ["q_proj"], "target_parameters": EXPERTS}),
+    "experts in some layers, one parameter": (
+        CASES["deepseek_v3"],
+        {"target_modules": [], "target_parameters": EXPERTS[1:], "alpha_pattern": {"experts.down_proj": 9}},
+    ),
+    "experts, stacked": (
+        CASES["granitemoe"],
+        {"target_modules": [], "use_rslora": True}
+        | {"target_parameters": ["experts.gate_up_proj", "0.block_sparse_moe.experts.down_proj"]},
+    ),
+    "experts without a gate": (
+        CASES["nemotron_h with experts"],
+        {"target_modules": [], "target_parameters": ["experts.up_proj", "experts.down_proj"]},
+    ),
+}
+LONG = ("renamed modules", "embedding and output", "experts, stacked", "experts without a gate")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.long) if n in LONG else n for n in READ])
@@ -159,7 +177,7 @@ def test_classes_without_a_pooler_or_a_head_are_complete(kind: str, tmp_path: Pa
             {"modules_to_save": ["embed_tokens"]},
             "changes model.embed_tokens.weight, to which the base model ties",
         ),
-        (CASES["qwen3_moe"], {"target_modules": MATRICES}, "target_parameters is"),
+        (CASES["qwen3_moe"], {"target_parameters": ["mlp.gate.weight"]}, "target_parameters has mlp.gate.weight, and"),
         (CASES["zamba2"], {"target_modules": ["o_proj"]}, "o_proj, which share their weights, in different ways"),
     ],
 )

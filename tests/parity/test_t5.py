@@ -30,12 +30,14 @@ V1_1 |= {"num_layers": 1, "head_dim": 6, "mlp_size": 80, "vocab_size": 256, "rel
 
 
 UMT5 = V1_0 | {"relative_bias_layers": "all", "activation": "geglu", "tie_embeddings": False}
+MT5 = V1_0 | {"activation": "geglu", "output_scale": 32**0.5}
+"""Tied, and not scaled."""
 
 
 def reference_model(config) -> Any:
     """transformers' model of a config, without dropout."""
     model = config.model
-    kind = "UMT5" if model.relative_bias_layers == "all" else "T5"
+    kind = "UMT5" if model.relative_bias_layers == "all" else "MT5" if model.output_scale != 1.0 else "T5"
     theirs = getattr(transformers, f"{kind}Config")(
         vocab_size=model.vocab_size,
         d_model=model.hidden_size,
@@ -126,7 +128,7 @@ def as_ours(named: Named, config) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("settings", [V1_0, V1_1, UMT5], ids=["1.0", "1.1", "umt5"])
+@pytest.mark.parametrize("settings", [V1_0, V1_1, UMT5, MT5], ids=["1.0", "1.1", "umt5", "mt5"])
 @pytest.mark.parametrize("mesh", ["1x1", "2x4"])
 def test_logits_loss_and_gradients_equal_transformers(settings, mesh):
     config = tiny_config(family="t5", hidden_dropout=0.0, attention_dropout=0.0, **settings)

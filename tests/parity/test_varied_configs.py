@@ -33,6 +33,9 @@ KNOWN = {
     ("olmo3", 'rope_scaling {"type": "linear", "factor": 3.0} alone'),
     ("olmo3", 'rope_scaling {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16} alone'),
     ("olmo3", "rope_theta 777.0 without rope_parameters"),
+    # transformers 5 overlooks the scaling's kind under its older name, "type", which version 4 reads.
+    ("gemma3_text", 'rope_scaling {"type": "linear", "factor": 3.0} alone'),
+    ("gemma3_text", 'rope_scaling {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16} alone'),
 }
 """Types and variations that mtjax reads as the version that wrote them."""
 

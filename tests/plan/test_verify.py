@@ -78,7 +78,7 @@ PLAIN = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 """Masks double what a program takes to compile: GPT's and BERT's memory is compared with them, other cases without."""
 PAIRS = [
     rare("1x1", {"global_batch_size": 8}),
-    ("1x1", {"num_layers": 3, "global_batch_size": 8, "recompute": "none"}),
+    pytest.param("1x1", {"num_layers": 3, "global_batch_size": 8, "recompute": "none"}, marks=pytest.mark.exhaustive),
     rare("1x1", {"global_batch_size": 8, "recompute": "none"}),
     rare("1x1", {"global_batch_size": 8, "recompute": "none", "hidden_dropout": 0.0, "attention_dropout": 0.0}),
     rare("2x4", {}),
@@ -129,7 +129,7 @@ def test_compiled_memory_beside_a_teacher_is_as_planned():
 
 
 SHIPPED = [
-    ("bert-base", {}),
+    pytest.param("bert-base", {}, marks=pytest.mark.exhaustive),
     rare("bert-336m", {}),
     ("t5-small", {"num_layers": 2, "num_decoder_layers": 2, **PLAIN}),
     rare("t5-small", PLAIN),

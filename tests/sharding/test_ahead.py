@@ -34,21 +34,30 @@ def differentiated(mesh: str, fields: dict[str, Any]) -> tuple[Any, Any]:
             marks=LONG,
         ),
         pytest.param("4x2", {"recompute": "none", "zero": 1}, id="ZeRO-1, gathered once"),
-        pytest.param("8x1", {"recompute": "selective", "zero": 2}, id="ZeRO-2, gathered once", marks=LONG),
-        pytest.param("4x2", {"zero": 2, "microbatch_size": 1}, id="ZeRO-2, two microbatches", marks=LONG),
+        pytest.param(
+            "8x1", {"recompute": "selective", "zero": 2}, id="ZeRO-2, gathered once", marks=pytest.mark.exhaustive
+        ),
+        pytest.param(
+            "4x2", {"zero": 2, "microbatch_size": 1}, id="ZeRO-2, two microbatches", marks=pytest.mark.exhaustive
+        ),
         pytest.param("2x4", {"recompute": "full", "zero": 0, "hidden_dropout": 0.1}, id="sums and masks", marks=LONG),
         pytest.param("4x2", {"zero": 1, "family": "t5"}, id="T5, ZeRO-1", marks=LONG),
         pytest.param(
-            "data=2,context=2,model=2", {"zero": 1, "family": "llama"}, id="ranks that share samples", marks=LONG
+            "data=2,context=2,model=2",
+            {"zero": 1, "family": "llama"},
+            id="ranks that share samples",
+            marks=pytest.mark.exhaustive,
         ),
-        pytest.param("4x2", {"zero": 0, "lora_rank": 2}, id="frozen, sums alone", marks=LONG),
+        pytest.param("4x2", {"zero": 0, "lora_rank": 2}, id="frozen, sums alone", marks=pytest.mark.exhaustive),
         pytest.param(
             "4x2",
             {"recompute": "selective", "lora_rank": 2, "microbatch_size": 1},
             id="frozen, two microbatches",
             marks=LONG,
         ),
-        pytest.param("4x2", {"recompute": "none", "family": "t5", "microbatch_size": 1}, id="T5", marks=LONG),
+        pytest.param(
+            "4x2", {"recompute": "none", "family": "t5", "microbatch_size": 1}, id="T5", marks=pytest.mark.exhaustive
+        ),
         pytest.param(
             "data=2,expert=2,model=2",
             {"recompute": "selective", "family": "llama", "num_experts": 4, "experts_top_k": 2, "microbatch_size": 1},

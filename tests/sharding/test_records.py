@@ -11,13 +11,12 @@ from jax.sharding import PartitionSpec as P
 from mtjax.layout.layouts import NOT_SHARDED, TENSOR_RULES, Layout
 from mtjax.layout.mesh import MeshShape, parse_mesh
 from mtjax.layout.rules import Axes, Rules
-from mtjax.sharding.accumulate import Accumulate
 from mtjax.sharding.axes import partition_spec, spec, use_rules
-from mtjax.sharding.gradients import distributed_gradients
+from mtjax.sharding.gradients import Accumulate, distributed_gradients
 from mtjax.sharding.manual_region import ManualRegion
 from mtjax.sharding.param_comm import GradReduction
 from mtjax.sharding.param_specs import param_specs
-from mtjax.sharding.reduction import Reduction
+from mtjax.sharding.zero import Reduction
 from tests.tiny import Whole, mesh_of, program_of
 
 STAGED = dataclasses.replace(TENSOR_RULES, layers=("stage",))

@@ -17,8 +17,8 @@ from mtjax.errors import UserError
 from mtjax.models.pipeline_model import TrunkPipeline
 from mtjax.sharding.placement import shardings
 from mtjax.train import loop, setup
-from mtjax.train.nonfinite_steps import GOOD, Tensor, first_bad, tensors
-from mtjax.train.skipped_steps import NonfiniteSteps
+from mtjax.train.nonfinite_steps import GOOD, Tensor, first_bad
+from mtjax.train.skipped_steps import NonfiniteSteps, bad_parameter, tensors, tensors_of
 from mtjax.train.step import TrainStep
 from tests.tiny import batch_of, initial_state, mesh_of, program_of, records_like, run_steps, tiny_config
 
@@ -104,7 +104,7 @@ def test_a_nan_of_one_replica_skips_its_step_on_all_and_no_other(fields):
     state, metrics = program.step(state, batch_of(program, 1))
     assert math.isnan(float(metrics["loss"]))
     assert float(metrics["skipped"]) == 1 and float(metrics["grad_norm"]) == 0
-    assert program.tensors[int(metrics["first_bad"])].layer == 1  # the last of two: all of them are spoilt
+    assert tensors_of(program)[int(metrics["first_bad"])].layer == 1  # the last of two: all of them are spoilt
     assert int(state.step) == 2
     after = flat((state.parameters, state.optimizer))
     for name, value in before.items():
@@ -133,7 +133,7 @@ def test_good_steps_are_those_of_a_program_that_never_skips():
 def test_the_first_bad_tensor_is_the_one_that_was_spoilt(bad):
     program = program_of("2x4", zero=1)
     values = jax.tree.map(np.asarray, initial_state(program).parameters)
-    named = program.tensors
+    named = tensors_of(program)
     assert len(named) == len(set(named))
     find = jax.jit(lambda loss, tree: first_bad(loss, tree, program.records))
 
@@ -181,11 +181,11 @@ def test_a_parameter_that_is_not_finite_is_found_and_a_large_one_is_not():
     parameters = initial_state(program).parameters
     norm, up = parameters["final_norm"], parameters["stack"]["layers"]["mlp"]["up"]
     norm["scale"] = jax.device_put(np.full(norm["scale"].shape, 1e38, np.float32), norm["scale"].sharding)
-    assert program.bad_parameter(parameters) is None
+    assert bad_parameter(program, parameters) is None
     weight = np.array(up["weight"])
     weight[0, 3, 17] = math.nan
     up["weight"] = jax.device_put(weight, up["weight"].sharding)
-    assert str(program.bad_parameter(parameters)) == "stack.layers.mlp.up.weight, layer 0"
+    assert str(bad_parameter(program, parameters)) == "stack.layers.mlp.up.weight, layer 0"
 
 
 @pytest.mark.parametrize(("one", "other"), [("stack", "dense"), ("mamba", "attention")])
@@ -253,7 +253,7 @@ def test_steps_in_a_row_are_counted_over_the_places_where_the_host_looks():
 def test_a_norm_that_overflows_skips_its_step():
     program = spoilt(Spoilt, compute_dtype="float32")
     metrics = program.step(initial_state(program), batch_of(program, 5))[1]
-    assert metrics["skipped"] == 1 and metrics["first_bad"] == len(program.tensors) and metrics["grad_norm"] == 0
+    assert metrics["skipped"] == 1 and metrics["first_bad"] == len(tensors_of(program)) and metrics["grad_norm"] == 0
     (skipped,), _ = follow([{"first_bad": 3}])
     assert str(skipped) == "its loss is 1, with finite gradients of a norm that is not (samples 0 to 7)"
 

@@ -13,7 +13,8 @@ from mtjax.runtime.checkpoints.past import Past, RunRecord
 from mtjax.train import changes
 from mtjax.train.changes import find_changes, parse_allowed, position_of, table
 from mtjax.train.objective import PRETRAINING
-from mtjax.train.schedule import make_schedule, make_weight_decay
+from mtjax.train.schedule import make_schedule
+from mtjax.train.weight_decay import make_weight_decay
 
 TEXT = TrainingText("book.txt", "abc", 90)
 RATES = {"learning_rate": 1e-2, "min_learning_rate": 1e-3, "warmup_steps": 5}

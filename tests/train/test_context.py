@@ -53,7 +53,7 @@ CASES: list[Any] = [
         {"context_method": "all-gather", "zero": 2, "microbatch_size": 2},
         marks=pytest.mark.long,
     ),
-    pytest.param("data=1,context=2,model=1", {}, {"recompute": "full", "zero": 1}, marks=pytest.mark.long),
+    pytest.param("data=1,context=2,model=1", {}, {"recompute": "full", "zero": 1}, marks=pytest.mark.exhaustive),
     pytest.param(
         "data=1,context=2,model=2",
         {"family": "llama", "q_lora_rank": 28, **LATENT, **PLAIN},
@@ -70,7 +70,7 @@ CASES: list[Any] = [
         "data=1,stage=2,context=2,model=1",
         BERT | PLAIN,
         {"context_method": "all-gather", "microbatch_size": 2},
-        marks=pytest.mark.long,
+        marks=pytest.mark.exhaustive,
     ),
 ]
 PRODUCT = [

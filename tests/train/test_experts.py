@@ -75,13 +75,13 @@ CASES: list[Any] = [
         "data=2,expert=2,model=2",
         DEEPSEEK,
         {"sequence_parallel": True, "zero": 3, "microbatch_size": 1, "recompute": "selective"},
-        marks=pytest.mark.long,
+        marks=pytest.mark.exhaustive,
     ),
     pytest.param(
         "data=2,expert=2,model=2",
         DENSE | PLAIN,
         {"sequence_parallel": True, "zero": 2, "microbatch_size": 1, "recompute": "full"},
-        marks=pytest.mark.long,
+        marks=pytest.mark.exhaustive,
     ),
     pytest.param(
         "data=1,expert=4,model=2",
@@ -114,7 +114,7 @@ CASES: list[Any] = [
         "data=2,expert=2,model=2",
         DEEPSEEK | MASKS,
         EXCHANGE,
-        marks=pytest.mark.long,
+        marks=pytest.mark.exhaustive,
     ),
     pytest.param(
         "data=1,expert=4,model=2",
@@ -184,13 +184,13 @@ MIXED: list[Any] = [
         "data=2,stage=2,expert=2,model=1",
         DEEPSEEK | PLAIN | {"num_layers": 8, "moe_every": 2},
         {"zero": 2, "recompute": "selective", "pipeline_schedule": "interleaved", "chunks": 2},
-        marks=pytest.mark.long,
+        marks=pytest.mark.exhaustive,
     ),
     pytest.param(
         "data=1,stage=2,expert=2,model=2",
         PLAIN | {"num_layers": 5, "first_dense_layers": 3},
         {"sequence_parallel": True, "zero": 1, "recompute": "full", "layers_per_stage": (2, 3)},
-        marks=pytest.mark.exhaustive,
+        marks=pytest.mark.long,
     ),
     pytest.param(
         "data=1,stage=2,expert=2,model=1",
@@ -220,7 +220,7 @@ CONTEXT: list[Any] = [
         "data=1,context=2,expert=2,model=2",
         CAPACITY | PLAIN,
         {"sequence_parallel": True, "zero": 2, "recompute": "full", "microbatch_size": 2},
-        marks=pytest.mark.long,
+        marks=pytest.mark.exhaustive,
     ),
     pytest.param("data=1,context=4,model=1", CAPACITY, {"recompute": "selective"}, marks=pytest.mark.exhaustive),
     pytest.param(

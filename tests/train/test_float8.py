@@ -1,10 +1,12 @@
 """Training in 8-bit floats: products beside NumPy's, losses on any mesh, scales of delayed scaling, steps skipped."""
 
 import dataclasses
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
+from fractions import Fraction
 from typing import Any
 
 import jax
@@ -30,8 +32,9 @@ from mtjax.models.named_parameters import without_other_modules
 from mtjax.models.sharded_model import ShardedModel
 from mtjax.runtime.checkpoints.past import Past
 from mtjax.sharding.axes import use_rules
-from mtjax.sharding.float8 import E4M3, E5M2, LOWEST, Recipe, Scales, float8_product, quantized
+from mtjax.sharding.float8 import E4M3, E5M2, Recipe, Scales, float8_product, quantized
 from mtjax.sharding.float8_rows import rowwise_product
+from mtjax.sharding.float8_scales import fitting_scale, inverse_of, scale_at, scale_index
 from mtjax.sharding.float8_weights import quantize_stack
 from mtjax.sharding.trainable import select_frozen
 from mtjax.train.first_scales import FirstScales
@@ -44,20 +47,34 @@ from tests.tiny import batch_of, initial_state, mesh_of, program_of, run_steps, 
 PLAIN = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 
 
-def scale_of(a: np.ndarray, kind: Any) -> float:
-    """The largest power of two that leaves all of `a` in the type's range."""
-    largest, top = float(np.abs(a).max()), float(ml_dtypes.finfo(kind).max)
-    return 2.0 ** max(k for k in range(-32, 64) if largest * 2.0**k <= top) if largest else 1.0
+def inverse_scale(a: np.ndarray, kind: Any, digits: int = 1) -> float:
+    """The least inverse scale, of so many binary digits, that leaves all of `a` in the type's range."""
+    quotient = Fraction(float(np.abs(a).max())) / Fraction(float(ml_dtypes.finfo(kind).max))
+    if not quotient:
+        return 1.0
+    unit = Fraction(2) ** (math.floor(math.log2(quotient)) + 1 - digits)
+    return float(math.ceil(quotient / unit) * unit)
 
 
-def rounded(a: np.ndarray, kind: Any, scale: float) -> np.ndarray:
+def scale_of(a: np.ndarray, kind: Any, digits: int = 1) -> np.float32:
+    return 1 / np.float32(inverse_scale(a, kind, digits))
+
+
+def quantized_by_numpy(a: np.ndarray, kind: Any, inverse: float) -> np.ndarray:
     top = float(ml_dtypes.finfo(kind).max)
-    return np.clip(a.astype(np.float64) * scale, -top, top).astype(kind).astype(np.float64) / scale
+    return np.clip(a.astype(np.float32) * (1 / np.float32(inverse)), -top, top).astype(kind).astype(np.float64)
+
+
+def rounded(a: np.ndarray, kind: Any, inverse: float) -> np.ndarray:
+    return quantized_by_numpy(a, kind, inverse) * inverse
 
 
 @pytest.mark.parametrize(
     ("recipe", "is_quantized"),
-    [(Recipe(False), False), (Recipe(False, E4M3), False), (Recipe(True), False), (Recipe(True), True)],
+    [
+        *[(Recipe(False), False), (Recipe(False, E4M3), False), (Recipe(True), False), (Recipe(True), True)],
+        *[(Recipe(False, digits=8), False), (Recipe(True, digits=4), False), (Recipe(True, digits=4), True)],
+    ],
     ids=str,
 )
 def test_a_product_and_its_gradients_are_those_of_numpys_rounded_operands_bit_by_bit(
@@ -66,9 +83,12 @@ def test_a_product_and_its_gradients_are_those_of_numpys_rounded_operands_bit_by
     # Integers, so that float32 adds them without rounding, in any order; of more digits than 8-bit types have.
     rng = np.random.default_rng(0)
     x, w, g = (rng.integers(-200, 200, shape).astype(np.float32) for shape in ((2, 8, 32), (32, 16), (2, 8, 16)))
+    if recipe.digits > 1:  # and with largest values whose inverse scales are 3, 5 and 3 times a power of two
+        x, w, g = (7 * np.clip(np.rint(a / 7), -n, n) for a, n in ((x, 24), (w, 20), (g, 24)))
     w, g = w / 1024, g / 2**20
-    given = (0.5, 2.0**11, 2.0**27)  # delayed: x and W as they would be, and g too large: it saturates
-    scales = Scales(jnp.asarray(given), jnp.zeros((2, 4, 96))) if recipe.is_delayed else None
+    inverses = (2.0, 2.0**-11, 2.0**-27) if recipe.digits == 1 else (3 / 8, 5 / 2**14, 3 / 2**28)
+    given = [float(1 / np.float32(inverse)) for inverse in inverses]  # delayed: g is too large and saturates
+    scales = Scales(jnp.asarray(given), jnp.zeros((2, 4, 96 * 2 ** (recipe.digits - 1)))) if recipe.is_delayed else None
     dims = ("ab", "c", "d")
     with jax.set_mesh(mesh_of("1x2")), use_rules(TENSOR.rules):
         on_ranks = [jax.device_put(a, jax.NamedSharding(jax.sharding.get_mesh(), s)) for a, s in _sharded(x, w, g)]
@@ -79,18 +99,42 @@ def test_a_product_and_its_gradients_are_those_of_numpys_rounded_operands_bit_by
         y, pull = jax.vjp(run, on_ranks[0], jnp.zeros_like(on_ranks[1]) if is_quantized else on_ranks[1], scales)
         dx, dw, counts = pull(on_ranks[2])
     kinds = (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e4m3fn, np.dtype(recipe.gradient_type).type)
-    of = given if recipe.is_delayed else [scale_of(a, kind) for a, kind in zip((x, w, g), kinds, strict=True)]
+    found = [inverse_scale(a, kind, recipe.digits) for a, kind in zip((x, w, g), kinds, strict=True)]
+    of = inverses if recipe.is_delayed else found
     x8, w8, g8 = (rounded(a, kind, s) for a, kind, s in zip((x, w, g), kinds, of, strict=True))
     assert (np.abs(x8 - x).max(), np.abs(g8 - g).max()) > (0, 0)
     np.testing.assert_array_equal(y, x8 @ w8)
     np.testing.assert_array_equal(dx, g8 @ w8.T)
     np.testing.assert_array_equal(dw, np.einsum("abc,abd->cd", x8, g8))
     if recipe.is_delayed:  # each of the two ranks has found the largest of its part, in its rows
-        found = [np.log2(scale_of(part, kinds[0])) for part in (x, x)]
-        found += [np.log2(scale_of(part, kinds[2])) for part in np.split(g, 2, axis=2)]
-        rows = np.asarray(counts.age).reshape(4, 2, 96)[:, 0]
-        np.testing.assert_array_equal(rows.argmax(-1) + LOWEST, np.asarray(found))
+        expected = [scale_of(part, kinds[0], recipe.digits) for part in (x, x)]
+        expected += [scale_of(part, kinds[2], recipe.digits) for part in np.split(g, 2, axis=2)]
+        rows = np.asarray(counts.age).reshape(4, 2, -1)[:, 0]
+        np.testing.assert_array_equal(scale_at(jnp.asarray(rows.argmax(-1)), recipe.digits), np.asarray(expected))
         np.testing.assert_array_equal(np.asarray(counts.age).sum(-1), 1)
+
+
+@pytest.mark.parametrize(("digits", "kind"), [(1, E5M2), (4, E4M3), (8, E4M3)])
+def test_a_scale_is_the_largest_of_its_digits_that_fits_and_numbers_are_in_order(digits: int, kind: Any) -> None:
+    values = np.exp(np.random.default_rng(0).normal(0, 6, 500)).astype(np.float32)
+    values = np.concatenate([values, np.asarray([448, 57344, 1.75, 1.7500001, 1.7499999, 2, 2**-20], np.float32)])
+    known = np.dtype(kind).type
+    expected = [scale_of(value, known, digits) for value in values]
+    inside = (np.asarray(expected) >= 2.0**-32) & (np.asarray(expected) < 2.0**64)
+    assert inside.sum() > 480
+    number = np.arange(96 * 2 ** (digits - 1))
+
+    @jax.jit
+    def run(values: Any) -> tuple[Any, ...]:
+        scales = scale_at(number, digits)
+        largest = inverse_of(scales) * float(jnp.finfo(kind).max)
+        return fitting_scale(values, kind, digits), scales, inverse_of(scales), scale_index(largest, kind, digits)
+
+    found, scales, inverses, again = map(np.asarray, run(values))
+    np.testing.assert_array_equal(found[inside], np.asarray(expected)[inside])
+    np.testing.assert_array_equal(scales, 1 / inverses)
+    assert (np.diff(scales) > 0).all()
+    np.testing.assert_array_equal(again, number)
 
 
 def test_matrices_are_quantized_as_numpy_rounds_their_compute_type_each_with_its_scale() -> None:
@@ -99,7 +143,7 @@ def test_matrices_are_quantized_as_numpy_rounds_their_compute_type_each_with_its
     with jax.set_mesh(mesh_of("1x1")):
         pair = quantize_stack(jnp.asarray(stack), jnp.asarray(scale), "bfloat16")
     wide = stack.astype(ml_dtypes.bfloat16).astype(np.float32)
-    expected = np.stack([rounded(a, ml_dtypes.float8_e4m3fn, s) * s for a, s in zip(wide, scale, strict=True)])
+    expected = np.stack([quantized_by_numpy(a, E4M3, 1 / s) for a, s in zip(wide, scale, strict=True)])
     np.testing.assert_array_equal(np.asarray(pair.values).astype(np.float64), expected)
     np.testing.assert_array_equal(pair.master, stack)
     at_once = np.clip(stack * scale[:, None, None], -448, 448).astype(ml_dtypes.float8_e4m3fn)
@@ -130,8 +174,11 @@ def test_each_matrix_is_quantized_once_a_step(fields: dict[str, Any], times: int
         assert (casts[shape[1:]] == 0) == bool(times)  # a layer's alone, in a loop
 
 
+@pytest.mark.parametrize("digits", [1, 8])
 @pytest.mark.parametrize("kind", [E4M3, E5M2])
-def test_a_product_with_a_scale_for_each_row_is_that_of_numpys_rounded_operands_bit_by_bit(kind: Any) -> None:
+def test_a_product_with_a_scale_for_each_row_is_that_of_numpys_rounded_operands_bit_by_bit(
+    kind: Any, digits: int
+) -> None:
     rng = np.random.default_rng(0)
     sizes = {"x": (2, 8, 4, 8), "w": (4, 8, 2, 8), "g": (2, 8, 2, 8)}
     x, w, g = (rng.integers(-200, 200, shape).astype(np.float32) for shape in sizes.values())
@@ -144,17 +191,26 @@ def test_a_product_with_a_scale_for_each_row_is_that_of_numpys_rounded_operands_
 
         @jax.jit
         def run(x: Any, w: Any, g: Any) -> tuple[Any, ...]:
-            y, pull = jax.vjp(lambda x, w: rowwise_product(Recipe(False, kind), dims, spec, x, w), x, w)
+            recipe = Recipe(False, kind, digits=digits)
+            y, pull = jax.vjp(lambda x, w: rowwise_product(recipe, dims, spec, x, w), x, w)
             return y, *pull(g)
 
         y, dx, dw = map(np.asarray, run(x, w, g))
     tall, flat, wide = x.reshape(16, 32), w.reshape(32, 16), g.reshape(16, 16)
     known, g_kind = ml_dtypes.float8_e4m3fn, np.dtype(kind).type
-    by_row = lambda a, kind: np.stack([rounded(row, kind, scale_of(row, kind)) for row in a])  # noqa: E731
-    by_column = lambda a, kind: by_row(a.T, kind).T  # noqa: E731
-    np.testing.assert_array_equal(y, (by_row(tall, known) @ by_column(flat, known)).reshape(y.shape))
-    np.testing.assert_array_equal(dx, (by_row(wide, g_kind) @ by_row(flat, known).T).reshape(dx.shape))
-    np.testing.assert_array_equal(dw, (by_column(tall, known).T @ by_column(wide, g_kind)).reshape(dw.shape))
+
+    def product(a: np.ndarray, b: np.ndarray, kinds: tuple[Any, Any]) -> np.ndarray:
+        """Of rows of `a` and columns of `b`; multiplied by their inverse scales in float32, as the result is."""
+        of_rows = [inverse_scale(row, kinds[0], digits) for row in a]
+        of_columns = [inverse_scale(column, kinds[1], digits) for column in b.T]
+        a8 = np.stack([quantized_by_numpy(row, kinds[0], s) for row, s in zip(a, of_rows, strict=True)])
+        b8 = np.stack([quantized_by_numpy(column, kinds[1], s) for column, s in zip(b.T, of_columns, strict=True)])
+        by_rows, by_columns = (np.asarray(each, np.float32) for each in (of_rows, of_columns))
+        return (a8 @ b8.T).astype(np.float32) * by_rows[:, None] * by_columns
+
+    np.testing.assert_array_equal(y, product(tall, flat, (known, known)).reshape(y.shape))
+    np.testing.assert_array_equal(dx, product(wide, flat.T, (g_kind, known)).reshape(dx.shape))
+    np.testing.assert_array_equal(dw, product(tall.T, wide, (known, g_kind)).reshape(dw.shape))
 
 
 def _sharded(x: Any, w: Any, g: Any) -> list[tuple[Any, PartitionSpec]]:
@@ -199,10 +255,10 @@ MESHES = [
         "2x2",
         {"zero": 3, "sequence_parallel": True, "microbatch_size": 2},
         id="zero 3, split sequences",
-        marks=pytest.mark.long,
+        marks=pytest.mark.exhaustive,
     ),
-    pytest.param("1x2", {"microbatch_size": 4}, id="accumulation", marks=pytest.mark.long),
-    pytest.param("2x1", {"zero": 1}, id="zero 1", marks=pytest.mark.long),
+    pytest.param("1x2", {"microbatch_size": 4}, id="accumulation", marks=pytest.mark.exhaustive),
+    pytest.param("2x1", {"zero": 1}, id="zero 1", marks=pytest.mark.exhaustive),
     pytest.param("2x2", {"sequence_parallel": True, "lora_rank": 4}, id="LoRA", marks=pytest.mark.long),
     pytest.param("1x2x1", {"microbatch_size": 2}, id="stages", marks=pytest.mark.long),
     pytest.param(
@@ -213,14 +269,25 @@ MESHES = [
     ),
     pytest.param("data=1,context=2", {"position": "rope", "sequence_length": 32}, id="context", marks=pytest.mark.long),
     pytest.param(
-        "2x2", {"zero": 1, "sequence_parallel": True, "microbatch_size": 2, **EXPERTS}, id="experts", marks=LONG
+        "2x2",
+        {"zero": 1, "sequence_parallel": True, "microbatch_size": 2, **EXPERTS},
+        id="experts",
+        marks=pytest.mark.exhaustive,
     ),
     pytest.param("data=2,expert=2", {"zero": 3, **EXPERTS, "moe_every": 2} | NO_FIRST, id="experts apart", marks=LONG),
     pytest.param("2x2", {"zero": 3, "sequence_parallel": True, **LATENT}, id="latent attention", marks=LONG),
-    pytest.param("2x2", {"sequence_parallel": True, "mtp_num_layers": 1, **LLAMA}, id="prediction", marks=LONG),
-    pytest.param("2x1", {"zero": 1, "offload": "optimizer"}, id="offload", marks=LONG),
+    pytest.param(
+        "2x2", {"sequence_parallel": True, "mtp_num_layers": 1, **LLAMA}, id="prediction", marks=pytest.mark.exhaustive
+    ),
+    pytest.param("2x1", {"zero": 1, "offload": "optimizer"}, id="offload", marks=pytest.mark.exhaustive),
+    pytest.param(
+        "2x2",
+        {"zero": 3, "sequence_parallel": True, "microbatch_size": 2, "fp8_scales": "exact"},
+        id="exact scales",
+        marks=LONG,
+    ),
     pytest.param("2x2", {"zero": 1, "optimizer": "muon", "sequence_parallel": True}, id="muon", marks=LONG),
-    pytest.param("2x2", {"zero": 3, "optimizer": "lion"}, id="lion", marks=LONG),
+    pytest.param("2x2", {"zero": 3, "optimizer": "lion"}, id="lion", marks=pytest.mark.exhaustive),
     pytest.param(
         "1x2x1", {"zero": 1, "optimizer": "sgd", "microbatch_size": 2}, id="sgd", marks=pytest.mark.exhaustive
     ),
@@ -233,13 +300,13 @@ MESHES = [
 @pytest.mark.parametrize(
     ("mesh", "fields"),
     [
-        ("4x1", {"zero": 3, "num_layers": 5}),
+        pytest.param("4x1", {"zero": 3, "num_layers": 5}, marks=pytest.mark.exhaustive),
         pytest.param("2x1", {"zero": 1, "num_layers": 5}, marks=pytest.mark.exhaustive),
         ("3x1", {"zero": 1, "num_layers": 3, "global_batch_size": 6}),  # ranks have other layers
         ("2x2", {"zero": 2, "microbatch_size": 1, "recompute": "full"}),
         pytest.param("2x1", {"microbatch_size": 1}, marks=pytest.mark.exhaustive),
-        ("1x4", {"zero": 1, "family": "llama", "num_kv_heads": 2}),
-        ("data=2,stage=2,model=1", {"zero": 1, "microbatch_size": 1}),
+        pytest.param("1x4", {"zero": 1, "family": "llama", "num_kv_heads": 2}, marks=pytest.mark.exhaustive),
+        pytest.param("data=2,stage=2,model=1", {"zero": 1, "microbatch_size": 1}, marks=pytest.mark.exhaustive),
     ],
     ids=str,
 )
@@ -265,7 +332,7 @@ def test_weights_quantized_once_a_step_change_no_bit(mesh: str, fields: dict[str
         pytest.param("2x1", {"zero": 1, "microbatch_size": 2}, marks=pytest.mark.exhaustive),
         ("2x2", {"microbatch_size": 2, "recompute": "none", "fp8_bf16_last_layers": 1}),
         ("2x2", {"zero": 3, "sequence_parallel": True, **LLAMA}),
-        ("2x1", {"zero": 3, "fp8": "tensorwise", **LLAMA}),
+        pytest.param("2x1", {"zero": 3, "fp8": "tensorwise", **LLAMA}, marks=pytest.mark.exhaustive),
     ],
     ids=str,
 )
@@ -321,23 +388,26 @@ def test_losses_of_a_student_do_not_depend_on_the_mesh(offload: str) -> None:
         assert float(found[name]) == pytest.approx(float(expected[name]), rel=1e-5)
 
 
-def test_a_scale_fits_the_largest_value_of_the_last_steps_and_remains_where_there_is_none() -> None:
-    rng, history = np.random.default_rng(0), 4
-    exponents = rng.integers(-20, 40, (30, 2, 2))  # steps, layers, operands: the scale that a step's values would fit
-    exponents[10:20, 0, 1] = -99  # nothing but zeros
-    state = {"scale": jnp.full((2, 3), 8.0), "age": jnp.full((2, 2, 4, 96), 2.0**20)}
+@pytest.mark.parametrize("digits", [1, 4])
+def test_a_scale_fits_the_largest_value_of_the_last_steps_and_remains_where_there_is_none(digits: int) -> None:
+    rng, history, number = np.random.default_rng(0), 4, 96 * 2 ** (digits - 1)
+    each = np.asarray(scale_at(jnp.arange(number), digits))
+    numbers = rng.integers(number // 8, number - 4, (30, 2, 2))  # steps, layers, operands: the scale that would fit
+    numbers[10:20, 0, 1] = -1  # nothing but zeros
+    state = {"scale": jnp.full((2, 3), 8.0), "age": jnp.full((2, 2, 4, number), 2.0**20)}
     with jax.set_mesh(mesh_of("1x1")):
         for step in range(30):
-            counts = np.zeros((2, 2, 4, 96), np.float32)
+            counts = np.zeros((2, 2, 4, number), np.float32)
             for layer, operand in np.ndindex(2, 2):
-                k = exponents[step, layer, operand]
-                if k > -99:
-                    counts[layer, operand, rng.integers(4), k - LOWEST] = 1e-3  # as small as a loss scale makes it
-                    counts[layer, operand, rng.integers(4), k - LOWEST + rng.integers(3)] += 5  # of smaller values
+                k = numbers[step, layer, operand]
+                if k >= 0:
+                    counts[layer, operand, rng.integers(4), k] = 1e-3  # as small as a loss scale makes it
+                    counts[layer, operand, rng.integers(4), k + rng.integers(3)] += 5  # of smaller values
             before, state = state, next_states(state, {"age": jnp.asarray(counts)}, history)
-            recent = np.where(exponents == -99, 999, exponents)[max(step - history + 1, 0) : step + 1].min(0)
-            kept = np.log2(np.asarray(before["scale"])[:, ::2])
-            np.testing.assert_array_equal(np.log2(state["scale"])[:, ::2], np.where(recent == 999, kept, recent))
+            recent = np.where(numbers < 0, number, numbers)[max(step - history + 1, 0) : step + 1].min(0)
+            kept = np.asarray(before["scale"])[:, ::2]
+            expected = np.where(recent == number, kept, each[np.minimum(recent, number - 1)])
+            np.testing.assert_array_equal(np.asarray(state["scale"])[:, ::2], expected)
 
 
 def _scales(state: Any) -> list[np.ndarray]:
@@ -430,7 +500,7 @@ LORA: dict[str, Any] = {"lora_rank": 4, **LLAMA}
     ("recipe", "mesh", "fields"),
     [
         ("tensorwise", "2x2", {"zero": 3, "sequence_parallel": True}),
-        ("tensorwise", "2x1", {"zero": 1, "recompute": "full"}),
+        pytest.param("tensorwise", "2x1", {"zero": 1, "recompute": "full"}, marks=pytest.mark.exhaustive),
         ("rowwise", "2x1", {"zero": 1}),
     ],
     ids=str,
@@ -457,6 +527,7 @@ def test_adapters_beside_frozen_matrices_in_8_bits_do_not_depend_on_the_mesh(
     ("fields", "said"),
     [
         ({"fp8": "none", "fp8_format": "e4m3"}, "fp8_format is e4m3, and fp8 is none"),
+        ({"fp8": "none", "fp8_scales": "exact"}, "fp8_scales is exact, and fp8 is none"),
         ({"fp8": "none", "fp8_amax_history": 8}, "fp8_amax_history is 8, and fp8 is none"),
         ({"fp8": "tensorwise", "fp8_amax_history": 8}, "fp8 tensorwise has no history"),
         ({"fp8": "rowwise", "fp8_amax_history": 8}, "fp8 rowwise has no history"),
@@ -506,7 +577,13 @@ def test_what_remains_in_16_bits_is_said_and_latent_attention_has_no_maxima_over
         ({"fp8": "delayed"}, {"fp8": "tensorwise"}, "saved with fp8 delayed, and fp8 is tensorwise"),
         ({"fp8": "delayed"}, {"fp8": "delayed", "mesh": "1x4"}, r"mesh 1x1, and mesh is 1x4, .* \(mlp.down, mlp.up\)"),
         ({"fp8": "delayed", "fp8_bf16_last_layers": 1}, {"fp8": "delayed"}, "last_layers 1, and .* is 0: layers"),
+        (
+            {"fp8": "delayed"},
+            {"fp8": "delayed", "fp8_scales": "exact"},
+            "saved with fp8_scales power-of-two, and .* is exact: .*; resume with --fp8-scales power-of-two, or",
+        ),
         ({"fp8": "tensorwise"}, {}, None),
+        ({"fp8": "rowwise", "fp8_scales": "exact"}, {"fp8": "tensorwise"}, None),
         ({"fp8": "delayed"}, {"fp8": "delayed", "mesh": "2x2"}, None),
     ],
     ids=str,

@@ -126,10 +126,10 @@ def test_rounding_is_the_same_on_every_mesh(mesh: str, settings: dict[str, Any])
 
 
 CASES = [
-    pytest.param("2x2", {"zero": 1}, marks=pytest.mark.long),
+    pytest.param("2x2", {"zero": 1}, marks=pytest.mark.exhaustive),
     pytest.param("1x2", {"sequence_parallel": True, "microbatch_size": 2, "family": "gpt"}, marks=pytest.mark.long),
     pytest.param("2x2", {"zero": 1, "microbatch_size": 2}, marks=pytest.mark.exhaustive),
-    pytest.param("2x2", {"zero": 2, "microbatch_size": 2}, marks=pytest.mark.long),
+    pytest.param("2x2", {"zero": 2, "microbatch_size": 2}, marks=pytest.mark.exhaustive),
     pytest.param("4x2", {"zero": 3}, marks=pytest.mark.long),
     pytest.param("2x2", {"zero": 3, "microbatch_size": 2, "recompute": "full"}, marks=pytest.mark.exhaustive),
     pytest.param("2x1", {"zero": 3, "unroll_layers": True}, marks=pytest.mark.long),
@@ -137,7 +137,7 @@ CASES = [
     pytest.param("2x2x2", {"zero": 2, "microbatch_size": 1, "layers_per_stage": (2, 1)}, marks=pytest.mark.exhaustive),
     pytest.param("data=2,shard=2", {"zero": 1, "microbatch_size": 1}, marks=pytest.mark.long),
     pytest.param("context=2,expert=2", {"zero": 1, "num_experts": 4}, marks=pytest.mark.long),
-    pytest.param("2x1", {"zero": 1, "tie_embeddings": True}, marks=pytest.mark.long),
+    pytest.param("2x1", {"zero": 1, "tie_embeddings": True}, marks=pytest.mark.exhaustive),
     pytest.param("2x1", {"zero": 1, "fp8": "delayed", "hidden_size": 64, "mlp_size": 64}, marks=pytest.mark.long),
     pytest.param("2x1", {"zero": 2, "lora_rank": 4}, marks=pytest.mark.long),
 ]

@@ -134,14 +134,14 @@ def test_weights_of_heads_with_too_large_scores_are_those_of_numpy(fields: dict[
         pytest.param("2x1", {"zero": 2, "microbatch_size": 1, "recompute": "full"}, id="zero 2", marks=LONG),
         pytest.param("2x2", {"unroll_layers": True, "optimizer": "muon"}, id="unrolled", marks=LONG),
         pytest.param("1x2x1", {"microbatch_size": 2, "optimizer": "muon"}, id="stages", marks=LONG),
-        pytest.param("1x4", {"optimizer": "muon", **GROUPED}, id="shared key heads", marks=LONG),
+        pytest.param("1x4", {"optimizer": "muon", **GROUPED}, id="shared key heads", marks=pytest.mark.exhaustive),
         pytest.param("2x2", {"optimizer": "muon", "zero": 1, **LATENT}, id="latent attention", marks=LONG),
         pytest.param("2x2", {"fp8": "delayed", "zero": 1, "optimizer": "muon"}, id="FP8", marks=LONG),
         pytest.param(
             "2x1",
             {"compute_dtype": "bfloat16", "master_dtype": "bfloat16", "zero": 1},
             id="16 bits",
-            marks=LONG,
+            marks=pytest.mark.exhaustive,
         ),
     ],
 )

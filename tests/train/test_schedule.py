@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from mtjax.config import Optimizer, replace, validate
-from mtjax.train.schedule import make_schedule, make_weight_decay
+from mtjax.train.schedule import make_schedule
+from mtjax.train.weight_decay import make_weight_decay
 from tests.parity.megatron_core.cases import RATES, SCHEDULES, STEPS, our_settings
 from tests.tiny import tiny_config
 

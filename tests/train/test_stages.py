@@ -81,6 +81,8 @@ RARE: list[tuple[str, dict[str, Any]]] = [
     ("1x2x2", {"recompute": "full", "family": "t5", "num_layers": 2, "num_decoder_layers": 2}),
     ("2x2x2", {"recompute": "full", "zero": 1, "tie_embeddings": False}),
 ]
+SELDOM = (COVERING[0], COVERING[4], LONG[2], LONG[3], LONG[5])
+"""Each of their settings is in another case."""
 SCHEDULES = ({}, {"pipeline_schedule": "gpipe"}, {"pipeline_schedule": "interleaved", "chunks": 2})
 CONTEXT = [
     (mesh, {"recompute": kept, "context_method": method, "zero": zero, **schedule})
@@ -101,7 +103,10 @@ CASES = [
     # Of the second case `test_steps_and_evaluation_on_stages` compares gradients, too: with whole steps.
     pytest.param(*COVERING[1], marks=pytest.mark.exhaustive),
     *COVERING[2:4],
-    *(pytest.param(*case, marks=pytest.mark.long) for case in (COVERING[0], *COVERING[4:], *LONG)),
+    *(
+        pytest.param(*case, marks=pytest.mark.exhaustive if case in SELDOM else pytest.mark.long)
+        for case in (COVERING[0], *COVERING[4:], *LONG)
+    ),
     *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in RARE + PRODUCT + CONTEXT),
 ]
 

@@ -129,6 +129,7 @@ def self_attention(model: Model, tokens: int, *, is_causal: bool, is_ahead: bool
         is_capped=model.attention_softcap is not None,
         visible=_visible_share(model, tokens, is_ahead=is_ahead),
         buckets=model.relative_buckets if has_table else 0,
+        is_biased=model.position == "relative",
     )
 
 

@@ -94,6 +94,8 @@ class Attention(_Heads):
     """Share of the scores that a causal model needs, in the mean of its layers."""
     buckets: int = 0
     """Of the layer's own relative position bias; 0 without one."""
+    is_biased: bool = False
+    """Whether scores have a relative position bias, of the layer or of its stack."""
 
     @property
     def kv_size(self) -> int:
@@ -130,7 +132,7 @@ class Attention(_Heads):
     @property
     def scores(self) -> Scores:
         sizes = (self.heads, self.tokens, self.tokens, self.head_dim)
-        return Scores(*sizes, self.is_causal, self.kv_heads, self.is_capped, self.visible)
+        return Scores(*sizes, self.is_causal, self.kv_heads, self.is_capped, self.visible, is_biased=self.is_biased)
 
     @property
     def _columns(self) -> int:

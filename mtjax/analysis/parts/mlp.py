@@ -55,7 +55,8 @@ class MLP(Part):
 
     @property
     def elementwise(self) -> Elementwise:
-        return Elementwise(stream=self.tokens * self.hidden, mlp=self.tokens * self.inner)
+        inner = self.tokens * self.inner
+        return Elementwise(stream=self.tokens * self.hidden, mlp=inner, gate=inner if self.is_gated else 0)
 
     def products(self, tensor_degree: int = 1) -> list[Product]:
         inner = self.inner / tensor_degree

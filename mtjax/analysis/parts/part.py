@@ -164,6 +164,8 @@ class Scores:
     """Share of the scores that a causal model needs, in the mean of its layers: half without windows."""
     narrower: int = 0
     """By how much a head's value is narrower than its key."""
+    is_biased: bool = False
+    """Whether each has a trained bias: relative positions."""
 
     @property
     def pairs(self) -> int:
@@ -191,6 +193,8 @@ class Elementwise:
     """Of attention's heads."""
     mlp: float = 0
     """Of the MLP's inner width."""
+    gate: float = 0
+    """Of those, the ones that XLA multiplies with a gate."""
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,6 @@ T5 = Family(
         "attention_dropout": 0.1,
     },
     choices={"position": ("relative", "learned"), "norm_placement": ("pre",), "head": ("language",)},
-    own=frozenset({"num_decoder_layers", "decoder_sequence_length", "relative_bias_layers"}),
+    own=frozenset({"num_decoder_layers", "decoder_sequence_length", "relative_bias_layers", "output_scale"}),
     check=check,
 )

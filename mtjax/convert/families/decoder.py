@@ -49,6 +49,7 @@ def sizes(
     }
 
 
+ROPE_OBJECT = "rope_parameters"
 SIZE_KEYS = {
     "num_layers": "num_hidden_layers",
     "hidden_size": "hidden_size",
@@ -105,6 +106,8 @@ def _settings(parts: tuple[Part, ...], defaults: Json, config: Json) -> dict[str
       UserError: a value is not supported.
     """
     values = {**defaults, **config}
+    if values.get(ROPE_OBJECT) is None and ROPE_OBJECT in defaults:  # null is as if it were missing
+        values[ROPE_OBJECT] = defaults[ROPE_OBJECT]
     for key in ("num_hidden_layers", "n_layer", "n_layers"):
         # Patterns of layers are made from it.
         count = values.get(key, 1)

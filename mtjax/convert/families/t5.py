@@ -87,6 +87,35 @@ def is_scaled(config: Json, model_type: str) -> bool:
     return bool(config.get("scale_decoder_outputs", config.get("tie_word_embeddings") is not False))
 
 
+def is_tied(config: Json, model_type: str, names: frozenset[str]) -> bool:
+    """Returns whether the output table is the embedding.
+
+    transformers 5 ties them whatever the config.json says, unless the files have two tables.
+
+    Args:
+      config: the config.json.
+      model_type: its type.
+      names: names of the tensors; none if they are not known.
+
+    Raises:
+      UserError: the config.json says that they are not tied, and there is no output table.
+    """
+    if is_scaled(config, model_type):
+        return True
+    says_untied = config.get("tie_word_embeddings") is False
+    if names and says_untied and "lm_head.weight" not in names:
+        raise UserError(
+            f"tie_word_embeddings of this {model_type} is false, but there is no lm_head.weight: save the model with "
+            "its output, or set tie_word_embeddings true and scale_decoder_outputs false if it is the embedding"
+        )
+    return not says_untied and "lm_head.weight" not in names
+
+
+def _output_scale(hidden: int, *, scaled: bool, tied: bool) -> float:
+    """Returns mtjax's factor of the logits, which multiplies that of a tied T5, hidden^-0.5."""
+    return hidden**0.5 if tied and not scaled else 1.0
+
+
 def _activation(config: Json, projection: str) -> str:
     """Returns the activation of `feed_forward_proj`, which transformers saves in two other keys, too.
 
@@ -115,12 +144,7 @@ def _family(model_type: str, model_class: str, layers: int, heads: int, vocab: i
     tables = "all" if model_type == "umt5" else "first"
 
     def read(config: Json, names: frozenset[str]) -> dict[str, Any]:
-        scaled = is_scaled(config, model_type)
-        if names and not scaled and "lm_head.weight" not in names:
-            raise UserError(
-                f"this {model_type} has no lm_head.weight, and its outputs are not scaled (scale_decoder_outputs); "
-                "with tie_embeddings, mtjax scales the outputs of a t5 by hidden_size^-0.5"
-            )
+        scaled, tied = is_scaled(config, model_type), is_tied(config, model_type, names)
         return {
             "family": "t5",
             "num_decoder_layers": config.get("num_decoder_layers"),
@@ -128,7 +152,8 @@ def _family(model_type: str, model_class: str, layers: int, heads: int, vocab: i
             "mlp_size": config.get("d_ff", inner),
             "activation": _activation(config, projection),
             "attention_dropout": config.get("dropout_rate", 0.1),
-            "tie_embeddings": scaled,
+            "tie_embeddings": tied,
+            "output_scale": _output_scale(config.get("d_model", 512), scaled=scaled, tied=tied),
             "relative_bias_layers": tables,
         }
 
@@ -141,7 +166,7 @@ def _family(model_type: str, model_class: str, layers: int, heads: int, vocab: i
             "feed_forward_proj": next(names, "relu"),
             # Versions before 5 read the first, later ones the second.
             "tie_word_embeddings": model.tie_embeddings,
-            "scale_decoder_outputs": model.tie_embeddings,
+            "scale_decoder_outputs": model.tie_embeddings and model.output_scale == 1.0,
             "is_encoder_decoder": True,
         }
 

@@ -16,6 +16,7 @@ from mtjax.models.prediction import PREFIX, Predictor, ahead, keys_of, loss_name
 from mtjax.models.recompute import Recompute
 from mtjax.models.routers import router_reports
 from mtjax.models.run_alone import run_alone
+from mtjax.models.stack_chunks import in_chunk
 from mtjax.models.trunk import Batch, HiddenStates, Keys
 from mtjax.sharding.axes import num_shards
 from mtjax.sharding.vocab import LossOptions, vocab_parallel_cross_entropy
@@ -30,7 +31,7 @@ class PredictingGPT(GPT):
         model = config.model
         # Pipeline stages recompute entire chunks, and the head not at all.
         recompute = Recompute.of(config.training)
-        self.predictor_recompute = recompute.in_chunk if num_shards("layers") > 1 else recompute
+        self.predictor_recompute = in_chunk(recompute) if num_shards("layers") > 1 else recompute
         self.num_predictors = model.mtp_num_layers
         for number in range(1, self.num_predictors + 1):
             # The attributes' names are the parameters' names: `mtp_1`, `mtp_2`, ...

@@ -15,7 +15,7 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from mtjax.config import Config, Model
-from mtjax.config.sizes import decoder_layers, decoder_length
+from mtjax.config.sizes import decoder_layers, decoder_length, output_shape, padded_vocab_size
 from mtjax.layout.stacks import LayerStack, stacks_of
 from mtjax.models.dropout import dropout
 from mtjax.models.embedding import (
@@ -33,7 +33,7 @@ from mtjax.models.recompute import Recompute
 from mtjax.models.relative import RelativeBias
 from mtjax.models.stack import Stack
 from mtjax.models.trunk import Batch, HiddenStates, Keys, Section, run_sections
-from mtjax.sharding.vocab import LossOptions, vocab_parallel_cross_entropy
+from mtjax.sharding.vocab import LossOptions, OutputOptions, vocab_parallel_cross_entropy
 
 DECODER_SITE = 2**31 - 2
 """Folded into the dropout keys, so that the decoder's differ from the encoder's."""
@@ -83,13 +83,15 @@ class T5(WithVocabulary):
         decoder = dataclasses.replace(model, num_layers=decoder_layers(model))
         is_scaled = model.tie_embeddings and model.position != "learned"
         # A scaled output needs a table of unit variance, as in T5's code; else logits start tiny, and stay so for long.
-        self.embedding = vocabulary_table(model, table_key, std=1.0 if is_scaled else None)
+        has_unit_variance = is_scaled and model.output_scale == 1.0
+        self.embedding = vocabulary_table(model, table_key, std=1.0 if has_unit_variance else None)
         self.positions = position_table(model, max(model.sequence_length, decoder_length(model)), position_key)
         encoding, decoding = stacks_of(model)
         self.encoder = T5Stack(config, model, encoding, is_causal=False, key=encoder_key)
         self.decoder = T5Stack(config, decoder, decoding, is_causal=True, key=decoder_key)
         self.output = None if model.tie_embeddings else vocabulary_table(model, output_key)
-        self.output_scale = model.hidden_size**-0.5 if is_scaled else 1.0
+        self.output_options = OutputOptions(padded_vocab_size(model), **output_shape(model))
+        self.hidden_scale = model.hidden_size**-0.5 if is_scaled else 1.0
         self.rate = model.hidden_dropout
         self.dtype = dtype
 
@@ -180,7 +182,7 @@ class T5(WithVocabulary):
 
     def _finish_decoder(self, trunk_output: HiddenStates, keys: Keys) -> Float[Array, "batch act_seq embed"]:
         """Finishes the decoder's output, scaled for a tied output table."""
-        return self.decoder.finish(trunk_output.x, _decoder_keys(keys)) * self.output_scale
+        return self.decoder.finish(trunk_output.x, _decoder_keys(keys)) * self.hidden_scale
 
     @staticmethod
     def batch_arrays(config: Config) -> dict[str, jax.ShapeDtypeStruct]:

@@ -146,13 +146,6 @@ def _head_norms(model: Model) -> "tuple[HeadNorm | None, HeadNorm | None]":
     return head_norms(model)
 
 
-def scaled_by_position(query: Float[Array, "batch seq heads head_dim"], context: LayerContext) -> Array:
-    """Multiplies queries by the factors of their positions, where there are any."""
-    if context.query_scale is None:
-        return query
-    return (query * context.query_scale[:, :, None, None]).astype(query.dtype)
-
-
 def _qkv(model: Model, key: Array) -> "FusedQKV | GroupedQKV":
     """Builds the product for query, key and value: by groups of heads, if the model has fewer KV heads than heads."""
     if num_kv_heads(model) == model.num_heads:

@@ -2,12 +2,13 @@
 
 import jax.numpy as jnp
 from jax import Array
+from jaxtyping import Float
 
 from mtjax.config import Model
 from mtjax.config.sizes import num_kv_heads
 from mtjax.models.head_norm import HeadNorm
 from mtjax.models.layer_context import LayerContext
-from mtjax.models.mixers.attention import SelfAttention, scaled_by_position
+from mtjax.models.mixers.attention import SelfAttention
 from mtjax.models.rotary import rotate
 
 
@@ -27,6 +28,13 @@ def prepared(
         query, key = _normalized(query, key, *norms)
     # The factor belongs to the query's position: cached keys stay as they are.
     return scaled_by_position(query, context), key, value
+
+
+def scaled_by_position(query: Float[Array, "batch seq heads head_dim"], context: LayerContext) -> Array:
+    """Multiplies queries by the factors of their positions, where there are any."""
+    if context.query_scale is None:
+        return query
+    return (query * context.query_scale[:, :, None, None]).astype(query.dtype)
 
 
 def head_norms(model: Model) -> tuple[HeadNorm, HeadNorm]:

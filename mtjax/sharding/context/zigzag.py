@@ -15,7 +15,8 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 from mtjax.layout.rules import Axes
-from mtjax.sharding.axes import context_axes, local_positions, psum_shards
+from mtjax.sharding.axes import context_axes, local_positions
+from mtjax.sharding.rank_values import psum_shards
 
 
 def rank_positions(rank: Any, degree: int, length: int, xp: ModuleType = jnp) -> Any:

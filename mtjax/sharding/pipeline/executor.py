@@ -20,10 +20,9 @@ from jax import Array, lax
 
 from mtjax.config import Config
 from mtjax.layout.timetable import Phase, Timetable, forward_timetable, timetable
-from mtjax.sharding.accumulate import LossModel, Sums
-from mtjax.sharding.axes import cond_by_stage, context_axes
-from mtjax.sharding.grad_accumulation import add_gradients
-from mtjax.sharding.param_comm import zeros_like_shards
+from mtjax.sharding.axes import context_axes
+from mtjax.sharding.grad_accumulation import add_gradients, zeros_like_shards
+from mtjax.sharding.gradients import LossModel, Sums
 from mtjax.sharding.pipeline.model import PipelineModel
 from mtjax.sharding.pipeline.order import Order
 from mtjax.sharding.pipeline.residuals import (
@@ -36,8 +35,8 @@ from mtjax.sharding.pipeline.residuals import (
 )
 from mtjax.sharding.pipeline.stage_transfer import packed, sum_from_owner
 from mtjax.sharding.pipeline.stage_work import StageWork, TickWork
-from mtjax.sharding.reduction import Reduction
-from mtjax.sharding.zero import gather_for_step, wrap_for_inference
+from mtjax.sharding.rank_values import cond_by_stage
+from mtjax.sharding.zero import Reduction, gather_for_step, wrap_for_inference
 
 Tree = Any
 

@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 from jax import Array
 
-from mtjax.sharding.accumulate import LossModel, Sums
+from mtjax.sharding.gradients import LossModel, Sums
 
 Tree = Any
 

@@ -8,7 +8,8 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec, reshard
 
 from mtjax.layout.rules import MODEL, STAGE
-from mtjax.sharding.axes import dimension_axes, explicit_axes, fully_manual, map_ranks, psum_shards, with_axes
+from mtjax.sharding.axes import dimension_axes, explicit_axes, fully_manual, map_ranks, with_axes
+from mtjax.sharding.rank_values import psum_shards
 
 Tree = Any
 

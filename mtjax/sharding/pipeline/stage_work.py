@@ -13,14 +13,15 @@ from jax import Array, lax
 
 from mtjax.layout.rules import STAGE
 from mtjax.layout.timetable import Half, Timetable
-from mtjax.sharding.accumulate import Sums
-from mtjax.sharding.axes import cond_by_stage, varying_like
+from mtjax.sharding.axes import varying_like
 from mtjax.sharding.grad_accumulation import AddsUp, with_accumulators
+from mtjax.sharding.gradients import Sums
 from mtjax.sharding.param_comm import differentiable_shards, with_shards
 from mtjax.sharding.pipeline.model import PipelineModel
 from mtjax.sharding.pipeline.order import Order
 from mtjax.sharding.pipeline.residuals import Linearize
 from mtjax.sharding.pipeline.stage_transfer import send, unpacked
+from mtjax.sharding.rank_values import cond_by_stage
 from mtjax.sharding.zero import materialize_outside_stacks
 
 Tree = Any

@@ -11,17 +11,10 @@ from jax import Array, lax
 
 from mtjax.layout.layouts import NOT_SHARDED
 from mtjax.sharding.axes import spec
-from mtjax.sharding.param_comm import (
-    NoGrad,
-    ReplicatedParam,
-    ShardedParam,
-    add_to_layer,
-    communicated,
-    gather,
-    index_layer,
-    reduce_gradient,
-)
-from mtjax.sharding.stacked_collectives import gather_layer
+from mtjax.sharding.grad_accumulation import add_to_layer
+from mtjax.sharding.param_comm import ReplicatedParam, ShardedParam, communicated, gather, index_layer, reduce_gradient
+from mtjax.sharding.trainable import NoGrad
+from mtjax.sharding.zero import gather_layer
 
 Tree = Any
 Run = Callable[..., tuple[Array, Tree]]

@@ -32,18 +32,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from mtjax.sharding.after import after
 from mtjax.sharding.axes import varying_like
-from mtjax.sharding.param_comm import (
-    NoGrad,
-    accumulate_grads_into,
-    communicated,
-    differentiable_shards,
-    index_layer,
-    is_wrapped,
-    seed_cotangents,
-    zeros_like_shards,
-)
+from mtjax.sharding.grad_accumulation import accumulate_grads_into, seed_cotangents, zeros_like_shards
+from mtjax.sharding.param_comm import communicated, differentiable_shards, index_layer, is_wrapped
 from mtjax.sharding.prefetch.loop import PrefetchLoop, Run, flattened, scan_but_last, stack_of, traced
+from mtjax.sharding.trainable import NoGrad
 
 Tree = Any
 
@@ -265,7 +259,9 @@ def _step_backward(loop: PrefetchLoop, residuals: Any, cotangents: Any) -> tuple
     (gradient, slots, accumulators), state_cotangent = cotangents
     # Neither of these two collectives depends on this layer's backward pass, so XLA can overlap them with it.
     accumulators = loop.reduce_into(accumulators, slots.gradients, index + 1)
-    below = slots.parameters if loop.saves_gathered else loop.gather(shards, jnp.maximum(index - 1, 0))
+    # XLA: sends one at a time, and would begin with the gather, for which it would wait before it sends the gradients.
+    next_index = jnp.maximum(after(accumulators, index) - 1, 0)
+    below = slots.parameters if loop.saves_gathered else loop.gather(shards, next_index)
     regathered = loop.regathered(loop.of_layer(slots.parameters, shards, index))
     gradient, gradients, resident, number, *constants = vjp.of(regathered)((gradient, state_cotangent))
     inputs = _IterationInputs(resident, number, constants, None, None)  # pyright: ignore[reportArgumentType]

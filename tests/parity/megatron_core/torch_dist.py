@@ -1,16 +1,19 @@
 """`torch_dist` checkpoints by the real megatron-core: saved and loaded in processes that communicate by gloo.
 
-`python -m tests.parity.megatron_core.torch_dist MODE FOLDER`, once for each of four ranks, with RANK, WORLD_SIZE,
-MASTER_ADDR and MASTER_PORT set. `save` writes every case's folder, its logits, and the same model in the format torch;
-`load` loads strictly the folders that mtjax wrote, and compares every tensor with the model's. `tiny` writes what
-`tests/convert/torch_dist.zip` holds.
+`python -m tests.parity.megatron_core.torch_dist MODE FOLDER`, once for each of four ranks, with RANK, WORLD_SIZE
+and RANKS_MEET (a file's URL) set. `save` writes every case's folder, its logits, and the same model in the format
+torch; `load` loads strictly the folders that mtjax wrote, and compares every tensor with the model's. `tiny` writes
+what `tests/convert/torch_dist.zip` holds.
 """
 
 import argparse
 import contextlib
+import os
+import shutil
 import sys
 import zlib
 from collections.abc import Iterator, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +33,19 @@ from tests.parity.megatron_core.cases import DISTRIBUTED, MODELS, TINY, TOKENS, 
 from tests.parity.megatron_core.models import ITERATION, build, fill, logits_of, shaken, sharded
 from tests.parity.megatron_core.models import save as save_legacy
 
+PATIENCE = 4
+"""Minutes that a rank waits for the others."""
+
+
+def meet(anew: Path | None = None) -> None:
+    """Makes the group of all processes; removes the folder `anew`, which an earlier start may have left."""
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    waits = timedelta(minutes=PATIENCE)
+    dist.init_process_group("gloo", os.environ["RANKS_MEET"], rank=rank, world_size=ranks, timeout=waits)
+    if anew and rank == 0:
+        shutil.rmtree(anew, ignore_errors=True)
+    dist.barrier()
+
 
 @contextlib.contextmanager
 def groups(tensor: int = 1, pipeline: int = 1, chunks: int | None = None, expert: int = 1) -> Iterator[None]:
@@ -40,6 +56,7 @@ def groups(tensor: int = 1, pipeline: int = 1, chunks: int | None = None, expert
         virtual_pipeline_model_parallel_size=chunks,
         expert_model_parallel_size=expert,
         expert_tensor_parallel_size=tensor if expert > 1 else None,
+        distributed_timeout_minutes=PATIENCE,
     )
     try:
         yield
@@ -123,7 +140,7 @@ def load(folder: Path, name: str, degrees: Degrees) -> None:
 
 def main(mode: str, folder: Path) -> None:
     """All cases."""
-    dist.init_process_group("gloo")
+    meet(folder / "saved" if mode == "save" else None)
     if mode == "tiny":
         with groups():
             whole = sharded(build(TINY))

@@ -1,0 +1,41 @@
+"""What must wait: arrays with which XLA can't compute before others are known, in the order of a schedule."""
+
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+from mtjax.sharding.axes import PartitionSpec, explicit_axes, map_ranks
+
+
+def after(known: Sequence[Array], x: Array) -> Array:
+    """Returns `x`, with which XLA can't compute before it has computed all of `known`."""
+    return of_ranks(lambda *arrays: _after_p.bind(*arrays), jax.typeof(x).sharding.spec, x, *known)
+
+
+def _select(x: Array, *known: Array) -> Array:
+    bits = sum(lax.bitcast_convert_type(first(a), jnp.uint32) & 1 for a in known)
+    # True of all numbers, which XLA does not find out. Fused into what reads `x`: no copy, and the same bits.
+    return jnp.where(bits <= len(known), x, jnp.zeros_like(x))
+
+
+# A primitive, because the result varies over no more axes than `x`, whatever `known` varies over.
+_after_p = Primitive("after")
+_after_p.def_abstract_eval(lambda x, *known: x)
+_after_p.def_impl(_select)
+mlir.register_lowering(_after_p, mlir.lower_fun(_select, multiple_results=False))
+
+
+def of_ranks(function: Callable[..., Array], out_spec: PartitionSpec, *arrays: Array) -> Array:
+    """Calls a function of each rank's shards."""
+    if not explicit_axes():
+        return function(*arrays)
+    return map_ranks(function, tuple(jax.typeof(a).sharding.spec for a in arrays), out_spec)(*arrays)
+
+
+def first(a: Array) -> Array:
+    """Returns the first element, in float32."""
+    return a[(0,) * a.ndim].astype(jnp.float32)

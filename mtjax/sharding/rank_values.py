@@ -1,0 +1,28 @@
+"""Values that only some ranks have: computes them there, and adds them up over all."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import lax
+
+from mtjax.layout.rules import Axes
+from mtjax.sharding.axes import fully_manual
+
+
+def cond_by_stage(holds: jax.Array, then: Callable[..., Any], otherwise: Callable[..., Any], *arguments: Any) -> Any:
+    """Runs `then(*arguments)` on ranks where `holds`, and `otherwise(*arguments)` elsewhere.
+
+    Args:
+      holds: a bool that is equal on all ranks of a pipeline stage.
+      then: a branch; its collectives may be over any axes but `stage`.
+      otherwise: the other branch.
+      *arguments: of both.
+    """
+    with jax.named_scope("stages"):
+        return lax.cond(holds, then, otherwise, *arguments)
+
+
+def psum_shards(x: jax.Array, axes: Axes) -> jax.Array:
+    """All-reduces `x`, which may be sharded over explicit axes, over manual axes."""
+    return fully_manual(lambda shard: lax.psum(shard, axes), jax.typeof(x).sharding.spec)(x)
