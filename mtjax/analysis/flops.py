@@ -344,8 +344,13 @@ def computed_over(anatomy: Anatomy, mesh: MeshShape) -> Anatomy:
 
 @cache
 def _over_context(anatomy: Anatomy, degree: int) -> Anatomy:
-    stacks = (replace(s, parts=tuple(part.over_context(degree) for part in s.parts)) for s in anatomy.stacks)
-    return replace(anatomy, stacks=tuple(stacks), head=tuple(part.over_context(degree) for part in anatomy.head))
+    stacks = tuple(stack_over_context(stack, degree) for stack in anatomy.stacks)
+    return replace(anatomy, stacks=stacks, head=tuple(part.over_context(degree) for part in anatomy.head))
+
+
+def stack_over_context(stack: Stack, degree: int) -> Stack:
+    """Returns a stack with the work of all context parallel ranks together."""
+    return replace(stack, parts=tuple(part.over_context(degree) for part in stack.parts))
 
 
 def utilisation(flops: float, seconds: float, gpus: int, peak_flops: float) -> float:

@@ -7,7 +7,7 @@ from mtjax.analysis.anatomy import Anatomy, Stack
 from mtjax.analysis.copies import FLOAT32
 from mtjax.analysis.expert_blocks import blocks_of
 from mtjax.analysis.float8 import float8_bytes, is_float8
-from mtjax.analysis.flops import times_again
+from mtjax.analysis.flops import stack_over_context, times_again
 from mtjax.analysis.kernels import CORE, ElementWise, Traffic
 from mtjax.analysis.loop_time import loop_seconds, scan_seconds
 from mtjax.analysis.machine import Machine
@@ -19,6 +19,7 @@ from mtjax.layout.plan import Plan
 @cache
 def layer_seconds(stack: Stack, plan: Plan, machine: Machine, software: Software) -> tuple[float, float, float]:
     """Seconds of one layer and microbatch, forward, recomputed and backward: products, attention, element-wise."""
+    stack = _with_context(stack, plan)
     products = _layer_products(stack, plan)
     forward = {product: _forward(product, plan, machine) for product in products}
     saves_products = plan.is_staged or plan.recompute != "full"
@@ -45,11 +46,17 @@ def layer_seconds(stack: Stack, plan: Plan, machine: Machine, software: Software
 @cache
 def layer_forward_seconds(stack: Stack, plan: Plan, machine: Machine, software: Software) -> float:
     """Seconds of one layer and microbatch, forward."""
+    stack = _with_context(stack, plan)
     products = sum(_forward(product, plan, machine) for product in _layer_products(stack, plan))
     cores = sum(forward for forward, _ in _layer_cores(stack, plan, machine, software))
     moved = _bytes(software.kernels.forward, [part.elementwise for part in stack.parts], plan)
     looped = loop_seconds(stack, plan, machine)[0] + scan_seconds(stack, plan, machine)[0]
     return products + cores + machine.passes(moved) + looped
+
+
+def _with_context(stack: Stack, plan: Plan) -> Stack:
+    """Returns a stack with what context parallel ranks compute besides their share of a layer."""
+    return stack_over_context(stack, plan.mesh.context) if plan.context_parallelism else stack
 
 
 def _layer_products(stack: Stack, plan: Plan) -> list[Product]:

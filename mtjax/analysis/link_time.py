@@ -144,6 +144,14 @@ def exposed_ahead(anatomy: Anatomy, plan: Plan, machine: Machine, compute: float
     return last + max(0.0, gathers - forward) + max(0.0, again + sent[GRADIENTS] - (compute - forward))
 
 
+def ring_seconds(anatomy: Anatomy, plan: Plan, machine: Machine) -> float:
+    """Seconds of a step's ring steps of attention."""
+    if not plan.context_parallelism or plan.context_method != "ring":
+        return 0.0
+    ring = (e for e in transfers(anatomy, plan) if e.axis == CONTEXT and e.operation == "collective-permute")
+    return sum(transfer_time(entry, anatomy, plan, machine) for entry in ring)
+
+
 def _outside(anatomy: Anatomy, plan: Plan) -> float:
     """Returns the share of a device's parameters that is outside the layers."""
     counts = stage_counts(anatomy, plan)
@@ -169,13 +177,17 @@ def hidden_sums(anatomy: Anatomy, plan: Plan, machine: Machine, products: float)
     return min(seconds * firsts / components, products / (4 if plan.recompute == "full" else 3))
 
 
-def exposed_turns(spent: float, plan: Plan, attention: float) -> float:
+def exposed_turns(spent: float, ring: float, plan: Plan, attention: float) -> float:
     """Returns the seconds of context parallel communication that attention does not hide.
 
     A ring overlaps its sends with computation, except the last send of each backward pass; an all-gather precedes the
-    computation.
+    computation, and so do the states of layers with a recurrent state.
+
+    Args:
+      spent: seconds of all of it.
+      ring: of it, of ring steps.
+      plan: of the step.
+      attention: seconds of attention.
     """
-    if plan.context_method == "all-gather":
-        return spent
-    last = spent / (3 * plan.mesh.context)
-    return min(spent, last + max(0.0, spent - last - attention))
+    last = ring / (3 * plan.mesh.context)
+    return spent - ring + min(ring, last + max(0.0, ring - last - attention))

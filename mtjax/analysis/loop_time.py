@@ -8,13 +8,11 @@ from mtjax.layout.plan import Plan
 def loop_seconds(stack: Stack, plan: Plan, machine: Machine) -> tuple[float, float]:
     """Returns the seconds of the loops of one layer, forward, and backward with the recompute."""
     forward = backward = 0.0
-    for loop in (part.loop(plan) for part in stack.parts):
-        if loop is None:
-            continue
-        once, back = (
-            loop.steps * (sum(machine.product(*sizes) for sizes in products) + kernels * machine.constants.launch)
-            for products, kernels in zip((loop.forward, loop.backward), loop.kernels, strict=True)
-        )
+    for loop in (loop for part in stack.parts for loop in part.step_loops(plan)):
+        others, others_back = (sum(map(machine.kernel, kernels)) for kernels in loop.kernels)
+        once = loop.steps * (sum(machine.product(*sizes) for sizes in loop.forward) + others)
+        wide = sum(machine.product(*sizes, is_float32=True) for sizes in loop.gradients)
+        back = loop.steps * (sum(machine.product(*sizes) for sizes in loop.again) + wide + others_back)
         forward, backward = forward + once, backward + once + back
     return forward, backward
 

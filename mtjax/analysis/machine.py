@@ -55,8 +55,11 @@ class Machine:
         capability = self.gpu.compute_capability
         return 12e9 if capability < (8, 0) else 24e9 if capability < (9, 0) else 55e9
 
-    def product(self, m: float, k: float, n: float, batch: float = 1, *, is_float8: bool = False) -> float:
-        """Returns the seconds of `batch` matmuls [m,k] x [k,n], in 8 bits with a result in 16 if `is_float8`.
+    def product(
+        self, m: float, k: float, n: float, batch: float = 1, *, is_float8: bool = False, is_float32: bool = False
+    ) -> float:
+        """Returns the seconds of `batch` matmuls [m,k] x [k,n], in 8 bits with a result in 16 if `is_float8`, computed
+        in float32 from smaller numbers if `is_float32`.
 
         The last wave of tiles leaves multiprocessors idle; matmuls of less than one wave are split along k, and have an
         overhead.
@@ -65,7 +68,8 @@ class Machine:
         tiles = math.ceil(m / c.tile) * math.ceil(n / c.tile) * batch
         waves = tiles / self.gpu.multiprocessors
         fill = waves / math.ceil(waves) if waves >= 1 else 1.0
-        rate = self.float8_rate if is_float8 else self.peak * self.gpu.sustained_products
+        peak = self.gpu.peak_flops("float32") if is_float32 else self.peak
+        rate = self.float8_rate if is_float8 else peak * self.gpu.sustained_products
         computing = 2 * m * k * n * batch / (rate * fill)
         read = 1 if is_float8 else self.element_bytes
         moving = batch * (read * (m * k + k * n) + self.element_bytes * m * n)

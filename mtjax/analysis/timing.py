@@ -25,6 +25,7 @@ from mtjax.analysis.link_time import (
     exposed_turns,
     hidden_sums,
     members_inside,
+    ring_seconds,
     spent_on_stages,
     transfer_time,
 )
@@ -104,8 +105,9 @@ def step_time(
     spent: dict[str, float] = dict.fromkeys((DATA, STAGE, CONTEXT, EXPERT, MODEL), 0.0)
     for entry in transfers(anatomy, plan):
         spent[axis_of(entry)] += transfer_time(entry, anatomy, plan, machine)
+    ring = ring_seconds(anatomy, plan, machine)
     exposed = exposed_by_axis(spent, plan, software, products, products + attention + element_wise)
-    exposed[CONTEXT] = exposed_turns(spent[CONTEXT], plan, attention)
+    exposed[CONTEXT] = exposed_turns(spent[CONTEXT], ring, plan, attention)
     exposed[MODEL] -= hidden_sums(anatomy, plan, machine, products)
     if plan.overlaps_data(anatomy.model):
         beside = exposed[MODEL] if plan.mesh.size > server.gpus else 0.0  # on other links, and as good as computing
@@ -190,7 +192,7 @@ def _lock_step_time(anatomy: Anatomy, plan: Plan, machine: Machine, software: So
     beside = 0.5 * spent[MODEL] if all(layers_in_chunk(stack, plan) == 1 for stack in anatomy.stacks) else 0.0
     on_layers, to_experts = spent[MODEL] - beside, spent[EXPERT]
     sent = exposed_sends(anatomy, plan, spent[STAGE] / ticks, ahead, longest - ahead)
-    turns = exposed_turns(spent[CONTEXT], plan, attention / counts)
+    turns = exposed_turns(spent[CONTEXT], ring_seconds(anatomy, plan, machine), plan, attention / counts)
     return StepTime(
         products=products,
         attention=attention,

@@ -33,13 +33,12 @@ def drawn(dtype: Any) -> dict[str, np.ndarray]:
 
 
 def recurrence(
-    inputs: dict[str, np.ndarray], state: np.ndarray | None = None, begins: np.ndarray | None = None
+    inputs: dict[str, np.ndarray], incoming: np.ndarray | None = None, begins: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Token by token, from a state that comes in; `begins`: tokens with which a document begins."""
     query, key, value, decay, beta = (inputs[name].astype(np.float64) for name in DeltaInputs._fields[:5])
     outputs: list[np.ndarray] = []
-    if state is None:
-        state = np.zeros((*value.shape[:1], *value.shape[2:], key.shape[-1]))
+    state = np.zeros((*value.shape[:1], *value.shape[2:], key.shape[-1])) if incoming is None else incoming
     for t in range(value.shape[1]):
         state = np.exp(decay[:, t])[..., None, None] * state
         if begins is not None:

@@ -5,14 +5,16 @@ share queries and keys; N width of a key; K taps of the convolution; q tokens of
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 from mtjax.analysis.contract import Expectation
+from mtjax.analysis.parts.delta_kernels import DeltaSizes, delta_kernels
 from mtjax.analysis.parts.loop import Loop
 from mtjax.analysis.parts.mamba import Mamba, of_convolution, of_pieces
-from mtjax.analysis.parts.part import Elementwise, Product, ResidualStream, Weight, adapter_products, linear, weight
+from mtjax.analysis.parts.part import Product, ResidualStream, Weight, adapter_products, linear, weight
+from mtjax.analysis.parts.scan_kernels import ScanKernels
 from mtjax.analysis.parts.sublayer import (
     adapter_collectives,
     adapter_saved_bytes,
@@ -100,14 +102,21 @@ class DeltaNet(Mamba):
         identity = self.heads * self.model.ssm_state if self.context > 1 else 0
         return (self.inner + identity) / tensor_degree
 
-    @property
-    def elementwise(self) -> Elementwise:
-        """The residual stream; gate, value and the weights between the tokens of a chunk."""
-        inside = 2 * self.inner + ssm_chunk(self.model) * self.heads
-        return Elementwise(stream=self.tokens * self.hidden, mlp=self.tokens * inside)
-
-    def scan_kernels(self, plan: Plan) -> None:
-        del plan
+    def scan_kernels(self, plan: Plan) -> ScanKernels:
+        degree, chunk, key = plan.mesh.model, ssm_chunk(self.model), self.model.ssm_state
+        heads, groups = self.heads / degree, self._groups(degree)
+        sizes = DeltaSizes(
+            bytes=plan.element_bytes,
+            inner=self.inner / degree,
+            keys=heads * key,
+            shared=groups * key,
+            width=self._width(degree),
+            pairs=chunk * heads,
+            scores=chunk * groups,
+            doublings=max(0, math.ceil(math.log2(chunk)) - 1),
+            taps=self.model.ssm_conv,
+        )
+        return delta_kernels(sizes, plan.local_tokens(self.tokens), over_context=plan.mesh.context > 1)
 
     def _most_chunks(self, samples: int, heads: int) -> int:
         return delta_chunks_at_once(self.model, samples, heads)
@@ -125,15 +134,22 @@ class DeltaNet(Mamba):
             **adapter_saved_bytes(self.rank, 2, self.hidden + self.inner / plan.tensor_degree, self.tokens, plan),
         }
 
-    def loop(self, plan: Plan) -> Loop:
-        """Returns the loop that passes the state from chunk to chunk."""
+    def step_loops(self, plan: Plan) -> Sequence[Loop]:
+        """Returns the loop that passes the state from chunk to chunk, and with context parallelism that from piece to
+        piece."""
         chunk, key, value = ssm_chunk(self.model), self.model.ssm_state, self.model.ssm_head_dim
-        batch, tokens = plan.microbatch_size * self.heads / plan.mesh.model, self.tokens
+        batch, tokens, ways = plan.microbatch_size * self.heads / plan.mesh.model, self.tokens, plan.mesh.context
+        over_pieces = []
         if plan.context_parallelism:  # two pieces of each sample side by side, and the matrices of `_columns`
-            batch, tokens, value = 2 * batch, tokens / (2 * plan.mesh.context), value + key
+            step = (key, key, value, math.ceil(batch / ways))
+            # The backward pass has the loop again, and two gradients in another.
+            over_pieces = [Loop(2 * ways - 2, (step,), (step,), (step,) * 2, kernels=([0] * 4, [0] * 9))]
+            batch, tokens, value = 2 * batch, tokens / (2 * ways), value + key
         reads, takes = (2 * chunk, key, value, batch), (chunk + key, chunk, value, batch)
-        # The backward pass has the first again, and two gradients of each.
-        return Loop(math.ceil(tokens / chunk), (reads, takes), (*[reads] * 3, *[takes] * 2), kernels=(9, 17))
+        back, size = (reads, reads, takes, takes), plan.element_bytes * batch * chunk * value
+        sums = [number * size for number in (4, 5, 6)], [number * size for number in (4, 4, 6, 7, 8)]
+        kernels = [*[0] * 6, *sums[0]], [*[0] * 12, *sums[1]]
+        return [Loop(math.ceil(tokens / chunk), (reads, takes), (reads,), back, kernels), *over_pieces]
 
     def backward_peak_bytes(self, plan: Plan) -> float:
         """Returns the bytes at the largest of three moments: the backward pass of the loop over chunks, that of the
@@ -147,6 +163,8 @@ class DeltaNet(Mamba):
         # The inverse in float32, and twice in the compute dtype, for values and for keys.
         inverse = (4 + 2 * c) * pairs
         loop = 2 * (read + 4 * inner) + 4 * inner * key / chunk + inverse + 2 * alike
+        if plan.context_parallelism:  # the matrices of `_columns`, what is read of them, and its gradient
+            loop += heads * key * (4 * key / chunk + 2 * c)
         # Two products with the inverse, and gradients of what read it.
         solver = read + 4 * inner + inverse + (2 * 4 + 3 * c) * pairs + 2 * alike
         # A selection of blocks for each doubling, and two products.

@@ -1,5 +1,6 @@
 """A loop within a layer whose steps are short kernels, each of which takes its latency whatever it computes."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 Matmuls = tuple[tuple[float, float, float, float], ...]
@@ -12,7 +13,10 @@ class Loop:
 
     steps: float
     forward: Matmuls
-    """Of a step."""
-    backward: Matmuls
-    kernels: tuple[int, int]
-    """Other kernels of a step, forward and backward: slices of what it reads, sums, what it writes."""
+    """Of a step, which the backward pass runs again."""
+    again: Matmuls
+    """Of those, the ones that a step's gradients need once more."""
+    gradients: Matmuls
+    """In float32."""
+    kernels: tuple[Sequence[float], Sequence[float]]
+    """Bytes of the other kernels of a step, forward and backward: slices of what it reads, sums, what it writes."""

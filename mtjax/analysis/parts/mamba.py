@@ -177,7 +177,8 @@ class Mamba(Part):
             taps=self.model.ssm_conv,
         )
         tokens = plan.local_tokens(self.tokens)
-        return scan_kernels(sizes, tokens, round(tokens / self._tokens_at_once(plan)))
+        blocks = round(tokens / self._tokens_at_once(plan))
+        return scan_kernels(sizes, tokens, blocks, over_context=plan.mesh.context > 1)
 
     def over_context(self, degree: int) -> "Mamba":
         return replace(self, context=degree)
@@ -270,7 +271,7 @@ def _of_states(stream: ResidualStream) -> list[Expectation]:
     lines = of_convolution(stream)
     for size, why in arrays:
         lines += of_pieces(stream, _GATHERED, f"2*batch*context_ways*{size}", "float32", why)
-    return [*lines, *_of_documents(stream, "1", "pieces that one document goes through")]
+    return lines
 
 
 _GATHERED: tuple[Kind, Kind] = ("all-gather", "reduce-scatter")
@@ -280,16 +281,11 @@ def of_convolution(stream: ResidualStream) -> list[Expectation]:
     """Returns the lines of the convolution's last inputs of all pieces."""
     elements = "2*batch*context_ways*(taps - 1)*rank_channels"
     lines = of_pieces(stream, _GATHERED, elements, "compute", "last inputs of the convolution of all pieces")
-    return [*lines, *_of_documents(stream, "(taps - 1)", "document ids of the last tokens of all pieces")]
-
-
-def _of_documents(stream: ResidualStream, size: str, why: str) -> list[Expectation]:
-    """Returns the line of integers of all pieces, where documents are kept apart; the same for all layers."""
     if stream.across is None or not stream.across.keeps_documents_apart:
-        return []
+        return lines
     line = partial(Expectation, axis=CONTEXT, dtype="int32", pooled=True, hoisted=True, also=LAYER_RECOMPUTE)
-    elements = f"2*batch*context_ways*{size}"
-    return [line(LAYER_FORWARD, "all-gather", count=f"3*{stream.times}", elements=elements, why=why)]
+    elements, why = "2*batch*context_ways*(taps - 1)", "their document ids, the same for all layers"
+    return [*lines, line(LAYER_FORWARD, "all-gather", count=f"3*{stream.times}", elements=elements, why=why)]
 
 
 def of_pieces(

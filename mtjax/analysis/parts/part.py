@@ -332,10 +332,10 @@ class Part:
         del plan
         return False
 
-    def loop(self, plan: Plan) -> Loop | None:
-        """Returns the loop over pieces of a sample whose steps take the latency of their kernels, where it has one."""
+    def step_loops(self, plan: Plan) -> Sequence[Loop]:
+        """Returns its loops over pieces of a sample, whose steps take the latency of their kernels."""
         del plan
-        return None
+        return ()
 
     def scan_kernels(self, plan: Plan) -> ScanKernels | None:
         """Returns the kernels of its scan and of what surrounds it, where they are known one by one: then its

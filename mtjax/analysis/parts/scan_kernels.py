@@ -2,8 +2,8 @@
 the scan included, whose tiles are small.
 
 Read off two programs of layers `MM` compiled for an H100 (jax 0.10.2): Nemotron-H 8B's in one block of tokens, Mamba-2
-2.7B's in two. An array that a kernel reads counts in full, also where it reads a slice of it, as in the roofline of
-`mtjax.inspect`.
+2.7B's in two; what context parallel ranks add, off one of 131,072 tokens on 8 x 8 ranks. An array that a kernel reads
+counts in full, also where it reads a slice of it, as in the roofline of `mtjax.inspect`.
 """
 
 from collections.abc import Sequence
@@ -109,6 +109,15 @@ class ScanSizes:
         return [*of_weights, *passed, *left, *read, *of_shared, 4 * values, 3 * values, 2 * values, 2 * values]
 
     @property
+    def of_pieces(self) -> tuple[list[float], list[float]]:
+        """Bytes of what context parallel ranks add, forward and backward: the convolution's inputs behind those of the
+        piece before, states that chunks and pieces leave, computed before the scan, and their gradients."""
+        c, state = self.bytes, 4 * self.states
+        once = [c * (self.shared + self.inner) + state, state, 1.5 * state, 2 * c * self.channels]
+        gradients = [once[0] + 0.5 * state] * 2 + [state] * 2 + [3.5 * state] * 2
+        return once, [*once, *gradients, *[2.5 * c * self.inner] * 3, once[-1]]
+
+    @property
     def of_block(self) -> list[float]:
         """Bytes of what a block of tokens adds, where the scan is a loop over blocks: the state before it, transposes
         of states, and slices of what it reads and writes."""
@@ -120,22 +129,29 @@ SMALL = (9, 33)
 """Kernels as long as their launch, forward and backward: decays, sums over tokens, gradients of vectors."""
 SMALL_OF_BLOCK = (10, 33)
 """Those of each block, where there are several."""
+SMALL_OF_PIECES = (8, 30)
+"""Those that context parallel ranks add."""
 
 
-def scan_kernels(sizes: ScanSizes, tokens: float, blocks: int) -> ScanKernels:
+def scan_kernels(sizes: ScanSizes, tokens: float, blocks: int, *, over_context: bool) -> ScanKernels:
     """Returns the kernels of a mixer.
 
     Args:
       sizes: per token on a device.
       tokens: of a microbatch on the device.
       blocks: of tokens over which the scan is a loop; its backward pass computes each again, after the states before.
+      over_context: whether samples are sharded over context parallel ranks.
     """
     outside, again = [*sizes.forward], [*sizes.again, *sizes.gradients]
     scan, back = [*sizes.scan], [*sizes.states_of_chunks, *sizes.scan_gradients]
     if blocks > 1:
         scan += sizes.of_block
         back += scan + sizes.of_block
-    launches = [number + (blocks * own if blocks > 1 else 0) for number, own in zip(SMALL, SMALL_OF_BLOCK, strict=True)]
+    more = SMALL_OF_PIECES if over_context else (0, 0)
+    if over_context:
+        outside, again = ([*own, *pieces] for own, pieces in zip((outside, again), sizes.of_pieces, strict=True))
+    per_block = SMALL_OF_BLOCK if blocks > 1 else (0, 0)
+    launches = [sum(counts) for counts in zip(SMALL, (blocks * own for own in per_block), more, strict=True)]
     forward, backward = (
         [*(Kernel(tokens * n) for n in once), *(Kernel(tokens * n / blocks, blocks) for n in each), Kernel(0, number)]
         for once, each, number in zip((outside, again), (scan, back), launches, strict=True)

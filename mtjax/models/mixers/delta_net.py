@@ -72,7 +72,7 @@ class GatedDeltaNet(RecurrentMixer):
         inputs, and what their pieces do to a state that comes in."""
         from mtjax.sharding.context.states import states_before
 
-        pieces, convolved, segments, before = self.convolve_pieces(mixed, context)
+        pieces, convolved, segments, before, _ = self.convolve_pieces(mixed, context)
         inputs = self._inputs_of(convolved, pieces.split(decay), pieces.split(beta))._replace(segments=segments)
         with jax.named_scope("scan"):
             passage = delta_passage(inputs, ssm_chunk(self.model), self._chunks_at_once(inputs), before)

@@ -93,13 +93,11 @@ class Mamba(RecurrentMixer):
     def _scan_pieces(self, mixed: Array, rate: Array, a: Array, context: LayerContext) -> Array:
         """Scans a rank's two pieces of each sample (context parallelism): ranks send each other what their pieces leave
         behind, which is the convolution's last inputs and the states, and no tokens."""
-        pieces, convolved, segments, before = self.convolve_pieces(mixed, context)
-        goes_on = None if segments is None else before == segments[:, -1]
+        pieces, convolved, segments, before, goes_on = self.convolve_pieces(mixed, context)
         inputs = self._scan_inputs(convolved, pieces.split(rate), segments)
         left, total = left_behind(inputs, a, ssm_chunk(self.model))
         states, totals = (jnp.moveaxis(pieces.in_order(v), 0, 1) for v in (left, total))
-        kept = None if goes_on is None else jnp.moveaxis(pieces.in_order(goes_on.astype(jnp.int32)), 0, 1) > 0
-        incoming, _ = pass_states(totals, states, None, kept)
+        incoming, _ = pass_states(totals, states, None, None if goes_on is None else goes_on.T)
         y, _ = self._scan(inputs, a, pieces.own_of(jnp.moveaxis(incoming, 1, 0)), before)
         return pieces.join(self._add_skip(y, inputs))
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from mtjax.config import Model
 from mtjax.config.ssm import ssm_groups, ssm_heads
@@ -119,18 +119,19 @@ class RecurrentMixer(nnx.Module):
     def convolve_pieces(self, mixed: Float[Array, "b s u channels"], context: LayerContext) -> "ConvolvedPieces":
         """Computes the convolution of a rank's two pieces of each sample (context parallelism), which begins with the
         last inputs of the piece before; ranks send each other these, and no other tokens."""
-        from mtjax.sharding.context.states import Pieces
+        from mtjax.sharding.context.states import Pieces, one_later
 
         pieces, taps = Pieces.of(context.positions), self.model.ssm_conv - 1
-        mixed, segments = pieces.split(mixed), None
+        mixed = pieces.split(mixed)
         before = pieces.before(mixed[:, -taps:])
-        if context.segment_ids is not None:
-            segments = pieces.split(context.segment_ids)
-            segments = jnp.concatenate([pieces.before(segments[:, -taps:]), segments], 1)
-        convolved = self.convolve(mixed, before, segments)
-        if segments is None:
-            return ConvolvedPieces(pieces, convolved, None, None)
-        return ConvolvedPieces(pieces, convolved, segments[:, taps:], segments[:, taps - 1])
+        if context.segment_ids is None:
+            return ConvolvedPieces(pieces, self.convolve(mixed, before, None), None, None, None)
+        segments = pieces.split(context.segment_ids)
+        ends = pieces.in_order(segments[:, -taps:])
+        earlier = one_later(ends)
+        segments = jnp.concatenate([pieces.own_of(earlier), segments], 1)
+        convolved, goes_on = self.convolve(mixed, before, segments), ends[..., -1] == earlier[..., -1]
+        return ConvolvedPieces(pieces, convolved, segments[:, taps:], segments[:, taps - 1], goes_on)
 
     def convolution_bias(self) -> Float[Array, "u channels"] | None:
         """Returns the bias of each channel, if there are any."""
@@ -169,6 +170,8 @@ class ConvolvedPieces(NamedTuple):
     """Document of each token."""
     before: Int[Array, " 2b"] | None
     """Document of the token before each piece."""
+    goes_on: Bool[Array, "pieces b"] | None
+    """Whether each piece of all ranks ends in the document of the token before it."""
 
 
 class GroupedProjection(nnx.Module):

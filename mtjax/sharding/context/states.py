@@ -63,8 +63,12 @@ class Pieces:
 
     def before(self, ends: Float[Array, "2b ..."]) -> Float[Array, "2b ..."]:
         """Returns, for each of this rank's pieces, what the piece before it ends with; zeros for the first."""
-        ordered = self.in_order(ends)
-        return self.own_of(jnp.concatenate([jnp.zeros_like(ordered[:1]), ordered[:-1]]))
+        return self.own_of(one_later(self.in_order(ends)))
+
+
+def one_later(ordered: Float[Array, "pieces ..."]) -> Float[Array, "pieces ..."]:
+    """Returns what the piece before each piece has; zeros for the first."""
+    return jnp.concatenate([jnp.zeros_like(ordered[:1]), ordered[:-1]])
 
 
 def _reshaped(x: Array, *shape: int) -> Array:
@@ -123,21 +127,22 @@ def _passed(axes: Axes, dtype: jax.typing.DTypeLike, leaves: Array) -> Array:
 
 
 def _passed_forward(axes: Axes, dtype: jax.typing.DTypeLike, leaves: Array) -> tuple[Array, Array]:
-    batch, partition = leaves.shape[0] // 2, jax.typeof(leaves).sharding.spec
+    partition = jax.typeof(leaves).sharding.spec
 
     def passed(own: Array) -> tuple[Array, Array]:
         maps = _by_heads(axes, own)
-        return _by_pieces(axes, _pass_on(maps).astype(dtype), (batch, *own.shape[1:3])), maps
+        return _by_pieces(axes, _pass_on(maps).astype(dtype), own), maps
 
     return no_hoist(map_ranks(passed, (partition,), (partition, _of_heads(partition))), leaves)
 
 
 def _passed_backward(axes: Axes, _: jax.typing.DTypeLike, maps: Array, gradient: Array) -> tuple[Array]:
-    batch, partition = gradient.shape[0] // 2, jax.typeof(gradient).sharding.spec
+    partition = jax.typeof(gradient).sharding.spec
 
     def passed(maps: Array, own: Array) -> Array:
         _, back = jax.vjp(_pass_on, maps)
-        return _by_pieces(axes, *back(_by_heads(axes, own).astype(maps.dtype)), (batch, *own.shape[1:3]))
+        (of_maps,) = back(_by_heads(axes, own).astype(maps.dtype))
+        return _by_pieces(axes, of_maps, own)
 
     return (no_hoist(map_ranks(passed, (_of_heads(partition), partition), partition), maps, gradient),)
 
@@ -176,10 +181,10 @@ def _by_heads(axes: Axes, own: Float[Array, "2b u h n m"]) -> Float[Array, "piec
 
 
 def _by_pieces(
-    axes: Axes, ordered: Float[Array, "pieces k n m"], heads: tuple[int, int, int]
+    axes: Axes, ordered: Float[Array, "pieces k n m"], like: Float[Array, "2b u h ..."]
 ) -> Float[Array, "2b u h n m"]:
-    """Exchanges arrays back: the reverse of `_by_heads`, with b, u and h."""
-    ranks, (n, m) = lax.axis_size(axes), ordered.shape[-2:]
+    """Exchanges arrays back: the reverse of `_by_heads`, for heads like those of an array."""
+    ranks, (n, m), (both, groups, heads) = lax.axis_size(axes), ordered.shape[-2:], like.shape[:3]
     sent = jnp.stack([ordered[:ranks], jnp.flip(ordered[ranks:], 0)], 1)
-    own = jnp.moveaxis(lax.all_to_all(sent, axes, 0, 0), 1, 0).reshape(2, -1, n, m)[:, : math.prod(heads)]
-    return jnp.moveaxis(own.reshape(2, *heads, n, m), 0, 1).reshape(-1, *heads[1:], n, m)
+    own = jnp.moveaxis(lax.all_to_all(sent, axes, 0, 0), 1, 0).reshape(2, -1, n, m)[:, : both // 2 * groups * heads]
+    return jnp.moveaxis(own.reshape(2, both // 2, groups, heads, n, m), 0, 1).reshape(both, groups, heads, n, m)
