@@ -160,5 +160,5 @@ def test_kinds_of_distance_are_transformers(is_causal, buckets, distance):
     )
     place = np.arange(300)
     back = place[:, None] - place
-    ours = relative_buckets(back, is_causal=is_causal, num_buckets=buckets, max_distance=distance)
+    ours = relative_buckets(jax.numpy.asarray(back), is_causal=is_causal, num_buckets=buckets, max_distance=distance)
     np.testing.assert_array_equal(ours, theirs.numpy())
