@@ -14,8 +14,6 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import tyro
 
-from mtjax.config.field_metadata import setting_of
-
 HELP = ("-h", "--help")
 """Options that show help."""
 HELP_ALL = "--help-all"
@@ -97,7 +95,7 @@ def options_of(cls: type, values: Any = None, group: str = "") -> Iterator[Optio
             name, metavar = named.get("metavar") or field.name.upper(), ""
         text = named.get("help") or texts.get(field.name, "")
         text = " ".join(text.split())
-        is_optional, alone = NoneType in get_args(hints[field.name]), setting_of(field).alone
+        is_optional, alone = NoneType in get_args(hints[field.name]), field.metadata.get("alone")
         yield Option(name, field.name, group, kind, metavar, default, text, is_optional, alone)
 
 

@@ -61,15 +61,13 @@ class Setting:
     shapes: Condition | None = ALWAYS
     """The condition under which it is part of the model's architecture; None: never. Read for fields of `Model`
     only."""
-    alone: str | None = None
-    """The value of its option typed without one; None if it needs a value."""
 
 
 def setting(
     default: T, *, bound: Bound | None = None, shapes: Condition | None = ALWAYS, alone: str | None = None
 ) -> T:
-    """Builds a dataclass field with this default and metadata."""
-    return field(default=default, metadata={_KEY: Setting(bound, shapes, alone)})
+    """Builds a dataclass field with this default and metadata; `alone` is the value of its option typed without one."""
+    return field(default=default, metadata={_KEY: Setting(bound, shapes), "alone": alone})
 
 
 def setting_of(of: Field[Any]) -> Setting:
