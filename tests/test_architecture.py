@@ -28,7 +28,7 @@ ARROWS: dict[str, set[str]] = {
     "waiting": set(),
     "migrate": {"errors"},
     "cli": BASE | {"migrate", "help"},
-    "help": {"config.field_metadata"},
+    "help": set(),
     "layout": BASE,
     "analysis": BASE | {"layout"},
     "sharding": BASE | {"layout"},
