@@ -20,7 +20,7 @@ from mtjax.analysis.parts.mamba import STATE_SPACE_INPUTS, STATE_SPACE_OUTPUT
 from mtjax.analysis.parts.prediction import INPUTS_AHEAD
 from mtjax.analysis.parts.shared_block import Block
 from mtjax.analysis.parts.sublayer import NORM_INPUTS
-from mtjax.analysis.pattern_memory import waiting_bytes
+from mtjax.analysis.pattern_memory import block_copies, block_gradients, prefetched_bytes, shared_states, waiting_bytes
 from mtjax.analysis.prediction import recomputed_predictors
 from mtjax.analysis.schedules import megatron_in_flight, slots
 from mtjax.analysis.teacher_cost import forward_bytes, output_bytes, table_bytes, weight_bytes
@@ -137,9 +137,15 @@ def stage_memory(anatomy: Anatomy, plan: Plan, stage: int = 0) -> Memory:
         saved[TRANSPOSED] = plan.precision.matrices * counts.transposed  # pyright: ignore[reportArgumentType]
     saved.update(_saved_of_teacher(anatomy, plan))  # pyright: ignore[reportArgumentType]
     hosted, copies = weight_copies(anatomy, plan, stage), _copied_once(counts, trainable, plan)
-    if copies := copies + hosted + point_bytes(anatomy, plan, stage) + float8_weight_bytes(anatomy, plan):
+    if (
+        copies := copies
+        + hosted
+        + block_copies(anatomy, plan)
+        + point_bytes(anatomy, plan, stage)
+        + float8_weight_bytes(anatomy, plan)
+    ):
         saved[COPIES] = copies  # pyright: ignore[reportArgumentType]
-    states = [model_states(plan, counts.shared, trainable.shared, plan.zero_degree)]
+    states = shared_states(anatomy, plan, counts.shared, trainable.shared)
     if counts.experts:
         experts = Counts(counts.experts, counts.replicated_experts)
         trained = Counts(trainable.experts, trainable.replicated_experts)
@@ -149,7 +155,7 @@ def stage_memory(anatomy: Anatomy, plan: Plan, stage: int = 0) -> Memory:
     head = max((part.backward_peak_bytes(plan) for part in anatomy.head), default=0.0)
     if anatomy.predictors is not None:
         head = _saved_ahead(anatomy.predictors, plan) + max(head, _workspace(anatomy, anatomy.predictors, plan))
-    outside = g * _accumulated_outside(plan, trainable)
+    outside = g * _accumulated_outside(plan, trainable) + block_gradients(anatomy, plan)
     stacked = gradients * largest_stack(anatomy, plan) if plan.unrolled else 0.0
     scales, found = float8_state_bytes(anatomy, plan)
     comes_late = plan.residuals == "jax" and plan.microbatches == 1 and not plan.is_staged
@@ -160,7 +166,7 @@ def stage_memory(anatomy: Anatomy, plan: Plan, stage: int = 0) -> Memory:
         activations=dict(saved),
         working=_peak_workspace(anatomy, plan),
         logits=head if plan.is_staged or stage == mesh.stage - 1 else 0,
-        ahead=_prefetched(anatomy, plan),
+        ahead=prefetched_bytes(anatomy, plan),
         finishing=max(outside if plan.is_staged else 0.0, stacked, streamed_bytes(anatomy, plan)),
         later=gradients * trainable.in_layers if comes_late else 0.0,
         last=_gradients_below(anatomy, plan) if comes_late or (outside and not plan.is_staged) else 0.0,
@@ -342,12 +348,6 @@ def _gathered(anatomy: Anatomy, stack: Stack, plan: Plan) -> float:
     before = anatomy.stacks if is_mixed else (stack,)
     parameters = max(layer_counts(one, plan.layout(anatomy.model), plan.mesh).all for one in before)
     return 2 * layer_bytes(stack, anatomy.model, plan) + in_flight * parameters
-
-
-def _prefetched(anatomy: Anatomy, plan: Plan) -> float:
-    """Returns the bytes of the last two layers' parameters, which ZeRO-3 prefetches while the loss is computed."""
-    is_prefetched = plan.zero == 3 and plan.prefetches(anatomy.model)
-    return 2 * layer_bytes(anatomy.stacks[-1], anatomy.model, plan) if is_prefetched else 0.0
 
 
 def _group(plan: Plan, kinds: Mapping[str, float]) -> float:
