@@ -17,8 +17,10 @@ from mtjax.layout.plan import Plan
 def waiting_bytes(anatomy: Anatomy, stack: Stack, plan: Plan) -> float:
     """Returns the bytes that weight gradients of other kinds of layers still read while a layer of `stack` is at
     work."""
-    # XLA: delays weight gradients, up to the end of an iteration of the loop, to overlap them with collectives.
-    if not anatomy.model.layer_pattern or plan.mesh.model == 1 or plan.residuals == "megatron":
+    # XLA: delays weight gradients, up to the end of an iteration of the loop, to overlap them with collectives. Prefetch
+    # ends each layer with them.
+    ends_layers = plan.residuals == "megatron" or plan.prefetches(anatomy.model)
+    if not anatomy.model.layer_pattern or plan.mesh.model == 1 or ends_layers:
         return 0.0
     others = (other for other in anatomy.stacks if other is not stack)
     return sum(max(_pending(part, stack.hidden, plan) for part in other.parts) for other in others)

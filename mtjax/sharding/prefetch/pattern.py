@@ -216,6 +216,11 @@ def _run_backward(program: _Program, residuals: Any, cotangents: tuple[Array, li
             gradient, waiting, of_resident, of_shared = own.backward(
                 vjp, (gradient, state), gathered, stacks[letter], place, shared
             )
+            # The end of a layer, as that of an iteration: XLA would compute gradients of matrices behind other layers,
+            # and reduce those of two neighbouring layers together.
+            reduced = {} if above is None else {above.letter: sums[above.letter]}
+            gradient, waiting, reduced = lax.optimization_barrier((gradient, waiting, reduced))
+            sums |= reduced
             sums[letter] = own.accumulate(sums[letter], of_resident, place)
             for i, grad in zip(own.uses, of_shared, strict=True):
                 of_constants[i] = of_constants[i] + grad
