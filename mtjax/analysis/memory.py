@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mtjax.analysis.anatomy import Anatomy, Predictors, Stack
-from mtjax.analysis.counts import Counts, largest_part, largest_stack, layer_counts, stage_counts, trainable_counts
+from mtjax.analysis.counts import Counts, largest_part, largest_stack, stage_counts, trainable_counts
 from mtjax.analysis.counts import counts as counts_of
-from mtjax.analysis.float8 import float8_state_bytes, float8_weight_bytes, layer_bytes
+from mtjax.analysis.float8 import float8_state_bytes, float8_weight_bytes
 from mtjax.analysis.model_states import bytes_per_parameter, gradient_bytes, model_states
 from mtjax.analysis.optimizer import narrow_bytes, point_bytes, states_on_device, streamed_bytes, weight_copies
 from mtjax.analysis.parts.attention import ATTENTION_OUTPUT, PROBABILITIES, QUERY_KEY_VALUE
@@ -20,7 +20,14 @@ from mtjax.analysis.parts.mamba import STATE_SPACE_INPUTS, STATE_SPACE_OUTPUT
 from mtjax.analysis.parts.prediction import INPUTS_AHEAD
 from mtjax.analysis.parts.shared_block import Block
 from mtjax.analysis.parts.sublayer import NORM_INPUTS
-from mtjax.analysis.pattern_memory import block_copies, block_gradients, prefetched_bytes, shared_states, waiting_bytes
+from mtjax.analysis.pattern_memory import (
+    block_copies,
+    block_gradients,
+    gathered_bytes,
+    prefetched_bytes,
+    shared_states,
+    waiting_bytes,
+)
 from mtjax.analysis.prediction import recomputed_predictors
 from mtjax.analysis.schedules import megatron_in_flight, slots
 from mtjax.analysis.teacher_cost import forward_bytes, output_bytes, table_bytes, weight_bytes
@@ -328,7 +335,7 @@ def _unreduced_gradients(anatomy: Anatomy, plan: Plan) -> float:
 def _workspace(anatomy: Anatomy, stack: Stack, plan: Plan) -> float:
     """Returns the bytes that a layer's backward pass needs in addition to its saved activations."""
     kinds = layer_activations(stack, plan)
-    gathered = _gathered(anatomy, stack, plan) if plan.zero == 3 else 0.0
+    gathered = gathered_bytes(anatomy, stack, plan) if plan.zero == 3 else 0.0
     if plan.residuals == "megatron":
         saved = {} if plan.recompute == "full" else _saved(stack, plan)
         return gathered + sum(size for name, size in kinds.items() if name not in saved) + _group(plan, kinds)
@@ -338,16 +345,6 @@ def _workspace(anatomy: Anatomy, stack: Stack, plan: Plan) -> float:
     if plan.is_staged and plan.sequence_parallel:  # attention's gathered input is alive together with the MLP's
         staged += 2 * plan.mesh.model * _stream_bytes(stack, plan)
     return gathered + staged + _jax_workspace(stack, plan, kinds) + _group(plan, kinds)
-
-
-def _gathered(anatomy: Anatomy, stack: Stack, plan: Plan) -> float:
-    """Returns the bytes of two layers' gathered parameters with ZeRO-3, the current and the prefetched one's, and of
-    the previous layer's gradients, whose reduction is overlapped; in a pattern, that layer may be of any kind."""
-    is_mixed = anatomy.model.layer_pattern and len(anatomy.stacks) > 1
-    in_flight = plan.precision.gradients if plan.overlaps_data(anatomy.model) or is_mixed else 0
-    before = anatomy.stacks if is_mixed else (stack,)
-    parameters = max(layer_counts(one, plan.layout(anatomy.model), plan.mesh).all for one in before)
-    return 2 * layer_bytes(stack, anatomy.model, plan) + in_flight * parameters
 
 
 def _group(plan: Plan, kinds: Mapping[str, float]) -> float:

@@ -1,9 +1,10 @@
 """Memory of layers that follow a pattern, in addition to that of a layer at work, and of shared blocks."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 from mtjax.analysis.anatomy import Anatomy, Stack
-from mtjax.analysis.counts import Counts
+from mtjax.analysis.counts import Counts, layer_counts
 from mtjax.analysis.float8 import layer_bytes
 from mtjax.analysis.model_states import States, model_states
 from mtjax.analysis.parts.attention import ATTENTION_OUTPUT, QUERY_KEY_VALUE
@@ -17,8 +18,8 @@ from mtjax.layout.plan import Plan
 def waiting_bytes(anatomy: Anatomy, stack: Stack, plan: Plan) -> float:
     """Returns the bytes that weight gradients of other kinds of layers still read while a layer of `stack` is at
     work."""
-    # XLA: delays weight gradients, up to the end of an iteration of the loop, to overlap them with collectives. Prefetch
-    # ends each layer with them.
+    # XLA: delays weight gradients, up to the end of an iteration of the loop, to overlap them with collectives. With
+    # prefetch, they are computed before the layer below begins.
     ends_layers = plan.residuals == "megatron" or plan.prefetches(anatomy.model)
     if not anatomy.model.layer_pattern or plan.mesh.model == 1 or ends_layers:
         return 0.0
@@ -45,6 +46,22 @@ def prefetched_bytes(anatomy: Anatomy, plan: Plan) -> float:
         return 2 * layer_bytes(last, anatomy.model, plan)
     last = next(stack for stack in anatomy.stacks if stack.letter == pattern[-1])
     return layer_bytes(last, anatomy.model, plan) if joined_loops(pattern)[0].times > 1 else 0.0
+
+
+def gathered_bytes(anatomy: Anatomy, stack: Stack, plan: Plan) -> float:
+    """Returns the bytes of two layers' gathered parameters with ZeRO-3, the current and the prefetched one's, and of
+    the previous layer's gradients, whose reduction is overlapped; in a pattern, that layer may be of any kind."""
+    model, own = anatomy.model, layer_bytes(stack, anatomy.model, plan)
+    is_mixed = bool(model.layer_pattern) and len(anatomy.stacks) > 1
+    in_flight = plan.precision.gradients if plan.overlaps_data(model) or is_mixed else 0
+    before = anatomy.stacks if is_mixed else (stack,)
+    gradients = in_flight * max(layer_counts(one, plan.layout(model), plan.mesh).all for one in before)
+    is_narrow = plan.precision.reduced < plan.precision.gradients
+    if not is_narrow or not plan.prefetches(model) or all(one.has_own_loop for one in anatomy.stacks):
+        return 2 * own + gradients
+    # Gradients that are sent in 16 bits are not converted: their memory is free before the layer's own are computed.
+    below = {low for low, letter in pairwise(stack.pattern) if letter == stack.letter}
+    return own + max((layer_bytes(one, model, plan) for one in anatomy.stacks if one.letter in below), default=0.0)
 
 
 def shared_states(anatomy: Anatomy, plan: Plan, held: Counts, trainable: Counts) -> list[States]:

@@ -48,8 +48,6 @@ def hybrid(pattern: str, **fields):
         pytest.param("M*-", {"zero": 3, "recompute": "none"}, marks=LONG),
         pytest.param("*M-*M-*M-", {**SPLIT, "zero": 3, "microbatch_size": 1}, marks=LONG),
         pytest.param("*-M-M-M-", {"zero": 1}, marks=RARE),
-        pytest.param("MZMz", {**SHARED, **SPLIT, "mesh": "2x2x2", "zero": 3}, marks=LONG),
-        pytest.param("MZMz", {**SHARED, "mesh": "2x2x2", "zero": 2}, marks=RARE),
         pytest.param("M-M*", {**SPLIT, "mesh": "data=1,context=2,model=4"}, marks=RARE),
         pytest.param("MM", {"mesh": "data=1,context=4,model=2", "recompute": "none"}, marks=RARE),
         pytest.param("M*M*", {**SPLIT, "mesh": "2x2x2", "zero": 1}, marks=LONG),

@@ -195,9 +195,8 @@ def _run_backward(program: _Program, residuals: Any, cotangents: tuple[Array, li
     Returns:
       The gradients of the hidden states, of the layers' parameters, and of the constants.
     """
-    saved, last, constants, inputs = residuals
+    (saved, last, constants, inputs), (gradient, state_cotangents) = residuals, cotangents
     shared, stacks = Constants(constants, inputs.others), inputs.stacks
-    gradient, state_cotangents = cotangents
 
     def iteration(number: int, carry: Any, scanned: Any) -> tuple[Any, None]:
         gradient, gathered, waiting, sums, of_constants = carry
@@ -213,9 +212,8 @@ def _run_backward(program: _Program, residuals: Any, cotangents: tuple[Array, li
             if below is not None and not program.letters[below.letter].loop.saves_gathered:
                 (gradient, gathered), under = _gathered_after(program, (gradient, gathered), below, stacks)
             state = states.pop() if own.has_state else None
-            gradient, waiting, of_resident, of_shared = own.backward(
-                vjp, (gradient, state), gathered, stacks[letter], place, shared
-            )
+            found = own.backward(vjp, (gradient, state), gathered, stacks[letter], place, shared)
+            gradient, waiting, of_resident, of_shared = found
             # The end of a layer, as that of an iteration: XLA would compute gradients of matrices behind other layers,
             # and reduce those of two neighbouring layers together.
             reduced = {} if above is None else {above.letter: sums[above.letter]}
