@@ -502,6 +502,13 @@ FAULTS = (
     ),
     # --- hybrid models
     Fault(
+        "patterns: the last layer of an iteration gathers the first of the same iteration again",
+        "unit.count(letter) * (index + 1))",
+        "unit.count(letter) * index)",
+        "sharding",
+        "test_gradients_are_those_of_layers_that_gather_for_themselves",
+    ),
+    Fault(
         "shared blocks: layers that read the second read the first",
         'self.block = int(kind.rpartition("_")[2]) - 1',
         "self.block = 0",

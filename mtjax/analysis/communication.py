@@ -37,6 +37,7 @@ from mtjax.analysis.stage_symbols import symbols_of_stages
 from mtjax.config import Model
 from mtjax.config.adapters import is_trainable, trains_all
 from mtjax.config.families import is_decoder
+from mtjax.config.shared_blocks import num_blocks
 from mtjax.config.sizes import head_dim, joins_outputs, num_kv_heads, value_head_dim
 from mtjax.layout.layouts import Layout
 from mtjax.layout.mesh import AXES
@@ -113,8 +114,8 @@ def _contract(
     group = [axis for axis in sharing if axis in layout.zero_axes]
     between, ranks = tuple(axis for axis in sharing if axis not in group), JOINED.join(group)
     ticks = {section_ticks(anatomy, stack): stack.side for *_, stack in anatomy.sections} if pipeline else {}
-    adapts = not trains_all(anatomy.model)
-    over_ranks = over_ranks_lines(layout.zero, ticks, wire, ranks, adapts, unrolled and anatomy.predictors is None)
+    adapts, is_first_alone = not trains_all(anatomy.model), unrolled and anatomy.predictors is None
+    over_ranks = over_ranks_lines(layout.zero, ticks, wire, ranks, adapts, is_first_alone, num_blocks(anatomy.model))
     lines += across_groups(over_ranks, between, "adapters" if adapts else "parameters", wire)
     lines += teacher_lines(ranks) if distils and layout.zero == 3 else []
     if anatomy.model.num_experts:

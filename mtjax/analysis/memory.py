@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mtjax.analysis.anatomy import Anatomy, Predictors, Stack
-from mtjax.analysis.counts import Counts, largest_part, largest_stack, layer_counts, stage_counts, trainable_counts
+from mtjax.analysis.counts import Counts, largest_part, largest_stack, stage_counts, trainable_counts
 from mtjax.analysis.counts import counts as counts_of
-from mtjax.analysis.float8 import float8_state_bytes, float8_weight_bytes, layer_bytes
+from mtjax.analysis.float8 import float8_state_bytes, float8_weight_bytes
 from mtjax.analysis.model_states import bytes_per_parameter, gradient_bytes, model_states
 from mtjax.analysis.optimizer import narrow_bytes, point_bytes, states_on_device, streamed_bytes, weight_copies
 from mtjax.analysis.parts.attention import ATTENTION_OUTPUT, PROBABILITIES, QUERY_KEY_VALUE
@@ -20,7 +20,14 @@ from mtjax.analysis.parts.mamba import STATE_SPACE_INPUTS, STATE_SPACE_OUTPUT
 from mtjax.analysis.parts.prediction import INPUTS_AHEAD
 from mtjax.analysis.parts.shared_block import Block
 from mtjax.analysis.parts.sublayer import NORM_INPUTS
-from mtjax.analysis.pattern_memory import waiting_bytes
+from mtjax.analysis.pattern_memory import (
+    block_copies,
+    block_gradients,
+    gathered_bytes,
+    prefetched_bytes,
+    shared_states,
+    waiting_bytes,
+)
 from mtjax.analysis.prediction import recomputed_predictors
 from mtjax.analysis.schedules import megatron_in_flight, slots
 from mtjax.analysis.teacher_cost import forward_bytes, output_bytes, table_bytes, weight_bytes
@@ -136,9 +143,15 @@ def stage_memory(anatomy: Anatomy, plan: Plan, stage: int = 0) -> Memory:
         saved[TRANSPOSED] = plan.precision.matrices * counts.transposed  # pyright: ignore[reportArgumentType]
     saved.update(_saved_of_teacher(anatomy, plan))  # pyright: ignore[reportArgumentType]
     hosted, copies = weight_copies(anatomy, plan, stage), _copied_once(counts, trainable, plan)
-    if copies := copies + hosted + point_bytes(anatomy, plan, stage) + float8_weight_bytes(anatomy, plan):
+    if (
+        copies := copies
+        + hosted
+        + block_copies(anatomy, plan)
+        + point_bytes(anatomy, plan, stage)
+        + float8_weight_bytes(anatomy, plan)
+    ):
         saved[COPIES] = copies  # pyright: ignore[reportArgumentType]
-    states = [model_states(plan, counts.shared, trainable.shared, plan.zero_degree)]
+    states = shared_states(anatomy, plan, counts.shared, trainable.shared)
     if counts.experts:
         experts = Counts(counts.experts, counts.replicated_experts)
         trained = Counts(trainable.experts, trainable.replicated_experts)
@@ -148,7 +161,7 @@ def stage_memory(anatomy: Anatomy, plan: Plan, stage: int = 0) -> Memory:
     head = max((part.backward_peak_bytes(plan) for part in anatomy.head), default=0.0)
     if anatomy.predictors is not None:
         head = _saved_ahead(anatomy.predictors, plan) + max(head, _workspace(anatomy, anatomy.predictors, plan))
-    outside = g * _accumulated_outside(plan, trainable)
+    outside = g * _accumulated_outside(plan, trainable) + block_gradients(anatomy, plan)
     stacked = gradients * largest_stack(anatomy, plan) if plan.unrolled else 0.0
     scales, found = float8_state_bytes(anatomy, plan)
     comes_late = plan.residuals == "jax" and plan.microbatches == 1 and not plan.is_staged
@@ -159,7 +172,7 @@ def stage_memory(anatomy: Anatomy, plan: Plan, stage: int = 0) -> Memory:
         activations=dict(saved),
         working=_peak_workspace(anatomy, plan),
         logits=head if plan.is_staged or stage == mesh.stage - 1 else 0,
-        ahead=_prefetched(anatomy, plan),
+        ahead=prefetched_bytes(anatomy, plan),
         finishing=max(outside if plan.is_staged else 0.0, stacked, streamed_bytes(anatomy, plan)),
         later=gradients * trainable.in_layers if comes_late else 0.0,
         last=_gradients_below(anatomy, plan) if comes_late or (outside and not plan.is_staged) else 0.0,
@@ -323,7 +336,7 @@ def _unreduced_gradients(anatomy: Anatomy, plan: Plan) -> float:
 def _workspace(anatomy: Anatomy, stack: Stack, plan: Plan) -> float:
     """Returns the bytes that a layer's backward pass needs in addition to its saved activations."""
     kinds = layer_activations(stack, plan)
-    gathered = _gathered(anatomy, stack, plan) if plan.zero == 3 else 0.0
+    gathered = gathered_bytes(anatomy, stack, plan) if plan.zero == 3 else 0.0
     if plan.residuals == "megatron":
         saved = {} if plan.recompute == "full" else _saved(stack, plan)
         return gathered + sum(size for name, size in kinds.items() if name not in saved) + _group(plan, kinds)
@@ -333,22 +346,6 @@ def _workspace(anatomy: Anatomy, stack: Stack, plan: Plan) -> float:
     if plan.is_staged and plan.sequence_parallel:  # attention's gathered input is alive together with the MLP's
         staged += 2 * plan.mesh.model * _stream_bytes(stack, plan)
     return gathered + staged + _jax_workspace(stack, plan, kinds) + _group(plan, kinds)
-
-
-def _gathered(anatomy: Anatomy, stack: Stack, plan: Plan) -> float:
-    """Returns the bytes of two layers' gathered parameters with ZeRO-3, the current and the prefetched one's, and of
-    the previous layer's gradients, whose reduction is overlapped; in a pattern, that layer may be of any kind."""
-    is_mixed = anatomy.model.layer_pattern and len(anatomy.stacks) > 1
-    in_flight = plan.precision.gradients if plan.overlaps_data(anatomy.model) or is_mixed else 0
-    before = anatomy.stacks if is_mixed else (stack,)
-    parameters = max(layer_counts(one, plan.layout(anatomy.model), plan.mesh).all for one in before)
-    return 2 * layer_bytes(stack, anatomy.model, plan) + in_flight * parameters
-
-
-def _prefetched(anatomy: Anatomy, plan: Plan) -> float:
-    """Returns the bytes of the last two layers' parameters, which ZeRO-3 prefetches while the loss is computed."""
-    is_prefetched = plan.zero == 3 and plan.prefetches(anatomy.model)
-    return 2 * layer_bytes(anatomy.stacks[-1], anatomy.model, plan) if is_prefetched else 0.0
 
 
 def _group(plan: Plan, kinds: Mapping[str, float]) -> float:

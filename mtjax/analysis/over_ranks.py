@@ -6,12 +6,12 @@ from mtjax.analysis.contract import GRADIENTS, PARAMETERS, Dtype, Expectation, K
 
 
 def over_ranks_lines(
-    zero: int, ticks: Mapping[str, str], wire: Dtype, ranks: str, adapts: bool, unrolled: bool
+    zero: int, ticks: Mapping[str, str], wire: Dtype, ranks: str, adapts: bool, unrolled: bool, blocks: int
 ) -> list[Expectation]:
     """Returns the gradients (of dtype `wire`) and ZeRO parameters that cross `data` and the other axes of `ranks`.
 
     `ticks`: a section's symbol -> its last stack's side; `adapts` (LoRA): only adapters and a head are trained;
-    `unrolled`: whether the first layer is in no loop with others.
+    `unrolled`: whether the first layer is in no loop with others; `blocks`: how many blocks layers share.
     """
     staged = bool(ticks)
     of = "adapters" if adapts else "parameters"
@@ -31,6 +31,7 @@ def over_ranks_lines(
     if staged and zero >= 2:
         scattered = [(each, f"{side}turn_{of}") for each, side in ticks.items()]
         scattered.append(("microbatches", f"outside_{of} - unsplit_outside_{of}"))
+        scattered += [("1", f"block_{of}")] if blocks else []
     else:
         scattered = [("microbatches" if zero >= 2 else "1", split)]
     scatters = [line(GRADIENTS, "reduce-scatter", times, elements, why) for times, elements in scattered]
@@ -43,7 +44,12 @@ def over_ranks_lines(
         gathers.append(line(PARAMETERS, "all-gather", "1", "split_vectors", "biases and norms, once a step", "float32"))
         return [whole, *scatters, *gathers]
     of_layers = {each: f"{side}layer_matrices" for each, side in ticks.items()} or {turns: "layer_matrices"}
-    return [whole, *scatters, *_gathers_for_each_use(ranks, of_layers, staged, skips_first=adapts and unrolled)]
+    gathers = _gathers_for_each_use(ranks, of_layers, staged, skips_first=adapts and unrolled)
+    if staged and blocks:
+        why = "shared blocks, which layers read in every tick, once a step"
+        gathers.append(line(PARAMETERS, "all-gather", "1", "block_matrices", why, "compute"))
+        gathers.append(line(PARAMETERS, "all-gather", "1", "block_vectors", why, "float32"))
+    return [whole, *scatters, *gathers]
 
 
 def _gathers_for_each_use(

@@ -7,6 +7,7 @@ from mtjax.analysis.anatomy import Anatomy, Stack
 from mtjax.analysis.counts import Counts, counts, peak_stage_counts, stage_weights, trainable_counts
 from mtjax.analysis.parts.embedding import Lookup, Positions
 from mtjax.config.adapters import is_trainable
+from mtjax.config.shared_blocks import BLOCK
 from mtjax.config.sizes import output_is_tied
 from mtjax.layout.plan import Plan
 
@@ -15,14 +16,21 @@ from mtjax.layout.plan import Plan
 def symbols_of_stages(anatomy: Anatomy, plan: Plan) -> Mapping[str, int]:
     """Returns the symbols of a pipeline's parameters, and of those that each tick gathers."""
     held, adapters = peak_stage_counts(anatomy, plan).shared, trainable_counts(anatomy, plan).shared
+    blocks, of_blocks = block_counts(anatomy, plan), block_counts(anatomy, plan, trained=True)
     symbols = {
         "model_ways": plan.mesh.model,
         "shared_parameters": _shared_parameters(anatomy, plan),
         "parameters_used_again": _used_again(anatomy, plan),
-        "outside_parameters": held.all - held.in_layers,
-        "unsplit_outside_parameters": held.replicated - held.replicated_in_layers,
-        "outside_adapters": adapters.all - adapters.in_layers,
-        "unsplit_outside_adapters": adapters.replicated - adapters.replicated_in_layers,
+        "outside_parameters": held.all - held.in_layers - blocks.all,
+        "unsplit_outside_parameters": held.replicated - held.replicated_in_layers - blocks.replicated,
+        "outside_adapters": adapters.all - adapters.in_layers - of_blocks.all,
+        "unsplit_outside_adapters": adapters.replicated - adapters.replicated_in_layers - of_blocks.replicated,
+        "block_parameters": blocks.all - blocks.replicated,
+        "block_adapters": of_blocks.all - of_blocks.replicated,
+        "block_matrices": blocks.outside_matrices,
+        "block_vectors": blocks.outside_vectors,
+        "outside_matrices": held.outside_matrices - blocks.outside_matrices,
+        "outside_vectors": held.outside_vectors - blocks.outside_vectors,
     }
     for section in anatomy.sections:
         side, sharded = section[-1].side, _section_counts(anatomy, plan, section)
@@ -33,6 +41,16 @@ def symbols_of_stages(anatomy: Anatomy, plan: Plan) -> Mapping[str, int]:
             f"{side}layer_matrices": sharded.layer_matrices // plan.chunks,
         }
     return symbols
+
+
+def block_counts(anatomy: Anatomy, plan: Plan, *, trained: bool = False) -> Counts:
+    """Counts the parameters of shared blocks that ZeRO-2 and 3 gather and reduce once a step, as layers read them in
+    every tick of a pipeline; if `trained`, of those that are trained. None without stages."""
+    if not plan.is_staged or plan.zero < 2:
+        return Counts()
+    weights = [weight for weight in anatomy.outside_weights if weight.name.startswith(BLOCK)]
+    chosen = [weight for weight in weights if not trained or is_trainable(anatomy.model, weight.name)]
+    return counts(chosen, plan.layout(anatomy.model), plan.mesh)
 
 
 def _section_counts(anatomy: Anatomy, plan: Plan, section: Sequence[Stack], *, trained: bool = False) -> Counts:

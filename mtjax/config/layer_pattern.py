@@ -129,6 +129,26 @@ def loops_of_pattern(letters: str) -> tuple[Run, ...]:
 
 
 @cache
+def joined_loops(letters: str) -> tuple[Run, ...]:
+    """Divides layers into loops that can hand on what is gathered for the next layer: a loop of several iterations is
+    followed by a layer of the letter with which it begins, and behind one of the letter with which it ends.
+
+    The first loop counts as behind the last layer. The last layer is in no loop of several iterations.
+    """
+    loops: list[Run] = []
+    runs = runs_of(letters)
+    for number, (unit, times) in enumerate(runs):
+        follows = runs[number - 1].unit[-1] == unit[-1]
+        precedes = number + 1 < len(runs) and runs[number + 1].unit[0] == unit[0]
+        inside = times - (not follows) - (not precedes)
+        if inside < 2:
+            loops += [Run(unit, 1)] * times
+        else:
+            loops += [Run(unit, 1)] * (not follows) + [Run(unit, inside)] + [Run(unit, 1)] * (not precedes)
+    return tuple(loops)
+
+
+@cache
 def common_pattern(patterns: tuple[str, ...]) -> str:
     """Returns a short pattern from which each of these results when layers are left out; their order is kept."""
     common, *others = dict.fromkeys(patterns)

@@ -9,6 +9,8 @@ from mtjax.errors import UserError
 if TYPE_CHECKING:
     from mtjax.config.model import Model
 
+BLOCK = "block_"
+"""Prefix of the names of the blocks' parameters; blocks count from 1."""
 FIRST, SECOND = SHARED
 """Letters of the layers that read the first block, and the second."""
 

@@ -16,7 +16,7 @@ from mtjax.config.sizes import (
 from mtjax.config.ssm import has_attention
 from mtjax.errors import UserError, listed
 from mtjax.layout.float8 import float8_problems
-from mtjax.layout.hybrid import inner_widths, shared_block_problems, sharing_problems, split_heads, state_space_problems
+from mtjax.layout.hybrid import inner_widths, sharing_problems, split_heads, state_space_problems
 from mtjax.layout.layouts import Layout, zero_problems
 from mtjax.layout.mesh import MeshShape
 from mtjax.layout.plan import Plan
@@ -242,7 +242,6 @@ def _layer_problems(model: Model, plan: Plan) -> Iterator[str]:
     per_stage = plan.layers_per_stage
     if stacks_of(model)[0].among is not None:
         stacks = {"num_layers": model.num_layers}
-        yield from shared_block_problems(model, plan)
     else:
         stacks = {f"num_{stack.side}layers": stack.layers for stack in stacks_of(model)}
     if per_stage is not None and len(set(stacks.values())) > 1:

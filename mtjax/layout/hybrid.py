@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 
 from mtjax.config import Model
-from mtjax.config.shared_blocks import block_letters
 from mtjax.config.sizes import dense_layers, expert_size, mlp_size
 from mtjax.config.ssm import has_attention, has_state_space, letters_of, ssm_groups, ssm_heads
 from mtjax.layout.plan import Plan
@@ -49,14 +48,4 @@ def sharing_problems(name: str, count: int, model: Model, plan: Plan) -> Iterato
         yield (
             f"{name} {count} is neither a multiple nor a divisor of the {plan.mesh.degree_text(heads)}; choose a "
             f"tensor parallel degree that divides {count} or is a multiple of it"
-        )
-
-
-def shared_block_problems(model: Model, plan: Plan) -> Iterator[str]:
-    """Yields shared blocks on pipeline stages that would gather them in every tick."""
-    if (blocks := block_letters(model)) and plan.zero >= 2:
-        yield (
-            f"layer_pattern {model.layer_pattern!r} has shared blocks ({blocks[0]}), whose gradients the "
-            f"stages of mesh {plan.mesh} add up once a step, and zero {plan.zero} scatters them in every tick: use "
-            "zero 0 or 1"
         )

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,10 +11,12 @@ from jax import Array, lax
 from jaxtyping import Int
 
 from mtjax.config.layer_pattern import Run, loops_of_pattern, runs_of
+from mtjax.models.layer import Layer
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.mixers.mixer import State
+from mtjax.models.recompute import can_prefetch, loops_of
 from mtjax.models.run_alone import run_alone
-from mtjax.models.stack import Residual, Stack
+from mtjax.models.stack import Residual, Stack, run_layer
 from mtjax.models.stack_chunks import Chunk, LayerSlice, layer_slice, run_chunk
 from mtjax.sharding.axes import varying_like
 from mtjax.sharding.grad_accumulation import (
@@ -32,7 +35,8 @@ Carry = tuple[Array, Mapping[str, list[Array]]]
 @dataclass(frozen=True)
 class PatternStacks:
     """A stack for each letter of a pattern. Repeats are loops, so that few layers are compiled. Where the layers of
-    every stack follow one another, each runs as in a model of one stack, with prefetch (`Plan.prefetches`)."""
+    every stack follow one another, each runs as in a model of one stack; else prefetch is that of
+    `mtjax.sharding.prefetch.pattern` (`Plan.prefetches`)."""
 
     stacks: Mapping[str, Stack]
     """By letter."""
@@ -49,6 +53,8 @@ class PatternStacks:
         alone = {unit for unit, times in runs if unit in self.stacks and times == letters.count(unit)}
         alone = alone if len(alone) == len(self.stacks) else set()
         mixed = {letter: stack for letter, stack in self.stacks.items() if letter not in alone}
+        if mixed and chunk is None and self._can_prefetch:
+            return self._run_with_prefetch(letters, x, context)
         loop, done, reports = PatternLoop.of(mixed, context, chunk), dict.fromkeys(mixed, 0), []
         carried = loop.carried
         for run in runs:
@@ -67,6 +73,32 @@ class PatternStacks:
     def with_experts(self) -> Stack:
         """The stack of layers with experts, whose counters training reports; any other where there are none."""
         return max(self.stacks.values(), key=lambda stack: "experts" in stack.layers.mixers)
+
+    @property
+    def _can_prefetch(self) -> bool:
+        """Whether a stack has communication to overlap, and every layer saves the same, each in its turn."""
+        stacks = self.stacks.values()
+        is_uniform = all(stack.recompute.is_uniform for stack in stacks)
+        return is_uniform and any(can_prefetch(split_accumulators(stack.layers)[0], 1) for stack in stacks)
+
+    def _run_with_prefetch(self, letters: str, x: Residual, context: LayerContext) -> tuple[Residual, State]:
+        """Runs all layers, in loops over layers of several letters."""
+        from mtjax.sharding.prefetch.letter import LetterLayers
+        from mtjax.sharding.prefetch.pattern import scan_pattern
+
+        def run(path: str, x: Array, layer: Layer, number: Array, state: State) -> tuple[Array, State]:
+            with jax.named_scope(path):
+                return run_layer(context, x, layer, number, state)
+
+        given = {}
+        for letter, stack in self.stacks.items():
+            own = layer_slice(stack, None)
+            (loop,) = loops_of(len(own.numbers), own.recompute)
+            given[letter] = LetterLayers(partial(run, stack.path), loop.saving, stack.layers, own.numbers)
+        with jax.named_scope("layers"):
+            x, states = scan_pattern(letters, given, x)
+        reports = [_in_order(each) for each in states if each]
+        return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *reports) if reports else None
 
 
 @dataclass(frozen=True)
@@ -142,12 +174,7 @@ class PatternLoop:
         # Only the stacks of this loop: XLA would copy the others, too.
         used = (x, {letter: carried[letter] for letter in dict.fromkeys(run.unit)})
         (x, used), states = lax.scan(iteration, used, varying_like(jnp.arange(run.times), numbers))
-        carry = x, {**carried, **used}
-        if not states:
-            return carry, None
-        # [iterations, ...] of each layer of an iteration -> [layers, ...].
-        stacked = jax.tree.map(lambda *layers: jnp.stack(layers, 1), *states)
-        return carry, jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), stacked)
+        return (x, {**carried, **used}), _in_order(states) if states else None
 
     def _layer(
         self, letter: str, x: Array, carried: list[Array], place: Int[Array, ""]
@@ -164,3 +191,16 @@ class PatternLoop:
 
         # The layer is indexed inside of what is recomputed, or its parameters would be saved for the backward pass.
         return run_alone(layer, own.recompute, x, carried, index, own.numbers[place])
+
+
+def _in_order(states: list[State]) -> State:
+    """Stacks the states of a loop in the order of its layers.
+
+    Args:
+      states: of each layer of an iteration, [iterations, ...].
+
+    Returns:
+      Of all layers, [layers, ...].
+    """
+    stacked = jax.tree.map(lambda *layers: jnp.stack(layers, 1), *states)
+    return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), stacked)

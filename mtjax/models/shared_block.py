@@ -17,6 +17,7 @@ from jaxtyping import Float
 
 from mtjax.config import Model
 from mtjax.config.adapters import RANK, LoraConfig, adapters_of
+from mtjax.config.shared_blocks import BLOCK
 from mtjax.config.sizes import head_dim, mlp_size, num_kv_heads
 from mtjax.models.layer import Layer
 from mtjax.models.layer_context import LayerContext
@@ -28,8 +29,6 @@ from mtjax.models.mixers.mlp import MLP
 from mtjax.models.norms import make_norm
 from mtjax.models.project import project
 
-BLOCK = "block_"
-"""Prefix of the names of the blocks, which count from 1."""
 _KEY = 2**31 - 1
 """Folded into the key of the layers, for the blocks' initial values."""
 _ADAPTED = "mtjax.models.adapted_block"

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from mtjax.sharding.axes import PartitionSpec, explicit_axes, map_ranks
+
+T = TypeVar("T")
 
 
 def after(known: Sequence[Array], x: Array) -> Array:
@@ -28,6 +31,20 @@ _after_p = Primitive("after")
 _after_p.def_abstract_eval(lambda x, *known: x)
 _after_p.def_impl(_select)
 mlir.register_lowering(_after_p, mlir.lower_fun(_select, multiple_results=False))
+
+
+def barrier(tree: T) -> T:
+    """Returns `tree`; XLA computes all of it before anything that reads some of it."""
+    leaves, structure = jax.tree.flatten(tree)
+    return jax.tree.unflatten(structure, _barrier_p.bind(*leaves))
+
+
+# A primitive, because results of `lax.optimization_barrier` vary over the axes of all of its operands.
+_barrier_p = Primitive("barrier")
+_barrier_p.multiple_results = True
+_barrier_p.def_abstract_eval(lambda *arrays: arrays)
+_barrier_p.def_impl(lambda *arrays: lax.optimization_barrier(arrays))
+mlir.register_lowering(_barrier_p, mlir.lower_fun(lambda *arrays: lax.optimization_barrier(arrays)))
 
 
 def is_tensor_parallel() -> bool:

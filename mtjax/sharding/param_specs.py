@@ -7,6 +7,7 @@ from typing import Any, Literal
 import jax
 from jax.sharding import PartitionSpec
 
+from mtjax.config.shared_blocks import BLOCK
 from mtjax.layout.layouts import (
     LARGEST_SCORES,
     LAYERS,
@@ -60,6 +61,12 @@ class ParamSpec:
     """Type in which it is stored between steps."""
 
     @property
+    def is_of_every_tick(self) -> bool:
+        """Whether layers read it in every tick of a pipeline, though it is outside the stacks: a shared block. ZeRO-2
+        and 3 gather it, and reduce its gradient, once per step, as ZeRO-1 does."""
+        return _is_of_every_tick(self.name, self.deferred_axes)
+
+    @property
     def is_stacked(self) -> bool:
         """Whether it holds all layers of a stack, along its first dimension."""
         return self.axes[:1] == (LAYERS,)
@@ -87,6 +94,10 @@ class ParamSpec:
             if self.is_sharded_within_layers
             else self.grad_reduction
         )
+
+
+def _is_of_every_tick(name: str, deferred_axes: Axes) -> bool:
+    return bool(deferred_axes) and name.startswith(BLOCK)
 
 
 def dotted(path: Any) -> str:
@@ -148,7 +159,7 @@ def param_specs(
             between_groups=between,
             deferred_axes=deferred,
             gather_dtype=(compute_dtype if is_narrow else "float32") if is_stored_sharded else None,
-            is_gathered_per_step=is_stored_sharded and layout.zero < 3,
+            is_gathered_per_step=is_stored_sharded and (layout.zero < 3 or _is_of_every_tick(name, deferred)),
             is_trainable=trainable,
             dtype=master_dtype if trainable and is_narrow else "float32",
         )

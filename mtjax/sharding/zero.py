@@ -113,7 +113,7 @@ class Reduction:
         """Returns whether a gradient is reduced over ranks inside the backward pass of each microbatch."""
         # ZeRO-2 and 3 accumulate shards, so each microbatch's gradients are reduce-scattered. Otherwise gradients are
         # accumulated locally and reduced once, except where one microbatch allows to overlap the reduction.
-        if self.zero >= 2:
+        if self.zero >= 2 and not record.is_of_every_tick:
             return record.is_zero_sharded
         inside = record.is_stacked and (not self.zero or record.is_sharded_within_layers)
         inside = inside and not record.grad_reduction.is_maximum

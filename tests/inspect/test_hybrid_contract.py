@@ -49,6 +49,8 @@ def hybrid(pattern: str, **fields):
         pytest.param("H-", {"recompute": "none", "mesh": "data=1,context=2,model=4", "ssm_groups": 1}, marks=RARE),
         pytest.param("M-M*", {**SPLIT, "ssm_groups": 1, "num_kv_heads": 2}, marks=RARE),
         pytest.param("M*-", {"zero": 3, "recompute": "none"}, marks=RARE),
+        pytest.param("*M-*M-*M-", {**SPLIT, "zero": 3, "microbatch_size": 1}, marks=LONG),
+        pytest.param("*-M-M-M-", {"zero": 1}, marks=RARE),
         pytest.param("M-M*", {**SPLIT, "mesh": "data=1,context=2,model=4"}, marks=RARE),
         pytest.param("MM", {"mesh": "data=1,context=4,model=2", "recompute": "none"}, marks=RARE),
         pytest.param("GG", {"mesh": "data=1,context=4,model=2", "recompute": "none", **CHUNKS}, marks=LONG),
@@ -86,6 +88,14 @@ def test_programs_for_h100_keep_their_contracts(pattern, fields) -> None:
     formulas = [check.formula - (merged if "data" in check.name else 0) for check in sent]
     pairs = list(zip([check.program for check in sent], formulas, strict=True))
     assert all(abs(program - formula) <= max(within * program, 128) for program, formula in pairs), sent
+
+
+@needs_aot
+@pytest.mark.parametrize("zero", [pytest.param(2, marks=RARE), pytest.param(3, marks=LONG)])
+def test_stages_gather_shared_blocks_once_a_step(zero: int) -> None:
+    """With ZeRO-2 and 3 as with ZeRO-1: not in each tick."""
+    report = inspect(hybrid("MZMZ", **SHARED, **SPLIT, mesh="2x2x2", zero=zero), find_target("h100x8"))
+    assert report.verdict.violations == ()
 
 
 @pytest.mark.long

@@ -13,7 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mtjax.config import Config, replace, validate
-from mtjax.config.layer_pattern import common_pattern, expanded, loops_of_pattern, runs_of, shortened_pattern
+from mtjax.config.layer_pattern import (
+    common_pattern,
+    expanded,
+    joined_loops,
+    loops_of_pattern,
+    runs_of,
+    shortened_pattern,
+)
 from mtjax.config.ssm import ssm_groups
 from mtjax.convert.mtjax_folder import MtjaxSource
 from mtjax.convert.parameters import parameters_of
@@ -151,6 +158,18 @@ def test_nemotron_h_leaves_few_layers_to_compile() -> None:
     assert expanded("(M-M*-)x2E") == "M-M*-M-M*-E"
 
 
+@pytest.mark.parametrize("pattern", ["(M-M*-)x4", "*(M-)x5E", "(M)x5Z(M)x5z", "(M-M-M-M*-M-)x4(M-)x4", "M*E", "(-M)x3"])
+def test_loops_hand_on_what_they_gather(pattern: str) -> None:
+    """A loop of several iterations gathers a layer of its first letter at its end, and, backward, of its last."""
+    letters = expanded(pattern)
+    loops = joined_loops(letters)
+    assert "".join(unit * times for unit, times in loops) == letters
+    for number, (unit, times) in enumerate(loops):
+        if times > 1:
+            assert loops[number + 1].unit[0] == unit[0]
+            assert (loops[number - 1].unit[-1] if number else letters[-1]) == unit[-1]
+
+
 def gradients(config: Config, mesh: str) -> tuple[float, Any]:
     """Loss and gradients of the first batch, stacks in the order of their layers."""
     program = make_train_step(config, mesh_of(mesh))
@@ -232,7 +251,9 @@ rare = partial(pytest.param, marks=pytest.mark.exhaustive)
         rare("ZM", "1x4", {**SHARED, **ONE_KEY_HEAD, "lora_rank": 2}, {"zero": 3}),
         rare("(G*)x2", "2x2x2", GATED, {**STAGES, **SPLIT, "zero": 1, "recompute": "full"}),
         long("(MZ)x2", "2x2", SHARED, {"zero": 3, "microbatch_size": 2, "recompute": "selective"}),
-        long("(MZ)x2", "2x2x2", SHARED, {**STAGES, **SPLIT, "zero": 1, "recompute": "full"}),
+        rare("(MZ)x2", "2x2x2", SHARED, {**STAGES, **SPLIT, "zero": 1, "recompute": "full"}),
+        long("(MZ)x2", "2x2x2", SHARED, {**STAGES, **SPLIT, "zero": 3, "recompute": "full"}),
+        long("(MZ)x2", "2x2x1", {**SHARED, "lora_rank": 2}, {**STAGES, "zero": 3}),
         rare("(MZ)x2", "1x2x1", {**SHARED, "lora_rank": 2}, {**STAGES, "zero": 1}),
         rare(
             "(MZ)x2",
@@ -271,6 +292,7 @@ rare = partial(pytest.param, marks=pytest.mark.exhaustive)
                 ("G*", "1x4", {**GATED, "ssm_groups": 1, "ssm_heads": 8}, SPLIT),
                 ("MZz", "2x2", SHARED, {**SPLIT, "zero": 1, "recompute": "full"}),
                 ("(MZ)x2", "1x2x1", SHARED, {**STAGES, "zero": 1}),
+                ("(MZz)x2", "2x2x1", SHARED, {**STAGES, "zero": 2}),
                 ("ZMz", "1x4", {**SHARED, **ONE_KEY_HEAD}, {"zero": 1}),
                 ("MH-", "1x4", {"lora_rank": 3, "ssm_groups": 1, "ssm_heads": 8, "num_kv_heads": 4}, {"zero": 1}),
                 ("H-", "1x4", {"ssm_groups": 1, "ssm_heads": 8}, SPLIT),

@@ -8,10 +8,8 @@ import numpy as np
 import pytest
 from scipy.special import erf
 
-from mtjax.config import replace, validate
+from mtjax.config import validate
 from mtjax.errors import UserError
-from mtjax.layout.divisibility import check_config
-from mtjax.layout.mesh import parse_mesh
 from mtjax.models.trunk import HiddenStates
 from mtjax.sharding.axes import use_rules
 from mtjax.train.step import make_train_step
@@ -88,10 +86,3 @@ def test_layers_with_shared_blocks_are_their_formulas() -> None:
 def test_what_shared_blocks_do_not_support(pattern: str, fields: dict[str, Any], why: str) -> None:
     with pytest.raises(UserError, match=why):
         validate(hybrid_config(pattern, **{**SHARED, **fields}))
-
-
-def test_shared_blocks_on_stages_need_whole_gradients() -> None:
-    config = replace(hybrid_config("MZMZ", **SHARED), microbatch_size=2, zero=3)
-    with pytest.raises(UserError, match=r"shared blocks \(Z\), whose gradients the stages .* and zero 3 scat"):
-        check_config(config, parse_mesh("2x2x1"))
-    check_config(replace(config, zero=1), parse_mesh("2x2x1"))

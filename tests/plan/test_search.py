@@ -68,7 +68,7 @@ def test_lower_bounds_leave_out_no_plan(preset: str, fields: dict) -> None:
 
 
 def test_meshes_do_not_depend_on_the_zero_stage_of_a_run() -> None:
-    run = config.load("zamba2-1.2b")  # whose shared blocks allow stages with ZeRO-0 and 1 alone
+    run = config.load("zamba2-1.2b")
     bases = [Plan.of(config.replace(run, zero=zero), MeshShape(data=8)) for zero in (0, 3)]
     first, second = ([*search.meshes(anatomy_of(run.model), base, 8, DGX_H100, Space())] for base in bases)
     assert first == second and any(mesh.stage > 1 for mesh in first)

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from mtjax.config.layer_pattern import expanded
 from mtjax.inspect.report import inspect
 from mtjax.inspect.targets import find_target
 from mtjax.sharding.prefetch import scan
@@ -16,6 +17,13 @@ from tests.tiny import batch_of, initial_state, mesh_of, program_of, step_gradie
 LAYERS: dict[str, Any] = {"num_layers": 4, "zero": 3, "hidden_dropout": 0.0, "attention_dropout": 0.0}
 LONG = pytest.mark.long
 ALONE = "mtjax.models.recompute.can_prefetch"
+ALONE_IN_PATTERN = "mtjax.models.pattern_stacks.can_prefetch"
+HYBRID: dict[str, Any] = {"family": "hybrid", "ssm_heads": 8, "ssm_head_dim": 4, "ssm_state": 6, "ssm_groups": 4}
+SHARED: dict[str, Any] = {"activation": "geglu_exact", "position": "rope", "block_rank": 3, "tie_embeddings": True}
+
+
+def pattern(letters: str, **fields: Any) -> dict[str, Any]:
+    return HYBRID | {"layer_pattern": letters, "num_layers": len(expanded(letters))} | fields
 
 
 def differentiated(mesh: str, fields: dict[str, Any]) -> tuple[Any, Any]:
@@ -69,12 +77,33 @@ def differentiated(mesh: str, fields: dict[str, Any]) -> tuple[Any, Any]:
         pytest.param(
             "8x1", {"recompute": "full", "grad_reduce_dtype": "bfloat16"}, id="rounded on the wire", marks=LONG
         ),
+        pytest.param("4x2", pattern("(*-)x4", recompute="full"), id="two kinds of layers"),
+        pytest.param("2x4", pattern("(M-M*)x3", microbatch_size=2), id="pattern, two microbatches", marks=LONG),
+        pytest.param("4x2", pattern("*(M-)x4", zero=1), id="two loops, gathered once", marks=LONG),
+        pytest.param("4x2", pattern("(M-)x4*-M", zero=2, lora_rank=2), id="frozen, two loops", marks=LONG),
+        pytest.param("8x1", pattern("(M-)x2*-M", zero=0), id="pattern without ZeRO", marks=LONG),
+        pytest.param(
+            "data=2,expert=2,model=2",
+            pattern("(ME)x4*", num_experts=4, experts_top_k=2, expert_size=16, sequence_parallel=True),
+            id="pattern with experts",
+            marks=LONG,
+        ),
+        pytest.param(
+            "2x2", pattern("(MZ)x4", **SHARED, recompute="selective"), id="layers that share a block", marks=LONG
+        ),
+        pytest.param(
+            "4x2",
+            {"family": "llama", "num_layers": 8, "num_experts": 4, "experts_top_k": 2, "moe_every": 2},
+            id="experts in every second layer",
+            marks=LONG,
+        ),
     ],
 )
 def test_gradients_are_those_of_layers_that_gather_for_themselves(mesh, fields, monkeypatch):
     loss, found = differentiated(mesh, fields)
     with monkeypatch.context() as patched:
-        patched.setattr(ALONE, lambda layers: False)
+        for name in (ALONE, ALONE_IN_PATTERN):
+            patched.setattr(name, lambda *_: False)
         expected_loss, expected = differentiated(mesh, fields | {"learning_rate": 2e-2})  # a program of its own
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
     rounded = "grad_reduce_dtype" in fields

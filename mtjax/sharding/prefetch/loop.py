@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from mtjax.layout.layouts import NOT_SHARDED
-from mtjax.sharding.axes import spec
+from mtjax.sharding.axes import spec, varying_like
 from mtjax.sharding.grad_accumulation import add_to_layer
 from mtjax.sharding.param_comm import ReplicatedParam, ShardedParam, communicated, gather, index_layer, reduce_gradient
 from mtjax.sharding.trainable import NoGrad
@@ -170,6 +170,46 @@ def stack_of(leaf: ShardedParam | ReplicatedParam) -> Array:
     if isinstance(leaf, ShardedParam):
         return leaf.sent
     return leaf.array if isinstance(leaf.array, Array) else leaf.array.values
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["saved"], meta_fields=["tree", "indices"])
+@dataclass(frozen=True)
+class VjpWithoutParameters:
+    """A vjp function, which is a pytree of its residuals, without a layer's gathered parameters."""
+
+    saved: list[Any]
+    tree: Any
+    indices: tuple[int | None, ...]
+    """Of each array of the vjp function: which parameter it is; None of those in `saved`."""
+
+    @classmethod
+    def without(cls, vjp: Any, parameters: list[Array]) -> "VjpWithoutParameters":
+        """Takes `parameters` out of a vjp function, where it saves the very same tracer."""
+        arrays, tree = jax.tree.flatten(vjp)
+        indices = [next((i for i, p in enumerate(parameters) if p is array), None) for array in arrays]
+        saved = [array for array, index in zip(arrays, indices, strict=True) if index is None]
+        return cls(saved, tree, tuple(indices))
+
+    def of(self, parameters: list[Array]) -> Any:
+        """Rebuilds the vjp function with these parameters, which were regathered."""
+        saved = iter(self.saved)
+        return jax.tree.unflatten(self.tree, [next(saved) if i is None else parameters[i] for i in self.indices])
+
+
+def zeros_like(arrays: list[Array]) -> list[Array]:
+    """Builds zeros with the shapes, types, shardings and varying axes of `arrays`."""
+
+    def zeros(like: Array) -> Array:
+        kind = jax.typeof(like)
+        return varying_like(jnp.zeros(kind.shape, kind.dtype, out_sharding=kind.sharding.spec), like)
+
+    return [zeros(array) for array in arrays]
+
+
+def partition(items: Sequence[Any], is_first: Sequence[bool]) -> tuple[list[Any], list[Any]]:
+    """Divides items by a predicate: those of which `is_first` holds, and the remaining ones."""
+    pairs = list(zip(items, is_first, strict=True))
+    return [item for item, first in pairs if first], [item for item, first in pairs if not first]
 
 
 def _without_arrays(leaf: ShardedParam | ReplicatedParam) -> ShardedParam | ReplicatedParam:

@@ -24,7 +24,7 @@ calls them:
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -33,10 +33,19 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from mtjax.sharding.after import after, is_tensor_parallel
-from mtjax.sharding.axes import varying_like
 from mtjax.sharding.grad_accumulation import accumulate_grads_into, seed_cotangents, zeros_like_shards
 from mtjax.sharding.param_comm import communicated, differentiable_shards, index_layer, is_wrapped
-from mtjax.sharding.prefetch.loop import PrefetchLoop, Run, flattened, scan_but_last, stack_of, traced
+from mtjax.sharding.prefetch.loop import (
+    PrefetchLoop,
+    Run,
+    VjpWithoutParameters,
+    flattened,
+    partition,
+    scan_but_last,
+    stack_of,
+    traced,
+    zeros_like,
+)
 from mtjax.sharding.trainable import NoGrad
 
 Tree = Any
@@ -92,7 +101,7 @@ def scan_with_prefetch(
     """
     leaves, tree = jax.tree.flatten(layers, is_leaf=is_wrapped)
     is_prefetched = [communicated(leaf) is not None for leaf in leaves]
-    prefetched, resident = _partition(leaves, is_prefetched)
+    prefetched, resident = partition(leaves, is_prefetched)
 
     run_flat = flattened(run, tree, is_prefetched)
     shards = [lax.stop_gradient(stack_of(leaf)) for leaf in map(communicated, prefetched) if leaf is not None]
@@ -106,7 +115,7 @@ def scan_with_prefetch(
     # at the end of the forward pass, the result at its beginning.
     stacks = (jax.tree.leaves(differentiable_shards(prefetched)), jax.tree.leaves(differentiable_shards(resident)))
     is_trainable = [flag for leaf, flag in zip(leaves, is_prefetched, strict=True) if not isinstance(leaf, NoGrad)]
-    accumulators = zeros_like_shards(stacks) if sums is None else _partition(sums, is_trainable)
+    accumulators = zeros_like_shards(stacks) if sums is None else partition(sums, is_trainable)
 
     def iteration(place: int, carry: Tree, scanned: tuple[Array, Array]) -> tuple[Tree, Tree]:
         """Runs the layer at `index` and gathers the next; carries its parameters, the stacks and the constants."""
@@ -182,7 +191,7 @@ def _begin(loop: PrefetchLoop, stack: list[Array], shards: list[Array]) -> tuple
       Slots with the first layer's parameters, and `stack`.
     """
     gathered = loop.gather(shards, 0)
-    zeros = _zeros_like(loop.unreduced(loop.of_layer(gathered, shards, 0)))
+    zeros = zeros_like(loop.unreduced(loop.of_layer(gathered, shards, 0)))
     return _Slots(gathered, zeros), stack
 
 
@@ -234,7 +243,7 @@ def _step_forward(
     (x, state), vjp = jax.vjp(run, x, parameters, inputs.resident, inputs.number, *inputs.constants)
     filled = slots._replace(parameters=loop.gather(inputs.shards, inputs.layer_index + 1))
     return ((x, filled, stack), state), (
-        _VjpWithoutParameters.without(vjp, loop.regathered(parameters)),
+        VjpWithoutParameters.without(vjp, loop.regathered(parameters)),
         inputs.shards,
         inputs.layer_index,
     )
@@ -245,7 +254,7 @@ def _step_backward(loop: PrefetchLoop, residuals: Any, cotangents: Any) -> tuple
 
     Args:
       loop: its description.
-      residuals: (`_VjpWithoutParameters` of the layer, shards [layers, ...], i).
+      residuals: (`VjpWithoutParameters` of the layer, shards [layers, ...], i).
       cotangents: of (hidden states [batch, act_seq, embed], slots, stack) and of the layer's state. In `slots`,
         `parameters` are the gathered parameters of layer i, which the iteration before put there, and `gradients` the
         local gradients of layer i + 1; the cotangents of `stack` are the gradient accumulators.
@@ -288,48 +297,8 @@ def _finish_forward(loop: PrefetchLoop, slots: _Slots, shards: list[Array]) -> t
 def _finish_backward(loop: PrefetchLoop, residuals: Any, gradients: list[Array]) -> tuple[_Slots, None]:
     """Begins the backward pass: puts the last layer's local gradients, and the parameters below it, into slots."""
     gathered, shards = residuals
-    below = _zeros_like(gathered) if loop.saves_gathered else loop.gather(shards, len(shards[0]) - 2)
+    below = zeros_like(gathered) if loop.saves_gathered else loop.gather(shards, len(shards[0]) - 2)
     return _Slots(below, loop.unreduced(gradients)), None
 
 
 _finish.defvjp(_finish_forward, _finish_backward)
-
-
-@partial(jax.tree_util.register_dataclass, data_fields=["saved"], meta_fields=["tree", "indices"])
-@dataclass(frozen=True)
-class _VjpWithoutParameters:
-    """A vjp function, which is a pytree of its residuals, without a layer's gathered parameters."""
-
-    saved: list[Any]
-    tree: Any
-    indices: tuple[int | None, ...]
-    """Of each array of the vjp function: which parameter it is; None of those in `saved`."""
-
-    @classmethod
-    def without(cls, vjp: Any, parameters: list[Array]) -> "_VjpWithoutParameters":
-        """Takes `parameters` out of a vjp function, where it saves the very same tracer."""
-        arrays, tree = jax.tree.flatten(vjp)
-        indices = [next((i for i, p in enumerate(parameters) if p is array), None) for array in arrays]
-        saved = [array for array, index in zip(arrays, indices, strict=True) if index is None]
-        return cls(saved, tree, tuple(indices))
-
-    def of(self, parameters: list[Array]) -> Any:
-        """Rebuilds the vjp function with these parameters, which were regathered."""
-        saved = iter(self.saved)
-        return jax.tree.unflatten(self.tree, [next(saved) if i is None else parameters[i] for i in self.indices])
-
-
-def _zeros_like(arrays: list[Array]) -> list[Array]:
-    """Builds zeros with the shapes, types, shardings and varying axes of `arrays`."""
-
-    def zeros(like: Array) -> Array:
-        kind = jax.typeof(like)
-        return varying_like(jnp.zeros(kind.shape, kind.dtype, out_sharding=kind.sharding.spec), like)
-
-    return [zeros(array) for array in arrays]
-
-
-def _partition(items: Sequence[Any], is_first: Sequence[bool]) -> tuple[list[Any], list[Any]]:
-    """Divides items by a predicate: those of which `is_first` holds, and the remaining ones."""
-    pairs = list(zip(items, is_first, strict=True))
-    return [item for item, first in pairs if first], [item for item, first in pairs if not first]

@@ -1,0 +1,228 @@
+"""A layer of a pattern in a scan with prefetch: its forward and its backward pass."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.core import Tracer
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+
+from mtjax.sharding.grad_accumulation import add_to_layer, split_accumulators, zeros_like_shards
+from mtjax.sharding.param_comm import (
+    ShardedParam,
+    communicated,
+    differentiable_shards,
+    index_layer,
+    is_wrapped,
+    with_shards,
+)
+from mtjax.sharding.prefetch.loop import PrefetchLoop, Run, VjpWithoutParameters, flattened, partition, stack_of
+from mtjax.sharding.trainable import NoGrad
+
+Tree = Any
+
+
+class LetterLayers(NamedTuple):
+    """The layers of one letter of a pattern, as a model passes them."""
+
+    run: Run
+    """One layer: (hidden states, layer, its number, None) -> (hidden states, state)."""
+    saving: Callable[[Run], Run]
+    """Wraps such a function so that it saves less for its backward pass."""
+    layers: Tree
+    """Their parameters, [layers, ...], some of them wrapped."""
+    numbers: Array
+    """int32 [layers]."""
+
+
+class Stacks(NamedTuple):
+    """The arrays of the layers of one letter, without gradient, [layers, ...] each."""
+
+    shards: list[Array]
+    """Of parameters with communication: this rank's shards of those that are gathered, and replicated ones in full."""
+    resident: list[Any]
+    """Other parameters, perhaps wrapped."""
+    numbers: Array
+
+
+class Shards(NamedTuple):
+    """Arrays by which layers of one letter are differentiated, or their gradients."""
+
+    prefetched: list[Array]
+    """Of parameters with communication, without frozen ones."""
+    resident: list[Any]
+    """Of other parameters; None for frozen ones."""
+
+
+class Constants(NamedTuple):
+    """Arrays that every layer reads."""
+
+    differentiable: list[Array]
+    others: list[Array]
+
+
+class Pending(NamedTuple):
+    """Gradients of a layer that are local to this rank's samples, until the layer below runs."""
+
+    letter: str
+    gradients: list[Array]
+    place: Any
+
+
+@dataclass(frozen=True, eq=False)
+class Letter:
+    """The static description of the layers of one letter; it holds no arrays."""
+
+    loop: PrefetchLoop
+    function: ClosedJaxpr
+    """Of one layer: hidden states, parameters with communication, others, number -> hidden states, state."""
+    result: Any
+    """Tree of the function's results."""
+    constants: Sequence[tuple[bool, int]]
+    """Of each constant of `function`: whether it is differentiable, and its index among these `Constants`."""
+
+    @property
+    def uses(self) -> list[int]:
+        """Indices of the differentiable constants that the layers read."""
+        return [index for is_differentiable, index in self.constants if is_differentiable]
+
+    @property
+    def has_state(self) -> bool:
+        """Whether a layer returns a state."""
+        return jax.tree.unflatten(self.result, [0] * self.result.num_leaves)[1] is not None
+
+    def run(
+        self,
+        x: Array,
+        prefetched: list[Any],
+        resident: list[Any],
+        number: Array,
+        used: list[Array],
+        others: list[Array],
+    ) -> Any:
+        """Runs a layer; `used` are the differentiable constants that it reads. Returns hidden states and its state."""
+        of_layer = iter(used)
+        constants = [next(of_layer) if is_used else others[index] for is_used, index in self.constants]
+        function = jaxpr_as_fun(ClosedJaxpr(self.function.jaxpr, constants))
+        return jax.tree.unflatten(self.result, function(*jax.tree.leaves((x, prefetched, resident, number))))
+
+    def gather(self, stacks: Stacks, place: Any) -> list[Array]:
+        """All-gathers the sharded parameters of the layer at `place` in its stacks."""
+        return self.loop.gather(stacks.shards, place)
+
+    def forward(
+        self, x: Array, gathered: list[Array], stacks: Stacks, place: Any, shared: Constants, *, saves: bool
+    ) -> tuple[Array, Tree, Any]:
+        """Runs the layer at `place`.
+
+        Args:
+          x: hidden states, [batch, act_seq, embed].
+          gathered: its sharded parameters, in full.
+          stacks: of its letter.
+          place: index in the stacks.
+          shared: constants.
+          saves: whether a backward pass follows.
+
+        Returns:
+          Hidden states, the layer's state, and what its backward pass reads: the layer's vjp function without arrays
+          that it reads again, as a loop would stack them; None without a backward pass.
+        """
+        parameters = self.loop.of_layer(gathered, stacks.shards, place)
+        resident, number = index_layer(stacks.resident, place), stacks.numbers[place]
+        used = [shared.differentiable[i] for i in self.uses]
+        if not saves:
+            return *self.run(x, parameters, resident, number, used, shared.others), None
+
+        def layer(x: Array, parameters: list[Any], own: list[Any], used: list[Array]) -> Any:
+            return self.run(x, parameters, with_shards(resident, own), number, used, shared.others)
+
+        (x, state), vjp = jax.vjp(self.loop.saving(layer), x, parameters, differentiable_shards(resident), used)
+        return x, state, VjpWithoutParameters.without(vjp, self._read_again(parameters, resident, shared))
+
+    def backward(
+        self,
+        vjp: Any,
+        cotangents: tuple[Array, Tree],
+        gathered: list[Array],
+        stacks: Stacks,
+        place: Any,
+        shared: Constants,
+    ) -> tuple[Array, list[Array], list[Any], list[Array]]:
+        """Runs the backward pass of the layer at `place`.
+
+        Args:
+          vjp: what `forward` saved.
+          cotangents: of hidden states and of the layer's state.
+          gathered: its sharded parameters, in full; not read where the forward pass saved them.
+          stacks: of its letter.
+          place: index in the stacks.
+          shared: constants.
+
+        Returns:
+          The gradients of the hidden states; of parameters with communication, not reduced yet; of other parameters;
+          and of the differentiable constants that the layer reads.
+        """
+        if self.loop.saves_gathered:
+            gathered = [jnp.zeros(()) for like in self.loop.communicated if isinstance(like, ShardedParam)]
+        parameters = self.loop.of_layer(gathered, stacks.shards, place)
+        again = self._read_again(parameters, index_layer(stacks.resident, place), shared)
+        gradient, parameters, own, constants = vjp.of(again)(cotangents)
+        return gradient, self.loop.unreduced(parameters), own, constants
+
+    def accumulate(self, sums: Shards, own: list[Any], place: Any) -> Shards:
+        """Adds the gradients of a layer's parameters without communication to their accumulators."""
+        return sums._replace(
+            resident=jax.tree.map(lambda total, grad: add_to_layer(total, grad, place), sums.resident, own)
+        )
+
+    def reduce(self, sums: Shards, pending: Pending) -> Shards:
+        """Reduces the gradients of a layer over ranks, into their accumulators."""
+        return sums._replace(prefetched=self.loop.reduce_into(sums.prefetched, pending.gradients, pending.place))
+
+    def _read_again(self, parameters: list[Any], resident: list[Any], shared: Constants) -> list[Array]:
+        used = [shared.differentiable[i] for i in self.uses]
+        return [*self.loop.regathered(parameters), *jax.tree.leaves(resident), *used, *shared.others]
+
+
+def described(x: Array, given: LetterLayers, shared: Constants) -> tuple[Letter, Stacks, Shards, Shards]:
+    """Describes the layers of a letter.
+
+    Args:
+      x: hidden states before a layer, [batch, act_seq, embed].
+      given: the layers.
+      shared: constants of other letters, to which those of this one are added.
+
+    Returns:
+      The description, the arrays of the layers, those by which they are differentiated, and the accumulators of their
+      gradients.
+    """
+    layers, sums = split_accumulators(given.layers)
+    leaves, tree = jax.tree.flatten(layers, is_leaf=is_wrapped)
+    is_prefetched = [communicated(leaf) is not None for leaf in leaves]
+    prefetched, resident = partition(leaves, is_prefetched)
+    run = flattened(given.run, tree, is_prefetched)
+    loop = PrefetchLoop.of(prefetched, run, given.saving, sums is not None)
+    shards = [lax.stop_gradient(stack_of(leaf)) for leaf in map(communicated, prefetched) if leaf is not None]
+    stacks = Stacks(shards, jax.tree.map(lax.stop_gradient, resident), given.numbers)
+    example = (loop.of_layer(loop.gather(shards, 0), shards, 0), index_layer(stacks.resident, 0), given.numbers[0])
+    function, shapes = jax.make_jaxpr(run, return_shape=True)(x, *example)
+    letter = Letter(loop, function, jax.tree.structure(shapes), [_shared(array, shared) for array in function.consts])
+    own = Shards(jax.tree.leaves(differentiable_shards(prefetched)), differentiable_shards(resident))
+    if sums is None:
+        return letter, stacks, own, zeros_like_shards(own)
+    trains = [flag for leaf, flag in zip(leaves, is_prefetched, strict=True) if not isinstance(leaf, NoGrad)]
+    of_prefetched, of_resident = partition(sums, trains)
+    return letter, stacks, own, Shards(of_prefetched, jax.tree.unflatten(jax.tree.structure(own.resident), of_resident))
+
+
+def _shared(array: Any, shared: Constants) -> tuple[bool, int]:
+    """Returns the place of a constant, to which it is added if no other layer reads it."""
+    is_differentiable = isinstance(array, Tracer) and jnp.issubdtype(array.dtype, jnp.floating)
+    among = shared.differentiable if is_differentiable else shared.others
+    found = next((index for index, known in enumerate(among) if known is array), None)
+    if found is None:
+        among.append(array)
+    return is_differentiable, len(among) - 1 if found is None else found

@@ -1,0 +1,264 @@
+"""Runs the layers of a pattern with prefetch: what `prefetch/scan.py` does, where neighbouring layers differ.
+
+Layer i + 1 is all-gathered while layer i computes, in both passes, and the gradients of layer i + 1 are reduced while
+the backward pass of layer i computes, whatever their letters. Repeats are loops (`joined_loops`): the last layer of an
+iteration gathers the first of the next, or of the next loop. Every layer is gathered once in each pass.
+
+Parameters of neighbouring layers have different shapes, so the slots of a loop's cotangents, through which layers of
+one stack hand on parameters and gradients, can't be used. Forward and backward pass are loops of their own in one
+`custom_vjp`, and hand them on in their carries.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from mtjax.config.layer_pattern import Run, joined_loops
+from mtjax.sharding.after import barrier
+from mtjax.sharding.prefetch.letter import (
+    Constants,
+    Letter,
+    LetterLayers,
+    Pending,
+    Shards,
+    Stacks,
+    described,
+)
+from mtjax.sharding.prefetch.loop import zeros_like
+
+Tree = Any
+
+
+class _Place(NamedTuple):
+    """A layer."""
+
+    letter: str
+    index: Any
+    """Among the layers of its letter."""
+
+
+class _Inputs(NamedTuple):
+    """Inputs of all layers without gradient, or with one that is returned apart."""
+
+    stacks: Mapping[str, Stacks]
+    sums: Mapping[str, Shards]
+    """Accumulators of the gradients, float32."""
+    others: list[Array]
+    """Constants without gradient."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Program:
+    """The static description of the layers."""
+
+    loops: Sequence[Run]
+    letters: Mapping[str, Letter]
+
+    @property
+    def saves_last(self) -> bool:
+        """Whether the last layer saves its parameters for the backward pass: where the first loop gathers one layer
+        more than are below it."""
+        return self.loops[0].times > 1
+
+    def before(self, number: int) -> Counter[str]:
+        """Returns the layers of each letter before a loop."""
+        seen: Counter[str] = Counter()
+        for unit, times in self.loops[:number]:
+            seen.update({letter: times * unit.count(letter) for letter in set(unit)})
+        return seen
+
+    def places(self, number: int, index: Any) -> list[_Place]:
+        """Returns the layers of an iteration."""
+        unit = self.loops[number].unit
+        before, seen = self.before(number), Counter[str]()
+        found = []
+        for letter in unit:
+            found.append(_Place(letter, before[letter] + unit.count(letter) * index + seen[letter]))
+            seen[letter] += 1
+        return found
+
+    def below(self, number: int, first: _Place, index: Any) -> _Place | None:
+        """Returns the layer before an iteration; None before the first layer."""
+        unit, times = self.loops[number]
+        if times == 1 and number == 0:
+            return None
+        letter = unit[-1] if times > 1 else self.loops[number - 1].unit[-1]
+        before = self.before(number)[letter] + (unit.count(letter) * index if times > 1 else 0)
+        return _Place(letter, jnp.maximum(before - 1, 0) if times > 1 else before - 1)
+
+    def above(self, number: int, index: Any) -> _Place | None:
+        """Returns the layer behind an iteration; None behind the last layer."""
+        unit, times = self.loops[number]
+        if number == len(self.loops) - 1:
+            return None
+        letter = unit[0] if times > 1 else self.loops[number + 1].unit[0]
+        return _Place(letter, self.before(number)[letter] + unit.count(letter) * (index + 1))
+
+
+def scan_pattern(letters: str, given: Mapping[str, LetterLayers], x: Array) -> tuple[Array, list[Tree]]:
+    """Runs the layers of a pattern, with the communication of one overlapped with the computation of another.
+
+    Args:
+      letters: of all layers.
+      given: the layers of each letter.
+      x: input of the first layer, [batch, act_seq, embed].
+
+    Returns:
+      The output of the last layer; and of each loop, the states of the layers of an iteration that have one, stacked,
+      [iterations, ...].
+    """
+    shared = Constants([], [])
+    found = {letter: described(x, layers, shared) for letter, layers in given.items()}
+    program = _Program(joined_loops(letters), {letter: each[0] for letter, each in found.items()})
+    own = {letter: each[2] for letter, each in found.items()}
+    inputs = _Inputs(
+        {k: each[1] for k, each in found.items()}, {k: each[3] for k, each in found.items()}, shared.others
+    )
+    return cast(Any, _run(program, x, own, shared.differentiable, inputs))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _run(
+    program: _Program, x: Array, own: Mapping[str, Shards], constants: list[Array], inputs: _Inputs
+) -> tuple[Array, list[Tree]]:
+    """Runs all layers; `own` are the arrays by which they are differentiated, and `constants` those that they share."""
+    x, states, _, _ = _forward(program, x, Constants(constants, inputs.others), inputs.stacks, saves=False)
+    return x, states
+
+
+def _run_forward(
+    program: _Program, x: Array, own: Mapping[str, Shards], constants: list[Array], inputs: _Inputs
+) -> tuple[Any, Any]:
+    shared = Constants(constants, inputs.others)
+    x, states, saved, last = _forward(program, x, shared, inputs.stacks, saves=True)
+    return (x, states), (saved, last if program.saves_last else [], constants, inputs)
+
+
+def _forward(
+    program: _Program, x: Array, shared: Constants, stacks: Mapping[str, Stacks], *, saves: bool
+) -> tuple[Array, list[Tree], list[Any], list[Array]]:
+    """Returns the output, the states, what the backward passes read, and the gathered parameters of the last layer."""
+
+    def iteration(number: int, carry: Any, index: Any) -> tuple[Any, Any]:
+        (x, gathered), states, saved = carry, [], []
+        places = program.places(number, index)
+        following = [*places[1:], program.above(number, index)]
+        for (letter, place), after in zip(places, following, strict=True):
+            ahead = gathered
+            if after is not None:
+                (x, gathered), ahead = _gathered_after(program, (x, gathered), after, stacks)
+            x, state, vjp = program.letters[letter].forward(x, gathered, stacks[letter], place, shared, saves=saves)
+            states += [] if state is None else [state]
+            saved.append(vjp)
+            gathered = ahead
+        return (x, gathered), (states, saved)
+
+    first = program.loops[0].unit[0]
+    carry, found = (x, program.letters[first].gather(stacks[first], 0)), []
+    for number, run in enumerate(program.loops):
+        if run.times > 1:
+            carry, (states, saved) = lax.scan(partial(iteration, number), carry, jnp.arange(run.times))
+        else:
+            carry, (states, saved) = iteration(number, carry, 0)
+            states = jax.tree.map(lambda a: a[None], states)
+        found.append((states, saved))
+    states, saved = zip(*found, strict=True)
+    return carry[0], list(states), list(saved), carry[1]
+
+
+def _gathered_after(
+    program: _Program, known: tuple[Array, list[Array]], place: _Place, stacks: Mapping[str, Stacks]
+) -> tuple[tuple[Array, list[Array]], list[Array]]:
+    """Returns `known`, and the gathered parameters of a layer, which XLA can't begin to gather before it has computed
+    `known`: what the layer before reads."""
+    # Otherwise XLA would gather all layers of an iteration at its beginning, and outside loops gather a layer once for
+    # both passes, and hold all layers in full. And it would gather two neighbouring layers in one all-gather, if none
+    # depended on the other.
+    letter = program.letters[place.letter]
+    known, index = lax.optimization_barrier((known, jnp.asarray(place.index)))
+    return known, letter.gather(stacks[place.letter], index)
+
+
+def _run_backward(program: _Program, residuals: Any, cotangents: tuple[Array, list[Tree]]) -> tuple[Any, ...]:
+    """Runs the backward passes of all layers, from the last to the first.
+
+    Args:
+      program: the description.
+      residuals: what `_run_forward` saved.
+      cotangents: of the hidden states, [batch, act_seq, embed], and of the states.
+
+    Returns:
+      The gradients of the hidden states, of the layers' parameters, and of the constants.
+    """
+    (saved, last, constants, inputs), (gradient, state_cotangents) = residuals, cotangents
+    shared, stacks = Constants(constants, inputs.others), inputs.stacks
+
+    def iteration(number: int, carry: Any, scanned: Any) -> tuple[Any, None]:
+        gradient, gathered, waiting, sums, of_constants = carry
+        index, vjps, states = scanned
+        places, above, states = program.places(number, index), program.above(number, index), list(states)
+        lower = [program.below(number, places[0], index), *places[:-1]]
+        sums, of_constants = dict(sums), list(of_constants)
+        for (letter, place), vjp, below in zip(reversed(places), reversed(vjps), reversed(lower), strict=True):
+            if above is not None:
+                pending = Pending(above.letter, waiting, above.index)
+                sums[above.letter] = program.letters[above.letter].reduce(sums[above.letter], pending)
+            own, under = program.letters[letter], []
+            if below is not None and not program.letters[below.letter].loop.saves_gathered:
+                (gradient, gathered), under = _gathered_after(program, (gradient, gathered), below, stacks)
+            state = states.pop() if own.has_state else None
+            found = own.backward(vjp, (gradient, state), gathered, stacks[letter], place, shared)
+            gradient, waiting, of_resident, of_shared = found
+            # The end of a layer, as that of an iteration: XLA would compute gradients of matrices behind other layers,
+            # and reduce those of two neighbouring layers together.
+            reduced = {} if above is None else {above.letter: sums[above.letter]}
+            gradient, waiting, reduced = barrier((gradient, waiting, reduced))
+            sums |= reduced
+            sums[letter] = own.accumulate(sums[letter], of_resident, place)
+            for i, grad in zip(own.uses, of_shared, strict=True):
+                of_constants[i] = of_constants[i] + grad
+            gathered, above = under, _Place(letter, place)
+        return (gradient, gathered, waiting, sums, of_constants), None
+
+    loop = program.loops
+    carry = (*_last_gathered(program, gradient, last, stacks), [], inputs.sums, zeros_like(constants))
+    for number in reversed(range(len(loop))):
+        scanned = (saved[number], state_cotangents[number])
+        if loop[number].times > 1:
+            # Only the stacks of this loop: XLA would copy the others, too.
+            *before, sums, of_constants = carry
+            used = {letter: sums[letter] for letter in dict.fromkeys(loop[number].unit)}
+            scanned = (jnp.arange(loop[number].times), *scanned)
+            (*before, used, of_constants), _ = lax.scan(
+                partial(iteration, number), (*before, used, of_constants), scanned, reverse=True
+            )
+            carry = (*before, {**sums, **used}, of_constants)
+        else:
+            carry, _ = iteration(number, carry, (0, scanned[0], jax.tree.map(lambda a: a[0], scanned[1])))
+    gradient, _, waiting, sums, of_constants = carry
+    first = program.loops[0].unit[0]
+    sums = {**sums, first: program.letters[first].reduce(sums[first], Pending(first, waiting, 0))}
+    return gradient, sums, of_constants, None
+
+
+def _last_gathered(
+    program: _Program, gradient: Array, last: list[Array], stacks: Mapping[str, Stacks]
+) -> tuple[Array, list[Array]]:
+    """Returns the gradient of the output, and the gathered parameters of the last layer: `last`, if they were saved."""
+    letter = program.loops[-1].unit[-1]
+    if program.letters[letter].loop.saves_gathered:
+        return gradient, []
+    if program.saves_last:
+        return gradient, last
+    end = _Place(letter, program.before(len(program.loops))[letter] - 1)
+    (gradient, _), gathered = _gathered_after(program, (gradient, []), end, stacks)
+    return gradient, gathered
+
+
+_run.defvjp(_run_forward, _run_backward)
