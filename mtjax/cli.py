@@ -182,7 +182,7 @@ def parse(
       UserError: the config file or an option is invalid, or settings are inconsistent.
       SystemExit: help was requested (0).
     """
-    argv, renamed = with_new_options(sys.argv[1:] if argv is None else argv)
+    argv, renamed = with_new_options(config.options_in_order(sys.argv[1:] if argv is None else argv))
     argv, several = with_joined_data(argv)
     name = argument(argv, "--config") or default
     path = config.find(name)

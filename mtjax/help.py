@@ -208,7 +208,7 @@ def _plain(hint: Any) -> tuple[Any, tuple[Any, ...]]:
 def _kind(hint: Any) -> str:
     """Returns the placeholder of a value of this type; "" for a switch."""
     if get_origin(hint) is Literal:
-        return "{" + ",".join(map(str, get_args(hint))) + "}"
+        return "{" + ",".join(repr(one) if "," in str(one) else str(one) for one in get_args(hint)) + "}"
     if get_origin(hint) is tuple:
         members = get_args(hint)
         if members[1:] == (...,):

@@ -16,6 +16,7 @@ from mtjax import __version__, cli, config
 from mtjax.commands.data import COMMANDS as data_commands
 from mtjax.config import Config
 from mtjax.config.common import COMMON, COMMON_FINETUNING
+from mtjax.config.lists import options_in_order
 from mtjax.config.renamed import with_new_options
 from mtjax.config.storage import Storage
 from mtjax.errors import UserError
@@ -521,9 +522,20 @@ def test_a_family_on_the_command_line_brings_its_settings() -> None:
             ["--context-method", "ring", "--prompt", "schedule"],
             (["--context-method", "ring", "--prompt", "schedule"], []),
         ),
-        (["--offload", "parameters, optimizer"], (["--offload", "optimizer,parameters"], [])),
-        (["--offload=parameters,optimizer"], (["--offload=optimizer,parameters"], [])),
     ],
 )
 def test_options_by_their_old_names_are_read_with_a_note(words, expected) -> None:
     assert with_new_options(words) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--offload", "parameters, optimizer", "--steps", "4"], ["--offload", "optimizer,parameters", "--steps", "4"]),
+        (["--offload=parameters,optimizer"], ["--offload=optimizer,parameters"]),
+        (["--offload", "optimizer,foo"], ["--offload", "optimizer,foo"]),
+        (["--offload"], ["--offload"]),
+    ],
+)
+def test_names_joined_by_commas_are_read_in_any_order(words, expected) -> None:
+    assert options_in_order(words) == expected

@@ -9,6 +9,7 @@ bounds and whether it is part of the model's architecture (`field_metadata.py`).
 from mtjax.config.checks import validate
 from mtjax.config.data import Data
 from mtjax.config.finetuning import Finetuning
+from mtjax.config.lists import options_in_order
 from mtjax.config.model import Model
 from mtjax.config.optimizer import Optimizer
 from mtjax.config.output import Output
@@ -29,6 +30,7 @@ __all__ = [
     "find",
     "from_dict",
     "load",
+    "options_in_order",
     "read_toml",
     "replace",
     "save",

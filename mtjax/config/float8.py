@@ -28,9 +28,10 @@ PREDICTION = "prediction"
 """Scope of layers of multi-token prediction, none of which is in 8 bits."""
 EXPONENTS = 96
 """Powers of two that a scale may be."""
-EXACT_DIGITS, COUNTED_DIGITS = 8, 4
-"""Binary digits of inverse exact scales: as many as bfloat16 has; of delayed scaling, which has a count for each scale,
-as many as E4M3 has."""
+EXACT_DIGITS = 8
+"""Binary digits of the inverses of exact scales: as many as bfloat16 has."""
+COUNTED_DIGITS = 4
+"""The same of delayed scaling, which has a count for each scale: as many as E4M3 has."""
 MULTIPLE = 16
 """cuBLASLt multiplies 8-bit matrices of which all sizes are multiples of this."""
 

@@ -43,7 +43,7 @@ class Parallel:
     offload: Literal["none", "optimizer", "optimizer,parameters"] = "none"
     """Keep AdamW's moments in the host's pinned memory, and stream them through the update layer by layer: 8 bytes a
     parameter less on the device, which cross to it and back in every step. optimizer,parameters: also the float32
-    master weights, another 4 bytes, of which the device has a copy in the compute dtype during a step."""
+    master weights, another 4 bytes, of which the device has a copy in the compute dtype during a step. In any order."""
     grad_reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the gradient reduction over data parallel ranks, and over pipeline stages that share a parameter;
     bfloat16 halves the bytes sent. Gradients of microbatches are accumulated in float32 either way."""

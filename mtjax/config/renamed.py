@@ -23,8 +23,6 @@ VALUES = {
     "expert_dispatch": {"gather": "all-gather", "exchange": "all-to-all"},
 }
 """Name of a setting -> old name of a value -> its new name."""
-LISTS = ("offload",)
-"""Settings whose values are names joined by commas, which may be typed in any order; the config has them sorted."""
 
 
 def with_new_names(tables: Mapping[str, Any]) -> dict[str, Any]:
@@ -35,18 +33,11 @@ def with_new_names(tables: Mapping[str, Any]) -> dict[str, Any]:
 def _renamed(table: Mapping[str, Any]) -> dict[str, Any]:
     named = {NAMES.get(name, name): value for name, value in table.items()}
     named |= {name: value for name, value in table.items() if name not in NAMES}
-    return {name: _new_value(name, _in_order(name, value)) for name, value in named.items()}
+    return {name: _new_value(name, value) for name, value in named.items()}
 
 
 def _new_value(name: str, value: Any) -> Any:
     return VALUES.get(name, {}).get(value, value) if isinstance(value, str) else value
-
-
-def _in_order(name: str, value: Any) -> Any:
-    """Returns a value, of a list the one with sorted names."""
-    if name not in LISTS or not isinstance(value, str):
-        return value
-    return ",".join(sorted(part.strip() for part in value.split(",")))
 
 
 def old_names_in(tables: Mapping[str, Any]) -> list[str]:
@@ -73,19 +64,18 @@ def with_new_options(argv: Sequence[str]) -> tuple[list[str], list[str]]:
             continue
         setting = option[2:].replace("-", "_")
         new = NAMES.get(setting, setting)
-        if new == setting and new not in (*VALUES, *LISTS):
+        if new == setting and new not in VALUES:
             continue
         follows = not equals and i + 1 < len(argv)
         old_value = argv[i + 1] if follows else value
-        new_value = _new_value(new, _in_order(new, old_value))
+        new_value = _new_value(new, old_value)
         if (new, new_value) == (setting, old_value):
             continue
-        new_option = f"--{new.replace('_', '-')}" if new != setting else option
+        new_option = f"--{new.replace('_', '-')}"
         renamed[i] = f"{new_option}={new_value}" if equals else new_option
         if follows:
             renamed[i + 1] = new_value
-        if new not in LISTS:
-            pairs.append(_pair(option, old_value, " ", new_option))
+        pairs.append(_pair(option, old_value, " ", new_option))
     return renamed, pairs
 
 

@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import tomli_w
 
+from mtjax.config.lists import in_order
 from mtjax.config.renamed import with_new_names
 from mtjax.config.run import Config, replace, section_by_setting
 from mtjax.errors import UserError, nearest
@@ -51,7 +52,9 @@ def from_dict(tables: Mapping[str, Any], base: Config | None = None, source: str
                 owner = section_by_setting().get(name)
                 hint = f" - it goes under [{owner}]" if owner else _advice(name, value, fields)
                 raise UserError(f"{source}: unknown key {name!r} in [{section}]{hint}")
-            config = replace(config, **{name: _typed(fields[name], value, f"{source}: [{section}] {name}")})
+            config = replace(
+                config, **{name: _typed(fields[name], in_order(name, value), f"{source}: [{section}] {name}")}
+            )
     return config
 
 

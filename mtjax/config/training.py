@@ -36,7 +36,7 @@ class Training:
     """fp8: type of the gradients of products, E5M2 (hybrid), which has more range, or E4M3, which has more digits; all
     other operands are E4M3 (Megatron's --fp8-format)."""
     fp8_scales: Literal["power-of-two", "exact"] = "power-of-two"
-    """fp8: scales as powers of two, which are exact in every type and the same for most samples (Transformer Engine's
+    """fp8: scales as powers of two, which are exact in every type and seldom change (Transformer Engine's
     use_power_2_scales, torchao's round_scales_to_power_of_2), or exact ones, with which the largest value becomes the
     largest number of the type."""
     fp8_amax_history: int = at_least(1, 16, most=1024)

@@ -102,8 +102,8 @@ _PRECISION = (
     equal(
         "--fp8-recipe",
         "--fp8 N",
-        note="Megatron's delayed and tensorwise; others are dropped; scales are powers of two, and with "
-        "--fp8-scales exact as Transformer Engine's",
+        note="Megatron's delayed and tensorwise; others are dropped. Scales are powers of two: add "
+        "--fp8-scales exact for those of Transformer Engine",
         default="delayed",
     ),
     equal("--fp8-amax-history-len", "--fp8-amax-history N", note="16 when not given", default=1),

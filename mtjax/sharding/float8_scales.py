@@ -12,8 +12,8 @@ from jaxtyping import Float, Int
 from mtjax.config.float8 import EXPONENTS
 
 LOWEST = -32
-"""The smallest scale is 2^LOWEST, and the largest below 2^(LOWEST + EXPONENTS): the product of two inverses is a normal
-number in bfloat16."""
+"""The smallest scale is 2^LOWEST, and the largest below 2^(LOWEST + EXPONENTS): of powers of two, the product of two
+inverses is a normal number in bfloat16. Others are applied one after the other."""
 _BITS = 23
 """Of a float32's mantissa."""
 _SEVEN = 7 << (_BITS - 2)

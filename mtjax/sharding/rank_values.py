@@ -1,4 +1,4 @@
-"""Values that only some ranks have: computes them there, and adds them up over all."""
+"""Values that only some ranks have: computed there alone, or added up over all."""
 
 from collections.abc import Callable
 from typing import Any

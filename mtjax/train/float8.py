@@ -120,7 +120,7 @@ class Float8Step(TrainStep):
 
         Each pass computes the gradients of the batch by the program of a step. With the first scales, which are fixed
         numbers, values of one layer may be clipped or vanish, so that those of the next are found wrong: passes are
-        repeated until no scale becomes smaller, and none more than twice as large.
+        repeated until no scale becomes smaller by more than 1/8, and none more than twice as large.
 
         Returns:
           The state, which was donated; and what was done, in words. None if the state has scales; "" if the batch's
@@ -136,7 +136,8 @@ class Float8Step(TrainStep):
             if float(metrics["skipped"]):
                 return state, ""
             growth = after / np.where(before > 0, before, 1)
-            if passes > 1 and ((growth >= 1) & (growth <= 2) | (before == 0)).all():
+            # Exact scales have 8 steps to each power of two, and move by one with the rounding of other scales.
+            if passes > 1 and ((growth >= 7 / 8) & (growth <= 2) | (before == 0)).all():
                 return (
                     state,
                     f"fp8's first scales were found in {passes} passes over the first batch, without an update",

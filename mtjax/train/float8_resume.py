@@ -25,8 +25,8 @@ def check_float8_layers(past: Past, config: Config) -> None:
     if before.fp8_scales != now.fp8_scales:
         raise UserError(
             f"the checkpoint of step {past.step} was saved with fp8_scales {before.fp8_scales}, and fp8_scales is "
-            f"{now.fp8_scales}: delayed counts either in each step; resume with --fp8-scales {before.fp8_scales}, or "
-            "begin a new run from its weights with --init-from"
+            f"{now.fp8_scales}: the state of delayed has counts of one kind of scales; resume with --fp8-scales "
+            f"{before.fp8_scales}, or begin a new run from its weights with --init-from"
         )
     fitted, fit = (products_on(config.model, of.parallel.mesh) for of in (past.config, config))
     if fitted != fit:

@@ -45,7 +45,7 @@ class OffloadedStep(TrainStep):
     @property
     def moves_parameters(self) -> bool:
         """Whether trained parameters are in the host's memory as well."""
-        return self.config.parallel.offload == "optimizer,parameters"
+        return "parameters" in self.config.parallel.offload.split(",")
 
     @cached_property
     def state_sharding(self) -> State:

@@ -110,7 +110,6 @@ LATENT |= {"qk_rope_head_dim": 16, "v_head_dim": 16}
             {"unroll_layers": True, "recompute": "none", "mesh": "8x1", "zero": 3, "microbatch_size": 1},
             12 * 3,
             id="unrolled, ZeRO-3",
-            marks=pytest.mark.exhaustive,
         ),
     ],
 )

@@ -231,7 +231,7 @@ def test_flash_equals_plain_attention_and_its_gradients(attend, mesh, groups, mo
 
 
 @pytest.mark.parametrize(
-    "mesh", [pytest.param("2x2", marks=pytest.mark.exhaustive), pytest.param("1x1", marks=pytest.mark.long)]
+    "mesh", [pytest.param("2x2", marks=pytest.mark.long), pytest.param("1x1", marks=pytest.mark.exhaustive)]
 )
 def test_dropout_in_blocks_has_the_masks_of_all_scores_at_once(mesh, monkeypatch):
     """Of four queries at a time, forward and backward, on ranks with two samples of two heads."""

@@ -621,3 +621,12 @@ def test_scales_of_earlier_steps_are_needed_and_may_not_be_lost(then: Any, now: 
     past = Past(step=5, consumed_samples=40, tables=to_dict(tiny_config(**{"mesh": "1x1"} | sizes | then)))
     with nullcontext() if message is None else pytest.raises(UserError, match=message):
         check_float8_layers(past, tiny_config(**{"mesh": "1x1"} | sizes | now))
+
+
+@pytest.mark.long
+def test_exact_first_scales_are_found_in_as_few_passes() -> None:
+    """Rounding moves exact scales by a step of 1/8 at most, which is no reason for another pass."""
+    program: Any = program_of("1x1", fp8="delayed", fp8_scales="exact", num_layers=8, **PLAIN)
+    said: list[str] = []
+    FirstScales(program, said.append)(program.initialize(1), batch_of(program, 0))
+    assert re.fullmatch("note    fp8's first scales were found in [3-5] passes over the first batch, .*", said[0])
