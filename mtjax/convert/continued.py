@@ -19,6 +19,7 @@ from mtjax.convert.named import NamedWeights, Shards
 from mtjax.convert.parameters import Parameter
 from mtjax.convert.rates import check_growth, check_rates
 from mtjax.convert.run_folder import Counters, RunSink
+from mtjax.convert.stream import say_not_finite
 from mtjax.data.progress import ProgressLine
 from mtjax.errors import UserError
 from mtjax.models.routers import ROUTER_BIAS
@@ -103,6 +104,7 @@ class MegatronRun:
                         sink.write_moment(kind, parameter, layer, array)
                         done += parameter.nbytes
                         line.update(done, done)
+        say_not_finite(self.source)
         sink.close()
         return numbers
 

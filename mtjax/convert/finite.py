@@ -56,5 +56,6 @@ class NotFinite:
             return []
         name, (count, size) = next(iter(self.tensors.items()))
         more = len(self.tensors) - 1
-        others = f", and {more} other tensor{' has' if more == 1 else 's have'} some" if more else ""
-        return [f"{self.source}: {name} has {count:,} NaN or infinities among its {size:,} numbers{others}"]
+        others = f", and so are some of {more} other tensor{'' if more == 1 else 's'}" if more else ""
+        verb = "is" if count == 1 else "are"
+        return [f"{self.source}: {count:,} of {size:,} numbers of {name} {verb} NaN or infinite{others}"]

@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import os
 import re
 import sys
 import time
@@ -59,7 +60,9 @@ def _downloaded(name: str, revision: str | None) -> Path:
             when, wanted, folder = (*file.read().split("\t"), "", "", "")[:3]
             if wanted == str(revision) and float(when) >= asked and Path(folder).is_dir():
                 return Path(folder)  # completed by another process while this one waited
-            print(f"{name} does not exist here: downloading it from the Hugging Face hub", file=sys.stderr, flush=True)
+            if not constants.HF_HUB_OFFLINE:
+                text = f"{name} does not exist here: downloading it from the Hugging Face hub"
+                print(text, file=sys.stderr, flush=True)
             folder = hub.snapshot_download(
                 name, revision=revision, allow_patterns=list(FILES), ignore_patterns=list(IGNORED)
             )
@@ -67,7 +70,8 @@ def _downloaded(name: str, revision: str | None) -> Path:
             file.write(f"{time.time()}\t{revision}\t{folder}")
     except Exception as e:  # the library's errors are those of its HTTP client, too
         is_offline = type(e).__name__ == "LocalEntryNotFoundError" and constants.HF_HUB_OFFLINE
-        why = "HF_HUB_OFFLINE is set, and its cache does not have it" if is_offline else first_line(e).rstrip(".")
+        setting = "HF_HUB_OFFLINE" if os.environ.get("HF_HUB_OFFLINE") else "TRANSFORMERS_OFFLINE"
+        why = f"{setting} is set, and the hub's cache does not have it" if is_offline else first_line(e).rstrip(".")
         raise UserError(
             f"{name}{f'@{revision}' if revision else ''} does not exist here, and can't be downloaded from the Hugging "
             f"Face hub ({why}): {advice}"

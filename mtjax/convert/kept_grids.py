@@ -7,6 +7,7 @@ from typing import Any, Literal
 import numpy as np
 
 from mtjax.config.storage import PLAIN, Storage
+from mtjax.convert.finite import NotFinite
 from mtjax.convert.named import NamedWeights
 from mtjax.convert.parameters import Parameter
 from mtjax.convert.stream import Origin, rows_of
@@ -18,7 +19,8 @@ class GridSource:
     """A source whose parameters are the scales or zero points of a folder's, each as often as it is used."""
 
     def __init__(self, weights: NamedWeights, kind: Literal["scales", "zeros"], origin: Origin) -> None:
-        self.origin = origin
+        # What is not finite here makes weights that are not, which are counted as those are read.
+        self.origin = replace(origin, not_finite=NotFinite())
         # The tensors' shapes are those of the weights, so that the same table assembles them.
         grids = _Grids(weights.shards, kind)
         rows = rows_of(weights.config.model)

@@ -18,6 +18,7 @@ import tomli_w
 from mtjax import config as configs
 from mtjax.config import Config, Model, sizes
 from mtjax.config.adapters import ADAPTER
+from mtjax.convert.finite import NotFinite
 from mtjax.convert.parameters import Parameter, parameters_of
 from mtjax.convert.stream import Origin, carry_tokenizer, rows_of
 from mtjax.convert.table import SPLIT, with_vocab
@@ -64,6 +65,7 @@ class MtjaxSource:
             self.weights.hugging_face,
             (f"from {self.weights.folder}",),
             is_run=self.weights.is_run,
+            not_finite=NotFinite(str(folder)),
         )
 
     def slices(self, parameter: Parameter) -> Iterator[np.ndarray]:
@@ -74,10 +76,13 @@ class MtjaxSource:
             return
         a, b = (self.adapters[name] for name in names)
         model = self.weights.config.model
-        for weight, *factors in zip(self.saved(parameter), self.saved(a), self.saved(b), strict=True):
+        saved = zip(parameter.layers, self.saved(parameter), self.saved(a), self.saved(b), strict=True)
+        for layer, weight, *factors in saved:
             # W + (alpha / rank) A B, as in LoRA (arXiv 2106.09685), section 4.1
             update = product_of(parameter, (a, b), factors) * (model.lora_alpha / model.lora_rank)
-            yield (weight + update).astype(np.float32)
+            merged = (weight + update).astype(np.float32)
+            self._count_not_finite(parameter, layer, merged)
+            yield merged
 
     def saved(self, parameter: Parameter, prefix: str = PREFIX) -> Iterator[np.ndarray]:
         """Yields the parameter layer by layer, float32, and verifies the fingerprint of what was saved at the end.
@@ -87,15 +92,22 @@ class MtjaxSource:
         Raises:
           UserError: the parameter is corrupted.
         """
-        fingerprint, offset = 0, 0
+        fingerprint, offset, layers = 0, 0, iter(parameter.layers)
         for block in self._blocks(parameter, prefix):
             fingerprint += fingerprint_of_slice(block, offset)
             offset += block.size
             wide = np.asarray(block, np.float32)
             for array in [wide] if parameter.num_layers is None else wide:
-                yield with_vocab(array, parameter, rows_of(self.origin.config.model))
+                layer, used = next(layers), with_vocab(array, parameter, rows_of(self.origin.config.model))
+                if prefix == PREFIX:
+                    self._count_not_finite(parameter, layer, used)
+                yield used
         if fingerprint % 2**32 != self.weights.metadata["fingerprints"][f"{prefix}.{parameter.name}"]:
             raise UserError(f"{self.weights.folder} is corrupted: {parameter.name} differs from what was saved")
+
+    def _count_not_finite(self, parameter: Parameter, layer: int | None, array: np.ndarray) -> None:
+        """Counts the NaN and infinities of a layer's slice, for the note on what has been read."""
+        self.origin.not_finite.add(parameter.name if layer is None else f"{parameter.name}[{layer}]", [array])
 
     def _blocks(self, parameter: Parameter, prefix: str) -> Iterator[np.ndarray]:
         """Yields a stacked parameter in blocks of as many layers as a chunk of the file contains, in the type in which

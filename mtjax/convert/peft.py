@@ -19,7 +19,7 @@ from mtjax.convert.mtjax_folder import MtjaxSource, adapter_names
 from mtjax.convert.parameters import Parameter
 from mtjax.convert.peft_config import TENSORS
 from mtjax.convert.peft_experts import is_of_all_experts, named_factors, stacked_factors, with_experts
-from mtjax.convert.stream import Source
+from mtjax.convert.stream import Source, say_not_finite
 from mtjax.convert.table import Tensor, name_of
 from mtjax.convert.weights_path import ADAPTER_CONFIG
 from mtjax.errors import UserError, require
@@ -61,6 +61,7 @@ def write_adapters(source: Source, folder: Path) -> int:
     tensors: dict[str, np.ndarray] = {}
     ranks: dict[str, int] = {}
     adapted = list(_adapted_tensors(source, family))
+    say_not_finite(source)
     matrices = _adapted_matrices(adapted, family.model_type)
     for copy, first in family.shared(model).items():  # peft has an adapter for each use of a shared module
         matrices |= {copy + n.removeprefix(first): m for n, m in matrices.items() if n.startswith(f"{first}.")}

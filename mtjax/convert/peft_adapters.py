@@ -1,7 +1,7 @@
 """The adapters (LoRA) in a folder that `peft` wrote."""
 
 import re
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import isfinite, prod
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,8 @@ class Adapters:
             self._file = require("safetensors", "convert").safe_open(folder / TENSORS, framework="np")
         except Exception as e:  # the library's exception class is not public
             raise UserError(f"{folder / TENSORS} can't be read as safetensors; it may be incomplete: {e}") from e
+        self.read_pair = lru_cache(maxsize=1)(self._read_pair)
+        """Reads A and B, by their names; keeps the last two, which the tensors of all experts of a layer need."""
         self.modules: dict[str, Adapter] = {}
         self.joined: tuple[str, ...] = ()
         self.full: dict[str, str] = {}
@@ -80,6 +82,12 @@ class Adapters:
             if (dtype := self._file.get_slice(name).get_dtype()) not in DTYPES:
                 raise UserError(f"{source}: {name} has dtype {dtype}, but must have {', '.join(DTYPES)}")
         is_dora = bool(self.config.get("use_dora"))
+        for key in ("use_dora", "fan_in_fan_out"):
+            if self.config.get(key) and self.experts:
+                raise UserError(
+                    f"{self.path}: {key} is {self.config[key]!r}, which peft does not have with adapters of experts, "
+                    f"but {source} has one of {next(iter(self.experts))}: set {key} false, or save the adapters again"
+                )
         for module, adapter in self.modules.items():
             down, up = (self.shape(adapter.names[part]) for part in ("down", "up"))
             if len(down) != 2 or len(up) != 2 or not down[0] or down[0] != up[1]:
@@ -145,6 +153,9 @@ class Adapters:
     def read(self, name: str) -> np.ndarray:
         """Reads a tensor of the file, as float32."""
         return np.asarray(self._file.get_tensor(name), np.float32)
+
+    def _read_pair(self, down: str, up: str) -> tuple[np.ndarray, np.ndarray]:
+        return self.read(down), self.read(up)
 
     def scale(self, module: str, rank: int) -> float:
         """Returns the factor of `up down`.

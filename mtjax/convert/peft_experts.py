@@ -49,7 +49,7 @@ class Update:
 
     def array(self, adapters: "Adapters") -> np.ndarray:
         """Computes it."""
-        a, b = adapters.read(self.down), adapters.read(self.up)
+        a, b = adapters.read_pair(self.down, self.up)
         a, b = a.reshape(self.experts, -1, a.shape[1]), b.reshape(len(b), -1, self.experts)
         if self.expert is not None:
             a, b = a[self.expert][None], b[..., self.expert][..., None]
@@ -111,13 +111,11 @@ def named_factors(tensor: Tensor, layer: int | None, pair: tuple[np.ndarray, np.
 def with_experts(config: Mapping[str, Any], tensors: Iterable[Tensor]) -> dict[str, Any]:
     """Returns an adapter_config.json with the parameters of experts, whose adapters have no dropout in peft."""
     names = sorted({_parameter_of(tensor.name)[1] for tensor in tensors})
-    both = {f"experts.{UP}": 2} if UP in names else {}  # gate and up
-    return dict(config) | {
-        "target_parameters": [f"experts.{name}" for name in names],
-        "rank_pattern": config["rank_pattern"] | {name: count * config["r"] for name, count in both.items()},
-        "alpha_pattern": config["alpha_pattern"] | {name: count * config["lora_alpha"] for name, count in both.items()},
-        "lora_dropout": 0.0,
-    }
+    found = dict(config) | {"target_parameters": [f"experts.{name}" for name in names], "lora_dropout": 0.0}
+    if UP in names:  # gate and up
+        for pattern, key in (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha")):
+            found[pattern] = config[pattern] | {f"experts.{UP}": 2 * config[key]}
+    return found
 
 
 def check_parameters(names: object, source: Path) -> None:
@@ -131,8 +129,8 @@ def check_parameters(names: object, source: Path) -> None:
     known = UP, UP_WITHOUT_GATE, DOWN
     if others := [name for name in names or () if name.rpartition(".")[2] not in known]:
         raise UserError(
-            f"{source}: target_parameters has {others[0]}, and mtjax reads those of experts, {', '.join(known)}: merge "
-            "the adapters with peft"
+            f"{source}: target_parameters has {others[0]!r}, but must have names that end in {known[0]}, {known[1]} or "
+            f"{known[2]}, the parameters of experts: merge the adapters with peft"
         )
 
 
@@ -163,17 +161,22 @@ def updates_of(
       UserError: the adapters do not fit the base model, or a layer lacks one.
     """
     file, wanted = adapters.path.parent / TENSORS, adapters.config.get("target_parameters") or []
-    layers, updates = _layers_of(selection), dict[str, Update]()
+    layers, updates, found = _layers_of(selection), dict[str, Update](), dict[int, str]()
     for module, given in adapters.experts.items():
         layer = layers.get(_number(module))
         if layer is None:
             raise UserError(f"{file} adapts {module}, but the base model {adapters.base} has no experts there")
+        if (other := found.setdefault(_number(module), module)) != module:
+            raise UserError(
+                f"{file} adapts {other} and {module}, but the base model {adapters.base} has one module of experts in "
+                "that layer: save the file again"
+            )
         kinds = [kind for kind, name in enumerate(layer.names) if _is_wanted(f"{module}.{name}", wanted)]
         if len(kinds) != len(given):
-            named = " and ".join(layer.names[kind] for kind in kinds) or "none"
+            named = " and ".join(layer.names[kind] for kind in kinds) or "none of its parameters"
             raise UserError(
-                f"{file} has {len(given)} adapter{'' if len(given) == 1 else 's'} of {module}, but of its parameters "
-                f"target_parameters of {adapters.path} names {named}: correct target_parameters, or save the file again"
+                f"{file} has {len(given)} adapter{'' if len(given) == 1 else 's'} of {module}, but target_parameters "
+                f"in {adapters.path} names {named}: correct target_parameters, or save the file again"
             )
         for kind, depth in zip(kinds, sorted(given, reverse=True), strict=True):
             a, b = given[depth]["A"], given[depth]["B"]
@@ -200,7 +203,7 @@ def _layers_of(selection: Selection) -> dict[int, _Layer]:
         number, experts = tensor.numbers[layer], parameter.sizes[EXPERT]
         found = layers.setdefault(number, _Layer((UP, DOWN), ([], []), experts))
         found.tensors[kind].append((name_of(tensor, layer), tensor))
-        if kind == 0 and "gate" not in parameter.axes:
+        if kind == 0 and GATE not in parameter.axes:
             layers[number] = replace(found, names=(UP_WITHOUT_GATE, DOWN))
     return layers
 

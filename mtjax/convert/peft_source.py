@@ -8,6 +8,7 @@ import numpy as np
 
 from mtjax.config import Model
 from mtjax.config.sizes import decoder_layers
+from mtjax.convert.finite import count_not_finite
 from mtjax.convert.hugging_face import FolderTensors, HuggingFaceSource, describe
 from mtjax.convert.parameters import parameters_of
 from mtjax.convert.peft import IS_TRANSPOSED
@@ -163,12 +164,16 @@ class AdaptedTensors(FolderTensors):
         """Reads a tensor, merged with its adapter; `rank` is 0."""
         if name in self._full:
             base = self._adapters.read(self._adapters.full[self._full[name]])
+            self._check_finite(name, base)
         else:
             base = super().shard(name, rank).astype(np.float32, copy=False)
         if name in self._experts:
-            base = base + self._experts[name].array(self._adapters)
+            update = self._experts[name].array(self._adapters)
+            merged = base + update
+            self._check_finite(name, update, *([merged] if count_not_finite(base) == 0 else []))
+            base = merged
         if name not in self._modules:
-            return self._finite(base, name)
+            return base
         adapter = self._adapters.modules[self._modules[name]]
         down, up = (self._adapters.read(adapter.names[part]) for part in ("down", "up"))
         update = self._adapters.scale(self._modules[name], len(down)) * (up @ down)
@@ -179,17 +184,21 @@ class AdaptedTensors(FolderTensors):
             inputs = 0 if turned else 1
             lengths = magnitude / np.linalg.norm(merged, axis=inputs)
             merged *= np.expand_dims(lengths, inputs)
-        return self._finite(merged, name)
+            self._check_finite(name, magnitude)
+        self._check_finite(name, update, *([merged] if count_not_finite(base) == 0 else []))
+        return merged
 
-    def _finite(self, merged: np.ndarray, name: str) -> np.ndarray:
-        """Returns a tensor.
+    def _check_finite(self, name: str, *arrays: np.ndarray) -> None:
+        """Checks what the adapters' file says of a tensor: what the base model's files have is kept as it is.
 
         Raises:
-          UserError: it has an adapter, and a number is NaN or infinite.
+          UserError: a number is NaN or infinite.
         """
-        if name in {*self._modules, *self._experts} and not np.isfinite(merged).all():
-            raise UserError(f"{self._adapters.path.parent / TENSORS}: {name}, merged with its adapter, is not finite")
-        return merged
+        if any(count_not_finite(array) for array in arrays):
+            raise UserError(
+                f"{self._adapters.path.parent / TENSORS}: {name} has NaN or infinities that are not the base "
+                "model's: save the adapters of an earlier step"
+            )
 
     def grid(self, name: str) -> Any:
         """Returns the values that a quantized tensor may have, in full size; None for any other."""

@@ -93,10 +93,15 @@ def convert(source: Source, sink: Sink, task: str) -> int:
                 numbers += array.size
                 done += parameter.nbytes
                 progress.update(done, done)
-    for note in source.origin.not_finite.notes:
-        say(f"note    {note}")
+    say_not_finite(source)
     sink.close()
     return numbers
+
+
+def say_not_finite(source: Source) -> None:
+    """Prints a note on NaN and infinities in what has been read of a source, if there are some."""
+    for note in source.origin.not_finite.notes:
+        say(f"note    {note}")
 
 
 @contextmanager

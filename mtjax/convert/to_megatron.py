@@ -13,6 +13,7 @@ from mtjax.convert.megatron_optimizer import MOMENTS, WEIGHTS
 from mtjax.convert.mtjax_folder import MtjaxSource
 from mtjax.convert.rates import rates_at
 from mtjax.convert.run_folder import OURS
+from mtjax.convert.stream import say_not_finite
 from mtjax.convert.torch_dist_sink import TorchDistSink
 from mtjax.data import train_steps
 from mtjax.data.progress import ProgressLine
@@ -87,6 +88,7 @@ class MtjaxRun:
                         sink.write_state(kind, parameter, layer, array)
                         done += parameter.nbytes
                         line.update(done, done)
+        say_not_finite(self.source)
         sink.add(self._arguments(), self._common(), self._content())
         sink.close()
         return numbers

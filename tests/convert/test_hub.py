@@ -33,7 +33,7 @@ class FakeHub:
 @pytest.fixture
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeHub:
     made = FakeHub(tmp_path)
-    constants = SimpleNamespace(HF_HUB_CACHE=str(tmp_path / "cache"))
+    constants = SimpleNamespace(HF_HUB_CACHE=str(tmp_path / "cache"), HF_HUB_OFFLINE=False)
     for name, module in (("", made), (".constants", constants)):
         monkeypatch.setitem(sys.modules, f"huggingface_hub{name}", module)  # pyright: ignore[reportArgumentType]
     monkeypatch.chdir(tmp_path)
@@ -95,23 +95,25 @@ def test_what_can_not_be_downloaded_is_one_sentence_with_the_command(
     )
 
 
+@pytest.mark.parametrize("setting", ["HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"])
 def test_the_real_library_without_a_network(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from huggingface_hub import constants
 
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(setting, "1")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.chdir(tmp_path)
     hub._downloaded.cache_clear()
     assert cli.main(["convert", "--from", "hf:someone/tiny@v2", "--to", "mtjax:ours"]) == 2
-    said = capsys.readouterr().err.splitlines()
-    assert len(said) == 2  # that it is downloaded, and why not
-    assert said[1] == (
-        "error: someone/tiny@v2 does not exist here, and can't be downloaded from the Hugging Face hub (HF_HUB_OFFLINE "
-        "is set, and its cache does not have it): run `hf download someone/tiny --revision v2 --local-dir tiny` where "
-        "the hub can be reached, and name that folder instead"
-    )
+    assert capsys.readouterr().err.splitlines() == [
+        "error: someone/tiny@v2 does not exist here, and can't be downloaded from the Hugging Face hub "
+        f"({setting} is set, and the hub's cache does not have it): run `hf download someone/tiny --revision v2 "
+        "--local-dir tiny` where the hub can be reached, and name that folder instead"
+    ]
     # A complete download is found without a network.
     snapshot = tmp_path / "cache/models--someone--tiny/snapshots/0123"
     write_folder(snapshot, random_tensors(gpt2_shapes()), GPT2_CONFIG)

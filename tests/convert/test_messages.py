@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from mtjax import cli
-from mtjax.convert.families.registry import FAMILIES, family_of_config
+from mtjax.convert.families.registry import FAMILIES, family_of_config, family_of_model
 from mtjax.convert.saved_model import parse_named
-from mtjax.convert.stream import check_folder, understood
+from mtjax.convert.stream import check_folder, config_of, understood
 from mtjax.errors import UserError
 
 
@@ -127,6 +127,23 @@ def test_a_t5_s_output_is_tied_as_in_transformers_5(
 
 
 @pytest.mark.parametrize(
+    ("version", "is_tied", "factor"),
+    [("4.44.0", True, 1.0), ("4.44.0", None, 16.0), ("5.1.0", True, 16.0), (None, True, 16.0)],
+)
+def test_a_tied_mt5_of_transformers_4_is_scaled(version: str | None, is_tied: bool | None, factor: float) -> None:
+    """transformers 4 multiplied the outputs of a tied mT5 by d_model^-0.5, and 5 never does."""
+    config = {"d_model": 256, "transformers_version": version, "tie_word_embeddings": is_tied}
+    config = {key: value for key, value in config.items() if value is not None}
+    settings = FAMILIES["mt5"].model_settings(config, OUTPUT - {"lm_head.weight"}, "config.json")
+    assert (settings["tie_embeddings"], settings["output_scale"]) == (True, factor)
+    model = config_of(settings, "").model
+    # Written as a type that says so in every version.
+    written = family_of_model(model, "mt5")
+    assert written.config_json(model)["scale_decoder_outputs"] == (factor == 1)
+    assert written.model_type == ("t5" if factor == 1 else "mt5")
+
+
+@pytest.mark.parametrize(
     ("config", "said"),
     [
         (
@@ -153,3 +170,10 @@ def test_null_rope_parameters_are_the_type_s_default(kind: str) -> None:
     )
     assert null == missing
     assert null["rope_scaling"] == ("llama3" if kind == "cwm" else "yarn")
+
+
+def test_an_empty_object_of_rope_is_none() -> None:
+    """transformers 5.24 takes YaRN for a null alone, else a base of 10000 without scaling."""
+    config = {"model_type": "ministral3", "rope_parameters": {}}
+    settings = FAMILIES["ministral3"].model_settings(config, frozenset(), "config.json")
+    assert (settings["rope_theta"], settings["rope_scaling"]) == (10000.0, "none")

@@ -73,6 +73,26 @@ def test_a_merged_export_has_the_sum_and_the_base_s_other_tensors(tmp_path, caps
         assert (tmp_path / "merged" / name).read_bytes() == (folder / name).read_bytes()
 
 
+@pytest.mark.parametrize("module", [MODULE, "model.layers.0.mlp.gate_proj"], ids=["adapted", "not adapted"])
+def test_nan_of_the_base_model_is_kept_and_named_and_that_of_the_adapters_file_refused(module, tmp_path, capsys):
+    tensors = random_tensors(llama_shapes(), "bfloat16")
+    tensors[f"{module}.weight"][3, 4] = np.nan
+    base = write_folder(tmp_path / "base", tensors, LLAMA_CONFIG)
+    write_adapters(tmp_path / "adapters", base, modules_to_save=["norm"])
+    file = tmp_path / "adapters/adapter_model.safetensors"
+    own, norm = load_file(file), np.ones(32, np.float32)
+    save_file(own | {"base_model.model.model.norm.weight": norm}, file)
+    assert convert(["--from", f"peft:{tmp_path / 'adapters'}", "--to", f"hf:{tmp_path / 'merged'}"]) == 0
+    size = tensors[f"{module}.weight"].size
+    said = f"note    {base}: 1 of {size:,} numbers of {module}.weight is NaN or infinite"
+    assert [line for line in capsys.readouterr().err.splitlines() if line.startswith("note ")] == [said]
+    assert np.argwhere(np.isnan(tensors_in(tmp_path / "merged")[f"{module}.weight"])).tolist() == [[3, 4]]
+    norm[5] = np.inf
+    save_file(own | {"base_model.model.model.norm.weight": norm}, file)
+    assert convert(["--from", f"peft:{tmp_path / 'adapters'}", "--to", f"hf:{tmp_path / 'again'}"]) == 2
+    assert f"{file}: model.norm.weight has NaN or infinities that are not the base" in capsys.readouterr().err
+
+
 def test_other_commands_read_adapters(tmp_path, capsys):
     base = base_of(tmp_path)
     (base / "generation_config.json").write_text('{"eos_token_id": [3, 4]}')
@@ -161,7 +181,7 @@ def test_what_does_not_fit_is_one_sentence(module, settings, said, tmp_path, cap
             "has shapes (2, 32, 1) and (48, 2)",
         ),
         ({"lora_A.weight": np.ones((2, 32), np.int8), "lora_B.weight": np.ones((48, 2))}, "has dtype I8, but must"),
-        ({"lora_A.weight": np.full((2, 32), np.nan), "lora_B.weight": np.ones((48, 2))}, "adapter, is not finite"),
+        ({"lora_A.weight": np.full((2, 32), np.nan), "lora_B.weight": np.ones((48, 2))}, "NaN or infinities that"),
         (
             {
                 "lora_A.weight": np.ones((2, 32)),
@@ -313,7 +333,16 @@ def test_adapters_of_experts_are_added_to_each_expert(tmp_path):
         np.testing.assert_allclose(merged[name] - base[name], half, atol=1e-5)
 
 
+def test_adapters_of_experts_are_read_once_for_each_layer(tmp_path, monkeypatch):
+    folder, names = experts_folder(tmp_path), list[str]()
+    read = Adapters.read
+    monkeypatch.setattr(Adapters, "read", lambda self, name: names.append(name) or read(self, name))
+    assert convert(["--from", f"peft:{folder}", "--to", f"hf:{tmp_path / 'merged'}"]) == 0
+    assert sorted(names) == sorted(load_file(folder / "adapter_model.safetensors"))
+
+
 FIRST = "base_model.model.model.layers.1.mlp.experts"
+OTHER = "base_model.model.other.layers.1.mlp.experts"
 WRONG_EXPERTS: dict[str, tuple[dict[str, Any], str]] = {
     "a layer without": (
         {f"{FIRST}{wrapped}.lora_{x}.weight": None for wrapped in ("", ".base_layer") for x in "AB"},
@@ -323,7 +352,17 @@ WRONG_EXPERTS: dict[str, tuple[dict[str, Any], str]] = {
         {f"{FIRST}.base_layer.lora_{x}.weight": None for x in "AB"},
         r"has 1 adapter of model\.layers\.1\.mlp\.experts, but .* names gate_up_proj and down_proj",
     ),
-    "none named": ({"target_parameters": None}, r"has 2 adapters of model\.layers\.0\.mlp\.experts, but .* names none"),
+    "none named": (
+        {"target_parameters": None},
+        r"has 2 adapters of model\.layers\.0\.mlp\.experts, but target_parameters in .* names none of its parameters: ",
+    ),
+    "two modules of a layer": (
+        {f"{OTHER}.lora_{x}.weight": np.zeros(s, np.float32) for x, s in (("A", (6, 12)), ("B", (16, 6)))}
+        | {f"{OTHER}.base_layer.lora_{x}.weight": np.zeros(s, np.float32) for x, s in (("A", (6, 16)), ("B", (24, 6)))},
+        r"adapts model\.layers\.1\.mlp\.experts and other\.layers\.1\.mlp\.experts, but .* has one module of experts",
+    ),
+    "DoRA": ({"use_dora": True}, r"use_dora is True, which peft .* but .* has one of model\.layers\.0\.mlp\.experts: "),
+    "turned": ({"fan_in_fan_out": True}, r"fan_in_fan_out is True, which peft does not have with adapters of experts"),
     "half of an adapter": ({f"{FIRST}.lora_B.weight": None}, r"has no lora_B of model\.layers\.1\.mlp\.experts"),
     "another rank": ({"r": 3}, r"experts\.gate_up_proj has rank 2, but .* says 3"),
     "another size": (
@@ -343,7 +382,7 @@ WRONG_EXPERTS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a router": (
         {"target_parameters": ["mlp.gate.weight"]},
-        r"target_parameters has mlp\.gate\.weight, and mtjax reads",
+        r"target_parameters has 'mlp\.gate\.weight', but must have names that end in gate_up_proj, up_proj or down_",
     ),
     "a word": ({"target_parameters": "experts.down_proj"}, "must be a list of names or null"),
 }

@@ -10,6 +10,7 @@ from mtjax.analysis.counts import parameters
 from mtjax.analysis.families.registry import anatomy_of
 from mtjax.config import Config, replace, validate
 from mtjax.errors import UserError
+from mtjax.models.families.t5 import table_std
 from mtjax.sharding.axes import use_rules
 from tests.same_numbers import assert_same
 from tests.tiny import batch_of, initial_state, program_of, run_steps
@@ -95,6 +96,13 @@ def test_the_decoder_sees_what_is_before_it_and_the_encoder_but_no_padding():
     changed = after("decoder_tokens", fifth)
     np.testing.assert_array_equal(changed[:, :4], before[:, :4])
     assert (changed[:, 4:] != before[:, 4:]).any(-1).all()
+
+
+@pytest.mark.parametrize(("scale", "std"), [(0.5, 1.0), (1.0, 1.0), (1.001, 1 / 1.001), (16.0, 1 / 16), (64.0, 0.02)])
+def test_the_initial_table_has_no_jump_in_the_factor_of_logits(scale, std):
+    """Unit variance as in T5's code at 1, and less the larger the factor, down to init_std."""
+    config = replace(Config(), family="t5", output_scale=scale, init_std=0.02)
+    assert table_std(config.model) == pytest.approx(std)
 
 
 def test_it_learns_one_batch():

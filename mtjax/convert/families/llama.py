@@ -65,7 +65,6 @@ def _write_beta(model: Model) -> Json:
 
 
 def _read_beta(values: Json) -> Settings:
-    values = {**values, "rope_parameters": values.get("rope_parameters") or DEFAULT_ROPE}
     given = rope_object(values)
     found = {"rope_original_length": given.get(ORIGINAL, values["max_position_embeddings"])}
     return {**found, **rope(BETA).read(values), "attention_scale_beta": float(given.get(BETA) or 0.0)}

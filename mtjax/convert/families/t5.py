@@ -80,17 +80,19 @@ def is_scaled(config: Json, model_type: str) -> bool:
     """Returns whether the decoder's outputs are multiplied by d_model^-0.5 before the output table.
 
     transformers 5 writes `scale_decoder_outputs`, and `tie_word_embeddings` true whatever is tied; before, outputs were
-    scaled if `tie_word_embeddings` was not false. An mT5 is never scaled, except for a tied one before version 5.
+    scaled if `tie_word_embeddings` was not false. Of mT5, only those are scaled that are tied and that version 4 wrote.
     """
     if model_type == "mt5":
-        return False
+        is_of_4 = str(config.get("transformers_version", "")).startswith("4.")
+        return is_of_4 and config.get("tie_word_embeddings") is True
     return bool(config.get("scale_decoder_outputs", config.get("tie_word_embeddings") is not False))
 
 
 def is_tied(config: Json, model_type: str, names: frozenset[str]) -> bool:
     """Returns whether the output table is the embedding.
 
-    transformers 5 ties them whatever the config.json says, unless the files have two tables.
+    It is if the outputs are scaled, even where the files have two tables, which must then be equal. Else transformers 5
+    ties them if the files have one table.
 
     Args:
       config: the config.json.

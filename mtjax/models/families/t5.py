@@ -73,6 +73,15 @@ class T5Stack(nnx.Module):
         return dropout(self.final_norm(x), self.rate, keys, FINAL_SITE, RESIDUAL)
 
 
+def table_std(model: Model) -> float:
+    """Returns the initial standard deviation of the table of a scaled output, times which `output_scale` is that of the
+    logits.
+
+    Tiny logits stay so for long. T5's code draws the table with unit variance; with a larger factor, less is enough.
+    """
+    return max(model.init_std, min(1.0, 1 / model.output_scale))
+
+
 class T5(WithVocabulary):
     """An encoder-decoder that shares one embedding table."""
 
@@ -82,9 +91,7 @@ class T5(WithVocabulary):
         table_key, position_key, encoder_key, decoder_key, output_key = jax.random.split(key, 5)
         decoder = dataclasses.replace(model, num_layers=decoder_layers(model))
         is_scaled = model.tie_embeddings and model.position != "learned"
-        # A scaled output needs a table of unit variance, as in T5's code; else logits start tiny, and stay so for long.
-        has_unit_variance = is_scaled and model.output_scale == 1.0
-        self.embedding = vocabulary_table(model, table_key, std=1.0 if has_unit_variance else None)
+        self.embedding = vocabulary_table(model, table_key, table_std(model) if is_scaled else None)
         self.positions = position_table(model, max(model.sequence_length, decoder_length(model)), position_key)
         encoding, decoding = stacks_of(model)
         self.encoder = T5Stack(config, model, encoding, is_causal=False, key=encoder_key)
