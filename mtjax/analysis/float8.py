@@ -198,10 +198,8 @@ def _tensorwise_of(stack: Stack, anatomy: Anatomy, plan: Plan) -> list[Expectati
 def float8_state_bytes(anatomy: Anatomy, plan: Plan) -> tuple[float, float]:
     """Returns the bytes of delayed scaling's states on a rank, float32, and of the gradients that count for them."""
     symbols = float8_symbols(anatomy, plan)
-    ages, scales = (
-        symbols.get("float8_counts", 0),
-        3 * symbols.get("float8_scales", 0) // (2 * num_scales(plan.fp8_digits)),
-    )
+    ages = symbols.get("float8_counts", 0)
+    scales = 3 * symbols.get("float8_scales", 0) // (2 * num_scales(plan.fp8_digits))
     return 4.0 * (ages + scales), 4.0 * ages
 
 
