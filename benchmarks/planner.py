@@ -1,4 +1,4 @@
-"""The planner's time of a step beside that of the compiled program, for programs off which no formula was read.
+"""The planner's time of a step beside that of the compiled program.
 
 Compiles each program for H100s and runs nothing: the planner adds up formulas, `mtjax inspect --kernels` walks the
 scheduled program with the machine code of its kernels. Both are predictions from the same constants.
@@ -10,6 +10,7 @@ those in the file, the others stay. `--formulas` compiles nothing, and compares 
 """
 
 import json
+import sys
 import time
 from dataclasses import asdict, dataclass
 from datetime import date
@@ -106,7 +107,14 @@ def show(name: str, row: dict[str, Any], planned: StepTime) -> None:
 def main(arguments: Arguments) -> None:
     path = arguments.out
     known = json.loads(path.read_text())["rows"] if path.is_file() else {}
+    if unknown := [name for name in arguments.programs if name not in PROGRAMS]:
+        names = "; ".join(PROGRAMS)
+        print(f"--programs {unknown[0]!r} is not a program of this benchmark, which are: {names}", file=sys.stderr)
+        sys.exit(2)
     for name in arguments.programs:
+        if arguments.formulas and name not in known:
+            print(f"{name}: not in {path}, run without --formulas to compile it")
+            continue
         run = config_of(name)
         if not arguments.formulas:
             start = time.process_time()

@@ -142,6 +142,10 @@ class Anatomy:
         names = [f"{path}{weight.name}" for weight in part.weights] or ["embedding"]
         return not any(is_trainable(self.model, name) for name in names)
 
+    def frozen_parts(self, stack: Stack) -> tuple[bool, ...]:
+        """Returns `is_frozen` of each component of a layer."""
+        return tuple(self.is_frozen(part, stack) for part in stack.parts)
+
     @property
     def learns_below(self) -> bool:
         """Whether anything below the layers that have a backward pass is trained."""

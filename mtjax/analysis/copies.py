@@ -20,9 +20,8 @@ accumulated gradients have 4, matrices of master weights in bfloat16 2 where 4 i
   written into stacks (2c) that are first filled with zeros (c).
 - Unrolled layers have no stacks: their matrices are cast (4 + c), and their gradients stacked (8), once a step. With
   ZeRO-3 these are a rank's shards, and products compute gradients in float32, so that nothing is converted.
-
-- A loop's body has small kernels, which take a launch each: counters, vectors read from their stacks, the last sums of
-  vectors' gradients, statistics of norms, and dropout's keys.
+- Small kernels of a loop's body take a launch each: counters, vectors read from their stacks, the last sums of vectors'
+  gradients, statistics of norms, and dropout's keys. A loop of one layer has no counters.
 
 With ZeRO-2 and 3 accumulated gradients, and with pipeline parallelism cast matrices, are a rank's shards. A copy takes
 at least a kernel launch, which is the time of vectors. Not counted: parameters outside the layers, experts' blocks
@@ -145,7 +144,9 @@ def _launches(stack: Stack, parameters: Sequence[_Parameter], plan: Plan) -> int
     matrices = sum(parameter.is_matrix for parameter in parameters)
     vectors, keys = len(parameters) - matrices, 2 if plan.dropout else 0
     reads = min(vectors, 3)  # those of a shape are read by one kernel
-    forward, backward = 1 + reads + keys, 3 + reads + vectors + sum(name.endswith("scale") for name in norms)
+    ahead, back = (1, 3) if layers_in_chunk(stack, plan) > 1 else (0, 0)  # the loop's counters
+    forward = ahead + reads + keys
+    backward = back + reads + vectors + sum(name.endswith("scale") for name in norms)
     if plan.recompute != "full":
         return forward + backward
     # With one microbatch matrices that were copied in float32 are cast before they are read.

@@ -13,19 +13,34 @@ from mtjax.analysis.loop_time import loop_seconds, scan_seconds
 from mtjax.analysis.machine import Machine
 from mtjax.analysis.parts.part import Elementwise, Part, Product, Scores, unrepeated
 from mtjax.analysis.software import Software
+from mtjax.config import Model
+from mtjax.config.adapters import is_trainable
 from mtjax.layout.plan import Plan
 
 
 @cache
-def layer_seconds(stack: Stack, plan: Plan, machine: Machine, software: Software) -> tuple[float, float, float]:
-    """Seconds of one layer and microbatch, forward, recomputed and backward: products, attention, element-wise."""
+def layer_seconds(
+    stack: Stack, plan: Plan, machine: Machine, software: Software, frozen: tuple[bool, ...] = ()
+) -> tuple[float, float, float]:
+    """Seconds of one layer and microbatch, forward, recomputed and backward: products, attention, element-wise.
+
+    Args:
+      stack: of the layer.
+      plan: of the run.
+      machine: on which it runs.
+      software: that runs it.
+      frozen: of each component, whether it has no trained weights but adapters; none has where it is empty.
+    """
     stack = _with_context(stack, plan)
     products = _layer_products(stack, plan)
     forward = {product: _forward(product, plan, machine) for product in products}
     saves_products = plan.is_staged or plan.recompute != "full"
     times = [(part, times_again(part, plan, saves_products=saves_products)) for part in stack.parts]
-    own = ((product, again(product)) for part, again in times for product in _products(part, plan))
-    backward = sum(number * forward[product] + _backward(product, plan, machine) for product, number in own)
+    backward = 0.0
+    for (part, number), is_frozen in zip(times, frozen or (False,) * len(times), strict=True):
+        for product in _products(part, plan):
+            learns = not is_frozen or (product.is_adapter and not product.is_of_model)
+            backward += number(product) * forward[product] + _backward(product, plan, machine, learns=learns)
     again = 0.0
     if plan.recompute == "full":
         # What comes out of a layer is not needed again, but by a norm, or where the next one of a chunk reads it.
@@ -79,13 +94,14 @@ def _forward(product: Product, plan: Plan, machine: Machine) -> float:
     return times * machine.product(rows, product.inner, product.outer, is_float8=is_float8(product, plan))
 
 
-def _backward(product: Product, plan: Plan, machine: Machine) -> float:
-    """The gradients of what it reads and of its weights."""
+def _backward(product: Product, plan: Plan, machine: Machine, *, learns: bool = True) -> float:
+    """The gradients of what it reads, and of its weights if these are trained."""
     (rows, times), eight = _rows(product, plan), is_float8(product, plan)
     of_read = machine.product(rows, product.outer, product.inner, is_float8=eight)
     if product.in_scan:
         return product.gradients * of_read
-    return times * (of_read + machine.product(product.inner, rows, product.outer, is_float8=eight))
+    of_weights = machine.product(product.inner, rows, product.outer, is_float8=eight) if learns else 0.0
+    return times * (of_read + of_weights)
 
 
 def _rows(product: Product, plan: Plan) -> tuple[float, float]:
@@ -136,17 +152,25 @@ def _core(scores: Scores, plan: Plan, machine: Machine, kernels: ElementWise) ->
 def head_seconds(anatomy: Anatomy, plan: Plan, machine: Machine, software: Software) -> float:
     """Seconds of output projection and loss of a microbatch, with a teacher's logits; with stages, on the last one."""
     plan = replace(plan, fp8="none")
-    head = (part.over_context(plan.mesh.context) for part in anatomy.head)
-    sizes = [product for part in head for product in part.products(plan.mesh.model)]
+    sizes, frozen = [], []
+    for part in anatomy.head:
+        products = part.over_context(plan.mesh.context).products(plan.mesh.model)
+        sizes += products
+        frozen += [] if _is_trained(part, anatomy.model) else products
     logits = max(sizes, key=lambda product: product.flops)
     others = [product for product in sizes if product is not logits and product != logits]
     losses = 1 + anatomy.model.mtp_num_layers
     made = [logits, *([replace(logits, inner=plan.teacher_width)] if plan.teacher_width else [])]
     pieces = _loss_chunks(logits, plan) if software.recomputes_logits else 1
     forward = sum(pieces * _forward(_piece(product, pieces), plan, machine) for product in made)
-    seconds = forward + (len(sizes) - len(others)) * _logits_backward(logits, pieces, plan, machine)
+    seconds = forward + (len(sizes) - len(others)) * _logits_backward(
+        logits, pieces, plan, machine, learns=logits not in frozen
+    )
     seconds += (len(sizes) - len(others) - 1) * pieces * _forward(_piece(logits, pieces), plan, machine)
-    seconds += sum(_forward(product, plan, machine) + _backward(product, plan, machine) for product in others)
+    seconds += sum(
+        _forward(product, plan, machine) + _backward(product, plan, machine, learns=product not in frozen)
+        for product in others
+    )
     again = losses * forward
     if not software.recomputes_logits or plan.sums_loss_at_once(anatomy.model):
         again = 0.0
@@ -154,6 +178,11 @@ def head_seconds(anatomy: Anatomy, plan: Plan, machine: Machine, software: Softw
     if (ahead := anatomy.predictors) is not None:
         seconds += ahead.layers * sum(layer_seconds(ahead, plan, machine, software))
     return seconds + again + machine.passes(columns * software.kernels.logits)
+
+
+def _is_trained(part: Part, model: Model) -> bool:
+    """Returns whether a weight of a component behind the layers is trained; logits may read the embedding's table."""
+    return any(is_trainable(model, name) for name in ("embedding", *(weight.name for weight in part.weights)))
 
 
 def _loss_chunks(logits: Product, plan: Plan) -> float:
@@ -166,12 +195,12 @@ def _piece(product: Product, pieces: float) -> Product:
     return replace(product, tokens=product.tokens / pieces)
 
 
-def _logits_backward(logits: Product, pieces: float, plan: Plan, machine: Machine) -> float:
+def _logits_backward(logits: Product, pieces: float, plan: Plan, machine: Machine, *, learns: bool) -> float:
     """Returns the seconds of the gradients of logits; every chunk but one adds to the table's, a sum in float32."""
     chunk = _piece(logits, pieces)
-    both = _backward(chunk, plan, machine)
-    if pieces == 1:
-        return both
+    both = _backward(chunk, plan, machine, learns=learns)
+    if pieces == 1 or not learns:
+        return pieces * both
     rows = plan.local_tokens(chunk.tokens)
     of_table = machine.product(chunk.inner, rows, chunk.outer)
     moved = 2 * FLOAT32 * chunk.inner * chunk.outer + plan.element_bytes * rows * (chunk.inner + chunk.outer)

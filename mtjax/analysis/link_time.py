@@ -21,9 +21,11 @@ from mtjax.analysis.parts.experts import exchanged_share
 from mtjax.analysis.schedules import full_ticks
 from mtjax.analysis.software import Software
 from mtjax.analysis.traffic import Transfer, transfers
+from mtjax.config.adapters import trains_all
 from mtjax.layout.mesh import AXES, MeshShape
 from mtjax.layout.plan import Plan
 from mtjax.layout.rules import CONTEXT, DATA, EXPERT, MODEL, STAGE
+from mtjax.layout.stages import layers_in_chunk
 from mtjax.layout.timetable import num_ticks
 
 
@@ -160,7 +162,7 @@ def _outside(anatomy: Anatomy, plan: Plan) -> float:
 
 def hidden_sums(anatomy: Anatomy, plan: Plan, machine: Machine, products: float) -> float:
     """Returns the seconds of a step's collectives over tensor parallel ranks that pass behind the gradients of
-    matrices: in the backward pass, those of each layer's first component.
+    matrices: in the backward pass, those of each layer's first component. None where matrices are frozen.
 
     Args:
       anatomy: of the model.
@@ -170,11 +172,28 @@ def hidden_sums(anatomy: Anatomy, plan: Plan, machine: Machine, products: float)
     """
     if plan.residuals != "jax" or (plan.zero == 3 and plan.splits_stream):  # parameters are sent at that time
         return 0.0
+    if not trains_all(anatomy.model):
+        return 0.0
     sums = (entry for entry in transfers(anatomy, plan) if (entry.axis, entry.phase) == (MODEL, LAYER_BACKWARD))
     seconds = sum(transfer_time(entry, anatomy, plan, machine) for entry in sums)
     firsts = sum(stack.layers for stack in anatomy.stacks)
     components = sum(stack.layers * len(stack.sublayers) for stack in anatomy.stacks)
     return min(seconds * firsts / components, products / (4 if plan.recompute == "full" else 3))
+
+
+def hidden_in_ticks(anatomy: Anatomy, plan: Plan, spent: float, products: float) -> float:
+    """Returns the seconds of a step's collectives over tensor parallel ranks that pass behind products on stages.
+
+    XLA: chunks of one layer are in no loop, so that the collectives of one half of a tick run beside the products of
+    the other: half of their time, read off two programs, and no longer than half of the products.
+
+    Args:
+      anatomy: of the model.
+      plan: on stages.
+      spent: seconds of the collectives of all ticks.
+      products: seconds of the products of all ticks.
+    """
+    return 0.5 * min(spent, products) if all(layers_in_chunk(stack, plan) == 1 for stack in anatomy.stacks) else 0.0
 
 
 def exposed_turns(spent: float, ring: float, plan: Plan, attention: float) -> float:

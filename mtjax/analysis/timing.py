@@ -23,6 +23,7 @@ from mtjax.analysis.link_time import (
     exposed_by_axis,
     exposed_sends,
     exposed_turns,
+    hidden_in_ticks,
     hidden_sums,
     members_inside,
     ring_seconds,
@@ -35,7 +36,7 @@ from mtjax.analysis.schedules import megatron_bubble
 from mtjax.analysis.software import MTJAX, Software
 from mtjax.analysis.teacher_cost import teacher_of
 from mtjax.analysis.traffic import teacher_transfers, transfers
-from mtjax.config.adapters import is_trainable
+from mtjax.config.adapters import is_trainable, trains_all
 from mtjax.config.sizes import output_is_tied
 from mtjax.layout.mesh import MeshShape
 from mtjax.layout.optimizer_states import ITERATIONS
@@ -143,7 +144,9 @@ def least_seconds(anatomy: Anatomy, plan: Plan, server: Server, software: Softwa
         return (1 - ROUNDING) * plan.microbatches * sum(_layers(anatomy, plan, machine, software))
     alike = _alike(plan)
     longest = max(
-        sum(layers_in_chunk(stack, plan) * sum(layer_seconds(stack, alike, machine, software)) for stack in section)
+        sum(
+            layers_in_chunk(stack, plan) * sum(_of_layer(anatomy, stack, alike, machine, software)) for stack in section
+        )
         for section in anatomy.sections
     )
     ticks = num_ticks(plan.mesh.stage, plan.microbatches, plan.chunks * len(anatomy.sections))
@@ -171,7 +174,7 @@ def _lock_step_time(anatomy: Anatomy, plan: Plan, machine: Machine, software: So
         """Seconds of its layers in a chunk: products, attention, element-wise, copies."""
         made = [*copies_in_turn(stack, anatomy.model, plan), *block_copies(stack, anatomy.model, plan)]
         turn = _copies(made, machine, software)
-        return [layers_in_chunk(stack, plan) * s for s in (*layer_seconds(stack, alike, machine, software), turn)]
+        return [layers_in_chunk(stack, plan) * s for s in (*_of_layer(anatomy, stack, alike, machine, software), turn)]
 
     chunks = [[sum(parts) for parts in zip(*map(of_stack, own), strict=True)] for own in anatomy.sections]
     products, attention, element_wise, copied = (m * plan.chunks * sum(chunk[i] for chunk in chunks) for i in range(4))
@@ -187,9 +190,7 @@ def _lock_step_time(anatomy: Anatomy, plan: Plan, machine: Machine, software: So
     )
     spent = spent_on_stages(anatomy, plan, machine)
     counts = m * plan.chunks * sections / ticks
-    # XLA: chunks of one layer are in no loop, so that the sums of one half of a tick run beside the products of the
-    # other: half of their time, read off two programs.
-    beside = 0.5 * spent[MODEL] if all(layers_in_chunk(stack, plan) == 1 for stack in anatomy.stacks) else 0.0
+    beside = hidden_in_ticks(anatomy, plan, spent[MODEL], products / counts)
     on_layers, to_experts = spent[MODEL] - beside, spent[EXPERT]
     sent = exposed_sends(anatomy, plan, spent[STAGE] / ticks, ahead, longest - ahead)
     turns = exposed_turns(spent[CONTEXT], ring_seconds(anatomy, plan, machine), plan, attention / counts)
@@ -213,11 +214,19 @@ def _lock_step_time(anatomy: Anatomy, plan: Plan, machine: Machine, software: So
     )
 
 
+def _of_layer(
+    anatomy: Anatomy, stack: Stack, plan: Plan, machine: Machine, software: Software
+) -> tuple[float, float, float]:
+    """Seconds of one layer of a model and one microbatch, all passes: products, attention, element-wise."""
+    frozen = () if trains_all(anatomy.model) else anatomy.frozen_parts(stack)
+    return layer_seconds(stack, plan, machine, software, frozen)
+
+
 def _layers(anatomy: Anatomy, plan: Plan, machine: Machine, software: Software) -> tuple[float, float, float]:
     """Seconds of a stage's layers and one microbatch, all passes: products, attention, element-wise."""
     wide = sum(plan.fp8_ends)
     each = [
-        (count, layer_seconds(stack, alike, machine, software))
+        (count, _of_layer(anatomy, stack, alike, machine, software))
         for stack in anatomy.stacks
         for count, alike in (
             (stack.layers // plan.mesh.stage - wide, _alike(plan)),

@@ -296,7 +296,7 @@ class Plan:
         if holds_more or any(self.unrolling_problems(model)):
             return False
         # XLA: its scheduler begins an unrolled layer's gathers too late for links between servers. Llama 2 7B with
-        # ZeRO-3 on 256x2 H100s is predicted at 964 ms unrolled, of which 258 are exposed, and at 838 ms in the loop.
+        # ZeRO-3 on 256x2 H100s is predicted at 964 ms unrolled, of which 258 are exposed, and at 841 ms in the loop.
         return self.mesh.size <= GPUS_OF_A_SERVER or not replace(self, unrolled=False).prefetches(model)
 
     def unrolling_problems(self, model: Model) -> Iterator[str]:

@@ -116,6 +116,8 @@ def test_small_kernels_of_a_loop():
     assert launches(recompute="full", dropout=True) == 4 * (none + 2 + 4 + 2)
     assert launches(recompute="full", global_batch_size=2) == none + 4 + 4
     assert launches(unrolled=True) == 0
+    mesh = parse_mesh(f"data=1,stage={LAYERS},model=1")  # chunks of one layer, which are in no loop
+    assert launches(recompute="none", mesh=mesh) == 4 * (none - 4) / LAYERS
 
 
 def test_experts_are_split_over_the_ranks_that_have_the_same():

@@ -11,7 +11,7 @@ from mtjax.analysis.copies import copies_in_step
 from mtjax.analysis.counts import parameters, stage_counts
 from mtjax.analysis.families.registry import anatomy_of, gpt
 from mtjax.analysis.hardware import DGX_2H, DGX_H100
-from mtjax.analysis.layer_time import layer_seconds
+from mtjax.analysis.layer_time import head_seconds, layer_seconds
 from mtjax.analysis.link_time import members_inside
 from mtjax.analysis.machine import Constants, Machine
 from mtjax.analysis.software import MEGATRON_CORE, MTJAX
@@ -282,7 +282,7 @@ def test_attention_that_writes_scores_out_copies_what_it_reads():
 
 
 def test_half_of_what_chunks_of_one_layer_send_passes_beside_the_other_half_of_a_tick():
-    model = gpt(8, 4096, 32, 2048, 51_200)
+    model = gpt(8, 8192, 64, 2048, 51_200)
     plan = Plan(parse_mesh("2x4x8"), 64, 1, recompute="full", sequence_parallel=True)
     single = dataclasses.replace(plan, pipeline_schedule="interleaved", chunks=2)
     found, several = (step_time(model, p, DGX_H100) for p in (single, plan))
@@ -291,3 +291,31 @@ def test_half_of_what_chunks_of_one_layer_send_passes_beside_the_other_half_of_a
     machine = Machine(DGX_H100)
     assert 2 * found.hidden[MODEL] == pytest.approx(sum(machine.transfer(t, 8) for t in sums))
     assert found.contention > several.contention
+
+
+def test_products_hide_no_more_than_half_as_long_as_they_take_in_all_ticks():
+    """Tensor parallel ranks on four servers: hidden in front of a slow network is what products are there for."""
+    model, slow = gpt(8, 8192, 64, 2048, 51_200), Constants(network=Constants().network / 100)
+    plan = Plan(parse_mesh("1x4x32"), 64, 1, recompute="full", pipeline_schedule="interleaved", chunks=2)
+    found, slower = (step_time(model, plan, DGX_H100, constants=c) for c in (None, slow))
+    busy = found.products * timetable("interleaved", 4, 64, 2).forward_ticks / (64 * 2)
+    assert found.hidden[MODEL] == slower.hidden[MODEL] == pytest.approx(busy / 2)
+    assert slower.model_axis > 50 * found.products
+
+
+def test_frozen_matrices_have_no_gradients_that_take_time_or_hide_sums():
+    """Full recompute has four products for each matrix, LoRA three; adapters are small where no ranks share a layer."""
+    llama, machine = config.load("llama3-8b"), Machine(DGX_H100)
+
+    def found(rank: int, mesh: str) -> StepTime:
+        run = config.replace(llama, mesh=mesh, lora_rank=rank, zero=0)
+        return step_time(anatomy_of(run.model), Plan.of(run, parse_mesh(mesh), recompute="full"), DGX_H100)
+
+    (full, adapted), (split, adapted_split) = ([found(rank, mesh) for rank in (0, 16)] for mesh in ("8x1", "1x8"))
+    assert 3 / 4 < adapted.products / full.products < 0.85
+    assert split.hidden[MODEL] > 0 == adapted_split.hidden[MODEL]
+    # Of logits the gradient that is left out is the table's.
+    run = config.replace(llama, lora_rank=16)
+    anatomy, plan = anatomy_of(run.model), Plan(parse_mesh("8x1"), 8, 1, recompute="full")
+    whole, frozen = (head_seconds(a, plan, machine, MTJAX) for a in (anatomy_of(llama.model), anatomy))
+    assert whole - frozen == pytest.approx(machine.product(4096, 8192, 128_256), rel=0.05)
