@@ -15,7 +15,7 @@ from tests.inspect.steps import needs_aot, tiny
 from tests.tiny import batch_of, initial_state, mesh_of, program_of, step_gradients, tiny_config
 
 LAYERS: dict[str, Any] = {"num_layers": 4, "zero": 3, "hidden_dropout": 0.0, "attention_dropout": 0.0}
-DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+DROPOUT: dict[str, Any] = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 LONG = pytest.mark.long
 ALONE = "mtjax.models.recompute.can_prefetch"
 ALONE_IN_PATTERN = "mtjax.models.pattern_stacks.can_prefetch"
