@@ -1,7 +1,7 @@
 """Patterns of layers: the kind of each layer of a hybrid model, in Megatron's letters."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import NamedTuple
 
@@ -93,23 +93,36 @@ def _check_letters(letters: str, pattern: str) -> None:
 @cache
 def runs_of(letters: str) -> tuple[Run, ...]:
     """Divides layers into loops, so that as few as possible are compiled: "M-M-M-M*-" is 3 x "M-", 1 x "M*-"."""
+    return _fewest_compiled(letters, lambda unit, start, end: True)
+
+
+def _fewest_compiled(letters: str, may_repeat: Callable[[str, int, int], bool]) -> tuple[Run, ...]:
+    """Divides layers into loops, so that as few as possible are compiled.
+
+    Args:
+      letters: of the layers.
+      may_repeat: of a unit, and the start and end of its layers: whether one loop of several iterations may run them.
+    """
     # A dynamic programme: best[end] are the layers to compile, and the loops, of the first `end` layers.
     best: list[tuple[int, tuple[Run, ...]]] = [(0, ())]
     for end in range(1, len(letters) + 1):
-        best.append(min(_last_runs(letters, end, best), key=lambda found: (found[0], len(found[1]))))
+        found = _last_runs(letters, end, best, may_repeat)
+        best.append(min(found, key=lambda choice: (choice[0], len(choice[1]))))
     return best[-1][1]
 
 
 def _last_runs(
-    letters: str, end: int, best: list[tuple[int, tuple[Run, ...]]]
+    letters: str, end: int, best: list[tuple[int, tuple[Run, ...]]], may_repeat: Callable[[str, int, int], bool]
 ) -> Iterator[tuple[int, tuple[Run, ...]]]:
-    """Yields the choices of the last loop of the first `end` layers, each behind the best loops before it."""
+    """Yields the choices of the last loop of the first `end` layers, each after the best loops before it."""
     # Units of real models have a few layers; a bound keeps patterns of thousands of layers fast.
     for size in range(1, min(end, 64) + 1):
         unit, times = letters[end - size : end], 1
         while times * size <= end and letters[end - times * size : end - (times - 1) * size] == unit:
-            cost, runs = best[end - times * size]
-            yield cost + size, (*runs, Run(unit, times))
+            start = end - times * size
+            if times == 1 or may_repeat(unit, start, end):
+                cost, runs = best[start]
+                yield cost + size, (*runs, Run(unit, times))
             times += 1
 
 
@@ -130,22 +143,18 @@ def loops_of_pattern(letters: str) -> tuple[Run, ...]:
 
 @cache
 def joined_loops(letters: str) -> tuple[Run, ...]:
-    """Divides layers into loops that can hand on what is gathered for the next layer: a loop of several iterations is
-    followed by a layer of the letter with which it begins, and behind one of the letter with which it ends.
+    """Divides layers into loops that can hand on what is gathered for the next layer, so that as few as possible are
+    compiled.
 
-    The first loop counts as behind the last layer. The last layer is in no loop of several iterations.
+    Where a loop has several iterations, the layer after it has the loop's first letter, and the layer before it has the
+    loop's last letter, so that an iteration can gather the layer after it, forward, and the layer before it, backward.
+    The first loop counts as after the last layer. The last layer is in no loop of several iterations.
     """
-    loops: list[Run] = []
-    runs = runs_of(letters)
-    for number, (unit, times) in enumerate(runs):
-        follows = runs[number - 1].unit[-1] == unit[-1]
-        precedes = number + 1 < len(runs) and runs[number + 1].unit[0] == unit[0]
-        inside = times - (not follows) - (not precedes)
-        if inside < 2:
-            loops += [Run(unit, 1)] * times
-        else:
-            loops += [Run(unit, 1)] * (not follows) + [Run(unit, inside)] + [Run(unit, 1)] * (not precedes)
-    return tuple(loops)
+
+    def hands_on(unit: str, start: int, end: int) -> bool:
+        return end < len(letters) and letters[end] == unit[0] and letters[start - 1] == unit[-1]
+
+    return _fewest_compiled(letters, hands_on)
 
 
 @cache

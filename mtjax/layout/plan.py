@@ -255,7 +255,7 @@ class Plan:
 
     def prefetches(self, model: Model) -> bool:
         """Returns whether a layer's all-gathers and gradient reductions overlap with the computation of another layer,
-        as `mtjax.sharding.prefetch` does in loops over single layers, and over layers of a pattern."""
+        as `mtjax.sharding.prefetch` does in loops over single layers (if there are four: not checked), and patterns."""
         single_layers = self.recompute_group == 1 and self.recompute_first is None
         single_layers = single_layers and all(stack.has_own_loop or stack.pattern for stack in stacks_of(model))
         single_layers = single_layers and not self.recompute_offload and not self.unrolled and not self.is_staged

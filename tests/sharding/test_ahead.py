@@ -15,6 +15,7 @@ from tests.inspect.steps import needs_aot, tiny
 from tests.tiny import batch_of, initial_state, mesh_of, program_of, step_gradients, tiny_config
 
 LAYERS: dict[str, Any] = {"num_layers": 4, "zero": 3, "hidden_dropout": 0.0, "attention_dropout": 0.0}
+DROPOUT: dict[str, Any] = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 LONG = pytest.mark.long
 ALONE = "mtjax.models.recompute.can_prefetch"
 ALONE_IN_PATTERN = "mtjax.models.pattern_stacks.can_prefetch"
@@ -77,7 +78,7 @@ def differentiated(mesh: str, fields: dict[str, Any]) -> tuple[Any, Any]:
         pytest.param(
             "8x1", {"recompute": "full", "grad_reduce_dtype": "bfloat16"}, id="rounded on the wire", marks=LONG
         ),
-        pytest.param("4x2", pattern("(*-)x4", recompute="full"), id="two kinds of layers"),
+        pytest.param("4x2", pattern("(*-)x4", recompute="full", **DROPOUT), id="two kinds of layers"),
         pytest.param("2x4", pattern("(M-M*)x3", microbatch_size=2), id="pattern, two microbatches", marks=LONG),
         pytest.param("4x2", pattern("*(M-)x4", zero=1), id="two loops, gathered once", marks=LONG),
         pytest.param("4x2", pattern("(M-)x4*-M", zero=2, lora_rank=2), id="frozen, two loops", marks=LONG),

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 
 from mtjax.layout.rules import Axes
 from mtjax.sharding.axes import context_axes, map_ranks
@@ -45,14 +45,14 @@ class Pieces:
         """Joins pieces: [2 b, s / 2, ...] -> [b, s, ...]."""
         return _reshaped(x, x.shape[0] // 2, 2 * x.shape[1], *x.shape[2:])
 
-    def in_order(self, own: Float[Array, "2b ..."]) -> Float[Array, "pieces b ..."]:
+    def in_order(self, own: Shaped[Array, "2b ..."]) -> Shaped[Array, "pieces b ..."]:
         """Gathers an array of the pieces of all ranks, in the order of the sample."""
         sharding = PartitionSpec(None, *jax.typeof(own).sharding.spec)
         pairs = own.reshape(-1, 2, *own.shape[1:], out_sharding=sharding)
         every: Any = (_gathered if jnp.issubdtype(own.dtype, jnp.floating) else _all)(self.axes, pairs)
         return jnp.concatenate([every[:, :, 0], jnp.flip(every[:, :, 1], 0)])
 
-    def own_of(self, ordered: Float[Array, "pieces b ..."]) -> Float[Array, "2b ..."]:
+    def own_of(self, ordered: Shaped[Array, "pieces b ..."]) -> Shaped[Array, "2b ..."]:
         """Selects this rank's two pieces."""
         places = jnp.stack([self.rank, 2 * self.degree - 1 - self.rank])
         # A product, as an index that differs between ranks would not lower here.
@@ -61,12 +61,12 @@ class Pieces:
         sharding = PartitionSpec(*jax.typeof(ordered).sharding.spec[1:])
         return both.reshape(-1, *ordered.shape[2:], out_sharding=sharding)
 
-    def before(self, ends: Float[Array, "2b ..."]) -> Float[Array, "2b ..."]:
+    def before(self, ends: Shaped[Array, "2b ..."]) -> Shaped[Array, "2b ..."]:
         """Returns, for each of this rank's pieces, what the piece before it ends with; zeros for the first."""
         return self.own_of(one_later(self.in_order(ends)))
 
 
-def one_later(ordered: Float[Array, "pieces ..."]) -> Float[Array, "pieces ..."]:
+def one_later(ordered: Shaped[Array, "pieces ..."]) -> Shaped[Array, "pieces ..."]:
     """Returns what the piece before each piece has; zeros for the first."""
     return jnp.concatenate([jnp.zeros_like(ordered[:1]), ordered[:-1]])
 
@@ -110,8 +110,8 @@ def states_before(
     """Computes the states that come into this rank's pieces: zeros into the first of a sample.
 
     An all-to-all gives each rank what all pieces leave in its part of the heads; it passes their states from piece to
-    piece, and a second one brings each state to the rank of its piece. An all-gather would send 2/3 of the number of
-    ranks as much, and have every rank pass the states of all heads.
+    piece, and a second one brings each state to the rank of its piece. An all-gather would send more, in proportion
+    to the ranks (docs/hybrid.md), and have every rank pass the states of all heads.
 
     Args:
       pieces: of the rank.

@@ -209,7 +209,9 @@ def described(x: Array, given: LetterLayers, shared: Constants) -> tuple[Letter,
     stacks = Stacks(shards, jax.tree.map(lax.stop_gradient, resident), given.numbers)
     example = (loop.of_layer(loop.gather(shards, 0), shards, 0), index_layer(stacks.resident, 0), given.numbers[0])
     function, shapes = jax.make_jaxpr(run, return_shape=True)(x, *example)
-    letter = Letter(loop, function, jax.tree.structure(shapes), [_shared(array, shared) for array in function.consts])
+    letter = Letter(
+        loop, function, jax.tree.structure(shapes), [_place_of_constant(array, shared) for array in function.consts]
+    )
     own = Shards(jax.tree.leaves(differentiable_shards(prefetched)), differentiable_shards(resident))
     if sums is None:
         return letter, stacks, own, zeros_like_shards(own)
@@ -218,7 +220,7 @@ def described(x: Array, given: LetterLayers, shared: Constants) -> tuple[Letter,
     return letter, stacks, own, Shards(of_prefetched, jax.tree.unflatten(jax.tree.structure(own.resident), of_resident))
 
 
-def _shared(array: Any, shared: Constants) -> tuple[bool, int]:
+def _place_of_constant(array: Any, shared: Constants) -> tuple[bool, int]:
     """Returns the place of a constant, to which it is added if no other layer reads it."""
     is_differentiable = isinstance(array, Tracer) and jnp.issubdtype(array.dtype, jnp.floating)
     among = shared.differentiable if is_differentiable else shared.others

@@ -2,7 +2,9 @@
 
 Layer i + 1 is all-gathered while layer i computes, in both passes, and the gradients of layer i + 1 are reduced while
 the backward pass of layer i computes, whatever their letters. Repeats are loops (`joined_loops`): the last layer of an
-iteration gathers the first of the next, or of the next loop. Every layer is gathered once in each pass.
+iteration gathers the first of the next, or of the next loop. Each pass gathers every layer once. The backward pass does
+not gather the last layer again where the pattern begins with a loop of several iterations; the last iteration of that
+loop's backward pass, whose layer has none below, gathers one that is not read.
 
 Parameters of neighbouring layers have different shapes, so the slots of a loop's cotangents, through which layers of
 one stack hand on parameters and gradients, can't be used. Forward and backward pass are loops of their own in one
@@ -61,44 +63,49 @@ class _Program:
     letters: Mapping[str, Letter]
 
     @property
-    def saves_last(self) -> bool:
-        """Whether the last layer saves its parameters for the backward pass: where the first loop gathers one layer
-        more than are below it."""
-        return self.loops[0].times > 1
+    def last_letter(self) -> str:
+        """Letter of the last layer."""
+        return self.loops[-1].unit[-1]
 
-    def before(self, number: int) -> Counter[str]:
+    @property
+    def saves_last(self) -> bool:
+        """Whether the gathered parameters of the last layer are saved for the backward pass: because the first loop's
+        backward pass gathers one layer too many, and this one need not be gathered again."""
+        return self.loops[0].times > 1 and not self.letters[self.last_letter].loop.saves_gathered
+
+    def before(self, loop_index: int) -> Counter[str]:
         """Returns the layers of each letter before a loop."""
         seen: Counter[str] = Counter()
-        for unit, times in self.loops[:number]:
+        for unit, times in self.loops[:loop_index]:
             seen.update({letter: times * unit.count(letter) for letter in set(unit)})
         return seen
 
-    def places(self, number: int, index: Any) -> list[_Place]:
+    def places(self, loop_index: int, index: Any) -> list[_Place]:
         """Returns the layers of an iteration."""
-        unit = self.loops[number].unit
-        before, seen = self.before(number), Counter[str]()
+        unit = self.loops[loop_index].unit
+        before, seen = self.before(loop_index), Counter[str]()
         found = []
         for letter in unit:
             found.append(_Place(letter, before[letter] + unit.count(letter) * index + seen[letter]))
             seen[letter] += 1
         return found
 
-    def below(self, number: int, first: _Place, index: Any) -> _Place | None:
+    def below(self, loop_index: int, first: _Place, index: Any) -> _Place | None:
         """Returns the layer before an iteration; None before the first layer."""
-        unit, times = self.loops[number]
-        if times == 1 and number == 0:
+        unit, times = self.loops[loop_index]
+        if times == 1 and loop_index == 0:
             return None
-        letter = unit[-1] if times > 1 else self.loops[number - 1].unit[-1]
-        before = self.before(number)[letter] + (unit.count(letter) * index if times > 1 else 0)
+        letter = unit[-1] if times > 1 else self.loops[loop_index - 1].unit[-1]
+        before = self.before(loop_index)[letter] + (unit.count(letter) * index if times > 1 else 0)
         return _Place(letter, jnp.maximum(before - 1, 0) if times > 1 else before - 1)
 
-    def above(self, number: int, index: Any) -> _Place | None:
-        """Returns the layer behind an iteration; None behind the last layer."""
-        unit, times = self.loops[number]
-        if number == len(self.loops) - 1:
+    def above(self, loop_index: int, index: Any) -> _Place | None:
+        """Returns the layer after an iteration; None after the last layer."""
+        unit, times = self.loops[loop_index]
+        if loop_index == len(self.loops) - 1:
             return None
-        letter = unit[0] if times > 1 else self.loops[number + 1].unit[0]
-        return _Place(letter, self.before(number)[letter] + unit.count(letter) * (index + 1))
+        letter = unit[0] if times > 1 else self.loops[loop_index + 1].unit[0]
+        return _Place(letter, self.before(loop_index)[letter] + unit.count(letter) * (index + 1))
 
 
 def scan_pattern(letters: str, given: Mapping[str, LetterLayers], x: Array) -> tuple[Array, list[Tree]]:
@@ -145,10 +152,10 @@ def _forward(
 ) -> tuple[Array, list[Tree], list[Any], list[Array]]:
     """Returns the output, the states, what the backward passes read, and the gathered parameters of the last layer."""
 
-    def iteration(number: int, carry: Any, index: Any) -> tuple[Any, Any]:
+    def iteration(loop_index: int, carry: Any, index: Any) -> tuple[Any, Any]:
         (x, gathered), states, saved = carry, [], []
-        places = program.places(number, index)
-        following = [*places[1:], program.above(number, index)]
+        places = program.places(loop_index, index)
+        following = [*places[1:], program.above(loop_index, index)]
         for (letter, place), after in zip(places, following, strict=True):
             ahead = gathered
             if after is not None:
@@ -161,11 +168,11 @@ def _forward(
 
     first = program.loops[0].unit[0]
     carry, found = (x, program.letters[first].gather(stacks[first], 0)), []
-    for number, run in enumerate(program.loops):
+    for loop_index, run in enumerate(program.loops):
         if run.times > 1:
-            carry, (states, saved) = lax.scan(partial(iteration, number), carry, jnp.arange(run.times))
+            carry, (states, saved) = lax.scan(partial(iteration, loop_index), carry, jnp.arange(run.times))
         else:
-            carry, (states, saved) = iteration(number, carry, 0)
+            carry, (states, saved) = iteration(loop_index, carry, 0)
             states = jax.tree.map(lambda a: a[None], states)
         found.append((states, saved))
     states, saved = zip(*found, strict=True)
@@ -199,11 +206,11 @@ def _run_backward(program: _Program, residuals: Any, cotangents: tuple[Array, li
     (saved, last, constants, inputs), (gradient, state_cotangents) = residuals, cotangents
     shared, stacks = Constants(constants, inputs.others), inputs.stacks
 
-    def iteration(number: int, carry: Any, scanned: Any) -> tuple[Any, None]:
+    def iteration(loop_index: int, carry: Any, scanned: Any) -> tuple[Any, None]:
         gradient, gathered, waiting, sums, of_constants = carry
         index, vjps, states = scanned
-        places, above, states = program.places(number, index), program.above(number, index), list(states)
-        lower = [program.below(number, places[0], index), *places[:-1]]
+        places, above, states = program.places(loop_index, index), program.above(loop_index, index), list(states)
+        lower = [program.below(loop_index, places[0], index), *places[:-1]]
         sums, of_constants = dict(sums), list(of_constants)
         for (letter, place), vjp, below in zip(reversed(places), reversed(vjps), reversed(lower), strict=True):
             if above is not None:
@@ -215,7 +222,7 @@ def _run_backward(program: _Program, residuals: Any, cotangents: tuple[Array, li
             state = states.pop() if own.has_state else None
             found = own.backward(vjp, (gradient, state), gathered, stacks[letter], place, shared)
             gradient, waiting, of_resident, of_shared = found
-            # The end of a layer, as that of an iteration: XLA would compute gradients of matrices behind other layers,
+            # The end of a layer, as that of an iteration: XLA would compute gradients of matrices after other layers,
             # and reduce those of two neighbouring layers together.
             reduced = {} if above is None else {above.letter: sums[above.letter]}
             gradient, waiting, reduced = barrier((gradient, waiting, reduced))
@@ -226,21 +233,21 @@ def _run_backward(program: _Program, residuals: Any, cotangents: tuple[Array, li
             gathered, above = under, _Place(letter, place)
         return (gradient, gathered, waiting, sums, of_constants), None
 
-    loop = program.loops
+    loops = program.loops
     carry = (*_last_gathered(program, gradient, last, stacks), [], inputs.sums, zeros_like(constants))
-    for number in reversed(range(len(loop))):
-        scanned = (saved[number], state_cotangents[number])
-        if loop[number].times > 1:
+    for loop_index in reversed(range(len(loops))):
+        scanned = (saved[loop_index], state_cotangents[loop_index])
+        if loops[loop_index].times > 1:
             # Only the stacks of this loop: XLA would copy the others, too.
             *before, sums, of_constants = carry
-            used = {letter: sums[letter] for letter in dict.fromkeys(loop[number].unit)}
-            scanned = (jnp.arange(loop[number].times), *scanned)
+            used = {letter: sums[letter] for letter in dict.fromkeys(loops[loop_index].unit)}
+            scanned = (jnp.arange(loops[loop_index].times), *scanned)
             (*before, used, of_constants), _ = lax.scan(
-                partial(iteration, number), (*before, used, of_constants), scanned, reverse=True
+                partial(iteration, loop_index), (*before, used, of_constants), scanned, reverse=True
             )
             carry = (*before, {**sums, **used}, of_constants)
         else:
-            carry, _ = iteration(number, carry, (0, scanned[0], jax.tree.map(lambda a: a[0], scanned[1])))
+            carry, _ = iteration(loop_index, carry, (0, scanned[0], jax.tree.map(lambda a: a[0], scanned[1])))
     gradient, _, waiting, sums, of_constants = carry
     first = program.loops[0].unit[0]
     sums = {**sums, first: program.letters[first].reduce(sums[first], Pending(first, waiting, 0))}
@@ -250,11 +257,10 @@ def _run_backward(program: _Program, residuals: Any, cotangents: tuple[Array, li
 def _last_gathered(
     program: _Program, gradient: Array, last: list[Array], stacks: Mapping[str, Stacks]
 ) -> tuple[Array, list[Array]]:
-    """Returns the gradient of the output, and the gathered parameters of the last layer: `last`, if they were saved."""
-    letter = program.loops[-1].unit[-1]
-    if program.letters[letter].loop.saves_gathered:
-        return gradient, []
-    if program.saves_last:
+    """Returns the gradient of the output, and the gathered parameters of the last layer: `last`, if they were saved;
+    nothing where its backward pass reads none."""
+    letter = program.last_letter
+    if program.saves_last or program.letters[letter].loop.saves_gathered:
         return gradient, last
     end = _Place(letter, program.before(len(program.loops))[letter] - 1)
     (gradient, _), gathered = _gathered_after(program, (gradient, []), end, stacks)
