@@ -8,7 +8,7 @@ ARGS ?=
 
 help:
 	@echo "make train      set up and train the default model; ARGS='--steps 50' adds options"
-	@echo "make test       set up and run the tests: 8 minutes on 2 cores"
+	@echo "make test       set up and run the tests: 6 minutes on 2 cores"
 	@echo "make test-all   what make test leaves out: long tests, and those that need the extras aot, parity and megatron"
 	@echo "make test-newest  the contracts on the newest jax, where there is a Python 3.12 or newer; NEWEST=/path/to/python names it"
 	@echo "make test-faults  plants faults in a copy, one at a time, and shows that a test notices each"
