@@ -1,6 +1,7 @@
 """H100 programs of layers without a loop: in which order they must recompute, and what their optimizer reads."""
 
 import re
+from typing import Any
 
 import pytest
 
@@ -33,13 +34,18 @@ def needs(entry: Computation, name: str) -> set[str]:
     return seen
 
 
+def unrolled_program(**fields: Any) -> tuple[Computation, dict[str, str]]:
+    """Compiles layers without a loop for H100s; returns the entry computation, and its products as of `products_of`."""
+    entry = compile_step(tiny(**fields, unroll_layers=True), find_target("h100x8")).module.entry
+    return entry, products_of(entry)
+
+
 @needs_aot
 @pytest.mark.long
 def test_full_recompute_waits_for_the_gradients_of_matrices_two_layers_above() -> None:
     """With `jax.checkpoint` alone it waits for the gradients of hidden states only, 10 of 14 products of a layer."""
     fields = {"mesh": "8x1", "zero": 3, "global_batch_size": 16, "num_layers": LAYERS, "attention": "xla"}
-    step = compile_step(tiny(**fields, recompute="full", unroll_layers=True), find_target("h100x8"))
-    entry, kinds = step.module.entry, products_of(step.module.entry)
+    entry, kinds = unrolled_program(**fields, recompute="full")
     remade = [name for name, kind in kinds.items() if kind == "recompute"]
     each = (len(kinds) - len(remade)) // LAYERS
     above = sorted(sum(kinds.get(n) == "backward" for n in needs(entry, name)) for name in remade)
@@ -68,8 +74,7 @@ def test_the_norm_of_gradients_reads_each_layers_array() -> None:
 def test_gradients_in_8_bits_wait_for_those_of_the_matrices_above() -> None:
     """Else XLA computes those of many matrices at the end, and holds the activations and gradients of all layers."""
     fields = {"mesh": "8x1", "zero": 1, "microbatch_size": 1, "num_layers": LAYERS, "fp8": "delayed"}
-    step = compile_step(tiny(**fields, recompute="none", unroll_layers=True), find_target("h100x8"))
-    entry, kinds = step.module.entry, products_of(step.module.entry)
+    entry, kinds = unrolled_program(**fields, recompute="none")
     back = [name for name, kind in kinds.items() if kind == "backward"]
     each, above = len(back) // LAYERS, [sum(kinds.get(n) == "backward" for n in needs(entry, name)) for name in back]
     assert each >= 8

@@ -26,10 +26,10 @@ def run_ranks(module: str, mode: str, folder: Path, *flags: str) -> None:
 
 
 def _run(module: str, mode: str, folder: Path, *flags: str) -> tuple[list[int | None], list[str]]:
-    # Ranks meet in a file: a port that was free may be another process's when the first rank opens it.
-    meeting = folder / f"{mode}-ranks"
-    meeting.unlink(missing_ok=True)
-    given = {"WORLD_SIZE": str(RANKS), "RANKS_MEET": f"file://{meeting}", "OMP_NUM_THREADS": "1"}
+    # Ranks find each other through a file: a port that was free may be another process's when the first rank opens it.
+    store = folder / f"{mode}-ranks"
+    store.unlink(missing_ok=True)
+    given = {"WORLD_SIZE": str(RANKS), "RANKS_STORE": f"file://{store}", "OMP_NUM_THREADS": "1"}
     given |= {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     command = [sys.executable, *flags, "-W", "ignore", "-m", module, mode, str(folder)]
     outputs = [(folder / f"{mode}-{rank}.log").open("w+") for rank in range(RANKS)]

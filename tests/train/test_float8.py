@@ -625,7 +625,7 @@ def test_scales_of_earlier_steps_are_needed_and_may_not_be_lost(then: Any, now: 
 
 @pytest.mark.long
 def test_exact_first_scales_are_found_in_as_few_passes() -> None:
-    """Rounding moves exact scales by a step of 1/8 at most, which is no reason for another pass."""
+    """Rounding moves exact scales by a step of 1/8 at most, which does not need another pass."""
     program: Any = program_of("1x1", fp8="delayed", fp8_scales="exact", num_layers=8, **PLAIN)
     said: list[str] = []
     FirstScales(program, said.append)(program.initialize(1), batch_of(program, 0))

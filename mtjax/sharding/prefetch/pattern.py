@@ -7,7 +7,7 @@ not gather the last layer again where the pattern begins with a loop of several 
 loop's backward pass, whose layer has none below, gathers one that is not read.
 
 Parameters of neighbouring layers have different shapes, so the slots of a loop's cotangents, through which layers of
-one stack hand on parameters and gradients, can't be used. Forward and backward pass are loops of their own in one
+one stack hand on parameters and gradients, can't be used. Forward and backward pass are separate loops in one
 `custom_vjp`, and hand them on in their carries.
 """
 

@@ -32,7 +32,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from tests.parity.megatron_core.cases import MODELS, RESUMED, RUN, SAVED, TINY, TINY_RUN, run_arguments
 from tests.parity.megatron_core.datasets import TOKENIZER
 from tests.parity.megatron_core.models import fill, logits_of, shaken, sharded
-from tests.parity.megatron_core.torch_dist import groups, meet, models_of
+from tests.parity.megatron_core.torch_dist import groups, init_ranks, models_of
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _set = DistributedOptimizer._set_main_param_and_optimizer_states
@@ -238,7 +238,7 @@ class Trained:
 
 def main(mode: str, folder: Path) -> None:
     """All cases."""
-    meet(folder / "saved" if mode == "train" else None)
+    init_ranks(folder / "saved" if mode == "train" else None)
     for name, case in (TINY_RUN if mode == "tiny" else RESUMED).items():
         run, first = Trained(folder, name), 0
         if mode == "resume":

@@ -1,7 +1,7 @@
 """`torch_dist` checkpoints by the real megatron-core: saved and loaded in processes that communicate by gloo.
 
 `python -m tests.parity.megatron_core.torch_dist MODE FOLDER`, once for each of four ranks, with RANK, WORLD_SIZE
-and RANKS_MEET (a file's URL) set. `save` writes every case's folder, its logits, and the same model in the format
+and RANKS_STORE (a file's URL) set. `save` writes every case's folder, its logits, and the same model in the format
 torch; `load` loads strictly the folders that mtjax wrote, and compares every tensor with the model's. `tiny` writes
 what `tests/convert/torch_dist.zip` holds.
 """
@@ -37,11 +37,11 @@ PATIENCE = 4
 """Minutes that a rank waits for the others."""
 
 
-def meet(anew: Path | None = None) -> None:
+def init_ranks(anew: Path | None = None) -> None:
     """Makes the group of all processes; removes the folder `anew`, which an earlier start may have left."""
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     waits = timedelta(minutes=PATIENCE)
-    dist.init_process_group("gloo", os.environ["RANKS_MEET"], rank=rank, world_size=ranks, timeout=waits)
+    dist.init_process_group("gloo", os.environ["RANKS_STORE"], rank=rank, world_size=ranks, timeout=waits)
     if anew and rank == 0:
         shutil.rmtree(anew, ignore_errors=True)
     dist.barrier()
@@ -140,7 +140,7 @@ def load(folder: Path, name: str, degrees: Degrees) -> None:
 
 def main(mode: str, folder: Path) -> None:
     """All cases."""
-    meet(folder / "saved" if mode == "save" else None)
+    init_ranks(folder / "saved" if mode == "save" else None)
     if mode == "tiny":
         with groups():
             whole = sharded(build(TINY))
