@@ -177,7 +177,11 @@ def test_classes_without_a_pooler_or_a_head_are_complete(kind: str, tmp_path: Pa
             {"modules_to_save": ["embed_tokens"]},
             "changes model.embed_tokens.weight, to which the base model ties",
         ),
-        (CASES["qwen3_moe"], {"target_parameters": ["mlp.gate.weight"]}, "target_parameters has mlp.gate.weight, and"),
+        (
+            CASES["qwen3_moe"],
+            {"target_parameters": ["mlp.gate.weight"]},
+            "target_parameters has 'mlp.gate.weight', but must",
+        ),
         (CASES["zamba2"], {"target_modules": ["o_proj"]}, "o_proj, which share their weights, in different ways"),
     ],
 )
