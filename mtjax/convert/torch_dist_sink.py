@@ -51,7 +51,7 @@ class TorchDistSink:
           parameters: of the model.
           impl: Megatron's `--transformer-impl`; Transformer Engine when None.
           dtype: type of the numbers; that of the origin when None.
-          iteration: of a run; None for weights that are no run's.
+          iteration: of a run; None for weights that do not come from a run.
 
         Raises:
           UserError: Megatron-Core has no such model.

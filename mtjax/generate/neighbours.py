@@ -46,7 +46,7 @@ class Reading:
       neighbours: of all chunks of the context, int32[chunks, k, r]; those of a retriever are filled in as they are
         found. None where the model reads none.
       without: documents that a retriever leaves out.
-      front: ends of documents in front of the prompt, which are no part of it.
+      front: ends of documents in front of the prompt, which are not part of it.
       sources: what it found for each chunk so far.
     """
 

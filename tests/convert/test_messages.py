@@ -163,7 +163,7 @@ def test_a_t5_s_activation_is_the_same_in_all_keys(config: dict, said: str) -> N
 
 @pytest.mark.parametrize("kind", ["gpt_oss", "cwm", "ministral3"])
 def test_null_rope_parameters_are_the_type_s_default(kind: str) -> None:
-    """A null was no scaling for two of these types, for all of which transformers takes YaRN or Llama 3's."""
+    """transformers takes YaRN or Llama 3's scaling for a null of all these types; two were read without scaling."""
     family = FAMILIES[kind]
     missing, null = (
         family.model_settings({"model_type": kind, **more}, frozenset(), "") for more in ({}, {"rope_parameters": None})

@@ -58,7 +58,7 @@ def test_bits_are_even_and_neighbours_unrelated():
 
 @pytest.mark.parametrize(("shape", "site"), [((2, 3, 8), 0), ((2, 2, 3, 7), 5), ((1, 5), 2)])
 def test_four_neighbours_share_the_words_of_one_counter(shape, site):
-    """By jax's Threefry, also where the last dimension is no multiple of four."""
+    """By jax's Threefry, also where the last dimension is not a multiple of four."""
     keys = jax.random.split(jax.random.key(3), shape[0])
     with jax.set_mesh(mesh_of("1x1")):
         place = jax.P(*[None] * len(shape))

@@ -226,7 +226,7 @@ def search(folder: Path, tmp_path: Path) -> Iterator[Callable[..., None]]:
 def test_a_resumed_run_reads_the_neighbours_that_it_has_read(
     folder: Path, tmp_path: Path, search: Callable[..., None], capsys: Any
 ) -> None:
-    """Others under the same prefix are refused, or said; the same ones, and those of more samples, are no change."""
+    """Others under the same prefix are refused, or said; the same ones, and those of more samples, are not."""
     past = newest_past(folder / "run" / "checkpoints")
     assert past is not None and past.record is not None
     recorded, longer = past.record.position.neighbours, replace(past.config, steps=4)

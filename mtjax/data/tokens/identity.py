@@ -35,7 +35,7 @@ def difference(theirs: Tokenizer, ours: Tokenizer, *, may_add: bool = False) -> 
     Args:
       theirs: the one "there".
       ours: the one "here".
-      may_add: tokens that `ours` has after all of `theirs` are no difference: the ids of the others mean the same.
+      may_add: tokens that `ours` has after all of `theirs` do not count: the ids of the others mean the same.
     """
     there, here = _tokens(theirs), _tokens(ours)
     for index, (one, other) in enumerate(zip(there, here, strict=False)):
