@@ -423,6 +423,13 @@ FAULTS = (
         "test_scores_and_weights_do_not_depend_on_the_mesh",
     ),
     Fault(
+        "QK-clip: in blocks, scores of tokens that do not attend to each other count",
+        "largest = hidden(products).max(-1) if observes",
+        "largest = products.max(-1) if observes",
+        "sharding",
+        "test_the_largest_scores_of_blocks",
+    ),
+    Fault(
         "QK-clip: a group of query heads is scaled by its least largest score",
         "_factors(scores.reshape(layers, keys, -1).max(-1), threshold)",
         "_factors(scores.reshape(layers, keys, -1).min(-1), threshold)",

@@ -283,6 +283,24 @@ MESHES = [
     pytest.param("1x2", {"microbatch_size": 4}, id="accumulation", marks=pytest.mark.exhaustive),
     pytest.param("2x1", {"zero": 1}, id="zero 1", marks=pytest.mark.exhaustive),
     pytest.param("2x2", {"sequence_parallel": True, "lora_rank": 4}, id="LoRA", marks=pytest.mark.exhaustive),
+    pytest.param(
+        "2x2",
+        {"zero": 1, "sequence_parallel": True, "microbatch_size": 2, **EXPERTS, "lora_rank": 4},
+        id="LoRA of experts",
+        marks=LONG,
+    ),
+    pytest.param(
+        "data=2,expert=2",
+        {"zero": 3, **EXPERTS, "moe_every": 2, "lora_rank": 4} | NO_FIRST,
+        id="LoRA of experts apart",
+        marks=pytest.mark.exhaustive,
+    ),
+    pytest.param(
+        "2x2",
+        {"zero": 3, "sequence_parallel": True, **LATENT, "lora_rank": 4},
+        id="LoRA of latent attention",
+        marks=LONG,
+    ),
     pytest.param("1x2x1", {"microbatch_size": 2}, id="stages", marks=pytest.mark.long),
     pytest.param(
         "4x1",
@@ -519,25 +537,30 @@ def test_a_product_that_no_layer_has_is_an_error(monkeypatch: pytest.MonkeyPatch
         make_train_step(tiny_config(fp8="delayed"), mesh_of("1x1"))
 
 
-LORA: dict[str, Any] = {"lora_rank": 4, **LLAMA}
+LORA: dict[str, Any] = {"lora_rank": 4, "family": "llama"}
 
 
 @LONG
 @pytest.mark.parametrize(
     ("recipe", "mesh", "fields"),
     [
-        ("tensorwise", "2x2", {"zero": 3, "sequence_parallel": True}),
-        pytest.param("tensorwise", "2x1", {"zero": 1, "recompute": "full"}, marks=pytest.mark.exhaustive),
-        ("rowwise", "2x1", {"zero": 1}),
+        ("tensorwise", "2x2", {"zero": 3, "sequence_parallel": True, **LLAMA}),
+        pytest.param("tensorwise", "2x1", {"zero": 1, "recompute": "full", **LLAMA}, marks=pytest.mark.exhaustive),
+        ("rowwise", "2x1", {"zero": 1, **LLAMA}),
+        pytest.param("tensorwise", "2x2", {"zero": 1, **EXPERTS}, marks=pytest.mark.exhaustive),
+        pytest.param("rowwise", "2x1", {"zero": 3, **EXPERTS}, marks=pytest.mark.exhaustive),
+        ("tensorwise", "2x1", {"zero": 1, **LATENT}),
+        pytest.param("rowwise", "2x1", {"zero": 3, **LATENT}, marks=pytest.mark.exhaustive),
     ],
     ids=str,
 )
 def test_adapters_beside_frozen_matrices_in_8_bits_do_not_depend_on_the_mesh(
     recipe: str, mesh: str, fields: Any
 ) -> None:
-    found, state, _ = losses(mesh, fp8=recipe, **LORA, **fields)
-    expected, alone, program = losses("1x1", 3, fp8=recipe, **LORA)
-    plain, _, _ = losses("1x1", 3, **LORA)
+    found, state, _ = losses(mesh, fp8=recipe, **LORA | fields)
+    fields = LORA | {name: value for name, value in fields.items() if name not in PARALLEL}
+    expected, alone, program = losses("1x1", 3, fp8=recipe, **fields)
+    plain, _, _ = losses("1x1", 3, **fields)
     assert found == pytest.approx(expected, rel=1e-4)  # of each microbatch its own scales: docs/float8.md
     assert max(abs(a / b - 1) for a, b in zip(expected, plain, strict=True)) > 1e-6
     frozen = select_frozen(program.records, jax.tree.map(np.asarray, alone.parameters))
@@ -569,8 +592,6 @@ def test_adapters_beside_frozen_matrices_in_8_bits_do_not_depend_on_the_mesh(
         ({"family": "bert"}, "does not support the family bert"),
         ({"family": "t5"}, "does not support the family t5"),
         ({"family": "hybrid", "layer_pattern": "*-"}, "does not support the family hybrid"),
-        ({"num_experts": 4, "lora_rank": 4}, "does not support LoRA of experts, and num_experts is 4"),
-        ({"lora_rank": 4, **LATENT}, "does not support LoRA of latent attention, and kv_lora_rank is 16"),
         (
             {"fp8_bf16_first_layers": 1, **EXPERTS},
             "fp8_bf16_first_layers 1 does not support dense layers",

@@ -29,12 +29,13 @@ def attend(
     if context.positions is not None:
         return attend_across("xla", query, key, value, context, options)
     scale = options.scale_of(query.shape[-1])
-    kernel = InBlocks(scale, context.is_causal, options.softcap, options.alibi, options.rate)
+    observes = options.largest_scores is not None
+    kernel = InBlocks(scale, context.is_causal, options.softcap, options.alibi, options.rate, observes)
     window = None if options.window is None else jnp.asarray(options.window)
     slopes = None if options.alibi is None else options.alibi.by_head()
     inputs = Inputs(context.segment_ids, window, slopes, dropout_of(query, context, options))
     names = (ATTENTION_OUTPUT, ATTENTION_STATISTICS)
-    return flash_attention(query, key, value, names, kernel, inputs, options.sinks)
+    return flash_attention(query, key, value, names, kernel, inputs, options.sinks, options.largest_scores)
 
 
 class Inputs(NamedTuple):
@@ -56,6 +57,8 @@ class InBlocks:
     alibi: Alibi | None
     rate: float
     """Of the dropout on probabilities."""
+    observes: bool
+    """Whether `backward` also returns each row's largest score."""
 
     def __call__(self, query: Array, key: Array, value: Array, more: Inputs) -> Array:
         """See `FlashKernel`."""
@@ -69,19 +72,19 @@ class InBlocks:
 
     def backward(
         self, inputs: tuple[Array, Array, Array], more: Inputs, out: Array, statistics: Array, gradient: Array
-    ) -> tuple[Array, Array, Array]:
+    ) -> tuple[Array, ...]:
         """See `FlashKernel`."""
         query, key, value = inputs
         queries, keys = _blocks(query, key, value, more)
         rows = queries._replace(mixed=out, log_sums=statistics.swapaxes(1, 2), gradient=gradient)
         gradients = self._kernel(query, key).backward(rows, keys, more.dropout, self.is_causal)
-        d_query, d_key, d_value = (a.astype(b.dtype) for a, b in zip(gradients, inputs, strict=True))
-        return d_query, d_key, d_value
+        of_inputs = (a.astype(b.dtype) for a, b in zip(gradients[:3], inputs, strict=True))
+        return *of_inputs, *(rows.swapaxes(1, 2) for rows in gradients[3:])
 
     def _kernel(self, query: Array, key: Array) -> XlaBlocks:
         rows = query.shape[0] * query.shape[2]
         at_a_time = queries_at_a_time(rows, key.shape[1])
-        return XlaBlocks(self.scale, self.rate, key.shape[1], self.softcap, self.alibi, at_a_time)
+        return XlaBlocks(self.scale, self.rate, key.shape[1], self.softcap, self.alibi, at_a_time, self.observes)
 
 
 def _blocks(query: Array, key: Array, value: Array, more: Inputs) -> tuple[QueryBlock, KVBlock]:
