@@ -424,7 +424,7 @@ FAULTS = (
     ),
     Fault(
         "QK-clip: in blocks, scores of tokens that do not attend to each other count",
-        "largest = hidden(products).max(-1) if observes",
+        "largest = _hidden(products, seen).max(-1) if observes",
         "largest = products.max(-1) if observes",
         "sharding",
         "test_the_largest_scores_of_blocks",

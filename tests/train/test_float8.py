@@ -283,24 +283,6 @@ MESHES = [
     pytest.param("1x2", {"microbatch_size": 4}, id="accumulation", marks=pytest.mark.exhaustive),
     pytest.param("2x1", {"zero": 1}, id="zero 1", marks=pytest.mark.exhaustive),
     pytest.param("2x2", {"sequence_parallel": True, "lora_rank": 4}, id="LoRA", marks=pytest.mark.exhaustive),
-    pytest.param(
-        "2x2",
-        {"zero": 1, "sequence_parallel": True, "microbatch_size": 2, **EXPERTS, "lora_rank": 4},
-        id="LoRA of experts",
-        marks=LONG,
-    ),
-    pytest.param(
-        "data=2,expert=2",
-        {"zero": 3, **EXPERTS, "moe_every": 2, "lora_rank": 4} | NO_FIRST,
-        id="LoRA of experts apart",
-        marks=pytest.mark.exhaustive,
-    ),
-    pytest.param(
-        "2x2",
-        {"zero": 3, "sequence_parallel": True, **LATENT, "lora_rank": 4},
-        id="LoRA of latent attention",
-        marks=LONG,
-    ),
     pytest.param("1x2x1", {"microbatch_size": 2}, id="stages", marks=pytest.mark.long),
     pytest.param(
         "4x1",
@@ -547,10 +529,6 @@ LORA: dict[str, Any] = {"lora_rank": 4, "family": "llama"}
         ("tensorwise", "2x2", {"zero": 3, "sequence_parallel": True, **LLAMA}),
         pytest.param("tensorwise", "2x1", {"zero": 1, "recompute": "full", **LLAMA}, marks=pytest.mark.exhaustive),
         ("rowwise", "2x1", {"zero": 1, **LLAMA}),
-        pytest.param("tensorwise", "2x2", {"zero": 1, **EXPERTS}, marks=pytest.mark.exhaustive),
-        pytest.param("rowwise", "2x1", {"zero": 3, **EXPERTS}, marks=pytest.mark.exhaustive),
-        ("tensorwise", "2x1", {"zero": 1, **LATENT}),
-        pytest.param("rowwise", "2x1", {"zero": 3, **LATENT}, marks=pytest.mark.exhaustive),
     ],
     ids=str,
 )
@@ -592,6 +570,8 @@ def test_adapters_beside_frozen_matrices_in_8_bits_do_not_depend_on_the_mesh(
         ({"family": "bert"}, "does not support the family bert"),
         ({"family": "t5"}, "does not support the family t5"),
         ({"family": "hybrid", "layer_pattern": "*-"}, "does not support the family hybrid"),
+        ({"num_experts": 4, "lora_rank": 4}, "LoRA of experts, and num_experts is 4: .* would gain less than 1%"),
+        ({"lora_rank": 4, **LATENT}, "does not support LoRA of latent attention, and kv_lora_rank is 16"),
         (
             {"fp8_bf16_first_layers": 1, **EXPERTS},
             "fp8_bf16_first_layers 1 does not support dense layers",
@@ -631,6 +611,12 @@ def test_what_remains_in_16_bits_is_said_and_latent_attention_has_no_maxima_over
             {"fp8": "delayed", "fp8_scales": "exact"},
             "saved with fp8_scales power-of-two, and .* is exact: .*; resume with --fp8-scales power-of-two, or",
         ),
+        (
+            {"fp8": "delayed"},
+            {"fp8": "delayed", "fp8_format": "e4m3"},
+            "saved with fp8_format hybrid, and fp8_format is e4m3: .*; resume with --fp8-format hybrid, or",
+        ),
+        ({"fp8": "rowwise", "fp8_format": "e4m3"}, {"fp8": "rowwise"}, None),
         ({"fp8": "tensorwise"}, {}, None),
         ({"fp8": "rowwise", "fp8_scales": "exact"}, {"fp8": "tensorwise"}, None),
         ({"fp8": "delayed"}, {"fp8": "delayed", "mesh": "2x2"}, None),

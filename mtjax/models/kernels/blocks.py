@@ -162,9 +162,8 @@ class XlaBlocks:
             of_queries = self.alibi.at(queries.positions[:, None, None, :, None], slopes)
             scores += self.alibi.at(keys.positions[:, None, None, None, :], slopes) - of_queries
         seen = _seen(queries, keys, is_causal)
-        hidden = (lambda a: a) if seen is None else (lambda a: jnp.where(seen[:, None, None], a, HIDDEN_SCORE))
-        largest = hidden(products).max(-1) if observes else None
-        scores = hidden(scores)
+        largest = _hidden(products, seen).max(-1) if observes else None
+        scores = _hidden(scores, seen)
         if dropout is None:
             return scores, derivative, 1.0, largest
         return scores, derivative, self._dropout_factors(queries, keys, dropout).reshape(scores.shape), largest
@@ -198,6 +197,11 @@ def _seen(queries: QueryBlock, keys: KVBlock, is_causal: bool) -> Bool[Array, "b
             near &= keys.positions[:, None, :] <= last[:, :, None]
         seen = near if seen is None else seen & near
     return seen
+
+
+def _hidden(scores: Array, seen: Bool[Array, "batch seq key_seq"] | None) -> Array:
+    """Replaces scores of keys that a query does not attend to by `HIDDEN_SCORE`."""
+    return scores if seen is None else jnp.where(seen[:, None, None], scores, HIDDEN_SCORE)
 
 
 def _grouped(a: Array, groups: int) -> Array:
