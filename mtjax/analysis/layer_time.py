@@ -15,6 +15,7 @@ from mtjax.analysis.parts.part import Elementwise, Part, Product, Scores, unrepe
 from mtjax.analysis.software import Software
 from mtjax.config import Model
 from mtjax.config.adapters import is_trainable
+from mtjax.layout.attention_kernel import padded_width
 from mtjax.layout.plan import Plan
 
 
@@ -126,6 +127,13 @@ def _core(scores: Scores, plan: Plan, machine: Machine, kernels: ElementWise) ->
     """Seconds of scores, softmax and context of a layer, forward and backward."""
     heads = scores.heads / plan.mesh.model * plan.microbatch_size
     queries, keys, width = scores.queries / plan.mesh.context, scores.keys, scores.width
+    if plan.pallas_attention:
+        pairs = heads * queries * keys * (scores.visible if scores.is_causal else 1)
+        draws, padded = pairs * plan.has_attention_dropout, padded_width(width)
+        return machine.own_attention(4 * pairs * padded, draws), sum(
+            machine.own_attention(2 * products * pairs * padded, draws)
+            for products in (4, 3)  # of keys and values, and of queries
+        )
     if plan.flash_attention:
         causal_half = 2 * queries * keys * width * heads
         return machine.flash(causal_half), machine.flash(2.5 * causal_half)

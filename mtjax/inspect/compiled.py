@@ -14,10 +14,11 @@ import jax
 
 from mtjax.analysis.anatomy import Anatomy
 from mtjax.analysis.families.registry import anatomy_of
-from mtjax.config import Config
+from mtjax.config import Config, replace
 from mtjax.config.sizes import expert_capacity
 from mtjax.errors import UserError, first_line, install_extra
 from mtjax.inspect import hlo
+from mtjax.inspect.products import is_own_attention
 from mtjax.inspect.stage_branches import with_stage_branches
 from mtjax.inspect.targets import ATTACHED, Target, judged_by
 from mtjax.layout.mesh import MeshShape, parse_mesh
@@ -84,8 +85,17 @@ class CompiledStep:
     @cached_property
     def plan(self) -> Plan:
         """The plan for formulas, with the compiled attention kernel."""
-        is_flash = "fmha" in self.text
-        return Plan.of(self.config, self.mesh, flash_attention=is_flash, joins_parallel=self.target.is_gpu)
+        is_own, run = is_own_attention(self.text), self.config
+        if run.model.attention == "pallas" and not is_own:
+            run = replace(run, attention="blocks")  # on CPUs
+        is_flash = is_own or "fmha" in self.text
+        return Plan.of(
+            run,
+            self.mesh,
+            flash_attention=is_flash,
+            pallas_attention=is_own,
+            joins_parallel=self.target.is_gpu,
+        )
 
     @property
     def guessed_matmuls(self) -> int:
