@@ -23,8 +23,8 @@ class Constants:
     """Of the peak, counting causal FLOPs: FlashAttention-2/3 and cuDNN report 35-75% (arXiv 2307.08691, 2407.08608)."""
     own_attention: float = 0.35
     """Of the peak, of attention in Triton: FlashAttention-2 reaches 35% on H100 (arXiv 2407.08608)."""
-    draws: float = 18.5
-    """Integer instructions for a random number of 16 bits, by the machine code of dropout (docs/notes/kernels.md)."""
+    draws: float = 17.0
+    """Integer instructions for a random number of 16 bits, by the machine code of a mask (docs/notes/kernels.md)."""
     integers: int = 64
     """Integer instructions that a multiprocessor executes in a clock, from compute capability 8.0 to 10.0."""
     link: float = 0.8
@@ -116,8 +116,12 @@ class Machine:
           draws: random numbers of dropout.
         """
         c = self.constants
-        integers = self.gpu.multiprocessors * self.gpu.clock * 1e9 * c.integers
-        return max((flops / (self.peak * c.own_attention) + draws * c.draws / integers) / c.training, c.launch)
+        return max(flops / (self.peak * c.own_attention * c.training) + self.drawn(draws), c.launch)
+
+    def drawn(self, count: float) -> float:
+        """Returns the seconds of the instructions that draw as many random numbers."""
+        c = self.constants
+        return count * c.draws / (self.gpu.multiprocessors * self.gpu.clock * 1e9 * c.integers * c.training)
 
     def transfer(self, entry: Transfer, inside: int) -> float:
         """Returns the seconds of all collectives of `entry` in a step; `inside` of a group's ranks share a server.

@@ -196,6 +196,8 @@ class Elementwise:
     """Of the MLP's inner width."""
     gate: float = 0
     """Of those, the ones that XLA multiplies with a gate."""
+    normed: float = 0
+    """Of queries and keys that are normalized (QK norm)."""
 
 
 @dataclass(frozen=True)
