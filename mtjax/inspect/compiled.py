@@ -31,6 +31,8 @@ NO_TILES = "Couldn't find output tile sizes"
 """XLA's error where it finds no tile sizes for a matmul in Triton kernels, without a GPU for autotuning."""
 DUMP_TO = "xla_dump_to"
 """XLA's option for the folder to which it writes programs and their kernels."""
+WITH_KERNELS = {"xla_dump_emitter_re": ".*ptx.*"}
+"""Option without which jax 0.12 writes no kernels."""
 OWN_KERNELS = "xla_gpu_enable_triton_gemm"
 """XLA's option for Triton matmuls; without them, all matmuls are cuBLAS's."""
 
@@ -175,7 +177,7 @@ def compile_for(
     Raises:
       UserError: XLA fails to compile it.
     """
-    written = {DUMP_TO: str(dump_to)} if dump_to else {}
+    written = {DUMP_TO: str(dump_to), **WITH_KERNELS} if dump_to else {}
     with warnings.catch_warnings():
         # Programs for absent devices can't be loaded from jax's compilation cache, and jax warns each time.
         warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache", UserWarning)

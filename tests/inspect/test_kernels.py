@@ -13,7 +13,7 @@ import pytest
 from mtjax.analysis.hardware import H100
 from mtjax.config import load
 from mtjax.errors import UserError
-from mtjax.inspect.compiled import DUMP_TO
+from mtjax.inspect.compiled import DUMP_TO, WITH_KERNELS
 from mtjax.inspect.kernels import ptx, sass
 from mtjax.inspect.kernels.audit import SWAPS, check_kernels
 from mtjax.inspect.kernels.block import follow
@@ -215,6 +215,7 @@ def test_kernels_of_a_step_are_matched():
     assert u32_arrays(report, 2 * 64 * 256) == []
     document = json.loads(json.dumps(to_json(report)))["time"]["kernels"]
     assert {row["name"] for row in document["kernels"]} == {row.machine.name for row in kernels.rows}
+    assert document["jax"] == jax.__version__
 
 
 @needs_aot
@@ -228,7 +229,7 @@ def test_four_neighbours_draw_their_dropout_from_twenty_rounds(tmp_path):
     with jax.set_mesh(mesh), use_rules(TENSOR.rules):
         x = jax.ShapeDtypeStruct((8, 1024, 1536), jnp.bfloat16)
         keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 8))
-        jax.jit(drop).lower(x, x, keys).compile(compiler_options={DUMP_TO: str(tmp_path)})
+        jax.jit(drop).lower(x, x, keys).compile(compiler_options={DUMP_TO: str(tmp_path), **WITH_KERNELS})
     dumped = read(tmp_path, "jit_drop")
     assembled = assemble(dumped.files, "sm_90a", tmp_path)
     large = [name for name, launch in dumped.launches.items() if launch.blocks * launch.block_threads > 2**16]
