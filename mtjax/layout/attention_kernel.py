@@ -18,8 +18,9 @@ HOPPER: Capability = (9, 0)
 
 NO_PACKED: Capability = (11, 0)
 """From here on cuDNN's kernels of packed documents are not known to have a backward pass."""
-LONGEST_WHOLE = 8192
-"""Tokens up to which all scores at once are faster than blocks of them, where they fit (docs/notes/speed.md)."""
+LONGEST_WHOLE, LARGEST_WHOLE = 8192, 2**30
+"""Tokens of a sample, and its scores on a rank, up to which all scores are computed at once; blocks of more take less
+time (docs/notes/speed.md)."""
 # Finite, so that the difference of two masked scores is 0 and not NaN.
 HIDDEN_SCORE = -1e30
 """Score of a masked key, and log-sum of a row without keys: its exponential is 0."""
@@ -30,6 +31,8 @@ QUERIES_AT_A_TIME = 512
 """Queries whose scores XLA's kernel holds at a time with context parallelism."""
 SCORES_AT_A_TIME, LEAST_QUERIES_AT_A_TIME = 2**25, 64
 """Scores of a rank that the kernel `blocks` holds at a time, if these are of at least so many queries per head."""
+SPANS = 4
+"""Spans of a causal sample that the kernel `blocks` attends to with the keys up to their ends: 5/8 of all scores."""
 
 
 def choose_kernel(
@@ -57,7 +60,9 @@ def choose_kernel(
     here = never or next(_not_cudnn(config, capability, context), None)
     if here is None:
         return "cudnn", None
-    is_whole = never is not None or config.model.sequence_length <= LONGEST_WHOLE
+    tokens, ways = config.model.sequence_length, 1 if mesh is None else mesh.model
+    is_small = tokens <= LONGEST_WHOLE and config.model.num_heads / ways * tokens**2 <= LARGEST_WHOLE
+    is_whole = never is not None or is_small
     return "xla" if is_whole else "blocks", here if requested == "cudnn" else None
 
 
@@ -125,6 +130,16 @@ def queries_at_a_time(rows: float, keys: float) -> int:
     while queries > LEAST_QUERIES_AT_A_TIME and queries * rows * keys > SCORES_AT_A_TIME:
         queries //= 2
     return queries
+
+
+def spans_of(queries: int, at_a_time: int) -> int:
+    """Returns the spans of a causal sample of which the kernel `blocks` leaves out the keys after each span.
+
+    Args:
+      queries: of a sample.
+      at_a_time: of these whose scores are held at a time.
+    """
+    return SPANS if queries % SPANS == 0 and queries > SPANS * at_a_time else 1
 
 
 def documents_at_most(tokens: int) -> int:

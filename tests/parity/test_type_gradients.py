@@ -32,6 +32,9 @@ MESHES: dict[str, tuple[str, dict[str, Any]]] = {
 """Name -> mesh, and settings."""
 ALWAYS = (("opt 350m", "stages"),)
 """Cases of the suite."""
+IN_FLOAT64 = ("exaone4",)
+"""Cases of which transformers computes in float64: without norms before their sublayers, its gradients in float32 are
+1e-5 from these."""
 PRODUCT = [(name, mesh) for name in CASES for mesh in MESHES if mesh != "context" or name == "opt 350m"]
 
 
@@ -45,11 +48,7 @@ def converted(source: HuggingFaceSource, config: Config, shape: str) -> Any:
     ("name", "mesh"),
     [
         *ALWAYS,
-        *(
-            pytest.param(*case, marks=pytest.mark.exhaustive)
-            for case in PRODUCT
-            if case not in ALWAYS
-        ),
+        *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in PRODUCT if case not in ALWAYS),
     ],
 )
 def test_logits_loss_and_gradients(name: str, mesh: str, tmp_path: Path) -> None:
@@ -74,8 +73,10 @@ def test_logits_loss_and_gradients(name: str, mesh: str, tmp_path: Path) -> None
     def as_ours(named: Named) -> Any:
         """Rows of positions that no token reads have no gradient, and a gradient of a tied table is of both uses."""
         saved = tmp_path / f"{len(list(tmp_path.iterdir()))}"
-        zeros = {name: torch.zeros_like(parameter) for name, parameter in network.named_parameters()}
-        network.save_pretrained(saved, state_dict=zeros | {name: torch.tensor(array) for name, array in named.items()})
+        zeros = {name: torch.zeros_like(each, dtype=torch.float32) for name, each in network.named_parameters()}
+        given = {name: torch.tensor(array, dtype=torch.float32) for name, array in named.items()}
+        network.save_pretrained(saved, state_dict=zeros | given)
         return converted(HuggingFaceSource(saved, 2), config, shape)
 
+    network = network.double() if name in IN_FLOAT64 else network
     assert_next_token_parity(network, config, shape, as_ours, TOLERANCE)
