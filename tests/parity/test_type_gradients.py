@@ -30,8 +30,8 @@ MESHES: dict[str, tuple[str, dict[str, Any]]] = {
     "context": ("data=1,context=2,model=2", {}),
 }
 """Name -> mesh, and settings."""
-ALWAYS = (("opt 350m", "stages"),)
-"""Cases of the suite."""
+ALWAYS = (("opt 350m", "stages"), ("gpt_oss", "stages"), ("gemma3_text", "2x2"), ("deepseek_v3", "1x2"))
+"""Cases of `make test-all`; `make test-layouts` runs the product."""
 IN_FLOAT64 = ("exaone4",)
 """Cases of which transformers computes in float64: without norms before their sublayers, its gradients in float32 are
 1e-5 from these."""
