@@ -98,8 +98,8 @@ FAULTS = (
     # --- other names of keys, adapters of peft
     Fault(
         "other names of keys of config.json are read",
-        "found.setdefault(key, value := config[other])",
-        "found.get(key, value := config[other])",
+        "found.setdefault(key, value) != value",
+        "found.get(key, value) != value",
         "convert",
         "test_bloom_560m_has_its_published_number",
     ),
