@@ -249,7 +249,7 @@ def _layer_problems(model: Model, plan: Plan) -> Iterator[str]:
         yield f"layers_per_stage {_listed(per_stage)} applies to both stacks, and {counts} differ: make them equal"
         return
     problems = [reason for name, count in stacks.items() for reason in _count_problems(name, count, plan)]
-    yield from problems or (*_ring_problems(model, plan), *_chunk_problems(model, plan))
+    yield from problems or _ring_problems(model, plan)
 
 
 def _count_problems(name: str, count: int, plan: Plan) -> Iterator[str]:
@@ -264,20 +264,6 @@ def _count_problems(name: str, count: int, plan: Plan) -> Iterator[str]:
         yield _unequal_shares(name, count, stages, chunks)
     elif per_stage is not None:
         yield from _layers_per_stage_problems(name, count, plan, per_stage)
-
-
-def _chunk_problems(model: Model, plan: Plan) -> Iterator[str]:
-    """Yields an interleaved schedule of stages whose chunks have different patterns of layers: it was not tested."""
-    setting = f"layer_pattern {model.layer_pattern!r}" if model.layer_pattern else f"moe_every {model.moe_every}"
-    if plan.chunks == 1 or not (model.layer_pattern or model.moe_every > 1):
-        return
-    orders = [order_in_plan(stack, plan) for stack in stacks_of(model) if stack.pattern]
-    longest = max(plan.layers_per_stage or (model.num_layers // plan.mesh.stage,)) // plan.chunks
-    if any(len(order.pattern) > longest for order in orders):
-        yield (
-            f"{setting} gives the {plan.chunks} chunks of each of the {plan.mesh.stage} stages of the mesh different "
-            "patterns of layers: set chunks to 1, or choose stages and chunks that have the same pattern"
-        )
 
 
 def _ring_problems(model: Model, plan: Plan) -> Iterator[str]:
