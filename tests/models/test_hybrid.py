@@ -277,7 +277,6 @@ rare = partial(pytest.param, marks=pytest.mark.exhaustive)
             {},
             {**STAGES, "pipeline_schedule": "interleaved", "chunks": 2, "zero": 1, "recompute": "full"},
         ),
-        rare("MZzM", "1x2x1", SHARED, {**STAGES, "pipeline_schedule": "interleaved", "chunks": 2}),
         long("M*-M", "data=1,stage=2,context=2,model=1", {}, {**STAGES, "context_method": "all-gather"}),
         *(
             pytest.param(*case, marks=pytest.mark.exhaustive)
