@@ -615,6 +615,20 @@ FAULTS = (
         "test_the_gradient_of_the_inverse",
     ),
     Fault(
+        "hybrid models: beta and decay of Megatron's gated delta nets are exchanged",
+        'Row(f"{ours}.inputs.beta", (product("beta"),))',
+        'Row(f"{ours}.inputs.beta", (product("alpha"),))',
+        "parity",
+        "test_their_logits_are_ours",
+    ),
+    Fault(
+        "pipeline: inspect takes layers that stages skip for branches of the timetable",
+        "return phase_of(around) not in LAYER_PHASES",
+        "return True",
+        "inspect",
+        "test_layers_that_a_stage_may_skip",
+    ),
+    Fault(
         "hybrid models: Megatron's shares of layers are placed elsewhere",
         'is_end = old == "M" and left < 0.5',
         'is_end = old == "M" and left < 1.5',
