@@ -13,6 +13,8 @@ from mtjax.models.mixers.gated_attention import GatedSelfAttention
 class AdaptedGatedAttention(AdaptedSelfAttention, GatedSelfAttention):
     """Self-attention with a gate and adapters; that of the gate has the input of the others."""
 
+    __call__ = GatedSelfAttention.__call__
+
     def add_adapters(self, model: Model, key: Array) -> None:
         """See `Adapted.add_adapters`."""
         super().add_adapters(model, key)
