@@ -7,7 +7,7 @@ from typing import NamedTuple
 class Typed(NamedTuple):
     """An option as it was typed: `--name value`, or `--name=value`."""
 
-    index: int
+    position: int
     """Of its word among the arguments."""
     option: str
     """`--name`."""
@@ -23,9 +23,9 @@ class Typed(NamedTuple):
 
     def write(self, argv: list[str], option: str, value: str | None) -> None:
         """Replaces the option and its value, in the form in which it was typed."""
-        argv[self.index] = f"{option}={value}" if self.is_joined else option
+        argv[self.position] = f"{option}={value}" if self.is_joined else option
         if not self.is_joined and value is not None:
-            argv[self.index + 1] = value
+            argv[self.position + 1] = value
 
 
 def typed_options(argv: Sequence[str]) -> Iterator[Typed]:
