@@ -11,7 +11,7 @@ from typing import Any
 from mtjax.config import Config, replace
 from mtjax.config.checks import validate
 from mtjax.errors import UserError
-from mtjax.layout.attention_kernel import choose_kernel
+from mtjax.layout.attention_kernel import FEWEST_PACKED, choose_kernel
 from mtjax.layout.divisibility import check_config
 from mtjax.layout.mesh import parse_mesh
 
@@ -129,7 +129,10 @@ def without_flash_attention() -> Iterator[tuple[Feature, str]]:
         config, mesh = _combined(feature)
         if choose_kernel(config, "gpu", mesh=parse_mesh(mesh))[0] != "cudnn":
             _, reason = choose_kernel(replace(config, attention="cudnn"), "gpu", mesh=parse_mesh(mesh))
-            yield feature, reason or "it must be asked for: --attention cudnn"
+            yield (
+                feature,
+                reason or f"it must be asked for in samples of fewer than {FEWEST_PACKED:,} tokens: --attention cudnn",
+            )
 
 
 def _alternatives(one: Feature, other: Feature) -> bool:
@@ -210,9 +213,8 @@ On H100 GPUs flash attention is used except with:
 
 GPT, Llama and FP8 have trained for some steps on one H200, GPT in FP8 and hybrid models for 1,000, where the gradients
 of other features were compared with the CPU's ([results](../gpu.md#results)); no mesh of several GPUs has run. Tests on
-CPUs compare the losses and gradients of
-a mesh with those of one device, or with another implementation; tests of compiled programs compile the program for H100
-GPUs without one, and compare every collective in it with the contract.
+CPUs compare the losses and gradients of a mesh with those of one device, or with another implementation; tests of
+compiled programs compile the program for H100 GPUs without one, and compare every collective in it with the contract.
 
 | feature | numbers, on CPUs | program, compiled for H100 | run on a GPU |
 |---|---|---|---|

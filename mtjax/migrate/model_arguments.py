@@ -146,7 +146,12 @@ _KINDS = (
     same("--vocab-size", "vocab_size", note="Megatron's NullTokenizer adds one token, the end of document"),
     none("--padded-vocab-size", "set --vocab-size and --vocab-multiple"),
     same("--hidden-dropout", "hidden_dropout", default=0.1),
-    same("--attention-dropout", "attention_dropout", default=0.1, note="flash attention needs 0"),
+    same(
+        "--attention-dropout",
+        "attention_dropout",
+        default=0.1,
+        note="cuDNN's flash attention needs 0; --attention pallas does not",
+    ),
     same("--init-method-std", "init_std", default=0.02),
     none("--embedding-init-method-std", "embeddings start with the standard deviation of --init-std"),
     none("--init-method-xavier-uniform", "weights start normally distributed", default=False),
@@ -170,8 +175,7 @@ _KINDS = (
     equal(
         "--hybrid-layer-pattern --hybrid-override-pattern",
         "--layer-pattern",
-        "family hybrid; for stages (|) set --layers-per-stage; scripts with G are not translated; D, + and / have "
-        "no equal",
+        "family hybrid; for stages (|) set --layers-per-stage; D, + and / have no equal",
         same=(None,),
     ),
     *(
@@ -185,11 +189,32 @@ _KINDS = (
     same("--mamba-num-groups", "ssm_groups", default=8),
     always("--disable-mamba-mem-eff-path", "the scan is always recomputed in the backward pass", default=False),
     none("--mamba-training-ssm-states-dtype", "states are float32", same=(None, "fp32")),
-    none("--linear-attention-freq", "scripts are not translated; hybrid models have layers G", same=(None, 0)),
-    none("--experimental-attention-variant", "attention is the usual one", same=(None,)),
+    *(
+        equal(
+            f"--linear-{name}", f"--{setting} N", "of gated delta nets (G in --hybrid-layer-pattern)", default=default
+        )
+        for name, setting, default in (
+            ("num-value-heads", "ssm-heads", 32),
+            ("value-head-dim", "ssm-head-dim", 128),
+            ("key-head-dim", "ssm-state", 128),
+            ("num-key-heads", "ssm-groups", 16),
+            ("conv-kernel-dim", "ssm-conv", 4),
+        )
+    ),
     none(
+        "--linear-attention-freq",
+        "GPTs with linear attention are not translated; hybrid models have layers G",
+        same=(None, 0),
+    ),
+    none(
+        "--experimental-attention-variant",
+        "attention is the usual one; gdn selects the layers G of hybrid models, which are translated",
+        same=(None,),
+    ),
+    same(
         "--attention-output-gate",
-        "scripts and weights are not translated; hybrid models have attention_output_gate",
+        "attention_output_gate",
+        note="of hybrid models; GPTs with it are not translated",
         default=False,
         same=(False, None),
     ),

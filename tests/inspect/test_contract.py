@@ -13,6 +13,8 @@ from mtjax.analysis.flops import compiled_flops
 from mtjax.inspect.products import count_flops
 from mtjax.inspect.report import Report, inspect, report
 from mtjax.inspect.targets import find_target
+from mtjax.layout import attention_kernel
+from mtjax.layout.attention_kernel import spans_of
 from mtjax.layout.layouts import NOT_SHARDED
 from mtjax.layout.rules import DATA
 from mtjax.sharding import param_comm as parameters
@@ -230,6 +232,20 @@ needs_cudnn = pytest.mark.skipif(not has_cudnn, reason="needs nvidia-cudnn-cu13"
 
 @needs_aot
 @pytest.mark.long
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_blocks_of_causal_attention_leave_out_the_keys_behind_their_span_on_h100(recompute, monkeypatch):
+    """Four spans of two blocks each, whose FLOPs are 5/8 of those of all scores."""
+    monkeypatch.setattr(attention_kernel, "SCORES_AT_A_TIME", 1)
+    monkeypatch.setattr(attention_kernel, "LEAST_QUERIES_AT_A_TIME", 32)
+    fields = {"attention": "blocks", "reset_attention_mask": True, "recompute": recompute, "sequence_length": 256}
+    step = (report := inspect(tiny(**fields), find_target("h100x8"))).step
+    assert report.verdict.violations == () and spans_of(256, 32) == 4
+    formula = compiled_flops(step.anatomy, step.plan) * step.config.training.global_batch_size / step.mesh.size
+    assert count_flops(step.module) == pytest.approx(formula, rel=1e-9)
+
+
+@needs_aot
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("fields", "kernel"),
     [
@@ -237,6 +253,8 @@ needs_cudnn = pytest.mark.skipif(not has_cudnn, reason="needs nvidia-cudnn-cu13"
         pytest.param({"attention": "cudnn", "attention_window": 16, "window_layers": "SF"}, "cudnn", marks=needs_cudnn),
         pytest.param({"attention": "cudnn", "head_dim": 256}, "cudnn", marks=needs_cudnn),
         ({"attention": "blocks", "reset_attention_mask": True, "attention_window": 16}, "blocks"),
+        ({"attention": "pallas", "attention_dropout": 0.1, "recompute": "none"}, "pallas"),
+        ({"attention": "pallas", "family": "llama", "num_kv_heads": 2, "reset_attention_mask": True}, "pallas"),
     ],
 )
 def test_kernels_keep_the_contract_and_the_flops_of_theory_on_h100(fields, kernel):
