@@ -60,6 +60,13 @@ FAULTS = (
         "test_nan_and_infinities_are_named_and_kept",
     ),
     Fault(
+        "messages about a config.json: its keys",
+        'return f"{found[0]} ({key} in config.json)" if key else found[0]',
+        "return found[0]",
+        "convert",
+        "test_settings_have_the_names_that_config_json_has",
+    ),
+    Fault(
         "a T5 that is tied and not scaled: its factor",
         "return hidden**0.5 if tied and not scaled else 1.0",
         "return 1.0",
