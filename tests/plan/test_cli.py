@@ -195,6 +195,27 @@ def test_inference_figures(capsys):
     assert "memory per GPU" in out and "predictions, not measurements" in out
 
 
+@pytest.mark.parametrize(
+    ("config", "shown"),
+    [("nemotron-h-8b", ()), ("deepseek-v2-lite", ()), ("mistral-7b", ("int4", "int8")), ("gpt2-xl", ("int4", "int8"))],
+)
+def test_inference_shows_the_types_that_a_model_supports(config, shown, capsys):
+    """Patterns and experts have no quantized weights, and short windows no quantized caches."""
+    out = run(capsys, "--config", config, "--inference")
+    assert all((kind in out) == (kind in shown) for kind in ("int4", "int8"))
+    assert ("int8 cache" in " ".join(out.split())) == (config == "gpt2-xl")
+
+
+def test_inference_counts_the_snapshots_that_are_given(capsys):
+    """The states of a sequence: 64 layers x 80 heads x 64 x 128 numbers of float32 are 0.156 GiB."""
+    given = ("--config", "mamba2-2.7b", "--inference")
+    default, none = (run(capsys, *given, *more) for more in ((), ("--state-snapshots", "0")))
+    rows = [next(line.split() for line in out.splitlines() if line.startswith("8 x")) for out in (default, none)]
+    assert rows[0][5] == "2.53" and rows[1][5] == "0.00"
+    assert main(["--config", "mamba2-2.7b", "--state-snapshots", "3"]) == 2
+    assert "--state-snapshots 3 needs --inference" in capsys.readouterr().err
+
+
 def test_published_runs(capsys):
     out = run(capsys, "--published")
     assert "512 GPUs (64x8)" in out and "177B" in out and "points" in out
