@@ -1397,8 +1397,8 @@ FAULTS = (
     ),
     Fault(
         "analysis: what sharding groups send each other passes behind the backward pass",
-        "return last + max(0.0, gathers - forward)",
-        "return max(0.0, gathers - forward)",
+        "return upfront + last + waits",
+        "return upfront + waits",
         "analysis",
         "test_what_sharding_groups_send_each_other_is_exposed",
     ),

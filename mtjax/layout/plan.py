@@ -21,9 +21,6 @@ Residuals = Literal["jax", "megatron"]
 ContextMethod = Literal["ring", "all-gather"]
 ExpertDispatch = Literal["all-gather", "all-to-all"]
 
-FEWEST_PREFETCHED = 4
-"""Layers of one kind from which a loop over them prefetches: the last is outside the loop, and XLA unrolls loops of two
-iterations or fewer on CPUs."""
 GPUS_OF_A_SERVER = 8
 MOST_UNROLLED = 100
 """Layers up to which they are unrolled by default: compiling 32 takes about a minute on two cores."""
@@ -258,14 +255,11 @@ class Plan:
 
     def prefetches(self, model: Model) -> bool:
         """Returns whether a layer's all-gathers and gradient reductions overlap with the computation of another layer,
-        as `mtjax.sharding.prefetch` does in loops over single layers, and patterns; in a model of several loops, in
-        one of them."""
-        stacks = stacks_of(model)
-        single_layers = self.recompute_group == 1 and self.recompute_first is None
-        single_layers = single_layers and all(stack.has_own_loop or stack.pattern for stack in stacks)
-        single_layers = single_layers and not self.recompute_offload and not self.unrolled and not self.is_staged
-        enough = any(not stack.has_own_loop or stack.layers >= FEWEST_PREFETCHED for stack in stacks)
-        return self.reduces_in_backward and self.residuals == "jax" and single_layers and enough
+        as `mtjax.sharding.prefetch` does in loops over single layers, and patterns: in one of the model's loops."""
+        stacks, has_groups = stacks_of(model), self.recompute_group > 1 or self.recompute_first is not None
+        in_loops = not (has_groups or self.recompute_offload or self.unrolled or self.is_staged)
+        in_loops = in_loops and all(stack.has_own_loop or stack.pattern for stack in stacks)
+        return in_loops and self.reduces_in_backward and self.residuals == "jax" and any(s.can_prefetch for s in stacks)
 
     def overlaps_data(self, model: Model) -> bool:
         """Returns whether other layers compute while a layer's parameters are gathered and its gradients reduced: where

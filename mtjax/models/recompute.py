@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from mtjax.config import Training
-from mtjax.layout.plan import FEWEST_PREFETCHED
+from mtjax.layout.stacks import FEWEST_PREFETCHED
 from mtjax.sharding.axes import explicit_axes
 from mtjax.sharding.grad_accumulation import (
     accumulate_grads_into,

@@ -11,7 +11,7 @@ from mtjax.layout.mesh import parse_mesh
 from mtjax.layout.plan import Plan
 
 RUN: dict[str, Any] = {"family": "hybrid", "layer_pattern": "(*-)x3", "num_layers": 6, "hidden_size": 64}
-RUN |= {"num_heads": 4, "zero": 3, "recompute": "full", "global_batch_size": 4, "microbatch_size": 1}
+RUN |= {"num_heads": 4, "vocab_size": 256, "zero": 3, "recompute": "full", "global_batch_size": 4, "microbatch_size": 1}
 ATTENTION, MLP, LATENCY = 4 * 64**2, 8 * 64**2, 0.25
 """Elements of matrices of a layer, to which norms add little."""
 
@@ -22,7 +22,8 @@ def test_a_layer_hides_what_its_neighbours_send(mesh):
     plan, anatomy = Plan.of(run, parse_mesh(mesh)), anatomy_of(run.model)
     total = 3.0 * (ATTENTION + MLP)
     # A layer with attention is gathered in 1 + 1/4 s, reduced in 2 + 1/4, and computes 1 + 3 s; an MLP 2, 4, 2 + 6.
-    sent = tuple(passes * total / ATTENTION for passes in (1, 1, 2))
+    each = total / ATTENTION
+    sent = (each, each, 2 * each)
     found = exposed_in_pattern(anatomy, plan, sent, {"*": 4.0, "-": 8.0}, LATENCY)
     first, forward = 1.25 + 2.25, 3 * (2.25 - 1)
     if mesh == "4x1":

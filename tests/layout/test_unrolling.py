@@ -4,7 +4,8 @@ import pytest
 
 from mtjax import config
 from mtjax.layout.mesh import parse_mesh
-from mtjax.layout.plan import FEWEST_PREFETCHED, MOST_UNROLLED, Plan
+from mtjax.layout.plan import MOST_UNROLLED, Plan
+from mtjax.layout.stacks import FEWEST_PREFETCHED
 from tests.tiny import program_of, tiny_config
 
 EXPERTS = {"family": "llama", "num_experts": 4}
