@@ -77,14 +77,18 @@ class Arguments:
     out: Path = Path(__file__).parent / "results" / "kernels.json"
 
 
-def unexpected(kernels: KernelReport) -> list[str]:
-    """Returns faults of kernels of more than `MOST` of the step, and those that none may have, without a reason."""
+def unexpected(row: dict[str, Any]) -> list[str]:
+    """Returns faults of kernels of more than `MOST` of the step, and those that none may have, without a reason.
+
+    Args:
+      row: of the file.
+    """
     return [
-        f"{row.machine.name} ({row.source}, {row.seconds / kernels.step:.1%} of the step): {sentence}"
-        for row in kernels.faulty
-        for fault, sentence in row.faults.items()
-        if (row.seconds > MOST * kernels.step or fault in (SWAPS, "spills"))
-        and (fault, row.source.split(":")[0]) not in EXPECTED
+        f"{kernel['kernel']} ({kernel['source']}, {kernel['share']:.1%} of the step): {sentence}"
+        for kernel in row.get("faults", ())
+        for fault, sentence in kernel["faults"].items()
+        if (kernel["share"] > MOST or fault in (SWAPS, "spills"))
+        and (fault, kernel["source"].split(":")[0]) not in EXPECTED
     ]
 
 
@@ -121,7 +125,7 @@ def main(arguments: Arguments) -> int:
             else:
                 assert report.time and report.time.kernels
                 row = row_of(report.time.kernels, time.process_time() - start)
-                faults, says = unexpected(report.time.kernels), f"{report.time.kernels.step * 1e3:.1f} ms"
+                faults, says = unexpected(row), f"{report.time.kernels.step * 1e3:.1f} ms"
             known[f"{preset} on {target}"] = row
             bad += len(faults)
             print(preset, target, says, *faults, sep="\n  ")

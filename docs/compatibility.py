@@ -208,10 +208,10 @@ On H100 GPUs flash attention is used except with:
 {slow}
 ## How each was checked
 
-GPT, Llama and FP8 have trained for some steps on one H200, where the gradients of other features were compared with the
-CPU's ([results](../gpu.md#results)); no mesh of several GPUs has run. Tests on CPUs compare the losses and gradients of
-a mesh with those of one device, or with another implementation; tests of compiled programs compile the program for H100
-GPUs without one, and compare every collective in it with the contract.
+GPT, Llama and FP8 have trained for some steps on one H200, GPT in FP8 and hybrid models for 1,000, where the gradients
+of other features were compared with the CPU's ([results](../gpu.md#results)); no mesh of several GPUs has run. Tests on
+CPUs compare the losses and gradients of a mesh with those of one device, or with another implementation; tests of
+compiled programs compile the program for H100 GPUs without one, and compare every collective in it with the contract.
 
 | feature | numbers, on CPUs | program, compiled for H100 | run on a GPU |
 |---|---|---|---|

@@ -43,6 +43,14 @@ FAULTS = (
         "plan",
         "test_lower_bounds_leave_out_no_plan",
     ),
+    # --- attention in Pallas
+    Fault(
+        "attention in Pallas: halves of the random numbers change places",
+        "both = jnp.stack([jnp.stack(low, axis=-1), jnp.stack(high, axis=-1)], axis=-1)",
+        "both = jnp.stack([jnp.stack(high, axis=-1), jnp.stack(low, axis=-1)], axis=-1)",
+        "models",
+        "test_attends_as_a_softmax_that_is_written_out",
+    ),
     # --- weights that are read
     Fault(
         "NaN in weights: said",

@@ -18,7 +18,7 @@ from mtjax.sharding.global_batch import global_batch
 from mtjax.train.step import TrainStep
 
 Tree = Any
-WORKERS = 5
+WORKERS = 6
 """Number of features whose programs are compiled at the same time."""
 
 
@@ -57,6 +57,7 @@ FEATURES = (
     Feature("recompute, layers in a loop", {"recompute": "full", "unroll_layers": False}),
     Feature("experts", _LLAMA | _EXPERTS),
     Feature("Mamba-2 beside attention", _HYBRID),
+    Feature("gated delta nets beside attention", _HYBRID | {"layer_pattern": "G*-G"}),
     Feature("latent attention", _LLAMA | _LATENT | {"num_kv_heads": None}),
     Feature("soft cap and sandwich norms", _LLAMA | _GEMMA),
     Feature("sinks and windows", _LLAMA | _SINKS),
@@ -64,6 +65,7 @@ FEATURES = (
     Feature("T5", {"family": "t5", "position": "relative"}),
     Feature("FP8, tensorwise", _LLAMA, {"fp8": "tensorwise"}),
     Feature("FP8, delayed", _LLAMA, {"fp8": "delayed"}),
+    Feature("FP8, rowwise", _LLAMA, {"fp8": "rowwise"}),
 )
 
 

@@ -4,6 +4,7 @@ The rounding error of bfloat16 is measured, not assumed: the unit of most limits
 program on the CPU.
 """
 
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -60,18 +61,18 @@ _SMALLER = {"hidden_size": 64, "sequence_length": 32}
 def run(child: Child) -> dict[str, Any]:
     """Returns each case's relative error and limit, the two other checks, and `ok` if all hold."""
     smaller = _SMALLER if child.rehearse else {}
-    found: dict[str, Any] = {"cases": []}
     families = {"gpt": FAMILIES["gpt"]} if child.rehearse else FAMILIES
-    for family, fields in families.items():
-        found["cases"] += compare(family, fields | smaller)
-        child.answer(found)
     small = FAMILIES["gpt"] | smaller
-    for name, check in (("overflow", overflow), ("deterministic", deterministic)):
-        found[name] = check(small)
-        child.answer(found)
-    found["ok"] = (
-        all(case["ok"] for case in found["cases"]) and found["overflow"]["ok"] and found["deterministic"]["ok"]
-    )
+    found: dict[str, Any] = {"cases": []}
+    with ThreadPoolExecutor(1 if child.rehearse else 2 + len(families)) as pool:  # most of the time is compilation
+        checks = {name: pool.submit(check, small) for name, check in _CHECKS.items()}
+        for rows in pool.map(lambda item: compare(item[0], item[1] | smaller), families.items()):
+            found["cases"] += rows
+            child.answer(found)
+        for name, check in checks.items():
+            found[name] = check.result()
+            child.answer(found)
+    found["ok"] = all(each["ok"] for each in (*found["cases"], *(found[name] for name in checks)))
     return found
 
 
@@ -178,3 +179,6 @@ def same(a: Tree, b: Tree) -> bool:
     """Returns whether two trees are bit-identical."""
     pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
     return all(np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in pairs)
+
+
+_CHECKS = {"overflow": overflow, "deterministic": deterministic}

@@ -4,6 +4,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 Answer = Mapping[str, Any]
+KERNELS = 12
+"""Number of kernels of a model that are shown."""
+_KERNEL = ("phase", "cause", "operation", "source", "launches", "measured ms", "predicted")
 
 
 def page(document: Mapping[str, Any]) -> str:
@@ -107,7 +110,14 @@ def causes(name: str, answer: Answer) -> str:
     rows = [(cause, _ms(each["measured"]), _ms(each["predicted"])) for cause, each in answer["causes"].items()]
     rows += [("step as traced", _ms(answer["traced_seconds"]), _ms(answer["predicted"]["inspect_seconds"]))]
     rows += [(f"*{phase}*", _ms(each["measured"]), _ms(each["predicted"])) for phase, each in answer["phases"].items()]
-    return f"### Where the time goes: {name.removeprefix('speed ')}\n\n" + table(("", "measured ms", "predicted"), rows)
+    text = f"### Where the time goes: {name.removeprefix('speed ')}\n\n" + table(("", "measured ms", "predicted"), rows)
+    off = [_kernel(each) for each in answer.get("kernels", ())[:KERNELS] if each["predicted"] is not None]
+    return text + ("\n\nKernels, those farthest from their prediction first:\n\n" + table(_KERNEL, off) if off else "")
+
+
+def _kernel(each: Answer) -> tuple[str, ...]:
+    what = (each["phase"], each["cause"], f"`{each['path'] or each['opcode']}`", each["source"] or "-")
+    return (*what, f"{each['launches']:,.0f}", _ms(each["measured"]), _ms(each["predicted"]))
 
 
 def numbers(answer: Answer) -> str:
@@ -202,6 +212,7 @@ def states(parts: Mapping[str, Answer]) -> str:
             if a["state"] != "done"
         ]
         lines += [f"- {name}: the trace can't be read: {answer['trace_error']}"] if "trace_error" in answer else []
+        lines += [f"- {name}: its kernels: {answer['kernels_not_read']}"] if "kernels_not_read" in answer else []
     return "## Not run, or not to the end\n\n" + "\n".join(lines) if lines else ""
 
 

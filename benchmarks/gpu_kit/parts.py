@@ -35,6 +35,7 @@ PARTS = (
     Part("machine", 60, ("machine",)),
     Part("numbers", 200, ("numbers",)),
     _speed("gpt2-1.2b", 150),
+    _speed("llama2-7b-layers", 100, alone=True),
     Part("features", 200, ("features",)),
     Part("resume", 100, ("resume",)),
     Part("collectives", 90, ("collectives",), least_gpus=2),

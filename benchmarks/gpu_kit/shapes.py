@@ -35,6 +35,7 @@ SHAPES = {
         Shape("gpt2-small", "gpt2-small", (32, 64)),
         Shape("gpt2-xl", "gpt2-xl", (8, 16)),
         Shape("llama-1b-fp8", "llama2-7b", (4, 8), changes=_LLAMA_1B | {"sequence_length": 4096, "fp8": "delayed"}),
+        Shape("llama2-7b-layers", "llama2-7b", (2, 2), changes={"num_layers": 4, "recompute": "selective"}),
         Shape("gpt2-medium-loop", "gpt2-medium", (16, 32), changes={"unroll_layers": False}),
     )
 }
@@ -58,6 +59,7 @@ def config_of(shape: Shape, memory: float, *, rehearse: bool, **fields: Any) -> 
     changes = dict(shape.changes)
     if rehearse:
         size, changes = 2, changes | _TINY | (_TINY_LLAMA if shape.preset.startswith("llama") else {})
-    settings = {"mesh": "1x1", "recompute": "none", "hidden_dropout": 0.0, "attention_dropout": 0.0}
+    changes = {"recompute": "none"} | changes
+    settings = {"mesh": "1x1", "hidden_dropout": 0.0, "attention_dropout": 0.0}
     settings |= {"microbatch_size": size, "global_batch_size": size * shape.microbatches, "warmup_steps": 1}
     return configs.replace(configs.load(shape.preset), **(changes | settings | fields))

@@ -15,18 +15,21 @@ from mtjax.analysis.timing import step_time
 from mtjax.config import Config
 from mtjax.errors import UserError
 from mtjax.inspect.compiled import compile_program
+from mtjax.inspect.kernels.audit import check_kernels
 from mtjax.inspect.measured import measure
 from mtjax.inspect.report import Report, report
-from mtjax.inspect.targets import running_target
+from mtjax.inspect.targets import Target, running_target
 from mtjax.layout.mesh import parse_mesh
 from mtjax.runtime.devices import attach_devices
 from mtjax.runtime.xla_options import traced
 from mtjax.sharding.global_batch import global_batch
 from mtjax.train.observability.metrics import device_memory
-from mtjax.train.step import make_train_step
+from mtjax.train.step import TrainStep, make_train_step
 
 TRACED = 3
 """Number of traced steps."""
+KERNELS = 40
+"""Number of kernels, those farthest from their prediction, that are kept."""
 
 
 def run(child: Child, name: str, memory: float) -> dict[str, Any]:
@@ -66,10 +69,22 @@ def time_run(config: Config, child: Child, *, waits: bool = True) -> dict[str, A
     # Compiled again without CUDA graphs: a trace does not name the operations in them.
     program = make_train_step(config, mesh)
     program.xla = traced(program.xla, mesh.local_devices[0])
-    predicted = report(compile_program(program, running_target(mesh)))
+    predicted, why_not = with_kernels(program, running_target(mesh))
+    found |= {"kernels_not_read": why_not} if why_not else {}
     step()
-    found |= trace(step, lambda: jax.block_until_ready(results), predicted)
-    return found
+    return found | trace(step, lambda: jax.block_until_ready(results), predicted)
+
+
+def with_kernels(program: TrainStep, target: Target) -> tuple[Report, str | None]:
+    """Compiles a step; returns predictions that read its kernels, or others and why the kernels can't be read."""
+    if target.server is None:
+        return report(compile_program(program, target)), None
+    try:
+        check_kernels(target)
+        with tempfile.TemporaryDirectory() as folder:
+            return report(compile_program(program, target, Path(folder)), dumped=Path(folder)), None
+    except UserError as e:
+        return report(compile_program(program, target)), str(e)
 
 
 def describe(config: Config, predicted: Report) -> dict[str, Any]:
@@ -109,4 +124,8 @@ def trace(step: Any, wait: Any, predicted: Report) -> dict[str, Any]:
             return {"trace_error": str(e)}
     causes = {name: {"measured": c.measured, "predicted": c.predicted} for name, c in measured.causes.items()}
     phases = {n: {"measured": p.computing + p.sending, "predicted": p.predicted} for n, p in measured.phases.items()}
-    return {"traced_seconds": measured.seconds, "causes": causes, "phases": phases}
+    kernels = [
+        k.kind._asdict() | {"launches": k.launches, "measured": k.measured, "predicted": k.predicted}
+        for k in measured.kernels[:KERNELS]
+    ]
+    return {"traced_seconds": measured.seconds, "causes": causes, "phases": phases, "kernels": kernels}

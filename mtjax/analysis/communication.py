@@ -39,9 +39,10 @@ from mtjax.config.adapters import is_trainable, trains_all
 from mtjax.config.families import is_decoder
 from mtjax.config.shared_blocks import num_blocks
 from mtjax.config.sizes import head_dim, joins_outputs, num_kv_heads, value_head_dim
+from mtjax.layout.attention_kernel import ContextParallelism
 from mtjax.layout.layouts import Layout
 from mtjax.layout.mesh import AXES
-from mtjax.layout.plan import ContextParallelism, ExpertDispatch, Plan
+from mtjax.layout.plan import ExpertDispatch, Plan
 from mtjax.layout.rules import MODEL, STAGE
 from mtjax.layout.stages import layers_in_chunk
 from mtjax.layout.timetable import num_ticks

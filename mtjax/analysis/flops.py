@@ -227,8 +227,7 @@ def compiled_flops(anatomy: Anatomy, plan: Plan, *, causal: bool = False) -> flo
         passes = 3 * stack.layers - 2 * idle + recomputed
         flops -= passes * (full_core - core)
         flops -= (recomputed - grouped) * _deduplicated_score_flops(stack, plan, causal=causal)
-        if not plan.keeps_scores or plan.recompute == "selective":
-            flops += learning * core / 2  # the scores only: attention's output is saved
+        flops += learning * core * plan.core_again  # attention's output is saved
         flops += passes * repeated_flops(stack, plan.mesh.model)
         flops += passes * routing_again(stack, plan) - stack.layers * frozen_again(anatomy, stack, plan)
         last = [product for part in stack.unread for product in unrepeated(part.products())]
@@ -257,12 +256,10 @@ def _staged_flops(anatomy: Anatomy, plan: Plan, *, causal: bool) -> float:
         + (logit_flops(anatomy) if _is_in_chunks(anatomy, plan) else 0)
     )
     idle = num_ticks(plan.stages, m, plan.chunks * len(anatomy.sections)) - m * plan.chunks * len(anatomy.sections)
-    recomputes_scores = not plan.keeps_scores or plan.recompute == "selective"
-    core_recompute = 0.5 if recomputes_scores else 0.0
     if (ahead := anatomy.predictors) is not None:  # with the head, once per microbatch, and not recomputed
         full_core, core = core_flops(ahead, causal=causal), _computed_core_flops(ahead, plan, causal=causal)
         layer = 3 * (layer_flops(ahead, causal=causal) - full_core + core + routing_again(ahead, plan))
-        total += m * ahead.layers * (layer + once_more_flops(ahead, plan, saves_products=True) + core_recompute * core)
+        total += m * ahead.layers * (layer + once_more_flops(ahead, plan, saves_products=True) + plan.core_again * core)
     for number, section in enumerate(anatomy.sections):
         ticks = m * plan.chunks + (0 if number else idle)
         for stack in section:
@@ -272,7 +269,7 @@ def _staged_flops(anatomy: Anatomy, plan: Plan, *, causal: bool) -> float:
             # A chunk that is recomputed saves its products with weights for its backward pass.
             layer = (4 if is_full else 3) * forward + once_more_flops(stack, plan, saves_products=True)
             layer -= frozen_flops(anatomy, stack) + _gradients_less(stack) + frozen_again(anatomy, stack, plan)
-            total += ticks * layers_in_chunk(stack, plan) * (layer + core_recompute * core)
+            total += ticks * layers_in_chunk(stack, plan) * (layer + plan.core_again * core)
             unread = unread_gradients(anatomy, stack, plan, plan.chunks * len(anatomy.sections))
             total -= unread * _unread_flops(anatomy, stack, plan, causal=causal)
     return total * plan.stages / m
@@ -287,8 +284,7 @@ def _unread_flops(anatomy: Anatomy, stack: Stack, plan: Plan, *, causal: bool) -
     for part in stack.parts:
         learns = any(is_trainable(anatomy.model, w.name) for w in (*part.weights, *part.shared_weights))
         if not learns and part.scores:
-            recomputed = 0.0 if plan.keeps_scores and plan.recompute != "selective" else 0.5
-            flops += (2 + recomputed) * _computed_core_flops(stack, plan, causal=causal)
+            flops += (2 + plan.core_again) * _computed_core_flops(stack, plan, causal=causal)
             if plan.recomputed_layers(stack.layers):
                 flops -= _deduplicated_score_flops(stack, plan, causal=causal)
         for product in part.products(degree):

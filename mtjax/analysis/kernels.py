@@ -22,6 +22,8 @@ class Traffic:
     """Of the MLP, per element of its inner width."""
     gate: PerElement = lambda c: 0
     """What a gated MLP moves in addition, per element of its inner width."""
+    normed: PerElement = lambda c: 0
+    """What QK norm moves, per element of queries and keys."""
 
 
 @dataclass(frozen=True)
@@ -70,12 +72,17 @@ FUSED = ElementWise(
     optimizer_extra=0,
 )
 # XLA: a gated activation reads two arrays and writes one, 3c; its backward pass reads a third, and writes the gradients
-# of both and, for the next product, the activation's value, 6c.
+# of both and, for the next product, the activation's value, 6c. QK norm's sums read an array, its values are computed
+# where RoPE is; the backward pass computes values again, 3c, and reads two arrays for each sum, over heads and over
+# tokens.
 XLA = replace(
     FUSED,
-    forward=replace(FUSED.forward, gate=lambda c: c),
-    backward=replace(FUSED.backward, gate=lambda c: 3 * c),
+    forward=replace(FUSED.forward, gate=lambda c: c, normed=lambda c: c),
+    backward=replace(FUSED.backward, gate=lambda c: 3 * c, normed=lambda c: 7 * c),
 )
+KEPT_GATE = 2
+"""Passes over the inner width that a loop over layers adds which keeps a gated MLP's product: it computes the
+activation's value again in a kernel of its own, which reads gate and product once more."""
 
 
 @dataclass(frozen=True)

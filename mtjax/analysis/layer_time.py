@@ -8,13 +8,14 @@ from mtjax.analysis.copies import FLOAT32
 from mtjax.analysis.expert_blocks import blocks_of
 from mtjax.analysis.float8 import float8_bytes, is_float8
 from mtjax.analysis.flops import stack_over_context, times_again
-from mtjax.analysis.kernels import CORE, ElementWise, Traffic
+from mtjax.analysis.kernels import CORE, KEPT_GATE, ElementWise, Traffic
 from mtjax.analysis.loop_time import loop_seconds, scan_seconds
 from mtjax.analysis.machine import Machine
 from mtjax.analysis.parts.part import Elementwise, Part, Product, Scores, unrepeated
 from mtjax.analysis.software import Software
 from mtjax.config import Model
 from mtjax.config.adapters import is_trainable
+from mtjax.layout.attention_kernel import padded_width
 from mtjax.layout.plan import Plan
 
 
@@ -53,6 +54,9 @@ def layer_seconds(
     moves, touched = software.kernels, [part.elementwise for part in stack.parts]
     once, back = (machine.passes(_bytes(traffic, touched, plan)) for traffic in (moves.forward, moves.backward))
     ahead = sum(forward[product] for product in products)
+    if plan.residuals == "jax" and plan.recompute != "full" and not plan.unrolled:
+        gates = plan.local_tokens(1) * sum(t.gate for t in touched) / plan.mesh.model
+        back += machine.passes(KEPT_GATE * plan.element_bytes * gates)
     back += machine.passes(sum(float8_bytes(product, _rows(product, plan)[0], plan) for product in products))
     looped = sum(loop_seconds(stack, plan, machine)) + sum(scan_seconds(stack, plan, machine))
     return ahead + again + backward, core, once * (2 if plan.recompute == "full" else 1) + back + looped
@@ -119,6 +123,7 @@ def _bytes(traffic: Traffic, touched: list[Elementwise], plan: Plan) -> float:
     outside = sum(t.stream for t in touched) / (ways if plan.splits_stream else 1)
     inside, mlp, gate = (sum(getattr(t, name) for t in touched) / ways for name in ("inside", "mlp", "gate"))
     moved = outside * traffic.sublayer(c) + inside * traffic.inside(c) + mlp * traffic.mlp(c) + gate * traffic.gate(c)
+    moved += sum(t.normed for t in touched) / ways * traffic.normed(c)
     return plan.local_tokens(1) * moved
 
 
@@ -126,6 +131,13 @@ def _core(scores: Scores, plan: Plan, machine: Machine, kernels: ElementWise) ->
     """Seconds of scores, softmax and context of a layer, forward and backward."""
     heads = scores.heads / plan.mesh.model * plan.microbatch_size
     queries, keys, width = scores.queries / plan.mesh.context, scores.keys, scores.width
+    if plan.pallas_attention:
+        pairs = heads * queries * keys * (scores.visible if scores.is_causal else 1)
+        draws, padded = pairs * plan.has_attention_dropout, padded_width(width)
+        return machine.own_attention(4 * pairs * padded, draws), sum(
+            machine.own_attention(2 * products * pairs * padded, draws)
+            for products in (4, 3)  # of keys and values, and of queries
+        )
     if plan.flash_attention:
         causal_half = 2 * queries * keys * width * heads
         return machine.flash(causal_half), machine.flash(2.5 * causal_half)
@@ -135,6 +147,8 @@ def _core(scores: Scores, plan: Plan, machine: Machine, kernels: ElementWise) ->
     element, values = plan.element_bytes, width - scores.narrower
     forward = both + machine.passes(pairs * core.forward(element, plan.has_attention_dropout))
     backward = 2 * both + machine.passes(pairs * core.backward(element, plan.has_attention_dropout))
+    if plan.has_attention_dropout and plan.residuals == "jax":  # a mask of a byte takes what its instructions take
+        forward += max(machine.drawn(pairs) - machine.passes(pairs), 0.0)
     if plan.residuals == "jax" and plan.keeps_scores:
         # XLA: query, key and value are sliced out of their product's transpose, attention's output is transposed, and
         # so are the gradients of these.

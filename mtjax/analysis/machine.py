@@ -21,6 +21,12 @@ class Constants:
     """Of memory bandwidth: STREAM-like kernels reach 90-93% on V100, A100 and H100."""
     flash_attention: float = 0.5
     """Of the peak, counting causal FLOPs: FlashAttention-2/3 and cuDNN report 35-75% (arXiv 2307.08691, 2407.08608)."""
+    own_attention: float = 0.35
+    """Of the peak, of attention in Triton: FlashAttention-2 reaches 35% on H100 (arXiv 2407.08608)."""
+    draws: float = 17.0
+    """Integer instructions for a random number of 16 bits, by the machine code of a mask (docs/notes/kernels.md)."""
+    integers: int = 64
+    """Integer instructions that a multiprocessor executes in a clock, from compute capability 8.0 to 10.0."""
     link: float = 0.8
     """Of NVLink: nccl-tests reports 230-240 of 300 GB/s on A100 and 360-370 of 450 GB/s on H100 servers."""
     network: float = 0.9
@@ -101,6 +107,21 @@ class Machine:
         """Returns the seconds of a flash-attention kernel that computes `flops`."""
         sustained = self.peak * self.constants.flash_attention * self.constants.training
         return max(flops / sustained, self.constants.launch)
+
+    def own_attention(self, flops: float, draws: float) -> float:
+        """Returns the seconds of a kernel of `pallas`, whose matmuls and random numbers take turns.
+
+        Args:
+          flops: that it computes.
+          draws: random numbers of dropout.
+        """
+        c = self.constants
+        return max(flops / (self.peak * c.own_attention * c.training) + self.drawn(draws), c.launch)
+
+    def drawn(self, count: float) -> float:
+        """Returns the seconds of the instructions that draw as many random numbers."""
+        c = self.constants
+        return count * c.draws / (self.gpu.multiprocessors * self.gpu.clock * 1e9 * c.integers * c.training)
 
     def transfer(self, entry: Transfer, inside: int) -> float:
         """Returns the seconds of all collectives of `entry` in a step; `inside` of a group's ranks share a server.

@@ -390,8 +390,9 @@ class Model:
     """Standard deviation of the initial weights (Megatron's --init-method-std)."""
     scaled_init: bool = setting(True, shapes=NEVER)
     """Divide the standard deviation of weights before a residual addition by sqrt(2 x num_layers), as Megatron does."""
-    attention: Literal["auto", "xla", "blocks", "cudnn"] = setting("auto", shapes=NEVER)
+    attention: Literal["auto", "xla", "blocks", "pallas", "cudnn"] = setting("auto", shapes=NEVER)
     """Attention kernel: cudnn is cuDNN's flash attention (GPUs only, attention_dropout 0); xla computes all scores of a
-    sample at once; blocks those of a few queries at a time, so that memory is linear in the sequence (any device). auto
+    sample at once; blocks those of a few queries at a time, so that memory is linear in the sequence (any device);
+    pallas keeps scores inside a kernel as cudnn does, also with attention_dropout (GPUs only; not measured yet). auto
     uses cudnn where it supports the model, otherwise xla, and for samples of more than 8,192 tokens on GPUs blocks, if
     attention_dropout is 0. Documents that reset_attention_mask keeps apart need --attention cudnn to use cuDNN's."""

@@ -125,7 +125,7 @@ def check_retro_run(config: "Config") -> None:
     refused = {
         **one_kind_only(config),
         f"fp8 {training.fp8}": training.fp8 != "none",
-        f"attention {model.attention}": model.attention in ("cudnn", "blocks"),
+        f"attention {model.attention}": model.attention not in ("auto", "xla"),
         # Conversations are packed so that each begins with a chunk; documents are not.
         "reset_position_ids": data.reset_position_ids and not is_chat,
         "reset_attention_mask": data.reset_attention_mask and not is_chat,

@@ -134,7 +134,7 @@ def describe(
     tensors = tensors_of(reader, family) if tensors_of else FolderTensors(reader, family.table)
     for key in TOKEN_IDS:
         ids_in(raw, key, folder / "config.json")
-    with understood(source):
+    with family.naming_keys(raw), understood(source):
         settings = family.model_settings(raw, frozenset(tensors.shapes), source)
     if vocab_multiple:
         settings["vocab_multiple"] = vocab_multiple
@@ -142,7 +142,8 @@ def describe(
     notes = (f"{folder} has {untied}, which the config.json ties but is another tensor: not tied",) if untied else ()
     if untied:
         settings["tie_embeddings"] = False
-    config = config_of(settings, source)
+    with family.naming_keys(raw):
+        config = config_of(settings, source)
     tensors.ignore(family.table_of(config.model).ignored)
     count = family.renamed(raw)[0].get("num_nextn_predict_layers") or 0
     if count != config.model.mtp_num_layers:

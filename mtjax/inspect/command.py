@@ -20,6 +20,7 @@ from mtjax.inspect.decision import Decision
 from mtjax.inspect.html import page
 from mtjax.inspect.kernels.audit import check_kernels
 from mtjax.inspect.measured import Measured, find_trace, measure
+from mtjax.inspect.measured_text import show_measured
 from mtjax.inspect.options import Options
 from mtjax.inspect.report import Report, inspect
 from mtjax.inspect.schema import SCHEMA, to_json
@@ -49,7 +50,7 @@ def run(given: Config, options: Options, source: str, with_teacher: WithTeacher)
     reports = job.sweep(config, options.sweep) if options.sweep is not None else job.compare(config, options.vs)
     measured = measure(reports[0], trace) if trace is not None else None
     if measured is not None and job.verbose:
-        text.show_measured(measured, job.console)
+        show_measured(measured, job.console)
     save(reports, options, measured)
     if options.html is not None:
         with waiting("comparing plans"):

@@ -14,10 +14,11 @@ import jax
 
 from mtjax.analysis.anatomy import Anatomy
 from mtjax.analysis.families.registry import anatomy_of
-from mtjax.config import Config
+from mtjax.config import Config, replace
 from mtjax.config.sizes import expert_capacity
 from mtjax.errors import UserError, first_line, install_extra
 from mtjax.inspect import hlo
+from mtjax.inspect.products import is_own_attention
 from mtjax.inspect.stage_branches import with_stage_branches
 from mtjax.inspect.targets import ATTACHED, Target, judged_by
 from mtjax.layout.mesh import MeshShape, parse_mesh
@@ -30,6 +31,8 @@ NO_TILES = "Couldn't find output tile sizes"
 """XLA's error where it finds no tile sizes for a matmul in Triton kernels, without a GPU for autotuning."""
 DUMP_TO = "xla_dump_to"
 """XLA's option for the folder to which it writes programs and their kernels."""
+WITH_KERNELS = {"xla_dump_emitter_re": ".*ptx.*"}
+"""Option without which jax 0.12 writes no kernels."""
 OWN_KERNELS = "xla_gpu_enable_triton_gemm"
 """XLA's option for Triton matmuls; without them, all matmuls are cuBLAS's."""
 
@@ -84,8 +87,17 @@ class CompiledStep:
     @cached_property
     def plan(self) -> Plan:
         """The plan for formulas, with the compiled attention kernel."""
-        is_flash = "fmha" in self.text
-        return Plan.of(self.config, self.mesh, flash_attention=is_flash, joins_parallel=self.target.is_gpu)
+        is_own, run = is_own_attention(self.text), self.config
+        if run.model.attention == "pallas" and not is_own:
+            run = replace(run, attention="blocks")  # on CPUs
+        is_flash = is_own or "fmha" in self.text
+        return Plan.of(
+            run,
+            self.mesh,
+            flash_attention=is_flash,
+            pallas_attention=is_own,
+            joins_parallel=self.target.is_gpu,
+        )
 
     @property
     def guessed_matmuls(self) -> int:
@@ -165,7 +177,7 @@ def compile_for(
     Raises:
       UserError: XLA fails to compile it.
     """
-    written = {DUMP_TO: str(dump_to)} if dump_to else {}
+    written = {DUMP_TO: str(dump_to), **WITH_KERNELS} if dump_to else {}
     with warnings.catch_warnings():
         # Programs for absent devices can't be loaded from jax's compilation cache, and jax warns each time.
         warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache", UserWarning)

@@ -8,8 +8,8 @@ device, on CPUs the thunks of the host's threads; both have the same names and a
 import re
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from mtjax.inspect.collectives import computes
 from mtjax.inspect.compiled import CompiledStep
 from mtjax.inspect.hlo import Computation, Instruction, Module
 from mtjax.inspect.hlo_walk import Site, walk
+from mtjax.inspect.measured_kernels import MeasuredKernel, Ran, Work, by_kernel
 from mtjax.inspect.phases import OTHER, locate
 from mtjax.inspect.products import products_of
 from mtjax.inspect.report import Report
@@ -32,6 +33,8 @@ from mtjax.layout.mesh import AUTO, parse_mesh
 
 HOLDS_OTHERS = ("while", "call", "conditional")
 """Operations whose time is that of the operations inside them."""
+RUNS_AS_ONE = ("fusion", "async-start")
+"""Operations that are one in the program's schedule, with others inside."""
 PRODUCTS, ATTENTION, MEMORY = "products", "attention", "memory-bound"
 COLLECTIVES, NOTHING = "collectives", "nothing runs"
 """Causes of a step's time, keys of the JSON report: attention is fused kernels; collectives include overlapped ones."""
@@ -95,7 +98,7 @@ class OfCause:
     predicted: float | None = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class Measured:
     """Measured times of a step: means over steps and devices, in seconds."""
 
@@ -109,6 +112,8 @@ class Measured:
     """By phase, kind and axes."""
     causes: dict[str, OfCause] = field(default_factory=dict)
     """By cause: matmuls, attention, memory-bound, collectives, idle."""
+    kernels: tuple[MeasuredKernel, ...] = ()
+    """By kernel, those whose prediction is off by most seconds first; no collectives, loops, calls or branches."""
 
 
 def measure(report: Report, path: Path) -> Measured:
@@ -126,6 +131,8 @@ def measure(report: Report, path: Path) -> Measured:
     operations = list(read_operations(trace, report.step.module.name))
     if not operations:
         raise UserError(f"{trace} has no operation of {report.step.module.name}: it is not a trace of training steps")
+    outer = outermost(report.step.module)
+    operations = [replace(o, name=outer.get(o.name, o.name)) for o in operations]
     known = instructions(report.step)
     known |= inside_fusions(known, report.step, {o.name for o in operations})
     total = sum(o.seconds for o in operations)
@@ -143,7 +150,10 @@ def measure(report: Report, path: Path) -> Measured:
     devices, steps = len({o.device for o in operations}), count_steps(report.step, operations)
     measured = Measured(trace, steps, devices, step_seconds(operations, steps))
     predict_sent(report, measured)
-    measured.causes.update(by_cause(report, operations, steps, devices))
+    works = work_of(report)
+    measured.causes.update(by_cause(report, works, operations, steps, devices))
+    running = {name: work for name, work in works.items() if work.cause != NOTHING}
+    measured.kernels = by_kernel(report.step, running, executions(operations, steps * devices))
     collectives = {c.name: c for c in report.collectives}
     for operation in operations:
         seconds = operation.seconds / steps / devices
@@ -161,33 +171,77 @@ def measure(report: Report, path: Path) -> Measured:
     return measured
 
 
-def by_cause(report: Report, operations: Iterable[Operation], steps: int, devices: int) -> dict[str, OfCause]:
-    """Returns the measured time per step by cause, with the prediction where the hardware is known."""
-    module, sent = report.step.module, {c.name for c in report.collectives}
-    roofline = Roofline(module, list(report.collectives), report.time.server) if report.time else None
-    causes = {name: OfCause(predicted=0.0 if roofline else None) for name in (PRODUCTS, ATTENTION, MEMORY)}
-    cause_of: dict[str, str] = {}
+def work_of(report: Report) -> dict[str, Work]:
+    """Returns what each operation that a device runs does, by its name; no collectives."""
+    roofline, module, sent = roofline_of(report), report.step.module, {c.name for c in report.collectives}
+    found: dict[str, Work] = {}
     for site in scheduled(module):
-        name = kind_of_work(module, site.computation, site.instruction)
-        cause_of[site.instruction.name] = name
-        if roofline and computes(site.instruction) and site.instruction.opcode not in HOLDS_OTHERS:
-            seconds, by_products = roofline.seconds(site.computation, site.instruction)
-            cause_of[site.instruction.name] = name = name if by_products else MEMORY
-            predicted = causes[name].predicted
-            assert predicted is not None
-            causes[name].predicted = predicted + site.count * seconds
+        if site.instruction.name in sent:
+            continue
+        name, seconds = kind_of_work(module, site.computation, site.instruction), None
+        if roofline and computes(site.instruction) and name != NOTHING:
+            each, by_products = roofline.seconds(site.computation, site.instruction)
+            name, seconds = name if by_products else MEMORY, site.count * each
+        before = found.get(site.instruction.name)
+        if before is not None and before.predicted is not None:
+            seconds = before.predicted + (seconds or 0.0)
+        found[site.instruction.name] = Work(name, seconds)
+    return found
+
+
+def roofline_of(report: Report) -> Roofline | None:
+    """Builds the roofline of a program, with what was read in its kernels; None where the hardware is not known."""
+    if report.time is None:
+        return None
+    roofline = Roofline(report.step.module, list(report.collectives), report.time.server)
+    if report.time.kernels is not None:
+        roofline.use(report.time.kernels.by_instructions)
+    return roofline
+
+
+def by_cause(
+    report: Report, works: Mapping[str, Work], operations: Iterable[Operation], steps: int, devices: int
+) -> dict[str, OfCause]:
+    """Returns the measured time per step by cause, with the prediction where the hardware is known."""
+    roofline, sent = roofline_of(report), {c.name for c in report.collectives}
+    causes = {name: OfCause(predicted=0.0 if roofline else None) for name in (PRODUCTS, ATTENTION, MEMORY)}
+    for work in works.values():
+        if work.predicted is not None:
+            causes[work.cause].predicted = (causes[work.cause].predicted or 0.0) + work.predicted
     if sent:
         each = [c.count * roofline.collective_seconds(c) for c in report.collectives] if roofline else []
         causes[COLLECTIVES] = OfCause(predicted=sum(each) if roofline else None)
     running: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for o in operations:
-        name = COLLECTIVES if o.name in sent else cause_of.get(o.name, MEMORY)
+        name = COLLECTIVES if o.name in sent else works[o.name].cause if o.name in works else MEMORY
         if name != NOTHING:
             causes[name].measured += o.seconds / steps / devices
             running[o.device].append((o.start, o.start + o.seconds))
     idle = sum(gaps(spans) for spans in running.values()) / steps / devices
     causes[NOTHING] = OfCause(idle, 0.0 if roofline else None)
     return causes
+
+
+def outermost(module: Module) -> dict[str, str]:
+    """Returns for each operation inside one of the program's schedule, a fusion, the name of the latter.
+
+    XLA: a matmul that reads a slice of an array is inside a fusion, and a trace has the matmul's name.
+    """
+    found: dict[str, str] = {}
+    for site in walk(module):
+        callers = (caller.instruction for caller in site.callers)
+        if (outer := next((c for c in callers if c.opcode in RUNS_AS_ONE), None)) is not None:
+            found.setdefault(site.instruction.name, outer.name)
+    return found
+
+
+def executions(operations: Iterable[Operation], times: int) -> dict[str, Ran]:
+    """Returns how often and how long each operation ran in one of `times` steps of a device, by its name."""
+    found: dict[str, Ran] = defaultdict(lambda: Ran(0.0, 0.0))
+    for o in operations:
+        launches, seconds = found[o.name]
+        found[o.name] = Ran(launches + 1 / times, seconds + o.seconds / times)
+    return found
 
 
 def scheduled(module: Module) -> Iterator[Site]:
@@ -218,9 +272,7 @@ def gaps(spans: list[tuple[float, float]]) -> float:
 
 def predict_sent(report: Report, measured: Measured) -> None:
     """Adds all collectives of the program, with their predicted time."""
-    roofline = None
-    if report.time is not None:
-        roofline = Roofline(report.step.module, list(report.collectives), report.time.server)
+    roofline = roofline_of(report)
     for c in report.collectives:
         sent = measured.collectives.setdefault((c.phase, c.kind, c.axes), Sent())
         sent.count += c.count

@@ -5,12 +5,24 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from mtjax.inspect.hlo import Array, Computation, Instruction, Module
 from mtjax.inspect.hlo_walk import Site, walk
+from mtjax.layout.attention_kernel import CAUSAL, FORWARD, KEYS_BACKWARD, QUERIES_BACKWARD, padded_width
 
 _LIBRARY_PRODUCT = re.compile(r"__cublas\$(?:lt\$)?(?:gemm|matmul)|__triton_gemm|__onednn\$matmul|__cudnn\$conv")
 _FLASH = re.compile(r"__cudnn\$fmha\w*", re.IGNORECASE)
+_OWN = re.compile(rf"/(?P<kernel>{FORWARD}|{KEYS_BACKWARD}|{QUERIES_BACKWARD})(?P<causal>{CAUSAL})?/pallas_call")
+
+
+class Own(NamedTuple):
+    """What a kernel of `models/kernels/pallas.py` computes."""
+
+    flops: float
+    """Causal attention's half, with widths of powers of two."""
+    draws: float
+    """Random numbers of dropout."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +37,8 @@ class Product:
     """Dtype of the operands."""
     is_flash: bool = False
     """Whether it stands for all matmuls of a flash attention kernel, with their FLOPs."""
+    own: Own | None = None
+    """Where this is our own kernel."""
 
     @property
     def flops(self) -> int:
@@ -51,6 +65,8 @@ def product_of(computation: Computation, instruction: Instruction) -> Product | 
     target = instruction.attribute("custom_call_target") or ""
     if _FLASH.search(target):
         return _flash(computation, instruction, target)
+    if own := _OWN.search(instruction.attributes):
+        return _own(computation, instruction, own["kernel"], is_causal=bool(own["causal"]))
     if not _LIBRARY_PRODUCT.search(target):
         return None
     numbers = re.search(r'"dot_dimension_numbers":(\{[^}]*\})', instruction.attributes)
@@ -81,6 +97,25 @@ def _flash(computation: Computation, instruction: Instruction, target: str) -> P
     # Scores, output; and backward scores, the gradients of probabilities, values, queries and keys.
     widths = 3 * width + 2 * value.dims[3] if "backward" in target.lower() else width + value.dims[3]
     return Product(queries, widths, key.dims[1], batch * heads, query.dtype, is_flash=True)
+
+
+def _own(computation: Computation, instruction: Instruction, kernel: str, *, is_causal: bool) -> Product:
+    """Returns the matmuls of one of our own attention kernels as one: two forward, four and three backward."""
+    operands = computation.operand_arrays(instruction)
+    query, key, value = operands[:3]
+    batch, queries, heads, width = query.dims
+    # Scores, output; scores, gradients of probabilities, keys, values; scores, gradients of probabilities, queries.
+    of_keys, of_values = {FORWARD: (1, 1), KEYS_BACKWARD: (2, 2), QUERIES_BACKWARD: (2, 1)}[kernel]
+    pairs = batch * heads * queries * key.dims[1] / (1 + is_causal)
+    padded = of_keys * padded_width(width) + of_values * padded_width(value.dims[3])
+    own = Own(2 * pairs * padded, pairs * any(a.dtype == "u32" for a in operands))
+    widths = of_keys * width + of_values * value.dims[3]
+    return Product(queries, widths, key.dims[1], batch * heads, query.dtype, is_flash=True, own=own)
+
+
+def is_own_attention(text: str) -> bool:
+    """Returns whether a program's attention is our own kernel."""
+    return _OWN.search(text) is not None
 
 
 def products_of(module: Module, computation: Computation, instruction: Instruction) -> list[Product]:

@@ -15,7 +15,6 @@ from mtjax.inspect.check import Line, Verdict
 from mtjax.inspect.hlo import Array
 from mtjax.inspect.kernels.show import KERNEL_HEADS, guessed_text, kernel_notes, kernel_rows
 from mtjax.inspect.kinds import kinds_text
-from mtjax.inspect.measured import Measured, in_order
 from mtjax.inspect.predict import TimeReport
 from mtjax.inspect.report import Report, Row
 from mtjax.inspect.stages import BACK, ONWARD, Permutes, StagesReport
@@ -40,12 +39,12 @@ def show(report: Report, console: Console) -> None:
         console.print(causes_table(report.time))
         console.print(unrolling_line(report), highlight=False, end="")
     if report.time and report.time.kernels:
-        table = _table("Kernels, by their machine code", KERNEL_HEADS, overflow="fold")
+        table = new_table("Kernels, by their machine code", KERNEL_HEADS, overflow="fold")
         for cells in kernel_rows(report.time.kernels):
-            table.add_row(*map(_escape, cells))
+            table.add_row(*map(escape, cells))
         console.print(table)
         for note in kernel_notes(report.time.kernels):
-            console.print(f"  {_escape(note)}", highlight=False, soft_wrap=True)
+            console.print(f"  {escape(note)}", highlight=False, soft_wrap=True)
 
 
 def heading(report: Report) -> str:
@@ -137,8 +136,8 @@ def contract_table(report: Checked) -> Table:
 def contract_notes(report: Checked) -> list[str]:
     """Returns the verdict, its violations, and the tolerated collectives."""
     verdict = "[green]the contract holds[/]" if report.verdict.holds else "[red]the contract is violated[/]"
-    violations = [f"[red]x[/] {_escape(v)}" for v in report.verdict.violations]
-    return [verdict, *violations, *(f"tolerated: {_escape(t)}" for t in report.verdict.tolerated)]
+    violations = [f"[red]x[/] {escape(v)}" for v in report.verdict.violations]
+    return [verdict, *violations, *(f"tolerated: {escape(t)}" for t in report.verdict.tolerated)]
 
 
 def _compiled(line: Line) -> str:
@@ -148,7 +147,7 @@ def _compiled(line: Line) -> str:
 
 
 def _mark(line: Line) -> str:
-    notes = "; ".join(_escape(n) for n in line.notes)
+    notes = "; ".join(escape(n) for n in line.notes)
     return {"holds": f"ok {notes}", "missing": "[red]missing[/]", "differs": "[red]differs[/]"}[line.status].strip()
 
 
@@ -193,7 +192,7 @@ STAGE_HEADS: dict[str, str] = dict.fromkeys(
 
 def permutes_table(report: StagesReport) -> Table:
     """Builds the table of stage-boundary permutes."""
-    table = _table("Stage boundaries", PERMUTE_HEADS)
+    table = new_table("Stage boundaries", PERMUTE_HEADS)
     for permutes in report.permutes:
         table.add_row(*permutes_row(permutes, report))
     return table
@@ -218,14 +217,14 @@ def permutes_row(permutes: Permutes, report: StagesReport) -> list[str]:
 
 def stages_table(report: StagesReport) -> Table:
     """Builds the table of stages; a slot has a chunk's saved activations of a microbatch, all stages have as many."""
-    table = _table("Memory of each stage, by formula", STAGE_HEADS)
+    table = new_table("Memory of each stage, by formula", STAGE_HEADS)
     for number in timeline.abridged(range(len(report.stages)), timeline.MOST_STAGES):
         cells = [timeline.LEFT_OUT] * len(STAGE_HEADS) if number is None else stage_row(report, number)
         table.add_row(*cells)
     return table
 
 
-def _table(title: str, heads: Mapping[str, str], overflow: OverflowMethod = "ellipsis") -> Table:
+def new_table(title: str, heads: Mapping[str, str], overflow: OverflowMethod = "ellipsis") -> Table:
     """Builds a table without rows from its column heads and their alignment."""
     table = Table(title=title, title_justify="left", title_style="bold")
     for head, alignment in heads.items():
@@ -314,7 +313,7 @@ CAUSE_HEADS: dict[str, str] = {"cause": "left", "time": "right", "of the step": 
 
 def causes_table(time: TimeReport) -> Table:
     """Builds the table of the memory-bound time by cause."""
-    table = _table(f"Memory-bound: {duration(time.memory_bound)}, by cause", CAUSE_HEADS)
+    table = new_table(f"Memory-bound: {duration(time.memory_bound)}, by cause", CAUSE_HEADS)
     for cells in cause_rows(time):
         table.add_row(*cells)
     return table
@@ -343,41 +342,6 @@ def cause_rows(time: TimeReport, least: float = 0.001) -> list[list[str]]:
     return rows
 
 
-SENT_HEADS: dict[str, str] = {
-    **dict.fromkeys(("phase", "operation", "over"), "left"),
-    **dict.fromkeys(("count", "measured", "predicted"), "right"),
-}
-
-
-def show_measured(measured: Measured, console: Console) -> None:
-    """Prints the measured times of a trace next to the predicted ones."""
-    console.print(
-        f"[bold]Measured time[/] in {_escape(str(measured.trace))}: {measured.steps} steps on {measured.devices} "
-        f"devices, {duration(measured.seconds)} per step; collectives include the wait for other ranks",
-        highlight=False,
-        soft_wrap=True,
-    )
-    phases = _table(
-        "By phase", {"phase": "left", **dict.fromkeys(("computation", "communication", "predicted"), "right")}
-    )
-    for phase, spent in in_order(measured):
-        phases.add_row(phase, duration(spent.computing), duration(spent.sending), _or_unknown(spent.predicted))
-    console.print(phases)
-    causes = _table("By cause", {"cause": "left", **dict.fromkeys(("measured", "predicted"), "right")})
-    for cause, each in measured.causes.items():
-        causes.add_row(LABELS.get(cause, cause), duration(each.measured), _or_unknown(each.predicted))
-    console.print(causes)
-    sent = _table("By collective", SENT_HEADS)
-    for (phase, kind, axes), each in measured.collectives.items():
-        cells = (str(each.count), duration(each.measured), _or_unknown(each.predicted))
-        sent.add_row(phase, kind, axes_text(axes), *cells)
-    console.print(sent)
-
-
-def _or_unknown(seconds: float | None) -> str:
-    return "-" if seconds is None else duration(seconds)
-
-
 def axes_text(axes: tuple[str, ...] | None) -> str:
     """Returns "model", "data+model", "none" for groups of one device, "?" for groups that match no set of axes."""
     return "?" if axes is None else "+".join(axes) or "none"
@@ -395,5 +359,6 @@ def shapes_text(arrays: tuple[Array, ...], most: int = 2) -> str:
     return shown + (f" and {len(arrays) - most} more" if len(arrays) > most else "")
 
 
-def _escape(text: str) -> str:
+def escape(text: str) -> str:
+    """Returns a text in which rich sees no markup."""
     return text.replace("[", r"\[")

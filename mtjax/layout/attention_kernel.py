@@ -1,6 +1,7 @@
 """Choice of a run's attention kernel."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Literal
 
 from mtjax.config import Config
@@ -8,14 +9,18 @@ from mtjax.config.families import is_decoder, kind_of
 from mtjax.config.sizes import head_dim, windowed_layers
 from mtjax.layout.mesh import MeshShape
 
-Kernel = Literal["cudnn", "blocks", "xla"]
-"""cuDNN's flash attention; XLA's, with the scores of a few queries at a time; XLA's, with all scores."""
+Kernel = Literal["cudnn", "pallas", "blocks", "xla"]
+"""cuDNN's flash attention; our own; XLA's, with the scores of a few queries at a time; XLA's, with all scores."""
+
+ContextMethod = Literal["ring", "all-gather"]
+"""How context parallel ranks exchange keys and values."""
 
 Capability = tuple[int, int]
 """Compute capability of GPUs."""
 HOPPER: Capability = (9, 0)
 """cuDNN's limits are wider from here on; assumed where the GPUs are not known."""
 
+AMPERE: Capability = (8, 0)
 NO_PACKED: Capability = (11, 0)
 """From here on cuDNN's kernels of packed documents are not known to have a backward pass."""
 LONGEST_WHOLE = 8192
@@ -26,10 +31,30 @@ HIDDEN_SCORE = -1e30
 EITHER = "either"
 """Scope of a branch between two attention kernels."""
 
+PALLAS_BLOCK = 64
+"""Queries and keys of a block of the kernel `pallas`."""
+PALLAS_WIDEST = 128
+"""Widest heads of that kernel: a block of wider ones does not fit a multiprocessor's registers."""
+FORWARD, KEYS_BACKWARD, QUERIES_BACKWARD = "attention_forward", "attention_backward_keys", "attention_backward_queries"
+"""Names of that kernel's parts in a compiled program."""
+CAUSAL = "_causal"
+"""Ends these names where attention is causal."""
 QUERIES_AT_A_TIME = 512
 """Queries whose scores XLA's kernel holds at a time with context parallelism."""
 SCORES_AT_A_TIME, LEAST_QUERIES_AT_A_TIME = 2**25, 64
 """Scores of a rank that the kernel `blocks` holds at a time, if these are of at least so many queries per head."""
+
+
+@dataclass(frozen=True)
+class ContextParallelism:
+    """How attention is computed over context parallel ranks."""
+
+    method: ContextMethod
+    keeps_documents_apart: bool = False
+    """Whether attention is masked at document boundaries."""
+    sends_rounded: bool = False
+    """Whether the ring sends gradients of keys in the compute dtype. XLA: in a ring of two with cuDNN's kernel it moves
+    the conversion to float32 behind the collective-permute."""
 
 
 def choose_kernel(
@@ -52,6 +77,9 @@ def choose_kernel(
     reason = next(_without_flash(config), None)
     if requested == "blocks":
         return ("xla", reason) if reason else ("blocks", None)
+    if requested == "pallas":
+        here = reason or next(_not_pallas(config, platform, capability, context), None)
+        return ("xla" if reason else "blocks", here) if here else ("pallas", None)
     # Where neither kernel can be, the scores are materialized; otherwise what rules out cuDNN's alone leaves blocks.
     never = next(_never_cudnn(config, platform), None) or reason
     here = never or next(_not_cudnn(config, capability, context), None)
@@ -112,6 +140,36 @@ def _not_cudnn(config: Config, capability: Capability, context: int) -> Iterator
         yield f"it has no cap of scores, and attention_softcap is {config.model.attention_softcap}"
     if config.model.attention_sinks and context > 1:
         yield "it has no sinks with context parallelism (attention_sinks)"
+
+
+def _not_pallas(config: Config, platform: str, capability: Capability, context: int) -> Iterator[str]:
+    """Yields what rules out the kernel `pallas`, for which `blocks` takes its place: its masks are the same."""
+    model = config.model
+    if platform not in ("gpu", "cuda"):
+        yield "it runs on GPUs only"
+    if capability < AMPERE:
+        yield "it needs GPUs of compute capability 8.0 or newer"
+    if config.training.compute_dtype == "float32":
+        yield "it needs a 16-bit compute_dtype, and compute_dtype is float32"
+    if model.sequence_length % PALLAS_BLOCK:
+        yield f"it needs samples of a multiple of {PALLAS_BLOCK} tokens, and sequence_length is {model.sequence_length}"
+    if head_dim(model) > PALLAS_WIDEST:
+        yield f"it needs head sizes up to {PALLAS_WIDEST}, and this one is {head_dim(model)}"
+    if context > 1:
+        yield "it has no context parallelism"
+    without = {
+        "latent attention (kv_lora_rank)": model.kv_lora_rank,
+        "sliding window (attention_window)": any(windowed_layers(model)),
+        "bias, and position is alibi": model.position == "alibi",
+        "cap of scores (attention_softcap)": model.attention_softcap is not None,
+        "sinks (attention_sinks)": model.attention_sinks,
+    }
+    yield from (f"it has no {name}" for name, is_set in without.items() if is_set)
+
+
+def padded_width(width: int) -> int:
+    """Returns the width with which the kernel `pallas` computes heads of a width: Triton's sizes are powers of two."""
+    return max(16, 1 << (width - 1).bit_length())
 
 
 def queries_at_a_time(rows: float, keys: float) -> int:

@@ -8,7 +8,7 @@ from typing import Literal
 from mtjax.config import Config, Model
 from mtjax.config.families import is_decoder
 from mtjax.config.float8 import scale_digits
-from mtjax.layout.attention_kernel import HOPPER, Capability, choose_kernel
+from mtjax.layout.attention_kernel import HOPPER, Capability, ContextMethod, ContextParallelism, choose_kernel
 from mtjax.layout.layouts import Layout, layout_of, zero_axes
 from mtjax.layout.mesh import MeshShape
 from mtjax.layout.optimizer_states import ADAMW, BYTES, OptimizerStates, optimizer_states
@@ -18,24 +18,11 @@ from mtjax.layout.timetable import ScheduleName
 Recompute = Literal["none", "selective", "full"]
 """What the backward pass recomputes: nothing, the attention core, or entire layers."""
 Residuals = Literal["jax", "megatron"]
-ContextMethod = Literal["ring", "all-gather"]
 ExpertDispatch = Literal["all-gather", "all-to-all"]
 
 GPUS_OF_A_SERVER = 8
 MOST_UNROLLED = 100
 """Layers up to which they are unrolled by default: compiling 32 takes about a minute on two cores."""
-
-
-@dataclass(frozen=True)
-class ContextParallelism:
-    """How attention is computed over context parallel ranks."""
-
-    method: ContextMethod
-    keeps_documents_apart: bool = False
-    """Whether attention is masked at document boundaries."""
-    sends_rounded: bool = False
-    """Whether the ring sends gradients of keys in the compute dtype. XLA: in a ring of two with cuDNN's kernel it moves
-    the conversion to float32 behind the collective-permute."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +75,9 @@ class Plan:
     keeps_documents_apart: bool = False
     """Whether attention is masked at document boundaries, or, with the same communication, at padding."""
     flash_attention: bool = False
+    """Whether scores stay inside a kernel, cuDNN's or our own."""
+    pallas_attention: bool = False
+    """Whether this kernel is our own (`models/kernels/pallas.py`)."""
     attention_in_blocks: bool = False
     """Whether XLA's kernel holds the scores of a few queries at a time also without context parallelism."""
     dropout: bool = True
@@ -164,9 +154,16 @@ class Plan:
         return not (self.flash_attention or self.attention_in_blocks or self.context_parallelism)
 
     @property
+    def core_again(self) -> float:
+        """How much of attention's forward products the backward pass computes again: scores, and in our own kernel,
+        which has two backward passes, twice, and the gradients of probabilities twice."""
+        return 1.5 if self.pallas_attention else 0.5 if not self.keeps_scores or self.recompute == "selective" else 0.0
+
+    @property
     def packs_documents(self) -> bool:
         """Whether cuDNN's attention is within documents."""
-        return self.flash_attention and self.keeps_documents_apart and not self.context_parallelism
+        is_cudnn = self.flash_attention and not self.pallas_attention
+        return is_cudnn and self.keeps_documents_apart and not self.context_parallelism
 
     def local_tokens(self, tokens: float) -> float:
         """Returns the tokens of a microbatch on a context parallel rank, of samples with `tokens` tokens."""
@@ -373,7 +370,8 @@ class Plan:
             context_method=run.parallel.context_method,
             expert_dispatch=run.parallel.expert_dispatch,
             keeps_documents_apart=run.data.reset_attention_mask or run.model.family == "bert",
-            flash_attention=kernel == "cudnn",
+            flash_attention=kernel in ("cudnn", "pallas"),
+            pallas_attention=kernel == "pallas",
             attention_in_blocks=kernel == "blocks",
             dropout=run.model.hidden_dropout > 0,
             attention_dropout=run.model.attention_dropout > 0,

@@ -146,7 +146,12 @@ _KINDS = (
     same("--vocab-size", "vocab_size", note="Megatron's NullTokenizer adds one token, the end of document"),
     none("--padded-vocab-size", "set --vocab-size and --vocab-multiple"),
     same("--hidden-dropout", "hidden_dropout", default=0.1),
-    same("--attention-dropout", "attention_dropout", default=0.1, note="flash attention needs 0"),
+    same(
+        "--attention-dropout",
+        "attention_dropout",
+        default=0.1,
+        note="cuDNN's flash attention needs 0; --attention pallas does not",
+    ),
     same("--init-method-std", "init_std", default=0.02),
     none("--embedding-init-method-std", "embeddings start with the standard deviation of --init-std"),
     none("--init-method-xavier-uniform", "weights start normally distributed", default=False),

@@ -172,8 +172,8 @@ _MEMORY = (
     equal(
         "--use-flash-attn",
         "--attention auto",
-        "flash attention if attention dropout is 0; with --reset-attention-mask use --attention cudnn (Hopper or"
-        " newer)",
+        "flash attention if attention dropout is 0, or with --attention pallas; with --reset-attention-mask use"
+        " --attention cudnn (Hopper or newer)",
         default=False,
     ),
 )

@@ -49,7 +49,7 @@ def flash_hint(anatomy: Anatomy, plan: Plan, server: Server, run: Config) -> str
     if plan.flash_attention or run.model.attention not in ("auto", "cudnn"):
         return None
     if _kernel(without, plan, server) == "cudnn":
-        why = f"attention_dropout {dropout:g} rules out flash attention, which has no dropout on probabilities"
+        why = f"attention_dropout {dropout:g} rules out cuDNN's flash attention, which has no dropout on probabilities"
         options = "--attention-dropout 0"
     elif run.data.reset_attention_mask and _kernel(asked, plan, server) == "cudnn":
         why = "reset_attention_mask rules out flash attention unless it is asked for"
@@ -62,7 +62,11 @@ def flash_hint(anatomy: Anatomy, plan: Plan, server: Server, run: Config) -> str
     then = step_time(anatomy, fused, server).total
     if now - then < WORTH_SAYING * now:
         return None
-    return f"{why}: with {options} a step takes {seconds(then)} instead of {seconds(now)}"
+    hint = f"{why}: with {options} a step takes {seconds(then)} instead of {seconds(now)}"
+    if not dropout or _kernel(config.replace(run, attention="pallas"), plan, server) != "pallas":
+        return hint
+    own = _changed(plan, run, flash_attention=True, pallas_attention=True, recompute=recompute)
+    return f"{hint}; with --attention pallas, which has this dropout, {seconds(step_time(anatomy, own, server).total)}"
 
 
 def unrolled_hint(anatomy: Anatomy, plan: Plan, server: Server) -> str | None:

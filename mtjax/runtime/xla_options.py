@@ -7,7 +7,7 @@ compile with the same options.
 
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -110,8 +110,7 @@ PREFETCH = (
         "xla_gpu_experimental_collective_start_as_early_as_possible",
         True,
         "prefetches a layer's parameters when the layer before it begins, and reduces its gradients when the layer "
-        "below begins: XLA underestimates the time of both when they overlap with compute; XLA of jax 0.12 hides more "
-        "without it",
+        "below begins: XLA underestimates the time of both when they overlap with compute",
         "0.10.2, off by default",
         until=(0, 12),
     ),
@@ -138,6 +137,8 @@ PREFETCH = (
 )
 """In addition, if parameters are all-gathered from other servers, or gradients reduced to them, while a layer
 computes."""
+EARLY = (replace(PREFETCH[0], since=(0, 12), until=(99, 0)),)
+"""In addition by jax 0.12 without ZeRO. Its XLA hides less with it of ZeRO-3, and as much of ZeRO-1."""
 STAGES = (
     Option(
         "xla_gpu_experimental_parallel_collective_overlap_limit",
@@ -280,6 +281,7 @@ def _fast(config: Config, mesh: Mesh, device: Any) -> Chosen:
         (PIPELINED_ALL_REDUCE, parallel.overlap and not prefetches and (parallel.sequence_parallel or concurrent)),
         (CONCURRENT, parallel.overlap and concurrent),
         (PREFETCH, parallel.overlap and processes > 1 and prefetches),
+        (EARLY, parallel.overlap and processes > 1 and prefetches and not parallel.zero),
         (STAGES, parallel.overlap and staged),
         (CONTEXT, parallel.overlap and shape.has_context_parallel),
         (SECTIONS, staged and len(sections_of(config.model)) > 1),

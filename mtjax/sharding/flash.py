@@ -238,6 +238,12 @@ def _flash_backward(ranks: _OnRanks, saved: Saved, gradient: Array) -> tuple[Arr
 _flash.defvjp(_flash_forward, _flash_backward)
 
 
+def type_like(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, *like: Array) -> jax.ShapeDtypeStruct:
+    """Returns the type of a rank's array that varies over every manual axis over which some `like` varies."""
+    axes = frozenset[str]().union(*(jax.typeof(a).mat.varying for a in like))
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.sharding.ManualAxisType(varying=axes))
+
+
 def residual_index(leaves: list[Array], known: tuple[Array, ...]) -> int:
     """Finds the one residual of a kernel that is neither empty nor among its inputs and outputs, `known`."""
     (index,) = (i for i, leaf in enumerate(leaves) if leaf.size and not any(leaf is a for a in known))

@@ -99,6 +99,41 @@ def test_keys_that_change_a_network_are_known_to_its_type(kind: str, key: str, v
         family.model_settings({"model_type": kind, key: value}, frozenset(), "config.json")
 
 
+@pytest.mark.parametrize(
+    ("kind", "config", "said"),
+    [
+        ("mistral", {"sliding_window": 0}, "attention_window (sliding_window in config.json) is 0, and must be"),
+        ("llama", {"rms_norm_eps": -1.0}, "norm_epsilon (rms_norm_eps in config.json) is -1.0, and must be a finite"),
+        ("gpt_neox", {"rotary_pct": 1.5}, "rope_fraction (rotary_pct in config.json) is 1.5, and must be above 0, at"),
+        (
+            "llama",
+            {"rope_scaling": {"rope_type": "linear", "factor": -2.0}},
+            "rope_factor (factor in config.json) is -2.0, and must be a finite number above 0",
+        ),
+        (
+            "llama",
+            {"num_key_value_heads": 5},
+            "num_heads (num_attention_heads in config.json) 32 is not divisible by num_kv_heads (num_key_value_heads "
+            "in config.json) 5; the nearest num_kv_heads that fit are 4 and 8",
+        ),
+        ("gpt2", {"n_head": 5}, "not divisible by num_heads (n_head in config.json) 5; the nearest num_heads that fit"),
+        ("gpt2", {"num_attention_heads": 5}, "not divisible by num_heads (num_attention_heads in config.json) 5; "),
+        (
+            "mixtral",
+            {"num_local_experts": 4, "num_experts_per_tok": 9},
+            "experts_top_k (num_experts_per_tok in config.json) 9 is above num_experts (num_local_experts in ",
+        ),
+        ("deepseek_v3", {"n_group": 7}, "not divisible by expert_groups (n_group in config.json) 7; the nearest "),
+        ("llama", {"rope_theta": -1.0}, "config.json: rope_theta is -1.0, and must be a finite number above 0"),
+    ],
+)
+def test_settings_have_the_names_that_config_json_has(kind: str, config: dict, said: str) -> None:
+    family = FAMILIES[kind]
+    with pytest.raises(UserError) as refused, family.naming_keys(config):
+        config_of(family.model_settings(config, frozenset({"lm_head.weight"}), "config.json"), "config.json")
+    assert said in str(refused.value)
+
+
 OUTPUT = frozenset({"shared.weight", "lm_head.weight"})
 
 

@@ -237,6 +237,8 @@ needs_cudnn = pytest.mark.skipif(not has_cudnn, reason="needs nvidia-cudnn-cu13"
         pytest.param({"attention": "cudnn", "attention_window": 16, "window_layers": "SF"}, "cudnn", marks=needs_cudnn),
         pytest.param({"attention": "cudnn", "head_dim": 256}, "cudnn", marks=needs_cudnn),
         ({"attention": "blocks", "reset_attention_mask": True, "attention_window": 16}, "blocks"),
+        ({"attention": "pallas", "attention_dropout": 0.1, "recompute": "none"}, "pallas"),
+        ({"attention": "pallas", "family": "llama", "num_kv_heads": 2, "reset_attention_mask": True}, "pallas"),
     ],
 )
 def test_kernels_keep_the_contract_and_the_flops_of_theory_on_h100(fields, kernel):

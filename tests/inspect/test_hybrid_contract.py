@@ -130,3 +130,11 @@ def test_flops_of_adapters_are_exactly_those_of_a_program_for_cpus(pattern, fiel
     report = inspect(hybrid(pattern, **settings, **fields), find_target("cpu"))
     (check,) = (c for c in compare(report) if c.name == "FLOPs of a step")
     assert check.formula == check.program
+
+
+@pytest.mark.parametrize("mesh", ["1x1", "data=1,context=2,model=1"])
+def test_a_single_group_of_heads_runs_on_one_tensor_parallel_rank(mesh: str) -> None:
+    """Since jax 0.11 a reshape forgets how a dimension of size 1 is sharded, and a matmul by it is refused."""
+    settings = {"ssm_groups": 1, "recompute": "none", "attention": "xla", "global_batch_size": 2, "microbatch_size": 1}
+    report = inspect(hybrid("MG*", mesh=mesh, **settings), find_target("cpu"))
+    assert report.verdict.violations == ()

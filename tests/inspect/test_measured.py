@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+from collections import Counter
 from contextlib import chdir
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 from jax.profiler import ProfileData
+from rich.console import Console
 
 from mtjax import config
 from mtjax.commands.inspect import main
@@ -26,13 +28,17 @@ from mtjax.inspect.measured import (
     find_trace,
     gaps,
     measure,
+    outermost,
+    work_of,
 )
+from mtjax.inspect.measured_text import show_measured
 from mtjax.inspect.report import Report
 from tests.end_to_end.runs import Launcher
 from tests.inspect.steps import tiny
 
 ROUNDING = 2e-3
 """Microseconds that begin and length of an event are rounded to, twice."""
+GPU = "/device:GPU:0"
 MICROSECOND = 1_000_000
 """In the picoseconds of a trace."""
 
@@ -75,7 +81,7 @@ def steps_of(report: Report, steps: int, devices: int) -> list[tuple[str, int, i
     return events
 
 
-@pytest.mark.parametrize(("plane", "line"), [("/host:CPU", "tf_XLAEigen/1"), ("/device:GPU:0", "Stream #7(Compute)")])
+@pytest.mark.parametrize(("plane", "line"), [("/host:CPU", "tf_XLAEigen/1"), (GPU, "Stream #7(Compute)")])
 def test_every_operation_counts_once_in_its_phase(cpu_report: Report, tmp_path: Path, plane: str, line: str) -> None:
     events = steps_of(cpu_report, steps=2, devices=2)
     trace = write_trace(tmp_path / "a.xplane.pb", plane, line, events, cpu_report.step.module.name)
@@ -101,13 +107,53 @@ def test_every_operation_counts_once_in_its_phase(cpu_report: Report, tmp_path: 
     assert 0 < causes[PRODUCTS].measured < whole and causes[PRODUCTS].predicted is None
 
 
+def test_what_runs_inside_a_fusion_counts_as_the_fusion(cpu_report: Report, tmp_path: Path) -> None:
+    """Traces of GPUs name the matmul in a fusion that slices its operand."""
+    module = cpu_report.step.module
+    fusions = {i for c in module.computations.values() if "fused" not in c.name for i in c.instructions}
+    fusion = next(i for i in fusions if i.opcode == "fusion")
+    (callee,) = module.callees(fusion)
+    events = steps_of(cpu_report, steps=2, devices=2)
+    inside = [(callee.root.name if name == fusion.name else name, device, long) for name, device, long in events]
+    assert inside != events
+    path, found = tmp_path / "a.xplane.pb", []
+    for each in (events, inside):
+        measured = measure(cpu_report, write_trace(path, GPU, "Stream #7", each, module.name))
+        found.append((measured.phases, measured.causes, measured.kernels))
+    assert found[0] == found[1]
+
+
 @pytest.mark.aot
 def test_predicted_causes_add_up_to_the_predicted_step(gpu_report: Report) -> None:
-    causes, time = by_cause(gpu_report, [], steps=1, devices=1), gpu_report.time
+    causes, time = by_cause(gpu_report, work_of(gpu_report), [], steps=1, devices=1), gpu_report.time
     assert time is not None
-    assert causes[PRODUCTS].predicted + causes[ATTENTION].predicted == pytest.approx(time.products)
+    assert sum(causes[name].predicted or 0.0 for name in (PRODUCTS, ATTENTION)) == pytest.approx(time.products)
     assert causes[MEMORY].predicted == pytest.approx(time.memory_bound)
     assert causes[COLLECTIVES].predicted == pytest.approx(time.exposed + time.hidden)
+
+
+@pytest.mark.aot
+def test_the_kernel_that_is_farthest_from_its_prediction_is_shown_first(gpu_report: Report, tmp_path: Path) -> None:
+    assert gpu_report.time is not None
+    events, works = steps_of(gpu_report, steps=2, devices=1), work_of(gpu_report)
+    runs = Counter(name for name, _, _ in events)
+    late = next(name for name, count in runs.items() if works.get(name) and works[name].predicted and count > 2)
+    events = [(name, device, 5000 if name == late else length) for name, device, length in events]
+    module = gpu_report.step.module.name
+    measured = measure(gpu_report, write_trace(tmp_path / "a.xplane.pb", GPU, "Stream #7", events, module))
+    first, *others = measured.kernels
+    assert first.launches >= runs[late] / 2 and first.measured >= 5e-3 * runs[late] / 2
+    assert works[late].predicted is not None and first.difference > max(abs(k.difference) for k in others)
+    outer = outermost(gpu_report.step.module)
+    work = [(works.get(outer.get(name, name)), length) for name, _, length in events]
+    running = [length for each, length in work if each is not None and each.cause != NOTHING]
+    assert sum(k.measured for k in measured.kernels) == pytest.approx(sum(running) * 1e-6 / measured.steps)
+    predicted = gpu_report.time.products + gpu_report.time.memory_bound
+    assert sum(k.predicted or 0.0 for k in measured.kernels) == pytest.approx(predicted)
+    with (console := Console(width=200)).capture() as printed:
+        show_measured(measured, console)
+    table = printed.get().partition("farthest from their prediction")[2].splitlines()
+    assert first.kind.source in table[4] and f"{first.launches:,.0f}" in table[4]
 
 
 def test_what_runs_on_several_streams_leaves_gaps_where_none_does() -> None:

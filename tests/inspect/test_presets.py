@@ -47,6 +47,11 @@ REPRESENTATIVES = (
     "deepseek-v2-lite",
     "deepseek-v3",
     "gpt-oss-20b",
+    "phi4-14b",
+    "granite3-8b",
+    "glm4-9b",
+    "falcon-7b",
+    "command-r-35b",
 )
 """One preset of each structure."""
 

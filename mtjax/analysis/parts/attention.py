@@ -1,7 +1,7 @@
 """Self-attention and cross-attention, sharded by heads."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mtjax.analysis.contract import LAYER_BACKWARD, LAYER_FORWARD, LAYER_RECOMPUTE, OTHER, Expectation
 from mtjax.analysis.parts.attention_collectives import context_collectives, width_norm_collectives
@@ -123,6 +123,12 @@ class Attention(_Heads):
             sizes = {**({} if is_shared else heads), "head_dim": self.head_dim}
             found += [weight(f"attention.{name}.{vector}", sizes) for vector in self.qk_norm]
         return found
+
+    @property
+    def elementwise(self) -> Elementwise:
+        """Elements of element-wise kernels, those of QK norm included."""
+        normed = self.tokens * (self.query_size + self.kv_size) if self.qk_norm else 0
+        return replace(super().elementwise, normed=normed)
 
     @property
     def normalizes_width(self) -> bool:

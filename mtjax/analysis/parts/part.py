@@ -16,7 +16,8 @@ from mtjax.analysis.parts.scan_kernels import ScanKernels
 from mtjax.config import Model
 from mtjax.config.adapters import ADAPTER, adapter_sizes
 from mtjax.config.sizes import norm_vectors, sublayer_norms
-from mtjax.layout.plan import ContextParallelism, ExpertDispatch, Plan
+from mtjax.layout.attention_kernel import ContextParallelism
+from mtjax.layout.plan import ExpertDispatch, Plan
 from mtjax.layout.rules import MODEL
 
 
@@ -195,6 +196,8 @@ class Elementwise:
     """Of the MLP's inner width."""
     gate: float = 0
     """Of those, the ones that XLA multiplies with a gate."""
+    normed: float = 0
+    """Of queries and keys that are normalized (QK norm)."""
 
 
 @dataclass(frozen=True)

@@ -81,6 +81,7 @@ RMS_NORM = Part(
         "norm_epsilon": values["rms_norm_eps"],
     },
     lambda model: {"rms_norm_eps": model.norm_epsilon},
+    {"norm_epsilon": "rms_norm_eps"},
 )
 ROPE = rope()
 SWIGLU = activation()
@@ -96,6 +97,7 @@ def layer_norm(key: str = "layer_norm_eps") -> Part:
         (key,),
         lambda values: {"family": "gpt", "norm": "layernorm", "hidden_dropout": 0.0, "norm_epsilon": values[key]},
         lambda model: {key: model.norm_epsilon},
+        {"norm_epsilon": key},
     )
 
 
@@ -191,5 +193,6 @@ def decoder(
         shared=shared,
         keys=frozenset(key for part in parts for key in part.keys) | frozenset(supported) | frozenset(aliases or ()),
         aliases=aliases or {},
+        named={ours: theirs for part in parts for ours, theirs in part.named.items()},
         packed=packed,
     )

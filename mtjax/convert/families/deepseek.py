@@ -215,6 +215,7 @@ DEEPSEEK_V2 = decoder(
             "topk_method": "greedy" if model.expert_groups == 1 else "group_limited_greedy",
             "norm_topk_prob": model.router_normalize,
         },
+        groups().named,
     ),
     names=NEIGHBOURS,
     rows=latent_rows,

@@ -261,6 +261,7 @@ def groups() -> Part:
             "expert_groups_top_k": 1 if values["topk_group"] is None else values["topk_group"],
         },
         lambda model: {"n_group": model.expert_groups, "topk_group": model.expert_groups_top_k},
+        {"expert_groups": "n_group", "expert_groups_top_k": "topk_group"},
     )
 
 

@@ -1,6 +1,8 @@
 """Description of a Hugging Face model family, from which configs are read, written and checked."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,6 +91,8 @@ class Family:
     empty for a family that keeps them."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Other names of keys of config.json -> the names that `read`, `fields` and `only` have."""
+    named: Mapping[str, str] = field(default_factory=dict)
+    """Settings that `read` returns -> the key of config.json that each is read from."""
     packed: str = "fp8"
     """Quantized weights that are read: fp8, in blocks (`convert/fp8.py`), or mxfp4 (`convert/mxfp4.py`)."""
     unties: bool = True
@@ -118,6 +122,29 @@ class Family:
         simple = {each.ours: config.get(each.theirs, each.default) for each in self.fields}
         with naming(source):
             return simple | self.read(config, names)
+
+    @contextmanager
+    def naming_keys(self, config: Json) -> Iterator[None]:
+        """Adds to the settings that an error names the keys that this config.json has for them.
+
+        Raises:
+          UserError: one was raised.
+        """
+        typed = {key: other for other, key in self.aliases.items() if other in config}
+        keys = {**{each.ours: each.theirs for each in self.fields}, **self.named}
+        keys = {ours: typed.get(theirs, theirs) for ours, theirs in keys.items() if ours != theirs}
+
+        def both(found: re.Match[str]) -> str:
+            # Each once.
+            key = keys.pop(found[0], None)
+            return f"{found[0]} ({key} in config.json)" if key else found[0]
+
+        try:
+            yield
+        except UserError as e:
+            known = [re.escape(ours) for ours, theirs in keys.items() if not re.search(rf"\b{theirs}\b", str(e))]
+            said = re.sub(rf"(?<![\w./-])({'|'.join(known)})(?![\w./-])", both, str(e)) if known else str(e)
+            raise UserError(said) from e
 
     def renamed(self, config: Json) -> tuple[Json, list[str]]:
         """Returns a config.json with the names of keys that `read` has, and which other names contradict theirs."""

@@ -1,7 +1,7 @@
 """Parts of the description of a type: keys of config.json, and the settings that are read from and written to them."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from mtjax.config import Model
@@ -23,6 +23,8 @@ class Part:
     """Returns mtjax's settings from the values of all keys, those of missing keys being the type's defaults."""
     write: Callable[[Model], Json]
     """Returns keys of config.json from mtjax's settings."""
+    named: Mapping[str, str] = field(default_factory=dict)
+    """Settings -> the key that each is read from, for messages."""
 
 
 def always(**settings: Any) -> Part:
@@ -61,6 +63,7 @@ def fields(**settings: str) -> Part:
         tuple(settings.values()),
         lambda values: {ours: values[theirs] for ours, theirs in settings.items()},
         lambda model: {theirs: value_of(model, ours) for ours, theirs in settings.items()},
+        settings,
     )
 
 
@@ -85,6 +88,7 @@ def scaled(
         (key,),
         lambda values: {setting: None if values[key] is None else read(values[key])},
         lambda model: {key: back(getattr(model, setting))},
+        {setting: key},
     )
 
 
@@ -191,6 +195,7 @@ def window(key: str = "sliding_window") -> Part:
         (key,),
         lambda values: {"attention_window": values[key], "window_layers": "S"},
         lambda model: {key: model.attention_window},
+        {"attention_window": key},
     )
 
 
@@ -217,7 +222,8 @@ def windows(rule: Callable[[Json, int], bool], *keys: str, write: Callable[[Mode
             **write(model),
         }
 
-    return Part(("sliding_window", "layer_types", *keys), read, write_all)
+    named = {"attention_window": "sliding_window", "window_layers": "layer_types"}
+    return Part(("sliding_window", "layer_types", *keys), read, write_all, named)
 
 
 def used_windows(
@@ -232,7 +238,7 @@ def used_windows(
     def write_all(model: Model) -> Json:
         return {**part.write(model), "use_sliding_window": model.attention_window is not None}
 
-    return Part((*part.keys, "use_sliding_window"), read, write_all)
+    return Part((*part.keys, "use_sliding_window"), read, write_all, part.named)
 
 
 def sliding(values: Json, rule: Callable[[Json, int], bool]) -> str:

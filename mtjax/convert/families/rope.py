@@ -76,7 +76,8 @@ def rope(*more: str, fraction: str = "", theta: str = THETA) -> Part:
         dynamic = {"max_position_embeddings": model.rope_original_length} if model.rope_scaling == "dynamic" else {}
         return found | dynamic
 
-    return Part((*KEYS, theta, fraction or FRACTION), read, write)
+    named = {**FACTORS, "rope_theta": theta, "rope_fraction": fraction or FRACTION, "rope_scaling": "rope_type"}
+    return Part((*KEYS, theta, fraction or FRACTION), read, write, named)
 
 
 def rope_object(values: Json) -> dict[str, Any]:
@@ -183,4 +184,5 @@ def rope_by_layer(local_key: str = "", local_theta: float | None = None, *, thet
             **({local_key: local["rope_theta"]} if local_key else {}),
         }
 
-    return Part((*KEYS, theta, *((local_key,) if local_key else ())), read, write)
+    named = {**FACTORS, "rope_theta": theta, "rope_local_theta": local_key or theta, "rope_scaling": "rope_type"}
+    return Part((*KEYS, theta, *((local_key,) if local_key else ())), read, write, named)

@@ -1,7 +1,7 @@
 """The kernels of a step with what they will do, matched to the program's operations, and which of them are slow."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -102,9 +102,19 @@ class KernelReport:
     """Matmul kernels that XLA wrote in Triton: on a GPU it measures several and takes the fastest, here it guesses."""
 
     @property
+    def by_instructions(self) -> dict[str, float]:
+        """Seconds that the instructions of an operation's kernel take, by the operation's name."""
+        return by_instructions(self.rows)
+
+    @property
     def faulty(self) -> tuple[Row, ...]:
         """Kernels with faults."""
         return tuple(row for row in self.rows if row.faults)
+
+
+def by_instructions(rows: Iterable[Row]) -> dict[str, float]:
+    """Returns the seconds that the instructions of operations' kernels take, but not of matmuls, by name."""
+    return {name: row.by_instructions for row in rows if not row.by_products for name in row.instructions}
 
 
 def check_kernels(target: Target) -> None:
@@ -146,7 +156,7 @@ def audit(step: CompiledStep, roofline: Roofline, folder: Path) -> KernelReport:
         elif site.instruction.opcode == "custom-call":
             libraries += site.times
     rows = [reader.row(name, sites) for name, sites in found.items()]
-    roofline.use({name: row.by_instructions for row in rows if not row.by_products for name in row.instructions})
+    roofline.use(by_instructions(rows))
     return KernelReport(
         rows=tuple(sorted(rows, key=lambda row: -row.seconds)),
         step=roofline.run().seconds,
@@ -187,7 +197,6 @@ class _Reader:
         moved = bytes_moved(roofline.module, computation, instruction)
         products = products_of(roofline.module, computation, instruction)
         by_bytes, constants = roofline.machines[2].passes(moved), roofline.machines[2].constants
-        source = (self.lines.line_of(attributes) for attributes in _attributes(roofline, instruction))
         launch = self.dumped.launches[name]
         machine = machine_of(self.dumped.ptx[name], self.assembled[name], launch, self.gpu, is_matmul=bool(products))
         return Row(
@@ -197,7 +206,7 @@ class _Reader:
             phase=phase,
             cause=cause_of(roofline.module, instruction, phase, in_loop, is_small=by_bytes < roofline.launch),
             op_name=op_name,
-            source=next((line for line in source if line), ""),
+            source=self.lines.source_of(roofline.module, instruction),
             bytes=moved,
             by_bytes=by_bytes,
             # As of matmuls and of memory: the share of speed that a training run has of kernels alone.
@@ -205,11 +214,3 @@ class _Reader:
             by_products=sum(roofline.product_seconds(product) for product in products),
             least=roofline.launch,
         )
-
-
-def _attributes(roofline: Roofline, instruction: Instruction) -> Iterator[str]:
-    """Yields the attributes of an operation, and of those that it fuses, results first."""
-    yield instruction.attributes
-    for callee in roofline.module.callees(instruction):
-        yield callee.root.attributes
-        yield from (inner.attributes for inner in reversed(callee.instructions))

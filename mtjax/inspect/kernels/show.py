@@ -1,5 +1,6 @@
 """The kernels of a step as rows of a table, notes, and JSON values."""
 
+from importlib.metadata import version
 from typing import Any
 
 from mtjax.inspect.kernels.audit import SLOW, SWAPS, KernelReport, Row
@@ -76,9 +77,9 @@ def kernel_notes(report: KernelReport) -> list[str]:
     launches = sum(row.count for row in report.rows)
     added = report.step - report.without
     notes = [
-        f"{len(report.rows)} kernels of XLA with {launches:,} launches, and {report.libraries:,} launches of cuBLAS "
-        "and cuDNN, whose code is not part of the program; instructions that take longer than bytes add "
-        f"{duration(max(added, 0.0))} to the step",
+        f"{len(report.rows)} kernels of XLA (jax {version('jax')}) with {launches:,} launches, and "
+        f"{report.libraries:,} launches of cuBLAS and cuDNN, whose code is not part of the program; instructions that "
+        f"take longer than bytes add {duration(max(added, 0.0))} to the step",
         *lines,
     ]
     if not lines:
@@ -99,6 +100,7 @@ def guessed_text(matmuls: int) -> str:
 def kernels_json(report: KernelReport) -> dict[str, Any]:
     """Returns the report as JSON values."""
     return {
+        "jax": version("jax"),
         "seconds": report.step,
         "seconds_without_instructions": report.without,
         "library_launches": report.libraries,

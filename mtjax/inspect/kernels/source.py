@@ -1,8 +1,10 @@
 """The line of source code of an instruction, from the tables of stack frames in HLO text."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+
+from mtjax.inspect.hlo import Instruction, Module
 
 _ROW = re.compile(r'^(\d+) (?:"(.*)"|\{(.*)\})$')
 _NUMBER = re.compile(r"(\w+)=(\d+)")
@@ -33,6 +35,10 @@ class SourceLines:
                 break  # the first computation
         return cls(tables)
 
+    def source_of(self, module: Module, instruction: Instruction) -> str:
+        """Returns the line of an instruction or, of a fusion without one, of what it fuses; "" where XLA dropped it."""
+        return next((line for line in map(self.line_of, _attributes(module, instruction)) if line), "")
+
     def line_of(self, attributes: str) -> str:
         """Returns "models/dropout.py:42", the innermost line of mtjax of an instruction, or "" where XLA dropped it."""
         match = re.search(r"stack_frame_id=(\d+)", attributes)
@@ -47,6 +53,14 @@ class SourceLines:
                 return f"{path.rsplit(_PACKAGE, 1)[1]}:{place.get('line', 0)}"
             frame = numbers.get("parent_frame_id", 1) - 1  # XLA prints one more than the parent's number
         return ""
+
+
+def _attributes(module: Module, instruction: Instruction) -> Iterator[str]:
+    """Yields the attributes of an operation, and of those that it fuses, results first."""
+    yield instruction.attributes
+    for callee in module.callees(instruction):
+        yield callee.root.attributes
+        yield from (inner.attributes for inner in reversed(callee.instructions))
 
 
 def _numbers(text: str) -> dict[str, int]:

@@ -17,7 +17,8 @@ from jaxtyping import Float, Int
 
 from mtjax.config import Config, Model
 from mtjax.config.sizes import embedding_width, output_shape, padded_vocab_size
-from mtjax.layout.plan import ContextMethod, ExpertDispatch
+from mtjax.layout.attention_kernel import ContextMethod
+from mtjax.layout.plan import ExpertDispatch
 from mtjax.layout.stacks import stacks_of
 from mtjax.models.dropout import dropout
 from mtjax.models.embedding import (

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.sharding import reshard
 from jaxtyping import Float
 
 from mtjax.layout.attention_kernel import HIDDEN_SCORE, QUERIES_AT_A_TIME
@@ -19,7 +20,7 @@ from mtjax.models.kernels.options import AttentionOptions
 from mtjax.models.layer_context import LayerContext
 from mtjax.models.recompute import ATTENTION_OUTPUT, ATTENTION_STATISTICS
 from mtjax.models.threefry import halves
-from mtjax.sharding.axes import num_shards, varying_like
+from mtjax.sharding.axes import num_shards, spec, varying_like
 from mtjax.sharding.context.attention import context_attention
 from mtjax.sharding.context.block_attention import BlockKernel, DropoutState, KVBlock, QueryBlock
 from mtjax.sharding.flash import residual_index
@@ -66,7 +67,7 @@ def dropout_of(
     if not options.rate or context.dropout_keys is None:
         return None
     keys = jax.vmap(lambda key: jax.random.key_data(jax.random.fold_in(key, 0)))(context.dropout_keys)
-    return DropoutState(keys, jnp.arange(query.shape[2]))
+    return DropoutState(keys, reshard(jnp.arange(query.shape[2]), spec("heads")))
 
 
 @dataclass(frozen=True)

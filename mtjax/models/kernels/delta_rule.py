@@ -19,7 +19,7 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Int
 
-from mtjax.models.kernels.ssd import HIGHEST, whole_chunks
+from mtjax.models.kernels.ssd import HIGHEST, in_chunks, joined, whole_chunks
 from mtjax.sharding.axes import spec, varying_like
 from mtjax.sharding.no_hoist import where
 
@@ -109,8 +109,7 @@ def _pass_chunks(
     size = min(size, length)
     # With decay and beta 0, padding leaves the state as it is.
     inputs = whole_chunks(inputs, size)
-    padded = inputs.value.shape[1]
-    count = padded // size
+    count = inputs.value.shape[1] // size
     at_once = next(n for n in range(min(at_once, count), 0, -1) if count % n == 0)
     if before is None and inputs.segments is not None:
         before = inputs.segments[:, 0]
@@ -119,7 +118,7 @@ def _pass_chunks(
         state, before = carry
         state, y = lax.scan(jax.checkpoint(_pass_chunk), state, _Chunk.all_of(own, size, before))
         # [c b u h q p] -> [b c q u h p]
-        y = jnp.transpose(y, (1, 0, 4, 2, 3, 5)).reshape(*own.value.shape[:-1], y.shape[-1])
+        y = joined(jnp.transpose(y, (1, 0, 4, 2, 3, 5)))
         return (state, None if own.segments is None else own.segments[:, -1]), y
 
     if at_once == count:
@@ -127,8 +126,7 @@ def _pass_chunks(
         return y[:, :length], state
     blocks = jax.tree.map(lambda v: _cut(v, at_once * size), inputs)
     (state, _), y = lax.scan(jax.checkpoint(block), (state, before), blocks)
-    y = jnp.moveaxis(y, 0, 1)
-    return y.reshape(len(y), padded, *y.shape[3:])[:, :length], state
+    return joined(jnp.moveaxis(y, 0, 1))[:, :length], state
 
 
 def delta_step(
@@ -259,4 +257,4 @@ def _wide_einsum(subscripts: str, *arrays: Array) -> Array:
 
 def _cut(x: Array, size: int) -> Array:
     """Cuts tokens into pieces: [b, s, ...] -> [pieces, b, size, ...]."""
-    return jnp.moveaxis(x.reshape(x.shape[0], -1, size, *x.shape[2:]), 1, 0)
+    return jnp.moveaxis(in_chunks(x, size), 1, 0)

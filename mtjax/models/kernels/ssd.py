@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
-from mtjax.sharding.axes import spec, varying_like
+from mtjax.sharding.axes import joined_spec, spec, varying_like
 from mtjax.sharding.no_hoist import where
 
 HIGHEST = lax.Precision.HIGHEST
@@ -64,7 +64,7 @@ def scan(
         chunks = _Chunks.of(own, a, size, before)
         incoming, state = pass_states(chunks.total, chunks.states, state, chunks.goes_on)
         y = chunks.within() + chunks.across(incoming)
-        return y.astype(own.x.dtype).reshape(own.x.shape), state
+        return joined(y.astype(own.x.dtype)), state
 
     if at_once == count:
         y, state = block(state, before, inputs)
@@ -80,9 +80,9 @@ def scan(
         state = varying_like(jnp.zeros(shape, jnp.float32, out_sharding=sharding), inputs.x)
     if before is None and inputs.segments is not None:
         before = inputs.segments[:, 0]
-    blocks = jax.tree.map(lambda v: jnp.moveaxis(_cut(v, at_once * size), 1, 0), inputs)
+    blocks = jax.tree.map(lambda v: jnp.moveaxis(in_chunks(v, at_once * size), 1, 0), inputs)
     (state, _), y = lax.scan(jax.checkpoint(iteration), (state, before), blocks)
-    return jnp.moveaxis(y, 0, 1).reshape(inputs.x.shape)[:, :length], state
+    return joined(jnp.moveaxis(y, 0, 1))[:, :length], state
 
 
 def step(
@@ -172,7 +172,7 @@ class _Chunks(NamedTuple):
     @classmethod
     def of(cls, inputs: ScanInputs, a: Float[Array, "u h"], size: int, before: Array | None) -> "_Chunks":
         """Cuts tokens into chunks of `size`; `before` is the document of the token before the first."""
-        x, rate, b, c, segments = jax.tree.map(lambda v: _cut(v, size), inputs)
+        x, rate, b, c, segments = jax.tree.map(lambda v: in_chunks(v, size), inputs)
         # XLA: a product with a triangle: prefix sums are slow on CPUs, and take several kernels on GPUs.
         triangle = jnp.tril(jnp.ones((size, size), jnp.float32))
         decay = jnp.einsum("qk,bckuh->bcquh", triangle, rate * a, precision=HIGHEST)
@@ -225,8 +225,21 @@ def _wide_einsum(subscripts: str, *arrays: Array) -> Array:
     return jnp.einsum(subscripts, *arrays, preferred_element_type=jnp.float32)
 
 
-def _cut(x: Array, size: int) -> Array:
-    return x.reshape(x.shape[0], -1, size, *x.shape[2:])
+def in_chunks(x: Array, size: int) -> Array:
+    """Cuts tokens into chunks: [b, s, ...] -> [b, c, size, ...]."""
+    place = jax.typeof(x).sharding.spec
+    return _reshaped(x, (x.shape[0], x.shape[1] // size, size, *x.shape[2:]), (*place[:2], None, *place[2:]))
+
+
+def joined(chunks: Array) -> Array:
+    """Joins the tokens of chunks: [b, c, q, ...] -> [b, s, ...]."""
+    place, (count, size) = jax.typeof(chunks).sharding.spec, chunks.shape[1:3]
+    return _reshaped(chunks, (chunks.shape[0], count * size, *chunks.shape[3:]), (*place[:2], *place[3:]))
+
+
+def _reshaped(x: Array, shape: tuple[int, ...], place: tuple[Any, ...]) -> Array:
+    # Since jax 0.11, a reshape forgets how dimensions of size 1 are sharded, such as a single group of heads.
+    return x.reshape(shape, out_sharding=joined_spec(*place)) if any(place) else x.reshape(shape)
 
 
 def whole_chunks(inputs: Inputs, size: int) -> Inputs:

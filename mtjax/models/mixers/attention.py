@@ -32,13 +32,12 @@ Kernel = Callable[[Array, Array, Array, LayerContext, AttentionOptions], Array]
 
 
 def kernel_of(attention: str) -> Kernel:
-    """Returns the kernel of the setting `attention`.
-
-    Where devices are known, `mtjax.layout.attention_kernel` has replaced auto; xla runs on all.
-    """
+    """Returns the kernel of the setting `attention`, whose auto `mtjax.layout.attention_kernel` has replaced."""
     match attention:
         case "cudnn":
             from mtjax.models.kernels.cudnn import attend
+        case "pallas":
+            from mtjax.models.kernels.pallas import attend
         case "blocks":
             from mtjax.models.kernels.in_blocks import attend
         case _:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import PartitionSpec, reshard
+from jax.sharding import PartitionSpec
 from jaxtyping import Float
 
 from mtjax.sharding.axes import context_axes, map_ranks, spec, varying_like
@@ -46,8 +46,6 @@ def context_attention(
     """
     # All that depends on the rules is read here: `_attend` is a custom_vjp, which jax may trace without them.
     (axis,) = context_axes()
-    if dropout is not None:
-        dropout = dropout._replace(heads=reshard(dropout.heads, spec("heads")))
     heads, statistics = spec("batch", "seq", "heads", "head_dim"), spec("batch", "seq", "heads")
     parallel = _ContextParallel(kernel, method, is_causal, axis, heads, statistics, spec("heads"), names)
     sinks = None if sinks is None else varying_like(sinks, queries.query)
