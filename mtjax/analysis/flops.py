@@ -15,7 +15,7 @@ from mtjax.analysis.families.registry import anatomy_of
 from mtjax.analysis.frozen import unread_gradients
 from mtjax.analysis.optimizer import update_flops
 from mtjax.analysis.parts.part import Part, Product, unrepeated
-from mtjax.analysis.parts.score_blocks import block_queries
+from mtjax.analysis.parts.score_blocks import block_queries, computed_share
 from mtjax.analysis.prediction import recomputed_predictors
 from mtjax.config.adapters import is_trainable, trains_all
 from mtjax.config.sizes import embedding_width, num_kv_heads
@@ -299,9 +299,14 @@ def _unread_flops(anatomy: Anatomy, stack: Stack, plan: Plan, *, causal: bool) -
 
 
 def _computed_core_flops(stack: Stack, plan: Plan, *, causal: bool) -> float:
-    """Returns `core_flops` of the blocks that are computed: with context parallelism, c+1 of 2c of a causal model's."""
+    """Returns `core_flops` of the blocks that are computed, of a causal model: with context parallelism c+1 of 2c,
+    otherwise those of `computed_share`."""
     full, is_causal = core_flops(stack, causal=causal), all(p.scores.is_causal for p in stack.parts if p.scores)
-    return full if causal or not is_causal else full * (plan.mesh.context + 1) / (2 * plan.mesh.context)
+    if causal or not is_causal:
+        return full
+    if plan.context_parallelism:
+        return full * (plan.mesh.context + 1) / (2 * plan.mesh.context)
+    return sum(computed_share(p.scores, plan) * p.scores.flops(causal=False) for p in stack.parts if p.scores)
 
 
 def _deduplicated_score_flops(stack: Stack, plan: Plan, *, causal: bool) -> float:

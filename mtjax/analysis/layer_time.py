@@ -12,6 +12,7 @@ from mtjax.analysis.kernels import CORE, KEPT_GATE, ElementWise, Traffic
 from mtjax.analysis.loop_time import loop_seconds, scan_seconds
 from mtjax.analysis.machine import Machine
 from mtjax.analysis.parts.part import Elementwise, Part, Product, Scores, unrepeated
+from mtjax.analysis.parts.score_blocks import computed_share
 from mtjax.analysis.software import Software
 from mtjax.config import Model
 from mtjax.config.adapters import is_trainable
@@ -141,6 +142,7 @@ def _core(scores: Scores, plan: Plan, machine: Machine, kernels: ElementWise) ->
     if plan.flash_attention:
         causal_half = 2 * queries * keys * width * heads
         return machine.flash(causal_half), machine.flash(2.5 * causal_half)
+    keys *= computed_share(scores, plan)
     pairs = heads * queries * keys
     both = machine.product(queries, width, keys, heads) + machine.product(queries, keys, width - scores.narrower, heads)
     core = CORE[kernels.name]

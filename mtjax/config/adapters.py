@@ -14,7 +14,9 @@ ADAPTER = "lora"
 """Name of an adapter's module, next to the weight that it adds to."""
 RANK = "rank"
 """Logical name of the dimension between A and B."""
-PARTS = ("qkv", "kv", "gate")
+GATE = "gate"
+"""Logical name of the dimension along which the gate and the product that it multiplies are stacked."""
+PARTS = ("qkv", "kv", GATE)
 """Logical names of dimensions along which the weights of several matmuls are stacked."""
 EXPERT = "expert"
 """Logical name of the dimension along which experts are stacked: each has an adapter."""

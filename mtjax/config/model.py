@@ -394,5 +394,7 @@ class Model:
     """Attention kernel: cudnn is cuDNN's flash attention (GPUs only, attention_dropout 0); xla computes all scores of a
     sample at once; blocks those of a few queries at a time, so that memory is linear in the sequence (any device);
     pallas keeps scores inside a kernel as cudnn does, also with attention_dropout (GPUs only; not measured yet). auto
-    uses cudnn where it supports the model, otherwise xla, and for samples of more than 8,192 tokens on GPUs blocks, if
-    attention_dropout is 0. Documents that reset_attention_mask keeps apart need --attention cudnn to use cuDNN's."""
+    uses cudnn where it supports the model, otherwise xla, and for samples of more than 8,192 tokens or 2^30 scores on a
+    rank (8,192 tokens of 16 heads) on GPUs blocks, if attention_dropout is 0. For documents that reset_attention_mask
+    keeps apart auto uses cudnn in samples of at least 2,048 tokens without windows and with heads of up to 128;
+    otherwise it must be asked for."""

@@ -1,10 +1,15 @@
 """How generation stores weights and KV cache: options of `mtjax generate`, `serve` and `inspect --generate`."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from mtjax.config.field_metadata import at_least
+from mtjax.config.sizes import attention_windows, longest_text, named
+from mtjax.config.ssm import has_state_space
 from mtjax.errors import UserError
+
+if TYPE_CHECKING:
+    from mtjax.config.model import Model
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,50 @@ class Storage:
         for name in ("weights_group", "weights_zero_point"):
             if getattr(self, name) != getattr(PLAIN, name):
                 raise UserError(f"--{name.replace('_', '-')} needs --weights-dtype int4: add that, or remove it")
+
+
+def check_storage(model: "Model", storage: Storage) -> None:
+    """Checks that a model's matrices and KV caches can be stored as they are to be.
+
+    Raises:
+      UserError: it has experts or latent attention, or other caches than those of whole contexts.
+    """
+    without = {"experts": "num_experts", "latent attention": "kv_lora_rank", "a pattern": "layer_pattern"}
+    for what, name in without.items():
+        if storage.weights_dtype and (size := getattr(model, name)):
+            why = f"needs a model without {what}, and {name} is {size}: remove the option"
+            raise UserError(f"weights_dtype {storage.weights_dtype} {why}")
+    windows = attention_windows(model) or ()
+    reasons = {
+        "a t5": model.family == "t5",
+        "a model with a layer_pattern": model.layer_pattern,
+        f"a model with latent attention (kv_lora_rank {model.kv_lora_rank})": model.kv_lora_rank,
+        f"a model with windows of {min(windows, default=0)} tokens": any(w < longest_text(model) for w in windows),
+    }
+    if storage.cache_dtype and (name := next((name for name, holds in reasons.items() if holds), None)):
+        raise UserError(f"cache_dtype {storage.cache_dtype} does not support {name}: remove it")
+
+
+def is_supported(model: "Model", storage: Storage) -> bool:
+    """Returns whether a model's matrices and KV caches can be stored so (`check_storage`)."""
+    try:
+        check_storage(model, storage)
+    except UserError:
+        return False
+    return True
+
+
+def check_snapshots(model: "Model", most_snapshots: int | None) -> None:
+    """Checks that a given number of snapshots has an effect.
+
+    Raises:
+      UserError: the model has no recurrent states.
+    """
+    if most_snapshots is not None and not has_state_space(model):
+        raise UserError(
+            f"--state-snapshots {most_snapshots} needs a model with recurrent states (Mamba-2, gated delta nets), and "
+            f"a {named(model)} has none: remove it"
+        )
 
 
 SNAPSHOTS_PER_SEQUENCE = 2

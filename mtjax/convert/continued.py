@@ -19,10 +19,10 @@ from mtjax.convert.named import NamedWeights, Shards
 from mtjax.convert.parameters import Parameter
 from mtjax.convert.rates import check_growth, check_rates
 from mtjax.convert.run_folder import Counters, RunSink
-from mtjax.convert.stream import say_not_finite
 from mtjax.data.progress import ProgressLine
 from mtjax.errors import UserError
 from mtjax.models.routers import ROUTER_BIAS
+from mtjax.runtime.processes.notes import say_notes
 
 _SCHEDULE = {
     "max_lr": "lr",
@@ -104,7 +104,7 @@ class MegatronRun:
                         sink.write_moment(kind, parameter, layer, array)
                         done += parameter.nbytes
                         line.update(done, done)
-        say_not_finite(self.source)
+        say_notes(self.source.origin.not_finite.notes)
         sink.close()
         return numbers
 

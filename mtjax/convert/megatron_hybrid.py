@@ -21,14 +21,31 @@ SIZES: Mapping[str, str] = {
     "mamba_num_groups": "ssm_groups",
 }
 """Arguments of Mamba-2 layers -> mtjax's settings."""
+DELTA_SIZES: Mapping[str, str] = {
+    "linear_num_value_heads": "ssm_heads",
+    "linear_value_head_dim": "ssm_head_dim",
+    "linear_key_head_dim": "ssm_state",
+    "linear_num_key_heads": "ssm_groups",
+    "linear_conv_kernel_dim": "ssm_conv",
+}
+"""Arguments of gated delta nets -> mtjax's settings."""
 PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
 """Arguments of the pattern: now, and until Megatron-Core 0.16."""
 RATIOS = ("hybrid_attention_ratio", "hybrid_mlp_ratio")
-ALLOWED = frozenset({"position_embedding_type", *PATTERNS})
+VARIANTS = "experimental_attention_variant"
+ALLOWED = frozenset({"position_embedding_type", "attention_output_gate", "linear_attention_freq", VARIANTS, *PATTERNS})
 """Arguments of a GPT of which hybrid models have other values."""
 _SPECS = ("mamba_stack_spec", "hybrid_stack_spec")
-_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(mixer|self_attention|mlp\.router|mlp)\.")
-_LETTERS: Mapping[str, str] = {"mixer": "M", "self_attention": "*", "mlp": "-", "mlp.router": "E"}
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(mixer|self_attention\.in_proj|self_attention|mlp\.router|mlp)\.")
+_LETTERS: Mapping[str, str] = {
+    "mixer": "M",
+    "self_attention": "*",
+    "self_attention.in_proj": "G",
+    "mlp": "-",
+    "mlp.router": "E",
+}
+_INCLUDED: Mapping[frozenset[str], str] = {frozenset("-E"): "E", frozenset("*G"): "G"}
+"""Letters of one layer's tensors -> its letter: a router is in an MLP's place, a gated delta net in attention's."""
 
 
 def is_hybrid(arguments: Mapping[str, Any]) -> bool:
@@ -45,8 +62,8 @@ def letters_in(tensors: Iterable[str]) -> str:
     for name in tensors:
         if match := _LAYER.match(name):
             kinds.setdefault(int(match[1]), set()).add(_LETTERS[match[2]])
-    # A router is in an MLP's place; attention and an MLP in one layer are a transformer's.
-    found = ["E" if of == {"-", "E"} else "".join(sorted(of)) for _, of in sorted(kinds.items())]
+    # Attention and an MLP in one layer are a transformer's.
+    found = [_INCLUDED.get(frozenset(of), "".join(sorted(of))) for _, of in sorted(kinds.items())]
     return "".join(found) if all(len(letter) == 1 for letter in found) else ""
 
 
@@ -58,13 +75,7 @@ def pattern_of(arguments: Mapping[str, Any]) -> str:
     """
     given = next((str(arguments[name]) for name in PATTERNS if arguments.get(name)), None)
     if given is not None:
-        letters = expanded(given.replace("|", ""))  # between the layers of two stages
-        if "G" in letters:
-            raise UserError(
-                f"the layers {given!r} have gated delta nets (G), which mtjax does not read from Megatron-LM: convert "
-                "the model from its Hugging Face weights"
-            )
-        return letters
+        return expanded(given.replace("|", ""))  # between the layers of two stages
     if arguments.get("num_layers") is None:
         raise UserError("missing --hybrid-layer-pattern or --num-layers")
     attention, mlp = (float(arguments.get(name) or 0) for name in RATIOS)
@@ -109,33 +120,60 @@ def unread_hybrid(arguments: Mapping[str, Any], letters: str) -> list[str]:
         f"num_experts is {arguments.get('num_experts')!r} for layers with experts (E)": (
             "E" in letters and not has_experts(arguments)
         ),
+        **(_unread_delta(arguments, letters) if "G" in letters else {}),
     }
     return [what for what, holds in wrong.items() if holds]
 
 
+def _unread_delta(arguments: Mapping[str, Any], letters: str) -> dict[str, bool]:
+    """Returns descriptions of arguments -> whether mtjax does not support gated delta nets with them."""
+    variant, norm = arguments.get(VARIANTS), arguments.get("normalization") or default_of("normalization")
+    mamba, delta = (_sizes(arguments, of) for of in (SIZES, DELTA_SIZES))
+    differing = {
+        f"{theirs} is {delta[ours]} and {name} is {mamba[ours]}": "M" in letters and mamba[ours] != delta[ours]
+        for name, ours in SIZES.items()
+        for theirs in (key for key, value in DELTA_SIZES.items() if value == ours)
+    }
+    return {
+        f"{VARIANTS} is {variant!r}": variant not in (None, "gdn", "gated_delta_net"),
+        "swiglu is False, and gated delta nets (G) have SiLU only with it": not arguments.get("swiglu"),
+        f"normalization is {norm}, and that of gated delta nets (G) is only read as RMSNorm": norm != "RMSNorm",
+        f"linear_conv_kernel_dim is {delta['ssm_conv']} beside Mamba-2's {TAPS}": (
+            "M" in letters and delta["ssm_conv"] != TAPS
+        ),
+        **differing,
+    }
+
+
+def _sizes(arguments: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    return {ours: arguments.get(theirs) or default_of(theirs) for theirs, ours in names.items()}
+
+
 def hybrid_settings(arguments: Mapping[str, Any], letters: str) -> dict[str, Any]:
     """Returns mtjax's settings of a hybrid model from the arguments, besides those of a decoder."""
-    sizes = {ours: arguments.get(theirs) or default_of(theirs) for theirs, ours in SIZES.items()}
+    sizes = _sizes(arguments, SIZES if "M" in letters or "G" not in letters else DELTA_SIZES)
     is_rope = arguments.get("position_embedding_type") == "rope"
     return {
         "family": "hybrid",
         "layer_pattern": shortened_pattern(letters),
         "num_layers": len(letters),
         "position": "rope" if is_rope else "none",
+        "attention_output_gate": bool(arguments.get("attention_output_gate")) and "*" in letters,
         **sizes,
     }
 
 
 NOT_IN_MEGATRON = (
     *("ssm_norm", "ssm_scales", "ssm_output_scale"),
-    *("attention_output_scale", "mlp_gate_scale", "mlp_output_scale", "attention_output_gate"),
+    *("attention_output_scale", "mlp_gate_scale", "mlp_output_scale"),
 )
-"""Settings of hybrid models that are not written for Megatron: Falcon-H1's, which it does not have, and gates."""
+"""Settings of hybrid models that Megatron does not have: Falcon-H1's."""
 
 
 def hybrid_misfits(model: Model, transformer_impl: str) -> dict[str, bool]:
     """Returns descriptions of settings -> whether a hybrid model has them and Megatron does not support them."""
-    has_mamba, is_core = "M" in letters_of(model), transformer_impl == "transformer_engine"
+    letters, is_core = letters_of(model), transformer_impl == "transformer_engine"
+    has_mamba, has_delta, has_mlp = "M" in letters, "G" in letters, bool(set("-E") & set(letters))
     return {
         f"family hybrid in the implementation {transformer_impl}; remove --transformer-impl": not is_core,
         f"ssm_rate_floor {model.ssm_rate_floor:g}": has_mamba and model.ssm_rate_floor != 0,
@@ -144,8 +182,11 @@ def hybrid_misfits(model: Model, transformer_impl: str) -> dict[str, bool]:
             has_mamba and model.norm_epsilon != EPSILON
         ),
         "qk_norm in a hybrid model": model.qk_norm,
-        "layers with Mamba-2 and attention side by side (H)": "H" in letters_of(model),
-        "gated delta nets (G)": "G" in letters_of(model),
+        f"activation {model.activation} beside gated delta nets (G), which have SiLU only with swiglu": (
+            has_delta and has_mlp and model.activation != "swiglu"
+        ),
+        f"norm {model.norm} with gated delta nets (G)": has_delta and model.norm != "rmsnorm",
+        "layers with Mamba-2 and attention side by side (H)": "H" in letters,
         "layers that read a shared block (Z)": bool(block_letters(model)),
         **{
             f"{name} {getattr(model, name)}": getattr(model, name) != getattr(Model(), name) for name in NOT_IN_MEGATRON
@@ -157,12 +198,18 @@ def hybrid_arguments(model: Model) -> dict[str, Any]:
     """Returns Megatron's arguments of a hybrid model, {} for others."""
     if not model.layer_pattern:
         return {}
-    effective = {"ssm_heads": ssm_heads(model), "ssm_groups": ssm_groups(model)}
+    effective, letters = {"ssm_heads": ssm_heads(model), "ssm_groups": ssm_groups(model)}, letters_of(model)
+    has_delta = "G" in letters
+    sizes = {**SIZES, **(DELTA_SIZES if has_delta else {})}
+    # Since Megatron-Core 0.17, which has G.
+    spec = ["megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"]
     return {
-        **{theirs: effective.get(ours, getattr(model, ours)) for theirs, ours in SIZES.items()},
+        **{theirs: effective.get(ours, getattr(model, ours)) for theirs, ours in sizes.items()},
         "is_hybrid_model": True,
-        **dict.fromkeys(PATTERNS, letters_of(model)),
+        "attention_output_gate": model.attention_output_gate,
+        **({"swiglu": True, "squared_relu": False} if has_delta else {}),
+        **dict.fromkeys(PATTERNS, letters),
         **dict.fromkeys(RATIOS, 0.0),
         "position_embedding_type": model.position,
-        "spec": ["megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec"],
+        "spec": spec if has_delta else ["megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec"],
     }

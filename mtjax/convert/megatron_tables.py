@@ -7,6 +7,7 @@ from mtjax.config import Model
 from mtjax.config.sizes import num_kv_heads
 from mtjax.convert.families.hybrid_rows import mamba_rows, own_stacks
 from mtjax.convert.families.rows import linear, norm, row
+from mtjax.convert.megatron_delta import delta_rows, gated_attention_rows
 from mtjax.convert.megatron_hybrid import letters_in
 from mtjax.convert.table import Row, Slots, Table, Tensor, dims
 from mtjax.errors import UserError
@@ -180,7 +181,8 @@ def table_of(
       names: names in the implementation.
       version: `checkpoint_version`.
       is_grouped: whether the experts of a rank are one module.
-      is_distributed: whether the parts of Mamba-2's first product are separate tensors, as in torch_dist.
+      is_distributed: whether the parts of the first product of Mamba-2 or of a gated delta net are separate tensors, as
+        in torch_dist.
 
     Raises:
       UserError: the version is unknown, or does not support grouped-query attention.
@@ -192,12 +194,18 @@ def table_of(
     found = table(version, names, model.num_heads // num_kv_heads(model), is_grouped)
     if not model.layer_pattern:
         return found
-    mixer = f"{names.layer}.mixer"
-    mamba = (
+    mixer, attention = f"{names.layer}.mixer", f"{names.layer}.self_attention"
+    recurrent = (
         *_norm("mamba.layers.mamba_norm", f"{mixer}.in_proj.layer_norm_"),
         *mamba_rows(model, mixer, is_split=is_distributed),
+        *delta_rows(model, attention, is_split=is_distributed),
     )
-    return replace(found, format="a hybrid model of Megatron-Core", rows=(*own_stacks(found.rows), *mamba))
+    rows = own_stacks(found.rows)
+    if model.attention_output_gate:
+        ours, theirs = "attention.layers.attention", f"{names.layer}.{names.query_key_value}"
+        others = (of for of in rows if not of.ours.startswith(f"{ours}.qkv."))
+        rows = (*others, *gated_attention_rows(model, ours, theirs))
+    return replace(found, format="a hybrid model of Megatron-Core", rows=(*rows, *recurrent))
 
 
 def layer_rows(names: Names, qkv_order: str, queries_per_group: int) -> tuple[Row, ...]:

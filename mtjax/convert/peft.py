@@ -17,15 +17,14 @@ from mtjax.convert.families.family import Family
 from mtjax.convert.families.registry import family_of_model
 from mtjax.convert.mtjax_folder import MtjaxSource, adapter_names
 from mtjax.convert.parameters import Parameter
-from mtjax.convert.peft_config import TENSORS
-from mtjax.convert.peft_experts import is_of_all_experts, named_factors, stacked_factors, with_experts
-from mtjax.convert.stream import Source, say_not_finite
+from mtjax.convert.peft_config import PREFIX, TENSORS
+from mtjax.convert.peft_expert_factors import is_of_all_experts, named_factors, stacked_factors, with_experts
+from mtjax.convert.stream import Source
 from mtjax.convert.table import Tensor, name_of
 from mtjax.convert.weights_path import ADAPTER_CONFIG
 from mtjax.errors import UserError, require
+from mtjax.runtime.processes.notes import say_notes
 
-PREFIX = "base_model.model."
-"""Prefix of peft's names of tensors."""
 IS_TRANSPOSED = ("gpt2", "openai-gpt")
 """Types whose matrices are [inputs, outputs]: transformers' Conv1D."""
 
@@ -61,7 +60,7 @@ def write_adapters(source: Source, folder: Path) -> int:
     tensors: dict[str, np.ndarray] = {}
     ranks: dict[str, int] = {}
     adapted = list(_adapted_tensors(source, family))
-    say_not_finite(source)
+    say_notes(source.origin.not_finite.notes)
     matrices = _adapted_matrices(adapted, family.model_type)
     for copy, first in family.shared(model).items():  # peft has an adapter for each use of a shared module
         matrices |= {copy + n.removeprefix(first): m for n, m in matrices.items() if n.startswith(f"{first}.")}

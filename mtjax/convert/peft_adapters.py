@@ -9,9 +9,18 @@ from typing import Any
 import numpy as np
 
 from mtjax.convert.hub import local_folder
-from mtjax.convert.peft import PREFIX
-from mtjax.convert.peft_config import FACTORS, TENSORS, Adapter, check_expression, check_names, matching, unread
-from mtjax.convert.peft_experts import NAME, check_parameters
+from mtjax.convert.peft_config import (
+    FACTORS,
+    OF_EXPERTS,
+    PREFIX,
+    TENSORS,
+    Adapter,
+    check_expression,
+    check_names,
+    check_parameters,
+    matching,
+    unread,
+)
 from mtjax.convert.stream import check_folder, looks_like
 from mtjax.convert.weights_path import ADAPTER_CONFIG
 from mtjax.errors import UserError, parse_json_object, require
@@ -114,7 +123,7 @@ class Adapters:
         """
         if not name.startswith(PREFIX):
             raise UserError(f"{self.path.parent / TENSORS} has {name}, which does not start with {PREFIX}")
-        if of_experts := NAME.fullmatch(name.removeprefix(PREFIX)):
+        if of_experts := OF_EXPERTS.fullmatch(name.removeprefix(PREFIX)):
             module, depth, matrix = of_experts["module"], of_experts["depth"].count("."), of_experts["matrix"]
             self.experts.setdefault(module, {}).setdefault(depth, {})[matrix] = name
             return

@@ -10,6 +10,8 @@ from mtjax.errors import UserError
 
 TENSORS = "adapter_model.safetensors"
 """File with the tensors."""
+PREFIX = "base_model.model."
+"""Prefix of the tensors' names."""
 WITHOUT_EFFECT = {
     *("peft_type", "task_type", "base_model_name_or_path", "revision", "auto_mapping", "peft_version"),
     *("inference_mode", "lora_dropout", "target_modules", "exclude_modules", "layers_pattern", "modules_to_save"),
@@ -34,6 +36,10 @@ FACTORS = {
     "lora_magnitude_vector.weight": "magnitude",
 }
 """Ends of names of tensors -> what they are in `Adapter`."""
+OF_EXPERTS = re.compile(r"(?P<module>.*\.experts)(?P<depth>(\.base_layer)*)\.lora_(?P<matrix>[AB])\.weight")
+"""Names of adapters of experts: a module with two adapted parameters is wrapped twice, the first of them inside."""
+UP, UP_WITHOUT_GATE, DOWN = "gate_up_proj", "up_proj", "down_proj"
+"""transformers' names of the parameters of experts, in the order in which a module has them."""
 
 
 @dataclass
@@ -74,6 +80,22 @@ def check_names(config: Mapping[str, Any], source: Path) -> None:
         elif value is not None and not (isinstance(value, list) and all(isinstance(name, str) for name in value)):
             kinds = "a list of names, a regular expression" if may_match else "a list of names"
             raise UserError(f"{source}: {key} is {value!r}, and must be {kinds} or null")
+
+
+def check_parameters(names: object, source: Path) -> None:
+    """Checks that target_parameters of an adapter_config.json has parameters of experts only.
+
+    Raises:
+      UserError: it is not a list of names, or another parameter is among them; `source` names the file.
+    """
+    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise UserError(f"{source}: target_parameters is {names!r}, and must be a list of names or null")
+    known = UP, UP_WITHOUT_GATE, DOWN
+    if others := [name for name in names or () if name.rpartition(".")[2] not in known]:
+        raise UserError(
+            f"{source}: target_parameters has {others[0]!r}, but must have names that end in {known[0]}, {known[1]} or "
+            f"{known[2]}, the parameters of experts: merge the adapters with peft"
+        )
 
 
 def check_expression(text: str, subject: str) -> None:

@@ -1,18 +1,15 @@
 """Adapters of peft on modules that share their weights, such as the blocks of Zamba2."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mtjax.convert.peft_adapters import Adapters
 from mtjax.convert.peft_config import TENSORS
 from mtjax.errors import UserError
 
-if TYPE_CHECKING:
-    from mtjax.convert.peft_adapters import Adapters
 
-
-def join_copies(adapters: "Adapters", shared: Mapping[str, str]) -> None:
+def join_copies(adapters: Adapters, shared: Mapping[str, str]) -> None:
     """Leaves out what changes modules that share their weights with others, of which mtjax has one copy.
 
     Args:
@@ -37,7 +34,7 @@ def join_copies(adapters: "Adapters", shared: Mapping[str, str]) -> None:
             adapters.full.pop(copy + end, None)
 
 
-def _change(adapters: "Adapters", name: str) -> dict[str, np.ndarray]:
+def _change(adapters: Adapters, name: str) -> dict[str, np.ndarray]:
     """Returns what replaces a tensor, or is added to a matrix, and DoRA's magnitudes; nothing if it stays as it is."""
     if name in adapters.full:
         return {"replacement": adapters.read(adapters.full[name])}

@@ -15,7 +15,7 @@ from mtjax.convert.peft import IS_TRANSPOSED
 from mtjax.convert.peft_adapters import Adapters
 from mtjax.convert.peft_config import TENSORS, is_named
 from mtjax.convert.peft_copies import join_copies
-from mtjax.convert.peft_experts import updates_of
+from mtjax.convert.peft_expert_updates import updates_of
 from mtjax.convert.safetensors_files import SafetensorsReader
 from mtjax.convert.table import Selection, Table
 from mtjax.data.tokens.folder import tokenizer_files, tokenizer_of

@@ -34,9 +34,9 @@ from mtjax.layout.plan import Plan
 from mtjax.layout.stages import PADDING, LayerOrder, order_of
 from mtjax.models.sharded_model import ShardedModel
 from mtjax.runtime.checkpoints.weights import check_same_weights, find_weights, restore_weights
+from mtjax.runtime.processes.notes import say_notes
 from mtjax.sharding.param_specs import dotted
 from mtjax.train.folder.tokenizer import check_weights, readable_tokenizer
-from mtjax.train.objective import say_notes
 
 Tree = Any
 

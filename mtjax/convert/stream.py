@@ -15,11 +15,12 @@ from mtjax.config import Config, Model, from_dict, replace, validate
 from mtjax.config.place import MEGATRON_TRACKER
 from mtjax.convert.finite import NotFinite
 from mtjax.convert.parameters import Parameter
-from mtjax.data.progress import ProgressLine, say
+from mtjax.data.progress import ProgressLine
 from mtjax.data.tokens.end_file import TOKENIZER_JSON
 from mtjax.data.tokens.folder import GENERATION_CONFIG, tokenizer_files, tokenizer_of, tokenizer_of_run
 from mtjax.data.tokens.tokenizer import Tokenizer, open_tokenizer
 from mtjax.errors import UserError, naming
+from mtjax.runtime.processes.notes import say_notes
 
 
 @dataclass(frozen=True)
@@ -93,15 +94,9 @@ def convert(source: Source, sink: Sink, task: str) -> int:
                 numbers += array.size
                 done += parameter.nbytes
                 progress.update(done, done)
-    say_not_finite(source)
+    say_notes(source.origin.not_finite.notes)
     sink.close()
     return numbers
-
-
-def say_not_finite(source: Source) -> None:
-    """Prints a note on NaN and infinities in what has been read of a source, if there are some."""
-    for note in source.origin.not_finite.notes:
-        say(f"note    {note}")
 
 
 @contextmanager

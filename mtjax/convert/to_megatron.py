@@ -13,7 +13,6 @@ from mtjax.convert.megatron_optimizer import MOMENTS, WEIGHTS
 from mtjax.convert.mtjax_folder import MtjaxSource
 from mtjax.convert.rates import rates_at
 from mtjax.convert.run_folder import OURS
-from mtjax.convert.stream import say_not_finite
 from mtjax.convert.torch_dist_sink import TorchDistSink
 from mtjax.data import train_steps
 from mtjax.data.progress import ProgressLine
@@ -21,6 +20,7 @@ from mtjax.errors import UserError
 from mtjax.runtime.checkpoints.arrays import open_array
 from mtjax.runtime.checkpoints.past import Past
 from mtjax.runtime.checkpoints.weights import CHECKPOINTS
+from mtjax.runtime.processes.notes import say_notes
 
 LAYOUT = "fully_reshardable"
 _COUNT = re.compile(r"optimizer\..*\bcount")
@@ -88,7 +88,7 @@ class MtjaxRun:
                         sink.write_state(kind, parameter, layer, array)
                         done += parameter.nbytes
                         line.update(done, done)
-        say_not_finite(self.source)
+        say_notes(self.source.origin.not_finite.notes)
         sink.add(self._arguments(), self._common(), self._content())
         sink.close()
         return numbers

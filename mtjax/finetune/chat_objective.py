@@ -30,9 +30,10 @@ from mtjax.finetune.rows import SHOWN, Examples
 from mtjax.finetune.tasks.task import DEV, HeldOut
 from mtjax.generate.chat import ChatTemplate
 from mtjax.runtime.checkpoints.past import Past
+from mtjax.runtime.processes.notes import say_notes
 from mtjax.sharding.global_batch import global_batch, process_rows
 from mtjax.train.folder.tokenizer import read_files
-from mtjax.train.objective import RunData, say_notes
+from mtjax.train.objective import RunData
 from mtjax.train.observability.best import Goal
 from mtjax.train.step import TrainStep
 

@@ -18,7 +18,8 @@ from mtjax.finetune.samples import Encoder, Samples
 from mtjax.finetune.tasks.task import Encoded, Task
 from mtjax.finetune.teacher import Teacher
 from mtjax.runtime.checkpoints.past import Past
-from mtjax.train.objective import RunData, say_notes
+from mtjax.runtime.processes.notes import say_notes
+from mtjax.train.objective import RunData
 from mtjax.train.observability.best import Goal
 from mtjax.train.step import TrainStep
 

@@ -23,10 +23,11 @@ from mtjax.layout.divisibility import parts_of_samples
 from mtjax.layout.mesh import parse_mesh
 from mtjax.layout.plan import Plan
 from mtjax.runtime.checkpoints.past import Past
+from mtjax.runtime.processes.notes import say_notes
 from mtjax.runtime.train_state import State
 from mtjax.train.changes import position_of
 from mtjax.train.folder.tokenizer import check_resumed, files_beside, files_of_weights, owned_by_run, with_end
-from mtjax.train.objective import Objective, position_in, say_notes
+from mtjax.train.objective import Objective, position_in
 from mtjax.train.observability.best import Goal
 from mtjax.train.step import TrainStep
 

@@ -25,7 +25,7 @@ from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
 from mtjax.config.sizes import longest_text, named, padded_vocab_size
-from mtjax.config.storage import PLAIN, Storage
+from mtjax.config.storage import PLAIN, Storage, check_storage
 from mtjax.errors import UserError
 from mtjax.generate.caches import Cache, cache_length, empty_cache
 from mtjax.generate.inference_weights import Call, DecoderWeights, prepare_weights, stacks_of
@@ -39,7 +39,7 @@ from mtjax.generate.sampling import (
     sample_tokens,
     score_tokens,
 )
-from mtjax.generate.weight_format import WeightFormat, check_storage
+from mtjax.generate.weight_format import WeightFormat
 from mtjax.layout.mesh import check_generation_mesh
 from mtjax.models.families.t5 import T5
 from mtjax.models.kv_cache import CachePositions

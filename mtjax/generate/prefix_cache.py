@@ -15,11 +15,8 @@ from dataclasses import dataclass, field
 
 import jax.numpy as jnp
 
-from mtjax.config import Model
-from mtjax.config.sizes import named
 from mtjax.config.ssm import has_attention, has_state_space
 from mtjax.config.storage import SNAPSHOTS_PER_SEQUENCE
-from mtjax.errors import UserError
 from mtjax.generate.caches import Cache, keeps_prefix
 from mtjax.generate.decoder import Decoder
 from mtjax.generate.request import Request
@@ -206,19 +203,6 @@ class PrefixCache:
         """Drops the snapshots of tokens whose keys and values no slot has; a model without any needs no slot."""
         if self._has_attention:
             self._snapshots = [snapshot for snapshot in self._snapshots if snapshot.slots]
-
-
-def check_snapshots(model: Model, most_snapshots: int | None) -> None:
-    """Checks that a given number of snapshots has an effect.
-
-    Raises:
-      UserError: the model has no recurrent states.
-    """
-    if most_snapshots is not None and not has_state_space(model):
-        raise UserError(
-            f"--state-snapshots {most_snapshots} needs a model with recurrent states (Mamba-2, gated delta nets), and "
-            f"a {named(model)} has none: remove it"
-        )
 
 
 def _may_reuse(request: Request) -> bool:

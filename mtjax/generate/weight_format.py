@@ -8,11 +8,8 @@ import jax
 from flax import nnx
 from jax import Array
 
-from mtjax.config import Model
 from mtjax.config.adapters import PARTS
-from mtjax.config.sizes import attention_windows, longest_text
 from mtjax.config.storage import Storage
-from mtjax.errors import UserError
 from mtjax.generate.byte_matrix import to_bytes
 from mtjax.generate.int4 import to_int4
 from mtjax.generate.transposed_weight import TransposedWeight
@@ -49,28 +46,6 @@ class WeightFormat:
         # Of experts, and of the components of a fused product's adapter, one is indexed at a time.
         indexed = "expert" in names or names[0] in PARTS
         return TransposedWeight.of(matrix, inputs) if self.transposed and not indexed else matrix
-
-
-def check_storage(model: Model, storage: Storage) -> None:
-    """Checks that a model's matrices and KV caches can be stored as they are to be.
-
-    Raises:
-      UserError: it has experts or latent attention, or other caches than those of whole contexts.
-    """
-    without = {"experts": "num_experts", "latent attention": "kv_lora_rank", "a pattern": "layer_pattern"}
-    for what, name in without.items():
-        if storage.weights_dtype and (size := getattr(model, name)):
-            why = f"needs a model without {what}, and {name} is {size}: remove the option"
-            raise UserError(f"weights_dtype {storage.weights_dtype} {why}")
-    windows = attention_windows(model) or ()
-    reasons = {
-        "a t5": model.family == "t5",
-        "a model with a layer_pattern": model.layer_pattern,
-        f"a model with latent attention (kv_lora_rank {model.kv_lora_rank})": model.kv_lora_rank,
-        f"a model with windows of {min(windows, default=0)} tokens": any(w < longest_text(model) for w in windows),
-    }
-    if storage.cache_dtype and (name := next((name for name, holds in reasons.items() if holds), None)):
-        raise UserError(f"cache_dtype {storage.cache_dtype} does not support {name}: remove it")
 
 
 def with_matrices(module: Any, convert: Callable[..., Any], *more: Any) -> Any:

@@ -12,6 +12,7 @@ from mtjax.analysis.contract import (
     EMBEDDING_BACKWARD,
     LAYER_BACKWARD,
     LAYER_FORWARD,
+    LAYER_PHASES,
     LOSS_BACKWARD,
     LOSS_FORWARD,
     STAGES,
@@ -68,7 +69,12 @@ def with_stage_branches(module: Module, table: Timetable, sections: int) -> Modu
 
 
 def _is_on_stage(instruction: Instruction) -> bool:
-    return instruction.opcode == "conditional" and phase_of(instruction.op_name) == STAGES
+    """Returns whether the timetable decides on a conditional. Those around a layer do not depend on the tick: a stage
+    skips layers that only others have (`mtjax.models.padding_layers`). They count as never skipped."""
+    if instruction.opcode != "conditional" or phase_of(instruction.op_name) != STAGES:
+        return False
+    around, _, _ = instruction.op_name.rpartition("stages")
+    return phase_of(around) not in LAYER_PHASES
 
 
 def _of_single_ticks(

@@ -23,8 +23,12 @@ HOPPER: Capability = (9, 0)
 AMPERE: Capability = (8, 0)
 NO_PACKED: Capability = (11, 0)
 """From here on cuDNN's kernels of packed documents are not known to have a backward pass."""
-LONGEST_WHOLE = 8192
-"""Tokens up to which all scores at once are faster than blocks of them, where they fit (docs/notes/speed.md)."""
+FEWEST_PACKED = 2048
+"""Tokens of a sample from which on `auto` takes cuDNN's kernel for documents: shorter samples often have more of them
+than `documents_at_most`, and all scores of such samples at once take less time than blocks."""
+LONGEST_WHOLE, LARGEST_WHOLE = 8192, 2**30
+"""Tokens of a sample, and its scores on a rank, up to which all scores are computed at once; blocks of more take less
+time (docs/notes/speed.md)."""
 # Finite, so that the difference of two masked scores is 0 and not NaN.
 HIDDEN_SCORE = -1e30
 """Score of a masked key, and log-sum of a row without keys: its exponential is 0."""
@@ -43,6 +47,8 @@ QUERIES_AT_A_TIME = 512
 """Queries whose scores XLA's kernel holds at a time with context parallelism."""
 SCORES_AT_A_TIME, LEAST_QUERIES_AT_A_TIME = 2**25, 64
 """Scores of a rank that the kernel `blocks` holds at a time, if these are of at least so many queries per head."""
+SPANS = 4
+"""Spans of a causal sample that the kernel `blocks` attends to with the keys up to their ends: 5/8 of all scores."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +91,9 @@ def choose_kernel(
     here = never or next(_not_cudnn(config, capability, context), None)
     if here is None:
         return "cudnn", None
-    is_whole = never is not None or config.model.sequence_length <= LONGEST_WHOLE
+    tokens, ways = config.model.sequence_length, 1 if mesh is None else mesh.model
+    is_small = tokens <= LONGEST_WHOLE and config.model.num_heads / ways * tokens**2 <= LARGEST_WHOLE
+    is_whole = never is not None or is_small
     return "xla" if is_whole else "blocks", here if requested == "cudnn" else None
 
 
@@ -117,7 +125,7 @@ def _never_cudnn(config: Config, platform: str) -> Iterator[str]:
 
 def _not_cudnn(config: Config, capability: Capability, context: int) -> Iterator[str]:
     """Yields what rules out cuDNN's kernel on these GPUs."""
-    width, widest = head_dim(config.model), 256 if capability >= HOPPER else 128
+    width, widest, tokens = head_dim(config.model), 256 if capability >= HOPPER else 128, config.model.sequence_length
     if width % 8 or width > widest:
         yield f"it needs head sizes up to {widest} that are multiples of 8, and this one is {width}"
     if config.model.kv_lora_rank and (capability < HOPPER or context > 1 or config.data.reset_attention_mask):
@@ -129,17 +137,19 @@ def _not_cudnn(config: Config, capability: Capability, context: int) -> Iterator
         yield "it has no mask at document boundaries with context parallelism (reset_attention_mask)"
     if config.data.reset_attention_mask and not HOPPER <= capability < NO_PACKED:
         yield "it has a mask at document boundaries on GPUs of compute capability 9 and 10 only (reset_attention_mask)"
-    # Compiled and tested with a stand-in, but not compared with others on a GPU yet (benchmarks/gpu_kit).
-    if config.data.reset_attention_mask and config.model.attention != "cudnn":
-        yield "its mask at document boundaries must be asked for"
-    if any(windowed_layers(config.model)) and context > 1:
+    is_windowed = any(windowed_layers(config.model))
+    # On a GPU it was compared without a window and with heads of up to 128 (benchmarks/results/gpu-NVIDIA-H200*).
+    is_compared = tokens >= FEWEST_PACKED and width <= 128 and not is_windowed
+    if config.data.reset_attention_mask and config.model.attention != "cudnn" and not is_compared:
+        yield f"its mask at document boundaries must be asked for below {FEWEST_PACKED:,} tokens or with windows"
+    if is_windowed and context > 1:
         yield "it has no sliding window with context parallelism (attention_window)"
     if config.model.position == "alibi":
         yield "it adds no bias to the scores, and position is alibi"
     if config.model.attention_softcap is not None:
         yield f"it has no cap of scores, and attention_softcap is {config.model.attention_softcap}"
-    if config.model.attention_sinks and context > 1:
-        yield "it has no sinks with context parallelism (attention_sinks)"
+    if config.model.attention_sinks and (context > 1 or config.data.reset_attention_mask):
+        yield "it has no sinks with context parallelism or within documents (attention_sinks)"
 
 
 def _not_pallas(config: Config, platform: str, capability: Capability, context: int) -> Iterator[str]:
@@ -183,6 +193,16 @@ def queries_at_a_time(rows: float, keys: float) -> int:
     while queries > LEAST_QUERIES_AT_A_TIME and queries * rows * keys > SCORES_AT_A_TIME:
         queries //= 2
     return queries
+
+
+def spans_of(queries: int, at_a_time: int) -> int:
+    """Returns the spans of a causal sample of which the kernel `blocks` leaves out the keys after each span.
+
+    Args:
+      queries: of a sample.
+      at_a_time: of these whose scores are held at a time.
+    """
+    return SPANS if queries % SPANS == 0 and queries > SPANS * at_a_time else 1
 
 
 def documents_at_most(tokens: int) -> int:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from mtjax.config import Config, Model
 from mtjax.config.families import FAMILIES, kind_of
+from mtjax.config.shared_blocks import block_letters
 from mtjax.config.sizes import (
     nearest_divisors,
     nearest_multiples,
@@ -267,16 +268,16 @@ def _count_problems(name: str, count: int, plan: Plan) -> Iterator[str]:
 
 
 def _chunk_problems(model: Model, plan: Plan) -> Iterator[str]:
-    """Yields an interleaved schedule of stages whose chunks have different patterns of layers: it was not tested."""
-    setting = f"layer_pattern {model.layer_pattern!r}" if model.layer_pattern else f"moe_every {model.moe_every}"
-    if plan.chunks == 1 or not (model.layer_pattern or model.moe_every > 1):
+    """Yields an interleaved schedule of layers that read shared blocks, in chunks of different patterns."""
+    if plan.chunks == 1 or not block_letters(model):
         return
-    orders = [order_in_plan(stack, plan) for stack in stacks_of(model) if stack.pattern]
+    orders = [order_in_plan(stack, plan) for stack in stacks_of(model)]
     longest = max(plan.layers_per_stage or (model.num_layers // plan.mesh.stage,)) // plan.chunks
     if any(len(order.pattern) > longest for order in orders):
         yield (
-            f"{setting} gives the {plan.chunks} chunks of each of the {plan.mesh.stage} stages of the mesh different "
-            "patterns of layers: set chunks to 1, or choose stages and chunks that have the same pattern"
+            f"layer_pattern {model.layer_pattern!r} has layers that read shared blocks, and the {plan.chunks} chunks "
+            f"of each of the {plan.mesh.stage} stages of the mesh have different patterns of layers: set chunks to 1, "
+            "or choose stages and chunks that have the same pattern"
         )
 
 

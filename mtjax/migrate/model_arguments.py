@@ -175,8 +175,7 @@ _KINDS = (
     equal(
         "--hybrid-layer-pattern --hybrid-override-pattern",
         "--layer-pattern",
-        "family hybrid; for stages (|) set --layers-per-stage; scripts with G are not translated; D, + and / have "
-        "no equal",
+        "family hybrid; for stages (|) set --layers-per-stage; D, + and / have no equal",
         same=(None,),
     ),
     *(
@@ -190,11 +189,32 @@ _KINDS = (
     same("--mamba-num-groups", "ssm_groups", default=8),
     always("--disable-mamba-mem-eff-path", "the scan is always recomputed in the backward pass", default=False),
     none("--mamba-training-ssm-states-dtype", "states are float32", same=(None, "fp32")),
-    none("--linear-attention-freq", "scripts are not translated; hybrid models have layers G", same=(None, 0)),
-    none("--experimental-attention-variant", "attention is the usual one", same=(None,)),
+    *(
+        equal(
+            f"--linear-{name}", f"--{setting} N", "of gated delta nets (G in --hybrid-layer-pattern)", default=default
+        )
+        for name, setting, default in (
+            ("num-value-heads", "ssm-heads", 32),
+            ("value-head-dim", "ssm-head-dim", 128),
+            ("key-head-dim", "ssm-state", 128),
+            ("num-key-heads", "ssm-groups", 16),
+            ("conv-kernel-dim", "ssm-conv", 4),
+        )
+    ),
     none(
+        "--linear-attention-freq",
+        "GPTs with linear attention are not translated; hybrid models have layers G",
+        same=(None, 0),
+    ),
+    none(
+        "--experimental-attention-variant",
+        "attention is the usual one; gdn selects the layers G of hybrid models, which are translated",
+        same=(None,),
+    ),
+    same(
         "--attention-output-gate",
-        "scripts and weights are not translated; hybrid models have attention_output_gate",
+        "attention_output_gate",
+        note="of hybrid models; GPTs with it are not translated",
         default=False,
         same=(False, None),
     ),

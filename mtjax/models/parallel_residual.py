@@ -19,8 +19,10 @@ def run_side_by_side(
 
     Arguments and result are those of `Layer.__call__`.
     """
-    outputs, after = [], {}
-    normed = [layer.normalize(f"{name}_norm", x) for name in layer.mixers]
+    outputs, after, normed = [], {}, []
+    for name in layer.mixers:
+        with jax.named_scope(getattr(layer, name).scope):
+            normed.append(layer.normalize(f"{name}_norm", x))
     # XLA: on GPUs, it sums two arrays before it reduces them over the ranks, where nothing is between them: the
     # outputs, whose biases are added to the sum, and with one norm the gradients of the inputs. On CPUs it does not.
     # Where something may be between them, barriers make the collectives those of two sublayers everywhere.
@@ -43,7 +45,9 @@ def run_side_by_side(
     biases = [product.bias[...] for product in products if product.bias is not None]
     for bias in lax.optimization_barrier(biases):
         total = (total.astype(jnp.float32) + bias).astype(total.dtype)
-    return layer.add(x, total, getattr(layer, layer.mixers[-1]), context), after or None
+    last = getattr(layer, layer.mixers[-1])
+    with jax.named_scope(last.scope):
+        return layer.add(x, total, last, context), after or None
 
 
 def last_products(layer: Any) -> list[Linear]:

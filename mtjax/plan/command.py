@@ -14,6 +14,7 @@ from mtjax.analysis.families.registry import anatomy_of
 from mtjax.analysis.hardware import Server
 from mtjax.analysis.memory import peak_stage_memory
 from mtjax.config import sizes
+from mtjax.config.storage import check_snapshots
 from mtjax.config.vocabulary import with_vocabulary
 from mtjax.errors import UserError
 from mtjax.layout.attention_kernel import Capability
@@ -54,6 +55,7 @@ def run(given: config.Config, options: Options, source: str, verify: Verify, wit
     server = target.parse(options.target)
     anatomy = anatomy_of(run_config.model)
     _check_imbalance(anatomy, options)
+    check_snapshots(anatomy.model, options.state_snapshots)
     if options.gpus is not None or options.days is not None:
         plan = _search(console, anatomy, run_config, teacher, server, options, given, source)
     else:
@@ -61,7 +63,8 @@ def run(given: config.Config, options: Options, source: str, verify: Verify, wit
             console, anatomy, run_config, _planned(run_config, teacher, server.gpu.compute_capability), server, options
         )
     if options.inference:
-        print_inference(console, anatomy, server, plan.tensor_degree, options.context or anatomy.model.sequence_length)
+        context = options.context or anatomy.model.sequence_length
+        print_inference(console, anatomy, server, plan.tensor_degree, context, options.state_snapshots)
     if options.plot is not None:
         _plot(console, options.plot, anatomy, plan, server, options)
     if options.verify:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from mtjax.config.field_metadata import TOKENS
+from mtjax.config.field_metadata import TOKENS, at_least
 from mtjax.errors import UserError
 from mtjax.layout.mesh import MOST_DEVICES
 
@@ -42,6 +42,9 @@ class Options:
     """Print memory and time of text generation."""
     context: int | None = None
     """Tokens of context for --inference; the model's sequence length when not given."""
+    state_snapshots: int | None = at_least(0, None, most=2**16)
+    """Maximum number of snapshots of recurrent states for --inference, as that of mtjax serve; 2 for each sequence when
+    not given."""
     plot: Path | None = None
     """Plot memory and scaling to this PNG, PDF or SVG."""
     published: bool = False
@@ -65,6 +68,8 @@ class Options:
                 raise UserError(f"--{name.replace('_', '-')} is {value}, and must be above 0 and at most 1")
         if not 1 <= self.expert_imbalance <= MOST_DEVICES:
             raise UserError(f"--expert-imbalance is {self.expert_imbalance:g}, and must be 1 or more: 1 is equal loads")
+        if self.state_snapshots is not None and not self.inference:
+            raise UserError(f"--state-snapshots {self.state_snapshots} needs --inference: add that, or remove it")
         if self.days is not None and self.tokens is None:
             raise UserError("--days needs --tokens: add it, for example --tokens 300e9")
         if self.days is not None and self.gpus is not None:

@@ -10,7 +10,7 @@ from mtjax.analysis.counts import parameters
 from mtjax.analysis.families.registry import anatomy_of
 from mtjax.analysis.hardware import Server
 from mtjax.config.ssm import has_state_space
-from mtjax.config.storage import PLAIN, SNAPSHOTS_PER_SEQUENCE, Storage
+from mtjax.config.storage import PLAIN, SNAPSHOTS_PER_SEQUENCE, Storage, is_supported
 from mtjax.plan import inference, published
 from mtjax.plan.published import Point
 from mtjax.plan.report import show, table
@@ -18,20 +18,42 @@ from mtjax.plan.search import describe
 from mtjax.plan.units import gib, seconds, si
 
 BATCHES = (1, 8, 64)
-SMALLEST = Storage("int4", cache_dtype="int8")
-"""The weights and cache that take least memory."""
+SMALLER = {
+    "with int8 weights": Storage("int8"),
+    "int4, int8 cache": Storage("int4", cache_dtype="int8"),
+    "with int4 weights": Storage("int4"),
+}
+"""Weights and caches that take less memory: those of the columns, and what is in place of the second without it."""
 
 
-def print_inference(console: Console, anatomy: Anatomy, server: Server, tensor_degree: int, context: int) -> None:
-    """Prints the tables of weights, and of KV cache, memory and speed."""
+def print_inference(
+    console: Console,
+    anatomy: Anatomy,
+    server: Server,
+    tensor_degree: int,
+    context: int,
+    state_snapshots: int | None = None,
+) -> None:
+    """Prints the tables of weights, and of KV cache, memory and speed.
+
+    Args:
+      console: for the tables.
+      anatomy: of the model.
+      server: the GPUs.
+      tensor_degree: tensor parallel degree.
+      context: in tokens.
+      state_snapshots: maximum number of snapshots of recurrent states; None for the default.
+    """
     anatomy = anatomy_of(replace(anatomy.model, mtp_num_layers=0)) if anatomy.predictors else anatomy
-    show(console, weights_table(anatomy, server), cache_table(anatomy, server, tensor_degree, context))
+    show(console, weights_table(anatomy, server), cache_table(anatomy, server, tensor_degree, context, state_snapshots))
 
 
 def weights_table(anatomy: Anatomy, server: Server) -> Table:
     """Builds the table of weights by precision."""
     result = table("Inference: weights", "precision", "size", f"{server.gpu.name} GPUs needed")
     for precision in inference.WEIGHT_BYTES:
+        if precision in ("int8", "int4") and not is_supported(anatomy.model, Storage(precision)):
+            continue
         size = inference.weight_bytes(anatomy, precision)
         result.add_row(precision, gib(size), f"{-(-size // server.gpu.memory):.0f}")
     flops = inference.flops_per_token(anatomy)
@@ -39,50 +61,58 @@ def weights_table(anatomy: Anatomy, server: Server) -> Table:
     return result
 
 
-def cache_table(anatomy: Anatomy, server: Server, tensor_degree: int, context: int) -> Table:
-    """Builds the table of KV cache, memory and speed by batch and context length."""
+def cache_table(
+    anatomy: Anatomy, server: Server, tensor_degree: int, context: int, state_snapshots: int | None = None
+) -> Table:
+    """Builds the table of KV cache, memory and speed by batch and context length; see `print_inference`."""
     title = f"Inference: bfloat16 on {tensor_degree} x {server.gpu.description}"
     note = (
         "times are predictions, not measurements: compute and memory bounds, without communication between GPUs; "
         "memory per GPU: weights, KV cache and sampling of mtjax generate while it decodes"
     )
-    snapshots = SNAPSHOTS_PER_SEQUENCE if has_state_space(anatomy.model) else 0
-    if snapshots:
-        note += f"; and {snapshots} snapshots of recurrent states for each sequence (--state-snapshots of mtjax serve)"
+    has_states = has_state_space(anatomy.model)
+    if has_states:
+        each = f"{SNAPSHOTS_PER_SEQUENCE} snapshots of recurrent states for each sequence"
+        given = f"at most {state_snapshots} snapshots of recurrent states"
+        note += f"; and {each if state_snapshots is None else given} (--state-snapshots of mtjax serve)"
+    smaller = {name: storage for name, storage in SMALLER.items() if is_supported(anatomy.model, storage)}
+    if len(smaller) == len(SMALLER):
+        del smaller["with int4 weights"]
+    fastest = list(smaller)[-1:]
     heads = (
         "batch x context",
         "KV cache",
-        *(("state snapshots per GPU",) if snapshots else ()),
+        *(("state snapshots per GPU",) if has_states else ()),
         "memory per GPU",
-        "with int8 weights",
-        "int4, int8 cache",
+        *smaller,
         "prefill",
         "per token",
-        "int4, int8 cache",
+        *fastest,
         "tokens/s (predicted)",
     )
     result = table(title, *heads, note=note)
     lengths = sorted({context // 4 or 1, context})
     for batch in BATCHES:
+        snapshots = (SNAPSHOTS_PER_SEQUENCE * batch if state_snapshots is None else state_snapshots) * has_states
         for tokens in lengths:
             cache = inference.cache_bytes(anatomy, batch, tokens)
             memories = [
-                inference.decoding_memory(
-                    anatomy, tensor_degree, batch, tokens, storage=storage, snapshots=snapshots * batch
-                )
-                for storage in (PLAIN, Storage("int8"), SMALLEST)
+                inference.decoding_memory(anatomy, tensor_degree, batch, tokens, storage=storage, snapshots=snapshots)
+                for storage in (PLAIN, *smaller.values())
             ]
-            speed = inference.generation(anatomy, server, tensor_degree, batch, tokens)
-            smallest = inference.generation(anatomy, server, tensor_degree, batch, tokens, SMALLEST)
+            plain, *others = (
+                inference.generation(anatomy, server, tensor_degree, batch, tokens, storage)
+                for storage in (PLAIN, *(smaller[name] for name in fastest))
+            )
             result.add_row(
                 f"{batch} x {tokens}",
                 gib(cache),
-                *((gib(memories[0].snapshots),) if snapshots else ()),
+                *((gib(memories[0].snapshots),) if has_states else ()),
                 *(_with_capacity(memory.total, server) for memory in memories),
-                seconds(speed.prefill_seconds),
-                seconds(speed.token_seconds),
-                seconds(smallest.token_seconds),
-                f"{batch * speed.tokens_per_second:,.0f}",
+                seconds(plain.prefill_seconds),
+                seconds(plain.token_seconds),
+                *(seconds(other.token_seconds) for other in others),
+                f"{batch * plain.tokens_per_second:,.0f}",
             )
     return result
 

@@ -2,7 +2,7 @@
 
 import re
 import textwrap
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,13 +13,12 @@ from mtjax.config import Config
 from mtjax.config.families import is_decoder
 from mtjax.config.horizon import Horizon, horizon_of
 from mtjax.data import DataPosition, Dataset, Tokenizer
-from mtjax.data.progress import say
 from mtjax.data.tokens.end_file import SENTENCEPIECE_FILE, TOKENIZER_JSON
 from mtjax.errors import UserError
 from mtjax.models.sharded_model import Batch, ShardedModel
 from mtjax.runtime.checkpoints.past import Past
 from mtjax.runtime.checkpoints.weights import Weights, check_same_weights, find_weights, restore_weights
-from mtjax.runtime.processes.coordination import this_process
+from mtjax.runtime.processes.notes import say_notes
 from mtjax.runtime.train_state import State
 from mtjax.train.changes import check_learning_rate, neighbours_of, position_of, scheduled
 from mtjax.train.feed import next_batch, open_batches
@@ -359,14 +358,6 @@ PRETRAINING = Pretraining()
 
 ORDER_SETTINGS = ("seed", "sequence_length", "add_extra_token_to_sequence")
 """Settings on which the order of pretraining samples depends, in addition to the text."""
-
-
-def say_notes(notes: Iterable[str]) -> None:
-    """Prints notes for the user, in the first process only."""
-    if this_process():
-        return
-    for note in notes:
-        say(f"note    {note}")
 
 
 def position_in(past: Past | None) -> tuple[int, int]:

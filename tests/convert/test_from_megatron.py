@@ -398,6 +398,14 @@ SETTINGS = {
         "layer_pattern": "M-*-M*--",
         "position": "rope",
     },
+    "--hybrid-layer-pattern G-*- --normalization RMSNorm --swiglu --linear-num-key-heads 2 --linear-num-value-heads 8 "
+    "--linear-value-head-dim 12 --attention-output-gate": {
+        "layer_pattern": "G-*-",
+        "ssm_heads": 8,
+        "ssm_groups": 2,
+        "ssm_head_dim": 12,
+        "attention_output_gate": True,
+    },
     "--distributed-timeout-minutes 30": {"step_timeout": 1800.0},
 }
 
@@ -410,6 +418,7 @@ def test_settings(words: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 TOLD = {
     "--qk-l2-norm": (NONE, "--qk-l2-norm"),
+    "--attention-output-gate": (NONE, "--attention-output-gate"),
     "--window-size 128,128": (NONE, "--window-size"),
     "--softmax-type off-by-one": (NONE, "--softmax-type"),
     "--multi-latent-attention --kv-lora-rank 16": (NONE, "--kv-lora-rank"),
@@ -469,7 +478,6 @@ WRONG = {
     "SMALL --save to a folder": "--save to a folder: must be one value",
     "hybrid.sh": "'M-/M' contains '/', in Megatron multi-token prediction",
     "parts.sh": "--hybrid-layer-pattern M-|M*- and --decoder-first-pipeline-num-layers both divide the layers",
-    "delta.sh": "'G-G-' have gated delta nets (G), which mtjax does not read from Megatron-LM: convert",
     "SMALL --rampup-batch-size 16": "must be three integers: START INCREMENT SAMPLES",
     "SMALL --lr-warmup-fraction 3": "must be a number from 0 to 1",
     "SMALL --moe-layer-freq 1 --rotary-base x": "--rotary-base x: must be a number",
@@ -491,7 +499,6 @@ def test_wrong_input_is_one_sentence(
     monkeypatch.chdir(tmp_path)
     Path("t5.sh").write_text("torchrun pretrain_t5.py --num-layers 3 --hidden-size 4\n")
     Path("hybrid.sh").write_text("torchrun pretrain_hybrid.py --hybrid-layer-pattern M-/M --hidden-size 4\n")
-    Path("delta.sh").write_text("torchrun pretrain_hybrid.py --hybrid-layer-pattern G-G- --hidden-size 4\n")
     divided = "--hybrid-layer-pattern M-|M*- --pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 2"
     Path("parts.sh").write_text(f"torchrun pretrain_hybrid.py {divided.replace('|', chr(92) + '|')} --hidden-size 4\n")
     Path("empty.sh").write_text("echo hello\n")

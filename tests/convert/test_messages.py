@@ -47,6 +47,15 @@ def test_another_activation_of_gemma_is_refused() -> None:
         family.model_settings({"hidden_act": "silu"}, frozenset(), "config.json")
 
 
+def test_null_under_another_name_contradicts_true() -> None:
+    """transformers takes the other name, so that null leaves the biases out."""
+    family, config = FAMILIES["sarvam_moe"], {"attention_bias": True, "use_qkv_bias": None}
+    assert family.renamed(config)[1] == [
+        "use_qkv_bias is None, but attention_bias, the same setting, is True: remove one of them"
+    ]
+    assert family.renamed({"use_qkv_bias": None}) == ({}, [])
+
+
 def test_a_name_of_the_hub_is_answered_with_the_download(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,13 +10,12 @@ from jax.sharding import reshard
 
 from mtjax import config
 from mtjax.commands import convert
-from mtjax.config.storage import PLAIN, Storage
+from mtjax.config.storage import PLAIN, Storage, check_storage
 from mtjax.errors import UserError
 from mtjax.generate.byte_matrix import to_bytes
 from mtjax.generate.decoder import Decoder
 from mtjax.generate.engine import Engine
 from mtjax.generate.request import Request, Sampling, Token
-from mtjax.generate.weight_format import check_storage
 from mtjax.generate.weights import load_model
 from mtjax.layout.layouts import TENSOR
 from mtjax.layout.mesh import MeshShape

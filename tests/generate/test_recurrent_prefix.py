@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from mtjax.analysis.families.registry import anatomy_of
+from mtjax.config.storage import check_snapshots
 from mtjax.errors import UserError
 from mtjax.generate.decoder import Decoder
 from mtjax.generate.engine import Engine
-from mtjax.generate.prefix_cache import check_snapshots
 from mtjax.generate.request import Request, Sampling, Token
 from mtjax.models.sharded_model import ShardedModel
 from mtjax.plan.inference import decoding_memory

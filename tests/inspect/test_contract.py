@@ -13,6 +13,8 @@ from mtjax.analysis.flops import compiled_flops
 from mtjax.inspect.products import count_flops
 from mtjax.inspect.report import Report, inspect, report
 from mtjax.inspect.targets import find_target
+from mtjax.layout import attention_kernel
+from mtjax.layout.attention_kernel import spans_of
 from mtjax.layout.layouts import NOT_SHARDED
 from mtjax.layout.rules import DATA
 from mtjax.sharding import param_comm as parameters
@@ -226,6 +228,20 @@ def test_float16_keeps_the_contract_and_the_memory_of_bfloat16_on_h100(attention
 
 
 needs_cudnn = pytest.mark.skipif(not has_cudnn, reason="needs nvidia-cudnn-cu13")
+
+
+@needs_aot
+@pytest.mark.long
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_blocks_of_causal_attention_leave_out_the_keys_behind_their_span_on_h100(recompute, monkeypatch):
+    """Four spans of two blocks each, whose FLOPs are 5/8 of those of all scores."""
+    monkeypatch.setattr(attention_kernel, "SCORES_AT_A_TIME", 1)
+    monkeypatch.setattr(attention_kernel, "LEAST_QUERIES_AT_A_TIME", 32)
+    fields = {"attention": "blocks", "reset_attention_mask": True, "recompute": recompute, "sequence_length": 256}
+    step = (report := inspect(tiny(**fields), find_target("h100x8"))).step
+    assert report.verdict.violations == () and spans_of(256, 32) == 4
+    formula = compiled_flops(step.anatomy, step.plan) * step.config.training.global_batch_size / step.mesh.size
+    assert count_flops(step.module) == pytest.approx(formula, rel=1e-9)
 
 
 @needs_aot

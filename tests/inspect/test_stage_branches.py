@@ -29,41 +29,46 @@ PASSED_ON = f"""
 
 
 def branch(name: str, scope: str) -> str:
-    path = f'metadata={{op_name="jit(step)/while/body/stages/cond/branch_1_fun/{scope}'
+    inner = f"{scope}/stages/cond/branch_0_fun/mlp" if "layers" in scope else f"stages/cond/branch_1_fun/{scope}"
+    path = f'metadata={{op_name="jit(step)/while/body/{inner}'
     lines = [f'%y.0 = {ARRAY} all-reduce(%x), channel_id=1, replica_groups={{{{0,1}},{{2,3}}}}, {path}/psum"}}']
-    for number in range(KERNELS[scope]):
-        root = "ROOT " if number == KERNELS[scope] - 1 else ""
+    kernels = KERNELS.get(scope, 1)
+    for number in range(kernels):
+        root = "ROOT " if number == kernels - 1 else ""
         operands = f"dot(%y.{number}, %y.{number}), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}"
         lines.append(f'{root}%y.{number + 1} = {ARRAY} {operands}, {path}/dot_general"}}')
     body = "\n  ".join(lines).replace("%y.", f"%{name}.y.")
     return f"\n%{name} (x: {ARRAY}) -> {ARRAY} {{\n  %x = {ARRAY} parameter(0)\n  {body}\n}}\n"
 
 
-def tick(name: str, forward: bool, backward: bool) -> tuple[str, list[str]]:
-    """The branches of a tick and its instructions, from %x to %out."""
+def tick(name: str, forward: bool, backward: bool, skips: bool = False) -> tuple[str, list[str]]:
+    """The branches of a tick and its instructions, from %x to %out; `skips`: whether stages skip layers."""
     scopes = [EMBEDDING] * forward + ["layers"] * forward + ["transpose(jvp(layers))"] * backward
     scopes += [LOSSES, EMBEDDING_GRADIENTS] * backward
     branches, lines, last = "", [], "x"
     for number, scope in enumerate(scopes):
         value, path = f"{name}.{number}", 'metadata={op_name="jit(step)/while/body'
-        if "layers" in scope:
+        is_layer = "layers" in scope
+        if is_layer and not skips:
             operation = f'negate(%{last}), {path}/{scope}/neg"}}'
         else:
             callee = f"{name}.run.{number}"
             branches += branch(callee, scope)
-            calls = f"true_computation=%{callee}, false_computation=%passed_on"
-            operation = f'conditional(%true, %{last}, %{last}), {calls}, {path}/stages/cond"}}'
+            held, other = ("passed_on", callee) if is_layer else (callee, "passed_on")
+            calls = f"true_computation=%{held}, false_computation=%{other}"
+            around = f"/{scope}" if is_layer else ""
+            operation = f'conditional(%true, %{last}, %{last}), {calls}, {path}{around}/stages/cond"}}'
         lines.append(f"%{value} = {ARRAY} {operation}")
         last = value
     return branches, [*lines, f"%{name}.out = {ARRAY} bitcast(%{last})"]
 
 
-def program(table: Timetable) -> str:
+def program(table: Timetable, skips: bool = False) -> str:
     """Loops over ticks, one for each phase; XLA unrolls those of one tick."""
     state, computations, entry, last = f"(s32[], {ARRAY})", PASSED_ON, [], "x"
     for number, phase in enumerate(table.phases):
         name, length = f"phase{number}", phase.stop - phase.start
-        branches, lines = tick(name, phase.forward, phase.backward)
+        branches, lines = tick(name, phase.forward, phase.backward, skips)
         computations += branches
         true = "%true = pred[] constant(true)"
         if length == 1:
@@ -93,8 +98,8 @@ def program(table: Timetable) -> str:
     return f"{HEADER}{computations}\nENTRY %main (x: {ARRAY}) -> {ARRAY} {{\n  {body}\n}}\n"
 
 
-def compiled(table: Timetable) -> Module:
-    return with_stage_branches(hlo.parse(program(table)), table, 1)
+def compiled(table: Timetable, skips: bool = False) -> Module:
+    return with_stage_branches(hlo.parse(program(table, skips)), table, 1)
 
 
 TABLES = [
@@ -117,6 +122,19 @@ def test_branches_count_once_a_microbatch_and_the_embedding_in_idle_ticks_too(ta
     assert all(c.is_exact for c in found)
     products = KERNELS[EMBEDDING] * (m + idle) + (KERNELS[LOSSES] + KERNELS[EMBEDDING_GRADIENTS]) * m
     assert count_flops(module) == products * 2 * 64**3
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_layers_that_a_stage_may_skip_count_in_every_tick(table: Timetable) -> None:
+    """And do not change which branches of the timetable are taken."""
+    found, plain = (find_collectives(compiled(table, skips), {"stage": 2, "model": 2}, 8) for skips in (True, False))
+    counts, others = (
+        {phase: sum(c.count for c in each if c.phase == phase) for phase in {c.phase for c in each}}
+        for each in (found, plain)
+    )
+    halves = table.forward, table.backward
+    ticks = [sum(any(work is not None for work in half) for half in each) for each in halves]
+    assert counts == {**others, "layer forward": ticks[0], "layer backward": ticks[1]}
 
 
 @pytest.mark.parametrize("table", [table for table in TABLES if min(p.stop - p.start for p in table.phases) > 1])

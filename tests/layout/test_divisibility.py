@@ -151,14 +151,15 @@ CONTEXT = [
     (
         {
             "family": "hybrid",
-            "layer_pattern": "(MM--)x2",
-            "num_layers": 8,
+            "layer_pattern": "MZzM",
+            "num_layers": 4,
+            "activation": "geglu_exact",
             "microbatch_size": 1,
             "chunks": 2,
             "pipeline_schedule": "interleaved",
         },
         "data=1,stage=2,model=1",
-        r"layer_pattern '\(MM--\)x2' gives the 2 chunks of each of the 2 stages .* different patterns .* set chunks",
+        r"'MZzM' has layers that read shared blocks, and the 2 chunks of each of the 2 stages .* set chunks to 1",
     ),
     (
         {"num_experts": 4, "first_dense_layers": 1, "num_layers": 5, "microbatch_size": 1},

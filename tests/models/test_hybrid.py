@@ -271,6 +271,12 @@ rare = partial(pytest.param, marks=pytest.mark.exhaustive)
         rare("ME*E", "data=2,expert=2,model=2", EXPERTS, {**SPLIT, "zero": 1}),
         rare("M-M*", "data=1,context=2,model=2", DOCUMENTS, {**SPLIT, "recompute": "full", "zero": 1}),
         rare("M-M*-M", "1x2x2", {}, {**STAGES, **SPLIT, "zero": 1, "recompute": "full"}),
+        long(
+            "MM*-M-*M",
+            "2x2x1",
+            {},
+            {**STAGES, "pipeline_schedule": "interleaved", "chunks": 2, "zero": 1, "recompute": "full"},
+        ),
         long("M*-M", "data=1,stage=2,context=2,model=1", {}, {**STAGES, "context_method": "all-gather"}),
         *(
             pytest.param(*case, marks=pytest.mark.exhaustive)

@@ -290,7 +290,7 @@ CASES = {
         {"use_parallel_residual": False, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 1.0}}
         | {"attention_bias": False, **without("num_key_value_heads")},
     ),
-    "gptj": Case("gptj", {"n_embd": 24, "n_head": 3, "n_layer": 2, "n_positions": 32, "rotary_dim": 4}, OF_GPT2),
+    "gptj": Case("gptj", {"n_embd": 48, "n_head": 6, "n_layer": 2, "n_positions": 32, "rotary_dim": 4}, OF_GPT2),
     "opt": Case(
         "opt", {"ffn_dim": 40, "word_embed_proj_dim": 24, **without("intermediate_size", "num_key_value_heads")}
     ),
@@ -304,7 +304,7 @@ CASES = {
         {"ffn_dim": 40, "word_embed_proj_dim": 24, "enable_bias": False, "layer_norm_elementwise_affine": False}
         | without("intermediate_size", "num_key_value_heads"),
     ),
-    "bloom": Case("bloom", {"hidden_size": 24, "n_head": 3, "n_layer": 2}, OF_GPT2),
+    "bloom": Case("bloom", {"hidden_size": 24, "n_head": 6, "n_layer": 2}, OF_GPT2),
     "falcon 7B": Case("falcon", without("intermediate_size", "num_key_value_heads")),
     "falcon 40B": Case(
         "falcon",
@@ -323,7 +323,7 @@ CASES = {
     ),
     "mpt": Case(
         "mpt",
-        {"d_model": 24, "n_heads": 3, "n_layers": 2, "max_seq_len": 32}
+        {"d_model": 24, "n_heads": 6, "n_layers": 2, "max_seq_len": 32}
         | {"attn_config": {"clip_qkv": 0.3, "softmax_scale": 0.6}},
         OF_GPT2,
     ),
@@ -408,9 +408,9 @@ CASES = {
     ),
     "persimmon": Case("persimmon", {"hidden_size": 48, **without("num_key_value_heads")}),
     "biogpt": Case("biogpt", without("num_key_value_heads")),
-    "gpt_bigcode": Case("gpt_bigcode", {"n_embd": 24, "n_head": 3, "n_layer": 2, "n_positions": 32}, OF_GPT2),
+    "gpt_bigcode": Case("gpt_bigcode", {"n_embd": 24, "n_head": 6, "n_layer": 2, "n_positions": 32}, OF_GPT2),
     "gpt_bigcode, all heads": Case(
-        "gpt_bigcode", {"n_embd": 24, "n_head": 3, "n_layer": 2, "n_positions": 32, "multi_query": False}, OF_GPT2
+        "gpt_bigcode", {"n_embd": 24, "n_head": 6, "n_layer": 2, "n_positions": 32, "multi_query": False}, OF_GPT2
     ),
     "gpt_neo": Case(
         "gpt_neo",

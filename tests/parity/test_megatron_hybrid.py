@@ -15,7 +15,7 @@ from mtjax.convert.megatron_hybrid import pattern_of
 from mtjax.runtime.checkpoints.weights import find_weights
 from tests.parity.compare import relative
 from tests.parity.converted import our_logits
-from tests.parity.megatron_core.cases import HYBRID, HYBRID_SPLITS, VOCAB
+from tests.parity.megatron_core.cases import HYBRID_SPLITS, HYBRIDS, VOCAB
 
 NEEDED = [name for name in ("torch", "megatron") if find_spec(name) is None]
 pytestmark = [
@@ -26,7 +26,8 @@ pytestmark = [
 
 
 def run_megatron(mode: str, folder: Path) -> None:
-    command = [sys.executable, "-W", "ignore", "-m", "tests.parity.megatron_core.hybrid", mode, str(folder)]
+    program = "tests.parity.megatron_core.hybrid"
+    command = [sys.executable, "-W", "ignore", "-m", program, mode, folder.name, str(folder)]
     threads = os.environ | {"OMP_NUM_THREADS": "2"}
     root = Path(__file__).parents[2]
     done = subprocess.run(command, cwd=root, env=threads, capture_output=True, text=True, timeout=600)
@@ -38,10 +39,11 @@ def convert(source: str, target: str, *options: str) -> None:
     assert main(["--from", source, "--to", target, *padded, *options]) == 0
 
 
-@pytest.fixture(scope="module")
-def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Their checkpoints, and ours of the one with a single rank."""
-    folder = tmp_path_factory.mktemp("hybrid")
+@pytest.fixture(scope="module", params=HYBRIDS)
+def theirs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Their checkpoints of a model, and ours of the one with a single rank."""
+    folder = tmp_path_factory.mktemp("megatron") / request.param
+    folder.mkdir()
     run_megatron("save", folder)
     convert(f"megatron:{folder / '1x1x1'}", f"mtjax:{folder / 'ours'}")
     return folder
@@ -51,7 +53,9 @@ def test_their_logits_are_ours(theirs: Path) -> None:
     model = find_weights(theirs / "ours").config.model
     with np.load(theirs / "logits.npz") as file:
         saved = dict(file)
-    assert (model.layer_pattern, model.ssm_groups, model.activation) == (HYBRID["hybrid_override_pattern"], 4, "relu2")
+    activation = "relu2" if HYBRIDS[theirs.name]["squared_relu"] else "swiglu"
+    pattern = HYBRIDS[theirs.name]["hybrid_override_pattern"]
+    assert (model.layer_pattern, model.ssm_groups, model.activation) == (pattern, 4, activation)
     found = our_logits(theirs / "ours", saved["tokens"].astype(np.int32), "1x2")
     assert relative(found, saved["logits"][..., : VOCAB - 6]) < 1e-5
 
@@ -81,7 +85,7 @@ def test_any_split_of_theirs_is_the_same_model(name: str, theirs: Path, tmp_path
                 VOCAB // split[0] - 6 if tensor in ("embedding.word_embeddings.weight", "output_layer.weight") else None
             )
             assert torch.equal(found["model"][tensor][:rows], value[:rows]), f"{path} {tensor}"
-        for argument, value in HYBRID.items():
+        for argument, value in HYBRIDS[theirs.name].items():
             if not argument.startswith(("rotary", "use_rope", "transformer_impl")):
                 assert getattr(found["args"], argument) == value, argument
 

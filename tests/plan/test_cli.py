@@ -67,8 +67,7 @@ def test_a_setting_that_costs_time_is_hinted_at_with_the_step_without_it(capsys)
     assert hint and f"{hint[2]} (" in without
     without = run(capsys, *asked, "--attention-dropout", "0", "--recompute", "none")
     assert not re.search(r"Hint: +recompute", without) and f"{hint[1]} (" in without
-    asked = ("--config", "llama3-8b", "--mesh", "8x1", "--target", "h100x8", "--global-batch-size", "64")
-    asked = (*asked, "--reset-attention-mask")
+    asked = (*asked, "--attention-dropout", "0", "--reset-attention-mask")
     hint = re.search(r"Hint: +reset_attention_mask .* --attention cudnn a step takes (\S+ m?s)", run(capsys, *asked))
     assert hint and f"{hint[1]} (" in run(capsys, *asked, "--attention", "cudnn")
 
@@ -194,6 +193,27 @@ def test_inference_figures(capsys):
     out = run(capsys, "--config", "gpt2-xl", "--inference", "--context", "512")
     assert "KV cache" in out and "int4" in out and "8 x 512" in out
     assert "memory per GPU" in out and "predictions, not measurements" in out
+
+
+@pytest.mark.parametrize(
+    ("config", "shown"),
+    [("nemotron-h-8b", ()), ("deepseek-v2-lite", ()), ("mistral-7b", ("int4", "int8")), ("gpt2-xl", ("int4", "int8"))],
+)
+def test_inference_shows_the_types_that_a_model_supports(config, shown, capsys):
+    """Patterns and experts have no quantized weights, and short windows no quantized caches."""
+    out = run(capsys, "--config", config, "--inference")
+    assert all((kind in out) == (kind in shown) for kind in ("int4", "int8"))
+    assert ("int8 cache" in " ".join(out.split())) == (config == "gpt2-xl")
+
+
+def test_inference_counts_the_snapshots_that_are_given(capsys):
+    """The states of a sequence: 64 layers x 80 heads x 64 x 128 numbers of float32 are 0.156 GiB."""
+    given = ("--config", "mamba2-2.7b", "--inference")
+    default, none = (run(capsys, *given, *more) for more in ((), ("--state-snapshots", "0")))
+    rows = [next(line.split() for line in out.splitlines() if line.startswith("8 x")) for out in (default, none)]
+    assert rows[0][5] == "2.53" and rows[1][5] == "0.00"
+    assert main(["--config", "mamba2-2.7b", "--state-snapshots", "3"]) == 2
+    assert "--state-snapshots 3 needs --inference" in capsys.readouterr().err
 
 
 def test_published_runs(capsys):

@@ -9,7 +9,6 @@ import pytest
 
 from mtjax.config import Training, validate
 from mtjax.errors import UserError
-from mtjax.layout.plan import Plan
 from mtjax.runtime.checkpoints.checkpoint import Checkpoints
 from mtjax.train.loss_scale import LossScale, update
 from tests.tiny import batch_of, initial_state, program_of, run_steps, tiny_config
@@ -106,21 +105,6 @@ def test_split_or_not_the_same_steps_are_skipped(mesh, layout):
     assert [m["loss_scale"] for m in found] == [m["loss_scale"] for m in expected]
     assert found[0]["skipped"] == 1 and found[-1]["skipped"] == 0
     np.testing.assert_allclose([m["loss"] for m in found], [m["loss"] for m in expected], rtol=2e-3)
-
-
-@pytest.mark.long
-def test_a_pattern_with_prefetch_skips_the_steps_that_one_device_skips():
-    """Also what an overflow leaves in the gradients of one layer only, which the layer below reduces."""
-    letters = {"family": "hybrid", "layer_pattern": "(*-)x4", "num_layers": 8, "global_batch_size": 8} | HALF
-    program = program_of("4x2", **letters, zero=3, microbatch_size=1)
-    assert Plan.of(program.config, program.shape).prefetches(program.config.model)
-    state, found = run_steps(program, 12)
-    alone, expected = run_steps(program_of("1x1", **letters), 12)
-    assert [m["loss_scale"] for m in found] == [m["loss_scale"] for m in expected]
-    assert found[0]["skipped"] == 1 and found[-1]["skipped"] == 0
-    np.testing.assert_allclose([m["loss"] for m in found], [m["loss"] for m in expected], rtol=2e-3)
-    trees = (jax.device_get(each.parameters) for each in (state, alone))
-    jax.tree.map(lambda own, other: np.testing.assert_allclose(own, other, atol=2e-3), *trees)
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,21 @@
 """How many scores attention's kernels hold at a time, without context parallelism and with it."""
 
 from mtjax.analysis.parts.part import Scores
-from mtjax.layout.attention_kernel import queries_at_a_time
+from mtjax.layout.attention_kernel import queries_at_a_time, spans_of
 from mtjax.layout.plan import Plan
 
 
 def block_queries(scores: Scores, plan: Plan) -> int:
     """Returns the queries of a sample whose scores the kernel `blocks` holds at a time on a rank."""
     return queries_at_a_time(plan.microbatch_size * scores.heads / plan.mesh.model, scores.keys)
+
+
+def computed_share(scores: Scores, plan: Plan) -> float:
+    """Returns the share of all pairs of queries and keys for which the kernel `blocks` computes scores."""
+    if not plan.attention_in_blocks or plan.context_parallelism or not scores.is_causal:
+        return 1.0
+    spans = spans_of(scores.queries, block_queries(scores, plan))
+    return (spans + 1) / (2 * spans)
 
 
 def block_bytes(scores: Scores, plan: Plan) -> float:

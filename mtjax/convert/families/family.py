@@ -150,7 +150,10 @@ class Family:
         """Returns a config.json with the names of keys that `read` has, and which other names contradict theirs."""
         found, wrong = {key: value for key, value in config.items() if key not in self.aliases}, []
         for other, key in self.aliases.items():
-            if config.get(other) is not None and found.setdefault(key, value := config[other]) != value:
+            value = config.get(other)
+            if value is None and not (other in config and found.get(key) is True):  # null is false there
+                continue
+            if found.setdefault(key, value) != value:
                 wrong.append(
                     f"{other} is {value!r}, but {key}, the same setting, is {found[key]!r}: remove one of them"
                 )

@@ -16,6 +16,37 @@ _PARTS: Mapping[str, tuple[str, ...]] = {"z": INNER, "x": INNER, "B": GROUPS, "C
 """Parts of the first product, of which the convolution has x, B and C -> mtjax's dimensions of their rows."""
 
 
+def stacked(
+    parts: Mapping[str, tuple[tuple[str, ...], int]],
+    name: str,
+    is_split: bool,
+    theirs: str,
+    order: str,
+    part: str,
+    rest: Dims,
+    index: tuple[str, int] | None = None,
+) -> Tensor:
+    """Returns a part of a tensor that has parts of different widths, one after the other.
+
+    Args:
+      parts: part -> mtjax's dimensions of its rows, and their number.
+      name: full name of the mixer.
+      is_split: whether the parts are separate tensors, NAME.z and so on.
+      theirs: the tensor within the mixer.
+      order: its parts, separated by spaces.
+      part: the part to return.
+      rest: dimensions after the rows.
+      index: a dimension of the parameter, and the index of it that the part is.
+    """
+    shape: Dims = (parts[part][0], *rest)
+    if is_split:
+        return Tensor(f"{name}.{theirs}.{part}", shape, index)
+    names = order.split()
+    first = sum(parts[other][1] for other in names[: names.index(part)])
+    place = Rows(first, parts[part][1], sum(parts[other][1] for other in names))
+    return Tensor(f"{name}.{theirs}", shape, index, rows=place)
+
+
 def mamba_rows(model: Model, name: str, *, is_split: bool = False, stack: str = "mamba") -> tuple[Row, ...]:
     """Returns the rows of Mamba-2 layers but their norm.
 
@@ -28,16 +59,7 @@ def mamba_rows(model: Model, name: str, *, is_split: bool = False, stack: str = 
     ours, inner = f"{stack}.layers.mamba", ssm_heads(model) * model.ssm_head_dim
     shared = ssm_groups(model) * model.ssm_state
     widths = {"z": inner, "x": inner, "B": shared, "C": shared, "dt": ssm_heads(model)}
-
-    def part(theirs: str, letters: str, letter: str, rest: Dims, index: tuple[str, int] | None = None) -> Tensor:
-        shape: Dims = (_PARTS[letter], *rest)
-        if is_split:
-            return Tensor(f"{name}.{theirs}.{letter}", shape, index)
-        parts = letters.split()
-        first = sum(widths[other] for other in parts[: parts.index(letter)])
-        place = Rows(first, widths[letter], sum(widths[other] for other in parts))
-        return Tensor(f"{name}.{theirs}", shape, index, rows=place)
-
+    part = partial(stacked, {part: (_PARTS[part], width) for part, width in widths.items()}, name, is_split)
     product = partial(part, "in_proj.weight", "z x B C dt", rest=(("embed",),))
     rows = [
         Row(f"{ours}.inputs.gate_value", tuple(product(of, index=("gate", i)) for i, of in enumerate("zx"))),

@@ -7,7 +7,7 @@ from mtjax.config.layer_pattern import expanded
 from mtjax.convert.from_megatron.training_only import OF_TRAINING, translate_training_only
 from mtjax.convert.from_megatron.translated import Translation
 from mtjax.convert.megatron_arguments import described, unsupported
-from mtjax.convert.megatron_hybrid import ALLOWED, is_hybrid, pattern_of
+from mtjax.convert.megatron_hybrid import ALLOWED, DELTA_SIZES, is_hybrid, pattern_of
 from mtjax.convert.megatron_stages import uneven_arguments
 from mtjax.errors import UserError
 from mtjax.migrate.megatron import OF_MODEL, TABLE, default_of, supported
@@ -88,6 +88,8 @@ def translate_model(to: Translation) -> None:
     _positions(to, settings)
     _vocabulary(to, settings)
     dests = {row.setting: row.dest for row in TABLE if row.setting and row.dest in OF_MODEL} | _DECIDED_BY
+    if "G" in letters and "M" not in letters:
+        dests |= {ours: theirs for theirs, ours in DELTA_SIZES.items()}
     defaults = replace(Config(), family=settings["family"]).model
     for name, value in settings.items():
         if value is None or (name == "num_layers" and letters):

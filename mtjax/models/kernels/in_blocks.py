@@ -1,13 +1,15 @@
 """XLA's attention with the scores of a few queries at a time: memory is linear in the sequence, on any device."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from mtjax.layout.attention_kernel import queries_at_a_time
+from mtjax.layout.attention_kernel import queries_at_a_time, spans_of
 from mtjax.models.alibi import Alibi
 from mtjax.models.kernels.blocks import XlaBlocks, attend_across, dropout_of
 from mtjax.models.kernels.options import AttentionOptions
@@ -64,7 +66,9 @@ class InBlocks:
     def forward(self, query: Array, key: Array, value: Array, more: Inputs) -> tuple[Array, Array]:
         """See `FlashKernel`."""
         queries, keys = _blocks(query, key, value, more)
-        mixed, log_sums = self._kernel(query, key).forward(queries, keys, more.dropout, self.is_causal)
+        kernel = self._kernel(query, key)
+        parts = [kernel.forward(*span, more.dropout, self.is_causal) for span in self._spans(queries, keys)]
+        mixed, log_sums = (jnp.concatenate(each, 1) for each in zip(*parts, strict=True))
         return mixed, log_sums.swapaxes(1, 2)
 
     def backward(
@@ -74,14 +78,42 @@ class InBlocks:
         query, key, value = inputs
         queries, keys = _blocks(query, key, value, more)
         rows = queries._replace(mixed=out, log_sums=statistics.swapaxes(1, 2), gradient=gradient)
-        gradients = self._kernel(query, key).backward(rows, keys, more.dropout, self.is_causal)
+        kernel, spans = self._kernel(query, key), self._spans(rows, keys)
+        last, d_key, d_value = kernel.backward(*spans[-1], more.dropout, self.is_causal)
+        d_query = [last]
+        for span in reversed(spans[:-1]):
+            d_rows, *of_keys = kernel.backward(*span, more.dropout, self.is_causal)
+            d_query.insert(0, d_rows)
+            d_key, d_value = (a + _lengthened(b, a.shape[1]) for a, b in zip((d_key, d_value), of_keys, strict=True))
+        gradients = jnp.concatenate(d_query, 1), d_key, d_value
         d_query, d_key, d_value = (a.astype(b.dtype) for a, b in zip(gradients, inputs, strict=True))
         return d_query, d_key, d_value
 
+    def _spans(self, queries: QueryBlock, keys: KVBlock) -> list[tuple[QueryBlock, KVBlock]]:
+        """Divides causal samples into spans, each with the keys up to its end."""
+        length = queries.query.shape[1]
+        count = spans_of(length, self._at_a_time(queries.query, keys.key)) if self.is_causal else 1
+        step, spans = length // count, []
+        for end in range(step, length + 1, step):
+            own = jax.tree.map(partial(_between, end - step, end), queries)
+            spans.append((own, jax.tree.map(partial(_between, 0, end), keys)))
+        return spans
+
+    def _at_a_time(self, query: Array, key: Array) -> int:
+        return queries_at_a_time(query.shape[0] * query.shape[2], key.shape[1])
+
     def _kernel(self, query: Array, key: Array) -> XlaBlocks:
-        rows = query.shape[0] * query.shape[2]
-        at_a_time = queries_at_a_time(rows, key.shape[1])
+        at_a_time = self._at_a_time(query, key)
         return XlaBlocks(self.scale, self.rate, key.shape[1], self.softcap, self.alibi, at_a_time)
+
+
+def _between(start: int, end: int, a: Array) -> Array:
+    return a[:, start:end]
+
+
+def _lengthened(a: Array, length: int) -> Array:
+    """Adds zeros behind the tokens of [batch, seq, ...]."""
+    return jnp.pad(a, [(0, 0), (0, length - a.shape[1])] + [(0, 0)] * (a.ndim - 2))
 
 
 def _blocks(query: Array, key: Array, value: Array, more: Inputs) -> tuple[QueryBlock, KVBlock]:

@@ -140,6 +140,21 @@ HYBRID: dict[str, Any] = EXPERTS | {
     "position_embedding_type": "none",
 }
 """A hybrid model: all kinds of layers."""
+DELTA: dict[str, Any] = HYBRID | {
+    "hybrid_override_pattern": "GM*EG-",
+    "linear_num_value_heads": 8,
+    "linear_value_head_dim": 12,
+    "linear_key_head_dim": 10,
+    "linear_num_key_heads": 4,
+    "linear_conv_kernel_dim": 4,
+    "attention_output_gate": True,
+    "swiglu": True,
+    "squared_relu": False,
+    "init_method_std": 0.1,
+}
+"""The same with gated delta nets and gated attention, whose weights of 0.2 would magnify roundings: its own logits in
+float32 and float64 differ by 9e-6 then."""
+HYBRIDS: dict[str, dict[str, Any]] = {"hybrid": HYBRID, "delta": DELTA}
 HYBRID_SPLITS = ((1, 1, 1), (2, 1, 1), (4, 3, 1), (2, 1, 2))
 
 

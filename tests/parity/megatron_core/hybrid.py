@@ -1,8 +1,8 @@
 """Megatron-Core's hybrid model, with layers in torch for those of Transformer Engine, mamba-ssm and causal-conv1d.
 
-`python -m tests.parity.megatron_core.hybrid MODE FOLDER`, in a process of its own. `save` writes the model for several
-degrees in the format torch, in the format torch_dist, and its logits; `load` loads strictly, in `written`, what mtjax
-wrote in the format torch_dist, and compares every tensor.
+`python -m tests.parity.megatron_core.hybrid MODE NAME FOLDER`, in a process of its own. `save` writes the model for
+several degrees in the format torch, in the format torch_dist, and its logits; `load` loads strictly, in `written`, what
+mtjax wrote in the format torch_dist, and compares every tensor.
 """
 
 import argparse
@@ -57,6 +57,11 @@ def rearrange(x: torch.Tensor, how: str) -> torch.Tensor:
     return x[:, 0] if how == "d 1 w -> d w" else x.transpose(0, 1)
 
 
+def l2norm(x: torch.Tensor) -> torch.Tensor:
+    """That of flash-linear-attention."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+
+
 def stand_ins() -> None:
     """Puts the above in the place of modules that are not installed; call it before Megatron is imported."""
     found = {
@@ -67,6 +72,8 @@ def stand_ins() -> None:
             "mamba_split_conv1d_scan_combined": scan,
         },
         "einops": {"rearrange": rearrange, "repeat": None},
+        "fla.modules.l2norm": {"l2norm": l2norm},
+        "fla.ops.gated_delta_rule": {"chunk_gated_delta_rule": None},
     }
     kernels = types.ModuleType("tensor_ops")  # of inference, in triton
     vars(kernels).update(dict.fromkeys(("tensor_get_slice_after", "tensor_masked_update", "tensor_merge")))
@@ -87,12 +94,14 @@ from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.models.mamba.mamba_layer_specs import mamba_stack_spec
 from megatron.core.models.mamba.mamba_model import MambaModel
 from megatron.core.ssm import mamba_block
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-from tests.parity.megatron_core.cases import HYBRID, HYBRID_SPLITS, VOCAB
+from tests.parity.megatron_core.cases import HYBRID_SPLITS, HYBRIDS, VOCAB
 from tests.parity.megatron_core.models import config_of, fill, logits_of, save, sharded
 from tests.parity.megatron_core.world import world
 
@@ -114,9 +123,27 @@ class NormedColumn(ColumnParallelLinear):
         return make_sharded_tensors_for_checkpoint(own, prefix, {"weight": 0}, sharded_offsets)
 
 
-def spec() -> Any:
+def mixer_of(pattern: str) -> Any:
+    """What builds attention, or in the layers G of a pattern a gated delta net.
+
+    Version 0.16 has both, and no letter G: that of 0.17 has a gated delta net in attention's place in a layer without
+    an MLP, which this builds.
+    """
+
+    class Mixer:  # a function is not called
+        def __new__(cls, submodules: Any, *, layer_number: int, **named: Any) -> Any:
+            if pattern[layer_number - 1] != "G":
+                return SelfAttention(submodules=submodules, layer_number=layer_number, **named)
+            own = GatedDeltaNetSubmodules(in_proj=NormedColumn, out_norm=WrappedTorchNorm, out_proj=RowParallelLinear)
+            return GatedDeltaNet(named["config"], own, layer_number, pg_collection=named["pg_collection"])
+
+    return Mixer
+
+
+def spec(pattern: str) -> Any:
     """Megatron's own, with layers that run on a CPU."""
     layers: Any = mamba_stack_spec.submodules
+    layers.attention_layer.submodules.self_attention.module = mixer_of(pattern)
     layers.mamba_layer.submodules.mixer.submodules.in_proj = NormedColumn
     layers.mamba_layer.submodules.mixer.submodules.out_proj = RowParallelLinear
     attention = layers.attention_layer.submodules.self_attention.submodules
@@ -131,32 +158,34 @@ def spec() -> Any:
     return mamba_stack_spec
 
 
-def build(tensor: int = 1, pipeline: int = 1, expert: int = 1) -> Any:
+def build(a: dict[str, Any], tensor: int = 1, pipeline: int = 1, expert: int = 1) -> Any:
     """The model of the rank in the current process groups."""
     from megatron.core import parallel_state
 
-    config = config_of(HYBRID, tensor, pipeline, expert)
-    config.activation_func = squared_relu
-    for name in ("mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads"):
-        setattr(config, name, HYBRID[name])
+    config = config_of(a, tensor, pipeline, expert)
+    config.activation_func = squared_relu if a["squared_relu"] else F.silu
+    config.deterministic_mode = "linear_num_key_heads" in a  # a gated delta net in torch
+    for name in a:
+        if name.startswith(("mamba_", "linear_")) or name == "attention_output_gate":
+            setattr(config, name, a[name])
     model = MambaModel(
         config,
-        spec(),
-        vocab_size=HYBRID["padded_vocab_size"],
-        max_sequence_length=HYBRID["max_position_embeddings"],
-        hybrid_override_pattern=HYBRID["hybrid_override_pattern"],
+        spec(a["hybrid_override_pattern"]),
+        vocab_size=a["padded_vocab_size"],
+        max_sequence_length=a["max_position_embeddings"],
+        hybrid_override_pattern=a["hybrid_override_pattern"].replace("G", "*"),
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
         share_embeddings_and_output_weights=False,
-        position_embedding_type=HYBRID["position_embedding_type"],
+        position_embedding_type=a["position_embedding_type"],
     )
     return model.eval()
 
 
-def shaken() -> Any:
+def shaken(a: dict[str, Any]) -> Any:
     """A whole model, of which every parameter matters; the same at every call."""
     torch.manual_seed(0)
-    model = build()
+    model = build(a)
     with torch.no_grad():
         for name, parameter in (*model.named_parameters(), *model.named_buffers()):
             if parameter.dim() == 1 and parameter.is_floating_point():
@@ -166,12 +195,13 @@ def shaken() -> Any:
     return model
 
 
-def main(mode: str, folder: Path) -> None:
+def main(mode: str, name: str, folder: Path) -> None:
     """See the module."""
+    a = HYBRIDS[name]
     with world(), torch.no_grad():
-        model = shaken()
+        model = shaken(a)
         if mode == "load":
-            again = build()
+            again = build(a)
             found: Any = dist_checkpointing.load(
                 {"model": again.sharded_state_dict()}, str(folder / "written/release"), strict="return_all"
             )
@@ -180,26 +210,26 @@ def main(mode: str, folder: Path) -> None:
             unread = {key for key in (*missing, *unexpected) if not re.search("norm._extra|attention._extra", key)}
             assert not unread, unread
             again.load_state_dict(loaded["model"])
-            for name, value in model.state_dict().items():
+            for tensor, value in model.state_dict().items():
                 if torch.is_tensor(value):
-                    rows = VOCAB - 6 if name in ("embedding.word_embeddings.weight", "output_layer.weight") else None
-                    assert torch.equal(again.state_dict()[name][:rows], value[:rows]), name
+                    rows = VOCAB - 6 if tensor in ("embedding.word_embeddings.weight", "output_layer.weight") else None
+                    assert torch.equal(again.state_dict()[tensor][:rows], value[:rows]), tensor
             return
         tokens = np.random.default_rng(1).integers(0, VOCAB - 6, (2, 25))
         np.savez(folder / "logits.npz", tokens=tokens, logits=logits_of(model, tokens).numpy())
         whole = sharded(model)
         target = folder / "distributed"
         target.mkdir()
-        args = argparse.Namespace(**HYBRID, layernorm_epsilon=HYBRID["norm_epsilon"])
+        args = argparse.Namespace(**a, layernorm_epsilon=a["norm_epsilon"])
         common = {"args": args, "checkpoint_version": 3.0, "iteration": 1}
         dist_checkpointing.save(common | {"model": model.sharded_state_dict()}, str(target))
     for split in HYBRID_SPLITS:
         for rank in range(prod(split)):
             with world(*split, rank), torch.no_grad():
-                part = build(*split)
+                part = build(a, *split)
                 fill(part, whole)
-                save(part, HYBRID, folder / "x".join(map(str, split)), split)
+                save(part, a, folder / "x".join(map(str, split)), split)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))

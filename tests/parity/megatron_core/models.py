@@ -58,7 +58,7 @@ def config_of(
         layernorm_epsilon=a["norm_epsilon"],
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        init_method_std=0.2,
+        init_method_std=a.get("init_method_std", 0.2),
         tensor_model_parallel_size=tensor,
         pipeline_model_parallel_size=pipeline,
         virtual_pipeline_model_parallel_size=chunks,
