@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from mtjax.config import Training
+from mtjax.layout.stacks import FEWEST_PREFETCHED
 from mtjax.sharding.axes import explicit_axes
 from mtjax.sharding.grad_accumulation import (
     accumulate_grads_into,
@@ -164,11 +165,10 @@ def loop_over_layers(
     return partial(lax.scan, loops[0].saved(run), xs=stack)
 
 
-def can_prefetch(layers: Layers, fewest: int = 4) -> bool:
+def can_prefetch(layers: Layers, fewest: int = FEWEST_PREFETCHED) -> bool:
     """Returns whether a stack has communication to overlap, and enough layers for a loop."""
     found = [leaf for leaf in map(communicated, jax.tree.leaves(layers, is_leaf=is_wrapped)) if leaf is not None]
     is_manual = bool(found) and not explicit_axes().issuperset(found[0].reduction.axes)
-    # The last layer is outside the loop. XLA: on CPUs, loops of two iterations or fewer are unrolled.
     return is_manual and len(jax.tree.leaves(found[0])[0]) >= fewest
 
 
