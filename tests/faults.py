@@ -60,6 +60,13 @@ FAULTS = (
         "test_nan_and_infinities_are_named_and_kept",
     ),
     Fault(
+        "messages about a config.json: its keys",
+        'return f"{found[0]} ({key} in config.json)" if key else found[0]',
+        "return found[0]",
+        "convert",
+        "test_settings_have_the_names_that_config_json_has",
+    ),
+    Fault(
         "a T5 that is tied and not scaled: its factor",
         "return hidden**0.5 if tied and not scaled else 1.0",
         "return 1.0",
@@ -1060,10 +1067,24 @@ FAULTS = (
     ),
     Fault(
         "offloaded moments of skipped steps move",
-        "= jax.tree.map(partial(jnp.where, self.finite), (rounded, after.mu[0], after.nu[0]), (p, mu, nu))",
-        "= rounded, after.mu[0], after.nu[0]",
+        "return jax.tree.map(partial(jnp.where, self.finite), (rounded, after.mu[0], after.nu[0]), (p, mu, nu))",
+        "return rounded, after.mu[0], after.nu[0]",
         "train",
         "test_a_skipped_step_moves_no_offloaded_state",
+    ),
+    Fault(
+        "a layer's offloaded moments are read for the next one too",
+        "read = on_device(self.ranks.layer(stacks[source][i], k + ahead))",
+        "read = on_device(self.ranks.layer(stacks[source][i], k))",
+        "train",
+        "test_runs_and_checkpoints_with_and_without_offload",
+    ),
+    Fault(
+        "offloaded states are paired by chance",
+        "order = sorted(range(len(sizes)), key=lambda i: -sizes[i])",
+        "order = list(range(len(sizes)))",
+        "layout",
+        "test_what_is_exposed_is_what_a_link_would_take",
     ),
     Fault(
         "offloaded master weights are read in the order of another stage",

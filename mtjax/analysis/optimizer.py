@@ -4,7 +4,7 @@ AdamW has two moments of each parameter, and no products and no collectives: onl
 """
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, partial
@@ -14,6 +14,7 @@ from mtjax.analysis.contract import GRADIENTS, JOINED, OPTIMIZER, Dtype, Expecta
 from mtjax.analysis.counts import stage_weights, zero_axes
 from mtjax.analysis.parts.part import Weight
 from mtjax.config.adapters import is_trainable
+from mtjax.layout.host_order import exposed_elements
 from mtjax.layout.layouts import LAYERS, Layout, gathers_in_compute_dtype, sharded_dimension
 from mtjax.layout.mesh import MeshShape
 from mtjax.layout.optimizer_states import ITERATIONS, Matrices, factored_dimensions, kept_arrays, matrices_of
@@ -92,6 +93,23 @@ def host_reads(anatomy: Anatomy, plan: Plan) -> float:
     """Returns the bytes that a step reads from the host's memory: all that is there, and master weights twice, for the
     copies in the compute dtype and for the update."""
     return host_bytes(anatomy, plan) + _master_bytes(anatomy, plan)
+
+
+def exposed_host_bytes(anatomy: Anatomy, plan: Plan) -> float:
+    """Returns the bytes for which a step waits: those that it reads or writes while none cross in the other direction,
+    and the larger number of two that cross at once. Nothing hides the reads for copies in the compute dtype."""
+    if not plan.offloads_optimizer:
+        return 0.0
+    elements, stacks = 0, defaultdict[tuple[int, int], list[int]](list)
+    for shard in _shards_of(anatomy, plan):
+        layers = shard.sizes[0]
+        if shard.weight.names[0] == LAYERS:
+            stacks[shard.weight.shape[0] // layers, layers].append(math.prod(shard.sizes[1:]))
+        else:
+            elements += 2 * math.prod(shard.sizes)
+    elements += sum(exposed_elements(sizes, layers) for (_, layers), sizes in stacks.items())
+    arrays = 3 if plan.offloads_parameters else 2
+    return arrays * FLOAT32 * elements + _master_bytes(anatomy, plan)
 
 
 def _master_bytes(anatomy: Anatomy, plan: Plan, stage: int = 0) -> float:

@@ -31,7 +31,7 @@ from mtjax.analysis.link_time import (
     transfer_time,
 )
 from mtjax.analysis.machine import Constants, Machine
-from mtjax.analysis.optimizer import exchanges, host_bytes, host_reads, state_bytes
+from mtjax.analysis.optimizer import exchanges, exposed_host_bytes, state_bytes
 from mtjax.analysis.schedules import megatron_bubble
 from mtjax.analysis.software import MTJAX, Software
 from mtjax.analysis.teacher_cost import teacher_of
@@ -301,7 +301,7 @@ def _copies(found: list[Copy], machine: Machine, software: Software) -> float:
 
 def _optimizer(anatomy: Anatomy, plan: Plan, machine: Machine, software: Software) -> float:
     """Seconds to read and write what the optimizer updates on this GPU, to read the gradients once more for their norm,
-    and of Muon's products or the copies of offloaded states, which nothing hides."""
+    and of Muon's products or of exposed copies of offloaded states."""
     precision, counts = plan.precision, peak_stage_counts(anatomy, plan)
     shards, of_experts = (plan.zero_degree, plan.expert_zero_degree) if plan.zero else (1, 1)
     stored = precision.matrices if precision.are_masters and not plan.offloads_parameters else precision.weights
@@ -312,7 +312,7 @@ def _optimizer(anatomy: Anatomy, plan: Plan, machine: Machine, software: Softwar
         moved = own * (states + software.kernels.optimizer_extra) + 2 * state_bytes(anatomy, plan)
         return machine.passes(moved) + _newton_schulz(anatomy, plan, machine)
     seconds = machine.passes(own * (states + software.kernels.optimizer_extra))
-    return seconds + (host_reads(anatomy, plan) + host_bytes(anatomy, plan)) / machine.host_bandwidth
+    return seconds + exposed_host_bytes(anatomy, plan) / machine.host_bandwidth
 
 
 def _newton_schulz(anatomy: Anatomy, plan: Plan, machine: Machine) -> float:

@@ -9,6 +9,7 @@ from mtjax.inspect.hlo_walk import walk
 ON_HOST = "S(5)"
 """XLA's mark in the layout of an array that is in the host's memory."""
 _NAME = re.compile(r"\s*(?:ROOT )?%?([\w.\-]+) = ")
+_DONE = re.compile(r"-done\(%?([\w.\-]+)\)")
 _ARRAY = re.compile(r"([a-z]\w*\[[\d,]*\])(\{[^}]*\})?")
 """An array of a result, and its layout."""
 
@@ -28,6 +29,31 @@ def host_copies(text: str, module: Module) -> tuple[int, int]:
         if size := sizes.get(site.instruction.name):
             read, written = read + site.count * size[0], written + site.count * size[1]
     return read, written
+
+
+def exposed_bytes(text: str, module: Module) -> int:
+    """Returns the bytes for which a step waits, if a link carries both directions at once, at equal rates, and nothing
+    else takes time: a walk over the schedule, in which reads follow one another, and writes do.
+
+    Arguments as of `host_copies`.
+    """
+    if ON_HOST not in text:
+        return 0
+    sizes, waited = dict(_sizes(text)), 0
+    counts = {site.instruction.name: site.count for site in walk(module) if site.instruction.name in sizes}
+    for computation in text.split("\n}"):
+        now, count, ends, free = 0, 0, dict[str, int](), [0, 0]
+        for line in computation.splitlines():
+            if (name := _NAME.match(line)) is None:
+                continue
+            if name[1] in counts:
+                direction, size = (0, sizes[name[1]][0]) if sizes[name[1]][0] else (1, sizes[name[1]][1])
+                ends[name[1]] = free[direction] = max(now, free[direction]) + size
+                count = counts[name[1]]
+            elif (done := _DONE.search(line)) and done[1] in ends:
+                now = max(now, ends[done[1]])
+        waited += count * max(now, *free)
+    return waited
 
 
 def hosted_arguments(text: str) -> set[str]:

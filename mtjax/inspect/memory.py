@@ -5,12 +5,12 @@ from dataclasses import dataclass, replace
 
 from mtjax.analysis.counts import trainable_counts
 from mtjax.analysis.memory import Memory, stage_memory
-from mtjax.analysis.optimizer import host_bytes, host_reads
+from mtjax.analysis.optimizer import exposed_host_bytes, host_bytes, host_reads
 from mtjax.analysis.teacher_cost import table_bytes, weight_bytes
 from mtjax.config import Model
 from mtjax.inspect.compiled import CompiledStep
 from mtjax.inspect.hlo import Array, Module
-from mtjax.inspect.host_copies import host_copies, hosted_arguments
+from mtjax.inspect.host_copies import exposed_bytes, host_copies, hosted_arguments
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,10 @@ class MemoryReport:
     """Of `host` and `host_writes`, by formula."""
     host_reads_formula: int = 0
     """Of `host_reads`, by formula."""
+    host_exposed: int = 0
+    """Bytes on their way while a step waits for them; of two that cross in opposite directions, those of the longer."""
+    host_exposed_formula: int = 0
+    """Of `host_exposed`, by formula."""
     beside: int = 0
     """A teacher's weights on the device that are not arguments of the step, by formula."""
 
@@ -83,6 +87,8 @@ def memory_report(step: CompiledStep, capacity: int | None, teacher: Model | Non
         host_writes=writes,
         host_formula=round(host_bytes(step.anatomy, plan)),
         host_reads_formula=round(host_reads(step.anatomy, plan)),
+        host_exposed=exposed_bytes(step.text, step.module),
+        host_exposed_formula=round(exposed_host_bytes(step.anatomy, plan)),
         arguments=stats.arguments,
         outputs=stats.outputs,
         aliased=stats.aliased,
@@ -116,8 +122,14 @@ def host_violations(memory: MemoryReport, *, saves_inputs: bool = False) -> list
     if not saves_inputs:
         found["reads"] = memory.host_reads, memory.host_reads_formula
         found["writes"] = memory.host_writes, memory.host_formula
-    return [
+    violations = [
         f"a step {does} {size:,} bytes of the host's memory instead of {formula:,}"
         for does, (size, formula) in found.items()
         if size != formula
     ]
+    if not saves_inputs and memory.host_exposed > memory.host_exposed_formula:
+        violations.append(
+            f"a step waits for {memory.host_exposed:,} bytes from and to the host's memory instead of "
+            f"{memory.host_exposed_formula:,}: reads and writes do not overlap"
+        )
+    return violations

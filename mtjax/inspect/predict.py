@@ -8,7 +8,7 @@ from mtjax.analysis import flops as formulas
 from mtjax.analysis.accuracy import accuracy_on
 from mtjax.analysis.contract import LAYER_BACKWARD, LAYER_FORWARD, LAYER_PHASES
 from mtjax.analysis.hardware import Server
-from mtjax.analysis.optimizer import host_bytes, host_reads
+from mtjax.analysis.optimizer import exposed_host_bytes
 from mtjax.analysis.timing import step_time
 from mtjax.inspect.causes import Causes, memory_bound_by_cause
 from mtjax.inspect.collectives import Collective
@@ -59,7 +59,7 @@ class TimeReport:
     kinds: Mapping[str, KindTime]
     """Computing time of each kind of layers, where there are several."""
     copying: float = 0.0
-    """Seconds of copies from and to the host's memory, which nothing hides: offloaded optimizer states."""
+    """Seconds of exposed copies of offloaded states from and to the host's memory."""
     kernels: KernelReport | None = None
     """What the kernels' machine code does, where it was read; the seconds above then include it."""
 
@@ -91,8 +91,7 @@ def predict(
     config = step.config
     model_flops = formulas.model_flops(step.anatomy) * config.training.global_batch_size / step.mesh.size
     by_plan = step_time(step.anatomy, step.plan, server)
-    copied = host_reads(step.anatomy, step.plan) + host_bytes(step.anatomy, step.plan)
-    copying = copied / roofline.machines[2].host_bandwidth
+    copying = exposed_host_bytes(step.anatomy, step.plan) / roofline.machines[2].host_bandwidth
     seconds = walked.seconds + copying
     peak = roofline.machines[4 if config.training.compute_dtype == "float32" else 2].peak
     return TimeReport(

@@ -263,7 +263,8 @@ def memory_lines(report: Report) -> str:
         + f"peak {size(f.total)}"
         + (
             f"\n  in the host: {size(m.host)} of states; a step reads {size(m.host_reads)} (by formula "
-            f"{size(m.host_reads_formula)}) and writes {size(m.host_writes)} (by formula {size(m.host_formula)})"
+            f"{size(m.host_reads_formula)}), writes {size(m.host_writes)} (by formula {size(m.host_formula)}) and "
+            f"waits for {size(m.host_exposed)} of both (by formula {size(m.host_exposed_formula)})"
         )
         * bool(m.host)
         + (f"\n  outside the step: teacher's weights {size(m.beside)}, by formula" if m.beside else "")

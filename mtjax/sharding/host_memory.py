@@ -35,9 +35,14 @@ def is_on_host(array: Any) -> bool:
     return getattr(array.sharding, "memory_kind", None) == PINNED
 
 
+def is_traced_on_host(array: Any) -> bool:
+    """Returns whether a traced array is in the host's memory."""
+    return jax.typeof(array).memory_space == HOST
+
+
 def on_device(tree: Any) -> Any:
     """Copies traced arrays of the host's memory to the device; others are returned as they are."""
-    return jax.tree.map(lambda a: jax.device_put(a, DEVICE) if jax.typeof(a).memory_space == HOST else a, tree)
+    return jax.tree.map(lambda a: jax.device_put(a, DEVICE) if is_traced_on_host(a) else a, tree)
 
 
 def copied_to_device(tree: Any) -> Any:

@@ -29,7 +29,7 @@ class LetterLayers(NamedTuple):
     """The layers of one letter of a pattern, as a model passes them."""
 
     run: Run
-    """One layer: (hidden states, layer, its number, None) -> (hidden states, state)."""
+    """One layer: (hidden states, its `LayerInputs`) -> (hidden states, state)."""
     saving: Callable[[Run], Run]
     """Wraps such a function so that it saves less for its backward pass."""
     layers: Tree
